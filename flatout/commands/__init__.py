@@ -1,0 +1,1 @@
+"""One file a command: typed arguments, a call, a typed result."""

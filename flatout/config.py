@@ -1,0 +1,362 @@
+"""RunConfig: everything a run depends on, as frozen sections in which an unknown key is an error.
+
+A configuration is layered: the defaults here, then a recipe's YAML, then `section.key=value` overrides. Keys that state one
+thing in different ways (`train.steps`, `train.tokens`, `train.epochs`) replace each other between layers. Names of models,
+optimizers and speedups are only looked up when the run is built. `auto` is resolved once, when a run starts (`recipe.py`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from flatout.documents import parse_yaml, read_document
+from flatout.errors import ConfigError
+from flatout.registry import RECIPES, nearest
+
+FORMAT_VERSION = 1
+
+ALTERNATIVES = (
+    {"train.steps", "train.tokens", "train.epochs"},
+    {"checkpoint.every_steps", "checkpoint.every_minutes", "checkpoint.every_epochs"},
+)
+"""Keys of which one is stated at a time: setting one in a later layer clears the others."""
+
+
+class Section(BaseModel):
+    """Base of all configuration values: frozen, unknown keys refused, the text under a field is its help."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True)
+
+
+class ModelConfig(Section):
+    """Which model; its own keys are checked by the model itself when the run is built."""
+
+    model_config = ConfigDict(frozen=True, extra="allow", use_attribute_docstrings=True)
+
+    kind: str = "transformer"
+    """A file of flatout/models, or package.module:MyModel."""
+    vocab_size: int | None = Field(None, ge=1)
+    """Rows of the embedding; None takes the data set's own vocabulary size."""
+
+    def own(self) -> dict[str, Any]:
+        """Return the keys that belong to the chosen model."""
+        return dict(self.model_extra or {})
+
+
+class DataConfig(Section):
+    """What is read, and how it is cut into windows."""
+
+    path: str | None = None
+    """Folder written by `flatout prepare`."""
+    seq_len: int = Field(256, ge=1)
+    """Tokens in one training window (T)."""
+    prefetch: int = Field(4, ge=1)
+    """Optimiser steps the feed reads ahead."""
+    document_mask: bool = False
+    """Keep attention inside each document of a window."""
+
+
+class BatchConfig(Section):
+    """How many tokens one optimiser step sees. State two of the three, the third follows."""
+
+    tokens_per_step: int | None = Field(None, ge=1)
+    """Tokens per optimiser step, summed over ranks and micro-batches."""
+    rows_per_device: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    """Windows in one micro-batch of one device."""
+    accumulate: int | None = Field(None, ge=1)
+    """Micro-batches per optimiser step."""
+
+
+class OptimConfig(Section):
+    """The optimiser."""
+
+    kind: str = "adamw"
+    """A file of flatout/optimizers, or package.module:my_optimizer."""
+    lr: float = Field(1e-3, gt=0)
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's decay rates of the first and second moment."""
+    eps: float = Field(1e-8, gt=0)
+    """AdamW's term against division by zero."""
+    weight_decay: float = Field(0.1, ge=0)
+    """Decoupled weight decay; never on norms, biases and embeddings."""
+    clip: float = Field(1.0, ge=0)
+    """Largest gradient norm; 0 turns clipping off."""
+    momentum: float = Field(0.95, ge=0, lt=1)
+    """Muon's momentum."""
+
+    @model_validator(mode="after")
+    def _betas_in_range(self) -> Self:
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ConfigError(f"optim.betas={list(self.betas)} must lie in [0, 1).", fix="Set optim.betas=[0.9,0.95].")
+        return self
+
+
+class ScheduleConfig(Section):
+    """The learning rate as a function of the optimiser step."""
+
+    kind: str = "cosine"
+    """cosine, wsd (warm-up, stable, decay) or constant."""
+    warmup: int | float = Field(0.02, ge=0)
+    """Steps of linear warm-up (an int), or a fraction of the run (below 1)."""
+    decay: float = Field(0.2, gt=0, le=1)
+    """wsd: fraction of the run over which the rate falls to min_lr."""
+    min_lr: float = Field(0.0, ge=0)
+    """Learning rate of the last step."""
+
+
+class TrainConfig(Section):
+    """How long, on what, and in which precision."""
+
+    steps: int | None = Field(None, ge=1)
+    """Optimiser steps. State one of steps, tokens, epochs; none means one epoch."""
+    tokens: int | None = Field(None, ge=1)
+    """Training tokens, rounded up to whole steps."""
+    epochs: float | None = Field(None, gt=0)
+    """Passes over the training split, rounded up to whole steps."""
+    seed: int = Field(0, ge=0)
+    """Seeds the weights, the order of the data and dropout."""
+    deterministic: bool = False
+    """Refuse operations whose result can differ from run to run."""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:N."""
+    precision: Literal["auto", "fp32", "fp16", "bf16"] = "auto"
+    """Arithmetic of the matrix products; weights and optimiser state stay fp32."""
+    eval_every: int = Field(0, ge=0)
+    """Steps between evaluations; 0 evaluates once, at the end."""
+    eval_tokens: Annotated[int, Field(ge=1)] | Literal["all"] = "all"
+    """Validation tokens per evaluation inside the run; the last one always takes all."""
+    sample_every: int = Field(0, ge=0)
+    """Steps between samples; 0 samples once, at the end."""
+    sample_prompt: str = ""
+    """Text a sample begins with; empty begins a new document."""
+
+
+class CheckpointConfig(Section):
+    """When the state is saved, and how much is kept."""
+
+    every_steps: int | None = Field(None, ge=1)
+    """Steps between saves. State at most one of the three; none means every ten minutes."""
+    every_minutes: float | None = Field(None, gt=0)
+    """Minutes between saves."""
+    every_epochs: float | None = Field(None, gt=0)
+    """Epochs between saves."""
+    keep: int = Field(2, ge=1)
+    """Newest checkpoints kept; the best one is kept beside them."""
+    dir: str | None = None
+    """Folder for checkpoints; None is RUN/checkpoints."""
+
+
+class LogConfig(Section):
+    """How often figures are written."""
+
+    every: int = Field(10, ge=1)
+    """Steps between lines of metrics.jsonl."""
+
+
+class ParallelConfig(Section):
+    """How the processes of a run share the work; their product is the number of processes."""
+
+    replicate: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    """Copies of the model (DDP); auto is what `shard` leaves."""
+    shard: int = Field(1, ge=1)
+    """Processes over which weights, gradients and optimiser state are split (fully_shard)."""
+
+
+class RunConfig(Section):
+    """One run, whole."""
+
+    format_version: int = FORMAT_VERSION
+    """Version of this file's format."""
+    name: str = "run"
+    """Name of the recipe; the run folder is named after it."""
+    model: ModelConfig = ModelConfig()
+    """The model."""
+    data: DataConfig = DataConfig()
+    """The data."""
+    batch: BatchConfig = BatchConfig()
+    """The batch."""
+    optim: OptimConfig = OptimConfig()
+    """The optimiser."""
+    schedule: ScheduleConfig = ScheduleConfig()
+    """The learning rate's course."""
+    train: TrainConfig = TrainConfig()
+    """Length, device, precision."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """Saving."""
+    log: LogConfig = LogConfig()
+    """Logging."""
+    parallel: ParallelConfig = ParallelConfig()
+    """Several processes."""
+    speedups: str | tuple[str, ...] = "auto"
+    """auto, none, a list of names, or edits of auto: auto,-compile."""
+
+    @model_validator(mode="after")
+    def _version_known(self) -> Self:
+        if self.format_version > FORMAT_VERSION:
+            raise ConfigError(
+                f"This configuration has format_version {self.format_version}; this flatout reads up to {FORMAT_VERSION}.",
+                fix="Install a newer flatout.",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _one_of_each(self) -> Self:
+        if self.schedule.min_lr > self.optim.lr:
+            raise ConfigError(f"schedule.min_lr={self.schedule.min_lr} is above optim.lr={self.optim.lr}.", fix="Lower schedule.min_lr.")
+        for group in ALTERNATIVES:
+            stated = sorted(key for key in group if self.value(key) is not None)
+            if len(stated) > 1:
+                raise ConfigError(f"{' and '.join(stated)} state the same thing twice.", fix=f"Keep one of {', '.join(sorted(group))}.")
+        return self
+
+    def value(self, key: str) -> Any:
+        """Return the value at a dotted key, such as `optim.lr`."""
+        found: Any = self
+        for part in key.split("."):
+            found = getattr(found, part)
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, as YAML and JSON hold them."""
+        return self.model_dump(mode="json")
+
+    def digest(self) -> str:
+        """Return the SHA-256 of the canonical JSON, 64 hexadecimal characters."""
+        return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
+
+    def with_values(self, values: Mapping[str, Any]) -> RunConfig:
+        """Return a copy with dotted keys replaced, checked like any other configuration."""
+        document = self.to_dict()
+        merge(document, nested(values))
+        return validate(document)
+
+
+def load_config(recipe: str | Path | None = None, overrides: Iterable[str] = ()) -> RunConfig:
+    """Return the configuration of a recipe (a name or a YAML path; None is the defaults) with overrides on top.
+
+    Raises: ConfigError for an unknown recipe, key or value, with the nearest name.
+    """
+    document: dict[str, Any] = {}
+    if recipe is not None:
+        path = Path(recipe)
+        if path.suffix not in {".yaml", ".yml"}:
+            path = RECIPES.path(str(recipe))
+        document = read_document(path)
+        document.setdefault("name", path.stem)
+    merge(document, nested(_parsed(overrides)))
+    return validate(document)
+
+
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Turn {"optim.lr": 1} into {"optim": {"lr": 1}}."""
+    document: dict[str, Any] = {}
+    for key, value in values.items():
+        *sections, last = key.split(".")
+        place = document
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[last] = value
+    return document
+
+
+def merge(document: dict[str, Any], layer: Mapping[str, Any], prefix: str = "") -> None:
+    """Lay `layer` over `document` in place; a key that states the same as others clears them."""
+    for key, value in layer.items():
+        dotted = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            if not isinstance(document.setdefault(key, {}), dict):
+                document[key] = {}
+            merge(document[key], value, f"{dotted}.")
+            continue
+        for group in ALTERNATIVES:
+            if dotted in group and value is not None:
+                for other in group - {dotted}:
+                    document.pop(other.rpartition(".")[2], None)
+        document[key] = value
+
+
+def validate(document: Mapping[str, Any]) -> RunConfig:
+    """Return the checked configuration.
+
+    Raises: ConfigError naming the key, and the nearest known one when it is unknown.
+    """
+    try:
+        return RunConfig.model_validate(document)
+    except ValidationError as error:
+        raise explain(error, RunConfig) from error
+
+
+def explain(error: ValidationError, section: type[Section], prefix: str = "") -> ConfigError:
+    """Turn pydantic's first complaint into one sentence about the key and one about the fix."""
+    first = error.errors()[0]
+    location = ".".join(str(part) for part in first["loc"] if isinstance(part, str) and not _is_type_tag(part))
+    key = f"{prefix}{location}"
+    if first["type"] == "extra_forbidden":
+        return unknown_key(key, all_keys(section, prefix))
+    return ConfigError(f"{key}={first['input']!r} cannot be used: {first['msg'].lower()}.", fix=f"Give {key} a value of the kind its help names.")
+
+
+def unknown_key(key: str, known: list[str]) -> ConfigError:
+    """Return the error for a configuration key that does not exist, with the nearest one that does."""
+    last = key.rpartition(".")[2]
+    same_name = [k for k in known if k.rpartition(".")[2] == last]
+    guess = same_name[0] if same_name else nearest(key, known)
+    if guess is None:
+        by_last = {k.rpartition(".")[2]: k for k in known}
+        close = nearest(last, by_last)
+        guess = by_last[close] if close else None
+    return ConfigError(f"There is no configuration key {key!r}.", fix=f"Did you mean {guess!r}?" if guess else f"Known keys: {', '.join(known)}.")
+
+
+def all_keys(section: type[Section], prefix: str = "") -> list[str]:
+    """Return every dotted key of a section and the sections in it."""
+    keys: list[str] = []
+    for name, field in section.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, Section):
+            keys.extend(all_keys(kind, f"{prefix}{name}."))
+        else:
+            keys.append(f"{prefix}{name}")
+    return keys
+
+
+def difference(stored: RunConfig, wanted: RunConfig, *, free: Iterable[str] = ()) -> list[str]:
+    """Return the keys in which `wanted` contradicts `stored`, as `key: stored -> wanted`.
+
+    What `wanted` leaves open (None, auto) contradicts nothing, nor do keys that begin with an entry of `free`.
+    """
+    old, new = _flat(stored.to_dict()), _flat(wanted.to_dict())
+    changed = (key for key, value in new.items() if value not in (None, "auto") and old.get(key) != value)
+    return [f"{key}: {old.get(key)} -> {new[key]}" for key in changed if not key.startswith(tuple(free))]
+
+
+def _flat(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in document.items():
+        if isinstance(value, Mapping):
+            flat.update(_flat(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _is_type_tag(part: str) -> bool:
+    """Pydantic names the branch of a union in the location; that is not part of the key."""
+    return part in {"int", "float", "str", "tuple", "bool"} or part.startswith(("literal[", "tuple[", "constrained-", "function-"))
+
+
+def _parsed(overrides: Iterable[str]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"{override!r} is not an override.", fix="Write section.key=value, for example optim.lr=3e-4.")
+        values[key.strip()] = parse_yaml(text, name=override) if text.strip() else None
+    return values

@@ -1,0 +1,63 @@
+"""YAML as flatout reads it: `3e-4` is a number, a repeated key is an error, and errors name file and line."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from flatout.errors import ConfigError
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 reads 3e-4 as text, and takes the last of two equal keys in silence. Neither here."""
+
+
+def _unique_mapping(loader: _Loader, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    seen: dict[Any, Any] = {}
+    for key_node, value_node in node.value:
+        key = loader.construct_object(key_node, deep=True)
+        if key in seen:
+            raise ConfigError(
+                f"{node.start_mark.name}, line {key_node.start_mark.line + 1}: the key {key!r} is given twice.", fix="Delete one of them."
+            )
+        seen[key] = loader.construct_object(value_node, deep=True)
+    return seen
+
+
+_FLOAT = re.compile(r"^[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9_]+)(?:[eE][-+]?[0-9]+)$|^[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)$")
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
+_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _unique_mapping)
+
+
+def parse_yaml(text: str, *, name: str) -> Any:
+    """Parse YAML in which `3e-4` is a number and a repeated key is an error; `name` stands in the message.
+
+    Raises: ConfigError with the line that could not be read.
+    """
+    loader = _Loader(text)
+    loader.name = name
+    try:
+        return loader.get_single_data()
+    except yaml.MarkedYAMLError as error:
+        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise ConfigError(f"{name}{line} is not YAML: {error.problem}.", fix="Repair that line.") from error
+    finally:
+        loader.dispose()
+
+
+def read_document(path: Path) -> dict[str, Any]:
+    """Return the mapping in a YAML file.
+
+    Raises: ConfigError when there is no such file, it is not YAML, or not a mapping.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"Cannot read {path}: {error.strerror}.", fix="Check the path; `flatout list recipes` shows the built-in ones.") from error
+    document = parse_yaml(text, name=str(path))
+    if not isinstance(document, dict):
+        raise ConfigError(f"{path} is not a mapping of sections.", fix="Write sections such as `optim:` with their keys under them.")
+    return document

@@ -1,0 +1,78 @@
+"""One family of errors. Each says what happened, then how to repair it.
+
+FlatoutError
+├── UsageError            exit 2: the command, the configuration or the input is wrong
+│   ├── ConfigError       a key, a value, or a pair of values that contradict each other
+│   ├── DataError         text, a data set or a tokenizer that cannot be used
+│   ├── CheckpointError   a run folder or a checkpoint that cannot be used
+│   ├── HardwareError     this machine cannot do what was asked
+│   ├── ShapeError        tensors whose shapes do not fit
+│   └── MissingPackage    an optional package is not installed
+├── RunFailed             exit 1: the run itself went wrong
+├── Stopped               exit 75: stopped and saved, run the same command again
+└── Interrupted           exit 130 or 143: stopped before anything could be saved
+"""
+
+from __future__ import annotations
+
+
+class FlatoutError(Exception):
+    """Something the user can repair. Reads as: what happened, then the fix.
+
+    `what` names the thing that is wrong, `fix` what to do about it; both are whole sentences.
+    """
+
+    exit_code = 1
+
+    def __init__(self, what: str, *, fix: str) -> None:
+        super().__init__(f"{what} Fix: {fix}")
+        self.what = what
+        self.fix = fix
+
+
+class UsageError(FlatoutError):
+    """The command, the configuration or the input is wrong; nothing was changed."""
+
+    exit_code = 2
+
+
+class ConfigError(UsageError):
+    """A configuration key or value is wrong, or two values contradict each other."""
+
+
+class DataError(UsageError):
+    """Text, a data set or a tokenizer cannot be used."""
+
+
+class CheckpointError(UsageError):
+    """A run folder or a checkpoint cannot be used."""
+
+
+class HardwareError(UsageError):
+    """This machine cannot do what was asked."""
+
+
+class ShapeError(UsageError):
+    """Tensors whose shapes do not fit together."""
+
+
+class MissingPackage(UsageError):
+    """An optional package is not installed; the fix is its install line."""
+
+
+class RunFailed(FlatoutError):
+    """The run itself went wrong; what was saved before stays whole."""
+
+
+class Stopped(FlatoutError):
+    """Stopped on request after saving; the same command goes on from there."""
+
+    exit_code = 75
+
+
+class Interrupted(FlatoutError):
+    """Stopped before anything could be saved. The exit code is 128 + the signal's number."""
+
+    def __init__(self, what: str, *, fix: str, signal_number: int) -> None:
+        super().__init__(what, fix=fix)
+        self.exit_code = 128 + signal_number

@@ -1,0 +1,1 @@
+"""What a run can reach, and what it reaches."""

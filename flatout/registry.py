@@ -1,0 +1,159 @@
+"""Names to objects. A plural folder is an open list: drop in a file and it exists.
+
+An entry is a file. Python folders hold one object a file, under the folder's one attribute name (`models/transformer.py`
+holds `MODEL`); YAML folders hold one document a file. Names are file names with `-` for `_`. Listing reads the files and
+imports nothing, so it is fast and never loads torch; `get` imports the one file it is asked for. Wherever a Python entry's
+name is accepted, `package.module:attribute` reaches an object of the user's own.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from flatout.documents import read_document
+from flatout.errors import ConfigError
+
+PACKAGE_DIR = Path(__file__).parent
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """Return the known name that `name` most likely meant, or None when none is near."""
+    by_lower = {k.lower(): k for k in known}
+    close = difflib.get_close_matches(name.lower().replace("_", "-"), by_lower, n=1, cutoff=0.5)
+    close = close or difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.5)
+    return by_lower[close[0]] if close else None
+
+
+def unknown_name(noun: str, name: str, known: Iterable[str]) -> ConfigError:
+    """Return the error for a name that no entry has: the nearest one, then all of them."""
+    names = sorted(known)
+    guess = nearest(name, names)
+    listing = ", ".join(names) or "none"
+    hint = f"Did you mean {guess!r}? " if guess else ""
+    return ConfigError(f"There is no {noun} named {name!r}.", fix=f"{hint}Known: {listing}.")
+
+
+def load_reference(reference: str) -> Any:
+    """Import `package.module:attribute`; the current folder is searched too, so that a user's own file is found.
+
+    Raises: ConfigError when the module or the attribute does not exist.
+    """
+    module_name, _, attribute = reference.partition(":")
+    if "" not in sys.path:
+        sys.path.append("")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (module_name + ".").startswith(error.name + "."):
+            raise
+        raise ConfigError(
+            f"There is no Python module {module_name!r} (wanted for {reference!r}).",
+            fix="Check the spelling, install it, or run from the folder that holds it.",
+        ) from error
+    if not hasattr(module, attribute):
+        guess = nearest(attribute, vars(module))
+        raise ConfigError(
+            f"The module {module_name!r} has no {attribute!r}.",
+            fix=f"Did you mean {guess!r}?" if guess else f"Define {attribute!r} there.",
+        )
+    return getattr(module, attribute)
+
+
+@dataclass(frozen=True)
+class Folder:
+    """An open list of Python entries: every file of `flatout/FOLDER` that assigns `attribute` at its top level."""
+
+    folder: str
+    attribute: str
+    noun: str
+
+    @cached_property
+    def _files(self) -> dict[str, Path]:
+        files = {}
+        for path in sorted((PACKAGE_DIR / self.folder).glob("*.py")):
+            if not path.stem.startswith("_") and self.attribute in _assigned_names(path):
+                files[path.stem.replace("_", "-")] = path
+        return files
+
+    def names(self) -> list[str]:
+        """Return every entry's name, sorted, without importing any."""
+        return list(self._files)
+
+    def describe(self, name: str) -> str:
+        """Return the first line of the entry's module docstring, without importing it."""
+        docstring = ast.get_docstring(ast.parse(self._files[name].read_text(encoding="utf-8"))) or ""
+        return docstring.split("\n", 1)[0]
+
+    def get(self, name: str) -> Any:
+        """Import and return the entry `name`, or the object `package.module:attribute`.
+
+        Raises: ConfigError with the nearest name when there is no such entry.
+        """
+        if ":" in name:
+            return load_reference(name)
+        key = name.replace("_", "-")
+        if key not in self._files:
+            raise unknown_name(self.noun, name, self._files)
+        return getattr(importlib.import_module(f"flatout.{self.folder}.{self._files[key].stem}"), self.attribute)
+
+
+@dataclass(frozen=True)
+class YamlFolder:
+    """An open list of YAML entries: every `flatout/FOLDER/*.yaml`."""
+
+    folder: str
+    noun: str
+
+    @cached_property
+    def _files(self) -> dict[str, Path]:
+        return {path.stem: path for path in sorted((PACKAGE_DIR / self.folder).glob("*.yaml"))}
+
+    def names(self) -> list[str]:
+        """Return every entry's name, sorted."""
+        return list(self._files)
+
+    def describe(self, name: str) -> str:
+        """Return the entry's first comment line, its one-line description."""
+        first = self._files[name].read_text(encoding="utf-8").split("\n", 1)[0]
+        return first.lstrip("# ").strip() if first.startswith("#") else ""
+
+    def path(self, name: str) -> Path:
+        """Return the entry's file.
+
+        Raises: ConfigError with the nearest name when there is no such entry.
+        """
+        if name not in self._files:
+            raise unknown_name(self.noun, name, self._files)
+        return self._files[name]
+
+    def get(self, name: str) -> dict[str, Any]:
+        """Return the entry's parsed document; `path` says how a wrong name is answered."""
+        return read_document(self.path(name))
+
+
+def _assigned_names(path: Path) -> set[str]:
+    names: set[str] = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign):
+            names.update(target.id for target in node.targets if isinstance(target, ast.Name))
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            names.add(node.target.id)
+    return names
+
+
+COMMANDS = Folder("commands", "COMMAND", "command")
+MODELS = Folder("models", "MODEL", "model")
+OPTIMIZERS = Folder("optimizers", "OPTIMIZER", "optimizer")
+SOURCES = Folder("sources", "SOURCE", "source")
+SPEEDUPS = Folder("speedups", "SPEEDUP", "speedup")
+DATASETS = YamlFolder("datasets", "data set")
+MACHINES = YamlFolder("machines", "machine")
+RECIPES = YamlFolder("recipes", "recipe")

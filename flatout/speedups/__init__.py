@@ -1,0 +1,1 @@
+"""One file an optimisation; each is one value."""
