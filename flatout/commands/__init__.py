@@ -1,1 +1,39 @@
-"""One file a command: typed arguments, a call, a typed result."""
+"""One file a command: typed arguments, a call, a typed result.
+
+A command's function is the Python API as well as the command line. Parameters annotated with `typer.Argument` or
+`typer.Option` are the command line; the others (`progress`, `observers`) exist in Python, and `cli.py` fills them in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+__all__ = ["Command", "Result"]
+
+
+class Result(BaseModel):
+    """What a command returns: its fields are those of `--json`, its `summary` is what a person reads at the end."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
+
+    def summary(self) -> str:
+        """Return the closing lines for a person, as plain text; a line a field when a command says nothing better."""
+        fields = self.model_dump(mode="json")
+        width = max((len(name) for name in fields), default=0)
+        return "\n".join(f"{name:<{width}}  {value}" for name, value in fields.items())
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command of the program, found in its file of `flatout/commands` as `COMMAND`."""
+
+    call: Callable[..., Result]
+    """The function; its first docstring line is the command's help."""
+    example: str
+    """One command line that shows its use, for example `flatout prepare book.txt --out data/book`."""
+    needs_torch: bool = False
+    """Whether calling it imports torch; the command line then says so, because that takes seconds."""
