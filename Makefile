@@ -1,0 +1,94 @@
+# Every target makes the environment it needs under .venv/ and installs the tested versions (constraints.txt) into it.
+#
+#   PYTHON       the Python to use (3.11 or newer); found by itself when not given
+#   TORCH_INDEX  an extra package index to look for torch in, such as PyTorch's index of CPU builds; empty: pip's own setting
+#   TORCH_BUILD  the build of torch to prefer; +cpu on a machine without an NVIDIA GPU, empty with one
+#   FILE         make demo FILE=book.txt trains on that file
+#   ARGS         more arguments for pytest: make test ARGS="-k config"
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test check format test-faults test-extras test-oldest wheel clean
+
+NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
+PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do "$$python" -c '$(NEW_ENOUGH)' 2>/dev/null && echo "$$python" && break; done)
+TORCH_INDEX ?=
+TORCH_BUILD ?= $(shell nvidia-smi -L 2>/dev/null | grep -q GPU || echo +cpu)
+FILE ?=
+ARGS ?=
+
+COMMA := ,
+TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
+OLDEST_TORCH := $(shell sed -n 's/^ *"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml).0
+PIP = -m pip install --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url "$(TORCH_INDEX)")
+
+help:
+	@echo "make demo          train on this Python's own standard library, or on FILE=your.txt; about three minutes on two cores"
+	@echo "make test          check the code, then run the tests"
+	@echo "make check         ruff and mypy"
+	@echo "make format        lay the code out with ruff"
+	@echo "make test-faults   the tests that kill the process and fill the disk, at length"
+	@echo "make test-extras   the tests with every optional package installed"
+	@echo "make test-oldest   the tests on the oldest supported torch, $(OLDEST_TORCH)"
+	@echo "make wheel         build dist/flatout-*.whl"
+	@echo "make clean         delete the environments and what was built; runs/ and data/ stay"
+
+# $(call environment,EXTRAS,CONSTRAINTS,TORCH): the recipe of a stamp; makes the environment around it and installs flatout there.
+define environment
+	@if [ -z "$(PYTHON)" ] || ! "$(PYTHON)" -c '$(NEW_ENOUGH)' 2>/dev/null; then \
+	  echo "flatout needs Python 3.11 or newer$(if $(PYTHON), and $(PYTHON) is not). Fix: install one (Debian, Ubuntu: apt install python3), or name it: make PYTHON=/path/to/python3." >&2; exit 2; fi
+	@if ! "$(PYTHON)" -c 'import venv, ensurepip' 2>/dev/null; then \
+	  echo "$(PYTHON) cannot make environments: venv or ensurepip is missing. Fix: apt install python3-venv (Debian, Ubuntu), or name another Python: make PYTHON=/path/to/python3." >&2; exit 2; fi
+	@echo "Making $(@D) with $$("$(PYTHON)" --version): some minutes the first time, nothing after that."
+	@rm -rf "$(@D)" && "$(PYTHON)" -m venv "$(@D)"
+	@if [ -n "$(TORCH_BUILD)" ]; then \
+	  "$(@D)/bin/python" $(PIP) -c $(2) "torch==$(3)$(TORCH_BUILD)" 2>"$(@D)/torch-build.log" \
+	  || echo "This package index has no torch $(3)$(TORCH_BUILD); taking its ordinary build, which may be large. TORCH_INDEX=ADDRESS names another index."; fi
+	@"$(@D)/bin/python" $(PIP) -c $(2) setuptools "torch==$(3)"
+	@"$(@D)/bin/python" $(PIP) -c $(2) --no-build-isolation -e ".$(1)"
+	@touch "$@"
+endef
+
+.venv/run/.installed: pyproject.toml constraints.txt
+	$(call environment,,constraints.txt,$(TORCH))
+
+.venv/test/.installed: pyproject.toml constraints.txt
+	$(call environment,[dev],constraints.txt,$(TORCH))
+
+.venv/extras/.installed: pyproject.toml constraints.txt
+	$(call environment,[dev$(COMMA)all],constraints.txt,$(TORCH))
+
+.venv/oldest/.installed: pyproject.toml constraints.txt
+	@mkdir -p .venv && grep -v '^torch==' constraints.txt > .venv/oldest-constraints.txt
+	$(call environment,[dev],.venv/oldest-constraints.txt,$(OLDEST_TORCH))
+
+demo: .venv/run/.installed
+	@.venv/run/bin/flatout demo $(if $(FILE),"$(FILE)")
+
+check: .venv/test/.installed
+	@echo "ruff: format, then rules" && .venv/test/bin/ruff format --check . && .venv/test/bin/ruff check .
+	@echo "mypy: types" && .venv/test/bin/mypy
+
+format: .venv/test/.installed
+	@.venv/test/bin/ruff format . && .venv/test/bin/ruff check --fix .
+
+test: check
+	@.venv/test/bin/python -m pytest $(ARGS)
+
+test-faults: .venv/test/.installed
+	@.venv/test/bin/python -m pytest -m faults --timeout 1800 $(ARGS)
+
+test-extras: .venv/extras/.installed
+	@.venv/extras/bin/python -m pytest $(ARGS)
+
+test-oldest: .venv/oldest/.installed
+	@.venv/oldest/bin/python -m pytest $(ARGS)
+
+wheel: .venv/test/.installed
+	@rm -rf build && .venv/test/bin/python -m build --no-isolation --wheel
+
+clean:
+	@rm -rf .venv/run .venv/test .venv/extras .venv/oldest .venv/oldest-constraints.txt && { [ ! -d .venv ] || rmdir --ignore-fail-on-non-empty .venv; }
+	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache && find . -path ./.venv -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
