@@ -1,0 +1,219 @@
+"""Recipe: the exchangeable parts of a run.
+
+A run is a set of slots, each with one value, and an ordered tuple of model transforms. `baseline()` fills every slot the
+plain way people write it. A `Speedup` is one value that fills slots or adds a transform; `with_speedup` lays it over a
+recipe. Nothing here imports torch: parts that need it are named with `lazy` and loaded when the run is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any, Literal
+
+from flatout.config import RunConfig
+from flatout.errors import ConfigError
+from flatout.hardware import Machine
+from flatout.registry import load_reference
+
+STAGES = ("tensor", "low-precision", "checkpointing", "compile", "shard")
+"""The one right order in which transforms wrap a model; `shard` belongs to config.parallel."""
+
+
+@dataclass(frozen=True)
+class Lazy:
+    """A part of a recipe by name, `package.module:attribute`, imported when the run is built."""
+
+    reference: str
+
+    def load(self) -> Any:
+        """Import and return the part."""
+        return load_reference(self.reference)
+
+
+def lazy(reference: str) -> Any:
+    """Name a part that needs torch; typed as the part itself, which it becomes when the run is built."""
+    return Lazy(reference)
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Arithmetic of the matrix products. Weights, gradients and optimiser state stay fp32."""
+
+    name: str
+    """fp32, bf16 or fp16: what the resolved config says."""
+    autocast: str | None = None
+    """torch dtype of the products; None leaves them in fp32."""
+    loss_scale: float | None = None
+    """Initial loss scale; None where gradients cannot underflow."""
+
+
+FP32 = Precision("fp32")
+
+
+class ImmediateReadback:
+    """Reads a step's figures from the device at once, every step: plain, and the device waits for the host."""
+
+    def __init__(self) -> None:
+        self._read: list[tuple[int, dict[str, float]]] = []
+
+    def push(self, step: int, values: Mapping[str, Any], *, due: bool) -> None:
+        """Read `values` (name to 0-D tensor) of `step`; kept only when `due`."""
+        figures = {name: float(value) for name, value in values.items()}
+        if due:
+            self._read.append((step, figures))
+
+    def ready(self, *, flush: bool = False) -> list[tuple[int, dict[str, float]]]:
+        """Return what has been read since the last call; nothing is ever pending here, so `flush` changes nothing."""
+        read, self._read = self._read, []
+        return read
+
+
+def one_row(_plan: Any) -> int:
+    """Micro-batches of one window: the plain way, and what every memory can hold."""
+    return 1
+
+
+PLAIN: Mapping[str, Any] = MappingProxyType(
+    {
+        "windows": lazy("flatout.data.in_loop:TokenisingWindows"),
+        "feed": lazy("flatout.data.loader:DirectFeed"),
+        "micro_batch": one_row,
+        "matmul": "highest",
+        "precision": FP32,
+        "ops.attention": lazy("flatout.ops.attention:reference"),
+        "ops.cross_entropy": lazy("flatout.ops.cross_entropy:reference"),
+        "optimizer": lazy("flatout.optimizers.adamw:per_parameter"),
+        "logging": ImmediateReadback,
+    }
+)
+"""Every slot with its plain value. windows: where a window's tokens come from. feed: how a step's windows reach the device.
+micro_batch: rows per device when `auto`. matmul: torch's float32 matmul precision. precision: of the products. ops.*: the
+model's functions. optimizer: how AdamW's update is carried out. logging: when figures are read from the device."""
+
+
+@dataclass(frozen=True)
+class Transform:
+    """A change to the model itself, applied in the order of STAGES."""
+
+    stage: str
+    apply: Callable[[Any, Any], Any]
+    """(model, mesh) -> model."""
+
+
+@dataclass(frozen=True)
+class Promise:
+    """What a speedup may change about the losses."""
+
+    kind: Literal["exact", "rounding", "statistical"]
+    rtol: float = 0.0
+    """Largest relative difference of a loss on the same batches; rounding only."""
+
+    @classmethod
+    def exact(cls) -> Promise:
+        """Bit-equal losses on the same batches."""
+        return cls("exact")
+
+    @classmethod
+    def rounding(cls, *, rtol: float) -> Promise:
+        """Losses on the same batches differ by at most `rtol`, relative."""
+        return cls("rounding", rtol)
+
+    @classmethod
+    def statistical(cls) -> Promise:
+        """Other batches or other arithmetic; the final loss lies within the spread over seeds."""
+        return cls("statistical")
+
+    def holds(self, fast: Sequence[float], plain: Sequence[float]) -> bool:
+        """Say whether two runs' losses, step by step, keep an exact or a rounding promise.
+
+        A statistical promise cannot be judged from two runs; the comparison over seeds is `bench`'s.
+        """
+        if len(fast) != len(plain):
+            return False
+        return all(abs(a - b) <= self.rtol * abs(b) for a, b in zip(fast, plain, strict=True))
+
+
+def always(_machine: Machine, _config: RunConfig) -> str | None:
+    """Return None: the speedup runs anywhere."""
+    return None
+
+
+def uses_gpu(machine: Machine, config: RunConfig) -> bool:
+    """Say whether the run is on an NVIDIA GPU, as far as the configuration and the machine tell."""
+    return bool(machine.gpus) if config.train.device == "auto" else config.train.device.startswith("cuda")
+
+
+def gpu_below(machine: Machine, capability: tuple[int, int], what: str) -> str | None:
+    """Return why `what`, which needs at least a compute capability, cannot run on this machine's oldest GPU; None when it can."""
+    too_old = [gpu for gpu in machine.gpus if gpu.compute_capability < capability]
+    if not too_old:
+        return None
+    have = ".".join(str(part) for part in too_old[0].compute_capability)
+    return f"{what} needs compute capability {capability[0]}.{capability[1]}; the {too_old[0].name} has {have}."
+
+
+@dataclass(frozen=True)
+class Speedup:
+    """One optimisation: one value in one file of flatout/speedups."""
+
+    name: str
+    """The file's name, with - for _."""
+    saves: str
+    """One line on what it saves."""
+    promise: Promise
+    """What it may change about the losses."""
+    fills: Mapping[str, Any] = field(default_factory=dict)
+    """Slots it fills."""
+    transform: Transform | None = None
+    """What it does to the model."""
+    needs: tuple[str, ...] = ()
+    """Speedups without which it does not work."""
+    why_not: Callable[[Machine, RunConfig], str | None] = always
+    """A sentence on why it cannot or should not run here, or None."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A value for every slot, and the transforms in the order in which they were added."""
+
+    slots: Mapping[str, Any]
+    filled_by: Mapping[str, str] = field(default_factory=dict)
+    """Which speedup filled a slot; a slot is filled at most once."""
+    transforms: tuple[Transform, ...] = ()
+
+    def part(self, slot: str) -> Any:
+        """Return the slot's value, imported if it is lazy."""
+        value = self.slots[slot]
+        return value.load() if isinstance(value, Lazy) else value
+
+    def with_speedup(self, speedup: Speedup) -> Recipe:
+        """Return this recipe with one speedup more.
+
+        Raises: ConfigError when another speedup already filled one of its slots.
+        """
+        for slot in speedup.fills:
+            if slot in self.filled_by:
+                first = self.filled_by[slot]
+                raise ConfigError(
+                    f"The speedups {first!r} and {speedup.name!r} both fill the slot {slot!r}.",
+                    fix=f"Drop one: speedups=auto,-{first} or speedups=auto,-{speedup.name}.",
+                )
+            if slot not in self.slots:
+                raise ConfigError(f"The speedup {speedup.name!r} fills {slot!r}, which is no slot.", fix=f"Use one of: {', '.join(self.slots)}.")
+        return replace(
+            self,
+            slots={**self.slots, **speedup.fills},
+            filled_by={**self.filled_by, **dict.fromkeys(speedup.fills, speedup.name)},
+            transforms=self.transforms + ((speedup.transform,) if speedup.transform else ()),
+        )
+
+    def ordered_transforms(self) -> list[Transform]:
+        """Return the transforms in the order in which they must wrap the model."""
+        return sorted(self.transforms, key=lambda transform: STAGES.index(transform.stage))
+
+
+def baseline() -> Recipe:
+    """Return the honest slow run: every slot filled the plain way, no transform."""
+    return Recipe(slots=dict(PLAIN))

@@ -1,0 +1,268 @@
+"""Run: a recipe made real. `resolve` settles every `auto` once; `build` makes model, optimizers and feed from the result."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from flatout.config import RunConfig
+from flatout.data.loader import FeedPlan
+from flatout.data.shards import Dataset
+from flatout.errors import ConfigError
+from flatout.hardware import Machine, Peak, peak_tflops
+from flatout.models.language_model import LanguageModel
+from flatout.ops import Ops
+from flatout.optimizers.loss_scale import LossScaler
+from flatout.parallel.data import wrap
+from flatout.parallel.mesh import Mesh
+from flatout.recipe import Precision, Recipe, Transform
+from flatout.registry import MODELS, OPTIMIZERS
+from flatout.selection import Decision, assemble, select
+
+if TYPE_CHECKING:
+    from flatout.data.loader import DirectFeed, PrefetchFeed, WindowReader
+
+DEFAULT_TOKENS_PER_STEP = 65_536
+"""Tokens per optimiser step where a configuration states none of the three batch keys."""
+ASSUMED_MFU = 0.3
+"""Share of the peak that a run is assumed to reach when its length in minutes is guessed for the table of `auto`."""
+
+
+@dataclass
+class Run:
+    """One run at work. Its settled parts come first; then what training changes, all of it saved by a checkpoint."""
+
+    config: RunConfig
+    """Fully resolved."""
+    machine: Machine
+    mesh: Mesh
+    dataset: Dataset
+    folder: Path
+    decisions: Sequence[Decision]
+    precision: Precision
+    core: LanguageModel
+    """The model itself: names, evaluation of one's own, sampling."""
+    model: nn.Module
+    """What training calls: the core, compiled and wrapped."""
+    optimizers: tuple[torch.optim.Optimizer, ...]
+    windows: WindowReader
+    feed: DirectFeed | PrefetchFeed
+    readback: Any
+    peak: Peak | None
+    scaler: LossScaler | None = None
+    step: int = 0
+    tokens: int = 0
+    elapsed_s: float = 0.0
+    best_val_loss: float | None = None
+    best_step: int | None = None
+    resumed_from: str | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Values of a user's observers that are saved and restored with the run; JSON only."""
+
+    @property
+    def last_step(self) -> int:
+        """Optimiser steps of the whole run."""
+        return self.config.train.steps or 0
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Nominal tokens of one optimiser step, over all ranks."""
+        return self.config.batch.tokens_per_step or 0
+
+    @property
+    def rows_per_device(self) -> int:
+        """Windows of one micro-batch."""
+        return int(self.config.batch.rows_per_device)
+
+    @property
+    def steps_per_epoch(self) -> float:
+        """Optimiser steps in one pass over the training split."""
+        return epoch_tokens(self.dataset, self.config.data.seq_len) / self.tokens_per_step
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return the context in which the model is called."""
+        if self.precision.autocast is None:
+            return nullcontext()
+        return torch.autocast(self.mesh.device.type, dtype=getattr(torch, self.precision.autocast))
+
+
+@dataclass(frozen=True)
+class MicroBatchPlan:
+    """What the choice of the micro-batch may look at."""
+
+    config: RunConfig
+    machine: Machine
+    device: str
+    model_class: type[LanguageModel]
+    model_config: Any
+    precision: Precision
+    fused_attention: bool
+    rows_per_rank: int
+    """Windows of one optimiser step on one rank; the answer divides it."""
+    num_shards: int
+
+
+def resolve(config: RunConfig, *, machine: Machine, dataset: Dataset, world_size: int, peak_of: Any = peak_tflops) -> tuple[RunConfig, list[Decision]]:
+    """Settle everything a configuration leaves open, and the speedups with their reasons.
+
+    `config.train.device` must be settled already. Raises: ConfigError when sizes contradict each other.
+    """
+    config = _resolve_model(config, dataset)
+    model_class = MODELS.get(config.model.kind)
+    model_config = model_class.Config.model_validate(config.model.own() | {"vocab_size": config.model.vocab_size})
+    config = _resolve_batch(config, world_size)
+    config = _resolve_length(config, dataset)
+    flops = model_class.count_flops(model_config, config.data.seq_len).causal_exact
+    total = flops * (config.train.steps or 0) * (config.batch.tokens_per_step or 0)
+    peak = peak_of(machine, config.train.device, "fp32" if config.train.device == "cpu" else "bf16")
+    minutes = total / (world_size * peak.tflops * 1e12 * ASSUMED_MFU) / 60 if peak else None
+    decisions = select(config, machine, device=config.train.device, minutes=minutes)
+    recipe = assemble(decisions)
+    precision = recipe.part("precision")
+    batch: dict[str, Any] = {}
+    if config.batch.rows_per_device == "auto":
+        rows_per_rank = (config.batch.tokens_per_step or 0) // (config.data.seq_len * world_size)
+        plan = MicroBatchPlan(
+            config,
+            machine,
+            config.train.device,
+            model_class,
+            model_config,
+            precision,
+            "ops.attention" in recipe.filled_by,
+            rows_per_rank,
+            config.parallel.shard,
+        )
+        rows = recipe.part("micro_batch")(plan)
+        batch = {"batch.rows_per_device": rows, "batch.accumulate": rows_per_rank // rows}
+    replicate = world_size // config.parallel.shard if config.parallel.replicate == "auto" else config.parallel.replicate
+    settled = {"train.precision": precision.name, "speedups": [d.name for d in decisions if d.on] or "none", "parallel.replicate": replicate}
+    return config.with_values(batch | settled), decisions
+
+
+def _resolve_model(config: RunConfig, dataset: Dataset) -> RunConfig:
+    """Take the vocabulary from the data where none is stated, and write out the model's own defaults."""
+    vocab_size = config.model.vocab_size or dataset.vocab_size
+    if vocab_size < dataset.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size={vocab_size} is smaller than the vocabulary of {dataset.path}, {dataset.vocab_size}.",
+            fix="Leave model.vocab_size out, or prepare the data with the model's own tokenizer.",
+        )
+    model_class = MODELS.get(config.model.kind)
+    own = model_class.check(config.model.own() | {"vocab_size": vocab_size}, seq_len=config.data.seq_len)
+    return config.with_values({f"model.{key}": value for key, value in own.model_dump(mode="json").items()})
+
+
+def _resolve_batch(config: RunConfig, world_size: int) -> RunConfig:
+    """Work out the third of tokens_per_step, rows_per_device and accumulate, where two are stated."""
+    batch, seq_len = config.batch, config.data.seq_len
+    tokens, rows, accumulate = batch.tokens_per_step, batch.rows_per_device, batch.accumulate
+    row_tokens = seq_len * world_size
+    if tokens is None and rows != "auto":
+        tokens = rows * (accumulate or 1) * row_tokens
+    if tokens is None:
+        tokens = max(DEFAULT_TOKENS_PER_STEP // row_tokens, 1) * row_tokens * (accumulate or 1)
+    per_micro_batch = row_tokens * (1 if rows == "auto" else rows) * (1 if accumulate is None else accumulate)
+    if tokens % per_micro_batch or (accumulate and rows != "auto" and tokens != per_micro_batch):
+        nearest = max(round(tokens / per_micro_batch), 1) * per_micro_batch if not (accumulate and rows != "auto") else per_micro_batch
+        parts = f"data.seq_len={seq_len} x {world_size} processes" + (f" x batch.rows_per_device={rows}" if rows != "auto" else "")
+        parts += f" x batch.accumulate={accumulate}" if accumulate else ""
+        raise ConfigError(f"batch.tokens_per_step={tokens} does not fit {parts}.", fix=f"Set batch.tokens_per_step={nearest}.")
+    if rows == "auto" and accumulate is not None:
+        rows = tokens // (row_tokens * accumulate)
+    values: dict[str, Any] = {"batch.tokens_per_step": tokens, "batch.rows_per_device": rows}
+    if rows != "auto":
+        values["batch.accumulate"] = tokens // (row_tokens * rows)
+    return config.with_values(values)
+
+
+def epoch_tokens(dataset: Dataset, seq_len: int) -> int:
+    """Return the tokens of one pass over the training split: whole windows only."""
+    return dataset.split("train").num_windows(seq_len) * seq_len
+
+
+def _resolve_length(config: RunConfig, dataset: Dataset) -> RunConfig:
+    """Turn tokens or epochs into optimiser steps."""
+    train, tokens_per_step = config.train, config.batch.tokens_per_step or 1
+    if train.steps is not None:
+        return config
+    tokens = train.tokens or (train.epochs or 1.0) * epoch_tokens(dataset, config.data.seq_len)
+    return config.with_values({"train.steps": max(math.ceil(tokens / tokens_per_step), 1)})
+
+
+def build(config: RunConfig, *, machine: Machine, mesh: Mesh, dataset: Dataset, folder: Path, decisions: Sequence[Decision]) -> Run:
+    """Make the run that a resolved configuration describes, at step 0.
+
+    Weights are drawn with train.seed on every rank alike; afterwards each rank's generators are seeded apart.
+    """
+    recipe = assemble(decisions)
+    precision: Precision = recipe.part("precision")
+    _seed(config.train.seed)
+    torch.use_deterministic_algorithms(config.train.deterministic)
+    torch.set_float32_matmul_precision(recipe.part("matmul"))
+    core, model = _model(config, recipe, mesh)
+    optimizers = OPTIMIZERS.get(config.optim.kind)(core, config.optim, recipe.part("optimizer"))
+    windows, feed = _feed(config, recipe, mesh, dataset)
+    _seed(config.train.seed + 1_000_003 * (mesh.rank + 1))
+    arithmetic = precision.name if precision.autocast else ("tf32" if recipe.part("matmul") == "high" else "fp32")
+    return Run(
+        config=config,
+        machine=machine,
+        mesh=mesh,
+        dataset=dataset,
+        folder=folder,
+        decisions=decisions,
+        precision=precision,
+        core=core,
+        model=model,
+        optimizers=optimizers,
+        windows=windows,
+        feed=feed,
+        readback=recipe.part("logging")(),
+        peak=peak_tflops(machine, str(mesh.device), arithmetic),
+        scaler=LossScaler(precision.loss_scale) if precision.loss_scale else None,
+    )
+
+
+def _model(config: RunConfig, recipe: Recipe, mesh: Mesh) -> tuple[LanguageModel, nn.Module]:
+    ops = Ops(attention=recipe.part("ops.attention"), cross_entropy=recipe.part("ops.cross_entropy"))
+    model_class = MODELS.get(config.model.kind)
+    model_config = model_class.check(config.model.own() | {"vocab_size": config.model.vocab_size}, seq_len=config.data.seq_len)
+    core = model_class(model_config, ops).to(mesh.device)
+    shard = Transform("shard", wrap)
+    model = core
+    for transform in [*recipe.ordered_transforms(), shard]:
+        model = transform.apply(model, mesh)
+    return core, model
+
+
+def _feed(config: RunConfig, recipe: Recipe, mesh: Mesh, dataset: Dataset) -> tuple[Any, Any]:
+    plan = FeedPlan(
+        seq_len=config.data.seq_len,
+        rows_per_device=int(config.batch.rows_per_device),
+        accumulate=config.batch.accumulate or 1,
+        rank=mesh.rank,
+        world_size=mesh.world_size,
+        seed=config.train.seed,
+        document_mask=config.data.document_mask,
+        prefetch=config.data.prefetch,
+        device=str(mesh.device),
+    )
+    reader = recipe.part("windows")
+    windows = reader(dataset.tokenizer) if "windows" not in recipe.filled_by else reader()
+    return windows, recipe.part("feed")(dataset.split("train"), plan, windows)
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)

@@ -1,0 +1,163 @@
+"""Which speedups a run uses: what the configuration wishes, what the machine allows, and a reason for each.
+
+`auto` is a table, `speedups/auto.yaml`: by speedup and device, on, off, or on for runs of at least so many minutes. It is
+filled from measurements, not from a feeling. A speedup without a row is off under `auto` and on when it is named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from flatout.config import RunConfig
+from flatout.documents import read_document
+from flatout.errors import ConfigError, HardwareError
+from flatout.hardware import Machine
+from flatout.recipe import Recipe, Speedup, baseline
+from flatout.registry import PACKAGE_DIR, SPEEDUPS, unknown_name
+
+PRECISIONS = {"bf16": "bf16", "fp16": "fp16"}
+"""train.precision to the speedup that brings it about; fp32 needs none."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """One speedup, on or off, and why."""
+
+    name: str
+    on: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What `config.speedups` asks for."""
+
+    auto: bool
+    named: tuple[str, ...]
+    dropped: tuple[str, ...]
+
+
+def all_speedups() -> list[Speedup]:
+    """Return every speedup in the folder, in the order of the ladder: the table's order, then by name."""
+    order = list(auto_table())
+    found = [SPEEDUPS.get(name) for name in SPEEDUPS.names()]
+    return sorted(found, key=lambda s: (order.index(s.name) if s.name in order else len(order), s.name))
+
+
+@cache
+def auto_table() -> dict[str, dict[str, Any]]:
+    """Return speedups/auto.yaml."""
+    return read_document(PACKAGE_DIR / "speedups" / "auto.yaml")
+
+
+def parse_wish(speedups: str | Sequence[str]) -> Wish:
+    """Read auto, none, a list of names, or edits of auto such as `auto,-compile,+fused-adamw`.
+
+    Raises: ConfigError for a name that is no speedup, with the nearest one.
+    """
+    words = [word.strip() for word in (speedups.split(",") if isinstance(speedups, str) else speedups) if word.strip()]
+    named, dropped = [], []
+    edits = any(word[0] in "+-" for word in words)
+    auto = "auto" in words or edits
+    for word in words:
+        if word in ("auto", "none"):
+            continue
+        name = word.lstrip("+-").replace("_", "-")
+        if ":" not in name and name not in SPEEDUPS.names():
+            raise unknown_name("speedup", name, SPEEDUPS.names())
+        (dropped if word.startswith("-") else named).append(name)
+    if "none" in words and (auto or named):
+        raise ConfigError(f"speedups={','.join(words)} asks for none and for some.", fix="Write none alone, or leave it out.")
+    return Wish(auto, tuple(named), tuple(dropped))
+
+
+def select(config: RunConfig, machine: Machine, *, device: str = "cpu", minutes: float | None = None) -> list[Decision]:
+    """Decide every speedup for a run on `device` that will last about `minutes` (None: not known).
+
+    Raises: ConfigError when the wish contradicts itself; HardwareError when a speedup that was named cannot run here.
+    """
+    wish = _with_precision(parse_wish(config.speedups), config)
+    known = all_speedups() + [SPEEDUPS.get(name) for name in wish.named if ":" in name]
+    decisions = [_decide(speedup, wish, config, machine, device, minutes) for speedup in known]
+    return _with_needs(decisions, {s.name: s for s in known}, wish)
+
+
+def assemble(decisions: Iterable[Decision]) -> Recipe:
+    """Return the baseline with every speedup that is on.
+
+    Raises: ConfigError when two of them fill one slot.
+    """
+    recipe = baseline()
+    by_name = {speedup.name: speedup for speedup in all_speedups()}
+    for decision in decisions:
+        if decision.on:
+            recipe = recipe.with_speedup(by_name[decision.name] if decision.name in by_name else SPEEDUPS.get(decision.name))
+    return recipe
+
+
+def _with_precision(wish: Wish, config: RunConfig) -> Wish:
+    """`train.precision` is a wish too: a precision that is stated names its speedup and drops the others."""
+    precision = config.train.precision
+    contrary = [name for name in wish.named if name in PRECISIONS.values() and precision not in ("auto", name)]
+    if contrary:
+        raise ConfigError(
+            f"train.precision={precision} and speedups={contrary[0]} contradict each other.",
+            fix=f"Set train.precision={contrary[0]}, or leave {contrary[0]!r} out of speedups.",
+        )
+    if precision == "auto":
+        return wish
+    wanted = PRECISIONS.get(precision)
+    others = tuple(name for name in PRECISIONS.values() if name != wanted)
+    named = wish.named + ((wanted,) if wanted and wanted not in wish.named else ())
+    return Wish(wish.auto, named, wish.dropped + others)
+
+
+def _decide(speedup: Speedup, wish: Wish, config: RunConfig, machine: Machine, device: str, minutes: float | None) -> Decision:
+    name = speedup.name
+    if name in wish.named:
+        why_not = speedup.why_not(machine, config)
+        if why_not:
+            raise HardwareError(f"The speedup {name!r} cannot be used: {why_not}", fix=f"Leave it out, for example speedups=auto,-{name}.")
+        return Decision(name, True, "asked for")
+    if name in wish.dropped:
+        stated = name in PRECISIONS.values() and config.train.precision != "auto"
+        return Decision(name, False, f"train.precision={config.train.precision}" if stated else "left out by speedups")
+    if not wish.auto:
+        return Decision(name, False, "not among speedups")
+    why_not = speedup.why_not(machine, config)
+    if why_not:
+        return Decision(name, False, why_not)
+    return _by_table(speedup, device, minutes)
+
+
+def _by_table(speedup: Speedup, device: str, minutes: float | None) -> Decision:
+    row = auto_table().get(speedup.name, {})
+    entry = row.get(device.partition(":")[0], {})
+    if not entry:
+        return Decision(speedup.name, False, "off unless named: auto has no measurement for it")
+    reason = str(entry.get("because", speedup.saves))
+    least = entry.get("from_minutes")
+    if not entry.get("on", False) and least is None:
+        return Decision(speedup.name, False, reason)
+    if least is not None and minutes is None:
+        return Decision(speedup.name, False, f"on for runs of {least:g} minutes and more: {reason}")
+    if least is not None and minutes is not None and minutes < least:
+        return Decision(speedup.name, False, f"this run lasts about {minutes:.1f} minutes; pays from {least:g}: {reason}")
+    return Decision(speedup.name, True, reason)
+
+
+def _with_needs(decisions: list[Decision], speedups: dict[str, Speedup], wish: Wish) -> list[Decision]:
+    """A speedup whose need is off is off too; one that was named is refused."""
+    on = {decision.name for decision in decisions if decision.on}
+    settled = []
+    for decision in decisions:
+        missing = [need for need in speedups[decision.name].needs if need not in on]
+        if decision.on and missing:
+            if decision.name in wish.named:
+                raise ConfigError(f"The speedup {decision.name!r} needs {missing[0]!r}, which is off.", fix=f"Add {missing[0]} to speedups.")
+            decision = Decision(decision.name, False, f"needs {missing[0]}, which is off")
+        settled.append(decision)
+    return settled

@@ -1,0 +1,20 @@
+"""Matrix products in bfloat16 (autocast); weights, gradients and optimiser state stay fp32."""
+
+from __future__ import annotations
+
+from flatout.config import RunConfig
+from flatout.hardware import Machine
+from flatout.recipe import Precision, Promise, Speedup, gpu_below, uses_gpu
+
+
+def _why_not(machine: Machine, config: RunConfig) -> str | None:
+    return gpu_below(machine, (8, 0), "bfloat16") if uses_gpu(machine, config) else None
+
+
+SPEEDUP = Speedup(
+    name="bf16",
+    fills={"precision": Precision("bf16", autocast="bfloat16")},
+    saves="time and memory: products on tensor cores, activations in two bytes; it has fp32's range, so no loss scaling",
+    promise=Promise.rounding(rtol=2e-2),
+    why_not=_why_not,
+)

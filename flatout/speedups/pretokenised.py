@@ -1,0 +1,12 @@
+"""Read packed tokens from memory-mapped shards instead of tokenising text in the step."""
+
+from __future__ import annotations
+
+from flatout.recipe import Promise, Speedup, lazy
+
+SPEEDUP = Speedup(
+    name="pretokenised",
+    fills={"windows": lazy("flatout.data.loader:ShardWindows")},
+    saves="time: text is tokenised once, before training, and not again in every step of every epoch",
+    promise=Promise.exact(),
+)

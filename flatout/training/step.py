@@ -1,0 +1,92 @@
+"""One optimiser step: forward and backward of every micro-batch, one correction of the gradients, one update.
+
+Nothing here waits for the device, except that float16 must know whether its gradients are finite.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from flatout.optimizers.schedule import factor
+
+if TYPE_CHECKING:
+    from flatout.data.loader import StepBatch
+    from flatout.run import Run
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step measured, still on the device."""
+
+    loss: Tensor
+    """Mean loss a valid token over all micro-batches and ranks, in nats."""
+    grad_norm: Tensor
+    """Norm of the whole gradient before clipping."""
+    num_valid: Tensor
+    """Targets that counted."""
+    learning_rate: float
+    """Learning rate of the first parameter group."""
+
+
+def train_step(run: Run, batch: StepBatch) -> StepResult:
+    """Take one optimiser step on this rank's share of a global batch.
+
+    Each micro-batch's loss sum is divided by the step's nominal number of tokens, a constant; `correct_gradients` puts the
+    number of valid tokens, which is known only at the end, in its place. So the result does not depend on how the step is
+    cut into micro-batches and ranks.
+    """
+    factor_of_peak = set_learning_rate(run)
+    nominal = run.tokens_per_step
+    loss_scale = run.scaler.scale if run.scaler else 1.0
+    loss_sum = torch.zeros((), device=run.mesh.device)
+    num_valid = torch.zeros((), device=run.mesh.device)
+    for micro in batch.micro_batches():
+        with run.autocast():
+            micro_loss, micro_valid = run.model(micro.tokens_BT, micro.targets_BT, micro.doc_ids_BT)
+        (micro_loss * (loss_scale / nominal)).backward()
+        loss_sum += micro_loss.detach()
+        num_valid += micro_valid
+    loss_sum, num_valid = run.mesh.sum(loss_sum, num_valid)
+    grad_norm = correct_gradients(run, num_valid, loss_scale)
+    finite = bool(torch.isfinite(grad_norm)) if run.scaler else True
+    if finite:
+        for optimizer in run.optimizers:
+            optimizer.step()
+    if run.scaler:
+        run.scaler.update(finite)
+    for optimizer in run.optimizers:
+        optimizer.zero_grad(set_to_none=True)
+    return StepResult(loss_sum / num_valid.clamp(min=1), grad_norm, num_valid, factor_of_peak * run.config.optim.lr)
+
+
+def set_learning_rate(run: Run) -> float:
+    """Set every parameter group's rate for this step, and return it as a fraction of the peak."""
+    share = factor(run.config.schedule, run.config.optim.lr, run.step, run.last_step)
+    for optimizer in run.optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group["peak_lr"] * share
+    return share
+
+
+def correct_gradients(run: Run, num_valid: Tensor, loss_scale: float) -> Tensor:
+    """Make the gradients those of the mean loss over the step's valid tokens, clip them, and return their norm.
+
+    DDP and fully_shard average over ranks, so the factor is world_size * nominal / (num_valid * loss_scale). Scaling and
+    clipping are one pass over the gradients.
+    """
+    gradients = [p.grad for p in run.core.parameters() if p.grad is not None]
+    correction = run.mesh.world_size * run.tokens_per_step / (num_valid.clamp(min=1) * loss_scale)
+    norm = torch.nn.utils.get_total_norm(gradients)
+    if isinstance(norm, torch.distributed.tensor.DTensor):
+        norm = norm.full_tensor()
+    norm = norm * correction
+    multiplier = correction
+    if run.config.optim.clip > 0:
+        multiplier = correction * (run.config.optim.clip / (norm + 1e-6)).clamp(max=1.0)
+    local = [g.to_local() if isinstance(g, torch.distributed.tensor.DTensor) else g for g in gradients]
+    torch._foreach_mul_(local, multiplier)
+    return norm
