@@ -1,0 +1,159 @@
+"""manifest.json: what a data set folder holds. It is written last, so a folder that has one is whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from flatout.errors import DataError
+
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+TOKENIZER = "tokenizer.json"
+BLOCK_BYTES = 4 * 1024 * 1024
+"""Every block of this size, the last one of a file shorter, has a CRC-32 of its own."""
+
+SplitName = Literal["train", "val"]
+SPLITS: tuple[SplitName, ...] = ("train", "val")
+
+
+class _Entry(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class FileEntry(_Entry):
+    """One flat binary file of the folder."""
+
+    name: str = Field(pattern=r"^\w[\w.-]*$")
+    """File name inside the folder."""
+    size_bytes: int = Field(ge=0)
+    """Exact size."""
+    block_crc32: tuple[int, ...]
+    """CRC-32 of each 4 MiB block, in order."""
+
+
+class SplitEntry(_Entry):
+    """One split: its shards of tokens, where its documents end, and the optional loss mask."""
+
+    tokens: int = Field(ge=0)
+    """Tokens, end-of-text tokens included."""
+    documents: int = Field(ge=0)
+    """Documents."""
+    text_bytes: int = Field(ge=0)
+    """UTF-8 bytes of the text the tokens came from: what bits per byte divides by."""
+    shards: tuple[FileEntry, ...]
+    """Token files, in order."""
+    document_ends: FileEntry
+    """Little-endian int64: the position after each document's last token."""
+    masks: tuple[FileEntry, ...] = ()
+    """One uint8 a token, 0 where a target does not count: one file a shard, or none at all."""
+
+
+class TokenizerEntry(_Entry):
+    """The tokenizer, which lies in the folder."""
+
+    name: str
+    """What it is called."""
+    file: str = Field(TOKENIZER, pattern=r"^\w[\w.-]*$")
+    """Its file inside the folder."""
+    digest: str
+    """SHA-256 of that file."""
+
+
+class SkippedEntry(_Entry):
+    """Rows of the source that were left out, by reason."""
+
+    reason: str
+    """Why."""
+    count: int = Field(ge=1)
+    """How many."""
+    first: tuple[str, ...] = ()
+    """Where the first of them were."""
+
+
+class Manifest(_Entry):
+    """A data set folder, whole."""
+
+    format_version: int = FORMAT_VERSION
+    """Version of this folder's format."""
+    dtype: Literal["uint16", "uint32"]
+    """How one token is stored, little-endian."""
+    vocab_size: int = Field(ge=1)
+    """Token ids are below this."""
+    tokenizer: TokenizerEntry
+    """The tokenizer that made the tokens."""
+    splits: dict[SplitName, SplitEntry]
+    """train and val."""
+    source: dict[str, Any]
+    """Where the text came from, with every parameter that shaped it."""
+    split_rule: str
+    """How documents were told apart into train and val."""
+    skipped: tuple[SkippedEntry, ...] = ()
+    """What was left out."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all splits."""
+        return sum(split.tokens for split in self.splits.values())
+
+    @property
+    def documents(self) -> int:
+        """Documents of all splits."""
+        return sum(split.documents for split in self.splits.values())
+
+    @property
+    def text_bytes(self) -> int:
+        """Text bytes of all splits."""
+        return sum(split.text_bytes for split in self.splits.values())
+
+
+def token_dtype(vocab_size: int) -> Literal["uint16", "uint32"]:
+    """Return the smallest stored type that holds every id below `vocab_size`."""
+    return "uint16" if vocab_size <= 1 << 16 else "uint32"
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write manifest.json under a temporary name, then rename it."""
+    temporary = folder / f"{MANIFEST}.part"
+    temporary.write_text(manifest.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    temporary.replace(folder / MANIFEST)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Return the manifest of a data set folder.
+
+    Raises: DataError when there is none, it cannot be read, or its format is newer than this flatout.
+    """
+    path = folder / MANIFEST
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (FileNotFoundError, NotADirectoryError) as error:
+        missing = f"{folder} has no {MANIFEST}: it is not a whole data set" if folder.is_dir() else f"There is no data set folder {folder}"
+        raise DataError(f"{missing}.", fix=f"Prepare it with `flatout prepare SOURCE --out {folder}`.") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"Cannot read {path}: {error}.", fix="Check its permissions, or prepare the data set again.") from error
+    return _parsed(text, path)
+
+
+def _parsed(text: str, path: Path) -> Manifest:
+    try:
+        version = _Version.model_validate_json(text).format_version
+        if version <= FORMAT_VERSION:
+            return Manifest.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        what = f"{path} is not a manifest: {where + ': ' if where else ''}{first['msg'].lower()}."
+        raise DataError(what, fix="Prepare the data set again into another folder.") from error
+    raise DataError(
+        f"{path} has format_version {version}; this flatout reads up to {FORMAT_VERSION}.",
+        fix="Install a newer flatout, or prepare the data set again.",
+    )
+
+
+class _Version(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+    format_version: int

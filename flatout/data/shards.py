@@ -1,0 +1,248 @@
+"""Tokens on disk: opens a data set folder (`writer.py` makes one) and cuts windows out of it.
+
+A folder is `manifest.json`, `tokenizer.json`, `{train,val}-NNNNN.bin` (flat tokens), `{train,val}-documents.bin` (int64
+ends) and, with a loss mask, `{train,val}-NNNNN.mask.bin` (uint8). Every 4 MiB block has a CRC-32: sizes are checked when a
+folder is opened, a block when something in it is first read.
+
+Letters in names: N windows, T tokens of one window, W = T + 1 (a window and its last target).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+
+from flatout.data.manifest import BLOCK_BYTES, FileEntry, Manifest, SplitEntry, SplitName, read_manifest
+from flatout.errors import DataError
+
+if TYPE_CHECKING:
+    from flatout.data.tokenizer import Tokenizer
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+PREPARE_AGAIN = "The folder is damaged: delete it and run `flatout prepare` again."
+
+
+class Dataset:
+    """A prepared data set folder, opened for reading."""
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self.path = path
+        self.manifest = manifest
+        self._splits: dict[str, Split] = {}
+
+    @classmethod
+    def open(cls, path: Path | str) -> Dataset:
+        """Open the folder; its manifest, format and every file's size are checked, tokens are not read.
+
+        Raises: DataError when it is no data set, or a file is missing or has another size.
+        """
+        folder = Path(path)
+        dataset = cls(folder, read_manifest(folder))
+        for name, split in dataset.manifest.splits.items():
+            _check_files(folder, name, split, np.dtype(dataset.manifest.dtype).itemsize)
+        return dataset
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this."""
+        return self.manifest.vocab_size
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer in the folder, loaded when first asked for.
+
+        Raises: DataError when its file is missing or is not the one the tokens were made with.
+        """
+        from flatout.data.tokenizer import load_tokenizer  # reading tokens alone needs no tokenizer library
+
+        entry = self.manifest.tokenizer
+        path = self.path / entry.file
+        if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != entry.digest:
+            raise DataError(f"{path} is not the tokenizer that made these tokens.", fix=PREPARE_AGAIN)
+        return load_tokenizer(path)
+
+    def split(self, name: SplitName) -> Split:
+        """Return `train` or `val`; a split without documents has no tokens."""
+        if name not in self._splits:
+            self._splits[name] = Split(self.path, name, self.manifest)
+        return self._splits[name]
+
+
+class Split:
+    """One split's tokens as one long line, from which windows are cut.
+
+    Window i covers the tokens i*T to i*T + T, both included: T inputs and, one further on, T targets.
+    """
+
+    def __init__(self, folder: Path, name: SplitName, manifest: Manifest) -> None:
+        empty = SplitEntry(tokens=0, documents=0, text_bytes=0, shards=(), document_ends=FileEntry(name="none", size_bytes=0, block_crc32=()))
+        entry = manifest.splits.get(name, empty)
+        self.name = name
+        self.num_tokens = entry.tokens
+        self.num_documents = entry.documents
+        self.text_bytes = entry.text_bytes
+        self.has_mask = bool(entry.masks)
+        self.dtype = np.dtype(manifest.dtype)
+        self._tokens = _Tape(folder, entry.shards, self.dtype, below=manifest.vocab_size)
+        self._masks = _Tape(folder, entry.masks, np.dtype(np.uint8), below=2)
+        self._ends = _Tape(folder, (entry.document_ends,), np.dtype(np.int64), below=entry.tokens + 1)
+
+    def num_windows(self, seq_len: int) -> int:
+        """Return how many whole windows of seq_len + 1 tokens there are."""
+        return max(self.num_tokens - 1, 0) // seq_len
+
+    def read_windows(self, indices: Array, seq_len: int, out: Array) -> None:
+        """Copy windows into `out`, which has the shards' dtype.
+
+        Shapes:  indices (N,), out (N, T + 1).
+        Raises: DataError with the file and the byte when a block fails its checksum.
+        """
+        self._tokens.read(indices.astype(np.int64) * seq_len, out)
+
+    def read_tokens(self, start: int, stop: int) -> Array:
+        """Return a copy of the tokens from `start` up to, not including, `stop`."""
+        out = np.empty(stop - start, self.dtype)
+        self._tokens.read(np.array([start]), out[np.newaxis])
+        return out
+
+    def read_mask(self, indices: Array, seq_len: int, out: Array) -> None:
+        """Write True where a window's target counts; only for a split that has a mask.
+
+        Shapes:  indices (N,), out (N, T) bool.
+        """
+        self._masks.read(indices.astype(np.int64) * seq_len + 1, out)
+
+    def read_mask_range(self, start: int, stop: int) -> Array:
+        """Return the mask of the tokens from `start` up to, not including, `stop`."""
+        out = np.empty(stop - start, np.bool_)
+        self._masks.read(np.array([start]), out[np.newaxis])
+        return out
+
+    def read_document_ids(self, indices: Array, seq_len: int, out: Array) -> None:
+        """Number the documents within each window's inputs: 0 for the one it begins in, then 1, 2, ...
+
+        Shapes:  indices (N,), out (N, T) int32.
+        """
+        starts = indices.astype(np.int64) * seq_len
+        ends = self.document_ends
+        # A document that ends at position e (exclusive) makes position e the first of the next: add one from there on.
+        first, last = np.searchsorted(ends, starts, side="right"), np.searchsorted(ends, starts + seq_len - 1, side="right")
+        counts = last - first
+        rows = np.repeat(np.arange(len(starts)), counts)
+        within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        out[:] = 0
+        out[rows, ends[first[rows] + within] - starts[rows]] = 1
+        np.cumsum(out, axis=1, out=out)
+
+    @cached_property
+    def document_ends(self) -> Array:
+        """The position after each document's last token, ascending."""
+        out = np.empty(self.num_documents, np.int64)
+        self._ends.read(np.array([0]), out[np.newaxis])
+        return out
+
+
+class _Tape:
+    """Several files read as one long array; each 4 MiB block is checked when something in it is first read."""
+
+    def __init__(self, folder: Path, entries: Sequence[FileEntry], dtype: np.dtype[Any], *, below: int) -> None:
+        self._entries = [entry for entry in entries if entry.size_bytes]
+        self._paths = [folder / entry.name for entry in self._entries]
+        self._stored = dtype.newbyteorder("<")
+        self._below = below
+        lengths = [entry.size_bytes // dtype.itemsize for entry in self._entries]
+        self._first = np.cumsum([0, *lengths])
+        self._first_block = np.cumsum([0, *(len(entry.block_crc32) for entry in self._entries)])
+        self._block_items = BLOCK_BYTES // dtype.itemsize
+        self._checked = np.zeros(self._first_block[-1], np.bool_)
+        self._all_checked = False
+
+    @cached_property
+    def _files(self) -> list[Array]:
+        try:
+            return [np.memmap(path, self._stored, mode="r").view(np.ndarray) for path in self._paths]
+        except OSError as error:
+            raise DataError(f"Cannot read the data set: {error}.", fix="Check that the folder is still there and readable.") from error
+
+    def read(self, starts: Array, out: Array) -> None:
+        """Copy `out.shape[1]` items from each start into the rows of `out`."""
+        width = out.shape[1]
+        if not len(starts) or not width:
+            return
+        if starts.min() < 0 or starts.max() + width > self._first[-1]:
+            raise DataError(
+                f"Items {int(starts.min())} to {int(starts.max()) + width} were asked for; there are {int(self._first[-1])}.",
+                fix="Ask for windows below num_windows(seq_len).",
+            )
+        file_of = np.searchsorted(self._first, starts, side="right") - 1
+        last_file = np.searchsorted(self._first, starts + width - 1, side="right") - 1
+        if not self._all_checked:
+            self._check_touched(self._block_of(starts, file_of), self._block_of(starts + width - 1, last_file))
+        straddles = file_of != last_file
+        for file in np.unique(file_of):
+            rows = np.flatnonzero((file_of == file) & ~straddles)
+            if len(rows):
+                views = sliding_window_view(self._files[file], width)
+                out[rows if len(rows) < len(out) else slice(None)] = views[starts[rows] - self._first[file]]
+        for row in np.flatnonzero(straddles):
+            self._read_across(int(starts[row]), out[row])
+
+    def _read_across(self, start: int, out_row: Array) -> None:
+        done = 0
+        while done < len(out_row):
+            file = int(np.searchsorted(self._first, start + done, side="right")) - 1
+            offset = start + done - int(self._first[file])
+            piece = self._files[file][offset : offset + len(out_row) - done]
+            out_row[done : done + len(piece)] = piece
+            done += len(piece)
+
+    def _block_of(self, items: Array, file_of: Array) -> Array:
+        blocks: Array = self._first_block[file_of] + (items - self._first[file_of]) // self._block_items
+        return blocks
+
+    def _check_touched(self, first: Array, last: Array) -> None:
+        for step in range(int((last - first).max()) + 1):
+            blocks = np.minimum(first + step, last)
+            for block in np.unique(blocks[~self._checked[blocks]]):
+                self._check(int(block))
+        self._all_checked = bool(self._checked.all())
+
+    def _check(self, block: int) -> None:
+        file = int(np.searchsorted(self._first_block, block, side="right")) - 1
+        within = block - int(self._first_block[file])
+        items = self._files[file][within * self._block_items : (within + 1) * self._block_items]
+        where = f"{self._paths[file]}, byte {within * BLOCK_BYTES}"
+        if zlib.crc32(items.data) != self._entries[file].block_crc32[within]:
+            raise DataError(f"{where}: the block of {items.nbytes} bytes from there fails its checksum.", fix=PREPARE_AGAIN)
+        largest = int(items.max())
+        if largest >= self._below:
+            byte = within * BLOCK_BYTES + int(items.argmax()) * items.itemsize
+            raise DataError(f"{self._paths[file]}, byte {byte}: the value {largest} is not below {self._below}.", fix=PREPARE_AGAIN)
+        self._checked[block] = True
+
+
+def _check_files(folder: Path, name: str, split: SplitEntry, itemsize: int) -> None:
+    for entry in (*split.shards, *split.masks, split.document_ends):
+        path = folder / entry.name
+        size = path.stat().st_size if path.is_file() else None
+        if size != entry.size_bytes:
+            found = "is missing" if size is None else f"has {size} bytes"
+            raise DataError(f"{path} {found}; the manifest says {entry.size_bytes} bytes.", fix=PREPARE_AGAIN)
+        if len(entry.block_crc32) != -(-entry.size_bytes // BLOCK_BYTES):
+            raise DataError(f"{folder}: the manifest does not have one checksum a block for {entry.name}.", fix=PREPARE_AGAIN)
+    sizes = {
+        "tokens": (sum(entry.size_bytes for entry in split.shards), split.tokens * itemsize),
+        "documents": (split.document_ends.size_bytes, split.documents * 8),
+        "mask values": (sum(entry.size_bytes for entry in split.masks), split.tokens if split.masks else 0),
+    }
+    for what, (found_bytes, wanted_bytes) in sizes.items():
+        if found_bytes != wanted_bytes:
+            raise DataError(f"{folder}: the files of {name} hold {found_bytes} bytes of {what}, not {wanted_bytes}.", fix=PREPARE_AGAIN)
