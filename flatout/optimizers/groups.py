@@ -1,0 +1,49 @@
+"""Parameter groups: which parameters decay, and under which learning rate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from flatout.config import OptimConfig
+from flatout.errors import ConfigError
+
+AdamWFactory = Callable[[list[dict[str, Any]], dict[str, Any]], Optimizer]
+"""(parameter groups, keywords lr, betas, eps) -> an AdamW. Each group states its own weight_decay."""
+
+KINDS = ("hidden", "embedding", "head", "vector")
+DECAYED = ("hidden", "head")
+"""Kinds with weight decay. A tied head is an embedding."""
+
+
+def named_by_kind(model: nn.Module) -> dict[str, tuple[str, nn.Parameter]]:
+    """Return {name: (kind, parameter)} of what trains, each parameter once.
+
+    Raises: ConfigError when the model does not state the kind of a parameter, or states an unknown kind.
+    """
+    stated: Any = model  # a LanguageModel, or whatever says the same of its parameters
+    kinds = stated.parameter_kinds()
+    found = {}
+    for name, parameter in model.named_parameters():
+        kind = kinds.get(name)
+        if kind not in KINDS:
+            raise ConfigError(
+                f"{type(model).__name__} states the kind {kind!r} for its parameter {name!r}.",
+                fix=f"Let parameter_kinds() give one of {', '.join(KINDS)} for it.",
+            )
+        if parameter.requires_grad:
+            found[name] = (kind, parameter)
+    return found
+
+
+def adamw_groups(members: Iterable[tuple[str, nn.Parameter]], config: OptimConfig) -> list[dict[str, Any]]:
+    """Return AdamW's groups for (kind, parameter) pairs: those that decay, those that do not; empty ones are left out."""
+    decayed: list[nn.Parameter] = []
+    plain: list[nn.Parameter] = []
+    for kind, parameter in members:
+        (decayed if kind in DECAYED else plain).append(parameter)
+    both = [(decayed, config.weight_decay), (plain, 0.0)]
+    return [{"params": group, "weight_decay": decay, "lr": config.lr, "peak_lr": config.lr} for group, decay in both if group]

@@ -1,0 +1,65 @@
+"""The learning rate as a pure function of the optimiser step: nothing to save, nothing to advance, the same on every resume.
+
+Steps count from 0 to total_steps - 1. After a linear warm-up the rate stands at its peak; `cosine` and `wsd` reach `min_lr` at
+the last step. A run of one step trains at the peak.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from flatout.config import ScheduleConfig
+from flatout.errors import ConfigError
+from flatout.registry import unknown_name
+
+
+def factor(config: ScheduleConfig, peak_lr: float, step: int, total_steps: int) -> float:
+    """Return what the peak learning rate is multiplied with at `step`, above 0 and at most 1 before the last step.
+
+    Steps past the end keep the last step's factor.
+
+    Raises: ConfigError for an unknown schedule or a warm-up that is neither whole steps nor a fraction.
+    """
+    if config.kind not in SCHEDULES:
+        raise unknown_name("schedule", config.kind, SCHEDULES)
+    last = total_steps - 1
+    warmup = warmup_steps(config, total_steps)
+    step = min(step, last)
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    if last <= warmup:
+        return 1.0
+    return SCHEDULES[config.kind](config, config.min_lr / peak_lr, step - warmup, last - warmup)
+
+
+def warmup_steps(config: ScheduleConfig, total_steps: int) -> int:
+    """Return the steps before the peak. A warm-up longer than the run is shortened so that the peak and the last step fit.
+
+    Raises: ConfigError when it is neither whole steps nor a fraction below 1.
+    """
+    wanted = config.warmup
+    if wanted >= 1 and wanted != int(wanted):
+        raise ConfigError(f"schedule.warmup={wanted} is neither whole steps nor a fraction of the run.", fix=f"Set schedule.warmup={round(wanted)}.")
+    steps = round(wanted * total_steps) if wanted < 1 else int(wanted)
+    return max(0, min(steps, total_steps - 2))
+
+
+def cosine(config: ScheduleConfig, floor: float, step: int, last: int) -> float:
+    """Half a cosine wave from the peak at 0 to `floor` at `last`."""
+    return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * step / last))
+
+
+def wsd(config: ScheduleConfig, floor: float, step: int, last: int) -> float:
+    """Warm-up, stable, decay: the peak, then a straight line to `floor` over the last `decay` of the steps after the warm-up."""
+    falling = min(last, max(1, round(config.decay * last)))
+    return floor + (1 - floor) * min(1.0, (last - step) / falling)
+
+
+def constant(config: ScheduleConfig, floor: float, step: int, last: int) -> float:
+    """The peak to the end; `min_lr` plays no part."""
+    return 1.0
+
+
+SCHEDULES: dict[str, Callable[[ScheduleConfig, float, int, int], float]] = {"cosine": cosine, "wsd": wsd, "constant": constant}
+"""Each gives the factor `step` steps after the warm-up, of `last` such steps; `floor` is min_lr / peak."""
