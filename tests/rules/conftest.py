@@ -1,0 +1,64 @@
+"""The sources as the house rules read them: parsed, nothing imported."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Source:
+    """One Python file of the repository."""
+
+    path: str
+    text: str
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text, filename=self.path)
+
+    @property
+    def is_package(self) -> bool:
+        return self.path.endswith("__init__.py")
+
+    @property
+    def module(self) -> str:
+        return self.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def read(folder: str) -> list[Source]:
+    return [
+        Source(path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8"))
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        if "__pycache__" not in path.parts
+    ]
+
+
+@pytest.fixture(scope="session")
+def package() -> list[Source]:
+    """Every Python file of flatout/."""
+    return read("flatout")
+
+
+@pytest.fixture(scope="session")
+def repository(package: list[Source]) -> list[Source]:
+    """Every Python file of flatout/, tests/ and benchmarks/."""
+    return [*package, *read("tests"), *read("benchmarks")]
+
+
+@pytest.fixture(scope="session")
+def source():
+    """Make a Source from a text, to show a rule an offender."""
+    return lambda text, path="flatout/example.py": Source(path, text)
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """The repository."""
+    return ROOT

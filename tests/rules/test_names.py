@@ -1,0 +1,94 @@
+"""Names say what a thing is; comments say why; a list of public names is true."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import io
+import re
+import tokenize
+
+EMPTY_WORDS = {"util", "utils", "common", "helper", "helpers", "misc", "stuff", "manager"}
+BANNER = re.compile(r"^#\s*([-=#*~_+.─═])\1{3,}|^#{2,}[^!]|([-=#*~─═])\2{3,}\s*$")
+TODO_WITH_ENDING = re.compile(r"TODO\([^)]{4,}\): \S")
+
+
+def words(name: str) -> set[str]:
+    """`DataUtils` and `data_utils` are made of `data` and `utils`."""
+    return {word.lower() for part in name.split("_") for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", part)}
+
+
+def empty_names(source) -> list[str]:
+    names = [(1, part.removesuffix(".py")) for part in source.path.split("/")]
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    names += [(node.lineno, node.name) for node in ast.walk(source.tree) if isinstance(node, kinds)]
+    return [f"{source.path}:{line} {name}" for line, name in names if words(name) & EMPTY_WORDS]
+
+
+def comments(source) -> list[tuple[int, str]]:
+    tokens = tokenize.generate_tokens(io.StringIO(source.text).readline)
+    return [(token.start[0], token.string) for token in tokens if token.type == tokenize.COMMENT]
+
+
+def bad_comments(source) -> list[str]:
+    """Banners, and promises without an end: a TODO is written `TODO(what ends it): what to do`."""
+    wrong = [f"{source.path}:{line} banner: {text}" for line, text in comments(source) if BANNER.search(text)]
+    for line, text in comments(source):
+        if re.search(r"\b(FIXME|XXX|HACK)\b", text) or ("TODO" in text and not TODO_WITH_ENDING.search(text)):
+            wrong.append(f"{source.path}:{line} names nothing that ends it: {text}")
+    return wrong
+
+
+def test_no_empty_names(repository):
+    assert [line for source in repository for line in empty_names(source)] == []
+
+
+def test_no_banners_and_no_promises_without_an_end(repository):
+    assert [line for source in repository for line in bad_comments(source)] == []
+
+
+def declared(source) -> list[str] | None:
+    """The names in `__all__`, None where there is none."""
+    for node in source.tree.body:
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        if any(isinstance(target, ast.Name) and target.id == "__all__" for target in targets):
+            return list(importlib.import_module(source.module).__all__)
+    return None
+
+
+def public_names(source) -> set[str]:
+    """Names that a file defines, or takes from flatout to hand on."""
+    names: set[str] = set()
+    for node in source.tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign):
+            names.update(target.id for target in node.targets if isinstance(target, ast.Name))
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            names.add(node.target.id)
+        elif isinstance(node, ast.ImportFrom) and source.is_package and (node.module or "").startswith(source.module):
+            names.update(alias.asname or alias.name for alias in node.names)
+    return {name for name in names if not name.startswith("_")}
+
+
+def test_all_equals_the_public_names(package):
+    """The face of the package declares them; its names may be lazy, so it is asked itself. So does any file that hands names on."""
+    for source in package:
+        names = declared(source)
+        if source.module == "flatout":
+            assert names is not None, "flatout/__init__.py declares no __all__"
+            module = importlib.import_module("flatout")
+            assert {name for name in dir(module) if not name.startswith("_")} >= {name for name in names if not name.startswith("_")}
+            assert [name for name in names if not hasattr(module, name)] == []
+        elif names is not None:
+            assert set(names) == public_names(source), source.path
+        if names is not None:
+            assert len(set(names)) == len(names), source.path
+
+
+def test_the_rules_see_offenders(source):
+    assert len(empty_names(source("class RunManager: ...\ndef load_utils(): ...\n", "flatout/common.py"))) == 3
+    assert empty_names(source("def uncommon(): ...\nclass Utility: ...\n")) == []
+    for text in ("# ------ helpers", "# =====", "##### here", "# Loading ----------", "# TODO: faster", "# FIXME", "# TODO later"):
+        assert len(bad_comments(source(f"{text}\n"))) == 1, text
+    assert bad_comments(source("# a -> b, why not\n#!/usr/bin/env python\n# TODO(torch 2.12 is the oldest): drop this\nx = '# ----'\n")) == []

@@ -1,0 +1,38 @@
+"""Files of at most 400 lines, functions of at most 50: what does not fit on a screen does not fit in a head.
+
+A function's lines are those of its signature and body; its docstring explains and is not counted.
+"""
+
+from __future__ import annotations
+
+import ast
+
+FILE_LINES, FUNCTION_LINES = 400, 50
+
+
+def function_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    lines = node.end_lineno - node.lineno + 1
+    if ast.get_docstring(node, clean=False) is not None:
+        lines -= node.body[0].end_lineno - node.body[0].lineno + 1
+    return lines
+
+
+def long_functions(source) -> list[str]:
+    functions = (node for node in ast.walk(source.tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    return [f"{source.path}:{node.lineno} {node.name}: {size} lines" for node in functions if (size := function_lines(node)) > FUNCTION_LINES]
+
+
+def test_files_are_short(repository):
+    assert [f"{s.path}: {lines} lines" for s in repository if (lines := len(s.text.splitlines())) > FILE_LINES] == []
+
+
+def test_functions_are_short(repository):
+    assert [line for source in repository for line in long_functions(source)] == []
+
+
+def test_the_rule_counts_code_and_not_docstrings(source):
+    body = "\n".join(["    x = 1"] * 49)
+    docstring = '    """One.\n\n' + "    more\n" * 30 + '    """\n'
+    assert long_functions(source(f"def f():\n{body}\n")) == []
+    assert long_functions(source(f"def f():\n{docstring}{body}\n")) == []
+    assert long_functions(source(f"def f():\n{body}\n    y = 2\n")) == ["flatout/example.py:1 f: 51 lines"]

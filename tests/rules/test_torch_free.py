@@ -1,0 +1,59 @@
+"""`import flatout`, `--help`, `list`, `prepare` and `inspect` never import torch: it takes seconds, and they need none of it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+HEAVY_PARTS = {"ops", "models", "optimizers", "parallel", "memory", "run", "training", "generate", "measure", "loader", "in_loop", "__main__"}
+"""These work with tensors. All others must load without torch, so that listing, preparing and inspecting never wait for it."""
+
+
+def modules_after(code: str, cwd) -> set[str]:
+    """The modules that a fresh Python has loaded after running `code`."""
+    program = f"import sys\ntry:\n    {code}\nexcept SystemExit as stop:\n    assert not stop.code, stop.code\nprint('\\n' + '\\n'.join(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", program], cwd=cwd, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split("\n"))
+
+
+def heavy(modules: set[str]) -> list[str]:
+    return sorted(modules & {"torch", "tensorboard"})
+
+
+def test_import_flatout_is_light(root):
+    assert heavy(modules_after("import flatout", root)) == []
+
+
+def test_light_modules_import_no_torch(package, root):
+    names = [source.module for source in package if not HEAVY_PARTS & set(source.module.split("."))]
+    assert len(names) > 20
+    program = f"import sys, importlib\nfor name in {names!r}:\n    importlib.import_module(name)\n    assert 'torch' not in sys.modules, f'{{name}} imports torch'"
+    done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr.strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], ["train", "--help"], ["list", "recipes"], ["list", "speedups"], ["list", "models"], ["list", "machines"], ["list", "datasets"]],
+    ids=" ".join,
+)
+def test_quick_commands_import_no_torch(root, arguments):
+    code = f"sys.argv[1:] = {arguments!r}; from flatout.cli import main; main()"
+    assert heavy(modules_after(code, root)) == []
+
+
+def test_prepare_and_inspect_import_no_torch(root, tmp_path):
+    text = tmp_path / "book.txt"
+    text.write_text("A sentence of a book. " * 200, encoding="utf-8")
+    for arguments in (
+        ["prepare", str(text), "--out", str(tmp_path / "data"), "--tokenizer", "byte", "--workers", "1"],
+        ["inspect", str(tmp_path / "data")],
+    ):
+        assert heavy(modules_after(f"sys.argv[1:] = {arguments!r}; from flatout.cli import main; main()", root)) == []
+
+
+def test_the_rule_sees_an_offender(root):
+    assert "torch" in heavy(modules_after("import torch", root))
