@@ -1,0 +1,200 @@
+"""Which checkpoints a run has, and whether they are whole. No torch, so that listing them is quick.
+
+Every function takes the run folder; `checkpoint.dir` in its config.yaml says where the checkpoints lie. A checkpoint is the
+folder `step-N`. What is being written or deleted has `.tmp-` in its name, and what was left behind has `.aside-`; neither
+counts as a checkpoint.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import shutil
+from pathlib import Path
+from typing import Any
+
+from flatout.documents import read_document
+from flatout.errors import CheckpointError
+from flatout.progress import SILENT, Progress
+from flatout.training.files import read_json, sha256, sync_folder
+
+FORMAT_VERSION = 1
+MANIFEST, INDEX, STATE = "manifest.json", "index.json", "state.json"
+_STEP = re.compile(r"step-(0|[1-9][0-9]*)")
+
+
+def checkpoints_folder(run_folder: Path) -> Path:
+    """Return where the run's checkpoints lie: RUN/checkpoints, or DIR/RUN's name where `checkpoint.dir` is DIR."""
+    config = run_folder / "config.yaml"
+    directory = read_document(config).get("checkpoint", {}).get("dir") if config.exists() else None
+    return Path(directory) / run_folder.name if directory else run_folder / "checkpoints"
+
+
+def step_of(checkpoint: Path) -> int:
+    """Return N of a checkpoint folder `step-N`."""
+    match = _STEP.fullmatch(checkpoint.name)
+    if match is None:
+        raise CheckpointError(f"{checkpoint} is not a checkpoint.", fix="Name a folder such as RUN/checkpoints/step-100.")
+    return int(match[1])
+
+
+def steps(run_folder: Path) -> list[int]:
+    """Return the steps that have a checkpoint, in rising order, whether they are whole or not."""
+    folder = checkpoints_folder(run_folder)
+    if not folder.is_dir():
+        return []
+    return sorted(int(match[1]) for path in folder.iterdir() if (match := _STEP.fullmatch(path.name)) and path.is_dir())
+
+
+def checkpoint_path(run_folder: Path, step: int) -> Path:
+    """Return the folder of the checkpoint of `step`, whether it exists or not."""
+    return checkpoints_folder(run_folder) / f"step-{step}"
+
+
+def read_manifest(checkpoint: Path) -> dict[str, Any]:
+    """Return a checkpoint's manifest: `step`, and `files` with the bytes and the SHA-256 of each.
+
+    Raises: CheckpointError when it is missing, damaged, or of a newer format.
+    """
+    step_of(checkpoint)
+    manifest = read_json(checkpoint / MANIFEST)
+    version = manifest.get("format_version", 0) if isinstance(manifest, dict) else 0
+    if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
+        raise CheckpointError(f"{checkpoint / MANIFEST} is damaged: it lists no files.", fix="Use another checkpoint.")
+    if version > FORMAT_VERSION:
+        raise CheckpointError(
+            f"{checkpoint} has format_version {version}; this flatout reads up to {FORMAT_VERSION}.", fix="Install a newer flatout."
+        )
+    return manifest
+
+
+def verify(checkpoint: Path, *, only: str = "", progress: Progress = SILENT) -> list[str]:
+    """Return what is wrong with a checkpoint, a sentence a file; an empty list when it is whole.
+
+    `only` restricts the check to files whose names begin with it.
+    """
+    try:
+        files = read_manifest(checkpoint)["files"]
+    except CheckpointError as error:
+        return [error.what]
+    problems = []
+    wanted = {name: facts for name, facts in files.items() if name.startswith(only)}
+    with progress.task(f"Checking {checkpoint.name}", total=sum(facts["bytes"] for facts in wanted.values()), unit="bytes") as task:
+        for name, facts in wanted.items():
+            problem = check_file(checkpoint / name, facts)
+            if problem:
+                problems.append(problem)
+            task.advance(facts["bytes"])
+    return problems
+
+
+def check_file(path: Path, facts: dict[str, Any]) -> str | None:
+    """Return what is wrong with one file of a checkpoint, by its line in the manifest, or None."""
+    if not path.is_file():
+        return f"{path} is missing."
+    size = path.stat().st_size
+    if size != facts["bytes"]:
+        return f"{path} has {size} bytes; the manifest says {facts['bytes']}."
+    if sha256(path) != facts["sha256"]:
+        return f"{path} is damaged: its content does not match the manifest's SHA-256."
+    return None
+
+
+def require_whole(checkpoint: Path, *, progress: Progress = SILENT) -> None:
+    """Do nothing when the checkpoint is whole.
+
+    Raises: CheckpointError naming the first file that is missing or damaged.
+    """
+    problems = verify(checkpoint, progress=progress)
+    if problems:
+        raise CheckpointError(problems[0], fix=f"Use another checkpoint than {checkpoint}, or restore that file from a copy.")
+
+
+def latest(run_folder: Path, *, progress: Progress = SILENT) -> Path | None:
+    """Return the newest whole checkpoint, or None when there is no checkpoint at all. One that is not whole is passed over aloud.
+
+    Raises: CheckpointError when there are checkpoints and none is whole: starting over must be a decision.
+    """
+    problems: list[str] = []
+    for step in reversed(steps(run_folder)):
+        path = checkpoint_path(run_folder, step)
+        found = verify(path, progress=progress)
+        if not found:
+            return path
+        progress.say(f"Checkpoint {path.name} cannot be used: {found[0]}")
+        problems.append(found[0])
+    if problems:
+        raise CheckpointError(
+            f"No checkpoint of {run_folder} is whole. {problems[0]}",
+            fix=f"Restore that file from a copy, or delete {checkpoints_folder(run_folder)} to start over.",
+        )
+    return None
+
+
+def best(run_folder: Path, *, progress: Progress = SILENT) -> Path | None:
+    """Return the whole checkpoint with the lowest validation loss, or None when none is known or it is no longer there."""
+    newest = latest(run_folder, progress=progress)
+    if newest is None:
+        return None
+    best_step = read_json(newest / STATE)["values"].get("best", {}).get("step")
+    if best_step is None:
+        return None
+    path = checkpoint_path(run_folder, best_step)
+    return path if path.is_dir() and not verify(path, progress=progress) else None
+
+
+def prune(run_folder: Path, keep: int, best_step: int | None = None) -> list[int]:
+    """Delete all but the newest `keep` checkpoints and the best one; return the steps that were deleted.
+
+    Each disappears under one rename, so that a kill leaves no half of a checkpoint behind.
+    """
+    kept = {*steps(run_folder)[-keep:], best_step}
+    deleted = [step for step in steps(run_folder) if step not in kept]
+    for step in deleted:
+        path = checkpoint_path(run_folder, step)
+        doomed = path.with_name(f"{path.name}.tmp-delete-{secrets.token_hex(4)}")
+        path.rename(doomed)
+        shutil.rmtree(doomed)
+    return deleted
+
+
+def clean(run_folder: Path) -> list[str]:
+    """Remove what killed saves and deletions left behind; return its names. Only for the process that holds the lock.
+
+    A whole checkpoint that was being replaced by another of the same step (`.tmp-old-`) is put back when the new one did not come.
+    """
+    folder = checkpoints_folder(run_folder)
+    removed = []
+    for path in sorted(folder.glob("step-*.tmp-*")) if folder.is_dir() else []:
+        original = path.with_name(path.name.partition(".")[0])
+        if ".tmp-old-" in path.name and not original.exists() and (path / MANIFEST).exists():
+            path.rename(original)
+            continue
+        shutil.rmtree(path)
+        removed.append(path.name)
+    return removed
+
+
+def set_aside(run_folder: Path, *, after: int) -> list[Path]:
+    """Rename checkpoints of later steps than `after`, so that they no longer count; return their new names.
+
+    They belong to a course that the run left when it was resumed from an earlier step. Nothing is deleted.
+    """
+    moved = []
+    for step in steps(run_folder):
+        if step > after:
+            path = checkpoint_path(run_folder, step)
+            moved.append(path.rename(path.with_name(f"{path.name}.aside-{secrets.token_hex(4)}")))
+    return moved
+
+
+def put_in_place(temporary: Path, final: Path) -> None:
+    """Give a complete checkpoint its name in one rename; one that has the name already makes room first."""
+    old = final.with_name(f"{final.name}.tmp-old-{secrets.token_hex(4)}")
+    replaces = final.exists()
+    if replaces:
+        final.rename(old)
+    temporary.rename(final)
+    sync_folder(final.parent)
+    if replaces:
+        shutil.rmtree(old)

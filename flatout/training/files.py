@@ -1,0 +1,111 @@
+"""Files that are whole or absent: written under another name, synced, then renamed. No torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from flatout.errors import CheckpointError
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in `folder` survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_file(path: Path) -> None:
+    """Make the content of `path` survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Put `text` in `path` so that a reader, or a kill at any moment, finds the old content or the new, never a part."""
+    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    sync_folder(path.parent)
+
+
+def write_json(path: Path, document: Any) -> None:
+    """Write `document` as JSON, whole or not at all. Floats come back equal in every bit."""
+    write_text(path, json.dumps(document, indent=1) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """Return the JSON document in `path`.
+
+    Raises: CheckpointError naming the file when it is missing or is not JSON.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"Cannot read {path}: {error.strerror}.", fix="Restore it from a copy, or use another checkpoint or run.") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path} is damaged: it is not JSON.", fix="Restore it from a copy, or use another checkpoint or run.") from error
+
+
+def append_line(path: Path, document: Mapping[str, Any]) -> None:
+    """Add one JSON line to `path`. A line that a kill left unfinished is closed first, so that it spoils no other."""
+    line = json.dumps(document).encode() + b"\n"
+    with path.open("a+b") as file:
+        if file.tell() and _last_byte(path) != b"\n":
+            line = b"\n" + line
+        file.write(line)
+
+
+def read_lines(path: Path, *, tail_bytes: int | None = None) -> Iterator[dict[str, Any]]:
+    """Yield the JSON lines of `path` (only those that begin in its last `tail_bytes`); an unfinished line is left out."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        start = 0 if tail_bytes is None else max(size - tail_bytes, 0)
+        file.seek(start)
+        if start:
+            file.readline()
+        for line in file:
+            try:
+                document = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(document, dict):
+                yield document
+
+
+def sha256(path: Path) -> str:
+    """Return the SHA-256 of a file's content, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def folder_bytes(folder: Path) -> int:
+    """Return the bytes of all files under `folder`; what disappears meanwhile counts nothing."""
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            try:
+                total += os.lstat(os.path.join(parent, name)).st_size
+            except FileNotFoundError:
+                continue
+    return total
+
+
+def _last_byte(path: Path) -> bytes:
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1)

@@ -1,0 +1,248 @@
+"""The run folder: its name, its lock, its configuration, its events and its summary. No torch.
+
+RUN/
+├── config.yaml     fully resolved; what `auto` chose is never chosen again
+├── asked.yaml      the configuration as it was asked for, before `auto` was settled
+├── events.jsonl    one line an event: starts, speedups, saves, resumes, alarms
+├── metrics.jsonl   one line a log step
+├── summary.json    the finished run
+├── exit_code       how the last process ended, for schedulers: torchrun rewrites exit codes
+├── checkpoints/    see catalog.py
+└── lock            held while a process trains; names its pid and host
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import re
+import shutil
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, TextIO
+
+import yaml
+
+from flatout.config import RunConfig, difference, validate
+from flatout.documents import read_document
+from flatout.errors import CheckpointError, ConfigError, HardwareError
+from flatout.progress import SILENT, Progress
+from flatout.training import catalog
+from flatout.training.files import append_line, read_json, read_lines, write_json, write_text
+
+FREE_KEYS = ("log.", "checkpoint.", "train.eval_every", "train.eval_tokens", "train.sample_every", "train.sample_prompt", "name")
+"""Beginnings of the keys that may change when a run goes on: none of them changes what is computed."""
+
+CONFIG, ASKED, EVENTS, SUMMARY, EXIT_CODE, LOCK = "config.yaml", "asked.yaml", "events.jsonl", "summary.json", "exit_code", "lock"
+LOCK_PATIENCE_S = 1.0
+"""How long a starting run waits for the lock: `flatout runs` holds it for an instant when it looks."""
+
+
+def run_name(config: RunConfig) -> str:
+    """Return the folder name of a run: its recipe and eight characters of the digest of the configuration as asked for.
+
+    Free keys do not count, so that the same command with another `log.every` finds its run again.
+    """
+    plain = RunConfig()
+    free = {key: plain.value(key) for key in _flat_keys(plain.to_dict()) if key.startswith(FREE_KEYS)}
+    stem = re.sub(r"[^A-Za-z0-9._-]+", "-", config.name).strip(".-") or "run"
+    return f"{stem}-{config.with_values(free).digest()[:8]}"
+
+
+def write_config(folder: Path, config: RunConfig, *, asked: RunConfig | None = None) -> None:
+    """Store the resolved configuration, and beside it the one that was asked for."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if asked is not None:
+        write_text(folder / ASKED, _yaml(asked))
+    write_text(folder / CONFIG, _yaml(config))
+
+
+def read_config(folder: Path) -> RunConfig | None:
+    """Return the resolved configuration stored in a run folder, or None when it holds none."""
+    path = folder / CONFIG
+    return validate(read_document(path)) if path.exists() else None
+
+
+def stored_config(folder: Path, wanted: RunConfig) -> RunConfig | None:
+    """Return the run's stored configuration with the free keys of `wanted` laid over it; None when the folder holds no run.
+
+    Raises: ConfigError naming the keys in which `wanted` contradicts what the run was started with.
+    """
+    stored = read_config(folder)
+    if stored is None:
+        return None
+    contradictions = difference(stored, wanted, free=FREE_KEYS)
+    if contradictions and (folder / ASKED).exists():
+        asked = validate(read_document(folder / ASKED))
+        changed = {line.partition(": ")[0] for line in difference(asked, wanted, free=FREE_KEYS)}
+        contradictions = [line for line in contradictions if line.partition(": ")[0] in changed]
+    if contradictions:
+        raise ConfigError(
+            f"{folder} holds a run with other settings: {'; '.join(contradictions)}.",
+            fix="Go on with the stored settings, or start another run with --run DIR.",
+        )
+    keys = (key for key in _flat_keys(wanted.to_dict()) if key.startswith(FREE_KEYS) and key != "name")
+    return stored.with_values({key: value for key in keys if (value := wanted.value(key)) is not None})
+
+
+@contextmanager
+def locked(folder: Path, *, progress: Progress = SILENT) -> Iterator[None]:
+    """Hold the run folder for this process; the system lets go of it when the process ends, however it ends.
+
+    One process of a run takes it: the main rank. Raises: CheckpointError naming the process that holds it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / LOCK).open("a+", encoding="utf-8") as file:
+        if not _take(file, fcntl.LOCK_EX, patience_s=LOCK_PATIENCE_S, progress=progress):
+            raise _in_use(folder)
+        file.truncate(0)
+        file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}))
+        file.flush()
+        yield
+
+
+def is_locked(folder: Path) -> bool:
+    """Say whether a process is at work in the run folder."""
+    path = folder / LOCK
+    if not path.exists():
+        return False
+    with path.open(encoding="utf-8") as file:
+        return not _take(file, fcntl.LOCK_SH, patience_s=0)
+
+
+def resume_from(folder: Path, resume: str = "auto", *, progress: Progress = SILENT) -> Path | None:
+    """Return the checkpoint to go on from, or None to begin; leftovers of killed saves are removed. Only under the lock.
+
+    `auto` is the newest whole checkpoint of this run, or the beginning when it has none; `never` begins, and refuses a folder
+    in which something lies; anything else is a checkpoint or a run folder to go on from.
+    Raises: CheckpointError.
+    """
+    if resume == "never":
+        found = sorted(path.name for path in folder.iterdir() if path.name != LOCK) if folder.is_dir() else []
+        if found:
+            raise CheckpointError(
+                f"--resume never would write over {folder}, which holds {', '.join(found[:4])}.",
+                fix="Choose another folder with --run DIR, delete this one, or go on with --resume auto.",
+            )
+        return None
+    for name in catalog.clean(folder):
+        progress.say(f"Removed {name}, left by a save that was killed.")
+    if resume == "auto":
+        return catalog.latest(folder, progress=progress)
+    path = Path(resume)
+    if not path.is_dir():
+        raise CheckpointError(f"There is no checkpoint {path}.", fix="Name a folder such as RUN/checkpoints/step-100, or a run folder.")
+    if (path / CONFIG).exists() or (path / "checkpoints").is_dir():
+        newest = catalog.latest(path, progress=progress)
+        if newest is None:
+            raise CheckpointError(f"The run {path} has no checkpoint.", fix="Name another run, or a folder such as RUN/checkpoints/step-100.")
+        return newest
+    catalog.require_whole(path, progress=progress)
+    return path
+
+
+def append_event(folder: Path, event: str, **fields: Any) -> dict[str, Any]:
+    """Add one line to events.jsonl, and return it: `event`, `time` (seconds since 1970), then the fields."""
+    line = {"event": event, "time": time.time(), **fields}
+    append_line(folder / EVENTS, line)
+    return line
+
+
+def read_events(folder: Path) -> list[dict[str, Any]]:
+    """Return the run's events in their order."""
+    return list(read_lines(folder / EVENTS))
+
+
+def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
+    """Store the summary of a finished run: its presence says that the run is finished."""
+    write_json(folder / SUMMARY, dict(summary))
+
+
+def read_summary(folder: Path) -> dict[str, Any] | None:
+    """Return the summary of a finished run, or None."""
+    path = folder / SUMMARY
+    return dict(read_json(path)) if path.exists() else None
+
+
+def write_exit_code(folder: Path, code: int) -> None:
+    """Say in the run folder how this process ended."""
+    write_text(folder / EXIT_CODE, f"{code}\n")
+
+
+def read_exit_code(folder: Path) -> int | None:
+    """Return how the last process ended; None while one is at work, or when it was killed."""
+    with suppress(OSError, ValueError):
+        return int((folder / EXIT_CODE).read_text(encoding="utf-8"))
+    return None
+
+
+def clear_exit_code(folder: Path) -> None:
+    """Forget how the last process ended: this one is now at work."""
+    (folder / EXIT_CODE).unlink(missing_ok=True)
+
+
+def require_free_disk(folder: Path, needed_bytes: int) -> None:
+    """Do nothing when `needed_bytes` fit where the run's checkpoints go.
+
+    Raises: HardwareError with both figures.
+    """
+    place = catalog.checkpoints_folder(folder).absolute()
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if free < needed_bytes:
+        raise HardwareError(
+            f"The checkpoints of this run need {needed_bytes / 2**30:.1f} GiB; the disk of {place} has {free / 2**30:.1f} GiB free.",
+            fix="Free space there, set checkpoint.dir to a larger disk, or lower checkpoint.keep.",
+        )
+
+
+def list_runs(root: Path) -> list[Path]:
+    """Return the run folders in `root` and one folder further down, oldest first; `root` itself when it is one."""
+    if (root / CONFIG).exists():
+        return [root]
+    found = [path.parent for pattern in (f"*/{CONFIG}", f"*/*/{CONFIG}") for path in root.glob(pattern)]
+    return sorted(found, key=lambda path: ((path / CONFIG).stat().st_mtime, path))
+
+
+def _take(file: TextIO, kind: int, *, patience_s: float, progress: Progress = SILENT) -> bool:
+    give_up = time.monotonic() + patience_s
+    while True:
+        try:
+            fcntl.flock(file, kind | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() >= give_up:
+                return False
+            time.sleep(0.05)
+        except OSError as error:
+            if error.errno not in {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}:
+                raise
+            progress.say("This file system has no locks: nothing stops a second process from training in the same run folder.")
+            return True
+
+
+def _in_use(folder: Path) -> CheckpointError:
+    try:
+        holder = json.loads((folder / LOCK).read_text(encoding="utf-8"))
+        who, stop = f"process {holder['pid']} on {holder['host']}", f"kill {holder['pid']}"
+    except (ValueError, KeyError):
+        who, stop = "another process", "kill it"
+    return CheckpointError(f"{folder} is in use by {who}.", fix=f"Wait until it is done, stop it ({stop}), or choose another folder with --run DIR.")
+
+
+def _yaml(config: RunConfig) -> str:
+    return yaml.safe_dump(config.to_dict(), sort_keys=False, allow_unicode=True)
+
+
+def _flat_keys(document: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in document.items():
+        if isinstance(value, Mapping):
+            yield from _flat_keys(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"
