@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -16,3 +20,18 @@ class Ops:
     """Signature and definition: `flatout.ops.attention.reference`."""
     cross_entropy: Callable[..., tuple[Tensor, Tensor]]
     """Signature and definition: `flatout.ops.cross_entropy.reference`."""
+
+
+def variants(op: ModuleType) -> dict[str, Callable[..., Any]]:
+    """Return every function of `op` that can stand in for its `reference`: the public ones with the same signature, by name."""
+    wanted = inspect.signature(op.reference)
+    public = {name: value for name, value in vars(op).items() if not name.startswith("_") and inspect.isfunction(value)}
+    return {name: value for name, value in public.items() if inspect.signature(value) == wanted}
+
+
+def at_least_fp32(tensor: Tensor) -> Tensor:
+    """Return the tensor widened to fp32; fp32 and fp64 come back as they are.
+
+    Shapes:  any.
+    """
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

@@ -1,0 +1,148 @@
+"""What every language model is: one forward that holds the loss, made of parts that can be taken apart.
+
+Letters: B rows, T tokens, D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, ClassVar, Literal, Self, cast, final
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor, nn
+
+from flatout.config import Section, explain
+from flatout.ops import Ops
+
+ParameterKind = Literal["hidden", "embedding", "head", "vector"]
+"""hidden: a matrix between activations; embedding: a table of rows; head: the output weight; vector: a norm or a bias."""
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Training FLOPs a token: the forward pass and its backward pass, which costs twice as much. Matrix products only."""
+
+    palm: int
+    """Every query against all T keys: the convention MFU is usually given in (Chowdhery et al. 2022, arXiv:2204.02311, appendix B)."""
+    causal_exact: Fraction
+    """Every query against the keys it may see: the least a causal model can do."""
+
+
+class LanguageModel(nn.Module, ABC):
+    """Embedding, blocks, head. `forward` contains the loss and is the only thing that is compiled, wrapped and called in training."""
+
+    Config: ClassVar[type[Section]]
+    """The model's own configuration keys, `vocab_size` among them."""
+    config: Section
+    blocks: nn.ModuleList
+    """Called in order, each as block(hidden_BTD, doc_ids_BT) -> hidden_BTD."""
+
+    def __init__(self, config: Section, ops: Ops) -> None:
+        super().__init__()
+        self.config = config
+        self.ops = ops
+
+    @classmethod
+    def configure(cls, values: Mapping[str, Any]) -> Section:
+        """Return the checked configuration of this model from the keys under `model.`.
+
+        Raises: ConfigError naming the key, and the nearest known one when it is unknown.
+        """
+        try:
+            return cls.Config.model_validate(dict(values))
+        except ValidationError as error:
+            raise explain(error, cls.Config, prefix="model.") from error
+
+    @classmethod
+    def on_meta(cls, config: Section, ops: Ops) -> Self:
+        """Return the model with shapes and no memory: for counting, and for loading weights into."""
+        with torch.device("meta"):
+            return cls(config, ops)
+
+    @classmethod
+    def num_parameters(cls, config: Section) -> int:
+        """Return how many parameters a model of this configuration has; a shared one counts once."""
+        return sum(parameter.numel() for parameter in cls.on_meta(config, _no_ops()).parameters())
+
+    @final  # type: ignore[misc]  # nn.Module declares forward as an attribute
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor, doc_ids_BT: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return the summed loss of the targets and how many of them counted.
+
+        Shapes:  tokens_BT (B, T) integers; targets_BT (B, T) int64, -1 where nothing is to be predicted; doc_ids_BT (B, T) integers.
+        Returns: (loss_sum, num_valid), as `flatout.ops.cross_entropy.reference`.
+        """
+        hidden_BTD, weight_VD = self.head(self._through_blocks(tokens_BT, doc_ids_BT))
+        return self.ops.cross_entropy(hidden_BTD, weight_VD, targets_BT)
+
+    def logits(self, tokens_BT: Tensor, doc_ids_BT: Tensor | None = None) -> Tensor:
+        """Return the scores of every next token at every position; for sampling and tests, never in training.
+
+        Shapes:  tokens_BT (B, T) integers; doc_ids_BT (B, T) integers.
+        Returns: logits_BTV.
+        """
+        hidden_BTD, weight_VD = self.head(self._through_blocks(tokens_BT, doc_ids_BT))
+        return nn.functional.linear(hidden_BTD, weight_VD)
+
+    def next_logits(self, tokens_BT: Tensor) -> Tensor:
+        """Return the scores of the token after the last: `logits` without the positions sampling throws away.
+
+        Shapes:  tokens_BT (B, T) integers.
+        Returns: logits_BV.
+        """
+        hidden_BTD, weight_VD = self.head(self._through_blocks(tokens_BT, None)[:, -1:])
+        return nn.functional.linear(hidden_BTD[:, 0], weight_VD)
+
+    def _through_blocks(self, tokens_BT: Tensor, doc_ids_BT: Tensor | None) -> Tensor:
+        hidden_BTD = self.embed(tokens_BT)
+        for block in self.blocks:
+            hidden_BTD = block(hidden_BTD, doc_ids_BT)
+        return hidden_BTD
+
+    @abstractmethod
+    def embed(self, tokens_BT: Tensor) -> Tensor:
+        """Return the first hidden states.
+
+        Shapes:  tokens_BT (B, T) integers.
+        Returns: hidden_BTD.
+        Raises:  ShapeError when T is more than the model can hold.
+        """
+
+    @abstractmethod
+    def head(self, hidden_BTD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the normalised hidden states and the output weight; the loss multiplies them, so that whole logits need not exist.
+
+        Shapes:  hidden_BTD (B, T, D).
+        Returns: (hidden_BTD, weight_VD).
+        """
+
+    @abstractmethod
+    def init_weights(self) -> None:
+        """Fill every parameter anew from torch's generator; a model made on the meta device needs it after `to_empty`."""
+
+    @abstractmethod
+    def check_seq_len(self, seq_len: int) -> None:
+        """Refuse a window this model cannot hold.
+
+        Raises: ConfigError with the key to set.
+        """
+
+    @abstractmethod
+    def flops_per_token(self, seq_len: int) -> Flops:
+        """Return the training FLOPs a token in windows of `seq_len`."""
+
+    @abstractmethod
+    def parameter_kinds(self) -> dict[str, ParameterKind]:
+        """Return the kind of every parameter by its name."""
+
+    def stacked_rows(self) -> dict[str, tuple[int, ...]]:
+        """Return, for each hidden matrix that is several stacked ones, the rows of each: what treats a matrix as a whole splits it so."""
+        return {}
+
+
+def _no_ops() -> Ops:
+    """Counting calls no op."""
+    return Ops(attention=cast(Any, None), cross_entropy=cast(Any, None))

@@ -1,0 +1,249 @@
+"""Parts that models share: norms, rotary positions, attention, MLPs, the pre-norm block.
+
+Letters: B rows, T tokens, D width, H query heads, G key and value heads, C head size, F width inside the MLP, E = H C.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from flatout.errors import ShapeError
+from flatout.ops import Ops, at_least_fp32
+
+
+class LayerNorm(nn.Module):
+    """Subtract the mean, divide by the standard deviation, scale, and shift if there is a bias; in fp32, returned in the input's dtype.
+
+    Source: Ba et al. 2016, arXiv:1607.06450.
+    """
+
+    def __init__(self, width: int, *, bias: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.bias = nn.Parameter(torch.zeros(width)) if bias else None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return the normalised hidden states.
+
+        Shapes:  hidden (..., D).
+        Returns: the same shape and dtype.
+        """
+        bias = None if self.bias is None else at_least_fp32(self.bias)
+        return functional.layer_norm(at_least_fp32(hidden), self.weight.shape, at_least_fp32(self.weight), bias, 1e-5).to(hidden.dtype)
+
+
+class RMSNorm(nn.Module):
+    """Divide by the root mean square and scale; in fp32, returned in the input's dtype.
+
+    Source: Zhang and Sennrich 2019, arXiv:1910.07467.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return the normalised hidden states.
+
+        Shapes:  hidden (..., D).
+        Returns: the same shape and dtype.
+        """
+        return functional.rms_norm(at_least_fp32(hidden), self.weight.shape, at_least_fp32(self.weight), 1e-5).to(hidden.dtype)
+
+
+class Rotary(nn.Module):
+    """Turn pairs of a head's components by an angle that grows with the position, so that scores depend on distance alone.
+
+    Component i is paired with i + C/2. The tables follow from the sizes: they are fp32 whatever the model's dtype, made anew
+    wherever the model is moved, and stand in no checkpoint.
+
+    Source: Su et al. 2021, arXiv:2104.09864.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, head_dim: int, max_seq_len: int, base: float) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        self.max_seq_len = max_seq_len
+        self.base = base
+        for name, table in zip(("cos", "sin"), self._tables(torch.get_default_device()), strict=True):
+            self.register_buffer(name, table, persistent=False)
+
+    def _tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Cosines twice over, and sines with the first half negated: what a vector and its swapped halves are multiplied by."""
+        exponent = torch.arange(0, self.head_dim, 2, device=device, dtype=torch.float64) / self.head_dim
+        angle = torch.arange(self.max_seq_len, device=device, dtype=torch.float64)[:, None] * self.base**-exponent
+        sin = angle.sin()
+        return torch.cat((angle.cos(), angle.cos()), dim=-1).float(), torch.cat((-sin, sin), dim=-1).float()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.cos, self.sin = self._tables(self.cos.device)
+        return self
+
+    def forward(self, heads_BTHC: Tensor) -> Tensor:
+        """Return the heads turned by their positions 0, 1, 2, ...; in fp32, returned in the input's dtype.
+
+        Shapes:  heads_BTHC (B, T, H, C).
+        Returns: the same shape and dtype.
+        """
+        num_tokens = heads_BTHC.shape[1]
+        cos_T1C, sin_T1C = self.cos[:num_tokens, None], self.sin[:num_tokens, None]
+        wide_BTHC = at_least_fp32(heads_BTHC)
+        swapped_BTHC = wide_BTHC.roll(self.head_dim // 2, dims=-1)
+        return (wide_BTHC * cos_T1C + swapped_BTHC * sin_T1C).to(heads_BTHC.dtype)
+
+
+class Attention(nn.Module):
+    """Queries, keys and values from one matrix, through `ops.attention`, and back to the model's width."""
+
+    def __init__(
+        self,
+        *,
+        width: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        bias: bool,
+        window: int | None,
+        rotary: Rotary | None,
+        qk_norm: bool,
+        ops: Ops,
+    ) -> None:
+        super().__init__()
+        self.head_counts = (num_heads, num_kv_heads, num_kv_heads)
+        self.head_dim = head_dim
+        self.window = window
+        self.ops = ops
+        self.qkv = nn.Linear(width, sum(self.head_counts) * head_dim, bias=bias)
+        self.output = nn.Linear(num_heads * head_dim, width, bias=bias)
+        self.query_norm = RMSNorm(head_dim) if qk_norm else None
+        self.key_norm = RMSNorm(head_dim) if qk_norm else None
+        self.rotary = rotary
+
+    def forward(self, hidden_BTD: Tensor, doc_ids_BT: Tensor | None) -> Tensor:
+        """Return what each token gathers from the tokens it may see.
+
+        Shapes:  hidden_BTD (B, T, D); doc_ids_BT (B, T) integers.
+        Returns: hidden_BTD.
+        """
+        qkv_BTHC = self.qkv(hidden_BTD).unflatten(-1, (-1, self.head_dim))
+        q_BTHC, k_BTGC, v_BTGC = qkv_BTHC.split(self.head_counts, dim=2)
+        if self.query_norm is not None and self.key_norm is not None:
+            q_BTHC, k_BTGC = self.query_norm(q_BTHC), self.key_norm(k_BTGC)
+        if self.rotary is not None:
+            q_BTHC, k_BTGC = self.rotary(q_BTHC), self.rotary(k_BTGC)
+        gathered_BHTC = self.ops.attention(
+            q_BTHC.transpose(1, 2), k_BTGC.transpose(1, 2), v_BTGC.transpose(1, 2), doc_ids_BT=doc_ids_BT, window=self.window
+        )
+        gathered_BTE = gathered_BHTC.transpose(1, 2).flatten(2)
+        return self.output(gathered_BTE)  # type: ignore[no-any-return]
+
+
+def gelu(hidden: Tensor) -> Tensor:
+    """Return x times the normal distribution's share below x, by GPT-2's tanh formula.
+
+    Shapes:  any.
+    Source:  Hendrycks and Gimpel 2016, arXiv:1606.08415.
+    """
+    return functional.gelu(hidden, approximate="tanh")
+
+
+def relu2(hidden: Tensor) -> Tensor:
+    """Return the square of the positive part.
+
+    Shapes:  any.
+    Source:  So et al. 2021, arXiv:2109.08668.
+    """
+    positive = hidden.relu()
+    return positive * positive
+
+
+class MLP(nn.Module):
+    """Up, an activation, and down."""
+
+    def __init__(self, width: int, inner: int, *, activation: Callable[[Tensor], Tensor], bias: bool) -> None:
+        super().__init__()
+        self.activation = activation
+        self.up = nn.Linear(width, inner, bias=bias)
+        self.down = nn.Linear(inner, width, bias=bias)
+
+    def forward(self, hidden_BTD: Tensor) -> Tensor:
+        """Return each token transformed by itself.
+
+        Shapes:  hidden_BTD (B, T, D).
+        Returns: hidden_BTD.
+        """
+        return self.down(self.activation(self.up(hidden_BTD)))  # type: ignore[no-any-return]
+
+
+class SwiGLU(nn.Module):
+    """Up through a SiLU gate, and down; gate and value come from one matrix.
+
+    Source: Shazeer 2020, arXiv:2002.05202.
+    """
+
+    def __init__(self, width: int, inner: int, *, bias: bool) -> None:
+        super().__init__()
+        self.gate_up = nn.Linear(width, 2 * inner, bias=bias)
+        self.down = nn.Linear(inner, width, bias=bias)
+
+    def forward(self, hidden_BTD: Tensor) -> Tensor:
+        """Return each token transformed by itself.
+
+        Shapes:  hidden_BTD (B, T, D).
+        Returns: hidden_BTD.
+        """
+        gate_BTF, up_BTF = self.gate_up(hidden_BTD).chunk(2, dim=-1)
+        return self.down(functional.silu(gate_BTF) * up_BTF)  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    """Attention and MLP, each on normalised hidden states and added to them."""
+
+    def __init__(self, *, norm: Callable[[], nn.Module], attention: Attention, mlp: nn.Module, dropout: float) -> None:
+        super().__init__()
+        self.attention_norm = norm()
+        self.attention = attention
+        self.mlp_norm = norm()
+        self.mlp = mlp
+        self.dropout = dropout
+
+    def forward(self, hidden_BTD: Tensor, doc_ids_BT: Tensor | None = None) -> Tensor:
+        """Return the hidden states after this block.
+
+        Shapes:  hidden_BTD (B, T, D); doc_ids_BT (B, T) integers.
+        Returns: hidden_BTD.
+        """
+        gathered_BTD = self.attention(self.attention_norm(hidden_BTD), doc_ids_BT)
+        hidden_BTD = hidden_BTD + dropped(gathered_BTD, self.dropout, self.training)
+        return hidden_BTD + dropped(self.mlp(self.mlp_norm(hidden_BTD)), self.dropout, self.training)
+
+
+def dropped(hidden_BTD: Tensor, share: float, training: bool) -> Tensor:
+    """Return the hidden states with a share of components zeroed and the rest scaled up; untouched outside training.
+
+    Shapes:  hidden_BTD (B, T, D).
+    Returns: hidden_BTD.
+    Source:  Srivastava et al. 2014.
+    """
+    return functional.dropout(hidden_BTD, share, training) if training and share else hidden_BTD
+
+
+def check_length(num_tokens: int, max_seq_len: int) -> None:
+    """Refuse tokens for which there is no position.
+
+    Raises: ShapeError.
+    """
+    if num_tokens > max_seq_len:
+        raise ShapeError(
+            f"{num_tokens} tokens in a row, and the model has positions for {max_seq_len}.",
+            fix=f"Give at most {max_seq_len} tokens, or train a model with model.max_seq_len={num_tokens}.",
+        )

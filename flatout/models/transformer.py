@@ -1,0 +1,232 @@
+"""Decoder-only transformer: GPT-2 and Llama shapes, and what lies between, by configuration.
+
+Letters: B rows, T tokens, D width, V vocabulary, L layers, H query heads, G key and value heads, C head size, F width inside the MLP.
+"""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from functools import partial
+from typing import ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from flatout.config import Section
+from flatout.errors import ConfigError
+from flatout.models import layers
+from flatout.models.language_model import Flops, LanguageModel, ParameterKind
+from flatout.ops import Ops
+
+INIT_STD = 0.02
+"""Standard deviation of fresh weights (GPT-2: Radford et al. 2019)."""
+
+
+class TransformerConfig(Section):
+    """The model's shape. The defaults are small and plain; GPT-2 and Llama differ from each other in the six keys from `norm` on."""
+
+    vocab_size: int = Field(ge=1)
+    """Rows of the embedding (V)."""
+    num_layers: int = Field(6, ge=1)
+    """Blocks, each one attention and one MLP (L)."""
+    d_model: int = Field(384, ge=1)
+    """Width of the hidden states (D)."""
+    num_heads: int = Field(6, ge=1)
+    """Query heads (H)."""
+    num_kv_heads: int | None = Field(None, ge=1)
+    """Key and value heads (G), a divisor of num_heads; None is one for each query head."""
+    head_dim: int | None = Field(None, ge=1)
+    """Components of a head (C); None is d_model / num_heads."""
+    d_ff: int | None = Field(None, ge=1)
+    """Width inside the MLP (F); None is 4 d_model, and 8/3 d_model up to the next multiple of 64 for swiglu."""
+    max_seq_len: int = Field(1024, ge=1)
+    """Positions the model has; windows and prompts may be shorter."""
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    """layernorm or rmsnorm; before attention, before the MLP and after the last block."""
+    positions: Literal["learned", "rotary"] = "rotary"
+    """learned (a vector a position, added to the embedding) or rotary (queries and keys are turned)."""
+    activation: Literal["gelu", "swiglu", "relu2"] = "gelu"
+    """gelu (tanh formula), swiglu (gated SiLU) or relu2 (squared ReLU)."""
+    bias: bool = False
+    """Biases in the linear layers and the norms."""
+    tied_head: bool = True
+    """The embedding is the output weight too."""
+    rotary_base: float = Field(10_000.0, gt=1)
+    """Slowest rotary wavelength is about 2 pi times this many tokens."""
+    qk_norm: bool = False
+    """RMSNorm on each query and key head, before rotary."""
+    window: int | None = Field(None, ge=1)
+    """Keys a query sees, its own included; None is all before it."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Share of components dropped from the embedding and from what each attention and MLP adds."""
+
+    @property
+    def head_size(self) -> int:
+        """Components of a head, C."""
+        return self.head_dim or self.d_model // self.num_heads
+
+    @property
+    def kv_heads(self) -> int:
+        """Key and value heads, G."""
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def mlp_width(self) -> int:
+        """Width inside the MLP, F."""
+        gated = math.ceil(8 * self.d_model / 3 / 64) * 64
+        return self.d_ff or (gated if self.activation == "swiglu" else 4 * self.d_model)
+
+    @model_validator(mode="after")
+    def _heads_fit(self) -> Self:
+        if self.head_dim is None and self.d_model % self.num_heads:
+            divisor = _nearest_divisor(self.d_model, self.num_heads)
+            raise ConfigError(
+                f"model.d_model={self.d_model} does not divide into model.num_heads={self.num_heads} heads.",
+                fix=f"Set model.num_heads={divisor}, or state model.head_dim.",
+            )
+        if self.num_heads % self.kv_heads:
+            raise ConfigError(
+                f"model.num_heads={self.num_heads} query heads cannot share model.num_kv_heads={self.kv_heads} evenly.",
+                fix=f"Set model.num_kv_heads={_nearest_divisor(self.num_heads, self.kv_heads)}.",
+            )
+        if self.positions == "rotary" and self.head_size % 2:
+            raise ConfigError(
+                f"Rotary positions turn pairs, and a head has {self.head_size} components.",
+                fix=f"Set model.head_dim={self.head_size + 1}, or model.positions=learned.",
+            )
+        return self
+
+
+class Transformer(LanguageModel):
+    """Pre-norm decoder-only transformer."""
+
+    Config: ClassVar[type[Section]] = TransformerConfig
+    config: TransformerConfig
+
+    def __init__(self, config: TransformerConfig, ops: Ops) -> None:
+        super().__init__(config, ops)
+        width = config.d_model
+        rotary = layers.Rotary(config.head_size, config.max_seq_len, config.rotary_base) if config.positions == "rotary" else None
+        self.token_embedding = nn.Embedding(config.vocab_size, width)
+        self.position_embedding = nn.Embedding(config.max_seq_len, width) if config.positions == "learned" else None
+        self.blocks = nn.ModuleList(_block(config, rotary, ops) for _ in range(config.num_layers))
+        self.final_norm = _norm(config)
+        self.unembedding = None if config.tied_head else nn.Linear(width, config.vocab_size, bias=False)
+        self.init_weights()
+
+    def embed(self, tokens_BT: Tensor) -> Tensor:
+        """Return each token's vector, with its position's when positions are learned.
+
+        Shapes:  tokens_BT (B, T) integers.
+        Returns: hidden_BTD.
+        Raises:  ShapeError when T is above model.max_seq_len.
+        """
+        num_tokens = tokens_BT.shape[1]
+        layers.check_length(num_tokens, self.config.max_seq_len)
+        hidden_BTD = self.token_embedding(tokens_BT)
+        if self.position_embedding is not None:
+            hidden_BTD = hidden_BTD + self.position_embedding.weight[:num_tokens]
+        return layers.dropped(hidden_BTD, self.config.dropout, self.training)
+
+    def head(self, hidden_BTD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the normalised hidden states and the output weight.
+
+        Shapes:  hidden_BTD (B, T, D).
+        Returns: (hidden_BTD, weight_VD).
+        """
+        output = self.token_embedding if self.unembedding is None else self.unembedding
+        return self.final_norm(hidden_BTD), output.weight
+
+    def init_weights(self) -> None:
+        """Fill every parameter anew: matrices normal(0, 0.02), biases 0, norms 1.
+
+        The two matrices of a block that add to the hidden states get 0.02 / sqrt(2 L), so that their sum over the blocks does not
+        grow with the number of them. Source: GPT-2 (Radford et al. 2019, section 2.3).
+        """
+        residual_std = INIT_STD / math.sqrt(2 * self.config.num_layers)
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                nn.init.zeros_(parameter)
+            elif parameter.dim() == 1:
+                nn.init.ones_(parameter)
+            else:
+                nn.init.normal_(parameter, std=residual_std if name.endswith(("attention.output.weight", "mlp.down.weight")) else INIT_STD)
+
+    def check_seq_len(self, seq_len: int) -> None:
+        """Refuse a window longer than the model has positions.
+
+        Raises: ConfigError with the key to set.
+        """
+        if seq_len > self.config.max_seq_len:
+            raise ConfigError(
+                f"data.seq_len={seq_len} is more than model.max_seq_len={self.config.max_seq_len}, the positions the model has.",
+                fix=f"Set model.max_seq_len={seq_len}, or data.seq_len={self.config.max_seq_len}.",
+            )
+
+    def flops_per_token(self, seq_len: int) -> Flops:
+        """Return the training FLOPs a token in windows of `seq_len`.
+
+        A weight of a matrix product costs 2 FLOPs forward and 4 backward: 6 N, N over the hidden matrices and the head, tied or not;
+        the embedding's look-up is no product. Scores and values cost 4 H C a visible key forward, 12 H C in training. The first
+        layer's input gradient counts in full, since the embedding below it is trained; so do the loss's products with the output weight.
+        """
+        config = self.config
+        counted = sum(p.numel() for name, p in self.named_parameters() if self.parameter_kinds()[name] == "hidden")
+        matmul = 6 * (counted + config.vocab_size * config.d_model)
+        per_key = 12 * config.num_layers * config.num_heads * config.head_size
+        window = min(config.window or seq_len, seq_len)
+        visible = window * (window + 1) // 2 + (seq_len - window) * window
+        return Flops(palm=matmul + per_key * seq_len, causal_exact=matmul + Fraction(per_key * visible, seq_len))
+
+    def parameter_kinds(self) -> dict[str, ParameterKind]:
+        """Return the kind of every parameter by its name; a tied head is an embedding."""
+        return {name: _kind(name, parameter) for name, parameter in self.named_parameters()}
+
+    def stacked_rows(self) -> dict[str, tuple[int, ...]]:
+        """Return the rows of query, key and value in `qkv`, and of gate and value in `gate_up`."""
+        size, width = self.config.head_size, self.config.mlp_width
+        heads = (self.config.num_heads, self.config.kv_heads, self.config.kv_heads)
+        parts = {"attention.qkv.weight": tuple(count * size for count in heads), "mlp.gate_up.weight": (width, width)}
+        return {name: rows for name, _ in self.named_parameters() for ending, rows in parts.items() if name.endswith(ending)}
+
+
+def _block(config: TransformerConfig, rotary: layers.Rotary | None, ops: Ops) -> layers.Block:
+    attention = layers.Attention(
+        width=config.d_model,
+        num_heads=config.num_heads,
+        num_kv_heads=config.kv_heads,
+        head_dim=config.head_size,
+        bias=config.bias,
+        window=config.window,
+        rotary=rotary,
+        qk_norm=config.qk_norm,
+        ops=ops,
+    )
+    mlp: nn.Module
+    if config.activation == "swiglu":
+        mlp = layers.SwiGLU(config.d_model, config.mlp_width, bias=config.bias)
+    else:
+        activation = {"gelu": layers.gelu, "relu2": layers.relu2}[config.activation]
+        mlp = layers.MLP(config.d_model, config.mlp_width, activation=activation, bias=config.bias)
+    return layers.Block(norm=partial(_norm, config), attention=attention, mlp=mlp, dropout=config.dropout)
+
+
+def _norm(config: TransformerConfig) -> nn.Module:
+    return layers.LayerNorm(config.d_model, bias=config.bias) if config.norm == "layernorm" else layers.RMSNorm(config.d_model)
+
+
+def _kind(name: str, parameter: Tensor) -> ParameterKind:
+    if "embedding" in name and not name.startswith("unembedding"):
+        return "embedding"
+    if name.startswith("unembedding"):
+        return "head"
+    return "hidden" if parameter.dim() == 2 else "vector"
+
+
+def _nearest_divisor(number: int, wanted: int) -> int:
+    divisors = [candidate for candidate in range(1, number + 1) if number % candidate == 0]
+    return min(divisors, key=lambda divisor: (abs(divisor - wanted), -divisor))
+
+
+MODEL = Transformer

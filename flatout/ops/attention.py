@@ -1,0 +1,92 @@
+"""Causal self-attention with grouped heads, a sliding window and packed documents.
+
+Letters: B rows, T queries, S keys, H query heads, G key and value heads, C head size.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from flatout.errors import ShapeError
+from flatout.ops import at_least_fp32
+
+
+def reference(q_BHTC: Tensor, k_BGSC: Tensor, v_BGSC: Tensor, *, doc_ids_BT: Tensor | None = None, window: int | None = None) -> Tensor:
+    """Softmax of the scaled scores over the keys a query may see, times their values.
+
+    The queries are the last T of the S positions. A query sees itself and what came before it: with `window`, itself and the
+    window - 1 before it; with `doc_ids_BT`, only positions of its own document. Query head h reads key head h // (H / G).
+    These plain matmuls over the whole square are the definition; every variant must match it, gradients included.
+
+    Shapes:  q_BHTC (B, H, T, C); k_BGSC, v_BGSC (B, G, S, C), G divides H, S >= T; doc_ids_BT (B, T) integers, then S = T.
+    Returns: out_BHTC in the dtype of v; scores and softmax are fp32 (fp64 for fp64).
+    Units:   window counts keys, the query's own included.
+    Cost:    4 B H T S C FLOP forward, twice that backward; B H T S scores are kept for backward.
+    Raises:  ShapeError when the shapes do not fit or the window is below 1.
+    Source:  Vaswani et al. 2017, arXiv:1706.03762; grouped heads: Ainslie et al. 2023, arXiv:2305.13245.
+    """
+    _check(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT, window)
+    heads_per_group = q_BHTC.shape[1] // k_BGSC.shape[1]
+    k_BHSC = k_BGSC.repeat_interleave(heads_per_group, dim=1)
+    v_BHSC = v_BGSC.repeat_interleave(heads_per_group, dim=1)
+    scores_BHTS = at_least_fp32(q_BHTC @ k_BHSC.transpose(-2, -1)) / math.sqrt(q_BHTC.shape[-1])
+    visible = _visible(q_BHTC.shape[2], k_BGSC.shape[2], doc_ids_BT, window, q_BHTC.device)
+    weights_BHTS = scores_BHTS.masked_fill(~visible, float("-inf")).softmax(dim=-1)
+    return weights_BHTS.to(v_BHSC.dtype) @ v_BHSC
+
+
+def fused(q_BHTC: Tensor, k_BGSC: Tensor, v_BGSC: Tensor, *, doc_ids_BT: Tensor | None = None, window: int | None = None) -> Tensor:
+    """`reference` through torch's scaled_dot_product_attention: flash or cuDNN kernels, the scores are never whole.
+
+    Without documents and with a window that covers all, no mask exists; otherwise a boolean mask (T, T), or (B, 1, T, T) with
+    documents, is built and the kernel skips nothing.
+
+    Shapes:  as `reference`.
+    Returns: out_BHTC, laid out in memory as (B, T, H, C).
+    Cost:    as `reference`; keeps B H T log-sums besides its inputs and its output.
+    Raises:  ShapeError as `reference`.
+    Source:  Dao 2023, arXiv:2307.08691.
+    """
+    _check(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT, window)
+    num_queries, num_keys = q_BHTC.shape[2], k_BGSC.shape[2]
+    grouped = q_BHTC.shape[1] != k_BGSC.shape[1]
+    if doc_ids_BT is None and num_queries == num_keys and (window is None or window >= num_keys):
+        return functional.scaled_dot_product_attention(q_BHTC, k_BGSC, v_BGSC, is_causal=True, enable_gqa=grouped)
+    visible = _visible(num_queries, num_keys, doc_ids_BT, window, q_BHTC.device)
+    return functional.scaled_dot_product_attention(q_BHTC, k_BGSC, v_BGSC, attn_mask=visible, enable_gqa=grouped)
+
+
+def _visible(num_queries: int, num_keys: int, doc_ids_BT: Tensor | None, window: int | None, device: torch.device) -> Tensor:
+    """Which key each query may see: (T, S), or (B, 1, T, S) with documents."""
+    query_T = torch.arange(num_keys - num_queries, num_keys, device=device)[:, None]
+    key_S = torch.arange(num_keys, device=device)[None, :]
+    visible = key_S <= query_T
+    if window is not None:
+        visible = visible & (key_S > query_T - window)
+    if doc_ids_BT is not None:
+        visible = visible & (doc_ids_BT[:, None, :, None] == doc_ids_BT[:, None, None, :])
+    return visible
+
+
+def _check(q_BHTC: Tensor, k_BGSC: Tensor, v_BGSC: Tensor, doc_ids_BT: Tensor | None, window: int | None) -> None:
+    rows, heads, num_queries, head_dim = q_BHTC.shape
+    if k_BGSC.shape != v_BGSC.shape or k_BGSC.shape[0] != rows or k_BGSC.shape[3] != head_dim or k_BGSC.shape[2] < num_queries:
+        raise ShapeError(
+            f"Attention got queries {tuple(q_BHTC.shape)}, keys {tuple(k_BGSC.shape)}, values {tuple(v_BGSC.shape)}.",
+            fix="Give keys and values one shape, with the queries' rows and head size and at least as many positions.",
+        )
+    if heads % k_BGSC.shape[1]:
+        raise ShapeError(
+            f"{heads} query heads cannot share {k_BGSC.shape[1]} key heads evenly.", fix="Set model.num_kv_heads to a divisor of num_heads."
+        )
+    if window is not None and window < 1:
+        raise ShapeError(f"A window of {window} keys leaves nothing to attend to.", fix="Set model.window=1 or more, or leave it out.")
+    if doc_ids_BT is not None and (doc_ids_BT.shape != (rows, num_queries) or k_BGSC.shape[2] != num_queries):
+        raise ShapeError(
+            f"Document ids {tuple(doc_ids_BT.shape)} do not name the positions of {tuple(q_BHTC.shape)} queries and {tuple(k_BGSC.shape)} keys.",
+            fix="Give one id for each row and position, and as many queries as keys.",
+        )
