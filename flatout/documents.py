@@ -1,4 +1,4 @@
-"""YAML as flatout reads it: `3e-4` is a number, a repeated key is an error, and errors name file and line."""
+"""YAML as flatout reads it: `3e-4` is a number, only true and false are truth values, a repeated key is an error, and errors name file and line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flatout.errors import ConfigError
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 reads 3e-4 as text, and takes the last of two equal keys in silence. Neither here."""
+    """YAML 1.1 reads 3e-4 as text, on and no as truth values, and takes the last of two equal keys in silence. None of it here."""
 
 
 def _unique_mapping(loader: _Loader, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -28,6 +28,10 @@ def _unique_mapping(loader: _Loader, node: yaml.MappingNode, deep: bool = False)
 
 
 _FLOAT = re.compile(r"^[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9_]+)(?:[eE][-+]?[0-9]+)$|^[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)$")
+_Loader.yaml_implicit_resolvers = {
+    first: [r for r in found if r[0] != "tag:yaml.org,2002:bool"] for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
 _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _unique_mapping)
 

@@ -6,7 +6,7 @@ import math
 import random
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,7 +57,7 @@ class Run:
     windows: WindowReader
     feed: DirectFeed | PrefetchFeed
     readback: Any
-    peak: Peak | None
+    peak: Peak
     scaler: LossScaler | None = None
     step: int = 0
     tokens: int = 0
@@ -65,8 +65,6 @@ class Run:
     best_val_loss: float | None = None
     best_step: int | None = None
     resumed_from: str | None = None
-    extra: dict[str, Any] = field(default_factory=dict)
-    """Values of a user's observers that are saved and restored with the run; JSON only."""
 
     @property
     def last_step(self) -> int:
@@ -111,7 +109,7 @@ class MicroBatchPlan:
     num_shards: int
 
 
-def resolve(config: RunConfig, *, machine: Machine, dataset: Dataset, world_size: int, peak_of: Any = peak_tflops) -> tuple[RunConfig, list[Decision]]:
+def resolve(config: RunConfig, *, machine: Machine, dataset: Dataset, world_size: int) -> tuple[RunConfig, list[Decision]]:
     """Settle everything a configuration leaves open, and the speedups with their reasons.
 
     `config.train.device` must be settled already. Raises: ConfigError when sizes contradict each other.
@@ -123,8 +121,8 @@ def resolve(config: RunConfig, *, machine: Machine, dataset: Dataset, world_size
     config = _resolve_length(config, dataset)
     flops = model_class.count_flops(model_config, config.data.seq_len).causal_exact
     total = flops * (config.train.steps or 0) * (config.batch.tokens_per_step or 0)
-    peak = peak_of(machine, config.train.device, "fp32" if config.train.device == "cpu" else "bf16")
-    minutes = total / (world_size * peak.tflops * 1e12 * ASSUMED_MFU) / 60 if peak else None
+    peak = peak_tflops(machine, config.train.device, "fp32" if config.train.device == "cpu" else "bf16")
+    minutes = total / (world_size * peak.value * 1e12 * ASSUMED_MFU) / 60 if peak.value else None
     decisions = select(config, machine, device=config.train.device, minutes=minutes)
     recipe = assemble(decisions)
     precision = recipe.part("precision")

@@ -82,7 +82,15 @@ def select(config: RunConfig, machine: Machine, *, device: str = "cpu", minutes:
     wish = _with_precision(parse_wish(config.speedups), config)
     known = all_speedups() + [SPEEDUPS.get(name) for name in wish.named if ":" in name]
     decisions = [_decide(speedup, wish, config, machine, device, minutes) for speedup in known]
-    return _with_needs(decisions, {s.name: s for s in known}, wish)
+    by_name = {speedup.name: speedup for speedup in known}
+    return _with_needs(_with_room(decisions, by_name, wish), by_name, wish)
+
+
+def settled(config: RunConfig) -> list[Decision]:
+    """Return the decisions that a resolved configuration already holds: a resumed run chooses nothing again."""
+    on = parse_wish(config.speedups).named
+    names = [speedup.name for speedup in all_speedups()] + [name for name in on if ":" in name]
+    return [Decision(name, name in on, "as when the run began") for name in names]
 
 
 def assemble(decisions: Iterable[Decision]) -> Recipe:
@@ -147,6 +155,18 @@ def _by_table(speedup: Speedup, device: str, minutes: float | None) -> Decision:
     if least is not None and minutes is not None and minutes < least:
         return Decision(speedup.name, False, f"this run lasts about {minutes:.1f} minutes; pays from {least:g}: {reason}")
     return Decision(speedup.name, True, reason)
+
+
+def _with_room(decisions: list[Decision], speedups: dict[str, Speedup], wish: Wish) -> list[Decision]:
+    """A speedup that was named takes its slots from those that `auto` chose."""
+    taken = {slot: name for name in wish.named for slot in speedups[name].fills}
+    settled = []
+    for decision in decisions:
+        rivals = [taken[slot] for slot in speedups[decision.name].fills if slot in taken and decision.name not in wish.named]
+        if decision.on and rivals:
+            decision = Decision(decision.name, False, f"{rivals[0]}, which was named, takes its place")
+        settled.append(decision)
+    return settled
 
 
 def _with_needs(decisions: list[Decision], speedups: dict[str, Speedup], wish: Wish) -> list[Decision]:

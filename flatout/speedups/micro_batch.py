@@ -1,0 +1,45 @@
+"""As many windows in a micro-batch as the device uses well and holds."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from flatout.config import RunConfig
+from flatout.hardware import Machine
+from flatout.recipe import Promise, Speedup, lazy
+
+if TYPE_CHECKING:
+    from flatout.run import MicroBatchPlan
+
+ENOUGH_TOKENS = {"cuda": 65_536, "cpu": 4_096}
+"""Tokens a micro-batch beyond which nothing was gained: on a GPU the kernels are full, on a CPU the caches are."""
+USED_MEMORY = 0.8
+"""Share of the device's memory that the estimate may fill."""
+
+
+def largest_useful(plan: MicroBatchPlan) -> int:
+    """Return the most rows that divide a rank's share of the step, fit the memory, and are not more than enough."""
+    from flatout.memory import estimate
+
+    kind = plan.device.partition(":")[0]
+    room_gib = USED_MEMORY * (plan.machine.gpus[0].memory_gib if kind == "cuda" else plan.machine.memory_gib)
+    enough = max(ENOUGH_TOKENS[kind] // plan.config.data.seq_len, 1)
+    for rows in range(min(enough, plan.rows_per_rank), 1, -1):
+        if plan.rows_per_rank % rows == 0 and estimate(plan, rows).total_gib <= room_gib:
+            return rows
+    return 1
+
+
+def _why_not(machine: Machine, config: RunConfig) -> str | None:
+    if config.batch.rows_per_device != "auto":
+        return f"batch.rows_per_device={config.batch.rows_per_device} is set."
+    return "batch.accumulate is set, so the rows follow from it." if config.batch.accumulate else None
+
+
+SPEEDUP = Speedup(
+    name="micro-batch",
+    fills={"micro_batch": lazy("flatout.speedups.micro_batch:largest_useful")},
+    saves="time: larger matrix products, and fewer times through the model a step",
+    promise=Promise.rounding(rtol=1e-4),
+    why_not=_why_not,
+)

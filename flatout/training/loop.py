@@ -1,0 +1,110 @@
+"""The loop: stage 2 on one screen."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Protocol
+
+from flatout.errors import RunFailed
+from flatout.progress import SILENT, Progress
+from flatout.run import Run
+from flatout.training.checkpoint import save
+from flatout.training.evaluation import Evaluation, evaluate
+from flatout.training.metrics import Log
+from flatout.training.step import train_step
+
+DEFAULT_MINUTES_BETWEEN_SAVES = 10.0
+
+
+class StopFlag(Protocol):
+    """Whether somebody asked the run to stop, agreed between ranks."""
+
+    def asked(self, run: Run) -> bool:
+        """Say whether every rank should stop after this step."""
+
+
+def fit(run: Run, log: Log, stop: StopFlag, *, sample: Callable[[Run], str] | None = None, progress: Progress = SILENT) -> Run:
+    """Train from run.step to run.last_step, or until a signal asks to stop, and return the run.
+
+    A stop saves first, so that the same command goes on from there.
+    """
+    saves = SaveTimes(run, log)
+    while run.step < run.last_step and not stop.asked(run):
+        batch = next(run.feed)
+        result = train_step(run, batch)  # device work only
+        run.step += 1
+        run.tokens += run.tokens_per_step
+        log.step(batch, result)  # read back later
+        if due(run.config.train.eval_every, run):
+            with log.aside():
+                take_evaluation(run, log, max_tokens=eval_tokens(run), progress=progress)
+        if sample and due(run.config.train.sample_every, run):
+            with log.aside():
+                log.event("sample", text=sample(run))
+        if saves.due(run):
+            with log.aside():
+                write_checkpoint(run, log, progress=progress)
+    return run
+
+
+def due(every: int, run: Run) -> bool:
+    """Say whether something that happens every `every` steps (0: never) happens now; the last step has its own place."""
+    return every > 0 and run.step % every == 0 and run.step < run.last_step
+
+
+def eval_tokens(run: Run) -> int | None:
+    """Return how many validation tokens an evaluation inside the run scores; None is all."""
+    return None if run.config.train.eval_tokens == "all" else run.config.train.eval_tokens
+
+
+def take_evaluation(run: Run, log: Log, *, max_tokens: int | None, progress: Progress = SILENT) -> Evaluation:
+    """Evaluate, write the record, and save when the loss is the best so far.
+
+    Raises: RunFailed when the loss is not a number: the weights are lost, the checkpoints before are not.
+    """
+    evaluation = evaluate(run, max_tokens=max_tokens, progress=progress)
+    log.evaluation(evaluation)
+    if not math.isfinite(evaluation.loss):
+        raise RunFailed(
+            f"The validation loss is {evaluation.loss} at step {run.step}: training has diverged.",
+            fix="Lower optim.lr, or raise schedule.warmup. Earlier checkpoints are untouched.",
+        )
+    if run.best_val_loss is None or evaluation.loss < run.best_val_loss:
+        run.best_val_loss, run.best_step = evaluation.loss, run.step
+        write_checkpoint(run, log, progress=progress)
+    return evaluation
+
+
+def write_checkpoint(run: Run, log: Log, *, progress: Progress = SILENT) -> None:
+    """Save the run's state, drop the checkpoints that are no longer kept, and say so."""
+    log.keep_clock()
+    path = save(run, progress=progress)
+    log.event("save", path=str(path))
+
+
+class SaveTimes:
+    """When the state is saved: every so many steps or epochs, or by the clock of the main rank."""
+
+    def __init__(self, run: Run, log: Log) -> None:
+        wanted = run.config.checkpoint
+        self._log = log
+        self._steps = wanted.every_steps
+        if wanted.every_epochs is not None:
+            self._steps = max(round(wanted.every_epochs * run.steps_per_epoch), 1)
+        self._minutes = None if self._steps else wanted.every_minutes or DEFAULT_MINUTES_BETWEEN_SAVES
+        self._saved_s = log.wall_s
+
+    def due(self, run: Run) -> bool:
+        """Say whether the state is saved after this step; the last step is saved in its own place."""
+        if run.step >= run.last_step:
+            return False
+        if self._steps:
+            return run.step % self._steps == 0
+        if run.step % run.config.log.every:
+            return False
+        is_time = self._log.wall_s - self._saved_s >= (self._minutes or 0) * 60
+        is_time = bool(run.mesh.broadcast_object(is_time))
+        if is_time:
+            self._saved_s = self._log.wall_s
+        return is_time

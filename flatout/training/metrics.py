@@ -1,0 +1,226 @@
+"""What a run measures about itself: metrics.jsonl, TensorBoard, and the observers, all from one record.
+
+A record is host figures taken when a step is queued, joined with device figures when they have been read back. Time spent on
+evaluation, samples and saves is measured apart, so that tokens/s means training.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from flatout.training.observers import Observer
+
+if TYPE_CHECKING:
+    from flatout.data.loader import StepBatch
+    from flatout.run import Run
+    from flatout.training.evaluation import Evaluation
+    from flatout.training.step import StepResult
+
+GIB = 2**30
+
+
+@dataclass
+class Window:
+    """Steps since the last record."""
+
+    started_s: float
+    steps: int = 0
+    wait_ms: float = 0.0
+    aside_s: float = 0.0
+
+    def train_s(self, now_s: float) -> float:
+        """Seconds of training in the window: what was spent aside does not count."""
+        return max(now_s - self.started_s - self.aside_s, 1e-9)
+
+
+class Log:
+    """Writes a run's figures on its main rank; on the others it only keeps their clocks.
+
+    Every `log.every` steps, and at the last one, a record is due. `close` flushes what is still being read back.
+    """
+
+    def __init__(self, run: Run, observers: Sequence[Observer] = ()) -> None:
+        self._run = run
+        self._observers = observers if run.mesh.is_main else ()
+        self._started_s = time.perf_counter()
+        self._elapsed_before_s = run.elapsed_s
+        self._window = Window(self._started_s)
+        self._waiting: dict[int, dict[str, float]] = {}
+        self._metrics = self._open_metrics() if run.mesh.is_main else None
+        self._board = _open_board(run.folder, run.step) if run.mesh.is_main else None
+        self._flops_per_token = run.core.flops_per_token(run.config.data.seq_len).causal_exact
+        self.steady: list[float] = []
+        """Training tokens/s of every window but the first, which holds the warm-up."""
+        self.curve: list[tuple[int, float]] = []
+        """(step, training loss) of every record of this process."""
+        self.first_window: float | None = None
+
+    @property
+    def wall_s(self) -> float:
+        """Seconds since this process began to train."""
+        return time.perf_counter() - self._started_s
+
+    def step(self, batch: StepBatch, result: StepResult) -> None:
+        """Take note of the step just queued; `run.step` already counts it."""
+        run, window = self._run, self._window
+        window.steps += 1
+        window.wait_ms += batch.wait_ms
+        due = run.step % run.config.log.every == 0 or run.step == run.last_step
+        figures = {"train/loss": result.loss, "train/grad_norm": result.grad_norm}
+        run.readback.push(run.step, figures, due=due)
+        if due:
+            self._waiting[run.step] = self._host_figures(result)
+        self._write_ready(run.readback.ready())
+        for observer in self._observers:
+            observer.on_tick(run.step, run.last_step)
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        """Write a record of one evaluation."""
+        self._write_ready(self._run.readback.ready(flush=True))
+        self._write(self._position() | {"val/loss": evaluation.loss})
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Append a line to events.jsonl and tell the observers."""
+        if not self._run.mesh.is_main:
+            return
+        event = {"event": kind, "step": self._run.step, "wall_s": round(self.wall_s, 3), "time": time.time(), **fields}
+        with (self._run.folder / "events.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(event) + "\n")
+        for observer in self._observers:
+            observer.on_event(event)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Keep what is done inside out of the training clock."""
+        begun_s = time.perf_counter()
+        yield
+        self._window.aside_s += time.perf_counter() - begun_s
+
+    def keep_clock(self) -> None:
+        """Bring `run.elapsed_s` up to now, as a checkpoint needs it."""
+        self._run.elapsed_s = self._elapsed_before_s + self.wall_s
+
+    def close(self) -> None:
+        """Write what is still being read back, and close the files."""
+        self._write_ready(self._run.readback.ready(flush=True))
+        if self._metrics:
+            self._metrics.close()
+        if self._board:
+            self._board.close()
+
+    def start(self) -> None:
+        """Tell the observers that the first step comes next."""
+        for observer in self._observers:
+            observer.on_start(self._run)
+
+    def end(self, summary: Mapping[str, Any]) -> None:
+        """Tell the observers that the run is over."""
+        for observer in self._observers:
+            observer.on_end(summary)
+
+    def _open_metrics(self) -> Any:
+        """Open metrics.jsonl for appending, without the lines past the step that was resumed from."""
+        path = self._run.folder / "metrics.jsonl"
+        if path.exists():
+            kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= self._run.step]
+            path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        return path.open("a", encoding="utf-8")
+
+    def _position(self) -> dict[str, float]:
+        run = self._run
+        return {"step": run.step, "tokens": run.tokens, "wall_s": round(self.wall_s, 3), "elapsed_s": round(self._elapsed_before_s + self.wall_s, 3)}
+
+    def _host_figures(self, result: StepResult) -> dict[str, float]:
+        """Close the window and return what the host knows about it."""
+        run, window, now_s = self._run, self._window, time.perf_counter()
+        seconds, steps = window.train_s(now_s), window.steps
+        tokens_per_s = steps * run.tokens_per_step / seconds
+        if self.first_window is None:
+            self.first_window = tokens_per_s
+        else:
+            self.steady.append(tokens_per_s)
+        figures = self._position() | {
+            "train/lr": result.learning_rate,
+            "train/epoch": run.step / run.steps_per_epoch,
+            "perf/tokens_per_s": tokens_per_s,
+            "perf/samples_per_s": tokens_per_s / run.config.data.seq_len,
+            "perf/steps_per_s": steps / seconds,
+            "perf/step_ms": 1e3 * seconds / steps,
+            "perf/data_wait_ms": window.wait_ms / steps,
+        }
+        mfu = self.mfu(tokens_per_s)
+        if mfu is not None:
+            figures["perf/mfu"] = mfu
+        figures |= memory_gib(run.mesh.device) | gpu_figures(run.mesh.device)
+        self._window = Window(now_s)
+        return figures
+
+    def mfu(self, tokens_per_s: float) -> float | None:
+        """Return the share of the peak that `tokens_per_s` is, counting causal-exact FLOPs; None when no peak is known."""
+        if self._run.peak.value is None:
+            return None
+        return tokens_per_s * self._flops_per_token / (self._run.mesh.world_size * self._run.peak.value * 1e12)
+
+    def steady_tokens_per_s(self) -> float | None:
+        """Return the median over the windows after the first, or the first's own where there is no other."""
+        return statistics.median(self.steady) if self.steady else self.first_window
+
+    def _write_ready(self, ready: Sequence[tuple[int, dict[str, float]]]) -> None:
+        for step, figures in ready:
+            record = self._waiting.pop(step) | figures
+            self.curve.append((step, figures["train/loss"]))
+            self._write(record)
+
+    def _write(self, record: dict[str, float]) -> None:
+        if not self._metrics:
+            return
+        self._metrics.write(json.dumps(record) + "\n")
+        self._metrics.flush()
+        if self._board:
+            for name, value in record.items():
+                if "/" in name:
+                    self._board.add_scalar(name, value, int(record["step"]))
+        for observer in self._observers:
+            observer.on_record(record)
+
+
+def memory_gib(device: torch.device) -> dict[str, float]:
+    """Return the device's memory figures; on a CPU the process's own peak."""
+    if device.type == "cuda":
+        return {
+            "mem/allocated_gib": torch.cuda.memory_allocated(device) / GIB,
+            "mem/peak_gib": torch.cuda.max_memory_allocated(device) / GIB,
+            "mem/reserved_gib": torch.cuda.memory_reserved(device) / GIB,
+        }
+    return {"mem/peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
+
+
+def gpu_figures(device: torch.device) -> dict[str, float]:
+    """Return the GPU's utilisation and power as NVML has them; nothing on a CPU."""
+    if device.type != "cuda":
+        return {}
+    return {"gpu/util_pct": float(torch.cuda.utilization(device)), "gpu/power_w": torch.cuda.power_draw(device) / 1e3}
+
+
+def _open_board(folder: Path, step: int) -> Any:
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1 if step else None)  # type: ignore[no-untyped-call]
+
+
+def _step_of(line: str) -> float:
+    """Return a metrics line's step; a line that a crash cut short belongs after every step."""
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return float("inf")
