@@ -1,1 +1,92 @@
-"""flatout trains language models at the limit of the hardware, and proves it."""
+"""flatout trains language models at the limit of the hardware, and proves it.
+
+Every command is a function here (`flatout.prepare`, `flatout.train`, `flatout.evaluate`, ...), beside what a model, a source or
+an observer of one's own is built from. Names are loaded when they are first used: `import flatout` never imports torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flatout.commands.demo import demo
+    from flatout.commands.eval import evaluate
+    from flatout.commands.generate import generate as sample
+    from flatout.commands.inspect import inspect
+    from flatout.commands.list import list_entries
+    from flatout.commands.prepare import prepare
+    from flatout.commands.runs import runs
+    from flatout.commands.train import train
+    from flatout.config import RunConfig, Section, load_config
+    from flatout.data.shards import Dataset
+    from flatout.errors import FlatoutError
+    from flatout.generate import load_run
+    from flatout.models.language_model import LanguageModel
+    from flatout.ops import Ops
+    from flatout.terminal import RunReport, Terminal
+    from flatout.training.observers import Observer, Quiet
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Dataset",
+    "FlatoutError",
+    "LanguageModel",
+    "Observer",
+    "Ops",
+    "Quiet",
+    "RunConfig",
+    "RunReport",
+    "Section",
+    "Terminal",
+    "__version__",
+    "demo",
+    "evaluate",
+    "inspect",
+    "list_entries",
+    "load_config",
+    "load_run",
+    "prepare",
+    "runs",
+    "sample",
+    "train",
+]
+
+_HOMES = {
+    "Dataset": "flatout.data.shards",
+    "FlatoutError": "flatout.errors",
+    "LanguageModel": "flatout.models.language_model",
+    "Observer": "flatout.training.observers",
+    "Ops": "flatout.ops",
+    "Quiet": "flatout.training.observers",
+    "RunConfig": "flatout.config",
+    "RunReport": "flatout.terminal",
+    "Section": "flatout.config",
+    "Terminal": "flatout.terminal",
+    "demo": "flatout.commands.demo",
+    "evaluate": "flatout.commands.eval",
+    "inspect": "flatout.commands.inspect",
+    "list_entries": "flatout.commands.list",
+    "load_config": "flatout.config",
+    "load_run": "flatout.generate",
+    "prepare": "flatout.commands.prepare",
+    "runs": "flatout.commands.runs",
+    "sample": "flatout.commands.generate:generate",
+    "train": "flatout.commands.train",
+}
+"""Where each public name lives: a module, with `:attribute` where it has another name there.
+
+The command `generate` is `sample` here, because `flatout.generate` is the module it calls.
+"""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'flatout' has no attribute {name!r}")
+    module, _, attribute = _HOMES[name].partition(":")
+    return getattr(importlib.import_module(module), attribute or name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,229 @@
+"""The command line: finds the commands, prints what they return, turns errors into one sentence, a fix and an exit code.
+
+Standard output holds results alone; progress and errors go to standard error. With `--json` the last line of standard output
+is one JSON object. Exit codes: 0 done, 1 failed, 2 wrong usage, 75 stopped and saved, 130 or 143 interrupted before a save.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import inspect
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any
+
+from flatout.errors import ConfigError, FlatoutError, Interrupted, UsageError
+from flatout.progress import SILENT, Progress
+from flatout.registry import COMMANDS, nearest, unknown_name
+
+if TYPE_CHECKING:
+    from flatout.commands import Command, Result
+    from flatout.terminal import Terminal
+
+HELP = """\
+Usage: flatout COMMAND [ARGUMENTS] [section.key=value ...]
+
+flatout trains language models at the limit of the hardware, and proves it.
+
+Commands:
+{commands}
+
+Options:
+  --version  Show the version.
+  --help     Show this text; `flatout COMMAND --help` explains one command.
+
+Begin with: flatout demo
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the program and exit with its code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        code = _guarded(words)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader has left (`flatout list ... | head`). Python would complain once more when it closes standard output.
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 1
+    raise SystemExit(code)
+
+
+def build(name: str, finish: Callable[[Command, dict[str, Any]], object] | None = None) -> Any:
+    """Return the typer command of `flatout NAME`; parsing alone runs nothing, invoking it calls `finish`.
+
+    Raises: ConfigError with the nearest name when there is no such command.
+    """
+    import typer
+
+    if name not in COMMANDS.names():
+        raise unknown_name("command", name, COMMANDS.names())
+    command: Command = COMMANDS.get(name)
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    app.command(name, epilog=f"Example: {command.example}", help=_help_text(command))(_typed_for_typer(command, finish))
+    return typer.main.get_command(app)
+
+
+def _guarded(words: list[str]) -> int:
+    """Run the program; every error of ours becomes a sentence and its exit code, never a traceback."""
+    as_json = "--json" in words
+    try:
+        with _terminated_like_interrupted():
+            _run(words)
+    except FlatoutError as error:
+        return _fail(error, as_json)
+    except KeyboardInterrupt:
+        return _fail(Interrupted("Interrupted.", fix="Run the same command again.", signal_number=signal.SIGINT), as_json)
+    return 0
+
+
+@contextlib.contextmanager
+def _terminated_like_interrupted() -> Iterator[None]:
+    """Let SIGTERM unwind the program as Ctrl+C does, so that what is half written is taken away; a run has its own handlers."""
+
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        raise Interrupted("Terminated.", fix="Run the same command again.", signal_number=signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _run(words: list[str]) -> None:
+    if not words or words[0] in {"--help", "-h", "help"}:
+        width = max(len(name) for name in COMMANDS.names())
+        print(HELP.format(commands="\n".join(f"  {name:<{width}}  {COMMANDS.describe(name)}" for name in COMMANDS.names())), end="")
+        return
+    if words[0] == "--version":
+        from flatout import __version__
+
+        print(f"flatout {__version__}")
+        return
+    name, *rest = words
+    if name.startswith("-"):
+        guess = nearest(name, ["--help", "--version"])
+        raise ConfigError(f"flatout has no option {name!r}.", fix=f"Did you mean {guess!r}?" if guess else "`flatout --help` shows the commands.")
+    _parse_and_call(name, rest)
+
+
+def _parse_and_call(name: str, words: list[str]) -> None:
+    import typer
+
+    parser = build(name, _call)
+    try:
+        parser.main(args=words, prog_name=f"flatout {name}", standalone_mode=False)
+    except typer.Abort as error:
+        raise KeyboardInterrupt from error
+    except Exception as error:
+        if not isinstance(error, _click_exception(typer.BadParameter)):
+            raise
+        raise _explained(error, name, parser) from error
+
+
+def _click_exception(known: type) -> type:
+    """Return the base of the parser's errors: typer carries its own copy of click in some versions and imports it in others."""
+    return next(base for base in known.__mro__ if base.__name__ == "ClickException")
+
+
+def _explained(error: Any, name: str, parser: Any) -> ConfigError:
+    """Turn the parser's complaint into one sentence and the fix."""
+    wrong = getattr(error, "option_name", None)
+    options = [option for parameter in parser.params for option in (*parameter.opts, *parameter.secondary_opts) if option.startswith("--")]
+    see = f"`flatout {name} --help` shows how; for example: {COMMANDS.get(name).example}"
+    if wrong is not None and wrong not in options:
+        guess = nearest(wrong, [*options, "--help"])
+        return ConfigError(f"`flatout {name}` has no option {wrong!r}.", fix=f"Did you mean {guess!r}?" if guess else see)
+    message = error.format_message().rstrip(".")
+    return ConfigError(f"`flatout {name}`: {message[:1].lower()}{message[1:]}.", fix=see)
+
+
+def _help_text(command: Command) -> str:
+    """Return the part of the function's docstring that is for a person: what comes before `Raises:` and its like."""
+    text = inspect.getdoc(command.call) or ""
+    return text.split("\nRaises:")[0].split("\nReturns:")[0].strip()
+
+
+def _typed_for_typer(command: Command, finish: Callable[[Command, dict[str, Any]], object] | None) -> Callable[..., Any]:
+    """Return a function with the command's typer parameters and `--json`, which hands the parsed values to `finish`."""
+    import typer
+
+    def parsed(**values: Any) -> Any:
+        return finish(command, values) if finish else values
+
+    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in _line_parameters(command.call)]
+    option = typer.Option("--json", help="Print the result as one JSON object, the last line of standard output.")
+    parameters.append(inspect.Parameter("as_json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, option]))
+    parsed.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    parsed.__annotations__ = {p.name: p.annotation for p in parameters}
+    return parsed
+
+
+def _line_parameters(function: Callable[..., Any]) -> Iterator[inspect.Parameter]:
+    """Yield the parameters that carry typer's metadata, their annotations evaluated; the others exist in Python only."""
+    for parameter in inspect.signature(function).parameters.values():
+        annotation = parameter.annotation
+        if isinstance(annotation, str):
+            if "Annotated" not in annotation:
+                continue
+            annotation = eval(annotation, function.__globals__)
+        if hasattr(annotation, "__metadata__"):
+            yield parameter.replace(annotation=annotation)
+
+
+def _call(command: Command, values: dict[str, Any]) -> None:
+    """Call the command with the terminal's own progress, and print its result."""
+    from flatout.terminal import Terminal
+
+    as_json = values.pop("as_json")
+    terminal = Terminal()
+    speaks = os.environ.get("RANK", "0") == "0"
+    progress: Progress = terminal if speaks else SILENT
+    try:
+        if command.needs_torch:
+            with progress.task("Loading torch"):
+                importlib.import_module("torch")
+        result = command.call(**values, **_python_parameters(command, terminal, speaks, as_json))
+    finally:
+        terminal.close()
+    if speaks:
+        _show(result, as_json)
+
+
+def _python_parameters(command: Command, terminal: Terminal, speaks: bool, as_json: bool) -> dict[str, Any]:
+    """Return what a command's Python-only parameters are on the command line: the terminal's own, or nothing on other ranks."""
+    from flatout.terminal import RunReport
+
+    stream = sys.stderr if as_json else sys.stdout
+    given = {
+        "progress": terminal if speaks else SILENT,
+        "observers": (RunReport(terminal),) if speaks else (),
+        "write": functools.partial(print, end="", flush=True, file=stream) if speaks else None,
+    }
+    return {name: value for name, value in given.items() if name in inspect.signature(command.call).parameters}
+
+
+def _show(result: Result, as_json: bool) -> None:
+    summary = result.summary()
+    if summary:
+        print(summary, file=sys.stderr if as_json else sys.stdout)
+    if as_json:
+        print(result.model_dump_json())
+
+
+def _fail(error: FlatoutError, as_json: bool) -> int:
+    rank = os.environ.get("RANK", "0")
+    if rank == "0" or not isinstance(error, UsageError):
+        prefix = "" if rank == "0" else f"[rank {rank}] "
+        print(f"{prefix}{error.what}\nFix: {error.fix}", file=sys.stderr)
+    if as_json and rank == "0":
+        print(json.dumps({"error": error.what, "fix": error.fix, "exit_code": error.exit_code}))
+    return error.exit_code
