@@ -88,9 +88,9 @@ class Machine:
 
 @dataclass(frozen=True)
 class Peak:
-    """The rate that 100% stands for, and where the number comes from. None is unknown; `source` then says why."""
+    """The rate that 100% stands for, and where the number comes from."""
 
-    value: float | None
+    tflops: float
     source: str
 
 
@@ -167,14 +167,17 @@ def measure_roof(device: str, dtype: str) -> float:
     return _roof(device, dtype)[0]
 
 
-def peak_tflops(machine: Machine, device: str, dtype: str) -> Peak:
-    """Return the rate that 100% stands for: the data sheet's where this GPU has a row, else one measured here."""
+def peak_tflops(machine: Machine, device: str, dtype: str) -> Peak | None:
+    """Return the rate that 100% stands for: the data sheet's where this GPU has a row, else one measured here.
+
+    None, unknown, is left for a dtype that no plain matrix product can measure (fp8) on a GPU without a row.
+    """
     row = _row_of_device(machine, device) if device.startswith("cuda") else None
     if row is not None and dtype in row.peak_tflops:
         figure = row.peak_tflops[dtype]
         return Peak(figure.value, f"data sheet: {figure.source}")
     if dtype not in ROOF_DTYPES:
-        return Peak(None, f"unknown: no data sheet for {dtype} on this device, and it cannot be measured with a plain matrix product")
+        return None
     tflops, size = _roof(device, dtype)
     return Peak(tflops, f"measured here, matmul {size}³, {dtype}")
 
@@ -199,7 +202,7 @@ def fingerprint(device: str = "cpu") -> dict[str, str | int]:
         "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else "cpu",
     }
     if device.startswith("cuda"):
-        found |= {"cuda": str(torch.version.cuda), "cudnn": int(torch.backends.cudnn.version() or 0)}
+        found |= {"cuda": str(torch.version.cuda), "cudnn": _cudnn_version(torch.backends.cudnn)}
     return found
 
 
@@ -264,6 +267,10 @@ def _matmul_precision(dtype: str, on_cuda: bool) -> Iterator[None]:
     finally:
         if on_cuda:
             torch.set_float32_matmul_precision(before)
+
+
+def _cudnn_version(cudnn: Any) -> int:
+    return int(cudnn.version() or 0)
 
 
 def _row_of_device(machine: Machine, device: str) -> MachineRow | None:

@@ -1,0 +1,103 @@
+import pytest
+import torch
+from torch import nn
+
+from flatout.config import OptimConfig
+from flatout.optimizers.adamw import OPTIMIZER, build, fused, per_parameter
+
+CONFIG = OptimConfig(lr=0.01, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.3)
+KINDS = {"table": "embedding", "inner": "hidden", "gain": "vector", "head": "head"}
+SHAPES = {"table": (7, 4), "inner": (4, 6), "gain": (4,), "head": (7, 4)}
+
+
+class Tiny(nn.Module):
+    def __init__(self, dtype):
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        for name, shape in SHAPES.items():
+            setattr(self, name, nn.Parameter(torch.randn(shape, generator=generator, dtype=dtype)))
+
+    def parameter_kinds(self):
+        return KINDS
+
+
+def reference(weight, gradients, rates, decay):
+    """AdamW as published (Loshchilov and Hutter 2019, algorithm 2), one parameter, written out."""
+    first, second = torch.zeros_like(weight), torch.zeros_like(weight)
+    beta1, beta2 = CONFIG.betas
+    for number, (gradient, rate) in enumerate(zip(gradients, rates, strict=True), start=1):
+        first = beta1 * first + (1 - beta1) * gradient
+        second = beta2 * second + (1 - beta2) * gradient**2
+        mean, variance = first / (1 - beta1**number), second / (1 - beta2**number)
+        weight = weight - rate * mean / (variance.sqrt() + CONFIG.eps) - rate * decay * weight
+    return weight
+
+
+def trained(factory, dtype, gradients, rates):
+    model = Tiny(dtype)
+    (optimizer,) = build(model, CONFIG, factory)
+    for number, rate in enumerate(rates):
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        for name, parameter in model.named_parameters():
+            parameter.grad = gradients[name][number].to(dtype)
+        optimizer.step()
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+@pytest.fixture
+def gradients():
+    generator = torch.Generator().manual_seed(2)
+    return {name: [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(6)] for name, shape in SHAPES.items()}
+
+
+RATES = [0.01, 0.02, 0.02, 0.015, 0.01, 0.005]
+
+
+@pytest.mark.parametrize("factory", [per_parameter, fused])
+def test_equals_the_formula(factory, gradients):
+    found = trained(factory, torch.float64, gradients, RATES)
+    start = {name: parameter.detach() for name, parameter in Tiny(torch.float64).named_parameters()}
+    for name, kind in KINDS.items():
+        decay = CONFIG.weight_decay if kind in ("hidden", "head") else 0.0
+        torch.testing.assert_close(found[name], reference(start[name], gradients[name], RATES, decay), rtol=1e-12, atol=1e-13)
+
+
+def test_the_two_agree_to_rounding(gradients):
+    slow, fast = (trained(factory, torch.float32, gradients, RATES) for factory in (per_parameter, fused))
+    for name in KINDS:
+        torch.testing.assert_close(slow[name], fast[name], rtol=1e-6, atol=1e-6)
+
+
+def test_a_weight_without_gradient_only_decays_where_it_should(gradients):
+    still = {name: [torch.zeros_like(g) for g in each] for name, each in gradients.items()}
+    found = trained(per_parameter, torch.float64, still, [0.1])
+    start = dict(Tiny(torch.float64).named_parameters())
+    for name, kind in KINDS.items():
+        expected = start[name] * (1 - 0.1 * CONFIG.weight_decay) if kind in ("hidden", "head") else start[name]
+        torch.testing.assert_close(found[name], expected.detach(), rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("factory", [per_parameter, fused])
+def test_the_state_goes_on_where_it_was_saved(factory, gradients):
+    def step(model, optimizer, numbers):
+        for number in numbers:
+            for name, parameter in model.named_parameters():
+                parameter.grad = gradients[name][number].float()
+            optimizer.step()
+
+    whole, first = Tiny(torch.float32), Tiny(torch.float32)
+    (whole_optimizer,), (first_optimizer,) = build(whole, CONFIG, factory), build(first, CONFIG, factory)
+    step(whole, whole_optimizer, range(6))
+    step(first, first_optimizer, range(3))
+    second = Tiny(torch.float32)
+    second.load_state_dict(first.state_dict())
+    (second_optimizer,) = build(second, CONFIG, factory)
+    second_optimizer.load_state_dict(first_optimizer.state_dict())
+    step(second, second_optimizer, range(3, 6))
+    for name in KINDS:
+        assert torch.equal(getattr(whole, name), getattr(second, name))
+
+
+def test_the_registry_finds_it():
+    assert OPTIMIZER is build
