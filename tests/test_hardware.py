@@ -1,0 +1,260 @@
+import dataclasses
+import subprocess
+import sys
+import time
+import types
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from flatout import hardware
+from flatout.errors import HardwareError
+from flatout.hardware import Gpu, Machine, Peak
+from flatout.registry import MACHINES
+
+H200 = Gpu("NVIDIA H200", 139.8, (9, 0), "580.1")
+WITH_GPU = Machine("Some CPU", 16, 128.0, (H200,), "3.11.7")
+WITHOUT = dataclasses.replace(WITH_GPU, gpus=())
+
+
+def test_probing_needs_no_torch_and_finds_this_machine():
+    code = "import sys, flatout.hardware as h; m = h.probe(); print(m.cores, m.memory_gib, m.cpu_name); assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True)
+    cores, memory_gib, cpu_name = done.stdout.split(" ", 2)
+    assert int(cores) >= 1
+    assert 0 < float(memory_gib) < 1e5
+    assert cpu_name.strip()
+
+
+def test_a_machine_without_a_driver_has_no_gpus_and_no_warning(monkeypatch):
+    class NoLibrary(Exception):
+        pass
+
+    def refuse():
+        raise NoLibrary
+
+    monkeypatch.setitem(sys.modules, "pynvml", types.SimpleNamespace(NVMLError=NoLibrary, nvmlInit=refuse))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert hardware.probe().gpus == ()
+
+
+def test_without_the_binding_there_are_no_gpus(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert hardware.probe().gpus == ()
+
+
+def test_gpus_are_read_from_the_driver_and_it_is_shut_down(monkeypatch):
+    closed = []
+    driver = types.SimpleNamespace(
+        NVMLError=RuntimeError,
+        nvmlInit=lambda: None,
+        nvmlShutdown=lambda: closed.append(True),
+        nvmlSystemGetDriverVersion=lambda: b"580.65",
+        nvmlDeviceGetCount=lambda: 2,
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetName=lambda handle: ["NVIDIA H200", b"Tesla T4"][handle],
+        nvmlDeviceGetMemoryInfo=lambda handle: types.SimpleNamespace(total=(handle + 1) * 2**30),
+        nvmlDeviceGetCudaComputeCapability=lambda handle: (9, handle),
+        nvmlDeviceGetUUID=lambda handle: f"GPU-{handle}",
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", driver)
+    machine = hardware.probe()
+    assert machine.gpus == (Gpu("NVIDIA H200", 1.0, (9, 0), "580.65", "GPU-0"), Gpu("Tesla T4", 2.0, (9, 1), "580.65", "GPU-1"))
+    assert closed == [True]
+    assert machine.row is not None
+    assert machine.row.name == "h200"
+
+
+def test_a_machine_cannot_be_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        WITH_GPU.cores = 1
+
+
+@pytest.mark.parametrize("name", MACHINES.names())
+def test_every_row_is_whole_and_plausible(name):
+    row = hardware.row_of(MACHINES.get(name)["gpu_names"][0])
+    assert row is not None
+    assert row.name == name
+    assert MACHINES.describe(name)
+    figures = [row.memory_gb, row.bandwidth_gb_per_s, *row.peak_tflops.values()]
+    assert all(figure.value > 0 and ("data sheet" in figure.source or "whitepaper" in figure.source) for figure in figures)
+    assert set(row.peak_tflops) <= {"fp32", "tf32", "fp16", "bf16", "fp8"}
+    peaks = {dtype: figure.value for dtype, figure in row.peak_tflops.items()}
+    assert peaks["fp32"] <= peaks.get("tf32", peaks["fp16"]) <= peaks["fp16"]
+    assert peaks.get("bf16", peaks["fp16"]) == peaks["fp16"] <= peaks.get("fp8", peaks["fp16"])
+
+
+def test_no_gpu_name_is_in_two_rows():
+    names = [gpu for name in MACHINES.names() for gpu in MACHINES.get(name)["gpu_names"]]
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize("name", ["NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA H200 NVL2", "nvidia h200", ""])
+def test_a_similar_name_is_another_gpu(name):
+    assert hardware.row_of(name) is None
+
+
+def test_an_unknown_gpu_is_said_to_be_unknown():
+    machine = dataclasses.replace(WITH_GPU, gpus=(dataclasses.replace(H200, name="Future 9000"),))
+    assert machine.row is None
+    assert "peak rates unknown" in machine.describe()
+    assert "unknown" not in WITH_GPU.describe()
+    assert WITHOUT.row is None
+
+
+def write(folder: Path, **files):
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name.replace("__", ".")).write_text(text + "\n")
+
+
+def test_container_limits_of_version_2_bind_at_every_level(tmp_path):
+    membership = tmp_path / "cgroup"
+    membership.write_text("0::/pod/box\n")
+    write(tmp_path / "fs", memory__max="max")
+    write(tmp_path / "fs/pod", cpu__max="350000 100000", memory__max=str(2**33))
+    write(tmp_path / "fs/pod/box", cpu__max="max 100000", memory__max=str(2**34))
+    assert hardware.cgroup_limits(tmp_path / "fs", membership) == (3, 2**33)
+
+
+def test_container_limits_of_version_1(tmp_path):
+    membership = tmp_path / "cgroup"
+    membership.write_text("4:memory:/box\n2:cpu,cpuacct:/box\n1:name=systemd:/\n")
+    write(tmp_path / "fs/cpu/box", cpu__cfs_quota_us="50000", cpu__cfs_period_us="100000")
+    write(tmp_path / "fs/memory/box", memory__limit_in_bytes="9223372036854771712")
+    write(tmp_path / "fs/memory", memory__limit_in_bytes=str(2**31))
+    assert hardware.cgroup_limits(tmp_path / "fs", membership) == (1, 2**31)
+
+
+def test_no_container_is_no_limit(tmp_path):
+    write(tmp_path / "fs/cpu", cpu__cfs_quota_us="-1", cpu__cfs_period_us="100000")
+    assert hardware.cgroup_limits(tmp_path / "fs", tmp_path / "absent") == (None, None)
+
+
+def test_probe_takes_the_smallest_of_affinity_and_limits(monkeypatch):
+    monkeypatch.setattr(hardware, "cgroup_limits", lambda: (3, 2**30))
+    monkeypatch.setattr(hardware.os, "sched_getaffinity", lambda pid: set(range(8)))
+    machine = hardware.probe()
+    assert (machine.cores, machine.memory_gib) == (3, 1.0)
+
+
+def seen_by_torch(monkeypatch, *, count=0, cuda="13.0", warning=None):
+    def available():
+        if warning:
+            warnings.warn(warning, stacklevel=1)
+        return count > 0
+
+    monkeypatch.setattr(torch.cuda, "is_available", available)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=0: "NVIDIA H200")
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+
+
+@pytest.mark.parametrize(
+    ("machine", "torch_build", "reason"),
+    [
+        (WITHOUT, {}, "no NVIDIA driver"),
+        (WITH_GPU, {"cuda": None}, "CPU build: install one for CUDA with `pip install"),
+        (WITH_GPU, {"warning": "The NVIDIA driver on your system is too old.\nMore text"}, "The NVIDIA driver on your system is too old"),
+        (WITH_GPU, {}, "CUDA_VISIBLE_DEVICES may hide them"),
+    ],
+)
+def test_without_a_usable_gpu_auto_is_the_cpu_and_cuda_is_refused(monkeypatch, machine, torch_build, reason):
+    seen_by_torch(monkeypatch, **torch_build)
+    device, why = hardware.pick_device("auto", machine)
+    assert device == "cpu"
+    assert reason in why
+    with pytest.raises(HardwareError, match="would run on the CPU") as caught:
+        hardware.pick_device("cuda", machine)
+    assert reason in caught.value.what
+
+
+def test_with_a_gpu_auto_is_cuda(monkeypatch):
+    seen_by_torch(monkeypatch, count=2)
+    assert hardware.pick_device("auto", WITH_GPU) == ("cuda", "torch can use NVIDIA H200")
+    assert hardware.pick_device("cuda:1", WITH_GPU)[0] == "cuda:1"
+    assert hardware.pick_device("cpu", WITH_GPU) == ("cpu", "asked for")
+    with pytest.raises(HardwareError, match="There is no cuda:2: torch sees 2 GPUs"):
+        hardware.pick_device("cuda:2", WITH_GPU)
+
+
+@pytest.mark.parametrize(("wrong", "hint"), [("cdua", "Did you mean 'cuda'"), ("cuda:x", "Known: auto"), ("tpu:3", "Known: auto")])
+def test_a_device_that_does_not_exist_is_refused(wrong, hint):
+    with pytest.raises(HardwareError, match=hint):
+        hardware.pick_device(wrong, WITH_GPU)
+
+
+def test_the_roof_of_this_cpu_is_measured_quickly_and_leaves_the_random_numbers_alone():
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    start = time.perf_counter()
+    tflops = hardware.measure_roof("cpu", "fp32")
+    assert time.perf_counter() - start < 5
+    assert 1e-4 < tflops < 100
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_dtype_without_a_plain_matrix_product_cannot_be_measured():
+    with pytest.raises(HardwareError, match="fp8"):
+        hardware.measure_roof("cpu", "fp8")
+
+
+def test_a_cpu_has_a_measured_peak_and_says_so():
+    peak = hardware.peak_tflops(WITH_GPU, "cpu", "fp32")
+    assert peak is not None
+    assert peak.source.startswith("measured here, matmul ")
+    assert peak.source.endswith("³, fp32")
+
+
+def test_a_known_gpu_has_the_data_sheets_peak(monkeypatch):
+    seen_by_torch(monkeypatch, count=1)
+    peak = hardware.peak_tflops(WITHOUT, "cuda", "bf16")
+    assert peak == Peak(989.5, "data sheet: NVIDIA H200 Tensor Core GPU data sheet, H200 SXM, halved: it states the rate with sparsity")
+
+
+def test_without_torchs_word_the_drivers_name_counts(monkeypatch):
+    seen_by_torch(monkeypatch)
+    peak = hardware.peak_tflops(WITH_GPU, "cuda", "fp8")
+    assert peak is not None
+    assert peak.tflops == 1979
+
+
+def test_what_a_data_sheet_leaves_out_is_measured_or_unknown(monkeypatch):
+    monkeypatch.setattr(hardware, "_roof", lambda device, dtype: (1.5, 4096))
+    seen_by_torch(monkeypatch)
+    old = dataclasses.replace(WITH_GPU, gpus=(dataclasses.replace(H200, name="Tesla T4"),))
+    assert hardware.peak_tflops(old, "cuda", "bf16") == Peak(1.5, "measured here, matmul 4096³, bf16")
+    assert hardware.peak_tflops(old, "cuda", "fp8") is None
+
+
+def test_free_space_is_told_for_a_folder_that_does_not_exist_yet(tmp_path):
+    assert hardware.free_disk_gib(tmp_path / "not" / "yet") == pytest.approx(hardware.free_disk_gib(tmp_path), rel=0.1)
+
+
+def test_the_fingerprint_changes_with_the_threads():
+    threads = torch.get_num_threads()
+    first = hardware.fingerprint()
+    try:
+        torch.set_num_threads(threads + 1)
+        second = hardware.fingerprint()
+    finally:
+        torch.set_num_threads(threads)
+    assert {key for key in first if first[key] != second[key]} == {"threads"}
+    assert first["torch"] == torch.__version__
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_a_gpu_reaches_most_of_its_data_sheet_and_never_more():
+    machine = hardware.probe()
+    assert machine.gpus
+    device, _ = hardware.pick_device("auto", machine)
+    before = torch.get_float32_matmul_precision()
+    peak = hardware.peak_tflops(machine, device, "bf16")
+    if machine.row is not None and peak is not None:
+        assert 0.4 < hardware.measure_roof(device, "bf16") / peak.tflops < 1.1
+    assert hardware.measure_roof(device, "tf32") > 1.5 * hardware.measure_roof(device, "fp32")
+    assert torch.get_float32_matmul_precision() == before
