@@ -83,14 +83,18 @@ PLAIN: Mapping[str, Any] = MappingProxyType(
         "matmul": "highest",
         "precision": FP32,
         "ops.attention": lazy("flatout.ops.attention:reference"),
-        "ops.cross_entropy": lazy("flatout.ops.cross_entropy:reference"),
+        "ops.cross_entropy": lazy("flatout.ops.cross_entropy:fused"),
         "optimizer": lazy("flatout.optimizers.adamw:per_parameter"),
         "logging": ImmediateReadback,
     }
 )
-"""Every slot with its plain value. windows: where a window's tokens come from. feed: how a step's windows reach the device.
-micro_batch: rows per device when `auto`. matmul: torch's float32 matmul precision. precision: of the products. ops.*: the
-model's functions. optimizer: how AdamW's update is carried out. logging: when figures are read from the device."""
+"""Every slot with its plain value.
+
+windows: where a window's tokens come from. feed: how a step's windows reach the device. micro_batch: rows per device when
+`auto`. matmul: torch's float32 matmul precision. precision: of the products. ops.*: the model's functions; the plain loss is
+torch's own cross_entropy on whole logits, which is what people write. optimizer: how AdamW's update is carried out. logging:
+when figures are read from the device.
+"""
 
 
 @dataclass(frozen=True)

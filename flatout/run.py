@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 DEFAULT_TOKENS_PER_STEP = 65_536
 """Tokens per optimiser step where a configuration states none of the three batch keys."""
+NO_OPS = Ops(attention=cast(Any, None), cross_entropy=cast(Any, None))
+"""For a model that is only counted."""
 ASSUMED_MFU = 0.3
 """Share of the peak that a run is assumed to reach when its length in minutes is guessed for the table of `auto`."""
 
@@ -115,11 +117,11 @@ def resolve(config: RunConfig, *, machine: Machine, dataset: Dataset, world_size
     `config.train.device` must be settled already. Raises: ConfigError when sizes contradict each other.
     """
     config = _resolve_model(config, dataset)
-    model_class = MODELS.get(config.model.kind)
-    model_config = model_class.Config.model_validate(config.model.own() | {"vocab_size": config.model.vocab_size})
     config = _resolve_batch(config, world_size)
     config = _resolve_length(config, dataset)
-    flops = model_class.count_flops(model_config, config.data.seq_len).causal_exact
+    model_class = MODELS.get(config.model.kind)
+    model_config = model_class.configure(config.model.own() | {"vocab_size": config.model.vocab_size})
+    flops = float(model_class.on_meta(model_config, NO_OPS).flops_per_token(config.data.seq_len).causal_exact)
     total = flops * (config.train.steps or 0) * (config.batch.tokens_per_step or 0)
     peak = peak_tflops(machine, config.train.device, "fp32" if config.train.device == "cpu" else "bf16")
     minutes = total / (world_size * peak.value * 1e12 * ASSUMED_MFU) / 60 if peak.value else None
@@ -156,7 +158,11 @@ def _resolve_model(config: RunConfig, dataset: Dataset) -> RunConfig:
             fix="Leave model.vocab_size out, or prepare the data with the model's own tokenizer.",
         )
     model_class = MODELS.get(config.model.kind)
-    own = model_class.check(config.model.own() | {"vocab_size": vocab_size}, seq_len=config.data.seq_len)
+    wanted = config.model.own() | {"vocab_size": vocab_size}
+    if "max_seq_len" in model_class.Config.model_fields:
+        wanted.setdefault("max_seq_len", config.data.seq_len)
+    own = model_class.configure(wanted)
+    model_class.on_meta(own, NO_OPS).check_seq_len(config.data.seq_len)
     return config.with_values({f"model.{key}": value for key, value in own.model_dump(mode="json").items()})
 
 
@@ -197,6 +203,22 @@ def _resolve_length(config: RunConfig, dataset: Dataset) -> RunConfig:
     return config.with_values({"train.steps": max(math.ceil(tokens / tokens_per_step), 1)})
 
 
+def for_world_size(config: RunConfig, world_size: int) -> RunConfig:
+    """Return a resolved configuration for another number of processes: the same steps, cut differently.
+
+    Raises: ConfigError when a step's windows cannot be shared out.
+    """
+    row_tokens = config.data.seq_len * world_size * int(config.batch.rows_per_device)
+    tokens = config.batch.tokens_per_step or 0
+    if tokens % row_tokens or world_size % config.parallel.shard:
+        raise ConfigError(
+            f"A step of {tokens} tokens cannot be shared by {world_size} processes with {config.batch.rows_per_device} rows of "
+            f"{config.data.seq_len} each, split {config.parallel.shard} ways.",
+            fix="Go on with the number of processes that the run began with, or a divisor of it.",
+        )
+    return config.with_values({"batch.accumulate": tokens // row_tokens, "parallel.replicate": world_size // config.parallel.shard})
+
+
 def build(config: RunConfig, *, machine: Machine, mesh: Mesh, dataset: Dataset, folder: Path, decisions: Sequence[Decision]) -> Run:
     """Make the run that a resolved configuration describes, at step 0.
 
@@ -234,7 +256,7 @@ def build(config: RunConfig, *, machine: Machine, mesh: Mesh, dataset: Dataset, 
 def _model(config: RunConfig, recipe: Recipe, mesh: Mesh) -> tuple[LanguageModel, nn.Module]:
     ops = Ops(attention=recipe.part("ops.attention"), cross_entropy=recipe.part("ops.cross_entropy"))
     model_class = MODELS.get(config.model.kind)
-    model_config = model_class.check(config.model.own() | {"vocab_size": config.model.vocab_size}, seq_len=config.data.seq_len)
+    model_config = model_class.configure(config.model.own() | {"vocab_size": config.model.vocab_size})
     core = model_class(model_config, ops).to(mesh.device)
     shard = Transform("shard", wrap)
     model = core

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from typing import Protocol
 
 from flatout.errors import RunFailed
+from flatout.hardware import fingerprint
 from flatout.progress import SILENT, Progress
 from flatout.run import Run
-from flatout.training.checkpoint import save
+from flatout.training.checkpoint import prune, save
 from flatout.training.evaluation import Evaluation, evaluate
 from flatout.training.metrics import Log
 from flatout.training.step import train_step
@@ -39,9 +40,9 @@ def fit(run: Run, log: Log, stop: StopFlag, *, sample: Callable[[Run], str] | No
         if due(run.config.train.eval_every, run):
             with log.aside():
                 take_evaluation(run, log, max_tokens=eval_tokens(run), progress=progress)
-        if sample and due(run.config.train.sample_every, run):
+        if due(run.config.train.sample_every, run):
             with log.aside():
-                log.event("sample", text=sample(run))
+                draw_sample(run, log, sample)
         if saves.due(run):
             with log.aside():
                 write_checkpoint(run, log, progress=progress)
@@ -76,10 +77,18 @@ def take_evaluation(run: Run, log: Log, *, max_tokens: int | None, progress: Pro
     return evaluation
 
 
+def draw_sample(run: Run, log: Log, sample: Callable[[Run], str] | None) -> None:
+    """Let the main rank write a sample; with sharded weights no rank holds the model, so there is none."""
+    if sample and run.mesh.is_main and run.mesh.shard == 1:
+        log.event("sample", text=sample(run))
+
+
 def write_checkpoint(run: Run, log: Log, *, progress: Progress = SILENT) -> None:
     """Save the run's state, drop the checkpoints that are no longer kept, and say so."""
     log.keep_clock()
-    path = save(run, progress=progress)
+    path = save(run, environment=fingerprint(str(run.mesh.device)), progress=progress)
+    if run.mesh.is_main:
+        prune(run.folder, run.config.checkpoint.keep, run.best_step)
     log.event("save", path=str(path))
 
 

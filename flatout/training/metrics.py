@@ -58,7 +58,9 @@ class Log:
         self._waiting: dict[int, dict[str, float]] = {}
         self._metrics = self._open_metrics() if run.mesh.is_main else None
         self._board = _open_board(run.folder, run.step) if run.mesh.is_main else None
-        self._flops_per_token = run.core.flops_per_token(run.config.data.seq_len).causal_exact
+        self.first_step = run.step
+        """The step this process began at."""
+        self._flops_per_token = float(run.core.flops_per_token(run.config.data.seq_len).causal_exact)
         self.steady: list[float] = []
         """Training tokens/s of every window but the first, which holds the warm-up."""
         self.curve: list[tuple[int, float]] = []
@@ -127,6 +129,10 @@ class Log:
         """Tell the observers that the run is over."""
         for observer in self._observers:
             observer.on_end(summary)
+
+    def peak_gib(self) -> float | None:
+        """Return the most memory used so far: the device's, or this process's own on a CPU."""
+        return memory_gib(self._run.mesh.device).get("mem/peak_gib")
 
     def _open_metrics(self) -> Any:
         """Open metrics.jsonl for appending, without the lines past the step that was resumed from."""

@@ -1,0 +1,102 @@
+"""Train a recipe; a run folder that holds a checkpoint goes on from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flatout.commands import Command, Result
+from flatout.config import RunConfig, load_config
+from flatout.progress import SILENT, Progress
+
+if TYPE_CHECKING:
+    from flatout.run import Run
+    from flatout.training.observers import Observer
+
+RUNS = Path("runs")
+"""Where runs lie unless --run says otherwise."""
+
+
+class TrainResult(Result):
+    """What a run came to."""
+
+    run: str
+    """The run folder."""
+    steps: int
+    """Optimiser steps."""
+    tokens: int
+    """Tokens trained on, over all resumes."""
+    train_loss: float | None
+    """Loss of the last recorded step, in nats a token."""
+    val_loss: float | None
+    """Loss on the whole validation split, in nats a token."""
+    best_val_loss: float | None
+    """Lowest validation loss seen."""
+    bits_per_byte: float | None
+    """Validation loss as bits a byte of text."""
+    tokens_per_s: float | None
+    """Steady rate of training: median after the warm-up."""
+    wall_tokens_per_s: float | None
+    """Tokens over this process's whole time, evaluation and saving included."""
+    mfu: float | None
+    """Share of the peak that `mfu_of` names; null where it is unknown."""
+    mfu_of: str | None
+    """What 100% of `mfu` is, or why that is unknown."""
+    peak_gib: float | None
+    """Most memory used."""
+    wall_s: float
+    """Seconds of this process, from the first step to the summary."""
+    elapsed_s: float
+    """Seconds over all resumes."""
+    resumed_from: str | None
+    """Checkpoint this process went on from."""
+    weights_sha256: str
+    """Digest of the final weights: equal runs have equal digests."""
+
+
+def train(
+    recipe: Annotated[str, typer.Argument(help="A recipe's name, or a YAML file.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, over the recipe.")] = None,
+    run: Annotated[Path | None, typer.Option(help="Run folder; by default runs/RECIPE-DIGEST.")] = None,
+    resume: Annotated[str, typer.Option(help="auto, never, or a checkpoint's or run's folder.")] = "auto",
+    *,
+    observers: Sequence[Observer] = (),
+    progress: Progress = SILENT,
+) -> TrainResult:
+    """Train a recipe; a run folder that holds a checkpoint goes on from it.
+
+    Returns: the run's summary; of a finished run, the one it already has.
+    Raises: UsageError before anything was changed; Stopped when a signal ended the run after a save.
+    """
+    return train_config(load_config(recipe, overrides or ()), run=run, resume=resume, observers=observers, progress=progress)
+
+
+def train_config(
+    config: RunConfig, *, run: Path | None = None, resume: str = "auto", observers: Sequence[Observer] = (), progress: Progress = SILENT
+) -> TrainResult:
+    """Train a configuration made in Python. Arguments, result and errors as `train`."""
+    from flatout.training.folder import run_name
+    from flatout.training.start import run_training
+
+    place = run or RUNS / run_name(config)
+    summary = run_training(config, place, resume=resume, observers=observers, sample=sample_text, progress=progress)
+    return TrainResult(**{name: summary.get(name) for name in TrainResult.model_fields})
+
+
+def sample_text(run: Run) -> str:
+    """Return a few lines in the model's own words."""
+    from flatout.generate import sample
+
+    core: Any = run.core
+    prompt = run.config.train.sample_prompt
+    pieces = sample(core, run.dataset.tokenizer, prompt, temperature=0.8, top_k=200, seed=run.step, max_tokens=SAMPLE_TOKENS)
+    return prompt + "".join(pieces)
+
+
+SAMPLE_TOKENS = 160
+"""Length of a sample inside a run."""
+
+COMMAND = Command(train, example="flatout train shakespeare-char data.path=data/s --json", needs_torch=True)
