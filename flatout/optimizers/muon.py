@@ -1,0 +1,168 @@
+"""Muon for the matrices of the hidden layers: momentum, orthogonalised; AdamW for everything else.
+
+A matrix is what the model declares as one parameter: a fused query-key-value weight is orthogonalised whole. A model that wants
+its parts treated apart declares them apart.
+
+Letters: N matrices of one shape, R rows, C columns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim import Optimizer
+
+from flatout.config import OptimConfig
+from flatout.optimizers.groups import AdamWFactory, adamw_groups, named_by_kind
+
+QUINTIC = (3.4445, -4.7750, 2.0315)
+"""Coefficients of X, XX'X and XX'XX'X: steep at 0, so that small singular values grow fast; they end near 1, not at it."""
+ITERATIONS = 5
+RMS_LIKE_ADAMW = 0.2
+"""An orthogonal matrix has entries of RMS 1/sqrt(max(R, C)), AdamW's updates one of about 0.2: with this scale both share a learning rate."""
+STACK_ELEMENTS = 2**27
+"""Largest number of entries orthogonalised at once, so that the stack stays small beside the model."""
+SMALLEST_NORM = 1e-12
+
+
+def build(model: nn.Module, config: OptimConfig, adamw: AdamWFactory) -> tuple[Optimizer, ...]:
+    """Return Muon for the two-dimensional hidden weights, and an AdamW for the rest, made by `adamw`; either may be missing.
+
+    Raises: ConfigError when the model does not state what a parameter is.
+    """
+    matrices: list[nn.Parameter] = []
+    rest: list[tuple[str, nn.Parameter]] = []
+    for kind, parameter in named_by_kind(model).values():
+        if kind == "hidden" and parameter.ndim == 2:
+            matrices.append(parameter)
+        else:
+            rest.append((kind, parameter))
+    optimizers: list[Optimizer] = []
+    if matrices:
+        group = {"params": matrices, "peak_lr": config.lr}
+        optimizers.append(Muon([group], lr=config.lr, weight_decay=config.weight_decay, momentum=config.momentum))
+    if rest:
+        optimizers.append(adamw(adamw_groups(rest, config), {"lr": config.lr, "betas": config.betas, "eps": config.eps}))
+    return tuple(optimizers)
+
+
+class Muon(Optimizer):
+    """Nesterov momentum, orthogonalised by Newton-Schulz iterations, with decoupled weight decay. Takes matrices only.
+
+    Matrices of one shape, or of one shape and its transpose, go through the iterations as one batch. A sharded matrix is
+    gathered, orthogonalised on every rank, and each rank keeps its own part; momentum stays sharded.
+
+    Source: Jordan et al. 2024, kellerjordan.github.io/posts/muon; scale and decay of Liu et al. 2025, arXiv:2502.16982.
+    """
+
+    def __init__(self, params: Iterable[Any], lr: float, weight_decay: float = 0.1, momentum: float = 0.95) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every matrix that has a gradient; gradients are left as they are."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            if parameters:
+                self._update(parameters, group["lr"], group["weight_decay"], group["momentum"])
+        return loss
+
+    def _update(self, parameters: list[nn.Parameter], lr: float, weight_decay: float, momentum: float) -> None:
+        directions = self._directions(parameters, momentum)
+        torch._foreach_mul_([_local(p) for p in parameters], 1 - lr * weight_decay)
+        for batch in _batches(parameters):
+            steps_NRC = newton_schulz(torch.stack([_upright(_whole(directions[i])) for i in batch]))
+            for step_RC, i in zip(steps_NRC, batch, strict=True):
+                shape = parameters[i].shape
+                step = step_RC if shape[0] <= shape[1] else step_RC.T
+                _local(parameters[i]).add_(_part_of(step, parameters[i]), alpha=-lr * RMS_LIKE_ADAMW * math.sqrt(max(shape)))
+
+    def _directions(self, parameters: list[nn.Parameter], momentum: float) -> list[Tensor]:
+        """Advance each momentum buffer and return where Nesterov's rule points, sharded as the parameters are."""
+        gradients = [_gradient(p) for p in parameters]
+        for p, gradient in zip(parameters, gradients, strict=True):
+            if "momentum_buffer" not in self.state[p]:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(gradient)
+        buffers = [self.state[p]["momentum_buffer"] for p in parameters]
+        local_gradients, local_buffers = [_local(g) for g in gradients], [_local(b) for b in buffers]
+        torch._foreach_lerp_(local_buffers, local_gradients, 1 - momentum)
+        local = torch._foreach_lerp(local_gradients, local_buffers, momentum)
+        return [_like(direction, p) for direction, p in zip(local, parameters, strict=True)]
+
+
+def newton_schulz(matrices_NRC: Tensor) -> Tensor:
+    """Return the matrices with every singular value brought near 1 (about 0.7 to 1.2), singular vectors kept.
+
+    Shapes:  matrices_NRC (N, R, C), R <= C is the cheaper way round.
+    Returns: (N, R, C) in bfloat16 on CUDA, else in the input's dtype and at least float32; zero matrices stay zero.
+    Cost:    5 iterations of 4 N R R C + 2 N R R R FLOP.
+    Source:  Jordan et al. 2024, kellerjordan.github.io/posts/muon.
+    """
+    a, b, c = QUINTIC
+    scaled_NRC = matrices_NRC.to(torch.promote_types(matrices_NRC.dtype, torch.float32))
+    scaled_NRC = scaled_NRC / torch.linalg.matrix_norm(scaled_NRC, keepdim=True).clamp(min=SMALLEST_NORM)
+    if matrices_NRC.is_cuda:
+        scaled_NRC = scaled_NRC.bfloat16()
+    for _ in range(ITERATIONS):
+        gram_NRR = scaled_NRC @ scaled_NRC.mT
+        factor_NRR = torch.baddbmm(gram_NRR, gram_NRR, gram_NRR, beta=b, alpha=c)
+        scaled_NRC = torch.baddbmm(scaled_NRC, factor_NRR, scaled_NRC, beta=a)
+    return scaled_NRC
+
+
+def _batches(parameters: list[nn.Parameter]) -> Iterator[list[int]]:
+    """Indices of matrices that share a shape, lying down or upright, in batches of bounded size."""
+    by_shape: dict[tuple[int, ...], list[int]] = {}
+    for index, parameter in enumerate(parameters):
+        by_shape.setdefault(tuple(sorted(parameter.shape)), []).append(index)
+    for shape, members in by_shape.items():
+        count = max(1, STACK_ELEMENTS // max(1, math.prod(shape)))
+        for start in range(0, len(members), count):
+            yield members[start : start + count]
+
+
+def _upright(matrix: Tensor) -> Tensor:
+    return matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    gradient = parameter.grad
+    assert gradient is not None  # step() passes only parameters that have one
+    return gradient
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's part of a sharded tensor, sharing its memory; any other tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _like(local: Tensor, parameter: Tensor) -> Tensor:
+    """A rank's part as the sharded tensor it is a part of."""
+    if not isinstance(parameter, DTensor):
+        return local
+    return DTensor.from_local(local, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride())
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _part_of(whole: Tensor, parameter: Tensor) -> Tensor:
+    """This rank's part of a tensor that every rank holds whole: cutting needs no communication."""
+    if not isinstance(parameter, DTensor):
+        return whole
+    mesh = parameter.device_mesh
+    everywhere = DTensor.from_local(whole.contiguous(), mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return everywhere.redistribute(mesh, parameter.placements).to_local()
+
+
+OPTIMIZER = build

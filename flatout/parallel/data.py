@@ -1,0 +1,44 @@
+"""Data parallelism: every process has its share of the batch; the model is copied (DDP), split (fully_shard), or both (HSDP)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.nn.parallel import DistributedDataParallel
+
+from flatout.parallel.mesh import Mesh
+
+BESIDE_FORWARD = ("logits",)
+"""Methods of a model that are called from outside and must find whole weights too. Every process must call them together."""
+
+
+def wrap(model: nn.Module, mesh: Mesh) -> nn.Module:
+    """Return what training calls in place of `model`, whose weights become those of the main process everywhere.
+
+    Alone, the model itself. Copied: DDP around it. Split: the model itself, its `blocks` and the rest of it sharded in place, so
+    that optimisers must be made afterwards. Both average gradients over all processes.
+    """
+    if mesh.world_size == 1:
+        return model
+    if mesh.device_mesh is None:
+        devices = [mesh.device] if mesh.device.type == "cuda" else None
+        return DistributedDataParallel(model, device_ids=devices, broadcast_buffers=False, gradient_as_bucket_view=True)
+    _copy_from_main(model)
+    placed = mesh.device_mesh if mesh.replicate > 1 else mesh.device_mesh["shard"]
+    core: Any = getattr(model, "_orig_mod", model)  # a compiled model shards what it compiled
+    for block in core.blocks:
+        fully_shard(block, mesh=placed)
+    fully_shard(core, mesh=placed)
+    for method in BESIDE_FORWARD:
+        if hasattr(core, method):
+            register_fsdp_forward_method(core, method)
+    return model
+
+
+def _copy_from_main(model: nn.Module) -> None:
+    """DDP does this by itself; sharding would keep a piece of each process's own weights."""
+    for tensor in [*model.parameters(), *model.buffers()]:
+        dist.broadcast(tensor.detach(), src=0)

@@ -1,0 +1,93 @@
+"""The mesh: how the processes of a run are laid out, and the few things they say to each other outside the model.
+
+Processes stand in a rectangle of `replicate` rows and `shard` columns: a row holds one copy of the model between its
+processes. Every process has its own share of the batch, so sums of losses and counts go over all of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from flatout.config import ParallelConfig
+from flatout.errors import ConfigError
+from flatout.parallel.rendezvous import Ranks, stated_ranks
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The processes of a run, and this one's place among them."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    replicate: int
+    shard: int
+    device: torch.device
+    device_mesh: DeviceMesh | None = None
+    """Dimensions `replicate` and `shard`; None where nothing is sharded."""
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the one process that prints and writes what is written once."""
+        return self.rank == 0
+
+    def sum(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Return the sums over all processes, the same on each; one exchange in float64, so counts stay exact up to 2^53.
+
+        Shapes:  any; meant for a step's few figures.
+        Returns: as many tensors, shaped and typed as given.
+        """
+        if self.world_size == 1:
+            return tensors
+        packed = torch.cat([tensor.detach().reshape(-1).double() for tensor in tensors])
+        dist.all_reduce(packed)
+        parts = packed.split([tensor.numel() for tensor in tensors])
+        return tuple(part.reshape(tensor.shape).to(tensor.dtype) for part, tensor in zip(parts, tensors, strict=True))
+
+    def barrier(self) -> None:
+        """Wait until every process is here."""
+        if self.world_size > 1:
+            dist.barrier()
+
+    def broadcast_object(self, value: T) -> T:
+        """Return the main process's value, on every process."""
+        if self.world_size == 1:
+            return value
+        box = [value if self.is_main else None]
+        dist.broadcast_object_list(box, src=0)
+        received = box[0]
+        return received  # type: ignore[return-value]  # the box holds the main process's value now
+
+
+def make_mesh(config: ParallelConfig, device: str, ranks: Ranks | None = None) -> Mesh:
+    """Return the mesh for `parallel.replicate` and `parallel.shard`; `rendezvous.connect` comes first.
+
+    Raises: ConfigError when their product is not the number of processes.
+    """
+    ranks = ranks or (stated_ranks() if dist.is_initialized() else Ranks())
+    replicate = _replicate(config, ranks.world_size)
+    place = torch.device("cuda", ranks.local_rank) if device == "cuda" else torch.device(device)
+    device_mesh = None
+    if config.shard > 1:
+        device_mesh = init_device_mesh(place.type, (replicate, config.shard), mesh_dim_names=("replicate", "shard"))
+    return Mesh(ranks.rank, ranks.world_size, ranks.local_rank, replicate, config.shard, place, device_mesh)
+
+
+def _replicate(config: ParallelConfig, world_size: int) -> int:
+    replicate = max(1, world_size // config.shard) if config.replicate == "auto" else config.replicate
+    if replicate * config.shard == world_size:
+        return replicate
+    stated = f"parallel.shard={config.shard}" if config.replicate == "auto" else f"parallel.replicate={replicate} x parallel.shard={config.shard}"
+    launch = f"start with `torchrun --nproc-per-node {replicate * config.shard} -m flatout ...`"
+    raise ConfigError(
+        f"{stated} does not fit {world_size} process{'es' if world_size > 1 else ''}.",
+        fix=f"Set parallel.replicate=auto and parallel.shard to a divisor of {world_size}, or {launch}.",
+    )

@@ -1,0 +1,71 @@
+"""How the processes of one run find each other: torchrun's environment variables; without them, one process and no group."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from flatout.errors import ConfigError
+
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+BY_TORCHRUN = "Start with `torchrun --nproc-per-node N -m flatout ...`, which sets all of it."
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Who this process is among the processes of the run."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+
+
+def stated_ranks() -> Ranks:
+    """Return what the environment says, without connecting.
+
+    Raises: ConfigError when it says only a part, or something that is not a number.
+    """
+    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
+        return Ranks()
+    missing = [name for name in VARIABLES if name not in os.environ]
+    if missing:
+        raise ConfigError(f"The environment names some of the processes' variables, but not {', '.join(missing)}.", fix=BY_TORCHRUN)
+    texts = [os.environ[name] for name in VARIABLES[:3]]
+    if not all(text.isdigit() for text in texts):
+        raise ConfigError(f"RANK, WORLD_SIZE and LOCAL_RANK are {', '.join(map(repr, texts))}, not numbers.", fix=BY_TORCHRUN)
+    rank, world_size, local_rank = map(int, texts)
+    if rank >= world_size:
+        raise ConfigError(f"RANK={rank} does not exist among WORLD_SIZE={world_size} processes.", fix=BY_TORCHRUN)
+    return Ranks(rank, world_size, local_rank)
+
+
+def connect(device: str) -> Ranks:
+    """Join the other processes: NCCL for `cuda`, Gloo for `cpu`. A process that is alone joins nothing.
+
+    Raises: ConfigError when several processes are to share one GPU, or the environment is incomplete.
+    """
+    ranks = stated_ranks()
+    if ranks.world_size == 1 or dist.is_initialized():
+        return ranks
+    if device == "cpu":
+        dist.init_process_group("gloo")
+        return ranks
+    if device != "cuda":
+        raise ConfigError(f"train.device={device} names one GPU, and there are {ranks.world_size} processes.", fix="Set train.device=cuda.")
+    if ranks.local_rank >= torch.cuda.device_count():
+        raise ConfigError(
+            f"Process {ranks.local_rank} of this machine finds no GPU: there are {torch.cuda.device_count()}.",
+            fix=f"Start with `torchrun --nproc-per-node {max(1, torch.cuda.device_count())}`, or set train.device=cpu.",
+        )
+    torch.cuda.set_device(ranks.local_rank)
+    dist.init_process_group("nccl", device_id=torch.device("cuda", ranks.local_rank))
+    return ranks
+
+
+def disconnect() -> None:
+    """Leave the group, if this process joined one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
