@@ -47,15 +47,23 @@ class LanguageModel(nn.Module, ABC):
         self.ops = ops
 
     @classmethod
-    def configure(cls, values: Mapping[str, Any]) -> Section:
-        """Return the checked configuration of this model from the keys under `model.`.
+    def check(cls, values: Mapping[str, Any], *, seq_len: int) -> Section:
+        """Return the checked configuration of this model from the keys under `model.`, for windows of `seq_len` tokens.
 
         Raises: ConfigError naming the key, and the nearest known one when it is unknown.
         """
         try:
-            return cls.Config.model_validate(dict(values))
+            return cls.fitted(cls.Config.model_validate(dict(values)), seq_len)
         except ValidationError as error:
             raise explain(error, cls.Config, prefix="model.") from error
+
+    @classmethod
+    @abstractmethod
+    def fitted(cls, config: Any, seq_len: int) -> Section:
+        """Return the configuration with what it leaves open settled for windows of `seq_len` tokens.
+
+        Raises: ConfigError with the key to set when the model could not hold such a window.
+        """
 
     @classmethod
     def on_meta(cls, config: Section, ops: Ops) -> Self:
@@ -67,6 +75,11 @@ class LanguageModel(nn.Module, ABC):
     def num_parameters(cls, config: Section) -> int:
         """Return how many parameters a model of this configuration has; a shared one counts once."""
         return sum(parameter.numel() for parameter in cls.on_meta(config, _no_ops()).parameters())
+
+    @classmethod
+    def count_flops(cls, config: Section, seq_len: int) -> Flops:
+        """Return `flops_per_token` of a model of this configuration, without making one."""
+        return cls.on_meta(config, _no_ops()).flops_per_token(seq_len)
 
     @final  # type: ignore[misc]  # nn.Module declares forward as an attribute
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor, doc_ids_BT: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -123,12 +136,10 @@ class LanguageModel(nn.Module, ABC):
     def init_weights(self) -> None:
         """Fill every parameter anew from torch's generator; a model made on the meta device needs it after `to_empty`."""
 
+    @property
     @abstractmethod
-    def check_seq_len(self, seq_len: int) -> None:
-        """Refuse a window this model cannot hold.
-
-        Raises: ConfigError with the key to set.
-        """
+    def max_seq_len(self) -> int:
+        """Most tokens in a row that the model takes."""
 
     @abstractmethod
     def flops_per_token(self, seq_len: int) -> Flops:

@@ -40,8 +40,8 @@ class TransformerConfig(Section):
     """Components of a head (C); None is d_model / num_heads."""
     d_ff: int | None = Field(None, ge=1)
     """Width inside the MLP (F); None is 4 d_model, and 8/3 d_model up to the next multiple of 64 for swiglu."""
-    max_seq_len: int = Field(1024, ge=1)
-    """Positions the model has; windows and prompts may be shorter."""
+    max_seq_len: int | None = Field(None, ge=1)
+    """Positions the model has; windows and prompts may be shorter. None takes data.seq_len."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     """layernorm or rmsnorm; before attention, before the MLP and after the last block."""
     positions: Literal["learned", "rotary"] = "rotary"
@@ -70,6 +70,11 @@ class TransformerConfig(Section):
     def kv_heads(self) -> int:
         """Key and value heads, G."""
         return self.num_kv_heads or self.num_heads
+
+    @property
+    def num_positions(self) -> int:
+        """Positions the model has; 1,024 where neither a configuration nor a window length said."""
+        return self.max_seq_len or 1024
 
     @property
     def mlp_width(self) -> int:
@@ -107,13 +112,33 @@ class Transformer(LanguageModel):
     def __init__(self, config: TransformerConfig, ops: Ops) -> None:
         super().__init__(config, ops)
         width = config.d_model
-        rotary = layers.Rotary(config.head_size, config.max_seq_len, config.rotary_base) if config.positions == "rotary" else None
+        rotary = layers.Rotary(config.head_size, config.num_positions, config.rotary_base) if config.positions == "rotary" else None
         self.token_embedding = nn.Embedding(config.vocab_size, width)
-        self.position_embedding = nn.Embedding(config.max_seq_len, width) if config.positions == "learned" else None
+        self.position_embedding = nn.Embedding(config.num_positions, width) if config.positions == "learned" else None
         self.blocks = nn.ModuleList(_block(config, rotary, ops) for _ in range(config.num_layers))
         self.final_norm = _norm(config)
         self.unembedding = None if config.tied_head else nn.Linear(width, config.vocab_size, bias=False)
         self.init_weights()
+
+    @classmethod
+    def fitted(cls, config: TransformerConfig, seq_len: int) -> TransformerConfig:
+        """Return the configuration with as many positions as a window has tokens, where it states none.
+
+        Raises: ConfigError when it states fewer.
+        """
+        if config.max_seq_len is None:
+            return config.model_copy(update={"max_seq_len": seq_len})
+        if seq_len > config.max_seq_len:
+            raise ConfigError(
+                f"data.seq_len={seq_len} is more than model.max_seq_len={config.max_seq_len}, the positions the model has.",
+                fix=f"Set model.max_seq_len={seq_len}, or data.seq_len={config.max_seq_len}.",
+            )
+        return config
+
+    @property
+    def max_seq_len(self) -> int:
+        """Most tokens in a row that the model takes."""
+        return self.config.num_positions
 
     def embed(self, tokens_BT: Tensor) -> Tensor:
         """Return each token's vector, with its position's when positions are learned.
@@ -123,7 +148,7 @@ class Transformer(LanguageModel):
         Raises:  ShapeError when T is above model.max_seq_len.
         """
         num_tokens = tokens_BT.shape[1]
-        layers.check_length(num_tokens, self.config.max_seq_len)
+        layers.check_length(num_tokens, self.max_seq_len)
         hidden_BTD = self.token_embedding(tokens_BT)
         if self.position_embedding is not None:
             hidden_BTD = hidden_BTD + self.position_embedding.weight[:num_tokens]
@@ -152,17 +177,6 @@ class Transformer(LanguageModel):
                 nn.init.ones_(parameter)
             else:
                 nn.init.normal_(parameter, std=residual_std if name.endswith(("attention.output.weight", "mlp.down.weight")) else INIT_STD)
-
-    def check_seq_len(self, seq_len: int) -> None:
-        """Refuse a window longer than the model has positions.
-
-        Raises: ConfigError with the key to set.
-        """
-        if seq_len > self.config.max_seq_len:
-            raise ConfigError(
-                f"data.seq_len={seq_len} is more than model.max_seq_len={self.config.max_seq_len}, the positions the model has.",
-                fix=f"Set model.max_seq_len={seq_len}, or data.seq_len={self.config.max_seq_len}.",
-            )
 
     def flops_per_token(self, seq_len: int) -> Flops:
         """Return the training FLOPs a token in windows of `seq_len`.
