@@ -7,7 +7,6 @@ is one JSON object. Exit codes: 0 done, 1 failed, 2 wrong usage, 75 stopped and 
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import inspect
 import json
@@ -200,13 +199,17 @@ def _call(command: Command, values: dict[str, Any]) -> None:
 
 def _python_parameters(command: Command, terminal: Terminal, speaks: bool, as_json: bool) -> dict[str, Any]:
     """Return what a command's Python-only parameters are on the command line: the terminal's own, or nothing on other ranks."""
-    from flatout.terminal import RunReport
+    from flatout.terminal import RunReport, printable
 
     stream = sys.stderr if as_json else sys.stdout
+
+    def write(text: str) -> None:
+        print(printable(text) if stream.isatty() else text, end="", flush=True, file=stream)
+
     given = {
         "progress": terminal if speaks else SILENT,
         "observers": (RunReport(terminal),) if speaks else (),
-        "write": functools.partial(print, end="", flush=True, file=stream) if speaks else None,
+        "write": write if speaks else None,
     }
     return {name: value for name, value in given.items() if name in inspect.signature(command.call).parameters}
 

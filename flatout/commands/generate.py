@@ -1,0 +1,77 @@
+"""Write text with a trained model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated
+
+import typer
+
+from flatout.commands import Command, Result
+from flatout.errors import ConfigError
+from flatout.progress import SILENT, Progress
+
+
+class GenerateResult(Result):
+    """What a model wrote."""
+
+    samples: list[str]
+    """Each sample, its prompt first."""
+
+    def summary(self) -> str:
+        """Return nothing: the samples were shown as they were written."""
+        return ""
+
+
+def generate(
+    run: Annotated[str, typer.Argument(help="A run folder, or its name under runs/.")],
+    prompt: Annotated[str, typer.Option(help="Text to go on from; empty begins a new document.")] = "",
+    temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token; 1 draws as the model believes.")] = 0.8,
+    top_k: Annotated[int | None, typer.Option(help="Draw from the K likeliest tokens only.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Draw from the likeliest tokens that together have this probability.")] = None,
+    seed: Annotated[int, typer.Option(help="Equal seeds write equal text.")] = 0,
+    num_samples: Annotated[int, typer.Option(help="How many texts to write.")] = 1,
+    max_tokens: Annotated[int, typer.Option(help="Longest text, in tokens.")] = 256,
+    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")] = None,
+    checkpoint: Annotated[str, typer.Option(help="best, last, or a step.")] = "best",
+    *,
+    write: Callable[[str], object] | None = None,
+    progress: Progress = SILENT,
+) -> GenerateResult:
+    """Write text with a trained model, shown as it is written.
+
+    `write` takes the pieces as they come.
+
+    Raises: CheckpointError when the run has no such checkpoint; ConfigError when a setting is out of range.
+    """
+    from flatout.generate import check_settings, load_run, sample
+
+    check_settings(temperature, top_k, top_p, max_tokens)
+    if num_samples < 1:
+        raise ConfigError(f"num-samples {num_samples} asks for no text.", fix="Use 1 or more.")
+    loaded = load_run(run, checkpoint, progress=progress)
+    show = write or (lambda _piece: None)
+    samples = []
+    for number in range(num_samples):
+        pieces = [prompt]
+        show(prompt if num_samples == 1 else f"--- sample {number + 1} ---\n{prompt}")
+        for piece in sample(
+            loaded.model,
+            loaded.tokenizer,
+            prompt,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed + number,
+            max_tokens=max_tokens,
+            stop=stop or (),
+            window=loaded.config.data.seq_len,
+        ):
+            show(piece)
+            pieces.append(piece)
+        samples.append("".join(pieces))
+        show("\n")
+    return GenerateResult(samples=samples)
+
+
+COMMAND = Command(generate, example='flatout generate runs/demo --prompt "def main" --temperature 0.7', needs_torch=True)

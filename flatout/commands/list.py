@@ -1,0 +1,89 @@
+"""Show what there is: data sets, models, speedups, recipes, machines."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from flatout.commands import Command, Result
+from flatout.config import load_config
+from flatout.hardware import Machine, probe
+from flatout.registry import DATASETS, MACHINES, MODELS, OPTIMIZERS, RECIPES, SOURCES, Folder, YamlFolder, unknown_name
+from flatout.selection import all_speedups, select
+
+FOLDERS: dict[str, Folder | YamlFolder] = {
+    "datasets": DATASETS,
+    "models": MODELS,
+    "optimizers": OPTIMIZERS,
+    "recipes": RECIPES,
+    "sources": SOURCES,
+}
+
+
+class ListResult(Result):
+    """What there is of one kind."""
+
+    kind: str
+    """datasets, models, speedups, recipes, machines, sources or optimizers."""
+    items: list[dict[str, Any]]
+    """One object an entry: its `name`, its `description`, and for speedups whether it is `on` here and the `reason`."""
+
+    def summary(self) -> str:
+        """Return a line an entry."""
+        width = max((len(item["name"]) for item in self.items), default=0)
+        lines = [self._line(item, width) for item in self.items]
+        return "\n".join(lines) if lines else f"There are no {self.kind}."
+
+    def _line(self, item: dict[str, Any], width: int) -> str:
+        if "on" not in item:
+            return f"{item['name']:<{width}}  {item['description']}"
+        state = "on " if item["on"] else "off"
+        return f"{state}  {item['name']:<{width}}  {item['reason']}\n{'':{width + 7}}saves {item['description']} ({item['promise']})"
+
+
+def list_entries(
+    kind: Annotated[str, typer.Argument(help="datasets, models, speedups, recipes, machines, sources or optimizers.")],
+    recipe: Annotated[str | None, typer.Option(help="Speedups: decide for this recipe instead of the defaults.")] = None,
+) -> ListResult:
+    """Show what there is: data sets, models, speedups, recipes, machines.
+
+    Speedups are shown on or off as a run on this machine would have them, with the reason.
+
+    Raises: ConfigError for an unknown kind or recipe, with the nearest name.
+    """
+    if kind == "speedups":
+        return ListResult(kind=kind, items=_speedups(recipe))
+    if kind == "machines":
+        return ListResult(kind=kind, items=_machines(probe()))
+    if kind not in FOLDERS:
+        raise unknown_name("kind of entry", kind, [*FOLDERS, "machines", "speedups"])
+    folder = FOLDERS[kind]
+    return ListResult(kind=kind, items=[{"name": name, "description": folder.describe(name)} for name in folder.names()])
+
+
+def _speedups(recipe: str | None) -> list[dict[str, Any]]:
+    machine = probe()
+    config = load_config(recipe)
+    device = config.train.device if config.train.device != "auto" else "cuda" if machine.gpus else "cpu"
+    speedups = {speedup.name: speedup for speedup in all_speedups()}
+    items = []
+    for decision in select(config, machine, device=device):
+        speedup = speedups[decision.name]
+        items.append(
+            {"name": decision.name, "description": speedup.saves, "on": decision.on, "reason": decision.reason, "promise": speedup.promise.kind}
+        )
+    return items
+
+
+def _machines(machine: Machine) -> list[dict[str, Any]]:
+    """Every data sheet, this machine's first."""
+    here = machine.row.name if machine.row else None
+    items = [{"name": "(this machine)", "description": machine.describe()}]
+    for name in MACHINES.names():
+        mark = "; this machine's GPU" if name == here else ""
+        items.append({"name": name, "description": MACHINES.describe(name) + mark})
+    return items
+
+
+COMMAND = Command(list_entries, example="flatout list speedups")

@@ -1,0 +1,35 @@
+"""Figures as a person reads them."""
+
+from __future__ import annotations
+
+
+def duration(seconds: float) -> str:
+    """Return a length of time as a person reads it: 0.4 s, 8 s, 1 min 02 s, 2 h 05 min."""
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def amount(number: float, unit: str = "") -> str:
+    """Return a number with its unit, shortened: 12.3 MB, 61.2 K tokens, 1,234 documents."""
+    if unit in {"bytes", "B"}:
+        for step, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+            if number >= step:
+                return f"{number / step:.1f} {name}"
+        return f"{number:.0f} bytes"
+    short = next((f"{number / step:.1f} {name}" for step, name in ((1e9, "G"), (1e6, "M"), (1e4, "K")) if number >= step), None)
+    if short and short.endswith("K"):
+        short = f"{number / 1e3:.1f} K"
+    if short is None:
+        short = f"{number:.1f}" if number < 10 and number != int(number) else f"{number:,.0f}"
+    return f"{short} {unit}".rstrip()
+
+
+def printable(text: str) -> str:
+    """Return text without the control characters that move a cursor or change a terminal; a model may write any."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)

@@ -1,0 +1,99 @@
+"""A curve as a small picture in the terminal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+
+def curve(
+    points: Sequence[tuple[float, float]],
+    *,
+    marks: Sequence[tuple[float, float]] = (),
+    width: int = 60,
+    height: int = 8,
+    encoding: str = "utf-8",
+) -> str:
+    """Return a small picture of losses over steps: `points` as a line, `marks` (validation losses) as dots on it.
+
+    Points are (step, loss); what is not finite is left out. Braille characters, or plain ASCII where `encoding` cannot show them.
+    """
+    line = [(x, y) for x, y in sorted(points) if math.isfinite(y)]
+    dots = [(x, y) for x, y in sorted(marks) if math.isfinite(y)]
+    if len(line) < 2:
+        return ""
+    fine = _can_show("⣿│└●", encoding)
+    across, down = (2, 4) if fine else (1, 1)
+    values = [y for _, y in line + dots]
+    low, high = min(values), max(values)
+    span = (high - low) or 1.0
+    first, last = min(line[0][0], dots[0][0] if dots else math.inf), max(line[-1][0], dots[-1][0] if dots else -math.inf)
+    columns = _columns(line, first, last, width * across)
+    rows = [None if y is None else round((high - y) / span * (height * down - 1)) for y in columns]
+    cells = _braille(rows, width, height) if fine else _stars(rows, width, height)
+    for x, y in dots:
+        column = round((x - first) / ((last - first) or 1) * (width - 1))
+        cells[round((high - y) / span * (height - 1))][column] = "●" if fine else "o"
+    return _framed(cells, low, high, f"{first:,.0f}", f"{last:,.0f}", bool(dots), fine)
+
+
+def _can_show(text: str, encoding: str) -> bool:
+    try:
+        text.encode(encoding)
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
+
+
+def _columns(line: list[tuple[float, float]], first: float, last: float, count: int) -> list[float | None]:
+    """Average the points that fall into each column, and join the columns between by straight lines."""
+    sums: list[list[float]] = [[] for _ in range(count)]
+    for x, y in line:
+        sums[round((x - first) / ((last - first) or 1) * (count - 1))].append(y)
+    filled = [(i, sum(ys) / len(ys)) for i, ys in enumerate(sums) if ys]
+    columns: list[float | None] = [None] * count
+    for (i, y), (j, z) in zip(filled, filled[1:] + filled[-1:], strict=True):
+        for k in range(i, j + 1):
+            columns[k] = y + (z - y) * (k - i) / ((j - i) or 1)
+    return columns
+
+
+def _strokes(rows: list[int | None]) -> Iterator[tuple[int, int]]:
+    """Yield every (column, row) of a line through one row a column, steep parts filled in."""
+    before: int | None = None
+    for column, row in enumerate(rows):
+        if row is None:
+            continue
+        start = row if before is None else before + (1 if row > before else -1 if row < before else 0)
+        step = 1 if row >= start else -1
+        for r in range(start, row + step, step):
+            yield column, r
+        before = row
+
+
+def _braille(rows: list[int | None], width: int, height: int) -> list[list[str]]:
+    bits = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
+    cells = [[0] * width for _ in range(height)]
+    for column, row in _strokes(rows):
+        cells[row // 4][column // 2] |= bits[row % 4][column % 2]
+    return [[chr(0x2800 + cell) if cell else " " for cell in line] for line in cells]
+
+
+def _stars(rows: list[int | None], width: int, height: int) -> list[list[str]]:
+    cells = [[" "] * width for _ in range(height)]
+    for column, row in _strokes(rows):
+        cells[row][column] = "*"
+    return cells
+
+
+def _framed(cells: list[list[str]], low: float, high: float, first: str, last: str, marked: bool, fine: bool) -> str:
+    side, corner, floor, dot = ("│", "└", "─", "●") if fine else ("|", "+", "-", "o")
+    height, width = len(cells), len(cells[0])
+    lines = []
+    for i, row in enumerate(cells):
+        label = f"{high - (high - low) * i / (height - 1):8.3f}" if i in {0, height // 2, height - 1} else " " * 8
+        lines.append(f"{label} {side}{''.join(row)}".rstrip())
+    lines.append(f"{'':8} {corner}{floor * width}")
+    title = f"loss over steps ({dot} validation)" if marked else "loss over steps"
+    lines.append(f"{'':10}{first}{title:^{max(1, width - len(first) - len(last))}}{last}")
+    return "\n".join(lines)

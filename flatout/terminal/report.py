@@ -1,0 +1,154 @@
+"""A run as it goes, and what it came to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from flatout.progress import Task
+from flatout.terminal.figures import amount, duration, printable
+from flatout.terminal.lines import Terminal
+from flatout.terminal.picture import curve
+from flatout.training.files import read_lines
+
+
+class RunReport:
+    """A run as it goes: one calm line for the steps, one that stays for each evaluation, epoch, sample and save.
+
+    Implements the observer of `training/observers.py`.
+    """
+
+    def __init__(self, terminal: Terminal) -> None:
+        self.terminal = terminal
+        self._context: AbstractContextManager[Task] | None = None
+        self._task: Task | None = None
+        self._step = 0
+        self._last_step = -1
+        self._said = ""
+        self._epoch = 0
+        self._losses: list[float] = []
+        self._figures: Mapping[str, float] = {}
+
+    def on_start(self, run: Any) -> None:
+        """Take note of where the run begins; the line opens with the first step, when the length is known."""
+        self._step = run.step
+
+    def on_tick(self, step: int, last_step: int) -> None:
+        """Move the line of the steps on."""
+        if self._context is None or self._task is None:
+            self._context = self.terminal.task("Training", total=last_step - self._step)
+            self._task = self._context.__enter__()
+        self._task.advance(step - self._step)
+        self._step, self._last_step = step, last_step
+        self._task.note(" · ".join([f"{step:,}/{last_step:,}", *_step_facts(self._figures)]))
+
+    def on_record(self, record: Mapping[str, float]) -> None:
+        """Keep the newest figures for the line; an evaluation and a new epoch leave a line each."""
+        self._figures = {**self._figures, **record}
+        if "train/loss" in record:
+            self._losses.append(record["train/loss"])
+        if "val/loss" in record:
+            self.terminal.say(f"Step {record['step']:,.0f}: validation loss {record['val/loss']:.4f}")
+        epoch = int(record.get("train/epoch", self._epoch))
+        if epoch > self._epoch:
+            mean = sum(self._losses) / len(self._losses) if self._losses else math.nan
+            self.terminal.say(f"Epoch {epoch} done at step {record['step']:,.0f}: mean training loss {mean:.4f}")
+            self._epoch, self._losses = epoch, []
+
+    def on_event(self, event: Mapping[str, Any]) -> None:
+        """Leave a line for what happened; the last sample belongs to the closing lines."""
+        if event.get("event") == "sample" and self._step == self._last_step:
+            return
+        line = _event_line(event)
+        if line and line != self._said:
+            self._said = line
+            self.terminal.say(line)
+
+    def on_end(self, summary: Mapping[str, Any]) -> None:
+        """Close the line of the steps."""
+        context, self._context, self._task = self._context, None, None
+        if context:
+            context.__exit__(None, None, None)
+
+
+def _event_line(event: Mapping[str, Any]) -> str | None:
+    """Return what a person reads about an event, None for those that others say."""
+    kind = event.get("event")
+    if kind == "start":
+        return f"Training {amount(event['parameters'], 'parameters')} on {event['device']} ({event['device_reason']}): {event['machine']}"
+    if kind == "resume":
+        return f"Going on from {event['from_checkpoint']}"
+    if kind == "speedup":
+        return f"  {'on ' if event['on'] else 'off'}  {event['name']:<16} {event['reason']}"
+    if kind == "save":
+        return f"Saved {event['path']}"
+    if kind == "sample":
+        return f"Sample at step {event['step']:,}:\n{indented(event['text'])}"
+    return None
+
+
+def _step_facts(figures: Mapping[str, float]) -> list[str]:
+    found = []
+    if "train/loss" in figures:
+        found.append(f"loss {figures['train/loss']:.3f}")
+    if "perf/tokens_per_s" in figures:
+        found.append(f"{amount(figures['perf/tokens_per_s'])} tokens/s")
+    if "perf/mfu" in figures:
+        found.append(f"MFU {figures['perf/mfu']:.1%}")
+    return found
+
+
+def indented(text: str) -> str:
+    """Return text as a block that stands apart from the lines around it."""
+    return "\n".join(f"  | {line}".rstrip() for line in printable(text).strip("\n").splitlines())
+
+
+def closing(summary: Mapping[str, Any], *, encoding: str = "utf-8") -> str:
+    """Return the closing lines of a run: what was measured, its loss curve and its last sample.
+
+    `summary` is the run's summary.json; the curve and the sample come from the run folder it names.
+    """
+    folder = Path(summary["run"])
+    parts = ["\n".join(f"{name:<11}{text}" for name, text in _closing_facts(summary))]
+    records = list(read_lines(folder / "metrics.jsonl"))
+    points = [(r["step"], r["train/loss"]) for r in records if "train/loss" in r]
+    marks = [(r["step"], r["val/loss"]) for r in records if "val/loss" in r]
+    parts.append(curve(points, marks=marks, encoding=encoding))
+    samples = [event["text"] for event in read_lines(folder / "events.jsonl") if event.get("event") == "sample"]
+    if samples:
+        parts.append(f"A sample:\n{indented(samples[-1])}")
+    return "\n\n".join(part for part in parts if part)
+
+
+def _closing_facts(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield (name, text) for what the summary holds; what was not measured is left out, an unknown MFU says why."""
+    value: Callable[[str], Any] = summary.get
+    yield "Run", str(summary["run"])
+    yield (
+        "Trained",
+        f"{summary['steps']:,} steps, {amount(summary['tokens'], 'tokens')}" + (f", from {value('resumed_from')}" if value("resumed_from") else ""),
+    )
+    losses = [f"training {value('train_loss'):.4f}"] if value("train_loss") is not None else []
+    if value("val_loss") is not None:
+        losses.append(f"validation {value('val_loss'):.4f} (perplexity {math.exp(min(value('val_loss'), 700)):.1f})")
+    if value("best_val_loss") is not None and value("best_val_loss") != value("val_loss"):
+        losses.append(f"best {value('best_val_loss'):.4f}")
+    if value("bits_per_byte") is not None:
+        losses.append(f"{value('bits_per_byte'):.3f} bits a byte")
+    if losses:
+        yield "Loss", ", ".join(losses)
+    rates = [f"{amount(value('tokens_per_s'))} tokens/s steady"] if value("tokens_per_s") else []
+    rates += [f"{amount(value('wall_tokens_per_s'))} tokens/s with evaluation and saving"] if value("wall_tokens_per_s") else []
+    if rates:
+        yield "Speed", ", ".join(rates)
+    if value("mfu") is not None:
+        yield "MFU", f"{value('mfu'):.1%} of {value('mfu_of')}"
+    elif "mfu" in summary:
+        yield "MFU", f"unknown: {value('mfu_of') or 'no peak rate is known for this device'}"
+    if value("peak_gib"):
+        yield "Memory", f"{value('peak_gib'):.2f} GiB at most"
+    total = f", {duration(value('elapsed_s'))} over all resumes" if value("resumed_from") and value("elapsed_s") else ""
+    yield "Time", f"{duration(summary['wall_s'])}{total}"
