@@ -13,11 +13,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from flatout.documents import parse_yaml, read_document
 from flatout.errors import ConfigError
-from flatout.registry import RECIPES, nearest
+from flatout.registry import RECIPES
+from flatout.wording import explain as explain
+from flatout.wording import field_at
 
 FORMAT_VERSION = 1
 
@@ -31,13 +34,21 @@ ALTERNATIVES = (
 class Section(BaseModel):
     """Base of all configuration values: frozen, unknown keys refused, the text under a field is its help."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _true_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        field = cls.model_fields.get(info.field_name or "")
+        if isinstance(value, bool) and field is not None and "bool" not in str(field.annotation):
+            raise PydanticCustomError("no_number", "something else than true or false")
+        return value
 
 
 class ModelConfig(Section):
     """Which model; its own keys are checked by the model itself when the run is built."""
 
-    model_config = ConfigDict(frozen=True, extra="allow", use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="allow")
 
     kind: str = "transformer"
     """A file of flatout/models, or package.module:MyModel."""
@@ -109,6 +120,15 @@ class ScheduleConfig(Section):
     """wsd: fraction of the run over which the rate falls to min_lr."""
     min_lr: float = Field(0.0, ge=0)
     """Learning rate of the last step."""
+
+    @model_validator(mode="after")
+    def _warmup_is_steps_or_fraction(self) -> Self:
+        if isinstance(self.warmup, float) and self.warmup >= 1:
+            raise ConfigError(
+                f"schedule.warmup={self.warmup} is neither steps nor a fraction of the run.",
+                fix=f"Write schedule.warmup={round(self.warmup)} for steps, or a fraction below 1.",
+            )
+        return self
 
 
 class TrainConfig(Section):
@@ -246,7 +266,7 @@ def load_config(recipe: str | Path | None = None, overrides: Iterable[str] = ())
     document: dict[str, Any] = {}
     if recipe is not None:
         path = Path(recipe)
-        if path.suffix not in {".yaml", ".yml"}:
+        if path.suffix.lower() not in {".yaml", ".yml"}:
             path = RECIPES.path(str(recipe))
         document = read_document(path)
         document.setdefault("name", path.stem)
@@ -262,12 +282,14 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
         place = document
         for section in sections:
             place = place.setdefault(section, {})
+            if not isinstance(place, dict):
+                raise ConfigError(f"{key} contradicts {section}={place}, given before it.", fix="Keep one of the two.")
         place[last] = value
     return document
 
 
 def merge(document: dict[str, Any], layer: Mapping[str, Any], prefix: str = "") -> None:
-    """Lay `layer` over `document` in place; a key that states the same as others clears them."""
+    """Lay `layer` over `document` in place; a key that states the same as others clears theirs of the layers below."""
     for key, value in layer.items():
         dotted = f"{prefix}{key}"
         if isinstance(value, Mapping):
@@ -277,54 +299,20 @@ def merge(document: dict[str, Any], layer: Mapping[str, Any], prefix: str = "") 
             continue
         for group in ALTERNATIVES:
             if dotted in group and value is not None:
-                for other in group - {dotted}:
-                    document.pop(other.rpartition(".")[2], None)
+                for other in {name.rpartition(".")[2] for name in group} - layer.keys():
+                    document.pop(other, None)
         document[key] = value
 
 
 def validate(document: Mapping[str, Any]) -> RunConfig:
-    """Return the checked configuration.
+    """Return the checked configuration; a section left empty is its defaults.
 
     Raises: ConfigError naming the key, and the nearest known one when it is unknown.
     """
     try:
-        return RunConfig.model_validate(document)
+        return RunConfig.model_validate({key: value for key, value in document.items() if value is not None})
     except ValidationError as error:
         raise explain(error, RunConfig) from error
-
-
-def explain(error: ValidationError, section: type[Section], prefix: str = "") -> ConfigError:
-    """Turn pydantic's first complaint into one sentence about the key and one about the fix."""
-    first = error.errors()[0]
-    location = ".".join(str(part) for part in first["loc"] if isinstance(part, str) and not _is_type_tag(part))
-    key = f"{prefix}{location}"
-    if first["type"] == "extra_forbidden":
-        return unknown_key(key, all_keys(section, prefix))
-    return ConfigError(f"{key}={first['input']!r} cannot be used: {first['msg'].lower()}.", fix=f"Give {key} a value of the kind its help names.")
-
-
-def unknown_key(key: str, known: list[str]) -> ConfigError:
-    """Return the error for a configuration key that does not exist, with the nearest one that does."""
-    last = key.rpartition(".")[2]
-    same_name = [k for k in known if k.rpartition(".")[2] == last]
-    guess = same_name[0] if same_name else nearest(key, known)
-    if guess is None:
-        by_last = {k.rpartition(".")[2]: k for k in known}
-        close = nearest(last, by_last)
-        guess = by_last[close] if close else None
-    return ConfigError(f"There is no configuration key {key!r}.", fix=f"Did you mean {guess!r}?" if guess else f"Known keys: {', '.join(known)}.")
-
-
-def all_keys(section: type[Section], prefix: str = "") -> list[str]:
-    """Return every dotted key of a section and the sections in it."""
-    keys: list[str] = []
-    for name, field in section.model_fields.items():
-        kind = field.annotation
-        if isinstance(kind, type) and issubclass(kind, Section):
-            keys.extend(all_keys(kind, f"{prefix}{name}."))
-        else:
-            keys.append(f"{prefix}{name}")
-    return keys
 
 
 def difference(stored: RunConfig, wanted: RunConfig, *, free: Iterable[str] = ()) -> list[str]:
@@ -347,16 +335,25 @@ def _flat(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _is_type_tag(part: str) -> bool:
-    """Pydantic names the branch of a union in the location; that is not part of the key."""
-    return part in {"int", "float", "str", "tuple", "bool"} or part.startswith(("literal[", "tuple[", "constrained-", "function-"))
-
-
 def _parsed(overrides: Iterable[str]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for override in overrides:
         key, equals, text = override.partition("=")
-        if not equals or not key:
+        if not equals or not key.strip():
             raise ConfigError(f"{override!r} is not an override.", fix="Write section.key=value, for example optim.lr=3e-4.")
-        values[key.strip()] = parse_yaml(text, name=override) if text.strip() else None
+        values[key.strip()] = _value(key.strip(), text, override)
     return values
+
+
+def _value(key: str, text: str, name: str) -> Any:
+    """Read an override's value as YAML; what belongs to a text key stays text, whatever YAML would make of it."""
+    field = field_at(RunConfig, key)
+    if field is None or field.annotation not in (str, str | None):
+        return parse_yaml(text, name=name) if text.strip() else None
+    if not text.strip() or text.strip() in {"null", "~"}:
+        return text if field.annotation is str else None
+    try:
+        value = parse_yaml(text, name=name)
+    except ConfigError:
+        return text
+    return value if isinstance(value, str) else text

@@ -15,10 +15,14 @@ class _Loader(yaml.SafeLoader):
     """YAML 1.1 reads 3e-4 as text, on and no as truth values, and takes the last of two equal keys in silence. None of it here."""
 
 
-def _unique_mapping(loader: _Loader, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-    seen: dict[Any, Any] = {}
+def _unique_mapping(loader: _Loader, node: yaml.MappingNode, deep: bool = False) -> dict[str, Any]:
+    seen: dict[str, Any] = {}
     for key_node, value_node in node.value:
         key = loader.construct_object(key_node, deep=True)
+        if not isinstance(key, str):
+            raise ConfigError(
+                f"{node.start_mark.name}, line {key_node.start_mark.line + 1}: the key {key!r} is not text.", fix="Put it in quotes, or name it."
+            )
         if key in seen:
             raise ConfigError(
                 f"{node.start_mark.name}, line {key_node.start_mark.line + 1}: the key {key!r} is given twice.", fix="Delete one of them."
@@ -41,7 +45,10 @@ def parse_yaml(text: str, *, name: str) -> Any:
 
     Raises: ConfigError with the line that could not be read.
     """
-    loader = _Loader(text)
+    try:
+        loader = _Loader(text)
+    except yaml.reader.ReaderError as error:
+        raise ConfigError(f"{name} holds the character #x{error.character:04x}, which YAML does not allow.", fix="Delete it.") from error
     loader.name = name
     try:
         return loader.get_single_data()
@@ -61,6 +68,8 @@ def read_document(path: Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"Cannot read {path}: {error.strerror}.", fix="Check the path; `flatout list recipes` shows the built-in ones.") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text: byte {error.start} cannot be read.", fix="Save the file as UTF-8.") from error
     document = parse_yaml(text, name=str(path))
     if not isinstance(document, dict):
         raise ConfigError(f"{path} is not a mapping of sections.", fix="Write sections such as `optim:` with their keys under them.")

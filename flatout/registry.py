@@ -47,6 +47,8 @@ def load_reference(reference: str) -> Any:
     Raises: ConfigError when the module or the attribute does not exist.
     """
     module_name, _, attribute = reference.partition(":")
+    if not all(part.isidentifier() for part in [*module_name.split("."), attribute]):
+        raise ConfigError(f"{reference!r} does not name an object in a Python module.", fix="Write package.module:attribute.")
     if "" not in sys.path:
         sys.path.append("")
     try:

@@ -13,6 +13,7 @@ HOUSE = (
     "documents",
     "registry",
     "progress",
+    "wording",
     "config",
     "hardware",
     "parallel",

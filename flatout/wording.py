@@ -1,0 +1,176 @@
+"""Words for what is wrong with a configuration: which key was meant, what its value should have been, and its help."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from flatout.errors import ConfigError
+from flatout.registry import nearest
+
+NAMES_ELSEWHERE: Mapping[str, str] = {
+    "learning_rate": "optim.lr",
+    "max_lr": "optim.lr",
+    "min_learning_rate": "schedule.min_lr",
+    "adam_beta1": "optim.betas",
+    "adam_beta2": "optim.betas",
+    "beta1": "optim.betas",
+    "beta2": "optim.betas",
+    "adam_epsilon": "optim.eps",
+    "optimizer": "optim.kind",
+    "optimiser": "optim.kind",
+    "grad_clip": "optim.clip",
+    "max_grad_norm": "optim.clip",
+    "gradient_clip_val": "optim.clip",
+    "lr_scheduler": "schedule.kind",
+    "lr_scheduler_type": "schedule.kind",
+    "warmup_steps": "schedule.warmup",
+    "warmup_ratio": "schedule.warmup",
+    "warmup_iters": "schedule.warmup",
+    "max_steps": "train.steps",
+    "max_iters": "train.steps",
+    "num_steps": "train.steps",
+    "max_tokens": "train.tokens",
+    "num_train_epochs": "train.epochs",
+    "num_epochs": "train.epochs",
+    "max_epochs": "train.epochs",
+    "mixed_precision": "train.precision",
+    "dtype": "train.precision",
+    "use_amp": "train.precision",
+    "random_seed": "train.seed",
+    "eval_interval": "train.eval_every",
+    "eval_steps": "train.eval_every",
+    "eval_iters": "train.eval_tokens",
+    "save_steps": "checkpoint.every_steps",
+    "save_every": "checkpoint.every_steps",
+    "save_interval": "checkpoint.every_steps",
+    "save_total_limit": "checkpoint.keep",
+    "logging_steps": "log.every",
+    "log_interval": "log.every",
+    "log_every": "log.every",
+    "batch_size": "batch.rows_per_device",
+    "micro_batch_size": "batch.rows_per_device",
+    "per_device_train_batch_size": "batch.rows_per_device",
+    "global_batch_size": "batch.tokens_per_step",
+    "total_batch_size": "batch.tokens_per_step",
+    "gradient_accumulation_steps": "batch.accumulate",
+    "gradient_accumulation": "batch.accumulate",
+    "accumulate_grad_batches": "batch.accumulate",
+    "block_size": "data.seq_len",
+    "sequence_length": "data.seq_len",
+    "context_length": "data.seq_len",
+    "max_seq_length": "data.seq_len",
+    "dataset": "data.path",
+    "prefetch_factor": "data.prefetch",
+    "use_compile": "speedups",
+    "torch_compile": "speedups",
+    "compile": "speedups",
+    "flash_attention": "speedups",
+    "tf32": "speedups",
+    "fsdp": "parallel.shard",
+    "n_layer": "model.num_layers",
+    "n_layers": "model.num_layers",
+    "n_embd": "model.d_model",
+    "hidden_size": "model.d_model",
+    "n_head": "model.num_heads",
+    "n_heads": "model.num_heads",
+    "num_attention_heads": "model.num_heads",
+    "num_key_value_heads": "model.num_kv_heads",
+    "n_kv_heads": "model.num_kv_heads",
+}
+"""What other training scripts and tools call a key of flatout, so that a mistyped or borrowed key finds its own."""
+
+_KINDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "string": "text",
+    "bool": "true or false",
+    "tuple": "a list",
+    "list": "a list",
+    "dict": "a mapping",
+    "finite": "a finite number",
+}
+
+
+def explain(error: ValidationError, section: type[BaseModel], prefix: str = "") -> ConfigError:
+    """Turn pydantic's complaints about the first wrong key into one sentence about it and one about the fix."""
+    problems = error.errors()
+    first = problems[0]
+    key = _key_of(first, prefix)
+    if first["type"] == "extra_forbidden":
+        return unknown_key(key, all_keys(section, prefix))
+    wanted = dict.fromkeys(_expectation(problem) for problem in problems if _key_of(problem, prefix) == key)
+    field = field_at(section, key.removeprefix(prefix))
+    about = f" Its help: {field.description}" if field and field.description else ""
+    default = _default(field)
+    change = f"Change it, or leave it at its default, {default}." if default is not None else "Change it, or leave it out."
+    return ConfigError(f"{key}={first['input']!r} cannot be used: it must be {' or '.join(wanted)}.", fix=f"{change}{about}")
+
+
+def unknown_key(key: str, known: list[str]) -> ConfigError:
+    """Return the error for a configuration key that does not exist, with the one that was most likely meant."""
+    section, _, last = key.rpartition(".")
+    by_last = {name.rpartition(".")[2]: name for name in reversed(known)}
+    siblings = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == section}
+    tops = {top: top for top in (name.partition(".")[0] for name in known)} if not section else {}
+    guess = by_last.get(last) or NAMES_ELSEWHERE.get(last.lower().replace("-", "_"))
+    for names in (siblings, tops, by_last):
+        close = None if guess else nearest(last, names)
+        guess = names[close] if close else guess
+    listing = ", ".join(siblings.values() if section and siblings else known)
+    return ConfigError(f"There is no configuration key {key!r}.", fix=f"Did you mean {guess!r}?" if guess else f"Known keys: {listing}.")
+
+
+def all_keys(section: type[BaseModel], prefix: str = "") -> list[str]:
+    """Return every dotted key of a section and the sections in it."""
+    keys: list[str] = []
+    for name, field in section.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            keys.extend(all_keys(kind, f"{prefix}{name}."))
+        else:
+            keys.append(f"{prefix}{name}")
+    return keys
+
+
+def field_at(section: type[BaseModel], key: str) -> FieldInfo | None:
+    """Return the field at a dotted key, None where there is none."""
+    top, _, rest = key.partition(".")
+    field = section.model_fields.get(top)
+    kind = field.annotation if field else None
+    if rest and isinstance(kind, type) and issubclass(kind, BaseModel):
+        return field_at(kind, rest)
+    return None if rest else field
+
+
+def _default(field: FieldInfo | None) -> Any:
+    """Return a field's default as one would write it, None where there is none to speak of."""
+    if field is None or field.is_required() or isinstance(field.default, BaseModel):
+        return None
+    return list(field.default) if isinstance(field.default, tuple) else field.default
+
+
+def _key_of(problem: Mapping[str, Any], prefix: str) -> str:
+    """Return the dotted key of one of pydantic's complaints, which also names list positions and branches of a union."""
+    tags = ("literal[", "tuple[", "constrained-", "function-")
+    parts = (part for part in problem["loc"] if isinstance(part, str) and part not in {"int", "float", "str", "tuple", "bool"})
+    return prefix + ".".join(part for part in parts if not part.startswith(tags))
+
+
+def _expectation(problem: Mapping[str, Any]) -> str:
+    """Say what one of pydantic's complaints wanted: `a whole number`, `at least 1`, `'auto'`."""
+    kind, context = problem["type"], problem.get("ctx", {})
+    bounds = {
+        "greater_than": f"more than {context.get('gt', 0):g}",
+        "greater_than_equal": f"at least {context.get('ge', 0):g}",
+        "less_than": f"less than {context.get('lt', 0):g}",
+        "less_than_equal": f"at most {context.get('le', 0):g}",
+        "literal_error": str(context.get("expected")),
+        "model_type": "a section with keys under it",
+        "missing": "a longer list" if isinstance(problem["loc"][-1], int) else "given",
+        "too_long": "a shorter list",
+    }
+    return bounds.get(kind) or _KINDS.get(kind.partition("_")[0]) or problem["msg"].lower().removeprefix("input should be ")
