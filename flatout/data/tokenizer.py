@@ -1,0 +1,143 @@
+"""Text to tokens and back. Five kinds: characters, bytes, a BPE trained on the corpus, a tokenizer.json, a .tiktoken file.
+
+Whatever it came from, a tokenizer saves to one self-contained JSON file, which lies in the data set's folder and in nothing
+else's care: loading it needs no network, no other file and no package but the one that encodes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from flatout.data.tokenizers_bpe import RankTokenizer, read_tiktoken, train_bpe
+from flatout.data.tokenizers_huggingface import HuggingFaceTokenizer
+from flatout.data.tokenizers_plain import ByteTokenizer, CharTokenizer, characters_of
+from flatout.data.tokenizers_stored import FORMAT, FORMAT_VERSION
+from flatout.errors import DataError
+from flatout.progress import SILENT, Progress
+from flatout.registry import nearest
+
+__all__ = ["Sample", "Tokenizer", "load_tokenizer", "make_tokenizer", "parse_tokenizer"]
+
+TRAINING_BYTES = 8_000_000
+"""Text a BPE is trained on: a few seconds' work, and more hardly changes a vocabulary of this size."""
+
+Sample = Callable[[int | None], Iterable[str]]
+"""Gives about so many bytes of the corpus, spread evenly over it; None asks for all of it."""
+
+_KINDS: dict[str, Callable[[dict[str, Any]], Tokenizer]] = {
+    "char": CharTokenizer.from_document,
+    "byte": ByteTokenizer.from_document,
+    "bpe": RankTokenizer.from_document,
+    "huggingface": HuggingFaceTokenizer.from_document,
+}
+
+
+class Tokenizer(Protocol):
+    """What turns text into ids below `vocab_size`. Text never yields `eot_id` or another special id."""
+
+    name: str
+    vocab_size: int
+    eot_id: int
+    """End-of-text: put after every document, by the packer, never by the tokenizer."""
+
+    def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray[Any, np.dtype[np.uint32]]]:
+        """Return the ids of each text, without end-of-text."""
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of one text."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of some ids; bytes that are not UTF-8 become U+FFFD."""
+
+    def decode_bytes(self, ids: Sequence[int]) -> bytes:
+        """Return the bytes of some ids, which may end inside a character."""
+
+    def save(self, path: Path) -> None:
+        """Write the tokenizer, whole, to one JSON file."""
+
+    def digest(self) -> str:
+        """Return the SHA-256 of the file that `save` writes."""
+
+
+def make_tokenizer(
+    spec: str, sample: Sample, *, pattern: str | None = None, end_of_text: str | None = None, progress: Progress = SILENT
+) -> Tokenizer:
+    """Return the tokenizer that `spec` names: char, byte, train:N, or a file.
+
+    Raises: DataError for a name that is none of these, a file that cannot be used, or an empty sample.
+    """
+    if spec == "byte":
+        return ByteTokenizer()
+    if spec == "char":
+        with progress.task("Collecting characters", unit="documents") as task:
+            return CharTokenizer(characters_of(sample(None), task))
+    if spec.startswith("train:"):
+        size = _vocabulary_size(spec)
+        tokenizer = train_bpe(sample(TRAINING_BYTES), size, progress=progress)
+        if tokenizer.vocab_size < size:
+            progress.say(f"The text gives {tokenizer.vocab_size:,} tokens, not {size:,}: no more pairs repeat in it.")
+        return tokenizer
+    path = Path(spec).expanduser()
+    if path.is_dir():
+        path = path / "tokenizer.json"
+    if path.is_file():
+        return load_tokenizer(path, pattern=pattern, end_of_text=end_of_text)
+    if "/" not in spec and not path.suffix:
+        guess = nearest(spec, ["char", "byte", "train:4096"])
+        hint = f"Did you mean {guess!r}? " if guess else ""
+        raise DataError(f"There is no tokenizer {spec!r}.", fix=f"{hint}Give char, byte, train:N, or a tokenizer.json or .tiktoken file.")
+    near = nearest(path.name, [entry.name for entry in path.parent.iterdir()]) if path.parent.is_dir() else None
+    raise DataError(f"There is no tokenizer file {path}.", fix=f"Did you mean {str(path.parent / near)!r}?" if near else "Check the path.")
+
+
+def _vocabulary_size(spec: str) -> int:
+    digits = spec.removeprefix("train:")
+    if not digits.isdecimal() or not 258 <= int(digits) <= 1_000_000:
+        raise DataError(
+            f"{spec!r} does not name a vocabulary size.", fix="Give a number from 258 (the bytes, end-of-text, one merge) up, for example train:4096."
+        )
+    return int(digits)
+
+
+def load_tokenizer(path: Path, *, pattern: str | None = None, end_of_text: str | None = None) -> Tokenizer:
+    """Return the tokenizer in a file: one that `save` wrote, a Hugging Face tokenizer.json, or a .tiktoken file.
+
+    `pattern` splits text for a .tiktoken file that is not a known one; `end_of_text` names that token of a tokenizer.json.
+
+    Raises: DataError when the file cannot be read or is none of these.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"Cannot read the tokenizer {path}: {error.strerror}.", fix="Check the path and its permissions.") from error
+    if path.suffix == ".tiktoken":
+        return read_tiktoken(data, str(path), pattern=pattern)
+    return parse_tokenizer(data, str(path), end_of_text=end_of_text)
+
+
+def parse_tokenizer(data: bytes | str, name: str, *, end_of_text: str | None = None) -> Tokenizer:
+    """Return the tokenizer in the text of a JSON file called `name`.
+
+    Raises: DataError when it holds none.
+    """
+    fix = "Give a file that flatout saved, a Hugging Face tokenizer.json, or a .tiktoken file."
+    try:
+        document = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{name} is not a tokenizer: it is not JSON ({error}).", fix=fix) from error
+    if not isinstance(document, dict):
+        raise DataError(f"{name} is not a tokenizer.", fix=fix)
+    if document.get("format") != FORMAT:
+        return HuggingFaceTokenizer.from_file(document, name, end_of_text=end_of_text)
+    version, kind = document.get("format_version"), document.get("kind")
+    if not isinstance(version, int) or version > FORMAT_VERSION or kind not in _KINDS:
+        raise DataError(f"{name} holds a tokenizer of format_version {version}, kind {kind!r}.", fix="Install a newer flatout.")
+    try:
+        return _KINDS[kind](document)
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(f"{name} is a damaged tokenizer file: {error!r}.", fix="Prepare the data set again.") from error

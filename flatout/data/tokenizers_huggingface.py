@@ -1,0 +1,142 @@
+"""A Hugging Face tokenizer.json, of any model, encoded by `tokenizers`."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import re
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from flatout.data.tokenizers_bpe import byte_level_alphabet
+from flatout.data.tokenizers_stored import Ids, StoredTokenizer, join_pieces, not_text
+from flatout.errors import DataError
+from flatout.registry import nearest
+
+if TYPE_CHECKING:
+    import tokenizers
+
+USUAL_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|eot_id|>", "<|im_end|>")
+"""What end-of-text is called, the likelier first."""
+
+
+class HuggingFaceTokenizer(StoredTokenizer):
+    """The tokenizer of a tokenizer.json, without what it adds around a text (a beginning token, truncation, padding).
+
+    Special tokens written out in a text are text: they are split like any other words.
+    """
+
+    kind: ClassVar[str] = "huggingface"
+
+    def __init__(self, name: str, definition: dict[str, Any], eot_id: int) -> None:
+        self.name = name
+        self.definition = definition
+        self.eot_id = eot_id
+        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+
+    @cached_property
+    def _tokenizer(self) -> tokenizers.Tokenizer:
+        from tokenizers import Tokenizer
+
+        made = Tokenizer.from_str(json.dumps(self.definition))
+        made.encode_special_tokens = True
+        made.no_padding()
+        made.no_truncation()
+        return made
+
+    @cached_property
+    def _special(self) -> dict[str, int]:
+        """The tokens that text must not become; an unknown-token is what unknown text honestly becomes."""
+        model = self.definition.get("model", {})
+        unknown = {model.get("unk_token"), "<unk>", "[UNK]"}
+        tokens = {entry["content"]: int(entry["id"]) for entry in self.definition.get("added_tokens", []) if entry.get("special")}
+        ends = {self._tokenizer.id_to_token(self.eot_id): self.eot_id}
+        return {content: index for content, index in tokens.items() if content not in unknown} | ends
+
+    def encode_document(self, text: str) -> Ids:
+        """Return the ids of one text."""
+        ids = self._encode(text)
+        if not self._has_special(ids):
+            return ids
+        literal = "|".join(re.escape(content) for content in sorted(self._special, key=len, reverse=True))
+        cuts = [0, *(match.start() + 1 for match in re.finditer(literal, text)), len(text)]
+        pieces = [text[start:end] for start, end in itertools.pairwise(cuts)]
+        ids = np.concatenate([self._encode(piece) for piece in pieces])
+        if self._has_special(ids):
+            raise DataError(
+                f"The tokenizer {self.name!r} turns plain text into a special token.",
+                fix="Use another tokenizer, or skip such documents with --on-bad-row skip.",
+            )
+        return ids
+
+    def _encode(self, text: str) -> Ids:
+        try:
+            found = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0]
+        except UnicodeEncodeError as error:
+            raise not_text(error) from error
+        return np.array(found.ids, np.uint32)
+
+    def _has_special(self, ids: Ids) -> bool:
+        return bool(np.isin(ids, list(self._special.values())).any())
+
+    @cached_property
+    def _bytes(self) -> list[bytes] | None:
+        """The bytes of each id, when the model writes bytes; other models only decode whole sequences."""
+        decoder = self.definition.get("decoder") or {}
+        if decoder.get("type") != "ByteLevel":
+            return None
+        byte_of = byte_level_alphabet()
+        added = {int(entry["id"]) for entry in self.definition.get("added_tokens", [])}
+        table = [b"\xef\xbf\xbd"] * self.vocab_size
+        for piece, index in self._tokenizer.get_vocab(with_added_tokens=True).items():
+            plain = index in added or not all(character in byte_of for character in piece)
+            table[index] = piece.encode() if plain else bytes(byte_of[character] for character in piece)
+        return table
+
+    def decode_bytes(self, ids: Sequence[int]) -> bytes:
+        """Return the bytes of some ids."""
+        if self._bytes is not None:
+            return join_pieces(self._bytes, ids)
+        text: str = self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
+        return text.encode()
+
+    def document(self) -> dict[str, Any]:
+        """Return end-of-text and the whole definition."""
+        return {"eot_id": self.eot_id, "tokenizer": self.definition}
+
+    @classmethod
+    def from_document(cls, document: dict[str, Any]) -> HuggingFaceTokenizer:
+        """Return the tokenizer that `document` describes."""
+        return cls(str(document["name"]), dict(document["tokenizer"]), int(document["eot_id"]))
+
+    @classmethod
+    def from_file(cls, definition: dict[str, Any], name: str, *, end_of_text: str | None = None) -> HuggingFaceTokenizer:
+        """Return the tokenizer of a parsed tokenizer.json.
+
+        Raises: DataError when it is not one, or end-of-text is neither named nor called by a usual name.
+        """
+        from tokenizers import Tokenizer
+
+        try:
+            vocabulary = Tokenizer.from_str(json.dumps(definition)).get_vocab(with_added_tokens=True)
+        except Exception as error:
+            raise DataError(
+                f"{name} is not a tokenizer: {error}.", fix="Give a file that flatout saved, a Hugging Face tokenizer.json, or a .tiktoken file."
+            ) from error
+        token = end_of_text or next((usual for usual in USUAL_NAMES if usual in vocabulary), None)
+        if token is None or token not in vocabulary:
+            guess = nearest(token, vocabulary) if token else None
+            raise DataError(
+                f"{name} has no token {token!r}." if token else f"{name} has none of the usual end-of-text tokens.",
+                fix=f"Did you mean {guess!r}?" if guess else "Name its end-of-text token with --end-of-text.",
+            )
+        definition = copy.deepcopy(definition)
+        for entry in definition.get("added_tokens", []):
+            if entry["content"] == token:
+                entry["special"] = True
+        stem = name.rpartition("/")[2].removesuffix(".json")
+        return cls(stem, definition, vocabulary[token])

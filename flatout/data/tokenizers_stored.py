@@ -1,0 +1,92 @@
+"""What every tokenizer shares: its one-file form, and the calls that follow from encoding one text."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar, final
+
+import numpy as np
+
+from flatout.errors import DataError
+
+FORMAT = "flatout-tokenizer"
+FORMAT_VERSION = 1
+END_OF_TEXT = "<|endoftext|>"
+
+Ids = np.ndarray[Any, np.dtype[np.uint32]]
+
+
+class StoredTokenizer(ABC):
+    """A tokenizer that a JSON document describes whole."""
+
+    kind: ClassVar[str]
+    name: str
+    vocab_size: int
+    eot_id: int
+
+    @abstractmethod
+    def encode_document(self, text: str) -> Ids:
+        """Return the ids of one text, none of them special.
+
+        Raises: DataError when the text cannot be written in this vocabulary.
+        """
+
+    @abstractmethod
+    def decode_bytes(self, ids: Sequence[int]) -> bytes:
+        """Return the bytes of some ids, which may end inside a character; an unknown id becomes U+FFFD."""
+
+    @abstractmethod
+    def document(self) -> dict[str, Any]:
+        """Return what `from_document` needs, as plain values."""
+
+    @final
+    def encode_documents(self, texts: Sequence[str]) -> list[Ids]:
+        """Return the ids of each text, without end-of-text."""
+        return [self.encode_document(text) for text in texts]
+
+    @final
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of one text."""
+        ids: list[int] = self.encode_document(text).tolist()
+        return ids
+
+    @final
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of some ids; bytes that are not UTF-8 become U+FFFD."""
+        return self.decode_bytes(ids).decode("utf-8", errors="replace")
+
+    @cached_property
+    def text(self) -> str:
+        """What `save` writes."""
+        head = {"format": FORMAT, "format_version": FORMAT_VERSION, "kind": self.kind, "name": self.name}
+        return json.dumps(head | self.document(), ensure_ascii=True) + "\n"
+
+    @final
+    def save(self, path: Path) -> None:
+        """Write the tokenizer, whole, to one JSON file."""
+        path.write_text(self.text, encoding="utf-8")
+
+    @final
+    def digest(self) -> str:
+        """Return the SHA-256 of the file that `save` writes."""
+        return hashlib.sha256(self.text.encode()).hexdigest()
+
+
+def join_pieces(table: Sequence[bytes], ids: Sequence[int]) -> bytes:
+    """Return the pieces of some ids one after another; an id outside the table becomes U+FFFD."""
+    size = len(table)
+    return b"".join(table[i] if 0 <= i < size else b"\xef\xbf\xbd" for i in (int(i) for i in ids))
+
+
+def not_text(error: UnicodeEncodeError) -> DataError:
+    """Return the error for half a surrogate pair: a code point that is no character, so no encoding has it."""
+    code = ord(error.object[error.start])
+    return DataError(
+        f"Character {error.start} is U+{code:04X}, half of a surrogate pair, which is not text.",
+        fix="Repair the document, or skip such documents with --on-bad-row skip.",
+    )

@@ -1,0 +1,84 @@
+"""The running Python's own standard library: about 12 MB of real code and prose that is on every machine."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sysconfig
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+from flatout.errors import DataError
+from flatout.sources import Document, LeftOut, Part, Row
+
+PART_BYTES = 1 << 20
+ENOUGH_BYTES = 12_000_000
+"""The library's tests are only taken, in order, until there is this much."""
+_OUTSIDE = {"site-packages", "dist-packages", "__pycache__"}
+_TESTS = {"test", "tests", "idle_test"}
+
+
+def python_stdlib() -> list[Part]:
+    """Return the parts of the standard library, one document a module, in sorted order.
+
+    Raises: DataError when this Python comes without its sources.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    names = choose(root)
+    if not names:
+        raise DataError(f"{root} holds no Python sources.", fix="Use a Python that comes with its standard library, or name a text file.")
+    parts: list[Part] = []
+    held: list[str] = []
+    held_bytes = 0
+    for name in names:
+        held.append(name)
+        held_bytes += _size(root, name)
+        if held_bytes >= PART_BYTES:
+            parts.append(_part(root, held))
+            held, held_bytes = [], 0
+    return [*parts, _part(root, held)] if held else parts
+
+
+SOURCE = python_stdlib
+
+
+def choose(root: Path) -> list[str]:
+    """Return the files to take, relative to `root`, sorted: the library, and tests only as far as it is too small."""
+    names = []
+    for folder, inside, files in os.walk(root):
+        inside[:] = [name for name in inside if name not in _OUTSIDE]
+        names += [Path(folder, name).relative_to(root).as_posix() for name in files if name.endswith(".py")]
+    names.sort()
+    chosen = [name for name in names if not _TESTS & set(name.split("/"))]
+    total = sum(_size(root, name) for name in chosen)
+    for name in names:
+        if total >= ENOUGH_BYTES:
+            break
+        if _TESTS & set(name.split("/")):
+            chosen.append(name)
+            total += _size(root, name)
+    return sorted(chosen)
+
+
+def _size(root: Path, name: str) -> int:
+    return (root / name).stat().st_size
+
+
+def _part(root: Path, names: list[str]) -> Part:
+    digest = hashlib.sha256()
+    for name in names:
+        digest.update(name.encode() + b"\0" + (root / name).read_bytes() + b"\0")
+    return Part(read_modules, (str(root), tuple(names)), fingerprint=digest.hexdigest(), num_bytes=sum(_size(root, name) for name in names))
+
+
+def read_modules(root: str, names: tuple[str, ...]) -> Iterator[Row]:
+    """Yield modules as documents, in the encoding each declares; those that cannot be decoded are left out."""
+    for name in names:
+        try:
+            with tokenize.open(str(Path(root, name))) as file:
+                text = file.read()
+        except (SyntaxError, UnicodeDecodeError):
+            yield LeftOut("cannot be decoded", name)
+        else:
+            yield Document(text, name)
