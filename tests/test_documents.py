@@ -1,0 +1,94 @@
+"""YAML as flatout reads it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from flatout.documents import parse_yaml, read_document
+from flatout.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("3e-4", 3e-4),
+        ("1e3", 1000.0),
+        ("-2E+5", -2e5),
+        ("1.", 1.0),
+        (".5", 0.5),
+        ("+.5e1", 5.0),
+        ("1_000.5", 1000.5),
+        ("1_000", 1000),
+        ("-3", -3),
+        ("0x10", 16),
+        (".inf", math.inf),
+    ],
+)
+def test_numbers_are_numbers(text, value):
+    parsed = parse_yaml(text, name="test")
+    assert parsed == value
+    assert type(parsed) is type(value)
+
+
+@pytest.mark.parametrize("text", ["e5", "3e", "1.2.3", "3e-4x", "v1", "on", "off", "yes", "No", "cuda:1", "auto,-compile", "1e-4, 2", "._", "'3e-4'"])
+def test_words_stay_words(text):
+    assert parse_yaml(text, name="test") == text.strip("'")
+
+
+def test_other_yaml_keeps_its_meaning():
+    assert parse_yaml("a: [1, 2.5, true, null, x]\nb: {c: 'd'}", name="test") == {"a": [1, 2.5, True, None, "x"], "b": {"c": "d"}}
+    assert parse_yaml("", name="test") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "about"),
+    [
+        ("optim:\n  lr: 1\n  lr: 2\n", 3, "'lr' is given twice"),
+        ("a: 1\nb: 2\na: 1\n", 3, "'a' is given twice"),
+        ("- {x: 1, x: 1}\n", 1, "'x' is given twice"),
+        ("a: [1\nb: 2\n", 2, "not YAML"),
+        ("a: 1\n\tb: 2\n", 2, "not YAML"),
+        ("a: !!python/object:os.system {}\n", 1, "not YAML"),
+        ("a: 1\n---\nb: 1\n", 2, "another document"),
+        ("a:\n  1: x\n", 2, "key 1 is not text"),
+        ("? [a, b]\n: 3\n", 1, "is not text"),
+        ("{{a: 1}: 2}\n", 1, "is not text"),
+        ("a: &x [*x]\n", 1, "recursive"),
+    ],
+)
+def test_errors_name_file_and_line(text, line, about):
+    with pytest.raises(ConfigError) as caught:
+        parse_yaml(text, name="my.yaml")
+    assert f"my.yaml, line {line}" in str(caught.value)
+    assert about in str(caught.value)
+
+
+def test_a_character_that_yaml_refuses_is_named():
+    with pytest.raises(ConfigError, match="#x0000"):
+        parse_yaml("a: \x00", name="my.yaml")
+
+
+def test_read_document(tmp_path):
+    path = tmp_path / "a.yaml"
+    path.write_text("name: ünïcode\noptim:\n  lr: 3e-4\n", encoding="utf-8")
+    assert read_document(path) == {"name": "ünïcode", "optim": {"lr": 3e-4}}
+
+
+@pytest.mark.parametrize(
+    ("content", "about"),
+    [(None, "No such file"), (b"- a\n", "not a mapping"), (b"", "not a mapping"), (b"a: \xff\n", "byte 3"), (b"just words\n", "not a mapping")],
+)
+def test_what_is_no_document_is_refused(tmp_path, content, about):
+    path = tmp_path / "a.yaml"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match=about) as caught:
+        read_document(path)
+    assert str(path) in caught.value.what
+
+
+def test_a_folder_is_no_document(tmp_path):
+    with pytest.raises(ConfigError, match="directory"):
+        read_document(tmp_path)

@@ -1,0 +1,54 @@
+"""The family of errors: what happened, then the fix; exit codes that schedulers rely on."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+import pytest
+
+from flatout import errors
+
+FAMILY = [value for value in vars(errors).values() if inspect.isclass(value) and issubclass(value, errors.FlatoutError)]
+
+
+@pytest.mark.parametrize("error", [e for e in FAMILY if e is not errors.Interrupted])
+def test_reads_as_what_happened_then_the_fix(error):
+    raised = error("The disk is full.", fix="Free some space.")
+    assert str(raised) == "The disk is full. Fix: Free some space."
+    assert (raised.what, raised.fix) == ("The disk is full.", "Free some space.")
+
+
+@pytest.mark.parametrize("error", FAMILY)
+def test_a_fix_cannot_be_left_out(error):
+    with pytest.raises(TypeError, match="fix"):
+        error("The disk is full.")
+
+
+def test_exit_codes():
+    codes = {error.__name__: error.exit_code for error in FAMILY}
+    usage = {error.__name__ for error in FAMILY if issubclass(error, errors.UsageError)}
+    assert usage == {"UsageError", "ConfigError", "DataError", "CheckpointError", "HardwareError", "ShapeError", "MissingPackage"}
+    assert {codes[name] for name in usage} == {2}
+    assert (codes["RunFailed"], codes["Stopped"]) == (1, 75)
+
+
+@pytest.mark.parametrize(("signal_number", "code"), [(2, 130), (15, 143)])
+def test_an_interruption_exits_as_its_signal_does(signal_number, code):
+    assert errors.Interrupted("Stopped.", fix="Run it again.", signal_number=signal_number).exit_code == code
+
+
+def test_the_picture_in_the_docstring_is_the_tree():
+    drawn = {}
+    ancestors = []
+    for line in inspect.getdoc(errors).splitlines():
+        if found := re.match(r"^([│├└─\s]*)([A-Z]\w+)\s*(?:exit (\d+))?", line):
+            depth = len(found[1]) // 4
+            ancestors[depth:] = [found[2]]
+            drawn[found[2]] = (ancestors[depth - 1] if depth else "Exception", found[3])
+    drawn = {name: row for name, row in drawn.items() if name in {error.__name__ for error in FAMILY}}
+    assert {name: parent for name, (parent, _) in drawn.items()} == {error.__name__: error.__base__.__name__ for error in FAMILY}
+    for error in FAMILY:
+        stated = drawn[error.__name__][1]
+        if stated and error is not errors.Interrupted:
+            assert error.exit_code == int(stated)

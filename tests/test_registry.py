@@ -1,0 +1,134 @@
+"""Open lists: found by looking, named by their files, nothing imported before it is asked for."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from flatout import registry
+from flatout.errors import ConfigError
+from flatout.registry import COMMANDS, DATASETS, MACHINES, MODELS, OPTIMIZERS, RECIPES, SOURCES, SPEEDUPS, Folder, YamlFolder, load_reference, nearest
+
+
+@pytest.fixture
+def shapes(tmp_path, monkeypatch):
+    """A folder of Python entries inside a package that stands in for flatout's own."""
+    package = tmp_path / "flatout"
+    (package / "shapes").mkdir(parents=True)
+    (package / "shapes" / "round_one.py").write_text('"""A round shape.\n\nMore."""\nSHAPE = "round"\n')
+    (package / "shapes" / "square.py").write_text('"""A square shape."""\nSHAPE: str = "square"\n')
+    (package / "shapes" / "layers.py").write_text("def SHAPE_of(): ...\n")
+    (package / "shapes" / "_draft.py").write_text("SHAPE = 1\n")
+    (package / "shapes" / "broken_import.py").write_text('"""Fails when imported."""\nSHAPE = undefined_name\n')
+    monkeypatch.setattr(registry, "PACKAGE_DIR", package)
+    return Folder("shapes", "SHAPE", "shape")
+
+
+@pytest.fixture
+def colours(tmp_path, monkeypatch):
+    package = tmp_path / "flatout"
+    (package / "colours").mkdir(parents=True)
+    (package / "colours" / "dark-red.yaml").write_text("# A dark red.\n# And more.\nhue: 3e-1\n")
+    (package / "colours" / "plain.yaml").write_text("hue: 1\n")
+    monkeypatch.setattr(registry, "PACKAGE_DIR", package)
+    return YamlFolder("colours", "colour")
+
+
+def test_names_are_files_that_assign_the_attribute(shapes):
+    assert shapes.names() == ["broken-import", "round-one", "square"]
+
+
+def test_listing_imports_nothing(shapes):
+    assert shapes.describe("broken-import") == "Fails when imported."
+    assert shapes.describe("round-one") == "A round shape."
+    assert not [name for name in sys.modules if name.startswith("flatout.shapes")]
+
+
+def test_a_new_file_is_a_new_entry(shapes):
+    (registry.PACKAGE_DIR / "shapes" / "oval.py").write_text('"""Oval."""\nSHAPE = "oval"\n')
+    assert "oval" in Folder("shapes", "SHAPE", "shape").names()
+
+
+def test_unknown_names_are_answered_with_the_nearest(shapes, colours):
+    with pytest.raises(ConfigError, match=r"no shape named 'squar'.*Did you mean 'square'\? Known: broken-import, round-one, square\."):
+        shapes.get("squar")
+    with pytest.raises(ConfigError, match=r"Did you mean 'dark-red'\?"):
+        colours.path("dark_red")
+    with pytest.raises(ConfigError, match="no colour named 'zzz'") as caught:
+        colours.get("zzz")
+    assert "Did you mean" not in caught.value.fix
+
+
+def test_yaml_entries(colours):
+    assert colours.names() == ["dark-red", "plain"]
+    assert colours.describe("dark-red") == "A dark red."
+    assert colours.describe("plain") == ""
+    assert colours.get("dark-red") == {"hue": 0.3}
+    assert colours.path("plain").name == "plain.yaml"
+
+
+def test_an_empty_folder_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(registry, "PACKAGE_DIR", tmp_path)
+    with pytest.raises(ConfigError, match="Known: none"):
+        Folder("nothing", "X", "thing").get("x")
+
+
+@pytest.mark.parametrize(
+    ("typo", "meant"),
+    [("shakespear", "shakespeare"), ("Fused_AdamW", "fused-adamw"), ("compil", "compile"), ("qqqq", None), ("", None)],
+)
+def test_nearest(typo, meant):
+    assert nearest(typo, ["shakespeare", "fused-adamw", "compile", "bf16"]) == meant
+
+
+def test_references_reach_a_users_own_file(tmp_path, monkeypatch):
+    (tmp_path / "my_registry_example.py").write_text("class Mine: ...\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    found = load_reference("my_registry_example:Mine")
+    assert found.__name__ == "Mine"
+    assert MODELS.get("my_registry_example:Mine") is found
+    monkeypatch.delitem(sys.modules, "my_registry_example")
+
+
+@pytest.mark.parametrize(
+    ("reference", "about"),
+    [
+        ("no_such_module_here:x", "no Python module"),
+        ("json.no_such:x", "no Python module"),
+        ("json:lods", r"no 'lods'.*Did you mean 'loads'"),
+        ("json:qqqqqq", "Define 'qqqqqq'"),
+        (":x", "package.module:attribute"),
+        ("json:", "package.module:attribute"),
+        (".json:x", "package.module:attribute"),
+        ("a b:c", "package.module:attribute"),
+        ("json:a:b", "package.module:attribute"),
+    ],
+)
+def test_references_that_lead_nowhere(reference, about):
+    with pytest.raises(ConfigError, match=about):
+        load_reference(reference)
+
+
+def test_a_missing_import_inside_a_users_file_is_not_blamed_on_its_name(tmp_path, monkeypatch):
+    (tmp_path / "my_broken_example.py").write_text("import a_package_that_is_not_there\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="a_package_that_is_not_there"):
+        load_reference("my_broken_example:x")
+
+
+@pytest.mark.parametrize("folder", [COMMANDS, MODELS, OPTIMIZERS, SOURCES, SPEEDUPS], ids=lambda f: f.folder)
+def test_every_entry_of_the_house_loads_and_describes_itself(folder):
+    assert folder.names()
+    for name in folder.names():
+        assert folder.get(name) is not None
+        assert folder.describe(name).endswith("."), name
+
+
+@pytest.mark.parametrize("folder", [DATASETS, MACHINES, RECIPES], ids=lambda f: f.folder)
+def test_every_document_of_the_house_reads_and_describes_itself(folder):
+    assert folder.names()
+    for name in folder.names():
+        assert isinstance(folder.get(name), dict)
+        assert folder.describe(name), f"{folder.folder}/{name}.yaml: its first line is a comment that says what it is"
