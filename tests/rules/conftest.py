@@ -62,3 +62,14 @@ def source():
 def root() -> Path:
     """The repository."""
     return ROOT
+
+
+@pytest.fixture(scope="session")
+def no_offenders():
+    """Fail with one line an offender."""
+
+    def check(found: list[str]) -> None:
+        if found:
+            pytest.fail("\n".join(["", *found]), pytrace=False)
+
+    return check

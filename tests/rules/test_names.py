@@ -39,12 +39,12 @@ def bad_comments(source) -> list[str]:
     return wrong
 
 
-def test_no_empty_names(repository):
-    assert [line for source in repository for line in empty_names(source)] == []
+def test_no_empty_names(repository, no_offenders):
+    no_offenders([line for source in repository for line in empty_names(source)])
 
 
-def test_no_banners_and_no_promises_without_an_end(repository):
-    assert [line for source in repository for line in bad_comments(source)] == []
+def test_no_banners_and_no_promises_without_an_end(repository, no_offenders):
+    no_offenders([line for source in repository for line in bad_comments(source)])
 
 
 def declared(source) -> list[str] | None:

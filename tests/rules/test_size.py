@@ -22,12 +22,12 @@ def long_functions(source) -> list[str]:
     return [f"{source.path}:{node.lineno} {node.name}: {size} lines" for node in functions if (size := function_lines(node)) > FUNCTION_LINES]
 
 
-def test_files_are_short(repository):
-    assert [f"{s.path}: {lines} lines" for s in repository if (lines := len(s.text.splitlines())) > FILE_LINES] == []
+def test_files_are_short(repository, no_offenders):
+    no_offenders([f"{s.path}: {lines} lines" for s in repository if (lines := len(s.text.splitlines())) > FILE_LINES])
 
 
-def test_functions_are_short(repository):
-    assert [line for source in repository for line in long_functions(source)] == []
+def test_functions_are_short(repository, no_offenders):
+    no_offenders([line for source in repository for line in long_functions(source)])
 
 
 def test_the_rule_counts_code_and_not_docstrings(source):
