@@ -4,22 +4,32 @@ checkpoints/step-N/
 ├── model-RRRRR.safetensors       rank R's slices of the weights
 ├── optimizer-RRRRR.safetensors   rank R's slices of the optimizers' tensors
 ├── index.json                    every tensor's dtype and shape, and where each slice of it lies
-├── state.json                    every other value of state.STATE, those of each rank apart
+├── state.json                    the other values of state.STATE, those of each rank apart, and the environment
 └── manifest.json                 bytes and SHA-256 of every file; written last, then the folder gets its name in one rename
 
-One rank is the special case of several. No pickle is ever read or written.
+One rank is the special case of several; they share one file system. No pickle is ever read or written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+import secrets
+import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
-from flatout.progress import SILENT, Progress
+from flatout.errors import CheckpointError, FlatoutError, RunFailed
+from flatout.progress import SILENT, Progress, Task
+from flatout.training import catalog, slices
 from flatout.training.catalog import best, latest, prune, steps, verify
+from flatout.training.files import read_json, sha256, sync_file, sync_folder, write_json
+from flatout.training.slices import Entry
+from flatout.training.state import STATE, VERSION, Part, weights_and_aliases
 
 if TYPE_CHECKING:
     from flatout.run import Run
@@ -28,20 +38,209 @@ __all__ = ["best", "latest", "load", "prune", "read_weights", "save", "steps", "
 
 
 def save(run: Run, *, environment: Mapping[str, Any] | None = None, progress: Progress = SILENT) -> Path:
-    """Write the run's state as `step-N`, N being `run.step`, and return that folder. Every rank calls it."""
-    raise NotImplementedError
+    """Write the run's state as `step-N`, N being `run.step`, and return that folder. Every rank calls it.
+
+    A kill at any moment leaves the checkpoints before untouched. `environment` (`hardware.fingerprint()`) is stored, so that
+    `load` can say what has changed. Checkpoints of later steps, from a course that was left, are set aside.
+    Raises: RunFailed when a file cannot be written, on every rank.
+    """
+    final = catalog.checkpoint_path(run.folder, run.step)
+    temporary = final.with_name(run.mesh.broadcast_object(f"{final.name}.tmp-{secrets.token_hex(4)}"))
+    with progress.task(f"Saving step {run.step}") as task:
+        try:
+            _together(run, lambda: temporary.mkdir(parents=True) if run.mesh.is_main else None, "cannot write")
+            _together(run, lambda: _write_part(run, temporary, task), "cannot write")
+            _together(run, lambda: _complete(run, temporary, final, environment or {}, progress) if run.mesh.is_main else None, "cannot write")
+        except BaseException:
+            if run.mesh.is_main:
+                shutil.rmtree(temporary, ignore_errors=True)
+            raise
+    return final
 
 
 def load(run: Run, checkpoint: Path, *, environment: Mapping[str, Any] | None = None, progress: Progress = SILENT) -> list[str]:
-    """Put a checkpoint's state into a freshly built run, and return the differences that should be said aloud. Every rank calls it."""
-    raise NotImplementedError
+    """Put a checkpoint's state into a freshly built run, and return the differences that should be said aloud. Every rank calls it.
+
+    Any number of ranks, however sharded, reads what any other wrote; each reads and checks only the files it needs.
+    Raises: CheckpointError, before the weights are touched, when a file is missing or damaged, or does not fit this run.
+    """
+    found: list[Any] = []
+    with progress.task(f"Loading {checkpoint.name}") as task:
+        _together(run, lambda: found.extend(_open(run, checkpoint, task)), "cannot read")
+        index, state, parts, targets = found
+        slices.fill(targets, index, checkpoint, task)
+        for part in parts:
+            _restore(run, part, state)
+    return _differences(run, state, environment)
 
 
 def read_weights(checkpoint: Path, *, progress: Progress = SILENT) -> dict[str, Tensor]:
-    """Return every weight whole, by the name that the model's own state_dict uses, whatever number of ranks wrote it."""
-    raise NotImplementedError
+    """Return every weight whole, by the name that the model's own state_dict uses, whatever number of ranks wrote it.
+
+    Shapes: as in the model.
+    Raises: CheckpointError when a file is missing or damaged.
+    """
+    index, aliases, manifest = _read_index(checkpoint)
+    targets = {name: slices.empty(entry) for name, entry in index.items() if name.startswith("model/")}
+    with progress.task(f"Loading the weights of {checkpoint.name}") as task:
+        _check(checkpoint, manifest, slices.files_needed(targets, index), task)
+        slices.fill(targets, index, checkpoint, task)
+    weights = targets | {alias: targets[name] for alias, name in aliases.items()}
+    return {name.removeprefix("model/"): tensor for name, tensor in weights.items()}
 
 
 def weights_sha256(checkpoint: Path) -> str:
     """Return one digest of all weights: equal for equal weights, whatever number of ranks wrote them."""
-    raise NotImplementedError
+    digest = hashlib.sha256()
+    for name, tensor in sorted(read_weights(checkpoint).items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _together(run: Run, work: Callable[[], object], what: str) -> None:
+    """Do one rank's part of some work, and wait for the others; when it fails anywhere, it fails everywhere, so that no rank hangs."""
+    error: FlatoutError | None = None
+    try:
+        work()
+    except (OSError, SafetensorError) as cause:
+        error = RunFailed(
+            f"A checkpoint {what} its files: {cause}.", fix="Free space on that disk or set checkpoint.dir, then run the same command again."
+        )
+        error.__cause__ = cause
+    except FlatoutError as cause:
+        error = cause
+    if run.mesh.world_size > 1:
+        (failures,) = run.mesh.sum(torch.tensor(float(error is not None), device=run.mesh.device))
+        if error is None and float(failures):
+            error = RunFailed("Another process of this run could not use a checkpoint.", fix="See that process's own message.")
+    if error is not None:
+        raise error
+
+
+def _data_file(part: Part, rank: int) -> str:
+    return f"{(part.prefix or '').rstrip('/')}-{rank:05d}.safetensors"
+
+
+def _write_part(run: Run, temporary: Path, task: Task) -> None:
+    """Write this rank's slices and values, and what the main rank must know about them."""
+    rank = run.mesh.rank
+    index: dict[str, Entry] = {}
+    files: dict[str, Any] = {}
+    for part in STATE:
+        mine = slices.owned(part.tensors(run), rank=rank, world_size=run.mesh.world_size) if part.tensors else {}
+        if mine:
+            task.note(f"{part.name}, {sum(t.numel() * t.element_size() for t in mine.values()) / 1e6:,.0f} MB")
+            path = temporary / _data_file(part, rank)
+            index |= slices.write(path, mine)
+            sync_file(path)
+            files[path.name] = _facts(path)
+    values = {part.name: part.read(run) for part in STATE if part.used(run) and (part.reseed or run.mesh.is_main)}
+    tensors = {name: entry.to_dict() for name, entry in index.items()}
+    write_json(temporary / f"part-{rank:05d}.json", {"tensors": tensors, "files": files, "values": values})
+
+
+def _complete(run: Run, temporary: Path, final: Path, environment: Mapping[str, Any], progress: Progress) -> None:
+    """Join what the ranks wrote into one checkpoint, and give it its name."""
+    paths = [temporary / f"part-{rank:05d}.json" for rank in range(run.mesh.world_size)]
+    parts = [read_json(path) for path in paths]
+    index = slices.merge({name: Entry.from_dict(entry) for name, entry in part["tensors"].items()} for part in parts)
+    aliases = weights_and_aliases(run.core)[1]
+    own = {part.name for part in STATE if part.reseed}
+    state = {
+        "version": VERSION,
+        "step": run.step,
+        "world_size": run.mesh.world_size,
+        "environment": dict(environment),
+        "values": {name: value for name, value in parts[0]["values"].items() if name not in own},
+        "ranks": [{name: value for name, value in part["values"].items() if name in own} for part in parts],
+    }
+    write_json(temporary / catalog.INDEX, {"tensors": {name: entry.to_dict() for name, entry in index.items()}, "aliases": aliases})
+    write_json(temporary / catalog.STATE, state)
+    for path in paths:
+        path.unlink()
+    files = {name: facts for part in parts for name, facts in part["files"].items()}
+    files |= {name: _facts(temporary / name) for name in (catalog.INDEX, catalog.STATE)}
+    write_json(temporary / catalog.MANIFEST, {"format_version": catalog.FORMAT_VERSION, "step": run.step, "files": files})
+    sync_folder(temporary)
+    for path in catalog.set_aside(run.folder, after=run.step):
+        progress.say(f"Set {path.name} aside: it is of a later step than this run has reached.")
+    catalog.put_in_place(temporary, final)
+
+
+def _facts(path: Path) -> dict[str, Any]:
+    return {"bytes": path.stat().st_size, "sha256": sha256(path)}
+
+
+def _read_index(checkpoint: Path) -> tuple[dict[str, Entry], dict[str, str], dict[str, Any]]:
+    manifest = catalog.read_manifest(checkpoint)["files"]
+    _check(checkpoint, manifest, {catalog.INDEX}, None)
+    document = read_json(checkpoint / catalog.INDEX)
+    return {name: Entry.from_dict(entry) for name, entry in document["tensors"].items()}, document["aliases"], manifest
+
+
+def _check(checkpoint: Path, manifest: Mapping[str, Any], names: set[str], task: Task | None) -> None:
+    for name in sorted(names):
+        problem = catalog.check_file(checkpoint / name, manifest[name]) if name in manifest else f"{checkpoint / name} is not in the manifest."
+        if problem:
+            raise CheckpointError(problem, fix=f"Use another checkpoint than {checkpoint}, or restore that file from a copy.")
+        if task:
+            task.note(f"{name} is whole")
+
+
+def _open(run: Run, checkpoint: Path, task: Task) -> tuple[dict[str, Entry], dict[str, Any], list[Part], dict[str, Tensor]]:
+    """Check everything this rank will read, and make room for it: index, state, the parts to put back, the tensors to fill."""
+    index, _, manifest = _read_index(checkpoint)
+    _check(checkpoint, manifest, {catalog.STATE}, task)
+    state = read_json(checkpoint / catalog.STATE)
+    if state["version"] > VERSION:
+        raise CheckpointError(
+            f"The state in {checkpoint} has version {state['version']}; this flatout reads up to {VERSION}.", fix="Install a newer flatout."
+        )
+    stored = {*state["values"], *state["ranks"][0]}
+    parts = [part for part in STATE if part.used(run) and (part.name in stored or not _may_lack(part))]
+    for part in parts:
+        if part.name not in stored:
+            raise CheckpointError(f"{checkpoint} has no {part.name}.", fix="Use another checkpoint, or the flatout that wrote this one.")
+    targets: dict[str, Tensor] = {}
+    for part in parts:
+        if part.targets and part.prefix:
+            wanted = part.targets(run, index, state["values"][part.name])
+            slices.check_fits(wanted, index, prefix=part.prefix, source=checkpoint)
+            targets |= wanted
+    _check(checkpoint, manifest, slices.files_needed(targets, index), task)
+    return index, state, parts, targets
+
+
+def _may_lack(part: Part) -> bool:
+    """Say whether a run that has this part can go on from one that had not: a GPU's generator, coming from a CPU."""
+    return part.name == "rng_cuda"
+
+
+def _restore(run: Run, part: Part, state: Mapping[str, Any]) -> None:
+    if part.reseed is None:
+        part.restore(run, state["values"][part.name])
+    elif run.mesh.rank < len(state["ranks"]):
+        part.restore(run, state["ranks"][run.mesh.rank][part.name])
+    else:
+        origin = f"{part.name} {state['ranks'][0][part.name]} {run.mesh.rank}"
+        part.reseed(run, int.from_bytes(hashlib.sha256(origin.encode()).digest()[:6], "big"))
+
+
+def _differences(run: Run, state: Mapping[str, Any], environment: Mapping[str, Any] | None) -> list[str]:
+    """Return, a sentence each, what may keep this run from going on in every bit as the saved one would have."""
+    said = []
+    if state["world_size"] != run.mesh.world_size:
+        said.append(
+            f"The checkpoint was written by {state['world_size']} processes and is read by {run.mesh.world_size}: "
+            "dropout and the last bits of sums will differ."
+        )
+    stored = {*state["values"], *state["ranks"][0]}
+    used = {part.name for part in STATE if part.used(run)}
+    said += [f"The checkpoint has no {name}: it starts afresh." for name in sorted(used - stored)]
+    said += [f"The checkpoint's {name} has no place in this run and is dropped." for name in sorted(stored - used)]
+    if environment is not None:
+        old = state["environment"]
+        changed = [key for key in sorted({*old, *environment}) if old.get(key) != environment.get(key)]
+        said += [f"{key} has changed from {old.get(key)} to {environment.get(key)}: the last bits of results may differ." for key in changed]
+    return said

@@ -1,0 +1,134 @@
+"""A small run with everything a resume needs, for the tests of the state: no data set, no recipe."""
+
+import random
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from torch import nn
+
+from flatout.optimizers.loss_scale import LossScaler
+from flatout.parallel.mesh import Mesh
+
+WIDTH = 8
+ALONE = Mesh(0, 1, 0, 1, 1, torch.device("cpu"))
+
+
+class Feed:
+    """Draws batches from its position alone."""
+
+    def __init__(self):
+        self.position = 0
+
+    def seek(self, position):
+        self.position = position
+
+    def __next__(self):
+        self.position += 4
+        generator = torch.Generator().manual_seed(self.position)
+        return torch.randn(4, WIDTH, generator=generator)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.matrix = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, x_BD):
+        return x_BD + self.dropout(torch.tanh(self.matrix(self.norm(x_BD))))
+
+
+class Core(nn.Module):
+    """Embedding and head share their weight; a buffer counts the calls; sizes that two ranks cannot share evenly."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Linear(WIDTH, 5, bias=False)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(WIDTH, 5, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("cache", torch.ones(3), persistent=False)
+
+    def forward(self, x_BD):
+        self.calls += 1
+        for block in self.blocks:
+            x_BD = block(x_BD)
+        return torch.nn.functional.cross_entropy(self.head(x_BD), self.embedding(x_BD).argmax(-1)) * (1 + 1e-3 * self.calls)
+
+
+def build(folder: Path, *, seed=0, mesh=ALONE, scaler=True, shard=None) -> SimpleNamespace:
+    """Return a fresh run at step 0: two optimizers of different kinds, several parameter groups."""
+    torch.manual_seed(seed)
+    core = Core().to(mesh.device)
+    if shard is not None:
+        shard(core)
+    matrices = [block.matrix.weight for block in core.blocks]
+    vectors = [p for block in core.blocks for p in block.norm.parameters()]
+    groups = [{"params": matrices, "weight_decay": 0.1, "peak_lr": 0.01}, {"params": vectors, "weight_decay": 0.0, "peak_lr": 0.02}]
+    optimizers = (
+        torch.optim.AdamW(groups, lr=0.01, fused=True, foreach=False),
+        torch.optim.SGD([core.embedding.weight], lr=0.05, momentum=0.9),
+    )
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed + 1000 * mesh.rank)
+    return SimpleNamespace(
+        core=core,
+        model=core,
+        optimizers=optimizers,
+        scaler=LossScaler(1024.0, growth_interval=4) if scaler else None,
+        feed=Feed(),
+        mesh=mesh,
+        folder=folder,
+        step=0,
+        tokens=0,
+        elapsed_s=0.0,
+        best_val_loss=None,
+        best_step=None,
+    )
+
+
+def train(run, num_steps) -> list[float]:
+    """Train, and return the losses."""
+    losses = []
+    for _ in range(num_steps):
+        loss = run.model(next(run.feed).to(run.mesh.device))
+        scale = run.scaler.scale if run.scaler else 1.0
+        (loss * scale).backward()
+        for p in run.core.parameters():
+            if p.grad is not None:
+                p.grad /= scale
+        for optimizer in run.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        if run.scaler:
+            run.scaler.update(True)
+        run.step += 1
+        run.tokens += 4
+        run.elapsed_s += 0.1
+        losses.append(loss.item())
+        if run.best_val_loss is None or losses[-1] < run.best_val_loss:
+            run.best_val_loss, run.best_step = losses[-1], run.step
+    return losses
+
+
+def outcome(run, num_steps) -> dict:
+    """Return what a continued run comes to, with no help of state.py: all of it must be equal in every bit after a resume."""
+    losses = train(run, num_steps)
+    return {
+        "losses": losses,
+        "weights": {name: tensor.detach().cpu().numpy().tobytes() for name, tensor in run.core.state_dict().items()},
+        "moments": [
+            [tensor.cpu().numpy().tobytes() for p in group["params"] for _, tensor in sorted(optimizer.state[p].items())]
+            for optimizer in run.optimizers
+            for group in optimizer.param_groups
+        ],
+        "numbers": (run.step, run.tokens, run.elapsed_s, run.best_val_loss, run.best_step, run.feed.position),
+        "scale": run.scaler and run.scaler.state_dict(),
+        "draws": (random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), torch.rand(2, device=run.mesh.device).tolist()),
+        "draw_cpu": torch.rand(2).tolist(),
+    }
