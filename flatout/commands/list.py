@@ -39,7 +39,8 @@ class ListResult(Result):
         if "on" not in item:
             return f"{item['name']:<{width}}  {item['description']}"
         state = "on " if item["on"] else "off"
-        return f"{state}  {item['name']:<{width}}  {item['reason']}\n{'':{width + 7}}saves {item['description']} ({item['promise']})"
+        saves = "" if item["reason"] == item["description"] else f"\n{'':{width + 7}}saves {item['description']}"
+        return f"{state}  {item['name']:<{width}}  {item['reason']}{saves}"
 
 
 def list_entries(

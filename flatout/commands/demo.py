@@ -1,0 +1,214 @@
+"""Try it: prepare, train, evaluate and sample in a few minutes, offline, on any machine."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flatout.commands import Command, Result
+from flatout.config import RunConfig, load_config
+from flatout.errors import ConfigError, DataError
+from flatout.progress import SILENT, Progress
+
+if TYPE_CHECKING:
+    from flatout.data.shards import Dataset
+    from flatout.hardware import Machine
+    from flatout.training.observers import Observer
+
+LARGE_TEXT = 1_500_000
+"""Bytes from which a vocabulary is trained; a shorter text is read by characters."""
+MOST_TEXT = {"cpu": 16_000_000, "cuda": 200_000_000}
+"""Bytes of a user's file that a demo reads: more than it can train on."""
+MOST_EPOCHS = 40
+"""Passes over the text after which more training only learns it by heart."""
+LEAST_STEPS = 20
+USED_FOR_STEPS = 0.9
+"""Share of the time that training steps may take; the rest is for evaluations and saves."""
+TRY_S = 3.0
+"""How long steps are timed."""
+
+
+class DemoResult(Result):
+    """What the demo came to."""
+
+    run: str
+    """The run folder."""
+    val_loss: float | None
+    """Loss on the validation text, in nats a token."""
+    tokens_per_s: float | None
+    """Steady rate of training."""
+    wall_s: float
+    """Seconds of the whole demo, preparing included."""
+
+    def summary(self) -> str:
+        """Return what the run came to, its curve, a sample, and what to try next."""
+        from flatout.terminal import closing
+        from flatout.training.folder import read_summary
+
+        run = self.run
+        return (
+            f"{closing(read_summary(Path(run)) or {'run': run})}\n\nTry next:\n"
+            f'  flatout generate {run} --prompt "import" --temperature 0.7\n'
+            f"  flatout eval {run}\n"
+            f"  tensorboard --logdir {run}/tensorboard\n"
+            f"  flatout demo FILE           the same with a text file of your own"
+        )
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What a demo is about: which text, and where its data set and its run lie."""
+
+    source: str
+    tokenizer: str
+    split: str | None
+    data: Path
+    run: Path
+    recipe: str
+
+
+def demo(
+    file: Annotated[Path | None, typer.Argument(help="A text file of your own; by default Python's own standard library.")] = None,
+    minutes: Annotated[float, typer.Option(help="How long to train, about.")] = 2.0,
+    *,
+    observers: Sequence[Observer] = (),
+    progress: Progress = SILENT,
+) -> DemoResult:
+    """Try it: prepare, train, evaluate and sample in a few minutes, offline, on any machine.
+
+    Run again, it goes on where it was stopped, or shows what it came to.
+
+    Raises: DataError when FILE cannot be read; Stopped when a signal ended it after a save.
+    """
+    from flatout.commands.train import train_config
+    from flatout.hardware import pick_device, probe
+    from flatout.training.folder import read_config, read_summary
+
+    began = time.perf_counter()
+    if not minutes > 0:
+        raise ConfigError(f"--minutes {minutes:g} leaves no time to train.", fix="Use --minutes 2.")
+    machine = probe()
+    device, _ = pick_device("auto", machine)
+    subject = about_file(file, device) if file else about_python(device)
+    config = read_config(subject.run)
+    if config is None:
+        config = _fresh(subject, device, machine, minutes, progress)
+    elif read_summary(subject.run) is not None:
+        progress.say(f"{subject.run} is finished; this is what it came to. Delete that folder to train anew.")
+    else:
+        progress.say(f"Going on with {subject.run}.")
+    result = train_config(config, run=subject.run, observers=observers, progress=progress)
+    return DemoResult(run=str(subject.run), val_loss=result.val_loss, tokens_per_s=result.tokens_per_s, wall_s=round(time.perf_counter() - began, 2))
+
+
+def about_python(device: str) -> Subject:
+    """Return the demo's own subject: the standard library of this Python, which is on every machine."""
+    name = f"python-{platform.python_version()}"
+    recipe = "demo-gpu" if device.startswith("cuda") else "demo"
+    return Subject("python_stdlib", "train:4096", None, Path("data") / name, Path("runs") / "demo", recipe)
+
+
+def about_file(file: Path, device: str) -> Subject:
+    """Return the subject of a user's own text, its folders named after the file and its content.
+
+    Raises: DataError when there is no such file, or nothing in it.
+    """
+    if not file.is_file():
+        raise DataError(f"There is no file {file}.", fix="Name one text file; `flatout prepare` takes folders and several files.")
+    size = file.stat().st_size
+    if not size:
+        raise DataError(f"{file} is empty.", fix="Name a text file of a few kilobytes or more.")
+    with file.open("rb") as content:
+        digest = hashlib.file_digest(content, "sha256").hexdigest()[:8]
+    name = f"demo-{file.stem}-{digest}"
+    large = size >= LARGE_TEXT
+    on_gpu = device.startswith("cuda")
+    return Subject(
+        source=str(file),
+        tokenizer="train:4096" if large else "char",
+        split="tail 0.1" if size < 4_000_000 else "tail 0.05",
+        data=Path("data") / name,
+        run=Path("runs") / name,
+        recipe="demo-gpu" if on_gpu and large else "demo" if large else "demo-char",
+    )
+
+
+def _fresh(subject: Subject, device: str, machine: Machine, minutes: float, progress: Progress) -> RunConfig:
+    """Prepare the text, and return a configuration whose training takes about `minutes`."""
+    from flatout.commands.prepare import prepare
+    from flatout.data.shards import Dataset
+
+    prepare(
+        [subject.source],
+        subject.data,
+        tokenizer=subject.tokenizer,
+        split=subject.split,
+        max_bytes=MOST_TEXT[device.partition(":")[0]],
+        progress=progress,
+    )
+    dataset = Dataset.open(subject.data)
+    config = fit_text(load_config(subject.recipe, [f"data.path={subject.data}", f"name={subject.run.name}"]), dataset)
+    config = config.with_values({"train.device": device})
+    with progress.task("Timing a few steps, to see how many fit"):
+        step_s = seconds_per_step(config, dataset, machine)
+    return with_length(config, dataset, step_s, minutes)
+
+
+def fit_text(config: RunConfig, dataset: Dataset) -> RunConfig:
+    """Return the configuration with windows and steps that a short text can fill.
+
+    Raises: DataError when there is hardly any text.
+    """
+    tokens = dataset.split("train").num_tokens
+    if tokens < 16:
+        raise DataError(f"{dataset.path} holds {tokens} training tokens.", fix="Give a text of a few kilobytes or more.")
+    seq_len, rows = config.data.seq_len, (config.batch.tokens_per_step or 0) // config.data.seq_len
+    while seq_len > 8 and tokens < 8 * seq_len:
+        seq_len //= 2
+    return config.with_values({"data.seq_len": seq_len, "batch.tokens_per_step": rows * seq_len})
+
+
+def with_length(config: RunConfig, dataset: Dataset, step_s: float, minutes: float) -> RunConfig:
+    """Return the configuration with as many steps as fit into `minutes`, its schedule ending with the last one."""
+    tokens_per_step = config.batch.tokens_per_step or 1
+    by_time = int(USED_FOR_STEPS * minutes * 60 / step_s)
+    by_text = MOST_EPOCHS * dataset.split("train").num_tokens // tokens_per_step
+    steps = max(min(by_time, by_text), LEAST_STEPS)
+    return config.with_values({"train.steps": steps, "train.eval_every": max(steps // 6, 1), "log.every": max(min(config.log.every, steps // 20), 1)})
+
+
+def seconds_per_step(config: RunConfig, dataset: Dataset, machine: Machine) -> float:
+    """Return the time of one optimiser step of this very model, measured on a copy of the run that is thrown away."""
+    import torch
+
+    from flatout.parallel.mesh import make_mesh
+    from flatout.run import build, resolve
+    from flatout.training.step import train_step
+
+    settled, decisions = resolve(config.with_values({"train.steps": 1000}), machine=machine, dataset=dataset, world_size=1)
+    mesh = make_mesh(settled.parallel, settled.train.device)
+    run = build(settled, machine=machine, mesh=mesh, dataset=dataset, folder=Path(), decisions=decisions)
+    times: list[float] = []
+    began = time.perf_counter()
+    try:
+        while len(times) < 4 or (time.perf_counter() - began < TRY_S and len(times) < 60):
+            start = time.perf_counter()
+            train_step(run, next(run.feed))
+            run.step += 1
+            if mesh.device.type == "cuda":
+                torch.cuda.synchronize()
+            times.append(time.perf_counter() - start)
+    finally:
+        run.feed.close()
+    return statistics.median(times[2:])
+
+
+COMMAND = Command(demo, example="flatout demo book.txt", needs_torch=True)
