@@ -1,0 +1,169 @@
+"""Show what a prepared data set holds."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import numpy as np
+import typer
+from pydantic import BaseModel, ConfigDict
+
+from flatout.commands import Command, Result
+from flatout.data.manifest import MANIFEST, Manifest
+from flatout.data.shards import Dataset, Split
+from flatout.progress import SILENT, Progress
+
+BAR_WIDTH = 40
+
+
+class LengthBin(NamedTuple):
+    """How many documents have a length from `shortest` to `longest`, in tokens."""
+
+    shortest: int
+    longest: int
+    documents: int
+
+
+class Fact(BaseModel):
+    """One thing that is known about the data set."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    """What it is; the unit is in the name."""
+    value: Any
+    """A number, a text, or a list or mapping of them."""
+
+
+class InspectResult(Result):
+    """What a data set folder holds."""
+
+    path: str
+    """The folder."""
+    items: list[Fact]
+    """The facts, in reading order."""
+
+    def value(self, name: str) -> Any:
+        """Return the value of the fact called `name`, or None when there is none."""
+        return next((fact.value for fact in self.items if fact.name == name), None)
+
+    def summary(self) -> str:
+        """Return the facts as text: short ones a line each, then the document lengths as bars and the beginning of the text."""
+        own_place = {"document_lengths", "beginning"}
+        plain = [fact for fact in self.items if fact.name not in own_place]
+        width = max(len(fact.name) for fact in plain)
+        lines = [f"Data set {self.path}", "", *(f"  {fact.name:<{width}}  {_one_line(fact.value)}" for fact in plain)]
+        if self.value("document_lengths"):
+            lines += ["", "  tokens in a document", *_bars(self.value("document_lengths"))]
+        if self.value("beginning"):
+            lines += ["", "  it begins", *(f"  | {line}" for line in _printable(self.value("beginning")).splitlines())]
+        return "\n".join(lines)
+
+
+def inspect(
+    data: Annotated[Path, typer.Argument(help="Folder written by `flatout prepare`.")],
+    tokens: Annotated[int, typer.Option(help="How many of the first tokens to show as text.", min=0)] = 64,
+    *,
+    progress: Progress = SILENT,
+) -> InspectResult:
+    """Show a data set's size, documents, tokens, vocabulary, splits, document lengths and first tokens.
+
+    Raises: DataError when the folder is not a whole data set.
+    """
+    dataset = Dataset.open(data)
+    with progress.task(f"Reading document lengths of {data}"):
+        lengths = np.concatenate([np.diff(dataset.split(name).document_ends, prepend=0) for name in dataset.manifest.splits])
+    facts = {
+        **_overview(dataset),
+        **_splits(dataset),
+        **_length_facts(lengths),
+        "skipped": {entry.reason: entry.count for entry in dataset.manifest.skipped},
+        "skipped_first": {entry.reason: list(entry.first) for entry in dataset.manifest.skipped},
+        "beginning": _beginning(dataset, tokens),
+    }
+    return InspectResult(path=str(data), items=[Fact(name=name, value=value) for name, value in facts.items()])
+
+
+def _overview(dataset: Dataset) -> dict[str, Any]:
+    manifest = dataset.manifest
+    return {
+        "size_bytes": _size_bytes(dataset.path, manifest),
+        "prepared": datetime.fromtimestamp((dataset.path / MANIFEST).stat().st_mtime).astimezone().isoformat(timespec="seconds"),
+        "documents": manifest.documents,
+        "tokens": manifest.tokens,
+        "text_bytes": manifest.text_bytes,
+        "bytes_per_token": round(manifest.text_bytes / manifest.tokens, 3) if manifest.tokens else None,
+        "vocab_size": manifest.vocab_size,
+        "dtype": manifest.dtype,
+        "tokenizer": manifest.tokenizer.name,
+        "tokenizer_sha256": manifest.tokenizer.digest,
+        "source": manifest.source,
+        "split_rule": manifest.split_rule,
+        "format_version": manifest.format_version,
+    }
+
+
+def _size_bytes(folder: Path, manifest: Manifest) -> int:
+    names = [manifest.tokenizer.file, MANIFEST]
+    for split in manifest.splits.values():
+        names += [entry.name for entry in (*split.shards, *split.masks, split.document_ends)]
+    return sum((folder / name).stat().st_size for name in names if (folder / name).is_file())
+
+
+def _splits(dataset: Dataset) -> dict[str, Any]:
+    return {
+        name: {
+            "documents": entry.documents,
+            "tokens": entry.tokens,
+            "text_bytes": entry.text_bytes,
+            "shards": len(entry.shards),
+            "loss_mask": bool(entry.masks),
+        }
+        for name, entry in dataset.manifest.splits.items()
+    }
+
+
+def _length_facts(lengths: np.ndarray[Any, Any]) -> dict[str, Any]:
+    if not len(lengths):
+        return {}
+    order = np.frexp(lengths.astype(np.float64))[1]  # a length in [2**(k - 1), 2**k) has exponent k
+    counts = np.bincount(order)
+    bins = [LengthBin(1 << (k - 1), (1 << k) - 1, int(counts[k])) for k in range(int(order.min()), int(order.max()) + 1)]
+    return {
+        "shortest_document": int(lengths.min()),
+        "median_document": int(np.median(lengths)),
+        "longest_document": int(lengths.max()),
+        "document_lengths": [entry._asdict() for entry in bins],
+    }
+
+
+def _beginning(dataset: Dataset, tokens: int) -> str:
+    split: Split = dataset.split("train") if dataset.split("train").num_tokens else dataset.split("val")
+    return dataset.tokenizer.decode(split.read_tokens(0, min(tokens, split.num_tokens)).tolist())
+
+
+def _one_line(value: Any) -> str:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    if isinstance(value, dict):
+        return ", ".join(f"{key}: {_one_line(inner)}" for key, inner in value.items()) or "none"
+    return _printable(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+
+
+def _bars(bins: list[dict[str, int]]) -> list[str]:
+    most = max(entry["documents"] for entry in bins)
+    ranges = [f"{entry['shortest']:,} to {entry['longest']:,}" for entry in bins]
+    width = max(len(text) for text in ranges)
+    bars = ("█" * max(round(BAR_WIDTH * entry["documents"] / most), entry["documents"] > 0) for entry in bins)
+    return [f"  {text:>{width}}  {bar} {entry['documents']:,}" for text, bar, entry in zip(ranges, bars, bins, strict=True)]
+
+
+def _printable(text: str) -> str:
+    """Text from outside may hold control characters, which a terminal would obey."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+COMMAND = Command(call=inspect, example="flatout inspect data/book")

@@ -1,0 +1,109 @@
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from flatout.commands.inspect import COMMAND, inspect
+from flatout.data.manifest import SkippedEntry
+from flatout.data.tokenizer import make_tokenizer
+from flatout.data.writer import DatasetWriter
+from flatout.errors import DataError
+from flatout.progress import SILENT
+
+
+def prepare(out, train, val=(), *, skipped=()):
+    tokenizer = make_tokenizer("byte", lambda: iter([]), pattern=None, progress=SILENT)
+    with DatasetWriter(out, vocab_size=tokenizer.vocab_size) as writer:
+        for split, texts in ((writer.train, train), (writer.val, val)):
+            for text in texts:
+                tokens = [*tokenizer.encode(text), tokenizer.eot_id]
+                split.append(np.array(tokens), [len(tokens)], text_bytes=len(text.encode()))
+        writer.finish(tokenizer=tokenizer, source={"kind": "test", "seed": 3}, split_rule="tail 0.1", skipped=skipped)
+    return out
+
+
+@pytest.fixture
+def folder(tmp_path):
+    skipped = [SkippedEntry(reason="not UTF-8", count=1234, first=("a.txt:7",))]
+    return prepare(tmp_path / "set", ["Hello\nworld", "a", "", "x" * 40], ["valid"], skipped=skipped)
+
+
+def test_the_facts(folder):
+    result = inspect(folder)
+    assert result.path == str(folder)
+    assert result.value("tokens") == sum((12, 2, 1, 41, 6))
+    assert result.value("documents") == 5
+    assert result.value("text_bytes") == 11 + 1 + 0 + 40 + 5
+    assert result.value("vocab_size") == 257
+    assert result.value("dtype") == "uint16"
+    assert result.value("source") == {"kind": "test", "seed": 3}
+    assert result.value("split_rule") == "tail 0.1"
+    assert result.value("train") == {"documents": 4, "tokens": 56, "text_bytes": 52, "shards": 1, "loss_mask": False}
+    assert result.value("val") == {"documents": 1, "tokens": 6, "text_bytes": 5, "shards": 1, "loss_mask": False}
+    assert result.value("skipped") == {"not UTF-8": 1234}
+    assert result.value("skipped_first") == {"not UTF-8": ["a.txt:7"]}
+    assert result.value("beginning").startswith("Hello\nworld")
+    assert result.value("size_bytes") == sum(path.stat().st_size for path in folder.iterdir())
+    assert result.value("no such fact") is None
+
+
+def test_document_lengths_fall_into_powers_of_two(folder):
+    result = inspect(folder)
+    assert (result.value("shortest_document"), result.value("median_document"), result.value("longest_document")) == (1, 6, 41)
+    assert [tuple(entry.values()) for entry in result.value("document_lengths")] == [
+        (1, 1, 1), (2, 3, 1), (4, 7, 1), (8, 15, 1), (16, 31, 0), (32, 63, 1),
+    ]  # fmt: skip
+
+
+def test_the_summary_is_for_a_person(folder):
+    lines = inspect(folder).summary().splitlines()
+    assert lines[0] == f"Data set {folder}"
+    assert any(line.split() == ["vocab_size", "257"] for line in lines)
+    assert any("not UTF-8: 1,234" in line for line in lines)
+    assert any(line.strip().startswith("32 to 63") and line.endswith("█ 1") for line in lines)
+    assert any(line.strip().startswith("16 to 31") and "█" not in line for line in lines)
+    assert "  | Hello" in lines
+    assert "  | world" in "\n".join(lines)
+
+
+def test_json_is_path_and_items(folder):
+    document = json.loads(inspect(folder).model_dump_json())
+    assert sorted(document) == ["items", "path"]
+    assert {"name": "documents", "value": 5} in document["items"]
+
+
+def test_how_much_of_the_text_is_shown(folder):
+    assert inspect(folder, tokens=5).value("beginning") == "Hello"
+    assert "it begins" not in inspect(folder, tokens=0).summary()
+
+
+def test_text_cannot_command_the_terminal(tmp_path):
+    result = inspect(prepare(tmp_path / "set", ["\x1b[2Jgone\x07"]))
+    assert "\x1b" in result.value("beginning")
+    assert "\x1b" not in result.summary()
+    assert "\x07" not in result.summary()
+
+
+def test_a_set_with_only_validation_text_and_one_without_any(tmp_path):
+    assert inspect(prepare(tmp_path / "val", [], ["only"])).value("beginning").startswith("only")
+    empty = inspect(prepare(tmp_path / "empty", []))
+    assert empty.value("tokens") == 0
+    assert empty.value("document_lengths") is None
+    assert empty.summary()
+
+
+def test_no_data_set(tmp_path):
+    with pytest.raises(DataError, match="flatout prepare"):
+        inspect(tmp_path)
+
+
+def test_the_command():
+    assert COMMAND.call is inspect
+    assert COMMAND.example.startswith("flatout inspect ")
+
+
+def test_it_never_imports_torch(folder):
+    code = f"import sys; from flatout.commands.inspect import inspect; inspect({str(folder)!r}); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flatout.data.shards import Dataset
+from flatout.data.writer import DatasetWriter
+
+CONTENT = b'{"stub": true}'
+
+
+class StubTokenizer:
+    """Enough of a tokenizer to write a folder with; every token is one letter."""
+
+    name = "stub"
+    eot_id = 0
+
+    def __init__(self, vocab_size=300):
+        self.vocab_size = vocab_size
+        self.encoded: list[str] = []
+
+    def encode(self, text):
+        self.encoded.append(text)
+        return [ord(c) - 1000 for c in text]
+
+    def decode(self, ids):
+        return "".join(chr(i + 1000) for i in ids)
+
+    def save(self, path: Path):
+        path.write_bytes(CONTENT)
+
+    def digest(self):
+        return hashlib.sha256(CONTENT).hexdigest()
+
+
+@pytest.fixture
+def stub_tokenizer():
+    return StubTokenizer()
+
+
+@pytest.fixture
+def write_set(tmp_path):
+    """Write train (and val) tokens into a folder and return it; `ends` default to one document a split."""
+
+    def write(train, val=(), *, ends=None, mask=None, vocab_size=300, shard_bytes=1 << 27, name="set"):
+        out = tmp_path / name
+        with DatasetWriter(out, vocab_size=vocab_size, shard_bytes=shard_bytes) as writer:
+            train = np.asarray(train)
+            writer.train.append(train, [len(train)] if ends is None else ends, text_bytes=4 * len(train), mask=mask)
+            if len(val):
+                writer.val.append(np.asarray(val), [len(val)], text_bytes=4 * len(val))
+            writer.finish(tokenizer=StubTokenizer(vocab_size), source={"kind": "test"}, split_rule="named")
+        return out
+
+    return write
+
+
+@pytest.fixture
+def train_split(write_set):
+    """Write and open one training split; the arguments of `write_set`."""
+    return lambda *args, **kwargs: Dataset.open(write_set(*args, **kwargs)).split("train")
