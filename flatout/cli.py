@@ -115,17 +115,19 @@ def _run(words: list[str]) -> None:
 
 
 def _parse_and_call(name: str, words: list[str]) -> None:
+    """Parse first and call afterwards, outside the parser: it has habits of its own with exceptions."""
     import typer
 
-    parser = build(name, _call)
+    parsed: list[tuple[Command, dict[str, Any]]] = []
+    parser = build(name, lambda command, values: parsed.append((command, values)))
     try:
         parser.main(args=words, prog_name=f"flatout {name}", standalone_mode=False)
-    except typer.Abort as error:
-        raise KeyboardInterrupt from error
     except Exception as error:
         if not isinstance(error, _click_exception(typer.BadParameter)):
             raise
         raise _explained(error, name, parser) from error
+    for command, values in parsed:
+        _call(command, values)
 
 
 def _click_exception(known: type) -> type:

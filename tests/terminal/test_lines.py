@@ -1,0 +1,157 @@
+"""Progress: a live line on a terminal, plain lines at most every five seconds elsewhere, nothing left behind."""
+
+import io
+import threading
+import time
+
+import pytest
+from rich.console import Console
+
+from flatout.terminal import Terminal
+
+
+class Clock:
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def plain(clock=time.monotonic):
+    return Terminal(Console(file=io.StringIO(), width=100), clock=clock)
+
+
+def live(width=80):
+    return Terminal(Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None))
+
+
+def text_of(terminal):
+    return terminal.console.file.getvalue()
+
+
+def test_plain_line_says_share_rate_and_time_left():
+    clock = Clock()
+    terminal = plain(clock)
+    with terminal.task("Tokenising", total=12e6, unit="bytes") as task:
+        for _ in range(10):
+            clock.now += 0.5
+            task.advance(0.5e6)
+        terminal._last_plain = -10
+        assert terminal.plain_line() == "Tokenising: 42% · 1.0 MB/s · 7.0 s left"
+
+
+def test_plain_lines_keep_five_seconds_apart():
+    clock = Clock()
+    terminal = plain(clock)
+    with terminal.task("Training"):
+        terminal._all_closed.set()
+        terminal._ticker.join()
+        said = []
+        for _ in range(100):
+            clock.now += 0.25
+            line = terminal.plain_line()
+            if line:
+                said.append((clock.now, line))
+    times = [at for at, _ in said]
+    assert times[0] <= 3
+    assert all(later - earlier >= 5 for earlier, later in zip(times, times[1:], strict=False))
+    assert said[0][1] == "Training: 2.0 s"
+
+
+def test_a_task_that_never_advances_still_speaks():
+    terminal = plain()
+    terminal._last_plain = -10
+    with terminal.task("Loading torch"):
+        deadline = time.monotonic() + 5
+        while "Loading torch" not in text_of(terminal) and time.monotonic() < deadline:
+            time.sleep(0.02)
+            terminal._last_plain = -10
+    assert "Loading torch: 0." in text_of(terminal)
+
+
+def test_rate_is_of_the_last_ten_seconds():
+    clock = Clock()
+    with plain(clock).task("Reading", total=1000, unit="rows") as task:
+        for amount in [90] * 5 + [1] * 30:
+            clock.now += 1
+            task.advance(amount)
+        assert task.rate() == pytest.approx(1, rel=0.2)
+
+
+def test_short_task_leaves_no_line_and_long_one_does():
+    clock = Clock()
+    terminal = plain(clock)
+    with terminal.task("Blink"):
+        clock.now += 0.5
+    with terminal.task("Packing", total=40_000, unit="documents") as task, terminal.task("Inner"):
+        clock.now += 4
+        task.advance(40_000)
+    assert text_of(terminal) == "Packing: 40.0 K documents in 4.0 s\n"
+
+
+def test_failed_task_is_closed_and_says_nothing():
+    clock = Clock()
+    terminal = plain(clock)
+    with pytest.raises(ZeroDivisionError), terminal.task("Dividing"):
+        clock.now += 9
+        _ = 1 / 0
+    assert text_of(terminal) == ""
+    assert terminal.plain_line() is None
+
+
+def test_a_terminal_shows_a_task_within_a_third_of_a_second():
+    terminal = live()
+    with terminal.task("Loading torch"):
+        time.sleep(0.3)
+        shown = text_of(terminal)
+    assert "Loading torch" in shown
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_a_line_fits_its_terminal(width):
+    terminal = live(width)
+    with terminal.task("Training", total=10_000) as task:
+        task.advance(1_234)
+        task.note("1,234/10,000 · loss 3.214 · 61.2 K tokens/s · MFU 12.3%")
+        time.sleep(0.12)
+        with terminal.console.capture() as captured:
+            terminal.console.print(terminal._render())
+    line = captured.get().rstrip("\n")
+    assert "\n" not in line
+    assert len(line) <= width
+    assert "Training" in line
+    if width >= 80:
+        assert "MFU 12.3%" in line
+    if width >= 120:
+        assert "━" in line
+
+
+def test_nested_tasks_have_a_line_each():
+    terminal = live()
+    with terminal.task("Training", total=10), terminal.task("Evaluating", total=4, unit="batches"):
+        time.sleep(0.12)
+        with terminal.console.capture() as captured:
+            terminal.console.print(terminal._render())
+    lines = captured.get().rstrip("\n").split("\n")
+    assert ["Training" in lines[0], "Evaluating" in lines[1], len(lines)] == [True, True, 2]
+
+
+def test_close_ends_every_line_and_every_thread():
+    for terminal in (plain(), live()):
+        before = threading.active_count()
+        context = terminal.task("Training", total=3)
+        context.__enter__()
+        assert threading.active_count() > before
+        terminal.close()
+        deadline = time.monotonic() + 3
+        while threading.active_count() > before and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert threading.active_count() == before
+        context.__exit__(None, None, None)
+
+
+def test_what_is_said_is_not_taken_as_markup():
+    terminal = plain()
+    terminal.say("[bold] data[0] :smile: " + "x" * 200)
+    assert text_of(terminal) == "[bold] data[0] :smile: " + "x" * 200 + "\n"

@@ -1,0 +1,55 @@
+"""The loss curve: falls from the upper left to the lower right, labelled, in characters the terminal has."""
+
+import math
+
+import pytest
+
+from flatout.terminal import curve
+
+
+def falling(n=200):
+    return [(i, 2 + 6 * math.exp(-i / 40)) for i in range(n)]
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_shape_and_labels(encoding):
+    lines = curve(falling(), width=40, height=6, encoding=encoding).split("\n")
+    assert len(lines) == 6 + 2
+    assert all(len(line) <= 10 + 40 for line in lines)
+    assert lines[0].lstrip().startswith("8.000")
+    assert lines[5].lstrip().startswith(f"{falling()[-1][1]:.3f}")
+    assert lines[7].split()[0] == "0"
+    assert lines[7].split()[-1] == "199"
+
+
+def test_ascii_uses_ascii_only():
+    assert curve(falling(), marks=[(100, 3.0)], encoding="ascii").isascii()
+    assert not curve(falling(), encoding="utf-8").isascii()
+    assert curve(falling(), encoding="no-such-encoding").isascii()
+
+
+def test_a_falling_loss_falls():
+    rows = [line[10:] for line in curve(falling(), width=40, height=6, encoding="ascii").split("\n")[:6]]
+    height_of = {column: row for row, text in enumerate(rows) for column, c in enumerate(text) if c == "*"}
+    lowest = [height_of[column] for column in sorted(height_of)]
+    assert len(lowest) == 40
+    assert lowest == sorted(lowest)
+    assert lowest[-1] == 5
+
+
+def test_marks_lie_at_their_value():
+    points = [(0, 4.0), (100, 0.0)]
+    rows = [line[10:] for line in curve(points, marks=[(0, 0.0), (100, 4.0)], width=21, height=5, encoding="ascii").split("\n")[:5]]
+    assert rows[0][20] == "o"
+    assert rows[4][0] == "o"
+
+
+@pytest.mark.parametrize("points", [[], [(1, 2.0)], [(1, math.nan), (2, math.inf), (3, 1.0)]])
+def test_too_few_points_make_no_picture(points):
+    assert curve(points) == ""
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_flat_and_broken_curves_do_not_fail(encoding):
+    assert curve([(5, 1.0), (5, 1.0)], encoding=encoding)
+    assert curve([(1, 2.0), (2, math.nan), (9, 2.0)], encoding=encoding).count("\n") == 9

@@ -1,0 +1,125 @@
+"""A run as it goes, and its closing lines."""
+
+import io
+import json
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from flatout.terminal import RunReport, Terminal, closing
+
+
+@pytest.fixture
+def terminal():
+    terminal = Terminal(Console(file=io.StringIO(), width=100))
+    yield terminal
+    terminal.close()
+
+
+def text_of(terminal):
+    return terminal.console.file.getvalue()
+
+
+def follow(report, steps, last, records=()):
+    by_step = {record["step"]: record for record in records}
+    for step in steps:
+        report.on_tick(step, last)
+        if step in by_step:
+            report.on_record(by_step[step])
+
+
+def test_the_line_shows_step_loss_rate_and_mfu(terminal):
+    report = RunReport(terminal)
+    report.on_start(SimpleNamespace(step=0))
+    follow(report, range(1, 6), 10, [{"step": 4, "train/loss": 3.14159, "perf/tokens_per_s": 61_234.0, "perf/mfu": 0.123}])
+    task = terminal._open[0]
+    assert task.facts()[:2] == ["50%", "5/10 · loss 3.142 · 61.2 K tokens/s · MFU 12.3%"]
+    report.on_end({})
+    assert terminal._open == []
+
+
+def test_a_resumed_run_counts_from_where_it_was(terminal):
+    report = RunReport(terminal)
+    report.on_start(SimpleNamespace(step=8))
+    follow(report, [9], 10)
+    assert terminal._open[0].share == 0.5
+
+
+def test_unknown_mfu_is_left_out(terminal):
+    report = RunReport(terminal)
+    report.on_start(SimpleNamespace(step=0))
+    follow(report, [1, 2], 10, [{"step": 1, "train/loss": 3.0, "perf/tokens_per_s": 10.0}])
+    assert "MFU" not in terminal._open[0].text
+
+
+def test_evaluations_and_epochs_leave_a_line_each(terminal):
+    report = RunReport(terminal)
+    report.on_start(SimpleNamespace(step=0))
+    follow(report, [10, 20], 40, [{"step": 10, "train/loss": 4.0, "train/epoch": 0.6}, {"step": 20, "train/loss": 2.0, "train/epoch": 1.2}])
+    report.on_record({"step": 20, "val/loss": 2.5})
+    assert text_of(terminal) == "Epoch 1 done at step 20: mean training loss 3.0000\nStep 20: validation loss 2.5000\n"
+
+
+def test_events_leave_lines(terminal):
+    report = RunReport(terminal)
+    report.on_start(SimpleNamespace(step=0))
+    report.on_tick(1, 2)
+    report.on_event({"event": "speedup", "name": "compile", "on": False, "reason": "short run"})
+    report.on_event({"event": "save", "path": "runs/a/checkpoints/step-1"})
+    report.on_event({"event": "save", "path": "runs/a/checkpoints/step-1"})
+    report.on_event({"event": "sample", "step": 1, "text": "def f():\x1b[2J\n    pass\n"})
+    report.on_event({"event": "difference", "text": "said elsewhere"})
+    report.on_tick(2, 2)
+    report.on_event({"event": "sample", "step": 2, "text": "the last one"})
+    said = text_of(terminal)
+    assert said.split("\n")[0].split(maxsplit=2) == ["off", "compile", "short run"]
+    assert said.count("Saved runs/a/checkpoints/step-1") == 1
+    assert "  | def f():\ufffd[2J\n  |     pass\n" in said
+    assert "said elsewhere" not in said
+    assert "the last one" not in said
+
+
+SUMMARY = {
+    "steps": 500,
+    "tokens": 2_048_000,
+    "train_loss": 3.1,
+    "val_loss": 3.25,
+    "best_val_loss": 3.2,
+    "bits_per_byte": 1.234,
+    "tokens_per_s": 21_234.0,
+    "wall_tokens_per_s": 17_000.0,
+    "mfu": None,
+    "mfu_of": "unknown GPU",
+    "peak_gib": 0.9,
+    "wall_s": 118.4,
+    "elapsed_s": 200.0,
+    "resumed_from": None,
+}
+
+
+def test_closing_tells_what_was_measured(tmp_path):
+    records = [{"step": s, "train/loss": 8 - s / 100} for s in range(0, 500, 10)] + [{"step": 500, "val/loss": 3.25}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    events = [{"event": "sample", "step": s, "text": f"text {s}"} for s in (250, 500)]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))
+    text = closing(SUMMARY | {"run": str(tmp_path)}, encoding="ascii")
+    for part in (
+        str(tmp_path),
+        "500 steps, 2.0 M tokens",
+        "training 3.1000, validation 3.2500 (perplexity 25.8), best 3.2000, 1.234 bits a byte",
+        "21.2 K tokens/s steady, 17.0 K tokens/s with evaluation and saving",
+        "unknown: unknown GPU",
+        "1 min 58 s",
+        "loss over steps (o validation)",
+        "  | text 500",
+    ):
+        assert part in text
+    assert "text 250" not in text
+    assert "all resumes" not in text
+
+
+def test_closing_of_a_resumed_run_tells_the_whole_time(tmp_path):
+    text = closing(SUMMARY | {"run": str(tmp_path), "resumed_from": "step-250", "mfu": 0.4, "mfu_of": "data sheet"})
+    assert "1 min 58 s, 3 min 20 s over all resumes" in text
+    assert "40.0% of data sheet" in text

@@ -1,0 +1,247 @@
+"""The command line: exit codes, --json, help, nearest names, quietness of other ranks."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import pytest
+import typer
+
+from flatout import cli, errors
+from flatout.commands import Command, Result
+from flatout.progress import SILENT
+
+ROOT = Path(__file__).parent.parent
+
+
+class Shout(Result):
+    """What was shouted."""
+
+    words: list[str]
+    """The words."""
+    loss: float = 0.5
+    """A figure."""
+
+    def summary(self) -> str:
+        return " ".join(self.words).upper()
+
+
+def shout(
+    words: Annotated[list[str], typer.Argument(help="What to shout.")],
+    times: Annotated[int, typer.Option(help="How often.")] = 1,
+    loss: Annotated[float, typer.Option(help="A figure.")] = 0.5,
+    *,
+    write=None,
+    observers=(),
+    progress=SILENT,
+):
+    """Shout some words.
+
+    Raises: ConfigError when they are rude.
+    """
+    with progress.task("Shouting"):
+        progress.say("taking a breath")
+    if write:
+        write("streamed\n")
+    if words[0] == "interrupt":
+        raise KeyboardInterrupt
+    if words[0] == "terminate":
+        signal.raise_signal(signal.SIGTERM)
+    if words[0] == "crash":
+        _ = 1 / 0
+    if words[0] == "interrupted":
+        raise errors.Interrupted("Stopped.", fix="Again.", signal_number=15)
+    if hasattr(errors, words[0]):
+        raise getattr(errors, words[0])("It went wrong.", fix="Do it right.")
+    return Shout(words=words * times, loss=loss)
+
+
+class Fakes:
+    """A registry of one command."""
+
+    def names(self):
+        return ["shout"]
+
+    def describe(self, name):
+        return "Shout some words."
+
+    def get(self, name):
+        return Command(shout, example="flatout shout hello --times 2")
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    monkeypatch.setattr(cli, "COMMANDS", Fakes())
+    monkeypatch.delenv("RANK", raising=False)
+
+    def call(*words):
+        with pytest.raises(SystemExit) as stopped:
+            cli.main(words)
+        out, err = capsys.readouterr()
+        return stopped.value.code, out, err
+
+    return call
+
+
+def test_result_on_stdout_everything_else_on_stderr(run):
+    code, out, err = run("shout", "hello", "world", "--times", "2")
+    assert (code, out) == (0, "streamed\nHELLO WORLD HELLO WORLD\n")
+    assert "taking a breath" in err
+
+
+def test_json_is_the_last_line_and_alone_on_stdout(run):
+    code, out, err = run("shout", "hello", "--json")
+    assert code == 0
+    assert json.loads(out) == {"words": ["hello"], "loss": 0.5}
+    assert out.count("\n") == 1
+    assert "HELLO" in err
+    assert "streamed" in err
+
+
+def test_json_stays_json_when_a_figure_is_not_a_number(run):
+    _, out, _ = run("shout", "hello", "--loss", "nan", "--json")
+    assert json.loads(out)["loss"] is None
+    assert "NaN" not in out
+
+
+@pytest.mark.parametrize(
+    ("word", "code"),
+    [
+        ("ConfigError", 2),
+        ("DataError", 2),
+        ("CheckpointError", 2),
+        ("RunFailed", 1),
+        ("Stopped", 75),
+        ("interrupted", 143),
+        ("interrupt", 130),
+        ("terminate", 143),
+    ],
+)
+def test_exit_codes(run, word, code):
+    got, out, err = run("shout", word)
+    assert got == code
+    assert out == "streamed\n"
+    assert "Fix: " in err
+    assert "Traceback" not in err
+
+
+def test_sigterm_is_put_back(run):
+    before = signal.getsignal(signal.SIGTERM)
+    run("shout", "hello")
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_an_error_under_json_is_json_too(run):
+    code, out, err = run("shout", "RunFailed", "--json")
+    assert json.loads(out) == {"error": "It went wrong.", "fix": "Do it right.", "exit_code": 1}
+    assert code == 1
+    assert err.endswith("It went wrong.\nFix: Do it right.\n")
+
+
+def test_our_own_mistakes_keep_their_traceback(monkeypatch):
+    monkeypatch.setattr(cli, "COMMANDS", Fakes())
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["shout", "crash"])
+
+
+@pytest.mark.parametrize(
+    ("words", "what", "fix"),
+    [
+        (["shuot"], "There is no command named 'shuot'.", "Did you mean 'shout'?"),
+        (["shout", "hi", "--time", "3"], "`flatout shout` has no option '--time'.", "Did you mean '--times'?"),
+        (["shout", "hi", "--jsn"], "`flatout shout` has no option '--jsn'.", "Did you mean '--json'?"),
+        (["shout", "hi", "--xyzzy"], "`flatout shout` has no option '--xyzzy'.", "flatout shout hello --times 2"),
+        (["shout", "hi", "-x"], "`flatout shout` has no option '-x'.", "flatout shout --help"),
+        (["shout", "hi", "--times", "many"], "`flatout shout`: invalid value for", "flatout shout hello --times 2"),
+        (["shout", "hi", "--times"], "`flatout shout`: ", "flatout shout hello --times 2"),
+        (["shout"], "`flatout shout`: missing argument", "flatout shout hello --times 2"),
+        (["--vesion"], "flatout has no option '--vesion'.", "Did you mean '--version'?"),
+    ],
+)
+def test_mistyped(run, words, what, fix):
+    code, out, err = run(*words)
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 2
+    assert err.startswith(what)
+    assert err.split("\n")[1].startswith("Fix: ")
+    assert fix in err
+
+
+def test_help_of_the_program_lists_the_commands(run):
+    for words in ([], ["--help"]):
+        code, out, err = run(*words)
+        assert (code, err) == (0, "")
+        assert "shout  Shout some words." in out
+
+
+def test_help_of_a_command_has_its_options_and_an_example(run):
+    code, out, _ = run("shout", "--help")
+    assert code == 0
+    assert "Shout some words." in out
+    assert "How often." in out
+    assert "--json" in out
+    assert "Example: flatout shout hello --times 2" in out
+    assert "Raises" not in out
+    assert "observers" not in out
+
+
+def test_version(run):
+    assert run("--version")[1].startswith("flatout 0.")
+
+
+def test_other_ranks_are_quiet(run, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    assert run("shout", "hello", "--json") == (0, "", "")
+    assert run("shout", "ConfigError", "--json") == (2, "", "")
+    assert run("shout", "RunFailed") == (1, "", "[rank 1] It went wrong.\nFix: Do it right.\n")
+
+
+def python(*words, **options):
+    environment = {key: value for key, value in os.environ.items() if key != "RANK"}
+    return subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False, env=environment, **options)
+
+
+@pytest.mark.parametrize(
+    "words", [["--help"], ["list", "models"], ["list", "speedups"], ["list", "machines"], ["demo", "--help"], ["train", "--help"]]
+)
+def test_light_commands_never_import_torch(words):
+    program = (
+        f"import sys\ntry:\n    from flatout.cli import main; main({words!r})\nexcept SystemExit as e:\n    print(e.code, 'torch' in sys.modules)"
+    )
+    done = python("-c", program)
+    assert done.stdout.splitlines()[-1] == "0 False", done.stderr
+
+
+def test_help_imports_next_to_nothing():
+    program = "import sys\ntry:\n    from flatout.cli import main; main(['--help'])\nexcept SystemExit:\n    print(len(sys.modules), {'typer', 'rich', 'numpy', 'pydantic'} & set(sys.modules))"
+    assert python("-c", program).stdout.splitlines()[-1].endswith("set()")
+
+
+def test_python_m_flatout_is_the_program():
+    done = python("-m", "flatout", "lst")
+    assert done.returncode == 2
+    assert "Did you mean 'list'?" in done.stderr
+
+
+def test_a_reader_that_leaves_is_no_error():
+    code = "for i in range(20000): print(i)"
+    program = f"from flatout import cli\ndef talk(words):\n    {code}\ncli._run = talk\ncli.main(['x'])"
+    talker = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    talker.stdout.readline()
+    talker.stdout.close()
+    assert talker.wait(timeout=60) == 1
+    assert talker.stderr.read() == ""
+    talker.stderr.close()
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS.names())
+def test_every_command_is_whole(name):
+    command = cli.COMMANDS.get(name)
+    parser = cli.build(name)
+    assert command.example.startswith(f"flatout {name}")
+    assert cli.COMMANDS.describe(name)
+    assert all(getattr(parameter, "help", None) for parameter in parser.params), "every argument and option has a help text"
