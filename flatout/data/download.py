@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import http.client
+import ssl
 import time
 import urllib.error
 import urllib.request
@@ -74,7 +75,7 @@ def _fetch_all(address: str, part: Path, task: Task, pause_s: float, timeout_s: 
                 raise unreachable(address, f"answers {error.code} {error.reason}", part) from error
             else:
                 problem = f"answers {error.code} {error.reason}"
-        except (urllib.error.URLError, http.client.HTTPException, ConnectionError, TimeoutError) as error:
+        except (urllib.error.URLError, http.client.HTTPException, ConnectionError, TimeoutError, ssl.SSLError) as error:
             problem = f"cannot be reached ({getattr(error, 'reason', None) or error})"
         if attempt < _ATTEMPTS:
             task.note(f"{problem}; attempt {attempt + 1} of {_ATTEMPTS}")

@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from flatout.data.tokenizers_stored import END_OF_TEXT, Ids, StoredTokenizer, join_pieces, not_text
 from flatout.errors import DataError
@@ -97,7 +97,7 @@ class RankTokenizer(StoredTokenizer):
         return {"pattern": self.pattern, "eot_id": self.eot_id, "pieces": pieces}
 
     @classmethod
-    def from_document(cls, document: dict[str, Any]) -> RankTokenizer:
+    def from_document(cls, document: dict[str, Any]) -> Self:
         """Return the tokenizer that `document` describes."""
         pieces = [None if piece is None else base64.b64decode(piece) for piece in document["pieces"]]
         return cls(str(document["name"]), pieces, str(document["pattern"]), int(document["eot_id"]))

@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 
@@ -109,7 +109,7 @@ class HuggingFaceTokenizer(StoredTokenizer):
         return {"eot_id": self.eot_id, "tokenizer": self.definition}
 
     @classmethod
-    def from_document(cls, document: dict[str, Any]) -> HuggingFaceTokenizer:
+    def from_document(cls, document: dict[str, Any]) -> Self:
         """Return the tokenizer that `document` describes."""
         return cls(str(document["name"]), dict(document["tokenizer"]), int(document["eot_id"]))
 

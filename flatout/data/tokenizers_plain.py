@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -53,7 +53,7 @@ class CharTokenizer(StoredTokenizer):
         return {"characters": self.characters}
 
     @classmethod
-    def from_document(cls, document: dict[str, Any]) -> CharTokenizer:
+    def from_document(cls, document: dict[str, Any]) -> Self:
         """Return the tokenizer that `document` describes."""
         return cls(str(document["characters"]))
 
@@ -85,7 +85,7 @@ class ByteTokenizer(StoredTokenizer):
         return {}
 
     @classmethod
-    def from_document(cls, document: dict[str, Any]) -> ByteTokenizer:
+    def from_document(cls, document: dict[str, Any]) -> Self:
         """Return the tokenizer that `document` describes."""
         return cls()
 

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar, Self, final
 
 import numpy as np
 
@@ -44,6 +44,11 @@ class StoredTokenizer(ABC):
     def document(self) -> dict[str, Any]:
         """Return what `from_document` needs, as plain values."""
 
+    @classmethod
+    @abstractmethod
+    def from_document(cls, document: dict[str, Any]) -> Self:
+        """Return the tokenizer that `document` describes."""
+
     @final
     def encode_documents(self, texts: Sequence[str]) -> list[Ids]:
         """Return the ids of each text, without end-of-text."""
@@ -59,6 +64,9 @@ class StoredTokenizer(ABC):
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of some ids; bytes that are not UTF-8 become U+FFFD."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self).from_document, ({"name": self.name} | self.document(),)
 
     @cached_property
     def text(self) -> str:

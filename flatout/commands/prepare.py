@@ -1,0 +1,101 @@
+"""Tokenise text once: pack it into a data set folder that training reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from pydantic import Field
+
+from flatout.commands import Command, Result
+from flatout.data.corpus import CACHE
+from flatout.data.manifest import Manifest
+from flatout.data.prepare import Options, prepare_dataset
+from flatout.progress import SILENT, Progress
+
+__all__ = ["PrepareResult", "prepare"]
+
+
+class PrepareResult(Result):
+    """What `prepare` wrote."""
+
+    path: Path
+    """The data set folder."""
+    documents: int
+    """Documents of both splits."""
+    tokens: int
+    """Tokens of both splits, an end-of-text token a document included."""
+    bytes: int
+    """UTF-8 bytes of the text."""
+    seconds: float
+    """Wall time of this call, the tokenizer's training included."""
+    tokens_per_s: float
+    """Tokens divided by that time; 0 when the folder was there already."""
+    skipped: int
+    """Rows left out; the folder's manifest says which and why."""
+    closing: str = Field(exclude=True, repr=False)
+    """The summary, as text."""
+
+    def summary(self) -> str:
+        """Return the closing lines for a person."""
+        return self.closing
+
+
+def prepare(
+    sources: Annotated[
+        list[str], typer.Argument(help="A file, folder, quoted glob, source (python_stdlib), data set (shakespeare), or module:function.")
+    ],
+    out: Annotated[Path, typer.Option(help="Folder to write; it must be empty, absent, or hold this very data set.")],
+    tokenizer: Annotated[str, typer.Option(help="char, byte, train:N, a tokenizer.json, or a .tiktoken file.")] = "train:4096",
+    pattern: Annotated[str | None, typer.Option(help="Regular expression that splits text, for a .tiktoken file that is not a known one.")] = None,
+    end_of_text: Annotated[str | None, typer.Option(help="End-of-text token of a tokenizer.json, when it is not a usual one.")] = None,
+    text_field: Annotated[str | None, typer.Option(help="Field of a JSONL row that holds the text; text when not given.")] = None,
+    split: Annotated[str | None, typer.Option(help="'tail F' or 'hash F': which fraction is for validation, from the end or by document.")] = None,
+    max_documents: Annotated[int | None, typer.Option(help="Take at most so many documents.")] = None,
+    max_bytes: Annotated[int | None, typer.Option(help="Take at most so many bytes of text; the last document is cut there.")] = None,
+    on_bad_row: Annotated[Literal["raise", "skip"], typer.Option(help="What to do with a row that cannot be used.")] = "raise",
+    from_file: Annotated[str | None, typer.Option("--from", help="The data set's file, where there is no network.")] = None,
+    workers: Annotated[int | None, typer.Option(help="Processes; one a usable core when not given.")] = None,
+    *,
+    cache: Path = CACHE,
+    progress: Progress = SILENT,
+) -> PrepareResult:
+    """Tokenise text once and pack it into a folder that training reads."""
+    options = Options(
+        tokenizer=tokenizer,
+        pattern=pattern,
+        end_of_text=end_of_text,
+        text_field=text_field,
+        split=split,
+        max_documents=max_documents,
+        max_bytes=max_bytes,
+        on_bad_row=on_bad_row,
+    )
+    made = prepare_dataset(sources, Path(out), options, from_file=from_file, workers=workers, cache=cache, progress=progress)
+    manifest = made.manifest
+    return PrepareResult(
+        path=made.path,
+        documents=manifest.documents,
+        tokens=manifest.tokens,
+        bytes=manifest.text_bytes,
+        seconds=round(made.seconds, 3),
+        tokens_per_s=0.0 if made.existed else round(manifest.tokens / made.seconds, 1),
+        skipped=sum(entry.count for entry in manifest.skipped),
+        closing=_closing(made.path, manifest, made.seconds, made.existed),
+    )
+
+
+def _closing(path: Path, manifest: Manifest, seconds: float, existed: bool) -> str:
+    verb = "was there already" if existed else f"written in {seconds:.1f} s"
+    lines = [
+        f"{path}  {verb}",
+        f"  {manifest.tokens:,} tokens of {manifest.documents:,} documents, {manifest.text_bytes / 1e6:,.2f} MB of text",
+        f"  tokenizer {manifest.tokenizer.name}, vocabulary {manifest.vocab_size:,}; split by {manifest.split_rule}: "
+        + ", ".join(f"{name} {split.tokens:,}" for name, split in manifest.splits.items()),
+    ]
+    lines += [f"  left out: {entry.count:,} {entry.reason} (first: {entry.first[0]})" for entry in manifest.skipped]
+    return "\n".join(lines)
+
+
+COMMAND = Command(call=prepare, example="flatout prepare book.txt --out data/book")

@@ -1,0 +1,192 @@
+"""What is packed, and how it is split, decided before any text is tokenised: limits, the split rule, the sample."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from flatout.data.pack import Assignment, ByCharacter, ByHash, ByOrdinal, Job, OnBadRow, Skipped, cut_to_bytes, hash_fraction, skip_or_raise
+from flatout.errors import DataError
+from flatout.progress import SILENT, Progress
+from flatout.sources import BadRow, Document, LeftOut, Part
+
+MANY_DOCUMENTS = 1000
+"""From here on, and when no rule is stated, one document in a hundred is enough for validation."""
+FEW_DOCUMENTS = 100
+SAMPLED_PARTS = 64
+SAMPLED_STRIPES = 8
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which documents, and where each goes."""
+
+    jobs: tuple[Job, ...]
+    rule: str
+    assignment: Assignment
+
+
+@dataclass
+class _Survey:
+    """What a first look at the documents found, as far as it went."""
+
+    taken: list[int]
+    """Documents to take of each part looked at."""
+    last_bytes: int | None = None
+    """Bytes to keep of the last document taken, when the byte limit cuts it."""
+    last_text: str = ""
+    hashes_below: int = 0
+    documents: int = 0
+    stopped: Literal["at the end", "at a limit", "knowing enough"] = "at the end"
+
+
+SMALL_FRACTION = 0.05
+
+
+def make_plan(
+    parts: Sequence[Part],
+    *,
+    split: str | None,
+    max_documents: int | None = None,
+    max_bytes: int | None = None,
+    on_bad_row: OnBadRow = "raise",
+    progress: Progress = SILENT,
+) -> Plan:
+    """Return the plan for some parts.
+
+    `split` is `tail F` or `hash F`. `tail F` takes the end: of n documents those from number int(n * (1 - F)) on; a single
+    document is cut before its character int(n * (1 - F)), n its length. `hash F` takes a fraction F of the documents by their
+    text. Not stated, it is `tail 0.1` below 100 documents, `hash 0.05` below 1,000, `hash 0.01` from there on.
+
+    Documents are taken in order, up to `max_documents`, and until their text reaches `max_bytes`; the last one is cut there.
+
+    Raises: DataError when the rule is not one, there is no document, or a split would be empty.
+    """
+    kind, fraction = parse_rule(split) if split is not None else (None, 0.0)
+    limited = max_documents is not None or max_bytes is not None
+    if kind == "hash" and not limited:
+        return Plan(tuple(Job(part) for part in parts), f"hash {fraction:g}", ByHash(fraction))
+    enough = None if kind is not None or limited else MANY_DOCUMENTS
+    with progress.task("Counting documents", unit="documents") as task:
+        found = _look(parts, max_documents, max_bytes, enough, on_bad_row, task.advance)
+    if not found.documents:
+        return Plan(tuple(Job(part) for part in parts), split or "none", ByHash(0.0))
+    if kind is None:
+        kind, fraction = _usual_rule(found)
+    assignment = ByHash(fraction) if kind == "hash" else _tail(fraction, found)
+    return Plan(_jobs(parts, found), f"{kind} {fraction:g}", assignment)
+
+
+def parse_rule(text: str) -> tuple[str, float]:
+    """Return the kind and the fraction of a split rule.
+
+    Raises: DataError when it is not one.
+    """
+    match = re.fullmatch(r"\s*(tail|hash)[\s:=]+([0-9.eE-]+)\s*", text)
+    try:
+        kind, fraction = (match[1], float(match[2])) if match else ("", 0.0)
+    except ValueError:
+        kind, fraction = "", 0.0
+    if not 0 < fraction < 1:
+        raise DataError(f"{text!r} is not a split rule.", fix="Write 'tail 0.1' (the last tenth) or 'hash 0.01' (one document in a hundred).")
+    return kind, fraction
+
+
+def _usual_rule(found: _Survey) -> tuple[str, float]:
+    if found.documents >= MANY_DOCUMENTS:
+        return "hash", 0.01
+    if found.documents >= FEW_DOCUMENTS and 0 < found.hashes_below < found.documents:
+        return "hash", SMALL_FRACTION
+    return "tail", 0.1
+
+
+def _tail(fraction: float, found: _Survey) -> Assignment:
+    """Return the assignment of `tail F`; the product is the usual int(n * 0.9), so that figures compare with others'."""
+    single = found.documents == 1
+    length = len(found.last_text) if single else found.documents
+    first_val = int(length * (1 - fraction))
+    if not 0 < first_val < length:
+        unit = "characters" if single else "documents"
+        raise DataError(
+            f"{length} {unit} cannot be split by 'tail {fraction:g}': one side would be empty.", fix="Add text, or set --split 'tail 0.5'."
+        )
+    return ByCharacter(first_val) if single else ByOrdinal(first_val)
+
+
+def _look(
+    parts: Sequence[Part], max_documents: int | None, max_bytes: int | None, enough: int | None, on_bad_row: OnBadRow, count: Callable[[], None]
+) -> _Survey:
+    """Read the documents, without tokenising, as far as the limits allow, or until there are `enough`."""
+    found = _Survey(taken=[])
+    room = max_bytes
+    for part in parts:
+        found.taken.append(0)
+        for row in part.rows():
+            if isinstance(row, BadRow):
+                skip_or_raise(row, Skipped(), on_bad_row)
+            if isinstance(row, BadRow | LeftOut):
+                continue
+            count()
+            found.taken[-1] += 1
+            found.documents += 1
+            found.last_text = row.text
+            found.hashes_below += found.documents <= MANY_DOCUMENTS and hash_fraction(row.text) < SMALL_FRACTION
+            if room is not None:
+                size = len(row.text.encode("utf-8", errors="replace"))
+                if size >= room:
+                    found.last_bytes, found.last_text = room, cut_to_bytes(row.text, room)
+                    found.stopped = "at a limit"
+                    return found
+                room -= size
+            if found.documents in (max_documents, enough):
+                found.stopped = "at a limit" if found.documents == max_documents else "knowing enough"
+                return found
+    return found
+
+
+def _jobs(parts: Sequence[Part], found: _Survey) -> tuple[Job, ...]:
+    if found.stopped == "knowing enough":
+        return tuple(Job(part) for part in parts)
+    jobs: list[Job] = []
+    first = 0
+    for part, taken in zip(parts, found.taken, strict=False):
+        jobs.append(Job(part, first))
+        first += taken
+    if found.stopped == "at a limit":
+        jobs[-1] = replace(jobs[-1], take=found.taken[-1], last_bytes=found.last_bytes)
+    return tuple(jobs)
+
+
+def sample_texts(jobs: Sequence[Job], limit: int | None) -> Iterator[str]:
+    """Yield the documents' texts; with a limit, about so many bytes, from parts and places spread evenly over the corpus.
+
+    Rows that cannot be used are passed over: packing them says so.
+    """
+    if limit is None:
+        yield from (row.text for job in jobs for row in job.rows() if isinstance(row, Document))
+        return
+    count = min(len(jobs), SAMPLED_PARTS)
+    room = limit
+    for number in range(count):
+        job = jobs[number * len(jobs) // count]
+        budget = room // (count - number)
+        for row in job.rows():
+            if not isinstance(row, Document):
+                continue
+            text = _stripes(row.text, budget)
+            budget -= len(text)
+            room -= len(text)
+            yield text
+            if budget <= 0:
+                break
+
+
+def _stripes(text: str, budget: int) -> str:
+    """Return the text, or when it is over the budget, stripes of it from evenly spread places."""
+    if len(text) <= budget:
+        return text
+    length = max(budget // SAMPLED_STRIPES, 1)
+    starts = [(len(text) - length) * index // (SAMPLED_STRIPES - 1) for index in range(SAMPLED_STRIPES)]
+    return "\n".join(text[start : start + length] for start in starts)
