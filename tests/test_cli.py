@@ -217,7 +217,9 @@ def test_light_commands_never_import_torch(words):
 
 
 def test_help_imports_next_to_nothing():
-    program = "import sys\ntry:\n    from flatout.cli import main; main(['--help'])\nexcept SystemExit:\n    print({'typer', 'rich', 'numpy'} & set(sys.modules))"
+    program = (
+        "import sys\ntry:\n from flatout.cli import main; main(['--help'])\nexcept SystemExit:\n print({'typer', 'rich', 'numpy'} & set(sys.modules))"
+    )
     assert python("-c", program).stdout.splitlines()[-1].endswith("set()")
 
 

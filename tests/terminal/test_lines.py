@@ -31,6 +31,12 @@ def text_of(terminal):
     return terminal.console.file.getvalue()
 
 
+def rendered(terminal):
+    paper = Console(file=io.StringIO(), width=terminal.console.width)
+    paper.print(terminal._render())
+    return paper.file.getvalue()
+
+
 def test_plain_line_says_share_rate_and_time_left():
     clock = Clock()
     terminal = plain(clock)
@@ -121,9 +127,8 @@ def test_a_line_fits_its_terminal(width):
         task.advance(1_234)
         task.note("1,234/10,000 · loss 3.214 · 61.2 K tokens/s · MFU 12.3%")
         time.sleep(0.12)
-        with terminal.console.capture() as captured:
-            terminal.console.print(terminal._render())
-    line = captured.get().rstrip("\n")
+        shown = rendered(terminal)
+    line = shown.rstrip("\n")
     assert "\n" not in line
     assert len(line) <= width
     assert "Training" in line
@@ -137,9 +142,8 @@ def test_nested_tasks_have_a_line_each():
     terminal = live()
     with terminal.task("Training", total=10), terminal.task("Evaluating", total=4, unit="batches"):
         time.sleep(0.12)
-        with terminal.console.capture() as captured:
-            terminal.console.print(terminal._render())
-    lines = captured.get().rstrip("\n").split("\n")
+        shown = rendered(terminal)
+    lines = shown.rstrip("\n").split("\n")
     assert ["Training" in lines[0], "Evaluating" in lines[1], len(lines)] == [True, True, 2]
 
 
