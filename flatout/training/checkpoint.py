@@ -13,6 +13,7 @@ One rank is the special case of several; they share one file system. No pickle i
 from __future__ import annotations
 
 import hashlib
+import json
 import secrets
 import shutil
 from collections.abc import Callable, Mapping
@@ -27,7 +28,7 @@ from flatout.errors import CheckpointError, FlatoutError, RunFailed
 from flatout.progress import SILENT, Progress, Task
 from flatout.training import catalog, slices
 from flatout.training.catalog import best, latest, prune, steps, verify
-from flatout.training.files import read_json, sha256, sync_file, sync_folder, write_json
+from flatout.training.files import read_json, sha256, sync_file, sync_folder
 from flatout.training.slices import Entry
 from flatout.training.state import STATE, VERSION, Part, weights_and_aliases
 
@@ -137,7 +138,7 @@ def _write_part(run: Run, temporary: Path, task: Task) -> None:
             files[path.name] = _facts(path)
     values = {part.name: part.read(run) for part in STATE if part.used(run) and (part.reseed or run.mesh.is_main)}
     tensors = {name: entry.to_dict() for name, entry in index.items()}
-    write_json(temporary / f"part-{rank:05d}.json", {"tensors": tensors, "files": files, "values": values})
+    _put(temporary / f"part-{rank:05d}.json", {"tensors": tensors, "files": files, "values": values})
 
 
 def _complete(run: Run, temporary: Path, final: Path, environment: Mapping[str, Any], progress: Progress) -> None:
@@ -155,17 +156,23 @@ def _complete(run: Run, temporary: Path, final: Path, environment: Mapping[str, 
         "values": {name: value for name, value in parts[0]["values"].items() if name not in own},
         "ranks": [{name: value for name, value in part["values"].items() if name in own} for part in parts],
     }
-    write_json(temporary / catalog.INDEX, {"tensors": {name: entry.to_dict() for name, entry in index.items()}, "aliases": aliases})
-    write_json(temporary / catalog.STATE, state)
+    _put(temporary / catalog.INDEX, {"tensors": {name: entry.to_dict() for name, entry in index.items()}, "aliases": aliases})
+    _put(temporary / catalog.STATE, state)
     for path in paths:
         path.unlink()
     files = {name: facts for part in parts for name, facts in part["files"].items()}
     files |= {name: _facts(temporary / name) for name in (catalog.INDEX, catalog.STATE)}
-    write_json(temporary / catalog.MANIFEST, {"format_version": catalog.FORMAT_VERSION, "step": run.step, "files": files})
+    _put(temporary / catalog.MANIFEST, {"format_version": catalog.FORMAT_VERSION, "step": run.step, "files": files})
     sync_folder(temporary)
     for path in catalog.set_aside(run.folder, after=run.step):
         progress.say(f"Set {path.name} aside: it is of a later step than this run has reached.")
     catalog.put_in_place(temporary, final)
+
+
+def _put(path: Path, document: Mapping[str, Any]) -> None:
+    """Write JSON and sync it; the rename of the whole folder is what makes it count."""
+    path.write_text(json.dumps(document), encoding="utf-8")
+    sync_file(path)
 
 
 def _facts(path: Path) -> dict[str, Any]:

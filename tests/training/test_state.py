@@ -1,0 +1,127 @@
+"""Every name of STATE must matter: replaced on disk by another run's, it must change what the resumed run comes to."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from stand_in import build, outcome, train
+
+from flatout.errors import CheckpointError
+from flatout.parallel.mesh import Mesh
+from flatout.training import checkpoint, state
+from flatout.training.state import STATE
+
+ON_GPU = torch.cuda.is_available()
+GPU = Mesh(0, 1, 0, 1, 1, torch.device("cuda", 0)) if ON_GPU else None
+
+
+def transplant(part, donor, path):
+    """Replace one name of the checkpoint `path` by the donor's, and set the manifest right again."""
+    index, facts = (json.loads((path / name).read_text()) for name in ("index.json", "state.json"))
+    donor_index, donor_facts = (json.loads((donor / name).read_text()) for name in ("index.json", "state.json"))
+    if part.prefix:
+        index["tensors"] = {n: e for n, e in index["tensors"].items() if not n.startswith(part.prefix)}
+        index["tensors"] |= {n: e for n, e in donor_index["tensors"].items() if n.startswith(part.prefix)}
+        shutil.copy(donor / checkpoint._data_file(part, 0), path)
+    for here, there in ((facts["values"], donor_facts["values"]), (facts["ranks"][0], donor_facts["ranks"][0])):
+        if part.name in there:
+            here[part.name] = there[part.name]
+    (path / "index.json").write_text(json.dumps(index))
+    (path / "state.json").write_text(json.dumps(facts))
+    set_manifest_right(path)
+
+
+def set_manifest_right(path):
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["files"] = {name: checkpoint._facts(path / name) for name in manifest["files"]}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """A run's checkpoint, what the run comes to from there, and the checkpoint of another run that differs in every name."""
+    made = {}
+    for kind, mesh in {"cpu": None, "gpu": GPU}.items():
+        if kind == "gpu" and mesh is None:
+            continue
+        options = {"mesh": mesh} if mesh else {}
+        folder = tmp_path_factory.mktemp(kind)
+        donor = build(folder / "donor", seed=4, **options)
+        train(donor, 9)
+        run = build(folder / "run", **options)
+        train(run, 5)
+        made[kind] = (checkpoint.save(run), outcome(run, 5), checkpoint.save(donor), options)
+    return made
+
+
+@pytest.mark.parametrize("part", STATE, ids=lambda part: part.name)
+def test_every_name_changes_the_resumed_run(part, checkpoints, tmp_path):
+    if part.name == "rng_cuda" and not ON_GPU:
+        pytest.skip("a CPU run has no generator on a GPU")
+    path, unbroken, donor, options = checkpoints["gpu" if part.name == "rng_cuda" else "cpu"]
+    for replaced, equal in ((False, True), (True, False)):
+        copy = tmp_path / f"{replaced}" / path.name
+        shutil.copytree(path, copy)
+        if replaced:
+            transplant(part, donor, copy)
+        run = build(tmp_path, seed=77, **options)
+        assert checkpoint.verify(copy) == []
+        checkpoint.load(run, copy)
+        assert (outcome(run, 5) == unbroken) is equal
+
+
+def test_a_checkpoint_holds_exactly_the_names_of_the_list(checkpoints):
+    stored = json.loads((checkpoints["cpu"][0] / "state.json").read_text())
+    assert {*stored["values"], *stored["ranks"][0]} == {part.name for part in STATE} - {"rng_cuda"}
+
+
+@pytest.mark.parametrize("part", [part for part in STATE if part.name not in {"rng_cuda", "scaler"}], ids=lambda part: part.name)
+def test_a_checkpoint_without_a_name_is_refused(part, checkpoints, tmp_path):
+    copy = tmp_path / "step-5"
+    shutil.copytree(checkpoints["cpu"][0], copy)
+    facts = json.loads((copy / "state.json").read_text())
+    facts["values"].pop(part.name, None)
+    facts["ranks"][0].pop(part.name, None)
+    (copy / "state.json").write_text(json.dumps(facts))
+    set_manifest_right(copy)
+    with pytest.raises(CheckpointError, match=f"no {part.name}"):
+        checkpoint.load(build(tmp_path), copy)
+
+
+def test_a_newer_state_is_refused(checkpoints, tmp_path):
+    copy = tmp_path / "step-5"
+    shutil.copytree(checkpoints["cpu"][0], copy)
+    facts = json.loads((copy / "state.json").read_text())
+    (copy / "state.json").write_text(json.dumps(facts | {"version": state.VERSION + 1}))
+    set_manifest_right(copy)
+    with pytest.raises(CheckpointError, match="newer flatout"):
+        checkpoint.load(build(tmp_path), copy)
+
+
+def test_extra_state_of_a_model_is_refused():
+    class Odd(torch.nn.Module):
+        def get_extra_state(self):
+            return {"a": 1}
+
+    with pytest.raises(CheckpointError, match="extra state"):
+        state.weights_and_aliases(torch.nn.Sequential(Odd()))
+
+
+def test_an_optimizer_of_foreign_tensors_is_refused(tmp_path):
+    run = build(tmp_path)
+    run.optimizers = (torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1),)
+    with pytest.raises(CheckpointError, match="no parameter of the model"):
+        checkpoint.save(run)
+
+
+def test_switches_of_an_optimizer_are_not_state(tmp_path):
+    """A run saved with one implementation of AdamW must not force it on another build."""
+    run = build(tmp_path)
+    train(run, 1)
+    path = checkpoint.save(run)
+    again = build(tmp_path)
+    again.optimizers[0].param_groups[0]["fused"] = None
+    checkpoint.load(again, path)
+    assert again.optimizers[0].param_groups[0]["fused"] is None
+    assert again.optimizers[0].param_groups[0]["betas"] == (0.9, 0.999)
