@@ -285,7 +285,8 @@ class _ReadAhead:
         """End the thread and wait for it; a second call does nothing."""
         self._stopping.set()
         self.free.put(None)
-        self._thread.join()
+        if self._thread is not threading.current_thread():  # it is when the collector drops a forgotten feed in there
+            self._thread.join()
 
 
 def evaluation_batches(

@@ -1,4 +1,6 @@
 import gc
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -250,6 +252,33 @@ def test_a_feed_that_is_dropped_leaves_no_thread(train_split):
     del feed
     gc.collect()
     assert feed_threads() == []
+
+
+def test_a_program_that_never_closes_its_feed_ends(write_set):
+    code = f"""
+from flatout.data.loader import FeedPlan, PrefetchFeed, ShardWindows
+from flatout.data.shards import Dataset
+plan = FeedPlan(seq_len=8, rows_per_device=2, accumulate=1, rank=0, world_size=1, seed=0, document_mask=False, prefetch=2, device="cpu")
+feed = PrefetchFeed(Dataset.open({str(write_set(np.arange(300)))!r}).split("train"), plan, ShardWindows())
+print(next(feed).position)
+"""
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], check=False, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "2\n", "")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("feed_class", FEEDS)
+def test_the_device_gets_what_the_host_reads(train_split, feed_class):
+    split = train_split(RNG.integers(0, 65_536, 80_001), ends=np.arange(1, 80_002, 100), mask=RNG.integers(0, 2, 80_001), vocab_size=65_536)
+    wanted = read_steps(DirectFeed, split, 60, seq_len=64, document_mask=True)
+    found = read_steps(feed_class, split, 60, seq_len=64, document_mask=True, device="cuda")
+    for host, device in zip(wanted, found, strict=True):
+        assert device.windows_ABW.is_cuda
+        assert device.windows_ABW.dtype == torch.uint16
+        for one, other in zip(host.micro_batches(), device.micro_batches(), strict=True):
+            for name in ("tokens_BT", "targets_BT", "doc_ids_BT"):
+                assert torch.equal(getattr(one, name), getattr(other, name).cpu())
 
 
 @pytest.mark.parametrize("feed_class", FEEDS)

@@ -1,5 +1,3 @@
-import json
-
 import numpy as np
 import pytest
 
@@ -88,47 +86,6 @@ def test_document_ids_count_from_zero_in_each_window(train_split):
         documents = np.searchsorted(ends, np.arange(1001), side="right")
         wanted = [documents[i * seq_len : i * seq_len + seq_len] - documents[i * seq_len] for i in indices]
         assert np.array_equal(out, np.stack(wanted))
-
-
-def test_no_manifest_says_how_to_prepare(tmp_path):
-    with pytest.raises(DataError, match=r"no data set folder .*Fix: Prepare it with `flatout prepare"):
-        Dataset.open(tmp_path / "absent")
-    with pytest.raises(DataError, match=r"no manifest\.json.*flatout prepare"):
-        Dataset.open(tmp_path)
-    (tmp_path / "file.txt").write_text("text")
-    with pytest.raises(DataError, match="flatout prepare"):
-        Dataset.open(tmp_path / "file.txt")
-
-
-@pytest.mark.parametrize(
-    ("edit", "message"),
-    [
-        (lambda m: m | {"format_version": 99}, "Install a newer flatout"),
-        (lambda m: m | {"dtype": "float8"}, "dtype"),
-        (lambda m: {k: v for k, v in m.items() if k != "vocab_size"}, "vocab_size"),
-        (lambda m: m | {"unheard_of": 1}, "unheard_of"),
-        (lambda m: [m], "not a manifest"),
-    ],
-)
-def test_a_manifest_that_cannot_be_used(write_set, edit, message):
-    path = write_set(np.arange(10)) / "manifest.json"
-    path.write_text(json.dumps(edit(json.loads(path.read_text()))))
-    with pytest.raises(DataError, match=message):
-        Dataset.open(path.parent)
-
-
-def test_a_torn_manifest(write_set):
-    path = write_set(np.arange(10)) / "manifest.json"
-    path.write_text(path.read_text()[:100])
-    with pytest.raises(DataError, match="not a manifest"):
-        Dataset.open(path.parent)
-
-
-def test_a_manifest_cannot_name_a_file_elsewhere(write_set):
-    path = write_set(np.arange(10)) / "manifest.json"
-    path.write_text(path.read_text().replace("train-00000.bin", "../train-00000.bin"))
-    with pytest.raises(DataError, match="not a manifest"):
-        Dataset.open(path.parent)
 
 
 @pytest.mark.parametrize("name", ["train-00001.bin", "train-documents.bin", "train-00002.mask.bin"])
