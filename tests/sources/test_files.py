@@ -1,0 +1,190 @@
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from flatout.errors import DataError
+from flatout.sources import BadRow, Document, LeftOut, files
+
+
+def rows(path, **parameters):
+    return [row for part in files.files(str(path), **parameters) for row in part.rows()]
+
+
+def texts(path, **parameters):
+    return [row.text for row in rows(path, **parameters)]
+
+
+def write_rows(path: Path, values) -> Path:
+    path.write_text("".join(json.dumps({"text": value}) + "\n" for value in values), encoding="utf-8")
+    return path
+
+
+def test_a_text_file_is_one_document_to_the_byte(tmp_path):
+    path = tmp_path / "book.txt"
+    path.write_bytes("one\r\ntwo\n\nthrée\x00".encode())
+    assert texts(path) == ["one\r\ntwo\n\nthrée\x00"]
+
+
+def test_a_byte_order_mark_is_not_text(tmp_path):
+    path = tmp_path / "book.txt"
+    path.write_bytes(b"\xef\xbb\xbfone")
+    assert texts(path) == ["one"]
+    write_rows(tmp_path / "a.jsonl", ["x"])
+    (tmp_path / "b.jsonl").write_bytes(b"\xef\xbb\xbf" + (tmp_path / "a.jsonl").read_bytes())
+    assert texts(tmp_path / "b.jsonl") == ["x"]
+
+
+def test_a_folder_is_read_recursively_in_sorted_order(tmp_path):
+    for name in ("b.txt", "a/z.md", "a/b/c.rst", "rows.jsonl", ".hidden/x.txt", ".secret.txt", "picture.png"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text('{"text": "row"}' if name.endswith("jsonl") else name)
+    assert texts(tmp_path) == ["a/b/c.rst", "a/z.md", "b.txt", "row"]
+
+
+def test_a_glob_takes_any_file_it_matches(tmp_path):
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "b.py").write_text("b")
+    (tmp_path / "a.py").write_text("a")
+    assert texts(tmp_path / "**" / "*.py") == ["a", "b"]
+    with pytest.raises(DataError, match="No file matches"):
+        texts(tmp_path / "*.c")
+
+
+def test_gzipped_files_are_unpacked(tmp_path):
+    with gzip.open(tmp_path / "a.txt.gz", "wt", encoding="utf-8") as file:
+        file.write("packed")
+    with gzip.open(tmp_path / "b.jsonl.gz", "wt", encoding="utf-8") as file:
+        file.write('{"text": "one"}\n{"text": "two"}\n')
+    assert texts(tmp_path) == ["packed", "one", "two"]
+
+
+def test_a_broken_gzip_file_is_named(tmp_path):
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"x" * 5000)[:-9])
+    with pytest.raises(DataError, match=r"Cannot read .*a\.txt\.gz"):
+        rows(tmp_path / "a.txt.gz")
+
+
+def test_an_empty_file_is_left_out_and_counted(tmp_path):
+    (tmp_path / "a.txt").write_text("")
+    (tmp_path / "b.txt").write_text("b")
+    assert rows(tmp_path) == [LeftOut("empty document", str(tmp_path / "a.txt")), Document("b", str(tmp_path / "b.txt"))]
+
+
+@pytest.mark.parametrize("step", [1, 2, 7, 16, 17, 50, 1000])
+def test_rows_cut_into_parts_are_every_row_once(tmp_path, monkeypatch, step):
+    values = ["", "a", "é" * 30, "line\nbreak", "x" * 100, "end"]
+    path = write_rows(tmp_path / "rows.jsonl", values)
+    monkeypatch.setattr(files, "PART_BYTES", step)
+    parts = files.files(str(path))
+    assert len(parts) == -(-path.stat().st_size // step)
+    found = [row for part in parts for row in part.rows() if isinstance(row, Document)]
+    assert [row.text for row in found] == values[1:]
+    assert [row.where() for row in found] == [f"{path}, line {number}" for number in (2, 3, 4, 5, 6)]
+
+
+def test_the_last_row_needs_no_line_end_and_blank_lines_are_no_rows(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('\n{"text": "a"}\n   \n{"text": "b"}')
+    assert texts(path) == ["a", "b"]
+
+
+def test_small_files_share_a_part_and_text_is_never_cut(tmp_path, monkeypatch):
+    for name in "abcdef":
+        (tmp_path / f"{name}.txt").write_text(name * 10)
+    (tmp_path / "g.txt").write_text("g" * 100)
+    monkeypatch.setattr(files, "PART_BYTES", 30)
+    parts = files.files(str(tmp_path))
+    assert [part.num_bytes for part in parts] == [30, 30, 100]
+    assert "".join(row.text for row in parts[2].rows()) == "g" * 100
+
+
+def test_text_that_is_not_utf8_names_file_and_byte(tmp_path):
+    path = tmp_path / "latin.txt"
+    path.write_bytes(b"caf\xe9 au lait")
+    (row,) = rows(path)
+    assert isinstance(row, BadRow)
+    assert "offset 3" in str(row.error)
+    assert "0xe9" in str(row.error)
+    assert str(path) in str(row.error)
+
+
+def test_a_row_that_is_not_utf8_names_line_and_byte(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"text": "a"}\n{"text": "\xe9"}\n{"text": "c"}\n')
+    good, bad, after = rows(path)
+    assert (good.text, after.text) == ("a", "c")
+    assert f"{path}, line 2" in str(bad.error)
+    assert "offset 24" in str(bad.error)
+
+
+@pytest.mark.parametrize(
+    ("line", "reason", "said"),
+    [
+        ('{"text": "a"', "not JSON", "is not JSON"),
+        ("[" * 100_000, "not JSON", "nested too deeply"),
+        ('["a"]', "not an object", "not a JSON object"),
+        ('{"text": 7}', "'text' is not text", "but it is int"),
+        ('{"text": null}', "'text' is not text", "but it is NoneType"),
+        ('{"txt": "a"}', "no field 'text'", "--text-field txt"),
+        ('{"id": "1", "content": "long text"}', "no field 'text'", "--text-field content"),
+        ("{}", "no field 'text'", "--text-field"),
+    ],
+)
+def test_a_bad_row_names_its_line_and_the_next_is_still_read(tmp_path, line, reason, said):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f'{{"text": "a"}}\n{line}\n{{"text": "c"}}\n')
+    _, bad, after = rows(path)
+    assert after.text == "c"
+    assert bad.reason == reason
+    assert said in str(bad.error)
+    assert bad.name == f"{path}, line 2"
+
+
+def test_the_text_field_can_be_named(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "no", "body": "yes"}\n')
+    assert texts(path, text_field="body") == ["yes"]
+
+
+def test_a_missing_file_is_answered_with_the_nearest_name(tmp_path):
+    (tmp_path / "shakespeare.txt").write_text("x")
+    with pytest.raises(DataError, match=r"There is no file .*shakspeare\.txt.*Did you mean '.*/shakespeare\.txt'"):
+        rows(tmp_path / "shakspeare.txt")
+    with pytest.raises(DataError, match="There is no folder"):
+        rows(tmp_path / "nowhere" / "a.txt")
+
+
+def test_a_folder_without_text_says_what_it_holds(tmp_path):
+    with pytest.raises(DataError, match="empty folder"):
+        rows(tmp_path)
+    (tmp_path / "a.py").write_text("x")
+    with pytest.raises(DataError, match=r"holds no file.*\*\*/\*\.py"):
+        rows(tmp_path)
+
+
+def test_the_fingerprint_follows_the_content_and_not_the_place_or_the_parts(tmp_path, monkeypatch):
+    def mark(path):
+        return "\n".join(part.fingerprint for part in files.files(str(path)) if part.fingerprint)
+
+    first = write_rows(tmp_path / "rows.jsonl", ["a" * 50, "b" * 50])
+    (tmp_path / "else").mkdir()
+    same = write_rows(tmp_path / "else" / "rows.jsonl", ["a" * 50, "b" * 50])
+    before = mark(first)
+    assert mark(same) == before
+    monkeypatch.setattr(files, "PART_BYTES", 20)
+    assert mark(first) == before
+    write_rows(same, ["a" * 50, "b" * 49 + "c"])
+    assert mark(same) != before
+
+
+def test_a_large_file_is_fingerprinted_by_blocks_from_end_to_end(tmp_path):
+    path = tmp_path / "a.bin"
+    path.write_bytes(bytes(100_000))
+    before = files.fingerprint(path, 100_000, 16_000)
+    for place in (0, 99_999):
+        data = bytearray(100_000)
+        data[place] = 1
+        path.write_bytes(data)
+        assert files.fingerprint(path, 100_000, 16_000) != before

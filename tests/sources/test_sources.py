@@ -1,0 +1,58 @@
+import pickle
+
+import pytest
+
+from flatout.errors import DataError
+from flatout.registry import SOURCES
+from flatout.sources import Document, LeftOut, Part, parts_of, row_place
+
+
+def plain(count: int = 2):
+    for number in range(count):
+        yield f"text {number}"
+
+
+def with_documents():
+    return [Document("a", "first"), Document("", "second")]
+
+
+def with_parts():
+    return [Part(plain, (1,), "x"), Part(plain, (2,), "y")]
+
+
+def test_a_function_that_yields_strings_is_a_source():
+    (part,) = parts_of(plain, "mine:plain", {"count": 3})
+    assert [(row.text, row.where()) for row in part.rows()] == [(f"text {n}", f"document {n}") for n in range(3)]
+    assert [row.text for row in part.rows()] == [f"text {n}" for n in range(3)], "a part can be read twice"
+    assert part.fingerprint != parts_of(plain, "mine:plain", {"count": 4})[0].fingerprint
+
+
+def test_a_function_that_returns_documents_is_a_source():
+    (part,) = parts_of(with_documents, "mine:docs", {})
+    assert list(part.rows()) == [Document("a", "first"), LeftOut("empty document", "second")]
+
+
+def test_a_function_that_returns_parts_is_a_source():
+    assert [len(list(part.rows())) for part in parts_of(with_parts, "mine:parts", {})] == [1, 2]
+
+
+def test_a_parameter_that_a_source_does_not_take_is_named():
+    with pytest.raises(DataError, match=r"'counts'.*Its parameters are: count"):
+        parts_of(plain, "plain", {"counts": 3})
+
+
+@pytest.mark.parametrize("name", SOURCES.names())
+def test_every_source_splits_into_parts_that_travel(name, tmp_path):
+    (tmp_path / "a.txt").write_text("a")
+    parameters = {"path": str(tmp_path)} if name == "files" else {}
+    parts = parts_of(SOURCES.get(name), name, parameters)
+    for part in (parts[0], parts[-1]):
+        assert list(pickle.loads(pickle.dumps(part)).rows()) == list(part.rows())
+
+
+def test_a_row_is_named_by_its_line_in_large_files(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    line = b'{"text": "' + b"x" * 1000 + b'"}\n'
+    path.write_bytes(line * 3000)
+    assert row_place(str(path), 0) == f"{path}, line 1"
+    assert row_place(str(path), len(line) * 2999) == f"{path}, line 3000"
