@@ -160,7 +160,9 @@ class _Buffer:
     def _copy(self, host: Any) -> Any:
         if host is None:
             return None
-        return host.to(self._device, non_blocking=self._copied is not None, copy=True).unflatten(0, self._shape)
+        if self._device.type == "cpu":  # one plain copy: torch would wake all its threads, which costs more than the copy on busy cores
+            return torch.from_numpy(host.numpy().copy()).unflatten(0, self._shape)
+        return host.to(self._device, non_blocking=self._copied is not None).unflatten(0, self._shape)
 
 
 class _Feed:
