@@ -161,8 +161,8 @@ class _Buffer:
         if host is None:
             return None
         if self._device.type == "cpu":  # one plain copy: torch would wake all its threads, which costs more than the copy on busy cores
-            return torch.from_numpy(host.numpy().copy()).unflatten(0, self._shape)
-        return host.to(self._device, non_blocking=self._copied is not None).unflatten(0, self._shape)
+            return torch.from_numpy(host.numpy().copy()).view(*self._shape, -1)
+        return host.to(self._device, non_blocking=self._copied is not None).view(*self._shape, -1)
 
 
 class _Feed:
