@@ -16,6 +16,32 @@ from flatout.errors import ShapeError
 from flatout.ops import Ops, at_least_fp32
 
 
+class Linear(nn.Linear):
+    """torch's linear layer with its product from `ops.linear`; its weights are the model's to fill, not drawn twice."""
+
+    def __init__(self, width_in: int, width_out: int, *, bias: bool, ops: Ops) -> None:
+        super().__init__(width_in, width_out, bias=bias)
+        self.ops = ops
+
+    def reset_parameters(self) -> None:
+        """Leave the weights to `LanguageModel.init_weights`."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return the activations times the weight, plus the bias.
+
+        Shapes:  hidden (..., width_in).
+        Returns: (..., width_out).
+        """
+        return self.ops.linear(hidden, self.weight, self.bias)
+
+
+class Embedding(nn.Embedding):
+    """torch's table of rows; its weights are the model's to fill, not drawn twice."""
+
+    def reset_parameters(self) -> None:
+        """Leave the weights to `LanguageModel.init_weights`."""
+
+
 class LayerNorm(nn.Module):
     """Subtract the mean, divide by the standard deviation, scale, and shift if there is a bias; in fp32, returned in the input's dtype.
 
@@ -122,8 +148,8 @@ class Attention(nn.Module):
         self.head_dim = head_dim
         self.window = window
         self.ops = ops
-        self.qkv = nn.Linear(width, sum(self.head_counts) * head_dim, bias=bias)
-        self.output = nn.Linear(num_heads * head_dim, width, bias=bias)
+        self.qkv = Linear(width, sum(self.head_counts) * head_dim, bias=bias, ops=ops)
+        self.output = Linear(num_heads * head_dim, width, bias=bias, ops=ops)
         self.query_norm = RMSNorm(head_dim) if qk_norm else None
         self.key_norm = RMSNorm(head_dim) if qk_norm else None
         self.rotary = rotary
@@ -169,11 +195,11 @@ def relu2(hidden: Tensor) -> Tensor:
 class MLP(nn.Module):
     """Up, an activation, and down."""
 
-    def __init__(self, width: int, inner: int, *, activation: Callable[[Tensor], Tensor], bias: bool) -> None:
+    def __init__(self, width: int, inner: int, *, activation: Callable[[Tensor], Tensor], bias: bool, ops: Ops) -> None:
         super().__init__()
         self.activation = activation
-        self.up = nn.Linear(width, inner, bias=bias)
-        self.down = nn.Linear(inner, width, bias=bias)
+        self.up = Linear(width, inner, bias=bias, ops=ops)
+        self.down = Linear(inner, width, bias=bias, ops=ops)
 
     def forward(self, hidden_BTD: Tensor) -> Tensor:
         """Return each token transformed by itself.
@@ -190,10 +216,10 @@ class SwiGLU(nn.Module):
     Source: Shazeer 2020, arXiv:2002.05202.
     """
 
-    def __init__(self, width: int, inner: int, *, bias: bool) -> None:
+    def __init__(self, width: int, inner: int, *, bias: bool, ops: Ops) -> None:
         super().__init__()
-        self.gate_up = nn.Linear(width, 2 * inner, bias=bias)
-        self.down = nn.Linear(inner, width, bias=bias)
+        self.gate_up = Linear(width, 2 * inner, bias=bias, ops=ops)
+        self.down = Linear(inner, width, bias=bias, ops=ops)
 
     def forward(self, hidden_BTD: Tensor) -> Tensor:
         """Return each token transformed by itself.

@@ -113,11 +113,11 @@ class Transformer(LanguageModel):
         super().__init__(config, ops)
         width = config.d_model
         rotary = layers.Rotary(config.head_size, config.num_positions, config.rotary_base) if config.positions == "rotary" else None
-        self.token_embedding = nn.Embedding(config.vocab_size, width)
-        self.position_embedding = nn.Embedding(config.num_positions, width) if config.positions == "learned" else None
+        self.token_embedding = layers.Embedding(config.vocab_size, width)
+        self.position_embedding = layers.Embedding(config.num_positions, width) if config.positions == "learned" else None
         self.blocks = nn.ModuleList(_block(config, rotary, ops) for _ in range(config.num_layers))
         self.final_norm = _norm(config)
-        self.unembedding = None if config.tied_head else nn.Linear(width, config.vocab_size, bias=False)
+        self.unembedding = None if config.tied_head else layers.Linear(width, config.vocab_size, bias=False, ops=ops)
         self.init_weights()
 
     @classmethod
@@ -219,10 +219,10 @@ def _block(config: TransformerConfig, rotary: layers.Rotary | None, ops: Ops) ->
     )
     mlp: nn.Module
     if config.activation == "swiglu":
-        mlp = layers.SwiGLU(config.d_model, config.mlp_width, bias=config.bias)
+        mlp = layers.SwiGLU(config.d_model, config.mlp_width, bias=config.bias, ops=ops)
     else:
         activation = {"gelu": layers.gelu, "relu2": layers.relu2}[config.activation]
-        mlp = layers.MLP(config.d_model, config.mlp_width, activation=activation, bias=config.bias)
+        mlp = layers.MLP(config.d_model, config.mlp_width, activation=activation, bias=config.bias, ops=ops)
     return layers.Block(norm=partial(_norm, config), attention=attention, mlp=mlp, dropout=config.dropout)
 
 

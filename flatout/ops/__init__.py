@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,8 @@ class Ops:
     """Signature and definition: `flatout.ops.attention.reference`."""
     cross_entropy: Callable[..., tuple[Tensor, Tensor]]
     """Signature and definition: `flatout.ops.cross_entropy.reference`."""
+    linear: Callable[..., Tensor] = functional.linear
+    """Signature and definition: `flatout.ops.linear.reference`. The products inside the blocks."""
 
 
 def variants(op: ModuleType) -> dict[str, Callable[..., Any]]:

@@ -1,0 +1,223 @@
+"""What a run will need, part by part, found without a GPU and without the memory itself.
+
+The model runs forward and backward on tensors that have shapes and no storage, and what autograd keeps is added up. So the
+figures hold for any model, op and precision with no formula of their own. They are those of eager mode; a compiled model keeps
+less. Not in them: the device's own context (about half a GiB on a GPU), kernels' scratch space, and what the allocator cannot reuse.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from flatout.config import Section
+from flatout.errors import HardwareError
+from flatout.models.language_model import LanguageModel
+from flatout.ops import Ops
+
+GIB = 2**30
+MOST_ROWS = 2**20
+"""Where the search for the most rows ends."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Everything the need for memory follows from, but the number of rows."""
+
+    model_class: type[LanguageModel]
+    model_config: Section
+    seq_len: int
+    ops: Ops
+    autocast: torch.dtype | None = None
+    """Type of the matrix products where it is not that of the weights."""
+    optimizer_states: int = 2
+    """Tensors of a weight's size that the optimizer keeps for it: 2 for AdamW, 1 for Muon."""
+    num_shards: int = 1
+    """Processes over which weights, gradients and optimizer state are split."""
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes on one device at the fullest moment of a training step."""
+
+    weights: int
+    """Parameters of this process, and the tables beside them."""
+    gradients: int
+    """One gradient for each parameter of this process."""
+    optimizer: int
+    """The optimizer's tensors."""
+    activations: int
+    """What embedding and blocks keep between forward and backward, low-precision copies of the weights included."""
+    logits: int
+    """Most that final norm, output weight and loss hold at once, the logits' gradient included."""
+    workspace: int
+    """What one block's backward holds beyond `logits`, and the whole weights that sharded processes gather."""
+
+    @property
+    def total(self) -> int:
+        """All parts together."""
+        return self.weights + self.gradients + self.optimizer + self.activations + self.logits + self.workspace
+
+    @property
+    def total_gib(self) -> float:
+        """All parts together, in GiB."""
+        return self.total / GIB
+
+
+@lru_cache(maxsize=256)
+def estimate(workload: Workload, rows: int) -> MemoryEstimate:
+    """Return what a training step on micro-batches of `rows` windows needs on one device."""
+    with FakeTensorMode():
+        model = workload.model_class(workload.model_config, workload.ops)
+        activations, in_block = _through_blocks(model, workload, rows)
+        logits = _head_peak(model, workload, rows)
+    own = sum(_shard_bytes(parameter, workload.num_shards) for parameter in model.parameters())
+    return MemoryEstimate(
+        weights=own + _bytes_of(model.buffers()),
+        gradients=own,
+        optimizer=own * workload.optimizer_states,
+        activations=activations,
+        logits=logits,
+        workspace=max(in_block - logits, 0) + _gathered(model, workload.num_shards),
+    )
+
+
+def rows_that_fit(workload: Workload, available: int) -> int:
+    """Return the most rows of a micro-batch whose step needs at most `available` bytes.
+
+    Raises: HardwareError when not even one row fits.
+    """
+    need = estimate(workload, 1).total
+    if need > available:
+        raise HardwareError(
+            f"One window of {workload.seq_len} tokens needs about {need / GIB:.2f} GiB and {available / GIB:.2f} GiB are there.",
+            fix="Shorten data.seq_len, choose a smaller model, or split it with parallel.shard.",
+        )
+    fits, too_many = 1, 2
+    while too_many < MOST_ROWS and estimate(workload, too_many).total <= available:
+        fits, too_many = too_many, too_many * 2
+    while too_many - fits > 1:
+        middle = (fits + too_many) // 2
+        if estimate(workload, middle).total <= available:
+            fits = middle
+        else:
+            too_many = middle
+    return fits
+
+
+def kept_bytes(run: Callable[[], Any], *, apart_from: Iterable[Tensor]) -> tuple[int, Any]:
+    """Return the bytes autograd keeps for the backward pass of `run()`, each storage once, and what it returned.
+
+    Storages of `apart_from` (parameters, the input of a block) are not counted.
+    """
+    storages: dict[int, int] = {}
+    known = {_storage_id(tensor) for tensor in apart_from}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if _storage_id(tensor) not in known:
+            storages[_storage_id(tensor)] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        result = run()
+    return sum(storages.values()), result
+
+
+class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Follows the bytes of tensors made inside it, and remembers the most there were at once."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = 0
+        self.peak = 0
+        self._seen: dict[int, weakref.ref[Any]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {_storage_id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and _storage_id(leaf) not in given and _storage_id(leaf) not in self._seen:
+                self._add(leaf.untyped_storage())
+        return result
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+
+        def gone(_: object) -> None:
+            self._seen.pop(key, None)
+            self.now -= size
+
+        self._seen[key] = weakref.ref(storage, gone)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+
+
+def _through_blocks(model: LanguageModel, workload: Workload, rows: int) -> tuple[int, int]:
+    """What embedding and blocks keep, and the most that one block's backward holds beyond what it kept."""
+    tokens_BT = torch.zeros(rows, workload.seq_len, dtype=torch.int64)
+    outside = [*model.parameters(), *model.buffers()]
+    with _precision(workload):
+        total, hidden_BTD = kept_bytes(lambda: model.embed(tokens_BT), apart_from=outside)
+    alike = Counter(repr(block) for block in model.blocks)
+    distinct = {repr(block): block for block in model.blocks}
+    most = 0
+    for name, block in distinct.items():
+        entering_BTD = hidden_BTD.detach().requires_grad_()
+        with _Live() as live, _precision(workload):
+            kept, leaving_BTD = kept_bytes(lambda: block(entering_BTD, None), apart_from=outside)  # noqa: B023
+            torch.autograd.backward(leaving_BTD, torch.empty_like(leaving_BTD))
+        total += kept * alike[name]
+        most = max(most, live.peak - kept)
+        model.zero_grad()
+    return total, most
+
+
+def _head_peak(model: LanguageModel, workload: Workload, rows: int) -> int:
+    targets_BT = torch.zeros(rows, workload.seq_len, dtype=torch.int64)
+    hidden_BTD = model.embed(targets_BT).detach().requires_grad_()
+    with _Live() as live, _precision(workload):
+        loss_sum, _ = workload.ops.cross_entropy(*model.head(hidden_BTD), targets_BT)
+        torch.autograd.backward(loss_sum)
+    weight_grads = _bytes_of(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
+    model.zero_grad()
+    return max(live.peak - weight_grads, 0)
+
+
+def _precision(workload: Workload) -> AbstractContextManager[Any]:
+    return nullcontext() if workload.autocast is None else torch.autocast("cpu", dtype=workload.autocast)
+
+
+def _gathered(model: LanguageModel, num_shards: int) -> int:
+    """Whole weights at hand while sharded: those outside the blocks, two blocks (one ahead), and one block's gradients."""
+    if num_shards == 1:
+        return 0
+    blocks = [_bytes_of(block.parameters()) for block in model.blocks]
+    return _bytes_of(model.parameters()) - sum(blocks) + 3 * max(blocks, default=0)
+
+
+def _shard_bytes(parameter: nn.Parameter, num_shards: int) -> int:
+    """The largest process's slice of a parameter that is split along its first dimension."""
+    slice_rows = math.ceil(parameter.shape[0] / num_shards)
+    return slice_rows * math.prod(parameter.shape[1:]) * parameter.element_size()
+
+
+def _bytes_of(tensors: Iterable[Tensor]) -> int:
+    sizes: dict[int, int] = {_storage_id(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(sizes.values())
+
+
+def _storage_id(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)

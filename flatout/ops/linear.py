@@ -1,0 +1,66 @@
+"""The product of activations and a weight.
+
+Letters: N rows, I width in, O width out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+def reference(hidden: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """Each row of the activations times the transposed weight, plus the bias: torch's own linear, and the definition.
+
+    Shapes:  hidden (..., I); weight_OI (O, I); bias_O (O,).
+    Returns: (..., O).
+    Cost:    2 N I O FLOP forward, twice that backward.
+    """
+    return functional.linear(hidden, weight_OI, bias_O)
+
+
+def onednn(hidden: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """`reference` through oneDNN's fp32 products on a CPU, forward and backward; anything else is left to `reference`.
+
+    torch takes fp32 products on a CPU to MKL, which uses 256-bit vectors on processors that are not Intel's; oneDNN uses the
+    512-bit ones where they exist. Both are in torch. The sums are in another order: equal to rounding.
+
+    Shapes:  as `reference`.
+    Returns: as `reference`.
+    Cost:    as `reference`.
+    """
+    if not _fits(hidden, weight_OI):
+        return functional.linear(hidden, weight_OI, bias_O)
+    product = _OneDnn.apply(hidden.flatten(0, -2), weight_OI).unflatten(0, hidden.shape[:-1])  # type: ignore[no-untyped-call]
+    return product if bias_O is None else product + bias_O  # type: ignore[no-any-return]
+
+
+def _fits(hidden: Tensor, weight_OI: Tensor) -> bool:
+    """fp32 on a CPU whose torch has oneDNN's linear, outside autocast, and something to multiply."""
+    plain = hidden.device.type == "cpu" and hidden.dtype == weight_OI.dtype == torch.float32 and hidden.dim() > 1 and hidden.numel() > 0
+    return plain and not torch.is_autocast_enabled("cpu") and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+def _times(left_NI: Tensor, right_OI: Tensor) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(left_NI, right_OI, None, "none", [], "")  # type: ignore[no-any-return]
+
+
+class _OneDnn(torch.autograd.Function):
+    """The product and both its gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_NI: Tensor, weight_OI: Tensor) -> Tensor:
+        """Return the product, and keep both factors."""
+        ctx.save_for_backward(hidden_NI, weight_OI)
+        return _times(hidden_NI, weight_OI)
+
+    @staticmethod
+    def backward(ctx: Any, grad_NO: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Return the gradients of both factors; the weight's is made transposed, which oneDNN does faster."""
+        hidden_NI, weight_OI = ctx.saved_tensors
+        grad_hidden_NI = _times(grad_NO, weight_OI.t()) if ctx.needs_input_grad[0] else None
+        grad_weight_OI = _times(hidden_NI.t(), grad_NO.t()).t() if ctx.needs_input_grad[1] else None
+        return grad_hidden_NI, grad_weight_OI

@@ -1,0 +1,120 @@
+import pytest
+import torch
+
+from flatout.errors import ConfigError, ShapeError
+from flatout.models.transformer import Transformer
+from flatout.ops import Ops, attention, cross_entropy
+
+FAST = Ops(attention.fused, cross_entropy.fused)
+
+
+def configured(seq_len=16, **own):
+    return Transformer.check({"vocab_size": 50, "num_layers": 2, "d_model": 32, "num_heads": 4} | own, seq_len=seq_len)
+
+
+@pytest.mark.parametrize(
+    ("own", "formula"),
+    [
+        # GPT-2: V D + T D embeddings, a block of 12 D^2 + 13 D, a final norm of 2 D.
+        ({"positions": "learned", "bias": True}, 50 * 32 + 16 * 32 + 2 * (12 * 32**2 + 13 * 32) + 2 * 32),
+        # Llama: V D twice, a block of (2 H + 2 G) C D + 3 D F + 2 D, a final norm of D.
+        (
+            {"norm": "rmsnorm", "activation": "swiglu", "num_kv_heads": 2, "tied_head": False},
+            2 * 50 * 32 + 2 * ((2 * 4 + 2 * 2) * 8 * 32 + 3 * 32 * 128 + 2 * 32) + 32,
+        ),
+        ({"qk_norm": True, "d_ff": 10, "head_dim": 6}, 50 * 32 + 2 * (4 * 4 * 6 * 32 + 2 * 32 * 10 + 2 * 32 + 2 * 6) + 32),
+    ],
+    ids=["gpt2", "llama", "own sizes"],
+)
+def test_parameters_by_formula(own, formula):
+    assert Transformer.num_parameters(configured(**own)) == formula
+
+
+def test_published_sizes():
+    gpt2 = {"vocab_size": 50257, "num_layers": 12, "d_model": 768, "num_heads": 12, "positions": "learned", "bias": True}
+    assert Transformer.num_parameters(Transformer.check(gpt2, seq_len=1024)) == 124_439_808
+    llama = {"vocab_size": 32000, "num_layers": 32, "d_model": 4096, "num_heads": 32, "d_ff": 11008, "norm": "rmsnorm", "activation": "swiglu"}
+    assert Transformer.num_parameters(Transformer.check(llama | {"tied_head": False}, seq_len=2048)) == 6_738_415_616
+
+
+def test_names_stay():
+    """These are the names in checkpoints."""
+    model = Transformer(configured(num_layers=1, bias=True, qk_norm=True, tied_head=False, positions="learned"), FAST)
+    both = [f"{part}.{kind}" for part in ("attention_norm", "attention.qkv", "attention.output") for kind in ("weight", "bias")]
+    both += ["attention.query_norm.weight", "attention.key_norm.weight"]
+    both += [f"{part}.{kind}" for part in ("mlp_norm", "mlp.up", "mlp.down") for kind in ("weight", "bias")]
+    wanted = ["token_embedding.weight", "position_embedding.weight", *(f"blocks.0.{name}" for name in both)]
+    assert [name for name, _ in model.named_parameters()] == [*wanted, "final_norm.weight", "final_norm.bias", "unembedding.weight"]
+    gated = Transformer(configured(num_layers=1, activation="swiglu", norm="rmsnorm"), FAST)
+    assert [name for name, _ in gated.named_parameters() if "mlp." in name] == ["blocks.0.mlp.gate_up.weight", "blocks.0.mlp.down.weight"]
+
+
+def test_fresh_weights_have_the_stated_spread():
+    model = Transformer(configured(num_layers=8, d_model=128, bias=True, tied_head=False), FAST)
+    for name, parameter in model.state_dict().items():
+        if name.endswith("bias"):
+            assert not parameter.any()
+        elif parameter.dim() == 1:
+            assert (parameter == 1).all()
+        else:
+            wanted = 0.02 / 4 if name.endswith(("attention.output.weight", "mlp.down.weight")) else 0.02
+            assert float(parameter.std()) == pytest.approx(wanted, rel=0.05)
+            assert float(parameter.mean()) == pytest.approx(0, abs=wanted / 20)
+
+
+def test_rotary_scores_depend_on_distance_alone():
+    rotary = Transformer(configured(seq_len=64), FAST).blocks[0].attention.rotary
+    query, key = torch.randn(2, 8, dtype=torch.float64)
+    turned_q, turned_k = (rotary(vector.expand(1, 64, 1, 8).clone())[0, :, 0] for vector in (query, key))
+    scores = turned_q @ turned_k.T
+    for distance in range(64):
+        torch.testing.assert_close(scores.diagonal(distance), scores[0, distance].expand(64 - distance), rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(scores[0, 1], scores[0, 2])
+    torch.testing.assert_close(turned_q.norm(dim=-1), query.norm().expand(64), rtol=1e-6, atol=1e-6)
+
+
+def test_rotary_tables_stay_fp32_and_move_whole():
+    model = Transformer(configured(), FAST)
+    wanted = model.blocks[0].attention.rotary.cos.clone()
+    model.to(torch.bfloat16)
+    assert torch.equal(model.blocks[1].attention.rotary.cos, wanted)
+
+
+def test_a_window_limits_what_is_read():
+    torch.manual_seed(0)
+    model = Transformer(configured(num_layers=1, window=3), FAST)
+    tokens = torch.arange(16)[None]
+    other = tokens.clone()
+    other[0, 4] = 49
+    moved = (model.logits(tokens) != model.logits(other)).any(dim=-1)[0]
+    assert moved.nonzero().flatten().tolist() == [4, 5, 6]
+
+
+def test_positions_come_from_the_window_where_none_are_stated():
+    assert configured(seq_len=48).max_seq_len == 48
+    assert configured(seq_len=48, max_seq_len=64).max_seq_len == 64
+    assert Transformer(configured(seq_len=48), FAST).max_seq_len == 48
+
+
+@pytest.mark.parametrize(
+    ("own", "fix"),
+    [
+        ({"num_heads": 5}, r"model\.num_heads=4"),
+        ({"num_kv_heads": 3}, r"model\.num_kv_heads=4"),
+        ({"head_dim": 5}, r"model\.head_dim=6"),
+        ({"max_seq_len": 8}, r"model\.max_seq_len=16"),
+        ({"d_model": 4, "num_heads": 7}, r"model\.num_heads=4"),
+        ({"activation": "gelo"}, r".*gelu"),
+        ({"num_layer": 2}, r"model\.num_layers"),
+    ],
+)
+def test_shapes_that_do_not_fit_say_what_to_set(own, fix):
+    with pytest.raises(ConfigError, match=rf"Fix: .*{fix}"):
+        configured(**own)
+
+
+def test_more_tokens_than_positions_say_what_to_do():
+    for positions in ("learned", "rotary"):
+        model = Transformer(configured(seq_len=8, positions=positions), FAST)
+        with pytest.raises(ShapeError, match=r"Fix: .*model\.max_seq_len=9"):
+            model.logits(torch.zeros(1, 9, dtype=torch.int64))

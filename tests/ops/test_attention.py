@@ -1,0 +1,139 @@
+import math
+
+import pytest
+import torch
+
+from flatout.errors import ShapeError
+from flatout.ops import attention, variants
+
+VARIANTS = variants(attention)
+
+CASES = {
+    "square": {"heads": 4, "groups": 4, "queries": 16, "keys": 16},
+    "odd length": {"heads": 2, "groups": 2, "queries": 37, "keys": 37},
+    "one token": {"heads": 2, "groups": 1, "queries": 1, "keys": 1},
+    "grouped": {"heads": 6, "groups": 2, "queries": 21, "keys": 21},
+    "one key head": {"heads": 4, "groups": 1, "queries": 19, "keys": 19},
+    "window": {"heads": 2, "groups": 2, "queries": 33, "keys": 33, "window": 5},
+    "window of one": {"heads": 2, "groups": 2, "queries": 9, "keys": 9, "window": 1},
+    "window over all": {"heads": 2, "groups": 1, "queries": 9, "keys": 9, "window": 100},
+    "documents": {"heads": 2, "groups": 2, "queries": 29, "keys": 29, "documents": 4},
+    "documents, window, grouped": {"heads": 4, "groups": 2, "queries": 41, "keys": 41, "documents": 3, "window": 7},
+    "last queries": {"heads": 4, "groups": 2, "queries": 3, "keys": 17},
+    "last query, window": {"heads": 2, "groups": 2, "queries": 1, "keys": 17, "window": 4},
+}
+
+
+def drawn(*, heads, groups, queries, keys, documents=None, window=None, rows=2, head_dim=8, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(heads * 1000 + queries)
+    q, k, v = (
+        torch.randn(rows, count, length, head_dim, generator=generator, dtype=torch.float64).to(dtype)
+        for count, length in ((heads, queries), (groups, keys), (groups, keys))
+    )
+    ids = None if documents is None else torch.randint(documents, (rows, queries), generator=generator).sort(dim=1).values.int()
+    return (q, k, v), {"doc_ids_BT": ids, "window": window}
+
+
+def with_gradients(function, tensors, options):
+    leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+    out = function(*leaves, **options)
+    out.backward(torch.cos(torch.arange(out.numel(), dtype=torch.float64)).view(out.shape).to(out.dtype))
+    return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+
+def by_loops(tensors, options):
+    """Each query alone, in fp64: what the words of the docstring say."""
+    q, k, v = (tensor.double() for tensor in tensors)
+    out = torch.zeros_like(q)
+    (rows, heads, queries, head_dim), (_, groups, keys, _) = q.shape, k.shape
+    for row in range(rows):
+        for head in range(heads):
+            for query in range(queries):
+                at = keys - queries + query
+                seen = [
+                    key
+                    for key in range(at + 1)
+                    if (options["window"] is None or key > at - options["window"])
+                    and (options["doc_ids_BT"] is None or options["doc_ids_BT"][row, key] == options["doc_ids_BT"][row, at])
+                ]
+                group = head // (heads // groups)
+                weights = (k[row, group, seen] @ q[row, head, query] / math.sqrt(head_dim)).softmax(0)
+                out[row, head, query] = weights @ v[row, group, seen]
+    return out
+
+
+@pytest.fixture
+def poisoned_memory():
+    """Fresh tensors hold NaN until they are written."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_reference_is_what_its_words_say(case):
+    tensors, options = drawn(**CASES[case])
+    double = [tensor.double() for tensor in tensors]
+    torch.testing.assert_close(attention.reference(*double, **options), by_loops(tensors, options), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_values_and_gradients_match_the_reference_in_fp64(name, case, poisoned_memory):
+    tensors, options = drawn(**CASES[case])
+    wanted = with_gradients(attention.reference, [tensor.double() for tensor in tensors], options)
+    found = with_gradients(VARIANTS[name], tensors, options)
+    for got, want in zip(found, wanted, strict=True):
+        assert got.dtype == torch.float32
+        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_low_precision_stays_near(name, poisoned_memory):
+    tensors, options = drawn(heads=4, groups=2, queries=33, keys=33, documents=3, dtype=torch.bfloat16)
+    wanted = with_gradients(attention.reference, [tensor.double() for tensor in tensors], options)
+    for got, want in zip(with_gradients(VARIANTS[name], tensors, options), wanted, strict=True):
+        assert got.dtype == torch.bfloat16
+        torch.testing.assert_close(got.double(), want, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 4}, {"doc_ids_BT": torch.tensor([[0] * 10 + [1] * 11] * 2)}], ids=["causal", "window", "documents"]
+)
+def test_masked_keys_reach_neither_outputs_nor_gradients(name, options):
+    """What a masked key holds must not matter: changed to enormous values, no bit moves."""
+    (q, k, v), _ = drawn(heads=2, groups=2, queries=21, keys=21)
+    masked, seeing = (slice(12, 21), slice(0, 12)) if not options else (slice(0, 6), slice(10, 21))
+    results = []
+    for poison in (1.0, 1e4):
+        q_seeing, k_all, v_all = q.clone().requires_grad_(), k.clone(), v.clone()
+        k_all[:, :, masked] *= poison
+        v_all[:, :, masked] *= poison
+        k_all.requires_grad_()
+        v_all.requires_grad_()
+        out = VARIANTS[name](q_seeing, k_all, v_all, **options)[:, :, seeing]
+        out.square().sum().backward()
+        kept = [position for position in range(21) if position not in range(masked.start, masked.stop)]
+        results.append([out.detach(), q_seeing.grad[:, :, seeing], k_all.grad[:, :, kept], v_all.grad[:, :, kept]])
+        assert not k_all.grad[:, :, masked].any()
+        assert not v_all.grad[:, :, masked].any()
+    for plain, poisoned in zip(*results, strict=True):
+        assert torch.equal(plain, poisoned)
+
+
+def test_shapes_that_do_not_fit_say_what_to_do():
+    (q, k, v), _ = drawn(heads=4, groups=2, queries=6, keys=6)
+    wrong = [
+        ((q, k, v[:, :, :3]), {}),
+        ((q, k[:1], v[:1]), {}),
+        ((q, k[:, :, :3], v[:, :, :3]), {}),
+        ((q[:, :3], k, v), {}),
+        ((q, k, v), {"window": 0}),
+        ((q, k, v), {"doc_ids_BT": torch.zeros(2, 5, dtype=torch.int32)}),
+        ((q[:, :, :3], k, v), {"doc_ids_BT": torch.zeros(2, 3, dtype=torch.int32)}),
+    ]
+    for function in VARIANTS.values():
+        for tensors, options in wrong:
+            with pytest.raises(ShapeError, match="Fix:"):
+                function(*tensors, **options)

@@ -1,0 +1,113 @@
+import math
+
+import pytest
+import torch
+
+from flatout.errors import ShapeError
+from flatout.ops import Ops, at_least_fp32, attention, cross_entropy, variants
+
+VARIANTS = variants(cross_entropy)
+
+CASES = {
+    "plain": {"rows": 2, "tokens": 8, "width": 16, "vocab": 11, "ignored": 0.0},
+    "some ignored": {"rows": 3, "tokens": 7, "width": 5, "vocab": 65, "ignored": 0.4},
+    "odd": {"rows": 1, "tokens": 129, "width": 3, "vocab": 257, "ignored": 0.1},
+    "one target": {"rows": 1, "tokens": 1, "width": 4, "vocab": 3, "ignored": 0.0},
+    "all ignored": {"rows": 2, "tokens": 3, "width": 4, "vocab": 9, "ignored": 1.1},
+}
+
+
+def drawn(*, rows, tokens, width, vocab, ignored):
+    generator = torch.Generator().manual_seed(tokens * vocab)
+    hidden = torch.randn(rows, tokens, width, generator=generator)
+    weight = torch.randn(vocab, width, generator=generator)
+    targets = torch.randint(vocab, (rows, tokens), generator=generator)
+    return hidden, weight, targets.masked_fill(torch.rand(rows, tokens, generator=generator) < ignored, cross_entropy.IGNORED)
+
+
+def with_gradients(function, hidden, weight, targets):
+    hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    loss_sum, num_valid = function(hidden, weight, targets)
+    loss_sum.backward()
+    return loss_sum.detach(), num_valid, hidden.grad, weight.grad
+
+
+@pytest.fixture
+def poisoned_memory():
+    """Fresh tensors hold NaN until they are written."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_reference_is_what_its_words_say(case):
+    hidden, weight, targets = drawn(**CASES[case])
+    loss_sum, num_valid = cross_entropy.reference(hidden.double(), weight.double(), targets)
+    wanted = 0.0
+    for row, target in zip(hidden.double().flatten(0, 1), targets.flatten().tolist(), strict=True):
+        if target >= 0:
+            scores = [float(row @ one) for one in weight.double()]
+            wanted += math.log(sum(math.exp(score - max(scores)) for score in scores)) + max(scores) - scores[target]
+    assert float(loss_sum) == pytest.approx(wanted, rel=1e-12)
+    assert int(num_valid) == int((targets >= 0).sum())
+    assert num_valid.dtype == torch.int64
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_values_and_gradients_match_the_reference_in_fp64(name, case, poisoned_memory):
+    hidden, weight, targets = drawn(**CASES[case])
+    wanted = with_gradients(cross_entropy.reference, hidden.double(), weight.double(), targets)
+    found = with_gradients(VARIANTS[name], hidden, weight, targets)
+    assert found[0].dtype == torch.float32
+    assert found[0].dim() == 0
+    assert torch.equal(found[1], wanted[1])
+    for got, want in zip(found, wanted, strict=True):
+        torch.testing.assert_close(got.double(), want.double(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, 1e30])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_ignored_targets_reach_neither_loss_nor_gradients(name, poison):
+    hidden, weight, targets = drawn(**CASES["some ignored"])
+    ignored = targets == cross_entropy.IGNORED
+    plain = with_gradients(VARIANTS[name], hidden, weight, targets)
+    poisoned = with_gradients(VARIANTS[name], hidden.masked_fill(ignored[..., None], poison), weight, targets)
+    for got, want in zip(poisoned, plain, strict=True):
+        assert torch.equal(got, want)
+    assert not poisoned[2][ignored].any()
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_low_precision_hidden_states_give_an_fp32_loss(name):
+    hidden, weight, targets = drawn(**CASES["some ignored"])
+    loss_sum, _ = VARIANTS[name](hidden.bfloat16(), weight.bfloat16(), targets)
+    assert loss_sum.dtype == torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        loss_sum, _ = VARIANTS[name](hidden, weight, targets)
+    assert loss_sum.dtype == torch.float32
+
+
+def test_shapes_that_do_not_fit_say_what_to_do():
+    hidden, weight, targets = drawn(**CASES["plain"])
+    for function in VARIANTS.values():
+        for wrong in [(hidden, weight, targets[:, :3]), (hidden, weight[:, :3], targets), (hidden[..., :3], weight, targets)]:
+            with pytest.raises(ShapeError, match="Fix:"):
+                function(*wrong)
+
+
+def test_widening_never_narrows():
+    assert [at_least_fp32(torch.ones(1, dtype=kind)).dtype for kind in (torch.float16, torch.bfloat16, torch.float32, torch.float64)] == [
+        torch.float32,
+        torch.float32,
+        torch.float32,
+        torch.float64,
+    ]
+
+
+def test_variants_are_the_functions_with_the_references_signature():
+    assert {"reference", "fused"} <= set(VARIANTS)
+    assert "variants" not in variants(attention)
+    assert "at_least_fp32" not in variants(attention)
+    assert Ops(attention.fused, VARIANTS["fused"]).attention is variants(attention)["fused"]

@@ -1,0 +1,62 @@
+"""Letters: I width in, O width out."""
+
+import pytest
+import torch
+
+from flatout.ops import linear, variants
+
+VARIANTS = variants(linear)
+CASES = {
+    "plain": ((2, 8), 16, 11),
+    "odd": ((3, 7), 5, 65),
+    "one row": ((1,), 4, 3),
+    "deep": ((2, 3, 5), 8, 8),
+    "wide": ((129,), 3, 257),
+    "none": ((0,), 4, 3),
+}
+
+
+def with_gradients(function, shape, width_in, width_out, dtype, *, bias):
+    generator = torch.Generator().manual_seed(width_out)
+    drawn = [torch.randn(*size, generator=generator) for size in ((*shape, width_in), (width_out, width_in), (width_out,))]
+    leaves = [tensor.to(dtype).requires_grad_() for tensor in drawn[: 3 if bias else 2]]
+    out = function(*leaves)
+    out.backward(torch.cos(torch.arange(out.numel(), dtype=torch.float64)).view(out.shape).to(dtype))
+    return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+
+@pytest.fixture
+def poisoned_memory():
+    """Fresh tensors hold NaN until they are written."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_values_and_gradients_match_the_reference_in_fp64(name, case, bias, poisoned_memory):
+    wanted = with_gradients(linear.reference, *CASES[case], torch.float64, bias=bias)
+    found = with_gradients(VARIANTS[name], *CASES[case], torch.float32, bias=bias)
+    again = with_gradients(VARIANTS[name], *CASES[case], torch.float32, bias=bias)
+    for got, want, repeated in zip(found, wanted, again, strict=True):
+        assert got.shape == want.shape
+        assert torch.equal(got, repeated)
+        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_other_types_and_autocast_are_served_too(name):
+    for dtype in (torch.bfloat16, torch.float64):
+        assert with_gradients(VARIANTS[name], *CASES["plain"], dtype, bias=True)[0].dtype == dtype
+    with torch.autocast("cpu", torch.bfloat16):
+        assert VARIANTS[name](torch.randn(2, 4), torch.randn(3, 4)).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_frozen_factors_get_no_gradient(name):
+    hidden, weight = torch.randn(5, 4), torch.randn(3, 4, requires_grad=True)
+    VARIANTS[name](hidden, weight).sum().backward()
+    assert hidden.grad is None
+    torch.testing.assert_close(weight.grad, hidden.sum(0).expand(3, -1))

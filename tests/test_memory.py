@@ -1,0 +1,116 @@
+"""The estimate against tensors that exist. Letters: B rows, T tokens, D width."""
+
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flatout.errors import HardwareError
+from flatout.memory import GIB, Workload, _Live, estimate, kept_bytes, rows_that_fit
+from flatout.models.transformer import Transformer
+from flatout.ops import Ops, attention, cross_entropy
+
+OPS = {"plain": Ops(attention.reference, cross_entropy.reference), "fused": Ops(attention.fused, cross_entropy.fused)}
+SHAPES = {
+    "default": {},
+    "llama": {"norm": "rmsnorm", "activation": "swiglu", "num_kv_heads": 2, "tied_head": False},
+    "gpt2 with dropout": {"positions": "learned", "bias": True, "dropout": 0.1},
+    "qk norm, window": {"qk_norm": True, "activation": "relu2", "window": 7},
+}
+
+
+def workload(ops="fused", *, seq_len=33, autocast=None, **own):
+    config = Transformer.check({"vocab_size": 101, "num_layers": 3, "d_model": 64, "num_heads": 4} | own, seq_len=seq_len)
+    return Workload(Transformer, config, seq_len, OPS[ops], autocast=autocast)
+
+
+def real(work, rows):
+    model = work.model_class(work.model_config, work.ops)
+    tokens = torch.randint(model.config.vocab_size, (rows, work.seq_len + 1))
+    return model, tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("ops", OPS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_activations_are_what_autograd_keeps(shape, ops, autocast):
+    """Within 1%: whole model, real tensors, every saved storage once."""
+    work = workload(ops, autocast=autocast, **SHAPES[shape])
+    model, tokens_BT, _ = real(work, 4)
+
+    def to_the_last_block():
+        hidden_BTD = model.embed(tokens_BT)
+        for block in model.blocks:
+            hidden_BTD = block(hidden_BTD, None)
+        return hidden_BTD
+
+    with nullcontext() if autocast is None else torch.autocast("cpu", autocast):
+        kept, _ = kept_bytes(to_the_last_block, apart_from=[*model.parameters(), *model.buffers()])
+    assert estimate(work, 4).activations == pytest.approx(kept, rel=0.01)
+
+
+@pytest.mark.parametrize("ops", OPS)
+@pytest.mark.parametrize("vocab_size", [16, 3000])
+def test_the_fullest_moment_is_that_of_a_real_step(ops, vocab_size):
+    """Within 15%: from the first block's forward to the last gradient, real tensors; whichever of head and blocks is larger."""
+    work = workload(ops, vocab_size=vocab_size)
+    model, tokens_BT, targets_BT = real(work, 8)
+    with _Live() as live:
+        loss_sum, _ = model(tokens_BT, targets_BT)
+        loss_sum.backward()
+    found = estimate(work, 8)
+    assert found.activations + found.logits + found.workspace + found.gradients >= live.peak
+    assert found.activations + found.logits + found.workspace == pytest.approx(live.peak, rel=0.15)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_weights_gradients_and_optimizer_exactly(shape):
+    work = workload(**SHAPES[shape])
+    model, tokens_BT, targets_BT = real(work, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    model(tokens_BT, targets_BT)[0].backward()
+    optimizer.step()
+    found = estimate(work, 2)
+    tables = {buffer.data_ptr(): buffer.nbytes for buffer in model.buffers()}
+    assert found.weights == sum(parameter.nbytes for parameter in model.parameters()) + sum(tables.values())
+    assert found.gradients == sum(parameter.grad.nbytes for parameter in model.parameters())
+    states = [value for state in optimizer.state.values() for name, value in state.items() if name != "step"]
+    assert found.optimizer == sum(value.nbytes for value in states)
+    assert estimate(replace(work, optimizer_states=1), 2).optimizer == found.gradients
+
+
+def test_shards_split_weights_gradients_and_optimizer():
+    whole, half = estimate(workload(), 2), estimate(replace(workload(), num_shards=2), 2)
+    rows = [(parameter.shape[0] + 1) // 2 * parameter[0].numel() * 4 for parameter in real(workload(), 1)[0].parameters()]
+    assert half.gradients == sum(rows)
+    assert half.optimizer == 2 * half.gradients
+    assert half.weights < whole.weights
+    assert half.activations == whole.activations
+    assert half.workspace > whole.workspace
+
+
+def test_more_of_anything_needs_more():
+    least = estimate(workload(), 2)
+    for larger in (estimate(workload(), 3), estimate(workload(seq_len=40), 2), estimate(workload(num_layers=4), 2), estimate(workload("plain"), 2)):
+        assert larger.total > least.total
+    assert estimate(workload(autocast=torch.bfloat16), 64).total < estimate(workload(), 64).total
+    assert least.total_gib == least.total / GIB
+
+
+def test_a_model_too_large_for_this_machine_is_estimated_all_the_same():
+    """GPT-2 124M, fp32, plain ops, T = 1024: 3.4 GiB at one row and 16.7 GiB at eight were measured on a GPU."""
+    own = {"vocab_size": 50257, "num_layers": 12, "d_model": 768, "num_heads": 12, "positions": "learned", "bias": True}
+    work = workload("plain", seq_len=1024, **own)
+    assert estimate(work, 1).total_gib == pytest.approx(3.4, rel=0.15)
+    assert estimate(work, 8).total_gib == pytest.approx(16.7, rel=0.15)
+    assert estimate(workload(seq_len=32_768, **own, autocast=torch.bfloat16), 64).total_gib > 100
+
+
+def test_rows_that_fit_are_the_most():
+    work = workload()
+    for rows in (1, 2, 3, 7, 16):
+        assert rows_that_fit(work, estimate(work, rows).total) == rows
+        assert rows_that_fit(work, estimate(work, rows + 1).total - 1) == rows
+    with pytest.raises(HardwareError, match="Fix:"):
+        rows_that_fit(work, estimate(work, 1).total - 1)
