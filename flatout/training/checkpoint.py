@@ -238,10 +238,8 @@ def _differences(run: Run, state: Mapping[str, Any], environment: Mapping[str, A
     """Return, a sentence each, what may keep this run from going on in every bit as the saved one would have."""
     said = []
     if state["world_size"] != run.mesh.world_size:
-        said.append(
-            f"The checkpoint was written by {state['world_size']} processes and is read by {run.mesh.world_size}: "
-            "dropout and the last bits of sums will differ."
-        )
+        saved, here = (f"{n} process{'es' if n > 1 else ''}" for n in (state["world_size"], run.mesh.world_size))
+        said.append(f"The checkpoint was written by {saved} and is read by {here}: dropout and the last bits of sums will differ.")
     stored = {*state["values"], *state["ranks"][0]}
     used = {part.name for part in STATE if part.used(run)}
     said += [f"The checkpoint has no {name}: it starts afresh." for name in sorted(used - stored)]

@@ -76,18 +76,18 @@ def offset_of(tensor: Tensor) -> tuple[int, ...]:
 def owned(tensors: Mapping[str, Tensor], *, rank: int, world_size: int) -> dict[str, Tensor]:
     """Return the tensors of which this rank writes its part: each byte of each tensor is written by exactly one rank.
 
-    Of a DTensor's copies the first is written; whole tensors, which every rank holds alike, are dealt out by size.
+    The copies of DTensors take turns; whole tensors, which every rank holds alike, are dealt out by size.
 
     Shapes: tensors of any shape, unchanged.
     """
     mine: dict[str, Tensor] = {}
-    load = [0] * world_size
+    load, dealt = [0] * world_size, 0
     for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].numel(), item[0])):
         if isinstance(tensor, DTensor):
-            coordinate: list[int] = tensor.device_mesh.get_coordinate() or []
-            first = all(c == 0 for c, placement in zip(coordinate, tensor.placements, strict=True) if placement.is_replicate())
-            if first and local_part(tensor).numel():
+            copy, copies = _copy_of(tensor)
+            if dealt % copies == copy and local_part(tensor).numel():
                 mine[name] = tensor
+            dealt += 1
             continue
         writer = load.index(min(load))
         load[writer] += max(tensor.numel() * tensor.element_size(), 1)
@@ -194,6 +194,16 @@ def dtype_of(entry: Entry) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise CheckpointError(f"The checkpoint holds tensors of type {entry.dtype}, which this torch lacks.", fix="Install a newer torch.")
     return dtype
+
+
+def _copy_of(tensor: DTensor) -> tuple[int, int]:
+    """Return which of how many equal copies of a DTensor's part this rank holds."""
+    copy, copies = 0, 1
+    place: list[int] = tensor.device_mesh.get_coordinate() or [0] * tensor.device_mesh.ndim
+    for size, coordinate, placement in zip(tensor.device_mesh.shape, place, tensor.placements, strict=True):
+        if placement.is_replicate():
+            copy, copies = copy * size + coordinate, copies * size
+    return copy, copies
 
 
 def _dtype_name(tensor: Tensor) -> str:

@@ -1,0 +1,138 @@
+"""One of several processes that save and load: python ranks_worker.py FOLDER REPORT. RANK and the rest come as from torchrun."""
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from stand_in import build, train
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from flatout.config import ParallelConfig
+from flatout.errors import CheckpointError, RunFailed
+from flatout.parallel.mesh import make_mesh
+from flatout.parallel.rendezvous import connect, disconnect
+from flatout.training import checkpoint, slices
+from flatout.training.signals import StopRequests
+
+
+def layouts(world_size):
+    return {"ddp": 1, "fsdp": 2} if world_size == 2 else {"fsdp4": 4, "hsdp": 2}
+
+
+def fresh(folder, mesh, seed):
+    if mesh.device_mesh is None:
+        run = build(folder, seed=seed, mesh=mesh)
+        run.model = DistributedDataParallel(run.core, broadcast_buffers=False)
+        return run
+    placed = mesh.device_mesh if mesh.replicate > 1 else mesh.device_mesh["shard"]
+
+    def shard(core):
+        for block in core.blocks:
+            fully_shard(block, mesh=placed)
+        fully_shard(core, mesh=placed)
+
+    return build(folder, seed=seed, mesh=mesh, shard=shard)
+
+
+def local(run):
+    """Return this rank's own bytes and draws after some more steps."""
+    losses = train(run, 3)
+    tensors = [*run.core.parameters(), *(t for o in run.optimizers for p in o.state for _, t in sorted(o.state[p].items()))]
+    weights = {name: slices.local_part(t).numpy().tobytes() for name, t in run.core.state_dict().items()}
+    return losses, sorted(slices.local_part(t).numpy().tobytes() for t in tensors), weights, torch.rand(2).tolist()
+
+
+def everywhere(mesh, true):
+    (total,) = mesh.sum(torch.tensor(float(true)))
+    return total.item() == mesh.world_size
+
+
+def main(folder: Path, report: Path):
+    ranks = connect("cpu")
+    found = {}
+    for layout, shard in layouts(ranks.world_size).items():
+        mesh = make_mesh(ParallelConfig(shard=shard), "cpu", ranks)
+        place = folder / layout
+        run = fresh(place, mesh, seed=1)
+        train(run, 3)
+        path = checkpoint.save(run)
+        unbroken = local(run)
+        again = fresh(place, mesh, seed=2)
+        said = checkpoint.load(again, path)
+        found[layout] = {"exact": everywhere(mesh, local(again) == unbroken and said == [])}
+        # what one process wrote, taken up here and written again, must be the same to one process
+        alone = fresh(folder / f"{layout}-again", mesh, seed=3)
+        found[layout]["said"] = checkpoint.load(alone, folder / "alone" / "checkpoints" / "step-4")
+        found[layout]["apart"] = not everywhere(mesh, torch.rand(1).item() == mesh.broadcast_object(torch.rand(1).item()))
+        checkpoint.save(alone)
+        found[layout]["failure"] = failing_save(fresh(folder / f"{layout}-fails", mesh, seed=4))
+        found[layout]["damage"] = failing_load(fresh(place, mesh, seed=5), path)
+    found["stops"] = stops(mesh)
+    if ranks.rank == 0:
+        report.write_text(json.dumps(found))
+    disconnect()
+
+
+def failing_save(run):
+    """The disk of one rank is full: all fail, nothing is left."""
+    write = slices.write
+
+    def full(path, tensors):
+        if run.mesh.rank == 1:
+            raise OSError(28, "No space left on device")
+        return write(path, tensors)
+
+    slices.write = full
+    try:
+        checkpoint.save(run)
+        failed = False
+    except RunFailed:
+        failed = True
+    finally:
+        slices.write = write
+    run.mesh.barrier()
+    return everywhere(run.mesh, failed) and list((run.folder / "checkpoints").iterdir()) == []
+
+
+def failing_load(run, path):
+    """A file that some rank reads is damaged: every rank refuses."""
+    run.mesh.barrier()
+    file = path / f"model-{run.mesh.world_size - 1:05d}.safetensors"
+    if run.mesh.is_main and not file.exists():
+        file = max(path.glob("model-*"))
+    content = file.read_bytes() if file.exists() else b""
+    run.mesh.barrier()
+    if run.mesh.is_main:
+        file.write_bytes(content[:-1])
+    run.mesh.barrier()
+    try:
+        checkpoint.load(run, path)
+        refused = False
+    except (CheckpointError, RunFailed):
+        refused = True
+    run.mesh.barrier()
+    if run.mesh.is_main:
+        file.write_bytes(content)
+    run.mesh.barrier()
+    return everywhere(run.mesh, refused)
+
+
+def stops(mesh):
+    """One rank is asked to stop; return after which step each stopped."""
+    requests = StopRequests()
+    run = SimpleNamespace(mesh=mesh)
+    for step in range(20):
+        if step == 5 and mesh.rank == mesh.world_size - 1:
+            requests.signal_number = 15
+        if requests.asked(run):
+            break
+    place = torch.zeros(mesh.world_size)
+    place[mesh.rank] = step
+    return mesh.sum(place)[0].tolist()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,283 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from flatout.config import RunConfig, load_config
+from flatout.errors import CheckpointError, ConfigError, HardwareError
+from flatout.training import files, folder
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from flatout.training.folder import locked
+with locked(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+LOOK = """
+import sys, time
+from pathlib import Path
+from flatout.training.folder import is_locked
+print("looking", flush=True)
+while True:
+    is_locked(Path(sys.argv[1]))
+    time.sleep(0.001)
+"""
+
+
+class Ear:
+    """Remembers what was said."""
+
+    def __init__(self):
+        self.lines = []
+
+    def say(self, line):
+        self.lines.append(line)
+
+    def task(self, *args, **kwargs):
+        from flatout.progress import SILENT
+
+        return SILENT.task(*args, **kwargs)
+
+
+def fake_checkpoint(run, step, content=b"x"):
+    """Make a checkpoint that is whole as far as files go."""
+    path = run / "checkpoints" / f"step-{step}"
+    path.mkdir(parents=True)
+    (path / "state.json").write_bytes(content)
+    facts = {"state.json": {"bytes": len(content), "sha256": files.sha256(path / "state.json")}}
+    (path / "manifest.json").write_text(json.dumps({"format_version": 1, "step": step, "files": facts}))
+    return path
+
+
+def test_a_run_is_named_after_its_recipe_and_its_settings():
+    config = load_config(None, ["name=demo", "optim.lr=3e-4"])
+    name = folder.run_name(config)
+    assert name.startswith("demo-")
+    assert len(name) == len("demo-") + 8
+    assert folder.run_name(load_config(None, ["name=demo", "optim.lr=3e-4"])) == name
+    assert folder.run_name(load_config(None, ["name=demo", "optim.lr=4e-4"])) != name
+
+
+@pytest.mark.parametrize("override", ["log.every=3", "checkpoint.every_steps=7", "checkpoint.dir=/x", "train.eval_every=9", "train.sample_prompt=hi"])
+def test_free_keys_do_not_rename_a_run(override):
+    assert folder.run_name(load_config(None, [override])) == folder.run_name(RunConfig())
+
+
+@pytest.mark.parametrize(("name", "stem"), [("a/b c", "a-b-c-"), ("../x", "x-"), ("...", "run-")])
+def test_a_name_that_is_no_folder_name_is_made_one(name, stem):
+    assert folder.run_name(RunConfig(name=name)).startswith(stem)
+
+
+def test_the_stored_configuration_comes_back_equal(tmp_path):
+    config = load_config(None, ["model.num_layers=2", "optim.eps=1e-8", "train.sample_prompt='ünï: #1'", "speedups=[bf16]"])
+    folder.write_config(tmp_path / "run", config)
+    assert folder.read_config(tmp_path / "run") == config
+
+
+def test_a_contradiction_is_refused_and_named(tmp_path):
+    folder.write_config(tmp_path, load_config(None, ["train.steps=10", "optim.lr=0.001"]))
+    with pytest.raises(ConfigError, match=r"optim\.lr: 0\.001 -> 0\.01.*Fix.*--run"):
+        folder.stored_config(tmp_path, load_config(None, ["train.steps=10", "optim.lr=0.01"]))
+
+
+def test_free_keys_are_taken_from_what_is_wanted_and_the_rest_from_what_is_stored(tmp_path):
+    stored = load_config(None, ["train.steps=10", "checkpoint.every_minutes=5", "batch.rows_per_device=4", "name=old"])
+    folder.write_config(tmp_path, stored)
+    config = folder.stored_config(tmp_path, load_config(None, ["train.steps=10", "checkpoint.every_steps=3", "log.every=2", "name=new"]))
+    assert config.checkpoint.every_steps == 3
+    assert config.checkpoint.every_minutes is None
+    assert config.log.every == 2
+    assert config.batch.rows_per_device == 4
+    assert config.name == "old"
+
+
+def test_what_is_left_open_keeps_the_stored_cadence(tmp_path):
+    folder.write_config(tmp_path, load_config(None, ["checkpoint.every_steps=3"]))
+    assert folder.stored_config(tmp_path, RunConfig()).checkpoint.every_steps == 3
+
+
+def test_the_same_question_is_no_contradiction_to_its_own_answer(tmp_path):
+    asked = load_config(None, ["train.epochs=2", "speedups=auto,-compile"])
+    resolved = asked.with_values({"train.steps": 40, "speedups": ["bf16"]})
+    folder.write_config(tmp_path, resolved, asked=asked)
+    assert folder.stored_config(tmp_path, asked) == resolved
+    with pytest.raises(ConfigError, match=r"train\.epochs"):
+        folder.stored_config(tmp_path, load_config(None, ["train.epochs=3", "speedups=auto,-compile"]))
+
+
+def test_an_empty_folder_has_no_stored_configuration(tmp_path):
+    assert folder.stored_config(tmp_path, RunConfig()) is None
+    assert folder.read_config(tmp_path) is None
+
+
+def test_a_second_process_is_refused_with_the_first_ones_pid(tmp_path):
+    run = tmp_path / "run"
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(run)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout.readline() == "held\n"
+        assert folder.is_locked(run)
+        with pytest.raises(CheckpointError, match=f"process {holder.pid} on "), folder.locked(run):
+            pass
+    finally:
+        holder.send_signal(signal.SIGKILL)
+        holder.wait()
+        holder.stdout.close()
+    assert not folder.is_locked(run)
+    with folder.locked(run):
+        assert folder.is_locked(run)
+        assert json.loads((run / "lock").read_text())["pid"] == os.getpid()
+    assert not folder.is_locked(run)
+
+
+def test_looking_at_a_run_does_not_keep_it_from_starting(tmp_path):
+    with folder.locked(tmp_path):
+        pass
+    looking = subprocess.Popen([sys.executable, "-c", LOOK, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert looking.stdout.readline() == "looking\n"
+        for _ in range(50):
+            with folder.locked(tmp_path):
+                pass
+    finally:
+        looking.kill()
+        looking.wait()
+        looking.stdout.close()
+
+
+def test_a_folder_nobody_trained_in_is_not_locked(tmp_path):
+    assert not folder.is_locked(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_resume_auto_takes_the_newest_whole_checkpoint_and_says_what_it_passed_over(tmp_path):
+    first = fake_checkpoint(tmp_path, 5)
+    second = fake_checkpoint(tmp_path, 12)
+    ear = Ear()
+    assert folder.resume_from(tmp_path, "auto", progress=ear) == second
+    assert ear.lines == []
+    (second / "state.json").write_bytes(b"y")
+    assert folder.resume_from(tmp_path, "auto", progress=ear) == first
+    assert "step-12" in ear.lines[0]
+    assert "state.json is damaged" in ear.lines[0]
+
+
+def test_resume_auto_begins_where_there_is_nothing(tmp_path):
+    assert folder.resume_from(tmp_path / "none") is None
+    assert folder.resume_from(tmp_path) is None
+
+
+def test_resume_auto_never_starts_over_on_its_own(tmp_path):
+    (fake_checkpoint(tmp_path, 5) / "state.json").unlink()
+    with pytest.raises(CheckpointError, match=r"No checkpoint .* is whole.*state\.json is missing"):
+        folder.resume_from(tmp_path)
+
+
+def test_resume_auto_cleans_up_after_killed_saves(tmp_path):
+    whole = fake_checkpoint(tmp_path, 5)
+    (tmp_path / "checkpoints" / "step-7.tmp-ab12").mkdir()
+    (tmp_path / "checkpoints" / "step-7.tmp-ab12" / "model").write_text("half")
+    ear = Ear()
+    assert folder.resume_from(tmp_path, progress=ear) == whole
+    assert ear.lines == ["Removed step-7.tmp-ab12, left by a save that was killed."]
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-5"]
+
+
+def test_a_checkpoint_caught_while_being_replaced_is_put_back(tmp_path):
+    whole = fake_checkpoint(tmp_path, 5)
+    whole.rename(whole.with_name("step-5.tmp-old-aa"))
+    (tmp_path / "checkpoints" / "step-5.tmp-bb").mkdir()
+    assert folder.resume_from(tmp_path) == whole
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-5"]
+
+
+def test_resume_never_refuses_a_folder_in_which_something_lies(tmp_path):
+    with folder.locked(tmp_path):
+        assert folder.resume_from(tmp_path, "never") is None
+    assert folder.resume_from(tmp_path / "none", "never") is None
+    folder.write_config(tmp_path, RunConfig())
+    with pytest.raises(CheckpointError, match=r"config\.yaml"):
+        folder.resume_from(tmp_path, "never")
+
+
+def test_resume_from_a_path_takes_a_checkpoint_or_a_run(tmp_path):
+    path = fake_checkpoint(tmp_path / "other", 5)
+    assert folder.resume_from(tmp_path / "new", str(path)) == path
+    assert folder.resume_from(tmp_path / "new", str(tmp_path / "other")) == path
+    (path / "state.json").unlink()
+    with pytest.raises(CheckpointError, match=r"state\.json is missing"):
+        folder.resume_from(tmp_path / "new", str(path))
+
+
+def test_resume_from_a_path_that_is_none_says_so(tmp_path):
+    with pytest.raises(CheckpointError, match="There is no checkpoint"):
+        folder.resume_from(tmp_path, str(tmp_path / "missing"))
+    with pytest.raises(CheckpointError, match="is not a checkpoint"):
+        folder.resume_from(tmp_path, str(tmp_path))
+    (tmp_path / "bare" / "checkpoints").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match="has no checkpoint"):
+        folder.resume_from(tmp_path, str(tmp_path / "bare"))
+
+
+def test_events_are_lines_and_a_torn_one_spoils_no_other(tmp_path):
+    folder.append_event(tmp_path, "start", world_size=2)
+    with (tmp_path / "events.jsonl").open("a") as file:
+        file.write('{"event": "sav')
+    folder.append_event(tmp_path, "resume")
+    assert [event["event"] for event in folder.read_events(tmp_path)] == ["start", "resume"]
+    assert folder.read_events(tmp_path)[0]["world_size"] == 2
+
+
+def test_reading_the_tail_of_a_file_leaves_out_the_line_it_cuts(tmp_path):
+    path = tmp_path / "lines"
+    for number in range(100):
+        files.append_line(path, {"n": number})
+    tail = [line["n"] for line in files.read_lines(path, tail_bytes=50)]
+    assert tail == list(range(tail[0], 100))
+    assert 0 < len(tail) < 10
+
+
+def test_json_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
+    folder.write_summary(tmp_path, {"val_loss": 0.1 + 0.2})
+    monkeypatch.setattr(files.os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(OSError, match="No space"):
+        folder.write_summary(tmp_path, {"val_loss": 1.0})
+    assert folder.read_summary(tmp_path) == {"val_loss": 0.1 + 0.2}
+
+
+def test_damaged_json_is_named(tmp_path):
+    (tmp_path / "summary.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"summary\.json is damaged"):
+        folder.read_summary(tmp_path)
+
+
+def test_the_exit_code_is_kept_and_cleared(tmp_path):
+    assert folder.read_exit_code(tmp_path) is None
+    folder.write_exit_code(tmp_path, 75)
+    assert folder.read_exit_code(tmp_path) == 75
+    folder.clear_exit_code(tmp_path)
+    folder.clear_exit_code(tmp_path)
+    assert folder.read_exit_code(tmp_path) is None
+
+
+def test_too_small_a_disk_is_said_before_the_run(tmp_path):
+    folder.require_free_disk(tmp_path / "runs" / "not-yet", 1)
+    with pytest.raises(HardwareError, match=r"need 1073741824\.0 GiB.*Fix: Free space"):
+        folder.require_free_disk(tmp_path, 2**60)
+
+
+def test_runs_are_listed_oldest_first_and_nothing_else(tmp_path):
+    for age, name in enumerate(["new", "group/old"]):
+        folder.write_config(tmp_path / name, RunConfig())
+        stamp = time.time() - 1000 * age
+        os.utime(tmp_path / name / "config.yaml", (stamp, stamp))
+    (tmp_path / "no-run").mkdir()
+    assert folder.list_runs(tmp_path) == [tmp_path / "group" / "old", tmp_path / "new"]
+    assert folder.list_runs(tmp_path / "new") == [tmp_path / "new"]
+    assert folder.list_runs(tmp_path / "missing") == []

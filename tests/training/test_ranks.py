@@ -1,0 +1,110 @@
+"""Checkpoints of several processes: split or copied weights, written by some number of ranks and read by another."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from stand_in import build, outcome, train
+
+from flatout.training import checkpoint
+
+HERE = Path(__file__).parent
+LAYOUTS = {"ddp": 2, "fsdp": 2, "fsdp4": 4, "hsdp": 4}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """Return the reports of the layouts of 2 and of 4 processes, and the folder of all their runs."""
+    folder = tmp_path_factory.mktemp("ranks")
+    alone = build(folder / "alone", seed=11)
+    train(alone, 4)
+    checkpoint.save(alone)
+    reports = {}
+    for world_size in (2, 4):
+        report = folder / f"report-{world_size}.json"
+        launch(world_size, folder, report)
+        reports[world_size] = json.loads(report.read_text())
+    return folder, reports
+
+
+def launch(world_size, *arguments):
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world_size), "OMP_NUM_THREADS": "1"}
+    shared["PYTHONPATH"] = str(HERE.parent.parent)
+    command = [sys.executable, str(HERE / "ranks_worker.py"), *map(str, arguments)]
+    processes = [
+        subprocess.Popen(command, env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
+        for rank in range(world_size)
+    ]
+    try:
+        errors = [process.communicate(timeout=200)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0] * world_size, errors
+
+
+@pytest.fixture(params=LAYOUTS)
+def layout(request, ranks):
+    folder, reports = ranks
+    return folder, request.param, reports[LAYOUTS[request.param]]
+
+
+def test_the_same_ranks_go_on_in_every_bit(layout):
+    _, name, report = layout
+    assert report[name]["exact"]
+
+
+def test_one_process_reads_what_ranks_wrote_and_they_what_it_wrote(layout):
+    """One process wrote, the ranks read it and wrote again, one process reads that: every tensor is as it was."""
+    folder, name, _ = layout
+    there = folder / "alone" / "checkpoints" / "step-4"
+    back = folder / f"{name}-again" / "checkpoints" / "step-4"
+    first, second = build(folder, seed=5), build(folder, seed=6)
+    checkpoint.load(first, there)
+    said = checkpoint.load(second, back)
+    assert "written by" in said[0]
+    assert checkpoint.weights_sha256(there) == checkpoint.weights_sha256(back)
+    torch.manual_seed(0)
+    one = outcome(first, 3)
+    torch.manual_seed(0)
+    two = outcome(second, 3)
+    for key in ("losses", "weights", "moments", "numbers", "scale"):
+        assert one[key] == two[key], key
+
+
+def test_every_rank_writes_a_share_and_no_byte_twice(layout):
+    folder, name, _ = layout
+    path = folder / name / "checkpoints" / "step-3"
+    index = json.loads((path / "index.json").read_text())["tensors"]
+    for tensor, entry in index.items():
+        volume = sum(torch.Size(piece["shape"]).numel() for piece in entry["slices"])
+        assert volume == torch.Size(entry["shape"]).numel(), tensor
+    writers = {piece["file"] for entry in index.values() for piece in entry["slices"] if piece["file"].startswith("model")}
+    assert len(writers) == LAYOUTS[name]
+    assert len(json.loads((path / "state.json").read_text())["ranks"]) == LAYOUTS[name]
+    assert checkpoint.verify(path) == []
+
+
+def test_ranks_that_have_no_generators_stored_draw_apart(layout):
+    _, name, report = layout
+    assert report[name]["apart"]
+    assert "written by 1 process and" in report[name]["said"][0]
+
+
+def test_a_failure_of_one_rank_is_everyones(layout):
+    _, name, report = layout
+    assert report[name]["failure"]
+    assert report[name]["damage"]
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_all_ranks_stop_after_the_same_step_one_after_it_was_asked(ranks, world_size):
+    assert ranks[1][world_size]["stops"] == [6.0] * world_size
