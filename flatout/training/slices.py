@@ -199,7 +199,7 @@ def dtype_of(entry: Entry) -> torch.dtype:
 def _copy_of(tensor: DTensor) -> tuple[int, int]:
     """Return which of how many equal copies of a DTensor's part this rank holds."""
     copy, copies = 0, 1
-    place: list[int] = tensor.device_mesh.get_coordinate() or [0] * tensor.device_mesh.ndim
+    place = tensor.device_mesh.get_coordinate() or [0] * tensor.device_mesh.ndim
     for size, coordinate, placement in zip(tensor.device_mesh.shape, place, tensor.placements, strict=True):
         if placement.is_replicate():
             copy, copies = copy * size + coordinate, copies * size

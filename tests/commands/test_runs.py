@@ -1,0 +1,118 @@
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from flatout.commands.runs import COMMAND, runs
+from flatout.config import RunConfig, load_config
+from flatout.errors import CheckpointError
+from flatout.training import folder
+from flatout.training.files import append_line
+
+
+def make(path, *, steps=100, records=(), code=None, summary=None, event="start"):
+    folder.write_config(path, load_config(None, [f"train.steps={steps}"]))
+    for record in records:
+        append_line(path / "metrics.jsonl", record)
+    if event:
+        folder.append_event(path, event)
+    if summary is not None:
+        folder.write_summary(path, summary)
+    if code is not None:
+        folder.write_exit_code(path, code)
+
+
+@pytest.mark.parametrize(
+    ("given", "state"),
+    [
+        ({"event": None}, "new"),
+        ({}, "killed"),
+        ({"code": 75}, "stopped"),
+        ({"code": 130}, "interrupted"),
+        ({"code": 143}, "interrupted"),
+        ({"code": 1}, "failed"),
+        ({"summary": {}, "code": 0}, "finished"),
+        ({"summary": {}}, "finished"),
+    ],
+)
+def test_the_state_is_told_from_the_folder(tmp_path, given, state):
+    make(tmp_path / "run", **given)
+    (item,) = runs(tmp_path).items
+    assert item.state == state
+
+
+def test_a_run_at_work_is_running(tmp_path):
+    make(tmp_path / "run", code=75)
+    with folder.locked(tmp_path / "run"):
+        assert runs(tmp_path).items[0].state == "running"
+    assert runs(tmp_path).items[0].state == "stopped"
+
+
+def test_losses_and_steps_are_the_last_written(tmp_path):
+    records = [{"step": 10, "train/loss": 3.0, "val/loss": 3.5}, {"step": 20, "train/loss": 2.0}, {"step": 30, "perf/mfu": 0.5}]
+    make(tmp_path / "run", records=records)
+    (tmp_path / "run" / "checkpoints" / "step-20").mkdir(parents=True)
+    (item,) = runs(tmp_path).items
+    assert (item.step, item.last_step, item.train_loss, item.val_loss, item.checkpoints) == (30, 100, 2.0, 3.5, [20])
+
+
+def test_size_and_age(tmp_path):
+    make(tmp_path / "run", event=None)
+    (tmp_path / "run" / "checkpoints" / "step-1").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints" / "step-1" / "model").write_bytes(bytes(5000))
+    hour_ago = time.time() - 3600
+    os.utime(tmp_path / "run" / "config.yaml", (hour_ago, hour_ago))
+    (item,) = runs(tmp_path).items
+    assert item.bytes == 5000 + (tmp_path / "run" / "config.yaml").stat().st_size
+    assert item.age_s == pytest.approx(3600, abs=30)
+
+
+def test_checkpoints_elsewhere_count_too(tmp_path):
+    folder.write_config(tmp_path / "runs" / "a", RunConfig().with_values({"checkpoint.dir": str(tmp_path / "big")}))
+    (tmp_path / "big" / "a" / "step-3").mkdir(parents=True)
+    (tmp_path / "big" / "a" / "step-3" / "model").write_bytes(bytes(70_000))
+    (item,) = runs(tmp_path / "runs").items
+    assert item.checkpoints == [3]
+    assert item.bytes > 70_000
+
+
+def test_a_damaged_run_does_not_hide_the_others(tmp_path):
+    make(tmp_path / "good")
+    make(tmp_path / "bad")
+    (tmp_path / "bad" / "config.yaml").write_text("a: [")
+    assert {item.run.rpartition("/")[2]: item.state for item in runs(tmp_path).items} == {"good": "killed", "bad": "damaged"}
+
+
+def test_the_table_has_a_line_a_run(tmp_path):
+    make(tmp_path / "one", records=[{"step": 1000, "train/loss": 2.34567}], steps=2000)
+    make(tmp_path / "two", code=75)
+    lines = runs(tmp_path).summary().splitlines()
+    assert len(lines) == 3
+    assert "1,000 of 2,000" in lines[1]
+    assert "2.3457" in lines[1]
+    assert len({len(line) for line in lines}) == 1
+
+
+def test_no_runs_yet_is_no_error_and_a_wrong_folder_is(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert runs().items == []
+    assert "flatout demo" in runs().summary()
+    with pytest.raises(CheckpointError, match="There is no folder nowhere"):
+        runs(tmp_path.__class__("nowhere"))
+
+
+def test_the_result_is_json(tmp_path):
+    make(tmp_path / "run")
+    document = json.loads(runs(tmp_path).model_dump_json())
+    assert set(document) == {"items"}
+    assert document["items"][0]["state"] == "killed"
+    assert COMMAND.call is runs
+
+
+def test_listing_runs_does_not_import_torch(tmp_path):
+    make(tmp_path / "run")
+    code = f"import sys, pathlib; from flatout.commands.runs import runs; runs(pathlib.Path({str(tmp_path)!r})); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
