@@ -14,8 +14,6 @@ from flatout.data.manifest import Manifest
 from flatout.data.prepare import Options, prepare_dataset
 from flatout.progress import SILENT, Progress
 
-__all__ = ["PrepareResult", "prepare"]
-
 
 class PrepareResult(Result):
     """What `prepare` wrote."""

@@ -21,8 +21,6 @@ from flatout.errors import DataError
 from flatout.progress import SILENT, Progress
 from flatout.registry import nearest
 
-__all__ = ["Sample", "Tokenizer", "load_tokenizer", "make_tokenizer", "parse_tokenizer"]
-
 TRAINING_BYTES = 8_000_000
 """Text a BPE is trained on: a few seconds' work, and more hardly changes a vocabulary of this size."""
 

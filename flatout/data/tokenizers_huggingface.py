@@ -75,9 +75,10 @@ class HuggingFaceTokenizer(StoredTokenizer):
 
     def _encode(self, text: str) -> Ids:
         try:
-            found = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0]
+            text.encode()
         except UnicodeEncodeError as error:
             raise not_text(error) from error
+        found = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0]
         return np.array(found.ids, np.uint32)
 
     def _has_special(self, ids: Ids) -> bool:

@@ -15,8 +15,6 @@ from typing import IO, Any, cast
 
 from flatout.errors import DataError
 
-__all__ = ["BadRow", "Document", "LeftOut", "Part", "Row", "Source", "open_bytes", "parts_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Document:

@@ -1,4 +1,5 @@
 import hashlib
+import itertools
 
 import pytest
 
@@ -31,7 +32,7 @@ def test_parts_together_are_all_documents(monkeypatch):
 def test_there_is_something_to_learn():
     words = " ".join(texts(documents=200)).lower().replace(".", "").split()
     followers = {}
-    for word, after in zip(words, words[1:], strict=False):
+    for word, after in itertools.pairwise(words):
         followers.setdefault(word, []).append(after)
     common = max(followers.values(), key=len)
     top = max(common.count(word) for word in set(common)) / len(common)
