@@ -1,0 +1,161 @@
+"""The documents are true: commands exist with these options and keys, make targets too, links lead somewhere, numbers have a source."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from flatout.cli import build
+from flatout.config import RunConfig, load_config
+from flatout.errors import ConfigError
+from flatout.models.transformer import TransformerConfig
+from flatout.registry import COMMANDS, RECIPES
+from flatout.wording import NAMES_ELSEWHERE, all_keys
+
+SHELL_BLOCK = re.compile(r"^```(?:sh|bash|console)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+INLINE = re.compile(r"`((?:flatout|make|torchrun|python -m flatout) [^`\n]+)`")
+PROGRAM = re.compile(r"^(?:flatout|python -m flatout|torchrun .*? -m flatout)\s+")
+QUICK = {("list",), ("runs",), ("--help",), ("--version",)}
+
+
+def documents(root):
+    return [root / "README.md", root / "CHANGELOG.md", *sorted((root / "docs").glob("*.md"))]
+
+
+def command_lines(text: str) -> list[str]:
+    """Commands in shell blocks, continued lines joined and comments dropped, and those quoted in sentences."""
+    lines = [line for block in SHELL_BLOCK.findall(text) for line in block.replace("\\\n", " ").splitlines()]
+    lines = [re.sub(r"\s+#\s.*$", "", line.removeprefix("$ ")).strip() for line in lines]
+    parts = [part.strip() for line in lines for part in line.split("&&")]
+    return [line for line in [*parts, *INLINE.findall(text)] if re.match(r"(flatout|make|torchrun|python -m flatout) ", line)]
+
+
+def complaint(line: str, targets: set[str]) -> str | None:
+    """What is wrong with one command line, or None."""
+    if line.startswith("make "):
+        words = [word for word in shlex.split(line)[1:] if "=" not in word]
+        return next((f"no make target {word!r}" for word in words if word not in targets), None)
+    if not PROGRAM.match(line):
+        return "no command of flatout"
+    words = shlex.split(PROGRAM.sub("", line))
+    if words[0].startswith("--") or words[0] == "COMMAND":
+        return None if words[0] in {"--help", "--version", "COMMAND"} else f"no option {words[0]}"
+    if words[0] not in COMMANDS.names():
+        return f"no command {words[0]!r}"
+    if "--help" in words[1:]:
+        return None
+    try:
+        values = build(words[0]).main(args=words[1:], standalone_mode=False)
+    except Exception as error:
+        return str(getattr(error, "message", error))
+    return wrong_keys(values) if words[0] == "train" else None
+
+
+def wrong_keys(values) -> str | None:
+    recipe = values["recipe"]
+    try:
+        load_config(recipe if recipe in RECIPES.names() else None, values["overrides"] or ())
+    except ConfigError as error:
+        return str(error)
+    if recipe not in RECIPES.names() and not recipe.isupper() and not recipe.endswith(".yaml"):
+        return f"no recipe {recipe!r}"
+    return None
+
+
+def test_every_command_in_the_documents_parses(root, no_offenders):
+    targets = set(re.findall(r"^([a-z][a-z-]*):", (root / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    wrong, seen = [], 0
+    for path in documents(root):
+        for line in command_lines(path.read_text(encoding="utf-8")):
+            seen += 1
+            if message := complaint(line, targets):
+                wrong.append(f"{path.name}: {line}: {message}")
+    assert seen > 20
+    no_offenders(wrong)
+
+
+def test_configuration_keys_in_the_documents_exist(root, no_offenders):
+    """`optim.lr` and `optim.lr=3e-4` in a sentence or a table are keys that exist, with values they take."""
+    wrong = []
+    sections = "|".join(key.partition(".")[0] for key in all_keys(RunConfig) if "." in key)
+    known = {*all_keys(RunConfig), *all_keys(TransformerConfig, "model.")}
+    for path in documents(root):
+        for key, value in re.findall(rf"`((?:{sections})\.[a-z_]+)(=[^`\s]+)?`", path.read_text(encoding="utf-8")):
+            if key not in known:
+                wrong.append(f"{path.name}: {key}")
+            elif value and not value[1:].isupper() and not key.startswith("model."):
+                load_config(None, [key + value])
+    no_offenders(wrong)
+
+
+def test_the_table_of_other_tools_names_agrees_with_the_error_messages(root, no_offenders):
+    rows = re.findall(r"^\| (.+?) \| (.+?) \|", (root / "docs" / "coming-from.md").read_text(encoding="utf-8"), re.MULTILINE)
+    pairs = [(name, here) for there, here in rows for name in re.findall(r"`(\w+)`", there) if name in NAMES_ELSEWHERE]
+    assert len(pairs) > 30
+    no_offenders([f"{name}: {NAMES_ELSEWHERE[name]}, not {here}" for name, here in pairs if f"`{NAMES_ELSEWHERE[name]}`" not in here])
+
+
+def test_quick_commands_in_the_documents_run(root, tmp_path):
+    lines = {line for path in documents(root) for line in command_lines(path.read_text(encoding="utf-8")) if PROGRAM.match(line)}
+    words = sorted({tuple(shlex.split(PROGRAM.sub("", line))) for line in lines})
+    quick = [line for line in words if line[:1] in QUICK and not any(word.isupper() for word in line)]
+    assert len(quick) > 2
+    program = "import sys, json\nfrom flatout.cli import main\nfor words in json.loads(sys.argv[1]):\n    try:\n        main(words)\n"
+    program += "    except SystemExit as stop:\n        assert not stop.code, words\n"
+    program = f"import sys; sys.path.insert(0, {str(root)!r})\n{program}"
+    done = subprocess.run([sys.executable, "-c", program, json.dumps(quick)], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_command_shows_an_example_that_parses(no_offenders):
+    examples = [COMMANDS.get(name).example for name in COMMANDS.names()]
+    no_offenders([f"{line}: {message}" for line in examples if (message := complaint(line, set()))])
+
+
+def test_links_between_documents_lead_somewhere(root, no_offenders):
+    wrong = []
+    for path in documents(root):
+        targets = re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", path.read_text(encoding="utf-8"))
+        wrong += [f"{path.name}: {target}" for target in targets if not (path.parent / target).exists()]
+    no_offenders(wrong)
+
+
+def test_the_readme_begins_with_what_matters(root):
+    """Its first 40 lines: one sentence, one table, the two commands, the tree with a line a folder."""
+    head = (root / "README.md").read_text(encoding="utf-8").splitlines()[:40]
+    text = "\n".join(head)
+    assert head[0] == "# flatout"
+    assert "make demo" in text
+    assert "make test" in text
+    assert re.search(r"^\|.*\|$", text, re.MULTILINE)
+    folders = sorted(p.name for p in (root / "flatout").iterdir() if p.is_dir() and p.name != "__pycache__")
+    tree = text[text.index("```\nflatout/") :]
+    assert [name for name in folders if not re.search(rf"\b{name}/\S*\s+\S", tree)] == []
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("flatout trian x", "no command 'trian'"),
+        ("flatout prepare a --output b", "--output"),
+        ("flatout train RECIPE optim.lrr=1", "optim.lr"),
+        ("flatout train no-such-recipe", "no recipe"),
+        ("make demmo", "no make target"),
+        ("flatout train RECIPE optim.lr=1e-3", None),
+        ("torchrun --nproc-per-node 2 -m flatout list models", None),
+    ],
+)
+def test_the_rule_sees_offenders(line, message):
+    found = complaint(line, {"demo"})
+    assert (found is None) if message is None else (message in found)
+
+
+def test_command_lines_are_found():
+    block = "```sh\n$ flatout prepare a \\\n    --out b   # comment\nls\nmake demo && make test\n```\n"
+    text = "Try `flatout list models`.\n```python\nflatout x\n```\n" + block
+    assert command_lines(text) == ["flatout prepare a      --out b", "make demo", "make test", "flatout list models"]
