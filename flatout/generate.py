@@ -121,7 +121,8 @@ def load_run(run: str | Path, checkpoint: str = "best", *, device: str = "auto",
         recipe = assemble(decisions)
         ops = Ops(attention=recipe.part("ops.attention"), cross_entropy=recipe.part("ops.cross_entropy"))
         model_class = MODELS.get(config.model.kind)
-        model: LanguageModel = model_class(model_class.configure(config.model.own() | {"vocab_size": config.model.vocab_size}), ops)
+        own = model_class.check(config.model.own() | {"vocab_size": config.model.vocab_size}, seq_len=config.data.seq_len)
+        model: LanguageModel = model_class(own, ops)
         model.load_state_dict(read_weights(path))
         model.to(where).eval()
         tokenizer = dataset.tokenizer

@@ -1,0 +1,212 @@
+"""Sampling: whole characters, stops, limits, a generator of its own; and a run's folder turned back into its model."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from flatout import generate
+from flatout.commands.train import train_config
+from flatout.config import RunConfig, load_config
+from flatout.data.prepare import Options, prepare_dataset
+from flatout.data.tokenizers_plain import ByteTokenizer
+from flatout.errors import CheckpointError, ConfigError
+from flatout.generate import sample
+
+EOT = ByteTokenizer().eot_id
+
+
+class Script(nn.Module):
+    """A model that writes one given text, token by token, sure of itself up to `noise`."""
+
+    def __init__(self, text: bytes, noise: float = 0.0, vocab_size: int = 300) -> None:
+        super().__init__()
+        self.unused = nn.Parameter(torch.zeros(1))
+        self.config = SimpleNamespace(max_seq_len=8)
+        self.ids = [*text, EOT]
+        self.noise, self.vocab_size, self.seen = noise, vocab_size, []
+
+    def next_logits(self, tokens_BT):
+        self.seen.append(tokens_BT.tolist()[0])
+        logits_BV = torch.zeros(1, self.vocab_size)
+        logits_BV[0, self.ids[len(self.seen) - 1]] = 1 / self.noise if self.noise else 1e9
+        logits_BV[0, EOT + 1 :] = 1e9 if not self.noise else 50.0
+        return logits_BV
+
+
+def written(text, prompt="", **options):
+    return list(sample(Script(text.encode()), ByteTokenizer(), prompt, **options))
+
+
+def test_ends_at_the_end_of_the_document():
+    assert "".join(written("hello", max_tokens=100)) == "hello"
+
+
+def test_pieces_are_whole_characters():
+    pieces = written("aé€😀b", temperature=0)
+    assert pieces == ["a", "é", "€", "😀", "b"]
+
+
+def test_a_character_cut_by_the_limit_is_marked_not_dropped():
+    assert "".join(written("a😀", max_tokens=3)) == "a\ufffd"
+
+
+def test_max_tokens():
+    assert "".join(written("hello", max_tokens=2)) == "he"
+
+
+def test_rows_beyond_the_vocabulary_are_never_drawn():
+    assert "".join(written("x" * 50, temperature=2.0)) == "x" * 50
+
+
+@pytest.mark.parametrize(
+    ("stop", "text"),
+    [
+        (["lo"], "hel"),
+        (["ll"], "he"),
+        (["h"], ""),
+        (["xyz", "o wor"], "hell"),
+        (["zzz"], "hello world"),
+        (["world!"], "hello world"),
+        ([""], "hello world"),
+    ],
+)
+def test_stop_strings_are_not_shown(stop, text):
+    assert "".join(written("hello world", stop=stop)) == text
+
+
+def test_what_could_begin_a_stop_is_held_back_no_longer_than_needed():
+    assert written("a\nb\n\nc", stop=["\n\n"]) == ["a", "\nb"]
+
+
+def test_an_empty_prompt_begins_a_document_and_a_window_slides():
+    model = Script(b"0123456789")
+    list(sample(model, ByteTokenizer(), ""))
+    assert model.seen[0] == [EOT]
+    assert max(len(seen) for seen in model.seen) == 8
+    assert model.seen[10] == list(b"23456789")
+    model = Script(b"ab")
+    list(sample(model, ByteTokenizer(), "a long prompt", window=4))
+    assert model.seen[0] == list(b"ompt")
+
+
+def drawn(seed, **options):
+    torch.manual_seed(5)
+    before = torch.random.get_rng_state()
+    text = "".join(sample(Script(b"a" * 40, noise=0.3, vocab_size=257), ByteTokenizer(), temperature=1.5, max_tokens=30, seed=seed, **options))
+    assert torch.equal(torch.random.get_rng_state(), before), "sampling must not touch the run's own generator"
+    return text
+
+
+def test_equal_seeds_write_equal_text_and_others_do_not():
+    assert drawn(1) == drawn(1)
+    assert drawn(1) != drawn(2)
+
+
+def test_top_k_and_top_p_narrow_the_choice():
+    assert drawn(1, top_k=1) == "a" * 30
+    assert drawn(1, top_p=1e-6) == "a" * 30
+    assert drawn(1, top_p=1.0) == drawn(1)
+
+
+def test_top_p_keeps_the_fewest_that_reach_it():
+    logits_V = torch.log(torch.tensor([0.5, 0.3, 0.15, 0.05]))
+    generator = torch.Generator().manual_seed(0)
+    kept = {generate._next_token(logits_V, 4, 1.0, None, 0.7, generator) for _ in range(300)}
+    assert kept == {0, 1}
+    assert {generate._next_token(logits_V, 4, 1.0, 3, None, generator) for _ in range(300)} == {0, 1, 2}
+
+
+def test_draws_follow_the_probabilities():
+    logits_V = torch.log(torch.tensor([0.6, 0.3, 0.1]))
+    generator = torch.Generator().manual_seed(0)
+    counts = torch.bincount(torch.tensor([generate._next_token(logits_V, 3, 1.0, None, None, generator) for _ in range(3000)]), minlength=3)
+    assert (counts / 3000 - torch.tensor([0.6, 0.3, 0.1])).abs().max() < 0.04
+
+
+@pytest.mark.parametrize(
+    "options", [{"temperature": -1.0}, {"temperature": math.nan}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5}, {"max_tokens": 0}], ids=str
+)
+def test_settings_out_of_range(options):
+    with pytest.raises(ConfigError, match="Fix: Use"):
+        written("a", **options)
+
+
+def test_the_model_is_put_back_into_training():
+    model = Script(b"ab")
+    model.train()
+    list(sample(model, ByteTokenizer()))
+    assert model.training
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A tiny run of three steps with a checkpoint at each evaluation."""
+    root = tmp_path_factory.mktemp("generate")
+    (root / "book.txt").write_text("The quick brown fox jumps over the lazy dog. " * 200)
+    prepare_dataset([str(root / "book.txt")], root / "data", Options(tokenizer="char", split="tail 0.1"), workers=1)
+    overrides = [
+        "model.num_layers=1",
+        "model.d_model=16",
+        "model.num_heads=1",
+        "data.seq_len=32",
+        "batch.rows_per_device=4",
+        "batch.tokens_per_step=128",
+    ]
+    config = load_config(
+        None, [*overrides, f"data.path={root / 'data'}", "train.steps=3", "train.device=cpu", "train.eval_every=1", "checkpoint.keep=9"]
+    )
+    return root, train_config(config, run=root / "runs" / "fox")
+
+
+def test_a_loaded_run_scores_what_the_run_scored(trained):
+    root, result = trained
+    loaded = generate.load_run(root / "runs" / "fox", "last", device="cpu")
+    score = generate.evaluate(loaded)
+    assert score.val_loss == pytest.approx(result.val_loss, rel=1e-6)
+    assert score.perplexity == pytest.approx(math.exp(result.val_loss), rel=1e-6)
+    split = loaded.dataset.split("val")
+    assert score.tokens == split.num_tokens - 1
+    assert score.bits_per_byte == pytest.approx(score.val_loss * score.tokens / math.log(2) / split.text_bytes)
+    assert isinstance(loaded.config, RunConfig)
+    assert not loaded.model.training
+
+
+def test_a_part_of_the_text_has_no_bits_per_byte(trained):
+    loaded = generate.load_run(trained[0] / "runs" / "fox", device="cpu")
+    score = generate.evaluate(loaded, max_tokens=64)
+    assert score.bits_per_byte is None
+    assert score.tokens < loaded.dataset.split("val").num_tokens - 1
+
+
+def test_checkpoints_by_name(trained):
+    folder = trained[0] / "runs" / "fox"
+    assert generate.find_checkpoint(folder, "last").name == "step-3"
+    assert generate.find_checkpoint(folder, "1").name == "step-1"
+    assert generate.find_checkpoint(folder, "best").parent == folder / "checkpoints"
+    with pytest.raises(CheckpointError, match="no checkpoint of step 7") as error:
+        generate.find_checkpoint(folder, "7")
+    assert "1, 2, 3" in error.value.fix
+    with pytest.raises(ConfigError, match="best, last, or the number"):
+        generate.find_checkpoint(folder, "newest")
+
+
+def test_different_checkpoints_have_different_weights(trained):
+    folder = trained[0] / "runs" / "fox"
+    first, last = (generate.load_run(folder, name, device="cpu").model.state_dict() for name in ("1", "last"))
+    assert any(not torch.equal(first[name], last[name]) for name in first)
+
+
+def test_runs_are_found_by_name_and_mistyped_names_answered(trained, monkeypatch):
+    monkeypatch.chdir(trained[0])
+    assert generate.find_run("fox").resolve() == trained[0] / "runs" / "fox"
+    with pytest.raises(CheckpointError, match="Did you mean runs/fox"):
+        generate.find_run("foxx")
+
+
+def test_the_runs_own_speedups_that_do_not_work_here_are_left_out(trained):
+    config = generate.load_run(trained[0] / "runs" / "fox", device="cpu").config
+    wanted = config.with_values({"speedups": ["tf32", "compile", "fused-attention"], "train.device": "cpu"})
+    assert [decision.name for decision in generate._usable_speedups(wanted)] == ["fused-attention"]
