@@ -1,0 +1,127 @@
+import numpy as np
+import pytest
+
+from flatout.data.manifest import SPLITS
+from flatout.data.pack import FIRST_NAMED, ByCharacter, ByHash, ByOrdinal, Job, Skipped, cut_to_bytes, hash_fraction, pack
+from flatout.data.tokenizer import make_tokenizer
+from flatout.errors import DataError
+from flatout.sources import BadRow, Document, LeftOut, Part
+
+BAD = BadRow(DataError("Row 7 is bad.", fix="Mend it."), "bad", "row 7")
+
+
+def read(rows):
+    return rows
+
+
+def job(*rows, **limits):
+    return Job(Part(read, (list(rows),), "x", num_bytes=9), **limits)
+
+
+def byte_tokens(packed, name):
+    """The split as text, end-of-text shown as |."""
+    return "".join("|" if token == 256 else chr(token) for token in packed.splits[name].tokens)
+
+
+@pytest.fixture
+def tokenizer():
+    return make_tokenizer("byte", lambda limit: ())
+
+
+def test_end_of_text_follows_every_document_and_nothing_else_is_added(tokenizer):
+    packed = pack(job("ab", "c", "def"), tokenizer, ByOrdinal(2), "raise")
+    assert byte_tokens(packed, "train") == "ab|c|"
+    assert byte_tokens(packed, "val") == "def|"
+    assert packed.splits["train"].ends.tolist() == [3, 5]
+    assert packed.splits["train"].tokens.dtype == np.uint16
+    assert [packed.splits[name].text_bytes for name in SPLITS] == [3, 3]
+    assert (packed.documents, packed.num_bytes) == (3, 9)
+
+
+def test_text_bytes_are_bytes_of_utf8(tokenizer):
+    packed = pack(job("é🙂"), tokenizer, ByOrdinal(1), "raise")
+    assert packed.splits["train"].text_bytes == 6
+
+
+def test_ordinals_go_on_from_the_part_before(tokenizer):
+    packed = pack(job("ab", "c", first=9), tokenizer, ByOrdinal(10), "raise")
+    assert (byte_tokens(packed, "train"), byte_tokens(packed, "val")) == ("ab|", "c|")
+
+
+def test_a_single_document_is_cut_by_characters(tokenizer):
+    packed = pack(job("abcdé"), tokenizer, ByCharacter(3), "raise")
+    assert byte_tokens(packed, "train") == "abc|"
+    assert packed.splits["val"].tokens.tolist() == [ord("d"), 0xC3, 0xA9, 256]
+
+
+def test_the_hash_split_depends_on_the_text_alone(tokenizer):
+    texts = [f"text {number}" for number in range(2000)]
+    packed = pack(job(*texts), tokenizer, ByHash(0.1), "raise")
+    val = byte_tokens(packed, "val").split("|")[:-1]
+    assert val == [text for text in texts if hash_fraction(text) < 0.1]
+    assert 140 < len(val) < 260
+    again = pack(job(*reversed(texts), first=5), tokenizer, ByHash(0.1), "raise")
+    assert byte_tokens(again, "val").split("|")[:-1] == val[::-1]
+
+
+def test_the_hash_never_changes_silently():
+    assert hash_fraction("flatout") == pytest.approx(0.7773977660767666, rel=1e-12)
+
+
+def test_an_empty_part_packs_to_nothing(tokenizer):
+    packed = pack(job(), tokenizer, ByHash(0.5), "raise")
+    assert [len(packed.splits[name].tokens) for name in SPLITS] == [0, 0]
+    assert [len(packed.splits[name].ends) for name in SPLITS] == [0, 0]
+
+
+def test_a_bad_row_raises_or_is_counted(tokenizer):
+    with pytest.raises(DataError, match="Row 7 is bad"):
+        pack(job("a", BAD, "b"), tokenizer, ByOrdinal(9), "raise")
+    packed = pack(job("a", BAD, LeftOut("too dull", "row 8"), "b"), tokenizer, ByOrdinal(9), "skip")
+    assert byte_tokens(packed, "train") == "a|b|"
+    assert packed.skipped.counts == {"bad": 1, "too dull": 1}
+    assert packed.skipped.first == {"bad": ["row 7"], "too dull": ["row 8"]}
+
+
+def test_what_cannot_be_tokenised_names_the_document_and_leaves_nothing_behind():
+    tokenizer = make_tokenizer("char", lambda limit: ["ab"])
+    with pytest.raises(DataError, match=r"^book\.txt: Character 1, 'x'"):
+        pack(job(Document("ax", "book.txt")), tokenizer, ByOrdinal(9), "raise")
+    packed = pack(job("a", "ax", "aaax", "b"), tokenizer, ByCharacter(2), "skip")
+    assert packed.splits["train"].tokens.tolist() == [0, 2, 1, 2]
+    assert packed.skipped.counts == {"cannot be tokenised": 2}
+
+
+def test_a_job_takes_only_so_many_documents_and_reads_no_further(tokenizer):
+    def endless():
+        yield "a"
+        yield BAD
+        yield "bcd"
+        raise AssertionError("read too far")
+
+    limited = Job(Part(endless, (), "x"), take=2, last_bytes=2)
+    assert byte_tokens(pack(limited, tokenizer, ByOrdinal(9), "skip"), "train") == "a|bc|"
+    assert list(Job(Part(endless, (), "x"), take=0).rows()) == []
+
+
+@pytest.mark.parametrize(("text", "limit", "kept"), [("aé🙂", 7, "aé🙂"), ("aé🙂", 6, "aé"), ("aé🙂", 3, "aé"), ("aé🙂", 2, "a"), ("é", 1, "")])
+def test_text_is_cut_between_characters(text, limit, kept):
+    assert cut_to_bytes(text, limit) == kept
+
+
+def test_the_first_rows_left_out_are_named_in_order():
+    whole = Skipped()
+    for part in range(3):
+        piece = Skipped()
+        for row in range(7):
+            piece.add("bad", f"{part}.{row}")
+        whole.extend(piece)
+    assert whole.counts == {"bad": 21}
+    assert whole.first["bad"] == [f"{row // 7}.{row % 7}" for row in range(FIRST_NAMED)]
+
+
+def test_a_large_vocabulary_is_packed_in_32_bits(monkeypatch, tokenizer):
+    tokenizer.vocab_size = 65_537
+    assert pack(job("a"), tokenizer, ByOrdinal(9), "raise").splits["train"].tokens.dtype == np.uint32
+    tokenizer.vocab_size = 65_536
+    assert pack(job("a"), tokenizer, ByOrdinal(9), "raise").splits["train"].tokens.dtype == np.uint16
