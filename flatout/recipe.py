@@ -48,6 +48,12 @@ class Precision:
     loss_scale: float | None = None
     """Initial loss scale; None where gradients cannot underflow."""
 
+    def dtype(self) -> Any:
+        """Return the torch dtype of the products, or None."""
+        import torch
+
+        return getattr(torch, self.autocast) if self.autocast else None
+
 
 FP32 = Precision("fp32")
 

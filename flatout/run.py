@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from flatout.data.loader import FeedPlan
 from flatout.data.shards import Dataset
 from flatout.errors import ConfigError
 from flatout.hardware import Machine, Peak, peak_tflops
+from flatout.memory import Workload
 from flatout.models.language_model import LanguageModel
 from flatout.ops import Ops
 from flatout.optimizers.loss_scale import LossScaler
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
 
 DEFAULT_TOKENS_PER_STEP = 65_536
 """Tokens per optimiser step where a configuration states none of the three batch keys."""
-NO_OPS = Ops(attention=cast(Any, None), cross_entropy=cast(Any, None))
-"""For a model that is only counted."""
 ASSUMED_MFU = 0.3
 """Share of the peak that a run is assumed to reach when its length in minutes is guessed for the table of `auto`."""
 
@@ -59,7 +58,7 @@ class Run:
     windows: WindowReader
     feed: DirectFeed | PrefetchFeed
     readback: Any
-    peak: Peak
+    peak: Peak | None
     scaler: LossScaler | None = None
     step: int = 0
     tokens: int = 0
@@ -92,23 +91,19 @@ class Run:
         """Return the context in which the model is called."""
         if self.precision.autocast is None:
             return nullcontext()
-        return torch.autocast(self.mesh.device.type, dtype=getattr(torch, self.precision.autocast))
+        return torch.autocast(self.mesh.device.type, dtype=self.precision.dtype())
 
 
 @dataclass(frozen=True)
 class MicroBatchPlan:
     """What the choice of the micro-batch may look at."""
 
-    config: RunConfig
-    machine: Machine
-    device: str
-    model_class: type[LanguageModel]
-    model_config: Any
-    precision: Precision
-    fused_attention: bool
+    workload: Workload
     rows_per_rank: int
     """Windows of one optimiser step on one rank; the answer divides it."""
-    num_shards: int
+    device: str
+    memory_bytes: int
+    """What one rank may use, all of it."""
 
 
 def resolve(config: RunConfig, *, machine: Machine, dataset: Dataset, world_size: int) -> tuple[RunConfig, list[Decision]]:
@@ -120,33 +115,34 @@ def resolve(config: RunConfig, *, machine: Machine, dataset: Dataset, world_size
     config = _resolve_batch(config, world_size)
     config = _resolve_length(config, dataset)
     model_class = MODELS.get(config.model.kind)
-    model_config = model_class.configure(config.model.own() | {"vocab_size": config.model.vocab_size})
-    flops = float(model_class.on_meta(model_config, NO_OPS).flops_per_token(config.data.seq_len).causal_exact)
+    model_config = model_class.check(config.model.own() | {"vocab_size": config.model.vocab_size}, seq_len=config.data.seq_len)
+    flops = float(model_class.count_flops(model_config, config.data.seq_len).causal_exact)
     total = flops * (config.train.steps or 0) * (config.batch.tokens_per_step or 0)
     peak = peak_tflops(machine, config.train.device, "fp32" if config.train.device == "cpu" else "bf16")
-    minutes = total / (world_size * peak.value * 1e12 * ASSUMED_MFU) / 60 if peak.value else None
+    minutes = total / (world_size * peak.tflops * 1e12 * ASSUMED_MFU) / 60 if peak else None
     decisions = select(config, machine, device=config.train.device, minutes=minutes)
     recipe = assemble(decisions)
     precision = recipe.part("precision")
     batch: dict[str, Any] = {}
     if config.batch.rows_per_device == "auto":
         rows_per_rank = (config.batch.tokens_per_step or 0) // (config.data.seq_len * world_size)
-        plan = MicroBatchPlan(
-            config,
-            machine,
-            config.train.device,
-            model_class,
-            model_config,
-            precision,
-            "ops.attention" in recipe.filled_by,
-            rows_per_rank,
-            config.parallel.shard,
-        )
+        workload = Workload(model_class, model_config, config.data.seq_len, _ops(recipe), precision.dtype(), num_shards=config.parallel.shard)
+        plan = MicroBatchPlan(workload, rows_per_rank, config.train.device, _memory_bytes(machine, config.train.device, world_size))
         rows = recipe.part("micro_batch")(plan)
         batch = {"batch.rows_per_device": rows, "batch.accumulate": rows_per_rank // rows}
     replicate = world_size // config.parallel.shard if config.parallel.replicate == "auto" else config.parallel.replicate
     settled = {"train.precision": precision.name, "speedups": [d.name for d in decisions if d.on] or "none", "parallel.replicate": replicate}
     return config.with_values(batch | settled), decisions
+
+
+def _memory_bytes(machine: Machine, device: str, world_size: int) -> int:
+    """A GPU is a rank's own; the processes on a CPU are taken to share its memory."""
+    gib = machine.gpus[0].memory_gib if device.startswith("cuda") and machine.gpus else machine.memory_gib / world_size
+    return int(gib * 2**30)
+
+
+def _ops(recipe: Recipe) -> Ops:
+    return Ops(attention=recipe.part("ops.attention"), cross_entropy=recipe.part("ops.cross_entropy"))
 
 
 def _resolve_model(config: RunConfig, dataset: Dataset) -> RunConfig:
@@ -158,11 +154,7 @@ def _resolve_model(config: RunConfig, dataset: Dataset) -> RunConfig:
             fix="Leave model.vocab_size out, or prepare the data with the model's own tokenizer.",
         )
     model_class = MODELS.get(config.model.kind)
-    wanted = config.model.own() | {"vocab_size": vocab_size}
-    if "max_seq_len" in model_class.Config.model_fields:
-        wanted.setdefault("max_seq_len", config.data.seq_len)
-    own = model_class.configure(wanted)
-    model_class.on_meta(own, NO_OPS).check_seq_len(config.data.seq_len)
+    own = model_class.check(config.model.own() | {"vocab_size": vocab_size}, seq_len=config.data.seq_len)
     return config.with_values({f"model.{key}": value for key, value in own.model_dump(mode="json").items()})
 
 
@@ -254,10 +246,9 @@ def build(config: RunConfig, *, machine: Machine, mesh: Mesh, dataset: Dataset, 
 
 
 def _model(config: RunConfig, recipe: Recipe, mesh: Mesh) -> tuple[LanguageModel, nn.Module]:
-    ops = Ops(attention=recipe.part("ops.attention"), cross_entropy=recipe.part("ops.cross_entropy"))
     model_class = MODELS.get(config.model.kind)
-    model_config = model_class.configure(config.model.own() | {"vocab_size": config.model.vocab_size})
-    core = model_class(model_config, ops).to(mesh.device)
+    model_config = model_class.check(config.model.own() | {"vocab_size": config.model.vocab_size}, seq_len=config.data.seq_len)
+    core = model_class(model_config, _ops(recipe)).to(mesh.device)
     shard = Transform("shard", wrap)
     model = core
     for transform in [*recipe.ordered_transforms(), shard]:

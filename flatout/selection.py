@@ -59,7 +59,8 @@ def parse_wish(speedups: str | Sequence[str]) -> Wish:
     Raises: ConfigError for a name that is no speedup, with the nearest one.
     """
     words = [word.strip() for word in (speedups.split(",") if isinstance(speedups, str) else speedups) if word.strip()]
-    named, dropped = [], []
+    named: list[str] = []
+    dropped: list[str] = []
     edits = any(word[0] in "+-" for word in words)
     auto = "auto" in words or edits
     for word in words:

@@ -19,15 +19,18 @@ USED_MEMORY = 0.8
 
 def largest_useful(plan: MicroBatchPlan) -> int:
     """Return the most rows that divide a rank's share of the step, fit the memory, and are not more than enough."""
-    from flatout.memory import estimate
+    from flatout.memory import estimate, rows_that_fit
 
-    kind = plan.device.partition(":")[0]
-    room_gib = USED_MEMORY * (plan.machine.gpus[0].memory_gib if kind == "cuda" else plan.machine.memory_gib)
-    enough = max(ENOUGH_TOKENS[kind] // plan.config.data.seq_len, 1)
-    for rows in range(min(enough, plan.rows_per_rank), 1, -1):
-        if plan.rows_per_rank % rows == 0 and estimate(plan, rows).total_gib <= room_gib:
-            return rows
-    return 1
+    room = int(USED_MEMORY * plan.memory_bytes)
+    enough = max(ENOUGH_TOKENS[plan.device.partition(":")[0]] // plan.workload.seq_len, 1)
+    rows = _largest_divisor(plan.rows_per_rank, enough)
+    if rows > 1 and estimate(plan.workload, rows).total > room:
+        rows = _largest_divisor(plan.rows_per_rank, rows_that_fit(plan.workload, room))
+    return rows
+
+
+def _largest_divisor(number: int, at_most: int) -> int:
+    return next(divisor for divisor in range(min(number, at_most), 0, -1) if number % divisor == 0)
 
 
 def _why_not(machine: Machine, config: RunConfig) -> str | None:

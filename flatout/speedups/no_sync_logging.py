@@ -28,7 +28,7 @@ class DelayedReadback:
         if stacked.is_cuda:
             host = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=True)
             stacked = host.copy_(stacked, non_blocking=True)
-            copied = torch.cuda.Event()
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record()
         self._pending.append((step, list(values), stacked, copied))
 

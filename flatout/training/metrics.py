@@ -173,9 +173,9 @@ class Log:
 
     def mfu(self, tokens_per_s: float) -> float | None:
         """Return the share of the peak that `tokens_per_s` is, counting causal-exact FLOPs; None when no peak is known."""
-        if self._run.peak.value is None:
+        if self._run.peak is None:
             return None
-        return tokens_per_s * self._flops_per_token / (self._run.mesh.world_size * self._run.peak.value * 1e12)
+        return tokens_per_s * self._flops_per_token / (self._run.mesh.world_size * self._run.peak.tflops * 1e12)
 
     def steady_tokens_per_s(self) -> float | None:
         """Return the median over the windows after the first, or the first's own where there is no other."""
@@ -221,7 +221,7 @@ def gpu_figures(device: torch.device) -> dict[str, float]:
 def _open_board(folder: Path, step: int) -> Any:
     from torch.utils.tensorboard import SummaryWriter
 
-    return SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1 if step else None)  # type: ignore[no-untyped-call]
+    return SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1 if step else None)
 
 
 def _step_of(line: str) -> float:

@@ -15,7 +15,7 @@ from flatout.config import RunConfig
 from flatout.data.shards import Dataset
 from flatout.errors import ConfigError, Stopped
 from flatout.hardware import Machine, fingerprint, pick_device, probe
-from flatout.parallel.mesh import Mesh, make_mesh
+from flatout.parallel.mesh import make_mesh
 from flatout.parallel.rendezvous import Ranks, connect, disconnect
 from flatout.progress import SILENT, Progress
 from flatout.run import Run, build, for_world_size, resolve
@@ -62,7 +62,7 @@ def run_training(
     ranks = connect(device)
     with ExitStack() as stack:
         stack.callback(disconnect)
-        if ranks.is_main:
+        if ranks.rank == 0:
             stack.enter_context(folder.locked(place, progress=progress))
         dataset = open_dataset(asked)
         plan = agree(ranks, lambda: settle(asked, place, resume, machine, ranks, (device, reason), dataset, progress))
@@ -95,7 +95,7 @@ def agree(ranks: Ranks, decide: Callable[[], Plan]) -> Plan:
     if ranks.world_size == 1:
         return decide()
     box: list[Any] = [None]
-    if ranks.is_main:
+    if ranks.rank == 0:
         box[0] = decide()
     torch.distributed.broadcast_object_list(box, src=0)
     plan: Plan = box[0]
@@ -165,8 +165,8 @@ def _facts(run: Run, plan: Plan) -> dict[str, Any]:
         "device": str(run.mesh.device),
         "device_reason": plan.device_reason,
         "world_size": run.mesh.world_size,
-        "peak_tflops": run.peak.value,
-        "peak_source": run.peak.source,
+        "peak_tflops": run.peak.tflops if run.peak else None,
+        "peak_source": run.peak.source if run.peak else None,
         "environment": fingerprint(str(run.mesh.device)),
     }
 
@@ -202,7 +202,7 @@ def finish(run: Run, log: Log, sample: Callable[[Run], str] | None, progress: Pr
         "tokens_per_s": steady,
         "wall_tokens_per_s": tokens_here / log.wall_s if tokens_here else None,
         "mfu": log.mfu(steady) if steady else None,
-        "mfu_of": run.peak.source,
+        "mfu_of": run.peak.source if run.peak else None,
         "peak_gib": log.peak_gib(),
         "wall_s": log.wall_s,
         "elapsed_s": run.elapsed_s,

@@ -1,0 +1,113 @@
+"""Wish, machine and table give every speedup a decision and a reason."""
+
+from __future__ import annotations
+
+import pytest
+
+from flatout.config import load_config
+from flatout.errors import ConfigError, HardwareError
+from flatout.hardware import Gpu, Machine
+from flatout.registry import SPEEDUPS
+from flatout.selection import all_speedups, assemble, auto_table, parse_wish, select, settled
+
+CPU = Machine("a CPU", 2, 8.0, (), "3.11")
+HOPPER = Machine("a CPU", 2, 8.0, (Gpu("NVIDIA H200", 141.0, (9, 0), "1"),), "3.11")
+TURING = Machine("a CPU", 2, 8.0, (Gpu("Tesla T4", 16.0, (7, 5), "1"),), "3.11")
+
+
+def on(wish: str, machine: Machine = CPU, *more: str, **facts: object) -> set[str]:
+    return {d.name for d in select(load_config(None, [f"speedups={wish}", *more]), machine, **facts) if d.on}
+
+
+def test_every_file_is_one_speedup_of_that_name_with_a_decision_and_a_reason():
+    decisions = select(load_config(), CPU)
+    assert sorted(d.name for d in decisions) == SPEEDUPS.names() == sorted(s.name for s in all_speedups())
+    assert all(d.reason for d in decisions)
+
+
+def test_the_table_of_auto_names_only_speedups_and_devices_that_exist():
+    assert set(auto_table()) <= set(SPEEDUPS.names())
+    for row in auto_table().values():
+        assert set(row) <= {"cpu", "cuda"}
+        for entry in row.values():
+            assert set(entry) <= {"on", "from_minutes", "because"}
+
+
+def test_none_is_the_baseline():
+    assert on("none") == set()
+
+
+def test_a_list_is_exactly_that_list():
+    assert on("prefetch,fused-adamw") == {"prefetch", "fused-adamw"}
+
+
+def test_edits_change_auto_by_what_they_name():
+    auto = on("auto")
+    assert "fused-adamw" in auto
+    assert on("auto,-fused-adamw,+bf16") == (auto - {"fused-adamw"}) | {"bf16"}
+    assert on("-fused-adamw") == auto - {"fused-adamw"}
+
+
+def test_underscores_are_as_good_as_hyphens():
+    assert parse_wish("fused_adamw").named == ("fused-adamw",)
+
+
+@pytest.mark.parametrize(("wish", "message"), [("auto,-fusedadamw", "Did you mean 'fused-adamw'"), ("none,bf16", "none and for some")])
+def test_a_wish_that_cannot_be_read_is_refused(wish, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_wish(wish)
+
+
+def test_what_cannot_run_is_off_under_auto_and_refused_when_named():
+    off = next(d for d in select(load_config(), CPU) if d.name == "tf32")
+    assert not off.on
+    assert "on the CPU" in off.reason
+    with pytest.raises(HardwareError, match=r"'tf32' cannot be used.*on the CPU"):
+        on("tf32")
+
+
+def test_a_gpu_without_bfloat16_is_told_so():
+    assert "bf16" not in on("auto", TURING, device="cuda")
+    with pytest.raises(HardwareError, match=r"bfloat16 needs compute capability 8\.0"):
+        on("bf16", TURING, device="cuda")
+
+
+def test_long_runs_compile_and_short_ones_do_not():
+    assert "compile" in on("auto", HOPPER, device="cuda", minutes=600.0)
+    assert "compile" not in on("auto", HOPPER, device="cuda", minutes=0.3)
+    reason = next(d.reason for d in select(load_config(), HOPPER, device="cuda", minutes=0.3) if d.name == "compile")
+    assert "0.3 minutes" in reason
+
+
+def test_the_precision_key_is_a_wish_too():
+    assert "bf16" in on("auto", CPU, "train.precision=bf16")
+    assert "bf16" in on("none", CPU, "train.precision=bf16")
+    assert "bf16" not in on("auto", HOPPER, "train.precision=fp32", device="cuda")
+    assert on("auto", HOPPER, "train.precision=fp16", device="cuda") & {"bf16", "fp16"} == {"fp16"}
+
+
+def test_precision_and_speedups_may_not_contradict_each_other():
+    with pytest.raises(ConfigError, match="contradict"):
+        on("auto,+bf16", CPU, "train.precision=fp32")
+
+
+def test_a_named_speedup_takes_its_slot_from_one_that_auto_chose():
+    decisions = {d.name: d for d in select(load_config(None, ["speedups=auto,+fp16"]), HOPPER, device="cuda")}
+    assert decisions["fp16"].on
+    assert not decisions["bf16"].on
+    assert "fp16" in decisions["bf16"].reason
+
+
+def test_two_named_for_one_slot_are_refused():
+    with pytest.raises(ConfigError, match="both fill the slot 'precision'"):
+        assemble(select(load_config(None, ["speedups=bf16,fp16"]), HOPPER, device="cuda"))
+
+
+def test_a_micro_batch_that_is_stated_is_not_chosen():
+    assert "micro-batch" not in on("auto", CPU, "batch.rows_per_device=4")
+    assert "micro-batch" in on("auto", CPU)
+
+
+def test_a_stored_choice_is_not_made_again():
+    config = load_config(None, ["speedups=[tf32,micro-batch]", "batch.rows_per_device=4"])
+    assert {d.name for d in settled(config) if d.on} == {"tf32", "micro-batch"}
