@@ -88,6 +88,8 @@ class Job:
                 taken += 1
                 if taken == self.take and self.last_bytes is not None:
                     row = Document(cut_to_bytes(row.text, self.last_bytes), row.name, row.offset)
+                    if not row.text:
+                        return
             yield row
             if taken == self.take:
                 return
