@@ -15,6 +15,8 @@ from flatout.sources import BadRow, Document, LeftOut, Part
 MANY_DOCUMENTS = 1000
 """From here on, and when no rule is stated, one document in a hundred is enough for validation."""
 FEW_DOCUMENTS = 100
+SMALL_FRACTION = 0.05
+"""In between, one in twenty."""
 SAMPLED_PARTS = 64
 SAMPLED_STRIPES = 8
 
@@ -40,9 +42,6 @@ class _Survey:
     hashes_below: int = 0
     documents: int = 0
     stopped: Literal["at the end", "at a limit", "knowing enough"] = "at the end"
-
-
-SMALL_FRACTION = 0.05
 
 
 def make_plan(

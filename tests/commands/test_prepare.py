@@ -1,0 +1,64 @@
+import json
+
+import pytest
+
+from flatout.commands.prepare import COMMAND, prepare
+from flatout.data.shards import Dataset
+from flatout.errors import DataError
+
+
+@pytest.fixture
+def book(tmp_path):
+    path = tmp_path / "book.txt"
+    path.write_text("It was a dark night. " * 500)
+    return path
+
+
+def test_the_result_has_the_fields_of_the_command_line(book, tmp_path):
+    result = prepare([str(book)], tmp_path / "out")
+    fields = json.loads(result.model_dump_json())
+    assert list(fields) == ["path", "documents", "tokens", "bytes", "seconds", "tokens_per_s", "skipped"]
+    manifest = Dataset.open(tmp_path / "out").manifest
+    assert fields["path"] == str(tmp_path / "out")
+    assert (fields["documents"], fields["tokens"], fields["bytes"], fields["skipped"]) == (2, manifest.tokens, 10500, 0)
+    assert fields["tokens_per_s"] == pytest.approx(fields["tokens"] / fields["seconds"], rel=0.1)
+
+
+def test_the_summary_says_what_was_made(book, tmp_path):
+    (tmp_path / "empty.txt").write_text("")
+    result = prepare([str(book), str(tmp_path / "empty.txt")], tmp_path / "out", tokenizer="char")
+    assert f"{tmp_path / 'out'}  written in" in result.summary()
+    assert "10,502 tokens of 2 documents, 0.01 MB of text" in result.summary()
+    assert "tokenizer char, vocabulary 15; split by tail 0.1" in result.summary()
+    assert "left out: 1 empty document" in result.summary()
+    assert result.skipped == 1
+    again = prepare([str(book), str(tmp_path / "empty.txt")], tmp_path / "out", tokenizer="char")
+    assert "was there already" in again.summary()
+    assert (again.tokens, again.tokens_per_s) == (result.tokens, 0.0)
+
+
+def test_every_option_reaches_the_data_set(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"body": f"row {number}"}) + "\n" for number in range(50)) + "{")
+    with pytest.raises(DataError, match="line 51"):
+        prepare([str(path)], tmp_path / "out", text_field="body")
+    result = prepare(
+        [str(path)],
+        tmp_path / "out",
+        tokenizer="byte",
+        text_field="body",
+        split="tail 0.5",
+        max_documents=20,
+        max_bytes=60,
+        on_bad_row="skip",
+        workers=1,
+    )
+    assert result.documents == 12
+    assert result.bytes == 60
+    assert Dataset.open(tmp_path / "out").manifest.split_rule == "tail 0.5"
+
+
+def test_the_example_is_the_commands_own():
+    assert COMMAND.example.startswith("flatout prepare ")
+    assert COMMAND.call is prepare
+    assert not COMMAND.needs_torch

@@ -1,0 +1,159 @@
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from flatout.data import corpus
+from flatout.data.corpus import Card, load_card, open_corpus
+from flatout.errors import ConfigError, DataError
+from flatout.registry import DATASETS
+
+TEXT = "To be, or not to be.\n" * 10
+
+
+def texts(opened):
+    return [row.text for part in opened.parts for row in part.rows()]
+
+
+@pytest.fixture
+def cards(monkeypatch):
+    """A card `play` of a file whose SHA-256 is that of TEXT, at an address that does not answer."""
+    known = {
+        "play": {
+            "address": "http://127.0.0.1:9/play/input.txt",
+            "revision": "1",
+            "license": "public domain",
+            "sha256": hashlib.sha256(TEXT.encode()).hexdigest(),
+            "num_bytes": len(TEXT),
+            "split": "tail 0.2",
+        }
+    }
+
+    class Folder:
+        def names(self):
+            return sorted(known)
+
+        def get(self, name):
+            return known[name]
+
+        def path(self, name):
+            return Path(f"{name}.yaml")
+
+    monkeypatch.setattr(corpus, "DATASETS", Folder())
+    return known
+
+
+@pytest.mark.parametrize("name", DATASETS.names())
+def test_every_card_is_a_card(name):
+    card = load_card(name)
+    assert card.address.startswith("https://")
+    assert card.license
+    assert DATASETS.describe(name)
+
+
+def test_the_shakespeare_card_says_which_file():
+    card = load_card("shakespeare")
+    assert card.sha256 == "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+    assert (card.num_bytes, card.split) == (1_115_394, "tail 0.1")
+    with pytest.raises(ConfigError, match="shakespeare"):
+        load_card("shakespear")
+
+
+def test_a_damaged_card_names_the_key(cards):
+    cards["play"]["sha265"] = "x"
+    with pytest.raises(DataError, match=r"play\.yaml: sha265"):
+        load_card("play")
+    assert Card.model_config["frozen"]
+
+
+def test_a_cards_file_may_be_given(cards, tmp_path):
+    (tmp_path / "mine.txt").write_text(TEXT)
+    opened = open_corpus(["play"], from_file=str(tmp_path / "mine.txt"))
+    assert texts(opened) == [TEXT]
+    assert opened.split == "tail 0.2"
+
+
+def test_a_given_file_must_be_the_very_file(cards, tmp_path):
+    (tmp_path / "mine.txt").write_text(TEXT + "x")
+    with pytest.raises(DataError, match="SHA-256"):
+        open_corpus(["play"], from_file=str(tmp_path / "mine.txt"))
+
+
+def test_a_cards_file_is_taken_from_the_cache_and_is_the_same_data(cards, tmp_path):
+    (tmp_path / "cache" / "play").mkdir(parents=True)
+    (tmp_path / "cache" / "play" / "input.txt").write_text(TEXT)
+    (tmp_path / "mine.txt").write_text(TEXT)
+    cached = open_corpus(["play"], cache=tmp_path / "cache")
+    given = open_corpus(["play"], from_file=str(tmp_path / "mine.txt"))
+    assert texts(cached) == [TEXT]
+    assert cached.fingerprint == given.fingerprint
+
+
+def test_from_needs_one_card(cards, tmp_path):
+    (tmp_path / "mine.txt").write_text(TEXT)
+    for names in (["synthetic"], [str(tmp_path / "mine.txt")], ["play", "play"]):
+        with pytest.raises(DataError, match="--from gives the file of one data set card"):
+            open_corpus(names, from_file=str(tmp_path / "mine.txt"))
+
+
+def test_several_sources_follow_each_other_in_the_order_named(cards, tmp_path):
+    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / "b.txt").write_text("b")
+    opened = open_corpus([str(tmp_path / "b.txt"), str(tmp_path / "a.txt")])
+    other = open_corpus([str(tmp_path / "a.txt"), str(tmp_path / "b.txt")])
+    assert texts(opened) == ["b", "a"]
+    assert opened.split is None
+    assert opened.fingerprint != other.fingerprint
+
+
+def test_a_source_takes_parameters():
+    assert len(texts(open_corpus(["synthetic:documents=3,words=5"]))) == 3
+    with pytest.raises(DataError, match="documents, words, seed"):
+        open_corpus(["synthetic:document=3"])
+    with pytest.raises(DataError, match="'3' is not a parameter"):
+        open_corpus(["synthetic:3"])
+    with pytest.raises(DataError, match="cannot be read"):
+        open_corpus(["synthetic:seed=[1"])
+
+
+def test_a_source_may_be_written_with_either_dash():
+    assert open_corpus(["python_stdlib"]).fingerprint == open_corpus(["python-stdlib"]).fingerprint
+
+
+def test_a_users_own_source_is_found(tmp_path, monkeypatch):
+    (tmp_path / "own_source.py").write_text("def lines(count=2):\n    for n in range(count):\n        yield f'line {n}'\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert texts(open_corpus(["own_source:lines"])) == ["line 0", "line 1"]
+    assert texts(open_corpus(["own_source:lines:count=3"])) == ["line 0", "line 1", "line 2"]
+    with pytest.raises(ConfigError, match="Did you mean 'lines'"):
+        open_corpus(["own_source:line"])
+
+
+def test_an_unknown_name_is_answered_with_the_nearest(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=r"no file, source or data set named 'shakespear'.*Did you mean 'shakespeare'"):
+        open_corpus(["shakespear"])
+    (tmp_path / "novels").mkdir()
+    with pytest.raises(DataError, match="Did you mean 'novels'"):
+        open_corpus(["novel"])
+    with pytest.raises(DataError, match="There is no file"):
+        open_corpus(["novel.txt"])
+    with pytest.raises(DataError, match="No source is named"):
+        open_corpus([])
+
+
+def test_a_folder_with_the_name_of_a_card_is_said(cards, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "play").mkdir()
+    (tmp_path / "play" / "a.txt").write_text("mine")
+    (tmp_path / "cache" / "play").mkdir(parents=True)
+    (tmp_path / "cache" / "play" / "input.txt").write_text(TEXT)
+    said = []
+
+    class Listener:
+        def say(self, line):
+            said.append(line)
+
+    assert texts(open_corpus(["play"], cache=tmp_path / "cache", progress=Listener())) == [TEXT]
+    assert "./play" in said[0]
+    assert texts(open_corpus(["./play"])) == ["mine"]
