@@ -7,7 +7,8 @@ checkpoints/step-N/
 ├── state.json                    the other values of state.STATE, those of each rank apart, and the environment
 └── manifest.json                 bytes and SHA-256 of every file; written last, then the folder gets its name in one rename
 
-One rank is the special case of several; they share one file system. No pickle is ever read or written.
+One rank is the special case of several; they share one file system. No pickle is ever read or written. What needs no torch
+(`latest`, `best`, `steps`, `prune`, `verify`) lives in catalog.py and is handed on here.
 """
 
 from __future__ import annotations
@@ -27,15 +28,17 @@ from torch import Tensor
 from flatout.errors import CheckpointError, FlatoutError, RunFailed
 from flatout.progress import SILENT, Progress, Task
 from flatout.training import catalog, slices
-from flatout.training.catalog import best, latest, prune, steps, verify
+from flatout.training.catalog import best as best
+from flatout.training.catalog import latest as latest
+from flatout.training.catalog import prune as prune
+from flatout.training.catalog import steps as steps
+from flatout.training.catalog import verify as verify
 from flatout.training.files import read_json, sha256, sync_file, sync_folder
 from flatout.training.slices import Entry
 from flatout.training.state import STATE, VERSION, Part, weights_and_aliases
 
 if TYPE_CHECKING:
     from flatout.run import Run
-
-__all__ = ["best", "latest", "load", "prune", "read_weights", "save", "steps", "verify", "weights_sha256"]
 
 
 def save(run: Run, *, environment: Mapping[str, Any] | None = None, progress: Progress = SILENT) -> Path:
