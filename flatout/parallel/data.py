@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 import torch.distributed as dist
@@ -14,6 +15,9 @@ from flatout.parallel.mesh import Mesh
 BESIDE_FORWARD = ("logits",)
 """Methods of a model that are called from outside and must find whole weights too. Every process must call them together."""
 
+_BUFFER_SWITCH = "forward_sync_buffers" if "forward_sync_buffers" in signature(DistributedDataParallel.__init__).parameters else "broadcast_buffers"
+"""Buffers are tables here, the same everywhere: nothing to exchange in each forward. torch 2.13 renamed the switch."""
+
 
 def wrap(model: nn.Module, mesh: Mesh) -> nn.Module:
     """Return what training calls in place of `model`, whose weights become those of the main process everywhere.
@@ -25,7 +29,8 @@ def wrap(model: nn.Module, mesh: Mesh) -> nn.Module:
         return model
     if mesh.device_mesh is None:
         devices = [mesh.device] if mesh.device.type == "cuda" else None
-        return DistributedDataParallel(model, device_ids=devices, broadcast_buffers=False, gradient_as_bucket_view=True)
+        keep_buffers: dict[str, Any] = {_BUFFER_SWITCH: False}
+        return DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True, **keep_buffers)
     _copy_from_main(model)
     placed = mesh.device_mesh if mesh.replicate > 1 else mesh.device_mesh["shard"]
     core: Any = getattr(model, "_orig_mod", model)  # a compiled model shards what it compiled

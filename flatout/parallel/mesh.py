@@ -7,7 +7,7 @@ processes. Every process has its own share of the batch, so sums of losses and c
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -49,7 +49,7 @@ class Mesh:
             return tensors
         packed = torch.cat([tensor.detach().reshape(-1).double() for tensor in tensors])
         dist.all_reduce(packed)
-        parts = packed.split([tensor.numel() for tensor in tensors])
+        parts = torch.split(packed, [tensor.numel() for tensor in tensors])
         return tuple(part.reshape(tensor.shape).to(tensor.dtype) for part, tensor in zip(parts, tensors, strict=True))
 
     def barrier(self) -> None:
@@ -63,8 +63,7 @@ class Mesh:
             return value
         box = [value if self.is_main else None]
         dist.broadcast_object_list(box, src=0)
-        received = box[0]
-        return received  # type: ignore[return-value]  # the box holds the main process's value now
+        return cast(T, box[0])
 
 
 def make_mesh(config: ParallelConfig, device: str, ranks: Ranks | None = None) -> Mesh:

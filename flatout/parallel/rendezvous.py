@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import time
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +14,8 @@ from flatout.errors import ConfigError
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 BY_TORCHRUN = "Start with `torchrun --nproc-per-node N -m flatout ...`, which sets all of it."
+RELEASE_S = 0.2
+"""A thread waits at most a few of Python's 5 ms turns; the rest is for a busy machine."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,15 @@ def connect(device: str) -> Ranks:
 
 
 def disconnect() -> None:
-    """Leave the group, if this process joined one."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    """Leave the group, if this process joined one.
+
+    Gloo cannot be shut down: its threads let go of their last tensors a moment after the exchange is over, and one that does so
+    while Python is ending aborts the process ("terminate called without an active exception"). They are given that moment.
+    """
+    if not dist.is_initialized():
+        return
+    backend = dist.get_backend()
+    dist.destroy_process_group()
+    if backend == "gloo":
+        gc.collect()  # sharded models hold their groups in cycles; a group that is freed here joins its threads
+        time.sleep(RELEASE_S)

@@ -1,0 +1,190 @@
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from flatout.config import OptimConfig
+from flatout.optimizers import muon
+from flatout.optimizers.adamw import fused, per_parameter
+from flatout.optimizers.muon import Muon, build, newton_schulz
+
+SHAPES = [(6, 6), (4, 10), (10, 4), (4, 10), (1, 5), (6, 6)]
+
+
+def plain_newton_schulz(matrix):
+    """One matrix, as published, in its own orientation."""
+    a, b, c = 3.4445, -4.7750, 2.0315
+    x = matrix / matrix.norm()
+    for _ in range(5):
+        x = a * x + b * x @ x.T @ x + c * x @ x.T @ x @ x.T @ x
+    return x
+
+
+def plain_muon(weight, gradients, rate, decay, momentum):
+    """One matrix: a running mean, Nesterov's look ahead, orthogonalised, at AdamW's size."""
+    mean = torch.zeros_like(weight)
+    for gradient in gradients:
+        mean = momentum * mean + (1 - momentum) * gradient
+        ahead = momentum * mean + (1 - momentum) * gradient
+        step = 0.2 * math.sqrt(max(weight.shape)) * plain_newton_schulz(ahead)
+        weight = weight - rate * decay * weight - rate * step
+    return weight
+
+
+def drawn(shape, seed, dtype=torch.float64):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def with_singular_values(rows, columns, values):
+    left, _ = torch.linalg.qr(drawn((rows, rows), 1))
+    right, _ = torch.linalg.qr(drawn((columns, columns), 2))
+    return left[:, : len(values)] @ torch.diag(values) @ right[:, : len(values)].T
+
+
+@pytest.mark.parametrize("limit", [2**27, 30])
+def test_a_batch_of_many_shapes_equals_one_matrix_at_a_time(monkeypatch, limit):
+    monkeypatch.setattr(muon, "STACK_ELEMENTS", limit)
+    weights = [nn.Parameter(drawn(shape, 10 + i)) for i, shape in enumerate(SHAPES)]
+    gradients = [[drawn(shape, 100 * step + i) for step in range(4)] for i, shape in enumerate(SHAPES)]
+    expected = [plain_muon(w.detach(), g, 0.02, 0.3, 0.9) for w, g in zip(weights, gradients, strict=True)]
+    optimizer = Muon(weights, lr=0.02, weight_decay=0.3, momentum=0.9)
+    for step in range(4):
+        for weight, gradient in zip(weights, gradients, strict=True):
+            weight.grad = gradient[step].clone()
+        optimizer.step()
+        assert all(torch.equal(w.grad, g[step]) for w, g in zip(weights, gradients, strict=True))
+    for weight, wanted in zip(weights, expected, strict=True):
+        torch.testing.assert_close(weight.detach(), wanted, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(16, 16), (16, 48), (8, 64)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_singular_values_land_near_one_and_vectors_stay(rows, columns, dtype):
+    values = torch.logspace(0, -2, rows, dtype=torch.float64)
+    matrix = with_singular_values(rows, columns, values)
+    found = newton_schulz(matrix.to(dtype)[None])[0]
+    assert found.dtype == dtype
+    _, sizes, _ = torch.linalg.svd(found.double(), full_matrices=False)
+    assert 0.6 < sizes.min() <= sizes.max() < 1.25
+    exact_left, _, exact_right = torch.linalg.svd(matrix, full_matrices=False)
+    assert float((found.double() - exact_left @ exact_right).norm() / math.sqrt(rows)) < 0.35
+    aligned = torch.linalg.solve(matrix @ matrix.T, matrix @ found.double().T)
+    torch.testing.assert_close(aligned, aligned.T, rtol=1e-3, atol=1e-3)  # U diag V' of the same U and V
+
+
+@pytest.mark.parametrize("scale", [1e-8, 1e-3, 1e6])
+def test_the_size_of_the_gradient_does_not_matter(scale):
+    matrix = drawn((1, 5, 8), 3, torch.float32)
+    torch.testing.assert_close(newton_schulz(matrix * scale), newton_schulz(matrix), rtol=1e-4, atol=1e-5)
+
+
+def test_a_zero_gradient_moves_nothing_but_the_decay():
+    weight = nn.Parameter(torch.ones(3, 4))
+    weight.grad = torch.zeros(3, 4)
+    Muon([weight], lr=0.1, weight_decay=0.5).step()
+    torch.testing.assert_close(weight.detach(), torch.full((3, 4), 0.95))
+
+
+def test_half_precision_is_orthogonalised_in_float32_on_the_cpu():
+    assert newton_schulz(torch.randn(1, 3, 3).bfloat16()).dtype == torch.float32
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (32, 128), (128, 32)])
+def test_an_update_is_as_large_as_adamws(shape):
+    weight = nn.Parameter(torch.zeros(shape))
+    weight.grad = drawn(shape, 5, torch.float32)
+    Muon([weight], lr=1.0, weight_decay=0.0).step()
+    assert 0.13 < float(weight.detach().square().mean().sqrt()) < 0.24
+
+
+def test_parameters_without_gradient_are_passed_over():
+    moved, still = nn.Parameter(torch.eye(3)), nn.Parameter(torch.eye(3))
+    moved.grad = torch.eye(3)
+    Muon([moved, still], lr=0.1).step()
+    assert torch.equal(still.detach(), torch.eye(3))
+    assert not torch.equal(moved.detach(), torch.eye(3))
+
+
+def test_the_state_goes_on_where_it_was_saved():
+    def steps(weight, optimizer, numbers):
+        for number in numbers:
+            weight.grad = drawn((4, 6), number, torch.float32)
+            optimizer.step()
+
+    whole, first = (nn.Parameter(drawn((4, 6), 9, torch.float32)) for _ in range(2))
+    whole_optimizer, first_optimizer = (Muon([{"params": [w], "peak_lr": 0.1}], lr=0.1) for w in (whole, first))
+    steps(whole, whole_optimizer, range(6))
+    steps(first, first_optimizer, range(3))
+    second = nn.Parameter(first.detach().clone())
+    second_optimizer = Muon([second], lr=0.5)
+    second_optimizer.load_state_dict(first_optimizer.state_dict())
+    assert second_optimizer.param_groups[0]["lr"] == second_optimizer.param_groups[0]["peak_lr"] == 0.1
+    steps(second, second_optimizer, range(3, 6))
+    assert torch.equal(whole, second)
+
+
+def test_a_closure_is_called_with_gradients_on():
+    weight = nn.Parameter(torch.eye(2))
+
+    def closure():
+        loss = weight.square().sum()
+        loss.backward()
+        return loss
+
+    assert Muon([weight], lr=0.1).step(closure).item() == 2
+
+
+class Tiny(nn.Module):
+    def __init__(self, kinds):
+        super().__init__()
+        self.kinds = kinds
+        shapes = {"table": (7, 4), "inner": (4, 4), "gain": (4,), "filter": (4, 4, 2), "head": (7, 4)}
+        for name in kinds:
+            setattr(self, name, nn.Parameter(torch.ones(shapes[name])))
+
+    def parameter_kinds(self):
+        return self.kinds
+
+
+@pytest.mark.parametrize("factory", [per_parameter, fused])
+def test_hidden_matrices_go_to_muon_and_the_rest_to_adamw(factory):
+    model = Tiny({"table": "embedding", "inner": "hidden", "gain": "vector", "filter": "hidden", "head": "head"})
+    first, second = build(model, OptimConfig(lr=0.3, momentum=0.8, weight_decay=0.2), factory)
+    assert isinstance(first, Muon)
+    assert isinstance(second, torch.optim.AdamW)
+    (group,) = first.param_groups
+    assert group["params"] == [model.inner]
+    assert (group["lr"], group["peak_lr"], group["momentum"], group["weight_decay"]) == (0.3, 0.3, 0.8, 0.2)
+    decayed, plain = second.param_groups
+    assert [id(p) for p in decayed["params"]] == [id(model.filter), id(model.head)]
+    assert [id(p) for p in plain["params"]] == [id(model.table), id(model.gain)]
+    assert all(group["peak_lr"] == 0.3 for group in second.param_groups)
+
+
+def test_an_optimizer_without_parameters_is_left_out():
+    assert [type(o) for o in build(Tiny({"inner": "hidden"}), OptimConfig(), fused)] == [Muon]
+    assert [type(o) for o in build(Tiny({"gain": "vector"}), OptimConfig(), fused)] == [torch.optim.AdamW]
+
+
+def test_it_learns_a_linear_map():
+    target, inputs = drawn((8, 12), 7, torch.float32), drawn((256, 12), 8, torch.float32)
+    layer = nn.Linear(12, 8, bias=False)
+    optimizer = Muon(layer.parameters(), lr=0.5, weight_decay=0.0)
+    for step in range(120):
+        optimizer.param_groups[0]["lr"] = 0.5 * (1 - step / 120)
+        optimizer.zero_grad()
+        loss = (layer(inputs) - inputs @ target.T).square().mean()
+        loss.backward()
+        optimizer.step()
+    assert loss.item() < 1e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_bfloat16_on_a_gpu_is_close_to_float32():
+    matrix = drawn((3, 64, 256), 4, torch.float32)
+    found = newton_schulz(matrix.cuda())
+    assert found.dtype == torch.bfloat16
+    wanted = newton_schulz(matrix)
+    assert float((found.float().cpu() - wanted).norm() / wanted.norm()) < 0.05

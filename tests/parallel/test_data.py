@@ -1,0 +1,59 @@
+import pytest
+import torch
+from torch import nn
+
+from flatout.config import ParallelConfig
+from flatout.parallel.data import wrap
+from flatout.parallel.mesh import make_mesh
+
+LAYOUTS = {"ddp": (2, 1), "fully_shard": (2, 2), "hsdp": (4, 2)}
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def report(request, launch):
+    world_size, shard = LAYOUTS[request.param]
+    return {"world_size": world_size, "shard": shard, **launch("proofs.py", world_size, shard)}
+
+
+def test_gradients_of_ragged_accumulated_batches_equal_one_processs(report):
+    assert report["replicate"] * report["shard"] == report["world_size"]
+    assert report["naive"] > 0.1  # so the batches do tell right from wrong
+    assert report["fp32"] < 2e-6
+    assert report["fp64"] < 1e-14
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw-fused", "muon"])
+def test_trained_weights_equal_one_processs(report, optimizer):
+    assert report["trained"][optimizer]["weights"] < 1e-12
+    assert report["trained"][optimizer]["state"] < 1e-12
+
+
+def test_optimizer_state_goes_on_from_its_state_dict(report):
+    assert report["resumed"] == 0
+
+
+def test_figures_are_summed_exactly_and_objects_come_from_the_main_process(report):
+    world_size = report["world_size"]
+    assert report["exchanges"] == {
+        "loss": sum(0.5 + rank for rank in range(world_size)),
+        "loss_dtype": "torch.float32",
+        "count": [world_size * (2**40 + 1), sum(range(world_size))],
+        "count_dtype": "torch.int64",
+        "object": {"from": 0},
+        "mains": 1,
+        "group": world_size,
+    }
+
+
+def test_sampling_finds_whole_weights(report):
+    assert report["logits"] < 1e-14
+
+
+def test_the_group_is_left_behind_cleanly(report):
+    assert report["left"]
+
+
+def test_alone_the_model_is_left_as_it_is():
+    model = nn.Linear(2, 2)
+    assert wrap(model, make_mesh(ParallelConfig(), "cpu")) is model
+    assert not isinstance(model.weight, torch.distributed.tensor.DTensor)

@@ -1,0 +1,43 @@
+import pytest
+import torch
+
+from flatout.config import ParallelConfig
+from flatout.errors import ConfigError
+from flatout.parallel.mesh import make_mesh
+from flatout.parallel.rendezvous import Ranks
+
+
+def test_one_process_says_everything_to_itself():
+    mesh = make_mesh(ParallelConfig(), "cpu")
+    tensor = torch.tensor(3.0)
+    assert mesh.is_main
+    assert mesh.sum(tensor) == (tensor,)
+    assert mesh.broadcast_object("word") == "word"
+    mesh.barrier()
+    assert (mesh.rank, mesh.world_size, mesh.replicate, mesh.shard, mesh.device_mesh) == (0, 1, 1, 1, None)
+    assert mesh.device == torch.device("cpu")
+
+
+def test_a_process_takes_the_gpu_of_its_local_rank():
+    assert make_mesh(ParallelConfig(), "cuda", Ranks(5, 8, 1)).device == torch.device("cuda", 1)
+    assert make_mesh(ParallelConfig(), "cuda:3").device == torch.device("cuda", 3)
+
+
+def test_auto_copies_what_sharding_leaves():
+    assert make_mesh(ParallelConfig(), "cpu", Ranks(2, 6, 2)).replicate == 6
+    assert make_mesh(ParallelConfig(replicate=6), "cpu", Ranks(2, 6, 2)).replicate == 6
+
+
+@pytest.mark.parametrize(
+    ("config", "world_size", "says"),
+    [
+        (ParallelConfig(shard=2), 1, "parallel.shard=2 does not fit 1 process. .*--nproc-per-node 2"),
+        (ParallelConfig(shard=2), 3, "parallel.shard=2 does not fit 3 processes"),
+        (ParallelConfig(replicate=2), 1, "--nproc-per-node 2"),
+        (ParallelConfig(replicate=2, shard=2), 8, "parallel.replicate=2 x parallel.shard=2 does not fit 8 processes"),
+        (ParallelConfig(replicate=2), 4, "parallel.replicate=2 x parallel.shard=1"),
+    ],
+)
+def test_a_product_other_than_the_number_of_processes_is_refused(config, world_size, says):
+    with pytest.raises(ConfigError, match=says):
+        make_mesh(config, "cpu", Ranks(0, world_size, 0))

@@ -1,0 +1,90 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from flatout.errors import ConfigError
+from flatout.parallel.rendezvous import VARIABLES, Ranks, connect, disconnect, stated_ranks
+
+ROOT = Path(__file__).parent.parent.parent
+UNDER_TORCHRUN = """
+import warnings, torch
+warnings.simplefilter("error")
+from flatout.parallel.rendezvous import connect, disconnect
+import torch.distributed as dist
+ranks = connect("cpu")
+total = torch.tensor(ranks.rank + 1)
+dist.all_reduce(total)
+if ranks.rank == 1:
+    print(ranks.rank, ranks.world_size, ranks.local_rank, total.item(), dist.get_backend())
+disconnect()
+"""
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+    def state(**values):
+        for name, value in values.items():
+            monkeypatch.setenv(name, str(value))
+
+    return state
+
+
+WHOLE = {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
+
+
+def test_without_torchrun_there_is_one_process_and_no_group(environment):
+    assert connect("cpu") == Ranks() == Ranks(0, 1, 0)
+    assert not dist.is_initialized()
+    disconnect()
+
+
+def test_one_process_under_torchrun_needs_no_group(environment):
+    environment(**WHOLE | {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0})
+    assert connect("cpu") == Ranks()
+    assert not dist.is_initialized()
+
+
+def test_ranks_are_read(environment):
+    environment(**WHOLE)
+    assert stated_ranks() == Ranks(1, 2, 1)
+
+
+@pytest.mark.parametrize("missing", ["WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"])
+def test_half_an_environment_is_refused(environment, missing):
+    environment(**{name: value for name, value in WHOLE.items() if name != missing})
+    with pytest.raises(ConfigError, match=f"{missing}.*torchrun"):
+        connect("cpu")
+
+
+@pytest.mark.parametrize("wrong", [{"RANK": "two"}, {"RANK": "-1"}, {"RANK": 2}])
+def test_ranks_that_cannot_be_are_refused(environment, wrong):
+    environment(**WHOLE | wrong)
+    with pytest.raises(ConfigError, match="RANK"):
+        connect("cpu")
+
+
+def test_two_processes_do_not_share_one_gpu(environment, monkeypatch):
+    environment(**WHOLE)
+    with pytest.raises(ConfigError, match="names one GPU"):
+        connect("cuda:0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ConfigError, match="--nproc-per-node 1"):
+        connect("cuda")
+
+
+def test_torchrun_connects_them(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(UNDER_TORCHRUN)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    environment = {name: value for name, value in os.environ.items() if name not in VARIABLES} | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["1", "2", "1", "3", "gloo"]
