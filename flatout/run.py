@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 from collections.abc import Sequence
@@ -36,6 +37,10 @@ DEFAULT_TOKENS_PER_STEP = 65_536
 """Tokens per optimiser step where a configuration states none of the three batch keys."""
 ASSUMED_MFU = 0.3
 """Share of the peak that a run is assumed to reach when its length in minutes is guessed for the table of `auto`."""
+
+
+known_peak = functools.cache(peak_tflops)
+"""The peak, measured at most once a process."""
 
 
 @dataclass
@@ -87,6 +92,13 @@ class Run:
         """Optimiser steps in one pass over the training split."""
         return epoch_tokens(self.dataset, self.config.data.seq_len) / self.tokens_per_step
 
+    @property
+    def arithmetic(self) -> str:
+        """What the matrix products are computed in: fp32, tf32, bf16 or fp16."""
+        if self.precision.autocast:
+            return self.precision.name
+        return "tf32" if torch.get_float32_matmul_precision() == "high" and self.mesh.device.type == "cuda" else "fp32"
+
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context in which the model is called."""
         if self.precision.autocast is None:
@@ -118,7 +130,7 @@ def resolve(config: RunConfig, *, machine: Machine, dataset: Dataset, world_size
     model_config = model_class.check(config.model.own() | {"vocab_size": config.model.vocab_size}, seq_len=config.data.seq_len)
     flops = float(model_class.count_flops(model_config, config.data.seq_len).causal_exact)
     total = flops * (config.train.steps or 0) * (config.batch.tokens_per_step or 0)
-    peak = peak_tflops(machine, config.train.device, "fp32" if config.train.device == "cpu" else "bf16")
+    peak = known_peak(machine, config.train.device, "fp32" if config.train.device == "cpu" else "bf16")
     minutes = total / (world_size * peak.tflops * 1e12 * ASSUMED_MFU) / 60 if peak else None
     decisions = select(config, machine, device=config.train.device, minutes=minutes)
     recipe = assemble(decisions)
@@ -225,8 +237,7 @@ def build(config: RunConfig, *, machine: Machine, mesh: Mesh, dataset: Dataset, 
     optimizers = OPTIMIZERS.get(config.optim.kind)(core, config.optim, recipe.part("optimizer"))
     windows, feed = _feed(config, recipe, mesh, dataset)
     _seed(config.train.seed + 1_000_003 * (mesh.rank + 1))
-    arithmetic = precision.name if precision.autocast else ("tf32" if recipe.part("matmul") == "high" else "fp32")
-    return Run(
+    run = Run(
         config=config,
         machine=machine,
         mesh=mesh,
@@ -240,9 +251,11 @@ def build(config: RunConfig, *, machine: Machine, mesh: Mesh, dataset: Dataset, 
         windows=windows,
         feed=feed,
         readback=recipe.part("logging")(),
-        peak=peak_tflops(machine, str(mesh.device), arithmetic),
+        peak=None,
         scaler=LossScaler(precision.loss_scale) if precision.loss_scale else None,
     )
+    run.peak = known_peak(machine, str(mesh.device), run.arithmetic)
+    return run
 
 
 def _model(config: RunConfig, recipe: Recipe, mesh: Mesh) -> tuple[LanguageModel, nn.Module]:

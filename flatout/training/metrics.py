@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
@@ -46,7 +46,8 @@ class Window:
 class Log:
     """Writes a run's figures on its main rank; on the others it only keeps their clocks.
 
-    Every `log.every` steps, and at the last one, a record is due. `close` flushes what is still being read back.
+    Every `log.every` steps, and at the last one, a record is due. `close` flushes what is still being read back; leaving the
+    context closes the files, whatever happened.
     """
 
     def __init__(self, run: Run, observers: Sequence[Observer] = ()) -> None:
@@ -115,6 +116,15 @@ class Log:
     def close(self) -> None:
         """Write what is still being read back, and close the files."""
         self._write_ready(self._run.readback.ready(flush=True))
+        self._close_files()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close_files()
+
+    def _close_files(self) -> None:
         if self._metrics:
             self._metrics.close()
         if self._board:
@@ -172,10 +182,14 @@ class Log:
         return figures
 
     def mfu(self, tokens_per_s: float) -> float | None:
-        """Return the share of the peak that `tokens_per_s` is, counting causal-exact FLOPs; None when no peak is known."""
+        """Return the share of the peak that `tokens_per_s` is, counting causal-exact FLOPs.
+
+        None when no peak is known, or when the share is above 1: then the peak was measured while the machine was busy.
+        """
         if self._run.peak is None:
             return None
-        return tokens_per_s * self._flops_per_token / (self._run.mesh.world_size * self._run.peak.tflops * 1e12)
+        share = tokens_per_s * self._flops_per_token / (self._run.mesh.world_size * self._run.peak.tflops * 1e12)
+        return share if share <= 1 else None
 
     def steady_tokens_per_s(self) -> float | None:
         """Return the median over the windows after the first, or the first's own where there is no other."""

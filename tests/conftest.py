@@ -1,0 +1,109 @@
+"""A tiny corpus and tiny runs for every test that trains."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flatout.config import load_config
+from flatout.data.tokenizer import make_tokenizer
+from flatout.data.writer import DatasetWriter
+
+WORDS = (
+    "the",
+    "a",
+    "run",
+    "loss",
+    "token",
+    "step",
+    "model",
+    "train",
+    "fast",
+    "slow",
+    "graph",
+    "layer",
+    "weight",
+    "memory",
+    "cache",
+    "order",
+    "shard",
+)
+
+TINY = {
+    "model.num_layers": 2,
+    "model.d_model": 32,
+    "model.num_heads": 2,
+    "data.seq_len": 16,
+    "batch.tokens_per_step": 128,
+    "batch.rows_per_device": 4,
+    "optim.lr": 1e-2,
+    "train.steps": 6,
+    "train.device": "cpu",
+    "log.every": 1,
+    "speedups": "auto,-compile",
+    "name": "tiny",
+}
+"""Two layers, 16 tokens, 8 windows a step in two micro-batches, 6 steps: a tenth of a second."""
+
+
+def write_tiny_set(out: Path, *, num_documents: int = 40, masked: bool = False) -> Path:
+    """Write sentences of made-up text as bytes; with `masked`, about a third of the targets do not count."""
+    draw = random.Random(7)
+    tokenizer = make_tokenizer("byte", lambda _: [])
+    with DatasetWriter(out, vocab_size=tokenizer.vocab_size) as writer:
+        for number in range(num_documents):
+            text = " ".join(draw.choice(WORDS) for _ in range(draw.randint(20, 60))) + "."
+            tokens = np.append(tokenizer.encode_documents([text])[0], tokenizer.eot_id)
+            mask = np.array([draw.random() < 0.66 for _ in tokens], dtype=np.uint8) if masked else None
+            split = writer.val if number % 8 == 7 else writer.train
+            split.append(tokens, [len(tokens)], text_bytes=len(text.encode()), mask=mask)
+        writer.finish(tokenizer=tokenizer, source={"made": "up"}, split_rule="every eighth document")
+    return out
+
+
+@pytest.fixture(scope="session")
+def tiny_set(tmp_path_factory):
+    """A data set folder of 40 short documents."""
+    return write_tiny_set(tmp_path_factory.mktemp("sets") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def ragged_set(tmp_path_factory):
+    """The same, with a loss mask that leaves a different number of targets in every micro-batch."""
+    return write_tiny_set(tmp_path_factory.mktemp("sets") / "ragged", masked=True)
+
+
+@pytest.fixture
+def tiny_config(tiny_set):
+    """Return the configuration of a tiny run, with `section__key=value` laid over it."""
+
+    def make(**changes):
+        return load_config().with_values({**TINY, "data.path": str(tiny_set)} | {key.replace("__", "."): value for key, value in changes.items()})
+
+    return make
+
+
+@pytest.fixture
+def build_run(tmp_path):
+    """Return a run of one process, resolved and built, at step 0."""
+    from flatout.data.shards import Dataset
+    from flatout.hardware import probe
+    from flatout.parallel.mesh import make_mesh
+    from flatout.run import build, resolve
+
+    runs = []
+
+    def make(config, folder=tmp_path / "run"):
+        dataset = Dataset.open(config.data.path)
+        resolved, decisions = resolve(config, machine=probe(), dataset=dataset, world_size=1)
+        mesh = make_mesh(resolved.parallel, "cpu")
+        run = build(resolved, machine=probe(), mesh=mesh, dataset=dataset, folder=folder, decisions=decisions)
+        runs.append(run)
+        return run
+
+    yield make
+    for run in runs:
+        run.feed.close()

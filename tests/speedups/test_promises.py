@@ -1,0 +1,63 @@
+"""Every speedup keeps the promise it makes, found through the registry: a new file is tested with no new test code."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flatout.hardware import probe
+from flatout.selection import all_speedups
+from flatout.training.step import train_step
+from flatout.training.warmup import warm_up
+
+STEPS = 20
+
+
+class NoLog:
+    """Takes events and keeps them."""
+
+    def __init__(self):
+        self.events = []
+
+    def event(self, kind, **fields):
+        self.events.append((kind, fields))
+
+
+def losses_after(build_run, config):
+    run = build_run(config)
+    log = NoLog()
+    warm_up(run, log)
+    assert log.events == []
+    found = []
+    for _ in range(STEPS):
+        found.append(float(train_step(run, next(run.feed)).loss))
+        run.step += 1
+    torch.set_float32_matmul_precision("highest")
+    return found
+
+
+@pytest.fixture(scope="module")
+def plain_losses():
+    return {}
+
+
+@pytest.mark.parametrize("speedup", all_speedups(), ids=lambda s: s.name)
+def test_speedup_keeps_its_promise(speedup, build_run, tiny_config, plain_losses):
+    config = tiny_config(train__steps=STEPS, batch__rows_per_device="auto", optim__lr=2e-3)
+    why_not = speedup.why_not(probe(), config)
+    if why_not:
+        pytest.skip(why_not)
+    base = ",".join(speedup.needs) or "none"
+    if base not in plain_losses:
+        plain_losses[base] = losses_after(build_run, config.with_values({"speedups": base}))
+    fast = losses_after(build_run, config.with_values({"speedups": [*speedup.needs, speedup.name]}))
+    plain = plain_losses[base]
+    assert plain[-1] < plain[0] - 0.1, "the run must learn, or equal losses say nothing"
+    assert speedup.promise.kind != "statistical", "needs runs over several seeds: see benchmarks"
+    assert speedup.promise.holds(fast, plain), (speedup.promise, fast, plain)
+
+
+@pytest.mark.parametrize("speedup", all_speedups(), ids=lambda s: s.name)
+def test_speedup_says_what_it_saves_and_changes_something(speedup):
+    assert speedup.saves
+    assert speedup.fills or speedup.transform

@@ -1,0 +1,204 @@
+"""A run from its configuration to its summary, stopped and resumed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+
+import pytest
+
+from flatout.config import load_config
+from flatout.errors import CheckpointError, ConfigError, RunFailed, Stopped
+from flatout.training.folder import read_exit_code, read_summary
+from flatout.training.observers import Quiet
+from flatout.training.start import run_training
+
+NAMES = {
+    "train/loss", "train/lr", "train/grad_norm", "train/epoch", "val/loss", "perf/tokens_per_s", "perf/samples_per_s", "perf/steps_per_s",
+    "perf/mfu", "perf/step_ms", "perf/data_wait_ms", "perf/host_ms", "perf/device_ms", "mem/allocated_gib", "mem/peak_gib",
+    "mem/reserved_gib", "gpu/util_pct", "gpu/power_w",
+}  # fmt: skip
+
+
+class StopAt(Quiet):
+    """Asks this process to stop after a step, as Ctrl+C would."""
+
+    def __init__(self, step, number=signal.SIGINT):
+        self.step, self.number = step, number
+
+    def on_tick(self, step, last_step):
+        if step == self.step:
+            os.kill(os.getpid(), self.number)
+
+
+class Watch(Quiet):
+    def __init__(self):
+        self.calls = []
+
+    def on_start(self, run):
+        self.calls.append("start")
+
+    def on_tick(self, step, last_step):
+        self.calls.append(("tick", step, last_step))
+
+    def on_event(self, event):
+        self.calls.append(("event", event["event"]))
+
+    def on_record(self, record):
+        self.calls.append(("record", record["step"]))
+
+    def on_end(self, summary):
+        self.calls.append("end")
+
+
+def records(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def events(folder, kind):
+    return [e for e in map(json.loads, (folder / "events.jsonl").read_text().splitlines()) if e["event"] == kind]
+
+
+def train_losses(folder):
+    return [(r["step"], r["train/loss"], r["train/grad_norm"]) for r in records(folder) if "train/loss" in r]
+
+
+def test_a_run_leaves_everything_the_run_folder_promises(tiny_config, tmp_path):
+    folder = tmp_path / "run"
+    summary = run_training(tiny_config(train__eval_every=2, train__eval_tokens=64), folder)
+    assert summary["steps"] == 6
+    assert summary["tokens"] == 6 * 128
+    assert summary["train_loss"] == train_losses(folder)[-1][1]
+    assert read_summary(folder) == summary
+    assert read_exit_code(folder) == 0
+    for name in ("config.yaml", "metrics.jsonl", "events.jsonl", "summary.json", "checkpoints/step-6", "tensorboard", "lock"):
+        assert (folder / name).exists(), name
+    assert [r["step"] for r in records(folder) if "train/loss" in r] == [1, 2, 3, 4, 5, 6]
+    assert [r["step"] for r in records(folder) if "val/loss" in r] == [2, 4, 6]
+    for record in records(folder):
+        assert {"step", "tokens", "wall_s", "elapsed_s"} <= set(record)
+        assert {name for name in record if "/" in name} <= NAMES
+        assert record["tokens"] == 128 * record["step"]
+    assert {e["name"] for e in events(folder, "speedup")} >= {"prefetch", "compile"}
+    assert all(e["reason"] for e in events(folder, "speedup"))
+
+
+def test_the_stored_config_is_resolved(tiny_config, tmp_path):
+    run_training(tiny_config(train__steps=None, train__tokens=300, batch__rows_per_device="auto"), tmp_path / "run")
+    stored = load_config(tmp_path / "run" / "config.yaml")
+    assert stored.train.steps == 3
+    assert stored.train.precision == "fp32"
+    assert stored.train.device == "cpu"
+    assert stored.batch.rows_per_device == 8
+    assert stored.batch.accumulate == 1
+    assert stored.model.vocab_size == 257
+    assert "compile" not in stored.speedups
+    assert "prefetch" in stored.speedups
+
+
+def test_ten_steps_equal_five_and_five_in_every_bit(tiny_config, tmp_path):
+    config = tiny_config(train__steps=10, model__dropout=0.1, optim__kind="muon", checkpoint__every_steps=5, train__eval_every=3)
+    whole = run_training(config, tmp_path / "whole")
+    with pytest.raises(Stopped, match="step 5 of 10") as stop:
+        run_training(config, tmp_path / "parts", observers=[StopAt(5)])
+    assert stop.value.exit_code == 75
+    assert read_exit_code(tmp_path / "parts") == 75
+    resumed = run_training(config, tmp_path / "parts")
+    assert resumed["resumed_from"].endswith("step-5")
+    assert resumed["weights_sha256"] == whole["weights_sha256"]
+    assert resumed["val_loss"] == whole["val_loss"]
+    assert train_losses(tmp_path / "parts") == train_losses(tmp_path / "whole")
+    assert resumed["elapsed_s"] > resumed["wall_s"]
+
+
+def test_a_resume_after_a_kill_repeats_the_steps_since_the_last_save(tiny_config, tmp_path):
+    """Lines of metrics past the checkpoint are dropped, so that no step stands twice."""
+    config = tiny_config(train__steps=7, checkpoint__every_steps=3)
+    run_training(config, tmp_path / "whole")
+    folder = tmp_path / "run"
+
+    class Killed(Exception):
+        pass
+
+    class Kill(Quiet):
+        def on_tick(self, step, last_step):
+            if step == 5:
+                raise Killed
+
+    with pytest.raises(Killed):
+        run_training(config, folder, observers=[Kill()])
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "tok')
+    resumed = run_training(config, folder)
+    assert resumed["resumed_from"].endswith("step-3")
+    assert train_losses(folder) == train_losses(tmp_path / "whole")
+
+
+def test_sigterm_saves_too(tiny_config, tmp_path):
+    with pytest.raises(Stopped):
+        run_training(tiny_config(), tmp_path / "run", observers=[StopAt(2, signal.SIGTERM)])
+    assert (tmp_path / "run" / "checkpoints" / "step-2").is_dir()
+
+
+def test_a_finished_run_answers_with_its_summary_and_does_nothing(tiny_config, tmp_path):
+    first = run_training(tiny_config(), tmp_path / "run")
+    before = (tmp_path / "run" / "events.jsonl").read_text()
+    watch = Watch()
+    assert run_training(tiny_config(), tmp_path / "run", observers=[watch]) == first
+    assert watch.calls == []
+    assert (tmp_path / "run" / "events.jsonl").read_text() == before
+
+
+def test_other_settings_in_the_same_folder_are_refused_with_the_difference(tiny_config, tmp_path):
+    run_training(tiny_config(), tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"optim\.lr: 0\.01 -> 0\.02"):
+        run_training(tiny_config(optim__lr=0.02), tmp_path / "run")
+
+
+def test_never_refuses_a_folder_that_holds_a_run(tiny_config, tmp_path):
+    run_training(tiny_config(), tmp_path / "run")
+    with pytest.raises(CheckpointError, match="never would write over"):
+        run_training(tiny_config(), tmp_path / "run", resume="never")
+
+
+def test_observers_hear_of_everything_in_order(tiny_config, tmp_path):
+    watch = Watch()
+    run_training(tiny_config(train__steps=2, train__sample_every=1), tmp_path / "run", observers=[watch], sample=lambda run: "words")
+    calls = watch.calls
+    assert calls.index(("event", "start")) < calls.index("start") < calls.index(("tick", 1, 2)) < calls.index(("tick", 2, 2))
+    assert calls.index(("tick", 2, 2)) < calls.index(("event", "save")) < calls.index("end") == len(calls) - 1
+    assert calls.count(("event", "sample")) == 2
+    assert ("record", 2) in calls
+
+
+def test_two_runs_of_one_configuration_are_equal_in_every_bit(tiny_config, tmp_path):
+    first = run_training(tiny_config(model__dropout=0.2), tmp_path / "a")
+    second = run_training(tiny_config(model__dropout=0.2, train__eval_every=1, train__sample_every=2), tmp_path / "b", sample=lambda run: "")
+    assert second["weights_sha256"] == first["weights_sha256"], "evaluation and samples must not touch the course of training"
+    assert run_training(tiny_config(model__dropout=0.2, train__seed=1), tmp_path / "c")["weights_sha256"] != first["weights_sha256"]
+
+
+def test_a_run_that_diverges_says_so_and_keeps_its_checkpoints(tiny_config, tmp_path):
+    config = tiny_config(optim__lr=1e30, optim__clip=0.0, train__steps=5, schedule__warmup=0, schedule__kind="constant", checkpoint__every_steps=1)
+    with pytest.raises(RunFailed, match="diverged"):
+        run_training(config, tmp_path / "run")
+    assert (tmp_path / "run" / "checkpoints").is_dir()
+
+
+def test_no_data_path_says_what_to_do(tiny_config, tmp_path):
+    with pytest.raises(ConfigError, match=r"data\.path is not set.*flatout prepare"):
+        run_training(tiny_config(data__path=None), tmp_path / "run")
+    assert not (tmp_path / "run" / "config.yaml").exists()
+
+
+def test_a_corpus_smaller_than_a_step_trains_over_epochs(tiny_config, tmp_path):
+    summary = run_training(tiny_config(batch__tokens_per_step=16 * 4096, batch__rows_per_device=1024, train__steps=2), tmp_path / "run")
+    assert summary["tokens"] == 2 * 16 * 4096
+    assert records(tmp_path / "run")[0]["train/epoch"] > 1
+
+
+def test_overfits_a_small_corpus(tiny_config, tmp_path):
+    summary = run_training(tiny_config(train__steps=300, batch__tokens_per_step=512, batch__rows_per_device=32, log__every=100), tmp_path / "run")
+    assert summary["train_loss"] < 1.2
+    assert summary["val_loss"] < 1.3

@@ -1,0 +1,116 @@
+"""The loss arithmetic: how a step is cut does not matter, targets that do not count do not count, clipping clips."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flatout.training.step import train_step
+
+
+def steps(run, count=4):
+    found = []
+    for _ in range(count):
+        found.append(train_step(run, next(run.feed)))
+        run.step += 1
+    return found
+
+
+def test_the_loss_is_the_mean_over_all_targets_of_the_step(build_run, tiny_config):
+    run = build_run(tiny_config(optim__lr=1e-12))
+    with torch.no_grad():
+        batch = next(run.feed)
+        micro = list(batch.micro_batches())
+        sums = [run.core(m.tokens_BT, m.targets_BT, m.doc_ids_BT) for m in micro]
+    expected = sum(float(loss) for loss, _ in sums) / sum(int(valid) for _, valid in sums)
+    run.feed.seek(0)
+    assert float(train_step(run, next(run.feed)).loss) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("data", ["tiny_set", "ragged_set"])
+def test_cutting_a_step_into_micro_batches_changes_nothing_but_rounding(build_run, tiny_config, request, data):
+    path = str(request.getfixturevalue(data))
+    whole = steps(build_run(tiny_config(data__path=path, batch__rows_per_device=8)))
+    cut = steps(build_run(tiny_config(data__path=path, batch__rows_per_device=1)))
+    for one, many in zip(whole, cut, strict=True):
+        assert float(many.loss) == pytest.approx(float(one.loss), rel=2e-5)
+        assert float(many.grad_norm) == pytest.approx(float(one.grad_norm), rel=2e-4)
+        assert float(many.num_valid) == float(one.num_valid)
+
+
+def test_masked_targets_do_not_count(build_run, tiny_config, ragged_set):
+    found = steps(build_run(tiny_config(data__path=str(ragged_set))))
+    counts = [int(result.num_valid) for result in found]
+    assert all(0 < count < 128 for count in counts)
+    assert len(set(counts)) > 1
+
+
+def test_gradients_are_those_of_the_mean_over_valid_targets(build_run, tiny_config, ragged_set):
+    """What autograd says of the plain mean over the step, against what the step leaves for the optimizer."""
+    run = build_run(tiny_config(data__path=str(ragged_set), optim__clip=0.0))
+    batch = next(run.feed)
+    micro = list(batch.micro_batches())
+    sums = [run.core(m.tokens_BT, m.targets_BT, m.doc_ids_BT) for m in micro]
+    mean = sum(loss for loss, _ in sums) / sum(valid for _, valid in sums)
+    plain = torch.autograd.grad(mean, list(run.core.parameters()))
+    kept = {}
+    for optimizer in run.optimizers:
+        optimizer.register_step_pre_hook(lambda *_: kept.update({p: p.grad.clone() for p in run.core.parameters()}))
+    run.feed.seek(0)
+    result = train_step(run, next(run.feed))
+    for parameter, gradient in zip(run.core.parameters(), plain, strict=True):
+        torch.testing.assert_close(kept[parameter], gradient, rtol=1e-4, atol=1e-7)
+    assert float(result.grad_norm) == pytest.approx(float(torch.nn.utils.get_total_norm(plain)), rel=1e-5)
+
+
+def test_clipping_bounds_the_gradient_and_reports_the_norm_before(build_run, tiny_config):
+    run = build_run(tiny_config(optim__clip=0.01))
+    seen = []
+    run.optimizers[0].register_step_pre_hook(lambda *_: seen.append(float(torch.nn.utils.get_total_norm([p.grad for p in run.core.parameters()]))))
+    result = train_step(run, next(run.feed))
+    assert float(result.grad_norm) > 0.05
+    assert seen == [pytest.approx(0.01, rel=1e-3)]
+
+
+def test_the_schedule_counts_optimizer_steps_not_micro_batches(build_run, tiny_config):
+    config = tiny_config(train__steps=4, schedule__kind="cosine", schedule__warmup=0, schedule__min_lr=1e-3)
+    for rows in (8, 1):
+        run = build_run(config.with_values({"batch.rows_per_device": rows}))
+        rates = [result.learning_rate for result in steps(run)]
+        assert rates[0] == 1e-2
+        assert rates[-1] == pytest.approx(1e-3)
+        assert rates == sorted(rates, reverse=True)
+
+
+def test_float16_scales_the_loss_and_not_the_result(build_run, tiny_config):
+    plain = steps(build_run(tiny_config(train__precision="fp32")))
+    scaled_run = build_run(tiny_config(train__precision="fp16"))
+    scaled = steps(scaled_run)
+    assert scaled_run.scaler.scale == 2.0**16
+    for one, other in zip(plain, scaled, strict=True):
+        assert float(other.loss) == pytest.approx(float(one.loss), rel=2e-2)
+        assert float(other.grad_norm) == pytest.approx(float(one.grad_norm), rel=0.1)
+
+
+def test_a_step_that_overflows_is_skipped_and_the_scale_halved(build_run, tiny_config):
+    run = build_run(tiny_config(train__precision="fp16"))
+    run.scaler.scale = 2.0**120
+    before = [p.detach().clone() for p in run.core.parameters()]
+    result = train_step(run, next(run.feed))
+    assert not torch.isfinite(result.grad_norm)
+    assert run.scaler.scale == 2.0**119
+    assert all(torch.equal(p, b) for p, b in zip(run.core.parameters(), before, strict=True))
+    assert not any(run.optimizers[0].state.values())
+    run.scaler.scale = 2.0**10
+    train_step(run, next(run.feed))
+    assert not torch.equal(next(run.core.parameters()), before[0])
+
+
+def test_a_step_whose_targets_are_all_masked_changes_no_weight_by_its_gradient(build_run, tiny_config, ragged_set):
+    run = build_run(tiny_config(data__path=str(ragged_set), optim__weight_decay=0.0))
+    batch = next(run.feed)
+    object.__setattr__(batch, "mask_ABT", torch.zeros_like(batch.mask_ABT))
+    before = [p.detach().clone() for p in run.core.parameters()]
+    result = train_step(run, batch)
+    assert float(result.loss) == 0.0
+    assert all(torch.equal(p, b) for p, b in zip(run.core.parameters(), before, strict=True))
