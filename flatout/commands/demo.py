@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import platform
+import shlex
 import statistics
 import time
 from collections.abc import Sequence
@@ -53,14 +55,16 @@ class DemoResult(Result):
         from flatout.terminal import closing
         from flatout.training.folder import read_summary
 
-        run = self.run
-        return (
-            f"{closing(read_summary(Path(run)) or {'run': run})}\n\nTry next:\n"
-            f'  flatout generate {run} --prompt "import" --temperature 0.7\n'
-            f"  flatout eval {run}\n"
-            f"  tensorboard --logdir {run}/tensorboard\n"
-            f"  flatout demo FILE           the same with a text file of your own"
-        )
+        run = shlex.quote(self.run)
+        commands = {
+            f"flatout generate {run} --num-samples 3": "more of its writing; --prompt TEXT goes on from a text",
+            f"flatout eval {run}": "its scores",
+            f"tensorboard --logdir {run}/tensorboard": "every curve",
+            "flatout demo FILE": "the same with a text file of your own",
+        }
+        width = max(map(len, commands))
+        after = "\n".join(f"  {command:<{width}}  {what}" for command, what in commands.items())
+        return f"{closing(read_summary(Path(self.run)) or {})}\n\nTry next:\n{after}"
 
 
 @dataclass(frozen=True)
@@ -182,7 +186,9 @@ def with_length(config: RunConfig, dataset: Dataset, step_s: float, minutes: flo
     by_time = int(USED_FOR_STEPS * minutes * 60 / step_s)
     by_text = MOST_EPOCHS * dataset.split("train").num_tokens // tokens_per_step
     steps = max(min(by_time, by_text), LEAST_STEPS)
-    return config.with_values({"train.steps": steps, "train.eval_every": max(steps // 6, 1), "log.every": max(min(config.log.every, steps // 20), 1)})
+    return config.with_values(
+        {"train.steps": steps, "train.eval_every": math.ceil(steps / 6), "log.every": max(min(config.log.every, steps // 20), 1)}
+    )
 
 
 def seconds_per_step(config: RunConfig, dataset: Dataset, machine: Machine) -> float:

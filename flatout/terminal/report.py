@@ -14,6 +14,9 @@ from flatout.terminal.lines import Terminal
 from flatout.terminal.picture import curve
 from flatout.training.files import read_lines
 
+EPOCH_LINES_EVERY_S = 5.0
+"""A short text is read many times a second; its epochs share a line."""
+
 
 class RunReport:
     """A run as it goes: one calm line for the steps, one that stays for each evaluation, epoch, sample and save.
@@ -29,12 +32,14 @@ class RunReport:
         self._last_step = -1
         self._said = ""
         self._epoch = 0
+        self._epoch_said_s = -math.inf
         self._losses: list[float] = []
         self._figures: Mapping[str, float] = {}
 
     def on_start(self, run: Any) -> None:
         """Take note of where the run begins; the line opens with the first step, when the length is known."""
         self._step = run.step
+        self._epoch = int(run.step / run.steps_per_epoch)
 
     def on_tick(self, step: int, last_step: int) -> None:
         """Move the line of the steps on."""
@@ -53,10 +58,11 @@ class RunReport:
         if "val/loss" in record:
             self.terminal.say(f"Step {record['step']:,.0f}: validation loss {record['val/loss']:.4f}")
         epoch = int(record.get("train/epoch", self._epoch))
-        if epoch > self._epoch:
+        if epoch > self._epoch and record.get("wall_s", math.inf) - self._epoch_said_s >= EPOCH_LINES_EVERY_S:
             mean = sum(self._losses) / len(self._losses) if self._losses else math.nan
-            self.terminal.say(f"Epoch {epoch} done at step {record['step']:,.0f}: mean training loss {mean:.4f}")
-            self._epoch, self._losses = epoch, []
+            which = f"Epoch {epoch}" if epoch == self._epoch + 1 else f"Epochs {self._epoch + 1} to {epoch}"
+            self.terminal.say(f"{which} done at step {record['step']:,.0f}: mean training loss {mean:.4f}")
+            self._epoch, self._losses, self._epoch_said_s = epoch, [], record.get("wall_s", 0.0)
 
     def on_event(self, event: Mapping[str, Any]) -> None:
         """Leave a line for what happened; the last sample belongs to the closing lines."""
@@ -145,7 +151,7 @@ def _closing_facts(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if rates:
         yield "Speed", ", ".join(rates)
     if value("mfu") is not None:
-        yield "MFU", f"{value('mfu'):.1%} of {value('mfu_of')}"
+        yield "MFU", f"{value('mfu'):.1%} of the peak ({value('mfu_of')})"
     elif "mfu" in summary:
         yield "MFU", f"unknown: {value('mfu_of') or 'no peak rate is known for this device'}"
     if value("peak_gib"):

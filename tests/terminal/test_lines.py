@@ -149,15 +149,13 @@ def test_nested_tasks_have_a_line_each():
 
 def test_close_ends_every_line_and_every_thread():
     for terminal in (plain(), live()):
-        before = threading.active_count()
+        before = set(threading.enumerate())
         context = terminal.task("Training", total=3)
         context.__enter__()
-        assert threading.active_count() > before
+        (thread,) = set(threading.enumerate()) - before
         terminal.close()
-        deadline = time.monotonic() + 3
-        while threading.active_count() > before and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert threading.active_count() == before
+        thread.join(timeout=3)
+        assert not thread.is_alive()
         context.__exit__(None, None, None)
 
 

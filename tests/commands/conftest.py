@@ -1,0 +1,19 @@
+"""A tiny trained run, for the commands that need one."""
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def tiny_run(tmp_path_factory):
+    """The folder of a run of two steps over a small text of characters."""
+    from flatout.commands.prepare import prepare
+    from flatout.commands.train import train_config
+    from flatout.config import load_config
+
+    root = tmp_path_factory.mktemp("tiny")
+    (root / "book.txt").write_text("It was a dark and stormy night; the rain fell in torrents. " * 150)
+    prepare([str(root / "book.txt")], root / "data", tokenizer="char", split="tail 0.1", workers=1)
+    shape = ["model.num_layers=1", "model.d_model=16", "model.num_heads=1", "data.seq_len=32", "batch.rows_per_device=4", "batch.tokens_per_step=128"]
+    config = load_config(None, [*shape, f"data.path={root / 'data'}", "train.steps=2", "train.device=cpu"])
+    train_config(config, run=root / "runs" / "tiny")
+    return root / "runs" / "tiny"

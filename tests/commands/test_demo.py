@@ -1,0 +1,162 @@
+"""`flatout demo`: the whole job on a small text, again on a finished run, and its choices."""
+
+import signal
+
+import pytest
+
+from flatout.commands import demo as module
+from flatout.commands.demo import about_file, about_python, demo, fit_text, with_length
+from flatout.config import load_config
+from flatout.errors import ConfigError, DataError, Stopped
+from flatout.training.folder import read_config, read_summary
+from flatout.training.observers import Quiet
+
+
+@pytest.fixture
+def quick(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(module, "LEAST_STEPS", 3)
+    monkeypatch.setattr(module, "TRY_S", 0.05)
+    return tmp_path
+
+
+class Said:
+    """Progress that keeps what was said."""
+
+    def __init__(self):
+        self.lines = []
+
+    def say(self, line):
+        self.lines.append(line)
+
+    def __getattr__(self, name):
+        from flatout.progress import SILENT
+
+        return getattr(SILENT, name)
+
+
+@pytest.mark.parametrize(
+    "text", ["The cat sat on the mat. " * 150, "Zażółć gęślą jaźń 日本語 😀\n" * 100, "x" * 60], ids=["plain", "unicode", "tiny"]
+)
+def test_demo_of_a_small_text_of_ones_own(quick, text):
+    (quick / "my book.txt").write_text(text, encoding="utf-8")
+    result = demo(quick / "my book.txt", minutes=0.001)
+    assert set(result.model_dump()) == {"run", "val_loss", "tokens_per_s", "wall_s"}
+    assert result.val_loss is None or result.val_loss > 0
+    assert result.tokens_per_s > 0
+    summary = result.summary()
+    for part in ("3 steps", "tokens/s steady", "MFU", "loss over steps", "Try next", f"flatout eval '{result.run}'"):
+        assert part in summary
+    said = Said()
+    again = demo(quick / "my book.txt", minutes=0.001, progress=said)
+    assert (again.run, again.val_loss) == (result.run, result.val_loss)
+    assert again.summary() == summary
+    assert any("is finished" in line for line in said.lines)
+
+
+def test_a_changed_text_is_another_run(quick):
+    file = quick / "a.txt"
+    file.write_text("one text " * 100)
+    first = about_file(file, "cpu")
+    file.write_text("another text " * 100)
+    second = about_file(file, "cpu")
+    assert first.run != second.run
+    assert first.data != second.data
+
+
+def test_the_demo_of_python_itself_is_chosen_by_device():
+    assert about_python("cpu").recipe == "demo"
+    assert about_python("cuda").recipe == "demo-gpu"
+    assert about_python("cpu").source == "python_stdlib"
+
+
+def test_a_long_text_gets_a_trained_vocabulary(quick, monkeypatch):
+    file = quick / "a.txt"
+    file.write_text("a text " * 100)
+    assert about_file(file, "cpu").tokenizer == "char"
+    monkeypatch.setattr(module, "LARGE_TEXT", 100)
+    assert about_file(file, "cpu").tokenizer.startswith("train:")
+    assert about_file(file, "cuda").recipe == "demo-gpu"
+
+
+@pytest.mark.parametrize("recipe", ["demo", "demo-char", "demo-gpu"])
+def test_recipes_are_whole(recipe):
+    config = load_config(recipe)
+    assert config.batch.tokens_per_step % config.data.seq_len == 0
+    assert config.train.steps is None
+
+
+class FakeSplit:
+    def __init__(self, num_tokens):
+        self.num_tokens = num_tokens
+
+
+class FakeData:
+    path = "data/x"
+
+    def __init__(self, num_tokens):
+        self.tokens = num_tokens
+
+    def split(self, name):
+        return FakeSplit(self.tokens)
+
+
+@pytest.mark.parametrize("tokens", [16, 100, 1000, 10_000, 10_000_000])
+def test_windows_fit_the_text(tokens):
+    config = fit_text(load_config("demo-char"), FakeData(tokens))
+    assert config.data.seq_len < tokens
+    assert config.batch.tokens_per_step % config.data.seq_len == 0
+    assert (config.data.seq_len == 128) == (tokens >= 1024)
+
+
+def test_hardly_any_text():
+    with pytest.raises(DataError, match="3 training tokens"):
+        fit_text(load_config("demo-char"), FakeData(3))
+
+
+def test_length_fits_the_time_and_the_text():
+    config = load_config("demo")
+    long = with_length(config, FakeData(10**9), step_s=0.5, minutes=2)
+    assert long.train.steps == int(0.9 * 240)
+    assert 5 <= long.train.steps / long.train.eval_every <= 6
+    short = with_length(config, FakeData(40_960), step_s=1e-6, minutes=2)
+    assert short.train.steps == module.MOST_EPOCHS * 10
+    assert with_length(config, FakeData(100), step_s=100.0, minutes=0.01).train.steps == module.LEAST_STEPS
+
+
+class InterruptsAt(Quiet):
+    """Presses Ctrl+C at a step."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_tick(self, step, last_step):
+        if step == self.step:
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_a_stopped_demo_goes_on_with_the_length_it_had(quick, monkeypatch):
+    (quick / "a.txt").write_text("a text of some length. " * 100)
+    with pytest.raises(Stopped):
+        demo(quick / "a.txt", minutes=0.001, observers=[InterruptsAt(2)])
+    run = about_file(quick / "a.txt", "cpu").run
+    assert read_summary(run) is None
+    monkeypatch.setattr(module, "seconds_per_step", None)
+    said = Said()
+    demo(quick / "a.txt", minutes=5, progress=said)
+    assert said.lines[0] == f"Going on with {run}."
+    assert read_config(run).train.steps == read_summary(run)["steps"] == 3
+    assert read_summary(run)["resumed_from"].endswith("step-2")
+
+
+@pytest.mark.parametrize(("content", "message"), [(None, "There is no file"), ("", "is empty")])
+def test_files_that_cannot_be_used(quick, content, message):
+    if content is not None:
+        (quick / "a.txt").write_text(content)
+    with pytest.raises(DataError, match=message):
+        demo(quick / "a.txt")
+
+
+def test_no_time():
+    with pytest.raises(ConfigError, match="no time to train"):
+        demo(minutes=0)
