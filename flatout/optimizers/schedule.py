@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable
 
 from flatout.config import ScheduleConfig
-from flatout.errors import ConfigError
 from flatout.registry import unknown_name
 
 
@@ -19,7 +18,7 @@ def factor(config: ScheduleConfig, peak_lr: float, step: int, total_steps: int) 
 
     Steps past the end keep the last step's factor.
 
-    Raises: ConfigError for an unknown schedule or a warm-up that is neither whole steps nor a fraction.
+    Raises: ConfigError for an unknown schedule, with the nearest name.
     """
     if config.kind not in SCHEDULES:
         raise unknown_name("schedule", config.kind, SCHEDULES)
@@ -34,14 +33,8 @@ def factor(config: ScheduleConfig, peak_lr: float, step: int, total_steps: int) 
 
 
 def warmup_steps(config: ScheduleConfig, total_steps: int) -> int:
-    """Return the steps before the peak. A warm-up longer than the run is shortened so that the peak and the last step fit.
-
-    Raises: ConfigError when it is neither whole steps nor a fraction below 1.
-    """
-    wanted = config.warmup
-    if wanted >= 1 and wanted != int(wanted):
-        raise ConfigError(f"schedule.warmup={wanted} is neither whole steps nor a fraction of the run.", fix=f"Set schedule.warmup={round(wanted)}.")
-    steps = round(wanted * total_steps) if wanted < 1 else int(wanted)
+    """Return the steps before the peak. A warm-up longer than the run is shortened so that the peak and the last step fit."""
+    steps = round(config.warmup * total_steps) if isinstance(config.warmup, float) else config.warmup
     return max(0, min(steps, total_steps - 2))
 
 
