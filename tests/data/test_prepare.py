@@ -318,9 +318,12 @@ def test_long_steps_are_said_and_counted_to_the_end(rows, tmp_path, monkeypatch)
 
 def test_little_text_is_not_worth_a_process(rows, monkeypatch):
     monkeypatch.setattr(stage.os, "sched_getaffinity", lambda process: set(range(64)))
+    monkeypatch.setattr(stage, "cgroup_limits", lambda: (None, None))
     assert stage.usual_workers(make_plan(files.files(str(rows)), split=None)) == 1
     large = make_plan([files.Part(files.read_spans, ((), "text"), "x", num_bytes=10**9)], split="hash 0.1")
     assert stage.usual_workers(large) == 64
+    monkeypatch.setattr(stage, "cgroup_limits", lambda: (3, None))
+    assert stage.usual_workers(large) == 3, "a container's limit counts"
 
 
 def test_tokens_are_stored_in_16_bits_when_they_fit(book, tmp_path):
