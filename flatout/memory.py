@@ -193,7 +193,7 @@ def _head_peak(model: LanguageModel, workload: Workload, rows: int) -> int:
         torch.autograd.backward(loss_sum)
     weight_grads = _bytes_of(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
     model.zero_grad()
-    return max(live.peak - weight_grads, 0)
+    return max(int(live.peak) - weight_grads, 0)
 
 
 def _precision(workload: Workload) -> AbstractContextManager[Any]:

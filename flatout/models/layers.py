@@ -124,7 +124,7 @@ class Rotary(nn.Module):
         cos_T1C, sin_T1C = self.cos[:num_tokens, None], self.sin[:num_tokens, None]
         wide_BTHC = at_least_fp32(heads_BTHC)
         swapped_BTHC = wide_BTHC.roll(self.head_dim // 2, dims=-1)
-        return (wide_BTHC * cos_T1C + swapped_BTHC * sin_T1C).to(heads_BTHC.dtype)
+        return torch.addcmul(wide_BTHC * cos_T1C, swapped_BTHC, sin_T1C).to(heads_BTHC.dtype)
 
 
 class Attention(nn.Module):
@@ -144,11 +144,11 @@ class Attention(nn.Module):
         ops: Ops,
     ) -> None:
         super().__init__()
-        self.head_counts = (num_heads, num_kv_heads, num_kv_heads)
+        self.head_counts = (num_heads, num_kv_heads)
         self.head_dim = head_dim
         self.window = window
         self.ops = ops
-        self.qkv = Linear(width, sum(self.head_counts) * head_dim, bias=bias, ops=ops)
+        self.qkv = Linear(width, (num_heads + 2 * num_kv_heads) * head_dim, bias=bias, ops=ops)
         self.output = Linear(num_heads * head_dim, width, bias=bias, ops=ops)
         self.query_norm = RMSNorm(head_dim) if qk_norm else None
         self.key_norm = RMSNorm(head_dim) if qk_norm else None
@@ -161,11 +161,13 @@ class Attention(nn.Module):
         Returns: hidden_BTD.
         """
         qkv_BTHC = self.qkv(hidden_BTD).unflatten(-1, (-1, self.head_dim))
-        q_BTHC, k_BTGC, v_BTGC = qkv_BTHC.split(self.head_counts, dim=2)
+        num_heads, num_kv_heads = self.head_counts
+        qk_BTHC, v_BTGC = qkv_BTHC.split((num_heads + num_kv_heads, num_kv_heads), dim=2)
         if self.query_norm is not None and self.key_norm is not None:
-            q_BTHC, k_BTGC = self.query_norm(q_BTHC), self.key_norm(k_BTGC)
+            qk_BTHC = torch.cat((self.query_norm(qk_BTHC[:, :, :num_heads]), self.key_norm(qk_BTHC[:, :, num_heads:])), dim=2)
         if self.rotary is not None:
-            q_BTHC, k_BTGC = self.rotary(q_BTHC), self.rotary(k_BTGC)
+            qk_BTHC = self.rotary(qk_BTHC)
+        q_BTHC, k_BTGC = qk_BTHC.split(self.head_counts, dim=2)
         gathered_BHTC = self.ops.attention(
             q_BTHC.transpose(1, 2), k_BTGC.transpose(1, 2), v_BTGC.transpose(1, 2), doc_ids_BT=doc_ids_BT, window=self.window
         )

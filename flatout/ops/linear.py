@@ -34,8 +34,9 @@ def onednn(hidden: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> T
     """
     if not _fits(hidden, weight_OI):
         return functional.linear(hidden, weight_OI, bias_O)
-    product = _OneDnn.apply(hidden.flatten(0, -2), weight_OI).unflatten(0, hidden.shape[:-1])  # type: ignore[no-untyped-call]
-    return product if bias_O is None else product + bias_O  # type: ignore[no-any-return]
+    product: Tensor = _OneDnn.apply(hidden.flatten(0, -2), weight_OI)  # type: ignore[no-untyped-call]
+    product = product.view(*hidden.shape[:-1], weight_OI.shape[0])
+    return product if bias_O is None else product + bias_O
 
 
 def _fits(hidden: Tensor, weight_OI: Tensor) -> bool:
@@ -44,8 +45,15 @@ def _fits(hidden: Tensor, weight_OI: Tensor) -> bool:
     return plain and not torch.is_autocast_enabled("cpu") and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
+@torch.library.custom_op("flatout::onednn_product", mutates_args=())
 def _times(left_NI: Tensor, right_OI: Tensor) -> Tensor:
+    """An op of its own, so that a compiled model calls it as it is: the compiler's rules for oneDNN's ops know inference only."""
     return torch.ops.mkldnn._linear_pointwise(left_NI, right_OI, None, "none", [], "")  # type: ignore[no-any-return]
+
+
+@_times.register_fake
+def _times_shape(left_NI: Tensor, right_OI: Tensor) -> Tensor:
+    return left_NI.new_empty(left_NI.shape[0], right_OI.shape[0])
 
 
 class _OneDnn(torch.autograd.Function):
@@ -55,7 +63,8 @@ class _OneDnn(torch.autograd.Function):
     def forward(ctx: Any, hidden_NI: Tensor, weight_OI: Tensor) -> Tensor:
         """Return the product, and keep both factors."""
         ctx.save_for_backward(hidden_NI, weight_OI)
-        return _times(hidden_NI, weight_OI)
+        product_NO: Tensor = _times(hidden_NI, weight_OI)
+        return product_NO
 
     @staticmethod
     def backward(ctx: Any, grad_NO: Tensor) -> tuple[Tensor | None, Tensor | None]:

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from flatout.errors import ConfigError
 from flatout.models.language_model import LanguageModel
-from flatout.ops import Ops, attention, cross_entropy
+from flatout.ops import Ops, attention, cross_entropy, linear, variants
 from flatout.registry import MODELS
 
 PLAIN = Ops(attention.reference, cross_entropy.reference)
@@ -206,6 +206,19 @@ def test_ignored_targets_count_for_nothing(shape):
 
 
 @every_model
+@pytest.mark.parametrize("product", variants(linear))
+def test_any_product_gives_the_same_loss_and_gradients(shape, product):
+    found = made(shape, Ops(attention.fused, cross_entropy.fused, variants(linear)[product]), dropout=0.0)
+    wanted = made(shape, PLAIN, dropout=0.0)
+    losses = [model(*drawn())[0] for model in (found, wanted)]
+    for loss_sum in losses:
+        loss_sum.backward()
+    torch.testing.assert_close(*losses)
+    for one, other in zip(found.parameters(), wanted.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-4)
+
+
+@every_model
 def test_repeated_steps_are_equal_in_every_bit(shape):
     def gradients():
         model = made(shape)
@@ -276,11 +289,13 @@ def compiler():
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own compiler still calls torch.jit
 @pytest.mark.skipif(compiler() is None, reason="torch.compile on a CPU needs a C++ compiler")
+@pytest.mark.parametrize("product", variants(linear))
 @pytest.mark.parametrize("kind", MODELS.names())
-def test_compiles_whole(kind):
+def test_compiles_whole(kind, product):
     """One graph, no break, the same loss and gradients."""
+    ops = Ops(attention.fused, cross_entropy.fused, variants(linear)[product])
     shape = (kind, tuple({key: value for key, value in (SMALL | {"num_layers": 1}).items() if key in MODELS.get(kind).Config.model_fields}.items()))
-    plain, compiled = made(shape), made(shape)
+    plain, compiled = made(shape), made(shape, ops)
     call = torch.compile(compiled, fullgraph=True, dynamic=False)
     wanted, found = plain(*drawn())[0], call(*drawn())[0]
     wanted.backward()
