@@ -70,7 +70,8 @@ def prepare(
         max_bytes=max_bytes,
         on_bad_row=on_bad_row,
     )
-    made = prepare_dataset(sources, Path(out), options, from_file=from_file, workers=workers, cache=cache, progress=progress)
+    names = [sources] if isinstance(sources, str | Path) else sources
+    made = prepare_dataset([str(name) for name in names], Path(out), options, from_file=from_file, workers=workers, cache=cache, progress=progress)
     manifest = made.manifest
     return PrepareResult(
         path=made.path,

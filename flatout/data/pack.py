@@ -158,15 +158,21 @@ def pack(job: Job, tokenizer: Tokenizer, assignment: Assignment, on_bad_row: OnB
         else:
             ordinal += 1
             try:
-                made = [(name, text, tokenizer.encode_documents([text])[0]) for name, text in assignment.pieces(row.text, ordinal)]
+                made = [(name, text, encode(text, tokenizer)) for name, text in assignment.pieces(row.text, ordinal)]
             except DataError as error:
                 named = DataError(f"{row.where()}: {error.what}", fix=error.fix)
                 skip_or_raise(BadRow(named, "cannot be tokenised", row.where()), skipped, on_bad_row)
                 continue
             documents += 1
-            for name, text, ids in made:
-                packers[name].add(text, ids)
+            for name, text, pieces in made:
+                packers[name].add(text, pieces)
     return Packed({name: packer.packed() for name, packer in packers.items()}, documents, job.part.num_bytes, skipped)
+
+
+def encode(text: str, tokenizer: Tokenizer) -> list[Array]:
+    """Return the ids of a document with end-of-text, in pieces, as they are stored."""
+    dtype = np.dtype(token_dtype(tokenizer.vocab_size))
+    return [*(ids.astype(dtype) for ids in tokenizer.encode_pieces(text)), np.array([tokenizer.eot_id], dtype)]
 
 
 def skip_or_raise(row: BadRow, skipped: Skipped, on_bad_row: OnBadRow) -> None:
@@ -181,15 +187,14 @@ class _Packer:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._dtype = np.dtype(token_dtype(tokenizer.vocab_size))
-        self._eot = np.array([tokenizer.eot_id], self._dtype)
         self._pieces: list[Array] = []
         self._lengths: list[int] = []
         self._text_bytes = 0
 
-    def add(self, text: str, ids: Array) -> None:
-        """Append a document and end-of-text."""
-        self._pieces += [ids.astype(self._dtype), self._eot]
-        self._lengths.append(len(ids) + 1)
+    def add(self, text: str, pieces: list[Array]) -> None:
+        """Append a document, which ends with end-of-text."""
+        self._pieces += pieces
+        self._lengths.append(sum(map(len, pieces)))
         self._text_bytes += len(text.encode())
 
     def packed(self) -> PackedSplit:

@@ -19,6 +19,7 @@ from flatout.data.tokenizer import Tokenizer, make_tokenizer
 from flatout.data.workers import Setup, packed_in_order
 from flatout.data.writer import DatasetWriter
 from flatout.errors import DataError
+from flatout.hardware import cgroup_limits
 from flatout.progress import SILENT, Progress
 
 BYTES_PER_WORKER = 8_000_000
@@ -110,7 +111,8 @@ def usual_workers(plan: Plan) -> int:
     """Return how many processes to use: one a usable core, fewer for little text."""
     sizes = [job.part.num_bytes for job in plan.jobs]
     useful = len(sizes) if 0 in sizes else sum(sizes) // BYTES_PER_WORKER
-    return max(1, min(len(os.sched_getaffinity(0)), useful))
+    cores = min(len(os.sched_getaffinity(0)), cgroup_limits()[0] or useful)
+    return max(1, min(cores, useful))
 
 
 def describe(corpus: Corpus, options: Options) -> dict[str, Any]:

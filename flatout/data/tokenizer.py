@@ -7,7 +7,7 @@ else's care: loading it needs no network, no other file and no package but the o
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -45,6 +45,9 @@ class Tokenizer(Protocol):
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray[Any, np.dtype[np.uint32]]]:
         """Return the ids of each text, without end-of-text."""
+
+    def encode_pieces(self, text: str) -> Iterator[np.ndarray[Any, np.dtype[np.uint32]]]:
+        """Yield the ids of one text piece by piece, so that a long one takes less memory."""
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of one text."""

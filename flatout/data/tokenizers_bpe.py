@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,6 +30,9 @@ _O200K = "|".join(
         r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     ]
 )
+
+_CUT_AT_LINES = {GPT2_PATTERN, _CL100K, _O200K}
+_LINE_END = re.compile(r"(?<=[^\W_])\n")
 
 
 @dataclass(frozen=True)
@@ -77,15 +81,20 @@ class RankTokenizer(StoredTokenizer):
         except ValueError as error:
             raise DataError(f"The pattern of the tokenizer {self.name!r} cannot be used: {error}.", fix="Correct --pattern.") from error
 
-    def encode_document(self, text: str) -> Ids:
-        """Return the ids of one text."""
+    def encode_piece(self, text: str, start: int) -> Ids:
+        """Return the ids of a piece of text."""
         try:
             ids: Ids = self._encoding.encode_to_numpy(text, disallowed_special=())
         except UnicodeEncodeError as error:
-            raise not_text(error) from error
+            raise not_text(error, start) from error
         except ValueError as error:
             raise DataError(f"The text cannot be split by the tokenizer's pattern: {error}.", fix="Shorten its longest run of spaces.") from error
         return ids
+
+    def next_cut(self, text: str, place: int) -> int:
+        """Return the next line end after a letter or a digit: by the known patterns no token crosses that."""
+        found = _LINE_END.search(text, place) if self.pattern in _CUT_AT_LINES else None
+        return found.start() if found else len(text)
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
         """Return the bytes of the pieces."""

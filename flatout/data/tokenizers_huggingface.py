@@ -57,8 +57,12 @@ class HuggingFaceTokenizer(StoredTokenizer):
         ends = {self._tokenizer.id_to_token(self.eot_id): self.eot_id}
         return {content: index for content, index in tokens.items() if content not in unknown} | ends
 
-    def encode_document(self, text: str) -> Ids:
-        """Return the ids of one text."""
+    def encode_piece(self, text: str, start: int) -> Ids:
+        """Return the ids of a piece of text."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise not_text(error, start) from error
         ids = self._encode(text)
         if not self._has_special(ids):
             return ids
@@ -74,10 +78,6 @@ class HuggingFaceTokenizer(StoredTokenizer):
         return ids
 
     def _encode(self, text: str) -> Ids:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise not_text(error) from error
         found = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0]
         return np.array(found.ids, np.uint32)
 
@@ -97,6 +97,10 @@ class HuggingFaceTokenizer(StoredTokenizer):
             plain = index in added or not all(character in byte_of for character in piece)
             table[index] = piece.encode() if plain else bytes(byte_of[character] for character in piece)
         return table
+
+    def next_cut(self, text: str, place: int) -> int:
+        """Return the end: where such a tokenizer may be cut is not known."""
+        return len(text)
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
         """Return the bytes of some ids."""

@@ -29,20 +29,25 @@ class CharTokenizer(StoredTokenizer):
         self._id_of = np.full(int(codes.max(initial=0)) + 2, self.eot_id, np.uint32)
         self._id_of[codes] = np.arange(len(codes), dtype=np.uint32)
 
-    def encode_document(self, text: str) -> Ids:
-        """Return the ids of one text.
+    def encode_piece(self, text: str, start: int) -> Ids:
+        """Return the ids of a piece of text.
 
         Raises: DataError for a character that the vocabulary does not have.
         """
-        codes = _code_points(text)
+        codes = _code_points(text, start=start)
         ids: Ids = self._id_of.take(codes, mode="clip")
         if len(ids) and int(ids.max()) == self.eot_id:
             place = int((ids == self.eot_id).argmax())
+            named = f"Character {start + place}, {text[place]!r} (U+{ord(text[place]):04X})"
             raise DataError(
-                f"Character {place}, {text[place]!r} (U+{ord(text[place]):04X}), is not among the {len(self.characters)} of this char tokenizer.",
+                f"{named}, is not among the {len(self.characters)} of this char tokenizer.",
                 fix="Leave it out, or prepare with --tokenizer byte or train:N, which can write any text.",
             )
         return ids
+
+    def next_cut(self, text: str, place: int) -> int:
+        """Return `place`: a text may be cut anywhere."""
+        return place
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
         """Return the UTF-8 of the characters."""
@@ -69,12 +74,16 @@ class ByteTokenizer(StoredTokenizer):
         self.vocab_size = 257
         self._bytes = [bytes([value]) for value in range(256)] + [END_OF_TEXT.encode()]
 
-    def encode_document(self, text: str) -> Ids:
-        """Return the ids of one text."""
+    def encode_piece(self, text: str, start: int) -> Ids:
+        """Return the ids of a piece of text."""
         try:
             return np.frombuffer(text.encode(), np.uint8).astype(np.uint32)
         except UnicodeEncodeError as error:
-            raise not_text(error) from error
+            raise not_text(error, start) from error
+
+    def next_cut(self, text: str, place: int) -> int:
+        """Return `place`: a text may be cut anywhere."""
+        return place
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
         """Return the bytes."""
@@ -104,8 +113,8 @@ def characters_of(texts: Iterable[str], task: Task) -> str:
     return "".join(chr(code) for code in np.flatnonzero(seen))
 
 
-def _code_points(text: str, errors: str = "strict") -> Ids:
+def _code_points(text: str, errors: str = "strict", start: int = 0) -> Ids:
     try:
         return np.frombuffer(text.encode("utf-32-le", errors=errors), np.dtype("<u4"))
     except UnicodeEncodeError as error:
-        raise not_text(error) from error
+        raise not_text(error, start) from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Self, final
@@ -17,6 +17,9 @@ from flatout.errors import DataError
 FORMAT = "flatout-tokenizer"
 FORMAT_VERSION = 1
 END_OF_TEXT = "<|endoftext|>"
+
+PIECE_CHARACTERS = 1 << 20
+"""Longer texts are encoded a piece at a time, which takes less memory."""
 
 Ids = np.ndarray[Any, np.dtype[np.uint32]]
 
@@ -30,11 +33,15 @@ class StoredTokenizer(ABC):
     eot_id: int
 
     @abstractmethod
-    def encode_document(self, text: str) -> Ids:
-        """Return the ids of one text, none of them special.
+    def encode_piece(self, text: str, start: int) -> Ids:
+        """Return the ids of a piece of text, none of them special; `start` is its place in the document, for messages.
 
         Raises: DataError when the text cannot be written in this vocabulary.
         """
+
+    @abstractmethod
+    def next_cut(self, text: str, place: int) -> int:
+        """Return the first place from `place` on where cutting the text does not change its ids; its end when there is none."""
 
     @abstractmethod
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
@@ -50,15 +57,24 @@ class StoredTokenizer(ABC):
         """Return the tokenizer that `document` describes."""
 
     @final
+    def encode_pieces(self, text: str) -> Iterator[Ids]:
+        """Yield the ids of one text, piece by piece."""
+        start = 0
+        while start < len(text) or start == 0:
+            whole = len(text) - start <= PIECE_CHARACTERS
+            end = len(text) if whole else self.next_cut(text, start + PIECE_CHARACTERS)
+            yield self.encode_piece(text[start:end], start)
+            start = max(end, 1)
+
+    @final
     def encode_documents(self, texts: Sequence[str]) -> list[Ids]:
         """Return the ids of each text, without end-of-text."""
-        return [self.encode_document(text) for text in texts]
+        return [np.concatenate(list(self.encode_pieces(text))) for text in texts]
 
     @final
     def encode(self, text: str) -> list[int]:
         """Return the ids of one text."""
-        ids: list[int] = self.encode_document(text).tolist()
-        return ids
+        return [index for ids in self.encode_pieces(text) for index in ids.tolist()]
 
     @final
     def decode(self, ids: Sequence[int]) -> str:
@@ -91,10 +107,10 @@ def join_pieces(table: Sequence[bytes], ids: Sequence[int]) -> bytes:
     return b"".join(table[i] if 0 <= i < size else b"\xef\xbf\xbd" for i in (int(i) for i in ids))
 
 
-def not_text(error: UnicodeEncodeError) -> DataError:
+def not_text(error: UnicodeEncodeError, start: int = 0) -> DataError:
     """Return the error for half a surrogate pair: a code point that is no character, so no encoding has it."""
     code = ord(error.object[error.start])
     return DataError(
-        f"Character {error.start} is U+{code:04X}, half of a surrogate pair, which is not text.",
+        f"Character {start + error.start} is U+{code:04X}, half of a surrogate pair, which is not text.",
         fix="Repair the document, or skip such documents with --on-bad-row skip.",
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flatout.data import tokenizers_bpe
+from flatout.data import tokenizers_bpe, tokenizers_stored
 from flatout.data.tokenizer import load_tokenizer, make_tokenizer, parse_tokenizer
 from flatout.data.tokenizers_bpe import GPT2_PATTERN, KNOWN, Known, byte_level_alphabet, read_tiktoken, train_bpe
 from flatout.errors import DataError
@@ -124,6 +124,34 @@ def test_bytes_that_are_no_text_and_ids_that_are_none_decode_to_the_replacement_
     ids = tokenizer.encode("🙂")
     if len(ids) > 1:
         assert tokenizer.decode(ids[:1]) == "\ufffd"
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 17, 1000])
+def test_a_long_text_in_pieces_has_the_same_ids(tokenizer, monkeypatch, size):
+    text = "".join(CORPUS + STRANGE + LITERALS + ["one\n two\n\nthree.\n\t4\n5\r\n six \n"] * 3)
+    if tokenizer.name == "char":
+        text = "".join(CORPUS * 15)
+    whole = tokenizer.encode(text)
+    monkeypatch.setattr(tokenizers_stored, "PIECE_CHARACTERS", size)
+    pieces = list(tokenizer.encode_pieces(text))
+    assert np.concatenate(pieces).tolist() == whole == tokenizer.encode(text)
+    if type(tokenizer).__name__ != "HuggingFaceTokenizer":
+        assert len(pieces) > (1 if size > 100 else 5)
+    with pytest.raises(DataError, match=f"Character {len(text)}"):
+        tokenizer.encode(text + "\ud800")
+
+
+@pytest.mark.parametrize("known", KNOWN.values(), ids=lambda known: known.name)
+def test_no_known_pattern_has_a_token_across_a_cut(known, monkeypatch):
+    """Every run of characters is a piece here, so that a token across a cut would show."""
+    text = "".join(random.Random(1).choices(["a", "Z", "é", "7", "²", "_", ".", " ", "\n", "\r", "\t", "'s", "/"], k=3000))
+    merged = dict.fromkeys(text[place : place + length].encode() for place in range(3000) for length in (1, 2, 3, 4))
+    pieces = [bytes([value]) for value in range(256)] + [piece for piece in merged if len(piece) > 1]
+    made = tokenizers_bpe.RankTokenizer(known.name, pieces, known.pattern, len(pieces))
+    whole = made.encode(text)
+    monkeypatch.setattr(tokenizers_stored, "PIECE_CHARACTERS", 3)
+    assert len(list(made.encode_pieces(text))) > 50
+    assert made.encode(text) == whole
 
 
 def test_characters_are_numbered_in_order_and_end_of_text_is_last():
