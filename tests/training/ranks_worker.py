@@ -58,6 +58,8 @@ def main(folder: Path, report: Path):
         place = folder / layout
         run = fresh(place, mesh, seed=1)
         train(run, 3)
+        with torch.no_grad():  # an evaluation leaves sharded weights gathered
+            run.model(next(run.feed))
         path = checkpoint.save(run)
         unbroken = local(run)
         again = fresh(place, mesh, seed=2)
