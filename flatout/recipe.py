@@ -10,12 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from flatout.config import RunConfig
 from flatout.errors import ConfigError
 from flatout.hardware import Machine
 from flatout.registry import load_reference
+
+if TYPE_CHECKING:
+    from flatout.memory import Workload
 
 STAGES = ("tensor", "low-precision", "checkpointing", "compile", "shard")
 """The one right order in which transforms wrap a model; `shard` belongs to config.parallel."""
@@ -76,7 +79,19 @@ class ImmediateReadback:
         return read
 
 
-def one_row(_plan: Any) -> int:
+@dataclass(frozen=True)
+class MicroBatchPlan:
+    """What the choice of the micro-batch may look at."""
+
+    workload: Workload
+    rows_per_rank: int
+    """Windows of one optimiser step on one rank; the answer divides it."""
+    device: str
+    memory_bytes: int
+    """What one rank may use, all of it."""
+
+
+def one_row(_plan: MicroBatchPlan) -> int:
     """Micro-batches of one window: the plain way, and what every memory can hold."""
     return 1
 

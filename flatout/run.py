@@ -26,7 +26,7 @@ from flatout.ops import Ops
 from flatout.optimizers.loss_scale import LossScaler
 from flatout.parallel.data import wrap
 from flatout.parallel.mesh import Mesh
-from flatout.recipe import Precision, Recipe, Transform
+from flatout.recipe import MicroBatchPlan, Precision, Recipe, Transform
 from flatout.registry import MODELS, OPTIMIZERS
 from flatout.selection import Decision, assemble, select
 
@@ -104,18 +104,6 @@ class Run:
         if self.precision.autocast is None:
             return nullcontext()
         return torch.autocast(self.mesh.device.type, dtype=self.precision.dtype())
-
-
-@dataclass(frozen=True)
-class MicroBatchPlan:
-    """What the choice of the micro-batch may look at."""
-
-    workload: Workload
-    rows_per_rank: int
-    """Windows of one optimiser step on one rank; the answer divides it."""
-    device: str
-    memory_bytes: int
-    """What one rank may use, all of it."""
 
 
 def resolve(config: RunConfig, *, machine: Machine, dataset: Dataset, world_size: int) -> tuple[RunConfig, list[Decision]]:

@@ -76,6 +76,12 @@ def ragged_set(tmp_path_factory):
     return write_tiny_set(tmp_path_factory.mktemp("sets") / "ragged", masked=True)
 
 
+@pytest.fixture(scope="session")
+def tiny():
+    """The tiny run's settings, by dotted key."""
+    return dict(TINY)
+
+
 @pytest.fixture
 def tiny_config(tiny_set):
     """Return the configuration of a tiny run, with `section__key=value` laid over it."""

@@ -60,7 +60,12 @@ class TrainResult(Result):
 def train(
     recipe: Annotated[str, typer.Argument(help="A recipe's name, or a YAML file.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, over the recipe.")] = None,
-    run: Annotated[Path | None, typer.Option(help="Run folder; by default runs/RECIPE-DIGEST.")] = None,
+    run: Annotated[
+        Path | None,
+        typer.Option(
+            "--run", "--run-dir", help="Run folder; by default runs/RECIPE-DIGEST. torchrun takes --run for its own: write --run-dir there."
+        ),
+    ] = None,
     resume: Annotated[str, typer.Option(help="auto, never, or a checkpoint's or run's folder.")] = "auto",
     *,
     observers: Sequence[Observer] = (),

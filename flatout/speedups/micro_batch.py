@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from flatout.config import RunConfig
 from flatout.hardware import Machine
-from flatout.recipe import Promise, Speedup, lazy
-
-if TYPE_CHECKING:
-    from flatout.run import MicroBatchPlan
+from flatout.recipe import MicroBatchPlan, Promise, Speedup, lazy
 
 ENOUGH_TOKENS = {"cuda": 65_536, "cpu": 4_096}
 """Tokens a micro-batch beyond which nothing was gained: on a GPU the kernels are full, on a CPU the caches are."""

@@ -1,0 +1,65 @@
+"""`torchrun --nproc-per-node 2 -m flatout train` gives one process's losses, copied (DDP) and split (fully_shard)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from flatout.config import load_config
+from flatout.training.start import run_training
+
+
+@pytest.fixture(scope="module")
+def recipe(ragged_set, tiny, tmp_path_factory):
+    """A run of 8 steps with a ragged loss mask and micro-batches of 2 rows."""
+    folder = tmp_path_factory.mktemp("several")
+    document = {}
+    for key, value in {**tiny, "data.path": str(ragged_set), "train.steps": 8, "batch.rows_per_device": 2, "train.eval_every": 4}.items():
+        section, _, last = key.rpartition(".")
+        (document.setdefault(section, {}) if section else document)[last] = value
+    path = folder / "several.yaml"
+    path.write_text(yaml.safe_dump(document))
+    return path
+
+
+def torchrun(recipe, folder, *overrides):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "flatout", "train", str(recipe)]
+    done = subprocess.run(
+        [*command, *overrides, "--run-dir", str(folder), "--json"],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.strip()]
+    assert len(lines) == 1, "only the main rank speaks"
+    return json.loads(lines[0])
+
+
+def losses(folder, name="train/loss"):
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [r[name] for r in records if name in r]
+
+
+@pytest.mark.parametrize("overrides", [(), ("parallel.shard=2",)], ids=["ddp", "fully-shard"])
+def test_two_processes_give_the_losses_of_one(recipe, tmp_path, overrides):
+    one = run_training(load_config(recipe), tmp_path / "one")
+    two = torchrun(recipe, tmp_path / "two", *overrides)
+    assert two["steps"] == one["steps"] == 8
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+    assert losses(tmp_path / "two", "train/grad_norm") == pytest.approx(losses(tmp_path / "one", "train/grad_norm"), rel=1e-4)
+    assert losses(tmp_path / "two", "val/loss") == pytest.approx(losses(tmp_path / "one", "val/loss"), rel=1e-5)
+
+
+def test_a_run_of_two_goes_on_as_one(recipe, tmp_path):
+    run_training(load_config(recipe), tmp_path / "whole")
+    torchrun(recipe, tmp_path / "run", "parallel.shard=2", "checkpoint.every_steps=4", "checkpoint.keep=9")
+    resumed = run_training(load_config(recipe), tmp_path / "one", resume=str(tmp_path / "run" / "checkpoints" / "step-4"))
+    assert resumed["steps"] == 8
+    assert losses(tmp_path / "one") == pytest.approx(losses(tmp_path / "whole")[4:], rel=1e-5)
