@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from flatout.errors import ShapeError
-from flatout.ops import at_least_fp32
+from flatout.ops import at_least_fp32, linear
 
 IGNORED = -1
 """The target that counts for nothing."""
@@ -43,8 +43,24 @@ def fused(hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor) -> tuple[Te
     Raises:  ShapeError as `reference`.
     """
     hidden_BTD, valid_BT = _valid_only(hidden_BTD, weight_VD, targets_BT)
-    logits_NV = at_least_fp32(functional.linear(hidden_BTD, weight_VD)).flatten(0, 1)
-    return functional.cross_entropy(logits_NV, targets_BT.flatten(), ignore_index=IGNORED, reduction="sum"), valid_BT.sum()
+    return _summed(functional.linear(hidden_BTD, weight_VD), targets_BT), valid_BT.sum()
+
+
+def onednn(hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
+    """`fused`, with the products of `flatout.ops.linear.onednn`: for fp32 on a CPU.
+
+    Shapes:  as `reference`.
+    Returns: as `reference`.
+    Cost:    as `fused`.
+    Raises:  ShapeError as `reference`.
+    """
+    hidden_BTD, valid_BT = _valid_only(hidden_BTD, weight_VD, targets_BT)
+    return _summed(linear.onednn(hidden_BTD, weight_VD), targets_BT), valid_BT.sum()
+
+
+def _summed(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+    logits_NV = at_least_fp32(logits_BTV).flatten(0, 1)
+    return functional.cross_entropy(logits_NV, targets_BT.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
 def _valid_only(hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
