@@ -234,15 +234,6 @@ def test_events_are_lines_and_a_torn_one_spoils_no_other(tmp_path):
     assert folder.read_events(tmp_path)[0]["world_size"] == 2
 
 
-def test_reading_the_tail_of_a_file_leaves_out_the_line_it_cuts(tmp_path):
-    path = tmp_path / "lines"
-    for number in range(100):
-        files.append_line(path, {"n": number})
-    tail = [line["n"] for line in files.read_lines(path, tail_bytes=50)]
-    assert tail == list(range(tail[0], 100))
-    assert 0 < len(tail) < 10
-
-
 def test_json_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
     folder.write_summary(tmp_path, {"val_loss": 0.1 + 0.2})
     monkeypatch.setattr(files.os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
