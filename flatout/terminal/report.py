@@ -37,15 +37,17 @@ class RunReport:
         self._figures: Mapping[str, float] = {}
 
     def on_start(self, run: Any) -> None:
-        """Take note of where the run begins; the line opens with the first step, when the length is known."""
+        """Open the line of the steps: the first one can take long."""
         self._step = run.step
         self._epoch = int(run.step / run.steps_per_epoch)
+        self._context = self.terminal.task("Training", total=run.last_step - run.step)
+        self._task = self._context.__enter__()
+        self._task.note(f"{run.step:,}/{run.last_step:,}")
 
     def on_tick(self, step: int, last_step: int) -> None:
         """Move the line of the steps on."""
-        if self._context is None or self._task is None:
-            self._context = self.terminal.task("Training", total=last_step - self._step)
-            self._task = self._context.__enter__()
+        if self._task is None:
+            return
         self._task.advance(step - self._step)
         self._step, self._last_step = step, last_step
         self._task.note(" · ".join([f"{step:,}/{last_step:,}", *_step_facts(self._figures)]))
@@ -68,6 +70,8 @@ class RunReport:
         """Leave a line for what happened; the last sample belongs to the closing lines."""
         if event.get("event") == "sample" and self._step == self._last_step:
             return
+        if event.get("event") == "stop":
+            self._close()
         line = _event_line(event)
         if line and line != self._said:
             self._said = line
@@ -75,6 +79,9 @@ class RunReport:
 
     def on_end(self, summary: Mapping[str, Any]) -> None:
         """Close the line of the steps."""
+        self._close()
+
+    def _close(self) -> None:
         context, self._context, self._task = self._context, None, None
         if context:
             context.__exit__(None, None, None)

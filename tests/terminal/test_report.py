@@ -21,6 +21,10 @@ def text_of(terminal):
     return terminal.console.file.getvalue()
 
 
+def run_at(step, last_step=10, steps_per_epoch=16.0):
+    return SimpleNamespace(step=step, last_step=last_step, steps_per_epoch=steps_per_epoch)
+
+
 def follow(report, steps, last, records=()):
     by_step = {record["step"]: record for record in records}
     for step in steps:
@@ -31,7 +35,7 @@ def follow(report, steps, last, records=()):
 
 def test_the_line_shows_step_loss_rate_and_mfu(terminal):
     report = RunReport(terminal)
-    report.on_start(SimpleNamespace(step=0, steps_per_epoch=16.0))
+    report.on_start(run_at(0))
     follow(report, range(1, 6), 10, [{"step": 4, "train/loss": 3.14159, "perf/tokens_per_s": 61_234.0, "perf/mfu": 0.123}])
     task = terminal._open[0]
     assert task.facts()[:2] == ["50%", "5/10 · loss 3.142 · 61.2 K tokens/s · MFU 12.3%"]
@@ -39,23 +43,32 @@ def test_the_line_shows_step_loss_rate_and_mfu(terminal):
     assert terminal._open == []
 
 
+def test_the_line_is_there_before_the_first_step_and_gone_after_a_stop(terminal):
+    report = RunReport(terminal)
+    report.on_start(run_at(3))
+    assert terminal._open[0].text == "3/10"
+    report.on_event({"event": "stop"})
+    assert terminal._open == []
+    report.on_end({})
+
+
 def test_a_resumed_run_counts_from_where_it_was(terminal):
     report = RunReport(terminal)
-    report.on_start(SimpleNamespace(step=8, steps_per_epoch=16.0))
+    report.on_start(run_at(8))
     follow(report, [9], 10)
     assert terminal._open[0].share == 0.5
 
 
 def test_unknown_mfu_is_left_out(terminal):
     report = RunReport(terminal)
-    report.on_start(SimpleNamespace(step=0, steps_per_epoch=16.0))
+    report.on_start(run_at(0))
     follow(report, [1, 2], 10, [{"step": 1, "train/loss": 3.0, "perf/tokens_per_s": 10.0}])
     assert "MFU" not in terminal._open[0].text
 
 
 def test_evaluations_and_epochs_leave_a_line_each(terminal):
     report = RunReport(terminal)
-    report.on_start(SimpleNamespace(step=0, steps_per_epoch=16.0))
+    report.on_start(run_at(0))
     follow(report, [10, 20], 40, [{"step": 10, "train/loss": 4.0, "train/epoch": 0.6}, {"step": 20, "train/loss": 2.0, "train/epoch": 1.2}])
     report.on_record({"step": 20, "val/loss": 2.5})
     assert text_of(terminal) == "Epoch 1 done at step 20: mean training loss 3.0000\nStep 20: validation loss 2.5000\n"
@@ -63,7 +76,7 @@ def test_evaluations_and_epochs_leave_a_line_each(terminal):
 
 def test_quick_epochs_share_a_line(terminal):
     report = RunReport(terminal)
-    report.on_start(SimpleNamespace(step=10, steps_per_epoch=10.0))
+    report.on_start(run_at(10, last_step=200, steps_per_epoch=10.0))
     for step in range(20, 200, 10):
         report.on_record({"step": step, "train/loss": 1.0, "train/epoch": step / 10, "wall_s": step / 10})
     assert [line.split(" done")[0] for line in text_of(terminal).splitlines()] == ["Epoch 2", "Epochs 3 to 7", "Epochs 8 to 12", "Epochs 13 to 17"]
@@ -71,7 +84,7 @@ def test_quick_epochs_share_a_line(terminal):
 
 def test_events_leave_lines(terminal):
     report = RunReport(terminal)
-    report.on_start(SimpleNamespace(step=0, steps_per_epoch=16.0))
+    report.on_start(run_at(0))
     report.on_tick(1, 2)
     report.on_event({"event": "speedup", "name": "compile", "on": False, "reason": "short run"})
     report.on_event({"event": "save", "path": "runs/a/checkpoints/step-1"})
