@@ -114,3 +114,9 @@ def test_rows_that_fit_are_the_most():
         assert rows_that_fit(work, estimate(work, rows + 1).total - 1) == rows
     with pytest.raises(HardwareError, match="Fix:"):
         rows_that_fit(work, estimate(work, 1).total - 1)
+
+
+def test_an_estimate_draws_no_random_numbers():
+    before = torch.get_rng_state()
+    estimate(workload(dropout=0.2), 5)
+    assert torch.equal(torch.get_rng_state(), before)

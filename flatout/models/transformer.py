@@ -24,7 +24,7 @@ INIT_STD = 0.02
 
 
 class TransformerConfig(Section):
-    """The model's shape. The defaults are small and plain; GPT-2 and Llama differ from each other in the six keys from `norm` on."""
+    """The model's shape. The defaults are small and plain; GPT-2 and Llama differ in the five keys from `norm` on."""
 
     vocab_size: int = Field(ge=1)
     """Rows of the embedding (V)."""
