@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
+import io
 import json
 import os
 import signal
@@ -44,6 +45,8 @@ Begin with: flatout demo
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the program and exit with its code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a model may write what the terminal cannot show
     try:
         code = _guarded(words)
         sys.stdout.flush()
@@ -221,7 +224,7 @@ def _show(result: Result, as_json: bool) -> None:
     if summary:
         print(summary, file=sys.stderr if as_json else sys.stdout)
     if as_json:
-        print(result.model_dump_json())
+        print(json.dumps(json.loads(result.model_dump_json())))  # NaN is null, and ASCII alone passes every terminal and pipe
 
 
 def _fail(error: FlatoutError, as_json: bool) -> int:

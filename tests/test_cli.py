@@ -108,6 +108,12 @@ def test_json_stays_json_when_a_figure_is_not_a_number(run):
     assert "NaN" not in out
 
 
+def test_json_passes_every_encoding(run):
+    _, out, _ = run("shout", "größer 日本", "--json")
+    assert out.isascii()
+    assert json.loads(out)["words"] == ["größer 日本"]
+
+
 @pytest.mark.parametrize(
     ("word", "code"),
     [
@@ -227,6 +233,12 @@ def test_python_m_flatout_is_the_program():
     done = python("-m", "flatout", "lst")
     assert done.returncode == 2
     assert "Did you mean 'list'?" in done.stderr
+
+
+def test_a_terminal_without_unicode_is_no_error():
+    program = "from flatout import cli\ncli._run = lambda words: print('größer')\ncli.main(['x'])"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, env={**os.environ, "PYTHONIOENCODING": "ascii"}, check=True)
+    assert done.stdout == b"gr\\xf6\\xdfer\n"
 
 
 def test_a_reader_that_leaves_is_no_error():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -119,11 +120,13 @@ def indented(text: str) -> str:
     return "\n".join(f"  | {line}".rstrip() for line in printable(text).strip("\n").splitlines())
 
 
-def closing(summary: Mapping[str, Any], *, encoding: str = "utf-8") -> str:
+def closing(summary: Mapping[str, Any], *, encoding: str | None = None) -> str:
     """Return the closing lines of a run: what was measured, its loss curve and its last sample.
 
     `summary` is the run's summary.json; the curve and the sample come from the run folder it names.
+    The curve uses characters that `encoding` (None: standard output's) has.
     """
+    encoding = encoding or sys.stdout.encoding or "ascii"
     folder = Path(summary["run"])
     parts = ["\n".join(f"{name:<11}{text}" for name, text in _closing_facts(summary))]
     records = list(read_lines(folder / "metrics.jsonl"))

@@ -120,6 +120,13 @@ def test_a_terminal_shows_a_task_within_a_third_of_a_second():
     assert "Loading torch" in shown
 
 
+@pytest.mark.parametrize(
+    ("environment", "watched"), [({"TERM": "xterm"}, True), ({"TERM": "dumb"}, False), ({"NO_COLOR": "1", "TERM": "xterm"}, True)], ids=str
+)
+def test_a_dumb_terminal_gets_plain_lines(environment, watched):
+    assert Terminal(Console(file=io.StringIO(), force_terminal=True, _environ=environment)).interactive == watched
+
+
 @pytest.mark.parametrize("width", [40, 80, 120])
 def test_a_line_fits_its_terminal(width):
     terminal = live(width)
