@@ -24,6 +24,7 @@ from flatout.memory import Workload
 from flatout.models.language_model import LanguageModel
 from flatout.ops import Ops
 from flatout.optimizers.loss_scale import LossScaler
+from flatout.optimizers.schedule import factor
 from flatout.parallel.data import wrap
 from flatout.parallel.mesh import Mesh
 from flatout.recipe import MicroBatchPlan, Precision, Recipe, Transform
@@ -114,6 +115,7 @@ def resolve(config: RunConfig, *, machine: Machine, dataset: Dataset, world_size
     config = _resolve_model(config, dataset)
     config = _resolve_batch(config, world_size)
     config = _resolve_length(config, dataset)
+    _check_names(config)
     model_class = MODELS.get(config.model.kind)
     model_config = model_class.check(config.model.own() | {"vocab_size": config.model.vocab_size}, seq_len=config.data.seq_len)
     flops = float(model_class.count_flops(model_config, config.data.seq_len).causal_exact)
@@ -123,6 +125,7 @@ def resolve(config: RunConfig, *, machine: Machine, dataset: Dataset, world_size
     decisions = select(config, machine, device=config.train.device, minutes=minutes)
     recipe = assemble(decisions)
     precision = recipe.part("precision")
+    on = {decision.name for decision in decisions if decision.on}
     batch: dict[str, Any] = {}
     if config.batch.rows_per_device == "auto":
         rows_per_rank = (config.batch.tokens_per_step or 0) // (config.data.seq_len * world_size)
@@ -130,8 +133,9 @@ def resolve(config: RunConfig, *, machine: Machine, dataset: Dataset, world_size
         plan = MicroBatchPlan(workload, rows_per_rank, config.train.device, _memory_bytes(machine, config.train.device, world_size))
         rows = recipe.part("micro_batch")(plan)
         batch = {"batch.rows_per_device": rows, "batch.accumulate": rows_per_rank // rows}
+        on.discard(recipe.filled_by.get("micro_batch", ""))  # its work is done: the rows are written down
     replicate = world_size // config.parallel.shard if config.parallel.replicate == "auto" else config.parallel.replicate
-    settled = {"train.precision": precision.name, "speedups": [d.name for d in decisions if d.on] or "none", "parallel.replicate": replicate}
+    settled = {"train.precision": precision.name, "speedups": [d.name for d in decisions if d.name in on] or "none", "parallel.replicate": replicate}
     return config.with_values(batch | settled), decisions
 
 
@@ -179,6 +183,12 @@ def _resolve_batch(config: RunConfig, world_size: int) -> RunConfig:
     if rows != "auto":
         values["batch.accumulate"] = tokens // (row_tokens * rows)
     return config.with_values(values)
+
+
+def _check_names(config: RunConfig) -> None:
+    """Let a misspelt optimizer or schedule fail before anything is written."""
+    OPTIMIZERS.get(config.optim.kind)
+    factor(config.schedule, config.optim.lr, 0, config.train.steps or 1)
 
 
 def epoch_tokens(dataset: Dataset, seq_len: int) -> int:

@@ -87,11 +87,12 @@ def select(config: RunConfig, machine: Machine, *, device: str = "cpu", minutes:
     return _with_needs(_with_room(decisions, by_name, wish), by_name, wish)
 
 
-def settled(config: RunConfig) -> list[Decision]:
+def settled(config: RunConfig, machine: Machine) -> list[Decision]:
     """Return the decisions that a resolved configuration already holds: a resumed run chooses nothing again."""
     on = parse_wish(config.speedups).named
-    names = [speedup.name for speedup in all_speedups()] + [name for name in on if ":" in name]
-    return [Decision(name, name in on, "as when the run began") for name in names]
+    known = all_speedups() + [SPEEDUPS.get(name) for name in on if ":" in name]
+    again = "as when the run began"
+    return [Decision(s.name, s.name in on, again if s.name in on else s.why_not(machine, config) or again) for s in known]
 
 
 def assemble(decisions: Iterable[Decision]) -> Recipe:

@@ -110,4 +110,4 @@ def test_a_micro_batch_that_is_stated_is_not_chosen():
 
 def test_a_stored_choice_is_not_made_again():
     config = load_config(None, ["speedups=[tf32,micro-batch]", "batch.rows_per_device=4"])
-    assert {d.name for d in settled(config) if d.on} == {"tf32", "micro-batch"}
+    assert {d.name for d in settled(config, CPU) if d.on} == {"tf32", "micro-batch"}

@@ -121,11 +121,11 @@ def settle(
     summary = folder.read_summary(place)
     if stored is not None:
         if summary is not None and checkpoint is not None and catalog.step_of(checkpoint) >= (stored.train.steps or 0):
-            return Plan(stored, settled(stored), checkpoint, device[1], finished=summary)
+            return Plan(stored, settled(stored, machine), checkpoint, device[1], finished=summary)
         if device[0].partition(":")[0] != stored.train.device.partition(":")[0]:
             progress.say(f"This run began on {stored.train.device} and goes on on {device[0]}: losses will differ in the last bits.")
         config = for_world_size(stored.with_values({"train.device": device[0]}), ranks.world_size)
-        return Plan(config, settled(config), checkpoint, device[1])
+        return Plan(config, settled(config, machine), checkpoint, device[1])
     with progress.task("Settling the configuration"):
         config, decisions = resolve(asked.with_values({"train.device": device[0]}), machine=machine, dataset=dataset, world_size=ranks.world_size)
     folder.write_config(place, config, asked=asked)

@@ -1,0 +1,81 @@
+"""Readback one step late, clocks that leave evaluation out, rates that mean training."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from flatout.hardware import Peak
+from flatout.speedups.no_sync_logging import DelayedReadback
+from flatout.training.metrics import Log, Window
+
+
+def test_figures_are_read_one_step_late_and_in_order():
+    readback = DelayedReadback()
+    readback.push(1, {"loss": torch.tensor(3.0)}, due=True)
+    assert readback.ready() == []
+    readback.push(2, {"loss": torch.tensor(2.0)}, due=False)
+    assert readback.ready() == [(1, {"loss": 3.0})]
+    readback.push(3, {"loss": torch.tensor(1.0)}, due=True)
+    assert readback.ready() == []
+    assert readback.ready(flush=True) == [(3, {"loss": 1.0})]
+    assert readback.ready(flush=True) == []
+
+
+def test_a_figure_is_the_step_s_own_though_its_tensor_changes_later():
+    readback = DelayedReadback()
+    loss = torch.tensor(3.0)
+    readback.push(1, {"loss": loss}, due=True)
+    loss.fill_(9.0)
+    assert readback.ready(flush=True) == [(1, {"loss": 3.0})]
+
+
+def test_time_spent_aside_is_not_training_time():
+    window = Window(started_s=10.0, aside_s=3.0)
+    assert window.train_s(15.0) == 2.0
+
+
+def step(log, run, wait_ms=0.0):
+    run.step += 1
+    log.step(SimpleNamespace(wait_ms=wait_ms), SimpleNamespace(loss=torch.tensor(1.0), grad_norm=torch.tensor(1.0), learning_rate=0.1))
+
+
+def test_evaluation_does_not_slow_the_tokens_per_second(build_run, tiny_config, tmp_path):
+    (tmp_path / "run").mkdir()
+    run = build_run(tiny_config(train__steps=3))
+    with Log(run) as log:
+        step(log, run)
+        with log.aside():
+            time.sleep(0.4)
+        step(log, run)
+        step(log, run)
+        log.close()
+    assert len(log.steady) == 2
+    assert log.steady[0] > 128 / 0.3, "the 0.4 s aside counts nowhere"
+    assert log.wall_s > 0.4
+
+
+def test_the_share_of_the_peak_is_unknown_rather_than_above_one(build_run, tiny_config, tmp_path):
+    (tmp_path / "run").mkdir()
+    run = build_run(tiny_config())
+    with Log(run) as log:
+        flops = float(run.core.flops_per_token(16).causal_exact)
+        run.peak = Peak(tflops=flops * 1e-12 * 1000, source="made up")
+        assert log.mfu(500.0) == pytest.approx(0.5)
+        assert log.mfu(1001.0) is None
+        run.peak = None
+        assert log.mfu(500.0) is None
+
+
+def test_steady_tokens_per_s_leave_the_first_window_out(build_run, tiny_config, tmp_path):
+    (tmp_path / "run").mkdir()
+    run = build_run(tiny_config())
+    with Log(run) as log:
+        assert log.steady_tokens_per_s() is None
+        log.first_window = 5.0
+        assert log.steady_tokens_per_s() == 5.0
+        log.steady = [100.0, 300.0, 200.0]
+        assert log.steady_tokens_per_s() == 200.0

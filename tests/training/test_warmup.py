@@ -1,0 +1,84 @@
+"""A compile that fails is said once, and the run goes on as if it had never been asked for."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from flatout.selection import Decision
+from flatout.training.step import train_step
+from flatout.training.warmup import warm_up
+
+
+class Events:
+    def __init__(self):
+        self.seen = []
+
+    def event(self, kind, **fields):
+        self.seen.append((kind, fields))
+
+
+class Said:
+    def __init__(self):
+        self.lines = []
+
+    def task(self, what, **_):
+        from flatout.progress import SILENT
+
+        return SILENT.task(what)
+
+    def say(self, line):
+        self.lines.append(line)
+
+
+@pytest.fixture
+def broken(build_run, tiny_config):
+    """A run whose compiled model fails at its first call, as a missing compiler does."""
+    run = build_run(tiny_config(model__dropout=0.1))
+    run.decisions = [Decision("compile", True, "asked for")]
+
+    def fail(*_):
+        raise RuntimeError("no working compiler\nand a long story")
+
+    run.core._compiled_call_impl = fail
+    return run
+
+
+def test_the_run_goes_on_eager_and_says_so_once(broken, build_run, tiny_config):
+    events, said = Events(), Said()
+    warm_up(broken, events, progress=said)
+    assert said.lines == ["Compiling failed, running eager: RuntimeError: no working compiler"]
+    assert events.seen == [("speedup", {"name": "compile", "on": False, "reason": said.lines[0][0].lower() + said.lines[0][1:]})]
+    assert not broken.decisions[0].on
+    plain = build_run(tiny_config(model__dropout=0.1))
+    losses = []
+    for run in (broken, plain):
+        torch.manual_seed(5)
+        losses.append(float(train_step(run, next(run.feed)).loss))
+    assert losses[0] == losses[1]
+
+
+def test_warming_up_leaves_generators_gradients_and_weights_alone(broken):
+    state, python_state = torch.get_rng_state(), random.getstate()
+    before = [p.detach().clone() for p in broken.core.parameters()]
+    warm_up(broken, Events())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert random.getstate() == python_state
+    assert all(p.grad is None and torch.equal(p, b) for p, b in zip(broken.core.parameters(), before, strict=True))
+
+
+def test_an_error_of_the_model_itself_is_not_blamed_on_compile(broken, monkeypatch):
+    def fail(*_):
+        raise ValueError("the model is wrong")
+
+    monkeypatch.setattr(broken.core, "embed", fail)
+    with pytest.raises(ValueError, match="the model is wrong"):
+        warm_up(broken, Events())
+
+
+def test_without_compile_there_is_nothing_to_warm(build_run, tiny_config, monkeypatch):
+    run = build_run(tiny_config())
+    monkeypatch.setattr(run, "model", None)
+    warm_up(run, Events())
