@@ -104,6 +104,7 @@ PLAIN: Mapping[str, Any] = MappingProxyType(
         "matmul": "highest",
         "precision": FP32,
         "ops.attention": lazy("flatout.ops.attention:reference"),
+        "ops.linear": lazy("flatout.ops.linear:reference"),
         "ops.cross_entropy": lazy("flatout.ops.cross_entropy:fused"),
         "optimizer": lazy("flatout.optimizers.adamw:per_parameter"),
         "logging": ImmediateReadback,

@@ -146,7 +146,7 @@ def _memory_bytes(machine: Machine, device: str, world_size: int) -> int:
 
 
 def _ops(recipe: Recipe) -> Ops:
-    return Ops(attention=recipe.part("ops.attention"), cross_entropy=recipe.part("ops.cross_entropy"))
+    return Ops(attention=recipe.part("ops.attention"), cross_entropy=recipe.part("ops.cross_entropy"), linear=recipe.part("ops.linear"))
 
 
 def _resolve_model(config: RunConfig, dataset: Dataset) -> RunConfig:

@@ -1,1 +1,0 @@
-"""What a run can reach, and what it reaches."""
