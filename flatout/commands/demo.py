@@ -29,7 +29,7 @@ LARGE_TEXT = 1_500_000
 """Bytes from which a vocabulary is trained; a shorter text is read by characters."""
 MOST_TEXT = {"cpu": 16_000_000, "cuda": 200_000_000}
 """Bytes of a user's file that a demo reads: more than it can train on."""
-MOST_EPOCHS = 40
+MOST_EPOCHS = 15
 """Passes over the text after which more training only learns it by heart."""
 LEAST_STEPS = 20
 USED_FOR_STEPS = 0.9
