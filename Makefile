@@ -20,6 +20,8 @@ FILE ?=
 ARGS ?=
 
 COMMA := ,
+# A process a core, at most four, each with one thread; the tests of a file stay together, because they share what is costly to set up.
+PYTEST = -m pytest -n logical --maxprocesses 4 --dist loadscope
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 OLDEST_TORCH := $(shell sed -n 's/^ *"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml).0
 PIP = -m pip install --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url "$(TORCH_INDEX)")
@@ -75,16 +77,16 @@ format: .venv/test/.installed
 	@.venv/test/bin/ruff format . && .venv/test/bin/ruff check --fix .
 
 test: check
-	@.venv/test/bin/python -m pytest $(ARGS)
+	@OMP_NUM_THREADS=1 .venv/test/bin/python $(PYTEST) $(ARGS)
 
 test-faults: .venv/test/.installed
 	@.venv/test/bin/python -m pytest -m faults --timeout 1800 $(ARGS)
 
 test-extras: .venv/extras/.installed
-	@.venv/extras/bin/python -m pytest $(ARGS)
+	@OMP_NUM_THREADS=1 .venv/extras/bin/python $(PYTEST) $(ARGS)
 
 test-oldest: .venv/oldest/.installed
-	@.venv/oldest/bin/python -m pytest $(ARGS)
+	@OMP_NUM_THREADS=1 .venv/oldest/bin/python $(PYTEST) $(ARGS)
 
 wheel: .venv/test/.installed
 	@rm -rf build && .venv/test/bin/python -m build --no-isolation --wheel
