@@ -13,7 +13,7 @@ import torch
 
 from flatout.config import RunConfig
 from flatout.data.shards import Dataset
-from flatout.errors import ConfigError, Stopped
+from flatout.errors import ConfigError, RunFailed, Stopped
 from flatout.hardware import Machine, Peak, fingerprint, peak_tflops, pick_device, probe
 from flatout.parallel.mesh import make_mesh
 from flatout.parallel.rendezvous import Ranks, connect, disconnect
@@ -94,12 +94,15 @@ def agree(ranks: Ranks, decide: Callable[[], Plan]) -> Plan:
     """Let the main rank decide, and return its plan on every rank: clocks and measurements differ, plans must not."""
     if ranks.world_size == 1:
         return decide()
-    box: list[Any] = [None]
-    if ranks.rank == 0:
-        box[0] = decide()
-    torch.distributed.broadcast_object_list(box, src=0)
-    plan: Plan = box[0]
-    return plan
+    box: list[Plan | None] = [None]
+    try:
+        if ranks.rank == 0:
+            box[0] = decide()
+    finally:
+        torch.distributed.broadcast_object_list(box, src=0)  # nothing, when the main rank failed: the others must not wait for ever
+    if box[0] is None:
+        raise RunFailed("The main process could not start the run.", fix="Its own message says why.")
+    return box[0]
 
 
 def settle(
@@ -184,7 +187,8 @@ def finish(run: Run, log: Log, sample: Callable[[Run], str] | None, progress: Pr
     """Evaluate on the whole validation split, save, sample, and write the summary."""
     with log.aside():
         evaluation = take_evaluation(run, log, max_tokens=None, progress=progress) if run.dataset.split("val").num_tokens > 1 else None
-        write_checkpoint(run, log, progress=progress)
+        if run.best_step != run.step:  # the best is saved when it is found
+            write_checkpoint(run, log, progress=progress)
         draw_sample(run, log, sample)
     log.close()
     log.keep_clock()

@@ -27,15 +27,19 @@ def recipe(ragged_set, tiny, tmp_path_factory):
     return path
 
 
-def torchrun(recipe, folder, *overrides):
+def launch(recipe, folder, *overrides):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "flatout", "train", str(recipe)]
-    done = subprocess.run(
+    return subprocess.run(
         [*command, *overrides, "--run-dir", str(folder), "--json"],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=240,
     )
+
+
+def torchrun(recipe, folder, *overrides):
+    done = launch(recipe, folder, *overrides)
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line.strip()]
     assert len(lines) == 1, "only the main rank speaks"
@@ -63,3 +67,10 @@ def test_a_run_of_two_goes_on_as_one(recipe, tmp_path):
     resumed = run_training(load_config(recipe), tmp_path / "one", resume=str(tmp_path / "run" / "checkpoints" / "step-4"))
     assert resumed["steps"] == 8
     assert losses(tmp_path / "one") == pytest.approx(losses(tmp_path / "whole")[4:], rel=1e-5)
+
+
+def test_a_run_that_cannot_start_ends_on_every_rank_with_the_reason(recipe, tmp_path):
+    done = launch(recipe, tmp_path / "run", "optim.kind=adam")
+    assert done.returncode != 0
+    assert "There is no optimizer named 'adam'" in done.stderr
+    assert json.loads(done.stdout)["exit_code"] == 2
