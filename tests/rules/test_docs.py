@@ -100,6 +100,15 @@ def test_the_table_of_other_tools_names_agrees_with_the_error_messages(root, no_
     no_offenders([f"{name}: {NAMES_ELSEWHERE[name]}, not {here}" for name, here in pairs if f"`{NAMES_ELSEWHERE[name]}`" not in here])
 
 
+def test_messages_that_troubleshooting_quotes_are_messages(root, no_offenders):
+    quoted = re.findall(r"^\| `([^`]* [^`]*)`", (root / "docs" / "troubleshooting.md").read_text(encoding="utf-8"), re.MULTILINE)
+    code = [root / "Makefile", *(root / "flatout").rglob("*.py")]
+    texts = [path.read_text(encoding="utf-8") for path in code]
+    pieces = [piece.strip() for quote in quoted for piece in quote.split("...") if piece.strip() and not quote.startswith("make ")]
+    assert len(pieces) > 3
+    no_offenders([piece for piece in pieces if not any(piece in text for text in texts)])
+
+
 def test_quick_commands_in_the_documents_run(root, tmp_path):
     lines = {line for path in documents(root) for line in command_lines(path.read_text(encoding="utf-8")) if PROGRAM.match(line)}
     words = sorted({tuple(shlex.split(PROGRAM.sub("", line))) for line in lines})
