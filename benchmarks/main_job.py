@@ -1,0 +1,105 @@
+"""The main job, the plain way against the way it comes: the table at the head of README.md.
+
+    python benchmarks/main_job.py --text shakespeare.txt --repeats 5
+
+prepares the text once a repeat (characters, the last tenth for validation), trains the recipe `shakespeare-char` with
+`speedups=none` and as it comes, turn by turn in fresh processes, and writes benchmarks/results/main_job.json and .md.
+Rates are medians over the repeats, with the smallest and the largest. The losses are those of the same steps on the same
+windows: both runs have the same number of steps there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from flatout.hardware import probe
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--text", type=Path, required=True, help="the text that the data set card `shakespeare` names")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=40, help="steps of both runs")
+    parser.add_argument("--long-steps", type=int, default=300, help="steps of the run whose steady rate is quoted for the way it comes")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        found = measure(Path(folder), arguments.text, arguments.repeats, arguments.steps, arguments.long_steps)
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / "main_job.json").write_text(json.dumps(found, indent=1) + "\n")
+    (RESULTS / "main_job.md").write_text(table(found))
+    print(table(found))
+
+
+def measure(folder: Path, text: Path, repeats: int, steps: int, long_steps: int) -> dict:
+    """Return every figure of every repeat."""
+    rows: dict[str, list[dict]] = {"prepare": [], "plain": [], "as it comes": [], "as it comes, long": []}
+    for repeat in range(repeats):
+        data = folder / "data"
+        shutil.rmtree(data, ignore_errors=True)
+        rows["prepare"].append(flatout("prepare", "shakespeare", "--from", str(text), "--tokenizer", "char", "--out", str(data)))
+        for name, count, wish in (("plain", steps, "none"), ("as it comes", steps, "auto"), ("as it comes, long", long_steps, "auto")):
+            run = folder / f"{name}-{repeat}"
+            rows[name].append(train(run, data, count, wish))
+            print(f"repeat {repeat + 1}: {name}: {rows[name][-1]['tokens_per_s']:,.0f} tokens/s", file=sys.stderr)
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE).stdout.strip()
+    return {"machine": probe().describe(), "commit": commit, "repeats": repeats, "steps": steps, "rows": rows}
+
+
+def train(run: Path, data: Path, steps: int, wish: str) -> dict:
+    """Train in a fresh process; return its --json, and the loss of every step."""
+    words = ["train", "shakespeare-char", f"data.path={data}", f"train.steps={steps}", f"speedups={wish}", "train.eval_every=0", "log.every=1"]
+    found = flatout(*words, "--run", str(run))
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    found["losses"] = [record["train/loss"] for record in records if "train/loss" in record]
+    return found
+
+
+def flatout(*words: str) -> dict:
+    """Run a command; return its --json with the seconds of the whole process."""
+    began = time.perf_counter()
+    done = subprocess.run([sys.executable, "-m", "flatout", *words, "--json"], capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    return {**json.loads(done.stdout.splitlines()[-1]), "process_s": time.perf_counter() - began}
+
+
+def spread(values: list[float], digits: int = 0) -> str:
+    """Return the median, and in brackets the smallest and the largest."""
+    return f"{statistics.median(values):,.{digits}f} ({min(values):,.{digits}f} to {max(values):,.{digits}f})"
+
+
+def table(found: dict) -> str:
+    """Return the figures as Markdown."""
+    rows = found["rows"]
+    plain, fast = rows["plain"], rows["as it comes"]
+    plain_rate, fast_rate = (spread([row["tokens_per_s"] for row in rows[name]]) for name in ("plain", "as it comes, long"))
+    ratio = [new["tokens_per_s"] / old["tokens_per_s"] for new, old in zip(rows["as it comes, long"], plain, strict=True)]
+    apart = max(abs(a - b) / b for new, old in zip(fast, plain, strict=True) for a, b in zip(new["losses"], old["losses"], strict=True))
+    mfu = [row["mfu"] * 100 for row in rows["as it comes, long"] if row["mfu"]]
+    lines = [
+        "| characters of Shakespeare, the same model and windows | the plain way (`speedups=none`) | `flatout train` as it comes |",
+        "|---|---|---|",
+        f"| steady tokens/s | {plain_rate} | {fast_rate} |",
+        f"| times faster | 1 | **{spread(ratio, 1)}** |",
+        f"| share of this machine's own measured roof | {spread([row['mfu'] * 100 for row in plain if row['mfu']], 1)}% | {spread(mfu, 1)}% |",
+        f"| loss after {found['steps']} steps | {plain[0]['losses'][-1]:.4f} | {fast[0]['losses'][-1]:.4f} |",
+        "",
+        f"{found['machine']}; {found['repeats']} repeats, turn by turn in fresh processes; median (smallest to largest); the losses of all "
+        f"{found['steps']} steps agree to {apart:.0e}; commit {found['commit']}; `python benchmarks/main_job.py`.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()
