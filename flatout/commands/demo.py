@@ -32,9 +32,12 @@ MOST_TEXT = {"cpu": 16_000_000, "cuda": 200_000_000}
 MOST_EPOCHS = 15
 """Passes over the text after which more training only learns it by heart."""
 LEAST_STEPS = 20
-USED_FOR_STEPS = 0.9
-"""Share of the time that training steps may take; the rest is for evaluations and saves."""
-TRY_S = 3.0
+USED_SHARE = 0.95
+"""Share of the time that steps and evaluations may take; the rest is for saves and samples."""
+EVALUATIONS = 5
+FORWARD_SHARE = 0.4
+"""Part of a training step's time that evaluating as many tokens takes, about."""
+TRY_S = 4.0
 """How long steps are timed."""
 
 
@@ -56,14 +59,11 @@ class DemoResult(Result):
         from flatout.training.folder import read_summary
 
         run = shlex.quote(self.run)
-        commands = {
-            f"flatout generate {run} --num-samples 3": "more of its writing; --prompt TEXT goes on from a text",
-            f"flatout eval {run}": "its scores",
-            f"tensorboard --logdir {run}/tensorboard": "every curve",
-            "flatout demo FILE": "the same with a text file of your own",
-        }
-        width = max(map(len, commands))
-        after = "\n".join(f"  {command:<{width}}  {what}" for command, what in commands.items())
+        after = f"""\
+  more of its writing   flatout generate {run} --num-samples 3
+  its scores            flatout eval {run}
+  every curve           tensorboard --logdir {run}/tensorboard
+  a text of your own    flatout demo FILE"""
         return f"{closing(read_summary(Path(self.run)) or {})}\n\nTry next:\n{after}"
 
 
@@ -73,7 +73,7 @@ class Subject:
 
     source: str
     tokenizer: str
-    split: str | None
+    split: str
     data: Path
     run: Path
     recipe: str
@@ -117,7 +117,7 @@ def about_python(device: str) -> Subject:
     """Return the demo's own subject: the standard library of this Python, which is on every machine."""
     name = f"python-{platform.python_version()}"
     recipe = "demo-gpu" if device.startswith("cuda") else "demo"
-    return Subject("python_stdlib", "train:4096", None, Path("data") / name, Path("runs") / "demo", recipe)
+    return Subject("python_stdlib", "train:4096", "hash 0.02", Path("data") / name, Path("runs") / "demo", recipe)
 
 
 def about_file(file: Path, device: str) -> Subject:
@@ -138,7 +138,7 @@ def about_file(file: Path, device: str) -> Subject:
     return Subject(
         source=str(file),
         tokenizer="train:4096" if large else "char",
-        split="tail 0.1" if size < 4_000_000 else "tail 0.05",
+        split="tail 0.1" if size < LARGE_TEXT else "tail 0.02",
         data=Path("data") / name,
         run=Path("runs") / name,
         recipe="demo-gpu" if on_gpu and large else "demo" if large else "demo-char",
@@ -183,11 +183,12 @@ def fit_text(config: RunConfig, dataset: Dataset) -> RunConfig:
 def with_length(config: RunConfig, dataset: Dataset, step_s: float, minutes: float) -> RunConfig:
     """Return the configuration with as many steps as fit into `minutes`, its schedule ending with the last one."""
     tokens_per_step = config.batch.tokens_per_step or 1
-    by_time = int(USED_FOR_STEPS * minutes * 60 / step_s)
+    evaluation_s = FORWARD_SHARE * step_s * dataset.split("val").num_tokens / tokens_per_step
+    by_time = int((USED_SHARE * minutes * 60 - EVALUATIONS * evaluation_s) / step_s)
     by_text = MOST_EPOCHS * dataset.split("train").num_tokens // tokens_per_step
     steps = max(min(by_time, by_text), LEAST_STEPS)
     return config.with_values(
-        {"train.steps": steps, "train.eval_every": math.ceil(steps / 6), "log.every": max(min(config.log.every, steps // 20), 1)}
+        {"train.steps": steps, "train.eval_every": math.ceil(steps / EVALUATIONS), "log.every": max(min(config.log.every, steps // 20), 1)}
     )
 
 
@@ -214,7 +215,7 @@ def seconds_per_step(config: RunConfig, dataset: Dataset, machine: Machine) -> f
             times.append(time.perf_counter() - start)
     finally:
         run.feed.close()
-    return statistics.median(times[2:])
+    return statistics.quantiles(times[2:], n=4)[0]  # what else runs on the machine only adds
 
 
 COMMAND = Command(demo, example="flatout demo book.txt", needs_torch=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -74,6 +75,8 @@ class RunReport:
         if event.get("event") == "stop":
             self._close()
         line = _event_line(event)
+        if line and event.get("event") == "speedup" and self.terminal.interactive:
+            line = textwrap.fill(line, self.terminal.console.width, subsequent_indent=" " * 24)
         if line and line != self._said:
             self._said = line
             self.terminal.say(line)

@@ -98,7 +98,7 @@ class FakeData:
         self.tokens = num_tokens
 
     def split(self, name):
-        return FakeSplit(self.tokens)
+        return FakeSplit(self.tokens if name == "train" else 10_240)
 
 
 @pytest.mark.parametrize("tokens", [16, 100, 1000, 10_000, 10_000_000])
@@ -117,10 +117,11 @@ def test_hardly_any_text():
 def test_length_fits_the_time_and_the_text():
     config = load_config("demo")
     long = with_length(config, FakeData(10**9), step_s=0.5, minutes=2)
-    assert long.train.steps == int(0.9 * 240)
-    assert 5 <= long.train.steps / long.train.eval_every <= 6
+    evaluating_s = module.EVALUATIONS * module.FORWARD_SHARE * 0.5 * 10_240 / 2048
+    assert long.train.steps * 0.5 + evaluating_s == pytest.approx(0.95 * 120, abs=0.5)
+    assert module.EVALUATIONS - 1 <= long.train.steps / long.train.eval_every <= module.EVALUATIONS
     short = with_length(config, FakeData(40_960), step_s=1e-6, minutes=2)
-    assert short.train.steps == module.MOST_EPOCHS * 10
+    assert short.train.steps == module.MOST_EPOCHS * 20
     assert with_length(config, FakeData(100), step_s=100.0, minutes=0.01).train.steps == module.LEAST_STEPS
 
 
