@@ -216,7 +216,7 @@ def _roof(device: str, dtype: str) -> tuple[float, int]:
     if dtype not in ROOF_DTYPES:
         raise HardwareError(f"The rate of {dtype!r} cannot be measured.", fix=f"Known: {', '.join(ROOF_DTYPES)}.")
     on_cuda = device.startswith("cuda")
-    sizes, share_s = ((1024, 2048, 4096, 8192), 0.02) if on_cuda else ((128, 256, 512, 1024, 2048), 0.05)
+    sizes, share_s = ((1024, 2048, 4096, 8192), 0.02) if on_cuda else ((512, 1024, 2048), 0.05)
     with torch.no_grad(), _matmul_precision(dtype, on_cuda):
         size = sizes[0]
         seconds = _matmul_s(device, dtype, size, repeats=2)

@@ -77,6 +77,7 @@ def test_long_runs_compile_and_short_ones_do_not():
     assert "compile" not in on("auto", HOPPER, device="cuda", minutes=0.3)
     reason = next(d.reason for d in select(load_config(), HOPPER, device="cuda", minutes=0.3) if d.name == "compile")
     assert "0.3 minutes" in reason
+    assert "compile" not in on("auto", CPU, minutes=600.0)
 
 
 def test_the_precision_key_is_a_wish_too():

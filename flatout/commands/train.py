@@ -34,7 +34,7 @@ class TrainResult(Result):
     val_loss: float | None
     """Loss on the whole validation split, in nats a token."""
     best_val_loss: float | None
-    """Lowest validation loss seen."""
+    """Lowest loss on the validation tokens that evaluations inside the run score; `generate --checkpoint best` takes that step."""
     bits_per_byte: float | None
     """Validation loss as bits a byte of text."""
     tokens_per_s: float | None
@@ -55,6 +55,12 @@ class TrainResult(Result):
     """Checkpoint this process went on from."""
     weights_sha256: str
     """Digest of the final weights: equal runs have equal digests."""
+
+    def summary(self) -> str:
+        """Return what the run came to, its curve and its last sample."""
+        from flatout.terminal import closing
+
+        return closing(self.model_dump())
 
 
 def train(

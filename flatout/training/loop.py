@@ -62,6 +62,7 @@ def eval_tokens(run: Run) -> int | None:
 def take_evaluation(run: Run, log: Log, *, max_tokens: int | None, progress: Progress = SILENT) -> Evaluation:
     """Evaluate, write the record, and save when the loss is the best so far.
 
+    Only losses on the same tokens compare: those that evaluations inside the run score decide which checkpoint is the best.
     Raises: RunFailed when the loss is not a number: the weights are lost, the checkpoints before are not.
     """
     evaluation = evaluate(run, max_tokens=max_tokens, progress=progress)
@@ -71,7 +72,8 @@ def take_evaluation(run: Run, log: Log, *, max_tokens: int | None, progress: Pro
             f"The validation loss is {evaluation.loss} at step {run.step}: training has diverged.",
             fix="Lower optim.lr, or raise schedule.warmup. Earlier checkpoints are untouched.",
         )
-    if run.best_val_loss is None or evaluation.loss < run.best_val_loss:
+    comparable = max_tokens == eval_tokens(run) or not run.config.train.eval_every
+    if comparable and (run.best_val_loss is None or evaluation.loss < run.best_val_loss):
         run.best_val_loss, run.best_step = evaluation.loss, run.step
         write_checkpoint(run, log, progress=progress)
     return evaluation

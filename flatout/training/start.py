@@ -22,7 +22,8 @@ from flatout.run import Run, build, for_world_size, resolve
 from flatout.selection import Decision, settled
 from flatout.training import catalog, folder
 from flatout.training.checkpoint import load, weights_sha256
-from flatout.training.loop import draw_sample, fit, take_evaluation, write_checkpoint
+from flatout.training.evaluation import Evaluation
+from flatout.training.loop import draw_sample, eval_tokens, fit, take_evaluation, write_checkpoint
 from flatout.training.metrics import Log
 from flatout.training.observers import Observer
 from flatout.training.signals import StopRequests
@@ -186,7 +187,7 @@ def _stop(run: Run, log: Log, progress: Progress) -> None:
 def finish(run: Run, log: Log, sample: Callable[[Run], str] | None, progress: Progress) -> dict[str, Any]:
     """Evaluate on the whole validation split, save, sample, and write the summary."""
     with log.aside():
-        evaluation = take_evaluation(run, log, max_tokens=None, progress=progress) if run.dataset.split("val").num_tokens > 1 else None
+        evaluation = last_evaluation(run, log, progress)
         if run.best_step != run.step:  # the best is saved when it is found
             write_checkpoint(run, log, progress=progress)
         draw_sample(run, log, sample)
@@ -221,6 +222,15 @@ def finish(run: Run, log: Log, sample: Callable[[Run], str] | None, progress: Pr
         folder.write_summary(run.folder, summary)
         folder.write_exit_code(run.folder, 0)
     return summary
+
+
+def last_evaluation(run: Run, log: Log, progress: Progress) -> Evaluation | None:
+    """Score the whole validation split, if there is one; where the run scored a part of it, that part first, for the best checkpoint."""
+    if run.dataset.split("val").num_tokens < 2:
+        return None
+    if eval_tokens(run) is not None and run.config.train.eval_every:
+        take_evaluation(run, log, max_tokens=eval_tokens(run), progress=progress)
+    return take_evaluation(run, log, max_tokens=None, progress=progress)
 
 
 def best_peak(run: Run) -> Peak | None:

@@ -75,13 +75,22 @@ def test_a_run_leaves_everything_the_run_folder_promises(tiny_config, tmp_path):
     for name in ("config.yaml", "metrics.jsonl", "events.jsonl", "summary.json", "checkpoints/step-6", "tensorboard", "lock"):
         assert (folder / name).exists(), name
     assert [r["step"] for r in records(folder) if "train/loss" in r] == [1, 2, 3, 4, 5, 6]
-    assert [r["step"] for r in records(folder) if "val/loss" in r] == [2, 4, 6]
+    assert [r["step"] for r in records(folder) if "val/loss" in r] == [2, 4, 6, 6]
     for record in records(folder):
         assert {"step", "tokens", "wall_s", "elapsed_s"} <= set(record)
         assert {name for name in record if "/" in name} <= NAMES
         assert record["tokens"] == 128 * record["step"]
     assert {e["name"] for e in events(folder, "speedup")} >= {"prefetch", "compile"}
     assert all(e["reason"] for e in events(folder, "speedup"))
+
+
+def test_the_best_checkpoint_is_chosen_among_losses_on_the_same_tokens(tiny_config, tmp_path):
+    """The beginning of the validation text may be easier than the whole: the two must not be compared."""
+    summary = run_training(tiny_config(train__eval_every=2, train__eval_tokens=64, optim__lr=1e-9), tmp_path / "run")
+    in_part = [r["val/loss"] for r in records(tmp_path / "run") if "val/loss" in r][:-1]
+    assert len(in_part) == 3
+    assert summary["best_val_loss"] == min(in_part)
+    assert summary["val_loss"] == [r["val/loss"] for r in records(tmp_path / "run") if "val/loss" in r][-1]
 
 
 def test_the_stored_config_is_resolved(tiny_config, tmp_path):
