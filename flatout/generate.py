@@ -10,27 +10,31 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from flatout.config import RunConfig
+from flatout.config import ParallelConfig, RunConfig
+from flatout.data.loader import ShardWindows
+from flatout.data.manifest import TOKENIZER
 from flatout.data.shards import Dataset
+from flatout.data.tokenizer import load_tokenizer
 from flatout.errors import CheckpointError, ConfigError, DataError
 from flatout.hardware import pick_device, probe
 from flatout.models.language_model import LanguageModel
-from flatout.ops import Ops
 from flatout.parallel.mesh import make_mesh
 from flatout.parallel.rendezvous import Ranks
 from flatout.progress import SILENT, Progress
+from flatout.recipe import Recipe
 from flatout.registry import MODELS, SPEEDUPS, nearest
-from flatout.run import Run, build
+from flatout.run import ops_of
 from flatout.selection import Decision, assemble
 from flatout.training import catalog
 from flatout.training.checkpoint import read_weights
-from flatout.training.evaluation import evaluate as score
+from flatout.training.evaluation import Judge
 from flatout.training.folder import list_runs, read_config
 
 if TYPE_CHECKING:
@@ -47,10 +51,17 @@ class LoadedRun:
     model: LanguageModel
     tokenizer: Tokenizer
     config: RunConfig
-    dataset: Dataset
+    recipe: Recipe
     folder: Path
     checkpoint: Path
-    decisions: tuple[Decision, ...]
+
+    @cached_property
+    def dataset(self) -> Dataset:
+        """The data set it was trained on; sampling does not need it.
+
+        Raises: DataError when it is no longer there.
+        """
+        return Dataset.open(self.config.data.path or "")
 
 
 @dataclass(frozen=True)
@@ -116,17 +127,14 @@ def load_run(run: str | Path, checkpoint: str = "best", *, device: str = "auto",
     path = find_checkpoint(folder, checkpoint, progress=progress)
     where, _ = pick_device(device, probe())
     with progress.task(f"Loading {path.name} of {folder.name}"):
-        dataset = Dataset.open(config.data.path)
-        decisions = tuple(_usable_speedups(config))
-        recipe = assemble(decisions)
-        ops = Ops(attention=recipe.part("ops.attention"), cross_entropy=recipe.part("ops.cross_entropy"))
+        recipe = assemble(_usable_speedups(config))
         model_class = MODELS.get(config.model.kind)
         own = model_class.check(config.model.own() | {"vocab_size": config.model.vocab_size}, seq_len=config.data.seq_len)
-        model: LanguageModel = model_class(own, ops)
+        model: LanguageModel = model_class(own, ops_of(recipe))
         model.load_state_dict(read_weights(path))
         model.to(where).eval()
-        tokenizer = dataset.tokenizer
-    return LoadedRun(model, tokenizer, config, dataset, folder, path, decisions)
+        tokenizer = load_tokenizer(folder / TOKENIZER)
+    return LoadedRun(model, tokenizer, config, recipe, folder, path)
 
 
 def _usable_speedups(config: RunConfig) -> Iterator[Decision]:
@@ -146,20 +154,14 @@ def evaluate(loaded: LoadedRun, *, max_tokens: int | None = None, progress: Prog
     split = loaded.dataset.split("val")
     if split.num_tokens < 2:
         raise DataError(f"{loaded.dataset.path} has no validation text.", fix="Prepare it with a larger share, for example --split 'tail 0.1'.")
-    result = score(_evaluation_run(loaded), max_tokens=max_tokens, progress=progress)
+    mesh = make_mesh(ParallelConfig(), str(next(loaded.model.parameters()).device), Ranks())
+    data, precision = loaded.config.data, loaded.recipe.part("precision")
+    rows = int(loaded.config.batch.rows_per_device)
+    judge = Judge(loaded.model, mesh, ShardWindows(), partial(precision.context, mesh.device.type), data.seq_len, rows, data.document_mask)
+    result = judge.score(split, max_tokens=max_tokens, progress=progress)
     bits = result.loss * result.tokens / math.log(2)
     whole = result.whole and split.text_bytes > 0
     return Score(result.loss, result.perplexity, bits / split.text_bytes if whole else None, result.tokens)
-
-
-def _evaluation_run(loaded: LoadedRun) -> Run:
-    """A run like the one that trained the model, on one process of this machine, with the loaded model in its place."""
-    device = next(loaded.model.parameters()).device
-    config = loaded.config.with_values({"parallel.replicate": 1, "parallel.shard": 1, "train.device": str(device)})
-    mesh = make_mesh(config.parallel, str(device), Ranks())
-    run = build(config, machine=probe(), mesh=mesh, dataset=loaded.dataset, folder=loaded.folder, decisions=loaded.decisions)
-    run.core, run.model = loaded.model, loaded.model
-    return run
 
 
 @torch.no_grad()

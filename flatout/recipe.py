@@ -8,6 +8,7 @@ recipe. Nothing here imports torch: parts that need it are named with `lazy` and
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
@@ -56,6 +57,12 @@ class Precision:
         import torch
 
         return getattr(torch, self.autocast) if self.autocast else None
+
+    def context(self, device_type: str) -> AbstractContextManager[Any]:
+        """Return the context in which a model is called on `cpu` or `cuda`."""
+        import torch
+
+        return torch.autocast(device_type, dtype=self.dtype()) if self.autocast else nullcontext()
 
 
 FP32 = Precision("fp32")

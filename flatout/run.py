@@ -6,7 +6,7 @@ import functools
 import math
 import random
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -102,9 +102,7 @@ class Run:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context in which the model is called."""
-        if self.precision.autocast is None:
-            return nullcontext()
-        return torch.autocast(self.mesh.device.type, dtype=self.precision.dtype())
+        return self.precision.context(self.mesh.device.type)
 
 
 def resolve(config: RunConfig, *, machine: Machine, dataset: Dataset, world_size: int) -> tuple[RunConfig, list[Decision]]:
@@ -129,7 +127,7 @@ def resolve(config: RunConfig, *, machine: Machine, dataset: Dataset, world_size
     batch: dict[str, Any] = {}
     if config.batch.rows_per_device == "auto":
         rows_per_rank = (config.batch.tokens_per_step or 0) // (config.data.seq_len * world_size)
-        workload = Workload(model_class, model_config, config.data.seq_len, _ops(recipe), precision.dtype(), num_shards=config.parallel.shard)
+        workload = Workload(model_class, model_config, config.data.seq_len, ops_of(recipe), precision.dtype(), num_shards=config.parallel.shard)
         plan = MicroBatchPlan(workload, rows_per_rank, config.train.device, _memory_bytes(machine, config.train.device, world_size))
         rows = recipe.part("micro_batch")(plan)
         batch = {"batch.rows_per_device": rows, "batch.accumulate": rows_per_rank // rows}
@@ -145,7 +143,8 @@ def _memory_bytes(machine: Machine, device: str, world_size: int) -> int:
     return int(gib * 2**30)
 
 
-def _ops(recipe: Recipe) -> Ops:
+def ops_of(recipe: Recipe) -> Ops:
+    """Return the functions a model is built with."""
     return Ops(attention=recipe.part("ops.attention"), cross_entropy=recipe.part("ops.cross_entropy"), linear=recipe.part("ops.linear"))
 
 
@@ -259,7 +258,7 @@ def build(config: RunConfig, *, machine: Machine, mesh: Mesh, dataset: Dataset, 
 def _model(config: RunConfig, recipe: Recipe, mesh: Mesh) -> tuple[LanguageModel, nn.Module]:
     model_class = MODELS.get(config.model.kind)
     model_config = model_class.check(config.model.own() | {"vocab_size": config.model.vocab_size}, seq_len=config.data.seq_len)
-    core = model_class(model_config, _ops(recipe)).to(mesh.device)
+    core = model_class(model_config, ops_of(recipe)).to(mesh.device)
     shard = Transform("shard", wrap)
     model = core
     for transform in [*recipe.ordered_transforms(), shard]:

@@ -3,6 +3,7 @@
 RUN/
 ├── config.yaml     fully resolved; what `auto` chose is never chosen again
 ├── asked.yaml      the configuration as it was asked for, before `auto` was settled
+├── tokenizer.json  the data set's tokenizer, so that the model can be tried without the data
 ├── events.jsonl    one line an event: starts, speedups, saves, resumes, alarms
 ├── metrics.jsonl   one line a log step
 ├── summary.json    the finished run

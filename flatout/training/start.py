@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 
 from flatout.config import RunConfig
+from flatout.data.manifest import TOKENIZER
 from flatout.data.shards import Dataset
 from flatout.errors import ConfigError, RunFailed, Stopped
 from flatout.hardware import Machine, Peak, fingerprint, peak_tflops, pick_device, probe
@@ -133,6 +135,7 @@ def settle(
     with progress.task("Settling the configuration"):
         config, decisions = resolve(asked.with_values({"train.device": device[0]}), machine=machine, dataset=dataset, world_size=ranks.world_size)
     folder.write_config(place, config, asked=asked)
+    shutil.copyfile(dataset.path / TOKENIZER, place / TOKENIZER)  # a trained model can be tried without its data
     return Plan(config, decisions, checkpoint, device[1])
 
 

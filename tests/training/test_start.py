@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 
 import pytest
 
 from flatout.config import load_config
-from flatout.errors import CheckpointError, ConfigError, RunFailed, Stopped
+from flatout.errors import CheckpointError, ConfigError, DataError, RunFailed, Stopped
+from flatout.generate import load_run, sample
 from flatout.training.folder import read_exit_code, read_summary
 from flatout.training.observers import Quiet
 from flatout.training.start import run_training
@@ -211,3 +213,15 @@ def test_overfits_a_small_corpus(tiny_config, tmp_path):
     summary = run_training(tiny_config(train__steps=300, batch__tokens_per_step=512, batch__rows_per_device=32, log__every=100), tmp_path / "run")
     assert summary["train_loss"] < 1.2
     assert summary["val_loss"] < 1.3
+
+
+def test_a_trained_model_can_be_tried_without_its_data(tiny_config, tiny_set, tmp_path):
+    data = tmp_path / "moved"
+    shutil.copytree(tiny_set, data)
+    run_training(tiny_config(data__path=str(data)), tmp_path / "run")
+    shutil.rmtree(data)
+    loaded = load_run(tmp_path / "run")
+    assert loaded.tokenizer.decode(loaded.tokenizer.encode("a run")) == "a run"
+    assert "".join(sample(loaded.model, loaded.tokenizer, "a", max_tokens=5))
+    with pytest.raises(DataError, match="no data set folder"):
+        _ = loaded.dataset
