@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,10 @@ import pytest
 from flatout.config import load_config
 from flatout.data.tokenizer import make_tokenizer
 from flatout.data.writer import DatasetWriter
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell starts background jobs with Ctrl+C ignored, and their children inherit that; the tests that press it need it heard.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 WORDS = (
     "the",
