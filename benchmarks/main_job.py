@@ -24,6 +24,8 @@ from flatout.hardware import probe
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
+PATHS = ("run", "path", "resumed_from")
+"""Fields that name a folder of this one measurement."""
 
 
 def main() -> None:
@@ -71,7 +73,8 @@ def flatout(*words: str) -> dict:
     done = subprocess.run([sys.executable, "-m", "flatout", *words, "--json"], capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(done.stderr)
-    return {**json.loads(done.stdout.splitlines()[-1]), "process_s": time.perf_counter() - began}
+    figures = {name: value for name, value in json.loads(done.stdout.splitlines()[-1]).items() if name not in PATHS}
+    return {**figures, "process_s": time.perf_counter() - began}
 
 
 def spread(values: list[float], digits: int = 0) -> str:

@@ -1,0 +1,24 @@
+"""The tables in the documents are the ones a benchmark wrote, to the letter."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+MARKED = [
+    (path, name)
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    for name in re.findall(r"<!-- figures: (\S+) -->", path.read_text(encoding="utf-8"))
+]
+
+
+@pytest.mark.parametrize(("path", "name"), MARKED, ids=lambda value: getattr(value, "name", value))
+def test_a_marked_table_is_the_measured_one(path, name):
+    assert f"<!-- figures: {name} -->\n{(ROOT / name).read_text(encoding='utf-8')}" in path.read_text(encoding="utf-8")
+
+
+def test_the_readme_has_one():
+    assert any(path.name == "README.md" for path, _ in MARKED)
