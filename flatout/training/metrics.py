@@ -226,10 +226,18 @@ def memory_gib(device: torch.device) -> dict[str, float]:
 
 
 def gpu_figures(device: torch.device) -> dict[str, float]:
-    """Return the GPU's utilisation and power as NVML has them; nothing on a CPU."""
+    """Return the GPU's utilisation and power as far as its driver tells them; nothing on a CPU."""
     if device.type != "cuda":
         return {}
-    return {"gpu/util_pct": float(torch.cuda.utilization(device)), "gpu/power_w": torch.cuda.power_draw(device) / 1e3}
+    import pynvml
+
+    found = {}
+    for name, measure, unit in (("gpu/util_pct", torch.cuda.utilization, 1.0), ("gpu/power_w", torch.cuda.power_draw, 1e-3)):
+        try:
+            found[name] = measure(device) * unit
+        except (pynvml.NVMLError, RuntimeError):
+            continue  # virtual and partitioned GPUs do not tell; what was not measured is left out
+    return found
 
 
 def _open_board(folder: Path, step: int) -> Any:
