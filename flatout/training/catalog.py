@@ -16,10 +16,12 @@ from typing import Any
 from flatout.documents import read_document
 from flatout.errors import CheckpointError
 from flatout.progress import SILENT, Progress
-from flatout.training.files import read_json, sha256, sync_folder
+from flatout.training.files import read_json, sha256, sync_folder, write_json
 
 FORMAT_VERSION = 1
 MANIFEST, INDEX, STATE = "manifest.json", "index.json", "state.json"
+OWNER = "owner.json"
+"""In a folder of checkpoints outside its run, and in the run folder: one random id, which says that the two belong together."""
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 
 
@@ -27,7 +29,57 @@ def checkpoints_folder(run_folder: Path) -> Path:
     """Return where the run's checkpoints lie: RUN/checkpoints, or DIR/RUN's name where `checkpoint.dir` is DIR."""
     config = run_folder / "config.yaml"
     directory = read_document(config).get("checkpoint", {}).get("dir") if config.exists() else None
-    return Path(directory) / run_folder.name if directory else run_folder / "checkpoints"
+    return place_in(directory, run_folder)
+
+
+def place_in(directory: str | None, run_folder: Path) -> Path:
+    """Return where checkpoints lie when `checkpoint.dir` is `directory`."""
+    return Path(directory) / run_folder.absolute().name if directory else run_folder / "checkpoints"
+
+
+def claim(run_folder: Path, place: Path) -> None:
+    """Make `place` the folder of this run's checkpoints. Runs of one name that share `checkpoint.dir` would take each other's.
+
+    Raises: CheckpointError when it is another run's.
+    """
+    if place == run_folder / "checkpoints":
+        return
+    mine, theirs = run_folder / OWNER, place / OWNER
+    _require_not_foreign(run_folder, place)
+    if not mine.exists():
+        run_folder.mkdir(parents=True, exist_ok=True)
+        write_json(mine, {"id": secrets.token_hex(16), "run": str(run_folder.absolute())})
+    if not theirs.exists():
+        place.mkdir(parents=True, exist_ok=True)
+        write_json(theirs, read_json(mine))
+
+
+def require_own(run_folder: Path) -> None:
+    """Do nothing when the folder of the run's checkpoints is this run's, or nobody's yet.
+
+    Raises: CheckpointError when it is another run's, or when it has gone: a disk that is not mounted must not start a run over.
+    """
+    place = checkpoints_folder(run_folder)
+    if place == run_folder / "checkpoints":
+        return
+    _require_not_foreign(run_folder, place)
+    if (run_folder / OWNER).exists() and not (place / OWNER).exists():
+        raise CheckpointError(
+            f"The checkpoints of {run_folder} are not in {place}, where they belong.",
+            fix=f"Mount that disk, give {run_folder} its old name back, or delete {run_folder / OWNER} to start over.",
+        )
+
+
+def _require_not_foreign(run_folder: Path, place: Path) -> None:
+    mine, theirs = run_folder / OWNER, place / OWNER
+    if not theirs.exists():
+        return
+    owner = read_json(theirs)
+    if not mine.exists() or read_json(mine)["id"] != owner["id"]:
+        raise CheckpointError(
+            f"{place} holds the checkpoints of another run, {owner['run']}, not those of {run_folder}.",
+            fix="Give this run a folder of another name with --run DIR, set another checkpoint.dir, or delete what lies there.",
+        )
 
 
 def step_of(checkpoint: Path) -> int:
@@ -126,7 +178,7 @@ def latest(run_folder: Path, *, progress: Progress = SILENT) -> Path | None:
     if problems:
         raise CheckpointError(
             f"No checkpoint of {run_folder} is whole. {problems[0]}",
-            fix=f"Restore that file from a copy, or delete {checkpoints_folder(run_folder)} to start over.",
+            fix=f"Restore that file from a copy, or delete the checkpoints in {checkpoints_folder(run_folder)} to start over.",
         )
     return None
 

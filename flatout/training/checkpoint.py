@@ -52,7 +52,7 @@ def save(run: Run, *, environment: Mapping[str, Any] | None = None, progress: Pr
     temporary = final.with_name(run.mesh.broadcast_object(f"{final.name}.tmp-{secrets.token_hex(4)}"))
     with progress.task(f"Saving step {run.step}") as task:
         try:
-            _together(run, lambda: temporary.mkdir(parents=True) if run.mesh.is_main else None, "cannot write")
+            _together(run, lambda: _begin(run, temporary) if run.mesh.is_main else None, "cannot write")
             _together(run, lambda: _write_part(run, temporary, task), "cannot write")
             _together(run, lambda: _complete(run, temporary, final, environment or {}, progress) if run.mesh.is_main else None, "cannot write")
         except BaseException:
@@ -108,9 +108,7 @@ def _together(run: Run, work: Callable[[], object], what: str) -> None:
     try:
         work()
     except (OSError, SafetensorError) as cause:
-        error = RunFailed(
-            f"A checkpoint {what} its files: {cause}.", fix="Free space on that disk or set checkpoint.dir, then run the same command again."
-        )
+        error = RunFailed(f"A checkpoint {what} its files: {cause}.", fix="Free space on that disk, then run the same command again.")
         error.__cause__ = cause
     except FlatoutError as cause:
         error = cause
@@ -120,6 +118,11 @@ def _together(run: Run, work: Callable[[], object], what: str) -> None:
             error = RunFailed("Another process of this run could not use a checkpoint.", fix="See that process's own message.")
     if error is not None:
         raise error
+
+
+def _begin(run: Run, temporary: Path) -> None:
+    catalog.claim(run.folder, catalog.checkpoints_folder(run.folder))
+    temporary.mkdir(parents=True)
 
 
 def _data_file(part: Part, rank: int) -> str:

@@ -9,6 +9,7 @@ RUN/
 ├── summary.json    the finished run
 ├── exit_code       how the last process ended, for schedulers: torchrun rewrites exit codes
 ├── checkpoints/    see catalog.py
+├── owner.json      with checkpoint.dir: the id that marks the folder of its checkpoints as its own
 └── lock            held while a process trains; names its pid and host
 """
 
@@ -34,10 +35,22 @@ from flatout.documents import read_document
 from flatout.errors import CheckpointError, ConfigError, HardwareError
 from flatout.progress import SILENT, Progress
 from flatout.training import catalog
-from flatout.training.files import append_line, read_json, read_lines, write_json, write_text
+from flatout.training.files import append_line, folder_bytes, read_json, read_lines, write_json, write_text
 
-FREE_KEYS = ("log.", "checkpoint.", "train.eval_every", "train.eval_tokens", "train.sample_every", "train.sample_prompt", "name")
-"""Beginnings of the keys that may change when a run goes on: none of them changes what is computed."""
+FREE_KEYS = (
+    "log.",
+    "checkpoint.every_",
+    "checkpoint.keep",
+    "parallel.",
+    "train.eval_every",
+    "train.eval_tokens",
+    "train.sample_every",
+    "train.sample_prompt",
+    "name",
+)
+"""Beginnings of the keys that may change when a run goes on: none of them changes what is computed, but for the last bits of sums."""
+NAMELESS_KEYS = (*FREE_KEYS, "checkpoint.dir")
+"""Beginnings of the keys that do not count in a run's name; where its checkpoints lie is settled with the first of them."""
 
 CONFIG, ASKED, EVENTS, SUMMARY, EXIT_CODE, LOCK = "config.yaml", "asked.yaml", "events.jsonl", "summary.json", "exit_code", "lock"
 LOCK_PATIENCE_S = 1.0
@@ -47,17 +60,21 @@ LOCK_PATIENCE_S = 1.0
 def run_name(config: RunConfig) -> str:
     """Return the folder name of a run: its recipe and eight characters of the digest of the configuration as asked for.
 
-    Free keys do not count, so that the same command with another `log.every` finds its run again.
+    NAMELESS_KEYS do not count, so that the same command with another `log.every` finds its run again.
     """
     plain = RunConfig()
-    free = {key: plain.value(key) for key in _flat_keys(plain.to_dict()) if key.startswith(FREE_KEYS)}
+    free = {key: plain.value(key) for key in _flat_keys(plain.to_dict()) if key.startswith(NAMELESS_KEYS)}
     stem = re.sub(r"[^A-Za-z0-9._-]+", "-", config.name).strip(".-") or "run"
     return f"{stem}-{config.with_values(free).digest()[:8]}"
 
 
 def write_config(folder: Path, config: RunConfig, *, asked: RunConfig | None = None) -> None:
-    """Store the resolved configuration, and beside it the one that was asked for."""
+    """Store the resolved configuration, and beside it the one that was asked for.
+
+    Raises: CheckpointError when the folder of its checkpoints is another run's.
+    """
     folder.mkdir(parents=True, exist_ok=True)
+    catalog.claim(folder, catalog.place_in(config.checkpoint.dir, folder))
     if asked is not None:
         write_text(folder / ASKED, _yaml(asked))
     write_text(folder / CONFIG, _yaml(config))
@@ -131,6 +148,7 @@ def resume_from(folder: Path, resume: str = "auto", *, progress: Progress = SILE
                 fix="Choose another folder with --run DIR, delete this one, or go on with --resume auto.",
             )
         return None
+    catalog.require_own(folder)
     for name in catalog.clean(folder):
         progress.say(f"Removed {name}, left by a save that was killed.")
     if resume == "auto":
@@ -147,7 +165,7 @@ def resume_from(folder: Path, resume: str = "auto", *, progress: Progress = SILE
     return path
 
 
-def append_event(folder: Path, event: str, **fields: Any) -> dict[str, Any]:
+def append_event(folder: Path, event: str, /, **fields: Any) -> dict[str, Any]:
     """Add one line to events.jsonl, and return it: `event`, `time` (seconds since 1970), then the fields."""
     line = {"event": event, "time": time.time(), **fields}
     append_line(folder / EVENTS, line)
@@ -188,18 +206,21 @@ def clear_exit_code(folder: Path) -> None:
 
 
 def require_free_disk(folder: Path, needed_bytes: int) -> None:
-    """Do nothing when `needed_bytes` fit where the run's checkpoints go.
+    """Do nothing when checkpoints of `needed_bytes` in all fit where the run's go; those it already has there count as room.
 
     Raises: HardwareError with both figures.
     """
     place = catalog.checkpoints_folder(folder).absolute()
+    there = [catalog.checkpoint_path(folder, step) for step in catalog.steps(folder)]
+    held = sum(folder_bytes(path) for path in there)
     while not place.exists():
         place = place.parent
     free = shutil.disk_usage(place).free
-    if free < needed_bytes:
+    if free + held < needed_bytes:
+        ways = "lower checkpoint.keep" if there else "lower checkpoint.keep, or set checkpoint.dir to a larger disk"
         raise HardwareError(
-            f"The checkpoints of this run need {needed_bytes / 2**30:.1f} GiB; the disk of {place} has {free / 2**30:.1f} GiB free.",
-            fix="Free space there, set checkpoint.dir to a larger disk, or lower checkpoint.keep.",
+            f"The checkpoints of this run need {_size(needed_bytes - held)} more; the disk of {place} has {_size(free)} free.",
+            fix=f"Free space there, or {ways}.",
         )
 
 
@@ -235,6 +256,11 @@ def _in_use(folder: Path) -> CheckpointError:
     except (ValueError, KeyError):
         who, stop = "another process", "kill it"
     return CheckpointError(f"{folder} is in use by {who}.", fix=f"Wait until it is done, stop it ({stop}), or choose another folder with --run DIR.")
+
+
+def _size(num_bytes: int) -> str:
+    unit, name = next(((unit, name) for unit, name in ((2**30, "GiB"), (2**20, "MiB")) if num_bytes >= unit), (2**10, "KiB"))
+    return f"{num_bytes / unit:.1f} {name}"
 
 
 def _yaml(config: RunConfig) -> str:

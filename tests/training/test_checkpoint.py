@@ -7,9 +7,11 @@ import pytest
 import torch
 from stand_in import Core, build, outcome, train
 
+from flatout.config import RunConfig
 from flatout.errors import CheckpointError, RunFailed
 from flatout.training import checkpoint, files
 from flatout.training.catalog import checkpoint_path
+from flatout.training.folder import resume_from, write_config
 
 
 def saved(tmp_path, *, steps=5, name="run", **kwargs):
@@ -297,6 +299,35 @@ def test_checkpoint_dir_is_followed(tmp_path):
     (run.folder / "config.yaml").write_text(f"checkpoint:\n  dir: {tmp_path / 'big'}\n")
     assert checkpoint.save(run) == tmp_path / "big" / "run" / "step-0"
     assert checkpoint.latest(run.folder) == tmp_path / "big" / "run" / "step-0"
+
+
+def with_dir(folder, directory, **kwargs):
+    run = build(folder, **kwargs)
+    write_config(folder, RunConfig().with_values({"checkpoint.dir": str(directory)}))
+    return run
+
+
+def test_runs_of_one_name_that_share_a_folder_do_not_touch_each_others_checkpoints(tmp_path):
+    path = checkpoint.save(with_dir(tmp_path / "a" / "run", tmp_path / "big"))
+    with pytest.raises(CheckpointError, match=r"big/run holds .* of another run, .*/a/run, not those of .*/b/run"):
+        with_dir(tmp_path / "b" / "run", tmp_path / "big")
+    assert list((tmp_path / "b" / "run").iterdir()) == []
+    run = build(tmp_path / "b" / "run", seed=1)
+    (run.folder / "config.yaml").write_text(f"checkpoint:\n  dir: {tmp_path / 'big'}\n")
+    with pytest.raises(CheckpointError, match="of another run"):
+        checkpoint.save(run)
+    with pytest.raises(CheckpointError, match="of another run"):
+        resume_from(run.folder)
+    assert checkpoint.verify(path) == []
+
+
+def test_a_run_with_checkpoints_elsewhere_can_be_moved_and_a_lost_disk_does_not_start_it_over(tmp_path):
+    path = checkpoint.save(with_dir(tmp_path / "a" / "run", tmp_path / "big"))
+    shutil.move(tmp_path / "a", tmp_path / "c")
+    assert resume_from(tmp_path / "c" / "run") == path
+    (tmp_path / "big").rename(tmp_path / "unmounted")
+    with pytest.raises(CheckpointError, match=r"are not in .*big/run, where they belong"):
+        resume_from(tmp_path / "c" / "run")
 
 
 def test_a_checkpoint_moved_elsewhere_is_whole(tmp_path):

@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -46,9 +47,9 @@ class Ear:
         return SILENT.task(*args, **kwargs)
 
 
-def fake_checkpoint(run, step, content=b"x"):
+def fake_checkpoint(run, step, content=b"x", *, inside="checkpoints"):
     """Make a checkpoint that is whole as far as files go."""
-    path = run / "checkpoints" / f"step-{step}"
+    path = run / inside / f"step-{step}"
     path.mkdir(parents=True)
     (path / "state.json").write_bytes(content)
     facts = {"state.json": {"bytes": len(content), "sha256": files.sha256(path / "state.json")}}
@@ -65,7 +66,7 @@ def test_a_run_is_named_after_its_recipe_and_its_settings():
     assert folder.run_name(load_config(None, ["name=demo", "optim.lr=4e-4"])) != name
 
 
-@pytest.mark.parametrize("override", ["log.every=3", "checkpoint.every_steps=7", "checkpoint.dir=/x", "train.eval_every=9", "train.sample_prompt=hi"])
+@pytest.mark.parametrize("override", ["log.every=3", "checkpoint.every_steps=7", "checkpoint.dir=/x", "parallel.shard=2", "train.sample_prompt=hi"])
 def test_free_keys_do_not_rename_a_run(override):
     assert folder.run_name(load_config(None, [override])) == folder.run_name(RunConfig())
 
@@ -110,6 +111,24 @@ def test_the_same_question_is_no_contradiction_to_its_own_answer(tmp_path):
     assert folder.stored_config(tmp_path, asked) == resolved
     with pytest.raises(ConfigError, match=r"train\.epochs"):
         folder.stored_config(tmp_path, load_config(None, ["train.epochs=3", "speedups=auto,-compile"]))
+
+
+def test_the_place_of_the_checkpoints_cannot_change(tmp_path):
+    folder.write_config(tmp_path / "run", load_config(None, [f"checkpoint.dir={tmp_path / 'one'}"]))
+    fake_checkpoint(tmp_path / "one" / "run", 5, inside="")
+    with pytest.raises(ConfigError, match=r"checkpoint\.dir: .*/one -> .*/two"):
+        folder.stored_config(tmp_path / "run", load_config(None, [f"checkpoint.dir={tmp_path / 'two'}"]))
+    assert folder.stored_config(tmp_path / "run", RunConfig()).checkpoint.dir == str(tmp_path / "one")
+
+
+@pytest.mark.parametrize(
+    ("asked", "wanted"), [([], (1, "auto")), (["parallel.shard=4"], (4, "auto")), (["parallel.shard=2", "parallel.replicate=3"], (2, 3))]
+)
+def test_a_run_may_go_on_over_another_number_of_processes(tmp_path, asked, wanted):
+    folder.write_config(tmp_path, load_config(None, ["parallel.shard=2", "parallel.replicate=2"]))
+    fake_checkpoint(tmp_path, 5)
+    parallel = folder.stored_config(tmp_path, load_config(None, asked)).parallel
+    assert (parallel.shard, parallel.replicate) == wanted
 
 
 def test_an_empty_folder_has_no_stored_configuration(tmp_path):
@@ -229,7 +248,7 @@ def test_events_are_lines_and_a_torn_one_spoils_no_other(tmp_path):
     folder.append_event(tmp_path, "start", world_size=2)
     with (tmp_path / "events.jsonl").open("a") as file:
         file.write('{"event": "sav')
-    folder.append_event(tmp_path, "resume")
+    folder.append_event(tmp_path, "resume", folder="a field of any name")
     assert [event["event"] for event in folder.read_events(tmp_path)] == ["start", "resume"]
     assert folder.read_events(tmp_path)[0]["world_size"] == 2
 
@@ -259,8 +278,20 @@ def test_the_exit_code_is_kept_and_cleared(tmp_path):
 
 def test_too_small_a_disk_is_said_before_the_run(tmp_path):
     folder.require_free_disk(tmp_path / "runs" / "not-yet", 1)
-    with pytest.raises(HardwareError, match=r"need 1073741824\.0 GiB.*Fix: Free space"):
+    with pytest.raises(HardwareError, match=r"need 1073741824\.0 GiB more.*Fix: Free space.*checkpoint\.dir"):
         folder.require_free_disk(tmp_path, 2**60)
+
+
+def test_checkpoints_that_are_there_already_are_room_for_those_to_come(tmp_path, monkeypatch):
+    monkeypatch.setattr(folder.shutil, "disk_usage", lambda _: SimpleNamespace(free=600 * 1024))
+    step = fake_checkpoint(tmp_path, 5, bytes(2**20))
+    size = files.folder_bytes(step)
+    folder.require_free_disk(tmp_path, size + 600 * 1024)
+    with pytest.raises(HardwareError, match=r"need 1\.5 MiB more; .* has 600\.0 KiB free.*Fix: Free space there, or lower checkpoint\.keep\.$"):
+        folder.require_free_disk(tmp_path, size + 1536 * 1024)
+    step.rename(tmp_path / "checkpoints" / "step-5.aside-a")
+    with pytest.raises(HardwareError):
+        folder.require_free_disk(tmp_path, size + 600 * 1024)
 
 
 def test_runs_are_listed_oldest_first_and_nothing_else(tmp_path):
