@@ -5,7 +5,6 @@ Letters: B rows, T tokens, V vocabulary.
 
 from __future__ import annotations
 
-import codecs
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -159,9 +158,7 @@ def evaluate(loaded: LoadedRun, *, max_tokens: int | None = None, progress: Prog
     rows = int(loaded.config.batch.rows_per_device)
     judge = Judge(loaded.model, mesh, ShardWindows(), partial(precision.context, mesh.device.type), data.seq_len, rows, data.document_mask)
     result = judge.score(split, max_tokens=max_tokens, progress=progress)
-    bits = result.loss * result.tokens / math.log(2)
-    whole = result.whole and split.text_bytes > 0
-    return Score(result.loss, result.perplexity, bits / split.text_bytes if whole else None, result.tokens)
+    return Score(result.loss, result.perplexity, result.bits_per_byte(split.text_bytes), result.tokens)
 
 
 @torch.no_grad()
@@ -181,29 +178,29 @@ def sample(
     """Yield the text that follows `prompt` (empty: a new document), piece by piece, never half a character.
 
     Ends at the end of the document, before a `stop` string, or after `max_tokens`. It draws from a generator of its own, so
-    a run that samples trains on as if it had not. The model sees the last `window` tokens (None: as many as it has positions).
+    a run that samples trains on as if it had not. The model sees the last `window` tokens, as many as it takes when None: give
+    the length of the windows it was trained on, where it could take more than it has learned to.
     Raises: ConfigError when a setting is out of range; DataError when the prompt cannot be encoded.
     """
     check_settings(temperature, top_k, top_p, max_tokens)
-    known = window or int(getattr(model.config, "max_seq_len", 1024))
+    known = min(window or model.max_seq_len, model.max_seq_len)
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
     ids = tokenizer.encode(prompt) if prompt else [tokenizer.eot_id]
     context_BT = torch.tensor([ids[-known:]], dtype=torch.int64, device=device)
-    text = _StoppedText(stop)
-    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    text, written = _StoppedText(stop), _WrittenText(tokenizer, ids if prompt else [])
     with _evaluating(model):
         for _ in range(max_tokens):
             token = _next_token(model.next_logits(context_BT)[0], tokenizer.vocab_size, temperature, top_k, top_p, generator)
             if token == tokenizer.eot_id:
                 break
             context_BT = torch.cat([context_BT, torch.tensor([[token]], device=device)], dim=1)[:, -known:]
-            piece = text.take(decoder.decode(tokenizer.decode_bytes([token])))
+            piece = text.take(written.take(token))
             if piece:
                 yield piece
             if text.stopped:
                 return
-    rest = text.take(decoder.decode(b"", final=True)) + text.rest()
+    rest = text.take(written.rest()) + text.rest()
     if rest:
         yield rest
 
@@ -245,6 +242,34 @@ def _evaluating(model: LanguageModel) -> Iterator[None]:
         yield
     finally:
         model.train(was_training)
+
+
+class _WrittenText:
+    """The text of ids that come one by one, after those of a prompt.
+
+    What an id stands for can depend on its neighbours: a word's space is left out at the beginning of a text, bytes make a
+    character only together. So all ids are decoded each time, and what could still change is held back: U+FFFD at the end.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._ids = list(prompt_ids)
+        self._text = tokenizer.decode(self._ids)
+        self._shown = len(self._text)
+
+    def take(self, token: int) -> str:
+        """Return what is certain now that `token` has come."""
+        self._ids.append(token)
+        self._text = self._tokenizer.decode(self._ids)
+        return self._show(len(self._text.rstrip("\ufffd")))
+
+    def rest(self) -> str:
+        """Return what was held back."""
+        return self._show(len(self._text))
+
+    def _show(self, end: int) -> str:
+        start, self._shown = self._shown, max(self._shown, end)
+        return self._text[start:end]
 
 
 class _StoppedText:

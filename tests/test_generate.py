@@ -1,7 +1,6 @@
 """Sampling: whole characters, stops, limits, a generator of its own; and a run's folder turned back into its model."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from flatout import generate
 from flatout.commands.train import train_config
 from flatout.config import RunConfig, load_config
 from flatout.data.prepare import Options, prepare_dataset
+from flatout.data.tokenizer import parse_tokenizer
 from flatout.data.tokenizers_plain import ByteTokenizer
 from flatout.errors import CheckpointError, ConfigError
 from flatout.generate import sample
@@ -21,18 +21,18 @@ EOT = ByteTokenizer().eot_id
 class Script(nn.Module):
     """A model that writes one given text, token by token, sure of itself up to `noise`."""
 
-    def __init__(self, text: bytes, noise: float = 0.0, vocab_size: int = 300) -> None:
+    def __init__(self, text, noise: float = 0.0, vocab_size: int = 300, eot: int = EOT, past: int = EOT + 1) -> None:
         super().__init__()
         self.unused = nn.Parameter(torch.zeros(1))
-        self.config = SimpleNamespace(max_seq_len=8)
-        self.ids = [*text, EOT]
-        self.noise, self.vocab_size, self.seen = noise, vocab_size, []
+        self.max_seq_len = 8
+        self.ids = [*text, eot]
+        self.noise, self.vocab_size, self.past, self.seen = noise, vocab_size, past, []
 
     def next_logits(self, tokens_BT):
         self.seen.append(tokens_BT.tolist()[0])
         logits_BV = torch.zeros(1, self.vocab_size)
         logits_BV[0, self.ids[len(self.seen) - 1]] = 1 / self.noise if self.noise else 1e9
-        logits_BV[0, EOT + 1 :] = 1e9 if not self.noise else 50.0
+        logits_BV[0, self.past :] = 1e9 if not self.noise else 50.0
         return logits_BV
 
 
@@ -51,6 +51,60 @@ def test_pieces_are_whole_characters():
 
 def test_a_character_cut_by_the_limit_is_marked_not_dropped():
     assert "".join(written("a😀", max_tokens=3)) == "a\ufffd"
+
+
+def metaspace():
+    """Words that begin with U+2581, and bytes for what is in no word, as in Llama 2's tokenizer.json."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    pieces = ["<unk>", "</s>", *(f"<0x{value:02X}>" for value in range(256)), *SPACED, "\u2581"]
+    made = Tokenizer(models.Unigram([(piece, -1.0) for piece in pieces], unk_id=0, byte_fallback=True))
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    strip = decoders.Strip(" ", 1, 0)
+    made.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), strip])
+    made.add_special_tokens(["<unk>", "</s>"])
+    return made
+
+
+def wordpiece():
+    """Words that are split at spaces, which stand in no piece, as in BERT's tokenizer.json."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    pieces = ["[UNK]", "[EOS]", "the", "cat", "sat", "on", "mat", "##s", "."]
+    made = Tokenizer(models.WordPiece({piece: index for index, piece in enumerate(pieces)}, unk_token="[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    made.decoder = decoders.WordPiece()
+    made.add_special_tokens(["[UNK]", "[EOS]"])
+    return made
+
+
+SPACED = ["\u2581the", "\u2581cat", "\u2581sat", "\u2581on", "\u2581mat", "s", "."]
+
+
+@pytest.mark.parametrize("make", [metaspace, wordpiece])
+@pytest.mark.parametrize("prompt", ["", "the cat"])
+@pytest.mark.parametrize("text", ["the cats sat on the mat.", "s"])
+def test_words_keep_their_spaces_whatever_the_tokenizer(make, prompt, text):
+    tokenizer = parse_tokenizer(make().to_str(), "tokenizer.json")
+    ids, before = tokenizer.encode(text), tokenizer.encode(prompt) if prompt else []
+    pieces = list(sample(Script(ids, eot=tokenizer.eot_id, past=tokenizer.vocab_size), tokenizer, prompt))
+    assert prompt + "".join(pieces) == tokenizer.decode([*before, *ids])
+    assert (prompt + "".join(pieces)).count(" ") == len((prompt + " " + text).split()) - 1
+    assert len(pieces) >= len(ids) - 1, "streamed, not kept to the end"
+
+
+@pytest.mark.parametrize("prompt", ["", "the \u65e5"])
+def test_characters_of_several_tokens_come_whole(prompt):
+    tokenizer = parse_tokenizer(metaspace().to_str(), "tokenizer.json")
+    text = "the \u65e5\u672c\u8a9e \U0001f642. cat"
+    ids, before = tokenizer.encode(text), tokenizer.encode(prompt) if prompt else []
+    assert len(ids) > len(text), "characters are spelled in bytes here"
+    pieces = list(sample(Script(ids, eot=tokenizer.eot_id, past=tokenizer.vocab_size), tokenizer, prompt))
+    assert prompt + "".join(pieces) == tokenizer.decode([*before, *ids])
+    assert "\ufffd" not in "".join(pieces)
+    assert {"\u65e5", "\u672c", "\u8a9e", "\U0001f642"} <= set(pieces)
+    cut = list(sample(Script(ids[:-7], eot=tokenizer.eot_id, past=tokenizer.vocab_size), tokenizer, prompt))
+    assert "".join(cut).rstrip("\ufffd") in "".join(pieces)
 
 
 def test_max_tokens():
@@ -90,6 +144,9 @@ def test_an_empty_prompt_begins_a_document_and_a_window_slides():
     model = Script(b"ab")
     list(sample(model, ByteTokenizer(), "a long prompt", window=4))
     assert model.seen[0] == list(b"ompt")
+    model = Script(b"ab")
+    list(sample(model, ByteTokenizer(), "a long prompt", window=4000))
+    assert model.seen[0] == list(b"g prompt"), "never more than the model takes"
 
 
 def drawn(seed, **options):
