@@ -1,7 +1,7 @@
 """Muon for the matrices of the hidden layers: momentum, orthogonalised; AdamW for everything else.
 
-A matrix is what the model declares as one parameter: a fused query-key-value weight is orthogonalised whole. A model that wants
-its parts treated apart declares them apart.
+A parameter that the model declares to be several matrices on top of each other, as a fused query-key-value weight, is
+orthogonalised part by part: each part has its own singular values.
 
 Letters: N matrices of one shape, R rows, C columns.
 """
@@ -9,15 +9,19 @@ Letters: N matrices of one shape, R rows, C columns.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
+from torch.nn import functional
 from torch.optim import Optimizer
 
 from flatout.config import OptimConfig
+from flatout.errors import ConfigError
 from flatout.optimizers.groups import AdamWFactory, adamw_groups, named_by_kind
 
 QUINTIC = (3.4445, -4.7750, 2.0315)
@@ -33,34 +37,74 @@ SMALLEST_NORM = 1e-12
 def build(model: nn.Module, config: OptimConfig, adamw: AdamWFactory) -> tuple[Optimizer, ...]:
     """Return Muon for the two-dimensional hidden weights, and an AdamW for the rest, made by `adamw`; either may be missing.
 
-    Raises: ConfigError when the model does not state what a parameter is.
+    Raises: ConfigError when the model does not state what a parameter is, or states parts that do not make it up.
     """
+    stated: Any = model
+    parts = stated.stacked_rows() if hasattr(model, "stacked_rows") else {}
     matrices: list[nn.Parameter] = []
+    stacked: dict[nn.Parameter, tuple[int, ...]] = {}
     rest: list[tuple[str, nn.Parameter]] = []
-    for kind, parameter in named_by_kind(model).values():
+    for name, (kind, parameter) in named_by_kind(model).items():
         if kind == "hidden" and parameter.ndim == 2:
             matrices.append(parameter)
+            if name in parts:
+                stacked[parameter] = _checked_rows(name, parameter, parts[name])
         else:
             rest.append((kind, parameter))
     optimizers: list[Optimizer] = []
     if matrices:
         group = {"params": matrices, "peak_lr": config.lr}
-        optimizers.append(Muon([group], lr=config.lr, weight_decay=config.weight_decay, momentum=config.momentum))
+        optimizers.append(Muon([group], config.lr, config.weight_decay, config.momentum, stacked_rows=stacked))
     if rest:
         optimizers.append(adamw(adamw_groups(rest, config), {"lr": config.lr, "betas": config.betas, "eps": config.eps}))
     return tuple(optimizers)
 
 
+def _checked_rows(name: str, parameter: Tensor, rows: tuple[int, ...]) -> tuple[int, ...]:
+    if sum(rows) != parameter.shape[0] or min(rows) < 1:
+        raise ConfigError(
+            f"stacked_rows() cuts the {parameter.shape[0]} rows of {name!r} into {rows}.", fix="Let it give positive numbers that add up to its rows."
+        )
+    return rows
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """What is orthogonalised as one: a parameter, or some of its rows."""
+
+    index: int
+    """Which parameter."""
+    start: int
+    stop: int
+    """Its rows there."""
+    columns: int
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.stop - self.start, self.columns
+
+
 class Muon(Optimizer):
     """Nesterov momentum, orthogonalised by Newton-Schulz iterations, with decoupled weight decay. Takes matrices only.
 
+    `stacked_rows` gives the rows of each part of a parameter that is several matrices on top of each other; its momentum is one.
     Matrices of one shape, or of one shape and its transpose, go through the iterations as one batch. A sharded matrix is
     gathered, orthogonalised on every rank, and each rank keeps its own part; momentum stays sharded.
 
     Source: Jordan et al. 2024, kellerjordan.github.io/posts/muon; scale and decay of Liu et al. 2025, arXiv:2502.16982.
     """
 
-    def __init__(self, params: Iterable[Any], lr: float, weight_decay: float = 0.1, momentum: float = 0.95) -> None:
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        *,
+        stacked_rows: Mapping[nn.Parameter, tuple[int, ...]] | None = None,
+    ) -> None:
+        self._stacked_rows = dict(stacked_rows or {})
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
 
     @torch.no_grad()
@@ -79,12 +123,18 @@ class Muon(Optimizer):
     def _update(self, parameters: list[nn.Parameter], lr: float, weight_decay: float, momentum: float) -> None:
         directions = self._directions(parameters, momentum)
         torch._foreach_mul_([_local(p) for p in parameters], 1 - lr * weight_decay)
-        for batch in _batches(parameters):
-            steps_NRC = newton_schulz(torch.stack([_upright(_whole(directions[i])) for i in batch]))
-            for step_RC, i in zip(steps_NRC, batch, strict=True):
-                shape = parameters[i].shape
-                step = step_RC if shape[0] <= shape[1] else step_RC.T
-                _local(parameters[i]).add_(_part_of(step, parameters[i]), alpha=-lr * RMS_LIKE_ADAMW * math.sqrt(max(shape)))
+        for batch in _batches(self._matrices(parameters)):
+            steps_NRC = newton_schulz(_stack(batch, directions))
+            for step_RC, matrix in zip(steps_NRC, batch, strict=True):
+                step = step_RC if matrix.shape[0] <= matrix.shape[1] else step_RC.T
+                _add_rows(parameters[matrix.index], matrix, step, -lr * RMS_LIKE_ADAMW * math.sqrt(max(matrix.shape)))
+
+    def _matrices(self, parameters: list[nn.Parameter]) -> Iterator[_Matrix]:
+        for index, parameter in enumerate(parameters):
+            stop = 0
+            for rows in self._stacked_rows.get(parameter, (parameter.shape[0],)):
+                start, stop = stop, stop + rows
+                yield _Matrix(index, start, stop, parameter.shape[1], parameter.dtype)
 
     def _directions(self, parameters: list[nn.Parameter], momentum: float) -> list[Tensor]:
         """Advance each momentum buffer and return where Nesterov's rule points, sharded as the parameters are."""
@@ -119,15 +169,36 @@ def newton_schulz(matrices_NRC: Tensor) -> Tensor:
     return scaled_NRC
 
 
-def _batches(parameters: list[nn.Parameter]) -> Iterator[list[int]]:
-    """Indices of matrices that share a shape, lying down or upright, in batches of bounded size."""
-    by_shape: dict[tuple[int, ...], list[int]] = {}
-    for index, parameter in enumerate(parameters):
-        by_shape.setdefault(tuple(sorted(parameter.shape)), []).append(index)
-    for shape, members in by_shape.items():
-        count = max(1, STACK_ELEMENTS // max(1, math.prod(shape)))
+def _batches(matrices: Iterable[_Matrix]) -> Iterator[list[_Matrix]]:
+    """Matrices that share a shape, lying down or upright, in batches of bounded size."""
+    by_shape: dict[Any, list[_Matrix]] = {}
+    for matrix in matrices:
+        by_shape.setdefault((*sorted(matrix.shape), matrix.dtype), []).append(matrix)
+    for (rows, columns, _), members in by_shape.items():
+        count = max(1, STACK_ELEMENTS // max(1, rows * columns))
         for start in range(0, len(members), count):
             yield members[start : start + count]
+
+
+def _stack(batch: list[_Matrix], directions: list[Tensor]) -> Tensor:
+    """The batch's matrices, lying down; a sharded parameter is gathered once for all its parts in the batch, one at a time."""
+    shape = sorted(batch[0].shape)
+    stack_NRC = torch.empty((len(batch), *shape), dtype=batch[0].dtype, device=_local(directions[batch[0].index]).device)
+    pairs = zip(stack_NRC, batch, strict=True)
+    for index, members in groupby(pairs, key=lambda pair: pair[1].index):
+        whole = _whole(directions[index])
+        for place_RC, matrix in members:
+            place_RC.copy_(_upright(whole[matrix.start : matrix.stop]))
+    return stack_NRC
+
+
+def _add_rows(parameter: nn.Parameter, matrix: _Matrix, step: Tensor, alpha: float) -> None:
+    """Add alpha times `step` to the matrix's rows: where it is sharded, each rank to what it has of them."""
+    if not isinstance(parameter, DTensor):
+        parameter[matrix.start : matrix.stop].add_(step, alpha=alpha)
+        return
+    in_place = functional.pad(step, (0, 0, matrix.start, parameter.shape[0] - matrix.stop))
+    _local(parameter).add_(_part_of(in_place, parameter), alpha=alpha)
 
 
 def _upright(matrix: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from flatout.config import OptimConfig
+from flatout.errors import ConfigError
 from flatout.optimizers import muon
 from flatout.optimizers.adamw import fused, per_parameter
 from flatout.optimizers.muon import Muon, build, newton_schulz
@@ -56,6 +57,28 @@ def test_a_batch_of_many_shapes_equals_one_matrix_at_a_time(monkeypatch, limit):
         assert all(torch.equal(w.grad, g[step]) for w, g in zip(weights, gradients, strict=True))
     for weight, wanted in zip(weights, expected, strict=True):
         torch.testing.assert_close(weight.detach(), wanted, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("limit", [2**27, 30])
+@pytest.mark.parametrize("rows", [(4, 4, 4), (8, 2, 2), (5, 7)], ids=str)
+def test_stacked_matrices_are_treated_as_if_they_stood_apart(monkeypatch, limit, rows):
+    monkeypatch.setattr(muon, "STACK_ELEMENTS", limit)
+    whole, other = nn.Parameter(drawn((12, 6), 1)), nn.Parameter(drawn((6, 4), 2))
+    apart = [nn.Parameter(part.clone()) for part in whole.detach().split(rows)]
+    gradients = [drawn((12, 6), 50 + step) for step in range(4)]
+    expected = [plain_muon(part.detach(), [g.split(rows)[i] for g in gradients], 0.02, 0.3, 0.9) for i, part in enumerate(apart)]
+    stacked = Muon([whole, other], lr=0.02, weight_decay=0.3, momentum=0.9, stacked_rows={whole: rows})
+    separate = Muon(apart, lr=0.02, weight_decay=0.3, momentum=0.9)
+    for gradient in gradients:
+        whole.grad, other.grad = gradient.clone(), drawn((6, 4), 3)
+        for part, part_gradient in zip(apart, gradient.split(rows), strict=True):
+            part.grad = part_gradient.clone()
+        stacked.step()
+        separate.step()
+    torch.testing.assert_close(whole.detach(), torch.cat(expected), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(whole.detach(), torch.cat([part.detach() for part in apart]), rtol=1e-12, atol=1e-14)
+    assert stacked.state[whole]["momentum_buffer"].shape == (12, 6)
+    assert {name for group in stacked.state_dict()["param_groups"] for name in group} == {"params", "lr", "weight_decay", "momentum"}
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(16, 16), (16, 48), (8, 64)])
@@ -160,6 +183,31 @@ def test_hidden_matrices_go_to_muon_and_the_rest_to_adamw(factory):
     assert [id(p) for p in decayed["params"]] == [id(model.filter), id(model.head)]
     assert [id(p) for p in plain["params"]] == [id(model.table), id(model.gain)]
     assert all(group["peak_lr"] == 0.3 for group in second.param_groups)
+
+
+def test_a_model_says_which_matrices_are_stacked():
+    def weight_after_a_step(model):
+        model.inner.grad = drawn((4, 4), 1, torch.float32)
+        build(model, OptimConfig(lr=0.3), fused)[0].step()
+        return model.inner.detach()
+
+    class Stacked(Tiny):
+        def stacked_rows(self):
+            return {"inner": self.rows}
+
+    together, apart = Tiny({"inner": "hidden"}), Stacked({"inner": "hidden"})
+    apart.rows = (3, 1)
+    one, other = weight_after_a_step(together), weight_after_a_step(apart)
+    parts = [nn.Parameter(torch.ones(rows, 4)) for rows in apart.rows]
+    for part, gradient in zip(parts, drawn((4, 4), 1, torch.float32).split(apart.rows), strict=True):
+        part.grad = gradient
+    Muon(parts, lr=0.3, weight_decay=OptimConfig().weight_decay, momentum=OptimConfig().momentum).step()
+    torch.testing.assert_close(other, torch.cat([part.detach() for part in parts]))
+    assert not torch.allclose(one, other)
+    for rows in ((3, 2), (4, 0), (5, -1)):
+        apart.rows = rows
+        with pytest.raises(ConfigError, match="cuts the 4 rows of 'inner'"):
+            build(apart, OptimConfig(), fused)
 
 
 def test_an_optimizer_without_parameters_is_left_out():

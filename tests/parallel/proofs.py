@@ -62,6 +62,9 @@ class Tiny(nn.Module):
         kinds = {name: "vector" if p.ndim == 1 else "hidden" for name, p in self.named_parameters()}
         return kinds | {"table.weight": "embedding", "head.weight": "head"}
 
+    def stacked_rows(self):
+        return {f"blocks.{number}.up.weight": (4, 3, 2) for number in range(2)}  # the parts end inside the shards
+
 
 def batches(world_size, step):
     """Per rank and micro-batch tokens and targets; how many targets count differs widely, and once none does."""
