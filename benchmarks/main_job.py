@@ -55,7 +55,7 @@ def measure(folder: Path, text: Path, repeats: int, steps: int, long_steps: int)
             rows[name].append(train(run, data, count, wish))
             print(f"repeat {repeat + 1}: {name}: {rows[name][-1]['tokens_per_s']:,.0f} tokens/s", file=sys.stderr)
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE).stdout.strip()
-    return {"machine": probe().describe(), "commit": commit, "repeats": repeats, "steps": steps, "rows": rows}
+    return {"machine": probe().describe(), "commit": commit, "repeats": repeats, "steps": steps, "long_steps": long_steps, "rows": rows}
 
 
 def train(run: Path, data: Path, steps: int, wish: str) -> dict:
@@ -98,7 +98,8 @@ def table(found: dict) -> str:
         f"| share of this machine's own measured roof | {spread([row['mfu'] * 100 for row in plain if row['mfu']], 1)}% | {spread(mfu, 1)}% |",
         f"| loss after {found['steps']} steps | {plain[0]['losses'][-1]:.4f} | {fast[0]['losses'][-1]:.4f} |",
         "",
-        f"{found['machine']}; {found['repeats']} repeats, turn by turn in fresh processes; median (smallest to largest); the losses of all "
+        f"{found['machine']}; {found['repeats']} repeats, turn by turn in fresh processes; median (smallest to largest) over "
+        f"{found['steps']} steps of the plain way and {found['long_steps']} of the other; the losses of all "
         f"{found['steps']} steps agree to {apart:.0e}; commit {found['commit']}; `python benchmarks/main_job.py`.",
     ]
     return "\n".join(lines) + "\n"

@@ -30,6 +30,9 @@ ALTERNATIVES = (
 )
 """Keys of which one is stated at a time: setting one in a later layer clears the others."""
 
+BATCH_SIZES = {"tokens_per_step", "rows_per_device", "accumulate"}
+"""Two of these give the third: a layer that states two clears the third of the layers below."""
+
 
 class Section(BaseModel):
     """Base of all configuration values: frozen, unknown keys refused, the text under a field is its help."""
@@ -270,7 +273,11 @@ def load_config(recipe: str | Path | None = None, overrides: Iterable[str] = ())
             path = RECIPES.path(str(recipe))
         document = read_document(path)
         document.setdefault("name", path.stem)
-    merge(document, nested(_parsed(overrides)))
+    layer = nested(_parsed(overrides))
+    stated = BATCH_SIZES & (layer.get("batch") or {}).keys()
+    if len(stated) == 2 and isinstance(document.get("batch"), dict):
+        document["batch"].pop((BATCH_SIZES - stated).pop(), None)
+    merge(document, layer)
     return validate(document)
 
 

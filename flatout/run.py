@@ -127,8 +127,7 @@ def resolve(config: RunConfig, *, machine: Machine, dataset: Dataset, world_size
     batch: dict[str, Any] = {}
     if config.batch.rows_per_device == "auto":
         rows_per_rank = (config.batch.tokens_per_step or 0) // (config.data.seq_len * world_size)
-        workload = Workload(model_class, model_config, config.data.seq_len, ops_of(recipe), precision.dtype(), num_shards=config.parallel.shard)
-        plan = MicroBatchPlan(workload, rows_per_rank, config.train.device, _memory_bytes(machine, config.train.device, world_size))
+        plan = MicroBatchPlan(workload_of(config, recipe), rows_per_rank, config.train.device, memory_bytes(machine, config.train.device, world_size))
         rows = recipe.part("micro_batch")(plan)
         batch = {"batch.rows_per_device": rows, "batch.accumulate": rows_per_rank // rows}
         on.discard(recipe.filled_by.get("micro_batch", ""))  # its work is done: the rows are written down
@@ -137,8 +136,18 @@ def resolve(config: RunConfig, *, machine: Machine, dataset: Dataset, world_size
     return config.with_values(batch | settled), decisions
 
 
-def _memory_bytes(machine: Machine, device: str, world_size: int) -> int:
-    """A GPU is a rank's own; the processes on a CPU are taken to share its memory."""
+def workload_of(config: RunConfig, recipe: Recipe) -> Workload:
+    """Return what the need for memory of a resolved configuration follows from, but the number of rows."""
+    model_class = MODELS.get(config.model.kind)
+    model_config = model_class.check(config.model.own() | {"vocab_size": config.model.vocab_size}, seq_len=config.data.seq_len)
+    dtype = recipe.part("precision").dtype()
+    return Workload(model_class, model_config, config.data.seq_len, ops_of(recipe), dtype, num_shards=config.parallel.shard)
+
+
+def memory_bytes(machine: Machine, device: str, world_size: int) -> int:
+    """Return what one rank may use: what is free on its GPU, or its share of a CPU's memory."""
+    if device.startswith("cuda") and torch.cuda.is_available():
+        return int(torch.cuda.mem_get_info(device)[0])
     gib = machine.gpus[0].memory_gib if device.startswith("cuda") and machine.gpus else machine.memory_gib / world_size
     return int(gib * 2**30)
 
@@ -207,17 +216,19 @@ def _resolve_length(config: RunConfig, dataset: Dataset) -> RunConfig:
 def for_world_size(config: RunConfig, world_size: int) -> RunConfig:
     """Return a resolved configuration for another number of processes: the same steps, cut differently.
 
+    The micro-batch keeps its rows, or takes the most that divide a process's smaller share.
     Raises: ConfigError when a step's windows cannot be shared out.
     """
-    row_tokens = config.data.seq_len * world_size * int(config.batch.rows_per_device)
-    tokens = config.batch.tokens_per_step or 0
-    if tokens % row_tokens or world_size % config.parallel.shard:
+    windows = (config.batch.tokens_per_step or 0) // config.data.seq_len
+    if windows % world_size or world_size % config.parallel.shard:
         raise ConfigError(
-            f"A step of {tokens} tokens cannot be shared by {world_size} processes with {config.batch.rows_per_device} rows of "
-            f"{config.data.seq_len} each, split {config.parallel.shard} ways.",
-            fix="Go on with the number of processes that the run began with, or a divisor of it.",
+            f"A step of {windows} windows cannot be shared by {world_size} processes, split {config.parallel.shard} ways.",
+            fix=f"Use a number of processes that divides {windows} and that parallel.shard divides.",
         )
-    return config.with_values({"batch.accumulate": tokens // row_tokens, "parallel.replicate": world_size // config.parallel.shard})
+    share = windows // world_size
+    rows = next(rows for rows in range(min(int(config.batch.rows_per_device), share), 0, -1) if share % rows == 0)
+    replicate = world_size // config.parallel.shard
+    return config.with_values({"batch.rows_per_device": rows, "batch.accumulate": share // rows, "parallel.replicate": replicate})
 
 
 def build(config: RunConfig, *, machine: Machine, mesh: Mesh, dataset: Dataset, folder: Path, decisions: Sequence[Decision]) -> Run:

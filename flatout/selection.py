@@ -1,7 +1,7 @@
 """Which speedups a run uses: what the configuration wishes, what the machine allows, and a reason for each.
 
-`auto` is a table, `speedups/auto.yaml`: by speedup and device, on, off, or on for runs of at least so many minutes. It is
-filled from measurements, not from a feeling. A speedup without a row is off under `auto` and on when it is named.
+`auto` is a table, `speedups/auto.yaml`: by speedup and device, on, off, on for runs of at least so many minutes, or on unless
+another one works. A speedup without a row is off under `auto` and on when it is named.
 """
 
 from __future__ import annotations
@@ -140,15 +140,18 @@ def _decide(speedup: Speedup, wish: Wish, config: RunConfig, machine: Machine, d
     why_not = speedup.why_not(machine, config)
     if why_not:
         return Decision(name, False, why_not)
-    return _by_table(speedup, device, minutes)
+    return _by_table(speedup, config, machine, device, minutes)
 
 
-def _by_table(speedup: Speedup, device: str, minutes: float | None) -> Decision:
+def _by_table(speedup: Speedup, config: RunConfig, machine: Machine, device: str, minutes: float | None) -> Decision:
     row = auto_table().get(speedup.name, {})
     entry = row.get(device.partition(":")[0], {})
     if not entry:
         return Decision(speedup.name, False, "off unless named: auto has no measurement for it")
     reason = str(entry.get("because", speedup.saves))
+    preferred = entry.get("unless")
+    if preferred and SPEEDUPS.get(preferred).why_not(machine, config) is None:
+        return Decision(speedup.name, False, f"{preferred} works here and is preferred")
     least = entry.get("from_minutes")
     if not entry.get("on", False) and least is None:
         return Decision(speedup.name, False, reason)

@@ -280,3 +280,11 @@ def test_every_key_says_what_it_is():
             section = field.annotation
         assert field.description, key
         assert field.description.endswith("."), key
+
+
+def test_two_batch_sizes_of_a_layer_replace_the_third_below(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("batch: {tokens_per_step: 4096}")
+    batch = load_config(path, ["batch.rows_per_device=4", "batch.accumulate=3"]).batch
+    assert (batch.tokens_per_step, batch.rows_per_device, batch.accumulate) == (None, 4, 3)
+    assert load_config(path, ["batch.rows_per_device=4"]).batch.tokens_per_step == 4096

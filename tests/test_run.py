@@ -78,9 +78,9 @@ def test_tokens_and_epochs_become_whole_steps(settle, tiny_config):
         assert steps == -(-int((epochs or 1.0) * per_epoch) // 128)
 
 
-def test_one_window_too_large_for_the_memory_is_refused_before_training(settle):
+def test_one_row_is_what_there_is_even_where_the_memory_seems_too_small(settle):
     nothing = Machine("a CPU", 2, 1e-3, (), "3.11")
-    assert settle(machine=nothing, batch__tokens_per_step=16).batch.rows_per_device == 1, "one row is what there is; it is tried"
+    assert settle(machine=nothing, batch__tokens_per_step=16).batch.rows_per_device == 1
 
 
 def test_little_memory_means_a_smaller_micro_batch(settle):
@@ -102,6 +102,12 @@ def test_another_number_of_processes_cuts_the_same_step(settle):
     assert (two.batch.tokens_per_step, two.batch.rows_per_device, two.batch.accumulate, two.parallel.replicate) == (256, 4, 2, 2)
     with pytest.raises(ConfigError, match="cannot be shared by 3 processes"):
         for_world_size(config, 3)
+
+
+def test_more_processes_than_the_micro_batch_allows_take_smaller_ones(settle):
+    config = settle(batch__tokens_per_step=128, batch__rows_per_device=8)
+    two = for_world_size(config, 2)
+    assert (two.batch.tokens_per_step, two.batch.rows_per_device, two.batch.accumulate) == (128, 4, 1)
 
 
 def test_a_gpu_machine_on_the_cpu_does_not_choose_gpu_speedups(settle):

@@ -30,7 +30,7 @@ def test_the_table_of_auto_names_only_speedups_and_devices_that_exist():
     for row in auto_table().values():
         assert set(row) <= {"cpu", "cuda"}
         for entry in row.values():
-            assert set(entry) <= {"on", "from_minutes", "because"}
+            assert set(entry) <= {"on", "from_minutes", "because", "unless"}
 
 
 def test_none_is_the_baseline():
@@ -67,7 +67,8 @@ def test_what_cannot_run_is_off_under_auto_and_refused_when_named():
 
 
 def test_a_gpu_without_bfloat16_is_told_so():
-    assert "bf16" not in on("auto", TURING, device="cuda")
+    assert on("auto", TURING, device="cuda") & {"bf16", "fp16"} == {"fp16"}, "float16 is the next best"
+    assert on("auto", HOPPER, device="cuda") & {"bf16", "fp16"} == {"bf16"}
     with pytest.raises(HardwareError, match=r"bfloat16 needs compute capability 8\.0"):
         on("bf16", TURING, device="cuda")
 

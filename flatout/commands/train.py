@@ -103,7 +103,9 @@ def sample_text(run: Run) -> str:
 
     core: Any = run.core
     prompt = run.config.train.sample_prompt
-    pieces = sample(core, run.dataset.tokenizer, prompt, temperature=0.8, top_k=200, seed=run.step, max_tokens=SAMPLE_TOKENS)
+    pieces = sample(
+        core, run.dataset.tokenizer, prompt, temperature=0.8, top_k=200, seed=run.step, max_tokens=SAMPLE_TOKENS, window=run.config.data.seq_len
+    )
     return prompt + "".join(pieces)
 
 

@@ -52,6 +52,8 @@ def connect(device: str) -> Ranks:
     Raises: ConfigError when several processes are to share one GPU, or the environment is incomplete.
     """
     ranks = stated_ranks()
+    if ranks.world_size == 1 and ":" in device:
+        torch.cuda.set_device(device)  # events and streams of libraries go to the current device
     if ranks.world_size == 1 or dist.is_initialized():
         return ranks
     if device == "cpu":

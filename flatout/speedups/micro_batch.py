@@ -7,7 +7,7 @@ from flatout.hardware import Machine
 from flatout.recipe import MicroBatchPlan, Promise, Speedup, lazy
 
 ENOUGH_TOKENS = {"cuda": 65_536, "cpu": 2_048}
-"""Tokens a micro-batch beyond which nothing was gained: on a GPU the kernels are full, on a CPU the caches are."""
+"""Tokens of a micro-batch that suffice: on a CPU the caches are full beyond (LOG.md); on a GPU the kernels are, not measured yet."""
 USED_MEMORY = 0.8
 """Share of the device's memory that the estimate may fill."""
 

@@ -27,9 +27,10 @@ class DelayedReadback:
         copied = None
         if stacked.is_cuda:
             host = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=True)
+            device = stacked.device
             stacked = host.copy_(stacked, non_blocking=True)
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            copied.record()
+            copied.record(torch.cuda.current_stream(device))
         self._pending.append((step, list(values), stacked, copied))
 
     def ready(self, *, flush: bool = False) -> list[tuple[int, dict[str, float]]]:

@@ -7,6 +7,6 @@ from flatout.recipe import Promise, Speedup, lazy
 SPEEDUP = Speedup(
     name="prefetch",
     fills={"feed": lazy("flatout.data.loader:PrefetchFeed")},
-    saves="time: the next step's windows are ready, and on a GPU already copied from pinned memory, when the step begins",
+    saves="time: the next steps' windows are read while the device works, and go to a GPU from pinned memory without waiting",
     promise=Promise.exact(),
 )

@@ -36,6 +36,10 @@ class Evaluation:
         """exp(loss)."""
         return math.exp(min(self.loss, 700.0))
 
+    def bits_per_byte(self, text_bytes: int) -> float | None:
+        """Return the loss as bits a byte of the split's text, which compares between tokenizers; None unless the whole split was scored."""
+        return self.loss * self.tokens / math.log(2) / text_bytes if self.whole and text_bytes else None
+
 
 @dataclass(frozen=True)
 class Judge:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
-from flatout.errors import RunFailed
 from flatout.hardware import fingerprint
 from flatout.progress import SILENT, Progress
 from flatout.run import Run
 from flatout.training.checkpoint import prune, save
 from flatout.training.evaluation import Evaluation, evaluate
-from flatout.training.metrics import Log
+from flatout.training.metrics import Log, diverged
 from flatout.training.step import train_step
 
 DEFAULT_MINUTES_BETWEEN_SAVES = 10.0
@@ -68,10 +68,7 @@ def take_evaluation(run: Run, log: Log, *, max_tokens: int | None, progress: Pro
     evaluation = evaluate(run, max_tokens=max_tokens, progress=progress)
     log.evaluation(evaluation)
     if not math.isfinite(evaluation.loss):
-        raise RunFailed(
-            f"The validation loss is {evaluation.loss} at step {run.step}: training has diverged.",
-            fix="Lower optim.lr, or raise schedule.warmup. Earlier checkpoints are untouched.",
-        )
+        raise diverged("validation loss", evaluation.loss, run.step)
     comparable = max_tokens == eval_tokens(run) or not run.config.train.eval_every
     if comparable and (run.best_val_loss is None or evaluation.loss < run.best_val_loss):
         run.best_val_loss, run.best_step = evaluation.loss, run.step
@@ -86,12 +83,22 @@ def draw_sample(run: Run, log: Log, sample: Callable[[Run], str] | None) -> None
 
 
 def write_checkpoint(run: Run, log: Log, *, progress: Progress = SILENT) -> None:
-    """Save the run's state, drop the checkpoints that are no longer kept, and say so."""
+    """Save the run's state, drop the checkpoints that are no longer kept, and say so.
+
+    Raises: RunFailed, before anything is written, when the last step's figures are not numbers: the weights are lost.
+    """
+    log.require_finite()
     log.keep_clock()
-    path = save(run, environment=fingerprint(str(run.mesh.device)), progress=progress)
+    path = save(run, environment=environment_of(run), progress=progress)
     if run.mesh.is_main:
         prune(run.folder, run.config.checkpoint.keep, run.best_step)
     log.event("save", path=str(path))
+
+
+def environment_of(run: Run) -> dict[str, Any]:
+    """Return what bit-exact resuming depends on; where it differs, that is said."""
+    manifest = run.dataset.manifest.model_dump_json(include={"vocab_size", "dtype", "splits"})
+    return {**fingerprint(str(run.mesh.device)), "data": hashlib.sha256(manifest.encode()).hexdigest()[:16]}
 
 
 class SaveTimes:
@@ -108,7 +115,7 @@ class SaveTimes:
 
     def due(self, run: Run) -> bool:
         """Say whether the state is saved after this step; the last step is saved in its own place."""
-        if run.step >= run.last_step:
+        if run.step >= run.last_step or run.best_step == run.step:  # the best is saved when it is found
             return False
         if self._steps:
             return run.step % self._steps == 0

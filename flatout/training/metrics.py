@@ -7,6 +7,7 @@ evaluation, samples and saves is measured apart, so that tokens/s means training
 from __future__ import annotations
 
 import json
+import math
 import resource
 import statistics
 import time
@@ -18,6 +19,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
+from flatout.errors import RunFailed
+from flatout.training.files import write_text
+from flatout.training.folder import append_event
 from flatout.training.observers import Observer
 
 if TYPE_CHECKING:
@@ -62,6 +66,7 @@ class Log:
         self.first_step = run.step
         """The step this process began at."""
         self._flops_per_token = float(run.core.flops_per_token(run.config.data.seq_len).causal_exact)
+        self._last: StepResult | None = None
         self.steady: list[float] = []
         """Training tokens/s of every window but the first, which holds the warm-up."""
         self.curve: list[tuple[int, float]] = []
@@ -78,6 +83,9 @@ class Log:
         run, window = self._run, self._window
         window.steps += 1
         window.wait_ms += batch.wait_ms
+        self._last = result
+        if result.skipped:
+            self.event("skip", reason="float16 overflowed: the loss scale is halved, the weights stay")
         due = run.step % run.config.log.every == 0 or run.step == run.last_step
         figures = {"train/loss": result.loss, "train/grad_norm": result.grad_norm}
         run.readback.push(run.step, figures, due=due)
@@ -96,18 +104,32 @@ class Log:
         """Append a line to events.jsonl and tell the observers."""
         if not self._run.mesh.is_main:
             return
-        event = {"event": kind, "step": self._run.step, "wall_s": round(self.wall_s, 3), "time": time.time(), **fields}
-        with (self._run.folder / "events.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(event) + "\n")
+        event = append_event(self._run.folder, kind, **{"step": self._run.step, "wall_s": round(self.wall_s, 3), **fields})
         for observer in self._observers:
             observer.on_event(event)
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Keep what is done inside out of the training clock."""
+        """Keep what is done inside out of the training clock; steps that are still queued on a GPU belong to training."""
+        if self._run.mesh.device.type == "cuda":
+            torch.cuda.synchronize(self._run.mesh.device)
         begun_s = time.perf_counter()
         yield
         self._window.aside_s += time.perf_counter() - begun_s
+
+    def require_finite(self) -> None:
+        """Do nothing when the last step's loss and gradient were numbers; waits for the step.
+
+        Raises: RunFailed when they were not.
+        """
+        if self._last is None:
+            return
+        figures = (
+            {"training loss": self._last.loss} if self._run.scaler else {"training loss": self._last.loss, "gradient norm": self._last.grad_norm}
+        )
+        for name, figure in figures.items():
+            if not math.isfinite(value := float(figure)):
+                raise diverged(name, value, self._run.step)
 
     def keep_clock(self) -> None:
         """Bring `run.elapsed_s` up to now, as a checkpoint needs it."""
@@ -149,7 +171,7 @@ class Log:
         path = self._run.folder / "metrics.jsonl"
         if path.exists():
             kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= self._run.step]
-            path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+            write_text(path, "".join(line + "\n" for line in kept))
         return path.open("a", encoding="utf-8")
 
     def _position(self) -> dict[str, float]:
@@ -177,7 +199,8 @@ class Log:
         mfu = self.mfu(tokens_per_s)
         if mfu is not None:
             figures["perf/mfu"] = mfu
-        figures |= memory_gib(run.mesh.device) | gpu_figures(run.mesh.device)
+        if run.mesh.is_main:
+            figures |= memory_gib(run.mesh.device) | gpu_figures(run.mesh.device)
         self._window = Window(now_s)
         return figures
 
@@ -200,8 +223,11 @@ class Log:
             record = self._waiting.pop(step) | figures
             self.curve.append((step, figures["train/loss"]))
             self._write(record)
+            if not math.isfinite(figures["train/loss"]):
+                raise diverged("training loss", figures["train/loss"], step)
 
     def _write(self, record: dict[str, float]) -> None:
+        record = {name: value for name, value in record.items() if math.isfinite(value)}  # JSON has no infinity
         if not self._metrics:
             return
         self._metrics.write(json.dumps(record) + "\n")
@@ -212,6 +238,14 @@ class Log:
                     self._board.add_scalar(name, value, int(record["step"]))
         for observer in self._observers:
             observer.on_record(record)
+
+
+def diverged(what: str, value: float, step: int) -> RunFailed:
+    """Return the error for a run whose figures are no longer numbers. Every rank has the same figures, so every rank raises it."""
+    return RunFailed(
+        f"The {what} is {value} at step {step}: training has diverged.",
+        fix="Lower optim.lr or raise schedule.warmup, and start another run with --run DIR; the checkpoints saved before are from before.",
+    )
 
 
 def memory_gib(device: torch.device) -> dict[str, float]:

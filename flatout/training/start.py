@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import shutil
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,19 +15,21 @@ import torch
 from flatout.config import RunConfig
 from flatout.data.manifest import TOKENIZER
 from flatout.data.shards import Dataset
-from flatout.errors import ConfigError, RunFailed, Stopped
-from flatout.hardware import Machine, Peak, fingerprint, peak_tflops, pick_device, probe
+from flatout.errors import CheckpointError, ConfigError, FlatoutError, RunFailed, Stopped
+from flatout.hardware import Machine, pick_device, probe
 from flatout.parallel.mesh import make_mesh
 from flatout.parallel.rendezvous import Ranks, connect, disconnect
 from flatout.progress import SILENT, Progress
 from flatout.run import Run, build, for_world_size, resolve
 from flatout.selection import Decision, settled
 from flatout.training import catalog, folder
-from flatout.training.checkpoint import load, weights_sha256
-from flatout.training.evaluation import Evaluation
-from flatout.training.loop import draw_sample, eval_tokens, fit, take_evaluation, write_checkpoint
+from flatout.training.checkpoint import load
+from flatout.training.files import sha256
+from flatout.training.finish import finish
+from flatout.training.loop import environment_of, fit, write_checkpoint
 from flatout.training.metrics import Log
 from flatout.training.observers import Observer
+from flatout.training.out_of_memory import out_of_memory
 from flatout.training.signals import StopRequests
 from flatout.training.warmup import warm_up
 
@@ -58,26 +60,41 @@ def run_training(
 ) -> dict[str, Any]:
     """Train the run that `asked` describes in the folder `place`, from its newest checkpoint if it has one; return its summary.
 
-    Raises: Stopped when a signal ended it after a save; UsageError before anything was changed.
+    Raises: Stopped when a signal ended it after a save; UsageError before anything was changed; RunFailed.
     """
     machine = probe()
-    device, reason = pick_device(asked.train.device, machine)
-    ranks = connect(device)
+    device = pick_device(asked.train.device, machine)
+    ranks = connect(device[0])
     with ExitStack() as stack:
         stack.callback(disconnect)
         if ranks.rank == 0:
             stack.enter_context(folder.locked(place, progress=progress))
         dataset = open_dataset(asked)
-        plan = agree(ranks, lambda: settle(asked, place, resume, machine, ranks, (device, reason), dataset, progress))
+        plan = agree(ranks, lambda: settle(asked, place, resume, machine, ranks, device, dataset, progress))
         if plan.finished is not None:
             return plan.finished
-        mesh = make_mesh(plan.config.parallel, device)
-        if mesh.is_main:
-            folder.clear_exit_code(place)
-        with progress.task("Building the model"):
-            run = build(plan.config, machine=machine, mesh=mesh, dataset=dataset, folder=place, decisions=plan.decisions)
-        stack.callback(run.feed.close)
-        return carry_out(run, plan, observers, sample, progress)
+        with exit_code_kept(place) if ranks.rank == 0 else nullcontext():
+            mesh = make_mesh(plan.config.parallel, device[0])
+            with progress.task("Building the model"):
+                run = build(plan.config, machine=machine, mesh=mesh, dataset=dataset, folder=place, decisions=plan.decisions)
+            stack.callback(run.feed.close)
+            try:
+                return carry_out(run, plan, observers, sample, progress)
+            except torch.OutOfMemoryError as error:
+                raise out_of_memory(run) from error
+
+
+@contextmanager
+def exit_code_kept(place: Path) -> Iterator[None]:
+    """Say in the run folder how the process ended, as schedulers need it; a process that is killed leaves nothing."""
+    folder.clear_exit_code(place)
+    try:
+        yield
+    except BaseException as error:
+        code = error.exit_code if isinstance(error, FlatoutError) else 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+        folder.write_exit_code(place, code)
+        raise
+    folder.write_exit_code(place, 0)
 
 
 def open_dataset(config: RunConfig) -> Dataset:
@@ -126,6 +143,7 @@ def settle(
     checkpoint = folder.resume_from(place, resume, progress=progress)
     summary = folder.read_summary(place)
     if stored is not None:
+        same_tokenizer(place, dataset)
         if summary is not None and checkpoint is not None and catalog.step_of(checkpoint) >= (stored.train.steps or 0):
             return Plan(stored, settled(stored, machine), checkpoint, device[1], finished=summary)
         if device[0].partition(":")[0] != stored.train.device.partition(":")[0]:
@@ -139,11 +157,24 @@ def settle(
     return Plan(config, decisions, checkpoint, device[1])
 
 
+def same_tokenizer(place: Path, dataset: Dataset) -> None:
+    """Do nothing when the data set still has the tokenizer that the run began with.
+
+    Raises: CheckpointError when its ids would mean something else to the model.
+    """
+    kept = place / TOKENIZER
+    if kept.exists() and sha256(kept) != dataset.manifest.tokenizer.digest:
+        raise CheckpointError(
+            f"{dataset.path} was prepared with another tokenizer than {place} was trained with.",
+            fix=f"Prepare the text with --tokenizer {kept}, or start another run with --run DIR.",
+        )
+
+
 def carry_out(run: Run, plan: Plan, observers: Sequence[Observer], sample: Callable[[Run], str] | None, progress: Progress) -> dict[str, Any]:
     """Train a run that is built, from where its checkpoint left it, to its summary."""
     differences: list[str] = []
     if plan.checkpoint is not None:
-        differences = load(run, plan.checkpoint, environment=fingerprint(str(run.mesh.device)), progress=progress)
+        differences = load(run, plan.checkpoint, environment=environment_of(run), progress=progress)
         run.resumed_from = str(plan.checkpoint)
     parameters = sum(p.numel() for p in run.core.parameters())
     if run.mesh.is_main:
@@ -156,6 +187,7 @@ def carry_out(run: Run, plan: Plan, observers: Sequence[Observer], sample: Calla
             log.event("difference", text=difference)
             progress.say(difference)
         log.start()
+        getattr(run.feed, "prime", lambda _: None)(run.last_step - run.step)
         warm_up(run, log, progress=progress)
         fit(run, log, stop, sample=sample, progress=progress)
         if run.step < run.last_step:
@@ -173,7 +205,7 @@ def _facts(run: Run, plan: Plan) -> dict[str, Any]:
         "world_size": run.mesh.world_size,
         "peak_tflops": run.peak.tflops if run.peak else None,
         "peak_source": run.peak.source if run.peak else None,
-        "environment": fingerprint(str(run.mesh.device)),
+        "environment": environment_of(run),
     }
 
 
@@ -182,74 +214,4 @@ def _stop(run: Run, log: Log, progress: Progress) -> None:
     write_checkpoint(run, log, progress=progress)
     log.event("stop")
     log.close()
-    if run.mesh.is_main:
-        folder.write_exit_code(run.folder, Stopped.exit_code)
     raise Stopped(f"Stopped at step {run.step} of {run.last_step}, and saved.", fix="Run the same command again to go on.")
-
-
-def finish(run: Run, log: Log, sample: Callable[[Run], str] | None, progress: Progress) -> dict[str, Any]:
-    """Evaluate on the whole validation split, save, sample, and write the summary."""
-    with log.aside():
-        evaluation = last_evaluation(run, log, progress)
-        if run.best_step != run.step:  # the best is saved when it is found
-            write_checkpoint(run, log, progress=progress)
-        draw_sample(run, log, sample)
-    log.close()
-    log.keep_clock()
-    wall_s = log.wall_s
-    run.peak = best_peak(run)
-    steady = log.steady_tokens_per_s()
-    mfu = log.mfu(steady) if steady else None
-    val_loss = evaluation.loss if evaluation else None
-    tokens_here = sum_of_tokens(run, log)
-    summary = {
-        "run": str(run.folder),
-        "steps": run.step,
-        "tokens": run.tokens,
-        "train_loss": log.curve[-1][1] if log.curve else None,
-        "val_loss": val_loss,
-        "best_val_loss": run.best_val_loss,
-        "bits_per_byte": bits_per_byte(val_loss, run.dataset) if val_loss is not None else None,
-        "tokens_per_s": steady,
-        "wall_tokens_per_s": tokens_here / wall_s if tokens_here else None,
-        "mfu": mfu,
-        "mfu_of": run.peak.source if run.peak and mfu else "unknown: no data sheet, or a machine too busy to measure its own roof",
-        "peak_gib": log.peak_gib(),
-        "wall_s": wall_s,
-        "elapsed_s": run.elapsed_s,
-        "resumed_from": run.resumed_from,
-        "weights_sha256": weights_sha256(catalog.checkpoint_path(run.folder, run.step)),
-    }
-    if run.mesh.is_main:
-        log.event("end", **summary)
-        folder.write_summary(run.folder, summary)
-        folder.write_exit_code(run.folder, 0)
-    return summary
-
-
-def last_evaluation(run: Run, log: Log, progress: Progress) -> Evaluation | None:
-    """Score the whole validation split, if there is one; where the run scored a part of it, that part first, for the best checkpoint."""
-    if run.dataset.split("val").num_tokens < 2:
-        return None
-    if eval_tokens(run) is not None and run.config.train.eval_every:
-        take_evaluation(run, log, max_tokens=eval_tokens(run), progress=progress)
-    return take_evaluation(run, log, max_tokens=None, progress=progress)
-
-
-def best_peak(run: Run) -> Peak | None:
-    """Return the run's peak; one that was measured is measured again, and the better counts: a busy machine looks slow."""
-    if run.peak is None or not run.peak.source.startswith("measured"):
-        return run.peak
-    again = peak_tflops(run.machine, str(run.mesh.device), run.arithmetic)
-    return max(run.peak, again or run.peak, key=lambda peak: peak.tflops)
-
-
-def sum_of_tokens(run: Run, log: Log) -> int:
-    """Return the tokens trained on by this process."""
-    return (run.step - log.first_step) * run.tokens_per_step
-
-
-def bits_per_byte(val_loss: float, dataset: Dataset) -> float:
-    """Return a loss in nats a token as bits a byte of validation text, which does not depend on the tokenizer."""
-    split = dataset.split("val")
-    return val_loss * (split.num_tokens - 1) / math.log(2) / split.text_bytes

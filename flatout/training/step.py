@@ -29,7 +29,9 @@ class StepResult:
     num_valid: Tensor
     """Targets that counted."""
     learning_rate: float
-    """Learning rate of the first parameter group."""
+    """Peak learning rate times the schedule's factor."""
+    skipped: bool = False
+    """Whether float16 overflowed, and nothing was updated."""
 
 
 def train_step(run: Run, batch: StepBatch) -> StepResult:
@@ -60,7 +62,7 @@ def train_step(run: Run, batch: StepBatch) -> StepResult:
         run.scaler.update(finite)
     for optimizer in run.optimizers:
         optimizer.zero_grad(set_to_none=True)
-    return StepResult(loss_sum / num_valid.clamp(min=1), grad_norm, num_valid, factor_of_peak * run.config.optim.lr)
+    return StepResult(loss_sum / num_valid.clamp(min=1), grad_norm, num_valid, factor_of_peak * run.config.optim.lr, skipped=not finite)
 
 
 def set_learning_rate(run: Run) -> float:

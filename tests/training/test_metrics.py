@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 from flatout.hardware import Peak
 from flatout.speedups.no_sync_logging import DelayedReadback
 from flatout.training.metrics import Log, Window
+from flatout.training.step import StepResult
 
 
 def test_figures_are_read_one_step_late_and_in_order():
@@ -38,24 +38,46 @@ def test_time_spent_aside_is_not_training_time():
     assert window.train_s(15.0) == 2.0
 
 
-def step(log, run, wait_ms=0.0):
+class Clock:
+    """A clock that goes only when it is told to."""
+
+    now = 100.0
+
+    def perf_counter(self):
+        return self.now
+
+    def time(self):
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr("flatout.training.metrics.time", clock)
+    return clock
+
+
+def step(log, run):
     run.step += 1
-    log.step(SimpleNamespace(wait_ms=wait_ms), SimpleNamespace(loss=torch.tensor(1.0), grad_norm=torch.tensor(1.0), learning_rate=0.1))
+    log.step(SimpleNamespace(wait_ms=5.0), StepResult(torch.tensor(1.0), torch.tensor(1.0), torch.tensor(128.0), 0.1))
 
 
-def test_evaluation_does_not_slow_the_tokens_per_second(build_run, tiny_config, tmp_path):
+def test_evaluation_does_not_slow_the_tokens_per_second(build_run, tiny_config, tmp_path, clock):
     (tmp_path / "run").mkdir()
     run = build_run(tiny_config(train__steps=3))
     with Log(run) as log:
+        clock.now += 9.0
         step(log, run)
         with log.aside():
-            time.sleep(0.4)
+            clock.now += 40.0
+        clock.now += 2.0
         step(log, run)
+        clock.now += 4.0
         step(log, run)
         log.close()
-    assert len(log.steady) == 2
-    assert log.steady[0] > 128 / 0.3, "the 0.4 s aside counts nowhere"
-    assert log.wall_s > 0.4
+    assert log.first_window == pytest.approx(128 / 9)
+    assert log.steady == [pytest.approx(128 / 2), pytest.approx(128 / 4)]
+    assert log.wall_s == pytest.approx(55.0)
 
 
 def test_the_share_of_the_peak_is_unknown_rather_than_above_one(build_run, tiny_config, tmp_path):

@@ -8,10 +8,13 @@ import shutil
 import signal
 
 import pytest
+import torch
 
 from flatout.config import load_config
 from flatout.errors import CheckpointError, ConfigError, DataError, RunFailed, Stopped
 from flatout.generate import load_run, sample
+from flatout.training import catalog
+from flatout.training.checkpoint import read_weights
 from flatout.training.folder import read_exit_code, read_summary
 from flatout.training.observers import Quiet
 from flatout.training.start import run_training
@@ -190,11 +193,73 @@ def test_two_runs_of_one_configuration_are_equal_in_every_bit(tiny_config, tmp_p
     assert run_training(tiny_config(model__dropout=0.2, train__seed=1), tmp_path / "c")["weights_sha256"] != first["weights_sha256"]
 
 
-def test_a_run_that_diverges_says_so_and_keeps_its_checkpoints(tiny_config, tmp_path):
-    config = tiny_config(optim__lr=1e30, optim__clip=0.0, train__steps=5, schedule__warmup=0, schedule__kind="constant", checkpoint__every_steps=1)
-    with pytest.raises(RunFailed, match="diverged"):
+def test_a_run_that_diverges_ends_at_once_and_leaves_only_whole_weights(tiny_config, tmp_path):
+    config = tiny_config(optim__lr=1e30, optim__clip=0.0, train__steps=40, schedule__warmup=0, schedule__kind="constant", checkpoint__every_steps=1)
+    with pytest.raises(RunFailed, match="training has diverged") as failed:
         run_training(config, tmp_path / "run")
-    assert (tmp_path / "run" / "checkpoints").is_dir()
+    assert read_exit_code(tmp_path / "run") == failed.value.exit_code == 1
+    assert 1 <= len(records(tmp_path / "run")) < 10, "the first figure that is no number ends it"
+    assert "NaN" not in (tmp_path / "run" / "metrics.jsonl").read_text()
+    for step in catalog.steps(tmp_path / "run"):
+        weights = read_weights(catalog.checkpoint_path(tmp_path / "run", step))
+        assert step <= 2
+        assert all(torch.isfinite(tensor).all() for tensor in weights.values())
+
+
+def test_out_of_memory_says_what_was_needed_and_what_fits(tiny_config, tmp_path, monkeypatch):
+    def fail(run, batch):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("flatout.training.loop.train_step", fail)
+    with pytest.raises(RunFailed, match=r"Out of memory at step 0: this run needs about .* GiB with 4 rows .* batch\.rows_per_device=3"):
+        run_training(tiny_config(), tmp_path / "run")
+    assert read_exit_code(tmp_path / "run") == 1
+
+
+def test_an_interrupt_that_saves_nothing_leaves_its_exit_code(tiny_config, tmp_path):
+    class Interrupt(Quiet):
+        def on_tick(self, step, last_step):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_training(tiny_config(), tmp_path / "run", observers=[Interrupt()])
+    assert read_exit_code(tmp_path / "run") == 130
+
+
+def test_the_last_steps_are_saved_before_the_last_evaluation(tiny_config, tmp_path, monkeypatch):
+    class Killed(Exception):
+        pass
+
+    def killed(*_, **__):
+        raise Killed
+
+    monkeypatch.setattr("flatout.training.loop.evaluate", killed)
+    with pytest.raises(Killed):
+        run_training(tiny_config(), tmp_path / "run")
+    assert (tmp_path / "run" / "checkpoints" / "step-6").is_dir()
+    monkeypatch.undo()
+    assert run_training(tiny_config(), tmp_path / "run")["val_loss"] > 0
+
+
+def test_a_finished_run_can_be_copied_into_another_folder(tiny_config, tmp_path):
+    first = run_training(tiny_config(train__eval_every=2), tmp_path / "first")
+    second = run_training(tiny_config(train__eval_every=2), tmp_path / "second", resume=str(tmp_path / "first"))
+    assert second["weights_sha256"] == first["weights_sha256"]
+    assert second["val_loss"] == first["val_loss"]
+
+
+def test_data_that_changed_meanwhile_is_said_and_another_tokenizer_refused(tiny_config, tmp_path, write_tiny):
+    data = write_tiny(tmp_path / "data")
+    config = tiny_config(data__path=str(data))
+    with pytest.raises(Stopped):
+        run_training(config, tmp_path / "run", observers=[StopAt(3)])
+    shutil.rmtree(data)
+    write_tiny(data, num_documents=48)
+    run_training(config, tmp_path / "run")
+    assert any("data" in e["text"] for e in events(tmp_path / "run", "difference"))
+    (tmp_path / "run" / "tokenizer.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="another tokenizer"):
+        run_training(config, tmp_path / "run")
 
 
 def test_no_data_path_says_what_to_do(tiny_config, tmp_path):

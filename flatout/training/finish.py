@@ -1,0 +1,76 @@
+"""The end of a run: the last state saved, the whole validation split scored, a sample, the summary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from flatout.hardware import Peak, peak_tflops
+from flatout.progress import SILENT, Progress
+from flatout.run import Run
+from flatout.training import catalog, folder
+from flatout.training.checkpoint import weights_sha256
+from flatout.training.evaluation import Evaluation
+from flatout.training.loop import draw_sample, eval_tokens, take_evaluation, write_checkpoint
+from flatout.training.metrics import Log
+
+
+def finish(run: Run, log: Log, sample: Callable[[Run], str] | None, progress: Progress = SILENT) -> dict[str, Any]:
+    """Save, evaluate on the whole validation split, sample, write the summary and return it. Every rank calls it."""
+    with log.aside():
+        if not catalog.checkpoint_path(run.folder, run.step).is_dir():
+            write_checkpoint(run, log, progress=progress)  # first: a signal during the evaluation must not cost the last steps
+        evaluation = last_evaluation(run, log, progress)
+        draw_sample(run, log, sample)
+    log.close()
+    log.keep_clock()
+    summary = summarise(run, log, evaluation)
+    if run.mesh.is_main:
+        log.event("end", **summary)
+        folder.write_summary(run.folder, summary)
+    return summary
+
+
+def last_evaluation(run: Run, log: Log, progress: Progress) -> Evaluation | None:
+    """Score the whole validation split, if there is one; where the run scored a part of it, that part first, for the best checkpoint."""
+    if run.dataset.split("val").num_tokens < 2:
+        return None
+    if eval_tokens(run) is not None and run.config.train.eval_every:
+        take_evaluation(run, log, max_tokens=eval_tokens(run), progress=progress)
+    return take_evaluation(run, log, max_tokens=None, progress=progress)
+
+
+def summarise(run: Run, log: Log, evaluation: Evaluation | None) -> dict[str, Any]:
+    """Return what the run came to: all of it measured, what was not is None."""
+    wall_s = log.wall_s
+    run.peak = best_peak(run)
+    steady = log.steady_tokens_per_s()
+    mfu = log.mfu(steady) if steady else None
+    tokens_here = (run.step - log.first_step) * run.tokens_per_step
+    digest = weights_sha256(catalog.checkpoint_path(run.folder, run.step)) if run.mesh.is_main else ""
+    return {
+        "run": str(run.folder),
+        "steps": run.step,
+        "tokens": run.tokens,
+        "train_loss": log.curve[-1][1] if log.curve else None,
+        "val_loss": evaluation.loss if evaluation else None,
+        "best_val_loss": run.best_val_loss,
+        "bits_per_byte": evaluation.bits_per_byte(run.dataset.split("val").text_bytes) if evaluation else None,
+        "tokens_per_s": steady,
+        "wall_tokens_per_s": tokens_here / wall_s if tokens_here else None,
+        "mfu": mfu,
+        "mfu_of": run.peak.source if run.peak and mfu else "unknown: no data sheet, or a machine too busy to measure its own roof",
+        "peak_gib": log.peak_gib(),
+        "wall_s": wall_s,
+        "elapsed_s": run.elapsed_s,
+        "resumed_from": run.resumed_from,
+        "weights_sha256": run.mesh.broadcast_object(digest),
+    }
+
+
+def best_peak(run: Run) -> Peak | None:
+    """Return the run's peak; one that was measured is measured again, and the better counts: a busy machine looks slow."""
+    if run.peak is None or not run.peak.source.startswith("measured"):
+        return run.peak
+    again = peak_tflops(run.machine, str(run.mesh.device), run.arithmetic)
+    return max(run.peak, again or run.peak, key=lambda peak: peak.tflops)
