@@ -34,6 +34,8 @@ MOST_EPOCHS = 15
 LEAST_STEPS = 20
 USED_SHARE = 0.95
 """Share of the time that steps and evaluations may take; the rest is for saves and samples."""
+SAMPLES = 3
+"""Times a demo shows what the model writes, the last at the end."""
 EVALUATIONS = 5
 FORWARD_SHARE = 0.4
 """Part of a training step's time that evaluating as many tokens takes, about."""
@@ -187,9 +189,8 @@ def with_length(config: RunConfig, dataset: Dataset, step_s: float, minutes: flo
     by_time = int((USED_SHARE * minutes * 60 - EVALUATIONS * evaluation_s) / step_s)
     by_text = MOST_EPOCHS * dataset.split("train").num_tokens // tokens_per_step
     steps = max(min(by_time, by_text), LEAST_STEPS)
-    return config.with_values(
-        {"train.steps": steps, "train.eval_every": math.ceil(steps / EVALUATIONS), "log.every": max(min(config.log.every, steps // 20), 1)}
-    )
+    rhythm = {"train.eval_every": math.ceil(steps / EVALUATIONS), "train.sample_every": math.ceil(steps / SAMPLES)}
+    return config.with_values({"train.steps": steps, "log.every": max(min(config.log.every, steps // 20), 1), **rhythm})
 
 
 def seconds_per_step(config: RunConfig, dataset: Dataset, machine: Machine) -> float:
