@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import secrets
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,12 @@ def steps(run_folder: Path) -> list[int]:
     return sorted(int(match[1]) for path in folder.iterdir() if (match := _STEP.fullmatch(path.name)) and path.is_dir())
 
 
+def has_saved(run_folder: Path) -> bool:
+    """Say whether the run has ever saved, as far as its folder shows: checkpoints whole or not, set aside, or being replaced."""
+    folder = checkpoints_folder(run_folder)
+    return bool(steps(run_folder)) or any(True for kind in ("tmp-old", "aside") for _ in folder.glob(f"step-*.{kind}-*"))
+
+
 def checkpoint_path(run_folder: Path, step: int) -> Path:
     """Return the folder of the checkpoint of `step`, whether it exists or not."""
     return checkpoints_folder(run_folder) / f"step-{step}"
@@ -140,13 +147,21 @@ def verify(checkpoint: Path, *, only: str = "", progress: Progress = SILENT) -> 
     return problems
 
 
-def check_file(path: Path, facts: dict[str, Any]) -> str | None:
-    """Return what is wrong with one file of a checkpoint, by its line in the manifest, or None."""
+def check_size(path: Path, facts: dict[str, Any]) -> str | None:
+    """Return what is wrong with one file of a checkpoint as far as its size tells, or None."""
     if not path.is_file():
         return f"{path} is missing."
     size = path.stat().st_size
     if size != facts["bytes"]:
         return f"{path} has {size} bytes; the manifest says {facts['bytes']}."
+    return None
+
+
+def check_file(path: Path, facts: dict[str, Any]) -> str | None:
+    """Return what is wrong with one file of a checkpoint, by its line in the manifest, or None."""
+    problem = check_size(path, facts)
+    if problem is not None:
+        return problem
     if sha256(path) != facts["sha256"]:
         return f"{path} is damaged: its content does not match the manifest's SHA-256."
     return None
@@ -162,13 +177,14 @@ def require_whole(checkpoint: Path, *, progress: Progress = SILENT) -> None:
         raise CheckpointError(problems[0], fix=f"Use another checkpoint than {checkpoint}, or restore that file from a copy.")
 
 
-def latest(run_folder: Path, *, progress: Progress = SILENT) -> Path | None:
+def latest(run_folder: Path, *, but: Collection[int] = (), progress: Progress = SILENT) -> Path | None:
     """Return the newest whole checkpoint, or None when there is no checkpoint at all. One that is not whole is passed over aloud.
 
+    The steps of `but` do not count.
     Raises: CheckpointError when there are checkpoints and none is whole: starting over must be a decision.
     """
     problems: list[str] = []
-    for step in reversed(steps(run_folder)):
+    for step in sorted({*steps(run_folder)} - {*but}, reverse=True):
         path = checkpoint_path(run_folder, step)
         found = verify(path, progress=progress)
         if not found:

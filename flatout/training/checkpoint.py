@@ -62,15 +62,27 @@ def save(run: Run, *, environment: Mapping[str, Any] | None = None, progress: Pr
     return final
 
 
-def load(run: Run, checkpoint: Path, *, environment: Mapping[str, Any] | None = None, progress: Progress = SILENT) -> list[str]:
+Check = Callable[[Path, dict[str, Any]], str | None]
+"""Says what is wrong with a file, given its line in the manifest: `catalog.check_file`, or the quick `catalog.check_size`."""
+
+
+def load(
+    run: Run,
+    checkpoint: Path,
+    *,
+    environment: Mapping[str, Any] | None = None,
+    check: Check = catalog.check_file,
+    progress: Progress = SILENT,
+) -> list[str]:
     """Put a checkpoint's state into a freshly built run, and return the differences that should be said aloud. Every rank calls it.
 
-    Any number of ranks, however sharded, reads what any other wrote; each reads and checks only the files it needs.
+    Any number of ranks, however sharded, reads what any other wrote; each reads and checks only the files it needs. A checkpoint that
+    `folder.resume_from` has just returned was read whole by its checksums: `check=catalog.check_size` spares reading it twice.
     Raises: CheckpointError, before the weights are touched, when a file is missing or damaged, or does not fit this run.
     """
     found: list[Any] = []
     with progress.task(f"Loading {checkpoint.name}") as task:
-        _together(run, lambda: found.extend(_open(run, checkpoint, task)), "cannot read")
+        _together(run, lambda: found.extend(_open(run, checkpoint, check, task)), "cannot read")
         index, state, parts, targets = found
         slices.fill(targets, index, checkpoint, task)
         for part in parts:
@@ -84,10 +96,10 @@ def read_weights(checkpoint: Path, *, progress: Progress = SILENT) -> dict[str, 
     Shapes: as in the model.
     Raises: CheckpointError when a file is missing or damaged.
     """
-    index, aliases, manifest = _read_index(checkpoint)
+    index, aliases, manifest = _read_index(checkpoint, catalog.check_file)
     targets = {name: slices.empty(entry) for name, entry in index.items() if name.startswith("model/")}
     with progress.task(f"Loading the weights of {checkpoint.name}") as task:
-        _check(checkpoint, manifest, slices.files_needed(targets, index), task)
+        _check(checkpoint, manifest, slices.files_needed(targets, index), catalog.check_file, task)
         slices.fill(targets, index, checkpoint, task)
     weights = targets | {alias: targets[name] for alias, name in aliases.items()}
     return {name.removeprefix("model/"): tensor for name, tensor in weights.items()}
@@ -185,26 +197,26 @@ def _facts(path: Path) -> dict[str, Any]:
     return {"bytes": path.stat().st_size, "sha256": sha256(path)}
 
 
-def _read_index(checkpoint: Path) -> tuple[dict[str, Entry], dict[str, str], dict[str, Any]]:
+def _read_index(checkpoint: Path, check: Check) -> tuple[dict[str, Entry], dict[str, str], dict[str, Any]]:
     manifest = catalog.read_manifest(checkpoint)["files"]
-    _check(checkpoint, manifest, {catalog.INDEX}, None)
+    _check(checkpoint, manifest, {catalog.INDEX}, check, None)
     document = read_json(checkpoint / catalog.INDEX)
     return {name: Entry.from_dict(entry) for name, entry in document["tensors"].items()}, document["aliases"], manifest
 
 
-def _check(checkpoint: Path, manifest: Mapping[str, Any], names: set[str], task: Task | None) -> None:
+def _check(checkpoint: Path, manifest: Mapping[str, Any], names: set[str], check: Check, task: Task | None) -> None:
     for name in sorted(names):
-        problem = catalog.check_file(checkpoint / name, manifest[name]) if name in manifest else f"{checkpoint / name} is not in the manifest."
+        problem = check(checkpoint / name, manifest[name]) if name in manifest else f"{checkpoint / name} is not in the manifest."
         if problem:
             raise CheckpointError(problem, fix=f"Use another checkpoint than {checkpoint}, or restore that file from a copy.")
         if task:
             task.note(f"{name} is whole")
 
 
-def _open(run: Run, checkpoint: Path, task: Task) -> tuple[dict[str, Entry], dict[str, Any], list[Part], dict[str, Tensor]]:
+def _open(run: Run, checkpoint: Path, check: Check, task: Task) -> tuple[dict[str, Entry], dict[str, Any], list[Part], dict[str, Tensor]]:
     """Check everything this rank will read, and make room for it: index, state, the parts to put back, the tensors to fill."""
-    index, _, manifest = _read_index(checkpoint)
-    _check(checkpoint, manifest, {catalog.STATE}, task)
+    index, _, manifest = _read_index(checkpoint, check)
+    _check(checkpoint, manifest, {catalog.STATE}, check, task)
     state = read_json(checkpoint / catalog.STATE)
     if state["version"] > VERSION:
         raise CheckpointError(
@@ -221,7 +233,7 @@ def _open(run: Run, checkpoint: Path, task: Task) -> tuple[dict[str, Entry], dic
             wanted = part.targets(run, index, state["values"][part.name])
             slices.check_fits(wanted, index, prefix=part.prefix, source=checkpoint)
             targets |= wanted
-    _check(checkpoint, manifest, slices.files_needed(targets, index), task)
+    _check(checkpoint, manifest, slices.files_needed(targets, index), check, task)
     return index, state, parts, targets
 
 

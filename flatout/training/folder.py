@@ -9,6 +9,7 @@ RUN/
 ├── summary.json    the finished run
 ├── exit_code       how the last process ended, for schedulers: torchrun rewrites exit codes
 ├── checkpoints/    see catalog.py
+├── origin.json    the checkpoint elsewhere from which the run began, with --resume PATH
 ├── owner.json      with checkpoint.dir: the id that marks the folder of its checkpoints as its own
 └── lock            held while a process trains; names its pid and host
 """
@@ -35,7 +36,7 @@ from flatout.documents import read_document
 from flatout.errors import CheckpointError, ConfigError, HardwareError
 from flatout.progress import SILENT, Progress
 from flatout.training import catalog
-from flatout.training.files import append_line, folder_bytes, read_json, read_lines, write_json, write_text
+from flatout.training.files import append_line, folder_bytes, read_json, read_lines, sha256, write_json, write_text
 
 FREE_KEYS = (
     "log.",
@@ -53,6 +54,7 @@ NAMELESS_KEYS = (*FREE_KEYS, "checkpoint.dir")
 """Beginnings of the keys that do not count in a run's name; where its checkpoints lie is settled with the first of them."""
 
 CONFIG, ASKED, EVENTS, SUMMARY, EXIT_CODE, LOCK = "config.yaml", "asked.yaml", "events.jsonl", "summary.json", "exit_code", "lock"
+ORIGIN = "origin.json"
 LOCK_PATIENCE_S = 1.0
 """How long a starting run waits for the lock: `flatout runs` holds it for an instant when it looks."""
 
@@ -89,10 +91,14 @@ def read_config(folder: Path) -> RunConfig | None:
 def stored_config(folder: Path, wanted: RunConfig) -> RunConfig | None:
     """Return the run's stored configuration with the free keys of `wanted` laid over it; None when the folder holds no run.
 
+    A run that has never saved has nothing to go on from: the next start is a new run, with settings of its own.
     Raises: ConfigError naming the keys in which `wanted` contradicts what the run was started with.
     """
     stored = read_config(folder)
     if stored is None:
+        return None
+    catalog.require_own(folder)
+    if not catalog.has_saved(folder) and not (folder / SUMMARY).exists():
         return None
     contradictions = difference(stored, wanted, free=FREE_KEYS)
     if contradictions and (folder / ASKED).exists():
@@ -137,7 +143,8 @@ def resume_from(folder: Path, resume: str = "auto", *, progress: Progress = SILE
     """Return the checkpoint to go on from, or None to begin; leftovers of killed saves are removed. Only under the lock.
 
     `auto` is the newest whole checkpoint of this run, or the beginning when it has none; `never` begins, and refuses a folder
-    in which something lies; anything else is a checkpoint or a run folder to go on from.
+    in which something lies; anything else is a checkpoint or a run folder to go on from. One from elsewhere is written down as this
+    run's origin: the same call again, or `auto`, takes what the run has saved since, and the origin as long as that is nothing.
     Raises: CheckpointError.
     """
     if resume == "never":
@@ -151,9 +158,29 @@ def resume_from(folder: Path, resume: str = "auto", *, progress: Progress = SILE
     catalog.require_own(folder)
     for name in catalog.clean(folder):
         progress.say(f"Removed {name}, left by a save that was killed.")
-    if resume == "auto":
-        return catalog.latest(folder, progress=progress)
-    path = Path(resume)
+    origin = dict(read_json(folder / ORIGIN)) if (folder / ORIGIN).exists() else None
+    path = str(Path(resume).resolve())
+    if resume == "auto" or path == str(folder.resolve()):
+        newest = catalog.latest(folder, but=_steps_before(folder, origin), progress=progress)
+        if newest is None and origin:
+            return _origin(folder, origin, progress)
+        if newest is not None or resume == "auto":
+            return newest
+    if origin and path in (origin["asked"], origin["checkpoint"]):
+        newest = catalog.latest(folder, but=_steps_before(folder, origin), progress=progress)
+        if newest is not None:
+            progress.say(f"Going on from {newest.name} of {folder}, to which this run has come from {origin['checkpoint']}.")
+            return newest
+    checkpoint = _checkpoint_at(Path(resume), progress)
+    if checkpoint.resolve().parent != catalog.checkpoints_folder(folder).resolve():
+        folder.mkdir(parents=True, exist_ok=True)
+        before = {str(step): _mark(folder, step) for step in catalog.steps(folder)}
+        write_json(folder / ORIGIN, {"asked": path, "checkpoint": str(checkpoint.resolve()), "before": before})
+    return checkpoint
+
+
+def _checkpoint_at(path: Path, progress: Progress) -> Path:
+    """Return the whole checkpoint that `path` is, or the newest of the run that it is."""
     if not path.is_dir():
         raise CheckpointError(f"There is no checkpoint {path}.", fix="Name a folder such as RUN/checkpoints/step-100, or a run folder.")
     if (path / CONFIG).exists() or (path / "checkpoints").is_dir():
@@ -163,6 +190,31 @@ def resume_from(folder: Path, resume: str = "auto", *, progress: Progress = SILE
         return newest
     catalog.require_whole(path, progress=progress)
     return path
+
+
+def _origin(folder: Path, origin: Mapping[str, Any], progress: Progress) -> Path:
+    """Return the checkpoint from which a run began that has saved nothing since."""
+    path = Path(origin["checkpoint"])
+    if not path.is_dir():
+        raise CheckpointError(
+            f"{folder} was begun from {path}, which is no longer there, and has saved nothing since.",
+            fix=f"Name another with --resume PATH, or delete {folder / ORIGIN} to begin without one.",
+        )
+    progress.say(f"Going on from {path}, from which this run was begun. To begin without it, delete {folder / ORIGIN}.")
+    catalog.require_whole(path, progress=progress)
+    return path
+
+
+def _steps_before(folder: Path, origin: Mapping[str, Any] | None) -> list[int]:
+    """Return the steps whose checkpoints lay in the folder before the run took up its origin: another course left them."""
+    before = origin["before"] if origin else {}
+    return [step for step in catalog.steps(folder) if str(step) in before and before[str(step)] == _mark(folder, step)]
+
+
+def _mark(folder: Path, step: int) -> str | None:
+    """Return what tells one checkpoint of a step from another: the digest of its manifest."""
+    manifest = catalog.checkpoint_path(folder, step) / catalog.MANIFEST
+    return sha256(manifest) if manifest.exists() else None
 
 
 def append_event(folder: Path, event: str, /, **fields: Any) -> dict[str, Any]:

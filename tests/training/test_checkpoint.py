@@ -9,7 +9,7 @@ from stand_in import Core, build, outcome, train
 
 from flatout.config import RunConfig
 from flatout.errors import CheckpointError, RunFailed
-from flatout.training import checkpoint, files
+from flatout.training import catalog, checkpoint, files
 from flatout.training.catalog import checkpoint_path
 from flatout.training.folder import resume_from, write_config
 
@@ -132,6 +132,20 @@ def test_a_damaged_file_is_refused_by_name_before_anything_changes(tmp_path, nam
         checkpoint.load(again, path)
     assert all(torch.equal(t, before[n]) for n, t in again.core.state_dict().items())
     assert any(name in problem for problem in checkpoint.verify(path))
+
+
+def test_what_was_just_verified_is_not_read_twice_and_its_sizes_are_still_checked(tmp_path, monkeypatch):
+    run, path = saved(tmp_path)
+    unbroken = outcome(run, 2)
+    again = build(tmp_path / "run", seed=5)
+    with monkeypatch.context() as patch:
+        patch.setattr(catalog, "sha256", lambda path: pytest.fail(f"{path} is read once more"))
+        checkpoint.load(again, path, check=catalog.check_size)
+    assert outcome(again, 2) == unbroken
+    file = path / "optimizer-00000.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match="optimizer-00000"):
+        checkpoint.load(again, path, check=catalog.check_size)
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"files": 3}', "[1]"])

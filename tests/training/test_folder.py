@@ -1,5 +1,6 @@
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -84,6 +85,7 @@ def test_the_stored_configuration_comes_back_equal(tmp_path):
 
 def test_a_contradiction_is_refused_and_named(tmp_path):
     folder.write_config(tmp_path, load_config(None, ["train.steps=10", "optim.lr=0.001"]))
+    fake_checkpoint(tmp_path, 5)
     with pytest.raises(ConfigError, match=r"optim\.lr: 0\.001 -> 0\.01.*Fix.*--run"):
         folder.stored_config(tmp_path, load_config(None, ["train.steps=10", "optim.lr=0.01"]))
 
@@ -91,6 +93,7 @@ def test_a_contradiction_is_refused_and_named(tmp_path):
 def test_free_keys_are_taken_from_what_is_wanted_and_the_rest_from_what_is_stored(tmp_path):
     stored = load_config(None, ["train.steps=10", "checkpoint.every_minutes=5", "batch.rows_per_device=4", "name=old"])
     folder.write_config(tmp_path, stored)
+    fake_checkpoint(tmp_path, 5)
     config = folder.stored_config(tmp_path, load_config(None, ["train.steps=10", "checkpoint.every_steps=3", "log.every=2", "name=new"]))
     assert config.checkpoint.every_steps == 3
     assert config.checkpoint.every_minutes is None
@@ -101,6 +104,7 @@ def test_free_keys_are_taken_from_what_is_wanted_and_the_rest_from_what_is_store
 
 def test_what_is_left_open_keeps_the_stored_cadence(tmp_path):
     folder.write_config(tmp_path, load_config(None, ["checkpoint.every_steps=3"]))
+    fake_checkpoint(tmp_path, 5)
     assert folder.stored_config(tmp_path, RunConfig()).checkpoint.every_steps == 3
 
 
@@ -108,6 +112,7 @@ def test_the_same_question_is_no_contradiction_to_its_own_answer(tmp_path):
     asked = load_config(None, ["train.epochs=2", "speedups=auto,-compile"])
     resolved = asked.with_values({"train.steps": 40, "speedups": ["bf16"]})
     folder.write_config(tmp_path, resolved, asked=asked)
+    fake_checkpoint(tmp_path, 5)
     assert folder.stored_config(tmp_path, asked) == resolved
     with pytest.raises(ConfigError, match=r"train\.epochs"):
         folder.stored_config(tmp_path, load_config(None, ["train.epochs=3", "speedups=auto,-compile"]))
@@ -134,6 +139,28 @@ def test_a_run_may_go_on_over_another_number_of_processes(tmp_path, asked, wante
 def test_an_empty_folder_has_no_stored_configuration(tmp_path):
     assert folder.stored_config(tmp_path, RunConfig()) is None
     assert folder.read_config(tmp_path) is None
+
+
+def test_a_start_that_never_saved_does_not_bind_the_next(tmp_path):
+    folder.write_config(tmp_path, load_config(None, ["optim.lr=0.001"]))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    (tmp_path / "checkpoints" / "step-5.tmp-aa").mkdir(parents=True)
+    assert folder.stored_config(tmp_path, load_config(None, ["optim.lr=0.01"])) is None
+
+
+@pytest.mark.parametrize("left", ["step-5", "step-5.tmp-old-aa", "step-5.aside-aa"])
+def test_whatever_a_run_has_saved_binds_it(tmp_path, left):
+    folder.write_config(tmp_path, load_config(None, ["optim.lr=0.001"]))
+    (tmp_path / "checkpoints" / left).mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"optim\.lr"):
+        folder.stored_config(tmp_path, load_config(None, ["optim.lr=0.01"]))
+
+
+def test_a_summary_binds_a_run_whose_checkpoints_were_deleted(tmp_path):
+    folder.write_config(tmp_path, load_config(None, ["optim.lr=0.001"]))
+    folder.write_summary(tmp_path, {})
+    with pytest.raises(ConfigError, match=r"optim\.lr"):
+        folder.stored_config(tmp_path, load_config(None, ["optim.lr=0.01"]))
 
 
 def test_a_second_process_is_refused_with_the_first_ones_pid(tmp_path):
@@ -232,6 +259,56 @@ def test_resume_from_a_path_takes_a_checkpoint_or_a_run(tmp_path):
     (path / "state.json").unlink()
     with pytest.raises(CheckpointError, match=r"state\.json is missing"):
         folder.resume_from(tmp_path / "new", str(path))
+
+
+@pytest.mark.parametrize("asked", ["old", "old/checkpoints/step-10"])
+def test_the_same_resume_from_elsewhere_goes_on_from_what_came_of_it(tmp_path, asked):
+    origin, new, ear = fake_checkpoint(tmp_path / "old", 10), tmp_path / "new", Ear()
+    new.mkdir()
+    for _ in range(2):
+        assert folder.resume_from(new, str(tmp_path / asked), progress=ear) == origin
+    own = fake_checkpoint(new, 25)
+    assert ear.lines == []
+    assert folder.resume_from(new, str(tmp_path / asked), progress=ear) == own
+    assert "Going on from step-25" in ear.lines[0]
+    shutil.rmtree(tmp_path / "old")
+    assert folder.resume_from(new, str(tmp_path / asked)) == own
+    assert folder.resume_from(new) == own
+
+
+def test_another_origin_is_another_course(tmp_path):
+    new = tmp_path / "new"
+    first, second = fake_checkpoint(tmp_path / "one", 10), fake_checkpoint(tmp_path / "two", 12, b"2")
+    assert folder.resume_from(new, str(first)) == first
+    fake_checkpoint(new, 25)
+    for _ in range(2):
+        assert folder.resume_from(new, str(second)) == second
+    ear = Ear()
+    assert folder.resume_from(new, progress=ear) == second
+    assert "from which this run was begun" in ear.lines[0]
+    shutil.rmtree(new / "checkpoints")
+    came = fake_checkpoint(new, 25, b"of another course")
+    assert folder.resume_from(new, str(second)) == came
+
+
+def test_a_run_begun_elsewhere_and_killed_before_its_first_save_does_not_begin_from_nothing(tmp_path):
+    origin, new, ear = fake_checkpoint(tmp_path / "old", 10), tmp_path / "new", Ear()
+    folder.resume_from(new, str(tmp_path / "old"))
+    fake_checkpoint(tmp_path / "old", 20)
+    assert folder.resume_from(new, progress=ear) == origin
+    assert str(new / "origin.json") in ear.lines[0]
+    shutil.rmtree(origin)
+    with pytest.raises(CheckpointError, match=r"was begun from .*step-10, which is no longer there.*delete .*origin\.json"):
+        folder.resume_from(new)
+    (new / "origin.json").unlink()
+    assert folder.resume_from(new) is None
+
+
+def test_a_runs_own_earlier_checkpoint_is_no_origin(tmp_path):
+    early, late = fake_checkpoint(tmp_path, 5), fake_checkpoint(tmp_path, 10)
+    assert folder.resume_from(tmp_path, str(early)) == early
+    assert folder.resume_from(tmp_path, str(tmp_path)) == late
+    assert not (tmp_path / "origin.json").exists()
 
 
 def test_resume_from_a_path_that_is_none_says_so(tmp_path):
