@@ -47,6 +47,8 @@ class Workload:
     """Tensors of a weight's size that the optimizer keeps for it: 2 for AdamW, 1 for Muon."""
     num_shards: int = 1
     """Processes over which weights, gradients and optimizer state are split."""
+    document_mask: bool = False
+    """Attention is told which document a token is in, and may make a mask of it in every block."""
 
 
 @dataclass(frozen=True)
@@ -70,11 +72,6 @@ class MemoryEstimate:
     def total(self) -> int:
         """All parts together."""
         return self.weights + self.gradients + self.optimizer + self.activations + self.logits + self.workspace
-
-    @property
-    def total_gib(self) -> float:
-        """All parts together, in GiB."""
-        return self.total / GIB
 
 
 @lru_cache(maxsize=256)
@@ -168,7 +165,8 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _through_blocks(model: LanguageModel, workload: Workload, rows: int) -> tuple[int, int]:
     """What embedding and blocks keep, and the most that one block's backward holds beyond what it kept."""
     tokens_BT = torch.zeros(rows, workload.seq_len, dtype=torch.int64)
-    outside = [*model.parameters(), *model.buffers()]
+    doc_ids_BT = torch.zeros(rows, workload.seq_len, dtype=torch.int32) if workload.document_mask else None
+    outside = [*model.parameters(), *model.buffers(), *([] if doc_ids_BT is None else [doc_ids_BT])]
     with _precision(workload):
         total, hidden_BTD = kept_bytes(lambda: model.embed(tokens_BT), apart_from=outside)
     alike = Counter(repr(block) for block in model.blocks)
@@ -177,7 +175,7 @@ def _through_blocks(model: LanguageModel, workload: Workload, rows: int) -> tupl
     for name, block in distinct.items():
         entering_BTD = hidden_BTD.detach().requires_grad_()
         with _Live() as live, _precision(workload):
-            kept, leaving_BTD = kept_bytes(lambda: block(entering_BTD, None), apart_from=outside)  # noqa: B023
+            kept, leaving_BTD = kept_bytes(lambda: block(entering_BTD, doc_ids_BT), apart_from=outside)  # noqa: B023
             torch.autograd.backward(leaving_BTD, torch.empty_like(leaving_BTD))
         total += kept * alike[name]
         most = max(most, live.peak - kept)
