@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, np.dtype[Any]]
 
 KEPT_TEXTS = 65_536
-"""Windows whose text is kept; above it the oldest go."""
+"""Windows of a split whose text is kept; above it the oldest go."""
 
 
 class TokenisingWindows:
@@ -27,17 +27,22 @@ class TokenisingWindows:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._texts: dict[tuple[str, int, int], str] = {}
+        self._texts: dict[tuple[str, int], dict[int, str]] = {}
         self.tokens_encoded = 0
         """Tokens the tokenizer made inside `read` so far."""
 
-    def prime(self, split: Split, indices: Array, seq_len: int) -> None:
-        """Take the text of windows that will be read.
+    def prime(self, split: Split, indices: Array, seq_len: int) -> bool:
+        """Take the text of windows that will be read, as long as there is room for it; return whether more can be taken.
 
         Shapes:  indices (N,).
         """
+        texts = self._texts_of(split, seq_len)
+        most = min(KEPT_TEXTS, split.num_windows(seq_len))
         for index in indices.tolist():
+            if len(texts) >= most:
+                return False
             self._text(split, index, seq_len)
+        return len(texts) < most
 
     def read(self, split: Split, indices: Array, out: Array) -> None:
         """Tokenise the text of each window, then write window indices[n] of `split` into out[n].
@@ -49,12 +54,15 @@ class TokenisingWindows:
             self.tokens_encoded += len(self._tokenizer.encode(self._text(split, index, seq_len)))
         split.read_windows(indices, seq_len, out)
 
+    def _texts_of(self, split: Split, seq_len: int) -> dict[int, str]:
+        return self._texts.setdefault((split.name, seq_len), {})
+
     def _text(self, split: Split, index: int, seq_len: int) -> str:
-        key = (split.name, index, seq_len)
-        if key not in self._texts:
+        texts = self._texts_of(split, seq_len)
+        if index not in texts:
             tokens = split.read_tokens(index * seq_len, index * seq_len + seq_len + 1)
-            if len(self._texts) >= KEPT_TEXTS:
-                del self._texts[next(iter(self._texts))]
+            if len(texts) >= KEPT_TEXTS:
+                del texts[next(iter(texts))]
             # End-of-text is no text: a tokenizer would spell its name out, or refuse it.
-            self._texts[key] = self._tokenizer.decode(tokens[tokens != self._tokenizer.eot_id].tolist())
-        return self._texts[key]
+            texts[index] = self._tokenizer.decode(tokens[tokens != self._tokenizer.eot_id].tolist())
+        return texts[index]

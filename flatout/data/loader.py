@@ -13,7 +13,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, runtime_checkable
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor
 from flatout.data.order import shuffled
 from flatout.data.shards import Split
 from flatout.errors import DataError
+from flatout.progress import SILENT, Progress
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -36,6 +37,17 @@ class WindowReader(Protocol):
         """Write window indices[n] of `split` into out[n].
 
         Shapes:  indices (N,), out (N, W), dtype of the split.
+        """
+
+
+@runtime_checkable
+class PrimedWindowReader(WindowReader, Protocol):
+    """A reader that needs something of the windows before they are read, so that getting it is not part of a step."""
+
+    def prime(self, split: Split, indices: Array, seq_len: int) -> bool:
+        """Get ready to read windows `indices`; return whether there is room for more.
+
+        Shapes:  indices (N,).
         """
 
 
@@ -189,6 +201,23 @@ class _Feed:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    def prime(self, steps: int, *, progress: Progress = SILENT) -> None:
+        """Let the reader get ready for the windows of the next `steps` steps, as many as it keeps; most readers need not.
+
+        To be called before the first step: what a reader needs beforehand is then in no step's time.
+        """
+        if not isinstance(self._windows, PrimedWindowReader):
+            return
+        plan, position = self._plan, self.position
+        with progress.task("Taking the text of the windows", unit="windows") as task:
+            for _ in range(steps):
+                indices = shuffled(plan.positions(position), self.num_windows, seed=plan.seed)
+                more = self._windows.prime(self._split, indices, plan.seq_len)
+                task.advance(len(indices))
+                if not more:
+                    break
+                position += plan.windows_per_step
 
     def close(self) -> None:
         """Give back what the feed holds; reading on afterwards opens it again."""
