@@ -28,7 +28,11 @@ class EvalResult(Result):
 
     def summary(self) -> str:
         """Return the scores, a line each."""
-        bits = f"{self.bits_per_byte:.4f}" if self.bits_per_byte is not None else "unknown: only a part of the text was scored"
+        bits = (
+            f"{self.bits_per_byte:.4f}"
+            if self.bits_per_byte is not None
+            else "unknown: not the whole text was scored, or the data set does not say its bytes"
+        )
         return (
             f"{self.checkpoint}, {self.tokens:,} validation tokens\n"
             f"Loss           {self.val_loss:.4f} nats a token\nPerplexity     {self.perplexity:.2f}\nBits a byte    {bits}"

@@ -43,9 +43,6 @@ class Tokenizer(Protocol):
     eot_id: int
     """End-of-text: put after every document, by the packer, never by the tokenizer."""
 
-    def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray[Any, np.dtype[np.uint32]]]:
-        """Return the ids of each text, without end-of-text."""
-
     def encode_pieces(self, text: str) -> Iterator[np.ndarray[Any, np.dtype[np.uint32]]]:
         """Yield the ids of one text piece by piece, so that a long one takes less memory."""
 
