@@ -1,8 +1,10 @@
 """Every name of STATE must matter: replaced on disk by another run's, it must change what the resumed run comes to."""
 
 import json
+import random
 import shutil
 
+import numpy as np
 import pytest
 import torch
 from stand_in import build, outcome, train
@@ -11,6 +13,7 @@ from flatout.errors import CheckpointError
 from flatout.parallel.mesh import Mesh
 from flatout.training import checkpoint, state
 from flatout.training.state import STATE
+from flatout.training.step import train_step
 
 ON_GPU = torch.cuda.is_available()
 GPU = Mesh(0, 1, 0, 1, 1, torch.device("cuda", 0)) if ON_GPU else None
@@ -69,6 +72,57 @@ def test_every_name_changes_the_resumed_run(part, checkpoints, tmp_path):
         assert checkpoint.verify(copy) == []
         checkpoint.load(run, copy)
         assert (outcome(run, 5) == unbroken) is equal
+
+
+def real_outcome(run, num_steps):
+    """Return what a real run comes to: losses, weights, optimizers, counters, and what its generators draw next."""
+    losses = real_train(run, num_steps)
+    groups = [(optimizer, group) for optimizer in run.optimizers for group in optimizer.param_groups]
+    moments = [value for optimizer, group in groups for p in group["params"] for _, value in sorted(optimizer.state[p].items())]
+    tensors = [*run.core.state_dict().values(), *moments]
+    numbers = (run.step, run.tokens, run.elapsed_s, run.best_val_loss, run.best_step, int(run.feed.position))
+    draws = (random.random(), np.random.rand(), torch.rand(2).tolist())
+    return losses, [tensor.numpy().tobytes() for tensor in tensors], numbers, draws
+
+
+def real_train(run, num_steps):
+    losses = []
+    for _ in range(num_steps):
+        losses.append(train_step(run, next(run.feed)).loss.item())
+        run.step += 1
+        run.tokens += run.tokens_per_step
+        run.elapsed_s += 0.1
+        if run.best_val_loss is None:
+            run.best_val_loss, run.best_step = losses[-1], run.step
+    return losses
+
+
+def test_every_name_changes_a_resumed_run_of_the_product(build_run, tiny_config, tmp_path):
+    """Muon, AdamW and dropout over a real data set. The stand-in has what one such run never has at once."""
+
+    def fresh(seed):
+        return build_run(tiny_config(train__steps=20, train__seed=seed, model__dropout=0.1, optim__kind="muon"), tmp_path / str(seed))
+
+    donor = fresh(1)
+    real_train(donor, 7)
+    donor_path = checkpoint.save(donor)
+    run = fresh(0)
+    real_train(run, 4)
+    path = checkpoint.save(run)
+    unbroken = real_outcome(run, 2)
+    applies = [part for part in STATE if part.used(run)]
+    assert {part.name for part in STATE} - {part.name for part in applies} == {"scaler", "rng_cuda"}
+    came_out_equal = []
+    again = fresh(0)
+    for part in (None, *applies):
+        copy = tmp_path / (part.name if part else "unchanged") / path.name
+        shutil.copytree(path, copy)
+        if part:
+            transplant(part, donor_path, copy)
+        checkpoint.load(again, copy)
+        if real_outcome(again, 2) == unbroken:
+            came_out_equal.append(part.name if part else "unchanged")
+    assert came_out_equal == ["unchanged"]
 
 
 def test_a_checkpoint_holds_exactly_the_names_of_the_list(checkpoints):
