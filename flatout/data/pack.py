@@ -36,29 +36,22 @@ class ByHash:
 
 
 @dataclass(frozen=True)
-class ByOrdinal:
-    """`tail F` over several documents: those from number `first_val` on are validation."""
+class ByPlace:
+    """`tail F`: validation begins in document number `document`, at its character `character`; each side of a cut is a document."""
 
-    first_val: int
-
-    def pieces(self, text: str, ordinal: int) -> Iterator[tuple[SplitName, str]]:
-        """Yield the document whole, with its split."""
-        yield ("val" if ordinal >= self.first_val else "train"), text
-
-
-@dataclass(frozen=True)
-class ByCharacter:
-    """`tail F` over a single document: its text is cut before character `first_val`, and each side is a document."""
-
-    first_val: int
+    document: int
+    character: int
 
     def pieces(self, text: str, ordinal: int) -> Iterator[tuple[SplitName, str]]:
-        """Yield the two sides, each with its split."""
-        yield "train", text[: self.first_val]
-        yield "val", text[self.first_val :]
+        """Yield the document whole, or the two sides of the one that is cut, each with its split."""
+        if ordinal == self.document and self.character:
+            yield "train", text[: self.character]
+            yield "val", text[self.character :]
+        else:
+            yield ("train" if ordinal < self.document else "val"), text
 
 
-Assignment = ByHash | ByOrdinal | ByCharacter
+Assignment = ByHash | ByPlace
 
 
 def hash_fraction(text: str) -> float:

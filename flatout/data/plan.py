@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from array import array
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Literal
 
-from flatout.data.pack import Assignment, ByCharacter, ByHash, ByOrdinal, Job, OnBadRow, Skipped, cut_to_bytes, hash_fraction, skip_or_raise
+from flatout.data.pack import Assignment, ByHash, ByPlace, Job, OnBadRow, Skipped, cut_to_bytes, hash_fraction, skip_or_raise
 from flatout.errors import DataError
 from flatout.progress import SILENT, Progress
 from flatout.sources import BadRow, Document, LeftOut, Part
@@ -17,6 +20,8 @@ MANY_DOCUMENTS = 1000
 FEW_DOCUMENTS = 100
 SMALL_FRACTION = 0.05
 """In between, one in twenty."""
+NEAR = 0.05
+"""A tail begins with a whole document when that changes its share by at most this part of it; else a document is cut."""
 SAMPLED_PARTS = 64
 SAMPLED_STRIPES = 8
 
@@ -38,7 +43,8 @@ class _Survey:
     """Documents to take of each part looked at."""
     last_bytes: int | None = None
     """Bytes to keep of the last document taken, when the byte limit cuts it."""
-    last_text: str = ""
+    lengths: array[int] = field(default_factory=lambda: array("q"))
+    """Characters of each document taken."""
     hashes_below: int = 0
     documents: int = 0
     stopped: Literal["at the end", "at a limit", "knowing enough"] = "at the end"
@@ -55,9 +61,10 @@ def make_plan(
 ) -> Plan:
     """Return the plan for some parts.
 
-    `split` is `tail F` or `hash F`. `tail F` takes the end: of n documents those from number int(n * (1 - F)) on; a single
-    document is cut before its character int(n * (1 - F)), n its length. `hash F` takes a fraction F of the documents by their
-    text. Not stated, it is `tail 0.1` below 100 documents, `hash 0.05` below 1,000, `hash 0.01` from there on.
+    `split` is `tail F` or `hash F`. `tail F` takes the end, from character int(n * (1 - F)) on, n the characters of all
+    documents; the document it falls into is cut there, unless its beginning or its end would do as well (`NEAR`). `hash F`
+    takes a fraction F of the documents by their text. Not stated, it is `tail 0.1` below 100 documents, `hash 0.05` below
+    1,000, `hash 0.01` from there on.
 
     Documents are taken in order, up to `max_documents`, and until their text reaches `max_bytes`; the last one is cut there.
 
@@ -103,15 +110,19 @@ def _usual_rule(found: _Survey) -> tuple[str, float]:
 
 def _tail(fraction: float, found: _Survey) -> Assignment:
     """Return the assignment of `tail F`; the product is the usual int(n * 0.9), so that figures compare with others'."""
-    single = found.documents == 1
-    length = len(found.last_text) if single else found.documents
-    first_val = int(length * (1 - fraction))
-    if not 0 < first_val < length:
-        unit = "characters" if single else "documents"
+    total = sum(found.lengths)
+    first_val = int(total * (1 - fraction))
+    if not 0 < first_val < total:
+        unit = "character" if total == 1 else "characters"
         raise DataError(
-            f"{length} {unit} cannot be split by 'tail {fraction:g}': one side would be empty.", fix="Add text, or set --split 'tail 0.5'."
+            f"{total} {unit} cannot be split by 'tail {fraction:g}': one side would be empty.", fix="Add text, or set --split 'tail 0.5'."
         )
-    return ByCharacter(first_val) if single else ByOrdinal(first_val)
+    starts = array("q", accumulate(found.lengths, initial=0))
+    holder = bisect_right(starts, first_val) - 1
+    edge = min((holder, holder + 1), key=lambda document: abs(starts[document] - first_val))
+    if 0 < starts[edge] < total and abs(starts[edge] - first_val) <= NEAR * (total - first_val):
+        return ByPlace(edge, 0)
+    return ByPlace(holder, first_val - starts[holder])
 
 
 def _look(
@@ -130,12 +141,12 @@ def _look(
             count()
             found.taken[-1] += 1
             found.documents += 1
-            found.last_text = row.text
+            found.lengths.append(len(row.text))
             found.hashes_below += found.documents <= MANY_DOCUMENTS and hash_fraction(row.text) < SMALL_FRACTION
             if room is not None:
                 size = len(row.text.encode("utf-8", errors="replace"))
                 if size >= room:
-                    found.last_bytes, found.last_text = room, cut_to_bytes(row.text, room)
+                    found.last_bytes, found.lengths[-1] = room, len(cut_to_bytes(row.text, room))
                     found.stopped = "at a limit"
                     return found
                 room -= size

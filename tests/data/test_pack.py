@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from flatout.data.manifest import SPLITS
-from flatout.data.pack import FIRST_NAMED, ByCharacter, ByHash, ByOrdinal, Job, Skipped, cut_to_bytes, hash_fraction, pack
+from flatout.data.pack import FIRST_NAMED, ByHash, ByPlace, Job, Skipped, cut_to_bytes, hash_fraction, pack
 from flatout.data.tokenizer import make_tokenizer
 from flatout.errors import DataError
 from flatout.sources import BadRow, Document, LeftOut, Part
@@ -29,7 +29,7 @@ def tokenizer():
 
 
 def test_end_of_text_follows_every_document_and_nothing_else_is_added(tokenizer):
-    packed = pack(job("ab", "c", "def"), tokenizer, ByOrdinal(2), "raise")
+    packed = pack(job("ab", "c", "def"), tokenizer, ByPlace(2, 0), "raise")
     assert byte_tokens(packed, "train") == "ab|c|"
     assert byte_tokens(packed, "val") == "def|"
     assert packed.splits["train"].ends.tolist() == [3, 5]
@@ -39,17 +39,17 @@ def test_end_of_text_follows_every_document_and_nothing_else_is_added(tokenizer)
 
 
 def test_text_bytes_are_bytes_of_utf8(tokenizer):
-    packed = pack(job("é🙂"), tokenizer, ByOrdinal(1), "raise")
+    packed = pack(job("é🙂"), tokenizer, ByPlace(1, 0), "raise")
     assert packed.splits["train"].text_bytes == 6
 
 
 def test_ordinals_go_on_from_the_part_before(tokenizer):
-    packed = pack(job("ab", "c", first=9), tokenizer, ByOrdinal(10), "raise")
+    packed = pack(job("ab", "c", first=9), tokenizer, ByPlace(10, 0), "raise")
     assert (byte_tokens(packed, "train"), byte_tokens(packed, "val")) == ("ab|", "c|")
 
 
 def test_a_single_document_is_cut_by_characters(tokenizer):
-    packed = pack(job("abcdé"), tokenizer, ByCharacter(3), "raise")
+    packed = pack(job("abcdé"), tokenizer, ByPlace(0, 3), "raise")
     assert byte_tokens(packed, "train") == "abc|"
     assert packed.splits["val"].tokens.tolist() == [ord("d"), 0xC3, 0xA9, 256]
 
@@ -76,8 +76,8 @@ def test_an_empty_part_packs_to_nothing(tokenizer):
 
 def test_a_bad_row_raises_or_is_counted(tokenizer):
     with pytest.raises(DataError, match="Row 7 is bad"):
-        pack(job("a", BAD, "b"), tokenizer, ByOrdinal(9), "raise")
-    packed = pack(job("a", BAD, LeftOut("too dull", "row 8"), "b"), tokenizer, ByOrdinal(9), "skip")
+        pack(job("a", BAD, "b"), tokenizer, ByPlace(9, 0), "raise")
+    packed = pack(job("a", BAD, LeftOut("too dull", "row 8"), "b"), tokenizer, ByPlace(9, 0), "skip")
     assert byte_tokens(packed, "train") == "a|b|"
     assert packed.skipped.counts == {"bad": 1, "too dull": 1}
     assert packed.skipped.first == {"bad": ["row 7"], "too dull": ["row 8"]}
@@ -86,9 +86,9 @@ def test_a_bad_row_raises_or_is_counted(tokenizer):
 def test_what_cannot_be_tokenised_names_the_document_and_leaves_nothing_behind():
     tokenizer = make_tokenizer("char", lambda limit: ["ab"])
     with pytest.raises(DataError, match=r"^book\.txt: Character 1, 'x'"):
-        pack(job(Document("ax", "book.txt")), tokenizer, ByOrdinal(9), "raise")
-    packed = pack(job("a", "ax", "aaax", "b"), tokenizer, ByCharacter(2), "skip")
-    assert packed.splits["train"].tokens.tolist() == [0, 2, 1, 2]
+        pack(job(Document("ax", "book.txt")), tokenizer, ByPlace(9, 0), "raise")
+    packed = pack(job("a", "ax", "aaax", "b"), tokenizer, ByPlace(2, 2), "skip")
+    assert {name: split.tokens.tolist() for name, split in packed.splits.items()} == {"train": [0, 2], "val": [1, 2]}
     assert packed.skipped.counts == {"cannot be tokenised": 2}
 
 
@@ -100,7 +100,7 @@ def test_a_job_takes_only_so_many_documents_and_reads_no_further(tokenizer):
         raise AssertionError("read too far")
 
     limited = Job(Part(endless, (), "x"), take=2, last_bytes=2)
-    assert byte_tokens(pack(limited, tokenizer, ByOrdinal(9), "skip"), "train") == "a|bc|"
+    assert byte_tokens(pack(limited, tokenizer, ByPlace(9, 0), "skip"), "train") == "a|bc|"
     assert list(Job(Part(endless, (), "x"), take=0).rows()) == []
 
 
@@ -122,6 +122,6 @@ def test_the_first_rows_left_out_are_named_in_order():
 
 def test_a_large_vocabulary_is_packed_in_32_bits(monkeypatch, tokenizer):
     tokenizer.vocab_size = 65_537
-    assert pack(job("a"), tokenizer, ByOrdinal(9), "raise").splits["train"].tokens.dtype == np.uint32
+    assert pack(job("a"), tokenizer, ByPlace(9, 0), "raise").splits["train"].tokens.dtype == np.uint32
     tokenizer.vocab_size = 65_536
-    assert pack(job("a"), tokenizer, ByOrdinal(9), "raise").splits["train"].tokens.dtype == np.uint16
+    assert pack(job("a"), tokenizer, ByPlace(9, 0), "raise").splits["train"].tokens.dtype == np.uint16

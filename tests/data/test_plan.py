@@ -1,6 +1,8 @@
+import random
+
 import pytest
 
-from flatout.data.pack import ByCharacter, ByHash, ByOrdinal, hash_fraction
+from flatout.data.pack import ByHash, ByPlace, hash_fraction
 from flatout.data.plan import make_plan, parse_rule, sample_texts
 from flatout.errors import DataError
 from flatout.sources import BadRow, Document, LeftOut, Part
@@ -42,22 +44,55 @@ def test_a_hash_that_would_leave_validation_empty_is_not_the_usual_rule():
 @pytest.mark.parametrize("length", [2, 9, 10, 11, 1000, 1_115_394])
 def test_the_tail_of_one_document_is_measured_as_everybody_does(length):
     plan = make_plan(parts(["x" * length]), split="tail 0.1")
-    assert plan.assignment == ByCharacter(int(length * 0.9))
+    assert plan.assignment == ByPlace(0, int(length * 0.9))
 
 
 def test_characters_are_not_bytes():
-    assert make_plan(parts(["é" * 100]), split="tail 0.1").assignment == ByCharacter(90)
+    assert make_plan(parts(["é" * 100]), split="tail 0.1").assignment == ByPlace(0, 90)
 
 
-@pytest.mark.parametrize(("count", "first_val"), [(2, 1), (5, 4), (10, 9), (11, 9), (100, 90), (1000, 900)])
-def test_the_tail_of_several_documents_is_the_last_of_them(count, first_val):
-    assert make_plan(parts(count), split="tail 0.1").assignment == ByOrdinal(first_val)
+@pytest.mark.parametrize(
+    ("lengths", "place"),
+    [
+        ([50, 50], ByPlace(1, 40)),
+        ([2_000, 1_100_000], ByPlace(1, int(1_102_000 * 0.9) - 2_000)),
+        ([1_100_000, 2_000], ByPlace(0, int(1_102_000 * 0.9))),
+        ([4, 4], ByPlace(1, 3)),
+        ([1, 1], ByPlace(1, 0)),
+        ([90, 10], ByPlace(1, 0)),
+        ([899, 101], ByPlace(1, 0)),
+        ([904, 96], ByPlace(1, 0)),
+        ([890, 110], ByPlace(1, 10)),
+        ([910, 90], ByPlace(0, 900)),
+        ([10] * 10, ByPlace(9, 0)),
+        ([10] * 11, ByPlace(9, 9)),
+        ([10] * 100, ByPlace(90, 0)),
+        ([10] * 1000, ByPlace(900, 0)),
+        ([1] * 500 + [9_500], ByPlace(500, 8_500)),
+    ],
+)
+def test_the_tail_of_several_documents_is_the_last_of_their_text(lengths, place):
+    assert make_plan(parts([chr(0x100 + number) * length for number, length in enumerate(lengths)]), split="tail 0.1").assignment == place
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("fraction", [0.02, 0.1, 0.5, 0.9])
+def test_the_tail_has_the_share_that_was_asked_for(seed, fraction):
+    draw = random.Random(seed)
+    texts = ["x" * int(draw.paretovariate(0.7) * 10) for _ in range(draw.choice([2, 5, 50, 400]))]
+    place = make_plan(parts(texts[:1], texts[1:]), split=f"tail {fraction}").assignment
+    pieces = [piece for number, text in enumerate(texts) for piece in place.pieces(text, number)]
+    assert all(text for _, text in pieces)
+    assert len(pieces) <= len(texts) + 1
+    total = sum(map(len, texts))
+    share = sum(len(text) for name, text in pieces if name == "val") / total
+    assert abs(share - fraction) <= 0.05 * fraction + 1.1 / total
 
 
 def test_ordinals_run_through_the_parts_and_count_documents_only():
-    plan = make_plan(parts(3, ["", BAD, "x"], [LeftOut("dull", "y")], 2), split="tail 0.5", on_bad_row="skip")
+    plan = make_plan(parts(3, ["", BAD, "x"], [LeftOut("dull", "y")], 2), split="tail 0.3", on_bad_row="skip")
     assert [job.first for job in plan.jobs] == [0, 3, 4, 4]
-    assert plan.assignment == ByOrdinal(3)
+    assert plan.assignment == ByPlace(4, 4)
     assert [job.take for job in plan.jobs] == [None] * 4, "rows left out at the end are still counted"
 
 
@@ -102,9 +137,9 @@ def test_text_is_taken_up_to_the_byte(limit):
 
 def test_limits_work_together_and_the_tail_is_of_what_is_taken():
     plan = make_plan(parts(10), split="tail 0.5", max_documents=4, max_bytes=10_000)
-    assert plan.assignment == ByOrdinal(2)
+    assert plan.assignment == ByPlace(2, 0)
     cut = make_plan(parts(["x" * 100, "y"]), split="tail 0.5", max_bytes=50)
-    assert cut.assignment == ByCharacter(25)
+    assert cut.assignment == ByPlace(0, 25)
     assert texts(cut) == ["x" * 50]
 
 
@@ -128,7 +163,7 @@ def test_a_rule_may_be_written_in_a_few_ways(text):
 def test_a_bad_row_is_raised_at_the_first_look_unless_skipped():
     with pytest.raises(DataError, match=r"Bad\."):
         make_plan(parts(["a", BAD]), split=None)
-    assert make_plan(parts(["a", BAD, "b"]), split=None, on_bad_row="skip").assignment == ByOrdinal(1)
+    assert make_plan(parts(["a", BAD, "b"]), split=None, on_bad_row="skip").assignment == ByPlace(1, 0)
 
 
 def test_a_corpus_without_documents_has_a_plan_too():

@@ -91,9 +91,10 @@ def test_one_text_is_cut_by_the_tail_exactly(book, tmp_path):
 def test_rows_come_back_whole_and_in_order(rows, tmp_path, tokenizer):
     values = [json.loads(line)["text"] for line in rows.read_text().splitlines()]
     made = prepare_dataset([str(rows)], tmp_path / "out", Options(tokenizer=tokenizer, split="tail 0.1"))
-    assert documents(made.path, "train") == values[:270]
-    assert documents(made.path, "val") == values[270:]
-    assert (made.manifest.documents, made.manifest.splits["val"].documents) == (300, 30)
+    assert documents(made.path, "train") == values[:272]
+    assert documents(made.path, "val") == values[272:]
+    assert (made.manifest.documents, made.manifest.splits["val"].documents) == (300, 28)
+    assert abs(sum(map(len, values[272:])) / sum(map(len, values)) - 0.1) < 0.005
 
 
 def test_any_number_of_workers_writes_the_same_bytes(rows, tmp_path, monkeypatch):
@@ -102,6 +103,21 @@ def test_any_number_of_workers_writes_the_same_bytes(rows, tmp_path, monkeypatch
     for count in (1, 2, 3):
         prepare_dataset([str(rows)], tmp_path / f"out{count}", options, workers=count)
     assert content(tmp_path / "out1") == content(tmp_path / "out2") == content(tmp_path / "out3")
+
+
+def test_the_tail_of_a_short_and_a_long_text_cuts_the_long_one_for_any_number_of_workers(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "PART_BYTES", 500)
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    short, long = "short é " * 25, "long text " * 1_000
+    (folder / "a.txt").write_text(short)
+    (folder / "b.txt").write_text(long)
+    for count in (1, 2):
+        prepare_dataset([str(folder)], tmp_path / f"out{count}", Options(tokenizer="char", split="tail 0.1"), workers=count)
+    assert content(tmp_path / "out1") == content(tmp_path / "out2")
+    cut = int((len(short) + len(long)) * 0.9) - len(short)
+    assert documents(tmp_path / "out1", "train") == [short, long[:cut]]
+    assert documents(tmp_path / "out1", "val") == [long[cut:]]
 
 
 def test_preparing_again_does_nothing_and_says_so(book, tmp_path):
