@@ -26,7 +26,7 @@ from flatout.ops import Ops
 from flatout.optimizers.loss_scale import LossScaler
 from flatout.optimizers.schedule import factor
 from flatout.parallel.data import wrap
-from flatout.parallel.mesh import Mesh
+from flatout.parallel.mesh import Mesh, replicas
 from flatout.recipe import MicroBatchPlan, Precision, Recipe, Transform
 from flatout.registry import MODELS, OPTIMIZERS
 from flatout.selection import Decision, assemble, select
@@ -131,7 +131,7 @@ def resolve(config: RunConfig, *, machine: Machine, dataset: Dataset, world_size
         rows = recipe.part("micro_batch")(plan)
         batch = {"batch.rows_per_device": rows, "batch.accumulate": rows_per_rank // rows}
         on.discard(recipe.filled_by.get("micro_batch", ""))  # its work is done: the rows are written down
-    replicate = world_size // config.parallel.shard if config.parallel.replicate == "auto" else config.parallel.replicate
+    replicate = replicas(config.parallel, world_size)
     settled = {"train.precision": precision.name, "speedups": [d.name for d in decisions if d.name in on] or "none", "parallel.replicate": replicate}
     return config.with_values(batch | settled), decisions
 
@@ -141,7 +141,15 @@ def workload_of(config: RunConfig, recipe: Recipe) -> Workload:
     model_class = MODELS.get(config.model.kind)
     model_config = model_class.check(config.model.own() | {"vocab_size": config.model.vocab_size}, seq_len=config.data.seq_len)
     dtype = recipe.part("precision").dtype()
-    return Workload(model_class, model_config, config.data.seq_len, ops_of(recipe), dtype, num_shards=config.parallel.shard)
+    return Workload(
+        model_class,
+        model_config,
+        config.data.seq_len,
+        ops_of(recipe),
+        dtype,
+        num_shards=config.parallel.shard,
+        document_mask=config.data.document_mask,
+    )
 
 
 def memory_bytes(machine: Machine, device: str, world_size: int) -> int:

@@ -61,7 +61,7 @@ def write_tiny_set(out: Path, *, num_documents: int = 40, masked: bool = False) 
     with DatasetWriter(out, vocab_size=tokenizer.vocab_size) as writer:
         for number in range(num_documents):
             text = " ".join(draw.choice(WORDS) for _ in range(draw.randint(20, 60))) + "."
-            tokens = np.append(tokenizer.encode_documents([text])[0], tokenizer.eot_id)
+            tokens = np.array([*tokenizer.encode(text), tokenizer.eot_id])
             mask = np.array([draw.random() < 0.66 for _ in tokens], dtype=np.uint8) if masked else None
             split = writer.val if number % 8 == 7 else writer.train
             split.append(tokens, [len(tokens)], text_bytes=len(text.encode()), mask=mask)

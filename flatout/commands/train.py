@@ -35,6 +35,8 @@ class TrainResult(Result):
     """Loss on the whole validation split, in nats a token."""
     best_val_loss: float | None
     """Lowest loss on the validation tokens that evaluations inside the run score; `generate --checkpoint best` takes that step."""
+    best_step: int | None
+    """The step of that loss."""
     bits_per_byte: float | None
     """Validation loss as bits a byte of text."""
     tokens_per_s: float | None

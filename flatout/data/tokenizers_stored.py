@@ -67,11 +67,6 @@ class StoredTokenizer(ABC):
             start = max(end, 1)
 
     @final
-    def encode_documents(self, texts: Sequence[str]) -> list[Ids]:
-        """Return the ids of each text, without end-of-text."""
-        return [np.concatenate(list(self.encode_pieces(text))) for text in texts]
-
-    @final
     def encode(self, text: str) -> list[int]:
         """Return the ids of one text."""
         return [index for ids in self.encode_pieces(text) for index in ids.tolist()]

@@ -72,7 +72,7 @@ def make_mesh(config: ParallelConfig, device: str, ranks: Ranks | None = None) -
     Raises: ConfigError when their product is not the number of processes.
     """
     ranks = ranks or (stated_ranks() if dist.is_initialized() else Ranks())
-    replicate = _replicate(config, ranks.world_size)
+    replicate = replicas(config, ranks.world_size)
     place = torch.device("cuda", ranks.local_rank) if device == "cuda" else torch.device(device)
     device_mesh = None
     if config.shard > 1:
@@ -80,7 +80,11 @@ def make_mesh(config: ParallelConfig, device: str, ranks: Ranks | None = None) -
     return Mesh(ranks.rank, ranks.world_size, ranks.local_rank, replicate, config.shard, place, device_mesh)
 
 
-def _replicate(config: ParallelConfig, world_size: int) -> int:
+def replicas(config: ParallelConfig, world_size: int) -> int:
+    """Return how many copies of the model `world_size` processes hold.
+
+    Raises: ConfigError when replicate times shard is not the number of processes.
+    """
     replicate = max(1, world_size // config.shard) if config.replicate == "auto" else config.replicate
     if replicate * config.shard == world_size:
         return replicate

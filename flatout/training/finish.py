@@ -10,7 +10,7 @@ from flatout.progress import SILENT, Progress
 from flatout.run import Run
 from flatout.training import catalog, folder
 from flatout.training.checkpoint import weights_sha256
-from flatout.training.evaluation import Evaluation
+from flatout.training.evaluation import Evaluation, evaluate
 from flatout.training.loop import draw_sample, eval_tokens, take_evaluation, write_checkpoint
 from flatout.training.metrics import Log
 
@@ -35,15 +35,18 @@ def last_evaluation(run: Run, log: Log, progress: Progress) -> Evaluation | None
     """Score the whole validation split, if there is one; where the run scored a part of it, that part first, for the best checkpoint."""
     if run.dataset.split("val").num_tokens < 2:
         return None
-    if eval_tokens(run) is not None and run.config.train.eval_every:
-        take_evaluation(run, log, max_tokens=eval_tokens(run), progress=progress)
-    return take_evaluation(run, log, max_tokens=None, progress=progress)
+    if eval_tokens(run) is None or not run.config.train.eval_every:
+        return take_evaluation(run, log, max_tokens=None, progress=progress)
+    take_evaluation(run, log, max_tokens=eval_tokens(run), progress=progress)
+    whole = evaluate(run, progress=progress)  # not a record: the curve is that of the part
+    log.event("evaluation", loss=whole.loss, tokens=whole.tokens)
+    return whole
 
 
 def summarise(run: Run, log: Log, evaluation: Evaluation | None) -> dict[str, Any]:
     """Return what the run came to: all of it measured, what was not is None."""
     wall_s = log.wall_s
-    run.peak = best_peak(run)
+    run.peak = best_peak(run, log)
     steady = log.steady_tokens_per_s()
     mfu = log.mfu(steady) if steady else None
     tokens_here = (run.step - log.first_step) * run.tokens_per_step
@@ -55,11 +58,12 @@ def summarise(run: Run, log: Log, evaluation: Evaluation | None) -> dict[str, An
         "train_loss": log.curve[-1][1] if log.curve else None,
         "val_loss": evaluation.loss if evaluation else None,
         "best_val_loss": run.best_val_loss,
+        "best_step": run.best_step,
         "bits_per_byte": evaluation.bits_per_byte(run.dataset.split("val").text_bytes) if evaluation else None,
         "tokens_per_s": steady,
         "wall_tokens_per_s": tokens_here / wall_s if tokens_here else None,
         "mfu": mfu,
-        "mfu_of": run.peak.source if run.peak and mfu else "unknown: no data sheet, or a machine too busy to measure its own roof",
+        "mfu_of": run.peak.source if run.peak and mfu else _why_unknown(run),
         "peak_gib": log.peak_gib(),
         "wall_s": wall_s,
         "elapsed_s": run.elapsed_s,
@@ -68,9 +72,18 @@ def summarise(run: Run, log: Log, evaluation: Evaluation | None) -> dict[str, An
     }
 
 
-def best_peak(run: Run) -> Peak | None:
+def best_peak(run: Run, log: Log) -> Peak | None:
     """Return the run's peak; one that was measured is measured again, and the better counts: a busy machine looks slow."""
     if run.peak is None or not run.peak.source.startswith("measured"):
         return run.peak
     again = peak_tflops(run.machine, str(run.mesh.device), run.arithmetic)
-    return max(run.peak, again or run.peak, key=lambda peak: peak.tflops)
+    if again is None or again.tflops <= run.peak.tflops:
+        return run.peak
+    log.event("peak", tflops=again.tflops, source=again.source, before_tflops=run.peak.tflops)
+    return Peak(again.tflops, f"{again.source}, at the end" if again.tflops > 1.1 * run.peak.tflops else again.source)
+
+
+def _why_unknown(run: Run) -> str:
+    if run.peak is None:
+        return "unknown: no data sheet has this device's rate, and it cannot be measured with a plain matrix product"
+    return f"unknown: training was faster than the roof ({run.peak.source}), so that was measured while the machine was busy"

@@ -118,10 +118,17 @@ def stored_config(folder: Path, wanted: RunConfig) -> RunConfig | None:
 def locked(folder: Path, *, progress: Progress = SILENT) -> Iterator[None]:
     """Hold the run folder for this process; the system lets go of it when the process ends, however it ends.
 
-    One process of a run takes it: the main rank. Raises: CheckpointError naming the process that holds it.
+    One process of a run takes it: the main rank. Raises: CheckpointError naming the process that holds it, or why the folder
+    cannot be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / LOCK).open("a+", encoding="utf-8") as file:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / LOCK).open("a+", encoding="utf-8")
+    except OSError as error:
+        raise CheckpointError(
+            f"The run folder {folder} cannot be written: {error.strerror}.", fix="Choose a folder that can be, with --run DIR."
+        ) from error
+    with lock as file:
         if not _take(file, fcntl.LOCK_EX, patience_s=LOCK_PATIENCE_S, progress=progress):
             raise _in_use(folder)
         file.truncate(0)

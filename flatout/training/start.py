@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from flatout.config import RunConfig
 from flatout.data.manifest import TOKENIZER
 from flatout.data.shards import Dataset
+from flatout.documents import read_document
 from flatout.errors import CheckpointError, ConfigError, FlatoutError, RunFailed, Stopped
 from flatout.hardware import Machine, pick_device, probe
 from flatout.parallel.mesh import make_mesh
@@ -67,6 +69,8 @@ def run_training(
     ranks = connect(device[0])
     with ExitStack() as stack:
         stack.callback(disconnect)
+        if device[0] == "cpu":
+            warn_of_others(machine, progress)
         if ranks.rank == 0:
             stack.enter_context(folder.locked(place, progress=progress))
         dataset = open_dataset(asked)
@@ -82,6 +86,16 @@ def run_training(
                 return carry_out(run, plan, observers, sample, progress)
             except torch.OutOfMemoryError as error:
                 raise out_of_memory(run) from error
+
+
+def warn_of_others(machine: Machine, progress: Progress) -> None:
+    """Say so when other processes use the cores: threads that wait for each other make that many times slower, not just slower."""
+    busy_cores = psutil.cpu_percent(interval=0.2) / 100 * machine.cores
+    if machine.cores > 1 and busy_cores > 0.4:
+        progress.say(
+            f"Other processes use {busy_cores:.1f} of {machine.cores} cores. Threads that wait for each other can then be ten times slower: "
+            "set OMP_NUM_THREADS=1, or OMP_WAIT_POLICY=passive, or wait."
+        )
 
 
 @contextmanager
@@ -139,12 +153,14 @@ def settle(
 
     Raises: ConfigError when `asked` contradicts the stored configuration.
     """
-    stored = folder.stored_config(place, asked) if resume != "never" else None
+    own_folder(place)
+    stored = stored_config(place, asked) if resume != "never" else None
     checkpoint = folder.resume_from(place, resume, progress=progress)
     summary = folder.read_summary(place)
     if stored is not None:
         same_tokenizer(place, dataset)
         if summary is not None and checkpoint is not None and catalog.step_of(checkpoint) >= (stored.train.steps or 0):
+            progress.say(f"{place} is finished; this is what it came to. To train on, begin another run: --run DIR --resume {place}.")
             return Plan(stored, settled(stored, machine), checkpoint, device[1], finished=summary)
         if device[0].partition(":")[0] != stored.train.device.partition(":")[0]:
             progress.say(f"This run began on {stored.train.device} and goes on on {device[0]}: losses will differ in the last bits.")
@@ -152,9 +168,33 @@ def settle(
         return Plan(config, settled(config, machine), checkpoint, device[1])
     with progress.task("Settling the configuration"):
         config, decisions = resolve(asked.with_values({"train.device": device[0]}), machine=machine, dataset=dataset, world_size=ranks.world_size)
+    config = config.with_values({"data.path": str(dataset.path.absolute())})  # a run can be scored from any folder
     folder.write_config(place, config, asked=asked)
     shutil.copyfile(dataset.path / TOKENIZER, place / TOKENIZER)  # a trained model can be tried without its data
     return Plan(config, decisions, checkpoint, device[1])
+
+
+def own_folder(place: Path) -> None:
+    """Do nothing when the folder is empty or a run's.
+
+    Raises: CheckpointError when it holds other files: a run is not mixed with them.
+    """
+    others = [path.name for path in place.iterdir() if path.name != folder.LOCK]
+    if others and not (place / folder.CONFIG).exists() and not (place / folder.ASKED).exists():
+        raise CheckpointError(f"{place} is not a run folder; it holds {', '.join(sorted(others)[:4])}.", fix="Choose a new folder with --run DIR.")
+
+
+def stored_config(place: Path, asked: RunConfig) -> RunConfig | None:
+    """Return the configuration the run was begun with, on the data that is asked for now; None when there is no run yet.
+
+    Data may be moved. Another tokenizer is refused, other tokens are said: `same_tokenizer`, `environment_of`.
+    """
+    known = folder.read_config(place)
+    if known is None:
+        return None
+    before = read_document(place / folder.ASKED).get("data", {}).get("path") if (place / folder.ASKED).exists() else known.data.path
+    stored = folder.stored_config(place, asked.with_values({"data.path": before}))
+    return stored.with_values({"data.path": str(Path(asked.data.path or "").absolute())}) if stored else None
 
 
 def same_tokenizer(place: Path, dataset: Dataset) -> None:
@@ -174,7 +214,7 @@ def carry_out(run: Run, plan: Plan, observers: Sequence[Observer], sample: Calla
     """Train a run that is built, from where its checkpoint left it, to its summary."""
     differences: list[str] = []
     if plan.checkpoint is not None:
-        differences = load(run, plan.checkpoint, environment=environment_of(run), progress=progress)
+        differences = load(run, plan.checkpoint, environment=environment_of(run), check=catalog.check_size, progress=progress)
         run.resumed_from = str(plan.checkpoint)
     parameters = sum(p.numel() for p in run.core.parameters())
     if run.mesh.is_main:
@@ -187,7 +227,7 @@ def carry_out(run: Run, plan: Plan, observers: Sequence[Observer], sample: Calla
             log.event("difference", text=difference)
             progress.say(difference)
         log.start()
-        getattr(run.feed, "prime", lambda _: None)(run.last_step - run.step)
+        run.feed.prime(run.last_step - run.step, progress=progress)
         warm_up(run, log, progress=progress)
         fit(run, log, stop, sample=sample, progress=progress)
         if run.step < run.last_step:

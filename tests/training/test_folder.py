@@ -380,3 +380,11 @@ def test_runs_are_listed_oldest_first_and_nothing_else(tmp_path):
     assert folder.list_runs(tmp_path) == [tmp_path / "group" / "old", tmp_path / "new"]
     assert folder.list_runs(tmp_path / "new") == [tmp_path / "new"]
     assert folder.list_runs(tmp_path / "missing") == []
+
+
+@pytest.mark.parametrize("place", ["file.txt", "file.txt/run"])
+def test_a_place_that_cannot_be_a_run_folder_is_named(tmp_path, place):
+    (tmp_path / "file.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match="cannot be written"), folder.locked(tmp_path / place):
+        pass
+    assert (tmp_path / "file.txt").read_text() == "mine"

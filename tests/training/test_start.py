@@ -80,7 +80,7 @@ def test_a_run_leaves_everything_the_run_folder_promises(tiny_config, tmp_path):
     for name in ("config.yaml", "metrics.jsonl", "events.jsonl", "summary.json", "checkpoints/step-6", "tensorboard", "lock"):
         assert (folder / name).exists(), name
     assert [r["step"] for r in records(folder) if "train/loss" in r] == [1, 2, 3, 4, 5, 6]
-    assert [r["step"] for r in records(folder) if "val/loss" in r] == [2, 4, 6, 6]
+    assert [r["step"] for r in records(folder) if "val/loss" in r] == [2, 4, 6]
     for record in records(folder):
         assert {"step", "tokens", "wall_s", "elapsed_s"} <= set(record)
         assert {name for name in record if "/" in name} <= NAMES
@@ -92,10 +92,11 @@ def test_a_run_leaves_everything_the_run_folder_promises(tiny_config, tmp_path):
 def test_the_best_checkpoint_is_chosen_among_losses_on_the_same_tokens(tiny_config, tmp_path):
     """The beginning of the validation text may be easier than the whole: the two must not be compared."""
     summary = run_training(tiny_config(train__eval_every=2, train__eval_tokens=64, optim__lr=1e-9), tmp_path / "run")
-    in_part = [r["val/loss"] for r in records(tmp_path / "run") if "val/loss" in r][:-1]
+    in_part = [r["val/loss"] for r in records(tmp_path / "run") if "val/loss" in r]
     assert len(in_part) == 3
     assert summary["best_val_loss"] == min(in_part)
-    assert summary["val_loss"] == [r["val/loss"] for r in records(tmp_path / "run") if "val/loss" in r][-1]
+    assert summary["best_step"] == 2 * (1 + in_part.index(min(in_part)))
+    assert summary["val_loss"] == events(tmp_path / "run", "evaluation")[0]["loss"] != in_part[-1]
 
 
 def test_the_stored_config_is_resolved(tiny_config, tmp_path):
@@ -246,6 +247,31 @@ def test_a_finished_run_can_be_copied_into_another_folder(tiny_config, tmp_path)
     second = run_training(tiny_config(train__eval_every=2), tmp_path / "second", resume=str(tmp_path / "first"))
     assert second["weights_sha256"] == first["weights_sha256"]
     assert second["val_loss"] == first["val_loss"]
+
+
+def test_a_folder_of_other_files_is_not_made_a_run(tiny_config, tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"is not a run folder; it holds notes\.txt"):
+        run_training(tiny_config(), tmp_path)
+    assert not (tmp_path / "config.yaml").exists()
+
+
+def test_moved_data_is_found_where_it_is_now(tiny_config, tiny_set, tmp_path):
+    whole = run_training(tiny_config(), tmp_path / "whole")
+    before, after = tmp_path / "before", tmp_path / "after"
+    shutil.copytree(tiny_set, before)
+    with pytest.raises(Stopped):
+        run_training(tiny_config(data__path=str(before)), tmp_path / "run", observers=[StopAt(3)])
+    before.rename(after)
+    moved = run_training(tiny_config(data__path=str(after)), tmp_path / "run")
+    assert moved["weights_sha256"] == whole["weights_sha256"]
+    assert events(tmp_path / "run", "difference") == []
+
+
+def test_more_shards_than_processes_says_how_to_start_them(tiny_config, tmp_path):
+    with pytest.raises(ConfigError, match=r"parallel\.shard=2 does not fit 1 process.*torchrun --nproc-per-node 2"):
+        run_training(tiny_config(parallel__shard=2), tmp_path / "run")
+    assert not (tmp_path / "run" / "config.yaml").exists()
 
 
 def test_data_that_changed_meanwhile_is_said_and_another_tokenizer_refused(tiny_config, tmp_path, write_tiny):
