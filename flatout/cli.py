@@ -220,9 +220,12 @@ def _python_parameters(command: Command, terminal: Terminal, speaks: bool, as_js
 
 
 def _show(result: Result, as_json: bool) -> None:
+    from flatout.terminal import columns, wrapped
+
     summary = result.summary()
+    stream = sys.stderr if as_json else sys.stdout
     if summary:
-        print(summary, file=sys.stderr if as_json else sys.stdout)
+        print(wrapped(summary, columns()) if stream.isatty() else summary, file=stream)
     if as_json:
         print(json.dumps(json.loads(result.model_dump_json())))  # NaN is null, and ASCII alone passes every terminal and pipe
 

@@ -7,6 +7,7 @@ import math
 import platform
 import shlex
 import statistics
+import textwrap
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ USED_SHARE = 0.95
 SAMPLES = 3
 """Times a demo shows what the model writes, the last at the end."""
 EVALUATIONS = 5
+"""Times a demo scores the validation text while it trains, the last at the end."""
 FORWARD_SHARE = 0.4
 """Part of a training step's time that evaluating as many tokens takes, about."""
 TRY_S = 4.0
@@ -57,16 +59,31 @@ class DemoResult(Result):
 
     def summary(self) -> str:
         """Return what the run came to, its curve, a sample, and what to try next."""
-        from flatout.terminal import closing
+        from flatout.terminal import closing, columns
         from flatout.training.folder import read_summary
 
-        run = shlex.quote(self.run)
-        after = f"""\
-  more of its writing   flatout generate {run} --num-samples 3
-  its scores            flatout eval {run}
-  every curve           tensorboard --logdir {run}/tensorboard
-  a text of your own    flatout demo FILE"""
-        return f"{closing(read_summary(Path(self.run)) or {})}\n\nTry next:\n{after}"
+        return f"{closing(read_summary(Path(self.run)) or {})}\n\nTry next:\n{_next(shlex.quote(self.run), columns())}"
+
+
+def _next(run: str, width: int) -> str:
+    """Return what to try next, as lines that can be copied: commands beside what they show, or below it where they are too long."""
+    steps = {
+        "more of its writing": f"flatout generate {run} --num-samples 3",
+        "its scores": f"flatout eval {run}",
+        "every curve": f"tensorboard --logdir {run}",
+        "a text of your own": "flatout demo FILE",
+    }
+    beside = [f"  {what:<22}{command}" for what, command in steps.items()]
+    if max(map(len, beside)) <= width:
+        return "\n".join(beside)
+    return "\n".join(f"  {what}\n    {_folded(command, width - 4)}" for what, command in steps.items())
+
+
+def _folded(command: str, width: int) -> str:
+    """Return a command on several lines of a shell when it is too long for one; a quoted path stays as it is."""
+    if len(command) <= width or "'" in command:
+        return command
+    return " \\\n      ".join(textwrap.wrap(command, max(width - 4, 1), break_long_words=False, break_on_hyphens=False))
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ blink has one calm line that is redrawn; elsewhere (a log file, a pipe) it print
 
 from __future__ import annotations
 
-from flatout.terminal.figures import amount, duration, printable
+from flatout.terminal.figures import amount, columns, duration, printable, wrapped
 from flatout.terminal.lines import Terminal
 from flatout.terminal.picture import curve
 from flatout.terminal.report import RunReport, closing
 
-__all__ = ["RunReport", "Terminal", "amount", "closing", "curve", "duration", "printable"]
+__all__ = ["RunReport", "Terminal", "amount", "closing", "columns", "curve", "duration", "printable", "wrapped"]

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import re
+import sys
+import textwrap
+
+USUAL_COLUMNS = 80
+
 
 def duration(seconds: float) -> str:
     """Return a length of time as a person reads it: 0.4 s, 8 s, 1 min 02 s, 2 h 05 min."""
@@ -33,3 +40,36 @@ def amount(number: float, unit: str = "") -> str:
 def printable(text: str) -> str:
     """Return text without the control characters that move a cursor or change a terminal; a model may write any."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+
+
+def columns() -> int:
+    """Return how wide the terminal is that a person reads, 80 when there is none."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            found = os.get_terminal_size(stream.fileno()).columns
+        except (OSError, ValueError, AttributeError):
+            continue
+        if found > 0:
+            return found
+    return USUAL_COLUMNS
+
+
+def wrapped(text: str, width: int, *, hanging: int | None = None) -> str:
+    """Return text whose longer lines are broken at spaces; a word, such as a path, is never cut.
+
+    A line goes on under its second column where it has one, else a little to the right of its beginning; a line of a block
+    (`  | `) goes on as one.
+    """
+    return "\n".join(_broken(line, width, hanging) if len(line) > width else line for line in text.split("\n"))
+
+
+def _broken(line: str, width: int, hanging: int | None) -> str:
+    if line.startswith("  | "):
+        pieces = textwrap.wrap(line[4:], max(width - 4, 1), drop_whitespace=False, replace_whitespace=False, expand_tabs=False)
+        return "\n".join(f"  | {piece}".rstrip() for piece in pieces)
+    beginning = len(line) - len(line.lstrip(" "))
+    first_column = re.match(r" *\S+( \S+)* {2,}", line)
+    under = hanging if hanging is not None else first_column.end() if first_column else width
+    indent = under if under <= width // 2 else beginning + 2
+    pieces = textwrap.wrap(line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(pieces)

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flatout.progress import Task
-from flatout.terminal.figures import amount, duration
+from flatout.terminal.figures import amount, duration, wrapped
 
 APPEARS_AFTER_S = 0.1
 PLAIN_EVERY_S = 5.0
@@ -129,8 +129,8 @@ class Terminal:
                 self.say(task.closing_line())
 
     def say(self, line: str) -> None:
-        """Print one line that stays."""
-        self.console.print(Text(line), soft_wrap=True)
+        """Print one line that stays; a person's terminal breaks it at spaces."""
+        self.console.print(Text(wrapped(line, self.console.width) if self.interactive else line), soft_wrap=True)
 
     def close(self) -> None:
         """Take away whatever line is still drawn, so that an error can be read."""

@@ -94,6 +94,12 @@ def _framed(cells: list[list[str]], low: float, high: float, first: str, last: s
         label = f"{high - (high - low) * i / (height - 1):8.3f}" if i in {0, height // 2, height - 1} else " " * 8
         lines.append(f"{label} {side}{''.join(row)}".rstrip())
     lines.append(f"{'':8} {corner}{floor * width}")
-    title = f"loss over steps ({dot} validation)" if marked else "loss over steps"
+    title = _title(width - len(first) - len(last) - 2, dot if marked else "")
     lines.append(f"{'':10}{first}{title:^{max(1, width - len(first) - len(last))}}{last}")
     return "\n".join(lines)
+
+
+def _title(room: int, dot: str) -> str:
+    """Return the longest title that has room."""
+    titles = (f"loss over steps ({dot} validation)", f"loss ({dot} validation)", f"loss ({dot})") if dot else ("loss over steps",)
+    return next((title for title in (*titles, "loss") if len(title) <= room), "")

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 import sys
-import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from flatout.progress import Task
-from flatout.terminal.figures import amount, duration, printable
+from flatout.terminal.figures import amount, columns, duration, printable, wrapped
 from flatout.terminal.lines import Terminal
 from flatout.terminal.picture import curve
 from flatout.training.files import read_lines
 
+PICTURE_COLUMNS = 60
+BESIDE_PICTURE = 11
+"""Columns of the scale, and one to spare."""
 EPOCH_LINES_EVERY_S = 5.0
 """A short text is read many times a second; its epochs share a line."""
 
@@ -76,7 +78,7 @@ class RunReport:
             self._close()
         line = _event_line(event)
         if line and event.get("event") == "speedup" and self.terminal.interactive:
-            line = textwrap.fill(line, self.terminal.console.width, subsequent_indent=" " * 24)
+            line = wrapped(line, self.terminal.console.width, hanging=24)
         if line and line != self._said:
             self._said = line
             self.terminal.say(line)
@@ -104,6 +106,8 @@ def _event_line(event: Mapping[str, Any]) -> str | None:
         return f"Saved {event['path']}"
     if kind == "sample":
         return f"Sample at step {event['step']:,}:\n{indented(event['text'])}"
+    if kind == "evaluation":
+        return f"Whole validation split: loss {event['loss']:.4f} on {event['tokens']:,} tokens"
     return None
 
 
@@ -123,26 +127,30 @@ def indented(text: str) -> str:
     return "\n".join(f"  | {line}".rstrip() for line in printable(text).strip("\n").splitlines())
 
 
-def closing(summary: Mapping[str, Any], *, encoding: str | None = None) -> str:
+def closing(summary: Mapping[str, Any], *, encoding: str | None = None, width: int | None = None) -> str:
     """Return the closing lines of a run: what was measured, its loss curve and its last sample.
 
     `summary` is the run's summary.json; the curve and the sample come from the run folder it names.
-    The curve uses characters that `encoding` (None: standard output's) has.
+    The curve uses characters that `encoding` (None: standard output's) has, and nothing is wider than `width` (None: the
+    terminal's) but what cannot be broken, such as a path.
     """
+    width = width or columns()
     encoding = encoding or sys.stdout.encoding or "ascii"
     folder = Path(summary["run"])
-    parts = ["\n".join(f"{name:<11}{text}" for name, text in _closing_facts(summary))]
+    events = list(read_lines(folder / "events.jsonl"))
+    compiled = any(event.get("name") == "compile" and event.get("on") for event in events if event.get("event") == "speedup")
+    parts = [wrapped("\n".join(f"{name:<11}{text}" for name, text in _closing_facts(summary, compiled)), width)]
     records = list(read_lines(folder / "metrics.jsonl"))
     points = [(r["step"], r["train/loss"]) for r in records if "train/loss" in r]
     marks = [(r["step"], r["val/loss"]) for r in records if "val/loss" in r]
-    parts.append(curve(points, marks=marks, encoding=encoding))
-    samples = [event["text"] for event in read_lines(folder / "events.jsonl") if event.get("event") == "sample"]
+    parts.append(curve(points, marks=marks, width=min(PICTURE_COLUMNS, max(width - BESIDE_PICTURE, 8)), encoding=encoding))
+    samples = [event["text"] for event in events if event.get("event") == "sample"]
     if samples:
         parts.append(f"A sample:\n{indented(samples[-1])}")
     return "\n\n".join(part for part in parts if part)
 
 
-def _closing_facts(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _closing_facts(summary: Mapping[str, Any], compiled: bool) -> Iterator[tuple[str, str]]:
     """Yield (name, text) for what the summary holds; what was not measured is left out, an unknown MFU says why."""
     value: Callable[[str], Any] = summary.get
     yield "Run", str(summary["run"])
@@ -153,20 +161,22 @@ def _closing_facts(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     losses = [f"training {value('train_loss'):.4f}"] if value("train_loss") is not None else []
     if value("val_loss") is not None:
         losses.append(f"validation {value('val_loss'):.4f} (perplexity {math.exp(min(value('val_loss'), 700)):.1f})")
-    if value("best_val_loss") is not None and value("best_val_loss") != value("val_loss"):
-        losses.append(f"best {value('best_val_loss'):.4f}")
+    if value("best_val_loss") is not None and value("best_step") not in {None, summary["steps"]}:
+        losses.append(f"best {value('best_val_loss'):.4f} at step {value('best_step'):,}")
     if value("bits_per_byte") is not None:
         losses.append(f"{value('bits_per_byte'):.3f} bits a byte")
     if losses:
         yield "Loss", ", ".join(losses)
     rates = [f"{amount(value('tokens_per_s'))} tokens/s steady"] if value("tokens_per_s") else []
-    rates += [f"{amount(value('wall_tokens_per_s'))} tokens/s with evaluation and saving"] if value("wall_tokens_per_s") else []
+    besides = "evaluation, saving and compiling" if compiled else "evaluation and saving"
+    rates += [f"{amount(value('wall_tokens_per_s'))} tokens/s with {besides}"] if value("wall_tokens_per_s") else []
     if rates:
         yield "Speed", ", ".join(rates)
     if value("mfu") is not None:
         yield "MFU", f"{value('mfu'):.1%} of the peak ({value('mfu_of')})"
     elif "mfu" in summary:
-        yield "MFU", f"unknown: {value('mfu_of') or 'no peak rate is known for this device'}"
+        why = str(value("mfu_of") or "no peak rate is known for this device")
+        yield "MFU", why if why.startswith("unknown") else f"unknown: {why}"
     if value("peak_gib"):
         yield "Memory", f"{value('peak_gib'):.2f} GiB at most"
     total = f", {duration(value('elapsed_s'))} over all resumes" if value("resumed_from") and value("elapsed_s") else ""

@@ -54,6 +54,16 @@ def test_demo_of_a_small_text_of_ones_own(quick, text):
     assert any("is finished" in line for line in said.lines)
 
 
+@pytest.mark.parametrize("width", [30, 40, 80])
+def test_what_to_try_next_can_be_copied_from_any_terminal(width):
+    text = module._next("runs/demo-book-0123", width)
+    assert max(map(len, text.splitlines())) <= width
+    commands = text.replace(" \\\n     ", "")
+    assert all(
+        command in commands for command in ("flatout generate runs/demo-book-0123 --num-samples 3", "tensorboard --logdir runs/demo-book-0123")
+    )
+
+
 def test_a_changed_text_is_another_run(quick):
     file = quick / "a.txt"
     file.write_text("one text " * 100)

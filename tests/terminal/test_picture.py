@@ -53,3 +53,10 @@ def test_too_few_points_make_no_picture(points):
 def test_flat_and_broken_curves_do_not_fail(encoding):
     assert curve([(5, 1.0), (5, 1.0)], encoding=encoding)
     assert curve([(1, 2.0), (2, math.nan), (9, 2.0)], encoding=encoding).count("\n") == 9
+
+
+@pytest.mark.parametrize("width", [8, 20, 29, 40, 60])
+def test_a_narrow_picture_has_a_short_title(width):
+    lines = curve([(0, 2.0), (2000, 1.0)], marks=[(1000, 1.5)], width=width).splitlines()
+    assert max(map(len, lines)) <= width + 10
+    assert "loss" in lines[-1] or width == 8

@@ -90,6 +90,7 @@ def test_events_leave_lines(terminal):
     report.on_event({"event": "save", "path": "runs/a/checkpoints/step-1"})
     report.on_event({"event": "save", "path": "runs/a/checkpoints/step-1"})
     report.on_event({"event": "sample", "step": 1, "text": "def f():\x1b[2J\n    pass\n"})
+    report.on_event({"event": "evaluation", "loss": 2.33564, "tokens": 111_540})
     report.on_event({"event": "difference", "text": "said elsewhere"})
     report.on_tick(2, 2)
     report.on_event({"event": "sample", "step": 2, "text": "the last one"})
@@ -97,6 +98,7 @@ def test_events_leave_lines(terminal):
     assert said.split("\n")[0].split(maxsplit=2) == ["off", "compile", "short run"]
     assert said.count("Saved runs/a/checkpoints/step-1") == 1
     assert "  | def f():\ufffd[2J\n  |     pass\n" in said
+    assert "Whole validation split: loss 2.3356 on 111,540 tokens\n" in said
     assert "said elsewhere" not in said
     assert "the last one" not in said
 
@@ -107,6 +109,7 @@ SUMMARY = {
     "train_loss": 3.1,
     "val_loss": 3.25,
     "best_val_loss": 3.2,
+    "best_step": 400,
     "bits_per_byte": 1.234,
     "tokens_per_s": 21_234.0,
     "wall_tokens_per_s": 17_000.0,
@@ -124,13 +127,13 @@ def test_closing_tells_what_was_measured(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     events = [{"event": "sample", "step": s, "text": f"text {s}"} for s in (250, 500)]
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))
-    text = closing(SUMMARY | {"run": str(tmp_path)}, encoding="ascii")
+    text = closing(SUMMARY | {"run": str(tmp_path)}, encoding="ascii", width=120)
     for part in (
         str(tmp_path),
         "500 steps, 2.0 M tokens",
-        "training 3.1000, validation 3.2500 (perplexity 25.8), best 3.2000, 1.234 bits a byte",
+        "training 3.1000, validation 3.2500 (perplexity 25.8), best 3.2000 at step 400, 1.234 bits a byte",
         "21.2 K tokens/s steady, 17.0 K tokens/s with evaluation and saving",
-        "unknown: unknown GPU",
+        "MFU        unknown GPU",
         "1 min 58 s",
         "loss over steps (o validation)",
         "  | text 500",
@@ -144,3 +147,47 @@ def test_closing_of_a_resumed_run_tells_the_whole_time(tmp_path):
     text = closing(SUMMARY | {"run": str(tmp_path), "resumed_from": "step-250", "mfu": 0.4, "mfu_of": "data sheet"})
     assert "1 min 58 s, 3 min 20 s over all resumes" in text
     assert "40.0% of the peak (data sheet)" in text
+
+
+def lines_of(summary, tmp_path, width=120):
+    return closing(SUMMARY | {"run": str(tmp_path)} | summary, encoding="utf-8", width=width).splitlines()
+
+
+@pytest.mark.parametrize("best_step", [None, 500])
+def test_the_best_loss_is_told_only_of_another_step(tmp_path, best_step):
+    assert not any("best " in line for line in lines_of({"best_step": best_step}, tmp_path))
+    assert not any("best " in line for line in lines_of({"best_val_loss": None}, tmp_path))
+
+
+def test_a_reason_that_says_unknown_says_it_once(tmp_path):
+    assert "MFU        unknown: no data sheet" in lines_of({"mfu_of": "unknown: no data sheet"}, tmp_path)
+    assert "MFU        unknown: no peak rate is known for this device" in lines_of({"mfu_of": None}, tmp_path)
+
+
+def test_the_whole_rate_of_a_compiled_run_says_so(tmp_path):
+    (tmp_path / "events.jsonl").write_text(json.dumps({"event": "speedup", "name": "compile", "on": True, "reason": "stated"}) + "\n")
+    assert any(line.endswith("17.0 K tokens/s with evaluation, saving and compiling") for line in lines_of({}, tmp_path))
+
+
+@pytest.mark.parametrize("width", [40, 60, 80])
+def test_closing_fits_the_terminal_and_cuts_no_word(tmp_path, width):
+    records = [{"step": s, "train/loss": 8 - s / 100} for s in range(0, 500, 10)] + [{"step": 500, "val/loss": 3.25}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    lines = lines_of({"run": str(tmp_path)}, tmp_path, width)
+    assert all(len(line) <= width for line in lines if str(tmp_path) not in line)
+    words = " ".join(lines).split()
+    assert set(" ".join(lines_of({}, tmp_path)[:6]).split()) <= set(words)
+    (loss,) = (number for number, line in enumerate(lines) if line.startswith("Loss "))
+    assert lines[loss + 1].startswith(" " * 11) or width > 100
+
+
+def test_a_persons_terminal_breaks_lines_at_spaces():
+    terminal = Terminal(Console(file=io.StringIO(), width=40, force_terminal=True, color_system=None))
+    terminal.say("Training 1.2 M parameters on cpu (torch sees no GPU): AMD EPYC, 2 cores")
+    terminal.say("  off  compile          short runs do not pay back the minutes")
+    assert text_of(terminal).splitlines() == [
+        "Training 1.2 M parameters on cpu (torch",
+        "  sees no GPU): AMD EPYC, 2 cores",
+        "  off  compile          short runs do",
+        "       not pay back the minutes",
+    ]
