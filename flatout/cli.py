@@ -69,7 +69,9 @@ def build(name: str, finish: Callable[[Command, dict[str, Any]], object] | None 
         raise unknown_name("command", name, COMMANDS.names())
     command: Command = COMMANDS.get(name)
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-    app.command(name, epilog=f"Example: {command.example}", help=_help_text(command))(_typed_for_typer(command, finish))
+    app.command(name, context_settings={"help_option_names": ["--help", "-h"]}, epilog=f"Example: {command.example}", help=_help_text(command))(
+        _typed_for_typer(command, finish)
+    )
     return typer.main.get_command(app)
 
 
@@ -101,6 +103,9 @@ def _terminated_like_interrupted() -> Iterator[None]:
 
 
 def _run(words: list[str]) -> None:
+    _refuse_broken(words)
+    if words[:1] == ["help"] and len(words) > 1:
+        words = [words[1], "--help"]
     if not words or words[0] in {"--help", "-h", "help"}:
         width = max(len(name) for name in COMMANDS.names())
         print(HELP.format(commands="\n".join(f"  {name:<{width}}  {COMMANDS.describe(name)}" for name in COMMANDS.names())), end="")
@@ -115,6 +120,17 @@ def _run(words: list[str]) -> None:
         guess = nearest(name, ["--help", "--version"])
         raise ConfigError(f"flatout has no option {name!r}.", fix=f"Did you mean {guess!r}?" if guess else "`flatout --help` shows the commands.")
     _parse_and_call(name, rest)
+
+
+def _refuse_broken(words: list[str]) -> None:
+    """Refuse words whose bytes could not be read as text: they could not be written down either."""
+    broken = next((word for word in words if any("\ud800" <= character <= "\udfff" for character in word)), None)
+    if broken is None:
+        return
+    shown = ascii(os.fsencode(broken).decode("utf-8", errors="replace"))
+    if sys.getfilesystemencoding() == "utf-8":
+        raise ConfigError(f"{shown} is not UTF-8.", fix="Rename the file.")
+    raise ConfigError(f"{shown} cannot be read where this locale says that text is {sys.getfilesystemencoding()}.", fix="Set PYTHONUTF8=1.")
 
 
 def _parse_and_call(name: str, words: list[str]) -> None:
@@ -146,7 +162,7 @@ def _explained(error: Any, name: str, parser: Any) -> ConfigError:
     if wrong is not None and wrong not in options:
         guess = nearest(wrong, [*options, "--help"])
         return ConfigError(f"`flatout {name}` has no option {wrong!r}.", fix=f"Did you mean {guess!r}?" if guess else see)
-    message = error.format_message().rstrip(".")
+    message = error.format_message().rstrip(".").replace("Value error, ", "")
     return ConfigError(f"`flatout {name}`: {message[:1].lower()}{message[1:]}.", fix=see)
 
 

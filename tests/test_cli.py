@@ -1,5 +1,6 @@
 """The command line: exit codes, --json, help, nearest names, quietness of other ranks."""
 
+import inspect
 import json
 import os
 import signal
@@ -178,7 +179,7 @@ def test_mistyped(run, words, what, fix):
 
 
 def test_help_of_the_program_lists_the_commands(run):
-    for words in ([], ["--help"]):
+    for words in ([], ["--help"], ["-h"], ["help"]):
         code, out, err = run(*words)
         assert (code, err) == (0, "")
         assert "shout  Shout some words." in out
@@ -187,12 +188,34 @@ def test_help_of_the_program_lists_the_commands(run):
 def test_help_of_a_command_has_its_options_and_an_example(run):
     code, out, _ = run("shout", "--help")
     assert code == 0
+    assert run("shout", "-h") == run("help", "shout") == (0, out, "")
     assert "Shout some words." in out
     assert "How often." in out
     assert "--json" in out
     assert "Example: flatout shout hello --times 2" in out
     assert "Raises" not in out
     assert "observers" not in out
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS.names())
+def test_help_speaks_of_the_command_line_alone(name):
+    parameters = inspect.signature(cli.COMMANDS.get(name).call).parameters.values()
+    text = cli._help_text(cli.COMMANDS.get(name))
+    assert not [parameter.name for parameter in parameters if "Annotated" not in str(parameter.annotation) and f"`{parameter.name}`" in text]
+
+
+@pytest.mark.parametrize(("mode", "fix"), [("0", "Set PYTHONUTF8=1."), ("1", "Rename the file.")])
+def test_words_that_are_no_text_are_no_traceback(mode, fix):
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": mode, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-m", "flatout", "prepare", b"b\xfc.txt"], capture_output=True, env=environment, check=False)
+    assert done.returncode == 2
+    assert done.stderr.decode().splitlines()[-1] == f"Fix: {fix}"
+
+
+def test_the_parsers_own_prefix_is_not_shown(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["prepare", "a.txt", "--out", "b", "--on-bad-row", "skp"])
+    assert "invalid value for '--on-bad-row': 'skp' is not one of 'raise', 'skip'." in capsys.readouterr().err
 
 
 def test_version(run):

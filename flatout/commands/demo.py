@@ -41,6 +41,14 @@ EVALUATIONS = 5
 """Times a demo scores the validation text while it trains, the last at the end."""
 FORWARD_SHARE = 0.4
 """Part of a training step's time that evaluating as many tokens takes, about."""
+FIXES = {
+    "not UTF-8": "Save the text as UTF-8, for example with `iconv -f latin1 -t utf-8 OLD > NEW`, and give that.",
+    "cannot be split": "Give a text of a few kilobytes or more.",
+    "holds no document": "Give a text of a few kilobytes or more.",
+    "holds another data set": "Remove that folder.",
+    "is not a data set": "Remove that folder, or move it away.",
+}
+"""What repairs an error of prepare where its options are not at hand, by a few words of the error."""
 TRY_S = 4.0
 """How long steps are timed."""
 
@@ -144,8 +152,13 @@ def about_file(file: Path, device: str) -> Subject:
 
     Raises: DataError when there is no such file, or nothing in it.
     """
+    if str(file).startswith(("http:/", "https:/")):
+        raise DataError("Addresses are not read yet.", fix="Download the text first, then name the file.")
+    if file.is_dir():
+        raise DataError(f"{file} is a folder; demo takes one text file.", fix="Name one file in it; `flatout prepare` takes folders.")
     if not file.is_file():
-        raise DataError(f"There is no file {file}.", fix="Name one text file; `flatout prepare` takes folders and several files.")
+        what = f"{file} is not a regular file." if file.exists() else f"There is no file {file}."
+        raise DataError(what, fix="Name one text file; `flatout prepare` takes folders and several files.")
     size = file.stat().st_size
     if not size:
         raise DataError(f"{file} is empty.", fix="Name a text file of a few kilobytes or more.")
@@ -169,20 +182,32 @@ def _fresh(subject: Subject, device: str, machine: Machine, minutes: float, prog
     from flatout.commands.prepare import prepare
     from flatout.data.shards import Dataset
 
-    prepare(
-        [subject.source],
-        subject.data,
-        tokenizer=subject.tokenizer,
-        split=subject.split,
-        max_bytes=MOST_TEXT[device.partition(":")[0]],
-        progress=progress,
-    )
+    try:
+        prepare(
+            [subject.source],
+            subject.data,
+            tokenizer=subject.tokenizer,
+            split=subject.split,
+            max_bytes=MOST_TEXT[device.partition(":")[0]],
+            progress=progress,
+        )
+    except DataError as error:
+        raise _without_options(error) from error
     dataset = Dataset.open(subject.data)
     config = fit_text(load_config(subject.recipe, [f"data.path={subject.data}", f"name={subject.run.name}"]), dataset)
-    config = config.with_values({"train.device": device})
     with progress.task("Timing a few steps, to see how many fit"):
-        step_s = seconds_per_step(config, dataset, machine)
+        step_s = seconds_per_step(config.with_values({"train.device": device}), dataset, machine)
     return with_length(config, dataset, step_s, minutes)
+
+
+def _without_options(error: DataError) -> DataError:
+    """Return the error with a fix that demo has: it does not take the options of prepare."""
+    for sign, fix in FIXES.items():
+        if sign in error.what:
+            return DataError(error.what, fix=fix)
+    if "--" not in error.fix:
+        return error
+    return DataError(error.what, fix=f"`flatout prepare` can do more with it. There: {error.fix}")
 
 
 def fit_text(config: RunConfig, dataset: Dataset) -> RunConfig:

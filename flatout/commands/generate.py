@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from flatout.commands import Command, Result
-from flatout.errors import ConfigError
+from flatout.errors import ConfigError, Interrupted
 from flatout.progress import SILENT, Progress
 
 
@@ -40,8 +40,7 @@ def generate(
 ) -> GenerateResult:
     """Write text with a trained model, shown as it is written.
 
-    `write` takes the pieces as they come.
-
+    Returns: each text, its prompt first; `write` is handed the pieces as they come.
     Raises: CheckpointError when the run has no such checkpoint; ConfigError when a setting is out of range.
     """
     from flatout.generate import check_settings, load_run, sample
@@ -55,7 +54,7 @@ def generate(
     for number in range(num_samples):
         pieces = [prompt]
         show(prompt if num_samples == 1 else f"--- sample {number + 1} ---\n{prompt}")
-        for piece in sample(
+        written = sample(
             loaded.model,
             loaded.tokenizer,
             prompt,
@@ -66,9 +65,14 @@ def generate(
             max_tokens=max_tokens,
             stop=stop or (),
             window=loaded.config.data.seq_len,
-        ):
-            show(piece)
-            pieces.append(piece)
+        )
+        try:
+            for piece in written:
+                show(piece)
+                pieces.append(piece)
+        except (KeyboardInterrupt, Interrupted):
+            show("\n")  # what is said of it begins a line
+            raise
         samples.append("".join(pieces))
         show("\n")
     return GenerateResult(samples=samples)

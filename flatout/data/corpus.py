@@ -58,7 +58,7 @@ class Corpus:
     def fingerprint(self) -> str:
         """A digest that changes when the documents change."""
         marks = "\n".join(part.fingerprint for part in self.parts if part.fingerprint)
-        return hashlib.sha256(marks.encode()).hexdigest()
+        return hashlib.sha256(marks.encode("utf-8", errors="surrogateescape")).hexdigest()
 
 
 def load_card(name: str) -> Card:
@@ -114,6 +114,10 @@ def _card_parts(name: str, text_field: str | None, from_file: str | None, cache:
 
 
 def _named_parts(name: str, text_field: str | None) -> list[Part]:
+    if re.match(r"[a-z][a-z0-9+.-]*://", name):
+        raise DataError(
+            f"{name} is an address, and addresses are not read yet.", fix=f"Download it first, for example `curl -LO {name}`, and name the file."
+        )
     source, _, rest = name.partition(":")
     key = source.replace("_", "-")
     if key in SOURCES.names() and key != "files":

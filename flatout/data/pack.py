@@ -12,13 +12,10 @@ import numpy as np
 from flatout.data.manifest import SPLITS, SplitName, token_dtype
 from flatout.data.tokenizer import Tokenizer
 from flatout.errors import DataError
-from flatout.sources import BadRow, Document, LeftOut, Part, Row
+from flatout.sources import FIRST_NAMED, BadRow, Document, LeftOut, Part, Row
 
 Array = np.ndarray[Any, np.dtype[Any]]
 OnBadRow = Literal["raise", "skip"]
-
-FIRST_NAMED = 10
-"""Of the rows left out for one reason, so many are named."""
 
 
 @dataclass(frozen=True)

@@ -103,6 +103,8 @@ def _check(options: Options, workers: int | None) -> None:
             raise DataError(f"{name} {value} is not a number from 1 up.", fix=f"Leave {name} out, or give a larger number.")
     if options.on_bad_row not in ("raise", "skip"):
         raise DataError(f"--on-bad-row {options.on_bad_row!r} is not known.", fix="Give raise or skip.")
+    if options.tokenizer.endswith(".gz"):
+        raise DataError(f"The tokenizer {options.tokenizer} is packed.", fix="Unpack it first, for example with `gunzip --keep`.")
     if options.split is not None:
         parse_rule(options.split)
 
@@ -176,8 +178,16 @@ def _write(out: Path, plan: Plan, tokenizer: Tokenizer, source: dict[str, Any], 
             packed.close()
         _check_splits(writer, source, plan, skipped)
         with progress.task("Writing to the disk"):
-            entries = [SkippedEntry(reason=reason, count=count, first=tuple(skipped.first[reason])) for reason, count in skipped.counts.items()]
+            entries = [
+                SkippedEntry(reason=reason, count=count, first=tuple(map(_storable, skipped.first[reason])))
+                for reason, count in skipped.counts.items()
+            ]
             return writer.finish(tokenizer=tokenizer, source=source, split_rule=plan.rule, skipped=entries)
+
+
+def _storable(name: str) -> str:
+    """Return a file's name as text, also where its bytes are not UTF-8."""
+    return name.encode("utf-8", errors="surrogateescape").decode("utf-8", errors="replace")
 
 
 def _append(writer: DatasetWriter, packed: Packed) -> None:

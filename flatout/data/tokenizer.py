@@ -97,7 +97,8 @@ def _vocabulary_size(spec: str) -> int:
     digits = spec.removeprefix("train:")
     if not digits.isdecimal() or not 258 <= int(digits) <= 1_000_000:
         raise DataError(
-            f"{spec!r} does not name a vocabulary size.", fix="Give a number from 258 (the bytes, end-of-text, one merge) up, for example train:4096."
+            f"{spec!r} does not name a vocabulary size.",
+            fix="Give a number from 258 (the bytes, end-of-text, one merge) to 1,000,000, for example train:4096.",
         )
     return int(digits)
 

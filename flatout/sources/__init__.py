@@ -15,6 +15,9 @@ from typing import IO, Any, cast
 
 from flatout.errors import DataError
 
+FIRST_NAMED = 10
+"""Of the rows left out for one reason, so many are named."""
+
 
 @dataclass(frozen=True, slots=True)
 class Document:
@@ -66,10 +69,12 @@ class Part:
 
     def rows(self) -> Iterator[Row]:
         """Yield what the part holds, in order; empty documents are left out."""
+        empty = 0
         for index, row in enumerate(self.read(*self.arguments)):
             document = Document(row, f"document {index}") if isinstance(row, str) else row
             if isinstance(document, Document) and not document.text:
-                yield LeftOut("empty document", document.name)
+                empty += 1
+                yield LeftOut("empty document", document.where() if empty <= FIRST_NAMED else document.name)
             else:
                 yield document
 

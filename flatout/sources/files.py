@@ -83,6 +83,8 @@ def find_files(path: str) -> list[tuple[Path, str]]:
         if not files:
             raise DataError(f"No file matches {path!r}.", fix="Quote the pattern and check it with `ls`; `**` crosses folders.")
         return files
+    if place.exists():
+        raise DataError(f"{place} is not a regular file.", fix="Write the text to a file, and name that.")
     raise missing(place)
 
 

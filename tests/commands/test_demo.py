@@ -1,6 +1,7 @@
 """`flatout demo`: the whole job on a small text, again on a finished run, and its choices."""
 
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -8,6 +9,7 @@ from flatout.commands import demo as module
 from flatout.commands.demo import about_file, about_python, demo, fit_text, with_length
 from flatout.config import load_config
 from flatout.errors import ConfigError, DataError, Stopped
+from flatout.training.files import read_lines
 from flatout.training.folder import read_config, read_summary
 from flatout.training.observers import Quiet
 
@@ -160,12 +162,46 @@ def test_a_stopped_demo_goes_on_with_the_length_it_had(quick, monkeypatch):
     assert read_summary(run)["resumed_from"].endswith("step-2")
 
 
-@pytest.mark.parametrize(("content", "message"), [(None, "There is no file"), ("", "is empty")])
-def test_files_that_cannot_be_used(quick, content, message):
+@pytest.mark.parametrize(
+    ("content", "message", "fix"),
+    [
+        (None, "There is no file", "Name one text file"),
+        (b"", "is empty", "few kilobytes"),
+        (b"x", "1 character cannot be split", "few kilobytes"),
+        (b"caf\xe9", "is not UTF-8", "Save the text as UTF-8"),
+        (bytes(range(256)), "is not UTF-8", "Save the text as UTF-8"),
+    ],
+)
+def test_files_that_cannot_be_used(quick, content, message, fix):
     if content is not None:
-        (quick / "a.txt").write_text(content)
-    with pytest.raises(DataError, match=message):
+        (quick / "a.txt").write_bytes(content)
+    with pytest.raises(DataError, match=message) as raised:
         demo(quick / "a.txt")
+    assert fix in raised.value.fix
+    assert "--" not in raised.value.fix
+
+
+def test_what_is_no_file_is_told_apart(quick):
+    with pytest.raises(DataError, match="is a folder; demo takes one text file"):
+        demo(quick)
+    with pytest.raises(DataError, match="/dev/null is not a regular file"):
+        demo(Path("/dev/null"))
+    with pytest.raises(DataError, match="Addresses are not read yet"):
+        demo(Path("https://example.org/book.txt"))
+
+
+def test_fixes_with_options_of_prepare_lead_there(quick):
+    (quick / "a.jsonl").write_text('{"body": "x"}\n')
+    with pytest.raises(DataError, match="has no field 'text'") as raised:
+        demo(quick / "a.jsonl")
+    assert raised.value.fix.startswith("`flatout prepare` can do more")
+
+
+def test_the_reason_for_the_device_is_the_machines_and_not_a_wish(quick):
+    (quick / "a.txt").write_text("a text of some length. " * 100)
+    result = demo(quick / "a.txt", minutes=0.001)
+    (start,) = (event for event in read_lines(Path(result.run) / "events.jsonl") if event["event"] == "start")
+    assert start["device_reason"] != "asked for"
 
 
 def test_no_time():

@@ -29,6 +29,19 @@ def test_what_is_streamed_is_what_is_returned(tiny_run):
     assert result.summary() == ""
 
 
+def test_an_interrupt_leaves_the_cursor_at_the_beginning_of_a_line(tiny_run):
+    pieces = []
+
+    def write(piece):
+        pieces.append(piece)
+        if len(pieces) == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        generate(str(tiny_run), "It", max_tokens=20, write=write)
+    assert pieces[4:] == ["\n"]
+
+
 def test_options_reach_the_sampler(tiny_run):
     assert len(generate(str(tiny_run), temperature=0, max_tokens=5).samples[0]) <= 5
     greedy = {generate(str(tiny_run), top_k=1, max_tokens=10, seed=seed).samples[0] for seed in range(3)}

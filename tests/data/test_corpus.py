@@ -1,4 +1,5 @@
 import hashlib
+import os
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,17 @@ def test_several_sources_follow_each_other_in_the_order_named(cards, tmp_path):
     assert texts(opened) == ["b", "a"]
     assert opened.split is None
     assert opened.fingerprint != other.fingerprint
+
+
+def test_an_address_is_to_be_downloaded_first():
+    with pytest.raises(DataError, match="addresses are not read yet") as raised:
+        open_corpus(["https://example.org/book.txt"])
+    assert "curl -LO https://example.org/book.txt" in raised.value.fix
+
+
+def test_a_name_that_is_not_utf8_has_a_fingerprint_too(tmp_path):
+    (tmp_path / os.fsdecode(b"b\xfc.txt")).write_text("text")
+    assert len(open_corpus([str(tmp_path)]).fingerprint) == 64
 
 
 def test_a_source_takes_parameters():

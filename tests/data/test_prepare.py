@@ -262,6 +262,20 @@ def test_values_that_cannot_be_meant_are_refused_before_reading(tmp_path, option
         prepare_dataset([str(tmp_path / "missing.txt")], tmp_path / "out", Options(), workers=0)
 
 
+def test_a_packed_tokenizer_is_to_be_unpacked(book, tmp_path):
+    with pytest.raises(DataError, match=r"x\.json\.gz is packed") as raised:
+        prepare_dataset([str(book)], tmp_path / "out", Options(tokenizer="x.json.gz"))
+    assert raised.value.fix.startswith("Unpack it first")
+
+
+def test_a_row_left_out_of_a_file_whose_name_is_not_utf8_is_written_down(tmp_path):
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / os.fsdecode(b"b\xfc.txt")).write_text("")
+    (tmp_path / "texts" / "a.txt").write_text("text")
+    made = prepare_dataset([str(tmp_path / "texts")], tmp_path / "out", Options(tokenizer="byte"))
+    assert [entry.first for entry in made.manifest.skipped] == [(f"{tmp_path}/texts/b\ufffd.txt",)]
+
+
 def test_a_disk_that_cannot_be_written_is_said(book, tmp_path):
     with pytest.raises(DataError, match="Cannot write"):
         prepare_dataset([str(book)], tmp_path / "book.txt" / "out", Options(tokenizer="byte"))

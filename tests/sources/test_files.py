@@ -156,6 +156,18 @@ def test_a_missing_file_is_answered_with_the_nearest_name(tmp_path):
         rows(tmp_path / "nowhere" / "a.txt")
 
 
+def test_what_is_there_and_is_no_file_is_not_guessed_at():
+    with pytest.raises(DataError, match="/dev/null is not a regular file"):
+        files.files("/dev/null")
+
+
+def test_empty_rows_are_named_by_their_lines(tmp_path):
+    path = write_rows(tmp_path / "a.jsonl", ["x", "", *[""] * 20, "y"])
+    left_out = [row.name for row in rows(path) if isinstance(row, LeftOut)]
+    assert left_out[:10] == [f"{path}, line {line}" for line in range(2, 12)]
+    assert len(left_out) == 21
+
+
 def test_a_folder_without_text_says_what_it_holds(tmp_path):
     with pytest.raises(DataError, match="empty folder"):
         rows(tmp_path)
