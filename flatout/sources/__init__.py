@@ -110,9 +110,14 @@ def open_bytes(path: str) -> IO[bytes]:
 
 def row_place(name: str, offset: int) -> str:
     """Return `FILE, line N` for the row that begins at byte `offset`."""
+    return f"{name}, line {line_number(name, offset)}"
+
+
+def line_number(name: str, offset: int) -> int:
+    """Return the number of the line that begins at byte `offset` of a file, counted from 1."""
     lines = 1
     with open_bytes(name) as file:
         while offset > 0 and (block := file.read(min(offset, 1 << 20))):
             lines += block.count(b"\n")
             offset -= len(block)
-    return f"{name}, line {lines}"
+    return lines

@@ -7,14 +7,15 @@ import hashlib
 import json
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from flatout.errors import DataError
 from flatout.registry import nearest
-from flatout.sources import BadRow, Document, Part, Row, open_bytes, row_place
+from flatout.sources import BadRow, Document, Part, Row, line_number, open_bytes
 
 PART_BYTES = 4 << 20
 """About how much text one part holds; a text file is never cut, a JSONL file is."""
@@ -185,45 +186,54 @@ def read_rows(span: Span, text_field: str) -> Iterator[Row]:
         if position > 0:
             file.seek(position - 1)
             position += len(file.readline()) - 1
+        before = _counted(span.path, position)
+        number = 0
         whole = span.path.endswith(".gz")
         while whole or position < span.end:
             line = file.readline()
             if not line:
                 return
             if line.strip():
-                yield _row(line, span.path, position, text_field)
+                yield _row(line, span.path, position, text_field, partial(_place, span.path, before, number))
+            number += 1
             position += len(line)
 
 
-def _row(line: bytes, path: str, offset: int, text_field: str) -> Row:
+def _counted(path: str, offset: int) -> Callable[[], int]:
+    """Return what says the number of the line at a byte: counted once, and only when a row from there on is bad."""
+    return cache(lambda: line_number(path, offset))
+
+
+def _place(path: str, before: Callable[[], int], number: int) -> str:
+    return f"{path}, line {before() + number}"
+
+
+def _row(line: bytes, path: str, offset: int, text_field: str, where: Callable[[], str]) -> Row:
     try:
         row = json.loads(line.decode("utf-8-sig" if offset == 0 else "utf-8"))
     except UnicodeDecodeError as error:
-        return not_utf8(row_place(path, offset), path, offset + error.start, line[error.start])
+        return not_utf8(where(), path, offset + error.start, line[error.start])
     except ValueError as error:
-        return _bad(path, offset, "not JSON", f"is not JSON: {error}", "Repair the line, or skip such rows with --on-bad-row skip.")
+        return _bad(where(), "not JSON", f"is not JSON: {error}", "Repair the line, or skip such rows with --on-bad-row skip.")
     except RecursionError:
-        return _bad(path, offset, "not JSON", "is nested too deeply", "Repair the line, or skip such rows with --on-bad-row skip.")
+        return _bad(where(), "not JSON", "is nested too deeply", "Repair the line, or skip such rows with --on-bad-row skip.")
     text = row.get(text_field) if isinstance(row, dict) else None
     if isinstance(text, str):
         return Document(text, path, offset)
-    return _no_text(row, path, offset, text_field)
+    return _no_text(row, where(), text_field)
 
 
-def _no_text(row: Any, path: str, offset: int, text_field: str) -> BadRow:
+def _no_text(row: Any, where: str, text_field: str) -> BadRow:
     if not isinstance(row, dict):
-        return _bad(path, offset, "not an object", "is not a JSON object", 'Write rows such as {"text": "..."}.')
+        return _bad(where, "not an object", "is not a JSON object", 'Write rows such as {"text": "..."}.')
     if text_field in row:
         kind = type(row[text_field]).__name__
-        return _bad(
-            path, offset, f"{text_field!r} is not text", f"has {text_field!r}, but it is {kind}, not text", "Name the field with --text-field."
-        )
+        return _bad(where, f"{text_field!r} is not text", f"has {text_field!r}, but it is {kind}, not text", "Name the field with --text-field.")
     names = [name for name, value in row.items() if isinstance(value, str)]
     guess = nearest(text_field, names) or (max(names, key=lambda name: len(row[name])) if names else None)
     fix = f"Did you mean --text-field {guess}?" if guess else "Name the field that holds the text with --text-field."
-    return _bad(path, offset, f"no field {text_field!r}", f"has no field {text_field!r}", fix)
+    return _bad(where, f"no field {text_field!r}", f"has no field {text_field!r}", fix)
 
 
-def _bad(path: str, offset: int, reason: str, what: str, fix: str) -> BadRow:
-    where = row_place(path, offset)
+def _bad(where: str, reason: str, what: str, fix: str) -> BadRow:
     return BadRow(DataError(f"{where} {what}.", fix=fix), reason, where)

@@ -142,6 +142,18 @@ def test_a_bad_row_names_its_line_and_the_next_is_still_read(tmp_path, line, rea
     assert bad.name == f"{path}, line 2"
 
 
+@pytest.mark.parametrize("step", [7, 40, 1 << 20])
+def test_bad_rows_are_named_by_their_lines_and_the_file_is_counted_once_a_part(tmp_path, monkeypatch, step):
+    monkeypatch.setattr(files, "PART_BYTES", step)
+    counts = []
+    count = files.line_number
+    monkeypatch.setattr(files, "line_number", lambda *place: counts.append(place) or count(*place))
+    path = tmp_path / "a.jsonl"
+    path.write_text('bad\n\n{"text": "x"}\n' * 30)
+    assert [row.name for row in rows(path) if isinstance(row, BadRow)] == [f"{path}, line {line}" for line in range(1, 91, 3)]
+    assert len(counts) <= len(files.files(str(path)))
+
+
 def test_the_text_field_can_be_named(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"text": "no", "body": "yes"}\n')
