@@ -60,7 +60,7 @@ def parse_yaml(text: str, *, name: str) -> Any:
 
 
 def read_document(path: Path) -> dict[str, Any]:
-    """Return the mapping in a YAML file.
+    """Return the mapping in a YAML file; an empty file is an empty one.
 
     Raises: ConfigError when there is no such file, it is not YAML, or not a mapping.
     """
@@ -71,6 +71,8 @@ def read_document(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text: byte {error.start} cannot be read.", fix="Save the file as UTF-8.") from error
     document = parse_yaml(text, name=str(path))
+    if document is None:
+        return {}
     if not isinstance(document, dict):
         raise ConfigError(f"{path} is not a mapping of sections.", fix="Write sections such as `optim:` with their keys under them.")
     return document

@@ -76,9 +76,16 @@ def test_read_document(tmp_path):
     assert read_document(path) == {"name": "ünïcode", "optim": {"lr": 3e-4}}
 
 
+@pytest.mark.parametrize("content", ["", "\n", "# only a comment\n"])
+def test_an_empty_file_is_an_empty_mapping(tmp_path, content):
+    path = tmp_path / "a.yaml"
+    path.write_text(content)
+    assert read_document(path) == {}
+
+
 @pytest.mark.parametrize(
     ("content", "about"),
-    [(None, "No such file"), (b"- a\n", "not a mapping"), (b"", "not a mapping"), (b"a: \xff\n", "byte 3"), (b"just words\n", "not a mapping")],
+    [(None, "No such file"), (b"- a\n", "not a mapping"), (b"a: \xff\n", "byte 3"), (b"just words\n", "not a mapping")],
 )
 def test_what_is_no_document_is_refused(tmp_path, content, about):
     path = tmp_path / "a.yaml"

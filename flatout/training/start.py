@@ -93,7 +93,7 @@ def warn_of_others(machine: Machine, progress: Progress) -> None:
     busy_cores = psutil.cpu_percent(interval=0.2) / 100 * machine.cores
     if machine.cores > 1 and busy_cores > 0.4:
         progress.say(
-            f"Other processes use {busy_cores:.1f} of {machine.cores} cores. Threads that wait for each other can then be ten times slower: "
+            f"Other processes use {busy_cores:.1f} of {machine.cores} cores. Threads that wait for each other can then be several times slower: "
             "set OMP_NUM_THREADS=1, or OMP_WAIT_POLICY=passive, or wait."
         )
 
