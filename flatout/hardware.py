@@ -9,7 +9,6 @@ import functools
 import os
 import platform
 import re
-import shutil
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -180,14 +179,6 @@ def peak_tflops(machine: Machine, device: str, dtype: str) -> Peak | None:
         return None
     tflops, size = _roof(device, dtype)
     return Peak(tflops, f"measured here, matmul {size}³, {dtype}")
-
-
-def free_disk_gib(path: Path) -> float:
-    """Return the free space where `path` is, or will be when its folders do not exist yet."""
-    path = path.absolute()
-    while not path.exists():
-        path = path.parent
-    return shutil.disk_usage(path).free / GIB
 
 
 def fingerprint(device: str = "cpu") -> dict[str, str | int]:

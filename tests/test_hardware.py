@@ -230,10 +230,6 @@ def test_what_a_data_sheet_leaves_out_is_measured_or_unknown(monkeypatch):
     assert hardware.peak_tflops(old, "cuda", "fp8") is None
 
 
-def test_free_space_is_told_for_a_folder_that_does_not_exist_yet(tmp_path):
-    assert hardware.free_disk_gib(tmp_path / "not" / "yet") == pytest.approx(hardware.free_disk_gib(tmp_path), rel=0.1)
-
-
 def test_the_fingerprint_changes_with_the_threads():
     threads = torch.get_num_threads()
     first = hardware.fingerprint()

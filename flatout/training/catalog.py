@@ -17,7 +17,7 @@ from typing import Any
 from flatout.documents import read_document
 from flatout.errors import CheckpointError
 from flatout.progress import SILENT, Progress
-from flatout.training.files import read_json, sha256, sync_folder, write_json
+from flatout.training.files import read_json, sha256, sync, write_json
 
 FORMAT_VERSION = 1
 MANIFEST, INDEX, STATE = "manifest.json", "index.json", "state.json"
@@ -263,6 +263,6 @@ def put_in_place(temporary: Path, final: Path) -> None:
     if replaces:
         final.rename(old)
     temporary.rename(final)
-    sync_folder(final.parent)
+    sync(final.parent)
     if replaces:
         shutil.rmtree(old)

@@ -33,7 +33,7 @@ from flatout.training.catalog import latest as latest
 from flatout.training.catalog import prune as prune
 from flatout.training.catalog import steps as steps
 from flatout.training.catalog import verify as verify
-from flatout.training.files import read_json, sha256, sync_file, sync_folder
+from flatout.training.files import read_json, sha256, sync
 from flatout.training.slices import Entry
 from flatout.training.state import STATE, VERSION, Part, weights_and_aliases
 
@@ -152,7 +152,7 @@ def _write_part(run: Run, temporary: Path, task: Task) -> None:
             task.note(f"{part.name}, {sum(t.numel() * t.element_size() for t in mine.values()) / 1e6:,.0f} MB")
             path = temporary / _data_file(part, rank)
             index |= slices.write(path, mine)
-            sync_file(path)
+            sync(path)
             files[path.name] = _facts(path)
     values = {part.name: part.read(run) for part in STATE if part.used(run) and (part.reseed or run.mesh.is_main)}
     tensors = {name: entry.to_dict() for name, entry in index.items()}
@@ -181,7 +181,7 @@ def _complete(run: Run, temporary: Path, final: Path, environment: Mapping[str, 
     files = {name: facts for part in parts for name, facts in part["files"].items()}
     files |= {name: _facts(temporary / name) for name in (catalog.INDEX, catalog.STATE)}
     _put(temporary / catalog.MANIFEST, {"format_version": catalog.FORMAT_VERSION, "step": run.step, "files": files})
-    sync_folder(temporary)
+    sync(temporary)
     for path in catalog.set_aside(run.folder, after=run.step):
         progress.say(f"Set {path.name} aside: it is of a later step than this run has reached.")
     catalog.put_in_place(temporary, final)
@@ -190,7 +190,7 @@ def _complete(run: Run, temporary: Path, final: Path, environment: Mapping[str, 
 def _put(path: Path, document: Mapping[str, Any]) -> None:
     """Write JSON and sync it; the rename of the whole folder is what makes it count."""
     path.write_text(json.dumps(document), encoding="utf-8")
-    sync_file(path)
+    sync(path)
 
 
 def _facts(path: Path) -> dict[str, Any]:

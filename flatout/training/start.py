@@ -69,7 +69,7 @@ def run_training(
     ranks = connect(device[0])
     with ExitStack() as stack:
         stack.callback(disconnect)
-        if device[0] == "cpu":
+        if device[0] == "cpu" and ranks.world_size == 1:  # several ranks are busy beside each other
             warn_of_others(machine, progress)
         if ranks.rank == 0:
             stack.enter_context(folder.locked(place, progress=progress))
@@ -164,6 +164,8 @@ def settle(
             return Plan(stored, settled(stored, machine), checkpoint, device[1], finished=summary)
         if device[0].partition(":")[0] != stored.train.device.partition(":")[0]:
             progress.say(f"This run began on {stored.train.device} and goes on on {device[0]}: losses will differ in the last bits.")
+        if stored.data.path != known_path(place):
+            folder.write_config(place, stored)  # moved data is found by `eval` too
         config = for_world_size(stored.with_values({"train.device": device[0]}), ranks.world_size)
         return Plan(config, settled(config, machine), checkpoint, device[1])
     with progress.task("Settling the configuration"):
@@ -195,6 +197,12 @@ def stored_config(place: Path, asked: RunConfig) -> RunConfig | None:
     before = read_document(place / folder.ASKED).get("data", {}).get("path") if (place / folder.ASKED).exists() else known.data.path
     stored = folder.stored_config(place, asked.with_values({"data.path": before}))
     return stored.with_values({"data.path": str(Path(asked.data.path or "").absolute())}) if stored else None
+
+
+def known_path(place: Path) -> str | None:
+    """Return where the run's stored configuration says that its data is."""
+    known = folder.read_config(place)
+    return known.data.path if known else None
 
 
 def same_tokenizer(place: Path, dataset: Dataset) -> None:

@@ -266,6 +266,8 @@ def test_moved_data_is_found_where_it_is_now(tiny_config, tiny_set, tmp_path):
     moved = run_training(tiny_config(data__path=str(after)), tmp_path / "run")
     assert moved["weights_sha256"] == whole["weights_sha256"]
     assert events(tmp_path / "run", "difference") == []
+    assert load_run(tmp_path / "run").dataset.path == after
+    assert run_training(tiny_config(data__path=str(after)), tmp_path / "run") == moved
 
 
 def test_more_shards_than_processes_says_how_to_start_them(tiny_config, tmp_path):
