@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from flatout.config import RunConfig, Section, load_config
     from flatout.data.shards import Dataset
     from flatout.errors import FlatoutError
-    from flatout.generate import load_run
+    from flatout.loading import load_run
     from flatout.models.language_model import LanguageModel
     from flatout.ops import Ops
     from flatout.terminal import RunReport, Terminal
@@ -69,7 +69,7 @@ _HOMES = {
     "inspect": "flatout.commands.inspect",
     "list_entries": "flatout.commands.list",
     "load_config": "flatout.config",
-    "load_run": "flatout.generate",
+    "load_run": "flatout.loading",
     "prepare": "flatout.commands.prepare",
     "runs": "flatout.commands.runs",
     "sample": "flatout.commands.generate:generate",

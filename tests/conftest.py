@@ -124,3 +124,26 @@ def build_run(tmp_path):
     yield make
     for run in runs:
         run.feed.close()
+
+
+@pytest.fixture(scope="session")
+def fox_run(tmp_path_factory):
+    """A folder with a run of three steps over one sentence, a checkpoint at each; and the run's result."""
+    from flatout.commands.train import train_config
+    from flatout.data.prepare import Options, prepare_dataset
+
+    root = tmp_path_factory.mktemp("fox")
+    (root / "book.txt").write_text("The quick brown fox jumps over the lazy dog. " * 200)
+    prepare_dataset([str(root / "book.txt")], root / "data", Options(tokenizer="char", split="tail 0.1"), workers=1)
+    overrides = [
+        "model.num_layers=1",
+        "model.d_model=16",
+        "model.num_heads=1",
+        "data.seq_len=32",
+        "batch.rows_per_device=4",
+        "batch.tokens_per_step=128",
+    ]
+    config = load_config(
+        None, [*overrides, f"data.path={root / 'data'}", "train.steps=3", "train.device=cpu", "train.eval_every=1", "checkpoint.keep=9"]
+    )
+    return root, train_config(config, run=root / "runs" / "fox")

@@ -7,12 +7,9 @@ import torch
 from torch import nn
 
 from flatout import generate
-from flatout.commands.train import train_config
-from flatout.config import RunConfig, load_config
-from flatout.data.prepare import Options, prepare_dataset
 from flatout.data.tokenizer import parse_tokenizer
 from flatout.data.tokenizers_plain import ByteTokenizer
-from flatout.errors import CheckpointError, ConfigError
+from flatout.errors import ConfigError
 from flatout.generate import sample
 
 EOT = ByteTokenizer().eot_id
@@ -196,74 +193,3 @@ def test_the_model_is_put_back_into_training():
     model.train()
     list(sample(model, ByteTokenizer()))
     assert model.training
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """A tiny run of three steps with a checkpoint at each evaluation."""
-    root = tmp_path_factory.mktemp("generate")
-    (root / "book.txt").write_text("The quick brown fox jumps over the lazy dog. " * 200)
-    prepare_dataset([str(root / "book.txt")], root / "data", Options(tokenizer="char", split="tail 0.1"), workers=1)
-    overrides = [
-        "model.num_layers=1",
-        "model.d_model=16",
-        "model.num_heads=1",
-        "data.seq_len=32",
-        "batch.rows_per_device=4",
-        "batch.tokens_per_step=128",
-    ]
-    config = load_config(
-        None, [*overrides, f"data.path={root / 'data'}", "train.steps=3", "train.device=cpu", "train.eval_every=1", "checkpoint.keep=9"]
-    )
-    return root, train_config(config, run=root / "runs" / "fox")
-
-
-def test_a_loaded_run_scores_what_the_run_scored(trained):
-    root, result = trained
-    loaded = generate.load_run(root / "runs" / "fox", "last", device="cpu")
-    score = generate.evaluate(loaded)
-    assert score.val_loss == pytest.approx(result.val_loss, rel=1e-6)
-    assert score.perplexity == pytest.approx(math.exp(result.val_loss), rel=1e-6)
-    split = loaded.dataset.split("val")
-    assert score.tokens == split.num_tokens - 1
-    assert score.bits_per_byte == pytest.approx(score.val_loss * score.tokens / math.log(2) / split.text_bytes)
-    assert isinstance(loaded.config, RunConfig)
-    assert not loaded.model.training
-
-
-def test_a_part_of_the_text_has_no_bits_per_byte(trained):
-    loaded = generate.load_run(trained[0] / "runs" / "fox", device="cpu")
-    score = generate.evaluate(loaded, max_tokens=64)
-    assert score.bits_per_byte is None
-    assert score.tokens < loaded.dataset.split("val").num_tokens - 1
-
-
-def test_checkpoints_by_name(trained):
-    folder = trained[0] / "runs" / "fox"
-    assert generate.find_checkpoint(folder, "last").name == "step-3"
-    assert generate.find_checkpoint(folder, "1").name == "step-1"
-    assert generate.find_checkpoint(folder, "best").parent == folder / "checkpoints"
-    with pytest.raises(CheckpointError, match="no checkpoint of step 7") as error:
-        generate.find_checkpoint(folder, "7")
-    assert "1, 2, 3" in error.value.fix
-    with pytest.raises(ConfigError, match="best, last, or the number"):
-        generate.find_checkpoint(folder, "newest")
-
-
-def test_different_checkpoints_have_different_weights(trained):
-    folder = trained[0] / "runs" / "fox"
-    first, last = (generate.load_run(folder, name, device="cpu").model.state_dict() for name in ("1", "last"))
-    assert any(not torch.equal(first[name], last[name]) for name in first)
-
-
-def test_runs_are_found_by_name_and_mistyped_names_answered(trained, monkeypatch):
-    monkeypatch.chdir(trained[0])
-    assert generate.find_run("fox").resolve() == trained[0] / "runs" / "fox"
-    with pytest.raises(CheckpointError, match="Did you mean runs/fox"):
-        generate.find_run("foxx")
-
-
-def test_the_runs_own_speedups_that_do_not_work_here_are_left_out(trained):
-    config = generate.load_run(trained[0] / "runs" / "fox", device="cpu").config
-    wanted = config.with_values({"speedups": ["tf32", "compile", "fused-attention"], "train.device": "cpu"})
-    assert [decision.name for decision in generate._usable_speedups(wanted)] == ["fused-attention"]

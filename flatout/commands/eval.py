@@ -50,10 +50,10 @@ def evaluate(
 
     Raises: CheckpointError when the run has no such checkpoint; DataError when its data set cannot be read.
     """
-    from flatout import generate
+    from flatout import loading, scoring
 
-    loaded = generate.load_run(run, checkpoint, progress=progress)
-    score = generate.evaluate(loaded, max_tokens=max_tokens, progress=progress)
+    loaded = loading.load_run(run, checkpoint, progress=progress)
+    score = scoring.evaluate(loaded, max_tokens=max_tokens, progress=progress)
     return EvalResult(
         run=str(loaded.folder),
         checkpoint=str(loaded.checkpoint),

@@ -43,7 +43,8 @@ def generate(
     Returns: each text, its prompt first; `write` is handed the pieces as they come.
     Raises: CheckpointError when the run has no such checkpoint; ConfigError when a setting is out of range.
     """
-    from flatout.generate import check_settings, load_run, sample
+    from flatout.generate import check_settings, sample
+    from flatout.loading import load_run
 
     check_settings(temperature, top_k, top_p, max_tokens)
     if num_samples < 1:

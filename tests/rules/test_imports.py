@@ -28,6 +28,8 @@ HOUSE = (
     "selection",
     "run",
     "training",
+    "loading",
+    "scoring",
     "generate",
     "measure",
     "terminal",

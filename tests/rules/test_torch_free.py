@@ -7,7 +7,22 @@ import sys
 
 import pytest
 
-HEAVY_PARTS = {"ops", "models", "optimizers", "parallel", "memory", "run", "training", "generate", "measure", "loader", "in_loop", "__main__"}
+HEAVY_PARTS = {
+    "ops",
+    "models",
+    "optimizers",
+    "parallel",
+    "memory",
+    "run",
+    "training",
+    "loading",
+    "scoring",
+    "generate",
+    "measure",
+    "loader",
+    "in_loop",
+    "__main__",
+}
 """These work with tensors. All others must load without torch, so that listing, preparing and inspecting never wait for it."""
 
 

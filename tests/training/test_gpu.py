@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from flatout.errors import Stopped
-from flatout.generate import load_run, sample
+from flatout.generate import sample
+from flatout.loading import load_run
 from flatout.training.observers import Quiet
 from flatout.training.start import run_training
 

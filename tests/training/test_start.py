@@ -12,7 +12,8 @@ import torch
 
 from flatout.config import load_config
 from flatout.errors import CheckpointError, ConfigError, DataError, RunFailed, Stopped
-from flatout.generate import load_run, sample
+from flatout.generate import sample
+from flatout.loading import load_run
 from flatout.training import catalog
 from flatout.training.checkpoint import read_weights
 from flatout.training.folder import read_exit_code, read_summary

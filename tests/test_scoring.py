@@ -1,0 +1,29 @@
+"""Scores of a loaded run."""
+
+import math
+
+import pytest
+
+from flatout.config import RunConfig
+from flatout.loading import load_run
+from flatout.scoring import evaluate
+
+
+def test_a_loaded_run_scores_what_the_run_scored(fox_run):
+    root, result = fox_run
+    loaded = load_run(root / "runs" / "fox", "last", device="cpu")
+    score = evaluate(loaded)
+    assert score.val_loss == pytest.approx(result.val_loss, rel=1e-6)
+    assert score.perplexity == pytest.approx(math.exp(result.val_loss), rel=1e-6)
+    split = loaded.dataset.split("val")
+    assert score.tokens == split.num_tokens - 1
+    assert score.bits_per_byte == pytest.approx(score.val_loss * score.tokens / math.log(2) / split.text_bytes)
+    assert isinstance(loaded.config, RunConfig)
+    assert not loaded.model.training
+
+
+def test_a_part_of_the_text_has_no_bits_per_byte(fox_run):
+    loaded = load_run(fox_run[0] / "runs" / "fox", device="cpu")
+    score = evaluate(loaded, max_tokens=64)
+    assert score.bits_per_byte is None
+    assert score.tokens < loaded.dataset.split("val").num_tokens - 1
