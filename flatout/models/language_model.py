@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from flatout.config import Section, explain
+from flatout.models.decoding import Decoder, Recomputing
 from flatout.ops import Ops
 
 ParameterKind = Literal["hidden", "embedding", "head", "vector"]
@@ -106,8 +107,28 @@ class LanguageModel(nn.Module, ABC):
         Shapes:  tokens_BT (B, T) integers.
         Returns: logits_BV.
         """
-        hidden_BTD, weight_VD = self.head(self._through_blocks(tokens_BT, None)[:, -1:])
-        return nn.functional.linear(hidden_BTD[:, 0], weight_VD)
+        return self.last_logits(self._through_blocks(tokens_BT, None))
+
+    def last_logits(self, hidden_BTD: Tensor) -> Tensor:
+        """Return the scores of the token after the last, from what the blocks made of the tokens.
+
+        Shapes:  hidden_BTD (B, T, D).
+        Returns: logits_BV.
+        """
+        hidden_B1D, weight_VD = self.head(hidden_BTD[:, -1:])
+        return nn.functional.linear(hidden_B1D[:, 0], weight_VD)
+
+    def decoder(self, max_tokens: int | None = None) -> Decoder:
+        """Return a reader of one text a row, of at most `max_tokens` tokens; None is as many as the model takes.
+
+        This one works for any model and computes every token anew for each. A model that can keep what it has read returns a
+        decoder of its own; one with a recurrent state need not limit how much it reads.
+        """
+        return Recomputing(self.next_logits, self.at_most(max_tokens))
+
+    def at_most(self, max_tokens: int | None) -> int:
+        """Return how many tokens in a row a decoder reads of which `max_tokens` are asked for."""
+        return min(max_tokens or self.max_seq_len, self.max_seq_len)
 
     def _through_blocks(self, tokens_BT: Tensor, doc_ids_BT: Tensor | None) -> Tensor:
         hidden_BTD = self.embed(tokens_BT)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from flatout.errors import ShapeError
+from flatout.models.decoding import KeyValueCache
 from flatout.ops import Ops, at_least_fp32
 
 
@@ -114,14 +115,14 @@ class Rotary(nn.Module):
         self.cos, self.sin = self._tables(self.cos.device)
         return self
 
-    def forward(self, heads_BTHC: Tensor) -> Tensor:
-        """Return the heads turned by their positions 0, 1, 2, ...; in fp32, returned in the input's dtype.
+    def forward(self, heads_BTHC: Tensor, start: int = 0) -> Tensor:
+        """Return the heads turned by their positions, the first being `start`; in fp32, returned in the input's dtype.
 
         Shapes:  heads_BTHC (B, T, H, C).
         Returns: the same shape and dtype.
         """
-        num_tokens = heads_BTHC.shape[1]
-        cos_T1C, sin_T1C = self.cos[:num_tokens, None], self.sin[:num_tokens, None]
+        end = start + heads_BTHC.shape[1]
+        cos_T1C, sin_T1C = self.cos[start:end, None], self.sin[start:end, None]
         wide_BTHC = at_least_fp32(heads_BTHC)
         swapped_BTHC = wide_BTHC.roll(self.head_dim // 2, dims=-1)
         return torch.addcmul(wide_BTHC * cos_T1C, swapped_BTHC, sin_T1C).to(heads_BTHC.dtype)
@@ -160,17 +161,31 @@ class Attention(nn.Module):
         Shapes:  hidden_BTD (B, T, D); doc_ids_BT (B, T) integers.
         Returns: hidden_BTD.
         """
+        return self._gathered(*self._heads(hidden_BTD), doc_ids_BT)
+
+    def decode(self, hidden_BTD: Tensor, cache: KeyValueCache, start: int) -> Tensor:
+        """Return what each token gathers from itself and from those before it, whose keys and values the cache keeps.
+
+        Shapes:  hidden_BTD (B, T, D), at the positions from `start` on.
+        Returns: hidden_BTD.
+        """
+        q_BHTC, k_BGTC, v_BGTC = self._heads(hidden_BTD, start)
+        return self._gathered(q_BHTC, *cache.extend(k_BGTC, v_BGTC, start), None)
+
+    def _heads(self, hidden_BTD: Tensor, start: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, by head."""
         qkv_BTHC = self.qkv(hidden_BTD).unflatten(-1, (-1, self.head_dim))
         num_heads, num_kv_heads = self.head_counts
         qk_BTHC, v_BTGC = qkv_BTHC.split((num_heads + num_kv_heads, num_kv_heads), dim=2)
         if self.query_norm is not None and self.key_norm is not None:
             qk_BTHC = torch.cat((self.query_norm(qk_BTHC[:, :, :num_heads]), self.key_norm(qk_BTHC[:, :, num_heads:])), dim=2)
         if self.rotary is not None:
-            qk_BTHC = self.rotary(qk_BTHC)
+            qk_BTHC = self.rotary(qk_BTHC, start)
         q_BTHC, k_BTGC = qk_BTHC.split(self.head_counts, dim=2)
-        gathered_BHTC = self.ops.attention(
-            q_BTHC.transpose(1, 2), k_BTGC.transpose(1, 2), v_BTGC.transpose(1, 2), doc_ids_BT=doc_ids_BT, window=self.window
-        )
+        return q_BTHC.transpose(1, 2), k_BTGC.transpose(1, 2), v_BTGC.transpose(1, 2)
+
+    def _gathered(self, q_BHTC: Tensor, k_BGSC: Tensor, v_BGSC: Tensor, doc_ids_BT: Tensor | None) -> Tensor:
+        gathered_BHTC = self.ops.attention(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT=doc_ids_BT, window=self.window)
         gathered_BTE = gathered_BHTC.transpose(1, 2).flatten(2)
         return self.output(gathered_BTE)  # type: ignore[no-any-return]
 
@@ -250,7 +265,17 @@ class Block(nn.Module):
         Shapes:  hidden_BTD (B, T, D); doc_ids_BT (B, T) integers.
         Returns: hidden_BTD.
         """
-        gathered_BTD = self.attention(self.attention_norm(hidden_BTD), doc_ids_BT)
+        return self._added(hidden_BTD, self.attention(self.attention_norm(hidden_BTD), doc_ids_BT))
+
+    def decode(self, hidden_BTD: Tensor, cache: KeyValueCache, start: int) -> Tensor:
+        """Return the hidden states after this block of tokens that go on from those in the cache.
+
+        Shapes:  hidden_BTD (B, T, D), at the positions from `start` on.
+        Returns: hidden_BTD.
+        """
+        return self._added(hidden_BTD, self.attention.decode(self.attention_norm(hidden_BTD), cache, start))
+
+    def _added(self, hidden_BTD: Tensor, gathered_BTD: Tensor) -> Tensor:
         hidden_BTD = hidden_BTD + dropped(gathered_BTD, self.dropout, self.training)
         return hidden_BTD + dropped(self.mlp(self.mlp_norm(hidden_BTD)), self.dropout, self.training)
 

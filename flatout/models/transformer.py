@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from fractions import Fraction
 from functools import partial
-from typing import ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self, final
 
 from pydantic import Field, model_validator
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from flatout.config import Section
 from flatout.errors import ConfigError
 from flatout.models import layers
+from flatout.models.decoding import Decoder, KeyValueCache
 from flatout.models.language_model import Flops, LanguageModel, ParameterKind
 from flatout.ops import Ops
 
@@ -140,18 +141,25 @@ class Transformer(LanguageModel):
         """Most tokens in a row that the model takes."""
         return self.config.num_positions
 
-    def embed(self, tokens_BT: Tensor) -> Tensor:
-        """Return each token's vector, with its position's when positions are learned.
+    def decoder(self, max_tokens: int | None = None) -> Decoder:
+        """Return a reader of one text a row that keeps each layer's keys and values, those of its window where it has one.
+
+        Memory: 2 L B G C elements a token, for at most `max_tokens` or model.window tokens; taken at the first read.
+        """
+        return CachedTransformer(self, self.at_most(max_tokens))
+
+    def embed(self, tokens_BT: Tensor, start: int = 0) -> Tensor:
+        """Return each token's vector, with its position's when positions are learned; the first position is `start`.
 
         Shapes:  tokens_BT (B, T) integers.
         Returns: hidden_BTD.
-        Raises:  ShapeError when T is above model.max_seq_len.
+        Raises:  ShapeError when a position is not below model.max_seq_len.
         """
-        num_tokens = tokens_BT.shape[1]
-        layers.check_length(num_tokens, self.max_seq_len)
+        end = start + tokens_BT.shape[1]
+        layers.check_length(end, self.max_seq_len)
         hidden_BTD = self.token_embedding(tokens_BT)
         if self.position_embedding is not None:
-            hidden_BTD = hidden_BTD + self.position_embedding.weight[:num_tokens]
+            hidden_BTD = hidden_BTD + self.position_embedding.weight[start:end]
         return layers.dropped(hidden_BTD, self.config.dropout, self.training)
 
     def head(self, hidden_BTD: Tensor) -> tuple[Tensor, Tensor]:
@@ -203,6 +211,23 @@ class Transformer(LanguageModel):
         heads = (self.config.num_heads, self.config.kv_heads, self.config.kv_heads)
         parts = {"attention.qkv.weight": tuple(count * size for count in heads), "mlp.gate_up.weight": (width, width)}
         return {name: rows for name, _ in self.named_parameters() for ending, rows in parts.items() if name.endswith(ending)}
+
+
+@final
+class CachedTransformer(Decoder):
+    """A transformer that keeps the keys and values of what it has read."""
+
+    def __init__(self, model: Transformer, max_tokens: int) -> None:
+        super().__init__(max_tokens)
+        self._model = model
+        size = min(model.config.window or max_tokens, max_tokens)
+        self._layers: list[tuple[Any, KeyValueCache]] = [(block, KeyValueCache(size)) for block in model.blocks]
+
+    def _after(self, tokens_BT: Tensor) -> Tensor:
+        hidden_BTD = self._model.embed(tokens_BT, self.num_tokens)
+        for block, cache in self._layers:
+            hidden_BTD = block.decode(hidden_BTD, cache, self.num_tokens)
+        return self._model.last_logits(hidden_BTD)
 
 
 def _block(config: TransformerConfig, rotary: layers.Rotary | None, ops: Ops) -> layers.Block:

@@ -42,8 +42,8 @@ def reference(q_BHTC: Tensor, k_BGSC: Tensor, v_BGSC: Tensor, *, doc_ids_BT: Ten
 def fused(q_BHTC: Tensor, k_BGSC: Tensor, v_BGSC: Tensor, *, doc_ids_BT: Tensor | None = None, window: int | None = None) -> Tensor:
     """`reference` through torch's scaled_dot_product_attention: flash or cuDNN kernels, the scores are never whole.
 
-    Without documents and with a window that covers all, no mask exists; otherwise a boolean mask (T, T), or (B, 1, T, T) with
-    documents, is built and the kernel skips nothing.
+    Without documents and with a window that covers all, one query, or as many as keys, need no mask; otherwise a boolean mask
+    (T, S), or (B, 1, T, S) with documents, is built and the kernel skips nothing.
 
     Shapes:  as `reference`.
     Returns: out_BHTC, laid out in memory as (B, T, H, C).
@@ -54,8 +54,8 @@ def fused(q_BHTC: Tensor, k_BGSC: Tensor, v_BGSC: Tensor, *, doc_ids_BT: Tensor 
     _check(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT, window)
     num_queries, num_keys = q_BHTC.shape[2], k_BGSC.shape[2]
     grouped = q_BHTC.shape[1] != k_BGSC.shape[1]
-    if doc_ids_BT is None and num_queries == num_keys and (window is None or window >= num_keys):
-        return functional.scaled_dot_product_attention(q_BHTC, k_BGSC, v_BGSC, is_causal=True, enable_gqa=grouped)
+    if doc_ids_BT is None and num_queries in {1, num_keys} and (window is None or window >= num_keys):
+        return functional.scaled_dot_product_attention(q_BHTC, k_BGSC, v_BGSC, is_causal=num_queries > 1, enable_gqa=grouped)
     visible = _visible(num_queries, num_keys, doc_ids_BT, window, q_BHTC.device)
     return functional.scaled_dot_product_attention(q_BHTC, k_BGSC, v_BGSC, attn_mask=visible, enable_gqa=grouped)
 

@@ -20,6 +20,7 @@ CASES = {
     "documents": {"heads": 2, "groups": 2, "queries": 29, "keys": 29, "documents": 4},
     "documents, window, grouped": {"heads": 4, "groups": 2, "queries": 41, "keys": 41, "documents": 3, "window": 7},
     "last queries": {"heads": 4, "groups": 2, "queries": 3, "keys": 17},
+    "last query": {"heads": 4, "groups": 2, "queries": 1, "keys": 17},
     "last query, window": {"heads": 2, "groups": 2, "queries": 1, "keys": 17, "window": 4},
 }
 

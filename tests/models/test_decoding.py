@@ -1,0 +1,178 @@
+"""What a decoder says next is what the whole forward pass says, whatever it keeps and however the text is cut.
+
+Letters: B rows, T tokens, V vocabulary, G key and value heads, S places for keys, C head size.
+"""
+
+import pytest
+import torch
+
+from flatout.errors import ShapeError
+from flatout.models.decoding import KeyValueCache, Recomputing
+from flatout.models.language_model import LanguageModel
+from flatout.models.transformer import CachedTransformer
+from flatout.ops import Ops, attention, cross_entropy
+from flatout.registry import MODELS
+
+PLAIN = Ops(attention.reference, cross_entropy.reference)
+FAST = Ops(attention.fused, cross_entropy.fused)
+SMALL = {"num_layers": 2, "d_model": 32, "num_heads": 4}
+TRANSFORMERS = {
+    "default": {},
+    "rmsnorm": {"norm": "rmsnorm"},
+    "learned positions, biases": {"positions": "learned", "bias": True},
+    "untied": {"tied_head": False},
+    "grouped": {"num_kv_heads": 2},
+    "one key head": {"num_kv_heads": 1, "head_dim": 6},
+    "qk norm": {"qk_norm": True},
+    "window": {"window": 5},
+    "window of one": {"window": 1},
+    "window over all": {"window": 1000},
+    "llama": {"norm": "rmsnorm", "activation": "swiglu", "num_kv_heads": 2, "tied_head": False, "window": 7, "qk_norm": True},
+    "gpt2": {"positions": "learned", "bias": True, "window": 3, "num_kv_heads": 2, "dropout": 0.5},
+}
+VOCAB, SEQ_LEN = 61, 24
+
+
+def shapes():
+    """Every model of the registry; the transformer in each way it can remember."""
+    for kind in MODELS.names():
+        known = MODELS.get(kind).Config.model_fields
+        small = {key: value for key, value in SMALL.items() if key in known}
+        for name, own in (TRANSFORMERS if kind == "transformer" else {"default": {}}).items():
+            yield pytest.param((kind, tuple((small | own).items())), id=f"{kind}: {name}")
+
+
+every_model = pytest.mark.parametrize("shape", list(shapes()))
+
+
+def made(shape, ops=FAST, seq_len=SEQ_LEN) -> LanguageModel:
+    """A model with weights large enough that attention has preferences."""
+    kind, own = shape
+    model_class = MODELS.get(kind)
+    torch.manual_seed(0)
+    model = model_class(model_class.check(dict(own) | {"vocab_size": VOCAB}, seq_len=seq_len), ops)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4) if parameter.dim() > 1 else parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.eval()
+
+
+def drawn(rows=3, seq_len=SEQ_LEN):
+    return torch.randint(VOCAB, (rows, seq_len), generator=torch.Generator().manual_seed(1))
+
+
+def same(found, wanted):
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+CUTS = [[1] * SEQ_LEN, [SEQ_LEN], [9] + [1] * 15, [2, 11, 1, 1, 5, 4], [1, 1, 1, 20, 1], [7, 1, 8, 8]]
+
+
+@pytest.fixture
+def poisoned_memory():
+    """Fresh tensors hold NaN until they are written."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@every_model
+@pytest.mark.parametrize("ops", [PLAIN, FAST], ids=["reference", "fused"])
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+def test_each_piece_is_followed_by_what_the_whole_pass_says(shape, ops, cut, poisoned_memory):
+    model, tokens, decoder = made(shape, ops), drawn(), made(shape, ops).decoder()
+    wanted = model.logits(tokens).detach()
+    assert wanted.std() > 0.1
+    for piece in tokens.split(cut, dim=1):
+        found = decoder.read(piece)
+        same(found, wanted[:, decoder.num_tokens - 1])
+        assert not found.requires_grad
+    assert decoder.num_tokens == SEQ_LEN
+
+
+@every_model
+def test_rows_do_not_see_each_other(shape):
+    model, tokens = made(shape), drawn()
+    together, alone = model.decoder(), model.decoder()
+    for piece in tokens.split([5, 1, 1, 17], dim=1):
+        same(together.read(piece)[1:2], alone.read(piece[1:2]))
+
+
+@every_model
+def test_half_precision_is_near(shape):
+    model, tokens = made(shape).to(torch.bfloat16), drawn()
+    decoder, whole = model.decoder(), LanguageModel.decoder(model)
+    for piece in tokens[:, :15].split([5, *[1] * 10], dim=1):
+        torch.testing.assert_close(decoder.read(piece), whole.read(piece), rtol=0.1, atol=0.1)
+
+
+@every_model
+def test_a_full_decoder_says_so(shape):
+    decoder = made(shape).decoder(max_tokens=6)
+    if decoder.max_tokens is None:
+        pytest.skip("this model reads any number of tokens")
+    decoder.read(drawn(seq_len=5))
+    assert decoder.has_room(1)
+    assert not decoder.has_room(2)
+    with pytest.raises(ShapeError, match="5 of 6"):
+        decoder.read(drawn(seq_len=2))
+    decoder.read(drawn(seq_len=1))
+    with pytest.raises(ShapeError, match="at least one"):
+        decoder.read(drawn(seq_len=0))
+
+
+@every_model
+def test_no_more_is_asked_of_a_model_than_it_takes(shape):
+    model = made(shape)
+    assert model.decoder(10**9).max_tokens in {model.max_seq_len, None}
+    assert model.decoder().max_tokens in {model.max_seq_len, None}
+
+
+@every_model
+def test_a_model_that_keeps_nothing_computes_all_anew(shape):
+    """What a model inherits that has no decoder of its own."""
+    model, tokens = made(shape), drawn()
+    decoder = LanguageModel.decoder(model, 20)
+    assert isinstance(decoder, Recomputing)
+    assert decoder.max_tokens == 20
+    for piece in tokens[:, :20].split([6, 1, 13], dim=1):
+        same(decoder.read(piece), model.logits(tokens).detach()[:, decoder.num_tokens - 1])
+
+
+@pytest.mark.parametrize(("window", "places"), [(None, SEQ_LEN), (5, 5), (1000, SEQ_LEN)])
+def test_a_transformer_keeps_the_keys_of_its_window_by_group(window, places):
+    model = made(("transformer", tuple((SMALL | {"num_kv_heads": 2, "window": window}).items())))
+    decoder = model.decoder()
+    assert isinstance(decoder, CachedTransformer)
+    for piece in drawn().split(1, dim=1):
+        decoder.read(piece)
+        assert [tuple(cache._kept_2BGSC.shape) for _, cache in decoder._layers] == [(2, 3, 2, places, 8)] * 2
+
+
+def test_a_transformer_works_on_new_tokens_alone():
+    """The cost of a token is that of one token: no layer sees those before it again."""
+    model = made(("transformer", tuple(SMALL.items())))
+    seen = []
+    model.blocks[1].mlp.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0].shape[1]))
+    decoder = model.decoder()
+    for piece in drawn().split([10, *[1] * 14], dim=1):
+        decoder.read(piece)
+    assert seen == [10, *[1] * 14]
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 12])
+@pytest.mark.parametrize("pieces", [[1] * 12, [12], [3, 4, 5], [1, 6, 1, 1, 3], [7, 1, 1, 1, 1, 1]], ids=str)
+def test_a_cache_shows_the_last_keys(size, pieces, poisoned_memory):
+    """In order for several new tokens; for one as a set."""
+    keys = torch.arange(12.0).view(1, 1, 12, 1).expand(2, 3, 12, 4)
+    cache, start = KeyValueCache(size), 0
+    for piece in keys.split(pieces, dim=2):
+        k, v = cache.extend(piece, -piece, start)
+        num_new, end = piece.shape[2], start + piece.shape[2]
+        assert k.shape[:2] + k.shape[3:] == (2, 3, 4)
+        assert torch.equal(k, -v)
+        found = k[1, 2, :, 3].tolist()
+        wanted = list(range(end))[-(size if num_new == 1 else size + num_new) :]
+        assert (sorted(found) if num_new == 1 else found) == wanted[-len(found) :]
+        assert len(found) >= min(end, size - 1 + num_new), "a query's window is there whole"
+        start = end
