@@ -33,7 +33,8 @@ def fit(run: Run, log: Log, stop: StopFlag, *, sample: Callable[[Run], str] | No
     saves = SaveTimes(run, log)
     while run.step < run.last_step and not stop.asked(run):
         batch = next(run.feed)
-        result = train_step(run, batch)  # device work only
+        with log.clock:
+            result = train_step(run, batch)  # device work only
         run.step += 1
         run.tokens += run.tokens_per_step
         log.step(batch, result)  # read back later

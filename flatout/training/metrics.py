@@ -1,7 +1,7 @@
 """What a run measures about itself: metrics.jsonl, TensorBoard, and the observers, all from one record.
 
 A record is host figures taken when a step is queued, joined with device figures when they have been read back. Time spent on
-evaluation, samples and saves is measured apart, so that tokens/s means training.
+evaluation, samples and saves is measured apart, so that tokens/s means training; `clocks.py` says where the rest of a step goes.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
 from flatout.errors import RunFailed
+from flatout.training.clocks import Spent, Window, step_clock
 from flatout.training.files import write_text
 from flatout.training.folder import append_event
 from flatout.training.observers import Observer
@@ -33,18 +34,13 @@ if TYPE_CHECKING:
 GIB = 2**30
 
 
-@dataclass
-class Window:
-    """Steps since the last record."""
+@dataclass(frozen=True)
+class Waiting:
+    """A record whose device figures are still being read back."""
 
-    started_s: float
-    steps: int = 0
-    wait_ms: float = 0.0
-    aside_s: float = 0.0
-
-    def train_s(self, now_s: float) -> float:
-        """Seconds of training in the window: what was spent aside does not count."""
-        return max(now_s - self.started_s - self.aside_s, 1e-9)
+    figures: dict[str, float]
+    spent: Spent
+    spans: list[Any]
 
 
 class Log:
@@ -60,11 +56,14 @@ class Log:
         self._started_s = time.perf_counter()
         self._elapsed_before_s = run.elapsed_s
         self._window = Window(self._started_s)
-        self._waiting: dict[int, dict[str, float]] = {}
+        self._waiting: dict[int, Waiting] = {}
+        self._past = Spent()
         self._metrics = self._open_metrics() if run.mesh.is_main else None
         self._board = _open_board(run.folder, run.step) if run.mesh.is_main else None
         self.first_step = run.step
         """The step this process began at."""
+        self.clock: Any = step_clock(run.mesh.device)
+        """Entered around `train_step`."""
         self._flops_per_token = float(run.core.flops_per_token(run.config.data.seq_len).causal_exact)
         self._last: StepResult | None = None
         self.steady: list[float] = []
@@ -88,16 +87,17 @@ class Log:
             self.event("skip", reason="float16 overflowed: the loss scale is halved, the weights stay")
         due = run.step % run.config.log.every == 0 or run.step == run.last_step
         figures = {"train/loss": result.loss, "train/grad_norm": result.grad_norm}
-        run.readback.push(run.step, figures, due=due)
+        with self.clock.reading():
+            run.readback.push(run.step, figures, due=due)
         if due:
-            self._waiting[run.step] = self._host_figures(result)
-        self._write_ready(run.readback.ready())
+            self._waiting[run.step] = self._close_window(result)
+        self._read_back(flush=False)
         for observer in self._observers:
             observer.on_tick(run.step, run.last_step)
 
     def evaluation(self, evaluation: Evaluation) -> None:
         """Write a record of one evaluation."""
-        self._write_ready(self._run.readback.ready(flush=True))
+        self._read_back(flush=True)
         self._write(self._position() | {"val/loss": evaluation.loss})
 
     def event(self, kind: str, **fields: Any) -> None:
@@ -111,8 +111,7 @@ class Log:
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Keep what is done inside out of the training clock; steps that are still queued on a GPU belong to training."""
-        if self._run.mesh.device.type == "cuda":
-            torch.cuda.synchronize(self._run.mesh.device)
+        self._wait_for_device()
         begun_s = time.perf_counter()
         yield
         self._window.aside_s += time.perf_counter() - begun_s
@@ -137,7 +136,7 @@ class Log:
 
     def close(self) -> None:
         """Write what is still being read back, and close the files."""
-        self._write_ready(self._run.readback.ready(flush=True))
+        self._read_back(flush=True)
         self._close_files()
 
     def __enter__(self) -> Self:
@@ -162,6 +161,14 @@ class Log:
         for observer in self._observers:
             observer.on_end(summary)
 
+    def spent(self) -> Spent:
+        """Return where the time of all steps of this process went, from the log's beginning to now. Waits for the device."""
+        self._wait_for_device()
+        self._read_back(flush=True)
+        self._gather()
+        open_window = self._window.spent(time.perf_counter())
+        return self._past + replace(open_window, device_s=self.clock.seconds(self._window.spans))
+
     def peak_gib(self) -> float | None:
         """Return the most memory used so far: the device's, or this process's own on a CPU."""
         return memory_gib(self._run.mesh.device).get("mem/peak_gib")
@@ -178,8 +185,20 @@ class Log:
         run = self._run
         return {"step": run.step, "tokens": run.tokens, "wall_s": round(self.wall_s, 3), "elapsed_s": round(self._elapsed_before_s + self.wall_s, 3)}
 
-    def _host_figures(self, result: StepResult) -> dict[str, float]:
-        """Close the window and return what the host knows about it."""
+    def _wait_for_device(self) -> None:
+        if self._run.mesh.device.type == "cuda":
+            with self.clock.reading():
+                torch.cuda.synchronize(self._run.mesh.device)
+
+    def _gather(self) -> None:
+        """Take what the clock has counted into the window."""
+        blocked_s, spans = self.clock.take()
+        self._window.blocked_s += blocked_s
+        self._window.spans += spans
+
+    def _close_window(self, result: StepResult) -> Waiting:
+        """Begin another window, and return what the host knows about this one."""
+        self._gather()
         run, window, now_s = self._run, self._window, time.perf_counter()
         seconds, steps = window.train_s(now_s), window.steps
         tokens_per_s = steps * run.tokens_per_step / seconds
@@ -193,8 +212,6 @@ class Log:
             "perf/tokens_per_s": tokens_per_s,
             "perf/samples_per_s": tokens_per_s / run.config.data.seq_len,
             "perf/steps_per_s": steps / seconds,
-            "perf/step_ms": 1e3 * seconds / steps,
-            "perf/data_wait_ms": window.wait_ms / steps,
         }
         mfu = self.mfu(tokens_per_s)
         if mfu is not None:
@@ -202,7 +219,7 @@ class Log:
         if run.mesh.is_main:
             figures |= memory_gib(run.mesh.device) | gpu_figures(run.mesh.device)
         self._window = Window(now_s)
-        return figures
+        return Waiting(figures, window.spent(now_s), window.spans)
 
     def mfu(self, tokens_per_s: float) -> float | None:
         """Return the share of the peak that `tokens_per_s` is, counting causal-exact FLOPs.
@@ -218,9 +235,15 @@ class Log:
         """Return the median over the windows after the first, or the first's own where there is no other."""
         return statistics.median(self.steady) if self.steady else self.first_window
 
-    def _write_ready(self, ready: Sequence[tuple[int, dict[str, float]]]) -> None:
+    def _read_back(self, *, flush: bool) -> None:
+        """Write the records whose device figures have arrived; with `flush`, wait for all."""
+        with self.clock.reading():
+            ready = self._run.readback.ready(flush=flush)
         for step, figures in ready:
-            record = self._waiting.pop(step) | figures
+            waiting = self._waiting.pop(step)
+            spent = replace(waiting.spent, device_s=self.clock.seconds(waiting.spans))
+            self._past += spent
+            record = waiting.figures | spent.step_figures() | figures
             self.curve.append((step, figures["train/loss"]))
             self._write(record)
             if not math.isfinite(figures["train/loss"]):

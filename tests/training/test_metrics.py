@@ -9,7 +9,8 @@ import torch
 
 from flatout.hardware import Peak
 from flatout.speedups.no_sync_logging import DelayedReadback
-from flatout.training.metrics import Log, Window
+from flatout.training.clocks import Window
+from flatout.training.metrics import Log
 from flatout.training.step import StepResult
 
 
