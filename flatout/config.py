@@ -25,10 +25,14 @@ from flatout.wording import field_at
 FORMAT_VERSION = 1
 
 ALTERNATIVES = (
+    {"data.path", "data.mix"},
     {"train.steps", "train.tokens", "train.epochs"},
     {"checkpoint.every_steps", "checkpoint.every_minutes", "checkpoint.every_epochs"},
 )
 """Keys of which one is stated at a time: setting one in a later layer clears the others."""
+
+MAPPINGS = {"data.mix"}
+"""Keys whose value is a mapping: a later layer replaces it whole."""
 
 BATCH_SIZES = {"tokens_per_step", "rows_per_device", "accumulate"}
 """Two of these give the third: a layer that states two clears the third of the layers below."""
@@ -67,13 +71,29 @@ class DataConfig(Section):
     """What is read, and how it is cut into windows."""
 
     path: str | None = None
-    """Folder written by `flatout prepare`."""
+    """Folder written by `flatout prepare`. State it or mix."""
+    mix: dict[str, float] | None = None
+    """Several folders prepared with one tokenizer, and the weight of each: {data/book: 3, data/code: 1} reads three windows of the first for
+    one of the second, in every beginning of the run to less than one window. Each set is read by its own epochs and scored by itself."""
     seq_len: int = Field(256, ge=1)
     """Tokens in one training window (T)."""
     prefetch: int = Field(4, ge=1)
     """Optimiser steps the feed reads ahead."""
     document_mask: bool = False
     """Keep attention inside each document of a window."""
+
+    @field_validator("mix", mode="before")
+    @classmethod
+    def _folders_have_weights(cls, mix: Any) -> Any:
+        example = "Write data.mix='{data/book: 3, data/code: 1}', with a space after each colon."
+        if mix is None:
+            return None
+        if not isinstance(mix, Mapping) or not mix:
+            raise ConfigError(f"data.mix={mix!r} is not a mapping of folders to weights.", fix=example)
+        for folder, weight in mix.items():
+            if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < float("inf"):
+                raise ConfigError(f"data.mix gives {folder!r} the weight {weight!r}, which is no number above 0.", fix=example)
+        return {str(folder): weight for folder, weight in mix.items()}
 
 
 class BatchConfig(Section):
@@ -142,7 +162,7 @@ class TrainConfig(Section):
     tokens: int | None = Field(None, ge=1)
     """Training tokens, rounded up to whole steps."""
     epochs: float | None = Field(None, gt=0)
-    """Passes over the training split, rounded up to whole steps."""
+    """Passes over the training tokens, in a mix those of all its sets together, rounded up to whole steps."""
     seed: int = Field(0, ge=0)
     """Seeds the weights, the order of the data and dropout."""
     deterministic: bool = False
@@ -155,10 +175,24 @@ class TrainConfig(Section):
     """Steps between evaluations; 0 evaluates once, at the end."""
     eval_tokens: Annotated[int, Field(ge=1)] | Literal["all"] = "all"
     """Validation tokens per evaluation inside the run; the last one always takes all."""
+    patience: int = Field(0, ge=0)
+    """Evaluations in a row without a better validation loss after which the run ends, finished; 0 never ends it early. The learning rate
+    is planned for the whole run: an early end leaves it high."""
+    init_from: str | None = None
+    """Run folder (its best checkpoint) or checkpoint folder whose weights this run begins with; data, schedule, optimiser and step are new."""
     sample_every: int = Field(0, ge=0)
     """Steps between samples; 0 samples once, at the end."""
     sample_prompt: str = ""
     """Text a sample begins with; empty begins a new document."""
+
+    @model_validator(mode="after")
+    def _patience_counts_evaluations(self) -> Self:
+        if self.patience and not self.eval_every:
+            raise ConfigError(
+                f"train.patience={self.patience} counts evaluations inside the run, and train.eval_every=0 takes none.",
+                fix="Set train.eval_every to a number of steps, or leave train.patience out.",
+            )
+        return self
 
 
 class CheckpointConfig(Section):
@@ -299,7 +333,7 @@ def merge(document: dict[str, Any], layer: Mapping[str, Any], prefix: str = "") 
     """Lay `layer` over `document` in place; a key that states the same as others clears theirs of the layers below."""
     for key, value in layer.items():
         dotted = f"{prefix}{key}"
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and dotted not in MAPPINGS:
             if not isinstance(document.setdefault(key, {}), dict):
                 document[key] = {}
             merge(document[key], value, f"{dotted}.")
@@ -335,7 +369,7 @@ def difference(stored: RunConfig, wanted: RunConfig, *, free: Iterable[str] = ()
 def _flat(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in document.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and f"{prefix}{key}" not in MAPPINGS:
             flat.update(_flat(value, f"{prefix}{key}."))
         else:
             flat[f"{prefix}{key}"] = value

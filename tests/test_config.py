@@ -195,7 +195,10 @@ def test_an_emptied_section_is_its_defaults(recipe):
     assert load_config(path, ["optim.lr=2e-4"]).optim.lr == 2e-4
 
 
-@pytest.mark.parametrize("group", ALTERNATIVES, ids=lambda group: sorted(group)[0])
+NUMBERS = [group for group in ALTERNATIVES if "data.path" not in group]
+
+
+@pytest.mark.parametrize("group", NUMBERS, ids=lambda group: sorted(group)[0])
 def test_a_later_layer_replaces_what_states_the_same_thing(recipe, group):
     first, second, *_ = sorted(group)
     section, _, name = first.partition(".")
@@ -205,13 +208,40 @@ def test_a_later_layer_replaces_what_states_the_same_thing(recipe, group):
     assert RunConfig().with_values({first: 4}).with_values({second: 5}).value(first) is None
 
 
-@pytest.mark.parametrize("group", ALTERNATIVES, ids=lambda group: sorted(group)[0])
+@pytest.mark.parametrize("group", NUMBERS, ids=lambda group: sorted(group)[0])
 def test_one_layer_states_a_thing_once(recipe, group):
     first, second, *_ = sorted(group)
     assert refused(f"{first}=1", f"{second}=2").what == f"{first} and {second} state the same thing twice."
     section = first.partition(".")[0]
     with pytest.raises(ConfigError, match="state the same thing twice"):
         load_config(recipe(f"{section}:\n  {first.partition('.')[2]}: 1\n  {second.partition('.')[2]}: 2\n"))
+
+
+def test_a_mix_is_one_value(recipe):
+    """A later layer replaces it whole, and it and data.path replace each other."""
+    path = recipe("data:\n  mix: {data/a: 3, data/b: 1}\n")
+    assert load_config(path).data.mix == {"data/a": 3, "data/b": 1}
+    assert load_config(path, ["data.mix={data/c: 0.5}"]).data.mix == {"data/c": 0.5}
+    assert load_config(path, ["data.path=data/c"]).data.mix is None
+    assert load_config(recipe("data: {path: data/a}\n", "other.yaml"), ["data.mix={data/c: 1}"]).data.path is None
+    assert load_config(path).with_values({"data.mix": {"x": 1}}).data.mix == {"x": 1}
+    assert load_config(path).with_values({"data.path": "x"}).data.mix is None
+    assert "data.mix and data.path state the same thing twice" in refused("data.path=a", "data.mix={b: 1}").what
+    assert difference(load_config(path), load_config(path, ["data.mix={data/a: 1}"])) == [
+        "data.mix: {'data/a': 3.0, 'data/b': 1.0} -> {'data/a': 1.0}"
+    ]
+
+
+@pytest.mark.parametrize("mix", ["data/a", "{}", "[a, b]", "{a:3,b:1}", "{a: -1}", "{a: 0}", "{a: many}", "{a: true}", "{a: .inf}", "{a: .nan}"])
+def test_a_mix_that_is_none_says_how_to_write_one(mix):
+    error = refused(f"data.mix={mix}")
+    assert "data.mix" in error.what
+    assert "{data/book: 3, data/code: 1}" in error.fix
+
+
+def test_patience_needs_evaluations():
+    assert "train.eval_every=0 takes none" in refused("train.patience=2").what
+    assert load_config(None, ["train.patience=2", "train.eval_every=10"]).train.patience == 2
 
 
 def test_an_open_key_clears_nothing(recipe):

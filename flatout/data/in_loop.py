@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flatout.data.shards import Split
+from flatout.data.shards import Windowed
 
 if TYPE_CHECKING:
     from flatout.data.tokenizer import Tokenizer
@@ -31,7 +31,7 @@ class TokenisingWindows:
         self.tokens_encoded = 0
         """Tokens the tokenizer made inside `read` so far."""
 
-    def prime(self, split: Split, indices: Array, seq_len: int) -> bool:
+    def prime(self, split: Windowed, indices: Array, seq_len: int) -> bool:
         """Take the text of windows that will be read, as long as there is room for it; return whether more can be taken.
 
         Shapes:  indices (N,).
@@ -44,7 +44,7 @@ class TokenisingWindows:
             self._text(split, index, seq_len)
         return len(texts) < most
 
-    def read(self, split: Split, indices: Array, out: Array) -> None:
+    def read(self, split: Windowed, indices: Array, out: Array) -> None:
         """Tokenise the text of each window, then write window indices[n] of `split` into out[n].
 
         Shapes:  indices (N,), out (N, W), dtype of the split.
@@ -54,13 +54,15 @@ class TokenisingWindows:
             self.tokens_encoded += len(self._tokenizer.encode(self._text(split, index, seq_len)))
         split.read_windows(indices, seq_len, out)
 
-    def _texts_of(self, split: Split, seq_len: int) -> dict[int, str]:
+    def _texts_of(self, split: Windowed, seq_len: int) -> dict[int, str]:
         return self._texts.setdefault((split.name, seq_len), {})
 
-    def _text(self, split: Split, index: int, seq_len: int) -> str:
+    def _text(self, split: Windowed, index: int, seq_len: int) -> str:
         texts = self._texts_of(split, seq_len)
         if index not in texts:
-            tokens = split.read_tokens(index * seq_len, index * seq_len + seq_len + 1)
+            window_1W = np.empty((1, seq_len + 1), split.dtype)
+            split.read_windows(np.array([index]), seq_len, window_1W)
+            tokens = window_1W[0]
             if len(texts) >= KEPT_TEXTS:
                 del texts[next(iter(texts))]
             # End-of-text is no text: a tokenizer would spell its name out, or refuse it.

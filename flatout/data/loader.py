@@ -19,8 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flatout.data.order import shuffled
-from flatout.data.shards import Split
+from flatout.data.shards import Split, Windowed
 from flatout.errors import DataError
 from flatout.progress import SILENT, Progress
 
@@ -33,7 +32,7 @@ IGNORED = -1
 class WindowReader(Protocol):
     """How the windows of a step are read."""
 
-    def read(self, split: Split, indices: Array, out: Array) -> None:
+    def read(self, split: Windowed, indices: Array, out: Array) -> None:
         """Write window indices[n] of `split` into out[n].
 
         Shapes:  indices (N,), out (N, W), dtype of the split.
@@ -44,7 +43,7 @@ class WindowReader(Protocol):
 class PrimedWindowReader(WindowReader, Protocol):
     """A reader that needs something of the windows before they are read, so that getting it is not part of a step."""
 
-    def prime(self, split: Split, indices: Array, seq_len: int) -> bool:
+    def prime(self, split: Windowed, indices: Array, seq_len: int) -> bool:
         """Get ready to read windows `indices`; return whether there is room for more.
 
         Shapes:  indices (N,).
@@ -54,7 +53,7 @@ class PrimedWindowReader(WindowReader, Protocol):
 class ShardWindows:
     """Windows copied straight from the shards."""
 
-    def read(self, split: Split, indices: Array, out: Array) -> None:
+    def read(self, split: Windowed, indices: Array, out: Array) -> None:
         """Write window indices[n] of `split` into out[n].
 
         Shapes:  indices (N,), out (N, W), dtype of the split.
@@ -139,7 +138,7 @@ class FeedPlan:
 class _Buffer:
     """Host memory for one step, filled again and again; pinned when the device is a GPU and can copy from it by itself."""
 
-    def __init__(self, split: Split, plan: FeedPlan, *, pinned: bool) -> None:
+    def __init__(self, split: Windowed, plan: FeedPlan, *, pinned: bool) -> None:
         self._shape = (plan.accumulate, plan.rows_per_device)
         self._device = torch.device(plan.device)
         rows, seq_len = plan.accumulate * plan.rows_per_device, plan.seq_len
@@ -150,11 +149,11 @@ class _Buffer:
         self._copied = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
         self.position = 0
 
-    def fill(self, split: Split, plan: FeedPlan, windows: WindowReader, position: int) -> None:
+    def fill(self, split: Windowed, plan: FeedPlan, windows: WindowReader, position: int) -> None:
         """Read this rank's rows of the step that begins at `position`, once the last copy to the device has ended."""
         if self._copied is not None:
             self._copied.synchronize()
-        indices = shuffled(plan.positions(position), split.num_windows(plan.seq_len), seed=plan.seed)
+        indices = split.windows_at(plan.positions(position), plan.seq_len, seed=plan.seed)
         windows.read(split, indices, self._windows.numpy().view(split.dtype))
         if self._mask is not None:
             split.read_mask(indices, plan.seq_len, self._mask.numpy())
@@ -180,7 +179,7 @@ class _Buffer:
 class _Feed:
     """What both feeds share: where the reading stands, and how many windows an epoch has. It never ends."""
 
-    def __init__(self, split: Split, plan: FeedPlan, windows: WindowReader) -> None:
+    def __init__(self, split: Windowed, plan: FeedPlan, windows: WindowReader) -> None:
         self.num_windows = split.num_windows(plan.seq_len)
         if not self.num_windows:
             raise DataError(
@@ -212,7 +211,7 @@ class _Feed:
         plan, position = self._plan, self.position
         with progress.task("Taking the text of the windows", unit="windows") as task:
             for _ in range(steps):
-                indices = shuffled(plan.positions(position), self.num_windows, seed=plan.seed)
+                indices = self._split.windows_at(plan.positions(position), plan.seq_len, seed=plan.seed)
                 more = self._windows.prime(self._split, indices, plan.seq_len)
                 task.advance(len(indices))
                 if not more:
@@ -226,7 +225,7 @@ class _Feed:
 class DirectFeed(_Feed):
     """Reads each step when it is asked for, in the caller's thread."""
 
-    def __init__(self, split: Split, plan: FeedPlan, windows: WindowReader) -> None:
+    def __init__(self, split: Windowed, plan: FeedPlan, windows: WindowReader) -> None:
         super().__init__(split, plan, windows)
         self._buffer = _Buffer(split, plan, pinned=False)
 
@@ -248,7 +247,7 @@ class PrefetchFeed(_Feed):
     The thread starts at the first step that is asked for. An error in it is raised where that step is asked for.
     """
 
-    def __init__(self, split: Split, plan: FeedPlan, windows: WindowReader) -> None:
+    def __init__(self, split: Windowed, plan: FeedPlan, windows: WindowReader) -> None:
         super().__init__(split, plan, windows)
         self._ahead: _ReadAhead | None = None
 
@@ -283,7 +282,7 @@ class PrefetchFeed(_Feed):
 class _ReadAhead:
     """One background thread that fills buffers in order, from a position on, until it is stopped."""
 
-    def __init__(self, split: Split, plan: FeedPlan, windows: WindowReader, position: int) -> None:
+    def __init__(self, split: Windowed, plan: FeedPlan, windows: WindowReader, position: int) -> None:
         self.free: queue.SimpleQueue[_Buffer | None] = queue.SimpleQueue()
         self._ready: queue.SimpleQueue[_Buffer | BaseException] = queue.SimpleQueue()
         self._stopping = threading.Event()
@@ -293,7 +292,7 @@ class _ReadAhead:
         self._thread = threading.Thread(target=self._fill, args=(split, plan, windows, position), name="flatout-feed", daemon=True)
         self._thread.start()
 
-    def _fill(self, split: Split, plan: FeedPlan, windows: WindowReader, position: int) -> None:
+    def _fill(self, split: Windowed, plan: FeedPlan, windows: WindowReader, position: int) -> None:
         try:
             while (buffer := self.free.get()) is not None and not self._stopping.is_set():
                 buffer.fill(split, plan, windows, position)

@@ -14,12 +14,13 @@ import zlib
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from flatout.data.manifest import BLOCK_BYTES, FileEntry, Manifest, SplitEntry, SplitName, read_manifest
+from flatout.data.order import shuffled
 from flatout.errors import DataError
 
 if TYPE_CHECKING:
@@ -76,6 +77,42 @@ class Dataset:
         return self._splits[name]
 
 
+class Windowed(Protocol):
+    """What a feed reads, window by window: a split, or several in a mix."""
+
+    name: str
+    num_tokens: int
+    has_mask: bool
+    dtype: np.dtype[Any]
+
+    def num_windows(self, seq_len: int) -> int:
+        """Return how many windows of seq_len + 1 tokens there are; their indices are below it."""
+
+    def windows_at(self, positions: Array, seq_len: int, *, seed: int) -> Array:
+        """Return the index of the window at each position of the endless reading that `seed` names.
+
+        Shapes:  positions (N,), integers from 0; returns (N,).
+        """
+
+    def read_windows(self, indices: Array, seq_len: int, out: Array) -> None:
+        """Copy windows into `out`.
+
+        Shapes:  indices (N,), out (N, T + 1).
+        """
+
+    def read_mask(self, indices: Array, seq_len: int, out: Array) -> None:
+        """Write True where a window's target counts; only where `has_mask`.
+
+        Shapes:  indices (N,), out (N, T) bool.
+        """
+
+    def read_document_ids(self, indices: Array, seq_len: int, out: Array) -> None:
+        """Number the documents within each window's inputs.
+
+        Shapes:  indices (N,), out (N, T) int32.
+        """
+
+
 class Split:
     """One split's tokens as one long line, from which windows are cut.
 
@@ -85,7 +122,8 @@ class Split:
     def __init__(self, folder: Path, name: SplitName, manifest: Manifest) -> None:
         empty = SplitEntry(tokens=0, documents=0, text_bytes=0, shards=(), document_ends=FileEntry(name="none", size_bytes=0, block_crc32=()))
         entry = manifest.splits.get(name, empty)
-        self.name = name
+        self.folder = folder
+        self.name: str = name
         self.num_tokens = entry.tokens
         self.num_documents = entry.documents
         self.text_bytes = entry.text_bytes
@@ -98,6 +136,13 @@ class Split:
     def num_windows(self, seq_len: int) -> int:
         """Return how many whole windows of seq_len + 1 tokens there are."""
         return max(self.num_tokens - 1, 0) // seq_len
+
+    def windows_at(self, positions: Array, seq_len: int, *, seed: int) -> Array:
+        """Return the index of the window at each position of an endless reading, in which every epoch is another permutation.
+
+        Shapes:  positions (N,), integers from 0; returns (N,).
+        """
+        return shuffled(positions, self.num_windows(seq_len), seed=seed)
 
     def read_windows(self, indices: Array, seq_len: int, out: Array) -> None:
         """Copy windows into `out`, which has the shards' dtype.
