@@ -208,6 +208,8 @@ def _call(command: Command, values: dict[str, Any]) -> None:
     speaks = os.environ.get("RANK", "0") == "0"
     progress: Progress = terminal if speaks else SILENT
     try:
+        if command.check is not None:
+            command.check(**values)
         if command.needs_torch:
             with progress.task("Loading torch"):
                 importlib.import_module("torch")

@@ -138,10 +138,7 @@ def pick_device(wanted: str, machine: Machine) -> tuple[str, str]:
     """
     if wanted == "cpu":
         return "cpu", "asked for"
-    if wanted != "auto" and not re.fullmatch(r"cuda(:\d+)?", wanted):
-        guess = nearest(wanted, ["auto", "cpu", "cuda"])
-        hint = f"Did you mean {guess!r}? " if guess else ""
-        raise HardwareError(f"train.device={wanted!r} is not a device.", fix=f"{hint}Known: auto, cpu, cuda, cuda:N.")
+    check_device_name(wanted)
     obstacle = _cuda_obstacle(machine)
     on_cpu = f"train.device=auto would run on the CPU ({machine.cpu_name}, {machine.cores} cores)"
     if obstacle is not None:
@@ -156,6 +153,17 @@ def pick_device(wanted: str, machine: Machine) -> tuple[str, str]:
         raise HardwareError(f"There is no {wanted}: torch sees {count} GPU{'s' if count > 1 else ''}.", fix=f"Use cuda:0 to cuda:{count - 1}.")
     name = torch.cuda.get_device_name(index)
     return ("cuda", f"torch can use {name}") if wanted == "auto" else (wanted, f"asked for: {name}")
+
+
+def check_device_name(wanted: str) -> None:
+    """Do nothing when `wanted` is auto, cpu, cuda or cuda:N.
+
+    Raises: HardwareError with the nearest of them.
+    """
+    if wanted not in ("auto", "cpu") and not re.fullmatch(r"cuda(:\d+)?", wanted):
+        guess = nearest(wanted, ["auto", "cpu", "cuda"])
+        hint = f"Did you mean {guess!r}? " if guess else ""
+        raise HardwareError(f"train.device={wanted!r} is not a device.", fix=f"{hint}Known: auto, cpu, cuda, cuda:N.")
 
 
 def measure_roof(device: str, dtype: str) -> float:

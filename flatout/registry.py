@@ -94,6 +94,14 @@ class Folder:
         docstring = ast.get_docstring(ast.parse(self._files[name].read_text(encoding="utf-8"))) or ""
         return docstring.split("\n", 1)[0]
 
+    def require(self, name: str) -> None:
+        """Do nothing when there is such an entry, or `name` is a `package.module:attribute`, which only importing can check.
+
+        Raises: ConfigError with the nearest name.
+        """
+        if ":" not in name and name.replace("_", "-") not in self._files:
+            raise unknown_name(self.noun, name, self._files)
+
     def get(self, name: str) -> Any:
         """Import and return the entry `name`, or the object `package.module:attribute`.
 
@@ -101,10 +109,8 @@ class Folder:
         """
         if ":" in name:
             return load_reference(name)
-        key = name.replace("_", "-")
-        if key not in self._files:
-            raise unknown_name(self.noun, name, self._files)
-        return getattr(importlib.import_module(f"flatout.{self.folder}.{self._files[key].stem}"), self.attribute)
+        self.require(name)
+        return getattr(importlib.import_module(f"flatout.{self.folder}.{self._files[name.replace('_', '-')].stem}"), self.attribute)
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,9 @@ from flatout.memory import Workload
 from flatout.models.language_model import LanguageModel
 from flatout.ops import Ops
 from flatout.optimizers.loss_scale import LossScaler
-from flatout.optimizers.schedule import factor
 from flatout.parallel.data import wrap
 from flatout.parallel.mesh import Mesh, replicas
+from flatout.preflight import check_names
 from flatout.recipe import MicroBatchPlan, Precision, Recipe, Transform
 from flatout.registry import MODELS, OPTIMIZERS
 from flatout.selection import Decision, assemble, select
@@ -113,7 +113,7 @@ def resolve(config: RunConfig, *, machine: Machine, dataset: Dataset, world_size
     config = _resolve_model(config, dataset)
     config = _resolve_batch(config, world_size)
     config = _resolve_length(config, dataset)
-    _check_names(config)
+    check_names(config)
     model_class = MODELS.get(config.model.kind)
     model_config = model_class.check(config.model.own() | {"vocab_size": config.model.vocab_size}, seq_len=config.data.seq_len)
     flops = float(model_class.count_flops(model_config, config.data.seq_len).causal_exact)
@@ -190,7 +190,8 @@ def _resolve_batch(config: RunConfig, world_size: int) -> RunConfig:
     per_micro_batch = row_tokens * (1 if rows == "auto" else rows) * (1 if accumulate is None else accumulate)
     if tokens % per_micro_batch or (accumulate and rows != "auto" and tokens != per_micro_batch):
         nearest = max(round(tokens / per_micro_batch), 1) * per_micro_batch if not (accumulate and rows != "auto") else per_micro_batch
-        parts = f"data.seq_len={seq_len} x {world_size} processes" + (f" x batch.rows_per_device={rows}" if rows != "auto" else "")
+        parts = f"data.seq_len={seq_len}" + (f" x {world_size} processes" if world_size > 1 else "")
+        parts += f" x batch.rows_per_device={rows}" if rows != "auto" else ""
         parts += f" x batch.accumulate={accumulate}" if accumulate else ""
         raise ConfigError(f"batch.tokens_per_step={tokens} does not fit {parts}.", fix=f"Set batch.tokens_per_step={nearest}.")
     if rows == "auto" and accumulate is not None:
@@ -199,12 +200,6 @@ def _resolve_batch(config: RunConfig, world_size: int) -> RunConfig:
     if rows != "auto":
         values["batch.accumulate"] = tokens // (row_tokens * rows)
     return config.with_values(values)
-
-
-def _check_names(config: RunConfig) -> None:
-    """Let a misspelt optimizer or schedule fail before anything is written."""
-    OPTIMIZERS.get(config.optim.kind)
-    factor(config.schedule, config.optim.lr, 0, config.train.steps or 1)
 
 
 def epoch_tokens(dataset: Dataset, seq_len: int) -> int:

@@ -34,5 +34,7 @@ class Command:
     """The function; its first docstring line is the command's help."""
     example: str
     """One command line that shows its use, for example `flatout prepare book.txt --out data/book`."""
+    check: Callable[..., object] | None = None
+    """Called first by the command line, with the same values and without torch: simple mistakes are answered at once."""
     needs_torch: bool = False
     """Whether calling it imports torch; the command line then says so, because that takes seconds."""

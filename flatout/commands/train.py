@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flatout import preflight
 from flatout.commands import Command, Result
 from flatout.config import RunConfig, load_config
 from flatout.progress import SILENT, Progress
@@ -87,6 +88,14 @@ def train(
     return train_config(load_config(recipe, overrides or ()), run=run, resume=resume, observers=observers, progress=progress)
 
 
+def check(recipe: str, overrides: list[str] | None, run: Path | None, resume: str) -> None:
+    """Do nothing when nothing is wrong with the words of a command line that can be told without torch.
+
+    Raises: UsageError.
+    """
+    preflight.check(load_config(recipe, overrides or ()))
+
+
 def train_config(
     config: RunConfig, *, run: Path | None = None, resume: str = "auto", observers: Sequence[Observer] = (), progress: Progress = SILENT
 ) -> TrainResult:
@@ -114,4 +123,4 @@ def sample_text(run: Run) -> str:
 SAMPLE_TOKENS = 160
 """Length of a sample inside a run."""
 
-COMMAND = Command(train, example="flatout train shakespeare-char data.path=data/s --json", needs_torch=True)
+COMMAND = Command(train, example="flatout train shakespeare-char data.path=data/s --json", check=check, needs_torch=True)

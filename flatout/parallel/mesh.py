@@ -89,8 +89,10 @@ def replicas(config: ParallelConfig, world_size: int) -> int:
     if replicate * config.shard == world_size:
         return replicate
     stated = f"parallel.shard={config.shard}" if config.replicate == "auto" else f"parallel.replicate={replicate} x parallel.shard={config.shard}"
-    launch = f"start with `torchrun --nproc-per-node {replicate * config.shard} -m flatout ...`"
+    launch = f"with `torchrun --nproc-per-node {replicate * config.shard} -m flatout ...`"
+    if world_size == 1:
+        raise ConfigError(f"{stated} does not fit 1 process.", fix=f"Start {launch}, or leave parallel.replicate and parallel.shard out.")
     raise ConfigError(
-        f"{stated} does not fit {world_size} process{'es' if world_size > 1 else ''}.",
-        fix=f"Set parallel.replicate=auto and parallel.shard to a divisor of {world_size}, or {launch}.",
+        f"{stated} does not fit {world_size} processes.",
+        fix=f"Set parallel.replicate=auto and parallel.shard to a divisor of {world_size}, or start {launch}.",
     )

@@ -24,7 +24,7 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
@@ -118,23 +118,46 @@ def stored_config(folder: Path, wanted: RunConfig) -> RunConfig | None:
 def locked(folder: Path, *, progress: Progress = SILENT) -> Iterator[None]:
     """Hold the run folder for this process; the system lets go of it when the process ends, however it ends.
 
-    One process of a run takes it: the main rank. Raises: CheckpointError naming the process that holds it, or why the folder
-    cannot be written.
+    One process of a run takes it: the main rank. When no run came of it, what was made for it goes again.
+    Raises: CheckpointError naming the process that holds it, or why the folder cannot be written.
     """
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / LOCK).open("a+", encoding="utf-8")
+        lock = _lock(folder, progress)
     except OSError as error:
-        raise CheckpointError(
-            f"The run folder {folder} cannot be written: {error.strerror}.", fix="Choose a folder that can be, with --run DIR."
-        ) from error
+        why = "it is a file" if folder.is_file() else error.strerror
+        raise CheckpointError(f"The run folder {folder} cannot be written: {why}.", fix="Choose a folder that can be, with --run DIR.") from error
     with lock as file:
-        if not _take(file, fcntl.LOCK_EX, patience_s=LOCK_PATIENCE_S, progress=progress):
-            raise _in_use(folder)
         file.truncate(0)
         file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}))
         file.flush()
-        yield
+        try:
+            yield
+        finally:
+            if not (folder / CONFIG).exists():
+                _clear(folder, missing)
+
+
+def _lock(folder: Path, progress: Progress) -> TextIO:
+    """Return the lock file, held; one that another start took away, while this one waited for it, is made anew."""
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / LOCK).open("a+", encoding="utf-8")
+        if not _take(file, fcntl.LOCK_EX, patience_s=LOCK_PATIENCE_S, progress=progress):
+            file.close()
+            raise _in_use(folder)
+        if (folder / LOCK).exists() and os.path.samestat(os.fstat(file.fileno()), (folder / LOCK).stat()):
+            return file
+        file.close()
+
+
+def _clear(folder: Path, made: Iterable[Path]) -> None:
+    """Take away what a start left that came to nothing, and the folders it made, those that are empty."""
+    for name in (ORIGIN, LOCK):
+        (folder / name).unlink(missing_ok=True)
+    with suppress(OSError):
+        for path in made:
+            path.rmdir()
 
 
 def is_locked(folder: Path) -> bool:
@@ -264,12 +287,13 @@ def clear_exit_code(folder: Path) -> None:
     (folder / EXIT_CODE).unlink(missing_ok=True)
 
 
-def require_free_disk(folder: Path, needed_bytes: int) -> None:
+def require_free_disk(folder: Path, needed_bytes: int, *, directory: str | None = None) -> None:
     """Do nothing when checkpoints of `needed_bytes` in all fit where the run's go; those it already has there count as room.
 
+    `directory` is the run's `checkpoint.dir`.
     Raises: HardwareError with both figures.
     """
-    place = catalog.checkpoints_folder(folder).absolute()
+    place = catalog.place_in(directory, folder).absolute()
     there = [catalog.checkpoint_path(folder, step) for step in catalog.steps(folder)]
     held = sum(folder_bytes(path) for path in there)
     while not place.exists():

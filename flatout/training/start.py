@@ -17,10 +17,11 @@ from flatout.config import RunConfig
 from flatout.data.manifest import TOKENIZER
 from flatout.data.shards import Dataset
 from flatout.documents import read_document
-from flatout.errors import CheckpointError, ConfigError, FlatoutError, RunFailed, Stopped
+from flatout.errors import CheckpointError, FlatoutError, RunFailed, Stopped
 from flatout.hardware import Machine, pick_device, probe
 from flatout.parallel.mesh import make_mesh
 from flatout.parallel.rendezvous import Ranks, connect, disconnect
+from flatout.preflight import open_dataset
 from flatout.progress import SILENT, Progress
 from flatout.run import Run, build, for_world_size, resolve
 from flatout.selection import Decision, settled
@@ -47,6 +48,8 @@ class Plan:
     decisions: list[Decision]
     checkpoint: Path | None
     device_reason: str
+    asked: RunConfig | None = None
+    """Of a run that begins: the configuration as it was asked for. None where the folder holds the run already."""
     finished: dict[str, Any] | None = None
     """The summary of a run that has nothing left to do."""
 
@@ -82,6 +85,8 @@ def run_training(
             with progress.task("Building the model"):
                 run = build(plan.config, machine=machine, mesh=mesh, dataset=dataset, folder=place, decisions=plan.decisions)
             stack.callback(run.feed.close)
+            if mesh.is_main:
+                keep(run, plan)
             try:
                 return carry_out(run, plan, observers, sample, progress)
             except torch.OutOfMemoryError as error:
@@ -100,28 +105,16 @@ def warn_of_others(machine: Machine, progress: Progress) -> None:
 
 @contextmanager
 def exit_code_kept(place: Path) -> Iterator[None]:
-    """Say in the run folder how the process ended, as schedulers need it; a process that is killed leaves nothing."""
+    """Say in the run folder how the process ended, as schedulers need it; one that is killed, or never began a run, leaves nothing."""
     folder.clear_exit_code(place)
     try:
         yield
     except BaseException as error:
         code = error.exit_code if isinstance(error, FlatoutError) else 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
-        folder.write_exit_code(place, code)
+        if (place / folder.CONFIG).exists():
+            folder.write_exit_code(place, code)
         raise
     folder.write_exit_code(place, 0)
-
-
-def open_dataset(config: RunConfig) -> Dataset:
-    """Open the data set that a configuration names.
-
-    Raises: ConfigError when it names none; DataError when that folder holds none.
-    """
-    if config.data.path is None:
-        raise ConfigError(
-            "data.path is not set: there is nothing to train on.",
-            fix="Prepare text with `flatout prepare FILE --out data/mine`, then add data.path=data/mine.",
-        )
-    return Dataset.open(config.data.path)
 
 
 def agree(ranks: Ranks, decide: Callable[[], Plan]) -> Plan:
@@ -149,7 +142,7 @@ def settle(
     dataset: Dataset,
     progress: Progress,
 ) -> Plan:
-    """Decide, under the lock, what is run: the stored configuration when the folder holds a run, else a new one, which is stored.
+    """Decide, under the lock, what is run: the stored configuration when the folder holds a run, else a new one.
 
     Raises: ConfigError when `asked` contradicts the stored configuration.
     """
@@ -171,9 +164,20 @@ def settle(
     with progress.task("Settling the configuration"):
         config, decisions = resolve(asked.with_values({"train.device": device[0]}), machine=machine, dataset=dataset, world_size=ranks.world_size)
     config = config.with_values({"data.path": str(dataset.path.absolute())})  # a run can be scored from any folder
-    folder.write_config(place, config, asked=asked)
-    shutil.copyfile(dataset.path / TOKENIZER, place / TOKENIZER)  # a trained model can be tried without its data
-    return Plan(config, decisions, checkpoint, device[1])
+    return Plan(config, decisions, checkpoint, device[1], asked=asked)
+
+
+def keep(run: Run, plan: Plan) -> None:
+    """Write down what a run that begins was settled to be: nothing is, before it is known that it can begin.
+
+    Raises: HardwareError when the disk is too full; CheckpointError when the folder of its checkpoints is another run's.
+    """
+    parameters = sum(p.numel() for p in run.core.parameters())
+    needed_bytes = DISK_BYTES_PER_PARAMETER * parameters * (run.config.checkpoint.keep + 2)
+    folder.require_free_disk(run.folder, needed_bytes, directory=run.config.checkpoint.dir)
+    if plan.asked is not None:
+        folder.write_config(run.folder, plan.config, asked=plan.asked)
+        shutil.copyfile(run.dataset.path / TOKENIZER, run.folder / TOKENIZER)  # a trained model can be tried without its data
 
 
 def own_folder(place: Path) -> None:
@@ -225,8 +229,6 @@ def carry_out(run: Run, plan: Plan, observers: Sequence[Observer], sample: Calla
         differences = load(run, plan.checkpoint, environment=environment_of(run), check=catalog.check_size, progress=progress)
         run.resumed_from = str(plan.checkpoint)
     parameters = sum(p.numel() for p in run.core.parameters())
-    if run.mesh.is_main:
-        folder.require_free_disk(run.folder, DISK_BYTES_PER_PARAMETER * parameters * (run.config.checkpoint.keep + 2))
     with Log(run, observers) as log, StopRequests() as stop:
         log.event("resume" if plan.checkpoint else "start", from_checkpoint=run.resumed_from, parameters=parameters, **_facts(run, plan))
         for decision in run.decisions:

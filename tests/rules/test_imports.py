@@ -26,6 +26,7 @@ HOUSE = (
     "recipe",
     "speedups",
     "selection",
+    "preflight",
     "run",
     "training",
     "loading",

@@ -1,0 +1,57 @@
+"""What can be said of a configuration before torch is loaded, which takes seconds: its names, and the data it is to read."""
+
+from __future__ import annotations
+
+from flatout.config import RunConfig
+from flatout.data.shards import Dataset
+from flatout.errors import ConfigError, DataError
+from flatout.hardware import check_device_name
+from flatout.optimizers.schedule import factor
+from flatout.registry import MODELS, OPTIMIZERS
+from flatout.selection import parse_wish
+
+
+def check(config: RunConfig) -> None:
+    """Do nothing when names, data and the length of a window are such that a run can be tried.
+
+    Raises: ConfigError, HardwareError or DataError naming what cannot be used.
+    """
+    check_names(config)
+    check_device_name(config.train.device)
+    open_dataset(config)
+
+
+def check_names(config: RunConfig) -> None:
+    """Do nothing when model, optimizer, schedule and speedups are names that exist.
+
+    Raises: ConfigError with the nearest one.
+    """
+    MODELS.require(config.model.kind)
+    OPTIMIZERS.require(config.optim.kind)
+    factor(config.schedule, config.optim.lr, 0, config.train.steps or 1)
+    parse_wish(config.speedups)
+
+
+def open_dataset(config: RunConfig) -> Dataset:
+    """Open the data set that a configuration names.
+
+    Raises: ConfigError when it names none; DataError when that folder holds none, or not one window for training.
+    """
+    if config.data.path is None:
+        raise ConfigError(
+            "data.path is not set: there is nothing to train on.",
+            fix="Prepare text with `flatout prepare FILE --out data/mine`, then add data.path=data/mine.",
+        )
+    dataset = Dataset.open(config.data.path)
+    tokens, seq_len = dataset.split("train").num_tokens, config.data.seq_len
+    if tokens <= seq_len:
+        raise DataError(
+            f"{dataset.path} holds {tokens:,} tokens for training; one window of data.seq_len={seq_len} needs {seq_len + 1:,}.",
+            fix=f"Set data.seq_len={_shorter(tokens)}, or prepare more text." if tokens > 1 else "Prepare more text.",
+        )
+    return dataset
+
+
+def _shorter(tokens: int) -> int:
+    """Return a length of which some windows fit: a power of two, at most an eighth of the tokens."""
+    return 1 << max((tokens // 8).bit_length() - 1, 0)
