@@ -1,13 +1,15 @@
 """From a model to text: draws it token by token, and shows it as whole characters.
 
-Letters: B rows, T tokens, V vocabulary.
+Letters: B rows, V vocabulary, K tokens that may be drawn.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,8 +21,10 @@ from flatout.models.language_model import LanguageModel
 if TYPE_CHECKING:
     from flatout.data.tokenizer import Tokenizer
 
+KEPT_IDS = 64
+"""Ids that are decoded again with each new one."""
 
-@torch.no_grad()
+
 def sample(
     model: LanguageModel,
     tokenizer: Tokenizer,
@@ -37,23 +41,19 @@ def sample(
     """Yield the text that follows `prompt` (empty: a new document), piece by piece, never half a character.
 
     Ends at the end of the document, before a `stop` string, or after `max_tokens`. It draws from a generator of its own, so
-    a run that samples trains on as if it had not. The model sees the last `window` tokens, as many as it takes when None: give
-    the length of the windows it was trained on, where it could take more than it has learned to.
+    a run that samples trains on as if it had not. The model sees at most `window` tokens, as `tokens_after` says: give the
+    length of the windows it was trained on, where it could take more than it has learned to.
     Raises: ConfigError when a setting is out of range; DataError when the prompt cannot be encoded.
     """
     check_settings(temperature, top_k, top_p, max_tokens)
-    known = min(window or model.max_seq_len, model.max_seq_len)
-    device = next(model.parameters()).device
-    generator = torch.Generator(device).manual_seed(seed)
-    ids = tokenizer.encode(prompt) if prompt else [tokenizer.eot_id]
-    context_BT = torch.tensor([ids[-known:]], dtype=torch.int64, device=device)
-    text, written = _StoppedText(stop), _WrittenText(tokenizer, ids if prompt else [])
+    generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
+    choose = partial(_chosen, vocab_size=tokenizer.vocab_size, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
+    prompt_ids = tokenizer.encode(prompt)
+    text, written = _StoppedText(stop), _WrittenText(tokenizer, prompt_ids)
     with _evaluating(model):
-        for _ in range(max_tokens):
-            token = _next_token(model.next_logits(context_BT)[0], tokenizer.vocab_size, temperature, top_k, top_p, generator)
+        for token in islice(tokens_after(model, prompt_ids or [tokenizer.eot_id], choose, window=window), max_tokens):
             if token == tokenizer.eot_id:
                 break
-            context_BT = torch.cat([context_BT, torch.tensor([[token]], device=device)], dim=1)[:, -known:]
             piece = text.take(written.take(token))
             if piece:
                 yield piece
@@ -62,6 +62,29 @@ def sample(
     rest = text.take(written.rest()) + text.rest()
     if rest:
         yield rest
+
+
+def tokens_after(model: LanguageModel, ids: Sequence[int], choose: Callable[[Tensor], int], *, window: int | None = None) -> Iterator[int]:
+    """Yield token after token, without end, each as `choose` picks it from the scores (V,) of what follows all those before.
+
+    The model sees the text from its beginning, or the last `window` tokens of a longer `ids`; None is as many as it takes.
+    Once it has seen that many, it goes on from the second half of them, read anew from position 0: so a token costs that of
+    one token, and two on average when the text is long. A model without a limit of its own, such as a recurrent one, never
+    starts anew.
+    """
+    device = next(model.parameters()).device
+    decoder = model.decoder(window)
+    limit = decoder.max_tokens
+    unread = seen = list(ids if limit is None else ids[-limit:])
+    while True:
+        if limit is not None and not decoder.has_room(len(unread)):
+            decoder = model.decoder(window)
+            unread = seen = seen[-max(limit // 2, 1) :]
+        logits_BV = decoder.read(torch.tensor([unread], dtype=torch.int64, device=device))
+        token = choose(logits_BV[0])
+        unread = [token]
+        seen.append(token)
+        yield token
 
 
 def check_settings(temperature: float, top_k: int | None, top_p: float | None, max_tokens: int) -> None:
@@ -79,18 +102,19 @@ def check_settings(temperature: float, top_k: int | None, top_p: float | None, m
         raise ConfigError(f"max-tokens {max_tokens} asks for no text.", fix="Use 1 or more.")
 
 
-def _next_token(logits_V: Tensor, vocab_size: int, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator) -> int:
+def _chosen(logits_V: Tensor, *, vocab_size: int, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator) -> int:
     """Draw one token. A padded vocabulary has rows no token stands for: they are never drawn."""
-    scores_V = logits_V[:vocab_size].float()
-    if temperature == 0:
+    scores_V = logits_V[:vocab_size].double()
+    if temperature == 0 or top_k == 1:
         return int(scores_V.argmax())
-    sorted_V, order_V = (scores_V / temperature).softmax(-1).sort(descending=True, stable=True)
-    if top_k is not None:
-        sorted_V[top_k:] = 0
+    shares_V = ((scores_V - scores_V.max()) / temperature).softmax(-1)
+    if top_k is None and top_p is None:
+        return int(torch.multinomial(shares_V, 1, generator=generator))
+    shares_K, ids_K = shares_V.topk(min(top_k or vocab_size, vocab_size))
     if top_p is not None:
-        before_V = sorted_V.cumsum(-1) - sorted_V
-        sorted_V[before_V >= top_p] = 0
-    return int(order_V[torch.multinomial(sorted_V, 1, generator=generator)])
+        ids_K = ids_K[shares_K.cumsum(-1) - shares_K < top_p]
+    ids_K = ids_K.sort().values  # by id: that two shares change places by rounding then moves no other token's chance
+    return int(ids_K[torch.multinomial(shares_V[ids_K], 1, generator=generator)])
 
 
 @contextmanager
@@ -107,7 +131,8 @@ class _WrittenText:
     """The text of ids that come one by one, after those of a prompt.
 
     What an id stands for can depend on its neighbours: a word's space is left out at the beginning of a text, bytes make a
-    character only together. So all ids are decoded each time, and what could still change is held back: U+FFFD at the end.
+    character only together. So an id is decoded with those before it, and what could still change is held back: U+FFFD at
+    the end. Ids long past are forgotten, once the text of the rest is known to be the same without them.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
@@ -115,9 +140,12 @@ class _WrittenText:
         self._ids = list(prompt_ids)
         self._text = tokenizer.decode(self._ids)
         self._shown = len(self._text)
+        self._most_ids = 2 * KEPT_IDS
 
     def take(self, token: int) -> str:
         """Return what is certain now that `token` has come."""
+        if len(self._ids) >= self._most_ids and self._shown == len(self._text):
+            self._forget()
         self._ids.append(token)
         self._text = self._tokenizer.decode(self._ids)
         return self._show(len(self._text.rstrip("\ufffd")))
@@ -129,6 +157,15 @@ class _WrittenText:
     def _show(self, end: int) -> str:
         start, self._shown = self._shown, max(self._shown, end)
         return self._text[start:end]
+
+    def _forget(self) -> None:
+        for kept in range(KEPT_IDS, KEPT_IDS // 2, -1):
+            ids = self._ids[-kept:]
+            text = self._tokenizer.decode(ids)
+            if text and "\ufffd" not in text and self._text.endswith(text):
+                self._ids, self._text, self._shown, self._most_ids = ids, text, len(text), 2 * KEPT_IDS
+                return
+        self._most_ids = 2 * len(self._ids)
 
 
 class _StoppedText:

@@ -1,6 +1,8 @@
-"""Sampling: whole characters, stops, limits, a generator of its own; and a run's folder turned back into its model."""
+"""Sampling: whole characters, stops, limits, a generator of its own; the same text whatever a model keeps of what it has read."""
 
 import math
+import random
+from itertools import islice
 
 import pytest
 import torch
@@ -10,7 +12,11 @@ from flatout import generate
 from flatout.data.tokenizer import parse_tokenizer
 from flatout.data.tokenizers_plain import ByteTokenizer
 from flatout.errors import ConfigError
-from flatout.generate import sample
+from flatout.generate import sample, tokens_after
+from flatout.models.decoding import Decoder, Recomputing
+from flatout.models.language_model import LanguageModel
+from flatout.models.transformer import Transformer
+from flatout.ops import Ops, attention, cross_entropy
 
 EOT = ByteTokenizer().eot_id
 
@@ -24,6 +30,9 @@ class Script(nn.Module):
         self.max_seq_len = 8
         self.ids = [*text, eot]
         self.noise, self.vocab_size, self.past, self.seen = noise, vocab_size, past, []
+
+    def decoder(self, max_tokens=None):
+        return Recomputing(self.next_logits, min(max_tokens or self.max_seq_len, self.max_seq_len))
 
     def next_logits(self, tokens_BT):
         self.seen.append(tokens_BT.tolist()[0])
@@ -132,18 +141,59 @@ def test_what_could_begin_a_stop_is_held_back_no_longer_than_needed():
     assert written("a\nb\n\nc", stop=["\n\n"]) == ["a", "\nb"]
 
 
-def test_an_empty_prompt_begins_a_document_and_a_window_slides():
-    model = Script(b"0123456789")
+def test_an_empty_prompt_begins_a_document():
+    model = Script(b"ab")
     list(sample(model, ByteTokenizer(), ""))
-    assert model.seen[0] == [EOT]
-    assert max(len(seen) for seen in model.seen) == 8
-    assert model.seen[10] == list(b"23456789")
+    assert model.seen == [[EOT], [EOT, *b"a"], [EOT, *b"ab"]]
+
+
+def test_so_does_one_without_a_token():
+    tokenizer = parse_tokenizer(wordpiece().to_str(), "tokenizer.json")
+    ids = tokenizer.encode("the cat")
+    model = Script(ids, eot=tokenizer.eot_id, past=tokenizer.vocab_size)
+    assert tokenizer.encode(" ") == []
+    assert "".join(sample(model, tokenizer, " ")) == "the cat"
+    assert model.seen[0] == [tokenizer.eot_id]
+
+
+def test_a_text_longer_than_the_window_goes_on_from_its_second_half():
+    model = Script(b"0123456789abcdef")
+    list(sample(model, ByteTokenizer(), ""))
+    assert model.seen[7] == [EOT, *b"0123456"]
+    assert model.seen[8:14] == [[*b"4567"], [*b"45678"], [*b"456789"], [*b"456789a"], [*b"456789ab"], [*b"89ab", *b"c"][1:]]
+
+
+def test_a_prompt_longer_than_the_window_is_seen_from_behind():
     model = Script(b"ab")
     list(sample(model, ByteTokenizer(), "a long prompt", window=4))
-    assert model.seen[0] == list(b"ompt")
+    assert model.seen == [[*b"ompt"], [*b"ta"], [*b"tab"]]
     model = Script(b"ab")
     list(sample(model, ByteTokenizer(), "a long prompt", window=4000))
     assert model.seen[0] == list(b"g prompt"), "never more than the model takes"
+    model = Script(b"ab")
+    list(sample(model, ByteTokenizer(), "a long prompt", window=1))
+    assert model.seen == [[*b"t"], [*b"a"], [*b"b"]]
+
+
+class Tally(Decoder):
+    """A recurrent stand-in: its state is one number, and it reads any number of tokens."""
+
+    def __init__(self, reads):
+        super().__init__(None)
+        self.total, self.reads = 0, reads
+
+    def scores_after(self, tokens_BT):
+        self.reads.append(tokens_BT.shape[1])
+        self.total += int(tokens_BT.sum())
+        return nn.functional.one_hot(torch.tensor([self.total % 10]), 10).float()
+
+
+def test_a_model_without_a_limit_reads_each_token_once():
+    model, reads = Script(b""), []
+    model.decoder = lambda max_tokens: Tally(reads)
+    found = list(islice(tokens_after(model, [1, 2, 4], lambda logits_V: int(logits_V.argmax()), window=2), 40))
+    assert found[:5] == [7, 4, 8, 6, 2]
+    assert reads == [3] + [1] * 39
 
 
 def drawn(seed, **options):
@@ -168,16 +218,26 @@ def test_top_k_and_top_p_narrow_the_choice():
 def test_top_p_keeps_the_fewest_that_reach_it():
     logits_V = torch.log(torch.tensor([0.5, 0.3, 0.15, 0.05]))
     generator = torch.Generator().manual_seed(0)
-    kept = {generate._next_token(logits_V, 4, 1.0, None, 0.7, generator) for _ in range(300)}
+    kept = {generate._chosen(logits_V, vocab_size=4, temperature=1.0, top_k=None, top_p=0.7, generator=generator) for _ in range(300)}
     assert kept == {0, 1}
-    assert {generate._next_token(logits_V, 4, 1.0, 3, None, generator) for _ in range(300)} == {0, 1, 2}
+    assert {generate._chosen(logits_V, vocab_size=4, temperature=1.0, top_k=3, top_p=None, generator=generator) for _ in range(300)} == {0, 1, 2}
 
 
-def test_draws_follow_the_probabilities():
+@pytest.mark.parametrize(("temperature", "top_k", "wanted"), [(1.0, None, [6, 3, 1]), (0.5, None, [36, 9, 1]), (1.0, 2, [6, 3, 0])], ids=str)
+def test_draws_follow_the_probabilities(temperature, top_k, wanted):
     logits_V = torch.log(torch.tensor([0.6, 0.3, 0.1]))
     generator = torch.Generator().manual_seed(0)
-    counts = torch.bincount(torch.tensor([generate._next_token(logits_V, 3, 1.0, None, None, generator) for _ in range(3000)]), minlength=3)
-    assert (counts / 3000 - torch.tensor([0.6, 0.3, 0.1])).abs().max() < 0.04
+    draws = [generate._chosen(logits_V, vocab_size=3, temperature=temperature, top_k=top_k, top_p=None, generator=generator) for _ in range(3000)]
+    counts = torch.bincount(torch.tensor(draws), minlength=3)
+    assert (counts / 3000 - torch.tensor(wanted) / sum(wanted)).abs().max() < 0.04
+
+
+def test_a_cold_draw_is_the_likeliest_and_no_error():
+    generator = torch.Generator().manual_seed(0)
+    for temperature in (0.0, 1e-300, 1e-30, 1e-3):
+        for top_k in (None, 1, 2, 99):
+            logits_V = torch.tensor([1.0, 5.0, 4.0, 9.0])
+            assert generate._chosen(logits_V, vocab_size=3, temperature=temperature, top_k=top_k, top_p=None, generator=generator) == 1
 
 
 @pytest.mark.parametrize(
@@ -193,3 +253,58 @@ def test_the_model_is_put_back_into_training():
     model.train()
     list(sample(model, ByteTokenizer()))
     assert model.training
+
+
+TRANSFORMERS = {
+    "gpt2": {"positions": "learned", "bias": True},
+    "llama": {"norm": "rmsnorm", "activation": "swiglu", "num_kv_heads": 2},
+    "window, qk norm": {"window": 24, "qk_norm": True, "num_kv_heads": 1},
+}
+
+
+@pytest.mark.parametrize("own", TRANSFORMERS.values(), ids=list(TRANSFORMERS))
+@pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(0.0, None, None), (1.0, None, None), (0.8, 40, None), (1.2, None, 0.9)], ids=str)
+@pytest.mark.parametrize(("window", "num_tokens"), [(320, 300), (32, 150)], ids=["within the context", "over several windows"])
+def test_a_cache_changes_no_token(own, temperature, top_k, top_p, window, num_tokens):
+    """In fp64, where rounding cannot turn a draw."""
+    torch.manual_seed(0)
+    shape = {"vocab_size": 300, "num_layers": 2, "d_model": 32, "num_heads": 4, "tied_head": False} | own
+    model = Transformer(Transformer.check(shape, seq_len=window), Ops(attention.fused, cross_entropy.fused)).double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(5) if parameter.dim() > 1 else None
+
+    def written_tokens():
+        generator = torch.Generator().manual_seed(3)
+
+        def choose(logits_V):
+            return generate._chosen(logits_V, vocab_size=257, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
+
+        return list(islice(tokens_after(model, [7, 3, 5], choose, window=window), num_tokens))
+
+    cached = written_tokens()
+    model.decoder = lambda max_tokens: LanguageModel.decoder(model, max_tokens)
+    assert cached == written_tokens()
+    assert len(set(cached)) > (3 if temperature == 0 else 50), sorted(set(cached))
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("make", [metaspace, wordpiece, None], ids=["metaspace", "wordpiece", "bytes"])
+def test_a_long_text_is_streamed_as_it_is_decoded_whole(make, seed):
+    """Though ids long past are forgotten."""
+    tokenizer = parse_tokenizer(make().to_str(), "tokenizer.json") if make else ByteTokenizer()
+    draw = random.Random(seed)
+    words = [draw.choice(["the", "cats", "sat", "\u65e5\u672c\u8a9e", "\U0001f642", "on", "mat."]) for _ in range(400)]
+    ids, before = tokenizer.encode(" ".join(words)), tokenizer.encode("the mat") if seed % 2 else []
+    text = generate._WrittenText(tokenizer, before)
+    pieces = [text.take(token) for token in ids]
+    whole = tokenizer.decode(before) + "".join(pieces) + text.rest()
+    assert whole == tokenizer.decode([*before, *ids])
+    assert len(text._ids) <= 2 * generate.KEPT_IDS
+
+
+def test_bytes_that_are_no_text_are_marked_where_they_stand():
+    draw = random.Random(1)
+    ids = [draw.choice([*range(256), 65, 66, 0xC3, 0xA9, 0xF0, 0x9F]) for _ in range(2000)]
+    text = generate._WrittenText(ByteTokenizer(), [])
+    assert "".join(text.take(token) for token in ids) + text.rest() == bytes(ids).decode(errors="replace")

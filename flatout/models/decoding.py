@@ -50,13 +50,17 @@ class Decoder(ABC):
                 f"{num_tokens} tokens more cannot be read: {self.num_tokens} of {self.max_tokens} are.",
                 fix="Give at least one, and begin a new decoder with the last part of the text when it is full.",
             )
-        logits_BV = self._after(tokens_BT)
+        logits_BV = self.scores_after(tokens_BT)
         self.num_tokens += num_tokens
         return logits_BV
 
     @abstractmethod
-    def _after(self, tokens_BT: Tensor) -> Tensor:
-        """Return the scores after these tokens; `num_tokens` is still that of the tokens before them."""
+    def scores_after(self, tokens_BT: Tensor) -> Tensor:
+        """Read on, and return the scores of what follows; `num_tokens` is still the count of the tokens before these.
+
+        Shapes:  tokens_BT (B, T) integers.
+        Returns: logits_BV.
+        """
 
 
 @final
@@ -68,7 +72,12 @@ class Recomputing(Decoder):
         self._next_logits = next_logits
         self._read: list[Tensor] = []
 
-    def _after(self, tokens_BT: Tensor) -> Tensor:
+    def scores_after(self, tokens_BT: Tensor) -> Tensor:
+        """Return the scores after all tokens, computed from the first on.
+
+        Shapes:  tokens_BT (B, T) integers.
+        Returns: logits_BV.
+        """
         self._read.append(tokens_BT)
         return self._next_logits(torch.cat(self._read, dim=1))
 

@@ -223,7 +223,12 @@ class CachedTransformer(Decoder):
         size = min(model.config.window or max_tokens, max_tokens)
         self._layers: list[tuple[Any, KeyValueCache]] = [(block, KeyValueCache(size)) for block in model.blocks]
 
-    def _after(self, tokens_BT: Tensor) -> Tensor:
+    def scores_after(self, tokens_BT: Tensor) -> Tensor:
+        """Return the scores after these tokens, computed from them and from what is kept of those before.
+
+        Shapes:  tokens_BT (B, T) integers.
+        Returns: logits_BV.
+        """
         hidden_BTD = self._model.embed(tokens_BT, self.num_tokens)
         for block, cache in self._layers:
             hidden_BTD = block.decode(hidden_BTD, cache, self.num_tokens)
