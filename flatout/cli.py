@@ -160,10 +160,24 @@ def _explained(error: Any, name: str, parser: Any) -> ConfigError:
     options = [option for parameter in parser.params for option in (*parameter.opts, *parameter.secondary_opts) if option.startswith("--")]
     see = f"`flatout {name} --help` shows how; for example: {COMMANDS.get(name).example}"
     if wrong is not None and wrong not in options:
+        key = _key_meant(wrong, parser)
+        if key is not None:
+            return ConfigError(f"`flatout {name}` has no option {wrong!r}.", fix=f"Keys of a recipe take no dashes: write {key}=VALUE.")
         guess = nearest(wrong, [*options, "--help"])
         return ConfigError(f"`flatout {name}` has no option {wrong!r}.", fix=f"Did you mean {guess!r}?" if guess else see)
     message = error.format_message().rstrip(".").replace("Value error, ", "")
     return ConfigError(f"`flatout {name}`: {message[:1].lower()}{message[1:]}.", fix=see)
+
+
+def _key_meant(option: str, parser: Any) -> str | None:
+    """Return the configuration key that was written as an option, where the command takes overrides; None when it is none."""
+    if "overrides" not in {parameter.name for parameter in parser.params}:
+        return None
+    from flatout.config import RunConfig
+    from flatout.wording import all_keys, same_key
+
+    known, name = all_keys(RunConfig), option.lstrip("-").partition("=")[0]
+    return name if name in known else same_key(name.rpartition(".")[2], known)
 
 
 def _help_text(command: Command) -> str:

@@ -16,11 +16,11 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from flatout.documents import parse_yaml, read_document
+from flatout.documents import read_document
 from flatout.errors import ConfigError
-from flatout.registry import RECIPES
+from flatout.overrides import nested, parse_overrides
+from flatout.registry import recipe_path
 from flatout.wording import explain as explain
-from flatout.wording import field_at
 
 FORMAT_VERSION = 1
 
@@ -301,32 +301,28 @@ def load_config(recipe: str | Path | None = None, overrides: Iterable[str] = ())
     Raises: ConfigError for an unknown recipe, key or value, with the nearest name.
     """
     document: dict[str, Any] = {}
-    if recipe is not None:
-        path = Path(recipe)
-        if path.suffix.lower() not in {".yaml", ".yml"}:
-            path = RECIPES.path(str(recipe))
+    path = recipe_path(recipe) if recipe is not None else None
+    if path is not None:
         document = read_document(path)
         document.setdefault("name", path.stem)
-    layer = nested(_parsed(overrides))
+    layer = nested(parse_overrides(overrides, RunConfig))
     stated = BATCH_SIZES & (layer.get("batch") or {}).keys()
     if len(stated) == 2 and isinstance(document.get("batch"), dict):
         document["batch"].pop((BATCH_SIZES - stated).pop(), None)
     merge(document, layer)
-    return validate(document)
+    try:
+        return validate(document)
+    except ConfigError as error:
+        raise _placed(error, path) from error
 
 
-def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Turn {"optim.lr": 1} into {"optim": {"lr": 1}}."""
-    document: dict[str, Any] = {}
-    for key, value in values.items():
-        *sections, last = key.split(".")
-        place = document
-        for section in sections:
-            place = place.setdefault(section, {})
-            if not isinstance(place, dict):
-                raise ConfigError(f"{key} contradicts {section}={place}, given before it.", fix="Keep one of the two.")
-        place[last] = value
-    return document
+def _placed(error: ConfigError, path: Path | None) -> ConfigError:
+    """Return the error with the recipe's file in it, when the mistake is in there and not in an override."""
+    try:
+        validate(read_document(path) if path else {}, file=path)
+    except ConfigError as own:
+        return own if own.what == f"{path}: {error.what}" else error
+    return error
 
 
 def merge(document: dict[str, Any], layer: Mapping[str, Any], prefix: str = "") -> None:
@@ -345,11 +341,18 @@ def merge(document: dict[str, Any], layer: Mapping[str, Any], prefix: str = "") 
         document[key] = value
 
 
-def validate(document: Mapping[str, Any]) -> RunConfig:
+def validate(document: Mapping[str, Any], *, file: Path | None = None) -> RunConfig:
     """Return the checked configuration; a section left empty is its defaults.
 
-    Raises: ConfigError naming the key, and the nearest known one when it is unknown.
+    Raises: ConfigError naming the key, the nearest known one when it is unknown, and the file in which it stands when that is given.
     """
+    try:
+        return _checked(document)
+    except ConfigError as error:
+        raise error if file is None else ConfigError(f"{file}: {error.what}", fix=error.fix) from error
+
+
+def _checked(document: Mapping[str, Any]) -> RunConfig:
     try:
         return RunConfig.model_validate({key: value for key, value in document.items() if value is not None})
     except ValidationError as error:
@@ -374,27 +377,3 @@ def _flat(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[f"{prefix}{key}"] = value
     return flat
-
-
-def _parsed(overrides: Iterable[str]) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for override in overrides:
-        key, equals, text = override.partition("=")
-        if not equals or not key.strip():
-            raise ConfigError(f"{override!r} is not an override.", fix="Write section.key=value, for example optim.lr=3e-4.")
-        values[key.strip()] = _value(key.strip(), text, override)
-    return values
-
-
-def _value(key: str, text: str, name: str) -> Any:
-    """Read an override's value as YAML; what belongs to a text key stays text, whatever YAML would make of it."""
-    field = field_at(RunConfig, key)
-    if field is None or field.annotation not in (str, str | None):
-        return parse_yaml(text, name=name) if text.strip() else None
-    if not text.strip() or text.strip() in {"null", "~"}:
-        return text if field.annotation is str else None
-    try:
-        value = parse_yaml(text, name=name)
-    except ConfigError:
-        return text
-    return value if isinstance(value, str) else text

@@ -53,8 +53,9 @@ def parse_yaml(text: str, *, name: str) -> Any:
     try:
         return loader.get_single_data()
     except yaml.MarkedYAMLError as error:
-        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise ConfigError(f"{name}{line} is not YAML: {error.problem}.", fix="Repair that line.") from error
+        mark = error.problem_mark
+        place = f", line {mark.line + 1}, column {mark.column + 1}," if mark else ""
+        raise ConfigError(f"{name}{place} is not YAML: {error.problem}.", fix="Repair it there, or just before.") from error
     finally:
         loader.dispose()
 
@@ -67,7 +68,7 @@ def read_document(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"Cannot read {path}: {error.strerror}.", fix="Check the path; `flatout list recipes` shows the built-in ones.") from error
+        raise ConfigError(f"Cannot read {path}: {error.strerror}.", fix="Check the path and its permissions.") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text: byte {error.start} cannot be read.", fix="Save the file as UTF-8.") from error
     document = parse_yaml(text, name=str(path))

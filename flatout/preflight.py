@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from flatout.config import RunConfig
+from flatout.data.mix import MixedDataset, open_data, parts_of
 from flatout.data.shards import Dataset
-from flatout.errors import ConfigError, DataError
+from flatout.errors import DataError
 from flatout.hardware import check_device_name
 from flatout.optimizers.schedule import factor
 from flatout.registry import MODELS, OPTIMIZERS
@@ -32,24 +33,20 @@ def check_names(config: RunConfig) -> None:
     parse_wish(config.speedups)
 
 
-def open_dataset(config: RunConfig) -> Dataset:
-    """Open the data set that a configuration names.
+def open_dataset(config: RunConfig) -> Dataset | MixedDataset:
+    """Open what a configuration names to train on.
 
-    Raises: ConfigError when it names none; DataError when that folder holds none, or not one window for training.
+    Raises: ConfigError when it names nothing; DataError when a folder is no data set, or holds not one window for training.
     """
-    if config.data.path is None:
-        raise ConfigError(
-            "data.path is not set: there is nothing to train on.",
-            fix="Prepare text with `flatout prepare FILE --out data/mine`, then add data.path=data/mine.",
-        )
-    dataset = Dataset.open(config.data.path)
-    tokens, seq_len = dataset.split("train").num_tokens, config.data.seq_len
-    if tokens <= seq_len:
-        raise DataError(
-            f"{dataset.path} holds {tokens:,} tokens for training; one window of data.seq_len={seq_len} needs {seq_len + 1:,}.",
-            fix=f"Set data.seq_len={_shorter(tokens)}, or prepare more text." if tokens > 1 else "Prepare more text.",
-        )
-    return dataset
+    data, seq_len = open_data(config.data), config.data.seq_len
+    for part in parts_of(data):
+        tokens = part.dataset.split("train").num_tokens
+        if tokens <= seq_len:
+            raise DataError(
+                f"{part.dataset.path} holds {tokens:,} tokens for training; one window of data.seq_len={seq_len} needs {seq_len + 1:,}.",
+                fix=f"Set data.seq_len={_shorter(tokens)}, or prepare more text." if tokens > 1 else "Prepare more text.",
+            )
+    return data
 
 
 def _shorter(tokens: int) -> int:

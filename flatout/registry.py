@@ -165,3 +165,29 @@ SPEEDUPS = Folder("speedups", "SPEEDUP", "speedup")
 DATASETS = YamlFolder("datasets", "data set")
 MACHINES = YamlFolder("machines", "machine")
 RECIPES = YamlFolder("recipes", "recipe")
+SUFFIXES = {".yaml", ".yml"}
+"""A recipe whose name ends in one of these is a file of the user's."""
+
+
+def recipe_path(recipe: str | Path) -> Path:
+    """Return the file of a recipe: a YAML path, or the name of a built-in one.
+
+    Raises: ConfigError with the nearest file or name.
+    """
+    path = Path(recipe)
+    is_file = path.suffix.lower() in SUFFIXES
+    if path.is_dir() and (is_file or str(recipe) not in RECIPES.names()):
+        raise ConfigError(f"{recipe} is a folder, not a recipe.", fix="Name a YAML file, or one of `flatout list recipes`.")
+    if not is_file:
+        files = [file for file in (path.with_name(path.name + suffix) for suffix in sorted(SUFFIXES)) if path.name and file.is_file()]
+        if files and str(recipe) not in RECIPES.names():
+            raise ConfigError(f"There is no recipe named {str(recipe)!r}, but there is a file {files[0]}.", fix=f"Name the file: {str(files[0])!r}.")
+        return RECIPES.path(str(recipe))
+    if not path.exists():
+        here = path.parent.iterdir() if path.parent.is_dir() else ()
+        guess = nearest(path.name, [file.name for file in here if file.suffix.lower() in SUFFIXES])
+        built_in = "`flatout list recipes` shows the built-in ones."
+        raise ConfigError(
+            f"There is no file {path}.", fix=f"Did you mean {str(path.with_name(guess))!r}?" if guess else f"Check the path; {built_in}"
+        )
+    return path

@@ -102,6 +102,9 @@ def explain(error: ValidationError, section: type[BaseModel], prefix: str = "") 
     key = _key_of(first, prefix)
     if first["type"] == "extra_forbidden":
         return unknown_key(key, all_keys(section, prefix))
+    if first["type"] == "model_type":
+        inside = [name for name in all_keys(section, prefix) if name.startswith(f"{key}.")]
+        return ConfigError(f"{key}={first['input']!r} cannot be used: {key} is a section.", fix=f"Set one of its keys: {', '.join(inside)}.")
     wanted = dict.fromkeys(_expectation(problem) for problem in problems if _key_of(problem, prefix) == key)
     field = field_at(section, key.removeprefix(prefix))
     about = f" Its help: {field.description}" if field and field.description else ""
@@ -113,15 +116,25 @@ def explain(error: ValidationError, section: type[BaseModel], prefix: str = "") 
 def unknown_key(key: str, known: list[str]) -> ConfigError:
     """Return the error for a configuration key that does not exist, with the one that was most likely meant."""
     section, _, last = key.rpartition(".")
-    by_last = {name.rpartition(".")[2]: name for name in reversed(known)}
+    by_last = _by_last(known)
     siblings = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == section}
     tops = {top: top for top in (name.partition(".")[0] for name in known)} if not section else {}
-    guess = by_last.get(last) or NAMES_ELSEWHERE.get(last.lower().replace("-", "_"))
+    guess = same_key(last, known)
     for names in (siblings, tops, by_last):
         close = None if guess else nearest(last, names)
         guess = names[close] if close else guess
     listing = ", ".join(siblings.values() if section and siblings else known)
     return ConfigError(f"There is no configuration key {key!r}.", fix=f"Did you mean {guess!r}?" if guess else f"Known keys: {listing}.")
+
+
+def same_key(name: str, known: list[str]) -> str | None:
+    """Return the key that is called `name` in its section or in another tool; None when there is none."""
+    plain = name.lower().replace("-", "_")
+    return _by_last(known).get(plain) or NAMES_ELSEWHERE.get(plain)
+
+
+def _by_last(known: list[str]) -> dict[str, str]:
+    return {name.rpartition(".")[2]: name for name in reversed(known)}
 
 
 def all_keys(section: type[BaseModel], prefix: str = "") -> list[str]:
@@ -169,7 +182,6 @@ def _expectation(problem: Mapping[str, Any]) -> str:
         "less_than": f"less than {context.get('lt', 0):g}",
         "less_than_equal": f"at most {context.get('le', 0):g}",
         "literal_error": str(context.get("expected")),
-        "model_type": "a section with keys under it",
         "missing": "a longer list" if isinstance(problem["loc"][-1], int) else "given",
         "too_long": "a shorter list",
     }

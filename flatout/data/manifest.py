@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from flatout.errors import DataError
+from flatout.registry import nearest
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
@@ -130,11 +131,25 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         text = path.read_text(encoding="utf-8")
     except (FileNotFoundError, NotADirectoryError) as error:
-        missing = f"{folder} has no {MANIFEST}: it is not a whole data set" if folder.is_dir() else f"There is no data set folder {folder}"
-        raise DataError(f"{missing}.", fix=f"Prepare it with `flatout prepare SOURCE --out {folder}`.") from error
+        raise _no_dataset(folder) from error
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"Cannot read {path}: {error}.", fix="Check its permissions, or prepare the data set again.") from error
     return _parsed(text, path)
+
+
+def _no_dataset(folder: Path) -> DataError:
+    """Return the error for a path that is no data set: what is there instead, and how to come to one."""
+    if folder.is_file():
+        fix = f"Prepare it with `flatout prepare {folder} --out data/{folder.stem}`, and name that folder."
+        return DataError(f"{folder} is a file, not a data set folder.", fix=fix)
+    if folder.is_dir() and any(folder.iterdir()):
+        fix = "Name another folder, or prepare one with `flatout prepare SOURCE --out data/mine`."
+        return DataError(f"{folder} has no {MANIFEST}: it is not a whole data set.", fix=fix)
+    beside = [path.parent.name for path in folder.parent.glob(f"*/{MANIFEST}")] if folder.name else []
+    guess = nearest(folder.name, beside)
+    hint = f"Did you mean {str(folder.parent / guess)!r}? If not: prepare" if guess else "Prepare"
+    missing = f"{folder} has no {MANIFEST}: it is empty" if folder.is_dir() else f"There is no data set folder {folder}"
+    return DataError(f"{missing}.", fix=f"{hint} it with `flatout prepare SOURCE --out {folder}`.")
 
 
 def _parsed(text: str, path: Path) -> Manifest:

@@ -58,8 +58,9 @@ def make_plan(
     max_bytes: int | None = None,
     on_bad_row: OnBadRow = "raise",
     progress: Progress = SILENT,
+    name: str = "The text",
 ) -> Plan:
-    """Return the plan for some parts.
+    """Return the plan for some parts, which are called `name` in messages.
 
     `split` is `tail F` or `hash F`. `tail F` takes the end, from character int(n * (1 - F)) on, n the characters of all
     documents; the document it falls into is cut there, unless its beginning or its end would do as well (`NEAR`). `hash F`
@@ -81,7 +82,7 @@ def make_plan(
         return Plan(tuple(Job(part) for part in parts), split or "none", ByHash(0.0))
     if kind is None:
         kind, fraction = _usual_rule(found)
-    assignment = ByHash(fraction) if kind == "hash" else _tail(fraction, found)
+    assignment = ByHash(fraction) if kind == "hash" else _tail(fraction, found, name)
     return Plan(_jobs(parts, found), f"{kind} {fraction:g}", assignment)
 
 
@@ -108,14 +109,15 @@ def _usual_rule(found: _Survey) -> tuple[str, float]:
     return "tail", 0.1
 
 
-def _tail(fraction: float, found: _Survey) -> Assignment:
+def _tail(fraction: float, found: _Survey, name: str) -> Assignment:
     """Return the assignment of `tail F`; the product is the usual int(n * 0.9), so that figures compare with others'."""
     total = sum(found.lengths)
     first_val = int(total * (1 - fraction))
     if not 0 < first_val < total:
         unit = "character" if total == 1 else "characters"
         raise DataError(
-            f"{total} {unit} cannot be split by 'tail {fraction:g}': one side would be empty.", fix="Add text, or set --split 'tail 0.5'."
+            f"{name}: {total} {unit} cannot be split by 'tail {fraction:g}', one side would be empty.",
+            fix="Add text, or set --split 'tail 0.5'." if total > 1 else "Add text.",
         )
     starts = array("q", accumulate(found.lengths, initial=0))
     holder = bisect_right(starts, first_val) - 1

@@ -84,7 +84,9 @@ def prepare_dataset(
         progress.say(f"{out} already holds this data set: {held.tokens:,} tokens. Nothing to do.")
         return Prepared(out, held, time.perf_counter() - started, existed=True)
     limits = {"max_documents": options.max_documents, "max_bytes": options.max_bytes}
-    plan = make_plan(corpus.parts, split=options.split or corpus.split, on_bad_row=options.on_bad_row, progress=progress, **limits)
+    plan = make_plan(
+        corpus.parts, split=options.split or corpus.split, on_bad_row=options.on_bad_row, progress=progress, name=" ".join(sources), **limits
+    )
     tokenizer = make_tokenizer(
         options.tokenizer,
         lambda limit: sample_texts(plan.jobs, limit),
@@ -208,7 +210,7 @@ def _check_splits(writer: DatasetWriter, source: Mapping[str, Any], plan: Plan, 
         raise empty(names, skipped.counts.items())
     if not writer.train.num_documents or not writer.val.num_documents:
         lacking = "validation" if writer.train.num_documents else "training"
-        raise DataError(f"By {plan.rule!r} none of the {documents:,} documents is for {lacking}.", fix="Set --split 'tail 0.1'.")
+        raise DataError(f"{names}: by {plan.rule!r} none of the {documents:,} documents is for {lacking}.", fix="Set --split 'tail 0.1'.")
 
 
 def empty(names: str, left_out: Iterable[tuple[str, int]]) -> DataError:

@@ -41,14 +41,18 @@ class Dataset:
 
     @classmethod
     def open(cls, path: Path | str) -> Dataset:
-        """Open the folder; its manifest, format and every file's size are checked, tokens are not read.
+        """Open the folder; its manifest, its tokenizer and every file's size are checked, tokens are not read.
 
-        Raises: DataError when it is no data set, or a file is missing or has another size.
+        Raises: DataError when it is no data set, or a file is missing, has another size, or is another tokenizer.
         """
         folder = Path(path)
         dataset = cls(folder, read_manifest(folder))
         for name, split in dataset.manifest.splits.items():
             _check_files(folder, name, split, np.dtype(dataset.manifest.dtype).itemsize)
+        tokenizer = dataset.manifest.tokenizer
+        path = folder / tokenizer.file
+        if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != tokenizer.digest:
+            raise DataError(f"{path} is not the tokenizer that made these tokens.", fix=PREPARE_AGAIN)
         return dataset
 
     @property
@@ -58,17 +62,10 @@ class Dataset:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer in the folder, loaded when first asked for.
-
-        Raises: DataError when its file is missing or is not the one the tokens were made with.
-        """
+        """The tokenizer in the folder, loaded when first asked for."""
         from flatout.data.tokenizer import load_tokenizer  # reading tokens alone needs no tokenizer library
 
-        entry = self.manifest.tokenizer
-        path = self.path / entry.file
-        if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != entry.digest:
-            raise DataError(f"{path} is not the tokenizer that made these tokens.", fix=PREPARE_AGAIN)
-        return load_tokenizer(path)
+        return load_tokenizer(self.path / self.manifest.tokenizer.file)
 
     def split(self, name: SplitName) -> Split:
         """Return `train` or `val`; a split without documents has no tokens."""

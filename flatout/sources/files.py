@@ -214,13 +214,18 @@ def _row(line: bytes, path: str, offset: int, text_field: str, where: Callable[[
     except UnicodeDecodeError as error:
         return not_utf8(where(), path, offset + error.start, line[error.start])
     except ValueError as error:
-        return _bad(where(), "not JSON", f"is not JSON: {error}", "Repair the line, or skip such rows with --on-bad-row skip.")
+        return _bad(where(), "not JSON", f"is not JSON: {_complaint(error)}", "Repair the line, or skip such rows with --on-bad-row skip.")
     except RecursionError:
         return _bad(where(), "not JSON", "is nested too deeply", "Repair the line, or skip such rows with --on-bad-row skip.")
     text = row.get(text_field) if isinstance(row, dict) else None
     if isinstance(text, str):
         return Document(text, path, offset)
     return _no_text(row, where(), text_field)
+
+
+def _complaint(error: ValueError) -> str:
+    """Return what the JSON parser says, with the place in the line alone: the line is named already."""
+    return f"{error.msg} at column {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else str(error)
 
 
 def _no_text(row: Any, where: str, text_field: str) -> BadRow:

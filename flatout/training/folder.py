@@ -85,7 +85,7 @@ def write_config(folder: Path, config: RunConfig, *, asked: RunConfig | None = N
 def read_config(folder: Path) -> RunConfig | None:
     """Return the resolved configuration stored in a run folder, or None when it holds none."""
     path = folder / CONFIG
-    return validate(read_document(path)) if path.exists() else None
+    return validate(read_document(path), file=path) if path.exists() else None
 
 
 def stored_config(folder: Path, wanted: RunConfig) -> RunConfig | None:

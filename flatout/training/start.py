@@ -76,7 +76,7 @@ def run_training(
             warn_of_others(machine, progress)
         if ranks.rank == 0:
             stack.enter_context(folder.locked(place, progress=progress))
-        dataset = open_dataset(asked)
+        dataset: Any = open_dataset(asked)
         plan = agree(ranks, lambda: settle(asked, place, resume, machine, ranks, device, dataset, progress))
         if plan.finished is not None:
             return plan.finished

@@ -14,6 +14,7 @@ HOUSE = (
     "registry",
     "progress",
     "wording",
+    "overrides",
     "config",
     "hardware",
     "parallel",
