@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from flatout.config import RunConfig
 from flatout.data.manifest import TOKENIZER
+from flatout.data.mix import MixedDataset, open_data
 from flatout.data.shards import Dataset
 from flatout.data.tokenizer import load_tokenizer
 from flatout.errors import CheckpointError, ConfigError
@@ -43,12 +44,12 @@ class LoadedRun:
     checkpoint: Path
 
     @cached_property
-    def dataset(self) -> Dataset:
-        """The data set it was trained on; sampling does not need it.
+    def dataset(self) -> Dataset | MixedDataset:
+        """The data it was trained on; sampling does not need it.
 
         Raises: DataError when it is no longer there.
         """
-        return Dataset.open(self.config.data.path or "")
+        return open_data(self.config.data)
 
 
 def find_run(run: str | Path) -> Path:
@@ -97,7 +98,7 @@ def load_run(run: str | Path, checkpoint: str = "best", *, device: str = "auto",
     """
     folder = find_run(run)
     config = read_config(folder)
-    if config is None or config.data.path is None:
+    if config is None or (config.data.path is None and config.data.mix is None):
         raise CheckpointError(f"{folder}/config.yaml names no data set.", fix="Use the folder of a run that `flatout train` made.")
     path = find_checkpoint(folder, checkpoint, progress=progress)
     where, _ = pick_device(device, probe())

@@ -17,6 +17,7 @@ from torch import nn
 
 from flatout.config import RunConfig
 from flatout.data.loader import FeedPlan
+from flatout.data.mix import MixedDataset, parts_of
 from flatout.data.shards import Dataset
 from flatout.errors import ConfigError
 from flatout.hardware import Machine, Peak, peak_tflops
@@ -52,7 +53,7 @@ class Run:
     """Fully resolved."""
     machine: Machine
     mesh: Mesh
-    dataset: Dataset
+    dataset: Dataset | MixedDataset
     folder: Path
     decisions: Sequence[Decision]
     precision: Precision
@@ -90,7 +91,7 @@ class Run:
 
     @property
     def steps_per_epoch(self) -> float:
-        """Optimiser steps in one pass over the training split."""
+        """Optimiser steps that read as many tokens as the training split has, or all sets of a mix together."""
         return epoch_tokens(self.dataset, self.config.data.seq_len) / self.tokens_per_step
 
     @property
@@ -105,7 +106,7 @@ class Run:
         return self.precision.context(self.mesh.device.type)
 
 
-def resolve(config: RunConfig, *, machine: Machine, dataset: Dataset, world_size: int) -> tuple[RunConfig, list[Decision]]:
+def resolve(config: RunConfig, *, machine: Machine, dataset: Dataset | MixedDataset, world_size: int) -> tuple[RunConfig, list[Decision]]:
     """Settle everything a configuration leaves open, and the speedups with their reasons.
 
     `config.train.device` must be settled already. Raises: ConfigError when sizes contradict each other.
@@ -165,12 +166,12 @@ def ops_of(recipe: Recipe) -> Ops:
     return Ops(attention=recipe.part("ops.attention"), cross_entropy=recipe.part("ops.cross_entropy"), linear=recipe.part("ops.linear"))
 
 
-def _resolve_model(config: RunConfig, dataset: Dataset) -> RunConfig:
+def _resolve_model(config: RunConfig, dataset: Dataset | MixedDataset) -> RunConfig:
     """Take the vocabulary from the data where none is stated, and write out the model's own defaults."""
     vocab_size = config.model.vocab_size or dataset.vocab_size
     if vocab_size < dataset.vocab_size:
         raise ConfigError(
-            f"model.vocab_size={vocab_size} is smaller than the vocabulary of {dataset.path}, {dataset.vocab_size}.",
+            f"model.vocab_size={vocab_size} is smaller than the vocabulary of {parts_of(dataset)[0].dataset.path}, {dataset.vocab_size}.",
             fix="Leave model.vocab_size out, or prepare the data with the model's own tokenizer.",
         )
     model_class = MODELS.get(config.model.kind)
@@ -202,12 +203,12 @@ def _resolve_batch(config: RunConfig, world_size: int) -> RunConfig:
     return config.with_values(values)
 
 
-def epoch_tokens(dataset: Dataset, seq_len: int) -> int:
-    """Return the tokens of one pass over the training split: whole windows only."""
+def epoch_tokens(dataset: Dataset | MixedDataset, seq_len: int) -> int:
+    """Return the tokens of one pass over the training split, of a mix those of all its sets: whole windows only."""
     return dataset.split("train").num_windows(seq_len) * seq_len
 
 
-def _resolve_length(config: RunConfig, dataset: Dataset) -> RunConfig:
+def _resolve_length(config: RunConfig, dataset: Dataset | MixedDataset) -> RunConfig:
     """Turn tokens or epochs into optimiser steps."""
     train, tokens_per_step = config.train, config.batch.tokens_per_step or 1
     if train.steps is not None:
@@ -234,7 +235,7 @@ def for_world_size(config: RunConfig, world_size: int) -> RunConfig:
     return config.with_values({"batch.rows_per_device": rows, "batch.accumulate": share // rows, "parallel.replicate": replicate})
 
 
-def build(config: RunConfig, *, machine: Machine, mesh: Mesh, dataset: Dataset, folder: Path, decisions: Sequence[Decision]) -> Run:
+def build(config: RunConfig, *, machine: Machine, mesh: Mesh, dataset: Dataset | MixedDataset, folder: Path, decisions: Sequence[Decision]) -> Run:
     """Make the run that a resolved configuration describes, at step 0.
 
     Weights are drawn with train.seed on every rank alike; afterwards each rank's generators are seeded apart.
@@ -280,7 +281,7 @@ def _model(config: RunConfig, recipe: Recipe, mesh: Mesh) -> tuple[LanguageModel
     return core, model
 
 
-def _feed(config: RunConfig, recipe: Recipe, mesh: Mesh, dataset: Dataset) -> tuple[Any, Any]:
+def _feed(config: RunConfig, recipe: Recipe, mesh: Mesh, dataset: Dataset | MixedDataset) -> tuple[Any, Any]:
     plan = FeedPlan(
         seq_len=config.data.seq_len,
         rows_per_device=int(config.batch.rows_per_device),

@@ -2,42 +2,48 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
 from flatout.config import ParallelConfig
 from flatout.data.loader import ShardWindows
+from flatout.data.mix import Part, distinct_names, parts_of
+from flatout.data.shards import Dataset
 from flatout.errors import DataError
 from flatout.loading import LoadedRun
 from flatout.parallel.mesh import make_mesh
 from flatout.parallel.rendezvous import Ranks
 from flatout.progress import SILENT, Progress
-from flatout.training.evaluation import Judge
+from flatout.training.evaluation import Evaluation, Judge, say_unscored
+from flatout.training.moved_data import require_tokenizer
 
 
-@dataclass(frozen=True)
-class Score:
-    """How well a model predicts a validation split."""
+def evaluate(loaded: LoadedRun, *, data: Sequence[Path] = (), max_tokens: int | None = None, progress: Progress = SILENT) -> Evaluation:
+    """Score the validation text as the run itself evaluates: of its own data, or of the data sets `data`, each token of which counts alike.
 
-    val_loss: float
-    """Mean loss a token, in nats."""
-    perplexity: float
-    bits_per_byte: float | None
-    """Bits a byte of text; comparable between tokenizers. None when the data set does not say how many bytes its text has."""
-    tokens: int
-
-
-def evaluate(loaded: LoadedRun, *, max_tokens: int | None = None, progress: Progress = SILENT) -> Score:
-    """Return loss, perplexity and bits a byte on the validation split, as the run itself evaluates.
-
-    Raises: DataError when the data set has no validation text.
+    Raises: DataError when there is no validation text; CheckpointError when it was prepared with another tokenizer than the model's.
     """
-    split = loaded.dataset.split("val")
-    if split.num_tokens < 2:
-        raise DataError(f"{loaded.dataset.path} has no validation text.", fix="Prepare it with a larger share, for example --split 'tail 0.1'.")
+    parts = other_parts(loaded.folder, data) if data else parts_of(loaded.dataset)
     mesh = make_mesh(ParallelConfig(), str(next(loaded.model.parameters()).device), Ranks())
-    data, precision = loaded.config.data, loaded.recipe.part("precision")
-    rows = int(loaded.config.batch.rows_per_device)
-    judge = Judge(loaded.model, mesh, ShardWindows(), partial(precision.context, mesh.device.type), data.seq_len, rows, data.document_mask)
-    result = judge.score(split, max_tokens=max_tokens, progress=progress)
-    return Score(result.loss, result.perplexity, result.bits_per_byte(split.text_bytes), result.tokens)
+    settings, precision = loaded.config.data, loaded.recipe.part("precision")
+    rows, autocast = int(loaded.config.batch.rows_per_device), partial(precision.context, mesh.device.type)
+    judge = Judge(loaded.model, mesh, ShardWindows(), autocast, settings.seq_len, rows, settings.document_mask)
+    say_unscored(parts, progress)
+    found = judge.score(parts, max_tokens=max_tokens, progress=progress)
+    if found is None:
+        raise DataError(
+            f"{', '.join(str(part.dataset.path) for part in parts)}: no validation text.",
+            fix="Prepare it with a larger share, for example --split 'tail 0.1'.",
+        )
+    return found
+
+
+def other_parts(run_folder: Path, data: Sequence[Path]) -> list[Part]:
+    """Open data sets that the run was not trained on; their shares are those of their validation tokens."""
+    datasets = [Dataset.open(path) for path in data]
+    for dataset in datasets:
+        require_tokenizer(run_folder, dataset)
+    tokens = [max(dataset.split("val").num_tokens - 1, 0) for dataset in datasets]
+    names = distinct_names([dataset.path for dataset in datasets])
+    return [Part(name, dataset, count / max(sum(tokens), 1)) for name, dataset, count in zip(names, datasets, tokens, strict=True)]

@@ -10,6 +10,7 @@ import typer
 
 from flatout import preflight
 from flatout.commands import Command, Result
+from flatout.commands.eval import DatasetScore, score_table
 from flatout.config import RunConfig, load_config
 from flatout.progress import SILENT, Progress
 
@@ -33,13 +34,19 @@ class TrainResult(Result):
     train_loss: float | None
     """Loss of the last recorded step, in nats a token."""
     val_loss: float | None
-    """Loss on the whole validation split, in nats a token."""
+    """Loss on the whole validation split, in nats a token; of a mix, each set's loss in its share."""
     best_val_loss: float | None
     """Lowest loss on the validation tokens that evaluations inside the run score; `generate --checkpoint best` takes that step."""
     best_step: int | None
     """The step of that loss."""
     bits_per_byte: float | None
     """Validation loss as bits a byte of text."""
+    by_dataset: tuple[DatasetScore, ...] = ()
+    """Each data set of a mix by itself, as `eval` shows it."""
+    stopped_early: bool = False
+    """Whether train.patience ended it before its last step."""
+    stopped_because: str | None = None
+    """Why it ended before its last step."""
     tokens_per_s: float | None
     """Steady rate of training: median after the warm-up."""
     wall_tokens_per_s: float | None
@@ -63,7 +70,10 @@ class TrainResult(Result):
         """Return what the run came to, its curve and its last sample."""
         from flatout.terminal import closing
 
-        return closing(self.model_dump())
+        parts = [closing(self.model_dump())]
+        parts += [score_table(self.by_dataset)] if len(self.by_dataset) > 1 else []
+        parts += [self.stopped_because] if self.stopped_because else []
+        return "\n\n".join(parts)
 
 
 def train(
@@ -105,7 +115,8 @@ def train_config(
 
     place = run or RUNS / run_name(config)
     summary = run_training(config, place, resume=resume, observers=observers, sample=sample_text, progress=progress)
-    return TrainResult(**{name: summary.get(name) for name in TrainResult.model_fields})
+    fields = TrainResult.model_fields.items()
+    return TrainResult(**{name: summary.get(name) for name, field in fields if name in summary or field.is_required()})
 
 
 def sample_text(run: Run) -> str:

@@ -27,7 +27,7 @@ class TokenisingWindows:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._texts: dict[tuple[str, int], dict[int, str]] = {}
+        self._texts: dict[tuple[Windowed, int], dict[int, str]] = {}
         self.tokens_encoded = 0
         """Tokens the tokenizer made inside `read` so far."""
 
@@ -55,7 +55,7 @@ class TokenisingWindows:
         split.read_windows(indices, seq_len, out)
 
     def _texts_of(self, split: Windowed, seq_len: int) -> dict[int, str]:
-        return self._texts.setdefault((split.name, seq_len), {})
+        return self._texts.setdefault((split, seq_len), {})
 
     def _text(self, split: Windowed, index: int, seq_len: int) -> str:
         texts = self._texts_of(split, seq_len)

@@ -48,6 +48,7 @@ class MixedDataset:
     def __init__(self, parts: Sequence[Part], turns: Sequence[int]) -> None:
         self.parts = tuple(parts)
         self._turns = tuple(turns)
+        self._splits: dict[str, MixedSplit] = {}
 
     @classmethod
     def open(cls, mix: Mapping[str, float]) -> Self:
@@ -76,8 +77,10 @@ class MixedDataset:
         return self.parts[0].dataset.tokenizer
 
     def split(self, name: SplitName) -> MixedSplit:
-        """Return `train` or `val`, all sets' in their shares."""
-        return MixedSplit(name, [part.dataset.split(name) for part in self.parts], self._turns)
+        """Return `train` or `val` of all sets, in their shares."""
+        if name not in self._splits:
+            self._splits[name] = MixedSplit(name, [part.dataset.split(name) for part in self.parts], self._turns)
+        return self._splits[name]
 
 
 class MixedSplit:

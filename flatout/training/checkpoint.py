@@ -105,6 +105,34 @@ def read_weights(checkpoint: Path, *, progress: Progress = SILENT) -> dict[str, 
     return {name.removeprefix("model/"): tensor for name, tensor in weights.items()}
 
 
+def load_weights(run: Run, checkpoint: Path, *, progress: Progress = SILENT) -> None:
+    """Put the weights of a checkpoint into a freshly built run, and nothing else of it. Every rank calls it.
+
+    Raises: CheckpointError, before the weights are touched, when a file is missing or damaged, or does not fit this run.
+    """
+    found: list[dict[str, Entry]] = []
+    targets = weights_and_aliases(run.core)[0]
+
+    def open_files(task: Task) -> None:
+        index, _, manifest = _read_index(checkpoint, catalog.check_file)
+        slices.check_fits(targets, index, prefix="model/", source=checkpoint)
+        _check(checkpoint, manifest, slices.files_needed(targets, index), catalog.check_file, task)
+        found.append(index)
+
+    with progress.task(f"Loading the weights of {checkpoint.name}") as task:
+        _together(run, lambda: open_files(task), "cannot read")
+        slices.fill(targets, found[0], checkpoint, task)
+
+
+def stored_shapes(checkpoint: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every weight that a checkpoint holds, by its name in the index.
+
+    Raises: CheckpointError when its index is missing or damaged.
+    """
+    index = _read_index(checkpoint, catalog.check_file)[0]
+    return {name: entry.shape for name, entry in index.items() if name.startswith("model/")}
+
+
 def weights_sha256(checkpoint: Path) -> str:
     """Return one digest of all weights: equal for equal weights, whatever number of ranks wrote them."""
     digest = hashlib.sha256()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from flatout.data.loader import WindowReader, evaluation_batches
-from flatout.data.shards import Split
+from flatout.data.mix import Part, parts_of
 from flatout.parallel.mesh import Mesh
 from flatout.progress import SILENT, Progress
 
@@ -21,29 +21,79 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Evaluation:
-    """Loss over the validation split, or over its beginning."""
+class SetScore:
+    """Loss over the validation split of one data set, or over its beginning."""
 
+    name: str
+    path: str
+    share: float
+    """Its weight in the mean over all sets."""
     loss: float
     """Mean loss a token, in nats."""
     tokens: int
     """Targets that were scored."""
-    whole: bool
-    """Whether that was the whole split."""
+    text_bytes: int
+    """Bytes of the text these targets came from; 0 when a part was scored, or the data set does not say."""
 
     @property
     def perplexity(self) -> float:
         """exp(loss)."""
-        return math.exp(min(self.loss, 700.0))
+        return perplexity(self.loss)
 
-    def bits_per_byte(self, text_bytes: int) -> float | None:
-        """Return the loss as bits a byte of the split's text, which compares between tokenizers; None unless the whole split was scored."""
-        return self.loss * self.tokens / math.log(2) / text_bytes if self.whole and text_bytes else None
+    @property
+    def bits_per_byte(self) -> float | None:
+        """The loss as bits a byte of text, which compares between tokenizers; None unless the whole split was scored."""
+        return self.loss * self.tokens / math.log(2) / self.text_bytes if self.text_bytes else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, named as everywhere."""
+        figures = {"val_loss": self.loss, "perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte, "tokens": self.tokens}
+        return {"name": self.name, "path": self.path} | figures
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Validation loss, by data set and in the mean by their shares; one set is the special case."""
+
+    by_dataset: tuple[SetScore, ...]
+
+    @property
+    def loss(self) -> float:
+        """Mean loss a token, in nats: what a token of the mix costs, each set's loss weighted by its share."""
+        return sum(score.share * score.loss for score in self.by_dataset) / sum(score.share for score in self.by_dataset)
+
+    @property
+    def tokens(self) -> int:
+        """Targets that were scored."""
+        return sum(score.tokens for score in self.by_dataset)
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss)."""
+        return perplexity(self.loss)
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """The loss as bits a byte of the mix's text; None unless every set was scored whole and says its bytes."""
+        if not all(score.text_bytes and score.tokens for score in self.by_dataset):
+            return None
+        bytes_per_token = sum(score.share * score.text_bytes / score.tokens for score in self.by_dataset)
+        return self.loss * sum(score.share for score in self.by_dataset) / math.log(2) / bytes_per_token
+
+    def record(self) -> dict[str, float]:
+        """Return the figures for metrics.jsonl: `val/loss`, and of a mix `val/loss/NAME` for each set."""
+        sets = {f"val/loss/{score.name}": score.loss for score in self.by_dataset}
+        return {"val/loss": self.loss} | (sets if len(sets) > 1 else {})
+
+
+def perplexity(loss: float) -> float:
+    """Return exp(loss), of a loss in nats; as much as a float holds where it would be more."""
+    return math.exp(min(loss, 700.0))
 
 
 @dataclass(frozen=True)
 class Judge:
-    """What scoring a split takes, besides the split."""
+    """What scoring takes, besides the text."""
 
     model: nn.Module
     """What is called; put into evaluation mode and back."""
@@ -55,13 +105,24 @@ class Judge:
     rows: int
     document_mask: bool
 
+    def score(self, parts: Sequence[Part], *, max_tokens: int | None = None, progress: Progress = SILENT) -> Evaluation | None:
+        """Score each data set's validation split, or its share of `max_tokens` from its beginning; None where there is no validation text.
+
+        Sets without validation text have no part in the mean.
+        """
+        scored = [part for part in parts if part.dataset.split("val").num_tokens > 1]
+        total = sum(part.share for part in scored)
+        limits = [None if max_tokens is None else max(round(max_tokens * part.share / total), 1) for part in scored]
+        scores = [self._score(part, limit, progress) for part, limit in zip(scored, limits, strict=True)]
+        return Evaluation(tuple(scores)) if scores else None
+
     @torch.no_grad()
-    def score(self, split: Split, *, max_tokens: int | None = None, progress: Progress = SILENT) -> Evaluation:
-        """Score a split, or its first `max_tokens` targets, shared over the ranks.
+    def _score(self, part: Part, max_tokens: int | None, progress: Progress) -> SetScore:
+        """Score one split, or its first `max_tokens` targets, shared over the ranks.
 
         Every token but the split's first is a target once. Cost: one forward pass a token.
         """
-        device, world_size = self.mesh.device, self.mesh.world_size
+        split, device, world_size = part.dataset.split("val"), self.mesh.device, self.mesh.world_size
         batches = evaluation_batches(
             split,
             self.seq_len,
@@ -78,7 +139,8 @@ class Judge:
         total = min(max_tokens or split.num_tokens, split.num_tokens)
         was_training = self.model.training
         self.model.eval()
-        with progress.task("Evaluating", total=total, unit="tokens") as task:
+        what = "Evaluating" if part.share == 1 else f"Evaluating {part.name}"
+        with progress.task(what, total=total, unit="tokens") as task:
             for micro in batches:
                 with self.autocast():
                     loss, valid = self.model(micro.tokens_BT, micro.targets_BT, micro.doc_ids_BT)
@@ -88,11 +150,20 @@ class Judge:
         self.model.train(was_training)
         loss_sum, num_valid = self.mesh.sum(loss_sum, num_valid)
         mean = float(loss_sum / num_valid.clamp(min=1))
-        return Evaluation(mean, int(num_valid), whole=max_tokens is None or max_tokens >= split.num_tokens)
+        whole = max_tokens is None or max_tokens >= split.num_tokens - 1
+        path = str(part.dataset.path)
+        return SetScore(part.name, path, part.share, mean, int(num_valid), split.text_bytes if whole else 0)
 
 
-def evaluate(run: Run, *, max_tokens: int | None = None, progress: Progress = SILENT) -> Evaluation:
-    """Score the validation split, or its first `max_tokens` targets, with the model as it stands."""
+def evaluate(run: Run, *, max_tokens: int | None = None, progress: Progress = SILENT) -> Evaluation | None:
+    """Score the validation text of the run's data, or `max_tokens` of it, with the model as it stands; None where there is none."""
     data = run.config.data
     judge = Judge(run.model, run.mesh, run.windows, run.autocast, data.seq_len, run.rows_per_device, data.document_mask)
-    return judge.score(run.dataset.split("val"), max_tokens=max_tokens, progress=progress)
+    return judge.score(parts_of(run.dataset), max_tokens=max_tokens, progress=progress)
+
+
+def say_unscored(parts: Sequence[Part], progress: Progress) -> None:
+    """Say of which data sets of a mix there is no validation text."""
+    for part in parts:
+        if len(parts) > 1 and part.dataset.split("val").num_tokens < 2:
+            progress.say(f"{part.name} has no validation text: its loss is not measured, and has no part in the validation loss.")

@@ -11,12 +11,15 @@ from flatout.run import Run
 from flatout.training import catalog, folder
 from flatout.training.checkpoint import weights_sha256
 from flatout.training.evaluation import Evaluation, evaluate
-from flatout.training.loop import draw_sample, eval_tokens, take_evaluation, write_checkpoint
+from flatout.training.loop import draw_sample, ends_early, eval_tokens, take_evaluation, write_checkpoint
 from flatout.training.metrics import Log
 
 
 def finish(run: Run, log: Log, sample: Callable[[Run], str] | None, progress: Progress = SILENT) -> dict[str, Any]:
     """Save, evaluate on the whole validation split, sample, write the summary and return it. Every rank calls it."""
+    if reason := why_early(run):
+        log.event("early_stop", reason=reason)
+        progress.say(reason)
     with log.aside():
         if not catalog.checkpoint_path(run.folder, run.step).is_dir():
             write_checkpoint(run, log, progress=progress)  # first: a signal during the evaluation must not cost the last steps
@@ -32,15 +35,26 @@ def finish(run: Run, log: Log, sample: Callable[[Run], str] | None, progress: Pr
 
 
 def last_evaluation(run: Run, log: Log, progress: Progress) -> Evaluation | None:
-    """Score the whole validation split, if there is one; where the run scored a part of it, that part first, for the best checkpoint."""
-    if run.dataset.split("val").num_tokens < 2:
-        return None
-    if eval_tokens(run) is None or not run.config.train.eval_every:
-        return take_evaluation(run, log, max_tokens=None, progress=progress)
-    take_evaluation(run, log, max_tokens=eval_tokens(run), progress=progress)
+    """Score the whole validation text, if there is any; where the run scored a part of it, that part first, for the best checkpoint.
+
+    A run that ends early has just scored that part, or all of it.
+    """
+    if not ends_early(run):
+        found = take_evaluation(run, log, max_tokens=eval_tokens(run) if run.config.train.eval_every else None, progress=progress)
+        if found is None or eval_tokens(run) is None or not run.config.train.eval_every:
+            return found
     whole = evaluate(run, progress=progress)  # not a record: the curve is that of the part
-    log.event("evaluation", loss=whole.loss, tokens=whole.tokens)
+    if whole is not None:
+        log.event("evaluation", loss=whole.loss, tokens=whole.tokens)
     return whole
+
+
+def why_early(run: Run) -> str | None:
+    """Return why the run ends before its last step, None when it does not."""
+    if not ends_early(run):
+        return None
+    best = f"best {run.best_val_loss:.4f} at step {run.best_step}"
+    return f"No better validation loss in {run.config.train.patience} evaluations: {best}, over at step {run.step} of {run.last_step}."
 
 
 def summarise(run: Run, log: Log, evaluation: Evaluation | None) -> dict[str, Any]:
@@ -59,7 +73,10 @@ def summarise(run: Run, log: Log, evaluation: Evaluation | None) -> dict[str, An
         "val_loss": evaluation.loss if evaluation else None,
         "best_val_loss": run.best_val_loss,
         "best_step": run.best_step,
-        "bits_per_byte": evaluation.bits_per_byte(run.dataset.split("val").text_bytes) if evaluation else None,
+        "bits_per_byte": evaluation.bits_per_byte if evaluation else None,
+        "by_dataset": [score.to_dict() for score in evaluation.by_dataset] if evaluation else [],
+        "stopped_early": ends_early(run),
+        "stopped_because": why_early(run),
         "tokens_per_s": steady,
         "wall_tokens_per_s": tokens_here / wall_s if tokens_here else None,
         "mfu": mfu,

@@ -45,6 +45,7 @@ FREE_KEYS = (
     "parallel.",
     "train.eval_every",
     "train.eval_tokens",
+    "train.patience",
     "train.sample_every",
     "train.sample_prompt",
     "name",

@@ -7,6 +7,8 @@ import math
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from flatout.config import TrainConfig
+from flatout.data.mix import parts_of
 from flatout.hardware import fingerprint
 from flatout.progress import SILENT, Progress
 from flatout.run import Run
@@ -26,12 +28,12 @@ class StopFlag(Protocol):
 
 
 def fit(run: Run, log: Log, stop: StopFlag, *, sample: Callable[[Run], str] | None = None, progress: Progress = SILENT) -> Run:
-    """Train from run.step to run.last_step, or until a signal asks to stop, and return the run.
+    """Train from run.step to run.last_step, or until its patience is over or a signal asks to stop, and return the run.
 
     A stop saves first, so that the same command goes on from there.
     """
     saves = SaveTimes(run, log)
-    while run.step < run.last_step and not stop.asked(run):
+    while run.step < run.last_step and not ends_early(run) and not stop.asked(run):
         batch = next(run.feed)
         with log.clock:
             result = train_step(run, batch)  # device work only
@@ -50,6 +52,16 @@ def fit(run: Run, log: Log, stop: StopFlag, *, sample: Callable[[Run], str] | No
     return run
 
 
+def ends_early(run: Run) -> bool:
+    """Say whether the run is over before its last step. Every rank has the same losses, so every rank says the same."""
+    return run.step < run.last_step and out_of_patience(run.config.train, run.step, run.best_step)
+
+
+def out_of_patience(train: TrainConfig, step: int, best_step: int | None) -> bool:
+    """Say whether `train.patience` evaluations have come and gone by `step` since the best one; it follows from these numbers alone."""
+    return bool(train.patience) and best_step is not None and step - best_step >= train.patience * train.eval_every
+
+
 def due(every: int, run: Run) -> bool:
     """Say whether something that happens every `every` steps (0: never) happens now; the last step has its own place."""
     return every > 0 and run.step % every == 0 and run.step < run.last_step
@@ -60,13 +72,15 @@ def eval_tokens(run: Run) -> int | None:
     return None if run.config.train.eval_tokens == "all" else run.config.train.eval_tokens
 
 
-def take_evaluation(run: Run, log: Log, *, max_tokens: int | None, progress: Progress = SILENT) -> Evaluation:
-    """Evaluate, write the record, and save when the loss is the best so far.
+def take_evaluation(run: Run, log: Log, *, max_tokens: int | None, progress: Progress = SILENT) -> Evaluation | None:
+    """Evaluate, write the record, and save when the loss is the best so far; without validation text, do nothing.
 
     Only losses on the same tokens compare: those that evaluations inside the run score decide which checkpoint is the best.
     Raises: RunFailed when the loss is not a number: the weights are lost, the checkpoints before are not.
     """
     evaluation = evaluate(run, max_tokens=max_tokens, progress=progress)
+    if evaluation is None:
+        return None
     log.evaluation(evaluation)
     if not math.isfinite(evaluation.loss):
         raise diverged("validation loss", evaluation.loss, run.step)
@@ -98,8 +112,8 @@ def write_checkpoint(run: Run, log: Log, *, progress: Progress = SILENT) -> None
 
 def environment_of(run: Run) -> dict[str, Any]:
     """Return what bit-exact resuming depends on; where it differs, that is said."""
-    manifest = run.dataset.manifest.model_dump_json(include={"vocab_size", "dtype", "splits"})
-    return {**fingerprint(str(run.mesh.device)), "data": hashlib.sha256(manifest.encode()).hexdigest()[:16]}
+    manifests = (part.dataset.manifest.model_dump_json(include={"vocab_size", "dtype", "splits"}) for part in parts_of(run.dataset))
+    return {**fingerprint(str(run.mesh.device)), "data": hashlib.sha256("".join(manifests).encode()).hexdigest()[:16]}
 
 
 class SaveTimes:

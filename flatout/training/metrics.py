@@ -98,7 +98,7 @@ class Log:
     def evaluation(self, evaluation: Evaluation) -> None:
         """Write a record of one evaluation."""
         self._read_back(flush=True)
-        self._write(self._position() | {"val/loss": evaluation.loss})
+        self._write(self._position() | evaluation.record())
 
     def event(self, kind: str, **fields: Any) -> None:
         """Append a line to events.jsonl and tell the observers."""

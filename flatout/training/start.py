@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,22 +15,24 @@ import torch
 
 from flatout.config import RunConfig
 from flatout.data.manifest import TOKENIZER
+from flatout.data.mix import MixedDataset, parts_of
 from flatout.data.shards import Dataset
-from flatout.documents import read_document
-from flatout.errors import CheckpointError, FlatoutError, RunFailed, Stopped
+from flatout.errors import CheckpointError, ConfigError, DataError, FlatoutError, RunFailed, Stopped
 from flatout.hardware import Machine, pick_device, probe
 from flatout.parallel.mesh import make_mesh
 from flatout.parallel.rendezvous import Ranks, connect, disconnect
 from flatout.preflight import open_dataset
 from flatout.progress import SILENT, Progress
-from flatout.run import Run, build, for_world_size, resolve
-from flatout.selection import Decision, settled
+from flatout.run import Run, build, epoch_tokens, for_world_size, ops_of, resolve
+from flatout.selection import Decision, assemble, settled
 from flatout.training import catalog, folder
-from flatout.training.checkpoint import load
-from flatout.training.files import sha256
+from flatout.training.checkpoint import load, load_weights
+from flatout.training.evaluation import say_unscored
 from flatout.training.finish import finish
-from flatout.training.loop import environment_of, fit, write_checkpoint
+from flatout.training.initial import begin_from
+from flatout.training.loop import ends_early, environment_of, fit, out_of_patience, write_checkpoint
 from flatout.training.metrics import Log
+from flatout.training.moved_data import anywhere, require_tokenizer, stored_config
 from flatout.training.observers import Observer
 from flatout.training.out_of_memory import out_of_memory
 from flatout.training.signals import StopRequests
@@ -139,7 +141,7 @@ def settle(
     machine: Machine,
     ranks: Ranks,
     device: tuple[str, str],
-    dataset: Dataset,
+    dataset: Dataset | MixedDataset,
     progress: Progress,
 ) -> Plan:
     """Decide, under the lock, what is run: the stored configuration when the folder holds a run, else a new one.
@@ -151,20 +153,36 @@ def settle(
     checkpoint = folder.resume_from(place, resume, progress=progress)
     summary = folder.read_summary(place)
     if stored is not None:
-        same_tokenizer(place, dataset)
-        if summary is not None and checkpoint is not None and catalog.step_of(checkpoint) >= (stored.train.steps or 0):
-            progress.say(f"{place} is finished; this is what it came to. To train on, begin another run: --run DIR --resume {place}.")
+        require_tokenizer(place, dataset)
+        if summary is not None and checkpoint is not None and (how_to_go_on := finished(place, stored, checkpoint, summary)):
+            progress.say(f"{place} is finished; this is what it came to. To train on, {how_to_go_on}.")
             return Plan(stored, settled(stored, machine), checkpoint, device[1], finished=summary)
         if device[0].partition(":")[0] != stored.train.device.partition(":")[0]:
             progress.say(f"This run began on {stored.train.device} and goes on on {device[0]}: losses will differ in the last bits.")
-        if stored.data.path != known_path(place):
+        if (known := folder.read_config(place)) is not None and stored.data != known.data:
             folder.write_config(place, stored)  # moved data is found by `eval` too
         config = for_world_size(stored.with_values({"train.device": device[0]}), ranks.world_size)
         return Plan(config, settled(config, machine), checkpoint, device[1])
     with progress.task("Settling the configuration"):
         config, decisions = resolve(asked.with_values({"train.device": device[0]}), machine=machine, dataset=dataset, world_size=ranks.world_size)
-    config = config.with_values({"data.path": str(dataset.path.absolute())})  # a run can be scored from any folder
-    return Plan(config, decisions, checkpoint, device[1], asked=asked)
+    if asked.train.patience and not any(part.dataset.split("val").num_tokens > 1 for part in parts_of(dataset)):
+        raise DataError("train.patience waits for a better validation loss, and there is no validation text.", fix="Leave train.patience out.")
+    if checkpoint is not None and asked.train.init_from is not None:
+        raise ConfigError(
+            "--resume goes on with everything of another run, train.init_from begins with its weights alone.", fix="Give one of the two."
+        )
+    config = begin_from(config, dataset, ops_of(assemble(decisions)), progress=progress)
+    return Plan(anywhere(config), decisions, checkpoint, device[1], asked=asked)
+
+
+def finished(place: Path, stored: RunConfig, checkpoint: Path, summary: Mapping[str, Any]) -> str | None:
+    """Return how a run that is finished could be trained on; None when it is not: there are steps, and patience, left."""
+    step = catalog.step_of(checkpoint)
+    if step >= (stored.train.steps or 0):
+        return f"begin another run: --run DIR --resume {place}"
+    if summary.get("stopped_early") and step == summary["steps"] and out_of_patience(stored.train, step, summary["best_step"]):
+        return f"set train.patience to more than {stored.train.patience}, or to 0"
+    return None
 
 
 def keep(run: Run, plan: Plan) -> None:
@@ -177,7 +195,7 @@ def keep(run: Run, plan: Plan) -> None:
     folder.require_free_disk(run.folder, needed_bytes, directory=run.config.checkpoint.dir)
     if plan.asked is not None:
         folder.write_config(run.folder, plan.config, asked=plan.asked)
-        shutil.copyfile(run.dataset.path / TOKENIZER, run.folder / TOKENIZER)  # a trained model can be tried without its data
+        shutil.copyfile(parts_of(run.dataset)[0].dataset.path / TOKENIZER, run.folder / TOKENIZER)  # a trained model can be tried without its data
 
 
 def own_folder(place: Path) -> None:
@@ -190,61 +208,53 @@ def own_folder(place: Path) -> None:
         raise CheckpointError(f"{place} is not a run folder; it holds {', '.join(sorted(others)[:4])}.", fix="Choose a new folder with --run DIR.")
 
 
-def stored_config(place: Path, asked: RunConfig) -> RunConfig | None:
-    """Return the configuration the run was begun with, on the data that is asked for now; None when there is no run yet.
-
-    Data may be moved. Another tokenizer is refused, other tokens are said: `same_tokenizer`, `environment_of`.
-    """
-    known = folder.read_config(place)
-    if known is None:
-        return None
-    before = read_document(place / folder.ASKED).get("data", {}).get("path") if (place / folder.ASKED).exists() else known.data.path
-    stored = folder.stored_config(place, asked.with_values({"data.path": before}))
-    return stored.with_values({"data.path": str(Path(asked.data.path or "").absolute())}) if stored else None
-
-
-def known_path(place: Path) -> str | None:
-    """Return where the run's stored configuration says that its data is."""
-    known = folder.read_config(place)
-    return known.data.path if known else None
-
-
-def same_tokenizer(place: Path, dataset: Dataset) -> None:
-    """Do nothing when the data set still has the tokenizer that the run began with.
-
-    Raises: CheckpointError when its ids would mean something else to the model.
-    """
-    kept = place / TOKENIZER
-    if kept.exists() and sha256(kept) != dataset.manifest.tokenizer.digest:
-        raise CheckpointError(
-            f"{dataset.path} was prepared with another tokenizer than {place} was trained with.",
-            fix=f"Prepare the text with --tokenizer {kept}, or start another run with --run DIR.",
-        )
-
-
 def carry_out(run: Run, plan: Plan, observers: Sequence[Observer], sample: Callable[[Run], str] | None, progress: Progress) -> dict[str, Any]:
     """Train a run that is built, from where its checkpoint left it, to its summary."""
     differences: list[str] = []
     if plan.checkpoint is not None:
         differences = load(run, plan.checkpoint, environment=environment_of(run), check=catalog.check_size, progress=progress)
         run.resumed_from = str(plan.checkpoint)
+    elif run.config.train.init_from is not None:
+        load_weights(run, Path(run.config.train.init_from), progress=progress)
     parameters = sum(p.numel() for p in run.core.parameters())
     with Log(run, observers) as log, StopRequests() as stop:
-        log.event("resume" if plan.checkpoint else "start", from_checkpoint=run.resumed_from, parameters=parameters, **_facts(run, plan))
+        log.event(
+            "resume" if plan.checkpoint else "start",
+            from_checkpoint=run.resumed_from,
+            init_from=run.config.train.init_from,
+            parameters=parameters,
+            **_facts(run, plan),
+        )
         for decision in run.decisions:
             log.event("speedup", name=decision.name, on=decision.on, reason=decision.reason)
         for difference in differences:
             log.event("difference", text=difference)
             progress.say(difference)
+        for part in shares(run):
+            log.event("data", **part)
+            progress.say(f"{part['name']}: {part['share']:.1%} of the windows; the whole run reads its text {part['passes']:.3g} times.")
+        say_unscored(parts_of(run.dataset), progress)
+        if plan.checkpoint is None and run.config.train.init_from is not None:
+            with log.aside():
+                write_checkpoint(run, log, progress=progress)  # from here on the run no longer needs the one it began from
         log.start()
         run.feed.prime(run.last_step - run.step, progress=progress)
         warm_up(run, log, progress=progress)
         fit(run, log, stop, sample=sample, progress=progress)
-        if run.step < run.last_step:
+        if run.step < run.last_step and not ends_early(run):
             _stop(run, log, progress)
         summary = finish(run, log, sample, progress)
         log.end(summary)
     return summary
+
+
+def shares(run: Run) -> Iterator[dict[str, Any]]:
+    """Yield, for each data set of a mix, its share of the windows and how often the whole run reads it through."""
+    if isinstance(run.dataset, MixedDataset):
+        for part in run.dataset.parts:
+            own_tokens = epoch_tokens(part.dataset, run.config.data.seq_len)
+            passes = part.share * run.last_step * run.tokens_per_step / own_tokens
+            yield {"name": part.name, "path": str(part.dataset.path), "share": part.share, "passes": passes}
 
 
 def _facts(run: Run, plan: Plan) -> dict[str, Any]:

@@ -29,7 +29,7 @@ def test_every_target_counts_once_for_any_number_of_rows(build_run, tiny_config,
     found = evaluate(run)
     assert found.loss == pytest.approx(expected, rel=1e-6)
     assert found.tokens == count == run.dataset.split("val").num_tokens - 1
-    assert found.whole
+    assert found.bits_per_byte is not None
 
 
 def test_a_part_of_the_split_is_its_beginning(build_run, tiny_config):
@@ -37,7 +37,7 @@ def test_a_part_of_the_split_is_its_beginning(build_run, tiny_config):
     found = evaluate(run, max_tokens=48)
     expected, count = plain_loss(run, num_tokens=48)
     assert (found.loss, found.tokens) == (pytest.approx(expected, rel=1e-6), count)
-    assert not found.whole
+    assert found.bits_per_byte is None
 
 
 def test_evaluation_leaves_mode_generators_and_feed_alone(build_run, tiny_config):

@@ -1,0 +1,124 @@
+"""`train.init_from`: a run that begins with the weights of another. Data, schedule, optimiser, step and generators are new."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from flatout.config import RunConfig
+from flatout.data.mix import MixedDataset
+from flatout.data.shards import Dataset
+from flatout.errors import CheckpointError, ConfigError
+from flatout.models.language_model import LanguageModel
+from flatout.ops import Ops
+from flatout.progress import SILENT, Progress
+from flatout.registry import MODELS, nearest
+from flatout.training import catalog, folder
+from flatout.training.checkpoint import stored_shapes
+from flatout.training.files import read_json
+from flatout.training.moved_data import require_tokenizer
+from flatout.training.state import weights_and_aliases
+
+RUNS = Path("runs")
+"""Where a run is looked for whose name alone is given."""
+FREE_OF_WEIGHTS = ("dropout", "max_seq_len", "rotary_base", "window")
+"""Keys of a model that may be others than those its weights were trained with, as long as the shapes agree: a continued run may read
+longer windows, or drop more. Any other key that differs would make other functions of the same weights."""
+MOST_NAMED = 3
+
+
+def begin_from(config: RunConfig, dataset: Dataset | MixedDataset, ops: Ops, *, progress: Progress = SILENT) -> RunConfig:
+    """Return the resolved configuration with the checkpoint that `train.init_from` names, once it is known to fit model and tokenizer.
+
+    Raises: CheckpointError or ConfigError, with what does not fit and the keys to set.
+    """
+    if config.train.init_from is None:
+        return config
+    checkpoint = find_weights(config.train.init_from, progress=progress)
+    run_folder = run_of(checkpoint)
+    if run_folder is None:
+        progress.say(f"{checkpoint} does not lie in its run's folder: whether its tokenizer is that of the data cannot be told.")
+    else:
+        require_tokenizer(run_folder, dataset)
+    require_fit(config, checkpoint, run_folder, ops, progress)
+    return config.with_values({"train.init_from": str(checkpoint.absolute())})
+
+
+def find_weights(init_from: str, *, progress: Progress = SILENT) -> Path:
+    """Return the whole checkpoint that `init_from` is, or the best one of the run that it is (the last one, while no loss is known).
+
+    Raises: CheckpointError when there is none.
+    """
+    path = next((path for path in (Path(init_from), RUNS / init_from) if path.is_dir()), None)
+    if path is None:
+        known = [run.name for run in folder.list_runs(RUNS)] if RUNS.is_dir() else []
+        guess = nearest(Path(init_from).name, known)
+        raise CheckpointError(
+            f"train.init_from={init_from}: there is no such run or checkpoint.",
+            fix=f"Did you mean {RUNS / guess}?" if guess else "Name a run folder, or a checkpoint such as RUN/checkpoints/step-100.",
+        )
+    if not (path / folder.CONFIG).exists():
+        catalog.require_whole(path, progress=progress)
+        return path
+    found = catalog.best(path, progress=progress) or catalog.latest(path, progress=progress)
+    if found is None:
+        raise CheckpointError(f"train.init_from={init_from}: that run has no checkpoint.", fix="Train it first, or name another.")
+    return found
+
+
+def run_of(checkpoint: Path) -> Path | None:
+    """Return the run folder that a checkpoint belongs to, None where it cannot be found."""
+    place = checkpoint.absolute().parent
+    if (place.parent / folder.CONFIG).exists():
+        return place.parent
+    owner = place / catalog.OWNER
+    run_folder = Path(read_json(owner)["run"]) if owner.exists() else None
+    return run_folder if run_folder and (run_folder / folder.CONFIG).exists() else None
+
+
+def require_fit(config: RunConfig, checkpoint: Path, run_folder: Path | None, ops: Ops, progress: Progress) -> None:
+    """Do nothing when the checkpoint has this model's tensors, in name and shape, and was trained as this model.
+
+    Raises: ConfigError naming the first that differ, and the `model.` keys to set, as they can be pasted.
+    """
+    model_class = MODELS.get(config.model.kind)
+    own = model_class.check(config.model.own() | {"vocab_size": config.model.vocab_size}, seq_len=config.data.seq_len)
+    model: LanguageModel = model_class.on_meta(own, ops)
+    here = {name: tuple(tensor.shape) for name, tensor in weights_and_aliases(model)[0].items()}
+    differ = list(_shapes_that_differ(stored_shapes(checkpoint), here))
+    source = folder.read_config(run_folder) if run_folder else None
+    keys = _keys_that_differ(source, config) if source else {}
+    wrong = [key for key in keys if key.removeprefix("model.") not in FREE_OF_WEIGHTS]
+    if differ or wrong:
+        named = differ[:MOST_NAMED] or [f"{key} is {keys[key]} there and {config.value(key)} here" for key in wrong[:MOST_NAMED]]
+        more = len(differ or wrong) - len(named)
+        paste = " ".join(f"{key}={_word(keys[key])}" for key in (wrong or keys))
+        raise ConfigError(
+            f"The weights of {checkpoint} are of another model: {'; '.join(named)}{f'; and {more} more' if more > 0 else ''}.",
+            fix=f"Add these overrides: {paste} (as it was there)." if paste else "Set the keys of the model as they were there.",
+        )
+    for key, value in keys.items():
+        progress.say(f"{key} is {value} in the run whose weights this one begins with, and {config.value(key)} here.")
+
+
+def _shapes_that_differ(there: Mapping[str, tuple[int, ...]], here: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
+    for key in sorted({*there, *here}):
+        name = key.removeprefix("model/")
+        if key not in there:
+            yield f"it has no {name}"
+        elif key not in here:
+            yield f"it has {name}, which this model lacks"
+        elif there[key] != here[key]:
+            yield f"{name} is {list(there[key])} there and {list(here[key])} here"
+
+
+def _keys_that_differ(source: RunConfig, config: RunConfig) -> dict[str, Any]:
+    """Return the `model.` keys of the source, with its values, that this run has otherwise."""
+    there, here = source.model.model_dump(mode="json"), config.model.model_dump(mode="json")
+    return {f"model.{key}": value for key, value in there.items() if here.get(key) != value}
+
+
+def _word(value: Any) -> str:
+    """Return a value as an override is written."""
+    return {None: "null", True: "true", False: "false"}.get(value, str(value)) if not isinstance(value, (list, dict)) else f"'{value}'"

@@ -1,0 +1,82 @@
+"""The data of a run that goes on: it may have moved, its mix may not have changed, nor its tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from flatout.config import DataConfig, RunConfig, validate
+from flatout.data.manifest import TOKENIZER
+from flatout.data.mix import MixedDataset, parts_of, whole_turns
+from flatout.data.shards import Dataset
+from flatout.documents import read_document
+from flatout.errors import CheckpointError
+from flatout.training import folder
+from flatout.training.files import sha256
+
+
+def stored_config(place: Path, asked: RunConfig) -> RunConfig | None:
+    """Return the configuration the run was begun with, on the data that is asked for now; None when there is no run yet.
+
+    Data may be moved. Another tokenizer is refused, other tokens are said: `require_tokenizer`, `environment_of`.
+    Raises: ConfigError when `asked` contradicts it, the sets of a mix and their weights included.
+    """
+    known = folder.read_config(place)
+    if known is None:
+        return None
+    moved = _moved(known.data, asked.data)
+    if moved is None:
+        return folder.stored_config(place, asked)
+    first = validate(read_document(place / folder.ASKED)).data if (place / folder.ASKED).exists() else known.data
+    stored = folder.stored_config(place, asked.with_values(_where(first)))
+    return stored.with_values(moved) if stored else None
+
+
+def _moved(known: DataConfig, asked: DataConfig) -> dict[str, Any] | None:
+    """Return where the data lies now; None when it is not one folder as before, or not the same mix.
+
+    Sets of a mix are told by their folders, or, where those have changed, by their order: it belongs to what a run reads.
+    """
+    if known.path is not None and asked.path is not None:
+        return {"data.path": str(Path(asked.path).absolute())}
+    if known.mix is None or asked.mix is None:
+        return None
+    before, now = _turns_by_folder(known.mix), _turns_by_folder(asked.mix)
+    if before == now:
+        return _where(known)
+    if list(before.values()) == list(now.values()):
+        return {"data.mix": absolute(asked.mix)}
+    return None
+
+
+def _turns_by_folder(mix: dict[str, float]) -> dict[Path, int]:
+    return dict(zip((Path(path).resolve() for path in mix), whole_turns(list(mix.values())), strict=True))
+
+
+def _where(data: DataConfig) -> dict[str, Any]:
+    return {"data.path": data.path} if data.mix is None else {"data.mix": data.mix}
+
+
+def absolute(mix: dict[str, float]) -> dict[str, float]:
+    """Return a mix with absolute paths."""
+    return {str(Path(path).absolute()): weight for path, weight in mix.items()}
+
+
+def anywhere(config: RunConfig) -> RunConfig:
+    """Return the configuration with absolute paths of its data, so that a run can be scored from any folder."""
+    if config.data.mix is not None:
+        return config.with_values({"data.mix": absolute(config.data.mix)})
+    return config.with_values({"data.path": str(Path(config.data.path or "").absolute())})
+
+
+def require_tokenizer(run_folder: Path, dataset: Dataset | MixedDataset) -> None:
+    """Do nothing when the data set has the tokenizer that the run was trained with.
+
+    Raises: CheckpointError when its ids would mean something else to the model.
+    """
+    kept, data = run_folder / TOKENIZER, parts_of(dataset)[0].dataset
+    if kept.exists() and sha256(kept) != data.manifest.tokenizer.digest:
+        raise CheckpointError(
+            f"{data.path} was prepared with another tokenizer than {run_folder} was trained with: its tokens would mean something else.",
+            fix=f"Prepare the text with --tokenizer {kept}.",
+        )
