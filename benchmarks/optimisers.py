@@ -1,0 +1,285 @@
+"""Muon against AdamW: how many tokens Muon needs to reach the loss that AdamW reaches with all of them.
+
+    python benchmarks/optimisers.py --text shakespeare.txt --prose prose.jsonl --work data/optimisers
+
+Two corpora (characters of one text; a trained vocabulary on the other), a small model each, the same model, windows, batch,
+warm-up, clipping and schedule for both optimisers; every run has the whole schedule of its own length. Tuned on one seed, over
+the same grid: AdamW with all the tokens, Muon with 0.65 of them. AdamW is moreover tried with another beta2. Then three fresh
+seeds: both with their best setting, at several fractions of the tokens. All results, in the order they came, are in
+benchmarks/results/optimisers.json, the table and the picture beside it are made of them.
+
+Each run is written down in WORK/runs.jsonl as it ends, and is not run again. It takes about an hour and a half of one core.
+`--cost` measures something else, on a machine that does nothing else: how long a step of each takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from optimisers_report import picture, summary, table
+
+from flatout import Dataset, load_config, prepare
+from flatout.config import RunConfig
+from flatout.hardware import probe
+from flatout.parallel.mesh import make_mesh
+from flatout.run import Run, build, resolve
+from flatout.training.evaluation import evaluate
+from flatout.training.step import train_step
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results"
+
+SHARED = {
+    "model.norm": "rmsnorm",
+    "model.activation": "relu2",
+    "model.qk_norm": True,
+    "batch.tokens_per_step": 2048,
+    "schedule.kind": "cosine",
+    "schedule.warmup": 0.05,
+    "optim.clip": 1.0,
+    "train.device": "cpu",
+    "train.precision": "fp32",
+    "speedups": "auto,-compile",
+}
+"""What both optimisers and both corpora share; dropout is 0, the rest are the defaults of flatout/config.py."""
+
+RATES = (1e-3, 2e-3, 4e-3, 8e-3, 16e-3)
+"""Learning rates tried; more, by factors of two, while the best is the first or the last."""
+WEIGHT_DECAYS = (0.1, 0.0)
+"""The first with every rate, the other around the rate that was best with the first."""
+OTHER_BETA2 = 0.99
+"""AdamW alone is tried with this one too; both run with 0.95."""
+TUNING_SEED, SEEDS = 1000, (1, 2, 3)
+TUNED_AT = {"adamw": 1.0, "muon": 0.65}
+"""Fraction of the tokens with which an optimiser is tuned."""
+FRACTIONS = {"adamw": (0.5, 1.0), "muon": (0.25, 0.35, 0.5, 0.65, 1.0)}
+"""Fractions of the tokens, each a run of its own, with the setting that tuning found."""
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A text, how it is cut, the model that learns it, and with how many tokens."""
+
+    name: str
+    title: str
+    tokenizer: str
+    tokens: int
+    """What AdamW trains on."""
+    eval_tokens: int | None
+    """Validation tokens scored, from the beginning of the split; None is all."""
+    shape: dict[str, Any]
+
+
+CORPORA = (
+    Corpus(
+        "characters",
+        "characters of Shakespeare",
+        "char",
+        2_048_000,
+        None,
+        {"model.num_layers": 2, "model.d_model": 96, "model.num_heads": 3, "data.seq_len": 64},
+    ),
+    Corpus(
+        "prose",
+        "English prose, vocabulary 1,024",
+        "train:1024",
+        1_638_400,
+        131_072,
+        {"model.num_layers": 2, "model.d_model": 96, "model.num_heads": 3, "data.seq_len": 128},
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is tuned."""
+
+    kind: str
+    lr: float
+    weight_decay: float
+    beta2: float = 0.95
+
+
+Trial = Callable[[Setting, float, int], dict[str, Any]]
+"""(setting, fraction of the tokens, seed) -> the run's row."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--text", type=Path, required=True, help="the text that the data set card `shakespeare` names")
+    parser.add_argument("--prose", type=Path, required=True, help="documents of English prose: text files, or JSON lines with `text`")
+    parser.add_argument("--work", type=Path, default=Path("data/optimisers"), help="folder for the prepared data and the runs that are done")
+    parser.add_argument("--cost", action="store_true", help="measure the time of a step instead, and add it to the results")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    RESULTS.mkdir(exist_ok=True)
+    kept = RESULTS / "optimisers.json"
+    sources = {"characters": arguments.text, "prose": arguments.prose}
+    datasets = {corpus.name: prepared(corpus, sources[corpus.name], arguments.work / corpus.name) for corpus in CORPORA}
+    found = json.loads(kept.read_text()) if kept.exists() else {}
+    if arguments.cost:
+        found["cost"] = {"machine": probe().describe(), "corpora": {corpus.name: step_ms(corpus, datasets[corpus.name]) for corpus in CORPORA}}
+    else:
+        found |= {**facts(), "corpora": [measure(corpus, datasets[corpus.name], arguments.work / "runs.jsonl") for corpus in CORPORA]}
+    kept.write_text(json.dumps(found, indent=1) + "\n")
+    (RESULTS / "optimisers.md").write_text(table(found))
+    (RESULTS / "optimisers.svg").write_text(picture(found))
+    print(table(found))
+
+
+def prepared(corpus: Corpus, source: Path, out: Path) -> Dataset:
+    """Return the corpus's data set, prepared if it is not yet."""
+    prepare(str(source), out, tokenizer=corpus.tokenizer, workers=1)
+    return Dataset.open(out)
+
+
+def facts() -> dict[str, Any]:
+    """Return what every run has in common."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE).stdout.strip()
+    return {
+        "machine": probe().describe(),
+        "commit": commit,
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "shared": SHARED,
+        "rates": RATES,
+        "weight_decays": WEIGHT_DECAYS,
+        "other_beta2_of_adamw": OTHER_BETA2,
+        "tuning_seed": TUNING_SEED,
+        "tuned_at": TUNED_AT,
+        "seeds": SEEDS,
+    }
+
+
+def measure(corpus: Corpus, dataset: Dataset, cache: Path) -> dict[str, Any]:
+    """Tune both optimisers, run the seeds, and return every run of the corpus with what they come to."""
+    rows: list[dict[str, Any]] = []
+
+    def trial(setting: Setting, fraction: float, seed: int) -> dict[str, Any]:
+        row = remembered(corpus, dataset, setting, fraction, seed, cache)
+        if row not in rows:
+            rows.append(row)
+        return row
+
+    best = {kind: tuned(kind, trial) for kind in ("adamw", "muon")}
+    for kind, setting in best.items():
+        for fraction in FRACTIONS[kind]:
+            for seed in SEEDS:
+                trial(setting, fraction, seed)
+    splits = {name: {"tokens": split.tokens, "text_bytes": split.text_bytes} for name, split in dataset.manifest.splits.items()}
+    described = {**asdict(corpus), "vocab_size": dataset.vocab_size, "splits": splits}
+    settings = {kind: asdict(setting) for kind, setting in best.items()}
+    return {**described, "best": settings, "runs": rows, **summary(rows, settings, SEEDS)}
+
+
+def tuned(kind: str, trial: Trial) -> Setting:
+    """Return the best setting of the grid, on the tuning seed."""
+    first, *others = WEIGHT_DECAYS
+    rows = line(Setting(kind, 0.0, first), RATES, trial)
+    for weight_decay in others:
+        rows += line(replace(lowest(rows), weight_decay=weight_decay), around(lowest(rows).lr), trial)
+    if kind == "adamw":
+        rows += line(replace(lowest(rows), beta2=OTHER_BETA2), around(lowest(rows).lr), trial)
+    return lowest(rows)
+
+
+def line(setting: Setting, rates: Iterable[float], trial: Trial) -> list[dict[str, Any]]:
+    """Try a setting with several learning rates, and with more until the best of them lies inside."""
+    fraction = TUNED_AT[setting.kind]
+    rows = [trial(replace(setting, lr=rate), fraction, TUNING_SEED) for rate in rates]
+    while True:
+        tried = sorted(row["lr"] for row in rows)
+        best = lowest(rows).lr
+        if tried[0] < best < tried[-1]:
+            return rows
+        rows.append(trial(replace(setting, lr=best / 2 if best == tried[0] else best * 2), fraction, TUNING_SEED))
+
+
+def around(rate: float) -> tuple[float, float, float]:
+    return rate / 2, rate, rate * 2
+
+
+def lowest(rows: list[dict[str, Any]]) -> Setting:
+    """Return the setting of the run that ended lowest; one that diverged ended nowhere."""
+    row = min(rows, key=lambda row: math.inf if row["val_loss"] is None else row["val_loss"])
+    return Setting(row["kind"], row["lr"], row["weight_decay"], row["beta2"])
+
+
+def configured(corpus: Corpus, dataset: Dataset, setting: Setting, fraction: float, seed: int) -> RunConfig:
+    """Return the whole configuration of one run."""
+    steps = round(corpus.tokens * fraction / SHARED["batch.tokens_per_step"])
+    optim = {"optim.kind": setting.kind, "optim.lr": setting.lr, "optim.weight_decay": setting.weight_decay, "optim.betas": [0.9, setting.beta2]}
+    return load_config().with_values({**SHARED, **corpus.shape, **optim, "train.steps": steps, "train.seed": seed, "data.path": str(dataset.path)})
+
+
+def remembered(corpus: Corpus, dataset: Dataset, setting: Setting, fraction: float, seed: int, cache: Path) -> dict[str, Any]:
+    """Return the row of a run: from the cache when it was run before, else it is run now and written there."""
+    asked = {**asdict(setting), "fraction": fraction, "seed": seed}
+    key = {"corpus": asdict(corpus), "shared": SHARED, **asked}
+    if cache.exists():
+        for text in cache.read_text().splitlines():
+            if (known := json.loads(text))["key"] == key:
+                return {**asked, **known["found"]}
+    run = built(configured(corpus, dataset, setting, fraction, seed), dataset)
+    found = {"tokens": run.last_step * run.tokens_per_step, **trained(run, corpus.eval_tokens)}
+    with cache.open("a") as file:
+        file.write(json.dumps({"key": key, "found": found}) + "\n")
+    print(f"{corpus.name}: {asked} {found}", file=sys.stderr, flush=True)
+    return {**asked, **found}
+
+
+def built(config: RunConfig, dataset: Dataset) -> Run:
+    """Return the run that a configuration describes, in this process."""
+    machine = probe()
+    resolved, decisions = resolve(config, machine=machine, dataset=dataset, world_size=1)
+    mesh = make_mesh(resolved.parallel, "cpu")
+    return build(resolved, machine=machine, mesh=mesh, dataset=dataset, folder=Path("unused"), decisions=decisions)
+
+
+def trained(run: Run, eval_tokens: int | None) -> dict[str, Any]:
+    """Train a run to its end; return its validation loss and the mean training loss of its last twentieth, None when it diverged."""
+    losses = []
+    for batch in run.feed:
+        losses.append(float(train_step(run, batch).loss))
+        run.step += 1
+        if run.step == run.last_step or not math.isfinite(losses[-1]):
+            break
+    run.feed.close()
+    val_loss = evaluate(run, max_tokens=eval_tokens).loss
+    if not math.isfinite(losses[-1]) or not math.isfinite(val_loss):
+        return {"val_loss": None, "train_loss": None}
+    return {"val_loss": val_loss, "train_loss": statistics.mean(losses[-max(1, len(losses) // 20) :])}
+
+
+def step_ms(corpus: Corpus, dataset: Dataset, *, rounds: int = 15, steps: int = 20) -> dict[str, Any]:
+    """Return the median time of a step of each optimiser: by turns, so that both see the same machine."""
+    runs = {kind: built(configured(corpus, dataset, Setting(kind, 1e-3, 0.1), 1.0, 0), dataset) for kind in ("adamw", "muon")}
+    taken: dict[str, list[float]] = {kind: [] for kind in runs}
+    for number in range(rounds + 1):
+        for kind, run in runs.items():
+            batches = [next(run.feed) for _ in range(steps)]
+            began = time.perf_counter()
+            for batch in batches:
+                train_step(run, batch)
+            if number:  # the first round warms up
+                taken[kind].append((time.perf_counter() - began) / steps * 1e3)
+    for run in runs.values():
+        run.feed.close()
+    ratios = [muon / adamw for muon, adamw in zip(taken["muon"], taken["adamw"], strict=True)]
+    medians = {f"{kind}_step_ms": statistics.median(times) for kind, times in taken.items()}
+    return {**medians, "ratio": statistics.median(ratios), "ratios": ratios, "threads": torch.get_num_threads()}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""What the runs of optimisers.py come to: the fraction of tokens, a table, a picture."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
+"""Student's t for a two-sided interval of 95%, by the number of values."""
+NAMES = {"adamw": "AdamW", "muon": "Muon"}
+COLOURS = {"adamw": "#d1603d", "muon": "#3d7dd1"}
+GREY = "#888888"
+WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 460, 330, 60, 40, 20, 50
+"""Of one panel of the picture, in pixels, and its margins."""
+
+
+def summary(rows: list[dict[str, Any]], settings: dict[str, dict[str, Any]], seeds: Sequence[int]) -> dict[str, Any]:
+    """Return the losses of the seeds by optimiser and fraction, and the fraction of the tokens that Muon needs, by seed and over all.
+
+    A seed fixes the weights at the start and the order of the windows, so seed by seed both optimisers do the same task.
+    """
+    curves: dict[str, dict[float, list[float]]] = {}
+    for kind, setting in settings.items():
+        chosen = [row for row in rows if row["seed"] in seeds and all(row[key] == value for key, value in setting.items())]
+        fractions = sorted({row["fraction"] for row in chosen})
+        by_seed = {(row["fraction"], row["seed"]): row["val_loss"] for row in chosen}
+        curves[kind] = {fraction: [by_seed[fraction, seed] for seed in seeds] for fraction in fractions}
+    target = curves["adamw"][1.0]
+    muon = curves["muon"]
+    needed = [crossing([(fraction, losses[n]) for fraction, losses in muon.items()], target[n]) for n in range(len(seeds))]
+    known = [fraction for fraction in needed if fraction is not None]
+    whole = len(known) == len(needed)
+    listed = {kind: [{"fraction": fraction, "val_losses": losses} for fraction, losses in curve.items()] for kind, curve in curves.items()}
+    over_seeds = {"needed": statistics.mean(known), "interval_95": interval(known)} if whole else {"needed": None, "interval_95": None}
+    return {"curves": listed, "needed_by_seed": needed, **over_seeds}
+
+
+def crossing(points: Sequence[tuple[float, float]], target: float) -> float | None:
+    """Return where a falling curve of (fraction, loss) reaches `target`, straight in the logarithm of the fraction between points.
+
+    None when it does not within them.
+    """
+    for (before, above), (after, below) in pairwise(points):
+        if above >= target >= below:
+            share = (above - target) / (above - below) if above > below else 0.0
+            return before * (after / before) ** share
+    return None
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Return the interval of 95% for the mean of a few values."""
+    half = T_95[len(values)] * statistics.stdev(values) / math.sqrt(len(values))
+    return statistics.mean(values) - half, statistics.mean(values) + half
+
+
+def table(found: dict[str, Any]) -> str:
+    """Return the figures as Markdown."""
+    lines = [
+        "| corpus, all tokens | AdamW: loss by seed | Muon, 0.65 of the tokens: loss by seed | tokens Muon needs for AdamW's loss |",
+        "|---|---|---|---|",
+    ]
+    for corpus in found.get("corpora", []):
+        adamw, muon = (loss_cell(corpus, kind, fraction) for kind, fraction in (("adamw", 1.0), ("muon", 0.65)))
+        lines.append(f"| {corpus['title']}, {corpus['tokens'] / 1e6:.2f} M | {adamw} | {muon} | {needed_cell(corpus)} |")
+    if "corpora" in found:
+        lines += ["", _small_print(found)]
+    if "cost" in found:
+        costs = "; ".join(f"{name}: {cost['ratio']:.2f} times" for name, cost in found["cost"]["corpora"].items())
+        lines += ["", f"A step of Muon takes, of AdamW's ({found['cost']['machine']}, one thread, by turns, median): {costs}."]
+    return "\n".join(lines) + "\n"
+
+
+def loss_cell(corpus: dict[str, Any], kind: str, fraction: float) -> str:
+    """Return an optimiser's setting and its losses with a fraction of the tokens."""
+    setting = corpus["best"][kind]
+    losses = next(point["val_losses"] for point in corpus["curves"][kind] if point["fraction"] == fraction)
+    decay = f"lr {setting['lr']:g}, decay {setting['weight_decay']:g}"
+    beta2 = f", beta2 {setting['beta2']:g}" if kind == "adamw" else ""
+    return f"{decay}{beta2}: {', '.join(f'{loss:.4f}' for loss in losses)}"
+
+
+def needed_cell(corpus: dict[str, Any]) -> str:
+    """Return the fraction of the tokens, with its interval."""
+    if corpus["needed"] is None:
+        first, last = (corpus["curves"]["muon"][n]["fraction"] for n in (0, -1))
+        return f"not between {first:g} and {last:g} for every seed"
+    low, high = corpus["interval_95"]
+    return f"**{corpus['needed']:.2f}** ({low:.2f} to {high:.2f})"
+
+
+def _small_print(found: dict[str, Any]) -> str:
+    rates = ", ".join(f"{rate:g}" for rate in found["rates"])
+    decays = " and ".join(f"{decay:g}" for decay in found["weight_decays"])
+    shapes = "; ".join(
+        f"{c['name']}: {c['shape']['model.num_layers']} layers of width {c['shape']['model.d_model']}, windows of {c['shape']['data.seq_len']}"
+        for c in found["corpora"]
+    )
+    runs = sum(len(corpus["runs"]) for corpus in found["corpora"])
+    return (
+        f"{shapes}; {found['shared']['batch.tokens_per_step']:,} tokens a step, cosine schedule over each run's own length. "
+        f"Both tuned on seed {found['tuning_seed']}: learning rates {rates} (on by factors of 2 until the best lies inside) and "
+        f"weight decay {decays}, AdamW with all the tokens and, besides, with beta2 {found['other_beta2_of_adamw']}; "
+        f"Muon with {found['tuned_at']['muon']} of the tokens. Then seeds {', '.join(map(str, found['seeds']))}: "
+        f"validation loss in nats a token; the last column is a fraction, the mean over the seeds with its 95% interval (t, seed by seed). "
+        f"All {runs} runs are in the JSON. {found['machine']}, {found['threads']} thread; torch {found['torch']}; "
+        f"commit {found['commit']}; `python benchmarks/optimisers.py`."
+    )
+
+
+def picture(found: dict[str, Any]) -> str:
+    """Return final loss against tokens, a panel a corpus, as SVG that reads on light and on dark."""
+    panels = [_panel(corpus, number * WIDTH) for number, corpus in enumerate(found.get("corpora", []))]
+    width = WIDTH * max(1, len(panels))
+    size = f'width="{width}" height="{HEIGHT}" viewBox="0 0 {width} {HEIGHT}"'
+    opening = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="12">'
+    return "\n".join([opening, *panels, "</svg>"]) + "\n"
+
+
+def _panel(corpus: dict[str, Any], offset: int) -> str:
+    losses = [loss for curve in corpus["curves"].values() for point in curve for loss in point["val_losses"]]
+    fractions = sorted({point["fraction"] for curve in corpus["curves"].values() for point in curve})
+    margin = 0.08 * (max(losses) - min(losses))
+    across = _scale(math.log(fractions[0]), math.log(fractions[-1]), LEFT + 15, WIDTH - RIGHT - 15)
+    down = _scale(max(losses) + margin, min(losses) - margin, TOP, HEIGHT - BOTTOM)
+    drawn = [
+        _text(WIDTH / 2, 20, corpus["title"], "middle"),
+        _text(WIDTH / 2, HEIGHT - 8, "million training tokens of a run (all points: whole runs)", "middle"),
+    ]
+    for fraction in fractions:
+        x = across(math.log(fraction))
+        drawn += [
+            _line(x, TOP, x, HEIGHT - BOTTOM, GREY, 'stroke-opacity="0.25"'),
+            _text(x, HEIGHT - BOTTOM + 16, f"{corpus['tokens'] * fraction / 1e6:.2f}", "middle"),
+        ]
+    for number in range(5):
+        loss = min(losses) + number / 4 * (max(losses) - min(losses))
+        drawn += [
+            _line(LEFT, down(loss), WIDTH - RIGHT, down(loss), GREY, 'stroke-opacity="0.25"'),
+            _text(LEFT - 6, down(loss) + 4, f"{loss:.2f}", "end"),
+        ]
+    target = next(statistics.mean(point["val_losses"]) for point in corpus["curves"]["adamw"] if point["fraction"] == 1.0)
+    drawn.append(_line(LEFT, down(target), WIDTH - RIGHT, down(target), COLOURS["adamw"], 'stroke-dasharray="5 4"'))
+    for number, (kind, curve) in enumerate(corpus["curves"].items()):
+        means = [(across(math.log(point["fraction"])), down(statistics.mean(point["val_losses"]))) for point in curve]
+        drawn.append(f'<polyline points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in means)}" fill="none" stroke="{COLOURS[kind]}" stroke-width="2"/>')
+        drawn += [
+            f'<circle cx="{across(math.log(point["fraction"])):.1f}" cy="{down(loss):.1f}" r="3" fill="{COLOURS[kind]}" fill-opacity="0.6"/>'
+            for point in curve
+            for loss in point["val_losses"]
+        ]
+        drawn.append(_text(WIDTH - RIGHT - 8, TOP + 16 * (number + 1), f"{NAMES[kind]}, tuned", "end", COLOURS[kind]))
+    return f'<g transform="translate({offset},0)">\n' + "\n".join(drawn) + "\n</g>"
+
+
+def _scale(low: float, high: float, first: float, last: float) -> Callable[[float], float]:
+    return lambda value: first + (value - low) / ((high - low) or 1.0) * (last - first)
+
+
+def _text(x: float, y: float, text: str, anchor: str, colour: str = GREY) -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{colour}">{text}</text>'
+
+
+def _line(x1: float, y1: float, x2: float, y2: float, colour: str, style: str) -> str:
+    return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{colour}" {style}/>'
