@@ -142,6 +142,7 @@ def fox_run(tmp_path_factory):
         "data.seq_len=32",
         "batch.rows_per_device=4",
         "batch.tokens_per_step=128",
+        "optim.lr=0.1",
     ]
     config = load_config(
         None, [*overrides, f"data.path={root / 'data'}", "train.steps=3", "train.device=cpu", "train.eval_every=1", "checkpoint.keep=9"]

@@ -31,7 +31,7 @@ def generate(
     top_p: Annotated[float | None, typer.Option(help="Draw from the likeliest tokens that together have this probability.")] = None,
     seed: Annotated[int, typer.Option(help="Equal seeds write equal text.")] = 0,
     num_samples: Annotated[int, typer.Option(help="How many texts to write.")] = 1,
-    max_tokens: Annotated[int, typer.Option(help="Longest text, in tokens.")] = 256,
+    max_tokens: Annotated[int, typer.Option(help="Longest text, in tokens; it may be longer than what the model sees at once.")] = 256,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")] = None,
     checkpoint: Annotated[str, typer.Option(help="best, last, or a step.")] = "best",
     *,
@@ -40,8 +40,12 @@ def generate(
 ) -> GenerateResult:
     """Write text with a trained model, shown as it is written.
 
+    The model sees at most as many tokens as the windows it was trained on have; a longer text goes on from their second half.
+    Several samples are written one after the other.
+
     Returns: each text, its prompt first; `write` is handed the pieces as they come.
-    Raises: CheckpointError when the run has no such checkpoint; ConfigError when a setting is out of range.
+    Raises: CheckpointError when the run has no such checkpoint; ConfigError when a setting is out of range; DataError when the
+    model's tokenizer cannot write the prompt.
     """
     from flatout.generate import check_settings, sample
     from flatout.loading import load_run
@@ -50,6 +54,7 @@ def generate(
     if num_samples < 1:
         raise ConfigError(f"num-samples {num_samples} asks for no text.", fix="Use 1 or more.")
     loaded = load_run(run, checkpoint, progress=progress)
+    loaded.tokenizer.encode(prompt)  # a prompt that it cannot write is refused before anything is shown
     show = write or (lambda _piece: None)
     samples = []
     for number in range(num_samples):

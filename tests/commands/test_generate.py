@@ -1,12 +1,19 @@
 """`flatout generate`: samples streamed and returned."""
 
 import json
+import signal
+import subprocess
+import sys
 
 import pytest
 
 from flatout import cli
 from flatout.commands.generate import generate
+from flatout.commands.train import train_config
+from flatout.config import load_config
 from flatout.errors import CheckpointError, ConfigError, DataError
+from flatout.generate import sample
+from flatout.loading import load_run
 
 
 def test_samples_begin_with_the_prompt_and_differ(tiny_run):
@@ -60,10 +67,103 @@ def test_wrong_options(tiny_run, options, error):
         generate(str(tiny_run), **options)
 
 
-def test_command_line(tiny_run, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        cli.main(["generate", str(tiny_run), "--prompt", "It", "--max-tokens", "9", "--json"])
-    out, err = capsys.readouterr()
-    assert stopped.value.code == 0
-    (text,) = json.loads(out)["samples"]
-    assert text in err
+@pytest.fixture
+def typed(capsys):
+    """Type a `flatout generate` command: its exit code, what it printed, its result, its messages."""
+
+    def run(*words):
+        with pytest.raises(SystemExit) as stopped:
+            cli.main(["generate", *map(str, words), "--json"])
+        out, err = capsys.readouterr()
+        (line,) = out.splitlines()
+        return stopped.value.code, json.loads(line), err
+
+    return run
+
+
+def text_of(answer):
+    code, result, err = answer
+    assert code == 0
+    (text,) = result["samples"]
+    assert text in err, "streamed"
+    return text
+
+
+def test_command_line(tiny_run, typed):
+    assert text_of(typed(tiny_run, "--prompt", "It", "--max-tokens", 9)).startswith("It")
+    code, result, err = typed(tiny_run, "--num-samples", 3, "--max-tokens", 20)
+    assert code == 0
+    assert len(set(result["samples"])) == 3
+    assert [line for line in err.splitlines() if line.startswith("--- sample")] == [f"--- sample {number} ---" for number in (1, 2, 3)]
+
+
+def test_seeds(tiny_run, typed):
+    def text(seed):
+        return text_of(typed(tiny_run, "--seed", seed, "--prompt", "It", "--max-tokens", 40))
+
+    assert text(5) == text(5) != text(6)
+
+
+def test_top_k_of_one_is_temperature_zero(tiny_run, typed):
+    greedy = text_of(typed(tiny_run, "--temperature", 0, "--max-tokens", 50))
+    assert greedy == text_of(typed(tiny_run, "--top-k", 1, "--max-tokens", 50, "--seed", 3, "--temperature", 1.5))
+    assert greedy == text_of(typed(tiny_run, "--top-p", 1e-9, "--max-tokens", 50, "--seed", 4))
+
+
+def test_a_stop_may_span_tokens(tiny_run, typed):
+    words = (tiny_run, "--prompt", "It", "--max-tokens", 40, "--seed", 1)
+    text = text_of(typed(*words))
+    stop = text[10:14]
+    assert text_of(typed(*words, "--stop", "never", "--stop", stop)) == text[: text.index(stop, 2)]
+
+
+def test_lengths(tiny_run, typed):
+    """One token; more than the 32 the model sees; a prompt of more than those."""
+    assert len(text_of(typed(tiny_run, "--prompt", "It", "--max-tokens", 1, "--temperature", 0))) == 3
+    assert len(text_of(typed(tiny_run, "--prompt", "It", "--max-tokens", 100, "--temperature", 0))) == 102
+    long = "It was a dark and stormy night; the rain fell in torrents. " * 2
+    text = text_of(typed(tiny_run, "--prompt", long, "--max-tokens", 20, "--temperature", 0))
+    assert len(text) == len(long) + 20
+    assert text[len(long) :] == text_of(typed(tiny_run, "--prompt", long[-32:], "--max-tokens", 20, "--temperature", 0))[32:]
+
+
+def test_a_prompt_of_unknown_characters_is_refused_before_anything_is_shown(tiny_run, typed):
+    code, result, err = typed(tiny_run, "--prompt", "It \u00fcber")
+    assert code == 2
+    assert "U+00FC" in result["error"]
+    assert "Leave it out" in result["fix"]
+    assert "It \u00fcber" not in err
+
+
+def test_checkpoints(fox_run, typed):
+    folder = fox_run[0] / "runs" / "fox"
+    texts = {}
+    for name in ("1", "2", "3", "best", "last"):
+        loaded = load_run(folder, name, device="cpu")
+        texts[name] = text_of(typed(folder, "--checkpoint", name, "--max-tokens", 30))
+        assert texts[name] == "".join(sample(loaded.model, loaded.tokenizer, max_tokens=30, window=32))
+    assert texts["last"] == texts["3"]
+    assert len(set(texts.values())) > 1
+    code, result, _ = typed(folder, "--checkpoint", 7)
+    assert code == 2
+    assert "1, 2, 3" in result["fix"]
+
+
+def test_a_run_on_separate_documents(tiny_run, tmp_path, typed):
+    shape = ["model.num_layers=1", "model.d_model=16", "model.num_heads=1", "data.seq_len=32", "batch.rows_per_device=4", "batch.tokens_per_step=128"]
+    words = [*shape, f"data.path={tiny_run.parents[1] / 'data'}", "data.document_mask=true", "train.steps=1", "train.device=cpu"]
+    train_config(load_config(None, words), run=tmp_path / "run")
+    assert len(text_of(typed(tmp_path / "run", "--prompt", "It", "--max-tokens", 50, "--temperature", 0))) > 3
+
+
+def test_ctrl_c_ends_a_text_that_is_being_written(tiny_run):
+    words = [sys.executable, "-m", "flatout", "generate", str(tiny_run), "--prompt", "It", "--temperature", "0", "--max-tokens", "1000000000"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as writing:
+        shown = writing.stdout.read(100)
+        writing.send_signal(signal.SIGINT)
+        rest, err = writing.communicate(timeout=60)
+    assert writing.returncode == 130
+    assert (shown + rest).startswith("It")
+    assert rest.endswith("\n")
+    assert "Traceback" not in err
+    assert "Interrupted" in err
