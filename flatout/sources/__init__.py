@@ -7,13 +7,13 @@ the same documents: the order of documents is part of a data set.
 
 from __future__ import annotations
 
-import gzip
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import IO, Any, cast
+from typing import Any
 
 from flatout.errors import DataError
+from flatout.sources.packed import open_bytes
 
 FIRST_NAMED = 10
 """Of the rows left out for one reason, so many are named."""
@@ -101,11 +101,6 @@ def parts_of(source: Source, name: str, parameters: dict[str, Any]) -> list[Part
 
 def _call(source: Source, parameters: dict[str, Any]) -> Iterable[Row | str]:
     return source(**parameters)  # type: ignore[return-value]  # not a list of parts: parts_of looked
-
-
-def open_bytes(path: str) -> IO[bytes]:
-    """Open a file for reading, unpacking it when its name ends in .gz."""
-    return cast(IO[bytes], gzip.open(path, "rb")) if path.endswith(".gz") else open(path, "rb")
 
 
 def row_place(name: str, offset: int) -> str:

@@ -1,4 +1,4 @@
-"""Files: text (a file is a document) and JSONL (a row is a document), gzipped or not; a file, a folder, a glob."""
+"""Files: text (a file is a document) and JSONL (a row is a document), packed or not; a file, a folder, a glob."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from typing import Any
 
 from flatout.errors import DataError
 from flatout.registry import nearest
-from flatout.sources import BadRow, Document, Part, Row, line_number, open_bytes
+from flatout.sources import BadRow, Document, Part, Row, line_number
+from flatout.sources.packed import is_packed, open_bytes, require_opener, unpacked_name, unreadable
 
 PART_BYTES = 4 << 20
 """About how much text one part holds; a text file is never cut, a JSONL file is."""
@@ -37,7 +38,7 @@ class Span:
 def files(path: str, text_field: str = "text") -> list[Part]:
     """Return the parts of a file, a folder (searched recursively, in sorted order) or a glob.
 
-    Raises: DataError when nothing is there, with the nearest name that is.
+    Raises: DataError when nothing is there, with the nearest name that is; MissingPackage when unpacking takes one.
     """
     found = find_files(path)
     per_file = max(4096, FINGERPRINT_BYTES // len(found))
@@ -45,9 +46,10 @@ def files(path: str, text_field: str = "text") -> list[Part]:
     held: list[tuple[Span, str]] = []
     held_bytes = 0
     for file, name in found:
+        require_opener(str(file))
         size = file.stat().st_size
         mark = f"{name} {size} {fingerprint(file, size, per_file)}"
-        step = PART_BYTES if is_rows(file.name) and file.suffix != ".gz" else max(size, 1)
+        step = PART_BYTES if is_rows(file.name) and not is_packed(file.name) else max(size, 1)
         for start in range(0, max(size, 1), step):
             span = Span(str(file), start, min(start + step, size))
             if held and held_bytes + span.end - span.start > PART_BYTES:
@@ -64,7 +66,7 @@ SOURCE = files
 def _part(held: list[tuple[Span, str]], text_field: str) -> Part:
     marks = "\n".join(mark for span, mark in held if span.start == 0)
     spans = tuple(span for span, _ in held)
-    size = sum((span.end - span.start) * (3 if span.path.endswith(".gz") else 1) for span in spans)
+    size = sum((span.end - span.start) * (3 if is_packed(span.path) else 1) for span in spans)
     return Part(read_spans, (spans, text_field), fingerprint=marks, num_bytes=size)
 
 
@@ -112,7 +114,7 @@ def missing(place: Path) -> DataError:
 
 
 def _suffix(name: str) -> str:
-    return Path(name.lower().removesuffix(".gz")).suffix
+    return Path(unpacked_name(name.lower())).suffix
 
 
 def is_rows(name: str) -> bool:
@@ -136,12 +138,6 @@ def fingerprint(file: Path, size: int, limit: int) -> str:
     except OSError as error:
         raise unreadable(str(file), error) from error
     return digest.hexdigest()
-
-
-def unreadable(path: str, error: Exception) -> DataError:
-    """Return the error for a file that the system does not hand out, or that does not unpack."""
-    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return DataError(f"Cannot read {path}: {reason}.", fix="Check that the file is whole and that you may read it.")
 
 
 def read_spans(spans: tuple[Span, ...], text_field: str) -> Iterator[Row]:
@@ -188,7 +184,7 @@ def read_rows(span: Span, text_field: str) -> Iterator[Row]:
             position += len(file.readline()) - 1
         before = _counted(span.path, position)
         number = 0
-        whole = span.path.endswith(".gz")
+        whole = is_packed(span.path)
         while whole or position < span.end:
             line = file.readline()
             if not line:

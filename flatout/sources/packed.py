@@ -1,0 +1,118 @@
+"""Packed text, told by the ending of its name: .gz, .bz2, and .zst with the package zstandard."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import importlib
+import io
+from collections.abc import Callable
+from typing import IO, Any, cast
+
+from flatout.errors import DataError, MissingPackage
+
+_BLOCK = 1 << 16
+
+
+def open_bytes(path: str) -> IO[bytes]:
+    """Open a file for reading; what is packed comes unpacked.
+
+    Raises: MissingPackage when it takes a package that is not installed.
+    """
+    opener = next((opener for ending, opener in _OPENERS.items() if path.lower().endswith(ending)), None)
+    return opener(path) if opener else open(path, "rb")
+
+
+def is_packed(name: str) -> bool:
+    """Return whether a file of this name is packed."""
+    return name.lower().endswith(tuple(_OPENERS))
+
+
+def unpacked_name(name: str) -> str:
+    """Return the name less the ending that says how it is packed."""
+    return name.rpartition(".")[0] if is_packed(name) else name
+
+
+def require_opener(path: str) -> None:
+    """Do nothing when what it takes to open the file is installed: known before any of it is read.
+
+    Raises: MissingPackage with its install line.
+    """
+    if path.lower().endswith(".zst"):
+        _zstandard(path)
+
+
+def unreadable(path: str, error: Exception) -> DataError:
+    """Return the error for a file that the system does not hand out, or that does not unpack."""
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return DataError(f"Cannot read {path}: {reason.rstrip('.')}.", fix="Check that the file is whole and that you may read it.")
+
+
+def _open_zstd(path: str) -> IO[bytes]:
+    reader = _ZstdReader(path, _zstandard(path))
+    return cast(IO[bytes], io.BufferedReader(reader, buffer_size=1 << 20))
+
+
+def _zstandard(path: str) -> Any:
+    try:
+        return importlib.import_module("zstandard")
+    except ImportError as error:
+        raise MissingPackage(
+            f"Reading {path} takes the package zstandard, which is not installed.", fix='Install it: `pip install "flatout[zstd]"`.'
+        ) from error
+
+
+class _ZstdReader(io.RawIOBase):
+    """The content of a .zst file, frame by frame. The package's own reader takes a file that is cut short for a shorter one."""
+
+    def __init__(self, path: str, zstandard: Any) -> None:
+        self._path = path
+        self._zstandard = zstandard
+        self._file = open(path, "rb")  # noqa: SIM115  closed with this reader
+        self._frame: Any = None
+        self._rest = b""
+        self._held = memoryview(b"")
+
+    def readable(self) -> bool:
+        """Say that it can be read."""
+        return True
+
+    def readinto(self, buffer: Any, /) -> int:
+        """Put the next bytes into `buffer`; return how many, 0 at the end.
+
+        Raises: DataError when the file is damaged or cut short.
+        """
+        while not self._held:
+            packed = self._rest or self._file.read(_BLOCK)
+            if not packed:
+                if self._frame is None:
+                    return 0
+                raise unreadable(self._path, EOFError("it is cut short"))
+            self._held = memoryview(self._unpacked(packed))
+        count = min(len(buffer), len(self._held))
+        buffer[:count] = self._held[:count]
+        self._held = self._held[count:]
+        return count
+
+    def _unpacked(self, packed: bytes) -> bytes:
+        self._frame = self._frame or self._zstandard.ZstdDecompressor().decompressobj()
+        try:
+            content: bytes = self._frame.decompress(packed)
+        except self._zstandard.ZstdError as error:
+            raise unreadable(self._path, error) from error
+        self._rest = self._frame.unused_data
+        if self._frame.eof:
+            self._frame = None
+        return content
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+        super().close()
+
+
+_OPENERS: dict[str, Callable[[str], IO[bytes]]] = {
+    ".gz": lambda path: cast(IO[bytes], gzip.GzipFile(path)),
+    ".bz2": lambda path: cast(IO[bytes], bz2.BZ2File(path)),
+    ".zst": _open_zstd,
+}

@@ -1,0 +1,70 @@
+import bz2
+import gzip
+import sys
+
+import pytest
+
+from flatout.errors import DataError, MissingPackage
+from flatout.sources import files
+from flatout.sources.packed import open_bytes
+
+TEXT = "packed: größer 日本\n" * 20_000
+ROWS = '{"text": "one"}\n\n{"text": "two"}\n{"txt": 3}\n'
+
+
+def zstd(data: bytes) -> bytes:
+    return pytest.importorskip("zstandard").ZstdCompressor().compress(data)
+
+
+PACKERS = {".gz": gzip.compress, ".bz2": bz2.compress, ".zst": zstd}
+
+
+def rows(path):
+    return [row for part in files.files(str(path)) for row in part.rows()]
+
+
+@pytest.mark.parametrize("ending", PACKERS)
+def test_packed_text_and_rows_are_read_as_if_unpacked(tmp_path, ending):
+    (tmp_path / f"a.txt{ending}").write_bytes(PACKERS[ending](TEXT.encode()))
+    (tmp_path / f"b.jsonl{ending.upper()}").write_bytes(PACKERS[ending](ROWS.encode()))
+    text, one, two, bad = rows(tmp_path)
+    assert (text.text, one.text, two.text) == (TEXT, "one", "two")
+    assert two.where() == f"{tmp_path}/b.jsonl{ending.upper()}, line 3"
+    assert bad.name.endswith("line 4")
+
+
+@pytest.mark.parametrize("ending", PACKERS)
+def test_what_is_packed_in_pieces_is_one_file(tmp_path, ending):
+    path = tmp_path / f"a.txt{ending}"
+    path.write_bytes(b"".join(PACKERS[ending](piece) for piece in (b"one ", b"", b"two ", b"x" * 200_000)))
+    with open_bytes(str(path)) as file:
+        assert file.read() == b"one two " + b"x" * 200_000
+
+
+@pytest.mark.parametrize("ending", PACKERS)
+@pytest.mark.parametrize("kept", [0.2, 0.9, 0.999])
+def test_a_file_that_is_cut_short_is_named(tmp_path, ending, kept):
+    path = tmp_path / f"a.txt{ending}"
+    packed = PACKERS[ending](bytes(range(256)) * 40)
+    path.write_bytes(packed[: min(int(kept * len(packed)), len(packed) - 1)])
+    with pytest.raises(DataError, match=rf"Cannot read .*a\.txt{ending}: .*\. Fix: Check that the file is whole"):
+        rows(path)
+
+
+@pytest.mark.parametrize("ending", PACKERS)
+def test_a_file_that_only_has_the_name_is_named(tmp_path, ending):
+    if ending == ".zst":
+        pytest.importorskip("zstandard")
+    path = tmp_path / f"a.jsonl{ending}"
+    path.write_text(ROWS)
+    with pytest.raises(DataError, match=rf"Cannot read .*a\.jsonl{ending}"):
+        rows(path)
+
+
+def test_a_missing_package_is_said_before_anything_is_read(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    (tmp_path / "a.txt.zst").write_bytes(b"")
+    with pytest.raises(MissingPackage, match=r"a\.txt\.zst takes the package zstandard.*Fix: .*pip install \"flatout\[zstd\]\""):
+        files.files(str(tmp_path))
+    (tmp_path / "a.txt.zst").rename(tmp_path / "a.txt")
+    assert files.files(str(tmp_path))
