@@ -103,6 +103,10 @@ def one_row(_plan: MicroBatchPlan) -> int:
     return 1
 
 
+def as_it_is() -> None:
+    """Leave the process's allocator as it comes."""
+
+
 PLAIN: Mapping[str, Any] = MappingProxyType(
     {
         "windows": lazy("flatout.data.in_loop:TokenisingWindows"),
@@ -113,16 +117,18 @@ PLAIN: Mapping[str, Any] = MappingProxyType(
         "ops.attention": lazy("flatout.ops.attention:reference"),
         "ops.linear": lazy("flatout.ops.linear:reference"),
         "ops.cross_entropy": lazy("flatout.ops.cross_entropy:fused"),
+        "ops.newton_schulz": lazy("flatout.ops.newton_schulz:reference"),
         "optimizer": lazy("flatout.optimizers.adamw:per_parameter"),
         "logging": ImmediateReadback,
+        "allocator": as_it_is,
     }
 )
 """Every slot with its plain value.
 
 windows: where a window's tokens come from. feed: how a step's windows reach the device. micro_batch: rows per device when
-`auto`. matmul: torch's float32 matmul precision. precision: of the products. ops.*: the model's functions; the plain loss is
-torch's own cross_entropy on whole logits, which is what people write. optimizer: how AdamW's update is carried out. logging:
-when figures are read from the device.
+`auto`. matmul: torch's float32 matmul precision. precision: of the products. ops.*: the model's functions and Muon's; the plain
+loss is torch's own cross_entropy on whole logits, which is what people write. optimizer: how AdamW's update is carried out.
+logging: when figures are read from the device. allocator: called once, before anything is built.
 """
 
 

@@ -24,6 +24,7 @@ from flatout.hardware import Machine, Peak, peak_tflops
 from flatout.memory import Workload
 from flatout.models.language_model import LanguageModel
 from flatout.ops import Ops
+from flatout.optimizers.groups import OptimizerParts
 from flatout.optimizers.loss_scale import LossScaler
 from flatout.parallel.data import wrap
 from flatout.parallel.mesh import Mesh, replicas
@@ -241,12 +242,14 @@ def build(config: RunConfig, *, machine: Machine, mesh: Mesh, dataset: Dataset |
     Weights are drawn with train.seed on every rank alike; afterwards each rank's generators are seeded apart.
     """
     recipe = assemble(decisions)
+    recipe.part("allocator")()
     precision: Precision = recipe.part("precision")
     _seed(config.train.seed)
     torch.use_deterministic_algorithms(config.train.deterministic)
     torch.set_float32_matmul_precision(recipe.part("matmul"))
     core, model = _model(config, recipe, mesh)
-    optimizers = OPTIMIZERS.get(config.optim.kind)(core, config.optim, recipe.part("optimizer"))
+    parts = OptimizerParts(recipe.part("optimizer"), recipe.part("ops.newton_schulz"))
+    optimizers = OPTIMIZERS.get(config.optim.kind)(core, config.optim, parts)
     windows, feed = _feed(config, recipe, mesh, dataset)
     _seed(config.train.seed + 1_000_003 * (mesh.rank + 1))
     run = Run(

@@ -140,17 +140,17 @@ def _decide(speedup: Speedup, wish: Wish, config: RunConfig, machine: Machine, d
     why_not = speedup.why_not(machine, config)
     if why_not:
         return Decision(name, False, why_not)
-    return _by_table(speedup, config, machine, device, minutes)
+    return _by_table(speedup, wish, config, machine, device, minutes)
 
 
-def _by_table(speedup: Speedup, config: RunConfig, machine: Machine, device: str, minutes: float | None) -> Decision:
+def _by_table(speedup: Speedup, wish: Wish, config: RunConfig, machine: Machine, device: str, minutes: float | None) -> Decision:
     row = auto_table().get(speedup.name, {})
     entry = row.get(device.partition(":")[0], {})
     if not entry:
         return Decision(speedup.name, False, "off unless named: auto has no measurement for it")
     reason = str(entry.get("because", speedup.saves))
     preferred = entry.get("unless")
-    if preferred and SPEEDUPS.get(preferred).why_not(machine, config) is None:
+    if preferred and preferred not in wish.dropped and SPEEDUPS.get(preferred).why_not(machine, config) is None:
         return Decision(speedup.name, False, f"{preferred} works here and is preferred")
     least = entry.get("from_minutes")
     if not entry.get("on", False) and least is None:

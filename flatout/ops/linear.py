@@ -32,27 +32,42 @@ def onednn(hidden: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> T
     Returns: as `reference`.
     Cost:    as `reference`.
     """
-    if not _fits(hidden, weight_OI):
+    if not onednn_fits(hidden, weight_OI):
         return functional.linear(hidden, weight_OI, bias_O)
     product: Tensor = _OneDnn.apply(hidden.flatten(0, -2), weight_OI)  # type: ignore[no-untyped-call]
     product = product.view(*hidden.shape[:-1], weight_OI.shape[0])
     return product if bias_O is None else product + bias_O
 
 
-def _fits(hidden: Tensor, weight_OI: Tensor) -> bool:
-    """fp32 on a CPU whose torch has oneDNN's linear, outside autocast, and something to multiply."""
+def onednn_fits(hidden: Tensor, weight_OI: Tensor) -> bool:
+    """Say whether `onednn_product` takes these: fp32 on a CPU whose torch has oneDNN's linear, outside autocast, and something to multiply.
+
+    Shapes:  hidden (..., I); weight_OI (O, I).
+    """
     plain = hidden.device.type == "cpu" and hidden.dtype == weight_OI.dtype == torch.float32 and hidden.dim() > 1 and hidden.numel() > 0
     return plain and not torch.is_autocast_enabled("cpu") and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
+def onednn_product(left_NI: Tensor, right_OI: Tensor) -> Tensor:
+    """Return left times right transposed, by oneDNN; `onednn_fits` says whether it can. Gives no gradients.
+
+    Shapes:  left_NI (N, I); right_OI (O, I), either may be a transposed view.
+    Returns: (N, O).
+    Cost:    2 N I O FLOP.
+    """
+    if torch.compiler.is_compiling():
+        return _opaque_product(left_NI, right_OI)
+    return torch.ops.mkldnn._linear_pointwise(left_NI, right_OI, None, "none", [], "")  # type: ignore[no-any-return]
+
+
 @torch.library.custom_op("flatout::onednn_product", mutates_args=())
-def _times(left_NI: Tensor, right_OI: Tensor) -> Tensor:
+def _opaque_product(left_NI: Tensor, right_OI: Tensor) -> Tensor:
     """An op of its own, so that a compiled model calls it as it is: the compiler's rules for oneDNN's ops know inference only."""
     return torch.ops.mkldnn._linear_pointwise(left_NI, right_OI, None, "none", [], "")  # type: ignore[no-any-return]
 
 
-@_times.register_fake
-def _times_shape(left_NI: Tensor, right_OI: Tensor) -> Tensor:
+@_opaque_product.register_fake
+def _product_shape(left_NI: Tensor, right_OI: Tensor) -> Tensor:
     return left_NI.new_empty(left_NI.shape[0], right_OI.shape[0])
 
 
@@ -63,13 +78,20 @@ class _OneDnn(torch.autograd.Function):
     def forward(ctx: Any, hidden_NI: Tensor, weight_OI: Tensor) -> Tensor:
         """Return the product, and keep both factors."""
         ctx.save_for_backward(hidden_NI, weight_OI)
-        product_NO: Tensor = _times(hidden_NI, weight_OI)
+        product_NO: Tensor = onednn_product(hidden_NI, weight_OI)
         return product_NO
 
     @staticmethod
     def backward(ctx: Any, grad_NO: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Return the gradients of both factors; the weight's is made transposed, which oneDNN does faster."""
+        """Return the gradients of both factors."""
         hidden_NI, weight_OI = ctx.saved_tensors
-        grad_hidden_NI = _times(grad_NO, weight_OI.t()) if ctx.needs_input_grad[0] else None
-        grad_weight_OI = _times(hidden_NI.t(), grad_NO.t()).t() if ctx.needs_input_grad[1] else None
+        grad_hidden_NI = onednn_product(grad_NO, weight_OI.t()) if ctx.needs_input_grad[0] else None
+        grad_weight_OI = _weight_gradient(hidden_NI, grad_NO) if ctx.needs_input_grad[1] else None
         return grad_hidden_NI, grad_weight_OI
+
+
+def _weight_gradient(hidden_NI: Tensor, grad_NO: Tensor) -> Tensor:
+    """oneDNN copies the left factor of a transposed product: the narrower one goes there."""
+    if hidden_NI.shape[1] <= grad_NO.shape[1]:
+        return onednn_product(hidden_NI.t(), grad_NO.t()).t()
+    return onednn_product(grad_NO.t(), hidden_NI.t())

@@ -8,16 +8,16 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 
 from flatout.config import OptimConfig
-from flatout.optimizers.groups import AdamWFactory, adamw_groups, named_by_kind
+from flatout.optimizers.groups import OptimizerParts, adamw_groups, named_by_kind
 
 
-def build(model: nn.Module, config: OptimConfig, adamw: AdamWFactory) -> tuple[Optimizer, ...]:
-    """Return the optimisers of a run: one AdamW, made by `adamw`. The loop sets lr = peak_lr * factor(step) in each group.
+def build(model: nn.Module, config: OptimConfig, parts: OptimizerParts) -> tuple[Optimizer, ...]:
+    """Return the optimisers of a run: one AdamW, made by `parts.adamw`. The loop sets lr = peak_lr * factor(step) in each group.
 
     Raises: ConfigError when the model does not state what a parameter is.
     """
     groups = adamw_groups(named_by_kind(model).values(), config)
-    return (adamw(groups, {"lr": config.lr, "betas": config.betas, "eps": config.eps}),)
+    return (parts.adamw(groups, {"lr": config.lr, "betas": config.betas, "eps": config.eps}),)
 
 
 def per_parameter(groups: list[dict[str, Any]], keywords: dict[str, Any]) -> Optimizer:

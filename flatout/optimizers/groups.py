@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from flatout.config import OptimConfig
@@ -13,6 +14,17 @@ from flatout.errors import ConfigError
 
 AdamWFactory = Callable[[list[dict[str, Any]], dict[str, Any]], Optimizer]
 """(parameter groups, keywords lr, betas, eps) -> an AdamW. Each group states its own weight_decay."""
+
+
+@dataclass(frozen=True)
+class OptimizerParts:
+    """What an optimiser is made of besides its rule: how its work is carried out, which speedups exchange."""
+
+    adamw: AdamWFactory
+    """Makes the AdamW of an optimiser, or of what it leaves to AdamW."""
+    newton_schulz: Callable[[Tensor], Tensor]
+    """Signature and definition: `flatout.ops.newton_schulz.reference`."""
+
 
 KINDS = ("hidden", "embedding", "head", "vector")
 DECAYED = ("hidden", "head")

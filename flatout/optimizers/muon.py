@@ -22,41 +22,38 @@ from torch.optim import Optimizer
 
 from flatout.config import OptimConfig
 from flatout.errors import ConfigError
-from flatout.optimizers.groups import AdamWFactory, adamw_groups, named_by_kind
+from flatout.ops.newton_schulz import batched
+from flatout.optimizers.groups import OptimizerParts, adamw_groups, named_by_kind
 
-QUINTIC = (3.4445, -4.7750, 2.0315)
-"""Coefficients of X, XX'X and XX'XX'X: steep at 0, so that small singular values grow fast; they end near 1, not at it."""
-ITERATIONS = 5
 RMS_LIKE_ADAMW = 0.2
 """An orthogonal matrix has entries of RMS 1/sqrt(max(R, C)), AdamW's updates one of about 0.2: with this scale both share a learning rate."""
 STACK_ELEMENTS = 2**27
 """Largest number of entries orthogonalised at once, so that the stack stays small beside the model."""
-SMALLEST_NORM = 1e-12
 
 
-def build(model: nn.Module, config: OptimConfig, adamw: AdamWFactory) -> tuple[Optimizer, ...]:
-    """Return Muon for the two-dimensional hidden weights, and an AdamW for the rest, made by `adamw`; either may be missing.
+def build(model: nn.Module, config: OptimConfig, parts: OptimizerParts) -> tuple[Optimizer, ...]:
+    """Return Muon for the two-dimensional hidden weights, and an AdamW for the rest, made by `parts.adamw`; either may be missing.
 
     Raises: ConfigError when the model does not state what a parameter is, or states parts that do not make it up.
     """
     stated: Any = model
-    parts = stated.stacked_rows() if hasattr(model, "stacked_rows") else {}
+    rows_by_name = stated.stacked_rows() if hasattr(model, "stacked_rows") else {}
     matrices: list[nn.Parameter] = []
     stacked: dict[nn.Parameter, tuple[int, ...]] = {}
     rest: list[tuple[str, nn.Parameter]] = []
     for name, (kind, parameter) in named_by_kind(model).items():
         if kind == "hidden" and parameter.ndim == 2:
             matrices.append(parameter)
-            if name in parts:
-                stacked[parameter] = _checked_rows(name, parameter, parts[name])
+            if name in rows_by_name:
+                stacked[parameter] = _checked_rows(name, parameter, rows_by_name[name])
         else:
             rest.append((kind, parameter))
     optimizers: list[Optimizer] = []
     if matrices:
         group = {"params": matrices, "peak_lr": config.lr}
-        optimizers.append(Muon([group], config.lr, config.weight_decay, config.momentum, stacked_rows=stacked))
+        optimizers.append(Muon([group], config.lr, config.weight_decay, config.momentum, stacked_rows=stacked, newton_schulz=parts.newton_schulz))
     if rest:
-        optimizers.append(adamw(adamw_groups(rest, config), {"lr": config.lr, "betas": config.betas, "eps": config.eps}))
+        optimizers.append(parts.adamw(adamw_groups(rest, config), {"lr": config.lr, "betas": config.betas, "eps": config.eps}))
     return tuple(optimizers)
 
 
@@ -89,7 +86,8 @@ class Muon(Optimizer):
     """Nesterov momentum, orthogonalised by Newton-Schulz iterations, with decoupled weight decay. Takes matrices only.
 
     `stacked_rows` gives the rows of each part of a parameter that is several matrices on top of each other; its momentum is one.
-    Matrices of one shape, or of one shape and its transpose, go through the iterations as one batch. A sharded matrix is
+    `newton_schulz` is a function of `flatout.ops.newton_schulz`: how the iterations are carried out.
+    Matrices of one shape, or of one shape and its transpose, go to the iterations together. A sharded matrix is
     gathered, orthogonalised on every rank, and each rank keeps its own part; momentum stays sharded.
 
     Source: Jordan et al. 2024, kellerjordan.github.io/posts/muon; scale and decay of Liu et al. 2025, arXiv:2502.16982.
@@ -103,7 +101,9 @@ class Muon(Optimizer):
         momentum: float = 0.95,
         *,
         stacked_rows: Mapping[nn.Parameter, tuple[int, ...]] | None = None,
+        newton_schulz: Callable[[Tensor], Tensor] = batched,
     ) -> None:
+        self._newton_schulz = newton_schulz
         self._stacked_rows = dict(stacked_rows or {})
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
 
@@ -124,7 +124,7 @@ class Muon(Optimizer):
         directions = self._directions(parameters, momentum)
         torch._foreach_mul_([_local(p) for p in parameters], 1 - lr * weight_decay)
         for batch in _batches(self._matrices(parameters)):
-            steps_NRC = newton_schulz(_stack(batch, directions))
+            steps_NRC = self._newton_schulz(_stack(batch, directions))
             for step_RC, matrix in zip(steps_NRC, batch, strict=True):
                 step = step_RC if matrix.shape[0] <= matrix.shape[1] else step_RC.T
                 _add_rows(parameters[matrix.index], matrix, step, -lr * RMS_LIKE_ADAMW * math.sqrt(max(matrix.shape)))
@@ -147,26 +147,6 @@ class Muon(Optimizer):
         torch._foreach_lerp_(local_buffers, local_gradients, 1 - momentum)
         local = torch._foreach_lerp(local_gradients, local_buffers, momentum)
         return [_like(direction, p) for direction, p in zip(local, parameters, strict=True)]
-
-
-def newton_schulz(matrices_NRC: Tensor) -> Tensor:
-    """Return the matrices with every singular value brought near 1 (about 0.7 to 1.2), singular vectors kept.
-
-    Shapes:  matrices_NRC (N, R, C), R <= C is the cheaper way round.
-    Returns: (N, R, C) in bfloat16 on CUDA, else in the input's dtype and at least float32; zero matrices stay zero.
-    Cost:    5 iterations of 4 N R R C + 2 N R R R FLOP.
-    Source:  Jordan et al. 2024, kellerjordan.github.io/posts/muon.
-    """
-    a, b, c = QUINTIC
-    scaled_NRC = matrices_NRC.to(torch.promote_types(matrices_NRC.dtype, torch.float32))
-    scaled_NRC = scaled_NRC / torch.linalg.matrix_norm(scaled_NRC, keepdim=True).clamp(min=SMALLEST_NORM)
-    if matrices_NRC.is_cuda:
-        scaled_NRC = scaled_NRC.bfloat16()
-    for _ in range(ITERATIONS):
-        gram_NRR = scaled_NRC @ scaled_NRC.mT
-        factor_NRR = torch.baddbmm(gram_NRR, gram_NRR, gram_NRR, beta=b, alpha=c)
-        scaled_NRC = torch.baddbmm(scaled_NRC, factor_NRR, scaled_NRC, beta=a)
-    return scaled_NRC
 
 
 def _batches(matrices: Iterable[_Matrix]) -> Iterator[list[_Matrix]]:

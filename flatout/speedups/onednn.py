@@ -1,4 +1,4 @@
-"""fp32 products of the model and its loss through oneDNN instead of MKL, on a CPU."""
+"""fp32 products of the model, its loss and Muon through oneDNN instead of MKL, on a CPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ def _why_not(machine: Machine, config: RunConfig) -> str | None:
 
 SPEEDUP = Speedup(
     name="onednn",
-    fills={"ops.linear": lazy("flatout.ops.linear:onednn"), "ops.cross_entropy": lazy("flatout.ops.cross_entropy:onednn")},
+    fills={
+        "ops.linear": lazy("flatout.ops.linear:onednn"),
+        "ops.cross_entropy": lazy("flatout.ops.cross_entropy:onednn"),
+        "ops.newton_schulz": lazy("flatout.ops.newton_schulz:onednn"),
+    },
     saves="time: products use 512-bit vectors on processors on which torch's MKL stays at 256 bits",
     promise=Promise.rounding(rtol=1e-4),
     why_not=_why_not,

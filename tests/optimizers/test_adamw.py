@@ -3,7 +3,9 @@ import torch
 from torch import nn
 
 from flatout.config import OptimConfig
+from flatout.ops.newton_schulz import batched
 from flatout.optimizers.adamw import OPTIMIZER, build, fused, per_parameter
+from flatout.optimizers.groups import OptimizerParts
 
 CONFIG = OptimConfig(lr=0.01, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.3)
 KINDS = {"table": "embedding", "inner": "hidden", "gain": "vector", "head": "head"}
@@ -35,7 +37,7 @@ def reference(weight, gradients, rates, decay):
 
 def trained(factory, dtype, gradients, rates):
     model = Tiny(dtype)
-    (optimizer,) = build(model, CONFIG, factory)
+    (optimizer,) = build(model, CONFIG, OptimizerParts(factory, batched))
     for number, rate in enumerate(rates):
         for group in optimizer.param_groups:
             group["lr"] = rate
@@ -87,12 +89,15 @@ def test_the_state_goes_on_where_it_was_saved(factory, gradients):
             optimizer.step()
 
     whole, first = Tiny(torch.float32), Tiny(torch.float32)
-    (whole_optimizer,), (first_optimizer,) = build(whole, CONFIG, factory), build(first, CONFIG, factory)
+    (whole_optimizer,), (first_optimizer,) = (
+        build(whole, CONFIG, OptimizerParts(factory, batched)),
+        build(first, CONFIG, OptimizerParts(factory, batched)),
+    )
     step(whole, whole_optimizer, range(6))
     step(first, first_optimizer, range(3))
     second = Tiny(torch.float32)
     second.load_state_dict(first.state_dict())
-    (second_optimizer,) = build(second, CONFIG, factory)
+    (second_optimizer,) = build(second, CONFIG, OptimizerParts(factory, batched))
     second_optimizer.load_state_dict(first_optimizer.state_dict())
     step(second, second_optimizer, range(3, 6))
     for name in KINDS:

@@ -13,7 +13,9 @@ from torch.distributed.tensor import DTensor
 warnings.simplefilter("error")
 
 from flatout.config import OptimConfig, ParallelConfig  # noqa: E402
+from flatout.ops.newton_schulz import batched  # noqa: E402
 from flatout.optimizers import adamw, muon  # noqa: E402
+from flatout.optimizers.groups import OptimizerParts  # noqa: E402
 from flatout.parallel.data import wrap  # noqa: E402
 from flatout.parallel.mesh import make_mesh  # noqa: E402
 from flatout.parallel.rendezvous import connect, disconnect  # noqa: E402
@@ -133,7 +135,7 @@ def weights_after_training(mesh, builder, factory):
     """Distance of weights and of Muon's state after four steps, together and alone."""
     alone, core = Tiny(0, torch.float64), Tiny(mesh.rank, torch.float64)
     model = wrap(core, mesh)
-    pairs = [(alone, builder(alone, CONFIG, factory)), (core, builder(core, CONFIG, factory))]
+    pairs = [(alone, builder(alone, CONFIG, OptimizerParts(factory, batched))), (core, builder(core, CONFIG, OptimizerParts(factory, batched)))]
     for step in range(4):
         backward_alone(alone, mesh.world_size, step)
         backward_together(model, mesh, step)
@@ -156,14 +158,14 @@ def resumed_with_sharded_state(mesh):
     """Distance between two steps in a row, and one step, a state_dict, another optimiser, and a second step."""
     straight, broken = Tiny(0, torch.float64), Tiny(0, torch.float64)
     models = [wrap(straight, mesh), wrap(broken, mesh)]
-    optimizers = [muon.build(core, CONFIG, adamw.fused) for core in (straight, broken)]
+    optimizers = [muon.build(core, CONFIG, OptimizerParts(adamw.fused, batched)) for core in (straight, broken)]
     for step in range(2):
         for model, each in zip(models, optimizers, strict=True):
             backward_together(model, mesh, step)
             for optimizer in each:
                 optimizer.step()
                 optimizer.zero_grad()
-        fresh = muon.build(broken, CONFIG, adamw.fused)
+        fresh = muon.build(broken, CONFIG, OptimizerParts(adamw.fused, batched))
         for new, old in zip(fresh, optimizers[1], strict=True):
             new.load_state_dict(old.state_dict())
         optimizers[1] = fresh

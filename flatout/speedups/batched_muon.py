@@ -1,0 +1,20 @@
+"""Muon's iterations on all matrices of one shape at once."""
+
+from __future__ import annotations
+
+from flatout.config import RunConfig
+from flatout.hardware import Machine
+from flatout.recipe import Promise, Speedup, lazy
+
+
+def _why_not(machine: Machine, config: RunConfig) -> str | None:
+    return None if config.optim.kind == "muon" else f"It is for Muon, and optim.kind={config.optim.kind}."
+
+
+SPEEDUP = Speedup(
+    name="batched-muon",
+    fills={"ops.newton_schulz": lazy("flatout.ops.newton_schulz:batched")},
+    saves="time: 15 products a shape in a step instead of 15 for every matrix",
+    promise=Promise.rounding(rtol=1e-4),
+    why_not=_why_not,
+)

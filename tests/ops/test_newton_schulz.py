@@ -1,0 +1,75 @@
+"""Letters: N matrices of one shape, R rows, C columns."""
+
+import math
+
+import pytest
+import torch
+
+from flatout.ops import newton_schulz, variants
+
+VARIANTS = variants(newton_schulz)
+
+
+def drawn(shape, seed, dtype=torch.float64):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def with_singular_values(rows, columns, values):
+    left, _ = torch.linalg.qr(drawn((rows, rows), 1))
+    right, _ = torch.linalg.qr(drawn((columns, columns), 2))
+    return left[:, : len(values)] @ torch.diag(values) @ right[:, : len(values)].T
+
+
+@pytest.fixture(params=VARIANTS)
+def iterate(request):
+    """Each way to carry out the iterations."""
+    return VARIANTS[request.param]
+
+
+@pytest.mark.parametrize("shape", [(3, 4, 9), (1, 7, 7), (5, 1, 3), (2, 6, 2)], ids=str)
+def test_every_variant_matches_the_reference_in_fp64(iterate, shape):
+    matrices_NRC = drawn(shape, 11)
+    kept_NRC = matrices_NRC.clone()
+    wanted_NRC = newton_schulz.reference(matrices_NRC)
+    torch.testing.assert_close(iterate(matrices_NRC), wanted_NRC, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(iterate(matrices_NRC.float()).double(), wanted_NRC, rtol=1e-4, atol=1e-4)
+    assert torch.equal(matrices_NRC, kept_NRC)
+
+
+def test_zero_matrices_stay_zero(iterate):
+    assert torch.equal(iterate(torch.zeros(2, 3, 4)), torch.zeros(2, 3, 4))
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(16, 16), (16, 48), (8, 64)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_singular_values_land_near_one_and_vectors_stay(iterate, rows, columns, dtype):
+    values = torch.logspace(0, -2, rows, dtype=torch.float64)
+    matrix = with_singular_values(rows, columns, values)
+    found = iterate(matrix.to(dtype)[None])[0]
+    assert found.dtype == dtype
+    _, sizes, _ = torch.linalg.svd(found.double(), full_matrices=False)
+    assert 0.6 < sizes.min() <= sizes.max() < 1.25
+    exact_left, _, exact_right = torch.linalg.svd(matrix, full_matrices=False)
+    assert float((found.double() - exact_left @ exact_right).norm() / math.sqrt(rows)) < 0.35
+    aligned = torch.linalg.solve(matrix @ matrix.T, matrix @ found.double().T)
+    torch.testing.assert_close(aligned, aligned.T, rtol=1e-3, atol=1e-3)  # U diag V' of the same U and V
+
+
+@pytest.mark.parametrize("scale", [1e-8, 1e-3, 1e6])
+def test_the_size_of_the_gradient_does_not_matter(iterate, scale):
+    matrix = drawn((1, 5, 8), 3, torch.float32)
+    torch.testing.assert_close(iterate(matrix * scale), iterate(matrix), rtol=1e-4, atol=1e-5)
+
+
+def test_half_precision_is_orthogonalised_in_float32_on_the_cpu(iterate):
+    assert iterate(torch.randn(1, 3, 3).bfloat16()).dtype == torch.float32
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_bfloat16_on_a_gpu_is_close_to_float32(iterate):
+    matrix = drawn((3, 64, 256), 4, torch.float32)
+    found = iterate(matrix.cuda())
+    assert found.dtype == torch.bfloat16
+    wanted = newton_schulz.reference(matrix)
+    assert float((found.float().cpu() - wanted).norm() / wanted.norm()) < 0.05

@@ -1,0 +1,34 @@
+"""Freed memory is used again: counted in pages that the system had to provide."""
+
+import platform
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import resource, sys
+import torch
+from flatout.speedups.kept_memory import keep_freed_memory
+
+if sys.argv[1] == "kept":
+    keep_freed_memory()
+
+def pages(repeats):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(repeats):
+        tensors = [torch.ones(n << 18) for n in (1, 40, 3)]
+        del tensors
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+pages(3)
+print(pages(10))
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a setting of glibc's allocator")
+def test_memory_that_was_freed_is_not_asked_for_again():
+    def pages(how):
+        return int(subprocess.run([sys.executable, "-c", PROGRAM, how], capture_output=True, text=True, check=True).stdout)
+
+    assert pages("kept") < 100 < 1000 < pages("as it comes")
