@@ -1,0 +1,118 @@
+"""Sampling with the keys and values kept, against computing the whole text anew for each token.
+
+    OMP_NUM_THREADS=1 python benchmarks/generate.py --repeats 5
+
+takes a small transformer with fresh weights, reads a text that fills its context but for the tokens that are then drawn, and
+draws them, with the cache and without, turn by turn in one process on one thread. Writes benchmarks/results/generate.json and
+.md. Rates are medians over the repeats, with the smallest and the largest; the tokens drawn are compared, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import islice, pairwise
+from pathlib import Path
+
+import torch
+
+from flatout.generate import tokens_after
+from flatout.hardware import probe
+from flatout.models.decoding import Decoder
+from flatout.models.language_model import LanguageModel
+from flatout.models.transformer import Transformer
+from flatout.ops import Ops, attention, cross_entropy
+
+RESULTS = Path(__file__).parent / "results"
+SHAPE = {"vocab_size": 4096, "num_layers": 6, "d_model": 384, "num_heads": 6}
+"""11 million weights in the blocks."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--contexts", type=int, nargs="+", default=[64, 512, 2048])
+    parser.add_argument("--tokens", type=int, default=16, help="tokens drawn at the end of each context")
+    parser.add_argument("--repeats", type=int, default=5)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=RESULTS.parent).stdout.strip()
+    rows = {str(context): measure(context, arguments.tokens, arguments.repeats) for context in arguments.contexts}
+    found = {"machine": probe().describe(), "commit": commit, "repeats": arguments.repeats, "tokens": arguments.tokens, "shape": SHAPE, "rows": rows}
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / "generate.json").write_text(json.dumps(found, indent=1) + "\n")
+    (RESULTS / "generate.md").write_text(table(found))
+    print(table(found))
+
+
+def measure(context: int, num_tokens: int, repeats: int) -> list[dict]:
+    """Return, for each repeat, the rate with and without the cache and the seconds to the first token."""
+    torch.manual_seed(0)
+    model = Transformer(Transformer.check(SHAPE, seq_len=context), Ops(attention.fused, cross_entropy.fused)).eval()
+    prompt = torch.randint(SHAPE["vocab_size"], (context - num_tokens,), generator=torch.Generator().manual_seed(1)).tolist()
+    rows = []
+    for repeat in range(-1, repeats):  # the first turn warms up and is dropped
+        cached, cached_tokens = timed(model, prompt, num_tokens)
+        with decoding_by(model, partial(LanguageModel.decoder, model)):
+            anew, anew_tokens = timed(model, prompt, num_tokens)
+        row = {"cached": cached, "anew": anew, "times": cached["tokens_per_s"] / anew["tokens_per_s"], "same_tokens": cached_tokens == anew_tokens}
+        if repeat >= 0:
+            rows.append(row)
+            print(f"context {context}, repeat {repeat + 1}: {row['times']:.1f} times", file=sys.stderr)
+    return rows
+
+
+def timed(model: LanguageModel, prompt: list[int], num_tokens: int) -> tuple[dict, list[int]]:
+    """Draw tokens after a prompt; return the first one's seconds and the rate of the others, and the tokens."""
+    times, drawn = [time.perf_counter()], []
+    for token in islice(tokens_after(model, prompt, lambda logits_V: int(logits_V.argmax())), num_tokens):
+        times.append(time.perf_counter())
+        drawn.append(token)
+    first, *others = [later - earlier for earlier, later in pairwise(times)]
+    return {"first_token_s": first, "tokens_per_s": 1 / statistics.median(others)}, drawn
+
+
+@contextmanager
+def decoding_by(model: LanguageModel, decoder: Callable[..., Decoder]) -> Iterator[None]:
+    """Let the model decode in another way for a while."""
+    model.decoder = decoder
+    try:
+        yield
+    finally:
+        del model.decoder
+
+
+def spread(values: list[float], digits: int = 0) -> str:
+    """Return the median, and in brackets the smallest and the largest."""
+    return f"{statistics.median(values):,.{digits}f} ({min(values):,.{digits}f} to {max(values):,.{digits}f})"
+
+
+def table(found: dict) -> str:
+    """Return the figures as Markdown."""
+    lines = [
+        "| context, tokens | tokens/s, all computed anew | tokens/s, with the cache | times faster | ms to the first token |",
+        "|---|---|---|---|---|",
+    ]
+    for context, rows in found["rows"].items():
+        rates = [spread([row[way]["tokens_per_s"] for row in rows], 1) for way in ("anew", "cached")]
+        first = spread([1000 * row["cached"]["first_token_s"] for row in rows])
+        lines.append(f"| {int(context):,} | {rates[0]} | {rates[1]} | **{spread([row['times'] for row in rows], 1)}** | {first} |")
+    shape, all_rows = found["shape"], [row for rows in found["rows"].values() for row in rows]
+    same = "the tokens are the same" if all(row["same_tokens"] for row in all_rows) else "**the tokens differ**"
+    lines += [
+        "",
+        f"{found['machine']}, one thread, fp32; {shape['num_layers']} layers, d {shape['d_model']}, a vocabulary of {shape['vocab_size']:,}, fresh "
+        f"weights; the last {found['tokens']} tokens of a full context, the likeliest each, {same}; {found['repeats']} repeats, turn by turn in one "
+        f"process; median (smallest to largest); commit {found['commit']}; `python benchmarks/generate.py`.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()
