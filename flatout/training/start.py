@@ -78,10 +78,11 @@ def run_training(
             warn_of_others(machine, progress)
         if ranks.rank == 0:
             stack.enter_context(folder.locked(place, progress=progress))
-        dataset: Any = open_dataset(asked)
+        dataset = open_dataset(asked)
         plan = agree(ranks, lambda: settle(asked, place, resume, machine, ranks, device, dataset, progress))
         if plan.finished is not None:
             return plan.finished
+        dataset = open_dataset(plan.config)  # of a mix, in the stored order, which belongs to what is read
         with exit_code_kept(place) if ranks.rank == 0 else nullcontext():
             mesh = make_mesh(plan.config.parallel, device[0])
             with progress.task("Building the model"):

@@ -1,6 +1,27 @@
 """Makes the stand-in run importable, in spawned processes too."""
 
+import os
+import signal
 import sys
 from pathlib import Path
 
+import pytest
+
+from flatout.training.observers import Quiet
+
 sys.path.append(str(Path(__file__).parent))
+
+
+@pytest.fixture
+def stop_at():
+    """Return an observer that asks this process to stop after a step, as Ctrl+C would."""
+
+    class StopAt(Quiet):
+        def __init__(self, step):
+            self.step = step
+
+        def on_tick(self, step, last_step):
+            if step == self.step:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    return StopAt
