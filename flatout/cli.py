@@ -158,7 +158,7 @@ def _explained(error: Any, name: str, parser: Any) -> ConfigError:
     """Turn the parser's complaint into one sentence and the fix."""
     wrong = getattr(error, "option_name", None)
     options = [option for parameter in parser.params for option in (*parameter.opts, *parameter.secondary_opts) if option.startswith("--")]
-    see = f"`flatout {name} --help` shows how; for example: {COMMANDS.get(name).example}"
+    see = f"`flatout {name} --help` shows how; for example `{COMMANDS.get(name).example}`."
     if wrong is not None and wrong not in options:
         key = _key_meant(wrong, parser)
         if key is not None:

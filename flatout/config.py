@@ -266,7 +266,9 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _one_of_each(self) -> Self:
         if self.schedule.min_lr > self.optim.lr:
-            raise ConfigError(f"schedule.min_lr={self.schedule.min_lr} is above optim.lr={self.optim.lr}.", fix="Lower schedule.min_lr.")
+            raise ConfigError(
+                f"schedule.min_lr={self.schedule.min_lr:g} is above optim.lr={self.optim.lr:g}.", fix=f"Set schedule.min_lr={self.optim.lr / 10:g}."
+            )
         for group in ALTERNATIVES:
             stated = sorted(key for key in group if self.value(key) is not None)
             if len(stated) > 1:

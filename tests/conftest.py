@@ -17,6 +17,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell starts background jobs with Ctrl+C ignored, and their children inherit that; the tests that press it need it heard.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+
+
+def pytest_addoption(parser):
+    parser.addoption("--write-tables", action="store_true", help="Write the tables that tests generate into the documents.")
+
+
 WORDS = (
     "the",
     "a",

@@ -112,7 +112,7 @@ def test_later_overrides_win_over_earlier_ones():
         ("batch.rows_per_device=true", "batch.rows_per_device=True cannot be used: it must be something else than true or false."),
         ("schedule.warmup=1.5", "schedule.warmup=1.5 is neither steps nor a fraction of the run."),
         ("optim.betas=[0.9,1.5]", "optim.betas=[0.9, 1.5] must lie in [0, 1)."),
-        ("schedule.min_lr=1", "schedule.min_lr=1.0 is above optim.lr=0.001."),
+        ("schedule.min_lr=1", "schedule.min_lr=1 is above optim.lr=0.001."),
         ("format_version=9", "This configuration has format_version 9; this flatout reads up to 1."),
         ("optim", "'optim' is not an override."),
         ("=3", "'=3' is not an override."),

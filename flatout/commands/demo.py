@@ -20,6 +20,7 @@ from flatout.commands import Command, Result
 from flatout.config import RunConfig, load_config
 from flatout.errors import ConfigError, DataError
 from flatout.progress import SILENT, Progress
+from flatout.sources.files import missing
 
 if TYPE_CHECKING:
     from flatout.data.shards import Dataset
@@ -124,8 +125,7 @@ def demo(
     from flatout.training.folder import read_config, read_summary
 
     began = time.perf_counter()
-    if not minutes > 0:
-        raise ConfigError(f"--minutes {minutes:g} leaves no time to train.", fix="Use --minutes 2.")
+    check(file, minutes)
     machine = probe()
     device, _ = pick_device("auto", machine)
     subject = about_file(file, device) if file else about_python(device)
@@ -140,6 +140,37 @@ def demo(
     return DemoResult(run=str(subject.run), val_loss=result.val_loss, tokens_per_s=result.tokens_per_s, wall_s=round(time.perf_counter() - began, 2))
 
 
+def check(file: Path | None, minutes: float) -> None:
+    """Do nothing when nothing is wrong with the words of a command line that can be told without torch.
+
+    Raises: ConfigError or DataError.
+    """
+    if not minutes > 0:
+        raise ConfigError(f"--minutes {minutes:g} leaves no time to train.", fix="Use --minutes 2.")
+    if file is not None:
+        require_text_file(file)
+
+
+def require_text_file(file: Path) -> None:
+    """Do nothing when there is such a file and something in it.
+
+    Raises: DataError.
+    """
+    if str(file).startswith(("http:/", "https:/")):
+        address = str(file).replace(":/", "://", 1)
+        raise DataError(
+            f"{address} is an address, and addresses are not read yet.", fix=f"Download it first: `curl -LO {address}`, and name the file."
+        )
+    if file.is_dir():
+        raise DataError(f"{file} is a folder; demo takes one text file.", fix="Name one file in it; `flatout prepare` takes folders.")
+    if not file.exists():
+        raise missing(file)
+    if not file.is_file():
+        raise DataError(f"{file} is not a regular file.", fix="Name one text file; `flatout prepare` takes folders and several files.")
+    if not file.stat().st_size:
+        raise DataError(f"{file} is empty.", fix="Name a text file of a few kilobytes or more.")
+
+
 def about_python(device: str) -> Subject:
     """Return the demo's own subject: the standard library of this Python, which is on every machine."""
     name = f"python-{platform.python_version()}"
@@ -152,16 +183,8 @@ def about_file(file: Path, device: str) -> Subject:
 
     Raises: DataError when there is no such file, or nothing in it.
     """
-    if str(file).startswith(("http:/", "https:/")):
-        raise DataError("Addresses are not read yet.", fix="Download the text first, then name the file.")
-    if file.is_dir():
-        raise DataError(f"{file} is a folder; demo takes one text file.", fix="Name one file in it; `flatout prepare` takes folders.")
-    if not file.is_file():
-        what = f"{file} is not a regular file." if file.exists() else f"There is no file {file}."
-        raise DataError(what, fix="Name one text file; `flatout prepare` takes folders and several files.")
+    require_text_file(file)
     size = file.stat().st_size
-    if not size:
-        raise DataError(f"{file} is empty.", fix="Name a text file of a few kilobytes or more.")
     with file.open("rb") as content:
         digest = hashlib.file_digest(content, "sha256").hexdigest()[:8]
     name = f"demo-{file.stem}-{digest}"
@@ -261,4 +284,4 @@ def seconds_per_step(config: RunConfig, dataset: Dataset, machine: Machine) -> f
     return statistics.quantiles(times[2:], n=4)[0]  # what else runs on the machine only adds
 
 
-COMMAND = Command(demo, example="flatout demo book.txt", needs_torch=True)
+COMMAND = Command(demo, example="flatout demo book.txt", check=check, needs_torch=True)

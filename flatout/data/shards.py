@@ -126,9 +126,11 @@ class Split:
         self.text_bytes = entry.text_bytes
         self.has_mask = bool(entry.masks)
         self.dtype = np.dtype(manifest.dtype)
-        self._tokens = _Tape(folder, entry.shards, self.dtype, below=manifest.vocab_size)
-        self._masks = _Tape(folder, entry.masks, np.dtype(np.uint8), below=2)
-        self._ends = _Tape(folder, (entry.document_ends,), np.dtype(np.int64), below=entry.tokens + 1)
+        beyond = f"the token id {{}} is beyond the vocabulary, whose ids are below {manifest.vocab_size}"
+        self._tokens = _Tape(folder, entry.shards, self.dtype, below=manifest.vocab_size, complaint=beyond)
+        self._masks = _Tape(folder, entry.masks, np.dtype(np.uint8), below=2, complaint="the mask holds {}, not 0 or 1")
+        beyond = f"a document ends at {{}}, beyond the {entry.tokens} tokens"
+        self._ends = _Tape(folder, (entry.document_ends,), np.dtype(np.int64), below=entry.tokens + 1, complaint=beyond)
 
     def num_windows(self, seq_len: int) -> int:
         """Return how many whole windows of seq_len + 1 tokens there are."""
@@ -195,11 +197,12 @@ class Split:
 class _Tape:
     """Several files read as one long array; each 4 MiB block is checked when something in it is first read."""
 
-    def __init__(self, folder: Path, entries: Sequence[FileEntry], dtype: np.dtype[Any], *, below: int) -> None:
+    def __init__(self, folder: Path, entries: Sequence[FileEntry], dtype: np.dtype[Any], *, below: int, complaint: str) -> None:
         self._entries = [entry for entry in entries if entry.size_bytes]
         self._paths = [folder / entry.name for entry in self._entries]
         self._stored = dtype.newbyteorder("<")
         self._below = below
+        self._complaint = complaint
         lengths = [entry.size_bytes // dtype.itemsize for entry in self._entries]
         self._first = np.cumsum([0, *lengths])
         self._first_block = np.cumsum([0, *(len(entry.block_crc32) for entry in self._entries)])
@@ -267,7 +270,7 @@ class _Tape:
         largest = int(items.max())
         if largest >= self._below:
             byte = within * BLOCK_BYTES + int(items.argmax()) * items.itemsize
-            raise DataError(f"{self._paths[file]}, byte {byte}: the value {largest} is not below {self._below}.", fix=PREPARE_AGAIN)
+            raise DataError(f"{self._paths[file]}, byte {byte}: {self._complaint.format(largest)}.", fix=PREPARE_AGAIN)
         self._checked[block] = True
 
 

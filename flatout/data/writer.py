@@ -237,7 +237,7 @@ def writing(out: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise DataError(
-            f"Cannot write {error.filename or out}: {error.strerror or error}.",
+            f"Cannot write {out}: {error.strerror or error}.",
             fix="Choose a folder you may write to, on a disk with room, with --out.",
         ) from error
 

@@ -165,7 +165,7 @@ def test_a_stopped_demo_goes_on_with_the_length_it_had(quick, monkeypatch):
 @pytest.mark.parametrize(
     ("content", "message", "fix"),
     [
-        (None, "There is no file", "Name one text file"),
+        (None, "There is no file", "Check the path"),
         (b"", "is empty", "few kilobytes"),
         (b"x", "1 character cannot be split", "few kilobytes"),
         (b"caf\xe9", "is not UTF-8", "Save the text as UTF-8"),
@@ -186,7 +186,7 @@ def test_what_is_no_file_is_told_apart(quick):
         demo(quick)
     with pytest.raises(DataError, match="/dev/null is not a regular file"):
         demo(Path("/dev/null"))
-    with pytest.raises(DataError, match="Addresses are not read yet"):
+    with pytest.raises(DataError, match="addresses are not read yet"):
         demo(Path("https://example.org/book.txt"))
 
 

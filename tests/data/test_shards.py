@@ -153,7 +153,7 @@ def test_a_token_beyond_the_vocabulary_is_named(write_set):
     folder = write_set([1, 2, 299, 4])
     path = folder / "manifest.json"
     path.write_text(path.read_text().replace('"vocab_size": 300', '"vocab_size": 299'))
-    with pytest.raises(DataError, match=r"train-00000\.bin, byte 4: the value 299 is not below 299"):
+    with pytest.raises(DataError, match=r"train-00000\.bin, byte 4: the token id 299 is beyond the vocabulary, whose ids are below 299"):
         windows(Dataset.open(folder).split("train"), 2)
 
 

@@ -19,6 +19,7 @@ from flatout.wording import NAMES_ELSEWHERE, all_keys
 
 SHELL_BLOCK = re.compile(r"^```(?:sh|bash|console)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`((?:flatout|make|torchrun|python -m flatout) [^`\n]+)`")
+MESSAGES = re.compile(r"<!-- errors: generated .*?<!-- end of errors -->", re.DOTALL)
 PROGRAM = re.compile(r"^(?:flatout|python -m flatout|torchrun .*? -m flatout)\s+")
 QUICK = {("list",), ("runs",), ("--help",), ("--version",)}
 
@@ -28,7 +29,8 @@ def documents(root):
 
 
 def command_lines(text: str) -> list[str]:
-    """Commands in shell blocks, continued lines joined and comments dropped, and those quoted in sentences."""
+    """Commands in shell blocks, continued lines joined and comments dropped, and those quoted in sentences, but for messages of errors."""
+    text = MESSAGES.sub("", text)
     lines = [line for block in SHELL_BLOCK.findall(text) for line in block.replace("\\\n", " ").splitlines()]
     lines = [re.sub(r"\s+#\s.*$", "", line.removeprefix("$ ")).strip() for line in lines]
     parts = [part.strip() for line in lines for part in line.split("&&")]

@@ -1,0 +1,148 @@
+"""Data sets and runs on disk that cannot be used, or must not be written over."""
+
+import shutil
+from collections import namedtuple
+
+from asking import Case, World
+
+from flatout.training.folder import locked
+
+FULL = namedtuple("usage", "total used free")(10**12, 10**12, 1000)
+
+
+def edit(world: World, name: str, old: str, new: str) -> None:
+    path = world.path / name
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+def too_large_a_token(world: World) -> None:
+    """A token beyond the vocabulary, in a block whose checksum is right."""
+    import json
+    import zlib
+
+    world.overwrite("data/book/train-00000.bin", 20, b"\xff\xff")
+    path = world.path / "data/book/manifest.json"
+    manifest = json.loads(path.read_text())
+    crc = zlib.crc32((world.path / "data/book/train-00000.bin").read_bytes())
+    manifest["splits"]["train"]["shards"][0]["block_crc32"] = [crc]
+    path.write_text(json.dumps(manifest))
+
+
+def hold(world: World) -> None:
+    world.stack.enter_context(locked(world.path / "runs/first"))
+
+
+CASES = [
+    Case("no data", "train my.yaml data.path=", ("data.path",), ("flatout prepare",)),
+    Case("data that is not prepared", "train my.yaml data.path=data/new", ("data/new",), ("flatout prepare SOURCE --out data/new",)),
+    Case("a misspelt data set folder", "train my.yaml data.path=data/bok", ("data/bok",), ("'data/book'", "flatout prepare")),
+    Case("text where a data set should be", "train my.yaml data.path=book.txt", ("book.txt",), ("flatout prepare book.txt --out data/book",)),
+    Case("a folder that is no data set", "train my.yaml data.path=runs", ("runs", "manifest.json"), ("flatout prepare",)),
+    Case("a folder without a manifest", "inspect runs", ("runs", "manifest.json"), ("flatout prepare",)),
+    Case("a manifest that is not JSON", "train my.yaml", ("data/book/manifest.json",), ("again",), lambda w: w.write("data/book/manifest.json", "{")),
+    Case(
+        "a data set of a newer flatout",
+        "train my.yaml",
+        ("format_version 9",),
+        ("newer flatout",),
+        lambda w: edit(w, "data/book/manifest.json", '"format_version": 1', '"format_version": 9'),
+    ),
+    Case(
+        "a shard that is missing",
+        "train my.yaml",
+        ("data/book/train-00000.bin", "missing"),
+        ("flatout prepare",),
+        lambda w: (w.path / "data/book/train-00000.bin").unlink(),
+    ),
+    Case(
+        "a shard that is cut short",
+        "train my.yaml",
+        ("data/book/train-00000.bin", "bytes"),
+        ("flatout prepare",),
+        lambda w: w.write("data/book/train-00000.bin", b"short"),
+    ),
+    Case(
+        "a shard whose block fails its checksum",
+        "train my.yaml --run runs/new",
+        ("data/book/train-00000.bin, byte 0", "checksum"),
+        ("flatout prepare",),
+        lambda w: w.overwrite("data/book/train-00000.bin", 9, b"?"),
+        says="Training",
+        leaves=("runs/new",),
+    ),
+    Case(
+        "a token beyond the vocabulary",
+        "train my.yaml --run runs/new",
+        ("data/book/train-00000.bin, byte 20", "65535", "257"),
+        ("flatout prepare",),
+        too_large_a_token,
+        says="Training",
+        leaves=("runs/new",),
+    ),
+    Case(
+        "another tokenizer beside the tokens",
+        "train my.yaml --run runs/new",
+        ("data/book/tokenizer.json",),
+        ("flatout prepare",),
+        lambda w: w.write("data/book/tokenizer.json", "{}"),
+    ),
+    Case(
+        "a corpus shorter than one window",
+        "train my.yaml data.seq_len=8192 batch.tokens_per_step=8192 batch.rows_per_device=1",
+        ("data/book", "8192", "data.seq_len"),
+        ("data.seq_len=",),
+    ),
+    Case(
+        "data of another vocabulary than the run's",
+        "train my.yaml data.path=data/rows --run runs/first",
+        ("data/rows", "runs/first"),
+        ("runs/first/tokenizer.json",),
+        lambda w: w.rows(),
+    ),
+    Case("a run folder with other settings", "train my.yaml optim.lr=1 --run runs/first", ("runs/first", "optim.lr: 0.001 -> 1.0"), ("--run DIR",)),
+    Case("a run folder in use", "train my.yaml --run runs/first", ("runs/first", "process"), ("--run DIR",), hold),
+    Case("a run folder with other files in it", "train my.yaml --run data", ("data", "book"), ("--run DIR",)),
+    Case("a file where the run folder should be", "train my.yaml --run book.txt", ("book.txt",), ("--run DIR",)),
+    Case(
+        "a run folder that may not be written",
+        "train my.yaml --run closed/new",
+        ("closed/new", "Permission denied"),
+        ("--run DIR",),
+        lambda w: w.protect("closed"),
+    ),
+    Case("never resuming where a run is", "train my.yaml --run runs/first --resume never", ("runs/first",), ("--run DIR",)),
+    Case("a checkpoint to go on from that is not there", "train my.yaml --run runs/new --resume runs/old", ("runs/old",), ("step-100",)),
+    Case(
+        "a checkpoint that is torn",
+        "generate runs/first",
+        ("step-2", "bytes"),
+        ("copy",),
+        lambda w: w.write("runs/first/checkpoints/step-2/model-00000.safetensors", b"torn"),
+        says="Checkpoint step-2 cannot be used",
+    ),
+    Case(
+        "a run's config.yaml that is not YAML",
+        "generate runs/first",
+        ("runs/first/config.yaml", "line 1"),
+        ("Repair",),
+        lambda w: w.write("runs/first/config.yaml", "{"),
+    ),
+    Case(
+        "a run's config.yaml with an unknown key",
+        "eval runs/first",
+        ("config.yaml", "'optimm'"),
+        ("'optim'",),
+        lambda w: edit(w, "runs/first/config.yaml", "optim:", "optimm:"),
+    ),
+    Case("a run whose data is gone", "eval runs/first", ("data/book",), ("flatout prepare",), lambda w: shutil.rmtree(w.path / "data/book")),
+    Case(
+        "a disk too full to start",
+        "train my.yaml --run runs/new",
+        ("checkpoints", "free"),
+        ("checkpoint.keep",),
+        lambda w: w.patch.setattr(shutil, "disk_usage", lambda _: FULL),
+    ),
+    Case("a data set that is none", "inspect book.txt", ("book.txt",), ("flatout prepare",)),
+]

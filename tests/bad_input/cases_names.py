@@ -1,0 +1,51 @@
+"""Names and words that do not exist."""
+
+from asking import Case
+
+BROKEN = "train:\n  steps: [1, 2\noptim: {}\n"
+
+CASES = [
+    Case("a misspelt command", "trian my.yaml", ("'trian'",), ("'train'",)),
+    Case("a misspelt option", "prepare book.txt --outt data/new", ("--outt",), ("'--out'",)),
+    Case("a command without what it needs", "train", ("flatout train", "'recipe'"), ("flatout train shakespeare-char",)),
+    Case("an option without its value", "prepare book.txt --out", ("--out",), ("--out data/book",)),
+    Case("a misspelt recipe", "train shakespeare-chr", ("'shakespeare-chr'",), ("'shakespeare-char'",)),
+    Case("a recipe file that is not there", "train mine.yaml", ("mine.yaml",), ("'my.yaml'",)),
+    Case("a folder for a recipe", "train data", ("data", "folder"), ("YAML file",)),
+    Case("a folder that is called like a recipe", "train set.yaml", ("set.yaml", "folder"), ("YAML file",), lambda w: w.write("set.yaml/a.txt", "a")),
+    Case("a recipe without its suffix", "train my", ("'my'",), ("'my.yaml'",)),
+    Case(
+        "a recipe that is not YAML", "train broken.yaml", ("broken.yaml", "line 3, column 6"), ("Repair",), lambda w: w.write("broken.yaml", BROKEN)
+    ),
+    Case("a recipe that is not UTF-8", "train latin.yaml", ("latin.yaml", "byte 7"), ("UTF-8",), lambda w: w.write("latin.yaml", b"name: n\xe9\n")),
+    Case(
+        "a key given twice",
+        "train twice.yaml",
+        ("twice.yaml, line 2", "'optim'"),
+        ("Delete",),
+        lambda w: w.write("twice.yaml", "optim: {}\noptim: {}\n"),
+    ),
+    Case("a recipe that is a list", "train list.yaml", ("list.yaml",), ("optim:",), lambda w: w.write("list.yaml", "- 1\n- 2\n")),
+    Case("a misspelt key", "train my.yaml optim.lrr=1e-3", ("'optim.lrr'",), ("'optim.lr'",)),
+    Case("another tool's key", "train my.yaml learning_rate=1e-3", ("'learning_rate'",), ("'optim.lr'",)),
+    Case(
+        "a misspelt section of a recipe", "train odd.yaml", ("odd.yaml", "'optimm'"), ("'optim'",), lambda w: w.write("odd.yaml", "optimm: {lr: 1}\n")
+    ),
+    Case("a misspelt key of the model", "train my.yaml model.num_layer=2", ("'model.num_layer'",), ("'model.num_layers'",)),
+    Case("a misspelt model", "train my.yaml model.kind=transfomer", ("'transfomer'",), ("'transformer'",)),
+    Case(
+        "a model of one's own that is not there", "train my.yaml model.kind=nowhere:Model", ("'nowhere'", "'nowhere:Model'"), ("run from the folder",)
+    ),
+    Case("a misspelt optimizer", "train my.yaml optim.kind=adamv", ("'adamv'",), ("'adamw'",)),
+    Case("a misspelt schedule", "train my.yaml schedule.kind=cosin", ("'cosin'",), ("'cosine'",)),
+    Case("a misspelt speedup", "train my.yaml speedups=auto,-compil", ("'compil'",), ("'compile'",)),
+    Case("an override without `=`", "train my.yaml optim.lr", ("'optim.lr'",), ("optim.lr=3e-4",)),
+    Case("a key written as an option", "train my.yaml --optim.lr=1e-3", ("'--optim.lr'",), ("optim.lr=VALUE",)),
+    Case("a misspelt kind of entry", "list modles", ("'modles'",), ("'models'",)),
+    Case("a misspelt data set", "prepare shakespere --out data/new", ("'shakespere'",), ("'shakespeare'",)),
+    Case("a misspelt run", "generate frist", ("frist",), ("runs/first",)),
+    Case("a run that is none", "eval data/book", ("data/book",), ("flatout runs",)),
+    Case("a step without a checkpoint", "generate runs/first --checkpoint 7", ("runs/first", "step 7"), ("2",)),
+    Case("a checkpoint that is no step", "generate runs/first --checkpoint newest", ("'newest'",), ("best, last",)),
+    Case("a folder of runs that is not there", "runs rnus", ("rnus",), ("flatout runs",)),
+]

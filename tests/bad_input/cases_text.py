@@ -1,0 +1,109 @@
+"""Text, and what it is prepared with."""
+
+import bz2
+import gzip
+import sys
+
+from asking import Case, World
+
+NEW = "--out data/new --tokenizer byte"
+BAD_ROW = '{"text": "one"}\n{"text": "two"\n'
+OTHER_FIELD = '{"body": "one"}\n'
+
+
+def without_zstandard(world: World) -> None:
+    world.write("a.txt.zst", b"")
+    world.patch.setitem(sys.modules, "zstandard", None)
+
+
+CASES = [
+    Case("no source", "prepare --out data/new", ("'sources'",), ("flatout prepare book.txt",)),
+    Case("a file that is not there", f"prepare bok.txt {NEW}", ("bok.txt",), ("book.txt",)),
+    Case("a folder that is not there", f"prepare texts/a.txt {NEW}", ("texts",), ("Check the path",)),
+    Case(
+        "a folder without text", f"prepare pictures {NEW}", ("pictures",), ("'pictures/**/*.png'",), lambda w: w.write("pictures/a.png", b"\x89PNG")
+    ),
+    Case("an empty folder", f"prepare none {NEW}", ("none",), (".txt",), lambda w: (w.path / "none").mkdir()),
+    Case("a pattern that matches nothing", f"prepare 'texts/*.txt' {NEW}", ("'texts/*.txt'",), ("ls",)),
+    Case("an address for a file", f"prepare https://example.org/a.txt {NEW}", ("https://example.org/a.txt",), ("curl -LO",)),
+    Case("an empty corpus", f"prepare empty.txt {NEW}", ("empty.txt", "empty document"), ("text in it",), lambda w: w.write("empty.txt", "")),
+    Case("a corpus of one character", f"prepare one.txt {NEW}", ("one.txt", "1 character"), ("Add text",), lambda w: w.write("one.txt", "x")),
+    Case(
+        "bytes that are not UTF-8",
+        f"prepare latin.txt {NEW}",
+        ("latin.txt", "offset 3", "0xe9"),
+        ("iconv -f latin1",),
+        lambda w: w.write("latin.txt", b"caf\xe9 au lait"),
+    ),
+    Case(
+        "a line that is not JSON", f"prepare bad.jsonl {NEW}", ("bad.jsonl, line 2",), ("--on-bad-row skip",), lambda w: w.write("bad.jsonl", BAD_ROW)
+    ),
+    Case(
+        "a row without the field",
+        f"prepare odd.jsonl {NEW}",
+        ("odd.jsonl, line 1", "'text'"),
+        ("--text-field body",),
+        lambda w: w.write("odd.jsonl", OTHER_FIELD),
+    ),
+    Case("a truncated .gz", f"prepare a.txt.gz {NEW}", ("a.txt.gz",), ("whole",), lambda w: w.write("a.txt.gz", gzip.compress(b"x" * 5000)[:-9])),
+    Case("a file called .gz that is not", f"prepare a.txt.gz {NEW}", ("a.txt.gz", "gzip"), ("whole",), lambda w: w.write("a.txt.gz", "plain")),
+    Case("a truncated .bz2", f"prepare a.txt.bz2 {NEW}", ("a.txt.bz2",), ("whole",), lambda w: w.write("a.txt.bz2", bz2.compress(b"x" * 5000)[:-9])),
+    Case(
+        "a .zst without the package for it",
+        f"prepare a.txt.zst {NEW}",
+        ("a.txt.zst", "zstandard"),
+        ('pip install "flatout[zstd]"',),
+        without_zstandard,
+    ),
+    Case(
+        "a field that is not text",
+        f"prepare odd.jsonl {NEW}",
+        ("odd.jsonl, line 1", "'text'", "int"),
+        ("--text-field",),
+        lambda w: w.write("odd.jsonl", '{"text": 7}\n'),
+    ),
+    Case(
+        "a folder that holds another data set",
+        "prepare rows.jsonl --out data/book --tokenizer byte",
+        ("data/book", "book.txt", "rows.jsonl"),
+        ("another --out",),
+    ),
+    Case(
+        "another tokenizer for the same folder",
+        "prepare book.txt --out data/book --tokenizer char",
+        ("data/book", "'byte'", "'char'"),
+        ("another --out",),
+    ),
+    Case("a folder in which other files lie", "prepare book.txt --out runs", ("runs",), ("another --out",)),
+    Case("a file where the folder should be", "prepare book.txt --out my.yaml", ("my.yaml",), ("another --out",)),
+    Case(
+        "a folder that may not be written",
+        "prepare book.txt --out closed/new --tokenizer byte",
+        ("closed/new", "Permission denied"),
+        ("--out",),
+        lambda w: w.protect("closed"),
+    ),
+    Case("a split rule that leaves nothing", f"prepare book.txt {NEW} --split 'tail 2'", ("'tail 2'",), ("'tail 0.1'",)),
+    Case("an unknown tokenizer", "prepare book.txt --out data/new --tokenizer chr", ("'chr'",), ("'char'",)),
+    Case(
+        "a tokenizer file that is not there",
+        "prepare book.txt --out data/new --tokenizer tok/tokenizer.json",
+        ("tok/tokenizer.json",),
+        ("Check the path",),
+    ),
+    Case("a file that is no tokenizer", "prepare book.txt --out data/new --tokenizer my.yaml", ("my.yaml",), ("tokenizer.json",)),
+    Case("a vocabulary smaller than the bytes", "prepare book.txt --out data/new --tokenizer train:100", ("'train:100'",), ("train:4096",)),
+    Case("a limit of nothing", f"prepare book.txt {NEW} --max-documents 0", ("--max-documents 0",), ("Leave --max-documents out",)),
+    Case("a source called with what it does not take", f"prepare synthetic:document=5 {NEW}", ("'synthetic'", "'document'"), ("documents",)),
+    Case("a parameter without `=`", f"prepare synthetic:5 {NEW}", ("'5'",), ("synthetic:documents=1000",)),
+    Case("a folder for `demo`", "demo data", ("data",), ("flatout prepare",)),
+    Case("an address for `demo`", "demo https://example.org/a.txt", ("https://example.org/a.txt",), ("curl -LO",)),
+    Case(
+        "a text for `demo` that is not UTF-8",
+        "demo latin.txt",
+        ("latin.txt", "offset 3"),
+        ("iconv -f latin1",),
+        lambda w: w.write("latin.txt", b"caf\xe9 au lait"),
+    ),
+    Case("an empty file for `demo`", "demo empty.txt", ("empty.txt",), ("kilobytes",), lambda w: w.write("empty.txt", "")),
+]
