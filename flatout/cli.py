@@ -223,7 +223,7 @@ def _call(command: Command, values: dict[str, Any]) -> None:
     progress: Progress = terminal if speaks else SILENT
     try:
         if command.check is not None:
-            command.check(**values)
+            command.check(**{name: values[name] for name in inspect.signature(command.check).parameters})
         if command.needs_torch:
             with progress.task("Loading torch"):
                 importlib.import_module("torch")

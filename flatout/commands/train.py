@@ -98,7 +98,7 @@ def train(
     return train_config(load_config(recipe, overrides or ()), run=run, resume=resume, observers=observers, progress=progress)
 
 
-def check(recipe: str, overrides: list[str] | None, run: Path | None, resume: str) -> None:
+def check(recipe: str, overrides: list[str] | None) -> None:
     """Do nothing when nothing is wrong with the words of a command line that can be told without torch.
 
     Raises: UsageError.

@@ -35,6 +35,7 @@ class RunReport:
         self._step = 0
         self._last_step = -1
         self._said = ""
+        self._speedups: set[str] = set()
         self._epoch = 0
         self._epoch_said_s = -math.inf
         self._losses: list[float] = []
@@ -74,6 +75,12 @@ class RunReport:
         """Leave a line for what happened; the last sample belongs to the closing lines."""
         if event.get("event") == "sample" and self._step == self._last_step:
             return
+        if event.get("event") in ("start", "resume"):
+            self._speedups.clear()
+        if event.get("event") == "speedup":
+            if event["name"] in self._speedups:
+                return  # what changed it has said so
+            self._speedups.add(event["name"])
         if event.get("event") == "stop":
             self._close()
         line = _event_line(event)

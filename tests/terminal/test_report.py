@@ -87,6 +87,7 @@ def test_events_leave_lines(terminal):
     report.on_start(run_at(0))
     report.on_tick(1, 2)
     report.on_event({"event": "speedup", "name": "compile", "on": False, "reason": "short run"})
+    report.on_event({"event": "speedup", "name": "compile", "on": False, "reason": "said by the compiler's caller"})
     report.on_event({"event": "save", "path": "runs/a/checkpoints/step-1"})
     report.on_event({"event": "save", "path": "runs/a/checkpoints/step-1"})
     report.on_event({"event": "sample", "step": 1, "text": "def f():\x1b[2J\n    pass\n"})
