@@ -54,8 +54,7 @@ def measure(folder: Path, text: Path, repeats: int, steps: int, long_steps: int)
             run = folder / f"{name}-{repeat}"
             rows[name].append(train(run, data, count, wish))
             print(f"repeat {repeat + 1}: {name}: {rows[name][-1]['tokens_per_s']:,.0f} tokens/s", file=sys.stderr)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE).stdout.strip()
-    return {"machine": probe().describe(), "commit": commit, "repeats": repeats, "steps": steps, "long_steps": long_steps, "rows": rows}
+    return {"machine": probe().describe(), "commit": commit(), "repeats": repeats, "steps": steps, "long_steps": long_steps, "rows": rows}
 
 
 def train(run: Path, data: Path, steps: int, wish: str) -> dict:
@@ -75,6 +74,11 @@ def flatout(*words: str) -> dict:
         raise SystemExit(done.stderr)
     figures = {name: value for name, value in json.loads(done.stdout.splitlines()[-1]).items() if name not in PATHS}
     return {**figures, "process_s": time.perf_counter() - began}
+
+
+def commit() -> str:
+    """Return the commit that is checked out, short."""
+    return subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE).stdout.strip()
 
 
 def spread(values: list[float], digits: int = 0) -> str:
