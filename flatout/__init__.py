@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from flatout.commands.bench import bench
     from flatout.commands.demo import demo
     from flatout.commands.eval import evaluate
     from flatout.commands.generate import generate as sample
@@ -41,6 +42,7 @@ __all__ = [
     "Section",
     "Terminal",
     "__version__",
+    "bench",
     "demo",
     "evaluate",
     "inspect",
@@ -64,6 +66,7 @@ _HOMES = {
     "RunReport": "flatout.terminal",
     "Section": "flatout.config",
     "Terminal": "flatout.terminal",
+    "bench": "flatout.commands.bench",
     "demo": "flatout.commands.demo",
     "evaluate": "flatout.commands.eval",
     "inspect": "flatout.commands.inspect",

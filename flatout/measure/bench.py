@@ -1,0 +1,193 @@
+"""Measure a ladder or a sweep: repeats interleaved over the points, each in a fresh process, within the minutes there are."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from flatout.config import RunConfig
+from flatout.errors import ConfigError, Interrupted
+from flatout.measure.budget import Budget
+from flatout.measure.experiment import Experiment, Point, with_speedups
+from flatout.measure.judge import Measured, ladder_rows
+from flatout.measure.ladder import BASELINE, make_ladder, promise_between
+from flatout.measure.picture import picture
+from flatout.measure.results import Figure, Report, Row, Trial, commit_of_package, place_for, write
+from flatout.measure.statistics import deviations, interval
+from flatout.measure.sweep import sweep_experiment
+from flatout.measure.table import table
+from flatout.measure.trial import TrialResult, TrialSpec, run_trial
+from flatout.measure.workload import Settled, settle
+from flatout.parallel.rendezvous import stated_ranks
+from flatout.progress import SILENT, Progress
+from flatout.training.start import warn_of_others
+
+LOSS_STEPS = 20
+"""First losses that are compared."""
+LADDER = "ladder"
+
+RunTrial = Callable[[TrialSpec, float], TrialResult]
+
+
+@dataclass
+class Rounds:
+    """What came of all rounds."""
+
+    trials: list[Trial]
+    begun: int = 0
+    is_complete: bool = True
+
+
+def run_bench(
+    asked: RunConfig,
+    *,
+    minutes: float | None = None,
+    repeats: int | None = None,
+    sweep: str | None = None,
+    out: Path | None = None,
+    progress: Progress = SILENT,
+    trial: RunTrial = run_trial,
+    clock: Callable[[], float] = time.monotonic,
+) -> tuple[Report, Path]:
+    """Measure the ladder of a recipe, or a sweep, and write bench.json, table.md and bench.svg; return the report and its folder.
+
+    An interruption ends the measuring; what has been measured by then is judged and written.
+    Raises: UsageError before anything was measured.
+    """
+    began_s, began = clock(), datetime.now().astimezone()
+    if stated_ranks().world_size > 1:
+        raise ConfigError("bench measures one process, and this one is one of several.", fix="Start it without torchrun.")
+    place = place_for(asked, sweep or LADDER, out)
+    with progress.task("Settling the configuration"):
+        settled = settle(asked)
+    if settled.config.train.device == "cpu":
+        warn_of_others(settled.machine, progress)
+    experiment = sweep_experiment(sweep, asked, settled) if sweep else ladder_experiment(asked, settled)
+    budget = Budget(len(experiment.points), minutes=minutes, repeats=repeats, began_s=began_s, clock=clock)
+    with tempfile.TemporaryDirectory(prefix="flatout-bench-") as scratch:
+        rounds = measure(experiment, asked, budget, Path(scratch), trial, progress)
+    found = Measured(rounds.trials)
+    rows = experiment.rows(found)
+    report = Report(
+        kind=experiment.kind,
+        recipe=asked.name,
+        config=asked.to_dict(),
+        config_digest=asked.digest(),
+        machine=settled.machine.describe(),
+        environment=next((t.result.environment for t in rounds.trials if t.result.is_ok), {}),
+        commit=commit_of_package(),
+        began=began.isoformat(timespec="seconds"),
+        wall_s=round(clock() - began_s, 1),
+        minutes=minutes,
+        repeats=rounds.begun,
+        complete=rounds.is_complete,
+        notes=notes(settled, experiment, rounds, rows),
+        rows=rows,
+        total_speedup=total_speedup(experiment, found),
+        trials=rounds.trials,
+    )
+    write(report, table(report), picture(report), place)
+    return report, place
+
+
+def ladder_experiment(asked: RunConfig, settled: Settled) -> Experiment:
+    """Return the points of the ladder; rungs with equal sets of speedups share one."""
+    ladder = make_ladder(asked, settled.decisions, settled.machine)
+    first: dict[frozenset[str], str] = {}
+    shared = {rung.name: first.setdefault(frozenset(rung.speedups), rung.name) for rung in ladder.rungs}
+    points = tuple(Point(name, with_speedups(ladder.rung(name).speedups)) for name in dict.fromkeys(shared.values()))
+    pairs = [(rung.speedups, ladder.rung(rung.against).speedups) for rung in ladder.rungs if rung.against]
+    return Experiment(
+        LADDER,
+        points,
+        lambda found: ladder_rows(ladder, shared, found, asked),
+        loss_steps=LOSS_STEPS,
+        losses_each_round=any(promise_between(*pair).kind == "statistical" for pair in pairs),
+        total=(shared[ladder.full], BASELINE),
+    )
+
+
+def measure(experiment: Experiment, asked: RunConfig, budget: Budget, scratch: Path, trial: RunTrial, progress: Progress) -> Rounds:
+    """Measure every point once a round, until the rounds or the time are over, or somebody interrupts.
+
+    Round r trains every point with the recipe's seed + r, so that the losses of a round can be compared. A point that fails in
+    its first round is not tried again.
+    """
+    rounds, alive = Rounds([]), {point.name: point for point in experiment.points}
+    with progress.task("Measuring", total=budget.work) as task:
+        try:
+            for number in range(budget.repeats):
+                budget.plan(number)
+                due = in_turn(budget.fits(list(alive)) if number else list(alive), number)
+                due = [name for name in due if name in alive]
+                if not due:
+                    break
+                rounds.begun = number + 1
+                for place, name in enumerate(due):
+                    if not budget.allows(name):
+                        continue
+                    task.note(f"round {number + 1} of {budget.repeats}, {name}")
+                    limit_s = budget.limit_s(len(due) - place + (len(alive) if number == 0 else 0))
+                    spec = TrialSpec(
+                        config=asked.with_values({**alive[name].values, "train.seed": asked.train.seed + number}).to_dict(),
+                        folder=tempfile.mkdtemp(dir=scratch),
+                        seconds=budget.seconds,
+                        loss_steps=experiment.loss_steps if number == 0 or experiment.losses_each_round else 0,
+                        limit_s=limit_s,
+                    )
+                    done = Trial(point=name, round=number, seed=asked.train.seed + number, result=trial(spec, budget.timeout_s(name)))
+                    budget.record(name, done.result.process_s)
+                    rounds.trials.append(done)
+                    task.advance(budget.worked(done.result.process_s))
+                    if not done.result.is_ok:
+                        del alive[name]
+        except (KeyboardInterrupt, Interrupted):
+            rounds.is_complete = False
+    return rounds
+
+
+def in_turn(names: Sequence[str], number: int) -> list[str]:
+    """Return the order of round `number`: neighbours stay neighbours, so that what is compared is measured close together.
+
+    Every round begins at another point, and every other one goes backwards, so that a machine that slows down over the
+    minutes, or within a round, favours none of them.
+    """
+    if not names:
+        return []
+    start = number * len(names) * 2 // 5 % len(names)
+    order = [*names[start:], *names[:start]]
+    return order[::-1] if number % 2 else order
+
+
+def total_speedup(experiment: Experiment, found: Measured) -> Figure | None:
+    """Return how many times faster the full set is than the baseline; None when one of them gave no figures."""
+    if experiment.total is None:
+        return None
+    ratios = found.ratios(*experiment.total)
+    noise = deviations(found.ratios(point.name, experiment.total[1]) for point in experiment.points if point.name != experiment.total[1])
+    return Figure.of(interval(ratios, shared=noise)) if ratios else None
+
+
+def notes(settled: Settled, experiment: Experiment, rounds: Rounds, rows: Sequence[Row]) -> list[str]:
+    """Return what a reader of the figures has to know about how they were made."""
+    said = []
+    if not rounds.is_complete:
+        said.append("It was interrupted: these are the trials that had ended by then.")
+    counts = [row.repeats for row in rows if row.repeats]
+    if counts and min(counts) < max(counts):
+        said.append(f"Not every line has {max(counts)} repeats: the time was up, or one failed. n says how many it has.")
+    missing = [row.name for row in rows if row.status == "not-measured" and row.kind != "absent"]
+    if missing:
+        said.append(f"There was no time for: {', '.join(missing)}. Give it more --minutes.")
+    measured = [trial.result for trial in rounds.trials if trial.result.is_ok]
+    if measured:
+        steps = statistics.median(result.measured_steps or 0 for result in measured)
+        said.append(
+            f"A trial measured {steps:.0f} steps (median) after {statistics.median(r.warmup_steps or 0 for r in measured):.0f} of warming up."
+        )
+    return said

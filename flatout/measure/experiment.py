@@ -1,0 +1,41 @@
+"""What is measured: points, each a configuration of its own, and how rows come of their trials."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from flatout.measure.judge import Measured
+from flatout.measure.results import Row
+
+
+@dataclass(frozen=True)
+class Point:
+    """One configuration that is measured."""
+
+    name: str
+    values: Mapping[str, Any]
+    """Keys laid over the configuration that was asked for."""
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """All points, the most important first: the last ones give way when the time is short."""
+
+    kind: str
+    """ladder, or what is swept."""
+    points: tuple[Point, ...]
+    rows: Callable[[Measured], list[Row]]
+    """The table, from the trials."""
+    loss_steps: int = 0
+    """First losses that are compared."""
+    losses_each_round: bool = False
+    """Whether every round needs all of them: a statistical promise is judged over seeds."""
+    total: tuple[str, str] | None = None
+    """The fastest and the slowest point, whose ratio is the total speedup."""
+
+
+def with_speedups(names: Iterable[str]) -> dict[str, Any]:
+    """Return the configuration keys that switch on these speedups and no others; a precision is one of them."""
+    return {"speedups": list(names) or "none", "train.precision": "auto"}

@@ -1,0 +1,143 @@
+"""From trials to verdicts: gains with their intervals, and whether each promise was kept."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from flatout.config import RunConfig
+from flatout.measure.ladder import Ladder, Rung, promise_between
+from flatout.measure.results import Figure, Row, Trial
+from flatout.measure.statistics import deviations, interval, mean_interval
+from flatout.measure.trial import TrialResult
+from flatout.recipe import Promise
+
+FINAL_LOSSES = 5
+"""Last losses whose mean stands for the final loss: one alone is noisier than the difference that is looked for."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The trials of all points, by point and round."""
+
+    trials: Sequence[Trial]
+
+    def ok(self, point: str) -> dict[int, TrialResult]:
+        """Return the point's results that gave figures, by round."""
+        return {trial.round: trial.result for trial in self.trials if trial.point == point and trial.result.is_ok}
+
+    def failed(self, point: str) -> TrialResult | None:
+        """Return the point's first result that gave none."""
+        return next((trial.result for trial in self.trials if trial.point == point and not trial.result.is_ok), None)
+
+    def rates(self, point: str) -> list[float]:
+        """Return the point's tokens a second, a repeat each."""
+        return [result.tokens_per_s or 0.0 for result in self.ok(point).values()]
+
+    def ratios(self, fast: str, slow: str) -> list[float]:
+        """Return how many times faster one point was than another, a round each in which both were measured."""
+        one, other = self.ok(fast), self.ok(slow)
+        return [(one[r].tokens_per_s or 0.0) / (other[r].tokens_per_s or 1.0) for r in sorted(one.keys() & other.keys())]
+
+
+def measured_row(name: str, kind: str, point: str, found: Measured, shared: Sequence[float]) -> Row:
+    """Return the line of one point, as far as it needs no other."""
+    results = list(found.ok(point).values())
+    failed = found.failed(point)
+    if not results:
+        status, reason = (failed.status, failed.reason) if failed else ("not-measured", "not measured: the time was up.")
+        return Row(name=name, kind=kind, status=status, reason=reason)
+    middle = {key: median_of(results, key) for key in ("step_ms", "data_ms", "host_ms", "device_ms")}
+    return Row(
+        name=name,
+        kind=kind,
+        reason=f"{failed.status} in one repeat: {failed.reason}" if failed else None,
+        repeats=len(results),
+        tokens_per_s=Figure.of(interval(found.rates(point), shared=shared)),
+        peak_gib=max((result.peak_gib for result in results if result.peak_gib is not None), default=None),
+        rows_per_device=results[0].rows_per_device,
+        accumulate=results[0].accumulate,
+        warmup_steps=round(statistics.median(result.warmup_steps or 0 for result in results)),
+        **middle,
+    )
+
+
+def median_of(results: Sequence[TrialResult], key: str) -> float | None:
+    """Return the median of a figure over repeats; None when none has it."""
+    values = [value for result in results if (value := getattr(result, key)) is not None]
+    return statistics.median(values) if values else None
+
+
+def ladder_rows(ladder: Ladder, points: Mapping[str, str], found: Measured, config: RunConfig) -> list[Row]:
+    """Return the lines of a ladder; `points` names the point whose trials a rung shares."""
+    pairs = {rung.name: against for rung in ladder.rungs if (against := measured_against(rung, ladder, points, found)) is not None}
+    noise_of_rates = deviations(found.rates(point) for point in dict.fromkeys(points.values()))
+    ratios = {name: gains(ladder.rung(name), against, points, found) for name, against in pairs.items()}
+    noise_of_gains = deviations(ratios.values())
+    rows = []
+    for rung in ladder.rungs:
+        row = measured_row(rung.name, rung.kind, points[rung.name], found, noise_of_rates)
+        update: dict[str, object] = {"speedup": rung.speedup, "speedups": list(rung.speedups), "against": rung.against}
+        if rung.name in pairs and ratios[rung.name]:
+            gain = Figure.of(interval(ratios[rung.name], shared=noise_of_gains))
+            update |= {"against": pairs[rung.name].name, "gain": gain, "verdict": gain.verdict()}
+            update |= judged(rung, pairs[rung.name], points, found, config)
+        rows.append(row.model_copy(update=update))
+    return rows + [
+        Row(name=absent.speedup, kind="absent", speedup=absent.speedup, status="not-measured", reason=absent.reason) for absent in ladder.absent
+    ]
+
+
+def measured_against(rung: Rung, ladder: Ladder, points: Mapping[str, str], found: Measured) -> Rung | None:
+    """Return the rung that `rung` is compared with: the nearest one below it that gave figures."""
+    below = rung.against
+    while below is not None:
+        candidate = ladder.rung(below)
+        if found.ok(points[below]):
+            return candidate
+        below = candidate.against
+    return None
+
+
+def gains(rung: Rung, against: Rung, points: Mapping[str, str], found: Measured) -> list[float]:
+    """Return how many times faster the rung's speedup makes it, a round each; leaving it out is the other way round."""
+    fast, slow = points[rung.name], points[against.name]
+    return found.ratios(slow, fast) if rung.kind == "left-out" else found.ratios(fast, slow)
+
+
+def judged(rung: Rung, against: Rung, points: Mapping[str, str], found: Measured, config: RunConfig) -> dict[str, object]:
+    """Return what a row says of the losses."""
+    one, other = found.ok(points[rung.name]), found.ok(points[against.name])
+    pairs = [(one[r].losses, other[r].losses) for r in sorted(one.keys() & other.keys())]
+    pairs = [(a[: len(b)], b[: len(a)]) for a, b in pairs if a and b]
+    promise = promise_between(rung.speedups, against.speedups)
+    if not pairs:
+        return {"promise": promise.kind, "promise_reason": "no losses to compare"}
+    dropout = float(config.model.own().get("dropout") or 0.0)
+    kept, reason = keeps(promise, pairs, dropout=dropout)
+    return {"loss_difference": largest_difference(pairs), "promise": promise.kind, "promise_kept": kept, "promise_reason": reason}
+
+
+def keeps(promise: Promise, pairs: Sequence[tuple[Sequence[float], Sequence[float]]], *, dropout: float = 0.0) -> tuple[bool | None, str]:
+    """Say whether losses, (with, without) a repeat each on the same batches, keep a promise, and how that was judged.
+
+    Exact and rounding must hold in every repeat. A statistical promise is kept unless the interval over seeds of the difference
+    of the final losses lies above 0. Returns None where it cannot be judged.
+    """
+    steps = max(len(fast) for fast, _ in pairs)
+    if promise.kind == "statistical":
+        difference = mean_interval([statistics.fmean(fast[-FINAL_LOSSES:]) - statistics.fmean(plain[-FINAL_LOSSES:]) for fast, plain in pairs])
+        if difference.low is None or difference.high is None:
+            return None, "not judged: a statistical promise needs two repeats"
+        words = f"final loss {difference.median:+.4f} ({difference.low:+.4f} to {difference.high:+.4f}) over {len(pairs)} seeds"
+        return difference.low <= 0, words
+    if promise.kind == "rounding" and dropout:
+        return None, f"not judged: model.dropout={dropout:g} draws other numbers"
+    allowed = "bit-equal" if promise.kind == "exact" else f"within {promise.rtol:.0e}"
+    return all(promise.holds(fast, plain) for fast, plain in pairs), f"{steps} losses, {allowed} promised"
+
+
+def largest_difference(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> float:
+    """Return the largest relative difference of a loss."""
+    return max(abs(a - b) / abs(b) if b else abs(a - b) for fast, plain in pairs for a, b in zip(fast, plain, strict=True))

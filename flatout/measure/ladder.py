@@ -1,0 +1,139 @@
+"""Which sets of speedups are measured, and what each is compared with.
+
+The ladder begins at `baseline()` and adds one speedup at a time until it is the full set, the one that `train` would use. Then
+each is left out of the full set, and each that is off under `auto` but could run here is put into it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from flatout.config import RunConfig
+from flatout.hardware import Machine
+from flatout.recipe import Promise, Speedup
+from flatout.registry import SPEEDUPS
+from flatout.selection import Decision, all_speedups, parse_wish
+
+Kind = Literal["baseline", "added", "left-out", "put-in"]
+
+BASELINE = "baseline"
+STRICTNESS = ("exact", "rounding", "statistical")
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One set of speedups."""
+
+    name: str
+    kind: Kind
+    speedups: tuple[str, ...]
+    speedup: str | None
+    """The one that this rung is about."""
+    against: str | None
+    """The rung it is compared with: the one below, or the full set."""
+
+
+@dataclass(frozen=True)
+class Absent:
+    """A speedup that has no rung."""
+
+    speedup: str
+    reason: str
+    """Why: a sentence."""
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """Everything that is measured, and everything that is not, with the reason."""
+
+    rungs: tuple[Rung, ...]
+    absent: tuple[Absent, ...]
+    full: str
+    """The rung that holds the full set."""
+
+    def rung(self, name: str) -> Rung:
+        """Return the rung of that name."""
+        return next(rung for rung in self.rungs if rung.name == name)
+
+
+def make_ladder(config: RunConfig, decisions: Sequence[Decision], machine: Machine) -> Ladder:
+    """Return the ladder for the speedups that `decisions` has on.
+
+    A speedup that is off is put into the full set when `speedups` leaves the choice to auto, does not drop it, and nothing
+    stands against it; a list of speedups is measured as it stands.
+    """
+    known = {speedup.name: speedup for speedup in [*all_speedups(), *(SPEEDUPS.get(d.name) for d in decisions if ":" in d.name)]}
+    full = in_order((d.name for d in decisions if d.on), known)
+    rungs = [Rung(BASELINE, "baseline", (), None, None)]
+    for count, name in enumerate(full, 1):
+        rungs.append(Rung(f"+ {name}", "added", tuple(full[:count]), name, rungs[-1].name))
+    top = rungs[-1].name
+    rungs += [Rung(f"all but {name}", "left-out", without(full, name, known), name, top) for name in full]
+    absent: list[Absent] = []
+    for decision in decisions:
+        if decision.on:
+            continue
+        found = put_in(decision.name, full, known, config, machine)
+        why_not = found if isinstance(found, str) else reason_to_leave(decision, config)
+        if why_not is not None:
+            absent.append(Absent(decision.name, why_not))
+        elif isinstance(found, tuple):
+            rungs.append(Rung(f"all and {decision.name}", "put-in", found, decision.name, top))
+    return Ladder(tuple(rungs), tuple(absent), top)
+
+
+def in_order(names: Iterable[str], known: dict[str, Speedup]) -> list[str]:
+    """Return names in the order of the ladder, none before what it needs."""
+    wanted, order = set(names), list(known)
+    placed: list[str] = []
+    while wanted:
+        ready = [name for name in sorted(wanted, key=order.index) if not wanted & set(known[name].needs)]
+        placed.append(ready[0])
+        wanted.remove(ready[0])
+    return placed
+
+
+def without(full: Sequence[str], name: str, known: dict[str, Speedup]) -> tuple[str, ...]:
+    """Return the full set without a speedup and without all that need it."""
+    gone = {name}
+    while more := {other for other in full if other not in gone and gone & set(known[other].needs)}:
+        gone |= more
+    return tuple(other for other in full if other not in gone)
+
+
+def put_in(name: str, full: Sequence[str], known: dict[str, Speedup], config: RunConfig, machine: Machine) -> tuple[str, ...] | str:
+    """Return the full set with a speedup and its needs, in the place of those that fill the same slots; or why that cannot be."""
+    wanted: list[str] = []
+    queue = [name]
+    while queue:
+        speedup = known[queue.pop()]
+        why_not = speedup.why_not(machine, config)
+        if why_not:
+            return f"cannot run here, because: {why_not}" if speedup.name == name else f"cannot run here, because {speedup.name} cannot: {why_not}"
+        wanted.append(speedup.name)
+        queue += [need for need in speedup.needs if need not in wanted]
+    slots = {slot for part in wanted for slot in known[part].fills}
+    kept = tuple(full)
+    for rival in full:
+        if rival not in wanted and slots & set(known[rival].fills):
+            kept = tuple(other for other in kept if other in without(kept, rival, known))
+    return tuple(in_order({*kept, *wanted}, known))
+
+
+def reason_to_leave(decision: Decision, config: RunConfig) -> str | None:
+    """Return why a speedup that could run is not tried, None when it is."""
+    wish = parse_wish(config.speedups)
+    if decision.name in wish.dropped or not wish.auto:
+        return f"not measured: {decision.reason}."
+    if config.train.precision != "auto" and "precision" in SPEEDUPS.get(decision.name).fills:
+        return f"not measured: train.precision={config.train.precision} is set."
+    return None
+
+
+def promise_between(one: Iterable[str], other: Iterable[str]) -> Promise:
+    """Return what may differ between the losses of two sets: the loosest kind of what they do not share, and all its rounding."""
+    promises = [SPEEDUPS.get(name).promise for name in set(one) ^ set(other)]
+    loosest = max(promises, key=lambda promise: STRICTNESS.index(promise.kind), default=Promise.exact())
+    return Promise(loosest.kind, sum(promise.rtol for promise in promises))

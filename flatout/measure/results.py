@@ -1,0 +1,213 @@
+"""What a bench writes down: every trial's figures, and what they come to. bench.json holds one `Report`."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from flatout.config import RunConfig
+from flatout.errors import ConfigError
+from flatout.measure.statistics import Interval
+from flatout.measure.trial import TrialResult
+from flatout.registry import PACKAGE_DIR
+from flatout.training.files import write_text
+from flatout.training.folder import run_name
+
+FORMAT_VERSION = 1
+JSON, TABLE, PICTURE = "bench.json", "table.md", "bench.svg"
+BENCHES = Path("bench")
+"""Where results lie unless --out says otherwise."""
+
+
+class Written(BaseModel):
+    """Base of what bench.json holds."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class Figure(Written):
+    """A median of repeats with its 95% interval."""
+
+    median: float
+    """Of the repeats."""
+    low: float | None
+    """null: too few repeats to say."""
+    high: float | None
+    """null: too few repeats to say."""
+
+    @classmethod
+    def of(cls, interval: Interval) -> Figure:
+        """Return the figure of an interval."""
+        return cls(median=interval.median, low=interval.low, high=interval.high)
+
+    def verdict(self) -> str:
+        """Say what a gain comes to: faster, slower, or no measurable gain."""
+        if self.low is None or self.high is None:
+            return f"x{self.median:.2f}, too few repeats to be sure"
+        if self.low <= 1 <= self.high:
+            return "no measurable gain"
+        return f"x{self.median:.2f}" if self.median > 1 else f"slower, x{self.median:.2f}"
+
+
+class Trial(Written):
+    """One measurement in one process."""
+
+    point: str
+    """Which set of speedups, or which size."""
+    round: int
+    """Counted from 0; every point is measured once a round."""
+    seed: int
+    """train.seed, the same for all points of a round."""
+    result: TrialResult
+    """What came of it."""
+
+
+class Row(Written):
+    """One line of the table: a rung of the ladder, a size of a sweep, or what could not be measured."""
+
+    name: str
+    """What the line is about."""
+    kind: str
+    """baseline, added, left-out, put-in, point; absent: never measured."""
+    speedup: str | None = None
+    """The speedup it is about."""
+    speedups: list[str] = []
+    """All that were on."""
+    against: str | None = None
+    """The line it is compared with."""
+    status: str = "ok"
+    """ok, out-of-memory, failed, timed-out, not-measured."""
+    reason: str | None = None
+    """Why it is not ok, or has fewer repeats than others."""
+    repeats: int = 0
+    """Trials that gave figures."""
+    tokens_per_s: Figure | None = None
+    """Tokens of a measured second."""
+    gain: Figure | None = None
+    """How many times faster this speedup makes it, from the paired repeats; of `left-out`, faster than without it."""
+    verdict: str = ""
+    """The gain in words."""
+    loss_difference: float | None = None
+    """Largest relative difference of a loss from that of `against` on the same batches."""
+    promise: str | None = None
+    """exact, rounding or statistical."""
+    promise_kept: bool | None = None
+    """null: not judged."""
+    promise_reason: str | None = None
+    """How the promise was judged, or why not."""
+    step_ms: float | None = None
+    """Median of the repeats' mean step."""
+    data_ms: float | None = None
+    """Of it, waiting for data."""
+    host_ms: float | None = None
+    """Of it, the host's own."""
+    device_ms: float | None = None
+    """Of it, the device's work."""
+    peak_gib: float | None = None
+    """Most memory of any repeat."""
+    rows_per_device: int | None = None
+    """Windows of a micro-batch."""
+    accumulate: int | None = None
+    """Micro-batches of a step."""
+    warmup_steps: int | None = None
+    """Median of the steps before the measured ones."""
+
+
+class Report(Written):
+    """One bench: bench.json."""
+
+    format_version: int = FORMAT_VERSION
+    """Version of this file's format."""
+    kind: str
+    """ladder, or what was swept."""
+    recipe: str
+    """Its name."""
+    config: dict[str, Any]
+    """The configuration as it was asked for."""
+    config_digest: str
+    """SHA-256 of it."""
+    machine: str
+    """Processor, memory, GPUs."""
+    environment: dict[str, str | int]
+    """Device, threads, versions."""
+    commit: str | None
+    """Of flatout, where it runs from a checkout; with + when that was changed."""
+    began: str
+    """Date and time."""
+    wall_s: float
+    """Seconds of the whole bench."""
+    minutes: float | None
+    """The limit that was set."""
+    repeats: int
+    """Rounds that were begun."""
+    complete: bool
+    """Whether it was not interrupted."""
+    notes: list[str]
+    """What a reader of the figures has to know."""
+    rows: list[Row]
+    """The table."""
+    total_speedup: Figure | None
+    """The full set against the baseline."""
+    trials: list[Trial]
+    """Every measurement."""
+
+
+def commit_of_package() -> str | None:
+    """Return the commit that the package runs from, with + when files were changed since; None when it is not from a checkout."""
+
+    def git(*words: str) -> str | None:
+        try:
+            done = subprocess.run(["git", "-C", str(PACKAGE_DIR), *words], capture_output=True, text=True, check=False)
+        except OSError:
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    if git("ls-files", "--error-unmatch", "__init__.py") is None:
+        return None
+    commit = git("rev-parse", "--short", "HEAD")
+    return commit + ("+" if git("status", "--porcelain", "--", ".") else "") if commit else None
+
+
+def place_for(config: RunConfig, kind: str, out: Path | None) -> Path:
+    """Return the folder of a bench's results: `out`, or the next free bench/RECIPE-DIGEST. Nothing is made yet.
+
+    Raises: ConfigError when `out` holds something else.
+    """
+    if out is not None:
+        if out.exists() and not out.is_dir():
+            raise ConfigError(f"{out} is a file.", fix="Choose a folder with --out DIR.")
+        if out.is_dir() and any(out.iterdir()) and not (out / JSON).exists():
+            raise ConfigError(f"{out} holds other files, and no bench.", fix="Choose a new folder with --out DIR.")
+        return out
+    stem = run_name(config) + ("" if kind == "ladder" else f"-{kind}")
+    taken = {path.name for path in BENCHES.iterdir()} if BENCHES.is_dir() else set()
+    numbers = [int(found[1]) for name in taken if (found := re.fullmatch(rf"{re.escape(stem)}-(\d+)", name))]
+    return BENCHES / (stem if stem not in taken else f"{stem}-{max(numbers, default=1) + 1}")
+
+
+def write(report: Report, table: str, picture: str, place: Path) -> None:
+    """Write bench.json, table.md and bench.svg, each whole or not at all."""
+    place.mkdir(parents=True, exist_ok=True)
+    write_text(place / JSON, json.dumps(report.model_dump(mode="json"), indent=1) + "\n")
+    write_text(place / TABLE, table)
+    write_text(place / PICTURE, picture)
+
+
+def read(place: Path) -> Report:
+    """Return the report in a bench's folder.
+
+    Raises: ConfigError when there is none, or it was written by a newer flatout.
+    """
+    path = place / JSON
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"Cannot read {path} as a bench.", fix="Name a folder that `flatout bench` wrote.") from error
+    if document.get("format_version", 0) > FORMAT_VERSION:
+        raise ConfigError(f"{path} was written by a newer flatout.", fix="Install that one.")
+    return Report.model_validate(document)

@@ -1,0 +1,171 @@
+"""One measurement in a process of its own: what is compiled, cached or leaked there ends with it, and so does its death.
+
+`run_trial` starts `python -m flatout.measure.trial`, hands it a `TrialSpec` as JSON and reads a `TrialResult` back. Whatever
+happens to the process, a result comes of it. The trial itself builds its run with the functions that training uses and
+trains in their loop; it saves nothing, and writes into a scratch folder alone.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from flatout.errors import FlatoutError
+
+FEWEST_RUN_STEPS = 200
+"""A recipe that is shorter is stretched to this in a trial, so that it can warm up and be measured."""
+KILL_PATIENCE_S = 5.0
+
+Status = Literal["ok", "out-of-memory", "failed", "timed-out"]
+
+
+class TrialSpec(BaseModel):
+    """What one trial does."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    config: dict[str, Any]
+    """The configuration as it is asked for, with its speedups stated."""
+    folder: str
+    """Scratch folder for what a run writes."""
+    seconds: float = 5.0
+    """How long steps are measured, after the warm-up."""
+    loss_steps: int = 20
+    """How many first losses are kept; the trial goes on until it has them."""
+    warmup_s: float = 60.0
+    """When warming up ends at the latest."""
+    limit_s: float = 300.0
+    """When the steps end at the latest, whatever has been measured."""
+
+
+class TrialResult(BaseModel):
+    """What one trial came to."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    status: Status
+    """ok; out-of-memory; failed; timed-out."""
+    reason: str | None = None
+    """Why it is not ok, as a sentence."""
+    tokens_per_s: float | None = None
+    """Tokens of all measured steps over their whole time: what happens every so many steps is in it. Repeats take care of outliers."""
+    step_ms: float | None = None
+    """Mean time of a measured step."""
+    data_ms: float | None = None
+    """Of it, waiting for data."""
+    host_ms: float | None = None
+    """Of it, what the host needed for itself; on a GPU it overlaps with the device's work."""
+    device_ms: float | None = None
+    """Of it, the device's work."""
+    peak_gib: float | None = None
+    """Most memory used: the device's, or the whole process's on a CPU."""
+    losses: list[float] = []
+    """Loss of each of the first steps, in nats a token."""
+    warmup_steps: int | None = None
+    """Steps before the measured ones."""
+    measured_steps: int | None = None
+    """Steps that were measured."""
+    rows_per_device: int | None = None
+    """Windows of one micro-batch."""
+    accumulate: int | None = None
+    """Micro-batches of a step."""
+    speedups: list[str] = []
+    """Speedups that were really on."""
+    environment: dict[str, str | int] = {}
+    """Device, processor, threads, torch."""
+    process_s: float = 0.0
+    """Seconds of the whole process, its start and its imports included."""
+
+    @property
+    def is_ok(self) -> bool:
+        """Whether there are figures."""
+        return self.status == "ok"
+
+
+def run_trial(spec: TrialSpec, timeout_s: float, *, command: list[str] | None = None) -> TrialResult:
+    """Measure in a fresh process, and return what came of it, even if it was killed, hung, or printed nonsense.
+
+    A process that goes on after `timeout_s` is killed, with all that it started. `command` replaces the program, for tests.
+    """
+    began_s = time.monotonic()
+    # The new process finds what this one finds, wherever that was started from.
+    program = [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; from flatout.measure.trial import main; main()"]
+    process = subprocess.Popen(
+        command or program,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        text=True,
+        encoding="utf-8",
+        errors="replace",
+    )
+    try:
+        out, err = process.communicate(spec.model_dump_json(), timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        return TrialResult(status="timed-out", reason=f"It had not ended after {timeout_s:.0f} s.", process_s=time.monotonic() - began_s)
+    finally:
+        end_group(process)
+    return read_result(process.returncode, out, err).model_copy(update={"process_s": time.monotonic() - began_s})
+
+
+def end_group(process: subprocess.Popen[str]) -> None:
+    """Kill what is left of a process and of all that it started, and wait for it."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(KILL_PATIENCE_S)
+    for stream in (process.stdin, process.stdout, process.stderr):
+        if stream:
+            with suppress(OSError):
+                stream.close()
+
+
+def read_result(code: int, out: str, err: str) -> TrialResult:
+    """Return what a process that ended with `code` printed, or what its end means."""
+    if code < 0:
+        name = signal.Signals(-code).name
+        why = ": most likely the system, because memory ran out" if name == "SIGKILL" else ""
+        return TrialResult(status="failed", reason=f"The process was ended by {name}{why}.")
+    lines = out.strip().splitlines()
+    with suppress(ValidationError, IndexError):
+        return TrialResult.model_validate_json(lines[-1])
+    said = (err.strip().splitlines() or lines or ["nothing"])[-1][:300]
+    return TrialResult(status="failed", reason=f"The process ended with exit code {code} and no result; it said: {said}")
+
+
+def main() -> None:
+    """Read a spec from standard input, measure, print the result. Whatever else prints goes to standard error."""
+    results = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    spec = TrialSpec.model_validate_json(sys.stdin.read())
+    results.write(measured(spec).model_dump_json() + "\n")
+    results.flush()
+
+
+def measured(spec: TrialSpec) -> TrialResult:
+    """Carry the trial out here; an error becomes its result."""
+    from flatout.measure.workload import measure
+
+    try:
+        return measure(spec)
+    except FlatoutError as error:
+        status: Status = "out-of-memory" if str(error).startswith("Out of memory") else "failed"
+        return TrialResult(status=status, reason=error.what)
+    except MemoryError:
+        return TrialResult(status="out-of-memory", reason="Out of memory: the machine had no more to give.")
+    except Exception as error:  # the process is about to end: what went wrong, whatever it is, is the row
+        no_memory = "can't allocate memory" in str(error)
+        first_line = (str(error).splitlines() or [""])[0][:300]
+        return TrialResult(status="out-of-memory" if no_memory else "failed", reason=f"{type(error).__name__}: {first_line}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,206 @@
+"""The order of things, with trials made up; and once for real."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+
+from flatout.errors import ConfigError, Interrupted
+from flatout.measure.bench import in_turn, run_bench
+from flatout.measure.results import read
+from flatout.measure.trial import TrialResult
+
+SLOW = {"pretokenised": 1.3, "micro-batch": 2.0, "onednn": 1.2}
+"""What speedups gain on the made-up machine; all others nothing."""
+
+
+class MadeUp:
+    """Trials of a made-up machine, on its own clock. `fails` gives results of its own to sets that hold a speedup."""
+
+    def __init__(self, *, overhead_s=5.0, fails=None, stops_after=10**9, error=KeyboardInterrupt):
+        self.now, self.overhead_s, self.fails, self.specs = 0.0, overhead_s, fails or {}, []
+        self.stops_after, self.error = stops_after, error
+
+    def clock(self):
+        return self.now
+
+    def __call__(self, spec, timeout_s):
+        if len(self.specs) >= self.stops_after:
+            raise self.error
+        self.specs.append(spec)
+        took = self.overhead_s + spec.seconds
+        self.now += took
+        speedups = [] if spec.config["speedups"] == "none" else spec.config["speedups"]
+        for name, result in self.fails.items():
+            if name in speedups:
+                return result.model_copy(update={"process_s": took})
+        rate = 1000.0
+        for name in speedups:
+            rate *= SLOW.get(name, 1.0)
+        rate *= 1 + 0.01 * ((7 * len(self.specs)) % 5 - 2)
+        losses = [3.0 - 0.01 * step + spec.config["train"]["seed"] for step in range(spec.loss_steps or 9)]
+        facts = {"losses": losses, "speedups": speedups, "rows_per_device": 1, "accumulate": 8, "warmup_steps": 9, "measured_steps": 20}
+        split = {"step_ms": 10.0, "data_ms": 1.0, "host_ms": 2.0, "device_ms": 7.0, "peak_gib": 0.5}
+        return TrialResult(status="ok", tokens_per_s=rate, process_s=took, **facts, **split)
+
+
+@pytest.fixture
+def auto_config(tiny_config):
+    return tiny_config(batch__rows_per_device="auto", speedups="auto")
+
+
+def bench(config, made_up, tmp_path, **limits):
+    return run_bench(config, out=tmp_path / "bench", trial=made_up, clock=made_up.clock, **limits)
+
+
+def test_repeats_are_interleaved_and_a_round_shares_its_seed(auto_config, tmp_path):
+    made_up = MadeUp()
+    report, _ = bench(auto_config, made_up, tmp_path, repeats=3)
+    rounds = {}
+    for trial in report.trials:
+        rounds.setdefault(trial.round, []).append(trial)
+    assert list(rounds) == [0, 1, 2]
+    points = [trial.point for trial in rounds[0]]
+    assert len(set(points)) == len(points)
+    assert all(sorted(trial.point for trial in trials) == sorted(points) for trials in rounds.values())
+    assert len({tuple(trial.point for trial in trials) for trials in rounds.values()}) == 3
+    assert [{trial.seed for trial in trials} for trials in rounds.values()] == [{0}, {1}, {2}]
+    assert {spec.config["train"]["seed"] for spec in made_up.specs} == {0, 1, 2}
+    assert len({spec.folder for spec in made_up.specs}) == len(made_up.specs)
+
+
+def test_equal_sets_are_measured_once(auto_config, tmp_path):
+    report, _ = bench(auto_config, MadeUp(), tmp_path, repeats=1)
+    rows = {row.name: row for row in report.rows}
+    last, below = [row for row in report.rows if row.kind == "added"][:-3:-1]
+    assert rows[f"all but {last.speedup}"].tokens_per_s == below.tokens_per_s
+    sets = [json.dumps(spec) for spec in {tuple(trial.result.speedups) for trial in report.trials}]
+    assert len(sets) == len(report.trials)
+
+
+def test_gains_are_found(auto_config, tmp_path):
+    report, _ = bench(auto_config, MadeUp(), tmp_path)
+    rows = {row.name: row for row in report.rows}
+    for name, gain in SLOW.items():
+        assert rows[f"+ {name}"].gain.median == pytest.approx(gain, rel=0.05)
+        assert rows[f"all but {name}"].gain.low > 1
+    assert rows["+ prefetch"].verdict == "no measurable gain"
+    assert rows["+ prefetch"].promise_kept is True
+    assert report.total_speedup.median == pytest.approx(1.3 * 2.0 * 1.2, rel=0.05)
+    assert report.repeats == 5
+
+
+def test_the_minutes_are_kept_and_what_had_no_time_is_said(auto_config, tmp_path):
+    made_up = MadeUp(overhead_s=20.0)
+    report, _ = bench(auto_config, made_up, tmp_path, minutes=3)
+    assert made_up.now <= 180
+    assert any(row.status == "not-measured" and "time was up" in row.reason for row in report.rows)
+    assert any("no time" in note for note in report.notes)
+    made_up = MadeUp(overhead_s=4.0)
+    report, _ = bench(auto_config, made_up, tmp_path, minutes=6)
+    assert made_up.now <= 360
+    assert min(row.repeats for row in report.rows if row.kind != "absent") >= 2
+
+
+def test_only_the_first_round_takes_all_losses(auto_config, tmp_path):
+    made_up = MadeUp()
+    bench(auto_config, made_up, tmp_path, repeats=2)
+    half = len(made_up.specs) // 2
+    assert {spec.loss_steps for spec in made_up.specs[:half]} == {20}
+    assert {spec.loss_steps for spec in made_up.specs[half:]} == {0}
+
+
+def test_what_fails_is_a_row_and_the_ladder_goes_on(auto_config, tmp_path):
+    gone = TrialResult(status="out-of-memory", reason="Out of memory at step 0: it needs more.")
+    made_up = MadeUp(fails={"onednn": gone})
+    report, _ = bench(auto_config, made_up, tmp_path, repeats=3)
+    rows = {row.name: row for row in report.rows}
+    assert rows["+ onednn"].status == "out-of-memory"
+    assert rows["all but onednn"].status == "ok"
+    assert rows["+ micro-batch"].repeats == 3
+    assert report.total_speedup is None
+    failures = [trial for trial in report.trials if trial.point == "+ onednn"]
+    assert len(failures) == 1
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, Interrupted("Terminated.", fix="Run it again.", signal_number=15)])
+def test_an_interruption_keeps_what_was_measured(auto_config, tmp_path, error):
+    report, place = bench(auto_config, MadeUp(stops_after=4, error=error), tmp_path)
+    assert not report.complete
+    assert len(report.trials) == 4
+    assert read(place) == report
+    assert "interrupted" in report.notes[0]
+    assert next(row.name for row in report.rows if row.status == "ok") == "baseline"
+
+
+def test_interrupted_before_anything_was_measured(auto_config, tmp_path):
+    report, place = bench(auto_config, MadeUp(stops_after=0), tmp_path)
+    assert report.total_speedup is None
+    assert "| baseline | not measured" in (place / "table.md").read_text()
+
+
+def test_everything_is_written_and_read_back(auto_config, tmp_path):
+    report, place = bench(auto_config, MadeUp(), tmp_path, repeats=2)
+    assert sorted(path.name for path in place.iterdir()) == ["bench.json", "bench.svg", "table.md"]
+    assert read(place) == report
+    assert "NaN" not in (place / "bench.json").read_text()
+    assert report.config["speedups"] == "auto"
+    assert report.machine
+    ElementTree.fromstring((place / "bench.svg").read_text())
+
+
+def test_a_sweep_goes_the_same_way(auto_config, tmp_path):
+    report, place = bench(auto_config, MadeUp(), tmp_path, sweep="prefetch", repeats=2)
+    assert report.kind == "prefetch"
+    assert report.total_speedup is None
+    assert [row.name for row in report.rows] == ["no prefetch", "1 steps ahead", "2 steps ahead", "4 steps ahead", "8 steps ahead"]
+    assert "gain" not in (place / "table.md").read_text()
+
+
+def test_an_unknown_sweep_is_refused(auto_config, tmp_path):
+    with pytest.raises(ConfigError, match="no sweep named 'bacth'") as refused:
+        bench(auto_config, MadeUp(), tmp_path, sweep="bacth")
+    assert "batch" in refused.value.fix
+
+
+def test_the_order_changes_and_neighbours_stay_neighbours():
+    names = list("abcdefg")
+    orders = [in_turn(names, number) for number in range(5)]
+    assert orders[0] == names
+    assert len({order[0] for order in orders}) > 2
+    for order in orders:
+        assert sorted(order) == names
+        apart = [abs(order.index(a) - order.index(b)) for a, b in itertools.pairwise(names)]
+        assert sorted(apart)[:-1] == [1] * 5
+    assert in_turn([], 3) == []
+
+
+def test_a_speedup_that_breaks_its_promise_is_caught_for_real(tiny_config, tmp_path, monkeypatch):
+    """End to end, three processes: a loss that is a little off, promised to be exact."""
+    (tmp_path / "alittleoff.py").write_text(
+        "from flatout.ops.cross_entropy import fused\n"
+        "from flatout.recipe import Promise, Speedup\n"
+        "def off(*arguments, **named):\n"
+        "    loss_sum, num_valid = fused(*arguments, **named)\n"
+        "    return loss_sum * (1 + 1e-5), num_valid\n"
+        "SPEEDUP = Speedup(name='alittleoff:SPEEDUP', saves='', promise=Promise.exact(), fills={'ops.cross_entropy': off})\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = tiny_config(speedups="prefetch,alittleoff:SPEEDUP")
+    report, place = run_bench(config, repeats=1, out=tmp_path / "bench", trial=quick)
+    rows = {row.name: row for row in report.rows}
+    assert {row.status for row in report.rows if row.kind != "absent"} == {"ok"}, [row.reason for row in report.rows]
+    assert rows["+ alittleoff:SPEEDUP"].promise_kept is False
+    assert rows["+ alittleoff:SPEEDUP"].loss_difference == pytest.approx(1e-5, rel=0.2)
+    assert rows["+ prefetch"].promise_kept is True
+    assert "**exact BROKEN**" in (place / "table.md").read_text()
+    assert not (tmp_path / "runs").exists()
+
+
+def quick(spec, timeout_s):
+    from flatout.measure.trial import run_trial
+
+    return run_trial(spec.model_copy(update={"seconds": 0.02}), timeout_s)

@@ -1,0 +1,156 @@
+"""Gains, intervals and promises, from trials made up."""
+
+from __future__ import annotations
+
+import pytest
+
+from flatout.config import load_config
+from flatout.measure.judge import Measured, keeps, ladder_rows, largest_difference, measured_row
+from flatout.measure.ladder import Absent, Ladder, Rung
+from flatout.measure.results import Trial
+from flatout.measure.trial import TrialResult
+from flatout.recipe import Promise
+
+LADDER = Ladder(
+    (
+        Rung("baseline", "baseline", (), None, None),
+        Rung("+ prefetch", "added", ("prefetch",), "prefetch", "baseline"),
+        Rung("+ fused-adamw", "added", ("prefetch", "fused-adamw"), "fused-adamw", "+ prefetch"),
+        Rung("all but prefetch", "left-out", ("fused-adamw",), "prefetch", "+ fused-adamw"),
+        Rung("all but fused-adamw", "left-out", ("prefetch",), "fused-adamw", "+ fused-adamw"),
+        Rung("all and bf16", "put-in", ("prefetch", "fused-adamw", "bf16"), "bf16", "+ fused-adamw"),
+    ),
+    (Absent("tf32", "cannot run here, because: it is a CPU."),),
+    "+ fused-adamw",
+)
+POINTS = {rung.name: rung.name for rung in LADDER.rungs} | {"all but fused-adamw": "+ prefetch"}
+NOISE = (1.0, 1.01, 0.99, 1.005, 0.995)
+LOSSES = [3.0, 2.5, 2.2]
+
+
+def ok(point, number, rate, losses=LOSSES, **more):
+    facts = {"step_ms": 10.0, "data_ms": 1.0, "host_ms": 2.0, "device_ms": 7.0, "rows_per_device": 4, "accumulate": 2, "warmup_steps": 9}
+    return Trial(point=point, round=number, seed=number, result=TrialResult(status="ok", tokens_per_s=rate, losses=losses, **(facts | more)))
+
+
+def bad(point, number=0, status="out-of-memory", reason="Out of memory at step 0."):
+    return Trial(point=point, round=number, seed=number, result=TrialResult(status=status, reason=reason))
+
+
+def every_round(rates, losses=None):
+    losses = losses or {}
+    return [ok(point, n, rate * noise, losses.get(point, LOSSES)) for n, noise in enumerate(NOISE) for point, rate in rates.items()]
+
+
+RATES = {"baseline": 100.0, "+ prefetch": 100.0, "+ fused-adamw": 150.0, "all but prefetch": 149.9, "all and bf16": 120.0}
+
+
+def rows_of(trials, *overrides):
+    return {row.name: row for row in ladder_rows(LADDER, POINTS, Measured(trials), load_config(None, list(overrides)))}
+
+
+def jittered(rates):
+    """Rates whose ratios are noisy too: each point has a noise of its own."""
+    return [ok(point, n, rate * NOISE[(n + shift) % 5]) for n in range(5) for shift, (point, rate) in enumerate(rates.items())]
+
+
+def test_gains_are_said_for_what_they_are():
+    rows = rows_of(jittered(RATES))
+    assert rows["baseline"].gain is None
+    assert rows["+ prefetch"].verdict == "no measurable gain"
+    assert rows["+ fused-adamw"].verdict in {"x1.49", "x1.50", "x1.51"}
+    assert rows["+ fused-adamw"].gain.low > 1.4
+    assert rows["all and bf16"].verdict.startswith("slower, x0.8")
+    assert rows["all but prefetch"].verdict == "no measurable gain"
+
+
+def test_leaving_out_says_what_the_speedup_is_worth_in_the_full_set():
+    row = rows_of(jittered(RATES))["all but fused-adamw"]
+    assert row.gain.median == pytest.approx(1.5, rel=0.02)
+    assert row.tokens_per_s.median == pytest.approx(100.0, rel=0.02)
+
+
+def test_repeats_are_paired_so_that_a_drift_of_the_machine_cancels():
+    drift = (1.0, 0.8, 0.6, 0.5, 0.4)
+    trials = [ok(point, n, rate * slow) for n, slow in enumerate(drift) for point, rate in RATES.items()]
+    gain = rows_of(trials)["+ fused-adamw"].gain
+    assert (gain.low, gain.median, gain.high) == pytest.approx((1.5, 1.5, 1.5))
+
+
+def test_a_rung_that_fails_is_a_row_and_the_next_is_compared_with_the_one_below():
+    trials = [trial for trial in every_round(RATES) if trial.point != "+ prefetch"] + [bad("+ prefetch")]
+    rows = rows_of(trials)
+    assert (rows["+ prefetch"].status, rows["+ prefetch"].reason) == ("out-of-memory", "Out of memory at step 0.")
+    assert rows["+ fused-adamw"].against == "baseline"
+    assert rows["+ fused-adamw"].gain.median == pytest.approx(1.5)
+    assert rows["all but fused-adamw"].status == "out-of-memory"
+    assert rows["all but fused-adamw"].gain is None
+
+
+def test_what_was_never_begun_or_failed_once_is_said():
+    rows = rows_of([ok("baseline", 0, 100.0), ok("+ prefetch", 0, 110.0), bad("+ prefetch", 1, "failed", "It fell over.")])
+    assert rows["+ fused-adamw"].status == "not-measured"
+    assert "time was up" in rows["+ fused-adamw"].reason
+    assert rows["+ prefetch"].status == "ok"
+    assert "It fell over." in rows["+ prefetch"].reason
+    assert rows["tf32"].kind == "absent"
+    assert rows["tf32"].reason.startswith("cannot run here")
+
+
+def test_one_repeat_alone_is_not_sure():
+    rows = rows_of([ok("baseline", 0, 100.0), ok("+ prefetch", 0, 130.0)])
+    assert rows["+ prefetch"].verdict == "x1.30, too few repeats to be sure"
+    assert rows["+ prefetch"].tokens_per_s.low is None
+
+
+def test_a_broken_promise_is_caught():
+    rows = rows_of(every_round(RATES, {"+ prefetch": [3.0, 2.5, 2.2000001]}))
+    assert rows["+ prefetch"].promise_kept is False
+    assert rows["+ prefetch"].loss_difference == pytest.approx(4.5e-8, rel=0.1)
+    assert rows["+ fused-adamw"].promise_kept is True
+
+
+def test_lengths_of_losses_may_differ_between_rounds_and_points():
+    trials = [ok("baseline", 0, 100.0, LOSSES), ok("+ prefetch", 0, 100.0, LOSSES[:2]), ok("+ fused-adamw", 0, 100.0, [])]
+    rows = rows_of(trials)
+    assert rows["+ prefetch"].promise_kept is True
+    assert rows["+ fused-adamw"].promise_kept is None
+
+
+def test_dropout_draws_other_numbers_so_that_rounding_cannot_be_judged():
+    rows = rows_of(every_round(RATES, {"+ fused-adamw": [3.0, 2.6, 2.1]}), "model.dropout=0.1")
+    assert rows["+ fused-adamw"].promise_kept is None
+    assert "dropout" in rows["+ fused-adamw"].promise_reason
+    assert rows["+ prefetch"].promise_kept is True
+
+
+def test_exact_and_rounding_must_hold_in_every_repeat():
+    equal, off = (LOSSES, LOSSES), ([3.0, 2.5, 2.21], LOSSES)
+    assert keeps(Promise.exact(), [equal])[0]
+    assert not keeps(Promise.exact(), [equal, off])[0]
+    assert keeps(Promise.rounding(rtol=1e-2), [equal, off])[0]
+    assert not keeps(Promise.rounding(rtol=1e-3), [equal, off])[0]
+
+
+def test_a_statistical_promise_is_judged_over_seeds():
+    better = [([2.0 + seed], [2.1 + seed]) for seed in (0.1, 0.2, 0.3)]
+    same = [([2.0 + off], [2.0]) for off in (0.01, -0.02, 0.005, -0.001)]
+    worse = [([2.2 + off], [2.0]) for off in (0.01, 0.02, 0.0)]
+    assert keeps(Promise.statistical(), better)[0]
+    assert keeps(Promise.statistical(), same)[0]
+    assert not keeps(Promise.statistical(), worse)[0]
+    kept, reason = keeps(Promise.statistical(), worse[:1])
+    assert kept is None
+    assert "two repeats" in reason
+    assert "3 seeds" in keeps(Promise.statistical(), worse)[1]
+
+
+def test_a_difference_is_relative():
+    assert largest_difference([([2.0, 1.0], [2.0, 1.1])]) == pytest.approx(0.1 / 1.1)
+    assert largest_difference([([0.1], [0.0])]) == pytest.approx(0.1)
+
+
+def test_a_row_holds_the_middle_of_its_repeats():
+    trials = [ok("baseline", n, 100.0, step_ms=step, peak_gib=gib) for n, (step, gib) in enumerate([(9.0, 1.0), (10.0, 3.0), (30.0, 2.0)])]
+    row = measured_row("baseline", "baseline", "baseline", Measured(trials), [])
+    assert (row.step_ms, row.peak_gib, row.repeats, row.warmup_steps) == (10.0, 3.0, 3, 9)

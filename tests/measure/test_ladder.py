@@ -1,0 +1,120 @@
+"""Which sets are measured and what each is compared with, for machines and wishes made up."""
+
+from __future__ import annotations
+
+import pytest
+
+from flatout.config import load_config
+from flatout.hardware import Gpu, Machine
+from flatout.measure.ladder import BASELINE, in_order, make_ladder, promise_between, put_in, without
+from flatout.recipe import Promise, Speedup
+from flatout.selection import all_speedups, select
+
+CPU = Machine("cpu", 2, 8.0, (), "3.11")
+HOPPER = Machine("cpu", 16, 64.0, (Gpu("NVIDIA H100 80GB HBM3", 79.6, (9, 0), "580"),), "3.11")
+
+
+def ladder_of(machine, *overrides, device="cpu", minutes=60.0):
+    config = load_config(None, list(overrides))
+    return make_ladder(config, select(config, machine, device=device, minutes=minutes), machine)
+
+
+def named(ladder, kind):
+    return [rung for rung in ladder.rungs if rung.kind == kind]
+
+
+def test_it_climbs_from_the_baseline_to_the_full_set_one_at_a_time():
+    ladder = ladder_of(CPU)
+    assert ladder.rungs[0].name == BASELINE
+    assert ladder.rungs[0].speedups == ()
+    below = ladder.rungs[0]
+    for rung in named(ladder, "added"):
+        assert rung.against == below.name
+        assert set(rung.speedups) - set(below.speedups) == {rung.speedup}
+        below = rung
+    assert below.name == ladder.full
+    decisions = select(load_config(None), CPU, device="cpu", minutes=60.0)
+    assert set(below.speedups) == {decision.name for decision in decisions if decision.on}
+    order = [speedup.name for speedup in all_speedups()]
+    assert sorted(below.speedups, key=order.index) == list(below.speedups)
+
+
+def test_each_is_left_out_of_the_full_set():
+    ladder = ladder_of(HOPPER, device="cuda")
+    full = ladder.rung(ladder.full).speedups
+    left_out = named(ladder, "left-out")
+    assert [rung.speedup for rung in left_out] == list(full)
+    assert all(rung.against == ladder.full and set(full) - set(rung.speedups) == {rung.speedup} for rung in left_out)
+
+
+def test_what_is_off_but_could_run_is_put_in_and_takes_its_slots():
+    ladder = ladder_of(HOPPER, device="cuda")
+    fp16 = next(rung for rung in named(ladder, "put-in") if rung.speedup == "fp16")
+    assert "fp16" in fp16.speedups
+    assert "bf16" not in fp16.speedups
+    assert "tf32" in fp16.speedups
+
+
+def test_what_cannot_run_says_why():
+    reasons = {absent.speedup: absent.reason for absent in ladder_of(CPU).absent}
+    assert reasons["tf32"].startswith("cannot run here, because: TF32")
+    reasons = {absent.speedup: absent.reason for absent in ladder_of(CPU, "batch.rows_per_device=4", "batch.accumulate=2").absent}
+    assert "batch.rows_per_device=4 is set" in reasons["micro-batch"]
+
+
+def test_every_speedup_has_a_rung_or_a_reason():
+    for machine, device in ((CPU, "cpu"), (HOPPER, "cuda")):
+        ladder = ladder_of(machine, device=device)
+        about = {rung.speedup for rung in ladder.rungs} | {absent.speedup for absent in ladder.absent}
+        assert about - {None} == {speedup.name for speedup in all_speedups()}
+
+
+def test_the_wish_decides_the_full_set():
+    ladder = ladder_of(CPU, "speedups=auto,-compile,-prefetch")
+    assert {absent.speedup for absent in ladder.absent} >= {"compile", "prefetch"}
+    assert "left out by speedups" in next(absent.reason for absent in ladder.absent if absent.speedup == "compile")
+    listed = ladder_of(CPU, "speedups=pretokenised,micro-batch")
+    assert [rung.name for rung in listed.rungs] == [BASELINE, "+ pretokenised", "+ micro-batch", "all but pretokenised", "all but micro-batch"]
+    assert [rung.name for rung in ladder_of(CPU, "speedups=none").rungs] == [BASELINE]
+
+
+def test_the_minutes_of_the_recipe_decide_what_is_on():
+    short = ladder_of(HOPPER, device="cuda", minutes=0.5)
+    assert "compile" not in short.rung(short.full).speedups
+    assert "compile" in {rung.speedup for rung in named(short, "put-in")}
+    assert "compile" in ladder_of(HOPPER, device="cuda", minutes=60.0).rung("all but tf32").speedups
+
+
+@pytest.fixture
+def made_up():
+    """fp8 needs compile; fancy fills what plain fills; odd cannot run."""
+    speedups = [
+        Speedup("fp8", "", Promise.statistical(), fills={"precision": 1}, needs=("compile",)),
+        Speedup("plain", "", Promise.exact(), fills={"feed": 1}),
+        Speedup("compile", "", Promise.rounding(rtol=1e-3)),
+        Speedup("fancy", "", Promise.exact(), fills={"feed": 2}, needs=("plainer",)),
+        Speedup("plainer", "", Promise.exact()),
+        Speedup("odd", "", Promise.exact(), why_not=lambda machine, config: "It is odd."),
+        Speedup("odder", "", Promise.exact(), needs=("odd",)),
+    ]
+    return {speedup.name: speedup for speedup in speedups}
+
+
+def test_a_speedup_comes_after_what_it_needs_and_goes_with_it(made_up):
+    assert in_order(["plain", "fp8", "compile"], made_up) == ["plain", "compile", "fp8"]
+    assert without(["plain", "compile", "fp8"], "compile", made_up) == ("plain",)
+    assert without(["plain", "compile", "fp8"], "fp8", made_up) == ("plain", "compile")
+
+
+def test_a_speedup_is_put_in_with_its_needs_and_without_its_rivals(made_up):
+    config = load_config(None)
+    assert put_in("fancy", ["plain", "compile"], made_up, config, CPU) == ("compile", "plainer", "fancy")
+    assert put_in("fp8", ["plain"], made_up, config, CPU) == ("plain", "compile", "fp8")
+    assert put_in("odd", ["plain"], made_up, config, CPU) == "cannot run here, because: It is odd."
+    assert put_in("odder", ["plain"], made_up, config, CPU) == "cannot run here, because odd cannot: It is odd."
+
+
+def test_several_promises_together_are_the_loosest():
+    assert promise_between(["prefetch"], []) == Promise.exact()
+    assert promise_between(["bf16", "prefetch"], ["onednn", "prefetch"]) == Promise.rounding(rtol=2e-2 + 1e-4)
+    assert promise_between([], []).kind == "exact"

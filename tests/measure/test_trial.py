@@ -1,0 +1,103 @@
+"""A process of its own: whatever becomes of it, a result comes back."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+
+import pytest
+
+from flatout.config import load_config
+from flatout.errors import ConfigError, RunFailed
+from flatout.measure import workload
+from flatout.measure.trial import TrialResult, TrialSpec, measured, run_trial
+
+SPEC = TrialSpec(config={}, folder="unused")
+
+
+def program(text):
+    return [sys.executable, "-c", text]
+
+
+def test_a_result_is_read_from_the_last_line():
+    text = 'import sys; sys.stdin.read(); print(\'a banner\'); print(\'{"status": "ok", "tokens_per_s": 5.0}\')'
+    found = run_trial(SPEC, 60, command=program(text))
+    assert found.is_ok
+    assert found.tokens_per_s == 5.0
+    assert found.process_s > 0
+
+
+def test_a_process_that_a_signal_ends_is_a_row():
+    found = run_trial(SPEC, 60, command=program("import os; os.kill(os.getpid(), 9)"))
+    assert found.status == "failed"
+    assert "SIGKILL" in found.reason
+    assert "memory" in found.reason
+    assert "SIGSEGV" in run_trial(SPEC, 60, command=program("import os; os.kill(os.getpid(), 11)")).reason
+
+
+@pytest.mark.parametrize("text", ["print('garbage')", 'print(\'{"status": "splendid"}\')', "pass"])
+def test_a_process_that_prints_nonsense_is_a_row(text):
+    found = run_trial(SPEC, 60, command=program(text))
+    assert found.status == "failed"
+    assert "no result" in found.reason
+
+
+def test_what_a_broken_process_said_last_is_the_reason():
+    found = run_trial(SPEC, 60, command=program("raise SystemExit('the library is not there')"))
+    assert "exit code 1" in found.reason
+    assert found.reason.endswith("the library is not there")
+
+
+def test_a_process_that_hangs_is_killed_with_all_it_started(tmp_path):
+    mark = tmp_path / "alive"
+    child = f"import time, pathlib; time.sleep(4); pathlib.Path({str(mark)!r}).touch()"
+    text = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(60)"
+    began = time.monotonic()
+    found = run_trial(SPEC, 1.5, command=program(text))
+    assert time.monotonic() - began < 30
+    assert found.status == "timed-out"
+    time.sleep(max(0.0, 5 - (time.monotonic() - began)))
+    assert not mark.exists()
+
+
+def test_a_spec_passes_through_json():
+    spec = TrialSpec(config=load_config().to_dict(), folder="x", seconds=1.5)
+    assert TrialSpec.model_validate_json(spec.model_dump_json()) == spec
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "words"),
+    [
+        (ConfigError("The key is wrong.", fix="Mend it."), "failed", "The key is wrong."),
+        (RunFailed("Out of memory at step 0: too much.", fix="Less."), "out-of-memory", "Out of memory at step 0"),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 5 bytes"), "out-of-memory", "can't allocate"),
+        (MemoryError(), "out-of-memory", "Out of memory"),
+        (ZeroDivisionError("division by zero\nmore"), "failed", "ZeroDivisionError: division by zero"),
+    ],
+)
+def test_every_error_is_a_row(monkeypatch, error, status, words):
+    def fail(spec):
+        raise error
+
+    monkeypatch.setattr(workload, "measure", fail)
+    found = measured(SPEC)
+    assert found.status == status
+    assert words in found.reason
+    assert "\n" not in found.reason
+
+
+def test_a_real_trial_measures_a_tiny_run(tiny_config, tmp_path):
+    """End to end: a fresh process, the plain way, and none of the user's folders touched."""
+    spec = TrialSpec(config=tiny_config(speedups="none").to_dict(), folder=str(tmp_path / "scratch"), seconds=0.05, loss_steps=12)
+    found = run_trial(spec, 240)
+    assert found.status == "ok", found.reason
+    assert len(found.losses) == 12
+    assert found.speedups == []
+    assert (found.rows_per_device, found.accumulate) == (4, 2)
+    assert found.warmup_steps >= 9
+    assert found.data_ms + found.host_ms + found.device_ms == pytest.approx(found.step_ms)
+    assert found.tokens_per_s == pytest.approx(128 / (found.step_ms / 1e3))
+    assert found.environment["device"] == "cpu"
+    assert not (tmp_path / "scratch" / "checkpoints").exists()
+    assert TrialResult.model_validate(json.loads(found.model_dump_json())) == found

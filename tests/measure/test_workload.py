@@ -1,0 +1,86 @@
+"""A trial at work, in this process: its run is the one that training would build."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from flatout.errors import RunFailed
+from flatout.measure.trial import FEWEST_RUN_STEPS, TrialSpec
+from flatout.measure.workload import measure, settle
+from flatout.training.start import run_training
+
+QUICK = {"seconds": 0.02, "loss_steps": 8}
+
+
+def trial(config, tmp_path, **limits):
+    return measure(TrialSpec(config=config.to_dict(), folder=str(tmp_path), **QUICK | limits))
+
+
+def test_its_losses_are_those_of_training(tiny_config, tmp_path):
+    config = tiny_config(train__steps=FEWEST_RUN_STEPS, log__every=1)
+    found = trial(config, tmp_path / "trial")
+    (tmp_path / "run").mkdir()
+    losses = []
+
+    class Watch:
+        def on_record(self, record):
+            if "train/loss" in record and len(losses) < 8:
+                losses.append(record["train/loss"])
+
+        def on_start(self, run): ...
+
+        on_tick = on_event = on_end = lambda self, *_: None
+
+    run_training(config, tmp_path / "run", observers=[Watch()])
+    assert found.losses == losses
+
+
+def test_the_schedule_does_not_depend_on_how_long_the_trial_is(tiny_config, tmp_path):
+    short = trial(tiny_config(), tmp_path / "a")
+    longer = trial(tiny_config(), tmp_path / "b", loss_steps=30)
+    assert longer.losses[:8] == short.losses
+    assert len(longer.losses) == 30
+
+
+def test_saves_and_evaluations_are_not_made(tiny_config, tmp_path):
+    trial(tiny_config(train__eval_every=2, checkpoint__every_steps=2), tmp_path)
+    assert not (tmp_path / "checkpoints").exists()
+    assert "val/loss" not in (tmp_path / "metrics.jsonl").read_text()
+
+
+def test_an_automatic_micro_batch_is_settled_inside(tiny_config, tmp_path):
+    plain = trial(tiny_config(batch__rows_per_device="auto", speedups="none"), tmp_path / "a")
+    fast = trial(tiny_config(batch__rows_per_device="auto", speedups="micro-batch"), tmp_path / "b")
+    assert (plain.rows_per_device, plain.accumulate) == (1, 8)
+    assert (fast.rows_per_device, fast.accumulate) == (8, 1)
+
+
+def test_a_run_that_diverges_is_said(tiny_config, tmp_path):
+    with pytest.raises(RunFailed, match="diverged"):
+        trial(tiny_config(optim__lr=1e30, schedule__warmup=0, log__every=1000), tmp_path)
+
+
+def test_a_speedup_that_fell_back_is_not_what_its_row_says(tiny_config, tmp_path, monkeypatch):
+    (tmp_path / "fallsback.py").write_text(
+        "from flatout.recipe import Promise, Speedup, Transform\n"
+        "def broken(model, mesh):\n"
+        "    model._compiled_call_impl = lambda *a, **k: (_ for _ in ()).throw(RuntimeError('no compiler'))\n"
+        "    return model\n"
+        "SPEEDUP = Speedup(name='fallsback:SPEEDUP', saves='', promise=Promise.exact(), transform=Transform('compile', broken))\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = trial(tiny_config(speedups="fallsback:SPEEDUP"), tmp_path / "run")
+    sys.modules.pop("fallsback")
+    assert found.status == "failed"
+    assert "no compiler" in found.reason
+    assert found.speedups == []
+
+
+def test_a_recipe_is_settled_as_train_settles_it(tiny_config):
+    settled = settle(tiny_config())
+    assert settled.config.train.device == "cpu"
+    on = [decision.name for decision in settled.decisions if decision.on]
+    assert "prefetch" in on
+    assert "compile" not in on
