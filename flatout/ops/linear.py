@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+FEWEST_ROWS = 8
+"""Below, the product costs less than the way to oneDNN: a model that writes one token at a time."""
+
 
 def reference(hidden: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """Each row of the activations times the transposed weight, plus the bias: torch's own linear, and the definition.
@@ -40,12 +43,17 @@ def onednn(hidden: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> T
 
 
 def onednn_fits(hidden: Tensor, weight_OI: Tensor) -> bool:
-    """Say whether `onednn_product` takes these: fp32 on a CPU whose torch has oneDNN's linear, outside autocast, and something to multiply.
+    """Say whether `onednn_product` takes these: fp32 on a CPU whose torch has oneDNN's linear, outside autocast, and enough rows.
 
     Shapes:  hidden (..., I); weight_OI (O, I).
     """
-    plain = hidden.device.type == "cpu" and hidden.dtype == weight_OI.dtype == torch.float32 and hidden.dim() > 1 and hidden.numel() > 0
-    return plain and not torch.is_autocast_enabled("cpu") and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    plain = hidden.device.type == "cpu" and hidden.dtype == weight_OI.dtype == torch.float32
+    return (
+        plain
+        and hidden.numel() // max(hidden.shape[-1], 1) >= FEWEST_ROWS
+        and not torch.is_autocast_enabled("cpu")
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    )
 
 
 def onednn_product(left_NI: Tensor, right_OI: Tensor) -> Tensor:
@@ -56,7 +64,8 @@ def onednn_product(left_NI: Tensor, right_OI: Tensor) -> Tensor:
     Cost:    2 N I O FLOP.
     """
     if torch.compiler.is_compiling():
-        return _opaque_product(left_NI, right_OI)
+        product: Tensor = _opaque_product(left_NI, right_OI)
+        return product
     return torch.ops.mkldnn._linear_pointwise(left_NI, right_OI, None, "none", [], "")  # type: ignore[no-any-return]
 
 
