@@ -18,7 +18,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-
 def pytest_addoption(parser):
     parser.addoption("--write-tables", action="store_true", help="Write the tables that tests generate into the documents.")
 
@@ -112,7 +111,7 @@ def tiny_config(tiny_set):
 @pytest.fixture
 def build_run(tmp_path):
     """Return a run of one process, resolved and built, at step 0."""
-    from flatout.data.shards import Dataset
+    from flatout.data.mix import open_data
     from flatout.hardware import probe
     from flatout.parallel.mesh import make_mesh
     from flatout.run import build, resolve
@@ -120,7 +119,7 @@ def build_run(tmp_path):
     runs = []
 
     def make(config, folder=tmp_path / "run"):
-        dataset = Dataset.open(config.data.path)
+        dataset = open_data(config.data)
         resolved, decisions = resolve(config, machine=probe(), dataset=dataset, world_size=1)
         mesh = make_mesh(resolved.parallel, "cpu")
         run = build(resolved, machine=probe(), mesh=mesh, dataset=dataset, folder=folder, decisions=decisions)

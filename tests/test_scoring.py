@@ -2,9 +2,12 @@
 
 import math
 
+import numpy as np
 import pytest
 
 from flatout.config import RunConfig
+from flatout.data.writer import DatasetWriter
+from flatout.errors import DataError
 from flatout.loading import load_run
 from flatout.scoring import evaluate
 
@@ -27,3 +30,13 @@ def test_a_part_of_the_text_has_no_bits_per_byte(fox_run):
     score = evaluate(loaded, max_tokens=64)
     assert score.bits_per_byte is None
     assert score.tokens < loaded.dataset.split("val").num_tokens - 1
+
+
+def test_data_without_validation_text_cannot_be_scored(fox_run, tmp_path):
+    loaded = load_run(fox_run[0] / "runs" / "fox", device="cpu")
+    tokens = np.array(loaded.tokenizer.encode("the quick brown fox " * 9))
+    with DatasetWriter(tmp_path / "data", vocab_size=loaded.tokenizer.vocab_size) as writer:
+        writer.train.append(tokens, [len(tokens)], text_bytes=len(tokens))
+        writer.finish(tokenizer=loaded.tokenizer, source={}, split_rule="none")
+    with pytest.raises(DataError, match="no validation text"):
+        evaluate(loaded, data=[tmp_path / "data"])

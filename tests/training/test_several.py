@@ -61,6 +61,19 @@ def test_two_processes_give_the_losses_of_one(recipe, tmp_path, overrides):
     assert losses(tmp_path / "two", "val/loss") == pytest.approx(losses(tmp_path / "one", "val/loss"), rel=1e-5)
 
 
+def test_two_processes_read_a_mix_from_the_weights_of_another_run_and_stop_early_together(recipe, tiny_set, ragged_set, tmp_path):
+    """Everything that all ranks must agree on, split over both."""
+    run_training(load_config(recipe, ["train.steps=2"]), tmp_path / "source")
+    mix = f"data.mix={{{tiny_set}: 1, {ragged_set}: 1}}"
+    asked = [mix, f"train.init_from={tmp_path / 'source'}", "train.eval_every=1", "train.patience=1", "optim.lr=0.3", "schedule.warmup=0"]
+    one = run_training(load_config(recipe, asked), tmp_path / "one")
+    two = torchrun(recipe, tmp_path / "two", *asked, "parallel.shard=2")
+    assert one["stopped_early"]
+    assert (two["steps"], two["stopped_because"]) == (one["steps"], one["stopped_because"])
+    for name in ("train/loss", "val/loss", "val/loss/tiny", "val/loss/ragged"):
+        assert losses(tmp_path / "two", name) == pytest.approx(losses(tmp_path / "one", name), rel=1e-4), name
+
+
 def test_a_run_of_two_goes_on_as_one(recipe, tmp_path):
     run_training(load_config(recipe), tmp_path / "whole")
     torchrun(recipe, tmp_path / "run", "parallel.shard=2", "checkpoint.every_steps=4", "checkpoint.keep=9")

@@ -1,0 +1,123 @@
+"""`train.patience`: the run ends, finished, so many evaluations after its best one, whatever stopped it meanwhile."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from flatout.commands.runs import runs
+from flatout.config import TrainConfig
+from flatout.data.tokenizer import make_tokenizer
+from flatout.data.writer import DatasetWriter
+from flatout.errors import DataError, Stopped
+from flatout.loading import load_run
+from flatout.training import catalog
+from flatout.training.evaluation import Evaluation, SetScore
+from flatout.training.folder import read_events, read_exit_code, read_summary
+from flatout.training.loop import out_of_patience
+from flatout.training.start import run_training
+
+LOSSES = {2: 5.0, 4: 3.0, 6: 4.0, 8: 3.0, 10: 3.5, 12: 1.0, 14: 2.0, 16: 2.0, 18: 2.0, 20: 0.5}
+"""What evaluations find: the best in the first dozen steps at 4, which 8 equals and does not better."""
+
+
+@pytest.fixture
+def patient(tiny_config, monkeypatch):
+    """Return the configuration of a run of 20 steps whose evaluations find LOSSES."""
+    monkeypatch.setattr("flatout.training.loop.evaluate", lambda run, **_: Evaluation((SetScore("tiny", "", 1.0, LOSSES[run.step], 64, 0),)))
+
+    def make(**changes):
+        return tiny_config(**{"train__steps": 20, "train__eval_every": 2, "train__patience": 2} | changes)
+
+    return make
+
+
+def val_steps(folder):
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [r["step"] for r in records if "val/loss" in r]
+
+
+@pytest.mark.parametrize(
+    ("step", "best_step", "over"), [(6, 4, False), (7, 4, False), (8, 4, True), (9, 4, True), (8, None, False), (8, 8, False), (8, 6, False)]
+)
+def test_patience_is_over_so_many_evaluations_after_the_best(step, best_step, over):
+    assert out_of_patience(TrainConfig(patience=2, eval_every=2), step, best_step) is over
+    assert not out_of_patience(TrainConfig(patience=0, eval_every=2), step, best_step)
+
+
+def test_a_run_ends_early_and_is_finished(patient, tmp_path):
+    summary = run_training(patient(), tmp_path / "run")
+    assert summary["steps"] == 8
+    assert summary["stopped_early"] is True
+    assert summary["stopped_because"] == "No better validation loss in 2 evaluations: best 3.0000 at step 4, over at step 8 of 20."
+    assert (summary["best_step"], summary["best_val_loss"]) == (4, 3.0)
+    assert [event["loss"] for event in read_events(tmp_path / "run") if event["event"] == "evaluation"] == [summary["val_loss"]]
+    assert val_steps(tmp_path / "run") == [2, 4, 6, 8]
+    assert [event["reason"] for event in read_events(tmp_path / "run") if event["event"] == "early_stop"] == [summary["stopped_because"]]
+    assert read_summary(tmp_path / "run") == summary
+    assert read_exit_code(tmp_path / "run") == 0
+    assert catalog.steps(tmp_path / "run") == [4, 8]
+    (item,) = runs(tmp_path).items
+    assert (item.state, item.step, item.last_step) == ("finished", 8, 20)
+    assert load_run(tmp_path / "run").checkpoint == catalog.checkpoint_path(tmp_path / "run", 4)
+
+
+def test_the_same_command_prints_the_summary(patient, tmp_path):
+    first = run_training(patient(), tmp_path / "run")
+    before = (tmp_path / "run" / "events.jsonl").read_text()
+    assert run_training(patient(), tmp_path / "run") == first
+    assert (tmp_path / "run" / "events.jsonl").read_text() == before
+
+
+def test_more_patience_trains_on(patient, tmp_path):
+    whole = run_training(patient(train__patience=0), tmp_path / "whole")
+    run_training(patient(), tmp_path / "run")
+    summary = run_training(patient(train__patience=4), tmp_path / "run")
+    assert (summary["steps"], summary["stopped_early"], summary["stopped_because"]) == (20, False, None)
+    assert summary["weights_sha256"] == whole["weights_sha256"]
+    assert run_training(patient(), tmp_path / "run") == summary
+
+
+def test_the_count_survives_a_stop(patient, tmp_path, stop_at):
+    whole = run_training(patient(), tmp_path / "whole")
+    with pytest.raises(Stopped):
+        run_training(patient(), tmp_path / "run", observers=[stop_at(7)])
+    resumed = run_training(patient(), tmp_path / "run")
+    assert (resumed["steps"], resumed["stopped_because"]) == (whole["steps"], whole["stopped_because"])
+    assert resumed["weights_sha256"] == whole["weights_sha256"]
+
+
+def test_a_kill_while_it_finishes_finishes_on_the_next_start(patient, tmp_path, monkeypatch):
+    class Killed(Exception):
+        pass
+
+    def killed(*_, **__):
+        raise Killed
+
+    with monkeypatch.context() as patched:
+        patched.setattr("flatout.training.finish.evaluate", killed)
+        with pytest.raises(Killed):
+            run_training(patient(), tmp_path / "run")
+    summary = run_training(patient(), tmp_path / "run")
+    assert (summary["steps"], summary["stopped_early"]) == (8, True)
+
+
+def test_a_run_that_reaches_its_last_step_did_not_stop_early(patient, tmp_path):
+    summary = run_training(patient(train__steps=8), tmp_path / "run")
+    assert (summary["steps"], summary["stopped_early"]) == (8, False)
+
+
+def test_without_validation_text_patience_is_refused_and_evaluations_do_nothing(tiny_config, tmp_path):
+    tokenizer = make_tokenizer("byte", lambda _: [])
+    with DatasetWriter(tmp_path / "data", vocab_size=tokenizer.vocab_size) as writer:
+        tokens = np.array(tokenizer.encode("a run, a loss, a model. " * 40))
+        writer.train.append(tokens, [len(tokens)], text_bytes=len(tokens))
+        writer.finish(tokenizer=tokenizer, source={}, split_rule="none")
+    config = tiny_config(data__path=str(tmp_path / "data"), train__eval_every=2)
+    with pytest.raises(DataError, match="no validation text"):
+        run_training(config.with_values({"train.patience": 1}), tmp_path / "run")
+    summary = run_training(config, tmp_path / "run")
+    assert (summary["val_loss"], summary["best_val_loss"], summary["by_dataset"]) == (None, None, [])
+    assert val_steps(tmp_path / "run") == []
