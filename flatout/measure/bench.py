@@ -119,7 +119,7 @@ def measure(experiment: Experiment, asked: RunConfig, budget: Budget, scratch: P
     its first round is not tried again.
     """
     rounds, alive = Rounds([]), {point.name: point for point in experiment.points}
-    with progress.task("Measuring", total=budget.work) as task:
+    with progress.task("Measuring") as task:
         try:
             for number in range(budget.repeats):
                 budget.plan(number)
@@ -131,7 +131,8 @@ def measure(experiment: Experiment, asked: RunConfig, budget: Budget, scratch: P
                 for place, name in enumerate(due):
                     if not budget.allows(name):
                         continue
-                    task.note(f"round {number + 1} of {budget.repeats}, {name}")
+                    minutes = max(budget.remaining_s(due[place:], budget.repeats - number - 1) / 60, 1)
+                    task.note(f"round {number + 1} of {budget.repeats}, {name} ({place + 1} of {len(due)}), about {minutes:.0f} min left")
                     limit_s = budget.limit_s(len(due) - place + (len(alive) if number == 0 else 0))
                     spec = TrialSpec(
                         config=asked.with_values({**alive[name].values, "train.seed": asked.train.seed + number}).to_dict(),
@@ -143,7 +144,6 @@ def measure(experiment: Experiment, asked: RunConfig, budget: Budget, scratch: P
                     done = Trial(point=name, round=number, seed=asked.train.seed + number, result=trial(spec, budget.timeout_s(name)))
                     budget.record(name, done.result.process_s)
                     rounds.trials.append(done)
-                    task.advance(budget.worked(done.result.process_s))
                     if not done.result.is_ok:
                         del alive[name]
         except (KeyboardInterrupt, Interrupted):

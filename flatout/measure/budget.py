@@ -104,14 +104,9 @@ class Budget:
             return LONGEST_TRIAL_S
         return max(SHARE * self.left_s / max(trials_left, 1) - START_S, SHORTEST_LIMIT_S)
 
-    @property
-    def work(self) -> float:
-        """All there is to do, for a bar: seconds where they are limited, else trials."""
-        return self._num_points * self.repeats if math.isinf(self._total_s) else self.left_s
-
-    def worked(self, trial_s: float) -> float:
-        """Return how much of `work` a trial was."""
-        return 1.0 if math.isinf(self._total_s) else trial_s
+    def remaining_s(self, names: Sequence[str], rounds_after: int) -> float:
+        """Return what is left: the trials of `names` and as many rounds of the same after them, or the minutes if they end before."""
+        return min(sum(map(self.expected_s, names)) * (1 + rounds_after), self.left_s)
 
     def record(self, name: str, trial_s: float) -> None:
         """Learn from a trial that took `trial_s` in all."""

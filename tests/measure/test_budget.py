@@ -41,7 +41,7 @@ def test_without_minutes_there_are_five_rounds_of_five_seconds():
     assert budget.allows("anything")
     assert budget.timeout_s("anything") == budget.limit_s(10) == LONGEST_TRIAL_S
     assert budget.fits(["a", "b"]) == ["a", "b"]
-    assert (budget.work, budget.worked(7.0)) == (50, 1.0)
+    assert budget.remaining_s(["a", "b"], 2) == 3 * 2 * (6 + DEFAULT_SECONDS)
     assert Budget(10, minutes=None, repeats=3, clock=Clock()).repeats == 3
 
 
@@ -101,5 +101,4 @@ def test_a_trial_s_own_limit_is_its_fair_share():
     budget = Budget(10, minutes=6, repeats=None, clock=Clock())
     assert budget.limit_s(20) == pytest.approx(1.3 * 358 / 20 - 4)
     assert budget.limit_s(1000) == 3.0
-    assert budget.work == pytest.approx(358)
-    assert budget.worked(7.0) == 7.0
+    assert budget.remaining_s(["a"] * 100, 4) == pytest.approx(358)

@@ -1,0 +1,85 @@
+"""`flatout bench`: what the command line returns and refuses; what it measures is tested in tests/measure."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from flatout import cli
+from flatout.measure import bench as measuring
+from flatout.measure import results
+from flatout.measure.results import Figure, Report, Row
+
+
+@pytest.fixture
+def sample_report():
+    rate, gain = Figure(median=100.0, low=99.0, high=101.0), Figure(median=1.01, low=0.98, high=1.04)
+    rows = [
+        Row(name="baseline", kind="baseline", repeats=5, tokens_per_s=rate),
+        Row(name="+ prefetch", kind="added", repeats=5, tokens_per_s=rate, gain=gain, verdict=gain.verdict()),
+    ]
+    facts = {"kind": "ladder", "recipe": "mine", "config": {}, "config_digest": "", "machine": "a CPU", "environment": {}, "commit": None}
+    total = Figure(median=2.16, low=2.1, high=2.2)
+    return Report(**facts, began="now", wall_s=1.0, minutes=6.0, repeats=5, complete=True, notes=[], rows=rows, total_speedup=total, trials=[])
+
+
+@pytest.fixture
+def measured(sample_report, monkeypatch, tmp_path):
+    """Let nothing be measured: the sample report comes back, and what was asked for is kept."""
+    asked = {}
+
+    def run_bench(config, **options):
+        asked.update(options, config=config)
+        place = options["out"] or tmp_path / "bench"
+        results.write(sample_report, "table\n", "<svg/>", place)
+        return sample_report, place
+
+    monkeypatch.setattr(measuring, "run_bench", run_bench)
+    return asked
+
+
+def run(*words):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["bench", *words])
+    return stopped.value.code
+
+
+def test_json_holds_the_rungs_and_the_total(measured, capsys, tmp_path, tiny_set):
+    assert run("shakespeare-char", f"data.path={tiny_set}", "--minutes", "6", "--out", str(tmp_path / "out"), "--json") == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["total_speedup"] == 2.16
+    assert (found["total_speedup_low"], found["total_speedup_high"]) == (2.1, 2.2)
+    assert found["path"] == str(tmp_path / "out")
+    assert [rung["name"] for rung in found["rungs"]][:2] == ["baseline", "+ prefetch"]
+    assert found["rungs"][1]["gain"] == {"median": 1.01, "low": 0.98, "high": 1.04}
+    assert measured["minutes"] == 6
+    assert measured["repeats"] is None
+    assert measured["config"].data.path == str(tiny_set)
+
+
+def test_a_person_sees_bars_and_where_the_results_lie(measured, capsys, tmp_path):
+    assert run("shakespeare-char", "data.path=x", "--sweep", "batch", "--repeats", "3") == 0
+    shown = capsys.readouterr().out
+    assert "█" in shown or "#" in shown
+    assert "no measurable gain" in shown
+    assert f"{tmp_path / 'bench'}/  table.md, bench.svg, bench.json" in shown
+    assert (measured["sweep"], measured["repeats"]) == ("batch", 3)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["shakespeare-chr"], "shakespeare-char"),
+        (["shakespeare-char"], "data.path is not set"),
+        (["shakespeare-char", "optim.lrr=1"], "optim.lr"),
+        (["shakespeare-char", "data.path=nowhere"], "nowhere"),
+        (["shakespeare-char", "--minutes", "0"], "minutes"),
+        (["shakespeare-char", "--repeats", "0"], "repeats"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_is_measured(words, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run(*words) == 2
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

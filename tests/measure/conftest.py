@@ -1,0 +1,54 @@
+"""A report with every kind of row."""
+
+from __future__ import annotations
+
+import pytest
+
+from flatout.measure.results import Figure, Report, Row, Trial
+from flatout.measure.trial import TrialResult
+
+
+def row(name, kind, rate, gain=None, **more):
+    figures = {"tokens_per_s": Figure(median=rate, low=0.97 * rate, high=1.04 * rate)}
+    split = {"step_ms": 300.0, "data_ms": 12.34, "host_ms": 0.456, "device_ms": 287.0, "peak_gib": 0.36, "rows_per_device": 1, "accumulate": 64}
+    losses = (
+        {} if gain is None else {"promise": "exact", "promise_kept": True, "loss_difference": 0.0, "promise_reason": "20 losses, bit-equal promised"}
+    )
+    told = {"gain": gain, "verdict": gain.verdict() if gain else ""}
+    return Row(name=name, kind=kind, **({"repeats": 5} | figures | split | losses | told | more))
+
+
+@pytest.fixture(scope="session")
+def sample_report():
+    """A ladder with a gain, none, a loss, a broken promise, a failure, too little time and an absence."""
+    gain, none, slower = (Figure(median=m, low=m - 0.03, high=m + 0.03) for m in (2.1, 1.01, 0.87))
+    rows = [
+        row("baseline", "baseline", 13_415.0),
+        row("+ pretokenised", "added", 28_171.0, gain, speedup="pretokenised"),
+        row("+ prefetch", "added", 28_400.0, none, promise="rounding", loss_difference=3.2e-7),
+        row("+ wrong", "added", 29_000.0, Figure(median=1.02, low=None, high=None), promise_kept=False, loss_difference=0.2, repeats=1),
+        Row(name="+ huge", kind="added", status="out-of-memory", reason="Out of memory at step 0: it needs 91 GiB."),
+        row("all but prefetch", "left-out", 28_300.0, none, promise="statistical", promise_kept=None, promise_reason="not judged: two repeats"),
+        Row(name="all but wrong", kind="left-out", status="not-measured", reason="not measured: the time was up."),
+        row("all and bf16", "put-in", 24_000.0, slower, reason="timed-out in one repeat: It had not ended after 60 s."),
+        Row(name="all and compile", kind="put-in", status="timed-out", reason="It had not ended after 90 s."),
+        Row(name="tf32", kind="absent", speedup="tf32", status="not-measured", reason="cannot run here, because: it is a CPU."),
+    ]
+    return Report(
+        kind="ladder",
+        recipe="shakespeare-char",
+        config={"name": "shakespeare-char"},
+        config_digest="0" * 64,
+        machine="A <fast> CPU & more, 2 cores, 24 GiB",
+        environment={"torch": "2.13.0", "threads": 2},
+        commit="abc1234",
+        began="2026-11-20T08:00:00+00:00",
+        wall_s=345.6,
+        minutes=6.0,
+        repeats=5,
+        complete=True,
+        notes=["Not every line has 5 repeats."],
+        rows=rows,
+        total_speedup=Figure(median=2.16, low=2.1, high=2.2),
+        trials=[Trial(point="baseline", round=0, seed=0, result=TrialResult(status="ok", tokens_per_s=13_415.0, losses=[3.1, 2.9]))],
+    )

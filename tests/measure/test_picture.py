@@ -1,0 +1,40 @@
+"""The picture is whole, and nothing of it lies outside the page."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ElementTree
+
+from flatout.measure.picture import WIDTH, picture
+
+SPACE = "{http://www.w3.org/2000/svg}"
+
+
+def drawn(report):
+    return ElementTree.fromstring(picture(report))
+
+
+def test_every_measured_row_has_a_bar_as_long_as_its_rate(sample_report):
+    bars = [element for element in drawn(sample_report).iter(f"{SPACE}rect") if element.get("x")]
+    rates = [row.tokens_per_s.median for row in sample_report.rows if row.tokens_per_s]
+    lengths = [float(bar.get("width")) for bar in bars]
+    assert [round(length / lengths[0], 2) for length in lengths] == [round(rate / rates[0], 2) for rate in rates]
+
+
+def test_names_gains_and_reasons_are_written_out(sample_report):
+    words = [element.text for element in drawn(sample_report).iter(f"{SPACE}text")]
+    for row in sample_report.rows:
+        assert row.kind == "absent" or row.name in words
+    assert any("x2.10 (2.07 to 2.13)" in word for word in words)
+    assert any("A <fast> CPU & more" in word for word in words)
+    assert "promise broken" in words
+    assert any(word.startswith("out of memory:") for word in words)
+
+
+def test_everything_lies_on_the_page(sample_report):
+    page = drawn(sample_report)
+    height = float(page.get("height"))
+    for element in page.iter():
+        for name, limit in (("x", WIDTH), ("x2", WIDTH), ("y", height), ("y2", height)):
+            assert 0 <= float(element.get(name) or 0) <= limit
+    bars = [element for element in page.iter(f"{SPACE}rect") if element.get("x")]
+    assert max(float(bar.get("x")) + float(bar.get("width")) for bar in bars) < WIDTH

@@ -1,0 +1,74 @@
+"""What is written is read back; folders are not mixed; a commit is said only where there is one."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from flatout.config import load_config
+from flatout.errors import ConfigError
+from flatout.measure import results
+from flatout.measure.results import Figure, commit_of_package, place_for, read, write
+from flatout.measure.statistics import Interval
+
+CONFIG = load_config("shakespeare-char")
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "median", "verdict"),
+    [
+        (1.1, 1.3, 1.2, "x1.20"),
+        (0.98, 1.05, 1.01, "no measurable gain"),
+        (1.0, 1.2, 1.1, "no measurable gain"),
+        (0.8, 0.9, 0.87, "slower, x0.87"),
+        (None, None, 1.4, "x1.40, too few repeats to be sure"),
+    ],
+)
+def test_a_gain_in_words(low, high, median, verdict):
+    assert Figure.of(Interval(median, low, high, 3)).verdict() == verdict
+
+
+def test_a_report_passes_through_its_file(sample_report, tmp_path):
+    write(sample_report, "table", "<svg/>", tmp_path / "new" / "bench")
+    assert read(tmp_path / "new" / "bench") == sample_report
+    assert (tmp_path / "new" / "bench" / "table.md").read_text() == "table"
+
+
+def test_a_newer_or_broken_report_is_refused(sample_report, tmp_path):
+    write(sample_report, "", "", tmp_path)
+    document = json.loads((tmp_path / "bench.json").read_text())
+    (tmp_path / "bench.json").write_text(json.dumps(document | {"format_version": 99}))
+    with pytest.raises(ConfigError, match="newer flatout"):
+        read(tmp_path)
+    (tmp_path / "bench.json").write_text("{")
+    with pytest.raises(ConfigError, match="Cannot read"):
+        read(tmp_path)
+
+
+def test_results_get_a_folder_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    first = place_for(CONFIG, "ladder", None)
+    assert first.parts[0] == "bench"
+    assert first.name.startswith("shakespeare-char-")
+    for expected in (first, first.with_name(f"{first.name}-2"), first.with_name(f"{first.name}-3")):
+        assert place_for(CONFIG, "ladder", None) == expected
+        expected.mkdir(parents=True)
+    assert place_for(CONFIG, "batch", None).name == f"{first.name}-batch"
+
+
+def test_a_folder_with_something_else_is_left_alone(sample_report, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").touch()
+    with pytest.raises(ConfigError, match="holds other files"):
+        place_for(CONFIG, "ladder", tmp_path / "mine")
+    with pytest.raises(ConfigError, match="is a file"):
+        place_for(CONFIG, "ladder", tmp_path / "mine" / "thesis.txt")
+    assert place_for(CONFIG, "ladder", tmp_path / "new") == tmp_path / "new"
+    write(sample_report, "", "", tmp_path / "old")
+    assert place_for(CONFIG, "ladder", tmp_path / "old") == tmp_path / "old"
+
+
+def test_there_is_no_commit_outside_a_checkout(tmp_path, monkeypatch):
+    monkeypatch.setattr(results, "PACKAGE_DIR", tmp_path)
+    assert commit_of_package() is None

@@ -1,0 +1,81 @@
+"""Which sizes a sweep measures, and that each is a configuration that can be built."""
+
+from __future__ import annotations
+
+import pytest
+
+from flatout.errors import ConfigError
+from flatout.measure.sweep import SWEEPS, largest_divisor, sweep_experiment
+from flatout.measure.workload import settle
+from flatout.run import resolve
+
+
+@pytest.fixture
+def swept(tiny_config):
+    """Return the experiment of a sweep of the tiny run, and every point's configuration, settled."""
+
+    def make(what, **changes):
+        asked = tiny_config(**{"batch__rows_per_device": "auto", "speedups": "auto"} | changes)
+        settled = settle(asked)
+        experiment = sweep_experiment(what, asked, settled)
+        configs = {
+            point.name: resolve(
+                asked.with_values({**point.values, "train.device": "cpu"}), machine=settled.machine, dataset=settled.dataset, world_size=1
+            )[0]
+            for point in experiment.points
+        }
+        return experiment, configs
+
+    return make
+
+
+def test_batch_doubles_the_rows_and_keeps_the_step(swept):
+    _, configs = swept("batch")
+    assert [(c.batch.rows_per_device, c.batch.accumulate) for c in configs.values()] == [(1, 8), (2, 4), (4, 2), (8, 1)]
+    assert {c.batch.tokens_per_step for c in configs.values()} == {128}
+    _, configs = swept("batch", batch__tokens_per_step=16 * 12)
+    assert [c.batch.rows_per_device for c in configs.values()] == [1, 2, 4, 12]
+
+
+def test_seq_len_keeps_the_tokens_of_a_step_and_of_a_micro_batch(swept):
+    experiment, configs = swept("seq_len", batch__rows_per_device=4)
+    assert [c.data.seq_len for c in configs.values()] == [4, 8, 16, 32, 64]
+    assert {c.batch.tokens_per_step for c in configs.values()} == {128}
+    assert {c.batch.rows_per_device * c.data.seq_len for c in configs.values()} == {64}
+    experiment, configs = swept("seq_len", batch__tokens_per_step=16 * 3, batch__rows_per_device=1)
+    assert "48 tokens" not in configs
+    from flatout.measure.judge import Measured
+
+    reasons = {row.name: row.reason for row in experiment.rows(Measured([])) if row.kind == "absent"}
+    assert "not a whole number" in reasons["32 tokens"]
+
+
+def test_precision_changes_nothing_else(swept):
+    _, configs = swept("precision")
+    assert list(configs) == ["fp32", "bf16", "fp16"]
+    assert [c.train.precision for c in configs.values()] == ["fp32", "bf16", "fp16"]
+    others = [set(c.speedups) - {"bf16", "fp16"} for c in configs.values()]
+    assert others[0] == others[1] == others[2]
+
+
+def test_accumulation_grows_the_step(swept):
+    _, configs = swept("accumulation", batch__rows_per_device=2)
+    assert [c.batch.accumulate for c in configs.values()] == [1, 2, 4, 8]
+    assert [c.batch.tokens_per_step for c in configs.values()] == [32, 64, 128, 256]
+
+
+def test_prefetch_is_off_once(swept):
+    _, configs = swept("prefetch")
+    assert ["prefetch" in c.speedups for c in configs.values()] == [False, True, True, True, True]
+    assert [c.data.prefetch for c in configs.values()][1:] == [1, 2, 4, 8]
+
+
+def test_a_sweep_with_nothing_to_measure_is_refused(tiny_config, monkeypatch):
+    asked = tiny_config()
+    monkeypatch.setitem(SWEEPS, "batch", lambda *_: ({}, {"1 rows": "no room."}))
+    with pytest.raises(ConfigError, match="nothing to measure"):
+        sweep_experiment("batch", asked, settle(asked))
+
+
+def test_largest_divisor():
+    assert [largest_divisor(12, n) for n in (1, 5, 7, 12, 100, 0)] == [1, 4, 6, 12, 12, 1]
