@@ -26,7 +26,7 @@ from flatout.training.metrics import Log, diverged
 from flatout.training.out_of_memory import out_of_memory
 from flatout.training.warmup import warm_up
 
-QUIET = {"train.eval_every": 0, "train.sample_every": 0, "checkpoint.every_minutes": 1e9}
+QUIET = {"train.eval_every": 0, "train.patience": 0, "train.sample_every": 0, "checkpoint.every_minutes": 1e9}
 """A trial trains, and nothing else."""
 
 
