@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -93,7 +94,7 @@ class MixedSplit:
         self.dtype = splits[0].dtype
         self._splits = tuple(splits)
         self._turns = np.asarray(turns, np.int64)
-        self._set_at = deal(turns)
+        self._set_at = deal(tuple(turns))
         self._earlier = np.zeros(len(self._set_at), np.int64)
         """At each turn of the period, how many earlier ones of it are the same set's."""
         for number in range(len(splits)):
@@ -201,11 +202,12 @@ def whole_turns(weights: Sequence[float]) -> tuple[int, ...]:
     return tuple(int(weight / total * scale) for weight in exact)
 
 
-def deal(turns: Sequence[int]) -> Array:
+@cache
+def deal(turns: tuple[int, ...]) -> Array:
     """Return which set each turn of the period goes to: set k has turns[k] of them, at every moment less than one off its due share.
 
     Shapes:  returns (sum of turns,).
-    Cost:    O(period); once a run.
+    Cost:    O(period), half a second for the longest; once a process.
     Source:  the quota method, Balinski and Young 1975, "The quota method of apportionment".
     """
     due = np.asarray(turns, np.int64)
@@ -215,6 +217,7 @@ def deal(turns: Sequence[int]) -> Array:
         in_time = dealt * period < (turn + 1) * due  # one more would not be too many
         order[turn] = np.argmin(np.where(in_time, (dealt + 1) / due, np.inf))  # whose next one is due first
         dealt[order[turn]] += 1
+    order.flags.writeable = False  # everybody who asks for these turns gets this array
     return order
 
 

@@ -105,8 +105,8 @@ def read_weights(checkpoint: Path, *, progress: Progress = SILENT) -> dict[str, 
     return {name.removeprefix("model/"): tensor for name, tensor in weights.items()}
 
 
-def load_weights(run: Run, checkpoint: Path, *, progress: Progress = SILENT) -> None:
-    """Put the weights of a checkpoint into a freshly built run, and nothing else of it. Every rank calls it.
+def load_weights(run: Run, checkpoint: Path, *, check: Check = catalog.check_file, progress: Progress = SILENT) -> None:
+    """Put the weights of a checkpoint into a freshly built run, and nothing else of it. Every rank calls it; `check` as in `load`.
 
     Raises: CheckpointError, before the weights are touched, when a file is missing or damaged, or does not fit this run.
     """
@@ -114,9 +114,9 @@ def load_weights(run: Run, checkpoint: Path, *, progress: Progress = SILENT) -> 
     targets = weights_and_aliases(run.core)[0]
 
     def open_files(task: Task) -> None:
-        index, _, manifest = _read_index(checkpoint, catalog.check_file)
+        index, _, manifest = _read_index(checkpoint, check)
         slices.check_fits(targets, index, prefix="model/", source=checkpoint)
-        _check(checkpoint, manifest, slices.files_needed(targets, index), catalog.check_file, task)
+        _check(checkpoint, manifest, slices.files_needed(targets, index), check, task)
         found.append(index)
 
     with progress.task(f"Loading the weights of {checkpoint.name}") as task:

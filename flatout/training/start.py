@@ -216,7 +216,7 @@ def carry_out(run: Run, plan: Plan, observers: Sequence[Observer], sample: Calla
         differences = load(run, plan.checkpoint, environment=environment_of(run), check=catalog.check_size, progress=progress)
         run.resumed_from = str(plan.checkpoint)
     elif run.config.train.init_from is not None:
-        load_weights(run, Path(run.config.train.init_from), progress=progress)
+        load_weights(run, Path(run.config.train.init_from), check=catalog.check_size, progress=progress)
     parameters = sum(p.numel() for p in run.core.parameters())
     with Log(run, observers) as log, StopRequests() as stop:
         log.event(
