@@ -18,10 +18,11 @@ from flatout.measure.judge import Measured, ladder_rows
 from flatout.measure.ladder import BASELINE, make_ladder, promise_between
 from flatout.measure.picture import picture
 from flatout.measure.results import Figure, Report, Row, Trial, commit_of_package, place_for, write
+from flatout.measure.spec import TrialResult, TrialSpec
 from flatout.measure.statistics import deviations, interval
-from flatout.measure.sweep import sweep_experiment
+from flatout.measure.sweep import require_sweep, sweep_experiment
 from flatout.measure.table import table
-from flatout.measure.trial import TrialResult, TrialSpec, run_trial
+from flatout.measure.trial import run_trial
 from flatout.measure.workload import Settled, settle
 from flatout.parallel.rendezvous import stated_ranks
 from flatout.progress import SILENT, Progress
@@ -62,6 +63,8 @@ def run_bench(
     began_s, began = clock(), datetime.now().astimezone()
     if stated_ranks().world_size > 1:
         raise ConfigError("bench measures one process, and this one is one of several.", fix="Start it without torchrun.")
+    if sweep is not None:
+        require_sweep(sweep)
     place = place_for(asked, sweep or LADDER, out)
     with progress.task("Settling the configuration"):
         settled = settle(asked)

@@ -13,17 +13,17 @@ DEFAULT_SECONDS, FEWEST_SECONDS, MOST_SECONDS = 5.0, 1.0, 15.0
 USUAL_OVERHEAD_S = 6.0
 """What a trial is assumed to need besides, until one has been seen: start, imports, warm-up."""
 LONGEST_TRIAL_S = 900.0
-GRACE = 0.03
+GRACE = 0.01
 """Share of the minutes by which the last trial may end late, before it is killed."""
 SAFETY = 1.15
 """A trial is begun when this many times what it took before still fits."""
 SLACK = 1.1
 """Rounds are planned to take this much less than there is."""
-CLOSING_S = 2.0
+CLOSING_S = 3.0
 """Kept for judging and writing."""
 SHARE = 1.3
 """How many times its fair share of the minutes a trial may train; most take less."""
-SHORTEST_LIMIT_S = 3.0
+SHORTEST_LIMIT_S = 6.0
 START_S = 4.0
 """What a process needs before it trains, about."""
 

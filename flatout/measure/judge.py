@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from flatout.config import RunConfig
 from flatout.measure.ladder import Ladder, Rung, promise_between
 from flatout.measure.results import Figure, Row, Trial
+from flatout.measure.spec import TrialResult
 from flatout.measure.statistics import deviations, interval, mean_interval
-from flatout.measure.trial import TrialResult
 from flatout.recipe import Promise
 
 FINAL_LOSSES = 5
@@ -116,7 +116,8 @@ def judged(rung: Rung, against: Rung, points: Mapping[str, str], found: Measured
         return {"promise": promise.kind, "promise_reason": "no losses to compare"}
     dropout = float(config.model.own().get("dropout") or 0.0)
     kept, reason = keeps(promise, pairs, dropout=dropout)
-    return {"loss_difference": largest_difference(pairs), "promise": promise.kind, "promise_kept": kept, "promise_reason": reason}
+    apart = {"loss_difference": largest_difference(pairs), "compared_losses": max(len(fast) for fast, _ in pairs)}
+    return apart | {"promise": promise.kind, "promise_kept": kept, "promise_reason": reason}
 
 
 def keeps(promise: Promise, pairs: Sequence[tuple[Sequence[float], Sequence[float]]], *, dropout: float = 0.0) -> tuple[bool | None, str]:

@@ -40,8 +40,9 @@ class Pace:
     """Stands where a run asks whether to stop: finds the end of the warm-up, then lets `seconds` of steps be measured.
 
     While it warms up, every step is waited for, so that its time is its own; the steps that are measured are queued as in any
-    run, and waited for once, at the end. Warming up ends at the latest after 100 steps or `warmup_s` seconds. A trial goes on
-    until it has also taken `loss_steps` steps, or until `limit_s` after its first.
+    run, and waited for once, at the end. Warming up ends at the latest after 100 steps, `warmup_s` seconds or half of `limit_s`. A trial goes on
+    until it has also taken `loss_steps` steps, or until `limit_s` after its first: it then makes do with three measured steps, and
+    after twice as long with one.
     """
 
     def __init__(
@@ -65,8 +66,8 @@ class Pace:
             return False
         now_s = self._clock()
         enough = now_s - self._last_s >= self._seconds and run.step >= max(self._loss_steps, self.warmup_steps + FEWEST_STEPS)
-        late = now_s - self._began_s >= self._limit_s and run.step > self.warmup_steps
-        return enough or late
+        late_s, steps = now_s - self._began_s - self._limit_s, run.step - self.warmup_steps
+        return enough or (late_s >= 0 and steps >= FEWEST_STEPS) or (late_s >= self._limit_s and steps > 0)
 
     def finish(self) -> None:
         """Close the measurement; the loop has ended."""
@@ -82,7 +83,7 @@ class Pace:
         self._step_s.append(now_s - self._last_s)
         self._last_s = now_s
         self.warmup_seconds = now_s - self._began_s
-        out_of_patience = before.steps >= MOST_WARMUP_STEPS or self.warmup_seconds >= min(self._warmup_s, self._limit_s)
+        out_of_patience = before.steps >= MOST_WARMUP_STEPS or self.warmup_seconds >= min(self._warmup_s, self._limit_s / 2)
         if not settled(self._step_s) and not out_of_patience:
             return
         self.warmup_steps = before.steps

@@ -12,8 +12,8 @@ from pydantic import BaseModel, ConfigDict
 
 from flatout.config import RunConfig
 from flatout.errors import ConfigError
+from flatout.measure.spec import TrialResult
 from flatout.measure.statistics import Interval
-from flatout.measure.trial import TrialResult
 from flatout.registry import PACKAGE_DIR
 from flatout.training.files import write_text
 from flatout.training.folder import run_name
@@ -94,6 +94,8 @@ class Row(Written):
     """The gain in words."""
     loss_difference: float | None = None
     """Largest relative difference of a loss from that of `against` on the same batches."""
+    compared_losses: int | None = None
+    """First steps whose losses were compared."""
     promise: str | None = None
     """exact, rounding or statistical."""
     promise_kept: bool | None = None

@@ -27,8 +27,7 @@ def sweep_experiment(what: str, asked: RunConfig, settled: Settled) -> Experimen
 
     Raises: ConfigError when there is no such sweep, or nothing to measure in it.
     """
-    if what not in SWEEPS:
-        raise unknown_name("sweep", what, SWEEPS)
+    require_sweep(what)
     full = [decision.name for decision in settled.decisions if decision.on]
     values, refused = SWEEPS[what](asked, settled, full)
     if not values:
@@ -40,6 +39,15 @@ def sweep_experiment(what: str, asked: RunConfig, settled: Settled) -> Experimen
         return lines + [Row(name=name, kind="absent", status="not-measured", reason=reason) for name, reason in refused.items()]
 
     return Experiment(what, tuple(Point(name, own) for name, own in values.items()), rows)
+
+
+def require_sweep(what: str) -> None:
+    """Do nothing when there is such a sweep.
+
+    Raises: ConfigError with the nearest name.
+    """
+    if what not in SWEEPS:
+        raise unknown_name("sweep", what, SWEEPS)
 
 
 def batch(asked: RunConfig, settled: Settled, full: list[str]) -> tuple[dict[str, dict[str, Any]], Refused]:

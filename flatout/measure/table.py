@@ -8,7 +8,7 @@ from flatout.measure.results import Figure, Report, Row
 
 HEADINGS = {
     ("baseline", "added"): "One at a time, from the plain way up",
-    ("left-out",): "Left out of the full set, one at a time",
+    ("left-out",): "Left out of the full set, one at a time: what each is worth there",
     ("put-in",): "Put into the full set: what is off here by itself",
     ("point",): "",
     ("absent",): "Not measured",
@@ -88,7 +88,7 @@ def absent_lines(rows: Sequence[Row]) -> list[str]:
 
 def absence(row: Row) -> str:
     """Return why a row has no figures."""
-    begin = {"out-of-memory": "out of memory", "timed-out": "took too long", "failed": "failed"}.get(row.status)
+    begin = {"timed-out": "took too long", "failed": "failed"}.get(row.status)
     return f"{begin}: {row.reason}" if begin else str(row.reason)
 
 
@@ -105,6 +105,8 @@ def loss_words(row: Row) -> str:
     if row.promise is None:
         return ""
     apart = "" if row.loss_difference is None else "equal" if row.loss_difference == 0 else f"{row.loss_difference:.0e} apart"
+    if row.compared_losses:
+        apart = f"{apart} over {row.compared_losses}"
     if row.promise_kept is None:
         return ", ".join(part for part in (apart, row.promise_reason) if part)
     return f"{apart}, {row.promise} kept" if row.promise_kept else f"**{row.promise} BROKEN**: {apart}; {row.promise_reason}"

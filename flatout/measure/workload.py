@@ -16,7 +16,7 @@ from flatout.data.mix import MixedDataset
 from flatout.data.shards import Dataset
 from flatout.hardware import Machine, fingerprint, pick_device, probe
 from flatout.measure.pace import Pace
-from flatout.measure.trial import FEWEST_RUN_STEPS, TrialResult, TrialSpec
+from flatout.measure.spec import TrialResult, TrialSpec
 from flatout.parallel.mesh import make_mesh
 from flatout.preflight import open_dataset
 from flatout.run import Run, build, resolve
@@ -26,6 +26,8 @@ from flatout.training.metrics import Log, diverged
 from flatout.training.out_of_memory import out_of_memory
 from flatout.training.warmup import warm_up
 
+FEWEST_RUN_STEPS = 200
+"""A recipe that is shorter is stretched to this in a trial, so that it can warm up and be measured."""
 QUIET = {"train.eval_every": 0, "train.patience": 0, "train.sample_every": 0, "checkpoint.every_minutes": 1e9}
 """A trial trains, and nothing else."""
 

@@ -58,8 +58,8 @@ def test_json_holds_the_rungs_and_the_total(measured, capsys, tmp_path, tiny_set
     assert measured["config"].data.path == str(tiny_set)
 
 
-def test_a_person_sees_bars_and_where_the_results_lie(measured, capsys, tmp_path):
-    assert run("shakespeare-char", "data.path=x", "--sweep", "batch", "--repeats", "3") == 0
+def test_a_person_sees_bars_and_where_the_results_lie(measured, capsys, tmp_path, tiny_set):
+    assert run("shakespeare-char", f"data.path={tiny_set}", "--sweep", "batch", "--repeats", "3") == 0
     shown = capsys.readouterr().out
     assert "█" in shown or "#" in shown
     assert "no measurable gain" in shown
@@ -74,12 +74,13 @@ def test_a_person_sees_bars_and_where_the_results_lie(measured, capsys, tmp_path
         (["shakespeare-char"], "data.path is not set"),
         (["shakespeare-char", "optim.lrr=1"], "optim.lr"),
         (["shakespeare-char", "data.path=nowhere"], "nowhere"),
+        (["shakespeare-char", "data.path=SET", "--sweep", "bacth"], "batch"),
         (["shakespeare-char", "--minutes", "0"], "minutes"),
         (["shakespeare-char", "--repeats", "0"], "repeats"),
     ],
 )
-def test_what_is_wrong_is_said_before_anything_is_measured(words, message, capsys, tmp_path, monkeypatch):
+def test_what_is_wrong_is_said_before_anything_is_measured(words, message, capsys, tmp_path, monkeypatch, tiny_set):
     monkeypatch.chdir(tmp_path)
-    assert run(*words) == 2
+    assert run(*(word.replace("SET", str(tiny_set)) for word in words)) == 2
     assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

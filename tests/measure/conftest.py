@@ -5,14 +5,22 @@ from __future__ import annotations
 import pytest
 
 from flatout.measure.results import Figure, Report, Row, Trial
-from flatout.measure.trial import TrialResult
+from flatout.measure.spec import TrialResult
 
 
 def row(name, kind, rate, gain=None, **more):
     figures = {"tokens_per_s": Figure(median=rate, low=0.97 * rate, high=1.04 * rate)}
     split = {"step_ms": 300.0, "data_ms": 12.34, "host_ms": 0.456, "device_ms": 287.0, "peak_gib": 0.36, "rows_per_device": 1, "accumulate": 64}
     losses = (
-        {} if gain is None else {"promise": "exact", "promise_kept": True, "loss_difference": 0.0, "promise_reason": "20 losses, bit-equal promised"}
+        {}
+        if gain is None
+        else {
+            "promise": "exact",
+            "promise_kept": True,
+            "loss_difference": 0.0,
+            "compared_losses": 20,
+            "promise_reason": "20 losses, bit-equal promised",
+        }
     )
     told = {"gain": gain, "verdict": gain.verdict() if gain else ""}
     return Row(name=name, kind=kind, **({"repeats": 5} | figures | split | losses | told | more))

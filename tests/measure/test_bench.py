@@ -11,7 +11,7 @@ import pytest
 from flatout.errors import ConfigError, Interrupted
 from flatout.measure.bench import in_turn, run_bench
 from flatout.measure.results import read
-from flatout.measure.trial import TrialResult
+from flatout.measure.spec import TrialResult
 
 SLOW = {"pretokenised": 1.3, "micro-batch": 2.0, "onednn": 1.2}
 """What speedups gain on the made-up machine; all others nothing."""

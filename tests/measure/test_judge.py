@@ -8,7 +8,7 @@ from flatout.config import load_config
 from flatout.measure.judge import Measured, keeps, ladder_rows, largest_difference, measured_row
 from flatout.measure.ladder import Absent, Ladder, Rung
 from flatout.measure.results import Trial
-from flatout.measure.trial import TrialResult
+from flatout.measure.spec import TrialResult
 from flatout.recipe import Promise
 
 LADDER = Ladder(

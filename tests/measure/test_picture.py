@@ -27,7 +27,7 @@ def test_names_gains_and_reasons_are_written_out(sample_report):
     assert any("x2.10 (2.07 to 2.13)" in word for word in words)
     assert any("A <fast> CPU & more" in word for word in words)
     assert "promise broken" in words
-    assert any(word.startswith("out of memory:") for word in words)
+    assert any(word.startswith("Out of memory") for word in words)
 
 
 def test_everything_lies_on_the_page(sample_report):

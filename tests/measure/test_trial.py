@@ -10,8 +10,9 @@ import pytest
 
 from flatout.config import load_config
 from flatout.errors import ConfigError, RunFailed
-from flatout.measure import workload
-from flatout.measure.trial import TrialResult, TrialSpec, measured, run_trial
+from flatout.measure import trial
+from flatout.measure.spec import TrialResult, TrialSpec
+from flatout.measure.trial import measured, run_trial
 
 SPEC = TrialSpec(config={}, folder="unused")
 
@@ -80,7 +81,7 @@ def test_every_error_is_a_row(monkeypatch, error, status, words):
     def fail(spec):
         raise error
 
-    monkeypatch.setattr(workload, "measure", fail)
+    monkeypatch.setattr(trial, "measure", fail)
     found = measured(SPEC)
     assert found.status == status
     assert words in found.reason

@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from flatout.errors import RunFailed
-from flatout.measure.trial import FEWEST_RUN_STEPS, TrialSpec
-from flatout.measure.workload import measure, settle
+from flatout.measure.spec import TrialSpec
+from flatout.measure.workload import FEWEST_RUN_STEPS, measure, settle
 from flatout.training.start import run_training
 
 QUICK = {"seconds": 0.02, "loss_steps": 8}
