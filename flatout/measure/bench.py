@@ -127,7 +127,6 @@ def measure(experiment: Experiment, asked: RunConfig, budget: Budget, scratch: P
             for number in range(budget.repeats):
                 budget.plan(number)
                 due = in_turn(budget.fits(list(alive)) if number else list(alive), number)
-                due = [name for name in due if name in alive]
                 if not due:
                     break
                 rounds.begun = number + 1
@@ -136,18 +135,18 @@ def measure(experiment: Experiment, asked: RunConfig, budget: Budget, scratch: P
                         continue
                     minutes = max(budget.remaining_s(due[place:], budget.repeats - number - 1) / 60, 1)
                     task.note(f"round {number + 1} of {budget.repeats}, {name} ({place + 1} of {len(due)}), about {minutes:.0f} min left")
-                    limit_s = budget.limit_s(len(due) - place + (len(alive) if number == 0 else 0))
+                    seed = asked.train.seed + number
                     spec = TrialSpec(
-                        config=asked.with_values({**alive[name].values, "train.seed": asked.train.seed + number}).to_dict(),
+                        config=asked.with_values({**alive[name].values, "train.seed": seed}).to_dict(),
                         folder=tempfile.mkdtemp(dir=scratch),
                         seconds=budget.seconds,
                         loss_steps=experiment.loss_steps if number == 0 or experiment.losses_each_round else 0,
-                        limit_s=limit_s,
+                        limit_s=budget.limit_s(len(due) - place + (len(alive) if number == 0 else 0)),
                     )
-                    done = Trial(point=name, round=number, seed=asked.train.seed + number, result=trial(spec, budget.timeout_s(name)))
-                    budget.record(name, done.result.process_s)
-                    rounds.trials.append(done)
-                    if not done.result.is_ok:
+                    result = trial(spec, budget.timeout_s(name))
+                    budget.record(name, result.process_s)
+                    rounds.trials.append(Trial(point=name, round=number, seed=seed, result=result))
+                    if not result.is_ok:
                         del alive[name]
         except (KeyboardInterrupt, Interrupted):
             rounds.is_complete = False

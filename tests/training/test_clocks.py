@@ -142,3 +142,19 @@ def test_on_a_gpu_the_device_s_time_is_the_stream_s_and_only_reading_back_blocks
 def test_each_device_has_its_clock(stream):
     assert isinstance(step_clock(torch.device("cpu")), CpuClock)
     assert isinstance(step_clock(torch.device("cuda", 0)), CudaClock)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_a_real_gpu_is_timed_without_being_waited_for():
+    device = torch.device("cuda", 0)
+    cuda = step_clock(device)
+    matrix = torch.randn(4096, 4096, device=device)
+    with cuda:
+        for _ in range(50):
+            matrix = matrix @ matrix * 1e-3
+    with cuda.reading():
+        torch.cuda.synchronize()
+    blocked_s, spans = cuda.take()
+    assert blocked_s > 0
+    assert cuda.seconds(spans) > 0
