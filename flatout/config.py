@@ -78,7 +78,7 @@ class DataConfig(Section):
     epochs and scored by itself; the validation loss is the mean by these weights."""
     seq_len: int = Field(256, ge=1)
     """Tokens in one training window (T)."""
-    prefetch: int = Field(4, ge=1)
+    prefetch: int = Field(4, ge=1, le=1000)
     """Optimiser steps the feed reads ahead."""
     document_mask: bool = False
     """Keep attention inside each document of a window."""
@@ -164,7 +164,7 @@ class TrainConfig(Section):
     """Training tokens, rounded up to whole steps."""
     epochs: float | None = Field(None, gt=0)
     """Passes over the training tokens, in a mix those of all its sets together, rounded up to whole steps."""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=2**62)
     """Seeds the weights, the order of the data and dropout."""
     deterministic: bool = False
     """Refuse operations whose result can differ from run to run."""

@@ -20,7 +20,7 @@ def parse_overrides(overrides: Iterable[str], section: type[BaseModel]) -> dict[
     values: dict[str, Any] = {}
     for override in overrides:
         key, equals, text = override.partition("=")
-        if not equals or not key.strip():
+        if not equals or not all(key.strip().split(".")):
             raise ConfigError(f"{override!r} is not an override.", fix="Write section.key=value, for example optim.lr=3e-4.")
         values[key.strip()] = _value(section, key.strip(), text, override)
     return values
@@ -30,7 +30,10 @@ def _value(section: type[BaseModel], key: str, text: str, name: str) -> Any:
     """Read an override's value as YAML; what belongs to a text key stays text, whatever YAML would make of it."""
     field = field_at(section, key)
     if field is None or field.annotation not in (str, str | None):
-        return parse_yaml(text, name=name) if text.strip() else None
+        try:
+            return parse_yaml(text, name=name) if text.strip() else None
+        except ConfigError as error:
+            raise ConfigError(f"{name!r} is not YAML.", fix="Repair the value, and put the whole in quotes: 'section.key=value'.") from error
     if not text.strip() or text.strip() in {"null", "~"}:
         return text if field.annotation is str else None
     try:

@@ -76,6 +76,8 @@ class Folder:
     folder: str
     attribute: str
     noun: str
+    has: tuple[str, ...] = ()
+    """Attributes by which an object of the user's own is known to be such an entry."""
 
     @cached_property
     def _files(self) -> dict[str, Path]:
@@ -105,10 +107,14 @@ class Folder:
     def get(self, name: str) -> Any:
         """Import and return the entry `name`, or the object `package.module:attribute`.
 
-        Raises: ConfigError with the nearest name when there is no such entry.
+        Raises: ConfigError with the nearest name when there is no such entry, or when the object is something else.
         """
         if ":" in name:
-            return load_reference(name)
+            found = load_reference(name)
+            lacking = [attribute for attribute in self.has if not hasattr(found, attribute)]
+            if lacking:
+                raise ConfigError(f"{name} is no {self.noun}: it has no {lacking[0]!r}.", fix=f"docs/extend.md shows how a {self.noun} is written.")
+            return found
         self.require(name)
         return getattr(importlib.import_module(f"flatout.{self.folder}.{self._files[name.replace('_', '-')].stem}"), self.attribute)
 
@@ -158,10 +164,10 @@ def _assigned_names(path: Path) -> set[str]:
 
 
 COMMANDS = Folder("commands", "COMMAND", "command")
-MODELS = Folder("models", "MODEL", "model")
-OPTIMIZERS = Folder("optimizers", "OPTIMIZER", "optimizer")
-SOURCES = Folder("sources", "SOURCE", "source")
-SPEEDUPS = Folder("speedups", "SPEEDUP", "speedup")
+MODELS = Folder("models", "MODEL", "model", has=("check", "count_flops"))
+OPTIMIZERS = Folder("optimizers", "OPTIMIZER", "optimizer", has=("__call__",))
+SOURCES = Folder("sources", "SOURCE", "source", has=("__call__",))
+SPEEDUPS = Folder("speedups", "SPEEDUP", "speedup", has=("fills", "promise"))
 DATASETS = YamlFolder("datasets", "data set")
 MACHINES = YamlFolder("machines", "machine")
 RECIPES = YamlFolder("recipes", "recipe")
@@ -177,7 +183,7 @@ def recipe_path(recipe: str | Path) -> Path:
     path = Path(recipe)
     is_file = path.suffix.lower() in SUFFIXES
     if path.is_dir() and (is_file or str(recipe) not in RECIPES.names()):
-        raise ConfigError(f"{recipe} is a folder, not a recipe.", fix="Name a YAML file, or one of `flatout list recipes`.")
+        raise ConfigError(f"{path} is a folder, not a recipe.", fix="Name a YAML file, or one of `flatout list recipes`.")
     if not is_file:
         files = [file for file in (path.with_name(path.name + suffix) for suffix in sorted(SUFFIXES)) if path.name and file.is_file()]
         if files and str(recipe) not in RECIPES.names():

@@ -83,12 +83,14 @@ def test_nearest(typo, meant):
 
 
 def test_references_reach_a_users_own_file(tmp_path, monkeypatch):
-    (tmp_path / "my_registry_example.py").write_text("class Mine: ...\n")
+    (tmp_path / "my_registry_example.py").write_text("class Mine:\n    def check(self): ...\n    count_flops = None\nclass Other: ...\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
     found = load_reference("my_registry_example:Mine")
     assert found.__name__ == "Mine"
     assert MODELS.get("my_registry_example:Mine") is found
+    with pytest.raises(ConfigError, match=r"my_registry_example:Other is no model: it has no 'check'.*docs/extend\.md"):
+        MODELS.get("my_registry_example:Other")
     monkeypatch.delitem(sys.modules, "my_registry_example")
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flatout.commands import Command, Result
+from flatout.commands.train import check
 from flatout.config import load_config
 from flatout.progress import SILENT, Progress
 
@@ -84,4 +85,4 @@ def bench(
     )
 
 
-COMMAND = Command(bench, example="flatout bench shakespeare-char data.path=data/s --minutes 6", needs_torch=True)
+COMMAND = Command(bench, example="flatout bench shakespeare-char data.path=data/s --minutes 6", check=check, needs_torch=True)

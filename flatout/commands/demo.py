@@ -145,8 +145,8 @@ def check(file: Path | None, minutes: float) -> None:
 
     Raises: ConfigError or DataError.
     """
-    if not minutes > 0:
-        raise ConfigError(f"--minutes {minutes:g} leaves no time to train.", fix="Use --minutes 2.")
+    if not 0 < minutes < math.inf:
+        raise ConfigError(f"--minutes {minutes:g} is no time to train.", fix="Use --minutes 2.")
     if file is not None:
         require_text_file(file)
 

@@ -23,6 +23,10 @@ class GenerateResult(Result):
         return ""
 
 
+MOST_SEED = 2**62
+"""What random generators take as a seed, with room for those of several samples."""
+
+
 def generate(
     run: Annotated[str, typer.Argument(help="A run folder, or its name under runs/.")],
     prompt: Annotated[str, typer.Option(help="Text to go on from; empty begins a new document.")] = "",
@@ -51,8 +55,7 @@ def generate(
     from flatout.loading import load_run
 
     check_settings(temperature, top_k, top_p, max_tokens)
-    if num_samples < 1:
-        raise ConfigError(f"num-samples {num_samples} asks for no text.", fix="Use 1 or more.")
+    _check_numbers(num_samples, seed)
     loaded = load_run(run, checkpoint, progress=progress)
     loaded.tokenizer.encode(prompt)  # a prompt that it cannot write is refused before anything is shown
     show = write or (lambda _piece: None)
@@ -82,6 +85,13 @@ def generate(
         samples.append("".join(pieces))
         show("\n")
     return GenerateResult(samples=samples)
+
+
+def _check_numbers(num_samples: int, seed: int) -> None:
+    if num_samples < 1:
+        raise ConfigError(f"num-samples {num_samples} asks for no text.", fix="Use 1 or more.")
+    if abs(seed) >= MOST_SEED:
+        raise ConfigError(f"seed {seed} is too large.", fix=f"Use a number below {MOST_SEED}.")
 
 
 COMMAND = Command(generate, example='flatout generate runs/demo --prompt "def main" --temperature 0.7', needs_torch=True)

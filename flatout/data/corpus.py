@@ -17,7 +17,7 @@ from flatout.data.download import check_file, download
 from flatout.documents import parse_yaml
 from flatout.errors import ConfigError, DataError
 from flatout.progress import SILENT, Progress
-from flatout.registry import DATASETS, SOURCES, load_reference, nearest
+from flatout.registry import DATASETS, SOURCES, nearest
 from flatout.sources import Part, parts_of
 
 CACHE = Path("~/.cache/flatout")
@@ -125,7 +125,7 @@ def _named_parts(name: str, text_field: str | None) -> list[Part]:
     if re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*(:.*)?", name) and not Path(name).exists():
         module, function, *given = name.split(":", 2)
         reference = f"{module}:{function}"
-        return parts_of(load_reference(reference), reference, _parameters(given[0] if given else "", name))
+        return parts_of(SOURCES.get(reference), reference, _parameters(given[0] if given else "", name))
     if "/" in name or Path(name).suffix or Path(name).expanduser().exists() or glob.has_magic(name):
         return parts_of(SOURCES.get("files"), "files", {"path": name, "text_field": text_field or "text"})
     known = sorted({*DATASETS.names(), *SOURCES.names()} - {"files"})

@@ -41,18 +41,23 @@ def place_in(directory: str | None, run_folder: Path) -> Path:
 def claim(run_folder: Path, place: Path) -> None:
     """Make `place` the folder of this run's checkpoints. Runs of one name that share `checkpoint.dir` would take each other's.
 
-    Raises: CheckpointError when it is another run's.
+    Raises: CheckpointError when it is another run's, or cannot be written.
     """
     if place == run_folder / "checkpoints":
         return
     mine, theirs = run_folder / OWNER, place / OWNER
     _require_not_foreign(run_folder, place)
-    if not mine.exists():
-        run_folder.mkdir(parents=True, exist_ok=True)
-        write_json(mine, {"id": secrets.token_hex(16), "run": str(run_folder.absolute())})
-    if not theirs.exists():
-        place.mkdir(parents=True, exist_ok=True)
-        write_json(theirs, read_json(mine))
+    try:
+        if not mine.exists():
+            run_folder.mkdir(parents=True, exist_ok=True)
+            write_json(mine, {"id": secrets.token_hex(16), "run": str(run_folder.absolute())})
+        if not theirs.exists():
+            place.mkdir(parents=True, exist_ok=True)
+            write_json(theirs, read_json(mine))
+    except OSError as error:
+        raise CheckpointError(
+            f"checkpoint.dir: {place} cannot be written: {error.strerror}.", fix="Set checkpoint.dir to a folder you may write to."
+        ) from error
 
 
 def require_own(run_folder: Path) -> None:

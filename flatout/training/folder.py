@@ -154,7 +154,7 @@ def _lock(folder: Path, progress: Progress) -> TextIO:
 
 def _clear(folder: Path, made: Iterable[Path]) -> None:
     """Take away what a start left that came to nothing, and the folders it made, those that are empty."""
-    for name in (ORIGIN, LOCK):
+    for name in (ORIGIN, catalog.OWNER, LOCK):
         (folder / name).unlink(missing_ok=True)
     with suppress(OSError):
         for path in made:
@@ -219,6 +219,7 @@ def _checkpoint_at(path: Path, progress: Progress) -> Path:
         if newest is None:
             raise CheckpointError(f"The run {path} has no checkpoint.", fix="Name another run, or a folder such as RUN/checkpoints/step-100.")
         return newest
+    catalog.step_of(path)
     catalog.require_whole(path, progress=progress)
     return path
 

@@ -145,4 +145,23 @@ CASES = [
         lambda w: w.patch.setattr(shutil, "disk_usage", lambda _: FULL),
     ),
     Case("a data set that is none", "inspect book.txt", ("book.txt",), ("flatout prepare",)),
+    Case("a file where checkpoints should go", "train my.yaml checkpoint.dir=book.txt", ("checkpoint.dir", "book.txt"), ("Set checkpoint.dir",)),
+    Case(
+        "a folder of checkpoints for a checkpoint",
+        "train my.yaml --run runs/new --resume runs/first/checkpoints",
+        ("runs/first/checkpoints",),
+        ("step-100",),
+    ),
+    Case(
+        "weights to begin with that are not there",
+        "train my.yaml train.init_from=runs/old",
+        ("train.init_from=runs/old",),
+        ("RUN/checkpoints/step-100",),
+    ),
+    Case(
+        "a mix with data that is not prepared",
+        "train my.yaml 'data.mix={data/book: 3, data/code: 1}'",
+        ("data/code",),
+        ("flatout prepare SOURCE --out data/code",),
+    ),
 ]

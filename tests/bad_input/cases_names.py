@@ -48,4 +48,6 @@ CASES = [
     Case("a step without a checkpoint", "generate runs/first --checkpoint 7", ("runs/first", "step 7"), ("2",)),
     Case("a checkpoint that is no step", "generate runs/first --checkpoint newest", ("'newest'",), ("best, last",)),
     Case("a folder of runs that is not there", "runs rnus", ("rnus",), ("flatout runs",)),
+    Case("a model of one's own that is none", "train my.yaml model.kind=os:path", ("os:path", "'check'"), ("docs/extend.md",)),
+    Case("a source of one's own that is none", "prepare os:sep --out data/new", ("os:sep", "source"), ("docs/extend.md",)),
 ]

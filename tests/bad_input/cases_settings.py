@@ -53,4 +53,9 @@ CASES = [
     Case("a negative temperature", "generate runs/first --temperature -1", ("-1",), ("0",)),
     Case("no samples", "generate runs/first --num-samples 0", ("num-samples 0",), ("1 or more",)),
     Case("no time", "demo --minutes 0", ("--minutes 0",), ("--minutes 2",)),
+    Case("a seed that no generator takes", "train my.yaml train.seed=99999999999999999999", ("train.seed=99999999999999999999", "less than"), ("0",)),
+    Case("a value that is not YAML", "train my.yaml optim.betas=[0.9", ("'optim.betas=[0.9'",), ("quotes",)),
+    Case(
+        "a seed for a sample that no generator takes", "generate runs/first --seed 99999999999999999999", ("seed 99999999999999999999",), ("below",)
+    ),
 ]
