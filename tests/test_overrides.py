@@ -1,0 +1,27 @@
+import pytest
+
+from flatout.config import RunConfig
+from flatout.errors import ConfigError
+from flatout.overrides import nested, parse_overrides
+
+
+def test_values_are_yaml_but_for_text():
+    found = parse_overrides(["optim.lr=3e-4", "train.sample_prompt=3", "data.path=", "model.sizes=[1, 2]", "x = true"], RunConfig)
+    assert found == {"optim.lr": 3e-4, "train.sample_prompt": "3", "data.path": None, "model.sizes": [1, 2], "x": True}
+
+
+@pytest.mark.parametrize("text", ["optim.lr", "=3", ".=3", "optim.=3", ".lr=3", "optim..lr=3"])
+def test_what_has_no_key_is_no_override(text):
+    with pytest.raises(ConfigError, match="is not an override"):
+        parse_overrides([text], RunConfig)
+
+
+def test_a_value_that_is_not_yaml_is_shown_whole():
+    with pytest.raises(ConfigError, match=r"'optim\.betas=\[0\.9' is not YAML.*quotes"):
+        parse_overrides(["optim.betas=[0.9"], RunConfig)
+
+
+def test_keys_that_contradict_each_other():
+    assert nested({"a.b": 1, "a.c.d": 2}) == {"a": {"b": 1, "c": {"d": 2}}}
+    with pytest.raises(ConfigError, match=r"optim\.lr contradicts optim=3"):
+        nested({"optim": 3, "optim.lr": 1})
