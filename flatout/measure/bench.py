@@ -184,8 +184,8 @@ def notes(settled: Settled, experiment: Experiment, rounds: Rounds, rows: Sequen
     if counts and min(counts) < max(counts):
         said.append(f"Not every line has {max(counts)} repeats: the time was up, or one failed. n says how many it has.")
     missing = [row.name for row in rows if row.status == "not-measured" and row.kind != "absent"]
-    if missing:
-        said.append(f"There was no time for: {', '.join(missing)}. Give it more --minutes.")
+    if missing and rounds.is_complete:
+        said.append(f"There was no time for: {', '.join(missing)}. Give it more --minutes, or leave some out: speedups=auto,-NAME.")
     measured = [trial.result for trial in rounds.trials if trial.result.is_ok]
     if measured:
         steps = statistics.median(result.measured_steps or 0 for result in measured)

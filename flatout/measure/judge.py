@@ -46,7 +46,7 @@ def measured_row(name: str, kind: str, point: str, found: Measured, shared: Sequ
     results = list(found.ok(point).values())
     failed = found.failed(point)
     if not results:
-        status, reason = (failed.status, failed.reason) if failed else ("not-measured", "not measured: the time was up.")
+        status, reason = (failed.status, failed.reason) if failed else ("not-measured", "not measured: the time was up before its turn.")
         return Row(name=name, kind=kind, status=status, reason=reason)
     middle = {key: median_of(results, key) for key in ("step_ms", "data_ms", "host_ms", "device_ms")}
     return Row(

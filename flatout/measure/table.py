@@ -95,7 +95,7 @@ def absence(row: Row) -> str:
 def gain_words(row: Row) -> str:
     """Return a row's gain: the verdict, the ratio, its interval."""
     if row.gain is None:
-        return "" if row.kind == "baseline" else "nothing to compare with"
+        return "" if row.kind in {"baseline", "point"} else "nothing to compare with"
     ratio = "" if f"x{row.gain.median:.2f}" in row.verdict else f", x{row.gain.median:.2f}"
     return f"{row.verdict}{ratio}{between(row.gain, '.2f')}"
 
@@ -143,9 +143,10 @@ def bars(report: Report, *, encoding: str = "utf-8") -> str:
                 continue
             bar = full * max(round(BAR_COLUMNS * row.tokens_per_s.median / most), 1)
             told = f"{row.name:<{width}}  {bar:<{BAR_COLUMNS}}  {row.tokens_per_s.median:>11,.0f}"
-            lines.append(f"{told}  {gain_words(row)}".rstrip() + ("  PROMISE BROKEN" if row.promise_kept is False else ""))
+            beside = f"{between(row.tokens_per_s, ',.0f').strip()}  {row.peak_gib or 0:.2f} GiB" if row.kind == "point" else gain_words(row)
+            lines.append(f"{told}  {beside}".rstrip() + ("  PROMISE BROKEN" if row.promise_kept is False else ""))
     lines += [f"{row.name}: {row.promise} promise broken: {row.promise_reason}" for row in report.rows if row.promise_kept is False]
-    return "\n".join([f"{title(report)}, tokens/s", *lines, "", total_words(report), *report.notes]).strip()
+    return "\n".join([f"{title(report)}, tokens/s", *lines, "", *filter(None, [total_words(report)]), *report.notes]).strip()
 
 
 def can_show(text: str, encoding: str) -> bool:
