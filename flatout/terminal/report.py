@@ -73,6 +73,8 @@ class RunReport:
 
     def on_event(self, event: Mapping[str, Any]) -> None:
         """Leave a line for what happened; the last sample belongs to the closing lines."""
+        if event.get("event") == "early_stop":
+            self._last_step = self._step
         if event.get("event") == "sample" and self._step == self._last_step:
             return
         if event.get("event") in ("start", "resume"):

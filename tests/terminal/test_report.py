@@ -104,6 +104,15 @@ def test_events_leave_lines(terminal):
     assert "the last one" not in said
 
 
+def test_the_last_sample_of_a_run_that_ends_early_belongs_to_the_closing_lines_too(terminal):
+    report = RunReport(terminal)
+    report.on_start(run_at(0))
+    report.on_tick(2, 9)
+    report.on_event({"event": "early_stop", "reason": "enough"})
+    report.on_event({"event": "sample", "step": 2, "text": "the last one"})
+    assert "the last one" not in text_of(terminal)
+
+
 SUMMARY = {
     "steps": 500,
     "tokens": 2_048_000,
