@@ -19,7 +19,7 @@ from flatout.config import RunConfig
 from flatout.data.loader import FeedPlan
 from flatout.data.mix import MixedDataset, parts_of
 from flatout.data.shards import Dataset
-from flatout.errors import ConfigError
+from flatout.errors import ConfigError, HardwareError
 from flatout.hardware import Machine, Peak, peak_tflops
 from flatout.memory import Workload
 from flatout.models.language_model import LanguageModel
@@ -247,7 +247,7 @@ def build(config: RunConfig, *, machine: Machine, mesh: Mesh, dataset: Dataset |
     _seed(config.train.seed)
     torch.use_deterministic_algorithms(config.train.deterministic)
     torch.set_float32_matmul_precision(recipe.part("matmul"))
-    core, model = _model(config, recipe, mesh)
+    core, model = _model(config, recipe, machine, mesh)
     parts = OptimizerParts(recipe.part("optimizer"), recipe.part("ops.newton_schulz"))
     optimizers = OPTIMIZERS.get(config.optim.kind)(core, config.optim, parts)
     windows, feed = _feed(config, recipe, mesh, dataset)
@@ -273,15 +273,24 @@ def build(config: RunConfig, *, machine: Machine, mesh: Mesh, dataset: Dataset |
     return run
 
 
-def _model(config: RunConfig, recipe: Recipe, mesh: Mesh) -> tuple[LanguageModel, nn.Module]:
+def _model(config: RunConfig, recipe: Recipe, machine: Machine, mesh: Mesh) -> tuple[LanguageModel, nn.Module]:
     model_class = MODELS.get(config.model.kind)
     model_config = model_class.check(config.model.own() | {"vocab_size": config.model.vocab_size}, seq_len=config.data.seq_len)
+    _require_room(4 * model_class.num_parameters(model_config), memory_bytes(machine, config.train.device, mesh.world_size))
     core = model_class(model_config, ops_of(recipe)).to(mesh.device)
     shard = Transform("shard", wrap)
     model = core
     for transform in [*recipe.ordered_transforms(), shard]:
         model = transform.apply(model, mesh)
     return core, model
+
+
+def _require_room(weights_bytes: int, there_bytes: int) -> None:
+    if weights_bytes > there_bytes:
+        raise HardwareError(
+            f"The model's weights alone take {weights_bytes / 2**30:,.1f} GiB, and there are {there_bytes / 2**30:,.1f} GiB.",
+            fix="Choose a smaller model: lower model.num_layers, model.d_model or model.vocab_size.",
+        )
 
 
 def _feed(config: RunConfig, recipe: Recipe, mesh: Mesh, dataset: Dataset | MixedDataset) -> tuple[Any, Any]:

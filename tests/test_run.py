@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flatout.data.shards import Dataset
-from flatout.errors import ConfigError
+from flatout.errors import ConfigError, HardwareError
 from flatout.hardware import Gpu, Machine
 from flatout.run import epoch_tokens, for_world_size, resolve
 
@@ -114,3 +114,9 @@ def test_a_gpu_machine_on_the_cpu_does_not_choose_gpu_speedups(settle):
     config = settle(machine=Machine("a CPU", 2, 8.0, (Gpu("NVIDIA H200", 141.0, (9, 0), "1"),), "3.11"))
     assert config.train.precision == "fp32"
     assert not {"bf16", "tf32"} & set(config.speedups)
+
+
+def test_a_model_that_no_memory_holds_is_refused_before_it_is_made(build_run, tiny_config):
+    with pytest.raises(HardwareError, match=r"weights alone take [\d,.]+ GiB, and there are [\d,.]+ GiB") as refused:
+        build_run(tiny_config(model__vocab_size=10**13))
+    assert "model.vocab_size" in refused.value.fix
