@@ -57,14 +57,15 @@ def interval(values: Sequence[float], *, shared: Sequence[float] = (), seed: int
     """Return the median of positive `values` with its bootstrap interval.
 
     Five repeats or more are resampled themselves. Fewer say too little of their own spread (two repeats fall on one side of the
-    truth half of the time), so the noise is resampled from `shared`, the `deviations` of all rungs; without them it is unknown.
+    truth half of the time), so the noise is resampled from `shared`, the `deviations` of all rungs; without them it is unknown. One
+    repeat alone may be anything: a machine's load can change between the two that are compared.
     """
     logs = np.log(values)
     median = float(np.exp(np.median(logs)))
     draw = np.random.default_rng(seed)
     if len(values) >= ENOUGH:
         medians = np.median(draw.choice(logs, size=(RESAMPLES, len(values))), axis=1)
-    elif len(shared) >= FEWEST_DEVIATIONS:
+    elif len(values) > 1 and len(shared) >= FEWEST_DEVIATIONS:
         noise = np.median(draw.choice(np.asarray(shared), size=(RESAMPLES, len(values))), axis=1)
         medians = np.median(logs) - noise
     else:
