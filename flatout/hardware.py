@@ -72,6 +72,8 @@ class Machine:
     memory_gib: float
     gpus: tuple[Gpu, ...]
     python: str
+    cpu_multiplies_bf16: bool = False
+    """Whether its processor has instructions for products in bfloat16."""
 
     @property
     def row(self) -> MachineRow | None:
@@ -107,7 +109,12 @@ def probe() -> Machine:
     """Return what this process may use: affinity and container limits count, not the board's totals."""
     cgroup_cores, cgroup_bytes = cgroup_limits()
     memory_bytes = min(psutil.virtual_memory().total, cgroup_bytes or 2**63)
-    return Machine(_cpu_name(), min(_affinity(), cgroup_cores or 2**31), memory_bytes / GIB, _gpus(), platform.python_version())
+    return Machine(_cpu_name(), min(_affinity(), cgroup_cores or 2**31), memory_bytes / GIB, _gpus(), platform.python_version(), _multiplies_bf16())
+
+
+def _multiplies_bf16() -> bool:
+    """Linux names an instruction set alike on x86 (`flags`) and on Arm (`Features`), which calls its own bf16."""
+    return bool({"avx512_bf16", "amx_bf16", "bf16"} & set(_read(Path("/proc/cpuinfo")).split()))
 
 
 def cgroup_limits(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> tuple[int | None, int | None]:

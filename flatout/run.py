@@ -98,7 +98,7 @@ class Run:
     @property
     def arithmetic(self) -> str:
         """What the matrix products are computed in: fp32, tf32, bf16 or fp16."""
-        if self.precision.autocast:
+        if self.precision.name != "fp32":
             return self.precision.name
         return "tf32" if torch.get_float32_matmul_precision() == "high" and self.mesh.device.type == "cuda" else "fp32"
 

@@ -18,8 +18,8 @@ from flatout.hardware import Machine
 from flatout.recipe import Recipe, Speedup, baseline
 from flatout.registry import PACKAGE_DIR, SPEEDUPS, unknown_name
 
-PRECISIONS = {"bf16": "bf16", "fp16": "fp16"}
-"""train.precision to the speedup that brings it about; fp32 needs none."""
+PRECISIONS = {"bf16": ("bf16-products", "bf16"), "fp16": ("fp16",)}
+"""train.precision to the speedups that bring it about, the first that works is taken; fp32 needs none."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,8 @@ def parse_wish(speedups: str | Sequence[str]) -> Wish:
     for word in words:
         if word in ("auto", "none"):
             continue
-        name = word.lstrip("+-").replace("_", "-")
+        name = word.lstrip("+-")
+        name = name if ":" in name else name.replace("_", "-")
         if ":" not in name and name not in SPEEDUPS.names():
             raise unknown_name("speedup", name, SPEEDUPS.names())
         (dropped if word.startswith("-") else named).append(name)
@@ -80,7 +81,7 @@ def select(config: RunConfig, machine: Machine, *, device: str = "cpu", minutes:
 
     Raises: ConfigError when the wish contradicts itself; HardwareError when a speedup that was named cannot run here.
     """
-    wish = _with_precision(parse_wish(config.speedups), config)
+    wish = _with_precision(parse_wish(config.speedups), config, machine)
     known = all_speedups() + [SPEEDUPS.get(name) for name in wish.named if ":" in name]
     decisions = [_decide(speedup, wish, config, machine, device, minutes) for speedup in known]
     by_name = {speedup.name: speedup for speedup in known}
@@ -108,21 +109,24 @@ def assemble(decisions: Iterable[Decision]) -> Recipe:
     return recipe
 
 
-def _with_precision(wish: Wish, config: RunConfig) -> Wish:
+def _with_precision(wish: Wish, config: RunConfig, machine: Machine) -> Wish:
     """`train.precision` is a wish too: a precision that is stated names its speedup and drops the others."""
     precision = config.train.precision
-    contrary = [name for name in wish.named if name in PRECISIONS.values() and precision not in ("auto", name)]
-    if contrary:
-        raise ConfigError(
-            f"train.precision={precision} and speedups={contrary[0]} contradict each other.",
-            fix=f"Set train.precision={contrary[0]}, or leave {contrary[0]!r} out of speedups.",
-        )
     if precision == "auto":
         return wish
-    wanted = PRECISIONS.get(precision)
-    others = tuple(name for name in PRECISIONS.values() if name != wanted)
-    named = wish.named + ((wanted,) if wanted and wanted not in wish.named else ())
-    return Wish(wish.auto, named, wish.dropped + others)
+    ways = PRECISIONS.get(precision, ())
+    every = [name for names in PRECISIONS.values() for name in names]
+    contrary = [name for name in wish.named if name in every and name not in ways]
+    if contrary:
+        meant = next(key for key, names in PRECISIONS.items() if contrary[0] in names)
+        raise ConfigError(
+            f"train.precision={precision} and speedups={contrary[0]} contradict each other.",
+            fix=f"Set train.precision={meant}, or leave {contrary[0]!r} out of speedups.",
+        )
+    able = [name for name in ways if SPEEDUPS.get(name).why_not(machine, config) is None]
+    named = [name for name in ways if name in wish.named] or [*able, *ways][:1]
+    others = tuple(name for name in every if name not in named)
+    return Wish(wish.auto, tuple(dict.fromkeys([*wish.named, *named])), wish.dropped + others)
 
 
 def _decide(speedup: Speedup, wish: Wish, config: RunConfig, machine: Machine, device: str, minutes: float | None) -> Decision:
@@ -133,7 +137,7 @@ def _decide(speedup: Speedup, wish: Wish, config: RunConfig, machine: Machine, d
             raise HardwareError(f"The speedup {name!r} cannot be used: {why_not}", fix=f"Leave it out, for example speedups=auto,-{name}.")
         return Decision(name, True, "asked for")
     if name in wish.dropped:
-        stated = name in PRECISIONS.values() and config.train.precision != "auto"
+        stated = config.train.precision != "auto" and any(name in ways for ways in PRECISIONS.values())
         return Decision(name, False, f"train.precision={config.train.precision}" if stated else "left out by speedups")
     if not wish.auto:
         return Decision(name, False, "not among speedups")

@@ -11,6 +11,7 @@ from flatout.registry import SPEEDUPS
 from flatout.selection import all_speedups, assemble, auto_table, parse_wish, select, settled
 
 CPU = Machine("a CPU", 2, 8.0, (), "3.11")
+NARROW = Machine("a CPU", 2, 8.0, (), "3.11", cpu_multiplies_bf16=True)
 HOPPER = Machine("a CPU", 2, 8.0, (Gpu("NVIDIA H200", 141.0, (9, 0), "1"),), "3.11")
 TURING = Machine("a CPU", 2, 8.0, (Gpu("Tesla T4", 16.0, (7, 5), "1"),), "3.11")
 
@@ -86,6 +87,19 @@ def test_the_precision_key_is_a_wish_too():
     assert "bf16" in on("none", CPU, "train.precision=bf16")
     assert "bf16" not in on("auto", HOPPER, "train.precision=fp32", device="cuda")
     assert on("auto", HOPPER, "train.precision=fp16", device="cuda") & {"bf16", "fp16"} == {"fp16"}
+
+
+def test_a_cpu_that_multiplies_bfloat16_narrows_the_products_alone():
+    ways = {"bf16", "bf16-products", "onednn"}
+    assert on("auto", NARROW) & ways == on("auto", NARROW, "train.precision=bf16") & ways == {"bf16-products"}
+    assert on("auto", NARROW, "train.precision=fp32") & ways == on("auto", CPU) & ways == {"onednn"}
+    assert on("auto,+onednn", NARROW) & ways == {"onednn"}
+    assert on("none", NARROW, "train.precision=bf16") == {"bf16-products"}
+    assert on("bf16", NARROW, "train.precision=bf16") == {"bf16"}
+    with pytest.raises(HardwareError, match="AVX512-BF16"):
+        on("bf16-products", CPU)
+    with pytest.raises(HardwareError, match="on a GPU"):
+        on("bf16-products", HOPPER)
 
 
 def test_precision_and_speedups_may_not_contradict_each_other():

@@ -13,11 +13,12 @@ from flatout.measure.results import Row
 from flatout.measure.statistics import deviations
 from flatout.measure.workload import Settled
 from flatout.registry import MODELS, SPEEDUPS, unknown_name
+from flatout.selection import parse_wish, select
 
 Refused = dict[str, str]
 """Points that cannot be measured, with the reason."""
 
-PRECISIONS = ("tf32", "bf16", "fp16")
+PRECISIONS = ("tf32", "bf16", "bf16-products", "fp16")
 """Speedups that change what products are computed in; without them it is fp32."""
 MOST_ACCUMULATE = 8
 
@@ -89,16 +90,22 @@ def seq_len(asked: RunConfig, settled: Settled, full: list[str]) -> tuple[dict[s
 
 
 def precision(asked: RunConfig, settled: Settled, full: list[str]) -> tuple[dict[str, dict[str, Any]], Refused]:
-    """The arithmetic of the matrix products: fp32, TF32, bf16, fp16."""
+    """The arithmetic of the matrix products: fp32, and each speedup that changes it, in place of what fills its slots."""
     plain = [name for name in full if name not in PRECISIONS]
+    wish = parse_wish(asked.speedups)
+    if wish.auto:
+        edits = [*(f"-{name}" for name in wish.dropped), *(f"+{name}" for name in wish.named if name not in PRECISIONS)]
+        stated = asked.with_values({"train.precision": "fp32", "speedups": ",".join(["auto", *edits])})
+        plain = [decision.name for decision in select(stated, settled.machine, device=settled.config.train.device) if decision.on]
     values = {"fp32": with_speedups(plain)}
     refused: Refused = {}
     for name in PRECISIONS:
-        why_not = SPEEDUPS.get(name).why_not(settled.machine, asked.with_values({"train.precision": "auto"}))
+        speedup = SPEEDUPS.get(name)
+        why_not = speedup.why_not(settled.machine, asked.with_values({"train.precision": "auto"}))
         if why_not:
             refused[name] = f"cannot run here, because: {why_not}"
         else:
-            values[name] = with_speedups([*plain, name])
+            values[name] = with_speedups([*(other for other in plain if not speedup.fills.keys() & SPEEDUPS.get(other).fills.keys()), name])
     return values, refused
 
 

@@ -80,7 +80,16 @@ class RMSNorm(nn.Module):
         Shapes:  hidden (..., D).
         Returns: the same shape and dtype.
         """
-        return functional.rms_norm(at_least_fp32(hidden), self.weight.shape, at_least_fp32(self.weight), 1e-5).to(hidden.dtype)
+        return rms_normed(hidden, self.weight)
+
+
+def rms_normed(hidden: Tensor, gain: Tensor) -> Tensor:
+    """Return the hidden states divided by their root mean square over the last axis, times `gain`; in fp32, returned in the input's dtype.
+
+    Shapes:  hidden (..., C); gain (C,), or with the last axes of hidden, such as (H, C) for one a head.
+    Returns: the shape of hidden.
+    """
+    return (functional.rms_norm(at_least_fp32(hidden), hidden.shape[-1:], eps=1e-5) * at_least_fp32(gain)).to(hidden.dtype)
 
 
 class Rotary(nn.Module):
@@ -178,7 +187,8 @@ class Attention(nn.Module):
         num_heads, num_kv_heads = self.head_counts
         qk_BTHC, v_BTGC = qkv_BTHC.split((num_heads + num_kv_heads, num_kv_heads), dim=2)
         if self.query_norm is not None and self.key_norm is not None:
-            qk_BTHC = torch.cat((self.query_norm(qk_BTHC[:, :, :num_heads]), self.key_norm(qk_BTHC[:, :, num_heads:])), dim=2)
+            gains = (self.query_norm.weight.expand(num_heads, -1), self.key_norm.weight.expand(num_kv_heads, -1))
+            qk_BTHC = rms_normed(qk_BTHC, torch.cat(gains))
         if self.rotary is not None:
             qk_BTHC = self.rotary(qk_BTHC, start)
         q_BTHC, k_BTGC = qk_BTHC.split(self.head_counts, dim=2)

@@ -58,6 +58,18 @@ def onednn(hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor) -> tuple[T
     return _summed(linear.onednn(hidden_BTD, weight_VD), targets_BT), valid_BT.sum()
 
 
+def bf16(hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
+    """`fused`, with the products of `flatout.ops.linear.bf16`: for CPUs that multiply bfloat16.
+
+    Shapes:  as `reference`.
+    Returns: as `reference`.
+    Cost:    as `fused`.
+    Raises:  ShapeError as `reference`.
+    """
+    hidden_BTD, valid_BT = _valid_only(hidden_BTD, weight_VD, targets_BT)
+    return _summed(linear.bf16(hidden_BTD, weight_VD), targets_BT), valid_BT.sum()
+
+
 def _summed(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
     logits_NV = at_least_fp32(logits_BTV).flatten(0, 1)
     return functional.cross_entropy(logits_NV, targets_BT.flatten(), ignore_index=IGNORED, reduction="sum")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flatout.errors import ConfigError
-from flatout.measure.sweep import SWEEPS, largest_divisor, sweep_experiment
+from flatout.measure.sweep import PRECISIONS, SWEEPS, largest_divisor, sweep_experiment
 from flatout.measure.workload import settle
 from flatout.run import resolve
 
@@ -50,12 +50,14 @@ def test_seq_len_keeps_the_tokens_of_a_step_and_of_a_micro_batch(swept):
     assert "not a whole number" in reasons["32 tokens"]
 
 
-def test_precision_changes_nothing_else(swept):
+def test_precision_changes_nothing_else(swept, monkeypatch):
+    monkeypatch.setattr("flatout.hardware._multiplies_bf16", lambda: True)
     _, configs = swept("precision")
-    assert list(configs) == ["fp32", "bf16", "fp16"]
-    assert [c.train.precision for c in configs.values()] == ["fp32", "bf16", "fp16"]
-    others = [set(c.speedups) - {"bf16", "fp16"} for c in configs.values()]
-    assert others[0] == others[1] == others[2]
+    assert list(configs) == ["fp32", "bf16", "bf16-products", "fp16"]
+    assert [c.train.precision for c in configs.values()] == ["fp32", "bf16", "bf16", "fp16"]
+    assert "onednn" in configs["fp32"].speedups
+    others = [set(c.speedups) - {*PRECISIONS, "onednn"} for c in configs.values()]
+    assert all(other == others[0] for other in others)
 
 
 def test_accumulation_grows_the_step(swept):

@@ -7,6 +7,8 @@ from flatout.errors import ShapeError
 from flatout.ops import Ops, at_least_fp32, attention, cross_entropy, variants
 
 VARIANTS = variants(cross_entropy)
+CLOSE = {"bf16": 2e-2}
+"""How far from fp64 a variant's results are, relative to the largest; 1e-5 where nothing is said."""
 
 CASES = {
     "plain": {"rows": 2, "tokens": 8, "width": 16, "vocab": 11, "ignored": 0.0},
@@ -63,8 +65,9 @@ def test_values_and_gradients_match_the_reference_in_fp64(name, case, poisoned_m
     assert found[0].dtype == torch.float32
     assert found[0].dim() == 0
     assert torch.equal(found[1], wanted[1])
+    limit = CLOSE.get(name, 1e-5)
     for got, want in zip(found, wanted, strict=True):
-        torch.testing.assert_close(got.double(), want.double(), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(got.double(), want.double(), rtol=limit, atol=limit * max(float(want.double().abs().max()), 1))
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, 1e30])

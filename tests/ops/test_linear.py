@@ -6,6 +6,8 @@ import torch
 from flatout.ops import linear, variants
 
 VARIANTS = variants(linear)
+CLOSE = {"bf16": 2e-2}
+"""How far from fp64 a variant's results are, relative to the largest; 1e-5 where nothing is said."""
 CASES = {
     "plain": ((2, 8), 16, 11),
     "odd": ((3, 7), 5, 65),
@@ -43,7 +45,9 @@ def test_values_and_gradients_match_the_reference_in_fp64(name, case, bias, pois
     for got, want, repeated in zip(found, wanted, again, strict=True):
         assert got.shape == want.shape
         assert torch.equal(got, repeated)
-        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+        limit = CLOSE.get(name, 1e-5)
+        largest = want.abs().max().item() if want.numel() else 0.0
+        torch.testing.assert_close(got.double(), want, rtol=limit, atol=limit * max(largest, 1))
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -59,4 +63,4 @@ def test_frozen_factors_get_no_gradient(name):
     hidden, weight = torch.randn(5, 4), torch.randn(3, 4, requires_grad=True)
     VARIANTS[name](hidden, weight).sum().backward()
     assert hidden.grad is None
-    torch.testing.assert_close(weight.grad, hidden.sum(0).expand(3, -1))
+    torch.testing.assert_close(weight.grad, hidden.sum(0).expand(3, -1), rtol=CLOSE.get(name, 1e-5), atol=1e-5)
