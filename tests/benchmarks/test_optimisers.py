@@ -1,0 +1,64 @@
+"""Both optimisers are tuned alike, and their best is never the end of what was tried."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from flatout import Dataset
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def benchmark(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return importlib.import_module("optimisers")
+
+
+def bowl(best_rate, seen):
+    """A trial whose loss is lowest at `best_rate`, without decay, with the larger beta2; the largest rates diverge."""
+
+    def trial(setting, fraction, seed):
+        loss = math.log2(setting.lr / best_rate) ** 2 + setting.weight_decay - setting.beta2
+        seen.append({**asdict(setting), "fraction": fraction, "seed": seed, "val_loss": None if setting.lr > 0.2 else loss})
+        return seen[-1]
+
+    return trial
+
+
+@pytest.mark.parametrize("best_rate", [0.0005, 0.004, 0.064])
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_the_grid_grows_until_the_best_lies_inside(benchmark, kind, best_rate):
+    seen = []
+    found = benchmark.tuned(kind, bowl(best_rate, seen))
+    assert found == benchmark.Setting(kind, best_rate, 0.0, 0.99 if kind == "adamw" else 0.95)
+    assert set(benchmark.RATES) <= {row["lr"] for row in seen}
+    assert min(row["lr"] for row in seen) < best_rate < max(row["lr"] for row in seen)
+    assert {(row["fraction"], row["seed"]) for row in seen} == {(benchmark.TUNED_AT[kind], benchmark.TUNING_SEED)}
+    assert benchmark.TUNING_SEED not in benchmark.SEEDS
+
+
+def test_a_run_differs_from_another_by_what_is_tuned_alone(benchmark, tiny_set):
+    dataset = Dataset.open(tiny_set)
+    corpus = benchmark.CORPORA[0]
+    adamw, muon = (benchmark.configured(corpus, dataset, benchmark.Setting(kind, 0.002, 0.1), 0.5, 1).to_dict() for kind in ("adamw", "muon"))
+    assert adamw.pop("optim") | {"kind": "muon"} == muon.pop("optim")
+    assert adamw == muon
+    assert adamw["train"]["steps"] * 2048 == corpus.tokens / 2
+
+
+def test_a_run_that_was_done_is_not_done_again(benchmark, monkeypatch, tiny_set, tmp_path):
+    dataset, cache = Dataset.open(tiny_set), tmp_path / "runs.jsonl"
+    tiny = {"model.num_layers": 1, "model.d_model": 16, "model.num_heads": 2, "data.seq_len": 16}
+    corpus = benchmark.Corpus("tiny", "made-up sentences", "byte", 2048 * 2, 128, tiny)
+    setting = benchmark.Setting("muon", 0.004, 0.1)
+    first = benchmark.remembered(corpus, dataset, setting, 1.0, 1, cache)
+    assert first["tokens"] == 4096
+    assert 4 < first["val_loss"] < 6
+    monkeypatch.setattr(benchmark, "built", lambda *_: pytest.fail("it ran again"))
+    assert benchmark.remembered(corpus, dataset, setting, 1.0, 1, cache) == first
