@@ -85,7 +85,7 @@ def select(config: RunConfig, machine: Machine, *, device: str = "cpu", minutes:
     known = all_speedups() + [SPEEDUPS.get(name) for name in wish.named if ":" in name]
     decisions = [_decide(speedup, wish, config, machine, device, minutes) for speedup in known]
     by_name = {speedup.name: speedup for speedup in known}
-    return _with_needs(_with_room(decisions, by_name, wish), by_name, wish)
+    return _with_needs(_yielding(_with_room(decisions, by_name, wish), wish, device), by_name, wish)
 
 
 def settled(config: RunConfig, machine: Machine) -> list[Decision]:
@@ -144,18 +144,14 @@ def _decide(speedup: Speedup, wish: Wish, config: RunConfig, machine: Machine, d
     why_not = speedup.why_not(machine, config)
     if why_not:
         return Decision(name, False, why_not)
-    return _by_table(speedup, wish, config, machine, device, minutes)
+    return _by_table(speedup, device, minutes)
 
 
-def _by_table(speedup: Speedup, wish: Wish, config: RunConfig, machine: Machine, device: str, minutes: float | None) -> Decision:
-    row = auto_table().get(speedup.name, {})
-    entry = row.get(device.partition(":")[0], {})
+def _by_table(speedup: Speedup, device: str, minutes: float | None) -> Decision:
+    entry = _table_entry(speedup.name, device)
     if not entry:
         return Decision(speedup.name, False, "off unless named: auto has no measurement for it")
     reason = str(entry.get("because", speedup.saves))
-    preferred = entry.get("unless")
-    if preferred and preferred not in wish.dropped and SPEEDUPS.get(preferred).why_not(machine, config) is None:
-        return Decision(speedup.name, False, f"{preferred} works here and is preferred")
     least = entry.get("from_minutes")
     if not entry.get("on", False) and least is None:
         return Decision(speedup.name, False, reason)
@@ -164,6 +160,24 @@ def _by_table(speedup: Speedup, wish: Wish, config: RunConfig, machine: Machine,
     if least is not None and minutes is not None and minutes < least:
         return Decision(speedup.name, False, f"this run lasts about {minutes:.1f} minutes; pays from {least:g}: {reason}")
     return Decision(speedup.name, True, reason)
+
+
+def _table_entry(name: str, device: str) -> dict[str, Any]:
+    entry: dict[str, Any] = auto_table().get(name, {}).get(device.partition(":")[0], {})
+    return entry
+
+
+def _yielding(decisions: list[Decision], wish: Wish, device: str) -> list[Decision]:
+    """A speedup that the table has on unless another one is: off when that is on."""
+    by_name = {decision.name: decision for decision in decisions}
+
+    def rival(name: str) -> str | None:
+        """Return what `name`, on so far, yields to."""
+        preferred = [] if name in wish.named else _table_entry(name, device).get("unless", [])
+        return next((other for other in preferred if by_name[other].on and rival(other) is None), None)
+
+    yielding = {decision.name: other for decision in decisions if decision.on and (other := rival(decision.name))}
+    return [Decision(d.name, False, f"{yielding[d.name]} is on and does the same, better") if d.name in yielding else d for d in decisions]
 
 
 def _with_room(decisions: list[Decision], speedups: dict[str, Speedup], wish: Wish) -> list[Decision]:

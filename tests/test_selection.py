@@ -102,6 +102,15 @@ def test_a_cpu_that_multiplies_bfloat16_narrows_the_products_alone():
         on("bf16-products", HOPPER)
 
 
+def test_what_is_on_unless_others_are_comes_back_when_they_go():
+    ways = {"bf16", "bf16-products", "onednn", "batched-muon"}
+    assert on("auto", NARROW, "optim.kind=muon") & ways == {"bf16-products"}
+    assert on("auto,-bf16-products", NARROW, "optim.kind=muon") & ways == {"onednn"}
+    assert on("auto,-bf16-products,-onednn", NARROW, "optim.kind=muon") & ways == {"batched-muon"}
+    assert on("auto,+bf16", NARROW, "optim.kind=muon") & ways == {"bf16", "onednn"}
+    assert on("auto,+batched-muon", NARROW, "optim.kind=muon") & ways == {"batched-muon"}
+
+
 def test_precision_and_speedups_may_not_contradict_each_other():
     with pytest.raises(ConfigError, match="contradict"):
         on("auto,+bf16", CPU, "train.precision=fp32")

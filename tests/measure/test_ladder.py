@@ -118,3 +118,5 @@ def test_several_promises_together_are_the_loosest():
     assert promise_between(["prefetch"], []) == Promise.exact()
     assert promise_between(["bf16", "prefetch"], ["onednn", "prefetch"]) == Promise.rounding(rtol=2e-2 + 1e-4)
     assert promise_between([], []).kind == "exact"
+    assert promise_between(["bf16", "fused-adamw"], ["bf16"]) == Promise.rounding(rtol=1e-4 + 2e-2)
+    assert promise_between(["bf16", "prefetch"], ["bf16"]) == Promise.exact()
