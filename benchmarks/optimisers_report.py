@@ -78,8 +78,8 @@ def loss_cell(corpus: dict[str, Any], kind: str, fraction: float) -> str:
     setting = corpus["best"][kind]
     losses = next(point["val_losses"] for point in corpus["curves"][kind] if point["fraction"] == fraction)
     decay = f"lr {setting['lr']:g}, decay {setting['weight_decay']:g}"
-    beta2 = f", beta2 {setting['beta2']:g}" if kind == "adamw" else ""
-    return f"{decay}{beta2}: {', '.join(f'{loss:.4f}' for loss in losses)}"
+    other = f"beta2 {setting['beta2']:g}" if kind == "adamw" else f"momentum {setting['momentum']:g}"
+    return f"{decay}, {other}: {', '.join(f'{loss:.4f}' for loss in losses)}"
 
 
 def needed_cell(corpus: dict[str, Any]) -> str:
@@ -102,8 +102,8 @@ def _small_print(found: dict[str, Any]) -> str:
     return (
         f"{shapes}; {found['shared']['batch.tokens_per_step']:,} tokens a step, cosine schedule over each run's own length. "
         f"Both tuned on seed {found['tuning_seed']}: learning rates {rates} (on by factors of 2 until the best lies inside) and "
-        f"weight decay {decays}, AdamW with all the tokens and, besides, with beta2 {found['other_beta2_of_adamw']}; "
-        f"Muon with {found['tuned_at']['muon']} of the tokens. Then seeds {', '.join(map(str, found['seeds']))}: "
+        f"weight decay {decays}; besides AdamW with beta2 {found['other_decay']['adamw'][1]}, Muon with momentum {found['other_decay']['muon'][1]}; "
+        f"AdamW with all the tokens, Muon with {found['tuned_at']['muon']} of them. Then seeds {', '.join(map(str, found['seeds']))}: "
         f"validation loss in nats a token; the last column is a fraction, the mean over the seeds with its 95% interval (t, seed by seed). "
         f"All {runs} runs are in the JSON. {found['machine']}, {found['threads']} thread; torch {found['torch']}; "
         f"commit {found['commit']}; `python benchmarks/optimisers.py`."

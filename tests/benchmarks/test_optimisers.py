@@ -21,10 +21,10 @@ def benchmark(monkeypatch):
 
 
 def bowl(best_rate, seen):
-    """A trial whose loss is lowest at `best_rate`, without decay, with the larger beta2; the largest rates diverge."""
+    """A trial whose loss is lowest at `best_rate`, without decay, with the larger beta2 and the smaller momentum; the largest rates diverge."""
 
     def trial(setting, fraction, seed):
-        loss = math.log2(setting.lr / best_rate) ** 2 + setting.weight_decay - setting.beta2
+        loss = math.log2(setting.lr / best_rate) ** 2 + setting.weight_decay - setting.beta2 + setting.momentum
         seen.append({**asdict(setting), "fraction": fraction, "seed": seed, "val_loss": None if setting.lr > 0.2 else loss})
         return seen[-1]
 
@@ -36,7 +36,7 @@ def bowl(best_rate, seen):
 def test_the_grid_grows_until_the_best_lies_inside(benchmark, kind, best_rate):
     seen = []
     found = benchmark.tuned(kind, bowl(best_rate, seen))
-    assert found == benchmark.Setting(kind, best_rate, 0.0, 0.99 if kind == "adamw" else 0.95)
+    assert found == benchmark.Setting(kind, best_rate, 0.0, **{"adamw": {"beta2": 0.99}, "muon": {"momentum": 0.9}}[kind])
     assert set(benchmark.RATES) <= {row["lr"] for row in seen}
     assert min(row["lr"] for row in seen) < best_rate < max(row["lr"] for row in seen)
     assert {(row["fraction"], row["seed"]) for row in seen} == {(benchmark.TUNED_AT[kind], benchmark.TUNING_SEED)}
