@@ -129,7 +129,7 @@ def _refuse_broken(words: list[str]) -> None:
         return
     shown = ascii(os.fsencode(broken).decode("utf-8", errors="replace"))
     if sys.getfilesystemencoding() == "utf-8":
-        raise ConfigError(f"{shown} is not UTF-8.", fix="Rename the file.")
+        raise ConfigError(f"{shown} is not UTF-8.", fix="Write it in UTF-8; a file of that name has to be renamed.")
     raise ConfigError(f"{shown} cannot be read where this locale says that text is {sys.getfilesystemencoding()}.", fix="Set PYTHONUTF8=1.")
 
 

@@ -10,7 +10,7 @@ from flatout.config import ParallelConfig
 from flatout.data.loader import ShardWindows
 from flatout.data.mix import Part, distinct_names, parts_of
 from flatout.data.shards import Dataset
-from flatout.errors import DataError
+from flatout.errors import ConfigError, DataError
 from flatout.loading import LoadedRun
 from flatout.parallel.mesh import make_mesh
 from flatout.parallel.rendezvous import Ranks
@@ -42,6 +42,10 @@ def evaluate(loaded: LoadedRun, *, data: Sequence[Path] = (), max_tokens: int | 
 def other_parts(run_folder: Path, data: Sequence[Path]) -> list[Part]:
     """Open data sets that the run was not trained on; their shares are those of their validation tokens."""
     datasets = [Dataset.open(path) for path in data]
+    places = [dataset.path.resolve() for dataset in datasets]
+    twice = next((place for place in places if places.count(place) > 1), None)
+    if twice is not None:
+        raise ConfigError(f"--data names {twice} twice.", fix="Name each data set once.")
     for dataset in datasets:
         require_tokenizer(run_folder, dataset)
     tokens = [max(dataset.split("val").num_tokens - 1, 0) for dataset in datasets]

@@ -7,7 +7,7 @@ another one works. A speedup without a row is off under `auto` and on when it is
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -38,6 +38,15 @@ class Wish:
     auto: bool
     named: tuple[str, ...]
     dropped: tuple[str, ...]
+
+
+def speedup_named(name: str) -> Speedup:
+    """Return the speedup of that name; one of the user's own, `package.module:attribute`, goes by that reference whatever it calls itself.
+
+    Raises: ConfigError with the nearest name when there is none.
+    """
+    found: Speedup = SPEEDUPS.get(name)
+    return replace(found, name=name) if ":" in name else found
 
 
 def all_speedups() -> list[Speedup]:
@@ -82,7 +91,7 @@ def select(config: RunConfig, machine: Machine, *, device: str = "cpu", minutes:
     Raises: ConfigError when the wish contradicts itself; HardwareError when a speedup that was named cannot run here.
     """
     wish = _with_precision(parse_wish(config.speedups), config, machine)
-    known = all_speedups() + [SPEEDUPS.get(name) for name in wish.named if ":" in name]
+    known = all_speedups() + [speedup_named(name) for name in wish.named if ":" in name]
     decisions = [_decide(speedup, wish, config, machine, device, minutes) for speedup in known]
     by_name = {speedup.name: speedup for speedup in known}
     return _with_needs(_yielding(_with_room(decisions, by_name, wish), wish, device), by_name, wish)
@@ -91,7 +100,7 @@ def select(config: RunConfig, machine: Machine, *, device: str = "cpu", minutes:
 def settled(config: RunConfig, machine: Machine) -> list[Decision]:
     """Return the decisions that a resolved configuration already holds: a resumed run chooses nothing again."""
     on = parse_wish(config.speedups).named
-    known = all_speedups() + [SPEEDUPS.get(name) for name in on if ":" in name]
+    known = all_speedups() + [speedup_named(name) for name in on if ":" in name]
     again = "as when the run began"
     return [Decision(s.name, s.name in on, again if s.name in on else s.why_not(machine, config) or again) for s in known]
 
@@ -102,10 +111,9 @@ def assemble(decisions: Iterable[Decision]) -> Recipe:
     Raises: ConfigError when two of them fill one slot.
     """
     recipe = baseline()
-    by_name = {speedup.name: speedup for speedup in all_speedups()}
     for decision in decisions:
         if decision.on:
-            recipe = recipe.with_speedup(by_name[decision.name] if decision.name in by_name else SPEEDUPS.get(decision.name))
+            recipe = recipe.with_speedup(speedup_named(decision.name))
     return recipe
 
 

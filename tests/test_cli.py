@@ -204,7 +204,7 @@ def test_help_speaks_of_the_command_line_alone(name):
     assert not [parameter.name for parameter in parameters if "Annotated" not in str(parameter.annotation) and f"`{parameter.name}`" in text]
 
 
-@pytest.mark.parametrize(("mode", "fix"), [("0", "Set PYTHONUTF8=1."), ("1", "Rename the file.")])
+@pytest.mark.parametrize(("mode", "fix"), [("0", "Set PYTHONUTF8=1."), ("1", "Write it in UTF-8; a file of that name has to be renamed.")])
 def test_words_that_are_no_text_are_no_traceback(mode, fix):
     environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": mode, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-m", "flatout", "prepare", b"b\xfc.txt"], capture_output=True, env=environment, check=False)

@@ -136,3 +136,14 @@ def test_a_micro_batch_that_is_stated_is_not_chosen():
 def test_a_stored_choice_is_not_made_again():
     config = load_config(None, ["speedups=[tf32,micro-batch]", "batch.rows_per_device=4"])
     assert {d.name for d in settled(config, CPU) if d.on} == {"tf32", "micro-batch"}
+
+
+def test_a_speedup_of_ones_own_goes_by_its_reference(tmp_path, monkeypatch):
+    (tmp_path / "my_own.py").write_text(
+        'from flatout.recipe import Promise, Speedup\nFAST = Speedup(name="fast", saves="time", promise=Promise.exact(), fills={"matmul": "high"})\n'
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert on("my_own:FAST") == {"my_own:FAST"}
+    decisions = select(load_config(None, ["speedups=auto,+my_own:FAST"]), CPU)
+    assert assemble(decisions).part("matmul") == "high"
+    assert {d.name for d in settled(load_config(None, ["speedups=[my_own:FAST]"]), CPU) if d.on} == {"my_own:FAST"}

@@ -235,7 +235,7 @@ def _require_one_tokenizer(first: Dataset, other: Dataset) -> None:
     mine, theirs = first.manifest, other.manifest
     if (mine.tokenizer.digest, mine.vocab_size, mine.dtype) != (theirs.tokenizer.digest, theirs.vocab_size, theirs.dtype):
         raise DataError(
-            f"{first.path} and {other.path} were prepared with different tokenizers, {mine.tokenizer.name} and {theirs.tokenizer.name}: "
-            "one model cannot read both.",
+            f"{first.path} and {other.path} were prepared with different tokenizers, {mine.tokenizer.name} of {mine.vocab_size:,} tokens and "
+            f"{theirs.tokenizer.name} of {theirs.vocab_size:,}: one model cannot read both.",
             fix=f"Prepare the second again with the first's: --tokenizer {first.path / mine.tokenizer.file}.",
         )

@@ -14,7 +14,7 @@ from flatout.config import RunConfig
 from flatout.hardware import Machine
 from flatout.recipe import Promise, Speedup
 from flatout.registry import SPEEDUPS
-from flatout.selection import Decision, all_speedups, parse_wish
+from flatout.selection import Decision, all_speedups, parse_wish, speedup_named
 
 Kind = Literal["baseline", "added", "left-out", "put-in"]
 
@@ -64,7 +64,7 @@ def make_ladder(config: RunConfig, decisions: Sequence[Decision], machine: Machi
     A speedup that is off is put into the full set when `speedups` leaves the choice to auto, does not drop it, and nothing
     stands against it; a list of speedups is measured as it stands.
     """
-    known = {speedup.name: speedup for speedup in [*all_speedups(), *(SPEEDUPS.get(d.name) for d in decisions if ":" in d.name)]}
+    known = {speedup.name: speedup for speedup in [*all_speedups(), *(speedup_named(d.name) for d in decisions if ":" in d.name)]}
     full = in_order((d.name for d in decisions if d.on), known)
     rungs = [Rung(BASELINE, "baseline", (), None, None)]
     for count, name in enumerate(full, 1):

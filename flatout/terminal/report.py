@@ -171,7 +171,7 @@ def _closing_facts(summary: Mapping[str, Any], compiled: bool) -> Iterator[tuple
     if value("val_loss") is not None:
         losses.append(f"validation {value('val_loss'):.4f} (perplexity {math.exp(min(value('val_loss'), 700)):.1f})")
     if value("best_val_loss") is not None and value("best_step") not in {None, summary["steps"]}:
-        losses.append(f"best {value('best_val_loss'):.4f} at step {value('best_step'):,}")
+        losses.append(f"best in the run {value('best_val_loss'):.4f} at step {value('best_step'):,}")
     if value("bits_per_byte") is not None:
         losses.append(f"{value('bits_per_byte'):.3f} bits a byte")
     if losses:

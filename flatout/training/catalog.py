@@ -172,6 +172,11 @@ def check_file(path: Path, facts: dict[str, Any]) -> str | None:
     return None
 
 
+def is_checkpoint(folder: Path) -> bool:
+    """Say whether a folder is a checkpoint, whole or damaged, by its name or its manifest."""
+    return folder.is_dir() and (_STEP.fullmatch(folder.name) is not None or all((folder / name).exists() for name in (MANIFEST, INDEX)))
+
+
 def require_whole(checkpoint: Path, *, progress: Progress = SILENT) -> None:
     """Do nothing when the checkpoint is whole.
 

@@ -42,6 +42,7 @@ def begin_from(config: RunConfig, dataset: Dataset | MixedDataset, ops: Ops, *, 
     else:
         require_tokenizer(run_folder, dataset)
     require_fit(config, checkpoint, run_folder, ops, progress)
+    progress.say(f"Beginning with the weights of {checkpoint}.")
     return config.with_values({"train.init_from": str(checkpoint.absolute())})
 
 
@@ -50,8 +51,8 @@ def find_weights(init_from: str, *, progress: Progress = SILENT) -> Path:
 
     Raises: CheckpointError when there is none.
     """
-    path = next((path for path in (Path(init_from), RUNS / init_from) if path.is_dir()), None)
-    if path is None:
+    path = next((path for path in (Path(init_from), RUNS / init_from) if (path / folder.CONFIG).exists() or catalog.is_checkpoint(path)), None)
+    if path is None or not init_from:
         known = [run.name for run in folder.list_runs(RUNS)] if RUNS.is_dir() else []
         guess = nearest(Path(init_from).name, known)
         raise CheckpointError(

@@ -99,7 +99,7 @@ def run_training(
 def warn_of_others(machine: Machine, progress: Progress) -> None:
     """Say so when other processes use the cores: threads that wait for each other make that many times slower, not just slower."""
     busy_cores = psutil.cpu_percent(interval=0.2) / 100 * machine.cores
-    if machine.cores > 1 and busy_cores > 0.4:
+    if torch.get_num_threads() > 1 and busy_cores > 0.4:
         progress.say(
             f"Other processes use {busy_cores:.1f} of {machine.cores} cores. Threads that wait for each other can then be several times slower: "
             "set OMP_NUM_THREADS=1, or OMP_WAIT_POLICY=passive, or wait."

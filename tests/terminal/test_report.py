@@ -141,7 +141,7 @@ def test_closing_tells_what_was_measured(tmp_path):
     for part in (
         str(tmp_path),
         "500 steps, 2.0 M tokens",
-        "training 3.1000, validation 3.2500 (perplexity 25.8), best 3.2000 at step 400, 1.234 bits a byte",
+        "training 3.1000, validation 3.2500 (perplexity 25.8), best in the run 3.2000 at step 400",
         "21.2 K tokens/s steady, 17.0 K tokens/s with evaluation and saving",
         "MFU        unknown GPU",
         "1 min 58 s",

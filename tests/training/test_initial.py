@@ -166,7 +166,7 @@ def test_a_run_that_is_not_there_is_answered_with_the_nearest(tiny_config, sourc
     with pytest.raises(CheckpointError, match=r"Did you mean runs/shakespeare\?"):
         run_training(tiny_config(train__init_from="runs/shakespear"), tmp_path / "run")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(CheckpointError, match="empty is not a checkpoint"):
+    with pytest.raises(CheckpointError, match="there is no such run or checkpoint"):
         find_weights("empty")
     shutil.rmtree(tmp_path / "runs" / "shakespeare" / "checkpoints")
     with pytest.raises(CheckpointError, match="has no checkpoint"):
