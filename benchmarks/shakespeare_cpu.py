@@ -39,6 +39,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, required=True, help="the text that the data set card `shakespeare` names")
     parser.add_argument("--nanogpt", type=Path, help="a folder with nanoGPT, to run it beside")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--nanogpt-repeats", type=int, default=5, help="how many of them run nanoGPT too")
     parser.add_argument("--few-steps", type=int, default=150, help="steps of the short run")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -58,9 +59,9 @@ def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     for repeat in range(arguments.repeats):
         for name, more in (("flatout", []), ("flatout, few steps", [f"train.steps={arguments.few_steps}", "train.eval_every=0"])):
             runs.setdefault(name, []).append(train(folder / f"{name}-{repeat}", data, f"train.seed={repeat}", *more))
-        if arguments.nanogpt:
+        if arguments.nanogpt and repeat < arguments.nanogpt_repeats:
             runs.setdefault("nanoGPT", []).append(nanogpt(arguments.nanogpt, folder / f"nanogpt-{repeat}", arguments.text, seed=1337 + repeat))
-        for name, repeats in runs.items():
+        for name, repeats in runs.items():  # nanoGPT's last one, when it has had its repeats
             print(f"repeat {repeat + 1}: {name}: loss {repeats[-1]['val_loss']:.4f} in {repeats[-1]['wall_s']:.1f} s", file=sys.stderr)
     return {"machine": probe().describe(), "commit": commit(), "repeats": arguments.repeats, "few_steps": arguments.few_steps, "runs": runs}
 
