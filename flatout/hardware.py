@@ -113,8 +113,8 @@ def probe() -> Machine:
 
 
 def _multiplies_bf16() -> bool:
-    """Linux names an instruction set alike on x86 (`flags`) and on Arm (`Features`), which calls its own bf16."""
-    return bool({"avx512_bf16", "amx_bf16", "bf16"} & set(_read(Path("/proc/cpuinfo")).split()))
+    """As Linux says it of an x86 processor; Arm has such instructions too, and what they gain there is not measured."""
+    return bool({"avx512_bf16", "amx_bf16"} & set(_read(Path("/proc/cpuinfo")).split()))
 
 
 def cgroup_limits(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> tuple[int | None, int | None]:

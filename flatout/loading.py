@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 ONLY_IN_TRAINING = frozenset({"compile"})
 """Speedups that cost more than they save when a model is called a few times."""
+NOT_IN_SAMPLING = ONLY_IN_TRAINING | {"bf16-products"}
+"""And those that work on many rows only: a prompt and the tokens after it are to be read in one arithmetic."""
 
 
 @dataclass(frozen=True)
@@ -91,9 +93,12 @@ def find_checkpoint(folder: Path, checkpoint: str = "best", *, progress: Progres
     return path
 
 
-def load_run(run: str | Path, checkpoint: str = "best", *, device: str = "auto", progress: Progress = SILENT) -> LoadedRun:
+def load_run(
+    run: str | Path, checkpoint: str = "best", *, device: str = "auto", without: frozenset[str] = ONLY_IN_TRAINING, progress: Progress = SILENT
+) -> LoadedRun:
     """Return the model of a run with the weights of a checkpoint (`best`, `last` or a step), its tokenizer and its data set.
 
+    It has the speedups it was trained with, as far as they work here, but those of `without`.
     Raises: CheckpointError, DataError or ConfigError when one of them cannot be used.
     """
     folder = find_run(run)
@@ -103,7 +108,7 @@ def load_run(run: str | Path, checkpoint: str = "best", *, device: str = "auto",
     path = find_checkpoint(folder, checkpoint, progress=progress)
     where, _ = pick_device(device, probe())
     with progress.task(f"Loading {path.name} of {folder.name}"):
-        recipe = assemble(_usable_speedups(config))
+        recipe = assemble(_usable_speedups(config, without))
         model_class = MODELS.get(config.model.kind)
         own = model_class.check(config.model.own() | {"vocab_size": config.model.vocab_size}, seq_len=config.data.seq_len)
         model: LanguageModel = model_class(own, ops_of(recipe))
@@ -113,10 +118,10 @@ def load_run(run: str | Path, checkpoint: str = "best", *, device: str = "auto",
     return LoadedRun(model, tokenizer, config, recipe, folder, path)
 
 
-def _usable_speedups(config: RunConfig) -> Iterator[Decision]:
+def _usable_speedups(config: RunConfig, without: frozenset[str]) -> Iterator[Decision]:
     """Yield the run's own speedups that also work here: a model trained on a GPU can be tried on a laptop."""
     machine = probe()
     names = () if isinstance(config.speedups, str) else config.speedups
     for name in names:
-        if name not in ONLY_IN_TRAINING and SPEEDUPS.get(name).why_not(machine, config) is None:
+        if name not in without and SPEEDUPS.get(name).why_not(machine, config) is None:
             yield Decision(name, True, "as trained")

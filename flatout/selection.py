@@ -102,7 +102,9 @@ def settled(config: RunConfig, machine: Machine) -> list[Decision]:
     on = parse_wish(config.speedups).named
     known = all_speedups() + [speedup_named(name) for name in on if ":" in name]
     again = "as when the run began"
-    return [Decision(s.name, s.name in on, again if s.name in on else s.why_not(machine, config) or again) for s in known]
+    reasons = {s.name: s.why_not(machine, config) for s in known}
+    words = {name: f"{again}; but now: {reason}" if name in on and reason else reason or again for name, reason in reasons.items()}
+    return [Decision(s.name, s.name in on, words[s.name]) for s in known]
 
 
 def assemble(decisions: Iterable[Decision]) -> Recipe:

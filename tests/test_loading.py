@@ -35,4 +35,4 @@ def test_runs_are_found_by_name_and_mistyped_names_answered(fox_run, monkeypatch
 def test_the_runs_own_speedups_that_do_not_work_here_are_left_out(fox_run):
     config = loading.load_run(fox_run[0] / "runs" / "fox", device="cpu").config
     wanted = config.with_values({"speedups": ["tf32", "compile", "fused-attention"], "train.device": "cpu"})
-    assert [decision.name for decision in loading._usable_speedups(wanted)] == ["fused-attention"]
+    assert [decision.name for decision in loading._usable_speedups(wanted, loading.ONLY_IN_TRAINING)] == ["fused-attention"]

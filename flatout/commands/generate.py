@@ -52,11 +52,11 @@ def generate(
     model's tokenizer cannot write the prompt.
     """
     from flatout.generate import check_settings, sample
-    from flatout.loading import load_run
+    from flatout.loading import NOT_IN_SAMPLING, load_run
 
     check_settings(temperature, top_k, top_p, max_tokens)
     _check_numbers(num_samples, seed)
-    loaded = load_run(run, checkpoint, progress=progress)
+    loaded = load_run(run, checkpoint, without=NOT_IN_SAMPLING, progress=progress)
     loaded.tokenizer.encode(prompt)  # a prompt that it cannot write is refused before anything is shown
     show = write or (lambda _piece: None)
     samples = []

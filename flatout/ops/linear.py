@@ -45,8 +45,8 @@ def onednn(hidden: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> T
 def bf16(hidden: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """`reference` with fp32 factors rounded to bfloat16 and results widened again, forward and backward: for CPUs that multiply bfloat16.
 
-    Unlike autocast, only the products are narrow: all else stays fp32, which is what a CPU does well. Factors of other types, and
-    few rows, are left to `reference`.
+    Factors and results are rounded, sums are not. Unlike autocast, only the products are narrow: all else stays fp32, which is
+    what a CPU does well. Factors of other types, and few rows, are left to `reference`.
 
     Shapes:  as `reference`.
     Returns: as `reference`.

@@ -11,19 +11,23 @@ from flatout.recipe import Promise, Speedup, uses_gpu
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4
 """Numbers of mallopt's settings in glibc's malloc.h."""
+NEVER = -1
 PAD_BYTES = 64 << 20
 """How much more than needed the heap grows by."""
 
 
 def keep_freed_memory() -> None:
-    """Tell glibc's allocator to give nothing back, for the rest of this process.
+    """Tell glibc's allocator to give nothing back, for the rest of this process; under another C library nothing happens.
 
     By itself it maps each large tensor anew, and the system clears every page of it at first touch.
     Cost: the process keeps the most memory that it ever used.
     """
     libc = ctypes.CDLL(None)
-    for setting, value in ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, PAD_BYTES)):
-        libc.mallopt(setting, value)
+    mallopt = getattr(libc, "mallopt", None)
+    if mallopt is None:  # a run that began under glibc goes on elsewhere
+        return
+    for setting, value in ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, NEVER), (M_TOP_PAD, PAD_BYTES)):
+        mallopt(setting, value)
 
 
 def _why_not(machine: Machine, config: RunConfig) -> str | None:

@@ -293,5 +293,11 @@ def _differences(run: Run, state: Mapping[str, Any], environment: Mapping[str, A
     if environment is not None:
         old = state["environment"]
         changed = [key for key in sorted({*old, *environment}) if old.get(key) != environment.get(key)]
-        said += [f"{key} has changed from {old.get(key)} to {environment.get(key)}: the last bits of results may differ." for key in changed]
+        said += [
+            f"{key} has changed from {old.get(key)} to {environment.get(key)}: the last bits of results may differ."
+            for key in changed
+            if key != "data"
+        ]
+        if "data" in changed:
+            said.append("The data set holds other tokens than when the checkpoint was written: the run goes on, on another text.")
     return said

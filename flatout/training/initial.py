@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -122,4 +123,6 @@ def _keys_that_differ(source: RunConfig, config: RunConfig) -> dict[str, Any]:
 
 def _word(value: Any) -> str:
     """Return a value as an override is written."""
-    return {None: "null", True: "true", False: "false"}.get(value, str(value)) if not isinstance(value, (list, dict)) else f"'{value}'"
+    if isinstance(value, (list, dict)):
+        return f"'{value}'"
+    return value if isinstance(value, str) else json.dumps(value)

@@ -212,6 +212,8 @@ def own_folder(place: Path) -> None:
 def carry_out(run: Run, plan: Plan, observers: Sequence[Observer], sample: Callable[[Run], str] | None, progress: Progress) -> dict[str, Any]:
     """Train a run that is built, from where its checkpoint left it, to its summary."""
     differences: list[str] = []
+    if run.mesh.is_main:
+        (run.folder / folder.SUMMARY).unlink(missing_ok=True)  # of an early end that is now trained on
     if plan.checkpoint is not None:
         differences = load(run, plan.checkpoint, environment=environment_of(run), check=catalog.check_size, progress=progress)
         run.resumed_from = str(plan.checkpoint)

@@ -7,7 +7,8 @@ import sys
 import pytest
 
 PROGRAM = """
-import resource, sys
+import ctypes, resource, sys
+ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE: a huge page would count once
 import torch
 from flatout.speedups.kept_memory import keep_freed_memory
 

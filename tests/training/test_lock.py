@@ -31,7 +31,8 @@ def test_a_run_keeps_its_lock(tmp_path):
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [folder.CONFIG, folder.LOCK]
 
 
-def test_a_lock_that_was_taken_away_while_another_waited_for_it_is_made_anew(tmp_path):
+def test_a_lock_that_was_taken_away_while_another_waited_for_it_is_made_anew(tmp_path, monkeypatch):
+    monkeypatch.setattr(folder, "LOCK_PATIENCE_S", 30.0)
     held, done = threading.Event(), threading.Event()
 
     def wait_for_it():
@@ -44,6 +45,7 @@ def test_a_lock_that_was_taken_away_while_another_waited_for_it_is_made_anew(tmp
         other.start()
         time.sleep(0.2)  # it now waits for the lock that goes
     assert held.wait(60)
+    monkeypatch.setattr(folder, "LOCK_PATIENCE_S", 0.1)
     try:
         with pytest.raises(CheckpointError, match="is in use by process"), folder.locked(tmp_path / "run"):
             pass

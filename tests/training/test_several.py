@@ -69,7 +69,7 @@ def test_two_processes_read_a_mix_from_the_weights_of_another_run_and_stop_early
     one = run_training(load_config(recipe, asked), tmp_path / "one")
     two = torchrun(recipe, tmp_path / "two", *asked, "parallel.shard=2")
     assert one["stopped_early"]
-    assert (two["steps"], two["stopped_because"]) == (one["steps"], one["stopped_because"])
+    assert (two["steps"], two["best_step"], two["stopped_early"]) == (one["steps"], one["best_step"], True)
     for name in ("train/loss", "val/loss", "val/loss/tiny", "val/loss/ragged"):
         assert losses(tmp_path / "two", name) == pytest.approx(losses(tmp_path / "one", name), rel=1e-4), name
 

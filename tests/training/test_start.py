@@ -113,8 +113,10 @@ def test_the_stored_config_is_resolved(tiny_config, tmp_path):
     assert "prefetch" in stored.speedups
 
 
-def test_ten_steps_equal_five_and_five_in_every_bit(tiny_config, tmp_path):
-    config = tiny_config(train__steps=10, model__dropout=0.1, optim__kind="muon", checkpoint__every_steps=5, train__eval_every=3)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_ten_steps_equal_five_and_five_in_every_bit(tiny_config, tmp_path, precision):
+    more = {"train__precision": precision, "checkpoint__every_steps": 5, "train__eval_every": 3}
+    config = tiny_config(train__steps=10, model__dropout=0.1, optim__kind="muon", **more)
     whole = run_training(config, tmp_path / "whole")
     with pytest.raises(Stopped, match="step 5 of 10") as stop:
         run_training(config, tmp_path / "parts", observers=[StopAt(5)])
