@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flatout.commands import Command, Result
-from flatout.commands.train import check
+from flatout.commands import Command, Result, train
 from flatout.config import load_config
+from flatout.errors import ConfigError
 from flatout.progress import SILENT, Progress
 
 if TYPE_CHECKING:
     from flatout.measure.results import Figure
+
+SWEEPS = "batch, seq_len, precision, accumulation or prefetch"
 
 
 class BenchResult(Result):
@@ -54,7 +56,7 @@ def bench(
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, over the recipe; speedups= decides the full set.")] = None,
     minutes: Annotated[float | None, typer.Option(help="Stay within this time: trials get shorter, repeats fewer.", min=0.1)] = None,
     repeats: Annotated[int | None, typer.Option(help="Rounds at most; 5 when not given.", min=1)] = None,
-    sweep: Annotated[str | None, typer.Option(help="Sweep batch, seq_len, precision, accumulation or prefetch instead.")] = None,
+    sweep: Annotated[str | None, typer.Option(help=f"Sweep {SWEEPS} instead.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the results; by default bench/RECIPE-DIGEST.")] = None,
     *,
     progress: Progress = SILENT,
@@ -65,7 +67,7 @@ def bench(
     out of it, and puts those into it that are off. Every trial is a process of its own; repeats are interleaved. Ctrl+C ends the
     measuring and shows what there is.
 
-    Raises: UsageError before anything was measured.
+    Raises: UsageError before anything was measured; RunFailed when nothing could be.
     """
     from flatout.measure.bench import run_bench
 
@@ -83,6 +85,16 @@ def bench(
         complete=report.complete,
         wall_s=report.wall_s,
     )
+
+
+def check(recipe: str, overrides: list[str] | None, sweep: str | None) -> None:
+    """Do nothing when nothing is wrong with the words of a command line that can be told without torch.
+
+    Raises: UsageError.
+    """
+    if sweep is not None and sweep.startswith("-"):
+        raise ConfigError(f"--sweep needs one of {SWEEPS}; {sweep} is another option.", fix="For example --sweep batch.")
+    train.check(recipe, overrides)
 
 
 COMMAND = Command(bench, example="flatout bench shakespeare-char data.path=data/s --minutes 6", check=check, needs_torch=True)

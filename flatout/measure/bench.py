@@ -5,19 +5,19 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
 from flatout.config import RunConfig
-from flatout.errors import ConfigError, Interrupted
+from flatout.errors import ConfigError, Interrupted, RunFailed
 from flatout.measure.budget import Budget
 from flatout.measure.experiment import Experiment, Point, with_speedups
 from flatout.measure.judge import Measured, ladder_rows
 from flatout.measure.ladder import BASELINE, make_ladder, promise_between
 from flatout.measure.picture import picture
-from flatout.measure.results import Figure, Report, Row, Trial, commit_of_package, place_for, write
+from flatout.measure.results import INTERRUPTED, TIME_WAS_UP, Figure, Report, Row, Trial, commit_of_package, place_for, write
 from flatout.measure.spec import TrialResult, TrialSpec
 from flatout.measure.statistics import deviations, interval
 from flatout.measure.sweep import require_sweep, sweep_experiment
@@ -43,6 +43,11 @@ class Rounds:
     begun: int = 0
     is_complete: bool = True
 
+    @property
+    def stopped_by(self) -> str:
+        """What kept a point without a trial from its turn."""
+        return TIME_WAS_UP if self.is_complete else INTERRUPTED
+
 
 def run_bench(
     asked: RunConfig,
@@ -58,7 +63,7 @@ def run_bench(
     """Measure the ladder of a recipe, or a sweep, and write bench.json, table.md and bench.svg; return the report and its folder.
 
     An interruption ends the measuring; what has been measured by then is judged and written.
-    Raises: UsageError before anything was measured.
+    Raises: UsageError before anything was measured; RunFailed when nothing could be, and then nothing is written.
     """
     began_s, began = clock(), datetime.now().astimezone()
     if stated_ranks().world_size > 1:
@@ -71,10 +76,11 @@ def run_bench(
     if settled.config.train.device == "cpu":
         warn_of_others(settled.machine, progress)
     experiment = sweep_experiment(sweep, asked, settled) if sweep else ladder_experiment(asked, settled)
-    budget = Budget(len(experiment.points), minutes=minutes, repeats=repeats, began_s=began_s, clock=clock)
+    budget = Budget(len(experiment.points) + len(experiment.extras), minutes=minutes, repeats=repeats, began_s=began_s, clock=clock)
     with tempfile.TemporaryDirectory(prefix="flatout-bench-") as scratch:
         rounds = measure(experiment, asked, budget, Path(scratch), trial, progress)
-    found = Measured(rounds.trials)
+    require_figures(rounds)
+    found = Measured(rounds.trials, rounds.stopped_by)
     rows = experiment.rows(found)
     report = Report(
         kind=experiment.kind,
@@ -98,20 +104,39 @@ def run_bench(
     return report, place
 
 
+def require_figures(rounds: Rounds) -> None:
+    """Do nothing when at least one trial gave figures.
+
+    Raises: RunFailed, with what came of the first trial.
+    """
+    if any(trial.result.is_ok for trial in rounds.trials):
+        return
+    if not rounds.trials:
+        raise RunFailed(f"Nothing was measured: {rounds.stopped_by} before a trial had ended.", fix="Run it again, and give it longer.")
+    first = rounds.trials[0]
+    fix = "Give it more --minutes." if first.result.status == "timed-out" else "Try the same recipe with `flatout train`."
+    raise RunFailed(f"Nothing was measured: {first.point}: {first.result.reason}", fix=fix)
+
+
 def ladder_experiment(asked: RunConfig, settled: Settled) -> Experiment:
-    """Return the points of the ladder; rungs with equal sets of speedups share one."""
+    """Return the points of the ladder; rungs with equal sets of speedups share one.
+
+    The full set comes right after the baseline, so that the shortest bench still finds the total.
+    """
     ladder = make_ladder(asked, settled.decisions, settled.machine)
     first: dict[frozenset[str], str] = {}
     shared = {rung.name: first.setdefault(frozenset(rung.speedups), rung.name) for rung in ladder.rungs}
-    points = tuple(Point(name, with_speedups(ladder.rung(name).speedups)) for name in dict.fromkeys(shared.values()))
+    names = dict.fromkeys([BASELINE, shared[ladder.full], *shared.values()])
+    points = [Point(name, with_speedups(ladder.rung(name).speedups)) for name in names]
     pairs = [(rung.speedups, ladder.rung(rung.against).speedups) for rung in ladder.rungs if rung.against]
     return Experiment(
         LADDER,
-        points,
-        lambda found: ladder_rows(ladder, shared, found, asked),
+        tuple(point for point in points if ladder.rung(point.name).kind != "put-in"),
+        lambda found: ladder_rows(ladder, shared, found, asked, loss_steps=LOSS_STEPS),
         loss_steps=LOSS_STEPS,
         losses_each_round=any(promise_between(*pair).kind == "statistical" for pair in pairs),
-        total=(shared[ladder.full], BASELINE),
+        extras=tuple(point for point in points if ladder.rung(point.name).kind == "put-in"),
+        total=None if ladder.full == BASELINE else (shared[ladder.full], BASELINE),
     )
 
 
@@ -121,20 +146,20 @@ def measure(experiment: Experiment, asked: RunConfig, budget: Budget, scratch: P
     Round r trains every point with the recipe's seed + r, so that the losses of a round can be compared. A point that fails in
     its first round is not tried again.
     """
-    rounds, alive = Rounds([]), {point.name: point for point in experiment.points}
+    rounds, alive = Rounds([]), {point.name: point for point in (*experiment.points, *experiment.extras)}
     with progress.task("Measuring") as task:
         try:
             for number in range(budget.repeats):
                 budget.plan(number)
-                due = in_turn(budget.fits(list(alive)) if number else list(alive), number)
+                due = due_in(number, experiment, rounds, alive, budget)
                 if not due:
                     break
                 rounds.begun = number + 1
                 for place, name in enumerate(due):
                     if not budget.allows(name):
                         continue
-                    minutes = max(budget.remaining_s(due[place:], budget.repeats - number - 1) / 60, 1)
-                    task.note(f"round {number + 1} of {budget.repeats}, {name} ({place + 1} of {len(due)}), about {minutes:.0f} min left")
+                    left = time_left(budget.remaining_s(due[place:], budget.repeats - number - 1))
+                    task.note(f"round {number + 1} of {budget.repeats}, {name} ({place + 1} of {len(due)}), about {left} left")
                     seed = asked.train.seed + number
                     spec = TrialSpec(
                         config=asked.with_values({**alive[name].values, "train.seed": seed}).to_dict(),
@@ -151,6 +176,27 @@ def measure(experiment: Experiment, asked: RunConfig, budget: Budget, scratch: P
         except (KeyboardInterrupt, Interrupted):
             rounds.is_complete = False
     return rounds
+
+
+def due_in(number: int, experiment: Experiment, rounds: Rounds, alive: Collection[str], budget: Budget) -> list[str]:
+    """Return what round `number` measures, in its order: all that fits into the time, the extras last.
+
+    An extra that was never tried goes before further repeats of the others, but for the full set that it is compared with.
+    """
+    points = [point.name for point in experiment.points if point.name in alive]
+    extras = [point.name for point in experiment.extras if point.name in alive and number >= budget.extras_from]
+    if number:
+        untried = [name for name in extras if name not in {trial.point for trial in rounds.trials}]
+        full = [name for name in (experiment.total or ())[:1] if name in alive]
+        first = [*full, *untried] if untried else []
+        fitting = set(budget.fits(list(dict.fromkeys([*first, *points, *extras]))))
+        points, extras = [name for name in points if name in fitting], [name for name in extras if name in fitting]
+    return [*in_turn(points, number), *extras]
+
+
+def time_left(seconds: float) -> str:
+    """Return a rough time: seconds below 90, then minutes."""
+    return f"{max(seconds, 1):.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
 
 
 def in_turn(names: Sequence[str], number: int) -> list[str]:
@@ -183,9 +229,9 @@ def notes(settled: Settled, experiment: Experiment, rounds: Rounds, rows: Sequen
     counts = [row.repeats for row in rows if row.repeats]
     if counts and min(counts) < max(counts):
         said.append(f"Not every line has {max(counts)} repeats: the time was up, or one failed. n says how many it has.")
-    missing = [row.name for row in rows if row.status == "not-measured" and row.kind != "absent"]
-    if missing and rounds.is_complete:
-        said.append(f"There was no time for: {', '.join(missing)}. Give it more --minutes, or leave some out: speedups=auto,-NAME.")
+    if rounds.is_complete and any(row.is_unreached for row in rows):
+        leave_out = ", or leave some out: speedups=auto,-NAME" if experiment.kind == LADDER else ""
+        said.append(f"The time did not suffice for all: give it more --minutes{leave_out}.")
     measured = [trial.result for trial in rounds.trials if trial.result.is_ok]
     if measured:
         steps = statistics.median(result.measured_steps or 0 for result in measured)

@@ -15,15 +15,15 @@ USUAL_OVERHEAD_S = 6.0
 LONGEST_TRIAL_S = 900.0
 GRACE = 0.01
 """Share of the minutes by which the last trial may end late, before it is killed."""
-SAFETY = 1.15
+SAFETY = 1.05
 """A trial is begun when this many times what it took before still fits."""
 SLACK = 1.1
 """Rounds are planned to take this much less than there is."""
-CLOSING_S = 3.0
+CLOSING_S = 1.5
 """Kept for judging and writing."""
-SHARE = 1.3
+SHARE = 2.0
 """How many times its fair share of the minutes a trial may train; most take less."""
-SHORTEST_LIMIT_S = 6.0
+SHORTEST_LIMIT_S = 3.0
 START_S = 4.0
 """What a process needs before it trains, about."""
 
@@ -54,6 +54,11 @@ class Budget:
         self.seconds = DEFAULT_SECONDS
         """How long the steps of a trial are measured in this round."""
         self.plan(rounds_done=0)
+
+    @property
+    def extras_from(self) -> int:
+        """The round from which what is measured last takes part: with little time, after two rounds of everything else."""
+        return 0 if math.isinf(self._total_s) else min(2, self.repeats - 1)
 
     @property
     def left_s(self) -> float:

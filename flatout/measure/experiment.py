@@ -26,12 +26,15 @@ class Experiment:
     kind: str
     """ladder, or what is swept."""
     points: tuple[Point, ...]
+    """Measured in every round."""
     rows: Callable[[Measured], list[Row]]
     """The table, from the trials."""
     loss_steps: int = 0
     """First losses that are compared."""
     losses_each_round: bool = False
     """Whether every round needs all of them: a statistical promise is judged over seeds."""
+    extras: tuple[Point, ...] = ()
+    """Measured last in a round, and with little time only once the others have their repeats: one of them may be slow."""
     total: tuple[str, str] | None = None
     """The fastest and the slowest point, whose ratio is the total speedup."""
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from flatout.config import RunConfig
 from flatout.measure.ladder import Ladder, Rung, promise_between
-from flatout.measure.results import Figure, Row, Trial
+from flatout.measure.results import TIME_WAS_UP, Figure, Row, Trial
 from flatout.measure.spec import TrialResult
 from flatout.measure.statistics import deviations, interval, mean_interval
 from flatout.recipe import Promise
@@ -22,6 +22,8 @@ class Measured:
     """The trials of all points, by point and round."""
 
     trials: Sequence[Trial]
+    stopped_by: str = TIME_WAS_UP
+    """What kept a point without a trial from its turn."""
 
     def ok(self, point: str) -> dict[int, TrialResult]:
         """Return the point's results that gave figures, by round."""
@@ -46,7 +48,7 @@ def measured_row(name: str, kind: str, point: str, found: Measured, shared: Sequ
     results = list(found.ok(point).values())
     failed = found.failed(point)
     if not results:
-        status, reason = (failed.status, failed.reason) if failed else ("not-measured", "not measured: the time was up before its turn.")
+        status, reason = (failed.status, failed.reason) if failed else ("not-measured", f"not measured: {found.stopped_by} before its turn.")
         return Row(name=name, kind=kind, status=status, reason=reason)
     middle = {key: median_of(results, key) for key in ("step_ms", "data_ms", "host_ms", "device_ms")}
     return Row(
@@ -69,8 +71,8 @@ def median_of(results: Sequence[TrialResult], key: str) -> float | None:
     return statistics.median(values) if values else None
 
 
-def ladder_rows(ladder: Ladder, points: Mapping[str, str], found: Measured, config: RunConfig) -> list[Row]:
-    """Return the lines of a ladder; `points` names the point whose trials a rung shares."""
+def ladder_rows(ladder: Ladder, points: Mapping[str, str], found: Measured, config: RunConfig, *, loss_steps: int) -> list[Row]:
+    """Return the lines of a ladder; `points` names the point whose trials a rung shares, `loss_steps` are the losses that judge a promise."""
     pairs = {rung.name: against for rung in ladder.rungs if (against := measured_against(rung, ladder, points, found)) is not None}
     noise_of_rates = deviations(found.rates(point) for point in dict.fromkeys(points.values()))
     ratios = {name: gains(ladder.rung(name), against, points, found) for name, against in pairs.items()}
@@ -78,11 +80,16 @@ def ladder_rows(ladder: Ladder, points: Mapping[str, str], found: Measured, conf
     rows = []
     for rung in ladder.rungs:
         row = measured_row(rung.name, rung.kind, points[rung.name], found, noise_of_rates)
-        update: dict[str, object] = {"speedup": rung.speedup, "speedups": list(rung.speedups), "against": rung.against}
+        update: dict[str, object] = {
+            "speedup": rung.speedup,
+            "speedups": list(rung.speedups),
+            "against": rung.against,
+            "replaced": list(rung.replaced),
+        }
         if rung.name in pairs and ratios[rung.name]:
             gain = Figure.of(interval(ratios[rung.name], shared=noise_of_gains))
             update |= {"against": pairs[rung.name].name, "gain": gain, "verdict": gain.verdict()}
-            update |= judged(rung, pairs[rung.name], points, found, config)
+            update |= judged(rung, pairs[rung.name], points, found, config, loss_steps)
         rows.append(row.model_copy(update=update))
     return rows + [
         Row(name=absent.speedup, kind="absent", speedup=absent.speedup, status="not-measured", reason=absent.reason) for absent in ladder.absent
@@ -106,7 +113,7 @@ def gains(rung: Rung, against: Rung, points: Mapping[str, str], found: Measured)
     return found.ratios(slow, fast) if rung.kind == "left-out" else found.ratios(fast, slow)
 
 
-def judged(rung: Rung, against: Rung, points: Mapping[str, str], found: Measured, config: RunConfig) -> dict[str, object]:
+def judged(rung: Rung, against: Rung, points: Mapping[str, str], found: Measured, config: RunConfig, loss_steps: int) -> dict[str, object]:
     """Return what a row says of the losses."""
     one, other = found.ok(points[rung.name]), found.ok(points[against.name])
     pairs = [(one[r].losses, other[r].losses) for r in sorted(one.keys() & other.keys())]
@@ -115,19 +122,24 @@ def judged(rung: Rung, against: Rung, points: Mapping[str, str], found: Measured
     if not pairs:
         return {"promise": promise.kind, "promise_reason": "no losses to compare"}
     dropout = float(config.model.own().get("dropout") or 0.0)
-    kept, reason = keeps(promise, pairs, dropout=dropout)
+    kept, reason = keeps(promise, pairs, loss_steps=loss_steps, dropout=dropout)
     apart = {"loss_difference": largest_difference(pairs), "compared_losses": max(len(fast) for fast, _ in pairs)}
     return apart | {"promise": promise.kind, "promise_kept": kept, "promise_reason": reason}
 
 
-def keeps(promise: Promise, pairs: Sequence[tuple[Sequence[float], Sequence[float]]], *, dropout: float = 0.0) -> tuple[bool | None, str]:
+def keeps(
+    promise: Promise, pairs: Sequence[tuple[Sequence[float], Sequence[float]]], *, loss_steps: int, dropout: float = 0.0
+) -> tuple[bool | None, str]:
     """Say whether losses, (with, without) a repeat each on the same batches, keep a promise, and how that was judged.
 
     Exact and rounding must hold in every repeat. A statistical promise is kept unless the interval over seeds of the difference
-    of the final losses lies above 0. Returns None where it cannot be judged.
+    of the final losses lies above 0. Returns None where it cannot be judged, as with fewer than `loss_steps` losses that break nothing.
     """
     steps = max(len(fast) for fast, _ in pairs)
+    too_few = f"{steps} of {loss_steps} losses: not judged"
     if promise.kind == "statistical":
+        if steps < loss_steps:
+            return None, too_few
         difference = mean_interval([statistics.fmean(fast[-FINAL_LOSSES:]) - statistics.fmean(plain[-FINAL_LOSSES:]) for fast, plain in pairs])
         if difference.low is None or difference.high is None:
             return None, "not judged: a statistical promise needs two repeats"
@@ -136,7 +148,8 @@ def keeps(promise: Promise, pairs: Sequence[tuple[Sequence[float], Sequence[floa
     if promise.kind == "rounding" and dropout:
         return None, f"not judged: model.dropout={dropout:g} draws other numbers"
     allowed = "bit-equal" if promise.kind == "exact" else f"within {promise.rtol:.0e}"
-    return all(promise.holds(fast, plain) for fast, plain in pairs), f"{steps} losses, {allowed} promised"
+    kept = all(promise.holds(fast, plain) for fast, plain in pairs)
+    return (None, too_few) if kept and steps < loss_steps else (kept, f"{steps} losses, {allowed} promised")
 
 
 def largest_difference(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> float:

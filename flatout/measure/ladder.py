@@ -33,6 +33,8 @@ class Rung:
     """The one that this rung is about."""
     against: str | None
     """The rung it is compared with: the one below, or the full set."""
+    replaced: tuple[str, ...] = ()
+    """Speedups of the full set that gave way to it."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +82,15 @@ def make_ladder(config: RunConfig, decisions: Sequence[Decision], machine: Machi
         if why_not is not None:
             absent.append(Absent(decision.name, why_not))
         elif isinstance(found, tuple):
-            rungs.append(Rung(f"all and {decision.name}", "put-in", found, decision.name, top))
+            rungs.append(put_in_rung(decision.name, found, full, top))
     return Ladder(tuple(rungs), tuple(absent), top)
+
+
+def put_in_rung(name: str, speedups: tuple[str, ...], full: Sequence[str], top: str) -> Rung:
+    """Return the rung of `speedups`, the full set with one put in; its name says what that replaced."""
+    replaced = tuple(other for other in full if other not in speedups)
+    told = f"all, with {name} for {' and '.join(replaced)}" if replaced else f"all and {name}"
+    return Rung(told, "put-in", speedups, name, top, replaced)
 
 
 def in_order(names: Iterable[str], known: dict[str, Speedup]) -> list[str]:

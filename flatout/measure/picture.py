@@ -5,9 +5,9 @@ from __future__ import annotations
 from html import escape
 
 from flatout.measure.results import Report, Row
-from flatout.measure.table import absence, gain_words, groups, setting, title, total_words
+from flatout.measure.table import absence, gain_words, groups, setting, title, total_words, unreached
 
-WIDTH, MARGIN, LABEL, BAR, ROW, HEADING = 1080, 24, 200, 440, 26, 40
+WIDTH, MARGIN, LABEL, BAR, ROW, HEADING = 1080, 24, 260, 400, 26, 40
 """Pixels: the page, its border, the names, the longest bar, the height of a row, of a heading."""
 COLOURS = {"baseline": "#9aa4b2", "added": "#2f6fde", "left-out": "#d98324", "put-in": "#3a9d6e", "point": "#2f6fde"}
 INK, PALE = "#1d2433", "#667085"
@@ -31,6 +31,9 @@ def picture(report: Report) -> str:
             parts += row_parts(row, y, per_pixel)
             y += ROW
         y += 10
+    for said in (line for words in unreached(report) for line in broken(words)):
+        parts.append(text(MARGIN, y + 16, said, size=12, colour=PALE, style="italic"))
+        y += 20
     parts += [text(MARGIN, y + 16 + 15 * number, line, size=10, colour=PALE) for number, line in enumerate(broken(setting(report)))]
     height = y + 34 + 15 * (len(broken(setting(report))) - 1)
     head = (
@@ -43,7 +46,7 @@ def picture(report: Report) -> str:
 def row_parts(row: Row, y: float, per_pixel: float) -> list[str]:
     """Return one row's elements: its name, its bar with the whisker, its rate and its gain; or why it has none."""
     left, middle = MARGIN + LABEL, y + ROW / 2
-    name = text(left - 10, middle + 4, row.name, size=13, anchor="end")
+    name = text(left - 10, middle + 4, row.short_name, size=13, anchor="end")
     if row.tokens_per_s is None:
         return [name, text(left, middle + 4, shortened(absence(row)), size=12, colour=PALE, style="italic")]
     figure = row.tokens_per_s

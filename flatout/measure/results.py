@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from flatout.config import RunConfig
 from flatout.errors import ConfigError
@@ -22,6 +22,8 @@ FORMAT_VERSION = 1
 JSON, TABLE, PICTURE = "bench.json", "table.md", "bench.svg"
 BENCHES = Path("bench")
 """Where results lie unless --out says otherwise."""
+TIME_WAS_UP, INTERRUPTED = "the time was up", "it was interrupted"
+"""Why a point had no trial."""
 
 
 class Written(BaseModel):
@@ -78,6 +80,8 @@ class Row(Written):
     """The speedup it is about."""
     speedups: list[str] = []
     """All that were on."""
+    replaced: list[str] = []
+    """Speedups of the full set that gave way, because this one takes their place."""
     against: str | None = None
     """The line it is compared with."""
     status: str = "ok"
@@ -118,6 +122,16 @@ class Row(Written):
     """Micro-batches of a step."""
     warmup_steps: int | None = None
     """Median of the steps before the measured ones."""
+
+    @property
+    def short_name(self) -> str:
+        """The name for where there is little room: `batched-muon for bf16-products`."""
+        return self.name.removeprefix("all, with ")
+
+    @property
+    def is_unreached(self) -> bool:
+        """Whether it could have been measured, and its turn never came."""
+        return self.status == "not-measured" and self.kind != "absent"
 
 
 class Report(Written):
@@ -178,18 +192,31 @@ def commit_of_package() -> str | None:
 def place_for(config: RunConfig, kind: str, out: Path | None) -> Path:
     """Return the folder of a bench's results: `out`, or the next free bench/RECIPE-DIGEST. Nothing is made yet.
 
-    Raises: ConfigError when `out` holds something else.
+    Raises: ConfigError when `out` holds something else: other files, or the bench of another configuration or of another kind.
     """
     if out is not None:
         if out.exists() and not out.is_dir():
             raise ConfigError(f"{out} is a file.", fix="Choose a folder with --out DIR.")
         if out.is_dir() and any(out.iterdir()) and not (out / JSON).exists():
             raise ConfigError(f"{out} holds other files, and no bench.", fix="Choose a new folder with --out DIR.")
+        if (out / JSON).exists():
+            require_same(read(out), config, kind, out)
         return out
     stem = run_name(config) + ("" if kind == "ladder" else f"-{kind}")
     taken = {path.name for path in BENCHES.iterdir()} if BENCHES.is_dir() else set()
     numbers = [int(found[1]) for name in taken if (found := re.fullmatch(rf"{re.escape(stem)}-(\d+)", name))]
     return BENCHES / (stem if stem not in taken else f"{stem}-{max(numbers, default=1) + 1}")
+
+
+def require_same(held: Report, config: RunConfig, kind: str, out: Path) -> None:
+    """Do nothing when a bench of `config` and `kind` may take the place of the one that `out` holds.
+
+    Raises: ConfigError when that is another one.
+    """
+    if (held.config_digest, held.kind) != (config.digest(), kind):
+        one = f"{held.recipe} ({held.kind}, configuration {held.config_digest[:8]})"
+        other = f"{config.name} ({kind}, configuration {config.digest()[:8]})"
+        raise ConfigError(f"{out} holds the bench of {one}; this one is of {other}.", fix="Choose another folder with --out DIR.")
 
 
 def write(report: Report, table: str, picture: str, place: Path) -> None:
@@ -212,4 +239,7 @@ def read(place: Path) -> Report:
         raise ConfigError(f"Cannot read {path} as a bench.", fix="Name a folder that `flatout bench` wrote.") from error
     if document.get("format_version", 0) > FORMAT_VERSION:
         raise ConfigError(f"{path} was written by a newer flatout.", fix="Install that one.")
-    return Report.model_validate(document)
+    try:
+        return Report.model_validate(document)
+    except ValidationError as error:
+        raise ConfigError(f"{path} is no bench that this flatout can read.", fix="Name a folder that `flatout bench` wrote.") from error

@@ -55,14 +55,16 @@ def batch(asked: RunConfig, settled: Settled, full: list[str]) -> tuple[dict[str
     """Rows of a micro-batch, doubled from 1 to all windows of a step; the step stays the same."""
     windows = (settled.config.batch.tokens_per_step or 0) // settled.config.data.seq_len
     sizes = sorted({rows for power in range(windows.bit_length()) if windows % (rows := 2**power) == 0} | {windows})
-    return {f"{rows} rows": rows_of(rows, settled, full) for rows in sizes}, {}
+    return {counted(rows, "row"): rows_of(rows, settled, full) for rows in sizes}, {}
 
 
 def accumulation(asked: RunConfig, settled: Settled, full: list[str]) -> tuple[dict[str, dict[str, Any]], Refused]:
     """Micro-batches of a step, doubled from 1 to 8, each of the recipe's rows: the step grows. (`batch` keeps the step.)"""
     rows, seq_len = int(settled.config.batch.rows_per_device), settled.config.data.seq_len
     counts = [2**power for power in range(MOST_ACCUMULATE.bit_length())]
-    return {f"{n} micro-batches": rows_of(rows, settled, full) | {"batch.tokens_per_step": n * rows * seq_len} for n in counts}, {}
+    return {
+        counted(n, "micro-batch", "micro-batches"): rows_of(rows, settled, full) | {"batch.tokens_per_step": n * rows * seq_len} for n in counts
+    }, {}
 
 
 def seq_len(asked: RunConfig, settled: Settled, full: list[str]) -> tuple[dict[str, dict[str, Any]], Refused]:
@@ -72,7 +74,7 @@ def seq_len(asked: RunConfig, settled: Settled, full: list[str]) -> tuple[dict[s
     values: dict[str, dict[str, Any]] = {}
     refused: Refused = {}
     for length in (config.data.seq_len * factor // 4 for factor in (1, 2, 4, 8, 16)):
-        name = f"{length} tokens"
+        name = counted(length, "token")
         if length < 1 or tokens % length:
             refused[name] = f"cannot run here, because a step of {tokens} tokens is not a whole number of such windows."
             continue
@@ -112,7 +114,7 @@ def precision(asked: RunConfig, settled: Settled, full: list[str]) -> tuple[dict
 def prefetch(asked: RunConfig, settled: Settled, full: list[str]) -> tuple[dict[str, dict[str, Any]], Refused]:
     """Steps that the feed reads ahead: none, 1, 2, 4, 8."""
     others = [name for name in full if name != "prefetch"]
-    ahead = {f"{steps} steps ahead": {"data.prefetch": steps} | with_speedups([*others, "prefetch"]) for steps in (1, 2, 4, 8)}
+    ahead = {f"{counted(steps, 'step')} ahead": {"data.prefetch": steps} | with_speedups([*others, "prefetch"]) for steps in (1, 2, 4, 8)}
     return {"no prefetch": with_speedups(others)} | ahead, {}
 
 
@@ -131,6 +133,11 @@ def rows_of(rows: int, settled: Settled, full: list[str]) -> dict[str, Any]:
     stated = {"batch.tokens_per_step": settled.config.batch.tokens_per_step, "batch.rows_per_device": rows, "batch.accumulate": None}
     choosers = {name for name in full if "micro_batch" in SPEEDUPS.get(name).fills}
     return stated | with_speedups(name for name in full if name not in choosers)
+
+
+def counted(number: int, one: str, more: str = "") -> str:
+    """Return a number of things: 1 row, 2 rows; `more` where an s is not enough."""
+    return f"{number} {one if number == 1 else more or one + 's'}"
 
 
 def largest_divisor(number: int, at_most: int) -> int:

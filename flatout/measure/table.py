@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flatout.measure.results import Figure, Report, Row
+from flatout.measure.results import INTERRUPTED, TIME_WAS_UP, Figure, Report, Row
 
 HEADINGS = {
     ("baseline", "added"): "One at a time, from the plain way up",
@@ -19,9 +19,22 @@ BAR_COLUMNS = 28
 
 
 def groups(report: Report) -> list[tuple[str, list[Row]]]:
-    """Return the report's rows as they stand together, each group with its heading; empty groups are left out."""
-    found = [(heading, [row for row in report.rows if row.kind in kinds]) for kinds, heading in HEADINGS.items()]
+    """Return the report's rows as they stand together, each group with its heading.
+
+    Empty groups are left out, and the rows whose turn never came: `unreached` names them.
+    """
+    found = [(heading, [row for row in report.rows if row.kind in kinds and not row.is_unreached]) for kinds, heading in HEADINGS.items()]
     return [(heading, rows) for heading, rows in found if rows]
+
+
+def unreached(report: Report) -> list[str]:
+    """Return the rows whose turn never came, a line for each reason."""
+    missing = [row for row in report.rows if row.is_unreached]
+    return [
+        f"Not measured, {why}: {', '.join(row.short_name for row in missing if why in str(row.reason))}."
+        for why in (TIME_WAS_UP, INTERRUPTED)
+        if any(why in str(row.reason) for row in missing)
+    ]
 
 
 def table(report: Report) -> str:
@@ -34,6 +47,7 @@ def table(report: Report) -> str:
             lines += [f"## {heading}", ""]
         lines += absent_lines(rows) if rows[0].kind == "absent" else row_lines(rows, sweep=rows[0].kind == "point")
         lines.append("")
+    lines += [part for line in unreached(report) for part in (line, "")]
     lines += [f"{setting(report)}", "", *[f"- {note}" for note in report.notes]]
     return "\n".join(lines).rstrip() + "\n"
 
@@ -48,7 +62,11 @@ def total_words(report: Report) -> str:
     figure = report.total_speedup
     if figure is None:
         return ""
-    return f"The full set is {figure.median:.2f} times as fast as the baseline{between(figure, '.2f')}."
+    told = f"The full set is {figure.median:.2f} times as fast as the baseline"
+    if figure.low is not None:
+        return f"{told}{between(figure, '.2f')}."
+    fewest = min((row.repeats for row in report.rows if row.kind in {"baseline", "added"} and row.repeats), default=0)
+    return f"{told} ({'one repeat: ' if fewest < 2 else ''}too few {'' if fewest < 2 else 'repeats '}to be sure)."
 
 
 def setting(report: Report) -> str:
@@ -56,6 +74,7 @@ def setting(report: Report) -> str:
     facts = [report.machine]
     facts += [f"{name} {report.environment[name]}" for name in ("torch", "threads") if name in report.environment]
     facts += [f"{report.repeats} interleaved rounds, each trial in a process of its own", "medians with 95% bootstrap intervals"]
+    facts += ["gains are medians of the ratios within rounds"] if report.kind == "ladder" else []
     facts += [f"commit {report.commit}"] if report.commit else []
     return "; ".join([*facts, report.began]) + "."
 
@@ -132,20 +151,22 @@ def between(figure: Figure, digits: str) -> str:
 def bars(report: Report, *, encoding: str = "utf-8") -> str:
     """Return the report for a terminal: a bar a row, its rate, its gain; then what broke a promise and what was not measured."""
     most = max((row.tokens_per_s.median for row in report.rows if row.tokens_per_s), default=1.0)
-    width = max(len(row.name) for row in report.rows)
+    width = max((len(row.short_name) for _, rows in groups(report) for row in rows), default=0)
     full = "█" if can_show("█", encoding) else "#"
     lines = []
     for heading, rows in groups(report):
         lines += ["", heading] if heading else []
         for row in rows:
             if row.tokens_per_s is None:
-                lines.append(f"{row.name:<{width}}  {absence(row)}")
+                lines.append(f"{row.short_name:<{width}}  {absence(row)}")
                 continue
             bar = full * max(round(BAR_COLUMNS * row.tokens_per_s.median / most), 1)
-            told = f"{row.name:<{width}}  {bar:<{BAR_COLUMNS}}  {row.tokens_per_s.median:>11,.0f}"
+            told = f"{row.short_name:<{width}}  {bar:<{BAR_COLUMNS}}  {row.tokens_per_s.median:>11,.0f}"
             beside = f"{between(row.tokens_per_s, ',.0f').strip()}  {row.peak_gib or 0:.2f} GiB" if row.kind == "point" else gain_words(row)
             lines.append(f"{told}  {beside}".rstrip() + ("  PROMISE BROKEN" if row.promise_kept is False else ""))
-    lines += [f"{row.name}: {row.promise} promise broken: {row.promise_reason}" for row in report.rows if row.promise_kept is False]
+    promises = [f"{row.short_name}: {row.promise} promise broken: {row.promise_reason}" for row in report.rows if row.promise_kept is False]
+    lines += ["", *missing] if (missing := unreached(report)) else []
+    lines += ["", "Promises", *promises] if promises else []
     return "\n".join([f"{title(report)}, tokens/s", *lines, "", *filter(None, [total_words(report)]), *report.notes]).strip()
 
 

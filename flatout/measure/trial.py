@@ -8,6 +8,7 @@ trains in their loop; it saves nothing, and writes into a scratch folder alone.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from flatout.measure.spec import Status, TrialResult, TrialSpec
 from flatout.measure.workload import measure
 
 KILL_PATIENCE_S = 5.0
+BINARY_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
 
 def run_trial(spec: TrialSpec, timeout_s: float, *, command: list[str] | None = None) -> TrialResult:
@@ -96,8 +98,19 @@ def measured(spec: TrialSpec) -> TrialResult:
     except Exception as error:  # the process is about to end: what went wrong, whatever it is, is the row
         first_line = (str(error).splitlines() or [""])[0][:300]
         if "can't allocate memory" in str(error):
-            return TrialResult(status="out-of-memory", reason=f"Out of memory: {first_line}")
+            return TrialResult(status="out-of-memory", reason=f"Out of memory: {asked_for(str(error)) or first_line}")
         return TrialResult(status="failed", reason=f"{type(error).__name__}: {first_line}")
+
+
+def asked_for(said: str) -> str | None:
+    """Return what an allocator's message says that it was asked for; None when it names no bytes."""
+    found = re.search(r"(\d+) bytes", said)
+    if found is None:
+        return None
+    size, power = float(found[1]), 0
+    while size >= 1024 and power < len(BINARY_UNITS) - 1:
+        size, power = size / 1024, power + 1
+    return f"it tried to take {size:.{1 if power else 0}f} {BINARY_UNITS[power]}."
 
 
 if __name__ == "__main__":

@@ -75,6 +75,7 @@ def test_a_person_sees_bars_and_where_the_results_lie(measured, capsys, tmp_path
         (["shakespeare-char", "optim.lrr=1"], "optim.lr"),
         (["shakespeare-char", "data.path=nowhere"], "nowhere"),
         (["shakespeare-char", "data.path=SET", "--sweep", "bacth"], "batch"),
+        (["shakespeare-char", "--sweep", "--out", "x"], "--sweep needs one of batch, seq_len, precision"),
         (["shakespeare-char", "--minutes", "0"], "minutes"),
         (["shakespeare-char", "--repeats", "0"], "repeats"),
     ],

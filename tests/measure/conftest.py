@@ -37,8 +37,9 @@ def sample_report():
         row("+ wrong", "added", 29_000.0, Figure(median=1.02, low=None, high=None), promise_kept=False, loss_difference=0.2, repeats=1),
         Row(name="+ huge", kind="added", status="out-of-memory", reason="Out of memory at step 0: it needs 91 GiB."),
         row("all but prefetch", "left-out", 28_300.0, none, promise="statistical", promise_kept=None, promise_reason="not judged: two repeats"),
-        Row(name="all but wrong", kind="left-out", status="not-measured", reason="not measured: the time was up."),
-        row("all and bf16", "put-in", 24_000.0, slower, reason="timed-out in one repeat: It had not ended after 60 s."),
+        Row(name="all but wrong", kind="left-out", status="not-measured", reason="not measured: the time was up before its turn."),
+        row("all, with bf16 for fp16", "put-in", 24_000.0, slower, replaced=["fp16"], reason="timed-out in one repeat: It had not ended after 60 s."),
+        Row(name="all and liger", kind="put-in", status="not-measured", reason="not measured: the time was up before its turn."),
         Row(name="all and compile", kind="put-in", status="timed-out", reason="It had not ended after 90 s."),
         Row(name="tf32", kind="absent", speedup="tf32", status="not-measured", reason="cannot run here, because: it is a CPU."),
     ]

@@ -8,9 +8,11 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from flatout.errors import ConfigError, Interrupted
-from flatout.measure.bench import in_turn, run_bench
-from flatout.measure.results import read
+from flatout.errors import ConfigError, Interrupted, RunFailed
+from flatout.measure.bench import Rounds, due_in, in_turn, run_bench, time_left
+from flatout.measure.budget import Budget
+from flatout.measure.experiment import Experiment, Point
+from flatout.measure.results import Trial, read
 from flatout.measure.spec import TrialResult
 
 SLOW = {"pretokenised": 1.3, "micro-batch": 2.0, "onednn": 1.2}
@@ -98,11 +100,14 @@ def test_the_minutes_are_kept_and_what_had_no_time_is_said(auto_config, tmp_path
     report, _ = bench(auto_config, made_up, tmp_path, minutes=3)
     assert made_up.now <= 180
     assert any(row.status == "not-measured" and "time was up" in row.reason for row in report.rows)
-    assert any("no time" in note for note in report.notes)
+    assert any("speedups=auto,-NAME" in note for note in report.notes)
     made_up = MadeUp(overhead_s=4.0)
     report, _ = bench(auto_config, made_up, tmp_path, minutes=6)
     assert made_up.now <= 360
-    assert min(row.repeats for row in report.rows if row.kind != "absent") >= 2
+    assert min(row.repeats for row in report.rows if row.kind not in {"absent", "put-in"}) >= 2
+    report, _ = bench(auto_config, MadeUp(overhead_s=20.0), tmp_path / "sweep", minutes=1, sweep="prefetch")
+    assert any("--minutes" in note for note in report.notes)
+    assert not any("speedups=" in note for note in report.notes)
 
 
 def test_only_the_first_round_takes_all_losses(auto_config, tmp_path):
@@ -137,9 +142,55 @@ def test_an_interruption_keeps_what_was_measured(auto_config, tmp_path, error):
 
 
 def test_interrupted_before_anything_was_measured(auto_config, tmp_path):
-    report, place = bench(auto_config, MadeUp(stops_after=0), tmp_path)
+    with pytest.raises(RunFailed, match="it was interrupted before"):
+        bench(auto_config, MadeUp(stops_after=0), tmp_path)
+    assert not (tmp_path / "bench").exists()
+
+
+def test_when_every_trial_fails_nothing_is_written(auto_config, tmp_path):
+    def broken(spec, timeout_s):
+        return TrialResult(status="failed", reason="It fell over.")
+
+    with pytest.raises(RunFailed, match="Nothing was measured: baseline: It fell over"):
+        run_bench(auto_config, out=tmp_path / "bench", trial=broken, repeats=2)
+    assert not (tmp_path / "bench").exists()
+
+
+def test_the_shortest_bench_finds_the_total(auto_config, tmp_path):
+    report, place = bench(auto_config, MadeUp(overhead_s=20.0), tmp_path, minutes=0.8)
+    full = [row for row in report.rows if row.kind == "added"][-1].name
+    assert [trial.point for trial in report.trials] == ["baseline", full]
+    assert "(one repeat: too few to be sure)" in (place / "table.md").read_text()
+
+
+def test_no_speedups_have_no_total(tiny_config, tmp_path):
+    report, _ = bench(tiny_config(speedups="none"), MadeUp(), tmp_path, repeats=2)
     assert report.total_speedup is None
-    assert "| baseline | not measured" in (place / "table.md").read_text()
+
+
+def test_a_slow_extra_takes_no_repeats_of_the_others():
+    extras = tuple(Point(name, {}) for name in ("slow", "late"))
+    experiment = Experiment("ladder", tuple(Point(name, {}) for name in "abcdef"), lambda found: [], extras=extras, total=("b", "a"))
+    clock = MadeUp()
+    budget = Budget(8, minutes=3, repeats=None, clock=clock.clock)
+    rounds, alive, done = Rounds([]), {*"abcdef", "slow", "late"}, []
+    for number in range(budget.repeats):
+        budget.plan(number)
+        done.append(due_in(number, experiment, rounds, alive, budget))
+        for name in done[-1]:
+            took = budget.seconds + (60.0 if name == "slow" else 6.0)
+            clock.now += took
+            budget.record(name, took)
+            rounds.trials.append(Trial(point=name, round=number, seed=number, result=TrialResult(status="ok")))
+    assert [sorted(names) for names in done[:2]] == [list("abcdef")] * 2
+    assert done[2][-2:] == ["slow", "late"]
+    assert "b" in done[2]
+    assert all("slow" not in names for names in done[3:])
+
+
+@pytest.mark.parametrize(("seconds", "shown"), [(0.2, "1 s"), (20, "20 s"), (89.4, "89 s"), (120, "2 min")])
+def test_the_time_left_is_said_in_seconds_at_the_end(seconds, shown):
+    assert time_left(seconds) == shown
 
 
 def test_everything_is_written_and_read_back(auto_config, tmp_path):
@@ -156,7 +207,7 @@ def test_a_sweep_goes_the_same_way(auto_config, tmp_path):
     report, place = bench(auto_config, MadeUp(), tmp_path, sweep="prefetch", repeats=2)
     assert report.kind == "prefetch"
     assert report.total_speedup is None
-    assert [row.name for row in report.rows] == ["no prefetch", "1 steps ahead", "2 steps ahead", "4 steps ahead", "8 steps ahead"]
+    assert [row.name for row in report.rows] == ["no prefetch", "1 step ahead", "2 steps ahead", "4 steps ahead", "8 steps ahead"]
     assert "gain" not in (place / "table.md").read_text()
 
 

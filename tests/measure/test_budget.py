@@ -97,8 +97,13 @@ def test_no_trial_may_outlast_the_minutes_by_more_than_a_few_percent():
     assert budget.timeout_s("unknown") == 1.0
 
 
+def test_extras_wait_for_two_rounds_only_when_there_is_little_time():
+    assert [Budget(9, minutes=5, repeats=n, clock=Clock()).extras_from for n in (1, 2, 3, None)] == [0, 1, 2, 2]
+    assert Budget(9, minutes=None, repeats=None, clock=Clock()).extras_from == 0
+
+
 def test_a_trial_s_own_limit_is_its_fair_share():
     budget = Budget(10, minutes=6, repeats=None, clock=Clock())
-    assert budget.limit_s(20) == pytest.approx(1.3 * 357 / 20 - 4)
-    assert budget.limit_s(1000) == 6.0
-    assert budget.remaining_s(["a"] * 100, 4) == pytest.approx(357)
+    assert budget.limit_s(20) == pytest.approx(2 * 358.5 / 20 - 4)
+    assert budget.limit_s(1000) == 3.0
+    assert budget.remaining_s(["a"] * 100, 4) == pytest.approx(358.5)

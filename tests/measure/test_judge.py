@@ -7,7 +7,7 @@ import pytest
 from flatout.config import load_config
 from flatout.measure.judge import Measured, keeps, ladder_rows, largest_difference, measured_row
 from flatout.measure.ladder import Absent, Ladder, Rung
-from flatout.measure.results import Trial
+from flatout.measure.results import INTERRUPTED, Trial
 from flatout.measure.spec import TrialResult
 from flatout.recipe import Promise
 
@@ -45,8 +45,8 @@ def every_round(rates, losses=None):
 RATES = {"baseline": 100.0, "+ prefetch": 100.0, "+ fused-adamw": 150.0, "all but prefetch": 149.9, "all and bf16": 120.0}
 
 
-def rows_of(trials, *overrides):
-    return {row.name: row for row in ladder_rows(LADDER, POINTS, Measured(trials), load_config(None, list(overrides)))}
+def rows_of(trials, *overrides, loss_steps=3):
+    return {row.name: row for row in ladder_rows(LADDER, POINTS, Measured(trials), load_config(None, list(overrides)), loss_steps=loss_steps)}
 
 
 def jittered(rates):
@@ -113,8 +113,19 @@ def test_a_broken_promise_is_caught():
 def test_lengths_of_losses_may_differ_between_rounds_and_points():
     trials = [ok("baseline", 0, 100.0, LOSSES), ok("+ prefetch", 0, 100.0, LOSSES[:2]), ok("+ fused-adamw", 0, 100.0, [])]
     rows = rows_of(trials)
-    assert rows["+ prefetch"].promise_kept is True
+    assert (rows["+ prefetch"].promise_kept, rows["+ prefetch"].promise_reason) == (None, "2 of 3 losses: not judged")
     assert rows["+ fused-adamw"].promise_kept is None
+
+
+def test_a_promise_is_kept_only_over_all_losses_and_broken_by_any():
+    assert keeps(Promise.exact(), [(LOSSES, LOSSES)], loss_steps=20) == (None, "3 of 20 losses: not judged")
+    assert keeps(Promise.exact(), [([3.0, 2.5, 2.21], LOSSES)], loss_steps=20)[0] is False
+    assert keeps(Promise.statistical(), [(LOSSES, LOSSES)] * 3, loss_steps=20) == (None, "3 of 20 losses: not judged")
+
+
+def test_after_an_interruption_nothing_speaks_of_time():
+    row = measured_row("baseline", "baseline", "baseline", Measured([], INTERRUPTED), [])
+    assert row.reason == "not measured: it was interrupted before its turn."
 
 
 def test_dropout_draws_other_numbers_so_that_rounding_cannot_be_judged():
@@ -126,23 +137,23 @@ def test_dropout_draws_other_numbers_so_that_rounding_cannot_be_judged():
 
 def test_exact_and_rounding_must_hold_in_every_repeat():
     equal, off = (LOSSES, LOSSES), ([3.0, 2.5, 2.21], LOSSES)
-    assert keeps(Promise.exact(), [equal])[0]
-    assert not keeps(Promise.exact(), [equal, off])[0]
-    assert keeps(Promise.rounding(rtol=1e-2), [equal, off])[0]
-    assert not keeps(Promise.rounding(rtol=1e-3), [equal, off])[0]
+    assert keeps(Promise.exact(), [equal], loss_steps=3)[0]
+    assert not keeps(Promise.exact(), [equal, off], loss_steps=3)[0]
+    assert keeps(Promise.rounding(rtol=1e-2), [equal, off], loss_steps=3)[0]
+    assert not keeps(Promise.rounding(rtol=1e-3), [equal, off], loss_steps=3)[0]
 
 
 def test_a_statistical_promise_is_judged_over_seeds():
     better = [([2.0 + seed], [2.1 + seed]) for seed in (0.1, 0.2, 0.3)]
     same = [([2.0 + off], [2.0]) for off in (0.01, -0.02, 0.005, -0.001)]
     worse = [([2.2 + off], [2.0]) for off in (0.01, 0.02, 0.0)]
-    assert keeps(Promise.statistical(), better)[0]
-    assert keeps(Promise.statistical(), same)[0]
-    assert not keeps(Promise.statistical(), worse)[0]
-    kept, reason = keeps(Promise.statistical(), worse[:1])
+    assert keeps(Promise.statistical(), better, loss_steps=1)[0]
+    assert keeps(Promise.statistical(), same, loss_steps=1)[0]
+    assert not keeps(Promise.statistical(), worse, loss_steps=1)[0]
+    kept, reason = keeps(Promise.statistical(), worse[:1], loss_steps=1)
     assert kept is None
     assert "two repeats" in reason
-    assert "3 seeds" in keeps(Promise.statistical(), worse)[1]
+    assert "3 seeds" in keeps(Promise.statistical(), worse, loss_steps=1)[1]
 
 
 def test_a_difference_is_relative():

@@ -53,6 +53,9 @@ def test_what_is_off_but_could_run_is_put_in_and_takes_its_slots():
     assert "fp16" in fp16.speedups
     assert "bf16" not in fp16.speedups
     assert "tf32" in fp16.speedups
+    assert fp16.replaced == ("bf16",)
+    assert fp16.name == "all, with fp16 for bf16"
+    assert all(rung.name == f"all and {rung.speedup}" for rung in named(ladder, "put-in") if not rung.replaced)
 
 
 def test_what_cannot_run_says_why():

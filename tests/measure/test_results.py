@@ -65,8 +65,18 @@ def test_a_folder_with_something_else_is_left_alone(sample_report, tmp_path):
     with pytest.raises(ConfigError, match="is a file"):
         place_for(CONFIG, "ladder", tmp_path / "mine" / "thesis.txt")
     assert place_for(CONFIG, "ladder", tmp_path / "new") == tmp_path / "new"
-    write(sample_report, "", "", tmp_path / "old")
-    assert place_for(CONFIG, "ladder", tmp_path / "old") == tmp_path / "old"
+
+
+def test_only_the_same_bench_is_written_over(sample_report, tmp_path):
+    write(sample_report.model_copy(update={"config_digest": CONFIG.digest()}), "", "", tmp_path)
+    assert place_for(CONFIG, "ladder", tmp_path) == tmp_path
+    for config, kind in ((CONFIG, "batch"), (CONFIG.with_values({"train.seed": 5}), "ladder")):
+        with pytest.raises(ConfigError, match=f"holds the bench of shakespeare-char .ladder, .*; this one is of shakespeare-char .{kind}") as refused:
+            place_for(config, kind, tmp_path)
+        assert "--out" in refused.value.fix
+    (tmp_path / "bench.json").write_text("{}")
+    with pytest.raises(ConfigError, match="no bench that this flatout can read"):
+        place_for(CONFIG, "ladder", tmp_path)
 
 
 def test_there_is_no_commit_outside_a_checkout(tmp_path, monkeypatch):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flatout.errors import ConfigError
-from flatout.measure.sweep import PRECISIONS, SWEEPS, largest_divisor, sweep_experiment
+from flatout.measure.sweep import PRECISIONS, SWEEPS, counted, largest_divisor, sweep_experiment
 from flatout.measure.workload import settle
 from flatout.run import resolve
 
@@ -77,6 +77,18 @@ def test_a_sweep_with_nothing_to_measure_is_refused(tiny_config, monkeypatch):
     monkeypatch.setitem(SWEEPS, "batch", lambda *_: ({}, {"1 rows": "no room."}))
     with pytest.raises(ConfigError, match="nothing to measure"):
         sweep_experiment("batch", asked, settle(asked))
+
+
+def test_one_thing_is_singular(swept):
+    assert next(iter(swept("batch")[1])) == "1 row"
+    assert list(swept("accumulation", batch__rows_per_device=2)[1])[:2] == ["1 micro-batch", "2 micro-batches"]
+    assert [counted(n, "token") for n in (1, 4)] == ["1 token", "4 tokens"]
+
+
+def test_the_help_names_every_sweep():
+    from flatout.commands.bench import SWEEPS as NAMED
+
+    assert NAMED.replace(" or ", ", ").split(", ") == list(SWEEPS)
 
 
 def test_largest_divisor():

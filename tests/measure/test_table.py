@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flatout.measure.results import Row
+from flatout.measure.results import Figure, Row
 from flatout.measure.table import bars, milliseconds, table
 
 
@@ -25,10 +25,11 @@ def test_every_kind_of_row_is_in_the_table(sample_report):
     assert "x1.02, too few repeats to be sure" in line_of(text, "+ wrong")
     assert "Out of memory at step 0: it needs 91 GiB." in line_of(text, "+ huge")
     assert "not judged: two repeats" in line_of(text, "all but prefetch")
-    assert "not measured: the time was up." in line_of(text, "all but wrong")
-    assert "slower, x0.87 (0.84 to 0.90)" in line_of(text, "all and bf16")
+    assert "\n\nNot measured, the time was up: all but wrong, all and liger.\n\n" in text
+    assert "slower, x0.87 (0.84 to 0.90)" in line_of(text, "all, with bf16 for fp16")
+    assert "gains are medians of the ratios within rounds" in text
     assert "took too long: It had not ended after 90 s." in line_of(text, "all and compile")
-    assert "all and bf16: timed-out in one repeat" in text
+    assert "all, with bf16 for fp16: timed-out in one repeat" in text
     assert line_of(text, "tf32") == "- tf32: cannot run here, because: it is a CPU."
     assert "torch 2.13.0; threads 2; 5 interleaved rounds" in text
     assert "commit abc1234" in text
@@ -52,7 +53,8 @@ def test_a_sweep_s_table_has_no_gains(sample_report):
 def test_the_bars_show_every_row(sample_report, encoding, mark):
     text = bars(sample_report, encoding=encoding)
     for row in sample_report.rows:
-        assert line_of(text, row.name)
+        assert row.is_unreached or line_of(text, row.short_name)
+    assert "\n\nNot measured, the time was up: all but wrong, all and liger.\n\nPromises\n+ wrong: exact promise broken" in text
     assert line_of(text, "+ wrong").count(mark) == 28
     assert line_of(text, "baseline").count(mark) == 13
     assert "PROMISE BROKEN" in line_of(text, "+ wrong")
@@ -63,9 +65,16 @@ def test_the_bars_show_every_row(sample_report, encoding, mark):
 def test_bars_of_nothing():
     from types import SimpleNamespace
 
-    empty = Row(name="baseline", kind="baseline", status="not-measured", reason="not measured: the time was up.")
+    empty = Row(name="baseline", kind="baseline", status="not-measured", reason="not measured: it was interrupted before its turn.")
     shown = bars(SimpleNamespace(rows=[empty], recipe="mine", kind="ladder", total_speedup=None, notes=[]))
-    assert "baseline  not measured: the time was up." in shown
+    assert "Not measured, it was interrupted: baseline." in shown
+
+
+@pytest.mark.parametrize(("repeats", "said"), [(1, "one repeat: too few to be sure"), (3, "too few repeats to be sure")])
+def test_a_total_of_too_few_repeats_is_no_fact(sample_report, repeats, said):
+    rows = [row.model_copy(update={"repeats": repeats}) if row.repeats else row for row in sample_report.rows]
+    report = sample_report.model_copy(update={"rows": rows, "total_speedup": Figure(median=4.03, low=None, high=None)})
+    assert f"**The full set is 4.03 times as fast as the baseline ({said}).**" in table(report)
 
 
 @pytest.mark.parametrize(("value", "shown"), [(None, "?"), (0.123, "0.12"), (12.34, "12.3"), (123.4, "123")])

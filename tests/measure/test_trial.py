@@ -72,7 +72,12 @@ def test_a_spec_passes_through_json():
     [
         (ConfigError("The key is wrong.", fix="Mend it."), "failed", "The key is wrong."),
         (RunFailed("Out of memory at step 0: too much.", fix="Less."), "out-of-memory", "Out of memory at step 0"),
-        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 5 bytes"), "out-of-memory", "can't allocate"),
+        (
+            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 4000000000000000 bytes. Error code 12"),
+            "out-of-memory",
+            "it tried to take 3.6 PiB.",
+        ),
+        (RuntimeError("can't allocate memory"), "out-of-memory", "can't allocate"),
         (MemoryError(), "out-of-memory", "Out of memory"),
         (ZeroDivisionError("division by zero\nmore"), "failed", "ZeroDivisionError: division by zero"),
     ],
