@@ -190,6 +190,8 @@ def due_in(number: int, experiment: Experiment, rounds: Rounds, alive: Collectio
         full = [name for name in (experiment.total or ())[:1] if name in alive]
         first = [*full, *untried] if untried else []
         fitting = set(budget.fits(list(dict.fromkeys([*first, *points, *extras]))))
+        if experiment.total and len(fitting) < 2:
+            return []  # gains need two points of one round
         points, extras = [name for name in points if name in fitting], [name for name in extras if name in fitting]
     return [*in_turn(points, number), *extras]
 

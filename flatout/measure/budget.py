@@ -15,7 +15,7 @@ USUAL_OVERHEAD_S = 6.0
 LONGEST_TRIAL_S = 900.0
 GRACE = 0.01
 """Share of the minutes by which the last trial may end late, before it is killed."""
-SAFETY = 1.05
+SAFETY = 1.15
 """A trial is begun when this many times what it took before still fits."""
 SLACK = 1.1
 """Rounds are planned to take this much less than there is."""

@@ -188,6 +188,16 @@ def test_a_slow_extra_takes_no_repeats_of_the_others():
     assert all("slow" not in names for names in done[3:])
 
 
+def test_a_round_with_time_for_one_point_is_not_begun():
+    experiment = Experiment("ladder", (Point("a", {}), Point("b", {})), lambda found: [], total=("b", "a"))
+    clock = MadeUp()
+    budget = Budget(2, minutes=1, repeats=None, clock=clock.clock)
+    clock.now = 60 - 1.6 * budget.expected_s("a") - 1.5
+    assert due_in(1, experiment, Rounds([]), {"a", "b"}, budget) == []
+    clock.now -= budget.expected_s("a")
+    assert sorted(due_in(1, experiment, Rounds([]), {"a", "b"}, budget)) == ["a", "b"]
+
+
 @pytest.mark.parametrize(("seconds", "shown"), [(0.2, "1 s"), (20, "20 s"), (89.4, "89 s"), (120, "2 min")])
 def test_the_time_left_is_said_in_seconds_at_the_end(seconds, shown):
     assert time_left(seconds) == shown
