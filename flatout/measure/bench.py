@@ -171,8 +171,9 @@ def measure(experiment: Experiment, asked: RunConfig, budget: Budget, scratch: P
                     result = trial(spec, budget.timeout_s(name))
                     budget.record(name, result.process_s)
                     rounds.trials.append(Trial(point=name, round=number, seed=seed, result=result))
-                    if not result.is_ok:
+                    if not result.is_ok and number == 0:
                         del alive[name]
+                        budget.drop(name)
         except (KeyboardInterrupt, Interrupted):
             rounds.is_complete = False
     return rounds

@@ -106,7 +106,7 @@ class Budget:
     def limit_s(self, trials_left: int) -> float:
         """Return when a trial ends its steps although it lacks losses or seconds, so that `trials_left` more find time too."""
         if math.isinf(self._total_s):
-            return LONGEST_TRIAL_S
+            return LONGEST_TRIAL_S / 3
         return max(SHARE * self.left_s / max(trials_left, 1) - START_S, SHORTEST_LIMIT_S)
 
     def remaining_s(self, names: Sequence[str], rounds_after: int) -> float:
@@ -116,6 +116,11 @@ class Budget:
     def record(self, name: str, trial_s: float) -> None:
         """Learn from a trial that took `trial_s` in all."""
         self._overheads[name] = max(trial_s - self.seconds, 0.0)
+
+    def drop(self, name: str) -> None:
+        """Plan without `name` from now on: it is not measured again."""
+        self._overheads.pop(name, None)
+        self._num_points -= 1
 
     def _usual_overhead(self) -> float:
         return statistics.median(self._overheads.values()) if self._overheads else USUAL_OVERHEAD_S

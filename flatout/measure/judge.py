@@ -88,7 +88,11 @@ def ladder_rows(ladder: Ladder, points: Mapping[str, str], found: Measured, conf
         }
         if rung.name in pairs and ratios[rung.name]:
             gain = Figure.of(interval(ratios[rung.name], shared=noise_of_gains))
-            update |= {"against": pairs[rung.name].name, "gain": gain, "verdict": gain.verdict()}
+            below = pairs[rung.name].name
+            verdict = gain.worth() if rung.kind == "left-out" else gain.verdict()
+            if below != rung.against:
+                verdict += f", together with what gave no figures, against {below}"
+            update |= {"against": below, "gain": gain, "verdict": verdict}
             update |= judged(rung, pairs[rung.name], points, found, config, loss_steps)
         rows.append(row.model_copy(update=update))
     return rows + [

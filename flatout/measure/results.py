@@ -55,6 +55,14 @@ class Figure(Written):
             return "no measurable gain"
         return f"x{self.median:.2f}" if self.median > 1 else f"slower, x{self.median:.2f}"
 
+    def worth(self) -> str:
+        """Say what the speedup is worth that was left out: the gain of having it."""
+        if self.low is None or self.high is None:
+            return f"worth x{self.median:.2f}, too few repeats to be sure"
+        if self.low <= 1 <= self.high:
+            return "worth nothing measurable"
+        return f"worth x{self.median:.2f}" if self.median > 1 else f"faster without it, worth x{self.median:.2f}"
+
 
 class Trial(Written):
     """One measurement in one process."""

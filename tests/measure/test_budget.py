@@ -39,7 +39,7 @@ def test_without_minutes_there_are_five_rounds_of_five_seconds():
     budget.plan(3)
     assert budget.seconds == DEFAULT_SECONDS
     assert budget.allows("anything")
-    assert budget.timeout_s("anything") == budget.limit_s(10) == LONGEST_TRIAL_S
+    assert budget.timeout_s("anything") == LONGEST_TRIAL_S > budget.limit_s(10) > 60, "a slow trial ends by itself before it is killed"
     assert budget.fits(["a", "b"]) == ["a", "b"]
     assert budget.remaining_s(["a", "b"], 2) == 3 * 2 * (6 + DEFAULT_SECONDS)
     assert Budget(10, minutes=None, repeats=3, clock=Clock()).repeats == 3
