@@ -20,12 +20,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, required=True, help="the text that the data set card `shakespeare` names")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--minutes", type=float, default=40, help="stay within this time: fewer repeats")
     arguments = parser.parse_args()
     RESULTS.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         data, out = Path(folder) / "data", Path(folder) / "bench"
         flatout("prepare", "shakespeare", "--from", str(arguments.text), "--tokenizer", "char", "--out", str(data))
-        flatout("bench", "shakespeare-char", f"data.path={data}", "--repeats", str(arguments.repeats), "--out", str(out))
+        limits = ("--repeats", str(arguments.repeats), "--minutes", str(arguments.minutes))
+        flatout("bench", "shakespeare-char", f"data.path={data}", "--out", str(out), *limits)
         written = (out / "table.md").read_text(encoding="utf-8")
         for name, result in (("bench.json", "cpu.json"), ("bench.svg", "cpu.svg")):
             shutil.copyfile(out / name, RESULTS / result)
