@@ -8,6 +8,7 @@ prepares the text and runs `flatout bench shakespeare-char` on it; writes benchm
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import shutil
 import tempfile
@@ -29,11 +30,13 @@ def main() -> None:
         limits = ("--repeats", str(arguments.repeats), "--minutes", str(arguments.minutes))
         flatout("bench", "shakespeare-char", f"data.path={data}", "--out", str(out), *limits)
         written = (out / "table.md").read_text(encoding="utf-8")
-        for name, result in (("bench.json", "cpu.json"), ("bench.svg", "cpu.svg")):
-            shutil.copyfile(out / name, RESULTS / result)
-    found = re.sub(r"^#", "####", written, flags=re.MULTILINE)  # it stands under a heading of the document
-    (RESULTS / "cpu.md").write_text(found, encoding="utf-8")
-    print(found)
+        found = json.loads((out / "bench.json").read_text(encoding="utf-8"))
+        found["config"]["data"]["path"] = None  # a folder of this one measurement
+        (RESULTS / "cpu.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        shutil.copyfile(out / "bench.svg", RESULTS / "cpu.svg")
+    table = re.sub(r"^#", "####", written, flags=re.MULTILINE)  # it stands under a heading of the document
+    (RESULTS / "cpu.md").write_text(table, encoding="utf-8")
+    print(table)
 
 
 if __name__ == "__main__":

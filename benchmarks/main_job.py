@@ -24,7 +24,7 @@ from flatout.hardware import probe
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
-PATHS = ("run", "path", "resumed_from")
+PATHS = ("run", "path", "resumed_from", "by_dataset")
 """Fields that name a folder of this one measurement."""
 
 
