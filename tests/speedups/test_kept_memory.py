@@ -22,7 +22,7 @@ def pages(repeats):
         del tensors
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
-pages(3)
+pages(10)
 print(pages(10))
 """
 
@@ -32,4 +32,4 @@ def test_memory_that_was_freed_is_not_asked_for_again():
     def pages(how):
         return int(subprocess.run([sys.executable, "-c", PROGRAM, how], capture_output=True, text=True, check=True).stdout)
 
-    assert pages("kept") < 100 < 1000 < pages("as it comes")
+    assert 4 * pages("kept") < pages("as it comes")
