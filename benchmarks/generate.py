@@ -12,16 +12,15 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice, pairwise
-from pathlib import Path
 
 import torch
+from main_job import RESULTS, commit, spread
 
 from flatout.generate import tokens_after
 from flatout.hardware import probe
@@ -30,7 +29,6 @@ from flatout.models.language_model import LanguageModel
 from flatout.models.transformer import Transformer
 from flatout.ops import Ops, attention, cross_entropy
 
-RESULTS = Path(__file__).parent / "results"
 SHAPE = {"vocab_size": 4096, "num_layers": 6, "d_model": 384, "num_heads": 6}
 """11 million weights in the blocks."""
 
@@ -42,9 +40,15 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=RESULTS.parent).stdout.strip()
     rows = {str(context): measure(context, arguments.tokens, arguments.repeats) for context in arguments.contexts}
-    found = {"machine": probe().describe(), "commit": commit, "repeats": arguments.repeats, "tokens": arguments.tokens, "shape": SHAPE, "rows": rows}
+    found = {
+        "machine": probe().describe(),
+        "commit": commit(),
+        "repeats": arguments.repeats,
+        "tokens": arguments.tokens,
+        "shape": SHAPE,
+        "rows": rows,
+    }
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "generate.json").write_text(json.dumps(found, indent=1) + "\n")
     (RESULTS / "generate.md").write_text(table(found))
@@ -86,11 +90,6 @@ def decoding_by(model: LanguageModel, decoder: Callable[..., Decoder]) -> Iterat
         yield
     finally:
         del model.decoder
-
-
-def spread(values: list[float], digits: int = 0) -> str:
-    """Return the median, and in brackets the smallest and the largest."""
-    return f"{statistics.median(values):,.{digits}f} ({min(values):,.{digits}f} to {max(values):,.{digits}f})"
 
 
 def table(found: dict) -> str:

@@ -18,7 +18,6 @@ import argparse
 import json
 import math
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from main_job import RESULTS, commit
 from optimisers_report import picture, summary, table
 
 from flatout import Dataset, load_config, prepare
@@ -36,9 +36,6 @@ from flatout.parallel.mesh import make_mesh
 from flatout.run import Run, build, resolve
 from flatout.training.evaluation import evaluate
 from flatout.training.step import train_step
-
-HERE = Path(__file__).parent
-RESULTS = HERE / "results"
 
 SHARED = {
     "model.norm": "rmsnorm",
@@ -149,10 +146,9 @@ def prepared(corpus: Corpus, source: Path, out: Path) -> Dataset:
 
 def facts() -> dict[str, Any]:
     """Return what every run has in common."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE).stdout.strip()
     return {
         "machine": probe().describe(),
-        "commit": commit,
+        "commit": commit(),
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         "shared": SHARED,

@@ -1,7 +1,7 @@
 """Which speedups a run uses: what the configuration wishes, what the machine allows, and a reason for each.
 
 `auto` is a table, `speedups/auto.yaml`: by speedup and device, on, off, on for runs of at least so many minutes, or on unless
-another one works. A speedup without a row is off under `auto` and on when it is named.
+one of others is. A speedup without a row is off under `auto` and on when it is named.
 """
 
 from __future__ import annotations

@@ -160,23 +160,31 @@ def measure(experiment: Experiment, asked: RunConfig, budget: Budget, scratch: P
                         continue
                     left = time_left(budget.remaining_s(due[place:], budget.repeats - number - 1))
                     task.note(f"round {number + 1} of {budget.repeats}, {name} ({place + 1} of {len(due)}), about {left} left")
-                    seed = asked.train.seed + number
+                    seed, is_new = asked.train.seed + number, name not in {done.point for done in rounds.trials}
                     spec = TrialSpec(
                         config=asked.with_values({**alive[name].values, "train.seed": seed}).to_dict(),
                         folder=tempfile.mkdtemp(dir=scratch),
                         seconds=budget.seconds,
-                        loss_steps=experiment.loss_steps if number == 0 or experiment.losses_each_round else 0,
+                        loss_steps=experiment.loss_steps if takes_losses(number, name, experiment, budget) else 0,
                         limit_s=budget.limit_s(len(due) - place + (len(alive) if number == 0 else 0)),
                     )
                     result = trial(spec, budget.timeout_s(name))
                     budget.record(name, result.process_s)
                     rounds.trials.append(Trial(point=name, round=number, seed=seed, result=result))
-                    if not result.is_ok and number == 0:
+                    if not result.is_ok and is_new:
                         del alive[name]
                         budget.drop(name)
         except (KeyboardInterrupt, Interrupted):
             rounds.is_complete = False
     return rounds
+
+
+def takes_losses(number: int, name: str, experiment: Experiment, budget: Budget) -> bool:
+    """Say whether a trial takes the losses that are compared: in the first round, and of the extras in theirs, with what they go on top of."""
+    if number == 0 or experiment.losses_each_round:
+        return True
+    compared = {*(point.name for point in experiment.extras), *(experiment.total or ())[:1]}
+    return number == budget.extras_from and name in compared
 
 
 def due_in(number: int, experiment: Experiment, rounds: Rounds, alive: Collection[str], budget: Budget) -> list[str]:

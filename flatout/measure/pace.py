@@ -52,7 +52,6 @@ class Pace:
         """Steps before the measured ones; None while warming up."""
         self.measured = Spent()
         """Where the time of the measured steps went."""
-        self.warmup_seconds = 0.0
         self._log, self._clock = log, clock
         self._seconds, self._loss_steps, self._warmup_s, self._limit_s = seconds, loss_steps, warmup_s, limit_s
         self._step_s: list[float] = []
@@ -82,8 +81,7 @@ class Pace:
             return
         self._step_s.append(now_s - self._last_s)
         self._last_s = now_s
-        self.warmup_seconds = now_s - self._began_s
-        out_of_patience = before.steps >= MOST_WARMUP_STEPS or self.warmup_seconds >= min(self._warmup_s, self._limit_s / 2)
+        out_of_patience = before.steps >= MOST_WARMUP_STEPS or now_s - self._began_s >= min(self._warmup_s, self._limit_s / 2)
         if not settled(self._step_s) and not out_of_patience:
             return
         self.warmup_steps = before.steps

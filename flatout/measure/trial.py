@@ -1,6 +1,6 @@
 """One measurement in a process of its own: what is compiled, cached or leaked there ends with it, and so does its death.
 
-`run_trial` starts `python -m flatout.measure.trial`, hands it a `TrialSpec` as JSON and reads a `TrialResult` back. Whatever
+`run_trial` starts a Python of its own that calls `main`, hands it a `TrialSpec` as JSON and reads a `TrialResult` back. Whatever
 happens to the process, a result comes of it. The trial itself builds its run with the functions that training uses and
 trains in their loop; it saves nothing, and writes into a scratch folder alone.
 """
@@ -111,7 +111,3 @@ def asked_for(said: str) -> str | None:
     while size >= 1024 and power < len(BINARY_UNITS) - 1:
         size, power = size / 1024, power + 1
     return f"it tried to take {size:.{1 if power else 0}f} {BINARY_UNITS[power]}."
-
-
-if __name__ == "__main__":
-    main()

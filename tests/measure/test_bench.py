@@ -118,6 +118,21 @@ def test_only_the_first_round_takes_all_losses(auto_config, tmp_path):
     assert {spec.loss_steps for spec in made_up.specs[half:]} == {0}
 
 
+def test_an_extra_takes_its_losses_when_its_turn_comes_and_so_does_the_full_set(auto_config, tmp_path):
+    report, _ = bench(auto_config, MadeUp(overhead_s=4.0), tmp_path, minutes=30)
+    extras = [row for row in report.rows if row.kind == "put-in"]
+    assert extras
+    assert min(trial.round for trial in report.trials if trial.point == extras[0].name) == 2
+    assert all(row.promise_kept is not None for row in extras)
+
+
+def test_an_extra_that_fails_in_its_first_round_is_not_tried_again(auto_config, tmp_path):
+    gone = TrialResult(status="timed-out", reason="It took too long.")
+    report, _ = bench(auto_config, MadeUp(overhead_s=4.0, fails={"compile": gone}), tmp_path, minutes=30)
+    assert report.repeats > 3
+    assert [trial.round for trial in report.trials if "compile" in trial.point] == [2]
+
+
 def test_what_fails_is_a_row_and_the_ladder_goes_on(auto_config, tmp_path):
     gone = TrialResult(status="out-of-memory", reason="Out of memory at step 0: it needs more.")
     made_up = MadeUp(fails={"onednn": gone})

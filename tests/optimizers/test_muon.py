@@ -41,12 +41,6 @@ def drawn(shape, seed, dtype=torch.float64):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
-def with_singular_values(rows, columns, values):
-    left, _ = torch.linalg.qr(drawn((rows, rows), 1))
-    right, _ = torch.linalg.qr(drawn((columns, columns), 2))
-    return left[:, : len(values)] @ torch.diag(values) @ right[:, : len(values)].T
-
-
 @pytest.mark.parametrize("variant", ITERATIONS)
 @pytest.mark.parametrize("limit", [2**27, 30])
 def test_a_batch_of_many_shapes_equals_one_matrix_at_a_time(monkeypatch, limit, variant):

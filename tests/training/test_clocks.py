@@ -12,26 +12,6 @@ from flatout.training.metrics import Log
 from flatout.training.step import StepResult
 
 
-class Clock:
-    """A clock that goes only when it is told to."""
-
-    now = 100.0
-
-    def perf_counter(self):
-        return self.now
-
-    def time(self):
-        return self.now
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr("flatout.training.metrics.time", clock)
-    monkeypatch.setattr("flatout.training.clocks.time", clock)
-    return clock
-
-
 class Event:
     """A CUDA event of a device that runs a second behind the host."""
 

@@ -39,25 +39,6 @@ def test_time_spent_aside_is_not_training_time():
     assert window.train_s(15.0) == 2.0
 
 
-class Clock:
-    """A clock that goes only when it is told to."""
-
-    now = 100.0
-
-    def perf_counter(self):
-        return self.now
-
-    def time(self):
-        return self.now
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr("flatout.training.metrics.time", clock)
-    return clock
-
-
 def step(log, run):
     run.step += 1
     log.step(SimpleNamespace(wait_ms=5.0), StepResult(torch.tensor(1.0), torch.tensor(1.0), torch.tensor(128.0), 0.1))
