@@ -116,6 +116,7 @@ PLAIN: Mapping[str, Any] = MappingProxyType(
         "precision": FP32,
         "ops.attention": lazy("flatout.ops.attention:reference"),
         "ops.linear": lazy("flatout.ops.linear:reference"),
+        "ops.heads": lazy("flatout.ops.heads:reference"),
         "ops.cross_entropy": lazy("flatout.ops.cross_entropy:fused"),
         "ops.newton_schulz": lazy("flatout.ops.newton_schulz:reference"),
         "optimizer": lazy("flatout.optimizers.adamw:per_parameter"),

@@ -7,7 +7,7 @@ import math
 import random
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -164,7 +164,7 @@ def memory_bytes(machine: Machine, device: str, world_size: int) -> int:
 
 def ops_of(recipe: Recipe) -> Ops:
     """Return the functions a model is built with."""
-    return Ops(attention=recipe.part("ops.attention"), cross_entropy=recipe.part("ops.cross_entropy"), linear=recipe.part("ops.linear"))
+    return Ops(**{field.name: recipe.part(f"ops.{field.name}") for field in fields(Ops)})
 
 
 def _resolve_model(config: RunConfig, dataset: Dataset | MixedDataset) -> RunConfig:

@@ -269,7 +269,9 @@ def test_a_cache_changes_no_token(own, temperature, top_k, top_p, window, num_to
     """In fp64, where rounding cannot turn a draw."""
     torch.manual_seed(0)
     shape = {"vocab_size": 300, "num_layers": 2, "d_model": 32, "num_heads": 4, "tied_head": False} | own
-    model = Transformer(Transformer.check(shape, seq_len=window), Ops(attention.fused, cross_entropy.fused)).double().eval()
+    model = (
+        Transformer(Transformer.check(shape, seq_len=window), Ops.plain(attention=attention.fused, cross_entropy=cross_entropy.fused)).double().eval()
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(5) if parameter.dim() > 1 else None

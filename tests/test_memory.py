@@ -11,7 +11,7 @@ from flatout.memory import GIB, Workload, _Live, estimate, kept_bytes, rows_that
 from flatout.models.transformer import Transformer
 from flatout.ops import Ops, attention, cross_entropy
 
-OPS = {"plain": Ops(attention.reference, cross_entropy.reference), "fused": Ops(attention.fused, cross_entropy.fused)}
+OPS = {"plain": Ops.plain(), "fused": Ops.plain(attention=attention.fused, cross_entropy=cross_entropy.fused)}
 SHAPES = {
     "default": {},
     "llama": {"norm": "rmsnorm", "activation": "swiglu", "num_kv_heads": 2, "tied_head": False},

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, ClassVar, Literal, Self, cast, final
+from typing import Any, ClassVar, Literal, Self, final
 
 import torch
 from pydantic import ValidationError
@@ -75,12 +75,12 @@ class LanguageModel(nn.Module, ABC):
     @classmethod
     def num_parameters(cls, config: Section) -> int:
         """Return how many parameters a model of this configuration has; a shared one counts once."""
-        return sum(parameter.numel() for parameter in cls.on_meta(config, _no_ops()).parameters())
+        return sum(parameter.numel() for parameter in cls.on_meta(config, Ops.plain()).parameters())
 
     @classmethod
     def count_flops(cls, config: Section, seq_len: int) -> Flops:
         """Return `flops_per_token` of a model of this configuration, without making one."""
-        return cls.on_meta(config, _no_ops()).flops_per_token(seq_len)
+        return cls.on_meta(config, Ops.plain()).flops_per_token(seq_len)
 
     @final  # type: ignore[misc]  # nn.Module declares forward as an attribute
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor, doc_ids_BT: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -173,8 +173,3 @@ class LanguageModel(nn.Module, ABC):
     def stacked_rows(self) -> dict[str, tuple[int, ...]]:
         """Return, for each hidden matrix that is several stacked ones, the rows of each: what treats a matrix as a whole splits it so."""
         return {}
-
-
-def _no_ops() -> Ops:
-    """Counting calls no op."""
-    return Ops(attention=cast(Any, None), cross_entropy=cast(Any, None))

@@ -15,25 +15,27 @@ from torch.nn import functional
 from flatout.errors import ShapeError
 from flatout.models.decoding import KeyValueCache
 from flatout.ops import Ops, at_least_fp32
+from flatout.ops.heads import rms_normed
 
 
 class Linear(nn.Linear):
     """torch's linear layer with its product from `ops.linear`; its weights are the model's to fill, not drawn twice."""
 
-    def __init__(self, width_in: int, width_out: int, *, bias: bool, ops: Ops) -> None:
+    def __init__(self, width_in: int, width_out: int, *, bias: bool, ops: Ops, activation: Callable[[Tensor], Tensor] | None = None) -> None:
         super().__init__(width_in, width_out, bias=bias)
         self.ops = ops
+        self.activation = activation
 
     def reset_parameters(self) -> None:
         """Leave the weights to `LanguageModel.init_weights`."""
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return the activations times the weight, plus the bias.
+        """Return the activations times the weight, plus the bias, through this layer's activation if it has one.
 
         Shapes:  hidden (..., width_in).
         Returns: (..., width_out).
         """
-        return self.ops.linear(hidden, self.weight, self.bias)
+        return self.ops.linear(hidden, self.weight, self.bias, activation=self.activation)
 
 
 class Embedding(nn.Embedding):
@@ -83,15 +85,6 @@ class RMSNorm(nn.Module):
         return rms_normed(hidden, self.weight)
 
 
-def rms_normed(hidden: Tensor, gain: Tensor) -> Tensor:
-    """Return the hidden states divided by their root mean square over the last axis, times `gain`; in fp32, returned in the input's dtype.
-
-    Shapes:  hidden (..., C); gain (C,), or with the last axes of hidden, such as (H, C) for one a head.
-    Returns: the shape of hidden.
-    """
-    return (functional.rms_norm(at_least_fp32(hidden), hidden.shape[-1:], eps=1e-5) * at_least_fp32(gain)).to(hidden.dtype)
-
-
 class Rotary(nn.Module):
     """Turn pairs of a head's components by an angle that grows with the position, so that scores depend on distance alone.
 
@@ -124,17 +117,12 @@ class Rotary(nn.Module):
         self.cos, self.sin = self._tables(self.cos.device)
         return self
 
-    def forward(self, heads_BTHC: Tensor, start: int = 0) -> Tensor:
-        """Return the heads turned by their positions, the first being `start`; in fp32, returned in the input's dtype.
+    def forward(self, start: int, end: int) -> tuple[Tensor, Tensor]:
+        """Return the tables of the positions from `start` to before `end`, which `ops.heads` takes.
 
-        Shapes:  heads_BTHC (B, T, H, C).
-        Returns: the same shape and dtype.
+        Returns: (cos_TC, sin_TC).
         """
-        end = start + heads_BTHC.shape[1]
-        cos_T1C, sin_T1C = self.cos[start:end, None], self.sin[start:end, None]
-        wide_BTHC = at_least_fp32(heads_BTHC)
-        swapped_BTHC = wide_BTHC.roll(self.head_dim // 2, dims=-1)
-        return torch.addcmul(wide_BTHC * cos_T1C, swapped_BTHC, sin_T1C).to(heads_BTHC.dtype)
+        return self.cos[start:end], self.sin[start:end]
 
 
 class Attention(nn.Module):
@@ -183,16 +171,12 @@ class Attention(nn.Module):
 
     def _heads(self, hidden_BTD: Tensor, start: int = 0) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, by head."""
-        qkv_BTHC = self.qkv(hidden_BTD).unflatten(-1, (-1, self.head_dim))
         num_heads, num_kv_heads = self.head_counts
-        qk_BTHC, v_BTGC = qkv_BTHC.split((num_heads + num_kv_heads, num_kv_heads), dim=2)
+        gain_NC = None
         if self.query_norm is not None and self.key_norm is not None:
-            gains = (self.query_norm.weight.expand(num_heads, -1), self.key_norm.weight.expand(num_kv_heads, -1))
-            qk_BTHC = rms_normed(qk_BTHC, torch.cat(gains))
-        if self.rotary is not None:
-            qk_BTHC = self.rotary(qk_BTHC, start)
-        q_BTHC, k_BTGC = qk_BTHC.split(self.head_counts, dim=2)
-        return q_BTHC.transpose(1, 2), k_BTGC.transpose(1, 2), v_BTGC.transpose(1, 2)
+            gain_NC = torch.cat((self.query_norm.weight.expand(num_heads, -1), self.key_norm.weight.expand(num_kv_heads, -1)))
+        cos_TC, sin_TC = (None, None) if self.rotary is None else self.rotary(start, start + hidden_BTD.shape[1])
+        return self.ops.heads(self.qkv(hidden_BTD), gain_NC, cos_TC, sin_TC, counts=self.head_counts)
 
     def _gathered(self, q_BHTC: Tensor, k_BGSC: Tensor, v_BGSC: Tensor, doc_ids_BT: Tensor | None) -> Tensor:
         gathered_BHTC = self.ops.attention(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT=doc_ids_BT, window=self.window)
@@ -240,8 +224,7 @@ class MLP(nn.Module):
 
     def __init__(self, width: int, inner: int, *, activation: Callable[[Tensor], Tensor], bias: bool, ops: Ops) -> None:
         super().__init__()
-        self.activation = activation
-        self.up = Linear(width, inner, bias=bias, ops=ops)
+        self.up = Linear(width, inner, bias=bias, ops=ops, activation=activation)
         self.down = Linear(inner, width, bias=bias, ops=ops)
 
     def forward(self, hidden_BTD: Tensor) -> Tensor:
@@ -250,7 +233,7 @@ class MLP(nn.Module):
         Shapes:  hidden_BTD (B, T, D).
         Returns: hidden_BTD.
         """
-        return self.down(self.activation(self.up(hidden_BTD)))  # type: ignore[no-any-return]
+        return self.down(self.up(hidden_BTD))  # type: ignore[no-any-return]
 
 
 class SwiGLU(nn.Module):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,16 @@ class Ops:
     """Signature and definition: `flatout.ops.attention.reference`."""
     cross_entropy: Callable[..., tuple[Tensor, Tensor]]
     """Signature and definition: `flatout.ops.cross_entropy.reference`."""
-    linear: Callable[..., Tensor] = functional.linear
+    linear: Callable[..., Tensor]
     """Signature and definition: `flatout.ops.linear.reference`. The products inside the blocks."""
+    heads: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    """Signature and definition: `flatout.ops.heads.reference`."""
+
+    @classmethod
+    def plain(cls, **others: Callable[..., Any]) -> Ops:
+        """Return every function's reference, but for those given by name."""
+        references = {field.name: import_module(f"flatout.ops.{field.name}").reference for field in fields(cls)}
+        return cls(**references | others)
 
 
 def variants(op: ModuleType) -> dict[str, Callable[..., Any]]:

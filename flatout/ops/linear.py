@@ -5,27 +5,32 @@ Letters: N rows, I width in, O width out.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+Activation = Callable[[Tensor], Tensor]
+"""A function of each component by itself, such as GELU."""
 FEWEST_ROWS = 8
 """Below, the product costs less than the way to oneDNN: a model that writes one token at a time."""
 
 
-def reference(hidden: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+def reference(hidden: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, *, activation: Activation | None = None) -> Tensor:
     """Each row of the activations times the transposed weight, plus the bias: torch's own linear, and the definition.
+
+    `activation` is applied to the result; it is here so that a variant may keep what lies between two products in fewer bytes.
 
     Shapes:  hidden (..., I); weight_OI (O, I); bias_O (O,).
     Returns: (..., O).
     Cost:    2 N I O FLOP forward, twice that backward.
     """
-    return functional.linear(hidden, weight_OI, bias_O)
+    return _activated(functional.linear(hidden, weight_OI, bias_O), activation)
 
 
-def onednn(hidden: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+def onednn(hidden: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, *, activation: Activation | None = None) -> Tensor:
     """`reference` through oneDNN's fp32 products on a CPU, forward and backward; anything else is left to `reference`.
 
     torch takes fp32 products on a CPU to MKL, which uses 256-bit vectors on processors that are not Intel's; oneDNN uses the
@@ -36,28 +41,30 @@ def onednn(hidden: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> T
     Cost:    as `reference`.
     """
     if not onednn_fits(hidden, weight_OI):
-        return functional.linear(hidden, weight_OI, bias_O)
+        return _activated(functional.linear(hidden, weight_OI, bias_O), activation)
     product: Tensor = _OneDnn.apply(hidden.flatten(0, -2), weight_OI)  # type: ignore[no-untyped-call]
     product = product.view(*hidden.shape[:-1], weight_OI.shape[0])
-    return product if bias_O is None else product + bias_O
+    return _activated(product if bias_O is None else product + bias_O, activation)
 
 
-def bf16(hidden: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+def bf16(hidden: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, *, activation: Activation | None = None) -> Tensor:
     """`reference` with fp32 factors rounded to bfloat16 and results widened again, forward and backward: for CPUs that multiply bfloat16.
 
     Factors and results are rounded, sums are not. Unlike autocast, only the products are narrow: all else stays fp32, which is
-    what a CPU does well. Factors of other types, and few rows, are left to `reference`.
+    what a CPU does well. An activated result without a bias stays in bfloat16 for the product that follows, which would round it
+    anyway; so does its gradient. Factors of other types, and few rows, are left to `reference`.
 
     Shapes:  as `reference`.
-    Returns: as `reference`.
+    Returns: as `reference`; in bfloat16 when activated, without a bias.
     Cost:    as `reference`, at twice the rate; keeps both factors in two bytes.
     """
-    fits = hidden.dtype == weight_OI.dtype == torch.float32 and hidden.numel() // max(hidden.shape[-1], 1) >= FEWEST_ROWS
-    if not fits or torch.is_autocast_enabled(hidden.device.type):
-        return functional.linear(hidden, weight_OI, bias_O)
-    product: Tensor = _Bf16.apply(hidden.flatten(0, -2), weight_OI)  # type: ignore[no-untyped-call]
+    fits = hidden.dtype in (torch.float32, torch.bfloat16) and weight_OI.dtype == torch.float32
+    if not fits or torch.is_autocast_enabled(hidden.device.type) or hidden.numel() // max(hidden.shape[-1], 1) < FEWEST_ROWS:
+        return _activated(functional.linear(hidden.to(weight_OI.dtype) if fits else hidden, weight_OI, bias_O), activation)
+    stays_narrow = activation is not None and bias_O is None
+    product: Tensor = _Bf16.apply(hidden.flatten(0, -2), weight_OI, torch.bfloat16 if stays_narrow else torch.float32)  # type: ignore[no-untyped-call]
     product = product.view(*hidden.shape[:-1], weight_OI.shape[0])
-    return product if bias_O is None else product + bias_O
+    return _activated(product if bias_O is None else product + bias_O, activation)
 
 
 def onednn_fits(hidden: Tensor, weight_OI: Tensor) -> bool:
@@ -128,17 +135,22 @@ class _Bf16(torch.autograd.Function):
     """The product and both its gradients; each factor is rounded once."""
 
     @staticmethod
-    def forward(ctx: Any, hidden_NI: Tensor, weight_OI: Tensor) -> Tensor:
-        """Return the product, and keep both factors, rounded."""
+    def forward(ctx: Any, hidden_NI: Tensor, weight_OI: Tensor, result: torch.dtype) -> Tensor:
+        """Return the product in the type asked for, and keep both factors, rounded."""
         narrow_NI, narrow_OI = hidden_NI.bfloat16(), weight_OI.bfloat16()
         ctx.save_for_backward(narrow_NI, narrow_OI)
-        return functional.linear(narrow_NI, narrow_OI).float()
+        ctx.hidden_dtype = hidden_NI.dtype
+        return functional.linear(narrow_NI, narrow_OI).to(result)
 
     @staticmethod
-    def backward(ctx: Any, grad_NO: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Return the gradients of both factors."""
+    def backward(ctx: Any, grad_NO: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        """Return the gradients of both factors, each in its factor's type."""
         narrow_NI, narrow_OI = ctx.saved_tensors
         narrow_NO = grad_NO.bfloat16()
-        grad_hidden_NI = (narrow_NO @ narrow_OI).float() if ctx.needs_input_grad[0] else None
+        grad_hidden_NI = (narrow_NO @ narrow_OI).to(ctx.hidden_dtype) if ctx.needs_input_grad[0] else None
         grad_weight_OI = (narrow_NO.t() @ narrow_NI).float() if ctx.needs_input_grad[1] else None
-        return grad_hidden_NI, grad_weight_OI
+        return grad_hidden_NI, grad_weight_OI, None
+
+
+def _activated(product: Tensor, activation: Activation | None) -> Tensor:
+    return product if activation is None else activation(product)

@@ -6,7 +6,7 @@ from flatout.config import RunConfig
 from flatout.hardware import Machine
 from flatout.recipe import MicroBatchPlan, Promise, Speedup, lazy
 
-ENOUGH_TOKENS = {"cuda": 65_536, "cpu": 2_048}
+ENOUGH_TOKENS = {"cuda": 65_536, "cpu": 4_096}
 """Tokens of a micro-batch that suffice: on a CPU the caches are full beyond (LOG.md); on a GPU the kernels are, not measured yet."""
 USED_MEMORY = 0.8
 """Share of the device's memory that the estimate may fill."""

@@ -13,8 +13,8 @@ from flatout.models.transformer import CachedTransformer
 from flatout.ops import Ops, attention, cross_entropy
 from flatout.registry import MODELS
 
-PLAIN = Ops(attention.reference, cross_entropy.reference)
-FAST = Ops(attention.fused, cross_entropy.fused)
+PLAIN = Ops.plain()
+FAST = Ops.plain(attention=attention.fused, cross_entropy=cross_entropy.fused)
 SMALL = {"num_layers": 2, "d_model": 32, "num_heads": 4}
 TRANSFORMERS = {
     "default": {},

@@ -15,11 +15,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from flatout.errors import ConfigError
 from flatout.models.language_model import LanguageModel
-from flatout.ops import Ops, attention, cross_entropy, linear, variants
+from flatout.ops import Ops, attention, cross_entropy, heads, linear, variants
 from flatout.registry import MODELS
 
-PLAIN = Ops(attention.reference, cross_entropy.reference)
-FAST = Ops(attention.fused, cross_entropy.fused)
+PLAIN = Ops.plain()
+FAST = Ops.plain(attention=attention.fused, cross_entropy=cross_entropy.fused)
 VOCAB = 61
 SEQ_LEN = 17
 
@@ -121,7 +121,7 @@ def test_flops_are_those_that_torch_counts(shape, seq_len):
     """The square against the reference attention, the causal count against one that multiplies visible keys only; both exactly."""
     rows = 2
     counted = {}
-    for name, ops in {"palm": PLAIN, "causal_exact": Ops(only_visible, cross_entropy.reference)}.items():
+    for name, ops in {"palm": PLAIN, "causal_exact": Ops.plain(attention=only_visible)}.items():
         model = made(shape, ops)
         with FlopCounterMode(display=False) as counter:
             model(*drawn(rows, seq_len))[0].backward()
@@ -208,7 +208,7 @@ def test_ignored_targets_count_for_nothing(shape):
 @every_model
 @pytest.mark.parametrize("product", variants(linear))
 def test_any_product_gives_the_same_loss_and_gradients(shape, product):
-    found = made(shape, Ops(attention.fused, cross_entropy.fused, variants(linear)[product]), dropout=0.0)
+    found = made(shape, Ops.plain(attention=attention.fused, cross_entropy=cross_entropy.fused, linear=variants(linear)[product]), dropout=0.0)
     wanted = made(shape, PLAIN, dropout=0.0)
     losses = [model(*drawn())[0] for model in (found, wanted)]
     for loss_sum in losses:
@@ -300,7 +300,12 @@ def compiler():
 def test_compiles_whole(kind, product):
     """One graph, no break, the same loss and gradients."""
     losses, gathers = variants(cross_entropy), variants(attention)
-    ops = Ops(gathers.get(product, attention.fused), losses.get(product, cross_entropy.fused), variants(linear)[product])
+    ops = Ops.plain(
+        attention=gathers.get(product, attention.fused),
+        cross_entropy=losses.get(product, cross_entropy.fused),
+        linear=variants(linear)[product],
+        heads=heads.fused,
+    )
     shape = (kind, tuple({key: value for key, value in (SMALL | {"num_layers": 1}).items() if key in MODELS.get(kind).Config.model_fields}.items()))
     plain, compiled = made(shape), made(shape, ops)
     call = torch.compile(compiled, fullgraph=True, dynamic=False)

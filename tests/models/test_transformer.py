@@ -4,8 +4,9 @@ import torch
 from flatout.errors import ConfigError, ShapeError
 from flatout.models.transformer import Transformer
 from flatout.ops import Ops, attention, cross_entropy
+from flatout.ops.heads import reference
 
-FAST = Ops(attention.fused, cross_entropy.fused)
+FAST = Ops.plain(attention=attention.fused, cross_entropy=cross_entropy.fused)
 
 
 def configured(seq_len=16, **own):
@@ -63,9 +64,10 @@ def test_fresh_weights_have_the_stated_spread():
 
 
 def test_rotary_scores_depend_on_distance_alone():
-    rotary = Transformer(configured(seq_len=64), FAST).blocks[0].attention.rotary
+    cos, sin = Transformer(configured(seq_len=64), FAST).blocks[0].attention.rotary(0, 64)
     query, key = torch.randn(2, 8, dtype=torch.float64)
-    turned_q, turned_k = (rotary(vector.expand(1, 64, 1, 8).clone())[0, :, 0] for vector in (query, key))
+    product = torch.cat((query, key, key)).expand(1, 64, -1)
+    turned_q, turned_k, _ = (heads[0, 0] for heads in reference(product, None, cos, sin, counts=(1, 1)))
     scores = turned_q @ turned_k.T
     for distance in range(64):
         torch.testing.assert_close(scores.diagonal(distance), scores[0, distance].expand(64 - distance), rtol=1e-5, atol=1e-5)

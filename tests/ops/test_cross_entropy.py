@@ -113,4 +113,4 @@ def test_variants_are_the_functions_with_the_references_signature():
     assert {"reference", "fused"} <= set(VARIANTS)
     assert "variants" not in variants(attention)
     assert "at_least_fp32" not in variants(attention)
-    assert Ops(attention.fused, VARIANTS["fused"]).attention is variants(attention)["fused"]
+    assert Ops.plain(attention=attention.fused).attention is variants(attention)["fused"]

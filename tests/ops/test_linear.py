@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from flatout.models.layers import gelu, relu2
 from flatout.ops import linear, variants
 
 VARIANTS = variants(linear)
@@ -56,6 +57,29 @@ def test_other_types_and_autocast_are_served_too(name):
         assert with_gradients(VARIANTS[name], *CASES["plain"], dtype, bias=True)[0].dtype == dtype
     with torch.autocast("cpu", torch.bfloat16):
         assert VARIANTS[name](torch.randn(2, 4), torch.randn(3, 4)).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("activation", [relu2, gelu], ids=["relu2", "gelu"])
+def test_what_lies_between_two_products_is_the_same_in_fewer_bytes(name, activation):
+    """Activated inside or outside, wide or narrow: the second product and all gradients agree to the bit."""
+    function, results = VARIANTS[name], []
+    for inside in (True, False):
+        generator = torch.Generator().manual_seed(1)
+        leaves = [torch.randn(*size, generator=generator).requires_grad_() for size in ((33, 16), (48, 16), (24, 48))]
+        hidden, up, down = leaves
+        between = function(hidden, up, activation=activation) if inside else activation(function(hidden, up))
+        out = function(between, down)
+        out.backward(torch.cos(torch.arange(out.numel())).view(out.shape))
+        results.append([out.detach(), *(leaf.grad for leaf in leaves)])
+    for one, other in zip(*results, strict=True):
+        assert one.dtype == torch.float32
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_few_rows_take_what_an_activated_product_left_narrow(name):
+    assert VARIANTS[name](torch.randn(2, 4), torch.randn(3, 4), activation=gelu).dtype == torch.float32
 
 
 @pytest.mark.parametrize("name", VARIANTS)

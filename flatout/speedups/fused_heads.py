@@ -1,0 +1,13 @@
+"""Query and key heads normalised and turned in few passes, with the gradient by hand."""
+
+from __future__ import annotations
+
+from flatout.recipe import Promise, Speedup, always, lazy
+
+SPEEDUP = Speedup(
+    name="fused-heads",
+    fills={"ops.heads": lazy("flatout.ops.heads:fused")},
+    saves="time: normalising and turning queries and keys takes half the passes over memory; eager, that is a tenth of a small model's step",
+    promise=Promise.rounding(rtol=1e-4),
+    why_not=always,
+)
