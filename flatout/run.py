@@ -107,10 +107,13 @@ class Run:
         return self.precision.context(self.mesh.device.type)
 
 
-def resolve(config: RunConfig, *, machine: Machine, dataset: Dataset | MixedDataset, world_size: int) -> tuple[RunConfig, list[Decision]]:
+def resolve(
+    config: RunConfig, *, machine: Machine, dataset: Dataset | MixedDataset, world_size: int, local_world_size: int | None = None
+) -> tuple[RunConfig, list[Decision]]:
     """Settle everything a configuration leaves open, and the speedups with their reasons.
 
-    `config.train.device` must be settled already. Raises: ConfigError when sizes contradict each other.
+    `config.train.device` must be settled already. Of the processes, `local_world_size` are on this machine; None is all.
+    Raises: ConfigError when sizes contradict each other.
     """
     config = _resolve_model(config, dataset)
     config = _resolve_batch(config, world_size)
@@ -129,7 +132,12 @@ def resolve(config: RunConfig, *, machine: Machine, dataset: Dataset | MixedData
     batch: dict[str, Any] = {}
     if config.batch.rows_per_device == "auto":
         rows_per_rank = (config.batch.tokens_per_step or 0) // (config.data.seq_len * world_size)
-        plan = MicroBatchPlan(workload_of(config, recipe), rows_per_rank, config.train.device, memory_bytes(machine, config.train.device, world_size))
+        plan = MicroBatchPlan(
+            workload_of(config, recipe),
+            rows_per_rank,
+            config.train.device,
+            memory_bytes(machine, config.train.device, local_world_size or world_size),
+        )
         rows = recipe.part("micro_batch")(plan)
         batch = {"batch.rows_per_device": rows, "batch.accumulate": rows_per_rank // rows}
         on.discard(recipe.filled_by.get("micro_batch", ""))  # its work is done: the rows are written down
@@ -154,11 +162,11 @@ def workload_of(config: RunConfig, recipe: Recipe) -> Workload:
     )
 
 
-def memory_bytes(machine: Machine, device: str, world_size: int) -> int:
-    """Return what one rank may use: what is free on its GPU, or its share of a CPU's memory."""
+def memory_bytes(machine: Machine, device: str, local_world_size: int) -> int:
+    """Return what one rank may use: what is free on its GPU, or its share of the memory of a machine whose processes compute on the CPU."""
     if device.startswith("cuda") and torch.cuda.is_available():
         return int(torch.cuda.mem_get_info(device)[0])
-    gib = machine.gpus[0].memory_gib if device.startswith("cuda") and machine.gpus else machine.memory_gib / world_size
+    gib = machine.gpus[0].memory_gib if device.startswith("cuda") and machine.gpus else machine.memory_gib / local_world_size
     return int(gib * 2**30)
 
 
@@ -276,7 +284,7 @@ def build(config: RunConfig, *, machine: Machine, mesh: Mesh, dataset: Dataset |
 def _model(config: RunConfig, recipe: Recipe, machine: Machine, mesh: Mesh) -> tuple[LanguageModel, nn.Module]:
     model_class = MODELS.get(config.model.kind)
     model_config = model_class.check(config.model.own() | {"vocab_size": config.model.vocab_size}, seq_len=config.data.seq_len)
-    _require_room(4 * model_class.num_parameters(model_config), memory_bytes(machine, config.train.device, mesh.world_size))
+    _require_room(4 * model_class.num_parameters(model_config), memory_bytes(machine, config.train.device, mesh.local_world_size))
     core = model_class(model_config, ops_of(recipe)).to(mesh.device)
     shard = Transform("shard", wrap)
     model = core

@@ -7,7 +7,7 @@ import pytest
 from flatout.data.shards import Dataset
 from flatout.errors import ConfigError, HardwareError
 from flatout.hardware import Gpu, Machine
-from flatout.run import epoch_tokens, for_world_size, resolve
+from flatout.run import epoch_tokens, for_world_size, memory_bytes, resolve
 
 MACHINE = Machine("a CPU", 2, 8.0, (), "3.11")
 
@@ -16,10 +16,11 @@ MACHINE = Machine("a CPU", 2, 8.0, (), "3.11")
 def settle(tiny_config):
     """Resolve a tiny configuration with nothing stated but what is given."""
 
-    def run(*, world_size=1, machine=MACHINE, **changes):
+    def run(*, world_size=1, local_world_size=None, machine=MACHINE, **changes):
         blank = {"batch__tokens_per_step": None, "batch__rows_per_device": "auto", "batch__accumulate": None}
         config = tiny_config(**blank | changes)
-        return resolve(config, machine=machine, dataset=Dataset.open(config.data.path), world_size=world_size)[0]
+        dataset = Dataset.open(config.data.path)
+        return resolve(config, machine=machine, dataset=dataset, world_size=world_size, local_world_size=local_world_size)[0]
 
     return run
 
@@ -88,6 +89,15 @@ def test_little_memory_means_a_smaller_micro_batch(settle):
     small = settle(batch__tokens_per_step=64 * 1024, machine=Machine("a CPU", 2, 0.008, (), "3.11")).batch
     assert small.rows_per_device < roomy.rows_per_device
     assert small.rows_per_device * small.accumulate == roomy.rows_per_device * roomy.accumulate
+
+
+def test_memory_is_shared_by_the_processes_of_one_machine_not_of_all(settle):
+    assert memory_bytes(MACHINE, "cpu", 4) == 2 * 2**30
+    machine = Machine("a CPU", 2, 0.032, (), "3.11")
+    all_here, four_machines = (
+        settle(batch__tokens_per_step=64 * 1024, machine=machine, world_size=4, local_world_size=local).batch.rows_per_device for local in (None, 1)
+    )
+    assert all_here < four_machines
 
 
 def test_a_resolved_configuration_resolves_to_itself(settle):

@@ -33,6 +33,8 @@ class Mesh:
     device: torch.device
     device_mesh: DeviceMesh | None = None
     """Dimensions `replicate` and `shard`; None where nothing is sharded."""
+    local_world_size: int = 1
+    """Processes on this machine, which share its memory."""
 
     @property
     def is_main(self) -> bool:
@@ -77,7 +79,7 @@ def make_mesh(config: ParallelConfig, device: str, ranks: Ranks | None = None) -
     device_mesh = None
     if config.shard > 1:
         device_mesh = init_device_mesh(place.type, (replicate, config.shard), mesh_dim_names=("replicate", "shard"))
-    return Mesh(ranks.rank, ranks.world_size, ranks.local_rank, replicate, config.shard, place, device_mesh)
+    return Mesh(ranks.rank, ranks.world_size, ranks.local_rank, replicate, config.shard, place, device_mesh, ranks.local_world_size)
 
 
 def replicas(config: ParallelConfig, world_size: int) -> int:

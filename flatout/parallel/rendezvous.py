@@ -25,10 +25,12 @@ class Ranks:
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
+    local_world_size: int = 1
+    """Processes on this machine."""
 
 
 def stated_ranks() -> Ranks:
-    """Return what the environment says, without connecting.
+    """Return what the environment says, without connecting. Where LOCAL_WORLD_SIZE is missing, all processes are taken to be on this machine.
 
     Raises: ConfigError when it says only a part, or something that is not a number.
     """
@@ -38,12 +40,17 @@ def stated_ranks() -> Ranks:
     if missing:
         raise ConfigError(f"The environment names some of the processes' variables, but not {', '.join(missing)}.", fix=BY_TORCHRUN)
     texts = [os.environ[name] for name in VARIABLES[:3]]
+    texts.append(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
     if not all(text.isdigit() for text in texts):
-        raise ConfigError(f"RANK, WORLD_SIZE and LOCAL_RANK are {', '.join(map(repr, texts))}, not numbers.", fix=BY_TORCHRUN)
-    rank, world_size, local_rank = map(int, texts)
+        raise ConfigError(f"RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE are {', '.join(map(repr, texts))}, not numbers.", fix=BY_TORCHRUN)
+    rank, world_size, local_rank, local_world_size = map(int, texts)
     if rank >= world_size:
         raise ConfigError(f"RANK={rank} does not exist among WORLD_SIZE={world_size} processes.", fix=BY_TORCHRUN)
-    return Ranks(rank, world_size, local_rank)
+    if not local_rank < local_world_size <= world_size:
+        raise ConfigError(
+            f"LOCAL_RANK={local_rank} does not exist among LOCAL_WORLD_SIZE={local_world_size} of WORLD_SIZE={world_size} processes.", fix=BY_TORCHRUN
+        )
+    return Ranks(rank, world_size, local_rank, local_world_size)
 
 
 def connect(device: str) -> Ranks:

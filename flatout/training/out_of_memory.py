@@ -14,7 +14,7 @@ def out_of_memory(run: Run) -> RunFailed:
     """Return the error for a run that has just run out of memory, with the largest micro-batch that should fit."""
     workload = workload_of(run.config, assemble(run.decisions))
     need = estimate(workload, run.rows_per_device).total
-    there = memory_bytes(run.machine, run.config.train.device, run.mesh.world_size)
+    there = memory_bytes(run.machine, run.config.train.device, run.mesh.local_world_size)
     device = "GPU" if run.mesh.device.type == "cuda" else "machine"
     try:
         fitting = min(rows_that_fit(workload, int(0.8 * there)), run.rows_per_device - 1)

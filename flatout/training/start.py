@@ -165,7 +165,13 @@ def settle(
         config = for_world_size(stored.with_values({"train.device": device[0]}), ranks.world_size)
         return Plan(config, settled(config, machine), checkpoint, device[1])
     with progress.task("Settling the configuration"):
-        config, decisions = resolve(asked.with_values({"train.device": device[0]}), machine=machine, dataset=dataset, world_size=ranks.world_size)
+        config, decisions = resolve(
+            asked.with_values({"train.device": device[0]}),
+            machine=machine,
+            dataset=dataset,
+            world_size=ranks.world_size,
+            local_world_size=ranks.local_world_size,
+        )
     if asked.train.patience and not any(part.dataset.split("val").num_tokens > 1 for part in parts_of(dataset)):
         raise DataError("train.patience waits for a better validation loss, and there is no validation text.", fix="Leave train.patience out.")
     if checkpoint is not None and asked.train.init_from is not None:

@@ -23,6 +23,11 @@ def test_a_process_takes_the_gpu_of_its_local_rank():
     assert make_mesh(ParallelConfig(), "cuda:3").device == torch.device("cuda", 3)
 
 
+def test_the_mesh_knows_how_many_processes_share_this_machine():
+    assert make_mesh(ParallelConfig(), "cpu", Ranks(5, 8, 1, 4)).local_world_size == 4
+    assert make_mesh(ParallelConfig(), "cpu").local_world_size == 1
+
+
 def test_auto_copies_what_sharding_leaves():
     assert make_mesh(ParallelConfig(), "cpu", Ranks(2, 6, 2)).replicate == 6
     assert make_mesh(ParallelConfig(replicate=6), "cpu", Ranks(2, 6, 2)).replicate == 6

@@ -20,14 +20,14 @@ ranks = connect("cpu")
 total = torch.tensor(ranks.rank + 1)
 dist.all_reduce(total)
 if ranks.rank == 1:
-    print(ranks.rank, ranks.world_size, ranks.local_rank, total.item(), dist.get_backend())
+    print(ranks.rank, ranks.world_size, ranks.local_rank, ranks.local_world_size, total.item(), dist.get_backend())
 disconnect()
 """
 
 
 @pytest.fixture
 def environment(monkeypatch):
-    for name in VARIABLES:
+    for name in (*VARIABLES, "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
 
     def state(**values):
@@ -54,7 +54,12 @@ def test_one_process_under_torchrun_needs_no_group(environment):
 
 def test_ranks_are_read(environment):
     environment(**WHOLE)
-    assert stated_ranks() == Ranks(1, 2, 1)
+    assert stated_ranks() == Ranks(1, 2, 1, 2)
+
+
+def test_the_processes_of_this_machine_are_told_from_those_of_all(environment):
+    environment(**WHOLE | {"RANK": 5, "WORLD_SIZE": 8, "LOCAL_WORLD_SIZE": 4})
+    assert stated_ranks() == Ranks(5, 8, 1, 4)
 
 
 @pytest.mark.parametrize("missing", ["WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"])
@@ -64,7 +69,9 @@ def test_half_an_environment_is_refused(environment, missing):
         connect("cpu")
 
 
-@pytest.mark.parametrize("wrong", [{"RANK": "two"}, {"RANK": "-1"}, {"RANK": 2}])
+@pytest.mark.parametrize(
+    "wrong", [{"RANK": "two"}, {"RANK": "-1"}, {"RANK": 2}, {"LOCAL_WORLD_SIZE": "all"}, {"LOCAL_WORLD_SIZE": 1}, {"LOCAL_WORLD_SIZE": 3}]
+)
 def test_ranks_that_cannot_be_are_refused(environment, wrong):
     environment(**WHOLE | wrong)
     with pytest.raises(ConfigError, match="RANK"):
@@ -87,4 +94,4 @@ def test_torchrun_connects_them(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name not in VARIABLES} | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["1", "2", "1", "3", "gloo"]
+    assert done.stdout.split() == ["1", "2", "1", "2", "3", "gloo"]
