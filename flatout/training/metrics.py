@@ -10,6 +10,7 @@ import json
 import math
 import resource
 import statistics
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -279,7 +280,13 @@ def memory_gib(device: torch.device) -> dict[str, float]:
             "mem/peak_gib": torch.cuda.max_memory_allocated(device) / GIB,
             "mem/reserved_gib": torch.cuda.memory_reserved(device) / GIB,
         }
-    return {"mem/peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
+    return {"mem/peak_gib": process_peak_bytes() / GIB}
+
+
+def process_peak_bytes() -> int:
+    """Return the most memory that this process has had resident: macOS counts it in bytes, other systems in KiB."""
+    unit_bytes = 1 if sys.platform == "darwin" else 2**10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes
 
 
 def gpu_figures(device: torch.device) -> dict[str, float]:

@@ -10,7 +10,7 @@ import torch
 from flatout.hardware import Peak
 from flatout.speedups.no_sync_logging import DelayedReadback
 from flatout.training.clocks import Window
-from flatout.training.metrics import Log
+from flatout.training.metrics import Log, process_peak_bytes
 from flatout.training.step import StepResult
 
 
@@ -32,6 +32,13 @@ def test_a_figure_is_the_step_s_own_though_its_tensor_changes_later():
     readback.push(1, {"loss": loss}, due=True)
     loss.fill_(9.0)
     assert readback.ready(flush=True) == [(1, {"loss": 3.0})]
+
+
+@pytest.mark.parametrize(("system", "factor"), [("linux", 1024), ("darwin", 1)])
+def test_the_peak_of_a_process_is_bytes_on_every_system(monkeypatch, system, factor):
+    monkeypatch.setattr("flatout.training.metrics.sys.platform", system)
+    monkeypatch.setattr("flatout.training.metrics.resource.getrusage", lambda _who: SimpleNamespace(ru_maxrss=5000))
+    assert process_peak_bytes() == 5000 * factor
 
 
 def test_time_spent_aside_is_not_training_time():
