@@ -165,6 +165,7 @@ def measure(experiment: Experiment, asked: RunConfig, budget: Budget, scratch: P
                         config=asked.with_values({**alive[name].values, "train.seed": seed}).to_dict(),
                         folder=tempfile.mkdtemp(dir=scratch),
                         seconds=budget.seconds,
+                        warmup_s=budget.warmup_s,
                         loss_steps=experiment.loss_steps if takes_losses(number, name, experiment, budget) else 0,
                         limit_s=budget.limit_s(len(due) - place + (len(alive) if number == 0 else 0)),
                     )
@@ -249,4 +250,7 @@ def notes(settled: Settled, experiment: Experiment, rounds: Rounds, rows: Sequen
         said.append(
             f"A trial measured {steps:.0f} steps (median) after {statistics.median(r.warmup_steps or 0 for r in measured):.0f} of warming up."
         )
+        moving = sum(result.settled is False for result in measured)
+        if moving:
+            said.append(f"In {moving} of {len(measured)} trials the step time had not settled when the warming up had to end.")
     return said

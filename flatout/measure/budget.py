@@ -10,11 +10,13 @@ from collections.abc import Callable, Sequence
 REPEATS = 5
 DEFAULT_SECONDS, FEWEST_SECONDS, MOST_SECONDS = 5.0, 1.0, 15.0
 """How long steps are measured in one trial: without a limit of time, at least, at most."""
-USUAL_OVERHEAD_S = 6.0
-"""What a trial is assumed to need besides, until one has been seen: start, imports, warm-up."""
+START_S = 4.0
+"""What a process needs before it trains, about."""
+USUAL_OVERHEAD_S = START_S + 3.0
+"""What a trial is assumed to need besides, until one has been seen: its start, and a warm-up of two seconds and a few steps."""
+WARMUP_SHARE, FEWEST_WARMUP_S, MOST_WARMUP_S = 3.0, 6.0, 20.0
+"""How long a trial may warm up: so many times what it measures, at least, at most."""
 LONGEST_TRIAL_S = 900.0
-GRACE = 0.01
-"""Share of the minutes by which the last trial may end late, before it is killed."""
 SAFETY = 1.15
 """A trial is begun when this many times what it took before still fits."""
 SLACK = 1.1
@@ -24,8 +26,6 @@ CLOSING_S = 1.5
 SHARE = 2.0
 """How many times its fair share of the minutes a trial may train; most take less."""
 SHORTEST_LIMIT_S = 3.0
-START_S = 4.0
-"""What a process needs before it trains, about."""
 
 
 class Budget:
@@ -59,6 +59,11 @@ class Budget:
     def extras_from(self) -> int:
         """The round from which what is measured last takes part: with little time, after two rounds of everything else."""
         return 0 if math.isinf(self._total_s) else min(2, self.repeats - 1)
+
+    @property
+    def warmup_s(self) -> float:
+        """When a trial of this round ends its warm-up at the latest."""
+        return min(max(WARMUP_SHARE * self.seconds, FEWEST_WARMUP_S), MOST_WARMUP_S)
 
     @property
     def left_s(self) -> float:
@@ -101,13 +106,13 @@ class Budget:
         if math.isinf(self._total_s):
             return LONGEST_TRIAL_S
         patience_s = max(self._total_s / 4, 3 * self.expected_s(name))
-        return max(min(patience_s, self.left_s + GRACE * self._total_s), 1.0)
+        return max(min(patience_s, self.left_s), 1.0)
 
     def limit_s(self, trials_left: int) -> float:
         """Return when a trial ends its steps although it lacks losses or seconds, so that `trials_left` more find time too."""
         if math.isinf(self._total_s):
             return LONGEST_TRIAL_S / 3
-        return max(SHARE * self.left_s / max(trials_left, 1) - START_S, SHORTEST_LIMIT_S)
+        return max(min(SHARE / max(trials_left, 1), 1.0) * self.left_s - START_S, SHORTEST_LIMIT_S)
 
     def remaining_s(self, names: Sequence[str], rounds_after: int) -> float:
         """Return what is left: the trials of `names` and as many rounds of the same after them, or the minutes if they end before."""

@@ -10,39 +10,46 @@ from flatout.run import Run
 from flatout.training.clocks import Spent
 from flatout.training.metrics import Log
 
-BLOCK = 4
-"""Steps whose median is compared with that of as many before."""
-MOST_WARMUP_STEPS = 100
+WINDOW_STEPS, WINDOW_S = 8, 1.0
+"""A window of warm-up holds so many steps at least, and so many seconds."""
 STILL = 0.02
-"""A step time that falls by less than this from one block to the next has settled."""
+"""Two windows whose median steps differ by less than this share agree."""
 FEWEST_STEPS = 3
 """Steps that a measurement takes at least."""
 
 
 def settled(step_s: Sequence[float]) -> bool:
-    """Say whether the step time has stopped falling: the warm-up is over.
+    """Say whether the step time stands still: the warm-up is over.
 
-    The first step never counts: it compiles, allocates and opens. After it, the median of the last four steps is compared with
-    that of the four before. It has settled when it is not lower by more than 2%, or by more than what medians of so noisy steps
-    differ anyway (their standard error, from the median absolute deviation inside the blocks).
+    The first step never counts: it compiles, allocates and opens. After it, the medians of the last window and of the one
+    before it must agree within 2%. A window is the fewest steps that are at least eight and take at least a second, so that
+    neither a few quick steps nor a process that is still speeding up pass for steady.
     """
-    if len(step_s) < 1 + 2 * BLOCK:
+    last = window_ending(step_s, len(step_s))
+    before = window_ending(step_s, len(step_s) - len(last)) if last else ()
+    if not before:
         return False
-    before, last = step_s[-2 * BLOCK : -BLOCK], step_s[-BLOCK:]
-    centre_before, centre_last = statistics.median(before), statistics.median(last)
-    residuals = [abs(s - centre_before) for s in before] + [abs(s - centre_last) for s in last]
-    sigma = 1.4826 * statistics.median(residuals)
-    standard_error = 1.2533 * sigma * (2 / BLOCK) ** 0.5
-    return bool(centre_before - centre_last <= max(STILL * centre_last, standard_error))
+    return abs(statistics.median(before) - statistics.median(last)) <= STILL * statistics.median(last)
+
+
+def window_ending(step_s: Sequence[float], end: int) -> Sequence[float]:
+    """Return the window of the steps before `end`, the first step left out; an empty one when they are too few or too short."""
+    seconds = 0.0
+    for begin in range(end - 1, 0, -1):
+        seconds += step_s[begin]
+        if end - begin >= WINDOW_STEPS and seconds >= WINDOW_S:
+            return step_s[begin:end]
+    return ()
 
 
 class Pace:
     """Stands where a run asks whether to stop: finds the end of the warm-up, then lets `seconds` of steps be measured.
 
     While it warms up, every step is waited for, so that its time is its own; the steps that are measured are queued as in any
-    run, and waited for once, at the end. Warming up ends at the latest after 100 steps, `warmup_s` seconds or half of `limit_s`. A trial goes on
-    until it has also taken `loss_steps` steps, or until `limit_s` after its first: it then makes do with three measured steps, and
-    after twice as long with one.
+    run, and waited for once, at the end. Warming up ends at the latest `warmup_s` seconds after the first step, or with half of
+    `limit_s` or of the run's steps; `is_settled` says whether it ended by itself. A trial goes on until it has also taken
+    `loss_steps` steps, or until `limit_s` after its first: it then makes do with three measured steps, and after twice as long
+    with one.
     """
 
     def __init__(
@@ -50,10 +57,14 @@ class Pace:
     ) -> None:
         self.warmup_steps: int | None = None
         """Steps before the measured ones; None while warming up."""
+        self.warmup_s = 0.0
+        """Seconds that they took."""
+        self.is_settled = False
+        """Whether the step time stood still by then."""
         self.measured = Spent()
         """Where the time of the measured steps went."""
         self._log, self._clock = log, clock
-        self._seconds, self._loss_steps, self._warmup_s, self._limit_s = seconds, loss_steps, warmup_s, limit_s
+        self._seconds, self._loss_steps, self._most_warmup_s, self._limit_s = seconds, loss_steps, warmup_s, limit_s
         self._step_s: list[float] = []
         self._began_s = self._last_s = 0.0
         self._before = Spent()
@@ -80,9 +91,11 @@ class Pace:
             self._began_s = self._last_s = now_s
             return
         self._step_s.append(now_s - self._last_s)
-        self._last_s = now_s
-        out_of_patience = before.steps >= MOST_WARMUP_STEPS or now_s - self._began_s >= min(self._warmup_s, self._limit_s / 2)
-        if not settled(self._step_s) and not out_of_patience:
+        self.warmup_s = now_s - self._began_s
+        self.is_settled = settled(self._step_s)
+        is_late = self.warmup_s - self._step_s[0] >= self._most_warmup_s or self.warmup_s >= self._limit_s / 2
+        if not self.is_settled and not is_late and before.steps < run.last_step // 2:
+            self._last_s = self._clock()  # looking back over the steps is in no step's time
             return
         self.warmup_steps = before.steps
         ahead = int(1.5 * self._seconds / max(self._step_s[-1], 1e-6)) + FEWEST_STEPS

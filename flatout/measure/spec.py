@@ -22,8 +22,8 @@ class TrialSpec(BaseModel):
     """How long steps are measured, after the warm-up."""
     loss_steps: int = 20
     """How many first losses are kept; the trial goes on until it has them."""
-    warmup_s: float = 60.0
-    """When warming up ends at the latest."""
+    warmup_s: float = 20.0
+    """When warming up ends at the latest, counted from the end of the first step."""
     limit_s: float = 300.0
     """When the steps end at the latest, whatever has been measured."""
 
@@ -53,6 +53,10 @@ class TrialResult(BaseModel):
     """Loss of each of the first steps, in nats a token."""
     warmup_steps: int | None = None
     """Steps before the measured ones."""
+    warmup_s: float | None = None
+    """Seconds that they took."""
+    settled: bool | None = None
+    """Whether the step time stood still by then; false: the time for it was up, and the figures may be too low."""
     measured_steps: int | None = None
     """Steps that were measured."""
     rows_per_device: int | None = None

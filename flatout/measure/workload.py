@@ -26,7 +26,7 @@ from flatout.training.metrics import Log, diverged
 from flatout.training.out_of_memory import out_of_memory
 from flatout.training.warmup import warm_up
 
-FEWEST_RUN_STEPS = 200
+FEWEST_RUN_STEPS = 2_000
 """A recipe that is shorter is stretched to this in a trial, so that it can warm up and be measured."""
 QUIET = {"train.eval_every": 0, "train.patience": 0, "train.sample_every": 0, "checkpoint.every_minutes": 1e9}
 """A trial trains, and nothing else."""
@@ -126,6 +126,8 @@ def timed(run: Run, spec: TrialSpec, began_s: float) -> TrialResult:
         peak_gib=peak_gib,
         losses=first,
         warmup_steps=pace.warmup_steps,
+        warmup_s=pace.warmup_s,
+        settled=pace.is_settled,
         measured_steps=spent.steps,
         rows_per_device=run.rows_per_device,
         accumulate=run.config.batch.accumulate,

@@ -44,7 +44,15 @@ class MadeUp:
             rate *= SLOW.get(name, 1.0)
         rate *= 1 + 0.01 * ((7 * len(self.specs)) % 5 - 2)
         losses = [3.0 - 0.01 * step + spec.config["train"]["seed"] for step in range(spec.loss_steps or 9)]
-        facts = {"losses": losses, "speedups": speedups, "rows_per_device": 1, "accumulate": 8, "warmup_steps": 9, "measured_steps": 20}
+        facts = {
+            "losses": losses,
+            "speedups": speedups,
+            "rows_per_device": 1,
+            "accumulate": 8,
+            "warmup_steps": 9,
+            "measured_steps": 20,
+            "settled": len(self.specs) > 1,
+        }
         split = {"step_ms": 10.0, "data_ms": 1.0, "host_ms": 2.0, "device_ms": 7.0, "peak_gib": 0.5}
         return TrialResult(status="ok", tokens_per_s=rate, process_s=took, **facts, **split)
 
@@ -91,6 +99,7 @@ def test_gains_are_found(auto_config, tmp_path):
         assert rows[f"all but {name}"].gain.low > 1
     assert rows["+ prefetch"].verdict == "no measurable gain"
     assert rows["+ prefetch"].promise_kept is True
+    assert any(note.startswith("In 1 of ") for note in report.notes)
     assert report.total_speedup.median == pytest.approx(1.3 * 2.0 * 1.2, rel=0.05)
     assert report.repeats == 5
 
@@ -279,4 +288,4 @@ def test_a_speedup_that_breaks_its_promise_is_caught_for_real(tiny_config, tmp_p
 def quick(spec, timeout_s):
     from flatout.measure.trial import run_trial
 
-    return run_trial(spec.model_copy(update={"seconds": 0.02}), timeout_s)
+    return run_trial(spec.model_copy(update={"seconds": 0.02, "warmup_s": 0.1}), timeout_s)

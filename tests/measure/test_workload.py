@@ -7,19 +7,21 @@ import sys
 import pytest
 
 from flatout.errors import RunFailed
+from flatout.measure import workload
 from flatout.measure.spec import TrialSpec
-from flatout.measure.workload import FEWEST_RUN_STEPS, measure, settle
+from flatout.measure.workload import measure, settle
 from flatout.training.start import run_training
 
-QUICK = {"seconds": 0.02, "loss_steps": 8}
+QUICK = {"seconds": 0.02, "loss_steps": 8, "warmup_s": 0.05}
 
 
 def trial(config, tmp_path, **limits):
     return measure(TrialSpec(config=config.to_dict(), folder=str(tmp_path), **QUICK | limits))
 
 
-def test_its_losses_are_those_of_training(tiny_config, tmp_path):
-    config = tiny_config(train__steps=FEWEST_RUN_STEPS, log__every=1)
+def test_its_losses_are_those_of_training(tiny_config, tmp_path, monkeypatch):
+    monkeypatch.setattr(workload, "FEWEST_RUN_STEPS", 100)
+    config = tiny_config(train__steps=100, log__every=1)
     found = trial(config, tmp_path / "trial")
     (tmp_path / "run").mkdir()
     losses = []
