@@ -87,7 +87,7 @@ def load(
         slices.fill(targets, index, checkpoint, task)
         for part in parts:
             _restore(run, part, state)
-    return _differences(run, state, environment)
+    return _differences(run, state, environment) + _forget_best(run, state, environment or {})
 
 
 def read_weights(checkpoint: Path, *, progress: Progress = SILENT) -> dict[str, Tensor]:
@@ -296,8 +296,18 @@ def _differences(run: Run, state: Mapping[str, Any], environment: Mapping[str, A
         said += [
             f"{key} has changed from {old.get(key)} to {environment.get(key)}: the last bits of results may differ."
             for key in changed
-            if key != "data"
+            if key not in {"data", "validation"}
         ]
         if "data" in changed:
             said.append("The data set holds other tokens than when the checkpoint was written: the run goes on, on another text.")
     return said
+
+
+def _forget_best(run: Run, state: Mapping[str, Any], environment: Mapping[str, Any]) -> list[str]:
+    """Let the best begin anew where its loss was measured on other validation tokens, and return the sentence that says so."""
+    before, here = state["environment"].get("validation"), environment.get("validation")
+    if run.best_step is None or before is None or here is None or before == here:
+        return []
+    best = f"{run.best_val_loss:.4f} at step {run.best_step}"
+    run.best_val_loss = run.best_step = None
+    return [f"The validation tokens have changed: losses do not compare with the best before ({best}). The best, and train.patience, count anew."]

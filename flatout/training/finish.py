@@ -37,8 +37,10 @@ def finish(run: Run, log: Log, sample: Callable[[Run], str] | None, progress: Pr
 def last_evaluation(run: Run, log: Log, progress: Progress) -> Evaluation | None:
     """Score the whole validation text, if there is any; where the run scored a part of it, that part first, for the best checkpoint.
 
-    A run that ends early has just scored that part, or all of it.
+    A run that ends early has just scored that part, or all of it; what was scored whole at the last step is not scored again.
     """
+    if eval_tokens(run) is None and log.last_evaluation is not None and log.last_evaluation[0] == run.step:
+        return log.last_evaluation[1]
     if not ends_early(run):
         found = take_evaluation(run, log, max_tokens=eval_tokens(run) if run.config.train.eval_every else None, progress=progress)
         if found is None or eval_tokens(run) is None or not run.config.train.eval_every:

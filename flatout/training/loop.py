@@ -111,9 +111,15 @@ def write_checkpoint(run: Run, log: Log, *, progress: Progress = SILENT) -> None
 
 
 def environment_of(run: Run) -> dict[str, Any]:
-    """Return what bit-exact resuming depends on; where it differs, that is said."""
-    manifests = (part.dataset.manifest.model_dump_json(include={"vocab_size", "dtype", "splits"}) for part in parts_of(run.dataset))
-    return {**fingerprint(str(run.mesh.device)), "data": hashlib.sha256("".join(manifests).encode()).hexdigest()[:16]}
+    """Return what bit-exact resuming depends on, and with `validation` what the best loss does; where it differs, that is said."""
+    parts = parts_of(run.dataset)
+    data = [part.dataset.manifest.model_dump_json(include={"vocab_size", "dtype", "splits"}) for part in parts]
+    scored = [f"{part.share} {part.dataset.manifest.model_dump_json(include={'splits': {'val'}})}" for part in parts]
+    return {**fingerprint(str(run.mesh.device)), "data": _digest(data), "validation": _digest([*scored, str(eval_tokens(run))])}
+
+
+def _digest(texts: list[str]) -> str:
+    return hashlib.sha256("".join(texts).encode()).hexdigest()[:16]
 
 
 class SaveTimes:

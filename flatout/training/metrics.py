@@ -72,6 +72,8 @@ class Log:
         self.curve: list[tuple[int, float]] = []
         """(step, training loss) of every record of this process."""
         self.first_window: float | None = None
+        self.last_evaluation: tuple[int, Evaluation] | None = None
+        """The step of this process's last evaluation record, and what was found."""
 
     @property
     def wall_s(self) -> float:
@@ -100,6 +102,7 @@ class Log:
         """Write a record of one evaluation."""
         self._read_back(flush=True)
         self._write(self._position() | evaluation.record())
+        self.last_evaluation = self._run.step, evaluation
 
     def event(self, kind: str, **fields: Any) -> None:
         """Append a line to events.jsonl and tell the observers."""

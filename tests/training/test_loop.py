@@ -53,7 +53,7 @@ def test_a_run_ends_early_and_is_finished(patient, tmp_path):
     assert summary["stopped_early"] is True
     assert summary["stopped_because"] == "No better validation loss in 2 evaluations: best 3.0000 at step 4, over at step 8 of 20."
     assert (summary["best_step"], summary["best_val_loss"]) == (4, 3.0)
-    assert [event["loss"] for event in read_events(tmp_path / "run") if event["event"] == "evaluation"] == [summary["val_loss"]]
+    assert summary["val_loss"] == LOSSES[8]
     assert val_steps(tmp_path / "run") == [2, 4, 6, 8]
     assert [event["reason"] for event in read_events(tmp_path / "run") if event["event"] == "early_stop"] == [summary["stopped_because"]]
     assert read_summary(tmp_path / "run") == summary
@@ -62,6 +62,29 @@ def test_a_run_ends_early_and_is_finished(patient, tmp_path):
     (item,) = runs(tmp_path).items
     assert (item.state, item.step, item.last_step) == ("finished", 8, 20)
     assert load_run(tmp_path / "run").checkpoint == catalog.checkpoint_path(tmp_path / "run", 4)
+
+
+def test_the_validation_text_is_scored_whole_once_at_the_end(patient, tmp_path, monkeypatch):
+    """Where evaluations inside the run score all of it, the last of them is the run's; where they score a part, all of it comes after."""
+    scored = []
+    monkeypatch.setattr("flatout.training.finish.evaluate", lambda run, **_: scored.append(run.step))
+    run_training(patient(), tmp_path / "run")
+    assert scored == []
+    run_training(patient(train__eval_tokens=64), tmp_path / "part")
+    assert scored == [8]
+
+
+@pytest.mark.parametrize("change", ["train.eval_tokens", "data.path"])
+def test_on_other_validation_tokens_the_count_begins_anew(patient, tmp_path, stop_at, write_tiny, change):
+    others = {"train.eval_tokens": 64, "data.path": str(write_tiny(tmp_path / "data", num_documents=48))}
+    with pytest.raises(Stopped):
+        run_training(patient(), tmp_path / "run", observers=[stop_at(7)])
+    summary = run_training(patient().with_values({change: others[change]}), tmp_path / "run")
+    assert (summary["steps"], summary["best_step"]) == (16, 12), "3.0 at step 4 was another text's: 8 is the first, 10 no better, 12 the best"
+    said = [event["text"] for event in read_events(tmp_path / "run") if event["event"] == "difference" and "best before" in event["text"]]
+    assert said == [
+        "The validation tokens have changed: losses do not compare with the best before (3.0000 at step 4). The best, and train.patience, count anew."
+    ]
 
 
 def test_the_same_command_prints_the_summary(patient, tmp_path):
@@ -99,8 +122,8 @@ def test_a_kill_while_it_finishes_finishes_on_the_next_start(patient, tmp_path, 
     with monkeypatch.context() as patched:
         patched.setattr("flatout.training.finish.evaluate", killed)
         with pytest.raises(Killed):
-            run_training(patient(), tmp_path / "run")
-    summary = run_training(patient(), tmp_path / "run")
+            run_training(patient(train__eval_tokens=64), tmp_path / "run")
+    summary = run_training(patient(train__eval_tokens=64), tmp_path / "run")
     assert (summary["steps"], summary["stopped_early"]) == (8, True)
 
 
