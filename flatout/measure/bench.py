@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -18,12 +18,12 @@ from flatout.measure.judge import Measured, ladder_rows
 from flatout.measure.ladder import BASELINE, make_ladder, promise_between
 from flatout.measure.picture import picture
 from flatout.measure.results import INTERRUPTED, TIME_WAS_UP, Figure, Report, Row, Trial, commit_of_package, place_for, write
+from flatout.measure.settling import Settled, settle_apart
 from flatout.measure.spec import TrialResult, TrialSpec
 from flatout.measure.statistics import deviations, interval
 from flatout.measure.sweep import require_sweep, sweep_experiment
 from flatout.measure.table import table
 from flatout.measure.trial import run_trial
-from flatout.measure.workload import Settled, settle
 from flatout.parallel.rendezvous import stated_ranks
 from flatout.progress import SILENT, Progress
 from flatout.training.start import warn_of_others
@@ -72,10 +72,10 @@ def run_bench(
         require_sweep(sweep)
     place = place_for(asked, sweep or LADDER, out)
     with progress.task("Settling the configuration"):
-        settled = settle(asked)
+        settled, put_in = settle_apart(asked)
     if settled.config.train.device == "cpu":
         warn_of_others(settled.machine, progress)
-    experiment = sweep_experiment(sweep, asked, settled) if sweep else ladder_experiment(asked, settled)
+    experiment = sweep_experiment(sweep, asked, settled) if sweep else ladder_experiment(asked, settled, put_in)
     budget = Budget(len(experiment.points) + len(experiment.extras), minutes=minutes, repeats=repeats, began_s=began_s, clock=clock)
     with tempfile.TemporaryDirectory(prefix="flatout-bench-") as scratch:
         rounds = measure(experiment, asked, budget, Path(scratch), trial, progress)
@@ -118,12 +118,12 @@ def require_figures(rounds: Rounds) -> None:
     raise RunFailed(f"Nothing was measured: {first.point}: {first.result.reason}", fix=fix)
 
 
-def ladder_experiment(asked: RunConfig, settled: Settled) -> Experiment:
+def ladder_experiment(asked: RunConfig, settled: Settled, put_in: Mapping[str, Sequence[str] | str]) -> Experiment:
     """Return the points of the ladder; rungs with equal sets of speedups share one.
 
     The full set comes right after the baseline, so that the shortest bench still finds the total.
     """
-    ladder = make_ladder(asked, settled.decisions, settled.machine)
+    ladder = make_ladder(asked, settled.decisions, put_in)
     first: dict[frozenset[str], str] = {}
     shared = {rung.name: first.setdefault(frozenset(rung.speedups), rung.name) for rung in ladder.rungs}
     names = dict.fromkeys([BASELINE, shared[ladder.full], *shared.values()])

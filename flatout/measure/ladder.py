@@ -1,17 +1,17 @@
 """Which sets of speedups are measured, and what each is compared with.
 
 The ladder begins at `baseline()` and adds one speedup at a time until it is the full set, the one that `train` would use. Then
-each is left out of the full set, and each that is off under `auto` but could run here is put into it.
+each is left out of the full set, and each that is off under `auto` but could run here is put in: that rung is what naming it
+besides makes of the full set.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from flatout.config import RunConfig
-from flatout.hardware import Machine
 from flatout.recipe import Promise, Speedup
 from flatout.registry import SPEEDUPS
 from flatout.selection import Decision, all_speedups, parse_wish, speedup_named
@@ -60,11 +60,11 @@ class Ladder:
         return next(rung for rung in self.rungs if rung.name == name)
 
 
-def make_ladder(config: RunConfig, decisions: Sequence[Decision], machine: Machine) -> Ladder:
+def make_ladder(config: RunConfig, decisions: Sequence[Decision], put_in: Mapping[str, Sequence[str] | str]) -> Ladder:
     """Return the ladder for the speedups that `decisions` has on.
 
-    A speedup that is off is put into the full set when `speedups` leaves the choice to auto, does not drop it, and nothing
-    stands against it; a list of speedups is measured as it stands.
+    A speedup that is off is put in when `speedups` leaves the choice to auto, does not drop it, and nothing stands against it;
+    a list of speedups is measured as it stands. `put_in` says what is on then, or why that cannot be.
     """
     known = {speedup.name: speedup for speedup in [*all_speedups(), *(speedup_named(d.name) for d in decisions if ":" in d.name)]}
     full = in_order((d.name for d in decisions if d.on), known)
@@ -77,19 +77,21 @@ def make_ladder(config: RunConfig, decisions: Sequence[Decision], machine: Machi
     for decision in decisions:
         if decision.on:
             continue
-        found = put_in(decision.name, full, known, config, machine)
-        why_not = found if isinstance(found, str) else reason_to_leave(decision, config)
-        if why_not is not None:
+        found = put_in.get(decision.name, ())
+        if isinstance(found, str):
+            absent.append(Absent(decision.name, found))
+        elif why_not := reason_to_leave(decision, config):
             absent.append(Absent(decision.name, why_not))
-        elif isinstance(found, tuple):
-            rungs.append(put_in_rung(decision.name, found, full, top))
+        else:
+            rungs.append(put_in_rung(decision.name, tuple(in_order(found, known)), full, top))
     return Ladder(tuple(rungs), tuple(absent), top)
 
 
 def put_in_rung(name: str, speedups: tuple[str, ...], full: Sequence[str], top: str) -> Rung:
-    """Return the rung of `speedups`, the full set with one put in; its name says what that replaced."""
+    """Return the rung of `speedups`, the full set with one put in; its name says what came with it and what that replaced."""
     replaced = tuple(other for other in full if other not in speedups)
-    told = f"all, with {name} for {' and '.join(replaced)}" if replaced else f"all and {name}"
+    came = " and ".join([name, *(other for other in speedups if other not in full and other != name)])
+    told = f"all, with {came} for {' and '.join(replaced)}" if replaced else f"all and {came}"
     return Rung(told, "put-in", speedups, name, top, replaced)
 
 
@@ -110,25 +112,6 @@ def without(full: Sequence[str], name: str, known: dict[str, Speedup]) -> tuple[
     while more := {other for other in full if other not in gone and gone & set(known[other].needs)}:
         gone |= more
     return tuple(other for other in full if other not in gone)
-
-
-def put_in(name: str, full: Sequence[str], known: dict[str, Speedup], config: RunConfig, machine: Machine) -> tuple[str, ...] | str:
-    """Return the full set with a speedup and its needs, in the place of those that fill the same slots; or why that cannot be."""
-    wanted: list[str] = []
-    queue = [name]
-    while queue:
-        speedup = known[queue.pop()]
-        why_not = speedup.why_not(machine, config)
-        if why_not:
-            return f"cannot run here, because: {why_not}" if speedup.name == name else f"cannot run here, because {speedup.name} cannot: {why_not}"
-        wanted.append(speedup.name)
-        queue += [need for need in speedup.needs if need not in wanted]
-    slots = {slot for part in wanted for slot in known[part].fills}
-    kept = tuple(full)
-    for rival in full:
-        if rival not in wanted and slots & set(known[rival].fills):
-            kept = tuple(other for other in kept if other in without(kept, rival, known))
-    return tuple(in_order({*kept, *wanted}, known))
 
 
 def reason_to_leave(decision: Decision, config: RunConfig) -> str | None:

@@ -10,8 +10,8 @@ from flatout.errors import ConfigError, FlatoutError
 from flatout.measure.experiment import Experiment, Point, with_speedups
 from flatout.measure.judge import Measured, measured_row
 from flatout.measure.results import Row
+from flatout.measure.settling import Settled
 from flatout.measure.statistics import deviations
-from flatout.measure.workload import Settled
 from flatout.registry import MODELS, SPEEDUPS, unknown_name
 from flatout.selection import parse_wish, select
 
@@ -78,10 +78,10 @@ def seq_len(asked: RunConfig, settled: Settled, full: list[str]) -> tuple[dict[s
         if length < 1 or tokens % length:
             refused[name] = f"cannot run here, because a step of {tokens} tokens is not a whole number of such windows."
             continue
-        if not settled.dataset.split("train").num_windows(length):
-            refused[name] = "cannot run here, because the training text is shorter than one such window."
-            continue
         try:
+            if not settled.dataset.split("train").num_windows(length):
+                refused[name] = "cannot run here, because the training text is shorter than one such window."
+                continue
             model_class.check(asked.model.own() | {"vocab_size": config.model.vocab_size}, seq_len=length)
         except FlatoutError as error:
             refused[name] = f"cannot run here, because: {error.what}"
@@ -94,6 +94,7 @@ def seq_len(asked: RunConfig, settled: Settled, full: list[str]) -> tuple[dict[s
 def precision(asked: RunConfig, settled: Settled, full: list[str]) -> tuple[dict[str, dict[str, Any]], Refused]:
     """The arithmetic of the matrix products: fp32, and each speedup that changes it, in place of what fills its slots."""
     plain = [name for name in full if name not in PRECISIONS]
+    asked = asked.with_values({"train.device": settled.config.train.device})
     wish = parse_wish(asked.speedups)
     if wish.auto:
         edits = [*(f"-{name}" for name in wish.dropped), *(f"+{name}" for name in wish.named if name not in PRECISIONS)]

@@ -5,22 +5,18 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from flatout.config import RunConfig, validate
-from flatout.data.mix import MixedDataset
-from flatout.data.shards import Dataset
-from flatout.hardware import Machine, fingerprint, pick_device, probe
+from flatout.config import validate
+from flatout.hardware import fingerprint
 from flatout.measure.pace import Pace
+from flatout.measure.settling import settle
 from flatout.measure.spec import TrialResult, TrialSpec
 from flatout.parallel.mesh import make_mesh
-from flatout.preflight import open_dataset
-from flatout.run import Run, build, resolve
-from flatout.selection import Decision
+from flatout.run import Run, build
 from flatout.training.loop import fit
 from flatout.training.metrics import Log, diverged
 from flatout.training.out_of_memory import out_of_memory
@@ -30,28 +26,6 @@ FEWEST_RUN_STEPS = 2_000
 """A recipe that is shorter is stretched to this in a trial, so that it can warm up and be measured."""
 QUIET = {"train.eval_every": 0, "train.patience": 0, "train.sample_every": 0, "checkpoint.every_minutes": 1e9}
 """A trial trains, and nothing else."""
-
-
-@dataclass(frozen=True)
-class Settled:
-    """A recipe on this machine, with everything that it leaves open decided as `train` decides it."""
-
-    config: RunConfig
-    decisions: list[Decision]
-    machine: Machine
-    dataset: Dataset | MixedDataset
-
-
-def settle(asked: RunConfig) -> Settled:
-    """Decide what a recipe leaves open, for one process on this machine.
-
-    Raises: UsageError when it cannot run here.
-    """
-    machine = probe()
-    device, _ = pick_device(asked.train.device, machine)
-    dataset = open_dataset(asked)
-    config, decisions = resolve(asked.with_values({"train.device": device}), machine=machine, dataset=dataset, world_size=1)
-    return Settled(config, decisions, machine, dataset)
 
 
 class FirstLosses:

@@ -6,17 +6,25 @@ import pytest
 
 from flatout.config import load_config
 from flatout.hardware import Gpu, Machine
-from flatout.measure.ladder import BASELINE, in_order, make_ladder, promise_between, put_in, without
+from flatout.measure import settling
+from flatout.measure.ladder import BASELINE, in_order, make_ladder, promise_between, put_in_rung, without
 from flatout.recipe import Promise, Speedup
 from flatout.selection import all_speedups, select
 
 CPU = Machine("cpu", 2, 8.0, (), "3.11")
+NARROW = Machine("cpu", 2, 8.0, (), "3.11", cpu_multiplies_bf16=True)
 HOPPER = Machine("cpu", 16, 64.0, (Gpu("NVIDIA H100 80GB HBM3", 79.6, (9, 0), "580"),), "3.11")
 
 
 def ladder_of(machine, *overrides, device="cpu", minutes=60.0):
-    config = load_config(None, list(overrides))
-    return make_ladder(config, select(config, machine, device=device, minutes=minutes), machine)
+    """The ladder of a machine and a device, its put-in rungs decided as training would decide them."""
+    config = load_config(None, [*overrides, f"train.device={device}"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(settling, "resolve", lambda config, **_: (config, select(config, machine, device=device, minutes=minutes)))
+        decisions = select(config, machine, device=device, minutes=minutes)
+        settled = settling.Settled(config, decisions, machine, None)
+        put_in = {d.name: settling.put_in(d.name, config, settled) for d in decisions if not d.on}
+    return make_ladder(config, decisions, put_in)
 
 
 def named(ladder, kind):
@@ -55,7 +63,24 @@ def test_what_is_off_but_could_run_is_put_in_and_takes_its_slots():
     assert "tf32" in fp16.speedups
     assert fp16.replaced == ("bf16",)
     assert fp16.name == "all, with fp16 for bf16"
-    assert all(rung.name == f"all and {rung.speedup}" for rung in named(ladder, "put-in") if not rung.replaced)
+    assert all(rung.name.startswith(f"all and {rung.speedup}") for rung in named(ladder, "put-in") if not rung.replaced)
+
+
+def test_a_rung_with_one_put_in_is_what_naming_it_gives():
+    for overrides in ([], ["optim.kind=muon"], ["speedups=auto,-prefetch"]):
+        ladder = ladder_of(NARROW, *overrides)
+        assert named(ladder, "put-in")
+        for rung in named(ladder, "put-in"):
+            own = next((word for word in overrides if word.startswith("speedups=")), "speedups=auto")
+            config = load_config(None, [*overrides, f"{own},+{rung.speedup}"])
+            assert set(rung.speedups) == {d.name for d in select(config, NARROW, device="cpu", minutes=60.0) if d.on}, rung.name
+
+
+def test_what_fills_other_slots_of_what_gave_way_comes_back():
+    rung = next(rung for rung in named(ladder_of(NARROW), "put-in") if rung.speedup == "onednn")
+    assert rung.replaced == ("bf16-products",)
+    assert "fused-attention" in rung.speedups
+    assert rung.name == "all, with onednn and fused-attention for bf16-products"
 
 
 def test_what_cannot_run_says_why():
@@ -90,15 +115,11 @@ def test_the_minutes_of_the_recipe_decide_what_is_on():
 
 @pytest.fixture
 def made_up():
-    """fp8 needs compile; fancy fills what plain fills; odd cannot run."""
+    """fp8 needs compile."""
     speedups = [
         Speedup("fp8", "", Promise.statistical(), fills={"precision": 1}, needs=("compile",)),
         Speedup("plain", "", Promise.exact(), fills={"feed": 1}),
         Speedup("compile", "", Promise.rounding(rtol=1e-3)),
-        Speedup("fancy", "", Promise.exact(), fills={"feed": 2}, needs=("plainer",)),
-        Speedup("plainer", "", Promise.exact()),
-        Speedup("odd", "", Promise.exact(), why_not=lambda machine, config: "It is odd."),
-        Speedup("odder", "", Promise.exact(), needs=("odd",)),
     ]
     return {speedup.name: speedup for speedup in speedups}
 
@@ -109,12 +130,10 @@ def test_a_speedup_comes_after_what_it_needs_and_goes_with_it(made_up):
     assert without(["plain", "compile", "fp8"], "fp8", made_up) == ("plain", "compile")
 
 
-def test_a_speedup_is_put_in_with_its_needs_and_without_its_rivals(made_up):
-    config = load_config(None)
-    assert put_in("fancy", ["plain", "compile"], made_up, config, CPU) == ("compile", "plainer", "fancy")
-    assert put_in("fp8", ["plain"], made_up, config, CPU) == ("plain", "compile", "fp8")
-    assert put_in("odd", ["plain"], made_up, config, CPU) == "cannot run here, because: It is odd."
-    assert put_in("odder", ["plain"], made_up, config, CPU) == "cannot run here, because odd cannot: It is odd."
+def test_the_name_of_a_rung_says_what_came_and_what_went():
+    assert put_in_rung("a", ("a", "b"), ["b"], "+ b").name == "all and a"
+    assert put_in_rung("a", ("a", "c"), ["b"], "+ b").name == "all, with a and c for b"
+    assert put_in_rung("a", ("a", "b", "need"), ["b"], "+ b").name == "all and a and need"
 
 
 def test_several_promises_together_are_the_loosest():

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from flatout.data.shards import Dataset
 from flatout.errors import ConfigError
+from flatout.hardware import Gpu, Machine
+from flatout.measure.judge import Measured
+from flatout.measure.settling import settle
 from flatout.measure.sweep import PRECISIONS, SWEEPS, counted, largest_divisor, sweep_experiment
-from flatout.measure.workload import settle
 from flatout.run import resolve
 
 
@@ -44,10 +49,34 @@ def test_seq_len_keeps_the_tokens_of_a_step_and_of_a_micro_batch(swept):
     assert {c.batch.rows_per_device * c.data.seq_len for c in configs.values()} == {64}
     experiment, configs = swept("seq_len", batch__tokens_per_step=16 * 3, batch__rows_per_device=1)
     assert "48 tokens" not in configs
-    from flatout.measure.judge import Measured
-
     reasons = {row.name: row.reason for row in experiment.rows(Measured([])) if row.kind == "absent"}
     assert "not a whole number" in reasons["32 tokens"]
+
+
+def test_a_length_that_one_set_of_a_mix_is_too_short_for_is_a_row(swept, tiny_set, write_tiny, tmp_path):
+    short = write_tiny(tmp_path / "short", num_documents=1)
+    length = third_of(short)
+    mix = {"data__path": None, "data__mix": {str(tiny_set): 1, str(short): 1}, "data__seq_len": length, "batch__tokens_per_step": 4 * length}
+    experiment, configs = swept("seq_len", **mix, batch__rows_per_device=1)
+    assert f"{length} tokens" in configs
+    assert f"{4 * length} tokens" not in configs
+    reasons = {row.name: row.reason for row in experiment.rows(Measured([])) if row.kind == "absent"}
+    assert reasons[f"{4 * length} tokens"].startswith("cannot run here, because: ")
+    assert "short holds" in reasons[f"{4 * length} tokens"]
+
+
+def third_of(folder):
+    """A length of which the set holds one window, and of four times which none."""
+    return Dataset.open(folder).split("train").num_tokens // 3
+
+
+def test_precision_looks_at_the_device_that_was_settled(tiny_config, monkeypatch):
+    """On a machine with a GPU, `auto` may still come to the CPU."""
+    asked = tiny_config(train__device="auto", train__precision="auto", speedups="auto")
+    gpu = Machine("a CPU", 2, 8.0, (Gpu("NVIDIA H200", 141.0, (9, 0), "1"),), "3.11", cpu_multiplies_bf16=True)
+    settled = replace(settle(asked.with_values({"train.device": "cpu"})), machine=gpu)
+    names = [point.name for point in sweep_experiment("precision", asked, settled).points]
+    assert names == ["fp32", "bf16", "bf16-products", "fp16"]
 
 
 def test_precision_changes_nothing_else(swept, monkeypatch):

@@ -9,7 +9,7 @@ import pytest
 from flatout.errors import RunFailed
 from flatout.measure import workload
 from flatout.measure.spec import TrialSpec
-from flatout.measure.workload import measure, settle
+from flatout.measure.workload import measure
 from flatout.training.start import run_training
 
 QUICK = {"seconds": 0.02, "loss_steps": 8, "warmup_s": 0.05}
@@ -78,11 +78,3 @@ def test_a_speedup_that_fell_back_is_not_what_its_row_says(tiny_config, tmp_path
     assert found.status == "failed"
     assert "no compiler" in found.reason
     assert found.speedups == []
-
-
-def test_a_recipe_is_settled_as_train_settles_it(tiny_config):
-    settled = settle(tiny_config())
-    assert settled.config.train.device == "cpu"
-    on = [decision.name for decision in settled.decisions if decision.on]
-    assert "prefetch" in on
-    assert "compile" not in on
