@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import yaml
 from pydantic import BaseModel
 
 from flatout.documents import parse_yaml
@@ -33,6 +34,8 @@ def _value(section: type[BaseModel], key: str, text: str, name: str) -> Any:
         try:
             return parse_yaml(text, name=name) if text.strip() else None
         except ConfigError as error:
+            if not isinstance(error.__cause__, yaml.YAMLError):
+                raise  # it is YAML, and says itself what is wrong with it: a key given twice
             raise ConfigError(f"{name!r} is not YAML.", fix="Repair the value, and put the whole in quotes: 'section.key=value'.") from error
     if not text.strip() or text.strip() in {"null", "~"}:
         return text if field.annotation is str else None

@@ -21,6 +21,17 @@ def test_a_value_that_is_not_yaml_is_shown_whole():
         parse_overrides(["optim.betas=[0.9"], RunConfig)
 
 
+@pytest.mark.parametrize(
+    ("text", "says"), [("{a: 1, a: 2}", "line 1: the key 'a' is given twice"), ("a: 1\na: 2", "line 2: the key 'a'"), ("{1: 2}", "not text")]
+)
+def test_a_mapping_that_is_yaml_says_what_is_wrong_with_its_keys(text, says):
+    with pytest.raises(ConfigError) as refused:
+        parse_overrides([f"data.mix={text}"], RunConfig)
+    assert f"data.mix={text}, " in refused.value.what
+    assert says in refused.value.what
+    assert "is not YAML" not in refused.value.what
+
+
 def test_keys_that_contradict_each_other():
     assert nested({"a.b": 1, "a.c.d": 2}) == {"a": {"b": 1, "c": {"d": 2}}}
     with pytest.raises(ConfigError, match=r"optim\.lr contradicts optim=3"):

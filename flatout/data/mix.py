@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, np.dtype[Any]]
 
 LONGEST_PERIOD = 65_536
-"""Weights whose ratios need more turns than this are rounded to it: a share is then kept to 1 in 65,536."""
+"""Weights whose ratios need more turns than this are rounded to it: a share is then kept to 1 in 65,536, and none may be smaller."""
 
 
 @dataclass(frozen=True)
@@ -55,14 +55,15 @@ class MixedDataset:
     def open(cls, mix: Mapping[str, float]) -> Self:
         """Open the folders of a mix, each with its weight.
 
-        Raises: ConfigError when a folder is named twice; DataError when one is no data set, or two have different tokenizers.
+        Raises: ConfigError when a folder is named twice or its share is too small; DataError when one is no data set, or two have
+        different tokenizers.
         """
+        turns = whole_turns(mix)
         datasets = [Dataset.open(path) for path in mix]
         for number, dataset in enumerate(datasets):
             _require_one_tokenizer(datasets[0], dataset)
             if dataset.path.resolve() in {other.path.resolve() for other in datasets[:number]}:
                 raise ConfigError(f"data.mix names {dataset.path} twice.", fix="Name it once, with the sum of its weights.")
-        turns = whole_turns(list(mix.values()))
         names = distinct_names([dataset.path for dataset in datasets])
         shares = [turn / sum(turns) for turn in turns]
         return cls([Part(*of_one) for of_one in zip(names, datasets, shares, strict=True)], turns)
@@ -192,13 +193,24 @@ def parts_of(dataset: Dataset | MixedDataset) -> tuple[Part, ...]:
     return dataset.parts if isinstance(dataset, MixedDataset) else (Part(dataset.path.absolute().name, dataset, 1.0),)
 
 
-def whole_turns(weights: Sequence[float]) -> tuple[int, ...]:
-    """Return the smallest whole numbers in the ratio of the weights, or the nearest that add up to about LONGEST_PERIOD, none of them 0."""
-    exact = [Fraction(repr(float(weight))) for weight in weights]
+def whole_turns(mix: Mapping[str, float]) -> tuple[int, ...]:
+    """Return the smallest whole numbers in the ratio of the weights, or the nearest that add up to about LONGEST_PERIOD.
+
+    Raises: ConfigError naming the set whose share is below 1 in LONGEST_PERIOD.
+    """
+    exact = [Fraction(repr(float(weight))) for weight in mix.values()]
     total = sum(exact)
+    least = min(exact)
+    if least * LONGEST_PERIOD < total:
+        name, weight = min(mix.items(), key=lambda item: item[1])
+        enough = 1.006 * float((total - least) / (LONGEST_PERIOD - 1))  # enough still when it is rounded to three digits
+        raise ConfigError(
+            f"data.mix gives {name} the weight {weight:g} of {float(total):g}; the smallest share is 1 window in {LONGEST_PERIOD:,}.",
+            fix=f"Give it a weight of {enough:.3g} or more, or leave it out.",
+        )
     scale = math.lcm(*((weight / total).denominator for weight in exact))
     if scale > LONGEST_PERIOD:
-        return tuple(max(round(weight / total * LONGEST_PERIOD), 1) for weight in exact)
+        return tuple(round(weight / total * LONGEST_PERIOD) for weight in exact)
     return tuple(int(weight / total * scale) for weight in exact)
 
 

@@ -50,7 +50,7 @@ def _moved(known: DataConfig, asked: DataConfig) -> dict[str, Any] | None:
 
 
 def _turns_by_folder(mix: dict[str, float]) -> dict[Path, int]:
-    return dict(zip((Path(path).resolve() for path in mix), whole_turns(list(mix.values())), strict=True))
+    return dict(zip((Path(path).resolve() for path in mix), whole_turns(mix), strict=True))
 
 
 def _where(data: DataConfig) -> dict[str, Any]:

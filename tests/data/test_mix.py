@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from flatout.config import DataConfig
@@ -35,6 +35,10 @@ def three(write_set):
     }
 
 
+def named(weights):
+    return {f"data/{number}": weight for number, weight in enumerate(weights)}
+
+
 def read(split, indices):
     out = np.empty((len(indices), T + 1), split.dtype)
     split.read_windows(np.asarray(indices), T, out)
@@ -53,9 +57,10 @@ def test_no_set_is_ever_a_whole_window_off_its_share(turns):
 
 @given(st.lists(st.floats(1e-3, 1e6), min_size=1, max_size=8))
 def test_turns_are_in_the_ratio_of_the_weights(weights):
-    turns = np.asarray(whole_turns(weights), float)
-    assert turns.min() >= 1
     shares = np.asarray(weights) / sum(weights)
+    assume(shares.min() > 1.001 / LONGEST_PERIOD)
+    turns = np.asarray(whole_turns(named(weights)), float)
+    assert turns.min() >= 1
     assert np.abs(turns / turns.sum() - shares).max() <= (len(weights) + 1) / LONGEST_PERIOD
 
 
@@ -64,12 +69,21 @@ def test_turns_are_in_the_ratio_of_the_weights(weights):
     [([3, 1], (3, 1)), ([0.7, 0.3], (7, 3)), ([1e-2, 2e-2], (1, 2)), ([50, 50, 50], (1, 1, 1)), ([2.5], (1,)), ([0.1, 0.2, 0.7], (1, 2, 7))],
 )
 def test_plain_ratios_are_exact(weights, turns):
-    assert whole_turns(weights) == turns
+    assert whole_turns(named(weights)) == turns
 
 
-def test_an_odd_ratio_is_rounded_and_a_tiny_weight_is_kept():
-    assert whole_turns([1e-9, 1]) == (1, LONGEST_PERIOD)
-    assert sum(whole_turns([123_457, 7_654_321])) == LONGEST_PERIOD
+def test_an_odd_ratio_is_rounded():
+    assert sum(whole_turns(named([123_457, 7_654_321]))) == LONGEST_PERIOD
+
+
+@pytest.mark.parametrize(("least", "others"), [(1e-9, 1.0), (1, 65_536), (1, 1e6), (1e-12, 3e-7), (0.5, 7e9)])
+def test_a_share_too_small_to_be_kept_is_refused_with_a_weight_that_is_not(least, others):
+    with pytest.raises(ConfigError, match=r"data/least the weight .* smallest share is 1 window in 65,536\.") as refused:
+        whole_turns({"data/least": least, "data/most": others})
+    enough = float(refused.value.fix.split()[5])
+    assert least < enough
+    assert whole_turns({"data/least": enough, "data/most": others})[0] == 1
+    assert whole_turns({"data/least": 1, "data/most": LONGEST_PERIOD - 1}) == (1, LONGEST_PERIOD - 1)
 
 
 def test_the_order_never_changes_silently():
