@@ -5,7 +5,6 @@ Letters: B rows, V vocabulary, K tokens that may be drawn.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -15,8 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from flatout.errors import ConfigError
 from flatout.models.language_model import LanguageModel
+from flatout.preflight import check_sampling
 
 if TYPE_CHECKING:
     from flatout.data.tokenizer import Tokenizer
@@ -45,7 +44,7 @@ def sample(
     length of the windows it was trained on, where it could take more than it has learned to.
     Raises: ConfigError when a setting is out of range; DataError when the prompt cannot be encoded.
     """
-    check_settings(temperature, top_k, top_p, max_tokens)
+    check_sampling(temperature, top_k, top_p, max_tokens, stop)
     generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
     choose = partial(_chosen, vocab_size=tokenizer.vocab_size, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
     prompt_ids = tokenizer.encode(prompt)
@@ -85,21 +84,6 @@ def tokens_after(model: LanguageModel, ids: Sequence[int], choose: Callable[[Ten
         unread = [token]
         seen.append(token)
         yield token
-
-
-def check_settings(temperature: float, top_k: int | None, top_p: float | None, max_tokens: int) -> None:
-    """Do nothing when the settings of a sample make sense.
-
-    Raises: ConfigError naming the one that does not.
-    """
-    if not 0 <= temperature < math.inf:
-        raise ConfigError(f"A temperature of {temperature} cannot be used.", fix="Use 0 (always the likeliest token) to about 1.5.")
-    if top_k is not None and top_k < 1:
-        raise ConfigError(f"top-k {top_k} leaves no token to draw.", fix="Use 1 or more, or leave it out.")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ConfigError(f"top-p {top_p} is not a share of the probability.", fix="Use a number above 0 and at most 1, or leave it out.")
-    if max_tokens < 1:
-        raise ConfigError(f"max-tokens {max_tokens} asks for no text.", fix="Use 1 or more.")
 
 
 def _chosen(logits_V: Tensor, *, vocab_size: int, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator) -> int:
@@ -172,7 +156,7 @@ class _StoppedText:
     """Text that ends before a stop string, which may arrive in several pieces: what could be its beginning is held back."""
 
     def __init__(self, stop: Sequence[str]) -> None:
-        self._stop = [s for s in stop if s]
+        self._stop = tuple(stop)
         self._held = ""
         self.stopped = False
 

@@ -13,17 +13,17 @@ from flatout.data.manifest import TOKENIZER
 from flatout.data.mix import MixedDataset, open_data
 from flatout.data.shards import Dataset
 from flatout.data.tokenizer import load_tokenizer
-from flatout.errors import CheckpointError, ConfigError
+from flatout.errors import CheckpointError
 from flatout.hardware import pick_device, probe
 from flatout.models.language_model import LanguageModel
 from flatout.progress import SILENT, Progress
 from flatout.recipe import Recipe
-from flatout.registry import MODELS, SPEEDUPS, nearest
+from flatout.registry import MODELS, SPEEDUPS
 from flatout.run import ops_of
 from flatout.selection import Decision, assemble
-from flatout.training import catalog
 from flatout.training.checkpoint import read_weights
-from flatout.training.folder import list_runs, read_config
+from flatout.training.folder import read_config
+from flatout.training.named import find_checkpoint, find_run
 
 if TYPE_CHECKING:
     from flatout.data.tokenizer import Tokenizer
@@ -52,45 +52,6 @@ class LoadedRun:
         Raises: DataError when it is no longer there.
         """
         return open_data(self.config.data)
-
-
-def find_run(run: str | Path) -> Path:
-    """Return the run folder that `run` names: a path, or a name under `runs/`.
-
-    Raises: CheckpointError with the nearest run there is.
-    """
-    for folder in (Path(run), Path("runs") / run):
-        if (folder / "config.yaml").exists():
-            return folder
-    known = [path.name for path in list_runs(Path("runs"))] if Path("runs").is_dir() else []
-    guess = nearest(Path(run).name, known)
-    raise CheckpointError(
-        f"{run} is not a run folder: it has no config.yaml.",
-        fix=f"Did you mean runs/{guess}?" if guess else "`flatout runs` shows the runs there are; `flatout demo` makes one.",
-    )
-
-
-def find_checkpoint(folder: Path, checkpoint: str = "best", *, progress: Progress = SILENT) -> Path:
-    """Return the checkpoint folder that `best`, `last` or a step names; `best` is the last one while no loss is known.
-
-    Raises: CheckpointError when there is none, or it is not whole; ConfigError when `checkpoint` is none of these.
-    """
-    if checkpoint in {"best", "last"}:
-        found = catalog.best(folder, progress=progress) if checkpoint == "best" else None
-        found = found or catalog.latest(folder, progress=progress)
-        if found is None:
-            raise CheckpointError(
-                f"The run {folder} has no checkpoint yet.", fix="Train it first: `flatout train` saves every ten minutes and at the end."
-            )
-        return found
-    if not checkpoint.isdecimal():
-        raise ConfigError(f"{checkpoint!r} is not a checkpoint.", fix="Use best, last, or the number of a step.")
-    path = catalog.checkpoint_path(folder, int(checkpoint))
-    if not path.is_dir():
-        known = ", ".join(str(step) for step in catalog.steps(folder)) or "none"
-        raise CheckpointError(f"The run {folder} has no checkpoint of step {checkpoint}.", fix=f"Steps that have one: {known}.")
-    catalog.require_whole(path, progress=progress)
-    return path
 
 
 def load_run(

@@ -1,11 +1,14 @@
-"""What can be said of a configuration before torch is loaded, which takes seconds: its names, and the data it is to read."""
+"""What can be said before torch is loaded, which takes seconds: of a configuration its names and its data, of a sample its settings."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Sequence
 
 from flatout.config import RunConfig
 from flatout.data.mix import MixedDataset, open_data, parts_of
 from flatout.data.shards import Dataset
-from flatout.errors import DataError
+from flatout.errors import ConfigError, DataError
 from flatout.hardware import check_device_name
 from flatout.optimizers.schedule import factor
 from flatout.registry import MODELS, OPTIMIZERS
@@ -52,3 +55,20 @@ def open_dataset(config: RunConfig) -> Dataset | MixedDataset:
 def _shorter(tokens: int) -> int:
     """Return a length of which some windows fit: a power of two, at most an eighth of the tokens."""
     return 1 << max((tokens // 8).bit_length() - 1, 0)
+
+
+def check_sampling(temperature: float, top_k: int | None, top_p: float | None, max_tokens: int, stop: Sequence[str]) -> None:
+    """Do nothing when the settings of a sample make sense.
+
+    Raises: ConfigError naming the one that does not.
+    """
+    if not 0 <= temperature < math.inf:
+        raise ConfigError(f"A temperature of {temperature} cannot be used.", fix="Use 0 (always the likeliest token) to about 1.5.")
+    if top_k is not None and top_k < 1:
+        raise ConfigError(f"top-k {top_k} leaves no token to draw.", fix="Use 1 or more, or leave it out.")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ConfigError(f"top-p {top_p} is not a share of the probability.", fix="Use a number above 0 and at most 1, or leave it out.")
+    if max_tokens < 1:
+        raise ConfigError(f"max-tokens {max_tokens} asks for no text.", fix="Use 1 or more.")
+    if not all(stop):
+        raise ConfigError("stop '' is no text to end before.", fix="Give the text before which a sample ends, or leave it out.")

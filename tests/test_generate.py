@@ -130,11 +130,15 @@ def test_rows_beyond_the_vocabulary_are_never_drawn():
         (["xyz", "o wor"], "hell"),
         (["zzz"], "hello world"),
         (["world!"], "hello world"),
-        ([""], "hello world"),
     ],
 )
 def test_stop_strings_are_not_shown(stop, text):
     assert "".join(written("hello world", stop=stop)) == text
+
+
+def test_an_empty_text_is_nothing_to_stop_at():
+    with pytest.raises(ConfigError, match=r"stop ''.*leave it out"):
+        written("hello world", stop=["o w", ""])
 
 
 def test_what_could_begin_a_stop_is_held_back_no_longer_than_needed():

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict
 
 from flatout.commands import Command, Result
 from flatout.progress import SILENT, Progress
+from flatout.training.named import find_run
 
 if TYPE_CHECKING:
     from flatout.training.evaluation import Evaluation
@@ -104,6 +105,14 @@ def evaluate(
     return _result(loaded.folder, loaded.checkpoint, score)
 
 
+def check(run: str) -> None:
+    """Do nothing when there is such a run.
+
+    Raises: CheckpointError with the nearest one.
+    """
+    find_run(run)
+
+
 def _result(run_folder: Path, checkpoint: Path, score: Evaluation) -> EvalResult:
     return EvalResult(
         run=str(run_folder),
@@ -116,4 +125,4 @@ def _result(run_folder: Path, checkpoint: Path, score: Evaluation) -> EvalResult
     )
 
 
-COMMAND = Command(evaluate, example="flatout eval runs/demo", needs_torch=True)
+COMMAND = Command(evaluate, example="flatout eval runs/demo", check=check, needs_torch=True)

@@ -9,7 +9,9 @@ import typer
 
 from flatout.commands import Command, Result
 from flatout.errors import ConfigError, Interrupted
+from flatout.preflight import check_sampling
 from flatout.progress import SILENT, Progress
+from flatout.training.named import find_run
 
 
 class GenerateResult(Result):
@@ -51,11 +53,10 @@ def generate(
     Raises: CheckpointError when the run has no such checkpoint; ConfigError when a setting is out of range; DataError when the
     model's tokenizer cannot write the prompt.
     """
-    from flatout.generate import check_settings, sample
+    check(run, temperature, top_k, top_p, seed, num_samples, max_tokens, stop)
+    from flatout.generate import sample
     from flatout.loading import NOT_IN_SAMPLING, load_run
 
-    check_settings(temperature, top_k, top_p, max_tokens)
-    _check_numbers(num_samples, seed)
     loaded = load_run(run, checkpoint, without=NOT_IN_SAMPLING, progress=progress)
     loaded.tokenizer.encode(prompt)  # a prompt that it cannot write is refused before anything is shown
     show = write or (lambda _piece: None)
@@ -87,11 +88,19 @@ def generate(
     return GenerateResult(samples=samples)
 
 
-def _check_numbers(num_samples: int, seed: int) -> None:
+def check(
+    run: str, temperature: float, top_k: int | None, top_p: float | None, seed: int, num_samples: int, max_tokens: int, stop: list[str] | None
+) -> None:
+    """Do nothing when there is such a run and the settings make sense, as far as that can be told without torch.
+
+    Raises: CheckpointError with the nearest run; ConfigError naming the setting.
+    """
+    check_sampling(temperature, top_k, top_p, max_tokens, stop or ())
     if num_samples < 1:
         raise ConfigError(f"num-samples {num_samples} asks for no text.", fix="Use 1 or more.")
     if abs(seed) >= MOST_SEED:
         raise ConfigError(f"seed {seed} is too large.", fix=f"Use a number below {MOST_SEED}.")
+    find_run(run)
 
 
-COMMAND = Command(generate, example='flatout generate runs/demo --prompt "def main" --temperature 0.7', needs_torch=True)
+COMMAND = Command(generate, example='flatout generate runs/demo --prompt "def main" --temperature 0.7', check=check, needs_torch=True)

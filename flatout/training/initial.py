@@ -14,15 +14,14 @@ from flatout.errors import CheckpointError, ConfigError
 from flatout.models.language_model import LanguageModel
 from flatout.ops import Ops
 from flatout.progress import SILENT, Progress
-from flatout.registry import MODELS, nearest
+from flatout.registry import MODELS
 from flatout.training import catalog, folder
 from flatout.training.checkpoint import stored_shapes
 from flatout.training.files import read_json
 from flatout.training.moved_data import require_tokenizer
+from flatout.training.named import RUNS, find_checkpoint, find_run
 from flatout.training.state import weights_and_aliases
 
-RUNS = Path("runs")
-"""Where a run is looked for whose name alone is given."""
 FREE_OF_WEIGHTS = ("dropout", "max_seq_len", "rotary_base", "window")
 """Keys of a model that may be others than those its weights were trained with, as long as the shapes agree: a continued run may read
 longer windows, or drop more. Any other key that differs would make other functions of the same weights."""
@@ -52,21 +51,15 @@ def find_weights(init_from: str, *, progress: Progress = SILENT) -> Path:
 
     Raises: CheckpointError when there is none.
     """
-    path = next((path for path in (Path(init_from), RUNS / init_from) if (path / folder.CONFIG).exists() or catalog.is_checkpoint(path)), None)
-    if path is None or not init_from:
-        known = [run.name for run in folder.list_runs(RUNS)] if RUNS.is_dir() else []
-        guess = nearest(Path(init_from).name, known)
-        raise CheckpointError(
-            f"train.init_from={init_from}: there is no such run or checkpoint.",
-            fix=f"Did you mean {RUNS / guess}?" if guess else "Name a run folder, or a checkpoint such as RUN/checkpoints/step-100.",
-        )
-    if not (path / folder.CONFIG).exists():
-        catalog.require_whole(path, progress=progress)
-        return path
-    found = catalog.best(path, progress=progress) or catalog.latest(path, progress=progress)
-    if found is None:
-        raise CheckpointError(f"train.init_from={init_from}: that run has no checkpoint.", fix="Train it first, or name another.")
-    return found
+    for place in (Path(init_from), RUNS / init_from):
+        if catalog.is_checkpoint(place):
+            catalog.require_whole(place, progress=progress)
+            return place
+    try:
+        run_folder = find_run(init_from)
+    except CheckpointError as error:
+        raise CheckpointError(f"train.init_from={init_from}: there is no such run or checkpoint.", fix=error.fix) from error
+    return find_checkpoint(run_folder, progress=progress)
 
 
 def run_of(checkpoint: Path) -> Path | None:

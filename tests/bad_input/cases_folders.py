@@ -156,7 +156,7 @@ CASES = [
         "weights to begin with that are not there",
         "train my.yaml train.init_from=runs/old",
         ("train.init_from=runs/old",),
-        ("RUN/checkpoints/step-100",),
+        ("flatout runs",),
     ),
     Case(
         "a mix with data that is not prepared",

@@ -55,6 +55,14 @@ CASES = [
     Case("no time", "demo --minutes 0", ("--minutes 0",), ("--minutes 2",)),
     Case("a seed that no generator takes", "train my.yaml train.seed=99999999999999999999", ("train.seed=99999999999999999999", "less than"), ("0",)),
     Case("a value that is not YAML", "train my.yaml optim.betas=[0.9", ("'optim.betas=[0.9'",), ("quotes",)),
+    Case("a folder given twice in a mix", "train my.yaml 'data.mix={data/book: 3, data/book: 1}'", ("line 1", "'data/book'", "twice"), ("Delete",)),
+    Case(
+        "a share of a mix too small to be kept",
+        "train my.yaml 'data.mix={data/book: 1e6, data/code: 1}'",
+        ("data/code", "the smallest share is 1 window in 65,536"),
+        ("15.4 or more",),
+    ),
+    Case("an empty text to stop at", "generate runs/first --stop ''", ("stop ''",), ("leave it out",)),
     Case(
         "a seed for a sample that no generator takes", "generate runs/first --seed 99999999999999999999", ("seed 99999999999999999999",), ("below",)
     ),

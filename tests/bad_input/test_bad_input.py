@@ -63,6 +63,7 @@ def test_the_table_shows_what_is_said(answers, request):
 def test_simple_mistakes_are_answered_before_torch_is_loaded(world):
     lines = ["trian", "train demmo", "train my.yaml optim.lrr=1", "train my.yaml optim.lr=fast", "train my.yaml data.path=data/new"]
     lines += ["train my.yaml model.kind=transfomer", "train my.yaml speedups=auto,-compil", "train my.yaml data.seq_len=8192", "demo bok.txt"]
+    lines += ["generate frist", "generate runs/first --stop=", "eval frist"]
     program = (
         "import sys\nfrom flatout.cli import main\nfor line in sys.argv[1:]:\n"
         "    try: main(line.split())\n    except SystemExit as stop: print(stop.code, 'torch' in sys.modules)\n"

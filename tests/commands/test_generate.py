@@ -59,7 +59,13 @@ def test_options_reach_the_sampler(tiny_run):
 
 @pytest.mark.parametrize(
     ("options", "error"),
-    [({"num_samples": 0}, ConfigError), ({"top_p": 2.0}, ConfigError), ({"checkpoint": "99"}, CheckpointError), ({"prompt": "ü"}, DataError)],
+    [
+        ({"num_samples": 0}, ConfigError),
+        ({"top_p": 2.0}, ConfigError),
+        ({"stop": [""]}, ConfigError),
+        ({"checkpoint": "99"}, CheckpointError),
+        ({"prompt": "ü"}, DataError),
+    ],
     ids=str,
 )
 def test_wrong_options(tiny_run, options, error):

@@ -1,0 +1,52 @@
+"""Runs and checkpoints by the names that people give them. No torch, so that a misspelt name is answered at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from flatout.errors import CheckpointError, ConfigError
+from flatout.progress import SILENT, Progress
+from flatout.registry import nearest
+from flatout.training import catalog, folder
+
+RUNS = Path("runs")
+"""Where a run is looked for whose name alone is given."""
+
+
+def find_run(run: str | Path) -> Path:
+    """Return the run folder that `run` names: a path, or a name under `runs/`.
+
+    Raises: CheckpointError with the nearest run there is.
+    """
+    for place in (Path(run), RUNS / run) if str(run) else ():
+        if (place / folder.CONFIG).exists():
+            return place
+    known = [path.name for path in folder.list_runs(RUNS)] if RUNS.is_dir() else []
+    guess = nearest(Path(run).name, known)
+    raise CheckpointError(
+        f"{run} is not a run folder: it has no config.yaml.",
+        fix=f"Did you mean {RUNS / guess}?" if guess else "`flatout runs` shows the runs there are; `flatout demo` makes one.",
+    )
+
+
+def find_checkpoint(run_folder: Path, checkpoint: str = "best", *, progress: Progress = SILENT) -> Path:
+    """Return the checkpoint folder that `best`, `last` or a step names; `best` is the last one while no loss is known.
+
+    Raises: CheckpointError when there is none, or it is not whole; ConfigError when `checkpoint` is none of these.
+    """
+    if checkpoint in {"best", "last"}:
+        found = catalog.best(run_folder, progress=progress) if checkpoint == "best" else None
+        found = found or catalog.latest(run_folder, progress=progress)
+        if found is None:
+            raise CheckpointError(
+                f"The run {run_folder} has no checkpoint yet.", fix="Train it first: `flatout train` saves every ten minutes and at the end."
+            )
+        return found
+    if not checkpoint.isdecimal():
+        raise ConfigError(f"{checkpoint!r} is not a checkpoint.", fix="Use best, last, or the number of a step.")
+    path = catalog.checkpoint_path(run_folder, int(checkpoint))
+    if not path.is_dir():
+        known = ", ".join(str(step) for step in catalog.steps(run_folder)) or "none"
+        raise CheckpointError(f"The run {run_folder} has no checkpoint of step {checkpoint}.", fix=f"Steps that have one: {known}.")
+    catalog.require_whole(path, progress=progress)
+    return path
