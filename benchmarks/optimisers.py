@@ -8,16 +8,19 @@ all the tokens, Muon with 0.65 of them; besides, AdamW is tried with another bet
 seeds: both with their best setting, at several fractions of the tokens. All results, in the order they came, are in
 benchmarks/results/optimisers.json, the table and the picture beside it are made of them.
 
-Each run is written down in WORK/runs.jsonl as it ends, and is not run again. It takes about an hour of one core.
+Each run is written down in WORK/runs.jsonl as it ends, and is not run again by the same code (`code_state`). It takes about an hour of one core.
 `--cost` measures something else, on a machine that does nothing else: how long a step of each takes.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import hashlib
 import json
 import math
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -26,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from main_job import RESULTS, commit
+from main_job import RESULTS
 from optimisers_report import picture, summary, table
 
 from flatout import Dataset, load_config, prepare
@@ -123,13 +126,15 @@ def main() -> None:
     parser.add_argument("--cost", action="store_true", help="measure the time of a step instead, and add it to the results")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    code_state()  # before anything is measured: the files may change while that takes its time
     RESULTS.mkdir(exist_ok=True)
     kept = RESULTS / "optimisers.json"
     sources = {"characters": arguments.text, "prose": arguments.prose}
     datasets = {corpus.name: prepared(corpus, sources[corpus.name], arguments.work / corpus.name) for corpus in CORPORA}
     found = json.loads(kept.read_text()) if kept.exists() else {}
     if arguments.cost:
-        found["cost"] = {"machine": probe().describe(), "corpora": {corpus.name: step_ms(corpus, datasets[corpus.name]) for corpus in CORPORA}}
+        costs = {corpus.name: step_ms(corpus, datasets[corpus.name]) for corpus in CORPORA}
+        found["cost"] = {"machine": probe().describe(), "commit": code_state(), "corpora": costs}
     else:
         found |= {**facts(), "corpora": [measure(corpus, datasets[corpus.name], arguments.work / "runs.jsonl") for corpus in CORPORA]}
     kept.write_text(json.dumps(found, indent=1) + "\n")
@@ -144,11 +149,30 @@ def prepared(corpus: Corpus, source: Path, out: Path) -> Dataset:
     return Dataset.open(out)
 
 
+@functools.cache
+def code_state(root: Path = RESULTS.parents[1]) -> str:
+    """Return the commit that last changed what a run computes with; `+` and a digest follow where those files differ from it now."""
+    files = ("flatout", "benchmarks/optimisers.py")
+
+    def git(*words: str) -> list[str]:
+        done = subprocess.run(["git", *words, "--", *files], capture_output=True, text=True, cwd=root, check=True)
+        return done.stdout.splitlines()
+
+    (commit,) = git("log", "-1", "--format=%h")
+    if not git("status", "--porcelain", "--untracked-files=all"):
+        return commit
+    digest = hashlib.sha256()
+    for name in sorted({*git("ls-files"), *git("ls-files", "--others", "--exclude-standard")}):
+        path = root / name
+        digest.update(f"{name} {hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else None}\n".encode())
+    return f"{commit}+{digest.hexdigest()[:8]}"
+
+
 def facts() -> dict[str, Any]:
     """Return what every run has in common."""
     return {
         "machine": probe().describe(),
-        "commit": commit(),
+        "commit": code_state(),
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         "shared": SHARED,
@@ -224,9 +248,9 @@ def configured(corpus: Corpus, dataset: Dataset, setting: Setting, fraction: flo
 
 
 def remembered(corpus: Corpus, dataset: Dataset, setting: Setting, fraction: float, seed: int, cache: Path) -> dict[str, Any]:
-    """Return the row of a run: from the cache when it was run before, else it is run now and written there."""
+    """Return the row of a run: from the cache when this code has run it before, else it is run now and written there."""
     asked = {**asdict(setting), "fraction": fraction, "seed": seed}
-    key = {"corpus": asdict(corpus), "shared": SHARED, **asked}
+    key = {"corpus": asdict(corpus), "shared": SHARED, "code": code_state(), **asked}
     if cache.exists():
         for text in cache.read_text().splitlines():
             if (known := json.loads(text))["key"] == key:

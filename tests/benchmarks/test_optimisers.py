@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import math
+import shutil
+import subprocess
 from dataclasses import asdict
 from pathlib import Path
 
@@ -52,7 +54,8 @@ def test_a_run_differs_from_another_by_what_is_tuned_alone(benchmark, tiny_set):
     assert adamw["train"]["steps"] * 2048 == corpus.tokens / 2
 
 
-def test_a_run_that_was_done_is_not_done_again(benchmark, monkeypatch, tiny_set, tmp_path):
+def test_a_run_that_was_done_is_not_done_again_by_the_same_code(benchmark, monkeypatch, tiny_set, tmp_path):
+    monkeypatch.setattr(benchmark, "code_state", lambda: "1a2b3c4")
     dataset, cache = Dataset.open(tiny_set), tmp_path / "runs.jsonl"
     tiny = {"model.num_layers": 1, "model.d_model": 16, "model.num_heads": 2, "data.seq_len": 16}
     corpus = benchmark.Corpus("tiny", "made-up sentences", "byte", 2048 * 2, 128, tiny)
@@ -62,3 +65,38 @@ def test_a_run_that_was_done_is_not_done_again(benchmark, monkeypatch, tiny_set,
     assert 4 < first["val_loss"] < 6
     monkeypatch.setattr(benchmark, "built", lambda *_: pytest.fail("it ran again"))
     assert benchmark.remembered(corpus, dataset, setting, 1.0, 1, cache) == first
+    monkeypatch.setattr(benchmark, "code_state", lambda: "1a2b3c4+5d6e7f80")
+    with pytest.raises(pytest.fail.Exception, match="it ran again"):
+        benchmark.remembered(corpus, dataset, setting, 1.0, 1, cache)
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="takes git")
+def test_the_state_of_the_code_is_a_commit_and_what_was_changed_since(benchmark, tmp_path):
+    def git(*words):
+        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *words], cwd=tmp_path, check=True, capture_output=True)
+
+    def state():
+        return benchmark.code_state.__wrapped__(tmp_path)
+
+    package = tmp_path / "flatout"
+    package.mkdir()
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "optimisers.py").write_text("")
+    (package / "a.py").write_text("a = 1\n")
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "first")
+    clean = state()
+    (tmp_path / "README.md").write_text("words\n")
+    git("add", ".")
+    git("commit", "-m", "words")
+    assert state() == clean
+    (package / "a.py").write_text("a = 2\n")
+    changed = state()
+    (package / "b.py").write_text("b = 1\n")
+    assert len({clean, changed, state()}) == 3
+    assert changed.startswith(f"{clean}+")
+    git("add", ".")
+    git("commit", "-m", "second")
+    assert "+" not in state()
+    assert state() != clean
