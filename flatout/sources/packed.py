@@ -49,8 +49,9 @@ def unreadable(path: str, error: Exception) -> DataError:
 
 
 def _open_zstd(path: str) -> IO[bytes]:
-    reader = _ZstdReader(path, _zstandard(path))
-    return cast(IO[bytes], io.BufferedReader(reader, buffer_size=1 << 20))
+    zstandard = _zstandard(path)
+    file = open(path, "rb")  # noqa: SIM115  first, so that no reader is left without one; closed with the reader
+    return cast(IO[bytes], io.BufferedReader(_ZstdReader(path, file, zstandard), buffer_size=1 << 20))
 
 
 def _zstandard(path: str) -> Any:
@@ -65,10 +66,10 @@ def _zstandard(path: str) -> Any:
 class _ZstdReader(io.RawIOBase):
     """The content of a .zst file, frame by frame. The package's own reader takes a file that is cut short for a shorter one."""
 
-    def __init__(self, path: str, zstandard: Any) -> None:
+    def __init__(self, path: str, file: IO[bytes], zstandard: Any) -> None:
         self._path = path
         self._zstandard = zstandard
-        self._file = open(path, "rb")  # noqa: SIM115  closed with this reader
+        self._file = file
         self._frame: Any = None
         self._rest = b""
         self._held = memoryview(b"")
@@ -107,8 +108,10 @@ class _ZstdReader(io.RawIOBase):
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
-        super().close()
+        try:
+            self._file.close()
+        finally:
+            super().close()
 
 
 _OPENERS: dict[str, Callable[[str], IO[bytes]]] = {

@@ -1,6 +1,9 @@
 import bz2
+import gc
 import gzip
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -8,6 +11,7 @@ from flatout.errors import DataError, MissingPackage
 from flatout.sources import files
 from flatout.sources.packed import open_bytes
 
+ROOT = Path(__file__).parents[2]
 TEXT = "packed: größer 日本\n" * 20_000
 ROWS = '{"text": "one"}\n\n{"text": "two"}\n{"txt": 3}\n'
 
@@ -59,6 +63,30 @@ def test_a_file_that_only_has_the_name_is_named(tmp_path, ending):
     path.write_text(ROWS)
     with pytest.raises(DataError, match=rf"Cannot read .*a\.jsonl{ending}"):
         rows(path)
+
+
+@pytest.mark.parametrize("ending", PACKERS)
+def test_a_file_that_cannot_be_opened_leaves_nothing_half_made(tmp_path, ending):
+    """Python says of an object that cannot be taken apart only when it is asked to look closely."""
+    if ending == ".zst":
+        pytest.importorskip("zstandard")
+    program = "import sys\nfrom flatout.sources.packed import open_bytes\ntry: open_bytes(sys.argv[1])\nexcept FileNotFoundError: print('none')"
+    words = [sys.executable, "-X", "dev", "-c", program, str(tmp_path / f"no{ending}")]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "none\n", "")
+
+
+@pytest.mark.parametrize("ending", PACKERS)
+def test_a_damaged_file_is_closed(tmp_path, ending):
+    if ending == ".zst":
+        pytest.importorskip("zstandard")
+    path = tmp_path / f"a.jsonl{ending}"
+    path.write_text(ROWS)
+    handles = len(list(Path("/proc/self/fd").iterdir())) if Path("/proc/self/fd").exists() else 0
+    with pytest.raises(DataError):
+        rows(path)
+    gc.collect()
+    assert not handles or len(list(Path("/proc/self/fd").iterdir())) == handles
 
 
 def test_a_missing_package_is_said_before_anything_is_read(tmp_path, monkeypatch):
