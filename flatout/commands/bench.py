@@ -14,7 +14,7 @@ from flatout.errors import ConfigError
 from flatout.progress import SILENT, Progress
 
 if TYPE_CHECKING:
-    from flatout.measure.results import Figure
+    from flatout.measure.statistics import Figure
 
 SWEEPS = "batch, seq_len, precision, accumulation or prefetch"
 
@@ -31,7 +31,7 @@ class BenchResult(Result):
     total_speedup: float | None
     """How many times as fast as the baseline the full set is; null in a sweep, or when one of the two gave no figures."""
     total_speedup_low: float | None
-    """Lower end of its 95% interval; null: too few repeats to say."""
+    """Lower end of its 94% interval; null: too few repeats to say."""
     total_speedup_high: float | None
     """Upper end."""
     repeats: int

@@ -17,10 +17,10 @@ from flatout.measure.experiment import Experiment, Point, with_speedups
 from flatout.measure.judge import Measured, ladder_rows
 from flatout.measure.ladder import BASELINE, make_ladder, promise_between
 from flatout.measure.picture import picture
-from flatout.measure.results import INTERRUPTED, TIME_WAS_UP, Figure, Report, Row, Trial, commit_of_package, place_for, write
+from flatout.measure.results import INTERRUPTED, TIME_WAS_UP, Report, Row, Trial, commit_of_package, place_for, write
 from flatout.measure.settling import Settled, settle_apart
 from flatout.measure.spec import TrialResult, TrialSpec
-from flatout.measure.statistics import deviations, interval
+from flatout.measure.statistics import Figure, median_of, spread
 from flatout.measure.sweep import require_sweep, sweep_experiment
 from flatout.measure.table import table
 from flatout.measure.trial import run_trial
@@ -229,8 +229,8 @@ def total_speedup(experiment: Experiment, found: Measured) -> Figure | None:
     if experiment.total is None:
         return None
     ratios = found.ratios(*experiment.total)
-    noise = deviations(found.ratios(point.name, experiment.total[1]) for point in experiment.points if point.name != experiment.total[1])
-    return Figure.of(interval(ratios, shared=noise)) if ratios else None
+    noise = spread(found.ratios(point.name, experiment.total[1]) for point in experiment.points if point.name != experiment.total[1])
+    return median_of(ratios, shared=noise) if ratios else None
 
 
 def notes(settled: Settled, experiment: Experiment, rounds: Rounds, rows: Sequence[Row]) -> list[str]:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from flatout.config import RunConfig
 from flatout.measure.ladder import Ladder, Rung, promise_between
-from flatout.measure.results import TIME_WAS_UP, Figure, Row, Trial
+from flatout.measure.results import TIME_WAS_UP, Row, Trial
 from flatout.measure.spec import TrialResult
-from flatout.measure.statistics import deviations, interval, mean_interval
+from flatout.measure.statistics import FEWEST_SEEDS, Spread, mean_of, median_of, spread
 from flatout.recipe import Promise
 
 FINAL_LOSSES = 5
@@ -43,20 +43,20 @@ class Measured:
         return [(one[r].tokens_per_s or 0.0) / (other[r].tokens_per_s or 1.0) for r in sorted(one.keys() & other.keys())]
 
 
-def measured_row(name: str, kind: str, point: str, found: Measured, shared: Sequence[float]) -> Row:
+def measured_row(name: str, kind: str, point: str, found: Measured, shared: Spread) -> Row:
     """Return the line of one point, as far as it needs no other."""
     results = list(found.ok(point).values())
     failed = found.failed(point)
     if not results:
         status, reason = (failed.status, failed.reason) if failed else ("not-measured", f"not measured: {found.stopped_by} before its turn.")
         return Row(name=name, kind=kind, status=status, reason=reason)
-    middle = {key: median_of(results, key) for key in ("step_ms", "data_ms", "host_ms", "device_ms")}
+    middle = {key: middle_of(results, key) for key in ("step_ms", "data_ms", "host_ms", "device_ms")}
     return Row(
         name=name,
         kind=kind,
         reason=f"{failed.status} in one repeat: {failed.reason}" if failed else None,
         repeats=len(results),
-        tokens_per_s=Figure.of(interval(found.rates(point), shared=shared)),
+        tokens_per_s=median_of(found.rates(point), shared=shared),
         peak_gib=max((result.peak_gib for result in results if result.peak_gib is not None), default=None),
         rows_per_device=results[0].rows_per_device,
         accumulate=results[0].accumulate,
@@ -65,7 +65,7 @@ def measured_row(name: str, kind: str, point: str, found: Measured, shared: Sequ
     )
 
 
-def median_of(results: Sequence[TrialResult], key: str) -> float | None:
+def middle_of(results: Sequence[TrialResult], key: str) -> float | None:
     """Return the median of a figure over repeats; None when none has it."""
     values = [value for result in results if (value := getattr(result, key)) is not None]
     return statistics.median(values) if values else None
@@ -74,9 +74,9 @@ def median_of(results: Sequence[TrialResult], key: str) -> float | None:
 def ladder_rows(ladder: Ladder, points: Mapping[str, str], found: Measured, config: RunConfig, *, loss_steps: int) -> list[Row]:
     """Return the lines of a ladder; `points` names the point whose trials a rung shares, `loss_steps` are the losses that judge a promise."""
     pairs = {rung.name: against for rung in ladder.rungs if (against := measured_against(rung, ladder, points, found)) is not None}
-    noise_of_rates = deviations(found.rates(point) for point in dict.fromkeys(points.values()))
+    noise_of_rates = spread(found.rates(point) for point in dict.fromkeys(points.values()))
     ratios = {name: gains(ladder.rung(name), against, points, found) for name, against in pairs.items()}
-    noise_of_gains = deviations(ratios.values())
+    noise_of_gains = spread(ratios.values())
     rows = []
     for rung in ladder.rungs:
         row = measured_row(rung.name, rung.kind, points[rung.name], found, noise_of_rates)
@@ -87,7 +87,7 @@ def ladder_rows(ladder: Ladder, points: Mapping[str, str], found: Measured, conf
             "replaced": list(rung.replaced),
         }
         if rung.name in pairs and ratios[rung.name]:
-            gain = Figure.of(interval(ratios[rung.name], shared=noise_of_gains))
+            gain = median_of(ratios[rung.name], shared=noise_of_gains)
             below = pairs[rung.name].name
             verdict = gain.worth() if rung.kind == "left-out" else gain.verdict()
             if below != rung.against:
@@ -136,19 +136,19 @@ def keeps(
 ) -> tuple[bool | None, str]:
     """Say whether losses, (with, without) a repeat each on the same batches, keep a promise, and how that was judged.
 
-    Exact and rounding must hold in every repeat. A statistical promise is kept unless the interval over seeds of the difference
-    of the final losses lies above 0. Returns None where it cannot be judged, as with fewer than `loss_steps` losses that break nothing.
+    Exact and rounding must hold in every repeat. A statistical promise is kept unless the interval over at least three seeds of
+    the difference of the final losses lies above 0. Returns None where it cannot be judged, as with fewer than `loss_steps`
+    losses that break nothing.
     """
     steps = max(len(fast) for fast, _ in pairs)
     too_few = f"{steps} of {loss_steps} losses: not judged"
     if promise.kind == "statistical":
         if steps < loss_steps:
             return None, too_few
-        difference = mean_interval([statistics.fmean(fast[-FINAL_LOSSES:]) - statistics.fmean(plain[-FINAL_LOSSES:]) for fast, plain in pairs])
-        if difference.low is None or difference.high is None:
-            return None, "not judged: a statistical promise needs two repeats"
-        words = f"final loss {difference.median:+.4f} ({difference.low:+.4f} to {difference.high:+.4f}) over {len(pairs)} seeds"
-        return difference.low <= 0, words
+        if len(pairs) < FEWEST_SEEDS:
+            return None, f"too few seeds to judge: {len(pairs)} of {FEWEST_SEEDS}"
+        low, mean, high = mean_of([statistics.fmean(fast[-FINAL_LOSSES:]) - statistics.fmean(plain[-FINAL_LOSSES:]) for fast, plain in pairs])
+        return low <= 0, f"final loss {mean:+.4f} ({low:+.4f} to {high:+.4f}) over {len(pairs)} seeds"
     if promise.kind == "rounding" and dropout:
         return None, f"not judged: model.dropout={dropout:g} draws other numbers"
     allowed = "bit-equal" if promise.kind == "exact" else f"within {promise.rtol:.0e}"

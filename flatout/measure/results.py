@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from flatout.config import RunConfig
 from flatout.errors import ConfigError
 from flatout.measure.spec import TrialResult
-from flatout.measure.statistics import Interval
+from flatout.measure.statistics import Figure
 from flatout.registry import PACKAGE_DIR
 from flatout.training.files import write_text
 from flatout.training.folder import run_name
@@ -30,38 +30,6 @@ class Written(BaseModel):
     """Base of what bench.json holds."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-
-class Figure(Written):
-    """A median of repeats with its 95% interval."""
-
-    median: float
-    """Of the repeats."""
-    low: float | None
-    """null: too few repeats to say."""
-    high: float | None
-    """null: too few repeats to say."""
-
-    @classmethod
-    def of(cls, interval: Interval) -> Figure:
-        """Return the figure of an interval."""
-        return cls(median=interval.median, low=interval.low, high=interval.high)
-
-    def verdict(self) -> str:
-        """Say what a gain comes to: faster, slower, or no measurable gain."""
-        if self.low is None or self.high is None:
-            return f"x{self.median:.2f}, too few repeats to be sure"
-        if self.low <= 1 <= self.high:
-            return "no measurable gain"
-        return f"x{self.median:.2f}" if self.median > 1 else f"slower, x{self.median:.2f}"
-
-    def worth(self) -> str:
-        """Say what the speedup is worth that was left out: the gain of having it."""
-        if self.low is None or self.high is None:
-            return f"worth x{self.median:.2f}, too few repeats to be sure"
-        if self.low <= 1 <= self.high:
-            return "worth nothing measurable"
-        return f"worth x{self.median:.2f}" if self.median > 1 else f"faster without it, worth x{self.median:.2f}"
 
 
 class Trial(Written):

@@ -1,87 +1,137 @@
 """Medians of repeats, and how far they can be trusted.
 
-Rates and ratios are positive and their noise is a factor, so everything here happens in logarithms.
+Rates and ratios are positive and their noise is a factor, so their spread is taken in logarithms.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
+from pydantic import BaseModel, ConfigDict
 
-CONFIDENCE = 0.95
-RESAMPLES = 4_000
+CONFIDENCE = 0.9375
+"""Share of intervals, at least, that hold what they are about: what the range of five repeats gives, and five are usual."""
 ENOUGH = 5
 """Repeats from which their own spread is taken; with fewer, that of all rungs together."""
-FEWEST_DEVIATIONS = 8
-"""Deviations that a shared spread must rest on."""
+FEWEST_FREEDOM = 4
+"""Degrees of freedom that a shared spread must rest on."""
+FEWEST_SEEDS = 3
+"""Differences that say something of their own mean."""
+STUDENT = (
+    12.706,
+    4.303,
+    3.182,
+    2.776,
+    2.571,
+    2.447,
+    2.365,
+    2.306,
+    2.262,
+    2.228,
+    2.201,
+    2.179,
+    2.160,
+    2.145,
+    2.131,
+    2.120,
+    2.110,
+    2.101,
+    2.093,
+    2.086,
+)
+"""Student's t for 95%, two-sided, of 1 to 20 degrees of freedom; that of 20 serves for more, and is 6% too wide at most."""
+MEDIAN_DEVIATION = {2: 0.7071, 3: 0.6698, 4: 0.5460}
+"""Standard deviation of the median of so many normal draws."""
+
+
+class Figure(BaseModel):
+    """A median of repeats with its interval."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    median: float
+    """Of the repeats."""
+    low: float | None
+    """null: too few repeats to say."""
+    high: float | None
+    """null: too few repeats to say."""
+
+    def verdict(self) -> str:
+        """Say what a gain comes to: faster, slower, or no measurable gain."""
+        if self.low is None or self.high is None:
+            return f"x{self.median:.2f}, too few repeats to be sure"
+        if self.low <= 1 <= self.high:
+            return "no measurable gain"
+        return f"x{self.median:.2f}" if self.median > 1 else f"slower, x{self.median:.2f}"
+
+    def worth(self) -> str:
+        """Say what the speedup is worth that was left out: the gain of having it."""
+        if self.low is None or self.high is None:
+            return f"worth x{self.median:.2f}, too few repeats to be sure"
+        if self.low <= 1 <= self.high:
+            return "worth nothing measurable"
+        return f"worth x{self.median:.2f}" if self.median > 1 else f"faster without it, worth x{self.median:.2f}"
 
 
 @dataclass(frozen=True)
-class Interval:
-    """A median of repeats, and where 95% of the medians of other such repeats would lie."""
+class Spread:
+    """The noise of one measurement, as all rungs on one machine share it."""
 
-    median: float
-    low: float | None
-    """None: too few repeats to say."""
-    high: float | None
-    repeats: int
-
-    @property
-    def is_known(self) -> bool:
-        """Whether there were repeats enough for an interval."""
-        return self.low is not None
-
-    def holds(self, value: float) -> bool:
-        """Say whether `value` lies inside; an unknown interval holds everything."""
-        return self.low is None or self.high is None or self.low <= value <= self.high
+    deviation: float
+    """Standard deviation of the logarithms."""
+    freedom: int
+    """Degrees of freedom that it rests on."""
 
 
-def deviations(groups: Iterable[Sequence[float]]) -> list[float]:
-    """Return the log-distances of each group's values from its own median, widened for what the median took from so few.
-
-    They are the noise of one measurement, as all rungs on one machine share it.
-    """
-    found: list[float] = []
+def spread(groups: Iterable[Sequence[float]]) -> Spread:
+    """Return the noise that the repeats of all groups show together, each about its own mean."""
+    squares, freedom = 0.0, 0
     for group in groups:
-        if len(group) < 2:
-            continue
-        logs = np.log(group)
-        found += ((logs - np.median(logs)) * math.sqrt(len(group) / (len(group) - 1))).tolist()
-    return found
+        if len(group) > 1:
+            squares += (len(group) - 1) * statistics.variance(map(math.log, group))
+            freedom += len(group) - 1
+    return Spread(math.sqrt(squares / max(freedom, 1)), freedom)
 
 
-def interval(values: Sequence[float], *, shared: Sequence[float] = (), seed: int = 0) -> Interval:
-    """Return the median of positive `values` with its bootstrap interval.
+def median_of(values: Sequence[float], *, shared: Spread) -> Figure:
+    """Return the median of positive `values` with its interval.
 
-    Five repeats or more are resampled themselves. Fewer say too little of their own spread (two repeats fall on one side of the
-    truth half of the time), so the noise is resampled from `shared`, the `deviations` of all rungs; without them it is unknown. One
-    repeat alone may be anything: a machine's load can change between the two that are compared.
+    Of five repeats or more it is that of the sign test, which holds whatever the noise is like: of five, their range. Fewer say
+    too little of their own spread (two repeats fall on one side of the truth half of the time), so it is Student's, from the
+    noise of all rungs; where that rests on too few as well it is unknown. One repeat alone may be anything: a machine's load can
+    change between the two that are compared.
     """
-    logs = np.log(values)
-    median = float(np.exp(np.median(logs)))
-    draw = np.random.default_rng(seed)
-    if len(values) >= ENOUGH:
-        medians = np.median(draw.choice(logs, size=(RESAMPLES, len(values))), axis=1)
-    elif len(values) > 1 and len(shared) >= FEWEST_DEVIATIONS:
-        noise = np.median(draw.choice(np.asarray(shared), size=(RESAMPLES, len(values))), axis=1)
-        medians = np.median(logs) - noise
+    logs = sorted(map(math.log, values))
+    median = statistics.median(logs)
+    if len(logs) >= ENOUGH:
+        outside = left_out(len(logs))
+        low, high = logs[outside], logs[-1 - outside]
+    elif len(logs) > 1 and shared.freedom >= FEWEST_FREEDOM:
+        half = student(shared.freedom) * shared.deviation * MEDIAN_DEVIATION[len(logs)]
+        low, high = median - half, median + half
     else:
-        return Interval(median, None, None, len(values))
-    low, high = np.quantile(medians, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
-    return Interval(median, float(np.exp(low)), float(np.exp(high)), len(values))
+        return Figure(median=math.exp(median), low=None, high=None)
+    return Figure(median=math.exp(median), low=math.exp(low), high=math.exp(high))
 
 
-def mean_interval(values: Sequence[float], *, seed: int = 0) -> Interval:
-    """Return the mean of differences of either sign with its bootstrap interval; fewer than two say nothing of it.
+def left_out(repeats: int) -> int:
+    """Return how many of the sorted repeats lie outside the interval of the sign test on each side."""
+    outside, missed = 0, 2 * 0.5**repeats
+    while missed + (more := 2 * math.comb(repeats, outside + 1) * 0.5**repeats) <= 1 - CONFIDENCE:
+        outside, missed = outside + 1, missed + more
+    return outside
 
-    The field `median` holds the mean: over few seeds every one should count.
-    """
-    mean = float(np.mean(values))
-    if len(values) < 2:
-        return Interval(mean, None, None, len(values))
-    means = np.random.default_rng(seed).choice(np.asarray(values), size=(RESAMPLES, len(values))).mean(axis=1)
-    low, high = np.quantile(means, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
-    return Interval(mean, float(low), float(high), len(values))
+
+def mean_of(differences: Sequence[float]) -> tuple[float, float, float]:
+    """Return the mean of paired differences between its ends, (low, mean, high), by Student's t; three differences at least."""
+    mean = statistics.fmean(differences)
+    half = student(len(differences) - 1) * statistics.stdev(differences) / math.sqrt(len(differences))
+    return mean - half, mean, mean + half
+
+
+def student(freedom: int) -> float:
+    """Return Student's t for 95%, two-sided."""
+    return STUDENT[min(freedom, len(STUDENT)) - 1]

@@ -11,7 +11,7 @@ from flatout.measure.experiment import Experiment, Point, with_speedups
 from flatout.measure.judge import Measured, measured_row
 from flatout.measure.results import Row
 from flatout.measure.settling import Settled
-from flatout.measure.statistics import deviations
+from flatout.measure.statistics import spread
 from flatout.registry import MODELS, SPEEDUPS, unknown_name
 from flatout.selection import parse_wish, select
 
@@ -35,7 +35,7 @@ def sweep_experiment(what: str, asked: RunConfig, settled: Settled) -> Experimen
         raise ConfigError(f"--sweep {what} has nothing to measure: {'; '.join(f'{k}: {v}' for k, v in refused.items())}.", fix="Sweep another size.")
 
     def rows(found: Measured) -> list[Row]:
-        noise = deviations(found.rates(name) for name in values)
+        noise = spread(found.rates(name) for name in values)
         lines = [measured_row(name, "point", name, found, noise) for name in values]
         return lines + [Row(name=name, kind="absent", status="not-measured", reason=reason) for name, reason in refused.items()]
 

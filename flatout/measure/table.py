@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flatout.measure.results import INTERRUPTED, TIME_WAS_UP, Figure, Report, Row
+from flatout.measure.results import INTERRUPTED, TIME_WAS_UP, Report, Row
+from flatout.measure.statistics import Figure
 
 HEADINGS = {
     ("baseline", "added"): "One at a time, from the plain way up",
@@ -73,7 +74,7 @@ def setting(report: Report) -> str:
     """Return where and how the figures were made, in one line."""
     facts = [report.machine]
     facts += [f"{name} {report.environment[name]}" for name in ("torch", "threads") if name in report.environment]
-    facts += [f"{report.repeats} interleaved rounds, each trial in a process of its own", "medians with 95% bootstrap intervals"]
+    facts += [f"{report.repeats} interleaved rounds, each trial in a process of its own", "medians with 94% intervals"]
     facts += ["gains are medians of the ratios within rounds"] if report.kind == "ladder" else []
     facts += [f"commit {report.commit}"] if report.commit else []
     return "; ".join([*facts, report.began]) + "."

@@ -9,7 +9,8 @@ import pytest
 from flatout import cli
 from flatout.measure import bench as measuring
 from flatout.measure import results
-from flatout.measure.results import Figure, Report, Row
+from flatout.measure.results import Report, Row
+from flatout.measure.statistics import Figure
 
 
 @pytest.fixture

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from flatout.measure.results import Figure, Report, Row, Trial
+from flatout.measure.results import Report, Row, Trial
 from flatout.measure.spec import TrialResult
+from flatout.measure.statistics import Figure
 
 
 def row(name, kind, rate, gain=None, **more):

@@ -9,6 +9,7 @@ from flatout.measure.judge import Measured, keeps, ladder_rows, largest_differen
 from flatout.measure.ladder import Absent, Ladder, Rung
 from flatout.measure.results import INTERRUPTED, Trial
 from flatout.measure.spec import TrialResult
+from flatout.measure.statistics import Spread
 from flatout.recipe import Promise
 
 LADDER = Ladder(
@@ -124,7 +125,7 @@ def test_a_promise_is_kept_only_over_all_losses_and_broken_by_any():
 
 
 def test_after_an_interruption_nothing_speaks_of_time():
-    row = measured_row("baseline", "baseline", "baseline", Measured([], INTERRUPTED), [])
+    row = measured_row("baseline", "baseline", "baseline", Measured([], INTERRUPTED), Spread(0.0, 0))
     assert row.reason == "not measured: it was interrupted before its turn."
 
 
@@ -150,9 +151,9 @@ def test_a_statistical_promise_is_judged_over_seeds():
     assert keeps(Promise.statistical(), better, loss_steps=1)[0]
     assert keeps(Promise.statistical(), same, loss_steps=1)[0]
     assert not keeps(Promise.statistical(), worse, loss_steps=1)[0]
-    kept, reason = keeps(Promise.statistical(), worse[:1], loss_steps=1)
-    assert kept is None
-    assert "two repeats" in reason
+    assert keeps(Promise.statistical(), worse[:2], loss_steps=1) == (None, "too few seeds to judge: 2 of 3")
+    unsure = [([2.0 + off], [2.0]) for off in (0.01, 0.02, 0.06)]
+    assert keeps(Promise.statistical(), unsure, loss_steps=1)[0], "three that lie on one side may do so by chance"
     assert "3 seeds" in keeps(Promise.statistical(), worse, loss_steps=1)[1]
 
 
@@ -163,5 +164,5 @@ def test_a_difference_is_relative():
 
 def test_a_row_holds_the_middle_of_its_repeats():
     trials = [ok("baseline", n, 100.0, step_ms=step, peak_gib=gib) for n, (step, gib) in enumerate([(9.0, 1.0), (10.0, 3.0), (30.0, 2.0)])]
-    row = measured_row("baseline", "baseline", "baseline", Measured(trials), [])
+    row = measured_row("baseline", "baseline", "baseline", Measured(trials), Spread(0.0, 0))
     assert (row.step_ms, row.peak_gib, row.repeats, row.warmup_steps) == (10.0, 3.0, 3, 9)

@@ -9,24 +9,9 @@ import pytest
 from flatout.config import load_config
 from flatout.errors import ConfigError
 from flatout.measure import results
-from flatout.measure.results import Figure, commit_of_package, place_for, read, write
-from flatout.measure.statistics import Interval
+from flatout.measure.results import commit_of_package, place_for, read, write
 
 CONFIG = load_config("shakespeare-char")
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "median", "verdict"),
-    [
-        (1.1, 1.3, 1.2, "x1.20"),
-        (0.98, 1.05, 1.01, "no measurable gain"),
-        (1.0, 1.2, 1.1, "no measurable gain"),
-        (0.8, 0.9, 0.87, "slower, x0.87"),
-        (None, None, 1.4, "x1.40, too few repeats to be sure"),
-    ],
-)
-def test_a_gain_in_words(low, high, median, verdict):
-    assert Figure.of(Interval(median, low, high, 3)).verdict() == verdict
 
 
 def test_a_report_passes_through_its_file(sample_report, tmp_path):

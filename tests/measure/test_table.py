@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from flatout.measure.results import Figure, Row
+from flatout.measure.results import Row
+from flatout.measure.statistics import Figure
 from flatout.measure.table import bars, milliseconds, table
 
 
