@@ -80,12 +80,11 @@ def _guarded(words: list[str]) -> int:
     as_json = "--json" in words
     try:
         with _terminated_like_interrupted():
-            _run(words)
+            return _run(words)
     except FlatoutError as error:
         return _fail(error, as_json)
     except KeyboardInterrupt:
         return _fail(Interrupted("Interrupted.", fix="Run the same command again.", signal_number=signal.SIGINT), as_json)
-    return 0
 
 
 @contextlib.contextmanager
@@ -102,24 +101,24 @@ def _terminated_like_interrupted() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _run(words: list[str]) -> None:
+def _run(words: list[str]) -> int:
     _refuse_broken(words)
     if words[:1] == ["help"] and len(words) > 1:
         words = [words[1], "--help"]
     if not words or words[0] in {"--help", "-h", "help"}:
         width = max(len(name) for name in COMMANDS.names())
         print(HELP.format(commands="\n".join(f"  {name:<{width}}  {COMMANDS.describe(name)}" for name in COMMANDS.names())), end="")
-        return
+        return 0
     if words[0] == "--version":
         from flatout import __version__
 
         print(f"flatout {__version__}")
-        return
+        return 0
     name, *rest = words
     if name.startswith("-"):
         guess = nearest(name, ["--help", "--version"])
         raise ConfigError(f"flatout has no option {name!r}.", fix=f"Did you mean {guess!r}?" if guess else "`flatout --help` shows the commands.")
-    _parse_and_call(name, rest)
+    return _parse_and_call(name, rest)
 
 
 def _refuse_broken(words: list[str]) -> None:
@@ -133,7 +132,7 @@ def _refuse_broken(words: list[str]) -> None:
     raise ConfigError(f"{shown} cannot be read where this locale says that text is {sys.getfilesystemencoding()}.", fix="Set PYTHONUTF8=1.")
 
 
-def _parse_and_call(name: str, words: list[str]) -> None:
+def _parse_and_call(name: str, words: list[str]) -> int:
     """Parse first and call afterwards, outside the parser: it has habits of its own with exceptions."""
     import typer
 
@@ -145,8 +144,7 @@ def _parse_and_call(name: str, words: list[str]) -> None:
         if not isinstance(error, _click_exception(typer.BadParameter)):
             raise
         raise _explained(error, name, parser) from error
-    for command, values in parsed:
-        _call(command, values)
+    return max((_call(command, values) for command, values in parsed), default=0)
 
 
 def _click_exception(known: type) -> type:
@@ -213,8 +211,8 @@ def _line_parameters(function: Callable[..., Any]) -> Iterator[inspect.Parameter
             yield parameter.replace(annotation=annotation)
 
 
-def _call(command: Command, values: dict[str, Any]) -> None:
-    """Call the command with the terminal's own progress, and print its result."""
+def _call(command: Command, values: dict[str, Any]) -> int:
+    """Call the command with the terminal's own progress, print its result, and return its exit code."""
     from flatout.terminal import Terminal
 
     as_json = values.pop("as_json")
@@ -232,6 +230,7 @@ def _call(command: Command, values: dict[str, Any]) -> None:
         terminal.close()
     if speaks:
         _show(result, as_json)
+    return result.exit_code
 
 
 def _python_parameters(command: Command, terminal: Terminal, speaks: bool, as_json: bool) -> dict[str, Any]:

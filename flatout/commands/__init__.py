@@ -25,6 +25,11 @@ class Result(BaseModel):
         width = max((len(name) for name in fields), default=0)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in fields.items())
 
+    @property
+    def exit_code(self) -> int:
+        """The program's exit code once the result is printed: 0, unless a command says otherwise."""
+        return 0
+
 
 @dataclass(frozen=True)
 class Command:

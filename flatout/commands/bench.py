@@ -38,6 +38,8 @@ class BenchResult(Result):
     """Rounds that were begun."""
     complete: bool
     """Whether nobody interrupted it."""
+    ended_by_signal: int | None
+    """Which signal interrupted it: 2 is Ctrl+C, 15 asks to end; null: none."""
     wall_s: float
     """Seconds in all."""
 
@@ -48,7 +50,12 @@ class BenchResult(Result):
         from flatout.terminal import duration
 
         shown = bars(read(Path(self.path)), encoding=sys.stdout.encoding or "ascii")
-        return f"{shown}\n\n{self.path}/  table.md, bench.svg, bench.json; {duration(self.wall_s)}"
+        return f"{shown}\n\n{self.path}/  table.md, bench.svg, bench.json, trials.jsonl; {duration(self.wall_s)}"
+
+    @property
+    def exit_code(self) -> int:
+        """The program's exit code: 130 or 143 after an interruption, although there are results."""
+        return 0 if self.ended_by_signal is None else 128 + self.ended_by_signal
 
 
 def bench(
@@ -65,9 +72,9 @@ def bench(
 
     The ladder adds one speedup at a time to the plain way of training, up to the set that `train` would use; then leaves each
     out of it, and puts those into it that are off. Every trial is a process of its own; repeats are interleaved. Ctrl+C ends the
-    measuring and shows what there is.
+    measuring and shows what there is. Each trial is in trials.jsonl as soon as it ends.
 
-    Raises: UsageError before anything was measured; RunFailed when nothing could be.
+    Raises: UsageError before anything was measured; RunFailed when nothing could be; Interrupted when nothing was by then.
     """
     from flatout.measure.bench import run_bench
 
@@ -83,6 +90,7 @@ def bench(
         total_speedup_high=total.high if total else None,
         repeats=report.repeats,
         complete=report.complete,
+        ended_by_signal=report.ended_by_signal,
         wall_s=report.wall_s,
     )
 

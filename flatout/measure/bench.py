@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import statistics
 import tempfile
 import time
@@ -17,7 +18,7 @@ from flatout.measure.experiment import Experiment, Point, with_speedups
 from flatout.measure.judge import Measured, ladder_rows
 from flatout.measure.ladder import BASELINE, make_ladder, promise_between
 from flatout.measure.picture import picture
-from flatout.measure.results import INTERRUPTED, TIME_WAS_UP, Report, Row, Trial, commit_of_package, place_for, write
+from flatout.measure.results import INTERRUPTED, TIME_WAS_UP, TRIALS, Report, Row, Trial, commit_of_package, keep, place_for, write
 from flatout.measure.settling import Settled, settle_apart
 from flatout.measure.spec import TrialResult, TrialSpec
 from flatout.measure.statistics import Figure, median_of, spread
@@ -41,7 +42,13 @@ class Rounds:
 
     trials: list[Trial]
     begun: int = 0
-    is_complete: bool = True
+    ended_by_signal: int | None = None
+    """The signal that interrupted them; None: they went to their end."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nobody interrupted them."""
+        return self.ended_by_signal is None
 
     @property
     def stopped_by(self) -> str:
@@ -62,8 +69,8 @@ def run_bench(
 ) -> tuple[Report, Path]:
     """Measure the ladder of a recipe, or a sweep, and write bench.json, table.md and bench.svg; return the report and its folder.
 
-    An interruption ends the measuring; what has been measured by then is judged and written.
-    Raises: UsageError before anything was measured; RunFailed when nothing could be, and then nothing is written.
+    Each trial is added to trials.jsonl as it ends. An interruption ends the measuring; what has been measured by then is judged
+    and written. Raises: UsageError before anything was measured; RunFailed when nothing could be; Interrupted when nothing was by then.
     """
     began_s, began = clock(), datetime.now().astimezone()
     if stated_ranks().world_size > 1:
@@ -78,8 +85,9 @@ def run_bench(
     experiment = sweep_experiment(sweep, asked, settled) if sweep else ladder_experiment(asked, settled, put_in)
     budget = Budget(len(experiment.points) + len(experiment.extras), minutes=minutes, repeats=repeats, began_s=began_s, clock=clock)
     with tempfile.TemporaryDirectory(prefix="flatout-bench-") as scratch:
-        rounds = measure(experiment, asked, budget, Path(scratch), trial, progress)
-    require_figures(rounds)
+        bench, start = (asked.name, experiment.kind, asked.digest()), began.isoformat(timespec="seconds")
+        rounds = measure(experiment, asked, budget, Path(scratch), trial, progress, keep=lambda ended: keep(ended, bench, start, place))
+    require_figures(rounds, place)
     found = Measured(rounds.trials, rounds.stopped_by)
     rows = experiment.rows(found)
     report = Report(
@@ -90,11 +98,12 @@ def run_bench(
         machine=settled.machine.describe(),
         environment=next((t.result.environment for t in rounds.trials if t.result.is_ok), {}),
         commit=commit_of_package(),
-        began=began.isoformat(timespec="seconds"),
+        began=start,
         wall_s=round(clock() - began_s, 1),
         minutes=minutes,
         repeats=rounds.begun,
         complete=rounds.is_complete,
+        ended_by_signal=rounds.ended_by_signal,
         notes=notes(settled, experiment, rounds, rows),
         rows=rows,
         total_speedup=total_speedup(experiment, found),
@@ -104,18 +113,20 @@ def run_bench(
     return report, place
 
 
-def require_figures(rounds: Rounds) -> None:
+def require_figures(rounds: Rounds, place: Path) -> None:
     """Do nothing when at least one trial gave figures.
 
-    Raises: RunFailed, with what came of the first trial.
+    Raises: Interrupted after an interruption; else RunFailed, with what came of the first trial.
     """
     if any(trial.result.is_ok for trial in rounds.trials):
         return
+    if rounds.ended_by_signal is not None:
+        raise Interrupted("Interrupted before a trial had ended with figures.", fix="Run it again.", signal_number=rounds.ended_by_signal)
     if not rounds.trials:
         raise RunFailed(f"Nothing was measured: {rounds.stopped_by} before a trial had ended.", fix="Run it again, and give it longer.")
     first = rounds.trials[0]
     fix = "Give it more --minutes." if first.result.status == "timed-out" else "Try the same recipe with `flatout train`."
-    raise RunFailed(f"Nothing was measured: {first.point}: {first.result.reason}", fix=fix)
+    raise RunFailed(f"Nothing was measured: {first.point}: {first.result.reason} All that failed is in {place / TRIALS}.", fix=fix)
 
 
 def ladder_experiment(asked: RunConfig, settled: Settled, put_in: Mapping[str, Sequence[str] | str]) -> Experiment:
@@ -140,8 +151,16 @@ def ladder_experiment(asked: RunConfig, settled: Settled, put_in: Mapping[str, S
     )
 
 
-def measure(experiment: Experiment, asked: RunConfig, budget: Budget, scratch: Path, trial: RunTrial, progress: Progress) -> Rounds:
-    """Measure every point once a round, until the rounds or the time are over, or somebody interrupts.
+def measure(
+    experiment: Experiment,
+    asked: RunConfig,
+    budget: Budget,
+    scratch: Path,
+    trial: RunTrial,
+    progress: Progress,
+    keep: Callable[[Trial], None],
+) -> Rounds:
+    """Measure every point once a round, until the rounds or the time are over, or somebody interrupts; `keep` gets each trial as it ends.
 
     Round r trains every point with the recipe's seed + r, so that the losses of a round can be compared. A point that fails in
     its first round is not tried again.
@@ -172,11 +191,14 @@ def measure(experiment: Experiment, asked: RunConfig, budget: Budget, scratch: P
                     result = trial(spec, budget.timeout_s(name))
                     budget.record(name, result.process_s)
                     rounds.trials.append(Trial(point=name, round=number, seed=seed, result=result))
+                    keep(rounds.trials[-1])
                     if not result.is_ok and is_new:
                         del alive[name]
                         budget.drop(name)
-        except (KeyboardInterrupt, Interrupted):
-            rounds.is_complete = False
+        except KeyboardInterrupt:
+            rounds.ended_by_signal = signal.SIGINT
+        except Interrupted as interruption:
+            rounds.ended_by_signal = interruption.exit_code - 128
     return rounds
 
 

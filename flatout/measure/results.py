@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,11 @@ from flatout.errors import ConfigError
 from flatout.measure.spec import TrialResult
 from flatout.measure.statistics import Figure
 from flatout.registry import PACKAGE_DIR
-from flatout.training.files import write_text
+from flatout.training.files import append_line, read_lines, sync, write_text
 from flatout.training.folder import run_name
 
 FORMAT_VERSION = 1
-JSON, TABLE, PICTURE = "bench.json", "table.md", "bench.svg"
+JSON, TABLE, PICTURE, TRIALS = "bench.json", "table.md", "bench.svg", "trials.jsonl"
 BENCHES = Path("bench")
 """Where results lie unless --out says otherwise."""
 TIME_WAS_UP, INTERRUPTED = "the time was up", "it was interrupted"
@@ -139,6 +140,8 @@ class Report(Written):
     """Rounds that were begun."""
     complete: bool
     """Whether it was not interrupted."""
+    ended_by_signal: int | None = None
+    """The signal that interrupted it; null: none."""
     notes: list[str]
     """What a reader of the figures has to know."""
     rows: list[Row]
@@ -173,10 +176,8 @@ def place_for(config: RunConfig, kind: str, out: Path | None) -> Path:
     if out is not None:
         if out.exists() and not out.is_dir():
             raise ConfigError(f"{out} is a file.", fix="Choose a folder with --out DIR.")
-        if out.is_dir() and any(out.iterdir()) and not (out / JSON).exists():
-            raise ConfigError(f"{out} holds other files, and no bench.", fix="Choose a new folder with --out DIR.")
-        if (out / JSON).exists():
-            require_same(read(out), config, kind, out)
+        if out.is_dir() and any(out.iterdir()):
+            require_same(out, config, kind)
         return out
     stem = run_name(config) + ("" if kind == "ladder" else f"-{kind}")
     taken = {path.name for path in BENCHES.iterdir()} if BENCHES.is_dir() else set()
@@ -184,15 +185,34 @@ def place_for(config: RunConfig, kind: str, out: Path | None) -> Path:
     return BENCHES / (stem if stem not in taken else f"{stem}-{max(numbers, default=1) + 1}")
 
 
-def require_same(held: Report, config: RunConfig, kind: str, out: Path) -> None:
-    """Do nothing when a bench of `config` and `kind` may take the place of the one that `out` holds.
+def require_same(out: Path, config: RunConfig, kind: str) -> None:
+    """Do nothing when a bench of `config` and `kind` may take the place of the one that `out` holds, ended or killed.
 
-    Raises: ConfigError when that is another one.
+    Raises: ConfigError when that is another one, or something else.
     """
-    if (held.config_digest, held.kind) != (config.digest(), kind):
-        one = f"{held.recipe} ({held.kind}, configuration {held.config_digest[:8]})"
-        other = f"{config.name} ({kind}, configuration {config.digest()[:8]})"
+    held = label(read(out)) if (out / JSON).exists() else next(read_lines(out / TRIALS), {}).get("bench")
+    if held is None:
+        raise ConfigError(f"{out} holds other files, and no bench.", fix="Choose a new folder with --out DIR.")
+    asked = (config.name, kind, config.digest())
+    if held[1:] != [*asked[1:]]:
+        one, other = (f"{name} ({what}, configuration {digest[:8]})" for name, what, digest in (held, asked))
         raise ConfigError(f"{out} holds the bench of {one}; this one is of {other}.", fix="Choose another folder with --out DIR.")
+
+
+def label(report: Report) -> list[str]:
+    """Return which bench a report is of: the recipe's name, the kind, the configuration's digest."""
+    return [report.recipe, report.kind, report.config_digest]
+
+
+def keep(trial: Trial, bench: Sequence[str], began: str, place: Path) -> None:
+    """Add a trial that has just ended to trials.jsonl, so that nothing that happens to this process loses it.
+
+    The file only grows: `bench`, its label, and `began` say which bench a line is of.
+    """
+    place.mkdir(parents=True, exist_ok=True)
+    append_line(place / TRIALS, {"bench": list(bench), "began": began, **trial.model_dump(mode="json")})
+    sync(place / TRIALS)
+    sync(place)
 
 
 def write(report: Report, table: str, picture: str, place: Path) -> None:

@@ -64,8 +64,24 @@ def test_a_person_sees_bars_and_where_the_results_lie(measured, capsys, tmp_path
     shown = capsys.readouterr().out
     assert "█" in shown or "#" in shown
     assert "no measurable gain" in shown
-    assert f"{tmp_path / 'bench'}/  table.md, bench.svg, bench.json" in shown
+    assert f"{tmp_path / 'bench'}/  table.md, bench.svg, bench.json, trials.jsonl" in shown
     assert (measured["sweep"], measured["repeats"]) == ("batch", 3)
+
+
+@pytest.mark.parametrize(("number", "code"), [(2, 130), (15, 143)])
+def test_an_interruption_shows_what_there_is_and_is_the_exit_code(measured, sample_report, capsys, tmp_path, tiny_set, monkeypatch, number, code):
+    stopped = sample_report.model_copy(update={"complete": False, "ended_by_signal": number})
+
+    def run_bench(config, **options):
+        results.write(stopped, "table\n", "<svg/>", tmp_path)
+        return stopped, tmp_path
+
+    monkeypatch.setattr(measuring, "run_bench", run_bench)
+    assert run("shakespeare-char", f"data.path={tiny_set}") == code
+    assert "no measurable gain" in capsys.readouterr().out
+    assert run("shakespeare-char", f"data.path={tiny_set}", "--json") == code
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (found["complete"], found["ended_by_signal"]) == (False, number)
 
 
 @pytest.mark.parametrize(

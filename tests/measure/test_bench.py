@@ -14,6 +14,7 @@ from flatout.measure.budget import Budget
 from flatout.measure.experiment import Experiment, Point
 from flatout.measure.results import Trial, read
 from flatout.measure.spec import TrialResult
+from flatout.training.files import read_lines
 
 SLOW = {"pretokenised": 1.3, "micro-batch": 2.0, "onednn": 1.2}
 """What speedups gain on the made-up machine; all others nothing."""
@@ -159,6 +160,7 @@ def test_what_fails_is_a_row_and_the_ladder_goes_on(auto_config, tmp_path):
 def test_an_interruption_keeps_what_was_measured(auto_config, tmp_path, error):
     report, place = bench(auto_config, MadeUp(stops_after=4, error=error), tmp_path)
     assert not report.complete
+    assert report.ended_by_signal == (2 if error is KeyboardInterrupt else 15)
     assert len(report.trials) == 4
     assert read(place) == report
     assert "interrupted" in report.notes[0]
@@ -166,18 +168,44 @@ def test_an_interruption_keeps_what_was_measured(auto_config, tmp_path, error):
 
 
 def test_interrupted_before_anything_was_measured(auto_config, tmp_path):
-    with pytest.raises(RunFailed, match="it was interrupted before"):
+    with pytest.raises(Interrupted, match="before a trial had ended") as stopped:
         bench(auto_config, MadeUp(stops_after=0), tmp_path)
+    assert stopped.value.exit_code == 130
     assert not (tmp_path / "bench").exists()
 
 
-def test_when_every_trial_fails_nothing_is_written(auto_config, tmp_path):
+def test_a_trial_is_on_disk_as_soon_as_it_ends(auto_config, tmp_path):
+    """A process that is killed has no word to say: what it leaves is looked at from inside a trial."""
+    made_up, seen = MadeUp(), []
+
+    def watched(spec, timeout_s):
+        seen.append(len(list(read_lines(tmp_path / "bench" / "trials.jsonl"))))
+        if len(seen) > 3:
+            raise SystemError("as good as killed")
+        return made_up(spec, timeout_s)
+
+    with pytest.raises(SystemError):
+        run_bench(auto_config, out=tmp_path / "bench", trial=watched, clock=made_up.clock)
+    assert seen == [0, 1, 2, 3]
+    lines = list(read_lines(tmp_path / "bench" / "trials.jsonl"))
+    assert lines[0]["point"] == "baseline"
+    assert lines[0]["result"]["tokens_per_s"] > 0
+    assert lines[0]["bench"] == ["tiny", "ladder", auto_config.digest()]
+    report, place = bench(auto_config, MadeUp(), tmp_path, repeats=1)
+    kept = list(read_lines(place / "trials.jsonl"))
+    assert kept[:3] == lines, "another start adds to them"
+    assert [line["point"] for line in kept[3:]] == [trial.point for trial in report.trials]
+    with pytest.raises(ConfigError, match="holds the bench of"):
+        bench(auto_config.with_values({"train.seed": 3}), MadeUp(), tmp_path)
+
+
+def test_when_every_trial_fails_the_failures_are_what_is_written(auto_config, tmp_path):
     def broken(spec, timeout_s):
         return TrialResult(status="failed", reason="It fell over.")
 
     with pytest.raises(RunFailed, match="Nothing was measured: baseline: It fell over"):
         run_bench(auto_config, out=tmp_path / "bench", trial=broken, repeats=2)
-    assert not (tmp_path / "bench").exists()
+    assert [path.name for path in (tmp_path / "bench").iterdir()] == ["trials.jsonl"]
 
 
 def test_the_shortest_bench_finds_the_total(auto_config, tmp_path):
@@ -229,7 +257,7 @@ def test_the_time_left_is_said_in_seconds_at_the_end(seconds, shown):
 
 def test_everything_is_written_and_read_back(auto_config, tmp_path):
     report, place = bench(auto_config, MadeUp(), tmp_path, repeats=2)
-    assert sorted(path.name for path in place.iterdir()) == ["bench.json", "bench.svg", "table.md"]
+    assert sorted(path.name for path in place.iterdir()) == ["bench.json", "bench.svg", "table.md", "trials.jsonl"]
     assert read(place) == report
     assert "NaN" not in (place / "bench.json").read_text()
     assert report.config["speedups"] == "auto"

@@ -10,6 +10,7 @@ from flatout.config import load_config
 from flatout.errors import ConfigError
 from flatout.measure import results
 from flatout.measure.results import commit_of_package, place_for, read, write
+from flatout.measure.spec import TrialResult
 
 CONFIG = load_config("shakespeare-char")
 
@@ -61,6 +62,17 @@ def test_only_the_same_bench_is_written_over(sample_report, tmp_path):
         assert "--out" in refused.value.fix
     (tmp_path / "bench.json").write_text("{}")
     with pytest.raises(ConfigError, match="no bench that this flatout can read"):
+        place_for(CONFIG, "ladder", tmp_path)
+
+
+def test_a_folder_with_the_trials_of_a_bench_that_was_killed_takes_the_same_again(tmp_path):
+    trial = results.Trial(point="baseline", round=0, seed=0, result=TrialResult(status="failed", reason="It fell over."))
+    results.keep(trial, (CONFIG.name, "ladder", CONFIG.digest()), "2026-11-20", tmp_path)
+    assert place_for(CONFIG, "ladder", tmp_path) == tmp_path
+    with pytest.raises(ConfigError, match=r"this one is of shakespeare-char .batch"):
+        place_for(CONFIG, "batch", tmp_path)
+    (tmp_path / "trials.jsonl").write_text('{"something": "else"}\n')
+    with pytest.raises(ConfigError, match="holds other files"):
         place_for(CONFIG, "ladder", tmp_path)
 
 
