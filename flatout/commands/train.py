@@ -13,13 +13,11 @@ from flatout.commands import Command, Result
 from flatout.commands.eval import DatasetScore, score_table
 from flatout.config import RunConfig, load_config
 from flatout.progress import SILENT, Progress
+from flatout.training.named import RUNS
 
 if TYPE_CHECKING:
     from flatout.run import Run
     from flatout.training.observers import Observer
-
-RUNS = Path("runs")
-"""Where runs lie unless --run says otherwise."""
 
 
 class TrainResult(Result):

@@ -193,8 +193,8 @@ def require_same(out: Path, config: RunConfig, kind: str) -> None:
     held = label(read(out)) if (out / JSON).exists() else next(read_lines(out / TRIALS), {}).get("bench")
     if held is None:
         raise ConfigError(f"{out} holds other files, and no bench.", fix="Choose a new folder with --out DIR.")
-    asked = (config.name, kind, config.digest())
-    if held[1:] != [*asked[1:]]:
+    asked = [config.name, kind, config.digest()]
+    if held[1:] != asked[1:]:
         one, other = (f"{name} ({what}, configuration {digest[:8]})" for name, what, digest in (held, asked))
         raise ConfigError(f"{out} holds the bench of {one}; this one is of {other}.", fix="Choose another folder with --out DIR.")
 
