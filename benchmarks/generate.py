@@ -58,7 +58,7 @@ def main() -> None:
 def measure(context: int, num_tokens: int, repeats: int) -> list[dict]:
     """Return, for each repeat, the rate with and without the cache and the seconds to the first token."""
     torch.manual_seed(0)
-    model = Transformer(Transformer.check(SHAPE, seq_len=context), Ops(attention.fused, cross_entropy.fused)).eval()
+    model = Transformer(Transformer.check(SHAPE, seq_len=context), Ops.plain(attention=attention.fused, cross_entropy=cross_entropy.fused)).eval()
     prompt = torch.randint(SHAPE["vocab_size"], (context - num_tokens,), generator=torch.Generator().manual_seed(1)).tolist()
     rows = []
     for repeat in range(-1, repeats):  # the first turn warms up and is dropped

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
 
@@ -22,3 +23,12 @@ def test_a_marked_table_is_the_measured_one(path, name):
 
 def test_the_readme_has_one():
     assert any(path.name == "README.md" for path, _ in MARKED)
+
+
+def test_sampling_is_measured_with_and_without_the_cache(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    benchmark = importlib.import_module("generate")
+    monkeypatch.setattr(benchmark, "SHAPE", benchmark.SHAPE | {"num_layers": 1, "d_model": 16, "num_heads": 2, "vocab_size": 32})
+    (row,) = benchmark.measure(context=16, num_tokens=4, repeats=1)
+    assert row["same_tokens"]
+    assert row["times"] == pytest.approx(row["cached"]["tokens_per_s"] / row["anew"]["tokens_per_s"])
