@@ -7,8 +7,10 @@ from html import escape
 from flatout.measure.results import Report, Row
 from flatout.measure.table import absence, gain_words, groups, setting, title, total_words, unreached
 
-WIDTH, MARGIN, LABEL, BAR, ROW, HEADING = 1080, 24, 260, 400, 26, 40
-"""Pixels: the page, its border, the names, the longest bar, the height of a row, of a heading."""
+MARGIN, BAR, BESIDE, ROW, HEADING = 24, 400, 396, 26, 40
+"""Pixels: the border, the longest bar, the words beside it, the height of a row, of a heading."""
+SHORTEST_NAMES, LETTER = 260, 7.3
+"""Pixels: the least that the names take, and a letter of one."""
 COLOURS = {"baseline": "#9aa4b2", "added": "#2f6fde", "left-out": "#d98324", "put-in": "#3a9d6e", "point": "#2f6fde"}
 INK, PALE = "#1d2433", "#667085"
 LONGEST_TEXT = 118
@@ -19,6 +21,8 @@ def picture(report: Report) -> str:
     drawn = [(heading, rows) for heading, rows in groups(report) if rows[0].kind != "absent"]
     tops = [row.tokens_per_s.high or row.tokens_per_s.median for _, rows in drawn for row in rows if row.tokens_per_s]
     per_pixel = max(tops, default=1.0) / BAR
+    left = MARGIN + round(max([SHORTEST_NAMES, *(LETTER * len(row.short_name) for _, rows in drawn for row in rows)]))
+    width = left + BAR + BESIDE
     y = 84.0 if report.total_speedup else 62.0
     parts = [text(MARGIN, 38, title(report), size=20, weight="bold")]
     if report.total_speedup:
@@ -28,7 +32,7 @@ def picture(report: Report) -> str:
             parts.append(text(MARGIN, y + 22, heading, size=13, colour=PALE))
             y += HEADING - 8
         for row in rows:
-            parts += row_parts(row, y, per_pixel)
+            parts += row_parts(row, y, per_pixel, left)
             y += ROW
         y += 10
     for said in (line for words in unreached(report) for line in broken(words)):
@@ -37,15 +41,15 @@ def picture(report: Report) -> str:
     parts += [text(MARGIN, y + 16 + 15 * number, line, size=10, colour=PALE) for number, line in enumerate(broken(setting(report)))]
     height = y + 34 + 15 * (len(broken(setting(report))) - 1)
     head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}" width="{WIDTH}" height="{height:.0f}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height:.0f}" width="{width}" height="{height:.0f}" '
         f'font-family="Helvetica, Arial, sans-serif">'
     )
-    return "\n".join([head, f'<rect width="{WIDTH}" height="{height:.0f}" fill="#ffffff"/>', *parts, "</svg>"]) + "\n"
+    return "\n".join([head, f'<rect width="{width}" height="{height:.0f}" fill="#ffffff"/>', *parts, "</svg>"]) + "\n"
 
 
-def row_parts(row: Row, y: float, per_pixel: float) -> list[str]:
-    """Return one row's elements: its name, its bar with the whisker, its rate and its gain; or why it has none."""
-    left, middle = MARGIN + LABEL, y + ROW / 2
+def row_parts(row: Row, y: float, per_pixel: float, left: float) -> list[str]:
+    """Return one row's elements: its name up to `left`, its bar with the whisker, its rate and its gain; or why it has none."""
+    middle = y + ROW / 2
     name = text(left - 10, middle + 4, row.short_name, size=13, anchor="end")
     if row.tokens_per_s is None:
         return [name, text(left, middle + 4, shortened(absence(row)), size=12, colour=PALE, style="italic")]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import xml.etree.ElementTree as ElementTree
 
-from flatout.measure.picture import WIDTH, picture
+import pytest
+
+from flatout.measure.picture import picture
 
 SPACE = "{http://www.w3.org/2000/svg}"
 
@@ -32,11 +34,15 @@ def test_names_gains_and_reasons_are_written_out(sample_report):
     assert any(word.startswith("Out of memory") for word in words)
 
 
-def test_everything_lies_on_the_page(sample_report):
-    page = drawn(sample_report)
-    height = float(page.get("height"))
+@pytest.mark.parametrize("name", ["all", "all, with one and another and a third for two that were there"])
+def test_everything_lies_on_the_page(sample_report, name):
+    rows = [row if row.kind != "put-in" else row.model_copy(update={"name": name}) for row in sample_report.rows]
+    page = drawn(sample_report.model_copy(update={"rows": rows}))
+    width, height = float(page.get("width")), float(page.get("height"))
     for element in page.iter():
-        for name, limit in (("x", WIDTH), ("x2", WIDTH), ("y", height), ("y2", height)):
-            assert 0 <= float(element.get(name) or 0) <= limit
+        for place, limit in (("x", width), ("x2", width), ("y", height), ("y2", height)):
+            assert 0 <= float(element.get(place) or 0) <= limit
     bars = [element for element in page.iter(f"{SPACE}rect") if element.get("x")]
-    assert max(float(bar.get("x")) + float(bar.get("width")) for bar in bars) < WIDTH
+    assert max(float(bar.get("x")) + float(bar.get("width")) for bar in bars) < width
+    names = [element for element in page.iter(f"{SPACE}text") if element.get("text-anchor") == "end"]
+    assert all(float(element.get("x")) > 6.5 * len(element.text) for element in names)
