@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from flatout.commands.prepare import prepare
     from flatout.commands.runs import runs
     from flatout.commands.train import train
+    from flatout.commands.verify import verify
     from flatout.config import RunConfig, Section, load_config
     from flatout.data.shards import Dataset
     from flatout.errors import FlatoutError
@@ -53,6 +54,7 @@ __all__ = [
     "runs",
     "sample",
     "train",
+    "verify",
 ]
 
 _HOMES = {
@@ -77,6 +79,7 @@ _HOMES = {
     "runs": "flatout.commands.runs",
     "sample": "flatout.commands.generate:generate",
     "train": "flatout.commands.train",
+    "verify": "flatout.commands.verify",
 }
 """Where each public name lives: a module, with `:attribute` where it has another name there.
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Sequence
+from collections.abc import Container, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -47,12 +47,8 @@ class Dataset:
         """
         folder = Path(path)
         dataset = cls(folder, read_manifest(folder))
-        for name, split in dataset.manifest.splits.items():
-            _check_files(folder, name, split, np.dtype(dataset.manifest.dtype).itemsize)
-        tokenizer = dataset.manifest.tokenizer
-        path = folder / tokenizer.file
-        if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != tokenizer.digest:
-            raise DataError(f"{path} is not the tokenizer that made these tokens.", fix=PREPARE_AGAIN)
+        for _, problem in file_problems(folder, dataset.manifest):
+            raise DataError(problem, fix=PREPARE_AGAIN)
         return dataset
 
     @property
@@ -186,6 +182,11 @@ class Split:
         out[rows, ends[first[rows] + within] - starts[rows]] = 1
         np.cumsum(out, axis=1, out=out)
 
+    def block_problems(self, *, but: Container[str] = ()) -> Iterator[tuple[int, str | None]]:
+        """Check every block of every file, but the files that are named; yield its size in bytes and what is wrong with it, if anything."""
+        for tape in (self._tokens, self._masks, self._ends):
+            yield from tape.block_problems(but=but)
+
     @cached_property
     def document_ends(self) -> Array:
         """The position after each document's last token, ascending."""
@@ -254,35 +255,69 @@ class _Tape:
         return blocks
 
     def _check_touched(self, first: Array, last: Array) -> None:
+        room = np.empty(BLOCK_BYTES, np.uint8)
         for step in range(int((last - first).max()) + 1):
             blocks = np.minimum(first + step, last)
             for block in np.unique(blocks[~self._checked[blocks]]):
-                self._check(int(block))
+                problem = self._problem(int(block), room)
+                if problem is not None:
+                    raise DataError(problem, fix=PREPARE_AGAIN)
+                self._checked[block] = True
         self._all_checked = bool(self._checked.all())
 
-    def _check(self, block: int) -> None:
+    def block_problems(self, *, but: Container[str]) -> Iterator[tuple[int, str | None]]:
+        """Check every block of the files, but those that are named; yield each one's size in bytes and what is wrong with it, if anything."""
+        room = np.empty(BLOCK_BYTES, np.uint8)
+        for file, entry in enumerate(self._entries):
+            if entry.name not in but:
+                for block in range(int(self._first_block[file]), int(self._first_block[file + 1])):
+                    within = block - int(self._first_block[file])
+                    yield min(entry.size_bytes - within * BLOCK_BYTES, BLOCK_BYTES), self._problem(block, room)
+
+    def _problem(self, block: int, room: Array) -> str | None:
+        """Read a block into `room` and say what is wrong with it, with its file and the byte; None when it is whole.
+
+        It is read and not mapped: what the disk refuses is an error then, and not the end of the process.
+        """
         file = int(np.searchsorted(self._first_block, block, side="right")) - 1
         within = block - int(self._first_block[file])
-        items = self._files[file][within * self._block_items : (within + 1) * self._block_items]
-        where = f"{self._paths[file]}, byte {within * BLOCK_BYTES}"
-        if zlib.crc32(items.data) != self._entries[file].block_crc32[within]:
-            raise DataError(f"{where}: the block of {items.nbytes} bytes from there fails its checksum.", fix=PREPARE_AGAIN)
+        start, size = within * BLOCK_BYTES, min(self._entries[file].size_bytes - within * BLOCK_BYTES, BLOCK_BYTES)
+        where = f"{self._paths[file]}, byte {start}"
+        room = room[:size]
+        try:
+            with self._paths[file].open("rb") as opened:
+                opened.seek(start)
+                if opened.readinto(room.data) != size:
+                    return f"{where}: the block of {size} bytes from there cannot be read whole."
+        except OSError as error:
+            return f"{where}: the block of {size} bytes from there cannot be read: {error.strerror or error}."
+        if zlib.crc32(room.data) != self._entries[file].block_crc32[within]:
+            return f"{where}: the block of {size} bytes from there fails its checksum."
+        items = room.view(self._stored)
         largest = int(items.max())
         if largest >= self._below:
-            byte = within * BLOCK_BYTES + int(items.argmax()) * items.itemsize
-            raise DataError(f"{self._paths[file]}, byte {byte}: {self._complaint.format(largest)}.", fix=PREPARE_AGAIN)
-        self._checked[block] = True
+            return f"{self._paths[file]}, byte {start + int(items.argmax()) * items.itemsize}: {self._complaint.format(largest)}."
+        return None
 
 
-def _check_files(folder: Path, name: str, split: SplitEntry, itemsize: int) -> None:
+def file_problems(folder: Path, manifest: Manifest) -> Iterator[tuple[str, str]]:
+    """Yield what is wrong with a folder's files as far as their sizes tell, and with its tokenizer: the file's name and a sentence."""
+    for name, split in manifest.splits.items():
+        yield from _size_problems(folder, name, split, np.dtype(manifest.dtype).itemsize)
+    path = folder / manifest.tokenizer.file
+    if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != manifest.tokenizer.digest:
+        yield path.name, f"{path} is not the tokenizer that made these tokens."
+
+
+def _size_problems(folder: Path, name: str, split: SplitEntry, itemsize: int) -> Iterator[tuple[str, str]]:
     for entry in (*split.shards, *split.masks, split.document_ends):
         path = folder / entry.name
         size = path.stat().st_size if path.is_file() else None
         if size != entry.size_bytes:
             found = "is missing" if size is None else f"has {size} bytes"
-            raise DataError(f"{path} {found}; the manifest says {entry.size_bytes} bytes.", fix=PREPARE_AGAIN)
+            yield entry.name, f"{path} {found}; the manifest says {entry.size_bytes} bytes."
         if len(entry.block_crc32) != -(-entry.size_bytes // BLOCK_BYTES):
-            raise DataError(f"{folder}: the manifest does not have one checksum a block for {entry.name}.", fix=PREPARE_AGAIN)
+            yield entry.name, f"{folder}: the manifest does not have one checksum a block for {entry.name}."
     sizes = {
         "tokens": (sum(entry.size_bytes for entry in split.shards), split.tokens * itemsize),
         "documents": (split.document_ends.size_bytes, split.documents * 8),
@@ -290,4 +325,4 @@ def _check_files(folder: Path, name: str, split: SplitEntry, itemsize: int) -> N
     }
     for what, (found_bytes, wanted_bytes) in sizes.items():
         if found_bytes != wanted_bytes:
-            raise DataError(f"{folder}: the files of {name} hold {found_bytes} bytes of {what}, not {wanted_bytes}.", fix=PREPARE_AGAIN)
+            yield name, f"{folder}: the files of {name} hold {found_bytes} bytes of {what}, not {wanted_bytes}."

@@ -1,0 +1,51 @@
+import json
+import subprocess
+import sys
+
+import pytest
+
+from flatout.commands.verify import COMMAND, verify
+from flatout.errors import DataError
+
+
+@pytest.fixture
+def folder(tmp_path):
+    from flatout.commands.prepare import prepare
+
+    text = tmp_path / "book.txt"
+    text.write_text("A sentence of a book.\n" * 300)
+    prepare([str(text)], tmp_path / "set", tokenizer="byte", workers=1)
+    return tmp_path / "set"
+
+
+def test_a_whole_data_set(folder):
+    result = verify(folder)
+    assert result.ok
+    assert result.exit_code == 0
+    assert result.summary().startswith(f"{folder} is whole: 4 blocks of 5 files read")
+
+
+def test_a_damaged_one_is_exit_code_1_with_the_list(folder):
+    shard = folder / "train-00000.bin"
+    shard.write_bytes(b"x" + shard.read_bytes()[1:])
+    done = subprocess.run([sys.executable, "-m", "flatout", "verify", str(folder), "--json"], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["ok"] is False
+    assert found["problems"] == [f"{shard}, byte 0: the block of {shard.stat().st_size} bytes from there fails its checksum."]
+    assert "is damaged: 1 problem" in done.stderr
+    assert "Fix:" in done.stderr
+
+
+def test_no_data_set(tmp_path):
+    with pytest.raises(DataError, match="flatout prepare"):
+        verify(tmp_path)
+
+
+def test_it_never_imports_torch(folder):
+    code = f"import sys; from flatout.commands.verify import verify; verify({str(folder)!r}); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_command():
+    assert COMMAND.call is verify
