@@ -2,19 +2,22 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from flatout.commands.verify import COMMAND, verify
+from flatout.data.tokenizer import make_tokenizer
+from flatout.data.writer import DatasetWriter
 from flatout.errors import DataError
 
 
 @pytest.fixture
 def folder(tmp_path):
-    from flatout.commands.prepare import prepare
-
-    text = tmp_path / "book.txt"
-    text.write_text("A sentence of a book.\n" * 300)
-    prepare([str(text)], tmp_path / "set", tokenizer="byte", workers=1)
+    tokenizer = make_tokenizer("byte", lambda _: iter([]))
+    with DatasetWriter(tmp_path / "set", vocab_size=tokenizer.vocab_size) as writer:
+        for split in (writer.train, writer.val):
+            split.append(np.array([72, 105, tokenizer.eot_id] * 50), [3, 150], text_bytes=100)
+        writer.finish(tokenizer=tokenizer, source={}, split_rule="named")
     return tmp_path / "set"
 
 
