@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict
 from flatout.commands import Command, Result
 from flatout.data.manifest import MANIFEST, Manifest
 from flatout.data.shards import Dataset, Split
+from flatout.data.tokenizer import Tokenizer
 from flatout.progress import SILENT, Progress
 
 BAR_WIDTH = 40
@@ -69,7 +70,7 @@ def inspect(
     *,
     progress: Progress = SILENT,
 ) -> InspectResult:
-    """Show a data set's size, documents, tokens, vocabulary, splits, document lengths and first tokens.
+    """Show a data set's size, documents, tokens, vocabulary, splits, document lengths, special tokens, skipped rows and first tokens.
 
     Raises: DataError when the folder is not a whole data set.
     """
@@ -80,6 +81,7 @@ def inspect(
         **_overview(dataset),
         **_splits(dataset),
         **_length_facts(lengths),
+        "special_tokens": _special_tokens(dataset.tokenizer),
         "skipped": {entry.reason: entry.count for entry in dataset.manifest.skipped},
         "skipped_first": {entry.reason: list(entry.first) for entry in dataset.manifest.skipped},
         "beginning": _beginning(dataset, tokens),
@@ -138,6 +140,13 @@ def _length_facts(lengths: np.ndarray[Any, Any]) -> dict[str, Any]:
         "longest_document": int(lengths.max()),
         "document_lengths": [entry._asdict() for entry in bins],
     }
+
+
+def _special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
+    """Return the tokens that no text becomes, end-of-text first."""
+    end = {tokenizer.decode([tokenizer.eot_id]): tokenizer.eot_id}
+    definition: dict[str, Any] = getattr(tokenizer, "definition", {})  # of a tokenizer.json, which may have more of them
+    return end | {entry["content"]: int(entry["id"]) for entry in definition.get("added_tokens", []) if entry.get("special")}
 
 
 def _beginning(dataset: Dataset, tokens: int) -> str:

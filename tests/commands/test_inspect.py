@@ -42,11 +42,26 @@ def test_the_facts(folder):
     assert result.value("split_rule") == "tail 0.1"
     assert result.value("train") == {"documents": 4, "tokens": 56, "text_bytes": 52, "shards": 1, "loss_mask": False}
     assert result.value("val") == {"documents": 1, "tokens": 6, "text_bytes": 5, "shards": 1, "loss_mask": False}
+    assert result.value("special_tokens") == {"<|endoftext|>": 256}
     assert result.value("skipped") == {"not UTF-8": 1234}
     assert result.value("skipped_first") == {"not UTF-8": ["a.txt:7"]}
     assert result.value("beginning").startswith("Hello\nworld")
     assert result.value("size_bytes") == sum(path.stat().st_size for path in folder.iterdir())
     assert result.value("no such fact") is None
+
+
+def test_the_special_tokens_of_a_tokenizer_json(tmp_path):
+    from tokenizers import Tokenizer, models
+
+    made = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    made.add_special_tokens(["<s>", "</s>"])
+    made.add_tokens(["plain"])
+    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = make_tokenizer(str(tmp_path / "tokenizer.json"), lambda _: iter([]))
+    with DatasetWriter(tmp_path / "set", vocab_size=tokenizer.vocab_size) as writer:
+        writer.train.append(np.array([0, 1, 3]), [3], text_bytes=2)
+        writer.finish(tokenizer=tokenizer, source={}, split_rule="named")
+    assert inspect(tmp_path / "set").value("special_tokens") == {"</s>": 3, "<s>": 2}
 
 
 def test_document_lengths_fall_into_powers_of_two(folder):
