@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from flatout.commands.demo import demo
     from flatout.commands.eval import evaluate
     from flatout.commands.generate import generate as sample
+    from flatout.commands.import_ import import_chunks
     from flatout.commands.inspect import inspect
     from flatout.commands.list import list_entries
     from flatout.commands.prepare import prepare
@@ -46,6 +47,7 @@ __all__ = [
     "bench",
     "demo",
     "evaluate",
+    "import_chunks",
     "inspect",
     "list_entries",
     "load_config",
@@ -71,6 +73,7 @@ _HOMES = {
     "bench": "flatout.commands.bench",
     "demo": "flatout.commands.demo",
     "evaluate": "flatout.commands.eval",
+    "import_chunks": "flatout.commands.import_",
     "inspect": "flatout.commands.inspect",
     "list_entries": "flatout.commands.list",
     "load_config": "flatout.config",

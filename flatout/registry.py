@@ -84,7 +84,7 @@ class Folder:
         files = {}
         for path in sorted((PACKAGE_DIR / self.folder).glob("*.py")):
             if not path.stem.startswith("_") and self.attribute in _assigned_names(path):
-                files[path.stem.replace("_", "-")] = path
+                files[path.stem.rstrip("_").replace("_", "-")] = path  # import_.py is `import`, which Python keeps for itself
         return files
 
     def names(self) -> list[str]:

@@ -45,7 +45,7 @@ class VerifyResult(Result):
 
 
 def verify(
-    data: Annotated[Path, typer.Argument(help="Folder written by `flatout prepare`.")],
+    data: Annotated[Path, typer.Argument(help="Folder written by `flatout prepare` or `flatout import`.")],
     *,
     progress: Progress = SILENT,
 ) -> VerifyResult:
