@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from flatout.data.manifest import SPLITS, SplitName, token_dtype
+from flatout.data.manifest import SPLITS, SkippedEntry, SplitName
 from flatout.data.tokenizer import Tokenizer
 from flatout.errors import DataError
 from flatout.sources import FIRST_NAMED, BadRow, Document, LeftOut, Part, Row
 
 Array = np.ndarray[Any, np.dtype[Any]]
 OnBadRow = Literal["raise", "skip"]
+
+HELD_TOKENS = 1 << 20
+"""So many tokens of a split are held at most before they are written, whatever there is to pack."""
 
 
 @dataclass(frozen=True)
@@ -96,98 +99,132 @@ class Skipped:
 
     counts: dict[str, int] = field(default_factory=dict)
     first: dict[str, list[str]] = field(default_factory=dict)
+    bad: int = 0
+    """How many of them were bad rows; the others a source left out by its own rule."""
 
-    def add(self, reason: str, name: str) -> None:
-        """Count one row."""
-        self.counts[reason] = self.counts.get(reason, 0) + 1
+    def add(self, reason: str, names: Sequence[str], count: int = 1) -> None:
+        """Count rows, the first of which are named."""
+        self.counts[reason] = self.counts.get(reason, 0) + count
         named = self.first.setdefault(reason, [])
-        if len(named) < FIRST_NAMED:
-            named.append(name)
+        named.extend(names[: FIRST_NAMED - len(named)])
 
-    def extend(self, later: Skipped) -> None:
-        """Add the rows of a later part."""
-        for reason, count in later.counts.items():
-            self.counts[reason] = self.counts.get(reason, 0) + count
-            named = self.first.setdefault(reason, [])
-            named.extend(later.first[reason][: FIRST_NAMED - len(named)])
+    def entries(self) -> tuple[SkippedEntry, ...]:
+        """Return them as they are stored; names that are not UTF-8 as near as can be."""
+        return tuple(
+            SkippedEntry(reason=reason, count=count, first=tuple(map(_storable, self.first[reason]))) for reason, count in self.counts.items()
+        )
 
 
-@dataclass
-class PackedSplit:
-    """Tokens of one split of one part, end-of-text after each document."""
-
-    tokens: Array
-    ends: Array
-    text_bytes: int
+def _storable(name: str) -> str:
+    """Return a file's name as text, also where its bytes are not UTF-8."""
+    return name.encode("utf-8", errors="surrogateescape").decode("utf-8", errors="replace")
 
 
-@dataclass
-class Packed:
-    """One part, packed."""
+class Sink(Protocol):
+    """Where packed tokens go."""
 
-    splits: dict[SplitName, PackedSplit]
-    documents: int
+    def append(self, split: SplitName, tokens: Array, ends: Array, *, text_bytes: int) -> None:
+        """Append tokens; `ends` are the positions in `tokens` after each document's last token.
+
+        Shapes:  tokens (T,); ends (documents,).
+        """
+
+
+@dataclass(frozen=True)
+class Tally:
+    """What was done since the last one."""
+
     num_bytes: int
-    skipped: Skipped
+    """About how much was read."""
+    documents: int
+    tokens: int
 
 
-def pack(job: Job, tokenizer: Tokenizer, assignment: Assignment, on_bad_row: OnBadRow) -> Packed:
-    """Tokenise one part.
+Tell = Callable[[Tally], object]
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How documents become tokens; a worker is told it once."""
+
+    tokenizer: Tokenizer
+    assignment: Assignment
+    on_bad_row: OnBadRow
+
+
+def pack(jobs: Iterable[Job], packing: Packing, sink: Sink, tell: Tell = lambda _: None) -> Skipped:
+    """Tokenise some jobs into the sink, and return what was left out.
 
     Raises: DataError for the first row that cannot be used, unless such rows are to be skipped.
     """
-    packers = {name: _Packer(tokenizer) for name in SPLITS}
+    packers = {name: _Packer(name, packing.tokenizer, sink) for name in SPLITS}
     skipped = Skipped()
-    documents = 0
+    told = (0, 0)
+    for job in jobs:
+        _pack_job(job, packing, packers, skipped)
+        done = (sum(packer.documents for packer in packers.values()), sum(packer.tokens for packer in packers.values()))
+        tell(Tally(job.part.num_bytes, done[0] - told[0], done[1] - told[1]))
+        told = done
+    for packer in packers.values():
+        packer.flush()
+    return skipped
+
+
+def _pack_job(job: Job, packing: Packing, packers: dict[SplitName, _Packer], skipped: Skipped) -> None:
     ordinal = job.first - 1
     for row in job.rows():
         if isinstance(row, LeftOut):
-            skipped.add(row.reason, row.name)
+            skipped.add(row.reason, [row.name])
         elif isinstance(row, BadRow):
-            skip_or_raise(row, skipped, on_bad_row)
+            skip_or_raise(row, skipped, packing.on_bad_row)
         else:
             ordinal += 1
             try:
-                made = [(name, text, encode(text, tokenizer)) for name, text in assignment.pieces(row.text, ordinal)]
+                made = [(name, text, list(packing.tokenizer.encode_pieces(text))) for name, text in packing.assignment.pieces(row.text, ordinal)]
             except DataError as error:
                 named = DataError(f"{row.where()}: {error.what}", fix=error.fix)
-                skip_or_raise(BadRow(named, "cannot be tokenised", row.where()), skipped, on_bad_row)
+                skip_or_raise(BadRow(named, "cannot be tokenised", row.where()), skipped, packing.on_bad_row)
                 continue
-            documents += 1
             for name, text, pieces in made:
                 packers[name].add(text, pieces)
-    return Packed({name: packer.packed() for name, packer in packers.items()}, documents, job.part.num_bytes, skipped)
-
-
-def encode(text: str, tokenizer: Tokenizer) -> list[Array]:
-    """Return the ids of a document with end-of-text, in pieces, as they are stored."""
-    dtype = np.dtype(token_dtype(tokenizer.vocab_size))
-    return [*(ids.astype(dtype) for ids in tokenizer.encode_pieces(text)), np.array([tokenizer.eot_id], dtype)]
 
 
 def skip_or_raise(row: BadRow, skipped: Skipped, on_bad_row: OnBadRow) -> None:
     """Count a bad row, or raise its error."""
     if on_bad_row == "raise":
         raise row.error
-    skipped.add(row.reason, row.name)
+    skipped.bad += 1
+    skipped.add(row.reason, [row.name])
 
 
 class _Packer:
-    """Gathers the documents of one split."""
+    """Gathers the documents of one split, and hands them to the sink before they take much memory."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._dtype = np.dtype(token_dtype(tokenizer.vocab_size))
-        self._pieces: list[Array] = []
+    def __init__(self, split: SplitName, tokenizer: Tokenizer, sink: Sink) -> None:
+        self._split = split
+        self._sink = sink
+        self._end_of_text = np.array([tokenizer.eot_id], np.uint32)
+        self._held: list[Array] = []
         self._lengths: list[int] = []
-        self._text_bytes = 0
+        self._held_tokens = self._text_bytes = 0
+        self.documents = self.tokens = 0
 
     def add(self, text: str, pieces: list[Array]) -> None:
-        """Append a document, which ends with end-of-text."""
-        self._pieces += pieces
-        self._lengths.append(sum(map(len, pieces)))
+        """Append a document, and end-of-text after it."""
+        length = sum(map(len, pieces)) + 1
+        self._held += pieces
+        self._held.append(self._end_of_text)
+        self._lengths.append(length)
+        self._held_tokens += length
         self._text_bytes += len(text.encode())
+        self.documents += 1
+        self.tokens += length
+        if self._held_tokens >= HELD_TOKENS:
+            self.flush()
 
-    def packed(self) -> PackedSplit:
-        """Return everything in one array."""
-        tokens = np.concatenate(self._pieces) if self._pieces else np.zeros(0, self._dtype)
-        return PackedSplit(tokens, np.cumsum(self._lengths, dtype=np.int64), self._text_bytes)
+    def flush(self) -> None:
+        """Hand everything to the sink."""
+        if self._held:
+            self._sink.append(self._split, np.concatenate(self._held), np.cumsum(self._lengths, dtype=np.int64), text_bytes=self._text_bytes)
+        self._held, self._lengths = [], []
+        self._held_tokens = self._text_bytes = 0

@@ -11,16 +11,20 @@ from pathlib import Path
 from typing import Any
 
 from flatout.data.corpus import CACHE, Corpus, open_corpus
-from flatout.data.manifest import MANIFEST, SPLITS, Manifest, SkippedEntry
-from flatout.data.pack import OnBadRow, Packed, Skipped
+from flatout.data.disk import Unfinished
+from flatout.data.join import check, join
+from flatout.data.manifest import MANIFEST, SPLITS, Manifest
+from flatout.data.pack import OnBadRow, Packing, Skipped, Tally, Tell
 from flatout.data.plan import Plan, make_plan, parse_rule, sample_texts
+from flatout.data.ranges import Range, RangeRecord, make_ranges
 from flatout.data.shards import Dataset
 from flatout.data.tokenizer import Tokenizer, make_tokenizer
-from flatout.data.workers import Setup, packed_in_order
-from flatout.data.writer import DatasetWriter
+from flatout.data.work import StoredPlan, WorkFolder
+from flatout.data.workers import Crew, Setup
 from flatout.errors import DataError
 from flatout.hardware import cgroup_limits
-from flatout.progress import SILENT, Progress
+from flatout.progress import SILENT, Progress, Task
+from flatout.sources import Part
 
 BYTES_PER_WORKER = 8_000_000
 """Below so much text each, another process costs more than it saves."""
@@ -80,21 +84,14 @@ def prepare_dataset(
     corpus = open_corpus(sources, text_field=options.text_field, from_file=from_file, cache=cache, progress=progress)
     source = describe(corpus, options)
     held = _held(out, source)
-    if held is not None:
-        progress.say(f"{out} already holds this data set: {held.tokens:,} tokens. Nothing to do.")
-        return Prepared(out, held, time.perf_counter() - started, existed=True)
-    limits = {"max_documents": options.max_documents, "max_bytes": options.max_bytes}
-    plan = make_plan(
-        corpus.parts, split=options.split or corpus.split, on_bad_row=options.on_bad_row, progress=progress, name=" ".join(sources), **limits
-    )
-    tokenizer = make_tokenizer(
-        options.tokenizer,
-        lambda limit: sample_texts(plan.jobs, limit),
-        pattern=options.pattern,
-        end_of_text=options.end_of_text,
-        progress=progress,
-    )
-    manifest = _write(out, plan, tokenizer, source, options.on_bad_row, workers or usual_workers(plan), progress)
+    with WorkFolder(out) as work:
+        if held is not None:
+            work.clear()
+            progress.say(f"{out} already holds this data set: {held.tokens:,} tokens. Nothing to do.")
+            return Prepared(out, held, time.perf_counter() - started, existed=True)
+        with Crew(workers or usual_workers(corpus.parts)) as crew:
+            planned = _resume(work, corpus, source, options, progress) or _begin(work, corpus, source, options, progress)
+            manifest = _write(work, planned, source, options, crew, progress)
     return Prepared(out, manifest, time.perf_counter() - started, existed=False)
 
 
@@ -111,9 +108,9 @@ def _check(options: Options, workers: int | None) -> None:
         parse_rule(options.split)
 
 
-def usual_workers(plan: Plan) -> int:
+def usual_workers(parts: Sequence[Part]) -> int:
     """Return how many processes to use: one a usable core, fewer for little text."""
-    sizes = [job.part.num_bytes for job in plan.jobs]
+    sizes = [part.num_bytes for part in parts]
     useful = len(sizes) if 0 in sizes else sum(sizes) // BYTES_PER_WORKER
     cores = min(len(os.sched_getaffinity(0)), cgroup_limits()[0] or useful)
     return max(1, min(cores, useful))
@@ -153,64 +150,135 @@ def _held(out: Path, source: Mapping[str, Any]) -> Manifest | None:
             raise DataError(f"{out} is not empty and is not a data set.", fix="Choose another --out, or remove what is there.")
         return None
     held = Dataset.open(out).manifest
-    different = [key for key in source if key != "names" and held.source.get(key) != source[key]]
-    if not different:
-        return held
-    said = [f"{key} {held.source.get(key)!r} there, {source[key]!r} asked for" for key in different if key != "fingerprint"]
+    difference = _difference(held.source, source)
+    if difference:
+        raise DataError(f"{out} holds another data set: {difference}.", fix="Choose another --out, or remove that folder.")
+    return held
+
+
+def _difference(there: Mapping[str, Any], asked: Mapping[str, Any]) -> str:
+    """Return how two descriptions differ, in words; nothing when they are of the same data set."""
+    different = [key for key in asked if key != "names" and there.get(key) != asked[key]]
+    said = [f"{key} {there.get(key)!r} there, {asked[key]!r} asked for" for key in different if key != "fingerprint"]
     if "fingerprint" in different:
-        there, asked = " ".join(held.source.get("names", [])), " ".join(source["names"])
-        said.append("the text has changed" if there == asked else f"the text of {there} there, of {asked} asked for")
-    raise DataError(f"{out} holds another data set: {'; '.join(said)}.", fix="Choose another --out, or remove that folder.")
+        names, wanted = " ".join(there.get("names", [])), " ".join(asked["names"])
+        said.append("the text has changed" if names == wanted else f"the text of {names} there, of {wanted} asked for")
+    return "; ".join(said)
 
 
-def _write(out: Path, plan: Plan, tokenizer: Tokenizer, source: dict[str, Any], on_bad_row: OnBadRow, workers: int, progress: Progress) -> Manifest:
-    """Pack the plan into the folder; when anything goes wrong, nothing of it stays."""
-    total = sum(job.part.num_bytes for job in plan.jobs) if all(job.part.num_bytes for job in plan.jobs) else None
-    setup = Setup(tokenizer, plan.assignment, on_bad_row)
-    with DatasetWriter(out, vocab_size=tokenizer.vocab_size) as writer:
-        packed = packed_in_order(plan.jobs, setup, workers)
-        try:
-            with progress.task("Tokenising", total=total and total / 1e6, unit="MB") as task:
-                skipped = Skipped()
-                for part in packed:
-                    _append(writer, part)
-                    skipped.extend(part.skipped)
-                    task.advance(part.num_bytes / 1e6)
-        finally:
-            packed.close()
-        _check_splits(writer, source, plan, skipped)
-        with progress.task("Writing to the disk"):
-            entries = [
-                SkippedEntry(reason=reason, count=count, first=tuple(map(_storable, skipped.first[reason])))
-                for reason, count in skipped.counts.items()
-            ]
-            return writer.finish(tokenizer=tokenizer, source=source, split_rule=plan.rule, skipped=entries)
+@dataclass(frozen=True)
+class _Planned:
+    """What is to be packed, and with what."""
+
+    plan: Plan
+    ranges: list[Range]
+    tokenizer: Tokenizer
 
 
-def _storable(name: str) -> str:
-    """Return a file's name as text, also where its bytes are not UTF-8."""
-    return name.encode("utf-8", errors="surrogateescape").decode("utf-8", errors="replace")
+def _begin(work: WorkFolder, corpus: Corpus, source: dict[str, Any], options: Options, progress: Progress) -> _Planned:
+    """Plan the work and write the plan down."""
+    plan = make_plan(
+        corpus.parts,
+        split=options.split or corpus.split,
+        max_documents=options.max_documents,
+        max_bytes=options.max_bytes,
+        on_bad_row=options.on_bad_row,
+        progress=progress,
+        name=" ".join(corpus.names),
+    )
+    tokenizer = _tokenizer(options.tokenizer, plan, options, progress)
+    ranges = make_ranges(plan.jobs)
+    work.begin(StoredPlan.of(plan, ranges, corpus.parts, source, tokenizer), tokenizer)
+    return _Planned(plan, ranges, tokenizer)
 
 
-def _append(writer: DatasetWriter, packed: Packed) -> None:
-    for name in SPLITS:
-        split = packed.splits[name]
-        if len(split.tokens):
-            (writer.train if name == "train" else writer.val).append(split.tokens, split.ends, text_bytes=split.text_bytes)
+def _resume(work: WorkFolder, corpus: Corpus, source: dict[str, Any], options: Options, progress: Progress) -> _Planned | None:
+    """Return the plan that a stopped prepare was following; None when there is none.
+
+    Raises: DataError when it is the plan of another data set, naming the difference.
+    """
+    stored = work.plan()
+    if stored is None:
+        return None
+    difference = _difference(stored.source, source)
+    if not difference and stored.part_bytes != tuple(part.num_bytes for part in corpus.parts):
+        difference = "the text is read in other parts"
+    if difference:
+        raise DataError(
+            f"{work.path} holds half of another data set: {difference}.",
+            fix=f"Ask for what is there, choose another --out, or remove the folder {work.path}, which gives up what is done.",
+        )
+    plan, ranges = stored.restored(corpus.parts)
+    return _Planned(plan, ranges, _tokenizer(str(work.tokenizer), plan, options, progress))
 
 
-def _check_splits(writer: DatasetWriter, source: Mapping[str, Any], plan: Plan, skipped: Skipped) -> None:
+def _tokenizer(spec: str, plan: Plan, options: Options, progress: Progress) -> Tokenizer:
+    return make_tokenizer(
+        spec, lambda limit: sample_texts(plan.jobs, limit), pattern=options.pattern, end_of_text=options.end_of_text, progress=progress
+    )
+
+
+def _write(work: WorkFolder, planned: _Planned, source: dict[str, Any], options: Options, crew: Crew, progress: Progress) -> Manifest:
+    """Pack the ranges that are not done, and join them all; text that cannot be used takes what is done with it."""
+    done = work.done()
+    check(work, list(done.values()))
+    try:
+        records = _packed(work, planned, done, options, crew, progress)
+        skipped = Skipped()
+        for record in records:
+            for entry in record.skipped:
+                skipped.add(entry.reason, entry.first, entry.count)
+        _check_splits(records, source, planned.plan, skipped)
+    except Unfinished:
+        raise
+    except DataError:
+        work.clear()
+        raise
+    with progress.task("Writing to the disk"):
+        return join(work, records, planned.tokenizer, source=source, split_rule=planned.plan.rule, skipped=skipped.entries())
+
+
+def _packed(work: WorkFolder, planned: _Planned, done: dict[int, RangeRecord], options: Options, crew: Crew, progress: Progress) -> list[RangeRecord]:
+    """Return the records of all ranges, in order."""
+    left = [piece for piece in planned.ranges if piece.number not in done]
+    if done:
+        progress.say(f"{len(done)} of {len(planned.ranges)} ranges were done before; {len(left)} are left.")
+    sizes = [job.part.num_bytes for piece in left for job in piece.jobs]
+    total = sum(sizes) / 1e6 if all(sizes) else None
+    packing = Packing(planned.tokenizer, planned.plan.assignment, options.on_bad_row)
+    with progress.task("Tokenising", total=total, unit="MB") as task:
+        records = [*done.values(), *crew.pack(left, Setup(packing, work.ranges), _reporter(task))]
+    return sorted(records, key=lambda record: record.number)
+
+
+def _reporter(task: Task) -> Tell:
+    """Return what shows the work as it is done: bytes, documents, tokens a second."""
+    started = time.perf_counter()
+    documents = tokens = 0
+
+    def tell(tally: Tally) -> None:
+        nonlocal documents, tokens
+        documents += tally.documents
+        tokens += tally.tokens
+        rate = tokens / max(time.perf_counter() - started, 1e-9)
+        task.note(f"{documents:,} documents, {rate:,.0f} tokens/s")
+        task.advance(tally.num_bytes / 1e6)
+
+    return tell
+
+
+def _check_splits(records: Sequence[RangeRecord], source: Mapping[str, Any], plan: Plan, skipped: Skipped) -> None:
     """Refuse a data set that lacks a split.
 
     Raises: DataError saying which, and which rule would do.
     """
     names = " ".join(source["names"])
-    documents = writer.train.num_documents + writer.val.num_documents
-    if not documents:
+    train, val = (sum(record.splits[name].documents for record in records) for name in SPLITS)
+    if not train + val:
         raise empty(names, skipped.counts.items())
-    if not writer.train.num_documents or not writer.val.num_documents:
-        lacking = "validation" if writer.train.num_documents else "training"
-        raise DataError(f"{names}: by {plan.rule!r} none of the {documents:,} documents is for {lacking}.", fix="Set --split 'tail 0.1'.")
+    if not train or not val:
+        lacking = "validation" if train else "training"
+        raise DataError(f"{names}: by {plan.rule!r} none of the {train + val:,} documents is for {lacking}.", fix="Set --split 'tail 0.1'.")
 
 
 def empty(names: str, left_out: Iterable[tuple[str, int]]) -> DataError:

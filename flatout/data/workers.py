@@ -1,4 +1,4 @@
-"""Packing in several processes, results in the order of the jobs.
+"""Packing ranges in several processes, which write them themselves and send back what they recorded.
 
 Each worker is a fresh interpreter on a socket of its own: it inherits no thread, lock or CUDA context, does not import the
 caller's script again, and ends when the socket closes, however the caller ends. Terminal interrupts go to the caller alone.
@@ -9,19 +9,24 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+import threading
 import traceback
-from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TypeVar
 
-from flatout.data.pack import Assignment, Job, OnBadRow, Packed, pack
-from flatout.data.tokenizer import Tokenizer
-from flatout.errors import DataError, RunFailed
+from flatout.data.pack import Packing, Tally, Tell
+from flatout.data.ranges import Range, RangeRecord, pack_range
+from flatout.errors import FlatoutError, RunFailed
 
-QUEUED = 2
-"""Jobs a worker holds: the one it works on and the next."""
-AHEAD = 3
-"""Results that may wait for an earlier one, a worker: what bounds the memory."""
+T = TypeVar("T")
+
+QUEUED = 3
+"""Ranges a worker holds: the one being synced, the one it packs, and the next."""
 
 _BOOT = "import sys; sys.path[:] = {path!r}; from flatout.data.workers import serve; serve({descriptor})"
 
@@ -30,9 +35,9 @@ _BOOT = "import sys; sys.path[:] = {path!r}; from flatout.data.workers import se
 class Setup:
     """What a worker is told once."""
 
-    tokenizer: Tokenizer
-    assignment: Assignment
-    on_bad_row: OnBadRow
+    packing: Packing
+    folder: Path
+    """Where ranges are written."""
 
 
 @dataclass(frozen=True)
@@ -40,13 +45,14 @@ class Failure:
     """An error in a worker, as plain text: not every exception can travel."""
 
     what: str
-    fix: str | None
+    fix: str = ""
+    kind: type[FlatoutError] | None = None
     trace: str = ""
 
     def error(self) -> Exception:
         """Return the exception to raise in the caller."""
-        if self.fix is not None:
-            return DataError(self.what, fix=self.fix)
+        if self.kind is not None:
+            return self.kind(self.what, fix=self.fix)
         failed = RunFailed(
             f"A worker of prepare failed: {self.what}.", fix="The traceback above names the line; --workers 1 shows it in one process."
         )
@@ -58,61 +64,99 @@ class Failure:
 class _Worker:
     process: subprocess.Popen[bytes]
     connection: Connection
-    jobs: list[int]
+    held: list[int] = field(default_factory=list)
 
 
-def packed_in_order(jobs: Sequence[Job], setup: Setup, workers: int) -> Generator[Packed, None, None]:
-    """Yield every job packed, in order, whatever the number of workers; one worker is this process.
+class Crew:
+    """Some worker processes, which start at once and are ready when there is something to pack; one is this process."""
 
-    Raises: DataError for the first bad row in the order of the jobs; RunFailed when a worker dies.
-    """
-    if workers <= 1 or len(jobs) <= 1:
-        for job in jobs:
-            yield pack(job, setup.tokenizer, setup.assignment, setup.on_bad_row)
-        return
-    crew: list[_Worker] = []
-    try:
-        crew.extend(_start(setup) for _ in range(min(workers, len(jobs))))
-        yield from _results(jobs, crew)
-    finally:
-        for worker in crew:
+    def __init__(self, count: int) -> None:
+        self._workers: list[_Worker] = []
+        try:
+            while count > 1 and len(self._workers) < count:
+                self._workers.append(_start())
+        except BaseException:
+            self.stop()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """End the processes."""
+        for worker in self._workers:
             worker.connection.close()
             worker.process.kill()
+        for worker in self._workers:
             worker.process.wait()
+        self._workers = []
+
+    def pack(self, ranges: Sequence[Range], setup: Setup, tell: Tell = lambda _: None) -> Iterator[RangeRecord]:
+        """Pack the ranges and yield their records in order, whatever the number of workers.
+
+        Raises: DataError for the first bad row in the order of the ranges; RunFailed when a worker dies.
+        """
+        if not self._workers:
+            for work in ranges:
+                yield pack_range(work, setup.packing, setup.folder, tell)()
+            return
+        for worker in self._workers:
+            _send(worker, setup)
+        yield from self._results(ranges, tell)
+
+    def _results(self, ranges: Sequence[Range], tell: Tell) -> Iterator[RangeRecord]:
+        done: dict[int, RangeRecord | Failure] = {}
+        given, until = 0, len(ranges)
+        for wanted in range(len(ranges)):
+            while wanted not in done:
+                given = self._give(ranges[:until], given)
+                for index, result in self._answers(tell):
+                    done[index] = result
+                    if isinstance(result, Failure):
+                        until = min(until, index + 1)
+            result = done.pop(wanted)
+            if isinstance(result, Failure):
+                raise result.error()
+            yield result
+
+    def _give(self, ranges: Sequence[Range], given: int) -> int:
+        """Give out ranges from number `given` on while a worker has room, and return the next."""
+        while given < len(ranges):
+            worker = min(self._workers, key=lambda worker: len(worker.held))
+            if len(worker.held) >= QUEUED:
+                break
+            worker.held.append(given)
+            _send(worker, (given, ranges[given]))
+            given += 1
+        return given
+
+    def _answers(self, tell: Tell) -> list[tuple[int, RangeRecord | Failure]]:
+        """Wait for answers, and return those that end a range."""
+        by_connection = {worker.connection: worker for worker in self._workers}
+        ended = []
+        for ready in wait(list(by_connection)):
+            worker = by_connection[ready]  # type: ignore[index]  # only these were waited for
+            try:
+                answer = worker.connection.recv()
+            except (EOFError, OSError) as error:
+                raise _died(worker) from error
+            if isinstance(answer, Tally):
+                tell(answer)
+            else:
+                worker.held.remove(answer[0])
+                ended.append(answer)
+        return ended
 
 
-def _start(setup: Setup) -> _Worker:
+def _start() -> _Worker:
     ours, theirs = socket.socketpair()
     with theirs:
         boot = _BOOT.format(path=sys.path, descriptor=theirs.fileno())
         process = subprocess.Popen([sys.executable, "-c", boot], stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], process_group=0)
-    worker = _Worker(process, Connection(ours.detach()), [])
-    _send(worker, setup)
-    return worker
-
-
-def _results(jobs: Sequence[Job], crew: list[_Worker]) -> Generator[Packed, None, None]:
-    done: dict[int, Packed | Failure] = {}
-    given = wanted = 0
-    while wanted < len(jobs):
-        while given < len(jobs) and given < wanted + AHEAD * len(crew):
-            worker = min(crew, key=lambda worker: len(worker.jobs))
-            if len(worker.jobs) >= QUEUED:
-                break
-            worker.jobs.append(given)
-            _send(worker, (given, jobs[given]))
-            given += 1
-        if wanted not in done:
-            by_connection = {worker.connection: worker for worker in crew}
-            for ready in wait(list(by_connection)):
-                index, packed = _receive(by_connection[ready])  # type: ignore[index]  # only these were waited for
-                done[index] = packed
-        while wanted in done:
-            packed = done.pop(wanted)
-            if isinstance(packed, Failure):
-                raise packed.error()
-            yield packed
-            wanted += 1
+    return _Worker(process, Connection(ours.detach()))
 
 
 def _send(worker: _Worker, message: object) -> None:
@@ -122,39 +166,42 @@ def _send(worker: _Worker, message: object) -> None:
         raise _died(worker) from error
 
 
-def _receive(worker: _Worker) -> tuple[int, Packed | Failure]:
-    try:
-        index, packed = worker.connection.recv()
-    except (EOFError, OSError) as error:
-        raise _died(worker) from error
-    worker.jobs.remove(index)
-    return index, packed
-
-
 def _died(worker: _Worker) -> RunFailed:
     code = worker.process.wait()
     how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
     return RunFailed(
-        f"A worker of prepare {how}.", fix="Signal 9 is mostly a lack of memory: use fewer --workers. Nothing was written; run it again."
+        f"A worker of prepare {how}.",
+        fix="Run the same command again: it keeps what is done. Signal 9 is mostly a lack of memory: use fewer --workers.",
     )
 
 
 def serve(descriptor: int) -> None:
-    """Be a worker: pack jobs from the socket until it closes."""
+    """Be a worker: pack ranges from the socket until it closes. Syncing and recording one overlaps with packing the next."""
     connection = Connection(descriptor)
-    try:
-        setup: Setup = connection.recv()
-        while True:
-            index, job = connection.recv()
-            connection.send((index, _packed(job, setup)))
-    except (EOFError, ConnectionError):
-        return
+    sending = threading.Lock()
+
+    def answer(message: object) -> None:
+        with sending:
+            connection.send(message)
+
+    with ThreadPoolExecutor(1) as recorder:
+        try:
+            setup: Setup = connection.recv()
+            while True:
+                index, work = connection.recv()
+                record = _attempt(lambda work=work: pack_range(work, setup.packing, setup.folder, answer))  # type: ignore[misc]
+                if isinstance(record, Failure):
+                    answer((index, record))
+                else:
+                    recorder.submit(lambda index=index, record=record: answer((index, _attempt(record))))  # type: ignore[misc]
+        except (EOFError, ConnectionError):
+            return
 
 
-def _packed(job: Job, setup: Setup) -> Packed | Failure:
+def _attempt(call: Callable[[], T]) -> T | Failure:
     try:
-        return pack(job, setup.tokenizer, setup.assignment, setup.on_bad_row)
-    except DataError as error:
-        return Failure(error.what, error.fix)
+        return call()
+    except FlatoutError as error:
+        return Failure(error.what, error.fix, type(error))
     except Exception as error:
-        return Failure(f"{type(error).__name__}: {error}", None, traceback.format_exc())
+        return Failure(f"{type(error).__name__}: {error}", trace=traceback.format_exc())

@@ -1,8 +1,8 @@
-import numpy as np
 import pytest
 
+from flatout.data import pack as stage
 from flatout.data.manifest import SPLITS
-from flatout.data.pack import FIRST_NAMED, ByHash, ByPlace, Job, Skipped, cut_to_bytes, hash_fraction, pack
+from flatout.data.pack import FIRST_NAMED, ByHash, ByPlace, Job, Packing, Skipped, Tally, cut_to_bytes, hash_fraction
 from flatout.data.tokenizer import make_tokenizer
 from flatout.errors import DataError
 from flatout.sources import BadRow, Document, LeftOut, Part
@@ -18,9 +18,32 @@ def job(*rows, **limits):
     return Job(Part(read, (list(rows),), "x", num_bytes=9), **limits)
 
 
+class Kept:
+    """A sink that keeps what it is given."""
+
+    def __init__(self):
+        self.tokens = {name: [] for name in SPLITS}
+        self.ends = {name: [] for name in SPLITS}
+        self.text_bytes = dict.fromkeys(SPLITS, 0)
+        self.calls = 0
+
+    def append(self, split, tokens, ends, *, text_bytes):
+        self.ends[split] += (len(self.tokens[split]) + ends).tolist()
+        self.tokens[split] += tokens.tolist()
+        self.text_bytes[split] += text_bytes
+        self.calls += 1
+
+
+def pack(job, tokenizer, assignment, on_bad_row, tell=lambda _: None):
+    """What one job packs to, and what is left out of it."""
+    kept = Kept()
+    kept.skipped = stage.pack([job], Packing(tokenizer, assignment, on_bad_row), kept, tell)
+    return kept
+
+
 def byte_tokens(packed, name):
     """The split as text, end-of-text shown as |."""
-    return "".join("|" if token == 256 else chr(token) for token in packed.splits[name].tokens)
+    return "".join("|" if token == 256 else chr(token) for token in packed.tokens[name])
 
 
 @pytest.fixture
@@ -32,15 +55,13 @@ def test_end_of_text_follows_every_document_and_nothing_else_is_added(tokenizer)
     packed = pack(job("ab", "c", "def"), tokenizer, ByPlace(2, 0), "raise")
     assert byte_tokens(packed, "train") == "ab|c|"
     assert byte_tokens(packed, "val") == "def|"
-    assert packed.splits["train"].ends.tolist() == [3, 5]
-    assert packed.splits["train"].tokens.dtype == np.uint16
-    assert [packed.splits[name].text_bytes for name in SPLITS] == [3, 3]
-    assert (packed.documents, packed.num_bytes) == (3, 9)
+    assert packed.ends == {"train": [3, 5], "val": [4]}
+    assert packed.text_bytes == {"train": 3, "val": 3}
 
 
 def test_text_bytes_are_bytes_of_utf8(tokenizer):
     packed = pack(job("é🙂"), tokenizer, ByPlace(1, 0), "raise")
-    assert packed.splits["train"].text_bytes == 6
+    assert packed.text_bytes["train"] == 6
 
 
 def test_ordinals_go_on_from_the_part_before(tokenizer):
@@ -51,7 +72,7 @@ def test_ordinals_go_on_from_the_part_before(tokenizer):
 def test_a_single_document_is_cut_by_characters(tokenizer):
     packed = pack(job("abcdé"), tokenizer, ByPlace(0, 3), "raise")
     assert byte_tokens(packed, "train") == "abc|"
-    assert packed.splits["val"].tokens.tolist() == [ord("d"), 0xC3, 0xA9, 256]
+    assert packed.tokens["val"] == [ord("d"), 0xC3, 0xA9, 256]
 
 
 def test_the_hash_split_depends_on_the_text_alone(tokenizer):
@@ -70,8 +91,7 @@ def test_the_hash_never_changes_silently():
 
 def test_an_empty_part_packs_to_nothing(tokenizer):
     packed = pack(job(), tokenizer, ByHash(0.5), "raise")
-    assert [len(packed.splits[name].tokens) for name in SPLITS] == [0, 0]
-    assert [len(packed.splits[name].ends) for name in SPLITS] == [0, 0]
+    assert packed.calls == 0
 
 
 def test_a_bad_row_raises_or_is_counted(tokenizer):
@@ -81,6 +101,7 @@ def test_a_bad_row_raises_or_is_counted(tokenizer):
     assert byte_tokens(packed, "train") == "a|b|"
     assert packed.skipped.counts == {"bad": 1, "too dull": 1}
     assert packed.skipped.first == {"bad": ["row 7"], "too dull": ["row 8"]}
+    assert packed.skipped.bad == 1, "what a source leaves out is not bad"
 
 
 def test_what_cannot_be_tokenised_names_the_document_and_leaves_nothing_behind():
@@ -88,7 +109,7 @@ def test_what_cannot_be_tokenised_names_the_document_and_leaves_nothing_behind()
     with pytest.raises(DataError, match=r"^book\.txt: Character 1, 'x'"):
         pack(job(Document("ax", "book.txt")), tokenizer, ByPlace(9, 0), "raise")
     packed = pack(job("a", "ax", "aaax", "b"), tokenizer, ByPlace(2, 2), "skip")
-    assert {name: split.tokens.tolist() for name, split in packed.splits.items()} == {"train": [0, 2], "val": [1, 2]}
+    assert packed.tokens == {"train": [0, 2], "val": [1, 2]}
     assert packed.skipped.counts == {"cannot be tokenised": 2}
 
 
@@ -112,16 +133,22 @@ def test_text_is_cut_between_characters(text, limit, kept):
 def test_the_first_rows_left_out_are_named_in_order():
     whole = Skipped()
     for part in range(3):
-        piece = Skipped()
-        for row in range(7):
-            piece.add("bad", f"{part}.{row}")
-        whole.extend(piece)
-    assert whole.counts == {"bad": 21}
-    assert whole.first["bad"] == [f"{row // 7}.{row % 7}" for row in range(FIRST_NAMED)]
+        whole.add("bad", [f"{part}.{row}" for row in range(7)], 7)
+    (entry,) = whole.entries()
+    assert (entry.reason, entry.count) == ("bad", 21)
+    assert entry.first == tuple(f"{row // 7}.{row % 7}" for row in range(FIRST_NAMED))
 
 
-def test_a_large_vocabulary_is_packed_in_32_bits(monkeypatch, tokenizer):
-    tokenizer.vocab_size = 65_537
-    assert pack(job("a"), tokenizer, ByPlace(9, 0), "raise").splits["train"].tokens.dtype == np.uint32
-    tokenizer.vocab_size = 65_536
-    assert pack(job("a"), tokenizer, ByPlace(9, 0), "raise").splits["train"].tokens.dtype == np.uint16
+def test_what_is_held_is_bounded_and_a_document_is_never_split_from_its_end(tokenizer, monkeypatch):
+    whole = pack(job("abc", "de", "f" * 9, "g"), tokenizer, ByPlace(9, 0), "raise")
+    monkeypatch.setattr(stage, "HELD_TOKENS", 5)
+    pieces = pack(job("abc", "de", "f" * 9, "g"), tokenizer, ByPlace(9, 0), "raise")
+    assert (whole.calls, pieces.calls) == (1, 3)
+    assert (pieces.tokens, pieces.ends, pieces.text_bytes) == (whole.tokens, whole.ends, whole.text_bytes)
+
+
+def test_what_is_done_is_told_job_by_job(tokenizer):
+    told = []
+    sink = Kept()
+    stage.pack([job("ab", "c"), job("def")], Packing(tokenizer, ByPlace(9, 0), "raise"), sink, told.append)
+    assert told == [Tally(9, 2, 5), Tally(9, 1, 4)]

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from flatout.data import prepare as stage
-from flatout.data.plan import make_plan
+from flatout.data import ranges
 from flatout.data.prepare import Options, prepare_dataset
 from flatout.data.shards import Dataset
 from flatout.errors import DataError
-from flatout.sources import files
+from flatout.sources import Part, files
 
 
 class Listener:
@@ -99,6 +99,7 @@ def test_rows_come_back_whole_and_in_order(rows, tmp_path, tokenizer):
 
 def test_any_number_of_workers_writes_the_same_bytes(rows, tmp_path, monkeypatch):
     monkeypatch.setattr(files, "PART_BYTES", 500)
+    monkeypatch.setattr(ranges, "RANGE_BYTES", 1200)
     options = Options(tokenizer="train:300", split="hash 0.2")
     for count in (1, 2, 3):
         prepare_dataset([str(rows)], tmp_path / f"out{count}", options, workers=count)
@@ -107,6 +108,7 @@ def test_any_number_of_workers_writes_the_same_bytes(rows, tmp_path, monkeypatch
 
 def test_the_tail_of_a_short_and_a_long_text_cuts_the_long_one_for_any_number_of_workers(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "PART_BYTES", 500)
+    monkeypatch.setattr(ranges, "RANGE_BYTES", 1200)
     folder = tmp_path / "texts"
     folder.mkdir()
     short, long = "short é " * 25, "long text " * 1_000
@@ -243,6 +245,7 @@ def test_a_split_that_would_be_empty_is_said_and_leaves_nothing(rows, tmp_path):
 
 def test_limits_take_the_beginning(rows, tmp_path, monkeypatch):
     monkeypatch.setattr(files, "PART_BYTES", 700)
+    monkeypatch.setattr(ranges, "RANGE_BYTES", 700)
     values = [json.loads(line)["text"] for line in rows.read_text().splitlines()]
     for count in (1, 2):
         out = tmp_path / f"documents{count}"
@@ -282,18 +285,18 @@ def test_a_disk_that_cannot_be_written_is_said(book, tmp_path):
 
 
 def test_a_disk_that_fills_up_leaves_nothing(rows, tmp_path, monkeypatch):
-    from flatout.data import writer
+    from flatout.data import disk
 
     def full(descriptor):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(writer.os, "fsync", full)
+    monkeypatch.setattr(disk.os, "fsync", full)
     with pytest.raises(DataError, match="No space left on device"):
         prepare_dataset([str(rows)], tmp_path / "out", Options(tokenizer="byte"))
     assert [entry.name for entry in tmp_path.iterdir()] == ["rows.jsonl"]
 
 
-def test_ctrl_c_leaves_no_torn_folder_and_no_process(tmp_path):
+def test_ctrl_c_keeps_what_is_done_and_leaves_no_process(tmp_path):
     (tmp_path / "slow_source.py").write_text(
         "import time\nfrom flatout.sources import Part\n"
         "def read(number):\n    yield f'document {number}'\n    time.sleep(600 if number > 1 else 0)\n"
@@ -305,25 +308,26 @@ def test_ctrl_c_leaves_no_torn_folder_and_no_process(tmp_path):
         f"import sys; sys.path[:] = {[str(tmp_path), *sys.path]!r}\n"
         "from pathlib import Path\n"
         "from flatout.data.prepare import Options, prepare_dataset\n"
-        "import flatout.data.workers as workers\n"
-        "results = workers._results\n"
-        "def told(jobs, crew):\n"
-        "    for item in results(jobs, crew):\n"
-        "        print('pids', *[worker.process.pid for worker in crew], flush=True)\n"
+        "from flatout.data.workers import Crew\n"
+        "results = Crew._results\n"
+        "def told(crew, ranges, tell):\n"
+        "    for item in results(crew, ranges, tell):\n"
+        "        print('pids', *[worker.process.pid for worker in crew._workers], flush=True)\n"
         "        yield item\n"
-        "workers._results = told\n"
+        "Crew._results = told\n"
         f"out = Path({str(tmp_path / 'out_parent' / 'out')!r})\n"
         "prepare_dataset(['slow_source:slow'], out, Options(tokenizer='byte', split='hash 0.1'), workers=2)\n"
     )
     with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         pids = [int(pid) for pid in process.stdout.readline().split()[1:]]
         assert len(pids) == 2
-        assert list((tmp_path / "out_parent").iterdir()), "it was writing"
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=30)
     assert "KeyboardInterrupt" in errors
     assert errors.count("Traceback") == 1, "workers say nothing"
-    assert list((tmp_path / "out_parent").iterdir()) == []
+    assert [path.name for path in (tmp_path / "out_parent").iterdir()] == [".out.part"], "what is done stays"
+    assert sorted(path.name for path in tmp_path.glob("out_parent/.out.part/ranges/*.json"))[:1] == ["000000.json"]
+    assert list(tmp_path.rglob("*.part")) == [tmp_path / "out_parent" / ".out.part"]
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
@@ -339,6 +343,7 @@ def test_what_a_killed_prepare_left_does_not_disturb_the_next(book, tmp_path):
 
 def test_long_steps_are_said_and_counted_to_the_end(rows, tmp_path, monkeypatch):
     monkeypatch.setattr(files, "PART_BYTES", 500)
+    monkeypatch.setattr(ranges, "RANGE_BYTES", 1200)
     listener = Listener()
     prepare_dataset([str(rows)], tmp_path / "out", Options(tokenizer="train:300"), progress=listener)
     assert [task.split()[0] for task in listener.tasks] == ["Counting", "Training", "Tokenising", "Writing"]
@@ -349,8 +354,8 @@ def test_long_steps_are_said_and_counted_to_the_end(rows, tmp_path, monkeypatch)
 def test_little_text_is_not_worth_a_process(rows, monkeypatch):
     monkeypatch.setattr(stage.os, "sched_getaffinity", lambda process: set(range(64)))
     monkeypatch.setattr(stage, "cgroup_limits", lambda: (None, None))
-    assert stage.usual_workers(make_plan(files.files(str(rows)), split=None)) == 1
-    large = make_plan([files.Part(files.read_spans, ((), "text"), "x", num_bytes=10**9)], split="hash 0.1")
+    assert stage.usual_workers(files.files(str(rows))) == 1
+    large = [Part(list, (), "x", num_bytes=10**9)]
     assert stage.usual_workers(large) == 64
     monkeypatch.setattr(stage, "cgroup_limits", lambda: (3, None))
     assert stage.usual_workers(large) == 3, "a container's limit counts"

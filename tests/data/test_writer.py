@@ -1,11 +1,13 @@
 import fcntl
 import os
+import zlib
 from itertools import pairwise
 
 import numpy as np
 import pytest
 
-from flatout.data import writer as writer_module
+from flatout.data import disk
+from flatout.data import join as joining
 from flatout.data.manifest import BLOCK_BYTES, SkippedEntry
 from flatout.data.shards import Dataset
 from flatout.data.writer import DatasetWriter
@@ -64,7 +66,7 @@ def test_each_block_has_its_own_checksum(tmp_path, stub_tokenizer):
     data = (tmp_path / "set" / entry.name).read_bytes()
     blocks = [data[at : at + BLOCK_BYTES] for at in range(0, len(data), BLOCK_BYTES)]
     assert len(blocks) == 3
-    assert entry.block_crc32 == tuple(writer_module.zlib.crc32(block) for block in blocks)
+    assert entry.block_crc32 == tuple(zlib.crc32(block) for block in blocks)
 
 
 def test_an_error_leaves_nothing(tmp_path):
@@ -81,8 +83,8 @@ def test_an_error_leaves_nothing(tmp_path):
 def test_the_folder_is_absent_until_it_is_whole(tmp_path, stub_tokenizer, monkeypatch):
     out = tmp_path / "set"
     seen = []
-    original = writer_module.write_manifest
-    monkeypatch.setattr(writer_module, "write_manifest", lambda *args: seen.append(out.exists()) or original(*args))
+    original = joining.write_manifest
+    monkeypatch.setattr(joining, "write_manifest", lambda *args: seen.append(out.exists()) or original(*args))
     with DatasetWriter(out, vocab_size=300) as writer:
         writer.train.append(np.arange(5), [5], text_bytes=5)
         assert not out.exists()
@@ -137,7 +139,7 @@ def test_a_full_disk(tmp_path, stub_tokenizer, monkeypatch):
     def full(descriptor):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(writer_module.os, "fsync", full)
+    monkeypatch.setattr(disk.os, "fsync", full)
     with DatasetWriter(tmp_path / "set", vocab_size=300) as writer:
         writer.train.append(np.arange(5), [5], text_bytes=5)
         with pytest.raises(DataError, match="No space left on device"):

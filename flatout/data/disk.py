@@ -1,0 +1,113 @@
+"""Writing so that a file is whole or absent: a temporary name, a sync, a rename; and what a disk says when it refuses."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import uuid
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flatout.data.manifest import BLOCK_BYTES, FileEntry
+from flatout.errors import DataError
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+PART = ".part"
+"""What the name of a file ends in until it is whole."""
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+class Unfinished(DataError):
+    """Stopped half way by something other than the text: what is done stays, and the same command goes on from there."""
+
+
+class CheckedFile:
+    """A file being written under a temporary name, with a CRC-32 for every 4 MiB block; `close` gives it its own."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}{PART}")
+        self._file = self._temporary.open("wb", buffering=1 << 20)
+        self._crc = 0
+        self._crcs: list[int] = []
+        self._entry: FileEntry | None = None
+        self.size = 0
+
+    def write(self, items: Array) -> None:
+        """Append the array's bytes."""
+        data = np.ascontiguousarray(items).data.cast("B") if items.size else memoryview(b"")
+        self._file.write(data)
+        while data:
+            piece = data[: BLOCK_BYTES - self.size % BLOCK_BYTES]
+            self._crc = zlib.crc32(piece, self._crc)
+            self.size += len(piece)
+            data = data[len(piece) :]
+            if self.size % BLOCK_BYTES == 0:
+                self._crcs.append(self._crc)
+                self._crc = 0
+
+    def close(self) -> FileEntry:
+        """Sync, rename, and return the entry; the second time only return it."""
+        if self._entry is None:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            self._temporary.replace(self.path)
+            crcs = self._crcs + [self._crc] * (self.size % BLOCK_BYTES != 0)
+            self._entry = FileEntry(name=self.path.name, size_bytes=self.size, block_crc32=tuple(crcs))
+        return self._entry
+
+    def abandon(self) -> None:
+        """Remove what is not closed, whatever the disk says."""
+        if self._entry is None:
+            with contextlib.suppress(OSError):
+                self._file.close()
+            with contextlib.suppress(OSError):
+                self._temporary.unlink()
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a small file whole: under a temporary name, synced, renamed."""
+    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}{PART}")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def check_blocks(path: Path, entry: FileEntry) -> bool:
+    """Return whether a file has the size and the checksums of its entry."""
+    if not path.is_file() or path.stat().st_size != entry.size_bytes:
+        return False
+    with path.open("rb") as file:
+        return all(zlib.crc32(file.read(BLOCK_BYTES)) == crc for crc in entry.block_crc32)
+
+
+@contextlib.contextmanager
+def writing(out: Path | str) -> Iterator[None]:
+    """Turn what the disk refuses into a DataError that names the folder; a full disk is something to go on after."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        if error.errno in _FULL:
+            raise Unfinished(
+                f"Cannot write {out}: {reason}.", fix="Make room there and run the same command again: it keeps what is done."
+            ) from error
+        raise DataError(f"Cannot write {out}: {reason}.", fix="Choose a folder you may write to, on a disk with room, with --out.") from error
+
+
+def sync(path: Path) -> None:
+    """Force a file or a folder's entries to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,193 @@
+"""The work folder of a prepare, `.OUT.part/` beside OUT: what is done of it, so that a killed one goes on.
+
+It holds `plan.json`, `tokenizer.json`, `ranges/` (ranges.py), and, while they are joined, `joined/` (join.py), which becomes
+OUT. One process owns it at a time. It goes when OUT is whole, and when there is nothing in it worth going on from.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from flatout.data.disk import PART, sync, write_text, writing
+from flatout.data.manifest import TOKENIZER
+from flatout.data.pack import Assignment, Job
+from flatout.data.plan import Plan
+from flatout.data.ranges import RECORD, Range, RangeRecord, read_record
+from flatout.errors import DataError
+from flatout.sources import Part
+
+if TYPE_CHECKING:
+    from flatout.data.tokenizer import Tokenizer
+
+PLAN = "plan.json"
+FORMAT_VERSION = 1
+
+
+class StoredPlan(BaseModel):
+    """plan.json: everything that decides what each range holds, less the text itself."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    format_version: int = FORMAT_VERSION
+    """Version of this file's format."""
+    source: dict[str, Any]
+    """Where the text comes from, with every parameter that shapes the data set."""
+    tokenizer: str
+    """Digest of tokenizer.json."""
+    rule: str
+    """The split rule, as the manifest states it."""
+    assignment: Assignment
+    """How documents are told apart into train and val."""
+    part_bytes: tuple[int, ...]
+    """About how much there is to read in each part of the corpus."""
+    jobs: tuple[tuple[int, int | None, int | None], ...]
+    """Of each part that is packed, from the first on: its first document's number, documents to take, bytes of the last."""
+    ranges: tuple[int, ...]
+    """How many of the jobs each range has."""
+
+    @classmethod
+    def of(cls, plan: Plan, ranges: Sequence[Range], parts: Sequence[Part], source: Mapping[str, Any], tokenizer: Tokenizer) -> Self:
+        """Return what is stored of a plan."""
+        return cls(
+            source=dict(source),
+            tokenizer=tokenizer.digest(),
+            rule=plan.rule,
+            assignment=plan.assignment,
+            part_bytes=tuple(part.num_bytes for part in parts),
+            jobs=tuple((job.first, job.take, job.last_bytes) for job in plan.jobs),
+            ranges=tuple(len(work.jobs) for work in ranges),
+        )
+
+    def restored(self, parts: Sequence[Part]) -> tuple[Plan, list[Range]]:
+        """Return the plan and the ranges for the very parts it was made of."""
+        jobs = [Job(part, *stored) for part, stored in zip(parts, self.jobs, strict=False)]
+        ranges, first = [], 0
+        for number, count in enumerate(self.ranges):
+            ranges.append(Range(number, tuple(jobs[first : first + count])))
+            first += count
+        return Plan(tuple(jobs), self.rule, self.assignment), ranges
+
+
+class WorkFolder:
+    """The work folder of `out`. Use as a context manager, which owns it as soon as it is there.
+
+    Raises: DataError when another process owns it, or the disk refuses.
+    """
+
+    def __init__(self, out: Path) -> None:
+        self.out = out
+        self.place = out.resolve()
+        """Where the data set will be."""
+        self.path = self.place.parent / f".{self.place.name}{PART}"
+        """The work folder itself."""
+        self.ranges = self.path / "ranges"
+        """Where ranges write."""
+        self.joined = self.path / "joined"
+        """What becomes the data set."""
+        self._lock: int | None = None
+
+    def __enter__(self) -> Self:
+        if self.path.is_dir():
+            self._own()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if self._lock is not None:
+            self._sweep()
+            if not any(self.ranges.glob(f"*{RECORD}")):
+                self.clear()
+        self.close()
+
+    def _own(self) -> None:
+        """Lock the folder, which the system undoes when the process ends however it ends."""
+        lock = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(lock)
+            raise DataError(f"Another process is writing {self.out}.", fix="Wait for it, or choose another --out.") from error
+        self._lock = lock
+        self._sweep()
+
+    def _sweep(self) -> None:
+        """Take away what is half written."""
+        for torn in self.path.rglob(f"*{PART}"):
+            torn.unlink()
+
+    def close(self) -> None:
+        """Let others have the folder."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def clear(self) -> None:
+        """Remove the folder and all that is done of the work."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def plan(self) -> StoredPlan | None:
+        """Return the plan that was being followed, None when there is none.
+
+        Raises: DataError when it is damaged, or of a newer flatout.
+        """
+        path = self.path / PLAN
+        if self._lock is None or not path.is_file():
+            return None
+        try:
+            return StoredPlan.model_validate_json(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, ValidationError) as error:
+            raise DataError(f"{path} cannot be read as the plan of this flatout.", fix=f"Remove the folder {self.path}, to begin again.") from error
+
+    @property
+    def tokenizer(self) -> Path:
+        """The tokenizer's file."""
+        return self.path / TOKENIZER
+
+    def make(self) -> None:
+        """Make the folder, this process's own, with nothing done in it."""
+        with writing(self.out):
+            self.path.mkdir(parents=True, exist_ok=True)
+            if self._lock is None:
+                self._own()
+            for left in self.path.iterdir():
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
+            self.ranges.mkdir()
+
+    def begin(self, plan: StoredPlan, tokenizer: Tokenizer) -> None:
+        """Make the folder and write down the plan: from here on there is something to go on from."""
+        self.make()
+        with writing(self.out):
+            tokenizer.save(self.tokenizer)
+            sync(self.tokenizer)
+            write_text(self.path / PLAN, plan.model_dump_json() + "\n")
+            sync(self.path)
+
+    def done(self) -> dict[int, RangeRecord]:
+        """Return the records of the ranges that are done."""
+        records = [read_record(path) for path in self.ranges.glob(f"*{RECORD}")]
+        return {record.number: record for record in records}
+
+    def give(self) -> None:
+        """Let what was joined become the data set, in one rename, and remove the rest."""
+        with writing(self.out):
+            sync(self.joined)
+            refuse_occupied(self.out)
+            self.joined.replace(self.place)
+            sync(self.place.parent)
+        self.clear()
+
+
+def refuse_occupied(out: Path) -> None:
+    """Do nothing when there is room for a data set.
+
+    Raises: DataError when something is there.
+    """
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise DataError(f"{out} already exists and is not an empty folder.", fix="Choose another --out, or remove what is there.")

@@ -1,0 +1,126 @@
+"""A prepare that was stopped, run again."""
+
+import json
+import sys
+from contextlib import contextmanager
+
+import pytest
+
+from flatout.data import prepare as stage
+from flatout.data import ranges
+from flatout.data.prepare import Options, prepare_dataset
+from flatout.errors import DataError, RunFailed
+from flatout.progress import SILENT
+from flatout.sources import files
+
+
+class Listener:
+    """Keeps what is said and which steps were opened."""
+
+    def __init__(self):
+        self.said = []
+        self.tasks = []
+
+    def say(self, line):
+        self.said.append(line)
+
+    @contextmanager
+    def task(self, what, *, total=None, unit=""):
+        self.tasks.append(what)
+        with SILENT.task(what) as task:
+            yield task
+
+
+def content(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture
+def rows(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"text": f"row {number} " * (number % 5 + 1)}) + "\n" for number in range(300)))
+    return path
+
+
+def stopping_source(folder, monkeypatch):
+    """Six parts of two documents; reads are logged, and part 4 kills its process, once something is done, while `stop` is there."""
+    (folder / "stopping_source.py").write_text(
+        "import os, signal, time\nfrom pathlib import Path\nfrom flatout.sources import Part\n"
+        f"folder = Path({str(folder)!r})\n"
+        "def read(number):\n"
+        "    with (folder / 'log').open('a') as log:\n        log.write(f'{number}\\n')\n"
+        "    if number == 4 and (folder / 'stop').exists():\n"
+        "        while not any(folder.rglob('ranges/*.json')):\n            time.sleep(0.01)\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    yield f'document {number}'\n    yield f'and {number}'\n"
+        "def stopping(more=''):\n    return [Part(read, (number,), f'{number}{more}') for number in range(6)]\n"
+    )
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, "stopping_source", raising=False)
+
+
+def test_a_prepare_that_is_killed_goes_on_and_does_nothing_twice(tmp_path, monkeypatch):
+    stopping_source(tmp_path, monkeypatch)
+    options = Options(tokenizer="byte", split="hash 0.3")
+    whole = prepare_dataset(["stopping_source:stopping"], tmp_path / "whole", options, workers=2)
+    (tmp_path / "log").unlink()
+    (tmp_path / "stop").touch()
+    with pytest.raises(RunFailed, match="it keeps what is done"):
+        prepare_dataset(["stopping_source:stopping"], tmp_path / "out", options, workers=2)
+    done = {path.stem for path in (tmp_path / ".out.part" / "ranges").glob("*.json")}
+    assert done
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "stop").unlink()
+    before = (tmp_path / "log").read_text().splitlines()
+    listener = Listener()
+    made = prepare_dataset(["stopping_source:stopping"], tmp_path / "out", options, workers=1, progress=listener)
+    again = (tmp_path / "log").read_text().splitlines()[len(before) :]
+    assert sorted(again) == sorted(str(number) for number in range(6) if f"{number:06d}" not in done)
+    assert listener.said == [f"{len(done)} of 6 ranges were done before; {6 - len(done)} are left."]
+    assert made.manifest == whole.manifest
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
+    assert not (tmp_path / ".out.part").exists()
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"sources": ["stopping_source:stopping:more=x"]}, "the text of stopping_source:stopping there"),
+        ({"tokenizer": "char"}, "tokenizer 'byte' there, 'char' asked for"),
+        ({"split": "hash 0.4"}, "split 'hash 0.3' there, 'hash 0.4' asked for"),
+    ],
+)
+def test_half_of_another_data_set_is_refused_with_the_difference(tmp_path, monkeypatch, changed, said):
+    stopping_source(tmp_path, monkeypatch)
+    (tmp_path / "stop").touch()
+    asked = {"tokenizer": "byte", "split": "hash 0.3"}
+    with pytest.raises(RunFailed):
+        prepare_dataset(["stopping_source:stopping"], tmp_path / "out", Options(**asked), workers=2)
+    before = sorted((tmp_path / ".out.part").rglob("*"))
+    with pytest.raises(DataError, match=said) as caught:
+        prepare_dataset(changed.pop("sources", ["stopping_source:stopping"]), tmp_path / "out", Options(**(asked | changed)), workers=2)
+    assert str(tmp_path / ".out.part") in caught.value.fix
+    assert sorted((tmp_path / ".out.part").rglob("*")) == before
+
+
+def test_a_trained_tokenizer_is_kept_by_what_goes_on(rows, tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "PART_BYTES", 700)
+    monkeypatch.setattr(ranges, "RANGE_BYTES", 1400)
+    whole = prepare_dataset([str(rows)], tmp_path / "whole", Options(tokenizer="train:300"), workers=1)
+    joining = stage.join
+    monkeypatch.setattr(stage, "join", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        prepare_dataset([str(rows)], tmp_path / "out", Options(tokenizer="train:300"), workers=1)
+    monkeypatch.setattr(stage, "join", joining)
+    listener = Listener()
+    prepare_dataset([str(rows)], tmp_path / "out", Options(tokenizer="train:300"), workers=1, progress=listener)
+    assert [task.split()[0] for task in listener.tasks] == ["Tokenising", "Writing"], "neither counted nor trained again"
+    assert content(tmp_path / "out") == content(whole.path)
+
+
+def test_what_is_left_beside_a_whole_data_set_is_removed(rows, tmp_path):
+    prepare_dataset([str(rows)], tmp_path / "out", Options(tokenizer="byte"))
+    (tmp_path / ".out.part" / "ranges").mkdir(parents=True)
+    (tmp_path / ".out.part" / "ranges" / "000000.json").write_text("{}")
+    assert prepare_dataset([str(rows)], tmp_path / "out", Options(tokenizer="byte")).existed
+    assert not (tmp_path / ".out.part").exists()

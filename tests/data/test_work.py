@@ -1,0 +1,81 @@
+import fcntl
+import os
+
+import pytest
+
+from flatout.data.pack import ByHash, ByPlace
+from flatout.data.plan import make_plan
+from flatout.data.ranges import RangeWriter, make_ranges
+from flatout.data.work import StoredPlan, WorkFolder
+from flatout.errors import DataError
+from flatout.sources import Part
+
+
+def read(*texts):
+    return texts
+
+
+@pytest.fixture
+def parts():
+    return [Part(read, ("abc", "de"), "one", num_bytes=5), Part(read, ("f" * 20,), "two", num_bytes=20), Part(read, ("g",), "three", num_bytes=1)]
+
+
+def stored(parts, tokenizer, **limits):
+    plan = make_plan(parts, split=limits.pop("split", "tail 0.3"), **limits)
+    ranges = make_ranges(plan.jobs)
+    return plan, ranges, StoredPlan.of(plan, ranges, parts, {"fingerprint": "x"}, tokenizer)
+
+
+@pytest.mark.parametrize("limits", [{}, {"split": "hash 0.5"}, {"max_documents": 3}, {"max_bytes": 9}, {"max_documents": 1}])
+def test_a_plan_that_is_read_back_is_the_plan_that_was_written(tmp_path, parts, stub_tokenizer, limits):
+    plan, ranges, wanted = stored(parts, stub_tokenizer, **limits)
+    with WorkFolder(tmp_path / "out") as work:
+        assert work.plan() is None
+        work.begin(wanted, stub_tokenizer)
+        RangeWriter(work.ranges, 0, vocab_size=300).finish()
+    with WorkFolder(tmp_path / "out") as work:
+        found = work.plan()
+        assert found == wanted
+        assert found.restored(parts) == (plan, ranges)
+        assert type(found.assignment) in (ByHash, ByPlace)
+        assert sorted(work.done()) == [0]
+
+
+def test_what_is_not_worth_going_on_from_goes(tmp_path, parts, stub_tokenizer):
+    _, _, wanted = stored(parts, stub_tokenizer)
+    with WorkFolder(tmp_path / "out") as work:
+        work.begin(wanted, stub_tokenizer)
+        (work.ranges / "000000.train.bin").write_bytes(b"whole, but not recorded")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_half_written_goes_and_what_is_recorded_stays(tmp_path, parts, stub_tokenizer):
+    _, _, wanted = stored(parts, stub_tokenizer)
+    with WorkFolder(tmp_path / "out") as work:
+        work.begin(wanted, stub_tokenizer)
+        RangeWriter(work.ranges, 0, vocab_size=300).finish()
+        (work.ranges / "000001.train.bin.1234.part").write_bytes(b"torn")
+    assert sorted(path.name for path in (tmp_path / ".out.part" / "ranges").iterdir()) == ["000000.json"]
+
+
+def test_a_folder_that_another_process_owns_is_refused(tmp_path):
+    (tmp_path / ".out.part").mkdir()
+    other = os.open(tmp_path / ".out.part", os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    try:
+        with pytest.raises(DataError, match=r"Another process is writing .*out"), WorkFolder(tmp_path / "out"):
+            pass
+    finally:
+        os.close(other)
+    assert (tmp_path / ".out.part").exists()
+
+
+def test_a_plan_that_cannot_be_read_is_said(tmp_path, parts, stub_tokenizer):
+    _, _, wanted = stored(parts, stub_tokenizer)
+    with WorkFolder(tmp_path / "out") as work:
+        work.begin(wanted, stub_tokenizer)
+        RangeWriter(work.ranges, 0, vocab_size=300).finish()
+        (work.path / "plan.json").write_text("{")
+        with pytest.raises(DataError, match=r"plan\.json cannot be read") as caught:
+            work.plan()
+    assert str(work.path) in caught.value.fix
