@@ -60,7 +60,7 @@ endef
 	$(call environment,[dev],constraints.txt,$(TORCH))
 
 .venv/extras/.installed: pyproject.toml constraints.txt
-	$(call environment,[dev$(COMMA)all],constraints.txt,$(TORCH))
+	$(call environment,[dev$(COMMA)all$(COMMA)services],constraints.txt,$(TORCH))
 
 .venv/oldest/.installed: pyproject.toml constraints.txt
 	@mkdir -p .venv && grep -v '^torch==' constraints.txt > .venv/oldest-constraints.txt

@@ -159,7 +159,7 @@ def require_text_file(file: Path) -> None:
     if str(file).startswith(("http:/", "https:/")):
         address = str(file).replace(":/", "://", 1)
         raise DataError(
-            f"{address} is an address, and addresses are not read yet.", fix=f"Download it first: `curl -LO {address}`, and name the file."
+            f"{address} is an address; demo takes one text file.", fix=f"Download it, `curl -LO {address}`; `flatout prepare` reads addresses."
         )
     if file.is_dir():
         raise DataError(f"{file} is a folder; demo takes one text file.", fix="Name one file in it; `flatout prepare` takes folders.")

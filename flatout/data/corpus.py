@@ -1,9 +1,10 @@
-"""What `prepare SOURCE...` names: a path, a glob, a source, a data set card, or a source of the user's own."""
+"""What `prepare SOURCE...` names: a path, a glob, an address, standard input, a source, a data set card, or a source of the user's own."""
 
 from __future__ import annotations
 
 import glob
 import hashlib
+import inspect
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,12 +15,15 @@ from pydantic import Field, ValidationError
 
 from flatout.config import Section
 from flatout.data.download import check_file, download
+from flatout.data.spool import spool_standard_input
 from flatout.documents import parse_yaml
 from flatout.errors import ConfigError, DataError
 from flatout.progress import SILENT, Progress
 from flatout.registry import DATASETS, SOURCES, nearest
 from flatout.sources import Part, parts_of
+from flatout.sources.remote import is_address
 
+STANDARD_INPUT = "-"
 CACHE = Path("~/.cache/flatout")
 """Where cards' files are kept."""
 
@@ -74,9 +78,19 @@ def load_card(name: str) -> Card:
 
 
 def open_corpus(
-    names: Sequence[str], *, text_field: str | None = None, from_file: str | None = None, cache: Path = CACHE, progress: Progress = SILENT
+    names: Sequence[str],
+    *,
+    text_field: str | None = None,
+    mask_field: str | None = None,
+    from_file: str | None = None,
+    cache: Path = CACHE,
+    spool: Path | None = None,
+    progress: Progress = SILENT,
 ) -> Corpus:
     """Return the parts of everything named; a card's file is fetched unless it is in the cache or given as `from_file`.
+
+    `text_field` holds the text of a row, `mask_field` what comes before it and is not learned from. Standard input, `-`, is kept in
+    the folder `spool` until the process ends; None is the system's folder for such files.
 
     Raises: DataError when a name is none of what can be named, or names nothing.
     """
@@ -84,21 +98,27 @@ def open_corpus(
         raise DataError(
             "No source is named.", fix="Name a file, a folder, a source or a data set, for example `flatout prepare book.txt --out data/book`."
         )
+    if names.count(STANDARD_INPUT) > 1:
+        raise DataError("Standard input is named twice.", fix="Name `-` once: it can be read only once.")
     cards = [name for name in names if name in DATASETS.names()]
     if from_file is not None and len(cards) != 1:
         raise DataError(
             "--from gives the file of one data set card.", fix=f"Name one of {', '.join(DATASETS.names())}, or name the file itself as the source."
         )
+    fields = {key: field for key, field in (("text_field", text_field), ("mask_field", mask_field)) if field is not None}
     parts: list[Part] = []
     for name in names:
         if name in cards:
-            parts.extend(_card_parts(name, text_field, from_file, cache, progress))
+            parts.extend(_card_parts(name, fields, from_file, cache, progress))
+        elif name == STANDARD_INPUT:
+            file, sha256 = spool_standard_input(spool, progress=progress)
+            parts.extend(_marked(_source_parts("files", {"path": str(file)}, fields), f"standard input {sha256}"))
         else:
-            parts.extend(_named_parts(name, text_field))
+            parts.extend(_named_parts(name, fields))
     return Corpus(tuple(names), tuple(parts), load_card(cards[0]).split if len(names) == len(cards) == 1 else None)
 
 
-def _card_parts(name: str, text_field: str | None, from_file: str | None, cache: Path, progress: Progress) -> list[Part]:
+def _card_parts(name: str, fields: dict[str, str], from_file: str | None, cache: Path, progress: Progress) -> list[Part]:
     card = load_card(name)
     if from_file is not None:
         file = Path(from_file).expanduser()
@@ -108,31 +128,43 @@ def _card_parts(name: str, text_field: str | None, from_file: str | None, cache:
             progress.say(f"{name} is taken as the data set of that name; write ./{name} for the file or folder here.")
         target = cache.expanduser() / name / card.address.rpartition("/")[2]
         file = download(card.address, target, sha256=card.sha256, num_bytes=card.num_bytes, progress=progress)
-    parts = parts_of(SOURCES.get(card.source), card.source, {"path": str(file), "text_field": text_field or card.text_field})
-    marked = f"{name} {card.sha256}"
-    return [Part(part.read, part.arguments, marked if index == 0 else "", part.num_bytes) for index, part in enumerate(parts)]
+    return _marked(_source_parts(card.source, {"path": str(file)}, {"text_field": card.text_field} | fields), f"{name} {card.sha256}")
 
 
-def _named_parts(name: str, text_field: str | None) -> list[Part]:
-    if re.match(r"[a-z][a-z0-9+.-]*://", name):
-        raise DataError(
-            f"{name} is an address, and addresses are not read yet.", fix=f"Download it first, for example `curl -LO {name}`, and name the file."
-        )
+def _marked(parts: list[Part], mark: str) -> list[Part]:
+    """Return the parts of what is known by a mark of its own, wherever its file lies."""
+    return [Part(part.read, part.arguments, mark if index == 0 else "", part.num_bytes) for index, part in enumerate(parts)]
+
+
+def _named_parts(name: str, fields: dict[str, str]) -> list[Part]:
+    if is_address(name):
+        return _source_parts("files", {"path": name}, fields)
     source, _, rest = name.partition(":")
     key = source.replace("_", "-")
     if key in SOURCES.names() and key != "files":
-        return parts_of(SOURCES.get(key), key, _parameters(rest, name))
+        return _source_parts(key, _parameters(rest, name), fields)
     if re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*(:.*)?", name) and not Path(name).exists():
         module, function, *given = name.split(":", 2)
-        reference = f"{module}:{function}"
-        return parts_of(SOURCES.get(reference), reference, _parameters(given[0] if given else "", name))
+        return _source_parts(f"{module}:{function}", _parameters(given[0] if given else "", name), fields)
     if "/" in name or Path(name).suffix or Path(name).expanduser().exists() or glob.has_magic(name):
-        return parts_of(SOURCES.get("files"), "files", {"path": name, "text_field": text_field or "text"})
+        return _source_parts("files", {"path": name}, fields)
     known = sorted({*DATASETS.names(), *SOURCES.names()} - {"files"})
     here = [entry.name for entry in Path().iterdir()]
     guess = nearest(name, [*known, *here])
     hint = f"Did you mean {guess!r}? " if guess else ""
     raise DataError(f"There is no file, source or data set named {name!r}.", fix=f"{hint}Sources and data sets: {', '.join(known)}.")
+
+
+def _source_parts(name: str, parameters: dict[str, Any], fields: dict[str, str]) -> list[Part]:
+    """Return the parts of a source, which is given the fields that it takes.
+
+    Raises: DataError for a prompt where there are no rows to have one.
+    """
+    source = SOURCES.get(name)
+    taken = inspect.signature(source).parameters
+    if "mask_field" in fields and "mask_field" not in taken:
+        raise DataError(f"The source {name!r} has no rows, so it has no field {fields['mask_field']!r}.", fix="Leave --mask-field out.")
+    return parts_of(source, name, {key: field for key, field in fields.items() if key in taken} | parameters)
 
 
 def _parameters(text: str, name: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from flatout.errors import DataError
 from flatout.sources.packed import open_bytes
+from flatout.sources.remote import is_address
 
 FIRST_NAMED = 10
 """Of the rows left out for one reason, so many are named."""
@@ -28,6 +29,8 @@ class Document:
     """The file, or whatever names the document in a message."""
     offset: int | None = None
     """First byte of the row, when the document is one row of the file `name`."""
+    prompt: str = ""
+    """What comes before the text and is not learned from."""
 
     def where(self) -> str:
         """Return the place as a person looks it up; a row is named by its line."""
@@ -104,8 +107,8 @@ def _call(source: Source, parameters: dict[str, Any]) -> Iterable[Row | str]:
 
 
 def row_place(name: str, offset: int) -> str:
-    """Return `FILE, line N` for the row that begins at byte `offset`."""
-    return f"{name}, line {line_number(name, offset)}"
+    """Return `FILE, line N` for the row that begins at byte `offset`; of a remote file, which is not read again for it, `FILE, byte N`."""
+    return f"{name}, byte {offset}" if is_address(name) else f"{name}, line {line_number(name, offset)}"
 
 
 def line_number(name: str, offset: int) -> int:

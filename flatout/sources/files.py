@@ -1,29 +1,48 @@
-"""Files: text (a file is a document) and JSONL (a row is a document), packed or not; a file, a folder, a glob."""
+"""Files: text (a file is a document), JSONL and Parquet (a row is a document), packed or not; a file, a folder, a glob, here or at an address."""
 
 from __future__ import annotations
 
 import glob
 import hashlib
-import json
+import urllib.parse
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 from flatout.errors import DataError
 from flatout.registry import nearest
-from flatout.sources import BadRow, Document, Part, Row, line_number
-from flatout.sources.packed import is_packed, open_bytes, require_opener, unpacked_name, unreadable
+from flatout.sources import BadRow, Document, Part, Row
+from flatout.sources.fields import Fields
+from flatout.sources.packed import CANNOT_BE_READ, is_packed, open_bytes, require_opener, unpacked_name, unreadable
+from flatout.sources.parquet import PARQUET_SUFFIXES, RowGroups, cut_parquet, read_row_groups, require_parquet
+from flatout.sources.remote import find_remote, is_address
+from flatout.sources.rows import not_utf8, read_rows
 
 PART_BYTES = 4 << 20
-"""About how much text one part holds; a text file is never cut, a JSONL file is."""
+"""About how much text one part holds; a text file is never cut, one of rows is."""
+REMOTE_PART_BYTES = 32 << 20
+"""The same of a remote JSONL file: a part reads up to a block too much."""
 TEXT_SUFFIXES = {".txt", ".text", ".md", ".markdown", ".rst", ".tex"}
 ROW_SUFFIXES = {".jsonl", ".ndjson"}
-"""What a folder is searched for. A file named outright, or by a glob, may have any name; these alone are read by rows."""
+"""With Parquet, what a folder is searched for. A file named outright, or by a glob, may have any name; rows are read of these alone."""
 FINGERPRINT_BYTES = 256 << 20
+OPENED_AT_ONCE = 16
+"""Parquet files whose row groups are looked up at the same time: what takes long is waiting for a server."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A file to read."""
+
+    path: str
+    name: str
+    """Its name inside the folder or pattern, or its address."""
+    size: int
+    mark: str | None = None
+    """What tells its content from another; None when that is still to be read from the file."""
 
 
 @dataclass(frozen=True)
@@ -34,47 +53,75 @@ class Span:
     start: int
     end: int
 
+    @property
+    def num_bytes(self) -> int:
+        """About how much text that is."""
+        return (self.end - self.start) * (3 if is_packed(self.path) else 1)
 
-def files(path: str, text_field: str = "text") -> list[Part]:
-    """Return the parts of a file, a folder (searched recursively, in sorted order) or a glob.
 
-    Raises: DataError when nothing is there, with the nearest name that is; MissingPackage when unpacking takes one.
+Piece = Span | RowGroups
+
+
+def files(path: str, text_field: str = "text", mask_field: str | None = None) -> list[Part]:
+    """Return the parts of a file, a folder (searched recursively, in sorted order), a glob, or an address of any of these.
+
+    Raises: DataError when nothing is there, with the nearest name that is; MissingPackage when reading takes one.
     """
+    fields = Fields(text_field, mask_field)
     found = find_files(path)
+    for file in found:
+        require_opener(file.path)
+        if is_parquet(file.name):
+            require_parquet(file.path)
+    if mask_field is not None and not any(is_rows(file.name) or is_parquet(file.name) for file in found):
+        raise DataError(f"{path} holds no rows, so it has no field {mask_field!r}.", fix="Leave --mask-field out, or name JSONL or Parquet.")
     per_file = max(4096, FINGERPRINT_BYTES // len(found))
-    parts: list[Part] = []
-    held: list[tuple[Span, str]] = []
-    held_bytes = 0
-    for file, name in found:
-        require_opener(str(file))
-        size = file.stat().st_size
-        mark = f"{name} {size} {fingerprint(file, size, per_file)}"
-        step = PART_BYTES if is_rows(file.name) and not is_packed(file.name) else max(size, 1)
-        for start in range(0, max(size, 1), step):
-            span = Span(str(file), start, min(start + step, size))
-            if held and held_bytes + span.end - span.start > PART_BYTES:
-                parts.append(_part(held, text_field))
-                held, held_bytes = [], 0
-            held.append((span, mark))
-            held_bytes += span.end - span.start
-    return [*parts, _part(held, text_field)]
+    with ThreadPoolExecutor(OPENED_AT_ONCE) as threads:
+        cut = list(threads.map(lambda file: _cut(file, fields), found))
+    return list(_parts([(file, fingerprint_of(file, per_file), pieces) for file, pieces in zip(found, cut, strict=True)], fields))
 
 
 SOURCE = files
 
 
-def _part(held: list[tuple[Span, str]], text_field: str) -> Part:
-    marks = "\n".join(mark for span, mark in held if span.start == 0)
-    spans = tuple(span for span, _ in held)
-    size = sum((span.end - span.start) * (3 if is_packed(span.path) else 1) for span in spans)
-    return Part(read_spans, (spans, text_field), fingerprint=marks, num_bytes=size)
+def _cut(file: Found, fields: Fields) -> list[Piece]:
+    if is_parquet(file.name):
+        return list(cut_parquet(file.path, file.size, fields))
+    whole = max(file.size, 1)
+    step = whole if is_packed(file.name) or not is_rows(file.name) else max(PART_BYTES, REMOTE_PART_BYTES if is_address(file.path) else 0)
+    return [Span(file.path, start, min(start + step, file.size)) for start in range(0, whole, step)]
 
 
-def find_files(path: str) -> list[tuple[Path, str]]:
-    """Return every file that `path` stands for, sorted, each with its name inside the folder or pattern.
+def _parts(cut: list[tuple[Found, str, list[Piece]]], fields: Fields) -> Iterator[Part]:
+    """Yield parts of about PART_BYTES; a file's mark goes with its first piece."""
+    held: list[Piece] = []
+    marks: list[str] = []
+    held_bytes = 0
+    for _, mark, pieces in cut:
+        for index, piece in enumerate(pieces):
+            if held and held_bytes + piece.num_bytes > PART_BYTES:
+                yield Part(read_pieces, (tuple(held), fields), "\n".join(marks), held_bytes)
+                held, marks, held_bytes = [], [], 0
+            held.append(piece)
+            held_bytes += piece.num_bytes
+            if index == 0:
+                marks.append(mark)
+    yield Part(read_pieces, (tuple(held), fields), "\n".join(marks), held_bytes)
+
+
+def find_files(path: str) -> list[Found]:
+    """Return every file that `path` stands for, sorted.
 
     Raises: DataError when there is none.
     """
+    if path.startswith("file://"):
+        path = urllib.parse.unquote(urllib.parse.urlsplit(path).path)
+    if is_address(path):
+        return [Found(entry.address, entry.address, entry.size, entry.mark) for entry in find_remote(path, _is_searched_for)]
+    return [Found(str(file), name, file.stat().st_size) for file, name in _find_here(path)]
+
+
+def _find_here(path: str) -> list[tuple[Path, str]]:
     place = Path(path).expanduser()
     if place.is_file():
         return [(place, place.name)]
@@ -93,11 +140,11 @@ def find_files(path: str) -> list[tuple[Path, str]]:
 
 def _in_folder(folder: Path) -> list[tuple[Path, str]]:
     found = [(file.relative_to(folder).as_posix(), file) for file in folder.rglob("*") if file.is_file()]
-    shown = [(name, file) for name, file in sorted(found) if not any(piece.startswith(".") for piece in name.split("/"))]
-    files = [(file, name) for name, file in shown if _suffix(name) in TEXT_SUFFIXES | ROW_SUFFIXES]
+    shown = [(name, file) for name, file in sorted(found) if not _is_hidden(name)]
+    files = [(file, name) for name, file in shown if _is_searched_for(name)]
     if files:
         return files
-    wanted = " ".join(sorted(TEXT_SUFFIXES | ROW_SUFFIXES))
+    wanted = " ".join(sorted(TEXT_SUFFIXES | ROW_SUFFIXES | PARQUET_SUFFIXES))
     common = Counter(_suffix(name) for name, _ in shown).most_common(1)
     if common:
         pattern = f"{folder}/**/*{common[0][0]}"
@@ -117,9 +164,27 @@ def _suffix(name: str) -> str:
     return Path(unpacked_name(name.lower())).suffix
 
 
+def _is_hidden(name: str) -> bool:
+    return any(piece.startswith(".") for piece in name.split("/"))
+
+
+def _is_searched_for(name: str) -> bool:
+    return not _is_hidden(name) and _suffix(name) in TEXT_SUFFIXES | ROW_SUFFIXES | PARQUET_SUFFIXES
+
+
 def is_rows(name: str) -> bool:
-    """Return whether a file of this name is read by rows."""
+    """Return whether a file of this name holds JSONL."""
     return _suffix(name) in ROW_SUFFIXES
+
+
+def is_parquet(name: str) -> bool:
+    """Return whether a file of this name holds Parquet."""
+    return _suffix(name) in PARQUET_SUFFIXES
+
+
+def fingerprint_of(file: Found, limit: int) -> str:
+    """Return what changes when the file does: its name, its size, and a digest, or of a remote file what its server says."""
+    return f"{file.name} {file.size} {fingerprint(Path(file.path), file.size, limit) if file.mark is None else file.mark}"
 
 
 def fingerprint(file: Path, size: int, limit: int) -> str:
@@ -140,19 +205,21 @@ def fingerprint(file: Path, size: int, limit: int) -> str:
     return digest.hexdigest()
 
 
-def read_spans(spans: tuple[Span, ...], text_field: str) -> Iterator[Row]:
-    """Yield the documents of some spans.
+def read_pieces(pieces: tuple[Piece, ...], fields: Fields) -> Iterator[Row]:
+    """Yield the documents of some pieces. Where a file cannot be read on, the rest of the piece is one bad row.
 
-    Raises: DataError when a file cannot be read at all.
+    Raises: DataError when a server fails, which is no fault of the text.
     """
-    for span in spans:
+    for piece in pieces:
         try:
-            if is_rows(span.path):
-                yield from read_rows(span, text_field)
+            if isinstance(piece, RowGroups):
+                yield from read_row_groups(piece, fields)
+            elif is_rows(piece.path):
+                yield from read_rows(piece.path, piece.start, piece.end, fields)
             else:
-                yield read_text(span.path)
+                yield read_text(piece.path)
         except (OSError, EOFError, zlib.error) as error:
-            raise unreadable(span.path, error) from error
+            yield BadRow(unreadable(piece.path, error), CANNOT_BE_READ, piece.path)
 
 
 def read_text(path: str) -> Row:
@@ -164,77 +231,3 @@ def read_text(path: str) -> Row:
     except UnicodeDecodeError as error:
         return not_utf8(path, path, error.start, data[error.start])
     return Document(text.removeprefix("\ufeff"), path)
-
-
-def not_utf8(where: str, path: str, offset: int, byte: int) -> BadRow:
-    """Return the bad row for bytes that are not UTF-8, naming the first such byte of the file."""
-    error = DataError(
-        f"{where} is not UTF-8: byte 0x{byte:02x} at offset {offset}.",
-        fix=f"Convert it, for example `iconv -f latin1 -t utf-8 {path}`, or skip such documents with --on-bad-row skip.",
-    )
-    return BadRow(error, "not UTF-8", where)
-
-
-def read_rows(span: Span, text_field: str) -> Iterator[Row]:
-    """Yield the rows of a JSONL file that begin inside the span; blank lines are no rows."""
-    with open_bytes(span.path) as file:
-        position = span.start
-        if position > 0:
-            file.seek(position - 1)
-            position += len(file.readline()) - 1
-        before = _counted(span.path, position)
-        number = 0
-        whole = is_packed(span.path)
-        while whole or position < span.end:
-            line = file.readline()
-            if not line:
-                return
-            if line.strip():
-                yield _row(line, span.path, position, text_field, partial(_place, span.path, before, number))
-            number += 1
-            position += len(line)
-
-
-def _counted(path: str, offset: int) -> Callable[[], int]:
-    """Return what says the number of the line at a byte: counted once, and only when a row from there on is bad."""
-    return cache(lambda: line_number(path, offset))
-
-
-def _place(path: str, before: Callable[[], int], number: int) -> str:
-    return f"{path}, line {before() + number}"
-
-
-def _row(line: bytes, path: str, offset: int, text_field: str, where: Callable[[], str]) -> Row:
-    try:
-        row = json.loads(line.decode("utf-8-sig" if offset == 0 else "utf-8"))
-    except UnicodeDecodeError as error:
-        return not_utf8(where(), path, offset + error.start, line[error.start])
-    except ValueError as error:
-        return _bad(where(), "not JSON", f"is not JSON: {_complaint(error)}", "Repair the line, or skip such rows with --on-bad-row skip.")
-    except RecursionError:
-        return _bad(where(), "not JSON", "is nested too deeply", "Repair the line, or skip such rows with --on-bad-row skip.")
-    text = row.get(text_field) if isinstance(row, dict) else None
-    if isinstance(text, str):
-        return Document(text, path, offset)
-    return _no_text(row, where(), text_field)
-
-
-def _complaint(error: ValueError) -> str:
-    """Return what the JSON parser says, with the place in the line alone: the line is named already."""
-    return f"{error.msg} at column {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else str(error)
-
-
-def _no_text(row: Any, where: str, text_field: str) -> BadRow:
-    if not isinstance(row, dict):
-        return _bad(where, "not an object", "is not a JSON object", 'Write rows such as {"text": "..."}.')
-    if text_field in row:
-        kind = type(row[text_field]).__name__
-        return _bad(where, f"{text_field!r} is not text", f"has {text_field!r}, but it is {kind}, not text", "Name the field with --text-field.")
-    names = [name for name, value in row.items() if isinstance(value, str)]
-    guess = nearest(text_field, names) or (max(names, key=lambda name: len(row[name])) if names else None)
-    fix = f"Did you mean --text-field {guess}?" if guess else "Name the field that holds the text with --text-field."
-    return _bad(where, f"no field {text_field!r}", f"has no field {text_field!r}", fix)
-
-
-def _bad(where: str, reason: str, what: str, fix: str) -> BadRow:
-    return BadRow(DataError(f"{where} {what}.", fix=fix), reason, where)

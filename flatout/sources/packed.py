@@ -10,27 +10,38 @@ from collections.abc import Callable
 from typing import IO, Any, cast
 
 from flatout.errors import DataError, MissingPackage
+from flatout.sources.remote import is_address, name_of, open_remote
 
 _BLOCK = 1 << 16
+CANNOT_BE_READ = "cannot be read"
+"""The reason under which what is left of a damaged file is counted."""
+
+
+class Damaged(OSError):
+    """Packed bytes that do not unpack; what reads files makes a bad row of it."""
 
 
 def open_bytes(path: str) -> IO[bytes]:
-    """Open a file for reading; what is packed comes unpacked.
+    """Open a file, here or at an address, for reading; what is packed comes unpacked.
 
-    Raises: MissingPackage when it takes a package that is not installed.
+    Raises: MissingPackage when it takes a package that is not installed; DataError when the address does not give it.
     """
-    opener = next((opener for ending, opener in _OPENERS.items() if path.lower().endswith(ending)), None)
-    return opener(path) if opener else open(path, "rb")
+    opener = next((opener for ending, opener in _OPENERS.items() if name_of(path).lower().endswith(ending)), None)
+    return opener(path) if opener else _open_plain(path)
+
+
+def _open_plain(path: str) -> IO[bytes]:
+    return open_remote(path) if is_address(path) else open(path, "rb")
 
 
 def is_packed(name: str) -> bool:
     """Return whether a file of this name is packed."""
-    return name.lower().endswith(tuple(_OPENERS))
+    return name_of(name).lower().endswith(tuple(_OPENERS))
 
 
 def unpacked_name(name: str) -> str:
     """Return the name less the ending that says how it is packed."""
-    return name.rpartition(".")[0] if is_packed(name) else name
+    return name_of(name).rpartition(".")[0] if is_packed(name) else name_of(name)
 
 
 def require_opener(path: str) -> None:
@@ -38,7 +49,7 @@ def require_opener(path: str) -> None:
 
     Raises: MissingPackage with its install line.
     """
-    if path.lower().endswith(".zst"):
+    if name_of(path).lower().endswith(".zst"):
         _zstandard(path)
 
 
@@ -50,8 +61,8 @@ def unreadable(path: str, error: Exception) -> DataError:
 
 def _open_zstd(path: str) -> IO[bytes]:
     zstandard = _zstandard(path)
-    file = open(path, "rb")  # noqa: SIM115  first, so that no reader is left without one; closed with the reader
-    return cast(IO[bytes], io.BufferedReader(_ZstdReader(path, file, zstandard), buffer_size=1 << 20))
+    file = _open_plain(path)  # first, so that no reader is left without one; closed with the reader
+    return cast(IO[bytes], io.BufferedReader(_ZstdReader(file, zstandard), buffer_size=1 << 20))
 
 
 def _zstandard(path: str) -> Any:
@@ -66,8 +77,7 @@ def _zstandard(path: str) -> Any:
 class _ZstdReader(io.RawIOBase):
     """The content of a .zst file, frame by frame. The package's own reader takes a file that is cut short for a shorter one."""
 
-    def __init__(self, path: str, file: IO[bytes], zstandard: Any) -> None:
-        self._path = path
+    def __init__(self, file: IO[bytes], zstandard: Any) -> None:
         self._zstandard = zstandard
         self._file = file
         self._frame: Any = None
@@ -81,14 +91,14 @@ class _ZstdReader(io.RawIOBase):
     def readinto(self, buffer: Any, /) -> int:
         """Put the next bytes into `buffer`; return how many, 0 at the end.
 
-        Raises: DataError when the file is damaged or cut short.
+        Raises: Damaged when the file is, EOFError when it is cut short.
         """
         while not self._held:
             packed = self._rest or self._file.read(_BLOCK)
             if not packed:
                 if self._frame is None:
                     return 0
-                raise unreadable(self._path, EOFError("it is cut short"))
+                raise EOFError("it is cut short")
             self._held = memoryview(self._unpacked(packed))
         count = min(len(buffer), len(self._held))
         buffer[:count] = self._held[:count]
@@ -100,7 +110,7 @@ class _ZstdReader(io.RawIOBase):
         try:
             content: bytes = self._frame.decompress(packed)
         except self._zstandard.ZstdError as error:
-            raise unreadable(self._path, error) from error
+            raise Damaged(str(error)) from error
         self._rest = self._frame.unused_data
         if self._frame.eof:
             self._frame = None
@@ -115,7 +125,7 @@ class _ZstdReader(io.RawIOBase):
 
 
 _OPENERS: dict[str, Callable[[str], IO[bytes]]] = {
-    ".gz": lambda path: cast(IO[bytes], gzip.GzipFile(path)),
-    ".bz2": lambda path: cast(IO[bytes], bz2.BZ2File(path)),
+    ".gz": lambda path: cast(IO[bytes], gzip.GzipFile(fileobj=open_remote(path)) if is_address(path) else gzip.GzipFile(path)),
+    ".bz2": lambda path: cast(IO[bytes], bz2.BZ2File(open_remote(path) if is_address(path) else path)),
     ".zst": _open_zstd,
 }

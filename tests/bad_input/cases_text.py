@@ -25,7 +25,7 @@ CASES = [
     ),
     Case("an empty folder", f"prepare none {NEW}", ("none",), (".txt",), lambda w: (w.path / "none").mkdir()),
     Case("a pattern that matches nothing", f"prepare 'texts/*.txt' {NEW}", ("'texts/*.txt'",), ("ls",)),
-    Case("an address for a file", f"prepare https://example.org/a.txt {NEW}", ("https://example.org/a.txt",), ("curl -LO",)),
+    Case("an address that nothing reads", f"prepare s4://bucket/a.txt {NEW}", ("s4://bucket/a.txt",), ("s3",)),
     Case("an empty corpus", f"prepare empty.txt {NEW}", ("empty.txt", "empty document"), ("text in it",), lambda w: w.write("empty.txt", "")),
     Case("a corpus of one character", f"prepare one.txt {NEW}", ("one.txt", "1 character"), ("Add text",), lambda w: w.write("one.txt", "x")),
     Case(
@@ -58,7 +58,7 @@ CASES = [
     Case(
         "a field that is not text",
         f"prepare odd.jsonl {NEW}",
-        ("odd.jsonl, line 1", "'text'", "int"),
+        ("odd.jsonl, line 1", "'text'", "a number"),
         ("--text-field",),
         lambda w: w.write("odd.jsonl", '{"text": 7}\n'),
     ),

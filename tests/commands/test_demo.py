@@ -186,7 +186,7 @@ def test_what_is_no_file_is_told_apart(quick):
         demo(quick)
     with pytest.raises(DataError, match="/dev/null is not a regular file"):
         demo(Path("/dev/null"))
-    with pytest.raises(DataError, match="addresses are not read yet"):
+    with pytest.raises(DataError, match="is an address; demo takes one text file"):
         demo(Path("https://example.org/book.txt"))
 
 

@@ -1,4 +1,5 @@
 import hashlib
+import io
 import os
 from pathlib import Path
 
@@ -107,10 +108,40 @@ def test_several_sources_follow_each_other_in_the_order_named(cards, tmp_path):
     assert opened.fingerprint != other.fingerprint
 
 
-def test_an_address_is_to_be_downloaded_first():
-    with pytest.raises(DataError, match="addresses are not read yet") as raised:
-        open_corpus(["https://example.org/book.txt"])
-    assert "curl -LO https://example.org/book.txt" in raised.value.fix
+def test_an_address_is_read_where_it_is():
+    import fsspec
+
+    filesystem = fsspec.filesystem("memory")
+    filesystem.pipe("/corpus/a.jsonl", b'{"text": "one", "q": "ask"}\n{"text": "two", "q": ""}\n')
+    try:
+        opened = open_corpus(["memory://corpus/*.jsonl"], mask_field="q")
+        before = opened.fingerprint
+        assert [(row.prompt, row.text) for part in opened.parts for row in part.rows()] == [("ask", "one"), ("", "two")]
+        filesystem.pipe("/corpus/a.jsonl", b'{"text": "one"}\n')
+        assert open_corpus(["memory://corpus/*.jsonl"]).fingerprint != before
+    finally:
+        filesystem.rm("/corpus", recursive=True)
+
+
+def test_a_source_is_given_the_fields_it_takes(tmp_path, monkeypatch):
+    (tmp_path / "fielded.py").write_text("def rows(text_field='body'):\n    yield text_field\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert texts(open_corpus(["fielded:rows"])) == ["body"]
+    assert texts(open_corpus(["fielded:rows"], text_field="content")) == ["content"]
+    assert texts(open_corpus(["fielded:rows:text_field=own"], text_field="content")) == ["own"]
+    with pytest.raises(DataError, match=r"'fielded:rows' has no rows, so it has no field 'q'.*Leave --mask-field out"):
+        open_corpus(["fielded:rows"], mask_field="q")
+
+
+def test_standard_input_is_a_source(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b'\n {"text": "one"}\n{"text": "two"}\n')))
+    opened = open_corpus(["-"], spool=tmp_path)
+    assert texts(opened) == texts(opened) == ["one", "two"]
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b'\n {"text": "one"}\n{"text": "two"}\n')))
+    (tmp_path / "else").mkdir()
+    assert open_corpus(["-"], spool=tmp_path / "else").fingerprint == opened.fingerprint
+    with pytest.raises(DataError, match="Standard input is named twice"):
+        open_corpus(["-", "-"])
 
 
 def test_a_name_that_is_not_utf8_has_a_fingerprint_too(tmp_path):

@@ -1,11 +1,13 @@
 import gzip
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from flatout.errors import DataError
 from flatout.sources import BadRow, Document, LeftOut, files
+from flatout.sources import rows as sources_rows
 
 
 def rows(path, **parameters):
@@ -62,8 +64,19 @@ def test_gzipped_files_are_unpacked(tmp_path):
 
 def test_a_broken_gzip_file_is_named(tmp_path):
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"x" * 5000)[:-9])
-    with pytest.raises(DataError, match=r"Cannot read .*a\.txt\.gz"):
-        rows(tmp_path / "a.txt.gz")
+    (bad,) = rows(tmp_path / "a.txt.gz")
+    assert re.search(r"Cannot read .*a\.txt\.gz", str(bad.error))
+    assert bad.reason == "cannot be read"
+
+
+def test_rows_before_a_fault_are_kept_and_the_next_file_is_read(tmp_path):
+    lines = "".join(f'{{"text": "row {number} {number**9}"}}\n' for number in range(5000)).encode()
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines)[:-5000])
+    (tmp_path / "b.txt").write_text("after")
+    *before, bad, after = rows(tmp_path)
+    assert len(before) > 3000
+    assert [row.text for row in before] == [f"row {number} {number**9}" for number in range(len(before))]
+    assert (bad.reason, after.text) == ("cannot be read", "after")
 
 
 def test_an_empty_file_is_left_out_and_counted(tmp_path):
@@ -125,8 +138,8 @@ def test_a_row_that_is_not_utf8_names_line_and_byte(tmp_path):
         ('{"text": "a"', "not JSON", "is not JSON"),
         ("[" * 100_000, "not JSON", "nested too deeply"),
         ('["a"]', "not an object", "not a JSON object"),
-        ('{"text": 7}', "'text' is not text", "but it is int"),
-        ('{"text": null}', "'text' is not text", "but it is NoneType"),
+        ('{"text": 7}', "'text' is not text", "but it is a number"),
+        ('{"text": null}', "'text' is not text", "but it is null"),
         ('{"txt": "a"}', "no field 'text'", "--text-field txt"),
         ('{"id": "1", "content": "long text"}', "no field 'text'", "--text-field content"),
         ("{}", "no field 'text'", "--text-field"),
@@ -146,8 +159,8 @@ def test_a_bad_row_names_its_line_and_the_next_is_still_read(tmp_path, line, rea
 def test_bad_rows_are_named_by_their_lines_and_the_file_is_counted_once_a_part(tmp_path, monkeypatch, step):
     monkeypatch.setattr(files, "PART_BYTES", step)
     counts = []
-    count = files.line_number
-    monkeypatch.setattr(files, "line_number", lambda *place: counts.append(place) or count(*place))
+    count = sources_rows.line_number
+    monkeypatch.setattr(sources_rows, "line_number", lambda *place: counts.append(place) or count(*place))
     path = tmp_path / "a.jsonl"
     path.write_text('bad\n\n{"text": "x"}\n' * 30)
     assert [row.name for row in rows(path) if isinstance(row, BadRow)] == [f"{path}, line {line}" for line in range(1, 91, 3)]
@@ -212,3 +225,16 @@ def test_a_large_file_is_fingerprinted_by_blocks_from_end_to_end(tmp_path):
         data[place] = 1
         path.write_bytes(data)
         assert files.fingerprint(path, 100_000, 16_000) != before
+
+
+def test_a_file_may_be_named_as_an_address(tmp_path):
+    (tmp_path / "a b.txt").write_text("here")
+    assert texts((tmp_path / "a b.txt").as_uri()) == ["here"]
+
+
+def test_a_prompt_takes_rows(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(DataError, match="holds no rows, so it has no field 'prompt'"):
+        rows(tmp_path, mask_field="prompt")
+    (tmp_path / "b.jsonl").write_text('{"prompt": "2 + 2 =", "text": " 4"}\n')
+    assert [(row.prompt, row.text) for row in rows(tmp_path, mask_field="prompt")] == [("", "text"), ("2 + 2 =", " 4")]

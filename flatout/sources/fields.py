@@ -1,0 +1,81 @@
+"""Which fields of a row make a document, and what is said of a row that lacks them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from flatout.errors import DataError
+from flatout.registry import nearest
+from flatout.sources import BadRow, Document, Row
+
+_MISSING = object()
+_KINDS = {type(None): "null", bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object", bytes: "bytes"}
+
+
+@dataclass(frozen=True)
+class Fields:
+    """The fields of a row that are read. `a.b` is field `b` inside `a`, unless a field is called `a.b`."""
+
+    text: str = "text"
+    """Holds the text."""
+    prompt: str | None = None
+    """Holds what comes before the text and is not learned from; null and empty are no prompt."""
+
+
+def value_at(row: dict[str, Any], field: str) -> Any:
+    """Return the value of a field, None inside a null, or a mark of its own when there is no such field."""
+    if field in row:
+        return row[field]
+    value: Any = row
+    for key in field.split("."):
+        if value is None:
+            return None
+        if not isinstance(value, dict) or key not in value:
+            return _MISSING
+        value = value[key]
+    return value
+
+
+def document(row: Any, fields: Fields, name: str, offset: int | None, where: Callable[[], str]) -> Row:
+    """Return a row's document, or the bad row when a field is not as it should be; `where` is asked for its place only then."""
+    if not isinstance(row, dict):
+        return bad_row(where(), "not an object", "is not a JSON object", 'Write rows such as {"text": "..."}.')
+    text = value_at(row, fields.text)
+    if not isinstance(text, str):
+        return _unusable(row, text, where(), fields.text, "--text-field")
+    if fields.prompt is None:
+        return Document(text, name, offset)
+    prompt = value_at(row, fields.prompt)
+    if prompt is None or isinstance(prompt, str):
+        return Document(text, name, offset, prompt or "")
+    return _unusable(row, prompt, where(), fields.prompt, "--mask-field")
+
+
+def no_field(where: str, field: str, names: list[str], option: str) -> BadRow:
+    """Return the bad row for a field that is not there; `names` are those that could be meant, the likeliest first."""
+    guess = nearest(field, names) or (names[0] if names else None)
+    fix = f"Did you mean {option} {guess}?" if guess else f"Name the field that holds the text with {option}."
+    return bad_row(where, f"no field {field!r}", f"has no field {field!r}", fix)
+
+
+def bad_row(where: str, reason: str, what: str, fix: str) -> BadRow:
+    """Return a bad row that reads `WHERE WHAT. Fix: FIX`."""
+    return BadRow(DataError(f"{where} {what}.", fix=fix), reason, where)
+
+
+def _unusable(row: dict[str, Any], value: Any, where: str, field: str, option: str) -> BadRow:
+    if value is _MISSING:
+        texts = dict(_texts(row))
+        return no_field(where, field, sorted(texts, key=lambda name: len(texts[name]), reverse=True), option)
+    kind = _KINDS.get(type(value), type(value).__name__)
+    return bad_row(where, f"{field!r} is not text", f"has {field!r}, but it is {kind}, not text", f"Name the field with {option}.")
+
+
+def _texts(row: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in row.items():
+        if isinstance(value, str):
+            yield f"{prefix}{key}", value
+        elif isinstance(value, dict):
+            yield from _texts(value, f"{prefix}{key}.")

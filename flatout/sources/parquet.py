@@ -1,0 +1,145 @@
+"""Parquet: a row a document, read by row groups and of the columns that are wanted alone; takes the package pyarrow."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from flatout.errors import DataError, MissingPackage
+from flatout.sources import BadRow, Row
+from flatout.sources.fields import Fields, bad_row, document, no_field
+from flatout.sources.packed import CANNOT_BE_READ, open_bytes
+
+PARQUET_SUFFIXES = {".parquet"}
+BATCH_ROWS = 256
+_PAGE_BYTES = 1 << 20
+"""A column is read so much at a time, not a row group at once."""
+
+
+@dataclass(frozen=True)
+class RowGroups:
+    """Row groups [start, end) of a file, `end` None for all there are; one that cannot be read is such a whole."""
+
+    path: str
+    start: int
+    end: int | None
+    first_row: int
+    """Rows before them."""
+    num_bytes: int
+
+
+def cut_parquet(path: str, size: int, fields: Fields) -> list[RowGroups]:
+    """Return a file's row groups; one that is damaged or lacks a column is left whole: reading it says what is wrong.
+
+    Raises: MissingPackage without pyarrow.
+    """
+    try:
+        with open_bytes(path) as file:
+            described = _opened(path, file).metadata
+            names = [described.schema.column(index).path for index in range(described.num_columns)]
+    except _errors():
+        return [RowGroups(path, 0, None, 0, size)]
+    asked = [field for field in (fields.text, fields.prompt) if field is not None]
+    if not all(any(_inside(name, field) for name in names) for field in asked):
+        return [RowGroups(path, 0, None, 0, size)]
+    wanted = [index for index, name in enumerate(names) if any(_inside(name, field) for field in asked)]
+    found: list[RowGroups] = []
+    first_row = 0
+    for number in range(described.num_row_groups):
+        group = described.row_group(number)
+        num_bytes = sum(group.column(index).total_uncompressed_size for index in wanted)
+        found.append(RowGroups(path, number, number + 1, first_row, num_bytes))
+        first_row += group.num_rows
+    return found or [RowGroups(path, 0, None, 0, size)]
+
+
+def read_row_groups(groups: RowGroups, fields: Fields) -> Iterator[Row]:
+    """Yield the rows of some row groups; where they cannot be read on, the rest is one bad row."""
+    number = groups.first_row
+    try:
+        with open_bytes(groups.path) as file:
+            parquet = _opened(groups.path, file)
+            lacking = _lacking(parquet.schema_arrow, fields)
+            if lacking is not None:
+                yield no_field(groups.path, *lacking)
+                return
+            end = parquet.num_row_groups if groups.end is None else groups.end
+            columns = [field for field in (fields.text, fields.prompt) if field is not None]
+            for batch in parquet.iter_batches(BATCH_ROWS, row_groups=range(groups.start, end), columns=columns, use_threads=False):
+                for row in _dictionaries(batch):
+                    number += 1
+                    yield _row(row, fields, f"{groups.path}, row {number}")
+    except _errors() as error:
+        after = f" after row {number}" if number else ""
+        said = " ".join(str(error).split()).rstrip(".")
+        fix = "Check that the file is whole; --on-bad-row skip leaves out what cannot be read."
+        yield BadRow(DataError(f"Cannot read {groups.path}{after}: {said}.", fix=fix), CANNOT_BE_READ, f"{groups.path}{after}")
+
+
+def _row(row: dict[str, Any] | UnicodeDecodeError, fields: Fields, where: str) -> Row:
+    if isinstance(row, UnicodeDecodeError):
+        return bad_row(where, "not UTF-8", f"is not UTF-8: {row.reason}", "Write it again, or skip such rows with --on-bad-row skip.")
+    return document(row, fields, where, None, lambda: where)
+
+
+def _dictionaries(batch: Any) -> Iterator[dict[str, Any] | UnicodeDecodeError]:
+    """Yield the rows of a batch; one whose bytes are not UTF-8 as the error."""
+    try:
+        yield from batch.to_pylist()
+    except UnicodeDecodeError:
+        for index in range(batch.num_rows):
+            try:
+                (row,) = batch.slice(index, 1).to_pylist()
+            except UnicodeDecodeError as error:
+                yield error
+            else:
+                yield row
+
+
+def _lacking(schema: Any, fields: Fields) -> tuple[str, list[str], str] | None:
+    """Return a field that the file has no column for, the columns that hold text, and the option that names it."""
+    names = list(_columns(schema))
+    for field, option in ((fields.text, "--text-field"), (fields.prompt, "--mask-field")):
+        if field is not None and not any(_inside(name, field) for name, _ in names):
+            return field, [name for name, kind in names if kind in ("string", "large_string", "string_view")], option
+    return None
+
+
+def _columns(fields: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield every column, those inside a structure by their dotted names, with its type."""
+    for field in fields:
+        yield f"{prefix}{field.name}", str(field.type)
+        if str(field.type).startswith("struct<"):
+            yield from _columns(field.type, f"{prefix}{field.name}.")
+
+
+def _inside(name: str, field: str) -> bool:
+    return name == field or name.startswith(f"{field}.")
+
+
+def _opened(path: str, file: Any) -> Any:
+    return _pyarrow(path, "pyarrow.parquet").ParquetFile(file, buffer_size=_PAGE_BYTES, pre_buffer=False, page_checksum_verification=True)
+
+
+def _errors() -> tuple[type[Exception], ...]:
+    """Return what pyarrow raises for a file that is not whole."""
+    return (importlib.import_module("pyarrow").ArrowException, OSError, EOFError)
+
+
+def require_parquet(path: str) -> None:
+    """Do nothing when pyarrow is installed.
+
+    Raises: MissingPackage with its install line.
+    """
+    _pyarrow(path, "pyarrow")
+
+
+def _pyarrow(path: str, module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise MissingPackage(
+            f"Reading {path} takes the package pyarrow, which is not installed.", fix='Install it: `pip install "flatout[parquet]"`.'
+        ) from error

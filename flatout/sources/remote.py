@@ -1,0 +1,228 @@
+"""Remote files, read through fsspec: in blocks, each checked for its length and asked for again when it does not come whole."""
+
+from __future__ import annotations
+
+import glob
+import io
+import re
+import time
+import urllib.parse
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import IO, Any, TypeVar, cast
+
+from flatout.errors import DataError, FlatoutError, MissingPackage
+
+BLOCK_BYTES = 2 << 20
+"""So much is asked for at a time."""
+ATTEMPTS = 5
+FIRST_PAUSE_S = 0.5
+"""The wait before the second attempt; it doubles each time."""
+
+_PACKAGES = {"s3": ("s3fs", "s3"), "s3a": ("s3fs", "s3"), "gs": ("gcsfs", "gcs"), "gcs": ("gcsfs", "gcs"), "hf": ("huggingface_hub", "hub")}
+_PACKAGES |= {"http": ("aiohttp", "http"), "https": ("aiohttp", "http")}
+"""Package and extra that read a protocol."""
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "hf": {"cache_type": "none"},
+    "http": {"headers": {"Accept-Encoding": "identity"}},
+    "https": {"headers": {"Accept-Encoding": "identity"}},
+}
+"""What makes a filesystem give the bytes asked for and no others: no reading ahead, no ranges of a packed answer."""
+_CREDENTIALS = {
+    "s3": "Give AWS credentials, for example by AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or by a profile.",
+    "gs": "Log in with `gcloud auth application-default login`.",
+    "hf": "Log in with `hf auth login`, and accept the terms on the repository's page where it has some.",
+}
+_MARKS = tuple(
+    "ETag etag lfs blob_id md5Hash crc32c content_md5 Content-MD5 Digest Last-Modified LastModified mtime updated created".split()  # noqa: SIM905
+)
+"""Keys of a file's description that change with its content, the surest first."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class RemoteEntry:
+    """One remote file, as its server describes it."""
+
+    address: str
+    size: int
+    mark: str
+    """Checksum or date, with the key it stands under: changes when the content does, as far as the server says."""
+
+
+def is_address(name: str) -> bool:
+    """Return whether a name is an address such as `s3://bucket/key`."""
+    return re.match(r"[a-z][a-z0-9+.-]*://", name) is not None
+
+
+def name_of(address: str) -> str:
+    """Return the path inside an address; what follows a `?` is no part of a web page's name."""
+    return urllib.parse.urlsplit(address).path if _protocol(address) in ("http", "https") else address
+
+
+def open_remote(address: str) -> IO[bytes]:
+    """Open a remote file for reading.
+
+    Raises: DataError when it is not there, must not be read, or the server fails; MissingPackage.
+    """
+    return cast(IO[bytes], io.BufferedReader(RemoteFile(address), buffer_size=1 << 16))
+
+
+class RemoteFile(io.RawIOBase):
+    """A remote file that can be read from anywhere. An answer that is short is no end of file: it is asked for again.
+
+    Raises: DataError when it is not there, must not be read, or, with the byte, when the server fails for good.
+    """
+
+    def __init__(self, address: str, *, sleep: Callable[[float], None] = time.sleep) -> None:
+        self._address = address
+        self._sleep = sleep
+        self._filesystem, self._path = _locate(address)
+        self.size = _entry(address, _patiently(address, lambda: self._filesystem.info(self._path), sleep)).size
+        self._options = _OPTIONS.get(_protocol(address), {})
+        self._position = 0
+        self._start = 0
+        self._block = b""
+
+    def readable(self) -> bool:
+        """Say that it can be read."""
+        return True
+
+    def seekable(self) -> bool:
+        """Say that it can be read from anywhere."""
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        """Go to a byte and return it."""
+        origin = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self.size}[whence]
+        self._position = max(origin + offset, 0)
+        return self._position
+
+    def tell(self) -> int:
+        """Return the byte that is read next."""
+        return self._position
+
+    def readinto(self, buffer: Any, /) -> int:
+        """Put the next bytes into `buffer`; return how many, 0 at the end."""
+        if self._position >= self.size or not len(buffer):
+            return 0
+        if not self._start <= self._position < self._start + len(self._block):
+            self._block = self._fetched(self._position, min(self._position + BLOCK_BYTES, self.size))
+            self._start = self._position
+        offset = self._position - self._start
+        piece = memoryview(self._block)[offset : offset + len(buffer)]
+        buffer[: len(piece)] = piece
+        self._position += len(piece)
+        return len(piece)
+
+    def _fetched(self, start: int, end: int) -> bytes:
+        def fetch() -> bytes:
+            block: bytes = self._filesystem.cat_file(self._path, start=start, end=end, **self._options)
+            if len(block) == end - start:
+                return block
+            if len(block) == self.size:
+                raise DataError(f"{self._address} cannot be read in pieces: the server ignores ranges.", fix="Download it, and name the file.")
+            raise EOFError(f"it gave {len(block):,} bytes of {end - start:,}")
+
+        return _patiently(self._address, fetch, self._sleep, f" at byte {start:,}")
+
+
+def find_remote(address: str, wanted: Callable[[str], bool], *, sleep: Callable[[float], None] = time.sleep) -> list[RemoteEntry]:
+    """Return the files that an address stands for, sorted: itself, those its pattern matches, or those `wanted` by name in its folder.
+
+    Raises: DataError when there is none, or they must not be read, or the server fails; MissingPackage.
+    """
+    filesystem, path = _locate(address)
+    filesystem.invalidate_cache()
+
+    def look() -> list[RemoteEntry]:
+        if glob.has_magic(name_of(address)):
+            return list(_entries(filesystem, filesystem.glob(path, detail=True), lambda _: True))
+        found = filesystem.info(path)
+        if found["type"] != "directory":
+            return [_entry(address, found)]
+        return list(_entries(filesystem, filesystem.find(path, detail=True), lambda name: wanted(name.removeprefix(found["name"]))))
+
+    entries = sorted(_patiently(address, look, sleep), key=lambda entry: entry.address)
+    if not entries:
+        raise DataError(f"No file matches {address}.", fix="Check the address; a folder is searched for text, a pattern takes any file.")
+    return entries
+
+
+def _entries(filesystem: Any, found: dict[str, dict[str, Any]], wanted: Callable[[str], bool]) -> Iterator[RemoteEntry]:
+    for path, described in found.items():
+        if described["type"] == "file" and wanted(path):
+            yield _entry(filesystem.unstrip_protocol(path), described)
+
+
+def _entry(address: str, described: dict[str, Any]) -> RemoteEntry:
+    if described["type"] == "directory":
+        raise DataError(f"{address} is a folder.", fix="Name a file in it, or a pattern.")
+    if described.get("size") is None:
+        raise DataError(f"The server does not say how long {address} is.", fix="Download it, and name the file.")
+    key = next((key for key in _MARKS if described.get(key)), None)
+    value = described[key] if key is not None else None
+    return RemoteEntry(address, int(described["size"]), f"{key}={getattr(value, 'sha256', value)}" if key else "")
+
+
+def _protocol(address: str) -> str:
+    return address.partition("://")[0]
+
+
+def _locate(address: str) -> tuple[Any, str]:
+    """Return the filesystem of an address and the path in it."""
+    import fsspec
+
+    protocol = _protocol(address)
+    try:
+        filesystem, path = fsspec.core.url_to_fs(address)
+    except ImportError as error:
+        package, extra = _PACKAGES.get(protocol, (str(error.name or protocol), ""))
+        line = f'pip install "flatout[{extra}]"' if extra else f"pip install {package}"
+        raise MissingPackage(f"Reading {address} takes the package {package}, which is not installed.", fix=f"Install it: `{line}`.") from error
+    except ValueError as error:
+        known = "file, gs, hf, http, https, s3"
+        raise DataError(f"{address}: {str(error).rstrip('.')}.", fix=f"Read are, among others: {known}.") from error
+    return filesystem, str(path)
+
+
+def _patiently(address: str, action: Callable[[], T], sleep: Callable[[float], None], where: str = "") -> T:
+    """Return what the action returns; when it fails in a way that may pass, try again a few times."""
+    for attempt in range(ATTEMPTS):
+        if attempt:
+            sleep(FIRST_PAUSE_S * 2 ** (attempt - 1))
+        try:
+            return action()
+        except FlatoutError:
+            raise
+        except Exception as error:  # every filesystem has a family of errors of its own
+            failed = _cause(address, error)
+            if (final := _final(address, failed)) is not None:
+                raise final from error
+    said = str(failed).rstrip(".") or type(failed).__name__
+    raise DataError(
+        f"Cannot read {address}{where}: {said} ({ATTEMPTS} attempts).", fix="Check the network and the server, and run it again."
+    ) from failed
+
+
+def _cause(address: str, error: Exception) -> Exception:
+    """Return the error that matters: for a web page, the filesystem calls everything that goes wrong at first a missing file."""
+    cause = error.__cause__
+    if _protocol(address) in ("http", "https") and isinstance(error, FileNotFoundError) and isinstance(cause, Exception):
+        return cause
+    return error
+
+
+def _final(address: str, error: Exception) -> DataError | None:
+    """Return the error to raise when trying again cannot help, else None."""
+    status = getattr(error, "status", None) or getattr(getattr(error, "response", None), "status_code", None)
+    said = next((line for line in str(error).splitlines() if line.strip()), "").strip().rstrip(".")
+    if isinstance(error, PermissionError) or status in (401, 403) or type(error).__name__ == "NoCredentialsError":
+        fix = _CREDENTIALS.get(_protocol(address), "Check the address, and that you may read it.")
+        return DataError(f"Reading {address} is not allowed: {said or 'forbidden'}.", fix=fix)
+    if isinstance(error, FileNotFoundError) or status in (404, 410):
+        reason = f" ({said})" if said and said != address and not said.startswith(name_of(address)) else ""
+        return DataError(f"There is nothing at {address}{reason}.", fix="Check the address.")
+    if isinstance(status, int) and 400 <= status < 500 and status not in (408, 425, 429):
+        return DataError(f"{address} is refused: {said}.", fix="Check the address.")
+    return None

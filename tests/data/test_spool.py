@@ -1,0 +1,70 @@
+import bz2
+import gzip
+import hashlib
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flatout.data import spool
+from flatout.data.spool import spool_standard_input
+from flatout.errors import DataError
+
+ROOT = Path(__file__).parents[2]
+ROWS = b'{"text": "one"}\n'
+
+
+@pytest.mark.parametrize(
+    ("data", "ending"),
+    [
+        (b"", ".txt"),
+        (b"plain", ".txt"),
+        (ROWS, ".jsonl"),
+        (b"\xef\xbb\xbf\n  \t" + ROWS, ".jsonl"),
+        (b" " * 3_000_000 + ROWS, ".jsonl"),
+        (gzip.compress(ROWS), ".jsonl.gz"),
+        (gzip.compress(b"plain"), ".txt.gz"),
+        (gzip.compress(ROWS)[:12], ".txt.gz"),
+        (bz2.compress(ROWS), ".jsonl.bz2"),
+        (b"PAR1....PAR1", ".parquet"),
+    ],
+)
+def test_what_it_holds_is_told_by_how_it_begins(tmp_path, data, ending):
+    path, sha256 = spool_standard_input(tmp_path, stream=io.BytesIO(data))
+    assert path.read_bytes() == data
+    assert sha256 == hashlib.sha256(data).hexdigest()
+    assert path.name == f".stdin-{sha256[:16]}{ending}"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_it_is_said_what_it_is_read_as(tmp_path):
+    said = []
+
+    class Listener(type(spool.SILENT)):
+        def say(self, line):
+            said.append(line)
+
+    for data in (ROWS, gzip.compress(b"plain")):
+        spool_standard_input(tmp_path, stream=io.BytesIO(data), progress=Listener())
+    assert said[0] == "Standard input: 16 bytes, read as jsonl."
+    assert said[1].endswith("read as a text.")
+
+
+def test_it_is_gone_when_the_process_ends(tmp_path):
+    program = "import sys\nfrom pathlib import Path\nfrom flatout.data.spool import spool_standard_input\n"
+    program += "print(spool_standard_input(Path(sys.argv[1]))[0].read_bytes())"
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], input=ROWS, cwd=ROOT, capture_output=True, timeout=60, check=True)
+    assert done.stdout.decode().strip() == repr(ROWS)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_room_is_said_and_nothing_stays(tmp_path):
+    class Full(io.RawIOBase):
+        def read(self, count=-1):
+            raise OSError(28, "No space left on device")
+
+    with pytest.raises(DataError, match=r"Cannot keep standard input in .*: No space left on device.*Make room"):
+        spool_standard_input(tmp_path, stream=Full())
+    assert list(tmp_path.iterdir()) == []

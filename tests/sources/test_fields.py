@@ -1,0 +1,45 @@
+import pytest
+
+from flatout.sources import BadRow
+from flatout.sources.fields import Fields, document
+
+
+def read(row, text="text", prompt=None):
+    return document(row, Fields(text, prompt), "a.jsonl", None, lambda: "a.jsonl, line 1")
+
+
+def test_a_field_may_lie_inside_others():
+    row = {"data": {"body": {"text": "deep"}}, "data.title": "flat", "text": "top"}
+    assert read(row, "data.body.text").text == "deep"
+    assert read(row, "data.title").text == "flat", "a field of that very name comes first"
+    assert read(row).text == "top"
+
+
+@pytest.mark.parametrize(
+    ("row", "field", "reason", "said"),
+    [
+        ({"a": None}, "a.b", "'a.b' is not text", "but it is null, not text"),
+        ({"a": {"b": None}}, "a.b", "'a.b' is not text", "but it is null"),
+        ({"a": {"b": ["x"]}}, "a.b", "'a.b' is not text", "but it is a list"),
+        ({"a": {"b": {}}}, "a.b", "'a.b' is not text", "but it is an object"),
+        ({"a": "x"}, "a.b", "no field 'a.b'", "--text-field a"),
+        ({"a": {"text": "long text"}, "id": "7"}, "a.txt", "no field 'a.txt'", "Did you mean --text-field a.text?"),
+        ({"deep": {"content": "the longest"}, "id": "7"}, "qqq", "no field 'qqq'", "Did you mean --text-field deep.content?"),
+        ({}, "text", "no field 'text'", "--text-field"),
+        ([1], "text", "not an object", "is not a JSON object"),
+    ],
+)
+def test_a_row_without_the_text_says_why(row, field, reason, said):
+    bad = read(row, field)
+    assert isinstance(bad, BadRow)
+    assert bad.reason == reason
+    assert said in str(bad.error)
+    assert bad.name == "a.jsonl, line 1"
+
+
+def test_a_prompt_is_a_field_too():
+    assert read({"q": {"ask": "why?"}, "text": "so"}, prompt="q.ask").prompt == "why?"
+    assert read({"q": None, "text": "so"}, prompt="q").prompt == ""
+    assert read({"q": "x", "text": "so"}).prompt == ""
+    assert read({"text": "so"}, prompt="q").reason == "no field 'q'", "a field that is nowhere is a mistake, not an empty prompt"
+    assert "--mask-field" in str(read({"q": 7, "text": "so"}, prompt="q").error)
