@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from flatout.config import RunConfig
-from flatout.data.loader import FeedPlan
 from flatout.data.mix import MixedDataset, parts_of
 from flatout.data.shards import Dataset
+from flatout.data.steps import FeedPlan, WindowSteps
 from flatout.errors import ConfigError, HardwareError
 from flatout.hardware import Machine, Peak, peak_tflops
 from flatout.memory import Workload
@@ -34,7 +34,8 @@ from flatout.registry import MODELS, OPTIMIZERS
 from flatout.selection import Decision, assemble, select
 
 if TYPE_CHECKING:
-    from flatout.data.loader import DirectFeed, PrefetchFeed, WindowReader
+    from flatout.data.loader import DirectFeed, PrefetchFeed
+    from flatout.data.steps import WindowReader
 
 DEFAULT_TOKENS_PER_STEP = 65_536
 """Tokens per optimiser step where a configuration states none of the three batch keys."""
@@ -315,7 +316,7 @@ def _feed(config: RunConfig, recipe: Recipe, mesh: Mesh, dataset: Dataset | Mixe
     )
     reader = recipe.part("windows")
     windows = reader(dataset.tokenizer) if "windows" not in recipe.filled_by else reader()
-    return windows, recipe.part("feed")(dataset.split("train"), plan, windows)
+    return windows, recipe.part("feed")(WindowSteps(dataset.split("train"), plan, windows))
 
 
 def _seed(seed: int) -> None:

@@ -7,9 +7,9 @@ from functools import partial
 from pathlib import Path
 
 from flatout.config import ParallelConfig
-from flatout.data.loader import ShardWindows
 from flatout.data.mix import Part, distinct_names, parts_of
 from flatout.data.shards import Dataset
+from flatout.data.steps import ShardWindows
 from flatout.errors import ConfigError, DataError
 from flatout.loading import LoadedRun
 from flatout.parallel.mesh import make_mesh

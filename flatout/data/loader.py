@@ -1,64 +1,32 @@
-"""The feed: from a split's windows to one optimiser step's tensors on the device, in an order that can be sought.
+"""The feed: from the rows that a step reads to tensors on the device, ahead of time or when they are asked for.
 
-Letters in names: A micro-batches, B rows of one, T tokens of one window, W = T + 1, N = A * B windows of a rank's step.
+Letters in names: A micro-batches, B rows of one, T tokens of one row, W = T + 1, N = A * B rows of a rank's step.
 """
 
 # ruff: noqa: N815  fields carry shape suffixes in capitals, as all tensors do
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 import time
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Protocol, Self, runtime_checkable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from flatout.data.shards import Split, Windowed
-from flatout.errors import DataError
+from flatout.data.shards import Split
+from flatout.data.steps import StepReader, WindowReader
 from flatout.progress import SILENT, Progress
-
-Array = np.ndarray[Any, np.dtype[Any]]
 
 IGNORED = -1
 """The target of a position that does not count."""
-
-
-class WindowReader(Protocol):
-    """How the windows of a step are read."""
-
-    def read(self, split: Windowed, indices: Array, out: Array) -> None:
-        """Write window indices[n] of `split` into out[n].
-
-        Shapes:  indices (N,), out (N, W), dtype of the split.
-        """
-
-
-@runtime_checkable
-class PrimedWindowReader(WindowReader, Protocol):
-    """A reader that needs something of the windows before they are read, so that getting it is not part of a step."""
-
-    def prime(self, split: Windowed, indices: Array, seq_len: int) -> bool:
-        """Get ready to read windows `indices`; return whether there is room for more.
-
-        Shapes:  indices (N,).
-        """
-
-
-class ShardWindows:
-    """Windows copied straight from the shards."""
-
-    def read(self, split: Windowed, indices: Array, out: Array) -> None:
-        """Write window indices[n] of `split` into out[n].
-
-        Shapes:  indices (N,), out (N, W), dtype of the split.
-        """
-        split.read_windows(indices, out.shape[1] - 1, out)
 
 
 @dataclass(frozen=True)
@@ -84,7 +52,7 @@ class StepBatch:
     doc_ids_ABT: Tensor | None
     """int32; None when attention crosses documents."""
     position: int
-    """Where the reading of all ranks stands after this batch, in windows."""
+    """Where the reading of all ranks stands after this batch."""
     wait_ms: float
     """How long the caller was kept waiting for it."""
 
@@ -103,94 +71,55 @@ def _micro_batch(windows_BW: Tensor, mask_BT: Tensor | None, doc_ids_BT: Tensor 
     return MicroBatch(windows_BW[:, :-1].to(torch.int64), targets_BT, doc_ids_BT)
 
 
-@dataclass(frozen=True)
-class FeedPlan:
-    """What a feed reads: the shape of a step, this rank's place in it, and the seed of the order."""
-
-    seq_len: int
-    rows_per_device: int
-    accumulate: int
-    rank: int
-    world_size: int
-    seed: int
-    document_mask: bool
-    prefetch: int
-    device: str
-
-    @property
-    def windows_per_step(self) -> int:
-        """Windows of one optimiser step over all ranks."""
-        return self.accumulate * self.world_size * self.rows_per_device
-
-    def positions(self, start: int) -> Array:
-        """Return the positions of this rank's rows in the step that begins at `start`.
-
-        Row b of micro-batch a on rank r is start + (a * world_size + r) * rows_per_device + b: whatever the number of
-        ranks, the step as a whole reads the same windows.
-
-        Shapes:  returns (A * B,).
-        """
-        micro = np.arange(self.accumulate)[:, np.newaxis] * self.world_size + self.rank
-        rows_AB = start + micro * self.rows_per_device + np.arange(self.rows_per_device)
-        return rows_AB.reshape(-1)
-
-
 class _Buffer:
-    """Host memory for one step, filled again and again; pinned when the device is a GPU and can copy from it by itself."""
+    """Host memory for one step, filled again and again; pinned when a GPU is to copy from it by itself."""
 
-    def __init__(self, split: Windowed, plan: FeedPlan, *, pinned: bool) -> None:
-        self._shape = (plan.accumulate, plan.rows_per_device)
-        self._device = torch.device(plan.device)
-        rows, seq_len = plan.accumulate * plan.rows_per_device, plan.seq_len
-        stored = torch.uint16 if split.dtype.itemsize == 2 else torch.int32
-        self._windows = torch.empty((rows, seq_len + 1), dtype=stored, pin_memory=pinned)
-        self._mask = torch.empty((rows, seq_len), dtype=torch.bool, pin_memory=pinned) if split.has_mask else None
-        self._doc_ids = torch.empty((rows, seq_len), dtype=torch.int32, pin_memory=pinned) if plan.document_mask else None
+    def __init__(self, steps: StepReader, *, pinned: bool) -> None:
+        plan = steps.plan
+        self._steps, self._accumulate, self._device = steps, plan.accumulate, torch.device(plan.device)
+        tokens = plan.accumulate * max(rows * seq_len for rows, seq_len in steps.shapes)
+        lasts = plan.accumulate * max(rows for rows, _ in steps.shapes)
+        stored = torch.uint16 if steps.dtype.itemsize == 2 else torch.int32
+        self._windows = torch.empty(tokens + lasts, dtype=stored, pin_memory=pinned)
+        self._mask = torch.empty(tokens, dtype=torch.bool, pin_memory=pinned) if steps.has_mask else None
+        self._doc_ids = torch.empty(tokens, dtype=torch.int32, pin_memory=pinned) if steps.has_document_ids else None
         self._copied = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
-        self.position = 0
 
-    def fill(self, split: Windowed, plan: FeedPlan, windows: WindowReader, position: int) -> None:
-        """Read this rank's rows of the step that begins at `position`, once the last copy to the device has ended."""
+    def read(self, position: int) -> StepBatch:
+        """Read this rank's rows of the step that begins at `position`; return a copy on the device, which the next step does not touch.
+
+        On a GPU the copy is queued on the current stream, and this memory is filled again only when it has ended.
+        """
         if self._copied is not None:
             self._copied.synchronize()
-        indices = split.windows_at(plan.positions(position), plan.seq_len, seed=plan.seed)
-        windows.read(split, indices, self._windows.numpy().view(split.dtype))
-        if self._mask is not None:
-            split.read_mask(indices, plan.seq_len, self._mask.numpy())
-        if self._doc_ids is not None:
-            split.read_document_ids(indices, plan.seq_len, self._doc_ids.numpy())
-        self.position = position + plan.windows_per_step
-
-    def hand_out(self, wait_ms: float) -> StepBatch:
-        """Return a copy on the device, which the next fill does not touch."""
-        batch = StepBatch(self._copy(self._windows), self._copy(self._mask), self._copy(self._doc_ids), self.position, wait_ms)
+        rows, seq_len = self._steps.shape_at(position)
+        windows_NW = self._rows(self._windows, rows, seq_len + 1)
+        mask_NT, doc_ids_NT = (self._rows(flat, rows, seq_len) for flat in (self._mask, self._doc_ids))
+        mask, doc_ids = (None if tensor is None else tensor.numpy() for tensor in (mask_NT, doc_ids_NT))
+        position = self._steps.read(position, windows_NW.numpy().view(self._steps.dtype), mask, doc_ids)
+        batch = StepBatch(self._copy(windows_NW), self._copy(mask_NT), self._copy(doc_ids_NT), position, wait_ms=0.0)
         if self._copied is not None:
             self._copied.record(torch.cuda.current_stream(self._device))
         return batch
+
+    def _rows(self, flat: Any, rows: int, width: int) -> Any:
+        return None if flat is None else flat[: self._accumulate * rows * width].view(-1, width)
 
     def _copy(self, host: Any) -> Any:
         if host is None:
             return None
         if self._device.type == "cpu":  # one plain copy: torch would wake all its threads, which costs more than the copy on busy cores
-            return torch.from_numpy(host.numpy().copy()).view(*self._shape, -1)
-        return host.to(self._device, non_blocking=self._copied is not None).view(*self._shape, -1)
+            return torch.from_numpy(host.numpy().copy()).view(self._accumulate, -1, host.shape[1])
+        return host.to(self._device, non_blocking=self._copied is not None).view(self._accumulate, -1, host.shape[1])
 
 
 class _Feed:
-    """What both feeds share: where the reading stands, and how many windows an epoch has. It never ends."""
+    """What both feeds share: where the reading stands. It never ends."""
 
-    def __init__(self, split: Windowed, plan: FeedPlan, windows: WindowReader) -> None:
-        self.num_windows = split.num_windows(plan.seq_len)
-        if not self.num_windows:
-            raise DataError(
-                f"The {split.name} split holds {split.num_tokens} tokens; one window of data.seq_len={plan.seq_len} needs {plan.seq_len + 1}.",
-                fix=f"Set data.seq_len={split.num_tokens - 1} or less, or prepare more text."
-                if split.num_tokens > 1
-                else f"Prepare more text: the {split.name} split is empty.",
-            )
+    def __init__(self, steps: StepReader) -> None:
         self.position = 0
-        """The next step's first window, counted over all epochs and ranks."""
-        self._split, self._plan, self._windows = split, plan, windows
+        """Where the next step begins, as the steps' reader counts, over all epochs and ranks."""
+        self._steps = steps
 
     def __iter__(self) -> Self:
         return self
@@ -202,21 +131,11 @@ class _Feed:
         self.close()
 
     def prime(self, steps: int, *, progress: Progress = SILENT) -> None:
-        """Let the reader get ready for the windows of the next `steps` steps, as many as it keeps; most readers need not.
+        """Let the reader get ready for the rows of the next `steps` steps, as many as it keeps; most readers need not.
 
         To be called before the first step: what a reader needs beforehand is then in no step's time.
         """
-        if not isinstance(self._windows, PrimedWindowReader):
-            return
-        plan, position = self._plan, self.position
-        with progress.task("Taking the text of the windows", unit="windows") as task:
-            for _ in range(steps):
-                indices = self._split.windows_at(plan.positions(position), plan.seq_len, seed=plan.seed)
-                more = self._windows.prime(self._split, indices, plan.seq_len)
-                task.advance(len(indices))
-                if not more:
-                    break
-                position += plan.windows_per_step
+        self._steps.prime(self.position, steps, progress)
 
     def close(self) -> None:
         """Give back what the feed holds; reading on afterwards opens it again."""
@@ -225,9 +144,9 @@ class _Feed:
 class DirectFeed(_Feed):
     """Reads each step when it is asked for, in the caller's thread."""
 
-    def __init__(self, split: Windowed, plan: FeedPlan, windows: WindowReader) -> None:
-        super().__init__(split, plan, windows)
-        self._buffer = _Buffer(split, plan, pinned=False)
+    def __init__(self, steps: StepReader) -> None:
+        super().__init__(steps)
+        self._buffer = _Buffer(steps, pinned=False)
 
     def seek(self, position: int) -> None:
         """Go on at another position."""
@@ -235,20 +154,19 @@ class DirectFeed(_Feed):
 
     def __next__(self) -> StepBatch:
         began = time.perf_counter()
-        self._buffer.fill(self._split, self._plan, self._windows, self.position)
-        batch = self._buffer.hand_out((time.perf_counter() - began) * 1e3)
+        batch = self._buffer.read(self.position)
         self.position = batch.position
-        return batch
+        return replace(batch, wait_ms=(time.perf_counter() - began) * 1e3)
 
 
 class PrefetchFeed(_Feed):
-    """Reads the next `prefetch` steps in one background thread, into buffers that are used again and again.
+    """Reads the next `prefetch` steps in one background thread; on a GPU their copies run on a stream of their own, from two pinned buffers.
 
     The thread starts at the first step that is asked for. An error in it is raised where that step is asked for.
     """
 
-    def __init__(self, split: Windowed, plan: FeedPlan, windows: WindowReader) -> None:
-        super().__init__(split, plan, windows)
+    def __init__(self, steps: StepReader) -> None:
+        super().__init__(steps)
         self._ahead: _ReadAhead | None = None
 
     def seek(self, position: int) -> None:
@@ -260,17 +178,15 @@ class PrefetchFeed(_Feed):
     def __next__(self) -> StepBatch:
         began = time.perf_counter()
         if self._ahead is None:
-            self._ahead = _ReadAhead(self._split, self._plan, self._windows, self.position)
+            self._ahead = _ReadAhead(self._steps, self.position)
             self._stop = weakref.finalize(self, self._ahead.stop)  # a feed that is dropped without close() leaves no thread behind
         try:
-            buffer = self._ahead.take()
+            batch = self._ahead.take()
         except BaseException:
             self.close()
             raise
-        batch = buffer.hand_out((time.perf_counter() - began) * 1e3)
-        self._ahead.free.put(buffer)
         self.position = batch.position
-        return batch
+        return replace(batch, wait_ms=(time.perf_counter() - began) * 1e3)
 
     def close(self) -> None:
         """End the background thread; reading on afterwards starts another at the same position."""
@@ -280,41 +196,51 @@ class PrefetchFeed(_Feed):
 
 
 class _ReadAhead:
-    """One background thread that fills buffers in order, from a position on, until it is stopped."""
+    """One background thread that reads steps in order, from a position on, until it is stopped."""
 
-    def __init__(self, split: Windowed, plan: FeedPlan, windows: WindowReader, position: int) -> None:
-        self.free: queue.SimpleQueue[_Buffer | None] = queue.SimpleQueue()
-        self._ready: queue.SimpleQueue[_Buffer | BaseException] = queue.SimpleQueue()
+    def __init__(self, steps: StepReader, position: int) -> None:
+        self._device = torch.device(steps.plan.device)
+        self._room = threading.Semaphore(steps.plan.prefetch)
+        self._ready: queue.SimpleQueue[tuple[StepBatch, Any] | BaseException] = queue.SimpleQueue()
         self._stopping = threading.Event()
-        pinned = torch.device(plan.device).type == "cuda"
-        for _ in range(plan.prefetch):
-            self.free.put(_Buffer(split, plan, pinned=pinned))
-        self._thread = threading.Thread(target=self._fill, args=(split, plan, windows, position), name="flatout-feed", daemon=True)
+        self._thread = threading.Thread(target=self._read, args=(steps, position), name="flatout-feed", daemon=True)
         self._thread.start()
 
-    def _fill(self, split: Windowed, plan: FeedPlan, windows: WindowReader, position: int) -> None:
+    def _read(self, steps: StepReader, position: int) -> None:
         try:
-            while (buffer := self.free.get()) is not None and not self._stopping.is_set():
-                buffer.fill(split, plan, windows, position)
-                position = buffer.position
-                self._ready.put(buffer)
+            on_gpu = self._device.type == "cuda"
+            stream = torch.cuda.Stream(self._device) if on_gpu else None  # type: ignore[no-untyped-call]
+            buffers = itertools.cycle([_Buffer(steps, pinned=on_gpu) for _ in range(2 if on_gpu else 1)])
+            with torch.cuda.stream(stream) if stream else nullcontext():
+                while self._room.acquire() and not self._stopping.is_set():
+                    batch = next(buffers).read(position)
+                    position = batch.position
+                    self._ready.put((batch, stream.record_event() if stream else None))
         except BaseException as error:  # it is the caller's: it is raised there, whatever it is
             self._ready.put(error)
 
-    def take(self) -> _Buffer:
-        """Wait for the next step's buffer; raise what went wrong in the thread."""
+    def take(self) -> StepBatch:
+        """Wait for the next step; raise what went wrong in the thread. The caller's stream waits for the copy, the caller does not."""
         found = self._ready.get()
         if isinstance(found, BaseException):
             try:
                 raise found
             finally:
                 del found  # the error holds this frame; without this the two would hold each other
-        return found
+        self._room.release()
+        batch, copied = found
+        if copied is not None:
+            stream = torch.cuda.current_stream(self._device)
+            stream.wait_event(copied)
+            for tensor in (batch.windows_ABW, batch.mask_ABT, batch.doc_ids_ABT):
+                if tensor is not None:
+                    tensor.record_stream(stream)  # made on another stream: not to be used again before this one is done with it
+        return batch
 
     def stop(self) -> None:
         """End the thread and wait for it; a second call does nothing."""
         self._stopping.set()
-        self.free.put(None)
+        self._room.release()
         if self._thread is not threading.current_thread():  # it is when the collector drops a forgotten feed in there
             self._thread.join()
 

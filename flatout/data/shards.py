@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
 
 from flatout.data.manifest import BLOCK_BYTES, FileEntry, Manifest, SplitEntry, SplitName, read_manifest
 from flatout.data.order import shuffled
@@ -232,14 +231,12 @@ class _Tape:
         last_file = np.searchsorted(self._first, starts + width - 1, side="right") - 1
         if not self._all_checked:
             self._check_touched(self._block_of(starts, file_of), self._block_of(starts + width - 1, last_file))
-        straddles = file_of != last_file
-        for file in np.unique(file_of):
-            rows = np.flatnonzero((file_of == file) & ~straddles)
-            if len(rows):
-                views = sliding_window_view(self._files[file], width)
-                out[rows if len(rows) < len(out) else slice(None)] = views[starts[rows] - self._first[file]]
-        for row in np.flatnonzero(straddles):
-            self._read_across(int(starts[row]), out[row])
+        stops = starts - self._first[file_of] + width
+        for row, (file, last, stop) in enumerate(zip(file_of.tolist(), last_file.tolist(), stops.tolist(), strict=True)):
+            if file == last:
+                out[row] = self._files[file][stop - width : stop]
+            else:
+                self._read_across(int(starts[row]), out[row])
 
     def _read_across(self, start: int, out_row: Array) -> None:
         done = 0

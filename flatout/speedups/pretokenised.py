@@ -6,7 +6,7 @@ from flatout.recipe import Promise, Speedup, lazy
 
 SPEEDUP = Speedup(
     name="pretokenised",
-    fills={"windows": lazy("flatout.data.loader:ShardWindows")},
+    fills={"windows": lazy("flatout.data.steps:ShardWindows")},
     saves="time: text is tokenised once, before training, and not again in every step of every epoch",
     promise=Promise.exact(),
 )

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from flatout.data.loader import WindowReader, evaluation_batches
+from flatout.data.loader import evaluation_batches
 from flatout.data.mix import Part, parts_of
+from flatout.data.steps import WindowReader
 from flatout.parallel.mesh import Mesh
 from flatout.progress import SILENT, Progress
 

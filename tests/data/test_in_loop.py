@@ -4,8 +4,9 @@ import torch
 
 from flatout.data import in_loop
 from flatout.data.in_loop import TokenisingWindows
-from flatout.data.loader import DirectFeed, FeedPlan, PrefetchFeed, ShardWindows
+from flatout.data.loader import DirectFeed, PrefetchFeed
 from flatout.data.shards import Dataset
+from flatout.data.steps import FeedPlan, ShardWindows, WindowSteps
 
 TOKENS = np.random.default_rng(0).integers(0, 300, 401)
 
@@ -25,7 +26,10 @@ def test_the_windows_are_the_very_same(train_split, stub_tokenizer):
 @pytest.mark.parametrize("feed_class", [DirectFeed, PrefetchFeed])
 def test_both_feeds_hand_out_the_same_steps(train_split, stub_tokenizer, feed_class):
     split = train_split(TOKENS)
-    with feed_class(split, feed_plan(), TokenisingWindows(stub_tokenizer)) as slow, feed_class(split, feed_plan(), ShardWindows()) as fast:
+    with (
+        feed_class(WindowSteps(split, feed_plan(), TokenisingWindows(stub_tokenizer))) as slow,
+        feed_class(WindowSteps(split, feed_plan(), ShardWindows())) as fast,
+    ):
         for _ in range(15):
             assert torch.equal(next(slow).windows_ABW, next(fast).windows_ABW)
 
@@ -75,7 +79,7 @@ class CountingWindows(TokenisingWindows):
 def test_a_primed_feed_decodes_nothing_inside_its_steps(train_split, stub_tokenizer, feed_class, start, rank, world_size):
     """Over an end of an epoch too: 50 windows, 5 steps of 4 of each rank."""
     windows = CountingWindows(stub_tokenizer)
-    with feed_class(train_split(TOKENS), feed_plan(rank=rank, world_size=world_size), windows) as feed:
+    with feed_class(WindowSteps(train_split(TOKENS), feed_plan(rank=rank, world_size=world_size), windows)) as feed:
         feed.seek(start)
         feed.prime(5)
         ahead = windows.decoded
@@ -90,11 +94,11 @@ def test_a_primed_feed_decodes_nothing_inside_its_steps(train_split, stub_tokeni
 
 def test_priming_ends_where_every_window_or_as_many_as_are_kept_are_there(train_split, stub_tokenizer, monkeypatch):
     windows = CountingWindows(stub_tokenizer)
-    DirectFeed(train_split(TOKENS), feed_plan(), windows).prime(10**9)
+    DirectFeed(WindowSteps(train_split(TOKENS), feed_plan(), windows)).prime(10**9)
     assert windows.decoded == 50
     monkeypatch.setattr(in_loop, "KEPT_TEXTS", 10)
     windows = CountingWindows(stub_tokenizer)
-    feed = DirectFeed(train_split(TOKENS, name="other"), feed_plan(), windows)
+    feed = DirectFeed(WindowSteps(train_split(TOKENS, name="other"), feed_plan(), windows))
     feed.prime(10**9)
     assert windows.decoded == 10
     next(feed)
@@ -108,7 +112,7 @@ def test_scoring_the_validation_text_drops_no_training_text(write_set, stub_toke
     monkeypatch.setattr(in_loop, "KEPT_TEXTS", 12)
     dataset = Dataset.open(write_set(TOKENS, val=TOKENS[:200]))
     windows = CountingWindows(stub_tokenizer)
-    feed = DirectFeed(dataset.split("train"), feed_plan(), windows)
+    feed = DirectFeed(WindowSteps(dataset.split("train"), feed_plan(), windows))
     feed.prime(3)
     read(windows, dataset.split("val"), range(20))
     before = windows.decoded
@@ -120,7 +124,7 @@ def test_scoring_the_validation_text_drops_no_training_text(write_set, stub_toke
 @pytest.mark.parametrize("feed_class", [DirectFeed, PrefetchFeed])
 def test_plain_windows_need_no_priming(train_split, feed_class, monkeypatch):
     split = train_split(TOKENS)
-    with feed_class(split, feed_plan(), ShardWindows()) as feed, monkeypatch.context() as patched:
+    with feed_class(WindowSteps(split, feed_plan(), ShardWindows())) as feed, monkeypatch.context() as patched:
         patched.setattr(type(split), "read_tokens", lambda *args: pytest.fail("read"))
         patched.setattr(type(split), "read_windows", lambda *args: pytest.fail("read"))
         feed.prime(10**9)

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from flatout.data.loader import DirectFeed, FeedPlan, PrefetchFeed, ShardWindows, evaluation_batches
+from flatout.data.loader import DirectFeed, PrefetchFeed, evaluation_batches
 from flatout.data.order import shuffled
+from flatout.data.steps import FeedPlan, ShardWindows, WindowSteps
 from flatout.errors import DataError
 
 RNG = np.random.default_rng(0)
@@ -21,7 +22,7 @@ def plan(**changes):
 
 
 def read_steps(feed_class, split, steps, start=0, **changes):
-    with feed_class(split, plan(**changes), ShardWindows()) as feed:
+    with feed_class(WindowSteps(split, plan(**changes), ShardWindows())) as feed:
         feed.seek(start)
         return [next(feed) for _ in range(steps)]
 
@@ -110,7 +111,7 @@ def test_seeking_continues_exactly(train_split, feed_class):
 def test_seeking_while_reading_ahead(train_split, feed_class):
     split = train_split(RNG.integers(0, 300, 801))
     whole = read_steps(feed_class, split, 6)
-    with feed_class(split, plan(), ShardWindows()) as feed:
+    with feed_class(WindowSteps(split, plan(), ShardWindows())) as feed:
         for step in (5, 0, 3, 3, 1):
             feed.seek(step * 6)
             assert feed.position == step * 6
@@ -122,7 +123,7 @@ def test_seeking_while_reading_ahead(train_split, feed_class):
 def test_what_was_handed_out_stays(train_split, feed_class):
     tokens = RNG.integers(0, 300, 801)
     split = train_split(tokens, ends=[100, 801], mask=RNG.integers(0, 2, 801))
-    with feed_class(split, plan(document_mask=True), ShardWindows()) as feed:
+    with feed_class(WindowSteps(split, plan(document_mask=True), ShardWindows())) as feed:
         held = [next(feed) for _ in range(9)]
         copies = [(b.windows_ABW.clone(), b.mask_ABT.clone(), b.doc_ids_ABT.clone()) for b in held]
         for _ in range(9):
@@ -161,14 +162,14 @@ def test_a_corpus_smaller_than_a_step_trains_over_epochs(train_split, feed_class
 @pytest.mark.parametrize("feed_class", FEEDS)
 def test_a_corpus_shorter_than_one_window(train_split, feed_class):
     with pytest.raises(DataError, match=r"train split holds 8 tokens; one window of data.seq_len=8 needs 9.*data.seq_len=7"):
-        feed_class(train_split(np.arange(8)), plan(), ShardWindows())
-    feed_class(train_split(np.arange(9), name="enough"), plan(), ShardWindows())
+        feed_class(WindowSteps(train_split(np.arange(8)), plan(), ShardWindows()))
+    feed_class(WindowSteps(train_split(np.arange(9), name="enough"), plan(), ShardWindows()))
 
 
 @pytest.mark.parametrize("feed_class", FEEDS)
 def test_an_empty_split(train_split, feed_class):
     with pytest.raises(DataError, match="the train split is empty"):
-        feed_class(train_split([], ends=[]), plan(), ShardWindows())
+        feed_class(WindowSteps(train_split([], ends=[]), plan(), ShardWindows()))
 
 
 class Failing(ShardWindows):
@@ -184,7 +185,7 @@ class Failing(ShardWindows):
 
 def test_an_error_in_the_thread_is_raised_at_its_step(train_split):
     windows = Failing(good=3)
-    with PrefetchFeed(train_split(np.arange(300)), plan(), windows) as feed:
+    with PrefetchFeed(WindowSteps(train_split(np.arange(300)), plan(), windows)) as feed:
         for _ in range(3):
             next(feed)
         for _ in range(2):
@@ -214,7 +215,7 @@ class Gate(ShardWindows):
 def test_reads_ahead_in_one_thread_and_no_further_than_asked(train_split):
     gate = Gate()
     gate.open.set()
-    with PrefetchFeed(train_split(np.arange(300)), plan(prefetch=3), gate) as feed:
+    with PrefetchFeed(WindowSteps(train_split(np.arange(300)), plan(prefetch=3), gate)) as feed:
         assert feed_threads() == []  # nothing happens before the first step is asked for
         next(feed)
         for _ in range(4):  # the one handed out, and three more
@@ -226,7 +227,7 @@ def test_reads_ahead_in_one_thread_and_no_further_than_asked(train_split):
 
 def test_waiting_is_measured(train_split):
     gate = Gate()
-    with PrefetchFeed(train_split(np.arange(300)), plan(), gate) as feed:
+    with PrefetchFeed(WindowSteps(train_split(np.arange(300)), plan(), gate)) as feed:
         timer = threading.Timer(0.05, gate.open.set)
         timer.start()
         assert next(feed).wait_ms > 20
@@ -235,7 +236,7 @@ def test_waiting_is_measured(train_split):
 
 def test_closing_ends_the_thread_and_reading_goes_on_after(train_split):
     split = train_split(np.arange(300))
-    feed = PrefetchFeed(split, plan(), ShardWindows())
+    feed = PrefetchFeed(WindowSteps(split, plan(), ShardWindows()))
     feed.close()
     next(feed)
     feed.close()
@@ -246,7 +247,7 @@ def test_closing_ends_the_thread_and_reading_goes_on_after(train_split):
 
 
 def test_a_feed_that_is_dropped_leaves_no_thread(train_split):
-    feed = PrefetchFeed(train_split(np.arange(300)), plan(), ShardWindows())
+    feed = PrefetchFeed(WindowSteps(train_split(np.arange(300)), plan(), ShardWindows()))
     next(feed)
     assert len(feed_threads()) == 1
     del feed
@@ -256,10 +257,11 @@ def test_a_feed_that_is_dropped_leaves_no_thread(train_split):
 
 def test_a_program_that_never_closes_its_feed_ends(write_set):
     code = f"""
-from flatout.data.loader import FeedPlan, PrefetchFeed, ShardWindows
+from flatout.data.loader import PrefetchFeed
 from flatout.data.shards import Dataset
+from flatout.data.steps import FeedPlan, ShardWindows, WindowSteps
 plan = FeedPlan(seq_len=8, rows_per_device=2, accumulate=1, rank=0, world_size=1, seed=0, document_mask=False, prefetch=2, device="cpu")
-feed = PrefetchFeed(Dataset.open({str(write_set(np.arange(300)))!r}).split("train"), plan, ShardWindows())
+feed = PrefetchFeed(WindowSteps(Dataset.open({str(write_set(np.arange(300)))!r}).split("train"), plan, ShardWindows()))
 print(next(feed).position)
 """
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], check=False, capture_output=True, text=True, timeout=60)
@@ -283,8 +285,7 @@ def test_the_device_gets_what_the_host_reads(train_split, feed_class):
 
 @pytest.mark.parametrize("feed_class", FEEDS)
 def test_a_feed_is_an_endless_iterator(train_split, feed_class):
-    with feed_class(train_split(np.arange(300)), plan(), ShardWindows()) as feed:
-        assert feed.num_windows == 37
+    with feed_class(WindowSteps(train_split(np.arange(300)), plan(), ShardWindows())) as feed:
         for _, batch in zip(range(20), feed, strict=False):
             assert batch.windows_ABW.shape == (3, 2, 9)
 

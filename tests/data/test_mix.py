@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from flatout.config import DataConfig
 from flatout.data.in_loop import TokenisingWindows
-from flatout.data.loader import DirectFeed, FeedPlan, PrefetchFeed, ShardWindows
+from flatout.data.loader import DirectFeed, PrefetchFeed
 from flatout.data.mix import LONGEST_PERIOD, MixedDataset, deal, distinct_names, open_data, parts_of, whole_turns
 from flatout.data.shards import Dataset
+from flatout.data.steps import FeedPlan, ShardWindows, WindowSteps
 from flatout.errors import ConfigError, DataError
 
 T = 8
@@ -123,7 +124,7 @@ def test_a_mix_of_one_is_that_set(three):
 
 @pytest.mark.parametrize("feed_class", [DirectFeed, PrefetchFeed])
 def test_masks_and_documents_follow_their_windows(three, feed_class):
-    with feed_class(MixedDataset.open(three).split("train"), plan(), ShardWindows()) as feed:
+    with feed_class(WindowSteps(MixedDataset.open(three).split("train"), plan(), ShardWindows())) as feed:
         batches = [next(feed) for _ in range(12)]
     windows = torch.cat([batch.windows_ABW.flatten(0, 1).int() for batch in batches]).numpy()
     mask = torch.cat([batch.mask_ABT.flatten(0, 1) for batch in batches]).numpy()
@@ -138,7 +139,10 @@ def test_masks_and_documents_follow_their_windows(three, feed_class):
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_any_number_of_ranks_reads_the_same_windows_a_step(three, world_size):
     split = MixedDataset.open(three).split("train")
-    feeds = [DirectFeed(split, plan(world_size=world_size, rank=rank, accumulate=4 // world_size), ShardWindows()) for rank in range(world_size)]
+    feeds = [
+        DirectFeed(WindowSteps(split, plan(world_size=world_size, rank=rank, accumulate=4 // world_size), ShardWindows()))
+        for rank in range(world_size)
+    ]
     for step in range(9):
         seen = torch.cat([next(feed).windows_ABW.flatten(0, 1)[:, 0].int() for feed in feeds]).tolist()
         expected = read(split, split.windows_at(np.arange(step * 8, step * 8 + 8), T, seed=3))[:, 0]
@@ -147,7 +151,7 @@ def test_any_number_of_ranks_reads_the_same_windows_a_step(three, world_size):
 
 def test_the_feed_can_seek(three):
     split = MixedDataset.open(three).split("train")
-    with PrefetchFeed(split, plan(), ShardWindows()) as whole, PrefetchFeed(split, plan(), ShardWindows()) as rest:
+    with PrefetchFeed(WindowSteps(split, plan(), ShardWindows())) as whole, PrefetchFeed(WindowSteps(split, plan(), ShardWindows())) as rest:
         steps = [next(whole).windows_ABW for _ in range(10)]
         rest.seek(5 * 4)
         assert all(torch.equal(next(rest).windows_ABW, step) for step in steps[5:])
@@ -156,7 +160,7 @@ def test_the_feed_can_seek(three):
 def test_text_tokenised_in_the_step_gives_the_very_same_windows(three, stub_tokenizer):
     split = MixedDataset.open(three).split("train")
     windows = TokenisingWindows(stub_tokenizer)
-    with DirectFeed(split, plan(), windows) as slow, DirectFeed(split, plan(), ShardWindows()) as fast:
+    with DirectFeed(WindowSteps(split, plan(), windows)) as slow, DirectFeed(WindowSteps(split, plan(), ShardWindows())) as fast:
         slow.prime(5)
         for _ in range(5):
             assert torch.equal(next(slow).windows_ABW, next(fast).windows_ABW)
