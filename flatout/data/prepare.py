@@ -81,7 +81,8 @@ def prepare_dataset(
     """
     started = time.perf_counter()
     _check(options, workers)
-    corpus = open_corpus(sources, text_field=options.text_field, from_file=from_file, cache=cache, progress=progress)
+    spool = out.resolve().parent
+    corpus = open_corpus(sources, text_field=options.text_field, from_file=from_file, cache=cache, spool=spool, progress=progress)
     source = describe(corpus, options)
     held = _held(out, source)
     with WorkFolder(out) as work:

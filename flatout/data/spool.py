@@ -18,6 +18,7 @@ from flatout.sources.packed import open_bytes
 _BLOCK = 1 << 20
 _PACKED = {b"\x1f\x8b": ".gz", b"BZh": ".bz2", b"\x28\xb5\x2f\xfd": ".zst"}
 """How packed bytes begin, and the ending of a file that holds them."""
+_KINDS = {".txt": "one text", ".jsonl": "JSONL", ".parquet": "Parquet"}
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -51,7 +52,7 @@ def spool_standard_input(folder: Path | None = None, *, stream: IO[bytes] | None
             f"Cannot keep standard input in {folder}: {error.strerror or error}.", fix="Make room there, or write the text to a file and name that."
         ) from error
     atexit.register(_remove, target)
-    progress.say(f"Standard input: {size:,} bytes, read as {'a text' if '.txt' in target.name else target.suffixes[-1].lstrip('.')}.")
+    progress.say(f"Standard input: {size:,} bytes, read as {_KINDS[target.suffixes[0]]}{', packed' if len(target.suffixes) > 1 else ''}.")
     return target, digest.hexdigest()
 
 

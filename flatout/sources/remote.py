@@ -199,9 +199,9 @@ def _patiently(address: str, action: Callable[[], T], sleep: Callable[[float], N
             failed = _cause(address, error)
             if (final := _final(address, failed)) is not None:
                 raise final from error
-    said = str(failed).rstrip(".") or type(failed).__name__
     raise DataError(
-        f"Cannot read {address}{where}: {said} ({ATTEMPTS} attempts).", fix="Check the network and the server, and run it again."
+        f"Cannot read {address}{where}: {_said(failed) or type(failed).__name__} ({ATTEMPTS} attempts).",
+        fix="Check the network and the server, and run it again.",
     ) from failed
 
 
@@ -213,10 +213,17 @@ def _cause(address: str, error: Exception) -> Exception:
     return error
 
 
+def _said(error: Exception) -> str:
+    """Return what an error says, on one line; of a web server's answer, its number and its words."""
+    if hasattr(error, "status") and hasattr(error, "message"):
+        return f"{error.status} {error.message}".strip()
+    return next((line for line in str(error).splitlines() if line.strip()), "").strip().rstrip(".")
+
+
 def _final(address: str, error: Exception) -> DataError | None:
     """Return the error to raise when trying again cannot help, else None."""
     status = getattr(error, "status", None) or getattr(getattr(error, "response", None), "status_code", None)
-    said = next((line for line in str(error).splitlines() if line.strip()), "").strip().rstrip(".")
+    said = _said(error)
     if isinstance(error, PermissionError) or status in (401, 403) or type(error).__name__ == "NoCredentialsError":
         fix = _CREDENTIALS.get(_protocol(address), "Check the address, and that you may read it.")
         return DataError(f"Reading {address} is not allowed: {said or 'forbidden'}.", fix=fix)

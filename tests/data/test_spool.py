@@ -48,8 +48,8 @@ def test_it_is_said_what_it_is_read_as(tmp_path):
 
     for data in (ROWS, gzip.compress(b"plain")):
         spool_standard_input(tmp_path, stream=io.BytesIO(data), progress=Listener())
-    assert said[0] == "Standard input: 16 bytes, read as jsonl."
-    assert said[1].endswith("read as a text.")
+    assert said[0] == "Standard input: 16 bytes, read as JSONL."
+    assert said[1].endswith("bytes, read as one text, packed.")
 
 
 def test_it_is_gone_when_the_process_ends(tmp_path):
