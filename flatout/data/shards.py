@@ -10,8 +10,10 @@ Letters in names: N windows, T tokens of one window, W = T + 1 (a window and its
 from __future__ import annotations
 
 import hashlib
+import mmap
 import zlib
 from collections.abc import Container, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
+CHECKERS = 4
+"""Threads that check blocks, where several are touched for the first time together: as the first step of a run does."""
 PREPARE_AGAIN = "The folder is damaged: delete it and run `flatout prepare` again."
 
 
@@ -213,7 +217,7 @@ class _Tape:
     @cached_property
     def _files(self) -> list[Array]:
         try:
-            return [np.memmap(path, self._stored, mode="r").view(np.ndarray) for path in self._paths]
+            return [np.frombuffer(_mapped(path), self._stored) for path in self._paths]
         except OSError as error:
             raise DataError(f"Cannot read the data set: {error}.", fix="Check that the folder is still there and readable.") from error
 
@@ -252,27 +256,32 @@ class _Tape:
         return blocks
 
     def _check_touched(self, first: Array, last: Array) -> None:
-        room = np.empty(BLOCK_BYTES, np.uint8)
-        for step in range(int((last - first).max()) + 1):
-            blocks = np.minimum(first + step, last)
-            for block in np.unique(blocks[~self._checked[blocks]]):
-                problem = self._problem(int(block), room)
-                if problem is not None:
-                    raise DataError(problem, fix=PREPARE_AGAIN)
-                self._checked[block] = True
+        touched = np.unique(np.concatenate([np.minimum(first + step, last) for step in range(int((last - first).max()) + 1)]))
+        unchecked = touched[~self._checked[touched]].tolist()
+        for block, problem in zip(unchecked, self._problems(unchecked), strict=True):
+            if problem is not None:
+                raise DataError(problem, fix=PREPARE_AGAIN)
+            self._checked[block] = True
         self._all_checked = bool(self._checked.all())
 
     def block_problems(self, *, but: Container[str]) -> Iterator[tuple[int, str | None]]:
         """Check every block of the files, but those that are named; yield each one's size in bytes and what is wrong with it, if anything."""
-        room = np.empty(BLOCK_BYTES, np.uint8)
         for file, entry in enumerate(self._entries):
             if entry.name not in but:
-                for block in range(int(self._first_block[file]), int(self._first_block[file + 1])):
-                    within = block - int(self._first_block[file])
-                    yield min(entry.size_bytes - within * BLOCK_BYTES, BLOCK_BYTES), self._problem(block, room)
+                blocks = range(int(self._first_block[file]), int(self._first_block[file + 1]))
+                for within, problem in enumerate(self._problems(blocks)):
+                    yield min(entry.size_bytes - within * BLOCK_BYTES, BLOCK_BYTES), problem
 
-    def _problem(self, block: int, room: Array) -> str | None:
-        """Read a block into `room` and say what is wrong with it, with its file and the byte; None when it is whole.
+    def _problems(self, blocks: Sequence[int]) -> Iterator[str | None]:
+        """Yield what is wrong with each block, in their order; several threads read and sum, which is all the work there is."""
+        if len(blocks) < 2:
+            yield from map(self._problem, blocks)
+            return
+        with ThreadPoolExecutor(CHECKERS, thread_name_prefix="flatout-check") as pool:
+            yield from pool.map(self._problem, blocks)
+
+    def _problem(self, block: int) -> str | None:
+        """Read a block and say what is wrong with it, with its file and the byte; None when it is whole.
 
         It is read and not mapped: what the disk refuses is an error then, and not the end of the process.
         """
@@ -280,7 +289,7 @@ class _Tape:
         within = block - int(self._first_block[file])
         start, size = within * BLOCK_BYTES, min(self._entries[file].size_bytes - within * BLOCK_BYTES, BLOCK_BYTES)
         where = f"{self._paths[file]}, byte {start}"
-        room = room[:size]
+        room = np.empty(size, np.uint8)
         try:
             with self._paths[file].open("rb") as opened:
                 opened.seek(start)
@@ -295,6 +304,11 @@ class _Tape:
         if largest >= self._below:
             return f"{self._paths[file]}, byte {start + int(items.argmax()) * items.itemsize}: {self._complaint.format(largest)}."
         return None
+
+
+def _mapped(path: Path) -> mmap.mmap:
+    with path.open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
 def file_problems(folder: Path, manifest: Manifest) -> Iterator[tuple[str, str]]:

@@ -149,6 +149,25 @@ def test_each_block_is_checked_once(write_set, monkeypatch):
     assert len(checked) == 2
 
 
+def test_the_first_of_several_damaged_blocks_is_the_one_named(write_set):
+    folder = write_set(np.zeros(2 * BLOCK_BYTES, int), shard_bytes=BLOCK_BYTES)
+    for number in (3, 1):
+        flip(folder / f"train-0000{number}.bin", 5)
+    split = Dataset.open(folder).split("train")
+    for _ in range(2):
+        with pytest.raises(DataError, match=r"train-00001\.bin, byte 0"):
+            windows(split, 1000)
+
+
+def test_a_shard_that_is_cut_off_while_in_use_is_named_when_its_block_is_first_read(write_set):
+    folder = write_set(np.zeros(BLOCK_BYTES, int))
+    split = Dataset.open(folder).split("train")
+    windows(split, 1000, [0])
+    (folder / "train-00000.bin").write_bytes(b"\0" * (BLOCK_BYTES + 10))
+    with pytest.raises(DataError, match=rf"train-00000\.bin, byte {BLOCK_BYTES}: the block of {BLOCK_BYTES} bytes from there cannot be read whole"):
+        split.read_tokens(BLOCK_BYTES - 4, BLOCK_BYTES)
+
+
 def test_a_token_beyond_the_vocabulary_is_named(write_set):
     folder = write_set([1, 2, 299, 4])
     path = folder / "manifest.json"
