@@ -1,0 +1,175 @@
+"""How fast windows are read from packed shards in random order, how soon the first batch comes, and what seeking costs.
+
+    OMP_NUM_THREADS=1 python benchmarks/loader.py --repeats 5
+
+writes a data set of 100 shards of random tokens into a temporary folder (or takes --data DIR), reads it once so that it lies in
+the page cache, and reads windows of 1,024 and of 32,768 tokens, 262,144 tokens a batch, in the caller's thread. Each repeat opens
+the data set anew. The first batch is counted from there: sizes, the tokenizer, and the checksum of every block that it touches.
+Seeking goes to the last of 10^9 windows and reads on. Writes benchmarks/results/loader.json and .md; medians over the repeats.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from main_job import RESULTS, commit, spread
+
+from flatout.data.loader import DirectFeed
+from flatout.data.order import shuffled
+from flatout.data.shards import Dataset
+from flatout.data.steps import FeedPlan, ShardWindows, WindowSteps
+from flatout.data.tokenizer import make_tokenizer
+from flatout.data.writer import DatasetWriter
+from flatout.hardware import probe
+
+SHARDS = 100
+BATCH_TOKENS = 262_144
+SEQ_LENS = (1_024, 32_768)
+WINDOWS = 10**9
+TARGETS = {"tokens_per_s": 1e9, "first_s": 0.1, "seek_s": 1e-3}
+"""Read at least so fast; no longer than so long."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, help="a data set to read instead of one made for it")
+    parser.add_argument("--shard-mib", type=int, default=4, help="size of each of the 100 shards that are made")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=400, help="batches that are timed in each repeat")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        data = arguments.data or make_data(Path(folder) / "data", arguments.shard_mib << 20)
+        found = measure(data, arguments.repeats, arguments.steps)
+    found |= {"machine": probe().describe(), "commit": commit()}
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / "loader.json").write_text(json.dumps(found, indent=1) + "\n")
+    (RESULTS / "loader.md").write_text(table(found))
+    print(table(found))
+
+
+def make_data(out: Path, shard_bytes: int, shards: int = SHARDS) -> Path:
+    """Write shards of random bytes as tokens, and return their folder."""
+    tokenizer, rng = make_tokenizer("byte", lambda _: iter([])), np.random.default_rng(0)
+    with DatasetWriter(out, vocab_size=tokenizer.vocab_size, shard_bytes=shard_bytes) as writer:
+        for _ in range(shards):
+            tokens = rng.integers(0, 256, shard_bytes // 2, dtype=np.uint16)
+            writer.train.append(tokens, [len(tokens)], text_bytes=len(tokens))
+        writer.val.append(np.zeros(2, np.uint16), [2], text_bytes=2)
+        writer.finish(tokenizer=tokenizer, source={"kind": "random"}, split_rule="named")
+    return out
+
+
+def measure(data: Path, repeats: int, steps: int, seq_lens: tuple[int, ...] = SEQ_LENS, batch_tokens: int = BATCH_TOKENS) -> dict:
+    """Return every figure of every repeat."""
+    manifest = Dataset.open(data).manifest
+    rows: dict[str, list[dict]] = {str(seq_len): [] for seq_len in seq_lens}
+    for repeat in range(-1, repeats):  # the first turn fills the page cache and is dropped
+        for seq_len in seq_lens:
+            row = read(data, seq_len, batch_tokens, steps)
+            if repeat >= 0:
+                rows[str(seq_len)].append(row)
+                print(f"repeat {repeat + 1}, {seq_len} tokens: {row['tokens_per_s'] / 1e6:,.0f} M tokens/s", file=sys.stderr)
+    return {
+        "repeats": repeats,
+        "steps": steps,
+        "batch_tokens": batch_tokens,
+        "tokens": manifest.tokens,
+        "shards": len(manifest.splits["train"].shards),
+        "rows": rows,
+        "seek_s": [seek() for _ in range(max(repeats, 1) * 5)],
+    }
+
+
+def read(data: Path, seq_len: int, batch_tokens: int, steps: int) -> dict:
+    """Open the data set, read batches until each block has been checked, then time the rest; seconds and tokens a second."""
+    began = time.perf_counter()
+    feed = DirectFeed(WindowSteps(Dataset.open(data).split("train"), plan(seq_len, batch_tokens // seq_len), ShardWindows()))
+    next(feed)
+    first_s = time.perf_counter() - began
+    for _ in range(steps // 4):
+        next(feed)
+    began = time.perf_counter()
+    for _ in range(steps):
+        next(feed)
+    return {"first_s": first_s, "tokens_per_s": steps * batch_tokens / (time.perf_counter() - began)}
+
+
+def plan(seq_len: int, rows: int) -> FeedPlan:
+    """Return the plan of one process that reads `rows` windows a step."""
+    return FeedPlan(seq_len=seq_len, rows_per_device=rows, accumulate=1, rank=0, world_size=1, seed=0, document_mask=False, prefetch=1, device="cpu")
+
+
+class ManyWindows:
+    """A split of 10^9 windows as far as its order goes; there are no tokens behind it."""
+
+    name, num_tokens, has_mask, dtype = "train", WINDOWS, False, np.dtype(np.uint16)
+
+    def num_windows(self, seq_len: int) -> int:
+        """Return how many there are."""
+        return WINDOWS
+
+    def windows_at(self, positions: Any, seq_len: int, *, seed: int) -> Any:
+        """Return the window at each position."""
+        return shuffled(positions, WINDOWS, seed=seed)
+
+    def read_windows(self, indices: Any, seq_len: int, out: Any) -> None:
+        """Write zeros."""
+        out[:] = 0
+
+
+def seek() -> float:
+    """Return the seconds that it takes to go to the last of 10^9 windows and have a batch of one window from there."""
+    feed = DirectFeed(WindowSteps(ManyWindows(), plan(1_024, 1), ShardWindows()))
+    next(feed)
+    began = time.perf_counter()
+    feed.seek(WINDOWS - 1)
+    next(feed)
+    return time.perf_counter() - began
+
+
+def table(found: dict) -> str:
+    """Return the figures as Markdown, each against its target."""
+    lines = ["| random order, from the page cache | M tokens/s | first batch, ms after opening |", "|---|---|---|"]
+    for seq_len, rows in found["rows"].items():
+        rates, firsts = [row["tokens_per_s"] / 1e6 for row in rows], [1e3 * row["first_s"] for row in rows]
+        lines.append(f"| windows of {int(seq_len):,} | **{spread(rates)}** | {spread(firsts)} |")
+    lines += [
+        f"| target | {TARGETS['tokens_per_s'] / 1e6:,.0f} | {1e3 * TARGETS['first_s']:,.0f} |",
+        "",
+        f"Seeking to the last of 10^9 windows, and a batch of one window from there: {spread([1e3 * seconds for seconds in found['seek_s']], 2)} ms "
+        f"(target {1e3 * TARGETS['seek_s']:.0f}). {missed(found)}",
+        "",
+        f"{found['machine']}, one thread (four check blocks); {found['tokens']:,} tokens in {found['shards']} shards, "
+        f"{found['batch_tokens']:,} tokens a batch, {found['steps']} batches a repeat, {found['repeats']} repeats; median (smallest to largest); commit {found['commit']}; "
+        "`python benchmarks/loader.py`.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def missed(found: dict) -> str:
+    """Say which targets the medians miss."""
+    every = [
+        (f"tokens a second at {seq_len}", TARGETS["tokens_per_s"] <= statistics.median(row["tokens_per_s"] for row in rows))
+        for seq_len, rows in found["rows"].items()
+    ]
+    every += [
+        (f"the first batch at {seq_len}", statistics.median(row["first_s"] for row in rows) <= TARGETS["first_s"])
+        for seq_len, rows in found["rows"].items()
+    ]
+    every += [("seeking", statistics.median(found["seek_s"]) <= TARGETS["seek_s"])]
+    short = [what for what, kept in every if not kept]
+    return f"**Missed: {', '.join(short)}.**" if short else "Every target is kept."
+
+
+if __name__ == "__main__":
+    main()

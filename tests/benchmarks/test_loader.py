@@ -1,0 +1,39 @@
+"""The loader's benchmark reads what it says, and its table says which targets are missed."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+from flatout.data.shards import Dataset
+
+
+@pytest.fixture
+def benchmark(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    return importlib.import_module("loader")
+
+
+def test_it_reads_a_data_set_of_its_own(benchmark, tmp_path):
+    data = benchmark.make_data(tmp_path / "data", 4096, shards=5)
+    assert len(Dataset.open(data).manifest.splits["train"].shards) == 5
+    found = benchmark.measure(data, repeats=2, steps=4, seq_lens=(16, 64), batch_tokens=256)
+    assert {seq_len: len(rows) for seq_len, rows in found["rows"].items()} == {"16": 2, "64": 2}
+    assert len(found["seek_s"]) == 10
+    text = benchmark.table(found | {"machine": "a machine", "commit": "abc"})
+    assert "| windows of 16 | **" in text
+    assert "10,242 tokens in 5 shards" in text
+
+
+@pytest.mark.parametrize(
+    ("rate", "first_s", "seek_s", "said"),
+    [
+        (2e9, 0.05, 1e-4, "Every target is kept."),
+        (9e8, 0.05, 1e-4, "**Missed: tokens a second at 1024.**"),
+        (2e9, 0.2, 2e-3, "**Missed: the first batch at 1024, seeking.**"),
+    ],
+)
+def test_what_is_missed_is_said(benchmark, rate, first_s, seek_s, said):
+    assert benchmark.missed({"rows": {"1024": [{"tokens_per_s": rate, "first_s": first_s}]}, "seek_s": [seek_s]}) == said
