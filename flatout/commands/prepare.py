@@ -53,6 +53,12 @@ def prepare(
     max_documents: Annotated[int | None, typer.Option(help="Take at most so many documents.")] = None,
     max_bytes: Annotated[int | None, typer.Option(help="Take at most so many bytes of text; the last document is cut there.")] = None,
     on_bad_row: Annotated[Literal["raise", "skip"], typer.Option(help="What to do with a row that cannot be used.")] = "raise",
+    max_bad_rows: Annotated[
+        int | None, typer.Option(help="With --on-bad-row skip, stop at more than so many; 1% and at least 100 when not given.")
+    ] = None,
+    mask_field: Annotated[
+        str | None, typer.Option(help="Field of a row that is packed before the text and not learned from, such as prompt.")
+    ] = None,
     from_file: Annotated[str | None, typer.Option("--from", help="The data set's file, where there is no network.")] = None,
     workers: Annotated[int | None, typer.Option(help="Processes; one a usable core when not given.")] = None,
     *,
@@ -69,6 +75,8 @@ def prepare(
         max_documents=max_documents,
         max_bytes=max_bytes,
         on_bad_row=on_bad_row,
+        max_bad_rows=max_bad_rows,
+        mask_field=mask_field,
     )
     names = [sources] if isinstance(sources, str | Path) else sources
     made = prepare_dataset([str(name) for name in names], Path(out), options, from_file=from_file, workers=workers, cache=cache, progress=progress)

@@ -101,6 +101,8 @@ class Skipped:
     first: dict[str, list[str]] = field(default_factory=dict)
     bad: int = 0
     """How many of them were bad rows; the others a source left out by its own rule."""
+    first_bad: str = ""
+    """What is wrong with the first bad row."""
 
     def add(self, reason: str, names: Sequence[str], count: int = 1) -> None:
         """Count rows, the first of which are named."""
@@ -123,10 +125,10 @@ def _storable(name: str) -> str:
 class Sink(Protocol):
     """Where packed tokens go."""
 
-    def append(self, split: SplitName, tokens: Array, ends: Array, *, text_bytes: int) -> None:
-        """Append tokens; `ends` are the positions in `tokens` after each document's last token.
+    def append(self, split: SplitName, tokens: Array, ends: Array, *, text_bytes: int, mask: Array | None = None) -> None:
+        """Append tokens; `ends` are the positions in `tokens` after each document's last token; `mask` is 0 where one is no target.
 
-        Shapes:  tokens (T,); ends (documents,).
+        Shapes:  tokens (T,); ends (documents,); mask (T,).
         """
 
 
@@ -150,6 +152,8 @@ class Packing:
     tokenizer: Tokenizer
     assignment: Assignment
     on_bad_row: OnBadRow
+    mask_field: str | None = None
+    """Where a row's prompt was; with one, prompts are packed before the text, and a mask says that they are no targets."""
 
 
 def pack(jobs: Iterable[Job], packing: Packing, sink: Sink, tell: Tell = lambda _: None) -> Skipped:
@@ -157,7 +161,7 @@ def pack(jobs: Iterable[Job], packing: Packing, sink: Sink, tell: Tell = lambda 
 
     Raises: DataError for the first row that cannot be used, unless such rows are to be skipped.
     """
-    packers = {name: _Packer(name, packing.tokenizer, sink) for name in SPLITS}
+    packers = {name: _Packer(name, packing, sink) for name in SPLITS}
     skipped = Skipped()
     told = (0, 0)
     for job in jobs:
@@ -181,12 +185,14 @@ def _pack_job(job: Job, packing: Packing, packers: dict[SplitName, _Packer], ski
             ordinal += 1
             try:
                 made = [(name, text, list(packing.tokenizer.encode_pieces(text))) for name, text in packing.assignment.pieces(row.text, ordinal)]
+                prompt = list(packing.tokenizer.encode_pieces(row.prompt)) if row.prompt and packing.mask_field else []
             except DataError as error:
                 named = DataError(f"{row.where()}: {error.what}", fix=error.fix)
                 skip_or_raise(BadRow(named, "cannot be tokenised", row.where()), skipped, packing.on_bad_row)
                 continue
             for name, text, pieces in made:
-                packers[name].add(text, pieces)
+                packers[name].add(prompt, text, pieces)
+                prompt = []
 
 
 def skip_or_raise(row: BadRow, skipped: Skipped, on_bad_row: OnBadRow) -> None:
@@ -194,37 +200,44 @@ def skip_or_raise(row: BadRow, skipped: Skipped, on_bad_row: OnBadRow) -> None:
     if on_bad_row == "raise":
         raise row.error
     skipped.bad += 1
+    skipped.first_bad = skipped.first_bad or _storable(row.error.what)
     skipped.add(row.reason, [row.name])
 
 
 class _Packer:
     """Gathers the documents of one split, and hands them to the sink before they take much memory."""
 
-    def __init__(self, split: SplitName, tokenizer: Tokenizer, sink: Sink) -> None:
+    def __init__(self, split: SplitName, packing: Packing, sink: Sink) -> None:
         self._split = split
         self._sink = sink
-        self._end_of_text = np.array([tokenizer.eot_id], np.uint32)
-        self._held: list[Array] = []
-        self._lengths: list[int] = []
-        self._held_tokens = self._text_bytes = 0
+        self._end_of_text = np.array([packing.tokenizer.eot_id], np.uint32)
+        self._masked = packing.mask_field is not None
+        self._clear()
         self.documents = self.tokens = 0
 
-    def add(self, text: str, pieces: list[Array]) -> None:
-        """Append a document, and end-of-text after it."""
-        length = sum(map(len, pieces)) + 1
-        self._held += pieces
-        self._held.append(self._end_of_text)
-        self._lengths.append(length)
-        self._held_tokens += length
+    def _clear(self) -> None:
+        self._held: list[Array] = []
+        self._lengths: list[tuple[int, int]] = []
+        """Of each document, tokens of its prompt and of the rest."""
+        self._held_tokens = self._text_bytes = 0
+
+    def add(self, prompt: list[Array], text: str, pieces: list[Array]) -> None:
+        """Append a document, its prompt before it and end-of-text after it."""
+        before, after = sum(map(len, prompt)), sum(map(len, pieces)) + 1
+        self._held += [*prompt, *pieces, self._end_of_text]
+        self._lengths.append((before, after))
+        self._held_tokens += before + after
         self._text_bytes += len(text.encode())
         self.documents += 1
-        self.tokens += length
+        self.tokens += before + after
         if self._held_tokens >= HELD_TOKENS:
             self.flush()
 
     def flush(self) -> None:
         """Hand everything to the sink."""
         if self._held:
-            self._sink.append(self._split, np.concatenate(self._held), np.cumsum(self._lengths, dtype=np.int64), text_bytes=self._text_bytes)
-        self._held, self._lengths = [], []
-        self._held_tokens = self._text_bytes = 0
+            lengths = np.array(self._lengths, np.int64)
+            mask = np.repeat(np.tile(np.array([0, 1], np.uint8), len(lengths)), lengths.ravel()) if self._masked else None
+            ends = np.cumsum(lengths.sum(axis=1))
+            self._sink.append(self._split, np.concatenate(self._held), ends, text_bytes=self._text_bytes, mask=mask)
+        self._clear()

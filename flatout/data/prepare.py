@@ -13,6 +13,7 @@ from typing import Any
 from flatout.data.corpus import CACHE, Corpus, open_corpus
 from flatout.data.disk import Unfinished
 from flatout.data.join import check, join
+from flatout.data.limits import BadRowLimit, check_space
 from flatout.data.manifest import MANIFEST, SPLITS, Manifest
 from flatout.data.pack import OnBadRow, Packing, Skipped, Tally, Tell
 from flatout.data.plan import Plan, make_plan, parse_rule, sample_texts
@@ -50,6 +51,10 @@ class Options:
     """Bytes of text to take at most."""
     on_bad_row: OnBadRow = "raise"
     """What a row does that cannot be used."""
+    max_bad_rows: int | None = None
+    """So many are skipped at most; None stands for one in a hundred, and 100 in any case."""
+    mask_field: str | None = None
+    """Field of a row that holds what comes before its text and is not learned from."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +87,9 @@ def prepare_dataset(
     started = time.perf_counter()
     _check(options, workers)
     spool = out.resolve().parent
-    corpus = open_corpus(sources, text_field=options.text_field, from_file=from_file, cache=cache, spool=spool, progress=progress)
+    corpus = open_corpus(
+        sources, text_field=options.text_field, mask_field=options.mask_field, from_file=from_file, cache=cache, spool=spool, progress=progress
+    )
     source = describe(corpus, options)
     held = _held(out, source)
     with WorkFolder(out) as work:
@@ -91,18 +98,23 @@ def prepare_dataset(
             progress.say(f"{out} already holds this data set: {held.tokens:,} tokens. Nothing to do.")
             return Prepared(out, held, time.perf_counter() - started, existed=True)
         with Crew(workers or usual_workers(corpus.parts)) as crew:
-            planned = _resume(work, corpus, source, options, progress) or _begin(work, corpus, source, options, progress)
+            planned = _resume(work, corpus, source, options, cache, progress) or _begin(work, corpus, source, options, cache, progress)
             manifest = _write(work, planned, source, options, crew, progress)
     return Prepared(out, manifest, time.perf_counter() - started, existed=False)
 
 
 def _check(options: Options, workers: int | None) -> None:
     """Refuse values that cannot be meant, before anything is read."""
-    for name, value in (("--max-documents", options.max_documents), ("--max-bytes", options.max_bytes), ("--workers", workers)):
+    numbers = {"--max-documents": options.max_documents, "--max-bytes": options.max_bytes, "--workers": workers}
+    for name, value in numbers.items():
         if value is not None and value < 1:
             raise DataError(f"{name} {value} is not a number from 1 up.", fix=f"Leave {name} out, or give a larger number.")
     if options.on_bad_row not in ("raise", "skip"):
         raise DataError(f"--on-bad-row {options.on_bad_row!r} is not known.", fix="Give raise or skip.")
+    if options.max_bad_rows is not None and (options.on_bad_row != "skip" or options.max_bad_rows < 0):
+        raise DataError(
+            f"--max-bad-rows {options.max_bad_rows} is not the number of rows that may be skipped.", fix="Give 0 or more, with --on-bad-row skip."
+        )
     if options.tokenizer.endswith(".gz"):
         raise DataError(f"The tokenizer {options.tokenizer} is packed.", fix="Unpack it first, for example with `gunzip --keep`.")
     if options.split is not None:
@@ -130,6 +142,7 @@ def describe(corpus: Corpus, options: Options) -> dict[str, Any]:
         "max_documents": options.max_documents,
         "max_bytes": options.max_bytes,
         "on_bad_row": options.on_bad_row,
+        "mask_field": options.mask_field,
     }
 
 
@@ -176,7 +189,7 @@ class _Planned:
     tokenizer: Tokenizer
 
 
-def _begin(work: WorkFolder, corpus: Corpus, source: dict[str, Any], options: Options, progress: Progress) -> _Planned:
+def _begin(work: WorkFolder, corpus: Corpus, source: dict[str, Any], options: Options, cache: Path, progress: Progress) -> _Planned:
     """Plan the work and write the plan down."""
     plan = make_plan(
         corpus.parts,
@@ -187,13 +200,14 @@ def _begin(work: WorkFolder, corpus: Corpus, source: dict[str, Any], options: Op
         progress=progress,
         name=" ".join(corpus.names),
     )
-    tokenizer = _tokenizer(options.tokenizer, plan, options, progress)
+    tokenizer = _tokenizer(options.tokenizer, plan, options, cache, progress)
     ranges = make_ranges(plan.jobs)
+    check_space(work.out, [job.part.num_bytes for job in plan.jobs], tokenizer)
     work.begin(StoredPlan.of(plan, ranges, corpus.parts, source, tokenizer), tokenizer)
     return _Planned(plan, ranges, tokenizer)
 
 
-def _resume(work: WorkFolder, corpus: Corpus, source: dict[str, Any], options: Options, progress: Progress) -> _Planned | None:
+def _resume(work: WorkFolder, corpus: Corpus, source: dict[str, Any], options: Options, cache: Path, progress: Progress) -> _Planned | None:
     """Return the plan that a stopped prepare was following; None when there is none.
 
     Raises: DataError when it is the plan of another data set, naming the difference.
@@ -210,12 +224,17 @@ def _resume(work: WorkFolder, corpus: Corpus, source: dict[str, Any], options: O
             fix=f"Ask for what is there, choose another --out, or remove the folder {work.path}, which gives up what is done.",
         )
     plan, ranges = stored.restored(corpus.parts)
-    return _Planned(plan, ranges, _tokenizer(str(work.tokenizer), plan, options, progress))
+    return _Planned(plan, ranges, _tokenizer(str(work.tokenizer), plan, options, cache, progress))
 
 
-def _tokenizer(spec: str, plan: Plan, options: Options, progress: Progress) -> Tokenizer:
+def _tokenizer(spec: str, plan: Plan, options: Options, cache: Path, progress: Progress) -> Tokenizer:
     return make_tokenizer(
-        spec, lambda limit: sample_texts(plan.jobs, limit), pattern=options.pattern, end_of_text=options.end_of_text, progress=progress
+        spec,
+        lambda limit: sample_texts(plan.jobs, limit),
+        pattern=options.pattern,
+        end_of_text=options.end_of_text,
+        cache=cache,
+        progress=progress,
     )
 
 
@@ -246,10 +265,15 @@ def _packed(work: WorkFolder, planned: _Planned, done: dict[int, RangeRecord], o
         progress.say(f"{len(done)} of {len(planned.ranges)} ranges were done before; {len(left)} are left.")
     sizes = [job.part.num_bytes for piece in left for job in piece.jobs]
     total = sum(sizes) / 1e6 if all(sizes) else None
-    packing = Packing(planned.tokenizer, planned.plan.assignment, options.on_bad_row)
+    packing = Packing(planned.tokenizer, planned.plan.assignment, options.on_bad_row, options.mask_field)
+    records: list[RangeRecord] = []
     with progress.task("Tokenising", total=total, unit="MB") as task:
-        records = [*done.values(), *crew.pack(left, Setup(packing, work.ranges), _reporter(task))]
-    return sorted(records, key=lambda record: record.number)
+        made = crew.pack(left, Setup(packing, work.ranges), _reporter(task))
+        bad_rows = BadRowLimit(options.max_bad_rows)
+        for piece in planned.ranges:
+            records.append(done[piece.number] if piece.number in done else next(made))
+            bad_rows.add(records[-1])
+    return records
 
 
 def _reporter(task: Task) -> Tell:

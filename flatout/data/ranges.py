@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from flatout.data.disk import CheckedFile, sync, write_text, writing
 from flatout.data.manifest import SPLITS, FileEntry, SkippedEntry, SplitName, token_dtype
-from flatout.data.pack import Job, Packing, Tell, pack
+from flatout.data.pack import Job, Packing, Skipped, Tell, pack
 from flatout.errors import DataError
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -85,6 +85,8 @@ class RangeRecord(_Record):
     """Rows left out."""
     bad_rows: int = Field(0, ge=0)
     """How many of them were bad, not left out by a rule."""
+    first_bad: str = ""
+    """What is wrong with the first of those."""
 
     @property
     def documents(self) -> int:
@@ -117,18 +119,28 @@ class RangeWriter:
         with writing(self._folder.parent):
             self._splits[split].append(tokens, np.asarray(ends, np.int64), text_bytes, mask)
 
-    def finish(self, skipped: Sequence[SkippedEntry] = (), bad_rows: int = 0) -> RangeRecord:
+    def finish(self, skipped: Skipped | None = None) -> RangeRecord:
         """Sync and rename the files, then write the record, and return it; tokens after the last end are one more document."""
         try:
             with writing(self._folder.parent):
                 splits = {name: split.finish() for name, split in self._splits.items()}
-                record = RangeRecord(number=self._number, num_bytes=self._num_bytes, splits=splits, skipped=tuple(skipped), bad_rows=bad_rows)
+                record = self._record(splits, skipped or Skipped())
                 sync(self._folder)
                 write_text(record_path(self._folder, self._number), record.model_dump_json() + "\n")
         except BaseException:
             self.abandon()
             raise
         return record
+
+    def _record(self, splits: dict[SplitName, RangeSplit], skipped: Skipped) -> RangeRecord:
+        return RangeRecord(
+            number=self._number,
+            num_bytes=self._num_bytes,
+            splits=splits,
+            skipped=skipped.entries(),
+            bad_rows=skipped.bad,
+            first_bad=skipped.first_bad,
+        )
 
     def abandon(self) -> None:
         """Remove what was written."""
@@ -197,7 +209,7 @@ def pack_range(work: Range, packing: Packing, folder: Path, tell: Tell) -> Calla
     except BaseException:
         writer.abandon()
         raise
-    return partial(writer.finish, skipped.entries(), skipped.bad)
+    return partial(writer.finish, skipped)
 
 
 def record_path(folder: Path, number: int) -> Path:

@@ -24,10 +24,12 @@ class Kept:
     def __init__(self):
         self.tokens = {name: [] for name in SPLITS}
         self.ends = {name: [] for name in SPLITS}
+        self.masks = {name: [] for name in SPLITS}
         self.text_bytes = dict.fromkeys(SPLITS, 0)
         self.calls = 0
 
-    def append(self, split, tokens, ends, *, text_bytes):
+    def append(self, split, tokens, ends, *, text_bytes, mask=None):
+        self.masks[split] += [] if mask is None else mask.tolist()
         self.ends[split] += (len(self.tokens[split]) + ends).tolist()
         self.tokens[split] += tokens.tolist()
         self.text_bytes[split] += text_bytes
@@ -152,3 +154,19 @@ def test_what_is_done_is_told_job_by_job(tokenizer):
     sink = Kept()
     stage.pack([job("ab", "c"), job("def")], Packing(tokenizer, ByPlace(9, 0), "raise"), sink, told.append)
     assert told == [Tally(9, 2, 5), Tally(9, 1, 4)]
+
+
+@pytest.mark.parametrize("held", [1, 1 << 20])
+def test_prompts_are_packed_before_the_text_and_masked(tokenizer, monkeypatch, held):
+    monkeypatch.setattr(stage, "HELD_TOKENS", held)
+    rows = [Document("yes", "x", prompt="ok?"), Document("plain", "x"), Document("abcd", "x", prompt="é")]
+    masked, plain = Kept(), Kept()
+    stage.pack([job(*rows)], Packing(tokenizer, ByPlace(2, 2), "raise", "prompt"), masked)
+    assert byte_tokens(masked, "train") == "ok?yes|plain|Ã©ab|"
+    assert byte_tokens(masked, "val") == "cd|"
+    assert masked.masks == {"train": [0] * 3 + [1] * 4 + [1] * 6 + [0] * 2 + [1] * 3, "val": [1] * 3}
+    assert masked.text_bytes == {"train": 10, "val": 2}, "what is not learned from has no bits per byte"
+    assert masked.ends == {"train": [7, 13, 18], "val": [3]}
+    stage.pack([job(*rows)], Packing(tokenizer, ByPlace(9, 0), "raise"), plain)
+    assert byte_tokens(plain, "train") == "yes|plain|abcd|"
+    assert plain.masks == {"train": [], "val": []}

@@ -365,3 +365,19 @@ def test_tokens_are_stored_in_16_bits_when_they_fit(book, tmp_path):
     made = prepare_dataset([str(book)], tmp_path / "out", Options(tokenizer="byte"))
     assert made.manifest.dtype == "uint16"
     assert np.fromfile(made.path / "val-00000.bin", "<u2")[-1] == 256
+
+
+def test_a_mask_field_is_packed_and_not_learned_from(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"ask": {"q": f"question {number}"}, "text": f"answer {number}"}) + "\n" for number in range(40)))
+    options = Options(tokenizer="byte", split="tail 0.5", mask_field="ask.q")
+    made = prepare_dataset([str(path)], tmp_path / "out", options, workers=1)
+    split = Dataset.open(made.path).split("val")
+    assert documents(made.path, "val")[0].startswith("question 2")
+    tokens, mask = split.read_tokens(0, split.num_tokens), split.read_mask_range(0, split.num_tokens)
+    assert bytes(tokens[mask & (tokens < 256)].astype("u1")).startswith(b"answer 2")
+    assert b"question" not in bytes(tokens[mask & (tokens < 256)].astype("u1"))
+    assert made.manifest.source["mask_field"] == "ask.q"
+    assert Dataset.open(made.path).split("train").has_mask
+    with pytest.raises(DataError, match=r"mask_field 'ask\.q' there, None asked for"):
+        prepare_dataset([str(path)], tmp_path / "out", Options(tokenizer="byte", split="tail 0.5"))

@@ -1,0 +1,71 @@
+"""What prepare stops at: a disk without room, and more bad rows than a sound text has."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from flatout.data.disk import Unfinished
+from flatout.data.join import SHARD_BYTES
+from flatout.data.manifest import token_dtype
+from flatout.data.ranges import RangeRecord
+from flatout.errors import DataError
+
+if TYPE_CHECKING:
+    from flatout.data.tokenizer import Tokenizer
+
+BAD_SHARE = 0.01
+"""Of the rows so far, so many may be bad when no limit is stated,"""
+BAD_ROWS = 100
+"""and this many in any case."""
+
+TEXT_BYTES_PER_TOKEN = 3.0
+"""Of a tokenizer that joins letters; most text has more, and the disk needs less."""
+
+
+def check_space(out: Path, part_bytes: Sequence[int], tokenizer: Tokenizer) -> None:
+    """Do nothing when there is room for the data set, as far as its size can be told, or when it cannot.
+
+    Raises: DataError saying what it takes and what there is.
+    """
+    place = next(folder for folder in out.resolve().parents if folder.is_dir())
+    tokens = sum(part_bytes) / (1.0 if tokenizer.name in ("char", "byte") else TEXT_BYTES_PER_TOKEN)
+    size = tokens * np.dtype(token_dtype(tokenizer.vocab_size)).itemsize
+    needed, free = int(size + min(size, SHARD_BYTES)), shutil.disk_usage(place).free
+    if all(part_bytes) and needed > free:
+        raise DataError(
+            f"The data set takes about {_in_words(needed)} while it is made, and {_in_words(free)} are free in {place}.",
+            fix="Make room there, choose another --out, or take less text with --max-bytes.",
+        )
+
+
+def _in_words(size: int) -> str:
+    return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"
+
+
+class BadRowLimit:
+    """Counts the bad rows of ranges in order, and stops at too many; None stands for the usual limit."""
+
+    def __init__(self, most: int | None) -> None:
+        self._most = most
+        self._rows = self._bad = 0
+        self._first = ""
+
+    def add(self, record: RangeRecord) -> None:
+        """Count those of the next range.
+
+        Raises: Unfinished saying how many rows are bad, and what is wrong with the first.
+        """
+        self._rows += record.documents + sum(entry.count for entry in record.skipped)
+        self._bad += record.bad_rows
+        self._first = self._first or record.first_bad
+        limit = max(BAD_ROWS, int(self._rows * BAD_SHARE)) if self._most is None else self._most
+        if self._bad > limit:
+            raise Unfinished(
+                f"{self._bad:,} of the first {self._rows:,} rows cannot be used, and {limit:,} may be skipped. The first: {self._first}",
+                fix=f"Look at these rows, or allow more with --max-bad-rows {10 * self._bad}, which keeps what is done.",
+            )

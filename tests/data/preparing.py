@@ -1,0 +1,33 @@
+"""A program for tests: prepare a file into a folder, with small ranges and shards, perhaps with files that may not grow large.
+
+python preparing.py SOURCE OUT WORKERS [LARGEST_FILE]
+"""
+
+import resource
+import sys
+from functools import partial
+from pathlib import Path
+
+from flatout.data import join, prepare, ranges
+from flatout.errors import FlatoutError
+from flatout.sources import files
+
+files.PART_BYTES = 4_000
+ranges.RANGE_BYTES = 8_000
+prepare.join = partial(join.join, shard_bytes=32_768)
+
+
+def main(source: str, out: str, workers: str, largest: str = "") -> str:
+    """Return what is to be said: nothing, or the error."""
+    if largest:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (int(largest), int(largest)))
+    options = prepare.Options(tokenizer="byte", split="hash 0.1")
+    try:
+        prepare.prepare_dataset([source], Path(out), options, workers=int(workers))
+    except FlatoutError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]) or 0)

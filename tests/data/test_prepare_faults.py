@@ -1,0 +1,164 @@
+"""prepare with its processes killed and its disk full. A few here; many more behind the marker `faults`."""
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from flatout.data.shards import Dataset
+
+HERE = Path(__file__).parent
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(HERE.parent.parent), "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture
+def rows(tmp_path):
+    return write(tmp_path / "rows.jsonl", 1_000)
+
+
+@pytest.fixture
+def many_rows(tmp_path):
+    return write(tmp_path / "rows.jsonl", 5_000)
+
+
+def write(path, count):
+    draw = random.Random(0)
+    path.write_text("".join(json.dumps({"text": f"row {number} " * draw.randint(1, 40)}) + "\n" for number in range(count)))
+    return path
+
+
+def start(rows, out, workers=2, *more):
+    command = [sys.executable, str(HERE / "preparing.py"), str(rows), str(out), str(workers), *map(str, more)]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
+
+
+def finish(process):
+    _, said = process.communicate(timeout=120)
+    return process.returncode, said
+
+
+def content(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def records(out):
+    """When each range that is done was recorded; nothing when the folder goes meanwhile."""
+    try:
+        return {path.name: path.stat().st_mtime_ns for path in (out.parent / f".{out.name}.part" / "ranges").glob("*.json")}
+    except FileNotFoundError:
+        return {}
+
+
+def kill_and_go_on(rows, tmp_path, kills, seed):
+    """Kill the parent or a worker at random moments of a prepare that goes on each time; return how often it was under way."""
+    assert finish(start(rows, tmp_path / "whole")) == (0, "")
+    out = tmp_path / "out"
+    draw = random.Random(seed)
+    hit, before = 0, {}
+    for _ in range(kills):
+        process = start(rows, out, draw.choice([2, 3]))
+        wanted = len(before) + draw.randint(0, 12)
+        while process.poll() is None and len(records(out)) < wanted:
+            time.sleep(0.002)
+        time.sleep(draw.random() * 0.02)
+        workers = []
+        with contextlib.suppress(psutil.NoSuchProcess):
+            workers = psutil.Process(process.pid).children()
+        victim = draw.choice([process.pid, *[worker.pid for worker in workers]])
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(victim, signal.SIGKILL)
+        code, said = finish(process)
+        assert code in (0, 1, -signal.SIGKILL), said
+        psutil.wait_procs(workers, timeout=30)
+        if out.exists():
+            break
+        after = records(out)
+        assert {name: after.get(name) for name in before} == before, "what was done is not done again"
+        hit, before = hit + (code != 0), after
+    assert finish(start(rows, out)) == (0, "")
+    assert content(out) == content(tmp_path / "whole")
+    assert not (tmp_path / ".out.part").exists()
+    return hit
+
+
+def test_kills_at_random_moments_change_nothing(rows, tmp_path):
+    assert kill_and_go_on(rows, tmp_path, 3, 0) >= 1
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("seed", range(4))
+def test_many_kills_at_random_moments(many_rows, tmp_path, seed):
+    assert kill_and_go_on(many_rows, tmp_path, 20, seed) >= 5
+
+
+def test_a_file_that_cannot_grow_is_said_and_then_gone_on_from(rows, tmp_path):
+    """The ranges fit, the shards do not."""
+    assert finish(start(rows, tmp_path / "whole")) == (0, "")
+    code, said = finish(start(rows, tmp_path / "out", 2, 20_000))
+    assert code == 1
+    assert "Unfinished: Cannot write" in said
+    assert "it keeps what is done" in said
+    assert not (tmp_path / "out").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".out.part", "rows.jsonl", "whole"]
+    assert list((tmp_path / ".out.part").rglob("*.part")) == [], "nothing is torn"
+    assert len(records(tmp_path / "out")) == len(json.loads((tmp_path / ".out.part" / "plan.json").read_text())["ranges"])
+    assert finish(start(rows, tmp_path / "out")) == (0, "")
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("size_kib", [60, 500, 2_000, 4_000])
+def test_a_disk_that_fills_up_is_said_and_gone_on_from_when_there_is_room(many_rows, tmp_path, size_kib):
+    assert finish(start(many_rows, tmp_path / "whole")) == (0, "")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size_kib}k", "tmpfs", str(disk)], capture_output=True, check=False)
+    if mounted.returncode:
+        pytest.skip("mounting is not allowed here")
+    try:
+        code, said = finish(start(many_rows, disk / "out"))
+        assert code == 1
+        assert "No space left on device" in said
+        assert not (disk / "out").exists()
+        assert size_kib < 1_000 or records(disk / "out")
+        subprocess.run(["mount", "-o", "remount,size=64m", str(disk)], check=True)
+        assert finish(start(many_rows, disk / "out")) == (0, "")
+        assert content(disk / "out") == content(tmp_path / "whole")
+        Dataset.open(disk / "out")
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_two_prepares_into_one_folder(rows, tmp_path):
+    first = start(rows, tmp_path / "out")
+    while not records(tmp_path / "out"):
+        time.sleep(0.005)
+    first.send_signal(signal.SIGSTOP)
+    try:
+        code, said = finish(start(rows, tmp_path / "out"))
+        assert code == 1
+        assert "Another process is writing" in said
+    finally:
+        first.send_signal(signal.SIGCONT)
+    assert finish(first) == (0, "")
+
+
+def test_a_source_that_changed_after_a_kill_is_refused(rows, tmp_path):
+    process = start(rows, tmp_path / "out")
+    while not records(tmp_path / "out"):
+        time.sleep(0.002)
+    process.kill()
+    finish(process)
+    rows.write_text(rows.read_text().replace("row 7 ", "row X "))
+    code, said = finish(start(rows, tmp_path / "out"))
+    assert code == 1
+    assert "holds half of another data set: the text has changed" in said
+    assert str(tmp_path / ".out.part") in said
