@@ -9,9 +9,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from flatout.config import Section
 from flatout.data.download import check_file, download
@@ -29,24 +29,38 @@ CACHE = Path("~/.cache/flatout")
 
 
 class Card(Section):
-    """A named corpus: `flatout/datasets/NAME.yaml`."""
+    """A named corpus: `flatout/datasets/NAME.yaml`. Either one file, fetched once, or files of a Hugging Face data set, read where they are."""
 
-    address: str
-    """Where its file is."""
+    address: str | None = None
+    """Where its one file is."""
+    sha256: str | None = Field(default=None, pattern="^[0-9a-f]{64}$")
+    """Checksum of that file."""
+    num_bytes: int | None = Field(default=None, ge=1)
+    """Size of that file."""
+    repository: str | None = Field(default=None, pattern="^[^/@]+/[^/@]+$")
+    """The Hugging Face data set that holds its files."""
+    files: str | None = None
+    """A glob of them inside the repository."""
     revision: str
-    """Which version of it."""
+    """Which version of it; of a repository, a commit."""
     license: str
     """Under which terms."""
-    sha256: str = Field(pattern="^[0-9a-f]{64}$")
-    """Checksum of the file."""
-    num_bytes: int = Field(ge=1)
-    """Size of the file."""
     source: str = "files"
     """Source that reads it; it is called with `path`."""
     text_field: str = "text"
     """Field of a JSONL row that holds the text."""
     split: str | None = None
     """Its split rule; None leaves it to prepare."""
+
+    @model_validator(mode="after")
+    def _of_one_kind(self) -> Self:
+        of_file = [given is not None for given in (self.address, self.sha256, self.num_bytes)]
+        of_repository = [given is not None for given in (self.repository, self.files)]
+        if not (all(of_file) and not any(of_repository)) and not (all(of_repository) and not any(of_file)):
+            raise ConfigError(
+                "A card names one file or a repository.", fix="State address, sha256 and num_bytes, or repository and files, and none of the others."
+            )
+        return self
 
 
 @dataclass(frozen=True)
@@ -120,15 +134,21 @@ def open_corpus(
 
 def _card_parts(name: str, fields: dict[str, str], from_file: str | None, cache: Path, progress: Progress) -> list[Part]:
     card = load_card(name)
+    fields = {"text_field": card.text_field} | fields
+    if from_file is None and Path(name).exists():
+        progress.say(f"{name} is taken as the data set of that name; write ./{name} for the file or folder here.")
+    if card.address is None or card.sha256 is None:
+        address = f"hf://datasets/{card.repository}@{card.revision}/{card.files}"
+        if from_file is not None:
+            raise DataError(f"{name} is not one file, so --from cannot give it.", fix=f"Name your copies of {card.files} as the source.")
+        return _source_parts(card.source, {"path": address}, fields)
     if from_file is not None:
         file = Path(from_file).expanduser()
         check_file(file, card.sha256)
     else:
-        if Path(name).exists():
-            progress.say(f"{name} is taken as the data set of that name; write ./{name} for the file or folder here.")
         target = cache.expanduser() / name / card.address.rpartition("/")[2]
         file = download(card.address, target, sha256=card.sha256, num_bytes=card.num_bytes, progress=progress)
-    return _marked(_source_parts(card.source, {"path": str(file)}, {"text_field": card.text_field} | fields), f"{name} {card.sha256}")
+    return _marked(_source_parts(card.source, {"path": str(file)}, fields), f"{name} {card.sha256}")
 
 
 def _marked(parts: list[Part], mark: str) -> list[Part]:

@@ -1,12 +1,14 @@
 import hashlib
 import io
 import os
+import re
 from pathlib import Path
 
 import pytest
 
 from flatout.data import corpus
 from flatout.data.corpus import Card, load_card, open_corpus
+from flatout.data.plan import parse_rule
 from flatout.errors import ConfigError, DataError
 from flatout.registry import DATASETS
 
@@ -48,8 +50,10 @@ def cards(monkeypatch):
 @pytest.mark.parametrize("name", DATASETS.names())
 def test_every_card_is_a_card(name):
     card = load_card(name)
-    assert card.address.startswith("https://")
+    assert (card.address or "https://").startswith("https://")
+    assert card.repository is None or re.fullmatch("[0-9a-f]{40}", card.revision), "a branch moves, a commit stays"
     assert card.license
+    assert parse_rule(card.split)
     assert DATASETS.describe(name)
 
 
@@ -66,6 +70,29 @@ def test_a_damaged_card_names_the_key(cards):
     with pytest.raises(DataError, match=r"play\.yaml: sha265"):
         load_card("play")
     assert Card.model_config["frozen"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"files": "*.parquet"}, {"sha256": None}, {"address": None, "sha256": None, "num_bytes": None}, {"repository": "a/b", "files": "*"}],
+    ids=str,
+)
+def test_a_card_names_one_file_or_a_repository(cards, change):
+    cards["play"] |= change
+    with pytest.raises((ConfigError, DataError), match="names one file or a repository"):
+        load_card("play")
+
+
+def test_a_card_of_a_repository_is_read_at_its_address(cards, monkeypatch):
+    cards["web"] = {"repository": "org/web", "revision": "a" * 40, "files": "data/*.parquet", "license": "x", "text_field": "content"}
+    asked = []
+    monkeypatch.setattr(corpus, "_source_parts", lambda *words: asked.append(words) or [])
+    open_corpus(["web"])
+    open_corpus(["web"], text_field="title", mask_field="q")
+    address = {"path": f"hf://datasets/org/web@{'a' * 40}/data/*.parquet"}
+    assert asked == [("files", address, {"text_field": "content"}), ("files", address, {"text_field": "title", "mask_field": "q"})]
+    with pytest.raises(DataError, match="web is not one file, so --from cannot give it"):
+        open_corpus(["web"], from_file="mine.parquet")
 
 
 def test_a_cards_file_may_be_given(cards, tmp_path):

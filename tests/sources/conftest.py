@@ -1,10 +1,17 @@
-"""A web server on loopback that serves bytes with ranges, and can be told to fail."""
+"""Servers on loopback: of the web, with ranges and told to fail; of Hugging Face data sets, with the layout of the real one."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 import re
+import subprocess
+import sys
+import urllib.parse
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from threading import Thread
 
 import pytest
@@ -61,6 +68,9 @@ class WebServer:
             def do_HEAD(self):
                 outer.answer(self, body=False)
 
+            def do_POST(self):
+                outer.answer(self, body=True)
+
             def log_message(self, *words):
                 pass
 
@@ -92,3 +102,86 @@ def memory():
     yield filesystem
     filesystem.store.clear()
     filesystem.pseudo_dirs[:] = [""]
+
+
+class HubServer(WebServer):
+    """A Hugging Face hub of data sets: `put` a file into a repository, at one commit."""
+
+    COMMIT = "c0ffee" + "0" * 34
+
+    def put(self, repository: str, path: str, content: bytes) -> None:
+        self.files[f"/datasets/{repository}/resolve/{self.COMMIT}/{path}"] = content
+
+    def answer(self, handler: BaseHTTPRequestHandler, *, body: bool) -> None:
+        found = re.fullmatch(r"/api/datasets/([^/]+/[^/]+?)(?:/(revision|tree|paths-info)/([^/]+)(?:/(.*))?)?", handler.path.partition("?")[0])
+        if found is None:
+            handler.path = handler.path.replace("/resolve/main/", f"/resolve/{self.COMMIT}/")
+            super().answer(handler, body=body)
+            return
+        repository, kind, revision, path = found.groups()
+        root = f"/datasets/{repository}/resolve/{self.COMMIT}/"
+        paths = [name.removeprefix(root) for name in self.files if name.startswith(root)]
+        if not paths or revision not in (None, "main", self.COMMIT):
+            missing = "RepoNotFound" if not paths else "RevisionNotFound"
+            self._json(handler, {"error": "not found"}, 404, missing)
+        elif kind == "tree":
+            path = urllib.parse.unquote(path or "")
+            folder = f"{path}/" if path else ""
+            inside = {name.removeprefix(folder) for name in paths if name.startswith(folder)}
+            if path and not inside:
+                self._json(handler, {"error": "not found"}, 404, "EntryNotFound")
+                return
+            recursive = "recursive=True" in handler.path or "recursive=true" in handler.path
+            entries = {name if recursive else name.partition("/")[0] for name in inside}
+            entries |= {parent for name in inside if recursive for parent in parents(name)}
+            self._json(handler, [self._described(root, folder + name) for name in sorted(entries)])
+        elif kind == "paths-info":
+            asked = handler.rfile.read(int(handler.headers["Content-Length"])).decode()
+            self._json(handler, [self._described(root, name) for name in paths if name in urllib.parse.unquote_plus(asked)])
+        else:
+            siblings = [{"rfilename": name} for name in paths]
+            self._json(handler, {"_id": "1", "id": repository, "sha": self.COMMIT, "siblings": siblings, "tags": [], "private": False})
+
+    def _described(self, root: str, name: str) -> dict[str, object]:
+        content = self.files.get(root + name)
+        if content is None:
+            return {"type": "directory", "oid": hashlib.sha1(name.encode()).hexdigest(), "size": 0, "path": name}
+        sha256 = hashlib.sha256(content).hexdigest()
+        large = {"lfs": {"oid": sha256, "size": len(content), "pointerSize": 130}} if name.endswith(".parquet") else {}
+        return {"type": "file", "oid": hashlib.sha1(content).hexdigest(), "size": len(content), "path": name} | large
+
+    def _json(self, handler: BaseHTTPRequestHandler, value: object, status: int = 200, code: str | None = None) -> None:
+        data = json.dumps(value).encode()
+        handler.send_response(status)
+        if code:
+            handler.send_header("X-Error-Code", code)
+        handler.send_header("Content-Type", "application/json")
+        handler.send_header("Content-Length", str(len(data)))
+        handler.end_headers()
+        handler.wfile.write(data)
+
+
+def parents(name: str) -> list[str]:
+    pieces = name.split("/")[:-1]
+    return ["/".join(pieces[: count + 1]) for count in range(len(pieces))]
+
+
+@pytest.fixture
+def hub():
+    """A running HubServer."""
+    with HubServer().running() as server:
+        yield server
+
+
+@pytest.fixture
+def ask_hub(hub, tmp_path):
+    """Run a program in a Python whose hub is the HubServer, and return what it prints as JSON; the libraries read its address when imported."""
+
+    def ask(program: str, *words: str) -> object:
+        home = {"HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_XET": "1"}
+        environment = os.environ | home | {"HF_ENDPOINT": hub.address, "PYTHONPATH": str(Path(__file__).parents[2])}
+        done = subprocess.run([sys.executable, "-c", program, *words], env=environment, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout.splitlines()[-1])
+
+    return ask
