@@ -64,7 +64,12 @@ class EvalResult(Result):
             if self.bits_per_byte is not None
             else "unknown: not the whole text was scored, or the data set does not say its bytes"
         )
-        return f"{head}\nLoss           {self.val_loss:.4f} nats a token\nPerplexity     {self.perplexity:.2f}\nBits a byte    {bits}"
+        return f"{head}\nLoss           {self.val_loss:.4f} nats a token\nPerplexity     {perplexity_words(self.perplexity)}\nBits a byte    {bits}"
+
+
+def perplexity_words(perplexity: float) -> str:
+    """Return the perplexity with two decimals, or in short where it is beyond all vocabularies."""
+    return f"{perplexity:.2f}" if perplexity < 1e9 else f"{perplexity:.2g}"
 
 
 def score_table(scores: Sequence[DatasetScore], total: EvalResult | None = None) -> str:
@@ -74,7 +79,7 @@ def score_table(scores: Sequence[DatasetScore], total: EvalResult | None = None)
     rows = [("data set", "loss", "perplexity", "bits a byte", "tokens")]
     for name, score in named:
         bits = "unknown" if score.bits_per_byte is None else f"{score.bits_per_byte:.4f}"
-        rows.append((name, f"{score.val_loss:.4f}", f"{score.perplexity:.2f}", bits, f"{score.tokens:,}"))
+        rows.append((name, f"{score.val_loss:.4f}", f"{perplexity_words(score.perplexity)}", bits, f"{score.tokens:,}"))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join(
         "  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]) for row in rows

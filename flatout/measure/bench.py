@@ -7,6 +7,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -18,7 +19,7 @@ from flatout.measure.experiment import Experiment, Point, with_speedups
 from flatout.measure.judge import Measured, ladder_rows
 from flatout.measure.ladder import BASELINE, make_ladder, promise_between
 from flatout.measure.picture import picture
-from flatout.measure.results import INTERRUPTED, TIME_WAS_UP, TRIALS, Report, Row, Trial, commit_of_package, keep, place_for, write
+from flatout.measure.results import INTERRUPTED, TIME_WAS_UP, TRIALS, Report, Row, Trial, claim, commit_of_package, is_less, keep, place_for, write
 from flatout.measure.settling import Settled, settle_apart
 from flatout.measure.spec import TrialResult, TrialSpec
 from flatout.measure.statistics import Figure, median_of, spread
@@ -84,32 +85,18 @@ def run_bench(
         warn_of_others(settled.machine, progress)
     experiment = sweep_experiment(sweep, asked, settled) if sweep else ladder_experiment(asked, settled, put_in)
     budget = Budget(len(experiment.points) + len(experiment.extras), minutes=minutes, repeats=repeats, began_s=began_s, clock=clock)
+    claim(place)
     with tempfile.TemporaryDirectory(prefix="flatout-bench-") as scratch:
         bench, start = (asked.name, experiment.kind, asked.digest()), began.isoformat(timespec="seconds")
         rounds = measure(experiment, asked, budget, Path(scratch), trial, progress, keep=lambda ended: keep(ended, bench, start, place))
     require_figures(rounds, place)
-    found = Measured(rounds.trials, rounds.stopped_by)
-    rows = experiment.rows(found)
-    report = Report(
-        kind=experiment.kind,
-        recipe=asked.name,
-        config=asked.to_dict(),
-        config_digest=asked.digest(),
-        machine=settled.machine.describe(),
-        environment=next((t.result.environment for t in rounds.trials if t.result.is_ok), {}),
-        commit=commit_of_package(),
-        began=start,
-        wall_s=round(clock() - began_s, 1),
-        minutes=minutes,
-        repeats=rounds.begun,
-        complete=rounds.is_complete,
-        ended_by_signal=rounds.ended_by_signal,
-        notes=notes(settled, experiment, rounds, rows),
-        rows=rows,
-        total_speedup=total_speedup(experiment, found),
-        trials=rounds.trials,
+    report = report_of(asked, settled, experiment, rounds).model_copy(
+        update={"began": start, "wall_s": round(clock() - began_s, 1), "minutes": minutes, "commit": commit_of_package()}
     )
-    write(report, table(report), picture(report), place)
+    if is_less(report, place):
+        progress.say(f"{place} keeps the report of an earlier bench, which has more trials; those of this one are in {place / TRIALS}.")
+    else:
+        write(report, table(report), picture(report), place)
     return report, place
 
 
@@ -120,6 +107,9 @@ def require_figures(rounds: Rounds, place: Path) -> None:
     """
     if any(trial.result.is_ok for trial in rounds.trials):
         return
+    if not rounds.trials:
+        with suppress(OSError):  # it holds an earlier bench
+            place.rmdir()
     if rounds.ended_by_signal is not None:
         raise Interrupted("Interrupted before a trial had ended with figures.", fix="Run it again.", signal_number=rounds.ended_by_signal)
     if not rounds.trials:
@@ -127,6 +117,31 @@ def require_figures(rounds: Rounds, place: Path) -> None:
     first = rounds.trials[0]
     fix = "Give it more --minutes." if first.result.status == "timed-out" else "Try the same recipe with `flatout train`."
     raise RunFailed(f"Nothing was measured: {first.point}: {first.result.reason} All that failed is in {place / TRIALS}.", fix=fix)
+
+
+def report_of(asked: RunConfig, settled: Settled, experiment: Experiment, rounds: Rounds) -> Report:
+    """Return the verdicts on what was measured, but for when and at which commit."""
+    found = Measured(rounds.trials, rounds.stopped_by)
+    rows = experiment.rows(found)
+    return Report(
+        kind=experiment.kind,
+        recipe=asked.name,
+        config=asked.to_dict(),
+        config_digest=asked.digest(),
+        machine=settled.machine.describe(),
+        environment=next((trial.result.environment for trial in rounds.trials if trial.result.is_ok), {}),
+        commit=None,
+        began="",
+        wall_s=0.0,
+        minutes=None,
+        repeats=rounds.begun,
+        complete=rounds.is_complete,
+        ended_by_signal=rounds.ended_by_signal,
+        notes=notes(settled, experiment, rounds, rows),
+        rows=rows,
+        total_speedup=total_speedup(experiment, found),
+        trials=rounds.trials,
+    )
 
 
 def ladder_experiment(asked: RunConfig, settled: Settled, put_in: Mapping[str, Sequence[str] | str]) -> Experiment:
@@ -269,9 +284,8 @@ def notes(settled: Settled, experiment: Experiment, rounds: Rounds, rows: Sequen
     measured = [trial.result for trial in rounds.trials if trial.result.is_ok]
     if measured:
         steps = statistics.median(result.measured_steps or 0 for result in measured)
-        said.append(
-            f"A trial measured {steps:.0f} steps (median) after {statistics.median(r.warmup_steps or 0 for r in measured):.0f} of warming up."
-        )
+        before = statistics.median(result.warmup_steps or 0 for result in measured)
+        said.append(f"Steps measured in a trial, the median: {steps:.0f}, after {before:.0f} of warming up.")
         moving = sum(result.settled is False for result in measured)
         if moving:
             said.append(f"In {moving} of {len(measured)} trials the step time had not settled when the warming up had to end.")

@@ -94,6 +94,8 @@ def ladder_rows(ladder: Ladder, points: Mapping[str, str], found: Measured, conf
                 verdict += f", together with what gave no figures, against {below}"
             update |= {"against": below, "gain": gain, "verdict": verdict}
             update |= judged(rung, pairs[rung.name], points, found, config, loss_steps)
+        elif rung.against and not found.ok(points[rung.against]):
+            update["verdict"] = f"{rung.against} gave no figures" if rung.against != ladder.full else "the full set gave no figures"
         rows.append(row.model_copy(update=update))
     return rows + [
         Row(name=absent.speedup, kind="absent", speedup=absent.speedup, status="not-measured", reason=absent.reason) for absent in ladder.absent
@@ -101,13 +103,16 @@ def ladder_rows(ladder: Ladder, points: Mapping[str, str], found: Measured, conf
 
 
 def measured_against(rung: Rung, ladder: Ladder, points: Mapping[str, str], found: Measured) -> Rung | None:
-    """Return the rung that `rung` is compared with: the nearest one below it that gave figures."""
+    """Return the rung that `rung` is compared with: of an added one the nearest below it that gave figures, else the full set alone.
+
+    What leaves one out of the full set says nothing beside any other set.
+    """
     below = rung.against
     while below is not None:
         candidate = ladder.rung(below)
         if found.ok(points[below]):
             return candidate
-        below = candidate.against
+        below = candidate.against if rung.kind == "added" else None
     return None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from flatout.config import RunConfig
-from flatout.errors import ConfigError
+from flatout.errors import ConfigError, RunFailed
 from flatout.measure.spec import TrialResult
 from flatout.measure.statistics import Figure
 from flatout.registry import PACKAGE_DIR
@@ -191,7 +192,7 @@ def require_same(out: Path, config: RunConfig, kind: str) -> None:
     Raises: ConfigError when that is another one, or something else.
     """
     held = label(read(out)) if (out / JSON).exists() else next(read_lines(out / TRIALS), {}).get("bench")
-    if held is None:
+    if not (isinstance(held, list) and len(held) == 3 and all(isinstance(part, str) for part in held)):
         raise ConfigError(f"{out} holds other files, and no bench.", fix="Choose a new folder with --out DIR.")
     asked = [config.name, kind, config.digest()]
     if held[1:] != asked[1:]:
@@ -204,20 +205,41 @@ def label(report: Report) -> list[str]:
     return [report.recipe, report.kind, report.config_digest]
 
 
+def claim(place: Path) -> None:
+    """Make the folder of the results, before anything is measured.
+
+    Raises: ConfigError when it cannot be made or written.
+    """
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=place):
+            pass
+    except OSError as error:
+        raise ConfigError(f"Cannot write {place}: {error.strerror or error}.", fix="Choose a folder that you may write with --out DIR.") from error
+
+
 def keep(trial: Trial, bench: Sequence[str], began: str, place: Path) -> None:
     """Add a trial that has just ended to trials.jsonl, so that nothing that happens to this process loses it.
 
     The file only grows: `bench`, its label, and `began` say which bench a line is of.
+
+    Raises: RunFailed when the disk refuses.
     """
-    place.mkdir(parents=True, exist_ok=True)
-    append_line(place / TRIALS, {"bench": list(bench), "began": began, **trial.model_dump(mode="json")})
-    sync(place / TRIALS)
-    sync(place)
+    try:
+        append_line(place / TRIALS, {"bench": list(bench), "began": began, **trial.model_dump(mode="json")})
+        sync(place / TRIALS)
+        sync(place)
+    except OSError as error:
+        raise RunFailed(f"Cannot write {place / TRIALS}: {error.strerror or error}.", fix="Make room, and run it again.") from error
+
+
+def is_less(report: Report, place: Path) -> bool:
+    """Say whether the folder holds more trials of this bench than a report that was interrupted, which then does not take its place."""
+    return not report.complete and (place / JSON).exists() and len(read(place).trials) > len(report.trials)
 
 
 def write(report: Report, table: str, picture: str, place: Path) -> None:
     """Write bench.json, table.md and bench.svg, each whole or not at all."""
-    place.mkdir(parents=True, exist_ok=True)
     write_text(place / JSON, json.dumps(report.model_dump(mode="json"), indent=1) + "\n")
     write_text(place / TABLE, table)
     write_text(place / PICTURE, picture)
@@ -233,7 +255,8 @@ def read(place: Path) -> Report:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"Cannot read {path} as a bench.", fix="Name a folder that `flatout bench` wrote.") from error
-    if document.get("format_version", 0) > FORMAT_VERSION:
+    version = document.get("format_version") if isinstance(document, dict) else None
+    if isinstance(version, int) and version > FORMAT_VERSION:
         raise ConfigError(f"{path} was written by a newer flatout.", fix="Install that one.")
     try:
         return Report.model_validate(document)

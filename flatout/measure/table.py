@@ -115,7 +115,7 @@ def absence(row: Row) -> str:
 def gain_words(row: Row) -> str:
     """Return a row's gain: the verdict, the ratio, its interval."""
     if row.gain is None:
-        return "" if row.kind in {"baseline", "point"} else "nothing to compare with"
+        return "" if row.kind in {"baseline", "point"} else f"nothing to compare with{row.verdict and ': '}{row.verdict}"
     ratio = "" if f"x{row.gain.median:.2f}" in row.verdict else f", x{row.gain.median:.2f}"
     return f"{row.verdict}{ratio}{between(row.gain, '.2f')}"
 

@@ -12,6 +12,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
 
@@ -22,6 +23,7 @@ from flatout.measure.spec import Status, TrialResult, TrialSpec
 from flatout.measure.workload import measure
 
 KILL_PATIENCE_S = 5.0
+PARENT_LOOK_S = 1.0
 BINARY_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
 
@@ -81,9 +83,17 @@ def main() -> None:
     """Read a spec from standard input, measure, print the result. Whatever else prints goes to standard error."""
     results = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
+    threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     spec = TrialSpec.model_validate_json(sys.stdin.read())
     results.write(measured(spec).model_dump_json() + "\n")
     results.flush()
+
+
+def end_with(parent: int) -> None:
+    """End this process and all that it started once its parent has: a killed bench leaves nothing behind."""
+    while os.getppid() == parent:
+        time.sleep(PARENT_LOOK_S)
+    os.killpg(0, signal.SIGKILL)
 
 
 def measured(spec: TrialSpec) -> TrialResult:

@@ -24,6 +24,8 @@ from flatout.training.warmup import warm_up
 
 FEWEST_RUN_STEPS = 2_000
 """A recipe that is shorter is stretched to this in a trial, so that it can warm up and be measured."""
+LEAST_S = 1.0
+"""A trial has this long for its steps, whatever it took to begin: one cold step says nothing."""
 QUIET = {"train.eval_every": 0, "train.patience": 0, "train.sample_every": 0, "checkpoint.every_minutes": 1e9}
 """A trial trains, and nothing else."""
 
@@ -77,7 +79,7 @@ def timed(run: Run, spec: TrialSpec, began_s: float) -> TrialResult:
     run.feed.prime(min(spec.loss_steps, run.last_step))
     with Log(run) as log:
         warm_up(run, log)
-        limit_s = max(spec.limit_s - (time.perf_counter() - began_s), 0.0)
+        limit_s = max(spec.limit_s - (time.perf_counter() - began_s), LEAST_S)
         pace = Pace(log, seconds=spec.seconds, loss_steps=spec.loss_steps, warmup_s=spec.warmup_s, limit_s=limit_s)
         fit(run, log, pace)
         pace.finish()

@@ -21,12 +21,28 @@ def find_run(run: str | Path) -> Path:
     for place in (Path(run), RUNS / run) if str(run) else ():
         if (place / folder.CONFIG).exists():
             return place
+    above, step = Path(run).parent.parent, Path(run).name.removeprefix("step-")
+    if step.isdecimal() and (above / folder.CONFIG).exists():
+        raise CheckpointError(f"{run} is a checkpoint of the run {above}.", fix=f"Name {above}, with --checkpoint {step} where that can be given.")
     known = [path.name for path in folder.list_runs(RUNS)] if RUNS.is_dir() else []
     guess = nearest(Path(run).name, known)
     raise CheckpointError(
-        f"{run} is not a run folder: it has no config.yaml.",
+        f"{str(run) or 'An empty name'} is not a run folder: it has no config.yaml.",
         fix=f"Did you mean {RUNS / guess}?" if guess else "`flatout runs` shows the runs there are; `flatout demo` makes one.",
     )
+
+
+def resume_place(resume: str) -> str:
+    """Return what `--resume` names: auto, never and paths as they are, a bare name as the run of that name under `runs/`.
+
+    Raises: CheckpointError with the nearest run there is.
+    """
+    if resume in {"auto", "never"} or "/" in resume or Path(resume).is_dir():
+        return resume
+    try:
+        return str(find_run(resume))
+    except CheckpointError as error:
+        raise CheckpointError(f"There is no checkpoint {resume}.", fix=error.fix) from error
 
 
 def find_checkpoint(run_folder: Path, checkpoint: str = "best", *, progress: Progress = SILENT) -> Path:

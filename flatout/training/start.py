@@ -33,6 +33,7 @@ from flatout.training.initial import begin_from
 from flatout.training.loop import ends_early, environment_of, fit, out_of_patience, write_checkpoint
 from flatout.training.metrics import Log
 from flatout.training.moved_data import anywhere, require_tokenizer, stored_config
+from flatout.training.named import resume_place
 from flatout.training.observers import Observer
 from flatout.training.out_of_memory import out_of_memory
 from flatout.training.signals import StopRequests
@@ -151,7 +152,7 @@ def settle(
     """
     own_folder(place)
     stored = stored_config(place, asked) if resume != "never" else None
-    checkpoint = folder.resume_from(place, resume, progress=progress)
+    checkpoint = folder.resume_from(place, resume_place(resume), progress=progress)
     summary = folder.read_summary(place)
     if stored is not None:
         require_tokenizer(place, dataset)

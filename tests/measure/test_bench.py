@@ -174,6 +174,22 @@ def test_interrupted_before_anything_was_measured(auto_config, tmp_path):
     assert not (tmp_path / "bench").exists()
 
 
+def test_an_interrupted_bench_takes_no_better_ones_place(auto_config, tmp_path):
+    report, place = bench(auto_config, MadeUp(), tmp_path, repeats=1)
+    later, _ = bench(auto_config, MadeUp(stops_after=2), tmp_path)
+    assert (len(later.trials), later.complete) == (2, False)
+    assert read(place) == report
+    assert len(list(read_lines(place / "trials.jsonl"))) == len(report.trials) + 2
+
+
+def test_what_cannot_be_written_is_said_before_anything_is_measured(auto_config, tmp_path):
+    (tmp_path / "bench").write_text("")
+    made_up = MadeUp()
+    with pytest.raises(ConfigError, match="Cannot write"):
+        run_bench(auto_config, out=tmp_path / "bench" / "x", trial=made_up, clock=made_up.clock)
+    assert not made_up.specs
+
+
 def test_a_trial_is_on_disk_as_soon_as_it_ends(auto_config, tmp_path):
     """A process that is killed has no word to say: what it leaves is looked at from inside a trial."""
     made_up, seen = MadeUp(), []

@@ -166,3 +166,12 @@ def test_a_row_holds_the_middle_of_its_repeats():
     trials = [ok("baseline", n, 100.0, step_ms=step, peak_gib=gib) for n, (step, gib) in enumerate([(9.0, 1.0), (10.0, 3.0), (30.0, 2.0)])]
     row = measured_row("baseline", "baseline", "baseline", Measured(trials), Spread(0.0, 0))
     assert (row.step_ms, row.peak_gib, row.repeats, row.warmup_steps) == (10.0, 3.0, 3, 9)
+
+
+def test_what_leaves_one_out_is_compared_with_the_full_set_alone():
+    """Beside any other set the ratio is nobody's worth; a rung that shares its trials would be compared with itself."""
+    rows = rows_of([*every_round({name: rate for name, rate in RATES.items() if name != "+ fused-adamw"}), bad("+ fused-adamw")])
+    for name in ("all but prefetch", "all but fused-adamw", "all and bf16"):
+        assert rows[name].tokens_per_s is not None
+        assert rows[name].gain is None
+        assert rows[name].verdict == "the full set gave no figures"

@@ -9,13 +9,14 @@ import pytest
 from flatout.config import load_config
 from flatout.errors import ConfigError
 from flatout.measure import results
-from flatout.measure.results import commit_of_package, place_for, read, write
+from flatout.measure.results import claim, commit_of_package, place_for, read, write
 from flatout.measure.spec import TrialResult
 
 CONFIG = load_config("shakespeare-char")
 
 
 def test_a_report_passes_through_its_file(sample_report, tmp_path):
+    claim(tmp_path / "new" / "bench")
     write(sample_report, "table", "<svg/>", tmp_path / "new" / "bench")
     assert read(tmp_path / "new" / "bench") == sample_report
     assert (tmp_path / "new" / "bench" / "table.md").read_text() == "table"
@@ -79,3 +80,23 @@ def test_a_folder_with_the_trials_of_a_bench_that_was_killed_takes_the_same_agai
 def test_there_is_no_commit_outside_a_checkout(tmp_path, monkeypatch):
     monkeypatch.setattr(results, "PACKAGE_DIR", tmp_path)
     assert commit_of_package() is None
+
+
+@pytest.mark.parametrize("text", ["[]", "3", '"bench"', "null", '{"format_version": "x"}'])
+def test_json_that_is_no_bench_is_refused(text, tmp_path):
+    (tmp_path / "bench.json").write_text(text)
+    with pytest.raises(ConfigError, match="no bench that this flatout can read"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize("label", ["abc", 3, ["tiny", "ladder"], [1, 2, 3]])
+def test_trials_with_another_label_are_other_files(label, tmp_path, tiny_config):
+    (tmp_path / "trials.jsonl").write_text(json.dumps({"bench": label}) + "\n")
+    with pytest.raises(ConfigError, match="holds other files"):
+        place_for(tiny_config(), "ladder", tmp_path)
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"Cannot write .*file/x: Not a directory"):
+        claim(tmp_path / "file" / "x")

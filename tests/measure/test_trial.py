@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +18,7 @@ from flatout.measure import trial
 from flatout.measure.spec import TrialResult, TrialSpec
 from flatout.measure.trial import measured, run_trial
 
+ROOT = Path(__file__).parents[2]
 SPEC = TrialSpec(config={}, folder="unused")
 
 
@@ -60,6 +65,26 @@ def test_a_process_that_hangs_is_killed_with_all_it_started(tmp_path):
     assert found.status == "timed-out"
     time.sleep(max(0.0, 5 - (time.monotonic() - began)))
     assert not mark.exists()
+
+
+def test_a_trial_ends_with_the_bench_that_started_it(tmp_path):
+    """The bench is killed; the trial, which has a session of its own, is gone a little later."""
+    mark = tmp_path / "pid"
+    trial = "import os, pathlib, threading, time; from flatout.measure.trial import end_with; "
+    trial += "threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start(); "
+    trial += f"pathlib.Path({str(mark)!r}).write_text(str(os.getpid())); time.sleep(60)"
+    parent = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {trial!r}], start_new_session=True).wait()"
+    with subprocess.Popen([sys.executable, "-c", parent], cwd=ROOT) as bench:
+        while not (mark.exists() and mark.read_text()):
+            time.sleep(0.05)
+        bench.kill()
+    pid = int(mark.read_text())
+    for _ in range(200):
+        if not Path(f"/proc/{pid}").exists():
+            return
+        time.sleep(0.1)
+    os.kill(pid, signal.SIGKILL)
+    raise AssertionError("the trial outlived the bench")
 
 
 def test_a_spec_passes_through_json():

@@ -3,7 +3,7 @@
 import pytest
 
 from flatout.errors import CheckpointError, ConfigError
-from flatout.training.named import find_checkpoint, find_run
+from flatout.training.named import find_checkpoint, find_run, resume_place
 
 
 def test_checkpoints_by_name(fox_run):
@@ -30,3 +30,18 @@ def test_no_name_is_no_run_even_inside_one(fox_run, monkeypatch):
     assert find_run(".").resolve() == fox_run[0] / "runs" / "fox"
     with pytest.raises(CheckpointError, match="is not a run folder"):
         find_run("")
+
+
+def test_a_checkpoint_is_not_taken_for_a_run(fox_run):
+    run = fox_run[0] / "runs" / "fox"
+    with pytest.raises(CheckpointError, match="is a checkpoint of the run") as error:
+        find_run(run / "checkpoints" / "step-2")
+    assert "--checkpoint 2" in error.value.fix
+
+
+def test_resuming_takes_a_run_by_its_name(fox_run, monkeypatch):
+    monkeypatch.chdir(fox_run[0])
+    assert resume_place("fox") == "runs/fox"
+    assert [resume_place(given) for given in ("auto", "never", "gone/run", "runs")] == ["auto", "never", "gone/run", "runs"]
+    with pytest.raises(CheckpointError, match=r"There is no checkpoint foxx.*runs/fox"):
+        resume_place("foxx")
