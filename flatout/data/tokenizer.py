@@ -1,4 +1,5 @@
-"""Text to tokens and back. Five kinds: characters, bytes, a BPE trained on the corpus, a tokenizer.json, a .tiktoken file.
+"""Text to tokens and back. Five kinds: characters, bytes, a BPE trained on the corpus, a tokenizer.json (of a file, a folder or a
+repository of the Hugging Face hub), a .tiktoken file.
 
 Whatever it came from, a tokenizer saves to one self-contained JSON file, which lies in the data set's folder and in nothing
 else's care: loading it needs no network, no other file and no package but the one that encodes.
@@ -13,10 +14,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from flatout.data.corpus import CACHE
+from flatout.data.fast_path import WORTHWHILE_CHARACTERS, choose_engine
 from flatout.data.tokenizers_bpe import RankTokenizer, read_tiktoken, train_bpe
+from flatout.data.tokenizers_hub import is_repository, tokenizer_file
 from flatout.data.tokenizers_huggingface import HuggingFaceTokenizer
 from flatout.data.tokenizers_plain import ByteTokenizer, CharTokenizer, characters_of
-from flatout.data.tokenizers_stored import FORMAT, FORMAT_VERSION
+from flatout.data.tokenizers_stored import FORMAT, FORMAT_VERSION, StoredTokenizer
 from flatout.errors import DataError
 from flatout.progress import SILENT, Progress
 from flatout.registry import nearest
@@ -27,7 +31,7 @@ TRAINING_BYTES = 8_000_000
 Sample = Callable[[int | None], Iterable[str]]
 """Gives about so many bytes of the corpus, spread evenly over it; None asks for all of it."""
 
-_KINDS: dict[str, Callable[[dict[str, Any]], Tokenizer]] = {
+_KINDS: dict[str, Callable[[dict[str, Any]], StoredTokenizer]] = {
     "char": CharTokenizer.from_document,
     "byte": ByteTokenizer.from_document,
     "bpe": RankTokenizer.from_document,
@@ -42,9 +46,14 @@ class Tokenizer(Protocol):
     vocab_size: int
     eot_id: int
     """End-of-text: put after every document, by the packer, never by the tokenizer."""
+    engine: str
+    """The package that encodes; it changes no id. Empty where none is needed."""
 
     def encode_pieces(self, text: str) -> Iterator[np.ndarray[Any, np.dtype[np.uint32]]]:
         """Yield the ids of one text piece by piece, so that a long one takes less memory."""
+
+    def encode_stream(self, chunks: Iterable[str]) -> Iterator[np.ndarray[Any, np.dtype[np.uint32]]]:
+        """Yield the ids of one text that comes in chunks, in bounded memory; how it is chunked changes no id."""
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of one text."""
@@ -63,32 +72,55 @@ class Tokenizer(Protocol):
 
 
 def make_tokenizer(
-    spec: str, sample: Sample, *, pattern: str | None = None, end_of_text: str | None = None, progress: Progress = SILENT
+    spec: str,
+    sample: Sample,
+    *,
+    pattern: str | None = None,
+    end_of_text: str | None = None,
+    cache: Path | None = CACHE,
+    progress: Progress = SILENT,
 ) -> Tokenizer:
-    """Return the tokenizer that `spec` names: char, byte, train:N, or a file.
+    """Return the tokenizer that `spec` names, with the fastest engine that gives its ids on text of the corpus.
 
-    Raises: DataError for a name that is none of these, a file that cannot be used, or an empty sample.
+    `spec` is char, byte, train:N, a file, a folder, or a repository of the Hugging Face hub, `ORG/NAME` or `ORG/NAME@REVISION`.
+    `cache` is where verdicts on engines are kept; None keeps none.
+
+    Raises: DataError for a name that is none of these, a file that cannot be used, or an empty sample; MissingPackage.
     """
     if spec == "byte":
         return ByteTokenizer()
     if spec == "char":
         with progress.task("Collecting characters", unit="documents") as task:
             return CharTokenizer(characters_of(sample(None), task))
-    if spec.startswith("train:"):
-        size = _vocabulary_size(spec)
-        tokenizer = train_bpe(sample(TRAINING_BYTES), size, progress=progress)
-        if tokenizer.vocab_size < size:
-            progress.say(f"The text gives {tokenizer.vocab_size:,} tokens, not {size:,}: no more pairs repeat in it.")
-        return tokenizer
+    trained = spec.startswith("train:")
+    tokenizer = _trained(spec, sample, progress) if trained else _from_files(spec, pattern, end_of_text, progress)
+    kept = None if trained else cache  # what is trained here is not met again
+    return choose_engine(tokenizer, sample(WORTHWHILE_CHARACTERS), cache=kept, progress=progress)
+
+
+def _trained(spec: str, sample: Sample, progress: Progress) -> StoredTokenizer:
+    size = _vocabulary_size(spec)
+    tokenizer = train_bpe(sample(TRAINING_BYTES), size, progress=progress)
+    if tokenizer.vocab_size < size:
+        progress.say(f"The text gives {tokenizer.vocab_size:,} tokens, not {size:,}: no more pairs repeat in it.")
+    return tokenizer
+
+
+def _from_files(spec: str, pattern: str | None, end_of_text: str | None, progress: Progress) -> StoredTokenizer:
     path = Path(spec).expanduser()
     if path.is_dir():
         path = path / "tokenizer.json"
     if path.is_file():
         return load_tokenizer(path, pattern=pattern, end_of_text=end_of_text)
+    if is_repository(spec) and not path.parent.is_dir():
+        return load_tokenizer(tokenizer_file(spec, progress=progress), end_of_text=end_of_text, name=spec)
     if "/" not in spec and not path.suffix:
         guess = nearest(spec, ["char", "byte", "train:4096"])
         hint = f"Did you mean {guess!r}? " if guess else ""
-        raise DataError(f"There is no tokenizer {spec!r}.", fix=f"{hint}Give char, byte, train:N, or a tokenizer.json or .tiktoken file.")
+        raise DataError(
+            f"There is no tokenizer {spec!r}.",
+            fix=f"{hint}Give char, byte, train:N, a tokenizer.json or .tiktoken file, or a Hugging Face repository such as openai-community/gpt2.",
+        )
     near = nearest(path.name, [entry.name for entry in path.parent.iterdir()]) if path.parent.is_dir() else None
     raise DataError(f"There is no tokenizer file {path}.", fix=f"Did you mean {str(path.parent / near)!r}?" if near else "Check the path.")
 
@@ -103,10 +135,11 @@ def _vocabulary_size(spec: str) -> int:
     return int(digits)
 
 
-def load_tokenizer(path: Path, *, pattern: str | None = None, end_of_text: str | None = None) -> Tokenizer:
+def load_tokenizer(path: Path, *, pattern: str | None = None, end_of_text: str | None = None, name: str | None = None) -> StoredTokenizer:
     """Return the tokenizer in a file: one that `save` wrote, a Hugging Face tokenizer.json, or a .tiktoken file.
 
-    `pattern` splits text for a .tiktoken file that is not a known one; `end_of_text` names that token of a tokenizer.json.
+    `pattern` splits text for a .tiktoken file that is not a known one; `end_of_text` names that token of a tokenizer.json;
+    `name` is what messages call the file, its path unless stated.
 
     Raises: DataError when the file cannot be read or is none of these.
     """
@@ -115,11 +148,11 @@ def load_tokenizer(path: Path, *, pattern: str | None = None, end_of_text: str |
     except OSError as error:
         raise DataError(f"Cannot read the tokenizer {path}: {error.strerror}.", fix="Check the path and its permissions.") from error
     if path.suffix == ".tiktoken":
-        return read_tiktoken(data, str(path), pattern=pattern)
-    return parse_tokenizer(data, str(path), end_of_text=end_of_text)
+        return read_tiktoken(data, name or str(path), pattern=pattern)
+    return parse_tokenizer(data, name or str(path), end_of_text=end_of_text)
 
 
-def parse_tokenizer(data: bytes | str, name: str, *, end_of_text: str | None = None) -> Tokenizer:
+def parse_tokenizer(data: bytes | str, name: str, *, end_of_text: str | None = None) -> StoredTokenizer:
     """Return the tokenizer in the text of a JSON file called `name`.
 
     Raises: DataError when it holds none.

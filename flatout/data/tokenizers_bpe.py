@@ -5,18 +5,16 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
-from flatout.data.tokenizers_stored import END_OF_TEXT, Ids, StoredTokenizer, join_pieces, not_text
+from flatout.data.fast_path_engines import gigatoken_of_ranks, tiktoken_of
+from flatout.data.tokenizers_cuts import confirmed_cut, known_cut
+from flatout.data.tokenizers_stored import END_OF_TEXT, Encode, Ids, StoredTokenizer, join_pieces, not_text
 from flatout.errors import DataError
 from flatout.progress import SILENT, Progress
-
-if TYPE_CHECKING:
-    import tiktoken
 
 GPT2_PATTERN = r"'(?:[sdmt]|ll|re|ve)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 """Where GPT-2 splits text before merging, with possessive quantifiers, so that long runs need no backtracking."""
@@ -31,8 +29,8 @@ _O200K = "|".join(
     ]
 )
 
-_CUT_AT_LINES = {GPT2_PATTERN, _CL100K, _O200K}
-_LINE_END = re.compile(r"(?<=[^\W_])\n")
+_SCHEMES = {GPT2_PATTERN: "gpt2", _CL100K: "gpt4", _O200K: "o200k"}
+"""What gigatoken calls the known patterns."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +58,10 @@ class RankTokenizer(StoredTokenizer):
     """
 
     kind: ClassVar[str] = "bpe"
+    engines: tuple[str, ...] = ("gigatoken", "tiktoken")
 
     def __init__(self, name: str, pieces: Sequence[bytes | None], pattern: str, eot_id: int) -> None:
+        self.engine = self.engines[-1]
         self.name = name
         self.pieces = list(pieces)
         self.pattern = pattern
@@ -72,29 +72,29 @@ class RankTokenizer(StoredTokenizer):
         self._bytes[eot_id] = END_OF_TEXT.encode()
 
     @cached_property
-    def _encoding(self) -> tiktoken.Encoding:
-        import tiktoken
-
+    def encoder(self) -> Encode:
+        """What encodes, by the engine of this tokenizer."""
+        if self.engine == "gigatoken":
+            return gigatoken_of_ranks(self.pieces, _SCHEMES.get(self.pattern))
         ranks = {piece: index for index, piece in enumerate(self.pieces) if piece is not None}
         try:
-            return tiktoken.Encoding(self.name, pat_str=self.pattern, mergeable_ranks=ranks, special_tokens={})
+            return tiktoken_of(self.name, ranks, self.pattern)
         except ValueError as error:
             raise DataError(f"The pattern of the tokenizer {self.name!r} cannot be used: {error}.", fix="Correct --pattern.") from error
 
     def encode_piece(self, text: str, start: int) -> Ids:
         """Return the ids of a piece of text."""
+        encoder = self.encoder
         try:
-            ids: Ids = self._encoding.encode_to_numpy(text, disallowed_special=())
+            return encoder(text)
         except UnicodeEncodeError as error:
             raise not_text(error, start) from error
         except ValueError as error:
             raise DataError(f"The text cannot be split by the tokenizer's pattern: {error}.", fix="Shorten its longest run of spaces.") from error
-        return ids
 
-    def next_cut(self, text: str, place: int) -> int:
-        """Return the next line end after a letter or a digit: by the known patterns no token crosses that."""
-        found = _LINE_END.search(text, place) if self.pattern in _CUT_AT_LINES else None
-        return found.start() if found else len(text)
+    def next_cut(self, text: str, place: int, end: int) -> int | None:
+        """Return the next place that no token crosses: by the known patterns, or as tried out for another."""
+        return known_cut(text, place, end) if self.pattern in _SCHEMES else confirmed_cut(self.encoder, text, place, end)
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
         """Return the bytes of the pieces."""

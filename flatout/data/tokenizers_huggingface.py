@@ -1,4 +1,4 @@
-"""A Hugging Face tokenizer.json, of any model, encoded by `tokenizers`."""
+"""A Hugging Face tokenizer.json, of any model: the ids of `tokenizers`, by whichever engine gives the same."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 
+from flatout.data.fast_path_engines import falling_back
 from flatout.data.tokenizers_bpe import byte_level_alphabet
-from flatout.data.tokenizers_stored import Ids, StoredTokenizer, join_pieces, not_text
+from flatout.data.tokenizers_cuts import confirmed_cut, known_cut
+from flatout.data.tokenizers_layout import Layout, layout_of
+from flatout.data.tokenizers_stored import Encode, Ids, StoredTokenizer, join_pieces, not_text
 from flatout.errors import DataError
 from flatout.registry import nearest
 
@@ -33,10 +36,28 @@ class HuggingFaceTokenizer(StoredTokenizer):
     kind: ClassVar[str] = "huggingface"
 
     def __init__(self, name: str, definition: dict[str, Any], eot_id: int) -> None:
+        self.layout: Layout | None = layout_of(definition)
+        self.engines = ("gigatoken", "tiktoken", "tokenizers") if self.layout else ("tokenizers",)
+        self.engine = "tokenizers"
         self.name = name
         self.definition = definition
         self.eot_id = eot_id
-        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        self.vocab_size = self._largest_id() + 1
+
+    def _largest_id(self) -> int:
+        """Return the largest id; a byte-level BPE is not loaded for that, since another engine may do its work."""
+        added = [int(entry["id"]) for entry in self.definition.get("added_tokens") or []]
+        known: dict[str, int] = self.layout.model["vocab"] if self.layout else self._tokenizer.get_vocab(with_added_tokens=True)
+        return max([*known.values(), *added])
+
+    @cached_property
+    def encoder(self) -> Encode:
+        """What encodes, by the engine of this tokenizer."""
+        if self.layout is None or self.engine == "tokenizers":
+            return self._encode_by_reference
+        if self.engine == "gigatoken":
+            return self.layout.gigatoken()
+        return falling_back(self.layout.tiktoken(), self._encode_by_reference)
 
     @cached_property
     def _tokenizer(self) -> tokenizers.Tokenizer:
@@ -54,22 +75,25 @@ class HuggingFaceTokenizer(StoredTokenizer):
         model = self.definition.get("model", {})
         unknown = {model.get("unk_token"), "<unk>", "[UNK]"}
         tokens = {entry["content"]: int(entry["id"]) for entry in self.definition.get("added_tokens", []) if entry.get("special")}
-        ends = {self._tokenizer.id_to_token(self.eot_id): self.eot_id}
+        ends = {self._token_of(self.eot_id): self.eot_id}
         return {content: index for content, index in tokens.items() if content not in unknown} | ends
+
+    def _token_of(self, index: int) -> str:
+        named = (entry["content"] for entry in self.definition.get("added_tokens") or [] if int(entry["id"]) == index)
+        return next(named, None) or str(self._tokenizer.id_to_token(index))
 
     def encode_piece(self, text: str, start: int) -> Ids:
         """Return the ids of a piece of text."""
         try:
-            text.encode()
+            ids = self.encoder(text)
         except UnicodeEncodeError as error:
             raise not_text(error, start) from error
-        ids = self._encode(text)
         if not self._has_special(ids):
             return ids
         literal = "|".join(re.escape(content) for content in sorted(self._special, key=len, reverse=True))
         cuts = [0, *(match.start() + 1 for match in re.finditer(literal, text)), len(text)]
         pieces = [text[start:end] for start, end in itertools.pairwise(cuts)]
-        ids = np.concatenate([self._encode(piece) for piece in pieces])
+        ids = np.concatenate([self.encoder(piece) for piece in pieces])
         if self._has_special(ids):
             raise DataError(
                 f"The tokenizer {self.name!r} turns plain text into a special token.",
@@ -77,12 +101,19 @@ class HuggingFaceTokenizer(StoredTokenizer):
             )
         return ids
 
-    def _encode(self, text: str) -> Ids:
+    def _encode_by_reference(self, text: str) -> Ids:
+        text.encode()
         found = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0]
         return np.array(found.ids, np.uint32)
 
+    @cached_property
+    def _is_special(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        table = np.zeros(self.vocab_size, np.bool_)
+        table[list(self._special.values())] = True
+        return table
+
     def _has_special(self, ids: Ids) -> bool:
-        return bool(np.isin(ids, list(self._special.values())).any())
+        return bool(self._is_special[ids].any())
 
     @cached_property
     def _bytes(self) -> list[bytes] | None:
@@ -98,9 +129,13 @@ class HuggingFaceTokenizer(StoredTokenizer):
             table[index] = piece.encode() if plain else bytes(byte_of[character] for character in piece)
         return table
 
-    def next_cut(self, text: str, place: int) -> int:
-        """Return the end: where such a tokenizer may be cut is not known."""
-        return len(text)
+    def next_cut(self, text: str, place: int, end: int) -> int | None:
+        """Return the next place that no token crosses, by a known way to split text or as tried out; None without a pre-tokeniser."""
+        if self.layout is not None and self.layout.cuts_are_known:
+            return known_cut(text, place, end)
+        if not self.definition.get("pre_tokenizer"):
+            return None
+        return confirmed_cut(lambda piece: self.encode_piece(piece, 0), text, place, end)
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
         """Return the bytes of some ids."""

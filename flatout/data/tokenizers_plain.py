@@ -18,8 +18,10 @@ class CharTokenizer(StoredTokenizer):
     """One id a character, in the order of their code points; end-of-text comes last."""
 
     kind: ClassVar[str] = "char"
+    engines: tuple[str, ...] = ()
 
     def __init__(self, characters: str) -> None:
+        self.engine = ""
         self.name = "char"
         self.characters = characters
         self.eot_id = len(characters)
@@ -45,7 +47,7 @@ class CharTokenizer(StoredTokenizer):
             )
         return ids
 
-    def next_cut(self, text: str, place: int) -> int:
+    def next_cut(self, text: str, place: int, end: int) -> int:
         """Return `place`: a text may be cut anywhere."""
         return place
 
@@ -67,8 +69,10 @@ class ByteTokenizer(StoredTokenizer):
     """One id a UTF-8 byte; end-of-text is 256."""
 
     kind: ClassVar[str] = "byte"
+    engines: tuple[str, ...] = ()
 
     def __init__(self) -> None:
+        self.engine = ""
         self.name = "byte"
         self.eot_id = 256
         self.vocab_size = 257
@@ -81,7 +85,7 @@ class ByteTokenizer(StoredTokenizer):
         except UnicodeEncodeError as error:
             raise not_text(error, start) from error
 
-    def next_cut(self, text: str, place: int) -> int:
+    def next_cut(self, text: str, place: int, end: int) -> int:
         """Return `place`: a text may be cut anywhere."""
         return place
 

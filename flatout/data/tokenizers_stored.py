@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Self, final
@@ -18,16 +18,23 @@ FORMAT = "flatout-tokenizer"
 FORMAT_VERSION = 1
 END_OF_TEXT = "<|endoftext|>"
 
-PIECE_CHARACTERS = 1 << 20
+PIECE_CHARACTERS = 1 << 18
 """Longer texts are encoded a piece at a time, which takes less memory."""
+LONGEST_PIECE_CHARACTERS = 1 << 22
+"""A text with no place to cut it for so long is refused: what encoding it takes would not be bounded."""
 
 Ids = np.ndarray[Any, np.dtype[np.uint32]]
+Encode = Callable[[str], Ids]
 
 
 class StoredTokenizer(ABC):
     """A tokenizer that a JSON document describes whole."""
 
     kind: ClassVar[str]
+    engines: tuple[str, ...]
+    """The packages that may encode for it, the fastest first; the last one's ids are the right ones. None where numpy does."""
+    engine: str
+    """The one that does. It changes no id and is not part of what is saved."""
     name: str
     vocab_size: int
     eot_id: int
@@ -40,8 +47,8 @@ class StoredTokenizer(ABC):
         """
 
     @abstractmethod
-    def next_cut(self, text: str, place: int) -> int:
-        """Return the first place from `place` on where cutting the text does not change its ids; its end when there is none."""
+    def next_cut(self, text: str, place: int, end: int) -> int | None:
+        """Return the first place from `place` up to `end` where cutting the text does not change its ids; None when there is none."""
 
     @abstractmethod
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
@@ -57,14 +64,47 @@ class StoredTokenizer(ABC):
         """Return the tokenizer that `document` describes."""
 
     @final
+    def with_engine(self, engine: str) -> Self:
+        """Return this tokenizer with another engine."""
+        made = object.__new__(type(self))
+        made.__dict__ |= {key: value for key, value in self.__dict__.items() if key != "encoder"} | {"engine": engine}
+        return made
+
+    @final
+    def encode_stream(self, chunks: Iterable[str]) -> Iterator[Ids]:
+        """Yield the ids of one text that comes in chunks, piece by piece, in bounded memory; how it is chunked changes no id.
+
+        Raises: DataError when the text cannot be written in this vocabulary, or has no place to cut it for too long.
+        """
+        waiting: list[str] = []
+        size = start = 0
+        for chunk in chunks:
+            waiting.append(chunk)
+            size += len(chunk)
+            if size <= PIECE_CHARACTERS:
+                continue
+            text, place = "".join(waiting), 0
+            while (cut := self._cut(text, place, start + place)) is not None:
+                yield self.encode_piece(text[place:cut], start + place)
+                place = cut
+            waiting, size, start = [text[place:]], size - place, start + place
+        yield self.encode_piece("".join(waiting), start)
+
+    def _cut(self, text: str, place: int, start: int) -> int | None:
+        """Return where the piece that begins at `place` ends, None when the rest may be one piece."""
+        longest = place + LONGEST_PIECE_CHARACTERS
+        cut = self.next_cut(text, place + PIECE_CHARACTERS, min(longest, len(text))) if place + PIECE_CHARACTERS < len(text) else None
+        if cut is None and longest < len(text):
+            raise DataError(
+                f"Nowhere in the {LONGEST_PIECE_CHARACTERS:,} characters from {start} on may text be cut for the tokenizer {self.name!r}.",
+                fix="Break up the document, prepare with --tokenizer byte or train:N, or skip such documents with --on-bad-row skip.",
+            )
+        return cut
+
+    @final
     def encode_pieces(self, text: str) -> Iterator[Ids]:
         """Yield the ids of one text, piece by piece."""
-        start = 0
-        while start < len(text) or start == 0:
-            whole = len(text) - start <= PIECE_CHARACTERS
-            end = len(text) if whole else self.next_cut(text, start + PIECE_CHARACTERS)
-            yield self.encode_piece(text[start:end], start)
-            start = max(end, 1)
+        return self.encode_stream([text])
 
     @final
     def encode(self, text: str) -> list[int]:
@@ -77,7 +117,7 @@ class StoredTokenizer(ABC):
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self).from_document, ({"name": self.name} | self.document(),)
+        return _restored, (type(self), {"name": self.name} | self.document(), self.engine)
 
     @cached_property
     def text(self) -> str:
@@ -94,6 +134,10 @@ class StoredTokenizer(ABC):
     def digest(self) -> str:
         """Return the SHA-256 of the file that `save` writes."""
         return hashlib.sha256(self.text.encode()).hexdigest()
+
+
+def _restored(kind: type[StoredTokenizer], document: dict[str, Any], engine: str) -> StoredTokenizer:
+    return kind.from_document(document).with_engine(engine)
 
 
 def join_pieces(table: Sequence[bytes], ids: Sequence[int]) -> bytes:
