@@ -11,7 +11,9 @@ from pydantic import Field
 from flatout.commands import Command, Result
 from flatout.data.corpus import CACHE
 from flatout.data.manifest import Manifest
-from flatout.data.prepare import Options, prepare_dataset
+from flatout.data.prepare import Options, Prepared, PreparedPart, join_parts, prepare_dataset, prepare_part
+from flatout.data.work import PartOf
+from flatout.errors import UsageError
 from flatout.progress import SILENT, Progress
 
 
@@ -45,7 +47,7 @@ def prepare(
         list[str], typer.Argument(help="A file, folder, quoted glob, source (python_stdlib), data set (shakespeare), or module:function.")
     ],
     out: Annotated[Path, typer.Option(help="Folder to write; it must be empty, absent, or hold this very data set.")],
-    tokenizer: Annotated[str, typer.Option(help="char, byte, train:N, a tokenizer.json, or a .tiktoken file.")] = "train:4096",
+    tokenizer: Annotated[str, typer.Option(help="char, byte, train:N, a tokenizer.json or .tiktoken file, or a Hugging Face repository, ORG/NAME[@REVISION].")] = "train:4096",
     pattern: Annotated[str | None, typer.Option(help="Regular expression that splits text, for a .tiktoken file that is not a known one.")] = None,
     end_of_text: Annotated[str | None, typer.Option(help="End-of-text token of a tokenizer.json, when it is not a usual one.")] = None,
     text_field: Annotated[str | None, typer.Option(help="Field of a JSONL row that holds the text; text when not given.")] = None,
@@ -61,6 +63,10 @@ def prepare(
     ] = None,
     from_file: Annotated[str | None, typer.Option("--from", help="The data set's file, where there is no network.")] = None,
     workers: Annotated[int | None, typer.Option(help="Processes; one a usable core when not given.")] = None,
+    part: Annotated[
+        str | None, typer.Option(help="I/N: do only this part of the work, beside others in the same folder, as in a Slurm array; then --join.")
+    ] = None,
+    join: Annotated[bool, typer.Option("--join", help="Join what was done with --part; it says which parts are missing.")] = False,
     *,
     cache: Path = CACHE,
     progress: Progress = SILENT,
@@ -78,8 +84,20 @@ def prepare(
         max_bad_rows=max_bad_rows,
         mask_field=mask_field,
     )
-    names = [sources] if isinstance(sources, str | Path) else sources
-    made = prepare_dataset([str(name) for name in names], Path(out), options, from_file=from_file, workers=workers, cache=cache, progress=progress)
+    names = [str(name) for name in ([sources] if isinstance(sources, str | Path) else sources)]
+    if part is not None:
+        if join:
+            raise UsageError("--part and --join are two steps.", fix="Do every part with --part I/N, then --join once, without --part.")
+        share = PartOf.parse(part)
+        return _part_result(
+            prepare_part(names, Path(out), options, share, from_file=from_file, workers=workers, cache=cache, progress=progress), share
+        )
+    if join:
+        return _result(join_parts(names, Path(out), options, from_file=from_file, cache=cache, progress=progress))
+    return _result(prepare_dataset(names, Path(out), options, from_file=from_file, workers=workers, cache=cache, progress=progress))
+
+
+def _result(made: Prepared) -> PrepareResult:
     manifest = made.manifest
     return PrepareResult(
         path=made.path,
@@ -90,6 +108,22 @@ def prepare(
         tokens_per_s=0.0 if made.existed else round(manifest.tokens / made.seconds, 1),
         skipped=sum(entry.count for entry in manifest.skipped),
         closing=_closing(made.path, manifest, made.seconds, made.existed),
+    )
+
+
+def _part_result(made: PreparedPart, part: PartOf) -> PrepareResult:
+    """Return what one part holds; the folder comes with --join."""
+    tokens = sum(record.tokens for record in made.records)
+    left = f"{made.left:,} are left to other parts" if made.left else "all parts are done: join them with --join"
+    return PrepareResult(
+        path=made.path,
+        documents=sum(record.documents for record in made.records),
+        tokens=tokens,
+        bytes=sum(record.text_bytes for record in made.records),
+        seconds=round(made.seconds, 3),
+        tokens_per_s=round(tokens / made.seconds, 1),
+        skipped=sum(entry.count for record in made.records for entry in record.skipped),
+        closing=f"{made.path}  part {part.index}/{part.count} done in {made.seconds:.1f} s: {len(made.records):,} ranges; {left}",
     )
 
 

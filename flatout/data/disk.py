@@ -7,7 +7,7 @@ import errno
 import os
 import uuid
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ class CheckedFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}{PART}")
+        self._temporary = _temporary(path)
         self._file = self._temporary.open("wb", buffering=1 << 20)
         self._crc = 0
         self._crcs: list[int] = []
@@ -74,12 +74,24 @@ class CheckedFile:
 
 def write_text(path: Path, text: str) -> None:
     """Write a small file whole: under a temporary name, synced, renamed."""
-    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}{PART}")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    temporary = _temporary(path)
+    temporary.write_text(text, encoding="utf-8")
+    sync(temporary)
     temporary.replace(path)
+
+
+def write_first(path: Path, write: Callable[[Path], object]) -> None:
+    """Have a small file written whole, unless it is there: of several processes that do this at once, one does."""
+    temporary = _temporary(path)
+    write(temporary)
+    sync(temporary)
+    with contextlib.suppress(FileExistsError):
+        os.link(temporary, path)
+    temporary.unlink()
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}{PART}")
 
 
 def check_blocks(path: Path, entry: FileEntry) -> bool:

@@ -98,6 +98,11 @@ class RangeRecord(_Record):
         """Tokens of both splits."""
         return sum(split.tokens for split in self.splits.values())
 
+    @property
+    def text_bytes(self) -> int:
+        """UTF-8 bytes of the text of both splits."""
+        return sum(split.text_bytes for split in self.splits.values())
+
 
 class RangeWriter:
     """A range's files being written; nothing is recorded before `finish`."""

@@ -10,13 +10,14 @@ import fcntl
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from flatout.data.disk import PART, sync, write_text, writing
+from flatout.data.disk import PART, sync, write_first, writing
 from flatout.data.manifest import TOKENIZER
 from flatout.data.pack import Assignment, Job
 from flatout.data.plan import Plan
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from flatout.data.tokenizer import Tokenizer
 
 PLAN = "plan.json"
+_PART_MARK = "part-{}-of-{}"
 FORMAT_VERSION = 1
 
 
@@ -76,13 +78,37 @@ class StoredPlan(BaseModel):
         return Plan(tuple(jobs), self.rule, self.assignment), ranges
 
 
+@dataclass(frozen=True)
+class PartOf:
+    """Which ranges one of several processes does: every `count`-th, from the `index`-th on, counted from 1."""
+
+    index: int
+    count: int
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Return the part that `I/N` names.
+
+        Raises: DataError when it names none.
+        """
+        index, _, count = text.partition("/")
+        if not (index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count)):
+            raise DataError(f"--part {text!r} is not a part.", fix="Write I/N, for example 2/8: the second of eight.")
+        return cls(int(index), int(count))
+
+    def has(self, number: int) -> bool:
+        """Say whether a range is in this part."""
+        return number % self.count == self.index - 1
+
+
 class WorkFolder:
-    """The work folder of `out`. Use as a context manager, which owns it as soon as it is there.
+    """The work folder of `out`. Use as a context manager, which owns it, or one part of it, as soon as it is there.
 
     Raises: DataError when another process owns it, or the disk refuses.
     """
 
-    def __init__(self, out: Path) -> None:
+    def __init__(self, out: Path, part: PartOf | None = None) -> None:
+        self._part = part
         self.out = out
         self.place = out.resolve()
         """Where the data set will be."""
@@ -92,7 +118,7 @@ class WorkFolder:
         """Where ranges write."""
         self.joined = self.path / "joined"
         """What becomes the data set."""
-        self._lock: int | None = None
+        self._locks: list[int] = []
 
     def __enter__(self) -> Self:
         if self.path.is_dir():
@@ -100,22 +126,32 @@ class WorkFolder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        if self._lock is not None:
+        if self._locks and self._part is None:
             self._sweep()
             if not any(self.ranges.glob(f"*{RECORD}")):
                 self.clear()
         self.close()
 
     def _own(self) -> None:
-        """Lock the folder, which the system undoes when the process ends however it ends."""
-        lock = os.open(self.path, os.O_RDONLY)
+        """Lock the folder, which the system undoes when the process ends however it ends: alone, or with those that do other parts."""
+        if self._part is None:
+            self._lock(self.path, fcntl.LOCK_EX)
+            self._sweep()
+        else:
+            self._lock(self.path, fcntl.LOCK_SH)
+            mark = self.path / _PART_MARK.format(self._part.index, self._part.count)
+            mark.touch()
+            self._lock(mark, fcntl.LOCK_EX)
+
+    def _lock(self, path: Path, how: int) -> None:
+        lock = os.open(path, os.O_RDONLY)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, how | fcntl.LOCK_NB)
         except BlockingIOError as error:
             os.close(lock)
+            self.close()
             raise DataError(f"Another process is writing {self.out}.", fix="Wait for it, or choose another --out.") from error
-        self._lock = lock
-        self._sweep()
+        self._locks.append(lock)
 
     def _sweep(self) -> None:
         """Take away what is half written."""
@@ -124,13 +160,13 @@ class WorkFolder:
 
     def close(self) -> None:
         """Let others have the folder."""
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        while self._locks:
+            os.close(self._locks.pop())
 
     def clear(self) -> None:
-        """Remove the folder and all that is done of the work."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        """Remove the folder and all that is done of the work; one that others work in stays."""
+        if self._part is None:
+            shutil.rmtree(self.path, ignore_errors=True)
 
     def plan(self) -> StoredPlan | None:
         """Return the plan that was being followed, None when there is none.
@@ -138,7 +174,7 @@ class WorkFolder:
         Raises: DataError when it is damaged, or of a newer flatout.
         """
         path = self.path / PLAN
-        if self._lock is None or not path.is_file():
+        if not self._locks or not path.is_file():
             return None
         try:
             return StoredPlan.model_validate_json(path.read_text(encoding="utf-8"))
@@ -151,28 +187,40 @@ class WorkFolder:
         return self.path / TOKENIZER
 
     def make(self) -> None:
-        """Make the folder, this process's own, with nothing done in it."""
+        """Make the folder and own it; where nobody else works in it, with nothing done in it."""
         with writing(self.out):
             self.path.mkdir(parents=True, exist_ok=True)
-            if self._lock is None:
+            if not self._locks:
                 self._own()
-            for left in self.path.iterdir():
-                shutil.rmtree(left) if left.is_dir() else left.unlink()
-            self.ranges.mkdir()
+            if self._part is None:
+                for left in self.path.iterdir():
+                    shutil.rmtree(left) if left.is_dir() else left.unlink()
+            self.ranges.mkdir(exist_ok=True)
 
-    def begin(self, plan: StoredPlan, tokenizer: Tokenizer) -> None:
-        """Make the folder and write down the plan: from here on there is something to go on from."""
+    def begin(self, plan: StoredPlan, tokenizer: Tokenizer) -> StoredPlan:
+        """Make the folder, write down the plan, and return it; or another process's, which was there first."""
         self.make()
         with writing(self.out):
-            tokenizer.save(self.tokenizer)
-            sync(self.tokenizer)
-            write_text(self.path / PLAN, plan.model_dump_json() + "\n")
+            write_first(self.tokenizer, tokenizer.save)
+            write_first(self.path / PLAN, lambda path: path.write_text(plan.model_dump_json() + "\n", encoding="utf-8"))
             sync(self.path)
+        there = self.plan()
+        assert there is not None
+        return there
 
     def done(self) -> dict[int, RangeRecord]:
         """Return the records of the ranges that are done."""
         records = [read_record(path) for path in self.ranges.glob(f"*{RECORD}")]
         return {record.number: record for record in records}
+
+    def whose(self, missing: Sequence[int]) -> str:
+        """Return which parts these ranges are of, as words after a sentence; nothing where that is not known."""
+        counts = {int(mark.name.split("-")[-1]) for mark in self.path.glob(_PART_MARK.format("*", "*"))}
+        if len(counts) != 1:
+            return ""
+        count = counts.pop()
+        parts = sorted({number % count + 1 for number in missing})
+        return ": part " + ", ".join(f"{part}/{count}" for part in parts)
 
     def give(self) -> None:
         """Let what was joined become the data set, in one rename, and remove the rest."""

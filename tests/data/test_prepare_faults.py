@@ -115,7 +115,7 @@ def test_a_file_that_cannot_grow_is_said_and_then_gone_on_from(rows, tmp_path):
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("size_kib", [60, 500, 2_000, 4_000])
+@pytest.mark.parametrize("size_kib", [60, 500, 1_500, 2_500])
 def test_a_disk_that_fills_up_is_said_and_gone_on_from_when_there_is_room(many_rows, tmp_path, size_kib):
     assert finish(start(many_rows, tmp_path / "whole")) == (0, "")
     disk = tmp_path / "disk"

@@ -6,7 +6,7 @@ import pytest
 from flatout.data.pack import ByHash, ByPlace
 from flatout.data.plan import make_plan
 from flatout.data.ranges import RangeWriter, make_ranges
-from flatout.data.work import StoredPlan, WorkFolder
+from flatout.data.work import PartOf, StoredPlan, WorkFolder
 from flatout.errors import DataError
 from flatout.sources import Part
 
@@ -79,3 +79,30 @@ def test_a_plan_that_cannot_be_read_is_said(tmp_path, parts, stub_tokenizer):
         with pytest.raises(DataError, match=r"plan\.json cannot be read") as caught:
             work.plan()
     assert str(work.path) in caught.value.fix
+
+
+def test_parts_cover_every_range_once():
+    parts = [PartOf.parse(f"{index}/3") for index in (1, 2, 3)]
+    assert [[part.has(number) for part in parts].count(True) for number in range(7)] == [1] * 7
+    assert PartOf.parse("1/1").has(5)
+    for wrong in ("0/3", "4/3", "3", "a/b", "1/0", "-1/3"):
+        with pytest.raises(DataError, match="is not a part"):
+            PartOf.parse(wrong)
+
+
+def test_parts_work_side_by_side_each_alone(tmp_path, parts, stub_tokenizer):
+    _, _, wanted = stored(parts, stub_tokenizer)
+    out = tmp_path / "out"
+    with WorkFolder(out, PartOf(1, 2)) as first, WorkFolder(out, PartOf(2, 2)) as second:
+        assert first.begin(wanted, stub_tokenizer) == wanted
+        other = wanted.model_copy(update={"rule": "another"})
+        assert second.begin(other, stub_tokenizer) == wanted, "the plan of the one who was first stays"
+        with pytest.raises(DataError, match="Another process"), WorkFolder(out, PartOf(2, 2)):
+            pass
+        with pytest.raises(DataError, match="Another process"), WorkFolder(out):
+            pass
+        first.clear()
+        assert first.path.exists(), "others work in it"
+        assert second.whose([1, 3]) == ": part 2/2"
+    with WorkFolder(out) as work:
+        assert work.plan() == wanted

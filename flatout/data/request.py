@@ -1,0 +1,194 @@
+"""What prepare is asked for, and the plan that follows from it: made once and written down, then followed until the data set is whole."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flatout.data.corpus import CACHE, Corpus, open_corpus
+from flatout.data.limits import check_space
+from flatout.data.pack import OnBadRow, Packing
+from flatout.data.plan import Plan, make_plan, parse_rule, sample_texts
+from flatout.data.ranges import Range, make_ranges
+from flatout.data.tokenizer import Tokenizer, make_tokenizer
+from flatout.data.work import StoredPlan, WorkFolder
+from flatout.errors import DataError
+from flatout.progress import SILENT, Progress
+
+
+@dataclass(frozen=True)
+class Options:
+    """What shapes a data set, besides its text."""
+
+    tokenizer: str = "train:4096"
+    """char, byte, train:N, or a tokenizer file."""
+    pattern: str | None = None
+    """Splits text for a .tiktoken file that is not a known one."""
+    end_of_text: str | None = None
+    """End-of-text token of a tokenizer.json, when it has none of the usual names."""
+    text_field: str | None = None
+    """Field of a JSONL row that holds the text."""
+    split: str | None = None
+    """Split rule; plan.make_plan says what is usual."""
+    max_documents: int | None = None
+    """Documents to take at most."""
+    max_bytes: int | None = None
+    """Bytes of text to take at most."""
+    on_bad_row: OnBadRow = "raise"
+    """What a row does that cannot be used."""
+    max_bad_rows: int | None = None
+    """So many are skipped at most; None stands for one in a hundred, and 100 in any case."""
+    mask_field: str | None = None
+    """Field of a row that holds what comes before its text and is not learned from."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """The text, and what is to be made of it."""
+
+    corpus: Corpus
+    options: Options
+    source: dict[str, Any]
+    """What the manifest says of both."""
+    cache: Path
+    progress: Progress
+
+
+def open_request(
+    sources: Sequence[str], out: Path, options: Options, *, from_file: str | None = None, cache: Path = CACHE, progress: Progress = SILENT
+) -> Request:
+    """Return the request to prepare some sources.
+
+    Raises: DataError for options that cannot be meant, before anything is read, and for sources that cannot.
+    """
+    _check(options)
+    spool = out.resolve().parent
+    corpus = open_corpus(
+        sources, text_field=options.text_field, mask_field=options.mask_field, from_file=from_file, cache=cache, spool=spool, progress=progress
+    )
+    return Request(corpus, options, describe(corpus, options), cache, progress)
+
+
+def _check(options: Options) -> None:
+    """Refuse values that cannot be meant, before anything is read."""
+    numbers = {"--max-documents": options.max_documents, "--max-bytes": options.max_bytes}
+    for name, value in numbers.items():
+        if value is not None and value < 1:
+            raise DataError(f"{name} {value} is not a number from 1 up.", fix=f"Leave {name} out, or give a larger number.")
+    if options.on_bad_row not in ("raise", "skip"):
+        raise DataError(f"--on-bad-row {options.on_bad_row!r} is not known.", fix="Give raise or skip.")
+    if options.max_bad_rows is not None and (options.on_bad_row != "skip" or options.max_bad_rows < 0):
+        raise DataError(
+            f"--max-bad-rows {options.max_bad_rows} is not the number of rows that may be skipped.", fix="Give 0 or more, with --on-bad-row skip."
+        )
+    if options.tokenizer.endswith(".gz"):
+        raise DataError(f"The tokenizer {options.tokenizer} is packed.", fix="Unpack it first, for example with `gunzip --keep`.")
+    if options.split is not None:
+        parse_rule(options.split)
+
+
+def describe(corpus: Corpus, options: Options) -> dict[str, Any]:
+    """Return what the manifest says of the text: two data sets of which this is equal are the same, but for the names."""
+    return {
+        "names": list(corpus.names),
+        "fingerprint": corpus.fingerprint,
+        "tokenizer": tokenizer_mark(options.tokenizer),
+        "pattern": options.pattern,
+        "end_of_text": options.end_of_text,
+        "text_field": options.text_field,
+        "split": options.split or corpus.split,
+        "max_documents": options.max_documents,
+        "max_bytes": options.max_bytes,
+        "on_bad_row": options.on_bad_row,
+        "mask_field": options.mask_field,
+    }
+
+
+def tokenizer_mark(spec: str) -> str:
+    """Return what tells one tokenizer from another: its name, or the digest of its file."""
+    path = Path(spec).expanduser()
+    path = path / "tokenizer.json" if path.is_dir() else path
+    is_name = spec in ("char", "byte") or spec.startswith("train:")
+    return spec if is_name or not path.is_file() else f"sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}"
+
+
+def difference(there: Mapping[str, Any], asked: Mapping[str, Any]) -> str:
+    """Return how two descriptions differ, in words; nothing when they are of the same data set."""
+    different = [key for key in asked if key != "names" and there.get(key) != asked[key]]
+    said = [f"{key} {there.get(key)!r} there, {asked[key]!r} asked for" for key in different if key != "fingerprint"]
+    if "fingerprint" in different:
+        names, wanted = " ".join(there.get("names", [])), " ".join(asked["names"])
+        said.append("the text has changed" if names == wanted else f"the text of {names} there, of {wanted} asked for")
+    return "; ".join(said)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What is to be packed, and how."""
+
+    ranges: list[Range]
+    packing: Packing
+    rule: str
+
+
+def plan(work: WorkFolder, request: Request) -> Planned:
+    """Return the plan that is being followed in the work folder, or make one and write it down.
+
+    Raises: DataError when it is the plan of another data set, naming the difference, or none can be made.
+    """
+    stored = work.plan()
+    return _begun(work, request) if stored is None else _followed(work, stored, request)
+
+
+def _begun(work: WorkFolder, request: Request) -> Planned:
+    corpus, options = request.corpus, request.options
+    made = make_plan(
+        corpus.parts,
+        split=options.split or corpus.split,
+        max_documents=options.max_documents,
+        max_bytes=options.max_bytes,
+        on_bad_row=options.on_bad_row,
+        progress=request.progress,
+        name=" ".join(corpus.names),
+    )
+    tokenizer = _tokenizer(options.tokenizer, made, request)
+    ranges = make_ranges(made.jobs)
+    check_space(work.out, [job.part.num_bytes for job in made.jobs], tokenizer)
+    stored = StoredPlan.of(made, ranges, corpus.parts, request.source, tokenizer)
+    there = work.begin(stored, tokenizer)
+    return _planned(made, ranges, tokenizer, options) if there == stored else _followed(work, there, request)
+
+
+def _followed(work: WorkFolder, stored: StoredPlan, request: Request) -> Planned:
+    parts = request.corpus.parts
+    different = difference(stored.source, request.source)
+    if not different and stored.part_bytes != tuple(part.num_bytes for part in parts):
+        different = "the text is read in other parts"
+    if different:
+        raise DataError(
+            f"{work.path} holds half of another data set: {different}.",
+            fix=f"Ask for what is there, choose another --out, or remove the folder {work.path}, which gives up what is done.",
+        )
+    made, ranges = stored.restored(parts)
+    tokenizer = _tokenizer(str(work.tokenizer), made, request)
+    if tokenizer.digest() != stored.tokenizer:
+        raise DataError(f"{work.tokenizer} is not the tokenizer that was begun with.", fix=f"Remove the folder {work.path}, to begin again.")
+    return _planned(made, ranges, tokenizer, request.options)
+
+
+def _planned(made: Plan, ranges: list[Range], tokenizer: Tokenizer, options: Options) -> Planned:
+    return Planned(ranges, Packing(tokenizer, made.assignment, options.on_bad_row, options.mask_field), made.rule)
+
+
+def _tokenizer(spec: str, made: Plan, request: Request) -> Tokenizer:
+    return make_tokenizer(
+        spec,
+        lambda limit: sample_texts(made.jobs, limit),
+        pattern=request.options.pattern,
+        end_of_text=request.options.end_of_text,
+        cache=request.cache,
+        progress=request.progress,
+    )

@@ -1,0 +1,83 @@
+"""Several processes, each with its part of the work, and the join."""
+
+import json
+
+import pytest
+
+from flatout.commands.prepare import prepare
+from flatout.data import ranges
+from flatout.data.prepare import Options, join_parts, prepare_dataset, prepare_part
+from flatout.data.work import PartOf
+from flatout.errors import DataError, UsageError
+from flatout.sources import files
+
+OPTIONS = Options(tokenizer="train:300", split="hash 0.2")
+
+
+@pytest.fixture
+def rows(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "PART_BYTES", 700)
+    monkeypatch.setattr(ranges, "RANGE_BYTES", 1_400)
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"text": f"row {number} " * (number % 5 + 1)}) + "\n" for number in range(300)))
+    return str(path)
+
+
+def content(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_parts_and_a_join_make_the_same_bytes(rows, tmp_path):
+    prepare_dataset([rows], tmp_path / "whole", OPTIONS)
+    out = tmp_path / "out"
+    left = []
+    for index in (3, 1):
+        done = prepare_part([rows], out, OPTIONS, PartOf(index, 3), workers=index)
+        left.append(done.left)
+    assert left[0] > left[1] > 0
+    with pytest.raises(DataError, match=r"\d of \d+ ranges of .*out are not done: part 2/3\."):
+        join_parts([rows], out, OPTIONS)
+    assert prepare_part([rows], out, OPTIONS, PartOf(2, 3)).left == 0
+    again = prepare_part([rows], out, OPTIONS, PartOf(2, 3))
+    assert again.left == 0
+    assert not out.exists()
+    made = join_parts([rows], out, OPTIONS)
+    assert content(out) == content(tmp_path / "whole")
+    assert not made.existed
+    assert join_parts([rows], out, OPTIONS).existed
+    assert prepare_part([rows], out, OPTIONS, PartOf(2, 3)).records == ()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "rows.jsonl", "whole"]
+
+
+def test_what_parts_left_can_be_finished_by_one(rows, tmp_path):
+    prepare_dataset([rows], tmp_path / "whole", OPTIONS)
+    prepare_part([rows], tmp_path / "out", OPTIONS, PartOf(2, 2))
+    prepare_dataset([rows], tmp_path / "out", OPTIONS)
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
+
+
+def test_parts_of_another_data_set_are_refused(rows, tmp_path):
+    prepare_part([rows], tmp_path / "out", OPTIONS, PartOf(1, 2))
+    other = Options(tokenizer="byte", split="hash 0.2")
+    for call in (lambda: prepare_part([rows], tmp_path / "out", other, PartOf(2, 2)), lambda: prepare_dataset([rows], tmp_path / "out", other)):
+        with pytest.raises(DataError, match=r"half of another data set: tokenizer 'train:300' there, 'byte' asked for"):
+            call()
+
+
+def test_a_join_of_nothing_is_said(rows, tmp_path):
+    with pytest.raises(DataError, match="No part of"):
+        join_parts([rows], tmp_path / "out", OPTIONS)
+    assert not list(tmp_path.glob(".out*"))
+
+
+def test_the_command_says_what_is_left(rows, tmp_path):
+    first = prepare([rows], tmp_path / "out", tokenizer="byte", part="1/2")
+    assert "part 1/2 done in" in first.summary()
+    assert "are left to other parts" in first.summary()
+    second = prepare([rows], tmp_path / "out", tokenizer="byte", part="2/2")
+    assert "all parts are done: join them with --join" in second.summary()
+    made = prepare([rows], tmp_path / "out", tokenizer="byte", join=True)
+    assert made.documents == first.documents + second.documents == 300
+    assert (made.tokens, made.bytes) == (first.tokens + second.tokens, first.bytes + second.bytes)
+    with pytest.raises(UsageError, match="two steps"):
+        prepare([rows], tmp_path / "out", tokenizer="byte", part="2/2", join=True)
