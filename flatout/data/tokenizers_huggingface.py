@@ -107,13 +107,12 @@ class HuggingFaceTokenizer(StoredTokenizer):
         return np.array(found.ids, np.uint32)
 
     @cached_property
-    def _is_special(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        table = np.zeros(self.vocab_size, np.bool_)
-        table[list(self._special.values())] = True
-        return table
+    def _lowest_special(self) -> int:
+        return min(self._special.values())
 
     def _has_special(self, ids: Ids) -> bool:
-        return bool(self._is_special[ids].any())
+        """Return whether a special token is among the ids; mostly they are the last of a vocabulary, so that the largest id tells."""
+        return bool(ids.max(initial=0) >= self._lowest_special) and bool(np.isin(ids, list(self._special.values())).any())
 
     @cached_property
     def _bytes(self) -> list[bytes] | None:

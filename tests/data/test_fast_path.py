@@ -14,6 +14,7 @@ import pytest
 
 from flatout.data import fast_path, fast_path_engines
 from flatout.data.fast_path import choose_engine, difference, probes
+from flatout.data.prepare import Options, prepare_dataset
 from flatout.data.tokenizer import load_tokenizer, make_tokenizer, parse_tokenizer
 from flatout.data.tokenizers_bpe import GPT2_PATTERN, KNOWN, RankTokenizer, byte_level_alphabet, train_bpe
 from flatout.data.tokenizers_plain import ByteTokenizer
@@ -265,3 +266,26 @@ def test_text_that_an_engine_cannot_split_goes_to_the_reference():
 def test_refusals_say_what_to_do():
     with pytest.raises(DataError, match="gigatoken cannot encode"):
         fast_path_engines.gigatoken_of_json({"model": {}})
+
+
+def test_the_data_set_is_the_same_whichever_engine_ran(tmp_path, from_json, listener, monkeypatch):
+    text = tmp_path / "text.jsonl"
+    rows = [{"text": f"{number} {TEXTS[number % len(TEXTS)]}<|endoftext|>"} for number in range(300)]
+    text.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(from_json.definition), encoding="utf-8")
+    options = Options(tokenizer=str(path))
+
+    def prepared(name):
+        out = prepare_dataset([str(text)], tmp_path / name, options, workers=1, progress=listener).path
+        return {file.name: file.read_bytes() for file in out.iterdir()}
+
+    monkeypatch.setattr(fast_path, "_kept", lambda candidate, reference, cache: "")  # nothing of a test is kept in the user's folder
+    fast = prepared("fast")
+    wrong(monkeypatch)
+    middle = prepared("middle")
+    monkeypatch.setattr(fast_path, "WORTHWHILE_CHARACTERS", 10**9)
+    slow = prepared("slow")
+    engines = [line.split(" (")[0].rpartition("ncodes with ")[2].split()[0] for line in listener.said if "ncodes with" in line]
+    assert engines == ["gigatoken", "tiktoken"]
+    assert fast == middle == slow
