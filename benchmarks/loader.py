@@ -150,8 +150,8 @@ def table(found: dict) -> str:
         f"(target {1e3 * TARGETS['seek_s']:.0f}). {missed(found)}",
         "",
         f"{found['machine']}, one thread (four check blocks); {found['tokens']:,} tokens in {found['shards']} shards, "
-        f"{found['batch_tokens']:,} tokens a batch, {found['steps']} batches a repeat, {found['repeats']} repeats; median (smallest to largest); commit {found['commit']}; "
-        "`python benchmarks/loader.py`.",
+        f"{found['batch_tokens']:,} tokens a batch, {found['steps']} batches a repeat, {found['repeats']} repeats; median (smallest to "
+        f"largest); commit {found['commit']}; `python benchmarks/loader.py`.",
     ]
     return "\n".join(lines) + "\n"
 

@@ -110,6 +110,7 @@ def as_it_is() -> None:
 PLAIN: Mapping[str, Any] = MappingProxyType(
     {
         "windows": lazy("flatout.data.in_loop:TokenisingWindows"),
+        "batching": lazy("flatout.data.steps:WindowSteps"),
         "feed": lazy("flatout.data.loader:DirectFeed"),
         "micro_batch": one_row,
         "matmul": "highest",
@@ -126,7 +127,7 @@ PLAIN: Mapping[str, Any] = MappingProxyType(
 )
 """Every slot with its plain value.
 
-windows: where a window's tokens come from. feed: how a step's windows reach the device. micro_batch: rows per device when
+windows: where a window's tokens come from. batching: which rows make a step. feed: how they reach the device. micro_batch: rows per device when
 `auto`. matmul: torch's float32 matmul precision. precision: of the products. ops.*: the model's functions and Muon's; the plain
 loss is torch's own cross_entropy on whole logits, which is what people write. optimizer: how AdamW's update is carried out.
 logging: when figures are read from the device. allocator: called once, before anything is built.

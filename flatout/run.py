@@ -18,7 +18,7 @@ from torch import nn
 from flatout.config import RunConfig
 from flatout.data.mix import MixedDataset, parts_of
 from flatout.data.shards import Dataset
-from flatout.data.steps import FeedPlan, WindowSteps
+from flatout.data.steps import FeedPlan
 from flatout.errors import ConfigError, HardwareError
 from flatout.hardware import Machine, Peak, peak_tflops
 from flatout.memory import Workload
@@ -316,7 +316,7 @@ def _feed(config: RunConfig, recipe: Recipe, mesh: Mesh, dataset: Dataset | Mixe
     )
     reader = recipe.part("windows")
     windows = reader(dataset.tokenizer) if "windows" not in recipe.filled_by else reader()
-    return windows, recipe.part("feed")(WindowSteps(dataset.split("train"), plan, windows))
+    return windows, recipe.part("feed")(recipe.part("batching")(dataset.split("train"), plan, windows))
 
 
 def _seed(seed: int) -> None:

@@ -156,6 +156,20 @@ class Split:
         self._tokens.read(np.array([start]), out[np.newaxis])
         return out
 
+    def read_spans(self, starts: Array, lengths: Array, out: Array) -> None:
+        """Copy lengths[n] tokens from starts[n] on to the beginning of out[n], and write 0 behind them.
+
+        Shapes:  starts, lengths (N,), lengths at most W; out (N, W).
+        """
+        self._tokens.read_spans(starts, lengths, out)
+
+    def read_mask_spans(self, starts: Array, lengths: Array, out: Array) -> None:
+        """Copy the mask of lengths[n] tokens from starts[n] on to the beginning of out[n], and write False behind them.
+
+        Shapes:  starts, lengths (N,), lengths at most W; out (N, W) bool.
+        """
+        self._masks.read_spans(starts, lengths, out)
+
     def read_mask(self, indices: Array, seq_len: int, out: Array) -> None:
         """Write True where a window's target counts; only for a split that has a mask.
 
@@ -241,6 +255,17 @@ class _Tape:
                 out[row] = self._files[file][stop - width : stop]
             else:
                 self._read_across(int(starts[row]), out[row])
+
+    def read_spans(self, starts: Array, lengths: Array, out: Array) -> None:
+        """Copy lengths[n] items from starts[n] on to the beginning of out[n], and write 0 behind them."""
+        width = out.shape[1]
+        whole = starts + width <= self._first[-1]
+        rows = np.empty((int(whole.sum()), width), out.dtype)
+        self.read(starts[whole], rows)  # what follows is read too: rows of one width are read at once
+        out[whole] = rows
+        for row in np.flatnonzero(~whole):
+            self.read(starts[row : row + 1], out[row : row + 1, : lengths[row]])
+        out[np.arange(width) >= lengths[:, np.newaxis]] = 0
 
     def _read_across(self, start: int, out_row: Array) -> None:
         done = 0

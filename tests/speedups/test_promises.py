@@ -53,7 +53,9 @@ def test_speedup_keeps_its_promise(speedup, build_run, tiny_config, plain_losses
     fast = losses_after(build_run, config.with_values({"speedups": [*speedup.needs, speedup.name]}))
     plain = plain_losses[base]
     assert plain[-1] < plain[0] - 0.1, "the run must learn, or equal losses say nothing"
-    assert speedup.promise.kind != "statistical", "needs runs over several seeds: see benchmarks"
+    if speedup.promise.kind == "statistical":  # whether it holds takes several seeds, which bench runs; here it has to learn
+        assert fast[-1] < fast[0] - 0.1
+        return
     assert speedup.promise.holds(fast, plain), (speedup.promise, fast, plain)
 
 
