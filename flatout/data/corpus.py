@@ -162,7 +162,7 @@ def _named_parts(name: str, fields: dict[str, str]) -> list[Part]:
     source, _, rest = name.partition(":")
     key = source.replace("_", "-")
     if key in SOURCES.names() and key != "files":
-        return _source_parts(key, _parameters(rest, name), fields)
+        return _source_parts(key, _parameters_of(key, rest, name), fields)
     if re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*(:.*)?", name) and not Path(name).exists():
         module, function, *given = name.split(":", 2)
         return _source_parts(f"{module}:{function}", _parameters(given[0] if given else "", name), fields)
@@ -185,6 +185,14 @@ def _source_parts(name: str, parameters: dict[str, Any], fields: dict[str, str])
     if "mask_field" in fields and "mask_field" not in taken:
         raise DataError(f"The source {name!r} has no rows, so it has no field {fields['mask_field']!r}.", fix="Leave --mask-field out.")
     return parts_of(source, name, {key: field for key, field in fields.items() if key in taken} | parameters)
+
+
+def _parameters_of(source: str, text: str, name: str) -> dict[str, Any]:
+    """Return the parameters in `ORG/NAME:split=train` for a source that takes a `name`, else those in `documents=1000,seed=0`."""
+    first, _, rest = text.partition(":")
+    if "name" in inspect.signature(SOURCES.get(source)).parameters and first and "=" not in first:
+        return {"name": first} | _parameters(rest, name)
+    return _parameters(text, name)
 
 
 def _parameters(text: str, name: str) -> dict[str, Any]:

@@ -48,6 +48,7 @@ class WebServer:
         handler.send_response(206 if asked else 200)
         if asked:
             handler.send_header("Content-Range", f"bytes {start}-{end - 1}/{len(content)}")
+        handler.send_header("X-Repo-Commit", HubServer.COMMIT)
         handler.send_header("ETag", self.tags.get(path, f'"{hash(content)}"'))
         sent = piece if fault is None else piece[:fault]
         handler.send_header("Content-Length", str(len(sent)))
@@ -105,23 +106,33 @@ def memory():
 
 
 class HubServer(WebServer):
-    """A Hugging Face hub of data sets: `put` a file into a repository, at one commit."""
+    """A Hugging Face hub of data sets: `put` a file into a repository. Each repository has one commit, which its `main` is."""
 
     COMMIT = "c0ffee" + "0" * 34
 
-    def put(self, repository: str, path: str, content: bytes) -> None:
-        self.files[f"/datasets/{repository}/resolve/{self.COMMIT}/{path}"] = content
+    def __init__(self) -> None:
+        super().__init__()
+        self.commits: dict[str, str] = {}
+
+    def put(self, repository: str, path: str, content: bytes, *, commit: str = COMMIT) -> None:
+        self.commits[repository] = commit
+        self.files[f"/datasets/{repository}/resolve/{commit}/{path}"] = content
 
     def answer(self, handler: BaseHTTPRequestHandler, *, body: bool) -> None:
         found = re.fullmatch(r"/api/datasets/([^/]+/[^/]+?)(?:/(revision|tree|paths-info)/([^/]+)(?:/(.*))?)?", handler.path.partition("?")[0])
         if found is None:
-            handler.path = handler.path.replace("/resolve/main/", f"/resolve/{self.COMMIT}/")
-            super().answer(handler, body=body)
+            repository = "/".join(handler.path.split("/")[2:4])
+            handler.path = handler.path.replace("/resolve/main/", f"/resolve/{self.commits.get(repository)}/")
+            if handler.path.partition("?")[0] in self.files:
+                super().answer(handler, body=body)
+            else:
+                self._json(handler, {"error": "not found"}, 404, "EntryNotFound")
             return
         repository, kind, revision, path = found.groups()
-        root = f"/datasets/{repository}/resolve/{self.COMMIT}/"
+        commit = self.commits.get(repository)
+        root = f"/datasets/{repository}/resolve/{commit}/"
         paths = [name.removeprefix(root) for name in self.files if name.startswith(root)]
-        if not paths or revision not in (None, "main", self.COMMIT):
+        if not paths or revision not in (None, "main", commit):
             missing = "RepoNotFound" if not paths else "RevisionNotFound"
             self._json(handler, {"error": "not found"}, 404, missing)
         elif kind == "tree":
@@ -140,7 +151,7 @@ class HubServer(WebServer):
             self._json(handler, [self._described(root, name) for name in paths if name in urllib.parse.unquote_plus(asked)])
         else:
             siblings = [{"rfilename": name} for name in paths]
-            self._json(handler, {"_id": "1", "id": repository, "sha": self.COMMIT, "siblings": siblings, "tags": [], "private": False})
+            self._json(handler, {"_id": "1", "id": repository, "sha": commit, "siblings": siblings, "tags": [], "private": False})
 
     def _described(self, root: str, name: str) -> dict[str, object]:
         content = self.files.get(root + name)
@@ -155,10 +166,12 @@ class HubServer(WebServer):
         handler.send_response(status)
         if code:
             handler.send_header("X-Error-Code", code)
+            handler.send_header("X-Repo-Commit", self.COMMIT)
         handler.send_header("Content-Type", "application/json")
         handler.send_header("Content-Length", str(len(data)))
         handler.end_headers()
-        handler.wfile.write(data)
+        if handler.command != "HEAD":
+            handler.wfile.write(data)
 
 
 def parents(name: str) -> list[str]:
