@@ -228,7 +228,7 @@ def _final(address: str, error: Exception) -> DataError | None:
         fix = _CREDENTIALS.get(_protocol(address), "Check the address, and that you may read it.")
         return DataError(f"Reading {address} is not allowed: {said or 'forbidden'}.", fix=fix)
     if isinstance(error, FileNotFoundError) or status in (404, 410):
-        reason = f" ({said})" if said and said != address and not said.startswith(name_of(address)) else ""
+        reason = f" ({said})" if said and said not in address else ""
         return DataError(f"There is nothing at {address}{reason}.", fix="Check the address.")
     if isinstance(status, int) and 400 <= status < 500 and status not in (408, 425, 429):
         return DataError(f"{address} is refused: {said}.", fix="Check the address.")

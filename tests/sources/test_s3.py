@@ -1,0 +1,116 @@
+"""Text at s3://, read from a server that speaks S3, which s3fs finds by the variables it always reads."""
+
+import gzip
+import io
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+
+import pytest
+
+from flatout.data.prepare import Options, prepare_dataset
+from flatout.errors import DataError
+from flatout.sources import files
+
+s3fs = pytest.importorskip("s3fs")
+pytest.importorskip("moto.server")
+
+ROWS = b"".join(b'{"text": "row %d"}\n' % number for number in range(3000))
+TEXTS = [f"row {number}" for number in range(3000)]
+
+
+@pytest.fixture(scope="module")
+def server():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    words = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    address = f"http://127.0.0.1:{port}"
+    try:
+        for _ in range(300):
+            try:
+                urllib.request.urlopen(f"{address}/moto-api/", timeout=1).close()
+                break
+            except OSError:
+                assert process.poll() is None, "the server did not start"
+                time.sleep(0.1)
+        yield address
+    finally:
+        process.terminate()
+        process.wait()
+
+
+@pytest.fixture
+def bucket(server, monkeypatch):
+    """An empty bucket called `corpus`."""
+    for key, value in {"ENDPOINT_URL": server, "ACCESS_KEY_ID": "key", "SECRET_ACCESS_KEY": "secret", "DEFAULT_REGION": "us-east-1"}.items():
+        monkeypatch.setenv(f"AWS_{key}", value)
+    urllib.request.urlopen(urllib.request.Request(f"{server}/moto-api/reset", method="POST"), timeout=5).close()
+    s3fs.S3FileSystem.clear_instance_cache()
+    filesystem = s3fs.S3FileSystem()
+    filesystem.mkdir("corpus")
+    yield filesystem
+    s3fs.S3FileSystem.clear_instance_cache()
+
+
+def texts(address):
+    return [row.text for part in files.files(address) for row in part.rows()]
+
+
+def test_objects_prefixes_and_patterns_are_read(bucket, monkeypatch):
+    monkeypatch.setattr("flatout.sources.remote.BLOCK_BYTES", 10_000)
+    monkeypatch.setattr(files, "REMOTE_PART_BYTES", 20_000)
+    monkeypatch.setattr(files, "PART_BYTES", 20_000)
+    bucket.pipe({"corpus/a/rows.jsonl": ROWS, "corpus/a/b/rows.jsonl.gz": gzip.compress(ROWS), "corpus/a/picture.png": b"no"})
+    assert len(files.files("s3://corpus/a/rows.jsonl")) == 4
+    assert texts("s3://corpus/a/rows.jsonl") == TEXTS
+    assert texts("s3://corpus/a") == TEXTS + TEXTS
+    assert texts("s3://corpus/**/*.gz") == TEXTS
+
+
+def test_parquet_is_read(bucket):
+    tables = pytest.importorskip("pyarrow.parquet")
+    file = io.BytesIO()
+    tables.write_table(pytest.importorskip("pyarrow").table({"text": TEXTS}), file, row_group_size=1000)
+    bucket.pipe("corpus/a.parquet", file.getvalue())
+    assert texts("s3://corpus/a.parquet") == TEXTS
+
+
+def test_the_same_data_set_comes_of_it_and_a_change_is_seen(bucket, tmp_path):
+    (tmp_path / "rows.jsonl").write_bytes(ROWS)
+    bucket.pipe("corpus/rows.jsonl", ROWS)
+    options = Options(tokenizer="byte")
+    made = [
+        prepare_dataset([name], tmp_path / out, options, workers=2)
+        for name, out in ((str(tmp_path / "rows.jsonl"), "a"), ("s3://corpus/rows.jsonl", "b"))
+    ]
+    assert made[0].manifest.splits == made[1].manifest.splits
+    assert prepare_dataset(["s3://corpus/rows.jsonl"], tmp_path / "b", options).existed
+    bucket.pipe("corpus/rows.jsonl", ROWS.replace(b"row 7", b"row 8"))
+    with pytest.raises(DataError, match="the text has changed"):
+        prepare_dataset(["s3://corpus/rows.jsonl"], tmp_path / "b", options)
+
+
+def test_what_is_not_there_is_said(bucket):
+    for address in ("s3://corpus/none.txt", "s3://nobody/a.txt"):
+        with pytest.raises(DataError, match=f"There is nothing at {address}"):
+            files.files(address)
+    with pytest.raises(DataError, match=r"No file matches s3://corpus/\*\.txt"):
+        files.files("s3://corpus/*.txt")
+
+
+def test_what_may_not_be_read_is_said(bucket, server, monkeypatch):
+    """The server is told to ask who it is from the next request on."""
+    bucket.pipe("corpus/a.txt", b"text")
+    request = urllib.request.Request(f"{server}/moto-api/reset-auth", data=b"0", method="POST", headers={"Content-Type": "text/plain"})
+    urllib.request.urlopen(request, timeout=5).close()
+    try:
+        s3fs.S3FileSystem.clear_instance_cache()
+        with pytest.raises(DataError, match=r"Reading s3://corpus/a\.txt is not allowed: .*AWS_ACCESS_KEY_ID"):
+            files.files("s3://corpus/a.txt")
+    finally:
+        request.data = b"inf"
+        urllib.request.urlopen(request, timeout=5).close()
