@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from flatout.data.loader import DirectFeed, PrefetchFeed, evaluation_batches
+from flatout.data.manifest import BLOCK_BYTES
 from flatout.data.order import shuffled
+from flatout.data.shards import Dataset
 from flatout.data.steps import FeedPlan, ShardWindows, WindowSteps
 from flatout.errors import DataError
 
@@ -195,6 +197,26 @@ def test_an_error_in_the_thread_is_raised_at_its_step(train_split):
             assert feed.position == 18
         windows.good = 100
         assert next(feed).position == 24
+
+
+@pytest.mark.parametrize("feed_class", FEEDS)
+def test_a_block_that_goes_bad_in_the_middle_of_a_run_is_named_at_its_step(write_set, feed_class):
+    per_block = BLOCK_BYTES // 2
+    folder = write_set(np.zeros(6 * per_block, int), shard_bytes=3 * BLOCK_BYTES)
+    split = Dataset.open(folder).split("train")
+    windows = shuffled(np.arange(200), split.num_windows(8191), seed=7) * 8191
+    blocks = np.stack([windows // per_block, (windows + 8191) // per_block])
+    bad = int(next(block for block in range(6) if block not in blocks[:, :4]))
+    with (folder / f"train-0000{bad // 3}.bin").open("r+b") as shard:
+        shard.seek(bad % 3 * BLOCK_BYTES + 9)
+        shard.write(b"\1")
+    good = int(np.flatnonzero((blocks == bad).any(axis=0))[0])
+    with feed_class(WindowSteps(split, plan(seq_len=8191, rows_per_device=1, accumulate=1), ShardWindows())) as feed:
+        for _ in range(good):
+            next(feed)
+        with pytest.raises(DataError, match=rf"train-0000{bad // 3}\.bin, byte {bad % 3 * BLOCK_BYTES}: the block of .* fails its checksum"):
+            next(feed)
+        assert feed.position == good >= 4
 
 
 class Gate(ShardWindows):
