@@ -28,9 +28,9 @@ NEVER_CHANGED_BY_NFC = (
     "\x00-\u02ff\u0400-\u0482\u048a-\u052f\u0531-\u0556\u05d0-\u05ea\u0620-\u064a"
     "\u2010-\u2027\u2030-\u205e\u2190-\u2328\u3001-\u3029\u3041-\u3096\u309b-\u30fe\u4e00-\u9fa5\uac00-\ud7a3\uff01-\uff5e"
 )
-"""Characters that NFC leaves as they are after any others, as a range of a regular expression."""
+"""Characters that NFC never changes or joins to what stands before them, as ranges of a regular expression."""
 
-_MAY_CHANGE = re.compile(f"[^{NEVER_CHANGED_BY_NFC}]")
+_MAY_CHANGE = re.compile(f"[^{NEVER_CHANGED_BY_NFC}]+")
 _NO_IDS = np.zeros(0, np.uint32)
 
 
@@ -183,15 +183,27 @@ def around_added_tokens(encode: Encode, tokens: Mapping[str, int | None]) -> Enc
 
 
 def after_nfc(encode: Encode) -> Encode:
-    """Return an encoder of NFC-normalised text, normalised by `tokenizers` itself: others follow newer versions of Unicode."""
+    """Return an encoder of NFC-normalised text, normalised by `tokenizers` itself: others follow newer versions of Unicode.
+
+    It sees only the runs of characters that may change, each with the one before, to which the run may be joined.
+    """
     from tokenizers import normalizers
 
     normalise = normalizers.NFC().normalize_str
+
+    def pieces(text: str) -> Iterator[str]:
+        done = 0
+        for match in _MAY_CHANGE.finditer(text):
+            start = max(match.start() - 1, 0)
+            yield text[done:start]
+            yield normalise(text[start : match.end()])
+            done = match.end()
+        yield text[done:]
 
     def encode_normalised(text: str) -> Ids:
         if _MAY_CHANGE.search(text) is None:
             return encode(text)
         text.encode()  # tokenizers would raise a TypeError
-        return encode(normalise(text))
+        return encode("".join(pieces(text)))
 
     return encode_normalised

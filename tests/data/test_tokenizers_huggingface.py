@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import pickle
+import random
+import re
 import unicodedata
 from functools import cache
 
@@ -15,7 +17,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from flatout.data import tokenizers_stored
 from flatout.data.fast_path import probes
-from flatout.data.fast_path_engines import NEVER_CHANGED_BY_NFC, around_added_tokens
+from flatout.data.fast_path_engines import NEVER_CHANGED_BY_NFC, after_nfc, around_added_tokens
 from flatout.data.tokenizer import parse_tokenizer
 from flatout.data.tokenizers_huggingface import HuggingFaceTokenizer
 from flatout.data.tokenizers_layout import layout_of
@@ -234,8 +236,6 @@ def test_a_vocabulary_whose_ids_do_not_grow_along_its_merges_is_not_for_tiktoken
 
 
 def test_what_counts_as_never_changed_by_nfc_is():
-    import re
-
     kept = [character for code in range(0x30000) if re.fullmatch(f"[{NEVER_CHANGED_BY_NFC}]", character := chr(code))]
     assert len(kept) > 30_000
     normalise = normalizers.NFC().normalize_str
@@ -243,6 +243,18 @@ def test_what_counts_as_never_changed_by_nfc_is():
     assert normalise(text) == text
     assert normalise(text[::-1]) == text[::-1]
     assert not any(unicodedata.combining(character) for character in kept)
+
+
+def test_text_is_normalised_as_tokenizers_does():
+    seen = []
+    encode = after_nfc(lambda text: seen.append(text) or np.zeros(0, np.uint32))
+    stream = random.Random(3)
+    characters = [chr(code) for code in range(0x30000) if not 0xD800 <= code < 0xE000]
+    joining = [*"aA<=> é日가", *map(chr, range(0x300, 0x370)), *map(chr, range(0x1100, 0x1200)), *map(chr, range(0x1AB0, 0x1AD0)), "\u0344", "\u212b"]
+    for number in range(3000):
+        text = "".join(stream.choices(joining if number % 2 else characters, k=stream.randrange(20)))
+        encode(text)
+        assert seen.pop() == normalizers.NFC().normalize_str(text)
 
 
 def test_the_longest_added_token_wins_and_one_that_is_text_hides_others():
