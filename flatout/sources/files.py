@@ -24,7 +24,7 @@ from flatout.sources.rows import not_utf8, read_rows
 PART_BYTES = 4 << 20
 """About how much text one part holds; a text file is never cut, one of rows is."""
 REMOTE_PART_BYTES = 32 << 20
-"""The same of a remote JSONL file: a part reads up to a block too much."""
+"""The same of a remote file: a part of it reads up to a block too much, and Parquet's index once more."""
 TEXT_SUFFIXES = {".txt", ".text", ".md", ".markdown", ".rst", ".tex"}
 ROW_SUFFIXES = {".jsonl", ".ndjson"}
 """With Parquet, what a folder is searched for. A file named outright, or by a glob, may have any name; rows are read of these alone."""
@@ -85,10 +85,11 @@ SOURCE = files
 
 
 def _cut(file: Found, fields: Fields) -> list[Piece]:
+    limit = REMOTE_PART_BYTES if is_address(file.path) else PART_BYTES
     if is_parquet(file.name):
-        return list(cut_parquet(file.path, file.size, fields))
+        return list(cut_parquet(file.path, file.size, fields, limit))
     whole = max(file.size, 1)
-    step = whole if is_packed(file.name) or not is_rows(file.name) else max(PART_BYTES, REMOTE_PART_BYTES if is_address(file.path) else 0)
+    step = whole if is_packed(file.name) or not is_rows(file.name) else limit
     return [Span(file.path, start, min(start + step, file.size)) for start in range(0, whole, step)]
 
 

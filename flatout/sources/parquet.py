@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from flatout.errors import DataError, MissingPackage
@@ -30,34 +30,39 @@ class RowGroups:
     num_bytes: int
 
 
-def cut_parquet(path: str, size: int, fields: Fields) -> list[RowGroups]:
-    """Return a file's row groups; one that is damaged or lacks a column is left whole: reading it says what is wrong.
+def cut_parquet(path: str, size: int, fields: Fields, limit: int) -> list[RowGroups]:
+    """Return a file's row groups, as many together as hold up to `limit` bytes of what is wanted; at least one.
+
+    A file that is damaged or lacks a column is left whole: reading it says what is wrong.
 
     Raises: MissingPackage without pyarrow.
     """
+    whole = [RowGroups(path, 0, None, 0, size)]
     try:
         with open_bytes(path) as file:
             described = _opened(path, file).metadata
             names = [described.schema.column(index).path for index in range(described.num_columns)]
     except _errors():
-        return [RowGroups(path, 0, None, 0, size)]
-    asked = [field for field in (fields.text, fields.prompt) if field is not None]
+        return whole
+    asked = _asked(fields)
     if not all(any(_inside(name, field) for name in names) for field in asked):
-        return [RowGroups(path, 0, None, 0, size)]
+        return whole
     wanted = [index for index, name in enumerate(names) if any(_inside(name, field) for field in asked)]
     found: list[RowGroups] = []
-    first_row = 0
+    rows = 0
     for number in range(described.num_row_groups):
         group = described.row_group(number)
         num_bytes = sum(group.column(index).total_uncompressed_size for index in wanted)
-        found.append(RowGroups(path, number, number + 1, first_row, num_bytes))
-        first_row += group.num_rows
-    return found or [RowGroups(path, 0, None, 0, size)]
+        if found and found[-1].num_bytes + num_bytes <= limit:
+            found[-1] = replace(found[-1], end=number + 1, num_bytes=found[-1].num_bytes + num_bytes)
+        else:
+            found.append(RowGroups(path, number, number + 1, rows, num_bytes))
+        rows += group.num_rows
+    return found or whole
 
 
 def read_row_groups(groups: RowGroups, fields: Fields) -> Iterator[Row]:
-    """Yield the rows of some row groups; where they cannot be read on, the rest is one bad row."""
-    number = groups.first_row
+    """Yield the rows of some row groups; where one cannot be read on, its rest is one bad row, and so is a file that cannot be read at all."""
     try:
         with open_bytes(groups.path) as file:
             parquet = _opened(groups.path, file)
@@ -65,17 +70,33 @@ def read_row_groups(groups: RowGroups, fields: Fields) -> Iterator[Row]:
             if lacking is not None:
                 yield no_field(groups.path, *lacking)
                 return
-            end = parquet.num_row_groups if groups.end is None else groups.end
-            columns = [field for field in (fields.text, fields.prompt) if field is not None]
-            for batch in parquet.iter_batches(BATCH_ROWS, row_groups=range(groups.start, end), columns=columns, use_threads=False):
-                for row in _dictionaries(batch):
-                    number += 1
-                    yield _row(row, fields, f"{groups.path}, row {number}")
+            rows = groups.first_row
+            for group in range(groups.start, parquet.num_row_groups if groups.end is None else groups.end):
+                yield from _read_row_group(parquet, group, rows, groups.path, fields)
+                rows += parquet.metadata.row_group(group).num_rows
     except _errors() as error:
-        after = f" after row {number}" if number else ""
-        said = " ".join(str(error).split()).rstrip(".")
-        fix = "Check that the file is whole; --on-bad-row skip leaves out what cannot be read."
-        yield BadRow(DataError(f"Cannot read {groups.path}{after}: {said}.", fix=fix), CANNOT_BE_READ, f"{groups.path}{after}")
+        yield _unread(groups.path, error)
+
+
+def _read_row_group(parquet: Any, group: int, first_row: int, path: str, fields: Fields) -> Iterator[Row]:
+    number = first_row
+    try:
+        for batch in parquet.iter_batches(BATCH_ROWS, row_groups=[group], columns=_asked(fields), use_threads=False):
+            for row in _dictionaries(batch):
+                number += 1
+                yield _row(row, fields, f"{path}, row {number}")
+    except _errors() as error:
+        yield _unread(f"{path} after row {number}", error)
+
+
+def _unread(where: str, error: Exception) -> BadRow:
+    said = " ".join(str(error).split()).rstrip(".")
+    fix = "Check that the file is whole; --on-bad-row skip leaves out what cannot be read."
+    return BadRow(DataError(f"Cannot read {where}: {said}.", fix=fix), CANNOT_BE_READ, where)
+
+
+def _asked(fields: Fields) -> list[str]:
+    return [field for field in (fields.text, fields.prompt) if field is not None]
 
 
 def _row(row: dict[str, Any] | UnicodeDecodeError, fields: Fields, where: str) -> Row:
