@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from pydantic import Field
@@ -47,7 +47,9 @@ def prepare(
         list[str], typer.Argument(help="A file, folder, quoted glob, source (python_stdlib), data set (shakespeare), or module:function.")
     ],
     out: Annotated[Path, typer.Option(help="Folder to write; it must be empty, absent, or hold this very data set.")],
-    tokenizer: Annotated[str, typer.Option(help="char, byte, train:N, a tokenizer.json or .tiktoken file, or a Hugging Face repository, ORG/NAME[@REVISION].")] = "train:4096",
+    tokenizer: Annotated[
+        str, typer.Option(help="char, byte, train:N, a tokenizer.json or .tiktoken file, or a Hugging Face repository, ORG/NAME[@REVISION].")
+    ] = "train:4096",
     pattern: Annotated[str | None, typer.Option(help="Regular expression that splits text, for a .tiktoken file that is not a known one.")] = None,
     end_of_text: Annotated[str | None, typer.Option(help="End-of-text token of a tokenizer.json, when it is not a usual one.")] = None,
     text_field: Annotated[str | None, typer.Option(help="Field of a JSONL row that holds the text; text when not given.")] = None,
@@ -61,6 +63,7 @@ def prepare(
     mask_field: Annotated[
         str | None, typer.Option(help="Field of a row that is packed before the text and not learned from, such as prompt.")
     ] = None,
+    duplicates: Annotated[Literal["keep", "drop"], typer.Option(help="Whether a document that was there before is kept; drop counts them.")] = "keep",
     from_file: Annotated[str | None, typer.Option("--from", help="The data set's file, where there is no network.")] = None,
     workers: Annotated[int | None, typer.Option(help="Processes; one a usable core when not given.")] = None,
     part: Annotated[
@@ -72,29 +75,17 @@ def prepare(
     progress: Progress = SILENT,
 ) -> PrepareResult:
     """Tokenise text once and pack it into a folder that training reads."""
-    options = Options(
-        tokenizer=tokenizer,
-        pattern=pattern,
-        end_of_text=end_of_text,
-        text_field=text_field,
-        split=split,
-        max_documents=max_documents,
-        max_bytes=max_bytes,
-        on_bad_row=on_bad_row,
-        max_bad_rows=max_bad_rows,
-        mask_field=mask_field,
-    )
+    options = Options(tokenizer, pattern, end_of_text, text_field, split, max_documents, max_bytes, on_bad_row, max_bad_rows, mask_field, duplicates)
     names = [str(name) for name in ([sources] if isinstance(sources, str | Path) else sources)]
+    given: dict[str, Any] = {"from_file": from_file, "cache": cache, "progress": progress}
+    if part is not None and join:
+        raise UsageError("--part and --join are two steps.", fix="Do every part with --part I/N, then --join once, without --part.")
     if part is not None:
-        if join:
-            raise UsageError("--part and --join are two steps.", fix="Do every part with --part I/N, then --join once, without --part.")
         share = PartOf.parse(part)
-        return _part_result(
-            prepare_part(names, Path(out), options, share, from_file=from_file, workers=workers, cache=cache, progress=progress), share
-        )
+        return _part_result(prepare_part(names, Path(out), options, share, workers=workers, **given), share)
     if join:
-        return _result(join_parts(names, Path(out), options, from_file=from_file, cache=cache, progress=progress))
-    return _result(prepare_dataset(names, Path(out), options, from_file=from_file, workers=workers, cache=cache, progress=progress))
+        return _result(join_parts(names, Path(out), options, **given))
+    return _result(prepare_dataset(names, Path(out), options, workers=workers, **given))
 
 
 def _result(made: Prepared) -> PrepareResult:

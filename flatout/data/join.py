@@ -7,7 +7,7 @@ goes on where it was killed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from flatout.data.disk import CheckedFile, Unfinished, check_blocks, sync, write_text, writing
+from flatout.data.duplicates import Dropped, read_ends, runs
 from flatout.data.manifest import (
     SPLITS,
     TOKENIZER,
@@ -57,11 +58,13 @@ def join(
     source: Mapping[str, Any],
     split_rule: str,
     skipped: Sequence[SkippedEntry] = (),
+    dropped: Dropped | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> Manifest:
     """Write the data set that all ranges, in order, make, let it take its place, and return its manifest.
 
-    Files of ranges that another process wrote should be checked first (`check`).
+    Documents that are `dropped` are left out; the records count what stays. Files of ranges that another process wrote should be
+    checked first (`check`).
 
     Raises: Unfinished for a full disk.
     """
@@ -69,7 +72,7 @@ def join(
     shard_tokens = max(shard_bytes // np.dtype(dtype).itemsize, 1)
     with writing(work.out):
         work.joined.mkdir(exist_ok=True)
-        splits = {name: _Joining(work, name, records, dtype).split(shard_tokens) for name in SPLITS}
+        splits = {name: _Joining(work, name, records, dtype, dropped).split(shard_tokens) for name in SPLITS}
         tokenizer.save(work.joined / TOKENIZER)
         sync(work.joined / TOKENIZER)
         manifest = Manifest(
@@ -110,9 +113,10 @@ def _damaged(what: str) -> Unfinished:
 class _Joining:
     """One split being joined."""
 
-    def __init__(self, work: WorkFolder, name: SplitName, records: Sequence[RangeRecord], dtype: str) -> None:
+    def __init__(self, work: WorkFolder, name: SplitName, records: Sequence[RangeRecord], dtype: str, dropped: Dropped | None) -> None:
         self._work = work
         self._name = name
+        self._dropped = dropped
         self._numbers = [record.number for record in records]
         self._splits = [record.splits[name] for record in records]
         self._starts = np.cumsum([0, *(split.tokens for split in self._splits)])
@@ -159,11 +163,24 @@ class _Joining:
                 begins = int(self._starts[index])
                 inside = slice(max(start - begins, 0), min(stop - begins, self._splits[index].tokens))
                 if inside.start < inside.stop:
-                    self._copy(index, kind, file, inside.start * itemsize, inside.stop * itemsize)
+                    for begin, end in self._pieces(index, inside.start, inside.stop):
+                        self._copy(index, kind, file, begin * itemsize, end * itemsize)
             return file.close()
         except BaseException:
             file.abandon()
             raise
+
+    def _pieces(self, index: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Yield where in a range's files the tokens from `start` up to `stop` of those that stay are."""
+        if self._dropped is None:
+            yield start, stop
+            return
+        before = 0
+        for begin, end in runs(read_ends(self._work, self._splits[index]), self._dropped.of(self._numbers[index], self._name)):
+            first, last = max(start - before, 0), min(stop - before, end - begin)
+            if first < last:
+                yield begin + first, begin + last
+            before += end - begin
 
     def _copy(self, index: int, kind: str, target: CheckedFile, start: int, stop: int) -> None:
         """Append bytes of one of a range's files."""
@@ -183,9 +200,11 @@ class _Joining:
     def _ends(self) -> FileEntry:
         file = CheckedFile(self._work.joined / f"{self._name}-documents.bin")
         try:
-            for start, split in zip(self._starts, self._splits, strict=False):
-                if "ends" in split.files:
-                    file.write(np.fromfile(self._work.ranges / split.files["ends"].name, "<i8") + start)
+            for start, number, split in zip(self._starts, self._numbers, self._splits, strict=False):
+                ends = read_ends(self._work, split)
+                if self._dropped is not None:
+                    ends = np.cumsum(np.diff(ends, prepend=0)[~self._dropped.of(number, self._name)])
+                file.write((ends + start).astype("<i8"))
             return file.close()
         except BaseException:
             file.abandon()

@@ -16,6 +16,10 @@ from flatout.sources import FIRST_NAMED, BadRow, Document, LeftOut, Part, Row
 
 Array = np.ndarray[Any, np.dtype[Any]]
 OnBadRow = Literal["raise", "skip"]
+Duplicates = Literal["keep", "drop"]
+
+MARK = np.dtype([("hash", "<u8", 2), ("text_bytes", "<i8")])
+"""What tells a document from others: half the SHA-256 of its prompt and text; and the bytes of its text."""
 
 HELD_TOKENS = 1 << 20
 """So many tokens of a split are held at most before they are written, whatever there is to pack."""
@@ -125,10 +129,10 @@ def _storable(name: str) -> str:
 class Sink(Protocol):
     """Where packed tokens go."""
 
-    def append(self, split: SplitName, tokens: Array, ends: Array, *, text_bytes: int, mask: Array | None = None) -> None:
+    def append(self, split: SplitName, tokens: Array, ends: Array, *, text_bytes: int, mask: Array | None = None, marks: Array | None = None) -> None:
         """Append tokens; `ends` are the positions in `tokens` after each document's last token; `mask` is 0 where one is no target.
 
-        Shapes:  tokens (T,); ends (documents,); mask (T,).
+        Shapes:  tokens (T,); ends (documents,); mask (T,); marks (documents,) of MARK.
         """
 
 
@@ -154,6 +158,8 @@ class Packing:
     on_bad_row: OnBadRow
     mask_field: str | None = None
     """Where a row's prompt was; with one, prompts are packed before the text, and a mask says that they are no targets."""
+    duplicates: Duplicates = "keep"
+    """What becomes of a document that was there before; to drop it, documents are marked here and found when all are packed."""
 
 
 def pack(jobs: Iterable[Job], packing: Packing, sink: Sink, tell: Tell = lambda _: None) -> Skipped:
@@ -191,7 +197,7 @@ def _pack_job(job: Job, packing: Packing, packers: dict[SplitName, _Packer], ski
                 skip_or_raise(BadRow(named, "cannot be tokenised", row.where()), skipped, packing.on_bad_row)
                 continue
             for name, text, pieces in made:
-                packers[name].add(prompt, text, pieces)
+                packers[name].add(prompt, text, pieces, about=row.prompt if prompt else "")
                 prompt = []
 
 
@@ -212,6 +218,7 @@ class _Packer:
         self._sink = sink
         self._end_of_text = np.array([packing.tokenizer.eot_id], np.uint32)
         self._masked = packing.mask_field is not None
+        self._marked = packing.duplicates == "drop"
         self._clear()
         self.documents = self.tokens = 0
 
@@ -219,15 +226,19 @@ class _Packer:
         self._held: list[Array] = []
         self._lengths: list[tuple[int, int]] = []
         """Of each document, tokens of its prompt and of the rest."""
+        self._marks: list[bytes] = []
         self._held_tokens = self._text_bytes = 0
 
-    def add(self, prompt: list[Array], text: str, pieces: list[Array]) -> None:
-        """Append a document, its prompt before it and end-of-text after it."""
+    def add(self, prompt: list[Array], text: str, pieces: list[Array], *, about: str) -> None:
+        """Append a document, its prompt, whose text is `about`, before it and end-of-text after it."""
         before, after = sum(map(len, prompt)), sum(map(len, pieces)) + 1
         self._held += [*prompt, *pieces, self._end_of_text]
         self._lengths.append((before, after))
         self._held_tokens += before + after
-        self._text_bytes += len(text.encode())
+        data = text.encode()
+        self._text_bytes += len(data)
+        if self._marked:
+            self._marks.append(hashlib.sha256(about.encode() + b"\0" + data).digest()[:16] + len(data).to_bytes(8, "little"))
         self.documents += 1
         self.tokens += before + after
         if self._held_tokens >= HELD_TOKENS:
@@ -239,5 +250,6 @@ class _Packer:
             lengths = np.array(self._lengths, np.int64)
             mask = np.repeat(np.tile(np.array([0, 1], np.uint8), len(lengths)), lengths.ravel()) if self._masked else None
             ends = np.cumsum(lengths.sum(axis=1))
-            self._sink.append(self._split, np.concatenate(self._held), ends, text_bytes=self._text_bytes, mask=mask)
+            marks = np.frombuffer(b"".join(self._marks), MARK) if self._marked else None
+            self._sink.append(self._split, np.concatenate(self._held), ends, text_bytes=self._text_bytes, mask=mask, marks=marks)
         self._clear()

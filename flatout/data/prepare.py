@@ -11,6 +11,7 @@ from typing import Any
 
 from flatout.data.corpus import CACHE
 from flatout.data.disk import Unfinished
+from flatout.data.duplicates import find_duplicates, without
 from flatout.data.join import check, join
 from flatout.data.limits import BadRowLimit
 from flatout.data.manifest import MANIFEST, SPLITS, Manifest
@@ -179,13 +180,28 @@ def _write(work: WorkFolder, request: Request, crew: Crew) -> Manifest:
     for record in records:
         for entry in record.skipped:
             skipped.add(entry.reason, entry.first, entry.count)
+    dropped = None
+    if request.options.duplicates == "drop":
+        with request.progress.task("Looking for duplicates"):
+            dropped = find_duplicates(work, records)
+            records = without(work, records, dropped)
+        if dropped.count:
+            skipped.add("duplicate document", [], dropped.count)
     try:
         _check_splits(records, request.source, planned.rule, skipped)
     except DataError:
         work.clear()
         raise
     with request.progress.task("Writing to the disk"):
-        return join(work, records, planned.packing.tokenizer, source=request.source, split_rule=planned.rule, skipped=skipped.entries())
+        return join(
+            work,
+            records,
+            planned.packing.tokenizer,
+            source=request.source,
+            split_rule=planned.rule,
+            skipped=skipped.entries(),
+            dropped=dropped,
+        )
 
 
 def _packed(work: WorkFolder, planned: Planned, wanted: list[Range], crew: Crew, request: Request) -> list[RangeRecord]:

@@ -1,7 +1,7 @@
 """Ranges: the pieces the work is split into, each packed by one process into files of its own and recorded when they are whole.
 
-A range's files are `NNNNNN.{train,val}.{bin,ends,mask}`: tokens, the positions after each document's last token counted from
-the range's first, and the loss mask. Its record, `NNNNNN.json`, comes last: a range that has one is done for good.
+A range's files are `NNNNNN.{train,val}.{bin,ends,mask,marks}`: tokens, the positions after each document's last token counted
+from the range's first, the loss mask, and what duplicates are found by. Its record, `NNNNNN.json`, comes last: a range that has one is done for good.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class RangeSplit(_Record):
     text_bytes: int = Field(0, ge=0)
     """UTF-8 bytes of their text."""
     files: dict[str, FileEntry] = {}
-    """Its files by kind: bin, ends and, with a loss mask, mask; none when there are no tokens."""
+    """Its files by kind: bin and ends, and mask or marks where they were asked for; none when there are no tokens."""
 
 
 class RangeRecord(_Record):
@@ -113,16 +113,27 @@ class RangeWriter:
         self._num_bytes = num_bytes
         self._splits = {name: _SplitFiles(folder, f"{number:06d}.{name}", vocab_size) for name in SPLITS}
 
-    def append(self, split: SplitName, tokens: Array, ends: Array | Sequence[int], *, text_bytes: int, mask: Array | None = None) -> None:
+    def append(
+        self,
+        split: SplitName,
+        tokens: Array,
+        ends: Array | Sequence[int],
+        *,
+        text_bytes: int,
+        mask: Array | None = None,
+        marks: Array | None = None,
+    ) -> None:
         """Append tokens of a split; `ends` are the positions in `tokens` after each document's last token.
 
         A document may go on in the next call. `mask` is 0 where a token is no target; a split has it always or never.
 
-        Shapes:  tokens (T,), any integer type; ends (documents,), ascending, at most T; mask (T,).
+        Shapes:  tokens (T,), any integer type; ends (documents,), ascending, at most T; mask (T,); marks (documents,) of MARK.
         Raises: DataError for an id the vocabulary does not have.
         """
         with writing(self._folder.parent):
             self._splits[split].append(tokens, np.asarray(ends, np.int64), text_bytes, mask)
+            if marks is not None:
+                self._splits[split].write("marks", marks)
 
     def finish(self, skipped: Skipped | None = None) -> RangeRecord:
         """Sync and rename the files, then write the record, and return it; tokens after the last end are one more document."""
@@ -175,16 +186,16 @@ class _SplitFiles:
         ends = ends + self._tokens
         steps = np.diff(ends, prepend=self._last_end)
         assert not len(steps) or (steps.min() > 0 and ends[-1] <= self._tokens + len(tokens)), "document ends must ascend within the tokens"
-        self._write("bin", tokens.astype(self._dtype))
-        self._write("ends", ends.astype("<i8"))
+        self.write("bin", tokens.astype(self._dtype))
+        self.write("ends", ends.astype("<i8"))
         if mask is not None:
-            self._write("mask", (mask != 0).astype(np.uint8))
+            self.write("mask", (mask != 0).astype(np.uint8))
         self._tokens += len(tokens)
         self._documents += len(ends)
         self._text_bytes += text_bytes
         self._last_end = int(ends[-1]) if len(ends) else self._last_end
 
-    def _write(self, kind: str, items: Array) -> None:
+    def write(self, kind: str, items: Array) -> None:
         if len(items):
             if kind not in self._files:
                 self._files[kind] = CheckedFile(self._folder / f"{self._stem}.{kind}")
@@ -192,7 +203,7 @@ class _SplitFiles:
 
     def finish(self) -> RangeSplit:
         if self._last_end < self._tokens:
-            self._write("ends", np.array([self._tokens], "<i8"))
+            self.write("ends", np.array([self._tokens], "<i8"))
             self._last_end = self._tokens
             self._documents += 1
         files = {kind: file.close() for kind, file in self._files.items()}

@@ -10,7 +10,7 @@ from typing import Any
 
 from flatout.data.corpus import CACHE, Corpus, open_corpus
 from flatout.data.limits import check_space
-from flatout.data.pack import OnBadRow, Packing
+from flatout.data.pack import Duplicates, OnBadRow, Packing
 from flatout.data.plan import Plan, make_plan, parse_rule, sample_texts
 from flatout.data.ranges import Range, make_ranges
 from flatout.data.tokenizer import Tokenizer, make_tokenizer
@@ -43,6 +43,8 @@ class Options:
     """So many are skipped at most; None stands for one in a hundred, and 100 in any case."""
     mask_field: str | None = None
     """Field of a row that holds what comes before its text and is not learned from."""
+    duplicates: Duplicates = "keep"
+    """What becomes of a document whose prompt and text were there before."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,8 @@ def _check(options: Options) -> None:
             raise DataError(f"{name} {value} is not a number from 1 up.", fix=f"Leave {name} out, or give a larger number.")
     if options.on_bad_row not in ("raise", "skip"):
         raise DataError(f"--on-bad-row {options.on_bad_row!r} is not known.", fix="Give raise or skip.")
+    if options.duplicates not in ("keep", "drop"):
+        raise DataError(f"--duplicates {options.duplicates!r} is not known.", fix="Give keep or drop.")
     if options.max_bad_rows is not None and (options.on_bad_row != "skip" or options.max_bad_rows < 0):
         raise DataError(
             f"--max-bad-rows {options.max_bad_rows} is not the number of rows that may be skipped.", fix="Give 0 or more, with --on-bad-row skip."
@@ -104,6 +108,7 @@ def describe(corpus: Corpus, options: Options) -> dict[str, Any]:
         "max_bytes": options.max_bytes,
         "on_bad_row": options.on_bad_row,
         "mask_field": options.mask_field,
+        "duplicates": None if options.duplicates == "keep" else options.duplicates,
     }
 
 
@@ -180,7 +185,7 @@ def _followed(work: WorkFolder, stored: StoredPlan, request: Request) -> Planned
 
 
 def _planned(made: Plan, ranges: list[Range], tokenizer: Tokenizer, options: Options) -> Planned:
-    return Planned(ranges, Packing(tokenizer, made.assignment, options.on_bad_row, options.mask_field), made.rule)
+    return Planned(ranges, Packing(tokenizer, made.assignment, options.on_bad_row, options.mask_field, options.duplicates), made.rule)
 
 
 def _tokenizer(spec: str, made: Plan, request: Request) -> Tokenizer:

@@ -28,7 +28,7 @@ class Kept:
         self.text_bytes = dict.fromkeys(SPLITS, 0)
         self.calls = 0
 
-    def append(self, split, tokens, ends, *, text_bytes, mask=None):
+    def append(self, split, tokens, ends, *, text_bytes, mask=None, marks=None):
         self.masks[split] += [] if mask is None else mask.tolist()
         self.ends[split] += (len(self.tokens[split]) + ends).tolist()
         self.tokens[split] += tokens.tolist()

@@ -1,0 +1,84 @@
+import json
+import random
+
+import numpy as np
+import pytest
+
+from flatout.data import duplicates, ranges
+from flatout.data.duplicates import runs
+from flatout.data.prepare import Options, prepare_dataset
+from flatout.data.shards import Dataset
+from flatout.errors import DataError
+from flatout.sources import files
+
+
+def documents(folder, name):
+    dataset = Dataset.open(folder)
+    split = dataset.split(name)
+    tokens = split.read_tokens(0, split.num_tokens)
+    return [dataset.tokenizer.decode(tokens[start : end - 1]) for start, end in zip([0, *split.document_ends], split.document_ends, strict=False)]
+
+
+def write(path, texts, prompts=None):
+    rows = [{"text": text} | ({"ask": prompts[number]} if prompts else {}) for number, text in enumerate(texts)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.fixture
+def small(monkeypatch):
+    monkeypatch.setattr(files, "PART_BYTES", 700)
+    monkeypatch.setattr(ranges, "RANGE_BYTES", 1_400)
+
+
+@pytest.mark.parametrize("at_once", [7, 1 << 20], ids=["many files", "one file"])
+@pytest.mark.parametrize("split", ["hash 0.3", "tail 0.4"])
+def test_of_equal_documents_the_first_stays(tmp_path, small, monkeypatch, at_once, split):
+    monkeypatch.setattr(duplicates, "SORTED_AT_ONCE", at_once)
+    draw = random.Random(0)
+    texts = [f"text {draw.randint(0, 150)} " * draw.randint(1, 2) for _ in range(400)]
+    options = Options(tokenizer="byte", split=split, duplicates="drop")
+    made = prepare_dataset([write(tmp_path / "rows.jsonl", texts)], tmp_path / "out", options, workers=1)
+    unique = list(dict.fromkeys(texts))
+    train, val = documents(made.path, "train"), documents(made.path, "val")
+    assert sorted(train + val) == sorted(unique)
+    assert [text for text in unique if text in set(train)] == train
+    assert [text for text in unique if text in set(val)] == val
+    assert made.manifest.documents == len(unique)
+    assert made.manifest.text_bytes == sum(map(len, unique))
+    assert [(entry.reason, entry.count) for entry in made.manifest.skipped] == [("duplicate document", len(texts) - len(unique))]
+    again = prepare_dataset([str(tmp_path / "rows.jsonl")], tmp_path / "two", options, workers=2)
+    assert {path.name: path.read_bytes() for path in made.path.iterdir()} == {path.name: path.read_bytes() for path in again.path.iterdir()}
+
+
+def test_a_prompt_is_part_of_a_document(tmp_path):
+    path = write(tmp_path / "rows.jsonl", ["yes"] * 4 + ["not"] * 4, ["a", "b", "a", "c", "a", "b", "b", "d"])
+    made = prepare_dataset([path], tmp_path / "out", Options(tokenizer="byte", split="tail 0.5", duplicates="drop", mask_field="ask"))
+    assert documents(made.path, "train") + documents(made.path, "val") == ["ayes", "byes", "cyes", "anot", "bnot", "dnot"]
+    mask = Dataset.open(made.path).split("train").read_mask_range(0, made.manifest.splits["train"].tokens)
+    assert mask.tolist() == [False, True, True, True, True] * 3
+
+
+def test_a_validation_of_duplicates_alone_is_refused(tmp_path):
+    path = write(tmp_path / "rows.jsonl", ["same text"] * 20)
+    with pytest.raises(DataError, match="for validation"):
+        prepare_dataset([path], tmp_path / "out", Options(tokenizer="byte", split="tail 0.5", duplicates="drop"))
+    assert [entry.name for entry in tmp_path.iterdir()] == ["rows.jsonl"]
+
+
+def test_it_is_another_data_set(tmp_path):
+    path = write(tmp_path / "rows.jsonl", [f"text {number % 15}" for number in range(20)])
+    prepare_dataset([path], tmp_path / "out", Options(tokenizer="byte", split="tail 0.5"))
+    with pytest.raises(DataError, match="duplicates None there, 'drop' asked for"):
+        prepare_dataset([path], tmp_path / "out", Options(tokenizer="byte", split="tail 0.5", duplicates="drop"))
+    with pytest.raises(DataError, match="--duplicates 'sort'"):
+        prepare_dataset([path], tmp_path / "out", Options(duplicates="sort"))
+
+
+@pytest.mark.parametrize(
+    ("drops", "wanted"),
+    [([0, 0, 0], [(0, 9)]), ([0, 1, 0], [(0, 2), (5, 9)]), ([1, 0, 0], [(2, 9)]), ([0, 0, 1], [(0, 5)]), ([1, 1, 1], []), ([1, 0, 1], [(2, 5)])],
+)
+def test_what_stays_is_copied_in_runs(drops, wanted):
+    assert runs(np.array([2, 5, 9]), np.array(drops, bool)) == wanted
+    assert runs(np.empty(0, int), np.empty(0, bool)) == []
