@@ -76,19 +76,14 @@ class StoredTokenizer(ABC):
 
         Raises: DataError when the text cannot be written in this vocabulary, or has no place to cut it for too long.
         """
-        waiting: list[str] = []
-        size = start = 0
-        for chunk in chunks:
-            waiting.append(chunk)
-            size += len(chunk)
-            if size <= PIECE_CHARACTERS:
-                continue
-            text, place = "".join(waiting), 0
+        held, start = "", 0
+        for block in _blocks(chunks):
+            text, place = held + block, 0
             while (cut := self._cut(text, place, start + place)) is not None:
                 yield self.encode_piece(text[place:cut], start + place)
                 place = cut
-            waiting, size, start = [text[place:]], size - place, start + place
-        yield self.encode_piece("".join(waiting), start)
+            held, start = text[place:], start + place
+        yield self.encode_piece(held, start)
 
     def _cut(self, text: str, place: int, start: int) -> int | None:
         """Return where the piece that begins at `place` ends, None when the rest may be one piece."""
@@ -134,6 +129,19 @@ class StoredTokenizer(ABC):
     def digest(self) -> str:
         """Return the SHA-256 of the file that `save` writes."""
         return hashlib.sha256(self.text.encode()).hexdigest()
+
+
+def _blocks(chunks: Iterable[str]) -> Iterator[str]:
+    """Join chunks to blocks that are worth looking for a cut in, however small they come."""
+    waiting: list[str] = []
+    size = 0
+    for chunk in chunks:
+        waiting.append(chunk)
+        size += len(chunk)
+        if size >= PIECE_CHARACTERS:
+            yield "".join(waiting)
+            waiting, size = [], 0
+    yield "".join(waiting)
 
 
 def _restored(kind: type[StoredTokenizer], document: dict[str, Any], engine: str) -> StoredTokenizer:

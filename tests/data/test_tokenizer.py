@@ -396,3 +396,28 @@ def test_a_newer_format_is_refused():
     document = {"format": "flatout-tokenizer", "format_version": 99, "kind": "byte"}
     with pytest.raises(DataError, match=r"99.*newer flatout"):
         parse_tokenizer(json.dumps(document), "x.json")
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 100, 10_000])
+def test_a_text_that_comes_in_chunks_has_the_same_ids(tokenizer, monkeypatch, chunk):
+    text = "".join(CORPUS * 5)
+    whole = tokenizer.encode(text)
+    monkeypatch.setattr(tokenizers_stored, "PIECE_CHARACTERS", 50)
+    chunks = [text[start : start + chunk] for start in range(0, len(text), chunk)]
+    pieces = list(tokenizer.encode_stream(iter(chunks)))
+    assert np.concatenate(pieces).tolist() == whole
+    assert len(pieces) > 2
+    assert [ids.tolist() for ids in tokenizer.encode_stream([])] == [[]]
+    with pytest.raises(DataError, match=f"Character {len(text)} "):
+        list(tokenizer.encode_stream([*chunks, "\udc00"]))
+
+
+def test_a_long_text_is_looked_through_once_however_small_its_chunks(monkeypatch):
+    """Where nothing can be cut, each new chunk must not mean another look at all that waits."""
+    made = train_bpe(CORPUS, 260)
+    asked = []
+    monkeypatch.setattr(type(made), "next_cut", lambda self, text, place, end: asked.append(len(text)))
+    monkeypatch.setattr(tokenizers_stored, "PIECE_CHARACTERS", 1000)
+    (ids,) = made.encode_stream("a" for _ in range(20_000))
+    assert len(ids) == len(made.encode("a" * 20_000))
+    assert len(asked) < 50
