@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -84,7 +84,7 @@ class Job:
             if isinstance(row, Document):
                 taken += 1
                 if taken == self.take and self.last_bytes is not None:
-                    row = Document(cut_to_bytes(row.text, self.last_bytes), row.name, row.offset)
+                    row = replace(row, text=cut_to_bytes(row.text, self.last_bytes))
                     if not row.text:
                         return
             yield row

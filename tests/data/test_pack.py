@@ -127,6 +127,11 @@ def test_a_job_takes_only_so_many_documents_and_reads_no_further(tokenizer):
     assert list(Job(Part(endless, (), "x"), take=0).rows()) == []
 
 
+def test_a_document_that_is_cut_keeps_its_prompt():
+    (cut,) = job(Document("text", "x", 7, prompt="ask"), take=1, last_bytes=2).rows()
+    assert cut == Document("te", "x", 7, prompt="ask")
+
+
 @pytest.mark.parametrize(("text", "limit", "kept"), [("aé🙂", 7, "aé🙂"), ("aé🙂", 6, "aé"), ("aé🙂", 3, "aé"), ("aé🙂", 2, "a"), ("é", 1, "")])
 def test_text_is_cut_between_characters(text, limit, kept):
     assert cut_to_bytes(text, limit) == kept
