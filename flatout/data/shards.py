@@ -229,14 +229,14 @@ class _Tape:
         self._all_checked = False
 
     @cached_property
-    def _files(self) -> list[Array]:
+    def _files(self) -> list[memoryview]:
         try:
-            return [np.frombuffer(_mapped(path), self._stored) for path in self._paths]
+            return [memoryview(_mapped(path)) for path in self._paths]
         except OSError as error:
             raise DataError(f"Cannot read the data set: {error}.", fix="Check that the folder is still there and readable.") from error
 
     def read(self, starts: Array, out: Array) -> None:
-        """Copy `out.shape[1]` items from each start into the rows of `out`."""
+        """Copy `out.shape[1]` items from each start into the rows of `out`, which lie one behind the other."""
         width = out.shape[1]
         if not len(starts) or not width:
             return
@@ -249,10 +249,12 @@ class _Tape:
         last_file = np.searchsorted(self._first, starts + width - 1, side="right") - 1
         if not self._all_checked:
             self._check_touched(self._block_of(starts, file_of), self._block_of(starts + width - 1, last_file))
-        stops = starts - self._first[file_of] + width
-        for row, (file, last, stop) in enumerate(zip(file_of.tolist(), last_file.tolist(), stops.tolist(), strict=True)):
+        assert out.itemsize == self._stored.itemsize, "bytes are copied as they lie"
+        rows, size = out.data.cast("B"), width * out.itemsize
+        begins = (starts - self._first[file_of]) * out.itemsize
+        for row, (file, last, begin) in enumerate(zip(file_of.tolist(), last_file.tolist(), begins.tolist(), strict=True)):
             if file == last:
-                out[row] = self._files[file][stop - width : stop]
+                rows[row * size : (row + 1) * size] = self._files[file][begin : begin + size]
             else:
                 self._read_across(int(starts[row]), out[row])
 
@@ -272,7 +274,7 @@ class _Tape:
         while done < len(out_row):
             file = int(np.searchsorted(self._first, start + done, side="right")) - 1
             offset = start + done - int(self._first[file])
-            piece = self._files[file][offset : offset + len(out_row) - done]
+            piece = np.frombuffer(self._files[file], self._stored)[offset : offset + len(out_row) - done]
             out_row[done : done + len(piece)] = piece
             done += len(piece)
 
