@@ -44,7 +44,7 @@ class PrepareResult(Result):
 
 def prepare(
     sources: Annotated[
-        list[str], typer.Argument(help="A file, folder, quoted glob, source (python_stdlib), data set (shakespeare), or module:function.")
+        list[str], typer.Argument(help="Files, folders, quoted globs, addresses (s3://, https://), - (standard input), sources, data sets.")
     ],
     out: Annotated[Path, typer.Option(help="Folder to write; it must be empty, absent, or hold this very data set.")],
     tokenizer: Annotated[
