@@ -14,6 +14,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import psutil
 
 from flatout.data.tokenizers_stored import Encode, Ids
 from flatout.errors import DataError, MissingPackage
@@ -21,8 +22,10 @@ from flatout.errors import DataError, MissingPackage
 if TYPE_CHECKING:
     from gigatoken.gigatoken_rs import BPETokenizer, SentencePieceTokenizer
 
-RENEWED_BYTES = 256_000_000
-"""gigatoken remembers every word it meets and forgets none: after so much text it is loaded anew, which bounds the memory."""
+LOOKED_AT_BYTES = 4_000_000
+"""Text after which the growth of the process is looked at again."""
+GROWN_BYTES = 64 << 20
+"""gigatoken remembers every word it meets and forgets none: when the process has grown by so much, it is loaded anew."""
 
 NEVER_CHANGED_BY_NFC = (
     "\x00-\u02ff\u0400-\u0482\u048a-\u052f\u0531-\u0556\u05d0-\u05ea\u0620-\u064a"
@@ -95,26 +98,31 @@ def gigatoken_of_ranks(pieces: Sequence[bytes | None], scheme: str | None) -> En
 
 
 class _Gigatoken:
-    """gigatoken on the calling thread, loaded anew from time to time."""
+    """gigatoken on the calling thread, loaded anew when it has grown."""
 
     def __init__(self, load: Callable[[], BPETokenizer | SentencePieceTokenizer]) -> None:
         self._load = load
         try:
-            self._loaded = load()
+            self._renew()
         except ImportError as error:
             raise missing("gigatoken") from error
         except (KeyboardInterrupt, SystemExit, MemoryError):
             raise
         except BaseException as error:  # a panic in Rust is no Exception
             raise cannot("gigatoken", str(error).partition("\n")[0].rstrip(".")) from error
-        self._room = RENEWED_BYTES
+
+    def _renew(self) -> None:
+        self._loaded = self._load()
+        self._resident_bytes = psutil.Process().memory_info().rss
+        self._room_bytes = LOOKED_AT_BYTES
 
     def __call__(self, text: str) -> Ids:
         data = text.encode()
-        if self._room < 0:
-            self._loaded = self._load()
-            self._room = RENEWED_BYTES
-        self._room -= len(data)
+        self._room_bytes -= len(data)
+        if self._room_bytes < 0:
+            self._room_bytes = LOOKED_AT_BYTES
+            if psutil.Process().memory_info().rss - self._resident_bytes > GROWN_BYTES:
+                self._renew()
         return self._loaded.encode(data)
 
 

@@ -238,16 +238,16 @@ def test_the_probes_are_the_same_each_time(trained):
     assert list(probes(trained)) == list(probes(trained))
 
 
-def test_gigatoken_is_loaded_anew_so_that_it_forgets(trained, monkeypatch):
-    monkeypatch.setattr(fast_path_engines, "RENEWED_BYTES", 100)
+@pytest.mark.parametrize(("grown", "times"), [(-(1 << 40), len(TEXTS)), (1 << 40, 0)])
+def test_gigatoken_is_loaded_anew_when_the_process_has_grown(trained, monkeypatch, grown, times):
+    monkeypatch.setattr(fast_path_engines, "LOOKED_AT_BYTES", 1)
+    monkeypatch.setattr(fast_path_engines, "GROWN_BYTES", grown)
     fast = trained.with_engine("gigatoken")
-    loaded = {id(fast.encoder._loaded)}
-    held = [fast.encoder._loaded]
+    load, loaded = fast.encoder._load, []
+    fast.encoder._load = lambda: loaded.append(1) or load()
     for text in TEXTS:
         assert fast.encode(text) == trained.encode(text)
-        held.append(fast.encoder._loaded)
-        loaded.add(id(fast.encoder._loaded))
-    assert len(loaded) > 5
+    assert len(loaded) == times
 
 
 def test_text_that_an_engine_cannot_split_goes_to_the_reference():
