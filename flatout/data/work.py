@@ -6,6 +6,7 @@ OUT. One process owns it at a time. It goes when OUT is whole, and when there is
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import shutil
@@ -121,7 +122,7 @@ class WorkFolder:
         self._locks: list[int] = []
 
     def __enter__(self) -> Self:
-        if self.path.is_dir():
+        with contextlib.suppress(FileNotFoundError):
             self._own()
         return self
 
@@ -145,13 +146,15 @@ class WorkFolder:
 
     def _lock(self, path: Path, how: int) -> None:
         lock = os.open(path, os.O_RDONLY)
+        self._locks.append(lock)
         try:
             fcntl.flock(lock, how | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            os.close(lock)
+            owned = path.exists() and os.path.samestat(os.fstat(lock), path.stat())  # not when its owner removed it just now
+        except BlockingIOError:
+            owned = False
+        if not owned:
             self.close()
-            raise DataError(f"Another process is writing {self.out}.", fix="Wait for it, or choose another --out.") from error
-        self._locks.append(lock)
+            raise DataError(f"Another process is writing {self.out}.", fix="Wait for it, or choose another --out.")
 
     def _sweep(self) -> None:
         """Take away what is half written."""
