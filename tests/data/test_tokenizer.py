@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flatout.data import tokenizers_bpe, tokenizers_stored
+from flatout.data import tokenizers_stored
 from flatout.data.tokenizer import load_tokenizer, make_tokenizer, parse_tokenizer
-from flatout.data.tokenizers_bpe import GPT2_PATTERN, KNOWN, Known, byte_level_alphabet, read_tiktoken, train_bpe
+from flatout.data.tokenizers_bpe import GPT2_PATTERN, KNOWN, Known, read_tiktoken, train_bpe
 from flatout.errors import DataError
 
 CORPUS = ["The cat sat on the mat.\nThe cat did.\n", "Ein Käfer fliegt über das Land. 日本語 🙂\n", "  indented\n\n\tand 12345 numbers's\r\n" * 3]
@@ -142,19 +142,6 @@ def test_a_long_text_in_pieces_has_the_same_ids(tokenizer, monkeypatch, size):
         tokenizer.encode(text + "\ud800")
 
 
-@pytest.mark.parametrize("known", KNOWN.values(), ids=lambda known: known.name)
-def test_no_known_pattern_has_a_token_across_a_cut(known, monkeypatch):
-    """Every run of characters is a piece here, so that a token across a cut would show."""
-    text = "".join(random.Random(1).choices(["a", "Z", "é", "7", "²", "_", ".", " ", "\n", "\r", "\t", "'s", "/"], k=3000))
-    merged = dict.fromkeys(text[place : place + length].encode() for place in range(3000) for length in (1, 2, 3, 4))
-    pieces = [bytes([value]) for value in range(256)] + [piece for piece in merged if len(piece) > 1]
-    made = tokenizers_bpe.RankTokenizer(known.name, pieces, known.pattern, len(pieces))
-    whole = made.encode(text)
-    monkeypatch.setattr(tokenizers_stored, "PIECE_CHARACTERS", 3)
-    assert len(list(made.encode_pieces(text))) > 50
-    assert made.encode(text) == whole
-
-
 def test_characters_are_numbered_in_order_and_end_of_text_is_last():
     made = make_tokenizer("char", lambda limit: ["banana", "cab!"])
     assert made.encode("!abcn") == [0, 1, 2, 3, 4]
@@ -181,16 +168,6 @@ def test_characters_ask_for_the_whole_corpus_and_training_for_a_bounded_sample()
     assert 1_000_000 <= asked[1] <= 50_000_000
 
 
-def test_training_gives_the_size_asked_for_and_the_same_each_time():
-    texts = [f"word{n % 97} other{n % 31} " for n in range(2000)]
-    first, again = train_bpe(texts, 330), train_bpe(texts, 330)
-    assert first.vocab_size == 330
-    assert first.eot_id == 329
-    assert first.digest() == again.digest()
-    assert first.pieces[:3] == [b"!", b'"', b"#"]
-    assert len(first.encode("word96 other1")) < 8
-
-
 def test_a_corpus_too_small_for_the_vocabulary_gives_a_smaller_one_aloud():
     said = []
 
@@ -206,31 +183,6 @@ def test_a_corpus_too_small_for_the_vocabulary_gives_a_smaller_one_aloud():
     made = make_tokenizer("train:4096", lambda limit: ["abab"], progress=Listener())
     assert made.vocab_size < 300
     assert "not 4,096" in said[0]
-
-
-def test_training_splits_text_as_its_pattern_does(tmp_path):
-    """No merge crosses a boundary of the pattern, so encoding in the trainer and here agree."""
-    from tokenizers import Tokenizer
-
-    path = huggingface_file(tmp_path / "tokenizer.json")
-    reference = Tokenizer.from_file(str(path))
-    ranks = {index: piece for piece, index in reference.get_vocab(with_added_tokens=False).items()}
-    byte_of = byte_level_alphabet()
-    pieces = [bytes(byte_of[character] for character in ranks[index]) for index in range(len(ranks))]
-    ours = tokenizers_bpe.RankTokenizer("x", pieces, GPT2_PATTERN, len(pieces))
-    for text in CORPUS + STRANGE:
-        assert ours.encode(text) == reference.encode(text).ids
-
-
-def test_the_byte_level_alphabet_is_the_one_in_use():
-    from tokenizers import pre_tokenizers
-
-    ours = byte_level_alphabet()
-    assert set(ours) == set(pre_tokenizers.ByteLevel.alphabet())
-    split = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    for value in range(128):
-        ((piece, _),) = split.pre_tokenize_str(chr(value))
-        assert ours[piece] == value
 
 
 @pytest.mark.parametrize("spec", ["train:", "train:x", "train:257", "train:-5", "train:1e4", "train:99999999"])
@@ -277,48 +229,6 @@ def test_a_known_tiktoken_file_needs_none(tmp_path, monkeypatch):
     made = read_tiktoken(data, "known.tiktoken")
     assert (made.name, made.vocab_size, made.eot_id) == ("known", 301, 300)
     assert made.decode([299]) == "\ufffd"
-
-
-@pytest.mark.parametrize("known", KNOWN.values(), ids=lambda known: known.name)
-def test_every_known_pattern_compiles_and_loses_nothing(known):
-    made = tokenizers_bpe.RankTokenizer(known.name, [bytes([value]) for value in range(256)], known.pattern, known.eot_id)
-    for text in CORPUS + STRANGE:
-        assert made.decode(made.encode(text)) == text
-
-
-def test_known_patterns_equal_those_in_the_field():
-    """Digests, end-of-text, and token boundaries as tiktoken's own definitions give them, on text with every kind of boundary."""
-    import re
-
-    import tiktoken_ext.openai_public as public
-
-    def definition(name):
-        ranks = {bytes([value]): value for value in range(256)}
-        pieces = list(ranks)
-
-        def load(address, expected_hash):
-            assert expected_hash in KNOWN
-            return ranks
-
-        original = public.load_tiktoken_bpe
-        public.load_tiktoken_bpe = load
-        try:
-            made = getattr(public, name)()
-        finally:
-            public.load_tiktoken_bpe = original
-        return pieces, made["pat_str"], made["special_tokens"]["<|endoftext|>"]
-
-    for name in ("r50k_base", "p50k_base", "cl100k_base", "o200k_base"):
-        pieces, pattern, eot = definition(name)
-        ours = next(known for known in KNOWN.values() if known.name in (name, {"r50k_base": "gpt2"}.get(name)))
-        assert ours.eot_id == eot
-        text = "".join(CORPUS + STRANGE)
-        words = sorted(set(re.findall(r"\s?\S{2,6}", text)))
-        merged = pieces + [word.encode()[:length] for word in words for length in range(2, len(word.encode()) + 1)]
-        merged = list(dict.fromkeys(merged))
-        theirs_tokenizer = tokenizers_bpe.RankTokenizer("theirs", merged, pattern, len(merged))
-        ours_tokenizer = tokenizers_bpe.RankTokenizer("ours", merged, ours.pattern, len(merged))
-        assert ours_tokenizer.encode(text) == theirs_tokenizer.encode(text)
 
 
 @pytest.mark.parametrize("line", [b"notbase64! 5", b"YQ==", b"YQ== x", b"YQ== 1 2"])
