@@ -126,7 +126,7 @@ def _closing(path: Path, manifest: Manifest, seconds: float, existed: bool) -> s
         f"  tokenizer {manifest.tokenizer.name}, vocabulary {manifest.vocab_size:,}; split by {manifest.split_rule}: "
         + ", ".join(f"{name} {split.tokens:,}" for name, split in manifest.splits.items()),
     ]
-    lines += [f"  left out: {entry.count:,} {entry.reason} (first: {entry.first[0]})" for entry in manifest.skipped]
+    lines += [f"  left out: {entry.count:,} {entry.reason}{f' (first: {entry.first[0]})' if entry.first else ''}" for entry in manifest.skipped]
     return "\n".join(lines)
 
 

@@ -58,6 +58,14 @@ def test_every_option_reaches_the_data_set(tmp_path):
     assert Dataset.open(tmp_path / "out").manifest.split_rule == "tail 0.5"
 
 
+def test_duplicates_are_counted_in_the_summary(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"text": f"row {number % 30}"}) + "\n" for number in range(50)))
+    result = prepare([str(path)], tmp_path / "out", tokenizer="byte", split="tail 0.7", duplicates="drop")
+    assert (result.documents, result.skipped) == (30, 20)
+    assert result.summary().endswith("left out: 20 duplicate document")
+
+
 def test_the_example_is_the_commands_own():
     assert COMMAND.example.startswith("flatout prepare ")
     assert COMMAND.call is prepare
