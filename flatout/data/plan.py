@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Literal
@@ -202,3 +202,9 @@ def _stripes(text: str, budget: int) -> str:
     length = max(budget // SAMPLED_STRIPES, 1)
     starts = [(len(text) - length) * index // (SAMPLED_STRIPES - 1) for index in range(SAMPLED_STRIPES)]
     return "\n".join(text[start : start + length] for start in starts)
+
+
+def empty(names: str, left_out: Iterable[tuple[str, int]]) -> DataError:
+    """Return the error for a corpus without a document."""
+    reasons = ", ".join(f"{count:,} {reason}" for reason, count in left_out)
+    return DataError(f"{names} holds no document{f' ({reasons})' if reasons else ''}.", fix="Name a file or folder with text in it.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from flatout.data.join import check, join
 from flatout.data.limits import BadRowLimit
 from flatout.data.manifest import MANIFEST, SPLITS, Manifest
 from flatout.data.pack import Skipped, Tally, Tell
+from flatout.data.plan import empty
 from flatout.data.ranges import Range, RangeRecord
 from flatout.data.request import Options as Options
 from flatout.data.request import Planned, Request, difference, open_request, plan
@@ -258,9 +259,3 @@ def _check_splits(records: Sequence[RangeRecord], source: Mapping[str, Any], rul
     if not train or not val:
         lacking = "validation" if train else "training"
         raise DataError(f"{names}: by {rule!r} none of the {train + val:,} documents is for {lacking}.", fix="Set --split 'tail 0.1'.")
-
-
-def empty(names: str, left_out: Iterable[tuple[str, int]]) -> DataError:
-    """Return the error for a corpus without a document."""
-    reasons = ", ".join(f"{count:,} {reason}" for reason, count in left_out)
-    return DataError(f"{names} holds no document{f' ({reasons})' if reasons else ''}.", fix="Name a file or folder with text in it.")

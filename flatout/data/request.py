@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from flatout.data.corpus import CACHE, Corpus, open_corpus
 from flatout.data.limits import check_space
 from flatout.data.pack import Duplicates, OnBadRow, Packing
-from flatout.data.plan import Plan, make_plan, parse_rule, sample_texts
+from flatout.data.plan import Plan, empty, make_plan, parse_rule, sample_texts
 from flatout.data.ranges import Range, make_ranges
 from flatout.data.tokenizer import Tokenizer, make_tokenizer
 from flatout.data.work import StoredPlan, WorkFolder
 from flatout.errors import DataError
 from flatout.progress import SILENT, Progress
+from flatout.sources import Document
 
 
 @dataclass(frozen=True)
@@ -191,9 +194,22 @@ def _planned(made: Plan, ranges: list[Range], tokenizer: Tokenizer, options: Opt
 def _tokenizer(spec: str, made: Plan, request: Request) -> Tokenizer:
     return make_tokenizer(
         spec,
-        lambda limit: sample_texts(made.jobs, limit),
+        lambda limit: _sample(made, request, limit),
         pattern=request.options.pattern,
         end_of_text=request.options.end_of_text,
         cache=request.cache,
         progress=request.progress,
     )
+
+
+def _sample(made: Plan, request: Request, limit: int | None) -> Iterator[str]:
+    """The sample that a tokenizer sees.
+
+    Raises: DataError when there is no document at all.
+    """
+    texts = sample_texts(made.jobs, limit)
+    first = next(texts, None)
+    if first is None:
+        left_out = Counter(row.reason for job in made.jobs for row in job.rows() if not isinstance(row, Document))
+        raise empty(" ".join(request.corpus.names), left_out.items())
+    return chain([first], texts)

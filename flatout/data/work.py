@@ -122,7 +122,7 @@ class WorkFolder:
         self._locks: list[int] = []
 
     def __enter__(self) -> Self:
-        with contextlib.suppress(FileNotFoundError):
+        with writing(self.out), contextlib.suppress(FileNotFoundError):
             self._own()
         return self
 

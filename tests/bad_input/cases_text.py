@@ -27,6 +27,13 @@ CASES = [
     Case("a pattern that matches nothing", f"prepare 'texts/*.txt' {NEW}", ("'texts/*.txt'",), ("ls",)),
     Case("an address that nothing reads", f"prepare s4://bucket/a.txt {NEW}", ("s4://bucket/a.txt",), ("s3",)),
     Case("an empty corpus", f"prepare empty.txt {NEW}", ("empty.txt", "empty document"), ("text in it",), lambda w: w.write("empty.txt", "")),
+    Case(
+        "an empty corpus to train a tokenizer on",
+        "prepare empty.txt --out data/new",
+        ("empty.txt", "empty document"),
+        ("text in it",),
+        lambda w: w.write("empty.txt", ""),
+    ),
     Case("a corpus of one character", f"prepare one.txt {NEW}", ("one.txt", "1 character"), ("Add text",), lambda w: w.write("one.txt", "x")),
     Case(
         "bytes that are not UTF-8",
