@@ -6,7 +6,6 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -203,13 +202,14 @@ def _tokenizer(spec: str, made: Plan, request: Request) -> Tokenizer:
 
 
 def _sample(made: Plan, request: Request, limit: int | None) -> Iterator[str]:
-    """The sample that a tokenizer sees.
+    """Yield the sample that a tokenizer sees.
 
     Raises: DataError when there is no document at all.
     """
-    texts = sample_texts(made.jobs, limit)
-    first = next(texts, None)
-    if first is None:
+    found = False
+    for text in sample_texts(made.jobs, limit):
+        found = True
+        yield text
+    if not found:
         left_out = Counter(row.reason for job in made.jobs for row in job.rows() if not isinstance(row, Document))
         raise empty(" ".join(request.corpus.names), left_out.items())
-    return chain([first], texts)
