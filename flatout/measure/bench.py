@@ -154,13 +154,14 @@ def ladder_experiment(asked: RunConfig, settled: Settled, put_in: Mapping[str, S
     shared = {rung.name: first.setdefault(frozenset(rung.speedups), rung.name) for rung in ladder.rungs}
     names = dict.fromkeys([BASELINE, shared[ladder.full], *shared.values()])
     points = [Point(name, with_speedups(ladder.rung(name).speedups)) for name in names]
-    pairs = [(rung.speedups, ladder.rung(rung.against).speedups) for rung in ladder.rungs if rung.against]
+    pairs = [(rung, ladder.rung(rung.against)) for rung in ladder.rungs if rung.against]
+    statistical = [pair for pair in pairs if promise_between(pair[0].speedups, pair[1].speedups).kind == "statistical"]
     return Experiment(
         LADDER,
         tuple(point for point in points if ladder.rung(point.name).kind != "put-in"),
         lambda found: ladder_rows(ladder, shared, found, asked, loss_steps=LOSS_STEPS),
         loss_steps=LOSS_STEPS,
-        losses_each_round=any(promise_between(*pair).kind == "statistical" for pair in pairs),
+        losses_each_round=frozenset(shared[rung.name] for pair in statistical for rung in pair),
         extras=tuple(point for point in points if ladder.rung(point.name).kind == "put-in"),
         total=None if ladder.full == BASELINE else (shared[ladder.full], BASELINE),
     )
@@ -219,7 +220,7 @@ def measure(
 
 def takes_losses(number: int, name: str, experiment: Experiment, budget: Budget) -> bool:
     """Say whether a trial takes the losses that are compared: in the first round, and of the extras in theirs, with what they go on top of."""
-    if number == 0 or experiment.losses_each_round:
+    if number == 0 or name in experiment.losses_each_round:
         return True
     compared = {*(point.name for point in experiment.extras), *(experiment.total or ())[:1]}
     return number == budget.extras_from and name in compared

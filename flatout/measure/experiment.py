@@ -31,8 +31,8 @@ class Experiment:
     """The table, from the trials."""
     loss_steps: int = 0
     """First losses that are compared."""
-    losses_each_round: bool = False
-    """Whether every round needs all of them: a statistical promise is judged over seeds."""
+    losses_each_round: frozenset[str] = frozenset()
+    """Points that take them in every round: a statistical promise is judged over seeds."""
     extras: tuple[Point, ...] = ()
     """Measured last in a round, and with little time only once the others have their repeats: one of them may be slow."""
     total: tuple[str, str] | None = None

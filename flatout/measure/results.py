@@ -240,6 +240,7 @@ def is_less(report: Report, place: Path) -> bool:
 
 def write(report: Report, table: str, picture: str, place: Path) -> None:
     """Write bench.json, table.md and bench.svg, each whole or not at all."""
+    place.mkdir(parents=True, exist_ok=True)
     write_text(place / JSON, json.dumps(report.model_dump(mode="json"), indent=1) + "\n")
     write_text(place / TABLE, table)
     write_text(place / PICTURE, picture)

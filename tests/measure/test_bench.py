@@ -120,12 +120,15 @@ def test_the_minutes_are_kept_and_what_had_no_time_is_said(auto_config, tmp_path
     assert not any("speedups=" in note for note in report.notes)
 
 
-def test_only_the_first_round_takes_all_losses(auto_config, tmp_path):
+def test_only_the_first_round_takes_all_losses_but_for_what_is_judged_over_seeds(auto_config, tmp_path):
     made_up = MadeUp()
-    bench(auto_config, made_up, tmp_path, repeats=2)
+    report, _ = bench(auto_config, made_up, tmp_path, repeats=2)
     half = len(made_up.specs) // 2
     assert {spec.loss_steps for spec in made_up.specs[:half]} == {20}
-    assert {spec.loss_steps for spec in made_up.specs[half:]} == {0}
+    later = {trial.point: spec.loss_steps for trial, spec in zip(report.trials[half:], made_up.specs[half:], strict=True)}
+    full = [row.name for row in report.rows if row.kind == "added"][-1]
+    assert {point for point, steps in later.items() if steps == 20} == {full, "all and length-buckets"}
+    assert {steps for point, steps in later.items() if point not in {full, "all and length-buckets"}} == {0}
 
 
 def test_an_extra_takes_its_losses_when_its_turn_comes_and_so_does_the_full_set(auto_config, tmp_path):
