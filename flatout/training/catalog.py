@@ -14,10 +14,11 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from flatout.data.disk import sync
 from flatout.documents import read_document
 from flatout.errors import CheckpointError
 from flatout.progress import SILENT, Progress
-from flatout.training.files import read_json, sha256, sync, write_json
+from flatout.training.files import read_json, sha256, write_json
 
 FORMAT_VERSION = 1
 MANIFEST, INDEX, STATE = "manifest.json", "index.json", "state.json"

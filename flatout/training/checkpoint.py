@@ -25,6 +25,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from flatout.data.disk import sync
 from flatout.errors import CheckpointError, FlatoutError, RunFailed
 from flatout.progress import SILENT, Progress, Task
 from flatout.training import catalog, slices
@@ -33,7 +34,7 @@ from flatout.training.catalog import latest as latest
 from flatout.training.catalog import prune as prune
 from flatout.training.catalog import steps as steps
 from flatout.training.catalog import verify as verify
-from flatout.training.files import read_json, sha256, sync
+from flatout.training.files import read_json, sha256
 from flatout.training.slices import Entry
 from flatout.training.state import STATE, VERSION, Part, weights_and_aliases
 

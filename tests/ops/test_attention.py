@@ -65,14 +65,6 @@ def by_loops(tensors, options):
     return out
 
 
-@pytest.fixture
-def poisoned_memory():
-    """Fresh tensors hold NaN until they are written."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_the_reference_is_what_its_words_say(case):
     tensors, options = drawn(**CASES[case])

@@ -34,14 +34,6 @@ def with_gradients(function, hidden, weight, targets):
     return loss_sum.detach(), num_valid, hidden.grad, weight.grad
 
 
-@pytest.fixture
-def poisoned_memory():
-    """Fresh tensors hold NaN until they are written."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_the_reference_is_what_its_words_say(case):
     hidden, weight, targets = drawn(**CASES[case])

@@ -59,14 +59,6 @@ def by_loops(product, gain, cos, sin, counts):
     return [part.transpose(1, 2) for part in cut.split((counts[0], counts[1], counts[1]), dim=2)]
 
 
-@pytest.fixture
-def poisoned_memory():
-    """Fresh tensors hold NaN until they are written."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_the_reference_is_what_its_words_say(case):
     tensors, counts = drawn(**CASES[case], dtype=torch.float64), CASES[case]["counts"]

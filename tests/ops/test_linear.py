@@ -28,14 +28,6 @@ def with_gradients(function, shape, width_in, width_out, dtype, *, bias):
     return [out.detach(), *(leaf.grad for leaf in leaves)]
 
 
-@pytest.fixture
-def poisoned_memory():
-    """Fresh tensors hold NaN until they are written."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", VARIANTS)
