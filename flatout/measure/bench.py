@@ -90,9 +90,7 @@ def run_bench(
         bench, start = (asked.name, experiment.kind, asked.digest()), began.isoformat(timespec="seconds")
         rounds = measure(experiment, asked, budget, Path(scratch), trial, progress, keep=lambda ended: keep(ended, bench, start, place))
     require_figures(rounds, place)
-    report = report_of(asked, settled, experiment, rounds).model_copy(
-        update={"began": start, "wall_s": round(clock() - began_s, 1), "minutes": minutes, "commit": commit_of_package()}
-    )
+    report = report_of(asked, settled, experiment, rounds, began=start, wall_s=clock() - began_s, minutes=minutes)
     if is_less(report, place):
         progress.say(f"{place} keeps the report of an earlier bench, which has more trials; those of this one are in {place / TRIALS}.")
     else:
@@ -119,8 +117,10 @@ def require_figures(rounds: Rounds, place: Path) -> None:
     raise RunFailed(f"Nothing was measured: {first.point}: {first.result.reason} All that failed is in {place / TRIALS}.", fix=fix)
 
 
-def report_of(asked: RunConfig, settled: Settled, experiment: Experiment, rounds: Rounds) -> Report:
-    """Return the verdicts on what was measured, but for when and at which commit."""
+def report_of(
+    asked: RunConfig, settled: Settled, experiment: Experiment, rounds: Rounds, *, began: str, wall_s: float, minutes: float | None
+) -> Report:
+    """Return the verdicts on what was measured, and how it was."""
     found = Measured(rounds.trials, rounds.stopped_by)
     rows = experiment.rows(found)
     return Report(
@@ -130,10 +130,10 @@ def report_of(asked: RunConfig, settled: Settled, experiment: Experiment, rounds
         config_digest=asked.digest(),
         machine=settled.machine.describe(),
         environment=next((trial.result.environment for trial in rounds.trials if trial.result.is_ok), {}),
-        commit=None,
-        began="",
-        wall_s=0.0,
-        minutes=None,
+        commit=commit_of_package(),
+        began=began,
+        wall_s=round(wall_s, 1),
+        minutes=minutes,
         repeats=rounds.begun,
         complete=rounds.is_complete,
         ended_by_signal=rounds.ended_by_signal,
