@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from pathlib import Path
 
 from flatout.errors import DataError, MissingPackage
@@ -43,10 +44,8 @@ def tokenizer_file(name: str, *, cache: Path | None = None, endpoint: str | None
         )
         return Path(str(found))
 
-    try:
+    with suppress(LocalEntryNotFoundError):  # the cache may lack it: then the hub is asked
         return fetched(local_files_only=True)
-    except LocalEntryNotFoundError:
-        pass  # the cache lacks it: the hub is asked
     where = f"{repository}{f' at revision {revision}' if revision else ''}"
     try:
         with progress.task(f"Fetching the tokenizer of {where}"):
