@@ -22,6 +22,11 @@ def pytest_addoption(parser):
     parser.addoption("--write-tables", action="store_true", help="Write the tables that tests generate into the documents.")
 
 
+def pytest_make_parametrize_id(val, argname):
+    """Name a case of bytes by its argument: what is packed holds the second of its packing, and all processes must agree on a name."""
+    return argname if isinstance(val, bytes) else None
+
+
 WORDS = (
     "the",
     "a",
