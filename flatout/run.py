@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from flatout.config import RunConfig
+from flatout.config import RunConfig, TrainConfig
 from flatout.data.mix import MixedDataset, parts_of
 from flatout.data.shards import Dataset
 from flatout.data.steps import FeedPlan
@@ -94,7 +94,7 @@ class Run:
     @property
     def steps_per_epoch(self) -> float:
         """Optimiser steps that read as many tokens as the training split has, or all sets of a mix together."""
-        return epoch_tokens(self.dataset, self.config.data.seq_len) / self.tokens_per_step
+        return self.feed.steps_per_epoch
 
     @property
     def arithmetic(self) -> str:
@@ -118,7 +118,7 @@ def resolve(
     """
     config = _resolve_model(config, dataset)
     config = _resolve_batch(config, world_size)
-    config = _resolve_length(config, dataset)
+    asked, config = config.train, _resolve_length(config, dataset)
     check_names(config)
     model_class = MODELS.get(config.model.kind)
     model_config = model_class.check(config.model.own() | {"vocab_size": config.model.vocab_size}, seq_len=config.data.seq_len)
@@ -128,6 +128,8 @@ def resolve(
     minutes = total / (world_size * peak.tflops * 1e12 * ASSUMED_MFU) / 60 if peak else None
     decisions = select(config, machine, device=config.train.device, minutes=minutes)
     recipe = assemble(decisions)
+    if asked.steps is None and "batching" in recipe.filled_by:
+        config = _length_as_read(config, asked, recipe, dataset)
     precision = recipe.part("precision")
     on = {decision.name for decision in decisions if decision.on}
     batch: dict[str, Any] = {}
@@ -225,6 +227,15 @@ def _resolve_length(config: RunConfig, dataset: Dataset | MixedDataset) -> RunCo
         return config
     tokens = train.tokens or (train.epochs or 1.0) * epoch_tokens(dataset, config.data.seq_len)
     return config.with_values({"train.steps": max(math.ceil(tokens / tokens_per_step), 1)})
+
+
+def _length_as_read(config: RunConfig, asked: TrainConfig, recipe: Recipe, dataset: Dataset | MixedDataset) -> RunConfig:
+    """Turn tokens or epochs into optimiser steps of a reader that has its own: padded ones, which hold fewer tokens."""
+    windows = (config.batch.tokens_per_step or 0) // config.data.seq_len
+    plan = FeedPlan(config.data.seq_len, windows, 1, rank=0, world_size=1, seed=0, document_mask=False, prefetch=0, device="cpu")
+    steps = recipe.part("batching")(dataset.split("train"), plan, None)
+    epochs = asked.tokens / steps.tokens_per_epoch if asked.tokens else asked.epochs or 1.0
+    return config.with_values({"train.steps": max(math.ceil(epochs * steps.steps_per_epoch), 1)})
 
 
 def for_world_size(config: RunConfig, world_size: int) -> RunConfig:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from flatout.data.shards import Dataset
@@ -77,6 +79,16 @@ def test_tokens_and_epochs_become_whole_steps(settle, tiny_config):
     for epochs in (None, 2.0):
         steps = settle(train__steps=None, train__epochs=epochs, batch__tokens_per_step=128).train.steps
         assert steps == -(-int((epochs or 1.0) * per_epoch) // 128)
+
+
+@pytest.mark.parametrize("share", [1.0, 2.5])
+def test_epochs_and_tokens_of_documents_a_row_become_the_steps_that_read_them(settle, build_run, tiny_config, share):
+    changes = {"speedups": "auto,-compile,+length-buckets", "data__seq_len": 64, "batch__tokens_per_step": 512}
+    reader = build_run(tiny_config(**changes)).feed._steps
+    assert reader.tokens_per_epoch < 512 * reader.num_steps, "some of it is padding"
+    wanted = math.ceil(share * reader.num_steps)
+    assert settle(**changes, train__steps=None, train__epochs=share).train.steps == wanted
+    assert settle(**changes, train__steps=None, train__tokens=int(share * reader.tokens_per_epoch)).train.steps == wanted
 
 
 def test_one_row_is_what_there_is_even_where_the_memory_seems_too_small(settle):

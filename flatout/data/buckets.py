@@ -19,7 +19,7 @@ import numpy as np
 
 from flatout.data.order import shuffled
 from flatout.data.shards import Split
-from flatout.data.steps import FeedPlan, Shape
+from flatout.data.steps import FeedPlan, Shape, StepRead
 from flatout.errors import DataError
 from flatout.progress import SILENT, Progress
 
@@ -74,29 +74,40 @@ class BucketedSteps:
         """Steps of an epoch."""
         return int(self._first_step[-1])
 
+    @property
+    def steps_per_epoch(self) -> float:
+        """Steps of an epoch, a whole number of them."""
+        return self.num_steps
+
+    @property
+    def tokens_per_epoch(self) -> int:
+        """Targets of all documents."""
+        return int(self._sizes.sum())
+
     def shape_at(self, position: int) -> Shape:
         """Return the shape of the step at `position`."""
         return self._shape(self._buckets[self._step(position)[0]])
 
-    def read(self, position: int, windows_NW: Array, mask_NT: Array | None, doc_ids_NT: Array | None) -> int:
-        """Write this rank's rows of the step at `position`, 0 and False behind a document's end, and return the position after it.
+    def read(self, position: int, windows_NW: Array, mask_NT: Array | None, doc_ids_NT: Array | None) -> StepRead:
+        """Write this rank's rows of the step at `position`, 0 and False behind a document's end, and return what all ranks read.
 
         Shapes:  windows_NW (N, T + 1); mask_NT (N, T); doc_ids_NT None.
         """
         number, group = self._step(position)
         bucket = self._buckets[number]
-        items = group * bucket.rows_per_step + self.plan.places(self._shape(bucket).rows)
-        there = items < bucket.pool
-        rows = self._drawn(number, position // self.num_steps, items[there])
-        starts, sizes = np.zeros(len(items), np.int64), np.zeros(len(items), np.int64)
-        starts[there], sizes[there] = self._starts[rows], self._sizes[rows]
+        first = group * bucket.rows_per_step
+        rows = self._drawn(number, position // self.num_steps, np.arange(first, min(first + bucket.rows_per_step, bucket.pool)))
+        places = self.plan.places(self._shape(bucket).rows)
+        there = places < len(rows)
+        starts, sizes = np.zeros(len(places), np.int64), np.zeros(len(places), np.int64)
+        starts[there], sizes[there] = self._starts[rows[places[there]]], self._sizes[rows[places[there]]]
         self._split.read_spans(starts, np.where(there, sizes + 1, 0), windows_NW)
         assert mask_NT is not None, "a bucket's rows have a mask always"
         if self._split.has_mask:
             self._split.read_mask_spans(starts + 1, sizes, mask_NT)
         else:
             mask_NT[:] = np.arange(bucket.seq_len) < sizes[:, np.newaxis]
-        return position + 1
+        return StepRead(position + 1, int(self._sizes[rows].sum()), len(rows))
 
     def prime(self, position: int, steps: int, progress: Progress = SILENT) -> None:
         """Do nothing: rows are read from the shards."""

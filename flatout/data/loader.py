@@ -53,8 +53,17 @@ class StepBatch:
     """int32; None when attention crosses documents."""
     position: int
     """Where the reading of all ranks stands after this batch."""
+    tokens: int
+    """Targets that all ranks have in this step; padding does not count."""
+    samples: int
+    """Rows that all ranks have in this step, less those of padding alone."""
     wait_ms: float
     """How long the caller was kept waiting for it."""
+
+    @property
+    def seq_len(self) -> int:
+        """Inputs of a row."""
+        return self.windows_ABW.shape[2] - 1
 
     def micro_batches(self) -> Iterator[MicroBatch]:
         """Yield the step's micro-batches; tokens become int64 here, on the device."""
@@ -96,8 +105,8 @@ class _Buffer:
         windows_NW = self._rows(self._windows, rows, seq_len + 1)
         mask_NT, doc_ids_NT = (self._rows(flat, rows, seq_len) for flat in (self._mask, self._doc_ids))
         mask, doc_ids = (None if tensor is None else tensor.numpy() for tensor in (mask_NT, doc_ids_NT))
-        position = self._steps.read(position, windows_NW.numpy().view(self._steps.dtype), mask, doc_ids)
-        batch = StepBatch(self._copy(windows_NW), self._copy(mask_NT), self._copy(doc_ids_NT), position, wait_ms=0.0)
+        read = self._steps.read(position, windows_NW.numpy().view(self._steps.dtype), mask, doc_ids)
+        batch = StepBatch(self._copy(windows_NW), self._copy(mask_NT), self._copy(doc_ids_NT), **read._asdict(), wait_ms=0.0)
         if self._copied is not None:
             self._copied.record(torch.cuda.current_stream(self._device))
         return batch
@@ -129,6 +138,11 @@ class _Feed:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    @property
+    def steps_per_epoch(self) -> float:
+        """Steps that read the split once, all sets of a mix together."""
+        return self._steps.steps_per_epoch
 
     def prime(self, steps: int, *, progress: Progress = SILENT) -> None:
         """Let the reader get ready for the rows of the next `steps` steps, as many as it keeps; most readers need not.

@@ -99,6 +99,17 @@ class Shape(NamedTuple):
     """Tokens of a row (T)."""
 
 
+class StepRead(NamedTuple):
+    """What was read for a step, over all ranks; every rank says the same."""
+
+    position: int
+    """Where the next step begins."""
+    tokens: int
+    """Targets that are text; padding does not count."""
+    samples: int
+    """Rows with any."""
+
+
 class StepReader(Protocol):
     """What a feed asks for the rows of a step."""
 
@@ -109,11 +120,19 @@ class StepReader(Protocol):
     has_mask: bool
     has_document_ids: bool
 
+    @property
+    def steps_per_epoch(self) -> float:
+        """Steps that read the split once."""
+
+    @property
+    def tokens_per_epoch(self) -> int:
+        """Targets that they read; padding does not count."""
+
     def shape_at(self, position: int) -> Shape:
         """Return the shape of the step that begins at `position`."""
 
-    def read(self, position: int, windows_NW: Array, mask_NT: Array | None, doc_ids_NT: Array | None) -> int:
-        """Write this rank's rows of the step that begins at `position`, and return the position after it.
+    def read(self, position: int, windows_NW: Array, mask_NT: Array | None, doc_ids_NT: Array | None) -> StepRead:
+        """Write this rank's rows of the step that begins at `position`, and return what all ranks read.
 
         Shapes:  windows_NW (A * B, T + 1); mask_NT, doc_ids_NT (A * B, T), None where there are none.
         """
@@ -136,12 +155,22 @@ class WindowSteps:
         self._ahead = np.empty((0, plan.accumulate * plan.rows_per_device), np.int64)
         """The windows of the steps from position `_first` on."""
 
+    @property
+    def steps_per_epoch(self) -> float:
+        """Steps that read every window once: not a whole number, an epoch begins inside a step."""
+        return self._split.num_windows(self.plan.seq_len) / self.plan.windows_per_step
+
+    @property
+    def tokens_per_epoch(self) -> int:
+        """Targets of all windows."""
+        return self._split.num_windows(self.plan.seq_len) * self.plan.seq_len
+
     def shape_at(self, position: int) -> Shape:
         """Return the one shape there is."""
         return self.shapes[0]
 
-    def read(self, position: int, windows_NW: Array, mask_NT: Array | None, doc_ids_NT: Array | None) -> int:
-        """Write this rank's windows of the step that begins at `position`, and return the position after it.
+    def read(self, position: int, windows_NW: Array, mask_NT: Array | None, doc_ids_NT: Array | None) -> StepRead:
+        """Write this rank's windows of the step that begins at `position`, and return what all ranks read.
 
         Shapes:  windows_NW (A * B, T + 1); mask_NT, doc_ids_NT (A * B, T), None where there are none.
         """
@@ -151,7 +180,8 @@ class WindowSteps:
             self._split.read_mask(indices, seq_len, mask_NT)
         if doc_ids_NT is not None:
             self._split.read_document_ids(indices, seq_len, doc_ids_NT)
-        return position + self.plan.windows_per_step
+        windows = self.plan.windows_per_step
+        return StepRead(position + windows, windows * seq_len, windows)
 
     def prime(self, position: int, steps: int, progress: Progress = SILENT) -> None:
         """Let a reader that needs it get ready for the windows of the next `steps` steps, as many as it keeps."""

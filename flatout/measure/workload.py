@@ -94,7 +94,7 @@ def timed(run: Run, spec: TrialSpec, began_s: float) -> TrialResult:
     return TrialResult(
         status="failed" if dropped else "ok",
         reason=f"{dropped[0].name}: {dropped[0].reason}." if dropped else None,
-        tokens_per_s=spent.steps * run.tokens_per_step / spent.train_s,
+        tokens_per_s=spent.tokens / spent.train_s,
         step_ms=figures["perf/step_ms"],
         data_ms=figures["perf/data_wait_ms"],
         host_ms=figures["perf/host_ms"],

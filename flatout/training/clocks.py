@@ -28,6 +28,8 @@ class Spent:
     """The host waited for the device: for the step's work itself on a CPU, for figures to be read back on a GPU."""
     device_s: float = 0.0
     """The device was at a step's work."""
+    tokens: int = 0
+    """Targets of the steps, padding not counted."""
 
     @property
     def host_s(self) -> float:
@@ -125,6 +127,10 @@ class Window:
     wait_ms: float = 0.0
     aside_s: float = 0.0
     blocked_s: float = 0.0
+    tokens: int = 0
+    samples: int = 0
+    flops: float = 0.0
+    """What the tokens cost, causal-exact."""
     spans: list[Any] = field(default_factory=list)
     """The device's work, a span a step, in its clock's own terms."""
 
@@ -134,7 +140,7 @@ class Window:
 
     def spent(self, now_s: float) -> Spent:
         """Return where the window's time went, as far as the host knows it: all but the device's own."""
-        return Spent(self.steps, self.train_s(now_s), self.wait_ms * 1e-3, self.blocked_s)
+        return Spent(self.steps, self.train_s(now_s), self.wait_ms * 1e-3, self.blocked_s, tokens=self.tokens)
 
 
 def step_clock(device: torch.device) -> CpuClock | CudaClock:

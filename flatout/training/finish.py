@@ -63,9 +63,9 @@ def summarise(run: Run, log: Log, evaluation: Evaluation | None) -> dict[str, An
     """Return what the run came to: all of it measured, what was not is None."""
     wall_s = log.wall_s
     run.peak = best_peak(run, log)
-    steady = log.steady_tokens_per_s()
-    mfu = log.mfu(steady) if steady else None
-    tokens_here = (run.step - log.first_step) * run.tokens_per_step
+    steady = log.steady_rates()
+    mfu = log.mfu(steady.flops_per_s) if steady else None
+    tokens_here = run.tokens - log.first_tokens
     digest = weights_sha256(catalog.checkpoint_path(run.folder, run.step)) if run.mesh.is_main else ""
     return {
         "run": str(run.folder),
@@ -79,7 +79,7 @@ def summarise(run: Run, log: Log, evaluation: Evaluation | None) -> dict[str, An
         "by_dataset": [score.to_dict() for score in evaluation.by_dataset] if evaluation else [],
         "stopped_early": ends_early(run),
         "stopped_because": why_early(run),
-        "tokens_per_s": steady,
+        "tokens_per_s": steady.tokens_per_s if steady else None,
         "wall_tokens_per_s": tokens_here / wall_s if tokens_here else None,
         "mfu": mfu,
         "mfu_of": run.peak.source if run.peak and mfu else _why_unknown(run),

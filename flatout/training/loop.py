@@ -38,7 +38,7 @@ def fit(run: Run, log: Log, stop: StopFlag, *, sample: Callable[[Run], str] | No
         with log.clock:
             result = train_step(run, batch)  # device work only
         run.step += 1
-        run.tokens += run.tokens_per_step
+        run.tokens += batch.tokens
         log.step(batch, result)  # read back later
         if due(run.config.train.eval_every, run):
             with log.aside():

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 
@@ -33,6 +33,15 @@ if TYPE_CHECKING:
     from flatout.training.step import StepResult
 
 GIB = 2**30
+
+
+class Rates(NamedTuple):
+    """What all ranks get through in a second of training."""
+
+    tokens_per_s: float
+    """Targets; padding does not count."""
+    flops_per_s: float
+    """What they cost, causal-exact."""
 
 
 @dataclass(frozen=True)
@@ -61,17 +70,18 @@ class Log:
         self._past = Spent()
         self._metrics = self._open_metrics() if run.mesh.is_main else None
         self._board = _open_board(run.folder, run.step) if run.mesh.is_main else None
-        self.first_step = run.step
-        """The step this process began at."""
         self.clock: Any = step_clock(run.mesh.device)
         """Entered around `train_step`."""
-        self._flops_per_token = float(run.core.flops_per_token(run.config.data.seq_len).causal_exact)
+        self._flops_per_token: dict[int, float] = {}
+        """By the length of a row."""
         self._last: StepResult | None = None
-        self.steady: list[float] = []
-        """Training tokens/s of every window but the first, which holds the warm-up."""
+        self.first_tokens = run.tokens
+        """Tokens of the run before this process."""
+        self.steady: list[Rates] = []
+        """Of every window but the first, which holds the warm-up."""
         self.curve: list[tuple[int, float]] = []
         """(step, training loss) of every record of this process."""
-        self.first_window: float | None = None
+        self.first_window: Rates | None = None
         self.last_evaluation: tuple[int, Evaluation] | None = None
         """The step of this process's last evaluation record, and what was found."""
 
@@ -85,6 +95,9 @@ class Log:
         run, window = self._run, self._window
         window.steps += 1
         window.wait_ms += batch.wait_ms
+        window.tokens += batch.tokens
+        window.samples += batch.samples
+        window.flops += batch.tokens * self._flops_of(batch.seq_len)
         self._last = result
         if result.skipped:
             self.event("skip", reason="float16 overflowed: the loss scale is halved, the weights stay")
@@ -205,19 +218,19 @@ class Log:
         self._gather()
         run, window, now_s = self._run, self._window, time.perf_counter()
         seconds, steps = window.train_s(now_s), window.steps
-        tokens_per_s = steps * run.tokens_per_step / seconds
+        rates = Rates(window.tokens / seconds, window.flops / seconds)
         if self.first_window is None:
-            self.first_window = tokens_per_s
+            self.first_window = rates
         else:
-            self.steady.append(tokens_per_s)
+            self.steady.append(rates)
         figures = self._position() | {
             "train/lr": result.learning_rate,
             "train/epoch": run.step / run.steps_per_epoch,
-            "perf/tokens_per_s": tokens_per_s,
-            "perf/samples_per_s": tokens_per_s / run.config.data.seq_len,
+            "perf/tokens_per_s": rates.tokens_per_s,
+            "perf/samples_per_s": window.samples / seconds,
             "perf/steps_per_s": steps / seconds,
         }
-        mfu = self.mfu(tokens_per_s)
+        mfu = self.mfu(rates.flops_per_s)
         if mfu is not None:
             figures["perf/mfu"] = mfu
         if run.mesh.is_main:
@@ -225,19 +238,25 @@ class Log:
         self._window = Window(now_s)
         return Waiting(figures, window.spent(now_s), window.spans)
 
-    def mfu(self, tokens_per_s: float) -> float | None:
-        """Return the share of the peak that `tokens_per_s` is, counting causal-exact FLOPs.
+    def _flops_of(self, seq_len: int) -> float:
+        """Return the causal-exact training FLOPs of a token in a row of `seq_len`."""
+        if seq_len not in self._flops_per_token:
+            self._flops_per_token[seq_len] = float(self._run.core.flops_per_token(seq_len).causal_exact)
+        return self._flops_per_token[seq_len]
+
+    def mfu(self, flops_per_s: float) -> float | None:
+        """Return the share of the peak that `flops_per_s` is, of the model's own causal-exact FLOPs over all ranks.
 
         None when no peak is known, or when the share is above 1: then the peak was measured while the machine was busy.
         """
         if self._run.peak is None:
             return None
-        share = tokens_per_s * self._flops_per_token / (self._run.mesh.world_size * self._run.peak.tflops * 1e12)
+        share = flops_per_s / (self._run.mesh.world_size * self._run.peak.tflops * 1e12)
         return share if share <= 1 else None
 
-    def steady_tokens_per_s(self) -> float | None:
-        """Return the median over the windows after the first, or the first's own where there is no other."""
-        return statistics.median(self.steady) if self.steady else self.first_window
+    def steady_rates(self) -> Rates | None:
+        """Return the medians over the windows after the first, or the first's own where there is no other."""
+        return Rates(*map(statistics.median, zip(*self.steady, strict=True))) if self.steady else self.first_window
 
     def _read_back(self, *, flush: bool) -> None:
         """Write the records whose device figures have arrived; with `flush`, wait for all."""

@@ -3,7 +3,7 @@ import pytest
 
 from flatout.data.buckets import BucketedSteps, row_lengths, rows_of
 from flatout.data.loader import DirectFeed, PrefetchFeed
-from flatout.data.steps import FeedPlan, Shape
+from flatout.data.steps import FeedPlan, Shape, StepRead
 from flatout.errors import DataError
 
 T = 64
@@ -30,7 +30,10 @@ def reading(reader, position):
     rows, seq_len = reader.shape_at(position)
     windows = np.full((rows * reader.plan.accumulate, seq_len + 1), 7, reader.dtype)
     mask = np.ones((rows * reader.plan.accumulate, seq_len), np.bool_)
-    assert reader.read(position, windows, mask, None) == position + 1
+    read = reader.read(position, windows, mask, None)
+    assert read.position == position + 1
+    if reader.plan.world_size == 1 and not reader._split.has_mask:
+        assert read == StepRead(position + 1, mask.sum(), mask.any(axis=1).sum())
     return windows, mask
 
 
@@ -104,6 +107,24 @@ def test_any_number_of_ranks_reads_the_same_rows_a_step(documents, world_size):
         whole, _ = reading(alone, position)
         shared = np.concatenate([reading(reader, position)[0] for reader in ranks])
         assert np.array_equal(np.sort(whole, axis=0), np.sort(shared, axis=0))
+
+
+def test_every_rank_says_what_all_of_them_read(documents):
+    split = documents(LENGTHS, mask=RNG.integers(0, 2, LENGTHS.sum()))
+    alone, *ranks = (
+        BucketedSteps(split, plan(accumulate=4 // world_size, world_size=world_size, rank=rank), None)
+        for world_size, rank in ((1, 0), (2, 0), (2, 1))
+    )
+
+    def read(reader, position):
+        rows, seq_len = reader.shape_at(position)
+        windows = np.empty((rows * reader.plan.accumulate, seq_len + 1), reader.dtype)
+        return reader.read(position, windows, np.empty((len(windows), seq_len), np.bool_), None)
+
+    whole = [read(alone, position) for position in range(alone.num_steps)]
+    assert [[read(reader, position) for position in range(alone.num_steps)] for reader in ranks] == [whole, whole]
+    assert sum(step.tokens for step in whole) == len(WANTED) == alone.tokens_per_epoch
+    assert alone.steps_per_epoch == len(whole)
 
 
 def test_the_plan_never_changes_silently(documents):

@@ -17,8 +17,10 @@ def plan(**changes):
 def first_tokens(reader, position):
     rows, seq_len = reader.shape_at(position)
     windows_NW = np.empty((rows * reader.plan.accumulate, seq_len + 1), reader.dtype)
-    after = reader.read(position, windows_NW, None, None)
-    return (windows_NW[:, 0] // 8).tolist(), after
+    read = reader.read(position, windows_NW, None, None)
+    windows = reader.plan.windows_per_step
+    assert (read.tokens, read.samples) == (8 * windows, windows)
+    return (windows_NW[:, 0] // 8).tolist(), read.position
 
 
 @pytest.mark.parametrize("worked_out", [1, 13, 4096])
@@ -54,6 +56,7 @@ def test_the_order_is_asked_for_once_in_many_steps(train_split, monkeypatch):
 
 def test_one_shape(train_split):
     reader = WindowSteps(train_split(TOKENS), plan(), ShardWindows())
+    assert (reader.steps_per_epoch, reader.tokens_per_epoch) == (37 / 6, 37 * 8)
     assert reader.shapes == (Shape(2, 8),)
     assert reader.shape_at(12345) == Shape(2, 8)
 

@@ -39,7 +39,8 @@ def take_step(log, run, clock, *, work_s, wait_s=0.0, rest_s=0.0):
         clock.now += work_s
     clock.now += rest_s
     run.step += 1
-    log.step(SimpleNamespace(wait_ms=1e3 * wait_s), StepResult(torch.tensor(1.0), torch.tensor(1.0), torch.tensor(128.0), 0.1))
+    batch = SimpleNamespace(wait_ms=1e3 * wait_s, tokens=128, samples=8, seq_len=16)
+    log.step(batch, StepResult(torch.tensor(1.0), torch.tensor(1.0), torch.tensor(128.0), 0.1))
 
 
 def test_on_a_cpu_the_parts_add_up_to_the_step():
@@ -52,8 +53,8 @@ def test_on_a_cpu_the_parts_add_up_to_the_step():
 
 
 def test_a_window_leaves_out_what_was_spent_aside():
-    window = Window(started_s=10.0, steps=2, wait_ms=500.0, aside_s=3.0, blocked_s=1.0)
-    assert window.spent(15.0) == Spent(steps=2, train_s=2.0, wait_s=0.5, blocked_s=1.0)
+    window = Window(started_s=10.0, steps=2, wait_ms=500.0, aside_s=3.0, blocked_s=1.0, tokens=7)
+    assert window.spent(15.0) == Spent(steps=2, train_s=2.0, wait_s=0.5, blocked_s=1.0, tokens=7)
 
 
 def test_every_record_says_where_its_steps_went(build_run, tiny_config, tmp_path, clock):

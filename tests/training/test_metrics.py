@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from flatout.hardware import Peak
 from flatout.speedups.no_sync_logging import DelayedReadback
 from flatout.training.clocks import Window
-from flatout.training.metrics import Log, process_peak_bytes
+from flatout.training.metrics import Log, Rates, process_peak_bytes
 from flatout.training.step import StepResult
 
 
@@ -46,9 +47,10 @@ def test_time_spent_aside_is_not_training_time():
     assert window.train_s(15.0) == 2.0
 
 
-def step(log, run):
+def step(log, run, *, tokens=128, samples=8, seq_len=16):
     run.step += 1
-    log.step(SimpleNamespace(wait_ms=5.0), StepResult(torch.tensor(1.0), torch.tensor(1.0), torch.tensor(128.0), 0.1))
+    batch = SimpleNamespace(wait_ms=5.0, tokens=tokens, samples=samples, seq_len=seq_len)
+    log.step(batch, StepResult(torch.tensor(1.0), torch.tensor(1.0), torch.tensor(128.0), 0.1))
 
 
 def test_evaluation_does_not_slow_the_tokens_per_second(build_run, tiny_config, tmp_path, clock):
@@ -64,8 +66,8 @@ def test_evaluation_does_not_slow_the_tokens_per_second(build_run, tiny_config, 
         clock.now += 4.0
         step(log, run)
         log.close()
-    assert log.first_window == pytest.approx(128 / 9)
-    assert log.steady == [pytest.approx(128 / 2), pytest.approx(128 / 4)]
+    assert log.first_window.tokens_per_s == pytest.approx(128 / 9)
+    assert [rates.tokens_per_s for rates in log.steady] == [pytest.approx(128 / 2), pytest.approx(128 / 4)]
     assert log.wall_s == pytest.approx(55.0)
 
 
@@ -73,20 +75,36 @@ def test_the_share_of_the_peak_is_unknown_rather_than_above_one(build_run, tiny_
     (tmp_path / "run").mkdir()
     run = build_run(tiny_config())
     with Log(run) as log:
-        flops = float(run.core.flops_per_token(16).causal_exact)
-        run.peak = Peak(tflops=flops * 1e-12 * 1000, source="made up")
+        run.peak = Peak(tflops=1e-9, source="made up")
         assert log.mfu(500.0) == pytest.approx(0.5)
         assert log.mfu(1001.0) is None
         run.peak = None
         assert log.mfu(500.0) is None
 
 
-def test_steady_tokens_per_s_leave_the_first_window_out(build_run, tiny_config, tmp_path):
+def test_rates_count_the_tokens_and_rows_that_are_there_at_the_cost_of_their_length(build_run, tiny_config, tmp_path, clock):
+    (tmp_path / "run").mkdir()
+    run = build_run(tiny_config(train__steps=2))
+    flops = {seq_len: float(run.core.flops_per_token(seq_len).causal_exact) for seq_len in (4, 16)}
+    assert flops[4] < flops[16]
+    run.peak = Peak(tflops=flops[4] * 20 * 1e-12, source="made up")
+    with Log(run) as log:
+        for tokens, samples, seq_len in ((100, 8, 16), (60, 20, 4)):
+            clock.now += 6.0
+            step(log, run, tokens=tokens, samples=samples, seq_len=seq_len)
+        log.close()
+    last = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[-1])
+    assert (last["perf/tokens_per_s"], last["perf/samples_per_s"]) == pytest.approx((10.0, 20 / 6))
+    assert last["perf/mfu"] == pytest.approx(0.5)
+    assert log.steady == [pytest.approx((10.0, 10 * flops[4]))]
+
+
+def test_steady_rates_leave_the_first_window_out(build_run, tiny_config, tmp_path):
     (tmp_path / "run").mkdir()
     run = build_run(tiny_config())
     with Log(run) as log:
-        assert log.steady_tokens_per_s() is None
-        log.first_window = 5.0
-        assert log.steady_tokens_per_s() == 5.0
-        log.steady = [100.0, 300.0, 200.0]
-        assert log.steady_tokens_per_s() == 200.0
+        assert log.steady_rates() is None
+        log.first_window = Rates(5.0, 1.0)
+        assert log.steady_rates() == (5.0, 1.0)
+        log.steady = [Rates(100.0, 4.0), Rates(300.0, 6.0), Rates(200.0, 9.0)]
+        assert log.steady_rates() == (200.0, 6.0)

@@ -7,10 +7,12 @@ import os
 import shutil
 import signal
 
+import numpy as np
 import pytest
 import torch
 
 from flatout.config import load_config
+from flatout.data.shards import Dataset
 from flatout.errors import CheckpointError, ConfigError, DataError, RunFailed, Stopped
 from flatout.generate import sample
 from flatout.loading import load_run
@@ -88,6 +90,20 @@ def test_a_run_leaves_everything_the_run_folder_promises(tiny_config, tmp_path):
         assert record["tokens"] == 128 * record["step"]
     assert {e["name"] for e in events(folder, "speedup")} >= {"prefetch", "compile"}
     assert all(e["reason"] for e in events(folder, "speedup"))
+
+
+def test_padding_is_no_token_and_no_sample(tiny_config, tmp_path):
+    config = tiny_config(speedups="auto,-compile,+length-buckets", data__seq_len=64, batch__tokens_per_step=512, train__steps=None, train__epochs=1.0)
+    summary = run_training(config, tmp_path / "run")
+    manifest = Dataset.open(config.data.path).manifest.splits["train"]
+    assert summary["tokens"] == manifest.tokens - manifest.documents < 512 * summary["steps"]
+    records = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    trained = [record for record in records if "perf/samples_per_s" in record]
+    assert trained[-1]["train/epoch"] == 1.0
+    assert [record["tokens"] for record in trained][-1] == summary["tokens"]
+    rows = sum(record["perf/samples_per_s"] / record["perf/steps_per_s"] for record in trained)
+    ends = Dataset.open(config.data.path).split("train").document_ends
+    assert rows == pytest.approx(sum(-(-(length - 1) // 64) for length in np.diff(ends, prepend=0)))
 
 
 def test_the_best_checkpoint_is_chosen_among_losses_on_the_same_tokens(tiny_config, tmp_path):
