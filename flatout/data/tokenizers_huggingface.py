@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import json
 import re
@@ -61,9 +60,7 @@ class HuggingFaceTokenizer(StoredTokenizer):
 
     @cached_property
     def _tokenizer(self) -> tokenizers.Tokenizer:
-        from tokenizers import Tokenizer
-
-        made = Tokenizer.from_str(json.dumps(self.definition))
+        made = _loaded(self.definition)
         made.encode_special_tokens = True
         made.no_padding()
         made.no_truncation()
@@ -158,10 +155,8 @@ class HuggingFaceTokenizer(StoredTokenizer):
 
         Raises: DataError when it is not one, or end-of-text is neither named nor called by a usual name.
         """
-        from tokenizers import Tokenizer
-
         try:
-            vocabulary = Tokenizer.from_str(json.dumps(definition)).get_vocab(with_added_tokens=True)
+            vocabulary = _loaded(definition).get_vocab(with_added_tokens=True)
         except Exception as error:
             raise DataError(
                 f"{name} is not a tokenizer: {error}.", fix="Give a file that flatout saved, a Hugging Face tokenizer.json, or a .tiktoken file."
@@ -173,9 +168,12 @@ class HuggingFaceTokenizer(StoredTokenizer):
                 f"{name} has no token {token!r}." if token else f"{name} has none of the usual end-of-text tokens.",
                 fix=f"Did you mean {guess!r}?" if guess else "Name its end-of-text token with --end-of-text.",
             )
-        definition = copy.deepcopy(definition)
-        for entry in definition.get("added_tokens", []):
-            if entry["content"] == token:
-                entry["special"] = True
+        added = [entry | {"special": True} if entry["content"] == token else entry for entry in definition.get("added_tokens") or []]
         stem = name.rpartition("/")[2].removesuffix(".json")
-        return cls(stem, definition, vocabulary[token])
+        return cls(stem, definition | {"added_tokens": added}, vocabulary[token])
+
+
+def _loaded(definition: dict[str, Any]) -> tokenizers.Tokenizer:
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_str(json.dumps(definition))
