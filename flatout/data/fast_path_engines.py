@@ -136,7 +136,9 @@ def tiktoken_of(name: str, ranks: Mapping[bytes, int], pattern: str) -> Encode:
     except ImportError as error:
         raise missing("tiktoken") from error
 
-    encoding = tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=dict(ranks), special_tokens={})
+    # Without a special token tiktoken looks for the empty one, which it finds, and passes over, at every character.
+    unused = {"<|unused|>": max(ranks.values(), default=0) + 1}
+    encoding = tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=dict(ranks), special_tokens=unused)
 
     def encode(text: str) -> Ids:
         ids: Ids = encoding.encode_to_numpy(text, disallowed_special=())

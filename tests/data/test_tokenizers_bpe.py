@@ -50,6 +50,15 @@ def test_training_gives_the_size_asked_for_and_the_same_each_time():
     assert len(first.encode("word96 other1")) < 8
 
 
+@pytest.mark.parametrize("engine", ["tiktoken", "gigatoken"])
+def test_no_name_written_out_in_text_is_a_token(engine):
+    """An engine may know a special token that this vocabulary does not have."""
+    text = "a <|unused|> b<|unused|><|endoftext|>"
+    made = train_bpe(CORPUS, 300).with_engine(engine)
+    assert made.decode(made.encode(text)) == text
+    assert max(made.encode(text)) < made.eot_id
+
+
 def test_training_splits_text_as_its_pattern_does():
     """No merge crosses a boundary of the pattern, so encoding in the trainer and here agree."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
