@@ -7,6 +7,7 @@ is one JSON object. Exit codes: 0 done, 1 failed, 2 wrong usage, 75 stopped and 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import importlib
 import inspect
 import io
@@ -45,6 +46,8 @@ Begin with: flatout demo
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the program and exit with its code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    if sys.__stderr__ is not None and not faulthandler.is_enabled():
+        faulthandler.enable(sys.__stderr__)  # a crash below Python, as of a mapped file that a disk no longer gives, says where it was
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a model may write what the terminal cannot show
     try:

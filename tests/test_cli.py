@@ -282,3 +282,11 @@ def test_every_command_is_whole(name):
     assert command.example.startswith(f"flatout {name}")
     assert cli.COMMANDS.describe(name)
     assert all(getattr(parameter, "help", None) for parameter in parser.params), "every argument and option has a help text"
+
+
+def test_a_crash_below_python_says_where_it_was():
+    program = "import os, signal\nfrom flatout import cli\ncli._guarded = lambda words: os.kill(os.getpid(), signal.SIGBUS)\ncli.main([])"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGBUS
+    assert "Bus error" in done.stderr
+    assert "cli.py" in done.stderr

@@ -2,7 +2,7 @@
 
 A folder is `manifest.json`, `tokenizer.json`, `{train,val}-NNNNN.bin` (flat tokens), `{train,val}-documents.bin` (int64
 ends) and, with a loss mask, `{train,val}-NNNNN.mask.bin` (uint8). Every 4 MiB block has a CRC-32: sizes are checked when a
-folder is opened, a block when something in it is first read.
+folder is opened and whenever a file is read, a block when something in it is first read.
 
 Letters in names: N windows, T tokens of one window, W = T + 1 (a window and its last target).
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import mmap
+import os
 import zlib
 from collections.abc import Container, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -229,11 +230,21 @@ class _Tape:
         self._all_checked = False
 
     @cached_property
-    def _files(self) -> list[memoryview]:
+    def _maps(self) -> list[mmap.mmap]:
         try:
-            return [memoryview(_mapped(path)) for path in self._paths]
+            return [_mapped(path, entry.size_bytes) for path, entry in zip(self._paths, self._entries, strict=True)]
         except OSError as error:
             raise DataError(f"Cannot read the data set: {error}.", fix="Check that the folder is still there and readable.") from error
+
+    @cached_property
+    def _files(self) -> list[memoryview]:
+        return [memoryview(found) for found in self._maps]
+
+    def _check_size(self, file: int) -> None:
+        """Refuse a file that was cut or grown under us: what is read beyond its end would end the process, without a word."""
+        size = self._maps[file].size()
+        if size != self._entries[file].size_bytes:
+            raise _resized(self._paths[file], size, self._entries[file].size_bytes)
 
     def read(self, starts: Array, out: Array) -> None:
         """Copy `out.shape[1]` items from each start into the rows of `out`, which lie one behind the other."""
@@ -247,6 +258,8 @@ class _Tape:
             )
         file_of = np.searchsorted(self._first, starts, side="right") - 1
         last_file = np.searchsorted(self._first, starts + width - 1, side="right") - 1
+        for file in {*file_of.tolist(), *last_file.tolist()}:
+            self._check_size(file)
         if not self._all_checked:
             self._check_touched(self._block_of(starts, file_of), self._block_of(starts + width - 1, last_file))
         assert out.itemsize == self._stored.itemsize, "bytes are copied as they lie"
@@ -273,6 +286,7 @@ class _Tape:
         done = 0
         while done < len(out_row):
             file = int(np.searchsorted(self._first, start + done, side="right")) - 1
+            self._check_size(file)
             offset = start + done - int(self._first[file])
             piece = np.frombuffer(self._files[file], self._stored)[offset : offset + len(out_row) - done]
             out_row[done : done + len(piece)] = piece
@@ -333,9 +347,19 @@ class _Tape:
         return None
 
 
-def _mapped(path: Path) -> mmap.mmap:
+def _mapped(path: Path, size: int) -> mmap.mmap:
     with path.open("rb") as file:
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        found = os.fstat(file.fileno()).st_size
+        if found != size:
+            raise _resized(path, found, size)
+        return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
+
+
+def _resized(path: Path, found: int, size: int) -> DataError:
+    return DataError(
+        f"{path} has {found} bytes now; it had {size} when the data set was opened.",
+        fix="Put the file back, or prepare the data set again; then run the same command: a run goes on from its last checkpoint.",
+    )
 
 
 def file_problems(folder: Path, manifest: Manifest) -> Iterator[tuple[str, str]]:

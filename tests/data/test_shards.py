@@ -1,3 +1,5 @@
+import os
+
 import numpy as np
 import pytest
 
@@ -159,13 +161,52 @@ def test_the_first_of_several_damaged_blocks_is_the_one_named(write_set):
             windows(split, 1000)
 
 
-def test_a_shard_that_is_cut_off_while_in_use_is_named_when_its_block_is_first_read(write_set):
+@pytest.mark.parametrize("length", [0, 10, BLOCK_BYTES + 10, 2 * BLOCK_BYTES + 2])
+@pytest.mark.parametrize("touched", [True, False], ids=["in use", "not yet touched"])
+def test_a_shard_that_changes_its_size_while_it_is_open_is_named(write_set, length, touched):
     folder = write_set(np.zeros(BLOCK_BYTES, int))
     split = Dataset.open(folder).split("train")
-    windows(split, 1000, [0])
-    (folder / "train-00000.bin").write_bytes(b"\0" * (BLOCK_BYTES + 10))
-    with pytest.raises(DataError, match=rf"train-00000\.bin, byte {BLOCK_BYTES}: the block of {BLOCK_BYTES} bytes from there cannot be read whole"):
-        split.read_tokens(BLOCK_BYTES - 4, BLOCK_BYTES)
+    if touched:
+        windows(split, 1000)
+    os.truncate(folder / "train-00000.bin", length)
+    with pytest.raises(DataError, match=rf"train-00000\.bin has {length} bytes now; it had {2 * BLOCK_BYTES} when"):
+        windows(split, 1000)
+
+
+def test_a_small_shard_inside_a_window_that_is_cut_off_is_named(train_split):
+    split = train_split(np.arange(100), shard_bytes=20)
+    windows(split, 99)
+    os.truncate(split.folder / "train-00002.bin", 2)
+    with pytest.raises(DataError, match=r"train-00002\.bin has 2 bytes now; it had 20"):
+        windows(split, 99)
+
+
+def test_a_shard_that_is_gone_while_it_is_open_is_still_read(train_split):
+    split = train_split(np.arange(100))
+    before = windows(split, 10)
+    (split.folder / "train-00000.bin").unlink()
+    assert np.array_equal(windows(split, 10), before)
+
+
+def test_a_shard_that_is_gone_before_it_is_touched_is_named(train_split):
+    split = train_split(np.arange(100))
+    (split.folder / "train-00000.bin").unlink()
+    with pytest.raises(DataError, match=r"No such file.*train-00000\.bin"):
+        windows(split, 10)
+
+
+def test_a_block_that_the_disk_does_not_give_is_named(train_split, monkeypatch):
+    split = train_split(np.arange(100))
+    shards_open = type(split.folder).open
+
+    def failing(path, mode="r", **options):
+        if path.name == "train-00000.bin" and split._tokens.__dict__.get("_maps"):
+            raise OSError(5, "Input/output error")
+        return shards_open(path, mode, **options)
+
+    monkeypatch.setattr(type(split.folder), "open", failing)
+    with pytest.raises(DataError, match=r"train-00000\.bin, byte 0: the block of 200 bytes from there cannot be read: Input/output error"):
+        windows(split, 10)
 
 
 def test_a_token_beyond_the_vocabulary_is_named(write_set):
