@@ -15,19 +15,29 @@ FlatoutError
 
 from __future__ import annotations
 
+import re
+
+_PASSWORD = re.compile(r"""(?<=://)[^\s@'"]*:[^\s@'"]*@|(?<=http://)[^\s@/]*@|(?<=https://)[^\s@/]*@""")
+_QUERY = re.compile(r"""(https?://[^\s?'"]*)\?[^\s'"]*?(?=[.,:;)]*(?:[\s'"]|$))""")
+
+
+def without_secrets(text: str) -> str:
+    """Return a text in which addresses have no user, no password and, on the web, no query: what may be shown and stored."""
+    return _QUERY.sub(r"\1", _PASSWORD.sub("", text))
+
 
 class FlatoutError(Exception):
     """Something the user can repair. Reads as: what happened, then the fix.
 
-    `what` names the thing that is wrong, `fix` what to do about it; both are whole sentences.
+    `what` names the thing that is wrong, `fix` what to do about it; both are whole sentences, without the secrets of addresses.
     """
 
     exit_code = 1
 
     def __init__(self, what: str, *, fix: str) -> None:
-        super().__init__(f"{what} Fix: {fix}")
-        self.what = what
-        self.fix = fix
+        self.what = without_secrets(what)
+        self.fix = without_secrets(fix)
+        super().__init__(f"{self.what} Fix: {self.fix}")
 
 
 class UsageError(FlatoutError):

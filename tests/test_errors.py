@@ -52,3 +52,21 @@ def test_the_picture_in_the_docstring_is_the_tree():
         stated = drawn[error.__name__][1]
         if stated and error is not errors.Interrupted:
             assert error.exit_code == int(stated)
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ("There is nothing at ftp://me:s3cret@host/a.txt.", "There is nothing at ftp://host/a.txt."),
+        ("s3://key:se/cr/et@bucket/a.txt: 403", "s3://bucket/a.txt: 403"),
+        ("https://token@host/a.txt and https://host/b?sig=1%2F2&x=a.b.", "https://host/a.txt and https://host/b."),
+        ("('https://host/b?sig=1', 'me@host')", "('https://host/b', 'me@host')"),
+        ("https://host/a?sig=1: 403 Forbidden", "https://host/a: 403 Forbidden"),
+        ("hf://datasets/org/name@main/a?.txt", "hf://datasets/org/name@main/a?.txt"),
+        ("s3://bucket/what?.txt", "s3://bucket/what?.txt"),
+    ],
+)
+def test_secrets_of_addresses_are_not_said(said, shown):
+    assert errors.without_secrets(said) == shown
+    error = errors.DataError(said, fix=said)
+    assert (error.what, error.fix, str(error)) == (shown, shown, f"{shown} Fix: {shown}")

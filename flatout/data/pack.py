@@ -11,7 +11,7 @@ import numpy as np
 
 from flatout.data.manifest import SPLITS, SkippedEntry, SplitName
 from flatout.data.tokenizer import Tokenizer
-from flatout.errors import DataError
+from flatout.errors import DataError, without_secrets
 from flatout.sources import FIRST_NAMED, BadRow, Document, LeftOut, Part, Row
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -122,8 +122,8 @@ class Skipped:
 
 
 def _storable(name: str) -> str:
-    """Return a file's name as text, also where its bytes are not UTF-8."""
-    return name.encode("utf-8", errors="surrogateescape").decode("utf-8", errors="replace")
+    """Return a file's name as text, also where its bytes are not UTF-8; of an address, without its secrets."""
+    return without_secrets(name.encode("utf-8", errors="surrogateescape").decode("utf-8", errors="replace"))
 
 
 class Sink(Protocol):

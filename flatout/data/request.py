@@ -16,7 +16,7 @@ from flatout.data.plan import Plan, empty, make_plan, parse_rule, sample_texts
 from flatout.data.ranges import Range, make_ranges
 from flatout.data.tokenizer import Tokenizer, make_tokenizer
 from flatout.data.work import StoredPlan, WorkFolder
-from flatout.errors import DataError
+from flatout.errors import DataError, without_secrets
 from flatout.progress import SILENT, Progress
 from flatout.sources import Document
 
@@ -99,7 +99,7 @@ def _check(options: Options) -> None:
 def describe(corpus: Corpus, options: Options) -> dict[str, Any]:
     """Return what the manifest says of the text: two data sets of which this is equal are the same, but for the names."""
     return {
-        "names": list(corpus.names),
+        "names": [without_secrets(name) for name in corpus.names],
         "fingerprint": corpus.fingerprint,
         "tokenizer": tokenizer_mark(options.tokenizer),
         "pattern": options.pattern,

@@ -1,4 +1,4 @@
-"""Remote files, read through fsspec: in blocks, each checked for its length and asked for again when it does not come whole."""
+"""Remote files, through fsspec: read in blocks, each checked for its length and asked for again when it does not come whole."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 import urllib.parse
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import IO, Any, TypeVar, cast
+from typing import IO, Any, Literal, TypeVar, cast
 
 from flatout.errors import DataError, FlatoutError, MissingPackage
 
@@ -39,6 +39,18 @@ _MARKS = tuple(
 """Keys of a file's description that change with its content, the surest first."""
 T = TypeVar("T")
 
+Doing = Literal["read", "write"]
+"""What is tried, as an error says it."""
+_NOUNS = {"read": "Reading", "write": "Writing"}
+
+
+class Unreachable(DataError):
+    """A server that failed each time it was asked; another time it may answer."""
+
+
+class NothingThere(DataError):
+    """A server that answered that there is nothing at an address."""
+
 
 @dataclass(frozen=True)
 class RemoteEntry:
@@ -57,7 +69,7 @@ def is_address(name: str) -> bool:
 
 def name_of(address: str) -> str:
     """Return the path inside an address; what follows a `?` is no part of a web page's name."""
-    return urllib.parse.urlsplit(address).path if _protocol(address) in ("http", "https") else address
+    return urllib.parse.urlsplit(address).path if protocol_of(address) in ("http", "https") else address
 
 
 def open_remote(address: str) -> IO[bytes]:
@@ -77,9 +89,9 @@ class RemoteFile(io.RawIOBase):
     def __init__(self, address: str, *, sleep: Callable[[float], None] = time.sleep) -> None:
         self._address = address
         self._sleep = sleep
-        self._filesystem, self._path = _locate(address)
-        self.size = _entry(address, _patiently(address, lambda: self._filesystem.info(self._path), sleep)).size
-        self._options = _OPTIONS.get(_protocol(address), {})
+        self._filesystem, self._path = locate(address)
+        self.size = _entry(address, patiently(address, lambda: self._filesystem.info(self._path), sleep)).size
+        self._options = _OPTIONS.get(protocol_of(address), {})
         self._position = 0
         self._start = 0
         self._block = b""
@@ -124,7 +136,7 @@ class RemoteFile(io.RawIOBase):
                 raise DataError(f"{self._address} cannot be read in pieces: the server ignores ranges.", fix="Download it, and name the file.")
             raise EOFError(f"it gave {len(block):,} bytes of {end - start:,}")
 
-        return _patiently(self._address, fetch, self._sleep, f" at byte {start:,}")
+        return patiently(self._address, fetch, self._sleep, f" at byte {start:,}")
 
 
 def find_remote(address: str, wanted: Callable[[str], bool], *, sleep: Callable[[float], None] = time.sleep) -> list[RemoteEntry]:
@@ -132,7 +144,7 @@ def find_remote(address: str, wanted: Callable[[str], bool], *, sleep: Callable[
 
     Raises: DataError when there is none, or they must not be read, or the server fails; MissingPackage.
     """
-    filesystem, path = _locate(address)
+    filesystem, path = locate(address)
     filesystem.invalidate_cache()
 
     def look() -> list[RemoteEntry]:
@@ -143,7 +155,7 @@ def find_remote(address: str, wanted: Callable[[str], bool], *, sleep: Callable[
             return [_entry(address, found)]
         return list(_entries(filesystem, filesystem.find(path, detail=True), lambda name: wanted(name.removeprefix(found["name"]))))
 
-    entries = sorted(_patiently(address, look, sleep), key=lambda entry: entry.address)
+    entries = sorted(patiently(address, look, sleep), key=lambda entry: entry.address)
     if not entries:
         raise DataError(f"No file matches {address}.", fix="Check the address; a folder is searched for text, a pattern takes any file.")
     return entries
@@ -165,30 +177,61 @@ def _entry(address: str, described: dict[str, Any]) -> RemoteEntry:
     return RemoteEntry(address, int(described["size"]), f"{key}={getattr(value, 'sha256', value)}" if key else "")
 
 
-def _protocol(address: str) -> str:
+def protocol_of(address: str) -> str:
+    """Return how an address begins, `s3` for example."""
     return address.partition("://")[0]
 
 
-def _locate(address: str) -> tuple[Any, str]:
-    """Return the filesystem of an address and the path in it."""
+def read_remote(address: str, *, attempts: int = ATTEMPTS, sleep: Callable[[float], None] = time.sleep) -> bytes:
+    """Return what a small remote file holds.
+
+    Raises: NothingThere; Unreachable when every attempt failed; DataError when it must not be read; MissingPackage.
+    """
+    filesystem, path = locate(address)
+
+    def read() -> bytes:
+        data: bytes = filesystem.cat_file(path, **_OPTIONS.get(protocol_of(address), {}))
+        return data
+
+    return patiently(address, read, sleep, attempts=attempts)
+
+
+def locate(address: str, doing: Doing = "read") -> tuple[Any, str]:
+    """Return the filesystem of an address and the path in it.
+
+    Raises: MissingPackage; DataError for an address that no filesystem is for.
+    """
     import fsspec
 
-    protocol = _protocol(address)
+    protocol = protocol_of(address)
     try:
         filesystem, path = fsspec.core.url_to_fs(address)
     except ImportError as error:
         package, extra = _PACKAGES.get(protocol, (str(error.name or protocol), ""))
         line = f'pip install "flatout[{extra}]"' if extra else f"pip install {package}"
-        raise MissingPackage(f"Reading {address} takes the package {package}, which is not installed.", fix=f"Install it: `{line}`.") from error
+        raise MissingPackage(
+            f"{_NOUNS[doing]} {address} takes the package {package}, which is not installed.", fix=f"Install it: `{line}`."
+        ) from error
     except ValueError as error:
         known = "file, gs, hf, http, https, s3"
         raise DataError(f"{address}: {str(error).rstrip('.')}.", fix=f"Read are, among others: {known}.") from error
     return filesystem, str(path)
 
 
-def _patiently(address: str, action: Callable[[], T], sleep: Callable[[float], None], where: str = "") -> T:
-    """Return what the action returns; when it fails in a way that may pass, try again a few times."""
-    for attempt in range(ATTEMPTS):
+def patiently(
+    address: str,
+    action: Callable[[], T],
+    sleep: Callable[[float], None] = time.sleep,
+    where: str = "",
+    *,
+    doing: Doing = "read",
+    attempts: int = ATTEMPTS,
+) -> T:
+    """Return what the action returns; when it fails in a way that may pass, try again a few times.
+
+    Raises: Unreachable when every attempt failed; NothingThere, or another DataError, when trying again cannot help.
+    """
+    for attempt in range(attempts):
         if attempt:
             sleep(FIRST_PAUSE_S * 2 ** (attempt - 1))
         try:
@@ -197,10 +240,10 @@ def _patiently(address: str, action: Callable[[], T], sleep: Callable[[float], N
             raise
         except Exception as error:  # every filesystem has a family of errors of its own
             failed = _cause(address, error)
-            if (final := _final(address, failed)) is not None:
+            if (final := _final(address, failed, doing)) is not None:
                 raise final from error
-    raise DataError(
-        f"Cannot read {address}{where}: {_said(failed) or type(failed).__name__} ({ATTEMPTS} attempts).",
+    raise Unreachable(
+        f"Cannot {doing} {address}{where}: {_said(failed) or type(failed).__name__} ({attempts} attempts).",
         fix="Check the network and the server, and run it again.",
     ) from failed
 
@@ -208,7 +251,7 @@ def _patiently(address: str, action: Callable[[], T], sleep: Callable[[float], N
 def _cause(address: str, error: Exception) -> Exception:
     """Return the error that matters: for a web page, the filesystem calls everything that goes wrong at first a missing file."""
     cause = error.__cause__
-    if _protocol(address) in ("http", "https") and isinstance(error, FileNotFoundError) and isinstance(cause, Exception):
+    if protocol_of(address) in ("http", "https") and isinstance(error, FileNotFoundError) and isinstance(cause, Exception):
         return cause
     return error
 
@@ -220,16 +263,20 @@ def _said(error: Exception) -> str:
     return next((line for line in str(error).splitlines() if line.strip()), "").strip().rstrip(".")
 
 
-def _final(address: str, error: Exception) -> DataError | None:
+def _final(address: str, error: Exception, doing: Doing) -> DataError | None:
     """Return the error to raise when trying again cannot help, else None."""
     status = getattr(error, "status", None) or getattr(getattr(error, "response", None), "status_code", None)
     said = _said(error)
     if isinstance(error, PermissionError) or status in (401, 403) or type(error).__name__ == "NoCredentialsError":
-        fix = _CREDENTIALS.get(_protocol(address), "Check the address, and that you may read it.")
-        return DataError(f"Reading {address} is not allowed: {said or 'forbidden'}.", fix=fix)
+        fix = _CREDENTIALS.get(protocol_of(address), "Check the address, and your rights there.")
+        return DataError(f"{_NOUNS[doing]} {address} is not allowed: {said or 'forbidden'}.", fix=fix)
     if isinstance(error, FileNotFoundError) or status in (404, 410):
         reason = f" ({said})" if said and said not in address else ""
-        return DataError(f"There is nothing at {address}{reason}.", fix="Check the address.")
+        return NothingThere(f"There is nothing at {address}{reason}.", fix="Check the address.")
+    if isinstance(error, NotImplementedError):
+        return DataError(
+            f"{_NOUNS[doing]} {address} is not possible: nothing does that for {protocol_of(address)}.", fix="Use another kind of address."
+        )
     if isinstance(status, int) and 400 <= status < 500 and status not in (408, 425, 429):
         return DataError(f"{address} is refused: {said}.", fix="Check the address.")
     return None

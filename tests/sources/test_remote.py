@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from flatout.data.prepare import Options, prepare_dataset
 from flatout.errors import DataError, MissingPackage
 from flatout.sources import files, remote
 from flatout.sources.remote import RemoteFile, find_remote, is_address, name_of, open_remote
@@ -163,3 +164,15 @@ def test_a_missing_package_is_named_with_its_install_line(monkeypatch):
     monkeypatch.delitem(importlib.import_module("fsspec.registry")._registry, "s3", raising=False)
     with pytest.raises(MissingPackage, match=r's3://bucket/a\.txt takes the package s3fs.*pip install "flatout\[s3\]"'):
         files.files("s3://bucket/a.txt")
+
+
+def test_the_secrets_of_an_address_are_not_stored(web, tmp_path):
+    web.files["/rows.jsonl"] = ROWS + b"{broken\n"
+    address = f"{web.address.replace('//', '//me:hidden@')}/rows.jsonl?signature=hidden"
+    made = prepare_dataset([address], tmp_path / "out", Options(tokenizer="byte", on_bad_row="skip"), workers=1)
+    manifest = (tmp_path / "out" / "manifest.json").read_text()
+    assert made.manifest.source["names"] == [f"{web.address}/rows.jsonl"]
+    assert "hidden" not in manifest
+    with pytest.raises(DataError) as refused:
+        prepare_dataset([address.replace("rows", "none")], tmp_path / "new", Options(tokenizer="byte"))
+    assert "hidden" not in str(refused.value)
