@@ -32,3 +32,19 @@ def test_sampling_is_measured_with_and_without_the_cache(monkeypatch):
     (row,) = benchmark.measure(context=16, num_tokens=4, repeats=1)
     assert row["same_tokens"]
     assert row["times"] == pytest.approx(row["cached"]["tokens_per_s"] / row["anew"]["tokens_per_s"])
+
+
+def test_ways_of_preparing_are_compared_by_the_repeat(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    benchmark = importlib.import_module("prepare")
+    ours, theirs = [2.0, 1.0], [8.0, 9.0]
+    rows = {way: [] for way in benchmark.WAYS}
+    rows[benchmark.OURS] = [{"seconds": seconds, "tokens": 10**7, "peak_mb": 1.0} for seconds in ours]
+    rows[benchmark.NANOGPT] = [{"seconds": seconds, "tokens": 10**7, "peak_mb": 1.0} for seconds in theirs]
+    found = {"rows": rows, "missing": {}, "corpus_bytes": 10**8, "workers": 2, "copies": 1, "machine": "", "repeats": 2, "commit": "", "feeds": {}}
+    assert benchmark.ratios(found, benchmark.OURS, benchmark.NANOGPT) == [4.0, 9.0]
+    assert "6.5 (4.0 to 9.0) times; asked for: 5: kept" in benchmark.table(found)
+    assert "7.5 M tokens/s; asked for: 18: **missed**" in benchmark.table(found)
+    rows[benchmark.NANOGPT][0]["tokens"] += 1
+    with pytest.raises(SystemExit, match="different numbers of tokens"):
+        benchmark.table(found)

@@ -1,0 +1,157 @@
+"""Ways to turn a folder of JSONL into packed tokens, each as its own documentation does it, and to feed a step.
+
+`benchmarks/prepare.py` runs each in a fresh process, as
+
+    python benchmarks/prepare_ways.py WAY CORPUS OUT --ranks gpt2.tiktoken --vocabulary tokenizer.json --workers 2
+
+and counts everything, from the start of Python on. A way ends with the number of tokens it wrote, end-of-text counted, as the
+last line; with exit code 3 when its package is not installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import json
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+NOT_INSTALLED = 3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("way", choices=list(WAYS))
+    parser.add_argument("corpus", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--ranks", type=Path, required=True)
+    parser.add_argument("--vocabulary", type=Path, required=True)
+    parser.add_argument("--workers", type=int, default=2)
+    arguments = parser.parse_args()
+    try:
+        tokens = WAYS[arguments.way](arguments)
+    except ImportError as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(NOT_INSTALLED) from error
+    print(tokens)
+
+
+def encoding(ranks: Path) -> Any:
+    """Return tiktoken's GPT-2, from a file at hand in place of the one that it downloads."""
+    import tiktoken
+
+    lines = (line.split() for line in ranks.read_bytes().splitlines() if line)
+    pieces = {base64.b64decode(piece): int(rank) for piece, rank in lines}
+    return tiktoken.Encoding("gpt2", pat_str=GPT2_PATTERN, mergeable_ranks=pieces, special_tokens={"<|endoftext|>": 50_256})
+
+
+def datasets_map(arguments: argparse.Namespace) -> int:
+    """`datasets.map` and tiktoken, a document a call, then a memory map: how nanoGPT prepares OpenWebText."""
+    import datasets
+
+    files = sorted(map(str, arguments.corpus.glob("*.jsonl")))
+    loaded = datasets.load_dataset("json", data_files=files, num_proc=arguments.workers, cache_dir=str(arguments.out / "cache"))
+    splits = loaded["train"].train_test_split(test_size=0.0005, seed=2357, shuffle=True)
+    encode = partial(_encoded, encoding=encoding(arguments.ranks))
+    tokenised = splits.map(encode, remove_columns=splits["train"].column_names, num_proc=arguments.workers)
+    return sum(_written(rows, arguments.out / f"{name}.bin") for name, rows in tokenised.items())
+
+
+def _encoded(row: dict[str, Any], *, encoding: Any) -> dict[str, Any]:
+    ids = encoding.encode_ordinary(row["text"])
+    ids.append(encoding.eot_token)
+    return {"ids": ids, "len": len(ids)}
+
+
+def _written(rows: Any, path: Path, batches: int = 1024) -> int:
+    total = int(np.sum(rows["len"], dtype=np.uint64))
+    tokens = np.memmap(path, np.uint16, "w+", shape=(total,))
+    start, batches = 0, min(batches, len(rows))
+    for index in range(batches):
+        batch = np.concatenate(rows.shard(num_shards=batches, index=index, contiguous=True).with_format("numpy")["ids"])
+        tokens[start : start + len(batch)] = batch
+        start += len(batch)
+    tokens.flush()
+    return total
+
+
+def datatrove(arguments: argparse.Namespace) -> int:
+    """datatrove's tokenisation, a task a worker; its tasks' files are not merged here, which would take longer."""
+    from datatrove.executor import LocalPipelineExecutor
+    from datatrove.pipeline.readers import JsonlReader
+    from datatrove.pipeline.tokens import DocumentTokenizer
+
+    steps = [
+        JsonlReader(str(arguments.corpus)),
+        DocumentTokenizer(str(arguments.out / "tokens"), str(arguments.vocabulary), eos_token="<|endoftext|>", shuffle_documents=False),
+    ]
+    LocalPipelineExecutor(steps, tasks=arguments.workers, workers=arguments.workers, logging_dir=str(arguments.out / "logs")).run()
+    return sum(file.stat().st_size for file in (arguments.out / "tokens").glob("*.ds")) // 2
+
+
+def litdata(arguments: argparse.Namespace) -> int:
+    """litdata's `optimize` with its loader of tokens; a file an input."""
+    import litdata
+
+    inputs = sorted(map(str, arguments.corpus.glob("*.jsonl")))
+    tokenise = partial(_documents, ranks=arguments.ranks)
+    litdata.optimize(
+        tokenise,
+        inputs,
+        str(arguments.out / "tokens"),
+        chunk_bytes="64MB",
+        num_workers=arguments.workers,
+        item_loader=litdata.TokensLoader(),
+        verbose=False,
+    )
+    index = json.loads((arguments.out / "tokens" / "index.json").read_text())
+    return sum(chunk["dim"] for chunk in index["chunks"])
+
+
+def _documents(file: str, *, ranks: Path) -> Any:
+    import torch
+
+    tokenizer = encoding(ranks)
+    with open(file) as rows:
+        for row in rows:
+            ids = tokenizer.encode_ordinary(json.loads(row)["text"])
+            ids.append(tokenizer.eot_token)
+            yield torch.tensor(ids, dtype=torch.uint16)
+
+
+def flatout(arguments: argparse.Namespace) -> int:
+    """`flatout prepare` as it comes."""
+    from flatout.cli import main
+
+    words = ["prepare", str(arguments.corpus), "--out", str(arguments.out / "data"), "--tokenizer", str(arguments.ranks)]
+    sys.argv = ["flatout", *words, "--workers", str(arguments.workers)]
+    try:
+        main()
+    except SystemExit as ended:
+        if ended.code:
+            raise
+    return sum(split["tokens"] for split in json.loads((arguments.out / "data" / "manifest.json").read_text())["splits"].values())
+
+
+def flatout_tiktoken(arguments: argparse.Namespace) -> int:
+    """`flatout prepare` where gigatoken is not to be had."""
+    sys.modules["gigatoken"] = None  # type: ignore[assignment]  # importing it fails from here on
+    return flatout(arguments)
+
+
+WAYS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "flatout": flatout,
+    "flatout, tiktoken alone": flatout_tiktoken,
+    "datasets.map, tiktoken, memmap": datasets_map,
+    "litdata optimize, tiktoken": litdata,
+    "datatrove, tokenizers": datatrove,
+}
+
+if __name__ == "__main__":
+    main()
