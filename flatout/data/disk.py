@@ -72,12 +72,21 @@ class CheckedFile:
                 self._temporary.unlink()
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a small file whole: under a temporary name, synced, renamed."""
+def write_whole(path: Path, text: str) -> None:
+    """Put `text` in `path` so that a reader, a kill or a power cut at any moment finds what was there before or all of it, never a part.
+
+    After a power cut it may be what was there before, until the folder is synced.
+    """
     temporary = _temporary(path)
     temporary.write_text(text, encoding="utf-8")
     sync(temporary)
     temporary.replace(path)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a small file whole; when this returns, a power cut leaves it there."""
+    write_whole(path, text)
+    sync(path.parent)
 
 
 def write_first(path: Path, write: Callable[[Path], object]) -> None:

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from flatout.data.disk import CheckedFile, Unfinished, check_blocks, sync, write_text, writing
+from flatout.data.disk import CheckedFile, Unfinished, check_blocks, sync, write_text, write_whole, writing
 from flatout.data.duplicates import Dropped, read_ends, runs
 from flatout.data.manifest import (
+    MANIFEST,
     SPLITS,
     TOKENIZER,
     FileEntry,
@@ -26,7 +27,6 @@ from flatout.data.manifest import (
     SplitName,
     TokenizerEntry,
     token_dtype,
-    write_manifest,
 )
 from flatout.data.ranges import RECORD, RangeRecord, record_path
 from flatout.data.work import WorkFolder
@@ -84,7 +84,7 @@ def join(
             split_rule=split_rule,
             skipped=tuple(skipped),
         )
-        write_manifest(work.joined, manifest)
+        write_whole(work.joined / MANIFEST, manifest.model_dump_json(indent=1) + "\n")
     work.give()
     return manifest
 

@@ -95,6 +95,11 @@ class Manifest(_Entry):
     """What was left out."""
 
     @property
+    def files(self) -> tuple[FileEntry, ...]:
+        """Every file of the folder but the tokenizer's and this one."""
+        return tuple(entry for split in self.splits.values() for entry in (*split.shards, *split.masks, split.document_ends))
+
+    @property
     def tokens(self) -> int:
         """Tokens of all splits."""
         return sum(split.tokens for split in self.splits.values())
@@ -115,13 +120,6 @@ def token_dtype(vocab_size: int) -> Literal["uint16", "uint32"]:
     return "uint16" if vocab_size <= 1 << 16 else "uint32"
 
 
-def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write manifest.json under a temporary name, then rename it."""
-    temporary = folder / f"{MANIFEST}.part"
-    temporary.write_text(manifest.model_dump_json(indent=1) + "\n", encoding="utf-8")
-    temporary.replace(folder / MANIFEST)
-
-
 def read_manifest(folder: Path) -> Manifest:
     """Return the manifest of a data set folder.
 
@@ -134,7 +132,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise _no_dataset(folder) from error
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"Cannot read {path}: {error}.", fix="Check its permissions, or prepare the data set again.") from error
-    return _parsed(text, path)
+    return parse_manifest(text, path)
 
 
 def _no_dataset(folder: Path) -> DataError:
@@ -152,7 +150,11 @@ def _no_dataset(folder: Path) -> DataError:
     return DataError(f"{missing}.", fix=f"{hint} it with `flatout prepare SOURCE --out {folder}`.")
 
 
-def _parsed(text: str, path: Path) -> Manifest:
+def parse_manifest(text: str, path: Path | str) -> Manifest:
+    """Return the manifest that a file holds.
+
+    Raises: DataError naming the file when it is none, or its format is newer than this flatout.
+    """
     try:
         version = _Version.model_validate_json(text).format_version
         if version <= FORMAT_VERSION:

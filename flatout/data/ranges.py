@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from flatout.data.disk import CheckedFile, sync, write_text, writing
+from flatout.data.disk import CheckedFile, sync, write_whole, writing
 from flatout.data.manifest import SPLITS, FileEntry, SkippedEntry, SplitName, token_dtype
 from flatout.data.pack import Job, Packing, Skipped, Tell, pack
 from flatout.errors import DataError
@@ -141,8 +141,8 @@ class RangeWriter:
             with writing(self._folder.parent):
                 splits = {name: split.finish() for name, split in self._splits.items()}
                 record = self._record(splits, skipped or Skipped())
-                sync(self._folder)
-                write_text(record_path(self._folder, self._number), record.model_dump_json() + "\n")
+                sync(self._folder)  # before the record: one that outlives a power cut finds its files, one that does not costs the range again
+                write_whole(record_path(self._folder, self._number), record.model_dump_json() + "\n")
         except BaseException:
             self.abandon()
             raise

@@ -13,12 +13,12 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from flatout.config import RunConfig
-from flatout.data.disk import sync
+from flatout.data.disk import sync, write_text
 from flatout.errors import ConfigError, RunFailed
 from flatout.measure.spec import TrialResult
 from flatout.measure.statistics import Figure
 from flatout.registry import PACKAGE_DIR
-from flatout.training.files import append_line, read_lines, write_text
+from flatout.training.files import append_line, read_lines
 from flatout.training.folder import run_name
 
 FORMAT_VERSION = 1

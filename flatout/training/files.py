@@ -1,4 +1,4 @@
-"""Files that are whole or absent: written under another name, synced, then renamed. No torch."""
+"""A run's small files: JSON whole or absent, lines of it, digests. No torch."""
 
 from __future__ import annotations
 
@@ -9,19 +9,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from flatout.data.disk import sync
+from flatout.data.disk import write_text
 from flatout.errors import CheckpointError
-
-
-def write_text(path: Path, text: str) -> None:
-    """Put `text` in `path` so that a reader, or a kill at any moment, finds the old content or the new, never a part."""
-    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    sync(path.parent)
 
 
 def write_json(path: Path, document: Any) -> None:

@@ -32,11 +32,12 @@ from typing import Any, TextIO
 import yaml
 
 from flatout.config import RunConfig, difference, validate
+from flatout.data.disk import write_text
 from flatout.documents import read_document
 from flatout.errors import CheckpointError, ConfigError, HardwareError
 from flatout.progress import SILENT, Progress
 from flatout.training import catalog
-from flatout.training.files import append_line, folder_bytes, read_json, read_lines, sha256, write_json, write_text
+from flatout.training.files import append_line, folder_bytes, read_json, read_lines, sha256, write_json
 
 FREE_KEYS = (
     "log.",

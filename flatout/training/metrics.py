@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 
+from flatout.data.disk import write_text
 from flatout.errors import RunFailed
 from flatout.training.clocks import Spent, Window, step_clock
-from flatout.training.files import write_text
 from flatout.training.folder import append_event
 from flatout.training.observers import Observer
 

@@ -83,8 +83,8 @@ def test_an_error_leaves_nothing(tmp_path):
 def test_the_folder_is_absent_until_it_is_whole(tmp_path, stub_tokenizer, monkeypatch):
     out = tmp_path / "set"
     seen = []
-    original = joining.write_manifest
-    monkeypatch.setattr(joining, "write_manifest", lambda *args: seen.append(out.exists()) or original(*args))
+    original = joining.write_whole
+    monkeypatch.setattr(joining, "write_whole", lambda *args: seen.append(out.exists()) or original(*args))
     with DatasetWriter(out, vocab_size=300) as writer:
         writer.train.append(np.arange(5), [5], text_bytes=5)
         assert not out.exists()

@@ -1,0 +1,70 @@
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flatout.data import disk
+from flatout.data.ranges import RangeWriter
+
+
+@pytest.fixture
+def done(monkeypatch):
+    """What the disk was told, in order: sync, rename or unlink, and the name that the file is to have."""
+    told = []
+    fsync, replace, unlink = os.fsync, Path.replace, Path.unlink
+
+    def tell(what, path):
+        told.append((what, re.sub(r"\.[0-9a-f]{8}\.part$", "", Path(path).name)))
+
+    monkeypatch.setattr(os, "fsync", lambda descriptor: tell("sync", os.readlink(f"/proc/self/fd/{descriptor}")) or fsync(descriptor))
+    monkeypatch.setattr(Path, "replace", lambda path, target: tell("rename", target) or replace(path, target))
+    monkeypatch.setattr(Path, "unlink", lambda path, **options: tell("unlink", path) or unlink(path, **options))
+    return told
+
+
+def in_order(done, *wanted):
+    """Say whether these are among what was done, one after another."""
+    left = iter(done)
+    return all(item in left for item in wanted)
+
+
+@pytest.mark.parametrize("write", [disk.write_whole, disk.write_text])
+def test_a_small_file_is_whole_or_as_it_was(tmp_path, monkeypatch, write):
+    write(tmp_path / "f", "old")
+    write(tmp_path / "f", "new")
+    monkeypatch.setattr(disk, "sync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(OSError, match="No space"):
+        write(tmp_path / "f", "newer")
+    assert (tmp_path / "f").read_text() == "new"
+
+
+def test_only_one_of_the_two_is_there_for_certain(tmp_path, done):
+    disk.write_whole(tmp_path / "f", "text")
+    assert done == [("sync", "f"), ("rename", "f")]
+    disk.write_text(tmp_path / "f", "text")
+    assert done[2:] == [*done[:2], ("sync", tmp_path.name)]
+
+
+def test_a_record_that_outlives_a_power_cut_finds_its_files(tmp_path, done):
+    writer = RangeWriter(tmp_path, 3, vocab_size=10)
+    writer.append("train", np.arange(10), [4, 10], text_bytes=5)
+    writer.finish()
+    folder = ("sync", tmp_path.name)
+    for name in ("000003.train.bin", "000003.train.ends"):
+        assert in_order(done, ("sync", name), ("rename", name), folder, ("sync", "000003.json"), ("rename", "000003.json"))
+    assert done.count(folder) == 1, "a record that a power cut takes costs its range again, not more"
+
+
+def test_a_shard_is_there_for_certain_before_its_ranges_go(done, write_set):
+    write_set(np.arange(10))
+    shard = [("sync", "train-00000.bin"), ("rename", "train-00000.bin"), ("sync", "joined")]
+    record = [("sync", "train-00000.json"), ("rename", "train-00000.json"), ("sync", ".set.part")]
+    assert in_order(done, *shard, *record, ("unlink", "000000.train.bin"))
+
+
+def test_a_data_set_is_on_the_disk_before_it_has_its_name(tmp_path, done, write_set):
+    write_set(np.arange(10))
+    manifest = [("sync", "manifest.json"), ("rename", "manifest.json"), ("sync", "joined")]
+    assert in_order(done, ("sync", "tokenizer.json"), *manifest, ("rename", "set"), ("sync", tmp_path.name))
