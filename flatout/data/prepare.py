@@ -19,7 +19,7 @@ from flatout.data.pack import Skipped, Tally, Tell
 from flatout.data.plan import empty
 from flatout.data.ranges import Range, RangeRecord
 from flatout.data.request import Options as Options
-from flatout.data.request import Planned, Request, difference, open_request, plan
+from flatout.data.request import Planned, Request, check_same, difference, open_request, plan
 from flatout.data.shards import Dataset
 from flatout.data.work import PartOf, WorkFolder
 from flatout.data.workers import Crew, Setup
@@ -127,6 +127,7 @@ def join_parts(
         stored = work.plan()
         if stored is None:
             raise DataError(f"No part of {out} is done.", fix="Do its parts first, with --part 1/N to --part N/N.")
+        check_same(work, stored, request)
         missing = sorted(set(range(len(stored.ranges))) - set(work.done()))
         if missing:
             raise DataError(
@@ -225,9 +226,8 @@ def _packed(work: WorkFolder, planned: Planned, wanted: list[Range], crew: Crew,
                 bad_rows.add(records[-1])
     except Unfinished:
         raise
-    except DataError:
-        work.clear()
-        raise
+    except DataError as error:
+        raise work.give_up(error) from error
     return records
 
 

@@ -12,8 +12,9 @@ from typing import Any
 from flatout.data.corpus import CACHE, Corpus, open_corpus
 from flatout.data.limits import check_space
 from flatout.data.pack import Duplicates, OnBadRow, Packing
-from flatout.data.plan import Plan, empty, make_plan, parse_rule, sample_texts
+from flatout.data.plan import Plan, empty, make_plan, parse_rule
 from flatout.data.ranges import Range, make_ranges
+from flatout.data.sample import sample_texts, texts_by_hash
 from flatout.data.tokenizer import Tokenizer, make_tokenizer
 from flatout.data.work import StoredPlan, WorkFolder
 from flatout.errors import DataError, without_secrets
@@ -169,7 +170,11 @@ def _begun(work: WorkFolder, request: Request) -> Planned:
     return _planned(made, ranges, tokenizer, options) if there == stored else _followed(work, there, request)
 
 
-def _followed(work: WorkFolder, stored: StoredPlan, request: Request) -> Planned:
+def check_same(work: WorkFolder, stored: StoredPlan, request: Request) -> None:
+    """Do nothing when the plan in the work folder is for what is asked for.
+
+    Raises: DataError naming the difference.
+    """
     parts = request.corpus.parts
     different = difference(stored.source, request.source)
     if not different and stored.part_bytes != tuple(part.num_bytes for part in parts):
@@ -179,7 +184,11 @@ def _followed(work: WorkFolder, stored: StoredPlan, request: Request) -> Planned
             f"{work.path} holds half of another data set: {different}.",
             fix=f"Ask for what is there, choose another --out, or remove the folder {work.path}, which gives up what is done.",
         )
-    made, ranges = stored.restored(parts)
+
+
+def _followed(work: WorkFolder, stored: StoredPlan, request: Request) -> Planned:
+    check_same(work, stored, request)
+    made, ranges = stored.restored(request.corpus.parts)
     tokenizer = _tokenizer(str(work.tokenizer), made, request)
     if tokenizer.digest() != stored.tokenizer:
         raise DataError(f"{work.tokenizer} is not the tokenizer that was begun with.", fix=f"Remove the folder {work.path}, to begin again.")
@@ -193,7 +202,8 @@ def _planned(made: Plan, ranges: list[Range], tokenizer: Tokenizer, options: Opt
 def _tokenizer(spec: str, made: Plan, request: Request) -> Tokenizer:
     return make_tokenizer(
         spec,
-        lambda limit: _sample(made, request, limit),
+        lambda limit: _some(sample_texts(made.jobs, limit), made, request),
+        train_on=lambda limit: _some(texts_by_hash(made.jobs, limit), made, request),
         pattern=request.options.pattern,
         end_of_text=request.options.end_of_text,
         cache=request.cache,
@@ -201,13 +211,13 @@ def _tokenizer(spec: str, made: Plan, request: Request) -> Tokenizer:
     )
 
 
-def _sample(made: Plan, request: Request, limit: int | None) -> Iterator[str]:
-    """Yield the sample that a tokenizer sees.
+def _some(texts: Iterator[str], made: Plan, request: Request) -> Iterator[str]:
+    """Yield the texts.
 
     Raises: DataError when there is no document at all.
     """
     found = False
-    for text in sample_texts(made.jobs, limit):
+    for text in texts:
         found = True
         yield text
     if not found:

@@ -171,6 +171,14 @@ class WorkFolder:
         if self._part is None:
             shutil.rmtree(self.path, ignore_errors=True)
 
+    def give_up(self, error: DataError) -> DataError:
+        """Remove the folder, whose text cannot be used, and return the error; where others work in it, with what they have to do."""
+        if self._part is None:
+            self.clear()
+            return error
+        again = f"Other text or options make it another data set: remove the folder {self.path}, which all parts share, and run every part again."
+        return DataError(error.what, fix=f"{error.fix} {again}")
+
     def plan(self) -> StoredPlan | None:
         """Return the plan that was being followed, None when there is none.
 

@@ -1,11 +1,15 @@
 """Several processes, each with its part of the work, and the join."""
 
 import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from flatout.commands.prepare import prepare
 from flatout.data import ranges
+from flatout.data.corpus import open_corpus
 from flatout.data.prepare import Options, join_parts, prepare_dataset, prepare_part
 from flatout.data.work import PartOf
 from flatout.errors import DataError, UsageError
@@ -62,6 +66,45 @@ def test_parts_of_another_data_set_are_refused(rows, tmp_path):
     for call in (lambda: prepare_part([rows], tmp_path / "out", other, PartOf(2, 2)), lambda: prepare_dataset([rows], tmp_path / "out", other)):
         with pytest.raises(DataError, match=r"half of another data set: tokenizer 'train:300' there, 'byte' asked for"):
             call()
+
+
+def test_a_bad_row_of_one_part_keeps_all_from_being_joined_and_says_how_to_go_on(rows, tmp_path):
+    out, work = tmp_path / "out", tmp_path / ".out.part"
+    good = Path(rows).read_text()
+    Path(rows).write_text(good.replace('{"text": "row 150 "}', '{"text": 150}'))
+    for workers in (1, 2):
+        with pytest.raises(
+            DataError, match=rf"rows\.jsonl.*151.*Other text or options make it another data set: remove the folder {work}, .* run every part again\."
+        ):
+            prepare_part([rows], out, OPTIONS, part_of(rows, 150), workers=workers)
+    assert prepare_part([rows], out, OPTIONS, PartOf(part_of(rows, 150).index % 3 + 1, 3)).left > 0
+    with pytest.raises(DataError, match=r"are not done: part .*Run those parts again"):
+        join_parts([rows], out, OPTIONS)
+    skipping = replace(OPTIONS, on_bad_row="skip")
+    with pytest.raises(DataError, match=rf"half of another data set: on_bad_row 'raise' there, 'skip' asked for.*remove the folder {work}"):
+        prepare_part([rows], out, skipping, PartOf(1, 3))
+    Path(rows).write_text(good)
+    for call in (lambda: join_parts([rows], out, OPTIONS), lambda: prepare_part([rows], out, OPTIONS, PartOf(1, 3))):
+        with pytest.raises(DataError, match=rf"half of another data set: the text has changed.*remove the folder {work}"):
+            call()
+    assert not out.exists()
+    shutil.rmtree(work)
+    for index in (1, 2, 3):
+        prepare_part([rows], out, OPTIONS, PartOf(index, 3))
+    join_parts([rows], out, OPTIONS)
+    prepare_dataset([rows], tmp_path / "whole", OPTIONS)
+    assert content(out) == content(tmp_path / "whole")
+
+
+def part_of(rows, number):
+    """The part of three in which a row is."""
+    line = 0
+    parts = open_corpus([rows]).parts
+    for piece in ranges.make_ranges([ranges.Job(part) for part in parts]):
+        line += sum(1 for job in piece.jobs for _ in job.rows())
+        if number < line:
+            return PartOf(piece.number % 3 + 1, 3)
+    raise AssertionError(number)
 
 
 def test_a_join_of_nothing_is_said(rows, tmp_path):
