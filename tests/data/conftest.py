@@ -1,6 +1,9 @@
+"""Data sets to read, and the texts that tokenizers are tried on, which it makes importable."""
+
 from __future__ import annotations
 
 import hashlib
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +11,8 @@ import pytest
 
 from flatout.data.shards import Dataset
 from flatout.data.writer import DatasetWriter
+
+sys.path.append(str(Path(__file__).parent))
 
 CONTENT = b'{"stub": true}'
 

@@ -6,28 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from texts import CORPUS, STRANGE
 
 from flatout.data import tokenizers_stored
 from flatout.data.tokenizer import load_tokenizer, make_tokenizer, parse_tokenizer
 from flatout.data.tokenizers_bpe import GPT2_PATTERN, KNOWN, Known, read_tiktoken, train_bpe
 from flatout.errors import DataError
 
-CORPUS = ["The cat sat on the mat.\nThe cat did.\n", "Ein Käfer fliegt über das Land. 日本語 🙂\n", "  indented\n\n\tand 12345 numbers's\r\n" * 3]
-STRANGE = [
-    "",
-    " ",
-    "\n",
-    "a" * 5000,
-    " " * 5000,
-    "🙂" * 50,
-    "e\u0301",
-    "\u200b\ufeff",
-    "\x00\x01",
-    "'ll 'LL",
-    "1234567890",
-    "日本語のテキスト",
-    "\r\n\r\n x",
-]
 LITERALS = ["<|endoftext|>", "a<|endoftext|>b <|endoftext|>", "</s>", "<eos>[EOS]<|im_end|>"]
 
 

@@ -5,26 +5,10 @@ from __future__ import annotations
 import random
 
 import pytest
+from texts import CORPUS, STRANGE
 
 from flatout.data import tokenizers_bpe, tokenizers_stored
 from flatout.data.tokenizers_bpe import GPT2_PATTERN, KNOWN, byte_level_alphabet, train_bpe
-
-CORPUS = ["The cat sat on the mat.\nThe cat did.\n", "Ein Käfer fliegt über das Land. 日本語 🙂\n", "  indented\n\n\tand 12345 numbers's\r\n" * 3]
-STRANGE = [
-    "",
-    " ",
-    "\n",
-    "a" * 5000,
-    " " * 5000,
-    "🙂" * 50,
-    "e\u0301",
-    "\u200b\ufeff",
-    "\x00\x01",
-    "'ll 'LL",
-    "1234567890",
-    "日本語のテキスト",
-    "\r\n\r\n x",
-]
 
 
 @pytest.mark.parametrize("known", KNOWN.values(), ids=lambda known: known.name)
