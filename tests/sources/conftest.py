@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import re
@@ -177,6 +178,19 @@ class HubServer(WebServer):
 def parents(name: str) -> list[str]:
     pieces = name.split("/")[:-1]
     return ["/".join(pieces[: count + 1]) for count in range(len(pieces))]
+
+
+@pytest.fixture
+def parquet():
+    """Return columns as the bytes of a Parquet file: `parquet({"text": [...]}, row_group_size=10)`."""
+    pyarrow, tables = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+
+    def make(columns, **options):
+        file = io.BytesIO()
+        tables.write_table(pyarrow.table(columns), file, **options)
+        return file.getvalue()
+
+    return make
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """Data sets by name, through the package datasets, on a hub of the real one's layout."""
 
-import io
 import json
 import sys
 
@@ -8,9 +7,6 @@ import pytest
 
 from flatout.data.corpus import open_corpus
 from flatout.errors import DataError, MissingPackage
-
-pyarrow = pytest.importorskip("pyarrow")
-tables = pytest.importorskip("pyarrow.parquet")
 
 READ = """
 import json, pickle, sys
@@ -31,20 +27,14 @@ print(json.dumps(answers))
 """
 
 
-def parquet(**columns) -> bytes:
-    file = io.BytesIO()
-    tables.write_table(pyarrow.table(columns), file)
-    return file.getvalue()
-
-
 @pytest.fixture
-def stories(hub):
+def stories(hub, parquet):
     """org/stories: a training split of two files, a validation split of one."""
     pytest.importorskip("datasets")
     for number in range(2):
         content = {"text": [f"file {number} row {row}" for row in range(3)], "meta": [{"q": f"ask {row}"} for row in range(3)]}
-        hub.put("org/stories", f"data/train-0000{number}-of-00002.parquet", parquet(**content))
-    hub.put("org/stories", "data/validation-00000-of-00001.parquet", parquet(text=["held out", None, ""], meta=[{"q": None}] * 3))
+        hub.put("org/stories", f"data/train-0000{number}-of-00002.parquet", parquet(content))
+    hub.put("org/stories", "data/validation-00000-of-00001.parquet", parquet({"text": ["held out", None, ""], "meta": [{"q": None}] * 3}))
     return hub
 
 

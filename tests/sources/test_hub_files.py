@@ -1,14 +1,10 @@
 """Files of Hugging Face data sets, hf://, and the cards that name some: the very code that reads the real hub, on a hub of its layout."""
 
-import io
-
 import pytest
 
 from flatout.data.corpus import load_card
 from flatout.registry import DATASETS
 
-pyarrow = pytest.importorskip("pyarrow")
-tables = pytest.importorskip("pyarrow.parquet")
 pytest.importorskip("huggingface_hub")
 
 READ = """
@@ -28,24 +24,18 @@ print(json.dumps(answers))
 """
 
 
-def parquet(**columns) -> bytes:
-    file = io.BytesIO()
-    tables.write_table(pyarrow.table(columns), file)
-    return file.getvalue()
-
-
 CARDS = [name for name in DATASETS.names() if load_card(name).repository]
 
 
-def test_every_card_reads_its_files_and_no_others(hub, ask_hub):
+def test_every_card_reads_its_files_and_no_others(hub, ask_hub, parquet):
     cards = [load_card(name) for name in CARDS]
     for card in cards:
         files = [card.files.replace("*", "a", 1).replace("*", "b"), card.files.replace("*", "b", 1).replace("*", "a")]
         for number, path in enumerate(files):
             rows = [f"{card.files} file {number} row {row}" for row in range(3)]
-            hub.put(card.repository, path, parquet(**{card.text_field: rows, "other": [1, 2, 3]}), commit=card.revision)
+            hub.put(card.repository, path, parquet({card.text_field: rows, "other": [1, 2, 3]}), commit=card.revision)
         hub.put(card.repository, "README.md", b"not text to train on", commit=card.revision)
-        hub.put(card.repository, "else/train-0.parquet", parquet(text=["no"]), commit=card.revision)
+        hub.put(card.repository, "else/train-0.parquet", parquet({"text": ["no"]}), commit=card.revision)
     answers = ask_hub(READ, *CARDS)
     for card, answer in zip(cards, answers, strict=True):
         assert isinstance(answer, dict), answer
@@ -54,13 +44,13 @@ def test_every_card_reads_its_files_and_no_others(hub, ask_hub):
         assert f"@{card.revision}/" in answer["marks"][0]
 
 
-def test_the_fingerprint_is_the_files_checksum(hub, ask_hub):
+def test_the_fingerprint_is_the_files_checksum(hub, ask_hub, parquet):
     address = "hf://datasets/org/set/data/*.parquet"
-    hub.put("org/set", "data/a.parquet", parquet(text=["one"]))
+    hub.put("org/set", "data/a.parquet", parquet({"text": ["one"]}))
     before, again = ask_hub(READ, address, address)
     assert "lfs=" in before["marks"][0]
     assert again == before
-    hub.put("org/set", "data/a.parquet", parquet(text=["two"]))
+    hub.put("org/set", "data/a.parquet", parquet({"text": ["two"]}))
     assert ask_hub(READ, address)[0]["fingerprint"] != before["fingerprint"]
 
 

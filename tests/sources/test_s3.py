@@ -1,7 +1,6 @@
 """Text at s3://, read from a server that speaks S3, which s3fs finds by the variables it always reads."""
 
 import gzip
-import io
 import socket
 import subprocess
 import sys
@@ -71,11 +70,8 @@ def test_objects_prefixes_and_patterns_are_read(bucket, monkeypatch):
     assert texts("s3://corpus/**/*.gz") == TEXTS
 
 
-def test_parquet_is_read(bucket):
-    tables = pytest.importorskip("pyarrow.parquet")
-    file = io.BytesIO()
-    tables.write_table(pytest.importorskip("pyarrow").table({"text": TEXTS}), file, row_group_size=1000)
-    bucket.pipe("corpus/a.parquet", file.getvalue())
+def test_parquet_is_read(bucket, parquet):
+    bucket.pipe("corpus/a.parquet", parquet({"text": TEXTS}, row_group_size=1000))
     assert texts("s3://corpus/a.parquet") == TEXTS
 
 
