@@ -224,7 +224,8 @@ def _call(command: Command, values: dict[str, Any]) -> int:
     progress: Progress = terminal if speaks else SILENT
     try:
         if command.check is not None:
-            command.check(**{name: values[name] for name in inspect.signature(command.check).parameters})
+            known = values | {"progress": progress}
+            command.check(**{name: known[name] for name in inspect.signature(command.check).parameters})
         if command.needs_torch:
             with progress.task("Loading torch"):
                 importlib.import_module("torch")

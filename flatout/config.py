@@ -71,11 +71,11 @@ class DataConfig(Section):
     """What is read, and how it is cut into windows."""
 
     path: str | None = None
-    """Folder written by `flatout prepare`. State it or mix."""
+    """Folder written by `flatout prepare`, or its address, such as s3://bucket/data. State it or mix."""
     mix: dict[str, float] | None = None
-    """Several folders prepared with one tokenizer, and the weight of each: {data/book: 3, data/code: 1} reads three windows of the first for
-    one of the second, in every beginning of the run to less than one window (odd ratios: as rounded to 1 in 65,536, which is the smallest
-    share). Each set is read by its own epochs and scored by itself; the validation loss is the mean by these weights."""
+    """Several such folders or addresses prepared with one tokenizer, and the weight of each: {data/book: 3, data/code: 1} reads three windows
+    of the first for one of the second, in every beginning of the run to less than one window (odd ratios: as rounded to 1 in 65,536, which
+    is the smallest share). Each set is read by its own epochs and scored by itself; the validation loss is the mean by these weights."""
     seq_len: int = Field(256, ge=1)
     """Tokens in one training window (T)."""
     prefetch: int = Field(4, ge=1, le=1000)

@@ -44,14 +44,16 @@ class LoadedRun:
     recipe: Recipe
     folder: Path
     checkpoint: Path
+    progress: Progress = SILENT
+    """Where fetching its data reports."""
 
     @cached_property
     def dataset(self) -> Dataset | MixedDataset:
         """The data it was trained on; sampling does not need it.
 
-        Raises: DataError when it is no longer there.
+        Raises: DataError when it is no longer there, or cannot be fetched.
         """
-        return open_data(self.config.data)
+        return open_data(self.config.data, progress=self.progress)
 
 
 def load_run(
@@ -76,7 +78,7 @@ def load_run(
         model.load_state_dict(read_weights(path))
         model.to(where).eval()
         tokenizer = load_tokenizer(folder / TOKENIZER)
-    return LoadedRun(model, tokenizer, config, recipe, folder, path)
+    return LoadedRun(model, tokenizer, config, recipe, folder, path, progress)
 
 
 def _usable_speedups(config: RunConfig, without: frozenset[str]) -> Iterator[Decision]:

@@ -11,18 +11,19 @@ from flatout.data.shards import Dataset
 from flatout.errors import ConfigError, DataError
 from flatout.hardware import check_device_name
 from flatout.optimizers.schedule import factor
+from flatout.progress import SILENT, Progress
 from flatout.registry import MODELS, OPTIMIZERS
 from flatout.selection import parse_wish
 
 
-def check(config: RunConfig) -> None:
+def check(config: RunConfig, *, progress: Progress = SILENT) -> None:
     """Do nothing when names, data and the length of a window are such that a run can be tried.
 
     Raises: ConfigError, HardwareError or DataError naming what cannot be used.
     """
     check_names(config)
     check_device_name(config.train.device)
-    open_dataset(config)
+    open_dataset(config, progress=progress)
 
 
 def check_names(config: RunConfig) -> None:
@@ -36,17 +37,17 @@ def check_names(config: RunConfig) -> None:
     parse_wish(config.speedups)
 
 
-def open_dataset(config: RunConfig) -> Dataset | MixedDataset:
-    """Open what a configuration names to train on.
+def open_dataset(config: RunConfig, *, progress: Progress = SILENT) -> Dataset | MixedDataset:
+    """Open what a configuration names to train on; what lies at an address is fetched first.
 
-    Raises: ConfigError when it names nothing; DataError when a folder is no data set, or holds not one window for training.
+    Raises: ConfigError when it names nothing; DataError when one is no data set, cannot be fetched, or holds not one window for training.
     """
-    data, seq_len = open_data(config.data), config.data.seq_len
+    data, seq_len = open_data(config.data, progress=progress), config.data.seq_len
     for part in parts_of(data):
         tokens = part.dataset.split("train").num_tokens
         if tokens <= seq_len:
             raise DataError(
-                f"{part.dataset.path} holds {tokens:,} tokens for training; one window of data.seq_len={seq_len} needs {seq_len + 1:,}.",
+                f"{part.dataset.place} holds {tokens:,} tokens for training; one window of data.seq_len={seq_len} needs {seq_len + 1:,}.",
                 fix=f"Set data.seq_len={_shorter(tokens)}, or prepare more text." if tokens > 1 else "Prepare more text.",
             )
     return data

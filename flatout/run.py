@@ -183,7 +183,7 @@ def _resolve_model(config: RunConfig, dataset: Dataset | MixedDataset) -> RunCon
     vocab_size = config.model.vocab_size or dataset.vocab_size
     if vocab_size < dataset.vocab_size:
         raise ConfigError(
-            f"model.vocab_size={vocab_size} is smaller than the vocabulary of {parts_of(dataset)[0].dataset.path}, {dataset.vocab_size}.",
+            f"model.vocab_size={vocab_size} is smaller than the vocabulary of {parts_of(dataset)[0].dataset.place}, {dataset.vocab_size}.",
             fix="Leave model.vocab_size out, or prepare the data with the model's own tokenizer.",
         )
     model_class = MODELS.get(config.model.kind)

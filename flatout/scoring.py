@@ -7,8 +7,8 @@ from functools import partial
 from pathlib import Path
 
 from flatout.config import ParallelConfig
+from flatout.data.fetch import open_place
 from flatout.data.mix import Part, distinct_names, parts_of
-from flatout.data.shards import Dataset
 from flatout.data.steps import ShardWindows
 from flatout.errors import ConfigError, DataError
 from flatout.loading import LoadedRun
@@ -19,12 +19,12 @@ from flatout.training.evaluation import Evaluation, Judge, say_unscored
 from flatout.training.moved_data import require_tokenizer
 
 
-def evaluate(loaded: LoadedRun, *, data: Sequence[Path] = (), max_tokens: int | None = None, progress: Progress = SILENT) -> Evaluation:
+def evaluate(loaded: LoadedRun, *, data: Sequence[str | Path] = (), max_tokens: int | None = None, progress: Progress = SILENT) -> Evaluation:
     """Score the validation text as the run itself evaluates: of its own data, or of the data sets `data`, each token of which counts alike.
 
     Raises: DataError when there is no validation text; CheckpointError when it was prepared with another tokenizer than the model's.
     """
-    parts = other_parts(loaded.folder, data) if data else parts_of(loaded.dataset)
+    parts = other_parts(loaded.folder, data, progress=progress) if data else parts_of(loaded.dataset)
     mesh = make_mesh(ParallelConfig(), str(next(loaded.model.parameters()).device), Ranks())
     settings, precision = loaded.config.data, loaded.recipe.part("precision")
     rows, autocast = int(loaded.config.batch.rows_per_device), partial(precision.context, mesh.device.type)
@@ -33,21 +33,21 @@ def evaluate(loaded: LoadedRun, *, data: Sequence[Path] = (), max_tokens: int | 
     found = judge.score(parts, max_tokens=max_tokens, progress=progress)
     if found is None:
         raise DataError(
-            f"{', '.join(str(part.dataset.path) for part in parts)}: no validation text.",
+            f"{', '.join(part.dataset.place for part in parts)}: no validation text.",
             fix="Prepare it with a larger share, for example --split 'tail 0.1'.",
         )
     return found
 
 
-def other_parts(run_folder: Path, data: Sequence[Path]) -> list[Part]:
+def other_parts(run_folder: Path, data: Sequence[str | Path], *, progress: Progress = SILENT) -> list[Part]:
     """Open data sets that the run was not trained on; their shares are those of their validation tokens."""
-    datasets = [Dataset.open(path) for path in data]
-    places = [dataset.path.resolve() for dataset in datasets]
-    twice = next((place for place in places if places.count(place) > 1), None)
+    datasets = [open_place(place, progress=progress) for place in data]
+    folders = [dataset.path.resolve() for dataset in datasets]
+    twice = next((dataset.place for dataset, folder in zip(datasets, folders, strict=True) if folders.count(folder) > 1), None)
     if twice is not None:
         raise ConfigError(f"--data names {twice} twice.", fix="Name each data set once.")
     for dataset in datasets:
         require_tokenizer(run_folder, dataset)
     tokens = [max(dataset.split("val").num_tokens - 1, 0) for dataset in datasets]
-    names = distinct_names([dataset.path for dataset in datasets])
+    names = distinct_names([dataset.place for dataset in datasets])
     return [Part(name, dataset, count / max(sum(tokens), 1)) for name, dataset, count in zip(names, datasets, tokens, strict=True)]

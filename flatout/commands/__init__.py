@@ -40,6 +40,6 @@ class Command:
     example: str
     """One command line that shows its use, for example `flatout prepare book.txt --out data/book`."""
     check: Callable[..., object] | None = None
-    """Called first by the command line, with those of the values that it takes and without torch: simple mistakes are answered at once."""
+    """Called first by the command line, with what it takes of the values and `progress`, and without torch: simple mistakes are answered at once."""
     needs_torch: bool = False
     """Whether calling it imports torch; the command line then says so, because that takes seconds."""

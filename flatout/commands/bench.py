@@ -95,14 +95,14 @@ def bench(
     )
 
 
-def check(recipe: str, overrides: list[str] | None, sweep: str | None) -> None:
-    """Do nothing when nothing is wrong with the words of a command line that can be told without torch.
+def check(recipe: str, overrides: list[str] | None, sweep: str | None, progress: Progress = SILENT) -> None:
+    """Do nothing when nothing is wrong with the words of a command line that can be told without torch; data at an address is fetched.
 
     Raises: UsageError.
     """
     if sweep is not None and sweep.startswith("-"):
         raise ConfigError(f"--sweep needs one of {SWEEPS}; {sweep} is another option.", fix="For example --sweep batch.")
-    train.check(recipe, overrides)
+    train.check(recipe, overrides, progress)
 
 
 COMMAND = Command(bench, example="flatout bench shakespeare-char data.path=data/s --minutes 6", check=check, needs_torch=True)

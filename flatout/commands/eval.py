@@ -90,8 +90,10 @@ def evaluate(
     run: Annotated[str, typer.Argument(help="A run folder, or its name under runs/.")],
     checkpoint: Annotated[str, typer.Option(help="best, last, or a step.")] = "best",
     data: Annotated[
-        list[Path] | None,
-        typer.Option(help="Score on this data set instead of the run's own; may be given several times. It needs the run's tokenizer."),
+        list[str] | None,
+        typer.Option(
+            help="Score on this data set, a folder or an address, instead of the run's own; may be given several times. It needs the run's tokenizer."
+        ),
     ] = None,
     max_tokens: Annotated[
         int | None, typer.Option(help="Score only the first tokens of the validation text, shared out over the sets of a mix.", min=1)

@@ -96,12 +96,12 @@ def train(
     return train_config(load_config(recipe, overrides or ()), run=run, resume=resume, observers=observers, progress=progress)
 
 
-def check(recipe: str, overrides: list[str] | None) -> None:
-    """Do nothing when nothing is wrong with the words of a command line that can be told without torch.
+def check(recipe: str, overrides: list[str] | None, progress: Progress = SILENT) -> None:
+    """Do nothing when nothing is wrong with the words of a command line that can be told without torch; data at an address is fetched.
 
     Raises: UsageError.
     """
-    preflight.check(load_config(recipe, overrides or ()))
+    preflight.check(load_config(recipe, overrides or ()), progress=progress)
 
 
 def train_config(

@@ -38,12 +38,13 @@ def check_space(out: Path, part_bytes: Sequence[int], tokenizer: Tokenizer) -> N
     needed, free = int(size + min(size, SHARD_BYTES)), shutil.disk_usage(place).free
     if all(part_bytes) and needed > free:
         raise DataError(
-            f"The data set takes about {_in_words(needed)} while it is made, and {_in_words(free)} are free in {place}.",
+            f"The data set takes about {in_words(needed)} while it is made, and {in_words(free)} are free in {place}.",
             fix="Make room there, choose another --out, or take less text with --max-bytes.",
         )
 
 
-def _in_words(size: int) -> str:
+def in_words(size: int) -> str:
+    """Return a number of bytes in a person's unit."""
     return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"
 
 

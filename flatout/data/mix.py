@@ -18,9 +18,11 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from flatout.data.fetch import open_place
 from flatout.data.manifest import SplitName
 from flatout.data.shards import Dataset, Split
 from flatout.errors import ConfigError, DataError
+from flatout.progress import SILENT, Progress
 
 if TYPE_CHECKING:
     from flatout.config import DataConfig
@@ -52,19 +54,19 @@ class MixedDataset:
         self._splits: dict[str, MixedSplit] = {}
 
     @classmethod
-    def open(cls, mix: Mapping[str, float]) -> Self:
-        """Open the folders of a mix, each with its weight.
+    def open(cls, mix: Mapping[str, float], *, progress: Progress = SILENT) -> Self:
+        """Open the folders or addresses of a mix, each with its weight.
 
-        Raises: ConfigError when a folder is named twice or its share is too small; DataError when one is no data set, or two have
+        Raises: ConfigError when a set is named twice or its share is too small; DataError when one is no data set, or two have
         different tokenizers.
         """
         turns = whole_turns(mix)
-        datasets = [Dataset.open(path) for path in mix]
+        datasets = [open_place(place, progress=progress) for place in mix]
         for number, dataset in enumerate(datasets):
             _require_one_tokenizer(datasets[0], dataset)
             if dataset.path.resolve() in {other.path.resolve() for other in datasets[:number]}:
-                raise ConfigError(f"data.mix names {dataset.path} twice.", fix="Name it once, with the sum of its weights.")
-        names = distinct_names([dataset.path for dataset in datasets])
+                raise ConfigError(f"data.mix names {dataset.place} twice.", fix="Name it once, with the sum of its weights.")
+        names = distinct_names([dataset.place for dataset in datasets])
         shares = [turn / sum(turns) for turn in turns]
         return cls([Part(*of_one) for of_one in zip(names, datasets, shares, strict=True)], turns)
 
@@ -173,15 +175,15 @@ class MixedSplit:
         return [(self._splits[number], of_set, indices[of_set] - first[number]) for number, of_set in rows.items()]
 
 
-def open_data(data: DataConfig) -> Dataset | MixedDataset:
+def open_data(data: DataConfig, *, progress: Progress = SILENT) -> Dataset | MixedDataset:
     """Open what `data.path` or `data.mix` names.
 
-    Raises: ConfigError when neither is stated; DataError when a folder holds no data set.
+    Raises: ConfigError when neither is stated; DataError when there is no data set, or it cannot be fetched.
     """
     if data.mix is not None:
-        return MixedDataset.open(data.mix)
+        return MixedDataset.open(data.mix, progress=progress)
     if data.path is not None:
-        return Dataset.open(data.path)
+        return open_place(data.path, progress=progress)
     raise ConfigError(
         "data.path is not set: there is nothing to train on.",
         fix="Prepare text with `flatout prepare FILE --out data/mine`, then add data.path=data/mine.",
@@ -190,7 +192,7 @@ def open_data(data: DataConfig) -> Dataset | MixedDataset:
 
 def parts_of(dataset: Dataset | MixedDataset) -> tuple[Part, ...]:
     """Return the data sets of a mix; a single one is the special case, with all of the windows."""
-    return dataset.parts if isinstance(dataset, MixedDataset) else (Part(dataset.path.absolute().name, dataset, 1.0),)
+    return dataset.parts if isinstance(dataset, MixedDataset) else (Part(distinct_names([dataset.place])[0], dataset, 1.0),)
 
 
 def whole_turns(mix: Mapping[str, float]) -> tuple[int, ...]:
@@ -233,9 +235,9 @@ def deal(turns: tuple[int, ...]) -> Array:
     return order
 
 
-def distinct_names(paths: Sequence[Path]) -> list[str]:
-    """Return the last part of each path, or as many parts as it takes to tell them apart."""
-    whole = [path.absolute().parts for path in paths]
+def distinct_names(places: Sequence[str]) -> list[str]:
+    """Return the last part of each path or address, or as many parts as it takes to tell them apart."""
+    whole = [Path(place).absolute().parts for place in places]
     for depth in range(1, max(len(parts) for parts in whole) + 1):
         names = ["/".join(parts[-depth:]) for parts in whole]
         if len(set(names)) == len(names):
@@ -247,7 +249,7 @@ def _require_one_tokenizer(first: Dataset, other: Dataset) -> None:
     mine, theirs = first.manifest, other.manifest
     if (mine.tokenizer.digest, mine.vocab_size, mine.dtype) != (theirs.tokenizer.digest, theirs.vocab_size, theirs.dtype):
         raise DataError(
-            f"{first.path} and {other.path} were prepared with different tokenizers, {mine.tokenizer.name} of {mine.vocab_size:,} tokens and "
+            f"{first.place} and {other.place} were prepared with different tokenizers, {mine.tokenizer.name} of {mine.vocab_size:,} tokens and "
             f"{theirs.tokenizer.name} of {theirs.vocab_size:,}: one model cannot read both.",
             fix=f"Prepare the second again with the first's: --tokenizer {first.path / mine.tokenizer.file}.",
         )

@@ -38,19 +38,21 @@ PREPARE_AGAIN = "The folder is damaged: delete it and run `flatout prepare` agai
 class Dataset:
     """A prepared data set folder, opened for reading."""
 
-    def __init__(self, path: Path, manifest: Manifest) -> None:
+    def __init__(self, path: Path, manifest: Manifest, *, place: str | None = None) -> None:
         self.path = path
+        self.place = str(path) if place is None else place
+        """What it is called: the folder, or the address that this folder is a copy of."""
         self.manifest = manifest
         self._splits: dict[str, Split] = {}
 
     @classmethod
-    def open(cls, path: Path | str) -> Dataset:
+    def open(cls, path: Path | str, *, place: str | None = None) -> Dataset:
         """Open the folder; its manifest, its tokenizer and every file's size are checked, tokens are not read.
 
         Raises: DataError when it is no data set, or a file is missing, has another size, or is another tokenizer.
         """
         folder = Path(path)
-        dataset = cls(folder, read_manifest(folder))
+        dataset = cls(folder, read_manifest(folder), place=place)
         for _, problem in file_problems(folder, dataset.manifest):
             raise DataError(problem, fix=PREPARE_AGAIN)
         return dataset

@@ -152,8 +152,7 @@ class Judge:
         loss_sum, num_valid = self.mesh.sum(loss_sum, num_valid)
         mean = float(loss_sum / num_valid.clamp(min=1))
         whole = max_tokens is None or max_tokens >= split.num_tokens - 1
-        path = str(part.dataset.path)
-        return SetScore(part.name, path, part.share, mean, int(num_valid), split.text_bytes if whole else 0)
+        return SetScore(part.name, part.dataset.place, part.share, mean, int(num_valid), split.text_bytes if whole else 0)
 
 
 def evaluate(run: Run, *, max_tokens: int | None = None, progress: Progress = SILENT) -> Evaluation | None:

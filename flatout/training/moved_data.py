@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from flatout.config import DataConfig, RunConfig, validate
+from flatout.data.fetch import absolute_place
 from flatout.data.manifest import TOKENIZER
 from flatout.data.mix import MixedDataset, parts_of, whole_turns
 from flatout.data.shards import Dataset
 from flatout.documents import read_document
 from flatout.errors import CheckpointError
+from flatout.sources.remote import is_address
 from flatout.training import folder
 from flatout.training.files import sha256
 
@@ -38,10 +40,10 @@ def _moved(known: DataConfig, asked: DataConfig) -> dict[str, Any] | None:
     Sets of a mix are told by their folders, or, where those have changed, by their order: it belongs to what a run reads.
     """
     if known.path is not None and asked.path is not None:
-        return {"data.path": str(Path(asked.path).absolute())}
+        return {"data.path": absolute_place(asked.path)}
     if known.mix is None or asked.mix is None:
         return None
-    before, now = _turns_by_folder(known.mix), _turns_by_folder(asked.mix)
+    before, now = _turns_by_place(known.mix), _turns_by_place(asked.mix)
     if before == now:
         return _where(known)
     if list(before.values()) == list(now.values()):
@@ -49,8 +51,9 @@ def _moved(known: DataConfig, asked: DataConfig) -> dict[str, Any] | None:
     return None
 
 
-def _turns_by_folder(mix: dict[str, float]) -> dict[Path, int]:
-    return dict(zip((Path(path).resolve() for path in mix), whole_turns(mix), strict=True))
+def _turns_by_place(mix: dict[str, float]) -> dict[str, int]:
+    places = (place if is_address(place) else str(Path(place).resolve()) for place in mix)
+    return dict(zip(places, whole_turns(mix), strict=True))
 
 
 def _where(data: DataConfig) -> dict[str, Any]:
@@ -59,14 +62,14 @@ def _where(data: DataConfig) -> dict[str, Any]:
 
 def absolute(mix: dict[str, float]) -> dict[str, float]:
     """Return a mix with absolute paths."""
-    return {str(Path(path).absolute()): weight for path, weight in mix.items()}
+    return {absolute_place(place): weight for place, weight in mix.items()}
 
 
 def anywhere(config: RunConfig) -> RunConfig:
     """Return the configuration with absolute paths of its data, so that a run can be scored from any folder."""
     if config.data.mix is not None:
         return config.with_values({"data.mix": absolute(config.data.mix)})
-    return config.with_values({"data.path": str(Path(config.data.path or "").absolute())})
+    return config.with_values({"data.path": absolute_place(config.data.path or "")})
 
 
 def require_tokenizer(run_folder: Path, dataset: Dataset | MixedDataset) -> None:
@@ -77,6 +80,6 @@ def require_tokenizer(run_folder: Path, dataset: Dataset | MixedDataset) -> None
     kept, data = run_folder / TOKENIZER, parts_of(dataset)[0].dataset
     if kept.exists() and sha256(kept) != data.manifest.tokenizer.digest:
         raise CheckpointError(
-            f"{data.path} was prepared with another tokenizer than {run_folder} was trained with: its tokens would mean something else.",
+            f"{data.place} was prepared with another tokenizer than {run_folder} was trained with: its tokens would mean something else.",
             fix=f"Prepare the text with --tokenizer {kept}.",
         )

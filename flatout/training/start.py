@@ -79,7 +79,7 @@ def run_training(
             warn_of_others(machine, progress)
         if ranks.rank == 0:
             stack.enter_context(folder.locked(place, progress=progress))
-        dataset = open_dataset(asked)
+        dataset = open_dataset(asked, progress=progress)
         plan = agree(ranks, lambda: settle(asked, place, resume, machine, ranks, device, dataset, progress))
         if plan.finished is not None:
             return plan.finished
@@ -264,7 +264,7 @@ def shares(run: Run) -> Iterator[dict[str, Any]]:
         for part in run.dataset.parts:
             own_tokens = epoch_tokens(part.dataset, run.config.data.seq_len)
             passes = part.share * run.last_step * run.tokens_per_step / own_tokens
-            yield {"name": part.name, "path": str(part.dataset.path), "share": part.share, "passes": passes}
+            yield {"name": part.name, "path": part.dataset.place, "share": part.share, "passes": passes}
 
 
 def _facts(run: Run, plan: Plan) -> dict[str, Any]:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import hashlib
 import sys
 from pathlib import Path
+from typing import ClassVar
 
+import fsspec
 import numpy as np
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from flatout.data.shards import Dataset
 from flatout.data.writer import DatasetWriter
+from flatout.progress import SILENT
 
 sys.path.append(str(Path(__file__).parent))
 
@@ -39,6 +43,73 @@ class StubTokenizer:
 
     def digest(self):
         return hashlib.sha256(CONTENT).hexdigest()
+
+
+class FaultyStore(MemoryFileSystem):
+    """A store in this process's memory, at faulty://. `faults` are used up, one a request: an error to raise, or None; `asked` are the requests.
+
+    `tags` says what the description of a file has besides its size.
+    """
+
+    protocol = "faulty"
+    store: ClassVar = {}
+    pseudo_dirs: ClassVar = [""]
+    faults: ClassVar[list] = []
+    asked: ClassVar[list] = []
+    tags: ClassVar = lambda content: {}
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return super()._strip_protocol(str(path).removeprefix("faulty://"))
+
+    def _ask(self, what, path):
+        self.asked.append(f"{what} {self._strip_protocol(path)}")
+        fault = self.faults.pop(0) if self.faults else None
+        if fault is not None:
+            raise fault
+
+    def info(self, path, **kwargs):
+        found = super().info(path, **kwargs)
+        return found | (type(self).tags(self.store[found["name"]].getvalue()) if found["type"] == "file" else {})
+
+    def cat_file(self, path, start=None, end=None, **kwargs):
+        self._ask("get", path)
+        return super().cat_file(path, start=start, end=end, **kwargs)
+
+    def put_file(self, lpath, rpath, **kwargs):
+        self._ask("put", rpath)
+        super().put_file(lpath, rpath, **kwargs)
+
+
+@pytest.fixture
+def store(monkeypatch):
+    """An empty FaultyStore; nobody waits between two requests."""
+    fsspec.register_implementation("faulty", FaultyStore, clobber=True)
+    monkeypatch.setattr("flatout.sources.remote.FIRST_PAUSE_S", 0.0)
+    yield FaultyStore()
+    for left in (FaultyStore.store, FaultyStore.faults, FaultyStore.asked):
+        left.clear()
+    FaultyStore.pseudo_dirs[:] = [""]
+    FaultyStore.tags = lambda content: {}
+
+
+class Said:
+    """A progress that keeps what is said."""
+
+    def __init__(self):
+        self.lines = []
+
+    def task(self, what, **_):
+        return SILENT.task(what)
+
+    def say(self, line):
+        self.lines.append(line)
+
+
+@pytest.fixture
+def said():
+    """A progress that keeps what is said in `lines`."""
+    return Said()
 
 
 @pytest.fixture

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 
+import fsspec
 import pytest
 import yaml
 
@@ -13,7 +15,7 @@ from flatout.data.mix import open_data
 from flatout.errors import CheckpointError, ConfigError, DataError, Stopped
 from flatout.loading import load_run
 from flatout.training.folder import read_config, read_events
-from flatout.training.moved_data import require_tokenizer, stored_config
+from flatout.training.moved_data import anywhere, require_tokenizer, stored_config
 from flatout.training.start import run_training
 
 
@@ -128,3 +130,22 @@ def test_another_tokenizer_is_refused_and_none_kept_passes(mixed_config, tmp_pat
 def test_the_order_of_a_mix_survives_its_file(mixed_config, tmp_path):
     run_training(mixed_config(), tmp_path / "run")
     assert list(yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["data"]["mix"]) == list(mixed_config().data.mix)
+
+
+def test_data_may_lie_at_an_address_and_move_there(tiny_config, tiny_set, tmp_path, stop_at, monkeypatch):
+    """The stored configuration keeps the address, from whatever folder the run was begun."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    address = "memory://runs/tiny"
+    store = fsspec.filesystem("memory")
+    for path in tiny_set.iterdir():
+        store.put_file(str(path), f"{address}/{path.name}")
+    whole = run_training(tiny_config(train__steps=6), tmp_path / "whole")
+    with pytest.raises(Stopped):
+        run_training(tiny_config(train__steps=6), tmp_path / "parts", observers=[stop_at(3)])
+    moved = run_training(tiny_config(train__steps=6, data__path=address), tmp_path / "parts")
+    assert moved["weights_sha256"] == whole["weights_sha256"]
+    assert run_training(tiny_config(train__steps=6, data__path=address), tmp_path / "far")["weights_sha256"] == whole["weights_sha256"]
+    assert read_config(tmp_path / "far").data.path == address
+    mixed = RunConfig(data={"mix": {address: 1, "near": 3}})
+    assert list(anywhere(mixed).data.mix) == [address, str(Path("near").absolute())]
+    store.rm("/runs", recursive=True)
