@@ -12,10 +12,12 @@ import typer
 from pydantic import BaseModel, ConfigDict
 
 from flatout.commands import Command, Result
+from flatout.data.fetch import open_place
 from flatout.data.manifest import MANIFEST, Manifest
 from flatout.data.shards import Dataset, Split
 from flatout.data.tokenizer import Tokenizer
 from flatout.progress import SILENT, Progress
+from flatout.sources.remote import is_address
 
 BAR_WIDTH = 40
 
@@ -43,7 +45,7 @@ class InspectResult(Result):
     """What a data set folder holds."""
 
     path: str
-    """The folder."""
+    """The folder, or the address."""
     items: list[Fact]
     """The facts, in reading order."""
 
@@ -65,19 +67,22 @@ class InspectResult(Result):
 
 
 def inspect(
-    data: Annotated[Path, typer.Argument(help="Folder written by `flatout prepare`.")],
+    data: Annotated[str, typer.Argument(help="Folder written by `flatout prepare`, or its address.")],
     tokens: Annotated[int, typer.Option(help="How many of the first tokens to show as text.", min=0)] = 64,
     *,
     progress: Progress = SILENT,
 ) -> InspectResult:
     """Show a data set's size, documents, tokens, vocabulary, splits, document lengths, special tokens, skipped rows and first tokens.
 
-    Raises: DataError when the folder is not a whole data set.
+    What lies at an address is fetched, unless it is in the cache.
+
+    Raises: DataError when it is not a whole data set.
     """
-    dataset = Dataset.open(data)
+    dataset = open_place(data, progress=progress)
     with progress.task(f"Reading document lengths of {data}"):
         lengths = np.concatenate([np.diff(dataset.split(name).document_ends, prepend=0) for name in dataset.manifest.splits])
     facts = {
+        **_whereabouts(dataset),
         **_overview(dataset),
         **_splits(dataset),
         **_length_facts(lengths),
@@ -86,14 +91,19 @@ def inspect(
         "skipped_first": {entry.reason: list(entry.first) for entry in dataset.manifest.skipped},
         "beginning": _beginning(dataset, tokens),
     }
-    return InspectResult(path=str(data), items=[Fact(name=name, value=value) for name, value in facts.items()])
+    return InspectResult(path=dataset.place, items=[Fact(name=name, value=value) for name, value in facts.items()])
+
+
+def _whereabouts(dataset: Dataset) -> dict[str, Any]:
+    """Return since when the folder is there; what lies at an address may be older than its copy here."""
+    since = datetime.fromtimestamp((dataset.path / MANIFEST).stat().st_mtime).astimezone().isoformat(timespec="seconds")
+    return {"copy": str(dataset.path), "copied": since} if is_address(dataset.place) else {"prepared": since}
 
 
 def _overview(dataset: Dataset) -> dict[str, Any]:
     manifest = dataset.manifest
     return {
         "size_bytes": _size_bytes(dataset.path, manifest),
-        "prepared": datetime.fromtimestamp((dataset.path / MANIFEST).stat().st_mtime).astimezone().isoformat(timespec="seconds"),
         "documents": manifest.documents,
         "tokens": manifest.tokens,
         "text_bytes": manifest.text_bytes,
@@ -109,10 +119,8 @@ def _overview(dataset: Dataset) -> dict[str, Any]:
 
 
 def _size_bytes(folder: Path, manifest: Manifest) -> int:
-    names = [manifest.tokenizer.file, MANIFEST]
-    for split in manifest.splits.values():
-        names += [entry.name for entry in (*split.shards, *split.masks, split.document_ends)]
-    return sum((folder / name).stat().st_size for name in names if (folder / name).is_file())
+    own = (manifest.tokenizer.file, MANIFEST)
+    return sum(entry.size_bytes for entry in manifest.files) + sum((folder / name).stat().st_size for name in own)
 
 
 def _splits(dataset: Dataset) -> dict[str, Any]:

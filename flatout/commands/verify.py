@@ -8,15 +8,17 @@ from typing import Annotated
 import typer
 
 from flatout.commands import Command, Result
-from flatout.data.verify import verify_dataset
+from flatout.data.fetch import stored_address
+from flatout.data.verify import verify_dataset, verify_stored
 from flatout.progress import SILENT, Progress
+from flatout.sources.remote import is_address
 
 
 class VerifyResult(Result):
     """What `verify` found."""
 
     path: str
-    """The folder."""
+    """The folder, or the address."""
     ok: bool
     """Whether nothing is wrong."""
     problems: list[str]
@@ -40,22 +42,23 @@ class VerifyResult(Result):
             return f"{self.path} is whole: {read}."
         count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems):,} problems"
         return "\n".join(
-            [f"{self.path} is damaged: {count}; {read}.", *self.problems, "Fix: delete the folder and run `flatout prepare` again, or copy it again."]
+            [f"{self.path} is damaged: {count}; {read}.", *self.problems, "Fix: delete it and run `flatout prepare` again, or copy it again."]
         )
 
 
 def verify(
-    data: Annotated[Path, typer.Argument(help="Folder written by `flatout prepare` or `flatout import`.")],
+    data: Annotated[str, typer.Argument(help="Folder written by `flatout prepare` or `flatout import`, or its address.")],
     *,
     progress: Progress = SILENT,
 ) -> VerifyResult:
     """Check a prepared data set: every file's size, every block's checksum, every id and count.
 
-    The exit code is 1 when something is wrong.
+    What lies at an address is read through, as it comes, and not kept. The exit code is 1 when something is wrong.
 
-    Raises: DataError when the folder is no data set.
+    Raises: DataError when it is no data set, or the store does not answer.
     """
-    found = verify_dataset(Path(data), progress=progress)
+    place = str(data)
+    found = verify_stored(stored_address(place), progress=progress) if is_address(place) else verify_dataset(Path(place), progress=progress)
     return VerifyResult(
         path=str(data), ok=not found.problems, problems=list(found.problems), files=found.files, blocks=found.blocks, bytes=found.num_bytes
     )

@@ -116,18 +116,12 @@ def local_copy(address: str, *, cache: Path = CACHE, progress: Progress = SILENT
     home = home_of(address, cache)
     held = _last_read(home)
     try:
-        written = manifest_at(address, attempts=ATTEMPTS if held is None else ATTEMPTS_WITH_COPY)
+        written, manifest = stored_manifest(address, attempts=ATTEMPTS if held is None else ATTEMPTS_WITH_COPY)
     except Unreachable as error:
         if held is None:
             raise
         progress.say(f"{error.what} The copy of it in {held} is read.")
         return held
-    if written is None:
-        raise DataError(
-            f"There is no data set at {address}: it has no {MANIFEST}.",
-            fix=f"Prepare one with `flatout prepare SOURCE --out {address}`, or check the address.",
-        )
-    manifest = parse_manifest(written.decode("utf-8", errors="replace"), f"{address}/{MANIFEST}")
     copy = copy_of(home, written)
     if not _is_whole(copy, manifest):
         with owned(home, lambda: progress.say(f"Another process is fetching {address}; waiting for it.")):
@@ -149,6 +143,20 @@ def manifest_at(address: str, *, attempts: int = ATTEMPTS) -> bytes | None:
         return read_remote(f"{address}/{MANIFEST}", attempts=attempts)
     except NothingThere:
         return None
+
+
+def stored_manifest(address: str, *, attempts: int = ATTEMPTS) -> tuple[bytes, Manifest]:
+    """Return the manifest at an address, as it is written there and as what it says.
+
+    Raises: DataError when there is none, it cannot be read, or the store does not answer.
+    """
+    written = manifest_at(address, attempts=attempts)
+    if written is None:
+        raise DataError(
+            f"There is no data set at {address}: it has no {MANIFEST}.",
+            fix=f"Prepare one with `flatout prepare SOURCE --out {address}`, or check the address.",
+        )
+    return written, parse_manifest(written.decode("utf-8", errors="replace"), f"{address}/{MANIFEST}")
 
 
 def _last_read(home: Path) -> Path | None:

@@ -1,19 +1,23 @@
-"""Reads a whole data set folder and lists what is wrong with it."""
+"""Reads a whole data set, in a folder or at an address, and lists what is wrong with it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from flatout.data.manifest import Manifest, read_manifest
+from flatout.data.fetch import stored_blocks, stored_manifest, stored_tokenizer
+from flatout.data.manifest import FileEntry, Manifest, read_manifest
 from flatout.data.shards import Split, file_problems
 from flatout.data.tokenizer import load_tokenizer
+from flatout.data.transfers import Transfers
 from flatout.errors import DataError, FlatoutError
 from flatout.progress import SILENT, Progress
+from flatout.sources.remote import Unreachable
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,7 @@ def verify_dataset(folder: Path, *, progress: Progress = SILENT) -> Verified:
     damaged = {name for name, _ in unsized}
     if manifest.tokenizer.file not in damaged:
         problems += _tokenizer_problems(folder, manifest)
-    entries = [entry for split in manifest.splits.values() for entry in (*split.shards, *split.masks, split.document_ends)]
+    entries = manifest.files
     sizes = []
     with progress.task(f"Reading {folder}", total=sum(entry.size_bytes for entry in entries if entry.name not in damaged) / 1e6, unit="MB") as task:
         for name in manifest.splits:
@@ -54,6 +58,36 @@ def verify_dataset(folder: Path, *, progress: Progress = SILENT) -> Verified:
             if not damaged & {name, manifest.splits[name].document_ends.name}:
                 problems += _end_problems(folder, split)
     return Verified(tuple(problems), len(entries) + 1, len(sizes), sum(sizes))
+
+
+def verify_stored(address: str, *, progress: Progress = SILENT) -> Verified:
+    """Check what lies at an address as it comes: every file's size, every block's checksum, the tokenizer. Nothing is kept.
+
+    A block with its checksum is the block that was prepared, so that what is in it was checked then.
+
+    Memory: a block of each file under way.
+    Raises: DataError when there is no manifest that can be read, or the store does not answer.
+    """
+    _, manifest = stored_manifest(address)
+    problems: list[str] = []
+    sizes: list[int] = []
+
+    def check(entry: FileEntry) -> None:
+        for block, problem in stored_blocks(address, entry):
+            problems.extend([problem] if problem else [])
+            sizes.extend([len(block)] if block else [])
+            transfers.advance(len(block))
+
+    with progress.task(f"Reading {address}", total=sum(entry.size_bytes for entry in manifest.files) / 1e6, unit="MB") as task:
+        transfers = Transfers(task)
+        transfers.run([partial(check, entry) for entry in manifest.files])
+    try:
+        stored_tokenizer(address, manifest)
+    except Unreachable:
+        raise
+    except DataError as error:
+        problems.append(error.what)
+    return Verified(tuple(sorted(problems)), len(manifest.files) + 1, len(sizes), sum(sizes))
 
 
 def _tokenizer_problems(folder: Path, manifest: Manifest) -> Iterator[str]:

@@ -2,6 +2,7 @@ import json
 import subprocess
 import sys
 
+import fsspec
 import numpy as np
 import pytest
 
@@ -122,3 +123,14 @@ def test_the_command():
 def test_it_never_imports_torch(folder):
     code = f"import sys; from flatout.commands.inspect import inspect; inspect({str(folder)!r}); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_data_set_at_an_address_is_fetched_and_shown(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    store = fsspec.filesystem("memory")
+    for path in folder.iterdir():
+        store.put_file(str(path), f"memory://inspect/set/{path.name}")
+    result, local = inspect("memory://inspect/set/"), inspect(folder)
+    assert result.path == "memory://inspect/set"
+    assert result.value("copy").startswith(str(tmp_path / ".cache" / "flatout" / "stored" / "set-"))
+    assert [fact for fact in result.items if fact.name not in ("copy", "copied")] == [fact for fact in local.items if fact.name != "prepared"]

@@ -2,6 +2,7 @@ import json
 import subprocess
 import sys
 
+import fsspec
 import numpy as np
 import pytest
 
@@ -38,6 +39,20 @@ def test_a_damaged_one_is_exit_code_1_with_the_list(folder):
     assert found["problems"] == [f"{shard}, byte 0: the block of {shard.stat().st_size} bytes from there fails its checksum."]
     assert "is damaged: 1 problem" in done.stderr
     assert "Fix:" in done.stderr
+
+
+def test_a_data_set_at_an_address(folder):
+    result = verify(in_memory(folder))
+    assert result.summary().startswith("memory://verify/set is whole: 4 blocks of 5 files read")
+    with pytest.raises(DataError, match="no user, no password"):
+        verify("s3://key:hidden@bucket/set")
+
+
+def in_memory(folder):
+    store = fsspec.filesystem("memory")
+    for path in folder.iterdir():
+        store.put_file(str(path), f"memory://verify/set/{path.name}")
+    return "memory://verify/set"
 
 
 def test_no_data_set(tmp_path):

@@ -5,7 +5,7 @@ import pytest
 
 from flatout.data.manifest import BLOCK_BYTES, read_manifest
 from flatout.data.tokenizer import make_tokenizer
-from flatout.data.verify import verify_dataset
+from flatout.data.verify import verify_dataset, verify_stored
 from flatout.data.writer import DatasetWriter
 from flatout.errors import DataError
 
@@ -118,3 +118,44 @@ def test_a_block_that_the_disk_refuses_is_named(folder, monkeypatch):
 def test_no_data_set(tmp_path):
     with pytest.raises(DataError, match="no manifest"):
         verify_dataset(tmp_path)
+
+
+@pytest.fixture
+def address(folder, store):
+    """Where the folder's files are, too."""
+    for path in folder.iterdir():
+        store.put_file(str(path), f"faulty://bucket/set/{path.name}")
+    return "faulty://bucket/set"
+
+
+def test_what_lies_at_an_address_is_read_through_and_not_kept(folder, address, store, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert verify_stored(address) == verify_dataset(folder)
+    assert not (tmp_path / "home").exists()
+
+
+def test_what_is_wrong_at_an_address_is_listed(folder, address, store):
+    flip(folder / "train-00000.bin", 5)
+    flip(folder / "train-00000.bin", BLOCK_BYTES + 5)
+    (folder / "val-00000.bin").write_bytes(b"short")
+    for name in ("train-00000.bin", "val-00000.bin"):
+        store.put_file(str(folder / name), f"{address}/{name}")
+    store.pipe_file(f"{address}/tokenizer.json", b"{}")
+    store.rm_file(f"{address}/train-00000.mask.bin")
+    found = verify_stored(address)
+    size = (folder / "train-00000.bin").stat().st_size - BLOCK_BYTES
+    assert found.problems == (
+        f"{address}/tokenizer.json is not the tokenizer that made these tokens.",
+        f"{address}/train-00000.bin, byte 0: the block of {BLOCK_BYTES} bytes from there fails its checksum.",
+        f"{address}/train-00000.bin, byte {BLOCK_BYTES}: the block of {size} bytes from there fails its checksum.",
+        f"{address}/train-00000.mask.bin is missing; the manifest says {(BLOCK_BYTES + 4096) // 2} bytes.",
+        f"{address}/val-00000.bin has 5 bytes; the manifest says 600 bytes.",
+    )
+
+
+def test_a_store_that_does_not_answer_is_no_damage(address, store):
+    with pytest.raises(DataError, match="There is no data set at"):
+        verify_stored("faulty://bucket/none")
+    store.faults[:] = [None] + [OSError("no route")] * 99
+    with pytest.raises(DataError, match="no route"):
+        verify_stored(address)
