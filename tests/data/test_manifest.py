@@ -55,6 +55,13 @@ def test_a_torn_manifest(write_set):
         Dataset.open(path.parent)
 
 
+def test_a_manifest_that_is_not_text(write_set):
+    path = write_set(np.arange(10)) / "manifest.json"
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(DataError, match=r"Cannot read .*manifest\.json: .*prepare the data set again"):
+        Dataset.open(path.parent)
+
+
 def test_a_manifest_cannot_name_a_file_elsewhere(write_set):
     path = write_set(np.arange(10)) / "manifest.json"
     path.write_text(path.read_text().replace("train-00000.bin", "../train-00000.bin"))

@@ -53,6 +53,15 @@ def test_parts_and_a_join_make_the_same_bytes(rows, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "rows.jsonl", "whole"]
 
 
+def test_another_tokenizer_in_the_work_folder_is_refused(rows, tmp_path):
+    prepare_part([rows], tmp_path / "out", OPTIONS, PartOf(1, 2))
+    work = tmp_path / ".out.part"
+    prepare_part([rows], tmp_path / "other", replace(OPTIONS, tokenizer="byte"), PartOf(1, 2))
+    shutil.copy(tmp_path / ".other.part/tokenizer.json", work)
+    with pytest.raises(DataError, match=rf"{work}/tokenizer\.json is not the tokenizer that was begun with.*Remove the folder {work}"):
+        prepare_part([rows], tmp_path / "out", OPTIONS, PartOf(2, 2))
+
+
 def test_what_parts_left_can_be_finished_by_one(rows, tmp_path):
     prepare_dataset([rows], tmp_path / "whole", OPTIONS)
     prepare_part([rows], tmp_path / "out", OPTIONS, PartOf(2, 2))

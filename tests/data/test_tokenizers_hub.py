@@ -126,6 +126,12 @@ def test_a_hub_that_cannot_be_reached_is_said(tmp_path, monkeypatch):
         tokenizer_file("org/small", cache=tmp_path, endpoint="http://127.0.0.1:9")
 
 
+def test_a_cache_that_cannot_be_written_is_said(hub, tmp_path):
+    (tmp_path / "cache").write_text("a file")
+    with pytest.raises(DataError, match=r"org/small could not be fetched: .*Not a directory|File exists"):
+        tokenizer_file("org/small", cache=tmp_path / "cache", endpoint=hub.address)
+
+
 def test_without_the_package_it_says_what_to_install(tmp_path, monkeypatch):
     import sys
 

@@ -91,6 +91,28 @@ def test_what_trying_again_cannot_help_is_said_at_once(web):
     assert len(pauses) == 4
 
 
+def test_a_file_of_unknown_length_is_refused(memory, monkeypatch):
+    memory.pipe("/data/a.txt", b"text")
+    monkeypatch.setattr(memory, "info", lambda path: {"name": path, "type": "file", "size": None})
+    with pytest.raises(DataError, match=r"does not say how long memory://data/a\.txt is.*Download it"):
+        find_remote("memory://data/a.txt", bool)
+
+
+def test_a_folder_is_not_opened(memory):
+    memory.pipe("/data/a.txt", b"text")
+    with pytest.raises(DataError, match=r"memory://data is a folder.*Name a file in it"):
+        open_remote("memory://data")
+
+
+def test_what_an_address_cannot_do_is_said_at_once(memory, monkeypatch):
+    def refused(path):
+        raise NotImplementedError
+
+    monkeypatch.setattr(memory, "info", refused)
+    with pytest.raises(DataError, match=r"memory://data is not possible: nothing does that for memory"):
+        find_remote("memory://data", bool)
+
+
 def test_a_server_that_is_not_there_is_said(web):
     address = web.address.rpartition(":")[0] + ":9/a.txt"
     with pytest.raises(DataError, match=r"Cannot read http://127\.0\.0\.1:9/a\.txt: .*onnect.*5 attempts"):
