@@ -36,6 +36,7 @@ STATED = {
 """What a metadata.json may state of the chunks, and the names it goes by; the rest is nobody's to check."""
 FIRST_NAMED = 10
 """How many gaps in the numbers are named."""
+_WRITE_AGAIN = "Copy or write the chunk again; it has to be one tensor saved with torch.save."
 
 
 @dataclass(frozen=True)
@@ -154,8 +155,9 @@ def _write(
     _check_stated(metadata, files[0].parent, "tokens", num_tokens.total())
     if not num_tokens["train"] or not num_tokens["val"]:
         lacking = "training" if num_tokens["val"] else "validation"
+        unit = "token" if num_tokens.total() == 1 else "tokens"
         raise DataError(
-            f"{files[0].parent} holds {num_tokens.total()} tokens, and none is for {lacking}.", fix="Set --split 'tail 0.5', or import more."
+            f"{files[0].parent} holds {num_tokens.total()} {unit}, and none is for {lacking}.", fix="Set --split 'tail 0.5', or import more."
         )
     if documents == "end-of-text" and not num_ends:
         progress.say(f"No chunk holds end-of-text, id {tokenizer.eot_id}: each split is one document. --documents chunk makes each chunk one.")
@@ -171,11 +173,11 @@ def read_chunk(path: Path, tokenizer: Tokenizer) -> Array:
 
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise DataError(
-            f"{path} cannot be read: {reason}", fix="Copy or write the chunk again; it has to be one tensor saved with torch.save."
-        ) from error
+    except pickle.UnpicklingError as error:  # torch's own words say how to run what is in there
+        raise DataError(f"{path} is damaged, or holds more than weights: code, which is never run.", fix=_WRITE_AGAIN) from error
+    except (OSError, RuntimeError, EOFError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+        raise DataError(f"{path} cannot be read: {reason}.", fix=_WRITE_AGAIN) from error
     fix = "A chunk is one 1-D int64 tensor: write it again with torch.save(tokens, path)."
     if not isinstance(found, torch.Tensor):
         raise DataError(f"{path} holds a {type(found).__name__}, not a tensor.", fix=fix)

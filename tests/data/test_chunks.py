@@ -115,8 +115,8 @@ class Evil:
         (torch.tensor([1, 2, 257]), "token 2: the id 257 is beyond the vocabulary of .*, whose ids are below 257"),
         (torch.tensor([1, -1, 2]), "token 1: the id -1 is beyond the vocabulary"),
         ({"tokens": torch.tensor([1])}, "holds a dict, not a tensor"),
-        (Evil(), "cannot be read: "),
-        (b"no pickle", "cannot be read: "),
+        (Evil(), "damaged, or holds more than weights"),
+        (b"no pickle", "damaged, or holds more than weights"),
         (b"", "cannot be read: "),
     ],
 )
@@ -172,7 +172,7 @@ def test_what_chunks_cannot_be(chunks, options, wanted):
 
 
 def test_too_few_tokens_for_two_splits(chunks):
-    with pytest.raises(DataError, match="holds 1 tokens, and none is for training"):
+    with pytest.raises(DataError, match="holds 1 token, and none is for training"):
         bring_in(chunks({0: [1]}))
 
 

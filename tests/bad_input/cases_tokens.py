@@ -1,0 +1,92 @@
+"""Tokens that another program made, and how they are read."""
+
+import json
+
+from asking import Case, World, ask
+
+IMPORT = "import chunks --out data/new --tokenizer byte"
+
+
+def chunks(world: World, *contents: object) -> None:
+    """Chunks as torch.save writes them."""
+    import torch
+
+    (world.path / "chunks").mkdir()
+    for number, content in enumerate(contents):
+        torch.save(content, world.path / f"chunks/chunk_{number:06d}.pt")
+
+
+def tensor(world: World, values: object, dtype: str = "int64") -> None:
+    import torch
+
+    chunks(world, torch.tensor(values, dtype=getattr(torch, dtype)))
+
+
+def more(world: World) -> None:
+    assert ask("prepare book.txt --out data/more --tokenizer byte", world.path).code == 0
+
+
+class Anything:
+    """What a pickle may hold besides weights."""
+
+
+CASES = [
+    Case("chunks that are not there", IMPORT, ("chunks", "not a folder"), ("chunk_NNNNNN.pt",)),
+    Case("a folder without chunks", "import data --out data/new --tokenizer byte", ("data", "chunk_NNNNNN.pt"), ("Name the folder",)),
+    Case(
+        "a chunk that is missing",
+        IMPORT,
+        ("no chunk 1",),
+        ("Copy the missing files",),
+        lambda w: (chunks(w, 0, 1, 2), (w.path / "chunks/chunk_000001.pt").unlink()),
+    ),
+    Case(
+        "two chunks of one number",
+        IMPORT,
+        ("more than one chunk number 0",),
+        ("Remove",),
+        lambda w: (chunks(w, 0), w.write("chunks/chunk_0.pt", "x")),
+    ),
+    Case(
+        "a chunk of numbers that are not whole",
+        IMPORT,
+        ("chunk_000000.pt", "float32", "int64"),
+        ("torch.save",),
+        lambda w: tensor(w, [1.0], "float32"),
+    ),
+    Case("a chunk of two dimensions", IMPORT, ("chunk_000000.pt", "(1, 2)"), ("1-D",), lambda w: tensor(w, [[1, 2]])),
+    Case("a chunk that is no tensor", IMPORT, ("chunk_000000.pt", "list"), ("torch.save",), lambda w: chunks(w, [1, 2])),
+    Case(
+        "a chunk that is no file of torch's",
+        IMPORT,
+        ("chunk_000000.pt",),
+        ("torch.save",),
+        lambda w: w.write("chunks/chunk_000000.pt", "not a pickle"),
+    ),
+    Case("a chunk that would run code", IMPORT, ("chunk_000000.pt", "code, which is never run"), ("one tensor",), lambda w: chunks(w, Anything())),
+    Case("a chunk of another tokenizer", IMPORT, ("chunk_000000.pt, token 2", "999", "257"), ("--tokenizer",), lambda w: tensor(w, [1, 2, 999])),
+    Case(
+        "chunks of which more were written",
+        IMPORT,
+        ("metadata.json", "num_chunks 2", "1"),
+        ("Copy the missing chunks",),
+        lambda w: (tensor(w, [1, 2, 256]), w.write("chunks/metadata.json", json.dumps({"num_chunks": 2}))),
+    ),
+    Case("chunks split by the hash of text", f"{IMPORT} --split 'hash 0.1'", ("'hash 0.1'",), ("'tail 0.1'",), lambda w: tensor(w, [1, 2, 256])),
+    Case(
+        "a tokenizer trained on tokens",
+        "import chunks --out data/new --tokenizer train:300",
+        ("tokens already",),
+        ("--tokenizer FILE",),
+        lambda w: tensor(w, [1]),
+    ),
+    Case("too few tokens for two splits", f"{IMPORT} --split 'tail 0.1'", ("chunks", "1 token"), ("'tail 0.5'",), lambda w: tensor(w, [1])),
+    Case("a check of what is no data set", "verify runs", ("runs", "manifest.json"), ("flatout prepare",)),
+    Case(
+        "rows by length of a mix",
+        "train my.yaml speedups=+length-buckets 'data.mix={data/book: 3, data/more: 1}'",
+        ("'length-buckets'", "mix"),
+        ("-length-buckets",),
+        more,
+    ),
+]
