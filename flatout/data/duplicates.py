@@ -8,7 +8,7 @@ before validation, so that nothing is validated on that was trained on.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,10 @@ import numpy as np
 
 from flatout.data.disk import writing
 from flatout.data.manifest import SPLITS, SplitName
-from flatout.data.pack import MARK
-from flatout.data.ranges import RangeRecord, RangeSplit
+from flatout.data.pack import MARK, Assignment
+from flatout.data.ranges import Range, RangeRecord, RangeSplit
 from flatout.data.work import WorkFolder
+from flatout.sources import FIRST_NAMED, Document
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -121,6 +122,34 @@ def without(work: WorkFolder, records: Sequence[RangeRecord], dropped: Dropped) 
             splits[name] = split.model_copy(update=counts)
         left.append(record.model_copy(update={"splits": splits}))
     return left
+
+
+def where_dropped(ranges: Sequence[Range], assignment: Assignment, dropped: Dropped) -> list[str]:
+    """Return where the first documents that are left out are, in the order of the corpus. Their ranges are read again for it.
+
+    A range in which a document could not be tokenised is passed over: the others cannot be counted off.
+    """
+    named: list[str] = []
+    for work in ranges:
+        drops = {name: dropped.of(work.number, name) for name in SPLITS}
+        if any(drop.any() for drop in drops.values()):
+            named += _where(work, assignment, drops)
+        if len(named) >= FIRST_NAMED:
+            break
+    return named[:FIRST_NAMED]
+
+
+def _where(work: Range, assignment: Assignment, drops: Mapping[SplitName, Array]) -> list[str]:
+    found: list[str] = []
+    counts = dict.fromkeys(SPLITS, 0)
+    for job in work.jobs:
+        documents = (row for row in job.rows() if isinstance(row, Document))
+        for ordinal, row in enumerate(documents, job.first):
+            for name, _ in assignment.pieces(row.text, ordinal):
+                if drops[name][counts[name] : counts[name] + 1].any() and len(found) < FIRST_NAMED:
+                    found.append(row.where())
+                counts[name] += 1
+    return found if all(counts[name] == len(drops[name]) for name in SPLITS) else []
 
 
 def read_ends(work: WorkFolder, split: RangeSplit) -> Array:

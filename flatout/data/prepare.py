@@ -11,7 +11,7 @@ from typing import Any
 
 from flatout.data.corpus import CACHE
 from flatout.data.disk import Unfinished
-from flatout.data.duplicates import find_duplicates, without
+from flatout.data.duplicates import find_duplicates, where_dropped, without
 from flatout.data.join import check, join
 from flatout.data.limits import BadRowLimit
 from flatout.data.manifest import MANIFEST, SPLITS, Manifest
@@ -186,9 +186,10 @@ def _write(work: WorkFolder, request: Request, crew: Crew) -> Manifest:
     if request.options.duplicates == "drop":
         with request.progress.task("Looking for duplicates"):
             dropped = find_duplicates(work, records)
+            named = where_dropped(planned.ranges, planned.packing.assignment, dropped)
             records = without(work, records, dropped)
         if dropped.count:
-            skipped.add("duplicate document", [], dropped.count)
+            skipped.add("duplicate document", named, dropped.count)
     try:
         _check_splits(records, request.source, planned.rule, skipped)
     except DataError:

@@ -51,6 +51,29 @@ def test_of_equal_documents_the_first_stays(tmp_path, small, monkeypatch, at_onc
     assert {path.name: path.read_bytes() for path in made.path.iterdir()} == {path.name: path.read_bytes() for path in again.path.iterdir()}
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("split", ["hash 0.3", "tail 0.4"])
+def test_the_first_that_are_dropped_are_named_by_file_and_line(tmp_path, small, split, workers):
+    texts = [f"text {number}" for number in range(300)]
+    for number in (13, *range(200, 214)):
+        texts[number] = "text 3"
+    path = write(tmp_path / "rows.jsonl", texts)
+    made = prepare_dataset([path], tmp_path / "out", Options(tokenizer="byte", split=split, duplicates="drop"), workers=workers)
+    (entry,) = made.manifest.skipped
+    assert (entry.reason, entry.count) == ("duplicate document", 15)
+    assert entry.first == tuple(f"{path}, line {number + 1}" for number in (13, *range(200, 209)))
+
+
+def test_a_range_whose_documents_cannot_be_counted_off_names_none(tmp_path, small):
+    texts = ["\ud800", "a", "b", "a", *(f"text {number}" for number in range(200)), "text 199"]
+    path = write(tmp_path / "rows.jsonl", texts)
+    options = Options(tokenizer="byte", split="hash 0.3", duplicates="drop", on_bad_row="skip")
+    made = prepare_dataset([path], tmp_path / "out", options, workers=1)
+    first = {entry.reason: (entry.count, entry.first) for entry in made.manifest.skipped}
+    assert first["duplicate document"] == (2, (f"{path}, line {len(texts)}",))
+    assert made.manifest.documents == len(texts) - 3
+
+
 def test_a_prompt_is_part_of_a_document(tmp_path):
     path = write(tmp_path / "rows.jsonl", ["yes"] * 4 + ["not"] * 4, ["a", "b", "a", "c", "a", "b", "b", "d"])
     made = prepare_dataset([path], tmp_path / "out", Options(tokenizer="byte", split="tail 0.5", duplicates="drop", mask_field="ask"))
