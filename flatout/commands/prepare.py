@@ -11,17 +11,19 @@ from pydantic import Field
 from flatout.commands import Command, Result
 from flatout.data.corpus import CACHE
 from flatout.data.manifest import Manifest
-from flatout.data.prepare import Options, Prepared, PreparedPart, join_parts, prepare_dataset, prepare_part
+from flatout.data.prepare import Options, Prepared, PreparedPart, engine_named, join_parts, prepare_dataset, prepare_part
+from flatout.data.upload import Uploaded, prepare_upload
 from flatout.data.work import PartOf
 from flatout.errors import UsageError
 from flatout.progress import SILENT, Progress
+from flatout.sources.remote import is_address
 
 
 class PrepareResult(Result):
     """What `prepare` wrote."""
 
-    path: Path
-    """The data set folder."""
+    path: Path | str
+    """The data set folder, or the address."""
     documents: int
     """Documents of both splits."""
     tokens: int
@@ -46,7 +48,7 @@ def prepare(
     sources: Annotated[
         list[str], typer.Argument(help="Files, folders, quoted globs, addresses (s3://, https://), - (standard input), sources, data sets.")
     ],
-    out: Annotated[Path, typer.Option(help="Folder to write; it must be empty, absent, or hold this very data set.")],
+    out: Annotated[str, typer.Option(help="Folder or address (s3://, gs://) to write; it must be empty, absent, or hold this very data set.")],
     tokenizer: Annotated[
         str, typer.Option(help="char, byte, train:N, a tokenizer.json or .tiktoken file, or a Hugging Face repository, ORG/NAME[@REVISION].")
     ] = "train:4096",
@@ -70,25 +72,43 @@ def prepare(
         str | None, typer.Option(help="I/N: do only this part of the work, beside others in the same folder, as in a Slurm array; then --join.")
     ] = None,
     join: Annotated[bool, typer.Option("--join", help="Join what was done with --part; it says which parts are missing.")] = False,
+    engine: Annotated[
+        str, typer.Option(help="local, or ray: a Ray cluster whose nodes all see the folder of --out and the sources by the same names.")
+    ] = "local",
     *,
     cache: Path = CACHE,
     progress: Progress = SILENT,
 ) -> PrepareResult:
-    """Tokenise text once and pack it into a folder that training reads."""
+    """Tokenise text once and pack it into a folder, here or at an address, that training reads."""
     options = Options(tokenizer, pattern, end_of_text, text_field, split, max_documents, max_bytes, on_bad_row, max_bad_rows, mask_field, duplicates)
     names = [str(name) for name in ([sources] if isinstance(sources, str | Path) else sources)]
     given: dict[str, Any] = {"from_file": from_file, "cache": cache, "progress": progress}
-    if part is not None and join:
-        raise UsageError("--part and --join are two steps.", fix="Do every part with --part I/N, then --join once, without --part.")
+    _check_ways(part, join, engine, str(out))
+    if is_address(str(out)):
+        return _result(prepare_upload(names, str(out), options, workers=workers, engine=engine_named(engine), **given))
     if part is not None:
         share = PartOf.parse(part)
         return _part_result(prepare_part(names, Path(out), options, share, workers=workers, **given), share)
     if join:
         return _result(join_parts(names, Path(out), options, **given))
-    return _result(prepare_dataset(names, Path(out), options, workers=workers, **given))
+    return _result(prepare_dataset(names, Path(out), options, workers=workers, engine=engine_named(engine), **given))
 
 
-def _result(made: Prepared) -> PrepareResult:
+def _check_ways(part: str | None, join: bool, engine: str, out: str) -> None:
+    """Refuse two ways to share the work out at once, and parts that share no folder."""
+    if part is not None and join:
+        raise UsageError("--part and --join are two steps.", fix="Do every part with --part I/N, then --join once, without --part.")
+    if engine != "local" and (part is not None or join):
+        other = "--join" if part is None else "--part"
+        raise UsageError(f"--engine {engine} does the whole work; {other} is another way to share it out.", fix="Leave one of the two out.")
+    if is_address(out) and (part is not None or join):
+        raise UsageError(
+            f"{'--join' if part is None else '--part'} works in a folder that all parts share, and {out} is an address.",
+            fix="Name a shared folder with --out, or leave out --part and --join.",
+        )
+
+
+def _result(made: Prepared | Uploaded) -> PrepareResult:
     manifest = made.manifest
     return PrepareResult(
         path=made.path,
@@ -118,7 +138,7 @@ def _part_result(made: PreparedPart, part: PartOf) -> PrepareResult:
     )
 
 
-def _closing(path: Path, manifest: Manifest, seconds: float, existed: bool) -> str:
+def _closing(path: Path | str, manifest: Manifest, seconds: float, existed: bool) -> str:
     verb = "was there already" if existed else f"written in {seconds:.1f} s"
     lines = [
         f"{path}  {verb}",

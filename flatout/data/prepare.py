@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,11 @@ from flatout.data.request import Options as Options
 from flatout.data.request import Planned, Request, check_same, difference, open_request, plan
 from flatout.data.shards import Dataset
 from flatout.data.work import PartOf, WorkFolder
-from flatout.data.workers import Crew, Setup
+from flatout.data.workers import Crew, Setup, Workers
 from flatout.errors import DataError
 from flatout.hardware import cgroup_limits
 from flatout.progress import SILENT, Progress, Task
+from flatout.registry import unknown_name
 from flatout.sources import Part
 
 BYTES_PER_WORKER = 8_000_000
@@ -55,6 +57,32 @@ class PreparedPart:
     seconds: float
 
 
+Engine = Callable[[Request, int | None], AbstractContextManager[Workers]]
+"""What finds workers for a request, so many as are asked for or as are usual."""
+
+
+def engine_named(name: str) -> Engine:
+    """Return the engine of this name: local or ray.
+
+    Raises: ConfigError with the nearest name; MissingPackage when it takes a package that is not installed.
+    """
+    if name not in ("local", "ray"):
+        raise unknown_name("engine", name, ("local", "ray"))
+    return local if name == "local" else _ray_engine()
+
+
+def local(request: Request, workers: int | None) -> AbstractContextManager[Workers]:
+    """Return processes on this machine."""
+    return Crew(workers or usual_workers(request.corpus.parts))
+
+
+def _ray_engine() -> Engine:
+    from flatout.data.workers_ray import RayCrew, ray_package
+
+    ray_package()
+    return lambda request, workers: RayCrew(workers, progress=request.progress)
+
+
 def prepare_dataset(
     sources: Sequence[str],
     out: Path,
@@ -62,6 +90,7 @@ def prepare_dataset(
     *,
     from_file: str | None = None,
     workers: int | None = None,
+    engine: Engine = local,
     cache: Path = CACHE,
     progress: Progress = SILENT,
 ) -> Prepared:
@@ -72,13 +101,19 @@ def prepare_dataset(
     Raises: DataError for text, a tokenizer or a folder that cannot be used.
     """
     started = time.perf_counter()
-    _check_workers(workers)
+    check_workers(workers)
     request = open_request(sources, out, options, from_file=from_file, cache=cache, progress=progress)
+    return replace(prepare_request(request, out, workers, engine), seconds=time.perf_counter() - started)
+
+
+def prepare_request(request: Request, out: Path, workers: int | None = None, engine: Engine = local) -> Prepared:
+    """Write the data set of a request as `prepare_dataset` does; arguments and errors are the same."""
+    started = time.perf_counter()
     with WorkFolder(out) as work:
         held = _held(out, request, work)
         if held is not None:
             return Prepared(out, held, time.perf_counter() - started, existed=True)
-        with _crew(request, workers) as crew:
+        with engine(request, workers) as crew:
             manifest = _write(work, request, crew)
     return Prepared(out, manifest, time.perf_counter() - started, existed=False)
 
@@ -99,12 +134,12 @@ def prepare_part(
     Raises: DataError as `prepare_dataset` does, and when another process does this part.
     """
     started = time.perf_counter()
-    _check_workers(workers)
+    check_workers(workers)
     request = open_request(sources, out, options, from_file=from_file, cache=cache, progress=progress)
     with WorkFolder(out, part) as work:
         if _held(out, request, work) is not None:
             return PreparedPart(out, (), 0, time.perf_counter() - started)
-        with _crew(request, workers) as crew:
+        with local(request, workers) as crew:
             planned = plan(work, request)
             mine = [piece for piece in planned.ranges if part.has(piece.number)]
             records = _packed(work, planned, mine, crew, request)
@@ -139,11 +174,11 @@ def join_parts(
     return Prepared(out, manifest, time.perf_counter() - started, existed=False)
 
 
-def _crew(request: Request, workers: int | None) -> Crew:
-    return Crew(workers or usual_workers(request.corpus.parts))
+def check_workers(workers: int | None) -> None:
+    """Refuse a number of processes that cannot be meant.
 
-
-def _check_workers(workers: int | None) -> None:
+    Raises: DataError.
+    """
     if workers is not None and workers < 1:
         raise DataError(f"--workers {workers} is not a number from 1 up.", fix="Leave --workers out, or give a larger number.")
 
@@ -174,7 +209,7 @@ def _held(out: Path, request: Request, work: WorkFolder) -> Manifest | None:
     return held
 
 
-def _write(work: WorkFolder, request: Request, crew: Crew) -> Manifest:
+def _write(work: WorkFolder, request: Request, crew: Workers) -> Manifest:
     """Pack the ranges that are not done, and join them all; text that cannot be used takes what is done with it."""
     planned = plan(work, request)
     records = _packed(work, planned, planned.ranges, crew, request)
@@ -207,7 +242,7 @@ def _write(work: WorkFolder, request: Request, crew: Crew) -> Manifest:
         )
 
 
-def _packed(work: WorkFolder, planned: Planned, wanted: list[Range], crew: Crew, request: Request) -> list[RangeRecord]:
+def _packed(work: WorkFolder, planned: Planned, wanted: list[Range], crew: Workers, request: Request) -> list[RangeRecord]:
     """Return the records of some ranges, in order; those that are not done are packed."""
     numbers = {piece.number for piece in wanted}
     done = {number: record for number, record in work.done().items() if number in numbers}

@@ -11,13 +11,13 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Protocol, Self, TypeVar
 
 from flatout.data.pack import Packing, Tally, Tell
 from flatout.data.ranges import Range, RangeRecord, pack_range
@@ -51,13 +51,53 @@ class Failure:
 
     def error(self) -> Exception:
         """Return the exception to raise in the caller."""
-        if self.kind is not None:
-            return self.kind(self.what, fix=self.fix)
-        failed = RunFailed(
-            f"A worker of prepare failed: {self.what}.", fix="The traceback above names the line; --workers 1 shows it in one process."
-        )
-        failed.add_note(self.trace)
-        return failed
+        kind = self.kind or RunFailed
+        what, fix = self.what, self.fix
+        if self.kind is None:
+            what = f"A worker of prepare failed: {what}."
+            fix = "The traceback above names the line; --workers 1 shows it in one process."
+        error = kind(what, fix=fix)
+        if self.trace:
+            error.add_note(self.trace)
+        return error
+
+
+class Workers(Protocol):
+    """What packs ranges, wherever it has them packed."""
+
+    def pack(self, ranges: Sequence[Range], setup: Setup, tell: Tell = lambda _: None) -> Iterator[RangeRecord]:
+        """Pack the ranges and yield their records in order.
+
+        Raises: DataError for the first bad row in the order of the ranges.
+        """
+        ...
+
+
+Answer = tuple[int, RangeRecord | Failure]
+"""Which of the ranges ended, counted from the first, and how."""
+
+
+def in_order(ranges: Sequence[Range], give: Callable[[Sequence[Range], int], int], answers: Callable[[], Iterable[Answer]]) -> Iterator[RangeRecord]:
+    """Yield the records of ranges in order, however they end.
+
+    `give(ranges, given)` gives out ranges from number `given` on while there is room, and returns the next; `answers()` waits for
+    some that ended. Nothing is given out after a range that failed.
+
+    Raises: the error of the first range that failed.
+    """
+    done: dict[int, RangeRecord | Failure] = {}
+    given, until = 0, len(ranges)
+    for wanted in range(len(ranges)):
+        while wanted not in done:
+            given = give(ranges[:until], given)
+            for index, result in answers():
+                done[index] = result
+                if isinstance(result, Failure):
+                    until = min(until, index + 1)
+        result = done.pop(wanted)
+        if isinstance(result, Failure):
+            raise result.error()
+        yield result
 
 
 @dataclass
@@ -105,22 +145,7 @@ class Crew:
             return
         for worker in self._workers:
             _send(worker, setup)
-        yield from self._results(ranges, tell)
-
-    def _results(self, ranges: Sequence[Range], tell: Tell) -> Iterator[RangeRecord]:
-        done: dict[int, RangeRecord | Failure] = {}
-        given, until = 0, len(ranges)
-        for wanted in range(len(ranges)):
-            while wanted not in done:
-                given = self._give(ranges[:until], given)
-                for index, result in self._answers(tell):
-                    done[index] = result
-                    if isinstance(result, Failure):
-                        until = min(until, index + 1)
-            result = done.pop(wanted)
-            if isinstance(result, Failure):
-                raise result.error()
-            yield result
+        yield from in_order(ranges, self._give, lambda: self._answers(tell))
 
     def _give(self, ranges: Sequence[Range], given: int) -> int:
         """Give out ranges from number `given` on while a worker has room, and return the next."""
@@ -133,7 +158,7 @@ class Crew:
             given += 1
         return given
 
-    def _answers(self, tell: Tell) -> list[tuple[int, RangeRecord | Failure]]:
+    def _answers(self, tell: Tell) -> list[Answer]:
         """Wait for answers, and return those that end a range."""
         by_connection = {worker.connection: worker for worker in self._workers}
         ended = []
@@ -189,16 +214,17 @@ def serve(descriptor: int) -> None:
             setup: Setup = connection.recv()
             while True:
                 index, work = connection.recv()
-                record = _attempt(lambda work=work: pack_range(work, setup.packing, setup.folder, answer))  # type: ignore[misc]
+                record = attempt(lambda work=work: pack_range(work, setup.packing, setup.folder, answer))  # type: ignore[misc]
                 if isinstance(record, Failure):
                     answer((index, record))
                 else:
-                    recorder.submit(lambda index=index, record=record: answer((index, _attempt(record))))  # type: ignore[misc]
+                    recorder.submit(lambda index=index, record=record: answer((index, attempt(record))))  # type: ignore[misc]
         except (EOFError, ConnectionError):
             return
 
 
-def _attempt(call: Callable[[], T]) -> T | Failure:
+def attempt(call: Callable[[], T]) -> T | Failure:
+    """Return what a call returns, or how it failed."""
     try:
         return call()
     except FlatoutError as error:

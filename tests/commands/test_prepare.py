@@ -4,7 +4,7 @@ import pytest
 
 from flatout.commands.prepare import COMMAND, prepare
 from flatout.data.shards import Dataset
-from flatout.errors import DataError
+from flatout.errors import DataError, UsageError
 
 
 @pytest.fixture
@@ -64,6 +64,15 @@ def test_duplicates_are_counted_in_the_summary(tmp_path):
     result = prepare([str(path)], tmp_path / "out", tokenizer="byte", split="tail 0.7", duplicates="drop")
     assert (result.documents, result.skipped) == (30, 20)
     assert result.summary().endswith("left out: 20 duplicate document")
+
+
+def test_an_engine_is_local_or_ray_and_shares_the_work_out_alone(book, tmp_path):
+    with pytest.raises(UsageError, match=r"no engine named 'rai'.*Did you mean 'ray'"):
+        prepare([str(book)], tmp_path / "out", tokenizer="byte", engine="rai")
+    for given in ({"part": "1/2"}, {"join": True}):
+        with pytest.raises(UsageError, match=rf"--engine ray does the whole work; --{next(iter(given))} is another way.*Leave one of the two out"):
+            prepare([str(book)], tmp_path / "out", tokenizer="byte", engine="ray", **given)
+    assert prepare([str(book)], tmp_path / "out", tokenizer="byte", engine="local").documents == 2
 
 
 def test_the_example_is_the_commands_own():

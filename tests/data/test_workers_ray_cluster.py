@@ -1,0 +1,257 @@
+"""Ranges packed by two nodes of a real Ray cluster, whose processes run here."""
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from functools import partial
+
+import pytest
+
+from flatout.data import ranges as ranges_module
+from flatout.data import workers_ray
+from flatout.data.pack import ByHash, Job, Packing
+from flatout.data.prepare import Options, engine_named, prepare_dataset
+from flatout.data.ranges import Range
+from flatout.data.tokenizer import make_tokenizer
+from flatout.data.workers import Crew, Setup
+from flatout.data.workers_ray import RayCrew
+from flatout.errors import DataError, RunFailed
+from flatout.sources import Part, files
+
+ray = pytest.importorskip("ray")
+cluster_utils = pytest.importorskip("ray.cluster_utils")
+
+SOURCE = """
+import os, pathlib, time
+from flatout.errors import DataError
+from flatout.sources import BadRow
+
+def numbered(first, count):
+    for number in range(first, first + count):
+        yield f"document {number} " * (number % 7 + 1)
+
+def held(first, count, folder):
+    # The name of the file: this process, and the node it belongs to.
+    folder = pathlib.Path(folder)
+    (folder / f"{os.getpid()}-of-{os.getppid()}").touch()
+    until = time.monotonic() + 120
+    while not (folder / "go").exists() and time.monotonic() < until:
+        time.sleep(0.02)
+    yield from numbered(first, count)
+
+def bad(name):
+    yield BadRow(DataError(f"{name} is bad.", fix="Mend it."), "bad", name)
+
+def breaks():
+    yield "one"
+    raise ZeroDivisionError("broken source")
+
+def dies():
+    os.kill(os.getpid(), 9)
+    yield "never"
+
+def elsewhere(caller):
+    if os.getpid() != caller:
+        raise DataError("There is no such file.", fix="Check the name.")
+    yield "one"
+"""
+
+ONE_LEFT = "CPUs of the Ray cluster: 1, on 1 node."
+
+
+def started(num_cpus):
+    """A cluster of one node, which finds within two seconds that another one is gone, not within 15."""
+    watchful = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "health_check_failure_threshold": 3}
+    arguments = {"num_cpus": num_cpus, "include_dashboard": False, "_system_config": watchful}
+    return cluster_utils.Cluster(initialize_head=True, head_node_args=arguments)
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """A node with one CPU, to which this process connects."""
+    cluster = started(num_cpus=1)
+    yield cluster
+    cluster.shutdown()
+
+
+@pytest.fixture
+def other(cluster, monkeypatch):
+    """Another node with one CPU; both are there when the test begins."""
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    node = cluster.add_node(num_cpus=1)
+    yield node
+    if node in cluster.worker_nodes:
+        cluster.remove_node(node)
+
+
+@pytest.fixture
+def source(tmp_path, monkeypatch):
+    """A module that nodes can import, as a user's own would be."""
+    (tmp_path / "ray_source.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(tmp_path)
+    import ray_source
+
+    yield ray_source
+    sys.modules.pop("ray_source")
+
+
+@pytest.fixture
+def setup(tmp_path):
+    (tmp_path / "ranges").mkdir()
+    return Setup(Packing(make_tokenizer("byte", lambda limit: ()), ByHash(0.3), "raise"), tmp_path / "ranges")
+
+
+class Said:
+    """A progress that keeps what is said."""
+
+    def __init__(self):
+        self.lines = []
+        self.task = workers_ray.SILENT.task
+
+    def say(self, line):
+        self.lines.append(line)
+
+    def wait(self, line):
+        until = time.monotonic() + 120
+        while line not in self.lines and time.monotonic() < until:
+            time.sleep(0.02)
+
+
+def ranges(*parts):
+    """A range a part: a function of the source, and its arguments."""
+    return [Range(number, (Job(Part(read, arguments, "x")),)) for number, (read, *arguments) in enumerate(parts)]
+
+
+def pack(work, setup, crew, tell=lambda _: None):
+    with crew:
+        return list(crew.pack(work, setup, tell))
+
+
+def content(folder):
+    """What whole files hold; those half written by what was killed are swept by the owner of the folder."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix != ".part"}
+
+
+def taken(folder):
+    held = {path.name: path.read_bytes() for path in folder.iterdir()}
+    for path in folder.iterdir():
+        path.unlink()
+    return held
+
+
+def raylet(node):
+    return node.all_processes["raylet"][0].process.pid
+
+
+def once_held(folder, by, count, act):
+    """Start a thread that, when `count` processes of the node `by` hold a range, does `act(process ids)`, then lets all go on."""
+
+    def run():
+        until = time.monotonic() + 120
+        while len(found := list(folder.glob(f"*-of-{by}"))) < count and time.monotonic() < until:
+            time.sleep(0.02)
+        act([int(path.name.split("-")[0]) for path in found])
+        (folder / "go").touch()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
+def held_ranges(source, tmp_path, count):
+    (tmp_path / "held").mkdir()
+    return ranges(*[(source.held, index * 10, 10, str(tmp_path / "held")) for index in range(count)])
+
+
+def test_the_data_set_is_the_same_as_with_local_workers(other, tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "PART_BYTES", 2_000)
+    monkeypatch.setattr(ranges_module, "RANGE_BYTES", 4_000)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"text": f"row {number} " * (number % 5 + 1)}) + "\n" for number in range(1000)))
+    options, said = Options(tokenizer="train:300", split="hash 0.2"), Said()
+    monkeypatch.chdir(tmp_path)
+    prepare_dataset(["rows.jsonl"], tmp_path / "local", options, workers=2)
+    prepare_dataset(["rows.jsonl"], tmp_path / "ray", options, engine=engine_named("ray"), progress=said)
+    assert not ray.is_initialized()
+    assert content(tmp_path / "ray") == content(tmp_path / "local")
+    assert prepare_dataset(["rows.jsonl"], tmp_path / "ray", options).existed, "the engine is no part of a data set"
+    assert said.lines[0] == "The running Ray cluster is used."
+    assert "CPUs of the Ray cluster: 2, on 2 nodes." in said.lines
+    assert not list(tmp_path.glob(".ray*"))
+
+
+def test_a_node_that_dies_costs_its_ranges_only(cluster, other, source, setup, tmp_path):
+    work, told, said = held_ranges(source, tmp_path, 12), [], Said()
+    killer = once_held(tmp_path / "held", raylet(other), 1, lambda _: (cluster.remove_node(other, allow_graceful=False), said.wait(ONE_LEFT)))
+    records = pack(work, setup, RayCrew(progress=said), told.append)
+    killer.join()
+    assert ONE_LEFT in said.lines
+    assert [record.number for record in records] == list(range(12))
+    assert sum(tally.documents for tally in told) == 120, "what is done again is told once"
+    for path in setup.folder.glob("*.part"):
+        path.unlink()
+    of_cluster = taken(setup.folder)
+    pack(work, setup, Crew(1))
+    assert of_cluster == content(setup.folder)
+
+
+def test_a_process_that_is_killed_costs_its_range_only(other, source, setup, tmp_path, capfd):
+    work = held_ranges(source, tmp_path, 6)
+    killer = once_held(tmp_path / "held", raylet(other), 1, lambda found: os.kill(found[0], signal.SIGKILL))
+    assert sum(record.documents for record in pack(work, setup, RayCrew())) == 60
+    killer.join()
+    assert capfd.readouterr().out == "", "standard output is for results"
+
+
+def test_a_range_that_kills_every_process_is_named(other, source, setup, monkeypatch):
+    monkeypatch.setattr(workers_ray, "RETRIES", 1)
+    with pytest.raises(RunFailed, match=r"packed range 1 died 2 times.*it keeps what is done.*fewer --workers"):
+        pack(ranges((source.numbered, 0, 3), (source.dies,)), setup, RayCrew())
+
+
+def test_the_first_bad_row_in_the_order_of_the_ranges_is_the_one_raised(other, source, setup):
+    with pytest.raises(DataError, match="late is bad") as caught:
+        pack(ranges((source.numbered, 0, 500), (source.bad, "late"), (source.bad, "early")), setup, RayCrew())
+    assert caught.value.fix == "Mend it."
+    assert [path.name for path in setup.folder.glob("*.json")] == ["000000.json"]
+    assert not ray.is_initialized()
+
+
+def test_a_node_that_does_not_see_a_source_is_told_from_bad_text(other, source, setup):
+    with pytest.raises(RunFailed, match=r"The node .* cannot do what this machine can: There is no such file"):
+        pack(ranges((source.elsewhere, os.getpid())), setup, RayCrew())
+
+
+def test_a_node_that_does_not_see_the_work_folder_is_said(other, source, setup, monkeypatch):
+    monkeypatch.setattr(workers_ray.Path, "touch", lambda path: None)
+    with pytest.raises(RunFailed, match=r"does not see the folder .*ranges.*--out on a disk that every node has"):
+        pack(ranges((source.numbered, 0, 3)), setup, RayCrew())
+    assert list(setup.folder.iterdir()) == []
+
+
+def test_a_cluster_without_a_cpu_is_given_up(cluster, source, setup, tmp_path, monkeypatch):
+    """The node that this process connects to has none, as the first node of a cluster often has."""
+    monkeypatch.setattr(workers_ray, "NODE_PATIENCE_S", 2.0)
+    mine = started(num_cpus=0)
+    monkeypatch.setenv("RAY_ADDRESS", mine.address)
+    try:
+        node = mine.add_node(num_cpus=1)
+        killer = once_held(tmp_path / "held", raylet(node), 1, partial(lambda node, _: mine.remove_node(node, allow_graceful=False), node))
+        work = held_ranges(source, tmp_path, 3)
+        with pytest.raises(RunFailed, match=r"No node of the Ray cluster has a CPU any more.*it keeps what is done"):
+            pack(work, setup, RayCrew())
+        killer.join()
+    finally:
+        mine.shutdown()
+
+
+def test_a_cluster_that_is_in_use_is_left_running(other, source, setup):
+    ray.init(log_to_driver=False, logging_level="ERROR")
+    try:
+        pack(ranges((source.numbered, 0, 3)), setup, RayCrew(1))
+        assert ray.is_initialized()
+    finally:
+        ray.shutdown()
