@@ -208,7 +208,7 @@ def _fresh(subject: Subject, device: str, machine: Machine, minutes: float, prog
     try:
         prepare(
             [subject.source],
-            subject.data,
+            str(subject.data),
             tokenizer=subject.tokenizer,
             split=subject.split,
             max_bytes=MOST_TEXT[device.partition(":")[0]],

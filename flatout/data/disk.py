@@ -111,6 +111,13 @@ def check_blocks(path: Path, entry: FileEntry) -> bool:
         return all(zlib.crc32(file.read(BLOCK_BYTES)) == crc for crc in entry.block_crc32)
 
 
+def entry_of(path: Path) -> FileEntry:
+    """Return the entry of a file that is there."""
+    with path.open("rb") as file:
+        crcs = tuple(zlib.crc32(block) for block in iter(lambda: file.read(BLOCK_BYTES), b""))
+    return FileEntry(name=path.name, size_bytes=path.stat().st_size, block_crc32=crcs)
+
+
 @contextlib.contextmanager
 def writing(out: Path | str) -> Iterator[None]:
     """Turn what the disk refuses into a DataError that names the folder; a full disk is something to go on after."""

@@ -60,7 +60,10 @@ def stored_address(address: str) -> str:
             f"{address}: the address of a data set may hold no user, no password and no query.",
             fix="Give credentials as its kind of store takes them: by the environment, a profile or a login.",
         )
-    return address.rstrip("/")
+    place = address.rstrip("/")
+    if not is_address(place) or place.endswith("://"):
+        raise DataError(f"{address} names no place in a store.", fix="Write it as s3://BUCKET/FOLDER.")
+    return place
 
 
 def home_of(address: str, cache: Path) -> Path:
@@ -124,7 +127,7 @@ def local_copy(address: str, *, cache: Path = CACHE, progress: Progress = SILENT
         return held
     copy = copy_of(home, written)
     if not _is_whole(copy, manifest):
-        with owned(home, lambda: progress.say(f"Another process is fetching {address}; waiting for it.")):
+        with owned(home, lambda: progress.say(f"Another process is fetching or preparing {address}; waiting for it.")):
             if not _is_whole(copy, manifest):
                 if held is not None and held != copy:
                     progress.say(f"{address} has changed. What it was before stays in {held}; remove it when no run reads it.")

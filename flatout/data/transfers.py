@@ -27,12 +27,22 @@ class Transfers:
         """
         with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="flatout-transfer") as pool:
             try:
-                for done in as_completed([pool.submit(job) for job in jobs]):
-                    done.result()
+                errors = [done.exception() for done in as_completed([pool.submit(self._do, job) for job in jobs])]
             except BaseException:
                 self._ended.set()
-                pool.shutdown(wait=False, cancel_futures=True)
                 raise
+        for error in errors:
+            if error is not None and not isinstance(error, CancelledError):
+                raise error
+
+    def _do(self, job: Callable[[], object]) -> None:
+        if self._ended.is_set():
+            raise CancelledError
+        try:
+            job()
+        except BaseException:
+            self._ended.set()
+            raise
 
     def advance(self, num_bytes: int) -> None:
         """Count bytes as moved; jobs call this.

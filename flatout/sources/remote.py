@@ -8,6 +8,7 @@ import re
 import time
 import urllib.parse
 from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from typing import IO, Any, Literal, TypeVar, cast
 
@@ -236,7 +237,7 @@ def patiently(
             sleep(FIRST_PAUSE_S * 2 ** (attempt - 1))
         try:
             return action()
-        except FlatoutError:
+        except (FlatoutError, CancelledError):
             raise
         except Exception as error:  # every filesystem has a family of errors of its own
             failed = _cause(address, error)

@@ -68,9 +68,15 @@ class FaultyStore(MemoryFileSystem):
         if fault is not None:
             raise fault
 
-    def info(self, path, **kwargs):
-        found = super().info(path, **kwargs)
+    def _tagged(self, found):
         return found | (type(self).tags(self.store[found["name"]].getvalue()) if found["type"] == "file" else {})
+
+    def info(self, path, **kwargs):
+        return self._tagged(super().info(path, **kwargs))
+
+    def ls(self, path, detail=True, **kwargs):
+        found = super().ls(path, detail=True, **kwargs)
+        return [self._tagged(one) for one in found] if detail else [one["name"] for one in found]
 
     def cat_file(self, path, start=None, end=None, **kwargs):
         self._ask("get", path)

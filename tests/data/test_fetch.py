@@ -169,6 +169,8 @@ def test_addresses_of_data_sets_hold_no_secrets(tmp_path):
         assert "hidden" not in str(refused.value)
     with pytest.raises(DataError, match="is a folder of this machine"):
         open_place("file:///data/set", cache=tmp_path)
+    with pytest.raises(DataError, match="names no place"):
+        open_place("s3:///", cache=tmp_path)
     assert stored_address("s3://bucket/set//") == "s3://bucket/set"
     assert absolute_place("s3://bucket/set") == "s3://bucket/set"
     assert absolute_place("/data/../set") == "/data/../set"
@@ -199,7 +201,7 @@ def test_of_two_processes_one_fetches_and_the_other_waits(uploaded, store, tmp_p
     thread.start()
     while not said.lines:
         thread.join(0.01)
-    assert said.lines == [f"Another process is fetching {ADDRESS}; waiting for it."]
+    assert said.lines == [f"Another process is fetching or preparing {ADDRESS}; waiting for it."]
     shutil.copytree(uploaded, copy)
     os.close(lock)
     thread.join()

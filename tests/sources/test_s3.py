@@ -1,10 +1,6 @@
 """Text at s3://, read from a server that speaks S3, which s3fs finds by the variables it always reads."""
 
 import gzip
-import socket
-import subprocess
-import sys
-import time
 import urllib.request
 
 import pytest
@@ -18,41 +14,6 @@ pytest.importorskip("moto.server")
 
 ROWS = b"".join(b'{"text": "row %d"}\n' % number for number in range(3000))
 TEXTS = [f"row {number}" for number in range(3000)]
-
-
-@pytest.fixture(scope="module")
-def server():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    words = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    address = f"http://127.0.0.1:{port}"
-    try:
-        for _ in range(300):
-            try:
-                urllib.request.urlopen(f"{address}/moto-api/", timeout=1).close()
-                break
-            except OSError:
-                assert process.poll() is None, "the server did not start"
-                time.sleep(0.1)
-        yield address
-    finally:
-        process.terminate()
-        process.wait()
-
-
-@pytest.fixture
-def bucket(server, monkeypatch):
-    """An empty bucket called `corpus`."""
-    for key, value in {"ENDPOINT_URL": server, "ACCESS_KEY_ID": "key", "SECRET_ACCESS_KEY": "secret", "DEFAULT_REGION": "us-east-1"}.items():
-        monkeypatch.setenv(f"AWS_{key}", value)
-    urllib.request.urlopen(urllib.request.Request(f"{server}/moto-api/reset", method="POST"), timeout=5).close()
-    s3fs.S3FileSystem.clear_instance_cache()
-    filesystem = s3fs.S3FileSystem()
-    filesystem.mkdir("corpus")
-    yield filesystem
-    s3fs.S3FileSystem.clear_instance_cache()
 
 
 def texts(address):
@@ -98,10 +59,10 @@ def test_what_is_not_there_is_said(bucket):
         files.files("s3://corpus/*.txt")
 
 
-def test_what_may_not_be_read_is_said(bucket, server, monkeypatch):
+def test_what_may_not_be_read_is_said(bucket, s3_server, monkeypatch):
     """The server is told to ask who it is from the next request on."""
     bucket.pipe("corpus/a.txt", b"text")
-    request = urllib.request.Request(f"{server}/moto-api/reset-auth", data=b"0", method="POST", headers={"Content-Type": "text/plain"})
+    request = urllib.request.Request(f"{s3_server}/moto-api/reset-auth", data=b"0", method="POST", headers={"Content-Type": "text/plain"})
     urllib.request.urlopen(request, timeout=5).close()
     try:
         s3fs.S3FileSystem.clear_instance_cache()
