@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import io
 import os
 import pickle
+import re
 import signal
 import socket
 import sys
@@ -21,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TextIO
 
 import psutil
 
@@ -42,6 +44,8 @@ NODE_PATIENCE_S = 300.0
 """How long to wait for a node with a CPU when there is none: one that is started on demand takes minutes."""
 HEAD_PATIENCE_S = 30.0
 """How long to wait for the head node; after 60 seconds Ray ends this process without a word of ours."""
+_BY_RAY = re.compile(r"(?:\x1b\[\d+m)?\(raylet[^)]*\)(?:\x1b\[\d+m)? *")
+_SENTENCE_END = re.compile(r"\.(?:\s|$)|\n")
 GOES_ON = "Run the same command again: it keeps what is done."
 
 
@@ -76,7 +80,7 @@ class RayCrew:
 
     def __enter__(self) -> Self:
         if not self._ray.is_initialized():
-            self._around.enter_context(contextlib.redirect_stdout(sys.stderr))  # Ray tells there of processes and nodes that die
+            self._around.enter_context(contextlib.redirect_stdout(_WithoutDumps(sys.stdout, self._progress)))
             self._around.callback(self._ray.shutdown)
             before = _raylets()
             try:
@@ -169,6 +173,29 @@ class RayCrew:
         if self._running:
             self._ray.wait(list(self._running), num_returns=len(self._running), timeout=10)
         self._running.clear()
+
+
+class _WithoutDumps(io.TextIOBase):
+    """Standard output, less the pages that Ray prints there about a process or a node that died: a sentence is said of each."""
+
+    def __init__(self, plain: TextIO, progress: Progress) -> None:
+        self._plain = plain
+        self._progress = progress
+        self._dropped = False
+
+    def write(self, text: str) -> int:
+        """Write the text, or say the first sentence of what Ray has to say."""
+        if by_ray := _BY_RAY.match(text):
+            sentence = _SENTENCE_END.split(text[by_ray.end() :])[0]
+            self._progress.say(f"Ray: {sentence}.")
+        elif not (self._dropped and text == "\n"):
+            self._plain.write(text)
+        self._dropped = bool(by_ray)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush what was written."""
+        self._plain.flush()
 
 
 class _Order:

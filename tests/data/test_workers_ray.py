@@ -253,6 +253,16 @@ def test_a_node_at_fault_does_not_take_what_is_done_with_it(ray, tmp_path, monke
     assert (tmp_path / "out/manifest.json").read_bytes() == (tmp_path / "local/manifest.json").read_bytes()
 
 
+def test_of_what_ray_prints_the_first_sentence_is_said(capsys):
+    said = []
+    output = workers_ray._WithoutDumps(sys.stdout, SimpleNamespace(say=said.append))
+    print("\x1b[33m(raylet)\x1b[0m A worker died. See the log.\n    [state-dump] much", file=output)
+    print("(raylet, ip=10.0.0.2) The node with node id: 11f4 is dead.", file=output)
+    print("A source prints this.", file=output, flush=True)
+    assert said == ["Ray: A worker died.", "Ray: The node with node id: 11f4 is dead."]
+    assert capsys.readouterr().out == "A source prints this.\n"
+
+
 def test_without_ray_its_install_line_is_given(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(MissingPackage, match=r'takes the package ray.*pip install "flatout\[ray\]"'):
