@@ -133,12 +133,12 @@ def test_a_disk_that_refuses_is_said_by_a_worker_as_by_this_process(source, setu
 
 
 def test_what_is_given_out_ahead_is_bounded(source, setup, monkeypatch):
-    given = []
+    held = []
     send = workers._send
-    monkeypatch.setattr(workers, "_send", lambda worker, message: (given.append(message), send(worker, message)))
+    monkeypatch.setattr(workers, "_send", lambda worker, message: (held.append(len(worker.held)), send(worker, message)))
     with Crew(2) as crew:
-        next(crew.pack(ranges(*[(source.numbered, 0, 1, 0.1)] * 40), setup))
-        assert sum(isinstance(message, tuple) for message in given) <= 4 * workers.QUEUED
+        assert len(list(crew.pack(ranges(*[(source.numbered, 0, 1)] * 40), setup))) == 40
+    assert max(held) == workers.QUEUED
 
 
 def test_no_process_is_left_when_the_caller_stops_early(source, setup):
