@@ -22,9 +22,9 @@ from flatout.errors import DataError, MissingPackage
 if TYPE_CHECKING:
     from gigatoken.gigatoken_rs import BPETokenizer, SentencePieceTokenizer
 
-LOOKED_AT_BYTES = 4_000_000
+LOOKED_AT_BYTES = 1_000_000
 """Text after which the growth of the process is looked at again."""
-GROWN_BYTES = 64 << 20
+GROWN_BYTES = 32 << 20
 """gigatoken remembers every word it meets and forgets none: when the process has grown by so much, it is loaded anew."""
 
 NEVER_CHANGED_BY_NFC = (
@@ -102,6 +102,7 @@ class _Gigatoken:
 
     def __init__(self, load: Callable[[], BPETokenizer | SentencePieceTokenizer]) -> None:
         self._load = load
+        self._loaded: BPETokenizer | SentencePieceTokenizer | None = None
         try:
             self._renew()
         except ImportError as error:
@@ -112,6 +113,7 @@ class _Gigatoken:
             raise cannot("gigatoken", str(error).partition("\n")[0].rstrip(".")) from error
 
     def _renew(self) -> None:
+        self._loaded = None  # first, so that there are never two
         self._loaded = self._load()
         self._resident_bytes = psutil.Process().memory_info().rss
         self._room_bytes = LOOKED_AT_BYTES
@@ -123,6 +125,7 @@ class _Gigatoken:
             self._room_bytes = LOOKED_AT_BYTES
             if psutil.Process().memory_info().rss - self._resident_bytes > GROWN_BYTES:
                 self._renew()
+        assert self._loaded is not None
         return self._loaded.encode(data)
 
 

@@ -11,8 +11,10 @@ import numpy as np
 
 from flatout.data.manifest import SPLITS, SkippedEntry, SplitName
 from flatout.data.tokenizer import Tokenizer
-from flatout.errors import DataError, without_secrets
+from flatout.data.tokenizers_stored import PIECE_CHARACTERS, NotEncodable
+from flatout.errors import without_secrets
 from flatout.sources import FIRST_NAMED, BadRow, Document, LeftOut, Part, Row
+from flatout.sources.long import LongText, Text, chunks_of
 
 Array = np.ndarray[Any, np.dtype[Any]]
 OnBadRow = Literal["raise", "skip"]
@@ -23,6 +25,10 @@ MARK = np.dtype([("hash", "<u8", 2), ("text_bytes", "<i8")])
 
 HELD_TOKENS = 1 << 20
 """So many tokens of a split are held at most before they are written, whatever there is to pack."""
+HELD_CHARACTERS = 1 << 20
+"""A text up to so long is tokenised whole before any of it is packed; of a longer one, piece by piece."""
+PIECES_TOLD = 32
+"""Progress is told after so many pieces of a text."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +40,7 @@ class ByHash:
 
     fraction: float
 
-    def pieces(self, text: str, ordinal: int) -> Iterator[tuple[SplitName, str]]:
+    def pieces(self, text: Text, ordinal: int) -> Iterator[tuple[SplitName, Text]]:
         """Yield the document whole, with its split."""
         yield ("val" if hash_fraction(text) < self.fraction else "train"), text
 
@@ -46,7 +52,7 @@ class ByPlace:
     document: int
     character: int
 
-    def pieces(self, text: str, ordinal: int) -> Iterator[tuple[SplitName, str]]:
+    def pieces(self, text: Text, ordinal: int) -> Iterator[tuple[SplitName, Text]]:
         """Yield the document whole, or the two sides of the one that is cut, each with its split."""
         if ordinal == self.document and self.character:
             yield "train", text[: self.character]
@@ -58,9 +64,14 @@ class ByPlace:
 Assignment = ByHash | ByPlace
 
 
-def hash_fraction(text: str) -> float:
+def sha256_of(text: Text) -> bytes:
+    """Return the SHA-256 of the text's UTF-8."""
+    return text.sha256 if isinstance(text, LongText) else hashlib.sha256(text.encode("utf-8", errors="surrogatepass")).digest()
+
+
+def hash_fraction(text: Text) -> float:
     """Return where the text's hash falls in [0, 1)."""
-    digest = hashlib.sha256(text.encode("utf-8", errors="surrogatepass")).digest()
+    digest = sha256_of(text)
     return int.from_bytes(digest[:8], "big") / 2**64
 
 
@@ -92,8 +103,15 @@ class Job:
                 return
 
 
-def cut_to_bytes(text: str, limit: int) -> str:
+def num_bytes_of(text: Text) -> int:
+    """Return how long the text's UTF-8 is."""
+    return text.num_bytes if isinstance(text, LongText) else len(text.encode("utf-8", errors="replace"))
+
+
+def cut_to_bytes(text: Text, limit: int) -> Text:
     """Return the longest beginning of the text whose UTF-8 is at most `limit` bytes."""
+    if isinstance(text, LongText):
+        return text.first_bytes(limit)
     return text.encode("utf-8", errors="replace")[:limit].decode("utf-8", errors="ignore")
 
 
@@ -131,6 +149,8 @@ class Sink(Protocol):
 
     def append(self, split: SplitName, tokens: Array, ends: Array, *, text_bytes: int, mask: Array | None = None, marks: Array | None = None) -> None:
         """Append tokens; `ends` are the positions in `tokens` after each document's last token; `mask` is 0 where one is no target.
+
+        A document may go on in the next call.
 
         Shapes:  tokens (T,); ends (documents,); mask (T,); marks (documents,) of MARK.
         """
@@ -171,16 +191,18 @@ def pack(jobs: Iterable[Job], packing: Packing, sink: Sink, tell: Tell = lambda 
     skipped = Skipped()
     told = (0, 0)
     for job in jobs:
-        _pack_job(job, packing, packers, skipped)
-        done = (sum(packer.documents for packer in packers.values()), sum(packer.tokens for packer in packers.values()))
-        tell(Tally(job.part.num_bytes, done[0] - told[0], done[1] - told[1]))
-        told = done
+        for num_bytes in _pack_job(job, packing, packers, skipped):
+            done = (sum(packer.documents for packer in packers.values()), sum(packer.tokens for packer in packers.values()))
+            tell(Tally(num_bytes, done[0] - told[0], done[1] - told[1]))
+            told = done
     for packer in packers.values():
         packer.flush()
     return skipped
 
 
-def _pack_job(job: Job, packing: Packing, packers: dict[SplitName, _Packer], skipped: Skipped) -> None:
+def _pack_job(job: Job, packing: Packing, packers: dict[SplitName, _Packer], skipped: Skipped) -> Iterator[int]:
+    """Pack a job, and yield about how much of it was read, whenever it was much, and at its end."""
+    left = job.part.num_bytes
     ordinal = job.first - 1
     for row in job.rows():
         if isinstance(row, LeftOut):
@@ -190,15 +212,42 @@ def _pack_job(job: Job, packing: Packing, packers: dict[SplitName, _Packer], ski
         else:
             ordinal += 1
             try:
-                made = [(name, text, list(packing.tokenizer.encode_pieces(text))) for name, text in packing.assignment.pieces(row.text, ordinal)]
-                prompt = list(packing.tokenizer.encode_pieces(row.prompt)) if row.prompt and packing.mask_field else []
-            except DataError as error:
-                named = DataError(f"{row.where()}: {error.what}", fix=error.fix)
-                skip_or_raise(BadRow(named, "cannot be tokenised", row.where()), skipped, packing.on_bad_row)
+                made = [(name, text, _tokenised(row, text, packing)) for name, text in packing.assignment.pieces(row.text, ordinal)]
+                prompt = _tokenised(row, row.prompt, packing) if row.prompt and packing.mask_field else ()
+            except NotEncodable as error:
+                skip_or_raise(BadRow(error, "cannot be tokenised", row.where()), skipped, packing.on_bad_row)
                 continue
             for name, text, pieces in made:
-                packers[name].add(prompt, text, pieces, about=row.prompt if prompt else "")
-                prompt = []
+                packers[name].begin(prompt)
+                for done, ids in enumerate(pieces, 1):
+                    packers[name].go_on(ids)
+                    if done % PIECES_TOLD == 0:
+                        read = min(PIECES_TOLD * PIECE_CHARACTERS, left)
+                        left -= read
+                        yield read
+                packers[name].end(row.prompt if prompt else "", text)
+                prompt = ()
+    yield left
+
+
+def _tokenised(row: Document, text: Text, packing: Packing) -> Iterable[Array]:
+    """Return the ids of a text of a row, piece by piece; those of a long one are made as they are asked for.
+
+    Raises: NotEncodable when it cannot be tokenised; for a long one only where that would be skipped: it is all or nothing.
+    """
+    if isinstance(text, str) and len(text) <= HELD_CHARACTERS:
+        return list(_ids(row, text, packing.tokenizer))
+    if packing.on_bad_row == "skip":
+        for _ in _ids(row, text, packing.tokenizer):
+            pass
+    return _ids(row, text, packing.tokenizer)
+
+
+def _ids(row: Document, text: Text, tokenizer: Tokenizer) -> Iterator[Array]:
+    try:
+        yield from tokenizer.encode_stream(chunks_of(text))
+    except NotEncodable as error:
+        raise NotEncodable(f"{row.where()}: {error.what}", fix=error.fix) from error
 
 
 def skip_or_raise(row: BadRow, skipped: Skipped, on_bad_row: OnBadRow) -> None:
@@ -211,7 +260,7 @@ def skip_or_raise(row: BadRow, skipped: Skipped, on_bad_row: OnBadRow) -> None:
 
 
 class _Packer:
-    """Gathers the documents of one split, and hands them to the sink before they take much memory."""
+    """Gathers the documents of one split, one after the other, and hands them to the sink before they take much memory."""
 
     def __init__(self, split: SplitName, packing: Packing, sink: Sink) -> None:
         self._split = split
@@ -220,36 +269,63 @@ class _Packer:
         self._masked = packing.mask_field is not None
         self._marked = packing.duplicates == "drop"
         self._clear()
-        self.documents = self.tokens = 0
+        self.documents = self._flushed_tokens = 0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens so far."""
+        return self._flushed_tokens + self._held_tokens
 
     def _clear(self) -> None:
         self._held: list[Array] = []
-        self._lengths: list[tuple[int, int]] = []
-        """Of each document, tokens of its prompt and of the rest."""
-        self._marks: list[bytes] = []
         self._held_tokens = self._text_bytes = 0
+        self._ends: list[int] = []
+        self._prompts: list[tuple[int, int]] = []
+        """Where among the tokens prompts begin and end."""
+        self._marks: list[bytes] = []
 
-    def add(self, prompt: list[Array], text: str, pieces: list[Array], *, about: str) -> None:
-        """Append a document, its prompt, whose text is `about`, before it and end-of-text after it."""
-        before, after = sum(map(len, prompt)), sum(map(len, pieces)) + 1
-        self._held += [*prompt, *pieces, self._end_of_text]
-        self._lengths.append((before, after))
-        self._held_tokens += before + after
-        data = text.encode()
-        self._text_bytes += len(data)
-        if self._marked:
-            self._marks.append(hashlib.sha256(about.encode() + b"\0" + data).digest()[:16] + len(data).to_bytes(8, "little"))
+    def begin(self, prompt: Iterable[Array]) -> None:
+        """Begin a document with the tokens of its prompt."""
+        for ids in prompt:
+            start = self._held_tokens
+            self._prompts.append((start, start + len(ids)))
+            self.go_on(ids)
+
+    def go_on(self, ids: Array) -> None:
+        """Append tokens of its text."""
+        self._held.append(ids)
+        self._held_tokens += len(ids)
+        if self._held_tokens >= HELD_TOKENS:
+            self.flush()
+
+    def end(self, prompt: str, text: Text) -> None:
+        """End the document that has this prompt, nothing for none, and this text."""
+        self._held.append(self._end_of_text)
+        self._held_tokens += 1
+        self._ends.append(self._held_tokens)
+        mark = hashlib.sha256(prompt.encode() + b"\0") if self._marked else None
+        num_bytes = 0
+        for chunk in chunks_of(text):
+            data = chunk.encode()
+            num_bytes += len(data)
+            if mark is not None:
+                mark.update(data)
+        self._text_bytes += num_bytes
+        if mark is not None:
+            self._marks.append(mark.digest()[:16] + num_bytes.to_bytes(8, "little"))
         self.documents += 1
-        self.tokens += before + after
         if self._held_tokens >= HELD_TOKENS:
             self.flush()
 
     def flush(self) -> None:
         """Hand everything to the sink."""
         if self._held:
-            lengths = np.array(self._lengths, np.int64)
-            mask = np.repeat(np.tile(np.array([0, 1], np.uint8), len(lengths)), lengths.ravel()) if self._masked else None
-            ends = np.cumsum(lengths.sum(axis=1))
+            mask = np.ones(self._held_tokens, np.uint8) if self._masked else None
+            if mask is not None:
+                for start, end in self._prompts:
+                    mask[start:end] = 0
+            ends = np.array(self._ends, np.int64)
             marks = np.frombuffer(b"".join(self._marks), MARK) if self._marked else None
+            self._flushed_tokens += self._held_tokens
             self._sink.append(self._split, np.concatenate(self._held), ends, text_bytes=self._text_bytes, mask=mask, marks=marks)
         self._clear()

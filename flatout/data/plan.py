@@ -1,19 +1,19 @@
-"""What is packed, and how it is split, decided before any text is tokenised: limits, the split rule, the sample."""
+"""What is packed, and how it is split, decided before any text is tokenised: limits, the split rule."""
 
 from __future__ import annotations
 
 import re
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Literal
 
-from flatout.data.pack import Assignment, ByHash, ByPlace, Job, OnBadRow, Skipped, cut_to_bytes, hash_fraction, skip_or_raise
+from flatout.data.pack import Assignment, ByHash, ByPlace, Job, OnBadRow, Skipped, cut_to_bytes, hash_fraction, num_bytes_of, skip_or_raise
 from flatout.errors import DataError
 from flatout.progress import SILENT, Progress
-from flatout.sources import BadRow, Document, LeftOut, Part
+from flatout.sources import BadRow, LeftOut, Part
 
 MANY_DOCUMENTS = 1000
 """From here on, and when no rule is stated, one document in a hundred is enough for validation."""
@@ -22,8 +22,6 @@ SMALL_FRACTION = 0.05
 """In between, one in twenty."""
 NEAR = 0.05
 """A tail begins with a whole document when that changes its share by at most this part of it; else a document is cut."""
-SAMPLED_PARTS = 64
-SAMPLED_STRIPES = 8
 
 
 @dataclass(frozen=True)
@@ -146,7 +144,7 @@ def _look(
             found.lengths.append(len(row.text))
             found.hashes_below += found.documents <= MANY_DOCUMENTS and hash_fraction(row.text) < SMALL_FRACTION
             if room is not None:
-                size = len(row.text.encode("utf-8", errors="replace"))
+                size = num_bytes_of(row.text)
                 if size >= room:
                     found.last_bytes, found.lengths[-1] = room, len(cut_to_bytes(row.text, room))
                     found.stopped = "at a limit"
@@ -169,39 +167,6 @@ def _jobs(parts: Sequence[Part], found: _Survey) -> tuple[Job, ...]:
     if found.stopped == "at a limit":
         jobs[-1] = replace(jobs[-1], take=found.taken[-1], last_bytes=found.last_bytes)
     return tuple(jobs)
-
-
-def sample_texts(jobs: Sequence[Job], limit: int | None) -> Iterator[str]:
-    """Yield the documents' texts; with a limit, about so many bytes, from parts and places spread evenly over the corpus.
-
-    Rows that cannot be used are passed over: packing them says so.
-    """
-    if limit is None:
-        yield from (row.text for job in jobs for row in job.rows() if isinstance(row, Document))
-        return
-    count = min(len(jobs), SAMPLED_PARTS)
-    room = limit
-    for number in range(count):
-        job = jobs[number * len(jobs) // count]
-        budget = room // (count - number)
-        for row in job.rows():
-            if not isinstance(row, Document):
-                continue
-            text = _stripes(row.text, budget)
-            budget -= len(text)
-            room -= len(text)
-            yield text
-            if budget <= 0:
-                break
-
-
-def _stripes(text: str, budget: int) -> str:
-    """Return the text, or when it is over the budget, stripes of it from evenly spread places."""
-    if len(text) <= budget:
-        return text
-    length = max(budget // SAMPLED_STRIPES, 1)
-    starts = [(len(text) - length) * index // (SAMPLED_STRIPES - 1) for index in range(SAMPLED_STRIPES)]
-    return "\n".join(text[start : start + length] for start in starts)
 
 
 def empty(names: str, left_out: Iterable[tuple[str, int]]) -> DataError:

@@ -29,7 +29,7 @@ TRAINING_BYTES = 8_000_000
 """Text a BPE is trained on: a few seconds' work, and more hardly changes a vocabulary of this size."""
 
 Sample = Callable[[int | None], Iterable[str]]
-"""Gives about so many bytes of the corpus, spread evenly over it; None asks for all of it."""
+"""Gives about so much of the corpus, spread evenly over it; None asks for all of it."""
 
 _KINDS: dict[str, Callable[[dict[str, Any]], StoredTokenizer]] = {
     "char": CharTokenizer.from_document,
@@ -75,6 +75,7 @@ def make_tokenizer(
     spec: str,
     sample: Sample,
     *,
+    train_on: Callable[[int], Iterable[str]] | None = None,
     pattern: str | None = None,
     end_of_text: str | None = None,
     cache: Path | None = CACHE,
@@ -83,24 +84,25 @@ def make_tokenizer(
     """Return the tokenizer that `spec` names, with the fastest engine that gives its ids on text of the corpus.
 
     `spec` is char, byte, train:N, a file, a folder, or a repository of the Hugging Face hub, `ORG/NAME` or `ORG/NAME@REVISION`.
-    `cache` is where verdicts on engines are kept; None keeps none.
+    `train_on` gives what train:N learns from, about so much of the corpus; None takes it of `sample`. `cache` is where verdicts on
+    engines are kept; None keeps none.
 
     Raises: DataError for a name that is none of these, a file that cannot be used, or an empty sample; MissingPackage.
     """
     if spec == "byte":
         return ByteTokenizer()
     if spec == "char":
-        with progress.task("Collecting characters", unit="documents") as task:
+        with progress.task("Collecting characters", unit="MB") as task:
             return CharTokenizer(characters_of(sample(None), task))
     trained = spec.startswith("train:")
-    tokenizer = _trained(spec, sample, progress) if trained else _from_files(spec, pattern, end_of_text, progress)
+    tokenizer = _trained(spec, train_on or sample, progress) if trained else _from_files(spec, pattern, end_of_text, progress)
     kept = None if trained else cache  # what is trained here is not met again
     return choose_engine(tokenizer, sample(WORTHWHILE_CHARACTERS), cache=kept, progress=progress)
 
 
-def _trained(spec: str, sample: Sample, progress: Progress) -> StoredTokenizer:
+def _trained(spec: str, train_on: Callable[[int], Iterable[str]], progress: Progress) -> StoredTokenizer:
     size = _vocabulary_size(spec)
-    tokenizer = train_bpe(sample(TRAINING_BYTES), size, progress=progress)
+    tokenizer = train_bpe(train_on(TRAINING_BYTES), size, progress=progress)
     if tokenizer.vocab_size < size:
         progress.say(f"The text gives {tokenizer.vocab_size:,} tokens, not {size:,}: no more pairs repeat in it.")
     return tokenizer

@@ -5,14 +5,14 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Self
 
 from flatout.data.fast_path_engines import gigatoken_of_ranks, tiktoken_of
 from flatout.data.tokenizers_cuts import confirmed_cut, known_cut
-from flatout.data.tokenizers_stored import END_OF_TEXT, Encode, Ids, StoredTokenizer, join_pieces, not_text
+from flatout.data.tokenizers_stored import END_OF_TEXT, Encode, Ids, NotEncodable, StoredTokenizer, join_pieces, not_text
 from flatout.errors import DataError
 from flatout.progress import SILENT, Progress
 
@@ -31,6 +31,10 @@ _O200K = "|".join(
 
 _SCHEMES = {GPT2_PATTERN: "gpt2", _CL100K: "gpt4", _O200K: "o200k"}
 """What gigatoken calls the known patterns."""
+
+
+TRAINING_PIECE_CHARACTERS = 1 << 15
+LONGEST_TRAINING_PIECE_CHARACTERS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -90,7 +94,7 @@ class RankTokenizer(StoredTokenizer):
         except UnicodeEncodeError as error:
             raise not_text(error, start) from error
         except ValueError as error:
-            raise DataError(f"The text cannot be split by the tokenizer's pattern: {error}.", fix="Shorten its longest run of spaces.") from error
+            raise NotEncodable(f"The text cannot be split by the tokenizer's pattern: {error}.", fix="Shorten its longest run of spaces.") from error
 
     def next_cut(self, text: str, place: int, end: int) -> int | None:
         """Return the next place that no token crosses: by the known patterns, or as tried out for another."""
@@ -163,11 +167,23 @@ def train_bpe(texts: Iterable[str], vocab_size: int, *, progress: Progress = SIL
         vocab_size=vocab_size - 1, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), special_tokens=[], show_progress=False
     )
     with progress.task(f"Training a tokenizer of {vocab_size:,} tokens on {size_mb:.1f} MB of text"):
-        model.train_from_iterator(held, trainer)
+        model.train_from_iterator((piece for text in held for piece in _pieces(text)), trainer)
     byte_of = byte_level_alphabet()
     vocabulary = sorted(model.get_vocab().items(), key=lambda item: item[1])
     pieces = [bytes(byte_of[character] for character in piece) for piece, _ in vocabulary]
     return RankTokenizer(f"bpe-{len(pieces) + 1}", pieces, GPT2_PATTERN, len(pieces))
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """Yield the text in pieces that split as the whole does; where it cannot be cut, no more than a piece may be long.
+
+    The trainer takes a hundred bytes for each character of a piece, and for a word the square of its length in time.
+    """
+    place = 0
+    while (cut := known_cut(text, place + TRAINING_PIECE_CHARACTERS, len(text))) is not None:
+        yield text[place : min(cut, place + LONGEST_TRAINING_PIECE_CHARACTERS)]
+        place = cut
+    yield text[place : place + LONGEST_TRAINING_PIECE_CHARACTERS]
 
 
 def byte_level_alphabet() -> dict[str, int]:

@@ -17,15 +17,13 @@ from itertools import islice
 
 import numpy as np
 
-from flatout.data.tokenizers_stored import Encode
+from flatout.data.tokenizers_stored import AHEAD_CHARACTERS, Encode
 
 PLACE = re.compile(r"(?<=\S)(?= )|(?<=[A-Za-z0-9])(?=[\r\n])|(?<=\S\n)(?=[^\s/])")
 """A place of these three kinds; white space as Python has it includes all that Unicode has."""
 
 TRIED = 64
 """Places looked at before a text counts as one that cannot be cut."""
-WINDOW_CHARACTERS = 4096
-"""What is encoded on either side of a place to see whether a text may be cut there."""
 
 
 def known_cut(text: str, place: int, end: int) -> int | None:
@@ -35,12 +33,15 @@ def known_cut(text: str, place: int, end: int) -> int | None:
 
 
 def confirmed_cut(encode: Encode, text: str, place: int, end: int) -> int | None:
-    """Return the first place where encoding both sides apart gives the ids of both together, from two beginnings."""
-    for found in islice(PLACE.finditer(text, place, end), TRIED):
+    """Return the first place where encoding both sides apart gives the ids of both together, from two beginnings.
+
+    Only places far enough from the end are looked at, so that what comes after the end decides nothing.
+    """
+    for found in islice(PLACE.finditer(text, place, min(end, len(text) - AHEAD_CHARACTERS)), TRIED):
         cut = found.start()
-        right = text[cut : cut + WINDOW_CHARACTERS]
+        right = text[cut : cut + AHEAD_CHARACTERS]
         right_ids = encode(right)
-        lefts = (text[max(cut - WINDOW_CHARACTERS // part, 0) : cut] for part in (1, 2))
+        lefts = (text[max(cut - AHEAD_CHARACTERS // part, 0) : cut] for part in (1, 2))
         if all(np.array_equal(np.concatenate([encode(left), right_ids]), encode(left + right)) for left in lefts):
             return cut
     return None

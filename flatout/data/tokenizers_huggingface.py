@@ -15,7 +15,7 @@ from flatout.data.fast_path_engines import falling_back
 from flatout.data.tokenizers_bpe import byte_level_alphabet
 from flatout.data.tokenizers_cuts import confirmed_cut, known_cut
 from flatout.data.tokenizers_layout import Layout, layout_of
-from flatout.data.tokenizers_stored import Encode, Ids, StoredTokenizer, join_pieces, not_text
+from flatout.data.tokenizers_stored import Encode, Ids, NotEncodable, StoredTokenizer, join_pieces, not_text
 from flatout.errors import DataError
 from flatout.registry import nearest
 
@@ -92,7 +92,7 @@ class HuggingFaceTokenizer(StoredTokenizer):
         pieces = [text[start:end] for start, end in itertools.pairwise(cuts)]
         ids = np.concatenate([self.encoder(piece) for piece in pieces])
         if self._has_special(ids):
-            raise DataError(
+            raise NotEncodable(
                 f"The tokenizer {self.name!r} turns plain text into a special token.",
                 fix="Use another tokenizer, or skip such documents with --on-bad-row skip.",
             )

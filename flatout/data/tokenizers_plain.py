@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from flatout.data.tokenizers_stored import END_OF_TEXT, Ids, StoredTokenizer, join_pieces, not_text
+from flatout.data.tokenizers_stored import END_OF_TEXT, Ids, NotEncodable, StoredTokenizer, join_pieces, not_text
 from flatout.errors import DataError
 from flatout.progress import Task
 
@@ -34,14 +34,14 @@ class CharTokenizer(StoredTokenizer):
     def encode_piece(self, text: str, start: int) -> Ids:
         """Return the ids of a piece of text.
 
-        Raises: DataError for a character that the vocabulary does not have.
+        Raises: NotEncodable for a character that the vocabulary does not have.
         """
         codes = _code_points(text, start=start)
         ids: Ids = self._id_of.take(codes, mode="clip")
         if len(ids) and int(ids.max()) == self.eot_id:
             place = int((ids == self.eot_id).argmax())
             named = f"Character {start + place}, {text[place]!r} (U+{ord(text[place]):04X})"
-            raise DataError(
+            raise NotEncodable(
                 f"{named}, is not among the {len(self.characters)} of this char tokenizer.",
                 fix="Leave it out, or prepare with --tokenizer byte or train:N, which can write any text.",
             )
@@ -111,7 +111,7 @@ def characters_of(texts: Iterable[str], task: Task) -> str:
     seen = np.zeros(_CODE_POINTS, np.bool_)
     for text in texts:
         seen[_code_points(text, errors="ignore")] = True
-        task.advance()
+        task.advance(len(text) / 1e6)
     if not seen.any():
         raise DataError("The corpus is empty: it has no character to make a vocabulary of.", fix="Name a file or folder with text in it.")
     return "".join(chr(code) for code in np.flatnonzero(seen))

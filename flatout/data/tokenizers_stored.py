@@ -20,11 +20,18 @@ END_OF_TEXT = "<|endoftext|>"
 
 PIECE_CHARACTERS = 1 << 18
 """Longer texts are encoded a piece at a time, which takes less memory."""
-LONGEST_PIECE_CHARACTERS = 1 << 22
+LONGEST_PIECE_CHARACTERS = 1 << 20
 """A text with no place to cut it for so long is refused: what encoding it takes would not be bounded."""
+
+AHEAD_CHARACTERS = 4096
+"""How far ahead of a place a tokenizer may look to see whether text may be cut there."""
 
 Ids = np.ndarray[Any, np.dtype[np.uint32]]
 Encode = Callable[[str], Ids]
+
+
+class NotEncodable(DataError):
+    """A text that a tokenizer has no ids for: the text's fault, so that the document may be skipped."""
 
 
 class StoredTokenizer(ABC):
@@ -43,7 +50,7 @@ class StoredTokenizer(ABC):
     def encode_piece(self, text: str, start: int) -> Ids:
         """Return the ids of a piece of text, none of them special; `start` is its place in the document, for messages.
 
-        Raises: DataError when the text cannot be written in this vocabulary.
+        Raises: NotEncodable when the text cannot be written in this vocabulary.
         """
 
     @abstractmethod
@@ -74,7 +81,7 @@ class StoredTokenizer(ABC):
     def encode_stream(self, chunks: Iterable[str]) -> Iterator[Ids]:
         """Yield the ids of one text that comes in chunks, piece by piece, in bounded memory; how it is chunked changes no id.
 
-        Raises: DataError when the text cannot be written in this vocabulary, or has no place to cut it for too long.
+        Raises: NotEncodable when the text cannot be written in this vocabulary, or has no place to cut it for too long.
         """
         held, start = "", 0
         for block in _blocks(chunks):
@@ -89,8 +96,8 @@ class StoredTokenizer(ABC):
         """Return where the piece that begins at `place` ends, None when the rest may be one piece."""
         longest = place + LONGEST_PIECE_CHARACTERS
         cut = self.next_cut(text, place + PIECE_CHARACTERS, min(longest, len(text))) if place + PIECE_CHARACTERS < len(text) else None
-        if cut is None and longest < len(text):
-            raise DataError(
+        if cut is None and longest + AHEAD_CHARACTERS < len(text):
+            raise NotEncodable(
                 f"Nowhere in the {LONGEST_PIECE_CHARACTERS:,} characters from {start} on may text be cut for the tokenizer {self.name!r}.",
                 fix="Break up the document, prepare with --tokenizer byte or train:N, or skip such documents with --on-bad-row skip.",
             )
@@ -154,10 +161,10 @@ def join_pieces(table: Sequence[bytes], ids: Sequence[int]) -> bytes:
     return b"".join(table[i] if 0 <= i < size else b"\xef\xbf\xbd" for i in (int(i) for i in ids))
 
 
-def not_text(error: UnicodeEncodeError, start: int = 0) -> DataError:
+def not_text(error: UnicodeEncodeError, start: int = 0) -> NotEncodable:
     """Return the error for half a surrogate pair: a code point that is no character, so no encoding has it."""
     code = ord(error.object[error.start])
-    return DataError(
+    return NotEncodable(
         f"Character {start + error.start} is U+{code:04X}, half of a surrogate pair, which is not text.",
         fix="Repair the document, or skip such documents with --on-bad-row skip.",
     )

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flatout.errors import DataError
+from flatout.sources.long import Text
 from flatout.sources.packed import open_bytes
 from flatout.sources.remote import is_address
 
@@ -24,7 +25,7 @@ FIRST_NAMED = 10
 class Document:
     """One text, and where it is from."""
 
-    text: str
+    text: Text
     name: str
     """The file, or whatever names the document in a message."""
     offset: int | None = None

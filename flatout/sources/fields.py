@@ -10,6 +10,8 @@ from flatout.errors import DataError
 from flatout.registry import nearest
 from flatout.sources import BadRow, Document, Row
 
+ROW_BYTES = 8 << 20
+"""A row is held whole while it is read, several times over and in up to four bytes a character; a longer one is a bad row."""
 _MISSING = object()
 _KINDS = {type(None): "null", bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object", bytes: "bytes"}
 
@@ -65,12 +67,19 @@ def bad_row(where: str, reason: str, what: str, fix: str) -> BadRow:
     return BadRow(DataError(f"{where} {what}.", fix=fix), reason, where)
 
 
+def too_long(where: str, limit: int) -> BadRow:
+    """Return the bad row for one that is longer than may be held."""
+    fix = "Write its text to a text file of its own, which may have any length, or skip such rows with --on-bad-row skip."
+    return bad_row(where, "too long", f"is longer than {limit >> 20} MiB", fix)
+
+
 def _unusable(row: dict[str, Any], value: Any, where: str, field: str, option: str) -> BadRow:
     if value is _MISSING:
         texts = dict(_texts(row))
         return no_field(where, field, sorted(texts, key=lambda name: len(texts[name]), reverse=True), option)
     kind = _KINDS.get(type(value), type(value).__name__)
-    return bad_row(where, f"{field!r} is not text", f"has {field!r}, but it is {kind}, not text", f"Name the field with {option}.")
+    fix = f"Repair the row, name another field with {option}, or skip such rows with --on-bad-row skip."
+    return bad_row(where, f"{field!r} is not text", f"has {field!r}, but it is {kind}, not text", fix)
 
 
 def _texts(row: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

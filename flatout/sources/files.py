@@ -16,13 +16,16 @@ from flatout.errors import DataError
 from flatout.registry import nearest
 from flatout.sources import BadRow, Document, Part, Row
 from flatout.sources.fields import Fields
+from flatout.sources.long import NotUtf8, measure, not_utf8
 from flatout.sources.packed import CANNOT_BE_READ, is_packed, open_bytes, require_opener, unpacked_name, unreadable
 from flatout.sources.parquet import PARQUET_SUFFIXES, RowGroups, cut_parquet, read_row_groups, require_parquet
 from flatout.sources.remote import find_remote, is_address
-from flatout.sources.rows import not_utf8, read_rows
+from flatout.sources.rows import read_rows
 
 PART_BYTES = 4 << 20
 """About how much text one part holds; a text file is never cut, one of rows is."""
+LONG_BYTES = 16 << 20
+"""A text file with more text is not held, but read in chunks."""
 REMOTE_PART_BYTES = 32 << 20
 """The same of a remote file: a part of it reads up to a block too much, and Parquet's index once more."""
 TEXT_SUFFIXES = {".txt", ".text", ".md", ".markdown", ".rst", ".tex"}
@@ -226,9 +229,12 @@ def read_pieces(pieces: tuple[Piece, ...], fields: Fields) -> Iterator[Row]:
 def read_text(path: str) -> Row:
     """Return a text file as one document, less the byte order mark it may begin with."""
     with open_bytes(path) as file:
-        data = file.read()
+        data = file.read(LONG_BYTES + 1)
     try:
-        text = data.decode("utf-8")
+        if len(data) > LONG_BYTES:
+            return Document(measure(path), path)
+        return Document(data.decode("utf-8").removeprefix("\ufeff"), path)
+    except NotUtf8 as error:
+        return BadRow(error, "not UTF-8", path)
     except UnicodeDecodeError as error:
-        return not_utf8(path, path, error.start, data[error.start])
-    return Document(text.removeprefix("\ufeff"), path)
+        return BadRow(not_utf8(path, path, error.start, data[error.start]), "not UTF-8", path)

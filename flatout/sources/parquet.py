@@ -9,11 +9,13 @@ from typing import Any
 
 from flatout.errors import DataError, MissingPackage
 from flatout.sources import BadRow, Row
-from flatout.sources.fields import Fields, bad_row, document, no_field
+from flatout.sources.fields import ROW_BYTES, Fields, bad_row, document, no_field, too_long
 from flatout.sources.packed import CANNOT_BE_READ, open_bytes
 
 PARQUET_SUFFIXES = {".parquet"}
 BATCH_ROWS = 256
+BATCH_BYTES = 4 << 20
+"""Rows are taken from a row group so many, or about so much, at a time."""
 _PAGE_BYTES = 1 << 20
 """A column is read so much at a time, not a row group at once."""
 
@@ -47,18 +49,23 @@ def cut_parquet(path: str, size: int, fields: Fields, limit: int) -> list[RowGro
     asked = _asked(fields)
     if not all(any(_inside(name, field) for name in names) for field in asked):
         return whole
-    wanted = [index for index, name in enumerate(names) if any(_inside(name, field) for field in asked)]
     found: list[RowGroups] = []
     rows = 0
     for number in range(described.num_row_groups):
         group = described.row_group(number)
-        num_bytes = sum(group.column(index).total_uncompressed_size for index in wanted)
+        num_bytes = _num_bytes(group, asked)
         if found and found[-1].num_bytes + num_bytes <= limit:
             found[-1] = replace(found[-1], end=number + 1, num_bytes=found[-1].num_bytes + num_bytes)
         else:
             found.append(RowGroups(path, number, number + 1, rows, num_bytes))
         rows += group.num_rows
     return found or whole
+
+
+def _num_bytes(group: Any, asked: list[str]) -> int:
+    """Return how much there is in a row group of the fields that are asked for."""
+    columns = (group.column(index) for index in range(group.num_columns))
+    return sum(column.total_uncompressed_size for column in columns if any(_inside(column.path_in_schema, field) for field in asked))
 
 
 def read_row_groups(groups: RowGroups, fields: Fields) -> Iterator[Row]:
@@ -80,8 +87,10 @@ def read_row_groups(groups: RowGroups, fields: Fields) -> Iterator[Row]:
 
 def _read_row_group(parquet: Any, group: int, first_row: int, path: str, fields: Fields) -> Iterator[Row]:
     number = first_row
+    described = parquet.metadata.row_group(group)
+    at_once = max(1, min(BATCH_ROWS, BATCH_BYTES * described.num_rows // max(_num_bytes(described, _asked(fields)), 1)))
     try:
-        for batch in parquet.iter_batches(BATCH_ROWS, row_groups=[group], columns=_asked(fields), use_threads=False):
+        for batch in parquet.iter_batches(at_once, row_groups=[group], columns=_asked(fields), use_threads=False):
             for row in _dictionaries(batch):
                 number += 1
                 yield _row(row, fields, f"{path}, row {number}")
@@ -99,24 +108,28 @@ def _asked(fields: Fields) -> list[str]:
     return [field for field in (fields.text, fields.prompt) if field is not None]
 
 
-def _row(row: dict[str, Any] | UnicodeDecodeError, fields: Fields, where: str) -> Row:
+def _row(row: dict[str, Any] | UnicodeDecodeError | None, fields: Fields, where: str) -> Row:
+    if row is None:
+        return too_long(where, ROW_BYTES)
     if isinstance(row, UnicodeDecodeError):
         return bad_row(where, "not UTF-8", f"is not UTF-8: {row.reason}", "Write it again, or skip such rows with --on-bad-row skip.")
     return document(row, fields, where, None, lambda: where)
 
 
-def _dictionaries(batch: Any) -> Iterator[dict[str, Any] | UnicodeDecodeError]:
-    """Yield the rows of a batch; one whose bytes are not UTF-8 as the error."""
-    try:
-        yield from batch.to_pylist()
-    except UnicodeDecodeError:
+def _dictionaries(batch: Any) -> Iterator[dict[str, Any] | UnicodeDecodeError | None]:
+    """Yield the rows of a batch; one whose bytes are not UTF-8 as the error, and None for one that is too long."""
+    failed: UnicodeDecodeError | None = None
+    if batch.nbytes <= ROW_BYTES:
+        try:
+            yield from batch.to_pylist()
+            return
+        except UnicodeDecodeError as error:
+            failed = error
+    if batch.num_rows == 1:
+        yield failed
+    else:
         for index in range(batch.num_rows):
-            try:
-                (row,) = batch.slice(index, 1).to_pylist()
-            except UnicodeDecodeError as error:
-                yield error
-            else:
-                yield row
+            yield from _dictionaries(batch.slice(index, 1))
 
 
 def _lacking(schema: Any, fields: Fields) -> tuple[str, list[str], str] | None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from functools import cache, partial
+from typing import IO
 
-from flatout.errors import DataError
 from flatout.sources import BadRow, Row, line_number
-from flatout.sources.fields import Fields, bad_row, document
+from flatout.sources.fields import ROW_BYTES, Fields, bad_row, document, too_long
+from flatout.sources.long import CHUNK_BYTES, not_utf8
 from flatout.sources.packed import is_packed, open_bytes
 from flatout.sources.remote import is_address
 
@@ -19,18 +20,31 @@ def read_rows(path: str, start: int, end: int, fields: Fields) -> Iterator[Row]:
         position = start
         if position > 0:
             file.seek(position - 1)
-            position += len(file.readline()) - 1
+            position += _pass_line(file) - 1
         before = _counted(path, position)
         number = 0
         whole = is_packed(path)
         while whole or position < end:
-            line = file.readline()
+            line = file.readline(ROW_BYTES + 1)
             if not line:
                 return
-            if line.strip():
+            if len(line) > ROW_BYTES:
+                yield too_long(_place(path, position, before, number), ROW_BYTES)
+                position += 0 if line.endswith(b"\n") else _pass_line(file)
+            elif line.strip():
                 yield _row(line, path, position, fields, partial(_place, path, position, before, number))
             number += 1
             position += len(line)
+
+
+def _pass_line(file: IO[bytes]) -> int:
+    """Read up to the end of the line, and return how many bytes that was."""
+    size = 0
+    while piece := file.readline(CHUNK_BYTES):
+        size += len(piece)
+        if piece.endswith(b"\n"):
+            break
+    return size
 
 
 def _counted(path: str, offset: int) -> Callable[[], int]:
@@ -46,7 +60,7 @@ def _row(line: bytes, path: str, offset: int, fields: Fields, where: Callable[[]
     try:
         row = json.loads(line.decode("utf-8-sig" if offset == 0 else "utf-8"))
     except UnicodeDecodeError as error:
-        return not_utf8(where(), path, offset + error.start, line[error.start])
+        return BadRow(not_utf8(where(), path, offset + error.start, line[error.start]), "not UTF-8", where())
     except ValueError as error:
         return bad_row(where(), "not JSON", f"is not JSON: {_complaint(error)}", "Repair the line, or skip such rows with --on-bad-row skip.")
     except RecursionError:
@@ -57,12 +71,3 @@ def _row(line: bytes, path: str, offset: int, fields: Fields, where: Callable[[]
 def _complaint(error: ValueError) -> str:
     """Return what the JSON parser says, with the place in the line alone: the line is named already."""
     return f"{error.msg} at column {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else str(error)
-
-
-def not_utf8(where: str, path: str, offset: int, byte: int) -> BadRow:
-    """Return the bad row for bytes that are not UTF-8, naming the first such byte of the file."""
-    error = DataError(
-        f"{where} is not UTF-8: byte 0x{byte:02x} at offset {offset}.",
-        fix=f"Convert it, for example `iconv -f latin1 -t utf-8 {path}`, or skip such documents with --on-bad-row skip.",
-    )
-    return BadRow(error, "not UTF-8", where)

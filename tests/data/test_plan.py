@@ -3,7 +3,7 @@ import random
 import pytest
 
 from flatout.data.pack import ByHash, ByPlace, hash_fraction
-from flatout.data.plan import make_plan, parse_rule, sample_texts
+from flatout.data.plan import make_plan, parse_rule
 from flatout.errors import DataError
 from flatout.sources import BadRow, Document, LeftOut, Part
 
@@ -168,30 +168,3 @@ def test_a_bad_row_is_raised_at_the_first_look_unless_skipped():
 
 def test_a_corpus_without_documents_has_a_plan_too():
     assert texts(make_plan(parts([""]), split=None)) == []
-
-
-def test_all_of_the_sample_is_all_of_the_corpus():
-    plan = make_plan(parts(5, ["", BAD, "x"]), split="tail 0.5", on_bad_row="skip")
-    assert list(sample_texts(plan.jobs, None)) == texts(plan)
-    assert sum(map(len, sample_texts(plan.jobs, 10**6))) == sum(map(len, texts(plan)))
-
-
-def test_a_bounded_sample_comes_from_all_over():
-    plan = make_plan(parts(*[[chr(0x100 + part) * 10] * 100 for part in range(200)]), split="hash 0.1")
-    sample = list(sample_texts(plan.jobs, 6400))
-    size = sum(map(len, sample))
-    assert 6400 <= size <= 7100
-    seen = sorted({ord(text[0]) - 0x100 for text in sample})
-    assert len(seen) == 64
-    assert (seen[0], seen[-1]) == (0, 196)
-    assert sample == list(sample_texts(plan.jobs, 6400))
-
-
-def test_a_bounded_sample_of_one_long_text_comes_from_all_over():
-    text = "".join(chr(0x100 + place // 1000) for place in range(100_000))
-    plan = make_plan(parts([text]), split="tail 0.1")
-    (sample,) = sample_texts(plan.jobs, 8000)
-    assert len(sample) < 8100
-    assert sample[0] == text[0]
-    assert sample[-1] == text[-1]
-    assert len(set(sample)) >= 9

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from flatout.data import tokenizers_stored
+from flatout.data import tokenizers_cuts, tokenizers_stored
 from flatout.data.fast_path import probes
 from flatout.data.fast_path_engines import NEVER_CHANGED_BY_NFC, after_nfc, around_added_tokens
 from flatout.data.tokenizer import parse_tokenizer
@@ -178,6 +178,7 @@ def test_no_cut_changes_an_id(text):
 def test_a_text_with_nowhere_to_cut_it_is_refused_from_a_length_on(tokenizer, monkeypatch):
     monkeypatch.setattr(tokenizers_stored, "PIECE_CHARACTERS", 10)
     monkeypatch.setattr(tokenizers_stored, "LONGEST_PIECE_CHARACTERS", 100)
+    monkeypatch.setattr(tokenizers_stored, "AHEAD_CHARACTERS", 50)
     assert tokenizer.decode(tokenizer.encode("a" * 90)) == "a" * 90
     with pytest.raises(DataError, match="Nowhere in the 100 characters from 10 on"):
         tokenizer.encode("a" * 10 + " " + "b" * 200)
@@ -195,7 +196,12 @@ def test_another_pre_tokeniser_is_cut_where_trying_shows_no_difference(monkeypat
     tokenizer = parse_tokenizer(model.to_str(), "tokenizer.json")
     assert tokenizer.engines == ("tokenizers",)
     monkeypatch.setattr(tokenizers_stored, "PIECE_CHARACTERS", 20)
-    assert len(list(tokenizer.encode_pieces(text))) > 5
+    monkeypatch.setattr(tokenizers_cuts, "AHEAD_CHARACTERS", 30)
+    pieces = [ids.tolist() for ids in tokenizer.encode_pieces(text)]
+    assert len(pieces) > 5
+    for size in (1, 7, 21, 50, 100):
+        chunks = [text[start : start + size] for start in range(0, len(text), size)]
+        assert [ids.tolist() for ids in tokenizer.encode_stream(chunks)] == pieces, "what is not read yet must not decide where a text is cut"
     assert tokenizer.encode(text) == model.encode(text, add_special_tokens=False).ids
     model.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
     always = parse_tokenizer(model.to_str(), "tokenizer.json")

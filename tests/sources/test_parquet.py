@@ -141,3 +141,22 @@ def test_a_missing_package_is_said_before_anything_is_read(numbers, monkeypatch)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(MissingPackage, match=r"a\.parquet takes the package pyarrow.*pip install \"flatout\[parquet\]\""):
         files.files(str(numbers))
+
+
+def test_few_long_cells_are_held_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(parquet, "BATCH_BYTES", 50_000)
+    path = write(tmp_path / "a.parquet", {"text": [f"{number} " + "x" * 10_000 for number in range(40)]}, row_group_size=40, use_dictionary=False)
+    held = []
+    dictionaries = parquet._dictionaries
+    monkeypatch.setattr(parquet, "_dictionaries", lambda batch: held.append(batch.num_rows) or dictionaries(batch))
+    assert [row.text.split()[0] for row in rows(path)] == [str(number) for number in range(40)]
+    assert max(held) <= 5
+
+
+def test_a_cell_that_is_too_long_is_a_bad_row_and_the_others_are_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(parquet, "ROW_BYTES", 1 << 20)
+    path = write(tmp_path / "a.parquet", {"text": ["a", "x" * (2 << 20), "b", "y" * (1 << 19)]}, use_dictionary=False)
+    first, bad, *rest = rows(path)
+    assert [row.text[:1] for row in (first, *rest)] == ["a", "b", "y"]
+    assert (bad.reason, bad.name) == ("too long", f"{path}, row 2")
+    assert "is longer than 1 MiB" in str(bad.error)

@@ -1,3 +1,8 @@
+import gzip
+
+import pytest
+
+from flatout.sources import BadRow, rows
 from flatout.sources.fields import Fields
 from flatout.sources.rows import read_rows
 
@@ -18,3 +23,50 @@ def test_nested_fields_and_prompts_are_read(tmp_path):
     path.write_text('{"a": {"q": "ask", "text": "answer"}}\n')
     (row,) = read_rows(str(path), 0, 100, Fields("a.text", "a.q"))
     assert (row.prompt, row.text) == ("ask", "answer")
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+@pytest.mark.parametrize("before", [0, 1, 3])
+def test_a_row_that_is_too_long_is_bad_and_the_others_are_read(tmp_path, monkeypatch, name, before):
+    monkeypatch.setattr(rows, "ROW_BYTES", 1 << 20)
+    lines = [b'{"text": "a"}\n'] * before + [b'{"text": "' + b"x" * (1 << 21) + b'"}\n', b'{"text": "b"}\n', b'{"text": "' + b"y" * (3 << 20)]
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(b"".join(lines)) if name.endswith("gz") else b"".join(lines))
+    *good, long, after, last = read_rows(str(path), 0, 9 << 20, Fields())
+    assert [row.text for row in [*good, after]] == ["a"] * before + ["b"]
+    for bad, number in ((long, before + 1), (last, before + 3)):
+        assert isinstance(bad, BadRow)
+        assert (bad.reason, bad.name) == ("too long", f"{path}, line {number}")
+        assert "is longer than 1 MiB" in str(bad.error)
+        assert "a text file of its own, which may have any length" in bad.error.fix
+
+
+def test_no_more_of_a_row_is_held_than_it_may_be_long(tmp_path, monkeypatch):
+    monkeypatch.setattr(rows, "ROW_BYTES", 100)
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "' + b"x" * 88 + b'"}' + b"x" * 20_000 + b"\n" + b'{"text": "' + b"x" * 87 + b'"}\n')
+    asked = []
+    opened = rows.open_bytes
+
+    class Counting:
+        def __init__(self, file):
+            self._file = file
+
+        def readline(self, count):
+            asked.append(count)
+            return self._file.readline(count)
+
+        def __getattr__(self, name):
+            return getattr(self._file, name)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            self._file.close()
+
+    monkeypatch.setattr(rows, "open_bytes", lambda path: Counting(opened(path)))
+    for start in (0, 50):
+        found = list(read_rows(str(path), start, 99_999, Fields()))
+        assert [getattr(row, "text", "bad") for row in found] == ["bad", "x" * 87][start > 0 :]
+    assert 0 < max(asked) <= 1 << 20

@@ -1,0 +1,134 @@
+"""Text that is too long to be held: it stays in its file, and is read in chunks whenever it is asked for."""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from flatout.errors import DataError
+from flatout.sources.packed import open_bytes, unreadable
+
+CHUNK_BYTES = 1 << 20
+"""Read at a time; a chunk of text has at most so many characters."""
+_BYTE_ORDER_MARK = "\ufeff"
+
+
+class NotUtf8(DataError):
+    """Bytes that are not UTF-8."""
+
+
+@dataclass(frozen=True, slots=True)
+class LongText:
+    """A stretch of a file's text. It has a length and slices as text has; a slice is measured by reading it."""
+
+    path: str
+    start: int
+    """Its first character in the file; a byte order mark is not counted."""
+    stop: int
+    """The one after its last."""
+    num_bytes: int
+    """Its length as UTF-8."""
+    sha256: bytes
+    """Of its UTF-8."""
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def __getitem__(self, place: slice) -> LongText:
+        start, stop, _ = place.indices(len(self))
+        start, stop = self.start + start, self.start + stop
+        return _measured(self.path, start, _read_again(self.path, start, stop))
+
+    def first_bytes(self, limit: int) -> LongText:
+        """Return the longest beginning whose UTF-8 is at most `limit` bytes."""
+        characters = 0
+        for chunk in self.chunks():
+            data = chunk.encode()
+            if len(data) >= limit:
+                return self[: characters + len(data[:limit].decode(errors="ignore"))]
+            characters += len(chunk)
+            limit -= len(data)
+        return self
+
+    def chunks(self) -> Iterator[str]:
+        """Return the text, in order.
+
+        Raises: DataError when the file cannot be read on, or is no longer what was measured.
+        """
+        return _read_again(self.path, self.start, self.stop)
+
+
+Text = str | LongText
+
+
+def chunks_of(text: Text) -> Iterable[str]:
+    """Return the chunks of a text; one that is held and short is its own."""
+    if isinstance(text, LongText):
+        return text.chunks()
+    if len(text) <= CHUNK_BYTES:
+        return (text,)
+    return (text[start : start + CHUNK_BYTES] for start in range(0, len(text), CHUNK_BYTES))
+
+
+def measure(path: str) -> LongText:
+    """Return the text of a file, read once to be measured.
+
+    Raises: NotUtf8; OSError, EOFError or zlib.error when the file cannot be read.
+    """
+    return _measured(path, 0, _decoded(path))
+
+
+def _measured(path: str, start: int, chunks: Iterable[str]) -> LongText:
+    characters = num_bytes = 0
+    digest = hashlib.sha256()
+    for chunk in chunks:
+        data = chunk.encode()
+        characters += len(chunk)
+        num_bytes += len(data)
+        digest.update(data)
+    return LongText(path, start, start + characters, num_bytes, digest.digest())
+
+
+def _read_again(path: str, start: int, stop: int) -> Iterator[str]:
+    """Yield characters [start, stop) of a file that was measured."""
+    place = 0
+    try:
+        for chunk in _decoded(path):
+            if place >= stop:
+                return
+            yield chunk[max(start - place, 0) : stop - place]
+            place += len(chunk)
+    except (OSError, EOFError, zlib.error) as error:
+        raise unreadable(path, error) from error
+    if place < stop:
+        raise DataError(f"{path} changed while it was read.", fix="Let nothing write to it, and run the same command again.")
+
+
+def _decoded(path: str) -> Iterator[str]:
+    """Yield the text of a file in chunks, less the byte order mark it may begin with."""
+    held, offset, mark = b"", 0, _BYTE_ORDER_MARK
+    with open_bytes(path) as file:
+        while True:
+            block = file.read(CHUNK_BYTES)
+            data = held + block
+            try:
+                text, used = codecs.utf_8_decode(data, "strict", not block)
+            except UnicodeDecodeError as error:
+                raise not_utf8(path, path, offset + error.start, data[error.start]) from error
+            if text:
+                yield text.removeprefix(mark)
+                mark = ""
+            if not block:
+                return
+            held, offset = data[used:], offset + used
+
+
+def not_utf8(where: str, path: str, offset: int, byte: int) -> NotUtf8:
+    """Return the error for bytes that are not UTF-8, naming the first such byte of the file."""
+    return NotUtf8(
+        f"{where} is not UTF-8: byte 0x{byte:02x} at offset {offset}.",
+        fix=f"Convert it, for example `iconv -f latin1 -t utf-8 {path}`, or skip such documents with --on-bad-row skip.",
+    )
