@@ -28,8 +28,8 @@ from flatout.errors import DataError, without_secrets
 from flatout.progress import SILENT, Progress
 from flatout.sources.remote import ATTEMPTS, NothingThere, Unreachable, is_address, open_remote, protocol_of, read_remote
 
-ATTEMPTS_WITH_COPY = 2
-"""So often a store is asked where a copy can be read when it does not answer."""
+ATTEMPTS_WITH_COPY = 1
+"""So often a store is asked where a copy can be read when it does not answer; the packages that ask try again by themselves."""
 
 
 def open_place(place: str | Path, *, cache: Path = CACHE, progress: Progress = SILENT) -> Dataset:

@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import re
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -91,7 +92,7 @@ def prepare_upload(
     with owned(home, partial(_refuse, store.address)):
         written, claim = store.look()
         if written is None:
-            store.try_writing(home)
+            store.try_writing()
         request = open_request(sources, folder, options, from_file=from_file, cache=cache, progress=progress)
         if written is not None:
             manifest = parse_manifest(written.decode("utf-8", errors="replace"), f"{store.address}/{MANIFEST}")
@@ -188,14 +189,15 @@ class Store:
         """Return how the store describes a file."""
         return patiently(f"{self.address}/{name}", lambda: dict(self._filesystem.info(f"{self._path}/{name}")))
 
-    def try_writing(self, home: Path) -> None:
+    def try_writing(self) -> None:
         """Write a tiny file there and remove it.
 
         Raises: DataError when the store does not let that be done.
         """
-        with in_cache(home):
-            write_text(home / PROBE, "flatout looks whether it may write here\n")
-        self.put(home / PROBE, PROBE)
+        with tempfile.NamedTemporaryFile("w", prefix=PROBE) as file:
+            file.write("flatout looks whether it may write here\n")
+            file.flush()
+            self.put(Path(file.name), PROBE)
         self.remove(PROBE)
 
     def put(self, path: Path, name: str, advance: Callable[[int], None] = lambda num_bytes: None) -> None:

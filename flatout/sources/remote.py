@@ -244,7 +244,7 @@ def patiently(
             if (final := _final(address, failed, doing)) is not None:
                 raise final from error
     raise Unreachable(
-        f"Cannot {doing} {address}{where}: {_said(failed) or type(failed).__name__} ({attempts} attempts).",
+        f"Cannot {doing} {address}{where}: {_said(failed) or type(failed).__name__} ({attempts} attempt{'s' * (attempts > 1)}).",
         fix="Check the network and the server, and run it again.",
     ) from failed
 

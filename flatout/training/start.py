@@ -83,7 +83,8 @@ def run_training(
         plan = agree(ranks, lambda: settle(asked, place, resume, machine, ranks, device, dataset, progress))
         if plan.finished is not None:
             return plan.finished
-        dataset = open_dataset(plan.config)  # of a mix, in the stored order, which belongs to what is read
+        if plan.config.data.model_dump_json() != asked.data.model_dump_json():
+            dataset = open_dataset(plan.config)  # of a mix, in the stored order, which belongs to what is read
         with exit_code_kept(place) if ranks.rank == 0 else nullcontext():
             mesh = make_mesh(plan.config.parallel, device[0])
             with progress.task("Building the model"):
