@@ -1,8 +1,10 @@
 import json
 
+import fsspec
 import pytest
 
 from flatout.commands.prepare import COMMAND, prepare
+from flatout.data.fetch import open_place
 from flatout.data.shards import Dataset
 from flatout.errors import DataError, UsageError
 
@@ -63,7 +65,7 @@ def test_duplicates_are_counted_in_the_summary(tmp_path):
     path.write_text("".join(json.dumps({"text": f"row {number % 30}"}) + "\n" for number in range(50)))
     result = prepare([str(path)], tmp_path / "out", tokenizer="byte", split="tail 0.7", duplicates="drop")
     assert (result.documents, result.skipped) == (30, 20)
-    assert result.summary().endswith("left out: 20 duplicate document")
+    assert result.summary().endswith(f"left out: 20 duplicate document (first: {path}, line 31)")
 
 
 def test_an_engine_is_local_or_ray_and_shares_the_work_out_alone(book, tmp_path):
@@ -79,3 +81,17 @@ def test_the_example_is_the_commands_own():
     assert COMMAND.example.startswith("flatout prepare ")
     assert COMMAND.call is prepare
     assert not COMMAND.needs_torch
+
+
+def test_out_may_be_an_address(book, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    address = "memory://commands/book"
+    result = prepare([str(book)], address, tokenizer="char")
+    assert json.loads(result.model_dump_json())["path"] == address
+    assert f"{address}  written in" in result.summary()
+    assert open_place(address).manifest.tokens == result.tokens
+    assert "was there already" in prepare([str(book)], f"{address}/", tokenizer="char").summary()
+    for parameters in ({"part": "1/2"}, {"join": True}):
+        with pytest.raises(UsageError, match="in a folder that all parts share, and memory://commands/book is an address"):
+            prepare([str(book)], address, **parameters)
+    fsspec.filesystem("memory").rm("/commands", recursive=True)
