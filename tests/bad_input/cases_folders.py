@@ -35,6 +35,13 @@ def hold(world: World) -> None:
 
 
 CASES = [
+    Case(
+        "a data set at an address where none is",
+        "train my.yaml data.path=memory://nowhere/set",
+        ("memory://nowhere/set", "manifest.json"),
+        ("flatout prepare SOURCE --out memory://nowhere/set",),
+        leaves=(".cache",),
+    ),
     Case("no data", "train my.yaml data.path=", ("data.path",), ("flatout prepare",)),
     Case("data that is not prepared", "train my.yaml data.path=data/new", ("data/new",), ("flatout prepare SOURCE --out data/new",)),
     Case("a misspelt data set folder", "train my.yaml data.path=data/bok", ("data/bok",), ("'data/book'", "flatout prepare")),
