@@ -294,6 +294,11 @@ def test_a_newer_format_is_refused():
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 100, 10_000])
+def test_a_tokenizer_file_that_cannot_be_read_is_named(tmp_path):
+    with pytest.raises(DataError, match=r"Cannot read the tokenizer .*: Is a directory"):
+        load_tokenizer(tmp_path)
+
+
 def test_a_text_that_comes_in_chunks_has_the_same_ids(tokenizer, monkeypatch, chunk):
     text = "".join(CORPUS * 5)
     whole = tokenizer.encode(text)
