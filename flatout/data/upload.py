@@ -36,7 +36,7 @@ from flatout.sources.remote import locate, patiently, protocol_of, read_remote
 CLAIM = "upload.json"
 PROBE = ".flatout-probe"
 FORMAT_VERSION = 1
-PART_BYTES = 16 << 20
+PART_BYTES = 8 << 20
 """Larger files go to S3 in parts of this size, of which their checksum there is made."""
 _OPTIONS: dict[str, dict[str, Any]] = {"s3": {"chunksize": PART_BYTES, "max_concurrency": 1}}
 _ONLY_READ = ("http", "https", "hf")
