@@ -37,8 +37,9 @@ CLAIM = "upload.json"
 PROBE = ".flatout-probe"
 FORMAT_VERSION = 1
 PART_BYTES = 8 << 20
-"""Larger files go to S3 in parts of this size, of which their checksum there is made."""
-_OPTIONS: dict[str, dict[str, Any]] = {"s3": {"chunksize": PART_BYTES, "max_concurrency": 1}}
+"""Larger files go in parts of this size; S3 makes the checksum it states of the parts'."""
+_OPTIONS: dict[str, dict[str, Any]] = dict.fromkeys(("s3", "s3a"), {"chunksize": PART_BYTES, "max_concurrency": 1})
+_OPTIONS |= dict.fromkeys(("gs", "gcs"), {"chunksize": PART_BYTES})
 _ONLY_READ = ("http", "https", "hf")
 
 
@@ -242,6 +243,7 @@ def _send(store: Store, folder: Path, manifest: Manifest, claim: Claim | None, p
         transfers.run([partial(_send_file, store, folder / entry.name, entry, there.get(entry.name), transfers) for entry in entries])
     store.put(folder / MANIFEST, MANIFEST)
     if manifest_at(store.address) != (folder / MANIFEST).read_bytes():
+        store.remove(MANIFEST)
         raise _changed(store, MANIFEST)
     store.remove(CLAIM)
 

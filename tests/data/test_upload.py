@@ -197,6 +197,20 @@ def test_what_arrives_changed_is_not_called_whole(send, store, monkeypatch):
     assert not send().existed
 
 
+def test_a_manifest_that_arrives_changed_does_not_stay(send, store, monkeypatch):
+    put_file = type(store).put_file
+
+    def damaging(self, lpath, rpath, **kwargs):
+        put_file(self, lpath, rpath, **kwargs)
+        if rpath.endswith("manifest.json"):
+            self.pipe_file(rpath, b"{")
+
+    monkeypatch.setattr(type(store), "put_file", damaging)
+    with pytest.raises(DataError, match=r"faulty://bucket/set/manifest\.json is not what was sent"):
+        send()
+    assert "manifest.json" not in stored(store)
+
+
 def test_what_fails_once_is_sent_again_and_counted_once(send, store):
     counted = []
 
