@@ -24,7 +24,7 @@ from flatout.sources.rows import read_rows
 
 PART_BYTES = 4 << 20
 """About how much text one part holds; a text file is never cut, one of rows is."""
-LONG_BYTES = 16 << 20
+LONG_BYTES = 8 << 20
 """A text file with more text is not held, but read in chunks."""
 REMOTE_PART_BYTES = 32 << 20
 """The same of a remote file: a part of it reads up to a block too much, and Parquet's index once more."""
