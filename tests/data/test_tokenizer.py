@@ -278,6 +278,11 @@ def test_what_a_tokenizer_file_adds_around_a_text_is_left_off(tmp_path):
     assert len(plain) > 2
 
 
+def test_a_tokenizer_file_that_cannot_be_read_is_named(tmp_path):
+    with pytest.raises(DataError, match=r"Cannot read the tokenizer .*: Is a directory"):
+        load_tokenizer(tmp_path)
+
+
 @pytest.mark.parametrize(
     "content", ["", "{", "[]", "{}", '{"model": 3}', '"text"', '{"format": "flatout-tokenizer", "format_version": 1, "kind": "char"}']
 )
@@ -294,11 +299,6 @@ def test_a_newer_format_is_refused():
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 100, 10_000])
-def test_a_tokenizer_file_that_cannot_be_read_is_named(tmp_path):
-    with pytest.raises(DataError, match=r"Cannot read the tokenizer .*: Is a directory"):
-        load_tokenizer(tmp_path)
-
-
 def test_a_text_that_comes_in_chunks_has_the_same_ids(tokenizer, monkeypatch, chunk):
     text = "".join(CORPUS * 5)
     whole = tokenizer.encode(text)
