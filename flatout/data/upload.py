@@ -38,8 +38,10 @@ PROBE = ".flatout-probe"
 FORMAT_VERSION = 1
 PART_BYTES = 8 << 20
 """Larger files go in parts of this size; S3 makes the checksum it states of the parts'."""
-_OPTIONS: dict[str, dict[str, Any]] = dict.fromkeys(("s3", "s3a"), {"chunksize": PART_BYTES, "max_concurrency": 1})
-_OPTIONS |= dict.fromkeys(("gs", "gcs"), {"chunksize": PART_BYTES})
+_OPTIONS: dict[str, dict[str, Any]] = {
+    **{protocol: {"chunksize": PART_BYTES, "max_concurrency": 1} for protocol in ("s3", "s3a")},
+    **{protocol: {"chunksize": PART_BYTES} for protocol in ("gs", "gcs")},
+}
 _ONLY_READ = ("http", "https", "hf")
 
 
