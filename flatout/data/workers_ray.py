@@ -31,7 +31,7 @@ from flatout.data.disk import PART, Unfinished
 from flatout.data.pack import Tally, Tell
 from flatout.data.ranges import Range, RangeRecord, pack_range
 from flatout.data.workers import Answer, Failure, Setup, attempt, in_order
-from flatout.errors import DataError, MissingPackage, RunFailed
+from flatout.errors import DataError, Interrupted, MissingPackage, RunFailed
 from flatout.progress import SILENT, Progress
 
 QUEUED = 2
@@ -80,21 +80,29 @@ class RayCrew:
 
     def __enter__(self) -> Self:
         if not self._ray.is_initialized():
-            self._around.enter_context(contextlib.redirect_stdout(_WithoutDumps(sys.stdout, self._progress)))
-            self._around.callback(self._ray.shutdown)
-            before = _raylets()
-            try:
+            with contextlib.ExitStack() as around:
+                around.enter_context(contextlib.redirect_stdout(_WithoutDumps(sys.stdout, self._progress)))
+                around.callback(self._ray.shutdown)
+                before = _raylets()
                 with self._progress.task("Connecting to Ray"), _own_termination():
-                    self._ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-            except Exception as error:
-                self._around.close()
-                raise RunFailed(f"Ray does not work here: {error}", fix="Check RAY_ADDRESS and the cluster with `ray status`.") from error
-            self._progress.say("The running Ray cluster is used." if _raylets() == before else "A Ray cluster was started on this machine for this.")
+                    self._connect()
+                self._progress.say(
+                    "The running Ray cluster is used." if _raylets() == before else "A Ray cluster was started on this machine for this."
+                )
+                self._around = around.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         with self._around:
             self._stop()
+
+    def _connect(self) -> None:
+        try:
+            self._ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+        except Exception as error:
+            raise RunFailed(
+                f"Ray does not work here: {' '.join(str(error).split())}", fix="Check RAY_ADDRESS, and the cluster with `ray status`."
+            ) from error
 
     def pack(self, ranges: Sequence[Range], setup: Setup, tell: Tell = lambda _: None) -> Iterator[RangeRecord]:
         """Pack the ranges on the cluster and yield their records in order.
@@ -168,9 +176,9 @@ class RayCrew:
 
     def _stop(self) -> None:
         """End what is running; its processes are gone when this returns, so that nobody writes any more."""
-        for reference in self._running:
-            self._ray.cancel(reference, force=True)
-        if self._running:
+        if self._running and self._ray.is_initialized():
+            for reference in self._running:
+                self._ray.cancel(reference, force=True)
             self._ray.wait(list(self._running), num_returns=len(self._running), timeout=10)
         self._running.clear()
 
@@ -256,10 +264,12 @@ def _version() -> str:
 
 @contextlib.contextmanager
 def _own_termination() -> Iterator[None]:
-    """Keep this program's way to end on SIGTERM, which Ray replaces."""
+    """Keep this program's way to end on SIGTERM, which Ray replaces, and means to leave replaced."""
     before = signal.getsignal(signal.SIGTERM)
     try:
         yield
+    except SystemExit as error:
+        raise Interrupted("Terminated.", fix="Run the same command again.", signal_number=signal.SIGTERM) from error
     finally:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, before)

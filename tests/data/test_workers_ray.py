@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import signal
 import socket
 import sys
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from flatout.data.ranges import Range
 from flatout.data.tokenizer import make_tokenizer
 from flatout.data.workers import Crew, Setup
 from flatout.data.workers_ray import RayCrew
-from flatout.errors import ConfigError, DataError, MissingPackage, RunFailed
+from flatout.errors import ConfigError, DataError, Interrupted, MissingPackage, RunFailed
 from flatout.sources import BadRow, Part
 
 NUMBERS = itertools.count()
@@ -272,3 +273,26 @@ def test_without_ray_its_install_line_is_given(monkeypatch):
 def test_an_unknown_engine_is_refused_with_the_nearest_name():
     with pytest.raises(ConfigError, match=r"no engine named 'rey'.*Did you mean 'ray'\? Known: local, ray"):
         engine_named("rey")
+
+
+def test_ray_that_cannot_be_reached_and_a_signal_meanwhile_are_said(ray, monkeypatch):
+    shut = []
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "shutdown", lambda: shut.append(True), raising=False)
+    for error, kind, words in (
+        (ConnectionError("Failed to connect\n  to 10.0.0.1"), RunFailed, "Ray does not work here: Failed to connect to 10.0.0.1.*RAY_ADDRESS"),
+        (SystemExit(15), Interrupted, "Terminated"),
+    ):
+        before = signal.getsignal(signal.SIGTERM)
+
+        def init(error=error, **_):
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            raise error
+
+        monkeypatch.setattr(ray, "init", init, raising=False)
+        output = sys.stdout
+        with pytest.raises(kind, match=words):
+            RayCrew().__enter__()
+        assert sys.stdout is output
+        assert signal.getsignal(signal.SIGTERM) is before
+    assert shut == [True, True]

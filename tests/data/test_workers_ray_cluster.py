@@ -1,5 +1,6 @@
 """Ranges packed by two nodes of a real Ray cluster, whose processes run here."""
 
+import contextlib
 import json
 import os
 import signal
@@ -146,6 +147,14 @@ def raylet(node):
     return node.all_processes["raylet"][0].process.pid
 
 
+def kill(cluster, node, processes):
+    """Kill a node, then those of its processes: left alone they would do some more before they notice."""
+    cluster.remove_node(node, allow_graceful=False)
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+
+
 def once_held(folder, by, count, act):
     """Start a thread that, when `count` processes of the node `by` hold a range, does `act(process ids)`, then lets all go on."""
 
@@ -185,7 +194,7 @@ def test_the_data_set_is_the_same_as_with_local_workers(other, tmp_path, monkeyp
 
 def test_a_node_that_dies_costs_its_ranges_only(cluster, other, source, setup, tmp_path):
     work, told, said = held_ranges(source, tmp_path, 12), [], Said()
-    killer = once_held(tmp_path / "held", raylet(other), 1, lambda _: (cluster.remove_node(other, allow_graceful=False), said.wait(ONE_LEFT)))
+    killer = once_held(tmp_path / "held", raylet(other), 1, lambda found: (kill(cluster, other, found), said.wait(ONE_LEFT)))
     records = pack(work, setup, RayCrew(progress=said), told.append)
     killer.join()
     assert ONE_LEFT in said.lines
@@ -239,7 +248,7 @@ def test_a_cluster_without_a_cpu_is_given_up(cluster, source, setup, tmp_path, m
     monkeypatch.setenv("RAY_ADDRESS", mine.address)
     try:
         node = mine.add_node(num_cpus=1)
-        killer = once_held(tmp_path / "held", raylet(node), 1, partial(lambda node, _: mine.remove_node(node, allow_graceful=False), node))
+        killer = once_held(tmp_path / "held", raylet(node), 1, partial(kill, mine, node))
         work = held_ranges(source, tmp_path, 3)
         with pytest.raises(RunFailed, match=r"No node of the Ray cluster has a CPU any more.*it keeps what is done"):
             pack(work, setup, RayCrew())
