@@ -57,7 +57,7 @@ _VERY_LONG_CHARACTERS = 100_000
 def choose_engine(tokenizer: StoredTokenizer, sample: Iterable[str], *, cache: Path | None, progress: Progress) -> StoredTokenizer:
     """Return the tokenizer with the fastest engine that gives its ids, and say in one line which and why.
 
-    `sample` gives text of the corpus, `WORTHWHILE_CHARACTERS` where there is so much; below, the tokenizer stays as it is.
+    `sample` gives text of the corpus, more than `WORTHWHILE_CHARACTERS` where there is so much; below, the tokenizer stays as it is.
     `cache` is where verdicts are kept, None keeps none.
     """
     texts = _thinned(sample) if tokenizer.engines else []

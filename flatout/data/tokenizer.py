@@ -97,7 +97,8 @@ def make_tokenizer(
     trained = spec.startswith("train:")
     tokenizer = _trained(spec, train_on or sample, progress) if trained else _from_files(spec, pattern, end_of_text, progress)
     kept = None if trained else cache  # what is trained here is not met again
-    return choose_engine(tokenizer, sample(WORTHWHILE_CHARACTERS), cache=kept, progress=progress)
+    some = sample(2 * WORTHWHILE_CHARACTERS)  # parts without text leave some of it ungiven
+    return choose_engine(tokenizer, some, cache=kept, progress=progress)
 
 
 def _trained(spec: str, train_on: Callable[[int], Iterable[str]], progress: Progress) -> StoredTokenizer:

@@ -50,6 +50,13 @@ def test_a_bounded_sample_comes_from_all_over():
     assert found == list(sample_texts(corpus, 6400))
 
 
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_parts_without_text_leave_enough_of_a_sample(every):
+    """A row that is longer than a part leaves the parts that it goes on in empty."""
+    corpus = jobs(*[["x" * 12_000] if number % every == 0 else [] for number in range(45)])
+    assert 4_000 < sum(map(len, sample_texts(corpus, 8_000))) < 8_800
+
+
 @pytest.mark.parametrize("choose", [sample_texts, texts_by_hash])
 @pytest.mark.parametrize("held", [True, False])
 def test_a_bounded_sample_of_one_long_text_comes_from_all_over(tmp_path, monkeypatch, choose, held):
