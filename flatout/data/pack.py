@@ -218,14 +218,16 @@ def _pack_job(job: Job, packing: Packing, packers: dict[SplitName, _Packer], ski
                 skip_or_raise(BadRow(error, "cannot be tokenised", row.where()), skipped, packing.on_bad_row)
                 continue
             for name, text, pieces in made:
-                packers[name].begin(prompt)
+                packer = packers[name]
+                if prompt:
+                    packer.begin(prompt)
                 for done, ids in enumerate(pieces, 1):
-                    packers[name].go_on(ids)
+                    packer.go_on(ids)
                     if done % PIECES_TOLD == 0:
                         read = min(PIECES_TOLD * PIECE_CHARACTERS, left)
                         left -= read
                         yield read
-                packers[name].end(row.prompt if prompt else "", text)
+                packer.end(row.prompt if prompt else "", text)
                 prompt = ()
     yield left
 

@@ -4,6 +4,7 @@ import base64
 import errno
 import json
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -244,8 +245,13 @@ def test_a_text_of_64_mib_takes_little_memory(tmp_path):
 @pytest.mark.parametrize("tokenizer", ["train:4096", "byte", "char"])
 @pytest.mark.parametrize("options", [{"split": "tail 0.1"}, {"split": "hash 0.5", "duplicates": "drop", "on_bad_row": "skip"}], ids=str)
 def test_a_text_of_a_gigabyte_takes_less_than_300_mb(tmp_path, tokenizer, options):
-    write_words(tmp_path / "a.txt", 1_000_000_000)
-    (tmp_path / "b.txt").write_text("Another one, so that there are two.")
-    parent, worker = peaks_mib(tmp_path, tmp_path.parent / f"{tmp_path.name}-out", tokenizer=tokenizer, **options)
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    try:
+        write_words(corpus / "a.txt", 1_000_000_000)
+        (corpus / "b.jsonl").write_text("".join(json.dumps({"text": f"short {number}"}) + "\n" for number in range(20)))
+        parent, worker = peaks_mib(corpus, tmp_path / "out", tokenizer=tokenizer, **options)
+    finally:
+        shutil.rmtree(tmp_path)
     assert worker < 300e6 / 2**20
     assert parent < 300e6 / 2**20
