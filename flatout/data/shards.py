@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
+import time
 import zlib
 from collections.abc import Container, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +33,8 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 CHECKERS = 4
 """Threads that check blocks, where several are touched for the first time together: as the first step of a run does."""
+SIZES_EVERY_S = 1.0
+"""How often the sizes of the files in use are looked at: each look costs as much as reading some windows."""
 PREPARE_AGAIN = "The folder is damaged: delete it and run `flatout prepare` again."
 
 
@@ -230,6 +233,7 @@ class _Tape:
         self._block_items = BLOCK_BYTES // dtype.itemsize
         self._checked = np.zeros(self._first_block[-1], np.bool_)
         self._all_checked = False
+        self._sizes_due_s = 0.0
 
     @cached_property
     def _maps(self) -> list[mmap.mmap]:
@@ -242,11 +246,15 @@ class _Tape:
     def _files(self) -> list[memoryview]:
         return [memoryview(found) for found in self._maps]
 
-    def _check_size(self, file: int) -> None:
+    def _check_sizes(self) -> None:
         """Refuse a file that was cut or grown under us: what is read beyond its end would end the process, without a word."""
-        size = self._maps[file].size()
-        if size != self._entries[file].size_bytes:
-            raise _resized(self._paths[file], size, self._entries[file].size_bytes)
+        if time.monotonic() < self._sizes_due_s:
+            return
+        for path, entry, found in zip(self._paths, self._entries, self._maps, strict=True):
+            size = found.size()
+            if size != entry.size_bytes:
+                raise _resized(path, size, entry.size_bytes)
+        self._sizes_due_s = time.monotonic() + SIZES_EVERY_S
 
     def read(self, starts: Array, out: Array) -> None:
         """Copy `out.shape[1]` items from each start into the rows of `out`, which lie one behind the other."""
@@ -260,8 +268,7 @@ class _Tape:
             )
         file_of = np.searchsorted(self._first, starts, side="right") - 1
         last_file = np.searchsorted(self._first, starts + width - 1, side="right") - 1
-        for file in {*file_of.tolist(), *last_file.tolist()}:
-            self._check_size(file)
+        self._check_sizes()
         if not self._all_checked:
             self._check_touched(self._block_of(starts, file_of), self._block_of(starts + width - 1, last_file))
         assert out.itemsize == self._stored.itemsize, "bytes are copied as they lie"
@@ -288,7 +295,6 @@ class _Tape:
         done = 0
         while done < len(out_row):
             file = int(np.searchsorted(self._first, start + done, side="right")) - 1
-            self._check_size(file)
             offset = start + done - int(self._first[file])
             piece = np.frombuffer(self._files[file], self._stored)[offset : offset + len(out_row) - done]
             out_row[done : done + len(piece)] = piece

@@ -163,7 +163,8 @@ def test_the_first_of_several_damaged_blocks_is_the_one_named(write_set):
 
 @pytest.mark.parametrize("length", [0, 10, BLOCK_BYTES + 10, 2 * BLOCK_BYTES + 2])
 @pytest.mark.parametrize("touched", [True, False], ids=["in use", "not yet touched"])
-def test_a_shard_that_changes_its_size_while_it_is_open_is_named(write_set, length, touched):
+def test_a_shard_that_changes_its_size_while_it_is_open_is_named(write_set, length, touched, monkeypatch):
+    monkeypatch.setattr(shards, "SIZES_EVERY_S", 0.0)
     folder = write_set(np.zeros(BLOCK_BYTES, int))
     split = Dataset.open(folder).split("train")
     if touched:
@@ -173,7 +174,8 @@ def test_a_shard_that_changes_its_size_while_it_is_open_is_named(write_set, leng
         windows(split, 1000)
 
 
-def test_a_small_shard_inside_a_window_that_is_cut_off_is_named(train_split):
+def test_a_small_shard_inside_a_window_that_is_cut_off_is_named(train_split, monkeypatch):
+    monkeypatch.setattr(shards, "SIZES_EVERY_S", 0.0)
     split = train_split(np.arange(100), shard_bytes=20)
     windows(split, 99)
     os.truncate(split.folder / "train-00002.bin", 2)
