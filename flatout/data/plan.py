@@ -43,7 +43,8 @@ class _Survey:
     """Bytes to keep of the last document taken, when the byte limit cuts it."""
     lengths: array[int] = field(default_factory=lambda: array("q"))
     """Characters of each document taken."""
-    hashes_below: int = 0
+    sides: set[bool] = field(default_factory=set)
+    """Whether hashes are below SMALL_FRACTION: both answers, once there is a document for each."""
     documents: int = 0
     stopped: Literal["at the end", "at a limit", "knowing enough"] = "at the end"
 
@@ -102,7 +103,7 @@ def parse_rule(text: str) -> tuple[str, float]:
 def _usual_rule(found: _Survey) -> tuple[str, float]:
     if found.documents >= MANY_DOCUMENTS:
         return "hash", 0.01
-    if found.documents >= FEW_DOCUMENTS and 0 < found.hashes_below < found.documents:
+    if found.documents >= FEW_DOCUMENTS and len(found.sides) == 2:
         return "hash", SMALL_FRACTION
     return "tail", 0.1
 
@@ -142,7 +143,8 @@ def _look(
             found.taken[-1] += 1
             found.documents += 1
             found.lengths.append(len(row.text))
-            found.hashes_below += found.documents <= MANY_DOCUMENTS and hash_fraction(row.text) < SMALL_FRACTION
+            if len(found.sides) < 2:
+                found.sides.add(hash_fraction(row.text) < SMALL_FRACTION)
             if room is not None:
                 size = num_bytes_of(row.text)
                 if size >= room:
