@@ -5,16 +5,18 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
 from flatout.data.manifest import SPLITS, SkippedEntry, SplitName
-from flatout.data.tokenizer import Tokenizer
 from flatout.data.tokenizers_stored import PIECE_CHARACTERS, NotEncodable
 from flatout.errors import without_secrets
 from flatout.sources import FIRST_NAMED, BadRow, Document, LeftOut, Part, Row
 from flatout.sources.long import LongText, Text, chunks_of
+
+if TYPE_CHECKING:
+    from flatout.data.tokenizer import Tokenizer
 
 Array = np.ndarray[Any, np.dtype[Any]]
 OnBadRow = Literal["raise", "skip"]
@@ -105,7 +107,9 @@ class Job:
 
 def num_bytes_of(text: Text) -> int:
     """Return how long the text's UTF-8 is."""
-    return text.num_bytes if isinstance(text, LongText) else len(text.encode("utf-8", errors="replace"))
+    if isinstance(text, LongText):
+        return text.num_bytes
+    return len(text) if text.isascii() else len(text.encode("utf-8", errors="replace"))
 
 
 def cut_to_bytes(text: Text, limit: int) -> Text:
@@ -305,15 +309,12 @@ class _Packer:
         self._held.append(self._end_of_text)
         self._held_tokens += 1
         self._ends.append(self._held_tokens)
-        mark = hashlib.sha256(prompt.encode() + b"\0") if self._marked else None
-        num_bytes = 0
-        for chunk in chunks_of(text):
-            data = chunk.encode()
-            num_bytes += len(data)
-            if mark is not None:
-                mark.update(data)
+        num_bytes = num_bytes_of(text)
         self._text_bytes += num_bytes
-        if mark is not None:
+        if self._marked:
+            mark = hashlib.sha256(prompt.encode() + b"\0")
+            for chunk in chunks_of(text):
+                mark.update(chunk.encode())
             self._marks.append(mark.digest()[:16] + num_bytes.to_bytes(8, "little"))
         self.documents += 1
         if self._held_tokens >= HELD_TOKENS:

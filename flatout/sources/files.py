@@ -80,8 +80,9 @@ def files(path: str, text_field: str = "text", mask_field: str | None = None) ->
         raise DataError(f"{path} holds no rows, so it has no field {mask_field!r}.", fix="Leave --mask-field out, or name JSONL or Parquet.")
     per_file = max(4096, FINGERPRINT_BYTES // len(found))
     with ThreadPoolExecutor(OPENED_AT_ONCE) as threads:
-        cut = list(threads.map(lambda file: _cut(file, fields), found))
-    return list(_parts([(file, fingerprint_of(file, per_file), pieces) for file, pieces in zip(found, cut, strict=True)], fields))
+        cut = threads.map(lambda file: _cut(file, fields), found)
+        marks = threads.map(lambda file: fingerprint_of(file, per_file), found)
+        return list(_parts(list(zip(found, marks, cut, strict=True)), fields))
 
 
 SOURCE = files

@@ -13,6 +13,8 @@ from flatout.errors import DataError, MissingPackage
 from flatout.sources.remote import is_address, name_of, open_remote
 
 _BLOCK = 1 << 16
+_READ_BYTES = 1 << 18
+"""Asked of the system at a time: rows are often longer than its usual 8 KiB."""
 CANNOT_BE_READ = "cannot be read"
 """The reason under which what is left of a damaged file is counted."""
 
@@ -31,7 +33,7 @@ def open_bytes(path: str) -> IO[bytes]:
 
 
 def _open_plain(path: str) -> IO[bytes]:
-    return open_remote(path) if is_address(path) else open(path, "rb")
+    return open_remote(path) if is_address(path) else open(path, "rb", buffering=_READ_BYTES)
 
 
 def is_packed(name: str) -> bool:

@@ -31,7 +31,7 @@ def read_rows(path: str, start: int, end: int, fields: Fields) -> Iterator[Row]:
             if len(line) > ROW_BYTES:
                 yield too_long(_place(path, position, before, number), ROW_BYTES)
                 position += 0 if line.endswith(b"\n") else _pass_line(file)
-            elif line.strip():
+            elif not line.isspace():
                 yield _row(line, path, position, fields, partial(_place, path, position, before, number))
             number += 1
             position += len(line)
