@@ -11,6 +11,7 @@ import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,6 +34,14 @@ NEVER_CHANGED_BY_NFC = (
 )
 """Characters that NFC never changes or joins to what stands before them, as ranges of a regular expression."""
 
+_PARTS = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|[()|]", re.DOTALL)
+"""An escape, a class, or what cuts and nests alternatives."""
+_FLAGS = re.compile(r"\(\?[a-zA-Z-]+\)")
+"""A flag for all that follows, which a group would end."""
+_HOLDING = r"(?<!\\)(?:[+*?]|\{[\d,]+\})\+"
+_HARD = re.compile(rf"\(\?(?:[=!>]|<[=!])|{_HOLDING}|\\[1-9k]")
+"""Looking around, holding on to what matched, and matching it again."""
+_HOLDS_LAST = re.compile(rf"{_HOLDING}$")
 _MAY_CHANGE = re.compile(f"[^{NEVER_CHANGED_BY_NFC}]+")
 _NO_IDS = np.zeros(0, np.uint32)
 
@@ -141,13 +150,44 @@ def tiktoken_of(name: str, ranks: Mapping[bytes, int], pattern: str) -> Encode:
 
     # Without a special token tiktoken looks for the empty one, which it finds, and passes over, at every character.
     unused = {"<|unused|>": max(ranks.values(), default=0) + 1}
-    encoding = tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=dict(ranks), special_tokens=unused)
+    encoding = tiktoken.Encoding(name, pat_str=delegated(pattern), mergeable_ranks=dict(ranks), special_tokens=unused)
 
     def encode(text: str) -> Ids:
         ids: Ids = encoding.encode_to_numpy(text, disallowed_special=())
         return ids
 
     return encode
+
+
+def delegated(pattern: str) -> str:
+    """Return the pattern with neighbouring alternatives in one group wherever none looks around or holds on to what it matched.
+
+    It matches the same: alternatives are tried in the same order. But tiktoken's engine hands such a group to a faster one, whole,
+    where it would try alternatives one by one; half as much text more is encoded a second. A possessive `+` at the end of an
+    alternative, where nothing follows that could want a character back, is dropped for that.
+    """
+    if _FLAGS.search(pattern):
+        return pattern
+    groups: list[str] = []
+    for easy, run in groupby(map(_without_last_hold, _alternatives(pattern)), key=lambda alternative: not _HARD.search(alternative)):
+        held = list(run)
+        groups += [f"(?:{'|'.join(held)})"] if easy and len(held) > 1 else held
+    return "|".join(groups)
+
+
+def _alternatives(pattern: str) -> Iterator[str]:
+    """Cut a regular expression at the bars that are in no group, class or escape."""
+    depth, start = 0, 0
+    for found in _PARTS.finditer(pattern):
+        depth += {"(": 1, ")": -1}.get(found[0], 0)
+        if found[0] == "|" and not depth:
+            yield pattern[start : found.start()]
+            start = found.end()
+    yield pattern[start:]
+
+
+def _without_last_hold(alternative: str) -> str:
+    return alternative[:-1] if _HOLDS_LAST.search(alternative) and "$" not in alternative else alternative
 
 
 def falling_back(encode: Encode, reference: Encode) -> Encode:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 
 import pytest
+import tiktoken
 from texts import CORPUS, STRANGE
 
 from flatout.data import tokenizers_bpe, tokenizers_stored
+from flatout.data.fast_path_engines import delegated
 from flatout.data.tokenizers_bpe import GPT2_PATTERN, KNOWN, byte_level_alphabet, train_bpe
 
 
@@ -32,6 +34,36 @@ def test_training_gives_the_size_asked_for_and_the_same_each_time():
     assert first.digest() == again.digest()
     assert first.pieces[:3] == [b"!", b'"', b"#"]
     assert len(first.encode("word96 other1")) < 8
+
+
+HUGGING_FACE = r"(?i:'s|'t|'re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+PATTERNS = {known.name: known.pattern for known in KNOWN.values()} | {
+    "hugging face": HUGGING_FACE,
+    "escapes": r"\++|[a|)]++|(?:b|c)++|\s+(?!\S)|[^x]|x",
+}
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_a_pattern_whose_alternatives_are_grouped_splits_the_same(name):
+    """Every run of characters is a piece here, so that another split would show."""
+    stream = random.Random(2)
+    text = "".join(
+        stream.choice(["a", "Z", "é", "7", "²", "_", ".", " ", "  ", "\n", "\r", "\t", "'s", "'LL", "/", "+", "|", "b", "c", ")"])
+        for _ in range(3000)
+    )
+    merged = dict.fromkeys(text[place : place + length].encode() for place in range(3000) for length in (1, 2, 3, 4))
+    ranks = {piece: rank for rank, piece in enumerate([*(bytes([value]) for value in range(256)), *(piece for piece in merged if len(piece) > 1)])}
+    plain, fast = (
+        tiktoken.Encoding("x", pat_str=pattern, mergeable_ranks=ranks, special_tokens={}) for pattern in (PATTERNS[name], delegated(PATTERNS[name]))
+    )
+    assert fast.encode_ordinary(text) == plain.encode_ordinary(text)
+
+
+def test_alternatives_that_look_around_or_hold_on_stay_alone():
+    assert delegated(r"a|[b|]c|(d|e)++|\s++$|\s+(?!\S)|\s") == r"(?:a|[b|]c|(d|e)+)|\s++$|\s+(?!\S)|\s"
+    assert delegated(GPT2_PATTERN).startswith(r"(?:'(?:[sdmt]|ll|re|ve)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+)|")
+    for unchanged in (r"(?i)a|b", r"a?+b|c", r"\p{L}+", r"\++"):
+        assert delegated(unchanged) == unchanged
 
 
 @pytest.mark.parametrize("engine", ["tiktoken", "gigatoken"])
