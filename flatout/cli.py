@@ -269,6 +269,8 @@ def _fail(error: FlatoutError, as_json: bool) -> int:
     rank = os.environ.get("RANK", "0")
     if rank == "0" or not isinstance(error, UsageError):
         prefix = "" if rank == "0" else f"[rank {rank}] "
+        for note in getattr(error, "__notes__", []):
+            print(note.rstrip(), file=sys.stderr)
         print(f"{prefix}{error.what}\nFix: {error.fix}", file=sys.stderr)
     if as_json and rank == "0":
         print(json.dumps({"error": error.what, "fix": error.fix, "exit_code": error.exit_code}))

@@ -57,7 +57,10 @@ def shout(
     if words[0] == "interrupted":
         raise errors.Interrupted("Stopped.", fix="Again.", signal_number=15)
     if hasattr(errors, words[0]):
-        raise getattr(errors, words[0])("It went wrong.", fix="Do it right.")
+        error = getattr(errors, words[0])("It went wrong.", fix="Do it right.")
+        for word in words[1:]:
+            error.add_note(word)
+        raise error
     return Shout(words=words * times, loss=loss)
 
 
@@ -134,6 +137,11 @@ def test_exit_codes(run, word, code):
     assert out == "streamed\n"
     assert "Fix: " in err
     assert "Traceback" not in err
+
+
+def test_what_is_noted_at_an_error_stands_before_it(run):
+    _, _, err = run("shout", "RunFailed", "line 7 of a worker")
+    assert err.endswith("line 7 of a worker\nIt went wrong.\nFix: Do it right.\n")
 
 
 def test_sigterm_is_put_back(run):
