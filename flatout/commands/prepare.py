@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -56,8 +57,9 @@ def prepare(
     end_of_text: Annotated[str | None, typer.Option(help="End-of-text token of a tokenizer.json, when it is not a usual one.")] = None,
     text_field: Annotated[str | None, typer.Option(help="Field of a JSONL row that holds the text; text when not given.")] = None,
     split: Annotated[str | None, typer.Option(help="'tail F' or 'hash F': which fraction is for validation, from the end or by document.")] = None,
-    max_documents: Annotated[int | None, typer.Option(help="Take at most so many documents.")] = None,
-    max_bytes: Annotated[int | None, typer.Option(help="Take at most so many bytes of text; the last document is cut there.")] = None,
+    val: Annotated[list[str] | None, typer.Option(help="Text for validation alone, whole whatever the limits; may be given several times.")] = None,
+    max_documents: Annotated[int | None, typer.Option(help="Take at most so many documents of SOURCE.")] = None,
+    max_bytes: Annotated[int | None, typer.Option(help="Take at most so many bytes of text of SOURCE; the last document is cut there.")] = None,
     on_bad_row: Annotated[Literal["raise", "skip"], typer.Option(help="What to do with a row that cannot be used.")] = "raise",
     max_bad_rows: Annotated[
         int | None, typer.Option(help="With --on-bad-row skip, stop at more than so many; 1% and at least 100 when not given.")
@@ -80,8 +82,10 @@ def prepare(
     progress: Progress = SILENT,
 ) -> PrepareResult:
     """Tokenise text once and pack it into a folder, here or at an address, that training reads."""
-    options = Options(tokenizer, pattern, end_of_text, text_field, split, max_documents, max_bytes, on_bad_row, max_bad_rows, mask_field, duplicates)
-    names = [str(name) for name in ([sources] if isinstance(sources, str | Path) else sources)]
+    names, held_out = _names(sources), _names(val or ())
+    options = Options(
+        tokenizer, pattern, end_of_text, text_field, split, max_documents, max_bytes, on_bad_row, max_bad_rows, mask_field, duplicates, held_out
+    )
     given: dict[str, Any] = {"from_file": from_file, "cache": cache, "progress": progress}
     _check_ways(part, join, engine, str(out))
     if is_address(str(out)):
@@ -92,6 +96,10 @@ def prepare(
     if join:
         return _result(join_parts(names, Path(out), options, **given))
     return _result(prepare_dataset(names, Path(out), options, workers=workers, engine=engine_named(engine), **given))
+
+
+def _names(given: Sequence[str | Path] | str | Path) -> tuple[str, ...]:
+    return tuple(str(name) for name in ([given] if isinstance(given, str | Path) else given))
 
 
 def _check_ways(part: str | None, join: bool, engine: str, out: str) -> None:

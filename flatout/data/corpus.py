@@ -21,6 +21,7 @@ from flatout.errors import ConfigError, DataError
 from flatout.progress import SILENT, Progress
 from flatout.registry import DATASETS, SOURCES, nearest
 from flatout.sources import Part, parts_of
+from flatout.sources.files import files_of, shared_file
 from flatout.sources.remote import is_address
 
 STANDARD_INPUT = "-"
@@ -41,6 +42,8 @@ class Card(Section):
     """The Hugging Face data set that holds its files."""
     files: str | None = None
     """A glob of them inside the repository."""
+    validation: str | None = None
+    """A glob of the files there that are for validation alone; None leaves it to the split rule."""
     revision: str
     """Which version of it; of a repository, a commit."""
     license: str
@@ -50,17 +53,26 @@ class Card(Section):
     text_field: str = "text"
     """Field of a JSONL row that holds the text."""
     split: str | None = None
-    """Its split rule; None leaves it to prepare."""
+    """Its split rule, where no files are for validation; None leaves it to prepare."""
 
     @model_validator(mode="after")
     def _of_one_kind(self) -> Self:
         of_file = [given is not None for given in (self.address, self.sha256, self.num_bytes)]
         of_repository = [given is not None for given in (self.repository, self.files)]
-        if not (all(of_file) and not any(of_repository)) and not (all(of_repository) and not any(of_file)):
+        is_file = all(of_file) and not any(of_repository) and self.validation is None
+        is_repository = all(of_repository) and not any(of_file)
+        if not is_file and not is_repository:
             raise ConfigError(
-                "A card names one file or a repository.", fix="State address, sha256 and num_bytes, or repository and files, and none of the others."
+                "A card names one file or a repository.",
+                fix="State address, sha256 and num_bytes, or repository, files and perhaps validation, and none of the others.",
             )
+        if self.validation is not None and self.split is not None:
+            raise ConfigError("A card states a split rule or files for validation.", fix="Leave split or validation out.")
         return self
+
+    def address_of(self, files: str) -> str:
+        """Return the address of files of its repository."""
+        return f"hf://datasets/{self.repository}@{self.revision}/{files}"
 
 
 @dataclass(frozen=True)
@@ -70,7 +82,14 @@ class Corpus:
     names: tuple[str, ...]
     parts: tuple[Part, ...]
     split: str | None
-    """The split rule of the card, when the corpus is one card."""
+    """The split rule that is asked for, or that of the card when the corpus is one card."""
+    validation: Corpus | None = None
+    """Text for validation alone; with it, no rule is followed."""
+
+    @property
+    def all_parts(self) -> tuple[Part, ...]:
+        """Every part, those for validation first: the order they are packed in."""
+        return self.parts if self.validation is None else (*self.validation.parts, *self.parts)
 
     @property
     def fingerprint(self) -> str:
@@ -94,6 +113,8 @@ def load_card(name: str) -> Card:
 def open_corpus(
     names: Sequence[str],
     *,
+    val: Sequence[str] = (),
+    split: str | None = None,
     text_field: str | None = None,
     mask_field: str | None = None,
     from_file: str | None = None,
@@ -103,6 +124,7 @@ def open_corpus(
 ) -> Corpus:
     """Return the parts of everything named; a card's file is fetched unless it is in the cache or given as `from_file`.
 
+    `val` names text for validation alone; without it and without a `split` rule, a card's own is taken when the corpus is one card.
     `text_field` holds the text of a row, `mask_field` what comes before it and is not learned from. Standard input, `-`, is kept in
     the folder `spool` until the process ends; None is the system's folder for such files.
 
@@ -112,24 +134,49 @@ def open_corpus(
         raise DataError(
             "No source is named.", fix="Name a file, a folder, a source or a data set, for example `flatout prepare book.txt --out data/book`."
         )
-    if names.count(STANDARD_INPUT) > 1:
+    if [*names, *val].count(STANDARD_INPUT) > 1:
         raise DataError("Standard input is named twice.", fix="Name `-` once: it can be read only once.")
     cards = [name for name in names if name in DATASETS.names()]
     if from_file is not None and len(cards) != 1:
         raise DataError(
             "--from gives the file of one data set card.", fix=f"Name one of {', '.join(DATASETS.names())}, or name the file itself as the source."
         )
+    for name in val:
+        if name in DATASETS.names():
+            raise DataError(
+                f"--val {name} is a data set card, not text.", fix=f"Name the card as the source, or ./{name} for the file or folder here."
+            )
     fields = {key: field for key, field in (("text_field", text_field), ("mask_field", mask_field)) if field is not None}
     parts: list[Part] = []
     for name in names:
-        if name in cards:
-            parts.extend(_card_parts(name, fields, from_file, cache, progress))
-        elif name == STANDARD_INPUT:
-            file, sha256 = spool_standard_input(spool, progress=progress)
-            parts.extend(_marked(_source_parts("files", {"path": str(file)}, fields), f"standard input {sha256}"))
-        else:
-            parts.extend(_named_parts(name, fields))
-    return Corpus(tuple(names), tuple(parts), load_card(cards[0]).split if len(names) == len(cards) == 1 else None)
+        parts.extend(_card_parts(name, fields, from_file, cache, progress) if name in cards else _text_parts(name, fields, spool, progress))
+    card = load_card(cards[0]) if len(names) == len(cards) == 1 else None
+    held_out: Corpus | None = None
+    if val:
+        held_out = Corpus(tuple(val), tuple(part for name in val for part in _text_parts(name, fields, spool, progress)), None)
+    elif card is not None and card.validation is not None and split is None:
+        address = card.address_of(card.validation)
+        held_out = Corpus((address,), tuple(_source_parts(card.source, {"path": address}, {"text_field": card.text_field} | fields)), None)
+    return Corpus(tuple(names), tuple(parts), split or (card.split if card is not None else None), held_out)
+
+
+def on_both_sides(corpus: Corpus) -> str | None:
+    """Return the first file or source of the validation text that is in the text to train on too; None when there is none.
+
+    Files here are told by their content, whatever they are called, those at addresses by these, other sources by their fingerprints.
+    """
+    if corpus.validation is None:
+        return None
+    known = {part.fingerprint for part in corpus.parts if part.fingerprint and not files_of(part)}
+    again = (part.fingerprint for part in corpus.validation.parts if part.fingerprint in known)
+    return shared_file(corpus.parts, corpus.validation.parts) or next(again, None)
+
+
+def _text_parts(name: str, fields: dict[str, str], spool: Path | None, progress: Progress) -> list[Part]:
+    if name != STANDARD_INPUT:
+        return _named_parts(name, fields)
+    file, sha256 = spool_standard_input(spool, progress=progress)
+    return _marked(_source_parts("files", {"path": str(file)}, fields), f"standard input {sha256}")
 
 
 def _card_parts(name: str, fields: dict[str, str], from_file: str | None, cache: Path, progress: Progress) -> list[Part]:
@@ -138,10 +185,10 @@ def _card_parts(name: str, fields: dict[str, str], from_file: str | None, cache:
     if from_file is None and Path(name).exists():
         progress.say(f"{name} is taken as the data set of that name; write ./{name} for the file or folder here.")
     if card.address is None or card.sha256 is None:
-        address = f"hf://datasets/{card.repository}@{card.revision}/{card.files}"
+        assert card.files is not None
         if from_file is not None:
             raise DataError(f"{name} is not one file, so --from cannot give it.", fix=f"Name your copies of {card.files} as the source.")
-        return _source_parts(card.source, {"path": address}, fields)
+        return _source_parts(card.source, {"path": card.address_of(card.files)}, fields)
     if from_file is not None:
         file = Path(from_file).expanduser()
         check_file(file, card.sha256)

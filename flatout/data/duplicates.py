@@ -2,7 +2,8 @@
 
 Each range that is packed with `--duplicates drop` has marks: of every document a hash and its size. Marks go to files by
 their hash, a million or so each, and each file is sorted alone. Of equal documents the first of the corpus stays: training
-before validation, so that nothing is validated on that was trained on.
+before validation, so that nothing is validated on that was trained on. Where validation is text of its own, it stays as it
+is, and training loses what it has too.
 """
 
 from __future__ import annotations
@@ -50,11 +51,11 @@ class Dropped:
         return int(self._flags.sum(dtype=np.int64))
 
 
-def find_duplicates(work: WorkFolder, records: Sequence[RangeRecord]) -> Dropped:
-    """Return which documents of all ranges, in order, were there before."""
+def find_duplicates(work: WorkFolder, records: Sequence[RangeRecord], *, kept: SplitName | None = None) -> Dropped:
+    """Return which documents of all ranges, in order, were there before; of the split that is `kept` as it is, none."""
     places: dict[tuple[int, SplitName], slice] = {}
     total = 0
-    for name in SPLITS:
+    for name in sorted(SPLITS, key=lambda name: name != kept):
         for record in records:
             places[record.number, name] = slice(total, total + record.splits[name].documents)
             total += record.splits[name].documents
@@ -62,7 +63,11 @@ def find_duplicates(work: WorkFolder, records: Sequence[RangeRecord]) -> Dropped
     with writing(work.out):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
-        return Dropped(_flags(work, records, places, folder, total), places)
+        flags = _flags(work, records, places, folder, total)
+        if kept is not None:
+            for record in records:
+                flags[places[record.number, kept]] = 0
+        return Dropped(flags, places)
 
 
 def _flags(work: WorkFolder, records: Sequence[RangeRecord], places: dict[tuple[int, SplitName], slice], folder: Path, total: int) -> Array:
@@ -145,7 +150,7 @@ def _where(work: Range, assignment: Assignment, drops: Mapping[SplitName, Array]
     for job in work.jobs:
         documents = (row for row in job.rows() if isinstance(row, Document))
         for ordinal, row in enumerate(documents, job.first):
-            for name, _ in assignment.pieces(row.text, ordinal):
+            for name, _ in (job.assignment or assignment).pieces(row.text, ordinal):
                 if drops[name][counts[name] : counts[name] + 1].any() and len(found) < FIRST_NAMED:
                     found.append(row.where())
                 counts[name] += 1

@@ -63,7 +63,18 @@ class ByPlace:
             yield ("train" if ordinal < self.document else "val"), text
 
 
-Assignment = ByHash | ByPlace
+@dataclass(frozen=True)
+class Whole:
+    """`named`: every document is of one split."""
+
+    split: SplitName
+
+    def pieces(self, text: Text, ordinal: int) -> Iterator[tuple[SplitName, Text]]:
+        """Yield the document whole, with the split."""
+        yield self.split, text
+
+
+Assignment = ByHash | ByPlace | Whole
 
 
 def sha256_of(text: Text) -> bytes:
@@ -88,6 +99,8 @@ class Job:
     """Documents to take; None takes all."""
     last_bytes: int | None = None
     """UTF-8 bytes to keep of the last document taken; None keeps it whole."""
+    assignment: Assignment | None = None
+    """Which split its documents go to; None leaves it to the split rule of the whole data set."""
 
     def rows(self) -> Iterator[Row]:
         """Yield the rows up to the last document to take."""
@@ -179,6 +192,7 @@ class Packing:
 
     tokenizer: Tokenizer
     assignment: Assignment
+    """The split rule, for jobs that state none of their own."""
     on_bad_row: OnBadRow
     mask_field: str | None = None
     """Where a row's prompt was; with one, prompts are packed before the text, and a mask says that they are no targets."""
@@ -208,6 +222,7 @@ def _pack_job(job: Job, packing: Packing, packers: dict[SplitName, _Packer], ski
     """Pack a job, and yield about how much of it was read, whenever it was much, and at its end."""
     left = job.part.num_bytes
     ordinal = job.first - 1
+    assignment = job.assignment or packing.assignment
     for row in job.rows():
         if isinstance(row, LeftOut):
             skipped.add(row.reason, [row.name])
@@ -216,7 +231,7 @@ def _pack_job(job: Job, packing: Packing, packers: dict[SplitName, _Packer], ski
         else:
             ordinal += 1
             try:
-                made = [(name, text, _tokenised(row, text, packing)) for name, text in packing.assignment.pieces(row.text, ordinal)]
+                made = [(name, text, _tokenised(row, text, packing)) for name, text in assignment.pieces(row.text, ordinal)]
                 prompt = _tokenised(row, row.prompt, packing) if row.prompt and packing.mask_field else ()
             except NotEncodable as error:
                 skip_or_raise(BadRow(error, "cannot be tokenised", row.where()), skipped, packing.on_bad_row)

@@ -10,11 +10,13 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Literal
 
-from flatout.data.pack import Assignment, ByHash, ByPlace, Job, OnBadRow, Skipped, cut_to_bytes, hash_fraction, num_bytes_of, skip_or_raise
+from flatout.data.pack import Assignment, ByHash, ByPlace, Job, OnBadRow, Skipped, Whole, cut_to_bytes, hash_fraction, num_bytes_of, skip_or_raise
 from flatout.errors import DataError
 from flatout.progress import SILENT, Progress
 from flatout.sources import BadRow, LeftOut, Part
 
+NAMED = "named"
+"""The split rule where validation is text of its own."""
 MANY_DOCUMENTS = 1000
 """From here on, and when no rule is stated, one document in a hundred is enough for validation."""
 FEW_DOCUMENTS = 100
@@ -29,8 +31,14 @@ class Plan:
     """Which documents, and where each goes."""
 
     jobs: tuple[Job, ...]
+    """Those of validation text of its own come first."""
     rule: str
     assignment: Assignment
+
+    @property
+    def training_jobs(self) -> tuple[Job, ...]:
+        """The jobs that training text comes from: all but those of validation text of its own."""
+        return tuple(job for job in self.jobs if job.assignment is None)
 
 
 @dataclass
@@ -83,6 +91,28 @@ def make_plan(
         kind, fraction = _usual_rule(found)
     assignment = ByHash(fraction) if kind == "hash" else _tail(fraction, found, name)
     return Plan(_jobs(parts, found), f"{kind} {fraction:g}", assignment)
+
+
+def make_named_plan(
+    parts: Sequence[Part],
+    validation: Sequence[Part],
+    *,
+    max_documents: int | None = None,
+    max_bytes: int | None = None,
+    on_bad_row: OnBadRow = "raise",
+    progress: Progress = SILENT,
+) -> Plan:
+    """Return the plan for some parts to train on, up to the limits that `make_plan` knows, and others to validate on, which are taken whole."""
+    jobs = tuple(Job(part) for part in parts)
+    if max_documents is not None or max_bytes is not None:
+        with progress.task("Counting documents", unit="documents") as task:
+            jobs = _jobs(parts, _look(parts, max_documents, max_bytes, None, on_bad_row, task.advance))
+    return Plan((*held_out(validation), *jobs), NAMED, Whole("train"))
+
+
+def held_out(parts: Sequence[Part]) -> tuple[Job, ...]:
+    """Return the jobs of text that is for validation alone."""
+    return tuple(Job(part, assignment=Whole("val")) for part in parts)
 
 
 def parse_rule(text: str) -> tuple[str, float]:

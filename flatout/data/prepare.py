@@ -17,7 +17,7 @@ from flatout.data.join import check, join
 from flatout.data.limits import BadRowLimit
 from flatout.data.manifest import MANIFEST, SPLITS, Manifest
 from flatout.data.pack import Skipped, Tally, Tell
-from flatout.data.plan import empty
+from flatout.data.plan import NAMED, empty
 from flatout.data.ranges import Range, RangeRecord
 from flatout.data.request import Options as Options
 from flatout.data.request import Planned, Request, check_same, difference, open_request, plan
@@ -73,7 +73,7 @@ def engine_named(name: str) -> Engine:
 
 def local(request: Request, workers: int | None) -> AbstractContextManager[Workers]:
     """Return processes on this machine."""
-    return Crew(workers or usual_workers(request.corpus.parts))
+    return Crew(workers or usual_workers(request.corpus.all_parts))
 
 
 def _ray_engine() -> Engine:
@@ -220,7 +220,7 @@ def _write(work: WorkFolder, request: Request, crew: Workers) -> Manifest:
     dropped = None
     if request.options.duplicates == "drop":
         with request.progress.task("Looking for duplicates"):
-            dropped = find_duplicates(work, records)
+            dropped = find_duplicates(work, records, kept="val" if planned.rule == NAMED else None)
             named = where_dropped(planned.ranges, planned.packing.assignment, dropped)
             records = without(work, records, dropped)
         if dropped.count:
@@ -290,8 +290,10 @@ def _check_splits(records: Sequence[RangeRecord], source: Mapping[str, Any], rul
     """
     names = " ".join(source["names"])
     train, val = (sum(record.splits[name].documents for record in records) for name in SPLITS)
-    if not train + val:
+    if not train and (rule == NAMED or not val):
         raise empty(names, skipped.counts.items())
+    if rule == NAMED and not val:
+        raise empty(" ".join(source["val"]), ())
     if not train or not val:
         lacking = "validation" if train else "training"
         raise DataError(f"{names}: by {rule!r} none of the {train + val:,} documents is for {lacking}.", fix="Set --split 'tail 0.1'.")

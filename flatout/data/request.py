@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flatout.data.corpus import CACHE, Corpus, open_corpus
+from flatout.data.corpus import CACHE, Corpus, on_both_sides, open_corpus
 from flatout.data.limits import check_space
-from flatout.data.pack import Duplicates, OnBadRow, Packing
-from flatout.data.plan import Plan, empty, make_plan, parse_rule
+from flatout.data.pack import Duplicates, Job, OnBadRow, Packing
+from flatout.data.plan import NAMED, Plan, empty, make_named_plan, make_plan, parse_rule
 from flatout.data.ranges import Range, make_ranges
 from flatout.data.sample import sample_texts, texts_by_hash
 from flatout.data.tokenizer import Tokenizer, make_tokenizer
@@ -24,7 +24,7 @@ from flatout.sources import Document
 
 @dataclass(frozen=True)
 class Options:
-    """What shapes a data set, besides its text."""
+    """What shapes a data set, besides the text that is named first."""
 
     tokenizer: str = "train:4096"
     """char, byte, train:N, or a tokenizer file."""
@@ -48,6 +48,8 @@ class Options:
     """Field of a row that holds what comes before its text and is not learned from."""
     duplicates: Duplicates = "keep"
     """What becomes of a document whose prompt and text were there before."""
+    val: tuple[str, ...] = ()
+    """Text for validation alone, named as any other; nothing leaves it to the card or the split rule."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +74,22 @@ def open_request(
     _check(options)
     spool = out.resolve().parent
     corpus = open_corpus(
-        sources, text_field=options.text_field, mask_field=options.mask_field, from_file=from_file, cache=cache, spool=spool, progress=progress
+        sources,
+        val=options.val,
+        split=options.split,
+        text_field=options.text_field,
+        mask_field=options.mask_field,
+        from_file=from_file,
+        cache=cache,
+        spool=spool,
+        progress=progress,
     )
+    twice = on_both_sides(corpus) if options.duplicates == "keep" else None
+    if twice is not None:
+        raise DataError(
+            f"{twice} is both training and validation text: what is trained on validates nothing.",
+            fix="Leave it out of one of them, or add --duplicates drop: training then goes without what validation holds.",
+        )
     return Request(corpus, options, describe(corpus, options), cache, progress)
 
 
@@ -95,6 +111,10 @@ def _check(options: Options) -> None:
         raise DataError(f"The tokenizer {options.tokenizer} is packed.", fix="Unpack it first, for example with `gunzip --keep`.")
     if options.split is not None:
         parse_rule(options.split)
+        if options.val:
+            raise DataError(
+                f"--val names the validation text, and --split {options.split!r} takes it from the text to train on.", fix="Leave one of the two out."
+            )
 
 
 def describe(corpus: Corpus, options: Options) -> dict[str, Any]:
@@ -106,7 +126,9 @@ def describe(corpus: Corpus, options: Options) -> dict[str, Any]:
         "pattern": options.pattern,
         "end_of_text": options.end_of_text,
         "text_field": options.text_field,
-        "split": options.split or corpus.split,
+        "split": corpus.split if corpus.validation is None else NAMED,
+        "val": None if corpus.validation is None else [without_secrets(name) for name in corpus.validation.names],
+        "val_fingerprint": None if corpus.validation is None else corpus.validation.fingerprint,
         "max_documents": options.max_documents,
         "max_bytes": options.max_bytes,
         "on_bad_row": options.on_bad_row,
@@ -125,11 +147,14 @@ def tokenizer_mark(spec: str) -> str:
 
 def difference(there: Mapping[str, Any], asked: Mapping[str, Any]) -> str:
     """Return how two descriptions differ, in words; nothing when they are of the same data set."""
-    different = [key for key in asked if key != "names" and there.get(key) != asked[key]]
-    said = [f"{key} {there.get(key)!r} there, {asked[key]!r} asked for" for key in different if key != "fingerprint"]
+    different = [key for key in asked if key not in ("names", "val") and there.get(key) != asked[key]]
+    said = [f"{key} {there.get(key)!r} there, {asked[key]!r} asked for" for key in different if not key.endswith("fingerprint")]
     if "fingerprint" in different:
         names, wanted = " ".join(there.get("names", [])), " ".join(asked["names"])
         said.append("the text has changed" if names == wanted else f"the text of {names} there, of {wanted} asked for")
+    if "val_fingerprint" in different:
+        names, wanted = (" ".join(one.get("val") or ["nothing"]) for one in (there, asked))
+        said.append("the validation text has changed" if names == wanted else f"the validation text {names} there, {wanted} asked for")
     return "; ".join(said)
 
 
@@ -153,21 +178,21 @@ def plan(work: WorkFolder, request: Request) -> Planned:
 
 def _begun(work: WorkFolder, request: Request) -> Planned:
     corpus, options = request.corpus, request.options
-    made = make_plan(
-        corpus.parts,
-        split=options.split or corpus.split,
-        max_documents=options.max_documents,
-        max_bytes=options.max_bytes,
-        on_bad_row=options.on_bad_row,
-        progress=request.progress,
-        name=" ".join(corpus.names),
-    )
+    made = _made(request)
     tokenizer = _tokenizer(options.tokenizer, made, request)
     ranges = make_ranges(made.jobs)
     check_space(work.out, [job.part.num_bytes for job in made.jobs], tokenizer)
-    stored = StoredPlan.of(made, ranges, corpus.parts, request.source, tokenizer)
+    stored = StoredPlan.of(made, ranges, corpus.all_parts, request.source, tokenizer)
     there = work.begin(stored, tokenizer)
     return _planned(made, ranges, tokenizer, options) if there == stored else _followed(work, there, request)
+
+
+def _made(request: Request) -> Plan:
+    corpus, options = request.corpus, request.options
+    limits: dict[str, Any] = {"max_documents": options.max_documents, "max_bytes": options.max_bytes, "on_bad_row": options.on_bad_row}
+    if corpus.validation is not None:
+        return make_named_plan(corpus.parts, corpus.validation.parts, progress=request.progress, **limits)
+    return make_plan(corpus.parts, split=corpus.split, progress=request.progress, name=" ".join(corpus.names), **limits)
 
 
 def check_same(work: WorkFolder, stored: StoredPlan, request: Request) -> None:
@@ -175,7 +200,7 @@ def check_same(work: WorkFolder, stored: StoredPlan, request: Request) -> None:
 
     Raises: DataError naming the difference.
     """
-    parts = request.corpus.parts
+    parts = request.corpus.all_parts
     different = difference(stored.source, request.source)
     if not different and stored.part_bytes != tuple(part.num_bytes for part in parts):
         different = "the text is read in other parts"
@@ -188,7 +213,7 @@ def check_same(work: WorkFolder, stored: StoredPlan, request: Request) -> None:
 
 def _followed(work: WorkFolder, stored: StoredPlan, request: Request) -> Planned:
     check_same(work, stored, request)
-    made, ranges = stored.restored(request.corpus.parts)
+    made, ranges = stored.restored(request.corpus.all_parts)
     tokenizer = _tokenizer(str(work.tokenizer), made, request)
     if tokenizer.digest() != stored.tokenizer:
         raise DataError(f"{work.tokenizer} is not the tokenizer that was begun with.", fix=f"Remove the folder {work.path}, to begin again.")
@@ -202,8 +227,8 @@ def _planned(made: Plan, ranges: list[Range], tokenizer: Tokenizer, options: Opt
 def _tokenizer(spec: str, made: Plan, request: Request) -> Tokenizer:
     return make_tokenizer(
         spec,
-        lambda limit: _some(sample_texts(made.jobs, limit), made, request),
-        train_on=lambda limit: _some(texts_by_hash(made.jobs, limit), made, request),
+        lambda limit: _some(sample_texts(made.jobs, limit), made.jobs, request),
+        train_on=lambda limit: _some(texts_by_hash(made.training_jobs, limit), made.training_jobs, request),
         pattern=request.options.pattern,
         end_of_text=request.options.end_of_text,
         cache=request.cache,
@@ -211,7 +236,7 @@ def _tokenizer(spec: str, made: Plan, request: Request) -> Tokenizer:
     )
 
 
-def _some(texts: Iterator[str], made: Plan, request: Request) -> Iterator[str]:
+def _some(texts: Iterator[str], jobs: Sequence[Job], request: Request) -> Iterator[str]:
     """Yield the texts.
 
     Raises: DataError when there is no document at all.
@@ -221,5 +246,5 @@ def _some(texts: Iterator[str], made: Plan, request: Request) -> Iterator[str]:
         found = True
         yield text
     if not found:
-        left_out = Counter(row.reason for job in made.jobs for row in job.rows() if not isinstance(row, Document))
+        left_out = Counter(row.reason for job in jobs for row in job.rows() if not isinstance(row, Document))
         raise empty(" ".join(request.corpus.names), left_out.items())

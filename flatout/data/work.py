@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from flatout.data.disk import PART, sync, write_first, writing
 from flatout.data.manifest import TOKENIZER
 from flatout.data.pack import Assignment, Job
-from flatout.data.plan import Plan
+from flatout.data.plan import Plan, held_out
 from flatout.data.ranges import RECORD, Range, RangeRecord, read_record
 from flatout.errors import DataError
 from flatout.sources import Part
@@ -48,7 +48,9 @@ class StoredPlan(BaseModel):
     rule: str
     """The split rule, as the manifest states it."""
     assignment: Assignment
-    """How documents are told apart into train and val."""
+    """How documents are told apart into train and val; those of validation text of its own are not."""
+    validation_jobs: int = 0
+    """How many of the jobs, from the first on, are of validation text of its own."""
     part_bytes: tuple[int, ...]
     """About how much there is to read in each part of the corpus."""
     jobs: tuple[tuple[int, int | None, int | None], ...]
@@ -64,6 +66,7 @@ class StoredPlan(BaseModel):
             tokenizer=tokenizer.digest(),
             rule=plan.rule,
             assignment=plan.assignment,
+            validation_jobs=len(plan.jobs) - len(plan.training_jobs),
             part_bytes=tuple(part.num_bytes for part in parts),
             jobs=tuple((job.first, job.take, job.last_bytes) for job in plan.jobs),
             ranges=tuple(len(work.jobs) for work in ranges),
@@ -71,7 +74,8 @@ class StoredPlan(BaseModel):
 
     def restored(self, parts: Sequence[Part]) -> tuple[Plan, list[Range]]:
         """Return the plan and the ranges for the very parts it was made of."""
-        jobs = [Job(part, *stored) for part, stored in zip(parts, self.jobs, strict=False)]
+        taken = [Job(part, *stored) for part, stored in zip(parts, self.jobs, strict=False)]
+        jobs = [*held_out(parts[: self.validation_jobs]), *taken[self.validation_jobs :]]
         ranges, first = [], 0
         for number, count in enumerate(self.ranges):
             ranges.append(Range(number, tuple(jobs[first : first + count])))

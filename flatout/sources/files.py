@@ -7,7 +7,7 @@ import hashlib
 import urllib.parse
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +32,8 @@ TEXT_SUFFIXES = {".txt", ".text", ".md", ".markdown", ".rst", ".tex"}
 ROW_SUFFIXES = {".jsonl", ".ndjson"}
 """With Parquet, what a folder is searched for. A file named outright, or by a glob, may have any name; rows are read of these alone."""
 FINGERPRINT_BYTES = 256 << 20
+COMPARED_BYTES = 1 << 20
+"""So much of a file is read at most to tell whether another is its copy."""
 OPENED_AT_ONCE = 16
 """Parquet files whose row groups are looked up at the same time: what takes long is waiting for a server."""
 
@@ -208,6 +210,35 @@ def fingerprint(file: Path, size: int, limit: int) -> str:
     except OSError as error:
         raise unreadable(str(file), error) from error
     return digest.hexdigest()
+
+
+def files_of(part: Part) -> list[str]:
+    """Return the files that a part reads, here or at addresses; none of a source other than this one."""
+    return [piece.path for piece in part.arguments[0]] if part.read is read_pieces else []
+
+
+def shared_file(some: Iterable[Part], others: Iterable[Part]) -> str | None:
+    """Return the first file that parts of `others` read and parts of `some` too; None when there is none.
+
+    Files at addresses are told by these, files here by their content, whatever they are called: by size and, of those of one size,
+    by a digest of sixteen blocks. Empty ones are passed over.
+    """
+    first, second = ([path for part in parts for path in files_of(part)] for parts in (some, others))
+    sizes = _sizes(first) & _sizes(second)
+    known = {_told_by(path, sizes) for path in first}
+    return next((path for path in second if (mark := _told_by(path, sizes)) is not None and mark in known), None)
+
+
+def _sizes(paths: list[str]) -> set[int]:
+    return {Path(path).stat().st_size for path in paths if not is_address(path)} - {0}
+
+
+def _told_by(path: str, sizes: set[int]) -> str | None:
+    """Return what tells a file from others, None for one here that is of none of these sizes."""
+    if is_address(path):
+        return path
+    size = Path(path).stat().st_size
+    return f"{size} {fingerprint(Path(path), size, COMPARED_BYTES)}" if size in sizes else None
 
 
 def read_pieces(pieces: tuple[Piece, ...], fields: Fields) -> Iterator[Row]:

@@ -72,6 +72,13 @@ def standard_input(world: World, data: bytes) -> None:
     world.patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
 
 
+def sides(world: World) -> None:
+    """A file, its copy, another, and a data set in which that one is validation text."""
+    for name, rows in (("good", 40), ("copy", 40), ("held", 5), ("none", 0)):
+        world.write(f"{name}.jsonl", "".join(f'{{"text": "row {number}"}}\n' for number in range(rows)))
+    assert ask("prepare good.jsonl --out data/sides --tokenizer byte --val held.jsonl", world.path).code == 0
+
+
 CASES = [
     Case(
         "more bad rows than may be skipped",
@@ -94,6 +101,30 @@ CASES = [
         ("takes about 8.0 MB", "1.0 MB are free in data"),
         ("--out", "--max-bytes"),
         small_disk,
+    ),
+    Case(
+        "validation text that is trained on",
+        f"prepare good.jsonl {NEW} --val copy.jsonl",
+        ("copy.jsonl", "both training and validation"),
+        ("Leave it out", "--duplicates drop"),
+        sides,
+    ),
+    Case(
+        "validation text and a split rule",
+        f"prepare good.jsonl {NEW} --val held.jsonl --split 'tail 0.1'",
+        ("--val", "--split 'tail 0.1'"),
+        ("Leave one",),
+        sides,
+    ),
+    Case("validation text that is not there", f"prepare good.jsonl {NEW} --val hled.jsonl", ("hled.jsonl",), ("'held.jsonl'",), sides),
+    Case("validation text without a document", f"prepare good.jsonl {NEW} --val none.jsonl", ("none.jsonl", "no document"), ("text in it",), sides),
+    Case("a data set as validation text", f"prepare good.jsonl {NEW} --val shakespeare", ("--val shakespeare",), ("as the source",), sides),
+    Case(
+        "other validation text for a data set that is there",
+        "prepare good.jsonl --out data/sides --tokenizer byte --val copy.jsonl --duplicates drop",
+        ("data/sides", "held.jsonl there", "copy.jsonl asked for"),
+        ("another --out",),
+        sides,
     ),
     Case("a part that is none", f"prepare book.txt {NEW} --part 3/2", ("--part '3/2'",), ("2/8",)),
     Case("a part and the join at once", f"prepare book.txt {NEW} --part 1/2 --join", ("--part", "--join"), ("without --part",)),

@@ -60,6 +60,19 @@ def test_every_option_reaches_the_data_set(tmp_path):
     assert Dataset.open(tmp_path / "out").manifest.split_rule == "tail 0.5"
 
 
+def test_validation_text_may_be_named_once_or_often_and_another_copy_of_training_text_is_dropped(book, tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.txt").write_text(f"It was {name} day.")
+    one = prepare([str(book)], tmp_path / "one", tokenizer="char", val=str(tmp_path / "a.txt"))
+    assert "split by named: train 10,501, val 14" in one.summary()
+    both = prepare(str(book), tmp_path / "both", tokenizer="char", val=[tmp_path / "a.txt", tmp_path / "b.txt"])
+    assert (both.documents, both.tokens) == (3, 10_529)
+    with pytest.raises(DataError, match=r"a.txt is both training and validation text"):
+        prepare([str(tmp_path)], tmp_path / "new", tokenizer="char", val=[str(tmp_path / "a.txt")])
+    dropped = prepare([str(book), str(tmp_path / "a.txt")], tmp_path / "new", tokenizer="char", val=[str(tmp_path / "a.txt")], duplicates="drop")
+    assert dropped.summary().endswith(f"left out: 1 duplicate document (first: {tmp_path / 'a.txt'})")
+
+
 def test_duplicates_are_counted_in_the_summary(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"text": f"row {number % 30}"}) + "\n" for number in range(50)))

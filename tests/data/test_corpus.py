@@ -4,10 +4,11 @@ import os
 import re
 from pathlib import Path
 
+import fsspec
 import pytest
 
 from flatout.data import corpus
-from flatout.data.corpus import Card, load_card, open_corpus
+from flatout.data.corpus import Card, load_card, on_both_sides, open_corpus
 from flatout.data.plan import parse_rule
 from flatout.errors import ConfigError, DataError
 from flatout.registry import DATASETS
@@ -53,7 +54,7 @@ def test_every_card_is_a_card(name):
     assert (card.address or "https://").startswith("https://")
     assert card.repository is None or re.fullmatch("[0-9a-f]{40}", card.revision), "a branch moves, a commit stays"
     assert card.license
-    assert parse_rule(card.split)
+    assert card.validation or parse_rule(card.split)
     assert DATASETS.describe(name)
 
 
@@ -74,7 +75,14 @@ def test_a_damaged_card_names_the_key(cards):
 
 @pytest.mark.parametrize(
     "change",
-    [{"files": "*.parquet"}, {"sha256": None}, {"address": None, "sha256": None, "num_bytes": None}, {"repository": "a/b", "files": "*"}],
+    [
+        {"files": "*.parquet"},
+        {"validation": "*.parquet"},
+        {"sha256": None},
+        {"address": None, "sha256": None, "num_bytes": None},
+        {"repository": "a/b", "files": "*"},
+        {"address": None, "sha256": None, "num_bytes": None, "validation": "*"},
+    ],
     ids=str,
 )
 def test_a_card_names_one_file_or_a_repository(cards, change):
@@ -93,6 +101,73 @@ def test_a_card_of_a_repository_is_read_at_its_address(cards, monkeypatch):
     assert asked == [("files", address, {"text_field": "content"}), ("files", address, {"text_field": "title", "mask_field": "q"})]
     with pytest.raises(DataError, match="web is not one file, so --from cannot give it"):
         open_corpus(["web"], from_file="mine.parquet")
+
+
+def test_a_card_may_name_files_for_validation_and_a_rule_or_others_go_before_them(cards, tmp_path, monkeypatch):
+    cards["web"] = {"repository": "org/web", "revision": "a" * 40, "files": "train/*", "validation": "valid/*", "license": "x", "text_field": "body"}
+    (tmp_path / "mine.txt").write_text(TEXT)
+    asked = []
+    reading = corpus._source_parts
+
+    def read(name, parameters, fields):
+        asked.append((parameters["path"].partition("/web@")[2][41:], fields))
+        return [] if parameters["path"].startswith("hf://") else reading(name, parameters, fields)
+
+    monkeypatch.setattr(corpus, "_source_parts", read)
+    own = open_corpus(["web"])
+    assert (own.split, own.validation.names) == (None, (f"hf://datasets/org/web@{'a' * 40}/valid/*",))
+    open_corpus(["web"], text_field="title")
+    assert asked == [(name, {"text_field": field}) for field in ("body", "title") for name in ("train/*", "valid/*")]
+    asked.clear()
+    by_rule = open_corpus(["web"], split="hash 0.1")
+    assert (by_rule.split, by_rule.validation) == ("hash 0.1", None)
+    assert open_corpus(["web", str(tmp_path / "mine.txt")]).validation is None, "several sources have no validation text of one"
+    other = open_corpus(["web"], val=[str(tmp_path / "mine.txt")])
+    assert texts(other.validation) == [TEXT]
+    assert "valid/*" not in [name for name, _ in asked]
+    cards["web"]["split"] = "tail 0.1"
+    with pytest.raises(ConfigError, match="a split rule or files for validation"):
+        load_card("web")
+
+
+def test_validation_text_is_whatever_text_may_be_but_a_card(cards, tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / "b.txt").write_text("b")
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"typed")))
+    opened = open_corpus([str(tmp_path / "a.txt")], val=["-", str(tmp_path / "b.txt"), "synthetic:documents=1,words=2"], spool=tmp_path)
+    assert texts(opened.validation)[:2] == ["typed", "b"]
+    assert len(opened.all_parts) == len(opened.parts) + len(opened.validation.parts) == 4
+    assert opened.all_parts[-1:] == opened.parts
+    assert opened.fingerprint == open_corpus([str(tmp_path / "a.txt")]).fingerprint
+    with pytest.raises(DataError, match="--val play is a data set card"):
+        open_corpus([str(tmp_path / "a.txt")], val=["play"])
+    with pytest.raises(DataError, match="Standard input is named twice"):
+        open_corpus(["-"], val=["-"])
+
+
+def test_what_is_on_both_sides_is_found_by_content_or_mark(tmp_path):
+    for name, text in (("rows/a.txt", "one"), ("rows/b.txt", "two"), ("rows/c.txt", ""), ("d.txt", "two"), ("e.txt", "six"), ("f.txt", "")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+
+    def twice(name, *val):
+        return on_both_sides(open_corpus([name], val=val))
+
+    folder = str(tmp_path / "rows")
+    assert twice(folder) is None
+    assert twice(folder, str(tmp_path / "e.txt"), str(tmp_path / "f.txt")) is None
+    assert twice(folder, str(tmp_path / "e.txt"), str(tmp_path / "d.txt")) == str(tmp_path / "d.txt")
+    assert twice(folder, f"{folder}/a.txt") == f"{folder}/a.txt"
+    assert twice("synthetic:documents=5", "synthetic:documents=5,seed=1") is None
+    assert "synthetic" in twice("synthetic:documents=5", "synthetic:documents=5")
+    memory = fsspec.filesystem("memory")
+    memory.pipe_file("/both/a.txt", b"one")
+    memory.pipe_file("/both/b.txt", b"two")
+    try:
+        assert twice("memory://both/a.txt", "memory://both/b.txt") is None
+        assert twice("memory://both/*.txt", "memory://both/a*").endswith("both/a.txt")
+    finally:
+        memory.rm("/both", recursive=True)
 
 
 def test_a_cards_file_may_be_given(cards, tmp_path):

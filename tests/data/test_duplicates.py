@@ -89,6 +89,29 @@ def test_a_validation_of_duplicates_alone_is_refused(tmp_path):
     assert [entry.name for entry in tmp_path.iterdir()] == ["rows.jsonl"]
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_validation_text_of_its_own_stays_and_training_loses_what_it_has(tmp_path, small, workers):
+    train = [f"text {number % 200}" for number in range(300)]
+    val = ["text 3", "only here", "text 7", "only here", "text 3"]
+    options = Options(tokenizer="byte", duplicates="drop", val=(write(tmp_path / "valid.jsonl", val),))
+    path = write(tmp_path / "rows.jsonl", train)
+    made = prepare_dataset([path], tmp_path / "out", options, workers=workers)
+    assert documents(made.path, "val") == val
+    assert documents(made.path, "train") == [text for text in dict.fromkeys(train) if text not in val]
+    (entry,) = made.manifest.skipped
+    assert (entry.reason, entry.count) == ("duplicate document", 102)
+    assert entry.first[:3] == tuple(f"{path}, line {number + 1}" for number in (3, 7, 200))
+
+
+def test_the_same_text_on_both_sides_leaves_nothing_to_train_on(tmp_path):
+    path = write(tmp_path / "rows.jsonl", ["same", "text"])
+    with pytest.raises(DataError, match=r"rows.jsonl is both training and validation text"):
+        prepare_dataset([path], tmp_path / "out", Options(tokenizer="byte", val=(path,)))
+    with pytest.raises(DataError, match=r"rows.jsonl holds no document \(2 duplicate document\)"):
+        prepare_dataset([path], tmp_path / "out", Options(tokenizer="byte", val=(path,), duplicates="drop"))
+    assert [entry.name for entry in tmp_path.iterdir()] == ["rows.jsonl"]
+
+
 def test_it_is_another_data_set(tmp_path):
     path = write(tmp_path / "rows.jsonl", [f"text {number % 15}" for number in range(20)])
     prepare_dataset([path], tmp_path / "out", Options(tokenizer="byte", split="tail 0.5"))

@@ -2,7 +2,7 @@ import pytest
 
 from flatout.data import pack as stage
 from flatout.data.manifest import SPLITS
-from flatout.data.pack import FIRST_NAMED, ByHash, ByPlace, Job, Packing, Skipped, Tally, cut_to_bytes, hash_fraction
+from flatout.data.pack import FIRST_NAMED, ByHash, ByPlace, Job, Packing, Skipped, Tally, Whole, cut_to_bytes, hash_fraction
 from flatout.data.tokenizer import make_tokenizer
 from flatout.errors import DataError
 from flatout.sources import BadRow, Document, LeftOut, Part
@@ -69,6 +69,12 @@ def test_text_bytes_are_bytes_of_utf8(tokenizer):
 def test_ordinals_go_on_from_the_part_before(tokenizer):
     packed = pack(job("ab", "c", first=9), tokenizer, ByPlace(10, 0), "raise")
     assert (byte_tokens(packed, "train"), byte_tokens(packed, "val")) == ("ab|", "c|")
+
+
+def test_a_job_may_state_where_its_documents_go(tokenizer):
+    packed = pack(job("ab", "c", assignment=Whole("val")), tokenizer, Whole("train"), "raise")
+    assert (byte_tokens(packed, "train"), byte_tokens(packed, "val")) == ("", "ab|c|")
+    assert byte_tokens(pack(job("ab", "c"), tokenizer, Whole("train"), "raise"), "train") == "ab|c|"
 
 
 def test_a_single_document_is_cut_by_characters(tokenizer):

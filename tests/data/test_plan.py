@@ -2,8 +2,8 @@ import random
 
 import pytest
 
-from flatout.data.pack import ByHash, ByPlace, hash_fraction
-from flatout.data.plan import make_plan, parse_rule
+from flatout.data.pack import ByHash, ByPlace, Whole, hash_fraction
+from flatout.data.plan import make_named_plan, make_plan, parse_rule
 from flatout.errors import DataError
 from flatout.sources import BadRow, Document, LeftOut, Part
 
@@ -87,6 +87,25 @@ def test_the_tail_has_the_share_that_was_asked_for(seed, fraction):
     total = sum(map(len, texts))
     share = sum(len(text) for name, text in pieces if name == "val") / total
     assert abs(share - fraction) <= 0.05 * fraction + 1.1 / total
+
+
+@pytest.mark.parametrize(("limits", "count"), [({}, 5), ({"max_documents": 3}, 3), ({"max_bytes": 15}, 2), ({"max_documents": 99}, 5)])
+def test_validation_text_of_its_own_is_taken_whole_and_comes_first(limits, count):
+    plan = make_named_plan(parts(2, 3), parts(["v" * 100, "w"], ["x"]), **limits)
+    assert plan.rule == "named"
+    assert texts(plan)[:3] == ["v" * 100, "w", "x"]
+    assert len(texts(plan)) == 3 + count
+    assert plan.training_jobs == plan.jobs[2:]
+    sides = [(job.assignment or plan.assignment) for job in plan.jobs]
+    assert sides == [Whole("val")] * 2 + [Whole("train")] * len(plan.training_jobs)
+
+
+def test_without_limits_no_text_is_read_to_plan_a_named_split():
+    def explode():
+        raise AssertionError("read")
+
+    plan = make_named_plan([Part(explode, (), "x")], [Part(explode, (), "y")])
+    assert [job.part.fingerprint for job in plan.jobs] == ["y", "x"]
 
 
 def test_ordinals_run_through_the_parts_and_count_documents_only():

@@ -92,6 +92,16 @@ def test_asked_again_it_is_left_and_another_data_set_is_refused(send, store, tmp
     assert puts(store) == []
 
 
+def test_validation_text_goes_along_and_other_is_refused(send, store, tmp_path):
+    for name in ("valid", "other"):
+        (tmp_path / f"{name}.txt").write_text(f"{name} text")
+    options = Options(tokenizer="byte", val=(str(tmp_path / "valid.txt"),))
+    assert send(options).manifest.splits["val"].documents == 1
+    assert send(options).existed
+    with pytest.raises(DataError, match=r"the validation text .*valid.txt there, .*other.txt asked for"):
+        send(Options(tokenizer="byte", val=(str(tmp_path / "other.txt"),)))
+
+
 def test_a_place_with_other_files_is_refused_before_the_text_is_read(send, store):
     store.pipe_file(f"{ADDRESS}/picture.png", b"png")
     for address in (ADDRESS, f"{ADDRESS}/picture.png"):

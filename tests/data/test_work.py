@@ -3,8 +3,8 @@ import os
 
 import pytest
 
-from flatout.data.pack import ByHash, ByPlace
-from flatout.data.plan import make_plan
+from flatout.data.pack import ByHash, ByPlace, Whole
+from flatout.data.plan import make_named_plan, make_plan
 from flatout.data.ranges import RangeWriter, make_ranges
 from flatout.data.work import PartOf, StoredPlan, WorkFolder
 from flatout.errors import DataError
@@ -39,6 +39,25 @@ def test_a_plan_that_is_read_back_is_the_plan_that_was_written(tmp_path, parts, 
         assert found.restored(parts) == (plan, ranges)
         assert type(found.assignment) in (ByHash, ByPlace)
         assert sorted(work.done()) == [0]
+
+
+@pytest.mark.parametrize("limits", [{}, {"max_documents": 1}, {"max_bytes": 2}])
+def test_a_plan_with_validation_text_of_its_own_is_read_back_too(tmp_path, parts, stub_tokenizer, limits):
+    plan = make_named_plan(parts[:2], parts[2:], **limits)
+    ranges = make_ranges(plan.jobs)
+    packed = [*parts[2:], *parts[:2]]
+    with WorkFolder(tmp_path / "out") as work:
+        work.begin(StoredPlan.of(plan, ranges, packed, {"fingerprint": "x"}, stub_tokenizer), stub_tokenizer)
+        found = work.plan()
+    assert found.restored(packed) == (plan, ranges)
+    assert (found.assignment, found.validation_jobs) == (Whole("train"), 1)
+
+
+def test_a_plan_of_before_validation_text_had_its_own_is_followed(tmp_path, parts, stub_tokenizer):
+    plan, ranges, wanted = stored(parts, stub_tokenizer)
+    older = wanted.model_dump(mode="json")
+    del older["validation_jobs"]
+    assert StoredPlan.model_validate(older).restored(parts) == (plan, ranges)
 
 
 def test_what_is_not_worth_going_on_from_goes(tmp_path, parts, stub_tokenizer):

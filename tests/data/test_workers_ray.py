@@ -244,7 +244,8 @@ def test_a_cluster_that_is_gone_is_given_up_after_a_while(ray, setup, monkeypatc
 def test_a_node_at_fault_does_not_take_what_is_done_with_it(ray, tmp_path, monkeypatch):
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"text": f"row {number}"}) + "\n" for number in range(50)))
-    options = Options(tokenizer="byte", split="hash 0.5")
+    (tmp_path / "valid.txt").write_text("held out")
+    options = Options(tokenizer="byte", val=(str(tmp_path / "valid.txt"),))
     with monkeypatch.context() as patch:
         patch.setattr(workers_ray, "pack_here", lambda *_: workers_ray.Failure("It does not see the folder.", "Mount it.", RunFailed))
         with pytest.raises(RunFailed, match="does not see the folder"):

@@ -227,6 +227,19 @@ def test_a_large_file_is_fingerprinted_by_blocks_from_end_to_end(tmp_path):
         assert files.fingerprint(path, 100_000, 16_000) != before
 
 
+def test_a_copy_is_found_by_its_content_among_files_of_its_size(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "COMPARED_BYTES", 16_000)
+    texts = {"a": "x" * 50_000, "b": "x" * 49_999 + "y", "c": "x" * 50_001, "copy": "x" * 49_999 + "y"}
+    for name, text in texts.items():
+        (tmp_path / f"{name}.txt").write_text(text)
+    parts = {name: files.files(str(tmp_path / f"{name}.txt")) for name in texts}
+    assert files.files_of(parts["a"][0]) == [str(tmp_path / "a.txt")]
+    assert files.shared_file(parts["a"], parts["b"] + parts["c"]) is None
+    assert files.shared_file(parts["a"] + parts["b"], parts["c"] + parts["copy"]) == str(tmp_path / "copy.txt")
+    (tmp_path / "link.txt").symlink_to(tmp_path / "a.txt")
+    assert files.shared_file(parts["a"], files.files(str(tmp_path / "link.txt"))) == str(tmp_path / "link.txt")
+
+
 def test_a_file_may_be_named_as_an_address(tmp_path):
     (tmp_path / "a b.txt").write_text("here")
     assert texts((tmp_path / "a b.txt").as_uri()) == ["here"]

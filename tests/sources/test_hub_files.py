@@ -11,13 +11,15 @@ READ = """
 import json, sys
 from flatout.data import corpus
 from flatout.errors import DataError
+def texts(opened):
+    return [row.text for part in opened.parts for row in part.rows()]
 answers = []
 for name in sys.argv[1:]:
     try:
         opened = corpus.open_corpus([name])
-        texts = [row.text for part in opened.parts for row in part.rows()]
         marks = [part.fingerprint for part in opened.parts]
-        answers.append({"texts": texts, "split": opened.split, "fingerprint": opened.fingerprint, "marks": marks})
+        validation = opened.validation and texts(opened.validation)
+        answers.append({"texts": texts(opened), "split": opened.split, "fingerprint": opened.fingerprint, "marks": marks, "validation": validation})
     except DataError as error:
         answers.append(str(error))
 print(json.dumps(answers))
@@ -34,6 +36,8 @@ def test_every_card_reads_its_files_and_no_others(hub, ask_hub, parquet):
         for number, path in enumerate(files):
             rows = [f"{card.files} file {number} row {row}" for row in range(3)]
             hub.put(card.repository, path, parquet({card.text_field: rows, "other": [1, 2, 3]}), commit=card.revision)
+        if card.validation is not None:
+            hub.put(card.repository, card.validation.replace("*", "a"), parquet({card.text_field: ["held out"]}), commit=card.revision)
         hub.put(card.repository, "README.md", b"not text to train on", commit=card.revision)
         hub.put(card.repository, "else/train-0.parquet", parquet({"text": ["no"]}), commit=card.revision)
     answers = ask_hub(READ, *CARDS)
@@ -41,6 +45,7 @@ def test_every_card_reads_its_files_and_no_others(hub, ask_hub, parquet):
         assert isinstance(answer, dict), answer
         assert answer["texts"] == [f"{card.files} file {number} row {row}" for number in (0, 1) for row in range(3)]
         assert answer["split"] == card.split
+        assert answer["validation"] == (["held out"] if card.validation else None)
         assert f"@{card.revision}/" in answer["marks"][0]
 
 
