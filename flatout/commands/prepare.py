@@ -67,9 +67,7 @@ def prepare(
     mask_field: Annotated[
         str | None, typer.Option(help="Field of a row that is packed before the text and not learned from, such as prompt.")
     ] = None,
-    duplicates: Annotated[
-        Literal["keep", "drop"], typer.Option(help="Whether a document that was there before is kept; drop counts them and names the first.")
-    ] = "keep",
+    duplicates: Annotated[Literal["keep", "drop"], typer.Option(help="Keep a document that was there before, or drop it, counted.")] = "keep",
     from_file: Annotated[str | None, typer.Option("--from", help="The data set's file, where there is no network.")] = None,
     workers: Annotated[int | None, typer.Option(help="Processes; one a usable core when not given.")] = None,
     part: Annotated[
