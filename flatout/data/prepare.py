@@ -110,7 +110,7 @@ def prepare_request(request: Request, out: Path, workers: int | None = None, eng
     """Write the data set of a request as `prepare_dataset` does; arguments and errors are the same."""
     started = time.perf_counter()
     with WorkFolder(out) as work:
-        held = _held(out, request, work)
+        held = _held_or_claimed(out, request, work)
         if held is not None:
             return Prepared(out, held, time.perf_counter() - started, existed=True)
         with engine(request, workers) as crew:
@@ -137,7 +137,7 @@ def prepare_part(
     check_workers(workers)
     request = open_request(sources, out, options, from_file=from_file, cache=cache, progress=progress)
     with WorkFolder(out, part) as work:
-        if _held(out, request, work) is not None:
+        if _held_or_claimed(out, request, work) is not None:
             return PreparedPart(out, (), 0, time.perf_counter() - started)
         with local(request, workers) as crew:
             planned = plan(work, request)
@@ -189,6 +189,15 @@ def usual_workers(parts: Sequence[Part]) -> int:
     useful = len(sizes) if 0 in sizes else sum(sizes) // BYTES_PER_WORKER
     cores = min(len(os.sched_getaffinity(0)), cgroup_limits()[0] or useful)
     return max(1, min(cores, useful))
+
+
+def _held_or_claimed(out: Path, request: Request, work: WorkFolder) -> Manifest | None:
+    """Return what `_held` does; where that is None, the work folder is this process's, and nobody else wrote the data set until then."""
+    held = _held(out, request, work)
+    if held is None:
+        work.claim()
+        held = _held(out, request, work)
+    return held
 
 
 def _held(out: Path, request: Request, work: WorkFolder) -> Manifest | None:

@@ -16,7 +16,7 @@ from flatout.data.plan import NAMED, Plan, empty, make_named_plan, make_plan, pa
 from flatout.data.ranges import Range, make_ranges
 from flatout.data.sample import sample_texts, texts_by_hash
 from flatout.data.tokenizer import Tokenizer, make_tokenizer
-from flatout.data.work import StoredPlan, WorkFolder
+from flatout.data.work import StoredPlan, WorkFolder, refuse_mount
 from flatout.errors import DataError, without_secrets
 from flatout.progress import SILENT, Progress
 from flatout.sources import Document
@@ -69,9 +69,10 @@ def open_request(
 ) -> Request:
     """Return the request to prepare some sources.
 
-    Raises: DataError for options that cannot be meant, before anything is read, and for sources that cannot.
+    Raises: DataError for options and a folder that cannot be meant, before anything is read, and for sources that cannot.
     """
     _check(options)
+    refuse_mount(out)
     spool = out.resolve().parent
     corpus = open_corpus(
         sources,

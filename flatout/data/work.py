@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Self
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from flatout.data.disk import PART, sync, write_first, writing
-from flatout.data.manifest import TOKENIZER
+from flatout.data.manifest import MANIFEST, TOKENIZER
 from flatout.data.pack import Assignment, Job
 from flatout.data.plan import Plan, held_out
 from flatout.data.ranges import RECORD, Range, RangeRecord, read_record
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 PLAN = "plan.json"
 _PART_MARK = "part-{}-of-{}"
+_PARTS = "parts"
+"""Holds in how many parts the work is done, where it is."""
 FORMAT_VERSION = 1
 
 
@@ -51,6 +53,8 @@ class StoredPlan(BaseModel):
     """How documents are told apart into train and val; those of validation text of its own are not."""
     validation_jobs: int = 0
     """How many of the jobs, from the first on, are of validation text of its own."""
+    moment: str = ""
+    """What changes when a file of the text is written again; nothing in plans that older versions made."""
     part_bytes: tuple[int, ...]
     """About how much there is to read in each part of the corpus."""
     jobs: tuple[tuple[int, int | None, int | None], ...]
@@ -59,7 +63,9 @@ class StoredPlan(BaseModel):
     """How many of the jobs each range has."""
 
     @classmethod
-    def of(cls, plan: Plan, ranges: Sequence[Range], parts: Sequence[Part], source: Mapping[str, Any], tokenizer: Tokenizer) -> Self:
+    def of(
+        cls, plan: Plan, ranges: Sequence[Range], parts: Sequence[Part], source: Mapping[str, Any], tokenizer: Tokenizer, *, moment: str = ""
+    ) -> Self:
         """Return what is stored of a plan."""
         return cls(
             source=dict(source),
@@ -67,6 +73,7 @@ class StoredPlan(BaseModel):
             rule=plan.rule,
             assignment=plan.assignment,
             validation_jobs=len(plan.jobs) - len(plan.training_jobs),
+            moment=moment,
             part_bytes=tuple(part.num_bytes for part in parts),
             jobs=tuple((job.first, job.take, job.last_bytes) for job in plan.jobs),
             ranges=tuple(len(work.jobs) for work in ranges),
@@ -107,7 +114,7 @@ class PartOf:
 
 
 class WorkFolder:
-    """The work folder of `out`. Use as a context manager, which owns it, or one part of it, as soon as it is there.
+    """The work folder of `out`. Use as a context manager, which owns it, or one part of it, if it is there; `claim` makes it.
 
     Raises: DataError when another process owns it, or the disk refuses.
     """
@@ -124,6 +131,7 @@ class WorkFolder:
         self.joined = self.path / "joined"
         """What becomes the data set."""
         self._locks: list[int] = []
+        self._parents: list[Path] = []
 
     def __enter__(self) -> Self:
         with writing(self.out), contextlib.suppress(FileNotFoundError):
@@ -135,7 +143,18 @@ class WorkFolder:
             self._sweep()
             if not any(self.ranges.glob(f"*{RECORD}")):
                 self.clear()
+        elif self._locks and self._is_last() and not (self.path / PLAN).exists():
+            self._remove()
         self.close()
+
+    def claim(self) -> None:
+        """Own the folder from here on, which is made where there is none: others are refused before any work is done twice."""
+        with writing(self.out):
+            while not self._locks:
+                self._parents += [folder for folder in self.path.parents if not folder.exists()]
+                self.path.mkdir(parents=True, exist_ok=True)
+                with contextlib.suppress(FileNotFoundError):  # its owner removed it just now
+                    self._own()
 
     def _own(self) -> None:
         """Lock the folder, which the system undoes when the process ends however it ends: alone, or with those that do other parts."""
@@ -144,9 +163,38 @@ class WorkFolder:
             self._sweep()
         else:
             self._lock(self.path, fcntl.LOCK_SH)
+            self._agree(self._part)
             mark = self.path / _PART_MARK.format(self._part.index, self._part.count)
             mark.touch()
             self._lock(mark, fcntl.LOCK_EX)
+
+    def _agree(self, part: PartOf) -> None:
+        """Let all parts be of one count.
+
+        Raises: DataError when the work is done in another number of parts.
+        """
+        write_first(self.path / _PARTS, lambda path: path.write_text(f"{part.count}\n", encoding="utf-8"))
+        count = self._num_parts()
+        if count != part.count:
+            self.close()
+            raise DataError(
+                f"--part {part.index}/{part.count}: the work in {self.path} was begun in parts of {count}.",
+                fix=f"Give the same N in all parts, here --part I/{count}; or remove that folder, which gives up what is done.",
+            )
+
+    def _num_parts(self) -> int | None:
+        """Return in how many parts the work is done; None where that is not written down."""
+        path = self.path / _PARTS
+        text = path.read_text(encoding="utf-8").strip() if path.is_file() else ""
+        return int(text) if text.isdecimal() else None
+
+    def _is_last(self) -> bool:
+        """Say whether no other process works in the folder. The lock is lost when one does."""
+        try:
+            fcntl.flock(self._locks[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
 
     def _lock(self, path: Path, how: int) -> None:
         lock = os.open(path, os.O_RDONLY)
@@ -172,8 +220,14 @@ class WorkFolder:
 
     def clear(self) -> None:
         """Remove the folder and all that is done of the work; one that others work in stays."""
-        if self._part is None:
-            shutil.rmtree(self.path, ignore_errors=True)
+        if self._locks and self._part is None:
+            self._remove()
+
+    def _remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        for folder in self._parents:
+            with contextlib.suppress(OSError):  # it holds something else by now
+                folder.rmdir()
 
     def give_up(self, error: DataError) -> DataError:
         """Remove the folder, whose text cannot be used, and return the error; where others work in it, with what they have to do."""
@@ -203,10 +257,8 @@ class WorkFolder:
 
     def make(self) -> None:
         """Make the folder and own it; where nobody else works in it, with nothing done in it."""
+        self.claim()
         with writing(self.out):
-            self.path.mkdir(parents=True, exist_ok=True)
-            if not self._locks:
-                self._own()
             if self._part is None:
                 for left in self.path.iterdir():
                     shutil.rmtree(left) if left.is_dir() else left.unlink()
@@ -230,10 +282,9 @@ class WorkFolder:
 
     def whose(self, missing: Sequence[int]) -> str:
         """Return which parts these ranges are of, as words after a sentence; nothing where that is not known."""
-        counts = {int(mark.name.split("-")[-1]) for mark in self.path.glob(_PART_MARK.format("*", "*"))}
-        if len(counts) != 1:
+        count = self._num_parts()
+        if count is None:
             return ""
-        count = counts.pop()
         parts = sorted({number % count + 1 for number in missing})
         return ": part " + ", ".join(f"{part}/{count}" for part in parts)
 
@@ -247,10 +298,24 @@ class WorkFolder:
         self.clear()
 
 
+def refuse_mount(out: Path) -> None:
+    """Do nothing when a folder may be renamed to `out`, or nothing has to be: it is a data set.
+
+    Raises: DataError when another file system is mounted there.
+    """
+    place = out.resolve()
+    if os.path.ismount(place) and not (place / MANIFEST).is_file():
+        raise DataError(
+            f"{out} is a mount point, and a data set becomes whole by one rename, which cannot replace that.",
+            fix=f"Choose a folder in it: --out {out / 'NAME'}.",
+        )
+
+
 def refuse_occupied(out: Path) -> None:
     """Do nothing when there is room for a data set.
 
-    Raises: DataError when something is there.
+    Raises: DataError when something is there, or it is a mount point.
     """
+    refuse_mount(out)
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise DataError(f"{out} already exists and is not an empty folder.", fix="Choose another --out, or remove what is there.")

@@ -1,6 +1,7 @@
 """A prepare that was stopped, run again."""
 
 import json
+import os
 import sys
 from contextlib import contextmanager
 
@@ -8,7 +9,9 @@ import pytest
 
 from flatout.data import prepare as stage
 from flatout.data import ranges
-from flatout.data.prepare import Options, prepare_dataset
+from flatout.data.prepare import Options, prepare_dataset, prepare_part
+from flatout.data.work import PartOf, WorkFolder
+from flatout.data.writer import DatasetWriter
 from flatout.errors import DataError, RunFailed
 from flatout.progress import SILENT
 from flatout.sources import files
@@ -124,3 +127,65 @@ def test_what_is_left_beside_a_whole_data_set_is_removed(rows, tmp_path):
     (tmp_path / ".out.part" / "ranges" / "000000.json").write_text("{}")
     assert prepare_dataset([str(rows)], tmp_path / "out", Options(tokenizer="byte")).existed
     assert not (tmp_path / ".out.part").exists()
+
+
+@pytest.mark.parametrize("step", ["Counting documents", "Training"])
+def test_another_prepare_into_the_folder_is_refused_from_the_first_look_on(rows, tmp_path, step):
+    options = Options(tokenizer="train:300")
+    refused = []
+
+    class Meddler(Listener):
+        def task(self, what, **named):
+            if what.startswith(step):
+                with pytest.raises(DataError, match=r"Another process is writing .*out"):
+                    prepare_dataset([str(rows)], tmp_path / "out", options)
+                refused.append(what)
+            return super().task(what, **named)
+
+    prepare_dataset([str(rows)], tmp_path / "out", options, progress=Meddler())
+    assert len(refused) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "rows.jsonl"]
+
+
+def test_a_data_set_that_is_there_by_the_time_the_folder_is_owned_is_left_as_it_is(rows, tmp_path, monkeypatch):
+    options = Options(tokenizer="byte")
+    claim = WorkFolder.claim
+
+    def late(work):
+        monkeypatch.setattr(WorkFolder, "claim", claim)
+        prepare_dataset([str(rows)], tmp_path / "out", options)
+        claim(work)
+
+    monkeypatch.setattr(WorkFolder, "claim", late)
+    listener = Listener()
+    assert prepare_dataset([str(rows)], tmp_path / "out", options, progress=listener).existed
+    assert "Nothing to do" in listener.said[-1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "rows.jsonl"]
+
+
+def test_what_comes_to_nothing_leaves_no_folder(rows, tmp_path):
+    before = sorted(tmp_path.rglob("*"))
+    out = tmp_path / "far" / "away" / "out"
+    for call in (
+        lambda: prepare_dataset([str(rows)], out, Options(tokenizer="nosuch")),
+        lambda: prepare_part([str(rows)], out, Options(tokenizer="nosuch"), PartOf(1, 2)),
+    ):
+        with pytest.raises(DataError, match="nosuch"):
+            call()
+        assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_mount_point_is_refused_before_anything_is_read(rows, tmp_path, monkeypatch):
+    out = tmp_path / "volume"
+    out.mkdir()
+    monkeypatch.setattr(os.path, "ismount", lambda path: str(path) == str(out))
+    listener = Listener()
+    with pytest.raises(DataError, match=r"volume is a mount point.*--out .*volume/NAME"):
+        prepare_dataset([str(rows)], out, Options(tokenizer="byte"), progress=listener)
+    assert listener.tasks == []
+    with pytest.raises(DataError, match="is a mount point"):
+        DatasetWriter(out, vocab_size=300)
+    made = prepare_dataset([str(rows)], out / "NAME", Options(tokenizer="byte"))
+    for file in made.path.iterdir():
+        file.rename(out / file.name)
+    assert prepare_dataset([str(rows)], out, Options(tokenizer="byte")).existed, "a data set that is mounted there is there"

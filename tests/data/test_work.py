@@ -134,3 +134,16 @@ def test_parts_work_side_by_side_each_alone(tmp_path, parts, stub_tokenizer):
         assert second.whose([1, 3]) == ": part 2/2"
     with WorkFolder(out) as work:
         assert work.plan() == wanted
+
+
+def test_parts_of_another_count_are_refused(tmp_path, parts, stub_tokenizer):
+    _, _, wanted = stored(parts, stub_tokenizer)
+    out = tmp_path / "out"
+    with WorkFolder(out, PartOf(1, 2)) as work:
+        work.begin(wanted, stub_tokenizer)
+        before = sorted(work.path.rglob("*"))
+        with pytest.raises(DataError, match=r"--part 2/3: the work in .* was begun in parts of 2\. .*--part I/2"), WorkFolder(out, PartOf(2, 3)):
+            pass
+        assert sorted(work.path.rglob("*")) == before
+    with WorkFolder(out, PartOf(2, 2)) as work:
+        assert work.plan() == wanted
