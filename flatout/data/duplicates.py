@@ -8,6 +8,7 @@ is, and training loses what it has too.
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -72,7 +73,9 @@ def find_duplicates(work: WorkFolder, records: Sequence[RangeRecord], *, kept: S
 
 def _flags(work: WorkFolder, records: Sequence[RangeRecord], places: dict[tuple[int, SplitName], slice], folder: Path, total: int) -> Array:
     """Return 1 for each document of the corpus that was there before, on the disk."""
-    flags = np.memmap(folder / "flags", np.uint8, "w+", shape=max(total, 1))[:total]
+    with (folder / "flags").open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, max(total, 1))  # a full disk says so here; written through the map, it kills the process
+    flags = np.memmap(folder / "flags", np.uint8, "r+", shape=max(total, 1))[:total]
     for path in _sorted_out(work, records, places, folder, -(-total // SORTED_AT_ONCE)):
         marks = np.fromfile(path, _SORTED)
         order = np.lexsort((marks["document"], marks["hash"][:, 1], marks["hash"][:, 0]))

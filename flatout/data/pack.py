@@ -23,7 +23,7 @@ OnBadRow = Literal["raise", "skip"]
 Duplicates = Literal["keep", "drop"]
 
 MARK = np.dtype([("hash", "<u8", 2), ("text_bytes", "<i8")])
-"""What tells a document from others: half the SHA-256 of its prompt and text; and the bytes of its text."""
+"""What tells a document from others: half the SHA-256 of its prompt's length, prompt and text; and the bytes of its text."""
 
 HELD_TOKENS = 1 << 20
 """So many tokens of a split are held at most before they are written, whatever there is to pack."""
@@ -327,7 +327,8 @@ class _Packer:
         num_bytes = num_bytes_of(text)
         self._text_bytes += num_bytes
         if self._marked:
-            mark = hashlib.sha256(prompt.encode() + b"\0")
+            asked = prompt.encode()
+            mark = hashlib.sha256(len(asked).to_bytes(8, "little") + asked)
             for chunk in chunks_of(text):
                 mark.update(chunk.encode())
             self._marks.append(mark.digest()[:16] + num_bytes.to_bytes(8, "little"))

@@ -1,10 +1,13 @@
+import errno
 import json
+import os
 import random
 
 import numpy as np
 import pytest
 
 from flatout.data import duplicates, ranges
+from flatout.data.disk import Unfinished
 from flatout.data.duplicates import runs
 from flatout.data.prepare import Options, prepare_dataset
 from flatout.data.shards import Dataset
@@ -80,6 +83,29 @@ def test_a_prompt_is_part_of_a_document(tmp_path):
     assert documents(made.path, "train") + documents(made.path, "val") == ["ayes", "byes", "cyes", "anot", "bnot", "dnot"]
     mask = Dataset.open(made.path).split("train").read_mask_range(0, made.manifest.splits["train"].tokens)
     assert mask.tolist() == [False, True, True, True, True] * 3
+
+
+def test_where_a_prompt_ends_tells_documents_apart(tmp_path):
+    path = write(tmp_path / "rows.jsonl", ["b", "\0b", "c" * 40], ["a\0", "a", ""])
+    made = prepare_dataset([path], tmp_path / "out", Options(tokenizer="byte", split="tail 0.9", duplicates="drop", mask_field="ask"))
+    assert sum(entry.count for entry in made.manifest.skipped) == 0
+
+
+def test_a_disk_that_is_full_when_duplicates_are_flagged_keeps_what_is_done(tmp_path, monkeypatch):
+    path = write(tmp_path / "rows.jsonl", [f"text {number % 50}" for number in range(100)])
+    options = Options(tokenizer="byte", split="tail 0.4", duplicates="drop")
+    allocate = os.posix_fallocate
+
+    def full(_file, _offset, size):
+        assert size == 100, "a byte for each document"
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(Unfinished, match=r"Cannot write .*out: No space left on device.*keeps what is done"):
+        prepare_dataset([path], tmp_path / "out", options)
+    monkeypatch.setattr(os, "posix_fallocate", allocate)
+    assert list((tmp_path / ".out.part" / "ranges").glob("*.json"))
+    assert prepare_dataset([path], tmp_path / "out", options).manifest.documents == 50
 
 
 def test_a_validation_of_duplicates_alone_is_refused(tmp_path):
