@@ -1,13 +1,18 @@
-"""Standard input, kept in a file: it can be read only once, and preparing reads its text more often, from several processes."""
+"""Standard input, kept in a file: it can be read only once, and preparing reads its text more often, from several processes.
+
+The file is the process's own, whatever it holds, and locked while the process lives: one that nobody locks was left by a kill.
+"""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import hashlib
 import os
 import sys
 import tempfile
+import zlib
 from pathlib import Path
 from typing import IO
 
@@ -16,14 +21,17 @@ from flatout.progress import SILENT, Progress
 from flatout.sources.packed import open_bytes
 
 _BLOCK = 1 << 20
-_PACKED = {b"\x1f\x8b": ".gz", b"BZh": ".bz2", b"\x28\xb5\x2f\xfd": ".zst"}
+_PACKED = {b"\x1f\x8b": ".gz", b"BZh": ".bz2", b"\x28\xb5\x2f\xfd": ".zst", b"PAR1": ".parquet"}
 """How packed bytes begin, and the ending of a file that holds them."""
 _KINDS = {".txt": "one text", ".jsonl": "JSONL", ".parquet": "Parquet"}
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_PREFIX = ".stdin-"
 
 
 def spool_standard_input(folder: Path | None = None, *, stream: IO[bytes] | None = None, progress: Progress = SILENT) -> tuple[Path, str]:
     """Write standard input to a file in `folder` and return it with its SHA-256; it is removed when the process ends.
+
+    Files that killed processes left there are removed.
 
     Its name ends as what it holds: Parquet, or packed or plain, JSONL when the first character that is no space is `{`, else one text.
 
@@ -32,10 +40,10 @@ def spool_standard_input(folder: Path | None = None, *, stream: IO[bytes] | None
     folder = Path(tempfile.gettempdir()) if folder is None else folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=".stdin-", suffix=".part", dir=folder)
-        part = Path(name)
+        _sweep(folder)
+        handle, part = _opened(folder)
         try:
-            with os.fdopen(handle, "wb") as file, progress.task("Reading standard input", unit="MB") as task:
+            with open(handle, "wb", closefd=False) as file, progress.task("Reading standard input", unit="MB") as task:
                 digest, size = hashlib.sha256(), 0
                 source = sys.stdin.buffer if stream is None else stream
                 while block := source.read(_BLOCK):
@@ -43,40 +51,54 @@ def spool_standard_input(folder: Path | None = None, *, stream: IO[bytes] | None
                     digest.update(block)
                     size += len(block)
                     task.advance(len(block) / 1e6)
-            target = _named(part, digest.hexdigest())
+            packed = _packed(part)
+            part = part.rename(part.with_suffix(packed if packed == ".parquet" else f".txt{packed}"))
+            if packed != ".parquet" and _first_byte(part) == b"{":
+                part = part.rename(part.with_name(part.name.replace(".txt", ".jsonl")))
         except BaseException:
-            part.unlink(missing_ok=True)
+            _remove(part, handle)
             raise
     except OSError as error:
         raise DataError(
             f"Cannot keep standard input in {folder}: {error.strerror or error}.", fix="Make room there, or write the text to a file and name that."
         ) from error
-    atexit.register(_remove, target)
-    progress.say(f"Standard input: {size:,} bytes, read as {_KINDS[target.suffixes[0]]}{', packed' if len(target.suffixes) > 1 else ''}.")
-    return target, digest.hexdigest()
+    atexit.register(_remove, part, handle)
+    progress.say(f"Standard input: {size:,} bytes, read as {_KINDS[part.suffixes[0]]}{', packed' if len(part.suffixes) > 1 else ''}.")
+    return part, digest.hexdigest()
 
 
-def _named(part: Path, sha256: str) -> Path:
-    """Give the file the name that says what it holds, so that it is read as any file of such a name."""
-    with part.open("rb") as file:
+def _opened(folder: Path) -> tuple[int, Path]:
+    """Return a new file of this process alone, open and locked until it is closed, which the system does when the process ends."""
+    while True:
+        handle, name = tempfile.mkstemp(prefix=_PREFIX, suffix=".part", dir=folder)
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        if os.fstat(handle).st_nlink:  # else another process took it for one that was left, before it was locked
+            return handle, Path(name)
+        os.close(handle)
+
+
+def _sweep(folder: Path) -> None:
+    """Remove the files that no process locks; what belongs to others may stay."""
+    for left in folder.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            handle = os.open(left, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                left.unlink()
+            finally:
+                os.close(handle)
+
+
+def _packed(path: Path) -> str:
+    """Return the ending of a name that says how the file is packed; Parquet is a kind of its own, and what is plain has none."""
+    with path.open("rb") as file:
         beginning = file.read(4)
-    base = f".stdin-{sha256[:16]}"
-    if beginning == b"PAR1":
-        return part.rename(part.with_name(f"{base}.parquet"))
-    ending = next((ending for magic, ending in _PACKED.items() if beginning.startswith(magic)), "")
-    target = part.rename(part.with_name(f"{base}.txt{ending}"))
-    try:
-        if _first_byte(target) == b"{":
-            target = target.rename(target.with_name(f"{base}.jsonl{ending}"))
-    except BaseException:
-        target.unlink(missing_ok=True)
-        raise
-    return target
+    return next((ending for magic, ending in _PACKED.items() if beginning.startswith(magic)), "")
 
 
 def _first_byte(path: Path) -> bytes:
     """Return the first byte that is no space; of a file that does not unpack, none: reading it says so."""
-    with contextlib.suppress(OSError, EOFError), open_bytes(str(path)) as file:
+    with contextlib.suppress(OSError, EOFError, zlib.error), open_bytes(str(path)) as file:
         block = file.read(_BLOCK).removeprefix(_BYTE_ORDER_MARK).lstrip()
         while not block and (block := file.read(_BLOCK)):
             block = block.lstrip()
@@ -84,5 +106,6 @@ def _first_byte(path: Path) -> bytes:
     return b""
 
 
-def _remove(path: Path) -> None:
+def _remove(path: Path, handle: int) -> None:
     path.unlink(missing_ok=True)
+    os.close(handle)

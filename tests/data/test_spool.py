@@ -2,8 +2,10 @@ import bz2
 import gzip
 import hashlib
 import io
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -35,7 +37,8 @@ def test_what_it_holds_is_told_by_how_it_begins(tmp_path, data, ending):
     path, sha256 = spool_standard_input(tmp_path, stream=io.BytesIO(data))
     assert path.read_bytes() == data
     assert sha256 == hashlib.sha256(data).hexdigest()
-    assert path.name == f".stdin-{sha256[:16]}{ending}"
+    assert path.name.startswith(".stdin-")
+    assert "".join(path.suffixes) == ending
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -58,6 +61,52 @@ def test_it_is_gone_when_the_process_ends(tmp_path):
     done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], input=ROWS, cwd=ROOT, capture_output=True, timeout=60, check=True)
     assert done.stdout.decode().strip() == repr(ROWS)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_same_text_twice_is_two_files(tmp_path):
+    (one, mark), (two, same) = (spool_standard_input(tmp_path, stream=io.BytesIO(ROWS)) for _ in range(2))
+    assert one != two
+    assert mark == same
+    assert one.read_bytes() == two.read_bytes() == ROWS
+
+
+KEEPS = """
+import sys
+from pathlib import Path
+from flatout.data.spool import spool_standard_input
+spool_standard_input(Path(sys.argv[1]))
+print("kept", flush=True)
+sys.stdin.close()
+Path(sys.argv[2]).open().read()
+"""
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_what_a_killed_process_left_is_removed_and_that_of_a_living_one_is_not(tmp_path, whole):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    os.mkfifo(tmp_path / "wait")
+    command = [sys.executable, "-c", KEEPS, str(folder), str(tmp_path / "wait")]
+    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        process.stdin.write(ROWS * 200_000)
+        process.stdin.flush()
+        if whole:
+            process.stdin.close()
+            assert process.stdout.readline() == b"kept\n"
+        while not any(path.stat().st_size for path in folder.iterdir()):
+            time.sleep(0.02)
+        (left,) = folder.iterdir()
+        assert left.name.endswith(".jsonl" if whole else ".part")
+        mine, _ = spool_standard_input(folder, stream=io.BytesIO(ROWS))
+        assert sorted(folder.iterdir()) == sorted([left, mine])
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        process.stdin.close()
+    again, _ = spool_standard_input(folder, stream=io.BytesIO(ROWS))
+    assert sorted(folder.iterdir()) == sorted([mine, again])
 
 
 def test_no_room_is_said_and_nothing_stays(tmp_path):
