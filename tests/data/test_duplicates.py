@@ -92,7 +92,7 @@ def test_where_a_prompt_ends_tells_documents_apart(tmp_path):
 
 
 def test_a_disk_that_is_full_when_duplicates_are_flagged_keeps_what_is_done(tmp_path, monkeypatch):
-    path = write(tmp_path / "rows.jsonl", [f"text {number % 50}" for number in range(100)])
+    path = write(tmp_path / "rows.jsonl", [f"text {number % 80}" for number in range(100)])
     options = Options(tokenizer="byte", split="tail 0.4", duplicates="drop")
     allocate = os.posix_fallocate
 
@@ -105,7 +105,7 @@ def test_a_disk_that_is_full_when_duplicates_are_flagged_keeps_what_is_done(tmp_
         prepare_dataset([path], tmp_path / "out", options)
     monkeypatch.setattr(os, "posix_fallocate", allocate)
     assert list((tmp_path / ".out.part" / "ranges").glob("*.json"))
-    assert prepare_dataset([path], tmp_path / "out", options).manifest.documents == 50
+    assert prepare_dataset([path], tmp_path / "out", options).manifest.documents == 80
 
 
 def test_a_validation_of_duplicates_alone_is_refused(tmp_path):
