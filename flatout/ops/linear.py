@@ -140,7 +140,9 @@ class _Bf16(torch.autograd.Function):
         narrow_NI, narrow_OI = hidden_NI.bfloat16(), weight_OI.bfloat16()
         ctx.save_for_backward(narrow_NI, narrow_OI)
         ctx.hidden_dtype = hidden_NI.dtype
-        return functional.linear(narrow_NI, narrow_OI).to(result)
+        product_NO = functional.linear(narrow_NI, narrow_OI)
+        # A conversion that converts nothing would return another name of the product, and torch 2.11 compiles that without a gradient.
+        return product_NO if product_NO.dtype == result else product_NO.to(result)
 
     @staticmethod
     def backward(ctx: Any, grad_NO: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
