@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 import pickle
 import re
 import time
@@ -16,10 +17,13 @@ from typing import Any, Literal
 
 import numpy as np
 
+from flatout.data.disk import expanded
 from flatout.data.manifest import MANIFEST, Manifest
 from flatout.data.plan import parse_rule
+from flatout.data.request import difference
 from flatout.data.shards import Dataset
 from flatout.data.tokenizer import Tokenizer, make_tokenizer
+from flatout.data.work import refuse_mount
 from flatout.data.writer import DatasetWriter
 from flatout.errors import DataError
 from flatout.progress import SILENT, Progress
@@ -70,6 +74,8 @@ def import_chunks(
     Raises: DataError naming the chunk that is missing or cannot be used, and the token that the vocabulary does not have.
     """
     started = time.perf_counter()
+    chunks, out = expanded(chunks), expanded(out)
+    refuse_mount(out)
     fraction = _tail(split)
     files = find_chunks(chunks)
     metadata = _metadata(chunks / METADATA)
@@ -82,7 +88,7 @@ def import_chunks(
         "fingerprint": _fingerprint(files),
         "tokenizer": known.digest(),
         "documents": documents,
-        "split": split,
+        "split": f"tail {fraction}",
         "metadata": metadata,
     }
     held = _held(out, source)
@@ -231,12 +237,18 @@ def _metadata(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"), parse_constant=str, parse_float=_finite)
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path} cannot be read: {error}.", fix="Repair it, or take it away: nothing in it is needed.") from error
     if not isinstance(found, dict):
         raise DataError(f"{path} is not a JSON object.", fix="Repair it, or take it away: nothing in it is needed.")
     return found
+
+
+def _finite(text: str) -> float | str:
+    """Return a number as the manifest can hold it; one too large stays text, as NaN does: neither is in JSON, nor equal to what is read back."""
+    number = float(text)
+    return number if math.isfinite(number) else text
 
 
 def _check_stated(metadata: Mapping[str, Any], folder: Path, what: str, found: int) -> None:
@@ -259,9 +271,16 @@ def _fingerprint(files: Sequence[Path]) -> str:
 
 
 def _held(out: Path, source: Mapping[str, Any]) -> Manifest | None:
-    """Return the manifest of the folder when it was made of these very chunks; what else it may hold, the writer refuses."""
+    """Return the manifest of the folder when it was made of these very chunks; None when it is no data set.
+
+    Raises: DataError when it holds another, naming the difference.
+    """
     if not (out / MANIFEST).is_file():
         return None
     held = Dataset.open(out).manifest
-    same = all(held.source.get(key) == value for key, value in source.items() if key != "names")
-    return held if same else None
+    there, asked = ({key: value for key, value in one.items() if key != "metadata"} for one in (held.source, source))
+    said = [difference(there, asked)] + [f"{METADATA} has changed"] * (held.source.get("metadata") != source["metadata"])
+    different = "; ".join(filter(None, said))
+    if different:
+        raise DataError(f"{out} holds another data set: {different}.", fix="Choose another --out, or remove that folder.")
+    return held

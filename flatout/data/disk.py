@@ -72,6 +72,17 @@ class CheckedFile:
                 self._temporary.unlink()
 
 
+def expanded(path: Path | str) -> Path:
+    """Return the path with the home folder that `~` at its beginning stands for.
+
+    Raises: DataError when there is no such folder.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise DataError(f"{path}: no home folder is known for {Path(path).parts[0]!r}.", fix="Write the path out, from / on.") from error
+
+
 def write_whole(path: Path, text: str) -> None:
     """Put `text` in `path` so that a reader, a kill or a power cut at any moment finds what was there before or all of it, never a part.
 

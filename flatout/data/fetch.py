@@ -19,10 +19,11 @@ from pathlib import Path
 import numpy as np
 
 from flatout.data.corpus import CACHE
-from flatout.data.disk import PART, CheckedFile
+from flatout.data.disk import PART, CheckedFile, expanded
 from flatout.data.limits import in_words
 from flatout.data.manifest import BLOCK_BYTES, MANIFEST, FileEntry, Manifest, parse_manifest, read_manifest
-from flatout.data.shards import Dataset, file_problems
+from flatout.data.problems import file_problems
+from flatout.data.shards import Dataset
 from flatout.data.transfers import Transfers
 from flatout.errors import DataError, without_secrets
 from flatout.progress import SILENT, Progress
@@ -45,7 +46,7 @@ def open_place(place: str | Path, *, cache: Path = CACHE, progress: Progress = S
 
 def absolute_place(place: str) -> str:
     """Return an address as it is, and a path from the root on."""
-    return place if is_address(place) else str(Path(place).absolute())
+    return place if is_address(place) else str(expanded(place).absolute())
 
 
 def stored_address(address: str) -> str:

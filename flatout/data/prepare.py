@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from flatout.data.corpus import CACHE
-from flatout.data.disk import Unfinished
+from flatout.data.disk import Unfinished, expanded
 from flatout.data.duplicates import find_duplicates, where_dropped, without
 from flatout.data.join import check, join
 from flatout.data.limits import BadRowLimit
@@ -102,6 +102,7 @@ def prepare_dataset(
     """
     started = time.perf_counter()
     check_workers(workers)
+    out = expanded(out)
     request = open_request(sources, out, options, from_file=from_file, cache=cache, progress=progress)
     return replace(prepare_request(request, out, workers, engine), seconds=time.perf_counter() - started)
 
@@ -135,6 +136,7 @@ def prepare_part(
     """
     started = time.perf_counter()
     check_workers(workers)
+    out = expanded(out)
     request = open_request(sources, out, options, from_file=from_file, cache=cache, progress=progress)
     with WorkFolder(out, part) as work:
         if _held_or_claimed(out, request, work) is not None:
@@ -154,6 +156,7 @@ def join_parts(
     Raises: DataError when something is missing, saying which parts are.
     """
     started = time.perf_counter()
+    out = expanded(out)
     request = open_request(sources, out, options, from_file=from_file, cache=cache, progress=progress)
     with WorkFolder(out) as work:
         held = _held(out, request, work)
@@ -265,7 +268,7 @@ def _packed(work: WorkFolder, planned: Planned, wanted: list[Range], crew: Worke
     try:
         with request.progress.task("Tokenising", total=total, unit="MB") as task:
             made = crew.pack(left, Setup(planned.packing, work.ranges), _reporter(task))
-            bad_rows = BadRowLimit(request.options.max_bad_rows)
+            bad_rows = BadRowLimit(request.options.max_bad_rows, sum(piece.num_bytes for piece in planned.ranges))
             for piece in wanted:
                 records.append(done[piece.number] if piece.number in done else next(made))
                 bad_rows.add(records[-1])

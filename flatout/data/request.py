@@ -9,17 +9,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flatout.data.corpus import CACHE, Corpus, on_both_sides, open_corpus
+from flatout.data.corpus import CACHE, Corpus, load_card, on_both_sides, open_corpus
 from flatout.data.limits import check_space
 from flatout.data.pack import Duplicates, Job, OnBadRow, Packing
 from flatout.data.plan import NAMED, Plan, empty, make_named_plan, make_plan, parse_rule
 from flatout.data.ranges import Range, make_ranges
 from flatout.data.sample import sample_texts, texts_by_hash
-from flatout.data.tokenizer import Tokenizer, make_tokenizer
+from flatout.data.tokenizer import Tokenizer, make_tokenizer, read_tokenizer, tokenizer_place
 from flatout.data.work import StoredPlan, WorkFolder, refuse_mount
 from flatout.errors import DataError, without_secrets
 from flatout.progress import SILENT, Progress
+from flatout.registry import DATASETS
 from flatout.sources import Document
+
+USUAL_FIELD = "text"
+"""The field of a row that holds its text, where none is named."""
 
 
 @dataclass(frozen=True)
@@ -126,8 +130,8 @@ def describe(corpus: Corpus, options: Options) -> dict[str, Any]:
         "tokenizer": tokenizer_mark(options.tokenizer),
         "pattern": options.pattern,
         "end_of_text": options.end_of_text,
-        "text_field": options.text_field,
-        "split": corpus.split if corpus.validation is None else NAMED,
+        "text_field": options.text_field or _usual_fields(corpus),
+        "split": _normal("split", corpus.split) if corpus.validation is None else NAMED,
         "val": None if corpus.validation is None else [without_secrets(name) for name in corpus.validation.names],
         "val_fingerprint": None if corpus.validation is None else corpus.validation.fingerprint,
         "max_documents": options.max_documents,
@@ -138,18 +142,39 @@ def describe(corpus: Corpus, options: Options) -> dict[str, Any]:
     }
 
 
+def _usual_fields(corpus: Corpus) -> str:
+    """Return which field is read where none is asked for: that of each card, and `text` of all else."""
+    names = (*corpus.names, *(corpus.validation.names if corpus.validation is not None else ()))
+    cards = DATASETS.names()
+    return " and ".join(sorted({load_card(name).text_field if name in cards else USUAL_FIELD for name in names}))
+
+
+def _normal(key: str, value: Any) -> Any:
+    """Return a value of a description as all that mean the same are written; older manifests hold what was typed."""
+    if key == "text_field":
+        return value or USUAL_FIELD
+    if key == "split" and value not in (None, NAMED):
+        kind, fraction = parse_rule(value)
+        return f"{kind} {fraction}"
+    return value
+
+
 def tokenizer_mark(spec: str) -> str:
-    """Return what tells one tokenizer from another: its name, or the digest of its file."""
-    path = Path(spec).expanduser()
-    path = path / "tokenizer.json" if path.is_dir() else path
-    is_name = spec in ("char", "byte") or spec.startswith("train:")
-    return spec if is_name or not path.is_file() else f"sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}"
+    """Return what tells one tokenizer from another: its name, or the digest of its file.
+
+    Raises: DataError when it is a file that cannot be read, or a folder without one.
+    """
+    if spec in ("char", "byte") or spec.startswith("train:"):
+        return spec
+    path = tokenizer_place(spec)
+    return f"sha256:{hashlib.sha256(read_tokenizer(path)).hexdigest()}" if path.is_file() else spec
 
 
 def difference(there: Mapping[str, Any], asked: Mapping[str, Any]) -> str:
     """Return how two descriptions differ, in words; nothing when they are of the same data set."""
-    different = [key for key in asked if key not in ("names", "val") and there.get(key) != asked[key]]
-    said = [f"{key} {there.get(key)!r} there, {asked[key]!r} asked for" for key in different if not key.endswith("fingerprint")]
+    values = {key: (_normal(key, there.get(key)), _normal(key, asked[key])) for key in asked if key not in ("names", "val")}
+    different = [key for key, (one, other) in values.items() if one != other]
+    said = [f"{key} {values[key][0]!r} there, {values[key][1]!r} asked for" for key in different if not key.endswith("fingerprint")]
     if "fingerprint" in different:
         names, wanted = " ".join(there.get("names", [])), " ".join(asked["names"])
         said.append("the text has changed" if names == wanted else f"the text of {names} there, of {wanted} asked for")

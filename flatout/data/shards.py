@@ -9,7 +9,6 @@ Letters in names: N windows, T tokens of one window, W = T + 1 (a window and its
 
 from __future__ import annotations
 
-import hashlib
 import mmap
 import os
 import time
@@ -22,8 +21,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from flatout.data.disk import expanded
 from flatout.data.manifest import BLOCK_BYTES, FileEntry, Manifest, SplitEntry, SplitName, read_manifest
 from flatout.data.order import shuffled
+from flatout.data.problems import PREPARE_AGAIN, file_problems
 from flatout.errors import DataError
 
 if TYPE_CHECKING:
@@ -35,7 +36,6 @@ CHECKERS = 4
 """Threads that check blocks, where several are touched for the first time together: as the first step of a run does."""
 SIZES_EVERY_S = 1.0
 """How often the sizes of the files in use are looked at: each look costs as much as reading some windows."""
-PREPARE_AGAIN = "The folder is damaged: delete it and run `flatout prepare` again."
 
 
 class Dataset:
@@ -54,10 +54,10 @@ class Dataset:
 
         Raises: DataError when it is no data set, or a file is missing, has another size, or is another tokenizer.
         """
-        folder = Path(path)
+        folder = expanded(path)
         dataset = cls(folder, read_manifest(folder), place=place)
-        for _, problem in file_problems(folder, dataset.manifest):
-            raise DataError(problem, fix=PREPARE_AGAIN)
+        for problem in file_problems(folder, dataset.manifest):
+            raise DataError(problem.what, fix=problem.fix)
         return dataset
 
     @property
@@ -368,31 +368,3 @@ def _resized(path: Path, found: int, size: int) -> DataError:
         f"{path} has {found} bytes now; it had {size} when the data set was opened.",
         fix="Put the file back, or prepare the data set again; then run the same command: a run goes on from its last checkpoint.",
     )
-
-
-def file_problems(folder: Path, manifest: Manifest) -> Iterator[tuple[str, str]]:
-    """Yield what is wrong with a folder's files as far as their sizes tell, and with its tokenizer: the file's name and a sentence."""
-    for name, split in manifest.splits.items():
-        yield from _size_problems(folder, name, split, np.dtype(manifest.dtype).itemsize)
-    path = folder / manifest.tokenizer.file
-    if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != manifest.tokenizer.digest:
-        yield path.name, f"{path} is not the tokenizer that made these tokens."
-
-
-def _size_problems(folder: Path, name: str, split: SplitEntry, itemsize: int) -> Iterator[tuple[str, str]]:
-    for entry in (*split.shards, *split.masks, split.document_ends):
-        path = folder / entry.name
-        size = path.stat().st_size if path.is_file() else None
-        if size != entry.size_bytes:
-            found = "is missing" if size is None else f"has {size} bytes"
-            yield entry.name, f"{path} {found}; the manifest says {entry.size_bytes} bytes."
-        if len(entry.block_crc32) != -(-entry.size_bytes // BLOCK_BYTES):
-            yield entry.name, f"{folder}: the manifest does not have one checksum a block for {entry.name}."
-    sizes = {
-        "tokens": (sum(entry.size_bytes for entry in split.shards), split.tokens * itemsize),
-        "documents": (split.document_ends.size_bytes, split.documents * 8),
-        "mask values": (sum(entry.size_bytes for entry in split.masks), split.tokens if split.masks else 0),
-    }
-    for what, (found_bytes, wanted_bytes) in sizes.items():
-        if found_bytes != wanted_bytes:
-            yield name, f"{folder}: the files of {name} hold {found_bytes} bytes of {what}, not {wanted_bytes}."

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from flatout.data.corpus import CACHE
+from flatout.data.disk import expanded
 from flatout.data.fast_path import WORTHWHILE_CHARACTERS, choose_engine
 from flatout.data.tokenizers_bpe import RankTokenizer, read_tiktoken, train_bpe
 from flatout.data.tokenizers_hub import is_repository, tokenizer_file
@@ -110,9 +111,7 @@ def _trained(spec: str, train_on: Callable[[int], Iterable[str]], progress: Prog
 
 
 def _from_files(spec: str, pattern: str | None, end_of_text: str | None, progress: Progress) -> StoredTokenizer:
-    path = Path(spec).expanduser()
-    if path.is_dir():
-        path = path / "tokenizer.json"
+    path = tokenizer_place(spec)
     if path.is_file():
         return load_tokenizer(path, pattern=pattern, end_of_text=end_of_text)
     if is_repository(spec) and not path.parent.is_dir():
@@ -126,6 +125,32 @@ def _from_files(spec: str, pattern: str | None, end_of_text: str | None, progres
         )
     near = nearest(path.name, [entry.name for entry in path.parent.iterdir()]) if path.parent.is_dir() else None
     raise DataError(f"There is no tokenizer file {path}.", fix=f"Did you mean {str(path.parent / near)!r}?" if near else "Check the path.")
+
+
+def tokenizer_place(spec: str) -> Path:
+    """Return the file that `spec` names, itself or by its folder; it may not be there.
+
+    Raises: DataError for a folder without a tokenizer.json.
+    """
+    path = expanded(spec)
+    if not path.is_dir():
+        return path
+    if not (path / "tokenizer.json").is_file():
+        near = sorted(entry.name for entry in path.glob("*.tiktoken"))
+        fix = f"Name the file: {str(path / near[0])!r}." if near else "Name a folder that has one, or give char, byte or train:N."
+        raise DataError(f"The folder {path} has no tokenizer.json.", fix=fix)
+    return path / "tokenizer.json"
+
+
+def read_tokenizer(path: Path) -> bytes:
+    """Return what is in a tokenizer's file.
+
+    Raises: DataError when it cannot be read.
+    """
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DataError(f"Cannot read the tokenizer {path}: {error.strerror}.", fix="Check the path and its permissions.") from error
 
 
 def _vocabulary_size(spec: str) -> int:
@@ -146,10 +171,7 @@ def load_tokenizer(path: Path, *, pattern: str | None = None, end_of_text: str |
 
     Raises: DataError when the file cannot be read or is none of these.
     """
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise DataError(f"Cannot read the tokenizer {path}: {error.strerror}.", fix="Check the path and its permissions.") from error
+    data = read_tokenizer(path)
     if path.suffix == ".tiktoken":
         return read_tiktoken(data, name or str(path), pattern=pattern)
     return parse_tokenizer(data, name or str(path), end_of_text=end_of_text)

@@ -10,9 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from flatout.data.disk import expanded
 from flatout.data.fetch import stored_blocks, stored_manifest, stored_tokenizer
 from flatout.data.manifest import FileEntry, Manifest, read_manifest
-from flatout.data.shards import Split, file_problems
+from flatout.data.problems import file_problems
+from flatout.data.shards import Split
 from flatout.data.tokenizer import load_tokenizer
 from flatout.data.transfers import Transfers
 from flatout.errors import DataError, FlatoutError
@@ -40,10 +42,11 @@ def verify_dataset(folder: Path, *, progress: Progress = SILENT) -> Verified:
     Memory: one block, and the document ends.
     Raises: DataError when the folder has no manifest that can be read.
     """
+    folder = expanded(folder)
     manifest = read_manifest(folder)
     unsized = list(file_problems(folder, manifest))
-    problems = [problem for _, problem in unsized]
-    damaged = {name for name, _ in unsized}
+    problems = [problem.what for problem in unsized]
+    damaged = {problem.name for problem in unsized}
     if manifest.tokenizer.file not in damaged:
         problems += _tokenizer_problems(folder, manifest)
     entries = manifest.files

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from flatout.data.disk import expanded
 from flatout.data.join import SHARD_BYTES, join
 from flatout.data.manifest import Manifest, SkippedEntry, SplitName
 from flatout.data.ranges import RangeWriter
@@ -32,7 +33,7 @@ class DatasetWriter:
 
     def __init__(self, out: Path | str, *, vocab_size: int, shard_bytes: int = SHARD_BYTES) -> None:
         self._shard_bytes = shard_bytes
-        self._work = WorkFolder(Path(out))
+        self._work = WorkFolder(expanded(out))
         refuse_occupied(self._work.out)
         self._work.make()
         self._range = RangeWriter(self._work.ranges, 0, vocab_size=vocab_size)

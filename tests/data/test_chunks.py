@@ -74,10 +74,24 @@ def test_importing_again_does_nothing_and_another_set_is_refused(chunks):
     folder = chunks({0: np.arange(200)})
     bring_in(folder)
     assert bring_in(folder).existed
-    with pytest.raises(DataError, match="already exists"):
+    assert bring_in(folder, split="tail 0.10").existed
+    with pytest.raises(DataError, match=r"holds another data set: split 'tail 0\.1' there, 'tail 0\.2' asked for"):
         bring_in(folder, split="tail 0.2")
+    with pytest.raises(DataError, match=r"documents 'end-of-text' there, 'chunk' asked for"):
+        bring_in(folder, documents="chunk")
     torch.save(torch.arange(200) + 1, path(folder, 0))
-    with pytest.raises(DataError, match="already exists"):
+    with pytest.raises(DataError, match="holds another data set: the text has changed"):
+        bring_in(folder)
+
+
+def test_what_json_has_no_number_for_is_kept_as_text_and_compares(chunks):
+    folder = chunks({0: np.arange(200)})
+    (folder / "metadata.json").write_text('{"loss": NaN, "most": -Infinity, "large": [1e999, 1.5]}')
+    made = bring_in(folder)
+    assert made.manifest.source["metadata"] == {"loss": "NaN", "most": "-Infinity", "large": ["1e999", 1.5]}
+    assert bring_in(folder).existed
+    (folder / "metadata.json").write_text('{"loss": 1}')
+    with pytest.raises(DataError, match=r"holds another data set: metadata\.json has changed\."):
         bring_in(folder)
 
 

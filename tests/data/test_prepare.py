@@ -148,7 +148,7 @@ def test_the_same_text_in_another_place_is_the_same_data_set(book, tmp_path):
         ({"tokenizer": "char"}, "tokenizer 'byte' there, 'char' asked for"),
         ({"split": "tail 0.5"}, "split None there, 'tail 0.5' asked for"),
         ({"max_documents": 5}, "max_documents None there, 5 asked for"),
-        ({"text_field": "body"}, "text_field None there, 'body' asked for"),
+        ({"text_field": "body"}, "text_field 'text' there, 'body' asked for"),
     ],
 )
 def test_another_data_set_there_is_refused_and_kept(book, tmp_path, changed, said):

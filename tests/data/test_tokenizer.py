@@ -9,6 +9,7 @@ import pytest
 from texts import CORPUS, STRANGE
 
 from flatout.data import tokenizers_stored
+from flatout.data.request import tokenizer_mark
 from flatout.data.tokenizer import load_tokenizer, make_tokenizer, parse_tokenizer
 from flatout.data.tokenizers_bpe import GPT2_PATTERN, KNOWN, Known, read_tiktoken, train_bpe
 from flatout.errors import DataError
@@ -321,3 +322,23 @@ def test_a_long_text_is_looked_through_once_however_small_its_chunks(monkeypatch
     (ids,) = made.encode_stream("a" for _ in range(20_000))
     assert len(ids) == len(made.encode("a" * 20_000))
     assert len(asked) < 50
+
+
+def test_a_folder_without_a_tokenizer_is_said(tmp_path):
+    with pytest.raises(DataError, match=rf"The folder {tmp_path} has no tokenizer\.json\. Fix: Name a folder that has one"):
+        make_tokenizer(str(tmp_path), give)
+    tiktoken_file(tmp_path / "own.tiktoken")
+    with pytest.raises(DataError, match=r"Name the file: '.*own\.tiktoken'\."):
+        make_tokenizer(str(tmp_path), give)
+
+
+def test_a_file_that_may_not_be_read_is_said(tmp_path, monkeypatch):
+    path = huggingface_file(tmp_path / "tokenizer.json")
+
+    def closed(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", closed)
+    for call in (lambda: make_tokenizer(str(path), give), lambda: tokenizer_mark(str(path))):
+        with pytest.raises(DataError, match=r"Cannot read the tokenizer .*tokenizer\.json: Permission denied\."):
+            call()
