@@ -6,8 +6,9 @@ import glob
 import hashlib
 import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Self
 
@@ -85,6 +86,9 @@ class Corpus:
     """The split rule that is asked for, or that of the card when the corpus is one card."""
     validation: Corpus | None = None
     """Text for validation alone; with it, no rule is followed."""
+    moment: str = ""
+    """What changes when a file here is written again, in validation text too: a digest of sizes and times. Nothing where there is none, but for
+    standard input and what a card has, which a checksum of their own marks."""
 
     @property
     def all_parts(self) -> tuple[Part, ...]:
@@ -147,17 +151,27 @@ def open_corpus(
                 f"--val {name} is a data set card, not text.", fix=f"Name the card as the source, or ./{name} for the file or folder here."
             )
     fields = {key: field for key, field in (("text_field", text_field), ("mask_field", mask_field)) if field is not None}
-    parts: list[Part] = []
-    for name in names:
-        parts.extend(_card_parts(name, fields, from_file, cache, progress) if name in cards else _text_parts(name, fields, spool, progress))
+    opened = [
+        _card_parts(name, fields, from_file, cache, progress) if name in cards else _text_parts(name, fields, spool, progress) for name in names
+    ]
+    apart = [_text_parts(name, fields, spool, progress) for name in val]
+    moment = _moment(parts for name, parts in zip([*names, *val], [*opened, *apart], strict=True) if name not in (*cards, STANDARD_INPUT))
     card = load_card(cards[0]) if len(names) == len(cards) == 1 else None
     held_out: Corpus | None = None
     if val:
-        held_out = Corpus(tuple(val), tuple(part for name in val for part in _text_parts(name, fields, spool, progress)), None)
+        held_out = Corpus(tuple(val), tuple(chain.from_iterable(apart)), None)
     elif card is not None and card.validation is not None and split is None:
         address = card.address_of(card.validation)
         held_out = Corpus((address,), tuple(_source_parts(card.source, {"path": address}, {"text_field": card.text_field} | fields)), None)
-    return Corpus(tuple(names), tuple(parts), split or (card.split if card is not None else None), held_out)
+    return Corpus(tuple(names), tuple(chain.from_iterable(opened)), split or (card.split if card is not None else None), held_out, moment)
+
+
+def _moment(opened: Iterable[Sequence[Part]]) -> str:
+    """Return a digest of the sizes and times of the files here that some parts read; nothing when there are none."""
+    files = dict.fromkeys(path for parts in opened for part in parts for path in files_of(part) if not is_address(path))
+    found = (Path(path).stat() for path in files)
+    marks = "".join(f"{one.st_size} {one.st_mtime_ns}\n" for one in found)
+    return hashlib.sha256(marks.encode()).hexdigest() if marks else ""
 
 
 def on_both_sides(corpus: Corpus) -> str | None:

@@ -208,7 +208,7 @@ def _begun(work: WorkFolder, request: Request) -> Planned:
     tokenizer = _tokenizer(options.tokenizer, made, request)
     ranges = make_ranges(made.jobs)
     check_space(work.out, [job.part.num_bytes for job in made.jobs], tokenizer)
-    stored = StoredPlan.of(made, ranges, corpus.all_parts, request.source, tokenizer)
+    stored = StoredPlan.of(made, ranges, corpus.all_parts, request.source, tokenizer, moment=corpus.moment)
     there = work.begin(stored, tokenizer)
     return _planned(made, ranges, tokenizer, options) if there == stored else _followed(work, there, request)
 
@@ -234,6 +234,11 @@ def check_same(work: WorkFolder, stored: StoredPlan, request: Request) -> None:
         raise DataError(
             f"{work.path} holds half of another data set: {different}.",
             fix=f"Ask for what is there, choose another --out, or remove the folder {work.path}, which gives up what is done.",
+        )
+    if stored.moment and stored.moment != request.corpus.moment:
+        raise DataError(
+            f"The text has changed since the work in {work.path} was begun: a file has another size or another time.",
+            fix=f"Put the text back as it was, its time too, or remove the folder {work.path}, which gives up what is done.",
         )
 
 

@@ -302,3 +302,29 @@ def test_a_folder_with_the_name_of_a_card_is_said(cards, tmp_path, monkeypatch):
     assert texts(open_corpus(["play"], cache=tmp_path / "cache", progress=Listener())) == [TEXT]
     assert "./play" in said[0]
     assert texts(open_corpus(["./play"])) == ["mine"]
+
+
+def test_files_that_may_change_have_a_moment(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.txt", "b.txt"):
+        Path(name).write_text(name)
+        os.utime(name, (5, 5))
+
+    def moment(*names, **options):
+        return open_corpus(names, **options).moment
+
+    first = moment("a.txt", val=["b.txt"])
+    assert first == moment("a.txt", val=["b.txt"]) == moment("./a.txt", "b.txt")
+    os.utime("b.txt", (5, 6))
+    assert len({first, moment("a.txt", val=["b.txt"]), moment("a.txt")}) == 3
+    Path("b.txt").write_text("longer")
+    os.utime("b.txt", (5, 5))
+    assert moment("a.txt", "b.txt") != first
+
+
+def test_what_a_checksum_marks_has_no_moment(cards, tmp_path, monkeypatch):
+    (tmp_path / "mine.txt").write_text(TEXT)
+    assert open_corpus(["play"], from_file=str(tmp_path / "mine.txt")).moment == ""
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(TEXT.encode())))
+    assert open_corpus(["-"], spool=tmp_path).moment == ""
+    assert open_corpus(["synthetic:documents=3"]).moment == ""

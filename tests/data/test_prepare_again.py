@@ -9,7 +9,7 @@ import pytest
 
 from flatout.data import prepare as stage
 from flatout.data import ranges
-from flatout.data.prepare import Options, prepare_dataset, prepare_part
+from flatout.data.prepare import Options, join_parts, prepare_dataset, prepare_part
 from flatout.data.work import PartOf, WorkFolder
 from flatout.data.writer import DatasetWriter
 from flatout.errors import DataError, RunFailed
@@ -189,3 +189,30 @@ def test_a_mount_point_is_refused_before_anything_is_read(rows, tmp_path, monkey
     for file in made.path.iterdir():
         file.rename(out / file.name)
     assert prepare_dataset([str(rows)], out, Options(tokenizer="byte")).existed, "a data set that is mounted there is there"
+
+
+@pytest.mark.parametrize("older", [False, True], ids=["now", "a plan of before that was written down"])
+def test_text_that_was_written_again_is_noticed_where_its_fingerprint_is_the_same(rows, tmp_path, monkeypatch, older):
+    monkeypatch.setattr(files, "fingerprint", lambda *_: "of blocks that are the same")
+    monkeypatch.setattr(files, "PART_BYTES", 700)
+    monkeypatch.setattr(ranges, "RANGE_BYTES", 1400)
+    options, work = Options(tokenizer="byte", split="hash 0.1"), tmp_path / ".out.part"
+    prepare_part([str(rows)], tmp_path / "out", options, PartOf(1, 2))
+    if older:
+        plan = json.loads((work / "plan.json").read_text())
+        del plan["moment"]
+        (work / "plan.json").write_text(json.dumps(plan))
+    before = rows.stat()
+    rows.write_text(rows.read_text().replace("row 7 ", "row X "))
+    os.utime(rows, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+    assert rows.stat().st_size == before.st_size
+    calls = (
+        lambda: prepare_part([str(rows)], tmp_path / "out", options, PartOf(2, 2)),
+        lambda: join_parts([str(rows)], tmp_path / "out", options),
+        lambda: prepare_dataset([str(rows)], tmp_path / "out", options),
+    )
+    for call in calls[: 0 if older else 3]:
+        with pytest.raises(DataError, match=rf"The text has changed since the work in {work} was begun.*remove the folder {work}"):
+            call()
+    os.utime(rows, ns=(before.st_atime_ns, before.st_mtime_ns + older))
+    assert not prepare_dataset([str(rows)], tmp_path / "out", options).existed
