@@ -21,7 +21,7 @@ from flatout.data.manifest import SPLITS, SplitName
 from flatout.data.pack import MARK, Assignment
 from flatout.data.ranges import Range, RangeRecord, RangeSplit
 from flatout.data.work import WorkFolder
-from flatout.sources import FIRST_NAMED, Document
+from flatout.sources import FIRST_NAMED, Document, Place
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -132,12 +132,12 @@ def without(work: WorkFolder, records: Sequence[RangeRecord], dropped: Dropped) 
     return left
 
 
-def where_dropped(ranges: Sequence[Range], assignment: Assignment, dropped: Dropped) -> list[str]:
+def where_dropped(ranges: Sequence[Range], assignment: Assignment, dropped: Dropped) -> list[Place]:
     """Return where the first documents that are left out are, in the order of the corpus. Their ranges are read again for it.
 
     A range in which a document could not be tokenised is passed over: the others cannot be counted off.
     """
-    named: list[str] = []
+    named: list[Place] = []
     for work in ranges:
         drops = {name: dropped.of(work.number, name) for name in SPLITS}
         if any(drop.any() for drop in drops.values()):
@@ -147,15 +147,15 @@ def where_dropped(ranges: Sequence[Range], assignment: Assignment, dropped: Drop
     return named[:FIRST_NAMED]
 
 
-def _where(work: Range, assignment: Assignment, drops: Mapping[SplitName, Array]) -> list[str]:
-    found: list[str] = []
+def _where(work: Range, assignment: Assignment, drops: Mapping[SplitName, Array]) -> list[Place]:
+    found: list[Place] = []
     counts = dict.fromkeys(SPLITS, 0)
     for job in work.jobs:
         documents = (row for row in job.rows() if isinstance(row, Document))
         for ordinal, row in enumerate(documents, job.first):
             for name, _ in (job.assignment or assignment).pieces(row.text, ordinal):
                 if drops[name][counts[name] : counts[name] + 1].any() and len(found) < FIRST_NAMED:
-                    found.append(row.where())
+                    found.append(row.place)
                 counts[name] += 1
     return found if all(counts[name] == len(drops[name]) for name in SPLITS) else []
 

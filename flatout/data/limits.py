@@ -1,4 +1,4 @@
-"""What prepare stops at: a disk without room, and more bad rows than a sound text has."""
+"""What prepare stops at: a disk without room, more bad rows than a sound text has, and damage."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from flatout.data.join import SHARD_BYTES
 from flatout.data.manifest import token_dtype
 from flatout.data.ranges import RangeRecord
 from flatout.errors import DataError
+from flatout.sources import FIRST_NAMED, Place
+from flatout.sources.packed import CANNOT_BE_READ
 
 if TYPE_CHECKING:
     from flatout.data.tokenizer import Tokenizer
@@ -22,6 +24,8 @@ BAD_SHARE = 0.01
 """Of the rows so far, so many may be bad when no limit is stated,"""
 BAD_ROWS = 100
 """and this many in any case."""
+UNREAD_SHARE = 0.01
+"""Of all the text, so much may lie in what is damaged."""
 
 TEXT_BYTES_PER_TOKEN = 3.0
 """Of a tokenizer that joins letters; most text has more, and the disk needs less."""
@@ -49,24 +53,40 @@ def in_words(size: int) -> str:
 
 
 class BadRowLimit:
-    """Counts the bad rows of ranges in order, and stops at too many; None stands for the usual limit."""
+    """Counts the bad rows of ranges in order, and stops at too many; None stands for the usual limit.
 
-    def __init__(self, most: int | None) -> None:
+    What is damaged is one row, however much is lost in it: that much of the text is counted too, of which there are `num_bytes` in all.
+    """
+
+    def __init__(self, most: int | None, num_bytes: int) -> None:
         self._most = most
-        self._rows = self._bad = 0
-        self._first = ""
+        self._num_bytes = num_bytes
+        self._rows = self._bad = self._unread_bytes = 0
+        self._first: tuple[Place, str] | None = None
+        self._damaged: list[Place] = []
 
     def add(self, record: RangeRecord) -> None:
         """Count those of the next range.
 
-        Raises: Unfinished saying how many rows are bad, and what is wrong with the first.
+        Raises: Unfinished saying how many rows are bad or how much is damaged, and what is wrong with the first.
         """
         self._rows += record.documents + sum(entry.count for entry in record.skipped)
         self._bad += record.bad_rows
         self._first = self._first or record.first_bad
         limit = max(BAD_ROWS, int(self._rows * BAD_SHARE)) if self._most is None else self._most
         if self._bad > limit:
+            assert self._first is not None
+            place, what = self._first
             raise Unfinished(
-                f"{self._bad:,} of the first {self._rows:,} rows cannot be used, and {limit:,} may be skipped. The first: {self._first}",
+                f"{self._bad:,} of the first {self._rows:,} rows cannot be used, and {limit:,} may be skipped. The first: {place.where()} {what}.",
                 fix=f"Look at these rows, or allow more with --max-bad-rows {10 * self._bad}, which keeps what is done.",
+            )
+        self._unread_bytes += record.unread_bytes
+        self._damaged += [place for entry in record.skipped if entry.reason == CANNOT_BE_READ for place in entry.first]
+        if self._unread_bytes > UNREAD_SHARE * self._num_bytes:
+            share = min(self._unread_bytes / max(self._num_bytes, 1), 1)
+            damaged = ", ".join(place.where() for place in self._damaged[:FIRST_NAMED])
+            raise Unfinished(
+                f"{share:.1%} of the text lies in files, or parts of them, that are damaged, and {UNREAD_SHARE:.0%} may be left out: {damaged}.",
+                fix="Fetch these files again; or take them out of the source, or unpack what is left of them, and name that.",
             )

@@ -12,7 +12,7 @@ import numpy as np
 from flatout.data.manifest import SPLITS, SkippedEntry, SplitName
 from flatout.data.tokenizers_stored import PIECE_CHARACTERS, NotEncodable
 from flatout.errors import without_secrets
-from flatout.sources import FIRST_NAMED, BadRow, Document, LeftOut, Part, Row
+from flatout.sources import FIRST_NAMED, BadRow, Document, LeftOut, Part, Place, Row
 from flatout.sources.long import LongText, Text, chunks_of
 
 if TYPE_CHECKING:
@@ -137,26 +137,29 @@ class Skipped:
     """Rows left out, counted by reason, the first of each named."""
 
     counts: dict[str, int] = field(default_factory=dict)
-    first: dict[str, list[str]] = field(default_factory=dict)
+    first: dict[str, list[Place]] = field(default_factory=dict)
     bad: int = 0
     """How many of them were bad rows; the others a source left out by its own rule."""
-    first_bad: str = ""
-    """What is wrong with the first bad row."""
+    first_bad: BadRow | None = None
+    """The first of those."""
+    unread_bytes: int = 0
+    """About how much text was lost with those that stand for something damaged."""
 
-    def add(self, reason: str, names: Sequence[str], count: int = 1) -> None:
-        """Count rows, the first of which are named."""
+    def add(self, reason: str, places: Sequence[Place], count: int = 1) -> None:
+        """Count rows, the first of which are at these places."""
         self.counts[reason] = self.counts.get(reason, 0) + count
         named = self.first.setdefault(reason, [])
-        named.extend(names[: FIRST_NAMED - len(named)])
+        named.extend(places[: FIRST_NAMED - len(named)])
 
     def entries(self) -> tuple[SkippedEntry, ...]:
-        """Return them as they are stored; names that are not UTF-8 as near as can be."""
+        """Return them as a manifest names them, by lines, for which files are read again; names that are not UTF-8 as near as can be."""
         return tuple(
-            SkippedEntry(reason=reason, count=count, first=tuple(map(_storable, self.first[reason]))) for reason, count in self.counts.items()
+            SkippedEntry(reason=reason, count=count, first=tuple(storable(place.where()) for place in self.first[reason]))
+            for reason, count in self.counts.items()
         )
 
 
-def _storable(name: str) -> str:
+def storable(name: str) -> str:
     """Return a file's name as text, also where its bytes are not UTF-8; of an address, without its secrets."""
     return without_secrets(name.encode("utf-8", errors="surrogateescape").decode("utf-8", errors="replace"))
 
@@ -225,50 +228,43 @@ def _pack_job(job: Job, packing: Packing, packers: dict[SplitName, _Packer], ski
     assignment = job.assignment or packing.assignment
     for row in job.rows():
         if isinstance(row, LeftOut):
-            skipped.add(row.reason, [row.name])
+            skipped.add(row.reason, [row.place])
         elif isinstance(row, BadRow):
             skip_or_raise(row, skipped, packing.on_bad_row)
         else:
             ordinal += 1
             try:
-                made = [(name, text, _tokenised(row, text, packing)) for name, text in assignment.pieces(row.text, ordinal)]
-                prompt = _tokenised(row, row.prompt, packing) if row.prompt and packing.mask_field else ()
+                made = [(name, text, _tokenised(text, packing)) for name, text in assignment.pieces(row.text, ordinal)]
+                prompt = _tokenised(row.prompt, packing) if row.prompt and packing.mask_field else ()
+                for name, text, pieces in made:
+                    packer = packers[name]
+                    if prompt:
+                        packer.begin(prompt)
+                    for done, ids in enumerate(pieces, 1):
+                        packer.go_on(ids)
+                        if done % PIECES_TOLD == 0:
+                            read = min(PIECES_TOLD * PIECE_CHARACTERS, left)
+                            left -= read
+                            yield read
+                    packer.end(row.prompt if prompt else "", text)
+                    prompt = ()
             except NotEncodable as error:
-                skip_or_raise(BadRow(error, "cannot be tokenised", row.where()), skipped, packing.on_bad_row)
-                continue
-            for name, text, pieces in made:
-                packer = packers[name]
-                if prompt:
-                    packer.begin(prompt)
-                for done, ids in enumerate(pieces, 1):
-                    packer.go_on(ids)
-                    if done % PIECES_TOLD == 0:
-                        read = min(PIECES_TOLD * PIECE_CHARACTERS, left)
-                        left -= read
-                        yield read
-                packer.end(row.prompt if prompt else "", text)
-                prompt = ()
+                what = f"cannot be tokenised: {error.what.removesuffix('.')}"
+                skip_or_raise(BadRow(what, error.fix, "cannot be tokenised", row.name, row.offset), skipped, packing.on_bad_row)
     yield left
 
 
-def _tokenised(row: Document, text: Text, packing: Packing) -> Iterable[Array]:
-    """Return the ids of a text of a row, piece by piece; those of a long one are made as they are asked for.
+def _tokenised(text: Text, packing: Packing) -> Iterable[Array]:
+    """Return the ids of a text, piece by piece; those of a long one are made as they are asked for.
 
     Raises: NotEncodable when it cannot be tokenised; for a long one only where that would be skipped: it is all or nothing.
     """
     if isinstance(text, str) and len(text) <= HELD_CHARACTERS:
-        return list(_ids(row, text, packing.tokenizer))
+        return list(packing.tokenizer.encode_stream(chunks_of(text)))
     if packing.on_bad_row == "skip":
-        for _ in _ids(row, text, packing.tokenizer):
+        for _ in packing.tokenizer.encode_stream(chunks_of(text)):
             pass
-    return _ids(row, text, packing.tokenizer)
-
-
-def _ids(row: Document, text: Text, tokenizer: Tokenizer) -> Iterator[Array]:
-    try:
-        yield from tokenizer.encode_stream(chunks_of(text))
-    except NotEncodable as error:
-        raise NotEncodable(f"{row.where()}: {error.what}", fix=error.fix) from error
+    return packing.tokenizer.encode_stream(chunks_of(text))
 
 
 def skip_or_raise(row: BadRow, skipped: Skipped, on_bad_row: OnBadRow) -> None:
@@ -276,8 +272,9 @@ def skip_or_raise(row: BadRow, skipped: Skipped, on_bad_row: OnBadRow) -> None:
     if on_bad_row == "raise":
         raise row.error
     skipped.bad += 1
-    skipped.first_bad = skipped.first_bad or _storable(row.error.what)
-    skipped.add(row.reason, [row.name])
+    skipped.first_bad = skipped.first_bad or row
+    skipped.unread_bytes += row.unread_bytes
+    skipped.add(row.reason, [row.place])
 
 
 class _Packer:

@@ -10,15 +10,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+from urllib.parse import quote, unquote
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
 
 from flatout.data.disk import CheckedFile, sync, write_whole, writing
-from flatout.data.manifest import SPLITS, FileEntry, SkippedEntry, SplitName, token_dtype
-from flatout.data.pack import Job, Packing, Skipped, Tell, pack
-from flatout.errors import DataError
+from flatout.data.manifest import SPLITS, FileEntry, SplitName, token_dtype
+from flatout.data.pack import Job, Packing, Skipped, Tell, pack, storable
+from flatout.errors import DataError, without_secrets
+from flatout.sources import Place
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -72,6 +74,30 @@ class RangeSplit(_Record):
     """Its files by kind: bin and ends, and mask or marks where they were asked for; none when there are no tokens."""
 
 
+def _stored(place: Place) -> tuple[str, int | None]:
+    """Return a place as JSON can hold it, also where the file's name is not UTF-8."""
+    return quote(without_secrets(place.name), safe="/:, ", errors="surrogateescape"), place.offset
+
+
+def _restored(stored: Any) -> Any:
+    return stored if isinstance(stored, Place) else Place(unquote(stored[0], errors="surrogateescape"), stored[1])
+
+
+StoredPlace = Annotated[Place, BeforeValidator(_restored), PlainSerializer(_stored)]
+"""Where a row is. Its line is looked up for the few that are told of, not for every range's first."""
+
+
+class SkippedRows(_Record):
+    """Rows of a range that were left out for one reason."""
+
+    reason: str
+    """Why."""
+    count: int = Field(ge=1)
+    """How many."""
+    first: tuple[StoredPlace, ...] = ()
+    """Where the first of them are."""
+
+
 class RangeRecord(_Record):
     """A range that is done."""
 
@@ -81,12 +107,14 @@ class RangeRecord(_Record):
     """About how much there was to read."""
     splits: dict[SplitName, RangeSplit]
     """train and val."""
-    skipped: tuple[SkippedEntry, ...] = ()
+    skipped: tuple[SkippedRows, ...] = ()
     """Rows left out."""
     bad_rows: int = Field(0, ge=0)
     """How many of them were bad, not left out by a rule."""
-    first_bad: str = ""
-    """What is wrong with the first of those."""
+    first_bad: tuple[StoredPlace, str] | None = None
+    """Where the first of those is, and what is wrong with it."""
+    unread_bytes: int = Field(0, ge=0)
+    """About how much text was lost in what is damaged, out of num_bytes."""
 
     @property
     def documents(self) -> int:
@@ -153,9 +181,10 @@ class RangeWriter:
             number=self._number,
             num_bytes=self._num_bytes,
             splits=splits,
-            skipped=skipped.entries(),
+            skipped=tuple(SkippedRows(reason=reason, count=count, first=tuple(skipped.first[reason])) for reason, count in skipped.counts.items()),
             bad_rows=skipped.bad,
-            first_bad=skipped.first_bad,
+            first_bad=(first.place, storable(first.what)) if (first := skipped.first_bad) is not None else None,
+            unread_bytes=skipped.unread_bytes,
         )
 
     def abandon(self) -> None:

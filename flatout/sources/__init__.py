@@ -8,17 +8,32 @@ the same documents: the order of documents is part of a data set.
 from __future__ import annotations
 
 import inspect
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
-from flatout.errors import DataError
+from flatout.errors import DataError, without_secrets
 from flatout.sources.long import Text
 from flatout.sources.packed import open_bytes
 from flatout.sources.remote import is_address
 
 FIRST_NAMED = 10
 """Of the rows left out for one reason, so many are named."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a row is. To name it by its line its file is read again: only where a person is told."""
+
+    name: str
+    """The file, or whatever names the row in a message."""
+    offset: int | None = None
+    """First byte of the row, when it is one row of the file `name`."""
+
+    def where(self) -> str:
+        """Return the place as a person looks it up; a row is named by its line."""
+        return self.name if self.offset is None else row_place(self.name, self.offset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,20 +48,44 @@ class Document:
     prompt: str = ""
     """What comes before the text and is not learned from."""
 
-    def where(self) -> str:
-        """Return the place as a person looks it up; a row is named by its line."""
-        return self.name if self.offset is None else row_place(self.name, self.offset)
+    @property
+    def place(self) -> Place:
+        """Where it is."""
+        return Place(self.name, self.offset)
 
 
 @dataclass(frozen=True, slots=True)
 class BadRow:
     """A row that should have been a document; `prepare --on-bad-row` says whether it raises or is skipped and counted."""
 
-    error: DataError
+    what: str
+    """What is wrong with it, as a sentence goes on that begins with where it is: `is not JSON`."""
+    fix: str
+    """What to do about it."""
     reason: str
     """A few words under which such rows are counted."""
     name: str
-    """Where it is."""
+    """The file, or whatever names the row in a message."""
+    offset: int | None = None
+    """First byte of the row, when it is one row of the file `name`."""
+    unread_bytes: int = 0
+    """About how much text is lost with it, of that which its part holds: where it stands for the rest of something that is damaged."""
+
+    @classmethod
+    def of(cls, error: DataError, reason: str, name: str, offset: int | None = None, *, unread_bytes: int = 0) -> Self:
+        """Return the bad row for an error that begins with `name`."""
+        what = error.what.removeprefix(without_secrets(name)).strip().removesuffix(".")
+        return cls(what, error.fix, reason, name, offset, unread_bytes)
+
+    @property
+    def place(self) -> Place:
+        """Where it is."""
+        return Place(self.name, self.offset)
+
+    @property
+    def error(self) -> DataError:
+        """What to raise."""
+        return DataError(f"{self.place.where()} {self.what}.", fix=self.fix)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +94,14 @@ class LeftOut:
 
     reason: str
     name: str
+    """The file, or whatever names the document in a message."""
+    offset: int | None = None
+    """First byte of the row, when the document is one row of the file `name`."""
+
+    @property
+    def place(self) -> Place:
+        """Where it is."""
+        return Place(self.name, self.offset)
 
 
 Row = Document | BadRow | LeftOut
@@ -73,12 +120,10 @@ class Part:
 
     def rows(self) -> Iterator[Row]:
         """Yield what the part holds, in order; empty documents are left out."""
-        empty = 0
         for index, row in enumerate(self.read(*self.arguments)):
             document = Document(row, f"document {index}") if isinstance(row, str) else row
             if isinstance(document, Document) and not document.text:
-                empty += 1
-                yield LeftOut("empty document", document.where() if empty <= FIRST_NAMED else document.name)
+                yield LeftOut("empty document", document.name, document.offset)
             else:
                 yield document
 
@@ -108,8 +153,11 @@ def _call(source: Source, parameters: dict[str, Any]) -> Iterable[Row | str]:
 
 
 def row_place(name: str, offset: int) -> str:
-    """Return `FILE, line N` for the row that begins at byte `offset`; of a remote file, which is not read again for it, `FILE, byte N`."""
-    return f"{name}, byte {offset}" if is_address(name) else f"{name}, line {line_number(name, offset)}"
+    """Return `FILE, line N` for the row that begins at byte `offset`; `FILE, byte N` where the file is remote or gone."""
+    try:
+        return f"{name}, byte {offset}" if is_address(name) else f"{name}, line {line_number(name, offset)}"
+    except (OSError, EOFError, zlib.error):
+        return f"{name}, byte {offset}"
 
 
 def line_number(name: str, offset: int) -> int:

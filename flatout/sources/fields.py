@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from flatout.errors import DataError
 from flatout.registry import nearest
-from flatout.sources import BadRow, Document, Row
+from flatout.sources import BadRow, Document, Place, Row
 
 ROW_BYTES = 12 << 20
 """A row is held whole while it is read, several times over and in up to four bytes a character; a longer one is a bad row."""
@@ -40,46 +39,41 @@ def value_at(row: dict[str, Any], field: str) -> Any:
     return value
 
 
-def document(row: Any, fields: Fields, name: str, offset: int | None, where: Callable[[], str]) -> Row:
-    """Return a row's document, or the bad row when a field is not as it should be; `where` is asked for its place only then."""
+def document(row: Any, fields: Fields, name: str, offset: int | None = None) -> Row:
+    """Return the document of the row of this name, or at this byte of this file; the bad row when a field is not as it should be."""
     if not isinstance(row, dict):
-        return bad_row(where(), "not an object", "is not a JSON object", 'Write rows such as {"text": "..."}.')
+        return BadRow("is not a JSON object", 'Write rows such as {"text": "..."}.', "not an object", name, offset)
     text = value_at(row, fields.text)
     if not isinstance(text, str):
-        return _unusable(row, text, where(), fields.text, "--text-field")
+        return _unusable(row, text, Place(name, offset), fields.text, "--text-field")
     if fields.prompt is None:
         return Document(text, name, offset)
     prompt = value_at(row, fields.prompt)
     if prompt is None or isinstance(prompt, str):
         return Document(text, name, offset, prompt or "")
-    return _unusable(row, prompt, where(), fields.prompt, "--mask-field")
+    return _unusable(row, prompt, Place(name, offset), fields.prompt, "--mask-field")
 
 
-def no_field(where: str, field: str, names: list[str], option: str) -> BadRow:
+def no_field(place: Place, field: str, names: list[str], option: str) -> BadRow:
     """Return the bad row for a field that is not there; `names` are those that could be meant, the likeliest first."""
     guess = nearest(field, names) or (names[0] if names else None)
     fix = f"Did you mean {option} {guess}?" if guess else f"Name the field that holds the text with {option}."
-    return bad_row(where, f"no field {field!r}", f"has no field {field!r}", fix)
+    return BadRow(f"has no field {field!r}", fix, f"no field {field!r}", place.name, place.offset)
 
 
-def bad_row(where: str, reason: str, what: str, fix: str) -> BadRow:
-    """Return a bad row that reads `WHERE WHAT. Fix: FIX`."""
-    return BadRow(DataError(f"{where} {what}.", fix=fix), reason, where)
-
-
-def too_long(where: str, limit: int) -> BadRow:
+def too_long(place: Place, limit: int) -> BadRow:
     """Return the bad row for one that is longer than may be held."""
     fix = "Write its text to a text file of its own, which may have any length, or skip such rows with --on-bad-row skip."
-    return bad_row(where, "too long", f"is longer than {limit >> 20} MiB", fix)
+    return BadRow(f"is longer than {limit >> 20} MiB", fix, "too long", place.name, place.offset)
 
 
-def _unusable(row: dict[str, Any], value: Any, where: str, field: str, option: str) -> BadRow:
+def _unusable(row: dict[str, Any], value: Any, place: Place, field: str, option: str) -> BadRow:
     if value is _MISSING:
         texts = dict(_texts(row))
-        return no_field(where, field, sorted(texts, key=lambda name: len(texts[name]), reverse=True), option)
+        return no_field(place, field, sorted(texts, key=lambda name: len(texts[name]), reverse=True), option)
     kind = _KINDS.get(type(value), type(value).__name__)
     fix = f"Repair the row, name another field with {option}, or skip such rows with --on-bad-row skip."
-    return bad_row(where, f"{field!r} is not text", f"has {field!r}, but it is {kind}, not text", fix)
+    return BadRow(f"has {field!r}, but it is {kind}, not text", fix, f"{field!r} is not text", place.name, place.offset)
 
 
 def _texts(row: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -17,7 +17,7 @@ from flatout.registry import nearest
 from flatout.sources import BadRow, Document, Part, Row
 from flatout.sources.fields import Fields
 from flatout.sources.long import NotUtf8, measure, not_utf8
-from flatout.sources.packed import CANNOT_BE_READ, is_packed, open_bytes, require_opener, unpacked_name, unreadable
+from flatout.sources.packed import CANNOT_BE_READ, NotHandedOut, is_packed, open_bytes, require_opener, unpacked_name, unreadable
 from flatout.sources.parquet import PARQUET_SUFFIXES, RowGroups, cut_parquet, read_row_groups, require_parquet
 from flatout.sources.remote import find_remote, is_address
 from flatout.sources.rows import read_rows
@@ -242,9 +242,9 @@ def _told_by(path: str, sizes: set[int]) -> str | None:
 
 
 def read_pieces(pieces: tuple[Piece, ...], fields: Fields) -> Iterator[Row]:
-    """Yield the documents of some pieces. Where a file cannot be read on, the rest of the piece is one bad row.
+    """Yield the documents of some pieces. What is damaged is one bad row, which counts the piece as lost: nobody knows how much there was.
 
-    Raises: DataError when a server fails, which is no fault of the text.
+    Raises: DataError when a server or the system does not hand a file out, which is no fault of the text.
     """
     for piece in pieces:
         try:
@@ -255,7 +255,10 @@ def read_pieces(pieces: tuple[Piece, ...], fields: Fields) -> Iterator[Row]:
             else:
                 yield read_text(piece.path)
         except (OSError, EOFError, zlib.error) as error:
-            yield BadRow(unreadable(piece.path, error), CANNOT_BE_READ, piece.path)
+            unread = unreadable(piece.path, error)
+            if isinstance(unread, NotHandedOut):
+                raise unread from error
+            yield BadRow.of(unread, CANNOT_BE_READ, piece.path, unread_bytes=piece.num_bytes)
 
 
 def read_text(path: str) -> Row:
@@ -267,6 +270,6 @@ def read_text(path: str) -> Row:
             return Document(measure(path), path)
         return Document(data.decode("utf-8").removeprefix("\ufeff"), path)
     except NotUtf8 as error:
-        return BadRow(error, "not UTF-8", path)
+        return BadRow.of(error, "not UTF-8", path)
     except UnicodeDecodeError as error:
-        return BadRow(not_utf8(path, path, error.start, data[error.start]), "not UTF-8", path)
+        return BadRow.of(not_utf8(path, error.start, data[error.start]), "not UTF-8", path)

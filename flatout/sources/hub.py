@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 from flatout.errors import DataError, MissingPackage
@@ -51,7 +51,7 @@ def read_shard(name: str, config: str | None, split: str, commit: str, shard: in
             raise DataError(f"{_place(name, split, shard)} breaks off after row {number}: {said}.", fix="Run it again.") from error
         number += 1
         where = f"{_place(name, split, shard)}, row {number}"
-        yield document(row, fields, where, None, partial(str, where))
+        yield document(row, fields, where)
 
 
 def _place(name: str, split: str, shard: int) -> str:

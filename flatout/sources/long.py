@@ -117,7 +117,7 @@ def _decoded(path: str) -> Iterator[str]:
             try:
                 text, used = codecs.utf_8_decode(data, "strict", not block)
             except UnicodeDecodeError as error:
-                raise not_utf8(path, path, offset + error.start, data[error.start]) from error
+                raise not_utf8(path, offset + error.start, data[error.start]) from error
             if text:
                 yield text.removeprefix(mark)
                 mark = ""
@@ -126,9 +126,9 @@ def _decoded(path: str) -> Iterator[str]:
             held, offset = data[used:], offset + used
 
 
-def not_utf8(where: str, path: str, offset: int, byte: int) -> NotUtf8:
+def not_utf8(path: str, offset: int, byte: int) -> NotUtf8:
     """Return the error for bytes that are not UTF-8, naming the first such byte of the file."""
     return NotUtf8(
-        f"{where} is not UTF-8: byte 0x{byte:02x} at offset {offset}.",
+        f"{path} is not UTF-8: byte 0x{byte:02x} at offset {offset}.",
         fix=f"Convert it, for example `iconv -f latin1 -t utf-8 {path}`, or skip such documents with --on-bad-row skip.",
     )

@@ -23,6 +23,10 @@ class Damaged(OSError):
     """Packed bytes that do not unpack; what reads files makes a bad row of it."""
 
 
+class NotHandedOut(DataError):
+    """A file that the system does not hand out: no fault of the text, so no bad row; another time it may."""
+
+
 def open_bytes(path: str) -> IO[bytes]:
     """Open a file, here or at an address, for reading; what is packed comes unpacked.
 
@@ -56,9 +60,11 @@ def require_opener(path: str) -> None:
 
 
 def unreadable(path: str, error: Exception) -> DataError:
-    """Return the error for a file that the system does not hand out, or that does not unpack."""
+    """Return the error for a file that the system does not hand out, which is NotHandedOut, or that does not unpack."""
+    of_system = isinstance(error, OSError) and error.errno is not None
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return DataError(f"Cannot read {path}: {reason.rstrip('.')}.", fix="Check that the file is whole and that you may read it.")
+    kind = NotHandedOut if of_system else DataError
+    return kind(f"{path} cannot be read: {reason.rstrip('.')}.", fix="Check that the file is whole and that you may read it.")
 
 
 def _open_zstd(path: str) -> IO[bytes]:

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from flatout.errors import DataError, MissingPackage
-from flatout.sources import BadRow, Row
-from flatout.sources.fields import ROW_BYTES, Fields, bad_row, document, no_field, too_long
-from flatout.sources.packed import CANNOT_BE_READ, open_bytes
+from flatout.errors import MissingPackage
+from flatout.sources import BadRow, Place, Row
+from flatout.sources.fields import ROW_BYTES, Fields, document, no_field, too_long
+from flatout.sources.packed import CANNOT_BE_READ, NotHandedOut, open_bytes, unreadable
 
 PARQUET_SUFFIXES = {".parquet"}
 BATCH_ROWS = 256
@@ -75,14 +75,14 @@ def read_row_groups(groups: RowGroups, fields: Fields) -> Iterator[Row]:
             parquet = _opened(groups.path, file)
             lacking = _lacking(parquet.schema_arrow, fields)
             if lacking is not None:
-                yield no_field(groups.path, *lacking)
+                yield no_field(Place(groups.path), *lacking)
                 return
             rows = groups.first_row
             for group in range(groups.start, parquet.num_row_groups if groups.end is None else groups.end):
                 yield from _read_row_group(parquet, group, rows, groups.path, fields)
                 rows += parquet.metadata.row_group(group).num_rows
     except _errors() as error:
-        yield _unread(groups.path, error)
+        yield _unread(groups.path, groups.path, error, groups.num_bytes)
 
 
 def _read_row_group(parquet: Any, group: int, first_row: int, path: str, fields: Fields) -> Iterator[Row]:
@@ -95,13 +95,19 @@ def _read_row_group(parquet: Any, group: int, first_row: int, path: str, fields:
                 number += 1
                 yield _row(row, fields, f"{path}, row {number}")
     except _errors() as error:
-        yield _unread(f"{path} after row {number}", error)
+        yield _unread(path, f"{path} after row {number}", error, max(_num_bytes(described, _asked(fields)), 1))
 
 
-def _unread(where: str, error: Exception) -> BadRow:
+def _unread(path: str, where: str, error: Exception, num_bytes: int) -> BadRow:
+    """Return the bad row for what is damaged, and counts as lost whole.
+
+    Raises: DataError when the system does not hand the file out.
+    """
+    if isinstance(unread := unreadable(path, error), NotHandedOut):
+        raise unread from error
     said = " ".join(str(error).split()).rstrip(".")
     fix = "Check that the file is whole; --on-bad-row skip leaves out what cannot be read."
-    return BadRow(DataError(f"Cannot read {where}: {said}.", fix=fix), CANNOT_BE_READ, where)
+    return BadRow(f"cannot be read: {said}", fix, CANNOT_BE_READ, where, unread_bytes=num_bytes)
 
 
 def _asked(fields: Fields) -> list[str]:
@@ -110,10 +116,10 @@ def _asked(fields: Fields) -> list[str]:
 
 def _row(row: dict[str, Any] | UnicodeDecodeError | None, fields: Fields, where: str) -> Row:
     if row is None:
-        return too_long(where, ROW_BYTES)
+        return too_long(Place(where), ROW_BYTES)
     if isinstance(row, UnicodeDecodeError):
-        return bad_row(where, "not UTF-8", f"is not UTF-8: {row.reason}", "Write it again, or skip such rows with --on-bad-row skip.")
-    return document(row, fields, where, None, lambda: where)
+        return BadRow(f"is not UTF-8: {row.reason}", "Write it again, or skip such rows with --on-bad-row skip.", "not UTF-8", where)
+    return document(row, fields, where)
 
 
 def _dictionaries(batch: Any) -> Iterator[dict[str, Any] | UnicodeDecodeError | None]:

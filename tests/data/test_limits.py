@@ -1,17 +1,20 @@
+import gzip
 import json
+import random
 import shutil
 from collections import namedtuple
 
 import pytest
 
+from flatout import sources
 from flatout.data import limits
 from flatout.data.disk import Unfinished
 from flatout.data.limits import BadRowLimit, check_space
-from flatout.data.manifest import SkippedEntry
 from flatout.data.prepare import Options, prepare_dataset
-from flatout.data.ranges import RangeRecord, RangeSplit
+from flatout.data.ranges import RangeRecord, RangeSplit, SkippedRows
 from flatout.data.tokenizer import make_tokenizer
 from flatout.errors import DataError
+from flatout.sources import Place, files
 
 USAGE = namedtuple("usage", "total used free")
 
@@ -45,23 +48,23 @@ def test_a_disk_without_room_is_left_as_it_was(tmp_path, free):
     assert [path.name for path in tmp_path.iterdir()] == ["book.txt"]
 
 
-def record(documents, bad, left_out=0, first=""):
-    skipped = [SkippedEntry(reason=reason, count=count) for reason, count in (("bad", bad), ("dull", left_out)) if count]
+def record(documents, bad, left_out=0, first="row"):
+    skipped = [SkippedRows(reason=reason, count=count) for reason, count in (("bad", bad), ("dull", left_out)) if count]
     splits = {"train": RangeSplit(documents=documents)}
-    return RangeRecord(number=0, num_bytes=0, splits=splits, skipped=skipped, bad_rows=bad, first_bad=first)
+    return RangeRecord(number=0, num_bytes=0, splits=splits, skipped=skipped, bad_rows=bad, first_bad=(Place(first), "is bad"))
 
 
 @pytest.mark.parametrize(("most", "enough"), [(None, limits.BAD_ROWS), (0, 0), (7, 7)])
 def test_too_many_bad_rows_stop_it(most, enough):
-    count = BadRowLimit(most)
-    count.add(record(50, enough, left_out=500, first="book, line 3 is bad."))
+    count = BadRowLimit(most, 1)
+    count.add(record(50, enough, left_out=500, first="book, line 3"))
     with pytest.raises(Unfinished, match=rf"{enough + 1} of the first {551 + enough} rows .* {enough} may be skipped. The first: .*bad") as caught:
-        count.add(record(0, 1, first="line 9 is bad."))
+        count.add(record(0, 1, first="line 9"))
     assert f"--max-bad-rows {10 * (enough + 1)}" in caught.value.fix
 
 
 def test_one_in_a_hundred_may_be_bad():
-    count = BadRowLimit(None)
+    count = BadRowLimit(None, 1)
     count.add(record(99_000, 1_000))
     with pytest.raises(Unfinished):
         count.add(record(0, 1))
@@ -83,3 +86,43 @@ def test_a_higher_limit_goes_on_from_what_is_done(tmp_path):
 def test_a_limit_that_cannot_be_meant_is_refused(tmp_path, options):
     with pytest.raises(DataError, match="--max-bad-rows"):
         prepare_dataset(["missing.txt"], tmp_path / "out", Options(**options))
+
+
+SKIPPING = {"tokenizer": "byte", "split": "tail 0.5", "on_bad_row": "skip"}
+
+
+def cut_archive(path):
+    generator = random.Random(0)
+    rows = "".join(json.dumps({"text": f"row {generator.random()}"}) + "\n" for _ in range(2000)).encode()
+    path.write_bytes(gzip.compress(rows)[:2000])
+
+
+@pytest.mark.parametrize("most", [None, 1, 10**6])
+def test_a_damaged_file_is_no_small_loss_however_many_rows_may_be_bad(tmp_path, most):
+    cut_archive(tmp_path / "rows.jsonl.gz")
+    with pytest.raises(Unfinished, match=r"100\.0% of the text lies in files, .* damaged, and 1% may be left out: .*rows\.jsonl\.gz\. Fix: Fetch"):
+        prepare_dataset([str(tmp_path / "rows.jsonl.gz")], tmp_path / "out", Options(**SKIPPING, max_bad_rows=most))
+
+
+def test_a_little_damage_may_be_left_out_and_counts_as_a_row(tmp_path):
+    cut_archive(tmp_path / "rows.jsonl.gz")
+    (tmp_path / "book.txt").write_text("word " * 200_000)
+    made = prepare_dataset([str(tmp_path)], tmp_path / "out", Options(**SKIPPING))
+    assert [(entry.reason, entry.count) for entry in made.manifest.skipped] == [("cannot be read", 1)]
+    with pytest.raises(Unfinished, match=r"1 of the first \d+ rows cannot be used, and 0 may be skipped"):
+        prepare_dataset([str(tmp_path)], tmp_path / "other", Options(**SKIPPING, max_bad_rows=0))
+
+
+def test_no_more_rows_are_looked_up_than_are_named(tmp_path, monkeypatch):
+    counts = []
+    count = sources.line_number
+    monkeypatch.setattr(sources, "line_number", lambda *place: counts.append(place) or count(*place))
+    monkeypatch.setattr(files, "PART_BYTES", 200)
+    path = tmp_path / "rows.jsonl"
+    texts = ["", "\ud800", "good"]
+    path.write_text("".join(json.dumps({"text": text}) + "\n{\n" for text in texts * 40))
+    made = prepare_dataset([str(path)], tmp_path / "out", Options(**SKIPPING, max_bad_rows=1000), workers=1)
+    skipped = {entry.reason: entry for entry in made.manifest.skipped}
+    assert {reason: entry.count for reason, entry in skipped.items()} == {"empty document": 40, "not JSON": 120, "cannot be tokenised": 40}
+    assert skipped["cannot be tokenised"].first == tuple(f"{path}, line {3 + 6 * number}" for number in range(10))
+    assert len(counts) == 30

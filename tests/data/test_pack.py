@@ -5,9 +5,9 @@ from flatout.data.manifest import SPLITS
 from flatout.data.pack import FIRST_NAMED, ByHash, ByPlace, Job, Packing, Skipped, Tally, Whole, cut_to_bytes, hash_fraction
 from flatout.data.tokenizer import make_tokenizer
 from flatout.errors import DataError
-from flatout.sources import BadRow, Document, LeftOut, Part
+from flatout.sources import BadRow, Document, LeftOut, Part, Place
 
-BAD = BadRow(DataError("Row 7 is bad.", fix="Mend it."), "bad", "row 7")
+BAD = BadRow("is bad", "Mend it.", "bad", "row 7")
 
 
 def read(rows):
@@ -103,18 +103,18 @@ def test_an_empty_part_packs_to_nothing(tokenizer):
 
 
 def test_a_bad_row_raises_or_is_counted(tokenizer):
-    with pytest.raises(DataError, match="Row 7 is bad"):
+    with pytest.raises(DataError, match="row 7 is bad"):
         pack(job("a", BAD, "b"), tokenizer, ByPlace(9, 0), "raise")
     packed = pack(job("a", BAD, LeftOut("too dull", "row 8"), "b"), tokenizer, ByPlace(9, 0), "skip")
     assert byte_tokens(packed, "train") == "a|b|"
     assert packed.skipped.counts == {"bad": 1, "too dull": 1}
-    assert packed.skipped.first == {"bad": ["row 7"], "too dull": ["row 8"]}
+    assert packed.skipped.first == {"bad": [Place("row 7")], "too dull": [Place("row 8")]}
     assert packed.skipped.bad == 1, "what a source leaves out is not bad"
 
 
 def test_what_cannot_be_tokenised_names_the_document_and_leaves_nothing_behind():
     tokenizer = make_tokenizer("char", lambda limit: ["ab"])
-    with pytest.raises(DataError, match=r"^book\.txt: Character 1, 'x'"):
+    with pytest.raises(DataError, match=r"^book\.txt cannot be tokenised: Character 1, 'x'"):
         pack(job(Document("ax", "book.txt")), tokenizer, ByPlace(9, 0), "raise")
     packed = pack(job("a", "ax", "aaax", "b"), tokenizer, ByPlace(2, 2), "skip")
     assert packed.tokens == {"train": [0, 2], "val": [1, 2]}
@@ -146,7 +146,7 @@ def test_text_is_cut_between_characters(text, limit, kept):
 def test_the_first_rows_left_out_are_named_in_order():
     whole = Skipped()
     for part in range(3):
-        whole.add("bad", [f"{part}.{row}" for row in range(7)], 7)
+        whole.add("bad", [Place(f"{part}.{row}") for row in range(7)], 7)
     (entry,) = whole.entries()
     assert (entry.reason, entry.count) == ("bad", 21)
     assert entry.first == tuple(f"{row // 7}.{row % 7}" for row in range(FIRST_NAMED))

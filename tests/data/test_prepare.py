@@ -222,7 +222,7 @@ def test_bad_rows_raise_by_name_or_are_counted_in_the_manifest(tmp_path):
     assert made.manifest.documents == 26
     lines[0:24:2] = [json.dumps({"text": "good"})] * 12
     path.write_text("\n".join(lines))
-    with pytest.raises(DataError, match=r"rows\.jsonl, line 32: Character 5 is U\+D800"):
+    with pytest.raises(DataError, match=r"rows\.jsonl, line 32 cannot be tokenised: Character 5 is U\+D800"):
         prepare_dataset([str(path)], tmp_path / "raises", Options(tokenizer="byte"))
 
 

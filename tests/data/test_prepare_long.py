@@ -155,7 +155,7 @@ def test_a_character_that_a_vocabulary_lacks_is_found_before_anything_is_written
 
 def test_a_word_of_three_mebibytes_is_refused(tmp_path):
     (tmp_path / "a.txt").write_text("a" * (3 << 20))
-    with pytest.raises(DataError, match=r"a\.txt: Nowhere in the 1,048,576 characters from 0 on may text be cut"):
+    with pytest.raises(DataError, match=r"a\.txt cannot be tokenised: Nowhere in the 1,048,576 characters from 0 on may text be cut"):
         prepare_dataset([str(tmp_path / "a.txt")], tmp_path / "out", Options(tokenizer="train:300", split="tail 0.1"), workers=1)
     assert not (tmp_path / "out").exists()
 

@@ -6,10 +6,9 @@ import pytest
 from flatout.data import sample
 from flatout.data.pack import Job, hash_fraction
 from flatout.data.sample import sample_texts, texts_by_hash
-from flatout.errors import DataError
 from flatout.sources import BadRow, LeftOut, Part, files
 
-BAD = BadRow(DataError("Bad.", fix="Mend it."), "bad", "row")
+BAD = BadRow("is bad", "Mend it.", "bad", "row")
 
 
 def read(rows):

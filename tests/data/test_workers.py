@@ -12,7 +12,7 @@ from flatout.data.ranges import Range, read_record, record_path
 from flatout.data.tokenizer import make_tokenizer
 from flatout.data.workers import Crew, Setup
 from flatout.errors import DataError, RunFailed
-from flatout.sources import Part
+from flatout.sources import Part, Place
 
 SOURCE = """
 import os, signal, time
@@ -26,7 +26,7 @@ def numbered(first, count, wait=0.0):
 
 def bad(name, wait):
     time.sleep(wait)
-    yield BadRow(DataError(f"{name} is bad.", fix="Mend it."), "bad", name)
+    yield BadRow("is bad", "Mend it.", "bad", name)
 
 def dies():
     os.kill(os.getpid(), signal.SIGKILL)
@@ -185,6 +185,8 @@ def test_bad_rows_and_what_is_done_travel(source, setup):
     skipping = Setup(Packing(setup.packing.tokenizer, ByHash(0.3), "skip"), setup.folder)
     told = []
     records = pack(ranges(*[(source.bad, f"row {index}", 0.0) for index in range(4)]), skipping, 2, told.append)
-    assert [(entry.reason, entry.first) for record in records for entry in record.skipped] == [("bad", (f"row {index}",)) for index in range(4)]
+    assert [(entry.reason, entry.first) for record in records for entry in record.skipped] == [
+        ("bad", (Place(f"row {index}"),)) for index in range(4)
+    ]
     assert [record.bad_rows for record in records] == [1] * 4
     assert len(told) == 4

@@ -98,7 +98,7 @@ def numbered(first):
 
 
 def bad(name):
-    yield BadRow(DataError(f"{name} is bad.", fix="Mend it."), "bad", name)
+    yield BadRow("is bad", "Mend it.", "bad", name)
 
 
 def breaks():

@@ -44,7 +44,7 @@ def held(first, count, folder):
     yield from numbered(first, count)
 
 def bad(name):
-    yield BadRow(DataError(f"{name} is bad.", fix="Mend it."), "bad", name)
+    yield BadRow("is bad", "Mend it.", "bad", name)
 
 def breaks():
     yield "one"

@@ -5,7 +5,7 @@ from flatout.sources.fields import Fields, document
 
 
 def read(row, text="text", prompt=None):
-    return document(row, Fields(text, prompt), "a.jsonl", None, lambda: "a.jsonl, line 1")
+    return document(row, Fields(text, prompt), "a.jsonl, line 1")
 
 
 def test_a_field_may_lie_inside_others():

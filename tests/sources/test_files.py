@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from flatout import sources
 from flatout.errors import DataError
 from flatout.sources import BadRow, Document, LeftOut, files
-from flatout.sources import rows as sources_rows
+from flatout.sources.packed import NotHandedOut
 
 
 def rows(path, **parameters):
@@ -65,7 +66,7 @@ def test_gzipped_files_are_unpacked(tmp_path):
 def test_a_broken_gzip_file_is_named(tmp_path):
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"x" * 5000)[:-9])
     (bad,) = rows(tmp_path / "a.txt.gz")
-    assert re.search(r"Cannot read .*a\.txt\.gz", str(bad.error))
+    assert re.search(r"a\.txt\.gz cannot be read", str(bad.error))
     assert bad.reason == "cannot be read"
 
 
@@ -94,7 +95,7 @@ def test_rows_cut_into_parts_are_every_row_once(tmp_path, monkeypatch, step):
     assert len(parts) == -(-path.stat().st_size // step)
     found = [row for part in parts for row in part.rows() if isinstance(row, Document)]
     assert [row.text for row in found] == values[1:]
-    assert [row.where() for row in found] == [f"{path}, line {number}" for number in (2, 3, 4, 5, 6)]
+    assert [row.place.where() for row in found] == [f"{path}, line {number}" for number in (2, 3, 4, 5, 6)]
 
 
 def test_the_last_row_needs_no_line_end_and_blank_lines_are_no_rows(tmp_path):
@@ -152,19 +153,30 @@ def test_a_bad_row_names_its_line_and_the_next_is_still_read(tmp_path, line, rea
     assert after.text == "c"
     assert bad.reason == reason
     assert said in str(bad.error)
-    assert bad.name == f"{path}, line 2"
+    assert bad.place.where() == f"{path}, line 2"
 
 
 @pytest.mark.parametrize("step", [7, 40, 1 << 20])
-def test_bad_rows_are_named_by_their_lines_and_the_file_is_counted_once_a_part(tmp_path, monkeypatch, step):
+def test_bad_rows_are_named_by_their_lines_and_the_file_is_counted_for_those_that_are_told(tmp_path, monkeypatch, step):
     monkeypatch.setattr(files, "PART_BYTES", step)
     counts = []
-    count = sources_rows.line_number
-    monkeypatch.setattr(sources_rows, "line_number", lambda *place: counts.append(place) or count(*place))
+    count = sources.line_number
+    monkeypatch.setattr(sources, "line_number", lambda *place: counts.append(place) or count(*place))
     path = tmp_path / "a.jsonl"
     path.write_text('bad\n\n{"text": "x"}\n' * 30)
-    assert [row.name for row in rows(path) if isinstance(row, BadRow)] == [f"{path}, line {line}" for line in range(1, 91, 3)]
-    assert len(counts) <= len(files.files(str(path)))
+    assert [row.place.where() for row in rows(path) if isinstance(row, BadRow)] == [f"{path}, line {line}" for line in range(1, 91, 3)]
+    assert len(counts) == 30
+    assert len(rows(path)) == 60
+    assert len(counts) == 30
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.jsonl.gz"])
+def test_what_the_system_does_not_hand_out_is_no_bad_row(tmp_path, name):
+    write_rows(tmp_path / name, ["x"])
+    (part,) = files.files(str(tmp_path))
+    (tmp_path / name).unlink()
+    with pytest.raises(NotHandedOut, match=rf"{name} cannot be read: No such file"):
+        list(part.rows())
 
 
 def test_the_text_field_can_be_named(tmp_path):
@@ -188,7 +200,7 @@ def test_what_is_there_and_is_no_file_is_not_guessed_at():
 
 def test_empty_rows_are_named_by_their_lines(tmp_path):
     path = write_rows(tmp_path / "a.jsonl", ["x", "", *[""] * 20, "y"])
-    left_out = [row.name for row in rows(path) if isinstance(row, LeftOut)]
+    left_out = [row.place.where() for row in rows(path) if isinstance(row, LeftOut)]
     assert left_out[:10] == [f"{path}, line {line}" for line in range(2, 12)]
     assert len(left_out) == 21
 

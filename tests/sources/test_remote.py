@@ -144,14 +144,14 @@ def test_rows_at_an_address_are_every_row_once(web, ending, pack):
     assert len(parts) == (4 if not ending else 1)
     assert [row.text for part in parts for row in part.rows()] == [f"row {number}" for number in range(3000)]
     rows = [row for part in parts for row in part.rows()]
-    assert rows[1].where() == f"{address}, byte 18"
+    assert rows[1].place.where() == f"{address}, byte 18"
 
 
 def test_a_bad_row_at_an_address_is_named_by_its_byte(memory):
     memory.pipe("/a.jsonl", b'{"text": "one"}\nbad\n{"text": "two"}\n')
     one, bad, two = (row for part in files.files("memory://a.jsonl") for row in part.rows())
     assert (one.text, two.text) == ("one", "two")
-    assert bad.name == "memory://a.jsonl, byte 16"
+    assert bad.place.where() == "memory://a.jsonl, byte 16"
 
 
 def test_folders_and_patterns_at_an_address_are_read_in_sorted_order(memory):

@@ -22,7 +22,7 @@ def with_parts():
 
 def test_a_function_that_yields_strings_is_a_source():
     (part,) = parts_of(plain, "mine:plain", {"count": 3})
-    assert [(row.text, row.where()) for row in part.rows()] == [(f"text {n}", f"document {n}") for n in range(3)]
+    assert [(row.text, row.place.where()) for row in part.rows()] == [(f"text {n}", f"document {n}") for n in range(3)]
     assert [row.text for row in part.rows()] == [f"text {n}" for n in range(3)], "a part can be read twice"
     assert part.fingerprint != parts_of(plain, "mine:plain", {"count": 4})[0].fingerprint
 
