@@ -10,6 +10,7 @@ import typer
 from flatout.commands import Command, Result
 from flatout.data.chunks import Documents, find_chunks
 from flatout.data.chunks import import_chunks as write_chunks
+from flatout.data.disk import expanded
 from flatout.progress import SILENT, Progress
 
 
@@ -51,7 +52,8 @@ def import_chunks(
 
     Raises: DataError naming the chunk that is missing or cannot be used.
     """
-    made = write_chunks(Path(chunks), Path(out), tokenizer=tokenizer, end_of_text=end_of_text, documents=documents, split=split, progress=progress)
+    chunks, out = expanded(chunks), expanded(out)
+    made = write_chunks(chunks, out, tokenizer=tokenizer, end_of_text=end_of_text, documents=documents, split=split, progress=progress)
     return ImportResult(
         path=str(out),
         chunks=made.chunks,
@@ -67,7 +69,7 @@ def check(chunks: Path) -> None:
 
     Raises: DataError with those that are not.
     """
-    find_chunks(chunks)
+    find_chunks(expanded(chunks))
 
 
 COMMAND = Command(call=import_chunks, example="flatout import old/chunks --out data/old --tokenizer tokenizer.json", check=check, needs_torch=True)

@@ -2,9 +2,11 @@
 
 import gzip
 import io
+import os
 import shutil
 import sys
 from collections import namedtuple
+from pathlib import Path
 
 from asking import Case, World, ask
 
@@ -36,6 +38,29 @@ def changed(world: World) -> None:
     begun(world)
     with (world.path / "good.jsonl").open("a") as file:
         file.write('{"text": "one more"}\n')
+
+
+def written_again(world: World) -> None:
+    begun(world)
+    file = world.path / "good.jsonl"
+    os.utime(file, ns=(file.stat().st_atime_ns, file.stat().st_mtime_ns + 1))
+
+
+def mounted(world: World) -> None:
+    (world.path / "data/new").mkdir()
+    world.patch.setattr(os.path, "ismount", lambda path: Path(path).name == "new")
+
+
+def closed_tokenizer(world: World) -> None:
+    """A file that may not be read, which a permission cannot see to for every user."""
+    read = Path.read_bytes
+
+    def guarded(path: Path) -> bytes:
+        if path == Path("data/book/tokenizer.json"):  # as commands call it; the world is compared by whole paths
+            raise PermissionError(13, "Permission denied", str(path))
+        return read(path)
+
+    world.patch.setattr(Path, "read_bytes", guarded)
 
 
 def parquet(world: World, columns: dict[str, list[object]]) -> bytes:
@@ -132,6 +157,43 @@ CASES = [
     Case("a join with parts missing", f"prepare good.jsonl {NEW} --join", ("data/new", "part 2/2"), ("Run those parts", "--join"), begun),
     Case("a part that another process does", f"prepare good.jsonl {NEW} --part 1/2", ("data/new", "Another process"), ("another --out",), held),
     Case("a data set that another process prepares", f"prepare good.jsonl {NEW}", ("data/new", "Another process"), ("another --out",), held),
+    Case(
+        "a part of another number of parts",
+        f"prepare good.jsonl {NEW} --part 2/3",
+        ("--part 2/3", "data/.new.part", "parts of 2"),
+        ("--part I/2",),
+        begun,
+    ),
+    Case("a mount point to prepare into", f"prepare book.txt {NEW}", ("data/new", "mount point"), ("--out data/new/NAME",), mounted),
+    Case("a home folder of nobody", "prepare book.txt --out '~nobody-there/set'", ("~nobody-there/set",), ("from / on",)),
+    Case(
+        "a tokenizer in a home folder of nobody",
+        "prepare book.txt --out data/new --tokenizer '~nobody-there/tokenizer.json'",
+        ("~nobody-there/tokenizer.json",),
+        ("from / on",),
+    ),
+    Case("a folder without a tokenizer", "prepare book.txt --out data/new --tokenizer data", ("data", "tokenizer.json"), ("byte",)),
+    Case(
+        "a tokenizer that may not be read",
+        "prepare book.txt --out data/new --tokenizer data/book/tokenizer.json",
+        ("data/book/tokenizer.json", "Permission denied"),
+        ("permissions",),
+        closed_tokenizer,
+    ),
+    Case(
+        "a data set whose tokenizer may not be read",
+        "inspect data/book",
+        ("data/book/tokenizer.json", "Permission denied"),
+        ("permissions",),
+        closed_tokenizer,
+    ),
+    Case(
+        "work that is half done for text that was written again",
+        f"prepare good.jsonl {NEW}",
+        ("The text has changed", "data/.new.part"),
+        ("Put the text back", "remove the folder data/.new.part"),
+        written_again,
+    ),
     Case(
         "work that is half done for other options",
         "prepare good.jsonl --out data/new --tokenizer char",

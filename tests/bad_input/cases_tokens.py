@@ -26,6 +26,10 @@ def more(world: World) -> None:
     assert ask("prepare book.txt --out data/more --tokenizer byte", world.path).code == 0
 
 
+def imported(world: World) -> None:
+    assert ask(IMPORT, world.path).code == 0
+
+
 class Anything:
     """What a pickle may hold besides weights."""
 
@@ -71,6 +75,13 @@ CASES = [
         ("metadata.json", "num_chunks 2", "1"),
         ("Copy the missing chunks",),
         lambda w: (tensor(w, [1, 2, 256]), w.write("chunks/metadata.json", json.dumps({"num_chunks": 2}))),
+    ),
+    Case(
+        "an import into a folder that holds another",
+        f"{IMPORT} --split 'tail 0.5'",
+        ("data/new", "split 'tail 0.1' there, 'tail 0.5' asked for"),
+        ("another --out",),
+        lambda w: (tensor(w, [1, 2, 256] * 10), imported(w)),
     ),
     Case("chunks split by the hash of text", f"{IMPORT} --split 'hash 0.1'", ("'hash 0.1'",), ("'tail 0.1'",), lambda w: tensor(w, [1, 2, 256])),
     Case(

@@ -1,11 +1,12 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
-from flatout.commands.import_ import COMMAND, import_chunks
+from flatout.commands.import_ import COMMAND, check, import_chunks
 from flatout.registry import COMMANDS
 
 
@@ -32,6 +33,14 @@ def test_the_command_is_called_import(folder):
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["tokens"] == 300
+
+
+def test_a_home_folder_is_written_out(folder, monkeypatch):
+    monkeypatch.setenv("HOME", str(folder.parent))
+    check(Path("~") / folder.name)
+    made = import_chunks(f"~/{folder.name}", "~/set", tokenizer="byte")
+    assert made.path == str(folder.parent / "set")
+    assert (folder.parent / "set" / "manifest.json").exists()
 
 
 def test_a_missing_chunk_is_answered_before_torch_is_loaded(folder):
