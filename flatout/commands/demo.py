@@ -20,7 +20,7 @@ from flatout.commands import Command, Result
 from flatout.config import RunConfig, load_config
 from flatout.errors import ConfigError, DataError
 from flatout.progress import SILENT, Progress
-from flatout.sources.files import missing
+from flatout.sources.local import missing
 
 if TYPE_CHECKING:
     from flatout.data.shards import Dataset

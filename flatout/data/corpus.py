@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import inspect
+import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,8 @@ from flatout.errors import ConfigError, DataError
 from flatout.progress import SILENT, Progress
 from flatout.registry import DATASETS, SOURCES, nearest
 from flatout.sources import Part, parts_of
-from flatout.sources.files import files_of, shared_file
+from flatout.sources.files import files_of, has_rows, rows_as_text, shared_file
+from flatout.sources.local import expanded
 from flatout.sources.remote import is_address
 
 STANDARD_INPUT = "-"
@@ -156,14 +158,31 @@ def open_corpus(
     ]
     apart = [_text_parts(name, fields, spool, progress) for name in val]
     moment = _moment(parts for name, parts in zip([*names, *val], [*opened, *apart], strict=True) if name not in (*cards, STANDARD_INPUT))
+    _check_rows([*names, *val], [*chain(*opened), *chain(*apart)], text_field, progress)
     card = load_card(cards[0]) if len(names) == len(cards) == 1 else None
     held_out: Corpus | None = None
     if val:
         held_out = Corpus(tuple(val), tuple(chain.from_iterable(apart)), None)
     elif card is not None and card.validation is not None and split is None:
         address = card.address_of(card.validation)
-        held_out = Corpus((address,), tuple(_source_parts(card.source, {"path": address}, {"text_field": card.text_field} | fields)), None)
+        held_out = Corpus((address,), tuple(_source_parts(card.source, {"path": address}, _fields_of(card) | fields)), None)
     return Corpus(tuple(names), tuple(chain.from_iterable(opened)), split or (card.split if card is not None else None), held_out, moment)
+
+
+def _check_rows(names: Sequence[str], parts: Sequence[Part], text_field: str | None, progress: Progress) -> None:
+    """Refuse a field where there are no rows to have it, and say where rows are taken for a text.
+
+    Raises: DataError.
+    """
+    if text_field is not None and parts and not any(has_rows(part) for part in parts):
+        raise DataError(
+            f"{' '.join(names)} holds no rows, so it has no field {text_field!r}.",
+            fix="Leave --text-field out, or let the names of files that hold a JSON object a line end in .jsonl.",
+        )
+    whole = rows_as_text(parts)
+    if whole:
+        others = f" and {len(whole) - 1:,} more" if len(whole) > 1 else ""
+        progress.say(f"{whole[0]}{others}: read as one text. It begins as JSONL does: let its name end in .jsonl to have its rows read.")
 
 
 def _moment(opened: Iterable[Sequence[Part]]) -> str:
@@ -195,7 +214,7 @@ def _text_parts(name: str, fields: dict[str, str], spool: Path | None, progress:
 
 def _card_parts(name: str, fields: dict[str, str], from_file: str | None, cache: Path, progress: Progress) -> list[Part]:
     card = load_card(name)
-    fields = {"text_field": card.text_field} | fields
+    fields = _fields_of(card) | fields
     if from_file is None and Path(name).exists():
         progress.say(f"{name} is taken as the data set of that name; write ./{name} for the file or folder here.")
     if card.address is None or card.sha256 is None:
@@ -204,12 +223,16 @@ def _card_parts(name: str, fields: dict[str, str], from_file: str | None, cache:
             raise DataError(f"{name} is not one file, so --from cannot give it.", fix=f"Name your copies of {card.files} as the source.")
         return _source_parts(card.source, {"path": card.address_of(card.files)}, fields)
     if from_file is not None:
-        file = Path(from_file).expanduser()
+        file = expanded(from_file)
         check_file(file, card.sha256)
     else:
         target = cache.expanduser() / name / card.address.rpartition("/")[2]
         file = download(card.address, target, sha256=card.sha256, num_bytes=card.num_bytes, progress=progress)
     return _marked(_source_parts(card.source, {"path": str(file)}, fields), f"{name} {card.sha256}")
+
+
+def _fields_of(card: Card) -> dict[str, str]:
+    return {"text_field": card.text_field} if "text_field" in card.model_fields_set else {}
 
 
 def _marked(parts: list[Part], mark: str) -> list[Part]:
@@ -224,10 +247,10 @@ def _named_parts(name: str, fields: dict[str, str]) -> list[Part]:
     key = source.replace("_", "-")
     if key in SOURCES.names() and key != "files":
         return _source_parts(key, _parameters_of(key, rest, name), fields)
-    if re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*(:.*)?", name) and not Path(name).exists():
+    if re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*(:.*)?", name) and not os.path.exists(name):
         module, function, *given = name.split(":", 2)
         return _source_parts(f"{module}:{function}", _parameters(given[0] if given else "", name), fields)
-    if "/" in name or Path(name).suffix or Path(name).expanduser().exists() or glob.has_magic(name):
+    if "/" in name or Path(name).suffix or os.path.exists(expanded(name)) or glob.has_magic(name):
         return _source_parts("files", {"path": name}, fields)
     known = sorted({*DATASETS.names(), *SOURCES.names()} - {"files"})
     here = [entry.name for entry in Path().iterdir()]
@@ -239,12 +262,13 @@ def _named_parts(name: str, fields: dict[str, str]) -> list[Part]:
 def _source_parts(name: str, parameters: dict[str, Any], fields: dict[str, str]) -> list[Part]:
     """Return the parts of a source, which is given the fields that it takes.
 
-    Raises: DataError for a prompt where there are no rows to have one.
+    Raises: DataError for a field where there are no rows to have it.
     """
     source = SOURCES.get(name)
     taken = inspect.signature(source).parameters
-    if "mask_field" in fields and "mask_field" not in taken:
-        raise DataError(f"The source {name!r} has no rows, so it has no field {fields['mask_field']!r}.", fix="Leave --mask-field out.")
+    for key, option in (("mask_field", "--mask-field"), ("text_field", "--text-field")):
+        if key in fields and key not in taken:
+            raise DataError(f"The source {name!r} has no rows, so it has no field {fields[key]!r}.", fix=f"Leave {option} out.")
     return parts_of(source, name, {key: field for key, field in fields.items() if key in taken} | parameters)
 
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from flatout.data.manifest import BLOCK_BYTES, FileEntry
 from flatout.errors import DataError
+from flatout.sources.local import expanded as expanded
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -70,17 +71,6 @@ class CheckedFile:
                 self._file.close()
             with contextlib.suppress(OSError):
                 self._temporary.unlink()
-
-
-def expanded(path: Path | str) -> Path:
-    """Return the path with the home folder that `~` at its beginning stands for.
-
-    Raises: DataError when there is no such folder.
-    """
-    try:
-        return Path(path).expanduser()
-    except RuntimeError as error:
-        raise DataError(f"{path}: no home folder is known for {Path(path).parts[0]!r}.", fix="Write the path out, from / on.") from error
 
 
 def write_whole(path: Path, text: str) -> None:

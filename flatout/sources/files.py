@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import glob
 import hashlib
+import json
 import urllib.parse
 import zlib
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from flatout.errors import DataError
-from flatout.registry import nearest
 from flatout.sources import BadRow, Document, Part, Row
-from flatout.sources.fields import Fields
+from flatout.sources.fields import ROW_BYTES, Fields
+from flatout.sources.local import find_local, is_hidden, suffix_of
 from flatout.sources.long import NotUtf8, measure, not_utf8
-from flatout.sources.packed import CANNOT_BE_READ, NotHandedOut, is_packed, open_bytes, require_opener, unpacked_name, unreadable
+from flatout.sources.packed import CANNOT_BE_READ, NotHandedOut, is_packed, open_bytes, require_opener, unreadable
 from flatout.sources.parquet import PARQUET_SUFFIXES, RowGroups, cut_parquet, read_row_groups, require_parquet
 from flatout.sources.remote import find_remote, is_address
 from flatout.sources.rows import read_rows
@@ -31,6 +30,7 @@ REMOTE_PART_BYTES = 32 << 20
 TEXT_SUFFIXES = {".txt", ".text", ".md", ".markdown", ".rst", ".tex"}
 ROW_SUFFIXES = {".jsonl", ".ndjson"}
 """With Parquet, what a folder is searched for. A file named outright, or by a glob, may have any name; rows are read of these alone."""
+_SEARCHED_SUFFIXES = frozenset(TEXT_SUFFIXES | ROW_SUFFIXES | PARQUET_SUFFIXES)
 FINGERPRINT_BYTES = 256 << 20
 COMPARED_BYTES = 1 << 20
 """So much of a file is read at most to tell whether another is its copy."""
@@ -125,68 +125,21 @@ def find_files(path: str) -> list[Found]:
         path = urllib.parse.unquote(urllib.parse.urlsplit(path).path)
     if is_address(path):
         return [Found(entry.address, entry.address, entry.size, entry.mark) for entry in find_remote(path, _is_searched_for)]
-    return [Found(str(file), name, file.stat().st_size) for file, name in _find_here(path)]
-
-
-def _find_here(path: str) -> list[tuple[Path, str]]:
-    place = Path(path).expanduser()
-    if place.is_file():
-        return [(place, place.name)]
-    if place.is_dir():
-        return _in_folder(place)
-    if glob.has_magic(path):
-        found = sorted(Path(name) for name in glob.glob(str(place), recursive=True))
-        files = [(file, file.name) for file in found if file.is_file()]
-        if not files:
-            raise DataError(f"No file matches {path!r}.", fix="Quote the pattern and check it with `ls`; `**` crosses folders.")
-        return files
-    if place.exists():
-        raise DataError(f"{place} is not a regular file.", fix="Write the text to a file, and name that.")
-    raise missing(place)
-
-
-def _in_folder(folder: Path) -> list[tuple[Path, str]]:
-    found = [(file.relative_to(folder).as_posix(), file) for file in folder.rglob("*") if file.is_file()]
-    shown = [(name, file) for name, file in sorted(found) if not _is_hidden(name)]
-    files = [(file, name) for name, file in shown if _is_searched_for(name)]
-    if files:
-        return files
-    wanted = " ".join(sorted(TEXT_SUFFIXES | ROW_SUFFIXES | PARQUET_SUFFIXES))
-    common = Counter(_suffix(name) for name, _ in shown).most_common(1)
-    if common:
-        pattern = f"{folder}/**/*{common[0][0]}"
-        raise DataError(f"{folder} holds no file that ends in {wanted}.", fix=f"Name its files by a quoted pattern, for example {pattern!r}.")
-    raise DataError(f"{folder} is an empty folder.", fix=f"Put files that end in {wanted} there, or name another folder.")
-
-
-def missing(place: Path) -> DataError:
-    """Return the error for a path where nothing is: the nearest name in that folder, or the folder that is missing."""
-    if not place.parent.is_dir():
-        return DataError(f"There is no folder {place.parent}.", fix="Check the path.")
-    guess = nearest(place.name, [entry.name for entry in place.parent.iterdir()])
-    return DataError(f"There is no file {place}.", fix=f"Did you mean {str(place.parent / guess)!r}?" if guess else "Check the path.")
-
-
-def _suffix(name: str) -> str:
-    return Path(unpacked_name(name.lower())).suffix
-
-
-def _is_hidden(name: str) -> bool:
-    return any(piece.startswith(".") for piece in name.split("/"))
+    return [Found(str(file), name, file.stat().st_size) for file, name in find_local(path, _SEARCHED_SUFFIXES)]
 
 
 def _is_searched_for(name: str) -> bool:
-    return not _is_hidden(name) and _suffix(name) in TEXT_SUFFIXES | ROW_SUFFIXES | PARQUET_SUFFIXES
+    return not is_hidden(name) and suffix_of(name) in _SEARCHED_SUFFIXES
 
 
 def is_rows(name: str) -> bool:
     """Return whether a file of this name holds JSONL."""
-    return _suffix(name) in ROW_SUFFIXES
+    return suffix_of(name) in ROW_SUFFIXES
 
 
 def is_parquet(name: str) -> bool:
     """Return whether a file of this name holds Parquet."""
-    return _suffix(name) in PARQUET_SUFFIXES
+    return suffix_of(name) in PARQUET_SUFFIXES
 
 
 def fingerprint_of(file: Found, limit: int) -> str:
@@ -215,6 +168,25 @@ def fingerprint(file: Path, size: int, limit: int) -> str:
 def files_of(part: Part) -> list[str]:
     """Return the files that a part reads, here or at addresses; none of a source other than this one."""
     return [piece.path for piece in part.arguments[0]] if part.read is read_pieces else []
+
+
+def has_rows(part: Part) -> bool:
+    """Return whether a part may hold rows: one of files only where they are JSONL or Parquet."""
+    return part.read is not read_pieces or any(isinstance(piece, RowGroups) or is_rows(piece.path) for piece in part.arguments[0])
+
+
+def rows_as_text(parts: Iterable[Part]) -> list[str]:
+    """Return the files here that are called JSON and begin with a whole object in a line, as JSONL does, but are read as a text each."""
+    named = [path for part in parts for path in files_of(part) if suffix_of(path) == ".json" and not is_address(path)]
+    return [path for path in named if _begins_with_a_row(path)]
+
+
+def _begins_with_a_row(path: str) -> bool:
+    try:
+        with open_bytes(path) as file:
+            return isinstance(json.loads(file.readline(ROW_BYTES)), dict)
+    except (OSError, EOFError, zlib.error, ValueError, RecursionError):
+        return False
 
 
 def shared_file(some: Iterable[Part], others: Iterable[Part]) -> str | None:

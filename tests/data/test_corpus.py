@@ -11,6 +11,7 @@ from flatout.data import corpus
 from flatout.data.corpus import Card, load_card, on_both_sides, open_corpus
 from flatout.data.plan import parse_rule
 from flatout.errors import ConfigError, DataError
+from flatout.progress import SILENT
 from flatout.registry import DATASETS
 
 TEXT = "To be, or not to be.\n" * 10
@@ -328,3 +329,29 @@ def test_what_a_checksum_marks_has_no_moment(cards, tmp_path, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(TEXT.encode())))
     assert open_corpus(["-"], spool=tmp_path).moment == ""
     assert open_corpus(["synthetic:documents=3"]).moment == ""
+
+
+def test_a_field_is_refused_where_no_row_has_one(tmp_path):
+    (tmp_path / "rows.json").write_text('{"body": "a"}\n')
+    (tmp_path / "rows.jsonl").write_text('{"body": "a"}\n')
+    with pytest.raises(DataError, match=r"rows\.json holds no rows, so it has no field 'body'\. Fix: .*end in \.jsonl"):
+        open_corpus([str(tmp_path / "rows.json")], text_field="body")
+    with pytest.raises(DataError, match=r"'synthetic' has no rows, so it has no field 'body'\. Fix: Leave --text-field out"):
+        open_corpus(["synthetic:documents=3"], text_field="body")
+    assert open_corpus([str(tmp_path / "rows.json"), str(tmp_path / "rows.jsonl")], text_field="body").parts
+    assert open_corpus([str(tmp_path / "rows.json")], val=[str(tmp_path / "rows.jsonl")], text_field="body").parts
+
+
+@pytest.mark.parametrize(("text", "told"), [('{"text": "a"}\n{"text": "b"}\n', True), ('{\n"text": "a"}\n', False), ('["a"]', False), ("", False)])
+def test_rows_that_are_read_as_one_text_are_told(tmp_path, text, told):
+    said = []
+
+    class Listener(type(SILENT)):
+        def say(self, line):
+            said.append(line)
+
+    for name in ("a.json", "b.json", "c.txt"):
+        (tmp_path / name).write_text(text)
+    open_corpus([f"{tmp_path}/*"], progress=Listener())
+    assert len(said) == told
+    assert not told or f"{tmp_path}/a.json and 1 more: read as one text." in said[0]

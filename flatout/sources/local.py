@@ -1,0 +1,148 @@
+"""What a path of this machine stands for: a file, a folder, a glob. Nothing that is meant is passed over without a word."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from flatout.errors import DataError
+from flatout.registry import nearest
+from flatout.sources.packed import unpacked_name, unreadable
+
+Suffixes = frozenset[str]
+
+
+def expanded(path: Path | str) -> Path:
+    """Return the path with the home folder that `~` at its beginning stands for.
+
+    Raises: DataError when there is no such folder.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise DataError(f"{path}: no home folder is known for {Path(path).parts[0]!r}.", fix="Write the path out, from / on.") from error
+
+
+def find_local(path: str, suffixes: Suffixes) -> list[tuple[Path, str]]:
+    """Return the files that a path stands for, each with its name in the folder or pattern; folders are searched for those of these suffixes.
+
+    Links are followed, to folders too; a folder is searched once, however many lead to it.
+
+    Raises: DataError when there is none, or one that is meant, or a folder, is not handed out.
+    """
+    place = expanded(path)
+    try:
+        if place.is_file():
+            return [(place, place.name)]
+        if place.is_dir():
+            return _in_folder(place, suffixes)
+        if glob.has_magic(path):
+            return _matching(str(place), suffixes)
+        if place.exists() or place.is_symlink():
+            raise _no_file(place)
+        raise missing(place)
+    except OSError as error:
+        raise unreadable(str(error.filename or place), error) from error
+
+
+def missing(place: Path) -> DataError:
+    """Return the error for a path where nothing is: the nearest name in that folder, or the folder that is missing."""
+    if not place.parent.is_dir():
+        return DataError(f"There is no folder {place.parent}.", fix="Check the path.")
+    guess = nearest(place.name, [entry.name for entry in place.parent.iterdir()])
+    return DataError(f"There is no file {place}.", fix=f"Did you mean {str(place.parent / guess)!r}?" if guess else "Check the path.")
+
+
+def suffix_of(name: str) -> str:
+    """Return the ending of a file's name, in small letters and less the one that says how it is packed."""
+    return Path(unpacked_name(name.lower())).suffix
+
+
+def is_hidden(name: str) -> bool:
+    """Return whether a file of this name is passed over in a folder: its own begins with a dot, or that of a folder around it."""
+    return any(piece.startswith(".") for piece in name.split("/"))
+
+
+def _no_file(place: Path) -> DataError:
+    if not place.exists():
+        return DataError(
+            f"{place} is a link to {os.readlink(place)}, where nothing is.", fix="Mend the link or remove it, or name the other files by a pattern."
+        )
+    return DataError(f"{place} is not a regular file.", fix="Write the text to a file, and name that.")
+
+
+def _in_folder(folder: Path, suffixes: Suffixes) -> list[tuple[Path, str]]:
+    shown = sorted((file.relative_to(folder).as_posix(), file) for file in _walk(folder, set()))
+    files = [(file, name) for name, file in shown if suffix_of(name) in suffixes]
+    if files:
+        return [_checked(file, name) for file, name in files]
+    wanted = " ".join(sorted(suffixes))
+    common = Counter(suffix_of(name) for name, _ in shown).most_common(1)
+    if common:
+        pattern = f"{folder}/**/*{common[0][0]}"
+        raise DataError(f"{folder} holds no file that ends in {wanted}.", fix=f"Name its files by a quoted pattern, for example {pattern!r}.")
+    raise DataError(f"{folder} is an empty folder.", fix=f"Put files that end in {wanted} there, or name another folder.")
+
+
+def _checked(file: Path, name: str) -> tuple[Path, str]:
+    if not file.is_file():
+        raise _no_file(file)
+    return file, name
+
+
+def _walk(folder: Path, searched: set[str]) -> Iterator[Path]:
+    """Yield what is no folder in a folder and those inside it, less what is hidden; links to folders come last, so that they rename nothing."""
+    inside, linked = [folder], list[Path]()
+    while inside or linked:
+        place = inside.pop() if inside else linked.pop(0)
+        real = os.path.realpath(place)
+        if real in searched:
+            continue
+        searched.add(real)
+        with os.scandir(place) as entries:
+            for entry in sorted(entries, key=lambda entry: entry.name):
+                if is_hidden(entry.name):
+                    continue
+                if not entry.is_dir():
+                    yield place / entry.name
+                else:
+                    (linked if entry.is_symlink() else inside).append(place / entry.name)
+
+
+def _matching(pattern: str, suffixes: Suffixes) -> list[tuple[Path, str]]:
+    """Return the files that match, whatever they are called, and of folders that do what these are searched for; each once, by its shortest path."""
+    _require_listed(pattern)
+    matches = sorted((Path(name) for name in glob.glob(pattern, recursive=True)), key=lambda match: (len(match.parts), match))
+    found: dict[tuple[str, str], tuple[Path, str]] = {}
+    searched: set[str] = set()
+    for match in matches:
+        if not match.is_dir():
+            found.setdefault(_identity(match), _checked(match, match.name))
+    for match in filter(Path.is_dir, matches):
+        for file in _walk(match, searched):
+            if suffix_of(file.name) in suffixes:
+                found.setdefault(_identity(file), _checked(file, file.relative_to(match).as_posix()))
+    if not found:
+        raise DataError(f"No file matches {pattern!r}.", fix="Quote the pattern and check it with `ls`; `**` crosses folders.")
+    return sorted(found.values())
+
+
+def _identity(file: Path) -> tuple[str, str]:
+    return os.path.realpath(file.parent), file.name
+
+
+def _require_listed(pattern: str) -> None:
+    """Do nothing when every folder that is searched for a pattern can be: glob takes one that cannot for an empty one.
+
+    Raises: OSError for the first that cannot.
+    """
+    pieces = Path(pattern).parts
+    for number, piece in enumerate(pieces):
+        if glob.has_magic(piece):
+            for folder in glob.iglob(os.path.join(*pieces[:number]) if number else ".", recursive=True):
+                if os.path.isdir(folder):
+                    os.scandir(folder).close()
+                    os.stat(os.path.join(folder, "."))

@@ -1,0 +1,107 @@
+import os
+from pathlib import Path
+
+import pytest
+
+from flatout.errors import DataError
+from flatout.sources.files import files, find_files
+from flatout.sources.local import expanded, find_local
+
+SUFFIXES = frozenset({".txt"})
+
+
+def write(root, *names):
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(name)
+
+
+def found(path):
+    return [(str(file), name) for file, name in find_local(str(path), SUFFIXES)]
+
+
+def names(path):
+    return [name for _, name in found(path)]
+
+
+def test_links_to_folders_are_followed(tmp_path):
+    write(tmp_path, "texts/b.txt", "elsewhere/a.txt", "elsewhere/deep/c.txt")
+    (tmp_path / "texts" / "a").symlink_to(tmp_path / "elsewhere")
+    assert names(tmp_path / "texts") == ["a/a.txt", "a/deep/c.txt", "b.txt"]
+
+
+def test_a_folder_is_searched_once_whatever_leads_to_it(tmp_path):
+    write(tmp_path, "texts/a/x.txt", "texts/b/y.txt")
+    (tmp_path / "texts" / "a" / "up").symlink_to("..")
+    (tmp_path / "texts" / "a" / "across").symlink_to("../b")
+    (tmp_path / "texts" / "b" / "self").symlink_to(".")
+    assert names(tmp_path / "texts") == ["a/x.txt", "b/y.txt"]
+    assert names(f"{tmp_path}/texts/**/*.txt") == ["x.txt", "y.txt"]
+
+
+@pytest.mark.parametrize("path", ["texts", "texts/*.txt", "texts/a.txt"])
+def test_a_link_to_nothing_is_named(tmp_path, path):
+    write(tmp_path, "texts/b.txt")
+    (tmp_path / "texts" / "a.txt").symlink_to("gone.txt")
+    with pytest.raises(DataError, match=r"texts/a\.txt is a link to gone\.txt, where nothing is\. Fix: Mend the link"):
+        found(tmp_path / path)
+
+
+def test_a_link_to_nothing_that_is_not_searched_for_is_passed_over(tmp_path):
+    write(tmp_path, "a.txt")
+    for name in ("notes", ".hidden.txt"):
+        (tmp_path / name).symlink_to("gone")
+    assert names(tmp_path) == ["a.txt"]
+
+
+@pytest.mark.parametrize(
+    ("path", "closed"), [("texts", "texts/closed"), ("texts/**/*.txt", "texts/closed"), ("texts/*/*.txt", "texts"), ("*", "texts")]
+)
+def test_a_folder_that_cannot_be_listed_is_named(tmp_path, monkeypatch, path, closed):
+    write(tmp_path, "texts/a.txt", "texts/closed/b.txt")
+    scandir = os.scandir
+
+    def refusing(place="."):
+        if str(place) == str(tmp_path / closed):
+            raise PermissionError(13, "Permission denied", str(place))
+        return scandir(place)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    with pytest.raises(DataError, match=rf"{closed} cannot be read: Permission denied"):
+        found(tmp_path / path)
+
+
+@pytest.mark.parametrize("path", ["closed/in", "closed/*.txt"])
+def test_what_the_system_refuses_is_said(monkeypatch, path):
+    def refusing(place, **_):
+        raise PermissionError(13, "Permission denied", str(place))
+
+    monkeypatch.setattr(Path, "is_file", refusing)
+    with pytest.raises(DataError, match=r"closed/.* cannot be read: Permission denied"):
+        found(path)
+
+
+def test_a_name_that_is_too_long_is_said():
+    with pytest.raises(DataError, match="cannot be read: File name too long"):
+        found("a" * 300)
+
+
+def test_a_home_that_is_not_known_is_said():
+    for call in (expanded, files):
+        with pytest.raises(DataError, match=r"no home folder is known for '~nosuch'"):
+            call("~nosuch/x.txt")
+
+
+def test_a_pattern_takes_the_files_of_folders_that_match_too(tmp_path):
+    write(tmp_path, "texts/a.txt", "texts/b.py", "texts/sub/c.txt", "texts/sub/d.py", "texts/sub/.e.txt", "texts/sub/deep/f.txt")
+    assert names(f"{tmp_path}/texts/*") == ["a.txt", "b.py", "c.txt", "deep/f.txt"]
+    assert names(f"{tmp_path}/texts/s*") == ["c.txt", "deep/f.txt"]
+    assert [Path(file).name for file, _ in found(f"{tmp_path}/texts/**")] == ["a.txt", "b.py", "c.txt", "d.py", "f.txt"]
+    assert [Path(file.path).name for file in find_files(f"{tmp_path}/texts/**/*.py")] == ["b.py", "d.py"]
+
+
+def test_what_is_named_as_text_but_is_no_file_is_named(tmp_path):
+    write(tmp_path, "a.txt")
+    os.mkfifo(tmp_path / "b.txt")
+    with pytest.raises(DataError, match=r"b\.txt is not a regular file"):
+        found(tmp_path)
