@@ -68,7 +68,8 @@ class BadRowLimit:
     def add(self, record: RangeRecord) -> None:
         """Count those of the next range.
 
-        Raises: Unfinished saying how many rows are bad or how much is damaged, and what is wrong with the first.
+        Raises: Unfinished saying how many rows are bad, and what is wrong with the first; DataError when more is damaged than may be:
+        what would do is another text.
         """
         self._rows += record.documents + sum(entry.count for entry in record.skipped)
         self._bad += record.bad_rows
@@ -86,7 +87,7 @@ class BadRowLimit:
         if self._unread_bytes > UNREAD_SHARE * self._num_bytes:
             share = min(self._unread_bytes / max(self._num_bytes, 1), 1)
             damaged = ", ".join(place.where() for place in self._damaged[:FIRST_NAMED])
-            raise Unfinished(
+            raise DataError(
                 f"{share:.1%} of the text lies in files, or parts of them, that are damaged, and {UNREAD_SHARE:.0%} may be left out: {damaged}.",
                 fix="Fetch these files again; or take them out of the source, or unpack what is left of them, and name that.",
             )

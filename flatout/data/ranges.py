@@ -263,5 +263,12 @@ def record_path(folder: Path, number: int) -> Path:
 
 
 def read_record(path: Path) -> RangeRecord:
-    """Return the record in a file."""
-    return RangeRecord.model_validate_json(path.read_text(encoding="utf-8"))
+    """Return the record in a file.
+
+    Raises: DataError when it is damaged, or of another flatout.
+    """
+    try:
+        return RangeRecord.model_validate_json(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        folder = path.parent.parent
+        raise DataError(f"{path} cannot be read as a record of this flatout.", fix=f"Remove the folder {folder}, to begin again.") from error

@@ -100,8 +100,9 @@ def cut_archive(path):
 @pytest.mark.parametrize("most", [None, 1, 10**6])
 def test_a_damaged_file_is_no_small_loss_however_many_rows_may_be_bad(tmp_path, most):
     cut_archive(tmp_path / "rows.jsonl.gz")
-    with pytest.raises(Unfinished, match=r"100\.0% of the text lies in files, .* damaged, and 1% may be left out: .*rows\.jsonl\.gz\. Fix: Fetch"):
+    with pytest.raises(DataError, match=r"100\.0% of the text lies in files, .* damaged, and 1% may be left out: .*rows\.jsonl\.gz\. Fix: Fetch"):
         prepare_dataset([str(tmp_path / "rows.jsonl.gz")], tmp_path / "out", Options(**SKIPPING, max_bad_rows=most))
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl.gz"], "whatever mends it makes it another text"
 
 
 def test_a_little_damage_may_be_left_out_and_counts_as_a_row(tmp_path):
