@@ -151,11 +151,13 @@ def test_the_same_text_in_another_place_is_the_same_data_set(book, tmp_path):
         ({"text_field": "body"}, "text_field 'text' there, 'body' asked for"),
     ],
 )
-def test_another_data_set_there_is_refused_and_kept(book, tmp_path, changed, said):
-    prepare_dataset([str(book)], tmp_path / "out", Options(tokenizer="byte"))
+def test_another_data_set_there_is_refused_and_kept(tmp_path, changed, said):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "one two three", "body": "two"}\n' * 20)
+    prepare_dataset([str(rows)], tmp_path / "out", Options(tokenizer="byte"))
     before = content(tmp_path / "out")
     with pytest.raises(DataError, match=said):
-        prepare_dataset([str(book)], tmp_path / "out", Options(**{"tokenizer": "byte", **changed}))
+        prepare_dataset([str(rows)], tmp_path / "out", Options(**{"tokenizer": "byte", **changed}))
     assert content(tmp_path / "out") == before
 
 
