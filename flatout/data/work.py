@@ -7,6 +7,7 @@ OUT. One process owns it at a time. It goes when OUT is whole, and when there is
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
@@ -197,16 +198,23 @@ class WorkFolder:
         return True
 
     def _lock(self, path: Path, how: int) -> None:
+        """Lock a folder or a file.
+
+        Raises: DataError when another process has it; FileNotFoundError when its owner removed it just now.
+        """
         lock = os.open(path, os.O_RDONLY)
         self._locks.append(lock)
         try:
             fcntl.flock(lock, how | fcntl.LOCK_NB)
-            owned = path.exists() and os.path.samestat(os.fstat(lock), path.stat())  # not when its owner removed it just now
-        except BlockingIOError:
+            owned = os.path.samestat(os.fstat(lock), path.stat())
+        except BlockingIOError as error:
+            self.close()
+            raise DataError(f"Another process is writing {self.out}.", fix="Wait for it, or choose another --out.") from error
+        except FileNotFoundError:
             owned = False
         if not owned:
             self.close()
-            raise DataError(f"Another process is writing {self.out}.", fix="Wait for it, or choose another --out.")
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
 
     def _sweep(self) -> None:
         """Take away what is half written."""

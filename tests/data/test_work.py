@@ -92,10 +92,23 @@ def test_a_folder_that_another_process_owns_is_refused(tmp_path):
 def test_a_folder_that_its_owner_removes_meanwhile_is_not_owned(tmp_path, monkeypatch):
     path = tmp_path / ".out.part"
     path.mkdir()
-    monkeypatch.setattr(fcntl, "flock", lambda *_: path.rmdir())
-    with pytest.raises(DataError, match="Another process is writing"), WorkFolder(tmp_path / "out"):
-        pass
-    assert WorkFolder(tmp_path / "out").__enter__().plan() is None
+    lock = fcntl.flock
+
+    def late(*how):
+        monkeypatch.setattr(fcntl, "flock", lock)
+        path.rmdir()
+        lock(*how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with WorkFolder(tmp_path / "out") as work:
+        assert not path.exists(), "as when it is not there"
+        path.mkdir()
+        monkeypatch.setattr(fcntl, "flock", late)
+        work.claim()
+        assert path.exists(), "made again"
+        with pytest.raises(DataError, match="Another process is writing"), WorkFolder(tmp_path / "out"):
+            pass
+    assert not path.exists()
 
 
 def test_a_plan_that_cannot_be_read_is_said(tmp_path, parts, stub_tokenizer):
