@@ -30,6 +30,7 @@ from flatout.progress import SILENT, Progress, Task
 from flatout.registry import unknown_name
 from flatout.sources import Part
 from flatout.sources.packed import NotHandedOut
+from flatout.sources.remote import Unreachable
 
 BYTES_PER_WORKER = 8_000_000
 """Below so much text each, another process costs more than it saves."""
@@ -273,7 +274,7 @@ def _packed(work: WorkFolder, planned: Planned, wanted: list[Range], crew: Worke
             for piece in wanted:
                 records.append(done[piece.number] if piece.number in done else next(made))
                 bad_rows.add(records[-1])
-    except (Unfinished, NotHandedOut):
+    except (Unfinished, NotHandedOut, Unreachable):  # no fault of the text
         raise
     except DataError as error:
         raise work.give_up(error) from error

@@ -15,6 +15,8 @@ from flatout.data.writer import DatasetWriter
 from flatout.errors import DataError, RunFailed
 from flatout.progress import SILENT
 from flatout.sources import files
+from flatout.sources.packed import NotHandedOut
+from flatout.sources.remote import Unreachable
 
 
 class Listener:
@@ -60,6 +62,29 @@ def stopping_source(folder, monkeypatch):
     )
     monkeypatch.syspath_prepend(folder)
     monkeypatch.delitem(sys.modules, "stopping_source", raising=False)
+
+
+@pytest.mark.parametrize("error", [Unreachable, NotHandedOut], ids=lambda error: error.__name__)
+def test_what_is_done_stays_when_a_server_or_the_system_refuses(tmp_path, monkeypatch, error):
+    (tmp_path / "failing_source.py").write_text(
+        f"from pathlib import Path\nfrom flatout.sources import Part\nfrom {error.__module__} import {error.__name__} as Refused\n"
+        f"down = Path({str(tmp_path / 'down')!r})\n"
+        "def read(number):\n"
+        "    if number == 4 and down.exists():\n        raise Refused('The server does not answer.', fix='Ask again.')\n"
+        "    yield f'document {number}'\n    yield f'and {number}'\n"
+        "def failing():\n    return [Part(read, (number,), f'{number}') for number in range(6)]\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "failing_source", raising=False)
+    options = Options(tokenizer="byte", split="hash 0.3", on_bad_row="skip")
+    whole = prepare_dataset(["failing_source:failing"], tmp_path / "whole", options, workers=1)
+    (tmp_path / "down").touch()
+    with pytest.raises(error, match="does not answer"):
+        prepare_dataset(["failing_source:failing"], tmp_path / "out", options, workers=1)
+    assert len(list((tmp_path / ".out.part" / "ranges").glob("*.json"))) == 4
+    (tmp_path / "down").unlink()
+    again = prepare_dataset(["failing_source:failing"], tmp_path / "out", options, workers=1)
+    assert again.manifest == whole.manifest
 
 
 def test_a_prepare_that_is_killed_goes_on_and_does_nothing_twice(tmp_path, monkeypatch):
