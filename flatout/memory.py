@@ -23,9 +23,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from flatout.config import Section
 from flatout.errors import HardwareError
-from flatout.models.language_model import LanguageModel
+from flatout.models.language_model import LanguageModel, LanguageModelConfig
 from flatout.ops import Ops
 
 GIB = 2**30
@@ -38,7 +37,7 @@ class Workload:
     """Everything the need for memory follows from, but the number of rows."""
 
     model_class: type[LanguageModel]
-    model_config: Section
+    model_config: LanguageModelConfig
     seq_len: int
     ops: Ops
     autocast: torch.dtype | None = None

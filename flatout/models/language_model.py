@@ -12,12 +12,13 @@ from fractions import Fraction
 from typing import Any, ClassVar, Literal, Self, final
 
 import torch
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 from torch import Tensor, nn
 
 from flatout.config import Section, explain
 from flatout.models.decoding import Decoder, Recomputing
 from flatout.ops import Ops
+from flatout.ops.cross_entropy import capped
 
 ParameterKind = Literal["hidden", "embedding", "head", "vector"]
 """hidden: a matrix between activations; embedding: a table of rows; head: the output weight; vector: a norm or a bias."""
@@ -33,22 +34,33 @@ class Flops:
     """Every query against the keys it may see: the least a causal model can do."""
 
 
+class LanguageModelConfig(Section):
+    """What every model's configuration has."""
+
+    vocab_size: int = Field(ge=1)
+    """Rows of the embedding (V)."""
+    logit_softcap: float | None = Field(None, gt=0)
+    """Logits are held within plus and minus this by a tanh; None leaves them."""
+    z_loss: float = Field(0.0, ge=0)
+    """Weight in training of the square of the logarithm of the softmax's denominator; a small one, such as 1e-4, keeps logits from drifting."""
+
+
 class LanguageModel(nn.Module, ABC):
     """Embedding, blocks, head. `forward` contains the loss and is the only thing that is compiled, wrapped and called in training."""
 
-    Config: ClassVar[type[Section]]
-    """The model's own configuration keys, `vocab_size` among them."""
-    config: Section
+    Config: ClassVar[type[LanguageModelConfig]]
+    """The model's own configuration keys."""
+    config: LanguageModelConfig
     blocks: nn.ModuleList
     """Called in order, each as block(hidden_BTD, doc_ids_BT) -> hidden_BTD."""
 
-    def __init__(self, config: Section, ops: Ops) -> None:
+    def __init__(self, config: LanguageModelConfig, ops: Ops) -> None:
         super().__init__()
         self.config = config
         self.ops = ops
 
     @classmethod
-    def check(cls, values: Mapping[str, Any], *, seq_len: int) -> Section:
+    def check(cls, values: Mapping[str, Any], *, seq_len: int) -> LanguageModelConfig:
         """Return the checked configuration of this model from the keys under `model.`, for windows of `seq_len` tokens.
 
         Raises: ConfigError naming the key, and the nearest known one when it is unknown.
@@ -60,25 +72,25 @@ class LanguageModel(nn.Module, ABC):
 
     @classmethod
     @abstractmethod
-    def fitted(cls, config: Any, seq_len: int) -> Section:
+    def fitted(cls, config: Any, seq_len: int) -> LanguageModelConfig:
         """Return the configuration with what it leaves open settled for windows of `seq_len` tokens.
 
         Raises: ConfigError with the key to set when the model could not hold such a window.
         """
 
     @classmethod
-    def on_meta(cls, config: Section, ops: Ops) -> Self:
+    def on_meta(cls, config: LanguageModelConfig, ops: Ops) -> Self:
         """Return the model with shapes and no memory: for counting, and for loading weights into."""
         with torch.device("meta"):
             return cls(config, ops)
 
     @classmethod
-    def num_parameters(cls, config: Section) -> int:
+    def num_parameters(cls, config: LanguageModelConfig) -> int:
         """Return how many parameters a model of this configuration has; a shared one counts once."""
         return sum(parameter.numel() for parameter in cls.on_meta(config, Ops.plain()).parameters())
 
     @classmethod
-    def count_flops(cls, config: Section, seq_len: int) -> Flops:
+    def count_flops(cls, config: LanguageModelConfig, seq_len: int) -> Flops:
         """Return `flops_per_token` of a model of this configuration, without making one."""
         return cls.on_meta(config, Ops.plain()).flops_per_token(seq_len)
 
@@ -90,7 +102,8 @@ class LanguageModel(nn.Module, ABC):
         Returns: (loss_sum, num_valid), as `flatout.ops.cross_entropy.reference`.
         """
         hidden_BTD, weight_VD = self.head(self._through_blocks(tokens_BT, doc_ids_BT))
-        return self.ops.cross_entropy(hidden_BTD, weight_VD, targets_BT)
+        z_loss = self.config.z_loss if self.training else 0.0
+        return self.ops.cross_entropy(hidden_BTD, weight_VD, targets_BT, softcap=self.config.logit_softcap, z_loss=z_loss)
 
     def logits(self, tokens_BT: Tensor, doc_ids_BT: Tensor | None = None) -> Tensor:
         """Return the scores of every next token at every position; for sampling and tests, never in training.
@@ -99,7 +112,7 @@ class LanguageModel(nn.Module, ABC):
         Returns: logits_BTV.
         """
         hidden_BTD, weight_VD = self.head(self._through_blocks(tokens_BT, doc_ids_BT))
-        return nn.functional.linear(hidden_BTD, weight_VD)
+        return capped(nn.functional.linear(hidden_BTD, weight_VD), self.config.logit_softcap)
 
     def next_logits(self, tokens_BT: Tensor) -> Tensor:
         """Return the scores of the token after the last: `logits` without the positions sampling throws away.
@@ -116,7 +129,7 @@ class LanguageModel(nn.Module, ABC):
         Returns: logits_BV.
         """
         hidden_B1D, weight_VD = self.head(hidden_BTD[:, -1:])
-        return nn.functional.linear(hidden_B1D[:, 0], weight_VD)
+        return capped(nn.functional.linear(hidden_B1D[:, 0], weight_VD), self.config.logit_softcap)
 
     def decoder(self, max_tokens: int | None = None) -> Decoder:
         """Return a reader of one text a row, of at most `max_tokens` tokens; None is as many as the model takes.

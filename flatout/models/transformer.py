@@ -13,22 +13,19 @@ from typing import Any, ClassVar, Literal, Self, final
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from flatout.config import Section
 from flatout.errors import ConfigError
 from flatout.models import layers
 from flatout.models.decoding import Decoder, KeyValueCache
-from flatout.models.language_model import Flops, LanguageModel, ParameterKind
+from flatout.models.language_model import Flops, LanguageModel, LanguageModelConfig, ParameterKind
 from flatout.ops import Ops
 
 INIT_STD = 0.02
 """Standard deviation of fresh weights (GPT-2: Radford et al. 2019)."""
 
 
-class TransformerConfig(Section):
+class TransformerConfig(LanguageModelConfig):
     """The model's shape. The defaults are small and plain; GPT-2 and Llama differ in the five keys from `norm` on."""
 
-    vocab_size: int = Field(ge=1)
-    """Rows of the embedding (V)."""
     num_layers: int = Field(6, ge=1)
     """Blocks, each one attention and one MLP (L)."""
     d_model: int = Field(384, ge=1)
@@ -107,7 +104,7 @@ class TransformerConfig(Section):
 class Transformer(LanguageModel):
     """Pre-norm decoder-only transformer."""
 
-    Config: ClassVar[type[Section]] = TransformerConfig
+    Config: ClassVar[type[LanguageModelConfig]] = TransformerConfig
     config: TransformerConfig
 
     def __init__(self, config: TransformerConfig, ops: Ops) -> None:

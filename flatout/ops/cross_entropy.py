@@ -5,6 +5,9 @@ Letters: B rows, T tokens, N = B T targets, D width, V vocabulary.
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -13,12 +16,17 @@ from flatout.ops import at_least_fp32, linear
 
 IGNORED = -1
 """The target that counts for nothing."""
+LOGITS_AT_ONCE = {"cuda": 2**29, "cpu": 2**24}
+"""Logits that `chunked` holds at once, in number: enough rows for a product to run at full rate, few enough to be worth it."""
 
 
-def reference(hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
+def reference(
+    hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor, *, softcap: float | None = None, z_loss: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """Summed negative log-likelihood of the targets under softmax(hidden @ weight^T), and how many targets counted.
 
-    A target of -1 is ignored: whatever its hidden state holds, NaN included, reaches neither the loss nor a gradient.
+    A target of -1 is ignored: whatever its hidden state holds, NaN included, reaches neither the loss nor a gradient. With `softcap` c
+    the logits are c tanh(logits / c); with `z_loss` z, z times the square of each target's logarithm of the softmax's denominator is added.
     Whole logits and plain functions are the definition; every variant must match it, gradients included.
 
     Shapes:  hidden_BTD (B, T, D); weight_VD (V, D); targets_BT (B, T) int64 in [-1, V).
@@ -26,15 +34,16 @@ def reference(hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor) -> tupl
     Units:   loss in nats, summed, not averaged.
     Cost:    2 B T D V FLOP forward, twice that backward; logits and their log-softmax (fp32) are kept for backward.
     Raises:  ShapeError when the shapes do not fit.
+    Source:  softcap: Gemma Team 2024, arXiv:2408.00118; z-loss: Chowdhery et al. 2022, arXiv:2204.02311, section 5.
     """
     hidden_BTD, valid_BT = _valid_only(hidden_BTD, weight_VD, targets_BT)
-    logits_BTV = at_least_fp32(functional.linear(hidden_BTD, weight_VD))
-    log_probs_BTV = logits_BTV.log_softmax(dim=-1)
-    picked_BT = log_probs_BTV.gather(-1, targets_BT.clamp_min(0)[..., None])[..., 0]
-    return -picked_BT.masked_fill(~valid_BT, 0.0).sum(), valid_BT.sum()
+    logits_BTV = capped(at_least_fp32(functional.linear(hidden_BTD, weight_VD)), softcap)
+    log_sum_BT = logits_BTV.logsumexp(dim=-1)
+    losses_BT = log_sum_BT - logits_BTV.gather(-1, targets_BT.clamp_min(0)[..., None])[..., 0] + z_loss * log_sum_BT.square()
+    return losses_BT.masked_fill(~valid_BT, 0.0).sum(), valid_BT.sum()
 
 
-def fused(hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
+def fused(hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor, *, softcap: float | None = None, z_loss: float = 0.0) -> tuple[Tensor, Tensor]:
     """`reference` through torch's own cross_entropy, which gathers and sums in one pass.
 
     Shapes:  as `reference`.
@@ -43,10 +52,10 @@ def fused(hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor) -> tuple[Te
     Raises:  ShapeError as `reference`.
     """
     hidden_BTD, valid_BT = _valid_only(hidden_BTD, weight_VD, targets_BT)
-    return _summed(functional.linear(hidden_BTD, weight_VD), targets_BT), valid_BT.sum()
+    return _summed(functional.linear(hidden_BTD, weight_VD), targets_BT, softcap, z_loss), valid_BT.sum()
 
 
-def onednn(hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
+def onednn(hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor, *, softcap: float | None = None, z_loss: float = 0.0) -> tuple[Tensor, Tensor]:
     """`fused`, with the products of `flatout.ops.linear.onednn`: for fp32 on a CPU.
 
     Shapes:  as `reference`.
@@ -55,10 +64,10 @@ def onednn(hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor) -> tuple[T
     Raises:  ShapeError as `reference`.
     """
     hidden_BTD, valid_BT = _valid_only(hidden_BTD, weight_VD, targets_BT)
-    return _summed(linear.onednn(hidden_BTD, weight_VD), targets_BT), valid_BT.sum()
+    return _summed(linear.onednn(hidden_BTD, weight_VD), targets_BT, softcap, z_loss), valid_BT.sum()
 
 
-def bf16(hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
+def bf16(hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor, *, softcap: float | None = None, z_loss: float = 0.0) -> tuple[Tensor, Tensor]:
     """`fused`, with the products of `flatout.ops.linear.bf16`: for CPUs that multiply bfloat16.
 
     Shapes:  as `reference`.
@@ -67,12 +76,87 @@ def bf16(hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor) -> tuple[Ten
     Raises:  ShapeError as `reference`.
     """
     hidden_BTD, valid_BT = _valid_only(hidden_BTD, weight_VD, targets_BT)
-    return _summed(linear.bf16(hidden_BTD, weight_VD), targets_BT), valid_BT.sum()
+    return _summed(linear.bf16(hidden_BTD, weight_VD), targets_BT, softcap, z_loss), valid_BT.sum()
 
 
-def _summed(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-    logits_NV = at_least_fp32(logits_BTV).flatten(0, 1)
-    return functional.cross_entropy(logits_NV, targets_BT.flatten(), ignore_index=IGNORED, reduction="sum")
+def chunked(hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor, *, softcap: float | None = None, z_loss: float = 0.0) -> tuple[Tensor, Tensor]:
+    """`reference`, a few thousand targets at a time: logits are never whole, and the gradients are made with them, before backward asks.
+
+    Shapes:  as `reference`.
+    Returns: as `reference`.
+    Cost:    6 B T D V FLOP, all of it forward; keeps the gradients of hidden states and weight, the latter in fp32.
+    Raises:  ShapeError as `reference`.
+    """
+    hidden_BTD, valid_BT = _valid_only(hidden_BTD, weight_VD, targets_BT)
+    loss_sum: Tensor = _Chunked.apply(hidden_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), softcap, z_loss)  # type: ignore[no-untyped-call]
+    return loss_sum, valid_BT.sum()
+
+
+class _Chunked(torch.autograd.Function):
+    """The summed loss; a chunk's logits become its gradients in place."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, softcap: float | None, z_loss: float) -> Tensor:
+        """Return the loss, and keep both gradients where they are wanted."""
+        autocast = torch.is_autocast_enabled(hidden_ND.device.type)
+        narrow = torch.get_autocast_dtype(hidden_ND.device.type) if autocast else torch.promote_types(hidden_ND.dtype, weight_VD.dtype)
+        wide = torch.promote_types(narrow, torch.float32)
+        learns = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
+        with torch.autocast(hidden_ND.device.type, enabled=False):
+            factor_VD = weight_VD.to(narrow)
+            grad_hidden_ND = torch.empty_like(hidden_ND) if learns else None
+            grad_weight_VD = torch.zeros(weight_VD.shape, dtype=wide, device=weight_VD.device) if learns else None
+            loss_sum = torch.zeros((), dtype=wide, device=hidden_ND.device)
+            size = max(LOGITS_AT_ONCE["cuda" if hidden_ND.is_cuda else "cpu"] // weight_VD.shape[0], 1)
+            for start in range(0, len(targets_N), size):
+                chunk_CD = hidden_ND[start : start + size].to(narrow)
+                targets_C = targets_N[start : start + size]
+                losses_C, grad_CV = _losses_and_gradient((chunk_CD @ factor_VD.t()).to(wide), targets_C, softcap, z_loss)
+                loss_sum += losses_C.sum()
+                if grad_hidden_ND is not None and grad_weight_VD is not None:
+                    grad_CV = grad_CV.to(narrow)
+                    grad_hidden_ND[start : start + size] = grad_CV @ factor_VD
+                    grad_weight_VD += grad_CV.t() @ chunk_CD
+        ctx.save_for_backward(grad_hidden_ND, grad_weight_VD)
+        ctx.weight_dtype = weight_VD.dtype
+        return loss_sum
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        """Return what was kept, times the gradient of the loss."""
+        grad_hidden_ND, grad_weight_VD = ctx.saved_tensors
+        return grad_hidden_ND * grad.to(grad_hidden_ND.dtype), (grad_weight_VD * grad).to(ctx.weight_dtype), None, None, None
+
+
+def _losses_and_gradient(logits_CV: Tensor, targets_C: Tensor, softcap: float | None, z_loss: float) -> tuple[Tensor, Tensor]:
+    """Each target's loss, 0 where it is ignored, and the gradient of their sum to the logits."""
+    valid_C = targets_C != IGNORED
+    picked_C1 = targets_C.clamp_min(0)[:, None]
+    capped_CV = capped(logits_CV, softcap)
+    log_sum_C = capped_CV.logsumexp(dim=-1)
+    losses_C = log_sum_C - capped_CV.gather(-1, picked_C1)[:, 0] + z_loss * log_sum_C.square()
+    factor_C = (1 + 2 * z_loss * log_sum_C).masked_fill(~valid_C, 0.0)
+    grad_CV = (capped_CV - log_sum_C[:, None]).exp() * factor_C[:, None]
+    grad_CV.scatter_add_(-1, picked_C1, -valid_C.to(grad_CV.dtype)[:, None])
+    if softcap is not None:
+        grad_CV *= 1 - (capped_CV / softcap).square()
+    return losses_C.masked_fill(~valid_C, 0.0), grad_CV
+
+
+def capped(logits: Tensor, softcap: float | None) -> Tensor:
+    """Return the logits held within the cap by a tanh; as they are without one.
+
+    Shapes:  any.
+    """
+    return logits if softcap is None else softcap * (logits / softcap).tanh()
+
+
+def _summed(logits_BTV: Tensor, targets_BT: Tensor, softcap: float | None, z_loss: float) -> Tensor:
+    logits_NV, targets_N = capped(at_least_fp32(logits_BTV).flatten(0, 1), softcap), targets_BT.flatten()
+    loss_sum = functional.cross_entropy(logits_NV, targets_N, ignore_index=IGNORED, reduction="sum")
+    if z_loss:
+        loss_sum = loss_sum + z_loss * logits_NV.logsumexp(dim=-1).square().masked_fill(targets_N == IGNORED, 0.0).sum()
+    return loss_sum
 
 
 def _valid_only(hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,6 +17,14 @@ CASES = {
     "one target": {"rows": 1, "tokens": 1, "width": 4, "vocab": 3, "ignored": 0.0},
     "all ignored": {"rows": 2, "tokens": 3, "width": 4, "vocab": 9, "ignored": 1.1},
 }
+EXTRAS = {"none": {}, "softcap": {"softcap": 2.0}, "z-loss": {"z_loss": 1e-2}, "both": {"softcap": 3.0, "z_loss": 1e-1}}
+
+
+@pytest.fixture(params=[False, True], ids=["one chunk", "small chunks"])
+def chunks(request, monkeypatch):
+    """Chunks of a few targets, the last one not full, or of all."""
+    if request.param:
+        monkeypatch.setitem(cross_entropy.LOGITS_AT_ONCE, "cpu", 700)
 
 
 def drawn(*, rows, tokens, width, vocab, ignored):
@@ -27,33 +35,38 @@ def drawn(*, rows, tokens, width, vocab, ignored):
     return hidden, weight, targets.masked_fill(torch.rand(rows, tokens, generator=generator) < ignored, cross_entropy.IGNORED)
 
 
-def with_gradients(function, hidden, weight, targets):
+def with_gradients(function, hidden, weight, targets, **extras):
     hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-    loss_sum, num_valid = function(hidden, weight, targets)
+    loss_sum, num_valid = function(hidden, weight, targets, **extras)
     loss_sum.backward()
     return loss_sum.detach(), num_valid, hidden.grad, weight.grad
 
 
+@pytest.mark.parametrize("extras", EXTRAS)
 @pytest.mark.parametrize("case", CASES)
-def test_the_reference_is_what_its_words_say(case):
+def test_the_reference_is_what_its_words_say(case, extras):
     hidden, weight, targets = drawn(**CASES[case])
-    loss_sum, num_valid = cross_entropy.reference(hidden.double(), weight.double(), targets)
+    cap, z_loss = EXTRAS[extras].get("softcap"), EXTRAS[extras].get("z_loss", 0.0)
+    loss_sum, num_valid = cross_entropy.reference(hidden.double(), weight.double(), targets, softcap=cap, z_loss=z_loss)
     wanted = 0.0
     for row, target in zip(hidden.double().flatten(0, 1), targets.flatten().tolist(), strict=True):
         if target >= 0:
             scores = [float(row @ one) for one in weight.double()]
-            wanted += math.log(sum(math.exp(score - max(scores)) for score in scores)) + max(scores) - scores[target]
+            scores = scores if cap is None else [cap * math.tanh(score / cap) for score in scores]
+            log_sum = math.log(sum(math.exp(score - max(scores)) for score in scores)) + max(scores)
+            wanted += log_sum - scores[target] + z_loss * log_sum**2
     assert float(loss_sum) == pytest.approx(wanted, rel=1e-12)
     assert int(num_valid) == int((targets >= 0).sum())
     assert num_valid.dtype == torch.int64
 
 
+@pytest.mark.parametrize("extras", EXTRAS)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", VARIANTS)
-def test_values_and_gradients_match_the_reference_in_fp64(name, case, poisoned_memory):
+def test_values_and_gradients_match_the_reference_in_fp64(name, case, extras, chunks, poisoned_memory):
     hidden, weight, targets = drawn(**CASES[case])
-    wanted = with_gradients(cross_entropy.reference, hidden.double(), weight.double(), targets)
-    found = with_gradients(VARIANTS[name], hidden, weight, targets)
+    wanted = with_gradients(cross_entropy.reference, hidden.double(), weight.double(), targets, **EXTRAS[extras])
+    found = with_gradients(VARIANTS[name], hidden, weight, targets, **EXTRAS[extras])
     assert found[0].dtype == torch.float32
     assert found[0].dim() == 0
     assert torch.equal(found[1], wanted[1])
