@@ -46,6 +46,8 @@ class Workload:
     """Tensors of a weight's size that the optimizer keeps for it: 2 for AdamW, 1 for Muon."""
     num_shards: int = 1
     """Processes over which weights, gradients and optimizer state are split."""
+    transforms: tuple[Callable[[Any, Any], Any], ...] = ()
+    """What is done to the model that changes what it keeps; (model, mesh) -> model."""
     document_mask: bool = False
     """Attention is told which document a token is in, and may make a mask of it in every block."""
 
@@ -78,6 +80,8 @@ def estimate(workload: Workload, rows: int) -> MemoryEstimate:
     """Return what a training step on micro-batches of `rows` windows needs on one device."""
     with FakeTensorMode():
         model = workload.model_class(workload.model_config, workload.ops)
+        for transform in workload.transforms:
+            model = transform(model, None)
         activations, in_block = _through_blocks(model, workload, rows)
         logits = _head_peak(model, workload, rows)
     own = sum(_shard_bytes(parameter, workload.num_shards) for parameter in model.parameters())

@@ -10,6 +10,7 @@ from flatout.errors import HardwareError
 from flatout.memory import GIB, Workload, _Live, estimate, kept_bytes, rows_that_fit
 from flatout.models.transformer import Transformer
 from flatout.ops import Ops, attention, cross_entropy
+from flatout.registry import SPEEDUPS
 
 OPS = {"plain": Ops.plain(), "fused": Ops.plain(attention=attention.fused, cross_entropy=cross_entropy.fused)}
 SHAPES = {
@@ -50,6 +51,27 @@ def test_activations_are_what_autograd_keeps(shape, ops, autocast, document_mask
     with nullcontext() if autocast is None else torch.autocast("cpu", autocast):
         kept, _ = kept_bytes(to_the_last_block, apart_from=[*model.parameters(), *model.buffers()])
     assert estimate(work, 4).activations == pytest.approx(kept, rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["checkpointing", "selective-checkpointing"])
+def test_what_is_computed_again_is_not_kept(name):
+    """Of a full checkpoint a block's input alone stays; a selective one keeps less than all, and what it keeps is foreseen."""
+    transform = SPEEDUPS.get(name).transform.apply
+    whole = workload(seq_len=64)
+    work = replace(whole, transforms=(transform,))
+    model, tokens_BT, _ = real(work, 4)
+    inputs_bytes = len(model.blocks) * 4 * 64 * model.config.d_model * 4
+    estimated = estimate(work, 4).activations
+    assert estimated < 0.75 * estimate(whole, 4).activations
+    if name == "checkpointing":
+        assert estimated == pytest.approx(inputs_bytes, rel=0.05)
+    losses = []
+    for made in (model, transform(model, None)):
+        made.zero_grad()
+        loss, _ = made(tokens_BT, tokens_BT)
+        loss.backward()
+        losses.append((loss.detach(), *(parameter.grad.clone() for parameter in made.parameters())))
+    assert all(torch.equal(one, other) for one, other in zip(*losses, strict=True))
 
 
 @pytest.mark.parametrize("ops", OPS)

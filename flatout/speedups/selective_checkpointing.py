@@ -1,0 +1,39 @@
+"""Activation checkpointing, selective: products and attention are kept, what lies between them is computed again."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from flatout.recipe import Promise, Speedup, Transform, always
+
+
+def _recompute(model: Any, mesh: Any) -> Any:
+    """Patch each block's forward, so that names of parameters stay."""
+    from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+    contexts = partial(create_selective_checkpoint_contexts, _kept_operations())
+    for block in model.blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
+    return model
+
+
+def _kept_operations() -> list[Any]:
+    """What costs much to compute again for the bytes it takes: matrix products and attention, of whatever kernel."""
+    import torch
+
+    aten = torch.ops.aten
+    names = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm")
+    attention = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention", "attention_math")
+    operations = [getattr(aten, name) for name in (*names, *(f"_scaled_dot_product_{kind}" for kind in attention)) if hasattr(aten, name)]
+    return [operation.default for operation in operations if hasattr(operation, "default")]
+
+
+SPEEDUP = Speedup(
+    name="selective-checkpointing",
+    fills={"activations": "products and attention"},
+    transform=Transform("checkpointing", _recompute),
+    saves="memory: norms, activations and sums are not kept; nearly all of the work is done once",
+    promise=Promise.exact(),
+    why_not=always,
+)
