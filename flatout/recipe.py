@@ -118,6 +118,7 @@ PLAIN: Mapping[str, Any] = MappingProxyType(
         "ops.attention": lazy("flatout.ops.attention:reference"),
         "ops.linear": lazy("flatout.ops.linear:reference"),
         "ops.heads": lazy("flatout.ops.heads:reference"),
+        "ops.scan": lazy("flatout.ops.scan:reference"),
         "ops.cross_entropy": lazy("flatout.ops.cross_entropy:fused"),
         "ops.newton_schulz": lazy("flatout.ops.newton_schulz:reference"),
         "optimizer": lazy("flatout.optimizers.adamw:per_parameter"),

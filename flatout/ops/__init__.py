@@ -25,6 +25,8 @@ class Ops:
     """Signature and definition: `flatout.ops.linear.reference`. The products inside the blocks."""
     heads: Callable[..., tuple[Tensor, Tensor, Tensor]]
     """Signature and definition: `flatout.ops.heads.reference`."""
+    scan: Callable[..., Tensor]
+    """Signature and definition: `flatout.ops.scan.reference`."""
 
     @classmethod
     def plain(cls, **others: Callable[..., Any]) -> Ops:

@@ -15,11 +15,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from flatout.errors import ConfigError
 from flatout.models.language_model import LanguageModel
-from flatout.ops import Ops, attention, cross_entropy, heads, linear, variants
+from flatout.ops import Ops, attention, cross_entropy, heads, linear, scan, variants
 from flatout.registry import MODELS
 
 PLAIN = Ops.plain()
-FAST = Ops.plain(attention=attention.fused, cross_entropy=cross_entropy.fused)
+FAST = Ops.plain(attention=attention.fused, cross_entropy=cross_entropy.fused, scan=scan.chunked)
 VOCAB = 61
 SEQ_LEN = 17
 
@@ -30,15 +30,21 @@ TRANSFORMERS = {
     "relu2, qk norm, window": {"activation": "relu2", "qk_norm": True, "window": 5, "tied_head": False, "bias": True},
     "own head size": {"head_dim": 6, "num_kv_heads": 1, "d_ff": 40, "norm": "rmsnorm"},
 }
+EIGENSTATES = {
+    "default": {},
+    "hierarchical": {"scales": (1, 2, 4, 8), "tied_head": False},
+    "selective": {"eigenvalues": "selective", "bias": True, "dropout": 0.1, "num_eigenstates": 12},
+}
+SHAPES = {"transformer": TRANSFORMERS, "eigenstate": EIGENSTATES}
 SMALL = {"num_layers": 2, "d_model": 32, "num_heads": 4}
 
 
 def shapes():
-    """Every model of the registry: the transformer in its shapes, any other as it is by default with what it shares of SMALL."""
+    """Every model of the registry in its shapes; one of which none are known as it is by default, with what it shares of SMALL."""
     for kind in MODELS.names():
         known = MODELS.get(kind).Config.model_fields
         small = {key: value for key, value in SMALL.items() if key in known}
-        for name, own in (TRANSFORMERS if kind == "transformer" else {"default": {}}).items():
+        for name, own in SHAPES.get(kind, {"default": {}}).items():
             yield pytest.param((kind, tuple((small | own).items())), id=f"{kind}: {name}")
 
 
@@ -305,6 +311,7 @@ def test_compiles_whole(kind, product):
         cross_entropy=losses.get(product, cross_entropy.fused),
         linear=variants(linear)[product],
         heads=heads.fused,
+        scan=scan.chunked,
     )
     shape = (kind, tuple({key: value for key, value in (SMALL | {"num_layers": 1}).items() if key in MODELS.get(kind).Config.model_fields}.items()))
     plain, compiled = made(shape), made(shape, ops)

@@ -1,0 +1,396 @@
+"""Temporal eigenstate network: a diagonal linear recurrence in place of attention. Work grows with the tokens, memory of a text does not.
+
+Letters: B rows, T tokens, D width, V vocabulary, L layers, K eigenstates, E = 2 K, H heads of resonance, F width inside the MLP.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import partial
+from typing import ClassVar, Literal, Self, final
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+from torch.nn import functional
+
+from flatout.errors import ConfigError
+from flatout.models import layers
+from flatout.models.decoding import Decoder
+from flatout.models.language_model import Flops, LanguageModel, LanguageModelConfig, ParameterKind
+from flatout.ops import Ops, at_least_fp32
+
+INIT_STD = 0.02
+"""Standard deviation of fresh weights."""
+GATE_BIAS = -2.0
+"""A fresh gate lets an eighth through, so that a block begins close to doing nothing."""
+RESONANCE = 0.01
+"""What the coupling of eigenstates counts."""
+UNLIMITED = 2**40
+"""Tokens in a row that it takes: more than there are."""
+
+
+class EigenstateConfig(LanguageModelConfig):
+    """The model's shape."""
+
+    num_layers: int = Field(8, ge=1)
+    """Blocks, each one recurrence and one MLP (L)."""
+    d_model: int = Field(512, ge=1)
+    """Width of the hidden states (D)."""
+    num_eigenstates: int = Field(64, ge=1)
+    """Complex numbers that a layer remembers a text by (K)."""
+    num_heads: int = Field(4, ge=1)
+    """Groups of eigenstates that are coupled among themselves (H), a divisor of num_eigenstates."""
+    chunk_size: int = Field(128, ge=1)
+    """Tokens that the fast recurrence takes at once; it changes no result."""
+    eigenvalues: Literal["fixed", "selective"] = "fixed"
+    """fixed (learned, one for all tokens) or selective (how long an eigenstate remembers depends on the token)."""
+    scales: tuple[int, ...] = (1,)
+    """Tokens that are averaged before a recurrence sees them, for each of several beside each other: [1, 2, 4, 8] is the hierarchical form."""
+    initialisation: Literal["long-memory", "published"] = "long-memory"
+    """long-memory (time constants log-uniform up to `memory` tokens) or published (a factor of at most one half: 7 tokens)."""
+    memory: int | None = Field(None, ge=2)
+    """Longest time constant of a fresh model, in tokens; None takes data.seq_len."""
+    d_ff: int | None = Field(None, ge=1)
+    """Width inside the MLP (F); None is 4 d_model."""
+    bias: bool = False
+    """Biases in the linear layers and the norms; the gate always has one."""
+    tied_head: bool = True
+    """The embedding is the output weight too."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Share of components dropped from the embedding and from what each recurrence and MLP adds."""
+
+    @property
+    def mlp_width(self) -> int:
+        """Width inside the MLP, F."""
+        return self.d_ff or 4 * self.d_model
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.num_eigenstates % self.num_heads:
+            divisors = [count for count in range(1, self.num_eigenstates + 1) if self.num_eigenstates % count == 0]
+            nearest = min(divisors, key=lambda count: abs(count - self.num_heads))
+            raise ConfigError(
+                f"model.num_eigenstates={self.num_eigenstates} does not divide into model.num_heads={self.num_heads}.",
+                fix=f"Set model.num_heads={nearest}.",
+            )
+        if not self.scales or min(self.scales) < 1 or len(set(self.scales)) < len(self.scales):
+            raise ConfigError(f"model.scales={list(self.scales)} are not different numbers of tokens.", fix="Set model.scales=[1,2,4,8].")
+        if self.eigenvalues == "selective" and self.scales != (1,):
+            raise ConfigError(
+                "model.eigenvalues=selective gives each token its own, and model.scales averages tokens.", fix="Set model.scales=[1], or fixed."
+            )
+        return self
+
+
+class Eigenstate(LanguageModel):
+    """Pre-norm blocks of a gated recurrence and an MLP."""
+
+    Config: ClassVar[type[LanguageModelConfig]] = EigenstateConfig
+    config: EigenstateConfig
+
+    def __init__(self, config: EigenstateConfig, ops: Ops) -> None:
+        super().__init__(config, ops)
+        self.token_embedding = layers.Embedding(config.vocab_size, config.d_model)
+        self.blocks = nn.ModuleList(Block(config, ops) for _ in range(config.num_layers))
+        self.final_norm = layers.LayerNorm(config.d_model, bias=config.bias)
+        self.unembedding = None if config.tied_head else layers.Linear(config.d_model, config.vocab_size, bias=False, ops=ops)
+        self.init_weights()
+
+    @classmethod
+    def fitted(cls, config: EigenstateConfig, seq_len: int) -> EigenstateConfig:
+        """Return the configuration with a memory as long as a window, where it states none."""
+        return config if config.memory else config.model_copy(update={"memory": max(seq_len, 2)})
+
+    @property
+    def max_seq_len(self) -> int:
+        """Most tokens in a row that the model takes: as many as there are."""
+        return UNLIMITED
+
+    def decoder(self, max_tokens: int | None = None) -> Decoder:
+        """Return a reader of one text a row that carries each layer's state: constant memory and no limit, however long the text.
+
+        Memory: 2 L B K fp32 numbers for each of `model.scales`, and the drive of as many tokens as the largest of them.
+        """
+        return Carrying(self)
+
+    def embed(self, tokens_BT: Tensor) -> Tensor:
+        """Return each token's vector.
+
+        Shapes:  tokens_BT (B, T) integers.
+        Returns: hidden_BTD.
+        """
+        return layers.dropped(self.token_embedding(tokens_BT), self.config.dropout, self.training)
+
+    def head(self, hidden_BTD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the normalised hidden states and the output weight.
+
+        Shapes:  hidden_BTD (B, T, D).
+        Returns: (hidden_BTD, weight_VD).
+        """
+        output = self.token_embedding if self.unembedding is None else self.unembedding
+        return self.final_norm(hidden_BTD), output.weight
+
+    def init_weights(self) -> None:
+        """Fill every parameter anew: matrices normal(0, 0.02), biases 0, norms 1, gates' biases -2, eigenvalues as `model.initialisation` says.
+
+        The two matrices of a block that add to the hidden states get 0.02 / sqrt(2 L), as in GPT-2.
+        """
+        residual_std = INIT_STD / math.sqrt(2 * self.config.num_layers)
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                nn.init.constant_(parameter, GATE_BIAS if name.endswith("gate.bias") else 0.0)
+            elif parameter.dim() == 1:
+                nn.init.constant_(parameter, 0.0 if name.endswith("share") else 1.0)
+            elif name.endswith("selection.weight"):
+                nn.init.zeros_(parameter)
+            elif name.endswith("coupling"):
+                nn.init.normal_(parameter)
+            else:
+                nn.init.normal_(parameter, std=residual_std if name.endswith(("recurrence.output.weight", "mlp.down.weight")) else INIT_STD)
+        for module in self.modules():
+            if isinstance(module, Memory):
+                module.init_eigenvalues(self.config)
+
+    def flops_per_token(self, seq_len: int) -> Flops:
+        """Return the training FLOPs a token: 6 N over the hidden matrices and the head, whatever the length of the window.
+
+        The coupling of eigenstates is multiplied with real and imaginary parts. The recurrence itself is no matrix product by its definition.
+        """
+        config = self.config
+        kinds = self.parameter_kinds()
+        counted = sum(p.numel() * (2 if name.endswith("coupling") else 1) for name, p in self.named_parameters() if kinds[name] == "hidden")
+        total = 6 * (counted + config.vocab_size * config.d_model)
+        return Flops(palm=total, causal_exact=Fraction(total))
+
+    def parameter_kinds(self) -> dict[str, ParameterKind]:
+        """Return the kind of every parameter by its name; eigenvalues are vectors, a tied head is an embedding."""
+        return {name: _kind(name, parameter) for name, parameter in self.named_parameters()}
+
+    def stacked_rows(self) -> dict[str, tuple[int, ...]]:
+        """Return the rows of the real and imaginary drive, and of each head's coupling."""
+        count, heads = self.config.num_eigenstates, self.config.num_heads
+        parts = {"drive.weight": (count, count), "coupling": (count // heads,) * heads}
+        return {name: rows for name, _ in self.named_parameters() for ending, rows in parts.items() if name.endswith(ending)}
+
+
+class Block(nn.Module):
+    """A gated recurrence and an MLP, each on normalised hidden states and added to them."""
+
+    def __init__(self, config: EigenstateConfig, ops: Ops) -> None:
+        super().__init__()
+        self.recurrence_norm = layers.LayerNorm(config.d_model, bias=config.bias)
+        self.recurrence = Recurrence(config, ops)
+        self.mlp_norm = layers.LayerNorm(config.d_model, bias=config.bias)
+        self.mlp = layers.MLP(config.d_model, config.mlp_width, activation=functional.silu, bias=config.bias, ops=ops)
+        self.dropout = config.dropout
+
+    def forward(self, hidden_BTD: Tensor, doc_ids_BT: Tensor | None = None) -> Tensor:
+        """Return the hidden states after this block.
+
+        Shapes:  hidden_BTD (B, T, D); doc_ids_BT (B, T) integers.
+        Returns: hidden_BTD.
+        """
+        return self._added(hidden_BTD, self.recurrence(self.recurrence_norm(hidden_BTD), doc_ids_BT))
+
+    def decode(self, hidden_BTD: Tensor, carried: list[Carried], start: int) -> Tensor:
+        """Return the hidden states after this block of tokens that go on from what is carried, and carry on.
+
+        Shapes:  hidden_BTD (B, T, D), at the positions from `start` on.
+        Returns: hidden_BTD.
+        """
+        return self._added(hidden_BTD, self.recurrence.decode(self.recurrence_norm(hidden_BTD), carried, start))
+
+    def _added(self, hidden_BTD: Tensor, remembered_BTD: Tensor) -> Tensor:
+        hidden_BTD = hidden_BTD + layers.dropped(remembered_BTD, self.dropout, self.training)
+        return hidden_BTD + layers.dropped(self.mlp(self.mlp_norm(hidden_BTD)), self.dropout, self.training)
+
+
+class Recurrence(nn.Module):
+    """Drive, eigenstates, resonance, and back to the model's width through a gate."""
+
+    def __init__(self, config: EigenstateConfig, ops: Ops) -> None:
+        super().__init__()
+        linear: Callable[..., layers.Linear] = partial(layers.Linear, ops=ops)
+        count, width = config.num_eigenstates, config.d_model
+        self.num_heads = config.num_heads
+        self.drive = linear(width, 2 * count, bias=config.bias)
+        self.gate = linear(width, width, bias=True)
+        self.output = linear(2 * count, width, bias=config.bias)
+        self.selection = linear(width, count, bias=True) if config.eigenvalues == "selective" else None
+        self.memories = nn.ModuleList(Memory(config, scale, ops) for scale in config.scales)
+        self.share = nn.Parameter(torch.zeros(len(config.scales))) if len(config.scales) > 1 else None
+        self.coupling = nn.Parameter(torch.zeros(count, count // config.num_heads))
+
+    def forward(self, hidden_BTD: Tensor, doc_ids_BT: Tensor | None) -> Tensor:
+        """Return what each token is told of the tokens up to it.
+
+        Shapes:  hidden_BTD (B, T, D); doc_ids_BT (B, T) integers.
+        Returns: hidden_BTD.
+        """
+        drive_BTE, pace_BTK = self._driven(hidden_BTD)
+        return self._told(hidden_BTD, [memory(drive_BTE, pace_BTK, doc_ids_BT) for memory in self.memories])
+
+    def decode(self, hidden_BTD: Tensor, carried: list[Carried], start: int) -> Tensor:
+        """Return the same of tokens that go on from what is carried.
+
+        Shapes:  hidden_BTD (B, T, D), at the positions from `start` on.
+        Returns: hidden_BTD.
+        """
+        drive_BTE, pace_BTK = self._driven(hidden_BTD)
+        pairs = zip(self.memories, carried, strict=True)
+        return self._told(hidden_BTD, [memory.decode(drive_BTE, pace_BTK, own, start) for memory, own in pairs])  # type: ignore[operator]
+
+    def _driven(self, hidden_BTD: Tensor) -> tuple[Tensor, Tensor | None]:
+        """What enters the eigenstates, and how much faster than usual they forget: from 0 to 2 times."""
+        pace_BTK = None if self.selection is None else 2 * at_least_fp32(self.selection(hidden_BTD)).sigmoid()
+        return self.drive(hidden_BTD), pace_BTK
+
+    def _told(self, hidden_BTD: Tensor, states: list[Tensor]) -> Tensor:
+        states_BTE = states[0] if self.share is None else (torch.stack(states) * self.share.softmax(dim=0)[:, None, None, None]).sum(dim=0)
+        return self.gate(hidden_BTD).sigmoid() * self.output(self._resonating(states_BTE).to(hidden_BTD.dtype))  # type: ignore[no-any-return]
+
+    def _resonating(self, states_BTE: Tensor) -> Tensor:
+        """Add to each eigenstate a little of the others of its head."""
+        coupling_HJI = self.coupling.to(states_BTE.dtype).view(self.num_heads, -1, self.coupling.shape[1])
+        states_BTGHI = states_BTE.view(*states_BTE.shape[:-1], 2, self.num_heads, -1)
+        return states_BTE + RESONANCE * torch.einsum("btghi,hji->btghj", states_BTGHI, coupling_HJI).flatten(2)
+
+
+@dataclass
+class Carried:
+    """What one memory carries from one piece of a text to the next."""
+
+    state: Tensor | None = None
+    """The last state (B, E); None before the first."""
+    waiting: Tensor | None = None
+    """Drive (B, T, E) of tokens that wait until there are `scale` of them."""
+
+
+class Memory(nn.Module):
+    """Eigenstates that are driven by every `scale` tokens' average, and known from the last of these tokens on."""
+
+    def __init__(self, config: EigenstateConfig, scale: int, ops: Ops) -> None:
+        super().__init__()
+        self.scale = scale
+        self.chunk_size = config.chunk_size
+        self.ops = ops
+        self.log_rate = nn.Parameter(torch.zeros(config.num_eigenstates))
+        """Logarithm of what is forgotten a step: |eigenvalue| = exp(-exp(log_rate)), below 1 whatever is learned."""
+        self.angle = nn.Parameter(torch.zeros(config.num_eigenstates))
+
+    @torch.no_grad()
+    def init_eigenvalues(self, config: EigenstateConfig) -> None:
+        """Draw time constants log-uniform up to the memory and angles uniform; or as published, where nothing lasts.
+
+        An angle near zero would add up what every token says alike, and drown what one of them said long ago.
+        Source: Orvieto et al. 2023, arXiv:2303.06349, section 3.
+        """
+        longest = max((config.memory or 2) / self.scale, 2.0)
+        if config.initialisation == "published":
+            magnitude = torch.empty_like(self.log_rate).uniform_(-3, 0).sigmoid_()
+            self.log_rate.copy_(magnitude.log_().neg_().log_())
+            self.angle.uniform_(0, 2 * math.pi)
+        else:
+            self.log_rate.uniform_(-math.log(longest), 0.0)
+            self.angle.uniform_(0, 2 * math.pi)
+
+    def forward(self, drive_BTE: Tensor, pace_BTK: Tensor | None, doc_ids_BT: Tensor | None) -> Tensor:
+        """Return the states that each token may know of.
+
+        Shapes:  drive_BTE (B, T, E); pace_BTK (B, T, K); doc_ids_BT (B, T) integers.
+        Returns: states_BTE, at least fp32.
+        """
+        states_BNE = self._states(self._averaged(drive_BTE, doc_ids_BT), pace_BTK, None if doc_ids_BT is None else self._last(doc_ids_BT), None)
+        return self._known(states_BNE, None, 0, drive_BTE.shape[1], doc_ids_BT)
+
+    def decode(self, drive_BTE: Tensor, pace_BTK: Tensor | None, carried: Carried, start: int) -> Tensor:
+        """Return the same for tokens that go on from what is carried, and carry on.
+
+        Shapes:  drive_BTE (B, T, E), at the positions from `start` on; pace_BTK (B, T, K).
+        Returns: states_BTE.
+        """
+        tokens = drive_BTE.shape[1]
+        if carried.waiting is not None:
+            drive_BTE = torch.cat((carried.waiting, drive_BTE), dim=1)
+        states_BNE = self._states(self._averaged(drive_BTE, None), pace_BTK, None, carried.state)
+        known_BTE = self._known(states_BNE, carried.state, start, tokens, None)
+        carried.waiting = drive_BTE[:, drive_BTE.shape[1] // self.scale * self.scale :] if self.scale > 1 else None
+        carried.state = states_BNE[:, -1] if states_BNE.shape[1] else carried.state
+        return known_BTE
+
+    def _last(self, each_BT: Tensor) -> Tensor:
+        """What the last token of every full group of `scale` has."""
+        return each_BT[:, self.scale - 1 :: self.scale]
+
+    def _averaged(self, drive_BTE: Tensor, doc_ids_BT: Tensor | None) -> Tensor:
+        """The mean of every full group, over the tokens of the document that its last one is in."""
+        if self.scale == 1:
+            return drive_BTE
+        whole = drive_BTE.shape[1] // self.scale * self.scale
+        rows, _, parts = drive_BTE.shape
+        groups_BNSE = at_least_fp32(drive_BTE[:, :whole]).reshape(rows, -1, self.scale, parts)
+        if doc_ids_BT is not None:
+            ids_BNS = doc_ids_BT[:, :whole].reshape(rows, -1, self.scale)
+            groups_BNSE = torch.where((ids_BNS == ids_BNS[..., -1:])[..., None], groups_BNSE, 0.0)
+        return groups_BNSE.mean(dim=2)
+
+    def _states(self, drive_BNE: Tensor, pace_BTK: Tensor | None, doc_ids_BN: Tensor | None, start_BE: Tensor | None) -> Tensor:
+        """The recurrence, its drive scaled by sqrt(1 - |eigenvalue|^2): states of unit variance from a drive of unit variance."""
+        if not drive_BNE.shape[1]:
+            return at_least_fp32(drive_BNE)
+        log_decay = -self.log_rate.exp()
+        angle: Tensor = self.angle
+        if pace_BTK is not None:
+            log_decay = log_decay * pace_BTK
+            angle = angle.expand_as(log_decay)
+        scale = (-torch.expm1(2 * log_decay)).sqrt()
+        drive_BNE = at_least_fp32(drive_BNE) * torch.cat((scale, scale), dim=-1)
+        return self.ops.scan(log_decay, angle, drive_BNE, doc_ids_BT=doc_ids_BN, start_BE=start_BE, chunk_size=self.chunk_size)
+
+    def _known(self, states_BNE: Tensor, before_BE: Tensor | None, start: int, tokens: int, doc_ids_BT: Tensor | None) -> Tensor:
+        """For each token, the state of the last group that is complete with it; none before the first, and none of another document."""
+        if self.scale == 1:
+            return states_BNE
+        first_BE = states_BNE.new_zeros(states_BNE.shape[0], states_BNE.shape[2]) if before_BE is None else before_BE
+        place_T = torch.arange(start + 1, start + tokens + 1, device=states_BNE.device) // self.scale - start // self.scale
+        known_BTE = torch.cat((first_BE[:, None], states_BNE), dim=1)[:, place_T]
+        if doc_ids_BT is None:
+            return known_BTE
+        ids_BT = functional.pad(self._last(doc_ids_BT), (1, 0), value=-1)[:, place_T]
+        return torch.where((ids_BT == doc_ids_BT)[..., None], known_BTE, 0.0)
+
+
+@final
+class Carrying(Decoder):
+    """A network that carries its states from token to token."""
+
+    def __init__(self, model: Eigenstate) -> None:
+        super().__init__(None)
+        self._model = model
+        self._carried = [[Carried() for _ in model.config.scales] for _ in model.blocks]
+
+    def scores_after(self, tokens_BT: Tensor) -> Tensor:
+        """Return the scores after these tokens, from them and from the states that those before left.
+
+        Shapes:  tokens_BT (B, T) integers.
+        Returns: logits_BV.
+        """
+        hidden_BTD = self._model.embed(tokens_BT)
+        for block, carried in zip(self._model.blocks, self._carried, strict=True):
+            hidden_BTD = block.decode(hidden_BTD, carried, self.num_tokens)  # type: ignore[operator]
+        return self._model.last_logits(hidden_BTD)
+
+
+def _kind(name: str, parameter: Tensor) -> ParameterKind:
+    if name.startswith("token_embedding"):
+        return "embedding"
+    if name.startswith("unembedding"):
+        return "head"
+    return "hidden" if parameter.dim() == 2 else "vector"
+
+
+MODEL = Eigenstate

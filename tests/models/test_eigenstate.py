@@ -1,0 +1,165 @@
+"""What is the eigenstate network's alone; what every model must pass is in test_language_model.py and test_decoding.py."""
+
+import math
+
+import pytest
+import torch
+
+from flatout.config import OptimConfig
+from flatout.errors import ConfigError
+from flatout.models.eigenstate import GATE_BIAS, Eigenstate, Memory
+from flatout.ops import Ops, cross_entropy, newton_schulz, scan
+from flatout.optimizers import muon
+from flatout.optimizers.adamw import per_parameter
+from flatout.optimizers.groups import OptimizerParts
+
+FAST = Ops.plain(scan=scan.chunked, cross_entropy=cross_entropy.fused)
+SMALL = {"vocab_size": 11, "num_layers": 2, "d_model": 16, "num_eigenstates": 8, "num_heads": 2}
+
+
+def made(seq_len=64, ops=FAST, seed=0, **changes):
+    torch.manual_seed(seed)
+    return Eigenstate(Eigenstate.check(SMALL | changes, seq_len=seq_len), ops)
+
+
+def tokens_of(rows, tokens):
+    return torch.randint(11, (rows, tokens), generator=torch.Generator().manual_seed(1))
+
+
+def magnitudes(model):
+    return torch.cat([(-module.log_rate.exp()).exp() for module in model.modules() if isinstance(module, Memory)]).detach()
+
+
+@pytest.mark.parametrize("changes", [{}, {"scales": (1, 2, 4, 8)}, {"eigenvalues": "selective"}], ids=["fixed", "hierarchical", "selective"])
+@pytest.mark.parametrize("chunk_size", [1, 7, 64, 1000])
+def test_no_result_depends_on_the_chunk_size(changes, chunk_size):
+    plain, chunked = made(ops=Ops.plain(), **changes).double(), made(chunk_size=chunk_size, **changes).double()
+    tokens = tokens_of(2, 50)
+    wanted, found = plain(tokens, tokens)[0], chunked(tokens, tokens)[0]
+    wanted.backward()
+    found.backward()
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
+    for one, other in zip(chunked.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-8, atol=1e-10)
+
+
+def test_a_window_may_be_longer_than_any_seen_in_training():
+    model = made(seq_len=16)
+    assert model.logits(tokens_of(1, 200)).isfinite().all()
+
+
+def test_fresh_memories_last_from_one_token_to_the_window():
+    model = made(seq_len=4096, num_layers=8, num_eigenstates=64)
+    time_constants = -1 / magnitudes(model).log()
+    assert 1 <= time_constants.min() < 3
+    assert 1500 < time_constants.max() <= 4096.5
+    assert time_constants.log().mean() == pytest.approx(math.log(4096) / 2, rel=0.1), "log-uniform"
+    assert magnitudes(made(seq_len=4096, memory=10)).max() <= math.exp(-0.1)
+
+
+def test_memories_as_published_are_gone_after_seven_tokens():
+    assert magnitudes(made(seq_len=4096, num_layers=8, initialisation="published")).max() <= 0.5
+
+
+def test_no_eigenvalue_ever_grows():
+    model = made()
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, Memory):
+                module.log_rate.uniform_(-30, 30)
+    assert magnitudes(model).max() <= 1
+    loss, _ = model(tokens_of(1, 64), tokens_of(1, 64))
+    loss.backward()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
+def test_a_fresh_gate_is_nearly_shut():
+    """The blanket initialiser must not overwrite what the gate begins with."""
+    gates = [parameter for name, parameter in made(bias=True).named_parameters() if name.endswith("gate.bias")]
+    assert len(gates) == 2
+    assert all((gate == GATE_BIAS).all() for gate in gates)
+
+
+def test_states_have_the_variance_of_their_drive():
+    """White noise of variance 1 in, variance 1 out, however long an eigenstate remembers."""
+    memory = next(module for module in made(seq_len=256, num_eigenstates=32).modules() if isinstance(module, Memory))
+    drive = torch.randn(4, 8192, 64, generator=torch.Generator().manual_seed(0))
+    states = memory(drive, None, None)[:, 2048:].detach()
+    assert float(states.var(dim=(0, 1)).mean()) == pytest.approx(1, rel=0.1)
+    assert states.var(dim=(0, 1)).max() < 2
+
+
+def test_a_coarse_scale_tells_nothing_before_its_group_is_complete():
+    """Averaged over four tokens and spread over four again, the future would leak; here a group is known from its last token on."""
+    model = made(scales=(4,)).double()
+    embedded = []
+    embed = model.embed
+    model.embed = lambda tokens: embedded.append(embed(tokens)) or embedded[0]
+    logits = model.logits(tokens_of(1, 12))
+    (gradient,) = torch.autograd.grad(logits[0, 6].sum(), embedded[0])
+    told_of = gradient[0].abs().sum(dim=-1) > 0
+    assert told_of.tolist() == [True] * 4 + [False, False, True] + [False] * 5, "tokens 0 to 3, a full group, and itself"
+
+
+def test_what_is_carried_does_not_grow_with_the_text():
+    reader = made(scales=(1, 4)).eval().decoder()
+    sizes = []
+    for _ in range(40):
+        reader.read(tokens_of(2, 3))
+        held = [tensor for layer in reader._carried for one in layer for tensor in (one.state, one.waiting) if tensor is not None]
+        sizes.append(sum(tensor.numel() for tensor in held))
+    assert max(sizes[4:]) == max(sizes[4:12])
+    assert reader.max_tokens is None
+
+
+def test_a_token_of_long_ago_is_learned_from():
+    """256 tokens back: through the memory of this initialisation, and through no other."""
+
+    def best_loss(initialisation, steps=100):
+        model = made(seq_len=257, num_layers=1, d_model=32, num_eigenstates=32, num_heads=4, d_ff=32, initialisation=initialisation)
+        optimizers = muon.build(model, OptimConfig(kind="muon", lr=0.02, weight_decay=0.0), OptimizerParts(per_parameter, newton_schulz.reference))
+        tokens = torch.full((8, 257), 8)
+        tokens[:, 0], tokens[:, -1] = torch.arange(8), 9
+        targets = torch.full_like(tokens, -1)
+        targets[:, -1] = torch.arange(8)
+        losses = []
+        for _ in range(steps):
+            loss, count = model(tokens, targets)
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            (loss / count).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            losses.append(float(loss.detach() / count))
+        return min(losses)
+
+    assert best_loss("long-memory") < 0.5
+    assert best_loss("published") > math.log(8) - 0.01, "which of the eight it was is not known"
+
+
+def test_of_4096_tokens_back_the_published_memory_has_no_trace():
+    traces = {}
+    for initialisation in ("long-memory", "published"):
+        model = made(seq_len=4097, initialisation=initialisation)
+        embedded = []
+        embed = model.embed
+        model.embed = lambda tokens, embed=embed, embedded=embedded: embedded.append(embed(tokens)) or embedded[0]
+        logits = model.logits(tokens_of(1, 4097))
+        (gradient,) = torch.autograd.grad(logits[0, -1].square().sum(), embedded[0])
+        traces[initialisation] = float(gradient[0, 0].norm())
+    assert traces["long-memory"] > 1e-7
+    assert traces["published"] == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_eigenstates": 10, "num_heads": 4}, "model.num_heads=5"),
+        ({"scales": ()}, r"model.scales=\[1,2,4,8\]"),
+        ({"scales": (2, 2)}, r"model.scales=\[1,2,4,8\]"),
+        ({"scales": (1, 2), "eigenvalues": "selective"}, r"model.scales=\[1\]"),
+    ],
+)
+def test_shapes_that_contradict_each_other_are_refused(changes, said):
+    with pytest.raises(ConfigError, match=said):
+        made(**changes)

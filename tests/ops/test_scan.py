@@ -1,0 +1,179 @@
+"""Letters: B rows, T tokens, K eigenstates."""
+
+import math
+
+import pytest
+import torch
+from torch.autograd import gradcheck
+
+from flatout.errors import ShapeError
+from flatout.ops import scan, variants
+
+VARIANTS = variants(scan)
+LIMITS = {"states": 1e-5, "drive": 1e-5, "log_decay": 1e-4, "angle": 1e-4, "start": 1e-5}
+"""Largest error in fp32, relative to the norm."""
+KINDS = {
+    "fixed": {},
+    "selective": {"selective": True},
+    "documents": {"documents": True},
+    "selective, documents, start": {"selective": True, "documents": True, "start": True},
+    "start": {"start": True},
+}
+
+
+def drawn(rows, tokens, eigenstates, *, selective=False, documents=False, start=False, dtype=torch.float64):
+    """What a recurrence is given; time constants from 1 to the length. Exactly the same numbers in every dtype."""
+    generator = torch.Generator().manual_seed(tokens)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    shape = (rows, tokens, eigenstates) if selective else (eigenstates,)
+    memory = torch.exp(torch.rand(shape, generator=generator) * math.log(tokens + 1))
+    given = {"log_decay": (-1 / memory).to(dtype), "angle": (torch.rand(shape, generator=generator) * 2 * math.pi).to(dtype)}
+    given["drive"] = normal(rows, tokens, 2 * eigenstates)
+    if start:
+        given["start"] = normal(rows, 2 * eigenstates)
+    doc_ids = (torch.rand(rows, tokens, generator=generator) < 0.1).cumsum(dim=1) if documents else None
+    return given, doc_ids, normal(rows, tokens, 2 * eigenstates)
+
+
+def with_gradients(function, given, doc_ids, weights, chunk_size=128):
+    leaves = {name: leaf.clone().requires_grad_() for name, leaf in given.items()}
+    states = function(leaves["log_decay"], leaves["angle"], leaves["drive"], doc_ids_BT=doc_ids, start_BE=leaves.get("start"), chunk_size=chunk_size)
+    states.backward(weights.to(states.dtype))
+    return {"states": states.detach()} | {name: leaf.grad for name, leaf in leaves.items()}
+
+
+def apart(found, wanted):
+    """The error of each quantity, relative to its norm."""
+    assert found.keys() == wanted.keys()
+    return {name: float((found[name].double() - wanted[name]).norm() / wanted[name].norm().clamp_min(1e-30)) for name in wanted}
+
+
+def by_complex_numbers(given, doc_ids):
+    """The recurrence in Python's own complex numbers, a token at a time."""
+    rows, tokens, parts = given["drive"].shape
+    count = parts // 2
+    states = torch.empty(rows, tokens, parts, dtype=torch.float64)
+    for b in range(rows):
+        for k in range(count):
+            start = given.get("start")
+            state = complex(start[b, k], start[b, count + k]) if start is not None else 0j
+            for t in range(tokens):
+                if doc_ids is not None and t and doc_ids[b, t] != doc_ids[b, t - 1]:
+                    state = 0j
+                place = (b, t, k) if given["angle"].dim() == 3 else (k,)
+                angle, magnitude = float(given["angle"][place]), math.exp(given["log_decay"][place])
+                state = state * complex(magnitude * math.cos(angle), magnitude * math.sin(angle))
+                state += complex(given["drive"][b, t, k], given["drive"][b, t, count + k])
+                states[b, t, k], states[b, t, count + k] = state.real, state.imag
+    return states
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_reference_is_what_its_words_say(kind):
+    given, doc_ids, _ = drawn(2, 23, 3, **KINDS[kind])
+    found = scan.reference(given["log_decay"], given["angle"], given["drive"], doc_ids_BT=doc_ids, start_BE=given.get("start"))
+    torch.testing.assert_close(found, by_complex_numbers(given, doc_ids), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(("tokens", "chunk_size"), [(1, 4), (5, 128), (37, 8), (64, 64), (100, 1), (129, 128), (300, 7)])
+def test_values_and_gradients_match_the_reference_in_fp64(name, kind, tokens, chunk_size, poisoned_memory):
+    """At odd lengths and for chunks that do not divide them."""
+    given, doc_ids, weights = drawn(2, tokens, 3, **KINDS[kind])
+    wanted = with_gradients(scan.reference, given, doc_ids, weights)
+    exact = with_gradients(VARIANTS[name], given, doc_ids, weights, chunk_size)
+    assert max(apart(exact, wanted).values()) < 1e-11
+    narrow = {name: tensor.float() for name, tensor in given.items()}
+    for quantity, error in apart(with_gradients(VARIANTS[name], narrow, doc_ids, weights, chunk_size), wanted).items():
+        assert error < LIMITS[quantity], quantity
+
+
+@pytest.fixture(scope="module")
+def long_text():
+    given, doc_ids, weights = drawn(1, 32_768, 4, dtype=torch.float32)
+    return given, doc_ids, weights, with_gradients(scan.reference, {key: value.double() for key, value in given.items()}, doc_ids, weights)
+
+
+@pytest.mark.parametrize("name", sorted(set(VARIANTS) - {"reference"}))
+def test_eigenvalues_keep_their_gradients_over_32768_tokens(name, long_text):
+    given, doc_ids, weights, wanted = long_text
+    errors = apart(with_gradients(VARIANTS[name], given, doc_ids, weights), wanted)
+    assert errors["log_decay"] < 1e-3
+    assert errors["angle"] < 1e-3
+    assert errors["states"] < 1e-5
+    assert errors["drive"] < 1e-5
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_bf16_comes_in_and_fp32_goes_out(name):
+    given, doc_ids, weights = drawn(2, 50, 3, dtype=torch.bfloat16)
+    wanted = with_gradients(scan.reference, {key: value.double() for key, value in given.items()}, doc_ids, weights)
+    found = with_gradients(VARIANTS[name], given, doc_ids, weights)
+    assert found["states"].dtype == torch.float32
+    assert found["drive"].dtype == torch.bfloat16
+    assert max(apart(found, wanted).values()) < 1e-2
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_autocast_leaves_it_in_fp32(name):
+    given, doc_ids, weights = drawn(1, 40, 2, dtype=torch.float32)
+    plain = with_gradients(VARIANTS[name], given, doc_ids, weights, 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = with_gradients(VARIANTS[name], given, doc_ids, weights, 8)
+    assert all(torch.equal(found[key], plain[key]) for key in plain)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("selective", [False, True], ids=["fixed", "selective"])
+def test_nothing_of_another_document_gets_through_not_even_nan(name, selective):
+    given, _, _ = drawn(1, 40, 2, selective=selective)
+    doc_ids = (torch.arange(40) >= 17).int()[None]
+    kept = VARIANTS[name](given["log_decay"], given["angle"], given["drive"], doc_ids_BT=doc_ids)
+    given["drive"][:, :17] = float("nan")
+    spoilt = given["drive"].requires_grad_()
+    found = VARIANTS[name](given["log_decay"], given["angle"], spoilt, doc_ids_BT=doc_ids)
+    assert torch.equal(found[:, 17:], kept[:, 17:])
+    (gradient,) = torch.autograd.grad(found[:, 17:].sum(), spoilt)
+    assert not gradient[:, :17].any()
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_gradients_are_those_of_finite_differences(name):
+    given, doc_ids, _ = drawn(1, 9, 2, documents=True, start=True)
+    leaves = [tensor.requires_grad_() for tensor in given.values()]
+    call = lambda decay, angle, drive, start: VARIANTS[name](decay, angle, drive, doc_ids_BT=doc_ids, start_BE=start, chunk_size=4)  # noqa: E731
+    assert gradcheck(call, leaves)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_text_in_pieces_is_the_text_whole(name):
+    given, _, _ = drawn(2, 50, 3)
+    whole = VARIANTS[name](given["log_decay"], given["angle"], given["drive"])
+    start, states = None, []
+    for piece in given["drive"].split([1, 30, 19], dim=1):
+        states.append(VARIANTS[name](given["log_decay"], given["angle"], piece, start_BE=start))
+        start = states[-1][:, -1]
+    torch.testing.assert_close(torch.cat(states, dim=1), whole, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"angle": torch.zeros(4)}, "decays"),
+        ({"drive": torch.zeros(2, 5, 7)}, "drive"),
+        ({"doc_ids_BT": torch.zeros(2, 4)}, "Document ids"),
+        ({"start_BE": torch.zeros(2, 3)}, "start"),
+        ({"chunk_size": 0}, "chunk of 0"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(name, change, said):
+    given, _, _ = drawn(2, 5, 3)
+    given["start_BE"] = None
+    arguments = given | change
+    with pytest.raises(ShapeError, match=said):
+        VARIANTS[name](arguments.pop("log_decay"), arguments.pop("angle"), arguments.pop("drive"), **arguments)
