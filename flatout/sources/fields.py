@@ -9,7 +9,7 @@ from typing import Any
 from flatout.registry import nearest
 from flatout.sources import BadRow, Document, Place, Row
 
-ROW_BYTES = 12 << 20
+ROW_BYTES = 8 << 20
 """A row is held whole while it is read, several times over and in up to four bytes a character; a longer one is a bad row."""
 _MISSING = object()
 _KINDS = {type(None): "null", bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object", bytes: "bytes"}
