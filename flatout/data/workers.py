@@ -6,6 +6,8 @@ caller's script again, and ends when the socket closes, however the caller ends.
 
 from __future__ import annotations
 
+import gc
+import itertools
 import socket
 import subprocess
 import sys
@@ -212,9 +214,11 @@ def serve(descriptor: int) -> None:
     with ThreadPoolExecutor(1) as recorder:
         try:
             setup: Setup = connection.recv()
-            while True:
+            for number in itertools.count():
                 index, work = connection.recv()
                 record = attempt(lambda work=work: pack_range(work, setup.packing, setup.folder, answer))  # type: ignore[misc]
+                if number == 0:
+                    gc.freeze()  # a vocabulary is 100,000 objects, which the collector would go through again and again
                 if isinstance(record, Failure):
                     answer((index, record))
                 else:
