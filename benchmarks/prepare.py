@@ -12,6 +12,7 @@ thread, with each window's text tokenised in the step and without. Writes benchm
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -119,11 +120,9 @@ def run(way: str, corpus: Path, out: Path, arguments: argparse.Namespace) -> dic
 def _watch(process: subprocess.Popen[str], peak: list[int]) -> None:
     """Keep the largest sum of what the process and those that it started hold, looked at five times a second."""
     while process.poll() is None:
-        try:
+        with contextlib.suppress(psutil.Error):  # it has just ended
             top = psutil.Process(process.pid)
             peak[0] = max(peak[0], sum(_resident(one) for one in [top, *top.children(recursive=True)]))
-        except psutil.Error:
-            pass  # it has just ended
         time.sleep(0.2)
 
 
