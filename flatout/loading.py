@@ -86,5 +86,5 @@ def _usable_speedups(config: RunConfig, without: frozenset[str]) -> Iterator[Dec
     machine = probe()
     names = () if isinstance(config.speedups, str) else config.speedups
     for name in names:
-        if name not in without and SPEEDUPS.get(name).why_not(machine, config) is None:
+        if name not in without and SPEEDUPS.get(name).reason_against(machine, config) is None:
             yield Decision(name, True, "as trained")

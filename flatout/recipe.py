@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from flatout.config import RunConfig
 from flatout.errors import ConfigError
 from flatout.hardware import Machine
-from flatout.registry import load_reference
+from flatout.registry import MODELS, load_reference
 
 if TYPE_CHECKING:
     from flatout.memory import Workload
@@ -65,6 +65,8 @@ class Precision:
         return torch.autocast(device_type, dtype=self.dtype()) if self.autocast else nullcontext()
 
 
+MODEL_OPS = frozenset({"ops.attention", "ops.heads", "ops.linear", "ops.scan"})
+"""Slots of functions that a model may call or not; its file states which, as USES."""
 FP32 = Precision("fp32")
 
 
@@ -215,7 +217,14 @@ class Speedup:
     needs: tuple[str, ...] = ()
     """Speedups without which it does not work."""
     why_not: Callable[[Machine, RunConfig], str | None] = always
-    """A sentence on why it cannot or should not run here, or None."""
+    """A sentence on why it cannot or should not run here, or None. Whether the model has a use for it is found apart from that."""
+
+    def reason_against(self, machine: Machine, config: RunConfig) -> str | None:
+        """Return why it cannot or should not run here: all it fills are functions that the model never calls, or `why_not`."""
+        used = MODELS.stated(config.model.kind, "USES")
+        if used is not None and self.fills.keys() <= MODEL_OPS and not {f"ops.{name}" for name in used} & self.fills.keys() and not self.transform:
+            return f"The model {config.model.kind!r} makes no use of {' and '.join(self.fills)}."
+        return self.why_not(machine, config)
 
 
 @dataclass(frozen=True)

@@ -96,6 +96,19 @@ class Folder:
         docstring = ast.get_docstring(ast.parse(self._files[name].read_text(encoding="utf-8"))) or ""
         return docstring.split("\n", 1)[0]
 
+    def stated(self, name: str, constant: str) -> Any:
+        """Return the value of a literal that the entry's file assigns to `constant` at its top level, without importing it; None without one.
+
+        Of a `package.module:attribute` it is the module's, which is imported.
+        """
+        if ":" in name:
+            return getattr(sys.modules[load_reference(name).__module__], constant, None)
+        self.require(name)
+        for node in ast.parse(self._files[name.replace("_", "-")].read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.Assign) and any(isinstance(target, ast.Name) and target.id == constant for target in node.targets):
+                return ast.literal_eval(node.value)
+        return None
+
     def require(self, name: str) -> None:
         """Do nothing when there is such an entry, or `name` is a `package.module:attribute`, which only importing can check.
 

@@ -102,7 +102,7 @@ def settled(config: RunConfig, machine: Machine) -> list[Decision]:
     on = parse_wish(config.speedups).named
     known = all_speedups() + [speedup_named(name) for name in on if ":" in name]
     again = "as when the run began"
-    reasons = {s.name: s.why_not(machine, config) for s in known}
+    reasons = {s.name: s.reason_against(machine, config) for s in known}
     words = {name: f"{again}; but now: {reason}" if name in on and reason else reason or again for name, reason in reasons.items()}
     return [Decision(s.name, s.name in on, words[s.name]) for s in known]
 
@@ -133,7 +133,7 @@ def _with_precision(wish: Wish, config: RunConfig, machine: Machine) -> Wish:
             f"train.precision={precision} and speedups={contrary[0]} contradict each other.",
             fix=f"Set train.precision={meant}, or leave {contrary[0]!r} out of speedups.",
         )
-    able = [name for name in ways if SPEEDUPS.get(name).why_not(machine, config) is None]
+    able = [name for name in ways if SPEEDUPS.get(name).reason_against(machine, config) is None]
     named = [name for name in ways if name in wish.named] or [*able, *ways][:1]
     others = tuple(name for name in every if name not in named)
     return Wish(wish.auto, tuple(dict.fromkeys([*wish.named, *named])), wish.dropped + others)
@@ -142,7 +142,7 @@ def _with_precision(wish: Wish, config: RunConfig, machine: Machine) -> Wish:
 def _decide(speedup: Speedup, wish: Wish, config: RunConfig, machine: Machine, device: str, minutes: float | None) -> Decision:
     name = speedup.name
     if name in wish.named:
-        why_not = speedup.why_not(machine, config)
+        why_not = speedup.reason_against(machine, config)
         if why_not:
             raise HardwareError(f"The speedup {name!r} cannot be used: {why_not}", fix=f"Leave it out, for example speedups=auto,-{name}.")
         return Decision(name, True, "asked for")
@@ -151,7 +151,7 @@ def _decide(speedup: Speedup, wish: Wish, config: RunConfig, machine: Machine, d
         return Decision(name, False, f"train.precision={config.train.precision}" if stated else "left out by speedups")
     if not wish.auto:
         return Decision(name, False, "not among speedups")
-    why_not = speedup.why_not(machine, config)
+    why_not = speedup.reason_against(machine, config)
     if why_not:
         return Decision(name, False, why_not)
     return _by_table(speedup, device, minutes)

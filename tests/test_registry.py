@@ -45,6 +45,18 @@ def test_listing_imports_nothing(shapes):
     assert not [name for name in sys.modules if name.startswith("flatout.shapes")]
 
 
+def test_what_an_entry_states_is_read_without_importing_it(shapes, tmp_path, monkeypatch):
+    path = registry.PACKAGE_DIR / "shapes" / "broken_import.py"
+    path.write_text(path.read_text() + 'CORNERS = ("left", "right")\n')
+    assert shapes.stated("broken-import", "CORNERS") == ("left", "right")
+    assert shapes.stated("square", "CORNERS") is None
+    (tmp_path / "my_shapes.py").write_text("CORNERS = (1,)\nclass Own: ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert shapes.stated("my_shapes:Own", "CORNERS") == (1,)
+    with pytest.raises(ConfigError, match="no shape named"):
+        shapes.stated("squar", "CORNERS")
+
+
 def test_a_new_file_is_a_new_entry(shapes):
     (registry.PACKAGE_DIR / "shapes" / "oval.py").write_text('"""Oval."""\nSHAPE = "oval"\n')
     assert "oval" in Folder("shapes", "SHAPE", "shape").names()

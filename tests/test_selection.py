@@ -147,3 +147,18 @@ def test_a_speedup_of_ones_own_goes_by_its_reference(tmp_path, monkeypatch):
     decisions = select(load_config(None, ["speedups=auto,+my_own:FAST"]), CPU)
     assert assemble(decisions).part("matmul") == "high"
     assert {d.name for d in settled(load_config(None, ["speedups=[my_own:FAST]"]), CPU) if d.on} == {"my_own:FAST"}
+
+
+def test_a_function_that_the_model_never_calls_is_not_exchanged():
+    reasons = {d.name: d for d in select(load_config(None, ["model.kind=eigenstate"]), CPU)}
+    assert "'eigenstate' makes no use of ops.attention" in reasons["fused-attention"].reason
+    assert reasons["fast-scan"].on
+    assert "'transformer' makes no use of ops.scan" in next(d.reason for d in select(load_config(), CPU) if d.name == "fast-scan")
+    with pytest.raises(HardwareError, match=r"'fused-heads' cannot be used: .*makes no use of ops\.heads"):
+        on("auto,+fused-heads", CPU, "model.kind=eigenstate")
+
+
+def test_a_model_of_ones_own_that_does_not_say_what_it_calls_may_take_all(tmp_path, monkeypatch):
+    (tmp_path / "own_model.py").write_text("class Mine: ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "fused-attention" in on("fused-attention,fast-scan", CPU, "model.kind=own_model:Mine")

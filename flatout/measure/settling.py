@@ -83,7 +83,7 @@ def put_in(name: str, asked: RunConfig, settled: Settled) -> list[str] | str:
     stated = asked.with_values({"train.device": settled.config.train.device})
     wanted = with_needs(name)
     for part in wanted:
-        why_not = speedup_named(part).why_not(settled.machine, stated)
+        why_not = speedup_named(part).reason_against(settled.machine, stated)
         if why_not:
             return f"cannot run here, because: {why_not}" if part == name else f"cannot run here, because {part} cannot: {why_not}"
     words = asked.speedups.split(",") if isinstance(asked.speedups, str) else asked.speedups

@@ -104,7 +104,7 @@ def precision(asked: RunConfig, settled: Settled, full: list[str]) -> tuple[dict
     refused: Refused = {}
     for name in PRECISIONS:
         speedup = SPEEDUPS.get(name)
-        why_not = speedup.why_not(settled.machine, asked.with_values({"train.precision": "auto"}))
+        why_not = speedup.reason_against(settled.machine, asked.with_values({"train.precision": "auto"}))
         if why_not:
             refused[name] = f"cannot run here, because: {why_not}"
         else:

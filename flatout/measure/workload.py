@@ -19,7 +19,7 @@ from flatout.parallel.mesh import make_mesh
 from flatout.run import Run, build
 from flatout.training.loop import fit
 from flatout.training.metrics import Log, diverged
-from flatout.training.out_of_memory import out_of_memory
+from flatout.training.out_of_memory import explained
 from flatout.training.warmup import warm_up
 
 FEWEST_RUN_STEPS = 2_000
@@ -65,9 +65,8 @@ def measure(spec: TrialSpec) -> TrialResult:
     mesh = make_mesh(config.parallel, config.train.device)
     run = build(config, machine=settled.machine, mesh=mesh, dataset=settled.dataset, folder=Path(spec.folder), decisions=settled.decisions)
     try:
-        return timed(run, spec, began_s)
-    except torch.OutOfMemoryError as error:
-        raise out_of_memory(run) from error
+        with explained(run):
+            return timed(run, spec, began_s)
     finally:
         run.feed.close()
 

@@ -6,11 +6,11 @@ Letters: B rows, T tokens, D width, V vocabulary, L layers, K eigenstates, E = 2
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
-from typing import ClassVar, Literal, Self, final
+from typing import Any, ClassVar, Literal, Self, final
 
 import torch
 from pydantic import Field, model_validator
@@ -20,7 +20,7 @@ from torch.nn import functional
 from flatout.errors import ConfigError
 from flatout.models import layers
 from flatout.models.decoding import Decoder
-from flatout.models.language_model import Flops, LanguageModel, LanguageModelConfig, ParameterKind
+from flatout.models.language_model import Flops, LanguageModel, LanguageModelConfig, ParameterKind, kind_by_name
 from flatout.ops import Ops, at_least_fp32
 
 INIT_STD = 0.02
@@ -29,6 +29,8 @@ GATE_BIAS = -2.0
 """A fresh gate lets an eighth through, so that a block begins close to doing nothing."""
 RESONANCE = 0.01
 """What the coupling of eigenstates counts."""
+LEAN_CHUNK = 64
+"""Tokens of a chunk whose matrices of powers are small beside the states."""
 UNLIMITED = 2**40
 """Tokens in a row that it takes: more than there are."""
 
@@ -105,6 +107,11 @@ class Eigenstate(LanguageModel):
         """Return the configuration with a memory as long as a window, where it states none."""
         return config if config.memory else config.model_copy(update={"memory": max(seq_len, 2)})
 
+    @classmethod
+    def leanest(cls, config: EigenstateConfig) -> Mapping[str, Any]:
+        """Return a smaller chunk: a chunk's matrices of powers take its size squared."""
+        return {"chunk_size": LEAN_CHUNK} if config.chunk_size > LEAN_CHUNK else {}
+
     @property
     def max_seq_len(self) -> int:
         """Most tokens in a row that the model takes: as many as there are."""
@@ -168,7 +175,7 @@ class Eigenstate(LanguageModel):
 
     def parameter_kinds(self) -> dict[str, ParameterKind]:
         """Return the kind of every parameter by its name; eigenvalues are vectors, a tied head is an embedding."""
-        return {name: _kind(name, parameter) for name, parameter in self.named_parameters()}
+        return {name: kind_by_name(name, parameter) for name, parameter in self.named_parameters()}
 
     def stacked_rows(self) -> dict[str, tuple[int, ...]]:
         """Return the rows of the real and imaginary drive, and of each head's coupling."""
@@ -385,12 +392,5 @@ class Carrying(Decoder):
         return self._model.last_logits(hidden_BTD)
 
 
-def _kind(name: str, parameter: Tensor) -> ParameterKind:
-    if name.startswith("token_embedding"):
-        return "embedding"
-    if name.startswith("unembedding"):
-        return "head"
-    return "hidden" if parameter.dim() == 2 else "vector"
-
-
+USES = ("linear", "scan")
 MODEL = Eigenstate

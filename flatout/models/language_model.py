@@ -79,6 +79,11 @@ class LanguageModel(nn.Module, ABC):
         """
 
     @classmethod
+    def leanest(cls, config: Any) -> Mapping[str, Any]:
+        """Return the keys whose values take more memory than they must and change no result, with values that take little."""
+        return {}
+
+    @classmethod
     def on_meta(cls, config: LanguageModelConfig, ops: Ops) -> Self:
         """Return the model with shapes and no memory: for counting, and for loading weights into."""
         with torch.device("meta"):
@@ -186,3 +191,15 @@ class LanguageModel(nn.Module, ABC):
     def stacked_rows(self) -> dict[str, tuple[int, ...]]:
         """Return, for each hidden matrix that is several stacked ones, the rows of each: what treats a matrix as a whole splits it so."""
         return {}
+
+
+def kind_by_name(name: str, parameter: Tensor) -> ParameterKind:
+    """Return what a parameter is where names follow the house: tables end in `embedding`, the untied output is `unembedding`.
+
+    Shapes:  parameter any.
+    """
+    if name.startswith("unembedding"):
+        return "head"
+    if "embedding" in name:
+        return "embedding"
+    return "hidden" if parameter.dim() == 2 else "vector"

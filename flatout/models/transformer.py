@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from flatout.errors import ConfigError
 from flatout.models import layers
 from flatout.models.decoding import Decoder, KeyValueCache
-from flatout.models.language_model import Flops, LanguageModel, LanguageModelConfig, ParameterKind
+from flatout.models.language_model import Flops, LanguageModel, LanguageModelConfig, ParameterKind, kind_by_name
 from flatout.ops import Ops
 
 INIT_STD = 0.02
@@ -200,7 +200,7 @@ class Transformer(LanguageModel):
 
     def parameter_kinds(self) -> dict[str, ParameterKind]:
         """Return the kind of every parameter by its name; a tied head is an embedding."""
-        return {name: _kind(name, parameter) for name, parameter in self.named_parameters()}
+        return {name: kind_by_name(name, parameter) for name, parameter in self.named_parameters()}
 
     def stacked_rows(self) -> dict[str, tuple[int, ...]]:
         """Return the rows of query, key and value in `qkv`, and of gate and value in `gate_up`."""
@@ -257,17 +257,10 @@ def _norm(config: TransformerConfig) -> nn.Module:
     return layers.LayerNorm(config.d_model, bias=config.bias) if config.norm == "layernorm" else layers.RMSNorm(config.d_model)
 
 
-def _kind(name: str, parameter: Tensor) -> ParameterKind:
-    if "embedding" in name and not name.startswith("unembedding"):
-        return "embedding"
-    if name.startswith("unembedding"):
-        return "head"
-    return "hidden" if parameter.dim() == 2 else "vector"
-
-
 def _nearest_divisor(number: int, wanted: int) -> int:
     divisors = [candidate for candidate in range(1, number + 1) if number % candidate == 0]
     return min(divisors, key=lambda divisor: (abs(divisor - wanted), -divisor))
 
 
+USES = ("linear", "attention", "heads")
 MODEL = Transformer

@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-from flatout.config import RunConfig
-from flatout.hardware import Machine
 from flatout.recipe import Promise, Speedup, lazy
-
-
-def _why_not(machine: Machine, config: RunConfig) -> str | None:
-    return "A transformer has no recurrence." if config.model.kind == "transformer" else None
-
 
 SPEEDUP = Speedup(
     name="fast-scan",
     fills={"ops.scan": lazy("flatout.ops.scan:chunked")},
     saves="time: T steps that wait for each other become a few matrix products and sqrt(T) steps at most; memory: one state a token is kept",
     promise=Promise.rounding(rtol=1e-4),
-    why_not=_why_not,
 )

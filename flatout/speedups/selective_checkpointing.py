@@ -5,17 +5,14 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from flatout.recipe import Promise, Speedup, Transform, always
+from flatout.recipe import Promise, Speedup, Transform
+from flatout.speedups.checkpointing import recompute_blocks
 
 
 def _recompute(model: Any, mesh: Any) -> Any:
-    """Patch each block's forward, so that names of parameters stay."""
-    from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+    from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-    contexts = partial(create_selective_checkpoint_contexts, _kept_operations())
-    for block in model.blocks:
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
-    return model
+    return recompute_blocks(model, context_fn=partial(create_selective_checkpoint_contexts, _kept_operations()))
 
 
 def _kept_operations() -> list[Any]:
@@ -35,5 +32,4 @@ SPEEDUP = Speedup(
     transform=Transform("checkpointing", _recompute),
     saves="memory: norms, activations and sums are not kept; nearly all of the work is done once",
     promise=Promise.exact(),
-    why_not=always,
 )

@@ -2,27 +2,67 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+
 from flatout.errors import HardwareError, RunFailed
-from flatout.memory import estimate, rows_that_fit
+from flatout.memory import Workload, estimate, rows_that_fit
 from flatout.run import Run, memory_bytes, workload_of
 from flatout.selection import assemble
 
 GIB = 2**30
+ON_THE_CPU = "DefaultCPUAllocator"
+"""Torch's allocator for a CPU, by which its messages name itself: it raises no error type of its own."""
+WORTH_SAYING = 0.95
+"""A setting is advised that leaves at most this share of the need."""
+
+
+@contextmanager
+def explained(run: Run) -> Iterator[None]:
+    """Turn running out of memory, on a GPU or a CPU, into an error that says what to set.
+
+    Raises: RunFailed.
+    """
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise out_of_memory(run) from error
+    except RuntimeError as error:
+        if ON_THE_CPU not in str(error):
+            raise
+        raise out_of_memory(run) from error
 
 
 def out_of_memory(run: Run) -> RunFailed:
-    """Return the error for a run that has just run out of memory, with the largest micro-batch that should fit."""
+    """Return the error for a run that has just run out of memory, with the settings that help: leaner ones, or the largest micro-batch that should fit."""
     workload = workload_of(run.config, assemble(run.decisions))
     need = estimate(workload, run.rows_per_device).total
     there = memory_bytes(run.machine, run.config.train.device, run.mesh.local_world_size)
     device = "GPU" if run.mesh.device.type == "cuda" else "machine"
+    leaner, saved = _leaner(workload, run.rows_per_device)
     try:
-        fitting = min(rows_that_fit(workload, int(0.8 * there)), run.rows_per_device - 1)
+        fitting = min(rows_that_fit(leaner, int(0.8 * there)), run.rows_per_device - 1)
     except HardwareError:
         fitting = 0
-    advice = f"Set batch.rows_per_device={fitting} and leave batch.accumulate out: the steps stay the same." if fitting else ""
+    rows = f"Set batch.rows_per_device={fitting} and leave batch.accumulate out: the steps stay the same." if fitting else ""
     return RunFailed(
         f"Out of memory at step {run.step}: this run needs about {need / GIB:.1f} GiB with {run.rows_per_device} rows on each device, "
         f"and the {device} has {there / GIB:.1f} GiB free.",
-        fix=advice or "Shorten data.seq_len, choose a smaller model, or split it over several devices with parallel.shard.",
+        fix=saved or rows or "Shorten data.seq_len, choose a smaller model, or split it over several devices with parallel.shard.",
     )
+
+
+def _leaner(workload: Workload, rows: int) -> tuple[Workload, str]:
+    """The workload with the model's leanest settings that change no result, and the advice to take them; as it is and none where they save little."""
+    settings = workload.model_class.leanest(workload.model_config)
+    if not settings:
+        return workload, ""
+    leaner = replace(workload, model_config=workload.model_config.model_copy(update=dict(settings)))
+    before, after = estimate(workload, rows).total, estimate(leaner, rows).total
+    if after > WORTH_SAYING * before:
+        return workload, ""
+    words = " ".join(f"model.{key}={value}" for key, value in settings.items())
+    return leaner, f"Set {words}: it changes no result, and takes about {(before - after) / GIB:.1f} GiB less."

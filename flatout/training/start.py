@@ -35,7 +35,7 @@ from flatout.training.metrics import Log
 from flatout.training.moved_data import anywhere, require_tokenizer, stored_config
 from flatout.training.named import resume_place
 from flatout.training.observers import Observer
-from flatout.training.out_of_memory import out_of_memory
+from flatout.training.out_of_memory import explained
 from flatout.training.signals import StopRequests
 from flatout.training.warmup import warm_up
 
@@ -92,10 +92,8 @@ def run_training(
             stack.callback(run.feed.close)
             if mesh.is_main:
                 keep(run, plan)
-            try:
+            with explained(run):
                 return carry_out(run, plan, observers, sample, progress)
-            except torch.OutOfMemoryError as error:
-                raise out_of_memory(run) from error
 
 
 def warn_of_others(machine: Machine, progress: Progress) -> None:

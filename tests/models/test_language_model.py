@@ -6,6 +6,7 @@ Letters: B rows, T tokens, D width, V vocabulary.
 import functools
 import math
 import shutil
+from dataclasses import fields
 from fractions import Fraction
 
 import pytest
@@ -62,6 +63,20 @@ def made(shape, ops=FAST, *, seed=0, seq_len=SEQ_LEN, **changes) -> LanguageMode
 def drawn(rows=3, seq_len=SEQ_LEN, seed=1):
     windows = torch.randint(VOCAB, (rows, seq_len + 1), generator=torch.Generator().manual_seed(seed))
     return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+
+
+@every_model
+def test_uses_names_the_functions_that_it_calls(shape):
+    """A speedup of a function that the model never calls is refused by this list."""
+    called = set()
+
+    def noting(name):
+        plain = getattr(PLAIN, name)
+        return lambda *values, **named: called.add(name) or plain(*values, **named)
+
+    model = made(shape, Ops(**{field.name: noting(field.name) for field in fields(Ops)}))
+    model(*drawn())
+    assert called == {"cross_entropy", *MODELS.stated(shape[0], "USES")}
 
 
 @every_model

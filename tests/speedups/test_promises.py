@@ -47,7 +47,7 @@ def plain_losses():
 @pytest.mark.parametrize("speedup", all_speedups(), ids=lambda s: s.name)
 def test_speedup_keeps_its_promise(speedup, kind, build_run, tiny_config, plain_losses):
     config = tiny_config(train__steps=STEPS, train__precision="auto", batch__rows_per_device="auto", optim__lr=2e-3, model__kind=kind)
-    why_not = speedup.why_not(probe(), config)
+    why_not = speedup.reason_against(probe(), config)
     if why_not:
         pytest.skip(why_not)
     needs = [*speedup.needs, *(["fast-scan"] if (kind, speedup.name) == ("eigenstate", "compile") else [])]  # a step a token stays uncompiled

@@ -236,6 +236,18 @@ def test_out_of_memory_says_what_was_needed_and_what_fits(tiny_config, tmp_path,
     assert read_exit_code(tmp_path / "run") == 1
 
 
+def test_a_chunk_that_takes_the_memory_is_named_before_the_rows(tiny_config, tmp_path, monkeypatch):
+    def fail(run, batch):
+        torch.empty(2**60, dtype=torch.uint8)
+
+    monkeypatch.setattr("flatout.training.loop.train_step", fail)
+    wide = {"model__kind": "eigenstate", "data__seq_len": 512, "batch__tokens_per_step": 2048, "speedups": "fast-scan"}
+    with pytest.raises(RunFailed, match=r"Out of memory at step 0: .*Set model\.chunk_size=64: it changes no result"):
+        run_training(tiny_config(**wide, model__chunk_size=512), tmp_path / "wide")
+    with pytest.raises(RunFailed, match=r"Out of memory at step 0: .*Set batch\.rows_per_device=3"):
+        run_training(tiny_config(**wide, model__chunk_size=32), tmp_path / "lean")
+
+
 def test_an_interrupt_that_saves_nothing_leaves_its_exit_code(tiny_config, tmp_path):
     class Interrupt(Quiet):
         def on_tick(self, step, last_step):
