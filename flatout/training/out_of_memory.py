@@ -37,7 +37,7 @@ def explained(run: Run) -> Iterator[None]:
 
 
 def out_of_memory(run: Run) -> RunFailed:
-    """Return the error for a run that has just run out of memory, with the settings that help: leaner ones, or the largest micro-batch that should fit."""
+    """Return the error for a run that has just run out of memory, with what to set: the model's leaner keys, or fewer rows."""
     workload = workload_of(run.config, assemble(run.decisions))
     need = estimate(workload, run.rows_per_device).total
     there = memory_bytes(run.machine, run.config.train.device, run.mesh.local_world_size)
