@@ -65,15 +65,15 @@ _token_by_token: Callable[..., Any] = torch.compiler.disable(_loop)  # type: ign
 def chunked(
     log_decay: Tensor, angle: Tensor, drive_BTE: Tensor, *, doc_ids_BT: Tensor | None = None, start_BE: Tensor | None = None, chunk_size: int = 128
 ) -> Tensor:
-    """`reference` in chunks of `chunk_size` tokens: inside one, a product with the matrix of powers |decay|^(i - j); states carried between.
+    """`reference` in chunks of `chunk_size` tokens: inside one, products with the matrix of powers of i - j; states carried between.
 
-    Turning the drive by exp(-i angle j) before and the states by exp(i angle i) after leaves a real lower-triangular matrix for each
-    eigenstate, the same for all chunks: one batched matrix product. What is carried is the same recurrence over chunks, solved likewise.
+    These are a real and an imaginary triangular matrix for each eigenstate, the same for all chunks. What is carried from chunk to chunk is
+    the same recurrence, solved likewise.
     With documents or eigenvalues of each token's own there is no such matrix: the chunks then go token by token, side by side.
 
     Shapes:  as `reference`.
     Returns: as `reference`.
-    Cost:    4 C B T K FLOP forward, as much backward; the states are kept for backward, and the eigenvalues where each token has its own.
+    Cost:    8 C B T K FLOP forward, as much backward; the states are kept for backward, and the eigenvalues where each token has its own.
     Raises:  ShapeError as `reference`.
     """
     _check(log_decay, angle, drive_BTE, doc_ids_BT, start_BE, chunk_size)
@@ -129,15 +129,23 @@ class _Scan(torch.autograd.Function):
             drive_grad_BT2K = ctx.solve(*later, grad_BT2K.flip(1), resets_later).flip(1)
             if not (ctx.needs_input_grad[0] or ctx.needs_input_grad[1]):
                 return None, None, drive_grad_BT2K, None, None
-            before_BT2K = functional.pad(states_BT2K[:, :-1], (0, 0, 0, 0, 1, 0))
-            if resets_BT is not None:
-                before_BT2K = torch.where(resets_BT[..., None, None], 0.0, before_BT2K)
-            kept_BT2K = _times(before_BT2K, _eigenvalues(log_decay, angle, states_BT2K.dtype))
-            along = (drive_grad_BT2K * kept_BT2K).sum(dim=-2)
-            across = drive_grad_BT2K[..., 1, :] * kept_BT2K[..., 0, :] - drive_grad_BT2K[..., 0, :] * kept_BT2K[..., 1, :]
+            along, across = _conjugate_products(states_BT2K, drive_grad_BT2K, resets_BT)
             if log_decay.dim() == 1:
                 along, across = along.sum(dim=(0, 1)), across.sum(dim=(0, 1))
+            real, imaginary = _eigenvalues(log_decay, angle, states_BT2K.dtype).unbind(dim=-2)
+            along, across = real * along + imaginary * across, real * across - imaginary * along
             return along.to(log_decay.dtype), across.to(angle.dtype), drive_grad_BT2K, None, None
+
+
+def _conjugate_products(states_BT2K: Tensor, grad_BT2K: Tensor, resets_BT: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Real and imaginary part of each token's gradient times the conjugate of the state that it goes on from; zero where it goes on from none."""
+    before_BT2K, grad_BT2K = states_BT2K[:, :-1], grad_BT2K[:, 1:]
+    along_BTK = (grad_BT2K * before_BT2K).sum(dim=-2)
+    across_BTK = grad_BT2K[..., 1, :] * before_BT2K[..., 0, :] - grad_BT2K[..., 0, :] * before_BT2K[..., 1, :]
+    along_BTK, across_BTK = (functional.pad(each_BTK, (0, 0, 1, 0)) for each_BTK in (along_BTK, across_BTK))
+    if resets_BT is None:
+        return along_BTK, across_BTK
+    return torch.where(resets_BT[..., None], 0.0, along_BTK), torch.where(resets_BT[..., None], 0.0, across_BTK)
 
 
 def _by_products(log_decay: Tensor, angle: Tensor, drive_BT2K: Tensor, resets_BT: Tensor | None, *, chunk_size: int) -> Tensor:
@@ -147,28 +155,43 @@ def _by_products(log_decay: Tensor, angle: Tensor, drive_BT2K: Tensor, resets_BT
 
 
 def _in_chunks(log_decay_K: Tensor, angle_K: Tensor, drive_BT2K: Tensor, chunk_size: int) -> Tensor:
-    """Return the states by one product for each chunk; the tables are worked out in fp64, since the angle of many tokens is a large number."""
+    """Return the states by four products for each eigenstate; the powers are worked out in fp64, since the angle of many tokens is a large number.
+
+    Eigenstates come first in memory while it works: a product then reads and writes what lies side by side.
+    """
     rows, tokens, _, num_eigenstates = drive_BT2K.shape
     size = min(chunk_size, tokens)
     chunks = -(-tokens // size)
-    drive_BNC2K = functional.pad(drive_BT2K, (0, 0, 0, 0, 0, chunks * size - tokens)).view(rows, chunks, size, 2, num_eigenstates)
-    place_C = torch.arange(size, device=drive_BT2K.device, dtype=torch.float64)
-    turn_C2K = _eigenvalues(torch.zeros_like(log_decay_K), angle_K * place_C[:, None], drive_BT2K.dtype)
-    distance_CC = place_C[:, None] - place_C
-    powers_KCC = (log_decay_K[:, None, None] * distance_CC.clamp_min(0)).exp().tril().to(drive_BT2K.dtype)
-    turned_KCM = _times(drive_BNC2K, _conjugate(turn_C2K)).permute(4, 2, 0, 1, 3).reshape(num_eigenstates, size, -1)
-    states_BNC2K = (powers_KCC @ turned_KCM).view(num_eigenstates, size, rows, chunks, 2).permute(2, 3, 1, 4, 0)
-    states_BNC2K = _times(states_BNC2K, turn_C2K)
+    place = torch.arange(size + 1, device=drive_BT2K.device, dtype=torch.float64)
+    powers_K2P = _eigenvalues(log_decay_K[:, None] * place, angle_K[:, None] * place, drive_BT2K.dtype, dim=1)
+    lacking = chunks * size - tokens
+    whole_BT2K = functional.pad(drive_BT2K, (0, 0, 0, 0, 0, lacking)) if lacking else drive_BT2K
+    drive_2KMC = whole_BT2K.reshape(-1, 2 * num_eigenstates).t().contiguous().view(2, num_eigenstates, rows * chunks, size)
+    real_KCC, imaginary_KCC = (_toeplitz(part_KP[:, :size]) for part_KP in powers_K2P.unbind(dim=1))
+    states_2KMC = drive_2KMC @ real_KCC
+    states_2KMC[0].baddbmm_(drive_2KMC[1], imaginary_KCC, alpha=-1)
+    states_2KMC[1].baddbmm_(drive_2KMC[0], imaginary_KCC)
     if chunks > 1:
-        carried_BN2K = _in_chunks(log_decay_K * size, angle_K * size, states_BNC2K[:, :-1, -1], max(chunk_size, SMALLEST_CARRY))
-        since_C2K = _eigenvalues(log_decay_K * (place_C[:, None] + 1), angle_K * (place_C[:, None] + 1), drive_BT2K.dtype)
-        states_BNC2K[:, 1:] += _times(carried_BN2K[:, :, None], since_C2K)
-    return states_BNC2K.flatten(1, 2)[:, :tokens]
+        later_2KBNC = states_2KMC.view(2, num_eigenstates, rows, chunks, size)[:, :, :, 1:]
+        ends_BN2K = states_2KMC.view(2, num_eigenstates, rows, chunks, size)[:, :, :, :-1, -1].permute(2, 3, 0, 1)
+        carried_BN2K = _in_chunks(log_decay_K * size, angle_K * size, ends_BN2K, max(chunk_size, SMALLEST_CARRY))
+        real_KBN1, imaginary_KBN1 = carried_BN2K.permute(2, 3, 0, 1)[..., None].unbind()
+        since_K11C, turned_K11C = powers_K2P[:, :, None, None, 1:].unbind(dim=1)
+        later_2KBNC[0].addcmul_(real_KBN1, since_K11C).addcmul_(imaginary_KBN1, turned_K11C, value=-1)
+        later_2KBNC[1].addcmul_(real_KBN1, turned_K11C).addcmul_(imaginary_KBN1, since_K11C)
+    return states_2KMC.view(2 * num_eigenstates, -1).t().contiguous().view(rows, -1, 2, num_eigenstates)[:, :tokens]
+
+
+def _toeplitz(powers_KC: Tensor) -> Tensor:
+    """Matrices (K, C, C) that hold at [j, i] the power i - j, and zero where that is negative: a row of drives times one is sums over the past."""
+    size = powers_KC.shape[1]
+    return functional.pad(powers_KC, (size - 1, 0)).unfold(1, size, 1).flip(1)
 
 
 def _side_by_side(log_decay: Tensor, angle: Tensor, drive_BT2K: Tensor, resets_BT: Tensor | None) -> Tensor:
     """Return the states of about sqrt(T) chunks that go token by token at the same time, then what each is handed by those before.
 
+    It is done in fp64: an eigenvalue that is rounded once is wrong ten thousand times over for a state that lasts as many tokens.
     What a document leaves is never multiplied by zero, which would let its NaN through: it is replaced by zero.
     """
     tokens = drive_BT2K.shape[1]
@@ -180,9 +203,9 @@ def _side_by_side(log_decay: Tensor, angle: Tensor, drive_BT2K: Tensor, resets_B
         padded = torch.cat((tensor, tensor.new_zeros(tensor.shape[0], lacking, *tensor.shape[2:])), dim=1) if lacking else tensor
         return padded.reshape(tensor.shape[0], chunks, size, *tensor.shape[2:])
 
-    decay = _eigenvalues(log_decay, angle, drive_BT2K.dtype)
+    decay = _eigenvalues(log_decay.double(), angle.double(), torch.float64)
     decay_BNC2K = decay.expand(1, chunks, size, -1, -1) if decay.dim() == 2 else cut(decay)
-    drive_BNC2K = cut(drive_BT2K)
+    drive_BNC2K = cut(drive_BT2K.double())
     is_cut_BNC = torch.zeros_like(drive_BNC2K[..., 0, 0], dtype=torch.bool) if resets_BT is None else cut(resets_BT)
     states_BNC2K, since_BNC2K = torch.empty_like(drive_BNC2K), torch.empty_like(decay_BNC2K)
     state_BN2K, since_BN2K = torch.zeros_like(drive_BNC2K[:, :, 0]), _one_like(decay_BNC2K[:, :, 0])
@@ -197,7 +220,7 @@ def _side_by_side(log_decay: Tensor, angle: Tensor, drive_BT2K: Tensor, resets_B
         handed_BC2K = torch.where(goes_on_BNC[:, n, :, None, None], _times(state_B2K[:, None], since_BNC2K[:, n]), 0.0)
         states_BNC2K[:, n] += handed_BC2K
         state_B2K = states_BNC2K[:, n, -1]
-    return states_BNC2K.flatten(1, 2)[:, :tokens]
+    return states_BNC2K.flatten(1, 2)[:, :tokens].to(drive_BT2K.dtype)
 
 
 def _by_transforms(log_decay: Tensor, angle: Tensor, drive_BT2K: Tensor, resets_BT: Tensor | None) -> Tensor:
@@ -217,11 +240,11 @@ def _pairs(parts: Tensor) -> Tensor:
     return at_least_fp32(parts).reshape(*parts.shape[:-1], 2, -1)
 
 
-def _eigenvalues(log_decay: Tensor, angle: Tensor, dtype: torch.dtype) -> Tensor:
+def _eigenvalues(log_decay: Tensor, angle: Tensor, dtype: torch.dtype, *, dim: int = -2) -> Tensor:
     """Real and imaginary parts of exp(log_decay + i angle); never a complex power, since 0 ** 0 has no gradient."""
     log_decay, angle = at_least_fp32(log_decay), at_least_fp32(angle)
     magnitude = log_decay.exp()
-    return torch.stack((magnitude * angle.cos(), magnitude * angle.sin()), dim=-2).to(dtype)
+    return torch.stack((magnitude * angle.cos(), magnitude * angle.sin()), dim=dim).to(dtype)
 
 
 def _times(left: Tensor, right: Tensor) -> Tensor:
@@ -229,10 +252,6 @@ def _times(left: Tensor, right: Tensor) -> Tensor:
     a, b = left.unbind(dim=-2)
     c, d = right.unbind(dim=-2)
     return torch.stack((a * c - b * d, a * d + b * c), dim=-2)
-
-
-def _conjugate(pairs: Tensor) -> Tensor:
-    return torch.stack((pairs[..., 0, :], -pairs[..., 1, :]), dim=-2)
 
 
 def _one_like(pairs: Tensor) -> Tensor:
