@@ -13,8 +13,7 @@ import pytest
 from flatout.cli import build
 from flatout.config import RunConfig, load_config
 from flatout.errors import ConfigError
-from flatout.models.transformer import TransformerConfig
-from flatout.registry import COMMANDS, RECIPES
+from flatout.registry import COMMANDS, MODELS, RECIPES
 from flatout.wording import NAMES_ELSEWHERE, all_keys
 
 SHELL_BLOCK = re.compile(r"^```(?:sh|bash|console)\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -85,7 +84,7 @@ def test_configuration_keys_in_the_documents_exist(root, no_offenders):
     """`optim.lr` and `optim.lr=3e-4` in a sentence or a table are keys that exist, with values they take."""
     wrong = []
     sections = "|".join(key.partition(".")[0] for key in all_keys(RunConfig) if "." in key)
-    known = {*all_keys(RunConfig), *all_keys(TransformerConfig, "model.")}
+    known = {*all_keys(RunConfig), *(key for kind in MODELS.names() for key in all_keys(MODELS.get(kind).Config, "model."))}
     for path in documents(root):
         for key, value in re.findall(rf"`((?:{sections})\.[a-z_]+)(=[^`\s]+)?`", path.read_text(encoding="utf-8")):
             if key not in known:
