@@ -9,7 +9,7 @@ import torch
 from attention_cases import CASES, LONG, drawn, with_gradients
 from torch.nn.attention import SDPBackend
 
-from flatout.ops import attention, variants
+from flatout.ops import attention, cross_entropy, variants
 
 pytestmark = [
     pytest.mark.gpu,
@@ -103,6 +103,26 @@ def test_skipping_holds_no_mask():
         before = torch.cuda.memory_allocated()
         with_gradients_on_gpu(ATTENTION[name], tensors, options)
         assert torch.cuda.max_memory_allocated() - before < 2**29
+
+
+@pytest.mark.parametrize("extras", [{}, {"softcap": 30.0}, {"z_loss": 1e-2}, {"softcap": 30.0, "z_loss": 1e-2}], ids=str)
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-4), (torch.bfloat16, 1e-2)], ids=str)
+@pytest.mark.parametrize("name", ["chunked", "liger"])
+def test_losses_that_hold_no_whole_logits_match_the_reference(name, dtype, limit, extras):
+    if name == "liger":
+        pytest.importorskip("liger_kernel")
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((2, 500, 64), (3001, 64)))
+    targets = torch.randint(3001, (2, 500), generator=generator)
+    targets[:, ::3] = cross_entropy.IGNORED
+    results = []
+    for function, device, wide in ((variants(cross_entropy)[name], "cuda", dtype), (cross_entropy.reference, "cpu", torch.float64)):
+        leaves = [tensor.to(device, wide).requires_grad_() for tensor in (hidden, weight)]
+        loss_sum, num_valid = function(*leaves, targets.to(device), **extras)
+        loss_sum.backward()
+        results.append([loss_sum.detach().cpu(), num_valid.cpu(), *(leaf.grad.cpu() for leaf in leaves)])
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got.double(), want.double(), rtol=limit, atol=limit * max(float(want.double().abs().max()), 1))
 
 
 @pytest.mark.parametrize("groups", [12, 4])
