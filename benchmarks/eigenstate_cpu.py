@@ -1,0 +1,251 @@
+"""What the fast forms of an eigenstate network are worth on a CPU, at equal losses: layers of `eigenstate-small-32k` on 4,096 tokens.
+
+    OMP_NUM_THREADS=2 python benchmarks/eigenstate_cpu.py --rounds 5
+
+takes layers of that shape (d 1024, 128 eigenstates, MLP 4096), one row of 4,096 tokens, forward and backward, and exchanges one
+thing at a time: (a) the recurrence alone, token by token or in chunks; (b) it in whole layers, and there the products in bfloat16 for
+those in fp32; (c) whole layers evaluated one token after the other, as decoding does, with the gradient through all of them, against
+layers with everything fast. Layers are alike: two of them stand for all, and (c) takes minutes even so.
+
+All ways of a comparison run turn by turn in every round, so ratios are of the same round. Their losses and input gradients are
+compared in the same run; it fails where they differ by more than 1e-4, with products in bfloat16 by more than 2e-2. Writes
+benchmarks/results/eigenstate_cpu.json and .md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from main_job import RESULTS, commit, spread
+from torch import Tensor
+
+from flatout import load_config
+from flatout.hardware import probe
+from flatout.models.eigenstate import Carried, Eigenstate
+from flatout.ops import Ops, linear, scan
+
+RECIPE = "eigenstate-small-32k"
+EXACT, NARROW = 1e-4, 2e-2
+"""How much losses and gradients may differ, relative: of fp32, and of products in bfloat16."""
+
+Evaluate = Callable[[], tuple[float, Tensor]]
+"""A forward and a backward pass: (loss, gradient of the input)."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Ways of evaluating one thing; the first is what the others are measured against."""
+
+    name: str
+    title: str
+    tolerance: float
+    ways: dict[str, Evaluate]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--tokens", type=int, default=4_096)
+    parser.add_argument("--minutes", type=float, default=60, help="begin no round that would not end within them")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    found = measure(comparisons(shape(arguments.layers), arguments.tokens), arguments.rounds, minutes=arguments.minutes)
+    found |= {"machine": probe().describe(), "commit": commit(), "torch": torch.__version__}
+    found |= {"layers": arguments.layers, "tokens": arguments.tokens, "threads": arguments.threads}
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    (arguments.out / "eigenstate_cpu.json").write_text(json.dumps(found, indent=1) + "\n")
+    (arguments.out / "eigenstate_cpu.md").write_text(table(found))
+    print(table(found))
+
+
+def shape(layers: int, **smaller: int) -> dict[str, Any]:
+    """Return the recipe's own model keys with so many layers, and no vocabulary to speak of: the head is not measured."""
+    return {**load_config(RECIPE).model.own(), "num_layers": layers, "vocab_size": 8, **smaller}
+
+
+def comparisons(model: dict[str, Any], tokens: int) -> list[Comparison]:
+    """Return the three, on inputs drawn once."""
+    config: Any = Eigenstate.check(model, seq_len=tokens)
+    torch.manual_seed(0)
+    weights = Eigenstate(config, Ops.plain()).state_dict()
+    hidden_BTD = torch.randn(1, tokens, config.d_model)
+    wanted_BTD = torch.randn(1, tokens, config.d_model)
+
+    def network(**ops: Callable[..., Any]) -> Eigenstate:
+        made = Eigenstate(config, Ops.plain(**ops))
+        made.load_state_dict(weights)
+        return made
+
+    def layers(walk: Callable[[Eigenstate, Tensor], Tensor], **ops: Callable[..., Any]) -> Evaluate:
+        made = network(**ops)
+        return lambda: passed(made, lambda hidden_BTD: walk(made, hidden_BTD), hidden_BTD, wanted_BTD)
+
+    fast_products = linear.bf16 if probe().cpu_multiplies_bf16 else linear.onednn
+    narrow = NARROW if fast_products is linear.bf16 else EXACT
+    recurrence = "the recurrence alone"
+    return [
+        Comparison("recurrence", recurrence, EXACT, {name: alone(function, config, tokens) for name, function in plain_and(chunked=scan.chunked)}),
+        Comparison(
+            "layers",
+            "layers, the recurrence exchanged",
+            EXACT,
+            {name: layers(at_once, scan=function) for name, function in plain_and(chunked=scan.chunked)},
+        ),
+        Comparison(
+            "products",
+            "layers with the chunked recurrence, the products exchanged",
+            narrow,
+            {
+                "fp32": layers(at_once, scan=scan.chunked),
+                fast_products.__name__: layers(at_once, scan=scan.chunked, linear=fast_products),
+            },
+        ),
+        Comparison(
+            "steps",
+            "layers token by token, against all that is fast",
+            narrow,
+            {
+                "step by step": layers(token_by_token, scan=scan.reference),
+                f"chunked, {fast_products.__name__}": layers(at_once, scan=scan.chunked, linear=fast_products),
+            },
+        ),
+    ]
+
+
+def plain_and(**others: Callable[..., Any]) -> list[tuple[str, Callable[..., Any]]]:
+    """Return the recurrence's reference, then others, by name."""
+    return [("reference", scan.reference), *others.items()]
+
+
+def at_once(model: Eigenstate, hidden_BTD: Tensor) -> Tensor:
+    """Put all tokens through every layer, as training does.
+
+    Shapes:  hidden_BTD (B, T, D).
+    """
+    for block in model.blocks:
+        hidden_BTD = block(hidden_BTD)
+    return hidden_BTD
+
+
+def token_by_token(model: Eigenstate, hidden_BTD: Tensor) -> Tensor:
+    """Put one token after the other through every layer, each layer's state carried along, as decoding does.
+
+    Shapes:  hidden_BTD (B, T, D).
+    """
+    carried = [[Carried() for _ in block.recurrence.memories] for block in model.blocks]  # type: ignore[union-attr]
+    outputs = []
+    for place in range(hidden_BTD.shape[1]):
+        token_B1D = hidden_BTD[:, place : place + 1]
+        for block, own in zip(model.blocks, carried, strict=True):
+            token_B1D = block.decode(token_B1D, own, place)  # type: ignore[operator]
+        outputs.append(token_B1D)
+    return torch.cat(outputs, dim=1)
+
+
+def passed(model: torch.nn.Module, walk: Callable[[Tensor], Tensor], hidden_BTD: Tensor, wanted_BTD: Tensor) -> tuple[float, Tensor]:
+    """Return the loss, a mean squared distance from what is wanted, and the gradient of the input; every weight gets its own too.
+
+    Shapes:  hidden_BTD, wanted_BTD (B, T, D).
+    """
+    model.zero_grad(set_to_none=True)
+    given_BTD = hidden_BTD.clone().requires_grad_()
+    loss = (walk(given_BTD) - wanted_BTD).square().mean()
+    loss.backward()
+    assert given_BTD.grad is not None  # it asked for one
+    return float(loss.detach()), given_BTD.grad
+
+
+def alone(function: Callable[..., Tensor], config: Any, tokens: int) -> Evaluate:
+    """Return the recurrence by itself, on eigenvalues as a fresh layer has them and on a drive that it would scale so."""
+    generator = torch.Generator().manual_seed(1)
+    count = config.num_eigenstates
+    rate_K = torch.exp(-torch.rand(count, generator=generator) * torch.log(torch.tensor(float(tokens))))
+    angle_K = 6.28 * torch.rand(count, generator=generator)
+    scale_K = (-torch.expm1(-2 * rate_K)).sqrt()
+    drive_BTE = torch.randn(1, tokens, 2 * count, generator=generator) * torch.cat((scale_K, scale_K))
+    wanted_BTE = torch.randn(1, tokens, 2 * count, generator=generator)
+
+    def evaluate() -> tuple[float, Tensor]:
+        log_decay_K, turn_K, given_BTE = (tensor.clone().requires_grad_() for tensor in (-rate_K, angle_K, drive_BTE))
+        loss = (function(log_decay_K, turn_K, given_BTE, chunk_size=config.chunk_size) - wanted_BTE).square().mean()
+        loss.backward()
+        assert given_BTE.grad is not None  # it asked for one
+        return float(loss.detach()), given_BTE.grad
+
+    return evaluate
+
+
+def measure(every: list[Comparison], rounds: int, *, minutes: float = 60.0) -> dict[str, Any]:
+    """Return the seconds of every way in every round, and how far apart their losses and gradients are.
+
+    A round that would not end within the minutes is not begun. One turn before the first is not counted: it is where losses are compared.
+    """
+    began_s = time.perf_counter()
+    found: dict[str, Any] = {comparison.name: compared(comparison) for comparison in every}
+    longest_s = time.perf_counter() - began_s
+    done = 0
+    while done < rounds and time.perf_counter() - began_s + longest_s <= 60 * minutes:
+        for comparison in every:
+            for name, evaluate in list(comparison.ways.items())[:: -1 if done % 2 else 1]:
+                start_s = time.perf_counter()
+                evaluate()
+                found[comparison.name]["seconds"][name].append(time.perf_counter() - start_s)
+                print(f"round {done + 1}, {comparison.title}: {name}: {time.perf_counter() - start_s:.2f} s", file=sys.stderr)
+        done += 1
+    if not done:
+        raise SystemExit(f"The first round would not have ended within {minutes:g} minutes; give it more, or fewer --layers or --tokens.")
+    return {"rounds": done, "comparisons": found}
+
+
+def compared(comparison: Comparison) -> dict[str, Any]:
+    """Evaluate every way once; return the losses and the differences. Ends the program where they are not equal."""
+    results = {name: evaluate() for name, evaluate in comparison.ways.items()}
+    plain_loss, plain_grad = next(iter(results.values()))
+    apart = {}
+    for name, (loss, grad) in results.items():
+        of_gradient = float((grad - plain_grad).norm() / plain_grad.norm())
+        apart[name] = {"loss": abs(loss - plain_loss) / abs(plain_loss), "gradient": of_gradient}
+        if not max(apart[name].values()) <= comparison.tolerance:
+            raise SystemExit(f"{comparison.title}: {name} differs: {apart[name]}, and {comparison.tolerance:g} is allowed.")
+    losses = {name: loss for name, (loss, _) in results.items()}
+    return {
+        "title": comparison.title,
+        "tolerance": comparison.tolerance,
+        "losses": losses,
+        "apart": apart,
+        "seconds": {name: [] for name in comparison.ways},
+    }
+
+
+def table(found: dict[str, Any]) -> str:
+    """Return the figures as Markdown."""
+    lines = ["| forward and backward | seconds | times faster | losses differ by | gradients by |", "|---|---|---|---|---|"]
+    for comparison in found["comparisons"].values():
+        plain = next(iter(comparison["seconds"].values()))
+        for name, seconds in comparison["seconds"].items():
+            ratios = [slow / fast for slow, fast in zip(plain, seconds, strict=True)]
+            apart = comparison["apart"][name]
+            gain = ["1", "", ""] if seconds is plain else [f"**{spread(ratios, 2)}**", f"{apart['loss']:.0e}", f"{apart['gradient']:.0e}"]
+            lines.append(f"| {comparison['title']}: {name} | {spread(seconds, 3)} | {' | '.join(gain)} |")
+    lines += [
+        "",
+        f"{found['machine']}, {found['threads']} threads, torch {found['torch']}; {found['layers']} layers of `{RECIPE}`, one row of "
+        f"{found['tokens']:,} tokens, fp32 but where it says otherwise; {found['rounds']} rounds, turn by turn, median (smallest to largest), "
+        f"ratios of the same round; commit {found['commit']}; `python benchmarks/eigenstate_cpu.py`.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,324 @@
+"""Tokens a second of every shape that counts on one GPU, ours and peers', in one run.
+
+    python benchmarks/throughput.py --nanogpt path/to/nanoGPT --only gpt2-124m --minutes 9
+    python benchmarks/throughput.py --tiny --out FOLDER       # every entry at toy shapes on a CPU: proves that it runs
+
+Ours is measured through the real path: the recipe, its speedups, a packed data set, the feed, the loop. A peer's model takes the same
+step (forward, backward, clip at 1.0, its fused AdamW) on random tokens of the same shape that lie on the GPU already. Each measurement
+is a process of its own: the median of 20 steps after 8. Every entry is tried at several batches in the first round; the best, and what
+comes within 3% of it, go on in the rounds that follow, all entries in turn. MFU counts 6 N_matmul + 6 L T d FLOPs a token against the
+rate of a bf16 product of 8192 cubed, measured in the same process.
+
+Tokens are random, drawn from half of the vocabulary: a model that trains learns which half, so its loss must have fallen by 1% at the
+end, on batches that it has not seen. An entry whose loss does not is a failed one.
+
+OUT/throughput.json is written as each measurement ends; the same command goes on where it stopped, and what was measured with other
+code, on another machine or with another torch is measured anew. Nothing is installed: a peer that is missing is left out, aloud.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import functools
+import hashlib
+import importlib.util
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from main_job import RESULTS
+from throughput_data import random_data, text_data
+from throughput_entries import ENTRIES, STEPS, TINY_STEPS, TINY_VOCABULARY, VOCABULARY, WORKS, Entry, shape
+from throughput_ladder import ladder
+from throughput_report import Measurements, best_rows, table, verdicts
+
+from flatout.config import RunConfig
+from flatout.data.disk import write_text
+from flatout.hardware import Machine, probe
+from flatout.measure.bench import in_turn
+from flatout.measure.results import commit_of_package
+from flatout.measure.trial import end_group
+from flatout.registry import PACKAGE_DIR, SPEEDUPS
+from flatout.selection import speedup_named
+
+HERE = Path(__file__).parent
+NAME = "throughput"
+TOKENS, TINY_TOKENS = 1 << 23, 1 << 15
+LIMIT_S = 300.0
+"""A measurement that has not ended by then is stopped, and its row says so."""
+FIRST_GUESS_S = 75.0
+"""What a measurement is expected to take as long as none of its entry has been made: most of it compiles."""
+ADD = {
+    "nanogpt": "git clone https://github.com/karpathy/nanoGPT, then --nanogpt nanoGPT",
+    "huggingface": "pip install transformers",
+    "litgpt": "pip install litgpt, or --litgpt FOLDER",
+    "nanochat": "git clone https://github.com/karpathy/nanochat, then --nanochat nanochat",
+}
+"""The line that adds a peer."""
+PACKAGES = {"huggingface": "transformers", "litgpt": "litgpt", "nanochat": "nanochat"}
+
+Runner = Callable[[dict[str, Any], float], dict[str, Any]]
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="*", help="works or work/entry, with * and ?, separated by commas; --list names them")
+    parser.add_argument("--minutes", type=float, help="begin nothing that would not end within them; the same command goes on")
+    parser.add_argument("--rounds", type=int, help="measurements of each entry's best batch; 3, and 1 with --tiny")
+    parser.add_argument("--out", type=Path, help="folder of the results; benchmarks/results")
+    parser.add_argument("--again", action="store_true", help="measure what --only names anew")
+    parser.add_argument("--tiny", action="store_true", help="toy shapes on the CPU; --out FOLDER keeps what comes of it")
+    parser.add_argument("--list", action="store_true", help="name the works and their entries")
+    parser.add_argument("--ladder", action="store_true", help="measure the ladder of gpt2-124m instead: throughput_ladder.json and .md")
+    parser.add_argument("--commit", help="what to write down as the commit, where there is no repository")
+    for peer in ("nanogpt", "litgpt", "nanochat"):
+        parser.add_argument(f"--{peer}", type=Path, help=f"a folder with {peer}")
+    arguments = parser.parse_args(words)
+    machine = probe()
+    if arguments.list:
+        print("\n".join(f"{entry.work}/{entry.name}: {entry.title}" for entry in ENTRIES))
+        return
+    if not arguments.tiny and not machine.gpus:
+        raise SystemExit("It measures a GPU, and there is none here. --tiny runs every entry at toy shapes on the CPU.")
+    with tempfile.TemporaryDirectory(prefix="flatout-throughput-") as scratch:
+        out = arguments.out or (Path(scratch) / "results" if arguments.tiny else RESULTS)
+        out.mkdir(parents=True, exist_ok=True)
+        if arguments.ladder:
+            ladder(out, Path(scratch), minutes=arguments.minutes, rounds=arguments.rounds, tiny=arguments.tiny)
+            return
+        Session(arguments, machine, out, Path(scratch)).measure()
+
+
+@dataclass
+class Session:
+    """One command: what it measures goes into the file that the ones before wrote."""
+
+    arguments: argparse.Namespace
+    machine: Machine
+    out: Path
+    scratch: Path
+    run: Runner = lambda spec, timeout_s: run_apart(spec, timeout_s)
+    began_s: float = field(default_factory=time.monotonic)
+    said: set[str] = field(default_factory=set)
+
+    def measure(self) -> None:
+        """Measure what is due, round by round, and write after each."""
+        entries = [entry for entry in ENTRIES if is_asked(entry, self.arguments.only)]
+        if not entries:
+            raise SystemExit(f"--only {self.arguments.only} names nothing. --list names the works and their entries.")
+        rounds = self.arguments.rounds or (1 if self.arguments.tiny else 3)
+        found = self.read()
+        self.forget(found, entries)
+        works = {work.name: shape(work, tiny=self.arguments.tiny) for work in WORKS}
+        ready = [(entry, asked) for entry in entries if (asked := self.configured(entry, works[entry.work])) is not None]
+        left = 0
+        for number in range(rounds):
+            for work in works:
+                left += self.round(number, {entry.name: (entry, asked) for entry, asked in ready if entry.work == work}, found)
+        self.write(found)
+        print(table(found))
+        if left:
+            self.say(f"{left} measurements are left: the time was up. The same command goes on.")
+
+    def round(self, number: int, ready: dict[str, tuple[Entry, RunConfig]], found: Measurements) -> int:
+        """Measure one work's entries once, each at its batches; return how many the time did not suffice for.
+
+        The first batches of all come before the second ones: where the time ends early, there is something to compare.
+        """
+        left = 0
+        order = in_turn(list(ready), number)
+        batches = {name: self.batches(ready[name][0]) if number == 0 else best_rows(found, ready[name][0]) for name in order}
+        for place in range(max(map(len, batches.values()), default=0)):
+            for name in order:
+                entry, asked = ready[name]
+                for rows in batches[name][place : place + 1]:
+                    if not any(row["round"] == number and row["rows"] == rows for row in found.of(entry)):
+                        left += not self.point(entry, rows, number, asked, found)
+        return left
+
+    def point(self, entry: Entry, rows: int | None, number: int, asked: RunConfig, found: Measurements) -> bool:
+        """Measure an entry at one batch, and write it down; say whether there was time for it."""
+        remaining_s = self.remaining_s()
+        known_s = [row["process_s"] for row in found.of(entry) if row["status"] == "ok"]
+        if remaining_s < max(known_s, default=0.0 if self.arguments.tiny else FIRST_GUESS_S):
+            return False
+        batch = {} if rows is None else {"batch.rows_per_device": rows, "batch.accumulate": 1, "batch.tokens_per_step": rows * asked.data.seq_len}
+        spec = {
+            "kind": entry.kind,
+            "config": asked.with_values(batch | {"data.path": str(self.data(entry.data)), "train.seed": number}).to_dict(),
+            "rows": rows,
+            "compiled": entry.compiled and not self.arguments.tiny,
+            "peer_folder": self.folder(entry.kind),
+            "vocabulary": TINY_VOCABULARY if self.arguments.tiny else VOCABULARY,
+            "folder": tempfile.mkdtemp(dir=self.scratch),
+            **(TINY_STEPS if self.arguments.tiny else STEPS),
+        }
+        began_s = time.monotonic()
+        result = self.run(spec, min(LIMIT_S, remaining_s))
+        if result["status"] == "timed-out" and remaining_s < LIMIT_S:
+            return False  # it was the command's time that was up, not its own
+        named = {"work": entry.work, "entry": entry.name, "rows": rows, "round": number, "process_s": round(time.monotonic() - began_s, 1)}
+        found.add({**named, **result, **self.identity(entry), "commit": self.arguments.commit or commit_of_package() or ""})
+        self.write(found)
+        figures = f"{result['tokens_per_s']:,.0f} tokens/s, {result['peak_gib']:.1f} GiB" if result["status"] == "ok" else result["reason"]
+        self.say(f"round {number + 1}: {entry.work}/{entry.name}, batch {rows or 'of the recipe'}: {figures}")
+        return True
+
+    def batches(self, entry: Entry) -> Sequence[int | None]:
+        """Return the batches that are tried: at toy shapes two windows."""
+        return tuple(rows and 2 for rows in entry.rows[:1]) if self.arguments.tiny else entry.rows
+
+    def configured(self, entry: Entry, config: RunConfig) -> RunConfig | None:
+        """Return the configuration of an entry; None, aloud, for one that cannot be measured here."""
+        name = f"{entry.work}/{entry.name}"
+        config = config.with_values(dict(entry.values))
+        if entry.kind != "flatout":
+            if self.is_missing(entry.kind):
+                self.say(f"{name} is left out: it is not here. To add it: {ADD[entry.kind]}.")
+                return None
+            return config
+        if entry.plain:
+            return config.with_values({"speedups": "none"})
+        if not entry.adds:
+            return config
+        able, reasons = self.able(entry, config)
+        for reason in reasons:
+            self.say_once(f"{reason[0].upper()}{reason[1:]}")
+        if entry.about and entry.about not in able:
+            self.say(f"{name} is left out: it is about {entry.about}.")
+            return None
+        dropped = [name for name in entry.drops if name in SPEEDUPS.names()]
+        return config.with_values({"speedups": ",".join(["auto", *(f"+{name}" for name in able), *(f"-{name}" for name in dropped)])})
+
+    def able(self, entry: Entry, config: RunConfig) -> tuple[list[str], list[str]]:
+        """Return which of the speedups that an entry adds can be added here, and why the others cannot."""
+        able, reasons = [], []
+        for added in entry.adds:
+            if ":" not in added and added not in SPEEDUPS.names():
+                reasons.append(f"there is no speedup {added}: entries go without it.")
+                continue
+            speedup = speedup_named(added)
+            compiles = speedup.transform is not None and speedup.transform.stage == "compile"
+            why_not = "toy shapes are not compiled" if self.arguments.tiny and compiles else speedup.why_not(self.machine, config)
+            missing = [need for need in speedup.needs if need not in able and need in entry.adds]
+            if why_not or missing:
+                reasons.append(f"entries go without {added}: {(why_not or f'it needs {missing[0]}').rstrip('.')}.")
+            else:
+                able.append(added)
+        return able, reasons
+
+    def is_missing(self, kind: str) -> bool:
+        """Say whether a peer is neither installed nor in a folder that was given."""
+        if kind == "people" or self.folder(kind):
+            return False
+        return kind not in PACKAGES or importlib.util.find_spec(PACKAGES[kind]) is None
+
+    def folder(self, kind: str) -> str | None:
+        """Return the folder with a peer that was given."""
+        given = getattr(self.arguments, kind, None)
+        return str(given.resolve()) if given else None
+
+    def data(self, kind: str) -> Path:
+        """Return the data set of that kind, made when it is first asked for."""
+        place, tiny = self.scratch / kind, self.arguments.tiny
+        vocabulary = TINY_VOCABULARY if tiny else VOCABULARY
+        if place.exists():
+            return place
+        if kind == "text":
+            return text_data(place, vocabulary=vocabulary, max_bytes=1 << 20 if tiny else None)
+        return random_data(place, tokens=TINY_TOKENS if tiny else TOKENS, vocabulary=vocabulary)
+
+    def identity(self, entry: Entry) -> dict[str, str]:
+        """Return what a figure depends on: with another one it is measured anew. A peer does not depend on flatout's code."""
+        device = self.machine.gpus[0].name if self.machine.gpus and not self.arguments.tiny else self.machine.cpu_name
+        return {"machine": self.machine.describe(), "device": device, "torch": version("torch"), "code": code_digest(ours=entry.kind == "flatout")}
+
+    def forget(self, found: Measurements, entries: Sequence[Entry]) -> None:
+        """Drop, aloud, what is to be measured anew."""
+        for entry in entries:
+            own = found.of(entry)
+            identity = self.identity(entry)
+            stale = [row for row in own if self.arguments.again or any(row[key] != value for key, value in identity.items() if key != "machine")]
+            if stale:
+                found.drop(stale)
+                self.say(f"{entry.work}/{entry.name}: {len(stale)} measurements of other code or another machine are dropped, and made anew.")
+
+    def read(self) -> Measurements:
+        """Return what the commands before measured."""
+        path = self.out / f"{NAME}.json"
+        held = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"tiny": self.arguments.tiny, "measurements": []}
+        if held["tiny"] != self.arguments.tiny:
+            raise SystemExit(f"{path} holds {'toy' if held['tiny'] else 'real'} shapes; give another --out.")
+        return Measurements(held["measurements"], tiny=self.arguments.tiny)
+
+    def write(self, found: Measurements) -> None:
+        """Write the figures, the verdicts on them, and the table."""
+        document = {"tiny": found.tiny, "targets": verdicts(found), "measurements": found.rows}
+        write_text(self.out / f"{NAME}.json", json.dumps(document, indent=1) + "\n")
+        write_text(self.out / f"{NAME}.md", table(found))
+
+    def remaining_s(self) -> float:
+        """Return the seconds that the command has left."""
+        return float("inf") if self.arguments.minutes is None else 60 * self.arguments.minutes - (time.monotonic() - self.began_s)
+
+    def say(self, line: str) -> None:
+        """Tell whoever watches."""
+        print(line, file=sys.stderr, flush=True)
+
+    def say_once(self, line: str) -> None:
+        """Tell it unless it has been told."""
+        if line not in self.said:
+            self.said.add(line)
+            self.say(line)
+
+
+def is_asked(entry: Entry, only: str) -> bool:
+    """Say whether `--only` names an entry, or its work."""
+    return any(fnmatch.fnmatchcase(name, word.strip()) for word in only.split(",") for name in (entry.work, f"{entry.work}/{entry.name}"))
+
+
+@functools.cache
+def code_digest(*, ours: bool) -> str:
+    """Return a digest of the code that measures, and of flatout's own when the figure depends on it."""
+    digest = hashlib.sha256()
+    for path in code_files(ours):
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def code_files(ours: bool) -> Iterator[Path]:
+    """Yield the files, in order."""
+    yield from (HERE / "throughput_worker.py", HERE / "throughput_peers.py")
+    if ours:
+        yield HERE / "throughput_entries.py"
+        yield from sorted(path for path in PACKAGE_DIR.rglob("*") if path.suffix in (".py", ".yaml"))
+
+
+def run_apart(spec: dict[str, Any], timeout_s: float, *, command: list[str] | None = None) -> dict[str, Any]:
+    """Measure in a fresh process; return what came of it, even if it was killed, hung, or printed nonsense. `command` replaces it, for tests."""
+    program = f"import sys; sys.path[:] = {[str(HERE), *sys.path]!r}; from throughput_worker import main; main()"
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command or [sys.executable, "-c", program], stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True, text=True)
+    try:
+        out, err = process.communicate(json.dumps(spec), timeout=timeout_s if timeout_s < float("inf") else None)
+    except subprocess.TimeoutExpired:
+        return {"status": "timed-out", "reason": f"It had not ended after {timeout_s:.0f} s."}
+    finally:
+        end_group(process)
+    with suppress(ValueError, IndexError):
+        return dict(json.loads(out.strip().splitlines()[-1]))
+    said = (err.strip().splitlines() or ["nothing"])[-1][:300]
+    return {"status": "failed", "reason": f"The process ended with exit code {process.returncode} and no figures; it said: {said}"}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,212 @@
+"""What throughput.py measures: the works, the ways of training each, and what is asked of them. Nothing here imports torch.
+
+A work is a shape. An entry is one way of training it: a recipe of ours with a set of speedups, or a peer. A shape is stated once,
+by the recipe; peers are given the recipe's. Where a recipe does not exist, the overrides of another say the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from flatout.config import RunConfig, load_config
+from flatout.recipe import Promise, Speedup, lazy
+from flatout.registry import RECIPES
+
+VOCABULARY, TINY_VOCABULARY = 50_257, 512
+"""Ids of the data set; models have as many rows as their recipe says."""
+STEPS = {"warmup_steps": 8, "steps": 20}
+TINY_STEPS = {"warmup_steps": 2, "steps": 6}
+SAME = {"schedule.kind": "constant", "schedule.warmup": 0, "schedule.min_lr": 0.0, "optim.lr": 3e-4, "optim.clip": 1.0}
+"""The update that all make: so few steps show that the loss falls only when the rate does not begin near zero."""
+TINY_TOKENS = {1_024: 32, 32_768: 64}
+"""Window lengths in place of the real ones at toy shapes."""
+TINY_MODEL = {
+    "transformer": {"num_layers": 2, "d_model": 32, "num_heads": 2},
+    "eigenstate": {"num_layers": 2, "d_model": 32, "num_eigenstates": 16, "chunk_size": 16},
+}
+
+FFT_SCAN = Speedup(
+    name="fft-scan",
+    fills={"ops.scan": lazy("flatout.ops.scan:fft")},
+    saves="nothing: the recurrence by Fourier transforms, as public code has it, to compare with",
+    promise=Promise.rounding(rtol=1e-3),
+)
+FFT = "throughput_entries:FFT_SCAN"
+
+
+@dataclass(frozen=True)
+class Work:
+    """A shape."""
+
+    name: str
+    title: str
+    recipe: str
+    otherwise: tuple[str, Mapping[str, Any]] | None = None
+    """A recipe and overrides that say the same, where there is no such recipe."""
+
+    def config(self) -> RunConfig:
+        """Return the recipe's configuration."""
+        if self.otherwise is None or self.recipe in RECIPES.names():
+            return load_config(self.recipe)
+        recipe, overrides = self.otherwise
+        return load_config(recipe).with_values(dict(overrides))
+
+
+Role = Literal["ours", "peer"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One way of training a work."""
+
+    work: str
+    name: str
+    title: str
+    """What it is; of ours, but for the speedups that are added."""
+    rows: tuple[int | None, ...]
+    """Windows of a step that are tried, the likeliest first; None is the recipe's own batch."""
+    kind: str = "flatout"
+    """flatout, or a function of throughput_peers."""
+    role: Role = "ours"
+    """ours: what the targets are asked of; peer: what it is compared with, be it a recipe of ours."""
+    adds: tuple[str, ...] = ()
+    """Speedups named besides auto. Those that do not exist are left out, aloud."""
+    drops: tuple[str, ...] = ()
+    """Speedups of auto that are left out."""
+    about: str | None = None
+    """The speedup that it is about: without it there is no such entry."""
+    plain: bool = False
+    """speedups=none in place of auto."""
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """Configuration keys."""
+    compiled: bool = False
+    """Of peers: under torch.compile."""
+    data: Literal["random", "text"] = "random"
+
+
+WIDE = {"model.num_heads": 6}
+LONG = {"data.seq_len": 32_768}
+WORKS = (
+    Work("gpt2-124m", "GPT-2 124M, T = 1,024, exact fp32 update", "gpt2-124m"),
+    Work(
+        "gpt2-124m-fast",
+        "the same shape, freest: heads of 128, ReLU², Muon",
+        "gpt2-124m-fast",
+        ("gpt2-124m", WIDE | {"model.activation": "relu2", "optim.kind": "muon"}),
+    ),
+    Work(
+        "gpt2-700m",
+        "700M-class (24 layers, d 1536), T = 1,024",
+        "gpt2-700m",
+        ("gpt2-124m", {"model.num_layers": 24, "model.d_model": 1536, "model.num_heads": 12}),
+    ),
+    Work("gpt2-124m-32k", "GPT-2 124M, T = 32,768, 12 heads of 64", "gpt2-124m-32k", ("gpt2-124m", LONG)),
+    Work("gpt2-124m-32k-wide-heads", "the same with 6 heads of 128", "gpt2-124m-32k-wide-heads", ("gpt2-124m", LONG | WIDE)),
+    Work("eigenstate-small-32k", "small_32k eigenstate network, T = 32,768", "eigenstate-small-32k"),
+)
+
+FAST = ("compile", "cudnn-attention", "collector")
+NARROW = (*FAST, "bf16-weights")
+FREE = (*NARROW, "compiled-muon")
+AUTO = "flatout, auto"
+ONE_TEXT = {"data.document_mask": False}
+
+
+def _ours(work: str, sets: tuple[str, ...], rows: tuple[int, ...], best: int) -> tuple[Entry, ...]:
+    """The recipe as it stands, a set of speedups at several batches, and what else may pay on top of it at one."""
+    graphs, liger, blocks = ("cuda-graphs", "liger-ce", "compile-blocks")
+    return (
+        Entry(work, "recipe", "flatout, the recipe as it stands", (None,)),
+        Entry(work, "set", AUTO, rows, adds=sets),
+        Entry(work, "set-graphs", AUTO, (best,), adds=(*sets, graphs), about=graphs),
+        Entry(work, "set-liger", AUTO, (best,), adds=(*sets, liger), about=liger),
+        Entry(work, "set-blocks", AUTO, (best,), adds=(*sets[1:], blocks), drops=("compile",), about=blocks),
+    )
+
+
+def _peer(work: str, name: str, title: str, rows: tuple[int, ...], kind: str, *, compiled: bool = True) -> Entry:
+    return Entry(work, name, title, rows, kind=kind, role="peer", compiled=compiled)
+
+
+def _eigenstate(work: str) -> tuple[Entry, ...]:
+    chunks = {**ONE_TEXT, "model.chunk_size": 128}
+    triton = (*FAST, "triton-scan")
+    return (
+        Entry(work, "recipe", "flatout, the recipe as it stands (documents kept apart)", (None,)),
+        Entry(work, "set", f"{AUTO}, one text a window", (4, 1), adds=FAST, values=ONE_TEXT),
+        Entry(work, "set-128", f"{AUTO}, one text a window, chunks of 128", (4, 1), adds=FAST, values=chunks),
+        Entry(work, "set-triton", f"{AUTO}, one text a window", (4, 1), adds=triton, about="triton-scan", values=ONE_TEXT),
+        Entry(work, "set-narrow", f"{AUTO}, one text a window", (4,), adds=NARROW, about="bf16-weights", values=ONE_TEXT),
+        Entry(work, "fft", "the recurrence by FFT, compiled, batch 1", (1,), role="peer", adds=("compile", FFT), values=ONE_TEXT),
+    )
+
+
+ENTRIES = (
+    *_ours("gpt2-124m", NARROW, (64, 128, 32), 64),
+    Entry("gpt2-124m", "set-fp32-weights", f"{AUTO}, fp32 weights", (64, 32), adds=FAST, drops=("bf16-weights",)),
+    _peer("gpt2-124m", "nanogpt", "nanoGPT, compiled", (64, 32, 16), "nanogpt"),
+    _peer("gpt2-124m", "huggingface", "Hugging Face GPT2LMHeadModel, eager", (16, 32, 8), "huggingface", compiled=False),
+    _peer("gpt2-124m", "huggingface-compiled", "Hugging Face GPT2LMHeadModel, compiled", (32, 16), "huggingface"),
+    _peer("gpt2-124m", "litgpt", "litgpt, compiled", (32, 16), "litgpt"),
+    _peer("gpt2-124m", "nanochat", "nanochat, its own model and Muon, compiled", (32,), "nanochat"),
+    _peer("gpt2-124m", "people", "the way people write it, batch 1", (1,), "people", compiled=False),
+    Entry("gpt2-124m", "none", "flatout, speedups=none: text tokenised in the step", (1,), role="peer", plain=True, data="text"),
+    *_ours("gpt2-124m-fast", FREE, (64, 128, 32), 64),
+    *_ours("gpt2-700m", NARROW, (16, 32, 8), 16),
+    Entry("gpt2-700m", "set-fp8", AUTO, (16, 32), adds=(*NARROW, "fp8"), about="fp8"),
+    _peer("gpt2-700m", "nanogpt", "nanoGPT, compiled", (16, 8), "nanogpt"),
+    *_ours("gpt2-124m-32k", NARROW, (4, 2, 1), 4),
+    _peer("gpt2-124m-32k", "nanogpt", "nanoGPT, compiled", (4, 2, 1), "nanogpt"),
+    *_ours("gpt2-124m-32k-wide-heads", NARROW, (4, 2, 1), 4),
+    *_eigenstate("eigenstate-small-32k"),
+)
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is asked of the best of ours in a work."""
+
+    work: str
+    what: Literal["tokens_per_s", "times", "peak_gib"]
+    least: float | None
+    """At least this; of peak_gib at most."""
+    aim: float | None = None
+    against: str | None = None
+    """The entry it is compared with, for `times`."""
+    most_gib: float | None = None
+    """Only entries within this much memory count."""
+    rows: int | None = None
+    """Only this batch counts."""
+
+
+TARGETS = (
+    Target("gpt2-124m", "tokens_per_s", 590e3, 650e3),
+    Target("gpt2-124m", "times", 1.15, against="nanogpt"),
+    Target("gpt2-124m", "times", 3.7, against="huggingface"),
+    Target("gpt2-124m-fast", "tokens_per_s", 620e3, 700e3),
+    Target("gpt2-700m", "tokens_per_s", 115e3, 130e3),
+    Target("gpt2-124m-32k", "times", 1.05, against="nanogpt", most_gib=48.0),
+    Target("gpt2-124m-32k", "tokens_per_s", None, 175e3),
+    Target("gpt2-124m-32k-wide-heads", "tokens_per_s", 190e3, 220e3),
+    Target("eigenstate-small-32k", "tokens_per_s", 600e3, 680e3),
+    Target("eigenstate-small-32k", "times", 2.5, against="fft"),
+    Target("eigenstate-small-32k", "peak_gib", 13.0, rows=1),
+    Target("gpt2-124m", "times", 20.0, 70.0, against="people"),
+    Target("gpt2-124m", "times", None, 70.0, against="none"),
+)
+
+
+def shape(work: Work, *, tiny: bool) -> RunConfig:
+    """Return the configuration of a work with the update that all make; at toy shapes, on the CPU, when `tiny`."""
+    config = work.config().with_values(SAME)
+    if not tiny:
+        return config
+    tokens = TINY_TOKENS[config.data.seq_len]
+    small = {f"model.{key}": value for key, value in TINY_MODEL[config.model.kind].items()}
+    stated = {"model.max_seq_len": tokens} if config.model.own().get("max_seq_len") else {}
+    batch = {"batch.tokens_per_step": 4 * tokens, "batch.rows_per_device": "auto", "batch.accumulate": None}
+    return config.with_values(
+        small | stated | batch | {"model.vocab_size": TINY_VOCABULARY, "data.seq_len": tokens, "optim.lr": 1e-2, "train.device": "cpu"}
+    )

@@ -1,0 +1,214 @@
+"""What the measurements of throughput.py come to: medians with their spread, the best batch, and each target, kept or missed."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from throughput_entries import ENTRIES, TARGETS, WORKS, Entry, Target
+
+NEAR = 0.97
+"""A batch whose median comes this near to the best one's is measured again: the first round may have misjudged it."""
+
+Row = dict[str, Any]
+
+
+@dataclass
+class Measurements:
+    """All rows of a file."""
+
+    rows: list[Row]
+    tiny: bool
+
+    def of(self, entry: Entry) -> list[Row]:
+        """Return an entry's rows."""
+        return [row for row in self.rows if (row["work"], row["entry"]) == (entry.work, entry.name)]
+
+    def add(self, row: Row) -> None:
+        """Take a row more."""
+        self.rows.append(row)
+
+    def drop(self, rows: Sequence[Row]) -> None:
+        """Let rows go."""
+        gone = {id(row) for row in rows}
+        self.rows = [row for row in self.rows if id(row) not in gone]
+
+
+@dataclass(frozen=True)
+class Best:
+    """An entry at its best batch."""
+
+    entry: Entry
+    rows: list[Row]
+    """Its measurements at that batch, one a round."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Median over the rounds."""
+        return statistics.median(row["tokens_per_s"] for row in self.rows)
+
+    @property
+    def peak_gib(self) -> float:
+        """The most of any round."""
+        return max(float(row["peak_gib"]) for row in self.rows)
+
+
+def by_batch(found: Measurements, entry: Entry) -> dict[int | None, list[Row]]:
+    """Return an entry's rows that have figures, by batch."""
+    batches: dict[int | None, list[Row]] = {}
+    for row in found.of(entry):
+        if row["status"] == "ok":
+            batches.setdefault(row["rows"], []).append(row)
+    return batches
+
+
+def best_rows(found: Measurements, entry: Entry) -> list[int | None]:
+    """Return the batches that are worth another round."""
+    medians = {rows: statistics.median(row["tokens_per_s"] for row in group) for rows, group in by_batch(found, entry).items()}
+    return [rows for rows, median in medians.items() if median >= NEAR * max(medians.values())]
+
+
+def best(found: Measurements, entry: Entry, *, rows: int | None = None, most_gib: float | None = None) -> Best | None:
+    """Return an entry at its best batch, or at that of `rows`, within so much memory; None when it has no figures there."""
+    groups = [Best(entry, group) for batch, group in by_batch(found, entry).items() if rows is None or batch == rows]
+    fitting = [group for group in groups if most_gib is None or group.peak_gib <= most_gib]
+    return max(fitting, key=lambda group: group.tokens_per_s, default=None)
+
+
+def best_of_ours(found: Measurements, target: Target) -> Best | None:
+    """Return the fastest of ours in a target's work; of a target of memory the leanest."""
+    ours = [entry for entry in ENTRIES if entry.work == target.work and entry.role == "ours"]
+    candidates = [made for entry in ours if (made := best(found, entry, rows=target.rows, most_gib=target.most_gib))]
+    if target.what == "peak_gib":
+        return min(candidates, key=lambda made: made.peak_gib, default=None)
+    return max(candidates, key=lambda made: made.tokens_per_s, default=None)
+
+
+def ratio(ours: Best, theirs: Best) -> tuple[float, float, float]:
+    """Return (median, low, high) of ours over theirs: of the same rounds where both have them, else of the medians."""
+    rates = {row["round"]: row["tokens_per_s"] for row in theirs.rows}
+    ratios = [row["tokens_per_s"] / rates[row["round"]] for row in ours.rows if row["round"] in rates]
+    ratios = ratios or [ours.tokens_per_s / theirs.tokens_per_s]
+    return statistics.median(ratios), min(ratios), max(ratios)
+
+
+def verdicts(found: Measurements) -> list[Row]:
+    """Return each target with what was measured beside it."""
+    return [verdict(found, target) for target in TARGETS]
+
+
+def verdict(found: Measurements, target: Target) -> Row:
+    """Return a target, the figure, by which entry, and whether it is kept; None where there is no figure."""
+    ours = best_of_ours(found, target)
+    measured: float | None = None
+    if ours is not None and target.against is not None:
+        theirs = best(found, next(entry for entry in ENTRIES if (entry.work, entry.name) == (target.work, target.against)))
+        measured = None if theirs is None else ratio(ours, theirs)[0]
+    elif ours is not None:
+        measured = ours.peak_gib if target.what == "peak_gib" else ours.tokens_per_s
+    return {
+        "work": target.work,
+        "what": wanted(target),
+        "least": target.least,
+        "aim": target.aim,
+        "measured": measured,
+        "by": None if measured is None or ours is None else f"{ours.entry.name}, batch {ours.rows[0]['rows'] or 'of the recipe'}",
+        "kept": None if measured is None or target.least is None else reaches(measured, target.least, target),
+        "aim_reached": None if measured is None or target.aim is None else reaches(measured, target.aim, target),
+    }
+
+
+def reaches(measured: float, wanted_figure: float, target: Target) -> bool:
+    """Say whether a figure is good enough: memory at most, all else at least."""
+    return measured <= wanted_figure if target.what == "peak_gib" else measured >= wanted_figure
+
+
+def wanted(target: Target) -> str:
+    """Return what a target asks for, in words."""
+    within = f", within {target.most_gib:g} GiB" if target.most_gib else ""
+    if target.what == "times":
+        title = next(entry.title for entry in ENTRIES if (entry.work, entry.name) == (target.work, target.against))
+        return f"times as fast as {title}{within}"
+    what = "GiB, at most" if target.what == "peak_gib" else "tokens/s"
+    return what + (f", batch {target.rows}" if target.rows else "") + within
+
+
+def table(found: Measurements) -> str:
+    """Return the figures as Markdown: the targets, then every entry."""
+    lines = ["Toy shapes: they prove that every entry runs, and say nothing about speed.", ""] if found.tiny else []
+    lines += ["| work | asked for | at least | aim | measured | by | |", "|---|---|---|---|---|---|---|"]
+    titles = {work.name: work.title for work in WORKS}
+    for row in verdicts(found):
+        figures = " | ".join(figure(row[key]) for key in ("least", "aim", "measured"))
+        lines.append(f"| {titles[row['work']]} | {row['what']} | {figures} | {row['by'] or ''} | {judged(row, tiny=found.tiny)} |")
+    for work in WORKS:
+        shown = [line for entry in ENTRIES if entry.work == work.name for line in entry_lines(found, entry)]
+        if shown:
+            lines += ["", f"**{work.title}**", "", "| | batch | tokens/s | MFU | GiB | rounds |", "|---|---|---|---|---|---|", *shown]
+    return "\n".join([*lines, "", *circumstances(found)]) + "\n"
+
+
+def judged(row: Row, *, tiny: bool) -> str:
+    """Say whether a target is kept and an aim reached; toy shapes are not judged."""
+    if tiny or row["measured"] is None:
+        return "not judged" if tiny else "not measured"
+    said = [] if row["kept"] is None else ["kept" if row["kept"] else "**missed**"]
+    return ", ".join([*said, *([] if row["aim_reached"] is None else ["aim reached" if row["aim_reached"] else "aim not reached"])])
+
+
+def figure(value: float | None) -> str:
+    """Return a number with three digits at least, nothing for none."""
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if value >= 1_000 else f"{value:,.4g}"
+
+
+def entry_lines(found: Measurements, entry: Entry) -> list[str]:
+    """Return a line for each batch that was tried, the best in bold."""
+    groups = by_batch(found, entry)
+    top = best(found, entry)
+    lines = []
+    for batch in dict.fromkeys(row["rows"] for row in found.of(entry)):
+        shown = batch or "the recipe's"
+        if batch not in groups:
+            failed = next(row for row in found.of(entry) if row["rows"] == batch)
+            lines.append(f"| {entry.title} | {shown} | {failed['status']}: {failed['reason'].replace('|', '/')} | | | 0 |")
+            continue
+        group = groups[batch]
+        title = title_of(entry, group[0])
+        rate = spread([row["tokens_per_s"] for row in group])
+        rate = f"**{rate}**" if top is not None and batch == top.rows[0]["rows"] else rate
+        share = statistics.median(row["mfu"] for row in group)
+        lines.append(f"| {title} | {shown} | {rate} | {100 * share:.1f}% | {max(row['peak_gib'] for row in group):.1f} | {len(group)} |")
+    return lines
+
+
+def title_of(entry: Entry, row: Row) -> str:
+    """Return what an entry is, with the speedups of those it adds that were really on."""
+    on = [added for added in entry.adds if added in row["speedups"]]
+    return f"{entry.title}, with {', '.join(on)}" if on and entry.role == "ours" else entry.title
+
+
+def spread(values: Sequence[float]) -> str:
+    """Return the median, and with several values the smallest and the largest in brackets."""
+    median = f"{statistics.median(values):,.0f}"
+    return median if len(values) == 1 else f"{median} ({min(values):,.0f} to {max(values):,.0f})"
+
+
+def circumstances(found: Measurements) -> list[str]:
+    """Return what a reader of the figures has to know about how they were made."""
+    measured = [row for row in found.rows if row["status"] == "ok"]
+    if not measured:
+        return ["Nothing has been measured yet."]
+    machines, torches, commits = (", ".join(sorted({str(row[key]) for row in measured})) for key in ("machine", "torch", "commit"))
+    roofs = [row["roof_tflops"] for row in measured]
+    steps = len(measured[0]["steps_ms"])
+    return [
+        f"{machines}; torch {torches}; commit {commits or 'not known'}. A measurement is the median of {steps} steps in a process of its own; "
+        "medians over the rounds (smallest to largest); the best batch of an entry in bold; ratios are of the same rounds. GiB is the most that "
+        "was allocated. MFU counts 6 N_matmul + 6 L T d FLOPs a token against the matrix-product rate measured in the same process, here "
+        f"{min(roofs):,.4g} to {max(roofs):,.4g} TFLOP/s. Every loss was finite and had fallen by 1% of the first at the end. "
+        "`python benchmarks/throughput.py`."
+    ]

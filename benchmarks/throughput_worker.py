@@ -1,0 +1,206 @@
+"""One measurement of throughput.py, in a process of its own: a spec as JSON comes in, figures go out.
+
+Ours is the run that `flatout train` makes, trained by its own loop; a peer's model takes the same step on random tokens that lie on
+the device already. The time of a step is from where it begins on the device to where the next one does, so what the device waits
+for is in it, and nothing waits for the measuring.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import math
+import os
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from throughput_peers import PEERS, Order, step
+
+from flatout.config import RunConfig, validate
+from flatout.errors import FlatoutError
+from flatout.hardware import fingerprint, measure_roof
+from flatout.measure.settling import settle
+from flatout.measure.trial import end_with
+from flatout.measure.workload import QUIET, FirstLosses
+from flatout.parallel.mesh import make_mesh
+from flatout.registry import MODELS
+from flatout.run import Run, build
+from flatout.training.loop import fit
+from flatout.training.metrics import Log, memory_gib
+from flatout.training.warmup import warm_up
+
+BATCHES = 32
+"""Different batches that a peer goes round."""
+LEAST_FALL = 0.01
+"""Share by which the loss must have fallen: then it has trained."""
+
+
+class StepTimes:
+    """Stands where a run asks whether to stop, and marks where each step begins; says to stop when there are enough of them."""
+
+    def __init__(self, device: torch.device, warmup_steps: int, steps: int) -> None:
+        self._device, self._warmup_steps, self._most = device, warmup_steps, warmup_steps + steps
+        self._marks: list[Any] = []
+
+    def asked(self, run: Run | None = None) -> bool:
+        """Mark the end of the step before and the begin of the next one."""
+        self._marks.append(self._mark())
+        return len(self._marks) > self._most
+
+    def milliseconds(self) -> list[float]:
+        """Return the time of each step after the warm-up; waits for the device."""
+        marks = self._marks[self._warmup_steps :]
+        if self._device.type != "cuda":
+            return [1e3 * (end - begin) for begin, end in itertools.pairwise(marks)]
+        torch.cuda.synchronize(self._device)
+        return [begin.elapsed_time(end) for begin, end in itertools.pairwise(marks)]
+
+    def _mark(self) -> Any:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+
+def main() -> None:
+    """Read a spec from standard input, measure, print the figures. Whatever else prints goes to standard error."""
+    results = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
+    results.write(json.dumps(measured(json.loads(sys.stdin.read()))) + "\n")
+    results.flush()
+
+
+def measured(spec: dict[str, Any]) -> dict[str, Any]:
+    """Measure; an error becomes a row that says why there are no figures."""
+    try:
+        return measure(spec)
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        return {"status": "out-of-memory", "reason": first_line(error)}
+    except FlatoutError as error:
+        return {"status": "out-of-memory" if error.what.startswith("Out of memory") else "failed", "reason": error.what}
+    except Exception as error:  # the process is about to end: what went wrong, whatever it is, is the row
+        return {"status": "failed", "reason": f"{type(error).__name__}: {first_line(error)}"}
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of what an error says."""
+    return (str(error).splitlines() or [""])[0][:300]
+
+
+def measure(spec: dict[str, Any]) -> dict[str, Any]:
+    """Return the figures of one entry at one batch.
+
+    Raises: whatever building and training raise; out of memory too.
+    """
+    config = validate(spec["config"])
+    device = torch.device(config.train.device if config.train.device != "auto" else "cuda")
+    roof_tflops = matmul_tflops(device.type)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    times = StepTimes(device, spec["warmup_steps"], spec["steps"])
+    train = train_ours if spec["kind"] == "flatout" else train_peer
+    found = train(spec, config, device, times)
+    steps_ms, instead = times.milliseconds(), found.pop("instead", {})
+    rate = found["tokens_per_step"] / (1e-3 * statistics.median(steps_ms))
+    found |= {
+        "status": "ok",
+        "reason": None,
+        "tokens_per_s": rate,
+        "step_ms": statistics.median(steps_ms),
+        "steps_ms": [round(milliseconds, 3) for milliseconds in steps_ms],
+        "peak_gib": memory_gib(device)["mem/peak_gib"],
+        "roof_tflops": roof_tflops,
+        "mfu": rate * flops_per_token(config) / (1e12 * roof_tflops),
+        "environment": fingerprint(str(device)),
+    }
+    return found | unless_it_trains(found["losses"]) | instead
+
+
+@functools.cache
+def matmul_tflops(device: str) -> float:
+    """Return the rate that 100% stands for, measured here and now: bf16 on a GPU, fp32 on a CPU."""
+    return measure_roof(device, "bf16" if device == "cuda" else "fp32")
+
+
+def flops_per_token(config: RunConfig) -> float:
+    """Return the FLOPs a token that MFU counts: 6 N_matmul + 6 L T d, every query against the keys it may see; no product in a recurrence."""
+    return float(MODELS.get(config.model.kind).count_flops(model_config(config), config.data.seq_len).causal_exact)
+
+
+def model_config(config: RunConfig) -> Any:
+    """Return the checked configuration of the model."""
+    return MODELS.get(config.model.kind).check(config.model.own() | {"vocab_size": config.model.vocab_size}, seq_len=config.data.seq_len)
+
+
+def unless_it_trains(losses: Sequence[float]) -> dict[str, Any]:
+    """Return nothing when the losses are finite and fall from fresh batch to fresh batch; else what makes the row a failed one."""
+    lost = next((number for number, loss in enumerate(losses, 1) if not math.isfinite(loss)), None)
+    if lost is not None:
+        return {"status": "failed", "reason": f"The loss of step {lost} is {losses[lost - 1]}."}
+    if statistics.fmean(losses[-3:]) > (1 - LEAST_FALL) * losses[0]:
+        return {"status": "failed", "reason": f"It does not train: its loss went from {losses[0]:.3f} to {statistics.fmean(losses[-3:]):.3f}."}
+    return {}
+
+
+def train_ours(spec: dict[str, Any], config: RunConfig, device: torch.device, times: StepTimes) -> dict[str, Any]:
+    """Train the recipe's run in its own loop; return what is known but for the times."""
+    settled = settle(config.with_values(QUIET))
+    steps = spec["warmup_steps"] + spec["steps"]
+    config = settled.config.with_values({"train.steps": max(settled.config.train.steps or 0, 2 * steps)})
+    folder = Path(spec["folder"])
+    folder.mkdir(parents=True, exist_ok=True)
+    mesh = make_mesh(config.parallel, config.train.device)
+    run = build(config, machine=settled.machine, mesh=mesh, dataset=settled.dataset, folder=folder, decisions=settled.decisions)
+    wanted = {decision.name for decision in run.decisions if decision.on}
+    losses = run.readback = FirstLosses(run.readback, steps)
+    try:
+        with Log(run) as log:
+            run.feed.prime(steps + 1)
+            warm_up(run, log)
+            fit(run, log, times)
+            log.spent()
+    finally:
+        run.feed.close()
+    dropped = [decision for decision in run.decisions if decision.name in wanted and not decision.on]
+    return {
+        "tokens_per_step": run.tokens_per_step,
+        "rows_per_device": run.rows_per_device,
+        "accumulate": run.config.batch.accumulate,
+        "speedups": [decision.name for decision in run.decisions if decision.on],
+        "losses": losses.losses(),
+        "instead": {"status": "failed", "reason": f"{dropped[0].name}: {dropped[0].reason}."} if dropped else {},
+    }
+
+
+def train_peer(spec: dict[str, Any], config: RunConfig, device: torch.device, times: StepTimes) -> dict[str, Any]:
+    """Train a peer's model on random tokens; return what is known but for the times."""
+    torch.manual_seed(config.train.seed)
+    torch.set_float32_matmul_precision("high")
+    folder = Path(spec["peer_folder"]) if spec["peer_folder"] else None
+    peer = PEERS[spec["kind"]](Order(model_config(config), config.data.seq_len, config.optim.lr, device, spec["compiled"], folder))
+    windows = (torch.randint(0, spec["vocabulary"] // 2, (spec["rows"], config.data.seq_len + 1), device=device) for _ in range(BATCHES))
+    batches = [(window[:, :-1].contiguous(), window[:, 1:].contiguous()) for window in windows]
+    losses: list[torch.Tensor] = []
+    while not times.asked():
+        losses.append(step(peer, *batches[len(losses) % BATCHES], config.optim.clip))
+    return {
+        "tokens_per_step": spec["rows"] * config.data.seq_len,
+        "rows_per_device": spec["rows"],
+        "accumulate": 1,
+        "speedups": [],
+        "losses": [float(loss) for loss in losses],
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""Ways of evaluating an eigenstate network agree, and a way that does not is refused."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+import torch
+
+
+@pytest.fixture
+def benchmark(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    return importlib.import_module("eigenstate_cpu")
+
+
+def small(benchmark):
+    return benchmark.shape(2, d_model=16, num_eigenstates=8, num_heads=2, chunk_size=4)
+
+
+def test_every_way_is_timed_in_every_round_and_agrees(benchmark):
+    found = benchmark.measure(benchmark.comparisons(small(benchmark), 11), 2)
+    assert list(found["comparisons"]) == ["recurrence", "layers", "products", "steps"]
+    for comparison in found["comparisons"].values():
+        assert [len(seconds) for seconds in comparison["seconds"].values()] == [2, 2]
+        first, second = comparison["apart"].values()
+        assert first == {"loss": 0.0, "gradient": 0.0}
+        assert max(second.values()) <= comparison["tolerance"]
+    text = benchmark.table(found | {"machine": "a machine", "threads": 1, "torch": "2", "layers": 2, "tokens": 11, "commit": "abc"})
+    assert "| layers token by token, against all that is fast: step by step |" in text
+    assert text.count("**") == 8
+
+
+def test_the_shape_is_the_recipes(benchmark):
+    model = benchmark.shape(3)
+    assert (model["num_layers"], model["d_model"], model["num_eigenstates"]) == (3, 1024, 128)
+
+
+def test_token_by_token_has_the_gradients_of_all_at_once(benchmark):
+    steps = benchmark.comparisons(small(benchmark), 9)[1].ways
+    comparison = benchmark.comparisons(small(benchmark), 9)[3]
+    (_, at_once), (_, by_token) = steps["reference"](), comparison.ways["step by step"]()
+    torch.testing.assert_close(by_token, at_once, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize(("loss", "gradient"), [(1.001, 1.0), (1.0, 1.001), (float("nan"), 1.0)])
+def test_a_way_that_differs_ends_the_program(benchmark, loss, gradient):
+    ways = {"plain": lambda: (1.0, torch.ones(3)), "fast": lambda: (loss, torch.full((3,), gradient))}
+    with pytest.raises(SystemExit, match="a title: fast differs"):
+        benchmark.compared(benchmark.Comparison("name", "a title", 1e-4, ways))
+
+
+def test_no_round_is_begun_that_would_not_end_in_time(benchmark):
+    comparison = benchmark.Comparison("name", "a title", 1e-4, {"plain": lambda: (1.0, torch.ones(3))})
+    with pytest.raises(SystemExit, match="would not have ended"):
+        benchmark.measure([comparison], 3, minutes=0)

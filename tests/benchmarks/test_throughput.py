@@ -1,0 +1,323 @@
+"""Every entry of the throughput benchmark runs at toy shapes, and what is measured goes on, is judged, and is never lost."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import textwrap
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from flatout.hardware import Gpu, probe
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+NANOGPT = """
+    from dataclasses import dataclass
+    import torch
+    from torch import nn
+    from torch.nn import functional as F
+
+    @dataclass
+    class GPTConfig:
+        block_size: int = 8
+        vocab_size: int = 8
+        n_layer: int = 1
+        n_head: int = 1
+        n_embd: int = 8
+        dropout: float = 0.0
+        bias: bool = True
+
+    class GPT(nn.Module):
+        def __init__(self, config):
+            super().__init__()
+            self.embedding = nn.Embedding(config.vocab_size, config.n_embd)
+            self.shared = nn.Parameter(torch.ones(config.n_embd))
+            self.head = nn.Linear(config.n_embd, config.vocab_size)
+
+        def configure_optimizers(self, weight_decay, learning_rate, betas, device_type):
+            return torch.optim.AdamW(self.parameters(), lr=learning_rate, betas=betas)
+
+        def forward(self, idx, targets):
+            logits = self.head(self.shared + 0.1 * self.embedding(idx))
+            return logits, F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
+"""
+"""As much of nanoGPT as is called."""
+
+
+@pytest.fixture
+def benchmark(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return importlib.import_module("throughput")
+
+
+@pytest.fixture
+def worker(benchmark):
+    before = torch.get_float32_matmul_precision()
+    yield importlib.import_module("throughput_worker")
+    torch.set_float32_matmul_precision(before)
+
+
+@pytest.fixture
+def nanogpt(tmp_path):
+    folder = tmp_path / "nanoGPT"
+    folder.mkdir()
+    (folder / "model.py").write_text(textwrap.dedent(NANOGPT))
+    return folder
+
+
+@pytest.fixture
+def on_gpu(benchmark, monkeypatch, tmp_path):
+    """A machine with a GPU on which nothing is really measured: figures follow from what is asked for."""
+    machine = replace(probe(), gpus=(Gpu("NVIDIA H200", 139.0, (9, 0), "580"),))
+    monkeypatch.setattr(benchmark, "probe", lambda: machine)
+    monkeypatch.setattr(benchmark, "random_data", lambda place, **_: place)
+    monkeypatch.setattr(benchmark, "text_data", lambda place, **_: place)
+    specs = []
+
+    def measured(spec, timeout_s):
+        specs.append(spec)
+        rate = 1e5 + 100 * (spec["rows"] or 0) + spec["config"]["train"]["seed"]
+        row = {"tokens_per_s": rate, "peak_gib": 10.0, "mfu": 0.5, "roof_tflops": 790.0, "steps_ms": [1.0], "speedups": []}
+        return {"status": "ok", "reason": None, **row}
+
+    monkeypatch.setattr(benchmark, "run_apart", measured)
+    return specs
+
+
+def written(out):
+    return json.loads((out / "throughput.json").read_text())
+
+
+ONE_OF_EACH = (
+    "gpt2-124m/recipe,gpt2-124m/n*,gpt2-124m/people,gpt2-124m/hugging*,gpt2-124m-fast/set,gpt2-124m-32k/nanogpt,eigenstate*/set,eigenstate*/fft"
+)
+
+
+def test_toy_shapes_are_trained(benchmark, worker, nanogpt, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(benchmark, "run_apart", lambda spec, timeout_s: worker.measured(spec))
+    monkeypatch.setattr(benchmark, "text_data", lambda place, *, vocabulary, **_: benchmark.random_data(place, tokens=8192, vocabulary=vocabulary))
+    out = tmp_path / "out"
+    benchmark.main(["--tiny", "--only", ONE_OF_EACH, "--out", str(out), "--nanogpt", str(nanogpt)])
+    rows = written(out)["measurements"]
+    assert [row["reason"] for row in rows if row["status"] != "ok"] == []
+    measured = {(row["work"], row["entry"]) for row in rows}
+    asked = {(entry.work, entry.name) for entry in benchmark.ENTRIES if benchmark.is_asked(entry, ONE_OF_EACH)}
+    absent = {("gpt2-124m", peer) for peer in ("huggingface", "huggingface-compiled", "nanochat")}
+    assert asked - absent <= measured
+    for row in rows:
+        assert row["losses"][-1] < row["losses"][0]
+        assert row["mfu"] > 0
+        tokens = 64 if "32k" in row["work"] else 32
+        assert row["tokens_per_step"] == row["rows_per_device"] * row["accumulate"] * tokens
+    text = (out / "throughput.md").read_text()
+    assert "say nothing about speed" in text
+    assert "kept" not in text
+
+
+def test_every_entry_has_a_configuration_at_toy_shapes(benchmark, nanogpt, monkeypatch, tmp_path, capsys):
+    specs = []
+    monkeypatch.setattr(benchmark, "random_data", lambda place, **_: place)
+    monkeypatch.setattr(benchmark, "text_data", lambda place, **_: place)
+    monkeypatch.setattr(benchmark, "run_apart", lambda spec, timeout_s: specs.append(spec) or {"status": "failed", "reason": "not tried"})
+    benchmark.main(["--tiny", "--nanogpt", str(nanogpt), "--out", str(tmp_path)])
+    said = capsys.readouterr().err
+    measured = {(row["work"], row["entry"]) for row in written(tmp_path)["measurements"]}
+    for entry in benchmark.ENTRIES:
+        assert (entry.work, entry.name) in measured or f"{entry.work}/{entry.name} is left out" in said
+    assert len(specs) == len(measured)
+    assert {spec["config"]["data"]["seq_len"] for spec in specs} == {32, 64}
+
+
+def test_a_measurement_is_a_process_of_its_own(benchmark, tmp_path, capsys):
+    benchmark.main(["--tiny", "--only", "gpt2-124m/people", "--out", str(tmp_path)])
+    (row,) = written(tmp_path)["measurements"]
+    assert (row["status"], len(row["steps_ms"]), len(row["losses"])) == ("ok", 6, 8)
+
+
+def test_the_real_shapes_are_the_recipes(benchmark):
+    shapes = {work.name: benchmark.shape(work, tiny=False) for work in benchmark.WORKS}
+    models = {name: config.model.own() for name, config in shapes.items()}
+    assert {name: config.data.seq_len for name, config in shapes.items()} == {name: 32_768 if "32k" in name else 1_024 for name in shapes}
+    assert [models["gpt2-700m"][key] for key in ("num_layers", "d_model")] == [24, 1536]
+    for name in ("gpt2-124m", "gpt2-124m-fast", "gpt2-124m-32k", "gpt2-124m-32k-wide-heads"):
+        assert [models[name][key] for key in ("num_layers", "d_model")] == [12, 768]
+    assert [models[name]["num_heads"] for name in ("gpt2-124m-32k", "gpt2-124m-32k-wide-heads")] == [12, 6]
+
+
+def test_without_a_gpu_real_shapes_are_refused(benchmark, monkeypatch):
+    monkeypatch.setattr(benchmark, "probe", lambda: replace(probe(), gpus=()))
+    with pytest.raises(SystemExit, match="--tiny"):
+        benchmark.main([])
+
+
+def test_batches_that_come_near_go_on(benchmark):
+    report = importlib.import_module("throughput_report")
+    entry = next(entry for entry in benchmark.ENTRIES if (entry.work, entry.name) == ("gpt2-124m", "set"))
+    rows = [(64, 97.5), (128, 100.0), (32, 96.0), (64, 98.5), (32, 97.5)]
+    given = [{"work": entry.work, "entry": entry.name, "rows": batch, "status": "ok", "tokens_per_s": rate} for batch, rate in rows]
+    assert report.best_rows(report.Measurements(given, tiny=False), entry) == [64, 128]
+
+
+def test_all_batches_are_tried_once_and_the_best_go_on(benchmark, on_gpu, tmp_path, capsys):
+    benchmark.main(["--only", "gpt2-124m/set", "--out", str(tmp_path)])
+    tried = [(row["round"], row["rows"]) for row in written(tmp_path)["measurements"]]
+    assert tried == [(0, 64), (0, 128), (0, 32), (1, 128), (2, 128)]
+    batch = on_gpu[0]["config"]["batch"]
+    assert (batch["rows_per_device"], batch["accumulate"], batch["tokens_per_step"]) == (64, 1, 64 * 1024)
+    assert (on_gpu[0]["warmup_steps"], on_gpu[0]["steps"]) == (8, 20)
+    assert "+compile" in on_gpu[0]["config"]["speedups"]
+
+
+def test_entries_take_turns_and_what_is_there_is_not_measured_again(benchmark, on_gpu, tmp_path, capsys):
+    benchmark.main(["--only", "gpt2-124m/set,gpt2-124m/people,gpt2-124m/recipe", "--out", str(tmp_path), "--rounds", "2"])
+    order = [(row["round"], row["entry"]) for row in written(tmp_path)["measurements"]]
+    assert [entry for _, entry in order[:5]] == ["recipe", "set", "people", "set", "set"]
+    assert {entry for number, entry in order if number == 1} == {"set", "people", "recipe"}
+    count = len(on_gpu)
+    benchmark.main(["--only", "gpt2-124m/set", "--out", str(tmp_path), "--rounds", "2"])
+    assert len(on_gpu) == count
+    benchmark.main(["--only", "gpt2-124m/set", "--out", str(tmp_path), "--rounds", "1", "--again"])
+    assert len(on_gpu) == count + 3
+    assert len([row for row in written(tmp_path)["measurements"] if row["entry"] == "people"]) == 2
+
+
+def test_figures_of_other_code_are_made_anew_but_for_peers(benchmark, on_gpu, monkeypatch, tmp_path, capsys):
+    only = ["--only", "gpt2-124m/recipe,gpt2-124m/people", "--out", str(tmp_path), "--rounds", "1"]
+    benchmark.main(only)
+    before = benchmark.code_digest
+    monkeypatch.setattr(benchmark, "code_digest", lambda *, ours: "other" if ours else before(ours=False))
+    benchmark.main(only)
+    assert [spec["kind"] for spec in on_gpu] == ["flatout", "people", "flatout"]
+    assert "gpt2-124m/recipe: 1 measurements of other code" in capsys.readouterr().err
+
+
+def test_nothing_is_begun_that_would_not_end_in_time(benchmark, on_gpu, tmp_path, capsys):
+    benchmark.main(["--only", "gpt2-124m/set", "--out", str(tmp_path), "--minutes", "0.5"])
+    assert on_gpu == []
+    assert "3 measurements are left" in capsys.readouterr().err
+
+
+def test_what_the_commands_own_time_cut_short_is_left_for_the_next(benchmark, on_gpu, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(benchmark, "run_apart", lambda spec, timeout_s: {"status": "timed-out", "reason": "It had not ended."})
+    benchmark.main(["--only", "gpt2-124m/people", "--out", str(tmp_path), "--minutes", "3"])
+    assert written(tmp_path)["measurements"] == []
+    benchmark.main(["--only", "gpt2-124m/people", "--out", str(tmp_path)])
+    assert [row["status"] for row in written(tmp_path)["measurements"]] == ["timed-out"]
+    assert "timed-out: It had not ended." in (tmp_path / "throughput.md").read_text()
+
+
+def test_toy_figures_do_not_mix_with_real_ones(benchmark, on_gpu, tmp_path):
+    benchmark.main(["--only", "gpt2-124m/people", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit, match="holds real shapes"):
+        benchmark.main(["--tiny", "--out", str(tmp_path)])
+
+
+def test_what_is_missing_is_left_out_aloud(benchmark, on_gpu, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(benchmark.SPEEDUPS.__class__, "names", lambda self: ["compile", "bf16"])
+    monkeypatch.setattr(benchmark.importlib.util, "find_spec", lambda name: None)
+    benchmark.main(["--only", "gpt2-124m/set*,gpt2-124m/nano*,gpt2-124m/hugg*", "--out", str(tmp_path), "--rounds", "1"])
+    said = capsys.readouterr().err
+    assert said.count("There is no speedup bf16-weights: entries go without it.") == 1
+    assert "gpt2-124m/set-graphs is left out: it is about cuda-graphs." in said
+    assert "gpt2-124m/huggingface is left out: it is not here. To add it: pip install transformers." in said
+    assert {row["entry"] for row in written(tmp_path)["measurements"]} == {"set", "set-fp32-weights"}
+
+
+def test_targets_are_judged_by_the_best_of_ours(benchmark, tmp_path):
+    report = importlib.import_module("throughput_report")
+    found = report.Measurements([], tiny=False)
+
+    def add(entry, rows, number, rate, gib=10.0, work="gpt2-124m-32k"):
+        row = {"tokens_per_s": rate, "peak_gib": gib, "mfu": 0.5, "roof_tflops": 790.0, "steps_ms": [1.0], "speedups": []}
+        where = {"machine": "m", "torch": "2", "commit": "abc", "status": "ok", "reason": None}
+        found.add({"work": work, "entry": entry, "rows": rows, "round": number, **row, **where})
+
+    for number, (ours, theirs) in enumerate([(180e3, 170e3), (160e3, 150e3), (175e3, 200e3)]):
+        add("set", 2, number, ours)
+        add("nanogpt", 4, number, theirs)
+    add("set", 4, 0, 300e3, gib=60.0)
+    times, rate = (report.verdict(found, target) for target in report.TARGETS if target.work == "gpt2-124m-32k")
+    assert times["measured"] == pytest.approx(180 / 170)
+    assert (times["kept"], times["by"]) == (True, "set, batch 2")
+    assert (rate["measured"], rate["kept"], rate["aim_reached"]) == (300e3, None, True)
+    add("set", 1, 0, 500e3, gib=13.5, work="eigenstate-small-32k")
+    speed, against, memory = (report.verdict(found, target) for target in report.TARGETS if target.work == "eigenstate-small-32k")
+    assert (speed["kept"], against["kept"], memory["kept"]) == (False, None, False)
+    text = report.table(found)
+    assert "| 600,000 | 680,000 | 500,000 | set, batch 1 | **missed**, aim not reached |" in text
+    assert "| **300,000** |" in text
+    assert "not measured" in text
+
+
+def test_every_target_names_entries_that_exist(benchmark):
+    entries = importlib.import_module("throughput_entries")
+    names = {(entry.work, entry.name) for entry in entries.ENTRIES}
+    assert len(names) == len(entries.ENTRIES)
+    assert {work.name for work in entries.WORKS} == {work for work, _ in names}
+    assert all((target.work, target.against) in names for target in entries.TARGETS if target.against)
+
+
+@pytest.mark.parametrize(
+    ("program", "status", "reason"),
+    [
+        ("print('no figures'); raise SystemExit(3)", "failed", "exit code 3"),
+        ("import os; os.kill(os.getpid(), 9)", "failed", "exit code -9"),
+        ("import time; time.sleep(60)", "timed-out", "had not ended after 1 s"),
+        ("print('noise'); print('{\"status\": \"ok\"}')", "ok", None),
+    ],
+)
+def test_whatever_happens_to_a_process_a_row_comes_of_it(benchmark, program, status, reason):
+    found = benchmark.run_apart({}, 1.0 if status == "timed-out" else 60.0, command=[sys.executable, "-c", program])
+    assert found["status"] == status
+    assert reason is None or reason in found["reason"]
+
+
+@pytest.mark.parametrize(
+    ("losses", "status"),
+    [([10.9, 10.8, 10.5, 10.4, 10.3], None), ([10.9] * 5, "failed"), ([10.9, float("nan"), 10.0], "failed"), ([10.0, 11.0, 12.0], "failed")],
+)
+def test_a_loss_that_does_not_fall_is_no_figure(worker, losses, status):
+    assert worker.unless_it_trains(losses).get("status") == status
+
+
+def test_an_error_becomes_a_row(worker, monkeypatch):
+    def measure(error):
+        def raises(spec):
+            raise error
+
+        monkeypatch.setattr(worker, "measure", raises)
+        return worker.measured({})
+
+    assert measure(torch.OutOfMemoryError("CUDA out of memory. Tried\nmore")) == {"status": "out-of-memory", "reason": "CUDA out of memory. Tried"}
+    assert measure(RuntimeError("no\nmore")) == {"status": "failed", "reason": "RuntimeError: no"}
+
+
+def test_flops_are_six_a_weight_and_attention_over_what_is_seen(worker, benchmark):
+    config = benchmark.shape(benchmark.WORKS[0], tiny=False)
+    matmul = 12 * 12 * 768**2 + 50304 * 768
+    assert worker.flops_per_token(config) == pytest.approx(6 * matmul + 6 * 12 * 1025 * 768)
+
+
+def test_steps_are_timed_from_begin_to_begin(worker, monkeypatch):
+    marks = iter([0.0, 5.0, 6.0, 8.0, 11.0])
+    monkeypatch.setattr(worker.time, "perf_counter", lambda: next(marks))
+    times = worker.StepTimes(torch.device("cpu"), 1, 3)
+    assert [times.asked() for _ in range(5)] == [False, False, False, False, True]
+    assert times.milliseconds() == [1000.0, 2000.0, 3000.0]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_steps_are_timed_on_the_device(worker):
+    device = torch.device("cuda")
+    times = worker.StepTimes(device, 1, 2)
+    matrix = torch.randn(2048, 2048, device=device)
+    while not times.asked():
+        for _ in range(20):
+            matrix = torch.nn.functional.normalize(matrix @ matrix)
+    assert len(times.milliseconds()) == 2
+    assert min(times.milliseconds()) > 0
