@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from flatout.errors import HardwareError
@@ -124,7 +124,7 @@ def kept_bytes(run: Callable[[], Any], *, apart_from: Iterable[Tensor]) -> tuple
     Storages of `apart_from` (parameters, the input of a block) are not counted.
     """
     storages: dict[int, int] = {}
-    known = {_storage_id(tensor) for tensor in apart_from}
+    known = {_storage_id(part) for part in _parts(apart_from)}
 
     def keep(tensor: Tensor) -> Tensor:
         if _storage_id(tensor) not in known:
@@ -147,10 +147,10 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = {_storage_id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and _storage_id(leaf) not in given and _storage_id(leaf) not in self._seen:
-                self._add(leaf.untyped_storage())
+        given = {_storage_id(part) for part in _parts(tree_leaves((args, kwargs)))}
+        for part in _parts(tree_leaves(result)):
+            if _storage_id(part) not in given and _storage_id(part) not in self._seen:
+                self._add(part.untyped_storage())
         return result
 
     def _add(self, storage: torch.UntypedStorage) -> None:
@@ -218,6 +218,15 @@ def _shard_bytes(parameter: nn.Parameter, num_shards: int) -> int:
 def _bytes_of(tensors: Iterable[Tensor]) -> int:
     sizes: dict[int, int] = {_storage_id(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(sizes.values())
+
+
+def _parts(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield the tensors among some values: what holds their numbers, where a tensor is made of others."""
+    for value in values:
+        if is_traceable_wrapper_subclass(value):
+            yield from (getattr(value, name) for name in value.__tensor_flatten__()[0])
+        elif isinstance(value, Tensor):
+            yield value
 
 
 def _storage_id(tensor: Tensor) -> int:

@@ -161,7 +161,7 @@ def workload_of(config: RunConfig, recipe: Recipe) -> Workload:
         ops_of(recipe),
         dtype,
         num_shards=config.parallel.shard,
-        transforms=tuple(transform.apply for transform in recipe.ordered_transforms() if transform.stage == "checkpointing"),
+        transforms=tuple(transform.apply for transform in recipe.ordered_transforms() if transform.stage in ("low-precision", "checkpointing")),
         document_mask=config.data.document_mask,
     )
 

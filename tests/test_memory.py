@@ -9,7 +9,7 @@ import torch
 from flatout.errors import HardwareError
 from flatout.memory import GIB, Workload, _Live, estimate, kept_bytes, rows_that_fit
 from flatout.models.transformer import Transformer
-from flatout.ops import Ops, attention, cross_entropy
+from flatout.ops import Ops, attention, cross_entropy, variants
 from flatout.registry import SPEEDUPS
 
 OPS = {"plain": Ops.plain(), "fused": Ops.plain(attention=attention.fused, cross_entropy=cross_entropy.fused)}
@@ -93,6 +93,15 @@ def test_the_fused_ops_mask_of_documents_is_counted():
     masked, crossing = (estimate(workload(seq_len=2048, document_mask=mask), 4) for mask in (True, False))
     assert masked.activations - crossing.activations == pytest.approx(3 * 4 * 2048 * 2048 * 4, rel=0.01)
     assert masked.workspace >= crossing.workspace
+
+
+@pytest.mark.parametrize("name", ["flex", "varlen"])
+def test_attention_that_skips_what_is_masked_keeps_no_mask(name, monkeypatch):
+    """On the GPU that it is for; what is counted is what the kernel keeps there, not what stands in for it on a CPU."""
+    monkeypatch.setitem(OPS, name, Ops.plain(attention=variants(attention)[name], cross_entropy=cross_entropy.fused))
+    crossing = estimate(workload(seq_len=2048, autocast=torch.bfloat16), 4)
+    for limits in ({"document_mask": True}, {"window": 256}, {"document_mask": True, "window": 256}):
+        assert estimate(workload(name, seq_len=2048, autocast=torch.bfloat16, **limits), 4) == crossing
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -74,6 +74,24 @@ def test_a_gpu_without_bfloat16_is_told_so():
         on("bf16", TURING, device="cuda")
 
 
+def test_attention_that_skips_is_taken_where_there_is_something_to_skip():
+    ways = {"flex-attention", "varlen-attention", "fused-attention"}
+    packed, windowed = "data.document_mask=true", "model.window=64"
+    assert on("auto", HOPPER, device="cuda") & ways == {"fused-attention"}
+    assert on("auto", HOPPER, packed, device="cuda") & ways == {"flex-attention"}
+    assert on("auto", HOPPER, windowed, device="cuda") & ways == {"flex-attention"}
+    assert on("auto", HOPPER, "model.window=256", "data.seq_len=256", device="cuda") & ways == {"fused-attention"}
+    assert on("auto,+varlen-attention", HOPPER, packed, device="cuda") & ways == {"varlen-attention"}
+    assert on("auto", TURING, packed, device="cuda") & ways == {"fused-attention"}
+    assert not on("auto", CPU, packed) & {"flex-attention", "varlen-attention"}
+    with pytest.raises(HardwareError, match=r"'varlen-attention' cannot be used.*data\.document_mask=true"):
+        on("varlen-attention", HOPPER, windowed, device="cuda")
+    with pytest.raises(HardwareError, match=r"takes bf16 and fp16"):
+        on("varlen-attention", HOPPER, packed, "train.precision=fp32", device="cuda")
+    with pytest.raises(HardwareError, match=r"needs compute capability 8\.0"):
+        on("flex-attention", TURING, packed, device="cuda")
+
+
 def test_long_runs_compile_and_short_ones_do_not():
     assert "compile" in on("auto", HOPPER, device="cuda", minutes=600.0)
     assert "compile" not in on("auto", HOPPER, device="cuda", minutes=0.3)

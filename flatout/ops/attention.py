@@ -6,14 +6,16 @@ Letters: B rows, T queries, S keys, H query heads, G key and value heads, C head
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
 from flatout.errors import ShapeError
-from flatout.ops import at_least_fp32
+from flatout.ops import at_least_fp32, block_sparse, segments
 
 FEWEST_QUERIES = 8
 """Below, rounding the factors costs more than their product: a model that writes one token at a time."""
@@ -48,6 +50,8 @@ def reference(q_BHTC: Tensor, k_BGSC: Tensor, v_BGSC: Tensor, *, doc_ids_BT: Ten
 def fused(q_BHTC: Tensor, k_BGSC: Tensor, v_BGSC: Tensor, *, doc_ids_BT: Tensor | None = None, window: int | None = None) -> Tensor:
     """`reference` through torch's scaled_dot_product_attention: flash or cuDNN kernels, the scores are never whole.
 
+    torch itself tries cuDNN first on GPUs of capability 9.x and 10.x (from cuDNN 9.15.1 on, as torch 2.11 to 2.13 come with), flash
+    elsewhere, and takes the next kernel where one cannot: heads above 128 and of no multiple of 8 are not for cuDNN.
     Without documents and with a window that covers all, one query, or as many as keys, need no mask; otherwise a boolean mask
     (T, S), or (B, 1, T, S) with documents, is built and the kernel skips nothing.
 
@@ -64,6 +68,51 @@ def fused(q_BHTC: Tensor, k_BGSC: Tensor, v_BGSC: Tensor, *, doc_ids_BT: Tensor 
         return functional.scaled_dot_product_attention(q_BHTC, k_BGSC, v_BGSC, is_causal=num_queries > 1, enable_gqa=grouped)
     visible = _visible(num_queries, num_keys, doc_ids_BT, window, q_BHTC.device)
     return functional.scaled_dot_product_attention(q_BHTC, k_BGSC, v_BGSC, attn_mask=visible, enable_gqa=grouped)
+
+
+def flex(q_BHTC: Tensor, k_BGSC: Tensor, v_BGSC: Tensor, *, doc_ids_BT: Tensor | None = None, window: int | None = None) -> Tensor:
+    """`reference` through FlexAttention: blocks of 128 tokens in which a document's or the window's bounds leave nothing are skipped.
+
+    For GPUs: it has no backward on a CPU. That, and what it could not take or would skip nothing of (windows of 128 tokens and
+    fewer, as many keys as a query sees, more keys than queries, heads below 16 or above 256), is left to `fused`.
+
+    Shapes:  as `reference`.
+    Returns: out_BHTC.
+    Cost:    as `reference`, of the blocks that are not skipped; keeps B H T log-sums besides its inputs and its output.
+    Raises:  ShapeError as `reference`.
+    Source:  Dong et al. 2024, arXiv:2412.05496.
+    """
+    _check(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT, window)
+    if not block_sparse.takes(q_BHTC, k_BGSC, doc_ids_BT, window):
+        return fused(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT=doc_ids_BT, window=window)
+    return _on_gpu(block_sparse.attend, q_BHTC, k_BGSC, v_BGSC, doc_ids_BT, window)
+
+
+def varlen(q_BHTC: Tensor, k_BGSC: Tensor, v_BGSC: Tensor, *, doc_ids_BT: Tensor | None = None, window: int | None = None) -> Tensor:
+    """`reference` through torch's flash attention of segments: all rows are one line, cut where a document ends.
+
+    For GPUs and bf16 or fp16, with documents; all else, and heads that the kernel does not take (above 192 or no multiple of 8), is
+    left to `flex`. The tokens of a document stand side by side, and a row holds at most T / 64 + 1 documents on average.
+
+    Shapes:  as `reference`.
+    Returns: out_BHTC, laid out in memory as (B, T, H, C).
+    Cost:    as `reference`, of the pairs within a document; keeps H B T log-sums besides its inputs and its output.
+    Raises:  ShapeError as `reference`; a failed assertion when there are more documents.
+    Source:  Dao 2023, arXiv:2307.08691.
+    """
+    _check(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT, window)
+    if not segments.takes(q_BHTC, doc_ids_BT, window):
+        return flex(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT=doc_ids_BT, window=window)
+    return _on_gpu(segments.attend, q_BHTC, k_BGSC, v_BGSC, doc_ids_BT, window)
+
+
+def _on_gpu(attend: Callable[..., Tensor], q_BHTC: Tensor, k_BGSC: Tensor, v_BGSC: Tensor, doc_ids_BT: Tensor | None, window: int | None) -> Tensor:
+    """Call a kernel of GPUs; elsewhere `fused`, and where only bytes are counted, that without the mask which the kernel does not make."""
+    if q_BHTC.is_cuda:
+        return attend(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT, window)
+    if isinstance(q_BHTC, FakeTensor):
+        return fused(q_BHTC, k_BGSC, v_BGSC)
+    return fused(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT=doc_ids_BT, window=window)
 
 
 def bf16(q_BHTC: Tensor, k_BGSC: Tensor, v_BGSC: Tensor, *, doc_ids_BT: Tensor | None = None, window: int | None = None) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from flatout.errors import ShapeError
+from flatout.errors import MissingPackage, ShapeError
 from flatout.ops import at_least_fp32, linear
 
 IGNORED = -1
@@ -90,6 +90,40 @@ def chunked(hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor, *, softca
     hidden_BTD, valid_BT = _valid_only(hidden_BTD, weight_VD, targets_BT)
     loss_sum: Tensor = _Chunked.apply(hidden_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), softcap, z_loss)  # type: ignore[no-untyped-call]
     return loss_sum, valid_BT.sum()
+
+
+def liger(hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor, *, softcap: float | None = None, z_loss: float = 0.0) -> tuple[Tensor, Tensor]:
+    """`reference` through Liger's kernel, which turns logits into gradients in place, a few hundred targets at a time; sums in fp32.
+
+    For GPUs, with the package liger-kernel; on a CPU, and in fp64, it is `chunked`. It reads the number of targets back, in each
+    call, and so waits for the device. A compiler leaves it as it is.
+
+    Shapes:  as `reference`.
+    Returns: as `reference`.
+    Cost:    as `chunked`; holds about as many logits as there are components of hidden states.
+    Raises:  ShapeError as `reference`; MissingPackage.
+    Source:  Hsu et al. 2024, arXiv:2410.10989.
+    """
+    if not hidden_BTD.is_cuda or torch.float64 in (hidden_BTD.dtype, weight_VD.dtype):
+        return chunked(hidden_BTD, weight_VD, targets_BT, softcap=softcap, z_loss=z_loss)
+    hidden_BTD, valid_BT = _valid_only(hidden_BTD, weight_VD, targets_BT)
+    loss_sum: Tensor = _by_liger(hidden_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), softcap, z_loss)
+    return loss_sum, valid_BT.sum()
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # it reads back, which no graph can hold
+def _by_liger(hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, softcap: float | None, z_loss: float) -> Tensor:
+    try:
+        from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
+    except ImportError as error:
+        raise MissingPackage("liger-ce takes the package liger-kernel, which is not installed.", fix='Install it: `pip install "flatout[liger]"`.') from error
+    if torch.is_grad_enabled() and weight_VD.requires_grad and not hidden_ND.requires_grad:
+        hidden_ND = hidden_ND.detach().requires_grad_()  # the kernel makes no gradient of the weight alone
+    function: Any = LigerFusedLinearCrossEntropyFunction
+    # bias, class weights, ignored target, z-loss, smoothing, reduction, cap, z-loss apart, type of the weight's gradient while it is summed
+    options = (None, None, IGNORED, z_loss, 0.0, "sum", softcap, False, torch.float32)
+    loss_sum: Tensor = function.apply(hidden_ND, weight_VD, targets_N, *options)[0]
+    return loss_sum
 
 
 class _Chunked(torch.autograd.Function):

@@ -1,7 +1,13 @@
 """What the tests of all ops share."""
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
+
+sys.path.append(str(Path(__file__).parent))
+"""attention_cases is shared by three files here."""
 
 
 @pytest.fixture

@@ -1,9 +1,14 @@
 import math
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
 
-from flatout.errors import ShapeError
+from flatout.errors import MissingPackage, ShapeError
 from flatout.ops import Ops, at_least_fp32, attention, cross_entropy, variants
 
 VARIANTS = variants(cross_entropy)
@@ -103,6 +108,23 @@ def test_shapes_that_do_not_fit_say_what_to_do():
         for wrong in [(hidden, weight, targets[:, :3]), (hidden, weight[:, :3], targets), (hidden[..., :3], weight, targets)]:
             with pytest.raises(ShapeError, match="Fix:"):
                 function(*wrong)
+
+
+@pytest.mark.skipif(find_spec("liger_kernel") is None or find_spec("triton") is None, reason="needs liger-kernel, which brings Triton")
+def test_ligers_kernels_mean_what_the_reference_means():
+    """In Triton's interpreter, which wants a process of its own: softcap, z-loss and ignored targets, values and gradients."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("interpreted_liger.py"))], env=environment, capture_output=True, text=True, timeout=250
+    )
+    assert done.stdout.endswith("all agree\n"), done.stderr[-2000:]
+
+
+def test_liger_that_is_not_installed_names_the_install_line(monkeypatch):
+    monkeypatch.setitem(sys.modules, "liger_kernel.ops.fused_linear_cross_entropy", None)
+    hidden, weight, targets = drawn(**CASES["plain"])
+    with pytest.raises(MissingPackage, match=r'pip install "flatout\[liger\]"'):
+        cross_entropy._by_liger(hidden.flatten(0, 1), weight, targets.flatten(), None, 0.0)
 
 
 def test_widening_never_narrows():

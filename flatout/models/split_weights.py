@@ -1,0 +1,178 @@
+"""Weights of 32 bits in two parts: their bfloat16, which products read as it is, and what rounding to it took off.
+
+Under autocast a weight is rounded to bfloat16 for every product, in every micro-batch, and the rounded copy is kept for backward.
+Here the rounded weight is the weight; the other 16 bits lie beside it, for everything that needs them: the optimiser's update,
+rows of an embedding, a checkpoint. Nothing but the storage changes: to all code it is a tensor of fp32, and so is its gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from flatout.models.language_model import LanguageModel
+
+MOST_REMAINDER = 2**15 - 1
+JOINED_AT_ONCE = 2**24
+"""Weights of which an update of many tensors holds the fp32 value at once, in number: enough for full rate, 64 MiB."""
+
+_aten = torch.ops.aten
+_ALIKE_IN_BOTH_PARTS = {
+    _aten.detach.default,
+    _aten.alias.default,
+    _aten.clone.default,
+    _aten.view.default,
+    _aten._unsafe_view.default,
+    _aten.t.default,
+    _aten.transpose.int,
+    _aten.permute.default,
+    _aten.unsqueeze.default,
+    _aten.squeeze.dim,
+    _aten.expand.default,
+    _aten.slice.Tensor,
+    _aten.select.int,
+}
+"""What moves numbers and does not change them."""
+
+
+def split(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the nearest bfloat16 of each number, ties to even, and how far its bits are from there, in 16 bits.
+
+    An even bfloat16 is the nearest of 65,537 fp32 numbers, and 16 bits tell 65,536 apart: that halfway to the next larger one in
+    magnitude is moved by one unit in the last place, towards the bfloat16. All others are kept to the bit.
+
+    Shapes:  any, fp32.
+    Returns: (high, low): bfloat16 and int16, of the same shape.
+    """
+    high = weight.to(torch.bfloat16)
+    remainder = weight.view(torch.int32) - high.float().view(torch.int32)
+    return high, remainder.clamp_(max=MOST_REMAINDER).to(torch.int16)
+
+
+def join(high: Tensor, low: Tensor) -> Tensor:
+    """Return the fp32 numbers that `split` took apart.
+
+    Shapes:  high (bfloat16) and low (int16), of one shape.
+    Returns: a tensor of that shape.
+    """
+    return high.float().view(torch.int32).add_(low).view(torch.float32)
+
+
+class SplitTensor(Tensor):
+    """An fp32 tensor that lies in memory as `high` (bfloat16) and `low` (int16).
+
+    A conversion to bfloat16 is `high` itself. Rows of an embedding are looked up in both and joined. What only moves numbers is done
+    to both. All else is done to the joined fp32 tensor, and what that writes is split again.
+    """
+
+    high: Tensor
+    low: Tensor
+
+    @staticmethod
+    def __new__(cls, high: Tensor, low: Tensor) -> SplitTensor:
+        """Return the tensor of these two parts."""
+        made: Any = Tensor._make_wrapper_subclass(
+            cls, high.shape, strides=high.stride(), storage_offset=high.storage_offset(), dtype=torch.float32, device=high.device
+        )
+        made.high, made.low = high, low
+        return made  # type: ignore[no-any-return]
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        """Return the names of the parts: what torch's compiler takes apart."""
+        return ["high", "low"], None
+
+    @staticmethod
+    def __tensor_unflatten__(parts: dict[str, Tensor], _meta: None, _size: Any, _stride: Any) -> SplitTensor:
+        """Return the tensor of the parts."""
+        return SplitTensor(parts["high"], parts["low"])
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"SplitTensor({join(self.high, self.low)!r})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Carry out one of torch's operations."""
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        if isinstance(first, SplitTensor):
+            if func in _ALIKE_IN_BOTH_PARTS:
+                return SplitTensor(func(first.high, *args[1:], **kwargs), func(first.low, *args[1:], **kwargs))
+            if func is _aten._to_copy.default and kwargs.get("dtype") == torch.bfloat16:
+                return _aten._to_copy.default(first.high, **kwargs) if kwargs.get("device", first.device) != first.device else first.high.detach()
+            if func is _aten.embedding.default:
+                return join(func(first.high, *args[1:], **kwargs), func(first.low, *args[1:], **kwargs))
+            if func is _aten.copy_.default:
+                first._write(_joined(args[1]).to(torch.float32))
+                return first
+        if isinstance(first, (list, tuple)) and func._schema.arguments[0].is_write:
+            for some in _in_pieces(args):
+                _on_joined(func, some, kwargs)
+            return None
+        return _on_joined(func, args, kwargs)
+
+    @torch.no_grad()
+    def _write(self, weight: Tensor) -> None:
+        high, low = split(weight)
+        self.high.copy_(high)
+        self.low.copy_(low)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return a split tensor joined, on the CPU, where it takes no memory of the device; any other tensor itself.
+
+    Shapes:  any.
+    """
+    if not isinstance(tensor, SplitTensor):
+        return tensor
+    return join(tensor.high.cpu(), tensor.low.cpu())
+
+
+def _joined(value: Any) -> Any:
+    return join(value.high, value.low) if isinstance(value, SplitTensor) else value
+
+
+def _on_joined(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Carry out an operation on fp32 numbers; what it writes to goes back into its parts, and comes back as it was given."""
+    written: dict[int, tuple[SplitTensor, Tensor]] = {}
+
+    def joined(value: Any) -> Any:
+        if not isinstance(value, SplitTensor):
+            return value
+        made = join(value.high, value.low)
+        written[id(made)] = (value, made)
+        return made
+
+    result = func(*tree_map(joined, args), **tree_map(joined, kwargs))
+    if any(argument.is_write for argument in func._schema.arguments):
+        for part, made in written.values():
+            part._write(made)
+    return tree_map(lambda value: written[id(value)][0] if id(value) in written else value, result)
+
+
+def _in_pieces(args: Sequence[Any]) -> Iterator[list[Any]]:
+    """Cut the lists of an operation on many tensors into runs of bounded size; each of its lists has one entry a tensor, or none."""
+    count = len(args[0])
+    start, weights = 0, 0
+    for stop, tensor in enumerate(args[0], start=1):
+        weights += tensor.numel()
+        if stop == count or weights + args[0][stop].numel() > JOINED_AT_ONCE:
+            yield [arg[start:stop] if isinstance(arg, (list, tuple)) and len(arg) == count else arg for arg in args]
+            start, weights = stop, 0
+
+
+def split_weights(model: LanguageModel, _mesh: Any) -> LanguageModel:
+    """Split every matrix of the model in place; norms, biases and eigenvalues are too few to matter."""
+    kinds = model.parameter_kinds()
+    for name, parameter in list(model.named_parameters()):
+        if kinds[name] != "vector" and parameter.dtype == torch.float32:
+            module, _, own = name.rpartition(".")
+            with torch.no_grad():
+                parts = SplitTensor(*split(parameter.detach()))
+            setattr(model.get_submodule(module), own, nn.Parameter(parts, requires_grad=parameter.requires_grad))
+    return model

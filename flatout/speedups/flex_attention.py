@@ -1,0 +1,29 @@
+"""Attention that skips what documents and a window mask."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from flatout.config import RunConfig
+from flatout.hardware import Machine
+from flatout.recipe import Promise, Speedup, gpu_below, lazy, uses_gpu
+
+
+def _why_not(machine: Machine, config: RunConfig) -> str | None:
+    window = config.model.own().get("window")
+    if not config.data.document_mask and (window is None or window >= config.data.seq_len):
+        return "Nothing is masked that could be skipped: it is for data.document_mask=true, or a model.window below data.seq_len."
+    if not uses_gpu(machine, config):
+        return "It needs a GPU: on a CPU FlexAttention has no backward."
+    if find_spec("triton") is None:
+        return "FlexAttention is compiled by Triton, which is not installed: pip install triton."
+    return gpu_below(machine, (8, 0), "Triton")
+
+
+SPEEDUP = Speedup(
+    name="flex-attention",
+    fills={"ops.attention": lazy("flatout.ops.attention:flex")},
+    saves="time and memory: blocks of tokens in other documents or beyond the window are not computed, and no mask of T x T is made",
+    promise=Promise.rounding(rtol=1e-3),
+    why_not=_why_not,
+)

@@ -1,0 +1,26 @@
+"""The loss and its gradients through Liger's kernel, so that the logits are never whole."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from flatout.config import RunConfig
+from flatout.hardware import Machine
+from flatout.recipe import Promise, Speedup, gpu_below, lazy, uses_gpu
+
+
+def _why_not(machine: Machine, config: RunConfig) -> str | None:
+    if not uses_gpu(machine, config):
+        return "It needs a GPU: Liger's kernels have no CPU form."
+    if find_spec("liger_kernel") is None:
+        return 'It needs the package liger-kernel: pip install "flatout[liger]".'
+    return gpu_below(machine, (8, 0), "Triton")
+
+
+SPEEDUP = Speedup(
+    name="liger-ce",
+    fills={"ops.cross_entropy": lazy("flatout.ops.cross_entropy:liger")},
+    saves="memory: logits of all tokens never exist at once, and a chunk's become their gradients in one kernel",
+    promise=Promise.rounding(rtol=1e-4),
+    why_not=_why_not,
+)

@@ -1,0 +1,137 @@
+"""Numbers in two parts: which are kept to the bit, and that all code sees the fp32 tensor they are."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flatout.models import split_weights
+from flatout.models.split_weights import SplitTensor, join, split, whole
+
+
+def drawn(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(3))
+
+
+def made(weight):
+    return SplitTensor(*split(weight))
+
+
+def representable(*shape):
+    return join(*split(drawn(*shape)))
+
+
+@given(st.integers(-(2**31), 2**31 - 1))
+def test_every_number_comes_back_but_one_tie_which_moves_by_one_bit(bits):
+    weight = torch.tensor([bits], dtype=torch.int32).view(torch.float32)
+    high, low = split(weight)
+    back = join(high, low)
+    if weight.isnan():
+        assert back.isnan()
+        return
+    assert torch.equal(high, weight.bfloat16())
+    even_tie = bits & 0xFFFF == 0x8000 and not bits & 0x10000
+    assert int(back.view(torch.int32)) == bits - even_tie
+    assert torch.equal(join(*split(back)).view(torch.int32), back.view(torch.int32))
+
+
+@pytest.mark.parametrize("bits", [0x3F808000, 0x3F818000, -0x407F8000, 0, -0x80000000, 0x7F7FFFFF, 0x7F800000, 1])
+def test_ties_zeros_infinities_and_the_smallest_number(bits):
+    weight = torch.tensor([bits], dtype=torch.int32).view(torch.float32)
+    assert torch.equal(split(weight)[0], weight.bfloat16())
+    assert int(join(*split(weight)).view(torch.int32)) in (bits, bits - 1)
+
+
+def test_it_is_an_fp32_tensor_of_four_bytes():
+    tensor = made(drawn(3, 5))
+    assert (tensor.dtype, tensor.shape, tensor.element_size()) == (torch.float32, (3, 5), 4)
+    assert tensor.high.nbytes + tensor.low.nbytes == 4 * 15
+    assert "SplitTensor" in repr(tensor)
+
+
+def test_a_conversion_to_bf16_copies_nothing():
+    tensor = made(drawn(4, 4))
+    assert tensor.bfloat16().data_ptr() == tensor.high.data_ptr()
+    assert tensor[1:3].T.bfloat16().data_ptr() == tensor.high[1].data_ptr()
+    assert type(tensor.bfloat16()) is torch.Tensor
+
+
+@pytest.mark.parametrize("change", ["add_", "rows", "copy_", "foreach", "addcdiv_"])
+def test_what_is_written_is_written_to_the_joined_numbers(change):
+    plain, tensor, other = representable(6, 4), made(representable(6, 4)), drawn(6, 4)
+    for target in (plain, tensor):
+        match change:
+            case "add_":
+                assert target.add_(other, alpha=0.1) is target
+            case "rows":
+                target[2:4].add_(other[2:4])
+            case "copy_":
+                target.copy_(other)
+            case "foreach":
+                torch._foreach_mul_([target], 0.3)
+            case "addcdiv_":
+                target.addcdiv_(other, other.abs() + 1, value=-0.01)
+    expected = join(*split(plain))
+    assert torch.equal(join(tensor.high, tensor.low), expected)
+    assert torch.equal(tensor + 0, expected)
+
+
+def test_a_fused_update_of_many_in_pieces_is_that_of_all_at_once(monkeypatch):
+    shapes = [(3, 4), (50, 2), (7, 7), (1, 1), (2, 30)]
+    plain = [torch.nn.Parameter(representable(*shape)) for shape in shapes]
+    parts = [torch.nn.Parameter(made(p.detach())) for p in plain]
+    monkeypatch.setattr(split_weights, "JOINED_AT_ONCE", 60)
+    for members in (plain, parts):
+        for number, member in enumerate(members):
+            member.grad = drawn(*member.shape) * (number + 1)
+        optimizer = torch.optim.AdamW(members, lr=0.1, fused=True)
+        optimizer.step()
+        optimizer.step()
+    for one, other in zip(plain, parts, strict=True):
+        assert torch.equal(whole(other), join(*split(one.detach())))
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+def test_gradients_are_fp32_and_those_of_the_joined_weight(autocast):
+    found = []
+    for make in (lambda w: w, made):
+        table, matrix = (torch.nn.Parameter(make(representable(*shape))) for shape in ((11, 8), (5, 8)))
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            for tokens in torch.arange(12).view(2, 6) % 11:
+                rows = torch.nn.functional.embedding(tokens, table)
+                out = torch.nn.functional.linear(rows, matrix) + (rows @ table.T).sum()
+                out.float().square().mean().backward()
+        found.append((out.detach(), table.grad, matrix.grad))
+    for one, other in zip(*found, strict=True):
+        assert type(other) is torch.Tensor
+        assert torch.equal(one, other)
+    assert found[1][1].dtype == torch.float32
+
+
+def test_copies_are_apart():
+    parameter = torch.nn.Parameter(made(drawn(3, 3)))
+    twin = copy.deepcopy(parameter)
+    with torch.no_grad():
+        twin.zero_()
+    assert torch.equal(whole(parameter), join(*split(drawn(3, 3))))
+    assert not whole(twin).any()
+    assert whole(drawn(2, 2)).shape == (2, 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_a_gpu_takes_apart_joins_and_updates_to_the_same_bits():
+    weight = torch.arange(-(2**31), 2**31, 99_991, dtype=torch.int64).to(torch.int32).view(torch.float32)
+    weight = weight[~weight.isnan()]
+    for here, there in zip(split(weight), split(weight.cuda()), strict=True):
+        assert torch.equal(here, there.cpu())
+    plain = torch.nn.Parameter(representable(64, 48).cuda())
+    parts = torch.nn.Parameter(made(plain.detach()))
+    for member in (plain, parts):
+        with torch.autocast("cuda", torch.bfloat16):
+            torch.nn.functional.linear(drawn(32, 48).cuda(), member).float().square().mean().backward()
+        torch.optim.AdamW([member], lr=0.1, fused=True).step()
+    assert torch.equal(plain.grad, parts.grad)
+    assert torch.equal(whole(parts), join(*split(plain.detach())).cpu())

@@ -1,0 +1,128 @@
+"""FlexAttention's blocks. No CPU has its backward, so its own plain formula, which asks the mask of every pair, stands in for the kernel."""
+
+import gc
+
+import pytest
+import torch
+from attention_cases import CASES, LONG, drawn, with_gradients
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.nn.attention import flex_attention as torchs
+
+from flatout.ops import attention, block_sparse
+
+
+@pytest.fixture
+def as_on_gpu(monkeypatch):
+    """Call the kernels of GPUs."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(attention, "_on_gpu", lambda attend, *tensors: attend(*tensors))
+    monkeypatch.setattr(torchs, "_validate_device", lambda *tensors: None)
+    compiled = torch.compile(torchs.flex_attention, fullgraph=True, backend="aot_eager")
+    monkeypatch.setattr(block_sparse, "_compiled", lambda: compiled)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own compiler makes objects of its functions
+@pytest.mark.parametrize("case", LONG)
+def test_flex_gives_the_references_values_and_gradients(case, as_on_gpu):
+    tensors, options = drawn(**LONG[case])
+    assert block_sparse.takes(tensors[0], tensors[1], options["doc_ids_BT"], options["window"])
+    wanted = with_gradients(attention.reference, [tensor.double() for tensor in tensors], options)
+    for got, want in zip(with_gradients(attention.flex, tensors, options), wanted, strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=5e-6 * max(float(want.abs().max()), 1))
+
+
+def mask_of(options, tokens):
+    return block_sparse.block_mask(options["doc_ids_BT"], options["window"], tokens, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("case", LONG)
+def test_the_blocks_are_those_that_the_whole_mask_has(case):
+    """torch makes them from a mask of T x T; ours come from bounds alone."""
+    tensors, options = drawn(**LONG[case])
+    rows, _, tokens, _ = tensors[0].shape
+    found = mask_of(options, tokens)
+    rows = 1 if options["doc_ids_BT"] is None else rows
+    wanted = torchs.create_block_mask(found.mask_mod, rows, None, tokens, tokens, device="cpu")
+    assert torch.equal(found.to_dense(), wanted.to_dense())
+    for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
+        assert torch.equal(getattr(found, name), getattr(wanted, name)), name
+    for name in ("kv_indices", "full_kv_indices"):
+        count = getattr(wanted, name.replace("indices", "num_blocks"))
+        listed = torch.arange(getattr(wanted, name).shape[-1]) < count[..., None]
+        assert torch.equal(getattr(found, name)[listed], getattr(wanted, name)[listed]), name
+
+
+def test_ids_in_any_order_lose_no_visible_pair():
+    ids = torch.randint(3, (2, 520), generator=torch.Generator().manual_seed(3), dtype=torch.int32)
+    found = block_sparse.block_mask(ids, None, 520, torch.device("cpu"))
+    wanted = torchs.create_block_mask(found.mask_mod, 2, None, 520, 520, device="cpu")
+    assert not (wanted.to_dense() > found.to_dense()).any()
+
+
+def test_blocks_are_skipped():
+    halves = (torch.arange(4096) >= 2048).int().expand(1, -1)
+    device = torch.device("cpu")
+    assert int(block_sparse.block_mask(None, 4096, 4096, device).to_dense().sum()) == 32 * 33 // 2
+    assert int(block_sparse.block_mask(halves, None, 4096, device).to_dense().sum()) == 2 * 16 * 17 // 2
+    assert int(block_sparse.block_mask(None, 128, 4096, device).to_dense().sum()) == 32 + 31
+
+
+def test_layers_share_a_mask_as_long_as_the_ids_stay_what_they_are():
+    ids = torch.zeros(1, 256, dtype=torch.int32)
+    device = torch.device("cpu")
+    first = block_sparse.shared_block_mask(ids, None, 256, device)
+    assert block_sparse.shared_block_mask(ids, None, 256, device) is first
+    assert block_sparse.shared_block_mask(ids, 8, 256, device) is not first
+    ids[:, 128:] = 1
+    other = block_sparse.shared_block_mask(ids, None, 256, device)
+    assert (int(first.to_dense().sum()), int(other.to_dense().sum())) == (3, 2)
+    assert block_sparse.shared_block_mask(None, 8, 256, device) is block_sparse.shared_block_mask(None, 8, 256, device)
+    kept = len(block_sparse._KEPT)
+    del ids
+    gc.collect()
+    assert len(block_sparse._KEPT) == kept - 1
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own compiler makes objects of its functions
+def test_layers_of_a_compiled_model_share_a_mask(as_on_gpu):
+    """Each layer writes the mask down; the compiler's elimination of equal expressions leaves one: as many sorts as for one layer."""
+    (q, k, v), options = drawn(**LONG["documents"])
+    counted = {}
+    for layers in (1, 2):
+
+        def count(graph, inputs, layers=layers):
+            counted[layers] = sum("sort" in str(node.target) for node in graph.graph.nodes)
+            return graph.forward
+
+        def model(q, layers=layers):
+            for _ in range(layers):
+                q = attention.flex(q, k, v, **options)
+            return q
+
+        backend = aot_autograd(fw_compiler=count, bw_compiler=lambda graph, inputs: graph.forward, partition_fn=min_cut_rematerialization_partition)
+        torch.compile(model, fullgraph=True, backend=backend)(q.clone().requires_grad_())
+    assert counted[1] > 0
+    assert counted[2] == counted[1]
+
+
+def test_what_it_cannot_take_or_would_not_skip_is_left_to_fused(monkeypatch):
+    called = []
+    monkeypatch.setattr(attention, "_on_gpu", lambda *given: called.append(given))
+    for case in CASES.values():
+        tensors, options = drawn(**case)
+        torch.testing.assert_close(attention.flex(*tensors, **options), attention.fused(*tensors, **options))
+    long = {"heads": 2, "groups": 2, "queries": 256, "keys": 256, "head_dim": 16}
+    for case in [
+        long,
+        long | {"window": 256},
+        long | {"window": 9, "head_dim": 8},
+        long | {"window": 9, "head_dim": 320},
+        long | {"window": 9, "dtype": torch.float64},
+    ]:
+        tensors, options = drawn(**case)
+        attention.flex(*tensors, **options)
+    assert called == []
+    tensors, options = drawn(**long | {"window": 9})
+    attention.flex(*tensors, **options)
+    assert len(called) == 1

@@ -1,0 +1,136 @@
+"""Kernels that only a GPU has, against the references on the CPU in fp64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from attention_cases import CASES, LONG, drawn, with_gradients
+from torch.nn.attention import SDPBackend
+
+from flatout.ops import attention, cross_entropy, variants
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # torch's own compiler makes objects of its functions
+]
+
+ATTENTION = {name: function for name, function in variants(attention).items() if name not in {"reference", "bf16"}}
+"""All but the definition, whose plain products round more than kernels do, and the one for CPUs."""
+EVERY = {f"{name} of {kind}": case for kind, cases in {"blocks": LONG, "few": CASES}.items() for name, case in cases.items()}
+GPT2 = {"heads": 12, "groups": 12, "queries": 1024, "keys": 1024, "head_dim": 64, "documents": 4}
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    """Each case may compile its own kernel."""
+    torch._dynamo.reset()
+    torch.set_float32_matmul_precision("highest")
+
+
+def on_gpu(tensors, options):
+    ids = options["doc_ids_BT"]
+    return [tensor.cuda() for tensor in tensors], options | {"doc_ids_BT": None if ids is None else ids.cuda()}
+
+
+def with_gradients_on_gpu(function, tensors, options):
+    tensors, options = on_gpu(tensors, options)
+    leaves = [tensor.requires_grad_() for tensor in tensors]
+    out = function(*leaves, **options)
+    out.backward(torch.cos(torch.arange(out.numel(), dtype=torch.float64)).view(out.shape).to(out))
+    return [out.detach().cpu(), *(leaf.grad.cpu() for leaf in leaves)]
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-4), (torch.bfloat16, 1e-2), (torch.float16, 1e-2)], ids=str)
+@pytest.mark.parametrize("case", EVERY)
+@pytest.mark.parametrize("name", ATTENTION)
+def test_values_and_gradients_match_the_reference_in_fp64(name, case, dtype, limit):
+    tensors, options = drawn(**EVERY[case] | {"dtype": dtype})
+    wanted = with_gradients(attention.reference, [tensor.double() for tensor in tensors], options)
+    for got, want in zip(with_gradients_on_gpu(ATTENTION[name], tensors, options), wanted, strict=True):
+        assert got.dtype == dtype
+        torch.testing.assert_close(got.double(), want, rtol=limit, atol=limit * max(float(want.abs().max()), 1))
+
+
+@pytest.mark.parametrize("name", ["flex", "varlen"])
+def test_the_shape_of_gpt2_compiled_gives_what_it_gives_eager(name):
+    tensors, options = drawn(**GPT2 | {"dtype": torch.bfloat16})
+    wanted = with_gradients_on_gpu(attention.fused, tensors, options)
+    eager = with_gradients_on_gpu(ATTENTION[name], tensors, options)
+    compiled = with_gradients_on_gpu(torch.compile(ATTENTION[name], fullgraph=True, dynamic=False), tensors, options)
+    for found in (eager, compiled):
+        for got, want in zip(found, wanted, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-2 * max(float(want.abs().max()), 1))
+
+
+@pytest.mark.parametrize("name", ["flex", "varlen"])
+def test_many_shapes_in_turn_run_eager(name):
+    """Evaluation, short windows and buckets come between training steps."""
+    for tokens in (256, 300, 512, 300, 1000, 129, 777, 640, 2048, 333, 256):
+        tensors, options = drawn(heads=2, groups=2, queries=tokens, keys=tokens, documents=3, head_dim=64, dtype=torch.bfloat16)
+        found = with_gradients_on_gpu(ATTENTION[name], tensors, options)[0]
+        torch.testing.assert_close(found.double(), attention.reference(*(t.double() for t in tensors), **options), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_another_first_document_does_not_move_the_second(name):
+    (q, k, v), options = drawn(**GPT2 | {"dtype": torch.bfloat16, "rows": 1})
+    options["doc_ids_BT"] = (torch.arange(1024) >= 300).int()[None]
+    first = (torch.arange(1024) < 300)[:, None]
+    plain = with_gradients_on_gpu(ATTENTION[name], (q, k, v), options)
+    other = with_gradients_on_gpu(ATTENTION[name], [torch.where(first, 1e3 * tensor, tensor) for tensor in (q, k, v)], options)
+    assert torch.equal(plain[0][:, :, 300:], other[0][:, :, 300:])
+    for one, two in zip(plain, other, strict=True):  # kernels add up the queries' gradients in no fixed order
+        torch.testing.assert_close(one[:, :, 300:], two[:, :, 300:], rtol=1e-2, atol=1e-2)
+
+
+def test_varlen_lets_not_even_nan_pass():
+    (q, k, v), options = drawn(**GPT2 | {"dtype": torch.bfloat16, "rows": 1})
+    first = options["doc_ids_BT"][0] == 0
+    poisoned = [tensor.masked_fill(first[:, None], math.nan) for tensor in (q, k, v)]
+    for tensor in with_gradients_on_gpu(attention.varlen, poisoned, options):
+        assert torch.isfinite(tensor[:, :, ~first]).all()
+
+
+def test_skipping_holds_no_mask():
+    """A mask of 32,768 x 32,768 alone would be a GiB."""
+    tensors, options = drawn(heads=1, groups=1, queries=32_768, keys=32_768, head_dim=64, documents=9, rows=1, dtype=torch.bfloat16)
+    for name in ("flex", "varlen"):
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        with_gradients_on_gpu(ATTENTION[name], tensors, options)
+        assert torch.cuda.max_memory_allocated() - before < 2**29
+
+
+@pytest.mark.parametrize("extras", [{}, {"softcap": 30.0}, {"z_loss": 1e-2}, {"softcap": 30.0, "z_loss": 1e-2}], ids=str)
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-4), (torch.bfloat16, 1e-2)], ids=str)
+@pytest.mark.parametrize("name", ["chunked", "liger"])
+def test_losses_that_hold_no_whole_logits_match_the_reference(name, dtype, limit, extras):
+    if name == "liger":
+        pytest.importorskip("liger_kernel")
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((2, 500, 64), (3001, 64)))
+    targets = torch.randint(3001, (2, 500), generator=generator)
+    targets[:, ::3] = cross_entropy.IGNORED
+    results = []
+    for function, device, wide in ((variants(cross_entropy)[name], "cuda", dtype), (cross_entropy.reference, "cpu", torch.float64)):
+        leaves = [tensor.to(device, wide).requires_grad_() for tensor in (hidden, weight)]
+        loss_sum, num_valid = function(*leaves, targets.to(device), **extras)
+        loss_sum.backward()
+        results.append([loss_sum.detach().cpu(), num_valid.cpu(), *(leaf.grad.cpu() for leaf in leaves)])
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got.double(), want.double(), rtol=limit, atol=limit * max(float(want.double().abs().max()), 1))
+
+
+@pytest.mark.parametrize("groups", [12, 4])
+def test_torch_takes_cudnn_by_itself_on_hopper(groups):
+    """What makes a speedup of our own for it needless; another order in a later torch would show here."""
+    if torch.cuda.get_device_capability()[0] not in (9, 10):
+        pytest.skip("torch takes flash first on other GPUs")
+    for head_dim, wanted in ((64, SDPBackend.CUDNN_ATTENTION), (128, SDPBackend.CUDNN_ATTENTION), (60, None)):
+        (q, k, v), _ = drawn(**GPT2 | {"groups": groups, "head_dim": head_dim, "dtype": torch.bfloat16})
+        chosen = torch._fused_sdp_choice(q.cuda(), k.cuda(), v.cuda(), is_causal=True, enable_gqa=groups != 12)
+        assert (chosen == SDPBackend.CUDNN_ATTENTION.value) == (wanted is not None)
