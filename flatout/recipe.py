@@ -126,6 +126,7 @@ PLAIN: Mapping[str, Any] = MappingProxyType(
         "optimizer": lazy("flatout.optimizers.adamw:per_parameter"),
         "activations": "all",
         "logging": ImmediateReadback,
+        "checkpointing": lazy("flatout.training.savers:InTheLoop"),
         "allocator": as_it_is,
     }
 )
@@ -135,7 +136,8 @@ windows: where a window's tokens come from. batching: which rows make a step. fe
 `auto`. matmul: torch's float32 matmul precision. precision: of the products. ops.*: the model's functions and Muon's; the plain
 loss is torch's own cross_entropy on whole logits, which is what people write. optimizer: how AdamW's update is carried out.
 activations: what blocks keep between forward and backward, in words; a transform sees to it.
-logging: when figures are read from the device. allocator: called once, before anything is built.
+logging: when figures are read from the device. checkpointing: whether the loop waits while its state is written. allocator: called
+once, before anything is built.
 """
 
 

@@ -67,6 +67,7 @@ class Run:
     windows: WindowReader
     feed: DirectFeed | PrefetchFeed
     readback: Any
+    saver: Any
     peak: Peak | None
     scaler: LossScaler | None = None
     step: int = 0
@@ -287,6 +288,7 @@ def build(config: RunConfig, *, machine: Machine, mesh: Mesh, dataset: Dataset |
         windows=windows,
         feed=feed,
         readback=recipe.part("logging")(),
+        saver=recipe.part("checkpointing")(),
         peak=None,
         scaler=LossScaler(precision.loss_scale) if precision.loss_scale else None,
     )

@@ -14,27 +14,24 @@ One rank is the special case of several; they share one file system. No pickle i
 from __future__ import annotations
 
 import hashlib
-import json
-import secrets
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
-from flatout.data.disk import sync
-from flatout.errors import CheckpointError, FlatoutError, RunFailed
+from flatout.errors import CheckpointError
 from flatout.progress import SILENT, Progress, Task
 from flatout.training import catalog, slices
+from flatout.training.agreement import READING, together
 from flatout.training.catalog import best as best
 from flatout.training.catalog import latest as latest
 from flatout.training.catalog import prune as prune
 from flatout.training.catalog import steps as steps
 from flatout.training.catalog import verify as verify
-from flatout.training.files import read_json, sha256
+from flatout.training.files import read_json
+from flatout.training.saving import AtOnce, Saving
 from flatout.training.slices import Entry
 from flatout.training.state import STATE, VERSION, Part, weights_and_aliases
 
@@ -49,18 +46,18 @@ def save(run: Run, *, environment: Mapping[str, Any] | None = None, progress: Pr
     `load` can say what has changed. Checkpoints of later steps, from a course that was left, are set aside.
     Raises: RunFailed when a file cannot be written, on every rank.
     """
-    final = catalog.checkpoint_path(run.folder, run.step)
-    temporary = final.with_name(run.mesh.broadcast_object(f"{final.name}.tmp-{secrets.token_hex(4)}"))
-    with progress.task(f"Saving step {run.step}") as task:
-        try:
-            _together(run, lambda: _begin(run, temporary) if run.mesh.is_main else None, "cannot write")
-            _together(run, lambda: _write_part(run, temporary, task), "cannot write")
-            _together(run, lambda: _complete(run, temporary, final, environment or {}, progress) if run.mesh.is_main else None, "cannot write")
-        except BaseException:
-            if run.mesh.is_main:
-                shutil.rmtree(temporary, ignore_errors=True)
-            raise
-    return final
+    with progress.task(f"Saving step {run.step}"):
+        saving = Saving(run, environment or {}, start=AtOnce)
+        while not saving.advance():
+            pass
+    for path in saving.aside:
+        progress.say(set_aside_line(path))
+    return saving.path
+
+
+def set_aside_line(path: Path) -> str:
+    """Return what is said of a checkpoint that was set aside."""
+    return f"Set {path.name} aside: it is of a later step than this run has reached."
 
 
 Check = Callable[[Path, dict[str, Any]], str | None]
@@ -83,7 +80,7 @@ def load(
     """
     found: list[Any] = []
     with progress.task(f"Loading {checkpoint.name}") as task:
-        _together(run, lambda: found.extend(_open(run, checkpoint, check, task)), "cannot read")
+        together(run.mesh, lambda: found.extend(_open(run, checkpoint, check, task)), READING)
         index, state, parts, targets = found
         slices.fill(targets, index, checkpoint, task)
         for part in parts:
@@ -121,7 +118,7 @@ def load_weights(run: Run, checkpoint: Path, *, check: Check = catalog.check_fil
         found.append(index)
 
     with progress.task(f"Loading the weights of {checkpoint.name}") as task:
-        _together(run, lambda: open_files(task), "cannot read")
+        together(run.mesh, lambda: open_files(task), READING)
         slices.fill(targets, found[0], checkpoint, task)
 
 
@@ -141,89 +138,6 @@ def weights_sha256(checkpoint: Path) -> str:
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
         digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
-
-
-def _together(run: Run, work: Callable[[], object], what: str) -> None:
-    """Do one rank's part of some work, and wait for the others; when it fails anywhere, it fails everywhere, so that no rank hangs."""
-    error: FlatoutError | None = None
-    try:
-        work()
-    except (OSError, SafetensorError) as cause:
-        error = RunFailed(f"A checkpoint {what} its files: {cause}.", fix="Free space on that disk, then run the same command again.")
-        error.__cause__ = cause
-    except FlatoutError as cause:
-        error = cause
-    if run.mesh.world_size > 1:
-        (failures,) = run.mesh.sum(torch.tensor(float(error is not None), device=run.mesh.device))
-        if error is None and float(failures):
-            error = RunFailed("Another process of this run could not use a checkpoint.", fix="See that process's own message.")
-    if error is not None:
-        raise error
-
-
-def _begin(run: Run, temporary: Path) -> None:
-    catalog.claim(run.folder, catalog.checkpoints_folder(run.folder))
-    temporary.mkdir(parents=True)
-
-
-def _data_file(part: Part, rank: int) -> str:
-    return f"{(part.prefix or '').rstrip('/')}-{rank:05d}.safetensors"
-
-
-def _write_part(run: Run, temporary: Path, task: Task) -> None:
-    """Write this rank's slices and values, and what the main rank must know about them."""
-    rank = run.mesh.rank
-    index: dict[str, Entry] = {}
-    files: dict[str, Any] = {}
-    for part in STATE:
-        mine = slices.owned(part.tensors(run), rank=rank, world_size=run.mesh.world_size) if part.tensors else {}
-        if mine:
-            task.note(f"{part.name}, {sum(t.numel() * t.element_size() for t in mine.values()) / 1e6:,.0f} MB")
-            path = temporary / _data_file(part, rank)
-            index |= slices.write(path, mine)
-            sync(path)
-            files[path.name] = _facts(path)
-    values = {part.name: part.read(run) for part in STATE if part.used(run) and (part.reseed or run.mesh.is_main)}
-    tensors = {name: entry.to_dict() for name, entry in index.items()}
-    _put(temporary / f"part-{rank:05d}.json", {"tensors": tensors, "files": files, "values": values})
-
-
-def _complete(run: Run, temporary: Path, final: Path, environment: Mapping[str, Any], progress: Progress) -> None:
-    """Join what the ranks wrote into one checkpoint, and give it its name."""
-    paths = [temporary / f"part-{rank:05d}.json" for rank in range(run.mesh.world_size)]
-    parts = [read_json(path) for path in paths]
-    index = slices.merge({name: Entry.from_dict(entry) for name, entry in part["tensors"].items()} for part in parts)
-    aliases = weights_and_aliases(run.core)[1]
-    own = {part.name for part in STATE if part.reseed}
-    state = {
-        "version": VERSION,
-        "step": run.step,
-        "world_size": run.mesh.world_size,
-        "environment": dict(environment),
-        "values": {name: value for name, value in parts[0]["values"].items() if name not in own},
-        "ranks": [{name: value for name, value in part["values"].items() if name in own} for part in parts],
-    }
-    _put(temporary / catalog.INDEX, {"tensors": {name: entry.to_dict() for name, entry in index.items()}, "aliases": aliases})
-    _put(temporary / catalog.STATE, state)
-    for path in paths:
-        path.unlink()
-    files = {name: facts for part in parts for name, facts in part["files"].items()}
-    files |= {name: _facts(temporary / name) for name in (catalog.INDEX, catalog.STATE)}
-    _put(temporary / catalog.MANIFEST, {"format_version": catalog.FORMAT_VERSION, "step": run.step, "files": files})
-    sync(temporary)
-    for path in catalog.set_aside(run.folder, after=run.step):
-        progress.say(f"Set {path.name} aside: it is of a later step than this run has reached.")
-    catalog.put_in_place(temporary, final)
-
-
-def _put(path: Path, document: Mapping[str, Any]) -> None:
-    """Write JSON and sync it; the rename of the whole folder is what makes it count."""
-    path.write_text(json.dumps(document), encoding="utf-8")
-    sync(path)
-
-
-def _facts(path: Path) -> dict[str, Any]:
-    return {"bytes": path.stat().st_size, "sha256": sha256(path)}
 
 
 def _read_index(checkpoint: Path, check: Check) -> tuple[dict[str, Entry], dict[str, str], dict[str, Any]]:

@@ -11,7 +11,7 @@ from flatout.run import Run
 from flatout.training import catalog, folder
 from flatout.training.checkpoint import weights_sha256
 from flatout.training.evaluation import Evaluation, evaluate
-from flatout.training.loop import draw_sample, ends_early, eval_tokens, take_evaluation, write_checkpoint
+from flatout.training.loop import draw_sample, ends_early, eval_tokens, keep_last, settle_saves, take_evaluation
 from flatout.training.metrics import Log
 
 
@@ -21,9 +21,9 @@ def finish(run: Run, log: Log, sample: Callable[[Run], str] | None, progress: Pr
         log.event("early_stop", reason=reason)
         progress.say(reason)
     with log.aside():
-        if not catalog.checkpoint_path(run.folder, run.step).is_dir():
-            write_checkpoint(run, log, progress=progress)  # first: a signal during the evaluation must not cost the last steps
+        keep_last(run, log, progress=progress)  # first: a signal during the evaluation must not cost the last steps
         evaluation = last_evaluation(run, log, progress)
+        settle_saves(run, log, progress=progress)
         draw_sample(run, log, sample)
     log.close()
     log.keep_clock()

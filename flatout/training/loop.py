@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from flatout.config import TrainConfig
@@ -12,7 +13,7 @@ from flatout.data.mix import parts_of
 from flatout.hardware import fingerprint
 from flatout.progress import SILENT, Progress
 from flatout.run import Run
-from flatout.training.checkpoint import prune, save
+from flatout.training import catalog
 from flatout.training.evaluation import Evaluation, evaluate
 from flatout.training.metrics import Log, diverged
 from flatout.training.step import train_step
@@ -49,6 +50,7 @@ def fit(run: Run, log: Log, stop: StopFlag, *, sample: Callable[[Run], str] | No
         if saves.due(run):
             with log.aside():
                 write_checkpoint(run, log, progress=progress)
+        note_saves(run, log, progress=progress)
     return run
 
 
@@ -98,16 +100,51 @@ def draw_sample(run: Run, log: Log, sample: Callable[[Run], str] | None) -> None
 
 
 def write_checkpoint(run: Run, log: Log, *, progress: Progress = SILENT) -> None:
-    """Save the run's state, drop the checkpoints that are no longer kept, and say so.
+    """Save the run's state, drop the checkpoints that are no longer kept, and say so; `run.saver` decides what of it is done now.
 
     Raises: RunFailed, before anything is written, when the last step's figures are not numbers: the weights are lost.
     """
     log.require_finite()
     log.keep_clock()
-    path = save(run, environment=environment_of(run), progress=progress)
-    if run.mesh.is_main:
-        prune(run.folder, run.config.checkpoint.keep, run.best_step)
-    log.event("save", path=str(path))
+    run.saver.save(run, environment=environment_of(run), keep=run.config.checkpoint.keep, progress=progress)
+    note_saves(run, log, progress=progress)
+
+
+def note_saves(run: Run, log: Log, *, progress: Progress = SILENT) -> None:
+    """Say which checkpoints have become whole since the last time.
+
+    Raises: RunFailed, CheckpointError when one that was being written beside the loop could not be.
+    """
+    for saved in run.saver.finished(progress):
+        times = {"seconds": round(saved.seconds, 3), "blocked_ms": round(1e3 * saved.blocked_s, 1)}
+        log.event("save", step=saved.step, path=str(saved.path), **times)
+
+
+def keep_last(run: Run, log: Log, *, progress: Progress = SILENT) -> None:
+    """Have the state of this very step in a checkpoint that is whole, before the run says that it is over."""
+    path = catalog.checkpoint_path(run.folder, run.step)
+    if run.saver.newest_step != run.step and run.resumed_from != str(path):
+        write_checkpoint(run, log, progress=progress)
+    settle_saves(run, log, progress=progress)
+
+
+def settle_saves(run: Run, log: Log, *, progress: Progress = SILENT) -> None:
+    """Wait for the checkpoint that is being written beside the loop, if there is one.
+
+    Raises: RunFailed, CheckpointError when it cannot be.
+    """
+    run.saver.settle(progress)
+    note_saves(run, log, progress=progress)
+
+
+@contextmanager
+def saves_ended(run: Run, log: Log, *, progress: Progress = SILENT) -> Iterator[None]:
+    """Leave, whatever happened inside, only when nothing is being written any more: the folder is then another process's to take."""
+    try:
+        yield
+    finally:
+        run.saver.close(progress)
+        note_saves(run, log, progress=progress)
 
 
 def environment_of(run: Run) -> dict[str, Any]:

@@ -1,8 +1,7 @@
 """Stopping on request: SIGINT and SIGTERM ask, the loop answers after the step, and all ranks give the same answer.
 
-Several ranks must stop after the same step, or the rest would wait for ever in a collective. So every step each rank casts a
-vote (a number on the device, summed over ranks like the loss) and reads the sum of the vote before, which the device has long
-finished: nobody waits, and a request takes effect one step late. A single rank needs no vote.
+Several ranks must stop after the same step. So every step each rank casts a vote (`agreement.py`) and reads the one before: nobody
+waits, and a request takes effect one step late. A single rank needs no vote.
 """
 
 from __future__ import annotations
@@ -13,8 +12,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Self
 
-import torch
-from torch import Tensor
+from flatout.training.agreement import Vote
 
 if TYPE_CHECKING:
     from flatout.run import Run
@@ -36,7 +34,7 @@ class StopRequests:
         self._clock = clock
         self._first_sigint_s: float | None = None
         self._before: dict[signal.Signals, Any] = {}
-        self._vote: _Vote | None = None
+        self._vote: Vote | None = None
 
     def __enter__(self) -> Self:
         try:
@@ -56,8 +54,8 @@ class StopRequests:
         wanted = self.signal_number is not None
         if run.mesh.world_size == 1:
             return wanted
-        before, self._vote = self._vote, _Vote(run, wanted)
-        return before is not None and before.carried()
+        before, self._vote = self._vote, Vote(run.mesh, wanted)
+        return before is not None and before.count() > 0
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
         now = self._clock()
@@ -68,22 +66,3 @@ class StopRequests:
                 self._first_sigint_s = now
             elif now - self._first_sigint_s >= SAME_REQUEST_S:
                 raise KeyboardInterrupt
-
-
-class _Vote:
-    """One sum over all ranks, on its way from the device to the host."""
-
-    def __init__(self, run: Run, wanted: bool) -> None:
-        on_cuda = run.mesh.device.type == "cuda"
-        vote = torch.tensor(float(wanted), pin_memory=on_cuda).to(run.mesh.device, non_blocking=True)
-        (total,) = run.mesh.sum(vote)
-        self._sum: Tensor = torch.empty((), pin_memory=True).copy_(total, non_blocking=True) if on_cuda else total
-        self._copied = torch.cuda.Event() if on_cuda else None  # type: ignore[no-untyped-call]
-        if self._copied:
-            self._copied.record()
-
-    def carried(self) -> bool:
-        """Say whether any rank asked; waits for the copy alone, which has long been made."""
-        if self._copied:
-            self._copied.synchronize()
-        return bool(self._sum > 0)

@@ -96,17 +96,23 @@ def owned(tensors: Mapping[str, Tensor], *, rank: int, world_size: int) -> dict[
     return mine
 
 
-def write(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Entry]:
-    """Write this rank's parts of `tensors` to one file, and return the entries with these slices.
+def entries(file: str, tensors: Mapping[str, Tensor]) -> dict[str, Entry]:
+    """Return the entries of `tensors`, each with the one slice that this rank writes to `file`.
 
     Shapes: tensors of any shape.
     """
-    parts = {name: local_part(tensor).contiguous().cpu() for name, tensor in tensors.items()}
-    save_file(parts, path)
     return {
-        name: Entry(_dtype_name(tensor), tuple(tensor.shape), (Slice(path.name, offset_of(tensor), tuple(parts[name].shape)),))
+        name: Entry(_dtype_name(tensor), tuple(tensor.shape), (Slice(file, offset_of(tensor), tuple(local_part(tensor).shape)),))
         for name, tensor in tensors.items()
     }
+
+
+def write(path: Path, parts: Mapping[str, Tensor]) -> None:
+    """Write this rank's parts of tensors to one file. Lets other threads go on meanwhile.
+
+    Shapes: parts of any shape.
+    """
+    save_file({name: part.contiguous().cpu() for name, part in parts.items()}, path)
 
 
 def merge(parts: Iterable[Mapping[str, Entry]]) -> dict[str, Entry]:

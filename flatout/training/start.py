@@ -30,7 +30,7 @@ from flatout.training.checkpoint import load, load_weights
 from flatout.training.evaluation import say_unscored
 from flatout.training.finish import finish
 from flatout.training.initial import begin_from
-from flatout.training.loop import ends_early, environment_of, fit, out_of_patience, write_checkpoint
+from flatout.training.loop import ends_early, environment_of, fit, keep_last, out_of_patience, saves_ended, write_checkpoint
 from flatout.training.metrics import Log
 from flatout.training.moved_data import anywhere, require_tokenizer, stored_config
 from flatout.training.named import resume_place
@@ -226,7 +226,7 @@ def carry_out(run: Run, plan: Plan, observers: Sequence[Observer], sample: Calla
     elif run.config.train.init_from is not None:
         load_weights(run, Path(run.config.train.init_from), check=catalog.check_size, progress=progress)
     parameters = sum(p.numel() for p in run.core.parameters())
-    with Log(run, observers) as log, StopRequests() as stop:
+    with Log(run, observers) as log, StopRequests() as stop, saves_ended(run, log, progress=progress):
         log.event(
             "resume" if plan.checkpoint else "start",
             from_checkpoint=run.resumed_from,
@@ -280,7 +280,7 @@ def _facts(run: Run, plan: Plan) -> dict[str, Any]:
 
 def _stop(run: Run, log: Log, progress: Progress) -> None:
     """Save and leave, so that the same command goes on."""
-    write_checkpoint(run, log, progress=progress)
+    keep_last(run, log, progress=progress)
     log.event("stop")
     log.close()
     raise Stopped(f"Stopped at step {run.step} of {run.last_step}, and saved.", fix="Run the same command again to go on.")

@@ -56,6 +56,7 @@ def train_step(run: Run, batch: StepBatch) -> StepResult:
     grad_norm = correct_gradients(run, num_valid, loss_scale)
     finite = bool(torch.isfinite(grad_norm)) if run.scaler else True
     if finite:
+        run.saver.before_update()
         for optimizer in run.optimizers:
             optimizer.step()
     if run.scaler:

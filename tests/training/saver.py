@@ -1,4 +1,7 @@
-"""Kills processes while they save, and checks what they leave: python saver.py FOLDER random KILLS SEED | every STRIDE START | full."""
+"""Kills processes while they save, in the loop or beside it, and checks what they leave.
+
+python saver.py FOLDER loop|beside random KILLS SEED | every STRIDE START | full
+"""
 
 import os
 import random
@@ -13,6 +16,9 @@ from stand_in import build, outcome, train
 
 from flatout.errors import RunFailed
 from flatout.training import catalog, checkpoint, folder
+from flatout.training.savers import InBackground, InTheLoop
+
+SAVERS = {"loop": InTheLoop, "beside": InBackground}
 
 
 def resumed(place):
@@ -29,6 +35,12 @@ def warm_up(place):
     run = build(place, seed=1)
     train(run, 1)
     checkpoint.load(resumed(place), checkpoint.save(run))
+
+
+def tell(saver, pipe):
+    """Say which steps are saved."""
+    for saved in saver.finished():
+        os.write(pipe, f"{saved.step}\n".encode())
 
 
 def forked(work):
@@ -74,17 +86,18 @@ def same_as_never_killed(place, step):
     assert outcome(run, 3) == survivor
 
 
-def at_random(place, kills, seed):
+def at_random(place, make_saver, kills, seed):
     moments = random.Random(seed)
     saved_step, caught = None, 0
 
     def work(pipe):
-        run = resumed(place)
+        run, saver = resumed(place), make_saver()
         while True:
             train(run, 1)
-            checkpoint.save(run)
-            os.write(pipe, f"{run.step}\n".encode())
-            checkpoint.prune(place, keep=2, best_step=run.best_step)
+            saver.save(run, environment={}, keep=2)
+            tell(saver, pipe)
+            train(run, 1)
+            tell(saver, pipe)
 
     for _ in range(kills):
         pid, reading = forked(work)
@@ -98,7 +111,7 @@ def at_random(place, kills, seed):
     print(f"{kills} kills, {caught} in the middle of a save, {step} steps")
 
 
-def everywhere(place, stride, start):
+def everywhere(place, make_saver, stride, start):
     """Kill a save, a save over it, and a deletion at every `stride`-th thing they do to the file system."""
     moment, done, saved_step = start, False, None
     while not done:
@@ -114,12 +127,13 @@ def everywhere(place, stride, start):
                         os.kill(os.getpid(), signal.SIGKILL)
 
             sys.addaudithook(hook)
-            run = resumed(place)
+            run, saver = resumed(place), make_saver()
             train(run, 1)
-            checkpoint.save(run)
-            os.write(pipe, f"{run.step}\n".encode())
-            checkpoint.save(run)
-            checkpoint.prune(place, keep=1)
+            saver.save(run, environment={}, keep=2)
+            saver.settle()
+            tell(saver, pipe)
+            saver.save(run, environment={}, keep=1)
+            saver.settle()
 
         pid, reading = forked(work)
         _, status = os.waitpid(pid, 0)
@@ -134,15 +148,17 @@ def everywhere(place, stride, start):
 FILE_EVENTS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree"}
 
 
-def full(place):
+def full(place, make_saver):
     """A file system that takes no more than a few bytes a file."""
-    run = resumed(place)
+    run, saver = resumed(place), make_saver()
     path = checkpoint.save(run)
     train(run, 1)
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (500, hard))
     try:
-        checkpoint.save(run)
+        saver.save(run, environment={}, keep=1)
+        train(run, 3)
+        saver.settle()
     except RunFailed as error:
         print(error)
     resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
@@ -152,6 +168,6 @@ def full(place):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    where, what, *numbers = sys.argv[1:]
+    where, way, what, *numbers = sys.argv[1:]
     warm_up(Path(where) / "warm")
-    {"random": at_random, "every": everywhere, "full": full}[what](Path(where) / "run", *map(int, numbers))
+    {"random": at_random, "every": everywhere, "full": full}[what](Path(where) / "run", SAVERS[way], *map(int, numbers))

@@ -83,6 +83,7 @@ def build(folder: Path, *, seed=0, mesh=ALONE, scaler=True, shard=None) -> Simpl
         scaler=LossScaler(1024.0, growth_interval=4) if scaler else None,
         feed=Feed(),
         mesh=mesh,
+        machine=SimpleNamespace(memory_gib=1e6),
         folder=folder,
         step=0,
         tokens=0,

@@ -9,7 +9,7 @@ from stand_in import Core, build, outcome, train
 
 from flatout.config import RunConfig
 from flatout.errors import CheckpointError, RunFailed
-from flatout.training import catalog, checkpoint, files
+from flatout.training import catalog, checkpoint, files, snapshot
 from flatout.training.catalog import checkpoint_path
 from flatout.training.folder import resume_from, write_config
 
@@ -300,7 +300,7 @@ def test_a_full_disk_is_an_error_that_leaves_the_checkpoints_before(tmp_path, mo
     def full(*_args, **_kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint.slices, "write", full) if kind == "tensors" else monkeypatch.setattr(checkpoint, "_put", full)
+    monkeypatch.setattr(checkpoint.slices, "write", full) if kind == "tensors" else monkeypatch.setattr(snapshot, "put", full)
     with pytest.raises(RunFailed, match="No space left"):
         checkpoint.save(run)
     assert [p.name for p in path.parent.iterdir()] == ["step-5"]
@@ -379,7 +379,7 @@ def test_index_that_does_not_cover_a_tensor_is_refused(tmp_path):
     index["tensors"]["model/blocks.0.matrix.weight"]["slices"] = []
     files.write_json(path / "index.json", index)
     manifest = json.loads((path / "manifest.json").read_text())
-    manifest["files"]["index.json"] = checkpoint._facts(path / "index.json")
+    manifest["files"]["index.json"] = snapshot.facts(path / "index.json")
     files.write_json(path / "manifest.json", manifest)
     with pytest.raises(CheckpointError, match="do not cover"):
         checkpoint.load(build(tmp_path / "run"), path)

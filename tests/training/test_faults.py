@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
+WAYS = pytest.mark.parametrize("way", ["loop", "beside"])
 
 
 def saver(*arguments):
@@ -18,24 +19,29 @@ def saver(*arguments):
     return done.stdout
 
 
-def test_kills_at_random_moments_lose_nothing(tmp_path):
-    assert "6 kills" in saver(tmp_path, "random", 6, 0)
+@WAYS
+def test_kills_at_random_moments_lose_nothing(tmp_path, way):
+    assert "6 kills" in saver(tmp_path, way, "random", 6, 0)
 
 
-def test_kills_between_any_two_file_operations_lose_nothing(tmp_path):
-    assert "killed at" in saver(tmp_path, "every", 11, 3)
+@WAYS
+def test_kills_between_any_two_file_operations_lose_nothing(tmp_path, way):
+    assert "killed at" in saver(tmp_path, way, "every", 11, 3)
 
 
-def test_a_disk_that_takes_no_more_keeps_what_it_has(tmp_path):
-    assert "Free space" in saver(tmp_path, "full")
+@WAYS
+def test_a_disk_that_takes_no_more_keeps_what_it_has(tmp_path, way):
+    assert "Free space" in saver(tmp_path, way, "full")
 
 
 @pytest.mark.faults
+@WAYS
 @pytest.mark.parametrize("seed", range(5))
-def test_many_kills_at_random_moments(tmp_path, seed):
-    assert "60 kills" in saver(tmp_path, "random", 60, seed)
+def test_many_kills_at_random_moments(tmp_path, way, seed):
+    assert "60 kills" in saver(tmp_path, way, "random", 60, seed)
 
 
 @pytest.mark.faults
-def test_kills_at_every_file_operation(tmp_path):
-    saver(tmp_path, "every", 1, 1)
+@WAYS
+def test_kills_at_every_file_operation(tmp_path, way):
+    saver(tmp_path, way, "every", 1, 1)

@@ -15,12 +15,18 @@ def fill(target, index, folder):
     return target
 
 
+def stored(path, tensor):
+    """Write one tensor, and return the index."""
+    slices.write(path, {"x": tensor})
+    return slices.entries(path.name, {"x": tensor})
+
+
 def written(folder, whole, boxes):
     """Write `whole` as boxes in files of their own, and return the index."""
     parts = []
     for number, box in enumerate(boxes):
         piece = whole[tuple(slice(low, high) for low, high in box)]
-        entry = slices.write(folder / f"{number}.safetensors", {"x": piece})["x"]
+        entry = stored(folder / f"{number}.safetensors", piece)["x"]
         offset = tuple(low for low, _ in box)
         parts.append({"x": Entry(entry.dtype, tuple(whole.shape), (Slice(entry.slices[0].file, offset, tuple(piece.shape)),))})
     return slices.merge(parts)
@@ -58,16 +64,16 @@ def test_only_overlapping_files_are_needed(tmp_path, monkeypatch):
 
 
 def test_a_scalar_and_an_empty_tensor(tmp_path):
-    index = slices.write(tmp_path / "f", {"x": torch.tensor(3.5)})
+    index = stored(tmp_path / "f", torch.tensor(3.5))
     assert fill(torch.zeros(()), index, tmp_path) == 3.5
-    index = slices.write(tmp_path / "f", {"x": torch.zeros(0, 4)})
+    index = stored(tmp_path / "f", torch.zeros(0, 4))
     assert fill(torch.zeros(0, 4), index, tmp_path).shape == (0, 4)
 
 
 def test_filling_is_in_place_and_keeps_the_gradient_flag(tmp_path):
     parameter = torch.nn.Parameter(torch.zeros(3))
     place = parameter.data_ptr()
-    fill(parameter, slices.write(tmp_path / "f", {"x": torch.ones(3)}), tmp_path)
+    fill(parameter, stored(tmp_path / "f", torch.ones(3)), tmp_path)
     assert parameter.data_ptr() == place
     assert parameter.requires_grad
     assert parameter.tolist() == [1, 1, 1]
