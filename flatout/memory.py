@@ -2,7 +2,8 @@
 
 The model runs forward and backward on tensors that have shapes and no storage, and what autograd keeps is added up. So the
 figures hold for any model, op and precision with no formula of their own. They are those of eager mode; a compiled model keeps
-less. Not in them: the device's own context (about half a GiB on a GPU), kernels' scratch space, and what the allocator cannot reuse.
+less. Not in them: the device's own context (about half a GiB on a GPU), kernels' scratch space, what the allocator cannot reuse, and
+the copy of weights and optimizer state that `async-checkpoints` keeps in the host's memory.
 """
 
 from __future__ import annotations

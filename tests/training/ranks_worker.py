@@ -2,6 +2,7 @@
 
 import json
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +15,8 @@ from flatout.config import ParallelConfig
 from flatout.errors import CheckpointError, RunFailed
 from flatout.parallel.mesh import make_mesh
 from flatout.parallel.rendezvous import connect, disconnect
-from flatout.training import checkpoint, slices
+from flatout.training import checkpoint, saving, slices
+from flatout.training.savers import InBackground
 from flatout.training.signals import StopRequests
 
 
@@ -71,6 +73,8 @@ def main(folder: Path, report: Path):
         found[layout]["apart"] = not everywhere(mesh, torch.rand(1).item() == mesh.broadcast_object(torch.rand(1).item()))
         checkpoint.save(alone)
         found[layout]["failure"] = failing_save(fresh(folder / f"{layout}-fails", mesh, seed=4))
+        found[layout]["beside"] = saved_beside(fresh(folder / f"{layout}-beside", mesh, seed=1), run.mesh)
+        found[layout]["failure_beside"] = failing_save_beside(fresh(folder / f"{layout}-fails-beside", mesh, seed=4))
         found[layout]["damage"] = failing_load(fresh(place, mesh, seed=5), path)
     found["stops"] = stops(mesh)
     if ranks.rank == 0:
@@ -97,6 +101,66 @@ def failing_save(run):
         slices.write = write
     run.mesh.barrier()
     return everywhere(run.mesh, failed) and list((run.folder / "checkpoints").iterdir()) == []
+
+
+def saved_beside(run, mesh):
+    """Ranks that write at different speeds, while training goes on: what a save in the loop writes, told on all at the same step."""
+    train(run, 3)
+    own, run.folder = run.folder, run.folder.with_name(f"{run.folder.name}-loop")
+    wanted = checkpoint.save(run)
+    run.folder = own
+    gate, write_share = threading.Event(), saving.write_share
+
+    def gated(snapshot, temporary):
+        assert snapshot.rank != 1 or gate.wait(60)
+        write_share(snapshot, temporary)
+
+    saving.write_share = gated
+    saver = InBackground()
+    saver.save(run, environment={}, keep=1)
+    told = []
+    for step in range(4, 2000):
+        train(run, 1)
+        told += [(step, saved.path) for saved in saver.finished()]
+        if told:
+            break
+        if step == 8:
+            gate.set()
+        assert step > 8 or not any(run.folder.glob("checkpoints/step-3")), "rank 1 has not written"
+    saving.write_share = write_share
+    ((step, path),) = told
+    same = {p.name: p.read_bytes() for p in path.iterdir()} == {p.name: p.read_bytes() for p in wanted.iterdir()}
+    train(run, 1)
+    saver.save(run, environment={}, keep=1)
+    saver.settle()
+    mesh.barrier()
+    return everywhere(mesh, same and step == mesh.broadcast_object(step) and step > 8 and checkpoint.steps(run.folder) == [run.step])
+
+
+def failing_save_beside(run):
+    """The disk of one rank is full: all learn it at the same step, and nothing is left."""
+    write_share = saving.write_share
+
+    def full(snapshot, temporary):
+        if snapshot.rank == 1:
+            raise OSError(28, "No space left on device")
+        write_share(snapshot, temporary)
+
+    saving.write_share = full
+    saver = InBackground()
+    saver.save(run, environment={}, keep=1)
+    failed_at = None
+    for step in range(2000):
+        try:
+            saver.finished()
+        except RunFailed:
+            failed_at = step
+            break
+        train(run, 1)
+    saving.write_share = write_share
+    run.mesh.barrier()
+    same = failed_at is not None and failed_at == run.mesh.broadcast_object(failed_at)
+    return everywhere(run.mesh, same) and list((run.folder / "checkpoints").iterdir()) == []
 
 
 def failing_load(run, path):

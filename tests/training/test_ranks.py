@@ -102,7 +102,13 @@ def test_ranks_that_have_no_generators_stored_draw_apart(layout):
 def test_a_failure_of_one_rank_is_everyones(layout):
     _, name, report = layout
     assert report[name]["failure"]
+    assert report[name]["failure_beside"]
     assert report[name]["damage"]
+
+
+def test_ranks_write_beside_training_what_they_write_in_the_loop(layout):
+    _, name, report = layout
+    assert report[name]["beside"]
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

@@ -1,0 +1,175 @@
+"""Whole runs that save beside training: the same course, the same checkpoints, the same ends."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import threading
+
+import pytest
+
+from flatout.errors import RunFailed, Stopped
+from flatout.training import catalog, saving
+from flatout.training.folder import read_events, read_exit_code
+from flatout.training.observers import Quiet
+from flatout.training.start import run_training
+
+BESIDE = "auto,-compile,+async-checkpoints"
+
+
+@pytest.fixture
+def slow_disk(monkeypatch):
+    """Let a thread write only while the loop waits for it, so that every save is under way as long as it can be."""
+    waited_for, write_share = threading.Event(), saving.write_share
+    join = threading.Thread.join
+
+    def gated(*arguments):
+        assert threading.current_thread().name != "checkpoint" or waited_for.wait(60)
+        write_share(*arguments)
+
+    def joined(thread, timeout=None):
+        if thread.name == "checkpoint":
+            waited_for.set()
+        join(thread, timeout)
+        if thread.name == "checkpoint":
+            waited_for.clear()
+
+    monkeypatch.setattr(saving, "write_share", gated)
+    monkeypatch.setattr(threading.Thread, "join", joined)
+
+
+class StopAt(Quiet):
+    """Asks this process to stop after a step, as Ctrl+C would."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_tick(self, step, last_step):
+        if step == self.step:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def saves(folder):
+    return [event for event in read_events(folder) if event["event"] == "save"]
+
+
+def losses(folder):
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [(r["step"], r.get("train/loss"), r.get("val/loss")) for r in records]
+
+
+def digests(folder):
+    """Digest of every file but the manifest and the state, which hold the time that has passed."""
+    found = {}
+    for step in catalog.steps(folder):
+        path = catalog.checkpoint_path(folder, step)
+        assert catalog.verify(path) == []
+        found |= {
+            (step, p.name): hashlib.sha256(p.read_bytes()).hexdigest() for p in path.iterdir() if p.name not in (catalog.STATE, catalog.MANIFEST)
+        }
+        state = json.loads((path / catalog.STATE).read_text())
+        del state["values"]["elapsed_s"]
+        found[step, catalog.STATE] = state
+    return found
+
+
+def test_a_run_leaves_what_one_that_saves_in_the_loop_leaves(tiny_config, tmp_path, slow_disk):
+    settings = {"train__steps": 9, "train__eval_every": 4, "checkpoint__every_steps": 3, "checkpoint__keep": 9, "model__dropout": 0.1}
+    loop = run_training(tiny_config(**settings), tmp_path / "loop")
+    beside = run_training(tiny_config(**settings, speedups=BESIDE), tmp_path / "beside")
+    for name in ("weights_sha256", "val_loss", "best_step", "best_val_loss", "steps", "tokens"):
+        assert beside[name] == loop[name]
+    assert losses(tmp_path / "beside") == losses(tmp_path / "loop")
+    assert digests(tmp_path / "beside") == digests(tmp_path / "loop")
+    told = {
+        name: [(event["step"], event["path"].removeprefix(str(tmp_path / name))) for event in saves(tmp_path / name)] for name in ("loop", "beside")
+    }
+    assert told["beside"] == told["loop"]
+    assert all(0 < event["blocked_ms"] <= 1e3 * event["seconds"] + 1 for event in saves(tmp_path / "beside"))
+
+
+def test_a_checkpoint_is_told_when_it_is_whole_and_old_ones_go_then(tiny_config, tmp_path, slow_disk):
+    """Saves at 2, 4 and 6 of 7 steps: each is whole when the next one waits for it."""
+
+    class Watch(Quiet):
+        def __init__(self):
+            self.seen = []
+
+        def on_tick(self, step, last_step):
+            self.seen.append((step, catalog.steps(tmp_path / "run")))
+
+        def on_event(self, event):
+            if event["event"] == "save":
+                self.seen.append(("save", event["step"]))
+
+    watch = Watch()
+    config = tiny_config(train__steps=7, checkpoint__every_steps=2, checkpoint__keep=1, speedups=BESIDE)
+    run_training(config, tmp_path / "run", observers=[watch])
+    assert watch.seen[:9] == [(1, []), (2, []), (3, []), (4, []), ("save", 2), (5, [2]), (6, [2]), ("save", 4), (7, [4])]
+    assert ("save", 7) in watch.seen
+    assert catalog.steps(tmp_path / "run") == [7]
+
+
+@pytest.mark.parametrize("stop", [3, 4, 5])
+def test_a_stop_ends_when_the_checkpoint_is_whole_and_goes_on_in_every_bit(tiny_config, tmp_path, slow_disk, stop):
+    settings = {"train__steps": 8, "checkpoint__every_steps": 4, "checkpoint__keep": 1, "speedups": BESIDE, "model__dropout": 0.1}
+    whole = run_training(tiny_config(**settings), tmp_path / "whole")
+    with pytest.raises(Stopped):
+        run_training(tiny_config(**settings), tmp_path / "run", observers=[StopAt(stop)])
+    assert read_exit_code(tmp_path / "run") == 75
+    assert catalog.steps(tmp_path / "run") == [stop]
+    assert [event["step"] for event in saves(tmp_path / "run")] == sorted({4, stop} if stop >= 4 else {stop}), "no step is written twice"
+    resumed = run_training(tiny_config(**settings), tmp_path / "run")
+    assert resumed["resumed_from"].endswith(f"step-{stop}")
+    assert resumed["weights_sha256"] == whole["weights_sha256"]
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+
+def test_an_error_of_the_run_leaves_the_checkpoint_whole_and_told(tiny_config, tmp_path, slow_disk):
+    class Broken(Quiet):
+        def on_tick(self, step, last_step):
+            if step == 3:
+                raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        run_training(tiny_config(checkpoint__every_steps=2, speedups=BESIDE), tmp_path / "run", observers=[Broken()])
+    assert catalog.latest(tmp_path / "run") == catalog.checkpoint_path(tmp_path / "run", 2)
+    assert [event["step"] for event in saves(tmp_path / "run")] == [2]
+
+
+def test_a_full_disk_ends_the_run_with_its_fix_and_the_next_one_goes_on(tiny_config, tmp_path, monkeypatch):
+    config = tiny_config(train__steps=12, checkpoint__every_steps=4, checkpoint__keep=1, speedups=BESIDE)
+    whole = run_training(config, tmp_path / "whole")
+    write = saving.write_share
+
+    def full(snapshot, temporary):
+        if snapshot.step == 8:
+            raise OSError(28, "No space left on device")
+        write(snapshot, temporary)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(saving, "write_share", full)
+        with pytest.raises(RunFailed, match="No space left") as failed:
+            run_training(config, tmp_path / "run")
+    assert failed.value.fix == "Free space on that disk, then run the same command again."
+    assert read_exit_code(tmp_path / "run") == 1
+    assert catalog.steps(tmp_path / "run") == [4]
+    assert [event["step"] for event in saves(tmp_path / "run")] == [4]
+    resumed = run_training(config, tmp_path / "run")
+    assert resumed["resumed_from"].endswith("step-4")
+    assert resumed["weights_sha256"] == whole["weights_sha256"]
+
+
+def test_the_last_steps_are_whole_before_the_last_evaluation(tiny_config, tmp_path, monkeypatch):
+    class Killed(Exception):
+        pass
+
+    def killed(*_, **__):
+        assert catalog.steps(tmp_path / "run") == [6]
+        raise Killed
+
+    monkeypatch.setattr("flatout.training.loop.evaluate", killed)
+    with pytest.raises(Killed):
+        run_training(tiny_config(speedups=BESIDE), tmp_path / "run")
