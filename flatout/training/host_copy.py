@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from flatout.hardware import Machine
+from flatout.models.split_weights import SplitTensor, join
 from flatout.training.snapshot import Snapshot
 
 ALIGNMENT = 64
@@ -34,6 +35,7 @@ class HostCopy:
         self._unpin: weakref.finalize[..., HostCopy] | None = None
         self._stream: torch.cuda.Stream | None = None
         self._copied: torch.cuda.Event | None = None
+        self._sources: list[tuple[str, Tensor, Tensor]] = []
 
     def of(self, snapshot: Snapshot, device: torch.device) -> Snapshot:
         """Return the snapshot with copies of its tensors, in place of those of the last one.
@@ -62,6 +64,7 @@ class HostCopy:
         """Wait until the copy holds its values. Lets other threads go on meanwhile."""
         if self._copied is not None:
             self._copied.synchronize()
+            self._sources = []
 
     def before_update(self) -> None:
         """Let what is queued on the GPU from now on wait for the copy; the host does not wait."""
@@ -78,6 +81,7 @@ class HostCopy:
             now.wait_event(self._stream.record_event())
             _copy((copy, tensor) for name, copy, tensor in pairs if name not in buffers)
             self._copied = self._stream.record_event()
+        self._sources = pairs  # their memory must not go to others before it is copied
 
     def _make_room(self, num_bytes: int, device: torch.device) -> None:
         if num_bytes <= self._block.numel():
@@ -118,7 +122,7 @@ def _places(snapshot: Snapshot) -> Iterator[tuple[int, int]]:
 
 def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
     for copy, tensor in pairs:
-        copy.copy_(tensor, non_blocking=True)
+        copy.copy_(join(tensor.high, tensor.low) if isinstance(tensor, SplitTensor) else tensor, non_blocking=True)
 
 
 def _pin(block: Tensor, device: torch.device) -> bool:

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from flatout.errors import CheckpointError
+from flatout.models.split_weights import whole
 from flatout.progress import Task
 
 
@@ -108,11 +109,11 @@ def entries(file: str, tensors: Mapping[str, Tensor]) -> dict[str, Entry]:
 
 
 def write(path: Path, parts: Mapping[str, Tensor]) -> None:
-    """Write this rank's parts of tensors to one file. Lets other threads go on meanwhile.
+    """Write this rank's parts of tensors to one file, those that lie in memory in two parts joined. Lets other threads go on meanwhile.
 
     Shapes: parts of any shape.
     """
-    save_file({name: part.contiguous().cpu() for name, part in parts.items()}, path)
+    save_file({name: whole(part).contiguous().cpu() for name, part in parts.items()}, path)
 
 
 def merge(parts: Iterable[Mapping[str, Entry]]) -> dict[str, Entry]:

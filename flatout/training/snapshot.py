@@ -61,7 +61,7 @@ def take(run: Run, environment: Mapping[str, Any]) -> Snapshot:
     for part in STATE:
         mine = slices.owned(part.tensors(run), rank=rank, world_size=world_size) if part.tensors else {}
         if mine:
-            file = _data_file(part, rank)
+            file = data_file(part, rank)
             tensors[file] = {name: slices.local_part(tensor) for name, tensor in mine.items()}
             entries |= slices.entries(file, mine)
             buffers |= {name for name, tensor in mine.items() if part.name == "weights" and not isinstance(tensor, nn.Parameter)}
@@ -121,6 +121,11 @@ def complete(snapshot: Snapshot, temporary: Path) -> list[Path]:
     return aside
 
 
+def data_file(part: Part, rank: int) -> str:
+    """Return the name of the file that holds a rank's slices of one part of the state."""
+    return f"{(part.prefix or '').rstrip('/')}-{rank:05d}.safetensors"
+
+
 def put(path: Path, document: Mapping[str, Any]) -> None:
     """Write JSON and sync it; the rename of the whole folder is what makes it count."""
     path.write_text(json.dumps(document), encoding="utf-8")
@@ -130,10 +135,6 @@ def put(path: Path, document: Mapping[str, Any]) -> None:
 def facts(path: Path) -> dict[str, Any]:
     """Return what the manifest says of a file."""
     return {"bytes": path.stat().st_size, "sha256": sha256(path)}
-
-
-def _data_file(part: Part, rank: int) -> str:
-    return f"{(part.prefix or '').rstrip('/')}-{rank:05d}.safetensors"
 
 
 def _share(temporary: Path, rank: int) -> Path:

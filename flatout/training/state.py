@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from flatout.errors import CheckpointError
-from flatout.models.split_weights import whole
 from flatout.training.slices import Entry, dtype_of
 
 if TYPE_CHECKING:
@@ -92,11 +91,6 @@ def weights_and_aliases(core: nn.Module) -> tuple[dict[str, Tensor], dict[str, s
 
 def _weights(run: Run) -> dict[str, Tensor]:
     return weights_and_aliases(run.core)[0]
-
-
-def _whole_weights(run: Run) -> dict[str, Tensor]:
-    """Return the weights as a checkpoint holds them, however they lie in memory: those in two parts joined, on the CPU."""
-    return {name: whole(tensor) for name, tensor in _weights(run).items()}
 
 
 def _names(run: Run) -> dict[Tensor, str]:
@@ -257,7 +251,7 @@ def _on_cuda(run: Run) -> bool:
 
 
 STATE: tuple[Part, ...] = (
-    Part("weights", prefix="model/", tensors=_whole_weights, targets=lambda run, index, value: _weights(run)),
+    Part("weights", prefix="model/", tensors=_weights, targets=lambda run, index, value: _weights(run)),
     Part(
         "optimizer",
         _optimizer_value,

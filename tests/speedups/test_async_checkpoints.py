@@ -75,10 +75,17 @@ def digests(folder):
     return found
 
 
-def test_a_run_leaves_what_one_that_saves_in_the_loop_leaves(tiny_config, tmp_path, slow_disk):
-    settings = {"train__steps": 9, "train__eval_every": 4, "checkpoint__every_steps": 3, "checkpoint__keep": 9, "model__dropout": 0.1}
-    loop = run_training(tiny_config(**settings), tmp_path / "loop")
-    beside = run_training(tiny_config(**settings, speedups=BESIDE), tmp_path / "beside")
+@pytest.mark.parametrize("besides", ["", ",+bf16,+bf16-weights"])
+def test_a_run_leaves_what_one_that_saves_in_the_loop_leaves(tiny_config, tmp_path, slow_disk, besides):
+    settings = {"train__precision": "auto"} | {
+        "train__steps": 9,
+        "train__eval_every": 4,
+        "checkpoint__every_steps": 3,
+        "checkpoint__keep": 9,
+        "model__dropout": 0.1,
+    }
+    loop = run_training(tiny_config(**settings, speedups=f"auto,-compile{besides}"), tmp_path / "loop")
+    beside = run_training(tiny_config(**settings, speedups=BESIDE + besides), tmp_path / "beside")
     for name in ("weights_sha256", "val_loss", "best_step", "best_val_loss", "steps", "tokens"):
         assert beside[name] == loop[name]
     assert losses(tmp_path / "beside") == losses(tmp_path / "loop")

@@ -11,7 +11,7 @@ from stand_in import build, outcome, train
 
 from flatout.errors import CheckpointError
 from flatout.parallel.mesh import Mesh
-from flatout.training import checkpoint, state
+from flatout.training import checkpoint, snapshot, state
 from flatout.training.state import STATE
 from flatout.training.step import train_step
 
@@ -26,7 +26,7 @@ def transplant(part, donor, path):
     if part.prefix:
         index["tensors"] = {n: e for n, e in index["tensors"].items() if not n.startswith(part.prefix)}
         index["tensors"] |= {n: e for n, e in donor_index["tensors"].items() if n.startswith(part.prefix)}
-        shutil.copy(donor / checkpoint._data_file(part, 0), path)
+        shutil.copy(donor / snapshot.data_file(part, 0), path)
     for here, there in ((facts["values"], donor_facts["values"]), (facts["ranks"][0], donor_facts["ranks"][0])):
         if part.name in there:
             here[part.name] = there[part.name]
@@ -37,7 +37,7 @@ def transplant(part, donor, path):
 
 def set_manifest_right(path):
     manifest = json.loads((path / "manifest.json").read_text())
-    manifest["files"] = {name: checkpoint._facts(path / name) for name in manifest["files"]}
+    manifest["files"] = {name: snapshot.facts(path / name) for name in manifest["files"]}
     (path / "manifest.json").write_text(json.dumps(manifest))
 
 
