@@ -28,6 +28,7 @@ def reference(q_BHTC: Tensor, k_BGSC: Tensor, v_BGSC: Tensor, *, doc_ids_BT: Ten
 
     The queries are the last T of the S positions. A query sees itself and what came before it: with `window`, itself and the
     window - 1 before it; with `doc_ids_BT`, only positions of its own document. Query head h reads key head h // (H / G).
+    What a query may not see counts for nothing as long as it is finite: its weight is 0, and 0 x NaN is NaN.
     These plain matmuls over the whole square are the definition; every variant must match it, gradients included.
 
     Shapes:  q_BHTC (B, H, T, C); k_BGSC, v_BGSC (B, G, S, C), G divides H, S >= T; doc_ids_BT (B, T) integers, then S = T.

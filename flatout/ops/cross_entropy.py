@@ -116,7 +116,9 @@ def _by_liger(hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, softcap: 
     try:
         from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
     except ImportError as error:
-        raise MissingPackage("liger-ce takes the package liger-kernel, which is not installed.", fix='Install it: `pip install "flatout[liger]"`.') from error
+        raise MissingPackage(
+            "liger-ce takes the package liger-kernel, which is not installed.", fix='Install it: `pip install "flatout[liger]"`.'
+        ) from error
     if torch.is_grad_enabled() and weight_VD.requires_grad and not hidden_ND.requires_grad:
         hidden_ND = hidden_ND.detach().requires_grad_()  # the kernel makes no gradient of the weight alone
     function: Any = LigerFusedLinearCrossEntropyFunction

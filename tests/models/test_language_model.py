@@ -96,19 +96,56 @@ def test_causal_proved_from_gradients(shape):
         assert (touched[max(0, t - reach + len(model.blocks)) : t + 1] > 0).all()
 
 
-@every_model
-@pytest.mark.parametrize("ops", [PLAIN, FAST], ids=["reference", "fused"])
-def test_packed_documents_do_not_leak(shape, ops):
-    """With ids, another first document moves no bit of the second one's logits; without, it does."""
+def mixed_shapes():
+    """Every model in its shapes, with every variant of what carries something from token to token in it."""
+    for shape in shapes():
+        for op, module in {"attention": attention, "scan": scan}.items():
+            if op in MODELS.stated(shape.values[0][0], "USES"):
+                for name, function in variants(module).items():
+                    yield pytest.param(*shape.values, (op, Ops.plain(**{op: function})), id=f"{shape.id}: {op} {name}")
+
+
+def through_two_documents(model, tokens, ids, poison=None):
+    """Return the second document's logits and what its loss changes: the second's embedded tokens, and every parameter."""
+    found = []
+    embed = type(model).embed
+
+    def poisoned(tokens_BT):
+        hidden_BTD = embed(model, tokens_BT).detach()
+        found.append((hidden_BTD if poison is None else hidden_BTD.masked_fill(ids[..., None] == 0, poison)).requires_grad_())
+        return found[-1]
+
+    model.embed = poisoned
+    model.zero_grad()
+    logits = model.logits(tokens, ids)[:, 8:]
+    logits.square().sum().backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return logits.detach(), found[-1].grad[:, 8:], gradients
+
+
+@pytest.mark.parametrize(("shape", "mixer"), list(mixed_shapes()))
+def test_packed_documents_do_not_leak(shape, mixer):
+    """With ids, another first document moves no bit of the second one's logits and gradients; without, it does."""
+    op, ops = mixer
     model = made(shape, ops).eval()
     tokens, _ = drawn()
     other = tokens.clone()
     other[:, :8] = (tokens[:, :8] + 1) % VOCAB
     ids = (torch.arange(SEQ_LEN) >= 8).int().expand(3, -1)
     with torch.no_grad():
-        assert torch.equal(model.logits(tokens, ids)[:, 8:], model.logits(other, ids)[:, 8:])
         assert not torch.equal(model.logits(tokens, ids)[:, :8], model.logits(other, ids)[:, :8])
         assert not torch.equal(model.logits(tokens)[:, 8:], model.logits(other)[:, 8:])
+    logits, inputs, gradients = through_two_documents(model, tokens, ids)
+    assert inputs.any()
+    logits_after, inputs_after, gradients_after = through_two_documents(model, other, ids)
+    assert torch.equal(logits, logits_after)
+    assert torch.equal(inputs, inputs_after)
+    assert gradients.keys() == gradients_after.keys()
+    assert [name for name, gradient in gradients.items() if not torch.equal(gradient, gradients_after[name])] == []
+    if op == "scan":  # attention weighs what it may not see with 0, and 0 x NaN is NaN, in its kernels as in its definition
+        logits_after, inputs_after, _ = through_two_documents(model, tokens, ids, poison=math.nan)
+        assert torch.equal(logits, logits_after)
+        assert torch.equal(inputs, inputs_after)
 
 
 @every_model

@@ -3,10 +3,11 @@ import torch
 
 from flatout.errors import ConfigError, ShapeError
 from flatout.models.transformer import Transformer
-from flatout.ops import Ops, attention, cross_entropy
+from flatout.ops import Ops, attention, cross_entropy, variants
 from flatout.ops.heads import reference
 
 FAST = Ops.plain(attention=attention.fused, cross_entropy=cross_entropy.fused)
+ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 
 
 def configured(seq_len=16, **own):
@@ -120,3 +121,29 @@ def test_more_tokens_than_positions_say_what_to_do():
         model = Transformer(configured(seq_len=8, positions=positions), FAST)
         with pytest.raises(ShapeError, match=r"Fix: .*model\.max_seq_len=9"):
             model.logits(torch.zeros(1, 9, dtype=torch.int64))
+
+
+FREEST = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 128, "activation": "relu2", "qk_norm": True, "norm": "rmsnorm", "tied_head": False}
+LIMITS = {"all before it": (None, False), "window": (40, False), "documents": (None, True), "window and documents": (40, True)}
+
+
+@pytest.mark.parametrize("limits", LIMITS)
+@pytest.mark.parametrize("name", variants(attention))
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, ON_GPU])])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own compiler makes objects of its functions
+def test_every_attention_gives_the_loss_and_the_gradients_of_the_reference(name, limits, device):
+    """Grouped heads of 128, normalised queries and keys, squared ReLU, a window and documents, over more than a block of tokens."""
+    window, has_documents = LIMITS[limits]
+    tokens, targets = torch.randint(61, (2, 2, 300), generator=torch.Generator().manual_seed(2))
+    ids = torch.tensor([[0] * 90 + [1] * 210, [0] * 140 + [1] * 10 + [2] * 150], dtype=torch.int32) if has_documents else None
+    results = []
+    for function, where in ((variants(attention)[name], device), (attention.reference, "cpu")):
+        torch.manual_seed(0)
+        config = Transformer.check(FREEST | {"vocab_size": 61, "num_layers": 2, "d_model": 32, "window": window}, seq_len=300)
+        model = Transformer(config, Ops.plain(attention=function)).to(where)
+        loss_sum, _ = model(tokens.to(where), targets.to(where), None if ids is None else ids.to(where))
+        loss_sum.backward()
+        results.append([loss_sum.detach().cpu(), *(parameter.grad.cpu() for parameter in model.parameters())])
+    limit = {"bf16": 3e-2}.get(name, 1e-4 if device == "cpu" else 1e-3)
+    for found, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=limit, atol=limit * float(wanted.abs().max()))

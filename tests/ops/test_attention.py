@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from attention_cases import CASES, drawn, with_gradients
+from attention_cases import CASES, LONG, drawn, with_gradients
 
 from flatout.errors import ShapeError
 from flatout.ops import attention, variants
@@ -83,6 +83,19 @@ def test_masked_keys_reach_neither_outputs_nor_gradients(name, options):
         assert not v_all.grad[:, :, masked].any()
     for plain, poisoned in zip(*results, strict=True):
         assert torch.equal(plain, poisoned)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own compiler makes objects of its functions
+@pytest.mark.parametrize("case", ["documents", "window"])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_compiler_takes_it_whole(name, case):
+    """No break in the graph, above a block of tokens too."""
+    torch._dynamo.reset()
+    tensors, options = drawn(**LONG[case])
+    wanted = with_gradients(VARIANTS[name], tensors, options)
+    found = with_gradients(torch.compile(VARIANTS[name], fullgraph=True, backend="aot_eager"), tensors, options)
+    for got, want in zip(found, wanted, strict=True):
+        torch.testing.assert_close(got, want)
 
 
 def test_shapes_that_do_not_fit_say_what_to_do():

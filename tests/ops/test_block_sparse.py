@@ -32,6 +32,17 @@ def test_flex_gives_the_references_values_and_gradients(case, as_on_gpu):
         torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=5e-6 * max(float(want.abs().max()), 1))
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own compiler makes objects of its functions
+def test_another_first_document_moves_no_bit_of_the_others(as_on_gpu):
+    (q, k, v), options = drawn(**LONG["documents"] | {"rows": 1})
+    first = (options["doc_ids_BT"][0] == 0)[:, None]
+    plain = with_gradients(attention.flex, (q, k, v), options)
+    other = with_gradients(attention.flex, [torch.where(first, 1e3 * tensor, tensor) for tensor in (q, k, v)], options)
+    for one, two in zip(plain, other, strict=True):
+        assert torch.equal(one[:, :, ~first[:, 0]], two[:, :, ~first[:, 0]])
+        assert not torch.equal(one, two)
+
+
 def mask_of(options, tokens):
     return block_sparse.block_mask(options["doc_ids_BT"], options["window"], tokens, torch.device("cpu"))
 
