@@ -98,15 +98,23 @@ def block_mask(doc_ids_BT: Tensor | None, window: int | None, num_tokens: int, d
 def shared_block_mask(doc_ids_BT: Tensor | None, window: int | None, num_tokens: int, device: torch.device) -> BlockMask:
     """Return `block_mask`, made once for all layers: kept as long as the document ids live and stay as they are.
 
+    While a CUDA graph is captured none is kept: a replay finds other ids in the same place, and must make its mask of them.
+
     Shapes:  doc_ids_BT (B, T) integers.
     """
     if doc_ids_BT is None:
         return _window_mask(window, num_tokens, device)
+    if _is_captured(device):
+        return block_mask(doc_ids_BT, window, num_tokens, device)
     state = (doc_ids_BT._version, window)
     if _KEPT.get(doc_ids_BT, (None, None))[0] != state:  # type: ignore[no-untyped-call]
         _KEPT[doc_ids_BT] = (state, block_mask(doc_ids_BT.detach(), window, num_tokens, device))
     mask: BlockMask = _KEPT[doc_ids_BT][1]
     return mask
+
+
+def _is_captured(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 @lru_cache(maxsize=8)

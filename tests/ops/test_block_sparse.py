@@ -79,7 +79,7 @@ def test_blocks_are_skipped():
     assert int(block_sparse.block_mask(None, 128, 4096, device).to_dense().sum()) == 32 + 31
 
 
-def test_layers_share_a_mask_as_long_as_the_ids_stay_what_they_are():
+def test_layers_share_a_mask_as_long_as_the_ids_stay_what_they_are(monkeypatch):
     ids = torch.zeros(1, 256, dtype=torch.int32)
     device = torch.device("cpu")
     first = block_sparse.shared_block_mask(ids, None, 256, device)
@@ -89,6 +89,10 @@ def test_layers_share_a_mask_as_long_as_the_ids_stay_what_they_are():
     other = block_sparse.shared_block_mask(ids, None, 256, device)
     assert (int(first.to_dense().sum()), int(other.to_dense().sum())) == (3, 2)
     assert block_sparse.shared_block_mask(None, 8, 256, device) is block_sparse.shared_block_mask(None, 8, 256, device)
+    with monkeypatch.context() as capture:
+        capture.setattr(block_sparse, "_is_captured", lambda device: True)
+        assert block_sparse.shared_block_mask(ids, None, 256, device) is not other
+    assert block_sparse.shared_block_mask(ids, None, 256, device) is other
     kept = len(block_sparse._KEPT)
     del ids
     gc.collect()

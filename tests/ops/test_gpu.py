@@ -74,6 +74,22 @@ def test_many_shapes_in_turn_run_eager(name):
         torch.testing.assert_close(found.double(), attention.reference(*(t.double() for t in tensors), **options), rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.parametrize("name", ["flex", "varlen"])
+def test_a_replayed_graph_follows_the_documents(name):
+    """What was captured with one micro-batch must skip what the next one's documents mask."""
+    (q, k, v), options = drawn(**GPT2 | {"dtype": torch.bfloat16})
+    q, k, v, ids = q.cuda(), k.cuda(), v.cuda(), options["doc_ids_BT"].cuda()
+    for _ in range(3):
+        ATTENTION[name](q, k, v, doc_ids_BT=ids)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = ATTENTION[name](q, k, v, doc_ids_BT=ids)
+    ids.copy_((torch.arange(1024) // 100).int())
+    graph.replay()
+    torch.testing.assert_close(found, attention.fused(q, k, v, doc_ids_BT=ids), rtol=1e-2, atol=1e-2)
+
+
 @pytest.mark.parametrize("name", ATTENTION)
 def test_another_first_document_does_not_move_the_second(name):
     (q, k, v), options = drawn(**GPT2 | {"dtype": torch.bfloat16, "rows": 1})
