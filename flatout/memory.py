@@ -25,12 +25,17 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 from flatout.errors import HardwareError
-from flatout.models.language_model import LanguageModel, LanguageModelConfig
+from flatout.models.language_model import LanguageModel, LanguageModelConfig, ParameterKind
 from flatout.ops import Ops
 
 GIB = 2**30
 MOST_ROWS = 2**20
 """Where the search for the most rows ends."""
+
+
+def two_in_fp32(num_weights: int) -> int:
+    """Return what AdamW keeps for a tensor of so many weights: two moments."""
+    return 8 * num_weights
 
 
 @dataclass(frozen=True)
@@ -43,8 +48,10 @@ class Workload:
     ops: Ops
     autocast: torch.dtype | None = None
     """Type of the matrix products where it is not that of the weights."""
-    optimizer_states: int = 2
-    """Tensors of a weight's size that the optimizer keeps for it: 2 for AdamW, 1 for Muon."""
+    moments: Callable[[int], int] = two_in_fp32
+    """Bytes that AdamW keeps for a tensor of so many weights."""
+    with_momentum: frozenset[ParameterKind] = frozenset()
+    """Kinds of parameters that are not AdamW's: one momentum in fp32 is kept for them."""
     num_shards: int = 1
     """Processes over which weights, gradients and optimizer state are split."""
     transforms: tuple[Callable[[Any, Any], Any], ...] = ()
@@ -89,7 +96,7 @@ def estimate(workload: Workload, rows: int) -> MemoryEstimate:
     return MemoryEstimate(
         weights=own + _bytes_of(model.buffers()),
         gradients=own,
-        optimizer=own * workload.optimizer_states,
+        optimizer=_optimizer_bytes(model, workload),
         activations=activations,
         logits=logits,
         workspace=max(in_block - logits, 0) + _gathered(model, workload.num_shards),
@@ -208,6 +215,15 @@ def _gathered(model: LanguageModel, num_shards: int) -> int:
         return 0
     blocks = [_bytes_of(block.parameters()) for block in model.blocks]
     return _bytes_of(model.parameters()) - sum(blocks) + 3 * max(blocks, default=0)
+
+
+def _optimizer_bytes(model: LanguageModel, workload: Workload) -> int:
+    kinds = model.parameter_kinds()
+    total = 0
+    for name, parameter in model.named_parameters():
+        count = _shard_bytes(parameter, workload.num_shards) // parameter.element_size()
+        total += 4 * count if kinds[name] in workload.with_momentum else workload.moments(count)
+    return total
 
 
 def _shard_bytes(parameter: nn.Parameter, num_shards: int) -> int:

@@ -124,6 +124,7 @@ PLAIN: Mapping[str, Any] = MappingProxyType(
         "ops.cross_entropy": lazy("flatout.ops.cross_entropy:fused"),
         "ops.newton_schulz": lazy("flatout.ops.newton_schulz:reference"),
         "optimizer": lazy("flatout.optimizers.adamw:per_parameter"),
+        "moments": lazy("flatout.memory:two_in_fp32"),
         "activations": "all",
         "logging": ImmediateReadback,
         "checkpointing": lazy("flatout.training.savers:InTheLoop"),
@@ -135,6 +136,7 @@ PLAIN: Mapping[str, Any] = MappingProxyType(
 windows: where a window's tokens come from. batching: which rows make a step. feed: how they reach the device. micro_batch: rows per device when
 `auto`. matmul: torch's float32 matmul precision. precision: of the products. ops.*: the model's functions and Muon's; the plain
 loss is torch's own cross_entropy on whole logits, which is what people write. optimizer: how AdamW's update is carried out.
+moments: the bytes that AdamW keeps for a tensor of so many weights.
 activations: what blocks keep between forward and backward, in words; a transform sees to it.
 logging: when figures are read from the device. checkpointing: whether the loop waits while its state is written. allocator: called
 once, before anything is built.

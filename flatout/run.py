@@ -161,6 +161,8 @@ def workload_of(config: RunConfig, recipe: Recipe) -> Workload:
         config.data.seq_len,
         ops_of(recipe),
         dtype,
+        moments=recipe.part("moments"),
+        with_momentum=frozenset({"hidden"} if config.optim.kind == "muon" else ()),
         num_shards=config.parallel.shard,
         transforms=tuple(transform.apply for transform in recipe.ordered_transforms() if transform.stage in ("low-precision", "checkpointing")),
         document_mask=config.data.document_mask,

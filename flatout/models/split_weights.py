@@ -7,7 +7,10 @@ rows of an embedding, a checkpoint. Nothing but the storage changes: to all code
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +19,6 @@ from torch.utils._pytree import tree_map
 
 from flatout.models.language_model import LanguageModel
 
-MOST_REMAINDER = 2**15 - 1
 JOINED_AT_ONCE = 2**24
 """Weights of which an update of many tensors holds the fp32 value at once, in number: enough for full rate, 64 MiB."""
 
@@ -39,27 +41,33 @@ _ALIKE_IN_BOTH_PARTS = {
 """What moves numbers and does not change them."""
 
 
+@cache
+def _own_digest() -> str:
+    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+
+
 def split(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return the nearest bfloat16 of each number, ties to even, and how far its bits are from there, in 16 bits.
 
     An even bfloat16 is the nearest of 65,537 fp32 numbers, and 16 bits tell 65,536 apart: that halfway to the next larger one in
-    magnitude is moved by one unit in the last place, towards the bfloat16. All others are kept to the bit.
+    magnitude is moved by one unit in the last place, towards the bfloat16. All others are kept to the bit. What is taken off is the
+    lower half of the bits as a signed number: from half on, rounding went up.
 
     Shapes:  any, fp32.
     Returns: (high, low): bfloat16 and int16, of the same shape.
     """
-    high = weight.to(torch.bfloat16)
-    remainder = weight.view(torch.int32) - high.float().view(torch.int32)
-    return high, remainder.clamp_(max=MOST_REMAINDER).to(torch.int16)
+    bits = weight.view(torch.int32)
+    even_tie = (bits & 0x1FFFF) == 0x8000
+    return weight.to(torch.bfloat16), (bits - even_tie.to(torch.int32)).to(torch.int16)
 
 
 def join(high: Tensor, low: Tensor) -> Tensor:
-    """Return the fp32 numbers that `split` took apart.
+    """Return the fp32 numbers that `split` took apart: by their bits, since compilers take a number to bfloat16 and back for the number.
 
     Shapes:  high (bfloat16) and low (int16), of one shape.
     Returns: a tensor of that shape.
     """
-    return high.float().view(torch.int32).add_(low).view(torch.float32)
+    return high.view(torch.int16).to(torch.int32).bitwise_left_shift_(16).add_(low).view(torch.float32)
 
 
 class SplitTensor(Tensor):
@@ -92,6 +100,10 @@ class SplitTensor(Tensor):
         """Return the tensor of the parts."""
         return SplitTensor(parts["high"], parts["low"])
 
+    def _stable_hash_for_caching(self) -> str:
+        """Return what torch's compiler files its results under: what it compiled for another version of this file is not for this one."""
+        return _own_digest()
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"SplitTensor({join(self.high, self.low)!r})"
 
@@ -108,7 +120,7 @@ class SplitTensor(Tensor):
             if func is _aten.embedding.default:
                 return join(func(first.high, *args[1:], **kwargs), func(first.low, *args[1:], **kwargs))
             if func is _aten.copy_.default:
-                first._write(_joined(args[1]).to(torch.float32))
+                first._take(args[1])
                 return first
         if isinstance(first, (list, tuple)) and func._schema.arguments[0].is_write:
             for some in _in_pieces(args):
@@ -116,9 +128,8 @@ class SplitTensor(Tensor):
             return None
         return _on_joined(func, args, kwargs)
 
-    @torch.no_grad()
-    def _write(self, weight: Tensor) -> None:
-        high, low = split(weight)
+    def _take(self, weight: Tensor) -> None:
+        high, low = (weight.high, weight.low) if isinstance(weight, SplitTensor) else split(weight.to(torch.float32))
         self.high.copy_(high)
         self.low.copy_(low)
 
@@ -131,10 +142,6 @@ def whole(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, SplitTensor):
         return tensor
     return join(tensor.high.cpu(), tensor.low.cpu())
-
-
-def _joined(value: Any) -> Any:
-    return join(value.high, value.low) if isinstance(value, SplitTensor) else value
 
 
 def _on_joined(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -151,7 +158,7 @@ def _on_joined(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     result = func(*tree_map(joined, args), **tree_map(joined, kwargs))
     if any(argument.is_write for argument in func._schema.arguments):
         for part, made in written.values():
-            part._write(made)
+            part._take(made)
     return tree_map(lambda value: written[id(value)][0] if id(value) in written else value, result)
 
 

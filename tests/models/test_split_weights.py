@@ -120,6 +120,22 @@ def test_copies_are_apart():
     assert whole(drawn(2, 2)).shape == (2, 2)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own compiler makes objects of its functions
+def test_compiled_code_takes_apart_and_joins_the_same_bits():
+    """Fused, a number that goes to bfloat16 and back comes out as it went in; what lies in memory must be rounded all the same."""
+
+    def update(tensor, other):
+        tensor.copy_(tensor - 0.125 * other)
+        return tensor + 0
+
+    plain, compiled = made(drawn(8, 16)), made(drawn(8, 16))
+    read = torch.compile(update)(compiled, drawn(8, 16))
+    expected = update(plain, drawn(8, 16))
+    assert torch.equal(compiled.high, plain.high)
+    assert torch.equal(compiled.low, plain.low)
+    assert torch.equal(read, expected)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_a_gpu_takes_apart_joins_and_updates_to_the_same_bits():

@@ -1,0 +1,135 @@
+"""Moments of eight bits: near AdamW's, as small as the estimate says, and whole in a checkpoint."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import pytest
+import torch
+
+from flatout.errors import ConfigError, MissingPackage
+from flatout.memory import estimate
+from flatout.models.split_weights import SplitTensor, join, split, whole
+from flatout.optimizers import eight_bits
+from flatout.recipe import baseline
+from flatout.registry import SPEEDUPS
+from flatout.run import workload_of
+from flatout.selection import speedup_named
+from flatout.training import checkpoint
+from flatout.training.step import train_step
+
+MAKERS = {"torchao": eight_bits.with_torchao, "bitsandbytes": eight_bits.with_bitsandbytes}
+NAMES = {"torchao": "adamw-8bit", "bitsandbytes": "adamw-8bit-bitsandbytes"}
+KEYWORDS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8}
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own compiler makes objects of its functions
+
+
+@pytest.fixture(params=MAKERS)
+def package(request):
+    """The package's name; the test is skipped where it is not installed."""
+    pytest.importorskip(request.param)
+    return request.param
+
+
+def weights():
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(128, 32, generator=generator), torch.randn(32, generator=generator)
+
+
+def trained(make, matrix, vector, *, steps=6):
+    members = [torch.nn.Parameter(matrix), torch.nn.Parameter(vector)]
+    groups = [{"params": members[:1], "weight_decay": 0.1}, {"params": members[1:], "weight_decay": 0.0}]
+    optimizer = make([group | {"lr": 1e-2, "peak_lr": 1e-2} for group in groups], KEYWORDS)
+    generator = torch.Generator().manual_seed(2)
+    for step in range(steps):
+        for member in members:
+            member.grad = torch.randn(member.shape, generator=generator)
+        for group in optimizer.param_groups:
+            group["lr"] = group["peak_lr"] / (step + 1)
+        optimizer.step()
+    return members, optimizer
+
+
+def test_updates_are_near_those_of_fp32_moments_and_equal_for_small_tensors(package):
+    (matrix, vector), optimizer = trained(MAKERS[package], *weights())
+    (plain_matrix, plain_vector), _ = trained(lambda groups, keywords: torch.optim.AdamW(groups, **keywords, fused=True), *weights())
+    moved = (plain_matrix - weights()[0]).abs().mean()
+    assert 0 < (matrix - plain_matrix).abs().mean() < 0.1 * moved
+    torch.testing.assert_close(vector, plain_vector)
+    assert [group["lr"] for group in optimizer.param_groups] == [pytest.approx(1e-2 / 6)] * 2
+
+
+def test_another_rate_compiles_nothing_anew():
+    pytest.importorskip("torchao")
+    from torch._dynamo.utils import counters
+
+    trained(MAKERS["torchao"], *weights(), steps=1)
+    before = counters["stats"]["unique_graphs"]
+    trained(MAKERS["torchao"], *weights(), steps=5)
+    assert counters["stats"]["unique_graphs"] == before
+
+
+def test_weights_in_two_parts_are_updated_to_the_same_bits_or_refused(package):
+    matrix, vector = weights()
+    parts = split(matrix)
+    if package == "bitsandbytes":
+        with pytest.raises(ConfigError, match="bf16-weights"):
+            trained(MAKERS[package], SplitTensor(*parts), vector)
+        return
+    (plain, _), _ = trained(MAKERS[package], join(*parts), vector, steps=1)
+    (fast, _), _ = trained(MAKERS[package], SplitTensor(*parts), vector, steps=1)
+    assert torch.equal(whole(fast.detach()), join(*split(plain.detach())))
+
+
+def steps(run, count):
+    losses = []
+    for _ in range(count):
+        losses.append(float(train_step(run, next(run.feed)).loss))
+        run.step += 1
+    return losses
+
+
+@pytest.mark.parametrize("optim", ["adamw", "muon"])
+def test_five_and_five_steps_are_ten(package, optim, build_run, tiny_config, tmp_path):
+    config = tiny_config(train__steps=10, optim__kind=optim, model__vocab_size=264, speedups=NAMES[package])
+    unbroken, half = build_run(config, tmp_path / "whole"), build_run(config, tmp_path / "half")
+    losses = steps(unbroken, 10)
+    assert steps(half, 5) == losses[:5]
+    saved = checkpoint.save(half)
+    again = build_run(config, tmp_path / "half")
+    steps(again, 2)
+    checkpoint.load(again, saved)
+    assert steps(again, 5) == losses[5:]
+    for one, other in zip(unbroken.core.parameters(), again.core.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert '"uint8"' in (saved / "index.json").read_text()
+
+
+def test_the_estimate_is_what_the_optimizer_keeps(package, build_run, tiny_config):
+    run = build_run(tiny_config(speedups=NAMES[package], model__vocab_size=264))
+    steps(run, 1)
+    tables = 0 if package == "bitsandbytes" else eight_bits.TABLE_BYTES  # torchao's are not in the optimizer's own state
+    kept = [value.nbytes for state in run.optimizers[0].state.values() for name, value in state.items() if name != "step"]
+    narrowed = sum("exp_avg_scale" in state for state in run.optimizers[0].state.values())
+    recipe = baseline().with_speedup(speedup_named(NAMES[package]))
+    assert estimate(workload_of(run.config, recipe), 1).optimizer == sum(kept) + tables * narrowed
+    assert sum(kept) < 0.5 * sum(8 * p.numel() for p in run.core.parameters())
+
+
+def test_a_package_that_is_absent_is_named_with_its_install_line(package, monkeypatch, tiny_config):
+    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setitem(sys.modules, f"{package}.optim", None)
+    with pytest.raises(MissingPackage, match=f"takes the package {package}, which is not installed") as raised:
+        MAKERS[package]([], KEYWORDS)
+    extra = "adamw-8bit" if package == "torchao" else package
+    assert f'pip install "flatout[{extra}]"' in str(raised.value)
+    speedup = SPEEDUPS.get(NAMES[package])
+    monkeypatch.setattr(importlib.import_module(speedup.why_not.__module__), "find_spec", lambda _: None)
+    assert f'pip install "flatout[{extra}]"' in speedup.why_not(None, tiny_config())
+
+
+def test_split_weights_are_refused(package, monkeypatch, tiny_config):
+    refused = SPEEDUPS.get(NAMES[package]).why_not(importlib.import_module("flatout.hardware").probe(), tiny_config(parallel__shard=2))
+    assert "parallel.shard=1" in refused
