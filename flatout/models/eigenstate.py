@@ -31,6 +31,8 @@ RESONANCE = 0.01
 """What the coupling of eigenstates counts."""
 LEAN_CHUNK = 64
 """Tokens of a chunk whose matrices of powers are small beside the states."""
+GOLDEN = (math.sqrt(5) - 1) / 2
+"""Multiples of this share of a circle stay apart from each other and from zero, however many there are."""
 UNLIMITED = 2**40
 """Tokens in a row that it takes: more than there are."""
 
@@ -144,20 +146,18 @@ class Eigenstate(LanguageModel):
     def init_weights(self) -> None:
         """Fill every parameter anew: matrices normal(0, 0.02), biases 0, norms 1, gates' biases -2, eigenvalues as `model.initialisation` says.
 
-        The two matrices of a block that add to the hidden states get 0.02 / sqrt(2 L), as in GPT-2.
+        The two matrices of a block that add to the hidden states get 0.02 / sqrt(2 L), as in GPT-2; the drive's, which follows a norm,
+        gets 1 / sqrt(D): a drive of unit variance at any width.
         """
-        residual_std = INIT_STD / math.sqrt(2 * self.config.num_layers)
+        added_std = INIT_STD / math.sqrt(2 * self.config.num_layers)
+        stds = {"drive": self.config.d_model**-0.5, "output": added_std, "down": added_std, "selection": 0.0, "coupling": 1.0}
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.constant_(parameter, GATE_BIAS if name.endswith("gate.bias") else 0.0)
             elif parameter.dim() == 1:
                 nn.init.constant_(parameter, 0.0 if name.endswith("share") else 1.0)
-            elif name.endswith("selection.weight"):
-                nn.init.zeros_(parameter)
-            elif name.endswith("coupling"):
-                nn.init.normal_(parameter)
             else:
-                nn.init.normal_(parameter, std=residual_std if name.endswith(("recurrence.output.weight", "mlp.down.weight")) else INIT_STD)
+                nn.init.normal_(parameter, std=stds.get(name.removesuffix(".weight").rpartition(".")[-1], INIT_STD))
         for module in self.modules():
             if isinstance(module, Memory):
                 module.init_eigenvalues(self.config)
@@ -287,23 +287,18 @@ class Memory(nn.Module):
         self.ops = ops
         self.log_rate = nn.Parameter(torch.zeros(config.num_eigenstates))
         """Logarithm of what is forgotten a step: |eigenvalue| = exp(-exp(log_rate)), below 1 whatever is learned."""
-        self.angle = nn.Parameter(torch.zeros(config.num_eigenstates))
+        self.detuning = nn.Parameter(torch.zeros(config.num_eigenstates))
+        """Angle beyond the eigenstate's place on the circle, in units of what is forgotten a step: see `_eigenvalues`."""
 
     @torch.no_grad()
     def init_eigenvalues(self, config: EigenstateConfig) -> None:
-        """Draw time constants log-uniform up to the memory and angles uniform; or as published, where nothing lasts.
-
-        An angle near zero would add up what every token says alike, and drown what one of them said long ago.
-        Source: Orvieto et al. 2023, arXiv:2303.06349, section 3.
-        """
-        longest = max((config.memory or 2) / self.scale, 2.0)
+        """Draw time constants log-uniform up to the memory; or as published, where nothing lasts."""
         if config.initialisation == "published":
             magnitude = torch.empty_like(self.log_rate).uniform_(-3, 0).sigmoid_()
             self.log_rate.copy_(magnitude.log_().neg_().log_())
-            self.angle.uniform_(0, 2 * math.pi)
         else:
-            self.log_rate.uniform_(-math.log(longest), 0.0)
-            self.angle.uniform_(0, 2 * math.pi)
+            self.log_rate.uniform_(-math.log(max((config.memory or 2) / self.scale, 2.0)), 0.0)
+        self.detuning.zero_()
 
     def forward(self, drive_BTE: Tensor, pace_BTK: Tensor | None, doc_ids_BT: Tensor | None) -> Tensor:
         """Return the states that each token may know of.
@@ -345,12 +340,21 @@ class Memory(nn.Module):
             groups_BNSE = torch.where((ids_BNS == ids_BNS[..., -1:])[..., None], groups_BNSE, 0.0)
         return groups_BNSE.mean(dim=2)
 
+    def _eigenvalues(self) -> tuple[Tensor, Tensor]:
+        """(log_decay_K, angle_K). Places all round the circle are fixed; what is learned moves an angle in units of what is forgotten a step.
+
+        Learned in radians, one step of an optimiser would turn what was said long ago by whole circles. An angle near zero would add
+        up what every token says alike, and drown what one of them said.
+        """
+        rate_K = at_least_fp32(self.log_rate).exp()
+        place_K = torch.arange(1, len(rate_K) + 1, device=rate_K.device, dtype=torch.float64)
+        return -rate_K, (2 * math.pi * (place_K * GOLDEN).frac()).to(rate_K.dtype) + rate_K * self.detuning
+
     def _states(self, drive_BNE: Tensor, pace_BTK: Tensor | None, doc_ids_BN: Tensor | None, start_BE: Tensor | None) -> Tensor:
         """The recurrence, its drive scaled by sqrt(1 - |eigenvalue|^2): states of unit variance from a drive of unit variance."""
         if not drive_BNE.shape[1]:
             return at_least_fp32(drive_BNE)
-        log_decay = -self.log_rate.exp()
-        angle: Tensor = self.angle
+        log_decay, angle = self._eigenvalues()
         if pace_BTK is not None:
             log_decay = log_decay * pace_BTK
             angle = angle.expand_as(log_decay)

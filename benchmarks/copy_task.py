@@ -1,0 +1,125 @@
+"""The eigenstate network's copy task: say which of eight symbols stood at the start of a text, thousands of equal tokens before.
+
+    OMP_NUM_THREADS=1 python benchmarks/copy_task.py
+
+A row is a symbol, filler, and a token that asks for the symbol; the loss is that of the one answer. There is a row for each of
+the eight symbols, so a step sees the whole task and chance is a loss of log 8 = 2.079. One layer is trained by Muon from each
+initialisation and each seed, for all the steps or until every answer is right with a loss below 0.02. Writes
+benchmarks/results/copy_task.json and .md. Figures are losses and steps, not times: the machine may be busy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+
+import torch
+from main_job import RESULTS, commit, spread
+from torch import Tensor
+
+from flatout.config import OptimConfig
+from flatout.hardware import probe
+from flatout.models.eigenstate import Eigenstate
+from flatout.ops import Ops, cross_entropy, newton_schulz, scan
+from flatout.optimizers import muon
+from flatout.optimizers.adamw import per_parameter
+from flatout.optimizers.groups import OptimizerParts
+
+SYMBOLS, FILLER, QUERY = 8, 8, 9
+SHAPE = {"vocab_size": 10, "num_layers": 1, "d_model": 16, "d_ff": 16, "num_eigenstates": 32, "num_heads": 4, "chunk_size": 32}
+LEARNING_RATE = 0.02
+LEARNED = 0.02
+"""A loss below which there is nothing more to see."""
+FAR = 4096
+"""Beyond so many tokens one seed is tried, and not every form."""
+
+
+def forms(distance: int) -> dict[str, dict]:
+    """Return the forms of the network that are tried at a distance, and the keys under `model.` that make them."""
+    beside = {"hierarchical": {"scales": [1, 2, 4, 8]}, "selective": {"eigenvalues": "selective"}} if distance <= FAR else {}
+    long = {"": {}, "memory of four windows": {"memory": 4 * (distance + 1)}} | beside
+    return {", ".join(filter(None, ("long-memory", name))): keys for name, keys in long.items()} | {"published": {"initialisation": "published"}}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--distances", type=int, nargs="+", default=[256, 1024, 4096, 16384], help="tokens between the symbol and the query")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=200)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    runs = []
+    for distance in arguments.distances:
+        for form, keys in forms(distance).items():
+            for seed in range(arguments.seeds if distance <= FAR else 1):
+                run = {"distance": distance, "form": form, "seed": seed} | trained(distance, keys, seed, arguments.steps)
+                print(json.dumps(run), file=sys.stderr, flush=True)
+                runs.append(run)
+    found = {"machine": probe().describe(), "commit": commit(), "seeds": arguments.seeds, "steps": arguments.steps, "shape": SHAPE, "runs": runs}
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / "copy_task.json").write_text(json.dumps(found, indent=1) + "\n")
+    (RESULTS / "copy_task.md").write_text(table(found))
+    print(table(found))
+
+
+def rows_of(distance: int) -> Tensor:
+    """Return one row for each symbol, which stands `distance` tokens before the query.
+
+    Returns: tokens_BT.
+    """
+    tokens_BT = torch.full((SYMBOLS, distance + 1), FILLER)
+    tokens_BT[:, 0], tokens_BT[:, -1] = torch.arange(SYMBOLS), QUERY
+    return tokens_BT
+
+
+def trained(distance: int, keys: dict, seed: int, steps: int) -> dict:
+    """Train one model; return its last loss and accuracy, and after how many steps all answers were right (None: never)."""
+    torch.manual_seed(seed)
+    ops = Ops.plain(scan=scan.chunked, cross_entropy=cross_entropy.fused)
+    model = Eigenstate(Eigenstate.check(SHAPE | keys, seq_len=distance + 1), ops)
+    config = OptimConfig(kind="muon", lr=LEARNING_RATE, weight_decay=0.0)
+    optimizers = muon.build(model, config, OptimizerParts(per_parameter, newton_schulz.reference))
+    tokens_BT, answers_B = rows_of(distance), torch.arange(SYMBOLS)
+    right_after = None
+    for step in range(steps + 1):
+        logits_BV = model.next_logits(tokens_BT)
+        loss = torch.nn.functional.cross_entropy(logits_BV, answers_B)
+        accuracy = float((logits_BV.argmax(dim=-1) == answers_B).float().mean())
+        if accuracy == 1 and right_after is None:
+            right_after = step
+        if step == steps or (accuracy == 1 and float(loss.detach()) < LEARNED):
+            break
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    return {"steps": step, "loss": float(loss.detach()), "accuracy": accuracy, "right_after_steps": right_after}
+
+
+def table(found: dict) -> str:
+    """Return the figures as Markdown."""
+    lines = ["| tokens back | initialisation, form | seeds that learn it | steps until all eight are right | loss at the end | right at the end |"]
+    lines.append("|---|---|---|---|---|---|")
+    cases = dict.fromkeys((run["distance"], run["form"]) for run in found["runs"])
+    for distance, form in cases:
+        runs = [run for run in found["runs"] if (run["distance"], run["form"]) == (distance, form)]
+        right = [run["right_after_steps"] for run in runs if run["right_after_steps"] is not None]
+        accuracy = statistics.mean(run["accuracy"] for run in runs)
+        learned = f"{len(right)} of {len(runs)} | {spread(right) if right else 'never'}"
+        lines.append(f"| {distance:,} | {form} | {learned} | {spread([run['loss'] for run in runs], 3)} | {accuracy:.0%} |")
+    shape = found["shape"]
+    lines += [
+        "",
+        f"{found['machine']}, one thread, fp32; one layer, d {shape['d_model']}, {shape['num_eigenstates']} eigenstates, constant filler, Muon with "
+        f"a learning rate of {LEARNING_RATE}, at most {found['steps']} steps, until the loss is below {LEARNED}; chance is 2.079 and 1 in 8; "
+        f"{found['seeds']} seeds, 1 beyond {FAR:,}; median (smallest to largest), the share right is the mean; commit {found['commit']}; "
+        "`python benchmarks/copy_task.py`.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()
