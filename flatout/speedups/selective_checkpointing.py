@@ -18,12 +18,13 @@ def _recompute(model: Any, mesh: Any) -> Any:
 def _kept_operations() -> list[Any]:
     """What costs much to compute again for the bytes it takes: matrix products and attention, of whatever kernel."""
     import torch
+    from torch.nn.attention import varlen  # noqa: F401  # it registers its operation
 
-    aten = torch.ops.aten
-    names = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm")
+    products = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm")
     attention = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention", "attention_math")
-    operations = [getattr(aten, name) for name in (*names, *(f"_scaled_dot_product_{kind}" for kind in attention)) if hasattr(aten, name)]
-    return [operation.default for operation in operations if hasattr(operation, "default")]
+    names = [*products, *(f"_scaled_dot_product_{kind}" for kind in attention)]
+    found = [getattr(torch.ops.aten, name, None) for name in names] + [getattr(torch.ops.torch_attn, "_varlen_attn", None)]
+    return [operation.default for operation in found if operation is not None] + [torch.ops.higher_order.flex_attention]
 
 
 SPEEDUP = Speedup(
