@@ -54,6 +54,8 @@ class Workload:
     """Kinds of parameters that are not AdamW's: one momentum in fp32 is kept for them."""
     num_shards: int = 1
     """Processes over which weights, gradients and optimizer state are split."""
+    whole_gradients: bool = False
+    """Each process holds all gradients between micro-batches, though weights are split."""
     transforms: tuple[Callable[[Any, Any], Any], ...] = ()
     """What is done to the model that changes what it keeps; (model, mesh) -> model."""
     document_mask: bool = False
@@ -93,9 +95,10 @@ def estimate(workload: Workload, rows: int) -> MemoryEstimate:
         activations, in_block = _through_blocks(model, workload, rows)
         logits = _head_peak(model, workload, rows)
     own = sum(_shard_bytes(parameter, workload.num_shards) for parameter in model.parameters())
+    gradients = _bytes_of(model.parameters()) if workload.whole_gradients else own
     return MemoryEstimate(
         weights=own + _bytes_of(model.buffers()),
-        gradients=own,
+        gradients=gradients,
         optimizer=_optimizer_bytes(model, workload),
         activations=activations,
         logits=logits,

@@ -7,8 +7,8 @@ recipe. Nothing here imports torch: parts that need it are named with `lazy` and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,7 +21,7 @@ from flatout.registry import MODELS, load_reference
 if TYPE_CHECKING:
     from flatout.memory import Workload
 
-STAGES = ("tensor", "low-precision", "checkpointing", "compile", "shard")
+STAGES = ("tensor", "low-precision", "checkpointing", "compile", "cuda-graphs", "shard")
 """The one right order in which transforms wrap a model; `shard` belongs to config.parallel."""
 
 
@@ -109,6 +109,23 @@ def as_it_is() -> None:
     """Leave the process's allocator as it comes."""
 
 
+def with_every_micro_batch(_model: Any, _is_last: bool) -> AbstractContextManager[Any]:
+    """Let processes exchange gradients in every micro-batch."""
+    return nullcontext()
+
+
+def dropped(parameters: Iterable[Any]) -> None:
+    """Forget the gradients; the next backward pass brings tensors of its own."""
+    for parameter in parameters:
+        parameter.grad = None
+
+
+@contextmanager
+def as_python_collects() -> Iterator[Callable[[int], None]]:
+    """Leave Python's collector of cycles as it is; what is yielded is told of every step, and does nothing."""
+    yield lambda _step: None
+
+
 PLAIN: Mapping[str, Any] = MappingProxyType(
     {
         "windows": lazy("flatout.data.in_loop:TokenisingWindows"),
@@ -126,9 +143,14 @@ PLAIN: Mapping[str, Any] = MappingProxyType(
         "optimizer": lazy("flatout.optimizers.adamw:per_parameter"),
         "moments": lazy("flatout.memory:two_in_fp32"),
         "activations": "all",
+        "compilation": "none",
+        "exchange": with_every_micro_batch,
+        "gradients": dropped,
         "logging": ImmediateReadback,
         "checkpointing": lazy("flatout.training.savers:InTheLoop"),
         "allocator": as_it_is,
+        "collector": as_python_collects,
+        "convolutions": nullcontext,
     }
 )
 """Every slot with its plain value.
@@ -137,9 +159,12 @@ windows: where a window's tokens come from. batching: which rows make a step. fe
 `auto`. matmul: torch's float32 matmul precision. precision: of the products. ops.*: the model's functions and Muon's; the plain
 loss is torch's own cross_entropy on whole logits, which is what people write. optimizer: how AdamW's update is carried out.
 moments: the bytes that AdamW keeps for a tensor of so many weights.
-activations: what blocks keep between forward and backward, in words; a transform sees to it.
-logging: when figures are read from the device. checkpointing: whether the loop waits while its state is written. allocator: called
-once, before anything is built.
+activations: what blocks keep between forward and backward, in words; a transform sees to it. compilation: what is compiled as one, likewise.
+exchange: (model, is it the step's last micro-batch) -> the context of a micro-batch, in which processes exchange gradients or wait with it.
+gradients: clears those of the parameters it is given, after each step. logging: when figures are read from the device.
+checkpointing: whether the loop waits while its state is written. allocator: called once, before anything is built.
+collector: the context of the loop, which yields what is called after every step.
+convolutions: the context of the loop in which cuDNN chooses its algorithms.
 """
 
 
@@ -220,6 +245,8 @@ class Speedup:
     """What it does to the model."""
     needs: tuple[str, ...] = ()
     """Speedups without which it does not work."""
+    compiles: bool = False
+    """Whether it hands code to torch.compile, which is then called once before training: where that fails, all that compile are off."""
     why_not: Callable[[Machine, RunConfig], str | None] = always
     """A sentence on why it cannot or should not run here, or None. Whether the model has a use for it is found apart from that."""
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import math
 import random
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,7 @@ from flatout.optimizers.loss_scale import LossScaler
 from flatout.parallel.data import wrap
 from flatout.parallel.mesh import Mesh, replicas
 from flatout.preflight import check_names
-from flatout.recipe import MicroBatchPlan, Precision, Recipe, Transform
+from flatout.recipe import MicroBatchPlan, Precision, Recipe, Transform, as_python_collects, dropped, with_every_micro_batch
 from flatout.registry import MODELS, OPTIMIZERS
 from flatout.selection import Decision, assemble, select
 
@@ -69,6 +69,14 @@ class Run:
     readback: Any
     saver: Any
     peak: Peak | None
+    exchange: Callable[[nn.Module, bool], AbstractContextManager[Any]] = with_every_micro_batch
+    """(model, is it the last) -> the context of a micro-batch: when processes exchange gradients."""
+    clear_gradients: Callable[[Iterable[nn.Parameter]], None] = dropped
+    """Called after each step."""
+    collector: Callable[[], AbstractContextManager[Callable[[int], None]]] = as_python_collects
+    """The context of the loop; what it yields is called after each step, with the step."""
+    convolutions: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """The context of the loop, in which cuDNN chooses."""
     scaler: LossScaler | None = None
     step: int = 0
     tokens: int = 0
@@ -127,6 +135,7 @@ def resolve(
     total = flops * (config.train.steps or 0) * (config.batch.tokens_per_step or 0)
     peak = known_peak(machine, config.train.device, "fp32" if config.train.device == "cpu" else "bf16")
     minutes = total / (world_size * peak.tflops * 1e12 * ASSUMED_MFU) / 60 if peak else None
+    config = config.with_values({"parallel.replicate": replicas(config.parallel, world_size)})
     decisions = select(config, machine, device=config.train.device, minutes=minutes)
     recipe = assemble(decisions)
     if asked.steps is None and "batching" in recipe.filled_by:
@@ -145,8 +154,7 @@ def resolve(
         rows = recipe.part("micro_batch")(plan)
         batch = {"batch.rows_per_device": rows, "batch.accumulate": rows_per_rank // rows}
         on.discard(recipe.filled_by.get("micro_batch", ""))  # its work is done: the rows are written down
-    replicate = replicas(config.parallel, world_size)
-    settled = {"train.precision": precision.name, "speedups": [d.name for d in decisions if d.name in on] or "none", "parallel.replicate": replicate}
+    settled = {"train.precision": precision.name, "speedups": [d.name for d in decisions if d.name in on] or "none"}
     return config.with_values(batch | settled), decisions
 
 
@@ -164,6 +172,7 @@ def workload_of(config: RunConfig, recipe: Recipe) -> Workload:
         moments=recipe.part("moments"),
         with_momentum=frozenset({"hidden"} if config.optim.kind == "muon" else ()),
         num_shards=config.parallel.shard,
+        whole_gradients="exchange" in recipe.filled_by,
         transforms=tuple(transform.apply for transform in recipe.ordered_transforms() if transform.stage in ("low-precision", "checkpointing")),
         document_mask=config.data.document_mask,
     )
@@ -292,8 +301,13 @@ def build(config: RunConfig, *, machine: Machine, mesh: Mesh, dataset: Dataset |
         readback=recipe.part("logging")(),
         saver=recipe.part("checkpointing")(),
         peak=None,
+        exchange=recipe.part("exchange"),
+        clear_gradients=recipe.part("gradients"),
+        collector=recipe.part("collector"),
+        convolutions=recipe.part("convolutions"),
         scaler=LossScaler(precision.loss_scale) if precision.loss_scale else None,
     )
+    run.clear_gradients(core.parameters())
     run.peak = known_peak(machine, str(mesh.device), run.arithmetic)
     return run
 

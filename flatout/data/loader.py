@@ -65,6 +65,11 @@ class StepBatch:
         """Inputs of a row."""
         return self.windows_ABW.shape[2] - 1
 
+    @property
+    def num_micro_batches(self) -> int:
+        """How many micro-batches the step has."""
+        return len(self.windows_ABW)
+
     def micro_batches(self) -> Iterator[MicroBatch]:
         """Yield the step's micro-batches; tokens become int64 here, on the device."""
         for a, windows_BW in enumerate(self.windows_ABW):
@@ -74,10 +79,15 @@ class StepBatch:
 
 
 def _micro_batch(windows_BW: Tensor, mask_BT: Tensor | None, doc_ids_BT: Tensor | None) -> MicroBatch:
-    targets_BT = windows_BW[:, 1:].to(torch.int64)
+    targets_BT = _plain(windows_BW[:, 1:])
     if mask_BT is not None:
         targets_BT.masked_fill_(~mask_BT, IGNORED)
-    return MicroBatch(windows_BW[:, :-1].to(torch.int64), targets_BT, doc_ids_BT)
+    return MicroBatch(_plain(windows_BW[:, :-1]), targets_BT, doc_ids_BT)
+
+
+def _plain(tokens_BT: Tensor) -> Tensor:
+    """int64 with the strides of a fresh tensor: of a single row torch would keep those of the window, for which a compiler compiles anew."""
+    return tokens_BT.to(torch.int64, memory_format=torch.contiguous_format)
 
 
 class _Buffer:
@@ -143,6 +153,11 @@ class _Feed:
     def steps_per_epoch(self) -> float:
         """Steps that read the split once, all sets of a mix together."""
         return self._steps.steps_per_epoch
+
+    @property
+    def shapes(self) -> tuple[tuple[int, int], ...]:
+        """Every (rows, tokens of a row) that a micro-batch may have, each once."""
+        return tuple(dict.fromkeys((rows, seq_len) for rows, seq_len in self._steps.shapes))
 
     def prime(self, steps: int, *, progress: Progress = SILENT) -> None:
         """Let the reader get ready for the rows of the next `steps` steps, as many as it keeps; most readers need not.

@@ -5,6 +5,7 @@ Letters: B rows, T tokens, N = B T targets, D width, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -88,7 +89,11 @@ def chunked(hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor, *, softca
     Raises:  ShapeError as `reference`.
     """
     hidden_BTD, valid_BT = _valid_only(hidden_BTD, weight_VD, targets_BT)
-    loss_sum: Tensor = _Chunked.apply(hidden_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), softcap, z_loss)  # type: ignore[no-untyped-call]
+    hidden_ND, targets_N = hidden_BTD.flatten(0, 1), targets_BT.flatten()
+    if torch.is_grad_enabled() and (hidden_ND.requires_grad or weight_VD.requires_grad):
+        loss_sum: Tensor = _Chunked.apply(hidden_ND, weight_VD, targets_N, softcap, z_loss)  # type: ignore[no-untyped-call]
+    else:
+        loss_sum = _chunked_loss(hidden_ND, weight_VD, targets_N, softcap, z_loss)
     return loss_sum, valid_BT.sum()
 
 
@@ -133,50 +138,77 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, softcap: float | None, z_loss: float) -> Tensor:
-        """Return the loss, and keep both gradients where they are wanted."""
-        autocast = torch.is_autocast_enabled(hidden_ND.device.type)
-        narrow = torch.get_autocast_dtype(hidden_ND.device.type) if autocast else torch.promote_types(hidden_ND.dtype, weight_VD.dtype)
-        wide = torch.promote_types(narrow, torch.float32)
-        learns = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
+        """Return the loss, and keep both gradients."""
+        narrow, wide = _arithmetic(hidden_ND, weight_VD)
         with torch.autocast(hidden_ND.device.type, enabled=False):
             factor_VD = weight_VD.to(narrow)
-            grad_hidden_ND = torch.empty_like(hidden_ND) if learns else None
-            grad_weight_VD = torch.zeros(weight_VD.shape, dtype=wide, device=weight_VD.device) if learns else None
+            grad_weight_VD = torch.zeros(weight_VD.shape, dtype=wide, device=weight_VD.device)
             loss_sum = torch.zeros((), dtype=wide, device=hidden_ND.device)
-            size = max(LOGITS_AT_ONCE["cuda" if hidden_ND.is_cuda else "cpu"] // weight_VD.shape[0], 1)
-            for start in range(0, len(targets_N), size):
-                chunk_CD = hidden_ND[start : start + size].to(narrow)
-                targets_C = targets_N[start : start + size]
+            grads_CD = []
+            for chunk_CD, targets_C in _chunks(hidden_ND.to(narrow), targets_N, len(weight_VD)):
                 losses_C, grad_CV = _losses_and_gradient((chunk_CD @ factor_VD.t()).to(wide), targets_C, softcap, z_loss)
                 loss_sum += losses_C.sum()
-                if grad_hidden_ND is not None and grad_weight_VD is not None:
-                    grad_CV = grad_CV.to(narrow)
-                    grad_hidden_ND[start : start + size] = grad_CV @ factor_VD
-                    grad_weight_VD += grad_CV.t() @ chunk_CD
-        ctx.save_for_backward(grad_hidden_ND, grad_weight_VD)
+                grad_CV = grad_CV.to(narrow)
+                grads_CD.append((grad_CV @ factor_VD).to(hidden_ND.dtype))
+                grad_weight_VD += grad_CV.t() @ chunk_CD
+        ctx.save_for_backward(torch.cat(grads_CD), grad_weight_VD)
         ctx.weight_dtype = weight_VD.dtype
         return loss_sum
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         """Return what was kept, times the gradient of the loss."""
         grad_hidden_ND, grad_weight_VD = ctx.saved_tensors
         return grad_hidden_ND * grad.to(grad_hidden_ND.dtype), (grad_weight_VD * grad).to(ctx.weight_dtype), None, None, None
 
 
-def _losses_and_gradient(logits_CV: Tensor, targets_C: Tensor, softcap: float | None, z_loss: float) -> tuple[Tensor, Tensor]:
-    """Each target's loss, 0 where it is ignored, and the gradient of their sum to the logits."""
-    valid_C = targets_C != IGNORED
-    picked_C1 = targets_C.clamp_min(0)[:, None]
+def _chunked_loss(hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, softcap: float | None, z_loss: float) -> Tensor:
+    """The summed loss alone, of which evaluation wants no gradient: a third of the work."""
+    narrow, wide = _arithmetic(hidden_ND, weight_VD)
+    with torch.autocast(hidden_ND.device.type, enabled=False):
+        factor_VD = weight_VD.to(narrow)
+        loss_sum = torch.zeros((), dtype=wide, device=hidden_ND.device)
+        for chunk_CD, targets_C in _chunks(hidden_ND.to(narrow), targets_N, len(weight_VD)):
+            loss_sum += _losses((chunk_CD @ factor_VD.t()).to(wide), targets_C, softcap, z_loss)[0].sum()
+    return loss_sum
+
+
+def _arithmetic(hidden_ND: Tensor, weight_VD: Tensor) -> tuple[torch.dtype, torch.dtype]:
+    """What products are computed in, and what is summed in."""
+    device = hidden_ND.device.type
+    narrow = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.promote_types(hidden_ND.dtype, weight_VD.dtype)
+    return narrow, torch.promote_types(narrow, torch.float32)
+
+
+def _chunks(hidden_ND: Tensor, targets_N: Tensor, vocab_size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield as few chunks as there can be, as equal as can be: a compiler writes the loop out, and equal shapes share their kernels."""
+    most = max(LOGITS_AT_ONCE["cuda" if hidden_ND.is_cuda else "cpu"] // vocab_size, 1)
+    count = max(-(-len(targets_N) // most), 1)
+    size = max(-(-len(targets_N) // count), 1)
+    return zip(torch.split(hidden_ND, size), torch.split(targets_N, size), strict=True)
+
+
+def _losses(logits_CV: Tensor, targets_C: Tensor, softcap: float | None, z_loss: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Each target's loss, 0 where it is ignored; the logits within their cap, and the logarithm of the sum of their exponentials."""
     capped_CV = capped(logits_CV, softcap)
     log_sum_C = capped_CV.logsumexp(dim=-1)
-    losses_C = log_sum_C - capped_CV.gather(-1, picked_C1)[:, 0] + z_loss * log_sum_C.square()
-    factor_C = (1 + 2 * z_loss * log_sum_C).masked_fill(~valid_C, 0.0)
+    losses_C = log_sum_C - capped_CV.gather(-1, targets_C.clamp_min(0)[:, None])[:, 0] + z_loss * log_sum_C.square()
+    return losses_C.masked_fill(targets_C == IGNORED, 0.0), capped_CV, log_sum_C
+
+
+def _losses_and_gradient(logits_CV: Tensor, targets_C: Tensor, softcap: float | None, z_loss: float) -> tuple[Tensor, Tensor]:
+    """Each target's loss, 0 where it is ignored, and the gradient of their sum to the logits.
+
+    The target's place is found by comparing, not by writing to it: a compiler then makes the gradient in one pass.
+    """
+    losses_C, capped_CV, log_sum_C = _losses(logits_CV, targets_C, softcap, z_loss)
+    factor_C = (1 + 2 * z_loss * log_sum_C).masked_fill(targets_C == IGNORED, 0.0)
     grad_CV = (capped_CV - log_sum_C[:, None]).exp() * factor_C[:, None]
-    grad_CV.scatter_add_(-1, picked_C1, -valid_C.to(grad_CV.dtype)[:, None])
+    is_target_CV = targets_C[:, None] == torch.arange(logits_CV.shape[1], device=logits_CV.device)
+    grad_CV.add_(is_target_CV, alpha=-1)
     if softcap is not None:
         grad_CV *= 1 - (capped_CV / softcap).square()
-    return losses_C.masked_fill(~valid_C, 0.0), grad_CV
+    return losses_C, grad_CV
 
 
 def capped(logits: Tensor, softcap: float | None) -> Tensor:

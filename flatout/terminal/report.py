@@ -36,6 +36,7 @@ class RunReport:
         self._last_step = -1
         self._said = ""
         self._speedups: set[str] = set()
+        self._recompiled = False
         self._epoch = 0
         self._epoch_said_s = -math.inf
         self._losses: list[float] = []
@@ -85,12 +86,20 @@ class RunReport:
             self._speedups.add(event["name"])
         if event.get("event") == "stop":
             self._close()
-        line = _event_line(event)
+        line = _event_line(event) if event.get("event") != "recompiled" else self._recompiled_line(event)
         if line and event.get("event") == "speedup" and self.terminal.interactive:
             line = wrapped(line, self.terminal.console.width, hanging=24)
         if line and line != self._said:
             self._said = line
             self.terminal.say(line)
+
+    def _recompiled_line(self, event: Mapping[str, Any]) -> str | None:
+        """Return what to say of the first time that something was compiled again; all of them are in events.jsonl."""
+        if self._recompiled:
+            return None
+        self._recompiled = True
+        why = "; ".join(event["reasons"]) or "it had not been called before"
+        return f"Compiled again at step {event['step']:,}, {event['compile_s']:.0f} s: {why}. Further times are only counted."
 
     def on_end(self, summary: Mapping[str, Any]) -> None:
         """Close the line of the steps."""
@@ -111,6 +120,9 @@ def _event_line(event: Mapping[str, Any]) -> str | None:
         return f"Going on from {event['from_checkpoint']}"
     if kind == "speedup":
         return f"  {'on ' if event['on'] else 'off'}  {event['name']:<16} {event['reason']}"
+    if kind == "compiled" and (event["graph_breaks"] or event["cuda_graphs_skipped"]):
+        pieces = f"{event['graph_breaks']} breaks, {event['cuda_graphs_skipped']} without CUDA graphs"
+        return f"Compiled in pieces: {pieces}: {event['first_break'] or 'the log of the compiler says why'}"
     if kind == "save":
         return f"Saved {event['path']}"
     if kind == "sample":
@@ -147,8 +159,7 @@ def closing(summary: Mapping[str, Any], *, encoding: str | None = None, width: i
     encoding = encoding or sys.stdout.encoding or "ascii"
     folder = Path(summary["run"])
     events = list(read_lines(folder / "events.jsonl"))
-    compiled = any(event.get("name") == "compile" and event.get("on") for event in events if event.get("event") == "speedup")
-    parts = [wrapped("\n".join(f"{name:<11}{text}" for name, text in _closing_facts(summary, compiled)), width)]
+    parts = [wrapped("\n".join(f"{name:<11}{text}" for name, text in _closing_facts(summary)), width)]
     records = list(read_lines(folder / "metrics.jsonl"))
     points = [(r["step"], r["train/loss"]) for r in records if "train/loss" in r]
     marks = [(r["step"], r["val/loss"]) for r in records if "val/loss" in r]
@@ -159,7 +170,7 @@ def closing(summary: Mapping[str, Any], *, encoding: str | None = None, width: i
     return "\n\n".join(part for part in parts if part)
 
 
-def _closing_facts(summary: Mapping[str, Any], compiled: bool) -> Iterator[tuple[str, str]]:
+def _closing_facts(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield (name, text) for what the summary holds; what was not measured is left out, an unknown MFU says why."""
     value: Callable[[str], Any] = summary.get
     yield "Run", str(summary["run"])
@@ -177,7 +188,7 @@ def _closing_facts(summary: Mapping[str, Any], compiled: bool) -> Iterator[tuple
     if losses:
         yield "Loss", ", ".join(losses)
     rates = [f"{amount(value('tokens_per_s'))} tokens/s steady"] if value("tokens_per_s") else []
-    besides = "evaluation, saving and compiling" if compiled else "evaluation and saving"
+    besides = "evaluation, saving and compiling" if value("compile_s") else "evaluation and saving"
     rates += [f"{amount(value('wall_tokens_per_s'))} tokens/s with {besides}"] if value("wall_tokens_per_s") else []
     if rates:
         yield "Speed", ", ".join(rates)

@@ -84,6 +84,8 @@ def summarise(run: Run, log: Log, evaluation: Evaluation | None) -> dict[str, An
         "mfu": mfu,
         "mfu_of": run.peak.source if run.peak and mfu else _why_unknown(run),
         "peak_gib": log.peak_gib(),
+        "compile_s": log.compile_s,
+        "recompiles": None if log.compile_s is None else log.recompiles,
         "wall_s": wall_s,
         "elapsed_s": run.elapsed_s,
         "resumed_from": run.resumed_from,

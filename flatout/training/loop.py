@@ -34,23 +34,25 @@ def fit(run: Run, log: Log, stop: StopFlag, *, sample: Callable[[Run], str] | No
     A stop saves first, so that the same command goes on from there.
     """
     saves = SaveTimes(run, log)
-    while run.step < run.last_step and not ends_early(run) and not stop.asked(run):
-        batch = next(run.feed)
-        with log.clock:
-            result = train_step(run, batch)  # device work only
-        run.step += 1
-        run.tokens += batch.tokens
-        log.step(batch, result)  # read back later
-        if due(run.config.train.eval_every, run):
-            with log.aside():
-                take_evaluation(run, log, max_tokens=eval_tokens(run), progress=progress)
-        if due(run.config.train.sample_every, run):
-            with log.aside():
-                draw_sample(run, log, sample)
-        if saves.due(run):
-            with log.aside():
-                write_checkpoint(run, log, progress=progress)
-        note_saves(run, log, progress=progress)
+    with run.convolutions(), run.collector() as collect:
+        while run.step < run.last_step and not ends_early(run) and not stop.asked(run):
+            batch = next(run.feed)
+            with log.clock:
+                result = train_step(run, batch)  # device work only
+            run.step += 1
+            run.tokens += batch.tokens
+            log.step(batch, result)  # read back later
+            if due(run.config.train.eval_every, run):
+                with log.aside():
+                    take_evaluation(run, log, max_tokens=eval_tokens(run), progress=progress)
+            if due(run.config.train.sample_every, run):
+                with log.aside():
+                    draw_sample(run, log, sample)
+            if saves.due(run):
+                with log.aside():
+                    write_checkpoint(run, log, progress=progress)
+            note_saves(run, log, progress=progress)
+            collect(run.step)
     return run
 
 

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -23,6 +23,7 @@ import torch
 from flatout.data.disk import write_text
 from flatout.errors import RunFailed
 from flatout.training.clocks import Spent, Window, step_clock
+from flatout.training.compilation import CompilationWatch
 from flatout.training.folder import append_event
 from flatout.training.observers import Observer
 
@@ -75,6 +76,11 @@ class Log:
         self._flops_per_token: dict[int, float] = {}
         """By the length of a row."""
         self._last: StepResult | None = None
+        self._compilation = CompilationWatch()
+        self.compile_s: float | None = None
+        """Seconds that compiling took, before the first step and after; None when nothing was compiled."""
+        self.recompiles = 0
+        """Graphs that were compiled after the warm-up."""
         self.first_tokens = run.tokens
         """Tokens of the run before this process."""
         self.steady: list[Rates] = []
@@ -108,6 +114,7 @@ class Log:
         if due:
             self._waiting[run.step] = self._close_window(result)
         self._read_back(flush=False)
+        self._note_compilations()
         for observer in self._observers:
             observer.on_tick(run.step, run.last_step)
 
@@ -115,7 +122,14 @@ class Log:
         """Write a record of one evaluation."""
         self._read_back(flush=True)
         self._write(self._position() | evaluation.record())
+        self._note_compilations()
         self.last_evaluation = self._run.step, evaluation
+
+    def compiled(self, seconds: float) -> None:
+        """Take note of what the warm-up compiled, in how many seconds; whatever is compiled from now on was not foreseen."""
+        found = self._compilation.look()
+        self.compile_s = seconds
+        self.event("compiled", **asdict(found) | {"compile_s": round(seconds, 3)})
 
     def event(self, kind: str, **fields: Any) -> None:
         """Append a line to events.jsonl and tell the observers."""
@@ -124,6 +138,15 @@ class Log:
         event = append_event(self._run.folder, kind, **{"step": self._run.step, "wall_s": round(self.wall_s, 3), **fields})
         for observer in self._observers:
             observer.on_event(event)
+
+    def _note_compilations(self) -> None:
+        """Name what was compiled since the warm-up, at the step at which it was."""
+        if not self._compilation.changed():
+            return
+        found = self._compilation.look()
+        self.compile_s = (self.compile_s or 0.0) + found.compile_s
+        self.recompiles += found.graphs
+        self.event("recompiled", **asdict(found))
 
     @contextmanager
     def aside(self) -> Iterator[None]:

@@ -46,10 +46,11 @@ def train_step(run: Run, batch: StepBatch) -> StepResult:
     loss_scale = run.scaler.scale if run.scaler else 1.0
     loss_sum = torch.zeros((), device=run.mesh.device)
     num_valid = torch.zeros((), device=run.mesh.device)
-    for micro in batch.micro_batches():
-        with run.autocast():
-            micro_loss, micro_valid = run.model(micro.tokens_BT, micro.targets_BT, micro.doc_ids_BT)
-        (micro_loss * (loss_scale / nominal)).backward()
+    for number, micro in enumerate(batch.micro_batches(), 1):
+        with run.exchange(run.model, number == batch.num_micro_batches):
+            with run.autocast():
+                micro_loss, micro_valid = run.model(micro.tokens_BT, micro.targets_BT, micro.doc_ids_BT)
+            (micro_loss * (loss_scale / nominal)).backward()
         loss_sum += micro_loss.detach()
         num_valid += micro_valid
     loss_sum, num_valid = run.mesh.sum(loss_sum, num_valid)
@@ -61,8 +62,7 @@ def train_step(run: Run, batch: StepBatch) -> StepResult:
             optimizer.step()
     if run.scaler:
         run.scaler.update(finite)
-    for optimizer in run.optimizers:
-        optimizer.zero_grad(set_to_none=True)
+    run.clear_gradients(run.core.parameters())
     return StepResult(loss_sum / num_valid.clamp(min=1), grad_norm, num_valid, factor_of_peak * run.config.optim.lr, skipped=not finite)
 
 

@@ -1,32 +1,55 @@
-"""The first call of a compiled model, made before training so that its cost is named and its failure is harmless."""
+"""The first call of whatever is compiled, made before training so that its cost is named and its failure is harmless."""
 
 from __future__ import annotations
 
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Protocol, runtime_checkable
+
 import torch
+from torch import Tensor
 
 from flatout.progress import SILENT, Progress
-from flatout.registry import SPEEDUPS
 from flatout.run import Run
-from flatout.selection import Decision
+from flatout.selection import Decision, speedup_named
 from flatout.training.metrics import Log
+
+PASSES = 2
+"""Of training, in each shape: CUDA graphs are recorded at the second call."""
+SHAPES_COMPILED = 64
+"""Most static shapes of one function; torch's own limit of 8 is fewer than a run with buckets of lengths has."""
+
+
+@runtime_checkable
+class WarmedUp(Protocol):
+    """An optimiser with work that may be compiled."""
+
+    def warm_up(self) -> None:
+        """Do that work once, in all its shapes, changing nothing."""
+
+    def give_up_compiling(self) -> None:
+        """Do it uncompiled from now on."""
 
 
 def warm_up(run: Run, log: Log, *, progress: Progress = SILENT) -> None:
-    """Compile now: a pass of training and one of evaluation in the run's own shapes, leaving RNG, weights and gradients as they were.
+    """Compile now: passes of training and one of evaluation in the run's own shapes, leaving RNG, weights and gradients as they were.
 
-    torch.compile is lazy: its errors come at the first call. If that call fails on any rank and the plain model works, the
-    run goes on without compile, and says so.
+    torch.compile is lazy: its errors come at the first call. If that call fails on any rank and the plain code works, the
+    run goes on without anything compiled, and says so.
     """
-    compiled = [d.name for d in run.decisions if d.on and _compiles(d.name)]
+    compiled = [d.name for d in run.decisions if d.on and speedup_named(d.name).compiles]
     if not compiled:
         return
-    with progress.task("Compiling the model (once, often 20 to 60 s)"):
+    began_s = time.perf_counter()
+    with progress.task("Compiling the model (once, often 20 to 60 s)"), _compiling():
         failure = _try_step(run)
     if not float(run.mesh.sum(torch.tensor(float(failure is not None), device=run.mesh.device))[0]):
+        log.compiled(time.perf_counter() - began_s)
         return
-    for module in run.core.modules():
-        module._compiled_call_impl = None  # what Module.compile set; there is no public way back
-    torch._dynamo.reset()
+    _give_up_compiling(run)
     plain_failure = _try_step(run)
     if plain_failure is not None:
         raise plain_failure
@@ -40,9 +63,23 @@ def warm_up(run: Run, log: Log, *, progress: Progress = SILENT) -> None:
     progress.say(reason[0].upper() + reason[1:])
 
 
-def _compiles(name: str) -> bool:
-    transform = SPEEDUPS.get(name).transform
-    return transform is not None and transform.stage == "compile"
+@contextmanager
+def _compiling() -> Iterator[None]:
+    """Let the compiler take as many shapes as a run has, and keep a warning to itself that is about its own doing."""
+    with torch._dynamo.config.patch(recompile_limit=SHAPES_COMPILED), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+        yield
+
+
+def _give_up_compiling(run: Run) -> None:
+    """Take back what torch.compile was asked for; there is no public way to."""
+    for module in run.core.modules():
+        module._compiled_call_impl = None
+    run.core.ops = replace(run.core.ops, cross_entropy=torch._dynamo.eval_frame.innermost_fn(run.core.ops.cross_entropy))
+    for optimizer in run.optimizers:
+        if isinstance(optimizer, WarmedUp):
+            optimizer.give_up_compiling()
+    torch._dynamo.reset()
 
 
 def _try_step(run: Run) -> Exception | None:
@@ -51,22 +88,31 @@ def _try_step(run: Run) -> Exception | None:
     The core is called past DDP's wrapper, so that a rank that fails leaves no other waiting for its gradients.
     """
     device = run.mesh.device
-    tokens_BT = torch.zeros(run.rows_per_device, run.config.data.seq_len, dtype=torch.int64, device=device)
-    doc_ids_BT = torch.zeros_like(tokens_BT, dtype=torch.int32) if run.config.data.document_mask else None
     try:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            with run.autocast():
-                loss_sum, _ = run.core(tokens_BT, tokens_BT, doc_ids_BT)
-            loss_sum.backward()
+            for rows, seq_len in run.feed.shapes:
+                for _ in range(PASSES):
+                    _loss(run, rows, seq_len).backward()  # type: ignore[no-untyped-call]
             run.core.eval()
-            with torch.no_grad(), run.autocast():
-                run.core(tokens_BT, tokens_BT, doc_ids_BT)
+            with torch.no_grad():
+                _loss(run, run.rows_per_device, run.config.data.seq_len)
+            for optimizer in run.optimizers:
+                if isinstance(optimizer, WarmedUp):
+                    optimizer.warm_up()
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # compilers fail with any type of error; the caller tries the plain model before it goes on
         return error
     finally:
         run.core.train()
-        for optimizer in run.optimizers:
-            optimizer.zero_grad(set_to_none=True)
+        run.clear_gradients(run.core.parameters())
     return None
+
+
+def _loss(run: Run, rows: int, seq_len: int) -> Tensor:
+    """The loss of made-up tokens. Inputs and targets are two tensors, as in training: the compiler looks at that."""
+    tokens_BT, targets_BT = (torch.zeros(rows, seq_len, dtype=torch.int64, device=run.mesh.device) for _ in range(2))
+    doc_ids_BT = torch.zeros_like(tokens_BT, dtype=torch.int32) if run.config.data.document_mask else None
+    with run.autocast():
+        loss_sum, _ = run.core(tokens_BT, targets_BT, doc_ids_BT)
+    return loss_sum  # type: ignore[no-any-return]

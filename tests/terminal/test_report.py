@@ -104,6 +104,21 @@ def test_events_leave_lines(terminal):
     assert "the last one" not in said
 
 
+def test_a_recompilation_is_said_once_and_breaks_with_their_reason(terminal):
+    report = RunReport(terminal)
+    compiled = {"event": "compiled", "graph_breaks": 0, "cuda_graphs_skipped": 0, "first_break": None}
+    again = {"event": "recompiled", "step": 12, "compile_s": 31.2, "reasons": ["size mismatch at index 1"]}
+    report.on_event(compiled)
+    assert text_of(terminal) == ""
+    report.on_event(compiled | {"graph_breaks": 2, "first_break": "a loop at scan.py:3"})
+    report.on_event(again)
+    report.on_event(again | {"step": 13})
+    assert " ".join(text_of(terminal).split()) == (
+        "Compiled in pieces: 2 breaks, 0 without CUDA graphs: a loop at scan.py:3 "
+        "Compiled again at step 12, 31 s: size mismatch at index 1. Further times are only counted."
+    )
+
+
 def test_the_last_sample_of_a_run_that_ends_early_belongs_to_the_closing_lines_too(terminal):
     report = RunReport(terminal)
     report.on_start(run_at(0))
@@ -175,8 +190,7 @@ def test_a_reason_that_says_unknown_says_it_once(tmp_path):
 
 
 def test_the_whole_rate_of_a_compiled_run_says_so(tmp_path):
-    (tmp_path / "events.jsonl").write_text(json.dumps({"event": "speedup", "name": "compile", "on": True, "reason": "stated"}) + "\n")
-    assert any(line.endswith("17.0 K tokens/s with evaluation, saving and compiling") for line in lines_of({}, tmp_path))
+    assert any(line.endswith("17.0 K tokens/s with evaluation, saving and compiling") for line in lines_of({"compile_s": 31.0}, tmp_path))
 
 
 @pytest.mark.parametrize("width", [40, 60, 80])

@@ -19,6 +19,9 @@ class Events:
     def event(self, kind, **fields):
         self.seen.append((kind, fields))
 
+    def compiled(self, seconds):
+        self.seen.append(("compiled", {}))
+
 
 class Said:
     def __init__(self):

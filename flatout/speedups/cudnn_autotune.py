@@ -1,0 +1,38 @@
+"""cuDNN tries its algorithms for each shape and keeps the fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from flatout.config import RunConfig
+from flatout.hardware import Machine
+from flatout.recipe import Promise, Speedup, uses_gpu
+
+
+@contextmanager
+def trying_algorithms() -> Iterator[None]:
+    """Let cuDNN try; afterwards the process is as before."""
+    import torch
+
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = True
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
+
+
+def _why_not(machine: Machine, config: RunConfig) -> str | None:
+    if not uses_gpu(machine, config):
+        return "cuDNN is for NVIDIA GPUs, and this run is on the CPU."
+    return "It may choose otherwise each time, and train.deterministic=true." if config.train.deterministic else None
+
+
+SPEEDUP = Speedup(
+    name="cudnn-autotune",
+    fills={"convolutions": trying_algorithms},
+    saves="time where a model of your own has convolutions; the models here have none, and are expected to gain nothing",
+    promise=Promise.rounding(rtol=1e-3),
+    why_not=_why_not,
+)

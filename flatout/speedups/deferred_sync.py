@@ -1,0 +1,42 @@
+"""Gradients are exchanged between processes once a step, with its last micro-batch, instead of with each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+from flatout.config import RunConfig
+from flatout.hardware import Machine
+from flatout.recipe import Promise, Speedup
+
+
+@contextmanager
+def with_the_last(model: Any, is_last: bool) -> Iterator[None]:
+    """Let gradients add up in each process until the last micro-batch: DDP and fully_shard each have a switch for it."""
+    if hasattr(model, "set_requires_gradient_sync"):
+        model.set_requires_gradient_sync(is_last)
+        yield
+    else:
+        with nullcontext() if is_last else model.no_sync():
+            yield
+
+
+def _why_not(machine: Machine, config: RunConfig) -> str | None:
+    replicate, shard = config.parallel.replicate, config.parallel.shard
+    if (1 if replicate == "auto" else replicate) * shard == 1:
+        return "It is for several processes, and this is one."
+    if config.batch.accumulate == 1:
+        return "A step is one micro-batch: gradients are exchanged once as it is."
+    if shard > 1 and "deferred-sync" not in config.speedups:
+        return "Between micro-batches each GPU would hold whole gradients, which parallel.shard splits: name it where there is memory."
+    return None
+
+
+SPEEDUP = Speedup(
+    name="deferred-sync",
+    fills={"exchange": with_the_last},
+    saves="time: with N micro-batches a step gradients travel between GPUs once, not N times",
+    promise=Promise.rounding(rtol=1e-4),
+    why_not=_why_not,
+)

@@ -1,0 +1,36 @@
+"""Gradients are exchanged once a step, and come to the same."""
+
+from __future__ import annotations
+
+import pytest
+
+from flatout.hardware import Machine
+from flatout.selection import speedup_named
+
+MACHINE = Machine("a CPU", 2, 8.0, (), "3.11")
+
+
+def reason(tiny_config, **changes):
+    return speedup_named("deferred-sync").reason_against(MACHINE, tiny_config(**changes))
+
+
+def test_it_is_for_several_processes_and_several_micro_batches(tiny_config):
+    assert "this is one" in reason(tiny_config)
+    assert "one micro-batch" in reason(tiny_config, parallel__replicate=2, batch__accumulate=1)
+    assert reason(tiny_config, parallel__replicate=2, batch__accumulate=4) is None
+    assert reason(tiny_config, parallel__replicate=2) is None, "how many micro-batches is not settled yet"
+
+
+def test_split_weights_keep_split_gradients_unless_it_is_named(tiny_config):
+    assert "whole gradients" in reason(tiny_config, parallel__replicate=1, parallel__shard=2, batch__accumulate=4)
+    assert reason(tiny_config, parallel__replicate=1, parallel__shard=2, batch__accumulate=4, speedups="auto,+deferred-sync") is None
+
+
+@pytest.mark.parametrize("shard", [1, 2], ids=["ddp", "fully_shard"])
+def test_the_weights_are_the_same_and_the_exchanges_fewer(launch, shard):
+    report = launch("deferred.py", 2, shard)
+    always, last = report["with_every_micro_batch"], report["with_the_last"]
+    for found, expected in zip(last["weights"], always["weights"], strict=True):
+        assert found == [pytest.approx(row, rel=1e-5, abs=1e-7) for row in expected]
+    assert last["exchanges"] > 0
+    assert always["exchanges"] == 3 * last["exchanges"]

@@ -1,0 +1,71 @@
+"""Python collects at fixed steps while the loop runs, and as before when it has ended, however it ends."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+
+from flatout.speedups.collector import STEPS_BETWEEN, at_fixed_steps
+from flatout.training.observers import Quiet
+from flatout.training.start import run_training
+
+
+class Node:
+    """What holds itself."""
+
+    def __init__(self):
+        self.itself = self
+
+
+class Watch(Quiet):
+    def __init__(self):
+        self.automatic, self.alive, self.nodes = [], [], []
+
+    def on_tick(self, step, last_step):
+        self.automatic.append(gc.isenabled())
+        self.alive.append(sum(node() is not None for node in self.nodes))
+        self.nodes.append(weakref.ref(Node()))
+
+
+class Broken(Quiet):
+    def on_tick(self, step, last_step):
+        raise ValueError("an observer fails")
+
+
+def test_a_run_collects_at_fixed_steps_only_and_leaves_the_process_as_it_was(tiny_config, tmp_path):
+    watch = Watch()
+    config = tiny_config(speedups="auto,-compile,+collector", train__steps=STEPS_BETWEEN + 2, log__every=50)
+    run_training(config, tmp_path / "run", observers=[watch])
+    assert watch.automatic == [False] * (STEPS_BETWEEN + 2)
+    assert watch.alive[STEPS_BETWEEN - 1] == STEPS_BETWEEN - 1, "nothing was collected before its step"
+    assert watch.alive[STEPS_BETWEEN] == 0
+    assert gc.isenabled()
+    assert gc.get_freeze_count() == 0
+
+
+def test_a_run_that_fails_gives_the_collector_back(tiny_config, tmp_path):
+    with pytest.raises(ValueError, match="an observer fails"):
+        run_training(tiny_config(speedups="auto,-compile,+collector"), tmp_path / "run", observers=[Broken()])
+    assert gc.isenabled()
+    assert gc.get_freeze_count() == 0
+
+
+def test_plainly_python_collects_as_it_likes(tiny_config, tmp_path):
+    watch = Watch()
+    run_training(tiny_config(speedups="none"), tmp_path / "run", observers=[watch])
+    assert all(watch.automatic)
+
+
+def test_what_was_off_or_frozen_stays_so():
+    gc.disable()
+    gc.freeze()
+    try:
+        with at_fixed_steps():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.enable()
+        gc.unfreeze()

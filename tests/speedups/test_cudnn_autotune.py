@@ -1,0 +1,35 @@
+"""cuDNN's choice is a setting of the process: it holds in the loop, and is as before afterwards."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flatout.hardware import Gpu, Machine
+from flatout.selection import speedup_named
+from flatout.speedups.cudnn_autotune import trying_algorithms
+
+GPU = Machine("a CPU", 2, 8.0, (Gpu("an H200", 140.0, (9, 0), "1"),), "3.11")
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_it_holds_inside_alone_even_when_the_loop_fails(monkeypatch, before):
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", before)
+    seen = []
+
+    def fail():
+        with trying_algorithms():
+            seen.append(torch.backends.cudnn.benchmark)
+            raise ValueError("stop")
+
+    with pytest.raises(ValueError, match="stop"):
+        fail()
+    assert seen == [True]
+    assert torch.backends.cudnn.benchmark == before
+
+
+def test_it_is_for_gpus_and_not_for_runs_that_must_repeat(tiny_config):
+    speedup = speedup_named("cudnn-autotune")
+    assert "on the CPU" in speedup.reason_against(GPU, tiny_config())
+    assert speedup.reason_against(GPU, tiny_config(train__device="cuda")) is None
+    assert "train.deterministic" in speedup.reason_against(GPU, tiny_config(train__device="cuda", train__deterministic=True))
