@@ -76,7 +76,9 @@ def test_two_processes_read_a_mix_from_the_weights_of_another_run_and_stop_early
 
 def test_a_run_of_two_goes_on_as_one(recipe, tmp_path):
     run_training(load_config(recipe), tmp_path / "whole")
-    torchrun(recipe, tmp_path / "run", "parallel.shard=2", "checkpoint.every_steps=4", "checkpoint.keep=9")
+    torchrun(
+        recipe, tmp_path / "run", "parallel.shard=2", "checkpoint.every_steps=2", "checkpoint.keep=9", "speedups=auto,-compile,+async-checkpoints"
+    )
     resumed = run_training(load_config(recipe), tmp_path / "one", resume=str(tmp_path / "run" / "checkpoints" / "step-4"))
     assert resumed["steps"] == 8
     assert losses(tmp_path / "one") == pytest.approx(losses(tmp_path / "whole")[4:], rel=1e-5)

@@ -1,0 +1,47 @@
+"""Work that all ranks do or none, and votes; with several ranks in test_ranks.py."""
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from stand_in import ALONE
+
+from flatout.errors import CheckpointError, RunFailed
+from flatout.parallel.mesh import Mesh
+from flatout.training.agreement import READING, WRITING, Vote, together
+
+
+class Pair(Mesh):
+    """One of two ranks; the other one says the opposite."""
+
+    def sum(self, *tensors):
+        return tuple(tensor + (1 - tensor) for tensor in tensors)
+
+
+PAIR = Pair(0, 2, 0, 2, 1, torch.device("cpu"))
+
+
+def fail(error):
+    raise error
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), SafetensorError("No space left on device")])
+def test_what_the_disk_refuses_is_an_error_with_a_fix(error):
+    with pytest.raises(RunFailed, match=r"cannot write its files: .*No space left") as failed:
+        together(ALONE, lambda: fail(error), WRITING)
+    assert failed.value.fix.startswith("Free space")
+    assert failed.value.__cause__ is error
+
+
+def test_an_error_of_ours_stays_what_it_is():
+    with pytest.raises(CheckpointError, match="torn"):
+        together(PAIR, lambda: fail(CheckpointError("torn", fix="Take another.")), READING)
+
+
+def test_a_failure_elsewhere_is_ones_own():
+    with pytest.raises(RunFailed, match="Another process"):
+        together(PAIR, lambda: None, WRITING)
+
+
+def test_votes_are_counted_over_all_ranks():
+    assert [Vote(ALONE, wanted).count() for wanted in (False, True)] == [0, 1]
+    assert [Vote(PAIR, wanted).count() for wanted in (False, True)] == [1, 1]
