@@ -30,7 +30,7 @@ from flatout.training.checkpoint import load, load_weights
 from flatout.training.evaluation import say_unscored
 from flatout.training.finish import finish
 from flatout.training.initial import begin_from
-from flatout.training.loop import ends_early, environment_of, fit, keep_last, out_of_patience, saves_ended, write_checkpoint
+from flatout.training.loop import ends_early, environment_of, fit, keep_last, out_of_patience, saves_ended
 from flatout.training.metrics import Log
 from flatout.training.moved_data import anywhere, require_tokenizer, stored_config
 from flatout.training.named import resume_place
@@ -245,7 +245,7 @@ def carry_out(run: Run, plan: Plan, observers: Sequence[Observer], sample: Calla
         say_unscored(parts_of(run.dataset), progress)
         if plan.checkpoint is None and run.config.train.init_from is not None:
             with log.aside():
-                write_checkpoint(run, log, progress=progress)  # from here on the run no longer needs the one it began from
+                keep_last(run, log, progress=progress)  # from here on the run no longer needs the one it began from
         log.start()
         run.feed.prime(run.last_step - run.step, progress=progress)
         warm_up(run, log, progress=progress)
