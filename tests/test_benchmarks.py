@@ -48,3 +48,15 @@ def test_ways_of_preparing_are_compared_by_the_repeat(monkeypatch):
     rows[benchmark.NANOGPT][0]["tokens"] += 1
     with pytest.raises(SystemExit, match="different numbers of tokens"):
         benchmark.table(found)
+
+
+def test_ways_of_the_recurrence_are_compared_by_the_bytes_they_must_move(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    benchmark = importlib.import_module("scan")
+    monkeypatch.setattr(benchmark, "COPIED_BYTES", {"cpu": 1_000})
+    found = benchmark.measure("cpu", repeats=2, tokens=(4, 6), rows=(1, 2), eigenstates=3)
+    assert [row["way"] for row in found["rows"]] == ["reference", "chunked", "fft"] * 4
+    assert all(len(row["seconds"]) == 2 for row in found["rows"])
+    found |= {"bytes_per_s": [1e9], "rows": [{"way": "some", "rows": 1, "tokens": 1_000, "bytes": 10**6, "seconds": [2e-3, 2e-3]}]}
+    assert "| some | 1 x 1,000 | 2.000 (2.000 to 2.000) | 0.50 | 50.0% |" in benchmark.table(found)
+    assert "this says nothing about a GPU" in benchmark.table(found)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from flatout.errors import ShapeError
+from flatout.errors import MissingPackage, ShapeError
 from flatout.ops import at_least_fp32
 
 Solve = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
@@ -94,6 +94,45 @@ def fft(
     """
     _check(log_decay, angle, drive_BTE, doc_ids_BT, start_BE, chunk_size)
     return _differentiable(_by_transforms, log_decay, angle, drive_BTE, doc_ids_BT, start_BE)
+
+
+def triton(
+    log_decay: Tensor, angle: Tensor, drive_BTE: Tensor, *, doc_ids_BT: Tensor | None = None, start_BE: Tensor | None = None, chunk_size: int = 128
+) -> Tensor:
+    """`reference` in Triton's kernels on an NVIDIA GPU, forward and backward: `flatout.ops.scan_passes` says how.
+
+    A drive in bf16 or fp16 is read as it is. On a CPU, where Triton does not run, and in fp64 it is `chunked`. The same numbers come
+    out every time: no program adds to what another wrote.
+
+    Shapes:  as `reference`.
+    Returns: as `reference`.
+    Cost:    as `reference`; the drive is read twice and the states are written once; backward, the gradient is read twice, the states
+             are read once and the drive's gradient is written once. The states are kept, and the eigenvalues.
+    Raises:  ShapeError as `reference`; MissingPackage on a GPU without Triton.
+    """
+    if drive_BTE.dtype == torch.float64 or not _runs_triton(drive_BTE):
+        return chunked(log_decay, angle, drive_BTE, doc_ids_BT=doc_ids_BT, start_BE=start_BE, chunk_size=chunk_size)
+    _check(log_decay, angle, drive_BTE, doc_ids_BT, start_BE, chunk_size)
+    start_BE = None if start_BE is None else start_BE.float()
+    states_BTE: Tensor = _passes().states(log_decay.float(), angle.float(), drive_BTE, _resets(doc_ids_BT), start_BE, chunk_size)
+    return states_BTE
+
+
+def _runs_triton(tensor: Tensor) -> bool:
+    return tensor.is_cuda
+
+
+def _passes() -> Any:
+    try:
+        from flatout.ops import scan_passes
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "triton":
+            raise
+        raise MissingPackage(
+            "The speedup triton-scan takes the package triton, which is not installed.",
+            fix="Install it: `pip install triton`; or leave triton-scan out.",
+        ) from error
+    return scan_passes
 
 
 def _differentiable(solve: Solve, log_decay: Tensor, angle: Tensor, drive_BTE: Tensor, doc_ids_BT: Tensor | None, start_BE: Tensor | None) -> Tensor:

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from flatout.ops import scan
+
 sys.path.append(str(Path(__file__).parent))
 """attention_cases is shared by three files here."""
 
@@ -16,3 +18,20 @@ def poisoned_memory():
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """Triton's kernels run in its interpreter, on the CPU. No variable is set, so the compiler that torch makes of Triton stays as it is.
+
+    Those that kernels call are rewritten once: called as they are, the interpreter would look through all of Triton at each call.
+    """
+    jit = pytest.importorskip("triton.runtime.jit", reason="the package triton is not installed")
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    from flatout.ops import scan_kernels
+
+    for name, function in list(vars(scan_kernels).items()):
+        if isinstance(function, jit.JITFunction):
+            interpreted = interpreter.InterpretedFunction(function.fn)
+            monkeypatch.setattr(scan_kernels, name, interpreted.rewrite() if name.startswith("_") else interpreted)
+    monkeypatch.setattr(scan, "_runs_triton", lambda tensor: True)

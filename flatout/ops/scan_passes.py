@@ -1,0 +1,195 @@
+"""The diagonal complex recurrence of ops/scan.py by the kernels of ops/scan_kernels.py.
+
+Three passes: each program walks one chunk from a state of zero and keeps where that ends; what enters each chunk is the same
+recurrence over these ends, solved likewise; then each walks again from what enters, and keeps every state. Backward is the same
+from the end back with conjugate eigenvalues, and the gradients of the eigenvalues fall out of its last pass. The drive and the
+gradient are read twice, states and results are written once; nothing else is as long as the text.
+
+Letters: B rows, T tokens, K eigenstates, E = 2 K: K real parts, then K imaginary ones; S steps: tokens, or chunks of them; N chunks of steps;
+F levels: tokens, chunks, chunks of chunks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flatout.ops import scan_kernels as kernels
+
+BLOCK = 32
+"""Eigenstates a program: one for each lane of a warp, which reads 128 bytes of fp32 at a time."""
+AT_ONCE = 8
+"""Steps that are loaded together."""
+SHORT, LONG = 32, 64
+"""Steps a chunk. An eigenvalue is multiplied by itself at most so often, and its rounding does not add up over a long text."""
+FULL = 4_096
+"""Programs, of one warp each, that keep a large GPU busy: 132 multiprocessors hold 32 each. Chunks are short where there would be fewer."""
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """A recurrence over the steps of one level, and how it is cut into chunks."""
+
+    drive: Tensor
+    """What each step adds (B, S, E)."""
+    first: Tensor
+    """Eigenvalues by level (F, E) when fixed; logarithms (B, S, K) when polar."""
+    second: Tensor
+    """Angles (B, S, K) when polar; otherwise not looked at."""
+    form: str
+    resets: Tensor | None
+    """Where a document begins (B, S), bytes."""
+    chunk: int
+    backward: bool
+    """From the last step to the first, with conjugate eigenvalues."""
+    adds_first: bool
+    """A state is multiplied after its step is added, not before: a gradient on its way to the token before."""
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.drive.shape[1] // self.chunk)
+
+    def launch(self, kernel: Any, entering_BNE: Tensor | None, *others: Tensor, **constants: Any) -> None:
+        """Run a kernel with a program for each row, chunk and block of eigenstates; a tensor that it does not look at is stood in for."""
+        drive_BSE, resets_BS = self.drive, self.resets
+        rows, steps, count = drive_BSE.shape[0], drive_BSE.shape[1], drive_BSE.shape[2] // 2
+        kernel[(rows * self.chunks * -(-count // BLOCK),)](
+            drive_BSE, self.first, self.second, drive_BSE if resets_BS is None else resets_BS, drive_BSE if entering_BNE is None else entering_BNE,
+            *others, steps, self.chunks,
+            COUNT=count, ENTERED=entering_BNE is not None, FORM=self.form, CUT=resets_BS is not None,
+            CHUNK=self.chunk, AT_ONCE=min(AT_ONCE, self.chunk), BLOCK=BLOCK, num_warps=1, **constants,
+        )  # fmt: skip
+
+    def walked(self, entering_BNE: Tensor | None, keeps: str) -> Tensor:
+        """Return the state `after` or `before` every step."""
+        kept_BSE = torch.empty_like(self.drive, dtype=torch.float32)
+        self._walk(entering_BNE, keeps, kept_BSE, kept_BSE, kept_BSE, kept_BSE)
+        return kept_BSE
+
+    def above(self) -> _Steps:
+        """Return the same recurrence over chunks: each adds where it ends when nothing enters it, and multiplies by all its eigenvalues."""
+        rows, _, parts = self.drive.shape
+        ends_BNE = self.drive.new_empty(rows, self.chunks, parts, dtype=torch.float32)
+        cuts_BN = None if self.resets is None else self.resets.new_empty(rows, self.chunks)
+        logs_BNK, angles_BNK = (ends_BNE.new_empty(rows, self.chunks, parts // 2, dtype=torch.float64) for _ in range(2))
+        self._walk(None, "ends", ends_BNE, logs_BNK, angles_BNK, ends_BNE if cuts_BN is None else cuts_BN)
+        over_chunks = replace(self, drive=ends_BNE, resets=cuts_BN, adds_first=False)
+        return replace(over_chunks, first=self.first[1:]) if self.form == "fixed" else replace(over_chunks, first=logs_BNK, second=angles_BNK)
+
+    def _walk(self, entering_BNE: Tensor | None, keeps: str, *others: Tensor) -> None:
+        self.launch(kernels.walk, entering_BNE, *others, KEEPS=keeps, ADDS_FIRST=self.adds_first, BACKWARD=self.backward)
+
+
+def _entering(steps: _Steps, start_BE: Tensor | None) -> Tensor | None:
+    """Return what enters every chunk (B, N, E); None is zeros."""
+    if steps.chunks == 1:
+        return start_BE
+    above = steps.above()
+    return above.walked(_entering(above, start_BE), "before")
+
+
+def _steps(log_decay: Tensor, angle: Tensor, drive_BTE: Tensor, resets_BT: Tensor | None, chunk_size: int, *, backward: bool) -> _Steps:
+    rows, tokens, parts = drive_BTE.shape
+    blocks = -(-parts // (2 * BLOCK))
+    chunk = min(LONG if rows * blocks * -(-tokens // LONG) >= FULL else SHORT, 1 << max(1, chunk_size.bit_length() - 1))
+    first, second, form = log_decay.contiguous(), angle.contiguous(), "polar"
+    if log_decay.dim() == 1:
+        levels = next(level for level in range(1, tokens + 1) if chunk**level >= tokens)
+        table_FE = log_decay.new_empty(levels, parts)
+        kernels.powers[(levels, blocks)](first, second, table_FE, COUNT=parts // 2, LOG2_CHUNK=chunk.bit_length() - 1, BLOCK=BLOCK, num_warps=1)
+        first, form = table_FE, "fixed"
+    resets = None if resets_BT is None else resets_BT.contiguous().view(torch.uint8)
+    return _Steps(drive_BTE.contiguous(), first, second, form, resets, chunk, backward=backward, adds_first=backward)
+
+
+@torch.library.custom_op("flatout::scan", mutates_args=())
+def states(log_decay: Tensor, angle: Tensor, drive_BTE: Tensor, resets_BT: Tensor | None, start_BE: Tensor | None, chunk_size: int) -> Tensor:
+    """Return the state after each token; an op of its own, which a compiled model calls as it is.
+
+    Shapes:  log_decay, angle (K,) or (B, T, K), fp32; drive_BTE (B, T, 2 K) in fp32, bf16 or fp16; resets_BT (B, T) bool; start_BE (B, 2 K) fp32.
+    Returns: states_BTE, fp32.
+    Cost:    as `flatout.ops.scan.reference`; a program walks at most `chunk_size` tokens, or two.
+    """
+    with torch.cuda.device_of(drive_BTE):  # type: ignore[no-untyped-call]
+        steps = _steps(log_decay, angle, drive_BTE, resets_BT, chunk_size, backward=False)
+        return steps.walked(_entering(steps, None if start_BE is None else start_BE.contiguous()), "after")
+
+
+@states.register_fake
+def _states_shape(log_decay: Tensor, angle: Tensor, drive_BTE: Tensor, resets_BT: Tensor | None, start_BE: Tensor | None, chunk_size: int) -> Tensor:
+    return drive_BTE.new_empty(drive_BTE.shape, dtype=torch.float32)
+
+
+@torch.library.custom_op("flatout::scan_backward", mutates_args=())
+def _backward(
+    grad_BTE: Tensor,
+    log_decay: Tensor,
+    angle: Tensor,
+    states_BTE: Tensor,
+    resets_BT: Tensor | None,
+    start_BE: Tensor | None,
+    drive_dtype: torch.dtype,
+    chunk_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of log_decay, angle, drive_BTE and start_BE. No program adds to what another wrote: every time the same bits."""
+    with torch.cuda.device_of(grad_BTE):  # type: ignore[no-untyped-call]
+        steps = _steps(log_decay, angle, grad_BTE, resets_BT, chunk_size, backward=True)
+        rows, tokens, parts = grad_BTE.shape
+        drive_grad_BTE = torch.empty_like(steps.drive, dtype=drive_dtype)
+        start_grad_BE = log_decay.new_empty(rows, parts)
+        places = tokens if steps.form == "polar" else steps.chunks
+        along, across = (log_decay.new_empty(rows, places, parts // 2) for _ in range(2))
+        start = states_BTE if start_BE is None else start_BE.contiguous()
+        entering_BNE = _entering(steps, None)
+        steps.launch(
+            kernels.gradients,
+            entering_BNE,
+            states_BTE.contiguous(),
+            start,
+            drive_grad_BTE,
+            along,
+            across,
+            start_grad_BE,
+            STARTED=start_BE is not None,
+        )
+        if steps.form == "fixed":
+            along, across = along.sum(dim=(0, 1)), across.sum(dim=(0, 1))
+        return along, across, drive_grad_BTE, start_grad_BE
+
+
+@_backward.register_fake
+def _backward_shapes(
+    grad_BTE: Tensor,
+    log_decay: Tensor,
+    angle: Tensor,
+    states_BTE: Tensor,
+    resets_BT: Tensor | None,
+    start_BE: Tensor | None,
+    drive_dtype: torch.dtype,
+    chunk_size: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    eigenvalues = log_decay.new_empty(log_decay.shape)
+    return (
+        eigenvalues,
+        torch.empty_like(eigenvalues),
+        grad_BTE.new_empty(grad_BTE.shape, dtype=drive_dtype),
+        log_decay.new_empty(states_BTE[:, 0].shape),
+    )
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    log_decay, angle, drive_BTE, resets_BT, start_BE, ctx.chunk_size = inputs
+    ctx.drive_dtype = drive_BTE.dtype
+    ctx.save_for_backward(log_decay, angle, output, resets_BT, start_BE)
+
+
+def _all_gradients(ctx: Any, grad_BTE: Tensor) -> tuple[Tensor | None, ...]:
+    log_decay_grad, angle_grad, drive_grad_BTE, start_grad_BE = _backward(grad_BTE, *ctx.saved_tensors, ctx.drive_dtype, ctx.chunk_size)
+    started = ctx.saved_tensors[-1] is not None
+    return log_decay_grad, angle_grad, drive_grad_BTE, None, start_grad_BE if started else None, None
+
+
+states.register_autograd(_all_gradients, setup_context=_keep_for_backward)
