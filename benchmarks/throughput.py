@@ -28,7 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -46,6 +46,7 @@ from flatout.data.disk import write_text
 from flatout.hardware import Machine, probe
 from flatout.measure.bench import in_turn
 from flatout.measure.results import commit_of_package
+from flatout.measure.settling import with_needs
 from flatout.measure.trial import end_group
 from flatout.registry import PACKAGE_DIR, SPEEDUPS
 from flatout.selection import speedup_named
@@ -66,23 +67,9 @@ ADD = {
 """The line that adds a peer."""
 PACKAGES = {"huggingface": "transformers", "litgpt": "litgpt", "nanochat": "nanochat"}
 
-Runner = Callable[[dict[str, Any], float], dict[str, Any]]
-
 
 def main(words: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="*", help="works or work/entry, with * and ?, separated by commas; --list names them")
-    parser.add_argument("--minutes", type=float, help="begin nothing that would not end within them; the same command goes on")
-    parser.add_argument("--rounds", type=int, help="measurements of each entry's best batch; 3, and 1 with --tiny")
-    parser.add_argument("--out", type=Path, help="folder of the results; benchmarks/results")
-    parser.add_argument("--again", action="store_true", help="measure what --only names anew")
-    parser.add_argument("--tiny", action="store_true", help="toy shapes on the CPU; --out FOLDER keeps what comes of it")
-    parser.add_argument("--list", action="store_true", help="name the works and their entries")
-    parser.add_argument("--ladder", action="store_true", help="measure the ladder of gpt2-124m instead: throughput_ladder.json and .md")
-    parser.add_argument("--commit", help="what to write down as the commit, where there is no repository")
-    for peer in ("nanogpt", "litgpt", "nanochat"):
-        parser.add_argument(f"--{peer}", type=Path, help=f"a folder with {peer}")
-    arguments = parser.parse_args(words)
+    arguments = parser().parse_args(words)
     machine = probe()
     if arguments.list:
         print("\n".join(f"{entry.work}/{entry.name}: {entry.title}" for entry in ENTRIES))
@@ -98,6 +85,23 @@ def main(words: Sequence[str] | None = None) -> None:
         Session(arguments, machine, out, Path(scratch)).measure()
 
 
+def parser() -> argparse.ArgumentParser:
+    """Return what the command takes."""
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--only", default="*", help="works or work/entry, with * and ?, separated by commas; --list names them")
+    made.add_argument("--minutes", type=float, help="begin nothing that would not end within them; the same command goes on")
+    made.add_argument("--rounds", type=int, help="measurements of each entry's best batch; 3, and 1 with --tiny")
+    made.add_argument("--out", type=Path, help="folder of the results; benchmarks/results")
+    made.add_argument("--again", action="store_true", help="measure what --only names anew")
+    made.add_argument("--tiny", action="store_true", help="toy shapes on the CPU; --out FOLDER keeps what comes of it")
+    made.add_argument("--list", action="store_true", help="name the works and their entries")
+    made.add_argument("--ladder", action="store_true", help="measure the ladder of gpt2-124m instead: throughput_ladder.json and .md")
+    made.add_argument("--commit", help="what to write down as the commit, where there is no repository")
+    for peer in ("nanogpt", "litgpt", "nanochat"):
+        made.add_argument(f"--{peer}", type=Path, help=f"a folder with {peer}")
+    return made
+
+
 @dataclass
 class Session:
     """One command: what it measures goes into the file that the ones before wrote."""
@@ -106,7 +110,6 @@ class Session:
     machine: Machine
     out: Path
     scratch: Path
-    run: Runner = lambda spec, timeout_s: run_apart(spec, timeout_s)
     began_s: float = field(default_factory=time.monotonic)
     said: set[str] = field(default_factory=set)
 
@@ -163,7 +166,7 @@ class Session:
             **(TINY_STEPS if self.arguments.tiny else STEPS),
         }
         began_s = time.monotonic()
-        result = self.run(spec, min(LIMIT_S, remaining_s))
+        result = run_apart(spec, min(LIMIT_S, remaining_s))
         if result["status"] == "timed-out" and remaining_s < LIMIT_S:
             return False  # it was the command's time that was up, not its own
         named = {"work": entry.work, "entry": entry.name, "rows": rows, "round": number, "process_s": round(time.monotonic() - began_s, 1)}
@@ -200,21 +203,27 @@ class Session:
         return config.with_values({"speedups": ",".join(["auto", *(f"+{name}" for name in able), *(f"-{name}" for name in dropped)])})
 
     def able(self, entry: Entry, config: RunConfig) -> tuple[list[str], list[str]]:
-        """Return which of the speedups that an entry adds can be added here, and why the others cannot."""
-        able, reasons = [], []
+        """Return which of the speedups that an entry adds can be added here, each with what it needs, and why the others cannot."""
+        able: list[str] = []
+        reasons: list[str] = []
         for added in entry.adds:
             if ":" not in added and added not in SPEEDUPS.names():
                 reasons.append(f"there is no speedup {added}: entries go without it.")
                 continue
-            speedup = speedup_named(added)
-            compiles = speedup.transform is not None and speedup.transform.stage == "compile"
-            why_not = "toy shapes are not compiled" if self.arguments.tiny and compiles else speedup.why_not(self.machine, config)
-            missing = [need for need in speedup.needs if need not in able and need in entry.adds]
-            if why_not or missing:
-                reasons.append(f"entries go without {added}: {(why_not or f'it needs {missing[0]}').rstrip('.')}.")
+            parts = with_needs(added)
+            why_not = next((reason for part in parts if (reason := self.why_not(part, config))), None)
+            if why_not:
+                reasons.append(f"entries go without {added}: {why_not.rstrip('.')}.")
             else:
-                able.append(added)
+                able += [part for part in parts if part not in able]
         return able, reasons
+
+    def why_not(self, name: str, config: RunConfig) -> str | None:
+        """Return why a speedup cannot be added here, None when it can."""
+        speedup = speedup_named(name)
+        if self.arguments.tiny and speedup.transform is not None and speedup.transform.stage == "compile":
+            return "toy shapes are not compiled"
+        return speedup.why_not(self.machine, config)
 
     def is_missing(self, kind: str) -> bool:
         """Say whether a peer is neither installed nor in a folder that was given."""

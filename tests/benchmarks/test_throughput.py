@@ -13,8 +13,10 @@ import pytest
 import torch
 
 from flatout.hardware import Gpu, probe
+from flatout.selection import assemble, select
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
+H200 = replace(probe(), gpus=(Gpu("NVIDIA H200", 139.0, (9, 0), "580"),))
 NANOGPT = """
     from dataclasses import dataclass
     import torch
@@ -72,8 +74,7 @@ def nanogpt(tmp_path):
 @pytest.fixture
 def on_gpu(benchmark, monkeypatch, tmp_path):
     """A machine with a GPU on which nothing is really measured: figures follow from what is asked for."""
-    machine = replace(probe(), gpus=(Gpu("NVIDIA H200", 139.0, (9, 0), "580"),))
-    monkeypatch.setattr(benchmark, "probe", lambda: machine)
+    monkeypatch.setattr(benchmark, "probe", lambda: H200)
     monkeypatch.setattr(benchmark, "random_data", lambda place, **_: place)
     monkeypatch.setattr(benchmark, "text_data", lambda place, **_: place)
     specs = []
@@ -130,6 +131,26 @@ def test_every_entry_has_a_configuration_at_toy_shapes(benchmark, nanogpt, monke
         assert (entry.work, entry.name) in measured or f"{entry.work}/{entry.name} is left out" in said
     assert len(specs) == len(measured)
     assert {spec["config"]["data"]["seq_len"] for spec in specs} == {32, 64}
+
+
+def test_every_entry_is_a_set_of_speedups_that_go_together_on_a_gpu(benchmark, tmp_path):
+    session = benchmark.Session(benchmark.parser().parse_args([]), H200, tmp_path, tmp_path)
+    for entry in benchmark.ENTRIES:
+        work = next(work for work in benchmark.WORKS if work.name == entry.work)
+        config = session.configured(entry, benchmark.shape(work, tiny=False)) if entry.kind == "flatout" else None
+        if config is not None:
+            decisions = select(config, H200, device="cuda", minutes=60.0)
+            assemble(decisions)
+            on = {decision.name for decision in decisions if decision.on}
+            assert entry.about is None or entry.about in on
+            assert on or entry.plain
+            assert not on & set(entry.drops)
+
+
+def test_a_speedup_brings_what_it_needs(benchmark, tmp_path):
+    session = benchmark.Session(benchmark.parser().parse_args(["--tiny"]), probe(), tmp_path, tmp_path)
+    entry = benchmark.Entry("gpt2-124m", "x", "x", (1,), adds=("bf16-weights",))
+    assert session.configured(entry, benchmark.shape(benchmark.WORKS[0], tiny=True)).speedups == "auto,+bf16-weights,+bf16"
 
 
 def test_a_measurement_is_a_process_of_its_own(benchmark, tmp_path, capsys):
