@@ -37,7 +37,7 @@ from typing import Any
 
 from main_job import RESULTS
 from throughput_data import random_data, text_data
-from throughput_entries import ENTRIES, STEPS, TINY_STEPS, TINY_VOCABULARY, VOCABULARY, WORKS, Entry, shape
+from throughput_entries import ENTRIES, STEPS, TINY_ROWS, TINY_STEPS, TINY_VOCABULARY, VOCABULARY, WORKS, Entry, shape
 from throughput_ladder import ladder
 from throughput_report import Measurements, best_rows, table, verdicts
 
@@ -177,8 +177,8 @@ class Session:
         return True
 
     def batches(self, entry: Entry) -> Sequence[int | None]:
-        """Return the batches that are tried: at toy shapes two windows."""
-        return tuple(rows and 2 for rows in entry.rows[:1]) if self.arguments.tiny else entry.rows
+        """Return the batches that are tried: one at toy shapes."""
+        return tuple(rows and TINY_ROWS for rows in entry.rows[:1]) if self.arguments.tiny else entry.rows
 
     def configured(self, entry: Entry, config: RunConfig) -> RunConfig | None:
         """Return the configuration of an entry; None, aloud, for one that cannot be measured here."""

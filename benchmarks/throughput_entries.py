@@ -17,7 +17,9 @@ from flatout.registry import RECIPES
 VOCABULARY, TINY_VOCABULARY = 50_257, 512
 """Ids of the data set; models have as many rows as their recipe says."""
 STEPS = {"warmup_steps": 8, "steps": 20}
-TINY_STEPS = {"warmup_steps": 2, "steps": 6}
+TINY_STEPS = {"warmup_steps": 2, "steps": 8}
+TINY_ROWS = 8
+"""Windows of a step at toy shapes: enough for a loss that falls steadily."""
 SAME = {"schedule.kind": "constant", "schedule.warmup": 0, "schedule.min_lr": 0.0, "optim.lr": 3e-4, "optim.clip": 1.0}
 """The update that all make: so few steps show that the loss falls only when the rate does not begin near zero."""
 TINY_TOKENS = {1_024: 32, 32_768: 64}
@@ -206,7 +208,7 @@ def shape(work: Work, *, tiny: bool) -> RunConfig:
     tokens = TINY_TOKENS[config.data.seq_len]
     small = {f"model.{key}": value for key, value in TINY_MODEL[config.model.kind].items()}
     stated = {"model.max_seq_len": tokens} if config.model.own().get("max_seq_len") else {}
-    batch = {"batch.tokens_per_step": 4 * tokens, "batch.rows_per_device": "auto", "batch.accumulate": None}
+    batch = {"batch.tokens_per_step": TINY_ROWS * tokens, "batch.rows_per_device": "auto", "batch.accumulate": None}
     return config.with_values(
         small | stated | batch | {"model.vocab_size": TINY_VOCABULARY, "data.seq_len": tokens, "optim.lr": 1e-2, "train.device": "cpu"}
     )
