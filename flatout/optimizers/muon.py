@@ -120,14 +120,23 @@ class Muon(Optimizer):
                 self._update(parameters, group["lr"], group["weight_decay"], group["momentum"])
         return loss
 
+    @torch.no_grad()
+    def warm_up(self) -> None:
+        """Carry the iterations out once on zeros in every shape that a step will have; nothing is changed."""
+        for group in self.param_groups:
+            for batch in _batches(self._matrices([p for p in group["params"] if p.requires_grad])):
+                self._newton_schulz(_empty_stack(batch, group["params"]).zero_())
+
+    def give_up_compiling(self) -> None:
+        """Carry the iterations out uncompiled from now on."""
+        self._newton_schulz = batched
+
     def _update(self, parameters: list[nn.Parameter], lr: float, weight_decay: float, momentum: float) -> None:
         directions = self._directions(parameters, momentum)
         torch._foreach_mul_([_local(p) for p in parameters], 1 - lr * weight_decay)
         for batch in _batches(self._matrices(parameters)):
             steps_NRC = self._newton_schulz(_stack(batch, directions))
-            for step_RC, matrix in zip(steps_NRC, batch, strict=True):
-                step = step_RC if matrix.shape[0] <= matrix.shape[1] else step_RC.T
-                _add_rows(parameters[matrix.index], matrix, step, -lr * RMS_LIKE_ADAMW * math.sqrt(max(matrix.shape)))
+            _add_batch(parameters, batch, steps_NRC, -lr * RMS_LIKE_ADAMW * math.sqrt(max(batch[0].shape)))
 
     def _matrices(self, parameters: list[nn.Parameter]) -> Iterator[_Matrix]:
         for index, parameter in enumerate(parameters):
@@ -155,15 +164,22 @@ def _batches(matrices: Iterable[_Matrix]) -> Iterator[list[_Matrix]]:
     for matrix in matrices:
         by_shape.setdefault((*sorted(matrix.shape), matrix.dtype), []).append(matrix)
     for (rows, columns, _), members in by_shape.items():
-        count = max(1, STACK_ELEMENTS // max(1, rows * columns))
-        for start in range(0, len(members), count):
-            yield members[start : start + count]
+        most = max(1, STACK_ELEMENTS // max(1, rows * columns))
+        size = math.ceil(len(members) / math.ceil(len(members) / most))  # as equal as can be: a compiler compiles for each shape
+        for start in range(0, len(members), size):
+            yield members[start : start + size]
+
+
+def _empty_stack(batch: list[_Matrix], like: list[Any]) -> Tensor:
+    return torch.empty((len(batch), *sorted(batch[0].shape)), dtype=batch[0].dtype, device=_local(like[batch[0].index]).device)
 
 
 def _stack(batch: list[_Matrix], directions: list[Tensor]) -> Tensor:
     """The batch's matrices, lying down; a sharded parameter is gathered once for all its parts in the batch, one at a time."""
-    shape = sorted(batch[0].shape)
-    stack_NRC = torch.empty((len(batch), *shape), dtype=batch[0].dtype, device=_local(directions[batch[0].index]).device)
+    stack_NRC = _empty_stack(batch, directions)
+    if not isinstance(directions[batch[0].index], DTensor):
+        torch._foreach_copy_(list(stack_NRC), [_upright(directions[matrix.index][matrix.start : matrix.stop]) for matrix in batch])
+        return stack_NRC
     pairs = zip(stack_NRC, batch, strict=True)
     for index, members in groupby(pairs, key=lambda pair: pair[1].index):
         whole = _whole(directions[index])
@@ -172,11 +188,21 @@ def _stack(batch: list[_Matrix], directions: list[Tensor]) -> Tensor:
     return stack_NRC
 
 
-def _add_rows(parameter: nn.Parameter, matrix: _Matrix, step: Tensor, alpha: float) -> None:
-    """Add alpha times `step` to the matrix's rows: where it is sharded, each rank to what it has of them."""
-    if not isinstance(parameter, DTensor):
-        parameter[matrix.start : matrix.stop].add_(step, alpha=alpha)
+def _add_batch(parameters: list[nn.Parameter], batch: list[_Matrix], steps_NRC: Tensor, alpha: float) -> None:
+    """Add alpha times each step to its matrix: all of a batch in a few kernels, for which both have one layout."""
+    lies = [matrix.shape[0] <= matrix.shape[1] for matrix in batch]
+    if isinstance(parameters[batch[0].index], DTensor):
+        for matrix, step_RC, lying in zip(batch, steps_NRC, lies, strict=True):
+            _add_to_shard(parameters[matrix.index], matrix, step_RC if lying else step_RC.T, alpha)
         return
+    steps_NRC = steps_NRC.to(batch[0].dtype)
+    steps_NCR = steps_NRC if all(lies) else steps_NRC.mT.contiguous()
+    steps = [lying_RC if lying else upright_CR for lying_RC, upright_CR, lying in zip(steps_NRC, steps_NCR, lies, strict=True)]
+    torch._foreach_add_([parameters[matrix.index][matrix.start : matrix.stop] for matrix in batch], steps, alpha=alpha)
+
+
+def _add_to_shard(parameter: Any, matrix: _Matrix, step: Tensor, alpha: float) -> None:
+    """Add alpha times `step` to what this rank has of the matrix's rows."""
     in_place = functional.pad(step, (0, 0, matrix.start, parameter.shape[0] - matrix.stop))
     _local(parameter).add_(_part_of(in_place, parameter), alpha=alpha)
 

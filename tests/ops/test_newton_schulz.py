@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from flatout.ops import newton_schulz, variants
+from flatout.training.compilation import CompilationWatch
 
 VARIANTS = variants(newton_schulz)
 
@@ -20,7 +21,7 @@ def with_singular_values(rows, columns, values):
     return left[:, : len(values)] @ torch.diag(values) @ right[:, : len(values)].T
 
 
-@pytest.fixture(params=sorted(VARIANTS.keys() - {"bf16"}))
+@pytest.fixture(params=sorted(VARIANTS.keys() - {"bf16", "compiled"}))
 def iterate(request):
     """Each way to carry out the iterations in full precision."""
     return VARIANTS[request.param]
@@ -65,6 +66,22 @@ def test_half_precision_is_orthogonalised_in_float32_on_the_cpu(iterate):
     assert iterate(torch.randn(1, 3, 3).bfloat16()).dtype == torch.float32
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own compiler makes objects of its functions
+def test_compiled_iterations_match_the_reference_and_compile_once_a_shape():
+    torch._dynamo.reset()
+    watch = CompilationWatch()
+    for seed in (1, 2):
+        for dtype, rtol, atol in ((torch.float64, 1e-10, 1e-12), (torch.float32, 1e-4, 1e-4), (torch.bfloat16, 1e-4, 1e-4)):
+            matrices_NRC = drawn((3, 4, 9), seed).to(dtype)
+            matrices_NRC[1] = 0
+            found_NRC, wanted_NRC = newton_schulz.compiled(matrices_NRC), newton_schulz.reference(matrices_NRC)
+            assert found_NRC.dtype == wanted_NRC.dtype
+            torch.testing.assert_close(found_NRC, wanted_NRC, rtol=rtol, atol=atol)
+            assert not found_NRC[1].any()
+    found = watch.look()
+    assert (found.graphs, found.graph_breaks) == (3, 0)
+
+
 def test_bfloat16_on_a_cpu_is_close_to_float32():
     matrix = drawn((3, 64, 256), 4, torch.float32)
     found = VARIANTS["bf16"](matrix)
@@ -76,9 +93,10 @@ def test_bfloat16_on_a_cpu_is_close_to_float32():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-def test_bfloat16_on_a_gpu_is_close_to_float32(iterate):
+@pytest.mark.parametrize("variant", sorted(VARIANTS))
+def test_bfloat16_on_a_gpu_is_close_to_float32(variant):
     matrix = drawn((3, 64, 256), 4, torch.float32)
-    found = iterate(matrix.cuda())
+    found = VARIANTS[variant](matrix.cuda())
     assert found.dtype == torch.bfloat16
     wanted = newton_schulz.reference(matrix)
     assert float((found.float().cpu() - wanted).norm() / wanted.norm()) < 0.05

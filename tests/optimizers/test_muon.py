@@ -3,6 +3,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatout.config import OptimConfig
 from flatout.errors import ConfigError
@@ -13,7 +14,7 @@ from flatout.optimizers.adamw import fused, per_parameter
 from flatout.optimizers.groups import OptimizerParts
 from flatout.optimizers.muon import Muon, build
 
-ITERATIONS = {name: function for name, function in variants(newton_schulz).items() if name != "bf16"}
+ITERATIONS = {name: function for name, function in variants(newton_schulz).items() if name not in ("bf16", "compiled")}
 SHAPES = [(6, 6), (4, 10), (10, 4), (4, 10), (1, 5), (6, 6)]
 
 
@@ -200,3 +201,71 @@ def test_it_learns_a_linear_map():
         loss.backward()
         optimizer.step()
     assert loss.item() < 1e-2
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own compiler makes objects of its functions
+def test_the_warm_up_goes_through_every_shape_of_a_step_and_changes_nothing():
+    calls = []
+
+    def noted(matrices_NRC):
+        calls.append((tuple(matrices_NRC.shape), torch.is_grad_enabled(), bool(matrices_NRC.any())))
+        return newton_schulz.batched(matrices_NRC)
+
+    weights = [nn.Parameter(drawn(shape, 10 + i)) for i, shape in enumerate(SHAPES)]
+    before = [weight.detach().clone() for weight in weights]
+    optimizer = Muon(weights, lr=0.02, newton_schulz=noted)
+    optimizer.warm_up()
+    warm, calls[:] = list(calls), []
+    assert not any(anything for _, _, anything in warm)
+    assert all(torch.equal(weight, old) for weight, old in zip(weights, before, strict=True))
+    assert not optimizer.state
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    assert [call[:2] for call in calls] == [call[:2] for call in warm]
+    optimizer.give_up_compiling()
+    calls.clear()
+    optimizer.step()
+    assert calls == []
+
+
+def test_batches_are_as_equal_as_can_be(monkeypatch):
+    monkeypatch.setattr(muon, "STACK_ELEMENTS", 4 * 12)
+    sizes = []
+    weights = [nn.Parameter(drawn((3, 4), seed)) for seed in range(6)]
+    Muon(weights, lr=0.1, newton_schulz=lambda stack: sizes.append(len(stack)) or stack).warm_up()
+    assert sizes == [3, 3]
+
+
+def test_a_step_is_few_calls_and_none_waits_for_the_device():
+    """Without sharding nothing goes matrix by matrix: the calls do not grow with the number of matrices."""
+
+    def calls_of(count):
+        weights = [nn.Parameter(drawn(shape, seed, torch.float32)) for seed in range(count) for shape in ((6, 6), (4, 10), (10, 4))]
+        optimizer = Muon(weights, lr=0.02, newton_schulz=newton_schulz.batched)
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        with Noted() as noted:
+            optimizer.step()
+        return [
+            name
+            for name in noted.names
+            if not name.startswith(("aten.slice", "aten.select", "aten.t.", "aten.unbind", "aten.transpose", "aten.permute"))
+        ]
+
+    few, many = calls_of(1), calls_of(8)
+    assert len(few) == len(many)
+    assert not {"aten._local_scalar_dense.default", "aten.item.default"} & {*many}
+
+
+class Noted(TorchDispatchMode):
+    """Keeps the names of the calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))

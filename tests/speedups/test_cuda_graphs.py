@@ -1,0 +1,80 @@
+"""CUDA graphs are recorded around the whole model; gradients lie in memory that no graph owns."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from flatout.errors import ConfigError
+from flatout.hardware import Gpu, Machine
+from flatout.selection import select, speedup_named
+from flatout.speedups.cuda_graphs import zeroed
+from flatout.training.start import run_training
+from flatout.training.step import train_step
+
+GPU = Machine("a CPU", 2, 8.0, (Gpu("an H200", 140.0, (9, 0), "1"),), "3.11")
+SPEEDUP = speedup_named("cuda-graphs")
+
+
+def test_it_says_where_it_cannot_be(tiny_config):
+    assert "on the CPU" in SPEEDUP.reason_against(GPU, tiny_config())
+    assert SPEEDUP.reason_against(GPU, tiny_config(train__device="cuda")) is None
+    assert "parallel.shard" in SPEEDUP.reason_against(GPU, tiny_config(train__device="cuda", parallel__shard=2))
+    assert "not tried" in SPEEDUP.reason_against(GPU, tiny_config(train__device="cuda", parallel__replicate=2))
+
+
+def test_it_needs_the_whole_model_compiled(tiny_config):
+    with pytest.raises(ConfigError, match="'cuda-graphs' needs 'compile', which is off"):
+        select(tiny_config(train__device="cuda", speedups=["cuda-graphs"]), GPU, device="cuda")
+
+
+def test_each_call_of_the_model_is_a_step_of_its_graphs(monkeypatch):
+    said = []
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: said.append("step"))
+    monkeypatch.setattr(torch, "compile", lambda call, **options: said.append(options) or call)
+    model = nn.Linear(2, 2)
+    names = list(model.state_dict())
+    SPEEDUP.transform.apply(model, SimpleNamespace(shard=1))
+    for _ in range(2):
+        model(torch.ones(1, 2))
+    assert said == [{"dynamic": False, "options": {"triton.cudagraphs": True}}, "step", "step"]
+    assert list(model.state_dict()) == names
+
+
+def test_gradients_keep_their_memory_and_accumulate(build_run, tiny_config):
+    """As on a GPU, but for the graphs: the losses are those of gradients that are dropped."""
+    plain, kept = build_run(tiny_config()), build_run(tiny_config())
+    kept.clear_gradients = zeroed
+    zeroed(kept.core.parameters())
+    places = [p.grad.data_ptr() for p in kept.core.parameters()]
+    for _ in range(3):
+        losses = [float(train_step(run, next(run.feed)).loss) for run in (plain, kept)]
+        assert losses[0] == losses[1]
+        assert [p.grad.data_ptr() for p in kept.core.parameters()] == places
+        assert not any(p.grad.any() for p in kept.core.parameters())
+
+
+def test_what_is_not_trained_gets_no_gradient():
+    frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+    zeroed([frozen])
+    assert frozen.grad is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_losses_are_those_of_compile_alone(tiny_config, tmp_path, precision):
+    """Two micro-batches a step, evaluation in between: what overwrites a gradient or a loss shows here."""
+    found = {}
+    for speedups in ("auto,+compile", "auto,+compile,+cuda-graphs"):
+        folder = tmp_path / str(len(found))
+        changes = {"train__device": "cuda", "train__precision": precision, "train__eval_every": 3, "train__steps": 12}
+        summary = run_training(tiny_config(speedups=speedups, **changes), folder)
+        found[speedups] = summary["train_loss"], summary["val_loss"]
+        assert summary["recompiles"] == 0
+        assert '"cuda_graphs_skipped": 0' in (folder / "events.jsonl").read_text()
+    plain, recorded = found.values()
+    assert recorded == pytest.approx(plain, rel=1e-4 if precision == "fp32" else 1e-2)
