@@ -8,7 +8,8 @@ from flatout.recipe import Precision, Promise, Speedup, gpu_below, uses_gpu
 
 
 def _why_not(machine: Machine, config: RunConfig) -> str | None:
-    return gpu_below(machine, (8, 0), "bfloat16") if uses_gpu(machine, config) else None
+    too_old = gpu_below(machine, (8, 0), "bfloat16") if uses_gpu(machine, config) else None
+    return too_old and f"{too_old} Use fp16 instead: train.precision=fp16."
 
 
 SPEEDUP = Speedup(
