@@ -46,9 +46,9 @@ def main() -> None:
     found = measure(arguments.device, arguments.repeats)
     if arguments.out:
         arguments.out.mkdir(parents=True, exist_ok=True)
-        path = arguments.out / f"scan-{device_name(arguments.device).lower().replace(' ', '-')}"
-        path.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
-        path.with_suffix(".md").write_text(table(found))
+        name = f"scan-{found['device'].lower().replace(' ', '-')}"
+        (arguments.out / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
+        (arguments.out / f"{name}.md").write_text(table(found))
     print(table(found))
 
 
