@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flatout.progress import SILENT, Progress
-from flatout.training.agreement import Vote
+from flatout.training.agreement import WRITING, Vote, together
 from flatout.training.catalog import prune
 from flatout.training.checkpoint import save, set_aside_line
 from flatout.training.host_copy import HostCopy
@@ -50,8 +50,7 @@ class InTheLoop:
         """
         began_s = time.perf_counter()
         path = save(run, environment=environment, progress=progress)
-        if run.mesh.is_main:
-            prune(run.folder, keep, run.best_step)
+        together(run.mesh, lambda: prune(run.folder, keep, run.best_step) if run.mesh.is_main else None, WRITING)
         seconds = time.perf_counter() - began_s
         self.newest_step = run.step
         self._whole.append(Saved(run.step, path, seconds, seconds))

@@ -116,6 +116,24 @@ def test_a_save_is_told_once_and_old_ones_go_when_it_is_whole(tmp_path, make):
     assert saver.finished() == []
 
 
+@pytest.mark.parametrize("make", [InTheLoop, InBackground])
+def test_an_old_checkpoint_that_cannot_be_deleted_is_an_error_with_a_fix_and_the_new_one_is_whole(tmp_path, monkeypatch, make):
+    run, saver = build(tmp_path / "run"), make()
+
+    def refused(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("flatout.training.savers.prune", refused)
+
+    def save_and_settle():
+        save(saver, run)
+        saver.settle()
+
+    with pytest.raises(RunFailed, match="Permission denied"):
+        save_and_settle()
+    assert catalog.latest(run.folder) == catalog.checkpoint_path(run.folder, 0)
+
+
 def test_a_second_save_waits_for_the_first(tmp_path, gate):
     run, saver, progress = build(tmp_path / "run"), InBackground(), Opens(gate)
     train(run, 1)
