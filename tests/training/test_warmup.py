@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import pytest
 import torch
 
+from flatout.ops import newton_schulz
 from flatout.selection import Decision
 from flatout.training.step import train_step
 from flatout.training.warmup import warm_up
@@ -70,6 +72,43 @@ def test_warming_up_leaves_generators_gradients_and_weights_alone(broken):
     assert torch.equal(torch.get_rng_state(), state)
     assert random.getstate() == python_state
     assert all(p.grad is None and torch.equal(p, b) for p, b in zip(broken.core.parameters(), before, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own compiler makes objects of its functions
+@pytest.mark.parametrize("works", ["blocks", "blocks and loss"])
+def test_by_block_and_in_muon_too_a_failure_leaves_everything_plain(build_run, tiny_config, monkeypatch, works):
+    """The compiler fails at its first graph, or not before Muon's."""
+    compiled = []
+
+    def failing(graph, _inputs):
+        compiled.append(graph)
+        if works == "blocks" or any("baddbmm" in str(node.target) for node in graph.graph.nodes):
+            raise RuntimeError("no working compiler")
+        return graph.forward
+
+    torch._dynamo.reset()
+    newton_schulz._compiled_for_each_shape.cache_clear()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=failing))
+    speedups = ["pretokenised", "compile-blocks", "compiled-muon"]
+    run = build_run(tiny_config(speedups=speedups, optim__kind="muon", model__dropout=0.1))
+    state = torch.get_rng_state()
+    before = [p.detach().clone() for p in run.core.parameters()]
+    events = Events()
+    warm_up(run, events)
+    newton_schulz._compiled_for_each_shape.cache_clear()
+    assert [fields["name"] for kind, fields in events.seen if kind == "speedup"] == ["compiled-muon", "compile-blocks"]
+    assert not {d.name for d in run.decisions if d.on} & {"compile-blocks", "compiled-muon"}
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(p.grad is None and torch.equal(p, b) for p, b in zip(run.core.parameters(), before, strict=True))
+    compiled.clear()
+    plain = build_run(tiny_config(speedups=["pretokenised", "batched-muon"], optim__kind="muon", model__dropout=0.1))
+    for _ in range(2):
+        losses = []
+        for each in (run, plain):
+            torch.manual_seed(5)
+            losses.append(float(train_step(each, next(each.feed)).loss))
+        assert losses[0] == losses[1]
+    assert compiled == []
 
 
 def test_an_error_of_the_model_itself_is_not_blamed_on_compile(broken, monkeypatch):
