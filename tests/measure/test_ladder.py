@@ -66,13 +66,13 @@ def test_what_is_off_but_could_run_is_put_in_and_takes_its_slots():
     assert all(rung.name.startswith(f"all and {rung.speedup}") for rung in named(ladder, "put-in") if not rung.replaced)
 
 
-def test_a_rung_with_one_put_in_is_what_naming_it_gives():
+def test_a_rung_with_one_put_in_is_what_naming_it_and_its_needs_gives():
     for overrides in ([], ["optim.kind=muon"], ["speedups=auto,-prefetch"]):
         ladder = ladder_of(NARROW, *overrides)
         assert named(ladder, "put-in")
         for rung in named(ladder, "put-in"):
             own = next((word for word in overrides if word.startswith("speedups=")), "speedups=auto")
-            config = load_config(None, [*overrides, f"{own},+{rung.speedup}"])
+            config = load_config(None, [*overrides, ",".join([own, *(f"+{name}" for name in settling.with_needs(rung.speedup))])])
             assert set(rung.speedups) == {d.name for d in select(config, NARROW, device="cpu", minutes=60.0) if d.on}, rung.name
 
 
