@@ -95,6 +95,10 @@ class Run:
         """Nominal tokens of one optimiser step, over all ranks."""
         return self.config.batch.tokens_per_step or 0
 
+    def trained(self) -> list[nn.Parameter]:
+        """Return what the optimisers hold: under fully_shard the split weights, though the model may show gathered ones at the moment."""
+        return [parameter for optimizer in self.optimizers for group in optimizer.param_groups for parameter in group["params"]]
+
     @property
     def rows_per_device(self) -> int:
         """Windows of one micro-batch."""
@@ -307,7 +311,7 @@ def build(config: RunConfig, *, machine: Machine, mesh: Mesh, dataset: Dataset |
         convolutions=recipe.part("convolutions"),
         scaler=LossScaler(precision.loss_scale) if precision.loss_scale else None,
     )
-    run.clear_gradients(core.parameters())
+    run.clear_gradients(run.trained())
     run.peak = known_peak(machine, str(mesh.device), run.arithmetic)
     return run
 

@@ -62,7 +62,7 @@ def train_step(run: Run, batch: StepBatch) -> StepResult:
             optimizer.step()
     if run.scaler:
         run.scaler.update(finite)
-    run.clear_gradients(run.core.parameters())
+    run.clear_gradients(run.trained())
     return StepResult(loss_sum / num_valid.clamp(min=1), grad_norm, num_valid, factor_of_peak * run.config.optim.lr, skipped=not finite)
 
 

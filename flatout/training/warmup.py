@@ -105,7 +105,7 @@ def _try_step(run: Run) -> Exception | None:
         return error
     finally:
         run.core.train()
-        run.clear_gradients(run.core.parameters())
+        run.clear_gradients(run.trained())
     return None
 
 

@@ -111,6 +111,14 @@ def test_by_block_and_in_muon_too_a_failure_leaves_everything_plain(build_run, t
     assert compiled == []
 
 
+def test_the_gradients_that_go_are_the_optimizers_own(broken, monkeypatch):
+    """Under fully_shard the model shows other tensors after an evaluation than those that are trained."""
+    monkeypatch.setattr(broken.core, "parameters", lambda: iter(()))
+    warm_up(broken, Events())
+    assert broken.trained()
+    assert all(parameter.grad is None for parameter in broken.trained())
+
+
 def test_an_error_of_the_model_itself_is_not_blamed_on_compile(broken, monkeypatch):
     def fail(*_):
         raise ValueError("the model is wrong")
