@@ -55,6 +55,10 @@ class TrainResult(Result):
     """What 100% of `mfu` is, or why that is unknown."""
     peak_gib: float | None
     """Most memory used."""
+    compile_s: float | None = None
+    """Seconds that compiling took, before the first step and after; None when nothing was compiled."""
+    recompiles: int | None = None
+    """Graphs compiled after the warm-up: each held training up, and events.jsonl says why."""
     wall_s: float
     """Seconds of this process, from the first step to the summary."""
     elapsed_s: float
