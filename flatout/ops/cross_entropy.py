@@ -147,7 +147,7 @@ class _Chunked(torch.autograd.Function):
             grads_CD = []
             for chunk_CD, targets_C in _chunks(hidden_ND.to(narrow), targets_N, len(weight_VD)):
                 losses_C, grad_CV = _losses_and_gradient((chunk_CD @ factor_VD.t()).to(wide), targets_C, softcap, z_loss)
-                loss_sum += losses_C.sum()
+                loss_sum = loss_sum + losses_C.sum()  # a result that is added to in place is compiled without gradients by torch 2.11
                 grad_CV = grad_CV.to(narrow)
                 grads_CD.append((grad_CV @ factor_VD).to(hidden_ND.dtype))
                 grad_weight_VD += grad_CV.t() @ chunk_CD

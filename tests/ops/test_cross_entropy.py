@@ -141,3 +141,17 @@ def test_variants_are_the_functions_with_the_references_signature():
     assert "variants" not in variants(attention)
     assert "at_least_fp32" not in variants(attention)
     assert Ops.plain(attention=attention.fused).attention is variants(attention)["fused"]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own compiler makes objects of its functions
+def test_chunked_has_its_gradients_when_it_is_traced_for_a_compiler():
+    """torch 2.11 traces some autograd functions into ones whose gradients are all zero, and says nothing."""
+    found = []
+    for function in (cross_entropy.chunked, torch.compile(cross_entropy.chunked, backend="aot_eager")):
+        generator = torch.Generator().manual_seed(3)
+        hidden_BTD, weight_VD = (torch.randn(size, generator=generator, requires_grad=True) for size in ((2, 8, 16), (32, 16)))
+        targets_BT = torch.randint(32, (2, 8), generator=generator)
+        function(hidden_BTD, weight_VD, targets_BT)[0].backward()
+        found.append((hidden_BTD.grad, weight_VD.grad))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
