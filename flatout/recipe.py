@@ -253,7 +253,13 @@ class Speedup:
     def reason_against(self, machine: Machine, config: RunConfig) -> str | None:
         """Return why it cannot or should not run here: all it fills are functions that the model never calls, or `why_not`."""
         used = MODELS.stated(config.model.kind, "USES")
-        if used is not None and self.fills.keys() <= MODEL_OPS and not {f"ops.{name}" for name in used} & self.fills.keys() and not self.transform:
+        if (
+            used is not None
+            and self.fills
+            and self.fills.keys() <= MODEL_OPS
+            and not {f"ops.{name}" for name in used} & self.fills.keys()
+            and not self.transform
+        ):
             return f"The model {config.model.kind!r} makes no use of {' and '.join(self.fills)}."
         return self.why_not(machine, config)
 

@@ -70,7 +70,7 @@ def test_a_speedup_that_fell_back_is_not_what_its_row_says(tiny_config, tmp_path
         "def broken(model, mesh):\n"
         "    model._compiled_call_impl = lambda *a, **k: (_ for _ in ()).throw(RuntimeError('no compiler'))\n"
         "    return model\n"
-        "SPEEDUP = Speedup(name='fallsback:SPEEDUP', saves='', promise=Promise.exact(), transform=Transform('compile', broken))\n"
+        "SPEEDUP = Speedup(name='fallsback:SPEEDUP', saves='', promise=Promise.exact(), transform=Transform('compile', broken), compiles=True)\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     found = trial(tiny_config(speedups="fallsback:SPEEDUP"), tmp_path / "run")
