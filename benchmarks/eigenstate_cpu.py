@@ -244,7 +244,8 @@ def table(found: dict[str, Any]) -> str:
     lines += [
         "",
         f"{found['machine']}, {found['threads']} threads, torch {found['torch']}; {found['layers']} layers of `{RECIPE}`, one row of "
-        f"{found['tokens']:,} tokens, chunks of {found['chunk_size']}, fp32 but where it says otherwise; {found['rounds']} rounds, turn by turn, median (smallest to largest), "
+        f"{found['tokens']:,} tokens, chunks of {found['chunk_size']}, fp32 but where it says otherwise; "
+        f"{found['rounds']} rounds, turn by turn, median (smallest to largest), "
         f"ratios of the same round; commit {found['commit']}; `python benchmarks/eigenstate_cpu.py`.",
     ]
     return "\n".join(lines) + "\n"

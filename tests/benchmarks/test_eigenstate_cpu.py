@@ -27,7 +27,7 @@ def test_every_way_is_timed_in_every_round_and_agrees(benchmark):
         first, second = comparison["apart"].values()
         assert first == {"loss": 0.0, "gradient": 0.0}
         assert max(second.values()) <= comparison["tolerance"]
-    text = benchmark.table(found | {"machine": "a machine", "threads": 1, "torch": "2", "layers": 2, "tokens": 11, "commit": "abc"})
+    text = benchmark.table(found | {"machine": "a machine", "threads": 1, "torch": "2", "layers": 2, "tokens": 11, "chunk_size": 4, "commit": "abc"})
     assert "| layers token by token, against all that is fast: step by step |" in text
     assert text.count("**") == 8
 
