@@ -5,7 +5,6 @@ Letters: B rows, T tokens, N = B T targets, D width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,12 +12,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from flatout.errors import MissingPackage, ShapeError
-from flatout.ops import at_least_fp32, linear
-
-IGNORED = -1
-"""The target that counts for nothing."""
-LOGITS_AT_ONCE = {"cuda": 2**29, "cpu": 2**24}
-"""Logits that `chunked` holds at once, in number: enough rows for a product to run at full rate, few enough to be worth it."""
+from flatout.ops import at_least_fp32, linear, loss_chunks
+from flatout.ops.loss_chunks import IGNORED as IGNORED
+from flatout.ops.loss_chunks import capped as capped
 
 
 def reference(
@@ -93,7 +89,9 @@ def chunked(hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor, *, softca
     if torch.is_grad_enabled() and (hidden_ND.requires_grad or weight_VD.requires_grad):
         loss_sum: Tensor = _Chunked.apply(hidden_ND, weight_VD, targets_N, softcap, z_loss)  # type: ignore[no-untyped-call]
     else:
-        loss_sum = _chunked_loss(hidden_ND, weight_VD, targets_N, softcap, z_loss)
+        narrow = _arithmetic(hidden_ND, weight_VD)
+        with torch.autocast(hidden_ND.device.type, enabled=False):
+            loss_sum = loss_chunks.scored(hidden_ND.to(narrow), weight_VD.to(narrow), targets_N, softcap, z_loss)
     return loss_sum, valid_BT.sum()
 
 
@@ -134,89 +132,29 @@ def _by_liger(hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, softcap: 
 
 
 class _Chunked(torch.autograd.Function):
-    """The summed loss; a chunk's logits become its gradients in place."""
+    """The summed loss, and its gradients made with it."""
 
     @staticmethod
     def forward(ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, softcap: float | None, z_loss: float) -> Tensor:
         """Return the loss, and keep both gradients."""
-        narrow, wide = _arithmetic(hidden_ND, weight_VD)
+        narrow = _arithmetic(hidden_ND, weight_VD)
         with torch.autocast(hidden_ND.device.type, enabled=False):
-            factor_VD = weight_VD.to(narrow)
-            grad_weight_VD = torch.zeros(weight_VD.shape, dtype=wide, device=weight_VD.device)
-            loss_sum = torch.zeros((), dtype=wide, device=hidden_ND.device)
-            grads_CD = []
-            for chunk_CD, targets_C in _chunks(hidden_ND.to(narrow), targets_N, len(weight_VD)):
-                losses_C, grad_CV = _losses_and_gradient((chunk_CD @ factor_VD.t()).to(wide), targets_C, softcap, z_loss)
-                loss_sum = loss_sum + losses_C.sum()  # a result that is added to in place is compiled without gradients by torch 2.11
-                grad_CV = grad_CV.to(narrow)
-                grads_CD.append((grad_CV @ factor_VD).to(hidden_ND.dtype))
-                grad_weight_VD += grad_CV.t() @ chunk_CD
-        ctx.save_for_backward(torch.cat(grads_CD), grad_weight_VD)
-        ctx.weight_dtype = weight_VD.dtype
+            loss_sum, *gradients = loss_chunks.learned(hidden_ND.to(narrow), weight_VD.to(narrow), targets_N, softcap, z_loss)
+        ctx.save_for_backward(*gradients)
+        ctx.dtypes = (hidden_ND.dtype, weight_VD.dtype)
         return loss_sum
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         """Return what was kept, times the gradient of the loss."""
-        grad_hidden_ND, grad_weight_VD = ctx.saved_tensors
-        return grad_hidden_ND * grad.to(grad_hidden_ND.dtype), (grad_weight_VD * grad).to(ctx.weight_dtype), None, None, None
+        grad_hidden_ND, grad_weight_VD = ((kept * grad.to(kept.dtype)).to(dtype) for kept, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True))
+        return grad_hidden_ND, grad_weight_VD, None, None, None
 
 
-def _chunked_loss(hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, softcap: float | None, z_loss: float) -> Tensor:
-    """The summed loss alone, of which evaluation wants no gradient: a third of the work."""
-    narrow, wide = _arithmetic(hidden_ND, weight_VD)
-    with torch.autocast(hidden_ND.device.type, enabled=False):
-        factor_VD = weight_VD.to(narrow)
-        loss_sum = torch.zeros((), dtype=wide, device=hidden_ND.device)
-        for chunk_CD, targets_C in _chunks(hidden_ND.to(narrow), targets_N, len(weight_VD)):
-            loss_sum += _losses((chunk_CD @ factor_VD.t()).to(wide), targets_C, softcap, z_loss)[0].sum()
-    return loss_sum
-
-
-def _arithmetic(hidden_ND: Tensor, weight_VD: Tensor) -> tuple[torch.dtype, torch.dtype]:
-    """What products are computed in, and what is summed in."""
+def _arithmetic(hidden_ND: Tensor, weight_VD: Tensor) -> torch.dtype:
+    """What products are computed in."""
     device = hidden_ND.device.type
-    narrow = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.promote_types(hidden_ND.dtype, weight_VD.dtype)
-    return narrow, torch.promote_types(narrow, torch.float32)
-
-
-def _chunks(hidden_ND: Tensor, targets_N: Tensor, vocab_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield as few chunks as there can be, as equal as can be: a compiler writes the loop out, and equal shapes share their kernels."""
-    most = max(LOGITS_AT_ONCE["cuda" if hidden_ND.is_cuda else "cpu"] // vocab_size, 1)
-    count = max(-(-len(targets_N) // most), 1)
-    size = max(-(-len(targets_N) // count), 1)
-    return zip(torch.split(hidden_ND, size), torch.split(targets_N, size), strict=True)
-
-
-def _losses(logits_CV: Tensor, targets_C: Tensor, softcap: float | None, z_loss: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Each target's loss, 0 where it is ignored; the logits within their cap, and the logarithm of the sum of their exponentials."""
-    capped_CV = capped(logits_CV, softcap)
-    log_sum_C = capped_CV.logsumexp(dim=-1)
-    losses_C = log_sum_C - capped_CV.gather(-1, targets_C.clamp_min(0)[:, None])[:, 0] + z_loss * log_sum_C.square()
-    return losses_C.masked_fill(targets_C == IGNORED, 0.0), capped_CV, log_sum_C
-
-
-def _losses_and_gradient(logits_CV: Tensor, targets_C: Tensor, softcap: float | None, z_loss: float) -> tuple[Tensor, Tensor]:
-    """Each target's loss, 0 where it is ignored, and the gradient of their sum to the logits.
-
-    The target's place is found by comparing, not by writing to it: a compiler then makes the gradient in one pass.
-    """
-    losses_C, capped_CV, log_sum_C = _losses(logits_CV, targets_C, softcap, z_loss)
-    factor_C = (1 + 2 * z_loss * log_sum_C).masked_fill(targets_C == IGNORED, 0.0)
-    grad_CV = (capped_CV - log_sum_C[:, None]).exp() * factor_C[:, None]
-    is_target_CV = targets_C[:, None] == torch.arange(logits_CV.shape[1], device=logits_CV.device)
-    grad_CV.add_(is_target_CV, alpha=-1)
-    if softcap is not None:
-        grad_CV *= 1 - (capped_CV / softcap).square()
-    return losses_C, grad_CV
-
-
-def capped(logits: Tensor, softcap: float | None) -> Tensor:
-    """Return the logits held within the cap by a tanh; as they are without one.
-
-    Shapes:  any.
-    """
-    return logits if softcap is None else softcap * (logits / softcap).tanh()
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.promote_types(hidden_ND.dtype, weight_VD.dtype)
 
 
 def _summed(logits_BTV: Tensor, targets_BT: Tensor, softcap: float | None, z_loss: float) -> Tensor:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flatout.errors import MissingPackage, ShapeError
-from flatout.ops import Ops, at_least_fp32, attention, cross_entropy, variants
+from flatout.ops import Ops, at_least_fp32, attention, cross_entropy, loss_chunks, variants
 
 VARIANTS = variants(cross_entropy)
 CLOSE = {"bf16": 2e-2}
@@ -29,7 +29,7 @@ EXTRAS = {"none": {}, "softcap": {"softcap": 2.0}, "z-loss": {"z_loss": 1e-2}, "
 def chunks(request, monkeypatch):
     """Chunks of a few targets, the last one not full, or of all."""
     if request.param:
-        monkeypatch.setitem(cross_entropy.LOGITS_AT_ONCE, "cpu", 700)
+        monkeypatch.setitem(loss_chunks.LOGITS_AT_ONCE, "cpu", 700)
 
 
 def drawn(*, rows, tokens, width, vocab, ignored):

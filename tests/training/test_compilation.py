@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from flatout.ops import cross_entropy
+from flatout.ops import loss_chunks
 from flatout.training.compilation import CompilationWatch, counts, shortened
 from flatout.training.loop import take_evaluation
 from flatout.training.metrics import Log
@@ -118,7 +118,7 @@ SHAPES = {
 
 @pytest.mark.parametrize(("shape", "way"), [("gpt2", "compile"), ("llama", "compile"), ("eigenstate", "compile"), ("selective", "compile-blocks")])
 def test_nothing_breaks_a_graph(compiled_run, tmp_path, monkeypatch, way, shape):
-    monkeypatch.setitem(cross_entropy.LOGITS_AT_ONCE, "cpu", 257 * 20)  # 4 rows of 16 tokens are several chunks
+    monkeypatch.setitem(loss_chunks.LOGITS_AT_ONCE, "cpu", 257 * 20)  # 4 rows of 16 tokens are several chunks
     mixing = "fast-scan" if "model__kind" in SHAPES[shape] else "fused-attention"
     run, log = compiled_run(mixing, "chunked-ce", "bf16", way, model__num_layers=1, train__precision="auto", **SHAPES[shape])
     (compiled,) = events(tmp_path / "run", "compiled")
