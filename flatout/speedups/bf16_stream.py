@@ -1,0 +1,29 @@
+"""The hidden states between blocks in bfloat16, under autocast that would leave them fp32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flatout.recipe import Promise, Speedup, Transform
+
+
+def _narrow(model: Any, mesh: Any) -> Any:
+    """Narrow what the embedding gives; blocks add to it in its type, and norms compute in fp32 whatever it is."""
+    import torch
+
+    embed = model.embed
+
+    def narrowed(*args: Any, **kwargs: Any) -> Any:
+        return embed(*args, **kwargs).to(torch.bfloat16)
+
+    model.embed = narrowed
+    return model
+
+
+SPEEDUP = Speedup(
+    name="bf16-stream",
+    transform=Transform("low-precision", _narrow),
+    saves="time, and memory in a compiled model: sums between blocks and their gradients take two bytes instead of four",
+    promise=Promise.rounding(rtol=2e-2),
+    needs=("bf16",),
+)
