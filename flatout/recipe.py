@@ -288,7 +288,7 @@ class Recipe:
                 first = self.filled_by[slot]
                 raise ConfigError(
                     f"The speedups {first!r} and {speedup.name!r} both fill the slot {slot!r}.",
-                    fix=f"Drop one: speedups=auto,-{first} or speedups=auto,-{speedup.name}.",
+                    fix="Leave out one of the two.",
                 )
             if slot not in self.slots:
                 raise ConfigError(f"The speedup {speedup.name!r} fills {slot!r}, which is no slot.", fix=f"Use one of: {', '.join(self.slots)}.")

@@ -1,7 +1,7 @@
 """Which speedups a run uses: what the configuration wishes, what the machine allows, and a reason for each.
 
-`auto` is a table, `speedups/auto.yaml`: by speedup and device, on, off, on for runs of at least so many minutes, or on unless
-one of others is. A speedup without a row is off under `auto` and on when it is named.
+`auto` is a table, `speedups/auto.yaml`: by speedup and device, on, off, on for runs of at least so many minutes, on only with one
+of others, or on unless one of others is. A speedup without a row is off under `auto` and on when it is named.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def parse_wish(speedups: str | Sequence[str]) -> Wish:
 
     Raises: ConfigError for a name that is no speedup, with the nearest one.
     """
-    words = [word.strip() for word in (speedups.split(",") if isinstance(speedups, str) else speedups) if word.strip()]
+    words = _words(speedups)
     named: list[str] = []
     dropped: list[str] = []
     edits = any(word[0] in "+-" for word in words)
@@ -75,14 +75,34 @@ def parse_wish(speedups: str | Sequence[str]) -> Wish:
     for word in words:
         if word in ("auto", "none"):
             continue
-        name = word.lstrip("+-")
-        name = name if ":" in name else name.replace("_", "-")
+        name = _meant(word)
         if ":" not in name and name not in SPEEDUPS.names():
             raise unknown_name("speedup", name, SPEEDUPS.names())
         (dropped if word.startswith("-") else named).append(name)
     if "none" in words and (auto or named):
         raise ConfigError(f"speedups={','.join(words)} asks for none and for some.", fix="Write none alone, or leave it out.")
+    both = next((name for name in named if name in dropped), None)
+    if both:
+        raise ConfigError(f"speedups={','.join(words)} asks for {both!r} and leaves it out.", fix=f"Write {both} once, with + or with -.")
     return Wish(auto, tuple(named), tuple(dropped))
+
+
+def _words(speedups: str | Sequence[str]) -> list[str]:
+    return [word.strip() for word in (speedups.split(",") if isinstance(speedups, str) else speedups) if word.strip()]
+
+
+def _meant(word: str) -> str:
+    """Return the speedup that a word of a wish names."""
+    name = word.lstrip("+-")
+    return name if ":" in name else name.replace("_", "-")
+
+
+def naming(speedups: str | Sequence[str], names: Iterable[str]) -> str:
+    """Return a wish that names these besides, and leaves none of them out."""
+    added = list(names)
+    sign = "+" if parse_wish(speedups).auto else ""
+    kept = [word for word in _words(speedups) if not (word.startswith("-") and _meant(word) in added)]
+    return ",".join([*kept, *(sign + name for name in added)])
 
 
 def select(config: RunConfig, machine: Machine, *, device: str = "cpu", minutes: float | None = None) -> list[Decision]:
@@ -94,7 +114,8 @@ def select(config: RunConfig, machine: Machine, *, device: str = "cpu", minutes:
     known = all_speedups() + [speedup_named(name) for name in wish.named if ":" in name]
     decisions = [_decide(speedup, wish, config, machine, device, minutes) for speedup in known]
     by_name = {speedup.name: speedup for speedup in known}
-    return _with_needs(_yielding(_with_room(decisions, by_name, wish), wish, device), by_name, wish)
+    settled = _yielding(_accompanied(_with_room(decisions, by_name, wish, config), wish, device), wish, device)
+    return _with_needs(settled, by_name, wish, config, machine)
 
 
 def settled(config: RunConfig, machine: Machine) -> list[Decision]:
@@ -120,7 +141,7 @@ def assemble(decisions: Iterable[Decision]) -> Recipe:
 
 
 def _with_precision(wish: Wish, config: RunConfig, machine: Machine) -> Wish:
-    """`train.precision` is a wish too: a precision that is stated names its speedup and drops the others."""
+    """`train.precision` is a wish too: a precision that is stated names its speedup, the one that another needs or that works, and drops the rest."""
     precision = config.train.precision
     if precision == "auto":
         return wish
@@ -133,8 +154,10 @@ def _with_precision(wish: Wish, config: RunConfig, machine: Machine) -> Wish:
             f"train.precision={precision} and speedups={contrary[0]} contradict each other.",
             fix=f"Set train.precision={meant}, or leave {contrary[0]!r} out of speedups.",
         )
+    needed = {need for name in wish.named for need in speedup_named(name).needs}
     able = [name for name in ways if SPEEDUPS.get(name).reason_against(machine, config) is None]
-    named = [name for name in ways if name in wish.named] or [*able, *ways][:1]
+    preferred = [name for name in ways if name in needed]
+    named = [name for name in ways if name in wish.named] or [*preferred, *able, *ways][:1]
     others = tuple(name for name in every if name not in named)
     return Wish(wish.auto, tuple(dict.fromkeys([*wish.named, *named])), wish.dropped + others)
 
@@ -144,7 +167,7 @@ def _decide(speedup: Speedup, wish: Wish, config: RunConfig, machine: Machine, d
     if name in wish.named:
         why_not = speedup.reason_against(machine, config)
         if why_not:
-            raise HardwareError(f"The speedup {name!r} cannot be used: {why_not}", fix=f"Leave it out, for example speedups=auto,-{name}.")
+            raise HardwareError(f"The speedup {name!r} cannot be used: {why_not}", fix=f"Leave it out: {_without(name, config)}.")
         return Decision(name, True, "asked for")
     if name in wish.dropped:
         stated = config.train.precision != "auto" and any(name in ways for ways in PRECISIONS.values())
@@ -155,6 +178,18 @@ def _decide(speedup: Speedup, wish: Wish, config: RunConfig, machine: Machine, d
     if why_not:
         return Decision(name, False, why_not)
     return _by_table(speedup, device, minutes)
+
+
+def _without(name: str, config: RunConfig) -> str:
+    """Return the setting that is the user's own but for `name`, which speedups names, or leaves out, or else train.precision brings."""
+    words = _words(config.speedups)
+    left = [word for word in words if _meant(word) != name]
+    if left == words:
+        return "train.precision=auto"
+    edits_auto = parse_wish(config.speedups).auto
+    if edits_auto and not parse_wish(left).auto:
+        left = ["auto", *left]
+    return f"speedups={','.join(left) or 'none'}"
 
 
 def _by_table(speedup: Speedup, device: str, minutes: float | None) -> Decision:
@@ -190,27 +225,70 @@ def _yielding(decisions: list[Decision], wish: Wish, device: str) -> list[Decisi
     return [Decision(d.name, False, f"{yielding[d.name]} is on and does the same, better") if d.name in yielding else d for d in decisions]
 
 
-def _with_room(decisions: list[Decision], speedups: dict[str, Speedup], wish: Wish) -> list[Decision]:
-    """A speedup that was named takes its slots from those that `auto` chose."""
-    taken = {slot: name for name in wish.named for slot in speedups[name].fills}
+def _accompanied(decisions: list[Decision], wish: Wish, device: str) -> list[Decision]:
+    """A speedup that the table has on only with one of others: off when all of them are."""
+    on = {decision.name for decision in decisions if decision.on}
     settled = []
     for decision in decisions:
-        rivals = [taken[slot] for slot in speedups[decision.name].fills if slot in taken and decision.name not in wish.named]
-        if decision.on and rivals:
-            decision = Decision(decision.name, False, f"{rivals[0]}, which was named, takes its place")
+        company = [] if decision.name in wish.named else _table_entry(decision.name, device).get("with", [])
+        if decision.on and company and not on.intersection(company):
+            decision = Decision(decision.name, False, f"it is for runs with {' or '.join(company)}, and this one is without")
         settled.append(decision)
     return settled
 
 
-def _with_needs(decisions: list[Decision], speedups: dict[str, Speedup], wish: Wish) -> list[Decision]:
+def _with_room(decisions: list[Decision], speedups: dict[str, Speedup], wish: Wish, config: RunConfig) -> list[Decision]:
+    """A speedup that was named takes its slots from those that `auto` chose; two that were named for one slot are refused."""
+    taken: dict[str, str] = {}
+    for name in wish.named:
+        for slot in speedups[name].fills:
+            first = taken.setdefault(slot, name)
+            if first != name:
+                raise ConfigError(
+                    f"The speedups {first!r} and {name!r} both fill the slot {slot!r}.",
+                    fix=f"Leave out one of the two: {_without(name, config)} or {_without(first, config)}.",
+                )
+    settled = []
+    for decision in decisions:
+        rivals = [taken[slot] for slot in speedups[decision.name].fills if slot in taken and decision.name not in wish.named]
+        if decision.on and rivals:
+            decision = Decision(decision.name, False, _taken_by(rivals[0]))
+        settled.append(decision)
+    return settled
+
+
+def _taken_by(rival: str) -> str:
+    return f"{rival}, which was named, takes its place"
+
+
+def _with_needs(decisions: list[Decision], speedups: dict[str, Speedup], wish: Wish, config: RunConfig, machine: Machine) -> list[Decision]:
     """A speedup whose need is off is off too; one that was named is refused."""
     on = {decision.name for decision in decisions if decision.on}
+    reasons = {decision.name: decision.reason for decision in decisions}
     settled = []
     for decision in decisions:
         missing = [need for need in speedups[decision.name].needs if need not in on]
         if decision.on and missing:
             if decision.name in wish.named:
-                raise ConfigError(f"The speedup {decision.name!r} needs {missing[0]!r}, which is off.", fix=f"Add {missing[0]} to speedups.")
+                raise _lacking(decision.name, speedups[missing[0]], reasons[missing[0]], wish, config, machine)
             decision = Decision(decision.name, False, f"needs {missing[0]}, which is off")
         settled.append(decision)
     return settled
+
+
+def _lacking(name: str, need: Speedup, reason: str, wish: Wish, config: RunConfig, machine: Machine) -> ConfigError:
+    """Return the error that what was named lacks what it needs: with what stands in the way, and with what to leave out or to add."""
+    rival = next((other for other in wish.named if other != name and speedup_named(other).fills.keys() & need.fills.keys()), None)
+    brings = next((key for key, ways in PRECISIONS.items() if need.name in ways), None)
+    less, one_of_two = _without(name, config), "Leave out one of the two"
+    if need.reason_against(machine, config):
+        fix = f"Leave {name} out: {less}."
+    elif brings and config.train.precision not in ("auto", brings):
+        fix = f"Set train.precision={brings}, or leave {name} out: {less}."
+    elif rival:
+        reason, fix = _taken_by(rival), f"{one_of_two}: {less} or {_without(rival, config)}."
+    elif need.name in wish.dropped:
+        fix = f"{one_of_two}, {name} or -{need.name}: {less} or {_without(need.name, config)}."
+    else:
+        fix = f"Add {need.name}: speedups={naming(config.speedups, [need.name])}."
+    return ConfigError(f"The speedup {name!r} needs {need.name!r}, which is off: {reason.rstrip('.')}.", fix=fix)

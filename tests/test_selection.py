@@ -7,8 +7,8 @@ import pytest
 from flatout.config import load_config
 from flatout.errors import ConfigError, HardwareError
 from flatout.hardware import Gpu, Machine
-from flatout.registry import SPEEDUPS
-from flatout.selection import all_speedups, assemble, auto_table, parse_wish, select, settled
+from flatout.registry import RECIPES, SPEEDUPS
+from flatout.selection import Decision, all_speedups, assemble, auto_table, naming, parse_wish, select, settled
 
 CPU = Machine("a CPU", 2, 8.0, (), "3.11")
 NARROW = Machine("a CPU", 2, 8.0, (), "3.11", cpu_multiplies_bf16=True)
@@ -31,7 +31,8 @@ def test_the_table_of_auto_names_only_speedups_and_devices_that_exist():
     for row in auto_table().values():
         assert set(row) <= {"cpu", "cuda"}
         for entry in row.values():
-            assert set(entry) <= {"on", "from_minutes", "because", "unless"}
+            assert set(entry) <= {"on", "from_minutes", "because", "unless", "with"}
+            assert {*entry.get("unless", ()), *entry.get("with", ())} <= set(SPEEDUPS.names())
 
 
 def test_none_is_the_baseline():
@@ -49,11 +50,25 @@ def test_edits_change_auto_by_what_they_name():
     assert on("-fused-adamw") == auto - {"fused-adamw"}
 
 
+def test_a_wish_is_named_upon():
+    assert naming("auto,-fused_adamw,-bf16", ["fused-adamw", "compile"]) == "auto,-bf16,+fused-adamw,+compile"
+    assert naming(("bf16",), ["compile"]) == "bf16,compile"
+    assert on(naming("-fused-adamw", ["fused-adamw"])) == on("auto")
+
+
 def test_underscores_are_as_good_as_hyphens():
     assert parse_wish("fused_adamw").named == ("fused-adamw",)
 
 
-@pytest.mark.parametrize(("wish", "message"), [("auto,-fusedadamw", "Did you mean 'fused-adamw'"), ("none,bf16", "none and for some")])
+@pytest.mark.parametrize(
+    ("wish", "message"),
+    [
+        ("auto,-fusedadamw", "Did you mean 'fused-adamw'"),
+        ("none,bf16", "none and for some"),
+        ("compile,-compile", "'compile' and leaves it out"),
+        ("auto,-fused_adamw,+fused-adamw", "'fused-adamw' and leaves it out"),
+    ],
+)
 def test_a_wish_that_cannot_be_read_is_refused(wish, message):
     with pytest.raises(ConfigError, match=message):
         parse_wish(wish)
@@ -141,9 +156,89 @@ def test_a_named_speedup_takes_its_slot_from_one_that_auto_chose():
     assert "fp16" in decisions["bf16"].reason
 
 
-def test_two_named_for_one_slot_are_refused():
+@pytest.mark.parametrize(
+    ("wish", "fix"),
+    [
+        ("bf16,fp16", "speedups=fp16 or speedups=bf16."),
+        ("auto,+bf16,-compile,+fp16", "speedups=auto,-compile,+fp16 or speedups=auto,+bf16,-compile."),
+        ("bf16,+fp16", "speedups=+fp16 or speedups=auto,bf16."),
+        ("+bf16,+fp16", "speedups=+fp16 or speedups=+bf16."),
+    ],
+)
+def test_of_two_named_for_one_slot_one_is_to_be_left_out_of_the_users_own_words(wish, fix):
+    with pytest.raises(ConfigError, match="both fill the slot 'precision'") as refused:
+        on(wish, HOPPER, device="cuda")
+    (first, _, second) = refused.value.fix.removeprefix("Leave out one of the two: ").removesuffix(".").partition(" or ")
+    assert {first, second} == set(fix.removesuffix(".").split(" or "))
+    for way in (first, second):
+        assert len(on(way.removeprefix("speedups="), HOPPER, device="cuda") & {"bf16", "fp16"}) == 1
+
+
+def test_of_a_precision_that_is_stated_and_a_speedup_for_its_slot_one_is_to_be_left_out():
+    with pytest.raises(ConfigError, match=r"both fill the slot 'ops\.cross_entropy'") as refused:
+        on("auto,+chunked-ce", NARROW, "train.precision=bf16")
+    assert "speedups=auto" in refused.value.fix
+    assert "train.precision=auto" in refused.value.fix
+
+
+@pytest.mark.parametrize(
+    ("wish", "fix"), [("tf32", "speedups=none"), ("auto,+tf32", "speedups=auto"), ("+tf32", "speedups=auto"), ("prefetch,tf32", "speedups=prefetch")]
+)
+def test_what_cannot_be_used_is_left_out_of_the_users_own_words(wish, fix):
+    with pytest.raises(HardwareError, match="'tf32' cannot be used") as refused:
+        on(wish)
+    assert refused.value.fix == f"Leave it out: {fix}."
+
+
+def test_a_precision_is_brought_about_by_what_something_named_needs():
+    ways = {"bf16", "bf16-products", "bf16-weights"}
+    assert on("auto,+bf16-weights", NARROW, "train.precision=bf16") & ways == {"bf16", "bf16-weights"}
+    assert on("auto", NARROW, "train.precision=bf16") & ways == {"bf16-products"}
+
+
+@pytest.mark.parametrize(
+    ("machine", "wish", "precision", "why", "fix"),
+    [
+        (HOPPER, "auto,+bf16-weights,+fp16", "auto", "fp16, which was named, takes", "two: speedups=auto,+fp16 or speedups=auto,+bf16-weights."),
+        (HOPPER, "auto,+bf16-weights", "fp16", "train.precision=fp16", "Set train.precision=bf16, or leave bf16-weights out: speedups=auto."),
+        (HOPPER, "auto,+cuda-graphs,-compile", "auto", "left out", "-compile: speedups=auto,-compile or speedups=auto,+cuda-graphs."),
+        (HOPPER, "auto,+cuda-graphs", "auto", "minutes and more", "Add compile: speedups=auto,+cuda-graphs,+compile."),
+        (HOPPER, "bf16-weights", "auto", "not among speedups", "Add bf16: speedups=bf16-weights,bf16."),
+        (NARROW, "auto,+bf16-weights", "auto", "autocast narrows", "Add bf16: speedups=auto,+bf16-weights,+bf16."),
+        (NARROW, "bf16-weights,bf16-products", "bf16", "bf16-products, which was", "two: speedups=bf16-products or speedups=bf16-weights."),
+        (TURING, "auto,+bf16-weights", "auto", "bfloat16 needs compute", "Leave bf16-weights out: speedups=auto."),
+    ],
+)
+def test_a_need_that_is_off_is_said_with_what_stands_in_the_way(machine, wish, precision, why, fix):
+    device = "cuda" if machine.gpus else "cpu"
+    with pytest.raises(ConfigError, match=f"needs '[a-z0-9]+', which is off: .*{why}") as refused:
+        on(wish, machine, f"train.precision={precision}", device=device)
+    assert refused.value.fix.endswith(fix)
+
+
+def test_muon_is_compiled_where_the_model_is():
+    ways = {"compiled-muon", "batched-muon"}
+
+    def muon(wish: str) -> set[str]:
+        return on(wish, HOPPER, "optim.kind=muon", device="cuda", minutes=600.0) & ways
+
+    assert muon("auto") == muon("auto,-compile,+compile-blocks") == {"compiled-muon"}
+    assert muon("auto,-compile") == {"batched-muon"}
+    assert muon("auto,-compile,+compiled-muon") == {"compiled-muon"}
+    decisions = select(load_config(None, ["speedups=auto,-compile", "optim.kind=muon"]), HOPPER, device="cuda", minutes=600.0)
+    assert "compile or compile-blocks" in next(d.reason for d in decisions if d.name == "compiled-muon")
+
+
+@pytest.mark.parametrize("recipe", [name for name in RECIPES.names() if name.startswith("demo")])
+def test_a_demo_compiles_nothing(recipe):
+    for machine, device in ((CPU, "cpu"), (HOPPER, "cuda")):
+        decisions = select(load_config(recipe), machine, device=device, minutes=600.0)
+        assert not [d.name for d in decisions if d.on and SPEEDUPS.get(d.name).compiles]
+
+
+def test_two_that_are_on_for_one_slot_are_refused():
     with pytest.raises(ConfigError, match="both fill the slot 'precision'"):
-        assemble(select(load_config(None, ["speedups=bf16,fp16"]), HOPPER, device="cuda"))
+        assemble([Decision("bf16", True, ""), Decision("fp16", True, "")])
 
 
 def test_a_micro_batch_that_is_stated_is_not_chosen():

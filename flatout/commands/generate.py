@@ -37,7 +37,7 @@ def generate(
     top_p: Annotated[float | None, typer.Option(help="Draw from the likeliest tokens that together have this probability.")] = None,
     seed: Annotated[int, typer.Option(help="Equal seeds write equal text.")] = 0,
     num_samples: Annotated[int, typer.Option(help="How many texts to write.")] = 1,
-    max_tokens: Annotated[int, typer.Option(help="Longest text, in tokens; it may be longer than what the model sees at once.")] = 256,
+    max_tokens: Annotated[int, typer.Option(help="Longest text, in tokens; it may be longer than the windows that the model was trained on.")] = 256,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")] = None,
     checkpoint: Annotated[str, typer.Option(help="best, last, or a step.")] = "best",
     *,
@@ -46,7 +46,8 @@ def generate(
 ) -> GenerateResult:
     """Write text with a trained model, shown as it is written.
 
-    The model sees at most as many tokens as the windows it was trained on have; a longer text goes on from their second half.
+    A model with attention sees at most as many tokens as the windows it was trained on have, and a longer text goes on from their
+    second half; an eigenstate network goes on for ever, with what it remembers of all it has read.
     Several samples are written one after the other.
 
     Returns: each text, its prompt first; `write` is handed the pieces as they come.

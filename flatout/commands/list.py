@@ -26,6 +26,8 @@ class ListResult(Result):
 
     kind: str
     """datasets, models, speedups, recipes, machines, sources or optimizers."""
+    note: str | None = None
+    """Of speedups: that they are decided for a GPU which is not here; None where they are decided for this machine."""
     items: list[dict[str, Any]]
     """One object an entry: its `name`, its `description`, and for speedups whether it is `on` here and the `reason`."""
 
@@ -33,7 +35,7 @@ class ListResult(Result):
         """Return a line an entry."""
         width = max((len(item["name"]) for item in self.items), default=0)
         lines = [self._line(item, width) for item in self.items]
-        return "\n".join(lines) if lines else f"There are no {self.kind}."
+        return "\n".join([*([self.note] if self.note else []), *lines]) if lines else f"There are no {self.kind}."
 
     def _line(self, item: dict[str, Any], width: int) -> str:
         if "on" not in item:
@@ -54,7 +56,7 @@ def list_entries(
     Raises: ConfigError for an unknown kind or recipe, with the nearest name.
     """
     if kind == "speedups":
-        return ListResult(kind=kind, items=_speedups(recipe))
+        return _speedups(recipe)
     if kind == "machines":
         return ListResult(kind=kind, items=_machines(probe()))
     if kind not in FOLDERS:
@@ -63,7 +65,7 @@ def list_entries(
     return ListResult(kind=kind, items=[{"name": name, "description": folder.describe(name)} for name in folder.names()])
 
 
-def _speedups(recipe: str | None) -> list[dict[str, Any]]:
+def _speedups(recipe: str | None) -> ListResult:
     machine = probe()
     config = load_config(recipe)
     device = config.train.device if config.train.device != "auto" else "cuda" if machine.gpus else "cpu"
@@ -74,7 +76,9 @@ def _speedups(recipe: str | None) -> list[dict[str, Any]]:
         items.append(
             {"name": decision.name, "description": speedup.saves, "on": decision.on, "reason": decision.reason, "promise": speedup.promise.kind}
         )
-    return items
+    elsewhere = device.startswith("cuda") and not machine.gpus
+    note = f"This recipe asks for a GPU (train.device={device}), which is not here; this is what it would use on one." if elsewhere else None
+    return ListResult(kind="speedups", note=note, items=items)
 
 
 def _machines(machine: Machine) -> list[dict[str, Any]]:

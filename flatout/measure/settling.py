@@ -24,7 +24,7 @@ from flatout.hardware import Machine, pick_device, probe
 from flatout.preflight import open_dataset
 from flatout.recipe import uses_gpu
 from flatout.run import resolve
-from flatout.selection import Decision, assemble, parse_wish, speedup_named
+from flatout.selection import Decision, assemble, naming, parse_wish, speedup_named
 
 PROGRAM = "from flatout.measure.settling import main; main()"
 
@@ -86,8 +86,7 @@ def put_in(name: str, asked: RunConfig, settled: Settled) -> list[str] | str:
         why_not = speedup_named(part).reason_against(settled.machine, stated)
         if why_not:
             return f"cannot run here, because: {why_not}" if part == name else f"cannot run here, because {part} cannot: {why_not}"
-    words = asked.speedups.split(",") if isinstance(asked.speedups, str) else asked.speedups
-    named = stated.with_values({"speedups": ",".join([*words, *(f"+{part}" for part in wanted)])})
+    named = stated.with_values({"speedups": naming(asked.speedups, wanted)})
     try:
         _, decisions = resolve(named, machine=settled.machine, dataset=settled.dataset, world_size=1)
         assemble(decisions)

@@ -43,7 +43,12 @@ CASES = [
     Case("a warm-up of 5.0", "train my.yaml schedule.warmup=5.0", ("schedule.warmup=5.0",), ("schedule.warmup=5",)),
     Case("one beta", "train my.yaml optim.betas=[0.9]", ("optim.betas",), ("[0.9, 0.95]",)),
     Case("no speedups and some", "train my.yaml speedups=none,tf32", ("none,tf32",), ("none alone",)),
-    Case("two speedups for one thing", "train my.yaml speedups=bf16,fp16", ("'bf16'", "'fp16'"), ("Drop one",)),
+    Case(
+        "two speedups for one thing",
+        "train my.yaml speedups=bf16,fp16",
+        ("'bf16'", "'fp16'"),
+        ("Leave out one of the two: speedups=bf16 or speedups=fp16",),
+    ),
     Case(
         "a precision and a speedup that contradict it",
         "train my.yaml train.precision=fp32 speedups=auto,+bf16",

@@ -97,7 +97,7 @@ CASES = [
         "rows by length of a mix",
         "train my.yaml speedups=+length-buckets 'data.mix={data/book: 3, data/more: 1}'",
         ("'length-buckets'", "mix"),
-        ("-length-buckets",),
+        ("Leave it out: speedups=auto",),
         more,
     ),
 ]

@@ -23,6 +23,13 @@ def test_samples_begin_with_the_prompt_and_differ(tiny_run):
     assert samples[0] != samples[1]
 
 
+def test_the_help_says_of_each_kind_of_model_how_a_long_text_goes_on():
+    transformer, eigenstate = generate.__doc__.split("Several samples")[0].split(";")
+    assert "A model with attention" in transformer
+    assert "second half" in transformer
+    assert "an eigenstate network goes on for ever" in eigenstate
+
+
 def test_equal_seeds_write_equal_text(tiny_run):
     first, second, third = (generate(str(tiny_run), seed=seed, max_tokens=20).samples for seed in (3, 3, 4))
     assert first == second != third

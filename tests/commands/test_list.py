@@ -1,9 +1,12 @@
 """`flatout list`: every open folder, and speedups with whether and why."""
 
+from dataclasses import replace
+
 import pytest
 
 from flatout.commands.list import FOLDERS, list_entries
 from flatout.errors import ConfigError
+from flatout.hardware import probe
 from flatout.registry import SPEEDUPS
 
 
@@ -30,6 +33,18 @@ def test_speedups_of_a_recipe(tmp_path):
     recipe = tmp_path / "mine.yaml"
     recipe.write_text("speedups: none\n")
     assert not any(item["on"] for item in list_entries("speedups", str(recipe)).items)
+
+
+def test_a_gpu_that_a_recipe_asks_for_and_is_not_here_is_said_first(tmp_path, monkeypatch):
+    monkeypatch.setattr("flatout.commands.list.probe", lambda: replace(probe(), gpus=()))
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("train: {device: cuda}\n")
+    elsewhere, here = list_entries("speedups", str(recipe)), list_entries("speedups")
+    assert elsewhere.summary().splitlines()[0] == elsewhere.note
+    assert "asks for a GPU (train.device=cuda), which is not here" in elsewhere.model_dump()["note"]
+    assert next(item["on"] for item in elsewhere.items if item["name"] == "bf16")
+    assert here.note is None
+    assert here.summary().splitlines()[0][:3] in {"on ", "off"}
 
 
 def test_this_machine_comes_first():

@@ -9,7 +9,7 @@ from flatout.hardware import Gpu, Machine
 from flatout.measure import settling
 from flatout.measure.ladder import BASELINE, in_order, make_ladder, promise_between, put_in_rung, without
 from flatout.recipe import Promise, Speedup
-from flatout.selection import all_speedups, select
+from flatout.selection import all_speedups, naming, select
 
 CPU = Machine("cpu", 2, 8.0, (), "3.11")
 NARROW = Machine("cpu", 2, 8.0, (), "3.11", cpu_multiplies_bf16=True)
@@ -72,7 +72,7 @@ def test_a_rung_with_one_put_in_is_what_naming_it_and_its_needs_gives():
         assert named(ladder, "put-in")
         for rung in named(ladder, "put-in"):
             own = next((word for word in overrides if word.startswith("speedups=")), "speedups=auto")
-            config = load_config(None, [*overrides, ",".join([own, *(f"+{name}" for name in settling.with_needs(rung.speedup))])])
+            config = load_config(None, [*overrides, "speedups=" + naming(own.removeprefix("speedups="), settling.with_needs(rung.speedup))])
             assert set(rung.speedups) == {d.name for d in select(config, NARROW, device="cpu", minutes=60.0) if d.on}, rung.name
 
 
