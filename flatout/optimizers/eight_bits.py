@@ -17,6 +17,7 @@ from torch.optim import AdamW, Optimizer
 
 from flatout.errors import ConfigError, MissingPackage
 from flatout.models.split_weights import SplitTensor
+from flatout.optimizers.moments import BITSANDBYTES, FP32, TORCHAO, Moments
 
 BLOCK = 256
 """Numbers that share a scale, in both packages."""
@@ -50,6 +51,13 @@ def with_bitsandbytes(groups: list[dict[str, Any]], keywords: dict[str, Any]) ->
 
     class OwnTables(base):  # type: ignore[misc]
         """bitsandbytes gives the moments of all parameters one table of codes; a checkpoint's tensors are each their own."""
+
+        def moments_of(self, _parameter: Tensor) -> Moments:
+            """Return what is kept for a parameter.
+
+            Shapes: _parameter of any shape.
+            """
+            return BITSANDBYTES
 
         def init_state(self, group: Any, parameter: Tensor, *numbers: int) -> None:
             """Make a parameter's state, its tables copied."""
@@ -95,6 +103,13 @@ class AdamW8bit(Optimizer):
         made = make([{"params": parameters, "weight_decay": group["weight_decay"]} for group, parameters in members], **keywords)
         self._groups += zip((group for group, _ in members), made.param_groups, strict=True)
         return made
+
+    def moments_of(self, parameter: Tensor) -> Moments:
+        """Return what is kept for a parameter.
+
+        Shapes: parameter of any shape.
+        """
+        return TORCHAO if _fits(parameter.numel()) else FP32
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

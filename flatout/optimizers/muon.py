@@ -24,6 +24,7 @@ from flatout.config import OptimConfig
 from flatout.errors import ConfigError
 from flatout.ops.newton_schulz import batched
 from flatout.optimizers.groups import OptimizerParts, adamw_groups, named_by_kind
+from flatout.optimizers.moments import MOMENTUM, Moments
 
 RMS_LIKE_ADAMW = 0.2
 """An orthogonal matrix has entries of RMS 1/sqrt(max(R, C)), AdamW's updates one of about 0.2: with this scale both share a learning rate."""
@@ -106,6 +107,13 @@ class Muon(Optimizer):
         self._newton_schulz = newton_schulz
         self._stacked_rows = dict(stacked_rows or {})
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
+
+    def moments_of(self, _parameter: Tensor) -> Moments:
+        """Return what is kept for a parameter.
+
+        Shapes: _parameter of any shape.
+        """
+        return MOMENTUM
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

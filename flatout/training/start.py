@@ -90,10 +90,11 @@ def run_training(
             with progress.task("Building the model"):
                 run = build(plan.config, machine=machine, mesh=mesh, dataset=dataset, folder=place, decisions=plan.decisions)
             stack.callback(run.feed.close)
-            if mesh.is_main:
-                keep(run, plan)
             with explained(run):
-                return carry_out(run, plan, observers, sample, progress)
+                differences = take_up(run, plan.checkpoint, progress)
+                if mesh.is_main:
+                    keep(run, plan)
+                return carry_out(run, plan, differences, observers, sample, progress)
 
 
 def warn_of_others(machine: Machine, progress: Progress) -> None:
@@ -215,16 +216,30 @@ def own_folder(place: Path) -> None:
         raise CheckpointError(f"{place} is not a run folder; it holds {', '.join(sorted(others)[:4])}.", fix="Choose a new folder with --run DIR.")
 
 
-def carry_out(run: Run, plan: Plan, observers: Sequence[Observer], sample: Callable[[Run], str] | None, progress: Progress) -> dict[str, Any]:
+def take_up(run: Run, checkpoint: Path | None, progress: Progress) -> list[str]:
+    """Put into a run that is built what it begins from, if anything, and return the differences that should be said aloud.
+
+    Raises: CheckpointError when it does not fit; nothing is written by then.
+    """
+    if checkpoint is not None:
+        run.resumed_from = str(checkpoint)
+        return load(run, checkpoint, environment=environment_of(run), check=catalog.check_size, progress=progress)
+    if run.config.train.init_from is not None:
+        load_weights(run, Path(run.config.train.init_from), check=catalog.check_size, progress=progress)
+    return []
+
+
+def carry_out(
+    run: Run,
+    plan: Plan,
+    differences: Sequence[str],
+    observers: Sequence[Observer],
+    sample: Callable[[Run], str] | None,
+    progress: Progress,
+) -> dict[str, Any]:
     """Train a run that is built, from where its checkpoint left it, to its summary."""
-    differences: list[str] = []
     if run.mesh.is_main:
         (run.folder / folder.SUMMARY).unlink(missing_ok=True)  # of an early end that is now trained on
-    if plan.checkpoint is not None:
-        differences = load(run, plan.checkpoint, environment=environment_of(run), check=catalog.check_size, progress=progress)
-        run.resumed_from = str(plan.checkpoint)
-    elif run.config.train.init_from is not None:
-        load_weights(run, Path(run.config.train.init_from), check=catalog.check_size, progress=progress)
     parameters = sum(p.numel() for p in run.core.parameters())
     with Log(run, observers) as log, StopRequests() as stop, saves_ended(run, log, progress=progress):
         log.event(

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from flatout.errors import CheckpointError
+from flatout.optimizers.moments import kept_by, stored_as, way_to_go_on
 from flatout.training.slices import Entry, dtype_of
 
 if TYPE_CHECKING:
@@ -27,6 +28,10 @@ VERSION = 1
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 """What compile and activation checkpointing put into the names of parameters."""
+
+STATED = ("peak_lr", "weight_decay", "betas", "eps", "momentum")
+"""What the configuration states of a group: that of the run that goes on counts, not that of the run that saved."""
+WEIGHTS_ALONE = "or begin with its weights alone: train.init_from=RUN in place of --resume RUN"
 
 
 def _always(_run: Run) -> bool:
@@ -156,14 +161,17 @@ def _optimizer_targets(run: Run, index: Mapping[str, Entry], value: Mapping[str,
         for optimizer in run.optimizers
     ]
     keys = [(key, _place(key, places)) for key in (*value["scalars"], *(name for name in index if name.startswith("optimizer/")))]
+    _require_same_moments(run, [place for _, place in keys])
     for optimizer in run.optimizers:
         optimizer.state.clear()
     on_cpu, targets = set(value["on_cpu"]), {}
+    groups = [{p: group for group in optimizer.param_groups for p in group["params"]} for optimizer in run.optimizers]
     for key, (number, parameter, field) in keys:
         if key in value["scalars"]:
             kept: Any = value["scalars"][key]
         else:
-            kept = targets[key] = _kept_beside(parameter, index[key], torch.device("cpu") if key in on_cpu else parameter.device)
+            device = _device_of(field, groups[number][parameter], parameter, saved_on_cpu=key in on_cpu)
+            kept = targets[key] = _kept_beside(parameter, index[key], device)
         run.optimizers[number].state[parameter][field] = kept
     return targets
 
@@ -175,9 +183,29 @@ def _place(key: str, places: list[dict[str, Tensor]]) -> tuple[int, Tensor, str]
     if int(number) >= len(places) or name not in places[int(number)]:
         raise CheckpointError(
             f"The checkpoint has {field} of {name} in optimizer {number}; this run's optimizer {number} does not update {name}.",
-            fix="Resume with the model and the optimizer that wrote it.",
+            fix=f"Resume with the model and the optimizer that wrote it, {WEIGHTS_ALONE}.",
         )
     return int(number), places[int(number)][name], field
+
+
+def _require_same_moments(run: Run, places: list[tuple[int, Tensor, str]]) -> None:
+    """Refuse, before anything is changed, what this run's optimizers could not go on with."""
+    fields: dict[tuple[int, Tensor], set[str]] = {}
+    for number, parameter, field in places:
+        fields.setdefault((number, parameter), set()).add(field)
+    for (number, parameter), found in sorted(fields.items(), key=lambda item: -item[0][1].numel()):  # small ones may be fp32 in every kind
+        stored, kept = stored_as(found), kept_by(run.optimizers[number], parameter)
+        if kept is not None and kept != stored:
+            raise CheckpointError(
+                f"For {_names(run)[parameter]} the checkpoint has {stored.what}; this run keeps {kept.what}.",
+                fix=f"Resume {way_to_go_on(stored, kept)}, {WEIGHTS_ALONE}.",
+            )
+
+
+def _device_of(field: str, group: Mapping[str, Any], parameter: Tensor, *, saved_on_cpu: bool) -> torch.device:
+    """Return where a tensor is kept: where it was saved from, but for the step, which torch's fused kernels read on the device."""
+    on_cpu = not (group["fused"] or group.get("capturable")) if field == "step" and group.get("fused") is not None else saved_on_cpu
+    return torch.device("cpu") if on_cpu else parameter.device
 
 
 def _kept_beside(parameter: Tensor, entry: Entry, device: torch.device) -> Tensor:
@@ -202,6 +230,8 @@ def _restore_groups(run: Run, value: Mapping[str, Any]) -> None:
                     fix="Resume with the optimizer that wrote it.",
                 )
             for key, saved in stored[members].items():
+                if key in STATED:
+                    continue
                 if isinstance(group.get(key), Tensor):
                     group[key].fill_(saved)
                 else:

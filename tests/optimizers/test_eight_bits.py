@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 
 import pytest
 import torch
 
-from flatout.errors import ConfigError, MissingPackage
+from flatout.errors import CheckpointError, ConfigError, MissingPackage
 from flatout.memory import estimate
 from flatout.models.split_weights import SplitTensor, join, split, whole
 from flatout.optimizers import eight_bits
@@ -104,6 +105,44 @@ def test_five_and_five_steps_are_ten(package, optim, build_run, tiny_config, tmp
     for one, other in zip(unbroken.core.parameters(), again.core.parameters(), strict=True):
         assert torch.equal(one, other)
     assert '"uint8"' in (saved / "index.json").read_text()
+
+
+KINDS = {"baseline": "none", "fused": "fused-adamw", **NAMES}
+
+
+@pytest.mark.parametrize("kept", KINDS)
+@pytest.mark.parametrize("stored", KINDS)
+def test_moments_of_another_kind_are_refused_before_the_first_step(stored, kept, build_run, tiny_config, tmp_path):
+    for name in {stored, kept} & set(NAMES):
+        pytest.importorskip(name)
+    before = build_run(tiny_config(model__vocab_size=264, speedups=KINDS[stored]), tmp_path / "before")
+    losses = steps(before, 2)
+    path = checkpoint.save(before)
+    run = build_run(tiny_config(model__vocab_size=264, speedups=KINDS[kept]), tmp_path / "after")
+    if stored == kept or {stored, kept} == {"baseline", "fused"}:
+        checkpoint.load(run, path)
+        assert steps(run, 1)[0] < losses[0]
+        return
+    with pytest.raises(CheckpointError) as refused:
+        checkpoint.load(run, path)
+    assert refused.value.exit_code == 2
+    said, told = (re.findall(r"adamw-8bit(?:-bitsandbytes)?|fp32", text) for text in (refused.value.what, refused.value.fix))
+    names = [NAMES.get(kind, "fp32") for kind in (stored, kept)]
+    assert said == names
+    assert told[0] == (names[1] if names[0] == "fp32" else names[0])
+    assert ("without" in refused.value.fix) is (names[0] == "fp32")
+    assert "train.init_from" in refused.value.fix
+
+
+def test_small_tensors_alone_are_fp32_in_either_kind(build_run, tiny_config, tmp_path):
+    """torchao narrows none of them, so that a checkpoint of the one is one of the other."""
+    pytest.importorskip("torchao")
+    small = {"model__d_model": 8, "model__num_heads": 1, "model__vocab_size": 264}
+    before = build_run(tiny_config(**small, speedups="adamw-8bit"), tmp_path / "before")
+    steps(before, 2)
+    after = build_run(tiny_config(**small, speedups="fused-adamw"), tmp_path / "after")
+    checkpoint.load(after, checkpoint.save(before))
+    assert steps(after, 2) == steps(before, 2)
 
 
 def test_the_estimate_is_what_the_optimizer_keeps(package, build_run, tiny_config):

@@ -61,3 +61,15 @@ def test_a_compiled_run_gives_the_losses_of_an_eager_one(tiny_config, tmp_path):
     eager = run_training(tiny_config(train__device="cuda", train__precision="fp32"), tmp_path / "eager")
     fast = run_training(tiny_config(train__device="cuda", train__precision="fp32", speedups="auto,+compile"), tmp_path / "fast")
     assert fast["train_loss"] == pytest.approx(eager["train_loss"], rel=2e-3)
+
+
+@pytest.mark.parametrize(("first", "second"), [("none", "fused-adamw"), ("fused-adamw", "none")])
+def test_another_way_to_carry_out_adamw_goes_on(tiny_config, tmp_path, first, second):
+    """The one keeps its step on the host, the other on the device."""
+    settings = {"train__device": "cuda", "train__steps": 4}
+    run_training(tiny_config(**settings, speedups=first), tmp_path / "first")
+    longer = {**settings, "train__steps": 8}
+    here, there = (
+        run_training(tiny_config(**longer, speedups=speedups), tmp_path / speedups, resume=str(tmp_path / "first")) for speedups in (first, second)
+    )
+    assert there["train_loss"] == pytest.approx(here["train_loss"], rel=1e-4)

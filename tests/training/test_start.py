@@ -280,6 +280,23 @@ def test_a_finished_run_can_be_copied_into_another_folder(tiny_config, tmp_path)
     assert second["val_loss"] == first["val_loss"]
 
 
+def test_going_on_in_another_folder_trains_at_the_rate_that_is_written_down(tiny_config, tmp_path):
+    run_training(tiny_config(train__steps=3), tmp_path / "first")
+    config = tiny_config(train__steps=6, optim__lr=1e-12, schedule__kind="constant", schedule__warmup=0)
+    run_training(config, tmp_path / "second", resume=str(tmp_path / "first"))
+    assert {r["train/lr"] for r in records(tmp_path / "second") if "train/lr" in r} == {1e-12}
+    before, after = (read_weights(tmp_path / f"{name}/checkpoints/step-{step}") for name, step in (("first", 3), ("second", 6)))
+    assert max(float((after[name] - before[name]).abs().max()) for name in before) < 1e-10
+
+
+def test_a_checkpoint_that_does_not_fit_leaves_no_run_folder(tiny_config, tmp_path):
+    run_training(tiny_config(optim__kind="muon"), tmp_path / "first")
+    with pytest.raises(CheckpointError, match=r"train\.init_from") as refused:
+        run_training(tiny_config(), tmp_path / "runs" / "second", resume=str(tmp_path / "first"))
+    assert refused.value.exit_code == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["first"]
+
+
 def test_a_folder_of_other_files_is_not_made_a_run(tiny_config, tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(CheckpointError, match=r"is not a run folder; it holds notes\.txt"):

@@ -179,3 +179,47 @@ def test_switches_of_an_optimizer_are_not_state(tmp_path):
     checkpoint.load(again, path)
     assert again.optimizers[0].param_groups[0]["fused"] is None
     assert again.optimizers[0].param_groups[0]["betas"] == (0.9, 0.999)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_what_the_configuration_states_of_an_optimizer_is_not_state(kind, build_run, tiny_config, tmp_path):
+    """A run that goes on from another's checkpoint learns at its own rate, with its own decay."""
+    stated = {"lr": 1e-4, "weight_decay": 0.3, "betas": (0.7, 0.8), "eps": 1e-5, "momentum": 0.5}
+    run = build_run(tiny_config(optim__kind=kind), tmp_path / "first")
+    real_train(run, 2)
+    path = checkpoint.save(run)
+    again = build_run(tiny_config(optim__kind=kind, **{f"optim__{key}": value for key, value in stated.items()}), tmp_path / "second")
+    groups = [group for optimizer in again.optimizers for group in optimizer.param_groups]
+    fresh = [{key: value for key, value in group.items() if key not in {"params", "lr"}} for group in groups]
+    checkpoint.load(again, path)
+    assert [{key: group[key] for key in kept} for group, kept in zip(groups, fresh, strict=True)] == fresh
+    assert {group["peak_lr"] for group in groups} == {1e-4}
+    result = train_step(again, next(again.feed))
+    assert {group["lr"] for group in groups} == {result.learning_rate}
+
+
+def test_numbers_that_no_configuration_states_come_back(tmp_path):
+    """An optimizer may count in its groups."""
+    run = build(tmp_path)
+    run.optimizers[0].param_groups[0]["num_restarts"] = 3
+    path = checkpoint.save(run)
+    again = build(tmp_path)
+    checkpoint.load(again, path)
+    assert again.optimizers[0].param_groups[0]["num_restarts"] == 3
+
+
+@pytest.mark.parametrize("saved_on_cpu", [True, False])
+@pytest.mark.parametrize(
+    ("field", "switches", "device"),
+    [
+        ("step", {"fused": True}, "meta"),
+        ("step", {"fused": False}, "cpu"),
+        ("step", {"fused": False, "capturable": True}, "meta"),
+        ("step", {}, None),
+        ("exp_avg", {"fused": False}, None),
+    ],
+)
+def test_the_step_lies_where_this_runs_kernels_read_it(field, switches, device, saved_on_cpu):
+    """A fused AdamW reads it on the device, the loop over parameters on the host, whichever of them saved it. None: as it was saved."""
+    found = state._device_of(field, switches, torch.empty(2, device="meta"), saved_on_cpu=saved_on_cpu)
+    assert found.type == (device or ("cpu" if saved_on_cpu else "meta"))
