@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from flatout.errors import MissingPackage
+from flatout.noise import without_noise
 
 Activation = Callable[[Tensor], Tensor]
 """A function of each component by itself, such as GELU."""
@@ -200,9 +201,10 @@ def load_fp8(*, emulate: bool) -> tuple[Any, Any, Any]:
     Raises: MissingPackage with the install line.
     """
     try:
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-        from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
-        from torchao.float8.float8_training_tensor import LinearMMConfig, ScaledMMConfig
+        with without_noise():
+            from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+            from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
+            from torchao.float8.float8_training_tensor import LinearMMConfig, ScaledMMConfig
     except ImportError as error:
         raise MissingPackage(
             "The speedup 'fp8' takes the package torchao, which is not installed.", fix='Install it: `pip install "flatout[fp8]"`.'

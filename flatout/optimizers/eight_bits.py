@@ -17,6 +17,7 @@ from torch.optim import AdamW, Optimizer
 
 from flatout.errors import ConfigError, MissingPackage
 from flatout.models.split_weights import SplitTensor
+from flatout.noise import without_noise
 from flatout.optimizers.moments import BITSANDBYTES, FP32, TORCHAO, Moments
 
 BLOCK = 256
@@ -161,7 +162,8 @@ def _fits(num_weights: int) -> bool:
 
 def _package(module: str, extra: str) -> Any:
     try:
-        return importlib.import_module(module)
+        with without_noise():
+            return importlib.import_module(module)
     except ImportError as error:
         package = module.partition(".")[0]
         raise MissingPackage(

@@ -10,6 +10,7 @@ from graphlib import CycleError, TopologicalSorter
 
 HOUSE = (
     "errors",
+    "noise",
     "documents",
     "registry",
     "progress",

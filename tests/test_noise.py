@@ -1,0 +1,45 @@
+"""What other packages say of parts that are not called is not shown; what else they say is."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from flatout.noise import NOISE, without_noise
+
+SAID = {
+    "torchao": "Failed to load /a/torchao/_C_mxfp8.cpython-310-x86_64-linux-gnu.so: Could not load this library",
+    "torch.utils._pytree": "<enum 'KernelPreference'> is an Enum subclass and is now natively supported by torch.compile",
+    "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward from kernels-community: No module named 'kernels'.",
+}
+IMPORTS = {
+    "torchao": "from flatout.ops.linear import load_fp8; load_fp8(emulate=True); from flatout.optimizers.eight_bits import _package; "
+    "_package('torchao.optim', 'adamw-8bit')",
+    "bitsandbytes": "from flatout.optimizers.eight_bits import _package; _package('bitsandbytes.optim', 'adamw-8bit-bitsandbytes')",
+}
+
+
+@pytest.mark.parametrize("name", NOISE)
+def test_exactly_what_is_known_is_dropped_and_only_while_it_is_imported(name, caplog, monkeypatch):
+    logger = logging.getLogger(name)
+    monkeypatch.setattr(logger, "propagate", True)
+    with without_noise():
+        logger.warning(SAID[name])
+        logger.warning("Failed to load what matters: %s", 5)
+    logger.warning(SAID[name])
+    assert caplog.messages == ["Failed to load what matters: 5", SAID[name]]
+
+
+@pytest.mark.parametrize("package", IMPORTS)
+def test_a_package_is_imported_without_a_word(package):
+    if find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTS[package]], cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=200, check=True
+    )
+    assert (done.stdout, done.stderr) == ("", "")
