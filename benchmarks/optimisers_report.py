@@ -165,3 +165,7 @@ def _text(x: float, y: float, text: str, anchor: str, colour: str = GREY) -> str
 
 def _line(x1: float, y1: float, x2: float, y2: float, colour: str, style: str) -> str:
     return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{colour}" {style}/>'
+
+
+if __name__ == "__main__":
+    raise SystemExit("It is a part of benchmarks/optimisers.py, which is the command: python benchmarks/optimisers.py --help")

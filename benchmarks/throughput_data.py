@@ -42,3 +42,7 @@ def text_data(out: Path, *, vocabulary: int, max_bytes: int | None = None) -> Pa
     """
     prepare("python-stdlib", out, tokenizer=f"train:{vocabulary}", max_bytes=max_bytes)
     return out
+
+
+if __name__ == "__main__":
+    raise SystemExit("It is a part of benchmarks/throughput.py, which is the command: python benchmarks/throughput.py --help")

@@ -109,7 +109,7 @@ WORKS = (
     Work("eigenstate-small-32k", "small_32k eigenstate network, T = 32,768", "eigenstate-small-32k"),
 )
 
-FAST = ("compile", "cudnn-attention", "collector")
+FAST = ("compile", "collector")
 NARROW = (*FAST, "bf16-weights")
 FREE = (*NARROW, "compiled-muon")
 AUTO = "flatout, auto"
@@ -128,35 +128,47 @@ def _ours(work: str, sets: tuple[str, ...], rows: tuple[int, ...], best: int) ->
     )
 
 
+def _stream(work: str, sets: tuple[str, ...], best: int) -> Entry:
+    return Entry(work, "set-stream", AUTO, (best,), adds=(*sets, "bf16-stream"), about="bf16-stream")
+
+
+def _wide(work: str, sets: tuple[str, ...], rows: tuple[int, ...]) -> Entry:
+    return Entry(work, "set-fp32-weights", f"{AUTO}, fp32 weights", rows, adds=sets, drops=("bf16-weights",))
+
+
 def _peer(work: str, name: str, title: str, rows: tuple[int, ...], kind: str, *, compiled: bool = True) -> Entry:
     return Entry(work, name, title, rows, kind=kind, role="peer", compiled=compiled)
 
 
 def _eigenstate(work: str) -> tuple[Entry, ...]:
     chunks = {**ONE_TEXT, "model.chunk_size": 128}
-    triton = (*FAST, "triton-scan")
+    scan, stream = "fast-scan", "bf16-stream"
     return (
         Entry(work, "recipe", "flatout, the recipe as it stands (documents kept apart)", (None,)),
         Entry(work, "set", f"{AUTO}, one text a window", (4, 1), adds=FAST, values=ONE_TEXT),
-        Entry(work, "set-128", f"{AUTO}, one text a window, chunks of 128", (4, 1), adds=FAST, values=chunks),
-        Entry(work, "set-triton", f"{AUTO}, one text a window", (4, 1), adds=triton, about="triton-scan", values=ONE_TEXT),
+        Entry(work, "set-fast-scan", f"{AUTO}, one text a window, chunks of 128", (4, 1), adds=(*FAST, scan), about=scan, values=chunks),
         Entry(work, "set-narrow", f"{AUTO}, one text a window", (4,), adds=NARROW, about="bf16-weights", values=ONE_TEXT),
-        Entry(work, "fft", "the recurrence by FFT, compiled, batch 1", (1,), role="peer", adds=("compile", FFT), values=ONE_TEXT),
+        Entry(work, "set-stream", f"{AUTO}, one text a window", (4,), adds=(*FAST, stream), about=stream, values=ONE_TEXT),
+        Entry(work, "fft", "the recurrence by FFT, compiled", (1,), role="peer", adds=("compile", FFT), values=ONE_TEXT),
     )
 
 
 ENTRIES = (
     *_ours("gpt2-124m", NARROW, (64, 128, 32), 64),
-    Entry("gpt2-124m", "set-fp32-weights", f"{AUTO}, fp32 weights", (64, 32), adds=FAST, drops=("bf16-weights",)),
+    _stream("gpt2-124m", NARROW, 64),
+    _wide("gpt2-124m", FAST, (64, 32)),
     _peer("gpt2-124m", "nanogpt", "nanoGPT, compiled", (64, 32, 16), "nanogpt"),
     _peer("gpt2-124m", "huggingface", "Hugging Face GPT2LMHeadModel, eager", (16, 32, 8), "huggingface", compiled=False),
     _peer("gpt2-124m", "huggingface-compiled", "Hugging Face GPT2LMHeadModel, compiled", (32, 16), "huggingface"),
     _peer("gpt2-124m", "litgpt", "litgpt, compiled", (32, 16), "litgpt"),
     _peer("gpt2-124m", "nanochat", "nanochat, its own model and Muon, compiled", (32,), "nanochat"),
-    _peer("gpt2-124m", "people", "the way people write it, batch 1", (1,), "people", compiled=False),
+    _peer("gpt2-124m", "people", "the way people write it", (1,), "people", compiled=False),
     Entry("gpt2-124m", "none", "flatout, speedups=none: text tokenised in the step", (1,), role="peer", plain=True, data="text"),
     *_ours("gpt2-124m-fast", FREE, (64, 128, 32), 64),
+    _stream("gpt2-124m-fast", FREE, 64),
+    _wide("gpt2-124m-fast", (*FAST, "compiled-muon"), (64, 32)),
     *_ours("gpt2-700m", NARROW, (16, 32, 8), 16),
+    _wide("gpt2-700m", FAST, (16, 8)),
     Entry("gpt2-700m", "set-fp8", AUTO, (16, 32), adds=(*NARROW, "fp8"), about="fp8"),
     _peer("gpt2-700m", "nanogpt", "nanoGPT, compiled", (16, 8), "nanogpt"),
     *_ours("gpt2-124m-32k", NARROW, (4, 2, 1), 4),
@@ -212,3 +224,7 @@ def shape(work: Work, *, tiny: bool) -> RunConfig:
     return config.with_values(
         small | stated | batch | {"model.vocab_size": TINY_VOCABULARY, "data.seq_len": tokens, "optim.lr": 1e-2, "train.device": "cpu"}
     )
+
+
+if __name__ == "__main__":
+    raise SystemExit("It is a part of benchmarks/throughput.py, which is the command: python benchmarks/throughput.py --help")

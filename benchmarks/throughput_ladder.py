@@ -35,3 +35,7 @@ def ladder(out: Path, scratch: Path, *, minutes: float | None, rounds: int | Non
     table = re.sub(r"^#", "####", (bench / "table.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
     write_text(out / "throughput_ladder.md", table)
     print(table)
+
+
+if __name__ == "__main__":
+    raise SystemExit("It is a part of benchmarks/throughput.py, which is the command: python benchmarks/throughput.py --help")

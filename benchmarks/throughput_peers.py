@@ -202,3 +202,7 @@ def _gpt2_weights(module: nn.Module, *, std: float) -> None:
         nn.init.normal_(module.weight, std=std)
         if getattr(module, "bias", None) is not None:
             nn.init.zeros_(module.bias)  # type: ignore[arg-type]
+
+
+if __name__ == "__main__":
+    raise SystemExit("It is a part of benchmarks/throughput.py, which is the command: python benchmarks/throughput.py --help")

@@ -102,15 +102,15 @@ def verdicts(found: Measurements) -> list[Row]:
 def verdict(found: Measurements, target: Target) -> Row:
     """Return a target, the figure, by which entry, and whether it is kept; None where there is no figure."""
     ours = best_of_ours(found, target)
+    theirs = None if target.against is None else best(found, entry_against(target))
     measured: float | None = None
     if ours is not None and target.against is not None:
-        theirs = best(found, next(entry for entry in ENTRIES if (entry.work, entry.name) == (target.work, target.against)))
         measured = None if theirs is None else ratio(ours, theirs)[0]
     elif ours is not None:
         measured = ours.peak_gib if target.what == "peak_gib" else ours.tokens_per_s
     return {
         "work": target.work,
-        "what": wanted(target),
+        "what": wanted(target) + (f", batch {theirs.rows[0]['rows']}" if theirs else ""),
         "least": target.least,
         "aim": target.aim,
         "measured": measured,
@@ -118,6 +118,11 @@ def verdict(found: Measurements, target: Target) -> Row:
         "kept": None if measured is None or target.least is None else reaches(measured, target.least, target),
         "aim_reached": None if measured is None or target.aim is None else reaches(measured, target.aim, target),
     }
+
+
+def entry_against(target: Target) -> Entry:
+    """Return what a target of `times` compares with."""
+    return next(entry for entry in ENTRIES if (entry.work, entry.name) == (target.work, target.against))
 
 
 def reaches(measured: float, wanted_figure: float, target: Target) -> bool:
@@ -129,8 +134,7 @@ def wanted(target: Target) -> str:
     """Return what a target asks for, in words."""
     within = f", within {target.most_gib:g} GiB" if target.most_gib else ""
     if target.what == "times":
-        title = next(entry.title for entry in ENTRIES if (entry.work, entry.name) == (target.work, target.against))
-        return f"times as fast as {title}{within}"
+        return f"times as fast as {entry_against(target).title}{within}"
     what = "GiB, at most" if target.what == "peak_gib" else "tokens/s"
     return what + (f", batch {target.rows}" if target.rows else "") + within
 
@@ -212,3 +216,7 @@ def circumstances(found: Measurements) -> list[str]:
         f"{min(roofs):,.4g} to {max(roofs):,.4g} TFLOP/s. Every loss was finite and had fallen by 1% of the first at the end. "
         "`python benchmarks/throughput.py`."
     ]
+
+
+if __name__ == "__main__":
+    raise SystemExit("It is a part of benchmarks/throughput.py, which is the command: python benchmarks/throughput.py --help")

@@ -203,4 +203,4 @@ def train_peer(spec: dict[str, Any], config: RunConfig, device: torch.device, ti
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit("It is a part of benchmarks/throughput.py, which is the command: python benchmarks/throughput.py --help")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
+import subprocess
 import sys
 import textwrap
 from dataclasses import replace
@@ -116,6 +118,7 @@ def test_toy_shapes_are_trained(benchmark, worker, nanogpt, monkeypatch, tmp_pat
         assert row["tokens_per_step"] == row["rows_per_device"] * row["accumulate"] * tokens
     text = (out / "throughput.md").read_text()
     assert "say nothing about speed" in text
+    assert "batch 1" not in text[text.index("tokens/s | MFU") :], "toy shapes have a batch of their own"
     assert "kept" not in text
 
 
@@ -272,6 +275,45 @@ def test_targets_are_judged_by_the_best_of_ours(benchmark, tmp_path):
     assert "| 600,000 | 680,000 | 500,000 | set, batch 1 | **missed**, aim not reached |" in text
     assert "| **300,000** |" in text
     assert "not measured" in text
+
+
+def test_what_is_compared_with_is_named_with_its_batch(benchmark):
+    report = importlib.import_module("throughput_report")
+    row = {"work": "gpt2-124m", "rows": 1, "round": 0, "status": "ok", "tokens_per_s": 100.0, "peak_gib": 1.0}
+    found = report.Measurements([{**row, "entry": "people"}, {**row, "entry": "set", "rows": 64}], tiny=False)
+    target = next(target for target in report.TARGETS if target.against == "people")
+    assert report.verdict(found, target)["what"] == "times as fast as the way people write it, batch 1"
+    assert report.wanted(target) == "times as fast as the way people write it"
+
+
+def test_no_two_entries_are_one_run_on_a_gpu(benchmark, tmp_path):
+    session = benchmark.Session(benchmark.parser().parse_args([]), H200, tmp_path, tmp_path)
+    runs = []
+    for work in benchmark.WORKS:
+        for entry in (entry for entry in benchmark.ENTRIES if entry.work == work.name and entry.kind == "flatout" and entry.name != "recipe"):
+            config = session.configured(entry, benchmark.shape(work, tiny=False))
+            decisions = select(config, H200, device="cuda", minutes=60.0) if config is not None else ()
+            on = frozenset(decision.name for decision in decisions if decision.on)
+            chunk = config.model.own().get("chunk_size") if config is not None and "fast-scan" in on else None
+            runs += [(work.name, on, chunk)] if on and all(":" not in added for added in entry.adds) else []
+    assert len(set(runs)) == len(runs) > 20
+
+
+def test_the_page_counts_the_measurements_of_a_first_round(benchmark):
+    page = (FOLDER.parent / "docs" / "gpu.md").read_text(encoding="utf-8")
+    rows = re.findall(r"--only ([\w.,-]+)` \| .* \| (\d+) \|$", page, re.MULTILINE)
+    assert len(rows) == 5
+    for only, count in rows:
+        assert sum(len(entry.rows) for entry in benchmark.ENTRIES if benchmark.is_asked(entry, only)) == int(count), only
+
+
+@pytest.mark.parametrize("part", [path.name for path in [*FOLDER.glob("throughput_*.py"), FOLDER / "optimisers_report.py"]])
+def test_a_part_that_is_run_by_hand_names_the_command(part):
+    done = subprocess.run([sys.executable, FOLDER / part], capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "It is a part of benchmarks/{0}, which is the command: python benchmarks/{0} --help\n".format(
+        f"{part.partition('_')[0]}.py"
+    )
 
 
 def test_every_target_names_entries_that_exist(benchmark):
