@@ -16,8 +16,8 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any
+from types import FrameType, NoneType, UnionType
+from typing import TYPE_CHECKING, Annotated, Any, Union, get_args, get_origin
 
 from flatout.errors import ConfigError, FlatoutError, Interrupted, UsageError
 from flatout.progress import SILENT, Progress
@@ -211,7 +211,15 @@ def _line_parameters(function: Callable[..., Any]) -> Iterator[inspect.Parameter
                 continue
             annotation = eval(annotation, function.__globals__)
         if hasattr(annotation, "__metadata__"):
-            yield parameter.replace(annotation=annotation)
+            yield parameter.replace(annotation=Annotated[_on_the_line(annotation.__origin__), *annotation.__metadata__])
+
+
+def _on_the_line(kind: Any) -> Any:
+    """Return the type that typer makes of a word: of those that Python may give, as `Path | str`, the first; None stays."""
+    if get_origin(kind) not in (Union, UnionType):
+        return kind
+    first, *others = get_args(kind)
+    return first | None if NoneType in others else first
 
 
 def _call(command: Command, values: dict[str, Any]) -> int:

@@ -2,6 +2,8 @@
 
 import ast
 import importlib
+import inspect
+import re
 import subprocess
 import sys
 import tomllib
@@ -48,3 +50,60 @@ def test_version_is_the_packages():
 def test_import_loads_neither_torch_nor_anything_slow():
     program = "import sys, flatout; dir(flatout); print(sorted({'torch', 'rich', 'typer', 'pydantic', 'numpy'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+@pytest.mark.parametrize("form", [str, Path])
+def test_places_are_taken_as_text_and_as_paths(form, fox_run, tmp_path):
+    root, trained = fox_run
+    data, run, recipe = form(root / "data"), form(root / "runs/fox"), form(root / "runs/fox/config.yaml")
+    assert flatout.evaluate(run, data=[data]).val_loss == trained.val_loss
+    assert len(flatout.sample(run, max_tokens=1).samples) == 1
+    assert flatout.load_run(run).folder == root / "runs/fox"
+    assert flatout.inspect(data).path == str(data)
+    assert flatout.verify(data).ok
+    assert [item.run for item in flatout.runs(form(root / "runs")).items] == [str(root / "runs/fox")]
+    assert flatout.list_entries("speedups", recipe).items
+    second = flatout.train(recipe, run=form(tmp_path / "second"), resume=run)
+    assert second.weights_sha256 == trained.weights_sha256
+    held_out = tmp_path / "held-out.txt"
+    held_out.write_text("Another fox.")
+    made = flatout.prepare(form(root / "book.txt"), form(tmp_path / "data"), "char", val=[form(held_out)], cache=form(tmp_path / "cache"))
+    assert made.tokens > 0
+
+
+@pytest.mark.parametrize("form", [str, Path])
+def test_wrong_places_are_answered_in_either_form(form, tmp_path):
+    empty = tmp_path / "empty.txt"
+    empty.touch()
+    with pytest.raises(flatout.FlatoutError, match="is empty"):
+        flatout.demo(form(empty))
+    with pytest.raises(flatout.FlatoutError, match="is a file"):
+        flatout.bench("demo", ["data.path=none"], out=form(empty))
+    with pytest.raises(flatout.FlatoutError, match="none"):
+        flatout.import_chunks(form(tmp_path / "none"), form(tmp_path / "out"), form("byte"))
+    with pytest.raises(flatout.FlatoutError, match=r"none\.txt"):
+        flatout.prepare("shakespeare", form(tmp_path / "out"), form("byte"), from_file=form(tmp_path / "none.txt"))
+
+
+@pytest.mark.parametrize(
+    "name", ["bench", "demo", "evaluate", "import_chunks", "inspect", "list_entries", "prepare", "runs", "sample", "train", "verify"]
+)
+def test_where_a_path_may_stand_text_may_too(name):
+    """As type checkers see it."""
+    for parameter in inspect.signature(getattr(flatout, name)).parameters.values():
+        words = re.sub(r"typer\.\w+\(.*", "", str(parameter.annotation))
+        assert ("Path" in words) <= ("str" in words), parameter
+        if parameter.name in {
+            "run",
+            "data",
+            "out",
+            "recipe",
+            "resume",
+            "cache",
+            "from_file",
+            "file",
+            "root",
+            "chunks",
+            "tokenizer",
+        }:
+            assert "Path" in words, parameter

@@ -1,7 +1,8 @@
 """One file a command: typed arguments, a call, a typed result.
 
 A command's function is the Python API as well as the command line. Parameters annotated with `typer.Argument` or
-`typer.Option` are the command line; the others (`progress`, `observers`) exist in Python, and `cli.py` fills them in.
+`typer.Option` are the command line, where a word becomes the first type of several (`Path | str`: a path, which Python may give as text);
+the others (`progress`, `observers`) exist in Python, and `cli.py` fills them in.
 """
 
 from __future__ import annotations

@@ -59,12 +59,12 @@ class BenchResult(Result):
 
 
 def bench(
-    recipe: Annotated[str, typer.Argument(help="A recipe's name, or a YAML file.")],
+    recipe: Annotated[str | Path, typer.Argument(help="A recipe's name, or a YAML file.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, over the recipe; speedups= decides the full set.")] = None,
     minutes: Annotated[float | None, typer.Option(help="Stay within this time: trials get shorter, repeats fewer.", min=0.1)] = None,
     repeats: Annotated[int | None, typer.Option(help="Rounds at most; 5 when not given.", min=1)] = None,
     sweep: Annotated[str | None, typer.Option(help=f"Sweep {SWEEPS} instead.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for the results; by default bench/RECIPE-DIGEST.")] = None,
+    out: Annotated[Path | str | None, typer.Option(help="Folder for the results; by default bench/RECIPE-DIGEST.")] = None,
     *,
     progress: Progress = SILENT,
 ) -> BenchResult:
@@ -79,7 +79,7 @@ def bench(
     from flatout.measure.bench import run_bench
 
     config = load_config(recipe, overrides or ())
-    report, place = run_bench(config, minutes=minutes, repeats=repeats, sweep=sweep, out=out, progress=progress)
+    report, place = run_bench(config, minutes=minutes, repeats=repeats, sweep=sweep, out=None if out is None else Path(out), progress=progress)
     total: Figure | None = report.total_speedup
     return BenchResult(
         path=str(place),

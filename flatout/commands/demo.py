@@ -108,7 +108,7 @@ class Subject:
 
 
 def demo(
-    file: Annotated[Path | None, typer.Argument(help="A text file of your own; by default Python's own standard library.")] = None,
+    file: Annotated[Path | str | None, typer.Argument(help="A text file of your own; by default Python's own standard library.")] = None,
     minutes: Annotated[float, typer.Option(help="How long to train, about.")] = 2.0,
     *,
     observers: Sequence[Observer] = (),
@@ -125,6 +125,7 @@ def demo(
     from flatout.training.folder import read_config, read_summary
 
     began = time.perf_counter()
+    file = Path(file) if file else None
     check(file, minutes)
     machine = probe()
     device, _ = pick_device("auto", machine)

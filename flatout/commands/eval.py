@@ -87,10 +87,10 @@ def score_table(scores: Sequence[DatasetScore], total: EvalResult | None = None)
 
 
 def evaluate(
-    run: Annotated[str, typer.Argument(help="A run folder, or its name under runs/.")],
+    run: Annotated[str | Path, typer.Argument(help="A run folder, or its name under runs/.")],
     checkpoint: Annotated[str, typer.Option(help="best, last, or a step.")] = "best",
     data: Annotated[
-        list[str] | None,
+        list[str] | list[Path] | None,
         typer.Option(
             help="Score on this data set, a folder or an address, instead of the run's own; may be given several times. It needs the run's tokenizer."
         ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -30,7 +31,7 @@ MOST_SEED = 2**62
 
 
 def generate(
-    run: Annotated[str, typer.Argument(help="A run folder, or its name under runs/.")],
+    run: Annotated[str | Path, typer.Argument(help="A run folder, or its name under runs/.")],
     prompt: Annotated[str, typer.Option(help="Text to go on from; empty begins a new document.")] = "",
     temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token; 1 draws as the model believes.")] = 0.8,
     top_k: Annotated[int | None, typer.Option(help="Draw from the K likeliest tokens only.")] = None,
@@ -90,7 +91,7 @@ def generate(
 
 
 def check(
-    run: str, temperature: float, top_k: int | None, top_p: float | None, seed: int, num_samples: int, max_tokens: int, stop: list[str] | None
+    run: str | Path, temperature: float, top_k: int | None, top_p: float | None, seed: int, num_samples: int, max_tokens: int, stop: list[str] | None
 ) -> None:
     """Do nothing when there is such a run and the settings make sense, as far as that can be told without torch.
 

@@ -67,7 +67,7 @@ class InspectResult(Result):
 
 
 def inspect(
-    data: Annotated[str, typer.Argument(help="Folder written by `flatout prepare`, or its address.")],
+    data: Annotated[str | Path, typer.Argument(help="Folder written by `flatout prepare`, or its address.")],
     tokens: Annotated[int, typer.Option(help="How many of the first tokens to show as text.", min=0)] = 64,
     *,
     progress: Progress = SILENT,

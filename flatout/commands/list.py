@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -47,7 +48,7 @@ class ListResult(Result):
 
 def list_entries(
     kind: Annotated[str, typer.Argument(help="datasets, models, speedups, recipes, machines, sources or optimizers.")],
-    recipe: Annotated[str | None, typer.Option(help="Speedups: decide for this recipe instead of the defaults.")] = None,
+    recipe: Annotated[str | Path | None, typer.Option(help="Speedups: decide for this recipe instead of the defaults.")] = None,
 ) -> ListResult:
     """Show what there is: data sets, models, speedups, recipes, machines.
 
@@ -65,7 +66,7 @@ def list_entries(
     return ListResult(kind=kind, items=[{"name": name, "description": folder.describe(name)} for name in folder.names()])
 
 
-def _speedups(recipe: str | None) -> ListResult:
+def _speedups(recipe: str | Path | None) -> ListResult:
     machine = probe()
     config = load_config(recipe)
     device = config.train.device if config.train.device != "auto" else "cuda" if machine.gpus else "cpu"

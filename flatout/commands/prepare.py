@@ -45,19 +45,23 @@ class PrepareResult(Result):
         return self.closing
 
 
+Places = list[str] | list[Path] | str | Path
+"""One or several, as text or as paths; a command line gives a list of text."""
+
+
 def prepare(
     sources: Annotated[
-        list[str], typer.Argument(help="Files, folders, quoted globs, addresses (s3://, https://), - (standard input), sources, data sets.")
+        Places, typer.Argument(help="Files, folders, quoted globs, addresses (s3://, https://), - (standard input), sources, data sets.")
     ],
-    out: Annotated[str, typer.Option(help="Folder or address (s3://, gs://) to write; it must be empty, absent, or hold this very data set.")],
+    out: Annotated[str | Path, typer.Option(help="Folder or address (s3://, gs://) to write; it must be empty, absent, or hold this very data set.")],
     tokenizer: Annotated[
-        str, typer.Option(help="char, byte, train:N, a tokenizer.json or .tiktoken file, or a Hugging Face repository, ORG/NAME[@REVISION].")
+        str | Path, typer.Option(help="char, byte, train:N, a tokenizer.json or .tiktoken file, or a Hugging Face repository, ORG/NAME[@REVISION].")
     ] = "train:4096",
     pattern: Annotated[str | None, typer.Option(help="Regular expression that splits text, for a .tiktoken file that is not a known one.")] = None,
     end_of_text: Annotated[str | None, typer.Option(help="End-of-text token of a tokenizer.json, when it is not a usual one.")] = None,
     text_field: Annotated[str | None, typer.Option(help="Field of a JSONL row that holds the text; text when not given.")] = None,
     split: Annotated[str | None, typer.Option(help="'tail F' or 'hash F': which fraction is for validation, from the end or by document.")] = None,
-    val: Annotated[list[str] | None, typer.Option(help="Text for validation alone, whole whatever the limits; may be given several times.")] = None,
+    val: Annotated[Places | None, typer.Option(help="Text for validation alone, whole whatever the limits; may be given several times.")] = None,
     max_documents: Annotated[int | None, typer.Option(help="Take at most so many documents of SOURCE.")] = None,
     max_bytes: Annotated[int | None, typer.Option(help="Take at most so many bytes of text of SOURCE; the last document is cut there.")] = None,
     on_bad_row: Annotated[Literal["raise", "skip"], typer.Option(help="What to do with a row that cannot be used.")] = "raise",
@@ -68,7 +72,7 @@ def prepare(
         str | None, typer.Option(help="Field of a row that is packed before the text and not learned from, such as prompt.")
     ] = None,
     duplicates: Annotated[Literal["keep", "drop"], typer.Option(help="Keep a document that was there before, or drop it, counted.")] = "keep",
-    from_file: Annotated[str | None, typer.Option("--from", help="The data set's file, where there is no network.")] = None,
+    from_file: Annotated[str | Path | None, typer.Option("--from", help="The data set's file, where there is no network.")] = None,
     workers: Annotated[int | None, typer.Option(help="Processes; one a usable core when not given.")] = None,
     part: Annotated[
         str | None, typer.Option(help="I/N: do only this part of the work, beside others in the same folder, as in a Slurm array; then --join.")
@@ -78,15 +82,15 @@ def prepare(
         str, typer.Option(help="local, or ray: a Ray cluster whose nodes all see the folder of --out and the sources by the same names.")
     ] = "local",
     *,
-    cache: Path = CACHE,
+    cache: Path | str = CACHE,
     progress: Progress = SILENT,
 ) -> PrepareResult:
     """Tokenise text once and pack it into a folder, here or at an address, that training reads."""
     names, held_out = _names(sources), _names(val or ())
     options = Options(
-        tokenizer, pattern, end_of_text, text_field, split, max_documents, max_bytes, on_bad_row, max_bad_rows, mask_field, duplicates, held_out
+        str(tokenizer), pattern, end_of_text, text_field, split, max_documents, max_bytes, on_bad_row, max_bad_rows, mask_field, duplicates, held_out
     )
-    given: dict[str, Any] = {"from_file": from_file, "cache": cache, "progress": progress}
+    given: dict[str, Any] = {"from_file": None if from_file is None else str(from_file), "cache": Path(cache), "progress": progress}
     _check_ways(part, join, engine, str(out))
     if is_address(str(out)):
         return _result(prepare_upload(names, str(out), options, workers=workers, engine=engine_named(engine), **given))

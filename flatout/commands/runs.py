@@ -61,11 +61,12 @@ class RunsResult(Result):
         return "\n".join(lines)
 
 
-def runs(root: Annotated[Path, typer.Argument(help="Folder that holds run folders, or one of them.")] = DEFAULT_ROOT) -> RunsResult:
+def runs(root: Annotated[Path | str, typer.Argument(help="Folder that holds run folders, or one of them.")] = DEFAULT_ROOT) -> RunsResult:
     """Show the runs there are, with state, step, loss, size and age.
 
     Raises: CheckpointError when `root` is given and does not exist.
     """
+    root = Path(root)
     if not root.is_dir() and root != DEFAULT_ROOT:
         raise CheckpointError(f"There is no folder {root}.", fix="Name a folder of runs; without one, `flatout runs` shows those in ./runs.")
     return RunsResult(items=[_item(path) for path in folder.list_runs(root)])

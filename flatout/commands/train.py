@@ -79,15 +79,15 @@ class TrainResult(Result):
 
 
 def train(
-    recipe: Annotated[str, typer.Argument(help="A recipe's name, or a YAML file.")],
+    recipe: Annotated[str | Path, typer.Argument(help="A recipe's name, or a YAML file.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, over the recipe.")] = None,
     run: Annotated[
-        Path | None,
+        Path | str | None,
         typer.Option(
             "--run", "--run-dir", help="Run folder; by default runs/RECIPE-DIGEST. torchrun takes --run for its own: write --run-dir there."
         ),
     ] = None,
-    resume: Annotated[str, typer.Option(help="auto, never, or a checkpoint's or run's folder.")] = "auto",
+    resume: Annotated[str | Path, typer.Option(help="auto, never, or a checkpoint's or run's folder.")] = "auto",
     *,
     observers: Sequence[Observer] = (),
     progress: Progress = SILENT,
@@ -109,14 +109,14 @@ def check(recipe: str, overrides: list[str] | None, progress: Progress = SILENT)
 
 
 def train_config(
-    config: RunConfig, *, run: Path | None = None, resume: str = "auto", observers: Sequence[Observer] = (), progress: Progress = SILENT
+    config: RunConfig, *, run: Path | str | None = None, resume: str | Path = "auto", observers: Sequence[Observer] = (), progress: Progress = SILENT
 ) -> TrainResult:
     """Train a configuration made in Python. Arguments, result and errors as `train`."""
     from flatout.training.folder import run_name
     from flatout.training.start import run_training
 
-    place = run or RUNS / run_name(config)
-    summary = run_training(config, place, resume=resume, observers=observers, sample=sample_text, progress=progress)
+    place = RUNS / run_name(config) if run is None else Path(run)
+    summary = run_training(config, place, resume=str(resume), observers=observers, sample=sample_text, progress=progress)
     fields = TrainResult.model_fields.items()
     return TrainResult(**{name: summary.get(name) for name, field in fields if name in summary or field.is_required()})
 

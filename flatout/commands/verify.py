@@ -47,7 +47,7 @@ class VerifyResult(Result):
 
 
 def verify(
-    data: Annotated[str, typer.Argument(help="Folder written by `flatout prepare` or `flatout import`, or its address.")],
+    data: Annotated[str | Path, typer.Argument(help="Folder written by `flatout prepare` or `flatout import`, or its address.")],
     *,
     progress: Progress = SILENT,
 ) -> VerifyResult:
