@@ -180,16 +180,17 @@ def _decide(speedup: Speedup, wish: Wish, config: RunConfig, machine: Machine, d
     return _by_table(speedup, device, minutes)
 
 
+def _less(name: str, speedups: str | Sequence[str]) -> str:
+    """Return a wish that says nothing of `name`."""
+    left = [word for word in _words(speedups) if _meant(word) != name]
+    still_edits = parse_wish(left).auto or not parse_wish(speedups).auto
+    return ",".join(left if still_edits else ["auto", *left]) or "none"
+
+
 def _without(name: str, config: RunConfig) -> str:
-    """Return the setting that is the user's own but for `name`, which speedups names, or leaves out, or else train.precision brings."""
-    words = _words(config.speedups)
-    left = [word for word in words if _meant(word) != name]
-    if left == words:
-        return "train.precision=auto"
-    edits_auto = parse_wish(config.speedups).auto
-    if edits_auto and not parse_wish(left).auto:
-        left = ["auto", *left]
-    return f"speedups={','.join(left) or 'none'}"
+    """Return the setting that is the user's own but for `name`, which speedups names, or else train.precision brings."""
+    named = name in map(_meant, _words(config.speedups))
+    return f"speedups={_less(name, config.speedups)}" if named else "train.precision=auto"
 
 
 def _by_table(speedup: Speedup, device: str, minutes: float | None) -> Decision:
@@ -280,15 +281,14 @@ def _lacking(name: str, need: Speedup, reason: str, wish: Wish, config: RunConfi
     """Return the error that what was named lacks what it needs: with what stands in the way, and with what to leave out or to add."""
     rival = next((other for other in wish.named if other != name and speedup_named(other).fills.keys() & need.fills.keys()), None)
     brings = next((key for key, ways in PRECISIONS.items() if need.name in ways), None)
-    less, one_of_two = _without(name, config), "Leave out one of the two"
+    leave_out = f"leave {name} out: {_without(name, config)}"
     if need.reason_against(machine, config):
-        fix = f"Leave {name} out: {less}."
+        fix = f"{leave_out[0].upper()}{leave_out[1:]}."
     elif brings and config.train.precision not in ("auto", brings):
-        fix = f"Set train.precision={brings}, or leave {name} out: {less}."
+        fix = f"Set train.precision={brings}, or {leave_out}."
     elif rival:
-        reason, fix = _taken_by(rival), f"{one_of_two}: {less} or {_without(rival, config)}."
-    elif need.name in wish.dropped:
-        fix = f"{one_of_two}, {name} or -{need.name}: {less} or {_without(need.name, config)}."
+        reason = _taken_by(rival)
+        fix = f"Put {need.name} in its place: speedups={naming(_less(rival, config.speedups), [need.name])}, or {leave_out}."
     else:
-        fix = f"Add {need.name}: speedups={naming(config.speedups, [need.name])}."
+        fix = f"Add {need.name}: speedups={naming(config.speedups, [need.name])}, or {leave_out}."
     return ConfigError(f"The speedup {name!r} needs {need.name!r}, which is off: {reason.rstrip('.')}.", fix=fix)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from flatout.config import load_config
@@ -199,13 +201,43 @@ def test_a_precision_is_brought_about_by_what_something_named_needs():
 @pytest.mark.parametrize(
     ("machine", "wish", "precision", "why", "fix"),
     [
-        (HOPPER, "auto,+bf16-weights,+fp16", "auto", "fp16, which was named, takes", "two: speedups=auto,+fp16 or speedups=auto,+bf16-weights."),
+        (
+            HOPPER,
+            "auto,+bf16-weights,+fp16",
+            "auto",
+            "fp16, which was named, takes",
+            "Put bf16 in its place: speedups=auto,+bf16-weights,+bf16, or leave bf16-weights out: speedups=auto,+fp16.",
+        ),
         (HOPPER, "auto,+bf16-weights", "fp16", "train.precision=fp16", "Set train.precision=bf16, or leave bf16-weights out: speedups=auto."),
-        (HOPPER, "auto,+cuda-graphs,-compile", "auto", "left out", "-compile: speedups=auto,-compile or speedups=auto,+cuda-graphs."),
-        (HOPPER, "auto,+cuda-graphs", "auto", "minutes and more", "Add compile: speedups=auto,+cuda-graphs,+compile."),
-        (HOPPER, "bf16-weights", "auto", "not among speedups", "Add bf16: speedups=bf16-weights,bf16."),
-        (NARROW, "auto,+bf16-weights", "auto", "autocast narrows", "Add bf16: speedups=auto,+bf16-weights,+bf16."),
-        (NARROW, "bf16-weights,bf16-products", "bf16", "bf16-products, which was", "two: speedups=bf16-products or speedups=bf16-weights."),
+        (
+            HOPPER,
+            "auto,+cuda-graphs,-compile",
+            "auto",
+            "left out",
+            "Add compile: speedups=auto,+cuda-graphs,+compile, or leave cuda-graphs out: speedups=auto,-compile.",
+        ),
+        (
+            HOPPER,
+            "auto,+cuda-graphs",
+            "auto",
+            "minutes and more",
+            "Add compile: speedups=auto,+cuda-graphs,+compile, or leave cuda-graphs out: speedups=auto.",
+        ),
+        (HOPPER, "bf16-weights", "auto", "not among speedups", "Add bf16: speedups=bf16-weights,bf16, or leave bf16-weights out: speedups=none."),
+        (
+            NARROW,
+            "auto,+bf16-weights",
+            "auto",
+            "autocast narrows",
+            "Add bf16: speedups=auto,+bf16-weights,+bf16, or leave bf16-weights out: speedups=auto.",
+        ),
+        (
+            NARROW,
+            "bf16-weights,bf16-products",
+            "bf16",
+            "bf16-products, which was",
+            "Put bf16 in its place: speedups=bf16-weights,bf16, or leave bf16-weights out: speedups=bf16-products.",
+        ),
         (TURING, "auto,+bf16-weights", "auto", "bfloat16 needs compute", "Leave bf16-weights out: speedups=auto."),
     ],
 )
@@ -213,7 +245,10 @@ def test_a_need_that_is_off_is_said_with_what_stands_in_the_way(machine, wish, p
     device = "cuda" if machine.gpus else "cpu"
     with pytest.raises(ConfigError, match=f"needs '[a-z0-9]+', which is off: .*{why}") as refused:
         on(wish, machine, f"train.precision={precision}", device=device)
-    assert refused.value.fix.endswith(fix)
+    assert refused.value.fix == fix
+    for way in re.findall(r"speedups=([^ ]+?)(?:[,.:] |\.?$)", fix):
+        other = f"train.precision={precision}" if "train.precision" not in fix else "train.precision=auto"
+        assemble(select(load_config(None, [f"speedups={way}", other]), machine, device=device))
 
 
 def test_muon_is_compiled_where_the_model_is():
