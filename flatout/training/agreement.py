@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from flatout.errors import FlatoutError, RunFailed
+from flatout.errors import RunFailed
 
 if TYPE_CHECKING:
     from flatout.parallel.mesh import Mesh
@@ -26,20 +26,21 @@ def together(mesh: Mesh, work: Callable[[], object], what: str) -> None:
     When it fails anywhere, it fails everywhere, so that no rank waits for one that is gone.
     Raises: RunFailed when the disk refuses; what else `work` raises; RunFailed where another rank failed.
     """
-    error: FlatoutError | None = None
+    error: Exception | None = None
     try:
         work()
     except (OSError, SafetensorError) as cause:
         error = RunFailed(f"A checkpoint {what} its files: {cause}.", fix="Free space on that disk, then run the same command again.")
         error.__cause__ = cause
-    except FlatoutError as cause:
+    except Exception as cause:  # raised below, once the others know
         error = cause
-    if mesh.world_size > 1:
-        (failures,) = mesh.sum(torch.tensor(float(error is not None), device=mesh.device))
-        if error is None and float(failures):
-            error = RunFailed("Another process of this run could not use a checkpoint.", fix="See that process's own message.")
-    if error is not None:
-        raise error
+    try:
+        (failures,) = mesh.sum(torch.tensor(float(error is not None), device=mesh.device)) if mesh.world_size > 1 else (0.0,)
+    finally:
+        if error is not None:
+            raise error
+    if float(failures):
+        raise RunFailed("Another process of this run could not use a checkpoint.", fix="See that process's own message.")
 
 
 class Vote:

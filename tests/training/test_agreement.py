@@ -42,6 +42,42 @@ def test_a_failure_elsewhere_is_ones_own():
         together(PAIR, lambda: None, WRITING)
 
 
+class Told(Pair):
+    """Notes what the other rank is told."""
+
+    def sum(self, *tensors):
+        TOLD.append([float(tensor) for tensor in tensors])
+        return super().sum(*tensors)
+
+
+class Broken(Pair):
+    """A device that answers no more."""
+
+    def sum(self, *tensors):
+        raise RuntimeError("the device is gone")
+
+
+TOLD: list[list[float]] = []
+
+
+@pytest.mark.parametrize("error", [KeyError("state1"), RuntimeError("size mismatch"), CheckpointError("torn", fix="Take another.")], ids=repr)
+def test_whatever_fails_here_is_told_elsewhere(error):
+    """The other rank would wait for this one for ever."""
+    TOLD.clear()
+    with pytest.raises(type(error)) as failed:
+        together(Told(0, 2, 0, 2, 1, torch.device("cpu")), lambda: fail(error), READING)
+    assert failed.value is error
+    assert TOLD == [[1.0]]
+
+
+def test_an_error_is_not_lost_when_it_can_no_longer_be_told():
+    error = RuntimeError("an illegal address")
+    with pytest.raises(RuntimeError, match="illegal address"):
+        together(Broken(0, 2, 0, 2, 1, torch.device("cpu")), lambda: fail(error), WRITING)
+    with pytest.raises(RuntimeError, match="device is gone"):
+        together(Broken(0, 2, 0, 2, 1, torch.device("cpu")), lambda: None, WRITING)
+
+
 def test_votes_are_counted_over_all_ranks():
     assert [Vote(ALONE, wanted).count() for wanted in (False, True)] == [0, 1]
     assert [Vote(PAIR, wanted).count() for wanted in (False, True)] == [1, 1]
