@@ -16,9 +16,11 @@ from pydantic import Field, ValidationError
 from torch import Tensor, nn
 
 from flatout.config import Section, explain
+from flatout.errors import ConfigError
 from flatout.models.decoding import Decoder, Recomputing
 from flatout.ops import Ops
 from flatout.ops.cross_entropy import capped
+from flatout.registry import MODELS
 
 ParameterKind = Literal["hidden", "embedding", "head", "vector"]
 """hidden: a matrix between activations; embedding: a table of rows; head: the output weight; vector: a norm or a bias."""
@@ -68,7 +70,7 @@ class LanguageModel(nn.Module, ABC):
         try:
             return cls.fitted(cls.Config.model_validate(dict(values)), seq_len)
         except ValidationError as error:
-            raise explain(error, cls.Config, prefix="model.") from error
+            raise _of_another_kind(error) or explain(error, cls.Config, prefix="model.") from error
 
     @classmethod
     @abstractmethod
@@ -203,3 +205,16 @@ def kind_by_name(name: str, parameter: Tensor) -> ParameterKind:
     if "embedding" in name:
         return "embedding"
     return "hidden" if parameter.dim() == 2 else "vector"
+
+
+def _of_another_kind(error: ValidationError) -> ConfigError | None:
+    """The answer to keys of another model of the registry: as when `model.kind` is stated over a recipe for that one."""
+    unknown = [str(one["loc"][0]) for one in error.errors() if one["type"] == "extra_forbidden"]
+    others = [kind for kind in MODELS.names() if unknown and set(unknown) <= MODELS.get(kind).Config.model_fields.keys()]
+    if not others:
+        return None
+    keys = " and ".join(f"model.{key}" for key in unknown)
+    return ConfigError(
+        f"The model.kind that is asked for has no {keys}, which the model {others[0]!r} has.",
+        fix="Leave that out; where a recipe states it, begin from a recipe for the kind that you want, or one of your own.",
+    )

@@ -374,3 +374,12 @@ def test_compiles_whole(kind, product):
     assert_close(product, found, wanted)
     for one, other in zip(compiled.parameters(), plain.parameters(), strict=True):
         assert_close(product, one.grad, other.grad)
+
+
+def test_a_key_of_another_kind_is_answered_with_that_kind():
+    """As when model.kind=eigenstate is stated over a recipe for a transformer."""
+    eigenstate = MODELS.get("eigenstate")
+    with pytest.raises(ConfigError, match=r"has no model.activation and model.qk_norm, which the model 'transformer' has.*begin from a recipe"):
+        eigenstate.check({"vocab_size": 10, "activation": "relu2", "qk_norm": True}, seq_len=8)
+    with pytest.raises(ConfigError, match=r"Did you mean 'model.d_model'"):
+        eigenstate.check({"vocab_size": 10, "d_modle": 4}, seq_len=8)
