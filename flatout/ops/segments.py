@@ -64,7 +64,7 @@ def cumulative_lengths(doc_ids_BT: Tensor) -> Tensor:
     begins_BT = functional.pad(doc_ids_BT[:, 1:] != doc_ids_BT[:, :-1], (1, 0), value=True)
     segment_N = begins_BT.flatten().cumsum(0) - 1
     bounds_S = torch.searchsorted(segment_N, torch.arange(room + 1, device=doc_ids_BT.device), out_int32=True)
-    message = f"varlen-attention has room for {room} documents in {rows} x {num_tokens} tokens. Fix: set speedups=auto,-varlen-attention."
+    message = f"varlen-attention has room for {room} documents in {rows} x {num_tokens} tokens. Fix: leave varlen-attention out of speedups."
     torch._assert_async(bounds_S[-1] == rows * num_tokens, message)
     return bounds_S
 
