@@ -42,27 +42,31 @@ def out_of_memory(run: Run) -> RunFailed:
     need = estimate(workload, run.rows_per_device).total
     there = memory_bytes(run.machine, run.config.train.device, run.mesh.local_world_size)
     device = "GPU" if run.mesh.device.type == "cuda" else "machine"
-    leaner, saved = _leaner(workload, run.rows_per_device)
-    try:
-        fitting = min(rows_that_fit(leaner, int(0.8 * there)), run.rows_per_device - 1)
-    except HardwareError:
-        fitting = 0
-    rows = f"Set batch.rows_per_device={fitting} and leave batch.accumulate out: the steps stay the same." if fitting else ""
+    advice = _leaner_keys(workload, run.rows_per_device) or _fewer_rows(workload, run.rows_per_device, there)
     return RunFailed(
         f"Out of memory at step {run.step}: this run needs about {need / GIB:.1f} GiB with {run.rows_per_device} rows on each device, "
         f"and the {device} has {there / GIB:.1f} GiB free.",
-        fix=saved or rows or "Shorten data.seq_len, choose a smaller model, or split it over several devices with parallel.shard.",
+        fix=advice or "Shorten data.seq_len, choose a smaller model, or split it over several devices with parallel.shard.",
     )
 
 
-def _leaner(workload: Workload, rows: int) -> tuple[Workload, str]:
-    """The workload with the model's leanest settings that change no result, and the advice to take them; as it is and none where they save little."""
+def _leaner_keys(workload: Workload, rows: int) -> str:
+    """The advice to take the model's leanest settings, which change no result; none where they save little."""
     settings = workload.model_class.leanest(workload.model_config)
     if not settings:
-        return workload, ""
+        return ""
     leaner = replace(workload, model_config=workload.model_config.model_copy(update=dict(settings)))
     before, after = estimate(workload, rows).total, estimate(leaner, rows).total
     if after > WORTH_SAYING * before:
-        return workload, ""
+        return ""
     words = " ".join(f"model.{key}={value}" for key, value in settings.items())
-    return leaner, f"Set {words}: it changes no result, and takes about {(before - after) / GIB:.1f} GiB less."
+    return f"Set {words}: it changes no result, and takes about {(before - after) / GIB:.1f} GiB less."
+
+
+def _fewer_rows(workload: Workload, rows: int, there: int) -> str:
+    """The advice to take the largest micro-batch that should fit; none where not even one row does."""
+    try:
+        fitting = min(rows_that_fit(workload, int(0.8 * there)), rows - 1)
+    except HardwareError:
+        return ""
+    return f"Set batch.rows_per_device={fitting} and leave batch.accumulate out: the steps stay the same." if fitting else ""
