@@ -21,6 +21,7 @@ import time
 from pathlib import Path
 
 from flatout.hardware import probe
+from flatout.measure.results import commit_of_package
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
@@ -77,8 +78,8 @@ def flatout(*words: str) -> dict:
 
 
 def commit() -> str:
-    """Return the commit that is checked out, short."""
-    return subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE).stdout.strip()
+    """Return the commit that is checked out, short, with + when the package was changed since; "unknown" without git or a checkout."""
+    return commit_of_package() or "unknown"
 
 
 def spread(values: list[float], digits: int = 0) -> str:

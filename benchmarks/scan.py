@@ -4,15 +4,16 @@
 
 draws 128 eigenstates with time constants up to the length of the text and an fp32 drive, and times states and all gradients. On a GPU
 a variant is captured into a CUDA graph and replayed, so that the host does not count; `chunked` also compiled, as training runs it. The
-reference, a step a token, is timed as it is called, up to 4,096 tokens. Times are medians over the repeats, with the smallest and the
-largest. Bytes are those that any way has to move: drive in, states out; their gradient and the states in, the drive's gradient out.
-Their rate is compared with that of copying a large tensor, here and now. What fits a GPU's cache can be faster than that.
---out DIR writes scan-DEVICE.json and .md there; without it the table is only printed.
+reference, a step a token, is timed as it is called, up to 4,096 tokens and at most 5 times. Times are medians over the repeats, with
+the smallest and the largest. Bytes are those that any way has to move: drive in, states out; their gradient and the states in, the
+drive's gradient out. Their rate is compared with that of copying a large tensor, here and now. What fits a GPU's cache can be faster.
+--out DIR writes scan-DEVICE.json and .md there after each measurement; without it the table is only printed.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import statistics
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 from main_job import commit, spread
 
+from flatout.data.disk import write_text
 from flatout.hardware import probe
 from flatout.ops import scan, variants
 
@@ -43,13 +45,16 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.device == "cpu":
         print("warning: these are the times of a CPU, where Triton does not run; they say nothing about a GPU", file=sys.stderr)
-    found = measure(arguments.device, arguments.repeats)
-    if arguments.out:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        name = f"scan-{found['device'].lower().replace(' ', '-')}"
-        (arguments.out / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
-        (arguments.out / f"{name}.md").write_text(table(found))
+    found = measure(arguments.device, arguments.repeats, out=arguments.out)
     print(table(found))
+
+
+def write(found: dict, out: Path) -> None:
+    """Write the figures so far."""
+    out.mkdir(parents=True, exist_ok=True)
+    name = f"scan-{found['device'].lower().replace(' ', '-')}"
+    write_text(out / f"{name}.json", json.dumps(found, indent=1) + "\n")
+    write_text(out / f"{name}.md", table(found))
 
 
 def device_name(device: str) -> str:
@@ -57,17 +62,16 @@ def device_name(device: str) -> str:
     return torch.cuda.get_device_name() if device == "cuda" else "cpu"
 
 
-def measure(device: str, repeats: int, tokens: tuple[int, ...] = TOKENS, rows: tuple[int, ...] = ROWS, eigenstates: int = EIGENSTATES) -> dict:
-    """Return every time of every way, at each size."""
-    found = [
-        {"way": way, "rows": count, "tokens": length, "bytes": least_bytes(count, length, eigenstates), "seconds": seconds}
-        for length in tokens
-        for count in rows
-        for way, function in ways(device).items()
-        if way != "reference" or length <= REFERENCE_TOKENS
-        if (seconds := timed(device, function, drawn(device, count, length, eigenstates), repeats, way))
-    ]
-    return {
+def measure(
+    device: str,
+    repeats: int,
+    tokens: tuple[int, ...] = TOKENS,
+    rows: tuple[int, ...] = ROWS,
+    eigenstates: int = EIGENSTATES,
+    out: Path | None = None,
+) -> dict:
+    """Return every time of every way, at each size; with `out`, write them there as each is measured."""
+    found: dict = {
         "device": device_name(device),
         "machine": probe().describe(),
         "torch": torch.__version__,
@@ -75,8 +79,17 @@ def measure(device: str, repeats: int, tokens: tuple[int, ...] = TOKENS, rows: t
         "repeats": repeats,
         "eigenstates": eigenstates,
         "bytes_per_s": copied_bytes_per_s(device, repeats),
-        "rows": found,
+        "rows": [],
     }
+    for length, count, (way, function) in itertools.product(tokens, rows, ways(device).items()):
+        if way == "reference" and length > REFERENCE_TOKENS:
+            continue
+        seconds = timed(device, function, drawn(device, count, length, eigenstates), repeats, way)
+        size = {"rows": count, "tokens": length, "bytes": least_bytes(count, length, eigenstates)}
+        found["rows"].append({"way": way, **size, "seconds": seconds})
+        if out is not None:
+            write(found, out)
+    return found
 
 
 def ways(device: str) -> dict[str, Callable[..., Any]]:
@@ -111,7 +124,7 @@ def timed(device: str, function: Callable[..., Any], given: list[Any], repeats: 
     print(f"{way}: {tuple(weights.shape)}", file=sys.stderr)
     if device == "cpu" or way == "reference":
         call()
-        return [clocked(device, call) for _ in range(repeats if device == "cuda" else min(repeats, 5))]
+        return [clocked(device, call) for _ in range(min(repeats, 5))]
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

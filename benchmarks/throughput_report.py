@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from throughput_entries import ENTRIES, TARGETS, WORKS, Entry, Target
+from throughput_entries import ENTRIES, TARGET_GPU, TARGET_TFLOPS, TARGETS, WORKS, Entry, Target
 
 NEAR = 0.97
 """A batch whose median comes this near to the best one's is measured again: the first round may have misjudged it."""
@@ -79,7 +80,7 @@ def best(found: Measurements, entry: Entry, *, rows: int | None = None, most_gib
 
 def best_of_ours(found: Measurements, target: Target) -> Best | None:
     """Return the fastest of ours in a target's work; of a target of memory the leanest."""
-    ours = [entry for entry in ENTRIES if entry.work == target.work and entry.role == "ours"]
+    ours = [entry for entry in ENTRIES if (entry.work, entry.variant, entry.role) == (target.work, target.variant, "ours")]
     candidates = [made for entry in ours if (made := best(found, entry, rows=target.rows, most_gib=target.most_gib))]
     if target.what == "peak_gib":
         return min(candidates, key=lambda made: made.peak_gib, default=None)
@@ -100,7 +101,10 @@ def verdicts(found: Measurements) -> list[Row]:
 
 
 def verdict(found: Measurements, target: Target) -> Row:
-    """Return a target, the figure, by which entry, and whether it is kept; None where there is no figure."""
+    """Return a target, the figure, by which entry, and whether it is kept; None where there is no figure, or it is of another GPU.
+
+    `per_tflops` is a rate over the target's, each divided by its GPU's own matrix-product rate: what can be compared between GPUs.
+    """
     ours = best_of_ours(found, target)
     theirs = None if target.against is None else best(found, entry_against(target))
     measured: float | None = None
@@ -108,16 +112,28 @@ def verdict(found: Measurements, target: Target) -> Row:
         measured = None if theirs is None else ratio(ours, theirs)[0]
     elif ours is not None:
         measured = ours.peak_gib if target.what == "peak_gib" else ours.tokens_per_s
+    device = None if ours is None else ours.rows[0]["device"]
+    judged_on = measured if device == TARGET_GPU else None
     return {
         "work": target.work,
         "what": wanted(target) + (f", batch {theirs.rows[0]['rows']}" if theirs else ""),
         "least": target.least,
         "aim": target.aim,
+        "predicted": target.predicted,
         "measured": measured,
+        "device": device,
+        "per_tflops": None if ours is None or target.what != "tokens_per_s" else per_tflops(ours, target),
         "by": None if measured is None or ours is None else f"{ours.entry.name}, batch {ours.rows[0]['rows'] or 'of the recipe'}",
-        "kept": None if measured is None or target.least is None else reaches(measured, target.least, target),
-        "aim_reached": None if measured is None or target.aim is None else reaches(measured, target.aim, target),
+        "kept": None if judged_on is None or target.least is None else reaches(judged_on, target.least, target),
+        "aim_reached": None if judged_on is None or target.aim is None else reaches(judged_on, target.aim, target),
     }
+
+
+def per_tflops(ours: Best, target: Target) -> float:
+    """Return our rate over the target's, each per TFLOP/s of matrix products of its own GPU."""
+    roof_tflops = statistics.median(row["roof_tflops"] for row in ours.rows)
+    wanted_rate = target.least or target.aim or math.nan
+    return (ours.tokens_per_s / roof_tflops) / (wanted_rate / TARGET_TFLOPS)
 
 
 def entry_against(target: Target) -> Entry:
@@ -142,10 +158,10 @@ def wanted(target: Target) -> str:
 def table(found: Measurements) -> str:
     """Return the figures as Markdown: the targets, then every entry."""
     lines = ["Toy shapes: they prove that every entry runs, and say nothing about speed.", ""] if found.tiny else []
-    lines += ["| work | asked for | at least | aim | measured | by | |", "|---|---|---|---|---|---|---|"]
+    lines += [f"| work | asked for on one {TARGET_GPU} | at least | aim | predicted | measured | by | |", "|---|---|---|---|---|---|---|---|"]
     titles = {work.name: work.title for work in WORKS}
     for row in verdicts(found):
-        figures = " | ".join(figure(row[key]) for key in ("least", "aim", "measured"))
+        figures = " | ".join([figure(row["least"]), figure(row["aim"]), span(row["predicted"]), figure(row["measured"])])
         lines.append(f"| {titles[row['work']]} | {row['what']} | {figures} | {row['by'] or ''} | {judged(row, tiny=found.tiny)} |")
     for work in WORKS:
         shown = [line for entry in ENTRIES if entry.work == work.name for line in entry_lines(found, entry)]
@@ -155,9 +171,12 @@ def table(found: Measurements) -> str:
 
 
 def judged(row: Row, *, tiny: bool) -> str:
-    """Say whether a target is kept and an aim reached; toy shapes are not judged."""
+    """Say whether a target is kept and an aim reached. Toy shapes are not judged; nor are other GPUs, whose rates are put in proportion."""
     if tiny or row["measured"] is None:
         return "not judged" if tiny else "not measured"
+    if row["device"] != TARGET_GPU:
+        share = "" if row["per_tflops"] is None else f"; per TFLOP/s of matrix products {row['per_tflops']:.2f} of it"
+        return f"not judged: the target is for an {TARGET_GPU}, this is the {row['device']}{share}"
     said = [] if row["kept"] is None else ["kept" if row["kept"] else "**missed**"]
     return ", ".join([*said, *([] if row["aim_reached"] is None else ["aim reached" if row["aim_reached"] else "aim not reached"])])
 
@@ -167,6 +186,11 @@ def figure(value: float | None) -> str:
     if value is None:
         return ""
     return f"{value:,.0f}" if value >= 1_000 else f"{value:,.4g}"
+
+
+def span(values: Sequence[float] | None) -> str:
+    """Return a smallest and a largest number, once when they are one; nothing for none."""
+    return "" if values is None else " to ".join(dict.fromkeys(map(figure, values)))
 
 
 def entry_lines(found: Measurements, entry: Entry) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 from pathlib import Path
 
@@ -50,11 +51,14 @@ def test_ways_of_preparing_are_compared_by_the_repeat(monkeypatch):
         benchmark.table(found)
 
 
-def test_ways_of_the_recurrence_are_compared_by_the_bytes_they_must_move(monkeypatch):
+def test_ways_of_the_recurrence_are_compared_by_the_bytes_they_must_move(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     benchmark = importlib.import_module("scan")
     monkeypatch.setattr(benchmark, "COPIED_BYTES", {"cpu": 1_000})
-    found = benchmark.measure("cpu", repeats=2, tokens=(4, 6), rows=(1, 2), eigenstates=3)
+    monkeypatch.setenv("PATH", str(tmp_path))  # no git there: nothing that was measured may be lost for it
+    found = benchmark.measure("cpu", repeats=2, tokens=(4, 6), rows=(1, 2), eigenstates=3, out=tmp_path / "out")
+    assert found["commit"] == "unknown"
+    assert json.loads((tmp_path / "out" / "scan-cpu.json").read_text()) == found
     assert [row["way"] for row in found["rows"]] == ["reference", "chunked", "fft"] * 4
     assert all(len(row["seconds"]) == 2 for row in found["rows"])
     found |= {"bytes_per_s": [1e9], "rows": [{"way": "some", "rows": 1, "tokens": 1_000, "bytes": 10**6, "seconds": [2e-3, 2e-3]}]}

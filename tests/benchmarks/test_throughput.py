@@ -178,14 +178,6 @@ def test_without_a_gpu_real_shapes_are_refused(benchmark, monkeypatch):
         benchmark.main([])
 
 
-def test_batches_that_come_near_go_on(benchmark):
-    report = importlib.import_module("throughput_report")
-    entry = next(entry for entry in benchmark.ENTRIES if (entry.work, entry.name) == ("gpt2-124m", "set"))
-    rows = [(64, 97.5), (128, 100.0), (32, 96.0), (64, 98.5), (32, 97.5)]
-    given = [{"work": entry.work, "entry": entry.name, "rows": batch, "status": "ok", "tokens_per_s": rate} for batch, rate in rows]
-    assert report.best_rows(report.Measurements(given, tiny=False), entry) == [64, 128]
-
-
 def test_all_batches_are_tried_once_and_the_best_go_on(benchmark, on_gpu, tmp_path, capsys):
     benchmark.main(["--only", "gpt2-124m/set", "--out", str(tmp_path)])
     tried = [(row["round"], row["rows"]) for row in written(tmp_path)["measurements"]]
@@ -246,44 +238,9 @@ def test_what_is_missing_is_left_out_aloud(benchmark, on_gpu, monkeypatch, tmp_p
     benchmark.main(["--only", "gpt2-124m/set*,gpt2-124m/nano*,gpt2-124m/hugg*", "--out", str(tmp_path), "--rounds", "1"])
     said = capsys.readouterr().err
     assert said.count("There is no speedup bf16-weights: entries go without it.") == 1
-    assert "gpt2-124m/set-graphs is left out: it is about cuda-graphs." in said
+    assert "gpt2-124m/set-cuda-graphs is left out: it is about cuda-graphs." in said
     assert "gpt2-124m/huggingface is left out: it is not here. To add it: pip install transformers." in said
-    assert {row["entry"] for row in written(tmp_path)["measurements"]} == {"set", "set-fp32-weights"}
-
-
-def test_targets_are_judged_by_the_best_of_ours(benchmark, tmp_path):
-    report = importlib.import_module("throughput_report")
-    found = report.Measurements([], tiny=False)
-
-    def add(entry, rows, number, rate, gib=10.0, work="gpt2-124m-32k"):
-        row = {"tokens_per_s": rate, "peak_gib": gib, "mfu": 0.5, "roof_tflops": 790.0, "steps_ms": [1.0], "speedups": []}
-        where = {"machine": "m", "torch": "2", "commit": "abc", "status": "ok", "reason": None}
-        found.add({"work": work, "entry": entry, "rows": rows, "round": number, **row, **where})
-
-    for number, (ours, theirs) in enumerate([(180e3, 170e3), (160e3, 150e3), (175e3, 200e3)]):
-        add("set", 2, number, ours)
-        add("nanogpt", 4, number, theirs)
-    add("set", 4, 0, 300e3, gib=60.0)
-    times, rate = (report.verdict(found, target) for target in report.TARGETS if target.work == "gpt2-124m-32k")
-    assert times["measured"] == pytest.approx(180 / 170)
-    assert (times["kept"], times["by"]) == (True, "set, batch 2")
-    assert (rate["measured"], rate["kept"], rate["aim_reached"]) == (300e3, None, True)
-    add("set", 1, 0, 500e3, gib=13.5, work="eigenstate-small-32k")
-    speed, against, memory = (report.verdict(found, target) for target in report.TARGETS if target.work == "eigenstate-small-32k")
-    assert (speed["kept"], against["kept"], memory["kept"]) == (False, None, False)
-    text = report.table(found)
-    assert "| 600,000 | 680,000 | 500,000 | set, batch 1 | **missed**, aim not reached |" in text
-    assert "| **300,000** |" in text
-    assert "not measured" in text
-
-
-def test_what_is_compared_with_is_named_with_its_batch(benchmark):
-    report = importlib.import_module("throughput_report")
-    row = {"work": "gpt2-124m", "rows": 1, "round": 0, "status": "ok", "tokens_per_s": 100.0, "peak_gib": 1.0}
-    found = report.Measurements([{**row, "entry": "people"}, {**row, "entry": "set", "rows": 64}], tiny=False)
-    target = next(target for target in report.TARGETS if target.against == "people")
-    assert report.verdict(found, target)["what"] == "times as fast as the way people write it, batch 1"
-    assert report.wanted(target) == "times as fast as the way people write it"
+    assert {row["entry"] for row in written(tmp_path)["measurements"]} == {"set", "set-bias", "set-fp32-stream"}
 
 
 def test_no_two_entries_are_one_run_on_a_gpu(benchmark, tmp_path):
@@ -295,7 +252,7 @@ def test_no_two_entries_are_one_run_on_a_gpu(benchmark, tmp_path):
             decisions = select(config, H200, device="cuda", minutes=60.0) if config is not None else ()
             on = frozenset(decision.name for decision in decisions if decision.on)
             chunk = config.model.own().get("chunk_size") if config is not None and "fast-scan" in on else None
-            runs += [(work.name, on, chunk)] if on and all(":" not in added for added in entry.adds) else []
+            runs += [(work.name, entry.variant, on, chunk)] if on and all(":" not in added for added in entry.adds) else []
     assert len(set(runs)) == len(runs) > 20
 
 
