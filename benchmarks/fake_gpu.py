@@ -1,0 +1,200 @@
+"""Every set of throughput.py, traced as it would run on an H200, on a machine that has none: graph breaks, wrong branches, refused shapes.
+
+    python benchmarks/fake_gpu.py                       # every entry of ours; about 20 s each
+    python benchmarks/fake_gpu.py --only gpt2-124m/set
+
+It takes a CUDA build of torch, without a GPU. Tensors have shapes, types and a CUDA device, but no storage (torch's FakeTensorMode), and
+fake_gpu_driver.c answers the questions that torch asks of the driver. The model is compiled with `fullgraph`, so that a graph break is an
+error, up to the graphs that Inductor would be given; backward and the optimizer's step are traced too. Shapes are the real ones, with
+two layers. Printed for each entry: the graphs, and which attention, loss, scan and low-precision operations are in them.
+
+What it cannot show: Inductor's own work, and anything about a kernel's result or speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from throughput import Session, is_asked
+from throughput import parser as throughput_parser
+from throughput_entries import ENTRIES, WORKS, Entry, shape
+
+from flatout.config import RunConfig
+from flatout.hardware import Gpu, probe
+
+HERE = Path(__file__).parent
+H200 = replace(probe(), gpus=(Gpu("NVIDIA H200", 139.0, (9, 0), "580"),))
+SMALLER = {"model.num_layers": 2}
+MAX_ROWS = 4
+LIMIT_S = 600
+TOLD = ("attention", "flatout", "_scaled_mm", "torchao")
+"""Parts of the names of operations that are worth a line: those that a branch on the device chooses."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="*", help="works or work/entry, with * and ?, separated by commas")
+    parser.add_argument("--trace", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.trace:
+        print(json.dumps(traced(arguments.trace)))
+        return
+    reason = why_not()
+    if reason:
+        raise SystemExit(reason)
+    with tempfile.TemporaryDirectory(prefix="flatout-fake-gpu-") as scratch:
+        environment = with_driver(build_driver(Path(scratch)))
+        failed = 0
+        for entry in ENTRIES:
+            if entry.kind == "flatout" and is_asked(entry, arguments.only):
+                found = trace_apart(entry, environment)
+                failed += found["status"] == "failed"
+                print(line(entry, found), flush=True)
+    raise SystemExit(failed and f"{failed} entries cannot be traced.")
+
+
+def why_not() -> str | None:
+    """Return why it cannot work here, None when it can."""
+    import torch
+
+    if torch.version.cuda is None:
+        return "It takes a CUDA build of torch; this is a build for CPUs."
+    if torch.cuda.is_available():
+        return "There is a GPU here: run the benchmark itself, python benchmarks/throughput.py --only ..."
+    return None
+
+
+def build_driver(folder: Path) -> Path:
+    """Compile fake_gpu_driver.c against the headers of the CUDA packages that torch brought; return the library."""
+    includes = [path for name in ("nvidia", "triton") for path in package_folder(name).glob("**/include") if (path / "driver_types.h").exists()]
+    crt = [path for path in package_folder("triton").glob("**/include") if (path / "crt" / "host_defines.h").exists()]
+    library = folder / "libcuda.so.1"
+    flags = [f"-I{path}" for path in [*includes[:1], *crt]]
+    subprocess.run(["cc", "-shared", "-fPIC", *flags, "-o", library, HERE / "fake_gpu_driver.c"], check=True)
+    return library
+
+
+def package_folder(name: str) -> Path:
+    """Return where a package lies, without importing it."""
+    spec = find_spec(name)
+    places = list(spec.submodule_search_locations or ()) if spec else []
+    if not places:
+        raise SystemExit(f"The package {name}, which comes with a CUDA build of torch, is not here.")
+    return Path(places[0])
+
+
+def with_driver(library: Path) -> dict[str, str]:
+    """Return the environment in which torch finds that library in front of CUDA's own."""
+    paths = [str(library.parent), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
+    return {**os.environ, "LD_PRELOAD": str(library), "LD_LIBRARY_PATH": ":".join(paths)}
+
+
+def trace_apart(entry: Entry, environment: dict[str, str]) -> dict[str, Any]:
+    """Trace in a process of its own: what torch does not expect of a driver ends the process."""
+    command = [sys.executable, __file__, "--trace", f"{entry.work}/{entry.name}"]
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return {"status": "failed", "reason": f"It had not ended after {LIMIT_S} s."}
+    if done.returncode:
+        said = [text for text in done.stderr.splitlines() if text.strip() and not text.startswith("frame #")]
+        return {"status": "failed", "reason": (said or ["nothing was said"])[-1]}
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def line(entry: Entry, found: dict[str, Any]) -> str:
+    """Return what is printed of an entry."""
+    name = f"{entry.work}/{entry.name}"
+    if found["status"] != "ok":
+        return f"{name}: {found['status']}: {found['reason']}"
+    return f"{name}: {found['graphs']} graphs; " + ", ".join(f"{count} {op}" for op, count in found["operations"].items())
+
+
+def traced(name: str) -> dict[str, Any]:
+    """Return what the graphs of an entry hold, by its name `work/entry`."""
+    entry = next(entry for entry in ENTRIES if f"{entry.work}/{entry.name}" == name)
+    work = next(work for work in WORKS if work.name == entry.work)
+    session = Session(throughput_parser().parse_args([]), H200, Path(), Path())
+    config = session.configured(entry, shape(work, tiny=False))
+    if config is None:
+        return {"status": "left out", "reason": "it is about what is not installed"}
+    rows = min(entry.rows[0] or MAX_ROWS, MAX_ROWS)
+    graphs = trace(config.with_values(SMALLER), rows)
+    operations = Counter(op for graph in graphs for op in graph if any(part in op for part in TOLD))
+    return {"status": "ok", "graphs": len(graphs), "operations": dict(operations)}
+
+
+def trace(config: RunConfig, rows: int) -> list[list[str]]:
+    """Trace one training step; return the operations of each graph that a compiler would have been given."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from flatout.optimizers.groups import OptimizerParts
+    from flatout.registry import MODELS, OPTIMIZERS
+    from flatout.run import ops_of
+    from flatout.selection import assemble, select
+
+    recipe = assemble(select(config, H200, device="cuda", minutes=60.0))
+    model_class, seq_len = MODELS.get(config.model.kind), config.data.seq_len
+    model_config = model_class.check(config.model.own() | {"vocab_size": config.model.vocab_size}, seq_len=seq_len)
+    mesh = SimpleNamespace(shard=1, replicate=1, world_size=1, device=torch.device("cuda"))
+    with recorded_compiler() as graphs, FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda"):
+        core = model = model_class(model_config, ops_of(recipe))
+        for transform in recipe.ordered_transforms():
+            model = transform.apply(model, mesh)
+        parts = OptimizerParts(recipe.part("optimizer"), recipe.part("ops.newton_schulz"))
+        optimizers = OPTIMIZERS.get(config.optim.kind)(core, config.optim, parts)
+        tokens_BT, targets_BT = (torch.zeros(rows, seq_len, dtype=torch.int64) for _ in range(2))
+        doc_ids_BT = torch.zeros(rows, seq_len, dtype=torch.int32) if config.data.document_mask else None
+        with recipe.part("precision").context("cuda"):
+            loss_sum, _ = model(tokens_BT, targets_BT, doc_ids_BT)
+        loss_sum.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    return graphs
+
+
+@contextmanager
+def recorded_compiler() -> Iterator[list[list[str]]]:
+    """Have torch.compile trace whole graphs and write down their operations, forward and backward, in place of generating code."""
+    import torch
+    import torch.cuda.amp.common
+    from torch._dynamo.backends.common import aot_autograd
+
+    graphs: list[list[str]] = []
+
+    def record(graph: Any, _inputs: Any) -> Any:
+        graphs.append([str(node.target) for node in graph.graph.nodes if node.op == "call_function"])
+        return graph.forward
+
+    compile_ = torch.compile
+
+    def traced_compile(function: Any = None, **options: Any) -> Any:
+        return compile_(function, backend=aot_autograd(fw_compiler=record, bw_compiler=record), fullgraph=True, dynamic=options.get("dynamic"))
+
+    torch.compile = traced_compile
+    # Without this the first fake tensor would make a real one, to start the driver; autocast must believe in the GPU all the same.
+    torch.cuda.is_available = lambda: False
+    torch.cuda.amp.common.amp_definitely_not_available = lambda: False
+    torch.cuda.is_bf16_supported = lambda *_: True
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield graphs
+
+
+if __name__ == "__main__":
+    main()
