@@ -8,6 +8,7 @@ rows of an embedding, a checkpoint. Nothing but the storage changes: to all code
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -18,6 +19,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from flatout.models.language_model import LanguageModel
+from flatout.ops import split_update
+from flatout.ops.split import join as join
+from flatout.ops.split import split as split
 
 JOINED_AT_ONCE = 2**24
 """Weights of which an update of many tensors holds the fp32 value at once, in number: enough for full rate, 64 MiB."""
@@ -43,38 +47,16 @@ _ALIKE_IN_BOTH_PARTS = {
 
 @cache
 def _own_digest() -> str:
-    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
-
-
-def split(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the nearest bfloat16 of each number, ties to even, and how far its bits are from there, in 16 bits.
-
-    An even bfloat16 is the nearest of 65,537 fp32 numbers, and 16 bits tell 65,536 apart: that halfway to the next larger one in
-    magnitude is moved by one unit in the last place, towards the bfloat16. All others are kept to the bit. What is taken off is the
-    lower half of the bits as a signed number: from half on, rounding went up.
-
-    Shapes:  any, fp32.
-    Returns: (high, low): bfloat16 and int16, of the same shape.
-    """
-    bits = weight.view(torch.int32)
-    even_tie = (bits & 0x1FFFF) == 0x8000
-    return weight.to(torch.bfloat16), (bits - even_tie.to(torch.int32)).to(torch.int16)
-
-
-def join(high: Tensor, low: Tensor) -> Tensor:
-    """Return the fp32 numbers that `split` took apart: by their bits, since compilers take a number to bfloat16 and back for the number.
-
-    Shapes:  high (bfloat16) and low (int16), of one shape.
-    Returns: a tensor of that shape.
-    """
-    return high.view(torch.int16).to(torch.int32).bitwise_left_shift_(16).add_(low).view(torch.float32)
+    files = (__file__, inspect.getfile(join))
+    return hashlib.sha256(b"".join(Path(file).read_bytes() for file in files)).hexdigest()
 
 
 class SplitTensor(Tensor):
     """An fp32 tensor that lies in memory as `high` (bfloat16) and `low` (int16).
 
     A conversion to bfloat16 is `high` itself. Rows of an embedding are looked up in both and joined. What only moves numbers is done
-    to both. All else is done to the joined fp32 tensor, and what that writes is split again.
+    to both. Torch's fused AdamW is one kernel on a GPU (`flatout.ops.split_update`). All else is done to the joined fp32 tensor, and
+    what that writes is split again.
     """
 
     high: Tensor
@@ -101,7 +83,7 @@ class SplitTensor(Tensor):
         return SplitTensor(parts["high"], parts["low"])
 
     def _stable_hash_for_caching(self) -> str:
-        """Return what torch's compiler files its results under: what it compiled for another version of this file is not for this one."""
+        """Return what torch's compiler files its results under: what it compiled for another version of these files is not for this one."""
         return _own_digest()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -123,7 +105,8 @@ class SplitTensor(Tensor):
                 first._take(args[1])
                 return first
         if isinstance(first, (list, tuple)) and func._schema.arguments[0].is_write:
-            for some in _in_pieces(args):
+            rest = _after_adamw(args, kwargs) if func is _aten._fused_adamw_.default else args
+            for some in _in_pieces(rest):
                 _on_joined(func, some, kwargs)
             return None
         return _on_joined(func, args, kwargs)
@@ -142,6 +125,48 @@ def whole(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, SplitTensor):
         return tensor
     return join(tensor.high.cpu(), tensor.low.cpu())
+
+
+def decay_and_add(weights: Sequence[Tensor], steps: Sequence[Tensor], *, kept: float, alpha: float) -> None:
+    """Replace each weight by kept * weight + alpha * step, in place; a split weight is read and written once.
+
+    Shapes:  one tensor each in both lists, of one shape; weights are split or plain, and plain ones of their steps' type.
+    """
+    parts: list[tuple[Tensor, Tensor, Tensor]] = []
+    plain: list[tuple[Tensor, Tensor]] = []
+    for weight, step in zip(weights, steps, strict=True):
+        if not isinstance(weight, SplitTensor):
+            plain.append((weight, step))
+        elif split_update.fits(weight.high, weight.low):
+            parts.append((weight.high, weight.low, step))
+        else:
+            weight._take(join(weight.high, weight.low).mul_(kept).add_(step, alpha=alpha))
+    if parts:
+        split_update.decay_and_add(*map(list, zip(*parts, strict=True)), kept=kept, alpha=alpha)
+    if plain:
+        targets, added = map(list, zip(*plain, strict=True))
+        torch._foreach_mul_(targets, kept)
+        torch._foreach_add_(targets, added, alpha=alpha)
+
+
+def _after_adamw(args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[Any]:
+    """Update what the kernel of `split_update.adamw` can, of the tensors of torch's fused AdamW; return the arguments for the others."""
+    weights, gradients, exp_avgs, exp_avg_sqs, _, steps = args
+    if kwargs["amsgrad"] or kwargs["maximize"] or any(kwargs.get(name) is not None for name in ("grad_scale", "found_inf")):
+        return args
+    rows = list(zip(weights, gradients, exp_avgs, exp_avg_sqs, steps, strict=True))
+    fit = [
+        isinstance(w, SplitTensor) and g.dtype == torch.float32 and s.device == w.device and split_update.fits(w.high, w.low, m, v)
+        for w, g, m, v, s in rows
+    ]
+    if not any(fit):
+        return args
+    mine = [(row[0].high, row[0].low, *row[1:]) for row, fits in zip(rows, fit, strict=True) if fits]
+    numbers = {name: kwargs[name] for name in ("lr", "beta1", "beta2", "weight_decay", "eps")}
+    split_update.adamw(*map(list, zip(*mine, strict=True)), **numbers)
+    rest = [row for row, fits in zip(rows, fit, strict=True) if not fits]
+    weights, gradients, exp_avgs, exp_avg_sqs, steps = map(list, zip(*rest, strict=True)) if rest else ([], [], [], [], [])
+    return weights, gradients, exp_avgs, exp_avg_sqs, [], steps
 
 
 def _on_joined(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from flatout.config import OptimConfig
 from flatout.errors import ConfigError
+from flatout.models.split_weights import SplitTensor, decay_and_add
 from flatout.ops.newton_schulz import batched
 from flatout.optimizers.groups import OptimizerParts, adamw_groups, named_by_kind
 from flatout.optimizers.moments import MOMENTUM, Moments
@@ -141,10 +142,13 @@ class Muon(Optimizer):
 
     def _update(self, parameters: list[nn.Parameter], lr: float, weight_decay: float, momentum: float) -> None:
         directions = self._directions(parameters, momentum)
-        torch._foreach_mul_([_local(p) for p in parameters], 1 - lr * weight_decay)
+        kept = 1 - lr * weight_decay
+        shards = [_local(p) for p in parameters if isinstance(p, DTensor)]
+        if shards:
+            torch._foreach_mul_(shards, kept)
         for batch in _batches(self._matrices(parameters)):
             steps_NRC = self._newton_schulz(_stack(batch, directions))
-            _add_batch(parameters, batch, steps_NRC, -lr * RMS_LIKE_ADAMW * math.sqrt(max(batch[0].shape)))
+            _add_batch(parameters, batch, steps_NRC, kept, -lr * RMS_LIKE_ADAMW * math.sqrt(max(batch[0].shape)))
 
     def _matrices(self, parameters: list[nn.Parameter]) -> Iterator[_Matrix]:
         for index, parameter in enumerate(parameters):
@@ -196,17 +200,18 @@ def _stack(batch: list[_Matrix], directions: list[Tensor]) -> Tensor:
     return stack_NRC
 
 
-def _add_batch(parameters: list[nn.Parameter], batch: list[_Matrix], steps_NRC: Tensor, alpha: float) -> None:
-    """Add alpha times each step to its matrix: all of a batch in a few kernels, for which both have one layout."""
+def _add_batch(parameters: list[nn.Parameter], batch: list[_Matrix], steps_NRC: Tensor, kept: float, alpha: float) -> None:
+    """Decay each matrix and add alpha times its step: all of a batch in a few kernels, for which both have one layout. Shards are decayed before."""
     lies = [matrix.shape[0] <= matrix.shape[1] for matrix in batch]
     if isinstance(parameters[batch[0].index], DTensor):
         for matrix, step_RC, lying in zip(batch, steps_NRC, lies, strict=True):
             _add_to_shard(parameters[matrix.index], matrix, step_RC if lying else step_RC.T, alpha)
         return
-    steps_NRC = steps_NRC.to(batch[0].dtype)
+    if not isinstance(parameters[batch[0].index], SplitTensor):  # a split weight's kernel reads narrow steps as they are
+        steps_NRC = steps_NRC.to(batch[0].dtype)
     steps_NCR = steps_NRC if all(lies) else steps_NRC.mT.contiguous()
     steps = [lying_RC if lying else upright_CR for lying_RC, upright_CR, lying in zip(steps_NRC, steps_NCR, lies, strict=True)]
-    torch._foreach_add_([parameters[matrix.index][matrix.start : matrix.stop] for matrix in batch], steps, alpha=alpha)
+    decay_and_add([parameters[matrix.index][matrix.start : matrix.stop] for matrix in batch], steps, kept=kept, alpha=alpha)
 
 
 def _add_to_shard(parameter: Any, matrix: _Matrix, step: Tensor, alpha: float) -> None:

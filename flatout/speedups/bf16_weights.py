@@ -1,4 +1,7 @@
-"""Weights that lie in memory as bfloat16, with what rounding took off beside them, so that the update is that of fp32."""
+"""Weights that lie in memory as bfloat16, with what rounding took off beside them, so that the update is that of fp32.
+
+With fused-adamw, and for Muon's matrices, the update on a GPU reads and writes both parts once (`flatout.ops.split_update`).
+"""
 
 from __future__ import annotations
 
@@ -28,4 +31,10 @@ SPEEDUP = Speedup(
     promise=Promise.rounding(rtol=1e-4),
     needs=("bf16",),
     why_not=_why_not,
+    predicted=(
+        "0.2% at 124M and 0.7% at 700M, and 2 bytes a weight less memory. Autocast reads 4 and writes 2 bytes a weight in every micro-batch: "
+        "6 B x 124 M / 4.3 TB/s = 0.17 ms of 111 ms (65,536 tokens at 590 K/s), "
+        "6 B x 759 M / 4.3 TB/s = 1.06 ms of 154 ms (16,384 tokens at 106 K/s). "
+        "The update moves 28 bytes a weight with it and without it: 0.8 ms and 4.9 ms a step."
+    ),
 )

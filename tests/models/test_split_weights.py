@@ -138,7 +138,8 @@ def test_compiled_code_takes_apart_and_joins_the_same_bits():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-def test_a_gpu_takes_apart_joins_and_updates_to_the_same_bits():
+def test_a_gpu_takes_apart_and_joins_to_the_same_bits_and_updates_to_rounding():
+    """AdamW's kernel is not torch's: tests/ops/test_split_update.py compares it with its definition, to the bit."""
     weight = torch.arange(-(2**31), 2**31, 99_991, dtype=torch.int64).to(torch.int32).view(torch.float32)
     weight = weight[~weight.isnan()]
     for here, there in zip(split(weight), split(weight.cuda()), strict=True):
@@ -150,4 +151,4 @@ def test_a_gpu_takes_apart_joins_and_updates_to_the_same_bits():
             torch.nn.functional.linear(drawn(32, 48).cuda(), member).float().square().mean().backward()
         torch.optim.AdamW([member], lr=0.1, fused=True).step()
     assert torch.equal(plain.grad, parts.grad)
-    assert torch.equal(whole(parts), join(*split(plain.detach())).cpu())
+    torch.testing.assert_close(whole(parts), plain.detach().cpu(), rtol=1e-6, atol=1e-7)

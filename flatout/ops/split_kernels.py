@@ -1,0 +1,90 @@
+"""Updates of weights in two parts in Triton's language; ops/split_update.py says what they compute.
+
+One launch updates many tensors: `table` has a row of 64-bit numbers for each, its number of weights, then the addresses of its parts.
+Programs along axis 1 are tensors; those along axis 0 take turns at the blocks of one. A weight is read once and written once, whatever
+is done to it in between. No operation is fused with another (enable_fp_fusion=False): each rounds once, as torch's own do one by one.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _address(row, FIELD: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """The tensor whose address a row has in a field; ALIGNED promises a multiple of 16 bytes, without which each number is loaded by itself."""
+    address = tl.load(row + FIELD).to(tl.pointer_type(DTYPE))
+    if ALIGNED:
+        address = tl.multiple_of(address, 16)
+    return address
+
+
+@triton.jit
+def _count(row, ALIGNED: tl.constexpr):
+    """The number of weights of a row's tensor; ALIGNED promises a multiple of 16, so that vectors are loaded whole or not at all."""
+    count = tl.load(row)
+    if ALIGNED:
+        count = tl.multiple_of(count, 16)
+    return count
+
+
+@triton.jit
+def _number(numbers, INDEX: tl.constexpr):
+    """A number that is the same for all tensors, rounded to fp32."""
+    return tl.load(numbers + INDEX).to(tl.float32)
+
+
+@triton.jit
+def _joined(high, low, at, mask):
+    """`flatout.ops.split.join` of what lies there."""
+    upper, lower = tl.load(high + at, mask=mask, other=0).to(tl.int32), tl.load(low + at, mask=mask, other=0).to(tl.int32)
+    return ((upper << 16) + lower).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _keep_split(high, low, at, mask, weight):
+    """Store `flatout.ops.split.split` of a number, by its bits: without the lower half, as a signed number, they are its bfloat16."""
+    bits = tl.where(weight == weight, weight.to(tl.int32, bitcast=True), 0x7FC00000)  # a NaN's bits could carry over into an infinity or a zero
+    bits -= ((bits & 0x1FFFF) == 0x8000).to(tl.int32)
+    lower = (bits << 16) >> 16
+    tl.store(high + at, ((bits - lower) >> 16).to(tl.int16), mask=mask)
+    tl.store(low + at, lower.to(tl.int16), mask=mask)
+
+
+@triton.jit
+def adamw(table, numbers, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+    """AdamW. A row: weights, high, low, gradient, exp_avg, exp_avg_sq, step. `numbers` in fp64: see `split_update.adamw`."""
+    row = table + tl.program_id(1) * 7
+    count = _count(row, ALIGNED)
+    high, low = _address(row, 1, tl.int16, ALIGNED), _address(row, 2, tl.int16, ALIGNED)
+    gradients = _address(row, 3, tl.float32, ALIGNED)
+    means, squares = _address(row, 4, tl.float32, ALIGNED), _address(row, 5, tl.float32, ALIGNED)
+    step = tl.load(_address(row, 6, tl.float32, False)).to(tl.float64)
+    rate = (tl.load(numbers) / (1.0 - tl.exp(step * tl.load(numbers + 1)))).to(tl.float32)
+    scale = (1.0 / tl.sqrt(1.0 - tl.exp(step * tl.load(numbers + 2)))).to(tl.float32)
+    new_mean, old_square, new_square = _number(numbers, 3), _number(numbers, 4), _number(numbers, 5)
+    kept, eps = _number(numbers, 6), _number(numbers, 7)
+    for block in range(tl.program_id(0), (count + BLOCK - 1) // BLOCK, tl.num_programs(0)):
+        at = block * BLOCK + tl.arange(0, BLOCK)
+        mask = at < count
+        gradient, mean = tl.load(gradients + at, mask=mask, other=0.0), tl.load(means + at, mask=mask, other=0.0)
+        square, weight = tl.load(squares + at, mask=mask, other=0.0), _joined(high, low, at, mask)
+        mean += (gradient - mean) * new_mean
+        square = square * old_square + gradient * gradient * new_square
+        weight = weight * kept - tl.div_rn(mean, tl.sqrt_rn(square) * scale + eps) * rate
+        tl.store(means + at, mean, mask=mask)
+        tl.store(squares + at, square, mask=mask)
+        _keep_split(high, low, at, mask, weight)
+
+
+@triton.jit
+def decay_and_add(table, numbers, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr):
+    """kept * weight + alpha * step. A row: weights, high, low, step, which is of DTYPE. `numbers` in fp64: kept, alpha."""
+    row = table + tl.program_id(1) * 4
+    count = _count(row, ALIGNED)
+    high, low, steps = _address(row, 1, tl.int16, ALIGNED), _address(row, 2, tl.int16, ALIGNED), _address(row, 3, DTYPE, ALIGNED)
+    kept, alpha = _number(numbers, 0), _number(numbers, 1)
+    for block in range(tl.program_id(0), (count + BLOCK - 1) // BLOCK, tl.num_programs(0)):
+        at = block * BLOCK + tl.arange(0, BLOCK)
+        mask = at < count
+        step = tl.load(steps + at, mask=mask, other=0.0).to(tl.float32)
+        _keep_split(high, low, at, mask, _joined(high, low, at, mask) * kept + step * alpha)
