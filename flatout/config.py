@@ -167,7 +167,8 @@ class TrainConfig(Section):
     seed: int = Field(0, ge=0, lt=2**62)
     """Seeds the weights, the order of the data and dropout."""
     deterministic: bool = False
-    """Refuse operations whose result can differ from run to run."""
+    """Use only operations whose result is the same in every run, and refuse the others. On a GPU that is slower, and the only way to get
+    two runs, or a run and a resumed one, that are equal in every bit."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
     precision: Literal["auto", "fp32", "fp16", "bf16"] = "auto"

@@ -96,7 +96,8 @@ def _chosen(logits_V: Tensor, *, vocab_size: int, temperature: float, top_k: int
         return int(torch.multinomial(shares_V, 1, generator=generator))
     shares_K, ids_K = shares_V.topk(min(top_k or vocab_size, vocab_size))
     if top_p is not None:
-        ids_K = ids_K[shares_K.cumsum(-1) - shares_K < top_p]
+        before_K = shares_K.cpu().cumsum(-1).to(shares_K.device) - shares_K  # a GPU has no deterministic sum of this kind
+        ids_K = ids_K[before_K < top_p]
     ids_K = ids_K.sort().values  # by id: that two shares change places by rounding then moves no other token's chance
     return int(ids_K[torch.multinomial(shares_V[ids_K], 1, generator=generator)])
 

@@ -187,7 +187,7 @@ class Promise:
 
     @classmethod
     def exact(cls) -> Promise:
-        """Bit-equal losses on the same batches."""
+        """Bit-equal losses on the same batches, wherever two runs of one command have them: on a GPU with train.deterministic=true."""
         return cls("exact")
 
     @classmethod
@@ -203,7 +203,8 @@ class Promise:
     def holds(self, fast: Sequence[float], plain: Sequence[float]) -> bool:
         """Say whether two runs' losses, step by step, keep an exact or a rounding promise.
 
-        A statistical promise cannot be judged from two runs; the comparison over seeds is `bench`'s.
+        An exact one is judged by runs that repeat to the bit: on a CPU, or with train.deterministic=true. A statistical promise
+        cannot be judged from two runs; the comparison over seeds is `bench`'s.
         """
         if len(fast) != len(plain):
             return False

@@ -11,9 +11,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from flatout.config import RunConfig
 from flatout.errors import ConfigError, Interrupted, RunFailed
+from flatout.measure import exactness
 from flatout.measure.budget import Budget
 from flatout.measure.experiment import Experiment, Point, with_speedups
 from flatout.measure.judge import Measured, ladder_rows
@@ -27,7 +29,7 @@ from flatout.measure.sweep import require_sweep, sweep_experiment
 from flatout.measure.table import table
 from flatout.measure.trial import run_trial
 from flatout.parallel.rendezvous import stated_ranks
-from flatout.progress import SILENT, Progress
+from flatout.progress import SILENT, Progress, Task
 from flatout.training.start import warn_of_others
 
 LOSS_STEPS = 20
@@ -121,7 +123,7 @@ def report_of(
     asked: RunConfig, settled: Settled, experiment: Experiment, rounds: Rounds, *, began: str, wall_s: float, minutes: float | None
 ) -> Report:
     """Return the verdicts on what was measured, and how it was."""
-    found = Measured(rounds.trials, rounds.stopped_by)
+    found = Measured(rounds.trials, rounds.stopped_by, exactness.repeats_to_the_bit(settled.config))
     rows = experiment.rows(found)
     return Report(
         kind=experiment.kind,
@@ -155,13 +157,17 @@ def ladder_experiment(asked: RunConfig, settled: Settled, put_in: Mapping[str, S
     names = dict.fromkeys([BASELINE, shared[ladder.full], *shared.values()])
     points = [Point(name, with_speedups(ladder.rung(name).speedups)) for name in names]
     pairs = [(rung, ladder.rung(rung.against)) for rung in ladder.rungs if rung.against]
-    statistical = [pair for pair in pairs if promise_between(pair[0].speedups, pair[1].speedups).kind == "statistical"]
+    promised = {
+        kind: [pair for pair in pairs if promise_between(pair[0].speedups, pair[1].speedups).kind == kind] for kind in ("exact", "statistical")
+    }
+    exact = () if exactness.repeats_to_the_bit(settled.config) else promised["exact"]
     return Experiment(
         LADDER,
         tuple(point for point in points if ladder.rung(point.name).kind != "put-in"),
         lambda found: ladder_rows(ladder, shared, found, asked, loss_steps=LOSS_STEPS),
         loss_steps=LOSS_STEPS,
-        losses_each_round=frozenset(shared[rung.name] for pair in statistical for rung in pair),
+        losses_each_round=frozenset(shared[rung.name] for pair in promised["statistical"] for rung in pair),
+        exact=tuple((shared[rung.name], shared[against.name]) for rung, against in exact),
         extras=tuple(point for point in points if ladder.rung(point.name).kind == "put-in"),
         total=None if ladder.full == BASELINE else (shared[ladder.full], BASELINE),
     )
@@ -179,10 +185,21 @@ def measure(
     """Measure every point once a round, until the rounds or the time are over, or somebody interrupts; `keep` gets each trial as it ends.
 
     Round r trains every point with the recipe's seed + r, so that the losses of a round can be compared. A point that fails in
-    its first round is not tried again.
+    its first round is not tried again. Runs that settle an exact promise come after a round in which everything takes part.
     """
-    rounds, alive = Rounds([]), {point.name: point for point in (*experiment.points, *experiment.extras)}
+    rounds, points = Rounds([]), {point.name: point for point in (*experiment.points, *experiment.extras)}
+    alive = dict(points)
     with progress.task("Measuring") as task:
+
+        def take(name: str, number: int, deterministic: bool = False, **pace: Any) -> TrialResult:
+            keys = {**points[name].values, "train.seed": asked.train.seed + number} | ({"train.deterministic": True} if deterministic else {})
+            spec = TrialSpec(config=asked.with_values(keys).to_dict(), folder=tempfile.mkdtemp(dir=scratch), **pace)
+            result = trial(spec, budget.timeout_s(name))
+            done = Trial(point=name, round=number, seed=asked.train.seed + number, result=result, deterministic=deterministic)
+            rounds.trials.append(done)
+            keep(done)
+            return result
+
         try:
             for number in range(budget.repeats):
                 budget.plan(number)
@@ -195,27 +212,33 @@ def measure(
                         continue
                     left = time_left(budget.remaining_s(due[place:], budget.repeats - number - 1))
                     task.note(f"round {number + 1} of {budget.repeats}, {name} ({place + 1} of {len(due)}), about {left} left")
-                    seed, is_new = asked.train.seed + number, name not in {done.point for done in rounds.trials}
-                    spec = TrialSpec(
-                        config=asked.with_values({**alive[name].values, "train.seed": seed}).to_dict(),
-                        folder=tempfile.mkdtemp(dir=scratch),
-                        seconds=budget.seconds,
-                        warmup_s=budget.warmup_s,
-                        loss_steps=experiment.loss_steps if takes_losses(number, name, experiment, budget) else 0,
-                        limit_s=budget.limit_s(len(due) - place + (len(alive) if number == 0 else 0)),
-                    )
-                    result = trial(spec, budget.timeout_s(name))
+                    is_new = name not in {done.point for done in rounds.trials}
+                    loss_steps = experiment.loss_steps if takes_losses(number, name, experiment, budget) else 0
+                    limit_s = budget.limit_s(len(due) - place + (len(alive) if number == 0 else 0))
+                    result = take(name, number, seconds=budget.seconds, warmup_s=budget.warmup_s, loss_steps=loss_steps, limit_s=limit_s)
                     budget.record(name, result.process_s)
-                    rounds.trials.append(Trial(point=name, round=number, seed=seed, result=result))
-                    keep(rounds.trials[-1])
                     if not result.is_ok and is_new:
                         del alive[name]
                         budget.drop(name)
+                if number >= budget.extras_from:
+                    prove(experiment, rounds, budget, task, take)
+            prove(experiment, rounds, budget, task, take)
         except KeyboardInterrupt:
             rounds.ended_by_signal = signal.SIGINT
         except Interrupted as interruption:
             rounds.ended_by_signal = interruption.exit_code - 128
     return rounds
+
+
+def prove(experiment: Experiment, rounds: Rounds, budget: Budget, task: Task, take: Callable[..., TrialResult]) -> None:
+    """Run what an exact promise needs that its timed losses did not settle, as far as there is time: each point once, a few steps."""
+    found = Measured(rounds.trials)
+    open_pairs = [pair for pair in experiment.exact if exactness.differ(found.loss_pairs(*pair))]
+    names = [name for name in dict.fromkeys(name for pair in open_pairs for name in pair) if found.deterministic(name) is None]
+    for place, name in enumerate(names):
+        if budget.allows(name):
+            task.note(f"whether exact promises hold: {name} ({place + 1} of {len(names)})")
+            take(name, 0, deterministic=True, seconds=0.0, warmup_s=0.0, loss_steps=exactness.STEPS, limit_s=budget.limit_s(len(names) - place))
 
 
 def takes_losses(number: int, name: str, experiment: Experiment, budget: Budget) -> bool:
@@ -282,7 +305,12 @@ def notes(settled: Settled, experiment: Experiment, rounds: Rounds, rows: Sequen
     if rounds.is_complete and any(row.is_unreached for row in rows):
         leave_out = ", or leave some out: speedups=auto,-NAME" if experiment.kind == LADDER else ""
         said.append(f"The time did not suffice for all: give it more --minutes{leave_out}.")
-    measured = [trial.result for trial in rounds.trials if trial.result.is_ok]
+    if any(trial.deterministic for trial in rounds.trials):
+        said.append(
+            f"Two runs of one command differ here in their last bits: exact promises were judged by {exactness.STEPS} steps of runs of their own, "
+            "with train.deterministic=true, which were not timed."
+        )
+    measured = [trial.result for trial in rounds.trials if trial.result.is_ok and not trial.deterministic]
     if measured:
         steps = statistics.median(result.measured_steps or 0 for result in measured)
         before = statistics.median(result.warmup_steps or 0 for result in measured)

@@ -33,6 +33,8 @@ class Experiment:
     """First losses that are compared."""
     losses_each_round: frozenset[str] = frozenset()
     """Points that take them in every round: a statistical promise is judged over seeds."""
+    exact: tuple[tuple[str, str], ...] = ()
+    """Pairs of points whose losses are promised to be equal, on a device whose runs do not repeat to the bit."""
     extras: tuple[Point, ...] = ()
     """Measured last in a round, and with little time only once the others have their repeats: one of them may be slow."""
     total: tuple[str, str] | None = None

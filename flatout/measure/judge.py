@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from flatout.config import RunConfig
+from flatout.measure import exactness
 from flatout.measure.ladder import Ladder, Rung, promise_between
 from flatout.measure.results import TIME_WAS_UP, Row, Trial
 from flatout.measure.spec import TrialResult
@@ -24,14 +25,28 @@ class Measured:
     trials: Sequence[Trial]
     stopped_by: str = TIME_WAS_UP
     """What kept a point without a trial from its turn."""
+    repeats_to_the_bit: bool = True
+    """Whether two runs of one command give equal losses on this device."""
 
     def ok(self, point: str) -> dict[int, TrialResult]:
-        """Return the point's results that gave figures, by round."""
-        return {trial.round: trial.result for trial in self.trials if trial.point == point and trial.result.is_ok}
+        """Return the point's timed results that gave figures, by round."""
+        return {trial.round: trial.result for trial in self._timed(point) if trial.result.is_ok}
 
     def failed(self, point: str) -> TrialResult | None:
-        """Return the point's first result that gave none."""
-        return next((trial.result for trial in self.trials if trial.point == point and not trial.result.is_ok), None)
+        """Return the point's first timed result that gave none."""
+        return next((trial.result for trial in self._timed(point) if not trial.result.is_ok), None)
+
+    def deterministic(self, point: str) -> TrialResult | None:
+        """Return the result of the point's run with train.deterministic=true; None when there was none."""
+        return next((trial.result for trial in self.trials if trial.point == point and trial.deterministic), None)
+
+    def loss_pairs(self, one: str, other: str) -> list[tuple[list[float], list[float]]]:
+        """Return the losses of two points on the same batches, cut to one length, a pair each round in which both have some."""
+        these, those = self.ok(one), self.ok(other)
+        return exactness.paired((these[r].losses, those[r].losses) for r in sorted(these.keys() & those.keys()))
+
+    def _timed(self, point: str) -> list[Trial]:
+        return [trial for trial in self.trials if trial.point == point and not trial.deterministic]
 
     def rates(self, point: str) -> list[float]:
         """Return the point's tokens a second, a repeat each."""
@@ -124,16 +139,25 @@ def gains(rung: Rung, against: Rung, points: Mapping[str, str], found: Measured)
 
 def judged(rung: Rung, against: Rung, points: Mapping[str, str], found: Measured, config: RunConfig, loss_steps: int) -> dict[str, object]:
     """Return what a row says of the losses."""
-    one, other = found.ok(points[rung.name]), found.ok(points[against.name])
-    pairs = [(one[r].losses, other[r].losses) for r in sorted(one.keys() & other.keys())]
-    pairs = [(a[: len(b)], b[: len(a)]) for a, b in pairs if a and b]
+    pairs = found.loss_pairs(points[rung.name], points[against.name])
     promise = promise_between(rung.speedups, against.speedups)
     if not pairs:
         return {"promise": promise.kind, "promise_reason": "no losses to compare"}
     dropout = float(config.model.own().get("dropout") or 0.0)
+    deterministic = promise.kind == "exact" and not found.repeats_to_the_bit and exactness.differ(pairs)
+    if deterministic:
+        runs = [found.deterministic(points[name]) for name in (rung.name, against.name)]
+        if reason := exactness.missing(runs):
+            return _apart(pairs) | {"promise": promise.kind, "promise_reason": reason}
+        pairs, loss_steps = exactness.paired([tuple(run.losses if run else [] for run in runs)]), exactness.STEPS
     kept, reason = keeps(promise, pairs, loss_steps=loss_steps, dropout=dropout)
-    apart = {"loss_difference": largest_difference(pairs), "compared_losses": max(len(fast) for fast, _ in pairs)}
-    return apart | {"promise": promise.kind, "promise_kept": kept, "promise_reason": reason}
+    told = {"promise": promise.kind, "promise_kept": kept, "promise_reason": reason, "deterministic": deterministic}
+    return _apart(pairs) | told
+
+
+def _apart(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> dict[str, object]:
+    """How far losses differ, and over how many steps."""
+    return {"loss_difference": largest_difference(pairs), "compared_losses": max(len(fast) for fast, _ in pairs)}
 
 
 def keeps(

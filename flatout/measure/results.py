@@ -21,7 +21,7 @@ from flatout.registry import PACKAGE_DIR
 from flatout.training.files import append_line, read_lines
 from flatout.training.folder import run_name
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 JSON, TABLE, PICTURE, TRIALS = "bench.json", "table.md", "bench.svg", "trials.jsonl"
 BENCHES = Path("bench")
 """Where results lie unless --out says otherwise."""
@@ -46,6 +46,8 @@ class Trial(Written):
     """train.seed, the same for all points of a round."""
     result: TrialResult
     """What came of it."""
+    deterministic: bool = False
+    """Whether it ran with train.deterministic=true to judge an exact promise: its losses count, and no figure of it is in a row."""
 
 
 class Row(Written):
@@ -79,6 +81,8 @@ class Row(Written):
     """Largest relative difference of a loss from that of `against` on the same batches."""
     compared_losses: int | None = None
     """First steps whose losses were compared."""
+    deterministic: bool = False
+    """Whether those are losses of runs with train.deterministic=true, because those of the timed runs do not repeat to the bit."""
     promise: str | None = None
     """exact, rounding or statistical."""
     promise_kept: bool | None = None

@@ -126,7 +126,7 @@ def loss_words(row: Row) -> str:
         return ""
     apart = "" if row.loss_difference is None else "equal" if row.loss_difference == 0 else f"{row.loss_difference:.0e} apart"
     if row.compared_losses:
-        apart = f"{apart} over {row.compared_losses}"
+        apart = f"{apart} over {row.compared_losses}" + (" with train.deterministic" if row.deterministic else "")
     if row.promise_kept is None:
         return ", ".join(part for part in (apart, row.promise_reason) if part)
     return f"{apart}, {row.promise} kept" if row.promise_kept else f"**{row.promise} BROKEN**: {apart}; {row.promise_reason}"

@@ -1,4 +1,4 @@
-"""What to say when the memory does not suffice: what the run needs, what is there, and which setting fits."""
+"""What to say when the memory does not suffice, or an operation is refused: what the run needs, what is there, and which setting fits."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ from flatout.selection import assemble
 GIB = 2**30
 ON_THE_CPU = "DefaultCPUAllocator"
 """Torch's allocator for a CPU, by which its messages name itself: it raises no error type of its own."""
+NOT_DETERMINISTIC = " does not have a deterministic implementation"
+"""What torch says of an operation that use_deterministic_algorithms refuses; its name stands before."""
 WORTH_SAYING = 0.95
 """A setting is advised that leaves at most this share of the need."""
 
 
 @contextmanager
 def explained(run: Run) -> Iterator[None]:
-    """Turn running out of memory, on a GPU or a CPU, into an error that says what to set.
+    """Turn running out of memory, on a GPU or a CPU, and an operation that train.deterministic refuses, into an error that says what to set.
 
     Raises: RunFailed.
     """
@@ -31,9 +33,20 @@ def explained(run: Run) -> Iterator[None]:
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise out_of_memory(run) from error
     except RuntimeError as error:
+        if NOT_DETERMINISTIC in str(error):
+            raise not_deterministic(run, str(error)) from error
         if ON_THE_CPU not in str(error):
             raise
         raise out_of_memory(run) from error
+
+
+def not_deterministic(run: Run, said: str) -> RunFailed:
+    """Return the error for an operation without a deterministic form, from what torch said of it."""
+    operation = said.split(NOT_DETERMINISTIC)[0].splitlines()[-1].strip()
+    return RunFailed(
+        f"train.deterministic=true, and {operation} has no deterministic form on {run.mesh.device.type}.",
+        fix="Leave out the speedup or the part of your own model that calls it, or set train.deterministic=false.",
+    )
 
 
 def out_of_memory(run: Run) -> RunFailed:

@@ -72,6 +72,7 @@ def run_training(
     """
     machine = probe()
     device = pick_device(asked.train.device, machine)
+    torch.use_deterministic_algorithms(asked.train.deterministic)  # NCCL chooses its algorithms by it when the processes connect
     ranks = connect(device[0])
     with ExitStack() as stack:
         stack.callback(disconnect)

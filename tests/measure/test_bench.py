@@ -10,6 +10,7 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from flatout.errors import ConfigError, Interrupted, RunFailed
+from flatout.measure import exactness
 from flatout.measure.bench import Rounds, due_in, in_turn, run_bench, time_left
 from flatout.measure.budget import Budget
 from flatout.measure.experiment import Experiment, Point
@@ -23,10 +24,10 @@ SLOW = {"pretokenised": 1.3, "micro-batch": 2.0, "onednn": 1.2}
 
 
 class MadeUp:
-    """Trials of a made-up machine, on its own clock. `fails` gives results of its own to sets that hold a speedup."""
+    """Trials of a made-up machine, on its own clock. `fails` gives results of its own to sets that hold a speedup; on a GPU no run repeats."""
 
-    def __init__(self, *, overhead_s=5.0, fails=None, stops_after=10**9, error=KeyboardInterrupt):
-        self.now, self.overhead_s, self.fails, self.specs = 0.0, overhead_s, fails or {}, []
+    def __init__(self, *, overhead_s=5.0, fails=None, stops_after=10**9, error=KeyboardInterrupt, is_gpu=False):
+        self.now, self.overhead_s, self.fails, self.specs, self.is_gpu = 0.0, overhead_s, fails or {}, [], is_gpu
         self.stops_after, self.error = stops_after, error
 
     def clock(self):
@@ -46,7 +47,8 @@ class MadeUp:
         for name in speedups:
             rate *= SLOW.get(name, 1.0)
         rate *= 1 + 0.02 * random.Random(len(self.specs)).uniform(-1, 1)
-        losses = [3.0 - 0.01 * step + spec.config["train"]["seed"] for step in range(spec.loss_steps or 9)]
+        noise = 0 if spec.config["train"]["deterministic"] else 1e-7 * len(self.specs) * self.is_gpu
+        losses = [3.0 - 0.01 * step + spec.config["train"]["seed"] + noise for step in range(spec.loss_steps or 9)]
         facts = {
             "losses": losses,
             "speedups": speedups,
@@ -134,6 +136,46 @@ def test_only_the_first_round_takes_all_losses_but_for_what_is_judged_over_seeds
     assert "all and length-buckets" in over_seeds
     assert {point for point, steps in later.items() if steps == 20} == {full, *over_seeds}
     assert {steps for point, steps in later.items() if point not in {full, *over_seeds}} == {0}
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    """The configuration is settled here; the trials are those of a machine that repeats nothing to the bit."""
+    monkeypatch.setattr(exactness, "repeats_to_the_bit", lambda config: config.train.deterministic)
+
+
+def test_exact_promises_are_judged_by_deterministic_runs_where_nothing_repeats(auto_config, tmp_path, on_a_gpu):
+    made_up = MadeUp(is_gpu=True)
+    report, place = bench(auto_config, made_up, tmp_path, repeats=2)
+    exact = [row for row in report.rows if row.promise == "exact"]
+    assert len(exact) > 6
+    assert all((row.promise_kept, row.deterministic, row.compared_losses) == (True, True, 10) for row in exact)
+    apart = [(trial, spec) for trial, spec in zip(report.trials, made_up.specs, strict=True) if trial.deterministic]
+    points = [trial.point for trial, _ in apart]
+    assert len(set(points)) == len(points), "each point once"
+    assert {(spec.config["train"]["deterministic"], spec.loss_steps, spec.seconds, spec.warmup_s) for _, spec in apart} == {(True, 10, 0.0, 0.0)}
+    assert {trial.seed for trial, _ in apart} == {auto_config.train.seed}
+    assert {row.repeats for row in report.rows if row.repeats} == {2}
+    assert "equal over 10 with train.deterministic, exact kept" in (place / "table.md").read_text()
+    assert any("train.deterministic=true" in note for note in report.notes)
+    assert not any(row.deterministic for row in report.rows if row.promise != "exact")
+
+
+def test_a_short_bench_takes_no_time_from_its_repeats_for_exact_promises(auto_config, tmp_path, on_a_gpu):
+    made_up = MadeUp(overhead_s=20.0, is_gpu=True)
+    report, _ = bench(auto_config, made_up, tmp_path, minutes=12)
+    assert made_up.now <= 12 * 60
+    first = next((number for number, trial in enumerate(report.trials) if trial.deterministic), len(report.trials))
+    assert {trial.round for trial in report.trials[:first]} >= {0, 1}
+    judged = [row for row in report.rows if row.promise == "exact"]
+    assert all(row.promise_kept is not False for row in judged)
+    assert all("no time" in row.promise_reason for row in judged if row.promise_kept is None)
+
+
+def test_a_deterministic_recipe_is_judged_as_it_is_timed(auto_config, tmp_path, on_a_gpu):
+    report, _ = bench(auto_config.with_values({"train.deterministic": True}), MadeUp(is_gpu=True), tmp_path, repeats=1)
+    assert not any(trial.deterministic for trial in report.trials)
+    assert all(row.promise_kept for row in report.rows if row.promise == "exact")
 
 
 def test_an_extra_takes_its_losses_when_its_turn_comes_and_so_does_the_full_set(auto_config, tmp_path):

@@ -46,8 +46,9 @@ def every_round(rates, losses=None):
 RATES = {"baseline": 100.0, "+ prefetch": 100.0, "+ fused-adamw": 150.0, "all but prefetch": 149.9, "all and bf16": 120.0}
 
 
-def rows_of(trials, *overrides, loss_steps=3):
-    return {row.name: row for row in ladder_rows(LADDER, POINTS, Measured(trials), load_config(None, list(overrides)), loss_steps=loss_steps)}
+def rows_of(trials, *overrides, loss_steps=3, repeats_to_the_bit=True):
+    found = Measured(trials, repeats_to_the_bit=repeats_to_the_bit)
+    return {row.name: row for row in ladder_rows(LADDER, POINTS, found, load_config(None, list(overrides)), loss_steps=loss_steps)}
 
 
 def jittered(rates):
@@ -109,6 +110,50 @@ def test_a_broken_promise_is_caught():
     assert rows["+ prefetch"].promise_kept is False
     assert rows["+ prefetch"].loss_difference == pytest.approx(4.5e-8, rel=0.1)
     assert rows["+ fused-adamw"].promise_kept is True
+
+
+NOISY = {"+ prefetch": [3.0, 2.5, 2.2000001]}
+
+
+def deterministic(point, losses, **more):
+    """A run with train.deterministic=true, which took ten times as long."""
+    return ok(point, 0, 10.0, losses, **more).model_copy(update={"deterministic": True})
+
+
+def test_where_runs_do_not_repeat_deterministic_ones_decide_an_exact_promise():
+    ten = [3.0 - 0.1 * step for step in range(10)]
+    timed = every_round(RATES, NOISY)
+    rows = rows_of([*timed, deterministic("baseline", ten), deterministic("+ prefetch", ten)], repeats_to_the_bit=False)
+    assert rows["+ prefetch"].promise_kept is True
+    assert (rows["+ prefetch"].deterministic, rows["+ prefetch"].loss_difference, rows["+ prefetch"].compared_losses) == (True, 0.0, 10)
+    assert (rows["baseline"].repeats, rows["baseline"].tokens_per_s.median) == (5, pytest.approx(100.0)), "their figures are in no row"
+    broken = [*timed, deterministic("baseline", ten), deterministic("+ prefetch", [*ten[:-1], 2.1000001])]
+    row = rows_of(broken, repeats_to_the_bit=False)["+ prefetch"]
+    assert (row.promise_kept, row.deterministic) == (False, True)
+    assert row.loss_difference == pytest.approx(5e-8, rel=0.1)
+
+
+def test_where_runs_do_not_repeat_and_none_was_deterministic_nothing_is_judged():
+    timed = every_round(RATES, NOISY)
+    alone, failed = deterministic("baseline", LOSSES), bad("+ prefetch", reason="It fell over.").model_copy(update={"deterministic": True})
+    for trials, said in ((timed, "no time for runs with"), ([*timed, alone], "no time for runs with"), ([*timed, alone, failed], "It fell over.")):
+        row = rows_of(trials, repeats_to_the_bit=False)["+ prefetch"]
+        assert (row.promise_kept, row.deterministic) == (None, False)
+        assert row.loss_difference == pytest.approx(4.5e-8, rel=0.1)
+        assert said in row.promise_reason
+        assert row.status == "ok"
+    few = rows_of([*timed, alone, deterministic("+ prefetch", LOSSES)], repeats_to_the_bit=False)["+ prefetch"]
+    assert (few.promise_kept, few.promise_reason) == (None, "3 of 10 losses: not judged")
+
+
+def test_losses_that_are_equal_anyway_need_no_deterministic_run():
+    row = rows_of(every_round(RATES), repeats_to_the_bit=False)["+ prefetch"]
+    assert (row.promise_kept, row.deterministic) == (True, False)
+
+
+def test_where_runs_repeat_a_deterministic_one_excuses_nothing():
+    trials = [*every_round(RATES, NOISY), deterministic("baseline", LOSSES), deterministic("+ prefetch", LOSSES)]
+    assert rows_of(trials)["+ prefetch"].promise_kept is False
 
 
 def test_lengths_of_losses_may_differ_between_rounds_and_points():

@@ -1,0 +1,46 @@
+"""train.deterministic: every run the same, and what has no such form is refused by name. tests/training/test_gpu.py does it on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flatout.errors import RunFailed, Stopped
+from flatout.parallel.rendezvous import Ranks
+from flatout.training.start import run_training
+
+
+@pytest.fixture(autouse=True)
+def back_to_any_algorithm():
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def test_a_deterministic_run_trains_and_resumes_to_the_same_bits(tiny_config, tmp_path, stop_at):
+    config = tiny_config(train__deterministic=True, speedups="none")
+    whole = run_training(config, tmp_path / "whole")
+    assert torch.are_deterministic_algorithms_enabled()
+    with pytest.raises(Stopped):
+        run_training(config, tmp_path / "parts", observers=[stop_at(3)])
+    assert run_training(config, tmp_path / "parts")["weights_sha256"] == whole["weights_sha256"]
+
+
+def test_it_is_deterministic_before_processes_connect(tiny_config, tmp_path, monkeypatch):
+    """NCCL takes its algorithms by it at that moment."""
+    seen = []
+    monkeypatch.setattr("flatout.training.start.connect", lambda device: seen.append(torch.are_deterministic_algorithms_enabled()) or Ranks())
+    for deterministic in (True, False):
+        run_training(tiny_config(train__deterministic=deterministic, train__steps=1), tmp_path / str(deterministic))
+    assert seen == [True, False]
+
+
+def test_an_operation_without_a_deterministic_form_is_named(tiny_config, tmp_path, monkeypatch):
+    """Torch's own refusal, of an operation that has none on a CPU either."""
+
+    def fail(run, batch):
+        torch.zeros(4).put_(torch.tensor([0]), torch.ones(1))
+
+    monkeypatch.setattr("flatout.training.loop.train_step", fail)
+    with pytest.raises(RunFailed, match=r"train\.deterministic=true, and put_ has no deterministic form on cpu") as failed:
+        run_training(tiny_config(train__deterministic=True), tmp_path / "run")
+    assert "train.deterministic=false" in str(failed.value)
