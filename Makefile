@@ -4,13 +4,14 @@
 #   TORCH_INDEX  an extra package index to look for torch in, such as PyTorch's index of CPU builds; empty: pip's own setting
 #   TORCH_BUILD  the build of torch to prefer; +cpu on a machine without an NVIDIA GPU, empty with one
 #   FILE         make demo FILE=book.txt trains on that file
+#   GPU          which tests make test-gpu runs: gpu, or gpu_essential
 #   ARGS         more arguments for pytest: make test ARGS="-k config"
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test check format test-faults test-extras test-oldest wheel clean
+.PHONY: help demo test check format test-gpu test-faults test-extras test-oldest wheel clean
 
 NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do "$$python" -c '$(NEW_ENOUGH)' 2>/dev/null && echo "$$python" && break; done)
@@ -18,6 +19,7 @@ TORCH_INDEX ?=
 TORCH_BUILD ?= $(shell nvidia-smi -L 2>/dev/null | grep -q GPU || echo +cpu)
 FILE ?=
 ARGS ?=
+GPU ?= gpu
 
 COMMA := ,
 # A process a core, at most four, each with one thread; the tests of a file stay together, because they share what is costly to set up.
@@ -31,6 +33,7 @@ help:
 	@echo "make test          check the code, then run the tests"
 	@echo "make check         ruff and mypy"
 	@echo "make format        lay the code out with ruff"
+	@echo "make test-gpu      the tests that need an NVIDIA GPU, several at a time; GPU=gpu_essential: two minutes of them"
 	@echo "make test-faults   the tests that kill the process and fill the disk, at length"
 	@echo "make test-extras   the tests with every optional package installed"
 	@echo "make test-oldest   the tests on the oldest supported torch, $(OLDEST_TORCH)"
@@ -78,6 +81,11 @@ format: .venv/test/.installed
 
 test: check
 	@OMP_NUM_THREADS=1 .venv/test/bin/python $(PYTEST) $(ARGS)
+
+# Warnings of compilers and drivers are no failures here. A test that hangs in the driver takes its process along, and no other.
+test-gpu: .venv/test/.installed
+	@OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 .venv/test/bin/python -m pytest -m $(GPU) -q -W default --disable-warnings \
+	  -n logical --maxprocesses 12 --dist worksteal --timeout 300 --timeout-method thread $$(grep -rlE "mark\.gpu" tests --include="test_*.py") $(ARGS)
 
 test-faults: .venv/test/.installed
 	@.venv/test/bin/python -m pytest -m faults --timeout 1800 $(ARGS)

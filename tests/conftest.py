@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import random
 import signal
 import socket
@@ -9,6 +11,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +33,49 @@ def pytest_addoption(parser):
 def pytest_make_parametrize_id(val, argname):
     """Name a case of bytes by its argument: what is packed holds the second of its packing, and all processes must agree on a name."""
     return argname if isinstance(val, bytes) else None
+
+
+def is_for_gpu(item):
+    return item.get_closest_marker("gpu") is not None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Compilers, kernels and drivers warn of their own doings, each version of others: of a GPU's tests alone that is no reason to fail."""
+    for item in items:
+        if item.get_closest_marker("gpu_essential"):
+            item.add_marker("gpu")
+        if is_for_gpu(item):
+            item.add_marker(pytest.mark.filterwarnings("default"))
+
+
+def pytest_runtest_setup(item):
+    """Let a GPU's test begin as in a fresh process: one that trained before it in this one has left its own settings."""
+    if not is_for_gpu(item):
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        pytest.skip("needs an NVIDIA GPU")
+    share_memory()
+    torch._dynamo.reset()
+    torch.set_float32_matmul_precision("highest")
+    torch.use_deterministic_algorithms(False)
+
+
+@cache
+def share_memory():
+    """Take no more than this process's share, where several of `pytest -n` use one GPU; a tenth is for their contexts."""
+    import torch
+
+    torch.cuda.set_per_process_memory_fraction(0.9 / int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+
+
+def pytest_runtest_teardown(item):
+    """Give a GPU's memory back to the other processes."""
+    if is_for_gpu(item) and (torch := sys.modules.get("torch")) is not None and torch.cuda.is_initialized():
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 WORDS = (

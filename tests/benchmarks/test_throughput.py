@@ -331,7 +331,6 @@ def test_steps_are_timed_from_begin_to_begin(worker, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_steps_are_timed_on_the_device(worker):
     device = torch.device("cuda")
     times = worker.StepTimes(device, 1, 2)

@@ -291,7 +291,7 @@ print(next(feed).position)
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.gpu_essential
 @pytest.mark.parametrize("feed_class", FEEDS)
 def test_the_device_gets_what_the_host_reads(train_split, feed_class):
     split = train_split(RNG.integers(0, 65_536, 80_001), ends=np.arange(1, 80_002, 100), mask=RNG.integers(0, 2, 80_001), vocab_size=65_536)

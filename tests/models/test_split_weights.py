@@ -137,7 +137,7 @@ def test_compiled_code_takes_apart_and_joins_the_same_bits():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.gpu_essential
 def test_a_gpu_takes_apart_and_joins_to_the_same_bits_and_updates_to_rounding():
     """AdamW's kernel is not torch's: tests/ops/test_split_update.py compares it with its definition, to the bit."""
     weight = torch.arange(-(2**31), 2**31, 99_991, dtype=torch.int64).to(torch.int32).view(torch.float32)

@@ -7,7 +7,6 @@ from flatout.ops import Ops, attention, cross_entropy, variants
 from flatout.ops.heads import reference
 
 FAST = Ops.plain(attention=attention.fused, cross_entropy=cross_entropy.fused)
-ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 
 
 def configured(seq_len=16, **own):
@@ -129,7 +128,7 @@ LIMITS = {"all before it": (None, False), "window": (40, False), "documents": (N
 
 @pytest.mark.parametrize("limits", LIMITS)
 @pytest.mark.parametrize("name", variants(attention))
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, ON_GPU])])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own compiler makes objects of its functions
 def test_every_attention_gives_the_loss_and_the_gradients_of_the_reference(name, limits, device):
     """Grouped heads of 128, normalised queries and keys, squared ReLU, a window and documents, over more than a block of tokens."""

@@ -92,7 +92,7 @@ def test_bfloat16_on_a_cpu_is_close_to_float32():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.gpu_essential
 @pytest.mark.parametrize("variant", sorted(VARIANTS))
 def test_bfloat16_on_a_gpu_is_close_to_float32(variant):
     matrix = drawn((3, 64, 256), 4, torch.float32)

@@ -214,14 +214,19 @@ def on_gpu(given, doc_ids, weights):
     return {key: value.cuda() for key, value in given.items()}, None if doc_ids is None else doc_ids.cuda(), weights.cuda()
 
 
-def gpu(test):
-    return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")(test))
+LONG_SIZES = [(1_025, 128), (5_000, 2), (32_768, 256)]
+ESSENTIAL = {(37, 8), (1_025, 128), (32_768, 256)}
+"""Sizes at which Triton's kernels are tried on a GPU where there is no time for all."""
+ON_GPU = [
+    pytest.param(name, *size, marks=[pytest.mark.gpu_essential] * (name == "triton" and size in ESSENTIAL))
+    for name in FAST
+    for size in [*SIZES, *LONG_SIZES]
+]
 
 
-@gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", FAST)
-@pytest.mark.parametrize(("tokens", "chunk_size"), [*SIZES, (1_025, 128), (5_000, 2), (32_768, 256)])
+@pytest.mark.parametrize(("name", "tokens", "chunk_size"), ON_GPU)
 def test_values_and_gradients_on_a_gpu(name, kind, tokens, chunk_size, poisoned_memory):
     given, doc_ids, weights = on_gpu(*drawn(2, tokens, 40, dtype=torch.float32, **KINDS[kind]))
     wanted = with_gradients(scan.chunked, {key: value.double() for key, value in given.items()}, doc_ids, weights)
@@ -230,7 +235,7 @@ def test_values_and_gradients_on_a_gpu(name, kind, tokens, chunk_size, poisoned_
         assert error < (1e-3 if quantity in ("log_decay", "angle") and tokens > 10_000 else LIMITS[quantity]), quantity
 
 
-@gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", FAST)
 def test_eigenvalues_keep_their_gradients_over_32768_tokens_on_a_gpu(name, long_text):
     given, doc_ids, weights, wanted = long_text
@@ -242,9 +247,9 @@ def test_eigenvalues_keep_their_gradients_over_32768_tokens_on_a_gpu(name, long_
     assert errors["drive"] < 1e-5
 
 
-@gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", FAST)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.gpu_essential] * (name == "triton")) for name in FAST])
 def test_a_compiled_recurrence_in_bf16_on_a_gpu(name, kind):
     """Without a break in the graph, and all gradients there; twice, the same bits."""
     given, doc_ids, weights = on_gpu(*drawn(2, 1_000, 40, dtype=torch.bfloat16, **KINDS[kind]))

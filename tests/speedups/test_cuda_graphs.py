@@ -64,7 +64,6 @@ def test_what_is_not_trained_gets_no_gradient():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_losses_are_those_of_compile_alone(tiny_config, tmp_path, precision):
     """Two micro-batches a step, evaluation in between: what overwrites a gradient or a loss shows here."""

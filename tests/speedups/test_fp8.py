@@ -95,10 +95,12 @@ def test_torchao_that_is_absent_is_named_with_its_install_line(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9), reason="needs an NVIDIA GPU that multiplies fp8")
+@pytest.mark.gpu_essential
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_a_gpu_multiplies_as_emulated(compiled):
     pytest.importorskip("torchao")
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("needs an NVIDIA GPU that multiplies fp8")
     linear.load_fp8(emulate=False)
     function = torch.compile(linear.fp8) if compiled else linear.fp8
     generator = torch.Generator().manual_seed(1)

@@ -126,7 +126,7 @@ def test_each_device_has_its_clock(stream):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.gpu_essential
 def test_a_real_gpu_is_timed_without_being_waited_for():
     device = torch.device("cuda", 0)
     cuda = step_clock(device)

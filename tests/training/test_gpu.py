@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 
@@ -10,13 +11,24 @@ import torch
 
 from flatout.errors import Stopped
 from flatout.generate import sample
+from flatout.hardware import probe
 from flatout.loading import load_run
+from flatout.selection import all_speedups
 from flatout.training.observers import Quiet
 from flatout.training.start import run_training
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+pytestmark = pytest.mark.gpu
 
 DEVICES = [f"cuda:{number}" for number in range(min(torch.cuda.device_count(), 2))]
+ESSENTIAL = pytest.mark.gpu_essential
+LONG = {"data__seq_len": 256, "batch__tokens_per_step": 1024, "batch__rows_per_device": 2}
+"""Windows over which kernels add up the gradients of several blocks, two micro-batches a step."""
+
+
+def losses(folder):
+    """The training loss of every step, as it was logged: to the last bit."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line["train/loss"] for line in lines if "train/loss" in line]
 
 
 class StopAt(Quiet):
@@ -28,7 +40,7 @@ class StopAt(Quiet):
             os.kill(os.getpid(), signal.SIGINT)
 
 
-@pytest.mark.parametrize("device", ["cuda", *DEVICES])
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=ESSENTIAL), *DEVICES])
 def test_train_evaluate_sample_stop_and_go_on(tiny_config, tmp_path, device):
     config = tiny_config(
         train__device=device,
@@ -50,6 +62,7 @@ def test_train_evaluate_sample_stop_and_go_on(tiny_config, tmp_path, device):
     assert "".join(sample(loaded.model, loaded.tokenizer, "a run", max_tokens=8))
 
 
+@ESSENTIAL
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_a_gpu_learns_what_the_cpu_learns(tiny_config, tmp_path, precision):
     on_cpu = run_training(tiny_config(train__steps=20), tmp_path / "cpu")
@@ -57,10 +70,49 @@ def test_a_gpu_learns_what_the_cpu_learns(tiny_config, tmp_path, precision):
     assert on_gpu["val_loss"] == pytest.approx(on_cpu["val_loss"], rel=3e-2)
 
 
-def test_a_compiled_run_gives_the_losses_of_an_eager_one(tiny_config, tmp_path):
-    eager = run_training(tiny_config(train__device="cuda", train__precision="fp32"), tmp_path / "eager")
-    fast = run_training(tiny_config(train__device="cuda", train__precision="fp32", speedups="auto,+compile"), tmp_path / "fast")
+@ESSENTIAL
+@pytest.mark.parametrize("kind", ["transformer", "eigenstate"])
+def test_a_compiled_run_gives_the_losses_of_an_eager_one(tiny_config, tmp_path, kind):
+    settings = {"train__device": "cuda", "train__precision": "fp32", "model__kind": kind}
+    eager = run_training(tiny_config(**settings, speedups="auto,-compile"), tmp_path / "eager")
+    fast = run_training(tiny_config(**settings, speedups="auto,+compile"), tmp_path / "fast")
     assert fast["train_loss"] == pytest.approx(eager["train_loss"], rel=2e-3)
+
+
+SETTINGS = {
+    "eager": {"speedups": "auto,-compile", "model__dropout": 0.1},
+    "compiled": {"speedups": "auto,+compile"},
+    "documents": {"speedups": "auto,-compile", "data__document_mask": True},
+    "flex": {"speedups": "auto,-compile,-varlen-attention,+flex-attention", "data__document_mask": True},
+    "eigenstate": {"speedups": "auto,-compile", "model__kind": "eigenstate"},
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[ESSENTIAL] * (name in {"eager", "compiled"})) for name in SETTINGS])
+def test_a_deterministic_run_resumes_to_the_same_bits(tiny_config, tmp_path, name):
+    """Without train.deterministic two runs of one command differ in their last bits, and so does a resumed one: that is no fault of resuming."""
+    config = tiny_config(train__device="cuda", train__precision="bf16", train__deterministic=True, train__steps=8, **LONG, **SETTINGS[name])
+    whole = run_training(config, tmp_path / "whole")
+    with pytest.raises(Stopped):
+        run_training(config, tmp_path / "parts", observers=[StopAt(5)])
+    parts = run_training(config, tmp_path / "parts")
+    assert parts["resumed_from"].endswith("step-5")
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    assert parts["weights_sha256"] == whole["weights_sha256"]
+    assert parts["val_loss"] == whole["val_loss"]
+
+
+@ESSENTIAL
+@pytest.mark.parametrize("speedup", [speedup for speedup in all_speedups() if speedup.promise.kind == "exact"], ids=lambda s: s.name)
+def test_an_exact_promise_holds_to_the_bit_in_deterministic_runs(tiny_config, tmp_path, speedup):
+    config = tiny_config(train__device="cuda", train__precision="auto", train__deterministic=True, train__steps=8, checkpoint__every_steps=4, **LONG)
+    why_not = speedup.reason_against(probe(), config)
+    if why_not:
+        pytest.skip(why_not)
+    for name, speedups in {"without": speedup.needs, "with": (*speedup.needs, speedup.name)}.items():
+        run_training(config.with_values({"speedups": list(speedups) or "none"}), tmp_path / name)
+    assert len(losses(tmp_path / "with")) == 8
+    assert losses(tmp_path / "with") == losses(tmp_path / "without")
 
 
 @pytest.mark.parametrize(("first", "second"), [("none", "fused-adamw"), ("fused-adamw", "none")])

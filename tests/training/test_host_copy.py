@@ -116,7 +116,7 @@ def test_room_is_what_the_system_and_the_container_leave(tmp_path, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.gpu_essential
 @pytest.mark.parametrize("pinned", [True, False])
 def test_on_a_gpu_the_copy_is_of_the_values_before_the_update(pinned, monkeypatch):
     if not pinned:
