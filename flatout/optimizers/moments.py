@@ -19,12 +19,16 @@ class Moments:
     """A field that no other kind has."""
     speedup: str | None = None
     """Which speedup keeps it so; None where plain optimisers do."""
+    like_the_parameter: tuple[str, ...] | None = None
+    """The fields that are fp32 tensors of the parameter's shape; None where what is kept is laid out otherwise."""
+    numbers: tuple[str, ...] = ()
+    """The fields that are tensors of one number, beside those."""
 
 
-FP32 = Moments("AdamW's moments in fp32", "exp_avg_sq")
+FP32 = Moments("AdamW's moments in fp32", "exp_avg_sq", like_the_parameter=("exp_avg", "exp_avg_sq"), numbers=("step",))
 TORCHAO = Moments("AdamW's moments in eight bits, as adamw-8bit has them", "exp_avg_scale", "adamw-8bit")
 BITSANDBYTES = Moments("AdamW's moments as adamw-8bit-bitsandbytes has them", "state1", "adamw-8bit-bitsandbytes")
-MOMENTUM = Moments("Muon's momentum", "momentum_buffer")
+MOMENTUM = Moments("Muon's momentum", "momentum_buffer", like_the_parameter=("momentum_buffer",))
 KINDS = (TORCHAO, BITSANDBYTES, FP32, MOMENTUM)
 """In the order in which they are looked for: TORCHAO has FP32's fields, and more."""
 

@@ -22,6 +22,8 @@ from flatout.training.snapshot import Snapshot
 
 ALIGNMENT = 64
 """Bytes; every tensor begins at a multiple of it, as torch's own do."""
+PAGE = 4096
+"""Bytes of the system's smallest page of memory."""
 PORTABLE = 1
 """cudaHostRegisterPortable: pinned for every device."""
 GIB = 2**30
@@ -42,7 +44,7 @@ class HostCopy:
 
         On a GPU they hold their values after `wait`, and the weights must not be changed before `before_update`.
         """
-        self._make_room(bytes_of(snapshot), device)
+        self.make_room(bytes_of(snapshot.all_tensors), device)
         copies: dict[str, dict[str, Tensor]] = {}
         pairs: list[tuple[str, Tensor, Tensor]] = []
         for (file, name, tensor), (begin, end) in zip(_tensors(snapshot), _places(snapshot), strict=True):
@@ -55,9 +57,8 @@ class HostCopy:
             _copy((copy, tensor) for _, copy, tensor in pairs)
         return replace(snapshot, tensors=copies)
 
-    def has_room(self, snapshot: Snapshot, machine: Machine, local_world_size: int) -> bool:
-        """Say whether the host has the memory for a copy of each process on it."""
-        needed = bytes_of(snapshot)
+    def has_room(self, needed: int, machine: Machine, local_world_size: int) -> bool:
+        """Say whether the host has the memory for a copy of `needed` bytes in each process on it."""
         return needed <= self._block.numel() or needed * local_world_size <= free_bytes(machine)
 
     def wait(self) -> None:
@@ -83,21 +84,29 @@ class HostCopy:
             self._copied = self._stream.record_event()
         self._sources = pairs  # their memory must not go to others before it is copied
 
-    def _make_room(self, num_bytes: int, device: torch.device) -> None:
+    def make_room(self, num_bytes: int, device: torch.device) -> None:
+        """Take so much memory from the system, and for a GPU have it pinned, where there is less so far.
+
+        Cost: about half a second a gigabyte. A first copy that had to do it would hold the loop for as long.
+        """
         if num_bytes <= self._block.numel():
             return
         if self._unpin is not None:
             self._unpin()
         self._block = torch.empty(0, dtype=torch.uint8)  # given back before more is taken
         self._block = torch.empty(num_bytes, dtype=torch.uint8)
+        self._block[::PAGE] = 0  # the system gives memory when it is written to, and to several threads faster than to the driver's one
         if device.type == "cuda" and _pin(self._block, device):
             self._unpin = weakref.finalize(self, _unpin, self._block.data_ptr())
             self._unpin.atexit = False  # the system takes back what a process has pinned
 
 
-def bytes_of(snapshot: Snapshot) -> int:
-    """Return the bytes that a copy takes."""
-    return max((end for _, end in _places(snapshot)), default=0)
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes that a copy of these takes.
+
+    Shapes: tensors of any shape.
+    """
+    return sum(_aligned(tensor.numel() * tensor.element_size()) for tensor in tensors)
 
 
 def free_bytes(machine: Machine) -> int:
@@ -115,9 +124,13 @@ def _places(snapshot: Snapshot) -> Iterator[tuple[int, int]]:
     """Yield where in the block each tensor's bytes begin and end."""
     begin = 0
     for _, _, tensor in _tensors(snapshot):
-        end = begin + tensor.numel() * tensor.element_size()
-        yield begin, end
-        begin = -(-end // ALIGNMENT) * ALIGNMENT
+        num_bytes = tensor.numel() * tensor.element_size()
+        yield begin, begin + num_bytes
+        begin += _aligned(num_bytes)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -99,6 +100,14 @@ def draw_sample(run: Run, log: Log, sample: Callable[[Run], str] | None) -> None
     """Let the main rank write a sample; with sharded weights no rank holds the model, so there is none."""
     if sample and run.mesh.is_main and run.mesh.shard == 1:
         log.event("sample", text=sample(run))
+
+
+def reserve(run: Run, log: Log, *, progress: Progress = SILENT) -> None:
+    """Let the saver take the memory that it needs now, rather than inside the loop at the first save; say how much, and how long it took."""
+    began_s = time.perf_counter()
+    num_bytes = run.saver.reserve(run, progress)
+    if num_bytes:
+        log.event("reserve", gib=round(num_bytes / 2**30, 3), seconds=round(time.perf_counter() - began_s, 3))
 
 
 def write_checkpoint(run: Run, log: Log, *, progress: Progress = SILENT) -> None:

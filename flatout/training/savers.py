@@ -15,9 +15,9 @@ from flatout.progress import SILENT, Progress
 from flatout.training.agreement import WRITING, Vote, together
 from flatout.training.catalog import prune
 from flatout.training.checkpoint import save, set_aside_line
-from flatout.training.host_copy import HostCopy
+from flatout.training.host_copy import HostCopy, bytes_of
 from flatout.training.saving import AtOnce, InThread, Job, Saving, Work
-from flatout.training.snapshot import Snapshot
+from flatout.training.snapshot import Snapshot, tensors_to_save
 
 if TYPE_CHECKING:
     from flatout.run import Run
@@ -42,6 +42,10 @@ class InTheLoop:
         self.newest_step: int | None = None
         """The last that was saved by this process."""
         self._whole: list[Saved] = []
+
+    def reserve(self, run: Run, progress: Progress = SILENT) -> int:
+        """Make room for a copy of the state before training begins, and return its bytes: there is none."""
+        return 0
 
     def save(self, run: Run, *, environment: Mapping[str, Any], keep: int, progress: Progress = SILENT) -> None:
         """Write the state, and drop the checkpoints that are no longer kept: all but the newest `keep` and the best.
@@ -73,8 +77,8 @@ class InTheLoop:
 class InBackground:
     """Copies the state in the loop and writes it in a thread, one checkpoint at a time: a second waits for the first.
 
-    Memory: one copy of this rank's share of the state, on the host, from the first save to the end of the run. Where the host has
-    no room for it, the state is written in the loop.
+    Memory: one copy of this rank's share of the state, on the host, from `reserve` or the first save to the end of the run. Where the
+    host has no room for it, the state is written in the loop.
     """
 
     def __init__(self) -> None:
@@ -88,6 +92,19 @@ class InBackground:
         self._whole: list[Saved] = []
         self._mesh: Any = None
 
+    def reserve(self, run: Run, progress: Progress = SILENT) -> int:
+        """Make room for the copy before training begins, so that the first save takes no longer than the next; return its bytes.
+
+        Where the size is not known before the first step, or the host has no room, nothing is done: the first save sees to it.
+        """
+        tensors = tensors_to_save(run)
+        num_bytes = bytes_of(tensors) if tensors is not None else 0
+        if not num_bytes or not self._copy.has_room(num_bytes, run.machine, run.mesh.local_world_size):
+            return 0
+        with progress.task("Making room for copies of the state"):
+            self._copy.make_room(num_bytes, run.mesh.device)
+        return num_bytes
+
     def save(self, run: Run, *, environment: Mapping[str, Any], keep: int, progress: Progress = SILENT) -> None:
         """Copy the state and begin to write it; drop the checkpoints that are no longer kept when it is whole.
 
@@ -98,7 +115,7 @@ class InBackground:
         self._began_s, self._blocked_s = time.perf_counter(), 0.0
 
         def copied(snapshot: Snapshot) -> Snapshot:
-            self._has_copy = self._copy.has_room(snapshot, run.machine, run.mesh.local_world_size)
+            self._has_copy = self._copy.has_room(bytes_of(snapshot.all_tensors), run.machine, run.mesh.local_world_size)
             if self._has_copy:
                 return self._copy.of(snapshot, run.mesh.device)
             progress.say("The host has no memory for a copy of the state: the loop waits until it is written.")

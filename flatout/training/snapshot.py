@@ -48,6 +48,11 @@ class Snapshot:
         """The checkpoint's folder once it is whole."""
         return catalog.checkpoint_path(self.folder, self.step)
 
+    @property
+    def all_tensors(self) -> list[Tensor]:
+        """This rank's parts of all files."""
+        return [tensor for tensors in self.tensors.values() for tensor in tensors.values()]
+
 
 def take(run: Run, environment: Mapping[str, Any]) -> Snapshot:
     """Return this rank's share of the state as it is now. Its tensors are the run's own: training changes them.
@@ -77,6 +82,21 @@ def take(run: Run, environment: Mapping[str, Any]) -> Snapshot:
         aliases=weights_and_aliases(run.core)[1],
         environment=dict(environment),
     )
+
+
+def tensors_to_save(run: Run) -> list[Tensor] | None:
+    """Return this rank's parts of the tensors that a save after the next step will hold, stand-ins of the same sizes for those yet to come.
+
+    None where the sizes are not known before the first step.
+    """
+    found: list[Tensor] = []
+    for part in STATE:
+        to_come = part.to_come(run)
+        if to_come is None:
+            return None
+        tensors = (part.tensors(run) if part.tensors else {}) | to_come
+        found += map(slices.local_part, slices.owned(tensors, rank=run.mesh.rank, world_size=run.mesh.world_size).values())
+    return found
 
 
 def write_share(snapshot: Snapshot, temporary: Path) -> None:

@@ -27,10 +27,10 @@ from flatout.run import Run, build, epoch_tokens, for_world_size, ops_of, resolv
 from flatout.selection import Decision, assemble, settled
 from flatout.training import catalog, folder
 from flatout.training.checkpoint import load, load_weights
-from flatout.training.evaluation import say_unscored
+from flatout.training.evaluation import batch_shapes, say_unscored
 from flatout.training.finish import finish
 from flatout.training.initial import begin_from
-from flatout.training.loop import ends_early, environment_of, fit, keep_last, out_of_patience, saves_ended
+from flatout.training.loop import ends_early, environment_of, fit, keep_last, out_of_patience, reserve, saves_ended
 from flatout.training.metrics import Log
 from flatout.training.moved_data import anywhere, require_tokenizer, stored_config
 from flatout.training.named import resume_place
@@ -264,7 +264,8 @@ def carry_out(
                 keep_last(run, log, progress=progress)  # from here on the run no longer needs the one it began from
         log.start()
         run.feed.prime(run.last_step - run.step, progress=progress)
-        warm_up(run, log, progress=progress)
+        warm_up(run, log, eval_shapes=batch_shapes(run), progress=progress)
+        reserve(run, log, progress=progress)
         fit(run, log, stop, sample=sample, progress=progress)
         if run.step < run.last_step and not ends_early(run):
             _stop(run, log, progress)

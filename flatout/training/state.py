@@ -42,6 +42,10 @@ def _nothing(_run: Run) -> None:
     return None
 
 
+def _no_tensors(_run: Run) -> dict[str, Tensor]:
+    return {}
+
+
 def _leave(_run: Run, _value: Any) -> None:
     """Put nothing back: the tensors were all there is."""
 
@@ -59,6 +63,8 @@ class Part:
     """Beginning of its tensors' names, and the name of their files."""
     tensors: Callable[[Run], dict[str, Tensor]] | None = None
     """Return the tensors to write."""
+    to_come: Callable[[Run], dict[str, Tensor] | None] = _no_tensors
+    """Return stand-ins of the same sizes for the tensors that the first step will add; None where they are not known."""
     targets: Callable[[Run, Mapping[str, Entry], Any], dict[str, Tensor]] | None = None
     """Return the tensors to fill, given what is stored and the value."""
     used: Callable[[Run], bool] = _always
@@ -117,6 +123,20 @@ def _optimizer_fields(run: Run) -> Iterator[tuple[int, Tensor, str, str, Any]]:
 
 def _optimizer_tensors(run: Run) -> dict[str, Tensor]:
     return {f"optimizer/{n}/{name}/{field}": value for n, _, name, field, value in _optimizer_fields(run) if isinstance(value, Tensor)}
+
+
+def _optimizer_tensors_to_come(run: Run) -> dict[str, Tensor] | None:
+    """Return the parameters themselves in place of fp32 tensors of their shape."""
+    names, one_number = _names(run), torch.zeros(())
+    found: dict[str, Tensor] = {}
+    for number, optimizer in enumerate(run.optimizers):
+        for parameter in (p for group in optimizer.param_groups for p in group["params"] if not optimizer.state.get(p)):
+            kept = kept_by(optimizer, parameter)
+            if kept is None or kept.like_the_parameter is None or parameter.element_size() != torch.float32.itemsize:
+                return None
+            key = f"optimizer/{number}/{names[parameter]}"
+            found |= {f"{key}/{field}": parameter for field in kept.like_the_parameter} | {f"{key}/{field}": one_number for field in kept.numbers}
+    return found
 
 
 def _optimizer_value(run: Run) -> dict[str, Any]:
@@ -288,6 +308,7 @@ STATE: tuple[Part, ...] = (
         _restore_groups,
         prefix="optimizer/",
         tensors=_optimizer_tensors,
+        to_come=_optimizer_tensors_to_come,
         targets=_optimizer_targets,
     ),
     Part("step", lambda run: run.step, lambda run, value: setattr(run, "step", value)),

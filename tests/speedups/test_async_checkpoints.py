@@ -13,6 +13,7 @@ import pytest
 from flatout.errors import RunFailed, Stopped
 from flatout.training import catalog, saving
 from flatout.training.folder import read_events, read_exit_code
+from flatout.training.host_copy import HostCopy
 from flatout.training.observers import Quiet
 from flatout.training.start import run_training
 
@@ -95,6 +96,23 @@ def test_a_run_leaves_what_one_that_saves_in_the_loop_leaves(tiny_config, tmp_pa
     }
     assert told["beside"] == told["loop"]
     assert all(0 < event["blocked_ms"] <= 1e3 * event["seconds"] + 1 for event in saves(tmp_path / "beside"))
+
+
+def test_the_first_save_finds_its_room_made_before_the_first_step(tiny_config, tmp_path, monkeypatch):
+    made, make_room = [], HostCopy.make_room
+
+    def noted(copy, num_bytes, device):
+        made.append((num_bytes, num_bytes <= copy._block.numel()))
+        make_room(copy, num_bytes, device)
+
+    monkeypatch.setattr(HostCopy, "make_room", noted)
+    run_training(tiny_config(train__steps=6, checkpoint__every_steps=3, speedups=BESIDE), tmp_path / "run")
+    assert made == [(made[0][0], is_there) for is_there in (False, *[True] * len(made[1:]))]
+    assert len(made) > 2
+    events = read_events(tmp_path / "run")
+    kinds = [event["event"] for event in events]
+    assert kinds.index("reserve") < kinds.index("save")
+    assert all("blocked_ms" in event for event in events if event["event"] == "save")
 
 
 def test_a_checkpoint_is_told_when_it_is_whole_and_old_ones_go_then(tiny_config, tmp_path, slow_disk):

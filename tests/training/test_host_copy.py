@@ -101,7 +101,7 @@ def test_a_copy_keeps_its_values_and_takes_no_more_than_the_state(tmp_path):
     assert all(torch.equal(copies[name], tensor) for name, tensor in before.items())
     assert not all(torch.equal(tensor, before[name]) for tensors in snapshot.tensors.values() for name, tensor in tensors.items())
     state_bytes = sum(tensor.numel() * tensor.element_size() for tensor in before.values())
-    assert state_bytes <= bytes_of(snapshot) <= state_bytes + host_copy.ALIGNMENT * len(before)
+    assert state_bytes <= bytes_of(snapshot.all_tensors) <= state_bytes + host_copy.ALIGNMENT * len(before)
 
 
 def test_room_is_what_the_system_and_the_container_leave(tmp_path, monkeypatch):
@@ -110,9 +110,9 @@ def test_room_is_what_the_system_and_the_container_leave(tmp_path, monkeypatch):
     monkeypatch.setattr(host_copy.psutil, "Process", lambda: resident)
     monkeypatch.setattr(host_copy.psutil, "virtual_memory", lambda: SimpleNamespace(available=900 * 2**30))
     assert free_bytes(machine) == 2**30
-    monkeypatch.setattr(host_copy.psutil, "virtual_memory", lambda: SimpleNamespace(available=2 * bytes_of(snapshot)))
-    assert HostCopy().has_room(snapshot, machine, local_world_size=2)
-    assert not HostCopy().has_room(snapshot, machine, local_world_size=3)
+    monkeypatch.setattr(host_copy.psutil, "virtual_memory", lambda: SimpleNamespace(available=2 * bytes_of(snapshot.all_tensors)))
+    assert HostCopy().has_room(bytes_of(snapshot.all_tensors), machine, local_world_size=2)
+    assert not HostCopy().has_room(bytes_of(snapshot.all_tensors), machine, local_world_size=3)
 
 
 @pytest.mark.gpu
@@ -138,5 +138,5 @@ def test_on_a_gpu_the_copy_is_of_the_values_before_the_update(pinned, monkeypatc
         assert torch.equal(copied.tensors["f"]["buffer"], wanted[1])
         assert copied.tensors["f"]["weight"].is_pinned() == pinned
     del copied
-    copy._make_room(2 * copy._block.numel(), device)
+    copy.make_room(2 * copy._block.numel(), device)
     assert copy._block.is_pinned() == pinned

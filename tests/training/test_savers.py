@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from flatout.errors import CheckpointError, RunFailed
 from flatout.training import catalog, checkpoint, host_copy, saving, slices
 from flatout.training.folder import resume_from
 from flatout.training.savers import InBackground, InTheLoop
+from flatout.training.snapshot import take
+from flatout.training.step import train_step
 
 ENVIRONMENT = {"torch": "2.13"}
 
@@ -244,6 +247,41 @@ def test_the_copy_is_made_in_the_same_memory_every_time(tmp_path):
     assert len(blocks) == 1
     state_bytes = sum(len(content) for content in files(catalog.checkpoint_path(run.folder, 3)).values())
     assert saver._copy._block.numel() < state_bytes + 64 * 40
+
+
+WITH_MOMENTS = {
+    "adamw": {},
+    "muon": {"optim__kind": "muon"},
+    "split weights": {"train__precision": "bf16", "speedups": "auto,-compile,+bf16-weights"},
+}
+
+
+@pytest.mark.parametrize("changes", WITH_MOMENTS.values(), ids=WITH_MOMENTS)
+@pytest.mark.parametrize("rank", [None, 0, 1])
+def test_what_is_reserved_before_the_first_step_is_what_a_save_after_it_takes(build_run, tiny_config, monkeypatch, changes, rank):
+    """Of two processes that hold the same weights each copies what it will write."""
+    run, saver = build_run(tiny_config(**changes)), InBackground()
+    alone, mesh = run.mesh, run.mesh if rank is None else replace(run.mesh, rank=rank, world_size=2)
+    run.mesh = mesh
+    reserved = saver.reserve(run)
+    assert reserved == saver._copy._block.numel()
+    run.mesh = alone
+    train_step(run, next(run.feed))
+    run.mesh = mesh
+    snapshot = take(run, {})
+    assert host_copy.bytes_of(snapshot.all_tensors) == reserved
+    block = saver._copy._block.data_ptr()
+    saver._copy.of(snapshot, run.mesh.device)
+    assert saver._copy._block.data_ptr() == block
+    assert saver.reserve(run) == reserved, "a run that goes on from a checkpoint has its moments already"
+
+
+def test_where_sizes_or_memory_are_missing_nothing_is_reserved(tmp_path, build_run, tiny_config, monkeypatch):
+    assert InBackground().reserve(build(tmp_path / "run")) == 0, "nothing says what SGD will keep"
+    run = build_run(tiny_config())
+    assert InTheLoop().reserve(run) == 0
+    monkeypatch.setattr(host_copy, "free_bytes", lambda machine: 1000)
+    assert InBackground().reserve(run) == 0
 
 
 def test_a_state_that_grows_finds_more_room(tmp_path):
