@@ -162,6 +162,12 @@ def evaluate(run: Run, *, max_tokens: int | None = None, progress: Progress = SI
     return judge.score(parts_of(run.dataset), max_tokens=max_tokens, progress=progress)
 
 
+def batch_shapes(run: Run) -> list[tuple[int, int]]:
+    """Return rows and tokens of the micro-batches in which `evaluate` calls the model; none where there is no validation text."""
+    is_scored = any(part.dataset.split("val").num_tokens > 1 for part in parts_of(run.dataset))
+    return [(run.rows_per_device, run.config.data.seq_len)] if is_scored else []
+
+
 def say_unscored(parts: Sequence[Part], progress: Progress) -> None:
     """Say of which data sets of a mix there is no validation text."""
     for part in parts:

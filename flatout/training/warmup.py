@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Protocol, runtime_checkable
@@ -34,8 +34,10 @@ class WarmedUp(Protocol):
         """Do it uncompiled from now on."""
 
 
-def warm_up(run: Run, log: Log, *, progress: Progress = SILENT) -> None:
-    """Compile now: passes of training and one of evaluation in the run's own shapes, leaving RNG, weights and gradients as they were.
+def warm_up(run: Run, log: Log, *, eval_shapes: Sequence[tuple[int, int]] = (), progress: Progress = SILENT) -> None:
+    """Compile now: passes of training and of evaluation in the run's own shapes, leaving RNG, weights and gradients as they were.
+
+    `eval_shapes` are those of `evaluation.batch_shapes`; a run that never evaluates gives none, and compiles no graph for it.
 
     torch.compile is lazy: its errors come at the first call. If that call fails on any rank and the plain code works, the
     run goes on without anything compiled, and says so.
@@ -45,12 +47,12 @@ def warm_up(run: Run, log: Log, *, progress: Progress = SILENT) -> None:
         return
     began_s = time.perf_counter()
     with progress.task("Compiling the model (once, often 20 to 60 s)"), _compiling():
-        failure = _try_step(run)
+        failure = _try_step(run, eval_shapes)
     if not float(run.mesh.sum(torch.tensor(float(failure is not None), device=run.mesh.device))[0]):
         log.compiled(time.perf_counter() - began_s)
         return
     _give_up_compiling(run)
-    plain_failure = _try_step(run)
+    plain_failure = _try_step(run, eval_shapes)
     if plain_failure is not None:
         raise plain_failure
     first_line = str(failure).splitlines()[0] if str(failure) else ""
@@ -82,7 +84,7 @@ def _give_up_compiling(run: Run) -> None:
     torch._dynamo.reset()
 
 
-def _try_step(run: Run) -> Exception | None:
+def _try_step(run: Run, eval_shapes: Sequence[tuple[int, int]]) -> Exception | None:
     """Return what passes on made-up tokens raised, or None.
 
     The core is called past DDP's wrapper, so that a rank that fails leaves no other waiting for its gradients.
@@ -95,7 +97,8 @@ def _try_step(run: Run) -> Exception | None:
                     _loss(run, rows, seq_len).backward()  # type: ignore[no-untyped-call]
             run.core.eval()
             with torch.no_grad():
-                _loss(run, run.rows_per_device, run.config.data.seq_len)
+                for rows, seq_len in eval_shapes:
+                    _loss(run, rows, seq_len)
             for optimizer in run.optimizers:
                 if isinstance(optimizer, WarmedUp):
                     optimizer.warm_up()

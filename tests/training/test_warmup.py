@@ -10,6 +10,7 @@ import torch
 
 from flatout.ops import newton_schulz
 from flatout.selection import Decision
+from flatout.training.evaluation import batch_shapes, evaluate
 from flatout.training.step import train_step
 from flatout.training.warmup import warm_up
 
@@ -126,6 +127,35 @@ def test_an_error_of_the_model_itself_is_not_blamed_on_compile(broken, monkeypat
     monkeypatch.setattr(broken.core, "embed", fail)
     with pytest.raises(ValueError, match="the model is wrong"):
         warm_up(broken, Events())
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own compiler makes objects of its functions
+@pytest.mark.parametrize("evaluates", [True, False])
+def test_a_graph_for_evaluation_is_compiled_where_something_is_evaluated(build_run, tiny_config, monkeypatch, evaluates):
+    training_or_not = []
+
+    def noted(graph, _inputs):
+        training_or_not.append(torch.is_grad_enabled())
+        return graph.forward
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=noted))
+    run = build_run(tiny_config(speedups=["pretokenised", "compile"]))
+    assert batch_shapes(run) == [(4, 16)]
+    if evaluates:
+        warm_up(run, Events(), eval_shapes=batch_shapes(run))
+        assert training_or_not == [True, False]
+    else:
+        warm_up(run, Events())
+        assert training_or_not == [True]
+    evaluate(run, max_tokens=32)
+    assert training_or_not == [True, False]
+
+
+def test_without_validation_text_nothing_is_evaluated(build_run, tiny_config, monkeypatch):
+    run = build_run(tiny_config())
+    monkeypatch.setattr("flatout.training.evaluation.parts_of", lambda dataset: [])
+    assert batch_shapes(run) == []
 
 
 def test_without_compile_there_is_nothing_to_warm(build_run, tiny_config, monkeypatch):
