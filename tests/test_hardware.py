@@ -87,12 +87,40 @@ def test_every_row_is_whole_and_plausible(name):
     assert peaks.get("bf16", peaks["fp16"]) == peaks["fp16"] <= peaks.get("fp8", peaks["fp16"])
 
 
+def test_cards_that_share_the_beginning_of_their_names_are_told_apart():
+    rows = {
+        "NVIDIA H100 NVL": "h100-nvl",
+        "NVIDIA H100 PCIe": "h100-pcie",
+        "NVIDIA H200 NVL": "h200-nvl",
+        "NVIDIA L40": "l40",
+        "NVIDIA L40S": "l40s",
+        "NVIDIA GH200 480GB": "gh200-96gb",
+        "NVIDIA GH200 144G HBM3e": "gh200-144gb",
+        "NVIDIA H20": "h20",
+        "NVIDIA RTX PRO 6000 Blackwell Server Edition": "rtx-pro-6000-server",
+    }
+    assert {gpu: hardware.row_of(gpu).name for gpu in rows} == rows
+
+
 def test_no_gpu_name_is_in_two_rows():
     names = [gpu for name in MACHINES.names() for gpu in MACHINES.get(name)["gpu_names"]]
     assert len(names) == len(set(names))
 
 
-@pytest.mark.parametrize("name", ["NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA H200 NVL2", "nvidia h200", ""])
+SIMILAR = [
+    "NVIDIA GeForce RTX 4090 Laptop GPU",
+    "NVIDIA H200 NVL2",
+    "nvidia h200",
+    "NVIDIA GeForce RTX 5090 D",
+    "NVIDIA H100",
+    "NVIDIA H800 PCIe",
+    "",
+]
+AMBIGUOUS = ["NVIDIA GeForce RTX 3080"]
+"""Sold with 10 and with 12 GB, of different rates, under one name."""
+
+
+@pytest.mark.parametrize("name", SIMILAR + AMBIGUOUS)
 def test_a_similar_name_is_another_gpu(name):
     assert hardware.row_of(name) is None
 
