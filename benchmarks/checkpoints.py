@@ -98,7 +98,7 @@ def table(found: dict) -> str:
     if len({row["weights_sha256"] for way in rows.values() for row in way}) > 1:
         raise SystemExit("The two ways did not train the same weights: a promise is broken, and the times mean nothing.")
     lines = [
-        "| saving | room made before the first step, ms | the loop is blocked by the first save, ms | by each later one, ms | whole after, s | the run, s |",
+        "| saving | room made before the first step, ms | loop blocked by the first save, ms | by each later save, ms | whole after, s | run, s |",
         "|---|---|---|---|---|---|",
     ]
     for way, runs in rows.items():

@@ -144,6 +144,7 @@ PLAIN: Mapping[str, Any] = MappingProxyType(
         "moments": lazy("flatout.memory:two_in_fp32"),
         "activations": "all",
         "compilation": "none",
+        "gathers": None,
         "exchange": with_every_micro_batch,
         "gradients": dropped,
         "logging": ImmediateReadback,
@@ -160,6 +161,7 @@ windows: where a window's tokens come from. batching: which rows make a step. fe
 loss is torch's own cross_entropy on whole logits, which is what people write. optimizer: how AdamW's update is carried out.
 moments: the bytes that AdamW keeps for a tensor of so many weights.
 activations: what blocks keep between forward and backward, in words; a transform sees to it. compilation: what is compiled as one, likewise.
+gathers: the torch dtype in which fully_shard collects the blocks' weights; None is their own.
 exchange: (model, is it the step's last micro-batch) -> the context of a micro-batch, in which processes exchange gradients or wait with it.
 gradients: clears those of the parameters it is given, after each step. logging: when figures are read from the device.
 checkpointing: whether the loop waits while its state is written. allocator: called once, before anything is built.

@@ -321,7 +321,7 @@ def _model(config: RunConfig, recipe: Recipe, machine: Machine, mesh: Mesh) -> t
     model_config = model_class.check(config.model.own() | {"vocab_size": config.model.vocab_size}, seq_len=config.data.seq_len)
     _require_room(4 * model_class.num_parameters(model_config), memory_bytes(machine, config.train.device, mesh.local_world_size))
     core = model_class(model_config, ops_of(recipe)).to(mesh.device)
-    shard = Transform("shard", wrap)
+    shard = Transform("shard", functools.partial(wrap, gathers=recipe.part("gathers")))
     model = core
     for transform in [*recipe.ordered_transforms(), shard]:
         model = transform.apply(model, mesh)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from inspect import signature
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.nn.parallel import DistributedDataParallel
 
 from flatout.parallel.mesh import Mesh
@@ -19,11 +20,15 @@ _BUFFER_SWITCH = "forward_sync_buffers" if "forward_sync_buffers" in signature(D
 """Buffers are tables here, the same everywhere: nothing to exchange in each forward. torch 2.13 renamed the switch."""
 
 
-def wrap(model: nn.Module, mesh: Mesh) -> nn.Module:
+def wrap(model: nn.Module, mesh: Mesh, *, gathers: torch.dtype | None = None) -> nn.Module:
     """Return what training calls in place of `model`, whose weights become those of the main process everywhere.
 
     Alone, the model itself. Copied: DDP around it. Split: the model itself, its `blocks` and the rest of it sharded in place, so
     that optimisers must be made afterwards. Both average gradients over all processes.
+
+    With `gathers` the blocks' weights travel and are used in that type, under an autocast to it; hidden states keep theirs, gradients
+    are summed in fp32, and each process keeps its share of the weights as it was. The embedding, the final norm and the output weight
+    are gathered as they are: a narrow embedding would make all hidden states narrow.
     """
     if mesh.world_size == 1:
         return model
@@ -34,8 +39,9 @@ def wrap(model: nn.Module, mesh: Mesh) -> nn.Module:
     _copy_from_main(model)
     placed = mesh.device_mesh if mesh.replicate > 1 else mesh.device_mesh["shard"]
     core: Any = getattr(model, "_orig_mod", model)  # a compiled model shards what it compiled
+    narrow = MixedPrecisionPolicy(param_dtype=gathers, reduce_dtype=gathers and torch.float32, cast_forward_inputs=False)
     for block in core.blocks:
-        fully_shard(block, mesh=placed)
+        fully_shard(block, mesh=placed, mp_policy=narrow)
     fully_shard(core, mesh=placed)
     for method in BESIDE_FORWARD:
         if hasattr(core, method):

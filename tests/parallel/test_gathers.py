@@ -1,0 +1,50 @@
+"""Weights that travel in bfloat16 are used as autocast would have rounded them, and stay fp32 where they are kept."""
+
+from __future__ import annotations
+
+import pytest
+
+from flatout.hardware import Machine
+from flatout.selection import speedup_named
+
+MACHINE = Machine("a CPU", 2, 8.0, (), "3.11")
+LAYOUTS = {"fully_shard": (2, 2), "hsdp": (4, 2)}
+
+
+def reason(tiny_config, **changes):
+    return speedup_named("bf16-gathers").reason_against(MACHINE, tiny_config(**changes))
+
+
+def test_it_is_for_split_weights_that_bear_rounding(tiny_config):
+    assert "split over several processes" in reason(tiny_config)
+    assert reason(tiny_config, parallel__shard=2) is None
+    assert "need fp32" in reason(tiny_config, parallel__shard=2, model__kind="eigenstate")
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def report(request, launch):
+    return launch("gathers_proof.py", *LAYOUTS[request.param])
+
+
+def test_products_find_bfloat16_weights_and_the_same_hidden_states(report):
+    wide, narrow = report["seen"]
+    assert {weight for weight, _ in wide} == {"torch.float32"}
+    assert {weight for weight, _ in narrow} == {"torch.bfloat16"}
+    assert {hidden for _, hidden in narrow} == {hidden for _, hidden in wide}
+
+
+def test_weights_and_moments_stay_fp32(report):
+    assert report["kept"] == ["torch.float32"]
+
+
+def test_the_first_step_is_that_of_fp32_gathers_but_for_gradients_of_norms_and_biases(report):
+    """Gains begin at 1 and biases at 0, which bfloat16 holds exactly; afterwards they are rounded."""
+    assert report["narrow"][0] == report["wide"][0]
+    assert not [name for name in report["other"] if "norm" not in name and not name.endswith("bias")]
+    assert any(name.endswith("qkv.weight") for name in report["equal"])
+
+
+def test_the_losses_keep_the_promise(report):
+    promise = speedup_named("bf16-gathers").promise
+    assert promise.holds(report["narrow"], report["wide"])
+    assert report["narrow"][-1] < report["narrow"][0]
