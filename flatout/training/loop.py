@@ -107,7 +107,7 @@ def reserve(run: Run, log: Log, *, progress: Progress = SILENT) -> None:
     began_s = time.perf_counter()
     num_bytes = run.saver.reserve(run, progress)
     if num_bytes:
-        log.event("reserve", gib=round(num_bytes / 2**30, 3), seconds=round(time.perf_counter() - began_s, 3))
+        log.event("reserve", bytes=num_bytes, seconds=round(time.perf_counter() - began_s, 3))
 
 
 def write_checkpoint(run: Run, log: Log, *, progress: Progress = SILENT) -> None:

@@ -9,8 +9,11 @@ import sys
 
 import pytest
 import yaml
+from safetensors.torch import load_file
 
 from flatout.config import load_config
+from flatout.training.folder import read_events
+from flatout.training.host_copy import bytes_of
 from flatout.training.start import run_training
 
 
@@ -79,6 +82,9 @@ def test_a_run_of_two_goes_on_as_one(recipe, tmp_path):
     torchrun(
         recipe, tmp_path / "run", "parallel.shard=2", "checkpoint.every_steps=2", "checkpoint.keep=9", "speedups=auto,-compile,+async-checkpoints"
     )
+    written = [tensor for path in (tmp_path / "run").glob("checkpoints/step-4/*-00000.safetensors") for tensor in load_file(path).values()]
+    (reserved,) = [event["bytes"] for event in read_events(tmp_path / "run") if event["event"] == "reserve"]
+    assert reserved == bytes_of(written), "before the first step, each process takes the memory that its slices will need"
     resumed = run_training(load_config(recipe), tmp_path / "one", resume=str(tmp_path / "run" / "checkpoints" / "step-4"))
     assert resumed["steps"] == 8
     assert losses(tmp_path / "one") == pytest.approx(losses(tmp_path / "whole")[4:], rel=1e-5)
