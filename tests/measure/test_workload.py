@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 import pytest
+import torch
 
 from flatout.errors import RunFailed
 from flatout.measure import workload
@@ -50,6 +52,20 @@ def test_saves_and_evaluations_are_not_made(tiny_config, tmp_path):
     trial(tiny_config(train__eval_every=2, checkpoint__every_steps=2), tmp_path)
     assert not (tmp_path / "checkpoints").exists()
     assert "val/loss" not in (tmp_path / "metrics.jsonl").read_text()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own compiler makes objects of its functions
+def test_no_graph_is_compiled_for_evaluations_that_are_not_made(tiny_config, tmp_path, monkeypatch):
+    for_training = []
+
+    def noted(graph, _inputs):
+        for_training.append(torch.is_grad_enabled())
+        return graph.forward
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=noted))
+    trial(tiny_config(speedups=["pretokenised", "compile"]), tmp_path)
+    assert for_training == [True]
 
 
 def test_an_automatic_micro_batch_is_settled_inside(tiny_config, tmp_path):

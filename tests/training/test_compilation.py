@@ -10,6 +10,7 @@ import torch
 
 from flatout.ops import loss_chunks
 from flatout.training.compilation import CompilationWatch, counts, shortened
+from flatout.training.evaluation import batch_shapes
 from flatout.training.loop import take_evaluation
 from flatout.training.metrics import Log
 from flatout.training.start import run_training
@@ -42,7 +43,7 @@ def compiled_run(build_run, tiny_config, tmp_path):
     def make(*speedups, **changes):
         run = build_run(tiny_config(speedups=["pretokenised", *speedups], **changes))
         logs.append(log := Log(run))
-        warm_up(run, log)
+        warm_up(run, log, eval_shapes=batch_shapes(run))
         return run, log
 
     yield make
