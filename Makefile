@@ -26,6 +26,7 @@ COMMA := ,
 PYTEST = -m pytest -n logical --maxprocesses 4 --dist loadscope
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 OLDEST_TORCH := $(shell sed -n 's/^ *"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml).0
+OLDEST_TRITON := $(shell sed -n 's/^ *"triton>=\([0-9.]*\);.*/\1/p' pyproject.toml).0
 PIP = -m pip install --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url "$(TORCH_INDEX)")
 
 help:
@@ -36,7 +37,7 @@ help:
 	@echo "make test-gpu      the tests that need an NVIDIA GPU, several at a time; GPU=gpu_essential: two minutes of them"
 	@echo "make test-faults   the tests that kill the process and fill the disk, at length"
 	@echo "make test-extras   the tests with every optional package installed"
-	@echo "make test-oldest   the tests on the oldest supported torch, $(OLDEST_TORCH)"
+	@echo "make test-oldest   the tests on the oldest supported torch and Triton, $(OLDEST_TORCH) and $(OLDEST_TRITON)"
 	@echo "make wheel         build dist/flatout-*.whl"
 	@echo "make clean         delete the environments and what was built; runs/ and data/ stay"
 
@@ -66,7 +67,7 @@ endef
 	$(call environment,[dev$(COMMA)all$(COMMA)services],constraints.txt,$(TORCH))
 
 .venv/oldest/.installed: pyproject.toml constraints.txt
-	@mkdir -p .venv && grep -v '^torch==' constraints.txt > .venv/oldest-constraints.txt
+	@mkdir -p .venv && sed -e '/^torch==/d' -e 's/^triton==[^;]*/triton==$(OLDEST_TRITON)/' constraints.txt > .venv/oldest-constraints.txt
 	$(call environment,[dev],.venv/oldest-constraints.txt,$(OLDEST_TORCH))
 
 demo: .venv/run/.installed

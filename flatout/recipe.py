@@ -65,7 +65,7 @@ class Precision:
         return torch.autocast(device_type, dtype=self.dtype()) if self.autocast else nullcontext()
 
 
-MODEL_OPS = frozenset({"ops.attention", "ops.heads", "ops.linear", "ops.scan"})
+MODEL_OPS = frozenset({"ops.attention", "ops.heads", "ops.linear", "ops.scan", "ops.folding"})
 """Slots of functions that a model may call or not; its file states which, as USES."""
 FP32 = Precision("fp32")
 
@@ -138,6 +138,7 @@ PLAIN: Mapping[str, Any] = MappingProxyType(
         "ops.linear": lazy("flatout.ops.linear:reference"),
         "ops.heads": lazy("flatout.ops.heads:reference"),
         "ops.scan": lazy("flatout.ops.scan:reference"),
+        "ops.folding": lazy("flatout.ops.folding:reference"),
         "ops.cross_entropy": lazy("flatout.ops.cross_entropy:fused"),
         "ops.newton_schulz": lazy("flatout.ops.newton_schulz:reference"),
         "optimizer": lazy("flatout.optimizers.adamw:per_parameter"),

@@ -22,13 +22,12 @@ from flatout.models import layers
 from flatout.models.decoding import Decoder
 from flatout.models.language_model import Flops, LanguageModel, LanguageModelConfig, ParameterKind, kind_by_name
 from flatout.ops import Ops, at_least_fp32
+from flatout.ops.folding import Weights, coupled, scaled
 
 INIT_STD = 0.02
 """Standard deviation of fresh weights."""
 GATE_BIAS = -2.0
 """A fresh gate lets an eighth through, so that a block begins close to doing nothing."""
-RESONANCE = 0.01
-"""What the coupling of eigenstates counts."""
 LEAN_CHUNK = 64
 """Tokens of a chunk whose matrices of powers are small beside the states."""
 GOLDEN = (math.sqrt(5) - 1) / 2
@@ -223,7 +222,7 @@ class Recurrence(nn.Module):
         super().__init__()
         linear: Callable[..., layers.Linear] = partial(layers.Linear, ops=ops)
         count, width = config.num_eigenstates, config.d_model
-        self.num_heads = config.num_heads
+        self.ops = ops
         self.drive = linear(width, 2 * count, bias=config.bias)
         self.gate = linear(width, width, bias=True)
         self.output = linear(2 * count, width, bias=config.bias)
@@ -238,8 +237,7 @@ class Recurrence(nn.Module):
         Shapes:  hidden_BTD (B, T, D); doc_ids_BT (B, T) integers.
         Returns: hidden_BTD.
         """
-        drive_BTE, pace_BTK = self._driven(hidden_BTD)
-        return self._told(hidden_BTD, [memory(drive_BTE, pace_BTK, doc_ids_BT) for memory in self.memories])
+        return self._told(hidden_BTD, [partial(memory, doc_ids_BT=doc_ids_BT) for memory in self.memories])
 
     def decode(self, hidden_BTD: Tensor, carried: list[Carried], start: int) -> Tensor:
         """Return the same of tokens that go on from what is carried.
@@ -247,24 +245,22 @@ class Recurrence(nn.Module):
         Shapes:  hidden_BTD (B, T, D), at the positions from `start` on.
         Returns: hidden_BTD.
         """
-        drive_BTE, pace_BTK = self._driven(hidden_BTD)
-        pairs = zip(self.memories, carried, strict=True)
-        return self._told(hidden_BTD, [memory.decode(drive_BTE, pace_BTK, own, start) for memory, own in pairs])  # type: ignore[operator]
+        pairs: Any = zip(self.memories, carried, strict=True)
+        return self._told(hidden_BTD, [partial(memory.decode, carried=own, start=start) for memory, own in pairs])
 
-    def _driven(self, hidden_BTD: Tensor) -> tuple[Tensor, Tensor | None]:
-        """What enters the eigenstates, and how much faster than usual they forget: from 0 to 2 times."""
+    def _told(self, hidden_BTD: Tensor, remembering: list[Callable[..., Tensor]]) -> Tensor:
+        """Go from the hidden states to the drive, through each memory, and back. A pace says how much faster than usual it forgets: 0 to 2 times."""
         pace_BTK = None if self.selection is None else 2 * at_least_fp32(self.selection(hidden_BTD)).sigmoid()
-        return self.drive(hidden_BTD), pace_BTK
-
-    def _told(self, hidden_BTD: Tensor, states: list[Tensor]) -> Tensor:
+        eigenvalues = [memory.eigenvalues(pace_BTK) for memory in self.memories]  # type: ignore[operator]
+        gains = tuple((-torch.expm1(2 * log_decay)).sqrt() for log_decay, _ in eigenvalues)
+        weights = self.ops.folding(Weights(self.drive.weight, self.drive.bias, gains, self.coupling, self.output.weight))
+        drive_BTE = self.ops.linear(hidden_BTD, weights.drive, weights.bias)
+        states = [remember(drive_BTE, *each) for remember, *each in zip(remembering, weights.gains, eigenvalues, strict=True)]
         states_BTE = states[0] if self.share is None else (torch.stack(states) * self.share.softmax(dim=0)[:, None, None, None]).sum(dim=0)
-        return self.gate(hidden_BTD).sigmoid() * self.output(self._resonating(states_BTE).to(hidden_BTD.dtype))  # type: ignore[no-any-return]
-
-    def _resonating(self, states_BTE: Tensor) -> Tensor:
-        """Add to each eigenstate a little of the others of its head."""
-        coupling_HJI = self.coupling.to(states_BTE.dtype).view(self.num_heads, -1, self.coupling.shape[1])
-        states_BTGHI = states_BTE.view(*states_BTE.shape[:-1], 2, self.num_heads, -1)
-        return states_BTE + RESONANCE * torch.einsum("btghi,hji->btghj", states_BTGHI, coupling_HJI).flatten(2)
+        states_BTE = coupled(states_BTE, weights.coupling)
+        if states_BTE.dtype.itemsize > hidden_BTD.dtype.itemsize:
+            states_BTE = states_BTE.to(hidden_BTD.dtype)
+        return self.gate(hidden_BTD).sigmoid() * self.ops.linear(states_BTE, weights.output, self.output.bias)  # type: ignore[no-any-return]
 
 
 @dataclass
@@ -288,7 +284,7 @@ class Memory(nn.Module):
         self.log_rate = nn.Parameter(torch.zeros(config.num_eigenstates))
         """Logarithm of what is forgotten a step: |eigenvalue| = exp(-exp(log_rate)), below 1 whatever is learned."""
         self.detuning = nn.Parameter(torch.zeros(config.num_eigenstates))
-        """Angle beyond the eigenstate's place on the circle, in units of what is forgotten a step: see `_eigenvalues`."""
+        """Angle beyond the eigenstate's place on the circle, in units of what is forgotten a step: see `eigenvalues`."""
 
     @torch.no_grad()
     def init_eigenvalues(self, config: EigenstateConfig) -> None:
@@ -300,25 +296,26 @@ class Memory(nn.Module):
             self.log_rate.uniform_(-math.log(max((config.memory or 2) / self.scale, 2.0)), 0.0)
         self.detuning.zero_()
 
-    def forward(self, drive_BTE: Tensor, pace_BTK: Tensor | None, doc_ids_BT: Tensor | None) -> Tensor:
-        """Return the states that each token may know of.
+    def forward(self, drive_BTE: Tensor, gain: Tensor | None, eigenvalues: tuple[Tensor, Tensor], doc_ids_BT: Tensor | None) -> Tensor:
+        """Return the states that each token may know of, the drive multiplied by `gain`.
 
-        Shapes:  drive_BTE (B, T, E); pace_BTK (B, T, K); doc_ids_BT (B, T) integers.
-        Returns: states_BTE, at least fp32.
+        Shapes:  drive_BTE (B, T, E); gain (K,) or (B, T, K), None is 1; eigenvalues as `eigenvalues` returns them; doc_ids_BT (B, T) integers.
+        Returns: states_BTE, in the type that `ops.scan` gives.
         """
-        states_BNE = self._states(self._averaged(drive_BTE, doc_ids_BT), pace_BTK, None if doc_ids_BT is None else self._last(doc_ids_BT), None)
+        drive_BNE = scaled(self._averaged(drive_BTE, doc_ids_BT), gain)
+        states_BNE = self._states(drive_BNE, eigenvalues, None if doc_ids_BT is None else self._last(doc_ids_BT), None)
         return self._known(states_BNE, None, 0, drive_BTE.shape[1], doc_ids_BT)
 
-    def decode(self, drive_BTE: Tensor, pace_BTK: Tensor | None, carried: Carried, start: int) -> Tensor:
-        """Return the same for tokens that go on from what is carried, and carry on.
+    def decode(self, drive_BTE: Tensor, gain: Tensor | None, eigenvalues: tuple[Tensor, Tensor], carried: Carried, start: int) -> Tensor:
+        """Return the same for tokens that go on from what is carried, and carry on; at least in fp32, whatever `ops.scan` would give.
 
-        Shapes:  drive_BTE (B, T, E), at the positions from `start` on; pace_BTK (B, T, K).
+        Shapes:  drive_BTE (B, T, E), at the positions from `start` on; gain and eigenvalues as in `forward`.
         Returns: states_BTE.
         """
         tokens = drive_BTE.shape[1]
         if carried.waiting is not None:
             drive_BTE = torch.cat((carried.waiting, drive_BTE), dim=1)
-        states_BNE = self._states(self._averaged(drive_BTE, None), pace_BTK, None, carried.state)
+        states_BNE = self._states(scaled(at_least_fp32(self._averaged(drive_BTE, None)), gain), eigenvalues, None, carried.state)
         known_BTE = self._known(states_BNE, carried.state, start, tokens, None)
         carried.waiting = drive_BTE[:, drive_BTE.shape[1] // self.scale * self.scale :] if self.scale > 1 else None
         carried.state = states_BNE[:, -1] if states_BNE.shape[1] else carried.state
@@ -340,27 +337,24 @@ class Memory(nn.Module):
             groups_BNSE = torch.where((ids_BNS == ids_BNS[..., -1:])[..., None], groups_BNSE, 0.0)
         return groups_BNSE.mean(dim=2)
 
-    def _eigenvalues(self) -> tuple[Tensor, Tensor]:
-        """(log_decay_K, angle_K). Places all round the circle are fixed; what is learned moves an angle in units of what is forgotten a step.
+    def eigenvalues(self, pace_BTK: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return logarithms of magnitudes, and angles. Angles are places all round the circle, moved in units of what is forgotten a step.
 
-        Learned in radians, one step of an optimiser would turn what was said long ago by whole circles. An angle near zero would add
-        up what every token says alike, and drown what one of them said.
+        Were they learned in radians, one step of an optimiser would turn what was said long ago by whole circles. An angle near zero
+        would add up what every token says alike, and drown what one of them said.
+
+        Shapes:  pace_BTK (B, T, K), None is 1.
+        Returns: (log_decay, angle), both (K,), or (B, T, K) with a pace.
         """
         rate_K = at_least_fp32(self.log_rate).exp()
         place_K = torch.arange(1, len(rate_K) + 1, device=rate_K.device, dtype=torch.float64)
-        return -rate_K, (2 * math.pi * (place_K * GOLDEN).frac()).to(rate_K.dtype) + rate_K * self.detuning
+        angle_K = (2 * math.pi * (place_K * GOLDEN).frac()).to(rate_K.dtype) + rate_K * self.detuning
+        return (-rate_K, angle_K) if pace_BTK is None else (-rate_K * pace_BTK, angle_K.expand_as(pace_BTK))
 
-    def _states(self, drive_BNE: Tensor, pace_BTK: Tensor | None, doc_ids_BN: Tensor | None, start_BE: Tensor | None) -> Tensor:
-        """The recurrence, its drive scaled by sqrt(1 - |eigenvalue|^2): states of unit variance from a drive of unit variance."""
+    def _states(self, drive_BNE: Tensor, eigenvalues: tuple[Tensor, Tensor], doc_ids_BN: Tensor | None, start_BE: Tensor | None) -> Tensor:
         if not drive_BNE.shape[1]:
             return at_least_fp32(drive_BNE)
-        log_decay, angle = self._eigenvalues()
-        if pace_BTK is not None:
-            log_decay = log_decay * pace_BTK
-            angle = angle.expand_as(log_decay)
-        scale = (-torch.expm1(2 * log_decay)).sqrt()
-        drive_BNE = at_least_fp32(drive_BNE) * torch.cat((scale, scale), dim=-1)
-        return self.ops.scan(log_decay, angle, drive_BNE, doc_ids_BT=doc_ids_BN, start_BE=start_BE, chunk_size=self.chunk_size)
+        return self.ops.scan(*eigenvalues, drive_BNE, doc_ids_BT=doc_ids_BN, start_BE=start_BE, chunk_size=self.chunk_size)
 
     def _known(self, states_BNE: Tensor, before_BE: Tensor | None, start: int, tokens: int, doc_ids_BT: Tensor | None) -> Tensor:
         """For each token, the state of the last group that is complete with it; none before the first, and none of another document."""
@@ -396,5 +390,5 @@ class Carrying(Decoder):
         return self._model.last_logits(hidden_BTD)
 
 
-USES = ("linear", "scan")
+USES = ("linear", "scan", "folding")
 MODEL = Eigenstate

@@ -27,6 +27,8 @@ class Ops:
     """Signature and definition: `flatout.ops.heads.reference`."""
     scan: Callable[..., Tensor]
     """Signature and definition: `flatout.ops.scan.reference`."""
+    folding: Callable[[Any], Any]
+    """Signature and definition: `flatout.ops.folding.reference`."""
 
     @classmethod
     def plain(cls, **others: Callable[..., Any]) -> Ops:

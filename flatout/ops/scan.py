@@ -110,11 +110,34 @@ def triton(
              are read once and the drive's gradient is written once. The states are kept, and the eigenvalues.
     Raises:  ShapeError as `reference`; MissingPackage on a GPU without Triton.
     """
+    wide = torch.promote_types(drive_BTE.dtype, torch.float32)
+    return _by_kernels(log_decay, angle, drive_BTE, doc_ids_BT, start_BE, chunk_size, wide)
+
+
+def triton_narrow(
+    log_decay: Tensor, angle: Tensor, drive_BTE: Tensor, *, doc_ids_BT: Tensor | None = None, start_BE: Tensor | None = None, chunk_size: int = 128
+) -> Tensor:
+    """`triton` with each state rounded to the drive's type as it is written, and read in that type backward; elsewhere `chunked`, rounded.
+
+    The recurrence itself, and what is carried from chunk to chunk, stay fp32: no rounding is carried on from token to token.
+
+    Shapes:  as `reference`.
+    Returns: states_BTE, in the drive's type.
+    Cost:    as `triton`: 8 B T K numbers move forward and 16 B T K backward, of two bytes for a drive in bf16.
+    Raises:  as `triton`.
+    """
+    return _by_kernels(log_decay, angle, drive_BTE, doc_ids_BT, start_BE, chunk_size, drive_BTE.dtype)
+
+
+def _by_kernels(
+    log_decay: Tensor, angle: Tensor, drive_BTE: Tensor, doc_ids_BT: Tensor | None, start_BE: Tensor | None, chunk_size: int, result: torch.dtype
+) -> Tensor:
+    """Return the states in the type asked for."""
     if drive_BTE.dtype == torch.float64 or not _runs_triton(drive_BTE):
-        return chunked(log_decay, angle, drive_BTE, doc_ids_BT=doc_ids_BT, start_BE=start_BE, chunk_size=chunk_size)
+        return chunked(log_decay, angle, drive_BTE, doc_ids_BT=doc_ids_BT, start_BE=start_BE, chunk_size=chunk_size).to(result)
     _check(log_decay, angle, drive_BTE, doc_ids_BT, start_BE, chunk_size)
     start_BE = None if start_BE is None else start_BE.float()
-    states_BTE: Tensor = _passes().states(log_decay.float(), angle.float(), drive_BTE, _resets(doc_ids_BT), start_BE, chunk_size)
+    states_BTE: Tensor = _passes().states(log_decay.float(), angle.float(), drive_BTE, _resets(doc_ids_BT), start_BE, chunk_size, result)
     return states_BTE
 
 

@@ -63,9 +63,9 @@ class _Steps:
             CHUNK=self.chunk, AT_ONCE=min(AT_ONCE, self.chunk), BLOCK=BLOCK, num_warps=1, **constants,
         )  # fmt: skip
 
-    def walked(self, entering_BNE: Tensor | None, keeps: str) -> Tensor:
+    def walked(self, entering_BNE: Tensor | None, keeps: str, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the state `after` or `before` every step."""
-        kept_BSE = torch.empty_like(self.drive, dtype=torch.float32)
+        kept_BSE = torch.empty_like(self.drive, dtype=dtype)
         self._walk(entering_BNE, keeps, kept_BSE, kept_BSE, kept_BSE, kept_BSE)
         return kept_BSE
 
@@ -106,21 +106,37 @@ def _steps(log_decay: Tensor, angle: Tensor, drive_BTE: Tensor, resets_BT: Tenso
 
 
 @torch.library.custom_op("flatout::scan", mutates_args=())
-def states(log_decay: Tensor, angle: Tensor, drive_BTE: Tensor, resets_BT: Tensor | None, start_BE: Tensor | None, chunk_size: int) -> Tensor:
+def states(
+    log_decay: Tensor,
+    angle: Tensor,
+    drive_BTE: Tensor,
+    resets_BT: Tensor | None,
+    start_BE: Tensor | None,
+    chunk_size: int,
+    states_dtype: torch.dtype,
+) -> Tensor:
     """Return the state after each token; an op of its own, which a compiled model calls as it is.
 
     Shapes:  log_decay, angle (K,) or (B, T, K), fp32; drive_BTE (B, T, 2 K) in fp32, bf16 or fp16; resets_BT (B, T) bool; start_BE (B, 2 K) fp32.
-    Returns: states_BTE, fp32.
+    Returns: states_BTE, in fp32 or rounded to `states_dtype` as they are written; what one chunk hands to the next is fp32.
     Cost:    as `flatout.ops.scan.reference`; a program walks at most `chunk_size` tokens, or two.
     """
     with torch.cuda.device_of(drive_BTE):  # type: ignore[no-untyped-call]
         steps = _steps(log_decay, angle, drive_BTE, resets_BT, chunk_size, backward=False)
-        return steps.walked(_entering(steps, None if start_BE is None else start_BE.contiguous()), "after")
+        return steps.walked(_entering(steps, None if start_BE is None else start_BE.contiguous()), "after", states_dtype)
 
 
 @states.register_fake
-def _states_shape(log_decay: Tensor, angle: Tensor, drive_BTE: Tensor, resets_BT: Tensor | None, start_BE: Tensor | None, chunk_size: int) -> Tensor:
-    return drive_BTE.new_empty(drive_BTE.shape, dtype=torch.float32)
+def _states_shape(
+    log_decay: Tensor,
+    angle: Tensor,
+    drive_BTE: Tensor,
+    resets_BT: Tensor | None,
+    start_BE: Tensor | None,
+    chunk_size: int,
+    states_dtype: torch.dtype,
+) -> Tensor:
+    return drive_BTE.new_empty(drive_BTE.shape, dtype=states_dtype)
 
 
 @torch.library.custom_op("flatout::scan_backward", mutates_args=())
@@ -181,7 +197,7 @@ def _backward_shapes(
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    log_decay, angle, drive_BTE, resets_BT, start_BE, ctx.chunk_size = inputs
+    log_decay, angle, drive_BTE, resets_BT, start_BE, ctx.chunk_size, _ = inputs
     ctx.drive_dtype = drive_BTE.dtype
     ctx.save_for_backward(log_decay, angle, output, resets_BT, start_BE)
 
@@ -189,7 +205,7 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> Non
 def _all_gradients(ctx: Any, grad_BTE: Tensor) -> tuple[Tensor | None, ...]:
     log_decay_grad, angle_grad, drive_grad_BTE, start_grad_BE = _backward(grad_BTE, *ctx.saved_tensors, ctx.drive_dtype, ctx.chunk_size)
     started = ctx.saved_tensors[-1] is not None
-    return log_decay_grad, angle_grad, drive_grad_BTE, None, start_grad_BE if started else None, None
+    return log_decay_grad, angle_grad, drive_grad_BTE, None, start_grad_BE if started else None, None, None
 
 
 states.register_autograd(_all_gradients, setup_context=_keep_for_backward)

@@ -62,17 +62,17 @@ def test_an_optimisers_step_turns_no_state_far_from_its_past():
     """Were angles learned in radians, a step of 0.01 would turn what was said 4,096 tokens ago six times round."""
     model = made(seq_len=4096, num_eigenstates=64)
     for memory in (module for module in model.modules() if isinstance(module, Memory)):
-        log_decay, before = memory._eigenvalues()
+        log_decay, before = memory.eigenvalues(None)
         with torch.no_grad():
             memory.detuning += 0.01
-        turned = (memory._eigenvalues()[1] - before) / -log_decay
+        turned = (memory.eigenvalues(None)[1] - before) / -log_decay
         torch.testing.assert_close(turned, torch.full_like(turned, 0.01), rtol=0.02, atol=5e-3)
 
 
 @pytest.mark.parametrize("count", [8, 64, 333, 1024])
 def test_angles_stay_apart_from_each_other_and_from_zero(count):
     memory = next(module for module in made(num_eigenstates=count, num_heads=1).modules() if isinstance(module, Memory))
-    places = memory._eigenvalues()[1].sort().values / (2 * math.pi)
+    places = memory.eigenvalues(None)[1].sort().values / (2 * math.pi)
     gaps = torch.diff(places, prepend=torch.zeros(1), append=torch.ones(1))
     assert 0.3 / count < gaps.min()
     assert gaps.max() < 2 / count
@@ -113,7 +113,9 @@ def test_states_have_the_variance_of_their_drive():
     """White noise of variance 1 in, variance 1 out, however long an eigenstate remembers."""
     memory = next(module for module in made(seq_len=256, num_eigenstates=32).modules() if isinstance(module, Memory))
     drive = torch.randn(4, 8192, 64, generator=torch.Generator().manual_seed(0))
-    states = memory(drive, None, None)[:, 2048:].detach()
+    eigenvalues = memory.eigenvalues(None)
+    gain = (1 - (2 * eigenvalues[0]).exp()).sqrt()
+    states = memory(drive, gain, eigenvalues, None)[:, 2048:].detach()
     assert float(states.var(dim=(0, 1)).mean()) == pytest.approx(1, rel=0.1)
     assert states.var(dim=(0, 1)).max() < 2
 
