@@ -19,4 +19,9 @@ SPEEDUP = Speedup(
     promise=Promise.rounding(rtol=2e-2),
     needs=("bf16", "folded-weights"),
     why_not=_why_not,
+    predicted=(
+        "0.5% on eigenstate-small-32k: 5.1 KB fewer a token and layer (8.7 to 3.6 KB), times 131,072 tokens and 8 layers is 5.4 GB, "
+        "or 1.2 ms at 4.3 TB/s, of 225 ms a micro-batch; and about 1 GB less to keep for backward"
+    ),
 )
+"""The product that follows rounds the states to bfloat16 anyway: what changes is the gradient of the eigenvalues, by the states that it reads."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flatout.config import load_config
-from flatout.errors import HardwareError
+from flatout.errors import ConfigError, HardwareError
 from flatout.hardware import Gpu, Machine
 from flatout.selection import select
 from flatout.speedups import triton_scan
@@ -51,6 +51,17 @@ def test_without_triton_the_install_line_is_said_and_fast_scan_stays(monkeypatch
     assert found["fast-scan"][0]
     with pytest.raises(HardwareError, match="pip install triton"):
         decided(gpu((9, 0)), "speedups=triton-scan")
+
+
+def test_narrow_states_take_its_place_when_they_are_named():
+    assert decided(gpu((9, 0)), "speedups=auto,+bf16-states,+folded-weights") == {
+        "triton-scan": (False, "bf16-states, which was named, takes its place"),
+        "fast-scan": (False, "bf16-states, which was named, takes its place"),
+    }
+    with pytest.raises(ConfigError, match="needs 'folded-weights'"):
+        decided(gpu((9, 0)), "speedups=auto,+bf16-states")
+    with pytest.raises(HardwareError, match="compute capability"):
+        decided(gpu((6, 1)), "speedups=auto,+bf16-states,+folded-weights")
 
 
 def test_a_transformer_has_none():
