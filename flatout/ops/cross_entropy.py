@@ -137,18 +137,22 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, softcap: float | None, z_loss: float) -> Tensor:
         """Return the loss, and keep both gradients."""
-        narrow = _arithmetic(hidden_ND, weight_VD)
+        ctx.narrow = _arithmetic(hidden_ND, weight_VD)
         with torch.autocast(hidden_ND.device.type, enabled=False):
-            loss_sum, *gradients = loss_chunks.learned(hidden_ND.to(narrow), weight_VD.to(narrow), targets_N, softcap, z_loss)
+            loss_sum, *gradients = loss_chunks.learned(hidden_ND.to(ctx.narrow), weight_VD.to(ctx.narrow), targets_N, softcap, z_loss)
         ctx.save_for_backward(*gradients)
         ctx.dtypes = (hidden_ND.dtype, weight_VD.dtype)
         return loss_sum
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        """Return what was kept, times the gradient of the loss."""
-        grad_hidden_ND, grad_weight_VD = ((kept * grad.to(kept.dtype)).to(dtype) for kept, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True))
-        return grad_hidden_ND, grad_weight_VD, None, None, None
+        """Return what was kept, times the gradient of the loss, multiplied in fp32 at least.
+
+        The gradient to the hidden states is rounded as their product with the weight was: what is beyond float16 is infinite there.
+        """
+        kept_ND, kept_VD = ctx.saved_tensors
+        hidden_dtype, weight_dtype = ctx.dtypes
+        return (at_least_fp32(kept_ND) * grad).to(ctx.narrow).to(hidden_dtype), (kept_VD * grad).to(weight_dtype), None, None, None
 
 
 def _arithmetic(hidden_ND: Tensor, weight_VD: Tensor) -> torch.dtype:

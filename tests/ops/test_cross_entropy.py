@@ -155,3 +155,64 @@ def test_chunked_has_its_gradients_when_it_is_traced_for_a_compiler():
         found.append((hidden_BTD.grad, weight_VD.grad))
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other)
+
+
+def scaled_gradients(function, hidden, weight, targets, *, scale, dtype):
+    """Gradients of fp32 leaves where products are in `dtype` and the loss is multiplied by `scale` before backward, as in a step."""
+    hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        loss_sum, _ = function(hidden, weight, targets)
+    (loss_sum * scale).backward()
+    return hidden.grad, weight.grad
+
+
+def sure_of_their_targets(vocab=11, width=6, targets=24):
+    """Hidden states that give all other tokens a probability of e^-19 (6e-9), in a direction that reaches neither gradient of interest."""
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(vocab, width, generator=generator)
+    weight[:, 0], weight[0] = 0.0, torch.eye(width)[0]
+    hidden = torch.zeros(1, targets, width)
+    hidden[..., 0] = 19.0
+    return hidden, weight, torch.zeros(1, targets, dtype=torch.int64)
+
+
+@pytest.mark.parametrize("name", sorted(VARIANTS))
+def test_float16_keeps_small_gradients_that_the_scale_of_the_loss_saves(name, chunks):
+    """6e-9 is below all that float16 holds; a loss scale of 2^15 brings it to 2e-4."""
+    hidden, weight, targets = sure_of_their_targets()
+    wanted = scaled_gradients(cross_entropy.reference, hidden, weight, targets, scale=2.0**15, dtype=torch.float32)
+    found = scaled_gradients(VARIANTS[name], hidden, weight, targets, scale=2.0**15, dtype=torch.float16)
+    torch.testing.assert_close(found[1][1:, 0], wanted[1][1:, 0], rtol=1e-2, atol=0)
+    torch.testing.assert_close(found[0][..., 1:], wanted[0][..., 1:], rtol=1e-2, atol=1e-2 * float(wanted[0][..., 1:].abs().max()))
+
+
+def test_float16_sums_the_gradients_of_many_targets_beyond_its_own_range(chunks):
+    """4,096 targets of the same token, each with a gradient of nearly 1 times what is multiplied in to keep small ones."""
+    hidden, weight, targets = torch.full((1, 4096, 4), 8.0), torch.zeros(11, 4), torch.zeros(1, 4096, dtype=torch.int64)
+    for got, want in zip(
+        scaled_gradients(cross_entropy.chunked, hidden, weight, targets, scale=1 / 4096, dtype=torch.float16),
+        scaled_gradients(cross_entropy.reference, hidden, weight, targets, scale=1 / 4096, dtype=torch.float32),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, want, rtol=2e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("scale", [2.0**14, 2.0**24])
+def test_float16_overflows_where_the_plain_loss_does(scale, chunks):
+    """So that the scale is halved: a gradient of 2^14 x 8 to a hidden state is beyond 65,504."""
+    hidden, weight, targets = drawn(**CASES["plain"])
+    weight = 8 * weight.sign()
+    plain = scaled_gradients(cross_entropy.fused, hidden, weight, targets, scale=scale, dtype=torch.float16)
+    found = scaled_gradients(cross_entropy.chunked, hidden, weight, targets, scale=scale, dtype=torch.float16)
+    assert not torch.isfinite(plain[0]).all()
+    assert not torch.isfinite(found[0]).all()
+    if scale == 2.0**14:  # beyond, even the gradients to the logits are, and with them all there is
+        assert torch.equal(torch.isfinite(found[0]), torch.isfinite(plain[0]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_gradient_of_the_loss_is_not_rounded_to_the_type_of_the_products(dtype):
+    """1/3 in bfloat16 is 0.2% too large: all hidden states would get that much more than the weight."""
+    hidden, weight, targets = drawn(rows=4, tokens=64, width=32, vocab=65, ignored=0.1)
+    wanted, found = (scaled_gradients(cross_entropy.chunked, hidden, weight, targets, scale=scale, dtype=dtype)[0].double() for scale in (1.0, 1 / 3))
+    assert float((found * wanted).sum() / wanted.square().sum()) == pytest.approx(1 / 3, rel=1e-4)

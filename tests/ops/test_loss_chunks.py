@@ -18,7 +18,7 @@ def drawn(targets=40, width=8, vocab=11):
 def test_chunks_are_halves_of_halves_and_no_target_is_left_out(monkeypatch, targets, lengths):
     monkeypatch.setitem(loss_chunks.LOGITS_AT_ONCE, "cpu", 11 * 20)
     hidden, _, wanted = drawn(targets)
-    found = list(loss_chunks._chunks(hidden, wanted, 11))
+    found = list(loss_chunks.chunks(hidden, wanted, 11, loss_chunks.LOGITS_AT_ONCE))
     assert [len(chunk) for _, chunk, _ in found] == lengths
     assert torch.equal(torch.cat([chunk for _, chunk, _ in found]), hidden)
     assert torch.equal(torch.cat([chunk for _, _, chunk in found]), wanted)
@@ -56,4 +56,4 @@ def test_bytes_are_counted_for_a_gpu(monkeypatch):
     monkeypatch.setitem(loss_chunks.LOGITS_AT_ONCE, "cuda", 11 * 20)
     with FakeTensorMode():
         hidden, targets = torch.empty(40, 8), torch.empty(40, dtype=torch.int64)
-        assert [len(chunk) for _, chunk, _ in loss_chunks._chunks(hidden, targets, 11)] == [20, 20]
+        assert [len(chunk) for _, chunk, _ in loss_chunks.chunks(hidden, targets, 11, loss_chunks.LOGITS_AT_ONCE)] == [20, 20]
