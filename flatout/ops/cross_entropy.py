@@ -5,7 +5,7 @@ Letters: B rows, T tokens, N = B T targets, D width, V vocabulary.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -85,14 +85,24 @@ def chunked(hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor, *, softca
     Raises:  ShapeError as `reference`.
     """
     hidden_BTD, valid_BT = _valid_only(hidden_BTD, weight_VD, targets_BT)
-    hidden_ND, targets_N = hidden_BTD.flatten(0, 1), targets_BT.flatten()
-    if torch.is_grad_enabled() and (hidden_ND.requires_grad or weight_VD.requires_grad):
-        loss_sum: Tensor = _Chunked.apply(hidden_ND, weight_VD, targets_N, softcap, z_loss)  # type: ignore[no-untyped-call]
-    else:
-        narrow = _arithmetic(hidden_ND, weight_VD)
-        with torch.autocast(hidden_ND.device.type, enabled=False):
-            loss_sum = loss_chunks.scored(hidden_ND.to(narrow), weight_VD.to(narrow), targets_N, softcap, z_loss)
-    return loss_sum, valid_BT.sum()
+    return _in_parts(loss_chunks, _Chunked, hidden_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), softcap, z_loss), valid_BT.sum()
+
+
+def triton(hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor, *, softcap: float | None = None, z_loss: float = 0.0) -> tuple[Tensor, Tensor]:
+    """`chunked`, with a kernel that turns logits into their gradient in place, and with products that sum the weight's gradient in fp32.
+
+    For GPUs, with the package triton; on a CPU, and in fp64, it is `chunked`. It never waits for the device, and gives the same bits every time.
+
+    Shapes:  as `reference`.
+    Returns: as `reference`.
+    Cost:    as `chunked`; a chunk's logits are read twice, once out of the cache, and written over once.
+    Raises:  ShapeError as `reference`; MissingPackage.
+    Source:  the running maximum of the logits: Milakov and Gimelshein 2018, arXiv:1805.02867; gradients in place: Hsu et al. 2024, arXiv:2410.10989.
+    """
+    if torch.float64 in (hidden_BTD.dtype, weight_VD.dtype) or not _runs_triton(hidden_BTD):
+        return chunked(hidden_BTD, weight_VD, targets_BT, softcap=softcap, z_loss=z_loss)
+    hidden_BTD, valid_BT = _valid_only(hidden_BTD, weight_VD, targets_BT)
+    return _in_parts(_rows(), _ByRows, hidden_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), softcap, z_loss), valid_BT.sum()
 
 
 def liger(hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor, *, softcap: float | None = None, z_loss: float = 0.0) -> tuple[Tensor, Tensor]:
@@ -131,28 +141,83 @@ def _by_liger(hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, softcap: 
     return loss_sum
 
 
+def _in_parts(
+    way: Any, function: type[torch.autograd.Function], hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, softcap: float | None, z_loss: float
+) -> Tensor:
+    """Return the summed loss by a module with `learned` and `scored`; `function` is that with gradients."""
+    if torch.is_grad_enabled() and (hidden_ND.requires_grad or weight_VD.requires_grad):
+        learned: Tensor = function.apply(hidden_ND, weight_VD, targets_N, softcap, z_loss)  # type: ignore[no-untyped-call]
+        return learned
+    narrow = _arithmetic(hidden_ND, weight_VD)
+    with torch.autocast(hidden_ND.device.type, enabled=False):
+        scored: Tensor = way.scored(hidden_ND.to(narrow), weight_VD.to(narrow), targets_N, softcap, z_loss)
+        return scored
+
+
 class _Chunked(torch.autograd.Function):
     """The summed loss, and its gradients made with it."""
 
     @staticmethod
     def forward(ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, softcap: float | None, z_loss: float) -> Tensor:
         """Return the loss, and keep both gradients."""
-        ctx.narrow = _arithmetic(hidden_ND, weight_VD)
-        with torch.autocast(hidden_ND.device.type, enabled=False):
-            loss_sum, *gradients = loss_chunks.learned(hidden_ND.to(ctx.narrow), weight_VD.to(ctx.narrow), targets_N, softcap, z_loss)
-        ctx.save_for_backward(*gradients)
-        ctx.dtypes = (hidden_ND.dtype, weight_VD.dtype)
-        return loss_sum
+        return _learned(ctx, loss_chunks, hidden_ND, weight_VD, targets_N, softcap, z_loss)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        """Return what was kept, times the gradient of the loss, multiplied in fp32 at least.
+        """Return what was kept, times the gradient of the loss."""
+        return *_kept_times(ctx, grad), None, None, None
 
-        The gradient to the hidden states is rounded as their product with the weight was: what is beyond float16 is infinite there.
-        """
-        kept_ND, kept_VD = ctx.saved_tensors
-        hidden_dtype, weight_dtype = ctx.dtypes
-        return (at_least_fp32(kept_ND) * grad).to(ctx.narrow).to(hidden_dtype), (kept_VD * grad).to(weight_dtype), None, None, None
+
+class _ByRows(torch.autograd.Function):
+    """`_Chunked` with Triton's kernel."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, softcap: float | None, z_loss: float) -> Tensor:
+        """Return the loss, and keep both gradients."""
+        return _learned(ctx, _rows(), hidden_ND, weight_VD, targets_N, softcap, z_loss)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        """Return what was kept, times the gradient of the loss."""
+        return *_kept_times(ctx, grad), None, None, None
+
+
+def _learned(ctx: Any, way: Any, hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, softcap: float | None, z_loss: float) -> Tensor:
+    """Return the loss by a module with `learned`, and keep both gradients."""
+    ctx.narrow = _arithmetic(hidden_ND, weight_VD)
+    with torch.autocast(hidden_ND.device.type, enabled=False):
+        loss_sum, *gradients = way.learned(hidden_ND.to(ctx.narrow), weight_VD.to(ctx.narrow), targets_N, softcap, z_loss)
+    ctx.save_for_backward(*gradients)
+    ctx.dtypes = (hidden_ND.dtype, weight_VD.dtype)
+    return cast(Tensor, loss_sum)
+
+
+def _kept_times(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the kept gradients times that of the loss, multiplied in fp32 at least.
+
+    That of the hidden states is rounded as their product with the weight was: what is beyond float16 is infinite there.
+    """
+    kept_ND, kept_VD = ctx.saved_tensors
+    hidden_dtype, weight_dtype = ctx.dtypes
+    return (at_least_fp32(kept_ND) * grad).to(ctx.narrow).to(hidden_dtype), (kept_VD * grad).to(weight_dtype)
+
+
+def _runs_triton(tensor: Tensor) -> bool:
+    """Return whether Triton's kernels run where the tensor is, or stand in for those that do where only bytes are counted."""
+    return loss_chunks.on_gpu(tensor)
+
+
+def _rows() -> Any:
+    try:
+        from flatout.ops import loss_rows
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "triton":
+            raise
+        raise MissingPackage(
+            "The speedup triton-ce takes the package triton, which is not installed.",
+            fix="Install it: `pip install triton`; or leave triton-ce out.",
+        ) from error
+    return loss_rows
 
 
 def _arithmetic(hidden_ND: Tensor, weight_VD: Tensor) -> torch.dtype:

@@ -124,8 +124,8 @@ def test_skipping_holds_no_mask():
 
 @pytest.mark.gpu_essential
 @pytest.mark.parametrize("extras", [{}, {"softcap": 30.0}, {"z_loss": 1e-2}, {"softcap": 30.0, "z_loss": 1e-2}], ids=str)
-@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-4), (torch.bfloat16, 1e-2)], ids=str)
-@pytest.mark.parametrize("name", ["chunked", "liger"])
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-4), (torch.bfloat16, 1e-2), (torch.float16, 1e-2)], ids=str)
+@pytest.mark.parametrize("name", ["chunked", "triton", "liger"])
 def test_losses_that_hold_no_whole_logits_match_the_reference(name, dtype, limit, extras):
     if name == "liger":
         pytest.importorskip("liger_kernel")
