@@ -1,0 +1,57 @@
+"""Where the loss by Triton's kernel is taken, and what is said where it is not."""
+
+from __future__ import annotations
+
+import pytest
+
+from flatout.config import load_config
+from flatout.errors import HardwareError
+from flatout.hardware import Gpu, Machine
+from flatout.selection import select
+from flatout.speedups import triton_ce
+
+CPU = Machine("a CPU", 2, 8.0, (), "3.11")
+
+
+def gpu(capability):
+    return Machine("a CPU", 2, 8.0, (Gpu("a GPU", 16.0, capability, "1"),), "3.11")
+
+
+def decided(machine, *overrides, device="cuda"):
+    chosen = select(load_config(None, [f"train.device={device}", *overrides]), machine, device=device)
+    return {decision.name: (decision.on, decision.reason) for decision in chosen if decision.name in ("triton-ce", "chunked-ce")}
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch):
+    monkeypatch.setattr(triton_ce, "find_spec", lambda name: object())
+
+
+def test_it_states_its_gain_before_it_is_measured_and_is_off_until_then():
+    found = decided(gpu((9, 0)))
+    assert found["chunked-ce"][0]
+    assert not found["triton-ce"][0]
+    assert "not measured" in found["triton-ce"][1]
+    assert "TB/s" in triton_ce.SPEEDUP.predicted
+
+
+def test_named_on_a_gpu_it_takes_the_place_of_chunked_ce():
+    found = decided(gpu((9, 0)), "speedups=auto,+triton-ce")
+    assert found["triton-ce"][0]
+    assert not found["chunked-ce"][0]
+
+
+def test_a_cpu_is_told_that_it_is_for_gpus():
+    assert "needs an NVIDIA GPU" in decided(CPU, device="cpu")["triton-ce"][1]
+    with pytest.raises(HardwareError, match="chunked-ce runs there"):
+        decided(CPU, "speedups=triton-ce", device="cpu")
+
+
+def test_a_gpu_that_triton_does_not_know_is_named():
+    assert "Triton needs compute capability 7.0; the a GPU has 6.1" in decided(gpu((6, 1)))["triton-ce"][1]
+
+
+def test_without_triton_the_install_line_is_said(monkeypatch):
+    monkeypatch.setattr(triton_ce, "find_spec", lambda name: None)
+    with pytest.raises(HardwareError, match="pip install triton"):
+        decided(gpu((9, 0)), "speedups=triton-ce")
