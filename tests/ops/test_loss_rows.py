@@ -11,7 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import flatout.ops
 from flatout.errors import MissingPackage
 from flatout.memory import _Live
-from flatout.ops import cross_entropy, loss_chunks
+from flatout.models.transformer import Transformer
+from flatout.ops import Ops, cross_entropy, loss_chunks
 
 triton = pytest.importorskip("triton", reason="the package triton is not installed")
 
@@ -214,3 +215,22 @@ def test_without_triton_it_says_how_to_install_it(monkeypatch):
     monkeypatch.setattr(cross_entropy, "_runs_triton", lambda tensor: True)
     with pytest.raises(MissingPackage, match="pip install triton"):
         cross_entropy.triton(*drawn(**CASES["plain"]))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own compiler makes objects of its functions
+def test_a_whole_compiled_model_learns_from_it(interpreted, monkeypatch):
+    monkeypatch.setitem(loss_rows.LOGITS_AT_ONCE, "cpu", 65 * 8)
+    model = Transformer(
+        Transformer.check({"vocab_size": 65, "num_layers": 1, "d_model": 16, "num_heads": 2}, seq_len=12),
+        Ops.plain(cross_entropy=cross_entropy.triton),
+    )
+    tokens = torch.randint(65, (2, 13), generator=torch.Generator().manual_seed(0))
+    found = []
+    for call in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss_sum, _ = call(tokens[:, :-1], tokens[:, 1:])
+        loss_sum.backward()
+        found.append([loss_sum.detach(), *(parameter.grad for parameter in model.parameters())])
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2 * float(want.abs().max()))
