@@ -24,6 +24,7 @@ from flatout.hardware import Machine, Peak, peak_tflops
 from flatout.memory import Workload
 from flatout.models.language_model import LanguageModel
 from flatout.ops import Ops
+from flatout.ops.attention import most_documents
 from flatout.optimizers.groups import OptimizerParts
 from flatout.optimizers.loss_scale import LossScaler
 from flatout.parallel.data import wrap
@@ -347,6 +348,7 @@ def _feed(config: RunConfig, recipe: Recipe, mesh: Mesh, dataset: Dataset | Mixe
         document_mask=config.data.document_mask,
         prefetch=config.data.prefetch,
         device=str(mesh.device),
+        most_documents=most_documents(recipe.part("ops.attention")),
     )
     reader = recipe.part("windows")
     windows = reader(dataset.tokenizer) if "windows" not in recipe.filled_by else reader()

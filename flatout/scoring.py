@@ -12,6 +12,7 @@ from flatout.data.mix import Part, distinct_names, parts_of
 from flatout.data.steps import ShardWindows
 from flatout.errors import ConfigError, DataError
 from flatout.loading import LoadedRun
+from flatout.ops.attention import most_documents
 from flatout.parallel.mesh import make_mesh
 from flatout.parallel.rendezvous import Ranks
 from flatout.progress import SILENT, Progress
@@ -28,7 +29,9 @@ def evaluate(loaded: LoadedRun, *, data: Sequence[str | Path] = (), max_tokens: 
     mesh = make_mesh(ParallelConfig(), str(next(loaded.model.parameters()).device), Ranks())
     settings, precision = loaded.config.data, loaded.recipe.part("precision")
     rows, autocast = int(loaded.config.batch.rows_per_device), partial(precision.context, mesh.device.type)
-    judge = Judge(loaded.model, mesh, ShardWindows(), autocast, settings.seq_len, rows, settings.document_mask)
+    judge = Judge(
+        loaded.model, mesh, ShardWindows(), autocast, settings.seq_len, rows, settings.document_mask, most_documents(loaded.model.ops.attention)
+    )
     say_unscored(parts, progress)
     found = judge.score(parts, max_tokens=max_tokens, progress=progress)
     if found is None:

@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from flatout.data.shards import Split
-from flatout.data.steps import StepReader, WindowReader
+from flatout.data.steps import StepReader, WindowReader, check_documents
 from flatout.progress import SILENT, Progress
 
 IGNORED = -1
@@ -116,6 +116,9 @@ class _Buffer:
         mask_NT, doc_ids_NT = (self._rows(flat, rows, seq_len) for flat in (self._mask, self._doc_ids))
         mask, doc_ids = (None if tensor is None else tensor.numpy() for tensor in (mask_NT, doc_ids_NT))
         read = self._steps.read(position, windows_NW.numpy().view(self._steps.dtype), mask, doc_ids)
+        if doc_ids is not None:
+            for micro_BT in doc_ids.reshape(self._accumulate, -1, seq_len):
+                check_documents(micro_BT, self._steps.plan.most_documents)
         batch = StepBatch(self._copy(windows_NW), self._copy(mask_NT), self._copy(doc_ids_NT), **read._asdict(), wait_ms=0.0)
         if self._copied is not None:
             self._copied.record(torch.cuda.current_stream(self._device))
@@ -285,14 +288,16 @@ def evaluation_batches(
     world_size: int = 1,
     max_tokens: int | None = None,
     document_mask: bool = False,
+    most_documents: Callable[[int, int], int] | None = None,
 ) -> Iterator[MicroBatch]:
     """Yield this rank's share of a split read in order: every token but the first is a target exactly once.
 
     All batches have one shape and all ranks get the same number of them: what is missing of the last window, and windows
     that are missing, are padded with token 0 and the target -1. `max_tokens` takes the first so many targets only. A split
-    of fewer than two tokens has no target and yields nothing.
+    of fewer than two tokens has no target and yields nothing. `most_documents` is as in `FeedPlan`.
 
     Shapes:  yields tokens_BT, targets_BT (rows, seq_len).
+    Raises:  DataError when a batch has more documents than attention takes.
     """
     num_targets = max(min(split.num_tokens - 1, split.num_tokens if max_tokens is None else max_tokens), 0)
     num_windows = -(-num_targets // seq_len)
@@ -315,6 +320,7 @@ def evaluation_batches(
         if document_mask:
             doc_ids_BT = np.zeros((rows, seq_len), np.int32)
             split.read_document_ids(indices, seq_len, doc_ids_BT[: len(indices)])
+            check_documents(doc_ids_BT, most_documents)
         yield _micro_batch(*(_on_device(array, device) for array in (windows_BW, counts_BT, doc_ids_BT)))
 
 

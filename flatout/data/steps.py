@@ -5,6 +5,7 @@ Letters in names: A micro-batches, B rows of one, T tokens of one row, W = T + 1
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -65,6 +66,8 @@ class FeedPlan:
     document_mask: bool
     prefetch: int
     device: str
+    most_documents: Callable[[int, int], int] | None = None
+    """(rows, tokens of a row) -> the most documents that attention takes in a micro-batch; None is any number."""
 
     @property
     def windows_per_step(self) -> int:
@@ -208,6 +211,24 @@ class WindowSteps:
             self._first, step = position, 0
         indices: Array = self._ahead[step]
         return indices
+
+
+def check_documents(doc_ids_BT: Array, most_documents: Callable[[int, int], int] | None) -> None:
+    """Check that a micro-batch has no more documents than attention takes: here the ids are on the host, and nothing waits for the device.
+
+    Shapes:  doc_ids_BT (B, T), numbered from 0 in each row.
+    Cost:    reads B numbers.
+    Raises:  DataError.
+    """
+    if most_documents is None:
+        return
+    rows, seq_len = doc_ids_BT.shape
+    documents, room = int(doc_ids_BT[:, -1].sum(dtype=np.int64)) + rows, most_documents(rows, seq_len)
+    if documents > room:
+        raise DataError(
+            f"A micro-batch of {rows} x {seq_len} tokens has {documents:,} documents, and the attention of this run takes {room:,}.",
+            fix="Set speedups=auto,-varlen-attention,+flex-attention, which takes any number; the run continues from its last checkpoint.",
+        )
 
 
 def too_short(split: Windowed, seq_len: int) -> DataError:

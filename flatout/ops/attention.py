@@ -93,18 +93,24 @@ def varlen(q_BHTC: Tensor, k_BGSC: Tensor, v_BGSC: Tensor, *, doc_ids_BT: Tensor
     """`reference` through torch's flash attention of segments: all rows are one line, cut where a document ends.
 
     For GPUs and bf16 or fp16, with documents; all else, and heads that the kernel does not take (above 192 or no multiple of 8), is
-    left to `flex`. The tokens of a document stand side by side, and a row holds at most T / 64 + 1 documents on average.
+    left to `flex`. The tokens of a document stand side by side, and a row holds at most T / 64 + 1 documents on average: the feed,
+    which numbers the documents on the host, refuses a micro-batch with more (`most_documents`) before it reaches the device.
 
     Shapes:  as `reference`.
     Returns: out_BHTC, laid out in memory as (B, T, H, C).
     Cost:    as `reference`, of the pairs within a document; keeps H B T log-sums besides its inputs and its output.
-    Raises:  ShapeError as `reference`; a failed assertion when there are more documents.
+    Raises:  ShapeError as `reference`; without that feed, a failed assertion of the device when there are more documents.
     Source:  Dao 2023, arXiv:2307.08691.
     """
     _check(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT, window)
     if not segments.takes(q_BHTC, doc_ids_BT, window):
         return flex(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT=doc_ids_BT, window=window)
     return _on_gpu(segments.attend, q_BHTC, k_BGSC, v_BGSC, doc_ids_BT, window)
+
+
+def most_documents(attend: Callable[..., Tensor]) -> Callable[[int, int], int] | None:
+    """Return, of a variant, (rows, tokens of a row) -> the documents that it has room for; None where that is any number."""
+    return segments.room if attend is varlen else None
 
 
 def _on_gpu(attend: Callable[..., Tensor], q_BHTC: Tensor, k_BGSC: Tensor, v_BGSC: Tensor, doc_ids_BT: Tensor | None, window: int | None) -> Tensor:

@@ -50,21 +50,27 @@ def attend(q_BHTC: Tensor, k_BGTC: Tensor, v_BGTC: Tensor, doc_ids_BT: Tensor, w
     return torch.unflatten(out_NHC, 0, (rows, num_tokens)).transpose(1, 2)
 
 
+def room(rows: int, num_tokens: int) -> int:
+    """Return the most documents that `attend` takes in `rows` rows of `num_tokens` tokens."""
+    return max(rows * num_tokens // FEWEST_TOKENS + rows, LEAST_ROOM)
+
+
 def cumulative_lengths(doc_ids_BT: Tensor) -> Tensor:
     """Return where each document begins in the line of all rows, in order, and then the line's length, over and over.
 
     As many as there is room for, whatever the ids: the shape is static and the device is not waited for.
 
     Shapes:  doc_ids_BT (B, T) integers; a document's tokens stand side by side.
-    Returns: bounds_S int32, S = B T / FEWEST_TOKENS + B + 1 or LEAST_ROOM + 1, the segments there is room for and one more.
-    Raises:  RuntimeError, on a GPU a failed assertion of the device, when there are more documents than that.
+    Returns: bounds_S int32, S = room(B, T) + 1.
+    Raises:  RuntimeError, on a GPU a failed assertion of the device, when there are more documents: ids that did not come through
+             flatout's feed, which refuses them on the host. Without it the rest of the line would be read from unwritten memory.
     """
     rows, num_tokens = doc_ids_BT.shape
-    room = max(rows * num_tokens // FEWEST_TOKENS + rows, LEAST_ROOM)
+    most = room(rows, num_tokens)
     begins_BT = functional.pad(doc_ids_BT[:, 1:] != doc_ids_BT[:, :-1], (1, 0), value=True)
     segment_N = begins_BT.flatten().cumsum(0) - 1
-    bounds_S = torch.searchsorted(segment_N, torch.arange(room + 1, device=doc_ids_BT.device), out_int32=True)
-    message = f"varlen-attention has room for {room} documents in {rows} x {num_tokens} tokens. Fix: leave varlen-attention out of speedups."
+    bounds_S = torch.searchsorted(segment_N, torch.arange(most + 1, device=doc_ids_BT.device), out_int32=True)
+    message = f"varlen-attention has room for {most} documents in {rows} x {num_tokens} tokens. Fix: leave varlen-attention out of speedups."
     torch._assert_async(bounds_S[-1] == rows * num_tokens, message)
     return bounds_S
 

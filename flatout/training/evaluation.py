@@ -14,6 +14,7 @@ from torch import nn
 from flatout.data.loader import evaluation_batches
 from flatout.data.mix import Part, parts_of
 from flatout.data.steps import WindowReader
+from flatout.ops.attention import most_documents
 from flatout.parallel.mesh import Mesh
 from flatout.progress import SILENT, Progress
 
@@ -105,6 +106,8 @@ class Judge:
     seq_len: int
     rows: int
     document_mask: bool
+    most_documents: Callable[[int, int], int] | None = None
+    """As in `flatout.data.steps.FeedPlan`."""
 
     def score(self, parts: Sequence[Part], *, max_tokens: int | None = None, progress: Progress = SILENT) -> Evaluation | None:
         """Score each data set's validation split, or its share of `max_tokens` from its beginning; None where there is no validation text.
@@ -133,6 +136,7 @@ class Judge:
             world_size=world_size,
             max_tokens=max_tokens,
             document_mask=self.document_mask,
+            most_documents=self.most_documents,
             windows=self.windows,
         )
         loss_sum = torch.zeros((), dtype=torch.float64, device=device)
@@ -158,7 +162,9 @@ class Judge:
 def evaluate(run: Run, *, max_tokens: int | None = None, progress: Progress = SILENT) -> Evaluation | None:
     """Score the validation text of the run's data, or `max_tokens` of it, with the model as it stands; None where there is none."""
     data = run.config.data
-    judge = Judge(run.model, run.mesh, run.windows, run.autocast, data.seq_len, run.rows_per_device, data.document_mask)
+    judge = Judge(
+        run.model, run.mesh, run.windows, run.autocast, data.seq_len, run.rows_per_device, data.document_mask, most_documents(run.core.ops.attention)
+    )
     return judge.score(parts_of(run.dataset), max_tokens=max_tokens, progress=progress)
 
 

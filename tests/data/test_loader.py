@@ -154,6 +154,28 @@ def test_masks_and_documents(train_split, feed_class):
 
 
 @pytest.mark.parametrize("feed_class", FEEDS)
+def test_a_micro_batch_with_more_documents_than_attention_takes_is_refused_on_the_host(train_split, feed_class):
+    ends = np.concatenate([np.arange(16, 1121, 16), np.arange(1121, 1201)])  # long documents, then some of one token
+    split = train_split(np.arange(1200) % 300, ends=ends)
+    asked = []
+
+    def five(rows, seq_len):
+        asked.append((rows, seq_len))
+        return 5
+
+    with feed_class(WindowSteps(split, plan(document_mask=True, most_documents=five, accumulate=1), ShardWindows())) as feed:
+        accepted = []
+        with pytest.raises(DataError, match=r"A micro-batch of 2 x 8 tokens has \d+ documents, .* takes 5\. Fix: .*flex-attention"):
+            accepted.extend(feed)
+    assert set(asked) == {(2, 8)}
+    counts = [len(row.unique()) for batch in accepted for row in batch.doc_ids_ABT[0]]
+    assert counts
+    assert all(one + other <= 5 for one, other in zip(counts[::2], counts[1::2], strict=True))
+    with feed_class(WindowSteps(split, plan(document_mask=True, accumulate=1), ShardWindows())) as feed:
+        assert any(len(next(feed).doc_ids_ABT.flatten().unique()) == 8 for _ in range(75)), "without a limit they are read"
+
+
+@pytest.mark.parametrize("feed_class", FEEDS)
 def test_a_corpus_smaller_than_a_step_trains_over_epochs(train_split, feed_class):
     split = train_split(np.arange(8 * 4 + 1))
     batches = read_steps(feed_class, split, 2)  # 6 windows a step, 4 an epoch
@@ -344,6 +366,14 @@ def test_evaluation_of_the_beginning(train_split, max_tokens):
 @pytest.mark.parametrize("num_tokens", [0, 1])
 def test_evaluation_of_nothing(train_split, num_tokens):
     assert evaluated(train_split(np.zeros(num_tokens, int), ends=[1] * num_tokens)) == []
+
+
+def test_evaluation_refuses_more_documents_than_attention_takes(train_split):
+    split = train_split(np.arange(100), ends=np.arange(1, 101))
+    limits = {"document_mask": True, "most_documents": lambda rows, seq_len: rows * seq_len}
+    assert len(evaluated(split, **limits)) == 5
+    with pytest.raises(DataError, match=r"3 x 8 tokens has 24 documents, .* takes 23"):
+        evaluated(split, **limits | {"most_documents": lambda rows, seq_len: rows * seq_len - 1})
 
 
 def test_evaluation_obeys_the_mask_and_the_documents(train_split):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from attention_cases import CASES, drawn, with_gradients
 
-from flatout.ops import attention, segments
+from flatout.ops import attention, segments, variants
 
 PACKED = {name: case for name, case in CASES.items() if "documents" in case} | {
     "long": {"heads": 4, "groups": 2, "queries": 300, "keys": 300, "documents": 9, "head_dim": 16},
@@ -74,6 +74,23 @@ def test_more_documents_than_there_is_room_for_are_refused():
     with pytest.raises(RuntimeError, match=r"room for 128 documents in 1 x 129 tokens\. Fix: leave varlen-attention out of speedups"):
         segments.cumulative_lengths(torch.arange(129)[None])
     assert segments.cumulative_lengths(torch.arange(128)[None]).tolist() == list(range(129))
+
+
+def test_a_feed_is_told_how_many_documents_there_is_room_for():
+    wanted = {variant: segments.room if variant is attention.varlen else None for variant in variants(attention).values()}
+    assert {variant: attention.most_documents(variant) for variant in wanted} == wanted
+    for rows, num_tokens in [(1, 5), (1, 129), (3, 1000), (64, 1024)]:
+        ids = torch.zeros(rows, num_tokens, dtype=torch.int32)
+        assert len(segments.cumulative_lengths(ids)) == segments.room(rows, num_tokens) + 1
+
+
+def test_as_many_documents_of_one_token_as_there_is_room_for(as_on_gpu):
+    """Each token sees itself alone: what comes out is its own value."""
+    tensors, options = drawn(heads=2, groups=1, queries=64, keys=64, documents=1, head_dim=16)
+    assert segments.room(2, 64) == 2 * 64
+    options["doc_ids_BT"] = torch.arange(64, dtype=torch.int32).expand(2, -1)
+    out, *_ = with_gradients(attention.varlen, tensors, options)
+    torch.testing.assert_close(out, tensors[2].expand_as(out))
 
 
 def test_what_it_cannot_take_is_left_to_flex(monkeypatch):
