@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from flatout.errors import ShapeError
+from flatout.errors import MissingPackage, ShapeError
 from flatout.ops import at_least_fp32
 
 EPS = 1e-5
@@ -36,6 +36,9 @@ def reference(qkv_BTE: Tensor, gain_NC: Tensor | None, cos_TC: Tensor | None, si
     Source:  rotary positions: Su et al. 2021, arXiv:2104.09864; normalised queries and keys: Henry et al. 2020, arXiv:2010.04245.
     """
     qkv_BTMC = _cut(qkv_BTE, gain_NC, cos_TC, sin_TC, counts)
+    if gain_NC is None and cos_TC is None:  # cut once, so that backward joins once
+        q_BTHC, k_BTGC, v_BTGC = torch.split(qkv_BTMC, [*counts, counts[1]], dim=2)
+        return q_BTHC.transpose(1, 2), k_BTGC.transpose(1, 2), v_BTGC.transpose(1, 2)
     turned_BTNC, v_BTGC = torch.split(qkv_BTMC, [sum(counts), counts[1]], dim=2)
     if gain_NC is not None:
         turned_BTNC = rms_normed(turned_BTNC, gain_NC)
@@ -61,6 +64,24 @@ def fused(qkv_BTE: Tensor, gain_NC: Tensor | None, cos_TC: Tensor | None, sin_TC
     qkv_BTMC = _cut(qkv_BTE, gain_NC, cos_TC, sin_TC, counts)
     turned_BTNC, v_BTGC = _Turned.apply(qkv_BTMC, gain_NC, cos_TC, sin_TC, sum(counts))  # type: ignore[no-untyped-call]
     return _laid_out(turned_BTNC, v_BTGC, counts)
+
+
+def packed(qkv_BTE: Tensor, gain_NC: Tensor | None, cos_TC: Tensor | None, sin_TC: Tensor | None, *, counts: tuple[int, int]) -> Heads:
+    """`reference` with its gradient in one pass of a Triton kernel on an NVIDIA GPU, from three gradients to the packed one.
+
+    Compiled or not; forward it is `reference` when compiled, whose passes the compiler joins, and `fused` when not. Where nothing is
+    normalised or turned, on a CPU, where Triton does not run, and in fp64 it is `fused` both ways.
+
+    Shapes:  as `reference`.
+    Returns: as `reference`.
+    Cost:    as `reference`; backward reads the gradients and, with a gain, the product once and writes the packed gradient once. What Inductor
+             makes of `reference` also writes and reads 4 B T N C bytes and reads the product twice, for the gains' gradient.
+    Raises:  ShapeError as `reference`; MissingPackage on a GPU without Triton.
+    """
+    if (gain_NC is None and cos_TC is None) or qkv_BTE.dtype == torch.float64 or not _runs_triton(qkv_BTE):
+        return fused(qkv_BTE, gain_NC, cos_TC, sin_TC, counts=counts)
+    _cut(qkv_BTE, gain_NC, cos_TC, sin_TC, counts)
+    return _Packed.apply(_passes(), qkv_BTE, gain_NC, cos_TC, sin_TC, counts)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def rms_normed(hidden: Tensor, gain: Tensor) -> Tensor:
@@ -112,6 +133,43 @@ class _Turned(torch.autograd.Function):
             grad_BTNC *= gain_NC
             grad_BTNC.addcmul_(wide_BTNC, along_BTN1.mul_(scale_BTN1).mul_(scale_BTN1), value=-1 / wide_BTNC.shape[-1])
         return grad_qkv_BTMC.to(qkv_BTMC.dtype), grad_gain_NC, None, None, None
+
+
+class _Packed(torch.autograd.Function):
+    """Heads as `fused` or a compiler makes them, and their gradients by one kernel."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, passes: Any, qkv_BTE: Tensor, gain_NC: Tensor | None, cos_TC: Tensor | None, sin_TC: Tensor | None, counts: tuple[int, int]
+    ) -> Heads:
+        """Return the heads, and keep the product."""
+        ctx.passes = passes
+        ctx.save_for_backward(qkv_BTE, gain_NC, cos_TC, sin_TC)
+        return fused(qkv_BTE, gain_NC, cos_TC, sin_TC, counts=counts)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, Tensor | None, None, None, None]:
+        """Return the gradients of the product and of the gains."""
+        qkv_BTE, gain_NC, cos_TC, sin_TC = ctx.saved_tensors
+        grad_BTE, grad_gain_NC = ctx.passes.gradient(*grads, qkv_BTE, gain_NC, cos_TC, sin_TC, EPS)
+        return None, grad_BTE, None if gain_NC is None else grad_gain_NC.to(gain_NC.dtype), None, None, None
+
+
+def _runs_triton(tensor: Tensor) -> bool:
+    return tensor.is_cuda
+
+
+def _passes() -> Any:
+    try:
+        from flatout.ops import head_passes
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "triton":
+            raise
+        raise MissingPackage(
+            "The speedup packed-heads takes the package triton, which is not installed.",
+            fix="Install it: `pip install triton`; or leave packed-heads out.",
+        ) from error
+    return head_passes
 
 
 def _turn(wide_BTNC: Tensor, gain_NC: Tensor | None, cos_TC: Tensor | None, sin_TC: Tensor | None) -> Tensor:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flatout.ops import cross_entropy, scan
+from flatout.ops import cross_entropy, heads, scan
 
 sys.path.append(str(Path(__file__).parent))
 """attention_cases is shared by three files here."""
@@ -28,9 +28,9 @@ def interpreted(monkeypatch):
     """
     jit = pytest.importorskip("triton.runtime.jit", reason="the package triton is not installed")
     interpreter = pytest.importorskip("triton.runtime.interpreter")
-    from flatout.ops import loss_kernels, scan_kernels
+    from flatout.ops import head_kernels, loss_kernels, scan_kernels
 
-    for kernels in (loss_kernels, scan_kernels):
+    for kernels in (head_kernels, loss_kernels, scan_kernels):
         for name, function in list(vars(kernels).items()):
             if isinstance(function, jit.JITFunction):
                 interpreted = interpreter.InterpretedFunction(function.fn)
@@ -39,5 +39,5 @@ def interpreted(monkeypatch):
     for name, combine in (("max", "_elementwise_max"), ("sum", "_sum_combine")):  # these are written in Triton's own language
         reduce = getattr(language.standard, combine)
         monkeypatch.setattr(language, name, lambda tensor, axis, reduce=reduce: language.reduce(tensor, axis, reduce))
-    for op in (cross_entropy, scan):
+    for op in (cross_entropy, heads, scan):
         monkeypatch.setattr(op, "_runs_triton", lambda tensor: True)

@@ -1,0 +1,43 @@
+"""Where the packed gradient of heads is taken, and what is said where it is not."""
+
+import pytest
+
+from flatout.config import load_config
+from flatout.hardware import Gpu, Machine
+from flatout.speedups import packed_heads
+from flatout.speedups.packed_heads import SPEEDUP
+
+CPU = Machine("a CPU", 2, 8.0, (), "3.11")
+
+
+def gpu(capability):
+    return Machine("a CPU", 2, 8.0, (Gpu("a GPU", 16.0, capability, "1"),), "3.11")
+
+
+def reason(machine, *overrides):
+    return SPEEDUP.reason_against(machine, load_config(None, ["train.device=auto", *overrides]))
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch):
+    monkeypatch.setattr(packed_heads, "find_spec", lambda name: object())
+
+
+def test_it_is_for_heads_that_are_normalised_or_turned():
+    assert reason(gpu((9, 0))) is None
+    assert reason(gpu((9, 0)), "model.positions=learned", "model.qk_norm=true") is None
+    assert "neither normalised nor turned" in reason(gpu((9, 0)), "model.positions=learned")
+    assert "makes no use of ops.heads" in reason(gpu((9, 0)), "model.kind=eigenstate")
+
+
+def test_it_says_what_is_missing(monkeypatch):
+    assert "on a CPU; fused-heads runs there" in reason(CPU)
+    assert "needs compute capability 8.0" in reason(gpu((7, 5)))
+    monkeypatch.setattr(packed_heads, "find_spec", lambda name: None)
+    assert "pip install triton" in reason(gpu((9, 0)))
+
+
+def test_its_gain_is_predicted_before_it_is_measured():
+    read, written = 302 + 201, 302
+    assert 1818 - (read + written) == 1013
+    assert SPEEDUP.predicted.startswith(f"{1013e6 * 12 / 4.3e12 * 1e3:.1f} ms")
