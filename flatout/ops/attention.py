@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
 from flatout.errors import ShapeError
-from flatout.ops import at_least_fp32, block_sparse, segments
+from flatout.ops import at_least_fp32, block_sparse, flash_attention_4, segments
 
 FEWEST_QUERIES = 8
 """Below, rounding the factors costs more than their product: a model that writes one token at a time."""
@@ -106,6 +106,23 @@ def varlen(q_BHTC: Tensor, k_BGSC: Tensor, v_BGSC: Tensor, *, doc_ids_BT: Tensor
     if not segments.takes(q_BHTC, doc_ids_BT, window):
         return flex(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT=doc_ids_BT, window=window)
     return _on_gpu(segments.attend, q_BHTC, k_BGSC, v_BGSC, doc_ids_BT, window)
+
+
+def flash4(q_BHTC: Tensor, k_BGSC: Tensor, v_BGSC: Tensor, *, doc_ids_BT: Tensor | None = None, window: int | None = None) -> Tensor:
+    """`reference` through FlashAttention 4, for NVIDIA GPUs of capability 9.0 and more and the package flash-attn-4.
+
+    For bf16 and fp16, heads up to 128 of a multiple of 8, and nothing masked but the future; all else is left to `flex`.
+
+    Shapes:  as `reference`.
+    Returns: out_BHTC, laid out in memory as (B, T, H, C).
+    Cost:    as `reference`, of the pairs that are visible; keeps B H T log-sums besides its inputs and its output.
+    Raises:  ShapeError as `reference`; MissingPackage.
+    Source:  Zadouri et al. 2026, arXiv:2603.05451; on Hopper its kernels follow Shah et al. 2024, arXiv:2407.08608.
+    """
+    _check(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT, window)
+    if not flash_attention_4.takes(q_BHTC, k_BGSC, doc_ids_BT, window):
+        return flex(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT=doc_ids_BT, window=window)
+    return _on_gpu(flash_attention_4.attend, q_BHTC, k_BGSC, v_BGSC, doc_ids_BT, window)
 
 
 def most_documents(attend: Callable[..., Tensor]) -> Callable[[int, int], int] | None:
