@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import math
+from importlib.metadata import PackageNotFoundError, version
 
 import pytest
+import test_heads
 import torch
 from attention_cases import CASES, LONG, drawn, with_gradients
 from torch.nn.attention import SDPBackend
 
-from flatout.ops import attention, cross_entropy, variants
+from flatout.ops import attention, cross_entropy, heads, variants
 
 pytestmark = pytest.mark.gpu
 
-ATTENTION = {name: function for name, function in variants(attention).items() if name not in {"reference", "bf16"}}
-"""All but the definition, whose plain products round more than kernels do, and the one for CPUs."""
+try:
+    version("flash-attn-4")
+    ABSENT = set()
+except PackageNotFoundError:
+    ABSENT = {"flash4"}
+ATTENTION = {name: function for name, function in variants(attention).items() if name not in {"reference", "bf16"} | ABSENT}
+"""All but the definition, whose plain products round more than kernels do, the one for CPUs, and that of a package that is not installed."""
 EVERY = {f"{name} of {kind}": case for kind, cases in {"blocks": LONG, "few": CASES}.items() for name, case in cases.items()}
 ESSENTIAL = {"documents of blocks", "heads of 128 of blocks", "documents, window, grouped of few", "square of few"}
 """Cases that are tried in bfloat16 where there is no time for all: each kernel, with all that it can do."""
@@ -153,3 +160,15 @@ def test_torch_takes_cudnn_by_itself_on_hopper(groups):
         (q, k, v), _ = drawn(**GPT2 | {"groups": groups, "head_dim": head_dim, "dtype": torch.bfloat16})
         chosen = torch._fused_sdp_choice(q.cuda(), k.cuda(), v.cuda(), is_causal=True, enable_gqa=groups != 12)
         assert (chosen == SDPBackend.CUDNN_ATTENTION.value) == (wanted is not None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", test_heads.CASES)
+def test_the_packed_gradient_of_heads_matches_the_reference_in_fp64(case, dtype):
+    counts, limit = test_heads.CASES[case]["counts"], 1e-5 if dtype == torch.float32 else 2e-2
+    tensors = test_heads.drawn(**test_heads.CASES[case], dtype=dtype)
+    wanted = test_heads.with_gradients(heads.reference, tuple(None if tensor is None else tensor.double() for tensor in tensors), counts)
+    on_device = tuple(None if tensor is None else tensor.cuda() for tensor in tensors)
+    weighted = test_heads.with_gradients(lambda *given, counts: [part.cpu() for part in heads.packed(*given, counts=counts)], on_device, counts)
+    for got, want in zip(weighted, wanted, strict=True):
+        torch.testing.assert_close(got.cpu().double(), want, rtol=limit, atol=limit * max(float(want.abs().max()), 1))
