@@ -1,7 +1,8 @@
 """Which speedups a run uses: what the configuration wishes, what the machine allows, and a reason for each.
 
 `auto` is a table, `speedups/auto.yaml`: by speedup and device, on, off, on for runs of at least so many minutes, on only with one
-of others, or on unless one of others is. A speedup without a row is off under `auto` and on when it is named.
+of others, or on unless one of others is; and whether that was measured. A speedup without a row is off under `auto` and on when
+it is named. What `bench` measured on this very GPU (flatout/measured.py) is shown beside a decision and does not change it yet.
 """
 
 from __future__ import annotations
@@ -206,6 +207,17 @@ def _by_table(speedup: Speedup, device: str, minutes: float | None) -> Decision:
     if least is not None and minutes is not None and minutes < least:
         return Decision(speedup.name, False, f"this run lasts about {minutes:.1f} minutes; pays from {least:g}: {reason}")
     return Decision(speedup.name, True, reason)
+
+
+def is_measured(speedup: Speedup, config: RunConfig, machine: Machine, device: str) -> bool | None:
+    """Say whether a measurement on such a device stands behind what `auto` does with a speedup there.
+
+    Returns: None where its table has no row and needs none, because the speedup cannot run there.
+    """
+    entry = _table_entry(speedup.name, device)
+    if not entry and speedup.reason_against(machine, config):
+        return None
+    return bool(entry.get("measured", False))
 
 
 def _table_entry(name: str, device: str) -> dict[str, Any]:

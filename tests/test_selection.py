@@ -10,7 +10,7 @@ from flatout.config import load_config
 from flatout.errors import ConfigError, HardwareError
 from flatout.hardware import Gpu, Machine
 from flatout.registry import RECIPES, SPEEDUPS
-from flatout.selection import Decision, all_speedups, assemble, auto_table, naming, parse_wish, select, settled
+from flatout.selection import Decision, all_speedups, assemble, auto_table, is_measured, naming, parse_wish, select, settled
 
 CPU = Machine("a CPU", 2, 8.0, (), "3.11")
 NARROW = Machine("a CPU", 2, 8.0, (), "3.11", cpu_multiplies_bf16=True)
@@ -33,8 +33,17 @@ def test_the_table_of_auto_names_only_speedups_and_devices_that_exist():
     for row in auto_table().values():
         assert set(row) <= {"cpu", "cuda"}
         for entry in row.values():
-            assert set(entry) <= {"on", "from_minutes", "because", "unless", "with"}
+            assert set(entry) <= {"on", "measured", "from_minutes", "because", "unless", "with"}
+            assert entry.get("measured", True) is True, "what is not measured has no such key"
             assert {*entry.get("unless", ()), *entry.get("with", ())} <= set(SPEEDUPS.names())
+
+
+def test_no_row_for_gpus_is_measured_and_what_cannot_run_there_needs_no_row():
+    found = {s.name: is_measured(s, load_config(), HOPPER, "cuda") for s in all_speedups()}
+    assert {name for name, row in auto_table().items() if "cuda" in row} <= {name for name, measured in found.items() if measured is False}
+    assert found["bf16-products"] is None
+    assert is_measured(SPEEDUPS.get("kept-memory"), load_config(), CPU, "cpu") is True
+    assert is_measured(SPEEDUPS.get("async-checkpoints"), load_config(), CPU, "cpu") is False
 
 
 def test_none_is_the_baseline():

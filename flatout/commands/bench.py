@@ -10,6 +10,7 @@ import typer
 
 from flatout.commands import Command, Result, train
 from flatout.config import load_config
+from flatout.data.corpus import CACHE
 from flatout.errors import ConfigError
 from flatout.progress import SILENT, Progress
 
@@ -72,14 +73,15 @@ def bench(
 
     The ladder adds one speedup at a time to the plain way of training, up to the set that `train` would use; then leaves each
     out of it, and puts those into it that are off. Every trial is a process of its own; repeats are interleaved. Ctrl+C ends the
-    measuring and shows what there is. Each trial is in trials.jsonl as soon as it ends.
+    measuring and shows what there is. Each trial is in trials.jsonl as soon as it ends. What each speedup gained on a GPU is kept
+    for `flatout list speedups`.
 
     Raises: UsageError before anything was measured; RunFailed when nothing could be; Interrupted when nothing was by then.
     """
     from flatout.measure.bench import run_bench
 
-    config = load_config(recipe, overrides or ())
-    report, place = run_bench(config, minutes=minutes, repeats=repeats, sweep=sweep, out=None if out is None else Path(out), progress=progress)
+    config, place = load_config(recipe, overrides or ()), None if out is None else Path(out)
+    report, place = run_bench(config, minutes=minutes, repeats=repeats, sweep=sweep, out=place, cache=CACHE, progress=progress)
     total: Figure | None = report.total_speedup
     return BenchResult(
         path=str(place),

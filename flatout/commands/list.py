@@ -9,9 +9,11 @@ import typer
 
 from flatout.commands import Command, Result
 from flatout.config import load_config
+from flatout.data.corpus import CACHE
 from flatout.hardware import Machine, probe
+from flatout.measured import gpu_name, read
 from flatout.registry import DATASETS, MACHINES, MODELS, OPTIMIZERS, RECIPES, SOURCES, Folder, YamlFolder, unknown_name
-from flatout.selection import all_speedups, select
+from flatout.selection import all_speedups, is_measured, select
 
 FOLDERS: dict[str, Folder | YamlFolder] = {
     "datasets": DATASETS,
@@ -22,6 +24,11 @@ FOLDERS: dict[str, Folder | YamlFolder] = {
 }
 
 
+LABELS = {True: "measured", False: "not measured", None: ""}
+"""Whether a measurement stands behind what `auto` does with a speedup; None: nothing is to be measured, it is not for this device."""
+LABEL_WIDTH = max(map(len, LABELS.values()))
+
+
 class ListResult(Result):
     """What there is of one kind."""
 
@@ -30,7 +37,10 @@ class ListResult(Result):
     note: str | None = None
     """Of speedups: that they are decided for a GPU which is not here; None where they are decided for this machine."""
     items: list[dict[str, Any]]
-    """One object an entry: its `name`, its `description`, and for speedups whether it is `on` here and the `reason`."""
+    """One object an entry: its `name` and its `description`.
+
+    For speedups also whether it is `on` here and the `reason`; whether that is `measured` on such a device (null: it is not for
+    this device); the `gain` that bench measured on this very GPU, and the one that was `predicted`, in words or null."""
 
     def summary(self) -> str:
         """Return a line an entry."""
@@ -41,9 +51,12 @@ class ListResult(Result):
     def _line(self, item: dict[str, Any], width: int) -> str:
         if "on" not in item:
             return f"{item['name']:<{width}}  {item['description']}"
-        state = "on " if item["on"] else "off"
-        saves = "" if item["reason"] == item["description"] else f"\n{'':{width + 7}}saves {item['description']}"
-        return f"{state}  {item['name']:<{width}}  {item['reason']}{saves}"
+        label = LABELS[item["measured"]]
+        under = [] if item["reason"] == item["description"] else [f"saves {item['description']}"]
+        under += [f"measured on this GPU: {item['gain']}"] if item["gain"] else []
+        under += [f"predicted: {item['predicted']}"] if item["predicted"] and not item["gain"] else []
+        start = f"{'on' if item['on'] else 'off':<3}  {label:<{LABEL_WIDTH}}  {item['name']:<{width}}  "
+        return "\n".join([start + item["reason"], *(" " * len(start) + line for line in under)])
 
 
 def list_entries(
@@ -52,7 +65,7 @@ def list_entries(
 ) -> ListResult:
     """Show what there is: data sets, models, speedups, recipes, machines.
 
-    Speedups are shown on or off as a run on this machine would have them, with the reason.
+    Speedups are shown on or off as a run on this machine would have them, with the reason, and whether that was measured.
 
     Raises: ConfigError for an unknown kind or recipe, with the nearest name.
     """
@@ -71,11 +84,22 @@ def _speedups(recipe: str | Path | None) -> ListResult:
     config = load_config(recipe)
     device = config.train.device if config.train.device != "auto" else "cuda" if machine.gpus else "cpu"
     speedups = {speedup.name: speedup for speedup in all_speedups()}
+    gpu = gpu_name(machine, device)
+    kept = read(gpu, CACHE) if gpu else None
     items = []
     for decision in select(config, machine, device=device):
-        speedup = speedups[decision.name]
+        speedup, gain = speedups[decision.name], kept.speedups.get(decision.name) if kept else None
         items.append(
-            {"name": decision.name, "description": speedup.saves, "on": decision.on, "reason": decision.reason, "promise": speedup.promise.kind}
+            {
+                "name": decision.name,
+                "description": speedup.saves,
+                "on": decision.on,
+                "reason": decision.reason,
+                "promise": speedup.promise.kind,
+                "measured": True if gain else is_measured(speedup, config, machine, device),
+                "gain": gain and gain.describe(),
+                "predicted": speedup.predicted,
+            }
         )
     elsewhere = device.startswith("cuda") and not machine.gpus
     note = f"This recipe asks for a GPU (train.device={device}), which is not here; this is what it would use on one." if elsewhere else None

@@ -12,6 +12,7 @@ from flatout import preflight
 from flatout.commands import Command, Result
 from flatout.commands.eval import DatasetScore, score_table
 from flatout.config import RunConfig, load_config
+from flatout.data.corpus import CACHE
 from flatout.progress import SILENT, Progress
 from flatout.training.named import RUNS
 
@@ -116,7 +117,7 @@ def train_config(
     from flatout.training.start import run_training
 
     place = RUNS / run_name(config) if run is None else Path(run)
-    summary = run_training(config, place, resume=str(resume), observers=observers, sample=sample_text, progress=progress)
+    summary = run_training(config, place, resume=str(resume), observers=observers, sample=sample_text, cache=CACHE, progress=progress)
     fields = TrainResult.model_fields.items()
     return TrainResult(**{name: summary.get(name) for name, field in fields if name in summary or field.is_required()})
 

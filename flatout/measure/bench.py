@@ -21,6 +21,7 @@ from flatout.measure.experiment import Experiment, Point, with_speedups
 from flatout.measure.judge import Measured, ladder_rows
 from flatout.measure.ladder import BASELINE, make_ladder, promise_between
 from flatout.measure.picture import picture
+from flatout.measure.remember import remember
 from flatout.measure.results import INTERRUPTED, TIME_WAS_UP, TRIALS, Report, Row, Trial, claim, commit_of_package, is_less, keep, place_for, write
 from flatout.measure.settling import Settled, settle_apart
 from flatout.measure.spec import TrialResult, TrialSpec
@@ -67,13 +68,15 @@ def run_bench(
     sweep: str | None = None,
     out: Path | None = None,
     progress: Progress = SILENT,
+    cache: Path | None = None,
     trial: RunTrial = run_trial,
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[Report, Path]:
     """Measure the ladder of a recipe, or a sweep, and write bench.json, table.md and bench.svg; return the report and its folder.
 
     Each trial is added to trials.jsonl as it ends. An interruption ends the measuring; what has been measured by then is judged
-    and written. Raises: UsageError before anything was measured; RunFailed when nothing could be; Interrupted when nothing was by then.
+    and written. The gains on a GPU are kept in `cache` too (None: nowhere).
+    Raises: UsageError before anything was measured; RunFailed when nothing could be; Interrupted when nothing was by then.
     """
     began_s, began = clock(), datetime.now().astimezone()
     if stated_ranks().world_size > 1:
@@ -97,6 +100,8 @@ def run_bench(
         progress.say(f"{place} keeps the report of an earlier bench, which has more trials; those of this one are in {place / TRIALS}.")
     else:
         write(report, table(report), picture(report), place)
+    if cache is not None:
+        remember(report, settled.machine, settled.config.train.device, cache, progress=progress)
     return report, place
 
 

@@ -19,10 +19,12 @@ from flatout.data.mix import MixedDataset, parts_of
 from flatout.data.shards import Dataset
 from flatout.errors import CheckpointError, ConfigError, DataError, FlatoutError, RunFailed, Stopped
 from flatout.hardware import Machine, pick_device, probe
+from flatout.measured import advice, gpu_name
 from flatout.parallel.mesh import make_mesh
 from flatout.parallel.rendezvous import Ranks, connect, disconnect
 from flatout.preflight import open_dataset
 from flatout.progress import SILENT, Progress
+from flatout.registry import RECIPES
 from flatout.run import Run, build, epoch_tokens, for_world_size, ops_of, resolve
 from flatout.selection import Decision, assemble, settled
 from flatout.training import catalog, folder
@@ -64,10 +66,12 @@ def run_training(
     resume: str = "auto",
     observers: Sequence[Observer] = (),
     sample: Callable[[Run], str] | None = None,
+    cache: Path | None = None,
     progress: Progress = SILENT,
 ) -> dict[str, Any]:
     """Train the run that `asked` describes in the folder `place`, from its newest checkpoint if it has one; return its summary.
 
+    In `cache` is what has been measured on this machine's GPUs; None: say nothing of that.
     Raises: Stopped when a signal ended it after a save; UsageError before anything was changed; RunFailed.
     """
     machine = probe()
@@ -95,6 +99,7 @@ def run_training(
                 differences = take_up(run, plan.checkpoint, progress)
                 if mesh.is_main:
                     keep(run, plan)
+                    say_unmeasured(run, plan, cache, progress)
                 return carry_out(run, plan, differences, observers, sample, progress)
 
 
@@ -205,6 +210,16 @@ def keep(run: Run, plan: Plan) -> None:
     if plan.asked is not None:
         folder.write_config(run.folder, plan.config, asked=plan.asked)
         shutil.copyfile(parts_of(run.dataset)[0].dataset.path / TOKENIZER, run.folder / TOKENIZER)  # a trained model can be tried without its data
+
+
+def say_unmeasured(run: Run, plan: Plan, cache: Path | None, progress: Progress) -> None:
+    """Say of a run that begins on a GPU on which nothing has been measured how that is done; once a GPU."""
+    gpu = gpu_name(run.machine, str(run.mesh.device))
+    if cache is None or gpu is None or plan.checkpoint is not None:
+        return
+    line = advice(gpu, run.config.name if run.config.name in RECIPES.names() else "RECIPE", cache)
+    if line is not None:
+        progress.say(line)
 
 
 def own_folder(place: Path) -> None:

@@ -6,8 +6,12 @@ import pytest
 
 from flatout.commands.list import FOLDERS, list_entries
 from flatout.errors import ConfigError
-from flatout.hardware import probe
+from flatout.hardware import Gpu, probe
+from flatout.measured import Gain, keep
 from flatout.registry import SPEEDUPS
+from flatout.selection import all_speedups, auto_table
+
+GAIN = Gain(gain=1.12, low=1.05, high=1.2, where="in the full set", recipe="gpt2-124m", date="2026-11-22T08:00:00", commit="abc1234", torch="2.11.0")
 
 
 @pytest.mark.parametrize("kind", [*FOLDERS, "machines", "speedups"])
@@ -45,6 +49,39 @@ def test_a_gpu_that_a_recipe_asks_for_and_is_not_here_is_said_first(tmp_path, mo
     assert next(item["on"] for item in elsewhere.items if item["name"] == "bf16")
     assert here.note is None
     assert here.summary().splitlines()[0][:3] in {"on ", "off"}
+
+
+def test_what_is_not_measured_on_a_gpu_is_labelled(monkeypatch, tmp_path):
+    gpu = Gpu("NVIDIA H200", 141.0, (9, 0), "1")
+    monkeypatch.setattr("flatout.commands.list.probe", lambda: replace(probe(), gpus=(gpu,)))
+    monkeypatch.setattr("flatout.commands.list.CACHE", tmp_path)
+    before = {item["name"]: item for item in list_entries("speedups").items}
+    rows = {name for name, row in auto_table().items() if "cuda" in row}
+    assert {name for name in rows if not auto_table()[name]["cuda"].get("measured")} <= {n for n, item in before.items() if item["measured"] is False}
+    lines = {line.split()[3]: line for line in list_entries("speedups").summary().splitlines() if line[5:17] == "not measured"}
+    assert rows <= set(lines)
+    assert lines["bf16"].startswith("on   not measured  bf16 ")
+
+    keep(gpu.name, {"bf16": GAIN}, tmp_path)
+    result = list_entries("speedups")
+    after = {item["name"]: item for item in result.items}
+    assert after["bf16"] == before["bf16"] | {"measured": True, "gain": GAIN.describe()}
+    assert {name for name in after if after[name] != before[name]} == {"bf16"}, "what bench measured decides nothing yet"
+    assert "on   measured      bf16 " in result.summary()
+    assert f"measured on this GPU: {GAIN.describe()}" in result.summary()
+
+
+def test_the_predicted_gain_is_shown_until_one_is_measured(monkeypatch, tmp_path):
+    gpu = Gpu("NVIDIA H200", 141.0, (9, 0), "1")
+    monkeypatch.setattr("flatout.commands.list.probe", lambda: replace(probe(), gpus=(gpu,)))
+    monkeypatch.setattr("flatout.commands.list.CACHE", tmp_path)
+    foreseen = [replace(speedup, predicted="2%: half of 4%") if speedup.name == "bf16" else speedup for speedup in all_speedups()]
+    monkeypatch.setattr("flatout.commands.list.all_speedups", lambda: foreseen)
+    result = list_entries("speedups")
+    assert next(item["predicted"] for item in result.items if item["name"] == "bf16") == "2%: half of 4%"
+    assert "  predicted: 2%: half of 4%" in result.summary()
+    keep(gpu.name, {"bf16": GAIN}, tmp_path)
+    assert "2%: half of 4%" not in list_entries("speedups").summary()
 
 
 def test_this_machine_comes_first():

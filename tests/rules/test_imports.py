@@ -28,6 +28,7 @@ HOUSE = (
     "recipe",
     "speedups",
     "selection",
+    "measured",
     "preflight",
     "run",
     "training",

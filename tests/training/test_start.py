@@ -16,6 +16,7 @@ from flatout.data.shards import Dataset
 from flatout.errors import CheckpointError, ConfigError, DataError, RunFailed, Stopped
 from flatout.generate import sample
 from flatout.loading import load_run
+from flatout.progress import SILENT
 from flatout.training import catalog
 from flatout.training.checkpoint import read_weights
 from flatout.training.folder import read_exit_code, read_summary
@@ -366,3 +367,21 @@ def test_a_trained_model_can_be_tried_without_its_data(tiny_config, tiny_set, tm
     assert "".join(sample(loaded.model, loaded.tokenizer, "a", max_tokens=5))
     with pytest.raises(DataError, match="no data set folder"):
         _ = loaded.dataset
+
+
+def test_the_first_run_on_a_gpu_that_nothing_was_measured_on_says_how_to(tiny_config, tmp_path, monkeypatch):
+    class Said(type(SILENT)):
+        def say(self, line):
+            lines.append(line)
+
+    monkeypatch.setattr("flatout.training.start.gpu_name", lambda machine, device: "NVIDIA H200")
+    lines, options = [], {"cache": tmp_path / "cache", "progress": Said()}
+    with pytest.raises(Stopped):
+        run_training(tiny_config(), tmp_path / "none", observers=[StopAt(3)], progress=Said())
+    run_training(tiny_config(), tmp_path / "none", **options)
+    assert not lines, "neither without a cache nor on resume"
+    run_training(tiny_config(), tmp_path / "first", **options)
+    (line,) = lines
+    assert line.startswith("No speedup has been measured on this GPU (NVIDIA H200); `flatout bench RECIPE --minutes ")
+    run_training(tiny_config(), tmp_path / "second", **options)
+    assert lines == [line]

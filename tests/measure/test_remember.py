@@ -1,0 +1,55 @@
+"""The last gain of each speedup of a ladder is kept for its GPU."""
+
+from __future__ import annotations
+
+from flatout.hardware import Gpu, Machine
+from flatout.measure.remember import gains, remember
+from flatout.measured import read
+
+MACHINE = Machine("a CPU", 2, 8.0, (Gpu("NVIDIA H200", 141.0, (9, 0), "1"),), "3.11")
+
+
+class Said:
+    def __init__(self):
+        self.lines = []
+
+    def say(self, line):
+        self.lines.append(line)
+
+
+def about(report, name, **changes):
+    """The report with changes to one line."""
+    rows = [row.model_copy(update=changes) if row.name == name else row for row in report.rows]
+    return report.model_copy(update={"rows": rows})
+
+
+def test_what_has_a_gain_is_kept_and_in_the_full_set_counts_most(sample_report):
+    report = about(sample_report, "+ prefetch", speedup="prefetch")
+    below = gains(report)
+    assert set(below) == {"pretokenised", "prefetch"}
+    assert below["pretokenised"].gain == 2.1
+    assert (below["pretokenised"].recipe, below["pretokenised"].commit, below["pretokenised"].torch) == ("shakespeare-char", "abc1234", "2.13.0")
+    assert below["prefetch"].where == "on the way up"
+    within = gains(about(report, "all but prefetch", speedup="prefetch"))
+    assert within["prefetch"].where == "in the full set"
+
+
+def test_it_is_kept_for_the_gpu_that_measured(sample_report, tmp_path):
+    for device in ("cpu", "cuda:1"):
+        remember(sample_report, MACHINE, device, tmp_path)
+        assert not list(tmp_path.iterdir())
+    remember(sample_report, MACHINE, "cuda", tmp_path)
+    assert set(read("NVIDIA H200", tmp_path).speedups) == {"pretokenised"}
+
+
+def test_a_ladder_without_gains_leaves_nothing(sample_report, tmp_path):
+    remember(sample_report.model_copy(update={"rows": sample_report.rows[:1]}), MACHINE, "cuda", tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_cache_that_cannot_be_written_is_said(sample_report, tmp_path):
+    said, cache = Said(), tmp_path / "file"
+    cache.write_text("")
+    remember(sample_report, MACHINE, "cuda", cache, progress=said)
+    (line,) = said.lines
+    assert line.startswith(f"Cannot write {cache}: ")
