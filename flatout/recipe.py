@@ -21,7 +21,7 @@ from flatout.registry import MODELS, load_reference
 if TYPE_CHECKING:
     from flatout.memory import Workload
 
-STAGES = ("tensor", "low-precision", "checkpointing", "compile", "cuda-graphs", "shard")
+STAGES = ("tensor", "low-precision", "checkpointing", "compiler-options", "compile", "cuda-graphs", "shard")
 """The one right order in which transforms wrap a model; `shard` belongs to config.parallel."""
 
 

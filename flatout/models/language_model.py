@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal, Self, final
 
 import torch
@@ -55,6 +56,8 @@ class LanguageModel(nn.Module, ABC):
     config: LanguageModelConfig
     blocks: nn.ModuleList
     """Called in order, each as block(hidden_BTD, doc_ids_BT) -> hidden_BTD."""
+    compiler_options: Mapping[str, bool] = MappingProxyType({})
+    """What the compiler is asked for besides, where the model is compiled: options of torch.compile's own backend."""
 
     def __init__(self, config: LanguageModelConfig, ops: Ops) -> None:
         super().__init__()

@@ -18,7 +18,7 @@ def _compile(model: Any, mesh: Any) -> Any:
     """
     if mesh.world_size > 1:
         return compile_blocks(model, mesh)
-    model.compile(dynamic=False)
+    model.compile(dynamic=False, options=dict(model.compiler_options) or None)
     return model
 
 

@@ -18,9 +18,10 @@ def compile_blocks(model: Any, mesh: Any) -> Any:
     """
     import torch
 
+    options = dict(model.compiler_options) or None
     for block in model.blocks:
-        block.compile(dynamic=False)
-    model.ops = replace(model.ops, cross_entropy=torch.compile(model.ops.cross_entropy, dynamic=False))
+        block.compile(dynamic=False, options=options)
+    model.ops = replace(model.ops, cross_entropy=torch.compile(model.ops.cross_entropy, dynamic=False, options=options))
     return model
 
 

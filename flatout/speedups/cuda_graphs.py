@@ -20,7 +20,7 @@ def _record(model: Any, mesh: Any) -> Any:
     import torch
 
     next_step: Any = torch.compiler.cudagraph_mark_step_begin
-    model.compile(dynamic=False, options={"triton.cudagraphs": True})
+    model.compile(dynamic=False, options={**model.compiler_options, "triton.cudagraphs": True})
     recorded = model._compiled_call_impl
 
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -36,6 +36,7 @@ def test_each_call_of_the_model_is_a_step_of_its_graphs(monkeypatch):
     monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: said.append("step"))
     monkeypatch.setattr(torch, "compile", lambda call, **options: said.append(options) or call)
     model = nn.Linear(2, 2)
+    model.compiler_options = {}
     names = list(model.state_dict())
     SPEEDUP.transform.apply(model, SimpleNamespace(shard=1))
     for _ in range(2):

@@ -1,0 +1,90 @@
+"""The compiler is asked for it with the model, forward and backward, and with nothing else."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from types import SimpleNamespace
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import nn
+from torch._inductor import graph
+
+from flatout.hardware import Gpu, Machine
+from flatout.selection import select, speedup_named
+from flatout.speedups.coordinate_descent import OPTION
+
+GPU = Machine("a CPU", 2, 8.0, (Gpu("an H200", 140.0, (9, 0), "1"),), "3.11")
+MESH = SimpleNamespace(shard=1)
+SPEEDUP = speedup_named("coordinate-descent")
+
+
+@pytest.fixture
+def asked(build_run, tiny_config, monkeypatch):
+    """What torch.compile is asked for, after the transforms of the named speedups."""
+
+    def after(*names):
+        model, given = build_run(tiny_config()).core, []
+        monkeypatch.setattr(torch, "compile", lambda call, **options: given.append(options) or call)
+        for name in names:
+            model = speedup_named(name).transform.apply(model, MESH)
+        return given
+
+    return after
+
+
+def test_torch_knows_the_option():
+    assert OPTION in torch._inductor.list_options()
+
+
+def test_whatever_compiles_the_model_hands_it_on(asked):
+    assert asked("compile") == [{"dynamic": False, "options": None}]
+    assert asked("coordinate-descent", "compile") == [{"dynamic": False, "options": {OPTION: True}}]
+    assert asked("coordinate-descent", "compile", "cuda-graphs")[-1]["options"] == {OPTION: True, "triton.cudagraphs": True}
+    by_block = asked("coordinate-descent", "compile-blocks")
+    assert len(by_block) == 3, "two blocks and the loss"
+    assert all(options == {"dynamic": False, "options": {OPTION: True}} for options in by_block)
+
+
+def test_a_compiler_that_has_no_such_option_is_not_asked(asked, monkeypatch):
+    monkeypatch.setattr(torch._inductor, "list_options", list)
+    assert asked("coordinate-descent", "compile") == [{"dynamic": False, "options": None}]
+
+
+def test_where_it_cannot_be(tiny_config):
+    assert "makes C++" in SPEEDUP.reason_against(GPU, tiny_config())
+    assert SPEEDUP.reason_against(GPU, tiny_config(train__device="cuda")) is None
+    assert "train.deterministic" in SPEEDUP.reason_against(GPU, tiny_config(train__device="cuda", train__deterministic=True))
+    decision = next(d for d in select(tiny_config(train__device="cuda", speedups="auto"), GPU, device="cuda", minutes=600) if d.name == SPEEDUP.name)
+    assert not decision.on
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own compiler makes objects of its functions
+def test_forward_and_backward_are_tuned_and_nothing_after(monkeypatch):
+    """Backward runs in a thread of its own, as on a GPU, where settings of the process do not hold in every torch."""
+    seen, run = [], graph.GraphLowering.run
+
+    def watched(lowering, *inputs):
+        seen.append(torch._inductor.config.coordinate_descent_tuning)
+        return run(lowering, *inputs)
+
+    class Model(nn.Linear):
+        compiler_options: ClassVar = {}
+
+        def forward(self, x):
+            return super().forward(x).relu() * new  # a graph that no cache holds
+
+    new = uuid.uuid4().int % 10**9 / 10**9
+    monkeypatch.setattr(graph.GraphLowering, "run", watched)
+    model = Model(4, 4)
+    for name in ("coordinate-descent", "compile"):
+        speedup_named(name).transform.apply(model, MESH)
+    loss = model(torch.ones(2, 4)).sum()
+    thread = threading.Thread(target=loss.backward)
+    thread.start()
+    thread.join()
+    assert model.weight.grad is not None
+    assert seen == [True, True]
+    assert not torch._inductor.config.coordinate_descent_tuning
