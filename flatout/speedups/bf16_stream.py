@@ -26,4 +26,8 @@ SPEEDUP = Speedup(
     saves="time, and memory in a compiled model: sums between blocks and their gradients take two bytes instead of four",
     promise=Promise.rounding(rtol=2e-2),
     needs=("bf16",),
+    predicted=(
+        "2.3% at GPT-2 124M, compiled: in a block's forward the sum is read and written at both norms, in backward it is read there and its "
+        "gradient read and written; two bytes less each are 20 x d a token and layer, 12 GB in a step of 65,536 tokens, 2.8 ms of 120 at 4.3 TB/s."
+    ),
 )
