@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from main_job import RESULTS, commit
+from main_job import RESULTS
 from optimisers import built, code_state
 
 from flatout import Dataset, load_config, prepare
@@ -62,8 +62,8 @@ class Case:
 
 CASES = (
     Case("transformer", TRANSFORMER, num_layers=4, d_model=128, seq_len=128, tokens_per_step=2048, steps=1000),
-    Case("eigenstate", EIGENSTATE, num_layers=4, d_model=128, seq_len=128, tokens_per_step=1024, steps=800),
-    Case("transformer, deep", TRANSFORMER, num_layers=12, d_model=64, seq_len=64, tokens_per_step=1024, steps=600),
+    Case("eigenstate", EIGENSTATE, num_layers=4, d_model=128, seq_len=128, tokens_per_step=1024, steps=400),
+    Case("transformer, deep", TRANSFORMER, num_layers=12, d_model=64, seq_len=64, tokens_per_step=1024, steps=250),
 )
 
 
@@ -77,7 +77,14 @@ def main() -> None:
     prepare(str(arguments.text), arguments.work / "characters", tokenizer="char", workers=1)
     dataset = Dataset.open(arguments.work / "characters")
     cases = [measure(case, dataset, range(1, arguments.seeds + 1), arguments.work / "runs.jsonl") for case in CASES]
-    found = {"machine": probe().describe(), "commit": commit(), "torch": torch.__version__, "shared": SHARED, "speedups": SPEEDUPS, "cases": cases}
+    found = {
+        "machine": probe().describe(),
+        "commit": code_state(),
+        "torch": torch.__version__,
+        "shared": SHARED,
+        "speedups": SPEEDUPS,
+        "cases": cases,
+    }
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "bf16_stream.json").write_text(json.dumps(found, indent=1) + "\n")
     (RESULTS / "bf16_stream.md").write_text(table(found))
