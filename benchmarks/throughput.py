@@ -154,6 +154,14 @@ class Session:
         known_s = [row["process_s"] for row in found.of(entry) if row["status"] == "ok"]
         if remaining_s < max(known_s, default=0.0 if self.arguments.tiny else FIRST_GUESS_S):
             return False
+        row = self.row(entry, rows, number, asked, min(LIMIT_S, remaining_s))
+        if row["status"] == "timed-out" and remaining_s < LIMIT_S:
+            return False  # it was the command's time that was up, not its own
+        self.keep(row, found)
+        return True
+
+    def row(self, entry: Entry, rows: int | None, number: int, asked: RunConfig, limit_s: float, **more: Any) -> dict[str, Any]:
+        """Measure an entry at one batch and return the row; `more` goes into what the worker is told."""
         batch = {} if rows is None else {"batch.rows_per_device": rows, "batch.accumulate": 1, "batch.tokens_per_step": rows * asked.data.seq_len}
         spec = {
             "kind": entry.kind,
@@ -164,17 +172,19 @@ class Session:
             "vocabulary": TINY_VOCABULARY if self.arguments.tiny else VOCABULARY,
             "folder": tempfile.mkdtemp(dir=self.scratch),
             **(TINY_STEPS if self.arguments.tiny else STEPS),
+            **more,
         }
         began_s = time.monotonic()
-        result = run_apart(spec, min(LIMIT_S, remaining_s))
-        if result["status"] == "timed-out" and remaining_s < LIMIT_S:
-            return False  # it was the command's time that was up, not its own
+        result = run_apart(spec, limit_s)
         named = {"work": entry.work, "entry": entry.name, "rows": rows, "round": number, "process_s": round(time.monotonic() - began_s, 1)}
-        found.add({**named, **result, **self.identity(entry), "commit": self.arguments.commit or commit_of_package() or ""})
+        return {**named, **result, **self.identity(entry), "commit": self.arguments.commit or commit_of_package() or ""}
+
+    def keep(self, row: dict[str, Any], found: Measurements) -> None:
+        """Write a row down, and tell it."""
+        found.add(row)
         self.write(found)
-        figures = f"{result['tokens_per_s']:,.0f} tokens/s, {result['peak_gib']:.1f} GiB" if result["status"] == "ok" else result["reason"]
-        self.say(f"round {number + 1}: {entry.work}/{entry.name}, batch {rows or 'of the recipe'}: {figures}")
-        return True
+        figures = f"{row['tokens_per_s']:,.0f} tokens/s, {row['peak_gib']:.1f} GiB" if row["status"] == "ok" else row["reason"]
+        self.say(f"round {row['round'] + 1}: {row['work']}/{row['entry']}, batch {row['rows'] or 'of the recipe'}: {figures}")
 
     def batches(self, entry: Entry) -> Sequence[int | None]:
         """Return the batches that are tried: one at toy shapes."""

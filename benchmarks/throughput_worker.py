@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from throughput_peers import PEERS, Order, step
+from throughput_profile import ProfiledSteps, in_range
 
 from flatout.config import RunConfig, validate
 from flatout.errors import FlatoutError
@@ -97,7 +98,7 @@ def first_line(error: BaseException) -> str:
 
 
 def measure(spec: dict[str, Any]) -> dict[str, Any]:
-    """Return the figures of one entry at one batch.
+    """Return the figures of one entry at one batch; with `profile_steps` also where the time of so many more steps goes.
 
     Raises: whatever building and training raise; out of memory too.
     """
@@ -118,7 +119,7 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
         "tokens_per_s": rate,
         "step_ms": statistics.median(steps_ms),
         "steps_ms": [round(milliseconds, 3) for milliseconds in steps_ms],
-        "peak_gib": memory_gib(device)["mem/peak_gib"],
+        "peak_gib": found.get("peak_gib", memory_gib(device)["mem/peak_gib"]),
         "roof_tflops": roof_tflops,
         "mfu": rate * flops_per_token(config) / (1e12 * roof_tflops),
         "environment": fingerprint(str(device)),
@@ -154,7 +155,7 @@ def unless_it_trains(losses: Sequence[float]) -> dict[str, Any]:
 
 def train_ours(spec: dict[str, Any], config: RunConfig, device: torch.device, times: StepTimes) -> dict[str, Any]:
     """Train the recipe's run in its own loop; return what is known but for the times."""
-    settled = settle(config.with_values(QUIET))
+    settled = settle(config.with_values(QUIET))  # nothing is evaluated, so no graph of an evaluation is compiled
     steps = spec["warmup_steps"] + spec["steps"]
     config = settled.config.with_values({"train.steps": max(settled.config.train.steps or 0, 2 * steps)})
     folder = Path(spec["folder"])
@@ -169,6 +170,8 @@ def train_ours(spec: dict[str, Any], config: RunConfig, device: torch.device, ti
             warm_up(run, log)
             fit(run, log, times)
             log.spent()
+            peak_gib = memory_gib(device)["mem/peak_gib"]
+            profiled = profile_of(run, log, spec) if spec.get("profile_steps") else {}
     finally:
         run.feed.close()
     dropped = [decision for decision in run.decisions if decision.name in wanted and not decision.on]
@@ -178,8 +181,22 @@ def train_ours(spec: dict[str, Any], config: RunConfig, device: torch.device, ti
         "accumulate": run.config.batch.accumulate,
         "speedups": [decision.name for decision in run.decisions if decision.on],
         "losses": losses.losses(),
+        "peak_gib": peak_gib,
+        **profiled,
         "instead": {"status": "failed", "reason": f"{dropped[0].name}: {dropped[0].reason}."} if dropped else {},
     }
+
+
+def profile_of(run: Run, log: Log, spec: dict[str, Any]) -> dict[str, Any]:
+    """Return where the time of the next steps goes; an error is no reason to lose what was measured before."""
+    steps = ProfiledSteps(run.mesh.device, 1, spec["profile_steps"])
+    for optimizer in run.optimizers:
+        optimizer.step = in_range(optimizer.step)  # type: ignore[method-assign]
+    try:
+        fit(run, log, steps)
+        return {"profile": steps.groups(Path(spec["folder"]))}
+    except Exception as error:  # what the profiler cannot do, whatever it is, is what the profile says
+        return {"profile": {"failed": f"{type(error).__name__}: {first_line(error)}"}}
 
 
 def train_peer(spec: dict[str, Any], config: RunConfig, device: torch.device, times: StepTimes) -> dict[str, Any]:

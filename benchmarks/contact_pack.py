@@ -1,0 +1,147 @@
+"""What a bare machine lacks, collected in a folder that travels with the tree: packages, nanoGPT's model, and the commit."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("pydantic", "pydantic_core", "annotated-types", "typing-inspection", "typing_extensions", "gigatoken", "torchao", "liger_kernel")
+"""What a machine with torch, Triton and the common packages of machine learning does not have. The first of a name that it has wins: ours."""
+NEEDLESS = ("torchao/*.so", "torchao/testing/**", "torchao/prototype/mx_formats/**/*.so")
+"""Parts of the wheels that stay here: torchao's kernels, which are built for another torch and none of which fp8 training uses."""
+PYTHON = "3.12"
+PLATFORMS = tuple(f"manylinux{glibc}_x86_64" for glibc in ("_2_28", "_2_27", "_2_24", "_2_17", "2014", "_2_12", "2010", "_2_5", "1"))
+MOST_BYTES = 64 << 20
+"""What may travel: the tree and the folder."""
+MANIFEST = "manifest.json"
+
+
+def pack(folder: Path, *, nanogpt: Path | None, commit: str | None, code: str) -> list[str]:
+    """Fill a folder with what a bare machine lacks; return what is in it, and the commands of the calls. `code` is the code's digest.
+
+    Raises: SystemExit when a package cannot be had, or the tree and the folder are too large to travel.
+    """
+    site = folder / "site"
+    shutil.rmtree(site, ignore_errors=True)
+    site.mkdir(parents=True)
+    pins = pinned((ROOT / "constraints.txt").read_text(encoding="utf-8"))
+    with tempfile.TemporaryDirectory() as scratch:
+        download([f"{name}=={pins[plain(name)]}" for name in PACKAGES], Path(scratch))
+        wheels = {wheel.name: unpack(wheel, site) for wheel in sorted(Path(scratch).glob("*.whl"))}
+    for pattern in NEEDLESS:
+        for path in site.glob(pattern):
+            if path.is_file():
+                path.unlink()
+    lines = [f"{folder / 'site'}: {', '.join(wheels)}"]
+    if nanogpt is not None:
+        (folder / "nanoGPT").mkdir(exist_ok=True)
+        shutil.copyfile(nanogpt / "model.py", folder / "nanoGPT" / "model.py")
+        lines.append(f"{folder / 'nanoGPT'}: model.py from {nanogpt}")
+    else:
+        lines.append("nanoGPT is left out: give its folder with --nanogpt, or the calls have nothing to compare with.")
+    commit = commit or git("describe", "--always", "--dirty=+", "--exclude=*") or ""
+    manifest = {"commit": commit, "code": code, "python": PYTHON, "wheels": wheels, "files": digests(folder)}
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+    packed, tree = size_of(folder), tree_bytes(folder)
+    lines.append(f"{packed / 2**20:.1f} MiB packed, {tree / 2**20:.1f} MiB of the tree; commit {commit or 'not known: give --commit'}.")
+    if packed + tree > MOST_BYTES:
+        raise SystemExit(f"{(packed + tree) / 2**20:.0f} MiB are more than the {MOST_BYTES >> 20} MiB that may travel. Fix: take less into the tree.")
+    return [*lines, "", *instructions(folder)]
+
+
+def instructions(folder: Path) -> Iterator[str]:
+    """Yield how the calls are made."""
+    yield f"Take the tree and {folder} to the machine, an empty folder for what comes back as $OUT, and in the tree's root, one call at a time:"
+    for number in ("1", "2", "3", "4"):
+        yield f"  {command(folder, number)}"
+    yield f"After each call, copy what $OUT holds into {folder / 'results'}: the next call reads it there. --call next is the first that is not done."
+
+
+def command(folder: Path, number: str) -> str:
+    """Return the line that makes one call."""
+    paths = f'PYTHONPATH="$PWD/{folder}/site:$PWD"'
+    return f'{paths} python3 benchmarks/first_contact.py --call {number} --kit {folder} --seed {folder}/results --results "$OUT"'
+
+
+def commit_of(folder: Path | None, *, code: str) -> str | None:
+    """Return the commit that was packed, with + when the code has another digest by now; None where nothing was packed."""
+    path = None if folder is None else folder / MANIFEST
+    if path is None or not path.exists():
+        return None
+    held = json.loads(path.read_text(encoding="utf-8"))
+    return held["commit"].removesuffix("+") + ("+" if held["code"] != code or held["commit"].endswith("+") else "") if held["commit"] else None
+
+
+def pinned(constraints: str) -> dict[str, str]:
+    """Return the versions that a constraints file pins, by plain name."""
+    found = re.findall(r"^([A-Za-z0-9._-]+)==([^\s;]+)", constraints, re.MULTILINE)
+    return {plain(name): version for name, version in found}
+
+
+def plain(name: str) -> str:
+    """Return a package's name as indexes compare it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def download(wanted: list[str], folder: Path) -> None:
+    """Have pip fetch the wheels for the machine's Python, whatever this one is.
+
+    Raises: SystemExit with what pip said.
+    """
+    words = ["--disable-pip-version-check", "--quiet", "--no-deps", "--only-binary=:all:", "--python-version", PYTHON, "--implementation", "cp"]
+    words += [word for abi in ("cp" + PYTHON.replace(".", ""), "abi3", "none") for word in ("--abi", abi)]
+    words += [word for platform in PLATFORMS for word in ("--platform", platform)]
+    done = subprocess.run([sys.executable, "-m", "pip", "download", *words, "-d", str(folder), *wanted], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"pip could not download {', '.join(wanted)}: {done.stderr.strip()[-600:]}")
+
+
+def unpack(wheel: Path, site: Path) -> str:
+    """Unpack a wheel; return its SHA-256."""
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    return hashlib.sha256(wheel.read_bytes()).hexdigest()
+
+
+def digests(folder: Path) -> dict[str, Any]:
+    """Return how many files and bytes there are, and a digest of nanoGPT's model where it is."""
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST]
+    model = folder / "nanoGPT" / "model.py"
+    found: dict[str, Any] = {"count": len(files), "bytes": sum(path.stat().st_size for path in files)}
+    return found | ({"nanogpt_sha256": hashlib.sha256(model.read_bytes()).hexdigest()} if model.exists() else {})
+
+
+def size_of(folder: Path) -> int:
+    """Return the bytes of a folder's files."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def tree_bytes(folder: Path) -> int:
+    """Return the bytes of the files that travel with the tree: those that git tracks or would, without the packed folder."""
+    listed = git("ls-files", "-z", "--cached", "--others", "--exclude-standard")
+    paths = [ROOT / name for name in listed.split("\0") if name] if listed else list(ROOT.rglob("*"))
+    inside = folder.resolve()
+    return sum(path.stat().st_size for path in paths if path.is_file() and inside not in path.resolve().parents)
+
+
+def git(*words: str) -> str | None:
+    """Return what git says, None where there is no git or no repository."""
+    try:
+        done = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+if __name__ == "__main__":
+    raise SystemExit("It is a part of benchmarks/first_contact.py, which is the command: python benchmarks/first_contact.py --help")

@@ -1,0 +1,116 @@
+"""The steps of first_contact.py that are no measurements: what the machine is, and the tests that need a GPU."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+GPU_TESTS = ("-m", "pytest", "-m", "gpu_essential", "-n", "6", "-v", "-p", "no:cacheprovider", "--tb=line", "tests")
+"""The essential half of the tests that need a GPU: it must end within 120 s."""
+TINY_TESTS = ("-m", "pytest", "-m", "gpu", "-n", "0", "-v", "-p", "no:cacheprovider", "--tb=line", "tests/ops/test_gpu.py")
+OUTCOME = re.compile(
+    r"^(?:\[gw\d+\] \[ *\d+%\] )?(?:(PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS) (\S+)|(\S+::\S+.*?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b)"
+)
+MOST_NAMES = 20
+PROFILE_STEPS, TINY_PROFILE_STEPS = 3, 1
+TELL = """
+import importlib.metadata, json, platform, sys, torch
+from flatout.hardware import fingerprint, probe
+names = "torch triton numpy pydantic torchao liger_kernel transformers".split()
+found = {"machine": probe().describe(), "python": platform.python_version(), "packages": {}}
+for name in names:
+    try: found["packages"][name] = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError: found["packages"][name] = None
+device = "cuda" if torch.cuda.is_available() else "cpu"
+found["fingerprint"] = fingerprint(device)
+if device == "cuda":
+    found["free_gib"] = torch.cuda.mem_get_info()[0] / 2**30
+    bytes_ = 1 << 32
+    one = torch.empty(bytes_, dtype=torch.uint8, device=device)
+    other = torch.empty_like(one)
+    for _ in range(3): other.copy_(one)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(10): other.copy_(one)
+    end.record()
+    torch.cuda.synchronize()
+    found["copy_tb_per_s"] = 10 * 2 * bytes_ / begin.elapsed_time(end) / 1e9
+print(json.dumps(found))
+"""
+
+
+def environment(limit_s: float, *, tiny: bool) -> dict[str, Any]:
+    """Return what the machine is: GPU, versions, the bandwidth of a copy on the device, and whether the command line starts."""
+    found: dict[str, Any] = {"status": "ok"}
+    code, out, err = finished([sys.executable, "-c", TELL], limit_s)
+    if code:
+        return {"status": "failed", "failed": [last_line(err)]}
+    found |= json.loads(out.strip().splitlines()[-1])
+    code, out, err = finished([sys.executable, "-m", "flatout", "--version"], limit_s)
+    found["flatout"] = out.strip() if code == 0 else None
+    return found if code == 0 else found | {"status": "failed", "failed": [f"python -m flatout --version: {last_line(err)}"]}
+
+
+def gpu_tests(limit_s: float, *, tiny: bool) -> dict[str, Any]:
+    """Run the essential GPU tests; return how many passed, failed and were skipped, and the names of those that failed.
+
+    After `limit_s` they are stopped, and those that had ended by then are counted.
+    """
+    began_s = time.monotonic()
+    code, out, err = finished([sys.executable, *(TINY_TESTS if tiny else GPU_TESTS)], limit_s)
+    outcomes = [(found[1] or found[4], found[2] or found[3]) for line in out.splitlines() if (found := OUTCOME.match(line))]
+    counts = Counter(outcome for outcome, _ in outcomes)
+    failed = [name for outcome, name in outcomes if outcome in ("FAILED", "ERROR")]
+    reasons = [line[:300] for line in out.splitlines() if re.match(r"(E  |\S+\.py:\d+: )", line)]
+    made = {
+        "status": "timed-out" if code is None else "ok",
+        "seconds": round(time.monotonic() - began_s, 1),
+        "passed": counts["PASSED"],
+        "skipped": counts["SKIPPED"],
+        "failed": list(dict.fromkeys(failed)),
+        "reasons": reasons[:MOST_NAMES],
+    }
+    if not outcomes:  # nothing was collected, or pytest itself failed
+        return made | {"status": "failed", "failed": [f"pytest ended with exit code {code}: {last_line(err or out)}"]}
+    return made
+
+
+def profile_steps(*, tiny: bool) -> int:
+    """Return how many steps are profiled."""
+    return TINY_PROFILE_STEPS if tiny else PROFILE_STEPS
+
+
+def finished(command: list[str], limit_s: float) -> tuple[int | None, str, str]:
+    """Run a command in the repository; return its exit code, None when it was stopped, and what it printed until then."""
+    from flatout.measure.trial import end_group
+
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        process = subprocess.Popen(command, stdout=out, stderr=err, stdin=subprocess.DEVNULL, cwd=ROOT, start_new_session=True, text=True)
+        try:
+            code = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            end_group(process)
+        texts = []
+        for file in (out, err):
+            file.seek(0)
+            texts.append(file.read())
+    return code, texts[0], texts[1]
+
+
+def last_line(text: str) -> str:
+    """Return the last line that says something."""
+    return next((line.strip()[:300] for line in reversed(text.splitlines()) if line.strip()), "nothing was printed")
+
+
+if __name__ == "__main__":
+    raise SystemExit("It is a part of benchmarks/first_contact.py, which is the command: python benchmarks/first_contact.py --help")

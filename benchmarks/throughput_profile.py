@@ -1,0 +1,177 @@
+"""Where the device's time goes in a step: the kernels of a few profiled steps, grouped by what they do.
+
+Kernels are told apart by name, those of the update by the range they were launched in. The names are those that cuBLAS, cuDNN,
+flash-attention, Inductor and torch's own kernels have on an NVIDIA GPU; on a CPU the outermost operators take their place.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+UPDATE = "Optimizer.step"
+"""How the range of an update begins; torch's own optimizers name theirs so."""
+DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
+COPY, UPDATES, ATTENTION, LOSS, MATMUL, ELEMENTWISE, OTHER, IDLE = GROUPS = (
+    "copy",
+    "optimiser",
+    "attention and scan",
+    "loss",
+    "matmul",
+    "norm and elementwise",
+    "other",
+    "idle",
+)
+RULES = tuple(
+    (group, re.compile(words, re.IGNORECASE))
+    for group, words in (
+        (COPY, r"memcpy|memset"),
+        (UPDATES, r"multi_tensor_apply|adam|muon|newton_schulz|::_foreach"),
+        (LOSS, r"log_?softmax|logsumexp|nll_loss|cross_entropy"),
+        (ELEMENTWISE, r"triton_(poi|red|per|for|mix)_"),
+        (ATTENTION, r"flash|fmha|sdpa|attention|^(walk|gradients|powers)$"),
+        (MATMUL, r"nvjet|gemm|gemv|cutlass|cublas|xmma|splitk|triton_(tem|mm)|::_?(scaled_)?(mm|addmm|bmm|baddbmm|linear|matmul)\b"),
+        (ELEMENTWISE, r"elementwise|norm|reduce|softmax|index|embedding|gather|scatter|catarray|copy|fill|arange|scan|sort|compiled|aten::"),
+    )
+)
+"""The first that matches decides. Inductor names a fused kernel after all its operators, so that its kernels are known before attention's."""
+MOST_NAMES = 8
+
+Event = dict[str, Any]
+
+
+class ProfiledSteps:
+    """Stands where a run asks whether to stop: profiles so many steps after the warm-up, then says to stop."""
+
+    def __init__(self, device: torch.device, warmup_steps: int, steps: int) -> None:
+        self._device, self._first, self._most = device, warmup_steps, warmup_steps + steps
+        self._asked = 0
+        on_cuda = [ProfilerActivity.CUDA] if device.type == "cuda" else []
+        self._profile = profile(activities=[ProfilerActivity.CPU, *on_cuda], acc_events=True)
+
+    def asked(self, run: Any = None) -> bool:
+        """Begin or end the profile where a step begins."""
+        if self._asked in (self._first, self._most):
+            self._wait()
+            (self._profile.start if self._asked == self._first else self._profile.stop)()
+        self._asked += 1
+        return self._asked > self._most
+
+    def groups(self, folder: Path) -> dict[str, Any]:
+        """Return what the profile shows, per step; a trace is written into `folder` and deleted."""
+        trace = folder / "trace.json"
+        self._profile.export_chrome_trace(str(trace))
+        events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
+        trace.unlink()
+        return grouped(events, steps=self._most - self._first, on_device=self._device.type == "cuda")
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def in_range(update: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an optimiser's `step` in a range by which its kernels are known."""
+
+    def ranged(*arguments: Any, **options: Any) -> Any:
+        with record_function(UPDATE):
+            return update(*arguments, **options)
+
+    return ranged
+
+
+def grouped(events: Sequence[Event], *, steps: int, on_device: bool = True) -> dict[str, Any]:
+    """Return the milliseconds of each group in a step, and of the whole, and the longest kernels.
+
+    The whole lasts from the first kernel's begin to the last one's end; idle is what no kernel covers of it. Kernels that run at
+    once count in each of their groups.
+    """
+    complete = [event for event in events if event.get("ph") == "X"]
+    work = [event for event in complete if event.get("cat") in DEVICE_WORK] if on_device else outermost(complete)
+    if not work:
+        return {"steps": steps, "wall_ms": 0.0, "groups": {}, "kernels": []}
+    updates = launched_in_updates(complete) if on_device else set()
+    by_group: dict[str, float] = defaultdict(float)
+    by_name: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for event in work:
+        is_update = event.get("args", {}).get("correlation") in updates if on_device else event["name"].startswith(UPDATE)
+        group = UPDATES if is_update and event.get("cat", "kernel") != "gpu_memcpy" else group_of(event["name"])
+        by_group[group] += event["dur"]
+        by_name[group, event["name"]].append(event["dur"])
+    spans = [(event["ts"], event["ts"] + event["dur"]) for event in work]
+    wall = max(end for _, end in spans) - min(begin for begin, _ in spans)
+    by_group[IDLE] = wall - covered(spans)
+    longest = sorted(by_name.items(), key=lambda item: -sum(item[1]))[:MOST_NAMES]
+    per_step_ms = 1e-3 / steps
+    return {
+        "steps": steps,
+        "wall_ms": wall * per_step_ms,
+        "groups": {group: by_group[group] * per_step_ms for group in GROUPS if by_group[group] or group != OTHER},
+        "kernels": [
+            {"group": group, "name": name[:120], "ms": sum(times) * per_step_ms, "launches": len(times) / steps} for (group, name), times in longest
+        ],
+    }
+
+
+def group_of(name: str) -> str:
+    """Return the group of a kernel, by its name."""
+    return next((group for group, words in RULES if words.search(name)), OTHER)
+
+
+def launched_in_updates(events: Iterable[Event]) -> set[int]:
+    """Return the correlations of what was launched inside a range of an update, on the range's own thread."""
+    ranges: dict[Any, list[tuple[float, float]]] = defaultdict(list)
+    launches: list[Event] = []
+    for event in events:
+        if event.get("cat") == "user_annotation" and event["name"].startswith(UPDATE):
+            ranges[event.get("tid")].append((event["ts"], event["ts"] + event["dur"]))
+        elif event.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in event.get("args", {}):
+            launches.append(event)
+    merged = {thread: joined(spans) for thread, spans in ranges.items()}
+    found = set()
+    for event in launches:
+        spans = merged.get(event.get("tid"), [])
+        at = bisect_right(spans, (event["ts"], float("inf"))) - 1
+        if at >= 0 and event["ts"] < spans[at][1]:
+            found.add(event["args"]["correlation"])
+    return found
+
+
+def outermost(events: Iterable[Event]) -> list[Event]:
+    """Return the operators and updates that lie in no other of their thread."""
+    wanted = [event for event in events if event.get("cat") == "cpu_op" or event["name"].startswith(UPDATE)]
+    ends: dict[Any, float] = {}
+    found = []
+    for event in sorted(wanted, key=lambda event: (event["ts"], -event["dur"])):
+        if event["ts"] >= ends.get(event.get("tid"), float("-inf")):
+            ends[event.get("tid")] = event["ts"] + event["dur"]
+            found.append(event)
+    return found
+
+
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """Return how long at least one of the spans lasts."""
+    return sum(end - begin for begin, end in joined(spans))
+
+
+def joined(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return the union of spans, in order, none touching another."""
+    union: list[tuple[float, float]] = []
+    for begin, end in sorted(spans):
+        if union and begin <= union[-1][1]:
+            union[-1] = (union[-1][0], max(union[-1][1], end))
+        else:
+            union.append((begin, end))
+    return union
+
+
+if __name__ == "__main__":
+    raise SystemExit("It is a part of benchmarks/throughput.py, which is the command: python benchmarks/throughput.py --help")
