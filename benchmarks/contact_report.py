@@ -22,7 +22,7 @@ PREDICTED = {
 """What arithmetic expected of one H200, of the code at 186dc16, before anything had been measured there."""
 WHAT = {"tokens_per_s": "tokens/s", "peak_gib": "GiB, at most"}
 MOST_FAILURES = 5
-NAMES_S = 90
+MOST_CHARACTERS, LINES = 90, 40
 
 
 def near_targets(found: Measurements) -> list[tuple[Entry, int | None]]:
@@ -36,7 +36,7 @@ def near_targets(found: Measurements) -> list[tuple[Entry, int | None]]:
             continue
         theirs = best(found, entry_against(target)) if target.against else None
         again += [(made.entry, made.rows[0]["rows"]) for made in (ours, theirs) if made is not None]
-    return list(dict.fromkeys(again))
+    return [pair for number, pair in enumerate(again) if pair not in again[:number]]
 
 
 def summary(found: Measurements, results: Results, *, call: int, left: Sequence[str]) -> list[str]:
@@ -50,16 +50,24 @@ def summary(found: Measurements, results: Results, *, call: int, left: Sequence[
     roof = f" against {min(roofs):,.4g} to {max(roofs):,.4g} TFLOP/s of the matrix product" if roofs else ""
     lines += ["", f"{len(measured)} measurements{roof}; commits {', '.join(sorted({str(row['commit']) for row in measured})) or 'none'}."]
     bad = [row for row in found.rows if row["status"] != "ok"]
-    lines += [f"{row['work']}/{row['entry']}, batch {row['rows']}: {row['status']}: {row['reason'][:NAMES_S]}" for row in bad[:MOST_FAILURES]]
+    lines += [f"{row['work']}/{row['entry']}, batch {row['rows']}: {row['status']}: {row['reason'][:MOST_CHARACTERS]}" for row in bad[:MOST_FAILURES]]
     lines += [f"and {len(bad) - MOST_FAILURES} more that have no figures: throughput.md names them"] if len(bad) > MOST_FAILURES else []
     said = f"Left of this call, for want of time: {'; '.join(left)}." if left else "Nothing that matters is left of this call."
-    return [*lines, said]
+    return shortened([*lines, said])
+
+
+def shortened(lines: list[str]) -> list[str]:
+    """Return 40 lines at most: targets that nothing has been measured of go first, then what comes last."""
+    empty = [line for line in lines if line.startswith("| ") and line.endswith("|  |  |  |")]
+    gone = set(empty[: max(len(lines) - LINES, 0)])
+    kept = [line for line in lines if line not in gone]
+    return kept if len(kept) <= LINES else [*kept[: LINES - 1], kept[-1]]
 
 
 def environment_line(results: Results) -> str:
     """Return the machine, and how fast it copies."""
     held = results.of("environment")
-    if not held or "machine" not in held:
+    if "packages" not in held:
         return f"The environment is not known: {'; '.join(held.get('failed', ['it was not asked']))}."
     packages = ", ".join(f"{name} {version or 'missing'}" for name, version in held["packages"].items())
     copies = f"; copies at {held['copy_tb_per_s']:.2f} TB/s" if "copy_tb_per_s" in held else ""
@@ -75,7 +83,7 @@ def tests_line(results: Results) -> str:
     line = (
         f"GPU tests: {held.get('passed', 0)} passed, {len(held['failed'])} failed, {held.get('skipped', 0)} skipped in {held['seconds']:.0f} s{ended}"
     )
-    return line + (": " + "; ".join(held["failed"])[: 2 * NAMES_S] if held["failed"] else "") + "."
+    return line + (": " + "; ".join(held["failed"])[: 2 * MOST_CHARACTERS] if held["failed"] else "") + "."
 
 
 def target_lines(found: Measurements) -> Iterator[str]:
@@ -113,7 +121,7 @@ def profile_lines(results: Results) -> Iterator[str]:
     good = {name: profile for name, profile in results.profiles.items() if profile.get("groups")}
     for name, profile in results.profiles.items():
         if name not in good:
-            yield f"The profile of {name} failed: {profile.get('failed', 'no kernels were recorded')}"[: 2 * NAMES_S]
+            yield f"The profile of {name} failed: {profile.get('failed', 'no kernels were recorded')}"[: 2 * MOST_CHARACTERS]
     if not good:
         return
     yield "| a step, profiled | " + " | ".join(f"{name}, {profile['wall_ms']:.1f} ms" for name, profile in good.items()) + " |"

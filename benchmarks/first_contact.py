@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +25,7 @@ from typing import Any
 
 import throughput
 from contact_pack import commit_of, instructions, pack
-from contact_plan import CALLS, LADDER, MOST, Estimates, Step, guess_s, is_profiled, missing, plan_lines, steps
+from contact_plan import CALLS, LADDER, Estimates, Step, guess_s, is_profiled, missing, plan_lines, steps
 from contact_report import near_targets, summary
 from contact_results import Results
 from contact_steps import environment, gpu_tests, profile_steps
@@ -41,8 +40,6 @@ CACHE = ROOT / ".kit-cache"
 MINUTES = 9.0
 END_S = 8.0
 """What the end of a call takes."""
-LINES = 40
-"""At most this many are printed last."""
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -90,7 +87,7 @@ def run_call(arguments: argparse.Namespace, began_s: float) -> None:
         contact = Contact(session(arguments, Path(scratch)), Results(arguments.results), arguments, began_s)
         number = contact.next_call() if arguments.call == "next" else int(arguments.call)
         contact.run(number)
-        print("\n".join(contact.table(number)[:LINES]))
+        print("\n".join(contact.table(number)))
 
 
 def session(arguments: argparse.Namespace, scratch: Path) -> throughput.Session:
@@ -204,7 +201,7 @@ class Contact:
             self.session.say(f"{step.name} failed while it was to be profiled ({row['reason']}); it is measured without.")
             row = self.row(step, min(limit_s, self.remaining_s()), profiled=False)
         if row["status"] == "timed-out":
-            why = "the call's time was up" if ends_call else f"{MOST:g} times what was expected"
+            why = "the call's time was up" if ends_call else "much more than expected"
             row["reason"] = f"It was stopped after {row['process_s']:.0f} s: {why}. A later call tries it again if there is time."
         if step.kind == "measure":
             self.found.drop(before)

@@ -35,7 +35,7 @@ RULES = tuple(
     for group, words in (
         (COPY, r"memcpy|memset"),
         (UPDATES, r"multi_tensor_apply|adam|muon|newton_schulz|::_foreach"),
-        (LOSS, r"log_?softmax|logsumexp|nll_loss|cross_entropy"),
+        (LOSS, r"log_?softmax|softmax_online|logsumexp|nll_loss|cross_entropy"),
         (ELEMENTWISE, r"triton_(poi|red|per|for|mix)_"),
         (ATTENTION, r"flash|fmha|sdpa|attention|^(walk|gradients|powers)$"),
         (MATMUL, r"nvjet|gemm|gemv|cutlass|cublas|xmma|splitk|triton_(tem|mm)|::_?(scaled_)?(mm|addmm|bmm|baddbmm|linear|matmul)\b"),
@@ -146,8 +146,8 @@ def launched_in_updates(events: Iterable[Event]) -> set[int]:
 
 
 def outermost(events: Iterable[Event]) -> list[Event]:
-    """Return the operators and updates that lie in no other of their thread."""
-    wanted = [event for event in events if event.get("cat") == "cpu_op" or event["name"].startswith(UPDATE)]
+    """Return torch's operators, and the updates, that lie in no other of their thread."""
+    wanted = [event for event in events if event["name"].startswith(("aten::", UPDATE))]
     ends: dict[Any, float] = {}
     found = []
     for event in sorted(wanted, key=lambda event: (event["ts"], -event["dur"])):

@@ -1,0 +1,123 @@
+"""The kit as a bare machine runs it: the tree as `git archive` gives it, no git, killed at random moments, its results carried on."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import textwrap
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+NANOGPT = """
+    import torch
+    from dataclasses import dataclass
+
+    @dataclass
+    class GPTConfig:
+        block_size: int
+        vocab_size: int
+        n_layer: int
+        n_head: int
+        n_embd: int
+        dropout: float
+        bias: bool
+
+    class GPT(torch.nn.Module):
+        def __init__(self, config):
+            super().__init__()
+            self.embedding = torch.nn.Embedding(config.vocab_size, config.n_embd)
+            self.head = torch.nn.Linear(config.n_embd, config.vocab_size)
+
+        def configure_optimizers(self, weight_decay, learning_rate, betas, device_type):
+            return torch.optim.AdamW(self.parameters(), lr=learning_rate, betas=betas)
+
+        def forward(self, idx, targets):
+            logits = self.head(self.embedding(idx))
+            return logits, torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+"""
+
+
+def extracted(folder):
+    """The tree of the last commit, in a new folder."""
+    shutil.rmtree(folder, ignore_errors=True)
+    archive = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, capture_output=True, check=True).stdout
+    with tarfile.open(fileobj=io.BytesIO(archive)) as tree:
+        tree.extractall(folder, filter="data")
+    return folder
+
+
+def rows_of(results):
+    path = results / "throughput.json"
+    return json.loads(path.read_text())["measurements"] if path.exists() else []
+
+
+def figures(results):
+    return {(row["work"], row["entry"], row["round"]): row["tokens_per_s"] for row in rows_of(results) if row["status"] == "ok"}
+
+
+def kill_and_carry(folder, *, nanogpt, python=sys.executable, site="", seconds=(3, 60), kills=6, only="*", seed=0):
+    """Make the first three calls at toy shapes, each in a fresh tree with the results of those before; kill the first `kills` processes.
+
+    Returns: the folder of the last results, and what the last process of each call said.
+    """
+    chance, carried, known, said = random.Random(seed), folder / "carried", {}, []
+    for number in ("1", "2", "3"):
+        ended = False
+        while not ended:
+            tree, out = extracted(folder / "tree"), folder / "out"
+            shutil.rmtree(out, ignore_errors=True)
+            environment = {"PATH": str(folder), "HOME": str(folder), "PYTHONPATH": f"{site}:{tree}", "OMP_NUM_THREADS": "1"}
+            words = ["--call", number, "--tiny", "--seed", carried, "--results", out, "--commit", "abc", "--only", only, "--nanogpt", nanogpt]
+            with (folder / "said").open("w+") as err:
+                process = subprocess.Popen(
+                    [python, "benchmarks/first_contact.py", *map(str, words)], cwd=tree, env=environment, stderr=err, start_new_session=True
+                )
+                try:
+                    process.wait(chance.uniform(*seconds) if kills else None)
+                    assert process.returncode == 0, (folder / "said").read_text()
+                    ended = True
+                except subprocess.TimeoutExpired:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+                    kills -= 1
+            now = figures(out)
+            assert known.items() <= now.items() or not out.exists(), "what was measured is lost"
+            if out.exists():
+                assert len(list(out.iterdir())) <= 8
+                shutil.rmtree(carried, ignore_errors=True)
+                shutil.copytree(out, carried)
+                known = now
+            print(f"call {number}: {'ended' if ended else 'killed'}, {len(known)} measurements", flush=True)
+        said.append((folder / "said").read_text())
+    return carried, said
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("seed", range(2))
+def test_killed_calls_lose_nothing_and_end_with_everything(tmp_path, seed):
+    nanogpt = tmp_path / "nanoGPT"
+    nanogpt.mkdir()
+    (nanogpt / "model.py").write_text(textwrap.dedent(NANOGPT))
+    results, said = kill_and_carry(tmp_path, nanogpt=nanogpt, seed=seed)
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from throughput_entries import ENTRIES  # noqa: PLC0415
+
+    held = {(row["work"], row["entry"]) for row in rows_of(results)}
+    core = ("set", "nanogpt", "recipe", "fft", "people", "set-fp32-weights")
+    missing = [
+        f"{e.work}/{e.name}" for e in ENTRIES if e.name in core and (e.work, e.name) not in held and f"{e.work}/{e.name} is left out" not in said[-1]
+    ]
+    assert missing == []
+    assert [row["reason"] for row in rows_of(results) if row["status"] == "failed"] == []
+    contact = json.loads((results / "contact.json").read_text())
+    assert set(contact["profiles"]) == {"gpt2-124m/set", "eigenstate-small-32k/set"}
+    assert {"environment", "tests"} <= set(contact)
