@@ -102,7 +102,7 @@ WORK_S = {
 SHARE = {"nanogpt": 0.8, "recipe": 1.2, "fft": 0.8, "people": 0.35, "none": 0.8, "huggingface": 0.5, "nanogpt-no-bias": 0.8}
 """What an entry takes of that."""
 KIND_S = {"environment": 12.0, "tests": 120.0, "ladder": 480.0}
-TESTS_LIMIT_S, LADDER_LEAST_S = 150.0, 180.0
+ENVIRONMENT_LIMIT_S, TESTS_LIMIT_S, LADDER_LEAST_S = 120.0, 150.0, 180.0
 PROFILE_S = 12.0
 LIMIT_S = 300.0
 """The longest that a step may take while nothing is known of this machine's speed."""
@@ -164,7 +164,7 @@ class Estimates:
     def limit_s(self, step: Step) -> float:
         """Return after how long a step is stopped."""
         if step.entry is None:
-            return {"tests": TESTS_LIMIT_S, "ladder": float("inf")}.get(step.kind, 5 * KIND_S[step.kind])
+            return {"environment": ENVIRONMENT_LIMIT_S, "tests": TESTS_LIMIT_S, "ladder": float("inf")}[step.kind]
         most = max(MOST * self.expected_s(step), LEAST_LIMIT_S)
         return most if self.known else max(most, LIMIT_S)
 

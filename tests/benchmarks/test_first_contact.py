@@ -261,10 +261,13 @@ def test_tests_that_are_stopped_are_counted_as_far_as_they_came(kit, monkeypatch
     steps = importlib.import_module("contact_steps")
     program = "import time; print('t.py::a PASSED', 't.py::b FAILED [9%]', sep='\\n', flush=True); time.sleep(60)"
     monkeypatch.setattr(steps, "GPU_TESTS", ("-c", program))
+    monkeypatch.setattr(steps, "marked_files", lambda: ["t.py"])
     found = steps.gpu_tests(2.0, tiny=False)
     assert (found["status"], found["passed"], found["failed"]) == ("timed-out", 1, ["t.py::b"])
     monkeypatch.setattr(steps, "GPU_TESTS", ("-c", "raise SystemExit('no such marker')"))
     assert steps.gpu_tests(60.0, tiny=False)["failed"] == ["pytest ended with exit code 1: no such marker"]
+    monkeypatch.setattr(steps, "marked_files", list)
+    assert steps.gpu_tests(60.0, tiny=False)["status"] == "failed"
 
 
 def test_the_environment_is_told(kit):

@@ -109,7 +109,7 @@ def test_killed_calls_lose_nothing_and_end_with_everything(tmp_path, seed):
     (nanogpt / "model.py").write_text(textwrap.dedent(NANOGPT))
     results, said = kill_and_carry(tmp_path, nanogpt=nanogpt, seed=seed)
     sys.path.insert(0, str(ROOT / "benchmarks"))
-    from throughput_entries import ENTRIES  # noqa: PLC0415
+    from throughput_entries import ENTRIES
 
     held = {(row["work"], row["entry"]) for row in rows_of(results)}
     core = ("set", "nanogpt", "recipe", "fft", "people", "set-fp32-weights")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import re
 import subprocess
 import sys
 import textwrap
@@ -254,14 +253,6 @@ def test_no_two_entries_are_one_run_on_a_gpu(benchmark, tmp_path):
             chunk = config.model.own().get("chunk_size") if config is not None and "fast-scan" in on else None
             runs += [(work.name, entry.variant, on, chunk)] if on and all(":" not in added for added in entry.adds) else []
     assert len(set(runs)) == len(runs) > 20
-
-
-def test_the_page_counts_the_measurements_of_a_first_round(benchmark):
-    page = (FOLDER.parent / "docs" / "gpu.md").read_text(encoding="utf-8")
-    rows = re.findall(r"--only ([\w.,-]+)` \| .* \| (\d+) \|$", page, re.MULTILINE)
-    assert len(rows) == 5
-    for only, count in rows:
-        assert sum(len(entry.rows) for entry in benchmark.ENTRIES if benchmark.is_asked(entry, only)) == int(count), only
 
 
 @pytest.mark.parametrize("part", [path.name for path in [*FOLDER.glob("throughput_*.py"), FOLDER / "optimisers_report.py"]])
