@@ -68,9 +68,9 @@ CALLS = {
         "32,768 tokens and nanoGPT, wide heads, the eigenstate network",
         first=("environment",),
         entries=(
+            "eigenstate-small-32k/set",
             "gpt2-124m-32k/set",
             "gpt2-124m-32k/nanogpt*",
-            "eigenstate-small-32k/set",
             "eigenstate-small-32k/fft",
             "gpt2-124m-32k-wide-heads/set",
         ),
@@ -79,10 +79,10 @@ CALLS = {
     3: Call(
         "the fast recipe, the 700M class and nanoGPT, the way people write it, repeats near targets, profiles",
         first=("environment",),
-        entries=("gpt2-124m-fast/set", "gpt2-700m/set", "gpt2-700m/nanogpt*", "gpt2-124m/people"),
+        entries=("gpt2-124m-fast/set", "gpt2-700m/set", "gpt2-700m/nanogpt*", "gpt2-124m/people", "gpt2-124m/huggingface", "gpt2-124m/none"),
         profiles=("gpt2-124m/set", "eigenstate-small-32k/set"),
         repeats=True,
-        more=("gpt2-700m/set-fp8", "gpt2-124m/none", "gpt2-124m/huggingface*", "gpt2-700m/set-*", "gpt2-124m-fast/set-*", "*/recipe"),
+        more=("gpt2-700m/set-fp8", "gpt2-124m/huggingface*", "gpt2-700m/set-*", "gpt2-124m-fast/set-*", "*/recipe"),
     ),
     4: Call("the ladder of GPT-2 124M", first=("environment",), ladder=True),
 }

@@ -180,8 +180,7 @@ class Contact:
         if step.entry is not None:
             status = self.measure(step, limit_s)
         elif step.kind == "ladder":
-            ladder(self.results.folder, self.session.scratch, minutes=limit_s / 60, rounds=None, tiny=self.session.arguments.tiny)
-            self.results.keep("ladder", {"status": "ok"})
+            status = self.climb(limit_s)
         else:
             does = environment if step.kind == "environment" else gpu_tests
             self.results.keep(
@@ -190,6 +189,17 @@ class Contact:
         entry = [step.entry.work, step.entry.name] if step.entry else None
         spent = {"step": step.name, "entry": entry, "guess_s": guess_s(step), "seconds": round(self.clock() - began_s, 1), "status": status}
         self.results.end(spent)
+
+    def climb(self, limit_s: float) -> str:
+        """Measure the ladder; a failure is written down."""
+        try:
+            ladder(self.results.folder, self.session.scratch, minutes=limit_s / 60, rounds=None, tiny=self.session.arguments.tiny)
+        except SystemExit as error:  # that is how it says what went wrong
+            self.session.say(f"The ladder failed: {error}")
+            self.results.keep("ladder", {"status": "failed", "failed": [str(error)[-600:]], "code": self.identity["code"]})
+            return "failed"
+        self.results.keep("ladder", {"status": "ok", "code": self.identity["code"]})
+        return "ok"
 
     def measure(self, step: Step, limit_s: float) -> str:
         """Measure an entry, or only profile it; return the status of the row."""
@@ -231,7 +241,8 @@ class Contact:
     def is_done(self, step: Step) -> bool:
         """Say whether nothing is left to do of a step; what failed with other code, or while it was profiled, is tried again."""
         if step.kind == "ladder":
-            return bool(self.results.of("ladder"))
+            held = self.results.of("ladder")
+            return bool(held) and (held["status"] == "ok" or held["code"] == self.identity["code"])
         if step.entry is None:
             held = self.results.of(step.kind)
             is_bad = bool(held.get("failed")) or held.get("status") != "ok"

@@ -43,6 +43,7 @@ class Machine:
         monkeypatch.setattr(kit.throughput, "random_data", lambda place, **_: place)
         monkeypatch.setattr(kit.throughput, "text_data", lambda place, **_: place)
         monkeypatch.setattr(kit.throughput, "run_apart", self.run_apart)
+        monkeypatch.setattr(kit.throughput.Session, "is_missing", lambda session, kind: kind in ("litgpt", "nanochat"))
         monkeypatch.setattr(kit, "environment", lambda limit_s, *, tiny: self.passes(9.0) and {"status": "ok", "python": "3.12", "packages": {}})
         monkeypatch.setattr(kit, "gpu_tests", lambda limit_s, *, tiny: self.passes(115.0) and {"status": "ok", "failed": [], "seconds": 115.0})
         monkeypatch.setattr(kit, "ladder", lambda *words, minutes, **_: self.passes(60 * minutes))
@@ -116,7 +117,7 @@ def test_three_calls_of_nine_minutes_hold_all_that_matters(kit, plan, monkeypatc
 
 
 def test_a_slow_machine_ends_in_time_and_says_what_is_left(kit, monkeypatch, tmp_path):
-    machine = Machine(kit, monkeypatch, tmp_path, pace=4.0)
+    machine = Machine(kit, monkeypatch, tmp_path, pace=3.0)
     seconds, lines = machine.call(2, tmp_path / "results")
     assert seconds <= 540
     assert re.search(r"Left of this call, for want of time: .*gpt2-124m-32k-wide-heads/set", lines[-1])
@@ -192,6 +193,16 @@ def test_what_takes_too_long_is_stopped_and_tried_again_last(kit, machine, tmp_p
     machine.call(1, tmp_path, *one)
     assert {(row["entry"], row["status"]) for row in rows_of(tmp_path)} == {("people", "ok"), ("recipe", "ok")}
     assert machine.took[-1][0] == "flatout"
+
+
+def test_a_ladder_that_fails_is_written_down(kit, machine, monkeypatch, tmp_path):
+    def fails(*_, **__):
+        raise SystemExit("no room")
+
+    monkeypatch.setattr(kit, "ladder", fails)
+    _, lines = machine.call(4, tmp_path, "--only", "none")
+    assert json.loads((tmp_path / "contact.json").read_text())["ladder"]["failed"] == ["no room"]
+    assert lines[-1].startswith("Nothing that matters is left")
 
 
 def test_figures_of_another_device_are_not_mixed(kit, machine, monkeypatch, tmp_path):
