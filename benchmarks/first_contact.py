@@ -174,8 +174,9 @@ class Contact:
         """Do one step and write down what came of it."""
         self.results.begin(step.name, number)
         began_s = self.clock()
-        limit_s = min(self.estimates.limit_s(step), self.remaining_s())
-        self.session.say(f"{step.name}: expected to take {self.estimates.expected_s(step):.0f} s; {self.remaining_s():.0f} s are left.")
+        own_limit_s, left_s = self.estimates.limit_s(step), self.remaining_s()
+        limit_s = min(own_limit_s, left_s)
+        self.session.say(f"{step.name}: expected to take {self.estimates.expected_s(step):.0f} s; {left_s:.0f} s are left.")
         status = "ok"
         if step.entry is not None:
             status = self.measure(step, limit_s)
@@ -188,6 +189,7 @@ class Contact:
             )
         entry = [step.entry.work, step.entry.name] if step.entry else None
         spent = {"step": step.name, "entry": entry, "guess_s": guess_s(step), "seconds": round(self.clock() - began_s, 1), "status": status}
+        spent["cut"] = status == "timed-out" and left_s < own_limit_s
         self.results.end(spent)
 
     def climb(self, limit_s: float) -> str:
@@ -261,9 +263,9 @@ class Contact:
         return row["code"] == self.session.identity(entry)["code"] and not row.get("profiled")
 
     def was_stopped(self, step: Step) -> bool:
-        """Say whether a step was stopped before, because it took too long."""
-        ends = [row["status"] for row in self.results.spent if row["step"] == step.name]
-        return bool(ends) and ends[-1] == "timed-out"
+        """Say whether a step was stopped before because it took too long, and not because its call was over."""
+        ends = [row for row in self.results.spent if row["step"] == step.name]
+        return bool(ends) and ends[-1]["status"] == "timed-out" and not ends[-1]["cut"]
 
     def can_be_done(self, step: Step) -> bool:
         """Say whether an entry can be measured here; if not, that has been said."""

@@ -117,7 +117,7 @@ def test_three_calls_of_nine_minutes_hold_all_that_matters(kit, plan, monkeypatc
 
 
 def test_a_slow_machine_ends_in_time_and_says_what_is_left(kit, monkeypatch, tmp_path):
-    machine = Machine(kit, monkeypatch, tmp_path, pace=3.0)
+    machine = Machine(kit, monkeypatch, tmp_path, pace=2.2)
     seconds, lines = machine.call(2, tmp_path / "results")
     assert seconds <= 540
     assert re.search(r"Left of this call, for want of time: .*gpt2-124m-32k-wide-heads/set", lines[-1])
@@ -148,11 +148,9 @@ def test_a_call_goes_on_where_it_stopped_and_then_with_the_others(kit, machine, 
     results = tmp_path / "results"
     machine.call(1, results, "--minutes", "6")
     first = figures(results)
-    count = len(machine.took)
+    assert {work for work, *_ in first} == {"gpt2-124m"}
     machine.call(1, results)
-    assert len(first) == count
-    assert first.items() <= figures(results).items()
-    assert len({*first}) < len(figures(results)) == len(machine.took)
+    assert first.items() < figures(results).items()
     machine.call(1, results)
     assert {work for work, *_ in figures(results)} > {"gpt2-124m"}
 
@@ -185,7 +183,7 @@ def test_failures_are_tried_again_only_with_other_code(kit, machine, monkeypatch
 def test_what_takes_too_long_is_stopped_and_tried_again_last(kit, machine, tmp_path):
     one = ["--only", "gpt2-124m/recipe,gpt2-124m/people"]
     machine.pace = 30.0
-    machine.call(1, tmp_path, *one, "--minutes", "7")
+    machine.call(1, tmp_path, *one, "--minutes", "8.9")
     (row,) = [row for row in rows_of(tmp_path) if row["entry"] == "recipe"]
     assert row["status"] == "timed-out"
     assert "A later call tries it again" in row["reason"]
@@ -203,6 +201,17 @@ def test_a_ladder_that_fails_is_written_down(kit, machine, monkeypatch, tmp_path
     _, lines = machine.call(4, tmp_path, "--only", "none")
     assert json.loads((tmp_path / "contact.json").read_text())["ladder"]["failed"] == ["no room"]
     assert lines[-1].startswith("Nothing that matters is left")
+
+
+def test_what_the_calls_end_cut_short_is_the_next_calls_first(kit, machine, tmp_path):
+    one = ["--only", "gpt2-124m/recipe,gpt2-124m/people"]
+    machine.pace = 8.0
+    machine.call(1, tmp_path, *one, "--minutes", "4.6")
+    assert next((row["entry"], row["status"]) for row in rows_of(tmp_path)) == ("recipe", "timed-out")
+    machine.pace = 1.0
+    began = len(machine.took)
+    machine.call(1, tmp_path, *one)
+    assert machine.took[began][0] == "flatout"
 
 
 def test_figures_of_another_device_are_not_mixed(kit, machine, monkeypatch, tmp_path):
