@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
 MARKER = "gpu_essential"
-GPU_TESTS = ("-m", "pytest", "-m", MARKER, "-n", "6", "-v", "-p", "no:cacheprovider", "--tb=line", "--continue-on-collection-errors")
-"""The essential half of the tests that need a GPU: it must end within 120 s."""
+TEST_SETTINGS = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+"""A process a core is enough: what each of them compiles must not start more."""
+GPU_TESTS = (
+    *("-m", "pytest", "-m", MARKER, "-v", "-W", "default", "--disable-warnings", "--tb=line", "--show-capture=no", "-p", "no:cacheprovider"),
+    *("-n", "12", "--dist", "worksteal", "--timeout", "90", "--timeout-method", "thread", "--session-timeout", "105"),
+    "--continue-on-collection-errors",
+)
+"""The essential half of the tests that need a GPU: it ends within 120 s."""
 TINY_TESTS = ("-m", "pytest", "-m", "gpu", "-n", "0", "-v", "-p", "no:cacheprovider", "--tb=line", "tests/ops/test_gpu.py")
 OUTCOME = re.compile(
     r"^(?:\[gw\d+\] \[ *\d+%\] )?(?:(PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS) (\S+)|(\S+::\S+.*?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b)"
@@ -68,7 +76,7 @@ def gpu_tests(limit_s: float, *, tiny: bool) -> dict[str, Any]:
     began_s = time.monotonic()
     if not tiny and not marked_files():
         return {"status": "failed", "failed": [f"no test is marked {MARKER}"], "seconds": 0.0}
-    code, out, err = finished([sys.executable, *(TINY_TESTS if tiny else (*GPU_TESTS, *marked_files()))], limit_s)
+    code, out, err = finished([sys.executable, *(TINY_TESTS if tiny else (*GPU_TESTS, *marked_files()))], limit_s, settings=TEST_SETTINGS)
     outcomes = [(found[1] or found[4], found[2] or found[3]) for line in out.splitlines() if (found := OUTCOME.match(line))]
     counts = Counter(outcome for outcome, _ in outcomes)
     failed = [name for outcome, name in outcomes if outcome in ("FAILED", "ERROR")]
@@ -97,12 +105,13 @@ def profile_steps(*, tiny: bool) -> int:
     return TINY_PROFILE_STEPS if tiny else PROFILE_STEPS
 
 
-def finished(command: list[str], limit_s: float) -> tuple[int | None, str, str]:
-    """Run a command in the repository; return its exit code, None when it was stopped, and what it printed until then."""
+def finished(command: list[str], limit_s: float, *, settings: Mapping[str, str] | None = None) -> tuple[int | None, str, str]:
+    """Run a command in the repository, with `settings` in its environment; return its exit code, None when it was stopped, and its output."""
     from flatout.measure.trial import end_group
 
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        process = subprocess.Popen(command, stdout=out, stderr=err, stdin=subprocess.DEVNULL, cwd=ROOT, start_new_session=True, text=True)
+        given = {"stdout": out, "stderr": err, "stdin": subprocess.DEVNULL, "cwd": ROOT, "env": {**os.environ, **(settings or {})}}
+        process = subprocess.Popen(command, start_new_session=True, text=True, **given)
         try:
             code = process.wait(limit_s)
         except subprocess.TimeoutExpired:

@@ -117,14 +117,16 @@ AUTO = "flatout, auto"
 NO_BIAS: Mapping[str, Any] = {"model.bias": False}
 """The peers' published figures are of models without biases, so both sides leave them out; `-bias` is the same with them, on both sides."""
 ONE_TEXT = {"data.document_mask": False}
-SWITCHES = ("coordinate-descent", "triton-ce", "packed-qkv")
+SWITCHES = ("triton-ce",)
 """Speedups whose gain is predicted but not measured: each is measured on top of a set alone, and all of them together."""
+ALONE = ("bf16-weights", "cuda-graphs", "liger-ce", "coordinate-descent")
+"""Measured on top of a set alone: they exclude one of the others, or take minutes of compiling, as coordinate-descent does."""
 
 
 def _ours(work: str, rows: tuple[int, ...], best: int, *, extra: tuple[str, ...] = (), switches: tuple[str, ...] = SWITCHES) -> tuple[Entry, ...]:
     """The recipe as it stands, a set of speedups at several batches, and what else may pay on top of it, or does without a part, at one."""
     added = (*FAST, *extra)
-    plus = (*switches, "bf16-weights", "cuda-graphs", "liger-ce")
+    plus = (*(switches if len(switches) > 1 else ()), *ALONE)
     blocks = tuple("compile-blocks" if name == "compile" else name for name in added)
     narrow = tuple(name for name in added if name != "bf16-stream")
     return (
@@ -154,12 +156,15 @@ OWN_BIASES = ("huggingface", "nanochat")
 def _eigenstate(work: str) -> tuple[Entry, ...]:
     chunks = {**ONE_TEXT, "model.chunk_size": 128}
     title, scan = f"{AUTO}, one text a window", "fast-scan"
-    switches = ("folded-resonance", "bf16-states", "triton-ce", "coordinate-descent")
+    switches = ("folded-weights", "bf16-states", *SWITCHES)
     return (
         Entry(work, "recipe", "flatout, the recipe as it stands (documents kept apart)", (None,)),
         Entry(work, "set", title, (4, 1), adds=FAST, values=ONE_TEXT),
         Entry(work, "set-every", title, (4, 1), adds=(*FAST, *switches), about=switches[0], values=ONE_TEXT),
-        *(Entry(work, f"set-{name}", title, (4,), adds=(*FAST, name), about=name, values=ONE_TEXT) for name in (*switches, "bf16-weights")),
+        *(
+            Entry(work, f"set-{name}", title, (4,), adds=(*FAST, name), about=name, values=ONE_TEXT)
+            for name in (*switches, "bf16-weights", "coordinate-descent")
+        ),
         Entry(work, "set-fast-scan", f"{title}, chunks of 128", (4, 1), adds=(*FAST, scan), about=scan, values=chunks),
         Entry(work, "set-fp32-stream", title, (4,), adds=FAST[:-1], drops=FAST[-1:], values=ONE_TEXT),
         Entry(work, "fft", "the recurrence by FFT, compiled", (1,), role="peer", adds=("compile", FFT), values=ONE_TEXT),
@@ -182,7 +187,7 @@ ENTRIES = (
     Entry("gpt2-124m", "none", "flatout, speedups=none: text tokenised in the step", (1,), role="peer", plain=True, data="text", values=NO_BIAS),
     *(
         replace(entry, rows=(None,), values={**entry.values, **AT_THE_RECIPES_BATCH})
-        for entry in _ours("gpt2-124m-fast", (64,), 64, extra=("compiled-muon",))
+        for entry in _ours("gpt2-124m-fast", (64,), 64, extra=("compiled-muon",), switches=(*SWITCHES, "packed-heads"))
     ),
     *_ours("gpt2-700m", (16, 32, 8), 16, switches=(*SWITCHES, "fp8")),
     _peer("gpt2-700m", "nanogpt", "nanoGPT, compiled", (16, 8), "nanogpt"),

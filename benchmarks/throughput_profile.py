@@ -34,10 +34,10 @@ RULES = tuple(
     (group, re.compile(words, re.IGNORECASE))
     for group, words in (
         (COPY, r"memcpy|memset"),
-        (UPDATES, r"multi_tensor_apply|adam|muon|newton_schulz|::_foreach"),
-        (LOSS, r"log_?softmax|softmax_online|logsumexp|nll_loss|cross_entropy"),
+        (UPDATES, r"multi_tensor_apply|adam|muon|newton_schulz|decay_and_add|::_foreach"),
+        (LOSS, r"log_?softmax|softmax_online|logsumexp|nll_loss|cross_entropy|losses_and_gradient|flatout::loss"),
         (ELEMENTWISE, r"triton_(poi|red|per|for|mix)_"),
-        (ATTENTION, r"flash|fmha|sdpa|attention|^(walk|gradients|powers)$"),
+        (ATTENTION, r"flash|fmha|sdpa|attention|^(walk|gradients|powers|gradient)$"),
         (MATMUL, r"nvjet|gemm|gemv|cutlass|cublas|xmma|splitk|triton_(tem|mm)|::_?(scaled_)?(mm|addmm|bmm|baddbmm|linear|matmul)\b"),
         (ELEMENTWISE, r"elementwise|norm|reduce|softmax|index|embedding|gather|scatter|catarray|copy|fill|arange|scan|sort|compiled|aten::"),
     )
