@@ -81,7 +81,7 @@ CALLS = {
         first=("environment",),
         entries=(
             "gpt2-124m-fast/set",
-            "gpt2-700m/set-fp8",
+            "gpt2-700m/set",
             "gpt2-700m/nanogpt",
             "gpt2-124m/people",
             "gpt2-124m/none",
@@ -89,7 +89,7 @@ CALLS = {
         profiles=("gpt2-124m/set", "eigenstate-small-32k/set"),
         repeats=True,
         more=(
-            *("gpt2-700m/set", "gpt2-124m-fast/set-every", "gpt2-700m/set-every", "gpt2-124m/huggingface*"),
+            *("gpt2-700m/set-no-fp8", "gpt2-124m-fast/set-every", "gpt2-700m/set-every", "gpt2-124m/huggingface*"),
             *("gpt2-700m/set-*", "gpt2-124m-fast/set-*", "*/recipe"),
         ),
     ),

@@ -163,6 +163,8 @@ class Session:
     def row(self, entry: Entry, rows: int | None, number: int, asked: RunConfig, limit_s: float, **more: Any) -> dict[str, Any]:
         """Measure an entry at one batch and return the row; `more` goes into what the worker is told."""
         batch = {} if rows is None else {"batch.rows_per_device": rows, "batch.accumulate": 1, "batch.tokens_per_step": rows * asked.data.seq_len}
+        if rows is None and entry.micro_batch and not self.arguments.tiny:
+            batch = {"batch.rows_per_device": entry.micro_batch, "batch.accumulate": None}
         spec = {
             "kind": entry.kind,
             "config": asked.with_values(batch | {"data.path": str(self.data(entry.data)), "train.seed": number}).to_dict(),
@@ -208,6 +210,9 @@ class Session:
             self.say_once(f"{reason[0].upper()}{reason[1:]}")
         if entry.about and entry.about not in able:
             self.say(f"{name} is left out: it is about {entry.about}.")
+            return None
+        if entry.without and self.why_not(entry.without, config):
+            self.say(f"{name} is left out: it is the set without {entry.without}, which cannot be used here.")
             return None
         dropped = [name for name in entry.drops if name in SPEEDUPS.names()]
         return config.with_values({"speedups": ",".join(["auto", *(f"+{name}" for name in able), *(f"-{name}" for name in dropped)])})

@@ -7,7 +7,8 @@ by the recipe; peers are given the recipe's. Where a recipe does not exist, the 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from flatout.config import RunConfig, load_config
@@ -79,6 +80,10 @@ class Entry:
     """Speedups of auto that are left out."""
     about: str | None = None
     """The speedup that it is about: without it there is no such entry."""
+    without: str | None = None
+    """The speedup that it is measured without: where that cannot run there is no such entry."""
+    micro_batch: int | None = None
+    """Rows of a micro-batch where the step is the recipe's own, as it is for Muon, whose update is as large whatever the batch."""
     plain: bool = False
     """speedups=none in place of auto."""
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -123,19 +128,29 @@ ALONE = ("bf16-weights", "cuda-graphs", "liger-ce", "coordinate-descent")
 """Measured on top of a set alone: they exclude one of the others, or take minutes of compiling, as coordinate-descent does."""
 
 
-def _ours(work: str, rows: tuple[int, ...], best: int, *, extra: tuple[str, ...] = (), switches: tuple[str, ...] = SWITCHES) -> tuple[Entry, ...]:
+def _ours(
+    work: str,
+    rows: tuple[int | None, ...],
+    best: int | None,
+    *,
+    extra: tuple[str, ...] = (),
+    switches: tuple[str, ...] = SWITCHES,
+    optional: tuple[str, ...] = (),
+    micro_batch: int | None = None,
+) -> tuple[Entry, ...]:
     """The recipe as it stands, a set of speedups at several batches, and what else may pay on top of it, or does without a part, at one."""
     added = (*FAST, *extra)
-    plus = (*(switches if len(switches) > 1 else ()), *ALONE)
+    plus = (*(switches if len(switches) > 1 else ()), *optional, *ALONE)
     blocks = tuple("compile-blocks" if name == "compile" else name for name in added)
     narrow = tuple(name for name in added if name != "bf16-stream")
+    ours = partial(Entry, work, title=f"{AUTO}, no biases", values=NO_BIAS, micro_batch=micro_batch)
     return (
         Entry(work, "recipe", "flatout, the recipe as it stands", (None,)),
-        Entry(work, "set", f"{AUTO}, no biases", rows, adds=added, values=NO_BIAS),
-        Entry(work, "set-every", f"{AUTO}, no biases", (best,), adds=(*added, *switches), about=switches[0], values=NO_BIAS),
-        *(Entry(work, f"set-{name}", f"{AUTO}, no biases", (best,), adds=(*added, name), about=name, values=NO_BIAS) for name in plus),
-        Entry(work, "set-blocks", f"{AUTO}, no biases", (best,), adds=blocks, drops=("compile",), about="compile-blocks", values=NO_BIAS),
-        Entry(work, "set-fp32-stream", f"{AUTO}, no biases", (best,), adds=narrow, drops=("bf16-stream",), values=NO_BIAS),
+        ours("set", rows=rows, adds=added),
+        ours("set-every", rows=(best,), adds=(*added, *switches), about=switches[0]),
+        *(ours(f"set-{name}", rows=(best,), adds=(*added, name), about=name) for name in plus),
+        ours("set-blocks", rows=(best,), adds=blocks, drops=("compile",), about="compile-blocks"),
+        ours("set-fp32-stream", rows=(best,), adds=narrow, drops=("bf16-stream",)),
     )
 
 
@@ -171,9 +186,6 @@ def _eigenstate(work: str) -> tuple[Entry, ...]:
     )
 
 
-LONG_SWITCHES = (*SWITCHES, "flash-attention-4")
-AT_THE_RECIPES_BATCH = {"batch.rows_per_device": 64}
-"""Muon's update is as large whatever the batch, so its share is that of the recipe's whole step, in micro-batches of 64 rows."""
 ENTRIES = (
     *_ours("gpt2-124m", (64, 128, 32), 64),
     _bias("gpt2-124m", (64,)),
@@ -185,15 +197,13 @@ ENTRIES = (
     _peer("gpt2-124m", "nanochat", "nanochat, its own model and Muon, compiled", (32,), "nanochat"),
     _peer("gpt2-124m", "people", "the way people write it", (1,), "people", compiled=False),
     Entry("gpt2-124m", "none", "flatout, speedups=none: text tokenised in the step", (1,), role="peer", plain=True, data="text", values=NO_BIAS),
-    *(
-        replace(entry, rows=(None,), values={**entry.values, **AT_THE_RECIPES_BATCH})
-        for entry in _ours("gpt2-124m-fast", (64,), 64, extra=("compiled-muon",), switches=(*SWITCHES, "packed-heads"))
-    ),
-    *_ours("gpt2-700m", (16, 32, 8), 16, switches=(*SWITCHES, "fp8")),
+    *_ours("gpt2-124m-fast", (None,), None, extra=("compiled-muon",), switches=(*SWITCHES, "packed-heads"), micro_batch=64),
+    *_ours("gpt2-700m", (16, 32, 8), 16, extra=("fp8",)),
+    Entry("gpt2-700m", "set-no-fp8", f"{AUTO}, no biases", (16, 32), adds=FAST, without="fp8", values=NO_BIAS),
     _peer("gpt2-700m", "nanogpt", "nanoGPT, compiled", (16, 8), "nanogpt"),
-    *_ours("gpt2-124m-32k", (4, 2, 1), 4, switches=LONG_SWITCHES),
+    *_ours("gpt2-124m-32k", (4, 2, 1), 4, optional=("flash-attention-4",)),
     _peer("gpt2-124m-32k", "nanogpt", "nanoGPT, compiled", (4, 2, 1), "nanogpt"),
-    *_ours("gpt2-124m-32k-wide-heads", (4, 2, 1), 4, switches=LONG_SWITCHES),
+    *_ours("gpt2-124m-32k-wide-heads", (4, 2, 1), 4, optional=("flash-attention-4",)),
     *_eigenstate("eigenstate-small-32k"),
 )
 

@@ -68,7 +68,7 @@ class Machine:
             return {"status": "timed-out", "reason": "It had not ended."}
         if len(self.took) in self.breaks:
             return {"status": "failed", "reason": "The process ended with exit code -11."}
-        row = {"tokens_per_s": 1e5 + rows, "peak_gib": 10.0, "mfu": 0.5, "roof_tflops": 790.0, "steps_ms": [1.0], "speedups": []}
+        row = {"tokens_per_s": 1e5 + (spec["rows"] or 0), "peak_gib": 10.0, "mfu": 0.5, "roof_tflops": 790.0, "steps_ms": [1.0], "speedups": []}
         profile = {"profile": {"steps": 3, "wall_ms": 9.0, "groups": {"matmul": 8.0, "idle": 1.0}, "kernels": []}} if "profile_steps" in spec else {}
         return {"status": "ok", "reason": None, **row, **profile}
 
@@ -225,7 +225,7 @@ def test_figures_of_another_device_are_not_mixed(kit, machine, monkeypatch, tmp_
 def test_what_lies_near_a_target_is_measured_twice_more(kit, machine, tmp_path):
     report = importlib.import_module("contact_report")
     target = next(target for target in report.TARGETS if (target.work, target.what) == ("gpt2-124m", "tokens_per_s"))
-    row = {"work": "gpt2-124m", "rows": 64, "round": 0, "status": "ok", "peak_gib": 1.0}
+    row = {"work": "gpt2-124m", "rows": 64, "round": 0, "status": "ok", "peak_gib": 1.0, "roof_tflops": 790.0, "device": "NVIDIA H200"}
     measured = importlib.import_module("throughput_report").Measurements
     near = measured([{**row, "entry": "set", "tokens_per_s": 0.98 * target.least}], tiny=False)
     far = measured([{**row, "entry": "set", "tokens_per_s": 0.9 * target.least}], tiny=False)
