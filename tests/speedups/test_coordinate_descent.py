@@ -17,7 +17,7 @@ from flatout.selection import select, speedup_named
 from flatout.speedups.coordinate_descent import OPTION
 
 GPU = Machine("a CPU", 2, 8.0, (Gpu("an H200", 140.0, (9, 0), "1"),), "3.11")
-MESH = SimpleNamespace(shard=1)
+MESH = SimpleNamespace(shard=1, world_size=1)
 SPEEDUP = speedup_named("coordinate-descent")
 
 
