@@ -141,7 +141,7 @@ def _ours(
     """The recipe as it stands, a set of speedups at several batches, and what else may pay on top of it, or does without a part, at one."""
     added = (*FAST, *extra)
     plus = (*(switches if len(switches) > 1 else ()), *optional, *ALONE)
-    blocks = tuple("compile-blocks" if name == "compile" else name for name in added)
+    blocks = tuple("compile-blocks" if name == "compile" else name for name in added if name != "fp8")  # which needs compile
     narrow = tuple(name for name in added if name != "bf16-stream")
     ours = partial(Entry, work, title=f"{AUTO}, no biases", values=NO_BIAS, micro_batch=micro_batch)
     return (

@@ -30,6 +30,10 @@ def test_a_set_is_traced_in_one_graph_each_way(name):
     assert expected in done.stdout
 
 
+def test_what_reads_values_back_is_not_traced(benchmark):
+    assert benchmark.traced("gpt2-124m/set-liger-ce")["status"] == "not traced"
+
+
 def test_without_a_cuda_build_it_says_what_it_takes(benchmark, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", None)
     assert "takes a CUDA build of torch" in benchmark.why_not()
