@@ -254,7 +254,7 @@ class Speedup:
     why_not: Callable[[Machine, RunConfig], str | None] = always
     """A sentence on why it cannot or should not run here, or None. Whether the model has a use for it is found apart from that."""
     predicted: str | None = None
-    """The gain expected from arithmetic, with that arithmetic, written down before anything is measured."""
+    """The gain expected from arithmetic, up to the first colon or full stop; then that arithmetic. Written before anything is measured."""
 
     def reason_against(self, machine: Machine, config: RunConfig) -> str | None:
         """Return why it cannot or should not run here: all it fills are functions that the model never calls, or `why_not`."""

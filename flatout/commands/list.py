@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -54,9 +55,14 @@ class ListResult(Result):
         label = LABELS[item["measured"]]
         under = [] if item["reason"] == item["description"] else [f"saves {item['description']}"]
         under += [f"measured on this GPU: {item['gain']}"] if item["gain"] else []
-        under += [f"predicted: {item['predicted']}"] if item["predicted"] and not item["gain"] else []
+        under += [f"predicted: {gain_alone(item['predicted'])}"] if item["predicted"] and not item["gain"] else []
         start = f"{'on' if item['on'] else 'off':<3}  {label:<{LABEL_WIDTH}}  {item['name']:<{width}}  "
         return "\n".join([start + item["reason"], *(" " * len(start) + line for line in under)])
+
+
+def gain_alone(predicted: str) -> str:
+    """Return a predicted gain without the arithmetic that follows its first colon or full stop; docs/speedups.md has both."""
+    return re.split(r"[.:;] ", predicted, maxsplit=1)[0]
 
 
 def list_entries(
