@@ -13,13 +13,14 @@ import inspect
 import io
 import json
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType, NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Union, get_args, get_origin
 
-from flatout.errors import ConfigError, FlatoutError, Interrupted, UsageError
+from flatout.errors import ConfigError, FlatoutError, Interrupted, UntrustedCode, UsageError
 from flatout.progress import SILENT, Progress
 from flatout.registry import COMMANDS, nearest, unknown_name
 
@@ -84,10 +85,20 @@ def _guarded(words: list[str]) -> int:
     try:
         with _terminated_like_interrupted():
             return _run(words)
+    except UntrustedCode as error:
+        return _fail(_with_flag(error, *words), as_json)
     except FlatoutError as error:
         return _fail(error, as_json)
     except KeyboardInterrupt:
         return _fail(Interrupted("Interrupted.", fix="Run the same command again.", signal_number=signal.SIGINT), as_json)
+
+
+def _with_flag(error: UntrustedCode, name: str, *words: str) -> UntrustedCode:
+    """Return the error with the very command that allows the code, where the command has the flag."""
+    if "trust_code" not in inspect.signature(COMMANDS.get(name).call).parameters:
+        return error
+    line = shlex.join(["flatout", name, "--trust-code", *words])
+    return UntrustedCode(error.what, fix=error.fix.replace("pass trust_code=True, on the command line --trust-code.", f"run `{line}`."))
 
 
 @contextlib.contextmanager

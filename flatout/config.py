@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from flatout import trust
 from flatout.documents import read_document
 from flatout.errors import ConfigError
 from flatout.overrides import nested, parse_overrides
@@ -288,6 +289,10 @@ class RunConfig(Section):
         """Return plain values, as YAML and JSON hold them."""
         return self.model_dump(mode="json")
 
+    def references(self) -> frozenset[str]:
+        """Return every `package.module:attribute` that using this configuration imports."""
+        return trust.references_in(self.to_dict())
+
     def digest(self) -> str:
         """Return the SHA-256 of the canonical JSON, 64 hexadecimal characters."""
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
@@ -299,10 +304,11 @@ class RunConfig(Section):
         return validate(document)
 
 
-def load_config(recipe: str | Path | None = None, overrides: Iterable[str] = ()) -> RunConfig:
+def load_config(recipe: str | Path | None = None, overrides: Iterable[str] = (), *, trust_code: bool = False) -> RunConfig:
     """Return the configuration of a recipe (a name or a YAML path; None is the defaults) with overrides on top.
 
-    Raises: ConfigError for an unknown recipe, key or value, with the nearest name.
+    A recipe in a run directory is part of that run: code of its own that it names takes `trust_code`, as the run does.
+    Raises: ConfigError for an unknown recipe, key or value, with the nearest name; UntrustedCode.
     """
     document: dict[str, Any] = {}
     path = recipe_path(recipe) if recipe is not None else None
@@ -315,9 +321,12 @@ def load_config(recipe: str | Path | None = None, overrides: Iterable[str] = ())
         document["batch"].pop((BATCH_SIZES - stated).pop(), None)
     merge(document, layer)
     try:
-        return validate(document)
+        config = validate(document)
     except ConfigError as error:
         raise _placed(error, path) from error
+    if path is not None and not trust_code and trust.is_run_folder(path.parent):
+        trust.require_trusted(path.parent, config.references(), named=trust.references_in(layer))
+    return config
 
 
 def _placed(error: ConfigError, path: Path | None) -> ConfigError:

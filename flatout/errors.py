@@ -5,6 +5,7 @@ FlatoutError
 │   ├── ConfigError       a key, a value, or a pair of values that contradict each other
 │   ├── DataError         text, a data set or a tokenizer that cannot be used
 │   ├── CheckpointError   a run folder or a checkpoint that cannot be used
+│   ├── UntrustedCode     a run from elsewhere names code to import, and nobody allowed it
 │   ├── HardwareError     this machine cannot do what was asked
 │   ├── ShapeError        tensors whose shapes do not fit
 │   └── MissingPackage    an optional package is not installed
@@ -56,6 +57,10 @@ class DataError(UsageError):
 
 class CheckpointError(UsageError):
     """A run folder or a checkpoint cannot be used."""
+
+
+class UntrustedCode(UsageError):
+    """A run directory names code of its own to import, which this user has neither named nor allowed; nothing was imported."""
 
 
 class HardwareError(UsageError):

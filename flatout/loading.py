@@ -22,7 +22,7 @@ from flatout.registry import MODELS, SPEEDUPS
 from flatout.run import ops_of
 from flatout.selection import Decision, assemble
 from flatout.training.checkpoint import read_weights
-from flatout.training.folder import read_config
+from flatout.training.folder import trusted_config
 from flatout.training.named import find_checkpoint, find_run
 
 if TYPE_CHECKING:
@@ -57,15 +57,22 @@ class LoadedRun:
 
 
 def load_run(
-    run: str | Path, checkpoint: str = "best", *, device: str = "auto", without: frozenset[str] = ONLY_IN_TRAINING, progress: Progress = SILENT
+    run: str | Path,
+    checkpoint: str = "best",
+    *,
+    device: str = "auto",
+    without: frozenset[str] = ONLY_IN_TRAINING,
+    trust_code: bool = False,
+    progress: Progress = SILENT,
 ) -> LoadedRun:
     """Return the model of a run with the weights of a checkpoint (`best`, `last` or a step), its tokenizer and its data set.
 
     It has the speedups it was trained with, as far as they work here, but those of `without`.
-    Raises: CheckpointError, DataError or ConfigError when one of them cannot be used.
+    `trust_code` lets it import code of its own that its config.yaml names, now and later.
+    Raises: CheckpointError, DataError or ConfigError when one of them cannot be used; UntrustedCode, before anything is imported.
     """
     folder = find_run(run)
-    config = read_config(folder)
+    config = trusted_config(folder, trust_code=trust_code)
     if config is None or (config.data.path is None and config.data.mix is None):
         raise CheckpointError(f"{folder}/config.yaml names no data set.", fix="Use the folder of a run that `flatout train` made.")
     path = find_checkpoint(folder, checkpoint, progress=progress)

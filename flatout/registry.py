@@ -42,14 +42,15 @@ def unknown_name(noun: str, name: str, known: Iterable[str]) -> ConfigError:
 
 
 def load_reference(reference: str) -> Any:
-    """Import `package.module:attribute`; the current folder is searched too, so that a user's own file is found.
+    """Import `package.module:attribute`; for a user's own, the current folder is searched too, after all that is installed.
 
+    flatout's own parts never bring the current folder into the search: a file in it named like an optional package would be imported.
     Raises: ConfigError when the module or the attribute does not exist.
     """
     module_name, _, attribute = reference.partition(":")
     if not all(part.isidentifier() for part in [*module_name.split("."), attribute]):
         raise ConfigError(f"{reference!r} does not name an object in a Python module.", fix="Write package.module:attribute.")
-    if "" not in sys.path:
+    if module_name.partition(".")[0] != "flatout" and "" not in sys.path:
         sys.path.append("")
     try:
         module = importlib.import_module(module_name)

@@ -28,7 +28,7 @@ def test_a_fix_cannot_be_left_out(error):
 def test_exit_codes():
     codes = {error.__name__: error.exit_code for error in FAMILY}
     usage = {error.__name__ for error in FAMILY if issubclass(error, errors.UsageError)}
-    assert usage == {"UsageError", "ConfigError", "DataError", "CheckpointError", "HardwareError", "ShapeError", "MissingPackage"}
+    assert usage == {"UsageError", "ConfigError", "DataError", "CheckpointError", "UntrustedCode", "HardwareError", "ShapeError", "MissingPackage"}
     assert {codes[name] for name in usage} == {2}
     assert (codes["RunFailed"], codes["Stopped"]) == (1, 75)
 

@@ -18,7 +18,7 @@ import typer
 
 from flatout.commands import Command, Result
 from flatout.config import RunConfig, load_config
-from flatout.errors import ConfigError, DataError
+from flatout.errors import CheckpointError, ConfigError, DataError, UntrustedCode
 from flatout.progress import SILENT, Progress
 from flatout.sources.local import missing
 
@@ -122,7 +122,7 @@ def demo(
     """
     from flatout.commands.train import train_config
     from flatout.hardware import pick_device, probe
-    from flatout.training.folder import read_config, read_summary
+    from flatout.training.folder import read_summary
 
     began = time.perf_counter()
     file = Path(file) if file else None
@@ -130,7 +130,7 @@ def demo(
     machine = probe()
     device, _ = pick_device("auto", machine)
     subject = about_file(file, device) if file else about_python(device)
-    config = read_config(subject.run)
+    config = _own_config(subject.run)
     if config is None:
         config = _fresh(subject, device, machine, minutes, progress)
     elif read_summary(subject.run) is not None:
@@ -139,6 +139,19 @@ def demo(
         progress.say(f"Going on with {subject.run}.")
     result = train_config(config, run=subject.run, observers=observers, progress=progress)
     return DemoResult(run=str(subject.run), val_loss=result.val_loss, tokens_per_s=result.tokens_per_s, wall_s=round(time.perf_counter() - began, 2))
+
+
+def _own_config(run: Path) -> RunConfig | None:
+    """Return the configuration of a demo that was begun here; one that names code of its own is none.
+
+    Raises: CheckpointError.
+    """
+    from flatout.training.folder import trusted_config
+
+    try:
+        return trusted_config(run)
+    except UntrustedCode as error:
+        raise CheckpointError(error.what, fix=f"A demo uses flatout's own code alone, so {run} is none: move it away.") from error
 
 
 def check(file: Path | None, minutes: float) -> None:

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict
 
 from flatout.commands import Command, Result
 from flatout.progress import SILENT, Progress
+from flatout.training.folder import trusted_config
 from flatout.training.named import find_run
 
 if TYPE_CHECKING:
@@ -98,26 +99,29 @@ def evaluate(
     max_tokens: Annotated[
         int | None, typer.Option(help="Score only the first tokens of the validation text, shared out over the sets of a mix.", min=1)
     ] = None,
+    trust_code: Annotated[
+        bool, typer.Option("--trust-code", help="Import the code that a run from elsewhere names in its config.yaml, and remember that it may.")
+    ] = False,
     *,
     progress: Progress = SILENT,
 ) -> EvalResult:
     """Score a trained model on its validation text, each data set of a mix by itself.
 
-    Raises: CheckpointError when the run has no such checkpoint; DataError when a data set cannot be read.
+    Raises: CheckpointError when the run has no such checkpoint; DataError when a data set cannot be read; UntrustedCode.
     """
     from flatout import loading, scoring
 
-    loaded = loading.load_run(run, checkpoint, progress=progress)
+    loaded = loading.load_run(run, checkpoint, trust_code=trust_code, progress=progress)
     score = scoring.evaluate(loaded, data=data or (), max_tokens=max_tokens, progress=progress)
     return _result(loaded.folder, loaded.checkpoint, score)
 
 
-def check(run: str) -> None:
-    """Do nothing when there is such a run.
+def check(run: str, trust_code: bool = False) -> None:
+    """Do nothing when there is such a run, and it names no code of its own or may import it.
 
-    Raises: CheckpointError with the nearest one.
+    Raises: CheckpointError with the nearest one; UntrustedCode.
     """
-    find_run(run)
+    trusted_config(find_run(run), trust_code=trust_code)
 
 
 def _result(run_folder: Path, checkpoint: Path, score: Evaluation) -> EvalResult:

@@ -12,6 +12,7 @@ from flatout.commands import Command, Result
 from flatout.errors import ConfigError, Interrupted
 from flatout.preflight import check_sampling
 from flatout.progress import SILENT, Progress
+from flatout.training.folder import trusted_config
 from flatout.training.named import find_run
 
 
@@ -41,6 +42,9 @@ def generate(
     max_tokens: Annotated[int, typer.Option(help="Longest text, in tokens; it may be longer than the windows that the model was trained on.")] = 256,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")] = None,
     checkpoint: Annotated[str, typer.Option(help="best, last, or a step.")] = "best",
+    trust_code: Annotated[
+        bool, typer.Option("--trust-code", help="Import the code that a run from elsewhere names in its config.yaml, and remember that it may.")
+    ] = False,
     *,
     write: Callable[[str], object] | None = None,
     progress: Progress = SILENT,
@@ -53,13 +57,13 @@ def generate(
 
     Returns: each text, its prompt first; `write` is handed the pieces as they come.
     Raises: CheckpointError when the run has no such checkpoint; ConfigError when a setting is out of range; DataError when the
-    model's tokenizer cannot write the prompt.
+    model's tokenizer cannot write the prompt; UntrustedCode when the run names code of its own that nobody allowed.
     """
-    check(run, temperature, top_k, top_p, seed, num_samples, max_tokens, stop)
+    check(run, temperature, top_k, top_p, seed, num_samples, max_tokens, stop, trust_code)
     from flatout.generate import sample
     from flatout.loading import NOT_IN_SAMPLING, load_run
 
-    loaded = load_run(run, checkpoint, without=NOT_IN_SAMPLING, progress=progress)
+    loaded = load_run(run, checkpoint, without=NOT_IN_SAMPLING, trust_code=trust_code, progress=progress)
     loaded.tokenizer.encode(prompt)  # a prompt that it cannot write is refused before anything is shown
     show = write or (lambda _piece: None)
     samples = []
@@ -91,18 +95,26 @@ def generate(
 
 
 def check(
-    run: str | Path, temperature: float, top_k: int | None, top_p: float | None, seed: int, num_samples: int, max_tokens: int, stop: list[str] | None
+    run: str | Path,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    seed: int,
+    num_samples: int,
+    max_tokens: int,
+    stop: list[str] | None,
+    trust_code: bool = False,
 ) -> None:
     """Do nothing when there is such a run and the settings make sense, as far as that can be told without torch.
 
-    Raises: CheckpointError with the nearest run; ConfigError naming the setting.
+    Raises: CheckpointError with the nearest run; ConfigError naming the setting; UntrustedCode.
     """
     check_sampling(temperature, top_k, top_p, max_tokens, stop or ())
     if num_samples < 1:
         raise ConfigError(f"num-samples {num_samples} asks for no text.", fix="Use 1 or more.")
     if abs(seed) >= MOST_SEED:
         raise ConfigError(f"seed {seed} is too large.", fix=f"Use a number below {MOST_SEED}.")
-    find_run(run)
+    trusted_config(find_run(run), trust_code=trust_code)
 
 
 COMMAND = Command(generate, example='flatout generate runs/demo --prompt "def main" --temperature 0.7', check=check, needs_torch=True)

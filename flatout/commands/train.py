@@ -89,6 +89,9 @@ def train(
         ),
     ] = None,
     resume: Annotated[str | Path, typer.Option(help="auto, never, or a checkpoint's or run's folder.")] = "auto",
+    trust_code: Annotated[
+        bool, typer.Option("--trust-code", help="Import the code that a run from elsewhere names in its config.yaml, and remember that it may.")
+    ] = False,
     *,
     observers: Sequence[Observer] = (),
     progress: Progress = SILENT,
@@ -96,28 +99,37 @@ def train(
     """Train a recipe; a run folder that holds a checkpoint goes on from it.
 
     Returns: the run's summary; of a finished run, the one it already has.
-    Raises: UsageError before anything was changed; Stopped when a signal ended the run after a save.
+    Raises: UsageError before anything was changed, UntrustedCode among them; Stopped when a signal ended the run after a save.
     """
-    return train_config(load_config(recipe, overrides or ()), run=run, resume=resume, observers=observers, progress=progress)
+    config = load_config(recipe, overrides or (), trust_code=trust_code)
+    return train_config(config, run=run, resume=resume, trust_code=trust_code, observers=observers, progress=progress)
 
 
-def check(recipe: str, overrides: list[str] | None, progress: Progress = SILENT) -> None:
+def check(recipe: str, overrides: list[str] | None, progress: Progress = SILENT, trust_code: bool = False) -> None:
     """Do nothing when nothing is wrong with the words of a command line that can be told without torch; data at an address is fetched.
 
     Raises: UsageError.
     """
-    preflight.check(load_config(recipe, overrides or ()), progress=progress)
+    preflight.check(load_config(recipe, overrides or (), trust_code=trust_code), progress=progress)
 
 
 def train_config(
-    config: RunConfig, *, run: Path | str | None = None, resume: str | Path = "auto", observers: Sequence[Observer] = (), progress: Progress = SILENT
+    config: RunConfig,
+    *,
+    run: Path | str | None = None,
+    resume: str | Path = "auto",
+    trust_code: bool = False,
+    observers: Sequence[Observer] = (),
+    progress: Progress = SILENT,
 ) -> TrainResult:
     """Train a configuration made in Python. Arguments, result and errors as `train`."""
     from flatout.training.folder import run_name
     from flatout.training.start import run_training
 
     place = RUNS / run_name(config) if run is None else Path(run)
-    summary = run_training(config, place, resume=str(resume), observers=observers, sample=sample_text, cache=CACHE, progress=progress)
+    summary = run_training(
+        config, place, resume=str(resume), trust_code=trust_code, observers=observers, sample=sample_text, cache=CACHE, progress=progress
+    )
     fields = TrainResult.model_fields.items()
     return TrainResult(**{name: summary.get(name) for name, field in fields if name in summary or field.is_required()})
 

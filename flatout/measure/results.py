@@ -163,7 +163,7 @@ def commit_of_package() -> str | None:
 
     def git(*words: str) -> str | None:
         try:
-            done = subprocess.run(["git", "-C", str(PACKAGE_DIR), *words], capture_output=True, text=True, check=False)
+            done = subprocess.run(["git", "-c", "core.fsmonitor=false", "-C", str(PACKAGE_DIR), *words], capture_output=True, text=True, check=False)
         except OSError:
             return None
         return done.stdout.strip() if done.returncode == 0 else None

@@ -70,8 +70,9 @@ def _commit(name: str, revision: str) -> str:
 @cache
 def _stream(name: str, config: str | None, split: str, commit: str) -> Any:
     datasets = _package("datasets", name)
+    options = {"split": split, "revision": commit, "streaming": True, "trust_remote_code": False}  # else a script in the repository may ask to run
     try:
-        return datasets.load_dataset(name, config, split=split, revision=commit, streaming=True)
+        return datasets.load_dataset(name, config, **options)
     except Exception as error:  # ValueError for a configuration or a split, and what the network gives
         raise _absent(name, f"with configuration {config or 'default'} and split {split}", error) from error
 

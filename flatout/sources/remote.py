@@ -38,6 +38,9 @@ _MARKS = tuple(
     "ETag etag lfs blob_id md5Hash crc32c content_md5 Content-MD5 Digest Last-Modified LastModified mtime updated created".split()  # noqa: SIM905
 )
 """Keys of a file's description that change with its content, the surest first."""
+_INTERPRETING = {"reference"}
+"""Filesystems that carry out what a file says: fsspec before 2026 fills in the templates of `reference://` with whole Jinja, which can run code."""
+_PLAIN = "Name the address itself: of one store, without `::`."
 T = TypeVar("T")
 
 Doing = Literal["read", "write"]
@@ -205,6 +208,8 @@ def locate(address: str, doing: Doing = "read") -> tuple[Any, str]:
     import fsspec
 
     protocol = protocol_of(address)
+    if "::" in address or protocol in _INTERPRETING:
+        raise DataError(f"{address} would be read through another filesystem, which may follow instructions in what it reads.", fix=_PLAIN)
     try:
         filesystem, path = fsspec.core.url_to_fs(address)
     except ImportError as error:

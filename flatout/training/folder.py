@@ -31,6 +31,7 @@ from typing import Any, TextIO
 
 import yaml
 
+from flatout import trust
 from flatout.config import RunConfig, difference, validate
 from flatout.data.disk import write_text
 from flatout.documents import read_document
@@ -73,7 +74,7 @@ def run_name(config: RunConfig) -> str:
 
 
 def write_config(folder: Path, config: RunConfig, *, asked: RunConfig | None = None) -> None:
-    """Store the resolved configuration, and beside it the one that was asked for.
+    """Store the resolved configuration, and beside it the one that was asked for. Code of one's own that it names is trusted from here on.
 
     Raises: CheckpointError when the folder of its checkpoints is another run's.
     """
@@ -82,10 +83,22 @@ def write_config(folder: Path, config: RunConfig, *, asked: RunConfig | None = N
     if asked is not None:
         write_text(folder / ASKED, _yaml(asked))
     write_text(folder / CONFIG, _yaml(config))
+    trust.remember(folder, config.references())
+
+
+def trusted_config(folder: Path, *, trust_code: bool = False) -> RunConfig | None:
+    """Return what `read_config` does, of a run that is about to be used: code of its own must be trusted (flatout/trust.py).
+
+    Raises: UntrustedCode.
+    """
+    config = read_config(folder)
+    if config is not None:
+        trust.require_trusted(folder, config.references(), trust_code=trust_code)
+    return config
 
 
 def read_config(folder: Path) -> RunConfig | None:
-    """Return the resolved configuration stored in a run folder, or None when it holds none."""
+    """Return the resolved configuration stored in a run folder, to look at, or None when it holds none; `trusted_config` is for use."""
     path = folder / CONFIG
     return validate(read_document(path), file=path) if path.exists() else None
 

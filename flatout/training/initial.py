@@ -21,11 +21,17 @@ from flatout.training.files import read_json
 from flatout.training.moved_data import require_tokenizer
 from flatout.training.named import RUNS, find_checkpoint, find_run
 from flatout.training.state import weights_and_aliases
+from flatout.trust import references_in
 
 FREE_OF_WEIGHTS = ("dropout", "max_seq_len", "rotary_base", "window")
 """Keys of a model that may be others than those its weights were trained with, as long as the shapes agree: a continued run may read
 longer windows, or drop more. Any other key that differs would make other functions of the same weights."""
 MOST_NAMED = 3
+_BY_HAND = {
+    False: "Set the keys of the model as they were there.",
+    True: "Its model is code of its own, which nothing here has imported: read that code, then set model.kind yourself.",
+}
+"""What to do about other weights, by whether they are of a model whose code is not flatout's: that is never given to be pasted."""
 
 
 def begin_from(config: RunConfig, dataset: Dataset | MixedDataset, ops: Ops, *, progress: Progress = SILENT) -> RunConfig:
@@ -88,10 +94,11 @@ def require_fit(config: RunConfig, checkpoint: Path, run_folder: Path | None, op
     if differ or wrong:
         named = differ[:MOST_NAMED] or [f"{key} is {keys[key]} there and {config.value(key)} here" for key in wrong[:MOST_NAMED]]
         more = len(differ or wrong) - len(named)
-        paste = " ".join(f"{key}={_word(keys[key])}" for key in (wrong or keys))
+        code = references_in({"model": {"kind": keys.get("model.kind")}})
+        paste = "" if code else " ".join(f"{key}={_word(keys[key])}" for key in (wrong or keys))
         raise ConfigError(
             f"The weights of {checkpoint} are of another model: {'; '.join(named)}{f'; and {more} more' if more > 0 else ''}.",
-            fix=f"Add these overrides: {paste} (as it was there)." if paste else "Set the keys of the model as they were there.",
+            fix=f"Add these overrides: {paste} (as it was there)." if paste else _BY_HAND[bool(code)],
         )
     for key, value in keys.items():
         progress.say(f"{key} is {value} in the run whose weights this one begins with, and {config.value(key)} here.")

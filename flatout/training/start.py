@@ -40,6 +40,7 @@ from flatout.training.observers import Observer
 from flatout.training.out_of_memory import explained
 from flatout.training.signals import StopRequests
 from flatout.training.warmup import warm_up
+from flatout.trust import remember, require_trusted
 
 DISK_BYTES_PER_PARAMETER = 12
 """fp32 weights and AdamW's two moments."""
@@ -64,6 +65,7 @@ def run_training(
     place: Path,
     *,
     resume: str = "auto",
+    trust_code: bool = False,
     observers: Sequence[Observer] = (),
     sample: Callable[[Run], str] | None = None,
     cache: Path | None = None,
@@ -85,7 +87,7 @@ def run_training(
         if ranks.rank == 0:
             stack.enter_context(folder.locked(place, progress=progress))
         dataset = open_dataset(asked, progress=progress)
-        plan = agree(ranks, lambda: settle(asked, place, resume, machine, ranks, device, dataset, progress))
+        plan = agree(ranks, lambda: settle(asked, place, resume, trust_code, machine, ranks, device, dataset, progress))
         if plan.finished is not None:
             return plan.finished
         if plan.config.data.model_dump_json() != asked.data.model_dump_json():
@@ -146,6 +148,7 @@ def settle(
     asked: RunConfig,
     place: Path,
     resume: str,
+    trust_code: bool,
     machine: Machine,
     ranks: Ranks,
     device: tuple[str, str],
@@ -154,10 +157,13 @@ def settle(
 ) -> Plan:
     """Decide, under the lock, what is run: the stored configuration when the folder holds a run, else a new one.
 
-    Raises: ConfigError when `asked` contradicts the stored configuration.
+    Raises: ConfigError when `asked` contradicts the stored configuration; UntrustedCode when that names code which `asked` does not.
     """
     own_folder(place)
     stored = stored_config(place, asked) if resume != "never" else None
+    if stored is not None:
+        require_trusted(place, stored.references(), named=asked.references(), trust_code=trust_code)
+        remember(place, stored.references())
     checkpoint = folder.resume_from(place, resume_place(resume), progress=progress)
     summary = folder.read_summary(place)
     if stored is not None:

@@ -13,6 +13,7 @@ HOUSE = (
     "noise",
     "documents",
     "registry",
+    "trust",
     "progress",
     "wording",
     "overrides",
