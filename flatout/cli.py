@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Union, get_args, get_origin
 from flatout.errors import ConfigError, FlatoutError, Interrupted, UntrustedCode, UsageError
 from flatout.progress import SILENT, Progress
 from flatout.registry import COMMANDS, nearest, unknown_name
+from flatout.trust import BY_ARGUMENT
 
 if TYPE_CHECKING:
     from flatout.commands import Command, Result
@@ -94,11 +95,11 @@ def _guarded(words: list[str]) -> int:
 
 
 def _with_flag(error: UntrustedCode, name: str, *words: str) -> UntrustedCode:
-    """Return the error with the very command that allows the code, where the command has the flag."""
-    if "trust_code" not in inspect.signature(COMMANDS.get(name).call).parameters:
-        return error
+    """Return the error with the very command that allows the code; a command without the flag takes recipes, which a copy makes one's own."""
+    has_flag = "trust_code" in inspect.signature(COMMANDS.get(name).call).parameters
     line = shlex.join(["flatout", name, "--trust-code", *words])
-    return UntrustedCode(error.what, fix=error.fix.replace("pass trust_code=True, on the command line --trust-code.", f"run `{line}`."))
+    way = f"run `{line}`" if has_flag else "copy the recipe out of the run's folder, and name the copy"
+    return UntrustedCode(error.what, fix=error.fix.replace(BY_ARGUMENT, way))
 
 
 @contextlib.contextmanager

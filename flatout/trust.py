@@ -25,6 +25,8 @@ MEMORY = Path("~/.cache/flatout/trusted")
 """Where it is remembered which run directories are trusted; readable and writable by the user alone."""
 REFERENCES = (("model", "kind"), ("optim", "kind"), ("speedups",))
 """Keys of a configuration whose value is looked up in the registry, where `package.module:attribute` imports code of the user's own."""
+BY_ARGUMENT = "pass trust_code=True (on the command line: --trust-code)"
+"""How code is allowed, as Python says it; the command line puts the very command in its place."""
 CONFIG = "config.yaml"
 FORMAT_VERSION = 1
 MOST_BYTES = 1 << 20
@@ -62,7 +64,7 @@ def require_trusted(run_folder: Path, references: Set[str], *, named: Set[str] =
     stale = " Delete the __pycache__ beside it, which may hold other code." if any(_has_compiled(reference) for reference in unknown) else ""
     raise UntrustedCode(
         f"{run_folder / CONFIG} names code of its own, which opening the run would execute: {', '.join(map(_described, unknown))}.{changed}",
-        fix=f"Read that code.{stale} If you trust it, pass trust_code=True, on the command line --trust-code.",
+        fix=f"Read that code.{stale} If you trust it, {BY_ARGUMENT}.",
     )
 
 

@@ -9,10 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+import typer
 from pydantic import BaseModel, ConfigDict
 
-__all__ = ["Command", "Result"]
+__all__ = ["TRUST_CODE", "Command", "Result"]
+
+TRUST_CODE: Any = typer.Option(
+    "--trust-code", help="Import the code of its own that a run from elsewhere names, and remember that it may (SECURITY.md)."
+)
+"""The option of every command that opens a run."""
 
 
 class Result(BaseModel):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from pydantic import BaseModel, ConfigDict
 
-from flatout.commands import Command, Result
+from flatout.commands import TRUST_CODE, Command, Result
 from flatout.progress import SILENT, Progress
 from flatout.training.folder import trusted_config
 from flatout.training.named import find_run
@@ -99,9 +99,7 @@ def evaluate(
     max_tokens: Annotated[
         int | None, typer.Option(help="Score only the first tokens of the validation text, shared out over the sets of a mix.", min=1)
     ] = None,
-    trust_code: Annotated[
-        bool, typer.Option("--trust-code", help="Import the code that a run from elsewhere names in its config.yaml, and remember that it may.")
-    ] = False,
+    trust_code: Annotated[bool, TRUST_CODE] = False,
     *,
     progress: Progress = SILENT,
 ) -> EvalResult:

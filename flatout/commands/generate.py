@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from flatout.commands import Command, Result
+from flatout.commands import TRUST_CODE, Command, Result
 from flatout.errors import ConfigError, Interrupted
 from flatout.preflight import check_sampling
 from flatout.progress import SILENT, Progress
@@ -42,9 +42,7 @@ def generate(
     max_tokens: Annotated[int, typer.Option(help="Longest text, in tokens; it may be longer than the windows that the model was trained on.")] = 256,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")] = None,
     checkpoint: Annotated[str, typer.Option(help="best, last, or a step.")] = "best",
-    trust_code: Annotated[
-        bool, typer.Option("--trust-code", help="Import the code that a run from elsewhere names in its config.yaml, and remember that it may.")
-    ] = False,
+    trust_code: Annotated[bool, TRUST_CODE] = False,
     *,
     write: Callable[[str], object] | None = None,
     progress: Progress = SILENT,
@@ -52,8 +50,7 @@ def generate(
     """Write text with a trained model, shown as it is written.
 
     A model with attention sees at most as many tokens as the windows it was trained on have, and a longer text goes on from their
-    second half; an eigenstate network goes on for ever, with what it remembers of all it has read.
-    Several samples are written one after the other.
+    second half; an eigenstate network goes on for ever, with what it remembers of all it has read. Several samples follow one another.
 
     Returns: each text, its prompt first; `write` is handed the pieces as they come.
     Raises: CheckpointError when the run has no such checkpoint; ConfigError when a setting is out of range; DataError when the

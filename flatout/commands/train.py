@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flatout import preflight
-from flatout.commands import Command, Result
+from flatout.commands import TRUST_CODE, Command, Result
 from flatout.commands.eval import DatasetScore, score_table
 from flatout.config import RunConfig, load_config
 from flatout.data.corpus import CACHE
@@ -89,9 +89,7 @@ def train(
         ),
     ] = None,
     resume: Annotated[str | Path, typer.Option(help="auto, never, or a checkpoint's or run's folder.")] = "auto",
-    trust_code: Annotated[
-        bool, typer.Option("--trust-code", help="Import the code that a run from elsewhere names in its config.yaml, and remember that it may.")
-    ] = False,
+    trust_code: Annotated[bool, TRUST_CODE] = False,
     *,
     observers: Sequence[Observer] = (),
     progress: Progress = SILENT,

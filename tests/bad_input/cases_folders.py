@@ -30,6 +30,12 @@ def too_large_a_token(world: World) -> None:
     path.write_text(json.dumps(manifest))
 
 
+def foreign_code(world: World) -> None:
+    """A configuration that names a file in the run's own folder."""
+    world.write("runs/first/weights.py", "raise SystemExit('this code was run')")
+    edit(world, "runs/first/config.yaml", "kind: transformer", "kind: runs.first.weights:Model")
+
+
 def hold(world: World) -> None:
     world.stack.enter_context(locked(world.path / "runs/first"))
 
@@ -142,6 +148,26 @@ CASES = [
         ("config.yaml", "'optimm'"),
         ("'optim'",),
         lambda w: edit(w, "runs/first/config.yaml", "optim:", "optimm:"),
+    ),
+    Case(
+        "a run from elsewhere that names code of its own",
+        "generate runs/first --max-tokens 8",
+        ("runs/first/config.yaml", "'runs.first.weights:Model'", "runs/first/weights.py"),
+        ("Read that code", "flatout generate --trust-code"),
+        foreign_code,
+    ),
+    Case(
+        "a recipe in such a run's folder",
+        "bench runs/first/config.yaml",
+        ("runs/first/config.yaml", "'runs.first.weights:Model'"),
+        ("copy the recipe",),
+        foreign_code,
+    ),
+    Case(
+        "an address that is read through another filesystem",
+        "inspect reference://data::https://example.org/data.json",
+        ("reference://data",),
+        ("without `::`",),
     ),
     Case("a run whose data is gone", "eval runs/first", ("data/book",), ("flatout prepare",), lambda w: shutil.rmtree(w.path / "data/book")),
     Case(

@@ -2,6 +2,7 @@ import bz2
 import gzip
 import importlib
 import io
+import json
 import sys
 
 import pytest
@@ -12,6 +13,9 @@ from flatout.sources import files, remote
 from flatout.sources.remote import RemoteFile, find_remote, is_address, name_of, open_remote
 
 CONTENT = bytes(range(256)) * 400
+_CALL = "{{ cycler.__init__.__globals__.os.system('touch MARKER') }}"
+_KEYS = {"key": "a{{i}}{{v()}}", "url": "file:///x{{i}}", "dimensions": {"i": [1]}}
+HOSTILE_REFERENCES = {"version": 1, "templates": {"v": _CALL}, "gen": [_KEYS], "refs": {"manifest.json": "abc"}}
 ROWS = b"".join(b'{"text": "row %d"}\n' % number for number in range(3000))
 
 
@@ -174,6 +178,18 @@ def test_the_fingerprint_is_what_the_server_says(web):
     assert files.files(f"{web.address}/a.txt")[0].fingerprint == before.fingerprint
     web.tags["/a.txt"] = '"two"'
     assert files.files(f"{web.address}/a.txt")[0].fingerprint != before.fingerprint
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["reference://data::file://{}", "reference://{}", "simplecache::reference://x::file://{}", "memory://x::file://{}", "dir::reference://{}"],
+)
+def test_what_would_follow_instructions_in_a_file_is_not_opened(address, tmp_path):
+    """Older fsspec renders the templates of reference:// with whole Jinja, whose expressions reach any function."""
+    (tmp_path / "refs.json").write_text(json.dumps(HOSTILE_REFERENCES).replace("MARKER", str(tmp_path / "ran")))
+    with pytest.raises(DataError, match="through another filesystem"):
+        remote.read_remote(address.format(tmp_path / "refs.json"))
+    assert not (tmp_path / "ran").exists()
 
 
 def test_an_unknown_protocol_is_answered():
