@@ -324,8 +324,9 @@ def load_config(recipe: str | Path | None = None, overrides: Iterable[str] = (),
         config = validate(document)
     except ConfigError as error:
         raise _placed(error, path) from error
-    if path is not None and not trust_code and trust.is_run_folder(path.parent):
-        trust.require_trusted(path.parent, config.references(), named=trust.references_in(layer))
+    for folder in {path.parent, path.resolve().parent} if path is not None and not trust_code else ():
+        if trust.is_run_folder(folder):
+            trust.require_trusted(folder, config.references(), named=trust.references_in(layer))
     return config
 
 

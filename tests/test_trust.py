@@ -104,7 +104,8 @@ def test_a_run_from_elsewhere_is_not_opened(gift, way, tmp_path):
     calls = [lambda: load_run("gift"), lambda: flatout.sample(gift.place), lambda: flatout.evaluate(gift.place)]
     calls += [lambda: train_config(gift.asked, run=gift.place), lambda: load_config(gift.place / "config.yaml")]
     calls += [lambda: flatout.train(gift.place / "config.yaml"), lambda: flatout.bench(gift.place / "config.yaml")]
-    calls += [lambda: flatout.list_entries("speedups", recipe=gift.place / "config.yaml")]
+    (tmp_path / "link.yaml").symlink_to(gift.place / "config.yaml")
+    calls += [lambda: flatout.list_entries("speedups", recipe=gift.place / "config.yaml"), lambda: load_config("link.yaml")]
     for call in calls:
         with pytest.raises(UntrustedCode, match=r"runs\.gift\.weights:\w+' \(runs/gift/weights\.py\).*trust_code=True.*--trust-code"):
             call()
