@@ -139,7 +139,7 @@ class _Feed:
     """What both feeds share: where the reading stands. It never ends."""
 
     def __init__(self, steps: StepReader) -> None:
-        self.position = 0
+        self.position: int = 0
         """Where the next step begins, as the steps' reader counts, over all epochs and ranks."""
         self._steps = steps
 
