@@ -29,14 +29,16 @@ MANIFEST = "manifest.json"
 def pack(folder: Path, *, nanogpt: Path | None, commit: str | None, code: str) -> list[str]:
     """Fill a folder with what a bare machine lacks; return what is in it, and the commands of the calls. `code` is the code's digest.
 
-    Raises: SystemExit when a package cannot be had, or the tree and the folder are too large to travel.
+    Raises: SystemExit when nanoGPT is not there, a package cannot be had, or the tree and the folder are too large to travel.
     """
+    if nanogpt is not None:
+        check_nanogpt(nanogpt)
     site = folder / "site"
-    shutil.rmtree(site, ignore_errors=True)
-    site.mkdir(parents=True)
     pins = pinned((ROOT / "constraints.txt").read_text(encoding="utf-8"))
     with tempfile.TemporaryDirectory() as scratch:
         download([f"{name}=={pins[plain(name)]}" for name in PACKAGES], Path(scratch))
+        shutil.rmtree(site, ignore_errors=True)
+        site.mkdir(parents=True)
         wheels = {wheel.name: unpack(wheel, site) for wheel in sorted(Path(scratch).glob("*.whl"))}
     for pattern in NEEDLESS:
         for path in site.glob(pattern):
@@ -71,6 +73,15 @@ def command(folder: Path, number: str) -> str:
     """Return the line that makes one call."""
     paths = f'PYTHONPATH="$PWD/{folder}/site:$PWD"'
     return f'{paths} python3 benchmarks/first_contact.py --call {number} --kit {folder} --seed {folder}/results --results "$OUT"'
+
+
+def check_nanogpt(folder: Path) -> None:
+    """Check that a folder has nanoGPT's model.
+
+    Raises: SystemExit.
+    """
+    if not (folder / "model.py").is_file():
+        raise SystemExit(f"{folder} has no model.py. Fix: git clone https://github.com/karpathy/nanoGPT, and give that folder with --nanogpt.")
 
 
 def commit_of(folder: Path | None, *, code: str) -> str | None:

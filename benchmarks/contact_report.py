@@ -8,18 +8,10 @@ from typing import Any
 from contact_results import Results
 from throughput_entries import ENTRIES, TARGETS, Entry, Target
 from throughput_profile import GROUPS, IDLE
-from throughput_report import Best, Measurements, best, best_of_ours, entry_against, figure, verdict
+from throughput_report import Best, Measurements, best, best_of_ours, entry_against, figure, span, verdict
 
 NEAR = 0.03
 """Share of a target by which a figure may miss or pass it and still be measured again."""
-PREDICTED = {
-    ("gpt2-124m", "tokens_per_s", None): (530e3, 545e3),
-    ("gpt2-124m-fast", "tokens_per_s", None): (570e3, 570e3),
-    ("gpt2-700m", "tokens_per_s", None): (105e3, 105e3),
-    ("gpt2-124m-32k", "times", "nanogpt"): (1.02, 1.04),
-    ("eigenstate-small-32k", "tokens_per_s", None): (565e3, 585e3),
-}
-"""What arithmetic expected of one H200, of the code at 186dc16, before anything had been measured there."""
 WHAT = {"tokens_per_s": "tokens/s", "peak_gib": "GiB, at most"}
 MOST_FAILURES = 5
 MOST_CHARACTERS, LINES = 90, 40
@@ -97,13 +89,7 @@ def target_lines(found: Measurements) -> Iterator[str]:
         wanted = " / ".join(figure(value) for value in (target.least, target.aim) if value)
         name = f"{target.work}: {WHAT.get(target.what, f'times {target.against}')}"
         measured = figure(row.get("measured")) + kept
-        yield f"| {name} | {wanted} | {predicted(target)} | {measured} | {row.get('by') or ''} | {times_nanogpt(found, target)} |"
-
-
-def predicted(target: Target) -> str:
-    """Return what was expected before anything was measured."""
-    low, high = PREDICTED.get((target.work, target.what, target.against), (None, None))
-    return figure(low) if low == high else f"{figure(low)} to {figure(high)}"
+        yield f"| {name} | {wanted} | {span(target.predicted)} | {measured} | {row.get('by') or ''} | {times_nanogpt(found, target)} |"
 
 
 def times_nanogpt(found: Measurements, target: Target) -> str:

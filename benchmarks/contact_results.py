@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from throughput_entries import Entry
+from throughput_report import read_document
 
 from flatout.data.disk import PART, write_text
 
@@ -23,7 +24,7 @@ class Results:
             path.unlink()  # a file that was being written when its call was killed
         path = folder / f"{NAME}.json"
         empty: dict[str, Any] = {"spent": [], "profiles": {}, "calls": [], "begun": None}
-        self._held: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else empty
+        self._held: dict[str, Any] = read_document(path, *empty) if path.exists() else empty
 
     @property
     def spent(self) -> list[dict[str, Any]]:

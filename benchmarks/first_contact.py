@@ -14,26 +14,34 @@ commit; only what failed is tried again. A call whose steps are done goes on wit
 from __future__ import annotations
 
 import argparse
+import fcntl
 import os
 import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
-import throughput
-from contact_pack import commit_of, instructions, pack
-from contact_plan import CALLS, LADDER, Estimates, Step, guess_s, is_profiled, missing, plan_lines, steps
-from contact_report import near_targets, summary
-from contact_results import Results
-from contact_steps import environment, gpu_tests, profile_steps
-from throughput_ladder import ladder
+try:
+    import psutil
+    import throughput
+    from contact_pack import MANIFEST, check_nanogpt, commit_of, instructions, pack
+    from contact_plan import CALLS, LADDER, Estimates, Step, guess_s, is_profiled, missing, plan_lines, steps
+    from contact_report import near_targets, summary
+    from contact_results import Results
+    from contact_steps import environment, gpu_tests, profile_steps
+    from throughput_ladder import ladder
 
-from flatout.config import RunConfig
-from flatout.hardware import probe
+    from flatout.config import RunConfig
+    from flatout.data.disk import PART
+    from flatout.hardware import probe
+except ModuleNotFoundError as error:
+    raise SystemExit(
+        f"The package {error.name} is not here. Fix: install flatout, or bring the folder that --pack fills and set PYTHONPATH as in docs/gpu.md."
+    ) from None
 
 ROOT = Path(__file__).parents[1]
 CACHE = ROOT / ".kit-cache"
@@ -78,17 +86,66 @@ def run_call(arguments: argparse.Namespace, began_s: float) -> None:
     """Run one call and print the table."""
     if not arguments.tiny and not probe().gpus:
         raise SystemExit("It measures a GPU, and there is none here. --tiny runs every step at toy shapes on the CPU.")
-    CACHE.mkdir(exist_ok=True)
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(CACHE / "inductor"))
-    os.environ.setdefault("TRITON_CACHE_DIR", str(CACHE / "triton"))
-    arguments.results.mkdir(parents=True, exist_ok=True)
-    if arguments.seed and arguments.seed.is_dir() and not any(arguments.results.glob("*.json")):
-        shutil.copytree(arguments.seed, arguments.results, dirs_exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="flatout-contact-") as scratch:
+    check(arguments)
+    with suppress(OSError):  # torch and Triton have places of their own
+        CACHE.mkdir(exist_ok=True)
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(CACHE / "inductor"))
+        os.environ.setdefault("TRITON_CACHE_DIR", str(CACHE / "triton"))
+    with held(arguments.results), tempfile.TemporaryDirectory(prefix="flatout-contact-") as scratch:
+        if arguments.seed and arguments.seed.is_dir():
+            sow(arguments.seed, arguments.results)
         contact = Contact(session(arguments, Path(scratch)), Results(arguments.results), arguments, began_s)
         number = contact.next_call() if arguments.call == "next" else int(arguments.call)
         contact.run(number)
         print("\n".join(contact.table(number)))
+
+
+def check(arguments: argparse.Namespace) -> None:
+    """Check what a call was given, before it takes any of its time.
+
+    Raises: SystemExit.
+    """
+    if arguments.kit and not (arguments.kit / MANIFEST).is_file():
+        raise SystemExit(f"{arguments.kit} is no folder that --pack filled: it has no {MANIFEST}. Fix: take that folder along, or leave --kit out.")
+    if arguments.nanogpt:
+        check_nanogpt(arguments.nanogpt)
+    if not any(throughput.is_asked(entry, arguments.only) for entry in throughput.ENTRIES):
+        raise SystemExit(f"--only {arguments.only} names nothing. Fix: python benchmarks/throughput.py --list names the works and their entries.")
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Hold the folder of the results for this call; the system lets go of it when the process ends, however it ends.
+
+    Raises: SystemExit when another call holds it, or it cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            handle = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        why = "it is a file" if folder.is_file() else error.strerror
+        raise SystemExit(f"{folder} cannot be written: {why}. Fix: give another folder with --results.") from None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise SystemExit(f"Another call writes to {folder}. Fix: wait until it has ended, or give another folder with --results.") from None
+    except OSError:
+        pass  # a file system without locks
+    try:
+        yield
+    finally:
+        os.close(handle)
+
+
+def sow(seed: Path, folder: Path) -> None:
+    """Copy the results of calls before, each file whole or not at all, to where there are none; a copy that was cut short is completed."""
+    for path in sorted(seed.iterdir()):
+        if path.is_file() and not path.name.endswith(PART) and not (folder / path.name).exists():
+            copy = folder / f"{path.name}{PART}"
+            shutil.copyfile(path, copy)
+            copy.replace(folder / path.name)
 
 
 def session(arguments: argparse.Namespace, scratch: Path) -> throughput.Session:

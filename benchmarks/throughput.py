@@ -39,7 +39,7 @@ from main_job import RESULTS
 from throughput_data import random_data, text_data
 from throughput_entries import ENTRIES, STEPS, TINY_ROWS, TINY_STEPS, TINY_VOCABULARY, VOCABULARY, WORKS, Entry, shape
 from throughput_ladder import ladder
-from throughput_report import Measurements, best_rows, table, verdicts
+from throughput_report import Measurements, best_rows, read_document, table, verdicts
 
 from flatout.config import RunConfig
 from flatout.data.disk import write_text
@@ -279,9 +279,9 @@ class Session:
     def read(self) -> Measurements:
         """Return what the commands before measured."""
         path = self.out / f"{NAME}.json"
-        held = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"tiny": self.arguments.tiny, "measurements": []}
+        held = read_document(path, "tiny", "measurements") if path.exists() else {"tiny": self.arguments.tiny, "measurements": []}
         if held["tiny"] != self.arguments.tiny:
-            raise SystemExit(f"{path} holds {'toy' if held['tiny'] else 'real'} shapes; give another --out.")
+            raise SystemExit(f"{path} holds {'toy' if held['tiny'] else 'real'} shapes. Fix: give another folder for the results.")
         return Measurements(held["measurements"], tiny=self.arguments.tiny)
 
     def write(self, found: Measurements) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from throughput_entries import ENTRIES, TARGET_GPU, TARGET_TFLOPS, TARGETS, WORKS, Entry, Target
@@ -35,6 +37,20 @@ class Measurements:
         """Let rows go."""
         gone = {id(row) for row in rows}
         self.rows = [row for row in self.rows if id(row) not in gone]
+
+
+def read_document(path: Path, *keys: str) -> dict[str, Any]:
+    """Return what a file of results holds: an object with these keys.
+
+    Raises: SystemExit when the file is damaged, which is left as it is.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:  # neither JSON nor text
+        found = None
+    if not isinstance(found, dict) or not set(keys) <= found.keys():
+        raise SystemExit(f"{path} is damaged, and was not changed. Fix: put an intact copy in its place, or give another folder for the results.")
+    return found
 
 
 @dataclass(frozen=True)

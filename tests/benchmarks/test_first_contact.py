@@ -263,6 +263,65 @@ def test_without_a_gpu_and_without_work_it_says_so(kit, monkeypatch, tmp_path):
         kit.main([])
 
 
+@pytest.fixture
+def called(kit, monkeypatch, tmp_path):
+    """Makes a call that has no time for any step; returns why it was refused."""
+
+    def call(*words):
+        with pytest.raises(SystemExit) as refused:
+            kit.main(["--call", "1", "--tiny", "--minutes", "0", "--results", str(tmp_path / "out"), *map(str, words)])
+        return str(refused.value)
+
+    monkeypatch.setattr(kit, "CACHE", tmp_path / "cache")
+    monkeypatch.setattr(kit.os, "environ", dict(kit.os.environ))
+    return call
+
+
+@pytest.mark.parametrize("name", ["contact.json", "throughput.json"])
+@pytest.mark.parametrize("damage", [b"", b'{"tiny": true, "measure', b"[]", b'{"x": 1}', b"\xff"])
+def test_damaged_results_are_refused_and_left_as_they_are(called, tmp_path, name, damage):
+    path = tmp_path / "out" / name
+    path.parent.mkdir()
+    path.write_bytes(damage)
+    assert re.search(rf"{name} is damaged.* Fix: ", called())
+    assert path.read_bytes() == damage
+
+
+def test_two_calls_do_not_write_to_one_folder(kit, called, tmp_path):
+    with kit.held(tmp_path / "out"):
+        assert "Another call writes to" in called()
+    kit.main(["--call", "1", "--tiny", "--minutes", "0", "--results", str(tmp_path / "out")])
+
+
+def test_a_call_with_wrong_folders_is_refused_before_it_takes_time(called, tmp_path):
+    assert re.search(r"manifest\.json\. Fix: ", called("--kit", tmp_path))
+    assert re.search(r"no model\.py\. Fix: ", called("--nanogpt", tmp_path))
+    assert re.search(r"names nothing\. Fix: ", called("--only", "gpt3"))
+    (tmp_path / "file").write_text("")
+    assert re.search(r"file cannot be written: it is a file\. Fix: ", called("--results", tmp_path / "file"))
+    assert re.search(r"cannot be written: .*\. Fix: ", called("--results", "/proc/flatout"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_results_of_calls_before_are_copied_to_where_there_are_none(kit, tmp_path):
+    """A call that was killed while it copied them is no reason to go without the rest."""
+    seed, out = tmp_path / "seed", tmp_path / "out"
+    for folder, files in {seed: {"contact.json": "old", "throughput.json": "old", "a.part": ""}, out: {"contact.json": "new"}}.items():
+        folder.mkdir()
+        for name, text in files.items():
+            (folder / name).write_text(text)
+    kit.sow(seed, out)
+    assert {path.name: path.read_text() for path in out.iterdir()} == {"contact.json": "new", "throughput.json": "old"}
+
+
+def test_without_its_packages_it_says_how_they_come(tmp_path):
+    (tmp_path / "psutil.py").write_text("raise ModuleNotFoundError(name='psutil')\n")
+    done = subprocess.run(
+        [sys.executable, FOLDER / "first_contact.py", "--plan"], env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr.startswith("The package psutil is not here. Fix: ")) == (1, True)
+
+
 @pytest.mark.parametrize(
     ("line", "found"),
     [
@@ -313,6 +372,9 @@ def test_a_pack_holds_what_is_missing_and_says_how_to_call(kit, monkeypatch, tmp
     assert (folder / "nanoGPT" / "model.py").exists()
     assert "--call 3 --kit" in said
     assert [packing.commit_of(folder, code=code) for code in ("one", "other")] == ["abc", "abc+"]
+    with pytest.raises(SystemExit, match=r"no model\.py\. Fix: "):
+        packing.pack(folder, nanogpt=tmp_path / "elsewhere", commit="abc", code="one")
+    assert (folder / "site" / "a.py").exists()
     monkeypatch.setattr(packing, "MOST_BYTES", 1)
     with pytest.raises(SystemExit, match="may travel"):
         packing.pack(folder, nanogpt=None, commit="abc", code="one")
