@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -43,6 +44,8 @@ MAX_ROWS = 4
 LIMIT_S = 600
 READ_BACK = ("liger-ce",)
 """Speedups that break the graph by design: Liger's loss asks the device how many targets count, and fake tensors hold no answer."""
+ERROR = re.compile(r"[\w.]*(Error|Exception|Exit|Unsupported)\b: ")
+"""How Python names an error; torch's compiler adds lines of advice after it."""
 TOLD = ("attention", "flatout", "_scaled_mm", "torchao")
 """Parts of the names of operations that are worth a line: those that a branch on the device chooses."""
 
@@ -113,9 +116,15 @@ def trace_apart(entry: Entry, environment: dict[str, str]) -> dict[str, Any]:
     except subprocess.TimeoutExpired:
         return {"status": "failed", "reason": f"It had not ended after {LIMIT_S} s."}
     if done.returncode:
-        said = [text for text in done.stderr.splitlines() if text.strip() and not text.startswith("frame #")]
-        return {"status": "failed", "reason": (said or ["nothing was said"])[-1]}
+        return {"status": "failed", "reason": reason_in(done.stderr)}
     return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def reason_in(said: str) -> str:
+    """Return why a process failed: the line of its last error, else the last that says something."""
+    lines = [text for text in said.splitlines() if text.strip() and not text.startswith("frame #")]
+    errors = [text for text in lines if ERROR.match(text)]
+    return (errors or lines or ["nothing was said"])[-1]
 
 
 def line(entry: Entry, found: dict[str, Any]) -> str:
