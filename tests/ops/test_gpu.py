@@ -162,7 +162,7 @@ def test_torch_takes_cudnn_by_itself_on_hopper(groups):
         assert (chosen == SDPBackend.CUDNN_ATTENTION.value) == (wanted is not None)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu_essential)], ids=str)
 @pytest.mark.parametrize("case", test_heads.CASES)
 def test_the_packed_gradient_of_heads_matches_the_reference_in_fp64(case, dtype):
     counts, limit = test_heads.CASES[case]["counts"], 1e-5 if dtype == torch.float32 else 2e-2

@@ -355,6 +355,7 @@ def test_kernels_compile_for_a_gpu_that_is_not_here(name, constants, aligned):
 
 
 @pytest.mark.gpu
+@pytest.mark.gpu_essential
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_a_gpu_updates_to_the_bits_of_the_definition():
     wanted = lists([*SHAPES, (300, 768)])
