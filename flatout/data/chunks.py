@@ -10,7 +10,7 @@ import pickle
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +22,7 @@ from flatout.data.manifest import MANIFEST, Manifest
 from flatout.data.plan import parse_rule
 from flatout.data.request import difference
 from flatout.data.shards import Dataset
-from flatout.data.tokenizer import Tokenizer, make_tokenizer
+from flatout.data.tokenizer import Tokenizer, existing_tokenizer, is_made_of_text
 from flatout.data.work import refuse_mount
 from flatout.data.writer import DatasetWriter
 from flatout.errors import DataError
@@ -60,6 +60,7 @@ def import_chunks(
     out: Path,
     *,
     tokenizer: str,
+    pattern: str | None = None,
     end_of_text: str | None = None,
     documents: Documents = "end-of-text",
     split: str = "tail 0.1",
@@ -80,7 +81,11 @@ def import_chunks(
     files = find_chunks(chunks)
     metadata = _metadata(chunks / METADATA)
     _check_stated(metadata, chunks, "chunks", len(files))
-    known = make_tokenizer(tokenizer, _no_text, end_of_text=end_of_text, progress=progress)
+    if is_made_of_text(tokenizer):
+        raise DataError(
+            f"The chunks are tokens already: --tokenizer {tokenizer} cannot be made from them.", fix="Name the one that made them: --tokenizer FILE."
+        )
+    known = existing_tokenizer(tokenizer, pattern, end_of_text, progress=progress)
     _check_stated(metadata, chunks, "ids", known.vocab_size)
     source = {
         "names": [str(chunks)],
@@ -217,12 +222,6 @@ class _TextBytes:
             shown = tokens[tokens != self._tokenizer.eot_id]
             self._known = len(self._tokenizer.decode_bytes(shown.tolist())) == int(self._bytes_of[shown].sum())
         return int(self._bytes_of[tokens].sum()) if self._known else 0
-
-
-def _no_text(_limit: int | None) -> Iterator[str]:
-    raise DataError(
-        "The chunks are tokens already: a tokenizer cannot be trained on them.", fix="Name the one that made them, with --tokenizer FILE."
-    )
 
 
 def _tail(split: str) -> float:

@@ -90,16 +90,19 @@ def make_tokenizer(
 
     Raises: DataError for a name that is none of these, a file that cannot be used, or an empty sample; MissingPackage.
     """
-    if spec == "byte":
-        return ByteTokenizer()
     if spec == "char":
         with progress.task("Collecting characters", unit="MB") as task:
             return CharTokenizer(characters_of(sample(None), task))
-    trained = spec.startswith("train:")
-    tokenizer = _trained(spec, train_on or sample, progress) if trained else _from_files(spec, pattern, end_of_text, progress)
+    trained = is_made_of_text(spec)
+    made = _trained(spec, train_on or sample, progress) if trained else existing_tokenizer(spec, pattern, end_of_text, progress=progress)
     kept = None if trained else cache  # what is trained here is not met again
-    some = sample(2 * WORTHWHILE_CHARACTERS)  # parts without text leave some of it ungiven
-    return choose_engine(tokenizer, some, cache=kept, progress=progress)
+    some = sample(2 * WORTHWHILE_CHARACTERS) if made.engines else ()  # parts without text leave some of it ungiven
+    return choose_engine(made, some, cache=kept, progress=progress)
+
+
+def is_made_of_text(spec: str) -> bool:
+    """Return whether `spec` names a tokenizer that is made from the corpus: char or train:N."""
+    return spec == "char" or spec.startswith("train:")
 
 
 def _trained(spec: str, train_on: Callable[[int], Iterable[str]], progress: Progress) -> StoredTokenizer:
@@ -110,7 +113,13 @@ def _trained(spec: str, train_on: Callable[[int], Iterable[str]], progress: Prog
     return tokenizer
 
 
-def _from_files(spec: str, pattern: str | None, end_of_text: str | None, progress: Progress) -> StoredTokenizer:
+def existing_tokenizer(spec: str, pattern: str | None = None, end_of_text: str | None = None, *, progress: Progress = SILENT) -> StoredTokenizer:
+    """Return the tokenizer that `spec` names, which needs no text to be made: byte, a file, a folder, or a repository of the hub.
+
+    Raises: DataError for a name that is none of these, or a file that cannot be used; MissingPackage.
+    """
+    if spec == "byte":
+        return ByteTokenizer()
     path = tokenizer_place(spec)
     if path.is_file():
         return load_tokenizer(path, pattern=pattern, end_of_text=end_of_text)

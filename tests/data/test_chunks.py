@@ -1,3 +1,4 @@
+import base64
 import json
 
 import numpy as np
@@ -6,6 +7,8 @@ import torch
 
 from flatout.data.chunks import find_chunks, import_chunks
 from flatout.data.shards import Dataset
+from flatout.data.tokenizer import load_tokenizer
+from flatout.data.tokenizers_bpe import train_bpe
 from flatout.data.verify import verify_dataset
 from flatout.errors import DataError
 
@@ -82,6 +85,63 @@ def test_importing_again_does_nothing_and_another_set_is_refused(chunks):
     torch.save(torch.arange(200) + 1, path(folder, 0))
     with pytest.raises(DataError, match="holds another data set: the text has changed"):
         bring_in(folder)
+
+
+GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+TEXTS = ["The cat sat on the mat. ", "It's 12345 cats, isn't it?\n"] * 20
+
+
+def hub_file(folder):
+    """Write a small tokenizer laid out as GPT-2's, end-of-text last, as a snapshot of the hub holds it: a link to a blob."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made.train_from_iterator(TEXTS, trainers.BpeTrainer(vocab_size=280, initial_alphabet=alphabet, show_progress=False))
+    made.add_special_tokens([AddedToken("<|endoftext|>", special=True, normalized=False)])
+    snapshot = folder / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    (folder / "blob").write_text(made.to_str())
+    (snapshot / "tokenizer.json").symlink_to(folder / "blob")
+    (snapshot / "config.json").write_text(json.dumps({"vocab_size": 50_304}))
+    return snapshot / "tokenizer.json"
+
+
+def tiktoken_file(folder):
+    pieces = [piece for piece in train_bpe(TEXTS, 280).pieces if piece is not None]
+    (folder / "small.tiktoken").write_bytes(b"".join(base64.b64encode(piece) + b" %d\n" % rank for rank, piece in enumerate(pieces)))
+    return folder / "small.tiktoken"
+
+
+@pytest.mark.parametrize("kind", ["tokenizer.json", "folder", "saved", "tiktoken"])
+def test_chunks_of_every_kind_of_tokenizer_file_come_over(chunks, tmp_path, kind):
+    path = tiktoken_file(tmp_path) if kind == "tiktoken" else hub_file(tmp_path)
+    options = {"pattern": GPT2_PATTERN} if kind == "tiktoken" else {}
+    known = load_tokenizer(path, **options)
+    if kind == "saved":
+        path = tmp_path / "saved.json"
+        known.save(path)
+    documents = [[*known.encode(text), known.eot_id] for text in TEXTS]
+    whole = [token for document in documents for token in document]
+    third = len(whole) // 3
+    folder = chunks({0: whole[:third], 1: whole[third : 2 * third], 2: whole[2 * third :]}, {"vocab_size": 50_304, "total_tokens": len(whole)})
+    made = bring_in(folder, tokenizer=str(path.parent if kind == "folder" else path), split="tail 0.25", **options)
+    train, ends = of_split(folder, "train")
+    assert train + of_split(folder, "val")[0] == whole
+    assert ends[: len(ends) - 1] == np.cumsum([len(document) for document in documents])[: len(ends) - 1].tolist()
+    dataset = Dataset.open(folder.parent / "out")
+    assert dataset.tokenizer.decode(train) == known.decode(train)
+    assert (made.manifest.vocab_size, made.manifest.text_bytes) == (known.vocab_size, sum(len(text) for text in TEXTS))
+
+
+def test_an_unknown_tiktoken_file_is_imported_with_its_pattern(chunks, tmp_path):
+    path = tiktoken_file(tmp_path)
+    folder = chunks({0: np.arange(200)})
+    with pytest.raises(DataError) as caught:
+        bring_in(folder, tokenizer=str(path))
+    assert "--pattern" in caught.value.fix
+    assert bring_in(folder, tokenizer=str(path), pattern=GPT2_PATTERN).manifest.tokens == 200
 
 
 def test_what_json_has_no_number_for_is_kept_as_text_and_compares(chunks):
