@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from flatout.errors import ConfigError
+from flatout.recognised import recognise
 
 
 class _Loader(yaml.SafeLoader):
@@ -70,6 +71,9 @@ def read_document(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"Cannot read {path}: {error.strerror}.", fix="Check the path and its permissions.") from error
     except UnicodeDecodeError as error:
+        known = recognise(path)
+        if known is not None:
+            raise ConfigError(known.instead_of("a YAML file"), fix=known.fix) from error
         raise ConfigError(f"{path} is not UTF-8 text: byte {error.start} cannot be read.", fix="Save the file as UTF-8.") from error
     document = parse_yaml(text, name=str(path))
     if document is None:

@@ -20,6 +20,7 @@ from flatout.commands import Command, Result
 from flatout.config import RunConfig, load_config
 from flatout.errors import CheckpointError, ConfigError, DataError, UntrustedCode
 from flatout.progress import SILENT, Progress
+from flatout.recognised import recognise
 from flatout.sources.local import missing
 
 if TYPE_CHECKING:
@@ -175,6 +176,9 @@ def require_text_file(file: Path) -> None:
         raise DataError(
             f"{address} is an address; demo takes one text file.", fix=f"Download it, `curl -LO {address}`; `flatout prepare` reads addresses."
         )
+    known = recognise(file)
+    if known is not None:
+        raise DataError(known.instead_of("text"), fix=known.fix)
     if file.is_dir():
         raise DataError(f"{file} is a folder; demo takes one text file.", fix="Name one file in it; `flatout prepare` takes folders.")
     if not file.exists():

@@ -7,7 +7,6 @@ import itertools
 import json
 import math
 import pickle
-import re
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -27,6 +26,7 @@ from flatout.data.work import refuse_mount
 from flatout.data.writer import DatasetWriter
 from flatout.errors import DataError
 from flatout.progress import SILENT, Progress
+from flatout.recognised import CHUNK_NAME, recognise
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Documents = Literal["end-of-text", "chunk"]
@@ -112,9 +112,12 @@ def find_chunks(folder: Path) -> list[Path]:
 
     Raises: DataError when there are none, or numbers are missing or there twice.
     """
+    known = recognise(folder)
+    if known is not None and not (folder.is_dir() and any(CHUNK_NAME.fullmatch(path.name) for path in folder.iterdir())):
+        raise DataError(known.instead_of("a folder of chunks"), fix=known.fix)
     if not folder.is_dir():
         raise DataError(f"{folder} is not a folder.", fix="Name the folder in which the chunk_NNNNNN.pt files lie.")
-    numbered = [(int(match[1]), path) for path in folder.iterdir() if (match := re.fullmatch(r"chunk_(\d+)\.pt", path.name))]
+    numbered = [(int(match[1]), path) for path in folder.iterdir() if (match := CHUNK_NAME.fullmatch(path.name))]
     if not numbered:
         raise DataError(f"{folder} has no chunk_NNNNNN.pt files.", fix="Name the folder in which they lie.")
     numbered.sort()

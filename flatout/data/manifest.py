@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from flatout.errors import DataError
+from flatout.recognised import recognise
 from flatout.registry import nearest
 
 FORMAT_VERSION = 1
@@ -126,6 +127,8 @@ def read_manifest(folder: Path) -> Manifest:
     Raises: DataError when there is none, it cannot be read, or its format is newer than this flatout.
     """
     path = folder / MANIFEST
+    if (folder / "index.json").is_file():  # a checkpoint, whose manifest is another
+        raise _no_dataset(folder)
     try:
         text = path.read_text(encoding="utf-8")
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -137,6 +140,9 @@ def read_manifest(folder: Path) -> Manifest:
 
 def _no_dataset(folder: Path) -> DataError:
     """Return the error for a path that is no data set: what is there instead, and how to come to one."""
+    known = recognise(folder)
+    if known is not None:
+        return DataError(known.instead_of("a prepared dataset"), fix=known.fix)
     if folder.is_file():
         fix = f"Prepare it with `flatout prepare {folder} --out data/{folder.stem}`, and name that folder."
         return DataError(f"{folder} is a file, not a data set folder.", fix=fix)

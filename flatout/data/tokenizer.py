@@ -24,6 +24,7 @@ from flatout.data.tokenizers_plain import ByteTokenizer, CharTokenizer, characte
 from flatout.data.tokenizers_stored import FORMAT, FORMAT_VERSION, StoredTokenizer
 from flatout.errors import DataError
 from flatout.progress import SILENT, Progress
+from flatout.recognised import recognise
 from flatout.registry import nearest
 
 TRAINING_BYTES = 8_000_000
@@ -180,6 +181,9 @@ def load_tokenizer(path: Path, *, pattern: str | None = None, end_of_text: str |
 
     Raises: DataError when the file cannot be read or is none of these.
     """
+    known = recognise(path)
+    if known is not None:
+        raise DataError(known.instead_of("a tokenizer"), fix="Give a tokenizer.json, a .tiktoken file, or char, byte or train:N.")
     data = read_tokenizer(path)
     if path.suffix == ".tiktoken":
         return read_tiktoken(data, name or str(path), pattern=pattern)

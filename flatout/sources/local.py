@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from flatout.errors import DataError
+from flatout.recognised import Recognised, recognise
 from flatout.registry import nearest
 from flatout.sources.packed import unpacked_name, unreadable
 
@@ -36,6 +37,7 @@ def find_local(path: str, suffixes: Suffixes) -> list[tuple[Path, str]]:
     place = expanded(path)
     try:
         if place.is_file():
+            _require_text([place], suffixes)
             return [(place, place.name)]
         if place.is_dir():
             return _in_folder(place, suffixes)
@@ -79,6 +81,9 @@ def _in_folder(folder: Path, suffixes: Suffixes) -> list[tuple[Path, str]]:
     files = [(file, name) for name, file in shown if suffix_of(name) in suffixes]
     if files:
         return [_checked(file, name) for file, name in files]
+    known = recognise(folder)
+    if known is not None:
+        raise DataError(known.instead_of("text"), fix=known.fix)
     wanted = " ".join(sorted(suffixes))
     common = Counter(suffix_of(name) for name, _ in shown).most_common(1)
     if common:
@@ -127,7 +132,23 @@ def _matching(pattern: str, suffixes: Suffixes) -> list[tuple[Path, str]]:
                 found.setdefault(_identity(file), _checked(file, file.relative_to(match).as_posix()))
     if not found:
         raise DataError(f"No file matches {pattern!r}.", fix="Quote the pattern and check it with `ls`; `**` crosses folders.")
+    _require_text([file for file, _ in found.values()], suffixes)
     return sorted(found.values())
+
+
+def _require_text(files: list[Path], suffixes: Suffixes) -> None:
+    """Refuse files of which each one is known to be no text; some among others are bad documents, which have a rule of their own.
+
+    Raises: DataError naming the first and the command that takes it.
+    """
+    first: Recognised | None = None
+    for file in files:
+        known = None if suffix_of(file.name) in suffixes else recognise(file)
+        if known is None:
+            return
+        first = first or known
+    if first is not None:
+        raise DataError(first.instead_of("text"), fix=first.fix)
 
 
 def _identity(file: Path) -> tuple[str, str]:

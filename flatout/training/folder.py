@@ -37,6 +37,7 @@ from flatout.data.disk import write_text
 from flatout.documents import read_document
 from flatout.errors import CheckpointError, ConfigError, HardwareError
 from flatout.progress import SILENT, Progress
+from flatout.recognised import recognise
 from flatout.training import catalog
 from flatout.training.files import append_line, folder_bytes, read_json, read_lines, sha256, write_json
 
@@ -226,6 +227,9 @@ def resume_from(folder: Path, resume: str = "auto", *, progress: Progress = SILE
 
 def _checkpoint_at(path: Path, progress: Progress) -> Path:
     """Return the whole checkpoint that `path` is, or the newest of the run that it is."""
+    known = recognise(path)
+    if known is not None and path.is_file():
+        raise CheckpointError(known.instead_of("a checkpoint"), fix=known.fix)
     if not path.is_dir():
         raise CheckpointError(f"There is no checkpoint {path}.", fix="Name a folder such as RUN/checkpoints/step-100, or a run folder.")
     if (path / CONFIG).exists() or (path / "checkpoints").is_dir():

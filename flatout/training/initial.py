@@ -14,6 +14,7 @@ from flatout.errors import CheckpointError, ConfigError
 from flatout.models.language_model import LanguageModel
 from flatout.ops import Ops
 from flatout.progress import SILENT, Progress
+from flatout.recognised import recognise
 from flatout.registry import MODELS
 from flatout.training import catalog, folder
 from flatout.training.checkpoint import stored_shapes
@@ -64,7 +65,9 @@ def find_weights(init_from: str, *, progress: Progress = SILENT) -> Path:
     try:
         run_folder = find_run(init_from)
     except CheckpointError as error:
-        raise CheckpointError(f"train.init_from={init_from}: there is no such run or checkpoint.", fix=error.fix) from error
+        known = recognise(Path(init_from))
+        what = known.instead_of("a run or a checkpoint") if known else "there is no such run or checkpoint."
+        raise CheckpointError(f"train.init_from={init_from}: {what}", fix=known.fix if known else error.fix) from error
     return find_checkpoint(run_folder, progress=progress)
 
 

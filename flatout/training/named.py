@@ -6,6 +6,7 @@ from pathlib import Path
 
 from flatout.errors import CheckpointError, ConfigError
 from flatout.progress import SILENT, Progress
+from flatout.recognised import recognise
 from flatout.registry import nearest
 from flatout.training import catalog, folder
 
@@ -24,6 +25,9 @@ def find_run(run: str | Path) -> Path:
     above, step = Path(run).parent.parent, Path(run).name.removeprefix("step-")
     if step.isdecimal() and (above / folder.CONFIG).exists():
         raise CheckpointError(f"{run} is a checkpoint of the run {above}.", fix=f"Name {above}, with --checkpoint {step} where that can be given.")
+    found = next((found for place in (Path(run), RUNS / run) if str(run) and (found := recognise(place))), None)
+    if found is not None:
+        raise CheckpointError(found.instead_of("a run folder"), fix=found.fix)
     known = [path.name for path in folder.list_runs(RUNS)] if RUNS.is_dir() else []
     guess = nearest(Path(run).name, known)
     raise CheckpointError(

@@ -44,7 +44,7 @@ CASES = [
     Case("a misspelt kind of entry", "list modles", ("'modles'",), ("'models'",)),
     Case("a misspelt data set", "prepare shakespere --out data/new", ("'shakespere'",), ("'shakespeare'",)),
     Case("a misspelt run", "generate frist", ("frist",), ("runs/first",)),
-    Case("a run that is none", "eval data/book", ("data/book",), ("flatout runs",)),
+    Case("a run that is none", "eval data", ("data",), ("flatout runs",)),
     Case("a step without a checkpoint", "generate runs/first --checkpoint 7", ("runs/first", "step 7"), ("2",)),
     Case("a checkpoint that is no step", "generate runs/first --checkpoint newest", ("'newest'",), ("best, last",)),
     Case("a folder of runs that is not there", "runs rnus", ("rnus",), ("flatout runs",)),

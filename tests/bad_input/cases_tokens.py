@@ -4,6 +4,7 @@ import json
 
 from asking import Case, World, ask
 
+NEW = "--out data/new --tokenizer byte"
 IMPORT = "import chunks --out data/new --tokenizer byte"
 
 
@@ -22,6 +23,18 @@ def tensor(world: World, values: object, dtype: str = "int64") -> None:
     chunks(world, torch.tensor(values, dtype=getattr(torch, dtype)))
 
 
+def weights(world: World, name: str) -> None:
+    """What torch.save writes of another program's model."""
+    import torch
+
+    torch.save({"model": torch.zeros(3)}, world.path / name)
+
+
+def raw(world: World) -> None:
+    """Tokens as nanoGPT writes them."""
+    world.write("train.bin", bytes(range(256)) * 8)
+
+
 def more(world: World) -> None:
     assert ask("prepare book.txt --out data/more --tokenizer byte", world.path).code == 0
 
@@ -37,6 +50,37 @@ class Anything:
 CASES = [
     Case("chunks that are not there", IMPORT, ("chunks", "not a folder"), ("chunk_NNNNNN.pt",)),
     Case("a folder without chunks", "import data --out data/new --tokenizer byte", ("data", "chunk_NNNNNN.pt"), ("Name the folder",)),
+    Case(
+        "weights of another program to begin with",
+        "train my.yaml train.init_from=best_model.pt",
+        ("best_model.pt is a PyTorch file",),
+        ("cannot load", "`flatout import"),
+        lambda w: weights(w, "best_model.pt"),
+    ),
+    Case(
+        "weights of another program to inspect",
+        "inspect best_model.pt",
+        ("best_model.pt is a PyTorch file",),
+        ("cannot load",),
+        lambda w: weights(w, "best_model.pt"),
+    ),
+    Case(
+        "chunks where text is read",
+        f"prepare chunks {NEW}",
+        ("chunks is a folder of token chunks",),
+        ("`flatout import chunks --out data/chunks --tokenizer FILE`",),
+        lambda w: tensor(w, [1]),
+    ),
+    Case(
+        "chunks to train on",
+        "train my.yaml data.path=chunks",
+        ("chunks is a folder of token chunks",),
+        ("`flatout import chunks --out data/chunks --tokenizer FILE`",),
+        lambda w: tensor(w, [1]),
+    ),
+    Case("raw tokens where text is read", f"prepare train.bin {NEW}", ("train.bin is a binary file",), ("torch.save", "`flatout import"), raw),
+    Case("a dataset where a run is expected", "generate data/book", ("data/book is a prepared dataset",), ("`flatout train",)),
+    Case("a run where a dataset is expected", "inspect runs/first", ("runs/first is a run folder",), ("`flatout generate",)),
     Case(
         "a chunk that is missing",
         IMPORT,

@@ -11,6 +11,7 @@ from graphlib import CycleError, TopologicalSorter
 HOUSE = (
     "errors",
     "noise",
+    "recognised",
     "documents",
     "registry",
     "trust",

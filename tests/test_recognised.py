@@ -1,0 +1,143 @@
+import io
+import struct
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from flatout.data.chunks import find_chunks, read_chunk
+from flatout.data.manifest import read_manifest
+from flatout.data.shards import Dataset
+from flatout.data.tokenizer import load_tokenizer, make_tokenizer
+from flatout.documents import read_document
+from flatout.errors import FlatoutError
+from flatout.recognised import recognise
+from flatout.sources.files import find_files
+from flatout.training.folder import resume_from
+from flatout.training.initial import find_weights
+from flatout.training.named import find_run
+
+TOKENS = np.arange(1000, dtype=np.uint16) % 256
+
+
+def bytes_of(save):
+    file = io.BytesIO()
+    save(file)
+    return file.getvalue()
+
+
+FILES = {
+    "best_model.pt": bytes_of(lambda file: torch.save({"model": torch.zeros(3)}, file)),
+    "old.pth": bytes_of(lambda file: torch.save(torch.zeros(3), file, _use_new_zipfile_serialization=False)),
+    "pytorch_model.bin": bytes_of(lambda file: torch.save(torch.zeros(3), file)),
+    "chunk_000003.pt": bytes_of(lambda file: torch.save(torch.zeros(3), file)),
+    "model.safetensors": struct.pack("<Q", 2) + b'{"a":1}' + b"\xff\x80",
+    "train.bin": TOKENS.tobytes(),
+    "fineweb.bin": struct.pack("<i", 20240520).ljust(1024, b"\0") + TOKENS.tobytes(),
+    "tokens.npy": bytes_of(lambda file: np.save(file, TOKENS)),
+    "tokens.npz": bytes_of(lambda file: np.savez(file, ids=TOKENS)),
+}
+NAMES = {
+    "best_model.pt": "a PyTorch file",
+    "old.pth": "a PyTorch file",
+    "pytorch_model.bin": "a PyTorch file",
+    "chunk_000003.pt": "a chunk of tokens",
+    "model.safetensors": "a file of model weights",
+    "train.bin": "a binary file",
+    "fineweb.bin": "a binary file",
+    "tokens.npy": "a NumPy array",
+    "tokens.npz": "a NumPy archive of ids",
+}
+
+
+@pytest.fixture(params=sorted(FILES))
+def file(request, tmp_path):
+    path = tmp_path / "there" / request.param
+    path.parent.mkdir()
+    path.write_bytes(FILES[request.param])
+    return path
+
+
+TAKERS = {
+    "prepare FILE": lambda path: find_files(str(path)),
+    "prepare GLOB": lambda path: find_files(f"{path.parent}/*"),
+    "prepare FOLDER": lambda path: find_files(str(path.parent)),
+    "inspect FILE": read_manifest,
+    "train data.path=FOLDER": lambda path: read_manifest(path.parent),
+    "train FILE": read_document,
+    "train train.init_from=FILE": lambda path: find_weights(str(path)),
+    "train --resume FILE": lambda path: resume_from(path.parent.parent / "run", str(path)),
+    "generate FILE": find_run,
+    "import FILE": find_chunks,
+    "prepare --tokenizer FILE": lambda path: load_tokenizer(path),
+}
+
+
+@pytest.mark.parametrize("taker", sorted(TAKERS))
+def test_everything_that_takes_a_path_says_what_a_file_is(file, taker):
+    with pytest.raises(FlatoutError) as caught:
+        TAKERS[taker](file)
+    folder_of_chunks = "FOLDER" in taker and file.name.startswith("chunk_")
+    assert ("a folder of token chunks" if folder_of_chunks else NAMES[file.name]) in caught.value.what
+    assert "iconv" not in caught.value.fix
+    assert "flatout prepare" not in caught.value.fix
+    assert "**" not in caught.value.fix
+    if file.name.startswith("chunk_") and "tokenizer" not in taker:
+        assert f"`flatout import {file.parent} --out data/there --tokenizer FILE`" in caught.value.fix
+
+
+def test_a_folder_of_chunks_is_imported_wherever_it_is_named(tmp_path):
+    (tmp_path / "chunks").mkdir()
+    (tmp_path / "chunks" / "chunk_000000.pt").write_bytes(FILES["best_model.pt"])
+    (tmp_path / "chunks" / "metadata.json").write_text("{}")
+    takers = (lambda path: find_files(str(path)), read_manifest, Dataset.open, find_run, lambda path: find_weights(str(path)))
+    for taker in takers:
+        with pytest.raises(FlatoutError, match="a folder of token chunks") as caught:
+            taker(tmp_path / "chunks")
+        assert f"`flatout import {tmp_path / 'chunks'} --out data/chunks --tokenizer FILE`" in caught.value.fix
+    assert find_chunks(tmp_path / "chunks")
+
+
+@pytest.mark.parametrize("name", ["train.bin", "fineweb.bin", "tokens.npy", "tokens.npz"])
+def test_the_command_that_is_given_makes_chunks_of_tokens(tmp_path, name):
+    (tmp_path / name).write_bytes(FILES[name])
+    command = recognise(tmp_path / name).fix.split("`")[1]
+    python = command.replace("python -c", f"{sys.executable} -c").replace("mkdir chunks", f"cd {tmp_path} && mkdir chunks")
+    subprocess.run(["bash", "-c", python], check=True)
+    byte = make_tokenizer("byte", lambda _: ())
+    assert np.concatenate([read_chunk(path, byte) for path in find_chunks(tmp_path / "chunks")]).tolist() == TOKENS.tolist()
+
+
+def test_runs_checkpoints_and_datasets_are_told_apart(fox_run, tiny_set):
+    fox_run = fox_run[0] / "runs" / "fox"
+    with pytest.raises(FlatoutError, match="is a run folder, not a prepared dataset"):
+        Dataset.open(fox_run)
+    checkpoint = next((fox_run / "checkpoints").glob("step-*"))
+    with pytest.raises(FlatoutError, match="is a checkpoint, not a prepared dataset"):
+        Dataset.open(checkpoint)
+    with pytest.raises(FlatoutError, match="is a prepared dataset, not a run folder") as caught:
+        find_run(tiny_set)
+    assert f"data.path={tiny_set}" in caught.value.fix
+    with pytest.raises(FlatoutError, match="is a prepared dataset, not text"):
+        find_files(str(tiny_set))
+    shard = next(tiny_set.glob("train-*.bin"))
+    assert recognise(shard).name == f"a file of the prepared dataset {tiny_set}"
+
+
+@pytest.mark.parametrize("content", [b"", b"plain text", "Käfer".encode() * 2000, b"caf\xe9"])
+@pytest.mark.parametrize("name", ["notes", "notes.txt", "notes.bin"])
+def test_text_is_not_taken_for_anything_else(tmp_path, name, content):
+    if name == "notes.bin" and content == b"caf\xe9":
+        content = b"cafe"
+    (tmp_path / name).write_bytes(content)
+    assert recognise(tmp_path / name) is None
+    assert recognise(tmp_path) is None
+    assert recognise(tmp_path / "absent") is None
+
+
+def test_one_binary_file_among_texts_is_left_to_the_rule_for_bad_documents(tmp_path):
+    (tmp_path / "a.pt").write_bytes(FILES["best_model.pt"])
+    (tmp_path / "b.log").write_text("text")
+    assert len(find_files(f"{tmp_path}/*")) == 2
