@@ -12,6 +12,7 @@ from flatout.errors import ConfigError, DataError
 from flatout.hardware import check_device_name
 from flatout.optimizers.schedule import factor
 from flatout.progress import SILENT, Progress
+from flatout.recognised import require_local
 from flatout.registry import MODELS, OPTIMIZERS
 from flatout.selection import parse_wish
 
@@ -22,6 +23,7 @@ def check(config: RunConfig, *, progress: Progress = SILENT) -> None:
     Raises: ConfigError, HardwareError or DataError naming what cannot be used.
     """
     check_names(config)
+    check_places(config)
     check_device_name(config.train.device)
     open_dataset(config, progress=progress)
 
@@ -35,6 +37,15 @@ def check_names(config: RunConfig) -> None:
     OPTIMIZERS.require(config.optim.kind)
     factor(config.schedule, config.optim.lr, 0, config.train.steps or 1)
     parse_wish(config.speedups)
+
+
+def check_places(config: RunConfig) -> None:
+    """Do nothing when the folders that a run begins from and saves to are of this machine.
+
+    Raises: ConfigError.
+    """
+    for key in ("checkpoint.dir", "train.init_from"):
+        require_local(config.value(key) or "", f"{key}=", error=ConfigError)
 
 
 def open_dataset(config: RunConfig, *, progress: Progress = SILENT) -> Dataset | MixedDataset:

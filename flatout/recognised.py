@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from flatout.errors import UsageError
+
 CHUNK_NAME = re.compile(r"chunk_(\d+)\.pt")
 """The name of a file of tokens that `flatout import` reads."""
 _SHARD_NAME = re.compile(r"(train|val)-(\d+(\.mask)?|documents)\.bin")
@@ -23,6 +25,7 @@ _LEGACY_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 """What torch.save began a file with before it wrote zip files: a pickled number."""
 _LLM_C = struct.pack("<i", 20240520)
 """What a token file of llm.c begins with; its header is 256 numbers of four bytes."""
+ADDRESS_FIX = "Name a path of this machine; it may lie where the store is mounted."
 _WEIGHTS = "flatout cannot load weights that other programs saved: train.init_from takes a run or a checkpoint that `flatout train` wrote."
 _TORCH_SUFFIXES = frozenset({".pt", ".pth", ".ckpt"})
 _WEIGHT_SUFFIXES = frozenset({".safetensors", ".gguf"})
@@ -43,6 +46,17 @@ class Recognised:
     def instead_of(self, wanted: str) -> str:
         """Return the sentence that it is not what was wanted."""
         return f"{self.path} is {self.name}, not {wanted}."
+
+
+def require_local(place: Path | str, option: str = "", *, error: type[UsageError] = UsageError) -> None:
+    """Refuse an address where a path of this machine is needed: it would become a folder called `s3:`. `option` is what the place was given as.
+
+    Raises: UsageError, or the kind of it that is stated.
+    """
+    match = re.match(r"([A-Za-z][A-Za-z0-9+.-]+:)/+", str(place))
+    if match:
+        address = f"{match[1]}//{str(place)[match.end() :]}"  # a Path has lost one of the slashes
+        raise error(f"{option}{address} is an address; only a path of this machine can be used here.", fix=ADDRESS_FIX)
 
 
 def recognise(path: Path) -> Recognised | None:

@@ -1,19 +1,23 @@
 import io
+import re
 import struct
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+import flatout
+from flatout.commands.generate import generate
 from flatout.data.chunks import find_chunks, read_chunk
 from flatout.data.manifest import read_manifest
 from flatout.data.shards import Dataset
 from flatout.data.tokenizer import load_tokenizer, make_tokenizer
 from flatout.documents import read_document
-from flatout.errors import FlatoutError
-from flatout.recognised import recognise
+from flatout.errors import FlatoutError, UsageError
+from flatout.recognised import recognise, require_local
 from flatout.sources.files import find_files
 from flatout.training.folder import resume_from
 from flatout.training.initial import find_weights
@@ -141,3 +145,45 @@ def test_one_binary_file_among_texts_is_left_to_the_rule_for_bad_documents(tmp_p
     (tmp_path / "a.pt").write_bytes(FILES["best_model.pt"])
     (tmp_path / "b.log").write_text("text")
     assert len(find_files(f"{tmp_path}/*")) == 2
+
+
+@pytest.mark.parametrize("address", ["s3://bucket/x", "gs://bucket", "file:///tmp/x", "hf://datasets/a/b", "S3://bucket", "https://example.org/x"])
+@pytest.mark.parametrize("kind", [str, Path])
+def test_an_address_is_refused_as_it_was_written(address, kind):
+    if address != "file:///tmp/x":  # a Path has one slash where there were three
+        with pytest.raises(UsageError, match=re.escape(f"--run {address} is an address")):
+            require_local(kind(address), "--run ")
+    else:
+        with pytest.raises(UsageError, match="is an address"):
+            require_local(kind(address))
+
+
+@pytest.mark.parametrize("place", ["", "auto", "runs/x", "/data:/x", "./s3:/x", "x:1", "notes: a/b", "../gs://x", "~/runs"])
+def test_a_path_is_no_address(place):
+    require_local(place)
+
+
+STRANGE = {
+    "train": lambda: flatout.train("shakespeare-char", ["data.path=there"], run="s3://bucket/run"),
+    "train --resume": lambda: flatout.train("shakespeare-char", ["data.path=there"], resume="s3://bucket/run"),
+    "checkpoint.dir": lambda: flatout.train("shakespeare-char", ["data.path=there", "checkpoint.dir=gs://bucket/run"]),
+    "init_from": lambda: flatout.train("shakespeare-char", ["data.path=there", "train.init_from=gs://bucket/run"]),
+    "generate": lambda: generate("s3://bucket/run"),
+    "eval": lambda: flatout.evaluate("s3://bucket/run"),
+    "bench": lambda: flatout.bench("shakespeare-char", ["data.path=there"], out="s3://bucket/bench"),
+    "import": lambda: flatout.import_chunks("chunks", "s3://bucket/data", "byte"),
+    "runs": lambda: flatout.runs("s3://bucket/runs"),
+    "tokenizer": lambda: flatout.prepare(["book.txt"], "out", tokenizer="s3://bucket/tokenizer.json"),
+    "from": lambda: flatout.prepare(["shakespeare"], "out", from_file="s3://bucket/input.txt"),
+    "find_weights": lambda: find_weights("s3://bucket/run"),
+    "Dataset.open": lambda: Dataset.open("s3://bucket/data"),
+}
+
+
+@pytest.mark.parametrize("call", sorted(STRANGE))
+def test_no_address_becomes_a_folder(call, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "book.txt").write_text("some text " * 50)
+    with pytest.raises(UsageError, match=r"(s3|gs)://bucket/\S+ is an address; only a path of this machine"):
+        STRANGE[call]()
+    assert [path.name for path in tmp_path.iterdir()] == ["book.txt"]

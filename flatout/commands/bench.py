@@ -13,6 +13,7 @@ from flatout.config import load_config
 from flatout.data.corpus import CACHE
 from flatout.errors import ConfigError
 from flatout.progress import SILENT, Progress
+from flatout.recognised import require_local
 
 if TYPE_CHECKING:
     from flatout.measure.statistics import Figure
@@ -80,6 +81,7 @@ def bench(
     """
     from flatout.measure.bench import run_bench
 
+    require_local(out or "", "--out ")
     config, place = load_config(recipe, overrides or ()), None if out is None else Path(out)
     report, place = run_bench(config, minutes=minutes, repeats=repeats, sweep=sweep, out=place, cache=CACHE, progress=progress)
     total: Figure | None = report.total_speedup
@@ -97,14 +99,15 @@ def bench(
     )
 
 
-def check(recipe: str, overrides: list[str] | None, sweep: str | None, progress: Progress = SILENT) -> None:
+def check(recipe: str, overrides: list[str] | None, sweep: str | None, out: Path | None = None, progress: Progress = SILENT) -> None:
     """Do nothing when nothing is wrong with the words of a command line that can be told without torch; data at an address is fetched.
 
     Raises: UsageError.
     """
     if sweep is not None and sweep.startswith("-"):
         raise ConfigError(f"--sweep needs one of {SWEEPS}; {sweep} is another option.", fix="For example --sweep batch.")
-    train.check(recipe, overrides, progress)
+    require_local(out or "", "--out ")
+    train.check(recipe, overrides, progress=progress)
 
 
 COMMAND = Command(bench, example="flatout bench shakespeare-char data.path=data/s --minutes 6", check=check, needs_torch=True)

@@ -20,7 +20,7 @@ from flatout.commands import Command, Result
 from flatout.config import RunConfig, load_config
 from flatout.errors import CheckpointError, ConfigError, DataError, UntrustedCode
 from flatout.progress import SILENT, Progress
-from flatout.recognised import recognise
+from flatout.recognised import recognise, require_local
 from flatout.sources.local import missing
 
 if TYPE_CHECKING:
@@ -176,6 +176,7 @@ def require_text_file(file: Path) -> None:
         raise DataError(
             f"{address} is an address; demo takes one text file.", fix=f"Download it, `curl -LO {address}`; `flatout prepare` reads addresses."
         )
+    require_local(file, error=DataError)
     known = recognise(file)
     if known is not None:
         raise DataError(known.instead_of("text"), fix=known.fix)

@@ -12,6 +12,7 @@ from flatout.data.chunks import Documents, find_chunks
 from flatout.data.chunks import import_chunks as write_chunks
 from flatout.data.disk import expanded
 from flatout.progress import SILENT, Progress
+from flatout.recognised import require_local
 
 
 class ImportResult(Result):
@@ -69,11 +70,12 @@ def import_chunks(
     )
 
 
-def check(chunks: Path) -> None:
+def check(chunks: Path, out: Path) -> None:
     """Do nothing when all chunks are there.
 
     Raises: DataError with those that are not.
     """
+    require_local(out, "--out ")
     find_chunks(expanded(chunks))
 
 

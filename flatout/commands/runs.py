@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict
 
 from flatout.commands import Command, Result
 from flatout.errors import CheckpointError, FlatoutError
+from flatout.recognised import require_local
 from flatout.terminal import amount, duration
 from flatout.training import catalog, folder
 from flatout.training.files import folder_bytes, read_lines
@@ -66,6 +67,7 @@ def runs(root: Annotated[Path | str, typer.Argument(help="Folder that holds run 
 
     Raises: CheckpointError when `root` is given and does not exist.
     """
+    require_local(root)
     root = Path(root)
     if not root.is_dir() and root != DEFAULT_ROOT:
         raise CheckpointError(f"There is no folder {root}.", fix="Name a folder of runs; without one, `flatout runs` shows those in ./runs.")

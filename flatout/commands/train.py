@@ -14,6 +14,7 @@ from flatout.commands.eval import DatasetScore, score_table
 from flatout.config import RunConfig, load_config
 from flatout.data.corpus import CACHE
 from flatout.progress import SILENT, Progress
+from flatout.recognised import require_local
 from flatout.training.named import RUNS
 
 if TYPE_CHECKING:
@@ -103,12 +104,24 @@ def train(
     return train_config(config, run=run, resume=resume, trust_code=trust_code, observers=observers, progress=progress)
 
 
-def check(recipe: str, overrides: list[str] | None, progress: Progress = SILENT, trust_code: bool = False) -> None:
+def check(
+    recipe: str, overrides: list[str] | None, run: Path | None = None, resume: str = "auto", progress: Progress = SILENT, trust_code: bool = False
+) -> None:
     """Do nothing when nothing is wrong with the words of a command line that can be told without torch; data at an address is fetched.
 
     Raises: UsageError.
     """
+    require_local_run(run, str(resume))
     preflight.check(load_config(recipe, overrides or (), trust_code=trust_code), progress=progress)
+
+
+def require_local_run(run: Path | str | None, resume: str) -> None:
+    """Do nothing when the folders that a run is written to and resumed from are of this machine.
+
+    Raises: UsageError.
+    """
+    require_local(run or "", "--run ")
+    require_local(resume, "--resume ")
 
 
 def train_config(
@@ -124,6 +137,7 @@ def train_config(
     from flatout.training.folder import run_name
     from flatout.training.start import run_training
 
+    require_local_run(run, str(resume))
     place = RUNS / run_name(config) if run is None else Path(run)
     summary = run_training(
         config, place, resume=str(resume), trust_code=trust_code, observers=observers, sample=sample_text, cache=CACHE, progress=progress

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from flatout.errors import DataError
-from flatout.recognised import Recognised, recognise
+from flatout.recognised import Recognised, recognise, require_local
 from flatout.registry import nearest
 from flatout.sources.packed import unpacked_name, unreadable
 
@@ -19,8 +19,9 @@ Suffixes = frozenset[str]
 def expanded(path: Path | str) -> Path:
     """Return the path with the home folder that `~` at its beginning stands for.
 
-    Raises: DataError when there is no such folder.
+    Raises: DataError when there is no such folder, or it is an address.
     """
+    require_local(path, error=DataError)
     try:
         return Path(path).expanduser()
     except RuntimeError as error:

@@ -14,7 +14,7 @@ from flatout.errors import CheckpointError, ConfigError
 from flatout.models.language_model import LanguageModel
 from flatout.ops import Ops
 from flatout.progress import SILENT, Progress
-from flatout.recognised import recognise
+from flatout.recognised import recognise, require_local
 from flatout.registry import MODELS
 from flatout.training import catalog, folder
 from flatout.training.checkpoint import stored_shapes
@@ -58,6 +58,7 @@ def find_weights(init_from: str, *, progress: Progress = SILENT) -> Path:
 
     Raises: CheckpointError when there is none.
     """
+    require_local(init_from, "train.init_from=", error=CheckpointError)
     for place in (Path(init_from), RUNS / init_from):
         if catalog.is_checkpoint(place):
             catalog.require_whole(place, progress=progress)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from flatout.errors import CheckpointError, ConfigError
 from flatout.progress import SILENT, Progress
-from flatout.recognised import recognise
+from flatout.recognised import recognise, require_local
 from flatout.registry import nearest
 from flatout.training import catalog, folder
 
@@ -22,6 +22,7 @@ def find_run(run: str | Path) -> Path:
     for place in (Path(run), RUNS / run) if str(run) else ():
         if (place / folder.CONFIG).exists():
             return place
+    require_local(run, error=CheckpointError)
     above, step = Path(run).parent.parent, Path(run).name.removeprefix("step-")
     if step.isdecimal() and (above / folder.CONFIG).exists():
         raise CheckpointError(f"{run} is a checkpoint of the run {above}.", fix=f"Name {above}, with --checkpoint {step} where that can be given.")
@@ -41,6 +42,7 @@ def resume_place(resume: str) -> str:
 
     Raises: CheckpointError with the nearest run there is.
     """
+    require_local(resume, "--resume ", error=CheckpointError)
     if resume in {"auto", "never"} or "/" in resume or Path(resume).is_dir():
         return resume
     try:

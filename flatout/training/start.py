@@ -22,7 +22,7 @@ from flatout.hardware import Machine, pick_device, probe
 from flatout.measured import advice, gpu_name
 from flatout.parallel.mesh import make_mesh
 from flatout.parallel.rendezvous import Ranks, connect, disconnect
-from flatout.preflight import open_dataset
+from flatout.preflight import check_places, open_dataset
 from flatout.progress import SILENT, Progress
 from flatout.registry import RECIPES
 from flatout.run import Run, build, epoch_tokens, for_world_size, ops_of, resolve
@@ -76,6 +76,7 @@ def run_training(
     In `cache` is what has been measured on this machine's GPUs; None: say nothing of that.
     Raises: Stopped when a signal ended it after a save; UsageError before anything was changed; RunFailed.
     """
+    check_places(asked)
     machine = probe()
     device = pick_device(asked.train.device, machine)
     torch.use_deterministic_algorithms(asked.train.deterministic)  # NCCL chooses its algorithms by it when the processes connect

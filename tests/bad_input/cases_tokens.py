@@ -48,6 +48,13 @@ class Anything:
 
 
 CASES = [
+    Case(
+        "an import to an address",
+        "import chunks --out s3://bucket/set --tokenizer byte",
+        ("--out s3://bucket/set is an address",),
+        ("a path of this machine",),
+        lambda w: tensor(w, [1]),
+    ),
     Case("chunks that are not there", IMPORT, ("chunks", "not a folder"), ("chunk_NNNNNN.pt",)),
     Case("a folder without chunks", "import data --out data/new --tokenizer byte", ("data", "chunk_NNNNNN.pt"), ("Name the folder",)),
     Case(

@@ -37,7 +37,7 @@ def test_the_command_is_called_import(folder):
 
 def test_a_home_folder_is_written_out(folder, monkeypatch):
     monkeypatch.setenv("HOME", str(folder.parent))
-    check(Path("~") / folder.name)
+    check(Path("~") / folder.name, Path("~/set"))
     made = import_chunks(f"~/{folder.name}", "~/set", tokenizer="byte")
     assert made.path == str(folder.parent / "set")
     assert (folder.parent / "set" / "manifest.json").exists()
