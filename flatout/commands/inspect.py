@@ -20,6 +20,10 @@ from flatout.progress import SILENT, Progress
 from flatout.sources.remote import is_address
 
 BAR_WIDTH = 40
+MASK_READ = 1 << 24
+"""Mask values that are read at a time."""
+NOT_LEARNED = "«{}»"
+"""How text that is read but not learned from is marked."""
 
 
 class LengthBin(NamedTuple):
@@ -62,7 +66,8 @@ class InspectResult(Result):
         if self.value("document_lengths"):
             lines += ["", "  tokens in a document", *_bars(self.value("document_lengths"))]
         if self.value("beginning"):
-            lines += ["", "  it begins", *(f"  | {line}" for line in _printable(self.value("beginning")).splitlines())]
+            marked = f"; what is in {NOT_LEARNED.format('')} is not learned from" if self.value("targets") is not None else ""
+            lines += ["", f"  it begins{marked}", *(f"  | {line}" for line in _printable(self.value("beginning")).splitlines())]
         return "\n".join(lines)
 
 
@@ -81,9 +86,10 @@ def inspect(
     dataset = open_place(data, progress=progress)
     with progress.task(f"Reading document lengths of {data}"):
         lengths = np.concatenate([np.diff(dataset.split(name).document_ends, prepend=0) for name in dataset.manifest.splits])
+    targets = _targets(dataset, progress)
     facts = {
         **_whereabouts(dataset),
-        **_overview(dataset),
+        **_overview(dataset, targets),
         **_splits(dataset),
         **_length_facts(lengths),
         "special_tokens": _special_tokens(dataset.tokenizer),
@@ -100,14 +106,32 @@ def _whereabouts(dataset: Dataset) -> dict[str, Any]:
     return {"copy": str(dataset.path), "copied": since} if is_address(dataset.place) else {"prepared": since}
 
 
-def _overview(dataset: Dataset) -> dict[str, Any]:
+def _targets(dataset: Dataset, progress: Progress) -> int | None:
+    """Return how many tokens are learned from; None where all are."""
+    splits = [dataset.split(name) for name in dataset.manifest.splits]
+    if not any(split.has_mask for split in splits):
+        return None
+    found = 0
+    with progress.task(f"Reading the mask of {dataset.place}", total=dataset.manifest.tokens, unit="tokens") as task:
+        for split in splits:
+            for start in range(0, split.num_tokens, MASK_READ):
+                stop = min(start + MASK_READ, split.num_tokens)
+                found += int(split.read_mask_range(start, stop).sum()) if split.has_mask else stop - start
+                task.advance(stop - start)
+    return found
+
+
+def _overview(dataset: Dataset, targets: int | None) -> dict[str, Any]:
+    """Return sizes and origin; the bytes of text are those of what is learned from, so they are divided by those tokens."""
     manifest = dataset.manifest
+    counted = manifest.tokens if targets is None else targets
     return {
         "size_bytes": _size_bytes(dataset.path, manifest),
         "documents": manifest.documents,
         "tokens": manifest.tokens,
+        **({} if targets is None else {"targets": targets}),
         "text_bytes": manifest.text_bytes,
-        "bytes_per_token": round(manifest.text_bytes / manifest.tokens, 3) if manifest.tokens else None,
+        "bytes_per_token": round(manifest.text_bytes / counted, 3) if counted else None,
         "vocab_size": manifest.vocab_size,
         "dtype": manifest.dtype,
         "tokenizer": manifest.tokenizer.name,
@@ -159,7 +183,14 @@ def _special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
 
 def _beginning(dataset: Dataset, tokens: int) -> str:
     split: Split = dataset.split("train") if dataset.split("train").num_tokens else dataset.split("val")
-    return dataset.tokenizer.decode(split.read_tokens(0, min(tokens, split.num_tokens)).tolist())
+    shown = min(tokens, split.num_tokens)
+    ids, decode = split.read_tokens(0, shown), dataset.tokenizer.decode
+    if not split.has_mask or not shown:
+        return decode(ids.tolist())
+    learned = split.read_mask_range(0, shown)
+    spans = np.split(np.arange(shown), np.flatnonzero(np.diff(learned)) + 1)
+    pieces = ((decode(ids[span].tolist()), bool(learned[span[0]])) for span in spans)
+    return "".join(text if is_learned else NOT_LEARNED.format(text) for text, is_learned in pieces)
 
 
 def _one_line(value: Any) -> str:

@@ -14,7 +14,7 @@ from flatout.data.limits import check_space
 from flatout.data.pack import Duplicates, Job, OnBadRow, Packing
 from flatout.data.plan import NAMED, Plan, empty, make_named_plan, make_plan, parse_rule
 from flatout.data.ranges import Range, make_ranges
-from flatout.data.sample import sample_texts, texts_by_hash
+from flatout.data.sample import prompts_and_texts_of, sample_texts, texts_by_hash, texts_of
 from flatout.data.tokenizer import Tokenizer, make_tokenizer, read_tokenizer, tokenizer_place
 from flatout.data.work import StoredPlan, WorkFolder, refuse_mount
 from flatout.errors import DataError, without_secrets
@@ -256,10 +256,11 @@ def _planned(made: Plan, ranges: list[Range], tokenizer: Tokenizer, options: Opt
 
 
 def _tokenizer(spec: str, made: Plan, request: Request) -> Tokenizer:
+    read = prompts_and_texts_of if request.options.mask_field else texts_of
     return make_tokenizer(
         spec,
-        lambda limit: _some(sample_texts(made.jobs, limit), made.jobs, request),
-        train_on=lambda limit: _some(texts_by_hash(made.training_jobs, limit), made.training_jobs, request),
+        lambda limit: _some(sample_texts(made.jobs, limit, read), made.jobs, request),
+        train_on=lambda limit: _some(texts_by_hash(made.training_jobs, limit, read), made.training_jobs, request),
         pattern=request.options.pattern,
         end_of_text=request.options.end_of_text,
         cache=request.cache,

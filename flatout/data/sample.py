@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from bisect import insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from flatout.data.pack import Job, sha256_of
 from flatout.sources import Document
@@ -17,19 +17,33 @@ READ_PER_BYTE = 16
 """To choose a byte of text by hash, so many are read at most: choosing from all of a corpus takes reading all of it."""
 
 
-def sample_texts(jobs: Sequence[Job], limit: int | None) -> Iterator[str]:
+Reading = Callable[[Job], Iterator[Text]]
+"""Which texts of a job are packed: `texts_of` or `prompts_and_texts_of`."""
+
+
+def texts_of(job: Job) -> Iterator[Text]:
+    """Yield the texts of a job's documents."""
+    return (row.text for row in job.rows() if isinstance(row, Document))
+
+
+def prompts_and_texts_of(job: Job) -> Iterator[Text]:
+    """Yield the prompts and texts of a job's documents, each as a text of its own, as they are tokenised."""
+    return (text for row in job.rows() if isinstance(row, Document) for text in ((row.prompt, row.text) if row.prompt else (row.text,)))
+
+
+def sample_texts(jobs: Sequence[Job], limit: int | None, read: Reading = texts_of) -> Iterator[str]:
     """Yield the documents' texts, long ones in chunks; with a limit, about so much, from parts and places spread evenly over the corpus.
 
     Rows that cannot be used are passed over: packing them says so.
     """
     if limit is None:
-        yield from (chunk for job in jobs for text in _texts(job) for chunk in chunks_of(text))
+        yield from (chunk for job in jobs for text in read(job) for chunk in chunks_of(text))
         return
     count = min(len(jobs), SPREAD_PARTS)
     room = limit
     for number in range(count):
         budget = room // (count - number)
-        for text in _texts(jobs[number * len(jobs) // count]):
+        for text in read(jobs[number * len(jobs) // count]):
             found = _stripes(text, budget)
             budget -= len(found)
             room -= len(found)
@@ -38,7 +52,7 @@ def sample_texts(jobs: Sequence[Job], limit: int | None) -> Iterator[str]:
                 break
 
 
-def texts_by_hash(jobs: Sequence[Job], limit: int) -> Iterator[str]:
+def texts_by_hash(jobs: Sequence[Job], limit: int, read: Reading = texts_of) -> Iterator[str]:
     """Yield the documents, or, where they have more than `limit` characters, about so much of those whose texts' hashes are the lowest.
 
     Those that are longer than an eighth of it, and than a fair share, give stripes from evenly spread places. So the sample follows
@@ -46,19 +60,15 @@ def texts_by_hash(jobs: Sequence[Job], limit: int) -> Iterator[str]:
     larger one so much is read, parts in the order of a hash of their places, and the sample chosen from that.
     """
     chosen = _Chosen(limit)
-    for text in _read(jobs, READ_PER_BYTE * limit, chosen):
+    for text in _read(jobs, READ_PER_BYTE * limit, chosen, read):
         chosen.add(text)
     yield from chosen.shares()
 
 
-def _texts(job: Job) -> Iterator[Text]:
-    return (row.text for row in job.rows() if isinstance(row, Document))
-
-
-def _read(jobs: Sequence[Job], most: int, chosen: _Chosen) -> Iterator[Text]:
+def _read(jobs: Sequence[Job], most: int, chosen: _Chosen, read: Reading) -> Iterator[Text]:
     """Yield texts until there are `most` characters, and enough to choose from."""
     for number in sorted(range(len(jobs)), key=lambda number: hashlib.sha256(b"%d" % number).digest()):
-        for text in _texts(jobs[number]):
+        for text in read(jobs[number]):
             if most <= 0 and chosen.is_full:
                 return
             most -= len(text)

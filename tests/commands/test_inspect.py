@@ -51,6 +51,28 @@ def test_the_facts(folder):
     assert result.value("no such fact") is None
 
 
+def test_masked_text_is_marked_and_divides_no_bytes(tmp_path):
+    from flatout.commands.prepare import prepare as prepare_text
+
+    rows = [{"prompt": f"Käfer {number}?", "text": f"answer {number}."} for number in range(10)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prepare_text([tmp_path / "rows.jsonl"], tmp_path / "set", tokenizer="byte", mask_field="prompt", workers=1)
+    result = inspect(tmp_path / "set")
+    assert result.value("text_bytes") == 90
+    assert result.value("targets") == 90 + 10
+    assert result.value("tokens") == 90 + 10 + 90
+    assert result.value("bytes_per_token") == 0.9
+    assert result.value("beginning").startswith("«Käfer 0?»answer 0.<|endoftext|>«Käfer 1?»answer 1.")
+    assert "it begins; what is in «» is not learned from" in result.summary()
+    assert inspect(tmp_path / "set", tokens=0).value("beginning") == ""
+
+
+def test_text_without_a_mask_has_no_marks(folder):
+    result = inspect(folder)
+    assert result.value("targets") is None
+    assert "«" not in result.summary()
+
+
 def test_the_special_tokens_of_a_tokenizer_json(tmp_path):
     from tokenizers import Tokenizer, models
 

@@ -369,6 +369,21 @@ def test_tokens_are_stored_in_16_bits_when_they_fit(book, tmp_path):
     assert np.fromfile(made.path / "val-00000.bin", "<u2")[-1] == 256
 
 
+@pytest.mark.parametrize("tokenizer", ["char", "train:300"])
+def test_a_tokenizer_is_made_from_prompts_too(tmp_path, tokenizer):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"QUESTION {number}?", "text": f"answer {number}"}) + "\n" for number in range(40)))
+    made = prepare_dataset([str(path)], tmp_path / "out", Options(tokenizer=tokenizer, split="tail 0.5", mask_field="prompt"), workers=1)
+    assert documents(made.path, "train")[0].startswith("QUESTION 0?answer 0")
+    known = Dataset.open(made.path).tokenizer
+    if tokenizer != "char":
+        assert len(known.encode("QUESTION")) < len("QUESTION"), "prompts have merges of their own"
+    plain = prepare_dataset([str(path)], tmp_path / "plain", Options(tokenizer=tokenizer, split="tail 0.5"), workers=1)
+    assert "Q" not in getattr(Dataset.open(plain.path).tokenizer, "characters", "")
+    if tokenizer != "char":
+        assert len(Dataset.open(plain.path).tokenizer.encode("QUESTION")) == len("QUESTION"), "what is not packed is not learned"
+
+
 def test_a_mask_field_is_packed_and_not_learned_from(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"ask": {"q": f"question {number}"}, "text": f"answer {number}"}) + "\n" for number in range(40)))
