@@ -111,6 +111,8 @@ def _file(path: Path) -> Recognised | None:
         return _archive(path)
     if head.startswith(_LEGACY_TORCH) or (suffix in _TORCH_SUFFIXES and b"\0" in head):
         return _torch_file(path)
+    if all((path.parent / name).is_file() for name in ("manifest.json", "index.json")):
+        return Recognised(path, f"a file of the checkpoint {path.parent}", f"Name the checkpoint: train.init_from={shlex.quote(str(path.parent))}.")
     if head.startswith(b"GGUF") or (head[8:10] == b'{"' and suffix == ".safetensors"):
         return Recognised(path, "a file of model weights", _WEIGHTS)
     if suffix == ".bin" and not _is_text(head):

@@ -121,6 +121,8 @@ def test_runs_checkpoints_and_datasets_are_told_apart(fox_run, tiny_set):
     checkpoint = next((fox_run / "checkpoints").glob("step-*"))
     with pytest.raises(FlatoutError, match="is a checkpoint, not a prepared dataset"):
         Dataset.open(checkpoint)
+    weights = next(checkpoint.glob("*.safetensors"))
+    assert recognise(weights).fix == f"Name the checkpoint: train.init_from={checkpoint}."
     with pytest.raises(FlatoutError, match="is a prepared dataset, not a run folder") as caught:
         find_run(tiny_set)
     assert f"data.path={tiny_set}" in caught.value.fix
@@ -147,10 +149,10 @@ def test_one_binary_file_among_texts_is_left_to_the_rule_for_bad_documents(tmp_p
     assert len(find_files(f"{tmp_path}/*")) == 2
 
 
-@pytest.mark.parametrize("address", ["s3://bucket/x", "gs://bucket", "file:///tmp/x", "hf://datasets/a/b", "S3://bucket", "https://example.org/x"])
+@pytest.mark.parametrize("address", ["s3://bucket/x", "gs://bucket", "file:///data/x", "hf://datasets/a/b", "S3://bucket", "https://example.org/x"])
 @pytest.mark.parametrize("kind", [str, Path])
 def test_an_address_is_refused_as_it_was_written(address, kind):
-    if address != "file:///tmp/x":  # a Path has one slash where there were three
+    if address != "file:///data/x":  # a Path has one slash where there were three
         with pytest.raises(UsageError, match=re.escape(f"--run {address} is an address")):
             require_local(kind(address), "--run ")
     else:

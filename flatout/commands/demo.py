@@ -21,6 +21,7 @@ from flatout.config import RunConfig, load_config
 from flatout.errors import CheckpointError, ConfigError, DataError, UntrustedCode
 from flatout.progress import SILENT, Progress
 from flatout.recognised import recognise, require_local
+from flatout.sources.encodings import OR_SKIP
 from flatout.sources.local import missing
 
 if TYPE_CHECKING:
@@ -44,7 +45,6 @@ EVALUATIONS = 5
 FORWARD_SHARE = 0.4
 """Part of a training step's time that evaluating as many tokens takes, about."""
 FIXES = {
-    "not UTF-8": "Save the text as UTF-8, for example with `iconv -f latin1 -t utf-8 OLD > NEW`, and give that.",
     "cannot be split": "Give a text of a few kilobytes or more.",
     "holds no document": "Give a text of a few kilobytes or more.",
     "holds another data set": "Remove that folder.",
@@ -247,9 +247,8 @@ def _without_options(error: DataError) -> DataError:
     for sign, fix in FIXES.items():
         if sign in error.what:
             return DataError(error.what, fix=fix)
-    if "--" not in error.fix:
-        return error
-    return DataError(error.what, fix=f"`flatout prepare` can do more with it. There: {error.fix}")
+    fix = error.fix.replace(OR_SKIP, "")
+    return DataError(error.what, fix=f"`flatout prepare` can do more with it. There: {fix}" if "--" in fix else fix)
 
 
 def fit_text(config: RunConfig, dataset: Dataset) -> RunConfig:

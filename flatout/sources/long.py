@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from flatout.errors import DataError
+from flatout.sources.encodings import explain
 from flatout.sources.packed import open_bytes, unreadable
 
 CHUNK_BYTES = 1 << 20
@@ -127,8 +128,6 @@ def _decoded(path: str) -> Iterator[str]:
 
 
 def not_utf8(path: str, offset: int, byte: int) -> NotUtf8:
-    """Return the error for bytes that are not UTF-8, naming the first such byte of the file."""
-    return NotUtf8(
-        f"{path} is not UTF-8: byte 0x{byte:02x} at offset {offset}.",
-        fix=f"Convert it, for example `iconv -f latin1 -t utf-8 {path}`, or skip such documents with --on-bad-row skip.",
-    )
+    """Return the error for bytes that are not UTF-8, naming the first such byte of the file and what the file seems to be."""
+    more, fix = explain(path, offset)
+    return NotUtf8(f"{path} is not UTF-8: byte 0x{byte:02x} at offset {offset}{more}.", fix=fix)

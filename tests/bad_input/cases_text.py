@@ -38,9 +38,16 @@ CASES = [
     Case(
         "bytes that are not UTF-8",
         f"prepare latin.txt {NEW}",
-        ("latin.txt", "offset 3", "0xe9"),
-        ("iconv -f latin1",),
+        ("latin.txt", "offset 3", "0xe9", "CP1252"),
+        ("`iconv -f CP1252 -t UTF-8 latin.txt > latin.utf8.txt`",),
         lambda w: w.write("latin.txt", b"caf\xe9 au lait"),
+    ),
+    Case(
+        "text of Windows, with a byte order mark",
+        f"prepare notes.txt {NEW}",
+        ("notes.txt", "looks like UTF-16"),
+        ("`iconv -f UTF-16 -t UTF-8 notes.txt > notes.utf8.txt`",),
+        lambda w: w.write("notes.txt", "some text".encode("utf-16")),
     ),
     Case(
         "a line that is not JSON", f"prepare bad.jsonl {NEW}", ("bad.jsonl, line 2",), ("--on-bad-row skip",), lambda w: w.write("bad.jsonl", BAD_ROW)
@@ -109,7 +116,7 @@ CASES = [
         "a text for `demo` that is not UTF-8",
         "demo latin.txt",
         ("latin.txt", "offset 3"),
-        ("iconv -f latin1",),
+        ("`iconv -f CP1252 -t UTF-8 latin.txt > latin.utf8.txt`",),
         lambda w: w.write("latin.txt", b"caf\xe9 au lait"),
     ),
     Case("an empty file for `demo`", "demo empty.txt", ("empty.txt",), ("kilobytes",), lambda w: w.write("empty.txt", "")),

@@ -168,8 +168,8 @@ def test_a_stopped_demo_goes_on_with_the_length_it_had(quick, monkeypatch):
         (None, "There is no file", "Check the path"),
         (b"", "is empty", "few kilobytes"),
         (b"x", "1 character cannot be split", "few kilobytes"),
-        (b"caf\xe9", "is not UTF-8", "Save the text as UTF-8"),
-        (bytes(range(256)), "is not UTF-8", "Save the text as UTF-8"),
+        (b"caf\xe9", "it looks like CP1252", "Convert it, `iconv -f CP1252"),
+        (bytes(range(256)), "it looks like a binary file", "Name files of text"),
     ],
 )
 def test_files_that_cannot_be_used(quick, content, message, fix):
