@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shutil
 import uuid
 import zlib
 from collections.abc import Callable, Iterator
@@ -88,6 +89,14 @@ def write_text(path: Path, text: str) -> None:
     """Write a small file whole; when this returns, a power cut leaves it there."""
     write_whole(path, text)
     sync(path.parent)
+
+
+def copy_whole(source: Path, path: Path) -> None:
+    """Put a copy of a small file in `path`, whole or not at all."""
+    temporary = _temporary(path)
+    shutil.copyfile(source, temporary)
+    sync(temporary)
+    temporary.replace(path)
 
 
 def write_first(path: Path, write: Callable[[Path], object]) -> None:

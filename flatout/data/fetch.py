@@ -86,7 +86,7 @@ def owned(home: Path, busy: Callable[[], None]) -> Iterator[None]:
     """
     with in_cache(home):
         home.mkdir(parents=True, exist_ok=True)
-        lock = os.open(home / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+        lock = os.open(home / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     try:
         with in_cache(home):
             try:

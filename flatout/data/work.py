@@ -166,7 +166,7 @@ class WorkFolder:
             self._lock(self.path, fcntl.LOCK_SH)
             self._agree(self._part)
             mark = self.path / _PART_MARK.format(self._part.index, self._part.count)
-            mark.touch()
+            os.close(os.open(mark, os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666))
             self._lock(mark, fcntl.LOCK_EX)
 
     def _agree(self, part: PartOf) -> None:
@@ -200,9 +200,11 @@ class WorkFolder:
     def _lock(self, path: Path, how: int) -> None:
         """Lock a folder or a file.
 
-        Raises: DataError when another process has it; FileNotFoundError when its owner removed it just now.
+        Raises: DataError when another process has it, or it is a link; FileNotFoundError when its owner removed it just now.
         """
-        lock = os.open(path, os.O_RDONLY)
+        if path.is_symlink():
+            raise DataError(f"{path} is a symbolic link: work is not written through links.", fix=f"Delete {path}, or choose another --out.")
+        lock = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
         self._locks.append(lock)
         try:
             fcntl.flock(lock, how | fcntl.LOCK_NB)

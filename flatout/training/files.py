@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+import stat
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +33,43 @@ def read_json(path: Path) -> Any:
         raise CheckpointError(f"{path} is damaged: it is not JSON.", fix="Restore it from a copy, or use another checkpoint or run.") from error
 
 
+def open_own(path: Path, flags: int) -> int:
+    """Open a file of a run directory and return its descriptor; a link is not followed, and a pipe is not waited for.
+
+    Raises: CheckpointError when it is a link or no regular file; OSError.
+    """
+    try:
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno in {errno.ELOOP, errno.EMLINK}:  # the second is FreeBSD's
+            raise _is_a_link(path) from error
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise CheckpointError(f"{path} is not a regular file.", fix=f"Delete {path}, or choose another folder with --run DIR.")
+    return descriptor
+
+
+def refuse_links(paths: Iterable[Path]) -> None:
+    """Check that no path is a symbolic link: what a run writes stays in its directory.
+
+    Raises: CheckpointError naming the first link.
+    """
+    for path in paths:
+        if path.is_symlink():
+            raise _is_a_link(path)
+
+
+def _is_a_link(path: Path) -> CheckpointError:
+    target = os.readlink(path) if path.is_symlink() else "another file"
+    fix = f"Replace {path} with what it points to, or delete it; checkpoint.dir=DIR keeps the checkpoints of a new run on another disk."
+    return CheckpointError(f"{path} is a symbolic link to {target}: a run does not write through links.", fix=fix)
+
+
 def append_line(path: Path, document: Mapping[str, Any]) -> None:
     """Add one JSON line to `path`. A line that a kill left unfinished is closed first, so that it spoils no other."""
     line = json.dumps(document).encode() + b"\n"
-    with path.open("a+b") as file:
+    with os.fdopen(open_own(path, os.O_RDWR | os.O_CREAT | os.O_APPEND), "a+b") as file:
         if file.tell() and _last_byte(path) != b"\n":
             line = b"\n" + line
         file.write(line)

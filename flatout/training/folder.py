@@ -34,12 +34,13 @@ import yaml
 from flatout import trust
 from flatout.config import RunConfig, difference, validate
 from flatout.data.disk import write_text
+from flatout.data.manifest import TOKENIZER
 from flatout.documents import read_document
 from flatout.errors import CheckpointError, ConfigError, HardwareError
 from flatout.progress import SILENT, Progress
 from flatout.recognised import recognise
 from flatout.training import catalog
-from flatout.training.files import append_line, folder_bytes, read_json, read_lines, sha256, write_json
+from flatout.training.files import append_line, folder_bytes, open_own, read_json, read_lines, refuse_links, sha256, write_json
 
 FREE_KEYS = (
     "log.",
@@ -58,7 +59,9 @@ NAMELESS_KEYS = (*FREE_KEYS, "checkpoint.dir")
 """Beginnings of the keys that do not count in a run's name; where its checkpoints lie is settled with the first of them."""
 
 CONFIG, ASKED, EVENTS, SUMMARY, EXIT_CODE, LOCK = "config.yaml", "asked.yaml", "events.jsonl", "summary.json", "exit_code", "lock"
-ORIGIN = "origin.json"
+METRICS, BOARD, ORIGIN = "metrics.jsonl", "tensorboard", "origin.json"
+WRITTEN = (CONFIG, ASKED, TOKENIZER, EVENTS, METRICS, SUMMARY, EXIT_CODE, "checkpoints", BOARD, ORIGIN, catalog.OWNER, LOCK)
+"""What a run writes in its directory. None of it may be a link: a run that came from elsewhere must not write to other places."""
 LOCK_PATIENCE_S = 1.0
 """How long a starting run waits for the lock: `flatout runs` holds it for an instant when it looks."""
 
@@ -135,8 +138,9 @@ def locked(folder: Path, *, progress: Progress = SILENT) -> Iterator[None]:
     """Hold the run folder for this process; the system lets go of it when the process ends, however it ends.
 
     One process of a run takes it: the main rank. When no run came of it, what was made for it goes again.
-    Raises: CheckpointError naming the process that holds it, or why the folder cannot be written.
+    Raises: CheckpointError naming the process that holds it, a link among its files, or why the folder cannot be written.
     """
+    refuse_links([*(folder / name for name in WRITTEN), *folder.glob("checkpoints/step-*")])
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         lock = _lock(folder, progress)
@@ -158,7 +162,7 @@ def _lock(folder: Path, progress: Progress) -> TextIO:
     """Return the lock file, held; one that another start took away, while this one waited for it, is made anew."""
     while True:
         folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / LOCK).open("a+", encoding="utf-8")
+        file = os.fdopen(open_own(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_APPEND), "a+", encoding="utf-8")
         if not _take(file, fcntl.LOCK_EX, patience_s=LOCK_PATIENCE_S, progress=progress):
             file.close()
             raise _in_use(folder)
@@ -181,7 +185,7 @@ def is_locked(folder: Path) -> bool:
     path = folder / LOCK
     if not path.exists():
         return False
-    with path.open(encoding="utf-8") as file:
+    with os.fdopen(open_own(path, os.O_RDONLY), encoding="utf-8") as file:
         return not _take(file, fcntl.LOCK_SH, patience_s=0)
 
 

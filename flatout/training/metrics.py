@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import resource
 import statistics
 import sys
@@ -24,7 +25,8 @@ from flatout.data.disk import write_text
 from flatout.errors import RunFailed
 from flatout.training.clocks import Spent, Window, step_clock
 from flatout.training.compilation import CompilationWatch
-from flatout.training.folder import append_event
+from flatout.training.files import open_own
+from flatout.training.folder import METRICS, append_event
 from flatout.training.observers import Observer
 
 if TYPE_CHECKING:
@@ -215,11 +217,11 @@ class Log:
 
     def _open_metrics(self) -> Any:
         """Open metrics.jsonl for appending, without the lines past the step that was resumed from."""
-        path = self._run.folder / "metrics.jsonl"
+        path = self._run.folder / METRICS
         if path.exists():
             kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= self._run.step]
             write_text(path, "".join(line + "\n" for line in kept))
-        return path.open("a", encoding="utf-8")
+        return os.fdopen(open_own(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "a", encoding="utf-8")
 
     def _position(self) -> dict[str, float]:
         run = self._run

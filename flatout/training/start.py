@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -14,6 +13,7 @@ import psutil
 import torch
 
 from flatout.config import RunConfig
+from flatout.data.disk import copy_whole
 from flatout.data.manifest import TOKENIZER
 from flatout.data.mix import MixedDataset, parts_of
 from flatout.data.shards import Dataset
@@ -216,7 +216,7 @@ def keep(run: Run, plan: Plan) -> None:
     folder.require_free_disk(run.folder, needed_bytes, directory=run.config.checkpoint.dir)
     if plan.asked is not None:
         folder.write_config(run.folder, plan.config, asked=plan.asked)
-        shutil.copyfile(parts_of(run.dataset)[0].dataset.path / TOKENIZER, run.folder / TOKENIZER)  # a trained model can be tried without its data
+        copy_whole(parts_of(run.dataset)[0].dataset.path / TOKENIZER, run.folder / TOKENIZER)  # a trained model can be tried without its data
 
 
 def say_unmeasured(run: Run, plan: Plan, cache: Path | None, progress: Progress) -> None:

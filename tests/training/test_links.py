@@ -1,0 +1,79 @@
+"""A run does not write through links: a run directory that came from elsewhere must not change files in other places."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from flatout.data.work import PartOf, WorkFolder
+from flatout.errors import CheckpointError, DataError
+from flatout.training import folder
+from flatout.training.files import append_line
+from flatout.training.metrics import Log
+from flatout.training.start import run_training
+
+ELSEWHERE = "what was there before\n"
+
+
+@pytest.mark.parametrize("name", folder.WRITTEN)
+def test_a_run_refuses_a_link_among_its_files(name, tiny_config, tmp_path):
+    place, target = tmp_path / "run", tmp_path / "elsewhere"
+    run_training(tiny_config(train__steps=2), place)
+    if (place / name).is_dir():
+        (place / name).rename(target)
+    else:
+        (place / name).unlink(missing_ok=True)
+        target.write_text(ELSEWHERE)
+    (place / name).symlink_to(target)
+    with pytest.raises(CheckpointError, match=f"{name} is a symbolic link to .*elsewhere"):
+        run_training(tiny_config(train__steps=2), place)
+    assert target.is_dir() or target.read_text() == ELSEWHERE
+
+
+def test_a_checkpoint_that_is_a_link_is_refused(tiny_config, tmp_path):
+    run_training(tiny_config(train__steps=2), tmp_path / "run")
+    (tmp_path / "run" / "checkpoints" / "step-2").rename(tmp_path / "elsewhere")
+    (tmp_path / "run" / "checkpoints" / "step-2").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match="symbolic link"), folder.locked(tmp_path / "run"):
+        pass
+
+
+def test_a_link_that_appears_after_the_check_is_not_followed_either(tmp_path, monkeypatch):
+    monkeypatch.setattr(folder, "refuse_links", list)
+    (tmp_path / "elsewhere").write_text(ELSEWHERE)
+    (tmp_path / "run").mkdir()
+    for name in (folder.LOCK, folder.EVENTS):
+        (tmp_path / "run" / name).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match="symbolic link"), folder.locked(tmp_path / "run"):
+        pass
+    with pytest.raises(CheckpointError, match="symbolic link"):
+        folder.is_locked(tmp_path / "run")
+    with pytest.raises(CheckpointError, match="symbolic link"):
+        folder.append_event(tmp_path / "run", "start")
+    assert (tmp_path / "elsewhere").read_text() == ELSEWHERE
+
+
+def test_metrics_are_not_appended_through_a_link(tiny_config, build_run, tmp_path):
+    run = build_run(tiny_config())
+    run.folder.mkdir()
+    (run.folder / folder.METRICS).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match="symbolic link"), Log(run, ()):
+        pass
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_pipe_in_place_of_a_file_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "events.jsonl")
+    with pytest.raises(CheckpointError, match="not a regular file"):
+        append_line(tmp_path / "events.jsonl", {})
+
+
+@pytest.mark.parametrize("part", [None, PartOf(1, 2)], ids=["alone", "in-parts"])
+def test_work_on_a_dataset_is_not_written_through_a_link(part, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "mine.part").write_text(ELSEWHERE)
+    (tmp_path / ".set.part").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(DataError, match="symbolic link"), WorkFolder(tmp_path / "set", part):
+        pass
+    assert (tmp_path / "elsewhere" / "mine.part").read_text() == ELSEWHERE
