@@ -13,12 +13,15 @@ from flatout.recipe import Promise, Speedup
 
 @contextmanager
 def with_the_last(model: Any, is_last: bool) -> Iterator[None]:
-    """Let gradients add up in each process until the last micro-batch: DDP and fully_shard each have a switch for it."""
+    """Let gradients add up in each process until the last micro-batch: DDP and fully_shard each have a switch for it.
+
+    A run of several processes may resume on one, where the model is bare and there is nothing to exchange.
+    """
     if hasattr(model, "set_requires_gradient_sync"):
         model.set_requires_gradient_sync(is_last)
         yield
     else:
-        with nullcontext() if is_last else model.no_sync():
+        with model.no_sync() if not is_last and hasattr(model, "no_sync") else nullcontext():
             yield
 
 

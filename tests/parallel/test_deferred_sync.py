@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from flatout.hardware import Machine
 from flatout.selection import speedup_named
+from flatout.speedups.deferred_sync import with_the_last
 
 MACHINE = Machine("a CPU", 2, 8.0, (), "3.11")
 
@@ -24,6 +26,14 @@ def test_it_is_for_several_processes_and_several_micro_batches(tiny_config):
 def test_split_weights_keep_split_gradients_unless_it_is_named(tiny_config):
     assert "whole gradients" in reason(tiny_config, parallel__replicate=1, parallel__shard=2, batch__accumulate=4)
     assert reason(tiny_config, parallel__replicate=1, parallel__shard=2, batch__accumulate=4, speedups="auto,+deferred-sync") is None
+
+
+def test_a_model_of_one_process_has_nothing_to_exchange():
+    model = torch.nn.Linear(1, 1, bias=False)
+    for is_last in (False, True):
+        with with_the_last(model, is_last):
+            model(torch.ones(1, 1)).backward()
+    assert model.weight.grad.item() == 2
 
 
 @pytest.mark.parametrize("shard", [1, 2], ids=["ddp", "fully_shard"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -88,6 +89,18 @@ def test_a_run_of_two_goes_on_as_one(recipe, tmp_path):
     resumed = run_training(load_config(recipe), tmp_path / "one", resume=str(tmp_path / "run" / "checkpoints" / "step-4"))
     assert resumed["steps"] == 8
     assert losses(tmp_path / "one") == pytest.approx(losses(tmp_path / "whole")[4:], rel=1e-5)
+
+
+def test_a_run_of_two_that_exchanges_once_a_step_resumes_on_one(recipe, tmp_path):
+    """The micro-batches of both processes are then one process's, between which there is nothing to exchange."""
+    run_training(load_config(recipe), tmp_path / "whole")
+    named = "speedups=auto,-compile,+deferred-sync"
+    torchrun(recipe, tmp_path / "run", named, "checkpoint.every_steps=4", "checkpoint.keep=9")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-8")
+    (tmp_path / "run" / "summary.json").unlink()
+    resumed = run_training(load_config(recipe, [named]), tmp_path / "run")
+    assert (resumed["steps"], resumed["resumed_from"]) == (8, str(tmp_path / "run" / "checkpoints" / "step-4"))
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
 
 
 def test_a_run_that_cannot_start_ends_on_every_rank_with_the_reason(recipe, tmp_path):
