@@ -57,6 +57,8 @@ def parse_yaml(text: str, *, name: str) -> Any:
         mark = error.problem_mark
         place = f", line {mark.line + 1}, column {mark.column + 1}," if mark else ""
         raise ConfigError(f"{name}{place} is not YAML: {error.problem}.", fix="Repair it there, or just before.") from error
+    except (ValueError, OverflowError, RecursionError) as error:  # a date such as 2026-13-01, or brackets nested a thousand deep
+        raise ConfigError(f"{name} holds a value that cannot be read: {error}.", fix="Put it in quotes, or delete it.") from error
     finally:
         loader.dispose()
 

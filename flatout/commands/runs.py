@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
 from typing import Annotated
@@ -86,8 +87,9 @@ def _item(path: Path) -> RunItem:
     step = max(checkpoints, default=0)
     losses: dict[str, float] = {}
     for record in read_lines(path / "metrics.jsonl", tail_bytes=TAIL_BYTES):
-        step = int(record.get("step", step))
-        losses |= {name: record[name] for name in ("train/loss", "val/loss") if name in record}
+        numbers = {name: value for name, value in record.items() if isinstance(value, (int, float)) and math.isfinite(value)}
+        step = int(numbers.get("step", step))
+        losses |= {name: numbers[name] for name in ("train/loss", "val/loss") if name in numbers}
     return RunItem(
         run=str(path),
         state=state,

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from pydantic import ValidationError
 
 from flatout import preflight
 from flatout.commands import TRUST_CODE, Command, Result
@@ -134,7 +135,7 @@ def train_config(
     progress: Progress = SILENT,
 ) -> TrainResult:
     """Train a configuration made in Python. Arguments, result and errors as `train`."""
-    from flatout.training.folder import run_name
+    from flatout.training.folder import damaged_summary, run_name
     from flatout.training.start import run_training
 
     require_local_run(run, str(resume))
@@ -143,7 +144,10 @@ def train_config(
         config, place, resume=str(resume), trust_code=trust_code, observers=observers, sample=sample_text, cache=CACHE, progress=progress
     )
     fields = TrainResult.model_fields.items()
-    return TrainResult(**{name: summary.get(name) for name, field in fields if name in summary or field.is_required()})
+    try:
+        return TrainResult(**{name: summary.get(name) for name, field in fields if name in summary or field.is_required()})
+    except ValidationError as error:
+        raise damaged_summary(place) from error
 
 
 def sample_text(run: Run) -> str:

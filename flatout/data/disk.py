@@ -79,10 +79,7 @@ def write_whole(path: Path, text: str) -> None:
 
     After a power cut it may be what was there before, until the folder is synced.
     """
-    temporary = _temporary(path)
-    temporary.write_text(text, encoding="utf-8")
-    sync(temporary)
-    temporary.replace(path)
+    _put(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
 def write_text(path: Path, text: str) -> None:
@@ -93,10 +90,20 @@ def write_text(path: Path, text: str) -> None:
 
 def copy_whole(source: Path, path: Path) -> None:
     """Put a copy of a small file in `path`, whole or not at all."""
+    _put(path, lambda temporary: shutil.copyfile(source, temporary))
+
+
+def _put(path: Path, write: Callable[[Path], object]) -> None:
+    """Have a file written under a temporary name, and give it its own; where the disk refuses, the temporary one goes again."""
     temporary = _temporary(path)
-    shutil.copyfile(source, temporary)
-    sync(temporary)
-    temporary.replace(path)
+    try:
+        write(temporary)
+        sync(temporary)
+        temporary.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
 
 
 def write_first(path: Path, write: Callable[[Path], object]) -> None:

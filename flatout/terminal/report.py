@@ -160,11 +160,11 @@ def closing(summary: Mapping[str, Any], *, encoding: str | None = None, width: i
     folder = Path(summary["run"])
     events = list(read_lines(folder / "events.jsonl"))
     parts = [wrapped("\n".join(f"{name:<11}{text}" for name, text in _closing_facts(summary)), width)]
-    records = list(read_lines(folder / "metrics.jsonl"))
-    points = [(r["step"], r["train/loss"]) for r in records if "train/loss" in r]
-    marks = [(r["step"], r["val/loss"]) for r in records if "val/loss" in r]
+    records = [{name: value for name, value in line.items() if isinstance(value, (int, float))} for line in read_lines(folder / "metrics.jsonl")]
+    points = [(r["step"], r["train/loss"]) for r in records if {"step", "train/loss"} <= r.keys()]
+    marks = [(r["step"], r["val/loss"]) for r in records if {"step", "val/loss"} <= r.keys()]
     parts.append(curve(points, marks=marks, width=min(PICTURE_COLUMNS, max(width - BESIDE_PICTURE, 8)), encoding=encoding))
-    samples = [event["text"] for event in events if event.get("event") == "sample"]
+    samples = [str(event.get("text")) for event in events if event.get("event") == "sample"]
     if samples:
         parts.append(f"A sample:\n{indented(samples[-1])}")
     return "\n\n".join(part for part in parts if part)

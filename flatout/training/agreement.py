@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from flatout.errors import RunFailed
+from flatout.training.files import way_out
 
 if TYPE_CHECKING:
     from flatout.parallel.mesh import Mesh
@@ -30,7 +31,7 @@ def together(mesh: Mesh, work: Callable[[], object], what: str) -> None:
     try:
         work()
     except (OSError, SafetensorError) as cause:
-        error = RunFailed(f"A checkpoint {what} its files: {cause}.", fix="Free space on that disk, then run the same command again.")
+        error = RunFailed(f"A checkpoint {what} its files: {cause}.", fix=way_out(cause))
         error.__cause__ = cause
     except Exception as cause:  # raised below, once the others know
         error = cause

@@ -11,14 +11,17 @@ import re
 import secrets
 import shutil
 from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field
 
 from flatout.data.disk import sync
 from flatout.documents import read_document
-from flatout.errors import CheckpointError
+from flatout.errors import CheckpointError, ConfigError
 from flatout.progress import SILENT, Progress
-from flatout.training.files import read_json, sha256, write_json
+from flatout.training.files import read_json, read_model, sha256, understanding, write_json
 
 FORMAT_VERSION = 1
 MANIFEST, INDEX, STATE = "manifest.json", "index.json", "state.json"
@@ -27,10 +30,44 @@ OWNER = "owner.json"
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 
 
+class Owner(BaseModel):
+    """The content of owner.json."""
+
+    id: str
+    """The random id."""
+    run: str
+    """The run folder it was made for."""
+    place: str | None = None
+    """The folder of checkpoints."""
+
+
+class FileFacts(BaseModel):
+    """What a manifest says of one file."""
+
+    bytes: Annotated[int, Field(ge=0)]
+    """Its size."""
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    """The SHA-256 of its content."""
+
+
+class Manifest(BaseModel):
+    """The content of a checkpoint's manifest.json."""
+
+    format_version: Annotated[int, Field(ge=1)]
+    """FORMAT_VERSION of the flatout that wrote it."""
+    step: int
+    """The step it was saved at: N of `step-N`."""
+    files: dict[Annotated[str, Field(pattern=r"^[\w.-]+$")], FileFacts]
+    """Every other file of the checkpoint."""
+
+
 def checkpoints_folder(run_folder: Path) -> Path:
     """Return where the run's checkpoints lie: RUN/checkpoints, or DIR/RUN's name where `checkpoint.dir` is DIR."""
     config = run_folder / "config.yaml"
-    directory = read_document(config).get("checkpoint", {}).get("dir") if config.exists() else None
+    section = read_document(config).get("checkpoint") if config.exists() else None
+    directory = section.get("dir") if isinstance(section, dict) else None
+    if directory is not None and not isinstance(directory, str):
+        raise ConfigError(f"{config}: checkpoint.dir: {directory!r} is not a path.", fix="Restore config.yaml from a copy.")
     return place_in(directory, run_folder)
 
 
@@ -51,7 +88,7 @@ def claim(run_folder: Path, place: Path) -> None:
     try:
         if not mine.exists():
             run_folder.mkdir(parents=True, exist_ok=True)
-            write_json(mine, {"id": secrets.token_hex(16), "run": str(run_folder.absolute())})
+            write_json(mine, {"id": secrets.token_hex(16), "run": str(run_folder.absolute()), "place": str(place.absolute())})
         if not theirs.exists():
             place.mkdir(parents=True, exist_ok=True)
             write_json(theirs, read_json(mine))
@@ -59,6 +96,23 @@ def claim(run_folder: Path, place: Path) -> None:
         raise CheckpointError(
             f"checkpoint.dir: {place} cannot be written: {error.strerror}.", fix="Set checkpoint.dir to a folder you may write to."
         ) from error
+
+
+def release(run_folder: Path) -> None:
+    """Undo `claim` for a run that came to nothing: another start may claim the place. Where checkpoints lie, the claim stays."""
+    mine = run_folder / OWNER
+    if not mine.exists():
+        return
+    with suppress(CheckpointError, OSError):
+        owner = read_model(mine, Owner)
+        place = Path(owner.place) if owner.place else None
+        if place and (place / OWNER).exists() and read_model(place / OWNER, Owner).id == owner.id:
+            if any(place.glob("step-*")):
+                return
+            (place / OWNER).unlink()
+        if place:
+            place.rmdir()  # where it holds nothing
+    mine.unlink(missing_ok=True)
 
 
 def require_own(run_folder: Path) -> None:
@@ -81,10 +135,10 @@ def _require_not_foreign(run_folder: Path, place: Path) -> None:
     mine, theirs = run_folder / OWNER, place / OWNER
     if not theirs.exists():
         return
-    owner = read_json(theirs)
-    if not mine.exists() or read_json(mine)["id"] != owner["id"]:
+    owner = read_model(theirs, Owner)
+    if not mine.exists() or read_model(mine, Owner).id != owner.id:
         raise CheckpointError(
-            f"{place} holds the checkpoints of another run, {owner['run']}, not those of {run_folder}.",
+            f"{place} holds the checkpoints of another run, {owner.run}, not those of {run_folder}.",
             fix="Give this run a folder of another name with --run DIR, set another checkpoint.dir, or delete what lies there.",
         )
 
@@ -121,16 +175,17 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
 
     Raises: CheckpointError when it is missing, damaged, or of a newer format.
     """
-    step_of(checkpoint)
-    manifest = read_json(checkpoint / MANIFEST)
-    version = manifest.get("format_version", 0) if isinstance(manifest, dict) else 0
-    if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
-        raise CheckpointError(f"{checkpoint / MANIFEST} is damaged: it lists no files.", fix="Use another checkpoint.")
-    if version > FORMAT_VERSION:
+    step, path = step_of(checkpoint), checkpoint / MANIFEST
+    document = read_json(path)
+    version = document.get("format_version") if isinstance(document, dict) else None
+    if isinstance(version, int) and version > FORMAT_VERSION:
         raise CheckpointError(
             f"{checkpoint} has format_version {version}; this flatout reads up to {FORMAT_VERSION}.", fix="Install a newer flatout."
         )
-    return manifest
+    manifest = read_model(path, Manifest, fix="Use another checkpoint.")
+    if manifest.step != step:
+        raise CheckpointError(f"{path} is damaged: it is of step {manifest.step}.", fix="Use another checkpoint.")
+    return manifest.model_dump()
 
 
 def verify(checkpoint: Path, *, only: str = "", progress: Progress = SILENT) -> list[str]:
@@ -150,7 +205,16 @@ def verify(checkpoint: Path, *, only: str = "", progress: Progress = SILENT) -> 
             if problem:
                 problems.append(problem)
             task.advance(facts["bytes"])
-    return problems
+    return problems or [f"{checkpoint / name} is not in the manifest." for name in sorted(_needed(checkpoint) - set(files)) if name.startswith(only)]
+
+
+def _needed(checkpoint: Path) -> set[str]:
+    """Return the files without which a checkpoint cannot be read; those that its index names only where there is an index."""
+    path = checkpoint / INDEX
+    if not path.is_file():
+        return {INDEX, STATE}
+    with understanding(path):
+        return {INDEX, STATE, *(piece["file"] for entry in read_json(path)["tensors"].values() for piece in entry["slices"])}
 
 
 def check_size(path: Path, facts: dict[str, Any]) -> str | None:
@@ -215,8 +279,9 @@ def best(run_folder: Path, *, progress: Progress = SILENT) -> Path | None:
     newest = latest(run_folder, progress=progress)
     if newest is None:
         return None
-    best_step = read_json(newest / STATE)["values"].get("best", {}).get("step")
-    if best_step is None:
+    with understanding(newest / STATE):
+        best_step = read_json(newest / STATE)["values"].get("best", {}).get("step")
+    if not isinstance(best_step, int):
         return None
     path = checkpoint_path(run_folder, best_step)
     return path if path.is_dir() and not verify(path, progress=progress) else None

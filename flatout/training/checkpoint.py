@@ -30,7 +30,7 @@ from flatout.training.catalog import latest as latest
 from flatout.training.catalog import prune as prune
 from flatout.training.catalog import steps as steps
 from flatout.training.catalog import verify as verify
-from flatout.training.files import read_json
+from flatout.training.files import read_json, understanding
 from flatout.training.saving import AtOnce, Saving
 from flatout.training.slices import Entry
 from flatout.training.state import STATE, VERSION, Part, weights_and_aliases
@@ -84,7 +84,8 @@ def load(
         index, state, parts, targets = found
         slices.fill(targets, index, checkpoint, task)
         for part in parts:
-            _restore(run, part, state)
+            with understanding(checkpoint / catalog.STATE):
+                _restore(run, part, state)
     return _differences(run, state, environment) + _forget_best(run, state, environment or {})
 
 
@@ -144,7 +145,11 @@ def _read_index(checkpoint: Path, check: Check) -> tuple[dict[str, Entry], dict[
     manifest = catalog.read_manifest(checkpoint)["files"]
     _check(checkpoint, manifest, {catalog.INDEX}, check, None)
     document = read_json(checkpoint / catalog.INDEX)
-    return {name: Entry.from_dict(entry) for name, entry in document["tensors"].items()}, document["aliases"], manifest
+    with understanding(checkpoint / catalog.INDEX):
+        index = {name: Entry.from_dict(entry) for name, entry in document["tensors"].items()}
+        if lost := sorted(name for name in document["aliases"].values() if name not in index):
+            raise KeyError(lost[0])
+        return index, document["aliases"], manifest
 
 
 def _check(checkpoint: Path, manifest: Mapping[str, Any], names: set[str], check: Check, task: Task | None) -> None:
@@ -161,11 +166,11 @@ def _open(run: Run, checkpoint: Path, check: Check, task: Task) -> tuple[dict[st
     index, _, manifest = _read_index(checkpoint, check)
     _check(checkpoint, manifest, {catalog.STATE}, check, task)
     state = read_json(checkpoint / catalog.STATE)
-    if state["version"] > VERSION:
-        raise CheckpointError(
-            f"The state in {checkpoint} has version {state['version']}; this flatout reads up to {VERSION}.", fix="Install a newer flatout."
-        )
-    stored = {*state["values"], *state["ranks"][0]}
+    with understanding(checkpoint / catalog.STATE):
+        version = int(state["version"])
+        stored = {*state["values"], *state["ranks"][0]}
+    if version > VERSION:
+        raise CheckpointError(f"The state in {checkpoint} has version {version}; this flatout reads up to {VERSION}.", fix="Install a newer flatout.")
     parts = [part for part in STATE if part.used(run) and (part.name in stored or not _may_lack(part))]
     for part in parts:
         if part.name not in stored:
@@ -173,7 +178,8 @@ def _open(run: Run, checkpoint: Path, check: Check, task: Task) -> tuple[dict[st
     targets: dict[str, Tensor] = {}
     for part in parts:
         if part.targets and part.prefix:
-            wanted = part.targets(run, index, state["values"][part.name])
+            with understanding(checkpoint / catalog.STATE):
+                wanted = part.targets(run, index, state["values"][part.name])
             slices.check_fits(wanted, index, prefix=part.prefix, source=checkpoint)
             targets |= wanted
     _check(checkpoint, manifest, slices.files_needed(targets, index), check, task)

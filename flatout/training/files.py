@@ -6,13 +6,22 @@ import errno
 import hashlib
 import json
 import os
+import re
 import stat
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
 
 from flatout.data.disk import write_text
-from flatout.errors import CheckpointError
+from flatout.errors import CheckpointError, RunFailed
+
+Document = TypeVar("Document", bound=BaseModel)
+
+RESTORE = "Restore it from a copy, or use another checkpoint or run."
+"""What to do about a damaged file."""
 
 
 def write_json(path: Path, document: Any) -> None:
@@ -28,9 +37,57 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise CheckpointError(f"Cannot read {path}: {error.strerror}.", fix="Restore it from a copy, or use another checkpoint or run.") from error
-    except ValueError as error:
-        raise CheckpointError(f"{path} is damaged: it is not JSON.", fix="Restore it from a copy, or use another checkpoint or run.") from error
+        raise CheckpointError(f"Cannot read {path}: {error.strerror}.", fix=RESTORE) from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged: it is not JSON.", fix=RESTORE) from error
+
+
+def read_model(path: Path, model: type[Document], *, fix: str = RESTORE) -> Document:
+    """Return the JSON document in `path` as a `model`; nothing is converted, and keys it does not know are left out.
+
+    Raises: CheckpointError naming the file and the key when it is missing, is not JSON, or is not such a document.
+    """
+    try:
+        return model.model_validate(read_json(path), strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise CheckpointError(f"{path} is damaged: {f'{key}: ' if key else ''}{first['msg']}.", fix=fix) from error
+
+
+@contextmanager
+def writing_run(folder: Path) -> Iterator[None]:
+    """Name the run directory when the disk refuses one of its small files.
+
+    Raises: RunFailed with what to do about it.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise RunFailed(f"Cannot write {error.filename or folder}: {error.strerror or error}.", fix=way_out(error)) from error
+
+
+def way_out(error: Exception) -> str:
+    """Return what to do when a disk refuses to read or write; safetensors tells the system's number in its text alone."""
+    told = re.search(r"os error (\d+)", str(error))
+    number = int(told[1]) if told else getattr(error, "errno", None)
+    if number == errno.EIO:
+        return "That disk has failed to read or write (the system's log, `dmesg`, says more): check it, or copy the run directory to another disk."
+    if number in {errno.EACCES, errno.EPERM, errno.EROFS}:
+        return "Make that place writable, then run the same command again; or choose another folder with --run DIR."
+    return "Free space on that disk, then run the same command again."
+
+
+@contextmanager
+def understanding(path: Path) -> Iterator[None]:
+    """Name `path` when what was read from it lacks a key, or has a value of another kind or nesting than was written.
+
+    Raises: CheckpointError.
+    """
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
+        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}.", fix=RESTORE) from error
 
 
 def open_own(path: Path, flags: int) -> int:
@@ -88,7 +145,7 @@ def read_lines(path: Path, *, tail_bytes: int | None = None) -> Iterator[dict[st
         for line in file:
             try:
                 document = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             if isinstance(document, dict):
                 yield document

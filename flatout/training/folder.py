@@ -24,12 +24,13 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
 import yaml
+from pydantic import BaseModel
 
 from flatout import trust
 from flatout.config import RunConfig, difference, validate
@@ -40,7 +41,7 @@ from flatout.errors import CheckpointError, ConfigError, HardwareError
 from flatout.progress import SILENT, Progress
 from flatout.recognised import recognise
 from flatout.training import catalog
-from flatout.training.files import append_line, folder_bytes, open_own, read_json, read_lines, refuse_links, sha256, write_json
+from flatout.training.files import append_line, folder_bytes, open_own, read_json, read_lines, read_model, refuse_links, sha256, write_json
 
 FREE_KEYS = (
     "log.",
@@ -62,8 +63,21 @@ CONFIG, ASKED, EVENTS, SUMMARY, EXIT_CODE, LOCK = "config.yaml", "asked.yaml", "
 METRICS, BOARD, ORIGIN = "metrics.jsonl", "tensorboard", "origin.json"
 WRITTEN = (CONFIG, ASKED, TOKENIZER, EVENTS, METRICS, SUMMARY, EXIT_CODE, "checkpoints", BOARD, ORIGIN, catalog.OWNER, LOCK)
 """What a run writes in its directory. None of it may be a link: a run that came from elsewhere must not write to other places."""
+STARTED = (ASKED, ORIGIN, catalog.OWNER)
+"""What a first start writes before config.yaml, which makes a folder a run's."""
 LOCK_PATIENCE_S = 1.0
 """How long a starting run waits for the lock: `flatout runs` holds it for an instant when it looks."""
+
+
+class Origin(BaseModel):
+    """The content of origin.json."""
+
+    asked: str
+    """What --resume named, as an absolute path."""
+    checkpoint: str
+    """The checkpoint that this was."""
+    before: dict[str, str | None] = {}
+    """The steps of which the folder held checkpoints by then, with the digest of each one's manifest."""
 
 
 def run_name(config: RunConfig) -> str:
@@ -171,9 +185,10 @@ def _lock(folder: Path, progress: Progress) -> TextIO:
         file.close()
 
 
-def _clear(folder: Path, made: Iterable[Path]) -> None:
+def _clear(folder: Path, made: Sequence[Path]) -> None:
     """Take away what a start left that came to nothing, and the folders it made, those that are empty."""
-    for name in (ORIGIN, catalog.OWNER, LOCK):
+    catalog.release(folder)
+    for name in (ORIGIN, LOCK) if folder not in made else (ORIGIN, ASKED, LOCK):
         (folder / name).unlink(missing_ok=True)
     with suppress(OSError):
         for path in made:
@@ -198,7 +213,7 @@ def resume_from(folder: Path, resume: str = "auto", *, progress: Progress = SILE
     Raises: CheckpointError.
     """
     if resume == "never":
-        found = sorted(path.name for path in folder.iterdir() if path.name != LOCK) if folder.is_dir() else []
+        found = sorted(path.name for path in folder.iterdir() if path.name not in (LOCK, catalog.OWNER)) if folder.is_dir() else []
         if found:
             raise CheckpointError(
                 f"--resume never would write over {folder}, which holds {', '.join(found[:4])}.",
@@ -208,7 +223,11 @@ def resume_from(folder: Path, resume: str = "auto", *, progress: Progress = SILE
     catalog.require_own(folder)
     for name in catalog.clean(folder):
         progress.say(f"Removed {name}, left by a save that was killed.")
-    origin = dict(read_json(folder / ORIGIN)) if (folder / ORIGIN).exists() else None
+    origin = (
+        read_model(folder / ORIGIN, Origin, fix=f"Delete {folder / ORIGIN}: the run then resumes from its own checkpoints.")
+        if (folder / ORIGIN).exists()
+        else None
+    )
     path = str(Path(resume).resolve())
     if resume == "auto" or path == str(folder.resolve()):
         newest = catalog.latest(folder, but=_steps_before(folder, origin), progress=progress)
@@ -216,10 +235,10 @@ def resume_from(folder: Path, resume: str = "auto", *, progress: Progress = SILE
             return _origin(folder, origin, progress)
         if newest is not None or resume == "auto":
             return newest
-    if origin and path in (origin["asked"], origin["checkpoint"]):
+    if origin and path in (origin.asked, origin.checkpoint):
         newest = catalog.latest(folder, but=_steps_before(folder, origin), progress=progress)
         if newest is not None:
-            progress.say(f"Going on from {newest.name} of {folder}, to which this run has come from {origin['checkpoint']}.")
+            progress.say(f"Going on from {newest.name} of {folder}, to which this run has come from {origin.checkpoint}.")
             return newest
     checkpoint = _checkpoint_at(Path(resume), progress)
     if checkpoint.resolve().parent != catalog.checkpoints_folder(folder).resolve():
@@ -246,9 +265,9 @@ def _checkpoint_at(path: Path, progress: Progress) -> Path:
     return path
 
 
-def _origin(folder: Path, origin: Mapping[str, Any], progress: Progress) -> Path:
+def _origin(folder: Path, origin: Origin, progress: Progress) -> Path:
     """Return the checkpoint from which a run began that has saved nothing since."""
-    path = Path(origin["checkpoint"])
+    path = Path(origin.checkpoint)
     if not path.is_dir():
         raise CheckpointError(
             f"{folder} was begun from {path}, which is no longer there, and has saved nothing since.",
@@ -259,9 +278,9 @@ def _origin(folder: Path, origin: Mapping[str, Any], progress: Progress) -> Path
     return path
 
 
-def _steps_before(folder: Path, origin: Mapping[str, Any] | None) -> list[int]:
+def _steps_before(folder: Path, origin: Origin | None) -> list[int]:
     """Return the steps whose checkpoints lay in the folder before the run took up its origin: another course left them."""
-    before = origin["before"] if origin else {}
+    before = origin.before if origin else {}
     return [step for step in catalog.steps(folder) if str(step) in before and before[str(step)] == _mark(folder, step)]
 
 
@@ -291,7 +310,18 @@ def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
 def read_summary(folder: Path) -> dict[str, Any] | None:
     """Return the summary of a finished run, or None."""
     path = folder / SUMMARY
-    return dict(read_json(path)) if path.exists() else None
+    if not path.exists():
+        return None
+    summary = read_json(path)
+    if not isinstance(summary, dict):
+        raise damaged_summary(folder)
+    return summary
+
+
+def damaged_summary(folder: Path) -> CheckpointError:
+    """Return the error for a summary that is not what a run wrote."""
+    path = folder / SUMMARY
+    return CheckpointError(f"{path} is damaged.", fix=f"Delete {path} and run the same command again: the run is evaluated again.")
 
 
 def write_exit_code(folder: Path, code: int) -> None:

@@ -18,7 +18,7 @@ from flatout.recognised import recognise, require_local
 from flatout.registry import MODELS
 from flatout.training import catalog, folder
 from flatout.training.checkpoint import stored_shapes
-from flatout.training.files import read_json
+from flatout.training.files import read_model
 from flatout.training.moved_data import require_tokenizer
 from flatout.training.named import RUNS, find_checkpoint, find_run
 from flatout.training.state import weights_and_aliases
@@ -78,7 +78,7 @@ def run_of(checkpoint: Path) -> Path | None:
     if (place.parent / folder.CONFIG).exists():
         return place.parent
     owner = place / catalog.OWNER
-    run_folder = Path(read_json(owner)["run"]) if owner.exists() else None
+    run_folder = Path(read_model(owner, catalog.Owner).run) if owner.exists() else None
     return run_folder if run_folder and (run_folder / folder.CONFIG).exists() else None
 
 

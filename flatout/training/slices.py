@@ -6,7 +6,7 @@ the ranks; of equal copies one rank writes each, so that the work is shared.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -50,8 +50,18 @@ class Entry:
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> Entry:
         """Return the entry that `to_dict` described."""
-        slices = tuple(Slice(s["file"], tuple(s["offset"]), tuple(s["shape"])) for s in document["slices"])
-        return cls(document["dtype"], tuple(document["shape"]), slices)
+        slices = tuple(Slice(str(s["file"]), _sizes(s["offset"]), _sizes(s["shape"])) for s in document["slices"])
+        return cls(str(document["dtype"]), _sizes(document["shape"]), slices)
+
+
+def _sizes(values: Sequence[Any]) -> tuple[int, ...]:
+    """Return the numbers of a shape or an offset.
+
+    Raises: ValueError when one is no number from 0 up.
+    """
+    if not isinstance(values, (list, tuple)) or any(type(value) is not int or value < 0 for value in values):
+        raise ValueError(f"{values!r} is no shape")
+    return tuple(values)
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import psutil
 import torch
 
 from flatout.config import RunConfig
-from flatout.data.disk import copy_whole
+from flatout.data.disk import PART, copy_whole
 from flatout.data.manifest import TOKENIZER
 from flatout.data.mix import MixedDataset, parts_of
 from flatout.data.shards import Dataset
@@ -30,6 +30,7 @@ from flatout.selection import Decision, assemble, settled
 from flatout.training import catalog, folder
 from flatout.training.checkpoint import load, load_weights
 from flatout.training.evaluation import batch_shapes, say_unscored
+from flatout.training.files import understanding, writing_run
 from flatout.training.finish import finish
 from flatout.training.initial import begin_from
 from flatout.training.loop import ends_early, environment_of, fit, keep_last, out_of_patience, reserve, saves_ended
@@ -101,7 +102,8 @@ def run_training(
             with explained(run):
                 differences = take_up(run, plan.checkpoint, progress)
                 if mesh.is_main:
-                    keep(run, plan)
+                    with writing_run(place):
+                        keep(run, plan)
                     say_unmeasured(run, plan, cache, progress)
                 return carry_out(run, plan, differences, observers, sample, progress)
 
@@ -165,7 +167,8 @@ def settle(
     if stored is not None:
         require_trusted(place, stored.references(), named=asked.references(), trust_code=trust_code)
         remember(place, stored.references())
-    checkpoint = folder.resume_from(place, resume_place(resume), progress=progress)
+    with writing_run(place):
+        checkpoint = folder.resume_from(place, resume_place(resume), progress=progress)
     summary = folder.read_summary(place)
     if stored is not None:
         require_tokenizer(place, dataset)
@@ -201,7 +204,9 @@ def finished(place: Path, stored: RunConfig, checkpoint: Path, summary: Mapping[
     step = catalog.step_of(checkpoint)
     if step >= (stored.train.steps or 0):
         return f"begin another run: --run DIR --resume {place}"
-    if summary.get("stopped_early") and step == summary["steps"] and out_of_patience(stored.train, step, summary["best_step"]):
+    with understanding(place / folder.SUMMARY):
+        waited = summary.get("stopped_early") and step == summary["steps"] and out_of_patience(stored.train, step, summary["best_step"])
+    if waited:
         return f"set train.patience to more than {stored.train.patience}, or to 0"
     return None
 
@@ -230,13 +235,16 @@ def say_unmeasured(run: Run, plan: Plan, cache: Path | None, progress: Progress)
 
 
 def own_folder(place: Path) -> None:
-    """Do nothing when the folder is empty or a run's.
+    """Check that the folder is empty, a run's, or that of a first start which was killed before there was a run.
 
     Raises: CheckpointError when it holds other files: a run is not mixed with them.
     """
-    others = [path.name for path in place.iterdir() if path.name != folder.LOCK]
-    if others and not (place / folder.CONFIG).exists() and not (place / folder.ASKED).exists():
-        raise CheckpointError(f"{place} is not a run folder; it holds {', '.join(sorted(others)[:4])}.", fix="Choose a new folder with --run DIR.")
+    for name in folder.WRITTEN:
+        for half in place.glob(f"{name}.*{PART}"):
+            half.unlink()
+    found = sorted(path.name for path in place.iterdir() if path.name != folder.LOCK)
+    if not {folder.CONFIG, folder.ASKED}.intersection(found) and (others := [name for name in found if name not in folder.STARTED]):
+        raise CheckpointError(f"{place} is not a run folder; it holds {', '.join(others[:4])}.", fix="Choose a new folder with --run DIR.")
 
 
 def take_up(run: Run, checkpoint: Path | None, progress: Progress) -> list[str]:

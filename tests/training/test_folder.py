@@ -53,7 +53,8 @@ def fake_checkpoint(run, step, content=b"x", *, inside="checkpoints"):
     path = run / inside / f"step-{step}"
     path.mkdir(parents=True)
     (path / "state.json").write_bytes(content)
-    facts = {"state.json": {"bytes": len(content), "sha256": files.sha256(path / "state.json")}}
+    (path / "index.json").write_text('{"tensors": {}, "aliases": {}}')
+    facts = {name: {"bytes": (path / name).stat().st_size, "sha256": files.sha256(path / name)} for name in ("state.json", "index.json")}
     (path / "manifest.json").write_text(json.dumps({"format_version": 1, "step": step, "files": facts}))
     return path
 

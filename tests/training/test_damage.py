@@ -1,0 +1,146 @@
+"""Each key of each JSON and YAML file of a run is deleted, renamed and retyped: what follows is an answer, never a traceback."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+
+import pytest
+import yaml
+
+from flatout.commands.eval import evaluate
+from flatout.commands.generate import generate
+from flatout.commands.runs import runs
+from flatout.commands.train import train_config
+from flatout.config import load_config
+from flatout.errors import CheckpointError, FlatoutError
+from flatout.training import catalog
+
+RETYPED = (None, -3, "x", [], {})
+"""What a value is replaced by. Each key takes another of them, so that all kinds meet all files."""
+MOST_KEYS = 5
+"""Of one file; of longer ones every n-th key is taken."""
+
+
+def paths_of(document, prefix=()):
+    """Yield the path of every key and every item."""
+    items = document.items() if isinstance(document, dict) else enumerate(document[:2]) if isinstance(document, list) else ()
+    for key, value in items:
+        yield (*prefix, key)
+        yield from paths_of(value, (*prefix, key))
+
+
+def damaged(document):
+    """Yield the document with one thing wrong, and what that is."""
+    yield "empty", {}
+    yield "a list", []
+    yield "a number", 7
+    paths = list(paths_of(document))
+    for number, path in enumerate(paths[:: max(len(paths) // MOST_KEYS, 1)]):
+        for what in ("deleted", "renamed", "retyped"):
+            copied = copy.deepcopy(document)
+            holder = copied
+            for key in path[:-1]:
+                holder = holder[key]
+            value = holder.pop(path[-1])
+            if what == "renamed" and isinstance(holder, dict):
+                key = path[-1]
+                holder[chr(ord(key[0]) ^ 1) + key[1:]] = value
+            elif what == "retyped":
+                holder.insert(path[-1], RETYPED[number % 5]) if isinstance(holder, list) else holder.update({path[-1]: RETYPED[number % 5]})
+            yield f"{'.'.join(map(str, path))} {what}", copied
+
+
+def answered(call):
+    """Call, and return whether it worked or was refused by an error of ours; anything else is raised."""
+    try:
+        call()
+    except FlatoutError:
+        return False
+    return True
+
+
+@pytest.fixture(scope="module")
+def finished_run(tmp_path_factory, tiny_set, tiny):
+    """A run with a checkpoint of each step that began from another one's, with checkpoints on another disk."""
+    root = tmp_path_factory.mktemp("damage")
+    small = {"data.path": str(tiny_set), "train.steps": 2, "train.eval_every": 1, "checkpoint.every_steps": 1, "checkpoint.keep": 9}
+    first = load_config().with_values({**tiny, **small})
+    train_config(first, run=root / "first")
+    config = first.with_values({"train.steps": 4, "checkpoint.dir": str(root / "disk")})
+    train_config(config, run=root / "run", resume=root / "first" / "checkpoints" / "step-1")
+    return root, config
+
+
+FILES = {
+    "run/config.yaml": ("train", "generate", "runs"),
+    "run/asked.yaml": ("train",),
+    "run/summary.json": ("train", "runs"),
+    "run/origin.json": ("train",),
+    "run/owner.json": ("train",),
+    "run/events.jsonl": ("train", "runs"),
+    "run/metrics.jsonl": ("train", "runs"),
+    "disk/run/owner.json": ("train",),
+    "disk/run/step-4/manifest.json": ("train", "eval"),
+    "disk/run/step-4/index.json": ("train", "eval"),
+    "disk/run/step-4/state.json": ("train", "eval"),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_damaged_file_is_answered(name, finished_run, tmp_path):
+    root, config = finished_run
+    run, file = root / "run", root / name
+    kept = tmp_path / "kept"
+    shutil.copytree(root, kept, symlinks=True)
+    calls = {
+        "train": lambda: train_config(config, run=run, resume=root / "first" / "checkpoints" / "step-1").summary(),
+        "eval": lambda: evaluate(run, "last", max_tokens=32),
+        "generate": lambda: generate(run, max_tokens=2),
+        "runs": lambda: runs(root).summary(),
+    }
+    text = file.read_text()
+    lines = file.suffix == ".jsonl"
+    document = yaml.safe_load(text) if file.suffix == ".yaml" else json.loads(text.splitlines()[-1] if lines else text)
+    problems = []
+    for what, changed in damaged(document):
+        for command in FILES[name]:
+            written = yaml.safe_dump(changed) if file.suffix == ".yaml" else json.dumps(changed)
+            file.write_text(text + written + "\n" if lines else written)
+            try:
+                answered(calls[command])
+            except Exception as error:
+                problems.append(f"{command}, {what}: {type(error).__name__}: {error}")
+            shutil.rmtree(root)
+            shutil.copytree(kept, root, symlinks=True)
+    assert not problems
+
+
+@pytest.mark.parametrize(("old", "new"), [('"files"', '"fhles"'), ('"state.json"', '"ctate.json"'), ('"bytes"', '"bxtes"'), ('"step"', '"rtep"')])
+def test_a_flipped_bit_in_the_newest_manifest_falls_back_to_the_checkpoint_before(old, new, finished_run, tmp_path):
+    root, _ = finished_run
+    shutil.copytree(root / "disk", tmp_path / "disk")
+    shutil.copytree(root / "run", tmp_path / "run")
+    config = tmp_path / "run" / "config.yaml"
+    config.write_text(config.read_text().replace(str(root / "disk"), str(tmp_path / "disk")))
+    manifest = tmp_path / "disk" / "run" / "step-4" / "manifest.json"
+    assert old in manifest.read_text()
+    manifest.write_text(manifest.read_text().replace(old, new, 1))
+    assert catalog.latest(tmp_path / "run").name == "step-3"
+
+
+def test_a_manifest_that_names_no_file_of_the_index_is_not_whole(finished_run, tmp_path):
+    root, _ = finished_run
+    path = shutil.copytree(root / "disk" / "run" / "step-4", tmp_path / "step-4")
+    manifest = json.loads((path / "manifest.json").read_text())
+    del manifest["files"]["optimizer-00000.safetensors"]
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match=r"optimizer-00000\.safetensors is not in the manifest"):
+        catalog.require_whole(path)
+
+
+def test_a_date_that_is_none_in_a_yaml_file_is_named(tmp_path):
+    (tmp_path / "recipe.yaml").write_text("name: 2026-13-01\n")
+    with pytest.raises(FlatoutError, match="recipe"):
+        load_config(tmp_path / "recipe.yaml")

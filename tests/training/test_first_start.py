@@ -1,0 +1,103 @@
+"""A first start that is killed, or that the disk refuses, before there is a run: the same command completes it."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from flatout.errors import CheckpointError, FlatoutError
+from flatout.training import folder
+from flatout.training.start import run_training
+
+NUM_RENAMES = 6
+"""origin.json, owner.json twice, asked.yaml, config.yaml, tokenizer.json."""
+
+
+class Killed(BaseException):
+    """Ends the process here, as SIGKILL does."""
+
+
+@pytest.fixture
+def start(tiny_config, tmp_path):
+    """Start one and the same run: from a checkpoint elsewhere, with its checkpoints on another disk."""
+    first = tiny_config(train__steps=2, checkpoint__every_steps=1, checkpoint__keep=9)
+    run_training(first, tmp_path / "first")
+    config = first.with_values({"train.steps": 3, "checkpoint.dir": str(tmp_path / "disk")})
+
+    def call(name="run"):
+        return run_training(config, tmp_path / name, resume=str(tmp_path / "first" / "checkpoints" / "step-1"))
+
+    return call
+
+
+def end_at(monkeypatch, number, error):
+    """Let the rename of that number, counted from 0, end in an error; return the renames there were."""
+    replace, seen = Path.replace, []
+
+    def replace_or_end(self, target):
+        seen.append(Path(target).name)
+        if len(seen) == number + 1:
+            raise error
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", replace_or_end)
+    return seen
+
+
+@pytest.mark.parametrize("number", range(NUM_RENAMES))
+def test_the_same_command_completes_a_start_that_was_killed(number, start, tmp_path, monkeypatch):
+    whole = start("whole")
+    with monkeypatch.context() as patch:
+        patch.setattr(folder, "_clear", lambda *_: None)  # a killed process clears nothing
+        seen = end_at(patch, number, Killed())
+        with pytest.raises(Killed):
+            start()
+    assert seen[number] in {*folder.STARTED, folder.CONFIG, "tokenizer.json"}
+    resumed = start()
+    assert resumed["weights_sha256"] == whole["weights_sha256"]
+    assert not list((tmp_path / "run").glob("*.part"))
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO], ids=errno.errorcode.get)
+@pytest.mark.parametrize("number", range(NUM_RENAMES))
+def test_a_start_that_the_disk_refuses_leaves_nothing_in_the_way(number, error, start, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        end_at(patch, number, OSError(error, os.strerror(error)))
+        with pytest.raises(FlatoutError) as failed:
+            start()
+    if number < NUM_RENAMES - 1:
+        assert not (tmp_path / "run").exists()
+        assert not (tmp_path / "disk" / "run").exists()
+    if not isinstance(failed.value, CheckpointError):
+        assert ("Free space" in failed.value.fix) == (error == errno.ENOSPC)
+    assert start()["steps"] == 3
+
+
+def test_a_killed_start_whose_next_one_fails_frees_the_folder_of_its_checkpoints(start, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(folder, "_clear", lambda *_: None)
+        end_at(patch, 3, Killed())  # after both owner.json
+        with pytest.raises(Killed):
+            start()
+    with pytest.raises(ZeroDivisionError), folder.locked(tmp_path / "run"):
+        raise ZeroDivisionError
+    assert start()["steps"] == 3
+
+
+def test_never_resume_takes_a_folder_that_holds_a_killed_claim_alone(start, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "owner.json").write_text('{"id": "a", "run": "b"}')
+    with folder.locked(tmp_path / "run"):
+        assert folder.resume_from(tmp_path / "run", "never") is None
+
+
+def test_a_folder_of_other_files_is_no_killed_start(start, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "origin.json").write_text("{}")
+    (tmp_path / "run" / "mine.part").write_text("mine")
+    with pytest.raises(CheckpointError, match="not a run folder"):
+        start()
+    assert (tmp_path / "run" / "mine.part").exists()
