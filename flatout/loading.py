@@ -82,7 +82,13 @@ def load_run(
         model_class = MODELS.get(config.model.kind)
         own = model_class.check(config.model.own() | {"vocab_size": config.model.vocab_size}, seq_len=config.data.seq_len)
         model: LanguageModel = model_class(own, ops_of(recipe))
-        model.load_state_dict(read_weights(path))
+        try:
+            model.load_state_dict(read_weights(path))
+        except RuntimeError as error:  # torch lists every tensor; the first line below its heading is enough
+            first = str(error).partition("\n")[2].partition("\n")[0].strip() or str(error)
+            raise CheckpointError(
+                f"The weights of {path} are not those of the model in {folder}/config.yaml: {first}", fix="Restore config.yaml from a copy."
+            ) from error
         model.to(where).eval()
         tokenizer = load_tokenizer(folder / TOKENIZER)
     return LoadedRun(model, tokenizer, config, recipe, folder, path, progress)

@@ -20,6 +20,8 @@ from flatout.errors import CheckpointError, RunFailed
 
 Document = TypeVar("Document", bound=BaseModel)
 
+DISK_REFUSES = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM}
+"""What the system says when a disk does not take a file."""
 RESTORE = "Restore it from a copy, or use another checkpoint or run."
 """What to do about a damaged file."""
 
@@ -64,6 +66,8 @@ def writing_run(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if error.errno not in DISK_REFUSES:
+            raise
         raise RunFailed(f"Cannot write {error.filename or folder}: {error.strerror or error}.", fix=way_out(error)) from error
 
 

@@ -325,8 +325,9 @@ def damaged_summary(folder: Path) -> CheckpointError:
 
 
 def write_exit_code(folder: Path, code: int) -> None:
-    """Say in the run folder how this process ended."""
-    write_text(folder / EXIT_CODE, f"{code}\n")
+    """Say in the run folder how this process ended, where the disk takes it: a full one must not change how it ended."""
+    with suppress(OSError):
+        write_text(folder / EXIT_CODE, f"{code}\n")
 
 
 def read_exit_code(folder: Path) -> int | None:

@@ -105,7 +105,8 @@ def run_training(
                     with writing_run(place):
                         keep(run, plan)
                     say_unmeasured(run, plan, cache, progress)
-                return carry_out(run, plan, differences, observers, sample, progress)
+                with writing_run(place):
+                    return carry_out(run, plan, differences, observers, sample, progress)
 
 
 def warn_of_others(machine: Machine, progress: Progress) -> None:
