@@ -17,7 +17,7 @@ from flatout.run import Run
 from flatout.training import catalog
 from flatout.training.evaluation import Evaluation, evaluate
 from flatout.training.metrics import Log, diverged
-from flatout.training.step import train_step
+from flatout.training.step import StepDropped, train_step
 
 DEFAULT_MINUTES_BETWEEN_SAVES = 10.0
 
@@ -29,17 +29,30 @@ class StopFlag(Protocol):
         """Say whether every rank should stop after this step."""
 
 
-def fit(run: Run, log: Log, stop: StopFlag, *, sample: Callable[[Run], str] | None = None, progress: Progress = SILENT) -> Run:
+def fit(
+    run: Run,
+    log: Log,
+    stop: StopFlag,
+    *,
+    drop: Callable[[Run, int], bool] | None = None,
+    sample: Callable[[Run], str] | None = None,
+    progress: Progress = SILENT,
+) -> Run:
     """Train from run.step to run.last_step, or until its patience is over or a signal asks to stop, and return the run.
 
-    A stop saves first, so that the same command goes on from there.
+    `stop` is asked after each step, `drop` between a step's micro-batches (see `train_step`): a step that is dropped leaves the run as
+    it was before, and ends the training.
     """
     saves = SaveTimes(run, log)
     with run.convolutions(), run.collector() as collect:
         while run.step < run.last_step and not ends_early(run) and not stop.asked(run):
-            batch = next(run.feed)
-            with log.clock:
-                result = train_step(run, batch)  # device work only
+            position, batch = run.feed.position, next(run.feed)
+            try:
+                with log.clock:
+                    result = train_step(run, batch, drop)  # device work only
+            except StepDropped:
+                run.feed.seek(position)
+                break
             run.step += 1
             run.tokens += batch.tokens
             log.step(batch, result)  # read back later

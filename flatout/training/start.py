@@ -273,7 +273,8 @@ def carry_out(
     if run.mesh.is_main:
         (run.folder / folder.SUMMARY).unlink(missing_ok=True)  # of an early end that is now trained on
     parameters = sum(p.numel() for p in run.core.parameters())
-    with Log(run, observers) as log, StopRequests() as stop, saves_ended(run, log, progress=progress):
+    say = progress.say if run.mesh.is_main else None
+    with Log(run, observers) as log, StopRequests(say=say) as stop, saves_ended(run, log, progress=progress):
         log.event(
             "resume" if plan.checkpoint else "start",
             from_checkpoint=run.resumed_from,
@@ -297,7 +298,8 @@ def carry_out(
         run.feed.prime(run.last_step - run.step, progress=progress)
         warm_up(run, log, eval_shapes=batch_shapes(run), progress=progress)
         reserve(run, log, progress=progress)
-        fit(run, log, stop, sample=sample, progress=progress)
+        stop.waits_for = "the micro-batch, evaluation or save in progress"
+        fit(run, log, stop, drop=stop.asked_within_step, sample=sample, progress=progress)
         if run.step < run.last_step and not ends_early(run):
             _stop(run, log, progress)
         summary = finish(run, log, sample, progress)

@@ -12,10 +12,17 @@ import torch
 from torch import Tensor
 
 from flatout.optimizers.schedule import factor
+from flatout.training.step_start import StepStart
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from flatout.data.loader import StepBatch
     from flatout.run import Run
+
+
+class StepDropped(Exception):
+    """A step was given up between two micro-batches, and has changed nothing."""
 
 
 @dataclass(frozen=True)
@@ -34,19 +41,25 @@ class StepResult:
     """Whether float16 overflowed, and nothing was updated."""
 
 
-def train_step(run: Run, batch: StepBatch) -> StepResult:
+def train_step(run: Run, batch: StepBatch, drop: Callable[[Run, int], bool] | None = None) -> StepResult:
     """Take one optimiser step on this rank's share of a global batch.
 
     Each micro-batch's loss sum is divided by the step's nominal number of tokens, a constant; `correct_gradients` puts the
     number of valid tokens, which is known only at the end, in its place. So the result does not depend on how the step is
     cut into micro-batches and ranks.
+
+    `drop` is asked before every micro-batch but the first, with its number counted from 1; all ranks must get the same answer.
+    Raises: StepDropped when it says yes: gradients are cleared, and generators and buffers are as they were before the step.
     """
-    factor_of_peak = set_learning_rate(run)
+    start = StepStart(run) if drop is not None and batch.num_micro_batches > 1 else None
     nominal = run.tokens_per_step
     loss_scale = run.scaler.scale if run.scaler else 1.0
     loss_sum = torch.zeros((), device=run.mesh.device)
     num_valid = torch.zeros((), device=run.mesh.device)
     for number, micro in enumerate(batch.micro_batches(), 1):
+        if number > 1 and start is not None and drop is not None and drop(run, number):
+            start.restore()
+            raise StepDropped
         with run.exchange(run.model, number == batch.num_micro_batches):
             with run.autocast():
                 micro_loss, micro_valid = run.model(micro.tokens_BT, micro.targets_BT, micro.doc_ids_BT)
@@ -55,6 +68,7 @@ def train_step(run: Run, batch: StepBatch) -> StepResult:
         num_valid += micro_valid
     loss_sum, num_valid = run.mesh.sum(loss_sum, num_valid)
     grad_norm = correct_gradients(run, num_valid, loss_scale)
+    factor_of_peak = set_learning_rate(run)
     finite = bool(torch.isfinite(grad_norm)) if run.scaler else True
     if finite:
         run.saver.before_update()

@@ -80,3 +80,50 @@ def test_outside_the_main_thread_nothing_is_changed():
     thread.join()
     assert asked == [False]
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_request_is_said_at_once_although_the_main_thread_answers_later():
+    """The handler that Python runs in the main thread stands for one that is still waiting for a backward pass."""
+    said, heard = [], threading.Event()
+
+    def say(line):
+        said.append(line)
+        heard.set()
+
+    with StopRequests(say=say) as stop:
+        stop.waits_for = "the micro-batch"
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert heard.wait(60)
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert said == ["SIGTERM received: the run waits for the micro-batch, then saves and stops."]
+    assert stop.signal_number is None
+    assert signal.set_wakeup_fd(-1) == -1
+    assert not [thread for thread in threading.enumerate() if thread.name == "flatout-signals"]
+
+
+def test_another_listener_stays_registered():
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer)
+    try:
+        with StopRequests(say=print) as stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert stop.asked(RUN)
+        assert os.read(reader, 8) == bytes([signal.SIGTERM])
+    finally:
+        assert signal.set_wakeup_fd(-1) == writer
+        os.close(reader)
+        os.close(writer)
+
+
+def test_one_process_is_asked_before_every_micro_batch_and_several_gpus_before_every_eighth(monkeypatch):
+    with StopRequests() as stop:
+        asked = []
+        monkeypatch.setattr(stop, "asked", lambda run: asked.append(run) or False)
+        several = SimpleNamespace(mesh=SimpleNamespace(world_size=2, device=SimpleNamespace(type="cuda")))
+        for number in range(2, 65):
+            stop.asked_within_step(RUN, number)
+            stop.asked_within_step(several, number)
+    assert asked.count(RUN) == 63
+    assert asked.count(several) == 7

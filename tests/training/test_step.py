@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
+
+import numpy as np
 import pytest
 import torch
 
-from flatout.training.step import train_step
+from flatout.training.step import StepDropped, train_step
 
 
 def steps(run, count=4):
@@ -114,3 +117,27 @@ def test_a_step_whose_targets_are_all_masked_changes_no_weight_by_its_gradient(b
     result = train_step(run, batch)
     assert float(result.loss) == 0.0
     assert all(torch.equal(p, b) for p, b in zip(run.core.parameters(), before, strict=True))
+
+
+def test_a_dropped_step_changes_nothing(build_run, tiny_config):
+    """Generators that its micro-batches drew from, buffers that they counted in, gradients, learning rates."""
+    run = build_run(tiny_config(batch__rows_per_device=2))
+    run.core.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def draws(*_):
+        run.core.calls += 1
+        random.random(), np.random.rand(), torch.rand(1)
+
+    run.core.register_forward_pre_hook(draws)
+    steps(run, 1)
+    rates = [group["lr"] for optimizer in run.optimizers for group in optimizer.param_groups]
+    weights = {name: tensor.clone() for name, tensor in run.core.state_dict().items()}
+    generators = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    asked = []
+    with pytest.raises(StepDropped):
+        train_step(run, next(run.feed), lambda _, number: asked.append(number) or number == 3)
+    assert asked == [2, 3]
+    assert all(p.grad is None for p in run.core.parameters())
+    assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == generators
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in run.core.state_dict().items())
+    assert [group["lr"] for optimizer in run.optimizers for group in optimizer.param_groups] == rates

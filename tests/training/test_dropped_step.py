@@ -1,0 +1,91 @@
+"""A signal in the middle of an optimizer step: the step is dropped, and the run resumes as if it had never begun."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from flatout.errors import Stopped
+from flatout.models.transformer import Transformer
+from flatout.progress import SILENT
+from flatout.training import catalog
+from flatout.training.folder import read_exit_code
+from flatout.training.start import run_training
+
+MICRO_BATCHES = 8
+
+
+@pytest.fixture
+def ask_in(monkeypatch):
+    """Return a function that has a signal sent in the micro-batch of that number, counted over the run, and a list of those that ran."""
+    ran = []
+
+    def ask(number, kind=signal.SIGTERM):
+        forward = Transformer.forward
+
+        def counted(self, *arguments):
+            if self.training and torch.is_grad_enabled():
+                ran.append(len(ran) + 1)
+                if len(ran) == number:
+                    os.kill(os.getpid(), kind)
+            return forward(self, *arguments)
+
+        monkeypatch.setattr(Transformer, "forward", counted)
+        return ran
+
+    return ask
+
+
+@pytest.mark.parametrize("speedups", ["auto,-compile", "none"], ids=["prefetching", "plain"])
+@pytest.mark.parametrize("micro_batch", [2, 2 * MICRO_BATCHES + 3])
+def test_the_rest_of_the_step_is_dropped_and_the_resumed_run_is_equal(tiny_config, tmp_path, monkeypatch, ask_in, micro_batch, speedups):
+    config = tiny_config(model__dropout=0.2, batch__rows_per_device=1, speedups=speedups, train__eval_every=2)
+    whole = run_training(config, tmp_path / "whole")
+    ran = ask_in(micro_batch)
+    with pytest.raises(Stopped):
+        run_training(config, tmp_path / "run")
+    assert ran == list(range(1, micro_batch + 1)), "no micro-batch begins after the signal"
+    assert catalog.steps(tmp_path / "run")[-1] == micro_batch // MICRO_BATCHES
+    assert read_exit_code(tmp_path / "run") == 75
+    monkeypatch.undo()
+    resumed = run_training(config, tmp_path / "run")
+    assert resumed["weights_sha256"] == whole["weights_sha256"]
+    assert (resumed["steps"], resumed["tokens"], resumed["val_loss"]) == (whole["steps"], whole["tokens"], whole["val_loss"])
+
+
+def test_what_was_asked_is_said(tiny_config, tmp_path, ask_in):
+    said = []
+
+    class Told(type(SILENT)):
+        def say(self, line):
+            said.append(line)
+
+    ask_in(3, signal.SIGINT)
+    with pytest.raises(Stopped):
+        run_training(tiny_config(batch__rows_per_device=1), tmp_path / "run", progress=Told())
+    assert [line for line in said if "SIGINT" in line] == [
+        "SIGINT received: the run waits for the micro-batch, evaluation or save in progress, then saves and stops. "
+        "Press Ctrl+C again to leave at once, without saving."
+    ]
+
+
+@pytest.mark.parametrize("speedups", ["auto,-compile", "auto,-compile,-deferred-sync"])
+def test_two_processes_drop_the_step_together(tiny, tiny_set, tmp_path, speedups):
+    """Only the second is asked, in its first micro-batch: both stop before their third, one vote later."""
+    here = Path(__file__).parent
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(here / "drop_worker.py")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{here.parent.parent}:{here.parent}"}
+    values = json.dumps({**tiny, "data.path": str(tiny_set), "model.dropout": 0.2, "batch.rows_per_device": 1, "speedups": speedups})
+    done = subprocess.run([*command, str(tmp_path), values], env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    found = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)]
+    assert [each["ran"] for each in found] == [2, 2]
+    assert catalog.steps(tmp_path / "run") == [0, 6]
+    assert all(each["resumed"] == each["whole"] for each in found)
