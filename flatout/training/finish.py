@@ -71,7 +71,7 @@ def summarise(run: Run, log: Log, evaluation: Evaluation | None) -> dict[str, An
         "run": str(run.folder),
         "steps": run.step,
         "tokens": run.tokens,
-        "train_loss": log.curve[-1][1] if log.curve else None,
+        "train_loss": log.train_loss,
         "val_loss": evaluation.loss if evaluation else None,
         "best_val_loss": run.best_val_loss,
         "best_step": run.best_step,

@@ -129,6 +129,7 @@ def write_checkpoint(run: Run, log: Log, *, progress: Progress = SILENT) -> None
     Raises: RunFailed, before anything is written, when the last step's figures are not numbers: the weights are lost.
     """
     log.require_finite()
+    log.write_pending()  # a run that is killed after this save and resumes from it has every record up to its step
     log.keep_clock()
     run.saver.save(run, environment=environment_of(run), keep=run.config.checkpoint.keep, progress=progress)
     note_saves(run, log, progress=progress)

@@ -71,6 +71,8 @@ class Log:
         self._window = Window(self._started_s)
         self._waiting: dict[int, Waiting] = {}
         self._past = Spent()
+        self.train_loss: float | None = None
+        """Of the last record; known on the main rank alone until this process has written one."""
         self._metrics = self._open_metrics() if run.mesh.is_main else None
         self._board = _open_board(run.folder, run.step) if run.mesh.is_main else None
         self.clock: Any = step_clock(run.mesh.device)
@@ -176,6 +178,13 @@ class Log:
         """Bring `run.elapsed_s` up to now, as a checkpoint needs it."""
         self._run.elapsed_s = self._elapsed_before_s + self.wall_s
 
+    def write_pending(self) -> None:
+        """Write the records of all steps so far; waits for the last one.
+
+        Raises: RunFailed when the training loss of one of them is not a number.
+        """
+        self._read_back(flush=True)
+
     def close(self) -> None:
         """Write what is still being read back, and close the files."""
         self._read_back(flush=True)
@@ -221,6 +230,8 @@ class Log:
         if path.exists():
             kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= self._run.step]
             write_text(path, "".join(line + "\n" for line in kept))
+            losses = [record["train/loss"] for record in map(json.loads, kept) if "train/loss" in record]
+            self.train_loss = losses[-1] if losses else None
         return os.fdopen(open_own(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "a", encoding="utf-8")
 
     def _position(self) -> dict[str, float]:
@@ -292,10 +303,11 @@ class Log:
             spent = replace(waiting.spent, device_s=self.clock.seconds(waiting.spans))
             self._past += spent
             record = waiting.figures | spent.step_figures() | figures
-            self.curve.append((step, figures["train/loss"]))
+            self.train_loss = figures["train/loss"]
+            self.curve.append((step, self.train_loss))
             self._write(record)
-            if not math.isfinite(figures["train/loss"]):
-                raise diverged("training loss", figures["train/loss"], step)
+            if not math.isfinite(self.train_loss):
+                raise diverged("training loss", self.train_loss, step)
 
     def _write(self, record: dict[str, float]) -> None:
         record = {name: value for name, value in record.items() if math.isfinite(value)}  # JSON has no infinity

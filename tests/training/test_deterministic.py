@@ -37,7 +37,7 @@ def test_it_is_deterministic_before_processes_connect(tiny_config, tmp_path, mon
 def test_an_operation_without_a_deterministic_form_is_named(tiny_config, tmp_path, monkeypatch):
     """Torch's own refusal, of an operation that has none on a CPU either."""
 
-    def fail(run, batch):
+    def fail(run, batch, drop):
         torch.zeros(4).put_(torch.tensor([0]), torch.ones(1))
 
     monkeypatch.setattr("flatout.training.loop.train_step", fail)

@@ -12,6 +12,8 @@ from flatout.hardware import Peak
 from flatout.speedups.no_sync_logging import DelayedReadback
 from flatout.training.clocks import Window
 from flatout.training.metrics import Log, Rates, process_peak_bytes
+from flatout.training.observers import Quiet
+from flatout.training.start import run_training
 from flatout.training.step import StepResult
 
 
@@ -108,3 +110,37 @@ def test_steady_rates_leave_the_first_window_out(build_run, tiny_config, tmp_pat
         assert log.steady_rates() == (5.0, 1.0)
         log.steady = [Rates(100.0, 4.0), Rates(300.0, 6.0), Rates(200.0, 9.0)]
         assert log.steady_rates() == (200.0, 6.0)
+
+
+class Killed(Exception):
+    pass
+
+
+@pytest.mark.parametrize("saving", ["+async-checkpoints", "-async-checkpoints"])
+def test_a_run_that_is_killed_after_a_save_has_every_record_up_to_it(tiny_config, tmp_path, saving):
+    config = tiny_config(checkpoint__every_steps=3, speedups=f"auto,-compile,{saving}")
+
+    class KillAtSave(Quiet):
+        def on_event(self, event):
+            if event["event"] == "save":
+                raise Killed
+
+    with pytest.raises(Killed):
+        run_training(config, tmp_path, observers=[KillAtSave()])
+    run_training(config, tmp_path)
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records if "train/loss" in record] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_kill_in_the_final_evaluation_leaves_the_training_loss_known(tiny_config, tmp_path, monkeypatch):
+    def killed(*_, **__):
+        raise Killed
+
+    whole = run_training(tiny_config(), tmp_path / "whole")
+    with monkeypatch.context() as patched:
+        patched.setattr("flatout.training.finish.take_evaluation", killed)
+        with pytest.raises(Killed):
+            run_training(tiny_config(), tmp_path / "run")
+    summary = run_training(tiny_config(), tmp_path / "run")
+    assert summary["train_loss"] == whole["train_loss"]
+    assert summary["steps"] == whole["steps"]
