@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from flatout.config import RunConfig
 from flatout.data.manifest import TOKENIZER
@@ -17,7 +17,7 @@ from flatout.errors import CheckpointError
 from flatout.hardware import pick_device, probe
 from flatout.models.language_model import LanguageModel
 from flatout.progress import SILENT, Progress
-from flatout.recipe import Recipe
+from flatout.recipe import Recipe, Speedup
 from flatout.registry import MODELS, SPEEDUPS
 from flatout.run import ops_of
 from flatout.selection import Decision, assemble
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 ONLY_IN_TRAINING = frozenset({"compile"})
 """Speedups that cost more than they save when a model is called a few times."""
-NOT_IN_SAMPLING = ONLY_IN_TRAINING | {"bf16-products"}
-"""And those that work on many rows only: a prompt and the tokens after it are to be read in one arithmetic."""
+Arithmetic = Literal["fp32", "trained"]
+"""What a loaded model computes in: fp32, or the precision that the run was trained and evaluated in."""
 
 
 @dataclass(frozen=True)
@@ -61,13 +61,14 @@ def load_run(
     checkpoint: str = "best",
     *,
     device: str = "auto",
-    without: frozenset[str] = ONLY_IN_TRAINING,
+    precision: Arithmetic = "fp32",
     trust_code: bool = False,
     progress: Progress = SILENT,
 ) -> LoadedRun:
     """Return the model of a run with the weights of a checkpoint (`best`, `last` or a step), its tokenizer and its data set.
 
-    It has the speedups it was trained with, as far as they work here, but those of `without`.
+    It has the speedups it was trained with, as far as they work here, but none that compiles. With `precision="fp32"` it has none that
+    narrows its arithmetic either; `"trained"` keeps those, so that `scoring.evaluate` finds the loss that the run found.
     `trust_code` lets it import code of its own that its config.yaml names, now and later.
     Raises: CheckpointError, DataError or ConfigError when one of them cannot be used; UntrustedCode, before anything is imported.
     """
@@ -78,7 +79,7 @@ def load_run(
     path = find_checkpoint(folder, checkpoint, progress=progress)
     where, _ = pick_device(device, probe())
     with progress.task(f"Loading {path.name} of {folder.name}"):
-        recipe = assemble(_usable_speedups(config, without))
+        recipe = assemble(_usable_speedups(config, precision))
         model_class = MODELS.get(config.model.kind)
         own = model_class.check(config.model.own() | {"vocab_size": config.model.vocab_size}, seq_len=config.data.seq_len)
         model: LanguageModel = model_class(own, ops_of(recipe))
@@ -94,10 +95,16 @@ def load_run(
     return LoadedRun(model, tokenizer, config, recipe, folder, path, progress)
 
 
-def _usable_speedups(config: RunConfig, without: frozenset[str]) -> Iterator[Decision]:
+def _usable_speedups(config: RunConfig, precision: Arithmetic) -> Iterator[Decision]:
     """Yield the run's own speedups that also work here: a model trained on a GPU can be tried on a laptop."""
     machine = probe()
     names = () if isinstance(config.speedups, str) else config.speedups
     for name in names:
-        if name not in without and SPEEDUPS.get(name).reason_against(machine, config) is None:
+        left_out = name in ONLY_IN_TRAINING or (precision == "fp32" and _narrows(SPEEDUPS.get(name)))
+        if not left_out and SPEEDUPS.get(name).reason_against(machine, config) is None:
             yield Decision(name, True, "as trained")
+
+
+def _narrows(speedup: Speedup) -> bool:
+    """Say whether a speedup sets a precision below fp32, or needs one that does: it works in that precision only."""
+    return "precision" in speedup.fills or any(_narrows(SPEEDUPS.get(name)) for name in speedup.needs)

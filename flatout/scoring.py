@@ -23,6 +23,7 @@ from flatout.training.moved_data import require_tokenizer
 def evaluate(loaded: LoadedRun, *, data: Sequence[str | Path] = (), max_tokens: int | None = None, progress: Progress = SILENT) -> Evaluation:
     """Score the validation text as the run itself evaluates: of its own data, or of the data sets `data`, each token of which counts alike.
 
+    The model computes in the precision that it was loaded in: with `load_run(run, precision="trained")` the loss is the run's own.
     Raises: DataError when there is no validation text; CheckpointError when it was prepared with another tokenizer than the model's.
     """
     parts = other_parts(loaded.folder, data, progress=progress) if data else parts_of(loaded.dataset)

@@ -14,7 +14,7 @@ from flatout.scoring import evaluate
 
 def test_a_loaded_run_scores_what_the_run_scored(fox_run):
     root, result = fox_run
-    loaded = load_run(root / "runs" / "fox", "last", device="cpu")
+    loaded = load_run(root / "runs" / "fox", "last", device="cpu", precision="trained")
     score = evaluate(loaded)
     assert score.loss == pytest.approx(result.val_loss, rel=1e-6)
     assert score.perplexity == pytest.approx(math.exp(result.val_loss), rel=1e-6)

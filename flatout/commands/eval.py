@@ -103,13 +103,13 @@ def evaluate(
     *,
     progress: Progress = SILENT,
 ) -> EvalResult:
-    """Score a trained model on its validation text, each data set of a mix by itself.
+    """Score a trained model on its validation text, each data set of a mix by itself, in the precision that it was trained in.
 
     Raises: CheckpointError when the run has no such checkpoint; DataError when a data set cannot be read; UntrustedCode.
     """
     from flatout import loading, scoring
 
-    loaded = loading.load_run(run, checkpoint, trust_code=trust_code, progress=progress)
+    loaded = loading.load_run(run, checkpoint, precision="trained", trust_code=trust_code, progress=progress)
     score = scoring.evaluate(loaded, data=data or (), max_tokens=max_tokens, progress=progress)
     return _result(loaded.folder, loaded.checkpoint, score)
 

@@ -58,9 +58,9 @@ def generate(
     """
     check(run, temperature, top_k, top_p, seed, num_samples, max_tokens, stop, trust_code)
     from flatout.generate import sample
-    from flatout.loading import NOT_IN_SAMPLING, load_run
+    from flatout.loading import load_run
 
-    loaded = load_run(run, checkpoint, without=NOT_IN_SAMPLING, trust_code=trust_code, progress=progress)
+    loaded = load_run(run, checkpoint, trust_code=trust_code, progress=progress)
     loaded.tokenizer.encode(prompt)  # a prompt that it cannot write is refused before anything is shown
     show = write or (lambda _piece: None)
     samples = []
