@@ -2,6 +2,7 @@
 
 RUN/
 ├── config.yaml     fully resolved; what `auto` chose is never chosen again
+├── config.copy.yaml  the same, to show what was changed when config.yaml was edited
 ├── asked.yaml      the configuration as it was asked for, before `auto` was settled
 ├── tokenizer.json  the data set's tokenizer, so that the model can be tried without the data
 ├── events.jsonl    one line an event: starts, speedups, saves, resumes, alarms
@@ -41,6 +42,7 @@ from flatout.errors import CheckpointError, ConfigError, HardwareError
 from flatout.progress import SILENT, Progress
 from flatout.recognised import recognise
 from flatout.training import catalog
+from flatout.training.config_seal import require_unedited, write_sealed
 from flatout.training.files import append_line, folder_bytes, open_own, read_json, read_lines, read_model, refuse_links, sha256, write_json
 
 FREE_KEYS = (
@@ -100,7 +102,7 @@ def write_config(folder: Path, config: RunConfig, *, asked: RunConfig | None = N
     catalog.claim(folder, catalog.place_in(config.checkpoint.dir, folder))
     if asked is not None:
         write_text(folder / ASKED, _yaml(asked))
-    write_text(folder / CONFIG, _yaml(config))
+    write_sealed(folder / CONFIG, _yaml(config))
     trust.remember(folder, config.references())
 
 
@@ -125,7 +127,7 @@ def stored_config(folder: Path, wanted: RunConfig) -> RunConfig | None:
     """Return the run's stored configuration with the free keys of `wanted` laid over it; None when the folder holds no run.
 
     A run that has never saved has nothing to go on from: the next start is a new run, with settings of its own.
-    Raises: ConfigError naming the keys in which `wanted` contradicts what the run was started with.
+    Raises: ConfigError naming the keys in which `wanted` contradicts what the run was started with, or in which config.yaml was edited.
     """
     stored = read_config(folder)
     if stored is None:
@@ -133,6 +135,7 @@ def stored_config(folder: Path, wanted: RunConfig) -> RunConfig | None:
     catalog.require_own(folder)
     if not catalog.has_saved(folder) and not (folder / SUMMARY).exists():
         return None
+    require_unedited(folder / CONFIG, stored, free=(*NAMELESS_KEYS, "data.path"))
     contradictions = difference(stored, wanted, free=FREE_KEYS)
     if contradictions and (folder / ASKED).exists():
         asked = validate(read_document(folder / ASKED))
