@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -93,6 +94,10 @@ def perplexity(loss: float) -> float:
     return math.exp(min(loss, 700.0))
 
 
+class EvaluationDropped(Exception):
+    """An evaluation was given up between two batches."""
+
+
 @dataclass(frozen=True)
 class Judge:
     """What scoring takes, besides the text."""
@@ -108,6 +113,8 @@ class Judge:
     document_mask: bool
     most_documents: Callable[[int, int], int] | None = None
     """As in `flatout.data.steps.FeedPlan`."""
+    drop: Callable[[int], bool] | None = None
+    """Asked before every batch but a split's first, with its number counted from 1: whether to raise EvaluationDropped."""
 
     def score(self, parts: Sequence[Part], *, max_tokens: int | None = None, progress: Progress = SILENT) -> Evaluation | None:
         """Score each data set's validation split, or its share of `max_tokens` from its beginning; None where there is no validation text.
@@ -146,7 +153,9 @@ class Judge:
         self.model.eval()
         what = "Evaluating" if part.share == 1 else f"Evaluating {part.name}"
         with progress.task(what, total=total, unit="tokens") as task:
-            for micro in batches:
+            for number, micro in enumerate(batches, 1):
+                if number > 1 and self.drop is not None and self.drop(number):
+                    raise EvaluationDropped
                 with self.autocast():
                     loss, valid = self.model(micro.tokens_BT, micro.targets_BT, micro.doc_ids_BT)
                 loss_sum += loss
@@ -159,11 +168,24 @@ class Judge:
         return SetScore(part.name, part.dataset.place, part.share, mean, int(num_valid), split.text_bytes if whole else 0)
 
 
-def evaluate(run: Run, *, max_tokens: int | None = None, progress: Progress = SILENT) -> Evaluation | None:
-    """Score the validation text of the run's data, or `max_tokens` of it, with the model as it stands; None where there is none."""
+def evaluate(
+    run: Run, *, max_tokens: int | None = None, drop: Callable[[Run, int], bool] | None = None, progress: Progress = SILENT
+) -> Evaluation | None:
+    """Score the validation text of the run's data, or `max_tokens` of it, with the model as it stands; None where there is none.
+
+    Raises: EvaluationDropped when `drop`, asked between batches, says yes; the model is then still in evaluation mode.
+    """
     data = run.config.data
     judge = Judge(
-        run.model, run.mesh, run.windows, run.autocast, data.seq_len, run.rows_per_device, data.document_mask, most_documents(run.core.ops.attention)
+        run.model,
+        run.mesh,
+        run.windows,
+        run.autocast,
+        data.seq_len,
+        run.rows_per_device,
+        data.document_mask,
+        most_documents(run.core.ops.attention),
+        drop and functools.partial(drop, run),
     )
     return judge.score(parts_of(run.dataset), max_tokens=max_tokens, progress=progress)
 

@@ -14,15 +14,20 @@ from flatout.training.evaluation import Evaluation, evaluate
 from flatout.training.loop import draw_sample, ends_early, eval_tokens, keep_last, settle_saves, take_evaluation
 from flatout.training.metrics import Log
 
+Drop = Callable[[Run, int], bool]
 
-def finish(run: Run, log: Log, sample: Callable[[Run], str] | None, progress: Progress = SILENT) -> dict[str, Any]:
-    """Save, evaluate on the whole validation split, sample, write the summary and return it. Every rank calls it."""
+
+def finish(run: Run, log: Log, sample: Callable[[Run], str] | None, progress: Progress = SILENT, *, drop: Drop | None = None) -> dict[str, Any]:
+    """Save, evaluate on the whole validation split, sample, write the summary and return it. Every rank calls it.
+
+    Raises: EvaluationDropped when `drop`, asked between the batches of the evaluation, says yes; the state is saved by then.
+    """
     if reason := why_early(run):
         log.event("early_stop", reason=reason)
         progress.say(reason)
     with log.aside():
         keep_last(run, log, progress=progress)  # first: a signal during the evaluation must not cost the last steps
-        evaluation = last_evaluation(run, log, progress)
+        evaluation = last_evaluation(run, log, progress, drop)
         settle_saves(run, log, progress=progress)
         draw_sample(run, log, sample)
     log.close()
@@ -34,7 +39,7 @@ def finish(run: Run, log: Log, sample: Callable[[Run], str] | None, progress: Pr
     return summary
 
 
-def last_evaluation(run: Run, log: Log, progress: Progress) -> Evaluation | None:
+def last_evaluation(run: Run, log: Log, progress: Progress, drop: Drop | None = None) -> Evaluation | None:
     """Score the whole validation text, if there is any; where the run scored a part of it, that part first, for the best checkpoint.
 
     A run that ends early has just scored that part, or all of it; what was scored whole at the last step is not scored again.
@@ -42,10 +47,11 @@ def last_evaluation(run: Run, log: Log, progress: Progress) -> Evaluation | None
     if eval_tokens(run) is None and log.last_evaluation is not None and log.last_evaluation[0] == run.step:
         return log.last_evaluation[1]
     if not ends_early(run):
-        found = take_evaluation(run, log, max_tokens=eval_tokens(run) if run.config.train.eval_every else None, progress=progress)
+        max_tokens = eval_tokens(run) if run.config.train.eval_every else None
+        found = take_evaluation(run, log, max_tokens=max_tokens, drop=drop, progress=progress)
         if found is None or eval_tokens(run) is None or not run.config.train.eval_every:
             return found
-    whole = evaluate(run, progress=progress)  # not a record: the curve is that of the part
+    whole = evaluate(run, drop=drop, progress=progress)  # not a record: the curve is that of the part
     if whole is not None:
         log.event("evaluation", loss=whole.loss, tokens=whole.tokens)
     return whole

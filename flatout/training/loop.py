@@ -90,13 +90,15 @@ def eval_tokens(run: Run) -> int | None:
     return None if run.config.train.eval_tokens == "all" else run.config.train.eval_tokens
 
 
-def take_evaluation(run: Run, log: Log, *, max_tokens: int | None, progress: Progress = SILENT) -> Evaluation | None:
+def take_evaluation(
+    run: Run, log: Log, *, max_tokens: int | None, drop: Callable[[Run, int], bool] | None = None, progress: Progress = SILENT
+) -> Evaluation | None:
     """Evaluate, write the record, and save when the loss is the best so far; without validation text, do nothing.
 
     Only losses on the same tokens compare: those that evaluations inside the run score decide which checkpoint is the best.
-    Raises: RunFailed when the loss is not a number: the weights are lost, the checkpoints before are not.
+    Raises: RunFailed when the loss is not a number: the weights are lost, the checkpoints before are not. EvaluationDropped, as `evaluate`.
     """
-    evaluation = evaluate(run, max_tokens=max_tokens, progress=progress)
+    evaluation = evaluate(run, max_tokens=max_tokens, drop=drop, progress=progress)
     if evaluation is None:
         return None
     log.evaluation(evaluation)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 import torch
@@ -29,7 +29,7 @@ from flatout.run import Run, build, epoch_tokens, for_world_size, ops_of, resolv
 from flatout.selection import Decision, assemble, settled
 from flatout.training import catalog, folder
 from flatout.training.checkpoint import load, load_weights
-from flatout.training.evaluation import batch_shapes, say_unscored
+from flatout.training.evaluation import EvaluationDropped, batch_shapes, say_unscored
 from flatout.training.files import understanding, writing_run
 from flatout.training.finish import finish
 from flatout.training.initial import begin_from
@@ -302,7 +302,11 @@ def carry_out(
         fit(run, log, stop, drop=stop.asked_within_step, sample=sample, progress=progress)
         if run.step < run.last_step and not ends_early(run):
             _stop(run, log, progress)
-        summary = finish(run, log, sample, progress)
+        stop.waits_for = "the batch of the final evaluation"
+        try:
+            summary = finish(run, log, sample, progress, drop=stop.asked_within_step)
+        except EvaluationDropped:
+            _stop(run, log, progress)
         log.end(summary)
     return summary
 
@@ -328,7 +332,7 @@ def _facts(run: Run, plan: Plan) -> dict[str, Any]:
     }
 
 
-def _stop(run: Run, log: Log, progress: Progress) -> None:
+def _stop(run: Run, log: Log, progress: Progress) -> NoReturn:
     """Save and leave, so that the same command goes on."""
     keep_last(run, log, progress=progress)
     log.event("stop")

@@ -60,6 +60,29 @@ def test_the_rest_of_the_step_is_dropped_and_the_resumed_run_is_equal(tiny_confi
     assert (resumed["steps"], resumed["tokens"], resumed["val_loss"]) == (whole["steps"], whole["tokens"], whole["val_loss"])
 
 
+def test_the_final_evaluation_is_dropped_and_done_on_the_next_start(tiny_config, tmp_path, monkeypatch):
+    config = tiny_config(batch__rows_per_device=1)
+    whole = run_training(config, tmp_path / "whole")
+    forward, scored = Transformer.forward, []
+
+    def counted(self, *arguments):
+        if not self.training:
+            scored.append(1)
+            if len(scored) == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+        return forward(self, *arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Transformer, "forward", counted)
+        with pytest.raises(Stopped, match="Stopped at step 6 of 6, and saved"):
+            run_training(config, tmp_path / "run")
+    assert len(scored) == 2
+    summary = run_training(config, tmp_path / "run")
+    assert [summary[key] for key in ("steps", "train_loss", "val_loss", "best_step")] == [
+        whole[key] for key in ("steps", "train_loss", "val_loss", "best_step")
+    ]
+
+
 def test_what_was_asked_is_said(tiny_config, tmp_path, ask_in):
     said = []
 
