@@ -23,6 +23,7 @@ from flatout.data.corpus import CACHE
 from flatout.errors import CheckpointError, ConfigError, UntrustedCode
 from flatout.loading import load_run
 from flatout.training import folder
+from flatout.training.config_seal import write_sealed
 
 ROOT = Path(__file__).parents[1]
 CODE = """\
@@ -71,7 +72,7 @@ class Gift:
         document = yaml.safe_load((self.place / "config.yaml").read_text())
         for key, value in layer.items():
             document[key] = document[key] | value if isinstance(value, dict) else value
-        (self.place / "config.yaml").write_text(yaml.safe_dump(document))
+        write_sealed(self.place / "config.yaml", yaml.safe_dump(document))
         return self
 
     @property

@@ -31,7 +31,6 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import yaml
-from pydantic import BaseModel
 
 from flatout import trust
 from flatout.config import RunConfig, difference, validate
@@ -42,8 +41,9 @@ from flatout.errors import CheckpointError, ConfigError, HardwareError
 from flatout.progress import SILENT, Progress
 from flatout.recognised import recognise
 from flatout.training import catalog
-from flatout.training.config_seal import require_unedited, write_sealed
-from flatout.training.files import append_line, folder_bytes, open_own, read_json, read_lines, read_model, refuse_links, sha256, write_json
+from flatout.training.config_seal import COPY, require_unedited, write_sealed
+from flatout.training.files import append_line, folder_bytes, open_own, read_json, read_lines, refuse_links, write_json
+from flatout.training.origin import ORIGIN, begun_from, read_origin, steps_before, write_origin
 
 FREE_KEYS = (
     "log.",
@@ -62,24 +62,13 @@ NAMELESS_KEYS = (*FREE_KEYS, "checkpoint.dir")
 """Beginnings of the keys that do not count in a run's name; where its checkpoints lie is settled with the first of them."""
 
 CONFIG, ASKED, EVENTS, SUMMARY, EXIT_CODE, LOCK = "config.yaml", "asked.yaml", "events.jsonl", "summary.json", "exit_code", "lock"
-METRICS, BOARD, ORIGIN = "metrics.jsonl", "tensorboard", "origin.json"
-WRITTEN = (CONFIG, ASKED, TOKENIZER, EVENTS, METRICS, SUMMARY, EXIT_CODE, "checkpoints", BOARD, ORIGIN, catalog.OWNER, LOCK)
+METRICS, BOARD = "metrics.jsonl", "tensorboard"
+WRITTEN = (CONFIG, COPY, ASKED, TOKENIZER, EVENTS, METRICS, SUMMARY, EXIT_CODE, "checkpoints", BOARD, ORIGIN, catalog.OWNER, LOCK)
 """What a run writes in its directory. None of it may be a link: a run that came from elsewhere must not write to other places."""
-STARTED = (ASKED, ORIGIN, catalog.OWNER)
+STARTED = (COPY, ASKED, ORIGIN, catalog.OWNER)
 """What a first start writes before config.yaml, which makes a folder a run's."""
 LOCK_PATIENCE_S = 1.0
 """How long a starting run waits for the lock: `flatout runs` holds it for an instant when it looks."""
-
-
-class Origin(BaseModel):
-    """The content of origin.json."""
-
-    asked: str
-    """What --resume named, as an absolute path."""
-    checkpoint: str
-    """The checkpoint that this was."""
-    before: dict[str, str | None] = {}
-    """The steps of which the folder held checkpoints by then, with the digest of each one's manifest."""
 
 
 def run_name(config: RunConfig) -> str:
@@ -191,7 +180,7 @@ def _lock(folder: Path, progress: Progress) -> TextIO:
 def _clear(folder: Path, made: Sequence[Path]) -> None:
     """Take away what a start left that came to nothing, and the folders it made, those that are empty."""
     catalog.release(folder)
-    for name in (ORIGIN, LOCK) if folder not in made else (ORIGIN, ASKED, LOCK):
+    for name in (ORIGIN, LOCK) if folder not in made else (ORIGIN, COPY, ASKED, LOCK):
         (folder / name).unlink(missing_ok=True)
     with suppress(OSError):
         for path in made:
@@ -226,28 +215,23 @@ def resume_from(folder: Path, resume: str = "auto", *, progress: Progress = SILE
     catalog.require_own(folder)
     for name in catalog.clean(folder):
         progress.say(f"Removed {name}, left by a save that was killed.")
-    origin = (
-        read_model(folder / ORIGIN, Origin, fix=f"Delete {folder / ORIGIN}: the run then resumes from its own checkpoints.")
-        if (folder / ORIGIN).exists()
-        else None
-    )
+    origin = read_origin(folder)
     path = str(Path(resume).resolve())
     if resume == "auto" or path == str(folder.resolve()):
-        newest = catalog.latest(folder, but=_steps_before(folder, origin), progress=progress)
+        newest = catalog.latest(folder, but=steps_before(folder, origin), progress=progress)
         if newest is None and origin:
-            return _origin(folder, origin, progress)
+            return begun_from(folder, origin, progress)
         if newest is not None or resume == "auto":
             return newest
     if origin and path in (origin.asked, origin.checkpoint):
-        newest = catalog.latest(folder, but=_steps_before(folder, origin), progress=progress)
+        newest = catalog.latest(folder, but=steps_before(folder, origin), progress=progress)
         if newest is not None:
             progress.say(f"Going on from {newest.name} of {folder}, to which this run has come from {origin.checkpoint}.")
             return newest
     checkpoint = _checkpoint_at(Path(resume), progress)
     if checkpoint.resolve().parent != catalog.checkpoints_folder(folder).resolve():
         folder.mkdir(parents=True, exist_ok=True)
-        before = {str(step): _mark(folder, step) for step in catalog.steps(folder)}
-        write_json(folder / ORIGIN, {"asked": path, "checkpoint": str(checkpoint.resolve()), "before": before})
+        write_origin(folder, asked=path, checkpoint=checkpoint)
     return checkpoint
 
 
@@ -266,31 +250,6 @@ def _checkpoint_at(path: Path, progress: Progress) -> Path:
     catalog.step_of(path)
     catalog.require_whole(path, progress=progress)
     return path
-
-
-def _origin(folder: Path, origin: Origin, progress: Progress) -> Path:
-    """Return the checkpoint from which a run began that has saved nothing since."""
-    path = Path(origin.checkpoint)
-    if not path.is_dir():
-        raise CheckpointError(
-            f"{folder} was begun from {path}, which is no longer there, and has saved nothing since.",
-            fix=f"Name another with --resume PATH, or delete {folder / ORIGIN} to begin without one.",
-        )
-    progress.say(f"Going on from {path}, from which this run was begun. To begin without it, delete {folder / ORIGIN}.")
-    catalog.require_whole(path, progress=progress)
-    return path
-
-
-def _steps_before(folder: Path, origin: Origin | None) -> list[int]:
-    """Return the steps whose checkpoints lay in the folder before the run took up its origin: another course left them."""
-    before = origin.before if origin else {}
-    return [step for step in catalog.steps(folder) if str(step) in before and before[str(step)] == _mark(folder, step)]
-
-
-def _mark(folder: Path, step: int) -> str | None:
-    """Return what tells one checkpoint of a step from another: the digest of its manifest."""
-    manifest = catalog.checkpoint_path(folder, step) / catalog.MANIFEST
-    return sha256(manifest) if manifest.exists() else None
 
 
 def append_event(folder: Path, event: str, /, **fields: Any) -> dict[str, Any]:

@@ -57,10 +57,10 @@ class Entry:
 def _sizes(values: Sequence[Any]) -> tuple[int, ...]:
     """Return the numbers of a shape or an offset.
 
-    Raises: ValueError when one is no number from 0 up.
+    Raises: CheckpointError when one is no number from 0 up.
     """
     if not isinstance(values, (list, tuple)) or any(type(value) is not int or value < 0 for value in values):
-        raise ValueError(f"{values!r} is no shape")
+        raise CheckpointError(f"The index of the checkpoint is damaged: {values!r} is not a shape.", fix="Use another checkpoint.")
     return tuple(values)
 
 
