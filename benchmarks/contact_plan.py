@@ -68,13 +68,13 @@ CALLS = {
         "32,768 tokens and nanoGPT, wide heads, the eigenstate network",
         first=("environment",),
         entries=(
-            "eigenstate-small-32k/set",
+            "eigenstate-small-32k/set-every",
             "gpt2-124m-32k/set",
             "gpt2-124m-32k/nanogpt",
             "eigenstate-small-32k/fft",
             "gpt2-124m-32k-wide-heads/set",
         ),
-        more=("eigenstate-small-32k/set-every", "*-32k*/set-every", "eigenstate-small-32k/set-*", "*-32k*/set-*", "*-32k*/recipe"),
+        more=("eigenstate-small-32k/set", "*-32k*/set-every", "eigenstate-small-32k/set-*", "*-32k*/set-*", "*-32k*/recipe"),
     ),
     3: Call(
         "the fast recipe, the 700M class and nanoGPT, the way people write it, repeats near targets, profiles",
@@ -86,7 +86,7 @@ CALLS = {
             "gpt2-124m/people",
             "gpt2-124m/none",
         ),
-        profiles=("gpt2-124m/set", "eigenstate-small-32k/set"),
+        profiles=("gpt2-124m/set", "eigenstate-small-32k/set-every"),
         repeats=True,
         more=(
             *("gpt2-700m/set-no-fp8", "gpt2-124m-fast/set-every", "gpt2-700m/set-every", "gpt2-124m/huggingface*"),

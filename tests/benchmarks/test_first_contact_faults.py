@@ -119,5 +119,5 @@ def test_killed_calls_lose_nothing_and_end_with_everything(tmp_path, seed):
     assert missing == []
     assert [row["reason"] for row in rows_of(results) if row["status"] == "failed"] == []
     contact = json.loads((results / "contact.json").read_text())
-    assert set(contact["profiles"]) == {"gpt2-124m/set", "eigenstate-small-32k/set"}
+    assert set(contact["profiles"]) == {"gpt2-124m/set", "eigenstate-small-32k/set-every"}
     assert {"environment", "tests"} <= set(contact)
