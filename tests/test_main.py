@@ -14,6 +14,7 @@ import yaml
 from flatout.__main__ import leave_current_folder
 from flatout.registry import load_reference
 from flatout.training import folder
+from flatout.training.config_seal import write_sealed
 
 ROOT = Path(__file__).parents[1]
 PLANTED = ("torchao", "liger_kernel", "bitsandbytes", "zstandard", "ray", "tensorflow", "sitecustomize", "yaml", "torch", "typer", "numpy")
@@ -54,8 +55,8 @@ def test_a_speedup_of_flatout_takes_its_package_from_where_packages_are_installe
     (tmp_path / "torchao.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w')\n")
     stored = folder.read_config(run).with_values({"speedups": ["adamw-8bit"], "train.steps": 9})
     asked = stored.with_values({"speedups": "auto"})
-    for name, config in (("config", stored), ("asked", asked)):
-        (run / f"{name}.yaml").write_text(yaml.safe_dump(config.to_dict()))
+    write_sealed(run / "config.yaml", yaml.safe_dump(stored.to_dict()))
+    (run / "asked.yaml").write_text(yaml.safe_dump(asked.to_dict()))
     (run / "summary.json").unlink()
     (tmp_path / "my.yaml").write_text(yaml.safe_dump(asked.to_dict() | {"batch": {"tokens_per_step": 128}}))
     done = the_program("train", "my.yaml", "--run", "runs/gift", cwd=tmp_path)

@@ -49,12 +49,18 @@ def require_unedited(path: Path, config: RunConfig, *, free: Iterable[str]) -> N
     keys = dict.fromkeys(line.partition(": ")[0] for line in (*difference(written, config), *difference(config, written)))
     changed = [key for key in keys if not key.startswith(tuple(free))]
     if changed:
-        settings = " ".join(f"{key}={_word(config.value(key))}" for key in changed)
+        settings = " ".join(f"{key}={_word(_value(config, key))}" for key in changed if _value(config, key) is not None)
         raise ConfigError(
-            f"{there}: {'; '.join(f'{key}: {written.value(key)} -> {config.value(key)}' for key in changed)}.",
+            f"{there}: {'; '.join(f'{key}: {_value(written, key)} -> {_value(config, key)}' for key in changed)}.",
             fix=f"Restore it with `cp {path.with_name(COPY)} {path}`. "
             f"To change settings on purpose, restore it and start another run: --resume {path.parent} --run DIR {settings}",
         )
+
+
+def _value(config: RunConfig, key: str) -> object:
+    """Return the value at a dotted key; None where a model's own key is missing."""
+    section, _, own = key.partition(".")
+    return config.model.own().get(own) if section == "model" and own != "kind" and own != "vocab_size" else config.value(key)
 
 
 def _is_whole(sealed: str) -> bool:

@@ -219,6 +219,7 @@ def test_without_triton_it_says_how_to_install_it(monkeypatch):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own compiler makes objects of its functions
 def test_a_whole_compiled_model_learns_from_it(interpreted, monkeypatch):
+    torch._dynamo.reset()  # other tests of this process compile the same forward
     monkeypatch.setitem(loss_rows.LOGITS_AT_ONCE, "cpu", 65 * 8)
     model = Transformer(
         Transformer.check({"vocab_size": 65, "num_layers": 1, "d_model": 16, "num_heads": 2}, seq_len=12),

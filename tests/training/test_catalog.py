@@ -12,7 +12,8 @@ def make(run, step, *, best=None):
     path.mkdir(parents=True)
     (path / "model-00000.safetensors").write_bytes(b"weights")
     (path / "state.json").write_text(json.dumps({"values": {"best": {"val_loss": 1.0, "step": best}}}))
-    names = ("model-00000.safetensors", "state.json")
+    (path / "index.json").write_text('{"tensors": {}, "aliases": {}}')
+    names = ("model-00000.safetensors", "state.json", "index.json")
     listed = {name: {"bytes": (path / name).stat().st_size, "sha256": files.sha256(path / name)} for name in names}
     (path / "manifest.json").write_text(json.dumps({"format_version": 1, "step": step, "files": listed}))
     return path

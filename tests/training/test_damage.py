@@ -19,7 +19,7 @@ from flatout.training import catalog
 
 RETYPED = (None, -3, "x", [], {})
 """What a value is replaced by. Each key takes another of them, so that all kinds meet all files."""
-MOST_KEYS = 5
+FEW_KEYS, MANY_KEYS = 2, 20
 """Of one file; of longer ones every n-th key is taken."""
 
 
@@ -31,13 +31,13 @@ def paths_of(document, prefix=()):
         yield from paths_of(value, (*prefix, key))
 
 
-def damaged(document):
-    """Yield the document with one thing wrong, and what that is."""
+def damaged(document, most_keys):
+    """Yield the document with one thing wrong, and what that is; `most_keys` of its keys are tried."""
     yield "empty", {}
     yield "a list", []
     yield "a number", 7
     paths = list(paths_of(document))
-    for number, path in enumerate(paths[:: max(len(paths) // MOST_KEYS, 1)]):
+    for number, path in enumerate(paths[:: max(len(paths) // most_keys, 1)]):
         for what in ("deleted", "renamed", "retyped"):
             copied = copy.deepcopy(document)
             holder = copied
@@ -88,8 +88,9 @@ FILES = {
 }
 
 
+@pytest.mark.parametrize("most_keys", [FEW_KEYS, pytest.param(MANY_KEYS, marks=pytest.mark.faults)])
 @pytest.mark.parametrize("name", FILES)
-def test_a_damaged_file_is_answered(name, finished_run, tmp_path):
+def test_a_damaged_file_is_answered(name, most_keys, finished_run, tmp_path):
     root, config = finished_run
     run, file = root / "run", root / name
     kept = tmp_path / "kept"
@@ -104,7 +105,7 @@ def test_a_damaged_file_is_answered(name, finished_run, tmp_path):
     lines = file.suffix == ".jsonl"
     document = yaml.safe_load(text) if file.suffix == ".yaml" else json.loads(text.splitlines()[-1] if lines else text)
     problems = []
-    for what, changed in damaged(document):
+    for what, changed in damaged(document, most_keys):
         for command in FILES[name]:
             written = yaml.safe_dump(changed) if file.suffix == ".yaml" else json.dumps(changed)
             file.write_text(text + written + "\n" if lines else written)
