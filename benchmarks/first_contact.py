@@ -128,11 +128,10 @@ def held(folder: Path) -> Iterator[None]:
         raise SystemExit(f"{folder} cannot be written: {why}. Fix: give another folder with --results.") from None
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(handle)
-        raise SystemExit(f"Another call writes to {folder}. Fix: wait until it has ended, or give another folder with --results.") from None
-    except OSError:
-        pass  # a file system without locks
+    except OSError as error:
+        if isinstance(error, BlockingIOError):  # any other error is a file system's that has no locks
+            os.close(handle)
+            raise SystemExit(f"Another call writes to {folder}. Fix: wait until it has ended, or give another folder with --results.") from None
     try:
         yield
     finally:

@@ -16,12 +16,12 @@ import argparse
 import json
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import patch
 
 import torch
+from scan import clocked, copied_bytes_per_s
 
 from flatout.hardware import probe
 from flatout.models.split_weights import SplitTensor, decay_and_add, whole
@@ -31,7 +31,6 @@ from flatout.ops.split import split
 SIZES = {"GPT-2 124M": (50_304, 12, 768), "GPT-2 700M": (50_304, 24, 1_536)}
 TINY = {"tiny": (96, 2, 32)}
 WARM_UP = 3
-COPIED_BYTES = {"cuda": 1 << 30, "cpu": 1 << 26}
 BYTES = {"AdamW": sum(split_update.ADAMW_BYTES.values()), "Muon": 2 * (2 + 2) + 2}
 WAYS = ("split, kernel", "split, torch's operations", "fp32")
 
@@ -124,29 +123,6 @@ def compared(device: str, repeats: int, model: str, update: str, made: Callable[
             torch.cuda.empty_cache()
     rows[0]["equal"] = float((after_one["split, kernel"] == after_one["split, torch's operations"]).double().mean())
     return rows
-
-
-def clocked(device: str, call: Callable[[], object]) -> float:
-    """Return the seconds of one call."""
-    if device == "cpu":
-        began = time.perf_counter()
-        call()
-        return time.perf_counter() - began
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    begin.record()
-    call()
-    end.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end) / 1e3
-
-
-def copied_bytes_per_s(device: str, repeats: int) -> list[float]:
-    """Return the rate of copying a large tensor, each byte read and written, in each repeat."""
-    source = torch.ones(COPIED_BYTES[device], dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    target.copy_(source)
-    return [2 * source.numel() / clocked(device, lambda: target.copy_(source)) for _ in range(repeats)]
 
 
 def table(found: dict) -> str:
