@@ -193,7 +193,7 @@ class Session:
         return tuple(rows and TINY_ROWS for rows in entry.rows[:1]) if self.arguments.tiny else entry.rows
 
     def configured(self, entry: Entry, config: RunConfig) -> RunConfig | None:
-        """Return the configuration of an entry; None, aloud, for one that cannot be measured here."""
+        """Return the configuration of an entry; None, with a message, when it cannot be measured here."""
         name = f"{entry.work}/{entry.name}"
         config = config.with_values(dict(entry.values))
         if entry.kind != "flatout":
@@ -267,7 +267,7 @@ class Session:
         return {"machine": self.machine.describe(), "device": device, "torch": version("torch"), "code": code_digest(ours=entry.kind == "flatout")}
 
     def forget(self, found: Measurements, entries: Sequence[Entry]) -> None:
-        """Drop, aloud, what is to be measured anew."""
+        """Drop the measurements that have to be made again, and say so."""
         for entry in entries:
             own = found.of(entry)
             identity = self.identity(entry)

@@ -75,7 +75,7 @@ class Entry:
     role: Role = "ours"
     """ours: what the targets are asked of; peer: what it is compared with, be it a recipe of ours."""
     adds: tuple[str, ...] = ()
-    """Speedups named besides auto. Those that do not exist are left out, aloud."""
+    """Speedups named besides auto. Those that do not exist are left out with a message."""
     drops: tuple[str, ...] = ()
     """Speedups of auto that are left out."""
     about: str | None = None
