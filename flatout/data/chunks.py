@@ -87,10 +87,11 @@ def import_chunks(
         )
     known = existing_tokenizer(tokenizer, pattern, end_of_text, progress=progress)
     _check_stated(metadata, chunks, "ids", known.vocab_size)
+    before = _stats(files)
     source = {
         "names": [str(chunks)],
         "chunks": len(files),
-        "fingerprint": _fingerprint(files),
+        "fingerprint": _fingerprint(files, before),
         "tokenizer": known.digest(),
         "documents": documents,
         "split": f"tail {fraction}",
@@ -102,6 +103,8 @@ def import_chunks(
         return Imported(held, len(files), time.perf_counter() - started, existed=True)
     with DatasetWriter(out, vocab_size=known.vocab_size) as writer:
         _write(writer, files, known, _TailAfter(len(files) * (1 - fraction)), documents, metadata, progress)
+        if _stats(files) != before:
+            raise DataError(f"{chunks}: a chunk was changed during the import.", fix="Run the same command again when nothing writes there any more.")
         with progress.task("Writing to the disk"):
             manifest = writer.finish(tokenizer=known, source=source, split_rule=f"tail {fraction:g}")
     return Imported(manifest, len(files), time.perf_counter() - started, existed=False)
@@ -263,12 +266,16 @@ def _check_stated(metadata: Mapping[str, Any], folder: Path, what: str, found: i
             raise DataError(f"{folder / METADATA} says {key} {stated}; {there}.", fix=fix)
 
 
-def _fingerprint(files: Sequence[Path]) -> str:
-    """Return a digest that changes when a chunk is written again."""
+def _stats(files: Sequence[Path]) -> list[tuple[int, int, int, int]]:
+    """Return the size, the times and the inode of each chunk: one of them changes when a chunk is written again."""
+    return [(found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino) for found in map(Path.stat, files)]
+
+
+def _fingerprint(files: Sequence[Path], stats: Sequence[tuple[int, int, int, int]]) -> str:
+    """Return a digest of the names, sizes and modification times of the chunks."""
     digest = hashlib.sha256()
-    for path in files:
-        found = path.stat()
-        digest.update(f"{path.name} {found.st_size} {found.st_mtime_ns}\n".encode())
+    for path, (size, mtime_ns, *_) in zip(files, stats, strict=True):
+        digest.update(f"{path.name} {size} {mtime_ns}\n".encode())
     return digest.hexdigest()
 
 

@@ -8,7 +8,7 @@ import inspect
 import os
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, Self
@@ -23,8 +23,9 @@ from flatout.errors import ConfigError, DataError
 from flatout.progress import SILENT, Progress
 from flatout.registry import DATASETS, SOURCES, nearest
 from flatout.sources import Part, parts_of
-from flatout.sources.files import files_of, has_rows, rows_as_text, shared_file
+from flatout.sources.files import files_of, first_changed, has_rows, rows_as_text, shared_file
 from flatout.sources.local import expanded
+from flatout.sources.originals import LocalFile
 from flatout.sources.remote import is_address
 
 STANDARD_INPUT = "-"
@@ -187,10 +188,23 @@ def _check_rows(names: Sequence[str], parts: Sequence[Part], text_field: str | N
 
 def _moment(opened: Iterable[Sequence[Part]]) -> str:
     """Return a digest of the sizes and times of the files here that some parts read; nothing when there are none."""
-    files = dict.fromkeys(path for parts in opened for part in parts for path in files_of(part) if not is_address(path))
-    found = (Path(path).stat() for path in files)
-    marks = "".join(f"{one.st_size} {one.st_mtime_ns}\n" for one in found)
+    originals = (one for parts in opened for part in parts for one in part.originals if isinstance(one, LocalFile))
+    found = {one.path: one for one in originals}
+    marks = "".join(f"{one.size} {one.mtime_ns}\n" for one in found.values())
     return hashlib.sha256(marks.encode()).hexdigest() if marks else ""
+
+
+def require_unchanged(corpus: Corpus) -> None:
+    """Check that the files of a corpus that has been read are those that were listed when it was opened.
+
+    Raises: DataError naming the first that is not; Unreachable.
+    """
+    changed = first_changed(corpus.all_parts)
+    if changed is not None:
+        raise DataError(
+            f"{changed} was changed or deleted while it was being prepared: the dataset would hold text of both versions.",
+            fix="Run the same command again when nothing writes to that file any more, or prepare a copy of it.",
+        )
 
 
 def on_both_sides(corpus: Corpus) -> str | None:
@@ -237,7 +251,7 @@ def _fields_of(card: Card) -> dict[str, str]:
 
 def _marked(parts: list[Part], mark: str) -> list[Part]:
     """Return the parts of what is known by a mark of its own, wherever its file lies."""
-    return [Part(part.read, part.arguments, mark if index == 0 else "", part.num_bytes) for index, part in enumerate(parts)]
+    return [replace(part, fingerprint=mark if index == 0 else "") for index, part in enumerate(parts)]
 
 
 def _named_parts(name: str, fields: dict[str, str]) -> list[Part]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from flatout.data.corpus import CACHE
+from flatout.data.corpus import CACHE, require_unchanged
 from flatout.data.disk import Unfinished, expanded
 from flatout.data.duplicates import find_duplicates, where_dropped, without
 from flatout.data.join import check, join
@@ -18,7 +18,7 @@ from flatout.data.limits import BadRowLimit
 from flatout.data.manifest import MANIFEST, SPLITS, Manifest
 from flatout.data.pack import Skipped, Tally, Tell
 from flatout.data.plan import NAMED, empty
-from flatout.data.ranges import Range, RangeRecord
+from flatout.data.ranges import Range, RangeRecord, record_path
 from flatout.data.request import Options as Options
 from flatout.data.request import Planned, Request, check_same, difference, open_request, plan
 from flatout.data.shards import Dataset
@@ -274,11 +274,27 @@ def _packed(work: WorkFolder, planned: Planned, wanted: list[Range], crew: Worke
             for piece in wanted:
                 records.append(done[piece.number] if piece.number in done else next(made))
                 bad_rows.add(records[-1])
+        _require_unchanged(work, left, request)
     except (Unfinished, NotHandedOut, Unreachable):  # no fault of the text
         raise
     except DataError as error:
         raise work.give_up(error) from error
     return records
+
+
+def _require_unchanged(work: WorkFolder, packed: Sequence[Range], request: Request) -> None:
+    """Check that the text is still what it was when this process began; else what was packed of it is no longer done.
+
+    Raises: DataError naming a file that was changed; Unreachable.
+    """
+    try:
+        require_unchanged(request.corpus)
+    except Unreachable:
+        raise
+    except DataError:
+        for piece in packed:
+            record_path(work.ranges, piece.number).unlink(missing_ok=True)
+        raise
 
 
 def _reporter(task: Task) -> Tell:

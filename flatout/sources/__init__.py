@@ -15,6 +15,7 @@ from typing import Any, Self
 
 from flatout.errors import DataError, without_secrets
 from flatout.sources.long import Text
+from flatout.sources.originals import Original
 from flatout.sources.packed import open_bytes
 from flatout.sources.remote import is_address
 
@@ -117,6 +118,8 @@ class Part:
     """Changes when the documents change; empty when an earlier part speaks for this one too."""
     num_bytes: int = 0
     """About how much there is to read; 0 when that is not known."""
+    originals: tuple[Original, ...] = ()
+    """The files whose fingerprints it has, as they were when they were listed."""
 
     def rows(self) -> Iterator[Row]:
         """Yield what the part holds, in order; empty documents are left out."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
+import os
 import urllib.parse
 import zlib
 from collections.abc import Iterable, Iterator
@@ -16,9 +16,10 @@ from flatout.sources import BadRow, Document, Part, Row
 from flatout.sources.fields import ROW_BYTES, Fields
 from flatout.sources.local import find_local, is_hidden, suffix_of
 from flatout.sources.long import NotUtf8, measure, not_utf8
+from flatout.sources.originals import LocalFile, Original, RemoteFile, fingerprint
 from flatout.sources.packed import CANNOT_BE_READ, NotHandedOut, is_packed, open_bytes, require_opener, unreadable
 from flatout.sources.parquet import PARQUET_SUFFIXES, RowGroups, cut_parquet, read_row_groups, require_parquet
-from flatout.sources.remote import find_remote, is_address
+from flatout.sources.remote import find_remote, is_address, protocol_of
 from flatout.sources.rows import read_rows
 
 PART_BYTES = 4 << 20
@@ -46,8 +47,10 @@ class Found:
     name: str
     """Its name inside the folder or pattern, or its address."""
     size: int
-    mark: str | None = None
-    """What tells its content from another; None when that is still to be read from the file."""
+    mark: str = ""
+    """What tells its content from another, at an address; of a file here, that is still to be read."""
+    stat: os.stat_result | None = None
+    """Of a file here."""
 
 
 @dataclass(frozen=True)
@@ -83,8 +86,8 @@ def files(path: str, text_field: str = "text", mask_field: str | None = None) ->
     per_file = max(4096, FINGERPRINT_BYTES // len(found))
     with ThreadPoolExecutor(OPENED_AT_ONCE) as threads:
         cut = threads.map(lambda file: _cut(file, fields), found)
-        marks = threads.map(lambda file: fingerprint_of(file, per_file), found)
-        return list(_parts(list(zip(found, marks, cut, strict=True)), fields))
+        originals = threads.map(lambda file: _original(file, path, per_file), found)
+        return list(_parts(list(zip(found, originals, cut, strict=True)), fields))
 
 
 SOURCE = files
@@ -99,21 +102,23 @@ def _cut(file: Found, fields: Fields) -> list[Piece]:
     return [Span(file.path, start, min(start + step, file.size)) for start in range(0, whole, step)]
 
 
-def _parts(cut: list[tuple[Found, str, list[Piece]]], fields: Fields) -> Iterator[Part]:
+def _parts(cut: list[tuple[Found, Original, list[Piece]]], fields: Fields) -> Iterator[Part]:
     """Yield parts of about PART_BYTES; a file's mark goes with its first piece."""
     held: list[Piece] = []
     marks: list[str] = []
+    originals: list[Original] = []
     held_bytes = 0
-    for _, mark, pieces in cut:
+    for file, original, pieces in cut:
         for index, piece in enumerate(pieces):
             if held and held_bytes + piece.num_bytes > PART_BYTES:
-                yield Part(read_pieces, (tuple(held), fields), "\n".join(marks), held_bytes)
-                held, marks, held_bytes = [], [], 0
+                yield Part(read_pieces, (tuple(held), fields), "\n".join(marks), held_bytes, tuple(originals))
+                held, marks, originals, held_bytes = [], [], [], 0
             held.append(piece)
             held_bytes += piece.num_bytes
             if index == 0:
-                marks.append(mark)
-    yield Part(read_pieces, (tuple(held), fields), "\n".join(marks), held_bytes)
+                marks.append(_mark(file, original))
+                originals.append(original)
+    yield Part(read_pieces, (tuple(held), fields), "\n".join(marks), held_bytes, tuple(originals))
 
 
 def find_files(path: str) -> list[Found]:
@@ -125,7 +130,8 @@ def find_files(path: str) -> list[Found]:
         path = urllib.parse.unquote(urllib.parse.urlsplit(path).path)
     if is_address(path):
         return [Found(entry.address, entry.address, entry.size, entry.mark) for entry in find_remote(path, _is_searched_for)]
-    return [Found(str(file), name, file.stat().st_size) for file, name in find_local(path, _SEARCHED_SUFFIXES)]
+    stats = ((file, name, file.stat()) for file, name in find_local(path, _SEARCHED_SUFFIXES))
+    return [Found(str(file), name, stat.st_size, stat=stat) for file, name, stat in stats]
 
 
 def _is_searched_for(name: str) -> bool:
@@ -142,27 +148,37 @@ def is_parquet(name: str) -> bool:
     return suffix_of(name) in PARQUET_SUFFIXES
 
 
-def fingerprint_of(file: Found, limit: int) -> str:
-    """Return what changes when the file does: its name, its size, and a digest, or of a remote file what its server says."""
-    return f"{file.name} {file.size} {fingerprint(Path(file.path), file.size, limit) if file.mark is None else file.mark}"
+def _original(file: Found, asked: str, limit: int) -> Original:
+    """Return the file as it was found, with a digest of its content, or of a remote file with what its server says."""
+    if file.stat is None:
+        return RemoteFile(file.path, asked, file.size, file.mark)
+    digest = fingerprint(Path(file.path), file.size, limit)
+    return LocalFile(file.path, file.size, file.stat.st_mtime_ns, file.stat.st_ctime_ns, file.stat.st_ino, digest, limit)
 
 
-def fingerprint(file: Path, size: int, limit: int) -> str:
-    """Return a digest of the content; of a file over `limit` bytes, of sixteen blocks spread evenly over it."""
-    digest = hashlib.sha256()
-    try:
-        with file.open("rb") as stream:
-            if size <= limit:
-                while block := stream.read(1 << 20):
-                    digest.update(block)
-            else:
-                length = limit // 16
-                for index in range(16):
-                    stream.seek((size - length) * index // 15)
-                    digest.update(stream.read(length))
-    except OSError as error:
-        raise unreadable(str(file), error) from error
-    return digest.hexdigest()
+def _mark(file: Found, original: Original) -> str:
+    """Return what changes when the file does: its name, its size, and its digest, or of a remote file what its server says."""
+    return f"{file.name} {file.size} {original.digest if isinstance(original, LocalFile) else original.mark}"
+
+
+def first_changed(parts: Iterable[Part]) -> str | None:
+    """Return the first file that is no longer what it was when the parts were made; None when all are. Web pages are not asked again.
+
+    Raises: Unreachable when a store does not answer.
+    """
+    remote: dict[str, list[RemoteFile]] = {}
+    for original in (one for part in parts for one in part.originals):
+        if isinstance(original, RemoteFile):
+            remote.setdefault(original.asked, []).append(original)
+        elif original.has_changed():
+            return original.path
+    for asked, before in remote.items():
+        if protocol_of(asked) not in ("http", "https"):  # servers behind one name may describe a page differently
+            now = {(entry.address, entry.size, entry.mark) for entry in find_remote(asked, _is_searched_for)}
+            changed = (one.address for one in before if (one.address, one.size, one.mark) not in now)
+            if (first := next(changed, None)) is not None:
+                return first
+    return None
 
 
 def files_of(part: Part) -> list[str]:

@@ -1,0 +1,143 @@
+"""Text that is written again while it is being prepared: no dataset of both versions, whatever its size and times say."""
+
+import json
+import os
+from contextlib import contextmanager
+
+import pytest
+
+from flatout.data.chunks import import_chunks
+from flatout.data.prepare import Options, join_parts, prepare_dataset, prepare_part
+from flatout.data.work import PartOf
+from flatout.data.workers import Crew
+from flatout.errors import DataError
+from flatout.sources.remote import Unreachable
+
+OPTIONS = Options(tokenizer="byte")
+
+
+@pytest.fixture
+def rows(tmp_path):
+    (tmp_path / "text").mkdir()
+    for name in ("a", "b"):
+        lines = (json.dumps({"text": f"{name} row {number}"}) + "\n" for number in range(50))
+        (tmp_path / "text" / f"{name}.jsonl").write_text("".join(lines))
+    return tmp_path / "text" / "b.jsonl"
+
+
+def rewrite(path):
+    path.write_text(path.read_text().replace("row 7", "row X"))
+
+
+def rewrite_and_put_the_time_back(path):
+    before = path.stat()
+    rewrite(path)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def replace_with_its_time(path):
+    copy = path.with_name("copy")
+    copy.write_text(path.read_text().replace("row 7", "row X"))
+    os.utime(copy, ns=(path.stat().st_atime_ns, path.stat().st_mtime_ns))
+    copy.replace(path)
+
+
+def once_packed(change):
+    """Return an engine that calls `change` when all ranges are packed: nothing is read any more, so that only a comparison can tell."""
+
+    class Changing(Crew):
+        def pack(self, *arguments):
+            made = list(super().pack(*arguments))
+            change()
+            yield from made
+
+    @contextmanager
+    def engine(request, workers):
+        yield Changing(1)
+
+    return engine
+
+
+@pytest.mark.parametrize("change", [rewrite, rewrite_and_put_the_time_back, replace_with_its_time, os.remove])
+def test_a_file_that_changes_while_it_is_prepared_is_named_and_nothing_is_kept(change, rows, tmp_path):
+    with pytest.raises(DataError, match=r"b\.jsonl was changed or deleted while it was being prepared"):
+        prepare_dataset([str(rows.parent)], tmp_path / "out", OPTIONS, engine=once_packed(lambda: change(rows)))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["text"]
+
+
+@pytest.mark.parametrize("touch", [lambda path: path.chmod(0o600), lambda path: os.link(path, path.parent.parent / "link")], ids=["mode", "link"])
+def test_a_file_that_is_touched_alone_is_the_same(touch, rows, tmp_path):
+    prepare_dataset([str(rows.parent)], tmp_path / "out", OPTIONS, engine=once_packed(lambda: touch(rows)))
+    assert (tmp_path / "out" / "manifest.json").exists()
+
+
+def test_validation_text_is_compared_too(rows, tmp_path):
+    options = Options(tokenizer="byte", val=(str(rows),))
+    with pytest.raises(DataError, match=r"b\.jsonl was changed"):
+        prepare_dataset([str(rows.with_name("a.jsonl"))], tmp_path / "out", options, engine=once_packed(lambda: rewrite(rows)))
+
+
+def test_a_part_of_the_work_does_what_it_did_of_changed_text_again(rows, tmp_path, monkeypatch):
+    pack = Crew.pack
+
+    def changing(self, *arguments):
+        made = list(pack(self, *arguments))
+        rewrite_and_put_the_time_back(rows)
+        return iter(made)
+
+    text, before = rows.read_text(), rows.stat()
+    with monkeypatch.context() as patch:
+        patch.setattr(Crew, "pack", changing)
+        with pytest.raises(DataError, match=r"b\.jsonl was changed"):
+            prepare_part([str(rows.parent)], tmp_path / "out", OPTIONS, PartOf(1, 1))
+    rows.write_text(text)
+    os.utime(rows, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(DataError, match="1 of 1 ranges"):
+        join_parts([str(rows.parent)], tmp_path / "out", OPTIONS)
+
+
+def test_a_file_at_an_address_that_changes_while_it_is_prepared_is_named(rows, store, tmp_path):
+    address = "faulty://bucket/text"
+    store.put_file(str(rows), f"{address}/rows.jsonl")
+    engine = once_packed(lambda: store.pipe_file(f"{address}/rows.jsonl", rows.read_bytes().replace(b"row 7", b"row X")))
+    with pytest.raises(DataError, match=r"text/rows\.jsonl was changed"):
+        prepare_dataset([address], tmp_path / "out", OPTIONS, engine=engine)
+    prepare_dataset([address], tmp_path / "out", OPTIONS)
+
+
+def test_a_store_that_does_not_answer_in_the_end_costs_nothing_that_is_done(rows, store, tmp_path, monkeypatch):
+    def unreachable(*_):
+        raise Unreachable("no route.", fix="Wait.")
+
+    address = "faulty://bucket/text"
+    store.put_file(str(rows), f"{address}/rows.jsonl")
+    with monkeypatch.context() as patch:
+        engine = once_packed(lambda: patch.setattr("flatout.sources.files.find_remote", unreachable))
+        with pytest.raises(Unreachable):
+            prepare_dataset([address], tmp_path / "out", OPTIONS, engine=engine)
+    assert len(list((tmp_path / ".out.part").rglob("ranges/*.json"))) == 1
+    prepare_dataset([address], tmp_path / "out", OPTIONS)
+
+
+def test_a_chunk_that_changes_while_it_is_imported_is_named(tmp_path, monkeypatch):
+    import torch
+
+    from flatout.data import chunks
+
+    (tmp_path / "chunks").mkdir()
+    for number in range(2):
+        torch.save(torch.arange(200), tmp_path / "chunks" / f"chunk_{number:06d}.pt")
+    read = chunks.read_chunk
+
+    def changing(path, tokenizer):
+        tokens = read(path, tokenizer)
+        if path.name == "chunk_000001.pt":
+            before = path.stat()
+            torch.save(torch.arange(200) + 1, path)
+            os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+        return tokens
+
+    monkeypatch.setattr(chunks, "read_chunk", changing)
+    with pytest.raises(DataError, match="a chunk was changed during the import"):
+        import_chunks(tmp_path / "chunks", tmp_path / "out", tokenizer="byte")
+    assert not (tmp_path / "out").exists()
