@@ -176,8 +176,11 @@ def _explained(error: Any, name: str, parser: Any) -> ConfigError:
         key = _key_meant(wrong, parser)
         if key is not None:
             return ConfigError(f"`flatout {name}` has no option {wrong!r}.", fix=f"Keys of a recipe take no dashes: write {key}=VALUE.")
-        guess = nearest(wrong, [*options, "--help"])
-        return ConfigError(f"`flatout {name}` has no option {wrong!r}.", fix=f"Did you mean {guess!r}?" if guess else see)
+        options = list(dict.fromkeys([*options, "--help"]))
+        guess = nearest(wrong, options)
+        return ConfigError(
+            f"`flatout {name}` has no option {wrong!r}.", fix=f"Did you mean {guess!r}?" if guess else f"Known: {', '.join(options)}; {see}"
+        )
     message = error.format_message().rstrip(".").replace("Value error, ", "")
     return ConfigError(f"`flatout {name}`: {message[:1].lower()}{message[1:]}.", fix=see)
 

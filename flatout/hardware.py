@@ -168,7 +168,7 @@ def check_device_name(wanted: str) -> None:
     Raises: HardwareError with the nearest of them.
     """
     if wanted not in ("auto", "cpu") and not re.fullmatch(r"cuda(:\d+)?", wanted):
-        guess = nearest(wanted, ["auto", "cpu", "cuda"])
+        guess = "cuda" if wanted.lower().startswith("gpu") else nearest(wanted, ["auto", "cpu", "cuda"])
         hint = f"Did you mean {guess!r}? " if guess else ""
         raise HardwareError(f"train.device={wanted!r} is not a device.", fix=f"{hint}Known: auto, cpu, cuda, cuda:N.")
 

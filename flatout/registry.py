@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib
+import os
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -22,14 +23,39 @@ from flatout.documents import read_document
 from flatout.errors import ConfigError
 
 PACKAGE_DIR = Path(__file__).parent
+SHORTEST_PART = 3
+"""Letters that a name must share with another to be taken for its beginning."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name that `name` most likely meant, or None when none is near."""
-    by_lower = {k.lower(): k for k in known}
-    close = difflib.get_close_matches(name.lower().replace("_", "-"), by_lower, n=1, cutoff=0.5)
-    close = close or difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.5)
-    return by_lower[close[0]] if close else None
+    """Return the known name that `name` most likely meant, or None when none is near: a list then helps more than a guess.
+
+    Near is a name with more than four fifths of the letters in common, or a single slip away, the longest that `name` begins with, one
+    with more than two thirds of the letters in common, or the only one that begins with `name`. Case, leading dashes, and - or _ make
+    no difference.
+    """
+    by_word = {_word(k): k for k in known}
+    word = _word(name)
+    found = difflib.get_close_matches(word, by_word, n=1, cutoff=0.81)
+    if len(word) >= SHORTEST_PART:
+        longer = [other for other in by_word if other.startswith(word)]
+        found = found or [other for other in by_word if _one_slip(word, other)]
+        found = found or sorted((other for other in by_word if len(other) >= SHORTEST_PART and word.startswith(other)), key=len, reverse=True)
+        found = found or difflib.get_close_matches(word, by_word, n=1, cutoff=0.67) or (longer if len(longer) == 1 else [])
+    return by_word[found[0]] if found else None
+
+
+def _word(name: str) -> str:
+    return name.lower().lstrip("-").replace("_", "-")
+
+
+def _one_slip(word: str, other: str) -> bool:
+    """Say whether one letter more, less or changed, or two letters swapped, make one word the other."""
+    start = len(os.path.commonprefix([word, other]))
+    word, other = word[start:], other[start:]
+    end = len(os.path.commonprefix([word[::-1], other[::-1]]))
+    word, other = word[: len(word) - end], other[: len(other) - end]
+    return max(len(word), len(other)) <= 1 or (len(word) == 2 and word == other[::-1])
 
 
 def unknown_name(noun: str, name: str, known: Iterable[str]) -> ConfigError:

@@ -134,12 +134,8 @@ def resolve(
     config = _resolve_batch(config, world_size)
     asked, config = config.train, _resolve_length(config, dataset)
     check_names(config)
-    model_class = MODELS.get(config.model.kind)
-    model_config = model_class.check(config.model.own() | {"vocab_size": config.model.vocab_size}, seq_len=config.data.seq_len)
-    flops = float(model_class.count_flops(model_config, config.data.seq_len).causal_exact)
-    total = flops * (config.train.steps or 0) * (config.batch.tokens_per_step or 0)
     peak = known_peak(machine, config.train.device, "fp32" if config.train.device == "cpu" else "bf16")
-    minutes = total / (world_size * peak.tflops * 1e12 * ASSUMED_MFU) / 60 if peak else None
+    minutes = expected_minutes(config, world_size * peak.tflops * ASSUMED_MFU) if peak else None
     config = config.with_values({"parallel.replicate": replicas(config.parallel, world_size)})
     decisions = select(config, machine, device=config.train.device, minutes=minutes)
     recipe = assemble(decisions)
@@ -161,6 +157,17 @@ def resolve(
         on.discard(recipe.filled_by.get("micro_batch", ""))  # its work is done: the rows are written down
     settled = {"train.precision": precision.name, "speedups": [d.name for d in decisions if d.name in on] or "none"}
     return config.with_values(batch | settled), decisions
+
+
+def expected_minutes(config: RunConfig, tflops: float) -> float | None:
+    """Return how long the matrix products of a run take at a rate over all its processes; None where its length follows from the data."""
+    config = _resolve_batch(config, 1) if config.batch.tokens_per_step is None else config
+    tokens = config.train.tokens if config.train.steps is None else config.train.steps * (config.batch.tokens_per_step or 0)
+    if tokens is None:
+        return None
+    model_class, seq_len = MODELS.get(config.model.kind), config.data.seq_len
+    model_config = model_class.check(config.model.own() | {"vocab_size": config.model.vocab_size or 1}, seq_len=seq_len)
+    return float(model_class.count_flops(model_config, seq_len).causal_exact) * tokens / (tflops * 1e12) / 60
 
 
 def workload_of(config: RunConfig, recipe: Recipe) -> Workload:

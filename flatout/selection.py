@@ -23,6 +23,10 @@ PRECISIONS = {"bf16": ("bf16-products", "bf16"), "fp16": ("fp16",)}
 """train.precision to the speedups that bring it about, the first that works is taken; fp32 needs none."""
 
 
+MICRO_BATCH = "micro-batch"
+"""The speedup whose work is done once a run is resolved: it chooses the rows, which are written down."""
+
+
 @dataclass(frozen=True)
 class Decision:
     """One speedup, on or off, and why."""
@@ -119,13 +123,18 @@ def select(config: RunConfig, machine: Machine, *, device: str = "cpu", minutes:
     return _with_needs(settled, by_name, wish, config, machine)
 
 
-def settled(config: RunConfig, machine: Machine) -> list[Decision]:
-    """Return the decisions that a resolved configuration already holds: a resumed run chooses nothing again."""
+def settled(config: RunConfig, machine: Machine, *, asked: RunConfig | None = None) -> list[Decision]:
+    """Return the decisions that a resolved configuration already holds: a resumed run chooses nothing again.
+
+    `asked` is the configuration that the run was started with, which tells a micro-batch that was chosen from one that was stated.
+    """
     on = parse_wish(config.speedups).named
     known = all_speedups() + [speedup_named(name) for name in on if ":" in name]
     again = "as when the run began"
     reasons = {s.name: s.reason_against(machine, config) for s in known}
     words = {name: f"{again}; but now: {reason}" if name in on and reason else reason or again for name, reason in reasons.items()}
+    if asked is not None and asked.batch.rows_per_device == "auto" and asked.batch.accumulate is None:
+        words[MICRO_BATCH] = f"the micro-batch was chosen when the run started (batch.rows_per_device={config.batch.rows_per_device})"
     return [Decision(s.name, s.name in on, words[s.name]) for s in known]
 
 
@@ -203,10 +212,15 @@ def _by_table(speedup: Speedup, device: str, minutes: float | None) -> Decision:
     if not entry.get("on", False) and least is None:
         return Decision(speedup.name, False, reason)
     if least is not None and minutes is None:
-        return Decision(speedup.name, False, f"on for runs of {least:g} minutes and more: {reason}")
+        return Decision(speedup.name, False, f"pays from {least:g} minutes, and how long the run takes is not known: {reason}")
     if least is not None and minutes is not None and minutes < least:
         return Decision(speedup.name, False, f"this run lasts about {minutes:.1f} minutes; pays from {least:g}: {reason}")
     return Decision(speedup.name, True, reason)
+
+
+def longest_wait() -> float:
+    """Return the minutes from which every speedup pays that the table has on for long runs."""
+    return max(float(entry.get("from_minutes", 0)) for row in auto_table().values() for entry in row.values())
 
 
 def is_measured(speedup: Speedup, config: RunConfig, machine: Machine, device: str) -> bool | None:

@@ -123,7 +123,8 @@ def unknown_key(key: str, known: list[str]) -> ConfigError:
     by_last = _by_last(known)
     siblings = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == section}
     tops = {top: top for top in (name.partition(".")[0] for name in known)} if not section else {}
-    guess = same_key(last, known)
+    dotted = key.lower().replace("_", ".", 1)  # train_steps for train.steps
+    guess = dotted if dotted in known else same_key(last, known)
     for names in (siblings, tops, by_last):
         close = None if guess else nearest(last, names)
         guess = names[close] if close else guess

@@ -94,6 +94,41 @@ def test_nearest(typo, meant):
     assert nearest(typo, ["shakespeare", "fused-adamw", "compile", "bf16"]) == meant
 
 
+OPTIONS = ("--run", "--run-dir", "--resume", "--trust-code", "--recipe", "--out", "--text-field", "--max-tokens", "--max-bytes", "--json", "--help")
+
+
+@pytest.mark.parametrize("name", ["export", "plot", "compare", "profile", "report", "deploy", "test", "infer", "restore", "inference"])
+def test_a_name_far_from_every_command_gets_no_guess(name):
+    assert nearest(name, registry.COMMANDS.names()) is None
+
+
+@pytest.mark.parametrize("name", ["--dry-run", "--machine", "--quiet", "--verbose", "--max", "--o"])
+def test_an_option_far_from_every_option_gets_no_guess(name):
+    assert nearest(name, OPTIONS) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("trian", "train"),
+        ("benchmark", "bench"),
+        ("evaluate", "eval"),
+        ("gen", "generate"),
+        ("prepair", "prepare"),
+        ("evla", "eval"),
+        ("lits", "list"),
+    ]
+    + [("--Out-dir", "--out"), ("--text", "--text-field"), ("--rum", "--run"), ("--trust", "--trust-code"), ("--max_tokns", "--max-tokens")],
+)
+def test_what_a_name_plainly_means_is_offered(name, meant):
+    assert nearest(name, [*registry.COMMANDS.names(), *OPTIONS]) == meant
+
+
+@pytest.mark.parametrize(("word", "other", "near"), [("rai", "ray", True), ("abc", "acb", True), ("abc", "cba", False), ("abc", "xyz", False)])
+def test_a_single_slip_in_a_short_name_is_near(word, other, near):
+    assert (nearest(word, [other]) == other) is near
+
+
 def test_references_reach_a_users_own_file(tmp_path, monkeypatch):
     (tmp_path / "my_registry_example.py").write_text("class Mine:\n    def check(self): ...\n    count_flops = None\nclass Other: ...\n")
     monkeypatch.chdir(tmp_path)

@@ -229,7 +229,7 @@ def test_a_precision_is_brought_about_by_what_something_named_needs():
             HOPPER,
             "auto,+cuda-graphs",
             "auto",
-            "minutes and more",
+            "how long the run takes is not known",
             "Add compile: speedups=auto,+cuda-graphs,+compile, or leave cuda-graphs out: speedups=auto.",
         ),
         (HOPPER, "bf16-weights", "auto", "not among speedups", "Add bf16: speedups=bf16-weights,bf16, or leave bf16-weights out: speedups=none."),
@@ -293,6 +293,19 @@ def test_a_micro_batch_that_is_stated_is_not_chosen():
 def test_a_stored_choice_is_not_made_again():
     config = load_config(None, ["speedups=[tf32,micro-batch]", "batch.rows_per_device=4"])
     assert {d.name for d in settled(config, CPU) if d.on} == {"tf32", "micro-batch"}
+
+
+@pytest.mark.parametrize(
+    ("stated", "reason"),
+    [
+        ([], "the micro-batch was chosen when the run started (batch.rows_per_device=64)"),
+        (["batch.rows_per_device=64"], "batch.rows_per_device=64 is set."),
+    ],
+)
+def test_a_resumed_run_says_whether_its_micro_batch_was_stated_or_chosen(stated, reason):
+    stored = load_config(None, ["batch.rows_per_device=64", "batch.accumulate=1", "speedups=[tf32]"])
+    decisions = {d.name: d for d in settled(stored, CPU, asked=load_config(None, stated))}
+    assert decisions["micro-batch"].reason == reason
 
 
 def test_a_speedup_of_ones_own_goes_by_its_reference(tmp_path, monkeypatch):

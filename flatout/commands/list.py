@@ -9,12 +9,14 @@ from typing import Annotated, Any
 import typer
 
 from flatout.commands import Command, Result
-from flatout.config import load_config
+from flatout.config import RunConfig, load_config
 from flatout.data.corpus import CACHE
 from flatout.hardware import Machine, probe
 from flatout.measured import gpu_name, read
+from flatout.progress import SILENT, Progress
 from flatout.registry import DATASETS, MACHINES, MODELS, OPTIMIZERS, RECIPES, SOURCES, Folder, YamlFolder, unknown_name
-from flatout.selection import all_speedups, is_measured, select
+from flatout.selection import all_speedups, is_measured, longest_wait, select
+from flatout.terminal import duration
 
 FOLDERS: dict[str, Folder | YamlFolder] = {
     "datasets": DATASETS,
@@ -36,7 +38,7 @@ class ListResult(Result):
     kind: str
     """datasets, models, speedups, recipes, machines, sources or optimizers."""
     note: str | None = None
-    """Of speedups: that they are decided for a GPU which is not here; None where they are decided for this machine."""
+    """Of speedups: that they are decided for a GPU which is not here, and for a run of which length; None where there is nothing to say."""
     items: list[dict[str, Any]]
     """One object an entry: its `name` and its `description`.
 
@@ -68,6 +70,8 @@ def gain_alone(predicted: str) -> str:
 def list_entries(
     kind: Annotated[str, typer.Argument(help="datasets, models, speedups, recipes, machines, sources or optimizers.")],
     recipe: Annotated[str | Path | None, typer.Option(help="Speedups: decide for this recipe instead of the defaults.")] = None,
+    *,
+    progress: Progress = SILENT,
 ) -> ListResult:
     """Show what there is: data sets, models, speedups, recipes, machines.
 
@@ -76,7 +80,7 @@ def list_entries(
     Raises: ConfigError for an unknown kind or recipe, with the nearest name.
     """
     if kind == "speedups":
-        return _speedups(recipe)
+        return _speedups(recipe, progress)
     if kind == "machines":
         return ListResult(kind=kind, items=_machines(probe()))
     if kind not in FOLDERS:
@@ -85,15 +89,16 @@ def list_entries(
     return ListResult(kind=kind, items=[{"name": name, "description": folder.describe(name)} for name in folder.names()])
 
 
-def _speedups(recipe: str | Path | None) -> ListResult:
+def _speedups(recipe: str | Path | None, progress: Progress) -> ListResult:
     machine = probe()
     config = load_config(recipe)
     device = config.train.device if config.train.device != "auto" else "cuda" if machine.gpus else "cpu"
     speedups = {speedup.name: speedup for speedup in all_speedups()}
+    minutes, length = _expected_length(config, machine, progress) if device.startswith("cuda") else (None, None)
     gpu = gpu_name(machine, device)
     kept = read(gpu, CACHE) if gpu else None
     items = []
-    for decision in select(config, machine, device=device):
+    for decision in select(config, machine, device=device, minutes=minutes):
         speedup, gain = speedups[decision.name], kept.speedups.get(decision.name) if kept else None
         items.append(
             {
@@ -109,7 +114,30 @@ def _speedups(recipe: str | Path | None) -> ListResult:
         )
     elsewhere = device.startswith("cuda") and not machine.gpus
     note = f"This recipe asks for a GPU (train.device={device}), which is not here; this is what it would use on one." if elsewhere else None
-    return ListResult(kind="speedups", note=note, items=items)
+    return ListResult(kind="speedups", note=" ".join(filter(None, (note, length))) or None, items=items)
+
+
+def _expected_length(config: RunConfig, machine: Machine, progress: Progress) -> tuple[float | None, str | None]:
+    """Return about how many minutes a run takes on one GPU, with a sentence on how that is known; nothing where it is not known.
+
+    On a GPU that is here it is what `train` goes by. For one that is not here, no run is shorter than on the fastest GPU at its full
+    rate: where even that is long enough for every speedup that pays from some length, that is known, and else nothing.
+    """
+    if config.train.steps is None and config.train.tokens is None:
+        return None, None
+    if machine.gpus and (machine.row is None or "bf16" not in machine.row.peak_tflops):
+        return None, None
+    with progress.task("Loading torch"):
+        from flatout.run import ASSUMED_MFU, expected_minutes
+    if machine.row is not None:
+        minutes = expected_minutes(config, machine.row.peak_tflops["bf16"].value * ASSUMED_MFU)
+        how = f"at {ASSUMED_MFU:.0%} of the peak of one {machine.gpus[0].name}"
+        return minutes, f"A run is taken to last about {duration((minutes or 0) * 60)}: {how}."
+    tflops, fastest = max((row["peak_tflops"].get("bf16", {}).get("value", 0), name) for name in MACHINES.names() for row in [MACHINES.get(name)])
+    least = expected_minutes(config, tflops)
+    if least is None or least < longest_wait():
+        return None, None
+    return least, f"A run lasts at least {duration(least * 60)}: that is the fastest GPU known, one {fastest}, at its full rate."
 
 
 def _machines(machine: Machine) -> list[dict[str, Any]]:

@@ -112,6 +112,12 @@ def read_config(folder: Path) -> RunConfig | None:
     return validate(read_document(path), file=path) if path.exists() else None
 
 
+def read_asked(folder: Path) -> RunConfig | None:
+    """Return the configuration that a run was started with, before `auto` was settled; None where an earlier version wrote none."""
+    path = folder / ASKED
+    return validate(read_document(path), file=path) if path.exists() else None
+
+
 def stored_config(folder: Path, wanted: RunConfig) -> RunConfig | None:
     """Return the run's stored configuration with the free keys of `wanted` laid over it; None when the folder holds no run.
 
@@ -126,8 +132,7 @@ def stored_config(folder: Path, wanted: RunConfig) -> RunConfig | None:
         return None
     require_unedited(folder / CONFIG, stored, free=(*NAMELESS_KEYS, "data.path"))
     contradictions = difference(stored, wanted, free=FREE_KEYS)
-    if contradictions and (folder / ASKED).exists():
-        asked = validate(read_document(folder / ASKED))
+    if contradictions and (asked := read_asked(folder)) is not None:
         changed = {line.partition(": ")[0] for line in difference(asked, wanted, free=FREE_KEYS)}
         contradictions = [line for line in contradictions if line.partition(": ")[0] in changed]
     if contradictions:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from flatout.config import DataConfig, RunConfig, validate
+from flatout.config import DataConfig, RunConfig
 from flatout.data.fetch import absolute_place
 from flatout.data.manifest import TOKENIZER
 from flatout.data.mix import MixedDataset, parts_of, whole_turns
 from flatout.data.shards import Dataset
-from flatout.documents import read_document
 from flatout.errors import CheckpointError
 from flatout.sources.remote import is_address
 from flatout.training import folder
@@ -29,8 +28,8 @@ def stored_config(place: Path, asked: RunConfig) -> RunConfig | None:
     moved = _moved(known.data, asked.data)
     if moved is None:
         return folder.stored_config(place, asked)
-    first = validate(read_document(place / folder.ASKED)).data if (place / folder.ASKED).exists() else known.data
-    stored = folder.stored_config(place, asked.with_values(_where(first)))
+    first = folder.read_asked(place) or known
+    stored = folder.stored_config(place, asked.with_values(_where(first.data)))
     return stored.with_values(moved) if stored else None
 
 

@@ -173,15 +173,16 @@ def settle(
     summary = folder.read_summary(place)
     if stored is not None:
         require_tokenizer(place, dataset)
+        first = folder.read_asked(place)
         if summary is not None and checkpoint is not None and (how_to_go_on := finished(place, stored, checkpoint, summary)):
             progress.say(f"{place} is finished; this is what it came to. To train on, {how_to_go_on}.")
-            return Plan(stored, settled(stored, machine), checkpoint, device[1], finished=summary)
+            return Plan(stored, settled(stored, machine, asked=first), checkpoint, device[1], finished=summary)
         if device[0].partition(":")[0] != stored.train.device.partition(":")[0]:
             progress.say(f"This run began on {stored.train.device} and goes on on {device[0]}: losses will differ in the last bits.")
         if (known := folder.read_config(place)) is not None and stored.data != known.data:
             folder.write_config(place, stored)  # moved data is found by `eval` too
         config = for_world_size(stored.with_values({"train.device": device[0]}), ranks.world_size)
-        return Plan(config, settled(config, machine), checkpoint, device[1])
+        return Plan(config, settled(config, machine, asked=first), checkpoint, device[1])
     with progress.task("Settling the configuration"):
         config, decisions = resolve(
             asked.with_values({"train.device": device[0]}),

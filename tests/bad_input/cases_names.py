@@ -7,6 +7,8 @@ BROKEN = "train:\n  steps: [1, 2\noptim: {}\n"
 CASES = [
     Case("a misspelt command", "trian my.yaml", ("'trian'",), ("'train'",)),
     Case("a misspelt option", "prepare book.txt --outt data/new", ("--outt",), ("'--out'",)),
+    Case("a command that flatout does not have", "export runs/first", ("'export'",), ("Known: ",)),
+    Case("an option that the command does not have", "train my.yaml --dry-run", ("--dry-run",), ("Known: --run, ", "flatout train --help")),
     Case("a command without what it needs", "train", ("flatout train", "'recipe'"), ("flatout train shakespeare-char",)),
     Case("an option without its value", "prepare book.txt --out", ("--out",), ("--out data/book",)),
     Case("a misspelt recipe", "train shakespeare-chr", ("'shakespeare-chr'",), ("'shakespeare-char'",)),
@@ -27,6 +29,7 @@ CASES = [
     ),
     Case("a recipe that is a list", "train list.yaml", ("list.yaml",), ("optim:",), lambda w: w.write("list.yaml", "- 1\n- 2\n")),
     Case("a misspelt key", "train my.yaml optim.lrr=1e-3", ("'optim.lrr'",), ("'optim.lr'",)),
+    Case("a section joined to its key", "train my.yaml train_steps=5", ("'train_steps'",), ("'train.steps'",)),
     Case("another tool's key", "train my.yaml learning_rate=1e-3", ("'learning_rate'",), ("'optim.lr'",)),
     Case(
         "a misspelt section of a recipe", "train odd.yaml", ("odd.yaml", "'optimm'"), ("'optim'",), lambda w: w.write("odd.yaml", "optimm: {lr: 1}\n")

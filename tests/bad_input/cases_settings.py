@@ -10,7 +10,7 @@ CASES = [
     Case("half a step", "train my.yaml train.steps=1.5", ("train.steps=1.5", "a whole number"), ("leave it out",)),
     Case("an unknown precision", "train my.yaml train.precision=bf17", ("train.precision='bf17'", "'bf16'"), ("auto",)),
     Case("a value for a section", "train my.yaml optim=3", ("optim=3", "a section"), ("optim.lr,",)),
-    Case("an unknown device", "train my.yaml train.device=gpu", ("train.device='gpu'",), ("auto, cpu, cuda",)),
+    Case("an unknown device", "train my.yaml train.device=gpu", ("train.device='gpu'",), ("'cuda'", "auto, cpu, cuda")),
     Case(
         "a step that its windows do not fill",
         "train my.yaml batch.tokens_per_step=100",

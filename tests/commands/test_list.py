@@ -51,6 +51,35 @@ def test_a_gpu_that_a_recipe_asks_for_and_is_not_here_is_said_first(tmp_path, mo
     assert here.summary().splitlines()[0][:3] in {"on ", "off"}
 
 
+def test_a_long_recipe_shows_what_its_run_would_use(monkeypatch):
+    monkeypatch.setattr("flatout.commands.list.probe", lambda: replace(probe(), gpus=()))
+    listed = list_entries("speedups", "gpt2-124m")
+    assert next(item["on"] for item in listed.items if item["name"] == "compile")
+    assert "A run lasts at least 53 min" in listed.note
+
+
+@pytest.mark.parametrize(("steps", "on", "said"), [(2, False, "this run lasts about 0."), (100_000, True, "time: ")])
+def test_a_gpu_that_is_here_decides_by_its_own_rate(monkeypatch, tmp_path, steps, on, said):
+    gpu = Gpu("NVIDIA H200", 141.0, (9, 0), "1")
+    monkeypatch.setattr("flatout.commands.list.probe", lambda: replace(probe(), gpus=(gpu,)))
+    monkeypatch.setattr("flatout.commands.list.CACHE", tmp_path)
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(f"train: {{steps: {steps}, device: cuda}}\nmodel: {{vocab_size: 50304}}\n")
+    listed = list_entries("speedups", str(recipe))
+    found = next(item for item in listed.items if item["name"] == "compile")
+    assert (found["on"], found["reason"].startswith(said)) == (on, True)
+    assert "at 30% of the peak of one NVIDIA H200" in listed.note
+
+
+@pytest.mark.parametrize("train", ["{epochs: 3, device: cuda}", "{steps: 2, device: cuda}"])
+def test_a_length_that_is_not_known_is_not_guessed(monkeypatch, tmp_path, train):
+    monkeypatch.setattr("flatout.commands.list.probe", lambda: replace(probe(), gpus=()))
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(f"train: {train}\n")
+    reason = next(item["reason"] for item in list_entries("speedups", str(recipe)).items if item["name"] == "compile")
+    assert reason.startswith("pays from 2 minutes, and how long the run takes is not known")
+
+
 def test_what_is_not_measured_on_a_gpu_is_labelled(monkeypatch, tmp_path):
     gpu = Gpu("NVIDIA H200", 141.0, (9, 0), "1")
     monkeypatch.setattr("flatout.commands.list.probe", lambda: replace(probe(), gpus=(gpu,)))
