@@ -11,7 +11,6 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib
-import os
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -51,11 +50,15 @@ def _word(name: str) -> str:
 
 def _one_slip(word: str, other: str) -> bool:
     """Say whether one letter more, less or changed, or two letters swapped, make one word the other."""
-    start = len(os.path.commonprefix([word, other]))
+    start = _shared(word, other)
     word, other = word[start:], other[start:]
-    end = len(os.path.commonprefix([word[::-1], other[::-1]]))
+    end = _shared(word[::-1], other[::-1])
     word, other = word[: len(word) - end], other[: len(other) - end]
     return max(len(word), len(other)) <= 1 or (len(word) == 2 and word == other[::-1])
+
+
+def _shared(word: str, other: str) -> int:
+    return next((place for place, (one, two) in enumerate(zip(word, other, strict=False)) if one != two), min(len(word), len(other)))
 
 
 def unknown_name(noun: str, name: str, known: Iterable[str]) -> ConfigError:

@@ -117,8 +117,12 @@ def test_an_option_far_from_every_option_gets_no_guess(name):
         ("prepair", "prepare"),
         ("evla", "eval"),
         ("lits", "list"),
-    ]
-    + [("--Out-dir", "--out"), ("--text", "--text-field"), ("--rum", "--run"), ("--trust", "--trust-code"), ("--max_tokns", "--max-tokens")],
+        ("--Out-dir", "--out"),
+        ("--text", "--text-field"),
+        ("--rum", "--run"),
+        ("--trust", "--trust-code"),
+        ("--max_tokns", "--max-tokens"),
+    ],
 )
 def test_what_a_name_plainly_means_is_offered(name, meant):
     assert nearest(name, [*registry.COMMANDS.names(), *OPTIONS]) == meant
