@@ -128,6 +128,7 @@ def _overview(dataset: Dataset, targets: int | None) -> dict[str, Any]:
     return {
         "size_bytes": _size_bytes(dataset.path, manifest),
         "documents": manifest.documents,
+        **({"cut_documents": manifest.cut_documents} if manifest.cut_documents else {}),
         "tokens": manifest.tokens,
         **({} if targets is None else {"targets": targets}),
         "text_bytes": manifest.text_bytes,

@@ -26,7 +26,7 @@ class PrepareResult(Result):
     path: Path | str
     """The data set folder, or the address."""
     documents: int
-    """Documents of both splits."""
+    """Documents of both splits; one that was cut where validation begins is one."""
     tokens: int
     """Tokens of both splits, an end-of-text token a document included."""
     bytes: int
@@ -154,12 +154,17 @@ def _closing(path: Path | str, manifest: Manifest, seconds: float, existed: bool
     verb = "was there already" if existed else f"written in {seconds:.1f} s"
     lines = [
         f"{path}  {verb}",
-        f"  {manifest.tokens:,} tokens of {manifest.documents:,} documents, {manifest.text_bytes / 1e6:,.2f} MB of text",
+        f"  {manifest.tokens:,} tokens of {_documents(manifest)}, {manifest.text_bytes / 1e6:,.2f} MB of text",
         f"  tokenizer {manifest.tokenizer.name}, vocabulary {manifest.vocab_size:,}; split by {manifest.split_rule}: "
         + ", ".join(f"{name} {split.tokens:,}" for name, split in manifest.splits.items()),
     ]
     lines += [f"  left out: {entry.count:,} {entry.reason}{f' (first: {entry.first[0]})' if entry.first else ''}" for entry in manifest.skipped]
     return "\n".join(lines)
+
+
+def _documents(manifest: Manifest) -> str:
+    count = f"{manifest.documents:,} document{'' if manifest.documents == 1 else 's'}"
+    return f"{count} ({'its' if manifest.documents == 1 else 'of one, the'} end is for validation)" if manifest.cut_documents else count
 
 
 COMMAND = Command(call=prepare, example="flatout prepare book.txt --out data/book")

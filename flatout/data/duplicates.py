@@ -128,7 +128,8 @@ def without(work: WorkFolder, records: Sequence[RangeRecord], dropped: Dropped) 
                 "text_bytes": int(sizes[~drops].sum()),
             }
             splits[name] = split.model_copy(update=counts)
-        left.append(record.model_copy(update={"splits": splits}))
+        cut = record.cut_documents and not dropped.of(record.number, "train")[-1] and not dropped.of(record.number, "val")[0]
+        left.append(record.model_copy(update={"splits": splits, "cut_documents": int(cut)}))
     return left
 
 

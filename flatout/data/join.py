@@ -83,6 +83,7 @@ def join(
             source=dict(source),
             split_rule=split_rule,
             skipped=tuple(skipped),
+            cut_documents=sum(record.cut_documents for record in records),
         )
         write_whole(work.joined / MANIFEST, manifest.model_dump_json(indent=1) + "\n")
     work.give()

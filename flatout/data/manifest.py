@@ -94,6 +94,8 @@ class Manifest(_Entry):
     """How documents were told apart into train and val."""
     skipped: tuple[SkippedEntry, ...] = ()
     """What was left out."""
+    cut_documents: int = Field(0, ge=0)
+    """Documents that were cut where validation begins; both splits count them."""
 
     @property
     def files(self) -> tuple[FileEntry, ...]:
@@ -107,8 +109,8 @@ class Manifest(_Entry):
 
     @property
     def documents(self) -> int:
-        """Documents of all splits."""
-        return sum(split.documents for split in self.splits.values())
+        """Documents of all splits; one that was cut is one."""
+        return sum(split.documents for split in self.splits.values()) - self.cut_documents
 
     @property
     def text_bytes(self) -> int:

@@ -144,6 +144,8 @@ class Skipped:
     """The first of those."""
     unread_bytes: int = 0
     """About how much text was lost with those that stand for something damaged."""
+    cut_documents: int = 0
+    """Documents that were not left out but cut where validation begins: each split has counted one."""
 
     def add(self, reason: str, places: Sequence[Place], count: int = 1) -> None:
         """Count rows, the first of which are at these places."""
@@ -213,7 +215,7 @@ def pack(jobs: Iterable[Job], packing: Packing, sink: Sink, tell: Tell = lambda 
     told = (0, 0)
     for job in jobs:
         for num_bytes in _pack_job(job, packing, packers, skipped):
-            done = (sum(packer.documents for packer in packers.values()), sum(packer.tokens for packer in packers.values()))
+            done = (sum(packer.documents for packer in packers.values()) - skipped.cut_documents, sum(packer.tokens for packer in packers.values()))
             tell(Tally(num_bytes, done[0] - told[0], done[1] - told[1]))
             told = done
     for packer in packers.values():
@@ -248,6 +250,7 @@ def _pack_job(job: Job, packing: Packing, packers: dict[SplitName, _Packer], ski
                             yield read
                     packer.end(row.prompt if prompt else "", text)
                     prompt = ()
+                skipped.cut_documents += len(made) - 1
             except NotEncodable as error:
                 what = f"cannot be tokenised: {error.what.removesuffix('.')}"
                 skip_or_raise(BadRow(what, error.fix, "cannot be tokenised", row.name, row.offset), skipped, packing.on_bad_row)

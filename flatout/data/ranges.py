@@ -115,11 +115,13 @@ class RangeRecord(_Record):
     """Where the first of those is, and what is wrong with it."""
     unread_bytes: int = Field(0, ge=0)
     """About how much text was lost in what is damaged, out of num_bytes."""
+    cut_documents: int = Field(0, ge=0)
+    """Documents that were cut where validation begins; both splits count them."""
 
     @property
     def documents(self) -> int:
-        """Documents of both splits."""
-        return sum(split.documents for split in self.splits.values())
+        """Documents of both splits; one that was cut is one."""
+        return sum(split.documents for split in self.splits.values()) - self.cut_documents
 
     @property
     def tokens(self) -> int:
@@ -185,6 +187,7 @@ class RangeWriter:
             bad_rows=skipped.bad,
             first_bad=(first.place, storable(first.what)) if (first := skipped.first_bad) is not None else None,
             unread_bytes=skipped.unread_bytes,
+            cut_documents=skipped.cut_documents,
         )
 
     def abandon(self) -> None:

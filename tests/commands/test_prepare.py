@@ -3,6 +3,7 @@ import json
 import fsspec
 import pytest
 
+from flatout.commands.inspect import inspect
 from flatout.commands.prepare import COMMAND, prepare
 from flatout.data.fetch import open_place
 from flatout.data.shards import Dataset
@@ -22,7 +23,7 @@ def test_the_result_has_the_fields_of_the_command_line(book, tmp_path):
     assert list(fields) == ["path", "documents", "tokens", "bytes", "seconds", "tokens_per_s", "skipped"]
     manifest = Dataset.open(tmp_path / "out").manifest
     assert fields["path"] == str(tmp_path / "out")
-    assert (fields["documents"], fields["tokens"], fields["bytes"], fields["skipped"]) == (2, manifest.tokens, 10500, 0)
+    assert (fields["documents"], fields["tokens"], fields["bytes"], fields["skipped"]) == (1, manifest.tokens, 10500, 0)
     assert fields["tokens_per_s"] == pytest.approx(fields["tokens"] / fields["seconds"], rel=0.1)
 
 
@@ -30,7 +31,7 @@ def test_the_summary_says_what_was_made(book, tmp_path):
     (tmp_path / "empty.txt").write_text("")
     result = prepare([str(book), str(tmp_path / "empty.txt")], tmp_path / "out", tokenizer="char")
     assert f"{tmp_path / 'out'}  written in" in result.summary()
-    assert "10,502 tokens of 2 documents, 0.01 MB of text" in result.summary()
+    assert "10,502 tokens of 1 document (its end is for validation), 0.01 MB of text" in result.summary()
     assert "tokenizer char, vocabulary 15; split by tail 0.1" in result.summary()
     assert "left out: 1 empty document" in result.summary()
     assert result.skipped == 1
@@ -87,7 +88,20 @@ def test_an_engine_is_local_or_ray_and_shares_the_work_out_alone(book, tmp_path)
     for given in ({"part": "1/2"}, {"join": True}):
         with pytest.raises(UsageError, match=rf"--engine ray does the whole work; --{next(iter(given))} is another way.*Leave one of the two out"):
             prepare([str(book)], tmp_path / "out", tokenizer="byte", engine="ray", **given)
-    assert prepare([str(book)], tmp_path / "out", tokenizer="byte", engine="local").documents == 2
+    assert prepare([str(book)], tmp_path / "out", tokenizer="byte", engine="local").documents == 1
+
+
+def test_a_document_that_is_cut_for_validation_is_one_document(book, tmp_path):
+    said = tmp_path / "said.jsonl"
+    said.write_text('{"text": "abab"}\n' + '{"text": "cc"}\n' * 2)
+    for split, duplicates, documents in (("tail 0.625", "keep", 3), ("tail 0.25", "keep", 3), ("tail 0.75", "drop", 2)):
+        out = tmp_path / f"{split}-{duplicates}"
+        made = prepare([str(said)], out, tokenizer="byte", split=split, duplicates=duplicates)
+        assert made.documents == documents
+        assert ("of one, the end is for validation" in made.summary()) == (split == "tail 0.625")
+        assert inspect(out).value("documents") == documents
+    assert inspect(tmp_path / "tail 0.625-keep").value("cut_documents") == 1
+    assert inspect(tmp_path / "tail 0.25-keep").value("cut_documents") is None
 
 
 def test_the_example_is_the_commands_own():
