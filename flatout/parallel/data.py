@@ -35,7 +35,9 @@ def wrap(model: nn.Module, mesh: Mesh, *, gathers: torch.dtype | None = None) ->
     if mesh.device_mesh is None:
         devices = [mesh.device] if mesh.device.type == "cuda" else None
         keep_buffers: dict[str, Any] = {_BUFFER_SWITCH: False}
-        return DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True, **keep_buffers)
+        copied = DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True, **keep_buffers)
+        _settle_buckets(copied, mesh.device)
+        return copied
     _copy_from_main(model)
     placed = mesh.device_mesh if mesh.replicate > 1 else mesh.device_mesh["shard"]
     core: Any = getattr(model, "_orig_mod", model)  # a compiled model shards what it compiled
@@ -47,6 +49,34 @@ def wrap(model: nn.Module, mesh: Mesh, *, gathers: torch.dtype | None = None) ->
         if hasattr(core, method):
             register_fsdp_forward_method(core, method)
     return model
+
+
+class _Untouched(nn.Module):
+    """A loss that does not depend on the weights. Gradients arrive as in a backward pass of the model: those of its last weights first."""
+
+    def __init__(self, weights: list[nn.Parameter]) -> None:
+        super().__init__()
+        self._weights = weights
+
+    def forward(self, start: torch.Tensor) -> torch.Tensor:
+        for weight in self._weights:
+            start = start + (weight * 0).sum()
+        return start
+
+
+def _settle_buckets(copied: DistributedDataParallel, device: torch.device) -> None:
+    """Bring DDP's buckets into their final order, by one exchange of zero gradients.
+
+    DDP exchanges its first gradients in one bucket, and all later ones in buckets ordered as those first gradients arrived. Three or more
+    processes sum a number in an order that depends on its place in a bucket, so the first step after a resume would round otherwise than
+    the same step of a run that was never stopped.
+    """
+    model, weights = copied.module, [weight for weight in copied.parameters() if weight.requires_grad]
+    copied.module = _Untouched(weights)
+    copied(torch.zeros((), device=device)).backward()
+    copied.module = model
+    for weight in weights:
+        weight.grad = None
 
 
 def _copy_from_main(model: nn.Module) -> None:

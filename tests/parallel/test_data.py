@@ -1,10 +1,11 @@
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from flatout.config import ParallelConfig
 from flatout.parallel.data import wrap
-from flatout.parallel.mesh import make_mesh
+from flatout.parallel.mesh import Mesh, make_mesh
 
 LAYOUTS = {"ddp": (2, 1), "fully_shard": (2, 2), "hsdp": (4, 2)}
 
@@ -57,3 +58,38 @@ def test_alone_the_model_is_left_as_it_is():
     model = nn.Linear(2, 2)
     assert wrap(model, make_mesh(ParallelConfig(), "cpu")) is model
     assert not isinstance(model.weight, torch.distributed.tensor.DTensor)
+
+
+@pytest.fixture
+def group_of_one():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_copied_models_buckets_are_the_same_from_the_first_exchange_on(group_of_one):
+    """Where they are not, three and more processes sum in another order after a resume."""
+    core = nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 300), nn.Linear(300, 2))
+    model = wrap(core, Mesh(0, 2, 0, 2, 1, torch.device("cpu")))
+    assert all(parameter.grad is None for parameter in core.parameters())
+    names, exchanged = {parameter: name for name, parameter in core.named_parameters()}, []
+
+    def noted(_state, bucket):
+        exchanged.append([names[parameter] for parameter in bucket.parameters()])
+        done = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    model.register_comm_hook(None, noted)
+    layouts = []
+    for _ in range(3):
+        exchanged.clear()
+        model(torch.ones(1, 300)).sum().backward()
+        layouts.append(list(exchanged))
+    assert layouts[0] == layouts[1] == layouts[2]
+    assert layouts[0] == [["2.bias", "2.weight", "1.bias", "1.weight", "0.bias", "0.weight"]]
+
+
+@pytest.mark.faults
+def test_three_copies_resume_in_every_bit(launch):
+    assert launch("exact_resume_proof.py", 3) == [0] * 4

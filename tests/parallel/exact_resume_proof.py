@@ -1,0 +1,55 @@
+"""Run as one of several processes: gradients of a model in training, against those of the same weights in a fresh DDP."""
+
+import json
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+from torch import nn
+
+warnings.simplefilter("error")
+
+from flatout.config import ParallelConfig  # noqa: E402
+from flatout.parallel.data import wrap  # noqa: E402
+from flatout.parallel.mesh import make_mesh  # noqa: E402
+from flatout.parallel.rendezvous import connect, disconnect  # noqa: E402
+
+STEPS = 4
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(50, 200), nn.Tanh(), nn.Linear(200, 100), nn.Tanh(), nn.Linear(100, 30))
+
+
+def backward(model, mesh, step):
+    """A gradient that differs between processes, so that the order of their sum shows."""
+    inputs = torch.randn(4, 50, generator=torch.Generator().manual_seed(100 * step + mesh.rank))
+    model(inputs).square().sum().backward()
+
+
+def main(report):
+    ranks = connect("cpu")
+    mesh = make_mesh(ParallelConfig(), "cpu", ranks)
+    core = network()
+    model = wrap(core, mesh)
+    differing = []
+    for step in range(STEPS):
+        fresh = network()
+        fresh.load_state_dict(core.state_dict())
+        backward(model, mesh, step)
+        backward(wrap(fresh, mesh), mesh, step)
+        differing.append(sum(int((a.grad != b.grad).sum()) for a, b in zip(core.parameters(), fresh.parameters(), strict=True)))
+        with torch.no_grad():
+            for parameter in core.parameters():
+                parameter.add_(parameter.grad, alpha=-0.01)
+                parameter.grad = None
+    mesh.barrier()
+    disconnect()
+    if mesh.is_main:
+        Path(report).write_text(json.dumps(differing))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
