@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import FrameType, NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Union, get_args, get_origin
 
-from flatout.errors import ConfigError, FlatoutError, Interrupted, UntrustedCode, UsageError
+from flatout.errors import ConfigError, FlatoutError, Interrupted, UntrustedCode, UsageError, without_secrets
 from flatout.progress import SILENT, Progress
 from flatout.registry import COMMANDS, nearest, unknown_name
 from flatout.trust import BY_ARGUMENT
@@ -293,7 +293,7 @@ def _fail(error: FlatoutError, as_json: bool) -> int:
     if rank == "0" or not isinstance(error, UsageError):
         prefix = "" if rank == "0" else f"[rank {rank}] "
         for note in getattr(error, "__notes__", []):
-            print(note.rstrip(), file=sys.stderr)
+            print(without_secrets(note.rstrip()), file=sys.stderr)
         print(f"{prefix}{error.what}\nFix: {error.fix}", file=sys.stderr)
     if as_json and rank == "0":
         print(json.dumps({"error": error.what, "fix": error.fix, "exit_code": error.exit_code}))

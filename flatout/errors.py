@@ -18,13 +18,34 @@ from __future__ import annotations
 
 import re
 
-_PASSWORD = re.compile(r"""(?<=://)[^\s@'"]*:[^\s@'"]*@|(?<=http://)[^\s@/]*@|(?<=https://)[^\s@/]*@""")
-_QUERY = re.compile(r"""(https?://[^\s?'"]*)\?[^\s'"]*?(?=[.,:;)]*(?:[\s'"]|$))""")
+_SCHEME = re.compile(r"(?i)(?<![a-z0-9+.-])([a-z][a-z0-9+.-]*:(?://+|/(?=[^/\s]*:[^/\s]*@)))")
+"""How an address begins; a path that was made of it has one slash."""
+_USER = re.compile(r"(?i)[^\s:]*:\S*@|[^/\n@:]*:(?!\d+\b)[^\n]*?@")
+"""A user and password: of one word up to its last `@`, or with spaces."""
+_WEB_USER = re.compile(r"[^\s@/]*@")
+_QUERY = re.compile(r"""([^\s?'"]*|[^?'"\n]*(?=\?[^\s'"]*=))\?([^\s'"]*)""")
 
 
 def without_secrets(text: str) -> str:
     """Return a text in which addresses have no user, no password and, on the web, no query: what may be shown and stored."""
-    return _QUERY.sub(r"\1", _PASSWORD.sub("", text))
+    before, *found = _SCHEME.split(text)
+    return before + "".join(scheme + _bare(scheme, rest) for scheme, rest in zip(found[::2], found[1::2], strict=True))
+
+
+def _bare(scheme: str, rest: str) -> str:
+    """Return what follows an address's scheme, up to the next address, without secrets."""
+    rest = _past(_USER, rest)
+    if "http" in scheme.lower():
+        rest = _past(_WEB_USER, rest)
+        if query := _QUERY.match(rest):
+            closing = query[2][len(query[2].rstrip(".,:;)")) :]
+            rest = query[1] + closing + rest[query.end() :]
+    return rest
+
+
+def _past(pattern: re.Pattern[str], text: str) -> str:
+    found = pattern.match(text)
+    return text[found.end() :] if found else text
 
 
 class FlatoutError(Exception):

@@ -64,6 +64,17 @@ def test_the_picture_in_the_docstring_is_the_tree():
         ("https://host/a?sig=1: 403 Forbidden", "https://host/a: 403 Forbidden"),
         ("hf://datasets/org/name@main/a?.txt", "hf://datasets/org/name@main/a?.txt"),
         ("s3://bucket/what?.txt", "s3://bucket/what?.txt"),
+        ("HTTP://u:PASS@host/a and Https://token@host/b?SIG=1", "HTTP://host/a and Https://host/b"),
+        ("http://us er:PASS@host/a", "http://host/a"),
+        ("s3://us er:PA/SS WORD@host/a", "s3://host/a"),
+        ("http://u:P@SS@host/a", "http://host/a"),
+        ("http://u:P'A\"S@host/a", "http://host/a"),
+        ("http:/u:PASS@host/a?sig=1", "http:/host/a"),
+        ("git+https://u:PASS@host/a", "git+https://host/a"),
+        ("s3://a/b,s3://u:/PASS@host/a", "s3://a/b,s3://host/a"),
+        ("https://host/a b.txt?sig=1 is missing", "https://host/a b.txt is missing"),
+        ("http://127.0.0.1:80/rows.jsonl, line 3: 'me@host'", "http://127.0.0.1:80/rows.jsonl, line 3: 'me@host'"),
+        ("Is http://host/a b there? Ask me@host: now.", "Is http://host/a b there? Ask me@host: now."),
     ],
 )
 def test_secrets_of_addresses_are_not_said(said, shown):

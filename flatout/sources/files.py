@@ -126,7 +126,7 @@ def find_files(path: str) -> list[Found]:
 
     Raises: DataError when there is none.
     """
-    if path.startswith("file://"):
+    if is_address(path) and protocol_of(path) == "file":
         path = urllib.parse.unquote(urllib.parse.urlsplit(path).path)
     if is_address(path):
         return [Found(entry.address, entry.address, entry.size, entry.mark) for entry in find_remote(path, _is_searched_for)]

@@ -68,7 +68,7 @@ class RemoteEntry:
 
 def is_address(name: str) -> bool:
     """Return whether a name is an address such as `s3://bucket/key`."""
-    return re.match(r"[a-z][a-z0-9+.-]*://", name) is not None
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", name) is not None
 
 
 def name_of(address: str) -> str:
@@ -182,8 +182,8 @@ def _entry(address: str, described: dict[str, Any]) -> RemoteEntry:
 
 
 def protocol_of(address: str) -> str:
-    """Return how an address begins, `s3` for example."""
-    return address.partition("://")[0]
+    """Return how an address begins, `s3` for example; `S3://` is the same."""
+    return address.partition("://")[0].lower()
 
 
 def read_remote(address: str, *, attempts: int = ATTEMPTS, sleep: Callable[[float], None] = time.sleep) -> bytes:
@@ -211,7 +211,7 @@ def locate(address: str, doing: Doing = "read") -> tuple[Any, str]:
     if "::" in address or protocol in _INTERPRETING:
         raise DataError(f"{address} would be read through another filesystem, which may follow instructions in what it reads.", fix=_PLAIN)
     try:
-        filesystem, path = fsspec.core.url_to_fs(address)
+        filesystem, path = fsspec.core.url_to_fs(f"{protocol}://{address.partition('://')[2]}")
     except ImportError as error:
         package, extra = _PACKAGES.get(protocol, (str(error.name or protocol), ""))
         line = f'pip install "flatout[{extra}]"' if extra else f"pip install {package}"

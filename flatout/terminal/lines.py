@@ -16,6 +16,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from flatout.errors import without_secrets
 from flatout.progress import Task
 from flatout.terminal.figures import amount, duration, wrapped
 
@@ -29,7 +30,7 @@ class _OpenTask:
     """One long step under way, and what a line about it says."""
 
     def __init__(self, what: str, total: float | None, unit: str, clock: Callable[[], float]) -> None:
-        self.what = what
+        self.what = without_secrets(what)
         self.total = total
         self.unit = unit
         self.done = 0.0
@@ -49,7 +50,7 @@ class _OpenTask:
 
     def note(self, text: str) -> None:
         """Show a few words beside the step, in place of the last ones."""
-        self.text = text
+        self.text = without_secrets(text)
 
     @property
     def elapsed(self) -> float:
@@ -130,6 +131,7 @@ class Terminal:
 
     def say(self, line: str) -> None:
         """Print one line that stays; a person's terminal breaks it at spaces."""
+        line = without_secrets(line)
         self.console.print(Text(wrapped(line, self.console.width) if self.interactive else line), soft_wrap=True)
 
     def close(self) -> None:
