@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from flatout.errors import ConfigError
 from flatout.models import layers
+from flatout.models.averaging import Groups, averaged, repeated, spread
 from flatout.models.decoding import Decoder
 from flatout.models.language_model import Flops, LanguageModel, LanguageModelConfig, ParameterKind, kind_by_name
 from flatout.ops import Ops, at_least_fp32
@@ -302,9 +303,15 @@ class Memory(nn.Module):
         Shapes:  drive_BTE (B, T, E); gain (K,) or (B, T, K), None is 1; eigenvalues as `eigenvalues` returns them; doc_ids_BT (B, T) integers.
         Returns: states_BTE, in the type that `ops.scan` gives.
         """
-        drive_BNE = scaled(self._averaged(drive_BTE, doc_ids_BT), gain)
-        states_BNE = self._states(drive_BNE, eigenvalues, None if doc_ids_BT is None else self._last(doc_ids_BT), None)
-        return self._known(states_BNE, None, 0, drive_BTE.shape[1], doc_ids_BT)
+        tokens = drive_BTE.shape[1]
+        if self.scale == 1 or doc_ids_BT is None:
+            states_BNE = self._states(scaled(self._averaged(drive_BTE), gain), eigenvalues, doc_ids_BT, None)
+            return self._known(states_BNE, None, 0, tokens)
+        if tokens < self.scale:
+            return at_least_fp32(torch.zeros_like(drive_BTE))
+        groups = Groups.of(doc_ids_BT, self.scale)
+        drive_BNE = scaled(averaged(drive_BTE, self.scale, groups), gain)
+        return spread(self._states(drive_BNE, eigenvalues, groups.document, None), self.scale, groups)
 
     def decode(self, drive_BTE: Tensor, gain: Tensor | None, eigenvalues: tuple[Tensor, Tensor], carried: Carried, start: int) -> Tensor:
         """Return the same for tokens that go on from what is carried, and carry on; at least in fp32, whatever `ops.scan` would give.
@@ -315,27 +322,15 @@ class Memory(nn.Module):
         tokens = drive_BTE.shape[1]
         if carried.waiting is not None:
             drive_BTE = torch.cat((carried.waiting, drive_BTE), dim=1)
-        states_BNE = self._states(scaled(at_least_fp32(self._averaged(drive_BTE, None)), gain), eigenvalues, None, carried.state)
-        known_BTE = self._known(states_BNE, carried.state, start, tokens, None)
+        states_BNE = self._states(scaled(at_least_fp32(self._averaged(drive_BTE)), gain), eigenvalues, None, carried.state)
+        known_BTE = self._known(states_BNE, carried.state, start, tokens)
         carried.waiting = drive_BTE[:, drive_BTE.shape[1] // self.scale * self.scale :] if self.scale > 1 else None
         carried.state = states_BNE[:, -1] if states_BNE.shape[1] else carried.state
         return known_BTE
 
-    def _last(self, each_BT: Tensor) -> Tensor:
-        """What the last token of every full group of `scale` has."""
-        return each_BT[:, self.scale - 1 :: self.scale]
-
-    def _averaged(self, drive_BTE: Tensor, doc_ids_BT: Tensor | None) -> Tensor:
-        """The mean of every full group, over the tokens of the document that its last one is in."""
-        if self.scale == 1:
-            return drive_BTE
-        whole = drive_BTE.shape[1] // self.scale * self.scale
-        rows, _, parts = drive_BTE.shape
-        groups_BNSE = at_least_fp32(drive_BTE[:, :whole]).reshape(rows, -1, self.scale, parts)
-        if doc_ids_BT is not None:
-            ids_BNS = doc_ids_BT[:, :whole].reshape(rows, -1, self.scale)
-            groups_BNSE = torch.where((ids_BNS == ids_BNS[..., -1:])[..., None], groups_BNSE, 0.0)
-        return groups_BNSE.mean(dim=2)
+    def _averaged(self, drive_BTE: Tensor) -> Tensor:
+        """The mean of every full group of one document."""
+        return drive_BTE if self.scale == 1 else averaged(drive_BTE, self.scale, None)
 
     def eigenvalues(self, pace_BTK: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return logarithms of magnitudes, and angles. Angles are places all round the circle, moved in units of what is forgotten a step.
@@ -356,17 +351,13 @@ class Memory(nn.Module):
             return at_least_fp32(drive_BNE)
         return self.ops.scan(*eigenvalues, drive_BNE, doc_ids_BT=doc_ids_BN, start_BE=start_BE, chunk_size=self.chunk_size)
 
-    def _known(self, states_BNE: Tensor, before_BE: Tensor | None, start: int, tokens: int, doc_ids_BT: Tensor | None) -> Tensor:
-        """For each token, the state of the last group that is complete with it; none before the first, and none of another document."""
+    def _known(self, states_BNE: Tensor, before_BE: Tensor | None, start: int, tokens: int) -> Tensor:
+        """For each token from `start` on, the state of the last group that is complete with it; `before_BE`, or zero, before the first."""
         if self.scale == 1:
             return states_BNE
         first_BE = states_BNE.new_zeros(states_BNE.shape[0], states_BNE.shape[2]) if before_BE is None else before_BE
-        place_T = torch.arange(start + 1, start + tokens + 1, device=states_BNE.device) // self.scale - start // self.scale
-        known_BTE = torch.cat((first_BE[:, None], states_BNE), dim=1)[:, place_T]
-        if doc_ids_BT is None:
-            return known_BTE
-        ids_BT = functional.pad(self._last(doc_ids_BT), (1, 0), value=-1)[:, place_T]
-        return torch.where((ids_BT == doc_ids_BT)[..., None], known_BTE, 0.0)
+        known_BUE = repeated(torch.cat((first_BE[:, None], states_BNE), dim=1), self.scale)
+        return known_BUE[:, start % self.scale + 1 :][:, :tokens]
 
 
 @final

@@ -9,7 +9,7 @@ from torch.nn import functional
 from flatout.config import OptimConfig
 from flatout.errors import ConfigError
 from flatout.models.eigenstate import GATE_BIAS, Eigenstate, Memory
-from flatout.ops import Ops, cross_entropy, newton_schulz, scan
+from flatout.ops import Ops, cross_entropy, newton_schulz, scan, variants
 from flatout.optimizers import muon
 from flatout.optimizers.adamw import per_parameter
 from flatout.optimizers.groups import OptimizerParts
@@ -130,6 +130,43 @@ def test_a_coarse_scale_tells_nothing_before_its_group_is_complete():
     (gradient,) = torch.autograd.grad(logits[0, 6].sum(), embedded[0])
     told_of = gradient[0].abs().sum(dim=-1) > 0
     assert told_of.tolist() == [True] * 4 + [False, False, True] + [False] * 5, "tokens 0 to 3, a full group, and itself"
+
+
+@pytest.mark.parametrize("variant", variants(scan))
+@pytest.mark.parametrize(
+    "changes", [{"scales": (1, 2, 4, 8)}, {"scales": (3,)}, {"eigenvalues": "selective"}], ids=["hierarchical", "coarse", "selective"]
+)
+def test_a_packed_document_is_the_document_alone(changes, variant):
+    """To rounding: a logit, here below 0.4, passes about forty operations that each round it by at most half an eps: 40 x 0.4 x 6e-8 in fp32."""
+    model = made(ops=Ops.plain(scan=variants(scan)[variant]), **changes)
+    lengths = (5, 1, 11, 8)
+    tokens = tokens_of(1, sum(lengths))
+    ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
+    for dtype, tolerance in ((torch.float32, 1e-6), (torch.float64, 2e-15)):
+        model.to(dtype)
+        packed = model.logits(tokens, ids)
+        alone = torch.cat([model.logits(part) for part in tokens.split(lengths, dim=1)], dim=1)
+        torch.testing.assert_close(packed, alone, rtol=0, atol=tolerance)
+    reader = model.eval().decoder()
+    last = tokens[:, -lengths[-1] :]
+    read = torch.stack([reader.read(last[:, t : t + 1]) for t in range(lengths[-1])], dim=1)
+    torch.testing.assert_close(packed[:, -lengths[-1] :], read, rtol=0, atol=2e-15)
+
+
+def test_a_packed_document_sees_itself_up_to_each_token():
+    """Proved from gradients, with groups that begin anywhere."""
+    model, lengths = made(scales=(2, 4)).double(), (3, 6, 7)
+    ids = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))[None]
+    embedded = []
+    embed = model.embed
+    model.embed = lambda tokens: embedded.append(embed(tokens)) or embedded[0]
+    logits = model.logits(tokens_of(1, sum(lengths)), ids)
+    for t in range(sum(lengths)):
+        (gradient,) = torch.autograd.grad(logits[0, t].sum(), embedded[0], retain_graph=True)
+        told_of = (gradient[0].abs().sum(dim=-1) > 0).nonzero().flatten().tolist()
+        first = sum(lengths[: int(ids[0, t])])
+        complete = first + (t + 1 - first) // 2 * 2
+        assert told_of == [*range(first, complete), *range(max(complete, t), t + 1)], f"token {t}"
 
 
 def test_what_is_carried_does_not_grow_with_the_text():

@@ -111,7 +111,7 @@ def test_buckets_of_lengths_are_all_compiled_beforehand(compiled_run, tmp_path):
 SHAPES = {
     "gpt2": {"model__positions": "learned", "model__bias": True},
     "llama": {"model__norm": "rmsnorm", "model__activation": "swiglu", "model__qk_norm": True, "data__document_mask": True},
-    "eigenstate": {"model__kind": "eigenstate", "model__scales": [1, 2]},
+    "eigenstate": {"model__kind": "eigenstate", "model__scales": [1, 2], "data__document_mask": True},
     "selective": {"model__kind": "eigenstate", "model__eigenvalues": "selective", "data__document_mask": True},
 }
 """Models that between them go through every op that `auto` takes on a GPU."""

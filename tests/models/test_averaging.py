@@ -1,0 +1,57 @@
+"""Groups restart at every document, and everything about them is a fixed shape. Letters: as in models/averaging.py."""
+
+import pytest
+import torch
+
+from flatout.models.averaging import Groups, averaged, spread
+
+LENGTHS = {
+    "odd": (5, 1, 2, 9, 3),
+    "shorter than a group": (1, 2, 1, 3, 2),
+    "one document": (20,),
+    "groups end together": (8, 4, 8),
+    "one token each": (1,) * 9,
+}
+
+
+def ids_of(lengths):
+    return torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
+
+
+def alone(drive, scale):
+    """The same by a loop, for one document: the mean of every full group, spread from its last token on."""
+    known, latest = [], 0 * drive[0]
+    for t in range(len(drive)):
+        if (t + 1) % scale == 0:
+            latest = drive[t + 1 - scale : t + 1].mean(dim=0)
+        known.append(latest)
+    return torch.stack(known)
+
+
+@pytest.mark.parametrize("scale", [2, 3, 4])
+@pytest.mark.parametrize("case", LENGTHS)
+def test_every_document_has_the_groups_it_has_alone(case, scale):
+    lengths = LENGTHS[case]
+    ids = torch.cat((ids_of(lengths), ids_of(lengths[::-1])))
+    drive = torch.randn(2, sum(lengths), 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    groups = Groups.of(ids, scale)
+    found = spread(averaged(drive, scale, groups), scale, groups)
+    wanted = torch.stack(
+        [torch.cat([alone(part, scale) for part in row.split(cut)]) for row, cut in zip(drive, (lengths, lengths[::-1]), strict=True)]
+    )
+    torch.testing.assert_close(found, wanted)
+    weights = torch.randn(found.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(*(torch.autograd.grad((each * weights).sum(), drive)[0] for each in (found, wanted)))
+
+
+def test_the_document_of_a_group_is_told_from_its_neighbours():
+    groups = Groups.of(torch.tensor([[7, 7, 7, 3, 7, 7, 7, 7]]), 2)
+    assert groups.document.tolist() == [[1, 3, 3, 0]], "ids may come again; a document of one token has no group"
+
+
+def test_nothing_of_a_document_reaches_the_groups_of_another():
+    drive = torch.ones(1, 9, 1)
+    drive[:, :4] = float("nan")
+    groups = Groups.of(ids_of((4, 5)), 2)
+    known = spread(averaged(drive, 2, groups), 2, groups)[0, :, 0]
+    assert known[4:].tolist() == [0, 1, 1, 1, 1]
