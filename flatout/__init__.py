@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from flatout.errors import require_posix
+
 if TYPE_CHECKING:
     from flatout.commands.bench import bench
     from flatout.commands.demo import demo
@@ -93,6 +95,7 @@ The command `generate` is `sample` here, because `flatout.generate` is the modul
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'flatout' has no attribute {name!r}")
+    require_posix()
     module, _, attribute = _HOMES[name].partition(":")
     return getattr(importlib.import_module(module), attribute or name)
 

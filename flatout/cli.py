@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import FrameType, NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Union, get_args, get_origin
 
-from flatout.errors import ConfigError, FlatoutError, Interrupted, UntrustedCode, UsageError, without_secrets
+from flatout.errors import ConfigError, FlatoutError, Interrupted, RunFailed, UntrustedCode, UsageError, require_posix, without_secrets
 from flatout.progress import SILENT, Progress
 from flatout.registry import COMMANDS, nearest, unknown_name
 from flatout.trust import BY_ARGUMENT
@@ -48,19 +48,64 @@ Begin with: flatout demo
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the program and exit with its code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    _open_streams()
     if sys.__stderr__ is not None and not faulthandler.is_enabled():
         faulthandler.enable(sys.__stderr__)  # a crash below Python, as of a mapped file that a disk no longer gives, says where it was
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a model may write what the terminal cannot show
     try:
         code = _guarded(words)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # The reader has left (`flatout list ... | head`). Python would complain once more when it closes standard output.
-        with contextlib.suppress(OSError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader has left in the middle of a command's own output
+        _drop_output()
         code = 1
+    with _output_kept_apart():
+        sys.stdout.flush()
     raise SystemExit(code)
+
+
+class _Tolerant(io.FileIO):
+    """Standard error that drops what it cannot take, so that a full disk or a reader that has left ends no run."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError:
+            return memoryview(data).nbytes
+
+
+def _open_streams() -> None:
+    """Open what was closed (`2>&-`) on nothing: else the next file to be opened would be standard error to every library."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free, which is this one
+    if sys.stdin is None:
+        sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    if sys.stdout is None:
+        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+    if sys.stderr is None or sys.stderr is sys.__stderr__:
+        raw = io.BufferedWriter(_Tolerant(2, "w", closefd=False))
+        sys.stderr = io.TextIOWrapper(raw, getattr(sys.stderr, "encoding", "utf-8"), "backslashreplace", line_buffering=True)
+
+
+@contextlib.contextmanager
+def _output_kept_apart() -> Iterator[None]:
+    """Write results: when standard output does not take them, say so; what the command did, and its exit code, stay the same."""
+    try:
+        yield
+    except OSError as error:
+        _drop_output()
+        if not isinstance(error, BrokenPipeError):  # `flatout ... | head` means it
+            print(f"The result could not be written to standard output: {error.strerror or error}.", file=sys.stderr)
+
+
+def _drop_output() -> None:
+    """Let standard output go nowhere from here on: Python would complain once more when it closes it."""
+    with contextlib.suppress(OSError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
 
 
 def build(name: str, finish: Callable[[Command, dict[str, Any]], object] | None = None) -> Any:
@@ -133,6 +178,7 @@ def _run(words: list[str]) -> int:
     if name.startswith("-"):
         guess = nearest(name, ["--help", "--version"])
         raise ConfigError(f"flatout has no option {name!r}.", fix=f"Did you mean {guess!r}?" if guess else "`flatout --help` shows the commands.")
+    require_posix()
     return _parse_and_call(name, rest)
 
 
@@ -256,7 +302,9 @@ def _call(command: Command, values: dict[str, Any]) -> int:
     finally:
         terminal.close()
     if speaks:
-        _show(result, as_json)
+        with _output_kept_apart():
+            _show(result, as_json)
+            sys.stdout.flush()
     return result.exit_code
 
 
@@ -267,7 +315,13 @@ def _python_parameters(command: Command, terminal: Terminal, speaks: bool, as_js
     stream = sys.stderr if as_json else sys.stdout
 
     def write(text: str) -> None:
-        print(printable(text) if stream.isatty() else text, end="", flush=True, file=stream)
+        try:
+            print(printable(text) if stream.isatty() else text, end="", flush=True, file=stream)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            _drop_output()
+            raise RunFailed(f"Standard output cannot be written: {error.strerror or error}.", fix="Write it to another place.") from error
 
     given = {
         "progress": terminal if speaks else SILENT,

@@ -16,6 +16,7 @@ FlatoutError
 
 from __future__ import annotations
 
+import importlib
 import re
 
 _SCHEME = re.compile(r"(?i)(?<![a-z0-9+.-])([a-z][a-z0-9+.-]*:(?://+|/(?=[^/\s]*:[^/\s]*@)))")
@@ -112,3 +113,17 @@ class Interrupted(FlatoutError):
     def __init__(self, what: str, *, fix: str, signal_number: int) -> None:
         super().__init__(what, fix=fix)
         self.exit_code = 128 + signal_number
+
+
+def require_posix() -> None:
+    """Check that this system has the file locks that runs and datasets are kept with.
+
+    Raises: HardwareError on Windows.
+    """
+    try:
+        importlib.import_module("fcntl")
+    except ImportError as error:
+        raise HardwareError(
+            "flatout needs Linux or macOS, and this Python runs on another system.",
+            fix="On Windows, install WSL (`wsl --install`), and install and run flatout in it.",
+        ) from error

@@ -109,7 +109,8 @@ def probe() -> Machine:
     """Return what this process may use: affinity and container limits count, not the board's totals."""
     cgroup_cores, cgroup_bytes = cgroup_limits()
     memory_bytes = min(psutil.virtual_memory().total, cgroup_bytes or 2**63)
-    return Machine(_cpu_name(), min(_affinity(), cgroup_cores or 2**31), memory_bytes / GIB, _gpus(), platform.python_version(), _multiplies_bf16())
+    cores = min(usable_cores(), cgroup_cores or 2**31)
+    return Machine(_cpu_name(), cores, memory_bytes / GIB, _gpus(), platform.python_version(), _multiplies_bf16())
 
 
 def _multiplies_bf16() -> bool:
@@ -349,7 +350,8 @@ def _cpu_name() -> str:
     return named.group(1).strip() if named else platform.processor() or platform.machine()
 
 
-def _affinity() -> int:
+def usable_cores() -> int:
+    """Return how many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -150,6 +150,13 @@ def test_sigterm_is_put_back(run):
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_secrets_are_neither_in_errors_nor_in_what_is_noted_and_said(run):
+    address = "HTTP://us er:PASS@host/a"
+    assert "PASS" not in "".join(run("shout", "RunFailed", address)[1:])
+    assert "PASS" not in "".join(run("shout", address, "--tims", "2")[1:])
+    assert "PASS" not in "".join(run(address)[1:])
+
+
 def test_an_error_under_json_is_json_too(run):
     code, out, err = run("shout", "RunFailed", "--json")
     assert json.loads(out) == {"error": "It went wrong.", "fix": "Do it right.", "exit_code": 1}
@@ -281,6 +288,65 @@ def test_a_reader_that_leaves_is_no_error():
     assert talker.wait(timeout=60) == 1
     assert talker.stderr.read() == ""
     talker.stderr.close()
+
+
+SHOUTER = """
+import sys, test_cli
+from flatout import cli
+cli.COMMANDS = test_cli.Fakes()
+cli.main(sys.argv[1:])
+"""
+
+
+def redirected(redirection, *words):
+    """Run the fake command in a shell with its streams redirected."""
+    line = f'"$0" -c "$1" shout "${{@:2}}" {redirection}'
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    return subprocess.run(["bash", "-c", line, sys.executable, SHOUTER, *words], capture_output=True, text=True, env=environment, check=False)
+
+
+@pytest.mark.parametrize(
+    ("redirection", "out"), [("2>&-", "HELLO"), ("2>/dev/full", "HELLO"), (">&-", ""), ("<&- >&- 2>&-", ""), ("2> >(exit) > >(exit)", "")]
+)
+def test_a_stream_that_is_closed_or_full_ends_no_command(redirection, out):
+    done = redirected(redirection, "hello", *(["--json"] if not out else []))
+    assert done.returncode == 0
+    assert done.stdout.removeprefix("streamed\n").strip() == out
+    assert "Error" not in done.stderr
+
+
+def test_a_result_that_cannot_be_written_is_said_and_leaves_the_exit_code():
+    done = redirected(">/dev/full", "hello", "--json")
+    assert done.returncode == 0
+    assert done.stderr.endswith("The result could not be written to standard output: No space left on device.\n")
+    assert redirected(">/dev/full 2>&-", "RunFailed").returncode == 1
+
+
+def test_what_is_streamed_to_a_full_disk_is_a_named_error():
+    done = redirected(">/dev/full", "hello")
+    assert (done.returncode, done.stderr.splitlines()[-2:]) == (
+        1,
+        ["Standard output cannot be written: No space left on device.", "Fix: Write it to another place."],
+    )
+
+
+def test_a_file_opened_later_is_never_standard_error():
+    program = "import os\nfrom flatout import cli\ncli._run = lambda words: print(os.open('/dev/null', os.O_RDONLY)) or 0\ncli.main(['x'])"
+    line = '"$0" -c "$1" <&- 2>&-'
+    done = subprocess.run(["bash", "-c", line, sys.executable, program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert int(done.stdout) > 2
+
+
+@pytest.mark.parametrize("words", [["train", "demo"], ["prepare", "a.txt", "--out", "b"]])
+def test_a_system_without_file_locks_is_told_in_a_sentence(words, monkeypatch, capsys):
+    for module in ("fcntl", "resource"):
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(words)
+    assert stopped.value.code == 2
+    err = capsys.readouterr().err
+    assert err.startswith("flatout needs Linux or macOS")
+    assert "WSL" in err
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS.names())

@@ -12,7 +12,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from flatout.sources import FIRST_NAMED, Document, Place
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
+ZEROS_AT_ONCE = 1 << 20
 SORTED_AT_ONCE = 1 << 20
 """About how many marks are sorted in memory."""
 
@@ -74,7 +75,7 @@ def find_duplicates(work: WorkFolder, records: Sequence[RangeRecord], *, kept: S
 def _flags(work: WorkFolder, records: Sequence[RangeRecord], places: dict[tuple[int, SplitName], slice], folder: Path, total: int) -> Array:
     """Return 1 for each document of the corpus that was there before, on the disk."""
     with (folder / "flags").open("wb") as file:
-        os.posix_fallocate(file.fileno(), 0, max(total, 1))  # a full disk says so here; written through the map, it kills the process
+        _allocate(file, max(total, 1))  # a full disk says so here; written through the map, it kills the process
     flags = np.memmap(folder / "flags", np.uint8, "r+", shape=max(total, 1))[:total]
     for path in _sorted_out(work, records, places, folder, -(-total // SORTED_AT_ONCE)):
         marks = np.fromfile(path, _SORTED)
@@ -84,6 +85,14 @@ def _flags(work: WorkFolder, records: Sequence[RangeRecord], places: dict[tuple[
         flags[marks["document"][order[again]]] = 1
         path.unlink()
     return flags
+
+
+def _allocate(file: IO[bytes], size: int) -> None:
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(file.fileno(), 0, size)
+        return
+    for start in range(0, size, ZEROS_AT_ONCE):  # macOS
+        file.write(bytes(min(ZEROS_AT_ONCE, size - start)))
 
 
 def _sorted_out(

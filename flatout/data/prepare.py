@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -25,7 +24,7 @@ from flatout.data.shards import Dataset
 from flatout.data.work import PartOf, WorkFolder
 from flatout.data.workers import Crew, Setup, Workers
 from flatout.errors import DataError
-from flatout.hardware import cgroup_limits
+from flatout.hardware import cgroup_limits, usable_cores
 from flatout.progress import SILENT, Progress, Task
 from flatout.registry import unknown_name
 from flatout.sources import Part
@@ -192,7 +191,7 @@ def usual_workers(parts: Sequence[Part]) -> int:
     """Return how many processes to use: one a usable core, fewer for little text."""
     sizes = [part.num_bytes for part in parts]
     useful = len(sizes) if 0 in sizes else sum(sizes) // BYTES_PER_WORKER
-    cores = min(len(os.sched_getaffinity(0)), cgroup_limits()[0] or useful)
+    cores = min(usable_cores(), cgroup_limits()[0] or useful)
     return max(1, min(cores, useful))
 
 

@@ -166,7 +166,7 @@ def _plain_machine(patch: pytest.MonkeyPatch, place: Path) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         patch.delenv(name, raising=False)
     patch.setattr("flatout.hardware._cpu_name", lambda: "a CPU")
-    patch.setattr("flatout.hardware._affinity", lambda: 2)
+    patch.setattr("flatout.hardware.usable_cores", lambda: 2)
     patch.setattr("flatout.hardware._gpus", lambda: ())
     patch.setattr(torch.cuda, "is_available", lambda: False)
     patch.setattr(psutil, "cpu_percent", lambda **_: 0.0)

@@ -91,6 +91,13 @@ def test_where_a_prompt_ends_tells_documents_apart(tmp_path):
     assert sum(entry.count for entry in made.manifest.skipped) == 0
 
 
+def test_flags_take_their_room_where_the_system_cannot_allocate_it(tmp_path, monkeypatch):
+    """macOS has no posix_fallocate."""
+    monkeypatch.delattr(os, "posix_fallocate")
+    path = write(tmp_path / "rows.jsonl", [f"text {number % 80}" for number in range(100)])
+    assert prepare_dataset([path], tmp_path / "out", Options(tokenizer="byte", duplicates="drop")).manifest.documents == 80
+
+
 def test_a_disk_that_is_full_when_duplicates_are_flagged_keeps_what_is_done(tmp_path, monkeypatch):
     path = write(tmp_path / "rows.jsonl", [f"text {number % 80}" for number in range(100)])
     options = Options(tokenizer="byte", split="tail 0.4", duplicates="drop")

@@ -170,3 +170,13 @@ def test_what_is_said_is_not_taken_as_markup():
     terminal = plain()
     terminal.say("[bold] data[0] :smile: " + "x" * 200)
     assert text_of(terminal) == "[bold] data[0] :smile: " + "x" * 200 + "\n"
+
+
+def test_secrets_of_addresses_are_not_shown():
+    terminal = plain(Clock())
+    with terminal.task("Reading HTTP://u:PASS@host/a") as task:
+        task.note("s3://u:PASS@host/b")
+        terminal.say("from https://token@host/c")
+        line = terminal._open[0]
+    assert text_of(terminal) == "from https://host/c\n"
+    assert (line.what, line.text) == ("Reading HTTP://host/a", "s3://host/b")
