@@ -4,6 +4,8 @@
 
 prepares the text once a repeat (characters, the last tenth for validation), trains the recipe `shakespeare-char` with
 `speedups=none` and as it comes, turn by turn in fresh processes, and writes benchmarks/results/main_job.json and .md.
+The plain way is fp32, eager, an optimizer that loops over parameters, text tokenised in the step, and the micro-batch that
+people write: the most rows up to 12 that divide the step.
 Rates are medians over the repeats, with the smallest and the largest. The losses are those of the same steps on the same
 windows: both runs have the same number of steps there.
 """
@@ -20,6 +22,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from flatout.config import load_config
 from flatout.hardware import probe
 from flatout.measure.results import commit_of_package
 
@@ -59,11 +62,13 @@ def measure(folder: Path, text: Path, repeats: int, steps: int, long_steps: int)
 
 
 def train(run: Path, data: Path, steps: int, wish: str) -> dict:
-    """Train in a fresh process; return its --json, and the loss of every step."""
+    """Train in a fresh process; return its --json, the loss of every step, and the micro-batch."""
     words = ["train", "shakespeare-char", f"data.path={data}", f"train.steps={steps}", f"speedups={wish}", "train.eval_every=0", "log.every=1"]
     found = flatout(*words, "--run", str(run))
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     found["losses"] = [record["train/loss"] for record in records if "train/loss" in record]
+    batch = load_config(str(run / "config.yaml")).batch
+    found["rows_per_device"], found["accumulate"] = batch.rows_per_device, batch.accumulate
     return found
 
 
@@ -87,6 +92,11 @@ def spread(values: list[float], digits: int = 0) -> str:
     return f"{statistics.median(values):,.{digits}f} ({min(values):,.{digits}f} to {max(values):,.{digits}f})"
 
 
+def batch_of(row: dict) -> str:
+    """Return a run's micro-batch and how many make a step."""
+    return f"{row['rows_per_device']} x {row['accumulate']}"
+
+
 def table(found: dict) -> str:
     """Return the figures as Markdown."""
     rows = found["rows"]
@@ -98,12 +108,14 @@ def table(found: dict) -> str:
     lines = [
         "| characters of Shakespeare, the same model and windows | the plain way (`speedups=none`) | `flatout train` as it comes |",
         "|---|---|---|",
+        f"| micro-batch: rows x accumulations | {batch_of(plain[0])} | {batch_of(fast[0])} |",
         f"| steady tokens/s | {plain_rate} | {fast_rate} |",
         f"| times faster | 1 | **{spread(ratio, 1)}** |",
         f"| share of this machine's own measured roof | {spread([row['mfu'] * 100 for row in plain if row['mfu']], 1)}% | {spread(mfu, 1)}% |",
         f"| loss after {found['steps']} steps | {plain[0]['losses'][-1]:.4f} | {fast[0]['losses'][-1]:.4f} |",
         "",
-        f"{found['machine']}; {found['repeats']} repeats, turn by turn in fresh processes; median (smallest to largest) over "
+        "The plain way is fp32, eager, with an optimizer that loops over parameters, text tokenised in the step, and the most rows up to 12 "
+        f"that divide the step. {found['machine']}; {found['repeats']} repeats, turn by turn in fresh processes; median (smallest to largest) over "
         f"{found['steps']} steps of the plain way and {found['long_steps']} of the other; the losses of all "
         f"{found['steps']} steps agree to {apart:.0e}; commit {found['commit']}; `python benchmarks/main_job.py`.",
     ]

@@ -116,8 +116,7 @@ def nanochat(order: Order) -> Peer:
 
 
 def people(order: Order) -> Peer:
-    """Return the way people write it: fp32, eager, attention with its whole matrix, AdamW parameter by parameter, `.item()` and
-    `empty_cache()` a step."""
+    """Return the way people write it: fp32, eager, attention with its whole matrix, AdamW parameter by parameter, `.item()` a step."""
     torch.set_float32_matmul_precision("highest")
     model = Transformer(order.shape, Ops.plain(cross_entropy=fused)).to(order.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=order.lr, betas=BETAS, weight_decay=WEIGHT_DECAY, foreach=False, fused=False)
@@ -126,11 +125,7 @@ def people(order: Order) -> Peer:
         loss_sum, num_valid = model(tokens_BT, targets_BT)
         return loss_sum / num_valid
 
-    def each_step(loss: Tensor) -> None:
-        loss.item()
-        torch.cuda.empty_cache()
-
-    return Peer(list(model.parameters()), loss, [optimizer], nullcontext(), each_step)
+    return Peer(list(model.parameters()), loss, [optimizer], nullcontext(), Tensor.item)
 
 
 PEERS: dict[str, Callable[[Order], Peer]] = {

@@ -88,6 +88,12 @@ class ImmediateReadback:
         return read
 
 
+PLAIN_ROWS, PLAIN_TOKENS = 12, 131_072
+"""The micro-batch that people write: nanoGPT's 12 rows, and no more tokens than 4 rows of 32,768."""
+USED_MEMORY = 0.8
+"""Share of the memory that the estimate of a micro-batch may fill."""
+
+
 @dataclass(frozen=True)
 class MicroBatchPlan:
     """What the choice of the micro-batch may look at."""
@@ -99,10 +105,21 @@ class MicroBatchPlan:
     memory_bytes: int
     """What one rank may use, all of it."""
 
+    def divisors(self, at_most: int) -> Iterator[int]:
+        """Yield the rows, `at_most` and fewer, that divide a rank's share of the step, the most first."""
+        yield from (rows for rows in range(min(self.rows_per_rank, at_most), 0, -1) if self.rows_per_rank % rows == 0)
 
-def one_row(_plan: MicroBatchPlan) -> int:
-    """Micro-batches of one window: the plain way, and what every memory can hold."""
-    return 1
+    def fits(self, rows: int) -> bool:
+        """Say whether the memory holds a micro-batch of so many rows."""
+        from flatout.memory import estimate
+
+        return estimate(self.workload, rows).total <= USED_MEMORY * self.memory_bytes
+
+
+def rows_people_write(plan: MicroBatchPlan) -> int:
+    """Return the most rows, up to 12 and to 131,072 tokens, that divide the step and fit the memory; one row is never refused."""
+    at_most = max(min(PLAIN_ROWS, PLAIN_TOKENS // plan.workload.seq_len), 1)
+    return next(rows for rows in plan.divisors(at_most) if rows == 1 or plan.fits(rows))
 
 
 def as_it_is() -> None:
@@ -131,7 +148,7 @@ PLAIN: Mapping[str, Any] = MappingProxyType(
         "windows": lazy("flatout.data.in_loop:TokenisingWindows"),
         "batching": lazy("flatout.data.steps:WindowSteps"),
         "feed": lazy("flatout.data.loader:DirectFeed"),
-        "micro_batch": one_row,
+        "micro_batch": rows_people_write,
         "matmul": "highest",
         "precision": FP32,
         "ops.attention": lazy("flatout.ops.attention:reference"),

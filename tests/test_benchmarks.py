@@ -1,4 +1,7 @@
-"""The tables in the documents are the ones a benchmark wrote, to the letter."""
+"""The tables in the documents are the ones a benchmark wrote, to the letter.
+
+`python -m pytest tests/test_benchmarks.py --write-tables` copies them from benchmarks/results after a measurement.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
+END = "<!-- end of figures -->\n"
 MARKED = [
     (path, name)
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -18,12 +22,32 @@ MARKED = [
 
 
 @pytest.mark.parametrize(("path", "name"), MARKED, ids=lambda value: getattr(value, "name", value))
-def test_a_marked_table_is_the_measured_one(path, name):
-    assert f"<!-- figures: {name} -->\n{(ROOT / name).read_text(encoding='utf-8')}" in path.read_text(encoding="utf-8")
+def test_a_marked_table_is_the_measured_one(path, name, request):
+    text = path.read_text(encoding="utf-8")
+    before, begin, rest = text.partition(f"<!-- figures: {name} -->\n")
+    _, end, after = rest.partition(END)
+    assert end, f"{path.name}: {END.strip()} must end the table of {name}"
+    wanted = f"{before}{begin}{(ROOT / name).read_text(encoding='utf-8')}{end}{after}"
+    if request.config.getoption("--write-tables"):
+        path.write_text(wanted, encoding="utf-8")
+    elif text != wanted:
+        pytest.fail(f"{name} was measured again: `python -m pytest tests/test_benchmarks.py --write-tables` copies it into {path.name}.")
 
 
 def test_the_readme_has_one():
     assert any(path.name == "README.md" for path, _ in MARKED)
+
+
+def test_the_main_job_states_both_micro_batches(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    benchmark = importlib.import_module("main_job")
+
+    def row(rate, rows, accumulate):
+        return {"tokens_per_s": rate, "mfu": 0.1, "losses": [3.0, 2.0], "rows_per_device": rows, "accumulate": accumulate}
+
+    rows = {"plain": [row(100.0, 8, 8)], "as it comes": [row(200.0, 64, 1)], "as it comes, long": [row(300.0, 64, 1)]}
+    found = {"rows": rows, "machine": "a CPU", "repeats": 1, "steps": 2, "long_steps": 4, "commit": ""}
+    assert "| micro-batch: rows x accumulations | 8 x 8 | 64 x 1 |\n| steady tokens/s | 100 (" in benchmark.table(found)
 
 
 def test_sampling_is_measured_with_and_without_the_cache(monkeypatch):

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from flatout.config import load_config
 from flatout.errors import ConfigError
 from flatout.hardware import Gpu, Machine
-from flatout.recipe import PLAIN, STAGES, ImmediateReadback, Lazy, Promise, Speedup, Transform, baseline, gpu_below, uses_gpu
+from flatout.recipe import (
+    PLAIN,
+    STAGES,
+    ImmediateReadback,
+    Lazy,
+    MicroBatchPlan,
+    Promise,
+    Speedup,
+    Transform,
+    baseline,
+    gpu_below,
+    rows_people_write,
+    uses_gpu,
+)
 
 CPU = Machine("a CPU", 2, 8.0, (), "3.11")
 TURING = Machine("a CPU", 2, 8.0, (Gpu("a T4", 16.0, (7, 5), "1"),), "3.11")
@@ -15,6 +30,24 @@ TURING = Machine("a CPU", 2, 8.0, (Gpu("a T4", 16.0, (7, 5), "1"),), "3.11")
 
 def speedup(name: str, *slots: str, transform: Transform | None = None) -> Speedup:
     return Speedup(name=name, saves="nothing", promise=Promise.exact(), fills=dict.fromkeys(slots, name), transform=transform)
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "rows_per_rank", "fitting", "rows"),
+    [
+        (64, 64, 99, 8),
+        (1_024, 24, 99, 12),
+        (8_192, 128, 99, 8),
+        (32_768, 16, 99, 4),
+        (131_073, 4, 99, 1),
+        (1_024, 7, 99, 7),
+        (1_024, 512, 3, 2),
+        (1_024, 512, 0, 1),
+    ],
+)
+def test_the_plain_micro_batch_is_what_people_write_and_the_memory_holds(monkeypatch, seq_len, rows_per_rank, fitting, rows):
+    monkeypatch.setattr(MicroBatchPlan, "fits", lambda self, rows: rows <= fitting)
+    assert rows_people_write(MicroBatchPlan(SimpleNamespace(seq_len=seq_len), rows_per_rank, "cpu", 0)) == rows
 
 
 def test_baseline_fills_every_slot_the_plain_way():

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from flatout.data.shards import Dataset
 from flatout.errors import ConfigError, HardwareError
 from flatout.hardware import Gpu, Machine
-from flatout.run import epoch_tokens, for_world_size, memory_bytes, resolve
+from flatout.memory import estimate
+from flatout.ops import scan
+from flatout.recipe import baseline
+from flatout.run import epoch_tokens, for_world_size, memory_bytes, resolve, workload_of
 
 MACHINE = Machine("a CPU", 2, 8.0, (), "3.11")
 
@@ -36,8 +40,10 @@ def settle(tiny_config):
         ({"batch__rows_per_device": 4, "batch__accumulate": 3}, 2, (384, 4, 3)),
         ({"batch__rows_per_device": 4}, 1, (64, 4, 1)),
         ({"batch__tokens_per_step": 256, "batch__rows_per_device": 4, "batch__accumulate": 4}, 1, (256, 4, 4)),
-        ({"batch__tokens_per_step": 256, "speedups": "none"}, 1, (256, 1, 16)),
-        ({"batch__tokens_per_step": 256, "speedups": "none"}, 4, (256, 1, 4)),
+        ({"batch__tokens_per_step": 256, "speedups": "none"}, 1, (256, 8, 2)),
+        ({"batch__tokens_per_step": 256, "speedups": "none"}, 4, (256, 4, 1)),
+        ({"batch__tokens_per_step": 24 * 16, "speedups": "none"}, 1, (384, 12, 2)),
+        ({"batch__tokens_per_step": 256, "batch__rows_per_device": 16, "speedups": "none"}, 1, (256, 16, 1)),
     ],
 )
 def test_two_of_the_batch_sizes_give_the_third(settle, stated, world_size, expected):
@@ -92,8 +98,9 @@ def test_epochs_and_tokens_of_documents_a_row_become_the_steps_that_read_them(se
 
 
 def test_one_row_is_what_there_is_even_where_the_memory_seems_too_small(settle):
-    nothing = Machine("a CPU", 2, 1e-3, (), "3.11")
+    nothing = Machine("a CPU", 2, 1e-4, (), "3.11")
     assert settle(machine=nothing, batch__tokens_per_step=16).batch.rows_per_device == 1
+    assert settle(machine=nothing, batch__tokens_per_step=256, speedups="none").batch.rows_per_device == 1
 
 
 def test_little_memory_means_a_smaller_micro_batch(settle):
@@ -101,6 +108,13 @@ def test_little_memory_means_a_smaller_micro_batch(settle):
     small = settle(batch__tokens_per_step=64 * 1024, machine=Machine("a CPU", 2, 0.008, (), "3.11")).batch
     assert small.rows_per_device < roomy.rows_per_device
     assert small.rows_per_device * small.accumulate == roomy.rows_per_device * roomy.accumulate
+
+
+def test_a_recurrence_is_counted_in_chunks_as_token_by_token_takes_minutes(settle):
+    workload = workload_of(settle(model__kind="eigenstate", speedups="none"), baseline())
+    assert workload.ops.scan is scan.chunked
+    in_chunks, by_token = (estimate(replace(workload, ops=replace(workload.ops, scan=way)), 8).total for way in (scan.chunked, scan.reference))
+    assert in_chunks == pytest.approx(by_token, rel=0.1)
 
 
 def test_memory_is_shared_by_the_processes_of_one_machine_not_of_all(settle):

@@ -1,8 +1,8 @@
 """Which sets of speedups are measured, and what each is compared with.
 
-The ladder begins at `baseline()` and adds one speedup at a time until it is the full set, the one that `train` would use. Then
-each is left out of the full set, and each that is off under `auto` but could run here is put in: that rung is what naming it
-besides makes of the full set.
+The ladder begins at `baseline()`, with the micro-batch that people write (`recipe.rows_people_write`), and adds one speedup at a
+time until it is the full set, the one that `train` would use; `micro-batch` is one of them. Then each is left out of the full set,
+and each that is off under `auto` but could run here is put in: that rung is what naming it besides makes of the full set.
 """
 
 from __future__ import annotations

@@ -70,9 +70,18 @@ def total_words(report: Report) -> str:
     return f"{told} ({'one repeat: ' if fewest < 2 else ''}too few {'' if fewest < 2 else 'repeats '}to be sure)."
 
 
+def baseline_words(report: Report) -> str:
+    """Return what a ladder's baseline is, with its micro-batch; an empty text where it gave no figures."""
+    row = next((row for row in report.rows if row.kind == "baseline" and row.rows_per_device), None)
+    if row is None:
+        return ""
+    batch = f"{row.rows_per_device} rows x {row.accumulate} accumulations"
+    return f"baseline: fp32, eager, an optimizer that loops over parameters, text tokenised in the step, {batch}"
+
+
 def setting(report: Report) -> str:
     """Return where and how the figures were made, in one line."""
-    facts = [report.machine]
+    facts = [*filter(None, [baseline_words(report)]), report.machine]
     facts += [f"{name} {report.environment[name]}" for name in ("torch", "threads") if name in report.environment]
     facts += [f"{report.repeats} interleaved rounds, each trial in a process of its own", "medians with 94% intervals"]
     facts += ["gains are medians of the ratios within rounds"] if report.kind == "ladder" else []
@@ -82,7 +91,16 @@ def setting(report: Report) -> str:
 
 def row_lines(rows: Sequence[Row], *, sweep: bool) -> list[str]:
     """Return rows with figures as a table; a row without them says why across it."""
-    names = ["", "tokens/s", *([] if sweep else ["gain"]), "step = data + host + device, ms", "rows", "GiB", *([] if sweep else ["losses"]), "n"]
+    names = [
+        "",
+        "tokens/s",
+        *([] if sweep else ["gain"]),
+        "step = data + host + device, ms",
+        "rows x accumulations",
+        "GiB",
+        *([] if sweep else ["losses"]),
+        "n",
+    ]
     lines = [f"| {' | '.join(names)} |", f"|{'---|' * len(names)}"]
     for row in rows:
         if row.tokens_per_s is None:
@@ -168,7 +186,9 @@ def bars(report: Report, *, encoding: str = "utf-8") -> str:
     promises = [f"{row.short_name}: {row.promise} promise broken: {row.promise_reason}" for row in report.rows if row.promise_kept is False]
     lines += ["", *missing] if (missing := unreached(report)) else []
     lines += ["", "Promises", *promises] if promises else []
-    return "\n".join([f"{title(report)}, tokens/s", *lines, "", *filter(None, [total_words(report)]), *report.notes]).strip()
+    return "\n".join(
+        [f"{title(report)}, tokens/s", *lines, "", *filter(None, [total_words(report), baseline_words(report).capitalize()]), *report.notes]
+    ).strip()
 
 
 def can_show(text: str, encoding: str) -> bool:

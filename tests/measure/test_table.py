@@ -37,6 +37,14 @@ def test_every_kind_of_row_is_in_the_table(sample_report):
     assert "- Not every line has 5 repeats." in text
 
 
+def test_the_baseline_states_its_micro_batch_wherever_a_report_is_shown(sample_report):
+    stated = "aseline: fp32, eager, an optimizer that loops over parameters, text tokenised in the step, 1 rows x 64 accumulations"
+    assert all(stated in shown(sample_report) for shown in (table, bars))
+    assert "| 1 x 64 |" in line_of(table(sample_report), "baseline")
+    swept = sample_report.model_copy(update={"rows": sample_report.rows[1:]})
+    assert not any("aseline: fp32" in shown(swept) for shown in (table, bars))
+
+
 def test_every_line_of_a_table_has_its_columns(sample_report):
     lines = [line for line in table(sample_report).splitlines() if line.startswith("|")]
     assert {line.count("|") for line in lines} == {9}

@@ -69,10 +69,11 @@ def test_no_graph_is_compiled_for_evaluations_that_are_not_made(tiny_config, tmp
 
 
 def test_an_automatic_micro_batch_is_settled_inside(tiny_config, tmp_path):
-    plain = trial(tiny_config(batch__rows_per_device="auto", speedups="none"), tmp_path / "a")
-    fast = trial(tiny_config(batch__rows_per_device="auto", speedups="micro-batch"), tmp_path / "b")
-    assert (plain.rows_per_device, plain.accumulate) == (1, 8)
-    assert (fast.rows_per_device, fast.accumulate) == (8, 1)
+    batch = {"batch__tokens_per_step": 16 * 16, "batch__rows_per_device": "auto"}
+    plain = trial(tiny_config(**batch, speedups="none"), tmp_path / "a")
+    fast = trial(tiny_config(**batch, speedups="micro-batch"), tmp_path / "b")
+    assert (plain.rows_per_device, plain.accumulate) == (8, 2)
+    assert (fast.rows_per_device, fast.accumulate) == (16, 1)
 
 
 def test_a_run_that_diverges_is_said(tiny_config, tmp_path):

@@ -12,6 +12,8 @@ from flatout.training.step import train_step
 from flatout.training.warmup import warm_up
 
 STEPS = 20
+WINDOWS = 16
+"""Two micro-batches of 8 rows in the plain way, one of 16 with `micro-batch`."""
 
 
 class NoLog:
@@ -49,7 +51,8 @@ def plain_losses():
 @pytest.mark.parametrize("kind", MODELS.names())
 @pytest.mark.parametrize("speedup", all_speedups(), ids=lambda s: s.name)
 def test_speedup_keeps_its_promise(speedup, kind, build_run, tiny_config, plain_losses):
-    config = tiny_config(train__steps=STEPS, train__precision="auto", batch__rows_per_device="auto", optim__lr=2e-3, model__kind=kind)
+    batch = {"batch__tokens_per_step": WINDOWS * 16, "batch__rows_per_device": "auto"}
+    config = tiny_config(train__steps=STEPS, train__precision="auto", optim__lr=2e-3, model__kind=kind, **batch)
     why_not = speedup.reason_against(probe(), config)
     if why_not:
         pytest.skip(why_not)
