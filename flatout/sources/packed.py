@@ -13,6 +13,8 @@ from flatout.errors import DataError, MissingPackage
 from flatout.sources.remote import is_address, name_of, open_remote
 
 _BLOCK = 1 << 16
+_FED_BYTES = 1 << 10
+"""Packed bytes given to zstandard at a time: it returns all that they unpack to, which may be 32,768 times as much."""
 _READ_BYTES = 1 << 18
 """Asked of the system at a time: rows are often longer than its usual 8 KiB."""
 CANNOT_BE_READ = "cannot be read"
@@ -89,7 +91,7 @@ class _ZstdReader(io.RawIOBase):
         self._zstandard = zstandard
         self._file = file
         self._frame: Any = None
-        self._rest = b""
+        self._packed = memoryview(b"")
         self._held = memoryview(b"")
 
     def readable(self) -> bool:
@@ -102,24 +104,26 @@ class _ZstdReader(io.RawIOBase):
         Raises: Damaged when the file is, EOFError when it is cut short.
         """
         while not self._held:
-            packed = self._rest or self._file.read(_BLOCK)
-            if not packed:
+            self._packed = self._packed or memoryview(self._file.read(_BLOCK))
+            if not self._packed:
                 if self._frame is None:
                     return 0
                 raise EOFError("it is cut short")
-            self._held = memoryview(self._unpacked(packed))
+            self._held = memoryview(self._unpacked())
         count = min(len(buffer), len(self._held))
         buffer[:count] = self._held[:count]
         self._held = self._held[count:]
         return count
 
-    def _unpacked(self, packed: bytes) -> bytes:
+    def _unpacked(self) -> bytes:
+        """Return what the next packed bytes unpack to."""
+        fed = self._packed[:_FED_BYTES]
         self._frame = self._frame or self._zstandard.ZstdDecompressor().decompressobj()
         try:
-            content: bytes = self._frame.decompress(packed)
+            content: bytes = self._frame.decompress(fed)
         except self._zstandard.ZstdError as error:
             raise Damaged(str(error)) from error
-        self._rest = self._frame.unused_data
+        self._packed = self._packed[len(fed) - len(self._frame.unused_data) :]
         if self._frame.eof:
             self._frame = None
         return content

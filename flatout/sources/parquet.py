@@ -11,6 +11,7 @@ from flatout.errors import MissingPackage
 from flatout.sources import BadRow, Place, Row
 from flatout.sources.fields import ROW_BYTES, Fields, document, no_field, too_long
 from flatout.sources.packed import CANNOT_BE_READ, NotHandedOut, open_bytes, unreadable
+from flatout.sources.parquet_pages import PAGE_BYTES, PAGE_RATIO, Page, pages_at
 
 PARQUET_SUFFIXES = {".parquet"}
 BATCH_ROWS = 256
@@ -64,8 +65,13 @@ def cut_parquet(path: str, size: int, fields: Fields, limit: int) -> list[RowGro
 
 def _num_bytes(group: Any, asked: list[str]) -> int:
     """Return how much there is in a row group of the fields that are asked for."""
+    return sum(column.total_uncompressed_size for column in _columns_of(group, asked))
+
+
+def _columns_of(group: Any, asked: list[str]) -> list[Any]:
+    """Return the column chunks of a row group that hold the fields that are asked for."""
     columns = (group.column(index) for index in range(group.num_columns))
-    return sum(column.total_uncompressed_size for column in columns if any(_inside(column.path_in_schema, field) for field in asked))
+    return [column for column in columns if any(_inside(column.path_in_schema, field) for field in asked)]
 
 
 def read_row_groups(groups: RowGroups, fields: Fields) -> Iterator[Row]:
@@ -88,14 +94,28 @@ def read_row_groups(groups: RowGroups, fields: Fields) -> Iterator[Row]:
 def _read_row_group(parquet: Any, group: int, first_row: int, path: str, fields: Fields) -> Iterator[Row]:
     number = first_row
     described = parquet.metadata.row_group(group)
-    at_once = max(1, min(BATCH_ROWS, BATCH_BYTES * described.num_rows // max(_num_bytes(described, _asked(fields)), 1)))
+    num_bytes = max(_num_bytes(described, _asked(fields)), 1)
     try:
+        pages = [page for column in _columns_of(described, _asked(fields)) for page in pages_at(path, column)]
+        large = next((page for page in pages if page.is_too_large), None)
+        if large is not None:
+            yield _too_large(large, path if not first_row else f"{path} after row {first_row}", num_bytes)
+            return
+        at_once = min([BATCH_ROWS, max(BATCH_BYTES * described.num_rows // num_bytes, 1), *(page.rows_in_bounds for page in pages)])
         for batch in parquet.iter_batches(at_once, row_groups=[group], columns=_asked(fields), use_threads=False):
             for row in _dictionaries(batch):
                 number += 1
                 yield _row(row, fields, f"{path}, row {number}")
     except _errors() as error:
-        yield _unread(path, f"{path} after row {number}", error, max(_num_bytes(described, _asked(fields)), 1))
+        yield _unread(path, f"{path} after row {number}", error, num_bytes)
+
+
+def _too_large(page: Page, where: str, num_bytes: int) -> BadRow:
+    """Return the bad row for rows of which a page is packed so small and unpacks so large that it is not unpacked."""
+    what = f"has a page that unpacks to {page.num_bytes / 1e6:,.0f} MB from {page.packed_bytes / 1e6:,.2f} MB"
+    limit = f"at most {PAGE_BYTES >> 20} MiB, or {PAGE_RATIO} times its packed size, is unpacked"
+    fix = "Write the file again with smaller pages or without compression, or skip these rows with --on-bad-row skip."
+    return BadRow(f"{what}; {limit}", fix, CANNOT_BE_READ, where, unread_bytes=num_bytes)
 
 
 def _unread(path: str, where: str, error: Exception, num_bytes: int) -> BadRow:

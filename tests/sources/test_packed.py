@@ -5,6 +5,7 @@ import gzip
 import re
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -105,3 +106,17 @@ def test_a_missing_package_is_said_before_anything_is_read(tmp_path, monkeypatch
         files.files(str(tmp_path))
     (tmp_path / "a.txt.zst").rename(tmp_path / "a.txt")
     assert files.files(str(tmp_path))
+
+
+def test_a_small_file_that_unpacks_to_much_takes_little_memory(tmp_path):
+    (tmp_path / "a.txt.zst").write_bytes(zstd(bytes(1 << 28)))
+    assert (tmp_path / "a.txt.zst").stat().st_size < 10_000
+    tracemalloc.start()
+    try:
+        with open_bytes(str(tmp_path / "a.txt.zst")) as file:
+            size = sum(len(block) for block in iter(lambda: file.read(1 << 20), b""))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert size == 1 << 28
+    assert peak < 100 << 20

@@ -1,0 +1,124 @@
+"""How large the pages of a Parquet column are when they are unpacked, read from their headers: pyarrow unpacks a page whole, whatever its size.
+
+A header is a struct in Thrift's compact encoding; the footer repeats none of it, so only the headers bound what reading takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import IO, Any
+
+from flatout.sources.packed import Damaged, is_packed
+from flatout.sources.remote import is_address
+
+PAGE_BYTES = 64 << 20
+"""A page may unpack to this much whatever it is packed into,"""
+PAGE_RATIO = 32
+"""and to this many times its packed size: text seldom packs to less than a tenth."""
+_DICTIONARY = 2
+"""The type of the page that holds a dictionary's values."""
+
+
+@dataclass(frozen=True)
+class Page:
+    """A page of a column, by its header."""
+
+    num_bytes: int
+    """Its size when it is unpacked."""
+    packed_bytes: int
+    """Its size in the file."""
+    num_values: int
+    is_dictionary: bool
+
+    @property
+    def is_too_large(self) -> bool:
+        """Whether unpacking it would take far more memory than the file has bytes."""
+        return self.num_bytes > max(PAGE_BYTES, PAGE_RATIO * self.packed_bytes)
+
+    @property
+    def rows_in_bounds(self) -> int:
+        """How many rows of a batch may come from such pages without taking much more than PAGE_BYTES."""
+        values = 1 if self.is_dictionary else self.num_values  # a dictionary's value may be as long as the dictionary, in every row
+        return max(PAGE_BYTES * values // max(self.num_bytes, 1), 1)
+
+
+def pages_at(path: str, column: Any) -> list[Page]:
+    """Return the pages of one column chunk of the file at a path; one page for all of it where reading the headers would read everything twice.
+
+    Raises: Damaged where the bytes are not page headers; OSError.
+    """
+    if is_address(path) or is_packed(path):
+        return [Page(column.total_uncompressed_size, column.total_compressed_size, column.num_values, column.has_dictionary_page)]
+    with open(path, "rb") as file:
+        return list(_pages_of(file, column))
+
+
+def _pages_of(file: IO[bytes], column: Any) -> Iterator[Page]:
+    start = column.data_page_offset
+    if column.has_dictionary_page and column.dictionary_page_offset:
+        start = min(start, column.dictionary_page_offset)
+    place, end = start, start + column.total_compressed_size
+    while place < end:
+        file.seek(place)
+        try:
+            header = _struct(file)
+            kind, num_bytes, packed_bytes = (int(header[field]) for field in (1, 2, 3))
+            described = next((header[field] for field in (5, 7, 8) if field in header), {})
+            page = Page(num_bytes, packed_bytes, int(described.get(1, 0)), kind == _DICTIONARY)
+        except (KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+            raise Damaged(f"there is no page header at byte {place}") from error
+        if num_bytes < 0 or packed_bytes < 0:
+            raise Damaged(f"the page at byte {place} has a negative size")
+        yield page
+        place = file.tell() + packed_bytes
+
+
+def _struct(file: IO[bytes]) -> dict[int, Any]:
+    """Read a struct: its fields by number."""
+    fields: dict[int, Any] = {}
+    number = 0
+    while head := _byte(file):
+        number = number + (head >> 4) if head >> 4 else _signed(file)
+        fields[number] = _value(file, head & 15)
+    return fields
+
+
+def _value(file: IO[bytes], kind: int, *, inside: bool = False) -> Any:
+    """Read a value of a type; true and false are types of fields, and bytes `inside` lists. What no size is in is passed over."""
+    if kind in (1, 2):
+        return _byte(file) if inside else kind
+    if kind == 3:
+        return _byte(file)
+    if kind in (4, 5, 6):
+        return _signed(file)
+    if kind in (7, 8):
+        return file.seek(8 if kind == 7 else _unsigned(file), 1)
+    if kind in (9, 10):
+        head = _byte(file)
+        for _ in range(_unsigned(file) if head >> 4 == 15 else head >> 4):
+            _value(file, head & 15, inside=True)
+        return None
+    if kind == 12:
+        return _struct(file)
+    raise TypeError(kind)
+
+
+def _byte(file: IO[bytes]) -> int:
+    found = file.read(1)
+    if not found:
+        raise EOFError("it is cut short")
+    return found[0]
+
+
+def _unsigned(file: IO[bytes]) -> int:
+    value = shift = 0
+    while (byte := _byte(file)) & 0x80 and shift < 63:
+        value |= (byte & 0x7F) << shift
+        shift += 7
+    return value | byte << shift
+
+
+def _signed(file: IO[bytes]) -> int:
+    value = _unsigned(file)
+    return value >> 1 ^ -(value & 1)

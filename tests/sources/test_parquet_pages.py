@@ -1,0 +1,121 @@
+"""Pages are measured by their headers before pyarrow unpacks them, as every writer writes them."""
+
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flatout.sources import BadRow, files, parquet, parquet_pages
+from flatout.sources.packed import Damaged
+
+pyarrow = pytest.importorskip("pyarrow")
+tables = pytest.importorskip("pyarrow.parquet")
+ROOT = Path(__file__).parents[2]
+
+
+def rows(path):
+    return [row for part in files.files(str(path)) for row in part.rows()]
+
+
+def chunk_of(path):
+    return tables.ParquetFile(path).metadata.row_group(0).column(0)
+
+
+@pytest.mark.parametrize("compression", ["none", "snappy", "zstd", "gzip"])
+@pytest.mark.parametrize("options", [{}, {"data_page_version": "2.0"}, {"use_dictionary": False}, {"write_page_checksum": True}], ids=str)
+def test_the_headers_account_for_the_whole_column_whatever_wrote_it(tmp_path, compression, options):
+    texts = [f"row {number} " + "word " * (number % 300) for number in range(5_000)]
+    tables.write_table(
+        pyarrow.table({"text": texts}),
+        tmp_path / "a.parquet",
+        compression=compression,
+        data_page_size=40_000,
+        dictionary_pagesize_limit=100_000,
+        write_page_index=True,
+        **options,
+    )
+    column = chunk_of(tmp_path / "a.parquet")
+    pages = parquet_pages.pages_at(str(tmp_path / "a.parquet"), column)
+    assert len(pages) >= 5
+    assert sum(page.num_values for page in pages if not page.is_dictionary) == len(texts)
+    headers = column.total_compressed_size - sum(page.packed_bytes for page in pages)
+    assert sum(page.num_bytes for page in pages) == column.total_uncompressed_size - headers
+    assert 0 < headers < 200 * len(pages)
+    assert any(page.is_dictionary for page in pages) == column.has_dictionary_page
+    assert [row.text for row in rows(tmp_path / "a.parquet")] == texts
+
+
+def test_a_page_that_unpacks_to_far_more_than_it_is_packed_into_is_a_bad_row_and_other_files_are_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(parquet_pages, "PAGE_BYTES", 100_000)
+    tables.write_table(pyarrow.table({"text": ["a" * 200_000]}), tmp_path / "bomb.parquet", compression="zstd", use_dictionary=False)
+    tables.write_table(pyarrow.table({"text": ["a" * 200_000]}), tmp_path / "plain.parquet", compression="none", use_dictionary=False)
+    bad, document = rows(tmp_path)
+    assert isinstance(bad, BadRow)
+    assert "bomb.parquet has a page that unpacks to 0 MB from 0.00 MB" in str(bad.error)
+    assert bad.unread_bytes >= 200_000
+    assert len(document.text) == 200_000
+
+
+def test_rows_that_share_a_long_value_of_a_dictionary_are_taken_few_at_a_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(parquet_pages, "PAGE_BYTES", 400_000)
+    tables.write_table(pyarrow.table({"text": ["a" * 100_000] * 50}), tmp_path / "a.parquet", compression="zstd")
+    taken = []
+    dictionaries = parquet._dictionaries
+    monkeypatch.setattr(parquet, "_dictionaries", lambda batch: taken.append(batch.num_rows) or dictionaries(batch))
+    assert [len(row.text) for row in rows(tmp_path / "a.parquet")] == [100_000] * 50
+    assert max(taken) == 3
+
+
+def test_rows_of_ordinary_files_are_still_taken_many_at_a_time(tmp_path, monkeypatch):
+    texts = [f"row {number}" for number in range(1_000)]
+    tables.write_table(pyarrow.table({"text": texts}), tmp_path / "a.parquet")
+    taken = []
+    dictionaries = parquet._dictionaries
+    monkeypatch.setattr(parquet, "_dictionaries", lambda batch: taken.append(batch.num_rows) or dictionaries(batch))
+    rows(tmp_path / "a.parquet")
+    assert taken == [256, 256, 256, 232]
+
+
+class Column:
+    data_page_offset, has_dictionary_page, dictionary_page_offset, total_compressed_size = 0, False, None, 60
+
+
+@pytest.mark.parametrize(
+    "data", [b"\x00" * 60, b"\x1b" * 60, b"\xff" * 60, b"\x1c" * 60, b"\x15\x00\x15\x01\x15\x02\x00" * 9, b"", b"\x18" + b"\xff" * 9 + b"\x7f"]
+)
+def test_what_is_no_header_ends_in_an_error_and_not_in_a_loop(data):
+    with pytest.raises((Damaged, EOFError)):
+        list(parquet_pages._pages_of(io.BytesIO(data), Column))
+
+
+BOMBS = r"""
+import sys, pyarrow, pyarrow.parquet as tables
+table = pyarrow.table({"text": ["a" * 8_000_000] * 100})
+tables.write_table(table, sys.argv[1] + "/rows.parquet", compression="zstd", dictionary_pagesize_limit=1 << 30)
+tables.write_table(pyarrow.table({"text": ["a" * 600_000_000]}), sys.argv[1] + "/page.parquet", compression="zstd", use_dictionary=False)
+"""
+PEAK = r"""
+import re, sys
+from pathlib import Path
+from flatout.sources import Document
+from flatout.sources.files import files
+print(*(row.what for part in files(sys.argv[1]) for row in part.rows() if not isinstance(row, Document)))
+print(int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) >> 10)
+"""
+
+
+@pytest.mark.faults
+def test_a_small_file_takes_little_memory_whatever_it_unpacks_to(tmp_path):
+    def run(program):
+        environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
+        done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()
+
+    run(BOMBS)
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 100_000
+    said, peak_mib = run(PEAK)
+    assert "has a page that unpacks to 600 MB" in said
+    assert int(peak_mib) < 500
