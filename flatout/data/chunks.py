@@ -6,7 +6,6 @@ import hashlib
 import itertools
 import json
 import math
-import pickle
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -22,6 +21,7 @@ from flatout.data.plan import parse_rule
 from flatout.data.request import difference
 from flatout.data.shards import Dataset
 from flatout.data.tokenizer import Tokenizer, existing_tokenizer, is_made_of_text
+from flatout.data.torch_file import load_tensor
 from flatout.data.work import refuse_mount
 from flatout.data.writer import DatasetWriter
 from flatout.errors import DataError
@@ -40,7 +40,6 @@ STATED = {
 """What a metadata.json may state of the chunks, and the names it goes by; the rest is nobody's to check."""
 FIRST_NAMED = 10
 """How many gaps in the numbers are named."""
-_WRITE_AGAIN = "Copy or write the chunk again; it has to be one tensor saved with torch.save."
 
 
 @dataclass(frozen=True)
@@ -188,16 +187,8 @@ def read_chunk(path: Path, tokenizer: Tokenizer) -> Array:
     """
     import torch
 
-    try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:  # torch's own words say how to run what is in there
-        raise DataError(f"{path} is damaged, or holds more than weights: code, which is never run.", fix=_WRITE_AGAIN) from error
-    except (OSError, RuntimeError, EOFError, ValueError) as error:
-        reason = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
-        raise DataError(f"{path} cannot be read: {reason}.", fix=_WRITE_AGAIN) from error
+    found = load_tensor(path)
     fix = "A chunk is one 1-D int64 tensor: write it again with torch.save(tokens, path)."
-    if not isinstance(found, torch.Tensor):
-        raise DataError(f"{path} holds a {type(found).__name__}, not a tensor.", fix=fix)
     if found.dtype != torch.int64:
         raise DataError(f"{path} holds a tensor of {str(found.dtype).removeprefix('torch.')}, not of int64.", fix=fix)
     if found.dim() != 1:
@@ -241,6 +232,8 @@ def _metadata(path: Path) -> dict[str, Any]:
     """Return what the other pipeline wrote of its chunks; nothing where it wrote nothing."""
     if not path.exists():
         return {}
+    if not path.is_file():
+        raise DataError(f"{path} is not a regular file.", fix="Take it away: nothing in it is needed.")
     try:
         found = json.loads(path.read_text(encoding="utf-8"), parse_constant=str, parse_float=_finite)
     except (OSError, ValueError, RecursionError) as error:

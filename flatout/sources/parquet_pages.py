@@ -64,7 +64,7 @@ def _pages_of(file: IO[bytes], column: Any) -> Iterator[Page]:
         try:
             header = _struct(file)
             kind, num_bytes, packed_bytes = (int(header[field]) for field in (1, 2, 3))
-            described = next((header[field] for field in (5, 7, 8) if field in header), {})
+            described: dict[int, Any] = next((header[field] for field in (5, 7, 8) if field in header), {})
             page = Page(num_bytes, packed_bytes, int(described.get(1, 0)), kind == _DICTIONARY)
         except (KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise Damaged(f"there is no page header at byte {place}") from error

@@ -23,6 +23,13 @@ def tensor(world: World, values: object, dtype: str = "int64") -> None:
     chunks(world, torch.tensor(values, dtype=getattr(torch, dtype)))
 
 
+def expanded(world: World, size: int) -> None:
+    """One number, said to be many."""
+    import torch
+
+    chunks(world, torch.zeros(1, dtype=torch.int64).expand(size))
+
+
 def weights(world: World, name: str) -> None:
     """What torch.save writes of another program's model."""
     import torch
@@ -118,7 +125,8 @@ CASES = [
         ("torch.save",),
         lambda w: w.write("chunks/chunk_000000.pt", "not a pickle"),
     ),
-    Case("a chunk that would run code", IMPORT, ("chunk_000000.pt", "code, which is never run"), ("one tensor",), lambda w: chunks(w, Anything())),
+    Case("a chunk that would run code", IMPORT, ("chunk_000000.pt", "code in a file is never run"), ("one tensor",), lambda w: chunks(w, Anything())),
+    Case("an expanded chunk", IMPORT, ("chunk_000000.pt", "9,000 elements in 8 bytes"), ("tokens.clone()",), lambda w: expanded(w, 9_000)),
     Case("a chunk of another tokenizer", IMPORT, ("chunk_000000.pt, token 2", "999", "257"), ("--tokenizer",), lambda w: tensor(w, [1, 2, 999])),
     Case(
         "chunks of which more were written",

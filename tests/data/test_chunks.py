@@ -189,9 +189,13 @@ class Evil:
         (torch.tensor([1, 2, 257]), "token 2: the id 257 is beyond the vocabulary of .*, whose ids are below 257"),
         (torch.tensor([1, -1, 2]), "token 1: the id -1 is beyond the vocabulary"),
         ({"tokens": torch.tensor([1])}, "holds a dict, not a tensor"),
-        (Evil(), "damaged, or holds more than weights"),
-        (b"no pickle", "damaged, or holds more than weights"),
-        (b"", "cannot be read: "),
+        (Evil(), r"holds more than a tensor: it names \w+\.print, and code in a file is never run"),
+        (b"no pickle", "cannot be read as a tensor: "),
+        (b"", "cannot be read as a tensor: "),
+        (torch.zeros(1, dtype=torch.int64).expand(1 << 40), "holds an expanded tensor: 1,099,511,627,776 elements in 8 bytes"),
+        (torch.zeros(4, dtype=torch.int64).to_sparse(), "holds "),
+        (torch.empty(1 << 40, dtype=torch.int64, device="meta"), "holds "),
+        (bytearray(9), r"holds more than a tensor: it names \w+\.bytearray"),
     ],
 )
 def test_a_chunk_that_cannot_be_used_is_named_and_nothing_stays(chunks, capsys, content, wanted):
