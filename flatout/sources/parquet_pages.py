@@ -101,7 +101,7 @@ def _value(file: IO[bytes], kind: int, *, inside: bool = False) -> Any:
         return None
     if kind == 12:
         return _struct(file)
-    raise TypeError(kind)
+    raise Damaged(f"{kind} is no type of a page header's fields")
 
 
 def _byte(file: IO[bytes]) -> int:
