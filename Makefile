@@ -41,23 +41,26 @@ help:
 	@echo "make wheel         build dist/flatout-*.whl"
 	@echo "make clean         delete the environments and what was built; runs/ and data/ stay"
 
-# $(call environment,EXTRAS,CONSTRAINTS,TORCH): the recipe of a stamp; makes the environment around it and installs flatout there.
+# $(call environment,EXTRAS,CONSTRAINTS,TORCH): the recipe of a stamp; makes the environment around it and installs flatout there;
+# where the demo's is there already, it is added to.
 define environment
 	@if [ -z "$(PYTHON)" ] || ! "$(PYTHON)" -c '$(NEW_ENOUGH)' 2>/dev/null; then \
 	  echo "flatout needs Python 3.11 or newer$(if $(PYTHON), and $(PYTHON) is not). Fix: install one (Debian, Ubuntu: apt install python3), or name it: make PYTHON=/path/to/python3." >&2; exit 2; fi
 	@if ! "$(PYTHON)" -c 'import venv, ensurepip' 2>/dev/null; then \
 	  echo "$(PYTHON) cannot make environments: venv or ensurepip is missing. Fix: apt install python3-venv (Debian, Ubuntu), or name another Python: make PYTHON=/path/to/python3." >&2; exit 2; fi
 	@echo "Making $(@D) with $$("$(PYTHON)" --version): some minutes the first time, nothing after that."
-	@rm -rf "$(@D)" && "$(PYTHON)" -m venv "$(@D)"
-	@if [ -n "$(TORCH_BUILD)" ]; then \
-	  "$(@D)/bin/python" $(PIP) -c $(2) "torch==$(3)$(TORCH_BUILD)" 2>"$(@D)/torch-build.log" \
-	  || echo "This package index has no torch $(3)$(TORCH_BUILD); taking its ordinary build, which may be large. TORCH_INDEX=ADDRESS names another index."; fi
-	@"$(@D)/bin/python" $(PIP) -c $(2) setuptools "torch==$(3)"
-	@"$(@D)/bin/python" $(PIP) -c $(2) --no-build-isolation -e ".$(1)"
+	@[ "$(@D)/.demo" -nt pyproject.toml ] && [ "$(@D)/.demo" -nt constraints.txt ] \
+	  || { rm -rf "$(@D)" && .ci/step .venv/making.log "Making the environment" "$(PYTHON)" -m venv "$(@D)"; }
+	@if [ -z "$(TORCH_BUILD)" ] || ! QUIET=1 .ci/step "$(@D)/torch.log" "Installing torch $(3)$(TORCH_BUILD)" \
+	    "$(@D)/bin/python" $(PIP) -c $(2) setuptools "torch==$(3)$(TORCH_BUILD)"; then \
+	  $(if $(TORCH_BUILD),echo "This package index has no torch $(3)$(TORCH_BUILD); taking its ordinary build$(COMMA) which may be large. TORCH_INDEX=ADDRESS names another index.";) \
+	  .ci/step "$(@D)/torch.log" "Installing torch $(3)" "$(@D)/bin/python" $(PIP) -c $(2) setuptools "torch==$(3)"; fi
+	@.ci/step "$(@D)/flatout.log" "Installing flatout$(1)" "$(@D)/bin/python" $(PIP) -c $(2) --no-build-isolation -e ".$(1)"
 	@touch "$@"
 endef
 
-.venv/run/.installed: pyproject.toml constraints.txt
+# The demo and the tests share an environment: the tests add their tools to what the demo installed.
+.venv/test/.demo: pyproject.toml constraints.txt
 	$(call environment,,constraints.txt,$(TORCH))
 
 .venv/test/.installed: pyproject.toml constraints.txt
@@ -70,12 +73,12 @@ endef
 	@mkdir -p .venv && sed -e '/^torch==/d' -e 's/^triton==[^;]*/triton==$(OLDEST_TRITON)/' constraints.txt > .venv/oldest-constraints.txt
 	$(call environment,[dev],.venv/oldest-constraints.txt,$(OLDEST_TORCH))
 
-demo: .venv/run/.installed
-	@.venv/run/bin/flatout demo $(if $(FILE),"$(FILE)")
+demo: $(or $(wildcard .venv/test/.installed),.venv/test/.demo)
+	@.venv/test/bin/flatout demo $(if $(FILE),"$(FILE)")
 
 check: .venv/test/.installed
 	@echo "ruff: format, then rules" && .venv/test/bin/ruff format --check . && .venv/test/bin/ruff check .
-	@echo "mypy: types" && .venv/test/bin/mypy
+	@.ci/step .venv/test/mypy.log "mypy: types" .venv/test/bin/mypy
 
 format: .venv/test/.installed
 	@.venv/test/bin/ruff format . && .venv/test/bin/ruff check --fix .
@@ -101,5 +104,5 @@ wheel: .venv/test/.installed
 	@rm -rf build && .venv/test/bin/python -m build --no-isolation --wheel
 
 clean:
-	@rm -rf .venv/run .venv/test .venv/extras .venv/oldest .venv/oldest-constraints.txt && { [ ! -d .venv ] || rmdir --ignore-fail-on-non-empty .venv; }
+	@rm -rf .venv/test .venv/extras .venv/oldest .venv/oldest-constraints.txt .venv/making.log && { [ ! -d .venv ] || rmdir --ignore-fail-on-non-empty .venv; }
 	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache && find . -path ./.venv -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
