@@ -14,9 +14,13 @@ SHELL := /bin/bash
 .PHONY: help demo test check format test-gpu test-faults test-extras test-oldest wheel clean
 
 NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
-PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do "$$python" -c '$(NEW_ENOUGH)' 2>/dev/null && echo "$$python" && break; done)
+ifndef PYTHON
+PYTHON := $(shell for python in python3 python3.13 python3.12 python3.11; do "$$python" -c '$(NEW_ENOUGH)' 2>/dev/null && echo "$$python" && break; done)
+endif
 TORCH_INDEX ?=
-TORCH_BUILD ?= $(shell nvidia-smi -L 2>/dev/null | grep -q GPU || echo +cpu)
+ifndef TORCH_BUILD
+TORCH_BUILD := $(shell nvidia-smi -L 2>/dev/null | grep -q GPU || echo +cpu)
+endif
 FILE ?=
 ARGS ?=
 GPU ?= gpu

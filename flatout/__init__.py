@@ -2,11 +2,13 @@
 
 Every command is a function here (`flatout.prepare`, `flatout.train`, `flatout.evaluate`, ...), beside what a model, a source or
 an observer of one's own is built from. Names are loaded when they are first used: `import flatout` never imports torch.
+In a notebook they show their progress in the cell; elsewhere they are silent unless they are given `progress` and `observers`.
 """
 
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from flatout.errors import require_posix
@@ -97,7 +99,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'flatout' has no attribute {name!r}")
     require_posix()
     module, _, attribute = _HOMES[name].partition(":")
-    return getattr(importlib.import_module(module), attribute or name)
+    found = getattr(importlib.import_module(module), attribute or name)
+    return importlib.import_module("flatout.terminal.notebook").shown_in_cell(found) if "IPython" in sys.modules else found
 
 
 def __dir__() -> list[str]:

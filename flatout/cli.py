@@ -249,15 +249,18 @@ def _help_text(command: Command) -> str:
 
 
 def _typed_for_typer(command: Command, finish: Callable[[Command, dict[str, Any]], object] | None) -> Callable[..., Any]:
-    """Return a function with the command's typer parameters and `--json`, which hands the parsed values to `finish`."""
+    """Return a function with the command's typer parameters, `--json` and for runs `--verbose`, which hands the parsed values to `finish`."""
     import typer
 
     def parsed(**values: Any) -> Any:
         return finish(command, values) if finish else values
 
     parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in _line_parameters(command.call)]
-    option = typer.Option("--json", help="Print the result as one JSON object, the last line of standard output.")
-    parameters.append(inspect.Parameter("as_json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, option]))
+    options = {"as_json": typer.Option("--json", help="Print the result as one JSON object, the last line of standard output.")}
+    if "observers" in inspect.signature(command.call).parameters:
+        options["verbose"] = typer.Option("--verbose", "-v", help="Show each optimisation, on or off, with the reason.")
+    for name, option in options.items():
+        parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, option]))
     parsed.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     parsed.__annotations__ = {p.name: p.annotation for p in parameters}
     return parsed
@@ -287,7 +290,7 @@ def _call(command: Command, values: dict[str, Any]) -> int:
     """Call the command with the terminal's own progress, print its result, and return its exit code."""
     from flatout.terminal import Terminal
 
-    as_json = values.pop("as_json")
+    as_json, verbose = values.pop("as_json"), values.pop("verbose", False)
     terminal = Terminal()
     speaks = os.environ.get("RANK", "0") == "0"
     progress: Progress = terminal if speaks else SILENT
@@ -298,7 +301,7 @@ def _call(command: Command, values: dict[str, Any]) -> int:
         if command.needs_torch:
             with progress.task("Loading torch"):
                 importlib.import_module("torch")
-        result = command.call(**values, **_python_parameters(command, terminal, speaks, as_json))
+        result = command.call(**values, **_python_parameters(command, terminal, speaks, as_json, verbose))
     finally:
         terminal.close()
     if speaks:
@@ -308,7 +311,7 @@ def _call(command: Command, values: dict[str, Any]) -> int:
     return result.exit_code
 
 
-def _python_parameters(command: Command, terminal: Terminal, speaks: bool, as_json: bool) -> dict[str, Any]:
+def _python_parameters(command: Command, terminal: Terminal, speaks: bool, as_json: bool, verbose: bool) -> dict[str, Any]:
     """Return what a command's Python-only parameters are on the command line: the terminal's own, or nothing on other ranks."""
     from flatout.terminal import RunReport, printable
 
@@ -325,7 +328,7 @@ def _python_parameters(command: Command, terminal: Terminal, speaks: bool, as_js
 
     given = {
         "progress": terminal if speaks else SILENT,
-        "observers": (RunReport(terminal),) if speaks else (),
+        "observers": (RunReport(terminal, verbose=verbose),) if speaks else (),
         "write": write if speaks else None,
     }
     return {name: value for name, value in given.items() if name in inspect.signature(command.call).parameters}
@@ -348,7 +351,7 @@ def _fail(error: FlatoutError, as_json: bool) -> int:
         prefix = "" if rank == "0" else f"[rank {rank}] "
         for note in getattr(error, "__notes__", []):
             print(without_secrets(note.rstrip()), file=sys.stderr)
-        print(f"{prefix}{error.what}\nFix: {error.fix}", file=sys.stderr)
+        print(f"{prefix}{error.what}\n{error.advice}: {error.fix}", file=sys.stderr)
     if as_json and rank == "0":
         print(json.dumps({"error": error.what, "fix": error.fix, "exit_code": error.exit_code}))
     return error.exit_code

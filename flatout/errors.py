@@ -56,11 +56,13 @@ class FlatoutError(Exception):
     """
 
     exit_code = 1
+    advice = "Fix"
+    """The word before `fix`: where nothing is wrong, it says what comes next."""
 
     def __init__(self, what: str, *, fix: str) -> None:
         self.what = without_secrets(what)
         self.fix = without_secrets(fix)
-        super().__init__(f"{self.what} Fix: {self.fix}")
+        super().__init__(f"{self.what} {self.advice}: {self.fix}")
 
 
 class UsageError(FlatoutError):
@@ -105,10 +107,13 @@ class Stopped(FlatoutError):
     """Stopped on request after saving; the same command goes on from there."""
 
     exit_code = 75
+    advice = "Next"
 
 
 class Interrupted(FlatoutError):
     """Stopped before anything could be saved. The exit code is 128 + the signal's number."""
+
+    advice = "Next"
 
     def __init__(self, what: str, *, fix: str, signal_number: int) -> None:
         super().__init__(what, fix=fix)

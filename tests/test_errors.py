@@ -12,11 +12,16 @@ from flatout import errors
 FAMILY = [value for value in vars(errors).values() if inspect.isclass(value) and issubclass(value, errors.FlatoutError)]
 
 
-@pytest.mark.parametrize("error", [e for e in FAMILY if e is not errors.Interrupted])
+@pytest.mark.parametrize("error", [e for e in FAMILY if e not in (errors.Stopped, errors.Interrupted)])
 def test_reads_as_what_happened_then_the_fix(error):
     raised = error("The disk is full.", fix="Free some space.")
     assert str(raised) == "The disk is full. Fix: Free some space."
     assert (raised.what, raised.fix) == ("The disk is full.", "Free some space.")
+
+
+def test_what_was_stopped_on_request_says_what_comes_next():
+    assert str(errors.Stopped("Stopped, and saved.", fix="Run it again.")) == "Stopped, and saved. Next: Run it again."
+    assert str(errors.Interrupted("Interrupted.", fix="Run it again.", signal_number=2)) == "Interrupted. Next: Run it again."
 
 
 @pytest.mark.parametrize("error", FAMILY)

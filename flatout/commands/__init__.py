@@ -33,6 +33,10 @@ class Result(BaseModel):
         width = max((len(name) for name in fields), default=0)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in fields.items())
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """Show a notebook, and IPython, what a person reads at the end."""
+        printer.text(self.summary() or repr(self))
+
     @property
     def exit_code(self) -> int:
         """The program's exit code once the result is printed: 0, unless a command says otherwise."""

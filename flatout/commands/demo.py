@@ -68,11 +68,11 @@ class DemoResult(Result):
     """Seconds of the whole demo, preparing included."""
 
     def summary(self) -> str:
-        """Return what the run came to, its curve, a sample, and what to try next."""
+        """Return a sample, what to try next, the curve, and what the run came to."""
         from flatout.terminal import closing, columns
         from flatout.training.folder import read_summary
 
-        return f"{closing(read_summary(Path(self.run)) or {})}\n\nTry next:\n{_next(shlex.quote(self.run), columns())}"
+        return closing(read_summary(Path(self.run)) or {}, next_steps=f"Try next:\n{_next(shlex.quote(self.run), columns())}")
 
 
 def _next(run: str, width: int) -> str:
@@ -137,7 +137,7 @@ def demo(
     elif read_summary(subject.run) is not None:
         progress.say(f"{subject.run} is finished; this is what it came to. Delete that folder to train anew.")
     else:
-        progress.say(f"Going on with {subject.run}.")
+        progress.say(f"Resuming {subject.run}.")
     result = train_config(config, run=subject.run, observers=observers, progress=progress)
     return DemoResult(run=str(subject.run), val_loss=result.val_loss, tokens_per_s=result.tokens_per_s, wall_s=round(time.perf_counter() - began, 2))
 

@@ -44,14 +44,25 @@ def printable(text: str) -> str:
 
 def columns() -> int:
     """Return how wide the terminal is that a person reads, 80 when there is none."""
+    size = _terminal_size()
+    return size.columns if size else USUAL_COLUMNS
+
+
+def rows() -> int | None:
+    """Return how many lines the terminal shows that a person reads, None when there is none."""
+    size = _terminal_size()
+    return size.lines if size and size.lines > 0 else None
+
+
+def _terminal_size() -> os.terminal_size | None:
     for stream in (sys.stdout, sys.stderr):
         try:
-            found = os.get_terminal_size(stream.fileno()).columns
+            found = os.get_terminal_size(stream.fileno())
         except (OSError, ValueError, AttributeError):
             continue
-        if found > 0:
+        if found.columns > 0:
             return found
-    return USUAL_COLUMNS
+    return None
 
 
 def wrapped(text: str, width: int, *, hanging: int | None = None) -> str:

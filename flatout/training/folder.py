@@ -231,7 +231,7 @@ def resume_from(folder: Path, resume: str = "auto", *, progress: Progress = SILE
     if origin and path in (origin.asked, origin.checkpoint):
         newest = catalog.latest(folder, but=steps_before(folder, origin), progress=progress)
         if newest is not None:
-            progress.say(f"Going on from {newest.name} of {folder}, to which this run has come from {origin.checkpoint}.")
+            progress.say(f"Resuming from {newest.name} of {folder}, which continues {origin.checkpoint}.")
             return newest
     checkpoint = _checkpoint_at(Path(resume), progress)
     if checkpoint.resolve().parent != catalog.checkpoints_folder(folder).resolve():

@@ -51,7 +51,7 @@ def begun_from(folder: Path, origin: Origin, progress: Progress) -> Path:
             f"{folder} was begun from {path}, which is no longer there, and has saved nothing since.",
             fix=f"Name another with --resume PATH, or delete {folder / ORIGIN} to begin without one.",
         )
-    progress.say(f"Going on from {path}, from which this run was begun. To begin without it, delete {folder / ORIGIN}.")
+    progress.say(f"Resuming from {path}, where this run started. To start without it, delete {folder / ORIGIN}.")
     catalog.require_whole(path, progress=progress)
     return path
 

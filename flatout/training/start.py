@@ -178,7 +178,7 @@ def settle(
             progress.say(f"{place} is finished; this is what it came to. To train on, {how_to_go_on}.")
             return Plan(stored, settled(stored, machine, asked=first), checkpoint, device[1], finished=summary)
         if device[0].partition(":")[0] != stored.train.device.partition(":")[0]:
-            progress.say(f"This run began on {stored.train.device} and goes on on {device[0]}: losses will differ in the last bits.")
+            progress.say(f"This run started on {stored.train.device} and resumes on {device[0]}: losses will differ in the last bits.")
         if (known := folder.read_config(place)) is not None and stored.data != known.data:
             folder.write_config(place, stored)  # moved data is found by `eval` too
         config = for_world_size(stored.with_values({"train.device": device[0]}), ranks.world_size)
@@ -194,9 +194,7 @@ def settle(
     if asked.train.patience and not any(part.dataset.split("val").num_tokens > 1 for part in parts_of(dataset)):
         raise DataError("train.patience waits for a better validation loss, and there is no validation text.", fix="Leave train.patience out.")
     if checkpoint is not None and asked.train.init_from is not None:
-        raise ConfigError(
-            "--resume goes on with everything of another run, train.init_from begins with its weights alone.", fix="Give one of the two."
-        )
+        raise ConfigError("--resume takes everything from another run, train.init_from only its weights.", fix="Give one of the two.")
     config = begin_from(config, dataset, ops_of(assemble(decisions)), progress=progress)
     return Plan(anywhere(config), decisions, checkpoint, device[1], asked=asked)
 
@@ -279,6 +277,7 @@ def carry_out(
         log.event(
             "resume" if plan.checkpoint else "start",
             from_checkpoint=run.resumed_from,
+            last_step=run.last_step,
             init_from=run.config.train.init_from,
             parameters=parameters,
             **_facts(run, plan),
@@ -338,4 +337,4 @@ def _stop(run: Run, log: Log, progress: Progress) -> NoReturn:
     keep_last(run, log, progress=progress)
     log.event("stop")
     log.close()
-    raise Stopped(f"Stopped at step {run.step} of {run.last_step}, and saved.", fix="Run the same command again to go on.")
+    raise Stopped(f"Stopped at step {run.step} of {run.last_step}, and saved.", fix="Run the same command again to continue.")

@@ -157,7 +157,7 @@ def test_a_stopped_demo_goes_on_with_the_length_it_had(quick, monkeypatch):
     monkeypatch.setattr(module, "seconds_per_step", None)
     said = Said()
     demo(quick / "a.txt", minutes=5, progress=said)
-    assert said.lines[0] == f"Going on with {run}."
+    assert said.lines[0] == f"Resuming {run}."
     assert read_config(run).train.steps == read_summary(run)["steps"] == 3
     assert read_summary(run)["resumed_from"].endswith("step-2")
 

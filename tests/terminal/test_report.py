@@ -10,9 +10,17 @@ from rich.console import Console
 from flatout.terminal import RunReport, Terminal, closing
 
 
+class Clock:
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
 @pytest.fixture
 def terminal():
-    terminal = Terminal(Console(file=io.StringIO(), width=100))
+    terminal = Terminal(Console(file=io.StringIO(), width=100), clock=Clock())
     yield terminal
     terminal.close()
 
@@ -22,7 +30,11 @@ def text_of(terminal):
 
 
 def run_at(step, last_step=10, steps_per_epoch=16.0):
-    return SimpleNamespace(step=step, last_step=last_step, steps_per_epoch=steps_per_epoch)
+    return SimpleNamespace(step=step, last_step=last_step, steps_per_epoch=steps_per_epoch, tokens_per_step=2048)
+
+
+def window(step, steps_per_s, **more):
+    return {"step": step, "perf/steps_per_s": steps_per_s, "perf/tokens_per_s": 2048 * steps_per_s, **more}
 
 
 def follow(report, steps, last, records=()):
@@ -33,14 +45,45 @@ def follow(report, steps, last, records=()):
             report.on_record(by_step[step])
 
 
-def test_the_line_shows_step_loss_rate_and_mfu(terminal):
+def test_the_line_shows_step_loss_rate_mfu_and_the_time_that_is_left(terminal):
     report = RunReport(terminal)
     report.on_start(run_at(0))
-    follow(report, range(1, 6), 10, [{"step": 4, "train/loss": 3.14159, "perf/tokens_per_s": 61_234.0, "perf/mfu": 0.123}])
+    follow(report, range(1, 6), 10, [window(2, 1.0), window(4, 29.9, **{"train/loss": 3.14159, "perf/mfu": 0.123})])
     task = terminal._open[0]
-    assert task.facts()[:2] == ["50%", "5/10 · loss 3.142 · 61.2 K tokens/s · MFU 12.3%"]
+    assert task.facts() == ["50%", "5/10 · loss 3.142 · 61.2 K tokens/s · MFU 12.3% · 0.2 s left"]
     report.on_end({})
     assert terminal._open == []
+
+
+def test_rate_and_time_left_are_one_estimate_and_know_nothing_of_compiling(terminal):
+    """A first step that compiles for five minutes, an evaluation of a minute: neither is in the pace of the steps."""
+    report = RunReport(terminal)
+    report.on_start(run_at(0, last_step=400))
+    terminal.clock.now += 300
+    report.on_tick(1, 400)
+    assert terminal._open[0].text == "1/400"
+    for step in range(2, 12):
+        terminal.clock.now += 2
+        report.on_tick(step, 400)
+    assert terminal._open[0].text == "11/400 · 1,024 tokens/s · 12 min 58 s left"
+    report.on_record(window(10, 0.03, **{"perf/mfu": 0.001}))
+    terminal.clock.now += 60
+    for step in range(12, 21):
+        terminal.clock.now += 2
+        report.on_tick(step, 400)
+    assert "MFU" not in terminal._open[0].text, "the first record holds the warm-up"
+    report.on_record(window(20, 0.5, **{"perf/mfu": 0.2}))
+    report.on_tick(21, 400)
+    assert terminal._open[0].facts() == ["5%", "21/400 · 1,024 tokens/s · MFU 20.0% · 12 min 38 s left"]
+
+
+def test_the_pace_follows_what_the_machine_does_of_late(terminal):
+    report = RunReport(terminal)
+    report.on_start(run_at(0, last_step=1000))
+    for step in range(10, 110, 10):
+        report.on_record(window(step, 10.0 if step <= 50 else 5.0))
+    report.on_tick(100, 1000)
+    assert terminal._open[0].text == "100/1,000 · 10.2 K tokens/s · 3 min 00 s left"
 
 
 def test_the_line_is_there_before_the_first_step_and_gone_after_a_stop(terminal):
@@ -56,13 +99,45 @@ def test_a_resumed_run_counts_from_where_it_was(terminal):
     report = RunReport(terminal)
     report.on_start(run_at(8))
     follow(report, [9], 10)
-    assert terminal._open[0].share == 0.5
+    assert terminal._open[0].facts()[0] == "90%"
+
+
+def test_a_resumed_run_says_at_which_step_of_how_many(terminal):
+    RunReport(terminal).on_event({"event": "resume", "step": 70, "last_step": 500, "from_checkpoint": "runs/a/checkpoints/step-70"})
+    assert text_of(terminal) == "Resuming at step 70 of 500 from runs/a/checkpoints/step-70\n"
+
+
+DECISIONS = [("compile", False, "short run"), ("bf16", True, "it is faster here"), ("adamw-8bit-bitsandbytes", False, "not installed")]
+
+
+def decide(report):
+    report.on_event({"event": "start", "parameters": 1, "device": "cpu", "device_reason": "asked for", "machine": "a CPU"})
+    for name, on, reason in DECISIONS:
+        report.on_event({"event": "speedup", "name": name, "on": on, "reason": reason})
+    report.on_start(run_at(0))
+
+
+def test_a_run_begins_with_one_line_about_its_speedups(terminal):
+    report = RunReport(terminal)
+    decide(report)
+    report.on_event({"event": "speedup", "name": "bf16", "on": False, "reason": "what changed it has said so"})
+    report.on_end({})
+    assert text_of(terminal).splitlines()[1:] == ["1 of 3 optimisations on; `flatout list speedups` or --verbose shows each"]
+
+
+def test_a_verbose_run_shows_each_in_columns_that_fit_the_longest_name(terminal):
+    decide(RunReport(terminal, verbose=True))
+    _, *lines = text_of(terminal).splitlines()
+    assert [line.split()[:2] for line in lines] == [["off", "compile"], ["on", "bf16"], ["off", "adamw-8bit-bitsandbytes"]]
+    assert len({line.index(reason) for line, (_, _, reason) in zip(lines, DECISIONS, strict=True)}) == 1
 
 
 def test_unknown_mfu_is_left_out(terminal):
     report = RunReport(terminal)
     report.on_start(run_at(0))
-    follow(report, [1, 2], 10, [{"step": 1, "train/loss": 3.0, "perf/tokens_per_s": 10.0}])
+    follow(report, [1, 2], 10, [window(1, 10.0), window(2, 10.0)])
+    report.on_tick(3, 10)
+    assert "tokens/s" in terminal._open[0].text
     assert "MFU" not in terminal._open[0].text
 
 
@@ -86,8 +161,6 @@ def test_events_leave_lines(terminal):
     report = RunReport(terminal)
     report.on_start(run_at(0))
     report.on_tick(1, 2)
-    report.on_event({"event": "speedup", "name": "compile", "on": False, "reason": "short run"})
-    report.on_event({"event": "speedup", "name": "compile", "on": False, "reason": "said by the compiler's caller"})
     report.on_event({"event": "save", "path": "runs/a/checkpoints/step-1"})
     report.on_event({"event": "save", "path": "runs/a/checkpoints/step-1"})
     report.on_event({"event": "sample", "step": 1, "text": "def f():\x1b[2J\n    pass\n"})
@@ -96,7 +169,6 @@ def test_events_leave_lines(terminal):
     report.on_tick(2, 2)
     report.on_event({"event": "sample", "step": 2, "text": "the last one"})
     said = text_of(terminal)
-    assert said.split("\n")[0].split(maxsplit=2) == ["off", "compile", "short run"]
     assert said.count("Saved runs/a/checkpoints/step-1") == 1
     assert "  | def f():\ufffd[2J\n  |     pass\n" in said
     assert "Whole validation split: loss 2.3356 on 111,540 tokens\n" in said
@@ -159,18 +231,18 @@ def test_closing_tells_what_was_measured(tmp_path):
         "training 3.1000, validation 3.2500 (perplexity 25.8), best in the run 3.2000 at step 400",
         "21.2 K tokens/s steady, 17.0 K tokens/s with evaluation and saving",
         "MFU        unknown GPU",
-        "1 min 58 s",
+        "2.0 M tokens in 1 min 58 s, 0.90 GiB at most",
         "loss over steps (o validation)",
         "  | text 500",
     ):
         assert part in text
     assert "text 250" not in text
-    assert "all resumes" not in text
+    assert "in all" not in text
 
 
 def test_closing_of_a_resumed_run_tells_the_whole_time(tmp_path):
     text = closing(SUMMARY | {"run": str(tmp_path), "resumed_from": "step-250", "mfu": 0.4, "mfu_of": "data sheet"})
-    assert "1 min 58 s, 3 min 20 s over all resumes" in text
+    assert "1 min 58 s (3 min 20 s in all)" in text
     assert "40.0% of the peak (data sheet)" in text
 
 
@@ -197,12 +269,42 @@ def test_the_whole_rate_of_a_compiled_run_says_so(tmp_path):
 def test_closing_fits_the_terminal_and_cuts_no_word(tmp_path, width):
     records = [{"step": s, "train/loss": 8 - s / 100} for s in range(0, 500, 10)] + [{"step": 500, "val/loss": 3.25}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
-    lines = lines_of({"run": str(tmp_path)}, tmp_path, width)
+    lines = lines_of({}, tmp_path, width)
     assert all(len(line) <= width for line in lines if str(tmp_path) not in line)
     words = " ".join(lines).split()
-    assert set(" ".join(lines_of({}, tmp_path)[:6]).split()) <= set(words)
+    assert set(" ".join(lines_of({}, tmp_path)[-5:]).split()) <= set(words)
     (loss,) = (number for number, line in enumerate(lines) if line.startswith("Loss "))
     assert lines[loss + 1].startswith(" " * 11) or width > 100
+
+
+NEXT_STEPS = "Try next:\n" + "\n".join(f"  thing {number}   flatout command runs/demo" for number in range(4))
+LONG = {"resumed_from": "runs/demo/checkpoints/step-400", "mfu": 0.288, "mfu_of": "data sheet: NVIDIA H100 Tensor Core GPU, SXM, without sparsity"}
+
+
+@pytest.mark.parametrize("summary", [{}, LONG], ids=["short", "long"])
+@pytest.mark.parametrize("text", ["one line", "\n\ndef f(x):\n\n    return x\n" * 12, "word " * 200], ids=["short", "lines", "wide"])
+def test_closing_fits_a_screen_of_24_lines_and_ends_with_what_was_measured(tmp_path, monkeypatch, text, summary):
+    monkeypatch.chdir(tmp_path)
+    records = [{"step": s, "train/loss": 8 - s / 100} for s in range(0, 500, 10)] + [{"step": 500, "val/loss": 3.25}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    (tmp_path / "events.jsonl").write_text(json.dumps({"event": "sample", "step": 500, "text": text}) + "\n")
+    closed = closing(SUMMARY | summary | {"run": "."}, next_steps=NEXT_STEPS, encoding="utf-8", width=80, height=24)
+    lines = closed.splitlines()
+    assert len(lines) <= 23, "the prompt needs one"
+    assert all(len(line) <= 80 for line in lines)
+    sample, steps, axis, run, loss, speed = (
+        next(number for number, line in enumerate(lines) if line.lstrip().startswith(words))
+        for words in ("A sample", "Try next", "└", "Run ", "Loss ", "Speed ")
+    )
+    assert sample < steps < axis < run < loss < speed
+    assert axis - steps >= 9, "the steps, an empty line, and three lines of the curve"
+    assert lines[1].startswith("  | ")
+    assert lines[1].strip("| "), "an empty line says nothing"
+
+
+def test_a_log_has_the_whole_sample(tmp_path):
+    (tmp_path / "events.jsonl").write_text(json.dumps({"event": "sample", "step": 500, "text": "a\n" * 60}) + "\n")
+    assert lines_of({}, tmp_path).count("  | a") == 60
 
 
 def test_a_persons_terminal_breaks_lines_at_spaces():

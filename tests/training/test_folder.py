@@ -271,7 +271,7 @@ def test_the_same_resume_from_elsewhere_goes_on_from_what_came_of_it(tmp_path, a
     own = fake_checkpoint(new, 25)
     assert ear.lines == []
     assert folder.resume_from(new, str(tmp_path / asked), progress=ear) == own
-    assert "Going on from step-25" in ear.lines[0]
+    assert "Resuming from step-25" in ear.lines[0]
     shutil.rmtree(tmp_path / "old")
     assert folder.resume_from(new, str(tmp_path / asked)) == own
     assert folder.resume_from(new) == own
@@ -286,7 +286,7 @@ def test_another_origin_is_another_course(tmp_path):
         assert folder.resume_from(new, str(second)) == second
     ear = Ear()
     assert folder.resume_from(new, progress=ear) == second
-    assert "from which this run was begun" in ear.lines[0]
+    assert "where this run started" in ear.lines[0]
     shutil.rmtree(new / "checkpoints")
     came = fake_checkpoint(new, 25, b"of another course")
     assert folder.resume_from(new, str(second)) == came
