@@ -14,11 +14,11 @@ SHELL := /bin/bash
 .PHONY: help demo test check format test-gpu test-faults test-extras test-oldest wheel clean
 
 NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
-ifndef PYTHON
+ifeq ($(origin PYTHON),undefined)
 PYTHON := $(shell for python in python3 python3.13 python3.12 python3.11; do "$$python" -c '$(NEW_ENOUGH)' 2>/dev/null && echo "$$python" && break; done)
 endif
 TORCH_INDEX ?=
-ifndef TORCH_BUILD
+ifeq ($(origin TORCH_BUILD),undefined)
 TORCH_BUILD := $(shell nvidia-smi -L 2>/dev/null | grep -q GPU || echo +cpu)
 endif
 FILE ?=

@@ -139,6 +139,14 @@ def test_exit_codes(run, word, code):
     assert "Traceback" not in err
 
 
+@pytest.mark.parametrize("words", [["--verbose"], ["-v"], []], ids=str)
+def test_a_command_with_a_run_can_be_verbose(run, monkeypatch, words):
+    made = []
+    monkeypatch.setattr("flatout.terminal.RunReport", lambda terminal, *, verbose: made.append(verbose))
+    assert run("shout", "hello", *words)[0] == 0
+    assert made == [bool(words)]
+
+
 def test_what_is_noted_at_an_error_stands_before_it(run):
     _, _, err = run("shout", "RunFailed", "line 7 of a worker")
     assert err.endswith("line 7 of a worker\nIt went wrong.\nFix: Do it right.\n")

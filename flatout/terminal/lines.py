@@ -182,8 +182,8 @@ class Terminal:
         if ticker:
             self._all_closed.set()
             ticker.join()
-        if self._cell is not None:
-            self._cell.draw("")
+            if self._cell is not None:
+                self._cell.draw("")
 
     def _tick(self, closed: threading.Event) -> None:
         while not closed.wait(0.25):

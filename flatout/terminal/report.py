@@ -21,7 +21,7 @@ BESIDE_PICTURE = 11
 """Columns of the scale, and one to spare."""
 UNDER_PICTURE = 3
 """Lines: the axis, its figures, and an empty one."""
-SHORT_SAMPLE, SHORTEST_SAMPLE = 5, 3
+SHORT_SAMPLE, SHORTEST_SAMPLE = 4, 3
 """Lines that are kept for it, and where there are too few even for that: its title, its text, and an empty one."""
 FACT_NAMES = 11
 """Columns of the names of what was measured."""

@@ -180,3 +180,40 @@ def test_secrets_of_addresses_are_not_shown():
         line = terminal._open[0]
     assert text_of(terminal) == "from https://host/c\n"
     assert (line.what, line.text) == ("Reading HTTP://host/a", "s3://host/b")
+
+
+def test_a_log_has_one_line_about_loading_torch():
+    """What counts nothing is named once; that it took a little longer is no news."""
+    clock = Clock()
+    terminal = plain(clock)
+    with terminal.task("Loading torch"):
+        terminal._all_closed.set()
+        terminal._ticker.join()
+        for _ in range(28):
+            clock.now += 0.25
+            if line := terminal.plain_line():
+                terminal.say(line)
+    assert text_of(terminal) == "Loading torch: 2.0 s\n"
+
+
+def test_a_log_hears_again_of_what_takes_long():
+    clock = Clock()
+    terminal = plain(clock)
+    with terminal.task("Compiling"):
+        terminal._all_closed.set()
+        terminal._ticker.join()
+        for _ in range(160):
+            clock.now += 0.25
+            if line := terminal.plain_line():
+                terminal.say(line)
+    assert text_of(terminal).splitlines() == ["Compiling: 2.0 s", "Compiling: 17 s", "Compiling: 32 s", "Compiling: 40 s"]
+
+
+def test_a_task_without_a_unit_leaves_rate_and_time_to_its_own_words():
+    clock = Clock()
+    with plain(clock).task("Training", total=100, done=70) as task:
+        clock.now += 3
+        assert task.facts() == ["70%", "3.0 s"]
+        task.advance(10)
+        task.note("80/100 · 5 s left")
+        assert task.facts() == ["80%", "80/100 · 5 s left"]

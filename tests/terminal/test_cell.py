@@ -1,0 +1,76 @@
+"""A notebook's cell: one block of output, rewritten in place, whatever is said."""
+
+import io
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from flatout.terminal import RunReport, Terminal
+
+
+class Notebook:
+    """A stand-in for IPython: what each block of output shows now, in the order in which they appeared."""
+
+    def __init__(self):
+        self.execution_count = 1
+        self.blocks = []
+
+    def display(self, bundle, *, raw, display_id):
+        assert (raw, display_id) == (True, True)
+        at = len(self.blocks)
+        self.blocks.append(bundle["text/plain"])
+
+        def update(bundle, *, raw):
+            assert raw
+            self.blocks[at] = bundle["text/plain"]
+
+        return SimpleNamespace(update=update)
+
+
+@pytest.fixture
+def notebook(monkeypatch):
+    notebook = Notebook()
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: notebook))
+    monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(display=notebook.display))
+    return notebook
+
+
+def cell():
+    return Terminal(Console(file=io.StringIO(), width=100, force_jupyter=True))
+
+
+def test_lines_and_the_bar_are_one_block(notebook):
+    terminal = cell()
+    terminal.say("Training 1.2 M parameters")
+    with terminal.task("Training", total=10) as task:
+        task.advance(4)
+        deadline = time.monotonic() + 5
+        while "40%" not in notebook.blocks[-1] and time.monotonic() < deadline:
+            time.sleep(0.01)
+        terminal.say("Saved step-4")
+        (shown,) = notebook.blocks
+    lines = shown.splitlines()
+    assert lines[:2] == ["Training 1.2 M parameters", "Saved step-4"]
+    assert "Training" in lines[2]
+    assert "━" in lines[2]
+    assert notebook.blocks == ["Training 1.2 M parameters\nSaved step-4"], "the bar is gone"
+
+
+def test_another_cell_begins_another_block(notebook):
+    terminal = cell()
+    terminal.say("first")
+    notebook.execution_count += 1
+    terminal.say("second")
+    assert notebook.blocks == ["first", "second"]
+
+
+def test_a_run_in_a_cell_ends_with_what_it_came_to(notebook):
+    report = RunReport(cell())
+    report.on_start(SimpleNamespace(step=0, last_step=2, steps_per_epoch=4.0, tokens_per_step=64))
+    for step in (1, 2):
+        report.on_tick(step, 2)
+    report.on_end({"run": "runs/a", "steps": 2, "tokens": 128, "wall_s": 3.0, "train_loss": 2.5, "val_loss": 2.0})
+    assert notebook.blocks == ["2 steps, 128 tokens in 3.0 s; training 2.5000, validation 2.0000 (perplexity 7.4)"]

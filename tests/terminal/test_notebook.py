@@ -1,0 +1,54 @@
+"""In a notebook a call shows its progress in the cell; elsewhere it is silent."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+import flatout
+from flatout.progress import SILENT
+from flatout.terminal import RunReport, Terminal
+from flatout.terminal.notebook import shown_in_cell
+
+
+def called(place, *, observers=(), progress=SILENT):
+    """Say what it was called with."""
+    return place, observers, progress
+
+
+@pytest.fixture
+def notebook(monkeypatch):
+    monkeypatch.setattr(Console, "is_jupyter", True, raising=False)
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+
+
+def test_a_call_in_a_cell_reports_to_it(notebook):
+    place, (report,), progress = shown_in_cell(called)("a")
+    assert place == "a"
+    assert isinstance(report, RunReport)
+    assert isinstance(progress, Terminal)
+    assert progress.is_cell
+    assert report.terminal is progress
+    assert shown_in_cell(called).__doc__ == called.__doc__
+
+
+def test_what_is_given_is_kept(notebook):
+    assert shown_in_cell(called)("a", observers=(), progress=SILENT) == ("a", (), SILENT)
+
+
+def test_what_has_no_progress_is_left_as_it_is(notebook):
+    assert shown_in_cell(len) is len
+    assert shown_in_cell(flatout.FlatoutError) is flatout.FlatoutError
+
+
+def test_outside_of_a_notebook_calls_are_silent(monkeypatch):
+    assert shown_in_cell(called) is called
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace())
+    assert flatout.train is sys.modules["flatout.commands.train"].train
+
+
+def test_public_commands_report_to_the_cell(notebook, monkeypatch):
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace())
+    assert flatout.train.__wrapped__ is sys.modules["flatout.commands.train"].train
+    assert flatout.runs is sys.modules["flatout.commands.runs"].runs

@@ -1,0 +1,36 @@
+"""The pace of a run's steps: what is no step does not count."""
+
+import pytest
+
+from flatout.terminal.pace import Pace
+
+
+def test_nothing_is_known_before_two_steps_and_a_second():
+    now = [0.0]
+    pace = Pace(100, lambda: now[0])
+    assert pace.rates() is None
+    pace.tick(5)
+    now[0] = 0.5
+    pace.tick(6)
+    assert pace.rates() is None
+    now[0] = 2.0
+    assert pace.rates() == (0.5, 50.0)
+    assert not pace.is_steady
+
+
+def test_records_replace_the_clock_from_the_second_on_and_lines_without_rates_are_none():
+    pace = Pace(100, lambda: 0.0)
+    for record in ({"val/loss": 1.0}, {"perf/steps_per_s": 9.0, "perf/tokens_per_s": 900.0}):
+        pace.record(record)
+        assert not pace.is_steady
+    pace.record({"perf/steps_per_s": 3.0, "perf/tokens_per_s": 290.0})
+    assert pace.is_steady
+    assert pace.rates() == (3.0, 290.0)
+
+
+@pytest.mark.parametrize(("rates", "median"), [([4, 4, 4, 1], 4), ([1, 1, 1, 4, 4, 4], 4)], ids=["one slow record", "a change that stays"])
+def test_the_pace_is_the_median_of_the_newest_records(rates, median):
+    pace = Pace(100, lambda: 0.0)
+    for steps_per_s in [99, *rates]:
+        pace.record({"perf/steps_per_s": steps_per_s, "perf/tokens_per_s": 100 * steps_per_s})
+    assert pace.rates() == (median, 100 * median)
