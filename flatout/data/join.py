@@ -84,7 +84,7 @@ def join(
             split_rule=split_rule,
             skipped=tuple(skipped),
             cut_documents=sum(record.cut_documents for record in records),
-        )
+        ).sealed()
         write_whole(work.joined / MANIFEST, manifest.model_dump_json(indent=1) + "\n")
     work.give()
     return manifest

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -11,7 +13,8 @@ from flatout.errors import DataError
 from flatout.recognised import recognise
 from flatout.registry import nearest
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""From 2 on a manifest has a digest of its own content."""
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 BLOCK_BYTES = 4 * 1024 * 1024
@@ -96,6 +99,12 @@ class Manifest(_Entry):
     """What was left out."""
     cut_documents: int = Field(0, ge=0)
     """Documents that were cut where validation begins; both splits count them."""
+    sha256: str | None = None
+    """Digest of all the rest of this document; none in format 1."""
+
+    def sealed(self) -> Self:
+        """Return this manifest with its digest."""
+        return self.model_copy(update={"sha256": _digest(json.loads(self.model_dump_json()))})
 
     @property
     def files(self) -> tuple[FileEntry, ...]:
@@ -166,7 +175,9 @@ def parse_manifest(text: str, path: Path | str) -> Manifest:
     try:
         version = _Version.model_validate_json(text).format_version
         if version <= FORMAT_VERSION:
-            return Manifest.model_validate_json(text)
+            manifest = Manifest.model_validate_json(text)
+            _require_own_digest(manifest, text, path)
+            return manifest
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
@@ -176,6 +187,25 @@ def parse_manifest(text: str, path: Path | str) -> Manifest:
         f"{path} has format_version {version}; this flatout reads up to {FORMAT_VERSION}.",
         fix="Install a newer flatout, or prepare the data set again.",
     )
+
+
+def _require_own_digest(manifest: Manifest, text: str, path: Path | str) -> None:
+    """Check that what a manifest says is what was written; one of format 1 may have no digest that tells.
+
+    Raises: DataError.
+    """
+    sealed = manifest.sha256 is not None or manifest.format_version > 1
+    if sealed and _digest(json.loads(text)) != manifest.sha256:
+        raise DataError(
+            f"{path} is damaged: its content does not match its digest.",
+            fix="Restore it from a copy, or prepare the data set again into another folder.",
+        )
+
+
+def _digest(document: dict[str, Any]) -> str:
+    """Return the digest of a manifest's document, but for the digest in it."""
+    rest = {key: value for key, value in document.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 class _Version(BaseModel):

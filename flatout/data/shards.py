@@ -24,7 +24,7 @@ import numpy as np
 from flatout.data.disk import expanded
 from flatout.data.manifest import BLOCK_BYTES, FileEntry, Manifest, SplitEntry, SplitName, read_manifest
 from flatout.data.order import shuffled
-from flatout.data.problems import PREPARE_AGAIN, file_problems
+from flatout.data.problems import MASKS, PREPARE_AGAIN, Items, ends_of, file_problems, tokens_of
 from flatout.errors import DataError
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class Dataset:
         """The tokenizer in the folder, loaded when first asked for."""
         from flatout.data.tokenizer import load_tokenizer  # reading tokens alone needs no tokenizer library
 
-        return load_tokenizer(self.path / self.manifest.tokenizer.file)
+        return load_tokenizer(self.path / self.manifest.tokenizer.file, sha256=self.manifest.tokenizer.digest)
 
     def split(self, name: SplitName) -> Split:
         """Return `train` or `val`; a split without documents has no tokens."""
@@ -131,11 +131,9 @@ class Split:
         self.text_bytes = entry.text_bytes
         self.has_mask = bool(entry.masks)
         self.dtype = np.dtype(manifest.dtype)
-        beyond = f"the token id {{}} is beyond the vocabulary, whose ids are below {manifest.vocab_size}"
-        self._tokens = _Tape(folder, entry.shards, self.dtype, below=manifest.vocab_size, complaint=beyond)
-        self._masks = _Tape(folder, entry.masks, np.dtype(np.uint8), below=2, complaint="the mask holds {}, not 0 or 1")
-        beyond = f"a document ends at {{}}, beyond the {entry.tokens} tokens"
-        self._ends = _Tape(folder, (entry.document_ends,), np.dtype(np.int64), below=entry.tokens + 1, complaint=beyond)
+        self._tokens = _Tape(folder, entry.shards, tokens_of(manifest))
+        self._masks = _Tape(folder, entry.masks, MASKS)
+        self._ends = _Tape(folder, (entry.document_ends,), ends_of(entry))
 
     def num_windows(self, seq_len: int) -> int:
         """Return how many whole windows of seq_len + 1 tokens there are."""
@@ -221,12 +219,12 @@ class Split:
 class _Tape:
     """Several files read as one long array; each 4 MiB block is checked when something in it is first read."""
 
-    def __init__(self, folder: Path, entries: Sequence[FileEntry], dtype: np.dtype[Any], *, below: int, complaint: str) -> None:
+    def __init__(self, folder: Path, entries: Sequence[FileEntry], items: Items) -> None:
+        dtype = items.dtype
+        self._items = items
         self._entries = [entry for entry in entries if entry.size_bytes]
         self._paths = [folder / entry.name for entry in self._entries]
         self._stored = dtype.newbyteorder("<")
-        self._below = below
-        self._complaint = complaint
         lengths = [entry.size_bytes // dtype.itemsize for entry in self._entries]
         self._first = np.cumsum([0, *lengths])
         self._first_block = np.cumsum([0, *(len(entry.block_crc32) for entry in self._entries)])
@@ -348,11 +346,7 @@ class _Tape:
             return f"{where}: the block of {size} bytes from there cannot be read: {error.strerror or error}."
         if zlib.crc32(room.data) != self._entries[file].block_crc32[within]:
             return f"{where}: the block of {size} bytes from there fails its checksum."
-        items = room.view(self._stored)
-        largest = int(items.max())
-        if largest >= self._below:
-            return f"{self._paths[file]}, byte {start + int(items.argmax()) * items.itemsize}: {self._complaint.format(largest)}."
-        return None
+        return self._items.problem(room, self._paths[file], start)
 
 
 def _mapped(path: Path, size: int) -> mmap.mmap:

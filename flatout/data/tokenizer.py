@@ -7,6 +7,7 @@ else's care: loading it needs no network, no other file and no package but the o
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -173,18 +174,22 @@ def _vocabulary_size(spec: str) -> int:
     return int(digits)
 
 
-def load_tokenizer(path: Path, *, pattern: str | None = None, end_of_text: str | None = None, name: str | None = None) -> StoredTokenizer:
+def load_tokenizer(
+    path: Path, *, pattern: str | None = None, end_of_text: str | None = None, name: str | None = None, sha256: str | None = None
+) -> StoredTokenizer:
     """Return the tokenizer in a file: one that `save` wrote, a Hugging Face tokenizer.json, or a .tiktoken file.
 
     `pattern` splits text for a .tiktoken file that is not a known one; `end_of_text` names that token of a tokenizer.json;
-    `name` is what messages call the file, its path unless stated.
+    `name` is what messages call the file, its path unless stated; `sha256` is the digest that it must have.
 
-    Raises: DataError when the file cannot be read or is none of these.
+    Raises: DataError when the file cannot be read, is none of these, or has another digest.
     """
     known = recognise(path)
     if known is not None:
         raise DataError(known.instead_of("a tokenizer"), fix="Give a tokenizer.json, a .tiktoken file, or char, byte or train:N.")
     data = read_tokenizer(path)
+    if sha256 is not None and hashlib.sha256(data).hexdigest() != sha256:
+        raise DataError(f"{path} is damaged, or was replaced: it is not the file that was written there.", fix="Restore it from a copy.")
     if path.suffix == ".tiktoken":
         return read_tiktoken(data, name or str(path), pattern=pattern)
     return parse_tokenizer(data, name or str(path), end_of_text=end_of_text)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from flatout.data.disk import expanded
 from flatout.data.fetch import stored_blocks, stored_manifest, stored_tokenizer
-from flatout.data.manifest import FileEntry, Manifest, read_manifest
-from flatout.data.problems import file_problems
+from flatout.data.manifest import FileEntry, Manifest, SplitName, read_manifest
+from flatout.data.problems import MASKS, Items, end_problems, ends_of, file_problems, manifest_problems, tokens_of
 from flatout.data.shards import Split
 from flatout.data.tokenizer import load_tokenizer
 from flatout.data.transfers import Transfers
@@ -48,7 +48,7 @@ def verify_dataset(folder: Path, *, progress: Progress = SILENT) -> Verified:
     problems = [problem.what for problem in unsized]
     damaged = {problem.name for problem in unsized}
     if manifest.tokenizer.file not in damaged:
-        problems += _tokenizer_problems(folder, manifest)
+        problems += _tokenizer_problems(folder / manifest.tokenizer.file, manifest)
     entries = manifest.files
     sizes = []
     with progress.task(f"Reading {folder}", total=sum(entry.size_bytes for entry in entries if entry.name not in damaged) / 1e6, unit="MB") as task:
@@ -64,56 +64,70 @@ def verify_dataset(folder: Path, *, progress: Progress = SILENT) -> Verified:
 
 
 def verify_stored(address: str, *, progress: Progress = SILENT) -> Verified:
-    """Check what lies at an address as it comes: every file's size, every block's checksum, the tokenizer. Nothing is kept.
+    """Check what is at an address, as it comes, for all that `verify_dataset` checks a folder for. Nothing is kept.
 
-    A block with its checksum is the block that was prepared, so that what is in it was checked then.
-
-    Memory: a block of each file under way.
+    Memory: a block of each file under way, and the document ends.
     Raises: DataError when there is no manifest that can be read, or the store does not answer.
     """
     _, manifest = stored_manifest(address)
-    problems: list[str] = []
+    contradictions = list(manifest_problems(address, manifest))
+    problems = [problem.what for problem in contradictions]
+    damaged = {problem.name for problem in contradictions}
     sizes: list[int] = []
 
-    def check(entry: FileEntry) -> None:
+    def check(entry: FileEntry, items: Items, split: SplitName | None = None) -> None:
+        if entry.name in damaged:
+            return
+        blocks: list[bytes] = []
+        start, whole = 0, True
         for block, problem in stored_blocks(address, entry):
+            if block and problem is None:
+                problem = items.problem(np.frombuffer(block, np.uint8), f"{address}/{entry.name}", start)
+            start += len(block)
             problems.extend([problem] if problem else [])
             sizes.extend([len(block)] if block else [])
+            whole = whole and problem is None
+            blocks += [block] if split else []
             transfers.advance(len(block))
+        if split and whole and split not in damaged:
+            problems.extend(end_problems(address, split, np.frombuffer(b"".join(blocks), "<i8"), manifest.splits[split].tokens))
 
+    wanted = [partial(check, entry, tokens_of(manifest)) for split in manifest.splits.values() for entry in split.shards]
+    wanted += [partial(check, entry, MASKS) for split in manifest.splits.values() for entry in split.masks]
+    wanted += [partial(check, split.document_ends, ends_of(split), name) for name, split in manifest.splits.items()]
     with progress.task(f"Reading {address}", total=sum(entry.size_bytes for entry in manifest.files) / 1e6, unit="MB") as task:
         transfers = Transfers(task)
-        transfers.run([partial(check, entry) for entry in manifest.files])
-    try:
-        stored_tokenizer(address, manifest)
-    except Unreachable:
-        raise
-    except DataError as error:
-        problems.append(error.what)
+        transfers.run(wanted)
+    problems += _stored_tokenizer_problems(address, manifest)
     return Verified(tuple(sorted(problems)), len(manifest.files) + 1, len(sizes), sum(sizes))
 
 
-def _tokenizer_problems(folder: Path, manifest: Manifest) -> Iterator[str]:
-    path = folder / manifest.tokenizer.file
+def _stored_tokenizer_problems(address: str, manifest: Manifest) -> list[str]:
+    try:
+        data = stored_tokenizer(address, manifest)
+    except Unreachable:
+        raise
+    except DataError as error:
+        return [error.what]
+    with tempfile.TemporaryDirectory(prefix="flatout-verify-") as folder:
+        path = Path(folder) / manifest.tokenizer.file
+        path.write_bytes(data)
+        return [problem.replace(folder, address) for problem in _tokenizer_problems(path, manifest)]
+
+
+def _tokenizer_problems(path: Path, manifest: Manifest) -> Iterator[str]:
     try:
         tokenizer = load_tokenizer(path)
     except FlatoutError as error:
         yield error.what
         return
-    if tokenizer.vocab_size > manifest.vocab_size:
+    if tokenizer.vocab_size != manifest.vocab_size:
         yield f"{path} has {tokenizer.vocab_size:,} tokens; the manifest says {manifest.vocab_size:,}."
 
 
 def _end_problems(folder: Path, split: Split) -> Iterator[str]:
-    """Document ends must ascend, and the last be the end of the tokens: all else was checked block by block."""
     try:
-        ends: np.ndarray[Any, np.dtype[np.int64]] = split.document_ends
+        ends = split.document_ends
     except DataError:  # the block it names is among the problems
         return
-    steps = np.diff(ends, prepend=0)
-    wrong = np.flatnonzero(steps <= 0)
-    if len(wrong):
-        number = int(wrong[0])
-        yield f"{folder}: document {number} of {split.name} ends at {int(ends[number])}, not after the one before it."
-    elif split.num_tokens != (int(ends[-1]) if len(ends) else 0):
-        yield f"{folder}: the documents of {split.name} end at {int(ends[-1]) if len(ends) else 0}, its tokens at {split.num_tokens}."
+    yield from end_problems(folder, split.name, ends, split.num_tokens)

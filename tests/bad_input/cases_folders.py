@@ -22,12 +22,14 @@ def too_large_a_token(world: World) -> None:
     import json
     import zlib
 
+    from flatout.data.manifest import Manifest
+
     world.overwrite("data/book/train-00000.bin", 20, b"\xff\xff")
     path = world.path / "data/book/manifest.json"
     manifest = json.loads(path.read_text())
     crc = zlib.crc32((world.path / "data/book/train-00000.bin").read_bytes())
     manifest["splits"]["train"]["shards"][0]["block_crc32"] = [crc]
-    path.write_text(json.dumps(manifest))
+    path.write_text(Manifest.model_validate(manifest).sealed().model_dump_json())
 
 
 def foreign_code(world: World) -> None:
@@ -68,11 +70,18 @@ CASES = [
     Case("a folder without a manifest", "inspect runs", ("runs", "manifest.json"), ("flatout prepare",)),
     Case("a manifest that is not JSON", "train my.yaml", ("data/book/manifest.json",), ("again",), lambda w: w.write("data/book/manifest.json", "{")),
     Case(
+        "a manifest of which one number has changed",
+        "train my.yaml",
+        ("data/book/manifest.json is damaged", "digest"),
+        ("Restore it from a copy",),
+        lambda w: edit(w, "data/book/manifest.json", '"text_bytes": 3', '"text_bytes": 2'),
+    ),
+    Case(
         "a data set of a newer flatout",
         "train my.yaml",
         ("format_version 9",),
         ("newer flatout",),
-        lambda w: edit(w, "data/book/manifest.json", '"format_version": 1', '"format_version": 9'),
+        lambda w: edit(w, "data/book/manifest.json", '"format_version": 2', '"format_version": 9'),
     ),
     Case(
         "a shard that is missing",

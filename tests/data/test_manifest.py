@@ -5,6 +5,7 @@ import pytest
 
 from flatout.data.manifest import read_manifest, token_dtype
 from flatout.data.shards import Dataset
+from flatout.data.verify import verify_dataset
 from flatout.errors import DataError
 
 
@@ -13,7 +14,7 @@ def test_it_reads_back_as_written(write_set):
     manifest = read_manifest(folder)
     assert manifest.model_dump(mode="json") == json.loads((folder / "manifest.json").read_text())
     assert [path.name for path in folder.glob("manifest*")] == ["manifest.json"]
-    assert (manifest.format_version, manifest.tokens, manifest.documents, manifest.text_bytes) == (1, 15, 2, 60)
+    assert (manifest.format_version, manifest.tokens, manifest.documents, manifest.text_bytes) == (2, 15, 2, 60)
 
 
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(1, "uint16"), (65_536, "uint16"), (65_537, "uint32")])
@@ -67,3 +68,43 @@ def test_a_manifest_cannot_name_a_file_elsewhere(write_set):
     path.write_text(path.read_text().replace("train-00000.bin", "../train-00000.bin"))
     with pytest.raises(DataError, match="not a manifest"):
         Dataset.open(path.parent)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [('"vocab_size": 300', '"vocab_size": 301'), ('"text_bytes": 40', '"text_bytes": 41'), ('"split_rule": "', '"split_rule": "n')],
+)
+def test_a_changed_value_is_found_wherever_a_manifest_is_read(write_set, old, new):
+    path = write_set(np.arange(10), np.arange(5)) / "manifest.json"
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+    for read in (Dataset.open, verify_dataset):
+        with pytest.raises(DataError, match=r"manifest\.json is damaged: its content does not match its digest"):
+            read(path.parent)
+
+
+def test_every_bit_of_the_digest_counts_and_it_cannot_be_left_out(write_set):
+    path = write_set(np.arange(10)) / "manifest.json"
+    document = json.loads(path.read_text())
+    for changed in (document | {"sha256": "0" * 64}, document | {"sha256": None}, {k: v for k, v in document.items() if k != "sha256"}):
+        path.write_text(json.dumps(changed))
+        with pytest.raises(DataError, match="is damaged"):
+            Dataset.open(path.parent)
+    path.write_text(json.dumps(document | {"format_version": 1}))
+    with pytest.raises(DataError, match="is damaged"):
+        Dataset.open(path.parent)
+
+
+def test_a_manifest_of_format_1_has_no_digest_and_opens(write_set):
+    path = write_set(np.arange(10)) / "manifest.json"
+    document = json.loads(path.read_text())
+    del document["sha256"]
+    path.write_text(json.dumps(document | {"format_version": 1}))
+    assert Dataset.open(path.parent).manifest.sha256 is None
+
+
+def test_a_manifest_written_in_another_layout_is_the_same(write_set):
+    path = write_set(np.arange(10)) / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()), sort_keys=True))
+    Dataset.open(path.parent)

@@ -5,6 +5,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+from manifests import seal
 
 from flatout.data import ranges, request
 from flatout.data.prepare import Options, join_parts, prepare_dataset, prepare_part
@@ -109,6 +110,7 @@ def test_a_data_set_of_before_validation_text_had_its_own_is_the_same(train, tmp
     manifest = json.loads((made.path / "manifest.json").read_text())
     del manifest["source"]["val"], manifest["source"]["val_fingerprint"]
     (made.path / "manifest.json").write_text(json.dumps(manifest))
+    seal(made.path / "manifest.json")
     assert prepare_dataset([train], tmp_path / "out", Options(tokenizer="byte", split="hash 0.2")).existed
 
 

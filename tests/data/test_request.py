@@ -2,6 +2,7 @@ import json
 from pathlib import Path
 
 import pytest
+from manifests import seal
 
 from flatout.data.prepare import Options, prepare_dataset
 from flatout.data.shards import Dataset
@@ -29,6 +30,7 @@ def test_the_same_in_other_words_is_the_same_data_set(rows, tmp_path, older):
     manifest = json.loads((made.path / "manifest.json").read_text())
     manifest["source"] |= older
     (made.path / "manifest.json").write_text(json.dumps(manifest))
+    seal(made.path / "manifest.json")
     for text_field in (None, "text"):
         for split in ("tail 0.2", "tail:2e-1", "tail 0.20"):
             assert prepare_dataset([str(rows)], made.path, Options(tokenizer="byte", split=split, text_field=text_field)).existed

@@ -2,6 +2,7 @@ import os
 
 import numpy as np
 import pytest
+from manifests import seal
 
 from flatout.data import shards
 from flatout.data.manifest import BLOCK_BYTES
@@ -106,6 +107,7 @@ def test_sizes_are_checked_when_opened(write_set, name):
 def test_counts_that_do_not_fit_the_files(write_set):
     path = write_set(np.arange(100)) / "manifest.json"
     path.write_text(path.read_text().replace('"tokens": 100', '"tokens": 101'))
+    seal(path)
     with pytest.raises(DataError, match="hold 200 bytes of tokens, not 202"):
         Dataset.open(path.parent)
 
@@ -215,6 +217,7 @@ def test_a_token_beyond_the_vocabulary_is_named(write_set):
     folder = write_set([1, 2, 299, 4])
     path = folder / "manifest.json"
     path.write_text(path.read_text().replace('"vocab_size": 300', '"vocab_size": 299'))
+    seal(path)
     with pytest.raises(DataError, match=r"train-00000\.bin, byte 4: the token id 299 is beyond the vocabulary, whose ids are below 299"):
         windows(Dataset.open(folder).split("train"), 2)
 

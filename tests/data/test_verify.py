@@ -1,7 +1,9 @@
 import json
+import zlib
 
 import numpy as np
 import pytest
+from manifests import seal
 
 from flatout.data.manifest import BLOCK_BYTES, read_manifest
 from flatout.data.tokenizer import make_tokenizer
@@ -36,6 +38,7 @@ def edit(folder, change):
     document = json.loads(path.read_text())
     change(document)
     path.write_text(json.dumps(document))
+    seal(path)
 
 
 def problems(folder):
@@ -84,8 +87,6 @@ def test_ids_beyond_the_vocabulary(folder):
     [([10, 9], "document 1 of val ends at 9, not after"), ([0, 300], "document 0 of val ends at 0"), ([10, 299], "end at 299, its tokens at 300")],
 )
 def test_document_ends_ascend_to_the_end_of_the_tokens(folder, ends, wanted):
-    import zlib
-
     data = np.array(ends, "<i8").tobytes()
     (folder / "val-documents.bin").write_bytes(data)
     edit(folder, lambda document: document["splits"]["val"]["document_ends"].update(block_crc32=[zlib.crc32(data)]))
@@ -151,6 +152,34 @@ def test_what_is_wrong_at_an_address_is_listed(folder, address, store):
         f"{address}/train-00000.mask.bin is missing; the manifest says {(BLOCK_BYTES + 4096) // 2} bytes.",
         f"{address}/val-00000.bin has 5 bytes; the manifest says 600 bytes.",
     )
+
+
+def test_an_address_is_checked_as_strictly_as_a_folder(folder, address, store):
+    """Checksums, sizes and the manifest's digest all fit here: what they are of is wrong."""
+    files = {"train-00000.bin": (100, b"\xff\xff"), "val-00000.mask.bin": (7, b"\x02"), "val-documents.bin": (0, b"\x00")}
+    for name, (start, data) in files.items():
+        whole = bytearray((folder / name).read_bytes())
+        whole[start : start + len(data)] = data
+        (folder / name).write_bytes(whole)
+    crcs = {name: [zlib.crc32(block) for block in blocks((folder / name).read_bytes())] for name in files}
+
+    def state(document):
+        document["vocab_size"] = 258
+        for split in document["splits"].values():
+            for entry in (*split["shards"], *split["masks"], split["document_ends"]):
+                entry["block_crc32"] = crcs.get(entry["name"], entry["block_crc32"])
+        document["splits"]["train"]["shards"][1]["block_crc32"] *= 2
+
+    edit(folder, state)
+    for path in folder.iterdir():
+        store.put_file(str(path), f"{address}/{path.name}")
+    found = sorted(problem.replace(str(folder), address) for problem in verify_dataset(folder).problems)
+    assert len(found) == 5
+    assert list(verify_stored(address).problems) == found
+
+
+def blocks(data):
+    return [data[start : start + BLOCK_BYTES] for start in range(0, len(data), BLOCK_BYTES)]
 
 
 def test_a_store_that_does_not_answer_is_no_damage(address, store):
