@@ -21,6 +21,7 @@ from flatout.recipe import Recipe, Speedup
 from flatout.registry import MODELS, SPEEDUPS
 from flatout.run import ops_of
 from flatout.selection import Decision, assemble
+from flatout.training.catalog import tokenizer_of
 from flatout.training.checkpoint import read_weights
 from flatout.training.folder import trusted_config
 from flatout.training.named import find_checkpoint, find_run
@@ -91,7 +92,7 @@ def load_run(
                 f"The weights of {path} are not those of the model in {folder}/config.yaml: {first}", fix="Restore config.yaml from a copy."
             ) from error
         model.to(where).eval()
-        tokenizer = load_tokenizer(folder / TOKENIZER)
+        tokenizer = load_tokenizer(folder / TOKENIZER, sha256=tokenizer_of(path))
     return LoadedRun(model, tokenizer, config, recipe, folder, path, progress)
 
 

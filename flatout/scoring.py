@@ -26,7 +26,9 @@ def evaluate(loaded: LoadedRun, *, data: Sequence[str | Path] = (), max_tokens: 
     The model computes in the precision that it was loaded in: with `load_run(run, precision="trained")` the loss is the run's own.
     Raises: DataError when there is no validation text; CheckpointError when it was prepared with another tokenizer than the model's.
     """
-    parts = other_parts(loaded.folder, data, progress=progress) if data else parts_of(loaded.dataset)
+    parts = other_parts(data, progress=progress) if data else parts_of(loaded.dataset)
+    for part in parts:
+        require_tokenizer(loaded.folder, part.dataset, loaded.checkpoint)
     mesh = make_mesh(ParallelConfig(), str(next(loaded.model.parameters()).device), Ranks())
     settings, precision = loaded.config.data, loaded.recipe.part("precision")
     rows, autocast = int(loaded.config.batch.rows_per_device), partial(precision.context, mesh.device.type)
@@ -43,15 +45,13 @@ def evaluate(loaded: LoadedRun, *, data: Sequence[str | Path] = (), max_tokens: 
     return found
 
 
-def other_parts(run_folder: Path, data: Sequence[str | Path], *, progress: Progress = SILENT) -> list[Part]:
+def other_parts(data: Sequence[str | Path], *, progress: Progress = SILENT) -> list[Part]:
     """Open data sets that the run was not trained on; their shares are those of their validation tokens."""
     datasets = [open_place(place, progress=progress) for place in data]
     folders = [dataset.path.resolve() for dataset in datasets]
     twice = next((dataset.place for dataset, folder in zip(datasets, folders, strict=True) if folders.count(folder) > 1), None)
     if twice is not None:
         raise ConfigError(f"--data names {twice} twice.", fix="Name each data set once.")
-    for dataset in datasets:
-        require_tokenizer(run_folder, dataset)
     tokens = [max(dataset.split("val").num_tokens - 1, 0) for dataset in datasets]
     names = distinct_names([dataset.place for dataset in datasets])
     return [Part(name, dataset, count / max(sum(tokens), 1)) for name, dataset, count in zip(names, datasets, tokens, strict=True)]

@@ -31,6 +31,9 @@ from flatout.registry import nearest
 TRAINING_BYTES = 8_000_000
 """Text a BPE is trained on: a few seconds' work, and more hardly changes a vocabulary of this size."""
 
+RESTORE = "Restore it from a copy: a dataset and the runs that were trained on it have the same tokenizer.json."
+"""What to do about a tokenizer that is not the one that was kept."""
+
 Sample = Callable[[int | None], Iterable[str]]
 """Gives about so much of the corpus, spread evenly over it; None asks for all of it."""
 
@@ -189,7 +192,7 @@ def load_tokenizer(
         raise DataError(known.instead_of("a tokenizer"), fix="Give a tokenizer.json, a .tiktoken file, or char, byte or train:N.")
     data = read_tokenizer(path)
     if sha256 is not None and hashlib.sha256(data).hexdigest() != sha256:
-        raise DataError(f"{path} is damaged, or was replaced: it is not the file that was written there.", fix="Restore it from a copy.")
+        raise DataError(f"{path} is damaged, or was replaced: it is not the file that was written there.", fix=RESTORE)
     if path.suffix == ".tiktoken":
         return read_tiktoken(data, name or str(path), pattern=pattern)
     return parse_tokenizer(data, name or str(path), end_of_text=end_of_text)

@@ -208,6 +208,17 @@ def verify(checkpoint: Path, *, only: str = "", progress: Progress = SILENT) -> 
     return problems or [f"{checkpoint / name} is not in the manifest." for name in sorted(_needed(checkpoint) - set(files)) if name.startswith(only)]
 
 
+def tokenizer_of(checkpoint: Path) -> str | None:
+    """Return the digest of the tokenizer that the model in a checkpoint was trained with; None where an earlier version wrote it.
+
+    Raises: CheckpointError when the state cannot be read.
+    """
+    path = checkpoint / STATE
+    with understanding(path):
+        digest = read_json(path)["environment"].get("tokenizer")
+    return digest if digest is None else str(digest)
+
+
 def _needed(checkpoint: Path) -> set[str]:
     """Return the files without which a checkpoint cannot be read; those that its index names only where there is an index."""
     path = checkpoint / INDEX

@@ -217,7 +217,7 @@ def _differences(run: Run, state: Mapping[str, Any], environment: Mapping[str, A
         said += [
             f"{key} has changed from {old.get(key)} to {environment.get(key)}: the last bits of results may differ."
             for key in changed
-            if key not in {"data", "validation"}
+            if key not in {"data", "validation", "tokenizer"}
         ]
         if "data" in changed:
             said.append("The data set holds other tokens than when the checkpoint was written: the run goes on, on another text.")

@@ -17,6 +17,9 @@ from flatout.documents import parse_yaml
 from flatout.errors import ConfigError
 
 COPY = "config.copy.yaml"
+OF_THE_MODEL = ("model.", "data.seq_len", "data.document_mask", "data.mix", "train.precision", "speedups")
+"""Beginnings of the keys that decide what a trained model computes."""
+_LOST_COPY = f"and {COPY}, which shows what it was, is missing or damaged."
 _SEAL = re.compile(r"\A(?P<text>.*\n)# sha256 of the lines above: (?P<digest>[0-9a-f]{64})\n\Z", re.DOTALL)
 
 
@@ -36,25 +39,51 @@ def require_unedited(path: Path, config: RunConfig, *, free: Iterable[str]) -> N
     A file with neither digest nor copy was written by an earlier version, and is accepted.
     Raises: ConfigError with the changed settings and the way to train with them on purpose.
     """
-    sealed, copy = _read(path), _read(path.with_name(COPY))
-    if _is_whole(sealed) or (_SEAL.match(sealed) is None and not copy):
-        return
+    edits = _edits(path, config)
     there = f"{path.parent} cannot be resumed: {path.name} was changed after the run had started"
-    if not _is_whole(copy):
+    if edits is None:
         raise ConfigError(
-            f"{there}, and {COPY}, which shows what it was, is missing or damaged.",
+            f"{there}, {_LOST_COPY}",
             fix=f"Restore the file. To train with it as it is, start another run: --resume {path.parent} --run DIR, with the settings you want.",
         )
-    written = validate(parse_yaml(copy, name=str(path.with_name(COPY))), file=path.with_name(COPY))
-    keys = dict.fromkeys(line.partition(": ")[0] for line in (*difference(written, config), *difference(config, written)))
-    changed = [key for key in keys if not key.startswith(tuple(free))]
+    changed = {key: line for key, line in edits.items() if not key.startswith(tuple(free))}
     if changed:
         settings = " ".join(f"{key}={_word(_value(config, key))}" for key in changed if _value(config, key) is not None)
         raise ConfigError(
-            f"{there}: {'; '.join(f'{key}: {_value(written, key)} -> {_value(config, key)}' for key in changed)}.",
+            f"{there}: {'; '.join(changed.values())}.",
             fix=f"Restore it with `cp {path.with_name(COPY)} {path}`. "
             f"To change settings on purpose, restore it and start another run: --resume {path.parent} --run DIR {settings}",
         )
+
+
+def require_as_trained(path: Path, config: RunConfig) -> None:
+    """Check that `config`, read from `path`, describes the model that was trained: else its weights give other text and other losses.
+
+    Settings that matter in training alone may differ, and so may the whole file of an earlier version, as in `require_unedited`.
+    Raises: ConfigError with the changed settings and the way to use the model with them on purpose.
+    """
+    edits = _edits(path, config)
+    on_purpose = f"To use the model with the file as it is, delete {COPY} beside it, and its last line, which is a digest."
+    if edits is None:
+        raise ConfigError(f"{path} was changed after the run had started, {_LOST_COPY}", fix=f"Restore the file. {on_purpose}")
+    changed = [line for key, line in edits.items() if key.startswith(OF_THE_MODEL)]
+    if changed:
+        raise ConfigError(
+            f"{path} was changed after the run had started: {'; '.join(changed)}. The weights were trained with the settings before.",
+            fix=f"Restore it with `cp {path.with_name(COPY)} {path}`. {on_purpose}",
+        )
+
+
+def _edits(path: Path, config: RunConfig) -> dict[str, str] | None:
+    """Return each setting that is not what was written, with both values in words; None where nothing tells what was written."""
+    sealed, copy = _read(path), _read(path.with_name(COPY))
+    if _is_whole(sealed) or (_SEAL.match(sealed) is None and not copy):
+        return {}
+    if not _is_whole(copy):
+        return None
+    written = validate(parse_yaml(copy, name=str(path.with_name(COPY))), file=path.with_name(COPY))
+    keys = dict.fromkeys(line.partition(": ")[0] for line in (*difference(written, config), *difference(config, written)))
+    return {key: f"{key}: {_value(written, key)} -> {_value(config, key)}" for key in keys}
 
 
 def _value(config: RunConfig, key: str) -> object:

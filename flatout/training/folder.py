@@ -41,7 +41,7 @@ from flatout.errors import CheckpointError, ConfigError, HardwareError
 from flatout.progress import SILENT, Progress
 from flatout.recognised import recognise
 from flatout.training import catalog
-from flatout.training.config_seal import COPY, require_unedited, write_sealed
+from flatout.training.config_seal import COPY, require_as_trained, require_unedited, write_sealed
 from flatout.training.files import append_line, folder_bytes, open_own, read_json, read_lines, refuse_links, write_json
 from flatout.training.origin import ORIGIN, begun_from, read_origin, steps_before, write_origin
 
@@ -98,10 +98,11 @@ def write_config(folder: Path, config: RunConfig, *, asked: RunConfig | None = N
 def trusted_config(folder: Path, *, trust_code: bool = False) -> RunConfig | None:
     """Return what `read_config` does, of a run that is about to be used: code of its own must be trusted (flatout/trust.py).
 
-    Raises: UntrustedCode.
+    Raises: UntrustedCode; ConfigError when the model in it was changed after the run had started.
     """
     config = read_config(folder)
     if config is not None:
+        require_as_trained(folder / CONFIG, config)
         trust.require_trusted(folder, config.references(), trust_code=trust_code)
     return config
 

@@ -18,6 +18,7 @@ from flatout.recognised import recognise, require_local
 from flatout.registry import MODELS
 from flatout.training import catalog, folder
 from flatout.training.checkpoint import stored_shapes
+from flatout.training.config_seal import require_as_trained
 from flatout.training.files import read_model
 from flatout.training.moved_data import require_tokenizer
 from flatout.training.named import RUNS, find_checkpoint, find_run
@@ -47,7 +48,7 @@ def begin_from(config: RunConfig, dataset: Dataset | MixedDataset, ops: Ops, *, 
     if run_folder is None:
         progress.say(f"{checkpoint} does not lie in its run's folder: whether its tokenizer is that of the data cannot be told.")
     else:
-        require_tokenizer(run_folder, dataset)
+        require_tokenizer(run_folder, dataset, checkpoint)
     require_fit(config, checkpoint, run_folder, ops, progress)
     progress.say(f"Beginning with the weights of {checkpoint}.")
     return config.with_values({"train.init_from": str(checkpoint.absolute())})
@@ -93,6 +94,8 @@ def require_fit(config: RunConfig, checkpoint: Path, run_folder: Path | None, op
     here = {name: tuple(tensor.shape) for name, tensor in weights_and_aliases(model)[0].items()}
     differ = list(_shapes_that_differ(stored_shapes(checkpoint), here))
     source = folder.read_config(run_folder) if run_folder else None
+    if run_folder and source:
+        require_as_trained(run_folder / folder.CONFIG, source)
     keys = _keys_that_differ(source, config) if source else {}
     wrong = [key for key in keys if key.removeprefix("model.") not in FREE_OF_WEIGHTS]
     if differ or wrong:

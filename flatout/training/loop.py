@@ -175,11 +175,16 @@ def saves_ended(run: Run, log: Log, *, progress: Progress = SILENT) -> Iterator[
 
 
 def environment_of(run: Run) -> dict[str, Any]:
-    """Return what bit-exact resuming depends on, and with `validation` what the best loss does; where it differs, that is said."""
+    """Return what bit-exact resuming depends on, with `validation` what the best loss does, and with `tokenizer` what tokens mean."""
     parts = parts_of(run.dataset)
     data = [part.dataset.manifest.model_dump_json(include={"vocab_size", "dtype", "splits"}) for part in parts]
     scored = [f"{part.share} {part.dataset.manifest.model_dump_json(include={'splits': {'val'}})}" for part in parts]
-    return {**fingerprint(str(run.mesh.device)), "data": _digest(data), "validation": _digest([*scored, str(eval_tokens(run))])}
+    return {
+        **fingerprint(str(run.mesh.device)),
+        "data": _digest(data),
+        "validation": _digest([*scored, str(eval_tokens(run))]),
+        "tokenizer": parts[0].dataset.manifest.tokenizer.digest,
+    }
 
 
 def _digest(texts: list[str]) -> str:

@@ -10,9 +10,10 @@ from flatout.data.fetch import absolute_place
 from flatout.data.manifest import TOKENIZER
 from flatout.data.mix import MixedDataset, parts_of, whole_turns
 from flatout.data.shards import Dataset
+from flatout.data.tokenizer import RESTORE
 from flatout.errors import CheckpointError
 from flatout.sources.remote import is_address
-from flatout.training import folder
+from flatout.training import catalog, folder
 from flatout.training.files import sha256
 
 
@@ -71,13 +72,17 @@ def anywhere(config: RunConfig) -> RunConfig:
     return config.with_values({"data.path": absolute_place(config.data.path or "")})
 
 
-def require_tokenizer(run_folder: Path, dataset: Dataset | MixedDataset) -> None:
-    """Do nothing when the data set has the tokenizer that the run was trained with.
+def require_tokenizer(run_folder: Path, dataset: Dataset | MixedDataset, checkpoint: Path | None = None) -> None:
+    """Check that the dataset has the tokenizer that the run was trained with, which its checkpoint knows for certain.
 
-    Raises: CheckpointError when its ids would mean something else to the model.
+    Raises: CheckpointError when its ids would mean something else to the model, or the run's own copy of the tokenizer is damaged.
     """
     kept, data = run_folder / TOKENIZER, parts_of(dataset)[0].dataset
-    if kept.exists() and sha256(kept) != data.manifest.tokenizer.digest:
+    found = sha256(kept) if kept.exists() else None
+    known = (catalog.tokenizer_of(checkpoint) if checkpoint is not None else None) or found
+    if found not in (known, None):
+        raise CheckpointError(f"{kept} is damaged, or was replaced: the model was trained with another tokenizer.", fix=RESTORE)
+    if known not in (data.manifest.tokenizer.digest, None):
         raise CheckpointError(
             f"{data.place} was prepared with another tokenizer than {run_folder} was trained with: its tokens would mean something else.",
             fix=f"Prepare the text with --tokenizer {kept}.",

@@ -32,7 +32,7 @@ from flatout.training.checkpoint import load, load_weights
 from flatout.training.evaluation import EvaluationDropped, batch_shapes, say_unscored
 from flatout.training.files import understanding, writing_run
 from flatout.training.finish import finish
-from flatout.training.initial import begin_from
+from flatout.training.initial import begin_from, run_of
 from flatout.training.loop import ends_early, environment_of, fit, keep_last, out_of_patience, reserve, saves_ended
 from flatout.training.metrics import Log
 from flatout.training.moved_data import anywhere, require_tokenizer, stored_config
@@ -171,8 +171,9 @@ def settle(
     with writing_run(place):
         checkpoint = folder.resume_from(place, resume_place(resume), progress=progress)
     summary = folder.read_summary(place)
+    if stored is not None or checkpoint is not None:
+        require_tokenizer(place if stored is not None or checkpoint is None else run_of(checkpoint) or place, dataset, checkpoint)
     if stored is not None:
-        require_tokenizer(place, dataset)
         first = folder.read_asked(place)
         if summary is not None and checkpoint is not None and (how_to_go_on := finished(place, stored, checkpoint, summary)):
             progress.say(f"{place} is finished; this is what it came to. To train on, {how_to_go_on}.")
