@@ -102,8 +102,8 @@ def trusted_config(folder: Path, *, trust_code: bool = False) -> RunConfig | Non
     """
     config = read_config(folder)
     if config is not None:
-        require_as_trained(folder / CONFIG, config)
         trust.require_trusted(folder, config.references(), trust_code=trust_code)
+        require_as_trained(folder / CONFIG, config)
     return config
 
 
