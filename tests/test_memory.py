@@ -9,8 +9,8 @@ import torch
 from flatout.errors import HardwareError
 from flatout.memory import GIB, Workload, _Live, estimate, kept_bytes, rows_that_fit
 from flatout.models.transformer import Transformer
-from flatout.ops import Ops, attention, cross_entropy, variants
-from flatout.registry import SPEEDUPS
+from flatout.ops import Ops, attention, cross_entropy, scan, variants
+from flatout.registry import MODELS, SPEEDUPS
 
 OPS = {"plain": Ops.plain(), "fused": Ops.plain(attention=attention.fused, cross_entropy=cross_entropy.fused)}
 SHAPES = {
@@ -130,6 +130,19 @@ def test_shards_split_weights_gradients_and_optimizer():
     assert half.weights < whole.weights
     assert half.activations == whole.activations
     assert half.workspace > whole.workspace
+
+
+@pytest.mark.parametrize(("kind", "ops"), [("transformer", {"attention": attention.fused}), ("eigenstate", {"scan": scan.chunked})])
+def test_what_a_window_needs_grows_in_proportion_to_its_length(kind, ops):
+    """docs/models.md says so of both models."""
+    model = MODELS.get(kind)
+
+    def bytes_a_token(seq_len):
+        config = model.check({"vocab_size": 101, "num_layers": 1, "d_model": 32, "num_heads": 2}, seq_len=seq_len)
+        need = estimate(Workload(model, config, seq_len, Ops.plain(**ops)), 1)
+        return (need.activations + need.workspace + need.logits) / seq_len
+
+    assert bytes_a_token(16_384) == pytest.approx(bytes_a_token(1024), rel=0.03)
 
 
 def test_more_of_anything_needs_more():

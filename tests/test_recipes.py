@@ -32,3 +32,7 @@ def test_a_recipe_has_the_parameters_that_it_states(name):
 def test_the_recipes_of_published_shapes_are_there():
     assert {stated(name) for name in ("gpt2-124m", "llama-1b", "llama-8b")} == {124_475_904, 1_235_814_400, 8_030_261_248}
     assert sum(stated(name) is not None for name in RECIPES.names()) >= 15
+
+
+def test_no_recipe_names_a_chunk_size_which_depends_on_the_device():
+    assert [name for name in RECIPES.names() if "chunk_size" in load_config(name).model.own()] == []

@@ -79,6 +79,12 @@ def test_the_model_is_written_out_with_the_vocabulary_of_the_data(settle):
     assert model.own()["norm"] == "layernorm"
 
 
+def test_chunks_chosen_by_device_stay_open_and_a_stated_number_stays(settle):
+    eigenstate = {"model__kind": "eigenstate", "model__num_layers": 1, "model__d_model": 8}
+    assert settle(**eigenstate).model.own()["chunk_size"] == "auto"
+    assert settle(**eigenstate, model__chunk_size=256).model.own()["chunk_size"] == 256
+
+
 def test_tokens_and_epochs_become_whole_steps(settle, tiny_config):
     assert settle(train__steps=None, train__tokens=300, batch__tokens_per_step=128).train.steps == 3
     per_epoch = epoch_tokens(Dataset.open(tiny_config().data.path), 16)

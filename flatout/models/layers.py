@@ -67,13 +67,14 @@ class LayerNorm(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """Divide by the root mean square and scale; in fp32, returned in the input's dtype.
+    """Divide by the root of the mean square plus `eps`, and scale; in fp32, returned in the input's dtype.
 
     Source: Zhang and Sennrich 2019, arXiv:1910.07467.
     """
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, *, eps: float) -> None:
         super().__init__()
+        self.eps = eps
         self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -82,7 +83,7 @@ class RMSNorm(nn.Module):
         Shapes:  hidden (..., D).
         Returns: the same shape and dtype.
         """
-        return rms_normed(hidden, self.weight)
+        return rms_normed(hidden, self.weight, self.eps)
 
 
 class Rotary(nn.Module):
@@ -139,6 +140,7 @@ class Attention(nn.Module):
         window: int | None,
         rotary: Rotary | None,
         qk_norm: bool,
+        rms_norm_eps: float,
         ops: Ops,
     ) -> None:
         super().__init__()
@@ -148,8 +150,9 @@ class Attention(nn.Module):
         self.ops = ops
         self.qkv = Linear(width, (num_heads + 2 * num_kv_heads) * head_dim, bias=bias, ops=ops)
         self.output = Linear(num_heads * head_dim, width, bias=bias, ops=ops)
-        self.query_norm = RMSNorm(head_dim) if qk_norm else None
-        self.key_norm = RMSNorm(head_dim) if qk_norm else None
+        self.rms_norm_eps = rms_norm_eps
+        self.query_norm = RMSNorm(head_dim, eps=rms_norm_eps) if qk_norm else None
+        self.key_norm = RMSNorm(head_dim, eps=rms_norm_eps) if qk_norm else None
         self.rotary = rotary
 
     def forward(self, hidden_BTD: Tensor, doc_ids_BT: Tensor | None) -> Tensor:
@@ -176,7 +179,7 @@ class Attention(nn.Module):
         if self.query_norm is not None and self.key_norm is not None:
             gain_NC = torch.cat((self.query_norm.weight.expand(num_heads, -1), self.key_norm.weight.expand(num_kv_heads, -1)))
         cos_TC, sin_TC = (None, None) if self.rotary is None else self.rotary(start, start + hidden_BTD.shape[1])
-        return self.ops.heads(self.qkv(hidden_BTD), gain_NC, cos_TC, sin_TC, counts=self.head_counts)
+        return self.ops.heads(self.qkv(hidden_BTD), gain_NC, cos_TC, sin_TC, counts=self.head_counts, eps=self.rms_norm_eps)
 
     def _gathered(self, q_BHTC: Tensor, k_BGSC: Tensor, v_BGSC: Tensor, doc_ids_BT: Tensor | None) -> Tensor:
         gathered_BHTC = self.ops.attention(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT=doc_ids_BT, window=self.window)

@@ -54,6 +54,8 @@ class TransformerConfig(LanguageModelConfig):
     """Slowest rotary wavelength is about 2 pi times this many tokens."""
     qk_norm: bool = False
     """RMSNorm on each query and key head, before rotary."""
+    rms_norm_eps: float = Field(1e-5, gt=0)
+    """Added to the mean square in every RMSNorm, those of queries and keys included; many Llama-shaped checkpoints use 1e-6."""
     window: int | None = Field(None, ge=1)
     """Keys a query sees, its own included; None is all before it."""
     dropout: float = Field(0.0, ge=0, lt=1)
@@ -242,6 +244,7 @@ def _block(config: TransformerConfig, rotary: layers.Rotary | None, ops: Ops) ->
         window=config.window,
         rotary=rotary,
         qk_norm=config.qk_norm,
+        rms_norm_eps=config.rms_norm_eps,
         ops=ops,
     )
     mlp: nn.Module
@@ -254,7 +257,9 @@ def _block(config: TransformerConfig, rotary: layers.Rotary | None, ops: Ops) ->
 
 
 def _norm(config: TransformerConfig) -> nn.Module:
-    return layers.LayerNorm(config.d_model, bias=config.bias) if config.norm == "layernorm" else layers.RMSNorm(config.d_model)
+    if config.norm == "layernorm":
+        return layers.LayerNorm(config.d_model, bias=config.bias)
+    return layers.RMSNorm(config.d_model, eps=config.rms_norm_eps)
 
 
 def _nearest_divisor(number: int, wanted: int) -> int:

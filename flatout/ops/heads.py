@@ -15,13 +15,15 @@ from flatout.errors import MissingPackage, ShapeError
 from flatout.ops import at_least_fp32
 
 EPS = 1e-5
-"""Added to a head's mean square before its root is taken."""
+"""Added to a mean square before its root is taken, where nothing else is asked for."""
 
 Heads = tuple[Tensor, Tensor, Tensor]
 """Queries (B, H, T, C), keys (B, G, T, C), values (B, G, T, C)."""
 
 
-def reference(qkv_BTE: Tensor, gain_NC: Tensor | None, cos_TC: Tensor | None, sin_TC: Tensor | None, *, counts: tuple[int, int]) -> Heads:
+def reference(
+    qkv_BTE: Tensor, gain_NC: Tensor | None, cos_TC: Tensor | None, sin_TC: Tensor | None, *, counts: tuple[int, int], eps: float = EPS
+) -> Heads:
     """Cut the product into heads; divide queries and keys by their root mean square, times a gain a head; turn them by their positions.
 
     Component i is paired with i + C/2 and the pair is turned by an angle whose cosine and sine the tables hold: cosines twice over,
@@ -30,7 +32,7 @@ def reference(qkv_BTE: Tensor, gain_NC: Tensor | None, cos_TC: Tensor | None, si
 
     Shapes:  qkv_BTE (B, T, (H + 2 G) C), queries first, then keys, then values; gain_NC (N, C); cos_TC, sin_TC (T, C).
     Returns: (q_BHTC, k_BGTC, v_BGTC), laid out in memory as (B, T, heads, C).
-    Units:   counts is (H, G).
+    Units:   counts is (H, G); eps is added to the mean square.
     Cost:    about 10 B T N C FLOP forward, one pass over memory each.
     Raises:  ShapeError when the product does not divide into heads or gain and tables do not fit them.
     Source:  rotary positions: Su et al. 2021, arXiv:2104.09864; normalised queries and keys: Henry et al. 2020, arXiv:2010.04245.
@@ -41,7 +43,7 @@ def reference(qkv_BTE: Tensor, gain_NC: Tensor | None, cos_TC: Tensor | None, si
         return q_BTHC.transpose(1, 2), k_BTGC.transpose(1, 2), v_BTGC.transpose(1, 2)
     turned_BTNC, v_BTGC = torch.split(qkv_BTMC, [sum(counts), counts[1]], dim=2)
     if gain_NC is not None:
-        turned_BTNC = rms_normed(turned_BTNC, gain_NC)
+        turned_BTNC = rms_normed(turned_BTNC, gain_NC, eps)
     if cos_TC is not None and sin_TC is not None:
         wide_BTNC = at_least_fp32(turned_BTNC)
         swapped_BTNC = wide_BTNC.roll(cos_TC.shape[-1] // 2, dims=-1)
@@ -49,7 +51,9 @@ def reference(qkv_BTE: Tensor, gain_NC: Tensor | None, cos_TC: Tensor | None, si
     return _laid_out(turned_BTNC, v_BTGC, counts)
 
 
-def fused(qkv_BTE: Tensor, gain_NC: Tensor | None, cos_TC: Tensor | None, sin_TC: Tensor | None, *, counts: tuple[int, int]) -> Heads:
+def fused(
+    qkv_BTE: Tensor, gain_NC: Tensor | None, cos_TC: Tensor | None, sin_TC: Tensor | None, *, counts: tuple[int, int], eps: float = EPS
+) -> Heads:
     """`reference` with its gradient by hand: norm, gain and turn share their passes, and all gradients are written where they belong.
 
     A compiled model takes `reference`, whose passes the compiler joins by itself.
@@ -60,13 +64,15 @@ def fused(qkv_BTE: Tensor, gain_NC: Tensor | None, cos_TC: Tensor | None, sin_TC
     Raises:  ShapeError as `reference`.
     """
     if torch.compiler.is_compiling() or (gain_NC is None and cos_TC is None):
-        return reference(qkv_BTE, gain_NC, cos_TC, sin_TC, counts=counts)
+        return reference(qkv_BTE, gain_NC, cos_TC, sin_TC, counts=counts, eps=eps)
     qkv_BTMC = _cut(qkv_BTE, gain_NC, cos_TC, sin_TC, counts)
-    turned_BTNC, v_BTGC = _Turned.apply(qkv_BTMC, gain_NC, cos_TC, sin_TC, sum(counts))  # type: ignore[no-untyped-call]
+    turned_BTNC, v_BTGC = _Turned.apply(qkv_BTMC, gain_NC, cos_TC, sin_TC, sum(counts), eps)  # type: ignore[no-untyped-call]
     return _laid_out(turned_BTNC, v_BTGC, counts)
 
 
-def packed(qkv_BTE: Tensor, gain_NC: Tensor | None, cos_TC: Tensor | None, sin_TC: Tensor | None, *, counts: tuple[int, int]) -> Heads:
+def packed(
+    qkv_BTE: Tensor, gain_NC: Tensor | None, cos_TC: Tensor | None, sin_TC: Tensor | None, *, counts: tuple[int, int], eps: float = EPS
+) -> Heads:
     """`reference` with its gradient in one pass of a Triton kernel on an NVIDIA GPU, from three gradients to the packed one.
 
     Compiled or not; forward it is `reference` when compiled, whose passes the compiler joins, and `fused` when not. Where nothing is
@@ -79,19 +85,19 @@ def packed(qkv_BTE: Tensor, gain_NC: Tensor | None, cos_TC: Tensor | None, sin_T
     Raises:  ShapeError as `reference`; MissingPackage on a GPU without Triton.
     """
     if (gain_NC is None and cos_TC is None) or qkv_BTE.dtype == torch.float64 or not _runs_triton(qkv_BTE):
-        return fused(qkv_BTE, gain_NC, cos_TC, sin_TC, counts=counts)
+        return fused(qkv_BTE, gain_NC, cos_TC, sin_TC, counts=counts, eps=eps)
     _cut(qkv_BTE, gain_NC, cos_TC, sin_TC, counts)
-    return _Packed.apply(_passes(), qkv_BTE, gain_NC, cos_TC, sin_TC, counts)  # type: ignore[no-any-return, no-untyped-call]
+    return _Packed.apply(_passes(), qkv_BTE, gain_NC, cos_TC, sin_TC, counts, eps)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def rms_normed(hidden: Tensor, gain: Tensor) -> Tensor:
+def rms_normed(hidden: Tensor, gain: Tensor, eps: float) -> Tensor:
     """Return the hidden states divided by their root mean square over the last axis, times `gain`; in fp32, returned in the input's dtype.
 
     Shapes:  hidden (..., C); gain (C,), or with the last axes of hidden, such as (N, C) for one a head.
     Returns: the shape of hidden.
     Source:  Zhang and Sennrich 2019, arXiv:1910.07467.
     """
-    return (functional.rms_norm(at_least_fp32(hidden), hidden.shape[-1:], eps=EPS) * at_least_fp32(gain)).to(hidden.dtype)
+    return (functional.rms_norm(at_least_fp32(hidden), hidden.shape[-1:], eps=eps) * at_least_fp32(gain)).to(hidden.dtype)
 
 
 class _Turned(torch.autograd.Function):
@@ -99,7 +105,7 @@ class _Turned(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, qkv_BTMC: Tensor, gain_NC: Tensor | None, cos_TC: Tensor | None, sin_TC: Tensor | None, num_turned: int
+        ctx: Any, qkv_BTMC: Tensor, gain_NC: Tensor | None, cos_TC: Tensor | None, sin_TC: Tensor | None, num_turned: int, eps: float
     ) -> tuple[Tensor, Tensor]:
         """Return turned heads and values, and keep the product and the scales."""
         heads_BTNC, v_BTGC = qkv_BTMC[:, :, :num_turned], qkv_BTMC[:, :, num_turned:]
@@ -107,7 +113,7 @@ class _Turned(torch.autograd.Function):
         scale_BTN1 = None
         if gain_NC is not None:
             square_BTN1 = torch.linalg.vector_norm(wide_BTNC, dim=-1, keepdim=True).square_()
-            scale_BTN1 = square_BTN1.div_(wide_BTNC.shape[-1]).add_(EPS).rsqrt_()
+            scale_BTN1 = square_BTN1.div_(wide_BTNC.shape[-1]).add_(eps).rsqrt_()
         turned_BTNC = _turn(wide_BTNC, gain_NC, cos_TC, sin_TC)
         if scale_BTN1 is not None:
             turned_BTNC *= scale_BTN1
@@ -116,7 +122,7 @@ class _Turned(torch.autograd.Function):
         return turned_BTNC.to(qkv_BTMC.dtype), v_BTGC
 
     @staticmethod
-    def backward(ctx: Any, grad_turned_BTNC: Tensor, grad_v_BTGC: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
+    def backward(ctx: Any, grad_turned_BTNC: Tensor, grad_v_BTGC: Tensor) -> tuple[Tensor, Tensor | None, None, None, None, None]:
         """Return the gradients of the product and of the gains."""
         qkv_BTMC, gain_NC, cos_TC, sin_TC, scale_BTN1 = ctx.saved_tensors
         wide_BTNC = at_least_fp32(qkv_BTMC[:, :, : ctx.num_turned])
@@ -132,7 +138,7 @@ class _Turned(torch.autograd.Function):
             along_BTN1 = (product_BTNC * gain_NC).sum(dim=-1, keepdim=True)
             grad_BTNC *= gain_NC
             grad_BTNC.addcmul_(wide_BTNC, along_BTN1.mul_(scale_BTN1).mul_(scale_BTN1), value=-1 / wide_BTNC.shape[-1])
-        return grad_qkv_BTMC.to(qkv_BTMC.dtype), grad_gain_NC, None, None, None
+        return grad_qkv_BTMC.to(qkv_BTMC.dtype), grad_gain_NC, None, None, None, None
 
 
 class _Packed(torch.autograd.Function):
@@ -140,19 +146,26 @@ class _Packed(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, passes: Any, qkv_BTE: Tensor, gain_NC: Tensor | None, cos_TC: Tensor | None, sin_TC: Tensor | None, counts: tuple[int, int]
+        ctx: Any,
+        passes: Any,
+        qkv_BTE: Tensor,
+        gain_NC: Tensor | None,
+        cos_TC: Tensor | None,
+        sin_TC: Tensor | None,
+        counts: tuple[int, int],
+        eps: float,
     ) -> Heads:
         """Return the heads, and keep the product."""
-        ctx.passes = passes
+        ctx.passes, ctx.eps = passes, eps
         ctx.save_for_backward(qkv_BTE, gain_NC, cos_TC, sin_TC)
-        return fused(qkv_BTE, gain_NC, cos_TC, sin_TC, counts=counts)
+        return fused(qkv_BTE, gain_NC, cos_TC, sin_TC, counts=counts, eps=eps)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, Tensor | None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, Tensor | None, None, None, None, None]:
         """Return the gradients of the product and of the gains."""
         qkv_BTE, gain_NC, cos_TC, sin_TC = ctx.saved_tensors
-        grad_BTE, grad_gain_NC = ctx.passes.gradient(*grads, qkv_BTE, gain_NC, cos_TC, sin_TC, EPS)
-        return None, grad_BTE, None if gain_NC is None else grad_gain_NC.to(gain_NC.dtype), None, None, None
+        grad_BTE, grad_gain_NC = ctx.passes.gradient(*grads, qkv_BTE, gain_NC, cos_TC, sin_TC, ctx.eps)
+        return None, grad_BTE, None if gain_NC is None else grad_gain_NC.to(gain_NC.dtype), None, None, None, None
 
 
 def _runs_triton(tensor: Tensor) -> bool:

@@ -342,4 +342,4 @@ def _check(log_decay: Tensor, angle: Tensor, drive_BTE: Tensor, doc_ids_BT: Tens
     if start_BE is not None and start_BE.shape != (rows, parts):
         raise ShapeError(f"A start of {tuple(start_BE.shape)} does not go before a drive of {tuple(drive_BTE.shape)}.", fix="Give it (B, 2 K).")
     if chunk_size < 1:
-        raise ShapeError(f"A chunk of {chunk_size} tokens holds nothing.", fix="Set model.chunk_size=128.")
+        raise ShapeError(f"A chunk of {chunk_size} tokens holds nothing.", fix="Set model.chunk_size=auto.")

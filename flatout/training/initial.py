@@ -25,9 +25,10 @@ from flatout.training.named import RUNS, find_checkpoint, find_run
 from flatout.training.state import weights_and_aliases
 from flatout.trust import references_in
 
-FREE_OF_WEIGHTS = ("dropout", "max_seq_len", "rotary_base", "window")
+FREE_OF_WEIGHTS = ("chunk_size", "dropout", "initialisation", "max_seq_len", "memory", "rotary_base", "window")
 """Keys of a model that may be others than those its weights were trained with, as long as the shapes agree: a continued run may read
-longer windows, or drop more. Any other key that differs would make other functions of the same weights."""
+longer windows, drop more, or state how fresh weights would be drawn. Any other key that differs would make other functions of the same
+weights."""
 MOST_NAMED = 3
 _BY_HAND = {
     False: "Set the keys of the model as they were there.",

@@ -44,6 +44,15 @@ def test_no_result_depends_on_the_chunk_size(changes, chunk_size):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.parametrize(("device", "asked", "taken"), [("cpu", "auto", 32), ("meta", "auto", 128), ("cpu", 256, 256), ("meta", 7, 7)])
+def test_auto_takes_chunks_that_suit_the_device(device, asked, taken):
+    """Whatever is no CPU is taken for a GPU; where a run goes on elsewhere, the chunks are chosen there."""
+    seen = []
+    model = made(ops=Ops.plain(scan=lambda decay, angle, drive, *, chunk_size, **_: seen.append(chunk_size) or drive), chunk_size=asked).to(device)
+    model.logits(tokens_of(1, 4).to(device))
+    assert set(seen) == {taken}
+
+
 def test_a_window_may_be_longer_than_any_seen_in_training():
     model = made(seq_len=16)
     assert model.logits(tokens_of(1, 200)).isfinite().all()
@@ -235,6 +244,8 @@ def test_of_4096_tokens_back_the_published_memory_has_no_trace():
     ("changes", "said"),
     [
         ({"num_eigenstates": 10, "num_heads": 4}, "model.num_heads=5"),
+        ({"chunk_size": 0}, "model.chunk_size"),
+        ({"chunk_size": "fast"}, "model.chunk_size"),
         ({"scales": ()}, r"model.scales=\[1,2,4,8\]"),
         ({"scales": (2, 2)}, r"model.scales=\[1,2,4,8\]"),
         ({"scales": (1, 2), "eigenvalues": "selective"}, r"model.scales=\[1\]"),

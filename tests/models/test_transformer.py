@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from flatout.errors import ConfigError, ShapeError
+from flatout.models import layers
 from flatout.models.transformer import Transformer
 from flatout.ops import Ops, attention, cross_entropy, variants
 from flatout.ops.heads import reference
@@ -48,6 +49,22 @@ def test_names_stay():
     assert [name for name, _ in model.named_parameters()] == [*wanted, "final_norm.weight", "final_norm.bias", "unembedding.weight"]
     gated = Transformer(configured(num_layers=1, activation="swiglu", norm="rmsnorm"), FAST)
     assert [name for name, _ in gated.named_parameters() if "mlp." in name] == ["blocks.0.mlp.gate_up.weight", "blocks.0.mlp.down.weight"]
+
+
+@pytest.mark.parametrize("norms", [{"norm": "rmsnorm"}, {"qk_norm": True}, {"norm": "rmsnorm", "qk_norm": True}], ids=str)
+def test_every_rms_norm_adds_the_eps_of_the_configuration(norms):
+    """Hidden states of one size: each norm then divides by sqrt(1 + eps), where it divided by 1."""
+    given = []
+    model = Transformer(
+        configured(**norms, rms_norm_eps=0.5), Ops.plain(heads=lambda *tensors, **named: given.append(named["eps"]) or reference(*tensors, **named))
+    )
+    model.logits(torch.zeros(1, 4, dtype=torch.int64))
+    assert given == [0.5, 0.5]
+    norms_of_rows = [module for module in model.modules() if isinstance(module, layers.RMSNorm)]
+    assert len(norms_of_rows) == 5 * ("norm" in norms) + 4 * ("qk_norm" in norms)
+    for module in norms_of_rows:
+        ones = torch.ones(2, len(module.weight))
+        torch.testing.assert_close(module(ones), ones / 1.5**0.5)
 
 
 def test_fresh_weights_have_the_stated_spread():

@@ -1,6 +1,7 @@
 """What is Triton's own about the gradient of heads; test_heads.py tries `packed` as it is on a CPU. Letters: as in ops/heads.py."""
 
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -21,11 +22,11 @@ MORE = CASES | {
 }
 
 
-@pytest.mark.parametrize("case", MORE)
-def test_the_kernel_gives_the_references_gradients(case, interpreted, poisoned_memory):
+@pytest.mark.parametrize(("case", "eps"), [*((case, heads.EPS) for case in MORE), ("grouped, odd", 0.5)])
+def test_the_kernel_gives_the_references_gradients(case, eps, interpreted, poisoned_memory):
     tensors, counts = drawn(**MORE[case], dtype=torch.float64), MORE[case]["counts"]
-    wanted = with_gradients(heads.reference, tensors, counts)
-    found = with_gradients(heads.packed, tuple(None if tensor is None else tensor.float() for tensor in tensors), counts)
+    wanted = with_gradients(partial(heads.reference, eps=eps), tensors, counts)
+    found = with_gradients(partial(heads.packed, eps=eps), tuple(None if tensor is None else tensor.float() for tensor in tensors), counts)
     for got, want in zip(found, wanted, strict=True):
         assert got.dtype == torch.float32
         torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5 * max(float(want.abs().max()), 1))

@@ -1,5 +1,7 @@
 """Letters: H query heads, G key and value heads, C head size."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.autograd import gradcheck
@@ -39,7 +41,7 @@ def with_gradients(function, drawn_tensors, counts):
     return [*(out.detach() for out in found), *(leaf.grad for leaf in leaves)]
 
 
-def by_loops(product, gain, cos, sin, counts):
+def by_loops(product, gain, cos, sin, counts, eps=1e-5):
     """Each head of each token alone: what the words of the docstring say."""
     num_turned = sum(counts)
     rows, tokens, width = product.shape
@@ -50,7 +52,7 @@ def by_loops(product, gain, cos, sin, counts):
             for head in range(num_turned):
                 vector = cut[row, token, head].clone()
                 if gain is not None:
-                    vector = vector / (vector.square().mean() + 1e-5).sqrt() * gain[head]
+                    vector = vector / (vector.square().mean() + eps).sqrt() * gain[head]
                 if cos is not None:
                     half = head_dim // 2
                     pair = torch.complex(vector[:half], vector[half:]) * torch.complex(cos[token, :half], sin[token, half:]).to(torch.complex128)
@@ -64,6 +66,16 @@ def test_the_reference_is_what_its_words_say(case):
     tensors, counts = drawn(**CASES[case], dtype=torch.float64), CASES[case]["counts"]
     for found, wanted in zip(heads.reference(*tensors, counts=counts), by_loops(*tensors, counts), strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_variant_adds_the_eps_that_is_asked_for(name):
+    tensors, counts = drawn(**CASES["grouped, odd"], dtype=torch.float64), CASES["grouped, odd"]["counts"]
+    for found, wanted in zip(VARIANTS[name](*tensors, counts=counts, eps=0.5), by_loops(*tensors, counts, eps=0.5), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
+    found, wanted = (with_gradients(partial(function, eps=0.5), tensors, counts) for function in (VARIANTS[name], heads.reference))
+    for got, want in zip(found, wanted, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("case", CASES)

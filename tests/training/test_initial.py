@@ -143,6 +143,14 @@ def test_what_the_weights_do_not_depend_on_may_differ_and_is_said(tiny_config, s
     assert any("model.dropout is 0.0 in the run whose weights this one begins with, and 0.1 here" in line for line in said.lines)
 
 
+def test_chunks_and_first_memories_of_another_run_are_no_other_model(tiny_config, tmp_path):
+    eigenstate = {"model__kind": "eigenstate", "model__d_model": 8, "model__num_eigenstates": 4, "model__num_heads": 2, "train__steps": 1}
+    run_training(tiny_config(**eigenstate, model__chunk_size=128, model__initialisation="published"), tmp_path / "source")
+    longer = {"data__seq_len": 32, "batch__tokens_per_step": 256}
+    summary = run_training(tiny_config(**eigenstate, **longer, train__init_from=str(tmp_path / "source")), tmp_path / "run")
+    assert summary["steps"] == 1
+
+
 def test_another_tokenizer_of_the_same_size_is_refused(tiny_config, source, tmp_path):
     letters = [chr(32 + number) for number in range(95)]
     folders = []
