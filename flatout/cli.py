@@ -16,6 +16,7 @@ import os
 import shlex
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType, NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Union, get_args, get_origin
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
     from flatout.commands import Command, Result
     from flatout.terminal import Terminal
 
+OTHER_RANKS_WAIT_S = 3.0
+"""How long other processes than the main one keep a wrong command or input to themselves: it is mostly the main one's too, and once that
+has said so and ended, torchrun ends the others. What is wrong with one of them alone, in another folder, is said."""
 HELP = """\
 Usage: flatout COMMAND [ARGUMENTS] [section.key=value ...]
 
@@ -347,11 +351,12 @@ def _show(result: Result, as_json: bool) -> None:
 
 def _fail(error: FlatoutError, as_json: bool) -> int:
     rank = os.environ.get("RANK", "0")
-    if rank == "0" or not isinstance(error, UsageError):
-        prefix = "" if rank == "0" else f"[rank {rank}] "
-        for note in getattr(error, "__notes__", []):
-            print(without_secrets(note.rstrip()), file=sys.stderr)
-        print(f"{prefix}{error.what}\n{error.advice}: {error.fix}", file=sys.stderr)
+    if rank != "0" and isinstance(error, UsageError):
+        time.sleep(OTHER_RANKS_WAIT_S)
+    prefix = "" if rank == "0" else f"[rank {rank}] "
+    for note in getattr(error, "__notes__", []):
+        print(without_secrets(note.rstrip()), file=sys.stderr)
+    print(f"{prefix}{error.what}\n{error.advice}: {error.fix}", file=sys.stderr)
     if as_json and rank == "0":
         print(json.dumps({"error": error.what, "fix": error.fix, "exit_code": error.exit_code}))
     return error.exit_code

@@ -247,8 +247,12 @@ def test_version(run):
 
 def test_other_ranks_are_quiet(run, monkeypatch):
     monkeypatch.setenv("RANK", "1")
+    waited = []
+    monkeypatch.setattr(cli.time, "sleep", waited.append)
     assert run("shout", "hello", "--json") == (0, "", "")
-    assert run("shout", "ConfigError", "--json") == (2, "", "")
+    assert waited == []
+    assert run("shout", "ConfigError", "--json") == (2, "", "[rank 1] It went wrong.\nFix: Do it right.\n")
+    assert waited == [cli.OTHER_RANKS_WAIT_S], "the main process says it first, and its end takes the others with it"
     assert run("shout", "RunFailed") == (1, "", "[rank 1] It went wrong.\nFix: Do it right.\n")
 
 

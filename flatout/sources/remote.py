@@ -203,7 +203,7 @@ def read_remote(address: str, *, attempts: int = ATTEMPTS, sleep: Callable[[floa
 def locate(address: str, doing: Doing = "read") -> tuple[Any, str]:
     """Return the filesystem of an address and the path in it.
 
-    Raises: MissingPackage; DataError for an address that no filesystem is for.
+    Raises: MissingPackage; DataError for an address that no filesystem is for; Unreachable where its server has to answer first.
     """
     import fsspec
 
@@ -221,6 +221,8 @@ def locate(address: str, doing: Doing = "read") -> tuple[Any, str]:
     except ValueError as error:
         known = "file, gs, hf, http, https, s3"
         raise DataError(f"{address}: {str(error).rstrip('.')}.", fix=f"Read are, among others: {known}.") from error
+    except OSError as error:
+        raise Unreachable(f"Cannot {doing} {address}: {_said(error)}.", fix="Check the network and the server, and run it again.") from error
     return filesystem, str(path)
 
 

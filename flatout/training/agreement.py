@@ -5,19 +5,27 @@ The collectives of a run are called by its loop alone, in one order on every ran
 
 from __future__ import annotations
 
+import socket
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 
 from flatout.errors import RunFailed
+from flatout.training import folder
 from flatout.training.files import way_out
 
 if TYPE_CHECKING:
     from flatout.parallel.mesh import Mesh
+    from flatout.parallel.rendezvous import Ranks
 
+SHARED_PATIENCE_S = 10.0
+SHARED_FIX = "Start all processes in one directory that they share, or give --run-dir an absolute path on a disk that all machines mount."
 WRITING, READING = "cannot write", "cannot read"
 
 
@@ -42,6 +50,41 @@ def together(mesh: Mesh, work: Callable[[], object], what: str) -> None:
             raise error
     if float(failures):
         raise RunFailed("Another process of this run could not use a checkpoint.", fix="See that process's own message.")
+
+
+def require_shared(ranks: Ranks, run_folder: Path, *, patience_s: float = SHARED_PATIENCE_S) -> None:
+    """Check that every process finds the main one's run directory, whose lock file tells it from others of that name.
+
+    Raises: RunFailed.
+    """
+    if ranks.world_size == 1:
+        return
+    lock = run_folder / folder.LOCK
+    box = [(_text(lock), str(run_folder.absolute()), socket.gethostname()) if ranks.rank == 0 else ("", "", "")]
+    dist.broadcast_object_list(box, src=0)
+    written, place, host = box[0]
+    give_up = time.monotonic() + patience_s
+    while not (seen := lock.exists() and _text(lock) in {"", written}) and time.monotonic() < give_up:
+        time.sleep(0.2)  # a network file system shows another machine's files late
+    found: list[bool] = [False] * ranks.world_size
+    dist.all_gather_object(found, seen)
+    if not seen:
+        raise RunFailed(
+            f"Process {ranks.rank} on {socket.gethostname()} does not find the run directory of the main process, {place} on {host}: "
+            f"its own is {run_folder.absolute()}.",
+            fix=SHARED_FIX,
+        )
+    if not all(found):
+        others = ", ".join(str(number) for number, sees in enumerate(found) if not sees)
+        raise RunFailed(f"{place} on {host} is not the run directory of all processes: not of {others}.", fix=SHARED_FIX)
+
+
+def _text(path: Path) -> str:
+    """Return what a lock file holds; nothing of one that cannot be read, or that another machine has not sent yet."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError:
+        return ""
 
 
 class Vote:

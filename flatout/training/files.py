@@ -79,6 +79,10 @@ def way_out(error: Exception) -> str:
         return "That disk has failed to read or write (the system's log, `dmesg`, says more): check it, or copy the run directory to another disk."
     if number in {errno.EACCES, errno.EPERM, errno.EROFS}:
         return "Make that place writable, then run the same command again; or choose another folder with --run DIR."
+    if number in {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}:
+        return "Keep the run directory where it is while the run trains, the same one for all its processes; then run the same command again."
+    if number == errno.ENAMETOOLONG:
+        return "Choose a shorter path with --run DIR."
     return "Free space on that disk, then run the same command again."
 
 

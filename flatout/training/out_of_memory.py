@@ -18,13 +18,15 @@ ON_THE_CPU = "DefaultCPUAllocator"
 """Torch's allocator for a CPU, by which its messages name itself: it raises no error type of its own."""
 NOT_DETERMINISTIC = " does not have a deterministic implementation"
 """What torch says of an operation that use_deterministic_algorithms refuses; its name stands before."""
+PEER_LEFT = ("Connection closed by peer", "Connection reset by peer")
+"""What Gloo says when another process is gone."""
 WORTH_SAYING = 0.95
 """A setting is advised that leaves at most this share of the need."""
 
 
 @contextmanager
 def explained(run: Run) -> Iterator[None]:
-    """Turn running out of memory, on a GPU or a CPU, and an operation that train.deterministic refuses, into an error that says what to set.
+    """Turn running out of memory, an operation that train.deterministic refuses, and the end of another process into an error with its fix.
 
     Raises: RunFailed.
     """
@@ -35,6 +37,8 @@ def explained(run: Run) -> Iterator[None]:
     except RuntimeError as error:
         if NOT_DETERMINISTIC in str(error):
             raise not_deterministic(run, str(error)) from error
+        if any(words in str(error) for words in PEER_LEFT):
+            raise RunFailed("Another process of this run has ended.", fix="Its own message says why; then run the same command again.") from error
         if ON_THE_CPU not in str(error):
             raise
         raise out_of_memory(run) from error

@@ -36,13 +36,19 @@ class StopRequests:
     The handlers of before come back at the end. Only a program's main thread may set handlers; elsewhere nothing is changed.
     """
 
-    def __init__(self, *, say: Callable[[str], object] | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        """Call `say`, from a thread, with one line as soon as a request arrives; None: say nothing."""
+    def __init__(
+        self, *, say: Callable[[str], object] | None = None, launcher: int | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Call `say`, from a thread, with one line as soon as a request arrives; None: say nothing.
+
+        `launcher` is the process that started this one and must outlive it: when it has ended, that is a request as well.
+        """
         self.signal_number: int | None = None
         """The signal that asked first, on this rank."""
         self.waits_for = "the preparations of the first step"
         """What must end before a request takes effect, for the line that is said."""
         self._say = say
+        self._launcher = launcher
         self._listener: _Listener | None = None
         self._clock = clock
         self._first_sigint_s: float | None = None
@@ -70,7 +76,7 @@ class StopRequests:
 
     def asked(self, run: Run) -> bool:
         """Say whether to stop now. Every rank calls it at the same places, and all get the same answer."""
-        wanted = self.signal_number is not None
+        wanted = self.signal_number is not None or self._launcher_ended()
         if run.mesh.world_size == 1:
             return wanted
         before, self._vote = self._vote, Vote(run.mesh, wanted)
@@ -81,6 +87,15 @@ class StopRequests:
         if run.mesh.world_size > 1 and (number - 1) % MICRO_BATCHES_BETWEEN_VOTES.get(run.mesh.device.type, 1):
             return False
         return self.asked(run)
+
+    def _launcher_ended(self) -> bool:
+        """A killed torchrun takes no process with it, and nobody would restart or stop what it has left."""
+        if self._launcher is None or os.getppid() == self._launcher:
+            return False
+        if self._say is not None:
+            self._say(f"torchrun, process {self._launcher}, has ended: the run saves and stops.")
+            self._say = None
+        return True
 
     def _announce(self, number: int) -> None:
         assert self._say is not None, "there is a listener only where there is somebody to tell"

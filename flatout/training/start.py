@@ -21,13 +21,14 @@ from flatout.errors import CheckpointError, ConfigError, DataError, FlatoutError
 from flatout.hardware import Machine, pick_device, probe
 from flatout.measured import advice, gpu_name
 from flatout.parallel.mesh import make_mesh
-from flatout.parallel.rendezvous import Ranks, connect, disconnect
+from flatout.parallel.rendezvous import Ranks, connect, disconnect, launcher
 from flatout.preflight import check_places, open_dataset
 from flatout.progress import SILENT, Progress
 from flatout.registry import RECIPES
 from flatout.run import Run, build, epoch_tokens, for_world_size, ops_of, resolve
 from flatout.selection import Decision, assemble, settled
 from flatout.training import catalog, folder
+from flatout.training.agreement import require_shared
 from flatout.training.checkpoint import load, load_weights
 from flatout.training.evaluation import EvaluationDropped, batch_shapes, say_unscored
 from flatout.training.files import understanding, writing_run
@@ -92,6 +93,7 @@ def run_training(
         plan = agree(ranks, lambda: settle(asked, place, resume, trust_code, machine, ranks, device, dataset, progress))
         if plan.finished is not None:
             return plan.finished
+        require_shared(ranks, place)
         if plan.config.data.model_dump_json() != asked.data.model_dump_json():
             dataset = open_dataset(plan.config)  # of a mix, in the stored order, which belongs to what is read
         with exit_code_kept(place) if ranks.rank == 0 else nullcontext():
@@ -274,7 +276,7 @@ def carry_out(
         (run.folder / folder.SUMMARY).unlink(missing_ok=True)  # of an early end that is now trained on
     parameters = sum(p.numel() for p in run.core.parameters())
     say = progress.say if run.mesh.is_main else None
-    with Log(run, observers) as log, StopRequests(say=say) as stop, saves_ended(run, log, progress=progress):
+    with Log(run, observers) as log, StopRequests(say=say, launcher=launcher()) as stop, saves_ended(run, log, progress=progress):
         log.event(
             "resume" if plan.checkpoint else "start",
             from_checkpoint=run.resumed_from,

@@ -1,4 +1,5 @@
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -7,8 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from flatout.errors import ConfigError
-from flatout.parallel.rendezvous import VARIABLES, Ranks, connect, disconnect, stated_ranks
+from flatout.errors import ConfigError, RunFailed
+from flatout.parallel import rendezvous
+from flatout.parallel.rendezvous import VARIABLES, Ranks, connect, disconnect, launcher, stated_ranks
 
 ROOT = Path(__file__).parent.parent.parent
 UNDER_TORCHRUN = """
@@ -95,3 +97,39 @@ def test_torchrun_connects_them(tmp_path):
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["1", "2", "1", "2", "3", "gloo"]
+
+
+def test_a_port_in_use_is_named(environment, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        environment(**WHOLE | {"RANK": 0, "LOCAL_RANK": 0, "MASTER_PORT": port})
+        with pytest.raises(ConfigError, match=f"MASTER_PORT={port} is in use .*torchrun --standalone"):
+            connect("cpu")
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("port", ["many", "0", "70000"])
+def test_a_port_that_is_none_is_refused(environment, port):
+    environment(**WHOLE | {"MASTER_PORT": port})
+    with pytest.raises(ConfigError, match=f"MASTER_PORT={port} is not a port"):
+        connect("cpu")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_process_that_is_alone_says_what_it_waits_for_and_gives_up(environment, monkeypatch, capfd, rank):
+    monkeypatch.setattr(rendezvous, "PATIENCE_S", 1.0)
+    monkeypatch.setattr(rendezvous, "WAITING_SAID_EVERY_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    environment(**WHOLE | {"RANK": rank, "LOCAL_RANK": rank, "MASTER_PORT": port})
+    with pytest.raises(RunFailed, match=f"The 2 processes of this run did not meet at 127.0.0.1:{port} within 1 s"):
+        connect("cpu")
+    assert f"[rank {rank}] Waiting at 127.0.0.1:{port} for the other processes of 2: 0 s of 1 s" in capfd.readouterr().err
+    assert not dist.is_initialized()
+
+
+def test_torchrun_is_known_as_the_launcher(environment, monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    assert launcher() is None
+    environment(TORCHELASTIC_RUN_ID="none")
+    assert launcher() == os.getppid()

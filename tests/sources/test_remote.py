@@ -10,7 +10,7 @@ import pytest
 from flatout.data.prepare import Options, prepare_dataset
 from flatout.errors import DataError, MissingPackage
 from flatout.sources import files, remote
-from flatout.sources.remote import RemoteFile, find_remote, is_address, name_of, open_remote
+from flatout.sources.remote import RemoteFile, Unreachable, find_remote, is_address, locate, name_of, open_remote, protocol_of
 
 CONTENT = bytes(range(256)) * 400
 _CALL = "{{ cycler.__init__.__globals__.os.system('touch MARKER') }}"
@@ -35,6 +35,17 @@ def test_what_is_an_address():
     assert [is_address(name) for name in ("s3://a/b", "hf://x", "git+ssh://x", "a/b.txt", "C:\\x", "mine:source", "://")] == [True] * 3 + [False] * 4
     assert name_of("https://host/a/b.jsonl.gz?download=true") == "/a/b.jsonl.gz"
     assert name_of("s3://bucket/what?.txt") == "s3://bucket/what?.txt"
+
+
+def test_an_address_may_be_written_in_capitals():
+    assert is_address("HTTP://host/a")
+    assert protocol_of("HTTP://host/a") == "http"
+    assert type(locate("HTTP://host/a")[0]) is type(locate("http://host/a")[0])
+
+
+def test_a_server_that_does_not_answer_at_once_is_a_named_error():
+    with pytest.raises(Unreachable, match=r"Cannot read ftp://127\.0\.0\.1:1/a: .*refused"):
+        locate("ftp://u:PASS@127.0.0.1:1/a")
 
 
 def test_a_file_is_read_from_anywhere(memory):

@@ -7,6 +7,8 @@ from stand_in import ALONE
 
 from flatout.errors import CheckpointError, RunFailed
 from flatout.parallel.mesh import Mesh
+from flatout.parallel.rendezvous import Ranks
+from flatout.training import agreement
 from flatout.training.agreement import READING, WRITING, Vote, together
 
 
@@ -81,3 +83,39 @@ def test_an_error_is_not_lost_when_it_can_no_longer_be_told():
 def test_votes_are_counted_over_all_ranks():
     assert [Vote(ALONE, wanted).count() for wanted in (False, True)] == [0, 1]
     assert [Vote(PAIR, wanted).count() for wanted in (False, True)] == [1, 1]
+
+
+@pytest.fixture
+def two(tmp_path, monkeypatch):
+    """Return what require_shared says on a process whose main one runs in tmp_path, where the processes' answers are as given."""
+    (tmp_path / "lock").write_text("process 7")
+
+    def check(rank, place, answers):
+        def main_says(box, src):
+            box[0] = ("process 7", str(tmp_path), "a-host")
+
+        def all_say(found, seen):
+            found[:] = [seen if number == rank else answers[number] for number in range(2)]
+
+        monkeypatch.setattr(agreement.dist, "broadcast_object_list", main_says)
+        monkeypatch.setattr(agreement.dist, "all_gather_object", all_say)
+        agreement.require_shared(Ranks(rank, 2, rank, 2), place, patience_s=0)
+
+    return check
+
+
+def test_a_process_in_another_folder_is_told_so_and_the_main_one_too(tmp_path, two):
+    for place in (tmp_path / "elsewhere", tmp_path / "copy"):
+        (tmp_path / "copy").mkdir(exist_ok=True)
+        (tmp_path / "copy" / "lock").write_text("process 6 of another day")
+        with pytest.raises(RunFailed, match=f"Process 1 .* does not find the run directory of the main process, {tmp_path} on a-host.*{place.name}"):
+            two(1, place, [True, False])
+    with pytest.raises(RunFailed, match="not the run directory of all processes: not of 1"):
+        two(0, tmp_path, [True, False])
+
+
+def test_processes_in_one_folder_go_on(tmp_path, two):
+    two(0, tmp_path, [True, True])
+    two(1, tmp_path, [True, True])
+    (tmp_path / "lock").write_text("")  # another machine's text may come late
+    two(1, tmp_path, [True, True])

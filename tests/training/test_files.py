@@ -1,3 +1,4 @@
+import errno
 import json
 
 import pytest
@@ -48,3 +49,10 @@ def test_the_size_of_a_folder_is_that_of_its_files(tmp_path):
     (tmp_path / "a" / "b" / "y").write_bytes(bytes(7))
     assert files.folder_bytes(tmp_path) == 17
     assert files.folder_bytes(tmp_path / "none") == 0
+
+
+@pytest.mark.parametrize(
+    ("number", "fix"), [(errno.ENOSPC, "Free space"), (errno.ENOENT, "Keep the run directory"), (errno.ENAMETOOLONG, "Choose a shorter path")]
+)
+def test_the_way_out_is_that_of_the_disks_own_reason(number, fix):
+    assert files.way_out(OSError(number, "")).startswith(fix)

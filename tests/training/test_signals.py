@@ -127,3 +127,15 @@ def test_one_process_is_asked_before_every_micro_batch_and_several_gpus_before_e
             stop.asked_within_step(several, number)
     assert asked.count(RUN) == 63
     assert asked.count(several) == 7
+
+
+def test_a_launcher_that_is_killed_is_a_request_to_stop(monkeypatch):
+    said = []
+    stop = StopRequests(say=said.append, launcher=os.getppid())
+    assert not stop.asked(RUN)
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    assert stop.asked(RUN)
+    assert stop.asked_within_step(RUN, 2)
+    assert len(said) == 1
+    assert said[0].startswith("torchrun, process ")
+    assert not StopRequests().asked(RUN), "a shell may end before what it started"

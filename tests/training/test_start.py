@@ -21,6 +21,7 @@ from flatout.training import catalog
 from flatout.training.checkpoint import read_weights
 from flatout.training.folder import read_exit_code, read_summary
 from flatout.training.observers import Quiet
+from flatout.training.out_of_memory import explained
 from flatout.training.start import run_training
 
 NAMES = {
@@ -386,3 +387,11 @@ def test_the_first_run_on_a_gpu_that_nothing_was_measured_on_says_how_to(tiny_co
     assert line.startswith("No speedup has been measured on this GPU (NVIDIA H200); `flatout bench RECIPE --minutes ")
     run_training(tiny_config(), tmp_path / "second", **options)
     assert lines == [line]
+
+
+@pytest.mark.parametrize("said", ["[gloo/transport/tcp/pair.cc:544] Connection closed by peer [127.0.0.1]:1", "Connection reset by peer"])
+def test_another_process_that_is_gone_is_a_named_error(said):
+    with pytest.raises(RunFailed, match=r"Another process of this run has ended\."), explained(None):
+        raise RuntimeError(said)
+    with pytest.raises(RuntimeError, match="a bug"), explained(None):
+        raise RuntimeError("a bug")
