@@ -159,6 +159,14 @@ def resolve(
     return config.with_values(batch | settled), decisions
 
 
+def steps_stated(config: RunConfig, asked: TrainConfig, recipe: Recipe, dataset: Dataset | MixedDataset) -> int:
+    """Return the optimiser steps of a length that is stated as steps, tokens or epochs, in a run that is resolved otherwise."""
+    config = config.with_values({f"train.{key}": getattr(asked, key) for key in ("steps", "tokens", "epochs")})
+    is_read = asked.steps is None and "batching" in recipe.filled_by
+    config = _length_as_read(config, asked, recipe, dataset) if is_read else _resolve_length(config, dataset)
+    return config.train.steps or 1
+
+
 def expected_minutes(config: RunConfig, tflops: float) -> float | None:
     """Return how long the matrix products of a run take at a rate over all its processes; None where its length follows from the data."""
     config = _resolve_batch(config, 1) if config.batch.tokens_per_step is None else config

@@ -135,7 +135,7 @@ def demo(
     if config is None:
         config = _fresh(subject, device, machine, minutes, progress)
     elif read_summary(subject.run) is not None:
-        progress.say(f"{subject.run} is finished; this is what it came to. Delete that folder to train anew.")
+        progress.say(f"{subject.run} is finished; its results are below. Delete that folder to train anew.")
     else:
         progress.say(f"Resuming {subject.run}.")
     result = train_config(config, run=subject.run, observers=observers, progress=progress)

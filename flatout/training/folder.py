@@ -58,6 +58,8 @@ FREE_KEYS = (
     "name",
 )
 """Beginnings of the keys that may change when a run goes on: none of them changes what is computed, but for the last bits of sums."""
+LENGTH_KEYS = ("train.steps", "train.tokens", "train.epochs")
+"""Of which one states how long a run is; training/longer.py says when that may grow."""
 NAMELESS_KEYS = (*FREE_KEYS, "checkpoint.dir")
 """Beginnings of the keys that do not count in a run's name; where its checkpoints lie is settled with the first of them."""
 
@@ -95,6 +97,12 @@ def write_config(folder: Path, config: RunConfig, *, asked: RunConfig | None = N
     trust.remember(folder, config.references())
 
 
+def replace_config(folder: Path, config: RunConfig, *, asked: RunConfig) -> None:
+    """Store another resolved configuration of a run that exists. The one that was asked for comes last: until then, the same command repeats this."""
+    write_config(folder, config)
+    write_text(folder / ASKED, _yaml(asked))
+
+
 def trusted_config(folder: Path, *, trust_code: bool = False) -> RunConfig | None:
     """Return what `read_config` does, of a run that is about to be used: code of its own must be trusted (flatout/trust.py).
 
@@ -122,7 +130,8 @@ def read_asked(folder: Path) -> RunConfig | None:
 def stored_config(folder: Path, wanted: RunConfig) -> RunConfig | None:
     """Return the run's stored configuration with the free keys of `wanted` laid over it; None when the folder holds no run.
 
-    A run that has never saved has nothing to go on from: the next start is a new run, with settings of its own.
+    A run that has never saved has nothing to go on from: the next start is a new run, with settings of its own. The length that is stored
+    stays, whatever `wanted` states: whether a run can be made longer takes its data (training/longer.py).
     Raises: ConfigError naming the keys in which `wanted` contradicts what the run was started with, or in which config.yaml was edited.
     """
     stored = read_config(folder)
@@ -132,14 +141,16 @@ def stored_config(folder: Path, wanted: RunConfig) -> RunConfig | None:
     if not catalog.has_saved(folder) and not (folder / SUMMARY).exists():
         return None
     require_unedited(folder / CONFIG, stored, free=(*NAMELESS_KEYS, "data.path"))
-    contradictions = difference(stored, wanted, free=FREE_KEYS)
+    free = (*FREE_KEYS, *LENGTH_KEYS)
+    contradictions = difference(stored, wanted, free=free)
     if contradictions and (asked := read_asked(folder)) is not None:
-        changed = {line.partition(": ")[0] for line in difference(asked, wanted, free=FREE_KEYS)}
+        changed = {line.partition(": ")[0] for line in difference(asked, wanted, free=free)}
         contradictions = [line for line in contradictions if line.partition(": ")[0] in changed]
     if contradictions:
         raise ConfigError(
             f"{folder} holds a run with other settings: {'; '.join(contradictions)}.",
-            fix="Go on with the stored settings, or start another run with --run DIR.",
+            fix="Keep the stored settings, or start another run with --run DIR; "
+            f"with `--resume {folder} --run DIR` it continues from the newest checkpoint of this one.",
         )
     keys = (key for key in _flat_keys(wanted.to_dict()) if key.startswith(FREE_KEYS) and key != "name")
     return stored.with_values({key: value for key in keys if (value := wanted.value(key)) is not None})

@@ -34,6 +34,7 @@ from flatout.training.evaluation import EvaluationDropped, batch_shapes, say_uns
 from flatout.training.files import understanding, writing_run
 from flatout.training.finish import finish
 from flatout.training.initial import begin_from, run_of
+from flatout.training.longer import Longer, lengthened
 from flatout.training.loop import ends_early, environment_of, fit, keep_last, out_of_patience, reserve, saves_ended
 from flatout.training.metrics import Log
 from flatout.training.moved_data import anywhere, require_tokenizer, stored_config
@@ -58,6 +59,8 @@ class Plan:
     device_reason: str
     asked: RunConfig | None = None
     """Of a run that begins: the configuration as it was asked for. None where the folder holds the run already."""
+    longer: Longer | None = None
+    """Of a run that is made longer: what is written down once it is known that it can continue."""
     finished: dict[str, Any] | None = None
     """The summary of a run that has nothing left to do."""
 
@@ -105,7 +108,7 @@ def run_training(
                 differences = take_up(run, plan.checkpoint, progress)
                 if mesh.is_main:
                     with writing_run(place):
-                        keep(run, plan)
+                        keep(run, plan, progress)
                     say_unmeasured(run, plan, cache, progress)
                 with writing_run(place):
                     return carry_out(run, plan, differences, observers, sample, progress)
@@ -177,15 +180,20 @@ def settle(
         require_tokenizer(place if stored is not None or checkpoint is None else run_of(checkpoint) or place, dataset, checkpoint)
     if stored is not None:
         first = folder.read_asked(place)
+        longer = lengthened(place, stored, asked, checkpoint, resume=resume_place(resume), dataset=dataset, machine=machine, progress=progress)
+        if longer is not None:
+            stored, checkpoint = longer.config, longer.checkpoint
         if summary is not None and checkpoint is not None and (how_to_go_on := finished(place, stored, checkpoint, summary)):
-            progress.say(f"{place} is finished; this is what it came to. To train on, {how_to_go_on}.")
+            progress.say(f"{place} is finished; its results are below. To train on, {how_to_go_on}.")
             return Plan(stored, settled(stored, machine, asked=first), checkpoint, device[1], finished=summary)
+        if longer is not None:
+            progress.say(longer.said)
         if device[0].partition(":")[0] != stored.train.device.partition(":")[0]:
             progress.say(f"This run started on {stored.train.device} and resumes on {device[0]}: losses will differ in the last bits.")
-        if (known := folder.read_config(place)) is not None and stored.data != known.data:
+        if longer is None and (known := folder.read_config(place)) is not None and stored.data != known.data:
             folder.write_config(place, stored)  # moved data is found by `eval` too
         config = for_world_size(stored.with_values({"train.device": device[0]}), ranks.world_size)
-        return Plan(config, settled(config, machine, asked=first), checkpoint, device[1])
+        return Plan(config, settled(config, machine, asked=first), checkpoint, device[1], longer=longer)
     with progress.task("Settling the configuration"):
         config, decisions = resolve(
             asked.with_values({"train.device": device[0]}),
@@ -206,7 +214,9 @@ def finished(place: Path, stored: RunConfig, checkpoint: Path, summary: Mapping[
     """Return how a run that is finished could be trained on; None when it is not: there are steps, and patience, left."""
     step = catalog.step_of(checkpoint)
     if step >= (stored.train.steps or 0):
-        return f"begin another run: --run DIR --resume {place}"
+        if stored.schedule.kind == "cosine":
+            return f"start another run: --resume {place} --run DIR, with a larger train.steps"
+        return f"set train.steps to more than {stored.train.steps}"
     with understanding(place / folder.SUMMARY):
         waited = summary.get("stopped_early") and step == summary["steps"] and out_of_patience(stored.train, step, summary["best_step"])
     if waited:
@@ -214,7 +224,7 @@ def finished(place: Path, stored: RunConfig, checkpoint: Path, summary: Mapping[
     return None
 
 
-def keep(run: Run, plan: Plan) -> None:
+def keep(run: Run, plan: Plan, progress: Progress = SILENT) -> None:
     """Write down what a run that begins was settled to be: nothing is, before it is known that it can begin.
 
     Raises: HardwareError when the disk is too full; CheckpointError when the folder of its checkpoints is another run's.
@@ -222,6 +232,8 @@ def keep(run: Run, plan: Plan) -> None:
     parameters = sum(p.numel() for p in run.core.parameters())
     needed_bytes = DISK_BYTES_PER_PARAMETER * parameters * (run.config.checkpoint.keep + 2)
     folder.require_free_disk(run.folder, needed_bytes, directory=run.config.checkpoint.dir)
+    if plan.longer is not None:
+        plan.longer.store(run.folder, progress=progress)
     if plan.asked is not None:
         folder.write_config(run.folder, plan.config, asked=plan.asked)
         copy_whole(parts_of(run.dataset)[0].dataset.path / TOKENIZER, run.folder / TOKENIZER)  # a trained model can be tried without its data
@@ -285,6 +297,8 @@ def carry_out(
             parameters=parameters,
             **_facts(run, plan),
         )
+        if plan.longer is not None:
+            log.event("longer", steps_before=plan.longer.steps_before, steps=run.last_step)
         for decision in run.decisions:
             log.event("speedup", name=decision.name, on=decision.on, reason=decision.reason)
         for difference in differences:
