@@ -136,6 +136,13 @@ CASES = [
         lambda w: w.rows(),
     ),
     Case("a run folder with other settings", "train my.yaml optim.lr=1 --run runs/first", ("runs/first", "optim.lr: 0.001 -> 1.0"), ("--run DIR",)),
+    Case(
+        "a longer run whose learning rate depended on its length",
+        "train my.yaml train.steps=9 --run runs/first",
+        ("runs/first", "2 -> 9 steps", "schedule.kind=cosine"),
+        ("`--resume runs/first --run runs/first-9`",),
+    ),
+    Case("a shorter run in its folder", "train my.yaml train.steps=1 --run runs/first", ("runs/first", "2 steps"), ("train.steps=2", "--run DIR")),
     Case("a run folder in use", "train my.yaml --run runs/first", ("runs/first", "process"), ("--run DIR",), hold),
     Case("a run folder with other files in it", "train my.yaml --run data", ("data", "book"), ("--run DIR",)),
     Case("a file where the run folder should be", "train my.yaml --run book.txt", ("book.txt",), ("--run DIR",)),
