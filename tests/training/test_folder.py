@@ -117,7 +117,7 @@ def test_the_same_question_is_no_contradiction_to_its_own_answer(tmp_path):
     assert folder.stored_config(tmp_path, asked) == resolved
     assert folder.stored_config(tmp_path, asked.with_values({"train.epochs": 3})) == resolved  # a length is compared with the data at hand
     with pytest.raises(ConfigError, match=r"speedups"):
-        folder.stored_config(tmp_path, asked.with_values({"speedups": "auto"}))
+        folder.stored_config(tmp_path, asked.with_values({"speedups": "none"}))
 
 
 def test_the_place_of_the_checkpoints_cannot_change(tmp_path):
