@@ -175,25 +175,10 @@ def settle(
         remember(place, stored.references())
     with writing_run(place):
         checkpoint = folder.resume_from(place, resume_place(resume), progress=progress)
-    summary = folder.read_summary(place)
     if stored is not None or checkpoint is not None:
         require_tokenizer(place if stored is not None or checkpoint is None else run_of(checkpoint) or place, dataset, checkpoint)
     if stored is not None:
-        first = folder.read_asked(place)
-        longer = lengthened(place, stored, asked, checkpoint, resume=resume_place(resume), dataset=dataset, machine=machine, progress=progress)
-        if longer is not None:
-            stored, checkpoint = longer.config, longer.checkpoint
-        if summary is not None and checkpoint is not None and (how_to_go_on := finished(place, stored, checkpoint, summary)):
-            progress.say(f"{place} is finished; its results are below. To train on, {how_to_go_on}.")
-            return Plan(stored, settled(stored, machine, asked=first), checkpoint, device[1], finished=summary)
-        if longer is not None:
-            progress.say(longer.said)
-        if device[0].partition(":")[0] != stored.train.device.partition(":")[0]:
-            progress.say(f"This run started on {stored.train.device} and resumes on {device[0]}: losses will differ in the last bits.")
-        if longer is None and (known := folder.read_config(place)) is not None and stored.data != known.data:
-            folder.write_config(place, stored)  # moved data is found by `eval` too
-        config = for_world_size(stored.with_values({"train.device": device[0]}), ranks.world_size)
-        return Plan(config, settled(config, machine, asked=first), checkpoint, device[1], longer=longer)
+        return resumed(stored, asked, place, resume_place(resume), checkpoint, machine, ranks, device, dataset, progress)
     with progress.task("Settling the configuration"):
         config, decisions = resolve(
             asked.with_values({"train.device": device[0]}),
@@ -208,6 +193,40 @@ def settle(
         raise ConfigError("--resume takes everything from another run, train.init_from only its weights.", fix="Give one of the two.")
     config = begin_from(config, dataset, ops_of(assemble(decisions)), progress=progress)
     return Plan(anywhere(config), decisions, checkpoint, device[1], asked=asked)
+
+
+def resumed(
+    stored: RunConfig,
+    asked: RunConfig,
+    place: Path,
+    resume: str,
+    checkpoint: Path | None,
+    machine: Machine,
+    ranks: Ranks,
+    device: tuple[str, str],
+    dataset: Dataset | MixedDataset,
+    progress: Progress,
+) -> Plan:
+    """Return the plan of a run that its folder holds already: it resumes, is made longer, or is finished.
+
+    Raises: ConfigError when `asked` states a length that it cannot have.
+    """
+    summary = folder.read_summary(place)
+    first = folder.read_asked(place)
+    longer = lengthened(place, stored, asked, checkpoint, resume=resume, dataset=dataset, machine=machine, progress=progress)
+    if longer is not None:
+        stored, checkpoint = longer.config, longer.checkpoint
+    if summary is not None and checkpoint is not None and (how_to_go_on := finished(place, stored, checkpoint, summary)):
+        progress.say(f"{place} is finished; its results are below. To train on, {how_to_go_on}.")
+        return Plan(stored, settled(stored, machine, asked=first), checkpoint, device[1], finished=summary)
+    if longer is not None:
+        progress.say(longer.said)
+    if device[0].partition(":")[0] != stored.train.device.partition(":")[0]:
+        progress.say(f"This run started on {stored.train.device} and resumes on {device[0]}: losses will differ in the last bits.")
+    if longer is None and (known := folder.read_config(place)) is not None and stored.data != known.data:
+        folder.write_config(place, stored)  # moved data is found by `eval` too
+    config = for_world_size(stored.with_values({"train.device": device[0]}), ranks.world_size)
+    return Plan(config, settled(config, machine, asked=first), checkpoint, device[1], longer=longer)
 
 
 def finished(place: Path, stored: RunConfig, checkpoint: Path, summary: Mapping[str, Any]) -> str | None:
