@@ -378,16 +378,17 @@ def difference(stored: RunConfig, wanted: RunConfig, *, free: Iterable[str] = ()
 
     What `wanted` leaves open (None, auto) contradicts nothing, nor do keys that begin with an entry of `free`.
     """
-    old, new = _flat(stored.to_dict()), _flat(wanted.to_dict())
+    old, new = flat(stored.to_dict()), flat(wanted.to_dict())
     changed = (key for key, value in new.items() if value not in (None, "auto") and old.get(key) != value)
     return [f"{key}: {old.get(key)} -> {new[key]}" for key in changed if not key.startswith(tuple(free))]
 
 
-def _flat(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def flat(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested sections as one mapping with dotted keys."""
+    found: dict[str, Any] = {}
     for key, value in document.items():
         if isinstance(value, Mapping) and f"{prefix}{key}" not in MAPPINGS:
-            flat.update(_flat(value, f"{prefix}{key}."))
+            found.update(flat(value, f"{prefix}{key}."))
         else:
-            flat[f"{prefix}{key}"] = value
-    return flat
+            found[f"{prefix}{key}"] = value
+    return found

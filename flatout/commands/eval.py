@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict
 from flatout.commands import TRUST_CODE, Command, Result
 from flatout.progress import SILENT, Progress
 from flatout.training.folder import trusted_config
-from flatout.training.named import find_run
+from flatout.training.named import run_or_newest
 
 if TYPE_CHECKING:
     from flatout.training.evaluation import Evaluation
@@ -88,7 +88,7 @@ def score_table(scores: Sequence[DatasetScore], total: EvalResult | None = None)
 
 
 def evaluate(
-    run: Annotated[str | Path, typer.Argument(help="A run folder, or its name under runs/.")],
+    run: Annotated[str | Path | None, typer.Argument(help="A run folder, or its name under runs/; by default the newest run there.")] = None,
     checkpoint: Annotated[str, typer.Option(help="best, last, or a step.")] = "best",
     data: Annotated[
         list[str] | list[Path] | None,
@@ -109,17 +109,17 @@ def evaluate(
     """
     from flatout import loading, scoring
 
-    loaded = loading.load_run(run, checkpoint, precision="trained", trust_code=trust_code, progress=progress)
+    loaded = loading.load_run(run_or_newest(run, progress=progress), checkpoint, precision="trained", trust_code=trust_code, progress=progress)
     score = scoring.evaluate(loaded, data=data or (), max_tokens=max_tokens, progress=progress)
     return _result(loaded.folder, loaded.checkpoint, score)
 
 
-def check(run: str, trust_code: bool = False) -> None:
+def check(run: str | Path | None, trust_code: bool = False) -> None:
     """Do nothing when there is such a run, and it names no code of its own or may import it.
 
     Raises: CheckpointError with the nearest one; UntrustedCode.
     """
-    trusted_config(find_run(run), trust_code=trust_code)
+    trusted_config(run_or_newest(run), trust_code=trust_code)
 
 
 def _result(run_folder: Path, checkpoint: Path, score: Evaluation) -> EvalResult:

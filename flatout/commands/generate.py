@@ -13,7 +13,7 @@ from flatout.errors import ConfigError, Interrupted
 from flatout.preflight import check_sampling
 from flatout.progress import SILENT, Progress
 from flatout.training.folder import trusted_config
-from flatout.training.named import find_run
+from flatout.training.named import run_or_newest
 
 
 class GenerateResult(Result):
@@ -32,7 +32,7 @@ MOST_SEED = 2**62
 
 
 def generate(
-    run: Annotated[str | Path, typer.Argument(help="A run folder, or its name under runs/.")],
+    run: Annotated[str | Path | None, typer.Argument(help="A run folder, or its name under runs/; by default the newest run there.")] = None,
     prompt: Annotated[str, typer.Option(help="Text to go on from; empty begins a new document.")] = "",
     temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token; 1 draws as the model believes.")] = 0.8,
     top_k: Annotated[int | None, typer.Option(help="Draw from the K likeliest tokens only.")] = None,
@@ -60,7 +60,7 @@ def generate(
     from flatout.generate import sample
     from flatout.loading import load_run
 
-    loaded = load_run(run, checkpoint, trust_code=trust_code, progress=progress)
+    loaded = load_run(run_or_newest(run, progress=progress), checkpoint, trust_code=trust_code, progress=progress)
     loaded.tokenizer.encode(prompt)  # a prompt that it cannot write is refused before anything is shown
     show = write or (lambda _piece: None)
     samples = []
@@ -92,7 +92,7 @@ def generate(
 
 
 def check(
-    run: str | Path,
+    run: str | Path | None,
     temperature: float,
     top_k: int | None,
     top_p: float | None,
@@ -111,7 +111,7 @@ def check(
         raise ConfigError(f"num-samples {num_samples} asks for no text.", fix="Use 1 or more.")
     if abs(seed) >= MOST_SEED:
         raise ConfigError(f"seed {seed} is too large.", fix=f"Use a number below {MOST_SEED}.")
-    trusted_config(find_run(run), trust_code=trust_code)
+    trusted_config(run_or_newest(run), trust_code=trust_code)
 
 
 COMMAND = Command(generate, example='flatout generate runs/demo --prompt "def main" --temperature 0.7', check=check, needs_torch=True)

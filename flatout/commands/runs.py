@@ -1,11 +1,14 @@
-"""Show the runs there are, with state, step, loss, size and age."""
+"""Show the runs there are, with state, step, loss, size, age, and the settings in which they differ."""
 
 from __future__ import annotations
 
+import json
 import math
+import os
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from pydantic import BaseModel, ConfigDict
@@ -13,7 +16,7 @@ from pydantic import BaseModel, ConfigDict
 from flatout.commands import Command, Result
 from flatout.errors import CheckpointError, FlatoutError
 from flatout.recognised import require_local
-from flatout.terminal import amount, duration
+from flatout.terminal import amount
 from flatout.training import catalog, folder
 from flatout.training.files import folder_bytes, read_lines
 
@@ -45,6 +48,8 @@ class RunItem(BaseModel):
     """Size of the run folder and its checkpoints."""
     age_s: float
     """Seconds since something was last written."""
+    settings: dict[str, Any]
+    """Its recipe's `name`, where several are listed, and the keys in which runs of that recipe differ; as they were asked for."""
 
 
 class RunsResult(Result):
@@ -54,17 +59,20 @@ class RunsResult(Result):
     """One object a run."""
 
     def summary(self) -> str:
-        """Return a table, a line a run."""
+        """Return a table: a line a run, and below it the settings in which it differs from others."""
         if not self.items:
             return "There are no runs yet. `flatout demo` makes one."
-        rows = [("run", "state", "step", "train loss", "val loss", "size", "age"), *(_row(item) for item in self.items)]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        lines = ("  ".join(_padded(row, widths)).rstrip() for row in rows)
-        return "\n".join(lines)
+        base = os.path.commonpath([os.path.dirname(item.run) for item in self.items])
+        head = ("run", "state", "step", "loss", "val loss", "size", "age")
+        rows = [head, *((os.path.relpath(item.run, base or None), *_row(item)) for item in self.items)]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+        lines = ["  ".join(_padded(row, widths)).rstrip() for row in rows]
+        below = [f"    {words}" if words else "" for words in ("", *map(_settings_words, self.items))]
+        return "\n".join([f"In {base or '.'}:", *(line for pair in zip(lines, below, strict=True) for line in pair if line)])
 
 
 def runs(root: Annotated[Path | str, typer.Argument(help="Folder that holds run folders, or one of them.")] = DEFAULT_ROOT) -> RunsResult:
-    """Show the runs there are, with state, step, loss, size and age.
+    """Show the runs there are, with state, step, loss, size, age, and the settings in which they differ.
 
     Raises: CheckpointError when `root` is given and does not exist.
     """
@@ -72,10 +80,44 @@ def runs(root: Annotated[Path | str, typer.Argument(help="Folder that holds run 
     root = Path(root)
     if not root.is_dir() and root != DEFAULT_ROOT:
         raise CheckpointError(f"There is no folder {root}.", fix="Name a folder of runs; without one, `flatout runs` shows those in ./runs.")
-    return RunsResult(items=[_item(path) for path in folder.list_runs(root)])
+    paths = folder.list_runs(root)
+    return RunsResult(items=[_item(path, settings) for path, settings in zip(paths, differing([_settings(path) for path in paths]), strict=True)])
 
 
-def _item(path: Path) -> RunItem:
+def differing(configurations: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return, of each configuration, its recipe's name and the keys that have another value in another run of the same recipe."""
+    values: dict[tuple[str, str], set[str]] = {}
+    for one in configurations:
+        for key, value in one.items():
+            values.setdefault((one["name"], key), set()).add(json.dumps(value, default=str))
+    recipes = {one["name"] for one in configurations if one}
+    return [
+        {key: value for key, value in one.items() if value is not None and (len(recipes if key == "name" else values[one["name"], key]) > 1)}
+        for one in configurations
+    ]
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    try:
+        settings = folder.read_settings(path)
+        return settings | {"name": str(settings.get("name", path.name))}
+    except FlatoutError:  # its state says that it is damaged
+        return {}
+
+
+def _settings_words(item: RunItem) -> str:
+    """Return a run's settings; its recipe only where the folder's name does not begin with it."""
+    told = {key: value for key, value in item.settings.items() if key != "name" or not os.path.basename(item.run).startswith(str(value))}
+    return ", ".join(f"{key}={value if isinstance(value, str) else json.dumps(value, default=str)}" for key, value in told.items())
+
+
+def _age(seconds: float) -> str:
+    """Return an age as a person says it: in its largest unit."""
+    units = ((86_400, "d"), (3600, "h"), (60, "min"))
+    return next((f"{seconds // length:.0f} {unit}" for length, unit in units if seconds >= length), f"{seconds:.0f} s")
+
+
+def _item(path: Path, settings: dict[str, Any]) -> RunItem:
     try:
         config = folder.read_config(path)
         checkpoints, state = catalog.steps(path), _state(path)
@@ -100,6 +142,7 @@ def _item(path: Path) -> RunItem:
         checkpoints=checkpoints,
         bytes=size,
         age_s=round(max(time.time() - _last_written(path), 0.0), 1),
+        settings=settings,
     )
 
 
@@ -120,9 +163,9 @@ def _last_written(path: Path) -> float:
 
 
 def _row(item: RunItem) -> tuple[str, ...]:
-    step = f"{item.step:,}" + (f" of {item.last_step:,}" if item.last_step else "")
+    step = f"{item.step:,}" + (f"/{item.last_step:,}" if item.last_step else "")
     losses = ("-" if loss is None else f"{loss:.4f}" for loss in (item.train_loss, item.val_loss))
-    return (item.run, item.state, step, *losses, amount(item.bytes, "bytes"), duration(item.age_s))
+    return (item.state, step, *losses, amount(item.bytes, "bytes"), _age(item.age_s))
 
 
 def _padded(row: tuple[str, ...], widths: list[int]) -> list[str]:

@@ -33,7 +33,7 @@ from typing import Any, TextIO
 import yaml
 
 from flatout import trust
-from flatout.config import RunConfig, difference, validate
+from flatout.config import RunConfig, difference, flat, validate
 from flatout.data.disk import write_text
 from flatout.data.manifest import TOKENIZER
 from flatout.documents import read_document
@@ -295,6 +295,14 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
     if not isinstance(summary, dict):
         raise damaged_summary(folder)
     return summary
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """Return a run's configuration as it was asked for, under dotted keys; nothing of what it names is imported.
+
+    Raises: ConfigError when it cannot be read.
+    """
+    return flat(read_document(folder / ASKED if (folder / ASKED).exists() else folder / CONFIG))
 
 
 def damaged_summary(folder: Path) -> CheckpointError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flatout.errors import CheckpointError, ConfigError
+from flatout.errors import CheckpointError, ConfigError, FlatoutError
 from flatout.progress import SILENT, Progress
 from flatout.recognised import recognise, require_local
 from flatout.registry import nearest
@@ -35,6 +35,28 @@ def find_run(run: str | Path) -> Path:
         f"{str(run) or 'An empty name'} is not a run folder: it has no config.yaml.",
         fix=f"Did you mean {RUNS / guess}?" if guess else "`flatout runs` shows the runs there are; `flatout demo` makes one.",
     )
+
+
+def run_or_newest(run: str | Path | None, *, progress: Progress = SILENT) -> Path:
+    """Return the run folder that `run` names; None is the newest run under `runs/` that has a checkpoint, and `progress` says which.
+
+    Raises: CheckpointError when there is none.
+    """
+    if run is not None:
+        return find_run(run)
+    known = folder.list_runs(RUNS) if RUNS.is_dir() else []
+    newest = next((path for path in reversed(known) if _has_checkpoint(path)), None)
+    if newest is None:
+        raise CheckpointError(f"No run under {RUNS}/ has a checkpoint.", fix="Name a run folder, or train one: `flatout demo` takes a few minutes.")
+    progress.say(f"The newest run: {newest}")
+    return newest
+
+
+def _has_checkpoint(run_folder: Path) -> bool:
+    try:
+        return bool(catalog.steps(run_folder))
+    except FlatoutError:  # a damaged run has none that can be used
+        return False
 
 
 def resume_place(resume: str) -> str:

@@ -110,6 +110,11 @@ def test_command_line(tiny_run, typed):
     assert [line for line in err.splitlines() if line.startswith("--- sample")] == [f"--- sample {number} ---" for number in (1, 2, 3)]
 
 
+def test_without_a_run_the_newest_writes(tiny_run, typed, monkeypatch):
+    monkeypatch.chdir(tiny_run.parents[1])
+    assert text_of(typed("--prompt", "It", "--max-tokens", 9)) == text_of(typed(tiny_run, "--prompt", "It", "--max-tokens", 9))
+
+
 def test_seeds(tiny_run, typed):
     def text(seed):
         return text_of(typed(tiny_run, "--seed", seed, "--prompt", "It", "--max-tokens", 40))

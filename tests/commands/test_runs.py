@@ -88,12 +88,56 @@ def test_a_damaged_run_does_not_hide_the_others(tmp_path):
 
 def test_the_table_has_a_line_a_run(tmp_path):
     make(tmp_path / "one", records=[{"step": 1000, "train/loss": 2.34567}], steps=2000)
-    make(tmp_path / "two", code=75)
-    lines = runs(tmp_path).summary().splitlines()
+    make(tmp_path / "two", steps=2000, code=75)
+    head, *lines = runs(tmp_path).summary().splitlines()
+    assert head == f"In {tmp_path}:"
     assert len(lines) == 3
-    assert "1,000 of 2,000" in lines[1]
-    assert "2.3457" in lines[1]
+    assert lines[1].split()[:4] == ["one", "killed", "1,000/2,000", "2.3457"]
     assert len({len(line) for line in lines}) == 1
+
+
+def store(path, *words, recipe="mine"):
+    folder.write_config(
+        path, load_config(None, [f"name={recipe}", *words, "batch.rows_per_device=8"]), asked=load_config(None, [f"name={recipe}", *words])
+    )
+
+
+def test_what_differs_between_runs_of_a_recipe_is_shown(tmp_path):
+    """As it was asked for: what `auto` chose is no difference."""
+    store(tmp_path / "mine-a", "optim.lr=1e-3", "train.steps=500")
+    store(tmp_path / "mine-b", "optim.lr=2e-3", "train.tokens=1000")
+    store(tmp_path / "c", "optim.lr=5e-3", "train.steps=500", "model.kind=eigenstate", recipe="other")
+    settings = {item.run.rpartition("/")[2]: item.settings for item in runs(tmp_path).items}
+    assert settings == {
+        "mine-a": {"name": "mine", "optim.lr": 1e-3, "train.steps": 500},
+        "mine-b": {"name": "mine", "optim.lr": 2e-3, "train.tokens": 1000},
+        "c": {"name": "other"},
+    }
+    _, *lines = runs(tmp_path).summary().splitlines()
+    assert lines[2] == "    optim.lr=0.001, train.steps=500"
+    assert lines[4] == "    optim.lr=0.002, train.tokens=1000"
+    assert lines[6] == "    name=other"
+
+
+def test_a_list_with_a_damaged_run_shows_what_differs_between_the_others(tmp_path):
+    make(tmp_path / "one", steps=10)
+    make(tmp_path / "two", steps=20)
+    make(tmp_path / "bad")
+    (tmp_path / "bad" / "config.yaml").write_text("a: [")
+    settings = {item.run.rpartition("/")[2]: item.settings.get("train.steps") for item in runs(tmp_path).items}
+    assert settings == {"one": 10, "two": 20, "bad": None}
+
+
+def test_a_table_of_usual_runs_fits_80_columns(tmp_path):
+    records = [{"step": 124, "train/loss": 1.6046, "val/loss": 1.8663}]
+    make(tmp_path / "shakespeare-char-428434b0", steps=124, records=records, summary={}, code=0)
+    hours_ago = time.time() - 23.7 * 3600
+    (tmp_path / "shakespeare-char-428434b0" / "padding").write_bytes(bytes(190_000))
+    for name in ("metrics.jsonl", "events.jsonl", "summary.json", "exit_code", "config.yaml"):
+        os.utime(tmp_path / "shakespeare-char-428434b0" / name, (hours_ago, hours_ago))
+    line = runs(tmp_path).summary().splitlines()[-1]
+    assert line.endswith("  23 h")
+    assert len(line) <= 80
 
 
 def test_no_runs_yet_is_no_error_and_a_wrong_folder_is(tmp_path, monkeypatch):
