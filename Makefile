@@ -88,6 +88,7 @@ format: .venv/test/.installed
 	@.venv/test/bin/ruff format . && .venv/test/bin/ruff check --fix .
 
 test: check
+	@echo "pytest: finding the tests takes about half a minute"
 	@OMP_NUM_THREADS=1 .venv/test/bin/python $(PYTEST) $(ARGS)
 
 # Warnings of compilers and drivers are no failures here. A test that hangs in the driver takes its process along, and no other.
