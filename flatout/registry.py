@@ -14,7 +14,7 @@ import importlib
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -134,10 +134,7 @@ class Folder:
         if ":" in name:
             return getattr(sys.modules[load_reference(name).__module__], constant, None)
         self.require(name)
-        for node in ast.parse(self._files[name.replace("_", "-")].read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.Assign) and any(isinstance(target, ast.Name) and target.id == constant for target in node.targets):
-                return ast.literal_eval(node.value)
-        return None
+        return _literal(self._files[name.replace("_", "-")], constant)
 
     def require(self, name: str) -> None:
         """Do nothing when there is such an entry, or `name` is a `package.module:attribute`, which only importing can check.
@@ -194,6 +191,15 @@ class YamlFolder:
     def get(self, name: str) -> dict[str, Any]:
         """Return the entry's parsed document; `path` says how a wrong name is answered."""
         return read_document(self.path(name))
+
+
+@cache
+def _literal(path: Path, constant: str) -> Any:
+    """Return the value of a literal that a file assigns at its top level, None without one; every speedup asks for the same few."""
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and any(isinstance(target, ast.Name) and target.id == constant for target in node.targets):
+            return ast.literal_eval(node.value)
+    return None
 
 
 def _assigned_names(path: Path) -> set[str]:

@@ -55,6 +55,8 @@ def test_what_an_entry_states_is_read_without_importing_it(shapes, tmp_path, mon
     assert shapes.stated("my_shapes:Own", "CORNERS") == (1,)
     with pytest.raises(ConfigError, match="no shape named"):
         shapes.stated("squar", "CORNERS")
+    monkeypatch.setattr(registry.ast, "parse", None)
+    assert shapes.stated("broken-import", "CORNERS") == ("left", "right"), "a file is parsed once, however many speedups ask"
 
 
 def test_a_new_file_is_a_new_entry(shapes):
