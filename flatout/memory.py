@@ -201,7 +201,7 @@ def _head_peak(model: LanguageModel, workload: Workload, rows: int) -> int:
     targets_BT = torch.zeros(rows, workload.seq_len, dtype=torch.int64)
     hidden_BTD = model.embed(targets_BT).detach().requires_grad_()
     with _Live() as live, _precision(workload):
-        loss_sum, _ = workload.ops.cross_entropy(*model.head(hidden_BTD), targets_BT)
+        loss_sum, _ = model.ops.cross_entropy(*model.head(hidden_BTD), targets_BT)
         torch.autograd.backward(loss_sum)
     weight_grads = _bytes_of(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
     model.zero_grad()

@@ -276,6 +276,8 @@ class Speedup:
     def reason_against(self, machine: Machine, config: RunConfig) -> str | None:
         """Return why it cannot or should not run here: all it fills are functions that the model never calls, or `why_not`."""
         used = MODELS.stated(config.model.kind, "USES")
+        if used == () and (MODEL_OPS | {"ops.cross_entropy"}) & self.fills.keys():
+            return f"The model {config.model.kind!r} calls none of the functions that it exchanges."
         if (
             used is not None
             and self.fills

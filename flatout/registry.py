@@ -108,6 +108,8 @@ class Folder:
     noun: str
     has: tuple[str, ...] = ()
     """Attributes by which an object of the user's own is known to be such an entry."""
+    otherwise: str = ""
+    """What else can be done with an object that is none, behind the pointer to docs/extend.md."""
 
     @cached_property
     def _files(self) -> dict[str, Path]:
@@ -132,7 +134,8 @@ class Folder:
         Of a `package.module:attribute` it is the module's, which is imported.
         """
         if ":" in name:
-            return getattr(sys.modules[load_reference(name).__module__], constant, None)
+            found = load_reference(name)
+            return getattr(found, constant, getattr(sys.modules[found.__module__], constant, None))
         self.require(name)
         return _literal(self._files[name.replace("_", "-")], constant)
 
@@ -153,7 +156,9 @@ class Folder:
             found = load_reference(name)
             lacking = [attribute for attribute in self.has if not hasattr(found, attribute)]
             if lacking:
-                raise ConfigError(f"{name} is no {self.noun}: it has no {lacking[0]!r}.", fix=f"docs/extend.md shows how a {self.noun} is written.")
+                raise ConfigError(
+                    f"{name} is no {self.noun}: it has no {lacking[0]!r}.", fix=f"docs/extend.md shows how a {self.noun} is written{self.otherwise}."
+                )
             return found
         self.require(name)
         return getattr(importlib.import_module(f"flatout.{self.folder}.{self._files[name.replace('_', '-')].stem}"), self.attribute)
@@ -213,7 +218,7 @@ def _assigned_names(path: Path) -> set[str]:
 
 
 COMMANDS = Folder("commands", "COMMAND", "command")
-MODELS = Folder("models", "MODEL", "model", has=("check", "count_flops"))
+MODELS = Folder("models", "MODEL", "model", has=("check", "count_flops"), otherwise=", and how a torch module is adapted: MODEL = adapt(build)")
 OPTIMIZERS = Folder("optimizers", "OPTIMIZER", "optimizer", has=("__call__",))
 SOURCES = Folder("sources", "SOURCE", "source", has=("__call__",))
 SPEEDUPS = Folder("speedups", "SPEEDUP", "speedup", has=("fills", "promise"))

@@ -25,13 +25,13 @@ from flatout.memory import Workload
 from flatout.models.language_model import LanguageModel
 from flatout.ops import Ops, scan
 from flatout.ops.attention import most_documents
-from flatout.optimizers.groups import OptimizerParts
+from flatout.optimizers.groups import OptimizerParts, optimizers_of
 from flatout.optimizers.loss_scale import LossScaler
 from flatout.parallel.data import wrap
 from flatout.parallel.mesh import Mesh, replicas
 from flatout.preflight import check_names
 from flatout.recipe import MicroBatchPlan, Precision, Recipe, Transform, as_python_collects, dropped, with_every_micro_batch
-from flatout.registry import MODELS, OPTIMIZERS
+from flatout.registry import MODELS
 from flatout.selection import Decision, assemble, select
 
 if TYPE_CHECKING:
@@ -305,7 +305,7 @@ def build(config: RunConfig, *, machine: Machine, mesh: Mesh, dataset: Dataset |
     torch.set_float32_matmul_precision(recipe.part("matmul"))
     core, model = _model(config, recipe, machine, mesh)
     parts = OptimizerParts(recipe.part("optimizer"), recipe.part("ops.newton_schulz"))
-    optimizers = OPTIMIZERS.get(config.optim.kind)(core, config.optim, parts)
+    optimizers = optimizers_of(config, core, parts)
     windows, feed = _feed(config, recipe, mesh, dataset)
     _seed(config.train.seed + 1_000_003 * (mesh.rank + 1))
     run = Run(

@@ -135,7 +135,7 @@ def test_the_machine_is_known(place):
 
 @pytest.mark.parametrize("document", ["quickstart.md", "extend.md"])
 def test_the_python_of_the_documents_runs(place, document):
-    programs = [block for block in blocks(document, "python") if not block.startswith("# flatout/")]
+    programs = [block for block in blocks(document, "python") if not re.match(r"# \S+\.py\n", block)]
     assert programs
     prepare = 'if __import__("pathlib").Path("data/book").exists() is False: flatout.prepare(["book.txt"], out="data/book", workers=1)\n'
     for block in programs:

@@ -226,6 +226,16 @@ def _arithmetic(hidden_ND: Tensor, weight_VD: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.promote_types(hidden_ND.dtype, weight_VD.dtype)
 
 
+def of_logits(logits_BTV: Tensor, targets_BT: Tensor, *, softcap: float | None = None, z_loss: float = 0.0) -> tuple[Tensor, Tensor]:
+    """Return what `reference` does, from logits that a model has computed itself.
+
+    Shapes:  logits_BTV (B, T, V); targets_BT (B, T) int64 in [-1, V).
+    Returns: as `reference`.
+    """
+    valid_BT = targets_BT != IGNORED
+    return _summed(logits_BTV.masked_fill(~valid_BT[..., None], 0.0), targets_BT, softcap, z_loss), valid_BT.sum()
+
+
 def _summed(logits_BTV: Tensor, targets_BT: Tensor, softcap: float | None, z_loss: float) -> Tensor:
     logits_NV, targets_N = capped(at_least_fp32(logits_BTV).flatten(0, 1), softcap), targets_BT.flatten()
     loss_sum = functional.cross_entropy(logits_NV, targets_N, ignore_index=IGNORED, reduction="sum")

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from flatout.config import OptimConfig
+from flatout.config import OptimConfig, RunConfig
 from flatout.errors import ConfigError
+from flatout.registry import OPTIMIZERS
 
 AdamWFactory = Callable[[list[dict[str, Any]], dict[str, Any]], Optimizer]
 """(parameter groups, keywords lr, betas, eps) -> an AdamW. Each group states its own weight_decay."""
@@ -24,6 +26,34 @@ class OptimizerParts:
     """Makes the AdamW of an optimiser, or of what it leaves to AdamW."""
     newton_schulz: Callable[[Tensor], Tensor]
     """Signature and definition: `flatout.ops.newton_schulz.reference`."""
+
+
+CALL = "build(model, config, parts)"
+
+
+def optimizers_of(config: RunConfig, model: nn.Module, parts: OptimizerParts) -> tuple[Optimizer, ...]:
+    """Return the optimizers of a run, made by the function that `optim.kind` names.
+
+    Raises: ConfigError when it is called otherwise, or returns something else than a tuple of torch optimizers with peak_lr in each group.
+    """
+    kind, build = config.optim.kind, OPTIMIZERS.get(config.optim.kind)
+    as_documented = f"Define {CALL} so that it returns a tuple of torch optimizers, as docs/extend.md shows"
+    if isinstance(build, type):
+        raise ConfigError(f"optim.kind={kind} is a class, not a function that makes the optimizers of a model.", fix=f"{as_documented}.")
+    try:
+        signature(build).bind(model, config.optim, parts)
+    except TypeError as error:
+        raise ConfigError(f"The optimizer {kind} cannot be called as {CALL}: {error}.", fix=f"{as_documented}.") from error
+    made = build(model, config.optim, parts)
+    if not isinstance(made, tuple | list) or not made or not all(isinstance(one, Optimizer) for one in made):
+        found = f"a single {type(made).__name__}" if isinstance(made, Optimizer) else repr(made) if not made else type(made).__name__
+        raise ConfigError(f"The optimizer {kind} returned {found}, not a tuple of torch optimizers.", fix=f"{as_documented}; of one: (optimizer,).")
+    if any("peak_lr" not in group for one in made for group in one.param_groups):
+        raise ConfigError(
+            f"The optimizer {kind} has a parameter group without peak_lr, which the schedule multiplies.",
+            fix='Write each group as {"params": [...], "peak_lr": config.lr}.',
+        )
+    return tuple(made)
 
 
 KINDS = ("hidden", "embedding", "head", "vector")

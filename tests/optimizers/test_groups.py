@@ -1,10 +1,11 @@
 import pytest
 import torch
 from torch import nn
+from torch.optim import SGD
 
-from flatout.config import OptimConfig
+from flatout.config import OptimConfig, load_config
 from flatout.errors import ConfigError
-from flatout.optimizers.groups import adamw_groups, named_by_kind
+from flatout.optimizers.groups import adamw_groups, named_by_kind, optimizers_of
 
 
 class Tiny(nn.Module):
@@ -52,3 +53,37 @@ def test_only_matrices_of_the_hidden_layers_and_the_head_decay():
 
 def test_an_empty_group_is_left_out():
     assert len(adamw_groups([("vector", nn.Parameter(torch.zeros(2)))], OptimConfig())) == 1
+
+
+def single(model, config, parts):
+    return SGD([{"params": list(model.parameters()), "peak_lr": config.lr}], lr=config.lr)
+
+
+def listed(model, config, parts):
+    return [single(model, config, parts)]
+
+
+def rateless(model, config, parts):
+    return (SGD(model.parameters(), lr=config.lr),)
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (single, r"returned a single SGD, not a tuple of torch optimizers"),
+        (lambda model, config, parts: None, r"returned None, not a tuple"),
+        (lambda model, config, parts: (), r"returned \(\), not a tuple of torch optimizers"),
+        (lambda parameters, lr: None, r"cannot be called as build\(model, config, parts\): too many positional arguments"),
+        (SGD, r"is a class, not a function"),
+        (rateless, r"a parameter group without peak_lr"),
+    ],
+)
+def test_an_optimizer_of_ones_own_that_breaks_the_contract_is_named(monkeypatch, made, said):
+    monkeypatch.setattr("flatout.registry.Folder.get", lambda self, name: made)
+    with pytest.raises(ConfigError, match=said):
+        optimizers_of(load_config(None, ["optim.kind=my:own"]), nn.Linear(2, 2), parts=None)
+
+
+def test_a_list_of_optimizers_is_as_good_as_a_tuple(monkeypatch):
+    monkeypatch.setattr("flatout.registry.Folder.get", lambda self, name: listed)
+    assert len(optimizers_of(load_config(None, ["optim.kind=my:own"]), nn.Linear(2, 2), parts=None)) == 1

@@ -1,0 +1,177 @@
+"""A torch module of the user's own as a language model, without rewriting it: `MODEL = adapt(build)`.
+
+Letters: B rows, T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any, ClassVar
+
+import torch
+from pydantic import create_model
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from flatout.errors import ConfigError, ShapeError
+from flatout.models.language_model import Flops, LanguageModel, LanguageModelConfig, ParameterKind
+from flatout.ops import Ops
+from flatout.ops.cross_entropy import capped, of_logits
+
+ANY_LENGTH = 1_000_000
+EXAMPLE = "def build(vocab_size: int, block_size: int = 256, width: int = 64): return MyModule(...)"
+
+
+class AdaptedModel(LanguageModel):
+    """Runs a module whose `forward(idx, targets)`, or `forward(idx)`, returns logits, alone or first in a tuple.
+
+    The loss is computed from the logits; one that the module returns is not used.
+    """
+
+    USES: ClassVar[tuple[str, ...]] = ()
+    """None of flatout's functions: speedups that exchange them have nothing to exchange."""
+    build: ClassVar[Callable[..., nn.Module]]
+    limit: ClassVar[str | None] = None
+
+    def __init__(self, config: LanguageModelConfig, ops: Ops) -> None:
+        super().__init__(config, replace(ops, cross_entropy=_loss_of_logits))
+        self.module = self._built()
+        self.blocks = nn.ModuleList([_OneText()])
+        self._takes_targets = len(inspect.signature(self.module.forward).parameters) > 1
+
+    def _built(self) -> nn.Module:
+        base = set(LanguageModelConfig.model_fields) - {"vocab_size"}
+        built = type(self).build(**{key: value for key, value in self.config.model_dump().items() if key not in base})
+        if not isinstance(built, nn.Module):
+            raise ConfigError(f"build() of the adapted model returned {type(built).__name__}, not an nn.Module.", fix=f"Write it as {EXAMPLE}.")
+        return built
+
+    @classmethod
+    def fitted(cls, config: Any, seq_len: int) -> LanguageModelConfig:
+        """Return the configuration as it is.
+
+        Raises: ConfigError when windows of `seq_len` tokens are longer than the module takes.
+        """
+        most = getattr(config, cls.limit) if cls.limit else ANY_LENGTH
+        if seq_len > most:
+            raise ConfigError(f"data.seq_len={seq_len} is more than model.{cls.limit}={most}.", fix=f"Set model.{cls.limit}={seq_len}.")
+        return config  # type: ignore[no-any-return]
+
+    @property
+    def max_seq_len(self) -> int:
+        """The value of the key that limits it."""
+        return int(getattr(self.config, self.limit)) if self.limit else ANY_LENGTH
+
+    def embed(self, tokens_BT: Tensor) -> Tensor:
+        """Return the module's logits.
+
+        Modules such as nanoGPT's give the logits of all positions only with targets: the tokens stand in for them.
+
+        Shapes:  tokens_BT (B, T) integers.
+        Returns: logits_BTV.
+        Raises:  ShapeError when T is more than the module takes, or it returns something else than logits.
+        """
+        if tokens_BT.shape[1] > self.max_seq_len:
+            raise ShapeError(f"{tokens_BT.shape[1]} tokens are more than model.{self.limit}={self.max_seq_len}.", fix="Give fewer tokens.")
+        tokens_BT = tokens_BT.long()
+        made = self.module(tokens_BT, tokens_BT) if self._takes_targets else self.module(tokens_BT)
+        logits_BTV = made[0] if isinstance(made, tuple | list) and made else made
+        wanted = (*tokens_BT.shape, self.config.vocab_size)
+        if not isinstance(logits_BTV, Tensor) or logits_BTV.shape != wanted:
+            found = f"{tuple(logits_BTV.shape)}" if isinstance(logits_BTV, Tensor) else type(logits_BTV).__name__
+            raise ShapeError(
+                f"forward() of {type(self.module).__name__} returned {found} where logits of shape {wanted} are expected.",
+                fix="Return logits, or (logits, loss), with a score for every token of model.vocab_size at every position.",
+            )
+        return logits_BTV
+
+    def head(self, hidden_BTD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the logits as they are, and no weight.
+
+        Shapes:  hidden_BTD (B, T, V).
+        """
+        return hidden_BTD, hidden_BTD.new_empty(0)
+
+    def logits(self, tokens_BT: Tensor, doc_ids_BT: Tensor | None = None) -> Tensor:
+        """Return the module's logits, which no weight is multiplied with.
+
+        Shapes:  as `LanguageModel.logits`.
+        """
+        return capped(self._through_blocks(tokens_BT, doc_ids_BT), self.config.logit_softcap)
+
+    def last_logits(self, hidden_BTD: Tensor) -> Tensor:
+        """Return the logits of the last position.
+
+        Shapes:  hidden_BTD (B, T, V).
+        """
+        return capped(hidden_BTD[:, -1], self.config.logit_softcap)
+
+    def init_weights(self) -> None:
+        """Take the weights of a module that is built anew."""
+        self.module.load_state_dict(self._built().state_dict())
+
+    def flops_per_token(self, seq_len: int) -> Flops:
+        """Return what torch's own counter finds in the module's forward pass, times 3 for training.
+
+        It counts products and attention, masked scores included: both figures are PaLM's convention. Kernels of one's own are not counted.
+        """
+        twin = type(self).on_meta(self.config, self.ops)
+        with FlopCounterMode(display=False) as counter:
+            twin.embed(torch.zeros(1, seq_len, dtype=torch.int64, device="meta"))
+        per_token = Fraction(3 * counter.get_total_flops(), seq_len)
+        return Flops(palm=round(per_token), causal_exact=per_token)
+
+    def parameter_kinds(self) -> dict[str, ParameterKind]:
+        """Return each parameter's kind by what holds it: tables are embeddings, an untied output of V rows is the head."""
+        kinds: dict[str, ParameterKind] = {}
+        for name, parameter in self.named_parameters():
+            holder = self.get_submodule(name.rpartition(".")[0])
+            if isinstance(holder, nn.Embedding):
+                kinds[name] = "embedding"
+            elif parameter.dim() < 2:
+                kinds[name] = "vector"
+            else:  # what is no matrix, as of a convolution, decays too and is not Muon's
+                is_output = isinstance(holder, nn.Linear) and holder.out_features == self.config.vocab_size
+                kinds[name] = "head" if is_output or parameter.dim() > 2 else "hidden"
+        return kinds
+
+
+class _OneText(nn.Module):
+    """Passes on what it is given, and refuses documents, which the module would not keep apart."""
+
+    def forward(self, hidden_BTD: Tensor, doc_ids_BT: Tensor | None = None) -> Tensor:
+        if doc_ids_BT is not None:
+            raise ConfigError("An adapted model cannot keep documents apart.", fix="Set data.document_mask=false.")
+        return hidden_BTD
+
+
+def _loss_of_logits(
+    hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor, *, softcap: float | None = None, z_loss: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    return of_logits(hidden_BTD, targets_BT, softcap=softcap, z_loss=z_loss)
+
+
+def adapt(build: Callable[..., nn.Module], *, limit: str | None = None) -> type[LanguageModel]:
+    """Return the model that `build` makes, for `model.kind=my_module:MODEL`.
+
+    `build` is called with the keys under `model.`: its parameters, of which `vocab_size` is one and all others have a default. `limit`
+    names the one that says how many tokens the module takes in a row, such as block_size; None: any number.
+    Raises: ConfigError when the parameters of `build` are others.
+    """
+    parameters = inspect.signature(build, eval_str=True).parameters
+    open_ones = [name for name, one in parameters.items() if one.default is one.empty and name != "vocab_size"]
+    if "vocab_size" not in parameters or open_ones or (limit and limit not in parameters):
+        lacking = f"has no parameter {limit!r}" if limit and limit not in parameters else "has no parameter 'vocab_size'"
+        what = f"has no default for {open_ones[0]!r}" if open_ones else lacking
+        raise ConfigError(f"adapt() cannot use {getattr(build, '__name__', build)}: it {what}.", fix=f"Write it as {EXAMPLE}.")
+    keys: dict[str, Any] = {
+        name: (type(one.default) if one.annotation is one.empty else one.annotation, one.default)
+        for name, one in parameters.items()
+        if name != "vocab_size"
+    }
+    config = create_model("AdaptedConfig", __base__=LanguageModelConfig, **keys)
+    members = {"Config": config, "build": staticmethod(build), "limit": limit, "__module__": build.__module__}
+    return type(getattr(build, "__name__", "Adapted"), (AdaptedModel,), members)

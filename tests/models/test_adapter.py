@@ -1,0 +1,140 @@
+"""A torch module of one's own, adapted as docs/extend.md shows: it trains, resumes, is scored and sampled; what does not fit is named."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from flatout.commands.eval import evaluate
+from flatout.config import load_config, validate
+from flatout.errors import ConfigError, ShapeError, Stopped
+from flatout.generate import sample
+from flatout.hardware import probe
+from flatout.loading import load_run
+from flatout.models.adapter import adapt
+from flatout.ops import Ops
+from flatout.registry import MODELS
+from flatout.selection import select
+from flatout.training.observers import Quiet
+from flatout.training.start import run_training
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "extend.md"
+
+
+@pytest.fixture
+def my_gpt(tmp_path, monkeypatch):
+    """The guide's module, importable as my_gpt."""
+    for name in ("my_gpt.py", "my_gpt.yaml"):
+        block = re.search(rf"^```\w+\n(# {name}\n.*?)^```", DOCUMENT.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+        (tmp_path / name).write_text(block[1], encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr("flatout.trust.MEMORY", tmp_path / "trusted")
+    monkeypatch.delitem(sys.modules, "my_gpt", raising=False)
+    yield MODELS.get("my_gpt:MODEL")
+    sys.modules.pop("my_gpt", None)
+
+
+@pytest.fixture
+def asked(tiny_config, my_gpt, tmp_path):
+    """The configuration of a tiny run of the guide's recipe."""
+
+    def make(**changes):
+        document = tiny_config(**changes).to_dict()
+        document["model"] = load_config(tmp_path / "my_gpt.yaml").to_dict()["model"]
+        return validate(document)
+
+    return make
+
+
+def test_it_trains_resumes_to_the_bit_is_scored_and_samples(asked, tmp_path):
+    whole = run_training(asked(), tmp_path / "whole")
+    with pytest.raises(Stopped):
+        run_training(asked(), tmp_path / "run", observers=[StopAt(3)])
+    resumed = run_training(asked(), tmp_path / "run")
+    assert resumed["weights_sha256"] == whole["weights_sha256"]
+    assert evaluate(tmp_path / "run").val_loss == pytest.approx(whole["val_loss"], rel=1e-6)
+    loaded = load_run(tmp_path / "run")
+    assert len("".join(sample(loaded.model, loaded.tokenizer, "", max_tokens=70, temperature=1.0))) > 0  # beyond block_size
+
+
+def test_windows_longer_than_the_module_takes_are_refused(asked, my_gpt, tmp_path):
+    with pytest.raises(ConfigError, match=r"data\.seq_len=65 is more than model\.block_size=64"):
+        my_gpt.check({"vocab_size": 7}, seq_len=65)
+    model = my_gpt(my_gpt.check({"vocab_size": 7, "block_size": 8}, seq_len=8), Ops.plain())
+    with pytest.raises(ShapeError, match=r"9 tokens are more than model\.block_size=8"):
+        model.logits(torch.zeros(1, 9, dtype=torch.int64))
+    with pytest.raises(ConfigError, match="cannot keep documents apart"):
+        model.logits(torch.zeros(1, 8, dtype=torch.int64), torch.zeros(1, 8, dtype=torch.int64))
+    with pytest.raises(ConfigError, match=r"model\.widht.*Did you mean 'model\.width'"):
+        my_gpt.check({"vocab_size": 7, "widht": 8}, seq_len=8)
+
+
+def test_loss_logits_kinds_and_flops_are_the_modules(my_gpt):
+    model = my_gpt(my_gpt.check({"vocab_size": 7, "width": 8}, seq_len=5), Ops.plain()).eval()
+    tokens, targets = torch.randint(7, (2, 5)), torch.tensor([[1, 2, -1, 3, 4], [-1, 0, 1, 2, 3]])
+    loss_sum, num_valid = model(tokens, targets)
+    logits, mean = model.module(tokens, targets)
+    assert int(num_valid) == 8
+    torch.testing.assert_close(loss_sum / num_valid, mean)
+    torch.testing.assert_close(model.next_logits(tokens), logits[:, -1])
+    kinds = model.parameter_kinds()
+    assert {kinds["module.tokens.weight"], kinds["module.output.weight"], kinds["module.block.norm1.weight"]} == {"embedding", "head", "vector"}
+    assert kinds["module.block.linear1.weight"] == kinds["module.block.self_attn.in_proj_weight"] == "hidden"
+    matrices = sum(p.numel() for name, p in model.named_parameters() if kinds[name] in ("hidden", "head"))
+    attention = 2 * 2 * 5 * 8  # scores and values, every key
+    assert model.flops_per_token(5).causal_exact == Fraction(3 * (2 * matrices + attention))
+
+
+def test_speedups_of_functions_that_it_never_calls_are_off(asked):
+    decisions = {decision.name: decision for decision in select(asked(speedups="auto"), probe())}
+    assert not any(decisions[name].on for name in ("fused-attention", "bf16-products", "onednn", "chunked-ce"))
+    assert "calls none of the functions" in decisions["fused-attention"].reason
+
+
+class StopAt(Quiet):
+    def __init__(self, step):
+        self.step = step
+
+    def on_tick(self, step, last_step):
+        if step == self.step:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+class Wrong(nn.Module):
+    def __init__(self, made):
+        super().__init__()
+        self.made = made
+
+    def forward(self, idx):
+        return self.made
+
+
+@pytest.mark.parametrize(("made", "found"), [(torch.zeros(()), r"\(\)"), (torch.zeros(1, 1, 7), r"\(1, 1, 7\)"), ({}, "dict"), ((), "tuple")])
+def test_a_module_that_returns_something_else_is_named(made, found):
+    def build(vocab_size: int) -> nn.Module:
+        return Wrong(made)
+
+    kind = adapt(build)
+    with pytest.raises(ShapeError, match=rf"forward\(\) of Wrong returned {found} where logits of shape \(1, 4, 7\) are expected"):
+        kind(kind.check({"vocab_size": 7}, seq_len=4), Ops.plain()).embed(torch.zeros(1, 4, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(
+    ("build", "limit", "said"),
+    [
+        (lambda width=3: None, None, "has no parameter 'vocab_size'"),
+        (lambda vocab_size, width: None, None, "has no default for 'width'"),
+        (lambda vocab_size: None, "block_size", "has no parameter 'block_size'"),
+    ],
+)
+def test_a_function_with_other_parameters_is_named(build, limit, said):
+    with pytest.raises(ConfigError, match=said):
+        adapt(build, limit=limit)
