@@ -52,7 +52,7 @@ define environment
 	  echo "flatout needs Python 3.11 or newer$(if $(PYTHON), and $(PYTHON) is not). Fix: install one (Debian, Ubuntu: apt install python3), or name it: make PYTHON=/path/to/python3." >&2; exit 2; fi
 	@if ! "$(PYTHON)" -c 'import venv, ensurepip' 2>/dev/null; then \
 	  echo "$(PYTHON) cannot make environments: venv or ensurepip is missing. Fix: apt install python3-venv (Debian, Ubuntu), or name another Python: make PYTHON=/path/to/python3." >&2; exit 2; fi
-	@echo "Making $(@D) with $$("$(PYTHON)" --version): some minutes the first time, nothing after that."
+	@echo "Setting up $(@D) ($$("$(PYTHON)" --version)): some minutes, the first time only."
 	@[ "$(@D)/.demo" -nt pyproject.toml ] && [ "$(@D)/.demo" -nt constraints.txt ] \
 	  || { rm -rf "$(@D)" && .ci/step .venv/making.log "Making the environment" "$(PYTHON)" -m venv "$(@D)"; }
 	@if [ -z "$(TORCH_BUILD)" ] || ! QUIET=1 .ci/step "$(@D)/torch.log" "Installing torch $(3)$(TORCH_BUILD)" \

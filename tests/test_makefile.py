@@ -1,0 +1,54 @@
+"""What `make` shows while pip and mypy work, and the one environment that the demo and the tests share."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def step(log, *command, **environment):
+    words = [ROOT / ".ci/step", log, "Installing", "bash", "-c", *command]
+    return subprocess.run(words, capture_output=True, text=True, env={"PATH": "/usr/bin:/bin"} | environment, check=False)
+
+
+def test_a_step_keeps_its_output_in_a_file_and_says_how_long_it_took(tmp_path):
+    done = step(tmp_path / "logs/pip.log", "for i in {1..300}; do echo line $i; done")
+    assert (done.returncode, done.stderr) == (0, "")
+    first, last = done.stdout.splitlines()
+    assert first == "Installing ..."
+    assert last.startswith("Installing: ")
+    assert len((tmp_path / "logs/pip.log").read_text().splitlines()) == 300
+
+
+def test_a_step_that_fails_shows_the_end_of_its_output_and_where_all_of_it_is(tmp_path):
+    log = tmp_path / "pip.log"
+    done = step(log, "for i in {1..300}; do echo line $i; done; echo no such package >&2; exit 3")
+    assert done.returncode == 3
+    head, *lines = done.stderr.splitlines()
+    assert head.startswith("Installing failed after ")
+    assert lines[-2:] == ["no such package", f"The whole output is in {log}."]
+    assert "line 300" in lines
+    assert "line 1" not in lines
+
+
+def test_a_step_that_may_fail_leaves_the_words_to_its_caller(tmp_path):
+    done = step(tmp_path / "pip.log", "echo no such build; exit 1", QUIET="1")
+    assert (done.returncode, done.stdout, done.stderr) == (1, "Installing ...\n", "")
+
+
+@pytest.mark.parametrize("target", ["demo", "test"])
+def test_the_demo_and_the_tests_share_an_environment(tmp_path, target):
+    """In a fresh folder, and where the other one has made it: its tools are added, torch stays."""
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+
+    def plan():
+        return subprocess.run(["make", "-n", target], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+
+    assert 'venv ".venv/test"' in plan()
+    assert ".venv/run" not in plan()
+    (tmp_path / ".venv/test").mkdir(parents=True)
+    (tmp_path / ".venv/test/.installed").touch()
+    assert "pip" not in plan()
