@@ -26,6 +26,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.fixture(autouse=True)
+def tokenizers_are_trusted(monkeypatch):
+    """Try no tokenizer out in a process of its own, which takes a second and is kept in the user's cache; its own tests do."""
+    monkeypatch.setattr("flatout.data.tokenizer.require_usable", lambda text, name, *, cache: None)
+
+
 def pytest_addoption(parser):
     parser.addoption("--write-tables", action="store_true", help="Write the tables that tests generate into the documents.")
 

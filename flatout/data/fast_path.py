@@ -34,7 +34,7 @@ SHOWN_CHARACTERS = 20
 
 _SAMPLED_FROM = 0x20000
 """From here on Unicode is ideographs and the like, of which some stand for all."""
-_CORNERS = (
+CORNERS = (
     "",
     " ",
     "  a  b\t\tc \n d\n\n e\r\n\r\nf \r g\n \n",
@@ -142,11 +142,11 @@ def _kept(candidate: StoredTokenizer, reference: StoredTokenizer, cache: Path | 
         return str(held["difference"])
     verdict = difference(candidate, reference, probes(reference))
     if place is not None:
-        _keep(place, {"engines": versions, "difference": verdict})
+        keep(place, {"engines": versions, "difference": verdict})
     return verdict
 
 
-def _keep(place: Path, verdict: dict[str, object]) -> None:
+def keep(place: Path, verdict: dict[str, object]) -> None:
     """Write a verdict; where that is not possible it is found again the next time."""
     half = place.with_name(f"{place.name}.{os.getpid()}")
     try:
@@ -160,8 +160,8 @@ def _keep(place: Path, verdict: dict[str, object]) -> None:
 
 def probes(tokenizer: StoredTokenizer) -> Iterator[str]:
     """Yield strings on which engines part ways if they ever do, some of them from the tokenizer's own vocabulary."""
-    yield from _CORNERS
-    yield "".join(_CORNERS)
+    yield from CORNERS
+    yield "".join(CORNERS)
     yield from _literals(tokenizer)
     yield from _every_character()
     yield from _vocabulary(tokenizer)

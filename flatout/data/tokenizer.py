@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,9 +19,10 @@ import numpy as np
 from flatout.data.corpus import CACHE
 from flatout.data.disk import expanded
 from flatout.data.fast_path import WORTHWHILE_CHARACTERS, choose_engine
-from flatout.data.tokenizers_bpe import RankTokenizer, read_tiktoken, train_bpe
+from flatout.data.tokenizers_bpe import SCHEMES, RankTokenizer, read_tiktoken, train_bpe
+from flatout.data.tokenizers_check import require_usable, strings_in, try_out_within_limits
 from flatout.data.tokenizers_hub import is_repository, tokenizer_file
-from flatout.data.tokenizers_huggingface import HuggingFaceTokenizer
+from flatout.data.tokenizers_huggingface import HuggingFaceTokenizer, is_proven, vocabulary_of
 from flatout.data.tokenizers_plain import ByteTokenizer, CharTokenizer, characters_of
 from flatout.data.tokenizers_stored import FORMAT, FORMAT_VERSION, StoredTokenizer
 from flatout.errors import DataError
@@ -33,6 +35,8 @@ TRAINING_BYTES = 8_000_000
 
 RESTORE = "Restore it from a copy: a dataset and the runs that were trained on it have the same tokenizer.json."
 """What to do about a tokenizer that is not the one that was kept."""
+LARGEST_BYTES = 128 << 20
+"""A tokenizer's file is read whole; the largest in use have about 40 MB."""
 
 Sample = Callable[[int | None], Iterable[str]]
 """Gives about so much of the corpus, spread evenly over it; None asks for all of it."""
@@ -162,6 +166,10 @@ def read_tokenizer(path: Path) -> bytes:
     Raises: DataError when it cannot be read.
     """
     try:
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise DataError(f"{path} is not a regular file.", fix="Name a tokenizer.json or a .tiktoken file.")
+        if path.stat().st_size > LARGEST_BYTES:
+            raise DataError(f"{path} is larger than {LARGEST_BYTES >> 20} MiB, too large for a tokenizer.", fix="Check that it is the right file.")
         return path.read_bytes()
     except OSError as error:
         raise DataError(f"Cannot read the tokenizer {path}: {error.strerror}.", fix="Check the path and its permissions.") from error
@@ -194,7 +202,10 @@ def load_tokenizer(
     if sha256 is not None and hashlib.sha256(data).hexdigest() != sha256:
         raise DataError(f"{path} is damaged, or was replaced: it is not the file that was written there.", fix=RESTORE)
     if path.suffix == ".tiktoken":
-        return read_tiktoken(data, name or str(path), pattern=pattern)
+        made = read_tiktoken(data, name or str(path), pattern=pattern)
+        if not made.proven:
+            require_usable(made.text.encode(), name or str(path), cache=CACHE)
+        return made
     return parse_tokenizer(data, name or str(path), end_of_text=end_of_text)
 
 
@@ -210,12 +221,42 @@ def parse_tokenizer(data: bytes | str, name: str, *, end_of_text: str | None = N
         raise DataError(f"{name} is not a tokenizer: it is not JSON ({error}).", fix=fix) from error
     if not isinstance(document, dict):
         raise DataError(f"{name} is not a tokenizer.", fix=fix)
+    if not _is_proven(document):
+        require_usable(data if isinstance(data, bytes) else data.encode(), name, cache=CACHE)
     if document.get("format") != FORMAT:
         return HuggingFaceTokenizer.from_file(document, name, end_of_text=end_of_text)
+    return _restored(document, name)
+
+
+def _is_proven(document: dict[str, Any]) -> bool:
+    """Return whether nothing in a tokenizer's file can make loading it or encoding a text endless."""
+    if document.get("format") != FORMAT:
+        return is_proven(document)
+    if document.get("kind") == "huggingface":
+        return is_proven(document.get("tokenizer"))
+    return document.get("kind") != "bpe" or document.get("pattern") in SCHEMES
+
+
+def try_out(name: str, cpu_s: float) -> int:
+    """Load the tokenizer on standard input and encode texts within limits; return the exit code. `tokenizers_check` runs this in a process."""
+    document = json.load(sys.stdin.buffer)
+
+    def load() -> StoredTokenizer:
+        if document.get("format") == FORMAT:
+            return _restored(document, name)
+        vocabulary_of(document, name)
+        return HuggingFaceTokenizer(name, document, 0)
+
+    definition = document.get("tokenizer", document)
+    parts = [] if document.get("kind") == "bpe" else [definition.get(key) for key in ("normalizer", "pre_tokenizer", "decoder")]
+    return try_out_within_limits(load, name, strings_in(parts), cpu_s)
+
+
+def _restored(document: dict[str, Any], name: str) -> StoredTokenizer:
     version, kind = document.get("format_version"), document.get("kind")
     if not isinstance(version, int) or version > FORMAT_VERSION or kind not in _KINDS:
         raise DataError(f"{name} holds a tokenizer of format_version {version}, kind {kind!r}.", fix="Install a newer flatout.")
     try:
         return _KINDS[kind](document)
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise DataError(f"{name} is a damaged tokenizer file: {error!r}.", fix="Prepare the data set again.") from error

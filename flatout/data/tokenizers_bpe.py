@@ -12,7 +12,19 @@ from typing import Any, ClassVar, Self
 
 from flatout.data.fast_path_engines import gigatoken_of_ranks, tiktoken_of
 from flatout.data.tokenizers_cuts import confirmed_cut, known_cut
-from flatout.data.tokenizers_stored import END_OF_TEXT, Encode, Ids, NotEncodable, StoredTokenizer, join_pieces, not_text
+from flatout.data.tokenizers_stored import (
+    END_OF_TEXT,
+    MOST_IDS,
+    Encode,
+    Ids,
+    NotEncodable,
+    StoredTokenizer,
+    failures_named,
+    is_panic,
+    join_pieces,
+    not_text,
+    require_ids,
+)
 from flatout.errors import DataError
 from flatout.progress import SILENT, Progress
 
@@ -29,7 +41,7 @@ _O200K = "|".join(
     ]
 )
 
-_SCHEMES = {GPT2_PATTERN: "gpt2", _CL100K: "gpt4", _O200K: "o200k"}
+SCHEMES = {GPT2_PATTERN: "gpt2", _CL100K: "gpt4", _O200K: "o200k"}
 """What gigatoken calls the known patterns."""
 
 
@@ -62,6 +74,7 @@ class RankTokenizer(StoredTokenizer):
     """
 
     kind: ClassVar[str] = "bpe"
+    splits_all_text = True
     engines: tuple[str, ...] = ("gigatoken", "tiktoken")
 
     def __init__(self, name: str, pieces: Sequence[bytes | None], pattern: str, eot_id: int) -> None:
@@ -71,6 +84,8 @@ class RankTokenizer(StoredTokenizer):
         self.pattern = pattern
         self.eot_id = eot_id
         self.vocab_size = max(len(pieces), eot_id + 1)
+        require_ids(name, self.vocab_size if eot_id >= 0 else eot_id + 1)
+        self.proven = pattern in SCHEMES
         unused = b"\xef\xbf\xbd"
         self._bytes = [unused if piece is None else piece for piece in pieces] + [unused] * (self.vocab_size - len(pieces))
         self._bytes[eot_id] = END_OF_TEXT.encode()
@@ -79,18 +94,21 @@ class RankTokenizer(StoredTokenizer):
     def encoder(self) -> Encode:
         """What encodes, by the engine of this tokenizer."""
         if self.engine == "gigatoken":
-            return gigatoken_of_ranks(self.pieces, _SCHEMES.get(self.pattern))
+            return gigatoken_of_ranks(self.pieces, SCHEMES.get(self.pattern))
         ranks = {piece: index for index, piece in enumerate(self.pieces) if piece is not None}
         try:
             return tiktoken_of(self.name, ranks, self.pattern)
-        except ValueError as error:
+        except BaseException as error:
+            if not isinstance(error, ValueError) and not is_panic(error):
+                raise
             raise DataError(f"The pattern of the tokenizer {self.name!r} cannot be used: {error}.", fix="Correct --pattern.") from error
 
     def encode_piece(self, text: str, start: int) -> Ids:
         """Return the ids of a piece of text."""
         encoder = self.encoder
         try:
-            return encoder(text)
+            with failures_named(self.name):
+                return encoder(text)
         except UnicodeEncodeError as error:
             raise not_text(error, start) from error
         except ValueError as error:
@@ -98,7 +116,7 @@ class RankTokenizer(StoredTokenizer):
 
     def next_cut(self, text: str, place: int, end: int) -> int | None:
         """Return the next place that no token crosses: by the known patterns, or as tried out for another."""
-        return known_cut(text, place, end) if self.pattern in _SCHEMES else confirmed_cut(self.encoder, text, place, end)
+        return known_cut(text, place, end) if self.pattern in SCHEMES else confirmed_cut(self.encoder, text, place, end)
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
         """Return the bytes of the pieces."""
@@ -121,6 +139,8 @@ def read_tiktoken(data: bytes, name: str, *, pattern: str | None = None) -> Rank
 
     Raises: DataError when it is not one, or its pattern is neither known nor given.
     """
+    if pattern == "":
+        raise DataError("--pattern '' splits no text.", fix="Give the regular expression that the tokenizer was trained with.")
     known = KNOWN.get(hashlib.sha256(data).hexdigest())
     if known is None and pattern is None:
         raise DataError(
@@ -132,19 +152,21 @@ def read_tiktoken(data: bytes, name: str, *, pattern: str | None = None) -> Rank
         if not line.strip():
             continue
         try:
-            piece, rank = line.split()
-            ranks[int(rank)] = base64.b64decode(piece, validate=True)
+            piece, digits = line.split()
+            rank, decoded = int(digits), base64.b64decode(piece, validate=True)
         except (ValueError, binascii.Error) as error:
             raise DataError(f"{name}, line {number} is not `BASE64 RANK`: {error}.", fix="Give a whole .tiktoken file.") from error
+        if not 0 <= rank < MOST_IDS or rank in ranks:
+            reason = "is there twice" if rank in ranks else f"is not between 0 and {MOST_IDS - 1:,}"
+            raise DataError(f"{name}, line {number}: the rank {rank:,} {reason}.", fix="Give a whole .tiktoken file.")
+        ranks[rank] = decoded
     missing = 256 - sum(len(piece) == 1 for piece in set(ranks.values()))
-    if missing or min(ranks) < 0:
+    if missing:
         raise DataError(f"{name} lacks {missing} of the 256 single bytes.", fix="Give a whole .tiktoken file.")
     pieces = [ranks.get(rank) for rank in range(max(ranks) + 1)]
     if known is not None:
         return RankTokenizer(known.name, pieces, pattern or known.pattern, known.eot_id)
-    tokenizer = RankTokenizer(name.rpartition("/")[2].removesuffix(".tiktoken"), pieces, str(pattern), len(pieces))
-    tokenizer.encode("a b")
-    return tokenizer
+    return RankTokenizer(name.rpartition("/")[2].removesuffix(".tiktoken"), pieces, str(pattern), len(pieces))
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, *, progress: Progress = SILENT) -> RankTokenizer:

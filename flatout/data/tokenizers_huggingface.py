@@ -15,7 +15,7 @@ from flatout.data.fast_path_engines import falling_back
 from flatout.data.tokenizers_bpe import byte_level_alphabet
 from flatout.data.tokenizers_cuts import confirmed_cut, known_cut
 from flatout.data.tokenizers_layout import Layout, layout_of
-from flatout.data.tokenizers_stored import Encode, Ids, NotEncodable, StoredTokenizer, join_pieces, not_text
+from flatout.data.tokenizers_stored import Encode, Ids, NotEncodable, StoredTokenizer, failures_named, is_panic, join_pieces, not_text, require_ids
 from flatout.errors import DataError
 from flatout.registry import nearest
 
@@ -41,7 +41,9 @@ class HuggingFaceTokenizer(StoredTokenizer):
         self.name = name
         self.definition = definition
         self.eot_id = eot_id
+        self.proven = is_proven(definition)
         self.vocab_size = self._largest_id() + 1
+        require_ids(name, self.vocab_size)
 
     def _largest_id(self) -> int:
         """Return the largest id; a byte-level BPE is not loaded for that, since another engine may do its work."""
@@ -62,8 +64,6 @@ class HuggingFaceTokenizer(StoredTokenizer):
     def _tokenizer(self) -> tokenizers.Tokenizer:
         made = _loaded(self.definition)
         made.encode_special_tokens = True
-        made.no_padding()
-        made.no_truncation()
         return made
 
     @cached_property
@@ -82,7 +82,8 @@ class HuggingFaceTokenizer(StoredTokenizer):
     def encode_piece(self, text: str, start: int) -> Ids:
         """Return the ids of a piece of text."""
         try:
-            ids = self.encoder(text)
+            with failures_named(self.name):
+                ids = self.encoder(text)
         except UnicodeEncodeError as error:
             raise not_text(error, start) from error
         if not self._has_special(ids):
@@ -137,7 +138,8 @@ class HuggingFaceTokenizer(StoredTokenizer):
         """Return the bytes of some ids."""
         if self._bytes is not None:
             return join_pieces(self._bytes, ids)
-        text: str = self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
+        with failures_named(self.name):
+            text: str = self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
         return text.encode()
 
     def document(self) -> dict[str, Any]:
@@ -155,12 +157,7 @@ class HuggingFaceTokenizer(StoredTokenizer):
 
         Raises: DataError when it is not one, or end-of-text is neither named nor called by a usual name.
         """
-        try:
-            vocabulary = _loaded(definition).get_vocab(with_added_tokens=True)
-        except Exception as error:
-            raise DataError(
-                f"{name} is not a tokenizer: {error}.", fix="Give a file that flatout saved, a Hugging Face tokenizer.json, or a .tiktoken file."
-            ) from error
+        vocabulary = vocabulary_of(definition, name)
         token = end_of_text or next((usual for usual in USUAL_NAMES if usual in vocabulary), None)
         if token is None or token not in vocabulary:
             guess = nearest(token, vocabulary) if token else None
@@ -173,7 +170,33 @@ class HuggingFaceTokenizer(StoredTokenizer):
         return cls(stem, definition | {"added_tokens": added}, vocabulary[token])
 
 
+def vocabulary_of(definition: dict[str, Any], name: str) -> dict[str, int]:
+    """Return the ids of a tokenizer.json's tokens.
+
+    Raises: DataError when it is not one.
+    """
+    try:
+        vocabulary: dict[str, int] = _loaded(definition).get_vocab(with_added_tokens=True)
+    except BaseException as error:
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
+        raise DataError(
+            f"{name} is not a tokenizer: {error}.", fix="Give a file that flatout saved, a Hugging Face tokenizer.json, or a .tiktoken file."
+        ) from error
+    return vocabulary
+
+
 def _loaded(definition: dict[str, Any]) -> tokenizers.Tokenizer:
     from tokenizers import Tokenizer
 
-    return Tokenizer.from_str(json.dumps(definition))
+    # What surrounds a text changes no id, and may be nested without end.
+    return Tokenizer.from_str(json.dumps(definition | {"post_processor": None, "truncation": None, "padding": None}))
+
+
+def is_proven(definition: Any) -> bool:
+    """Return whether a tokenizer.json is of a kind whose time and memory a text's length bounds: as GPT-2, Llama 3 and Qwen have."""
+    try:
+        layout, decoder = layout_of(definition), definition.get("decoder") or {}
+        return layout is not None and layout.splits_in_bounds and decoder.get("type") == "ByteLevel"
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return False

@@ -37,6 +37,11 @@ class Layout:
     """Added tokens looked for in the normalised text, between the others."""
 
     @property
+    def splits_in_bounds(self) -> bool:
+        """Whether the pattern is one of the usual ones, whose time and memory a text's length bounds."""
+        return self.pattern in CUT_PATTERNS
+
+    @property
     def cuts_are_known(self) -> bool:
         """Whether `tokenizers_cuts` proves where a text may be cut: by the pattern, and as no kept token holds white space."""
         kept = [content for added in (self.raw_added, self.normalized_added) for content, index in added.items() if index is not None]

@@ -6,6 +6,7 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Self, final
@@ -26,6 +27,9 @@ LONGEST_PIECE_CHARACTERS = 1 << 20
 AHEAD_CHARACTERS = 4096
 """How far ahead of a place a tokenizer may look to see whether text may be cut there."""
 
+MOST_IDS = 1 << 24
+"""Ids of a vocabulary: tables of them are held. The largest vocabularies in use have a few hundred thousand."""
+
 Ids = np.ndarray[Any, np.dtype[np.uint32]]
 Encode = Callable[[str], Ids]
 
@@ -45,6 +49,12 @@ class StoredTokenizer(ABC):
     name: str
     vocab_size: int
     eot_id: int
+    proven = True
+    """Whether every text is encoded in a time and memory that its length bounds; else it depends on what is in the file."""
+    splits_all_text = False
+    """Whether its pattern has to match all of a text, which then comes back as it was; other tokenizers may normalise it."""
+    bounds: Callable[[], AbstractContextManager[None]] = nullcontext
+    """What surrounds the work on each piece of a text."""
 
     @abstractmethod
     def encode_piece(self, text: str, start: int) -> Ids:
@@ -86,11 +96,18 @@ class StoredTokenizer(ABC):
         held, start = "", 0
         for block in _blocks(chunks):
             text, place = held + block, 0
-            while (cut := self._cut(text, place, start + place)) is not None:
-                yield self.encode_piece(text[place:cut], start + place)
+            while True:
+                with self.bounds():
+                    cut = self._cut(text, place, start + place)
+                    ids = None if cut is None else self.encode_piece(text[place:cut], start + place)
+                if cut is None or ids is None:
+                    break
+                yield ids
                 place = cut
             held, start = text[place:], start + place
-        yield self.encode_piece(held, start)
+        with self.bounds():
+            ids = self.encode_piece(held, start)
+        yield ids
 
     def _cut(self, text: str, place: int, start: int) -> int | None:
         """Return where the piece that begins at `place` ends, None when the rest may be one piece."""
@@ -153,6 +170,38 @@ def _blocks(chunks: Iterable[str]) -> Iterator[str]:
 
 def _restored(kind: type[StoredTokenizer], document: dict[str, Any], engine: str) -> StoredTokenizer:
     return kind.from_document(document).with_engine(engine)
+
+
+def is_panic(error: BaseException) -> bool:
+    """Return whether an error is a panic in Rust, which is no Exception; each package has a class of its own for it."""
+    return type(error).__name__ == "PanicException"
+
+
+@contextmanager
+def failures_named(name: str) -> Iterator[None]:
+    """Turn what the engine of a tokenizer raises for a text, a bare Exception or a panic, into an error that names the tokenizer.
+
+    Raises: NotEncodable.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error) is not Exception and not is_panic(error):
+            raise
+        reason = str(error).strip().partition("\n")[0].rstrip(".")
+        fix = "Use another tokenizer, or skip such documents with --on-bad-row skip."
+        raise NotEncodable(f"The tokenizer {name!r} fails: {reason}.", fix=fix) from error
+
+
+def require_ids(name: str, vocab_size: int) -> None:
+    """Do nothing when a vocabulary is of a size that can be held.
+
+    Raises: DataError.
+    """
+    if not 0 < vocab_size <= MOST_IDS:
+        raise DataError(
+            f"The tokenizer {name!r} has the id {vocab_size - 1:,}; ids are below {MOST_IDS:,}.", fix="Number its ids from 0 on, without gaps."
+        )
 
 
 def join_pieces(table: Sequence[bytes], ids: Sequence[int]) -> bytes:

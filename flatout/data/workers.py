@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import signal
 import socket
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from typing import Protocol, Self, TypeVar
 
 from flatout.data.pack import Packing, Tally, Tell
 from flatout.data.ranges import Range, RangeRecord, pack_range
+from flatout.data.tokenizers_check import PIECE_CPU_S, bound_pieces
 from flatout.errors import FlatoutError, RunFailed
 
 T = TypeVar("T")
@@ -195,6 +197,11 @@ def _send(worker: _Worker, message: object) -> None:
 
 def _died(worker: _Worker) -> RunFailed:
     code = worker.process.wait()
+    if code == -signal.SIGXCPU:
+        return RunFailed(
+            f"The tokenizer took more than {PIECE_CPU_S} s of CPU time for one piece of text.",
+            fix="Use another tokenizer: this one has a pattern without end.",
+        )
     how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
     return RunFailed(
         f"A worker of prepare {how}.",
@@ -214,6 +221,7 @@ def serve(descriptor: int) -> None:
     with ThreadPoolExecutor(1) as recorder:
         try:
             setup: Setup = connection.recv()
+            bound_pieces(setup.packing.tokenizer)
             for number in itertools.count():
                 index, work = connection.recv()
                 record = attempt(lambda work=work: pack_range(work, setup.packing, setup.folder, answer))  # type: ignore[misc]

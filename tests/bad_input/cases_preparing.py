@@ -174,6 +174,20 @@ CASES = [
     ),
     Case("a folder without a tokenizer", "prepare book.txt --out data/new --tokenizer data", ("data", "tokenizer.json"), ("byte",)),
     Case(
+        "a pattern that is empty",
+        "prepare book.txt --out data/new --tokenizer own.tiktoken --pattern ''",
+        ("--pattern ''",),
+        ("regular expression",),
+        lambda w: w.write("own.tiktoken", "YQ== 0\n"),
+    ),
+    Case(
+        "a rank that no vocabulary has",
+        "prepare book.txt --out data/new --tokenizer own.tiktoken --pattern .",
+        ("own.tiktoken, line 2", "1,099,511,627,776"),
+        ("whole .tiktoken",),
+        lambda w: w.write("own.tiktoken", "YQ== 0\nYg== 1099511627776\n"),
+    ),
+    Case(
         "a tokenizer that may not be read",
         "prepare book.txt --out data/new --tokenizer data/book/tokenizer.json",
         ("data/book/tokenizer.json", "Permission denied"),
