@@ -22,6 +22,8 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 PART = ".part"
 """What the name of a file ends in until it is whole."""
+BROKEN = "That disk has failed to read or write (the system's log, `dmesg`, says more): check it, or use another; then run the same command again."
+"""What to do about a disk that answers with EIO."""
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -137,16 +139,20 @@ def entry_of(path: Path) -> FileEntry:
 
 @contextlib.contextmanager
 def writing(out: Path | str) -> Iterator[None]:
-    """Turn what the disk refuses into a DataError that names the folder; a full disk is something to go on after."""
+    """Turn what the disk refuses into a DataError that names the folder; what is done is kept where the disk is full or fails."""
     try:
         yield
     except OSError as error:
         reason = error.strerror or str(error)
-        if error.errno in _FULL:
-            raise Unfinished(
-                f"Cannot write {out}: {reason}.", fix="Make room there and run the same command again: it keeps what is done."
-            ) from error
+        if error.errno in _FULL or error.errno == errno.EIO:
+            fix = unless_broken(error, "Make room there and run the same command again: it keeps what is done.")
+            raise Unfinished(f"Cannot write {out}: {reason}.", fix=fix) from error
         raise DataError(f"Cannot write {out}: {reason}.", fix="Choose a folder you may write to, on a disk with room, with --out.") from error
+
+
+def unless_broken(error: OSError, fix: str) -> str:
+    """Return what to do when a disk refuses: `fix`, but for one that fails, which is not full."""
+    return BROKEN if error.errno == errno.EIO else fix
 
 
 def sync(path: Path) -> None:

@@ -10,6 +10,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+from flatout.data.disk import unless_broken
 from flatout.errors import DataError
 from flatout.progress import SILENT, Progress, Task
 
@@ -54,7 +55,7 @@ def download(
         part.replace(target)
     except OSError as error:
         raise DataError(
-            f"Cannot write {error.filename or part}: {error.strerror or error}.", fix="Make room, or pass the file with --from."
+            f"Cannot write {error.filename or part}: {error.strerror or error}.", fix=unless_broken(error, "Make room, or pass the file with --from.")
         ) from error
     return target
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from flatout.data.corpus import CACHE
-from flatout.data.disk import PART, CheckedFile, expanded
+from flatout.data.disk import PART, CheckedFile, expanded, unless_broken
 from flatout.data.limits import in_words
 from flatout.data.manifest import BLOCK_BYTES, MANIFEST, FileEntry, Manifest, parse_manifest, read_manifest
 from flatout.data.problems import file_problems
@@ -29,6 +29,7 @@ from flatout.errors import DataError, without_secrets
 from flatout.progress import SILENT, Progress
 from flatout.sources.remote import ATTEMPTS, NothingThere, Unreachable, is_address, open_remote, protocol_of, read_remote
 
+_MAKE_ROOM = "Make room there and run the same command again: it keeps what is done."
 ATTEMPTS_WITH_COPY = 1
 """So often a store is asked where a copy can be read when it does not answer; the packages that ask try again by themselves."""
 
@@ -105,9 +106,7 @@ def in_cache(place: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise DataError(
-            f"Cannot write {place}: {error.strerror or error}.", fix="Make room there and run the same command again: it keeps what is done."
-        ) from error
+        raise DataError(f"Cannot write {place}: {error.strerror or error}.", fix=unless_broken(error, _MAKE_ROOM)) from error
 
 
 def local_copy(address: str, *, cache: Path = CACHE, progress: Progress = SILENT) -> Path:

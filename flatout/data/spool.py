@@ -16,6 +16,7 @@ import zlib
 from pathlib import Path
 from typing import IO
 
+from flatout.data.disk import unless_broken
 from flatout.errors import DataError
 from flatout.progress import SILENT, Progress
 from flatout.sources.packed import open_bytes
@@ -60,7 +61,8 @@ def spool_standard_input(folder: Path | None = None, *, stream: IO[bytes] | None
             raise
     except OSError as error:
         raise DataError(
-            f"Cannot keep standard input in {folder}: {error.strerror or error}.", fix="Make room there, or write the text to a file and name that."
+            f"Cannot keep standard input in {folder}: {error.strerror or error}.",
+            fix=unless_broken(error, "Make room there, or write the text to a file and name that."),
         ) from error
     atexit.register(_remove, part, handle)
     progress.say(f"Standard input: {size:,} bytes, read as {_KINDS[part.suffixes[0]]}{', packed' if len(part.suffixes) > 1 else ''}.")

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from flatout.config import RunConfig
-from flatout.data.disk import sync, write_text
+from flatout.data.disk import sync, unless_broken, write_text
 from flatout.errors import ConfigError, RunFailed
 from flatout.measure.spec import TrialResult
 from flatout.measure.statistics import Figure
@@ -235,7 +235,9 @@ def keep(trial: Trial, bench: Sequence[str], began: str, place: Path) -> None:
         sync(place / TRIALS)
         sync(place)
     except OSError as error:
-        raise RunFailed(f"Cannot write {place / TRIALS}: {error.strerror or error}.", fix="Make room, and run it again.") from error
+        raise RunFailed(
+            f"Cannot write {place / TRIALS}: {error.strerror or error}.", fix=unless_broken(error, "Make room, and run it again.")
+        ) from error
 
 
 def is_less(report: Report, place: Path) -> bool:

@@ -156,6 +156,8 @@ def _event_line(event: Mapping[str, Any]) -> str | None:
         return f"Sample at step {event['step']:,}:\n{indented(event['text'])}"
     if kind == "evaluation":
         return f"Whole validation split: loss {event['loss']:.4f} on {event['tokens']:,} tokens"
+    if kind == "no_tensorboard":
+        return f"TensorBoard's event file cannot be written any more ({event['reason']}); metrics.jsonl has the same figures."
     return None
 
 

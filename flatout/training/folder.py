@@ -42,7 +42,7 @@ from flatout.progress import SILENT, Progress
 from flatout.recognised import recognise
 from flatout.training import catalog
 from flatout.training.config_seal import COPY, require_as_trained, require_unedited, write_sealed
-from flatout.training.files import append_line, folder_bytes, open_own, read_json, read_lines, refuse_links, write_json
+from flatout.training.files import append_line, folder_bytes, open_own, read_json, read_lines, refuse_links, write_json, writing_run
 from flatout.training.origin import ORIGIN, begun_from, read_origin, steps_before, write_origin
 
 FREE_KEYS = (
@@ -171,10 +171,10 @@ def locked(folder: Path, *, progress: Progress = SILENT) -> Iterator[None]:
         why = "it is a file" if folder.is_file() else error.strerror
         raise CheckpointError(f"The run folder {folder} cannot be written: {why}.", fix="Choose a folder that can be, with --run DIR.") from error
     with lock as file:
-        file.truncate(0)
-        file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}))
-        file.flush()
         try:
+            with writing_run(folder):
+                os.ftruncate(file.fileno(), 0)
+                os.write(file.fileno(), json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}).encode())
             yield
         finally:
             if not (folder / CONFIG).exists():

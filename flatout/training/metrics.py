@@ -16,17 +16,17 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 
 from flatout.data.disk import write_text
 from flatout.errors import RunFailed
+from flatout.training.board import Board
 from flatout.training.clocks import Spent, Window, step_clock
 from flatout.training.compilation import CompilationWatch
 from flatout.training.files import open_own
-from flatout.training.folder import METRICS, append_event
+from flatout.training.folder import BOARD, METRICS, append_event
 from flatout.training.observers import Observer
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class Log:
         self.train_loss: float | None = None
         """Of the last record; known on the main rank alone until this process has written one."""
         self._metrics = self._open_metrics() if run.mesh.is_main else None
-        self._board = _open_board(run.folder, run.step) if run.mesh.is_main else None
+        self._board: Board | None = None
         self.clock: Any = step_clock(run.mesh.device)
         """Entered around `train_step`."""
         self._flops_per_token: dict[int, float] = {}
@@ -94,6 +94,8 @@ class Log:
         self.first_window: Rates | None = None
         self.last_evaluation: tuple[int, Evaluation] | None = None
         """The step of this process's last evaluation record, and what was found."""
+        if run.mesh.is_main:
+            self._board = Board(run.folder / BOARD, run.step, self._board_failed)
 
     @property
     def wall_s(self) -> float:
@@ -142,6 +144,9 @@ class Log:
         event = append_event(self._run.folder, kind, **{"step": self._run.step, "wall_s": round(self.wall_s, 3), **fields})
         for observer in self._observers:
             observer.on_event(event)
+
+    def _board_failed(self, error: OSError) -> None:
+        self.event("no_tensorboard", reason=error.strerror or str(error))
 
     def _note_compilations(self) -> None:
         """Name what was compiled since the warm-up, at the step at which it was."""
@@ -316,9 +321,7 @@ class Log:
         self._metrics.write(json.dumps(record) + "\n")
         self._metrics.flush()
         if self._board:
-            for name, value in record.items():
-                if "/" in name:
-                    self._board.add_scalar(name, value, int(record["step"]))
+            self._board.write(int(record["step"]), {name: value for name, value in record.items() if "/" in name})
         for observer in self._observers:
             observer.on_record(record)
 
@@ -361,12 +364,6 @@ def gpu_figures(device: torch.device) -> dict[str, float]:
         except (pynvml.NVMLError, RuntimeError):
             continue  # virtual and partitioned GPUs do not tell; what was not measured is left out
     return found
-
-
-def _open_board(folder: Path, step: int) -> Any:
-    from torch.utils.tensorboard import SummaryWriter
-
-    return SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1 if step else None)
 
 
 def _step_of(line: str) -> float:

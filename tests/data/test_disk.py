@@ -1,3 +1,4 @@
+import errno
 import os
 import re
 from pathlib import Path
@@ -7,6 +8,7 @@ import pytest
 
 from flatout.data import disk
 from flatout.data.ranges import RangeWriter
+from flatout.errors import DataError
 
 
 @pytest.fixture
@@ -68,3 +70,12 @@ def test_a_data_set_is_on_the_disk_before_it_has_its_name(tmp_path, done, write_
     write_set(np.arange(10))
     manifest = [("sync", "manifest.json"), ("rename", "manifest.json"), ("sync", "joined")]
     assert in_order(done, ("sync", "tokenizer.json"), *manifest, ("rename", "set"), ("sync", tmp_path.name))
+
+
+@pytest.mark.parametrize(
+    ("number", "fix"), [(errno.ENOSPC, "Make room there"), (errno.EIO, "failed to read or write"), (errno.EACCES, "may write to")]
+)
+def test_what_a_disk_refuses_is_answered_by_what_it_says(number, fix):
+    with pytest.raises(DataError, match=fix) as refused, disk.writing("out"):
+        raise OSError(number, os.strerror(number))
+    assert ("room there" in refused.value.fix) == (number == errno.ENOSPC)

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -36,3 +40,58 @@ def test_a_disk_that_refuses_a_record_or_the_summary_is_named_and_the_same_comma
             run_training(config, tmp_path / "run")
     assert fix in failed.value.fix
     assert run_training(config, tmp_path / "run")["steps"] == 2
+
+
+def test_a_full_disk_under_the_lock_is_named_and_leaves_nothing(tiny_config, tmp_path, monkeypatch):
+    config = tiny_config(train__steps=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(folder.os, "write", refusing(errno.ENOSPC))
+        with pytest.raises(RunFailed, match="Cannot write"):
+            run_training(config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    assert run_training(config, tmp_path / "run")["steps"] == 2
+
+
+HERE = Path(__file__).parent
+SMALL = [
+    *("model.num_layers=1", "model.d_model=16", "model.num_heads=1", "data.seq_len=32", "batch.rows_per_device=4", "batch.tokens_per_step=128"),
+    *("train.steps=2", "train.device=cpu", "train.eval_every=1", "train.eval_tokens=128", "log.every=1", "speedups=none"),
+    *("checkpoint.every_steps=1", "checkpoint.keep=1"),
+]
+
+
+@pytest.fixture(scope="session")
+def refusing_disk(tmp_path_factory):
+    """A library that refuses one operation on a file, to be preloaded."""
+    if sys.platform != "linux" or shutil.which("cc") is None:
+        pytest.skip("needs Linux and a C compiler")
+    library = tmp_path_factory.mktemp("disk") / "refusing_disk.so"
+    subprocess.run(["cc", "-O1", "-shared", "-fPIC", "-o", str(library), str(HERE / "refusing_disk.c"), "-ldl"], check=True)
+    return library
+
+
+def with_each_refused(library, place, error, start, stride, *words):
+    environment = {**os.environ, "LD_PRELOAD": str(library), "PYTHONPATH": str(HERE.parent.parent), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(HERE / "refused_files.py"), str(place), str(error), str(start), str(stride), *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1700, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.endswith(" operations refused, 0 with a wrong end\n"), done.stdout
+    assert not done.stdout.startswith("0 ")
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO], ids=errno.errorcode.get)
+@pytest.mark.parametrize("share", range(4))
+def test_a_run_ends_well_whichever_of_its_file_operations_is_refused(error, share, refusing_disk, tiny_set, tmp_path):
+    place = tmp_path / "disk"
+    words = ["train", "shakespeare-char", f"data.path={tiny_set}", "--run", place / "run", "--json", *SMALL]
+    with_each_refused(refusing_disk, place, error, share, 4, *words)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO], ids=errno.errorcode.get)
+def test_a_prepare_ends_well_whichever_of_its_file_operations_is_refused(error, refusing_disk, tmp_path):
+    (tmp_path / "book.txt").write_text("The quick brown fox jumps over the lazy dog. " * 100)
+    place = tmp_path / "disk"
+    words = ["prepare", tmp_path / "book.txt", "--out", place / "data", "--tokenizer", "byte", "--workers", "1", "--json"]
+    with_each_refused(refusing_disk, place, error, 0, 1, *words)

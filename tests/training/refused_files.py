@@ -1,0 +1,101 @@
+"""Runs a command once for each file operation that it does, each time with another one refused by the disk, and then on a sound disk.
+
+python refused_files.py FOLDER ERRNO START STRIDE WORDS..., with refusing_disk.so preloaded. What the command writes is in FOLDER.
+"""
+
+import contextlib
+import ctypes
+import hashlib
+import io
+import json
+import os
+import shutil
+import sys
+import traceback
+from pathlib import Path
+
+import psutil
+import torch  # noqa: F401  # loaded once, not in every child
+
+from flatout import cli, hardware
+
+disk = ctypes.CDLL(None)
+disk.refused.restype = ctypes.c_char_p
+NOBODY = 1 << 30
+
+
+def ended(words, place, number, error):
+    """Run a command in a child, its operation of that number refused; return its exit code, output and operations, and which was refused."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(writing)
+        with os.fdopen(reading) as pipe:
+            answer = pipe.read()
+        _, status = os.waitpid(pid, 0)
+        assert answer, f"operation {number} ended the process: {status}"
+        return json.loads(answer)
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        disk.refuse(os.fsencode(place), number, error)
+        try:
+            code = cli._guarded(words)
+        except BaseException:
+            code = "a traceback"
+            traceback.print_exc()
+        disk.relent()
+    found = {"code": code, "out": out.getvalue(), "err": err.getvalue(), "operations": disk.operations(), "refused": disk.refused().decode()}
+    os.write(writing, json.dumps(found).encode())
+    os._exit(0)
+
+
+def result_of(run, place):
+    """Return what must not depend on the disk: of a run its weights and losses, of a dataset its files."""
+    result = json.loads(run["out"].splitlines()[-1])
+    files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in place.glob("data/*")}
+    return {key: result[key] for key in ("tokens", "weights_sha256", "train_loss", "val_loss") if key in result} | files
+
+
+def problems(first, codes, error):
+    """Yield what is wrong with how a command ended of which the disk refused a file."""
+    if first["code"] not in (0, 1, 2) or "Traceback" in first["err"]:
+        yield f"ended in {first['code']}: {first['err'][-2000:]}"
+    elif first["code"] and "\nFix: " not in first["err"]:
+        yield f"names no fix: {first['err']}"
+    if error == 5 and any(word in first["err"].lower() for word in ("free space", "make room", "with room")):
+        yield f"asks for room on a broken disk: {first['err']}"
+    if codes not in ([], [f"{first['code']}\n"]):
+        yield f"ended in {first['code']}, and exit_code says {codes}"
+
+
+def main():
+    place, error, start, stride, *words = sys.argv[1:]
+    place, error = Path(place), int(error)
+    hardware._roof = lambda *_: (0.1, 512)  # what this machine could do is not asked here
+    psutil.cpu_percent = lambda **_: 0.0
+
+    def fresh():
+        shutil.rmtree(place, ignore_errors=True)
+        place.mkdir(parents=True)
+
+    fresh()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        assert cli._guarded(words) == 0  # loads what is loaded at first use
+    fresh()
+    whole = ended(words, place, NOBODY, error)
+    wanted, failed, tried = result_of(whole, place), 0, range(int(start), whole["operations"], int(stride))
+    for number in tried:
+        fresh()
+        first = ended(words, place, number, error)
+        codes = [path.read_text() for path in place.rglob("exit_code")]
+        then = ended(words, place, NOBODY, error)
+        found = list(problems(first, codes, error))
+        if then["code"] or result_of(then, place) != wanted:
+            found.append(f"the same command afterwards ended in {then['code']}, with another result: {then['err'][-2000:]}")
+        failed += bool(found)
+        for problem in found:
+            print(f"{number}, {first['refused']}: {problem}")
+    print(f"{len(tried)} operations refused, {failed} with a wrong end")
+
+
+main()
