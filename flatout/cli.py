@@ -7,6 +7,7 @@ is one JSON object. Exit codes: 0 done, 1 failed, 2 wrong usage, 75 stopped and 
 from __future__ import annotations
 
 import contextlib
+import errno
 import faulthandler
 import importlib
 import inspect
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from flatout.commands import Command, Result
     from flatout.terminal import Terminal
 
+MOST_NAME_BYTES = 255
+"""The longest file name of nearly all file systems."""
 OTHER_RANKS_WAIT_S = 3.0
 """How long other processes than the main one keep a wrong command or input to themselves: it is mostly the main one's too, and once that
 has said so and ended, torchrun ends the others. What is wrong with one of them alone, in another folder, is said."""
@@ -139,8 +142,19 @@ def _guarded(words: list[str]) -> int:
         return _fail(_with_flag(error, *words), as_json)
     except FlatoutError as error:
         return _fail(error, as_json)
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        return _fail(_too_long(str(error.filename or "A name")), as_json)
     except KeyboardInterrupt:
         return _fail(Interrupted("Interrupted.", fix="Run the same command again.", signal_number=signal.SIGINT), as_json)
+
+
+def _too_long(path: str) -> ConfigError:
+    """Return the error for a name or a path that no disk takes, shortened so that it can be read."""
+    name = max(path.split("/"), key=len)
+    kind, shown = ("name", name) if len(os.fsencode(name)) > MOST_NAME_BYTES else ("path", path)
+    return ConfigError(f"The {kind} {shown[:40]}... is too long: it has {len(os.fsencode(shown))} bytes.", fix=f"Choose a shorter {kind}.")
 
 
 def _with_flag(error: UntrustedCode, name: str, *words: str) -> UntrustedCode:

@@ -13,7 +13,7 @@ from flatout.data.manifest import TOKENIZER
 from flatout.data.mix import MixedDataset, open_data
 from flatout.data.shards import Dataset
 from flatout.data.tokenizer import load_tokenizer
-from flatout.errors import CheckpointError
+from flatout.errors import CheckpointError, DataError
 from flatout.hardware import pick_device, probe
 from flatout.models.language_model import LanguageModel
 from flatout.progress import SILENT, Progress
@@ -24,6 +24,7 @@ from flatout.selection import Decision, assemble
 from flatout.training.catalog import tokenizer_of
 from flatout.training.checkpoint import read_weights
 from flatout.training.folder import trusted_config
+from flatout.training.moved_data import found_again, is_there
 from flatout.training.named import find_checkpoint, find_run
 
 if TYPE_CHECKING:
@@ -50,11 +51,21 @@ class LoadedRun:
 
     @cached_property
     def dataset(self) -> Dataset | MixedDataset:
-        """The data it was trained on; sampling does not need it.
+        """The data it was trained on, which may have been moved together with the run; sampling does not need it.
 
         Raises: DataError when it is no longer there, or cannot be fetched.
         """
-        return open_data(self.config.data, progress=self.progress)
+        try:
+            return open_data(self.config.data, progress=self.progress)
+        except DataError as error:
+            if is_there(self.config.data):
+                raise
+            moved = found_again(self.config.data, self.folder, self.checkpoint)
+            if moved is None:
+                name = f"If the data was moved, name it: `flatout eval {self.folder} --data PATH`."
+                raise DataError(error.what, fix=f"{error.fix} {name}") from error
+            self.progress.say(f"{error.what} The same data was found at {', '.join(moved.mix or [moved.path or ''])}.")
+            return open_data(moved, progress=self.progress)
 
 
 def load_run(

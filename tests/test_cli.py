@@ -3,6 +3,7 @@
 import inspect
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -300,6 +301,21 @@ def test_a_reader_that_leaves_is_no_error():
     assert talker.wait(timeout=60) == 1
     assert talker.stderr.read() == ""
     talker.stderr.close()
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["inspect", "n" * 300], "The name nnn.* is too long: it has 300 bytes"),
+        (["train", "n" * 300], "The name nnn.* is too long: it has 300 bytes"),
+        (["generate", "d/" * 3000], "The path d/d/.* is too long: it has 60.. bytes"),
+    ],
+)
+def test_a_name_that_no_disk_takes_is_a_sentence(words, what, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(words)
+    assert stopped.value.code == 2
+    assert re.match(what, capsys.readouterr().err)
 
 
 SHOUTER = """

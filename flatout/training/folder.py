@@ -163,12 +163,12 @@ def locked(folder: Path, *, progress: Progress = SILENT) -> Iterator[None]:
     One process of a run takes it: the main rank. When no run came of it, what was made for it goes again.
     Raises: CheckpointError naming the process that holds it, a link among its files, or why the folder cannot be written.
     """
-    refuse_links([*(folder / name for name in WRITTEN), *folder.glob("checkpoints/step-*")])
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
+        refuse_links([*(folder / name for name in WRITTEN), *folder.glob("checkpoints/step-*")])
+        missing = [path for path in (folder, *folder.parents) if not path.exists()]
         lock = _lock(folder, progress)
     except OSError as error:
-        why = "it is a file" if folder.is_file() else error.strerror
+        why = "it is a file" if os.path.isfile(folder) else error.strerror
         raise CheckpointError(f"The run folder {folder} cannot be written: {why}.", fix="Choose a folder that can be, with --run DIR.") from error
     with lock as file:
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from flatout.run import Run
 from flatout.training import catalog
 from flatout.training.evaluation import Evaluation, evaluate
 from flatout.training.metrics import Log, diverged
+from flatout.training.moved_data import data_digest, digest
 from flatout.training.step import StepDropped, train_step
 
 DEFAULT_MINUTES_BETWEEN_SAVES = 10.0
@@ -177,18 +177,13 @@ def saves_ended(run: Run, log: Log, *, progress: Progress = SILENT) -> Iterator[
 def environment_of(run: Run) -> dict[str, Any]:
     """Return what bit-exact resuming depends on, with `validation` what the best loss does, and with `tokenizer` what tokens mean."""
     parts = parts_of(run.dataset)
-    data = [part.dataset.manifest.model_dump_json(include={"vocab_size", "dtype", "splits"}) for part in parts]
     scored = [f"{part.share} {part.dataset.manifest.model_dump_json(include={'splits': {'val'}})}" for part in parts]
     return {
         **fingerprint(str(run.mesh.device)),
-        "data": _digest(data),
-        "validation": _digest([*scored, str(eval_tokens(run))]),
+        "data": data_digest(run.dataset),
+        "validation": digest([*scored, str(eval_tokens(run))]),
         "tokenizer": parts[0].dataset.manifest.tokenizer.digest,
     }
-
-
-def _digest(texts: list[str]) -> str:
-    return hashlib.sha256("".join(texts).encode()).hexdigest()[:16]
 
 
 class SaveTimes:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from flatout.config import DataConfig, RunConfig
 from flatout.data.fetch import absolute_place
-from flatout.data.manifest import TOKENIZER
-from flatout.data.mix import MixedDataset, parts_of, whole_turns
+from flatout.data.manifest import MANIFEST, TOKENIZER
+from flatout.data.mix import MixedDataset, open_data, parts_of, whole_turns
 from flatout.data.shards import Dataset
 from flatout.data.tokenizer import RESTORE
 from flatout.errors import CheckpointError
 from flatout.sources.remote import is_address
 from flatout.training import catalog, folder
-from flatout.training.files import sha256
+from flatout.training.files import read_json, sha256, understanding
 
 
 def stored_config(place: Path, asked: RunConfig) -> RunConfig | None:
@@ -70,6 +72,51 @@ def anywhere(config: RunConfig) -> RunConfig:
     if config.data.mix is not None:
         return config.with_values({"data.mix": absolute(config.data.mix)})
     return config.with_values({"data.path": absolute_place(config.data.path or "")})
+
+
+def found_again(data: DataConfig, run_folder: Path, checkpoint: Path) -> DataConfig | None:
+    """Return where data is now that was moved together with its run, as a project's folder that was renamed; None when it is not found.
+
+    It is looked for by the end of its path in every folder above the run, and is the data that the checkpoint was trained on.
+    """
+    found = {place: place if _is_there(place) else _moved_with(place, run_folder) for place in _places(data)}
+    if None in found.values():
+        return None
+    moved = data.model_copy(
+        update={"mix": {found[place]: weight for place, weight in data.mix.items()}} if data.mix else {"path": found[data.path or ""]}
+    )
+    with understanding(checkpoint):
+        trained_on = read_json(checkpoint / catalog.STATE)["environment"].get("data")
+    return moved if data_digest(open_data(moved)) == trained_on else None
+
+
+def is_there(data: DataConfig) -> bool:
+    """Return whether every set that is kept on this machine is where the configuration says."""
+    return all(map(_is_there, _places(data)))
+
+
+def data_digest(dataset: Dataset | MixedDataset) -> str:
+    """Return a short digest of what the tokens of data sets are, wherever they are kept."""
+    return digest(part.dataset.manifest.model_dump_json(include={"vocab_size", "dtype", "splits"}) for part in parts_of(dataset))
+
+
+def digest(texts: Iterable[str]) -> str:
+    """Return sixteen characters of the SHA-256 of texts."""
+    return hashlib.sha256("".join(texts).encode()).hexdigest()[:16]
+
+
+def _places(data: DataConfig) -> list[str]:
+    return [data.path or ""] if data.mix is None else list(data.mix)
+
+
+def _is_there(place: str) -> bool:
+    return is_address(place) or (Path(place) / MANIFEST).exists()
+
+
+def _moved_with(place: str, run_folder: Path) -> str | None:
+    ends = [Path(place).parts[start:] for start in range(1, len(Path(place).parts))]
+    there = (above.joinpath(*end) for above in run_folder.resolve().parents for end in ends)
+    return next((str(path) for path in there if (path / MANIFEST).is_file()), None)
 
 
 def require_tokenizer(run_folder: Path, dataset: Dataset | MixedDataset, checkpoint: Path | None = None) -> None:

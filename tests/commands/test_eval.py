@@ -1,6 +1,7 @@
 """`flatout eval`: the scores of a trained model."""
 
 import math
+import shutil
 
 import pytest
 
@@ -10,7 +11,9 @@ from flatout.commands.train import train_config
 from flatout.config import load_config
 from flatout.data.shards import Dataset
 from flatout.errors import CheckpointError, DataError
-from flatout.training.folder import read_summary
+from flatout.loading import load_run
+from flatout.progress import SILENT
+from flatout.training.folder import read_config, read_summary, write_config
 
 
 def test_scores_are_the_runs_own(tiny_run):
@@ -79,6 +82,38 @@ def test_data_of_another_tokenizer_or_none_is_refused(tiny_run, tmp_path):
         evaluate(str(tiny_run), data=[tmp_path / "bytes"])
     with pytest.raises(DataError, match="nowhere"):
         evaluate(str(tiny_run), data=[tmp_path / "nowhere"])
+
+
+@pytest.fixture
+def moved(tiny_run, tmp_path):
+    """Return the run in a copy of its project whose first place is gone for it."""
+    run = shutil.copytree(tiny_run, tmp_path / "new" / "runs" / "tiny")
+    shutil.copytree(tiny_run.parent.parent / "data", tmp_path / "new" / "data")
+    config = read_config(run)
+    write_config(run, config.with_values({"data.path": str(tmp_path / "old" / "data")}))
+    return run
+
+
+def test_data_that_was_moved_with_its_run_is_found(tiny_run, moved, monkeypatch):
+    said = []
+    monkeypatch.setattr(type(SILENT), "say", lambda _self, line: said.append(line))
+    loaded = load_run(moved, "last")
+    assert loaded.dataset.path == moved.parent.parent / "data"
+    assert len(said) == 1
+    assert "The same data was found at" in said[0]
+    assert evaluate(moved, "last").val_loss == evaluate(tiny_run, "last").val_loss
+
+
+def test_other_data_at_that_place_is_not_taken_for_it(moved):
+    elsewhere = moved.parent.parent / "data"
+    shutil.rmtree(elsewhere)
+    (moved.parent / "book.txt").write_text("It was a dark and stormy night. " * 50)
+    prepare([str(moved.parent / "book.txt")], elsewhere, tokenizer="byte", workers=1)
+    with pytest.raises(DataError, match=r"old/data.*`flatout eval .*tiny --data PATH`"):
+        evaluate(moved)
+    shutil.rmtree(elsewhere)
+    with pytest.raises(DataError, match=r"old/data.*`flatout eval .*tiny --data PATH`"):
+        evaluate(moved)
 
 
 def test_a_part(tiny_run):

@@ -53,3 +53,9 @@ def test_a_lock_that_was_taken_away_while_another_waited_for_it_is_made_anew(tmp
         done.set()
         other.join()
     assert list((tmp_path / "run").iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["n" * 300, "d/" * 3000])
+def test_a_name_that_no_disk_takes_is_named(tmp_path, name):
+    with pytest.raises(CheckpointError, match="cannot be written: File name too long"), folder.locked(tmp_path / name):
+        pass
