@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import platform
+import re
 import shlex
 import statistics
 import textwrap
@@ -234,7 +235,7 @@ def _fresh(subject: Subject, device: str, machine: Machine, minutes: float, prog
             progress=progress,
         )
     except DataError as error:
-        raise _without_options(error) from error
+        raise _without_options(error, subject.source) from error
     dataset = Dataset.open(subject.data)
     config = fit_text(load_config(subject.recipe, [f"data.path={subject.data}", f"name={subject.run.name}"]), dataset)
     with progress.task("Timing a few steps, to see how many fit"):
@@ -242,12 +243,16 @@ def _fresh(subject: Subject, device: str, machine: Machine, minutes: float, prog
     return with_length(config, dataset, step_s, minutes)
 
 
-def _without_options(error: DataError) -> DataError:
+def _without_options(error: DataError, source: str) -> DataError:
     """Return the error with a fix that demo has: it does not take the options of prepare."""
     for sign, fix in FIXES.items():
         if sign in error.what:
             return DataError(error.what, fix=fix)
     fix = error.fix.replace(OR_SKIP, "")
+    if match := re.match(r"Add --encoding ([\w-]+)", fix):
+        converted = Path(source).with_suffix(f".utf8{Path(source).suffix}")
+        command = f"iconv -f {match[1]} -t UTF-8 {shlex.quote(source)} > {shlex.quote(str(converted))}"
+        return DataError(error.what, fix=f"Convert it, `{command}`, and name that.")
     return DataError(error.what, fix=f"`flatout prepare` can do more with it. There: {fix}" if "--" in fix else fix)
 
 

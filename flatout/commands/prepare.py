@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -36,7 +38,9 @@ class PrepareResult(Result):
     tokens_per_s: float
     """Tokens divided by that time; 0 when the folder was there already."""
     skipped: int
-    """Rows left out; the folder's manifest says which and why."""
+    """Rows and files left out; the folder's manifest says which and why."""
+    skipped_by_reason: dict[str, int]
+    """The same by reason, such as `.png file`, a file of a folder that is not read."""
     closing: str = Field(exclude=True, repr=False)
     """The summary, as text."""
 
@@ -59,15 +63,15 @@ def prepare(
     ] = "train:4096",
     pattern: Annotated[str | None, typer.Option(help="Regular expression that splits text, for a .tiktoken file that is not a known one.")] = None,
     end_of_text: Annotated[str | None, typer.Option(help="End-of-text token of a tokenizer.json, when it is not a usual one.")] = None,
-    text_field: Annotated[str | None, typer.Option(help="Field of a JSONL row that holds the text; text when not given.")] = None,
+    text_field: Annotated[str | None, typer.Option(help="Field or column of a row that holds the text; text when not given.")] = None,
+    include: Annotated[Places | None, typer.Option(help="Files that folders give besides text and rows, such as '*.py'; may be repeated.")] = None,
+    encoding: Annotated[str | None, typer.Option(help="Encoding of the files that are not UTF-8, such as CP1252 or UTF-16.")] = None,
     split: Annotated[str | None, typer.Option(help="'tail F' or 'hash F': which fraction is for validation, from the end or by document.")] = None,
     val: Annotated[Places | None, typer.Option(help="Text for validation alone, whole whatever the limits; may be given several times.")] = None,
     max_documents: Annotated[int | None, typer.Option(help="Take at most so many documents of SOURCE.")] = None,
     max_bytes: Annotated[int | None, typer.Option(help="Take at most so many bytes of text of SOURCE; the last document is cut there.")] = None,
     on_bad_row: Annotated[Literal["raise", "skip"], typer.Option(help="What to do with a row that cannot be used.")] = "raise",
-    max_bad_rows: Annotated[
-        int | None, typer.Option(help="With --on-bad-row skip, stop at more than so many; 1% and at least 100 when not given.")
-    ] = None,
+    max_bad_rows: Annotated[int | None, typer.Option(help="With --on-bad-row skip, stop at more than so many; 1%, at least 100, by default.")] = None,
     mask_field: Annotated[
         str | None, typer.Option(help="Field of a row that is packed before the text and not learned from, such as prompt.")
     ] = None,
@@ -86,9 +90,9 @@ def prepare(
     progress: Progress = SILENT,
 ) -> PrepareResult:
     """Tokenise text once and pack it into a folder, here or at an address, that training reads."""
-    names, held_out = _names(sources), _names(val or ())
+    names, apart = _names(sources), (_names(val or ()), _names(include or ()), encoding)
     options = Options(
-        str(tokenizer), pattern, end_of_text, text_field, split, max_documents, max_bytes, on_bad_row, max_bad_rows, mask_field, duplicates, held_out
+        str(tokenizer), pattern, end_of_text, text_field, split, max_documents, max_bytes, on_bad_row, max_bad_rows, mask_field, duplicates, *apart
     )
     given: dict[str, Any] = {"from_file": None if from_file is None else str(from_file), "cache": Path(cache), "progress": progress}
     _check_ways(part, join, engine, str(out))
@@ -130,6 +134,7 @@ def _result(made: Prepared | Uploaded) -> PrepareResult:
         seconds=round(made.seconds, 3),
         tokens_per_s=0.0 if made.existed else round(manifest.tokens / made.seconds, 1),
         skipped=sum(entry.count for entry in manifest.skipped),
+        skipped_by_reason={entry.reason: entry.count for entry in manifest.skipped},
         closing=_closing(made.path, manifest, made.seconds, made.existed),
     )
 
@@ -137,6 +142,9 @@ def _result(made: Prepared | Uploaded) -> PrepareResult:
 def _part_result(made: PreparedPart, part: PartOf) -> PrepareResult:
     """Return what one part holds; the folder comes with --join."""
     tokens = sum(record.tokens for record in made.records)
+    skipped: Counter[str] = Counter()
+    for entry in chain.from_iterable(record.skipped for record in made.records):
+        skipped[entry.reason] += entry.count
     left = f"{made.left:,} are left to other parts" if made.left else "all parts are done: join them with --join"
     return PrepareResult(
         path=made.path,
@@ -145,7 +153,8 @@ def _part_result(made: PreparedPart, part: PartOf) -> PrepareResult:
         bytes=sum(record.text_bytes for record in made.records),
         seconds=round(made.seconds, 3),
         tokens_per_s=round(tokens / made.seconds, 1),
-        skipped=sum(entry.count for record in made.records for entry in record.skipped),
+        skipped=skipped.total(),
+        skipped_by_reason=dict(skipped),
         closing=f"{made.path}  part {part.index}/{part.count} done in {made.seconds:.1f} s: {len(made.records):,} ranges; {left}",
     )
 

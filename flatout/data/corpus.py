@@ -7,6 +7,7 @@ import hashlib
 import inspect
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -23,8 +24,8 @@ from flatout.errors import ConfigError, DataError
 from flatout.progress import SILENT, Progress
 from flatout.registry import DATASETS, SOURCES, nearest
 from flatout.sources import Part, parts_of
-from flatout.sources.files import files_of, first_changed, has_rows, rows_as_text, shared_file
-from flatout.sources.local import expanded
+from flatout.sources.files import files_of, first_changed, has_rows, passed_over_in, shared_file
+from flatout.sources.local import expanded, matches
 from flatout.sources.originals import LocalFile
 from flatout.sources.remote import is_address
 
@@ -124,6 +125,8 @@ def open_corpus(
     split: str | None = None,
     text_field: str | None = None,
     mask_field: str | None = None,
+    include: Sequence[str] = (),
+    encoding: str | None = None,
     from_file: str | None = None,
     cache: Path = CACHE,
     spool: Path | None = None,
@@ -132,7 +135,8 @@ def open_corpus(
     """Return the parts of everything named; a card's file is fetched unless it is in the cache or given as `from_file`.
 
     `val` names text for validation alone; without it and without a `split` rule, a card's own is taken when the corpus is one card.
-    `text_field` holds the text of a row, `mask_field` what comes before it and is not learned from. Standard input, `-`, is kept in
+    `text_field` holds the text of a row, `mask_field` what comes before it and is not learned from. `include` are patterns of files that
+    are taken from folders besides those that always are; `encoding` is that of text that is not UTF-8. Standard input, `-`, is kept in
     the folder `spool` until the process ends; None is the system's folder for such files.
 
     Raises: DataError when a name is none of what can be named, or names nothing.
@@ -153,13 +157,17 @@ def open_corpus(
             raise DataError(
                 f"--val {name} is a data set card, not text.", fix=f"Name the card as the source, or ./{name} for the file or folder here."
             )
-    fields = {key: field for key, field in (("text_field", text_field), ("mask_field", mask_field)) if field is not None}
+    asked = {"text_field": text_field, "mask_field": mask_field, "include": tuple(include) or None, "encoding": encoding}
+    fields = {key: value for key, value in asked.items() if value is not None}
     opened = [
         _card_parts(name, fields, from_file, cache, progress) if name in cards else _text_parts(name, fields, spool, progress) for name in names
     ]
     apart = [_text_parts(name, fields, spool, progress) for name in val]
     moment = _moment(parts for name, parts in zip([*names, *val], [*opened, *apart], strict=True) if name not in (*cards, STANDARD_INPUT))
-    _check_rows([*names, *val], [*chain(*opened), *chain(*apart)], text_field, progress)
+    _check_rows([*names, *val], [*chain(*opened), *chain(*apart)], text_field)
+    _check_include([*chain(*opened), *chain(*apart)], include)
+    for name, parts in zip([*names, *val], [*opened, *apart], strict=True):
+        _tell_passed_over(name, parts, progress)
     card = load_card(cards[0]) if len(names) == len(cards) == 1 else None
     held_out: Corpus | None = None
     if val:
@@ -170,8 +178,30 @@ def open_corpus(
     return Corpus(tuple(names), tuple(chain.from_iterable(opened)), split or (card.split if card is not None else None), held_out, moment)
 
 
-def _check_rows(names: Sequence[str], parts: Sequence[Part], text_field: str | None, progress: Progress) -> None:
-    """Refuse a field where there are no rows to have it, and say where rows are taken for a text.
+def _check_include(parts: Sequence[Part], include: Sequence[str]) -> None:
+    """Refuse a pattern that no file fits.
+
+    Raises: DataError.
+    """
+    for pattern in include:
+        if not any(matches(path, pattern) for part in parts for path in files_of(part)):
+            fix = f"Quote the pattern, and check it with `find FOLDER -name {pattern!r}`; it takes files of folders that are named as sources."
+            raise DataError(f"--include {pattern!r} fits no file.", fix=fix)
+
+
+def _tell_passed_over(name: str, parts: Sequence[Part], progress: Progress) -> None:
+    """Say which files of a folder are not read, before the work is done without them."""
+    counts: Counter[str] = Counter()
+    for left_out in passed_over_in(parts):
+        counts[left_out.reason] += left_out.count
+    if counts:
+        kinds = ", ".join(f"{count:,} {reason.removesuffix(' file')}" for reason, count in counts.items())
+        suffix = next((reason.removesuffix(" file") for reason in counts if reason.startswith(".")), "")
+        progress.say(f"{name}: {counts.total():,} of its files are not read: {kinds}. --include '*{suffix}' takes such files too.")
+
+
+def _check_rows(names: Sequence[str], parts: Sequence[Part], text_field: str | None) -> None:
+    """Refuse a field where there are no rows to have it.
 
     Raises: DataError.
     """
@@ -180,10 +210,6 @@ def _check_rows(names: Sequence[str], parts: Sequence[Part], text_field: str | N
             f"{' '.join(names)} holds no rows, so it has no field {text_field!r}.",
             fix="Leave --text-field out, or let the names of files that hold a JSON object a line end in .jsonl.",
         )
-    whole = rows_as_text(parts)
-    if whole:
-        others = f" and {len(whole) - 1:,} more" if len(whole) > 1 else ""
-        progress.say(f"{whole[0]}{others}: read as one text. It begins as JSONL does: let its name end in .jsonl to have its rows read.")
 
 
 def _moment(opened: Iterable[Sequence[Part]]) -> str:
@@ -219,14 +245,14 @@ def on_both_sides(corpus: Corpus) -> str | None:
     return shared_file(corpus.parts, corpus.validation.parts) or next(again, None)
 
 
-def _text_parts(name: str, fields: dict[str, str], spool: Path | None, progress: Progress) -> list[Part]:
+def _text_parts(name: str, fields: dict[str, Any], spool: Path | None, progress: Progress) -> list[Part]:
     if name != STANDARD_INPUT:
         return _named_parts(name, fields)
-    file, sha256 = spool_standard_input(spool, progress=progress)
+    file, sha256 = spool_standard_input(spool, encoding=fields.get("encoding"), progress=progress)
     return _marked(_source_parts("files", {"path": str(file)}, fields), f"standard input {sha256}")
 
 
-def _card_parts(name: str, fields: dict[str, str], from_file: str | None, cache: Path, progress: Progress) -> list[Part]:
+def _card_parts(name: str, fields: dict[str, Any], from_file: str | None, cache: Path, progress: Progress) -> list[Part]:
     card = load_card(name)
     fields = _fields_of(card) | fields
     if from_file is None and Path(name).exists():
@@ -254,7 +280,7 @@ def _marked(parts: list[Part], mark: str) -> list[Part]:
     return [replace(part, fingerprint=mark if index == 0 else "") for index, part in enumerate(parts)]
 
 
-def _named_parts(name: str, fields: dict[str, str]) -> list[Part]:
+def _named_parts(name: str, fields: dict[str, Any]) -> list[Part]:
     if is_address(name):
         return _source_parts("files", {"path": name}, fields)
     source, _, rest = name.partition(":")
@@ -273,16 +299,19 @@ def _named_parts(name: str, fields: dict[str, str]) -> list[Part]:
     raise DataError(f"There is no file, source or data set named {name!r}.", fix=f"{hint}Sources and data sets: {', '.join(known)}.")
 
 
-def _source_parts(name: str, parameters: dict[str, Any], fields: dict[str, str]) -> list[Part]:
-    """Return the parts of a source, which is given the fields that it takes.
+def _source_parts(name: str, parameters: dict[str, Any], fields: dict[str, Any]) -> list[Part]:
+    """Return the parts of a source, which is given what was asked for of rows and files.
 
-    Raises: DataError for a field where there are no rows to have it.
+    Raises: DataError for a field where there are no rows to have it, and where it reads no files.
     """
     source = SOURCES.get(name)
     taken = inspect.signature(source).parameters
     for key, option in (("mask_field", "--mask-field"), ("text_field", "--text-field")):
         if key in fields and key not in taken:
             raise DataError(f"The source {name!r} has no rows, so it has no field {fields[key]!r}.", fix=f"Leave {option} out.")
+    for key in ("include", "encoding"):
+        if key in fields and key not in taken:
+            raise DataError(f"The source {name!r} reads no files of yours, so --{key} says nothing to it.", fix=f"Leave --{key} out.")
     return parts_of(source, name, {key: field for key, field in fields.items() if key in taken} | parameters)
 
 

@@ -230,7 +230,7 @@ def _pack_job(job: Job, packing: Packing, packers: dict[SplitName, _Packer], ski
     assignment = job.assignment or packing.assignment
     for row in job.rows():
         if isinstance(row, LeftOut):
-            skipped.add(row.reason, [row.place])
+            skipped.add(row.reason, [row.place], row.count)
         elif isinstance(row, BadRow):
             skip_or_raise(row, skipped, packing.on_bad_row)
         else:

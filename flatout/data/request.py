@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ from flatout.data.work import StoredPlan, WorkFolder, refuse_mount
 from flatout.errors import DataError, without_secrets
 from flatout.progress import SILENT, Progress
 from flatout.registry import DATASETS
-from flatout.sources import Document
+from flatout.sources import Document, LeftOut
+from flatout.sources.encodings import codec_of
 
 USUAL_FIELD = "text"
 """The field of a row that holds its text, where none is named."""
@@ -54,6 +56,10 @@ class Options:
     """What becomes of a document whose prompt and text were there before."""
     val: tuple[str, ...] = ()
     """Text for validation alone, named as any other; nothing leaves it to the card or the split rule."""
+    include: tuple[str, ...] = ()
+    """Patterns of files that are taken from folders besides those that always are."""
+    encoding: str | None = None
+    """That of text that is not UTF-8."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +82,7 @@ def open_request(
     Raises: DataError for options and a folder that cannot be meant, before anything is read, and for sources that cannot.
     """
     _check(options)
+    options = replace(options, encoding=codec_of(options.encoding))
     refuse_mount(out)
     spool = out.resolve().parent
     corpus = open_corpus(
@@ -84,6 +91,8 @@ def open_request(
         split=options.split,
         text_field=options.text_field,
         mask_field=options.mask_field,
+        include=options.include,
+        encoding=options.encoding,
         from_file=from_file,
         cache=cache,
         spool=spool,
@@ -139,6 +148,8 @@ def describe(corpus: Corpus, options: Options) -> dict[str, Any]:
         "on_bad_row": options.on_bad_row,
         "mask_field": options.mask_field,
         "duplicates": None if options.duplicates == "keep" else options.duplicates,
+        "include": list(options.include) or None,
+        "encoding": options.encoding,
     }
 
 
@@ -278,5 +289,8 @@ def _some(texts: Iterator[str], jobs: Sequence[Job], request: Request) -> Iterat
         found = True
         yield text
     if not found:
-        left_out = Counter(row.reason for job in jobs for row in job.rows() if not isinstance(row, Document))
+        left_out = Counter[str]()
+        for row in chain.from_iterable(job.rows() for job in jobs):
+            if not isinstance(row, Document):
+                left_out[row.reason] += row.count if isinstance(row, LeftOut) else 1
         raise empty(" ".join(request.corpus.names), left_out.items())

@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import re
 import sys
 import tempfile
 import zlib
@@ -19,22 +20,26 @@ from typing import IO
 from flatout.data.disk import unless_broken
 from flatout.errors import DataError
 from flatout.progress import SILENT, Progress
-from flatout.sources.packed import open_bytes
+from flatout.sources.encodings import open_utf8
+from flatout.sources.packed import Unread
 
 _BLOCK = 1 << 20
 _PACKED = {b"\x1f\x8b": ".gz", b"BZh": ".bz2", b"\x28\xb5\x2f\xfd": ".zst", b"PAR1": ".parquet"}
 """How packed bytes begin, and the ending of a file that holds them."""
-_KINDS = {".txt": "one text", ".jsonl": "JSONL", ".parquet": "Parquet"}
+_KINDS = {".txt": "one text", ".jsonl": "JSONL", ".json": "JSON", ".html": "HTML", ".parquet": "Parquet"}
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _PREFIX = ".stdin-"
 
 
-def spool_standard_input(folder: Path | None = None, *, stream: IO[bytes] | None = None, progress: Progress = SILENT) -> tuple[Path, str]:
+def spool_standard_input(
+    folder: Path | None = None, *, stream: IO[bytes] | None = None, encoding: str | None = None, progress: Progress = SILENT
+) -> tuple[Path, str]:
     """Write standard input to a file in `folder` and return it with its SHA-256; it is removed when the process ends.
 
     Files that killed processes left there are removed.
 
-    Its name ends as what it holds: Parquet, or packed or plain, JSONL when the first character that is no space is `{`, else one text.
+    Its name ends as what it holds: Parquet, or packed or plain JSONL, JSON or HTML when it begins as these do, else one text. `encoding`
+    is that of text that is not UTF-8.
 
     Raises: DataError when there is no room for it, or what it begins with does not unpack.
     """
@@ -54,8 +59,8 @@ def spool_standard_input(folder: Path | None = None, *, stream: IO[bytes] | None
                     task.advance(len(block) / 1e6)
             packed = _packed(part)
             part = part.rename(part.with_suffix(packed if packed == ".parquet" else f".txt{packed}"))
-            if packed != ".parquet" and _first_byte(part) == b"{":
-                part = part.rename(part.with_name(part.name.replace(".txt", ".jsonl")))
+            if packed != ".parquet":
+                part = part.rename(part.with_name(part.name.replace(".txt", _kind(_beginning(part, encoding)))))
         except BaseException:
             _remove(part, handle)
             raise
@@ -98,14 +103,23 @@ def _packed(path: Path) -> str:
     return next((ending for magic, ending in _PACKED.items() if beginning.startswith(magic)), "")
 
 
-def _first_byte(path: Path) -> bytes:
-    """Return the first byte that is no space; of a file that does not unpack, none: reading it says so."""
-    with contextlib.suppress(OSError, EOFError, zlib.error), open_bytes(str(path)) as file:
+def _beginning(path: Path, encoding: str | None) -> bytes:
+    """Return some bytes from the first that is no space on; of a file that does not unpack, none: reading it says so."""
+    with contextlib.suppress(OSError, EOFError, zlib.error, Unread), open_utf8(str(path), encoding) as file:
         block = file.read(_BLOCK).removeprefix(_BYTE_ORDER_MARK).lstrip()
         while not block and (block := file.read(_BLOCK)):
             block = block.lstrip()
-        return block[:1]
+        return block
     return b""
+
+
+def _kind(beginning: bytes) -> str:
+    """Return the ending of a name that says what begins like this."""
+    if beginning.startswith(b"{"):
+        return ".jsonl"
+    if re.match(rb"\[\s*\{", beginning):
+        return ".json"
+    return ".html" if re.match(rb"(<\?xml[^>]*>\s*)?<(!doctype\s+html|html)\b", beginning, re.IGNORECASE) else ".txt"
 
 
 def _remove(path: Path, handle: int) -> None:

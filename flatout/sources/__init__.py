@@ -98,6 +98,8 @@ class LeftOut:
     """The file, or whatever names the document in a message."""
     offset: int | None = None
     """First byte of the row, when the document is one row of the file `name`."""
+    count: int = 1
+    """How many like it are left out with it, itself included."""
 
     @property
     def place(self) -> Place:

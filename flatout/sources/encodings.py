@@ -1,19 +1,24 @@
-"""How a text that is not UTF-8 is probably encoded, and the command that converts it."""
+"""Text in another encoding than UTF-8: read as the one that is stated, and which one it probably is where none was."""
 
 from __future__ import annotations
 
 import codecs
-import shlex
+import io
+from encodings import aliases
 from pathlib import Path
+from typing import IO, Any, cast
 
+from flatout.errors import DataError
 from flatout.recognised import recognise
-from flatout.sources.packed import is_packed, open_bytes
+from flatout.registry import nearest
+from flatout.sources.packed import Unread, open_bytes
 from flatout.sources.remote import is_address
 
 SAMPLE_BYTES = 2048
 """So much text around the first byte that is not UTF-8 is looked at: more takes longer and hardly tells more."""
 _MARKS = ((codecs.BOM_UTF32_LE, "UTF-32"), (codecs.BOM_UTF32_BE, "UTF-32"), (codecs.BOM_UTF16_LE, "UTF-16"), (codecs.BOM_UTF16_BE, "UTF-16"))
 """Byte order marks; that of UTF-32 begins with that of UTF-16."""
+_BLOCK = 1 << 18
 _USUAL = "CP1252"
 _NAMES = {
     "cp1252": _USUAL,
@@ -28,7 +33,7 @@ _NAMES = {
     "big5": "BIG5",
     "cp949": "CP949",
 }
-"""Encodings that are looked for, as Python and as iconv call them."""
+"""Encodings that are looked for, as Python and as people call them."""
 OR_SKIP = ", or skip such documents with --on-bad-row skip"
 """What ends a fix where prepare's options are at hand."""
 
@@ -39,20 +44,115 @@ def explain(path: str, offset: int) -> tuple[str, str]:
     if known is not None:
         return f"; it is {known.name}", known.fix
     encoding = None if is_address(path) else encoding_of(path, offset)
-    if encoding is None:
-        return "", f"Save it as UTF-8{OR_SKIP}."
     if encoding == "binary":
         return "; it looks like a binary file", f"Name files of text alone{OR_SKIP}."
-    convert = f"iconv -f {encoding} -t UTF-8"
-    if is_packed(path):
-        return f"; it looks like {encoding}", f"Unpack it, convert it with `{convert} OLD > NEW`, and read that in its place{OR_SKIP}."
-    new = Path(path).with_suffix(f".utf8{Path(path).suffix}")
-    command = f"{convert} {shlex.quote(path)} > {shlex.quote(str(new))}"
-    return f"; it looks like {encoding}", f"Convert it, `{command}`, and read that in its place{OR_SKIP}."
+    if encoding is None:
+        return "", f"Name its encoding, --encoding NAME{OR_SKIP}."
+    return f"; it looks like {encoding}", f"Add --encoding {encoding}{OR_SKIP}."
+
+
+def codec_of(name: str | None) -> str | None:
+    """Return an encoding as Python calls it; None for UTF-8, which is read without being asked for.
+
+    Raises: DataError when it is not known, with the nearest name.
+    """
+    if name is None:
+        return None
+    try:
+        codec = codecs.lookup(name).name
+        io.TextIOWrapper(io.BytesIO(), encoding=codec).close()  # some codecs are not for text
+    except (LookupError, ValueError) as error:
+        guess = nearest(name, sorted({*aliases.aliases, *aliases.aliases.values()}))
+        hint = f"Did you mean {guess}? " if guess else ""
+        raise DataError(
+            f"--encoding {name!r} is not an encoding that Python knows.", fix=f"{hint}Usual ones: {', '.join(_NAMES.values())}."
+        ) from error
+    return None if codec in ("utf-8", "utf-8-sig") else codec
+
+
+class WrongEncoding(Unread):
+    """Text that is not in the encoding that was stated."""
+
+    reason = "not in the encoding"
+
+
+def open_utf8(path: str, encoding: str | None) -> IO[bytes]:
+    """Open a file of text, packed or not, for reading as UTF-8: as it is without an encoding, else as `encoding`, unless it is UTF-8 already.
+
+    It is UTF-8 already when it is valid and holds more than ASCII. One that is not has no other places to read from than its beginning.
+
+    Raises: as open_bytes; reading raises WrongEncoding where the text is not in that encoding.
+    """
+    if encoding is None or _is_utf8(path):
+        return open_bytes(path)
+    return cast(IO[bytes], io.BufferedReader(_AsUtf8(path, open_bytes(path), encoding), buffer_size=_BLOCK))
+
+
+def _is_utf8(path: str) -> bool:
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    ascii_alone = True
+    with open_bytes(path) as file:
+        try:
+            while block := file.read(_BLOCK):
+                ascii_alone = decoder.decode(block).isascii() and ascii_alone
+            decoder.decode(b"", True)
+        except UnicodeDecodeError:
+            return False
+    return not ascii_alone
+
+
+class _AsUtf8(io.RawIOBase):
+    """The content of a file in another encoding, as UTF-8."""
+
+    def __init__(self, path: str, file: IO[bytes], encoding: str) -> None:
+        self._path = path
+        self._file = file
+        self._encoding = encoding
+        self._decoder = codecs.getincrementaldecoder(encoding)()
+        self._offset = 0
+        self._held = memoryview(b"")
+
+    def readable(self) -> bool:
+        """Say that it can be read."""
+        return True
+
+    def readinto(self, buffer: Any, /) -> int:
+        """Put the next bytes into `buffer`; return how many, 0 at the end.
+
+        Raises: WrongEncoding.
+        """
+        while not self._held:
+            block = self._file.read(_BLOCK)
+            self._held = memoryview(self._converted(block))
+            if not block:
+                break
+        count = min(len(buffer), len(self._held))
+        buffer[:count] = self._held[:count]
+        self._held = self._held[count:]
+        return count
+
+    def _converted(self, block: bytes) -> bytes:
+        held = self._decoder.getstate()[0]
+        start, self._offset = self._offset - len(held), self._offset + len(block)
+        try:
+            return self._decoder.decode(block, not block).encode()
+        except UnicodeError as error:
+            where = f"byte 0x{error.object[error.start]:02x} at offset {start + error.start}" if isinstance(error, UnicodeDecodeError) else str(error)
+            raise WrongEncoding(
+                f"{self._path} is not {self._encoding}: {where}.",
+                fix=f"Name another --encoding; without it, the error says which is likely{OR_SKIP}.",
+            ) from error
+
+    def close(self) -> None:
+        """Close the file."""
+        try:
+            self._file.close()
+        finally:
+            super().close()
 
 
 def encoding_of(path: str, offset: int) -> str | None:
-    """Return the probable encoding of a file that is not UTF-8 from a byte on, as iconv calls it; `binary` for what is no text; None for no idea."""
+    """Return the probable encoding of a file that is not UTF-8 from a byte on; `binary` for what is no text, None for no idea."""
     try:
         with open_bytes(path) as file:
             head = file.read(4)

@@ -1,26 +1,30 @@
-"""Files: text (a file is a document), JSONL and Parquet (a row is a document), packed or not; a file, a folder, a glob, here or at an address."""
+"""Files: text and HTML (a file is a document), JSONL, JSON, CSV and Parquet (a row is a document), packed or not; here or at an address."""
 
 from __future__ import annotations
 
-import json
 import os
 import urllib.parse
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 from flatout.errors import DataError
-from flatout.sources import BadRow, Document, Part, Row
-from flatout.sources.fields import ROW_BYTES, Fields
-from flatout.sources.local import find_local, is_hidden, suffix_of
-from flatout.sources.long import NotUtf8, measure, not_utf8
+from flatout.sources import FIRST_NAMED, BadRow, Document, LeftOut, Part, Row
+from flatout.sources.encodings import open_utf8
+from flatout.sources.fields import Fields
+from flatout.sources.html import HTML_SUFFIXES, read_html, require_html
+from flatout.sources.json_files import JSON_SUFFIXES, read_json
+from flatout.sources.local import Wanted, find_local, is_hidden, suffix_of
+from flatout.sources.long import decoded, measure
 from flatout.sources.originals import LocalFile, Original, RemoteFile, fingerprint
-from flatout.sources.packed import CANNOT_BE_READ, NotHandedOut, is_packed, open_bytes, require_opener, unreadable
+from flatout.sources.packed import CANNOT_BE_READ, NotHandedOut, Unread, is_packed, require_opener, unreadable
 from flatout.sources.parquet import PARQUET_SUFFIXES, RowGroups, cut_parquet, read_row_groups, require_parquet
 from flatout.sources.remote import find_remote, is_address, protocol_of
 from flatout.sources.rows import read_rows
+from flatout.sources.tables import TABLE_SUFFIXES, read_table
 
 PART_BYTES = 4 << 20
 """About how much text one part holds; a text file is never cut, one of rows is."""
@@ -32,6 +36,15 @@ TEXT_SUFFIXES = {".txt", ".text", ".md", ".markdown", ".rst", ".tex"}
 ROW_SUFFIXES = {".jsonl", ".ndjson"}
 """With Parquet, what a folder is searched for. A file named outright, or by a glob, may have any name; rows are read of these alone."""
 _SEARCHED_SUFFIXES = frozenset(TEXT_SUFFIXES | ROW_SUFFIXES | PARQUET_SUFFIXES)
+_CONVERTED = {
+    ".ipynb": ("a Jupyter notebook", "`jupyter nbconvert --to markdown FILE`"),
+    ".rtf": ("an RTF document", "`pandoc FILE -t plain -o FILE.txt`"),
+    ".docx": ("a Word document", "`pandoc FILE -t plain -o FILE.txt`"),
+    ".odt": ("an OpenDocument text", "`pandoc FILE -t plain -o FILE.txt`"),
+    ".epub": ("an EPUB book", "`pandoc FILE -t plain -o FILE.txt`"),
+    ".pdf": ("a PDF", "`pdftotext FILE`"),
+}
+"""What is not read, by the endings of names, and a command that makes text of it."""
 FINGERPRINT_BYTES = 256 << 20
 COMPARED_BYTES = 1 << 20
 """So much of a file is read at most to tell whether another is its copy."""
@@ -60,6 +73,8 @@ class Span:
     path: str
     start: int
     end: int
+    encoding: str | None = None
+    """That of its text; None for UTF-8."""
 
     @property
     def num_bytes(self) -> int:
@@ -70,36 +85,62 @@ class Span:
 Piece = Span | RowGroups
 
 
-def files(path: str, text_field: str = "text", mask_field: str | None = None) -> list[Part]:
+def files(path: str, text_field: str = "text", mask_field: str | None = None, include: Sequence[str] = (), encoding: str | None = None) -> list[Part]:
     """Return the parts of a file, a folder (searched recursively, in sorted order), a glob, or an address of any of these.
+
+    `include` are patterns of names that are taken from folders besides those that always are; `encoding` is that of text that is not UTF-8.
 
     Raises: DataError when nothing is there, with the nearest name that is; MissingPackage when reading takes one.
     """
     fields = Fields(text_field, mask_field)
-    found = find_files(path)
+    found, passed_over = find_files(path, tuple(include))
     for file in found:
         require_opener(file.path)
         if is_parquet(file.name):
             require_parquet(file.path)
-    if mask_field is not None and not any(is_rows(file.name) or is_parquet(file.name) for file in found):
-        raise DataError(f"{path} holds no rows, so it has no field {mask_field!r}.", fix="Leave --mask-field out, or name JSONL or Parquet.")
+        elif suffix_of(file.name) in HTML_SUFFIXES:
+            require_html(file.path)
+    if mask_field is not None and not any(_holds_rows(file.name) for file in found):
+        raise DataError(
+            f"{path} holds no rows, so it has no field {mask_field!r}.", fix="Leave --mask-field out, or name JSONL, JSON, CSV or Parquet."
+        )
+    if encoding is not None and all(is_parquet(file.name) for file in found):
+        raise DataError(f"{path}: the text in Parquet is always UTF-8.", fix="Leave --encoding out.")
     per_file = max(4096, FINGERPRINT_BYTES // len(found))
     with ThreadPoolExecutor(OPENED_AT_ONCE) as threads:
-        cut = threads.map(lambda file: _cut(file, fields), found)
+        cut = threads.map(lambda file: _cut(file, fields, encoding), found)
         originals = threads.map(lambda file: _original(file, path, per_file), found)
-        return list(_parts(list(zip(found, originals, cut, strict=True)), fields))
+        first, *others = _parts(list(zip(found, originals, cut, strict=True)), fields)
+    return [replace(first, arguments=(*first.arguments, _counted(passed_over))), *others]
 
 
 SOURCE = files
 
 
-def _cut(file: Found, fields: Fields) -> list[Piece]:
+def _counted(passed_over: Sequence[str]) -> tuple[LeftOut, ...]:
+    """Return files that are not read as what is left out, by the endings of their names, the first of each named."""
+    by_suffix: dict[str, list[str]] = {}
+    for name in passed_over:
+        by_suffix.setdefault(suffix_of(name), []).append(name)
+    return tuple(
+        LeftOut(f"{suffix} file" if suffix else "file without an ending", name, count=len(names) - FIRST_NAMED + 1 if index == FIRST_NAMED - 1 else 1)
+        for suffix, names in sorted(by_suffix.items(), key=lambda item: (-len(item[1]), item[0]))
+        for index, name in enumerate(names[:FIRST_NAMED])
+    )
+
+
+def passed_over_in(parts: Iterable[Part]) -> tuple[LeftOut, ...]:
+    """Return the files that were passed over where the files of some parts were searched for."""
+    return tuple(chain.from_iterable(part.arguments[2] for part in parts if part.read is read_pieces and len(part.arguments) > 2))
+
+
+def _cut(file: Found, fields: Fields, encoding: str | None) -> list[Piece]:
     limit = REMOTE_PART_BYTES if is_address(file.path) else PART_BYTES
     if is_parquet(file.name):
         return list(cut_parquet(file.path, file.size, fields, limit))
     whole = max(file.size, 1)
-    step = whole if is_packed(file.name) or not is_rows(file.name) else limit
-    return [Span(file.path, start, min(start + step, file.size)) for start in range(0, whole, step)]
+    step = limit if is_rows(file.name) and not is_packed(file.name) and encoding is None else whole
+    return [Span(file.path, start, min(start + step, file.size), encoding) for start in range(0, whole, step)]
 
 
 def _parts(cut: list[tuple[Found, Original, list[Piece]]], fields: Fields) -> Iterator[Part]:
@@ -121,26 +162,35 @@ def _parts(cut: list[tuple[Found, Original, list[Piece]]], fields: Fields) -> It
     yield Part(read_pieces, (tuple(held), fields), "\n".join(marks), held_bytes, tuple(originals))
 
 
-def find_files(path: str) -> list[Found]:
-    """Return every file that `path` stands for, sorted.
+def find_files(path: str, include: tuple[str, ...] = ()) -> tuple[list[Found], list[str]]:
+    """Return every file that `path` stands for, sorted, and those of the folders it names that are passed over for their names.
 
     Raises: DataError when there is none.
     """
+    wanted = Wanted(_SEARCHED_SUFFIXES, include)
     if is_address(path) and protocol_of(path) == "file":
         path = urllib.parse.unquote(urllib.parse.urlsplit(path).path)
     if is_address(path):
-        return [Found(entry.address, entry.address, entry.size, entry.mark) for entry in find_remote(path, _is_searched_for)]
-    stats = ((file, name, file.stat()) for file, name in find_local(path, _SEARCHED_SUFFIXES))
-    return [Found(str(file), name, stat.st_size, stat=stat) for file, name, stat in stats]
+        passed_over: dict[str, None] = {}
 
+        def takes(name: str) -> bool:
+            if not is_hidden(name) and not wanted.takes(name):
+                passed_over[f"{path.rstrip('/')}/{name.lstrip('/')}"] = None
+            return not is_hidden(name) and wanted.takes(name)
 
-def _is_searched_for(name: str) -> bool:
-    return not is_hidden(name) and suffix_of(name) in _SEARCHED_SUFFIXES
+        return [Found(entry.address, entry.address, entry.size, entry.mark) for entry in find_remote(path, takes)], sorted(passed_over)
+    search = find_local(path, wanted)
+    stats = ((file, name, file.stat()) for file, name in search.files)
+    return [Found(str(file), name, stat.st_size, stat=stat) for file, name, stat in stats], search.passed_over
 
 
 def is_rows(name: str) -> bool:
     """Return whether a file of this name holds JSONL."""
     return suffix_of(name) in ROW_SUFFIXES
+
+
+def _holds_rows(name: str) -> bool:
+    return suffix_of(name) in ROW_SUFFIXES | PARQUET_SUFFIXES | TABLE_SUFFIXES | JSON_SUFFIXES
 
 
 def is_parquet(name: str) -> bool:
@@ -174,7 +224,7 @@ def first_changed(parts: Iterable[Part]) -> str | None:
             return original.path
     for asked, before in remote.items():
         if protocol_of(asked) not in ("http", "https"):  # servers behind one name may describe a page differently
-            now = {(entry.address, entry.size, entry.mark) for entry in find_remote(asked, _is_searched_for)}
+            now = {(entry.address, entry.size, entry.mark) for entry in find_remote(asked, lambda _: True)}
             changed = (one.address for one in before if (one.address, one.size, one.mark) not in now)
             if (first := next(changed, None)) is not None:
                 return first
@@ -187,22 +237,8 @@ def files_of(part: Part) -> list[str]:
 
 
 def has_rows(part: Part) -> bool:
-    """Return whether a part may hold rows: one of files only where they are JSONL or Parquet."""
-    return part.read is not read_pieces or any(isinstance(piece, RowGroups) or is_rows(piece.path) for piece in part.arguments[0])
-
-
-def rows_as_text(parts: Iterable[Part]) -> list[str]:
-    """Return the files here that are called JSON and begin with a whole object in a line, as JSONL does, but are read as a text each."""
-    named = [path for part in parts for path in files_of(part) if suffix_of(path) == ".json" and not is_address(path)]
-    return [path for path in named if _begins_with_a_row(path)]
-
-
-def _begins_with_a_row(path: str) -> bool:
-    try:
-        with open_bytes(path) as file:
-            return isinstance(json.loads(file.readline(ROW_BYTES)), dict)
-    except (OSError, EOFError, zlib.error, ValueError, RecursionError):
-        return False
+    """Return whether a part may hold rows: one of files only where their names say so."""
+    return part.read is not read_pieces or any(_holds_rows(path) for path in files_of(part))
 
 
 def shared_file(some: Iterable[Part], others: Iterable[Part]) -> str | None:
@@ -229,19 +265,22 @@ def _told_by(path: str, sizes: set[int]) -> str | None:
     return f"{size} {fingerprint(Path(path), size, COMPARED_BYTES)}" if size in sizes else None
 
 
-def read_pieces(pieces: tuple[Piece, ...], fields: Fields) -> Iterator[Row]:
-    """Yield the documents of some pieces. What is damaged is one bad row, which counts the piece as lost: nobody knows how much there was.
+def read_pieces(pieces: tuple[Piece, ...], fields: Fields, passed_over: tuple[LeftOut, ...] = ()) -> Iterator[Row]:
+    """Yield what was passed over, and the documents of some pieces.
+
+    What is damaged is one bad row, which counts the piece as lost: nobody knows how much there was.
 
     Raises: DataError when a server or the system does not hand a file out, which is no fault of the text.
     """
+    yield from passed_over
     for piece in pieces:
         try:
             if isinstance(piece, RowGroups):
                 yield from read_row_groups(piece, fields)
-            elif is_rows(piece.path):
-                yield from read_rows(piece.path, piece.start, piece.end, fields)
             else:
-                yield read_text(piece.path)
+                yield from _read(piece, fields)
+        except Unread as error:
+            yield BadRow.of(error, error.reason, piece.path, unread_bytes=piece.num_bytes if _holds_rows(piece.path) else 0)
         except (OSError, EOFError, zlib.error) as error:
             unread = unreadable(piece.path, error)
             if isinstance(unread, NotHandedOut):
@@ -249,15 +288,29 @@ def read_pieces(pieces: tuple[Piece, ...], fields: Fields) -> Iterator[Row]:
             yield BadRow.of(unread, CANNOT_BE_READ, piece.path, unread_bytes=piece.num_bytes)
 
 
-def read_text(path: str) -> Row:
-    """Return a text file as one document, less the byte order mark it may begin with."""
-    with open_bytes(path) as file:
+def _read(piece: Span, fields: Fields) -> Iterable[Row]:
+    """Return the documents of a piece, read as the ending of its name says; a file of any other name is a text."""
+    path, suffix = piece.path, suffix_of(piece.path)
+    if suffix in ROW_SUFFIXES:
+        return read_rows(path, piece.start, piece.end, fields, piece.encoding)
+    if suffix in TABLE_SUFFIXES:
+        return read_table(path, suffix, fields, piece.encoding)
+    if suffix in JSON_SUFFIXES:
+        return read_json(path, fields, piece.encoding)
+    if suffix in HTML_SUFFIXES:
+        return [read_html(path, piece.encoding)]
+    if suffix in _CONVERTED:
+        name, command = _CONVERTED[suffix]
+        fix = f"Make text of it, for example with {command}, and read that in its place, or skip such files with --on-bad-row skip."
+        return [BadRow(f"is {name}, not text", fix, f"{suffix} file", path)]
+    return [read_text(path, piece.encoding)]
+
+
+def read_text(path: str, encoding: str | None = None) -> Row:
+    """Return a text file as one document, less the byte order mark it may begin with.
+
+    Raises: NotUtf8; WrongEncoding.
+    """
+    with open_utf8(path, encoding) as file:
         data = file.read(LONG_BYTES + 1)
-    try:
-        if len(data) > LONG_BYTES:
-            return Document(measure(path), path)
-        return Document(data.decode("utf-8").removeprefix("\ufeff"), path)
-    except NotUtf8 as error:
-        return BadRow.of(error, "not UTF-8", path)
-    except UnicodeDecodeError as error:
-        return BadRow.of(not_utf8(path, error.start, data[error.start]), "not UTF-8", path)
+    return Document(measure(path, encoding) if len(data) > LONG_BYTES else decoded(data, path), path)

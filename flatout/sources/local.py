@@ -6,14 +6,43 @@ import glob
 import os
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import NamedTuple
 
 from flatout.errors import DataError
 from flatout.recognised import Recognised, recognise, require_local
 from flatout.registry import nearest
 from flatout.sources.packed import unpacked_name, unreadable
 
-Suffixes = frozenset[str]
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which files of a folder are read."""
+
+    suffixes: frozenset[str]
+    """Endings of their names,"""
+    include: tuple[str, ...] = ()
+    """and patterns of names that are taken besides."""
+
+    def takes(self, name: str) -> bool:
+        """Return whether a file of this name is read."""
+        return suffix_of(name) in self.suffixes or any(matches(name, pattern) for pattern in self.include)
+
+
+class Search(NamedTuple):
+    """What a path stands for."""
+
+    files: list[tuple[Path, str]]
+    """The files to read, each with its name in the folder or pattern."""
+    passed_over: list[str]
+    """Files of the folders that were searched which are not of the names that are wanted; hidden ones are not among them."""
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Return whether a pattern such as `*.py` or `src/*.py` fits the end of a file's path, packed or not."""
+    return any(fnmatchcase(f"/{one}", f"*/{pattern}") for one in (name, unpacked_name(name)))
 
 
 def expanded(path: Path | str) -> Path:
@@ -28,8 +57,8 @@ def expanded(path: Path | str) -> Path:
         raise DataError(f"{path}: no home folder is known for {Path(path).parts[0]!r}.", fix="Write the path out, from / on.") from error
 
 
-def find_local(path: str, suffixes: Suffixes) -> list[tuple[Path, str]]:
-    """Return the files that a path stands for, each with its name in the folder or pattern; folders are searched for those of these suffixes.
+def find_local(path: str, wanted: Wanted) -> Search:
+    """Return the files that a path stands for; folders are searched for those that are wanted.
 
     Links are followed, to folders too; a folder is searched once, however many lead to it.
 
@@ -38,12 +67,12 @@ def find_local(path: str, suffixes: Suffixes) -> list[tuple[Path, str]]:
     place = expanded(path)
     try:
         if place.is_file():
-            _require_text([place], suffixes)
-            return [(place, place.name)]
+            _require_text([place], wanted)
+            return Search([(place, place.name)], [])
         if place.is_dir():
-            return _in_folder(place, suffixes)
+            return _in_folder(place, wanted)
         if glob.has_magic(path):
-            return _matching(str(place), suffixes)
+            return _matching(str(place), wanted)
         if place.exists() or place.is_symlink():
             raise _no_file(place)
         raise missing(place)
@@ -77,20 +106,21 @@ def _no_file(place: Path) -> DataError:
     return DataError(f"{place} is not a regular file.", fix="Write the text to a file, and name that.")
 
 
-def _in_folder(folder: Path, suffixes: Suffixes) -> list[tuple[Path, str]]:
+def _in_folder(folder: Path, wanted: Wanted) -> Search:
     shown = sorted((file.relative_to(folder).as_posix(), file) for file in _walk(folder, set()))
-    files = [(file, name) for name, file in shown if suffix_of(name) in suffixes]
+    files = [(file, name) for name, file in shown if wanted.takes(name)]
     if files:
-        return [_checked(file, name) for file, name in files]
+        taken = {name for _, name in files}
+        return Search([_checked(file, name) for file, name in files], [str(file) for name, file in shown if name not in taken])
     known = recognise(folder)
     if known is not None:
         raise DataError(known.instead_of("text"), fix=known.fix)
-    wanted = " ".join(sorted(suffixes))
+    endings = " ".join(sorted(wanted.suffixes))
     common = Counter(suffix_of(name) for name, _ in shown).most_common(1)
     if common:
         pattern = f"{folder}/**/*{common[0][0]}"
-        raise DataError(f"{folder} holds no file that ends in {wanted}.", fix=f"Name its files by a quoted pattern, for example {pattern!r}.")
-    raise DataError(f"{folder} is an empty folder.", fix=f"Put files that end in {wanted} there, or name another folder.")
+        raise DataError(f"{folder} holds no file that ends in {endings}.", fix=f"Name its files by a quoted pattern, for example {pattern!r}.")
+    raise DataError(f"{folder} is an empty folder.", fix=f"Put files that end in {endings} there, or name another folder.")
 
 
 def _checked(file: Path, name: str) -> tuple[Path, str]:
@@ -118,33 +148,37 @@ def _walk(folder: Path, searched: set[str]) -> Iterator[Path]:
                     (linked if entry.is_symlink() else inside).append(place / entry.name)
 
 
-def _matching(pattern: str, suffixes: Suffixes) -> list[tuple[Path, str]]:
+def _matching(pattern: str, wanted: Wanted) -> Search:
     """Return the files that match, whatever they are called, and of folders that do what these are searched for; each once, by its shortest path."""
     _require_listed(pattern)
-    matches = sorted((Path(name) for name in glob.glob(pattern, recursive=True)), key=lambda match: (len(match.parts), match))
+    matching = sorted((Path(name) for name in glob.glob(pattern, recursive=True)), key=lambda match: (len(match.parts), match))
     found: dict[tuple[str, str], tuple[Path, str]] = {}
+    passed_over: dict[tuple[str, str], str] = {}
     searched: set[str] = set()
-    for match in matches:
+    for match in matching:
         if not match.is_dir():
             found.setdefault(_identity(match), _checked(match, match.name))
-    for match in filter(Path.is_dir, matches):
+    for match in filter(Path.is_dir, matching):
         for file in _walk(match, searched):
-            if suffix_of(file.name) in suffixes:
-                found.setdefault(_identity(file), _checked(file, file.relative_to(match).as_posix()))
+            name = file.relative_to(match).as_posix()
+            if wanted.takes(name):
+                found.setdefault(_identity(file), _checked(file, name))
+            else:
+                passed_over[_identity(file)] = str(file)
     if not found:
         raise DataError(f"No file matches {pattern!r}.", fix="Quote the pattern and check it with `ls`; `**` crosses folders.")
-    _require_text([file for file, _ in found.values()], suffixes)
-    return sorted(found.values())
+    _require_text([file for file, _ in found.values()], wanted)
+    return Search(sorted(found.values()), sorted(file for key, file in passed_over.items() if key not in found))
 
 
-def _require_text(files: list[Path], suffixes: Suffixes) -> None:
+def _require_text(files: list[Path], wanted: Wanted) -> None:
     """Refuse files of which each one is known to be no text; some among others are bad documents, which have a rule of their own.
 
     Raises: DataError naming the first and the command that takes it.
     """
     first: Recognised | None = None
     for file in files:
-        known = None if suffix_of(file.name) in suffixes else recognise(file)
+        known = None if suffix_of(file.name) in wanted.suffixes else recognise(file)
         if known is None:
             return
         first = first or known

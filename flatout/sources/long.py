@@ -9,16 +9,18 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from flatout.errors import DataError
-from flatout.sources.encodings import explain
-from flatout.sources.packed import open_bytes, unreadable
+from flatout.sources.encodings import explain, open_utf8
+from flatout.sources.packed import Unread, unreadable
 
 CHUNK_BYTES = 1 << 20
 """Read at a time; a chunk of text has at most so many characters."""
 _BYTE_ORDER_MARK = "\ufeff"
 
 
-class NotUtf8(DataError):
+class NotUtf8(Unread):
     """Bytes that are not UTF-8."""
+
+    reason = "not UTF-8"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,8 @@ class LongText:
     """Its length as UTF-8."""
     sha256: bytes
     """Of its UTF-8."""
+    encoding: str | None = None
+    """That of the file; None for UTF-8."""
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -41,7 +45,7 @@ class LongText:
     def __getitem__(self, place: slice) -> LongText:
         start, stop, _ = place.indices(len(self))
         start, stop = self.start + start, self.start + stop
-        return _measured(self.path, start, _read_again(self.path, start, stop))
+        return _measured(self.path, start, _read_again(self.path, start, stop, self.encoding), self.encoding)
 
     def first_bytes(self, limit: int) -> LongText:
         """Return the longest beginning whose UTF-8 is at most `limit` bytes."""
@@ -59,7 +63,7 @@ class LongText:
 
         Raises: DataError when the file cannot be read on, or is no longer what was measured.
         """
-        return _read_again(self.path, self.start, self.stop)
+        return _read_again(self.path, self.start, self.stop, self.encoding)
 
 
 Text = str | LongText
@@ -74,15 +78,15 @@ def chunks_of(text: Text) -> Iterable[str]:
     return (text[start : start + CHUNK_BYTES] for start in range(0, len(text), CHUNK_BYTES))
 
 
-def measure(path: str) -> LongText:
+def measure(path: str, encoding: str | None = None) -> LongText:
     """Return the text of a file, read once to be measured.
 
-    Raises: NotUtf8; OSError, EOFError or zlib.error when the file cannot be read.
+    Raises: NotUtf8; WrongEncoding; OSError, EOFError or zlib.error when the file cannot be read.
     """
-    return _measured(path, 0, _decoded(path))
+    return _measured(path, 0, _decoded(path, encoding), encoding)
 
 
-def _measured(path: str, start: int, chunks: Iterable[str]) -> LongText:
+def _measured(path: str, start: int, chunks: Iterable[str], encoding: str | None) -> LongText:
     characters = num_bytes = 0
     digest = hashlib.sha256()
     for chunk in chunks:
@@ -90,14 +94,14 @@ def _measured(path: str, start: int, chunks: Iterable[str]) -> LongText:
         characters += len(chunk)
         num_bytes += len(data)
         digest.update(data)
-    return LongText(path, start, start + characters, num_bytes, digest.digest())
+    return LongText(path, start, start + characters, num_bytes, digest.digest(), encoding)
 
 
-def _read_again(path: str, start: int, stop: int) -> Iterator[str]:
+def _read_again(path: str, start: int, stop: int, encoding: str | None) -> Iterator[str]:
     """Yield characters [start, stop) of a file that was measured."""
     place = 0
     try:
-        for chunk in _decoded(path):
+        for chunk in _decoded(path, encoding):
             if place >= stop:
                 return
             yield chunk[max(start - place, 0) : stop - place]
@@ -108,10 +112,10 @@ def _read_again(path: str, start: int, stop: int) -> Iterator[str]:
         raise DataError(f"{path} changed while it was read.", fix="Let nothing write to it, and run the same command again.")
 
 
-def _decoded(path: str) -> Iterator[str]:
+def _decoded(path: str, encoding: str | None) -> Iterator[str]:
     """Yield the text of a file in chunks, less the byte order mark it may begin with."""
     held, offset, mark = b"", 0, _BYTE_ORDER_MARK
-    with open_bytes(path) as file:
+    with open_utf8(path, encoding) as file:
         while True:
             block = file.read(CHUNK_BYTES)
             data = held + block
@@ -125,6 +129,17 @@ def _decoded(path: str) -> Iterator[str]:
             if not block:
                 return
             held, offset = data[used:], offset + used
+
+
+def decoded(data: bytes, path: str) -> str:
+    """Return all the text of a file, less the byte order mark it may begin with.
+
+    Raises: NotUtf8.
+    """
+    try:
+        return data.decode().removeprefix(_BYTE_ORDER_MARK)
+    except UnicodeDecodeError as error:
+        raise not_utf8(path, error.start, data[error.start]) from error
 
 
 def not_utf8(path: str, offset: int, byte: int) -> NotUtf8:

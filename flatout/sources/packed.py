@@ -25,6 +25,13 @@ class Damaged(OSError):
     """Packed bytes that do not unpack; what reads files makes a bad row of it."""
 
 
+class Unread(DataError):
+    """A file that cannot be read on from some place; what reads files makes a bad row of its rest."""
+
+    reason = CANNOT_BE_READ
+    """Under which it is counted."""
+
+
 class NotHandedOut(DataError):
     """A file that the system does not hand out: no fault of the text, so no bad row; another time it may."""
 

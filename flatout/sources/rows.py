@@ -4,31 +4,40 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import IO
 
 from flatout.sources import BadRow, Place, Row
+from flatout.sources.encodings import open_utf8
 from flatout.sources.fields import ROW_BYTES, Fields, document, too_long
 from flatout.sources.long import CHUNK_BYTES, not_utf8
-from flatout.sources.packed import is_packed, open_bytes
+from flatout.sources.packed import is_packed
 
 
-def read_rows(path: str, start: int, end: int, fields: Fields) -> Iterator[Row]:
-    """Yield the rows of a JSONL file that begin in [start, end), all when it is packed; blank lines are no rows."""
-    with open_bytes(path) as file:
-        position = start
+def read_rows(path: str, start: int, end: int, fields: Fields, encoding: str | None = None) -> Iterator[Row]:
+    """Yield the rows of a JSONL file that begin in [start, end), all when it is packed or of another encoding; blank lines are no rows.
+
+    Raises: WrongEncoding.
+    """
+    with open_utf8(path, encoding) as file:
+        position, number = start, 0
         if position > 0:
             file.seek(position - 1)
             position += _pass_line(file) - 1
-        whole = is_packed(path)
+        whole = is_packed(path) or encoding is not None
         while whole or position < end:
             line = file.readline(ROW_BYTES + 1)
             if not line:
                 return
+            number += 1
+            row: Row | None = None
             if len(line) > ROW_BYTES:
-                yield too_long(Place(path, position), ROW_BYTES)
+                row = too_long(Place(path, position), ROW_BYTES)
                 position += 0 if line.endswith(b"\n") else _pass_line(file)
             elif not line.isspace():
-                yield _row(line, path, position, fields)
+                row = _row(line, path, position, fields)
+            if row is not None:  # an offset is one of the file only where that is UTF-8
+                yield row if encoding is None else replace(row, name=f"{path}, line {number}", offset=None)
             position += len(line)
 
 

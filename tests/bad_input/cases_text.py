@@ -16,6 +16,15 @@ def without_zstandard(world: World) -> None:
     world.patch.setitem(sys.modules, "zstandard", None)
 
 
+def without_resiliparse(world: World) -> None:
+    world.write("a.html", "<p>text")
+    world.patch.setitem(sys.modules, "resiliparse.extract.html2text", None)
+
+
+def with_texts(world: World) -> None:
+    world.write("texts/a.txt", "text")
+
+
 CASES = [
     Case("no source", "prepare --out data/new", ("'sources'",), ("flatout prepare book.txt",)),
     Case("a file that is not there", f"prepare bok.txt {NEW}", ("bok.txt",), ("book.txt",)),
@@ -39,16 +48,56 @@ CASES = [
         "bytes that are not UTF-8",
         f"prepare latin.txt {NEW}",
         ("latin.txt", "offset 3", "0xe9", "CP1252"),
-        ("`iconv -f CP1252 -t UTF-8 latin.txt > latin.utf8.txt`",),
+        ("--encoding CP1252",),
         lambda w: w.write("latin.txt", b"caf\xe9 au lait"),
     ),
     Case(
         "text of Windows, with a byte order mark",
         f"prepare notes.txt {NEW}",
         ("notes.txt", "looks like UTF-16"),
-        ("`iconv -f UTF-16 -t UTF-8 notes.txt > notes.utf8.txt`",),
+        ("--encoding UTF-16",),
         lambda w: w.write("notes.txt", "some text".encode("utf-16")),
     ),
+    Case(
+        "an encoding that nothing knows",
+        f"prepare book.txt {NEW} --encoding cp1253x",
+        ("--encoding 'cp1253x'",),
+        ("cp1253",),
+    ),
+    Case(
+        "text in another encoding than the one that is named",
+        f"prepare notes.txt {NEW} --encoding UTF-32",
+        ("notes.txt", "is not utf-32", "offset 0"),
+        ("another --encoding",),
+        lambda w: w.write("notes.txt", "some text".encode("utf-16")),
+    ),
+    Case("a pattern of files to include that fits none", f"prepare texts {NEW} --include '*.py'", ("'*.py'",), ("Quote",), with_texts),
+    Case(
+        "a table without the column",
+        f"prepare odd.csv {NEW}",
+        ("odd.csv, line 2", "'text'"),
+        ("--text-field body",),
+        lambda w: w.write("odd.csv", "id,body\n1,one\n"),
+    ),
+    Case(
+        "a table with a row that is cut short",
+        f"prepare odd.csv {NEW}",
+        ("odd.csv, line 3", "1 columns", "2"),
+        ("--on-bad-row skip",),
+        lambda w: w.write("odd.csv", "id,text\n1,one\n2\n"),
+    ),
+    Case(
+        "JSON that is no list of rows",
+        f"prepare odd.json {NEW}",
+        ("odd.json", "'text'"),
+        ("--text-field",),
+        lambda w: w.write("odd.json", '{"version": 1, "data": [{"text": "one"}]}'),
+    ),
+    Case("JSON that is cut short", f"prepare odd.json {NEW}", ("odd.json", "JSON"), ("Repair",), lambda w: w.write("odd.json", '[{"text": "on')),
+    Case(
+        "a page without the package for it", f"prepare a.html {NEW}", ("a.html", "resiliparse"), ('pip install "flatout[html]"',), without_resiliparse
+    ),
+    Case("a notebook", f"prepare a.ipynb {NEW}", ("a.ipynb", "Jupyter"), ("nbconvert",), lambda w: w.write("a.ipynb", '{"cells": []}')),
     Case(
         "a line that is not JSON", f"prepare bad.jsonl {NEW}", ("bad.jsonl, line 2",), ("--on-bad-row skip",), lambda w: w.write("bad.jsonl", BAD_ROW)
     ),

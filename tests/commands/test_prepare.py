@@ -20,7 +20,7 @@ def book(tmp_path):
 def test_the_result_has_the_fields_of_the_command_line(book, tmp_path):
     result = prepare([str(book)], tmp_path / "out")
     fields = json.loads(result.model_dump_json())
-    assert list(fields) == ["path", "documents", "tokens", "bytes", "seconds", "tokens_per_s", "skipped"]
+    assert list(fields) == ["path", "documents", "tokens", "bytes", "seconds", "tokens_per_s", "skipped", "skipped_by_reason"]
     manifest = Dataset.open(tmp_path / "out").manifest
     assert fields["path"] == str(tmp_path / "out")
     assert (fields["documents"], fields["tokens"], fields["bytes"], fields["skipped"]) == (1, manifest.tokens, 10500, 0)
@@ -38,6 +38,33 @@ def test_the_summary_says_what_was_made(book, tmp_path):
     again = prepare([str(book), str(tmp_path / "empty.txt")], tmp_path / "out", tokenizer="char")
     assert "was there already" in again.summary()
     assert (again.tokens, again.tokens_per_s) == (result.tokens, 0.0)
+
+
+def test_files_that_are_not_read_are_in_the_result_the_summary_and_the_manifest(book, tmp_path):
+    for name in ("a.html", "b.html", "c.py"):
+        (tmp_path / "texts" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "texts" / name).write_text(name)
+    book.rename(tmp_path / "texts" / "book.txt")
+    texts = str(tmp_path / "texts")
+    result = prepare(texts, tmp_path / "out", tokenizer="byte")
+    assert (result.skipped, result.skipped_by_reason) == (3, {".html file": 2, ".py file": 1})
+    assert f"left out: 2 .html file (first: {texts}/a.html)\n  left out: 1 .py file" in result.summary()
+    assert [(one.reason, one.count) for one in Dataset.open(tmp_path / "out").manifest.skipped] == [(".html file", 2), (".py file", 1)]
+    code = prepare(texts, tmp_path / "code", tokenizer="byte", include="*.py", split="tail 0.5", max_documents=1)
+    assert (code.documents, code.skipped_by_reason) == (1, {".html file": 2})
+    assert Dataset.open(tmp_path / "code").manifest.source["include"] == ["*.py"]
+    with pytest.raises(DataError, match=r"include \['\*\.py'\] there, None asked for"):
+        prepare(texts, tmp_path / "code", tokenizer="byte", split="tail 0.5", max_documents=1)
+
+
+def test_the_encoding_is_part_of_what_makes_a_data_set(tmp_path):
+    (tmp_path / "a.txt").write_bytes("café. ".encode("cp1252") * 100)
+    made = prepare(str(tmp_path / "a.txt"), tmp_path / "out", tokenizer="char", encoding="CP1252")
+    assert made.bytes == 700
+    assert Dataset.open(tmp_path / "out").manifest.source["encoding"] == "cp1252"
+    assert prepare(str(tmp_path / "a.txt"), tmp_path / "out", tokenizer="char", encoding="windows-1252").tokens_per_s == 0
+    with pytest.raises(DataError, match="encoding 'cp1252' there, 'cp1251' asked for"):
+        prepare(str(tmp_path / "a.txt"), tmp_path / "out", tokenizer="char", encoding="cp1251")
 
 
 def test_every_option_reaches_the_data_set(tmp_path):

@@ -332,26 +332,45 @@ def test_what_a_checksum_marks_has_no_moment(cards, tmp_path, monkeypatch):
 
 
 def test_a_field_is_refused_where_no_row_has_one(tmp_path):
+    (tmp_path / "rows.txt").write_text('{"body": "a"}\n')
     (tmp_path / "rows.json").write_text('{"body": "a"}\n')
     (tmp_path / "rows.jsonl").write_text('{"body": "a"}\n')
-    with pytest.raises(DataError, match=r"rows\.json holds no rows, so it has no field 'body'\. Fix: .*end in \.jsonl"):
-        open_corpus([str(tmp_path / "rows.json")], text_field="body")
+    with pytest.raises(DataError, match=r"rows\.txt holds no rows, so it has no field 'body'\. Fix: .*end in \.jsonl"):
+        open_corpus([str(tmp_path / "rows.txt")], text_field="body")
     with pytest.raises(DataError, match=r"'synthetic' has no rows, so it has no field 'body'\. Fix: Leave --text-field out"):
         open_corpus(["synthetic:documents=3"], text_field="body")
     assert open_corpus([str(tmp_path / "rows.json"), str(tmp_path / "rows.jsonl")], text_field="body").parts
     assert open_corpus([str(tmp_path / "rows.json")], val=[str(tmp_path / "rows.jsonl")], text_field="body").parts
 
 
-@pytest.mark.parametrize(("text", "told"), [('{"text": "a"}\n{"text": "b"}\n', True), ('{\n"text": "a"}\n', False), ('["a"]', False), ("", False)])
-def test_rows_that_are_read_as_one_text_are_told(tmp_path, text, told):
-    said = []
+class Listener(type(SILENT)):
+    def __init__(self):
+        self.said = []
 
-    class Listener(type(SILENT)):
-        def say(self, line):
-            said.append(line)
+    def say(self, line):
+        self.said.append(line)
 
-    for name in ("a.json", "b.json", "c.txt"):
-        (tmp_path / name).write_text(text)
-    open_corpus([f"{tmp_path}/*"], progress=Listener())
-    assert len(said) == told
-    assert not told or f"{tmp_path}/a.json and 1 more: read as one text." in said[0]
+
+def test_files_of_a_folder_that_are_not_read_are_told(tmp_path):
+    for name in ("a.txt", "a.html", "b.html", "c.PY", "d.html.gz"):
+        (tmp_path / name).write_text("text")
+    listener = Listener()
+    open_corpus([str(tmp_path), "synthetic:documents=3"], progress=listener)
+    assert listener.said == [f"{tmp_path}: 4 of its files are not read: 3 .html, 1 .py. --include '*.html' takes such files too."]
+    listener = Listener()
+    open_corpus([f"{tmp_path}/*.txt"], progress=listener)
+    assert listener.said == []
+
+
+def test_a_pattern_of_files_to_include_fits_some(tmp_path):
+    for name in ("one/a.txt", "two/b.txt", "two/b.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("text")
+    folders = [str(tmp_path / "one"), str(tmp_path / "two")]
+    corpus = open_corpus(folders, include=["*.py"])
+    assert [row.name for part in corpus.parts for row in part.rows()] == [f"{folders[0]}/a.txt", f"{folders[1]}/b.py", f"{folders[1]}/b.txt"]
+    with pytest.raises(DataError, match=r"--include '\*\.pi' fits no file\."):
+        open_corpus(folders, include=["*.py", "*.pi"])
+    for parameters in ({"include": ["*.py"]}, {"encoding": "cp1252"}):
+        with pytest.raises(DataError, match=rf"'synthetic' reads no files of yours.*Leave --{next(iter(parameters))} out"):
+            open_corpus(["synthetic:documents=3"], **parameters)

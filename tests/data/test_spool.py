@@ -31,6 +31,11 @@ ROWS = b'{"text": "one"}\n'
         (gzip.compress(ROWS)[:12], ".txt.gz"),
         (bz2.compress(ROWS), ".jsonl.bz2"),
         (b"PAR1....PAR1", ".parquet"),
+        (b'[\n {"text": "one"}]', ".json"),
+        (b"[Chapter 1]", ".txt"),
+        (b"<!DOCTYPE html>\n<p>one", ".html"),
+        (b'<?xml version="1.0"?>\n<html>', ".html"),
+        (b"<htmlish>", ".txt"),
     ],
 )
 def test_what_it_holds_is_told_by_how_it_begins(tmp_path, data, ending):
@@ -40,6 +45,11 @@ def test_what_it_holds_is_told_by_how_it_begins(tmp_path, data, ending):
     assert path.name.startswith(".stdin-")
     assert "".join(path.suffixes) == ending
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_it_is_looked_at_in_its_encoding(tmp_path):
+    path, _ = spool_standard_input(tmp_path, stream=io.BytesIO(ROWS.decode().encode("utf-16")), encoding="utf-16")
+    assert path.suffix == ".jsonl"
 
 
 def test_it_is_said_what_it_is_read_as(tmp_path):

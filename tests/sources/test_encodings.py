@@ -1,13 +1,15 @@
 import gzip
-import shutil
-import subprocess
+import json
 
 import pytest
 
 from flatout.data.pack import Job
-from flatout.sources import BadRow, parts_of
-from flatout.sources.encodings import encoding_of
+from flatout.errors import DataError
+from flatout.sources import BadRow, Document, parts_of
+from flatout.sources import files as module
+from flatout.sources.encodings import codec_of, encoding_of
 from flatout.sources.files import files
+from flatout.sources.long import LongText, chunks_of
 
 TEXTS = {
     "utf-16": ("Plain English text.\nMore of it.\n", "UTF-16"),
@@ -29,18 +31,83 @@ def bad_row(path):
     return row
 
 
+def documents(path, encoding):
+    rows = [row for part in files(str(path), encoding=codec_of(encoding)) for row in Job(part).rows()]
+    assert all(isinstance(row, Document) for row in rows), rows
+    return rows
+
+
+def texts(path, encoding):
+    return ["".join(chunks_of(row.text)) for row in documents(path, encoding)]
+
+
 @pytest.mark.parametrize("encoding", sorted(TEXTS))
-@pytest.mark.parametrize("name", ["note.txt", "a note.txt"])
-def test_the_encoding_is_named_with_a_command_that_converts_the_file(tmp_path, encoding, name):
+def test_the_encoding_is_named_with_the_option_that_reads_the_file(tmp_path, encoding):
     text, called = TEXTS[encoding]
-    (tmp_path / name).write_bytes(text.encode(encoding))
-    row = bad_row(tmp_path / name)
+    (tmp_path / "note.txt").write_bytes(text.encode(encoding))
+    row = bad_row(tmp_path / "note.txt")
     assert f"it looks like {called}" in row.what
-    if shutil.which("iconv") is None:
-        pytest.skip("iconv is not installed")
-    subprocess.run(["bash", "-c", row.fix.split("`")[1]], check=True, cwd=tmp_path)
-    converted = tmp_path / name.replace(".txt", ".utf8.txt")
-    assert converted.read_text(encoding="utf-8-sig").removeprefix("\ufeff") == text.removeprefix("\ufeff")
+    assert row.fix.startswith(f"Add --encoding {called}, or")
+    assert texts(tmp_path / "note.txt", called) == [text.removeprefix("\ufeff")]
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-32-be", "cp1252", "gb18030", "iso2022_jp"])
+def test_rows_tables_pages_and_packed_and_long_text_are_read_in_the_encoding(tmp_path, monkeypatch, encoding):
+    word = "日本" if encoding in ("gb18030", "iso2022_jp") else "café"
+    values = [f"{number} {word}" for number in range(9)]
+    written = {
+        "a.jsonl": "".join(json.dumps({"text": value}, ensure_ascii=False) + "\n" for value in values),
+        "a.json": json.dumps([{"text": value} for value in values], ensure_ascii=False),
+        "a.csv": "id,text\n" + "".join(f'1,"{value}"\n' for value in values),
+    }
+    monkeypatch.setattr(module, "PART_BYTES", 16)
+    for name, text in written.items():
+        (tmp_path / name).write_bytes(text.encode(encoding))
+        assert texts(tmp_path / name, encoding) == values
+        (tmp_path / f"{name}.gz").write_bytes(gzip.compress(text.encode(encoding)))
+        assert texts(tmp_path / f"{name}.gz", encoding) == values
+    assert [row.place.where() for row in documents(tmp_path / "a.jsonl", encoding)][-1] == f"{tmp_path}/a.jsonl, line 9"
+    long = f"{word}\r\n" * 60_000
+    monkeypatch.setattr(module, "LONG_BYTES", 1000)
+    (tmp_path / "long.txt").write_bytes(long.encode(encoding))
+    (document,) = documents(tmp_path / "long.txt", encoding)
+    assert isinstance(document.text, LongText)
+    assert "".join(document.text[10:100_000].chunks()) == long[10:100_000]
+
+
+def test_a_file_that_is_utf8_stays_so_among_those_that_are_not(tmp_path):
+    (tmp_path / "a.txt").write_bytes("café".encode("cp1252"))
+    (tmp_path / "b.txt").write_bytes("café".encode())
+    (tmp_path / "c.txt").write_bytes(b"plain")
+    assert texts(tmp_path, "cp1252") == ["café", "café", "plain"]
+    (tmp_path / "d.txt").write_bytes("plain".encode("utf-16-le"))
+    assert texts(tmp_path / "d.txt", "utf-16-le") == ["plain"]
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.json", "a.csv"])
+def test_text_that_is_not_in_the_encoding_is_a_bad_row(tmp_path, name):
+    start = {"a.txt": "", "a.jsonl": '{"text": "', "a.json": '[{"text": "', "a.csv": "text\n"}[name].encode()
+    (tmp_path / name).write_bytes(start + b"caf\xe9 \x81")
+    *_, row = [row for part in files(str(tmp_path / name), encoding="cp1252") for row in part.rows()]
+    assert isinstance(row, BadRow)
+    assert row.what == f"is not cp1252: byte 0x81 at offset {len(start) + 5}"
+    assert row.reason == "not in the encoding"
+    assert bool(row.unread_bytes) == (name != "a.txt")
+    (tmp_path / "cut.txt").write_bytes("text".encode("utf-16")[:-1])
+    (row,) = [row for part in files(str(tmp_path / "cut.txt"), encoding="utf-16") for row in part.rows()]
+    assert row.what == "is not utf-16: byte 0x74 at offset 8"
+
+
+def test_an_encoding_has_a_name_that_is_known(parquet, tmp_path):
+    assert [codec_of(name) for name in (None, "UTF-8", "utf8", "UTF-8-SIG", "CP1252", "Latin-1")] == [None] * 4 + ["cp1252", "iso8859-1"]
+    with pytest.raises(DataError, match=r"--encoding 'cp1253x' is not an encoding .* Did you mean cp1253\?"):
+        codec_of("cp1253x")
+    for name in ("base64", "rot13", "", "a\0"):
+        with pytest.raises(DataError, match="is not an encoding that Python knows"):
+            codec_of(name)
+    (tmp_path / "a.parquet").write_bytes(parquet({"text": ["a"]}))
+    with pytest.raises(DataError, match=r"the text in Parquet is always UTF-8\. Fix: Leave --encoding out"):
+        files(str(tmp_path / "a.parquet"), encoding="cp1252")
 
 
 def test_a_byte_far_into_a_file_is_looked_at_where_it_is(tmp_path):
@@ -49,18 +116,11 @@ def test_a_byte_far_into_a_file_is_looked_at_where_it_is(tmp_path):
     assert encoding_of(str(tmp_path / "long.txt"), 120_001) == "CP1252"
 
 
-def test_packed_text_is_to_be_unpacked_first(tmp_path):
-    (tmp_path / "a.txt.gz").write_bytes(gzip.compress("Käfer fliegen über das Land. ".encode("cp1252") * 20))
-    row = bad_row(tmp_path / "a.txt.gz")
-    assert "it looks like CP1252" in row.what
-    assert row.fix.startswith("Unpack it, convert it with `iconv -f CP1252")
-
-
 def test_what_is_no_text_is_not_converted(tmp_path):
     (tmp_path / "a.txt").write_bytes(bytes(range(256)) * 20)
     row = bad_row(tmp_path / "a.txt")
     assert "it looks like a binary file" in row.what
-    assert "iconv" not in row.fix
+    assert "--encoding" not in row.fix
 
 
 def test_tokens_among_texts_are_named(tmp_path):

@@ -43,7 +43,35 @@ def test_a_folder_is_read_recursively_in_sorted_order(tmp_path):
     for name in ("b.txt", "a/z.md", "a/b/c.rst", "rows.jsonl", ".hidden/x.txt", ".secret.txt", "picture.png"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text('{"text": "row"}' if name.endswith("jsonl") else name)
-    assert texts(tmp_path) == ["a/b/c.rst", "a/z.md", "b.txt", "row"]
+    left_out, *documents = rows(tmp_path)
+    assert [row.text for row in documents] == ["a/b/c.rst", "a/z.md", "b.txt", "row"]
+    assert left_out == LeftOut(".png file", str(tmp_path / "picture.png"))
+
+
+def test_files_of_a_folder_that_are_not_read_are_counted_by_their_endings_and_change_nothing_else(tmp_path):
+    (tmp_path / "a.txt").write_text("a")
+    (before,) = files.files(str(tmp_path))
+    for number in range(25):
+        (tmp_path / f"{number:02d}.HTML").write_text("<p>page")
+    for name in ("x.py", "y.py.gz", "Makefile"):
+        (tmp_path / name).write_text(name)
+    (part,) = files.files(str(tmp_path))
+    assert (part.fingerprint, part.num_bytes, files.files_of(part)) == (before.fingerprint, before.num_bytes, files.files_of(before))
+    left_out = [row for row in part.rows() if isinstance(row, LeftOut)]
+    assert list(left_out) == list(files.passed_over_in([part]))
+    assert [row.reason for row in left_out] == [".html file"] * 10 + [".py file"] * 2 + ["file without an ending"]
+    assert sum(row.count for row in left_out) == 28
+    (tmp_path / "y.py.gz").write_bytes(gzip.compress(b"y"))
+    assert [row.text for row in rows(tmp_path, include=["*.py"]) if isinstance(row, Document)] == ["a", "x.py", "y"]
+
+
+@pytest.mark.parametrize("name", ["a.ipynb", "a.rtf", "a.RTF", "a.pdf", "a.docx"])
+def test_documents_of_other_programs_are_refused_with_what_makes_text_of_them(tmp_path, name):
+    (tmp_path / name).write_text('{"cells": []}')
+    (tmp_path / "b.log").write_text("text")
+    bad, text = rows(f"{tmp_path}/*")
+    assert re.search(rf"{name} is an? .*, not text\. Fix: Make text of it, for example with `", str(bad.error))
+    assert text.text == "text"
 
 
 def test_a_glob_takes_any_file_it_matches(tmp_path):

@@ -5,9 +5,9 @@ import pytest
 
 from flatout.errors import DataError
 from flatout.sources.files import files, find_files
-from flatout.sources.local import expanded, find_local
+from flatout.sources.local import Wanted, expanded, find_local, matches
 
-SUFFIXES = frozenset({".txt"})
+WANTED = Wanted(frozenset({".txt"}))
 
 
 def write(root, *names):
@@ -17,7 +17,7 @@ def write(root, *names):
 
 
 def found(path):
-    return [(str(file), name) for file, name in find_local(str(path), SUFFIXES)]
+    return [(str(file), name) for file, name in find_local(str(path), WANTED).files]
 
 
 def names(path):
@@ -97,7 +97,37 @@ def test_a_pattern_takes_the_files_of_folders_that_match_too(tmp_path):
     assert names(f"{tmp_path}/texts/*") == ["a.txt", "b.py", "c.txt", "deep/f.txt"]
     assert names(f"{tmp_path}/texts/s*") == ["c.txt", "deep/f.txt"]
     assert [Path(file).name for file, _ in found(f"{tmp_path}/texts/**")] == ["a.txt", "b.py", "c.txt", "d.py", "f.txt"]
-    assert [Path(file.path).name for file in find_files(f"{tmp_path}/texts/**/*.py")] == ["b.py", "d.py"]
+    assert [Path(file.path).name for file in find_files(f"{tmp_path}/texts/**/*.py")[0]] == ["b.py", "d.py"]
+
+
+def test_files_of_a_folder_that_are_not_read_are_listed(tmp_path):
+    write(tmp_path, "texts/a.txt", "texts/b.py", "texts/sub/c.txt", "texts/sub/d.py", "texts/sub/.e.py")
+    folder = tmp_path / "texts"
+    assert find_local(str(folder), WANTED).passed_over == [f"{folder}/b.py", f"{folder}/sub/d.py"]
+    assert find_local(f"{folder}/*", WANTED).passed_over == [f"{folder}/sub/d.py"]
+    assert find_local(f"{folder}/**", WANTED).passed_over == []
+    taken, passed_over = find_local(str(folder), Wanted(WANTED.suffixes, ("sub/*.py",)))
+    assert [name for _, name in taken] == ["a.txt", "sub/c.txt", "sub/d.py"]
+    assert passed_over == [f"{folder}/b.py"]
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern", "fits"),
+    [
+        ("a.py", "*.py", True),
+        ("x/a.py", "*.py", True),
+        ("x/a.py.gz", "*.py", True),
+        ("x/a.py.gz", "*.py.gz", True),
+        ("x/a.py", "x/*.py", True),
+        ("y/x/a.py", "x/*.py", True),
+        ("xx/a.py", "x/*.py", False),
+        ("a.pyc", "*.py", False),
+        ("a.py", "py", False),
+        ("docs/Makefile", "Makefile", True),
+    ],
+)
+def test_a_pattern_fits_the_end_of_a_path(name, pattern, fits):
+    assert matches(name, pattern) == fits
 
 
 def test_what_is_named_as_text_but_is_no_file_is_named(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 
 from flatout.data.prepare import Options, prepare_dataset
 from flatout.errors import DataError, MissingPackage
-from flatout.sources import files, remote
+from flatout.sources import LeftOut, files, remote
 from flatout.sources.remote import RemoteFile, Unreachable, find_remote, is_address, locate, name_of, open_remote, protocol_of
 
 CONTENT = bytes(range(256)) * 400
@@ -28,7 +28,7 @@ def small_blocks(monkeypatch):
 
 
 def texts(address, **parameters):
-    return [row.text for part in files.files(address, **parameters) for row in part.rows()]
+    return [row.text for part in files.files(address, **parameters) for row in part.rows() if not isinstance(row, LeftOut)]
 
 
 def test_what_is_an_address():
@@ -175,6 +175,8 @@ def test_folders_and_patterns_at_an_address_are_read_in_sorted_order(memory):
     assert texts("memory://data") == ["a/b/c.txt.gz", "a/z.md", "b.txt"]
     assert texts("memory://data/**/*.txt*") == [".hidden/x.txt", "a/.secret.txt", "a/b/c.txt.gz", "b.txt"]
     assert texts("memory://data/*.png") == ["picture.png"]
+    assert texts("memory://data", include=["*.png"])[-1] == "picture.png"
+    assert [(one.reason, one.name) for one in files.passed_over_in(files.files("memory://data"))] == [(".png file", "memory://data/picture.png")]
     with pytest.raises(DataError, match=r"No file matches memory://data/\*\.c"):
         texts("memory://data/*.c")
     with pytest.raises(DataError, match="There is nothing at memory://nowhere"):

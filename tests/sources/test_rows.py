@@ -46,7 +46,7 @@ def test_no_more_of_a_row_is_held_than_it_may_be_long(tmp_path, monkeypatch):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "' + b"x" * 88 + b'"}' + b"x" * 20_000 + b"\n" + b'{"text": "' + b"x" * 87 + b'"}\n')
     asked = []
-    opened = rows.open_bytes
+    opened = rows.open_utf8
 
     class Counting:
         def __init__(self, file):
@@ -65,7 +65,7 @@ def test_no_more_of_a_row_is_held_than_it_may_be_long(tmp_path, monkeypatch):
         def __exit__(self, *error):
             self._file.close()
 
-    monkeypatch.setattr(rows, "open_bytes", lambda path: Counting(opened(path)))
+    monkeypatch.setattr(rows, "open_utf8", lambda path, encoding: Counting(opened(path, encoding)))
     for start in (0, 50):
         found = list(read_rows(str(path), start, 99_999, Fields()))
         assert [getattr(row, "text", "bad") for row in found] == ["bad", "x" * 87][start > 0 :]

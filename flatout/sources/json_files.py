@@ -1,0 +1,102 @@
+"""JSON: the objects of an array, or one after the other, are rows; a file that holds one object is one row."""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Iterator
+from typing import IO, Any
+
+from flatout.sources import Row
+from flatout.sources.encodings import open_utf8
+from flatout.sources.fields import ROW_BYTES, Fields, document
+from flatout.sources.long import CHUNK_BYTES, not_utf8
+from flatout.sources.packed import Unread
+
+JSON_SUFFIXES = frozenset({".json"})
+_BYTE_ORDER_MARK = "\ufeff"
+_FIX = "Repair the file; --on-bad-row skip leaves out what cannot be read."
+
+
+def read_json(path: str, fields: Fields, encoding: str | None) -> Iterator[Row]:
+    """Yield the rows of a JSON file, which is read in pieces whatever its length.
+
+    Raises: Unread when the rest cannot be read, WrongEncoding among them.
+    """
+    with open_utf8(path, encoding) as file:
+        for number, value in enumerate(_Json(path, file).values(), 1):
+            yield document(value, fields, f"{path}, value {number}")
+
+
+class _Json:
+    """Text of which as much is held as one value takes."""
+
+    def __init__(self, path: str, file: IO[bytes]) -> None:
+        self._path = path
+        self._file = file
+        self._decoder = codecs.getincrementaldecoder("utf-8")()
+        self._offset = 0
+        self._text = ""
+        self._place = 0
+        """Where in the text the next value begins."""
+        self._ended = False
+
+    def values(self) -> Iterator[Any]:
+        """Yield what the array holds, or what the file does where it does not begin with one."""
+        if self._next() != "[":
+            while self._next():
+                yield self._value()
+            return
+        self._place += 1
+        if self._next() != "]":
+            yield self._value()
+            while self._next() == ",":
+                self._place += 1
+                yield self._value()
+        if self._next() != "]":
+            raise self._broken("a value of the array is followed by neither ',' nor ']'")
+        self._place += 1
+        if self._next():
+            raise self._broken("there is more after the array")
+
+    def _more(self) -> None:
+        """Read another piece."""
+        block = self._file.read(CHUNK_BYTES)
+        self._ended = not block
+        held = self._decoder.getstate()[0]
+        try:
+            read = self._decoder.decode(block, self._ended)
+        except UnicodeDecodeError as error:
+            raise not_utf8(self._path, self._offset - len(held) + error.start, (held + block)[error.start]) from error
+        self._text = self._text[self._place :] + read
+        self._offset += len(block)
+        self._place = 0
+
+    def _next(self) -> str:
+        """Pass spaces, and return the character after them; nothing at the end."""
+        while True:
+            while (character := self._text[self._place : self._place + 1]).isspace() or character == _BYTE_ORDER_MARK:
+                self._place += 1
+            if character or self._ended:
+                return character
+            self._more()
+
+    def _value(self) -> Any:
+        self._next()
+        while True:
+            try:
+                value, end = json.JSONDecoder().raw_decode(self._text, self._place)
+                if self._ended or end < len(self._text):  # else a number may go on
+                    self._place = end
+                    return value
+            except RecursionError as error:
+                raise self._broken("it is nested too deeply") from error
+            except ValueError as error:
+                if self._ended:
+                    raise self._broken(error.msg if isinstance(error, json.JSONDecodeError) else str(error)) from error
+            if len(self._text) - self._place > ROW_BYTES:
+                raise self._broken(f"a value is longer than {ROW_BYTES >> 20} MiB, or does not end")
+            self._more()
+
+    def _broken(self, why: str) -> Unread:
+        return Unread(f"{self._path} cannot be read on as JSON: {why}.", fix=_FIX)

@@ -1,0 +1,105 @@
+"""CSV and TSV: a row a document, its fields named by the first row."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import chain
+from typing import IO
+
+from flatout.sources import BadRow, Row
+from flatout.sources.encodings import open_utf8
+from flatout.sources.fields import ROW_BYTES, Fields, document
+from flatout.sources.long import not_utf8
+from flatout.sources.packed import Unread
+
+_DELIMITERS = {".csv": ",;\t|", ".tsv": "\t,;|"}
+"""What may separate columns, by the ending of the name: the one that gives the first row most columns, the first of equals."""
+TABLE_SUFFIXES = frozenset(_DELIMITERS)
+
+
+def read_table(path: str, suffix: str, fields: Fields, encoding: str | None) -> Iterator[Row]:
+    """Yield the rows of a table; blank lines are no rows.
+
+    Raises: Unread when the rest cannot be read, WrongEncoding among them.
+    """
+    csv.field_size_limit(max(csv.field_size_limit(), ROW_BYTES))
+    with open_utf8(path, encoding) as file:
+        lines = _Lines(path, file)
+        first = next((line for line in lines if not line.isspace()), "")
+        if lines.fault is not None:
+            raise not_utf8(path, *lines.fault)
+        delimiter = max(_DELIMITERS[suffix], key=lambda delimiter: len(next(csv.reader([first], delimiter=delimiter), [])))
+        rows = csv.reader(chain([first], lines), delimiter=delimiter, strict=True)
+        header = _header(rows, lines, path)
+        while (row := _next(rows, lines, path)) is not None:
+            place = f"{path}, line {lines.first}"
+            if isinstance(row, BadRow):
+                yield row
+            elif lines.fault is not None:
+                yield replace(BadRow.of(not_utf8(path, *lines.fault), "not UTF-8", path), name=place)
+            elif row and len(row) != len(header):
+                yield _bad(f"has {len(row)} columns where the first row has {len(header)}", place)
+            elif row:
+                yield document(dict(zip(header, row, strict=True)), fields, place)
+
+
+def _header(rows: Iterator[list[str]], lines: _Lines, path: str) -> list[str]:
+    row = _next(rows, lines, path)
+    if isinstance(row, BadRow):
+        raise Unread(f"{path} {row.what}.", fix="Check that the first row names the columns.")
+    return [name.strip() for name in row or []]
+
+
+def _next(rows: Iterator[list[str]], lines: _Lines, path: str) -> list[str] | BadRow | None:
+    """Return the next row, and let `lines` count from its first line; None at the end."""
+    lines.begin_row()
+    try:
+        return next(rows, None)
+    except csv.Error as error:
+        several = lines.number > lines.first  # a quote that nothing closes takes the rows after it along
+        return _bad(f"is not CSV: {error}", f"{path}, line {lines.first}", unread_bytes=lines.row_bytes if several else 0)
+
+
+def _bad(what: str, place: str, *, unread_bytes: int = 0) -> BadRow:
+    return BadRow(what, "Repair the row, or skip such rows with --on-bad-row skip.", "not CSV", place, unread_bytes=unread_bytes)
+
+
+class _Lines:
+    """The lines of a file, counted."""
+
+    def __init__(self, path: str, file: IO[bytes]) -> None:
+        self._path = path
+        self._file = file
+        self._offset = 0
+        self.number = 0
+        """Of the line that was read last, counted from 1."""
+        self.begin_row()
+
+    def begin_row(self) -> None:
+        """Let what is told of a row be of the one that begins in the next line."""
+        self.first = self.number + 1
+        """The row's first line."""
+        self.row_bytes = 0
+        """How long it is, as far as it was read."""
+        self.fault: tuple[int, int] | None = None
+        """Offset and value of its first byte that is not UTF-8."""
+
+    def __iter__(self) -> _Lines:
+        return self
+
+    def __next__(self) -> str:
+        line = self._file.readline(ROW_BYTES + 1)
+        if not line:
+            raise StopIteration
+        self.number += 1
+        if len(line) > ROW_BYTES:
+            raise Unread(f"{self._path}, line {self.number} is longer than {ROW_BYTES >> 20} MiB.", fix="Check that the file is a table.")
+        start, self._offset = self._offset, self._offset + len(line)
+        self.row_bytes += len(line)
+        try:
+            return line.decode("utf-8-sig" if start == 0 else "utf-8")
+        except UnicodeDecodeError as error:
+            self.fault = self.fault or (start + error.start, line[error.start])
+            return line.decode(errors="replace")
