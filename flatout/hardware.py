@@ -213,6 +213,8 @@ def fingerprint(device: str = "cpu") -> dict[str, str | int]:
     return found
 
 
+ASSUMED_MFU = 0.3
+"""Share of the peak that a run is assumed to reach when its length is guessed."""
 ROOF_DTYPES = ("fp32", "tf32", "fp16", "bf16")
 
 

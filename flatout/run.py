@@ -20,7 +20,7 @@ from flatout.data.mix import MixedDataset, parts_of
 from flatout.data.shards import Dataset
 from flatout.data.steps import FeedPlan
 from flatout.errors import ConfigError, HardwareError
-from flatout.hardware import Machine, Peak, peak_tflops
+from flatout.hardware import ASSUMED_MFU, Machine, Peak, peak_tflops
 from flatout.memory import Workload
 from flatout.models.language_model import LanguageModel
 from flatout.ops import Ops, scan
@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 
 DEFAULT_TOKENS_PER_STEP = 65_536
 """Tokens per optimiser step where a configuration states none of the three batch keys."""
-ASSUMED_MFU = 0.3
-"""Share of the peak that a run is assumed to reach when its length in minutes is guessed for the table of `auto`."""
 
 
 known_peak = functools.cache(peak_tflops)

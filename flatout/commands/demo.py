@@ -22,6 +22,7 @@ from flatout.config import RunConfig, load_config
 from flatout.errors import CheckpointError, ConfigError, DataError, UntrustedCode
 from flatout.progress import SILENT, Progress
 from flatout.recognised import recognise, require_local
+from flatout.recommended import MOST_EPOCHS
 from flatout.sources.encodings import OR_SKIP
 from flatout.sources.local import missing
 
@@ -34,8 +35,6 @@ LARGE_TEXT = 1_500_000
 """Bytes from which a vocabulary is trained; a shorter text is read by characters."""
 MOST_TEXT = {"cpu": 16_000_000, "cuda": 200_000_000}
 """Bytes of a user's file that a demo reads: more than it can train on."""
-MOST_EPOCHS = 15
-"""Passes over the text after which more training only learns it by heart."""
 LEAST_STEPS = 20
 USED_SHARE = 0.95
 """Share of the time that steps and evaluations may take; the rest is for saves and samples."""
@@ -82,7 +81,7 @@ def _next(run: str, width: int) -> str:
         "more of its writing": f"flatout generate {run} --num-samples 3",
         "its scores": f"flatout eval {run}",
         "every curve": f"tensorboard --logdir {run}",
-        "a text of your own": "flatout demo FILE",
+        "a recipe for a text": "flatout prepare FILE --out DATA; flatout inspect DATA",
     }
     beside = [f"  {what:<22}{command}" for what, command in steps.items()]
     if max(map(len, beside)) <= width:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -16,7 +17,9 @@ from flatout.data.fetch import open_place
 from flatout.data.manifest import MANIFEST, Manifest
 from flatout.data.shards import Dataset, Split
 from flatout.data.tokenizer import Tokenizer
+from flatout.hardware import probe
 from flatout.progress import SILENT, Progress
+from flatout.recommended import recommend
 from flatout.sources.remote import is_address
 
 BAR_WIDTH = 40
@@ -95,9 +98,16 @@ def inspect(
         "special_tokens": _special_tokens(dataset.tokenizer),
         "skipped": {entry.reason: entry.count for entry in dataset.manifest.skipped},
         "skipped_first": {entry.reason: list(entry.first) for entry in dataset.manifest.skipped},
+        "recipe": _recipe(dataset),
         "beginning": _beginning(dataset, tokens),
     }
     return InspectResult(path=dataset.place, items=[Fact(name=name, value=value) for name, value in facts.items()])
+
+
+def _recipe(dataset: Dataset) -> dict[str, Any] | str:
+    """Return a run to begin with on this machine."""
+    found = recommend(dataset.place, dataset.manifest.splits["train"].tokens, dataset.manifest.vocab_size, probe())
+    return "too little text to train on: prepare a few kilobytes or more" if found is None else asdict(found)
 
 
 def _whereabouts(dataset: Dataset) -> dict[str, Any]:

@@ -39,6 +39,7 @@ HOUSE = (
     "generate",
     "measure",
     "terminal",
+    "recommended",
     "commands",
     "flatout",
     "cli",
