@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import sys
 import xml.etree.ElementTree as ElementTree
 
 import pytest
@@ -358,7 +359,7 @@ def test_the_order_changes_and_neighbours_stay_neighbours():
 
 
 def test_a_speedup_that_breaks_its_promise_is_caught_for_real(tiny_config, tmp_path, monkeypatch):
-    """End to end, three processes: a loss that is a little off, promised to be exact."""
+    """Real trials, in this process (tests of the trial start one of their own): a loss that is a little off, promised to be exact."""
     (tmp_path / "alittleoff.py").write_text(
         "from flatout.ops.cross_entropy import fused\n"
         "from flatout.recipe import Promise, Speedup\n"
@@ -377,9 +378,10 @@ def test_a_speedup_that_breaks_its_promise_is_caught_for_real(tiny_config, tmp_p
     assert rows["+ prefetch"].promise_kept is True
     assert "**exact BROKEN**" in (place / "table.md").read_text()
     assert not (tmp_path / "runs").exists()
+    sys.modules.pop("alittleoff")
 
 
-def quick(spec, timeout_s):
-    from flatout.measure.trial import run_trial
+def quick(spec, _timeout_s):
+    from flatout.measure.trial import measured
 
-    return run_trial(spec.model_copy(update={"seconds": 0.02, "warmup_s": 0.1}), timeout_s)
+    return measured(spec.model_copy(update={"seconds": 0.02, "warmup_s": 0.1}))
