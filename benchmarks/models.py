@@ -1,0 +1,298 @@
+"""Which model to choose: a transformer and an eigenstate network of equal size, trained on equal tokens, by the length of a sequence.
+
+    OMP_NUM_THREADS=1 python benchmarks/models.py --part loss --text shakespeare.txt
+    python benchmarks/models.py --part speed --text shakespeare.txt
+
+Both models have 0.8 M parameters (4 layers, d 128; the eigenstates fill up to what attention takes), and every step sees 4,096 tokens
+of characters, whatever the length. The learning rate of each model with each optimizer is tuned at one length, on a seed of its own,
+over a grid of factors of two that grows while the best rate is at its edge; that rate is then used at every length, with other seeds.
+At the longest length half and twice the rate are tried too, to see whether the choice carries over.
+
+`loss` compares validation losses: the machine may be busy. It takes about 40 minutes of one core. Each run is written to
+WORK/models.jsonl as it ends, and the same code does not run it again. `speed` times training steps of 16,384 tokens in fresh processes,
+turn by turn, with the memory that a process takes at most beyond what it had before its first step: nothing else may run meanwhile.
+Each part writes its own section of benchmarks/results/models.json, and models.md from both, after every run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from main_job import RESULTS, spread
+from optimisers import built, code_state, trained
+
+from flatout import Dataset, load_config, prepare
+from flatout.config import RunConfig
+from flatout.hardware import probe
+from flatout.training.metrics import GIB, process_peak_bytes
+from flatout.training.step import train_step
+
+SHARED = {"model.num_layers": 4, "model.d_model": 128, "train.device": "cpu", "schedule.warmup": 0.05, "speedups": "auto,-compile"}
+"""What all runs share; the rest are the defaults of flatout/config.py."""
+SHAPES: dict[str, dict[str, Any]] = {
+    "transformer": {"model.kind": "transformer", "model.num_heads": 2, "model.activation": "relu2", "model.qk_norm": True},
+    "eigenstate": {"model.kind": "eigenstate", "model.num_heads": 4, "model.num_eigenstates": 92, "model.chunk_size": 32},
+}
+TOKENS_PER_STEP, STEPS = 4096, 200
+LENGTHS = (256, 1024, 4096)
+TUNED_AT, TUNING_SEED = 1024, 1000
+RATES = {"muon": (4e-3, 8e-3, 16e-3), "adamw": (2e-3, 4e-3, 8e-3)}
+"""Learning rates tried first; more, by factors of two, while the best is the first or the last."""
+TITLES = {"muon": "Muon", "adamw": "AdamW"}
+OPTIMIZERS: dict[str, dict[str, Any]] = {"muon": {"optim.momentum": 0.9}, "adamw": {"optim.betas": [0.9, 0.99]}}
+SEEDS: dict[str, tuple[tuple[int, int], ...]] = {
+    "muon": ((1024, 1), (4096, 1), (256, 1), (1024, 2), (4096, 2), (256, 2), (1024, 3)),
+    "adamw": ((1024, 1), (1024, 2)),
+}
+"""Lengths and seeds that run with the tuned rate, in this order."""
+SPEED_LENGTHS = (256, 1024, 4096, 16384)
+SPEED_TOKENS = 16384
+"""Tokens of a timed step, in one micro-batch."""
+TIMED_S, MOST_TIMED = 2.0, 8
+"""Steps are timed until so much time has passed: at least two, and at most this many."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One training run."""
+
+    model: str
+    optimizer: str
+    lr: float
+    seq_len: int
+    seed: int
+
+
+Run = Callable[[Trial], dict[str, Any]]
+"""Returns the run's row: the trial and what came of it."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", choices=("loss", "speed"), required=True, help="speed takes a machine that does nothing else")
+    parser.add_argument("--text", type=Path, required=True, help="the text that the data set card `shakespeare` names")
+    parser.add_argument("--rounds", type=int, default=4, help="times that every timing is repeated")
+    parser.add_argument("--work", type=Path, default=Path("data/models"), help="folder for the prepared data and the runs that are done")
+    parser.add_argument("--timed", nargs=2, metavar=("MODEL", "LENGTH"), help="time this in this process and print the figures")
+    arguments = parser.parse_args()
+    prepare(str(arguments.text), arguments.work / "characters", tokenizer="char", workers=1)
+    dataset = Dataset.open(arguments.work / "characters")
+    if arguments.timed:
+        print(json.dumps(timed(arguments.timed[0], int(arguments.timed[1]), dataset)))
+        return
+    if arguments.part == "loss":
+        torch.set_num_threads(1)
+        measure_loss(dataset, arguments.work / "models.jsonl")
+    else:
+        words = [sys.executable, __file__, "--part", "speed", "--text", str(arguments.text), "--work", str(arguments.work)]
+        measure_speed(words, arguments.rounds, arguments.work / "models.jsonl")
+    print((RESULTS / "models.md").read_text())
+
+
+def keep(part: str, found: dict[str, Any]) -> None:
+    """Write a part's figures so far beside those of the other part."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / "models.json"
+    whole = json.loads(path.read_text()) if path.exists() else {}
+    facts = {"machine": probe().describe(), "commit": code_state(), "torch": torch.__version__, "threads": torch.get_num_threads()}
+    whole[part] = facts | found
+    path.write_text(json.dumps(whole, indent=1) + "\n")
+    (RESULTS / "models.md").write_text(table(whole))
+
+
+def remembered(key: dict[str, Any], cache: Path, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return what came of a run: from the cache when this code has run it before, else it runs now and is written there."""
+    key = {**key, "shared": SHARED, "shapes": SHAPES, "code": code_state()}
+    for text in cache.read_text().splitlines() if cache.exists() else ():
+        if (known := json.loads(text))["key"] == json.loads(json.dumps(key)):
+            return known["found"]
+    found = run()
+    with cache.open("a") as file:
+        file.write(json.dumps({"key": key, "found": found}) + "\n")
+    return found
+
+
+def configured(trial: Trial, dataset: Dataset) -> RunConfig:
+    """Return the whole configuration of a training run."""
+    optim = {"optim.kind": trial.optimizer, "optim.lr": trial.lr, **OPTIMIZERS[trial.optimizer]}
+    length = {"data.seq_len": trial.seq_len, "batch.tokens_per_step": TOKENS_PER_STEP, "train.steps": STEPS, "train.seed": trial.seed}
+    return load_config().with_values({**SHARED, **SHAPES[trial.model], **optim, **length, "data.path": str(dataset.path)})
+
+
+def measure_loss(dataset: Dataset, cache: Path) -> None:
+    """Tune, then run the seeds; the figures so far are written after every run."""
+    rows: list[dict[str, Any]] = []
+
+    def run(trial: Trial) -> dict[str, Any]:
+        asked = {**asdict(trial), **OPTIMIZERS[trial.optimizer], "steps": STEPS, "tokens_per_step": TOKENS_PER_STEP}
+        row = asdict(trial) | remembered(asked, cache, lambda: fitted(trial, dataset))
+        if row not in rows:
+            rows.append(row)
+            print(row, file=sys.stderr, flush=True)
+            keep("loss", {"steps": STEPS, "tokens_per_step": TOKENS_PER_STEP, "tuned_at": TUNED_AT, "tuning_seed": TUNING_SEED, "runs": rows})
+        return row
+
+    best = {}
+    for optimizer, runs in SEEDS.items():
+        best |= {(model, optimizer): tuned(model, optimizer, run) for model in SHAPES}
+        for seq_len, seed in runs:
+            for model in SHAPES:
+                run(Trial(model, optimizer, best[model, optimizer], seq_len, seed))
+    for model in SHAPES:
+        for factor in (0.5, 2.0):
+            run(Trial(model, "muon", best[model, "muon"] * factor, LENGTHS[-1], 1))
+
+
+def fitted(trial: Trial, dataset: Dataset) -> dict[str, Any]:
+    """Train a run to its end; return its size and its losses."""
+    run = built(configured(trial, dataset), dataset)
+    parameters = sum(parameter.numel() for parameter in run.core.parameters())
+    return {"parameters": parameters, **trained(run, None)}
+
+
+def tuned(model: str, optimizer: str, run: Run) -> float:
+    """Return the learning rate that ends lowest on the tuning seed, from a grid that reaches beyond it on both sides."""
+    first = Trial(model, optimizer, 0.0, TUNED_AT, TUNING_SEED)
+    losses = {rate: loss_of(run(replace(first, lr=rate))) for rate in RATES[optimizer]}
+    while True:
+        best = min(losses, key=losses.__getitem__)
+        if min(losses) < best < max(losses):
+            return best
+        rate = best / 2 if best == min(losses) else best * 2
+        losses[rate] = loss_of(run(replace(first, lr=rate)))
+
+
+def loss_of(row: dict[str, Any]) -> float:
+    """Return the validation loss of a run; one that diverged ended nowhere."""
+    return math.inf if row["val_loss"] is None else float(row["val_loss"])
+
+
+def measure_speed(words: list[str], rounds: int, cache: Path) -> None:
+    """Time both models at every length, turn by turn in fresh processes; the figures so far are written after every one."""
+    rows: list[dict[str, Any]] = []
+    for number, seq_len in itertools.product(range(rounds), SPEED_LENGTHS):
+        for model in list(SHAPES)[:: -1 if number % 2 else 1]:
+            asked = {"model": model, "seq_len": seq_len, "round": number, "tokens": SPEED_TOKENS, "threads": torch.get_num_threads()}
+            rows.append(asked | remembered(asked, cache, partial(in_a_process, [*words, "--timed", model, str(seq_len)])))
+            print(rows[-1], file=sys.stderr, flush=True)
+            keep("speed", {"tokens": SPEED_TOKENS, "rounds": number + 1, "rows": rows})
+
+
+def in_a_process(command: list[str]) -> dict[str, Any]:
+    """Return what a command prints as its last line, JSON."""
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+
+
+def timed(model: str, seq_len: int, dataset: Dataset) -> dict[str, Any]:
+    """Return the rate of training in this process, and the memory that it took."""
+    batch = {"data.seq_len": seq_len, "batch.tokens_per_step": SPEED_TOKENS, "batch.rows_per_device": SPEED_TOKENS // seq_len}
+    config = configured(Trial(model, "muon", 4e-3, seq_len, 1), dataset).with_values(batch)
+    run = built(config, dataset)
+    before = psutil.Process().memory_info().rss
+    train_step(run, next(run.feed))
+    seconds: list[float] = []
+    while len(seconds) < 2 or (sum(seconds) < TIMED_S and len(seconds) < MOST_TIMED):
+        batch_of_step = next(run.feed)
+        began = time.perf_counter()
+        float(train_step(run, batch_of_step).loss)
+        seconds.append(time.perf_counter() - began)
+    run.feed.close()
+    return {"tokens_per_s": SPEED_TOKENS / statistics.median(seconds), "steps": len(seconds), "gib": (process_peak_bytes() - before) / GIB}
+
+
+def table(whole: dict[str, Any]) -> str:
+    """Return the figures as Markdown."""
+    return "\n".join(text for part, write in (("loss", loss_table), ("speed", speed_table)) if part in whole for text in write(whole[part])) + "\n"
+
+
+def loss_table(found: dict[str, Any]) -> list[str]:
+    """Return the lines about losses: the seeds at the tuned rate, and what lies beside that rate."""
+    runs = found["runs"]
+    best = best_rates(runs, found["tuning_seed"])
+    lines = ["| validation loss, by seed | transformer | eigenstate | eigenstate less transformer, mean |", "|---|---|---|---|"]
+    for optimizer, seq_len in itertools.product(OPTIMIZERS, LENGTHS):
+        losses: dict[str, dict[int, float]] = {model: {} for model in SHAPES}
+        for row in runs:
+            is_tuned = row["lr"] == best[row["model"], row["optimizer"]] and row["seed"] != found["tuning_seed"]
+            if is_tuned and (row["optimizer"], row["seq_len"]) == (optimizer, seq_len):
+                losses[row["model"]][row["seed"]] = loss_of(row)
+        seeds = sorted(set.intersection(*(set(each) for each in losses.values())))
+        if seeds:
+            cells = [", ".join(f"{each[seed]:.3f}" for seed in seeds) for each in losses.values()]
+            apart = statistics.fmean(losses["eigenstate"][seed] - losses["transformer"][seed] for seed in seeds)
+            lines.append(f"| {TITLES[optimizer]}, T = {seq_len:,} | {' | '.join(cells)} | **{apart:+.3f}** |")
+    sizes = {row["model"]: f"{row['parameters']:,} ({row['model']})" for row in runs}
+    rates = "; ".join(f"{model}, {TITLES[optimizer]}: {rate:g}" for (model, optimizer), rate in best.items())
+    return [
+        *lines,
+        "",
+        f"Characters of Shakespeare, nats a token on the whole validation split; {' and '.join(sizes.values())} parameters; "
+        f"{found['steps']} steps of {found['tokens_per_step']:,} tokens at every length; "
+        f"learning rates tuned at T = {found['tuned_at']:,} on another seed: {rates}. {beside(runs, best)}"
+        f"{found['machine']}, one thread, torch {found['torch']}; commit {found['commit']}; "
+        "`python benchmarks/models.py --part loss`.",
+        "",
+    ]
+
+
+def best_rates(runs: list[dict[str, Any]], tuning_seed: int) -> dict[tuple[str, str], float]:
+    """Return the best rate on the tuning seed so far, by model and optimizer."""
+    tuning = [row for row in sorted(runs, key=loss_of) if row["seed"] == tuning_seed]
+    return {(row["model"], row["optimizer"]): row["lr"] for row in reversed(tuning)}
+
+
+def beside(runs: list[dict[str, Any]], best: dict[tuple[str, str], float]) -> str:
+    """Return what half and twice the tuned rate come to at the longest length."""
+    parts = []
+    for (model, optimizer), rate in best.items():
+        at_end = {
+            row["lr"]: row for row in runs if (row["model"], row["optimizer"], row["seq_len"], row["seed"]) == (model, optimizer, LENGTHS[-1], 1)
+        }
+        if {rate / 2, rate, rate * 2} <= at_end.keys():
+            parts.append(f"{model} {', '.join(f'{loss_of(at_end[each]):.3f}' for each in (rate / 2, rate, rate * 2))}")
+    return f"At T = {LENGTHS[-1]:,}, half the rate, the rate and twice it come to: {'; '.join(parts)}. " if parts else ""
+
+
+def speed_table(found: dict[str, Any]) -> list[str]:
+    """Return the lines about rates and memory."""
+    lines = ["| training, tokens/s | transformer | eigenstate | times faster | GiB, transformer | GiB, eigenstate |", "|---|---|---|---|---|---|"]
+    for seq_len in dict.fromkeys(row["seq_len"] for row in found["rows"]):
+        rows = {model: {row["round"]: row for row in found["rows"] if (row["model"], row["seq_len"]) == (model, seq_len)} for model in SHAPES}
+        rounds = sorted(set.intersection(*(set(each) for each in rows.values())))
+        if not rounds:
+            continue
+        rates = {model: [rows[model][number]["tokens_per_s"] for number in rounds] for model in SHAPES}
+        ratios = [new / old for new, old in zip(rates["eigenstate"], rates["transformer"], strict=True)]
+        gib = [f"{statistics.median(rows[model][number]['gib'] for number in rounds):.2f}" for model in SHAPES]
+        lines.append(
+            f"| T = {seq_len:,} | {spread(rates['transformer'])} | {spread(rates['eigenstate'])} | **{spread(ratios, 1)}** | {' | '.join(gib)} |"
+        )
+    return [
+        *lines,
+        "",
+        f"The same models; steps of {found['tokens']:,} tokens in one micro-batch, whatever the length; {found['rounds']} rounds, turn by turn in "
+        f"fresh processes, median (smallest to largest); GiB is what the process took at most beyond what it had before its first step. "
+        f"{found['machine']}, {found['threads']} threads, torch {found['torch']}; commit {found['commit']}; "
+        "`python benchmarks/models.py --part speed`.",
+    ]
+
+
+if __name__ == "__main__":
+    main()
