@@ -104,14 +104,14 @@ def table(found: dict) -> str:
     plain_rate, fast_rate = (spread([row["tokens_per_s"] for row in rows[name]]) for name in ("plain", "as it comes, long"))
     ratio = [new["tokens_per_s"] / old["tokens_per_s"] for new, old in zip(rows["as it comes, long"], plain, strict=True)]
     apart = max(abs(a - b) / b for new, old in zip(fast, plain, strict=True) for a, b in zip(new["losses"], old["losses"], strict=True))
-    mfu = [row["mfu"] * 100 for row in rows["as it comes, long"] if row["mfu"]]
+    plain_mfu, mfu = ([row["mfu"] * 100 for row in rows[name] if row["mfu"]] for name in ("plain", "as it comes, long"))
     lines = [
         "| characters of Shakespeare, the same model and windows | the plain way (`speedups=none`) | `flatout train` as it comes |",
         "|---|---|---|",
         f"| micro-batch: rows x accumulations | {batch_of(plain[0])} | {batch_of(fast[0])} |",
         f"| steady tokens/s | {plain_rate} | {fast_rate} |",
         f"| times faster | 1 | **{spread(ratio, 1)}** |",
-        f"| share of this machine's own measured roof | {spread([row['mfu'] * 100 for row in plain if row['mfu']], 1)}% | {spread(mfu, 1)}% |",
+        f"| share of the matmul roof measured here, each in its own precision | {spread(plain_mfu, 1)}% | {spread(mfu, 1)}% |",
         f"| loss after {found['steps']} steps | {plain[0]['losses'][-1]:.4f} | {fast[0]['losses'][-1]:.4f} |",
         "",
         "The plain way is fp32, eager, with an optimizer that loops over parameters, text tokenised in the step, and the most rows up to 12 "
