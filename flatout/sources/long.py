@@ -9,12 +9,17 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from flatout.errors import DataError
-from flatout.sources.encodings import explain, open_utf8
+from flatout.sources.encodings import OR_SKIP, explain, open_utf8
 from flatout.sources.packed import Unread, unreadable
 
 CHUNK_BYTES = 1 << 20
 """Read at a time; a chunk of text has at most so many characters."""
 _BYTE_ORDER_MARK = "\ufeff"
+
+
+_HEAD = 4096
+_TEXT_PER_NUL = 8
+"""What begins with at least one NUL in every eight characters is not read as UTF-8."""
 
 
 class NotUtf8(Unread):
@@ -124,6 +129,8 @@ def _decoded(path: str, encoding: str | None) -> Iterator[str]:
             except UnicodeDecodeError as error:
                 raise not_utf8(path, offset + error.start, data[error.start]) from error
             if text:
+                if mark:
+                    _require_text(path, text)
                 yield text.removeprefix(mark)
                 mark = ""
             if not block:
@@ -137,9 +144,26 @@ def decoded(data: bytes, path: str) -> str:
     Raises: NotUtf8.
     """
     try:
-        return data.decode().removeprefix(_BYTE_ORDER_MARK)
+        text = data.decode()
     except UnicodeDecodeError as error:
         raise not_utf8(path, error.start, data[error.start]) from error
+    _require_text(path, text)
+    return text.removeprefix(_BYTE_ORDER_MARK)
+
+
+def _require_text(path: str, text: str) -> None:
+    """Check that a file does not begin as UTF-16 or UTF-32 without a byte order mark does: in ASCII that is valid UTF-8, and full of NULs.
+
+    Raises: NotUtf8.
+    """
+    head = text[:_HEAD]
+    nuls = head.count("\0")
+    if nuls * _TEXT_PER_NUL <= len(head):
+        return
+    wide = "UTF-32" if nuls * 2 > len(head) + 1 else "UTF-16"
+    guess = wide + ("LE" if head[0] != "\0" else "BE")
+    what = f"{path} is not UTF-8 text: {nuls} of its first {len(head)} characters are NUL; it looks like {guess}."
+    raise NotUtf8(what, fix=f"Add --encoding {guess}{OR_SKIP}.")
 
 
 def not_utf8(path: str, offset: int, byte: int) -> NotUtf8:

@@ -51,6 +51,17 @@ def test_the_encoding_is_named_with_the_option_that_reads_the_file(tmp_path, enc
     assert texts(tmp_path / "note.txt", called) == [text.removeprefix("\ufeff")]
 
 
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be"])
+@pytest.mark.parametrize("limit", [1 << 20, 64])
+def test_ascii_in_wide_characters_without_a_mark_is_not_read_as_utf_8(tmp_path, monkeypatch, encoding, limit):
+    monkeypatch.setattr(module, "LONG_BYTES", limit)
+    called = f"{encoding[:6]}{encoding[7:]}".upper()
+    (tmp_path / "note.txt").write_bytes(("Plain English text.\n" * 9).encode(encoding))
+    row = bad_row(tmp_path / "note.txt")
+    assert f"it looks like {called}" in row.what
+    assert texts(tmp_path / "note.txt", called) == ["Plain English text.\n" * 9]
+
+
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-32-be", "cp1252", "gb18030", "iso2022_jp"])
 def test_rows_tables_pages_and_packed_and_long_text_are_read_in_the_encoding(tmp_path, monkeypatch, encoding):
     word = "日本" if encoding in ("gb18030", "iso2022_jp") else "café"
