@@ -6,9 +6,10 @@
 Both models have 0.8 M parameters (4 layers, d 128; the eigenstates fill up to what attention takes), and every step sees 4,096 tokens
 of characters, whatever the length. The learning rate of each model with each optimizer is tuned at one length, on a seed of its own,
 over a grid of factors of two that grows while the best rate is at its edge; that rate is then used at every length, with other seeds.
-At the longest length half and twice the rate are tried too, to see whether the choice carries over.
+At the longest length half and twice the rate are tried too, to see whether the choice carries over, and at the shortest one run takes
+four times the steps.
 
-`loss` compares validation losses: the machine may be busy. It takes about 40 minutes of one core. Each run is written to
+`loss` compares validation losses: the machine may be busy. It takes about 45 minutes of one core. Each run is written to
 WORK/models.jsonl as it ends, and the same code does not run it again. `speed` times training steps of 16,384 tokens in fresh processes,
 turn by turn, with the memory that a process takes at most beyond what it had before its first step: nothing else may run meanwhile.
 Each part writes its own section of benchmarks/results/models.json, and models.md from both, after every run.
@@ -54,11 +55,15 @@ RATES = {"muon": (4e-3, 8e-3, 16e-3), "adamw": (2e-3, 4e-3, 8e-3)}
 """Learning rates tried first; more, by factors of two, while the best is the first or the last."""
 TITLES = {"muon": "Muon", "adamw": "AdamW"}
 OPTIMIZERS: dict[str, dict[str, Any]] = {"muon": {"optim.momentum": 0.9}, "adamw": {"optim.betas": [0.9, 0.99]}}
-SEEDS: dict[str, tuple[tuple[int, int], ...]] = {
-    "muon": ((1024, 1), (4096, 1), (256, 1), (1024, 2), (4096, 2), (256, 2), (1024, 3)),
-    "adamw": ((1024, 1), (1024, 2)),
+LONGER = 800
+SEEDS: dict[str, tuple[tuple[int, int, int], ...]] = {
+    "muon": (
+        *((1024, 1, STEPS), (4096, 1, STEPS), (256, 1, STEPS), (256, 1, LONGER)),
+        *((1024, 2, STEPS), (4096, 2, STEPS), (256, 2, STEPS), (1024, 3, STEPS)),
+    ),
+    "adamw": ((1024, 1, STEPS), (1024, 2, STEPS)),
 }
-"""Lengths and seeds that run with the tuned rate, in this order."""
+"""Lengths, seeds and steps that run with the tuned rate, in this order."""
 SPEED_LENGTHS = (256, 1024, 4096, 16384)
 SPEED_TOKENS = 16384
 """Tokens of a timed step, in one micro-batch."""
@@ -75,6 +80,7 @@ class Trial:
     lr: float
     seq_len: int
     seed: int
+    steps: int = STEPS
 
 
 Run = Callable[[Trial], dict[str, Any]]
@@ -129,7 +135,7 @@ def remembered(key: dict[str, Any], cache: Path, run: Callable[[], dict[str, Any
 def configured(trial: Trial, dataset: Dataset) -> RunConfig:
     """Return the whole configuration of a training run."""
     optim = {"optim.kind": trial.optimizer, "optim.lr": trial.lr, **OPTIMIZERS[trial.optimizer]}
-    length = {"data.seq_len": trial.seq_len, "batch.tokens_per_step": TOKENS_PER_STEP, "train.steps": STEPS, "train.seed": trial.seed}
+    length = {"data.seq_len": trial.seq_len, "batch.tokens_per_step": TOKENS_PER_STEP, "train.steps": trial.steps, "train.seed": trial.seed}
     return load_config().with_values({**SHARED, **SHAPES[trial.model], **optim, **length, "data.path": str(dataset.path)})
 
 
@@ -138,20 +144,20 @@ def measure_loss(dataset: Dataset, cache: Path) -> None:
     rows: list[dict[str, Any]] = []
 
     def run(trial: Trial) -> dict[str, Any]:
-        asked = {**asdict(trial), **OPTIMIZERS[trial.optimizer], "steps": STEPS, "tokens_per_step": TOKENS_PER_STEP}
+        asked = {**asdict(trial), **OPTIMIZERS[trial.optimizer], "tokens_per_step": TOKENS_PER_STEP}
         row = asdict(trial) | remembered(asked, cache, lambda: fitted(trial, dataset))
         if row not in rows:
             rows.append(row)
             print(row, file=sys.stderr, flush=True)
-            keep("loss", {"steps": STEPS, "tokens_per_step": TOKENS_PER_STEP, "tuned_at": TUNED_AT, "tuning_seed": TUNING_SEED, "runs": rows})
+            keep("loss", {"tokens_per_step": TOKENS_PER_STEP, "tuned_at": TUNED_AT, "tuning_seed": TUNING_SEED, "runs": rows})
         return row
 
     best = {}
     for optimizer, runs in SEEDS.items():
         best |= {(model, optimizer): tuned(model, optimizer, run) for model in SHAPES}
-        for seq_len, seed in runs:
+        for seq_len, seed, steps in runs:
             for model in SHAPES:
-                run(Trial(model, optimizer, best[model, optimizer], seq_len, seed))
+                run(Trial(model, optimizer, best[model, optimizer], seq_len, seed, steps))
     for model in SHAPES:
         for factor in (0.5, 2.0):
             run(Trial(model, "muon", best[model, "muon"] * factor, LENGTHS[-1], 1))
@@ -227,25 +233,25 @@ def loss_table(found: dict[str, Any]) -> list[str]:
     runs = found["runs"]
     best = best_rates(runs, found["tuning_seed"])
     lines = ["| validation loss, by seed | transformer | eigenstate | eigenstate less transformer, mean |", "|---|---|---|---|"]
-    for optimizer, seq_len in itertools.product(OPTIMIZERS, LENGTHS):
+    for optimizer, seq_len, steps in itertools.product(OPTIMIZERS, LENGTHS, (STEPS, LONGER)):
         losses: dict[str, dict[int, float]] = {model: {} for model in SHAPES}
         for row in runs:
             is_tuned = row["lr"] == best[row["model"], row["optimizer"]] and row["seed"] != found["tuning_seed"]
-            if is_tuned and (row["optimizer"], row["seq_len"]) == (optimizer, seq_len):
+            if is_tuned and (row["optimizer"], row["seq_len"], row["steps"]) == (optimizer, seq_len, steps):
                 losses[row["model"]][row["seed"]] = loss_of(row)
         seeds = sorted(set.intersection(*(set(each) for each in losses.values())))
         if seeds:
             cells = [", ".join(f"{each[seed]:.3f}" for seed in seeds) for each in losses.values()]
             apart = statistics.fmean(losses["eigenstate"][seed] - losses["transformer"][seed] for seed in seeds)
-            lines.append(f"| {TITLES[optimizer]}, T = {seq_len:,} | {' | '.join(cells)} | **{apart:+.3f}** |")
+            lines.append(f"| {TITLES[optimizer]}, T = {seq_len:,}, {steps} steps | {' | '.join(cells)} | **{apart:+.3f}** |")
     sizes = {row["model"]: f"{row['parameters']:,} ({row['model']})" for row in runs}
     rates = "; ".join(f"{model}, {TITLES[optimizer]}: {rate:g}" for (model, optimizer), rate in best.items())
     return [
         *lines,
         "",
         f"Characters of Shakespeare, nats a token on the whole validation split; {' and '.join(sizes.values())} parameters; "
-        f"{found['steps']} steps of {found['tokens_per_step']:,} tokens at every length; "
-        f"learning rates tuned at T = {found['tuned_at']:,} on another seed: {rates}. {beside(runs, best)}"
+        f"steps of {found['tokens_per_step']:,} tokens at every length; "
+        f"learning rates tuned at T = {found['tuned_at']:,}, {STEPS} steps, on another seed: {rates}. {beside(runs, best)}"
         f"{found['machine']}, one thread, torch {found['torch']}; commit {found['commit']}; "
         "`python benchmarks/models.py --part loss`.",
         "",

@@ -29,7 +29,7 @@ def benchmark(monkeypatch, tmp_path):
 def toy(benchmark, monkeypatch):
     small = {"model.num_layers": 1, "model.d_model": 16, "speedups": "auto,-compile"}
     monkeypatch.setattr(benchmark, "SHARED", benchmark.SHARED | small)
-    for name, value in {"TOKENS_PER_STEP": 64, "STEPS": 2, "SPEED_TOKENS": 64, "TIMED_S": 0.0}.items():
+    for name, value in {"TOKENS_PER_STEP": 64, "SPEED_TOKENS": 64, "TIMED_S": 0.0}.items():
         monkeypatch.setattr(benchmark, name, value)
     return benchmark
 
@@ -85,9 +85,10 @@ def test_losses_survive_a_kill_and_are_compared_by_the_seed(benchmark, monkeypat
     found = json.loads((tmp_path / "results" / "models.json").read_text())
     assert found["loss"]["runs"][:20] == half["runs"], "the other part leaves them"
     text = (tmp_path / "results" / "models.md").read_text()
-    assert "| Muon, T = 4,096 | 0.010, 0.020 | 0.010, 0.020 | **+0.000** |" in text
-    assert "| Muon, T = 256 | 0.010, 0.020 | 0.014, 0.024 | **+0.004** |" in text
-    assert "| AdamW, T = 1,024 |" in text
+    assert "| Muon, T = 4,096, 200 steps | 0.010, 0.020 | 0.010, 0.020 | **+0.000** |" in text
+    assert "| Muon, T = 256, 200 steps | 0.010, 0.020 | 0.014, 0.024 | **+0.004** |" in text
+    assert "| Muon, T = 256, 800 steps | 0.010 | 0.014 |" in text
+    assert "| AdamW, T = 1,024, 200 steps |" in text
     assert "transformer, Muon: 0.004" in text
     assert "eigenstate, AdamW: 0.064" in text
     assert "transformer 1.010, 0.010, 1.010" in text, "half the rate, the rate, twice the rate"
@@ -112,4 +113,4 @@ def test_models_are_timed_in_turns_with_their_memory(toy, monkeypatch, tiny_set,
         found = toy.timed(model, 16, dataset)
         assert found["steps"] == 2
         assert found["tokens_per_s"] > 0
-    assert toy.fitted(toy.Trial("eigenstate", "adamw", 0.004, 16, 1), dataset)["val_loss"] > 0
+    assert toy.fitted(toy.Trial("eigenstate", "adamw", 0.004, 16, 1, 2), dataset)["val_loss"] > 0
