@@ -16,6 +16,8 @@ from flatout.sources.remote import is_address
 
 SAMPLE_BYTES = 2048
 """So much text around the first byte that is not UTF-8 is looked at: more takes longer and hardly tells more."""
+SHOWN_BYTES = 32
+"""So much of it a message shows."""
 _MARKS = ((codecs.BOM_UTF32_LE, "UTF-32"), (codecs.BOM_UTF32_BE, "UTF-32"), (codecs.BOM_UTF16_LE, "UTF-16"), (codecs.BOM_UTF16_BE, "UTF-16"))
 """Byte order marks; that of UTF-32 begins with that of UTF-16."""
 _BLOCK = 1 << 18
@@ -34,6 +36,9 @@ _NAMES = {
     "cp949": "CP949",
 }
 """Encodings that are looked for, as Python and as people call them."""
+_LATIN = {"cp1250", "cp1254"}
+FEW_BYTES = 16
+"""With fewer bytes beyond ASCII than this, the Latin encodings cannot be told apart, and the usual one is named."""
 OR_SKIP = ", or skip such documents with --on-bad-row skip"
 """What ends a fix where prepare's options are at hand."""
 
@@ -48,7 +53,18 @@ def explain(path: str, offset: int) -> tuple[str, str]:
         return "; it looks like a binary file", f"Name files of text alone{OR_SKIP}."
     if encoding is None:
         return "", f"Name its encoding, --encoding NAME{OR_SKIP}."
-    return f"; it looks like {encoding}", f"Add --encoding {encoding}{OR_SKIP}."
+    return f"; it looks like {encoding}{_as_read(path, offset, encoding)}", f"Add --encoding {encoding}{OR_SKIP}."
+
+
+def _as_read(path: str, offset: int, encoding: str) -> str:
+    """Return how the text around a byte reads in an encoding, so that a person sees whether it is the right one; nothing for wide characters."""
+    if encoding.startswith("UTF"):
+        return ""
+    with open_bytes(path) as file:
+        file.seek(max(offset - SHOWN_BYTES // 2, 0))
+        around = file.read(SHOWN_BYTES)
+    text = max(around.decode(encoding, "ignore").split("\n"), key=lambda line: sum(not character.isascii() for character in line))
+    return f", in which it reads {text.strip()!r}"
 
 
 def codec_of(name: str | None) -> str | None:
@@ -62,10 +78,10 @@ def codec_of(name: str | None) -> str | None:
         codec = codecs.lookup(name).name
         io.TextIOWrapper(io.BytesIO(), encoding=codec).close()  # some codecs are not for text
     except (LookupError, ValueError) as error:
-        guess = nearest(name, sorted({*aliases.aliases, *aliases.aliases.values()}))
+        guess = nearest(name, sorted({*aliases.aliases, *aliases.aliases.values()} - {name}))
         hint = f"Did you mean {guess}? " if guess else ""
         raise DataError(
-            f"--encoding {name!r} is not an encoding that Python knows.", fix=f"{hint}Usual ones: {', '.join(_NAMES.values())}."
+            f"--encoding {name!r} is not a text encoding that Python knows.", fix=f"{hint}Usual ones: {', '.join(_NAMES.values())}."
         ) from error
     return None if codec in ("utf-8", "utf-8-sig") else codec
 
@@ -169,7 +185,8 @@ def encoding_of(path: str, offset: int) -> str | None:
 
     best = from_bytes(sample, cp_isolation=list(_NAMES)).best()
     usual = _decoded(sample, "cp1252")
-    if usual is not None and (best is None or usual == str(best)):
+    unsure = best is not None and best.encoding in _LATIN and sum(byte > 127 for byte in sample) < FEW_BYTES
+    if usual is not None and (best is None or usual == str(best) or unsure):
         return _USUAL
     return None if best is None else _NAMES.get(best.encoding)
 

@@ -42,14 +42,21 @@ def read_table(path: str, suffix: str, fields: Fields, encoding: str | None) -> 
             elif row and len(row) != len(header):
                 yield _bad(f"has {len(row)} columns where the first row has {len(header)}", place)
             elif row:
-                yield document(dict(zip(header, row, strict=True)), fields, place)
+                found = document(dict(zip(header, row, strict=True)), fields, place)
+                if isinstance(found, BadRow) and fields.text not in header:
+                    found = replace(found, what=f"{found.what}: the first row names the columns")
+                yield found
 
 
 def _header(rows: Iterator[list[str]], lines: _Lines, path: str) -> list[str]:
     row = _next(rows, lines, path)
     if isinstance(row, BadRow):
         raise Unread(f"{path} {row.what}.", fix="Check that the first row names the columns.")
-    return [name.strip() for name in row or []]
+    header = [name.strip() for name in row or []]
+    twice = next((name for name in header if header.count(name) > 1), None)
+    if twice is not None:
+        raise Unread(f"{path} has two columns called {twice!r}.", fix="Give each column a name of its own in the first row.")
+    return header
 
 
 def _next(rows: Iterator[list[str]], lines: _Lines, path: str) -> list[str] | BadRow | None:

@@ -51,6 +51,17 @@ def test_the_encoding_is_named_with_the_option_that_reads_the_file(tmp_path, enc
     assert texts(tmp_path / "note.txt", called) == [text.removeprefix("\ufeff")]
 
 
+def test_the_guess_shows_how_the_text_reads_in_it(tmp_path):
+    (tmp_path / "note.txt").write_bytes("Über alles.\nLe café est prêt\nFin.".encode("cp1252"))
+    assert bad_row(tmp_path / "note.txt").what.endswith("it looks like CP1252, in which it reads 'Le café est prêt'")
+
+
+def test_a_codec_that_is_not_for_text_is_not_offered_again():
+    with pytest.raises(DataError, match="'rot13' is not a text encoding") as refused:
+        codec_of("rot13")
+    assert "Did you mean rot13" not in refused.value.fix
+
+
 @pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be"])
 @pytest.mark.parametrize("limit", [1 << 20, 64])
 def test_ascii_in_wide_characters_without_a_mark_is_not_read_as_utf_8(tmp_path, monkeypatch, encoding, limit):
@@ -111,10 +122,10 @@ def test_text_that_is_not_in_the_encoding_is_a_bad_row(tmp_path, name):
 
 def test_an_encoding_has_a_name_that_is_known(parquet, tmp_path):
     assert [codec_of(name) for name in (None, "UTF-8", "utf8", "UTF-8-SIG", "CP1252", "Latin-1")] == [None] * 4 + ["cp1252", "iso8859-1"]
-    with pytest.raises(DataError, match=r"--encoding 'cp1253x' is not an encoding .* Did you mean cp1253\?"):
+    with pytest.raises(DataError, match=r"--encoding 'cp1253x' is not a text encoding .* Did you mean cp1253\?"):
         codec_of("cp1253x")
     for name in ("base64", "rot13", "", "a\0"):
-        with pytest.raises(DataError, match="is not an encoding that Python knows"):
+        with pytest.raises(DataError, match="is not a text encoding that Python knows"):
             codec_of(name)
     (tmp_path / "a.parquet").write_bytes(parquet({"text": ["a"]}))
     with pytest.raises(DataError, match=r"the text in Parquet is always UTF-8\. Fix: Leave --encoding out"):

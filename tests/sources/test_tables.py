@@ -34,8 +34,13 @@ def test_columns_are_named_as_fields_are(tmp_path):
     (row,) = rows(tmp_path / "a.csv", text, text_field="answer", mask_field="question")
     assert (row.text, row.prompt, row.name) == ("because", "why", f"{tmp_path}/a.csv, line 2")
     (row,) = rows(tmp_path / "a.csv", text)
-    assert row.what == "has no field 'text'"
+    assert row.what == "has no field 'text': the first row names the columns"
     assert row.fix == "Did you mean --text-field answer?"
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path):
+    (row,) = rows(tmp_path / "a.csv", "text,text\na,b\n")
+    assert row.what == "has two columns called 'text'"
 
 
 def test_a_bad_row_is_named_by_its_line_and_the_next_is_read(tmp_path):
