@@ -88,6 +88,23 @@ def lengthened(
     return Longer(config, first.with_values(_stated(asked)), checkpoint, before, said)
 
 
+def require_steps_left(place: Path, config: RunConfig, checkpoint: Path | None) -> None:
+    """Check that a new run has steps left after the checkpoint of another run that it starts from.
+
+    Raises: ConfigError with both steps.
+    """
+    if checkpoint is None or checkpoint.resolve().parent == catalog.checkpoints_folder(place).resolve():
+        return
+    step, steps = catalog.step_of(checkpoint), config.train.steps or 0
+    if step < steps:
+        return
+    raise ConfigError(
+        f"{checkpoint} is at step {step}, and this run has {steps} steps: there is nothing left to train.",
+        fix=f"Set train.steps to more than {step}, resume from an earlier checkpoint, or use train.init_from={checkpoint} in place of --resume: "
+        "a run from step 0 that starts with its weights alone.",
+    )
+
+
 def equal_rates(one: RunConfig, other: RunConfig, *, since: int = 0) -> int:
     """Return the first step from `since` on at which two configurations train at different rates, or the length of the shorter one."""
     lengths = one.train.steps or 0, other.train.steps or 0

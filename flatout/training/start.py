@@ -34,7 +34,7 @@ from flatout.training.evaluation import EvaluationDropped, batch_shapes, say_uns
 from flatout.training.files import understanding, writing_run
 from flatout.training.finish import finish
 from flatout.training.initial import begin_from, run_of
-from flatout.training.longer import Longer, lengthened
+from flatout.training.longer import Longer, lengthened, require_steps_left
 from flatout.training.loop import ends_early, environment_of, fit, keep_last, out_of_patience, reserve, saves_ended
 from flatout.training.metrics import Log
 from flatout.training.moved_data import anywhere, require_tokenizer, stored_config
@@ -191,6 +191,7 @@ def settle(
         raise DataError("train.patience waits for a better validation loss, and there is no validation text.", fix="Leave train.patience out.")
     if checkpoint is not None and asked.train.init_from is not None:
         raise ConfigError("--resume takes everything from another run, train.init_from only its weights.", fix="Give one of the two.")
+    require_steps_left(place, config, checkpoint)
     config = begin_from(config, dataset, ops_of(assemble(decisions)), progress=progress)
     return Plan(anywhere(config), decisions, checkpoint, device[1], asked=asked)
 

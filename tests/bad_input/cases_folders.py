@@ -143,6 +143,12 @@ CASES = [
         ("`--resume runs/first --run runs/first-9`",),
     ),
     Case("a shorter run in its folder", "train my.yaml train.steps=1 --run runs/first", ("runs/first", "2 steps"), ("train.steps=2", "--run DIR")),
+    Case(
+        "a new run that is no longer than the checkpoint it starts from",
+        "train my.yaml --run runs/new --resume runs/first",
+        ("runs/first/checkpoints/step-2 is at step 2", "2 steps"),
+        ("train.steps to more than 2", "train.init_from=runs/first/checkpoints/step-2"),
+    ),
     Case("a run folder in use", "train my.yaml --run runs/first", ("runs/first", "process"), ("--run DIR",), hold),
     Case("a run folder with other files in it", "train my.yaml --run data", ("data", "book"), ("--run DIR",)),
     Case("a file where the run folder should be", "train my.yaml --run book.txt", ("book.txt",), ("--run DIR",)),

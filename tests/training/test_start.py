@@ -275,11 +275,13 @@ def test_the_last_steps_are_saved_before_the_last_evaluation(tiny_config, tmp_pa
     assert run_training(tiny_config(), tmp_path / "run")["val_loss"] > 0
 
 
-def test_a_finished_run_can_be_copied_into_another_folder(tiny_config, tmp_path):
-    first = run_training(tiny_config(train__eval_every=2), tmp_path / "first")
-    second = run_training(tiny_config(train__eval_every=2), tmp_path / "second", resume=str(tmp_path / "first"))
-    assert second["weights_sha256"] == first["weights_sha256"]
-    assert second["val_loss"] == first["val_loss"]
+@pytest.mark.parametrize("steps", [2, 3])
+def test_a_checkpoint_past_the_last_step_of_a_new_run_is_refused(steps, tiny_config, tmp_path):
+    run_training(tiny_config(train__steps=3), tmp_path / "first")
+    with pytest.raises(ConfigError, match=f"step-3 is at step 3, and this run has {steps} steps") as refused:
+        run_training(tiny_config(train__steps=steps), tmp_path / "runs" / "second", resume=str(tmp_path / "first"))
+    assert "train.steps to more than 3" in refused.value.fix
+    assert [path.name for path in tmp_path.iterdir()] == ["first"]
 
 
 def test_going_on_in_another_folder_trains_at_the_rate_that_is_written_down(tiny_config, tmp_path):
