@@ -65,9 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except BrokenPipeError:  # the reader has left in the middle of a command's own output
         _drop_output()
         code = 1
-    with _output_kept_apart():
-        sys.stdout.flush()
-    raise SystemExit(code)
+    raise SystemExit(code if _written(sys.stdout.flush) else code or 1)
 
 
 class _Tolerant(io.FileIO):
@@ -96,15 +94,17 @@ def _open_streams() -> None:
         sys.stderr = io.TextIOWrapper(raw, getattr(sys.stderr, "encoding", "utf-8"), "backslashreplace", line_buffering=True)
 
 
-@contextlib.contextmanager
-def _output_kept_apart() -> Iterator[None]:
-    """Write results: when standard output does not take them, say so; what the command did, and its exit code, stay the same."""
+def _written(write: Callable[[], object]) -> bool:
+    """Write to standard output, and return whether it was written; if not, standard error says why."""
     try:
-        yield
+        write()
+        sys.stdout.flush()
     except OSError as error:
         _drop_output()
         if not isinstance(error, BrokenPipeError):  # `flatout ... | head` means it
             print(f"The result could not be written to standard output: {error.strerror or error}.", file=sys.stderr)
+            return False
+    return True
 
 
 def _drop_output() -> None:
@@ -185,13 +185,12 @@ def _run(words: list[str]) -> int:
         words = [words[1], "--help"]
     if not words or words[0] in {"--help", "-h", "help"}:
         width = max(len(name) for name in COMMANDS.names())
-        print(HELP.format(commands="\n".join(f"  {name:<{width}}  {COMMANDS.describe(name)}" for name in COMMANDS.names())), end="")
-        return 0
+        text = HELP.format(commands="\n".join(f"  {name:<{width}}  {COMMANDS.describe(name)}" for name in COMMANDS.names()))
+        return 0 if _written(lambda: print(text, end="")) else 1
     if words[0] == "--version":
         from flatout import __version__
 
-        print(f"flatout {__version__}")
-        return 0
+        return 0 if _written(lambda: print(f"flatout {__version__}")) else 1
     name, *rest = words
     if name.startswith("-"):
         guess = nearest(name, ["--help", "--version"])
@@ -218,7 +217,8 @@ def _parse_and_call(name: str, words: list[str]) -> int:
     parsed: list[tuple[Command, dict[str, Any]]] = []
     parser = build(name, lambda command, values: parsed.append((command, values)))
     try:
-        parser.main(args=words, prog_name=f"flatout {name}", standalone_mode=False)
+        if not _written(lambda: parser.main(args=words, prog_name=f"flatout {name}", standalone_mode=False)):  # it prints help
+            return 1
     except Exception as error:
         if not isinstance(error, _click_exception(typer.BadParameter)):
             raise
@@ -322,10 +322,8 @@ def _call(command: Command, values: dict[str, Any]) -> int:
         result = command.call(**values, **_python_parameters(command, terminal, speaks, as_json, verbose))
     finally:
         terminal.close()
-    if speaks:
-        with _output_kept_apart():
-            _show(result, as_json)
-            sys.stdout.flush()
+    if speaks and not _written(lambda: _show(result, as_json)) and not command.writes_files:
+        return result.exit_code or 1
     return result.exit_code
 
 
@@ -372,5 +370,5 @@ def _fail(error: FlatoutError, as_json: bool) -> int:
         print(without_secrets(note.rstrip()), file=sys.stderr)
     print(f"{prefix}{error.what}\n{error.advice}: {error.fix}", file=sys.stderr)
     if as_json and rank == "0":
-        print(json.dumps({"error": error.what, "fix": error.fix, "exit_code": error.exit_code}))
+        _written(lambda: print(json.dumps({"error": error.what, "fix": error.fix, "exit_code": error.exit_code})))
     return error.exit_code

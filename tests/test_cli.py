@@ -343,9 +343,9 @@ def test_a_stream_that_is_closed_or_full_ends_no_command(redirection, out):
     assert "Error" not in done.stderr
 
 
-def test_a_result_that_cannot_be_written_is_said_and_leaves_the_exit_code():
+def test_a_result_that_cannot_be_written_is_a_failure():
     done = redirected(">/dev/full", "hello", "--json")
-    assert done.returncode == 0
+    assert done.returncode == 1
     assert done.stderr.endswith("The result could not be written to standard output: No space left on device.\n")
     assert redirected(">/dev/full 2>&-", "RunFailed").returncode == 1
 

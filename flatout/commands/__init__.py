@@ -55,3 +55,5 @@ class Command:
     """Called first by the command line, with what it takes of the values and `progress`, and without torch: simple mistakes are answered at once."""
     needs_torch: bool = False
     """Whether calling it imports torch; the command line then says so, because that takes seconds."""
+    writes_files: bool = False
+    """Whether its result is in files. If not, its output is all of it: where that cannot be written, the command line exits with 1."""

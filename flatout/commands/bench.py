@@ -110,4 +110,4 @@ def check(recipe: str, overrides: list[str] | None, sweep: str | None, out: Path
     train.check(recipe, overrides, progress=progress)
 
 
-COMMAND = Command(bench, example="flatout bench shakespeare-char data.path=data/s --minutes 6", check=check, needs_torch=True)
+COMMAND = Command(bench, example="flatout bench shakespeare-char data.path=data/s --minutes 6", check=check, needs_torch=True, writes_files=True)

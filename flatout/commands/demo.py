@@ -306,4 +306,4 @@ def seconds_per_step(config: RunConfig, dataset: Dataset, machine: Machine) -> f
     return statistics.quantiles(times[2:], n=4)[0]  # what else runs on the machine only adds
 
 
-COMMAND = Command(demo, example="flatout demo book.txt", check=check, needs_torch=True)
+COMMAND = Command(demo, example="flatout demo book.txt", check=check, needs_torch=True, writes_files=True)

@@ -79,4 +79,10 @@ def check(chunks: Path, out: Path) -> None:
     find_chunks(expanded(chunks))
 
 
-COMMAND = Command(call=import_chunks, example="flatout import old/chunks --out data/old --tokenizer tokenizer.json", check=check, needs_torch=True)
+COMMAND = Command(
+    call=import_chunks,
+    example="flatout import old/chunks --out data/old --tokenizer tokenizer.json",
+    check=check,
+    needs_torch=True,
+    writes_files=True,
+)

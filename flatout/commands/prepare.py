@@ -176,4 +176,4 @@ def _documents(manifest: Manifest) -> str:
     return f"{count} ({'its' if manifest.documents == 1 else 'of one, the'} end is for validation)" if manifest.cut_documents else count
 
 
-COMMAND = Command(call=prepare, example="flatout prepare book.txt --out data/book")
+COMMAND = Command(call=prepare, example="flatout prepare book.txt --out data/book", writes_files=True)

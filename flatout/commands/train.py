@@ -165,4 +165,4 @@ def sample_text(run: Run) -> str:
 SAMPLE_TOKENS = 160
 """Length of a sample inside a run."""
 
-COMMAND = Command(train, example="flatout train shakespeare-char data.path=data/s --json", check=check, needs_torch=True)
+COMMAND = Command(train, example="flatout train shakespeare-char data.path=data/s --json", check=check, needs_torch=True, writes_files=True)
