@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import FrameType, NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Union, get_args, get_origin
 
-from flatout.errors import ConfigError, FlatoutError, Interrupted, RunFailed, UntrustedCode, UsageError, require_posix, without_secrets
+from flatout.errors import ConfigError, FlatoutError, Interrupted, RunFailed, UntrustedCode, UsageError, on_one_line, require_posix, without_secrets
 from flatout.progress import SILENT, Progress
 from flatout.registry import COMMANDS, nearest, unknown_name
 from flatout.trust import BY_ARGUMENT
@@ -367,7 +367,7 @@ def _fail(error: FlatoutError, as_json: bool) -> int:
         time.sleep(OTHER_RANKS_WAIT_S)
     prefix = "" if rank == "0" else f"[rank {rank}] "
     for note in getattr(error, "__notes__", []):
-        print(without_secrets(note.rstrip()), file=sys.stderr)
+        print("\n".join(map(on_one_line, without_secrets(note.rstrip()).split("\n"))), file=sys.stderr)
     print(f"{prefix}{error.what}\n{error.advice}: {error.fix}", file=sys.stderr)
     if as_json and rank == "0":
         _written(lambda: print(json.dumps({"error": error.what, "fix": error.fix, "exit_code": error.exit_code})))

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import shlex
 
 _SCHEME = re.compile(r"(?i)(?<![a-z0-9+.-])([a-z][a-z0-9+.-]*:(?://+|/(?=[^/\s]*:[^/\s]*@)))")
 """How an address begins; a path that was made of it has one slash."""
@@ -49,10 +50,20 @@ def _past(pattern: re.Pattern[str], text: str) -> str:
     return text[found.end() :] if found else text
 
 
+def on_one_line(text: str) -> str:
+    """Return text with its control characters escaped, newlines too: a name cannot clear the terminal, turn the writing around, or begin a line."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def in_shell(word: object) -> str:
+    """Return a path, a name or an override as one word of a command that the user can paste into a shell."""
+    return shlex.quote(str(word))
+
+
 class FlatoutError(Exception):
     """Something the user can repair. Reads as: what happened, then the fix.
 
-    `what` names the thing that is wrong, `fix` what to do about it; both are whole sentences, without the secrets of addresses.
+    `what` names the thing that is wrong, `fix` what to do about it; both are whole sentences, each on one line, without the secrets of addresses.
     """
 
     exit_code = 1
@@ -60,8 +71,8 @@ class FlatoutError(Exception):
     """The word before `fix`: where nothing is wrong, it says what comes next."""
 
     def __init__(self, what: str, *, fix: str) -> None:
-        self.what = without_secrets(what)
-        self.fix = without_secrets(fix)
+        self.what = on_one_line(without_secrets(what))
+        self.fix = on_one_line(without_secrets(fix))
         super().__init__(f"{self.what} {self.advice}: {self.fix}")
 
 

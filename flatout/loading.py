@@ -13,7 +13,7 @@ from flatout.data.manifest import TOKENIZER
 from flatout.data.mix import MixedDataset, open_data
 from flatout.data.shards import Dataset
 from flatout.data.tokenizer import load_tokenizer
-from flatout.errors import CheckpointError, DataError
+from flatout.errors import CheckpointError, DataError, in_shell
 from flatout.hardware import pick_device, probe
 from flatout.models.language_model import LanguageModel
 from flatout.progress import SILENT, Progress
@@ -62,7 +62,7 @@ class LoadedRun:
                 raise
             moved = found_again(self.config.data, self.folder, self.checkpoint)
             if moved is None:
-                name = f"If the data was moved, name it: `flatout eval {self.folder} --data PATH`."
+                name = f"If the data was moved, name it: `flatout eval {in_shell(self.folder)} --data PATH`."
                 raise DataError(error.what, fix=f"{error.fix} {name}") from error
             self.progress.say(f"{error.what} The same data was found at {', '.join(moved.mix or [moved.path or ''])}.")
             return open_data(moved, progress=self.progress)

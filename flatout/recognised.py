@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import struct
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from flatout.errors import UsageError
+from flatout.errors import UsageError, in_shell
 
 CHUNK_NAME = re.compile(r"chunk_(\d+)\.pt")
 """The name of a file of tokens that `flatout import` reads."""
@@ -23,8 +22,8 @@ MOST_ENTRIES = 1000
 """Of a folder, so many files are looked at."""
 _LEGACY_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 """What torch.save began a file with before it wrote zip files: a pickled number."""
-_LLM_C = struct.pack("<i", 20240520)
-"""What a token file of llm.c begins with; its header is 256 numbers of four bytes."""
+_LLM_C = {struct.pack("<i", 20240520): "uint16", struct.pack("<i", 20240801): "uint32"}
+"""What a token file of llm.c begins with, for GPT-2 and for Llama 3, and the type of its tokens; the header is 256 numbers of four bytes."""
 ADDRESS_FIX = "Name a path of this machine; it may lie where the store is mounted."
 _WEIGHTS = "flatout cannot load weights that other programs saved: train.init_from takes a run or a checkpoint that `flatout train` wrote."
 _TORCH_SUFFIXES = frozenset({".pt", ".pth", ".ckpt"})
@@ -55,7 +54,8 @@ def require_local(place: Path | str, option: str = "", *, error: type[UsageError
     """
     match = re.match(r"([A-Za-z][A-Za-z0-9+.-]+:)/+", str(place))
     if match:
-        address = f"{match[1]}//{str(place)[match.end() :]}"  # a Path has lost one of the slashes
+        slashes = "///" if match[1].lower() == "file:" else "//"  # a Path has one that is left of them
+        address = str(place) if "//" in match[0] else f"{match[1]}{slashes}{str(place)[match.end() :]}"
         raise error(f"{option}{address} is an address; only a path of this machine can be used here.", fix=ADDRESS_FIX)
 
 
@@ -70,7 +70,7 @@ def recognise(path: Path) -> Recognised | None:
 
 
 def _folder(path: Path) -> Recognised | None:
-    shown = shlex.quote(str(path))
+    shown = in_shell(path)
     if (path / "config.yaml").is_file() and ((path / "checkpoints").is_dir() or (path / "events.jsonl").is_file()):
         return Recognised(path, "a run folder", f"Use it with `flatout generate {shown}`, or begin with its weights: train.init_from={shown}.")
     if (path / "manifest.json").is_file() and (path / "index.json").is_file():
@@ -112,13 +112,11 @@ def _file(path: Path) -> Recognised | None:
     if head.startswith(_LEGACY_TORCH) or (suffix in _TORCH_SUFFIXES and b"\0" in head):
         return _torch_file(path)
     if all((path.parent / name).is_file() for name in ("manifest.json", "index.json")):
-        return Recognised(path, f"a file of the checkpoint {path.parent}", f"Name the checkpoint: train.init_from={shlex.quote(str(path.parent))}.")
+        return Recognised(path, f"a file of the checkpoint {path.parent}", f"Name the checkpoint: train.init_from={in_shell(path.parent)}.")
     if head.startswith(b"GGUF") or (head[8:10] == b'{"' and suffix == ".safetensors"):
         return Recognised(path, "a file of model weights", _WEIGHTS)
     if suffix == ".bin" and not _is_text(head):
-        offset = ", offset=1024" if head.startswith(_LLM_C) else ""
-        of_whom = "llm.c" if offset else "nanoGPT"
-        return Recognised(path, "a binary file", _as_chunks(path, f"numpy.memmap(sys.argv[1], 'uint16', 'r'{offset})", of_whom))
+        return Recognised(path, "a binary file", _binary_tokens(path, head))
     return None
 
 
@@ -131,36 +129,48 @@ def _archive(path: Path) -> Recognised | None:
         return _torch_file(path) if path.suffix.lower() in _TORCH_SUFFIXES else None
     if any(name.endswith("/data.pkl") for name in names):
         return _torch_file(path)
-    arrays = [name.removesuffix(".npy") for name in names if name.endswith(".npy")]
+    arrays = {name.removesuffix(".npy"): index for index, name in enumerate(names) if name.endswith(".npy")}
     if arrays:
-        return Recognised(
-            path, f"a NumPy archive of {', '.join(arrays[:3])}", _as_chunks(path, f"numpy.load(sys.argv[1])['{arrays[0]}'].reshape(-1)")
-        )
+        shown = ", ".join(name if name.isidentifier() else repr(name[:40]) for name in list(arrays)[:3])
+        first = f"numpy.load(sys.argv[1])[numpy.load(sys.argv[1]).files[{next(iter(arrays.values()))}]]"  # by number: a name can be any code
+        return Recognised(path, f"a NumPy archive of {shown}", _as_chunks(path, f"{first}.reshape(-1)"))
     return None
 
 
+def _binary_tokens(path: Path, head: bytes) -> str:
+    """Return how a .bin file becomes chunks; only llm.c's have a header that tells the type of the tokens."""
+    if dtype := _LLM_C.get(head[:4]):
+        return _as_chunks(path, f"numpy.memmap(sys.argv[1], '{dtype}', 'r', offset=1024)", "in llm.c's format")
+    way = _as_chunks(path, "numpy.memmap(sys.argv[1], 'uint16', 'r')", "in nanoGPT's format")
+    return f"{way} The command assumes uint16; if the tokenizer has more than 65,536 tokens, replace 'uint16' with 'uint32' in it."
+
+
 def _torch_file(path: Path) -> Recognised:
-    into = f"`flatout import FOLDER --out data/{path.stem} --tokenizer FILE`"
+    into = f"`flatout import FOLDER --out {_dataset(path.stem)} --tokenizer FILE`"
     return Recognised(path, "a PyTorch file", f"{_WEIGHTS} If it holds tokens, name it chunk_000000.pt, in a folder of its own, and run {into}.")
 
 
+def _dataset(name: str) -> str:
+    """Return the place of the dataset that a file or folder becomes, as a word of a command."""
+    return in_shell(f"data/{name}")
+
+
 def _train_on_it(folder: Path) -> str:
-    return f"Train on it: `flatout train RECIPE data.path={shlex.quote(str(folder))}`."
+    return f"Train on it: `flatout train RECIPE data.path={in_shell(folder)}`."
 
 
 def _import_it(folder: Path) -> str:
-    out = shlex.quote(f"data/{folder.absolute().name}")
-    return f"Import it: `flatout import {shlex.quote(str(folder))} --out {out} --tokenizer FILE`, where FILE is the tokenizer that made the tokens."
+    out = _dataset(folder.absolute().name)
+    return f"Import it: `flatout import {in_shell(folder)} --out {out} --tokenizer FILE`, where FILE is the tokenizer that made the tokens."
 
 
-def _as_chunks(path: Path, tokens: str, of_whom: str | None = None) -> str:
+def _as_chunks(path: Path, tokens: str, kind: str = "") -> str:
     """Return how tokens that are read by an expression become chunks, in pieces, because they may be larger than memory."""
     parts = f"enumerate(numpy.array_split({tokens}, 64))"
     save = f"[torch.save(torch.from_numpy(part.astype('int64')), f'chunks/chunk_{{n:06d}}.pt') for n, part in {parts}]"
-    command = f'mkdir chunks && python -c "import numpy, sys, torch; {save}" {shlex.quote(str(path))}'
-    into = f"`flatout import chunks --out data/{path.stem} --tokenizer FILE`"
-    where = f", in {of_whom}'s format," if of_whom else ""
-    return f"flatout cannot read it as it is. If it holds tokens{where} write them as chunks, `{command}`, and run {into}."
+    command = f'mkdir chunks && python -c "import numpy, sys, torch; {save}" {in_shell(path)}'
+    into = f"`flatout import chunks --out {_dataset(path.stem)} --tokenizer FILE`"
+    return f"flatout cannot read it as it is. If it holds tokens{kind and f' {kind}'}, write them as chunks, `{command}`, and run {into}."
 
 
 def _is_text(head: bytes) -> bool:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
 from flatout.config import RunConfig, load_config
 from flatout.documents import read_document
-from flatout.errors import FlatoutError
+from flatout.errors import FlatoutError, in_shell
 from flatout.hardware import ASSUMED_MFU, Machine
 from flatout.terminal import duration
 
@@ -50,7 +49,7 @@ def recommend(path: str, tokens: int, vocab_size: int, machine: Machine, runs: P
         return None
     parameters, per_step = _parameters(config, vocab_size), config.batch.tokens_per_step or 1
     steps = max(round(min(TOKENS_PER_PARAMETER * parameters, MOST_EPOCHS * tokens) / per_step), 1)
-    command = f"flatout train {name} data.path={shlex.quote(path)} train.steps={steps}"
+    command = f"flatout train {name} data.path={in_shell(path)} train.steps={steps}"
     time = _time(config, vocab_size, parameters, steps * per_step, machine, runs)
     return Recommendation(command, parameters, round(steps * per_step / tokens, 1), time)
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from flatout.documents import read_document
 from flatout.errors import ConfigError
+from flatout.recognised import require_local
 
 PACKAGE_DIR = Path(__file__).parent
 SHORTEST_PART = 3
@@ -234,6 +235,7 @@ def recipe_path(recipe: str | Path) -> Path:
 
     Raises: ConfigError with the nearest file or name.
     """
+    require_local(recipe, error=ConfigError)
     path = Path(recipe)
     is_file = path.suffix.lower() in SUFFIXES
     if path.is_dir() and (is_file or str(recipe) not in RECIPES.names()):

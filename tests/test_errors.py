@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import shlex
 
 import pytest
 
@@ -86,3 +87,17 @@ def test_secrets_of_addresses_are_not_said(said, shown):
     assert errors.without_secrets(said) == shown
     error = errors.DataError(said, fix=said)
     assert (error.what, error.fix, str(error)) == (shown, shown, f"{shown} Fix: {shown}")
+
+
+def test_a_name_from_a_file_cannot_clear_the_terminal_or_begin_a_line():
+    hostile = "a\x1b[2J\x9b2J\r\nFix: run this.\u202egpj.\u2028b\t\x7f\u2066"
+    raised = errors.DataError(f"{hostile} is bad.", fix=f"Repair {hostile}.")
+    for text in (raised.what, raised.fix, str(raised)):
+        assert text.isprintable()
+    assert raised.what == r"a\x1b[2J\x9b2J\r\nFix: run this.\u202egpj.\u2028b\t\x7f\u2066 is bad."
+    assert errors.on_one_line("größer, 数据, path/to é") == "größer, 数据, path/to é"
+
+
+@pytest.mark.parametrize("word", ["my run", "$(touch X)", "it's", 'data.mix={"a b": 1.0}', "`id`", "a;b", "plain/path-1.0"])
+def test_a_word_of_a_command_reaches_it_whole(word):
+    assert shlex.split(f"flatout train {errors.in_shell(word)} end") == ["flatout", "train", word, "end"]

@@ -74,7 +74,9 @@ def test_a_model_can_be_used_with_other_settings_on_purpose_as_the_message_says(
     config = copied_run / "config.yaml"
     edit(config, "\n  seq_len: 32", "\n  seq_len: 16")
     (copied_run / COPY).unlink()
-    with pytest.raises(ConfigError, match=r"config\.copy\.yaml, which shows what it was, is missing.*its last line, which is a digest"):
+    with pytest.raises(
+        ConfigError, match=r"config\.copy\.yaml, which shows what it was, is missing.*the last line of config\.yaml, which is a digest"
+    ):
         loading.load_run(copied_run, device="cpu")
     config.write_text("".join(config.read_text().splitlines(keepends=True)[:-1]))
     assert loading.load_run(copied_run, device="cpu").config.data.seq_len == 16

@@ -1,8 +1,10 @@
 import io
 import re
+import shlex
 import struct
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +18,9 @@ from flatout.data.manifest import read_manifest
 from flatout.data.shards import Dataset
 from flatout.data.tokenizer import load_tokenizer, make_tokenizer
 from flatout.documents import read_document
-from flatout.errors import FlatoutError, UsageError
+from flatout.errors import ConfigError, FlatoutError, UsageError
 from flatout.recognised import recognise, require_local
+from flatout.registry import recipe_path
 from flatout.sources.files import find_files
 from flatout.training.folder import resume_from
 from flatout.training.initial import find_weights
@@ -114,6 +117,60 @@ def test_the_command_that_is_given_makes_chunks_of_tokens(tmp_path, name):
     assert np.concatenate([read_chunk(path, byte) for path in find_chunks(tmp_path / "chunks")]).tolist() == TOKENS.tolist()
 
 
+def in_python(command, place, monkeypatch):
+    """Do here what the advised command has Python do, and return the tokens of the chunks that it writes."""
+    *_, code, path = shlex.split(command)
+    monkeypatch.setattr(sys, "argv", ["-c", path])
+    monkeypatch.chdir(place)
+    (place / "chunks").mkdir()
+    exec(code, {})
+    return np.concatenate([torch.load(chunk).numpy() for chunk in sorted((place / "chunks").iterdir())])
+
+
+@pytest.mark.parametrize(("magic", "dtype"), [(20240520, "uint16"), (20240801, "uint32")])
+def test_both_formats_of_llm_c_are_read_after_their_header(tmp_path, monkeypatch, magic, dtype):
+    tokens = TOKENS.astype(dtype) + (0 if dtype == "uint16" else 100_000)
+    (tmp_path / "fineweb.bin").write_bytes(struct.pack("<256i", magic, 1, len(tokens), *[0] * 253) + tokens.tobytes())
+    fix = recognise(tmp_path / "fineweb.bin").fix
+    assert "If it holds tokens in llm.c's format, write them" in fix
+    assert in_python(fix.split("`")[1], tmp_path, monkeypatch).tolist() == tokens.tolist()
+
+
+def test_a_bare_binary_file_says_what_its_command_assumes(tmp_path):
+    (tmp_path / "train.bin").write_bytes(FILES["train.bin"])
+    assert "assumes uint16; if the tokenizer has more than 65,536 tokens, replace 'uint16' with 'uint32'" in recognise(tmp_path / "train.bin").fix
+
+
+HOSTILE = ["$(touch X)", "`touch X`", "']; import os; os.mkdir('X') #", '"; touch X; "', "\x1b[2J\nFix: run `touch X`."]
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_the_name_of_an_array_is_no_part_of_a_command(tmp_path, monkeypatch, name):
+    place = tmp_path / "there"
+    place.mkdir()
+    with zipfile.ZipFile(place / "a.npz", "w") as archive:
+        archive.writestr("about.txt", "no array")
+        archive.writestr(f"{name}.npy", FILES["tokens.npy"])
+    known = recognise(place / "a.npz")
+    assert known.name.isprintable()
+    assert "touch" not in known.fix
+    assert in_python(known.fix.split("`")[1], place, monkeypatch).tolist() == TOKENS.tolist()
+    assert sorted(path.name for path in place.iterdir()) == ["a.npz", "chunks"]
+
+
+@pytest.mark.parametrize("name", ["best_model.pt", "train.bin", "tokens.npz", "chunk_000003.pt"])
+def test_the_name_of_a_file_is_one_word_of_every_command(tmp_path, name):
+    place = tmp_path / "$(touch X) & more"
+    place.mkdir()
+    path = place / name if name.startswith("chunk_") else place / f"$(touch Y) {name}"
+    path.write_bytes(FILES[name])
+    commands = recognise(path).fix.split("`")[1::2]
+    into = shlex.split(commands[-1])
+    assert into[into.index("--out") + 1] == f"data/{place.name if name.startswith('chunk_') else path.stem}"
+    for command in commands:
+        assert all(word in (str(path), str(place), f"data/{path.stem}", f"data/{place.name}") for word in shlex.split(command) if "touch" in word)
+
+
 def test_runs_checkpoints_and_datasets_are_told_apart(fox_run, tiny_set):
     fox_run = fox_run[0] / "runs" / "fox"
     with pytest.raises(FlatoutError, match="is a run folder, not a prepared dataset"):
@@ -152,12 +209,14 @@ def test_one_binary_file_among_texts_is_left_to_the_rule_for_bad_documents(tmp_p
 @pytest.mark.parametrize("address", ["s3://bucket/x", "gs://bucket", "file:///data/x", "hf://datasets/a/b", "S3://bucket", "https://example.org/x"])
 @pytest.mark.parametrize("kind", [str, Path])
 def test_an_address_is_refused_as_it_was_written(address, kind):
-    if address != "file:///data/x":  # a Path has one slash where there were three
-        with pytest.raises(UsageError, match=re.escape(f"--run {address} is an address")):
-            require_local(kind(address), "--run ")
-    else:
-        with pytest.raises(UsageError, match="is an address"):
-            require_local(kind(address))
+    with pytest.raises(UsageError, match=re.escape(f"--run {address} is an address")):
+        require_local(kind(address), "--run ")
+
+
+def test_a_recipe_at_an_address_is_called_one():
+    for address in ("http://host/r.yaml", "s3://bucket/recipe"):
+        with pytest.raises(ConfigError, match=f"^{address} is an address"):
+            recipe_path(address)
 
 
 @pytest.mark.parametrize("place", ["", "auto", "runs/x", "/data:/x", "./s3:/x", "x:1", "notes: a/b", "../gs://x", "~/runs"])

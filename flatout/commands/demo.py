@@ -6,7 +6,6 @@ import hashlib
 import math
 import platform
 import re
-import shlex
 import statistics
 import textwrap
 import time
@@ -19,7 +18,7 @@ import typer
 
 from flatout.commands import Command, Result
 from flatout.config import RunConfig, load_config
-from flatout.errors import CheckpointError, ConfigError, DataError, UntrustedCode
+from flatout.errors import CheckpointError, ConfigError, DataError, UntrustedCode, in_shell
 from flatout.progress import SILENT, Progress
 from flatout.recognised import recognise, require_local
 from flatout.recommended import MOST_EPOCHS
@@ -72,7 +71,7 @@ class DemoResult(Result):
         from flatout.terminal import closing, columns
         from flatout.training.folder import read_summary
 
-        return closing(read_summary(Path(self.run)) or {}, next_steps=f"Try next:\n{_next(shlex.quote(self.run), columns())}")
+        return closing(read_summary(Path(self.run)) or {}, next_steps=f"Try next:\n{_next(in_shell(self.run), columns())}")
 
 
 def _next(run: str, width: int) -> str:
@@ -174,7 +173,8 @@ def require_text_file(file: Path) -> None:
     if str(file).startswith(("http:/", "https:/")):
         address = str(file).replace(":/", "://", 1)
         raise DataError(
-            f"{address} is an address; demo takes one text file.", fix=f"Download it, `curl -LO {address}`; `flatout prepare` reads addresses."
+            f"{address} is an address; demo takes one text file.",
+            fix=f"Download it, `curl -LO {in_shell(address)}`; `flatout prepare` reads addresses.",
         )
     require_local(file, error=DataError)
     known = recognise(file)
@@ -250,7 +250,7 @@ def _without_options(error: DataError, source: str) -> DataError:
     fix = error.fix.replace(OR_SKIP, "")
     if match := re.match(r"Add --encoding ([\w-]+)", fix):
         converted = Path(source).with_suffix(f".utf8{Path(source).suffix}")
-        command = f"iconv -f {match[1]} -t UTF-8 {shlex.quote(source)} > {shlex.quote(str(converted))}"
+        command = f"iconv -f {match[1]} -t UTF-8 {in_shell(source)} > {in_shell(converted)}"
         return DataError(error.what, fix=f"Convert it, `{command}`, and name that.")
     return DataError(error.what, fix=f"`flatout prepare` can do more with it. There: {fix}" if "--" in fix else fix)
 

@@ -20,7 +20,7 @@ from flatout.config import Section
 from flatout.data.download import check_file, download
 from flatout.data.spool import spool_standard_input
 from flatout.documents import parse_yaml
-from flatout.errors import ConfigError, DataError
+from flatout.errors import ConfigError, DataError, in_shell
 from flatout.progress import SILENT, Progress
 from flatout.registry import DATASETS, SOURCES, nearest
 from flatout.sources import Part, parts_of
@@ -185,7 +185,9 @@ def _check_include(parts: Sequence[Part], include: Sequence[str]) -> None:
     """
     for pattern in include:
         if not any(matches(path, pattern) for part in parts for path in files_of(part)):
-            fix = f"Quote the pattern, and check it with `find FOLDER -name {pattern!r}`; it takes files of folders that are named as sources."
+            fix = (
+                f"Quote the pattern, and check it with `find FOLDER -name {in_shell(pattern)}`; it takes files of folders that are named as sources."
+            )
             raise DataError(f"--include {pattern!r} fits no file.", fix=fix)
 
 

@@ -25,7 +25,7 @@ from flatout.data.manifest import BLOCK_BYTES, MANIFEST, FileEntry, Manifest, pa
 from flatout.data.problems import file_problems
 from flatout.data.shards import Dataset
 from flatout.data.transfers import Transfers
-from flatout.errors import DataError, without_secrets
+from flatout.errors import DataError, in_shell, without_secrets
 from flatout.progress import SILENT, Progress
 from flatout.sources.remote import ATTEMPTS, NothingThere, Unreachable, is_address, open_remote, protocol_of, read_remote
 
@@ -157,7 +157,7 @@ def stored_manifest(address: str, *, attempts: int = ATTEMPTS) -> tuple[bytes, M
     if written is None:
         raise DataError(
             f"There is no data set at {address}: it has no {MANIFEST}.",
-            fix=f"Prepare one with `flatout prepare SOURCE --out {address}`, or check the address.",
+            fix=f"Prepare one with `flatout prepare SOURCE --out {in_shell(address)}`, or check the address.",
         )
     return written, parse_manifest(written.decode("utf-8", errors="replace"), f"{address}/{MANIFEST}")
 
@@ -218,7 +218,7 @@ def stored_tokenizer(address: str, manifest: Manifest) -> bytes:
 
 
 def _damaged(address: str) -> str:
-    return f"Look at all of it with `flatout verify {address}`, and prepare it again at another address."
+    return f"Look at all of it with `flatout verify {in_shell(address)}`, and prepare it again at another address."
 
 
 def _is_there(path: Path, entry: FileEntry) -> bool:

@@ -9,7 +9,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from flatout.errors import DataError
+from flatout.errors import DataError, in_shell
 from flatout.recognised import recognise
 from flatout.registry import nearest
 
@@ -155,7 +155,7 @@ def _no_dataset(folder: Path) -> DataError:
     if known is not None:
         return DataError(known.instead_of("a prepared dataset"), fix=known.fix)
     if folder.is_file():
-        fix = f"Prepare it with `flatout prepare {folder} --out data/{folder.stem}`, and name that folder."
+        fix = f"Prepare it with `flatout prepare {in_shell(folder)} --out {in_shell(f'data/{folder.stem}')}`, and name that folder."
         return DataError(f"{folder} is a file, not a data set folder.", fix=fix)
     if folder.is_dir() and any(folder.iterdir()):
         fix = "Name another folder, or prepare one with `flatout prepare SOURCE --out data/mine`."
@@ -164,7 +164,7 @@ def _no_dataset(folder: Path) -> DataError:
     guess = nearest(folder.name, beside)
     hint = f"Did you mean {str(folder.parent / guess)!r}? If not: prepare" if guess else "Prepare"
     missing = f"{folder} has no {MANIFEST}: it is empty" if folder.is_dir() else f"There is no data set folder {folder}"
-    return DataError(f"{missing}.", fix=f"{hint} it with `flatout prepare SOURCE --out {folder}`.")
+    return DataError(f"{missing}.", fix=f"{hint} it with `flatout prepare SOURCE --out {in_shell(folder)}`.")
 
 
 def parse_manifest(text: str, path: Path | str) -> Manifest:

@@ -21,7 +21,7 @@ import numpy as np
 from flatout.data.fetch import open_place
 from flatout.data.manifest import SplitName
 from flatout.data.shards import Dataset, Split
-from flatout.errors import ConfigError, DataError
+from flatout.errors import ConfigError, DataError, in_shell
 from flatout.progress import SILENT, Progress
 
 if TYPE_CHECKING:
@@ -251,5 +251,5 @@ def _require_one_tokenizer(first: Dataset, other: Dataset) -> None:
         raise DataError(
             f"{first.place} and {other.place} were prepared with different tokenizers, {mine.tokenizer.name} of {mine.vocab_size:,} tokens and "
             f"{theirs.tokenizer.name} of {theirs.vocab_size:,}: one model cannot read both.",
-            fix=f"Prepare the second again with the first's: --tokenizer {first.path / mine.tokenizer.file}.",
+            fix=f"Prepare the second again with the first's: --tokenizer {in_shell(first.path / mine.tokenizer.file)}.",
         )

@@ -24,7 +24,7 @@ from flatout.data.manifest import MANIFEST, TOKENIZER
 from flatout.data.pack import Assignment, Job
 from flatout.data.plan import Plan, held_out
 from flatout.data.ranges import RECORD, Range, RangeRecord, read_record
-from flatout.errors import DataError
+from flatout.errors import DataError, in_shell
 from flatout.sources import Part
 
 if TYPE_CHECKING:
@@ -317,7 +317,7 @@ def refuse_mount(out: Path) -> None:
     if os.path.ismount(place) and not (place / MANIFEST).is_file():
         raise DataError(
             f"{out} is a mount point, and a data set becomes whole by one rename, which cannot replace that.",
-            fix=f"Choose a folder in it: --out {out / 'NAME'}.",
+            fix=f"Choose a folder in it: --out {in_shell(out / 'NAME')}.",
         )
 
 

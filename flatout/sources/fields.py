@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from flatout.errors import in_shell
 from flatout.registry import nearest
 from flatout.sources import BadRow, Document, Place, Row
 
@@ -57,7 +58,7 @@ def document(row: Any, fields: Fields, name: str, offset: int | None = None) -> 
 def no_field(place: Place, field: str, names: list[str], option: str) -> BadRow:
     """Return the bad row for a field that is not there; `names` are those that could be meant, the likeliest first."""
     guess = nearest(field, names) or (names[0] if names else None)
-    fix = f"Did you mean {option} {guess}?" if guess else f"Name the field that holds the text with {option}."
+    fix = f"Did you mean {option} {in_shell(guess)}?" if guess else f"Name the field that holds the text with {option}."
     return BadRow(f"has no field {field!r}", fix, f"no field {field!r}", place.name, place.offset)
 
 

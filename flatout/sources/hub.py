@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-from flatout.errors import DataError, MissingPackage
+from flatout.errors import DataError, MissingPackage, in_shell
 from flatout.registry import nearest
 from flatout.sources import Part, Row
 from flatout.sources.fields import Fields, document
@@ -90,7 +90,7 @@ def _check_fields(place: str, columns: list[str], fields: Fields) -> None:
         if field is None or not columns or field in columns or field.partition(".")[0] in columns:
             continue
         guess = nearest(field, columns)
-        hint = f"Did you mean {option} {guess}? " if guess else ""
+        hint = f"Did you mean {option} {in_shell(guess)}? " if guess else ""
         raise DataError(f"{place} has no field {field!r}.", fix=f"{hint}Its fields are: {', '.join(columns)}.")
 
 

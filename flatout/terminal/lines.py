@@ -20,7 +20,7 @@ from rich.text import Text
 from flatout.errors import without_secrets
 from flatout.progress import Task
 from flatout.terminal.cell import CELL_COLUMNS, CellBlock
-from flatout.terminal.figures import amount, duration, wrapped
+from flatout.terminal.figures import amount, duration, printable, wrapped
 
 APPEARS_AFTER_S = 0.1
 PLAIN_EVERY_S = 5.0
@@ -150,7 +150,7 @@ class Terminal:
 
     def say(self, line: str) -> None:
         """Print one line that stays; a person's terminal breaks it at spaces."""
-        line = without_secrets(line)
+        line = printable(without_secrets(line))
         if self._cell is not None:
             self._cell.say(wrapped(line, self.console.width))
             return

@@ -14,7 +14,7 @@ from pathlib import Path
 from flatout.config import RunConfig, difference, validate
 from flatout.data.disk import write_text
 from flatout.documents import parse_yaml
-from flatout.errors import ConfigError
+from flatout.errors import ConfigError, in_shell
 
 COPY = "config.copy.yaml"
 OF_THE_MODEL = ("model.", "data.seq_len", "data.document_mask", "data.mix", "train.precision", "speedups")
@@ -44,15 +44,16 @@ def require_unedited(path: Path, config: RunConfig, *, free: Iterable[str]) -> N
     if edits is None:
         raise ConfigError(
             f"{there}, {_LOST_COPY}",
-            fix=f"Restore the file. To train with it as it is, start another run: --resume {path.parent} --run DIR, with the settings you want.",
+            fix="Restore the file. To train with it as it is, start another run: "
+            f"--resume {in_shell(path.parent)} --run DIR, with the settings you want.",
         )
     changed = {key: line for key, line in edits.items() if not key.startswith(tuple(free))}
     if changed:
-        settings = " ".join(f"{key}={_word(_value(config, key))}" for key in changed if _value(config, key) is not None)
+        settings = " ".join(in_shell(f"{key}={_word(_value(config, key))}") for key in changed if _value(config, key) is not None)
         raise ConfigError(
             f"{there}: {'; '.join(changed.values())}.",
-            fix=f"Restore it with `cp {path.with_name(COPY)} {path}`. "
-            f"To change settings on purpose, restore it and start another run: --resume {path.parent} --run DIR {settings}",
+            fix=f"Restore it with `{_restoring(path)}`. "
+            f"To change settings on purpose, restore it and start another run: --resume {in_shell(path.parent)} --run DIR {settings}",
         )
 
 
@@ -63,14 +64,14 @@ def require_as_trained(path: Path, config: RunConfig) -> None:
     Raises: ConfigError with the changed settings and the way to use the model with them on purpose.
     """
     edits = _edits(path, config)
-    on_purpose = f"To use the model with the file as it is, delete {COPY} beside it, and its last line, which is a digest."
+    on_purpose = f"To use the model with the file as it is, delete {COPY} beside it and the last line of {path.name}, which is a digest."
     if edits is None:
         raise ConfigError(f"{path} was changed after the run had started, {_LOST_COPY}", fix=f"Restore the file. {on_purpose}")
     changed = [line for key, line in edits.items() if key.startswith(OF_THE_MODEL)]
     if changed:
         raise ConfigError(
             f"{path} was changed after the run had started: {'; '.join(changed)}. The weights were trained with the settings before.",
-            fix=f"Restore it with `cp {path.with_name(COPY)} {path}`. {on_purpose}",
+            fix=f"Restore it with `{_restoring(path)}`. {on_purpose}",
         )
 
 
@@ -84,6 +85,11 @@ def _edits(path: Path, config: RunConfig) -> dict[str, str] | None:
     written = validate(parse_yaml(copy, name=str(path.with_name(COPY))), file=path.with_name(COPY))
     keys = dict.fromkeys(line.partition(": ")[0] for line in (*difference(written, config), *difference(config, written)))
     return {key: f"{key}: {_value(written, key)} -> {_value(config, key)}" for key in keys}
+
+
+def _restoring(path: Path) -> str:
+    """Return the command that restores the file from its copy."""
+    return f"cp {in_shell(path.with_name(COPY))} {in_shell(path)}"
 
 
 def _value(config: RunConfig, key: str) -> object:

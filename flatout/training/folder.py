@@ -37,7 +37,7 @@ from flatout.config import RunConfig, difference, flat, validate
 from flatout.data.disk import write_text
 from flatout.data.manifest import TOKENIZER
 from flatout.documents import read_document
-from flatout.errors import CheckpointError, ConfigError, HardwareError
+from flatout.errors import CheckpointError, ConfigError, HardwareError, in_shell
 from flatout.progress import SILENT, Progress
 from flatout.recognised import recognise
 from flatout.training import catalog
@@ -127,12 +127,12 @@ def read_asked(folder: Path) -> RunConfig | None:
     return validate(read_document(path), file=path) if path.exists() else None
 
 
-def stored_config(folder: Path, wanted: RunConfig) -> RunConfig | None:
+def stored_config(folder: Path, wanted: RunConfig, *, trust_code: bool = False) -> RunConfig | None:
     """Return the run's stored configuration with the free keys of `wanted` laid over it; None when the folder holds no run.
 
     A run that has never saved has nothing to go on from: the next start is a new run, with settings of its own. The length that is stored
     stays, whatever `wanted` states: whether a run can be made longer takes its data (training/longer.py).
-    Raises: ConfigError naming the keys in which `wanted` contradicts what the run was started with, or in which config.yaml was edited.
+    Raises: UntrustedCode, before advice can repeat what config.yaml names; ConfigError for an edited config.yaml, and keys that contradict it.
     """
     stored = read_config(folder)
     if stored is None:
@@ -140,6 +140,7 @@ def stored_config(folder: Path, wanted: RunConfig) -> RunConfig | None:
     catalog.require_own(folder)
     if not catalog.has_saved(folder) and not (folder / SUMMARY).exists():
         return None
+    trust.require_trusted(folder, stored.references(), named=wanted.references(), trust_code=trust_code)
     require_unedited(folder / CONFIG, stored, free=(*NAMELESS_KEYS, "data.path"))
     free = (*FREE_KEYS, *LENGTH_KEYS)
     contradictions = difference(stored, wanted, free=free)
@@ -149,8 +150,7 @@ def stored_config(folder: Path, wanted: RunConfig) -> RunConfig | None:
     if contradictions:
         raise ConfigError(
             f"{folder} holds a run with other settings: {'; '.join(contradictions)}.",
-            fix="Keep the stored settings, or start another run with --run DIR; "
-            f"with `--resume {folder} --run DIR` it continues from the newest checkpoint of this one.",
+            fix=f"Keep the stored settings, or start another run; `--resume {in_shell(folder)} --run DIR` starts it from this one.",
         )
     keys = (key for key in _flat_keys(wanted.to_dict()) if key.startswith(FREE_KEYS) and key != "name")
     return stored.with_values({key: value for key in keys if (value := wanted.value(key)) is not None})
@@ -377,8 +377,8 @@ def _take(file: TextIO, kind: int, *, patience_s: float, progress: Progress = SI
 def _in_use(folder: Path) -> CheckpointError:
     try:
         holder = json.loads((folder / LOCK).read_text(encoding="utf-8"))
-        who, stop = f"process {holder['pid']} on {holder['host']}", f"kill {holder['pid']}"
-    except (ValueError, KeyError):
+        who, stop = f"process {holder['pid']} on {holder['host']}", f"kill {int(holder['pid'])}"
+    except (ValueError, KeyError, TypeError):
         who, stop = "another process", "kill it"
     return CheckpointError(f"{folder} is in use by {who}.", fix=f"Wait until it is done, stop it ({stop}), or choose another folder with --run DIR.")
 

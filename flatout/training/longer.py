@@ -8,7 +8,7 @@ from pathlib import Path
 from flatout.config import RunConfig
 from flatout.data.mix import MixedDataset
 from flatout.data.shards import Dataset
-from flatout.errors import ConfigError
+from flatout.errors import ConfigError, in_shell
 from flatout.hardware import Machine
 from flatout.optimizers.schedule import factor, warmup_steps
 from flatout.progress import SILENT, Progress
@@ -123,8 +123,8 @@ def _bound_to_its_length(place: Path, stored: RunConfig, longer: RunConfig, equa
     return ConfigError(
         f"{place} cannot be made longer, {before} -> {steps} steps: it is at step {done}, and with schedule.kind={stored.schedule.kind} its "
         f"learning rate has depended on its length since step {equal + 1}.",
-        fix=f"Use `--resume {place} --run {other}` in the same command: another run, which continues with the state of step {done} at the rates "
-        f"of a run of {steps} steps, so that the rate goes from {rates[0]:.3g} to {rates[1]:.3g}.",
+        fix=f"Use `--resume {in_shell(place)} --run {in_shell(other)}` in the same command: another run, which continues with the state of "
+        f"step {done} at the rates of a run of {steps} steps, so that the rate goes from {rates[0]:.3g} to {rates[1]:.3g}.",
     )
 
 

@@ -13,26 +13,26 @@ from flatout.data.manifest import MANIFEST, TOKENIZER
 from flatout.data.mix import MixedDataset, open_data, parts_of, whole_turns
 from flatout.data.shards import Dataset
 from flatout.data.tokenizer import RESTORE
-from flatout.errors import CheckpointError
+from flatout.errors import CheckpointError, in_shell
 from flatout.sources.remote import is_address
 from flatout.training import catalog, folder
 from flatout.training.files import read_json, sha256, understanding
 
 
-def stored_config(place: Path, asked: RunConfig) -> RunConfig | None:
+def stored_config(place: Path, asked: RunConfig, *, trust_code: bool = False) -> RunConfig | None:
     """Return the configuration the run was begun with, on the data that is asked for now; None when there is no run yet.
 
     Data may be moved. Another tokenizer is refused, other tokens are said: `require_tokenizer`, `environment_of`.
-    Raises: ConfigError when `asked` contradicts it, the sets of a mix and their weights included.
+    Raises: ConfigError when `asked` contradicts it, the sets of a mix and their weights included; UntrustedCode before that.
     """
     known = folder.read_config(place)
     if known is None:
         return None
     moved = _moved(known.data, asked.data)
     if moved is None:
-        return folder.stored_config(place, asked)
+        return folder.stored_config(place, asked, trust_code=trust_code)
     first = folder.read_asked(place) or known
-    stored = folder.stored_config(place, asked.with_values(_where(first.data)))
+    stored = folder.stored_config(place, asked.with_values(_where(first.data)), trust_code=trust_code)
     return stored.with_values(moved) if stored else None
 
 
@@ -132,5 +132,5 @@ def require_tokenizer(run_folder: Path, dataset: Dataset | MixedDataset, checkpo
     if known not in (data.manifest.tokenizer.digest, None):
         raise CheckpointError(
             f"{data.place} was prepared with another tokenizer than {run_folder} was trained with: its tokens would mean something else.",
-            fix=f"Prepare the text with --tokenizer {kept}.",
+            fix=f"Prepare the text with --tokenizer {in_shell(kept)}.",
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flatout.errors import CheckpointError, ConfigError, FlatoutError
+from flatout.errors import CheckpointError, ConfigError, FlatoutError, in_shell
 from flatout.progress import SILENT, Progress
 from flatout.recognised import recognise, require_local
 from flatout.registry import nearest
@@ -25,7 +25,9 @@ def find_run(run: str | Path) -> Path:
     require_local(run, error=CheckpointError)
     above, step = Path(run).parent.parent, Path(run).name.removeprefix("step-")
     if step.isdecimal() and (above / folder.CONFIG).exists():
-        raise CheckpointError(f"{run} is a checkpoint of the run {above}.", fix=f"Name {above}, with --checkpoint {step} where that can be given.")
+        raise CheckpointError(
+            f"{run} is a checkpoint of the run {above}.", fix=f"Name {in_shell(above)}, with --checkpoint {step} where that can be given."
+        )
     found = next((found for place in (Path(run), RUNS / run) if str(run) and (found := recognise(place))), None)
     if found is not None:
         raise CheckpointError(found.instead_of("a run folder"), fix=found.fix)
@@ -33,7 +35,7 @@ def find_run(run: str | Path) -> Path:
     guess = nearest(Path(run).name, known)
     raise CheckpointError(
         f"{str(run) or 'An empty name'} is not a run folder: it has no config.yaml.",
-        fix=f"Did you mean {RUNS / guess}?" if guess else "`flatout runs` shows the runs there are; `flatout demo` makes one.",
+        fix=f"Did you mean {in_shell(RUNS / guess)}?" if guess else "`flatout runs` shows the runs there are; `flatout demo` makes one.",
     )
 
 

@@ -17,7 +17,7 @@ from flatout.data.disk import PART, copy_whole
 from flatout.data.manifest import TOKENIZER
 from flatout.data.mix import MixedDataset, parts_of
 from flatout.data.shards import Dataset
-from flatout.errors import CheckpointError, ConfigError, DataError, FlatoutError, RunFailed, Stopped
+from flatout.errors import CheckpointError, ConfigError, DataError, FlatoutError, RunFailed, Stopped, in_shell
 from flatout.hardware import Machine, pick_device, probe
 from flatout.measured import advice, gpu_name
 from flatout.parallel.mesh import make_mesh
@@ -43,7 +43,7 @@ from flatout.training.observers import Observer
 from flatout.training.out_of_memory import explained
 from flatout.training.signals import StopRequests
 from flatout.training.warmup import warm_up
-from flatout.trust import remember, require_trusted
+from flatout.trust import remember
 
 DISK_BYTES_PER_PARAMETER = 12
 """fp32 weights and AdamW's two moments."""
@@ -169,9 +169,8 @@ def settle(
     Raises: ConfigError when `asked` contradicts the stored configuration; UntrustedCode when that names code which `asked` does not.
     """
     own_folder(place)
-    stored = stored_config(place, asked) if resume != "never" else None
+    stored = stored_config(place, asked, trust_code=trust_code) if resume != "never" else None
     if stored is not None:
-        require_trusted(place, stored.references(), named=asked.references(), trust_code=trust_code)
         remember(place, stored.references())
     with writing_run(place):
         checkpoint = folder.resume_from(place, resume_place(resume), progress=progress)
@@ -235,7 +234,7 @@ def finished(place: Path, stored: RunConfig, checkpoint: Path, summary: Mapping[
     step = catalog.step_of(checkpoint)
     if step >= (stored.train.steps or 0):
         if stored.schedule.kind == "cosine":
-            return f"start another run: --resume {place} --run DIR, with a larger train.steps"
+            return f"start another run: --resume {in_shell(place)} --run DIR, with a larger train.steps"
         return f"set train.steps to more than {stored.train.steps}"
     with understanding(place / folder.SUMMARY):
         waited = summary.get("stopped_early") and step == summary["steps"] and out_of_patience(stored.train, step, summary["best_step"])

@@ -13,6 +13,7 @@ CASES = [
     Case("an option without its value", "prepare book.txt --out", ("--out",), ("--out data/book",)),
     Case("a misspelt recipe", "train shakespeare-chr", ("'shakespeare-chr'",), ("'shakespeare-char'",)),
     Case("a recipe file that is not there", "train mine.yaml", ("mine.yaml",), ("'my.yaml'",)),
+    Case("a recipe at an address", "train https://host/my.yaml", ("https://host/my.yaml is an address",), ("path of this machine",)),
     Case("a folder for a recipe", "train data", ("data", "folder"), ("YAML file",)),
     Case("a folder that is called like a recipe", "train set.yaml", ("set.yaml", "folder"), ("YAML file",), lambda w: w.write("set.yaml/a.txt", "a")),
     Case("a recipe without its suffix", "train my", ("'my'",), ("'my.yaml'",)),

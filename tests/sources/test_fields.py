@@ -43,3 +43,8 @@ def test_a_prompt_is_a_field_too():
     assert read({"q": "x", "text": "so"}).prompt == ""
     assert read({"text": "so"}, prompt="q").reason == "no field 'q'", "a field that is nowhere is a mistake, not an empty prompt"
     assert "--mask-field" in str(read({"q": 7, "text": "so"}, prompt="q").error)
+
+
+def test_a_field_that_was_meant_is_one_word_of_the_command():
+    bad = document({"hello world": "some text"}, Fields("helo world"), "rows.jsonl")
+    assert bad.fix == "Did you mean --text-field 'hello world'?"

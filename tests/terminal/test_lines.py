@@ -217,3 +217,10 @@ def test_a_task_without_a_unit_leaves_rate_and_time_to_its_own_words():
         task.advance(10)
         task.note("80/100 · 5 s left")
         assert task.facts() == ["80%", "80/100 · 5 s left"]
+
+
+def test_a_line_that_stays_cannot_clear_the_terminal():
+    terminal = plain()
+    terminal.say("Reading a\x1b[2J\u202eb")
+    terminal.close()
+    assert text_of(terminal) == "Reading a\ufffd[2J\ufffdb\n"

@@ -1,0 +1,111 @@
+"""Commands in advice: a folder or a setting that a shell would split or execute reaches flatout whole when the command is pasted."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from flatout.config import load_config
+from flatout.data.manifest import read_manifest
+from flatout.errors import CheckpointError, ConfigError, DataError, UntrustedCode
+from flatout.training import folder, longer
+from flatout.training.config_seal import require_as_trained, require_unedited, write_sealed
+from flatout.training.moved_data import stored_config
+from flatout.training.start import finished
+
+PLACE = "my runs/$(touch X) it's"
+STEP = Path("checkpoints/step-2")
+
+
+def words(advice, first):
+    """Return the words that a shell would make of the advice from `first` on."""
+    return shlex.split(advice[advice.index(first) :].replace("`", " "))
+
+
+def config(*settings):
+    return load_config(None, ["train.steps=2", "schedule.kind=cosine", *settings])
+
+
+@pytest.fixture
+def edited(tmp_path):
+    """Return a config.yaml that was edited after the run had started."""
+    path = tmp_path / PLACE / "config.yaml"
+    path.parent.mkdir(parents=True)
+    write_sealed(path, json.dumps(config().to_dict()) + "\n")
+    path.write_text("edited")
+    return path
+
+
+def test_an_edited_setting_comes_back_whole(edited):
+    settings = ["data.mix={data/a b: 3.0, data/c: 1.0}", "speedups=[bf16, tf32]", "name=two words; and more", "data.seq_len=32"]
+    wanted = config(*settings)
+    with pytest.raises(ConfigError) as refused:
+        require_unedited(edited, wanted, free=())
+    resume, place, run, folder_name, *overrides = words(refused.value.fix, "--resume")
+    assert (resume, place, run, folder_name) == ("--resume", str(edited.parent), "--run", "DIR")
+    assert config(*overrides) == wanted
+    restoring = refused.value.fix.split("`")[1]
+    assert shlex.split(restoring) == ["cp", str(edited.with_name("config.copy.yaml")), str(edited)]
+
+
+def test_the_ways_to_go_on_name_the_folder_whole(edited):
+    edited.with_name("config.copy.yaml").unlink()
+    write_sealed(edited, "{}\n")
+    edited.write_text(edited.read_text().replace("{}", "{ }"))
+    edited.with_name("config.copy.yaml").write_text("damaged")
+    with pytest.raises(ConfigError, match="To train with it") as refused:
+        require_unedited(edited, config(), free=())
+    assert words(refused.value.fix, "--resume")[1] == str(edited.parent)
+    with pytest.raises(ConfigError, match=r"the last line of config\.yaml, which is a digest"):
+        require_as_trained(edited, config())
+
+
+def test_a_finished_run_and_a_longer_one_name_the_folder_whole():
+    more = finished(Path(PLACE), config(), STEP, {})
+    assert words(more.partition(", with")[0], "--resume") == ["--resume", PLACE, "--run", "DIR"]
+    bound = longer._bound_to_its_length(Path(PLACE), config(), config("train.steps=9"), 1, 2)
+    assert words(bound.fix.partition(" in the same")[0], "--resume") == ["--resume", PLACE, "--run", f"{PLACE}-9"]
+
+
+def test_a_contradiction_names_the_folder_whole(tmp_path, monkeypatch):
+    folder.write_config(tmp_path / PLACE, config("optim.lr=0.001"))
+    monkeypatch.setattr(folder.catalog, "has_saved", lambda _: True)
+    with pytest.raises(ConfigError) as refused:
+        folder.stored_config(tmp_path / PLACE, config("optim.lr=0.01"))
+    assert words(refused.value.fix.partition(" starts")[0], "--resume") == ["--resume", str(tmp_path / PLACE), "--run", "DIR"]
+
+
+def test_a_dataset_that_is_not_there_or_a_file_is_named_whole(tmp_path):
+    absent = tmp_path / PLACE
+    with pytest.raises(DataError, match="There is no data set folder") as refused:
+        read_manifest(absent)
+    assert words(refused.value.fix.rstrip("."), "flatout") == ["flatout", "prepare", "SOURCE", "--out", str(absent)]
+    absent.parent.mkdir()
+    absent.write_text("some text")
+    with pytest.raises(DataError, match="is a file") as refused:
+        read_manifest(absent)
+    assert words(refused.value.fix.partition(", and")[0], "flatout") == ["flatout", "prepare", str(absent), "--out", f"data/{absent.stem}"]
+
+
+@pytest.mark.parametrize("holder", ['{"pid": "1; touch X", "host": "here"}', '{"pid": [1], "host": "here"}', "[1]"])
+def test_the_lock_of_a_stranger_gives_no_command(tmp_path, holder):
+    (tmp_path / folder.LOCK).write_text(holder)
+    error = folder._in_use(tmp_path)
+    assert isinstance(error, CheckpointError)
+    assert "(kill it)" in error.fix
+
+
+@pytest.mark.parametrize("key", ["model.kind", "optim.kind", "speedups"])
+def test_code_that_an_edited_config_names_is_refused_before_advice_repeats_it(edited, key, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(folder.catalog, "has_saved", lambda _: True)
+    section, _, name = key.partition(".")
+    document = config().to_dict()
+    document[section] = {**document[section], name: "runs.gift.weights:X"} if name else ["runs.gift.weights:X"]
+    edited.write_text(json.dumps(document))
+    with pytest.raises(UntrustedCode) as refused:
+        stored_config(edited.parent, config())
+    assert "=runs.gift" not in refused.value.fix
