@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from itertools import chain
@@ -167,8 +168,16 @@ def _closing(path: Path | str, manifest: Manifest, seconds: float, existed: bool
         f"  tokenizer {manifest.tokenizer.name}, vocabulary {manifest.vocab_size:,}; split by {manifest.split_rule}: "
         + ", ".join(f"{name} {split.tokens:,}" for name, split in manifest.splits.items()),
     ]
-    lines += [f"  left out: {entry.count:,} {entry.reason}{f' (first: {entry.first[0]})' if entry.first else ''}" for entry in manifest.skipped]
+    lines += [
+        f"  left out: {entry.count:,} {_counted(entry.reason, entry.count)}{f' (first: {entry.first[0]})' if entry.first else ''}"
+        for entry in manifest.skipped
+    ]
     return "\n".join(lines)
+
+
+def _counted(reason: str, count: int) -> str:
+    """Return a reason in the plural where it names the kind of what was left out, such as `.py file`."""
+    return reason if count == 1 else re.sub(r"^(\S+ )?(file|document)\b", r"\g<0>s", reason)
 
 
 def _documents(manifest: Manifest) -> str:

@@ -17,7 +17,7 @@ from flatout.sources.encodings import open_utf8
 from flatout.sources.fields import Fields
 from flatout.sources.html import HTML_SUFFIXES, read_html, require_html
 from flatout.sources.json_files import JSON_SUFFIXES, read_json
-from flatout.sources.local import Wanted, find_local, is_hidden, suffix_of
+from flatout.sources.local import Wanted, find_local, full_suffix_of, is_hidden, suffix_of
 from flatout.sources.long import decoded, measure
 from flatout.sources.originals import LocalFile, Original, RemoteFile, fingerprint
 from flatout.sources.packed import CANNOT_BE_READ, NotHandedOut, Unread, is_packed, require_opener, unreadable
@@ -121,7 +121,7 @@ def _counted(passed_over: Sequence[str]) -> tuple[LeftOut, ...]:
     """Return files that are not read as what is left out, by the endings of their names, the first of each named."""
     by_suffix: dict[str, list[str]] = {}
     for name in passed_over:
-        by_suffix.setdefault(suffix_of(name), []).append(name)
+        by_suffix.setdefault(full_suffix_of(name), []).append(name)
     return tuple(
         LeftOut(f"{suffix} file" if suffix else "file without an ending", name, count=len(names) - FIRST_NAMED + 1 if index == FIRST_NAMED - 1 else 1)
         for suffix, names in sorted(by_suffix.items(), key=lambda item: (-len(item[1]), item[0]))

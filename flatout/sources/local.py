@@ -14,7 +14,8 @@ from typing import NamedTuple
 from flatout.errors import DataError
 from flatout.recognised import Recognised, recognise, require_local
 from flatout.registry import nearest
-from flatout.sources.packed import unpacked_name, unreadable
+from flatout.sources.packed import is_packed, unpacked_name, unreadable
+from flatout.sources.remote import name_of
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,11 @@ def suffix_of(name: str) -> str:
     return Path(unpacked_name(name.lower())).suffix
 
 
+def full_suffix_of(name: str) -> str:
+    """Return the ending of a file's name in small letters, with the one that says how it is packed: `.tar.gz`."""
+    return suffix_of(name) + (Path(name_of(name).lower()).suffix if is_packed(name) else "")
+
+
 def is_hidden(name: str) -> bool:
     """Return whether a file of this name is passed over in a folder: its own begins with a dot, or that of a folder around it."""
     return any(piece.startswith(".") for piece in name.split("/"))
@@ -116,7 +122,7 @@ def _in_folder(folder: Path, wanted: Wanted) -> Search:
     if known is not None:
         raise DataError(known.instead_of("text"), fix=known.fix)
     endings = " ".join(sorted(wanted.suffixes))
-    common = Counter(suffix_of(name) for name, _ in shown).most_common(1)
+    common = Counter(full_suffix_of(name) for name, _ in shown).most_common(1)
     if common:
         pattern = f"{folder}/**/*{common[0][0]}"
         raise DataError(f"{folder} holds no file that ends in {endings}.", fix=f"Name its files by a quoted pattern, for example {pattern!r}.")

@@ -48,7 +48,7 @@ def test_files_that_are_not_read_are_in_the_result_the_summary_and_the_manifest(
     texts = str(tmp_path / "texts")
     result = prepare(texts, tmp_path / "out", tokenizer="byte")
     assert (result.skipped, result.skipped_by_reason) == (3, {".html file": 2, ".py file": 1})
-    assert f"left out: 2 .html file (first: {texts}/a.html)\n  left out: 1 .py file" in result.summary()
+    assert f"left out: 2 .html files (first: {texts}/a.html)\n  left out: 1 .py file" in result.summary()
     assert [(one.reason, one.count) for one in Dataset.open(tmp_path / "out").manifest.skipped] == [(".html file", 2), (".py file", 1)]
     code = prepare(texts, tmp_path / "code", tokenizer="byte", include="*.py", split="tail 0.5", max_documents=1)
     assert (code.documents, code.skipped_by_reason) == (1, {".html file": 2})
@@ -106,7 +106,7 @@ def test_duplicates_are_counted_in_the_summary(tmp_path):
     path.write_text("".join(json.dumps({"text": f"row {number % 30}"}) + "\n" for number in range(50)))
     result = prepare([str(path)], tmp_path / "out", tokenizer="byte", split="tail 0.7", duplicates="drop")
     assert (result.documents, result.skipped) == (30, 20)
-    assert result.summary().endswith(f"left out: 20 duplicate document (first: {path}, line 31)")
+    assert result.summary().endswith(f"left out: 20 duplicate documents (first: {path}, line 31)")
 
 
 def test_an_engine_is_local_or_ray_and_shares_the_work_out_alone(book, tmp_path):

@@ -53,14 +53,14 @@ def test_files_of_a_folder_that_are_not_read_are_counted_by_their_endings_and_ch
     (before,) = files.files(str(tmp_path))
     for number in range(25):
         (tmp_path / f"{number:02d}.HTML").write_text("<p>page")
-    for name in ("x.py", "y.py.gz", "Makefile"):
+    for name in ("x.py", "y.py.gz", "z.tar.GZ", "Makefile"):
         (tmp_path / name).write_text(name)
     (part,) = files.files(str(tmp_path))
     assert (part.fingerprint, part.num_bytes, files.files_of(part)) == (before.fingerprint, before.num_bytes, files.files_of(before))
     left_out = [row for row in part.rows() if isinstance(row, LeftOut)]
     assert list(left_out) == list(files.passed_over_in([part]))
-    assert [row.reason for row in left_out] == [".html file"] * 10 + [".py file"] * 2 + ["file without an ending"]
-    assert sum(row.count for row in left_out) == 28
+    assert [row.reason for row in left_out] == [".html file"] * 10 + ["file without an ending", ".py file", ".py.gz file", ".tar.gz file"]
+    assert sum(row.count for row in left_out) == 29
     (tmp_path / "y.py.gz").write_bytes(gzip.compress(b"y"))
     assert [row.text for row in rows(tmp_path, include=["*.py"]) if isinstance(row, Document)] == ["a", "x.py", "y"]
 
