@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from flatout.errors import ConfigError
-from flatout.recognised import recognise
+from flatout.recognised import read_regular, recognise
 
 
 class _Loader(yaml.SafeLoader):
@@ -41,6 +42,12 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456
 _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _unique_mapping)
 
 
+def parser_says(error: Exception) -> str:
+    """Return what a parser of YAML or JSON says; Python's own words for a long number name a setting that users do not have."""
+    too_long = "integer string conversion" in str(error)
+    return f"a number has more than {sys.get_int_max_str_digits():,} digits" if too_long else str(error)
+
+
 def parse_yaml(text: str, *, name: str) -> Any:
     """Parse YAML in which `3e-4` is a number and a repeated key is an error; `name` stands in the message.
 
@@ -58,7 +65,7 @@ def parse_yaml(text: str, *, name: str) -> Any:
         place = f", line {mark.line + 1}, column {mark.column + 1}," if mark else ""
         raise ConfigError(f"{name}{place} is not YAML: {error.problem}.", fix="Repair it there, or just before.") from error
     except (ValueError, OverflowError, RecursionError) as error:  # a date such as 2026-13-01, or brackets nested a thousand deep
-        raise ConfigError(f"{name} holds a value that cannot be read: {error}.", fix="Put it in quotes, or delete it.") from error
+        raise ConfigError(f"{name} holds a value that cannot be read: {parser_says(error)}.", fix="Put it in quotes, or delete it.") from error
     finally:
         loader.dispose()
 
@@ -69,7 +76,7 @@ def read_document(path: Path) -> dict[str, Any]:
     Raises: ConfigError when there is no such file, it is not YAML, or not a mapping.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_regular(path)
     except OSError as error:
         raise ConfigError(f"Cannot read {path}: {error.strerror}.", fix="Check the path and its permissions.") from error
     except UnicodeDecodeError as error:

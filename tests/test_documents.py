@@ -10,6 +10,11 @@ from flatout.documents import parse_yaml, read_document
 from flatout.errors import ConfigError
 
 
+def test_a_number_that_is_too_long_is_named_without_a_setting_of_python():
+    with pytest.raises(ConfigError, match=r"a number has more than 4,300 digits\."):
+        parse_yaml("1" * 5000, name="a.yaml")
+
+
 @pytest.mark.parametrize(
     ("text", "value"),
     [

@@ -25,6 +25,7 @@ from flatout.data.tokenizers_hub import is_repository, tokenizer_file
 from flatout.data.tokenizers_huggingface import HuggingFaceTokenizer, is_proven, vocabulary_of
 from flatout.data.tokenizers_plain import ByteTokenizer, CharTokenizer, characters_of
 from flatout.data.tokenizers_stored import FORMAT, FORMAT_VERSION, StoredTokenizer
+from flatout.documents import parser_says
 from flatout.errors import DataError
 from flatout.progress import SILENT, Progress
 from flatout.recognised import recognise
@@ -218,7 +219,7 @@ def parse_tokenizer(data: bytes | str, name: str, *, end_of_text: str | None = N
     try:
         document = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{name} is not a tokenizer: it is not JSON ({error}).", fix=fix) from error
+        raise DataError(f"{name} is not a tokenizer: it is not JSON ({parser_says(error)}).", fix=fix) from error
     if not isinstance(document, dict):
         raise DataError(f"{name} is not a tokenizer.", fix=fix)
     if not _is_proven(document):

@@ -96,7 +96,8 @@ def _try_out(tokenizer: StoredTokenizer, name: str, strings: Iterable[str]) -> N
             ids = tokenizer.encode(text)
         except NotEncodable as error:
             if error.__cause__ is not None and is_panic(error.__cause__):
-                raise _refused(name, str(error.__cause__).partition("\n")[0].rstrip("."), fix) from error
+                said = str(error.__cause__).partition("\n")[0].rstrip(".")
+                raise _refused(name, f"the library that encodes stopped at an error of its own ({said})", fix) from error
             continue
         back = tokenizer.decode(ids)
         if tokenizer.splits_all_text and back != text:

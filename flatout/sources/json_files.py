@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from typing import IO, Any
 
+from flatout.documents import parser_says
 from flatout.sources import Row
 from flatout.sources.encodings import open_utf8
 from flatout.sources.fields import ROW_BYTES, Fields, document
@@ -92,8 +93,10 @@ class _Json:
             except RecursionError as error:
                 raise self._broken("it is nested too deeply") from error
             except ValueError as error:
+                if not isinstance(error, json.JSONDecodeError):
+                    raise self._broken(parser_says(error)) from error
                 if self._ended:
-                    raise self._broken(error.msg if isinstance(error, json.JSONDecodeError) else str(error)) from error
+                    raise self._broken(error.msg) from error
             if len(self._text) - self._place > ROW_BYTES:
                 raise self._broken(f"a value is longer than {ROW_BYTES >> 20} MiB, or does not end")
             self._more()

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import IO
 
+from flatout.documents import parser_says
 from flatout.sources import BadRow, Place, Row
 from flatout.sources.encodings import open_utf8
 from flatout.sources.fields import ROW_BYTES, Fields, document, too_long
@@ -69,4 +70,4 @@ def _not_json(what: str, path: str, offset: int) -> BadRow:
 
 def _complaint(error: ValueError) -> str:
     """Return what the JSON parser says, with the place in the line alone: the line is named already."""
-    return f"{error.msg} at column {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else str(error)
+    return f"{error.msg} at column {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else parser_says(error)

@@ -150,7 +150,12 @@ def try_pattern(pattern, name="x"):
 
 @pytest.mark.parametrize(
     ("pattern", "said"),
-    [(r"\w+", "leaves out text"), ("(", "The pattern of the tokenizer 'x' cannot be used"), ("a*", "cannot be used: .* Correct --pattern")],
+    [
+        (r"\w+", "leaves out text"),
+        ("(", "The pattern of the tokenizer 'x' cannot be used"),
+        ("a*", "cannot be used: .* Correct --pattern"),
+        ("(a|a)*", "fails: the library that encodes stopped"),
+    ],
 )
 def test_a_pattern_that_does_not_split_text_is_named(pattern, said):
     with pytest.raises(DataError, match=said):

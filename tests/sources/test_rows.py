@@ -4,6 +4,7 @@ import pytest
 
 from flatout.sources import BadRow, rows
 from flatout.sources.fields import Fields
+from flatout.sources.files import files
 from flatout.sources.rows import read_rows
 
 
@@ -23,6 +24,15 @@ def test_nested_fields_and_prompts_are_read(tmp_path):
     path.write_text('{"a": {"q": "ask", "text": "answer"}}\n')
     (row,) = read_rows(str(path), 0, 100, Fields("a.text", "a.q"))
     assert (row.prompt, row.text) == ("ask", "answer")
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_a_number_that_is_too_long_is_named_without_a_setting_of_python(tmp_path, name):
+    (tmp_path / name).write_text(f'{{"text": "a", "n": {"1" * 5000}}}\n')
+    (part,) = files(str(tmp_path / name))
+    (bad,) = part.rows()
+    assert "a number has more than 4,300 digits" in bad.error.what
+    assert "set_int_max" not in bad.error.what
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
