@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
+import stat
 import struct
 import zipfile
 from collections.abc import Iterator
@@ -67,6 +69,34 @@ def recognise(path: Path) -> Recognised | None:
         return _file(path) if path.is_file() else None
     except OSError:
         return None
+
+
+class NotRegular(OSError):
+    """A pipe, a device or a socket where a file should be."""
+
+
+def open_regular(path: Path) -> int:
+    """Open a regular file for reading and return its descriptor; a named pipe is refused, not waited for.
+
+    Raises: OSError, also for what is not a regular file.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return descriptor
+    os.close(descriptor)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    raise NotRegular(errno.EINVAL, "it is not a regular file", str(path))
+
+
+def read_regular(path: Path, *, errors: str = "strict") -> str:
+    """Return the text of a regular file.
+
+    Raises: OSError, also for what is not a regular file; UnicodeDecodeError.
+    """
+    with open(open_regular(path), encoding="utf-8", errors=errors) as file:
+        return file.read()
 
 
 def _folder(path: Path) -> Recognised | None:

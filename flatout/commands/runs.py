@@ -124,11 +124,12 @@ def _item(path: Path, settings: dict[str, Any]) -> RunItem:
         size = folder_bytes(path)
         place = catalog.checkpoints_folder(path)
         size += 0 if place.is_relative_to(path) else folder_bytes(place)
+        records = list(read_lines(path / "metrics.jsonl", tail_bytes=TAIL_BYTES))
     except FlatoutError:
-        config, checkpoints, state, size = None, [], "damaged", folder_bytes(path)
+        config, checkpoints, state, size, records = None, [], "damaged", folder_bytes(path), []
     step = max(checkpoints, default=0)
     losses: dict[str, float] = {}
-    for record in read_lines(path / "metrics.jsonl", tail_bytes=TAIL_BYTES):
+    for record in records:
         numbers = {name: value for name, value in record.items() if isinstance(value, (int, float)) and math.isfinite(value)}
         step = int(numbers.get("step", step))
         losses |= {name: numbers[name] for name in ("train/loss", "val/loss") if name in numbers}

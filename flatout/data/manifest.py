@@ -10,7 +10,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from flatout.errors import DataError, in_shell
-from flatout.recognised import recognise
+from flatout.recognised import read_regular, recognise
 from flatout.registry import nearest
 
 FORMAT_VERSION = 2
@@ -141,11 +141,13 @@ def read_manifest(folder: Path) -> Manifest:
     if (folder / "index.json").is_file():  # a checkpoint, whose manifest is another
         raise _no_dataset(folder)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_regular(path)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise _no_dataset(folder) from error
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"Cannot read {path}: {error}.", fix="Check its permissions, or prepare the data set again.") from error
+        raise DataError(
+            f"Cannot read {path}: {getattr(error, 'strerror', error)}.", fix="Check its permissions, or prepare the data set again."
+        ) from error
     return parse_manifest(text, path)
 
 

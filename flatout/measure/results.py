@@ -17,6 +17,7 @@ from flatout.data.disk import sync, unless_broken, write_text
 from flatout.errors import ConfigError, RunFailed
 from flatout.measure.spec import TrialResult
 from flatout.measure.statistics import Figure
+from flatout.recognised import read_regular
 from flatout.registry import PACKAGE_DIR
 from flatout.training.files import append_line, read_lines
 from flatout.training.folder import run_name
@@ -260,7 +261,7 @@ def read(place: Path) -> Report:
     """
     path = place / JSON
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = json.loads(read_regular(path))
     except (OSError, ValueError) as error:
         raise ConfigError(f"Cannot read {path} as a bench.", fix="Name a folder that `flatout bench` wrote.") from error
     version = document.get("format_version") if isinstance(document, dict) else None

@@ -15,6 +15,7 @@ from flatout.config import RunConfig, difference, validate
 from flatout.data.disk import write_text
 from flatout.documents import parse_yaml
 from flatout.errors import ConfigError, in_shell
+from flatout.recognised import read_regular
 
 COPY = "config.copy.yaml"
 OF_THE_MODEL = ("model.", "data.seq_len", "data.document_mask", "data.mix", "train.precision", "speedups")
@@ -104,7 +105,10 @@ def _is_whole(sealed: str) -> bool:
 
 
 def _read(path: Path) -> str:
-    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    try:
+        return read_regular(path, errors="replace") if path.exists() else ""
+    except OSError as error:
+        raise ConfigError(f"Cannot read {path}: {error.strerror}.", fix="Check its permissions, or restore it from a copy.") from error
 
 
 def _digest(text: str) -> str:

@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from flatout.data.disk import write_text
-from flatout.errors import CheckpointError, RunFailed
+from flatout.errors import CheckpointError, RunFailed, in_shell
+from flatout.recognised import open_regular, read_regular
 
 Document = TypeVar("Document", bound=BaseModel)
 
@@ -37,7 +38,7 @@ def read_json(path: Path) -> Any:
     Raises: CheckpointError naming the file when it is missing or is not JSON.
     """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(read_regular(path))
     except OSError as error:
         raise CheckpointError(f"Cannot read {path}: {error.strerror}.", fix=RESTORE) from error
     except (ValueError, RecursionError) as error:
@@ -101,7 +102,7 @@ def understanding(path: Path) -> Iterator[None]:
 def open_own(path: Path, flags: int) -> int:
     """Open a file of a run directory and return its descriptor; a link is not followed, and a pipe is not waited for.
 
-    Raises: CheckpointError when it is a link or no regular file; OSError.
+    Raises: CheckpointError when it is a link, not a regular file, or to be written while it has a second hard link; OSError.
     """
     try:
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
@@ -109,9 +110,17 @@ def open_own(path: Path, flags: int) -> int:
         if error.errno in {errno.ELOOP, errno.EMLINK}:  # the second is FreeBSD's
             raise _is_a_link(path) from error
         raise
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode):
         os.close(descriptor)
         raise CheckpointError(f"{path} is not a regular file.", fix=f"Delete {path}, or choose another folder with --run DIR.")
+    if found.st_nlink > 1 and flags & (os.O_WRONLY | os.O_RDWR):
+        os.close(descriptor)
+        copy = path.with_name(f"{path.name}.copy")
+        raise CheckpointError(
+            f"{path} has another hard link: what a run writes to it would change the other file too.",
+            fix=f"Replace it with a copy, `cp {in_shell(path)} {in_shell(copy)} && mv {in_shell(copy)} {in_shell(path)}`, or choose another folder with --run DIR.",
+        )
     return descriptor
 
 
@@ -141,10 +150,17 @@ def append_line(path: Path, document: Mapping[str, Any]) -> None:
 
 
 def read_lines(path: Path, *, tail_bytes: int | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the JSON lines of `path` (only those that begin in its last `tail_bytes`); an unfinished line is left out."""
+    """Yield the JSON lines of `path` (only those that begin in its last `tail_bytes`); an unfinished line is left out.
+
+    Raises: CheckpointError when it cannot be read.
+    """
     if not path.exists():
         return
-    with path.open("rb") as file:
+    try:
+        descriptor = open_regular(path)
+    except OSError as error:
+        raise CheckpointError(f"Cannot read {path}: {error.strerror}.", fix=RESTORE) from error
+    with os.fdopen(descriptor, "rb") as file:
         size = file.seek(0, os.SEEK_END)
         start = 0 if tail_bytes is None else max(size - tail_bytes, 0)
         file.seek(start)
@@ -161,7 +177,7 @@ def read_lines(path: Path, *, tail_bytes: int | None = None) -> Iterator[dict[st
 
 def sha256(path: Path) -> str:
     """Return the SHA-256 of a file's content, in hexadecimal."""
-    with path.open("rb") as file:
+    with os.fdopen(open_regular(path), "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

@@ -39,7 +39,7 @@ from flatout.data.manifest import TOKENIZER
 from flatout.documents import read_document
 from flatout.errors import CheckpointError, ConfigError, HardwareError, in_shell
 from flatout.progress import SILENT, Progress
-from flatout.recognised import recognise
+from flatout.recognised import read_regular, recognise
 from flatout.training import catalog
 from flatout.training.config_seal import COPY, require_as_trained, require_unedited, write_sealed
 from flatout.training.files import append_line, folder_bytes, open_own, read_json, read_lines, refuse_links, write_json, writing_run
@@ -320,7 +320,7 @@ def write_exit_code(folder: Path, code: int) -> None:
 def read_exit_code(folder: Path) -> int | None:
     """Return how the last process ended; None while one is at work, or when it was killed."""
     with suppress(OSError, ValueError):
-        return int((folder / EXIT_CODE).read_text(encoding="utf-8"))
+        return int(read_regular(folder / EXIT_CODE))
     return None
 
 

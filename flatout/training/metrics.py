@@ -233,7 +233,8 @@ class Log:
         """Open metrics.jsonl for appending, without the lines past the step that was resumed from."""
         path = self._run.folder / METRICS
         if path.exists():
-            kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= self._run.step]
+            with os.fdopen(open_own(path, os.O_RDONLY), encoding="utf-8") as file:
+                kept = [line for line in file.read().splitlines() if _step_of(line) <= self._run.step]
             write_text(path, "".join(line + "\n" for line in kept))
             losses = [record["train/loss"] for record in map(json.loads, kept) if "train/loss" in record]
             self.train_loss = losses[-1] if losses else None

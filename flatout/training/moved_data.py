@@ -12,11 +12,11 @@ from flatout.data.fetch import absolute_place
 from flatout.data.manifest import MANIFEST, TOKENIZER
 from flatout.data.mix import MixedDataset, open_data, parts_of, whole_turns
 from flatout.data.shards import Dataset
-from flatout.data.tokenizer import RESTORE
+from flatout.data.tokenizer import RESTORE, read_tokenizer
 from flatout.errors import CheckpointError, in_shell
 from flatout.sources.remote import is_address
 from flatout.training import catalog, folder
-from flatout.training.files import read_json, sha256, understanding
+from flatout.training.files import read_json, understanding
 
 
 def stored_config(place: Path, asked: RunConfig, *, trust_code: bool = False) -> RunConfig | None:
@@ -125,7 +125,7 @@ def require_tokenizer(run_folder: Path, dataset: Dataset | MixedDataset, checkpo
     Raises: CheckpointError when its ids would mean something else to the model, or the run's own copy of the tokenizer is damaged.
     """
     kept, data = run_folder / TOKENIZER, parts_of(dataset)[0].dataset
-    found = sha256(kept) if kept.exists() else None
+    found = hashlib.sha256(read_tokenizer(kept)).hexdigest() if kept.exists() else None
     known = (catalog.tokenizer_of(checkpoint) if checkpoint is not None else None) or found
     if found not in (known, None):
         raise CheckpointError(f"{kept} is damaged, or was replaced: the model was trained with another tokenizer.", fix=RESTORE)

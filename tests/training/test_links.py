@@ -6,9 +6,13 @@ import os
 
 import pytest
 
+from flatout.commands.runs import runs
+from flatout.config import RunConfig
+from flatout.data.manifest import read_manifest
 from flatout.data.work import PartOf, WorkFolder
-from flatout.errors import CheckpointError, DataError
-from flatout.training import folder
+from flatout.documents import read_document
+from flatout.errors import CheckpointError, DataError, FlatoutError
+from flatout.training import config_seal, files, folder
 from flatout.training.files import append_line
 from flatout.training.metrics import Log
 from flatout.training.start import run_training
@@ -67,6 +71,52 @@ def test_a_pipe_in_place_of_a_file_is_refused_and_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "events.jsonl")
     with pytest.raises(CheckpointError, match="not a regular file"):
         append_line(tmp_path / "events.jsonl", {})
+
+
+READERS = {
+    "documents.read_document": read_document,
+    "files.read_json": files.read_json,
+    "files.read_lines": lambda path: list(files.read_lines(path)),
+    "manifest.read_manifest": lambda path: read_manifest(path.parent),
+    "config_seal.require_unedited": lambda path: config_seal.require_unedited(path, RunConfig(), free=()),
+}
+
+
+@pytest.mark.parametrize("read", READERS.values(), ids=READERS)
+def test_a_pipe_in_place_of_a_file_is_not_read(read, tmp_path):
+    os.mkfifo(tmp_path / "manifest.json")
+    with pytest.raises(FlatoutError, match=r"Cannot read .*manifest\.json: it is not a regular file\."):
+        read(tmp_path / "manifest.json")
+
+
+def test_a_pipe_in_place_of_the_exit_code_or_the_metrics_does_not_stop_the_list_of_runs(tiny_config, tmp_path):
+    folder.write_config(tmp_path, tiny_config())
+    for name in (folder.EXIT_CODE, folder.METRICS):
+        os.mkfifo(tmp_path / name)
+    assert folder.read_exit_code(tmp_path) is None
+    assert [item.state for item in runs(tmp_path).items] == ["damaged"]
+
+
+@pytest.mark.parametrize("name", [folder.LOCK, folder.EVENTS])
+def test_a_file_with_a_second_hard_link_is_not_written_in_place(name, tmp_path):
+    (tmp_path / "elsewhere").write_text(ELSEWHERE)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / name).hardlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match=f"{name} has another hard link.* Fix: .*cp .*{name}"), folder.locked(tmp_path / "run"):
+        folder.append_event(tmp_path / "run", "start")
+    assert (tmp_path / "elsewhere").read_text() == ELSEWHERE
+
+
+def test_files_that_are_replaced_may_have_a_second_hard_link(tiny_config, build_run, tmp_path):
+    (tmp_path / "elsewhere").write_text('{"step": 1}\n')
+    run = build_run(tiny_config())
+    run.folder.mkdir()
+    for name in (folder.METRICS, folder.SUMMARY):
+        (run.folder / name).hardlink_to(tmp_path / "elsewhere")
+    folder.write_summary(run.folder, {"steps": 1})
+    with Log(run, ()):
+        pass
+    assert (tmp_path / "elsewhere").read_text() == '{"step": 1}\n'
 
 
 @pytest.mark.parametrize("part", [None, PartOf(1, 2)], ids=["alone", "in-parts"])
