@@ -41,5 +41,6 @@ def _package(path: str) -> Any:
         return importlib.import_module("resiliparse.extract.html2text")
     except ImportError as error:
         raise MissingPackage(
-            f"Reading {path} takes the package resiliparse, which is not installed.", fix='Install it, `pip install "flatout[html]"`, or name files or patterns without it.'
+            f"Reading {path} takes the package resiliparse, which is not installed.",
+            fix='Install it, `pip install "flatout[html]"`, or name files or patterns without it.',
         ) from error

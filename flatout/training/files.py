@@ -119,7 +119,8 @@ def open_own(path: Path, flags: int) -> int:
         copy = path.with_name(f"{path.name}.copy")
         raise CheckpointError(
             f"{path} has another hard link: what a run writes to it would change the other file too.",
-            fix=f"Replace it with a copy, `cp {in_shell(path)} {in_shell(copy)} && mv {in_shell(copy)} {in_shell(path)}`, or choose another folder with --run DIR.",
+            fix=f"Replace it with a copy, `cp {in_shell(path)} {in_shell(copy)} && mv {in_shell(copy)} {in_shell(path)}`, "
+            "or choose another folder with --run DIR.",
         )
     return descriptor
 

@@ -100,8 +100,8 @@ def require_steps_left(place: Path, config: RunConfig, checkpoint: Path | None) 
         return
     raise ConfigError(
         f"{checkpoint} is at step {step}, and this run has {steps} steps: there is nothing left to train.",
-        fix=f"Set train.steps to more than {step}, resume from an earlier checkpoint, or use train.init_from={in_shell(checkpoint)} in place of --resume: "
-        "a run from step 0 that starts with its weights alone.",
+        fix=f"Set train.steps to more than {step}, resume from an earlier checkpoint, or use train.init_from={in_shell(checkpoint)} "
+        "in place of --resume: a run from step 0 that starts with its weights alone.",
     )
 
 
