@@ -63,8 +63,8 @@ def test_places_are_taken_as_text_and_as_paths(form, fox_run, tmp_path):
     assert flatout.verify(data).ok
     assert [item.run for item in flatout.runs(form(root / "runs")).items] == [str(root / "runs/fox")]
     assert flatout.list_entries("speedups", recipe).items
-    second = flatout.train(recipe, run=form(tmp_path / "second"), resume=run)
-    assert second.weights_sha256 == trained.weights_sha256
+    second = flatout.train(recipe, [f"train.steps={trained.steps + 1}"], run=form(tmp_path / "second"), resume=run)
+    assert (second.steps, second.resumed_from) == (trained.steps + 1, str(root / f"runs/fox/checkpoints/step-{trained.steps}"))
     held_out = tmp_path / "held-out.txt"
     held_out.write_text("Another fox.")
     made = flatout.prepare(form(root / "book.txt"), form(tmp_path / "data"), "char", val=[form(held_out)], cache=form(tmp_path / "cache"))

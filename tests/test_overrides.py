@@ -1,7 +1,7 @@
 import pytest
 
 from flatout.config import RunConfig
-from flatout.errors import ConfigError
+from flatout.errors import ConfigError, on_one_line
 from flatout.overrides import nested, parse_overrides
 
 
@@ -27,7 +27,7 @@ def test_a_value_that_is_not_yaml_is_shown_whole():
 def test_a_mapping_that_is_yaml_says_what_is_wrong_with_its_keys(text, says):
     with pytest.raises(ConfigError) as refused:
         parse_overrides([f"data.mix={text}"], RunConfig)
-    assert f"data.mix={text}, " in refused.value.what
+    assert f"data.mix={on_one_line(text)}, " in refused.value.what
     assert says in refused.value.what
     assert "is not YAML" not in refused.value.what
 

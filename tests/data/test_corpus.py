@@ -356,7 +356,7 @@ def test_files_of_a_folder_that_are_not_read_are_told(tmp_path):
         (tmp_path / name).write_text("text")
     listener = Listener()
     open_corpus([str(tmp_path), "synthetic:documents=3"], progress=listener)
-    assert listener.said == [f"{tmp_path}: 4 of its files are not read: 3 .html, 1 .py. --include '*.html' takes such files too."]
+    assert listener.said == [f"{tmp_path}: 4 of its files are not read: 2 .html, 1 .html.gz, 1 .py. --include '*.html' takes such files too."]
     listener = Listener()
     open_corpus([f"{tmp_path}/*.txt"], progress=listener)
     assert listener.said == []
