@@ -73,8 +73,8 @@ def writing_run(folder: Path) -> Iterator[None]:
 
 
 def way_out(error: Exception) -> str:
-    """Return what to do when a disk refuses to read or write; safetensors tells the system's number in its text alone."""
-    told = re.search(r"os error (\d+)", str(error))
+    """Return what to do when a disk refuses to read or write; safetensors and torch tell the system's number in their text alone."""
+    told = re.search(r"(?:os error |\()(\d+)\)", str(error))
     number = int(told[1]) if told else getattr(error, "errno", None)
     if number == errno.EIO:
         return "That disk has failed to read or write (the system's log, `dmesg`, says more): check it, or copy the run directory to another disk."

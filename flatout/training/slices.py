@@ -24,6 +24,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from flatout.errors import CheckpointError
 from flatout.models.split_weights import whole
 from flatout.progress import Task
+from flatout.training.files import way_out
 
 
 @dataclass(frozen=True)
@@ -183,7 +184,7 @@ def fill(targets: Mapping[str, Tensor], index: Mapping[str, Entry], folder: Path
                 if box is None:
                     continue
                 if piece.file not in files:
-                    files[piece.file] = stack.enter_context(safe_open(folder / piece.file, framework="pt"))
+                    files[piece.file] = stack.enter_context(_opened(folder / piece.file))
                 here = tuple(slice(low - s, high - s) for (low, high), s in zip(box, start, strict=True))
                 there = tuple(slice(low - s, high - s) for (low, high), s in zip(box, piece.offset, strict=True))
                 values = files[piece.file].get_slice(name)[there] if there else files[piece.file].get_tensor(name)
@@ -192,6 +193,13 @@ def fill(targets: Mapping[str, Tensor], index: Mapping[str, Entry], folder: Path
             if covered != part.numel():
                 raise CheckpointError(f"The slices of {name} in {folder} do not cover it.", fix="Use another checkpoint.")
             task.advance(part.numel() * part.element_size())
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except RuntimeError as error:  # torch's own, which opens the file, where the disk refuses
+        raise CheckpointError(f"Cannot read {path}: {error}.", fix=way_out(error)) from error
 
 
 def empty(entry: Entry) -> Tensor:

@@ -127,7 +127,8 @@ def warn_of_others(machine: Machine, progress: Progress) -> None:
 @contextmanager
 def exit_code_kept(place: Path) -> Iterator[None]:
     """Say in the run folder how the process ended, as schedulers need it; one that is killed, or never began a run, leaves nothing."""
-    folder.clear_exit_code(place)
+    with writing_run(place):
+        folder.clear_exit_code(place)
     try:
         yield
     except BaseException as error:

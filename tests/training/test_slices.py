@@ -63,6 +63,16 @@ def test_only_overlapping_files_are_needed(tmp_path, monkeypatch):
     assert torch.equal(fill(part, index, tmp_path), whole[1:3])
 
 
+def test_a_disk_that_refuses_to_open_a_file_of_tensors_is_named(tmp_path, monkeypatch):
+    def refused(path, **_):
+        raise RuntimeError(f"unable to open file <{path}> in read-only mode: Input/output error (5)")
+
+    monkeypatch.setattr(slices, "safe_open", refused)
+    index = stored(tmp_path / "model.safetensors", torch.zeros(2))
+    with pytest.raises(CheckpointError, match=r"Cannot read .*model\.safetensors.*That disk has failed"):
+        fill(torch.zeros(2), index, tmp_path)
+
+
 def test_a_scalar_and_an_empty_tensor(tmp_path):
     index = stored(tmp_path / "f", torch.tensor(3.5))
     assert fill(torch.zeros(()), index, tmp_path) == 3.5
