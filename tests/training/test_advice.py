@@ -10,8 +10,8 @@ import pytest
 
 from flatout.config import load_config
 from flatout.data.manifest import read_manifest
-from flatout.errors import CheckpointError, ConfigError, DataError, UntrustedCode
-from flatout.training import folder, longer
+from flatout.errors import CheckpointError, ConfigError, DataError, RunFailed, UntrustedCode
+from flatout.training import folder, longer, start
 from flatout.training.config_seal import require_as_trained, require_unedited, write_sealed
 from flatout.training.moved_data import stored_config
 from flatout.training.start import finished
@@ -109,3 +109,12 @@ def test_code_that_an_edited_config_names_is_refused_before_advice_repeats_it(ed
     with pytest.raises(UntrustedCode) as refused:
         stored_config(edited.parent, config())
     assert "=runs.gift" not in refused.value.fix
+
+
+def test_a_disk_that_refuses_to_forget_the_last_exit_code_is_named(tmp_path, monkeypatch):
+    def refused(_folder):
+        raise OSError(5, "Input/output error", str(tmp_path / "exit_code"))
+
+    monkeypatch.setattr(start.folder, "clear_exit_code", refused)
+    with pytest.raises(RunFailed, match=r"Cannot write .*exit_code.*That disk has failed"), start.exit_code_kept(tmp_path):
+        pass

@@ -17,7 +17,7 @@ from flatout.errors import CheckpointError, ConfigError, DataError, RunFailed, S
 from flatout.generate import sample
 from flatout.loading import load_run
 from flatout.progress import SILENT
-from flatout.training import catalog, start
+from flatout.training import catalog
 from flatout.training.checkpoint import read_weights
 from flatout.training.folder import read_exit_code, read_summary
 from flatout.training.observers import Quiet
@@ -397,12 +397,3 @@ def test_another_process_that_is_gone_is_a_named_error(said):
         raise RuntimeError(said)
     with pytest.raises(RuntimeError, match="a bug"), explained(None):
         raise RuntimeError("a bug")
-
-
-def test_a_disk_that_refuses_to_forget_the_last_exit_code_is_named(tmp_path, monkeypatch):
-    def refused(_folder):
-        raise OSError(5, "Input/output error", str(tmp_path / "exit_code"))
-
-    monkeypatch.setattr(start.folder, "clear_exit_code", refused)
-    with pytest.raises(RunFailed, match=r"Cannot write .*exit_code.*That disk has failed"), start.exit_code_kept(tmp_path):
-        pass
