@@ -25,7 +25,7 @@ from main_job import RESULTS
 from optimisers import built, code_state
 
 from flatout import Dataset, load_config, prepare
-from flatout.config import RunConfig
+from flatout.config.schema import RunConfig
 from flatout.hardware import probe
 from flatout.measure.statistics import mean_of
 from flatout.training.evaluation import evaluate
@@ -38,7 +38,7 @@ SHARED = {
     "schedule.warmup": 0.05,
     "train.device": "cpu",
 }
-"""What all runs share; the rest are the defaults of flatout/config.py."""
+"""What all runs share; the rest are the defaults of flatout/config/schema.py."""
 TRANSFORMER = {"model.kind": "transformer", "model.num_heads": 2, "model.activation": "relu2", "model.qk_norm": True}
 EIGENSTATE = {"model.kind": "eigenstate", "model.num_heads": 4, "model.num_eigenstates": 32, "model.chunk_size": 32}
 WITHOUT, WITH = "bf16", "bf16-stream"

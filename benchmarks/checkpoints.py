@@ -23,10 +23,10 @@ import torch
 from loader import make_data
 from main_job import commit, spread
 
-from flatout.config import RunConfig, load_config
+from flatout.config.schema import RunConfig, load_config
 from flatout.hardware import probe
-from flatout.training.folder import read_events
-from flatout.training.start import run_training
+from flatout.training.run import run_training
+from flatout.training.run_dir.layout import read_events
 
 SHAPE = {"num_layers": 8, "d_model": 768, "num_heads": 12}
 WAYS = {"in the loop": "auto,-compile,-async-checkpoints", "beside training": "auto,-compile,+async-checkpoints"}

@@ -10,7 +10,7 @@ from typing import Any
 from throughput_entries import Entry
 from throughput_report import read_document
 
-from flatout.data.disk import PART, write_text
+from flatout.files import PART, write_text
 
 NAME = "contact"
 

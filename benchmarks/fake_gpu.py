@@ -34,7 +34,7 @@ from throughput import Session, is_asked
 from throughput import parser as throughput_parser
 from throughput_entries import ENTRIES, WORKS, Entry, shape
 
-from flatout.config import RunConfig
+from flatout.config.schema import RunConfig
 from flatout.hardware import Gpu, probe
 
 HERE = Path(__file__).parent
@@ -156,10 +156,10 @@ def trace(config: RunConfig, rows: int) -> list[list[str]]:
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    from flatout.assembly.run import ops_of
+    from flatout.assembly.selection import assemble, select
     from flatout.optimizers.groups import OptimizerParts
     from flatout.registry import MODELS, OPTIMIZERS
-    from flatout.run import ops_of
-    from flatout.selection import assemble, select
 
     recipe = assemble(select(config, H200, device="cuda", minutes=60.0))
     model_class, seq_len = MODELS.get(config.model.kind), config.data.seq_len

@@ -35,8 +35,8 @@ try:
     from contact_steps import environment, gpu_tests, profile_steps
     from throughput_ladder import ladder
 
-    from flatout.config import RunConfig
-    from flatout.data.disk import PART
+    from flatout.config.schema import RunConfig
+    from flatout.files import PART
     from flatout.hardware import probe
 except ModuleNotFoundError as error:
     raise SystemExit(

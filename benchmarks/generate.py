@@ -22,8 +22,8 @@ from itertools import islice, pairwise
 import torch
 from main_job import RESULTS, commit, spread
 
-from flatout.generate import tokens_after
 from flatout.hardware import probe
+from flatout.inference.generate import tokens_after
 from flatout.models.decoding import Decoder
 from flatout.models.language_model import LanguageModel
 from flatout.models.transformer import Transformer

@@ -23,12 +23,12 @@ import numpy as np
 import torch
 from main_job import RESULTS, commit, spread
 
-from flatout.data.loader import DirectFeed
-from flatout.data.order import shuffled
-from flatout.data.shards import Dataset
-from flatout.data.steps import FeedPlan, ShardWindows, WindowSteps
-from flatout.data.tokenizer import make_tokenizer
-from flatout.data.writer import DatasetWriter
+from flatout.data.load.batches import FeedPlan, ShardWindows, WindowSteps
+from flatout.data.load.feed import DirectFeed
+from flatout.data.prepare.writer import DatasetWriter
+from flatout.data.store.order import shuffled
+from flatout.data.store.shards import Dataset
+from flatout.data.tokenizers import make_tokenizer
 from flatout.hardware import probe
 
 SHARDS = 100

@@ -22,7 +22,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from flatout.config import load_config
+from flatout.config.schema import load_config
 from flatout.hardware import probe
 from flatout.measure.results import commit_of_package
 

@@ -37,13 +37,13 @@ from main_job import RESULTS, spread
 from optimisers import built, code_state, trained
 
 from flatout import Dataset, load_config, prepare
-from flatout.config import RunConfig
+from flatout.config.schema import RunConfig
 from flatout.hardware import probe
-from flatout.training.metrics import GIB, process_peak_bytes
+from flatout.training.metrics.log import GIB, process_peak_bytes
 from flatout.training.step import train_step
 
 SHARED = {"model.num_layers": 4, "model.d_model": 128, "train.device": "cpu", "schedule.warmup": 0.05, "speedups": "auto,-compile"}
-"""What all runs share; the rest are the defaults of flatout/config.py."""
+"""What all runs share; the rest are the defaults of flatout/config/schema.py."""
 SHAPES: dict[str, dict[str, Any]] = {
     "transformer": {"model.kind": "transformer", "model.num_heads": 2, "model.activation": "relu2", "model.qk_norm": True},
     "eigenstate": {"model.kind": "eigenstate", "model.num_heads": 4, "model.num_eigenstates": 92, "model.chunk_size": 32},

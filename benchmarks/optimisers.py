@@ -33,10 +33,10 @@ from main_job import RESULTS
 from optimisers_report import picture, summary, table
 
 from flatout import Dataset, load_config, prepare
-from flatout.config import RunConfig
+from flatout.assembly.run import Run, build, resolve
+from flatout.config.schema import RunConfig
 from flatout.hardware import probe
 from flatout.parallel.mesh import make_mesh
-from flatout.run import Run, build, resolve
 from flatout.training.evaluation import evaluate
 from flatout.training.step import train_step
 
@@ -52,7 +52,7 @@ SHARED = {
     "train.precision": "fp32",
     "speedups": "auto,-compile",
 }
-"""What both optimisers and both corpora share; dropout is 0, the rest are the defaults of flatout/config.py."""
+"""What both optimisers and both corpora share; dropout is 0, the rest are the defaults of flatout/config/schema.py."""
 
 RATES = (1e-3, 2e-3, 4e-3, 8e-3, 16e-3)
 """Learning rates tried; more, by factors of two, while the best is the first or the last."""

@@ -30,11 +30,11 @@ from loader import plan
 from main_job import RESULTS, commit, spread
 from prepare_ways import NOT_INSTALLED, WAYS
 
-from flatout.data.in_loop import TokenisingWindows
-from flatout.data.loader import DirectFeed
-from flatout.data.shards import Dataset
-from flatout.data.steps import ShardWindows, WindowReader, WindowSteps
-from flatout.data.tokenizer import load_tokenizer
+from flatout.data.load.baseline import TokenisingWindows
+from flatout.data.load.batches import ShardWindows, WindowReader, WindowSteps
+from flatout.data.load.feed import DirectFeed
+from flatout.data.store.shards import Dataset
+from flatout.data.tokenizers import load_tokenizer
 from flatout.hardware import probe
 
 HERE = Path(__file__).parent

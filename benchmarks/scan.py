@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from main_job import commit, spread
 
-from flatout.data.disk import write_text
+from flatout.files import write_text
 from flatout.hardware import probe
 from flatout.ops import scan, variants
 

@@ -41,15 +41,15 @@ from throughput_entries import ENTRIES, STEPS, TINY_ROWS, TINY_STEPS, TINY_VOCAB
 from throughput_ladder import ladder
 from throughput_report import Measurements, best_rows, read_document, table, verdicts
 
-from flatout.config import RunConfig
-from flatout.data.disk import write_text
+from flatout.assembly.selection import speedup_named
+from flatout.config.schema import RunConfig
+from flatout.files import write_text
 from flatout.hardware import Machine, probe
 from flatout.measure.bench import in_turn
 from flatout.measure.results import commit_of_package
 from flatout.measure.settling import with_needs
 from flatout.measure.trial import end_group
 from flatout.registry import PACKAGE_DIR, SPEEDUPS
-from flatout.selection import speedup_named
 
 HERE = Path(__file__).parent
 NAME = "throughput"

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
-from flatout.config import RunConfig, load_config
-from flatout.recipe import Promise, Speedup, lazy
+from flatout.assembly.recipe import Promise, Speedup, lazy
+from flatout.config.schema import RunConfig, load_config
 from flatout.registry import RECIPES
 
 VOCABULARY, TINY_VOCABULARY = 50_257, 512

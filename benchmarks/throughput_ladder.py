@@ -11,7 +11,7 @@ from main_job import flatout
 from throughput_data import text_data
 from throughput_entries import TINY_VOCABULARY, VOCABULARY, WORKS, shape
 
-from flatout.data.disk import write_text
+from flatout.files import write_text
 
 TOKENS_PER_STEP = 32_768
 """Fewer than the recipe's: the plain way takes seconds for them, 8 rows at a time, and a trial must end."""

@@ -24,7 +24,8 @@ import torch
 from throughput_peers import PEERS, Order, step
 from throughput_profile import ProfiledSteps, in_range
 
-from flatout.config import RunConfig, validate
+from flatout.assembly.run import Run, build
+from flatout.config.schema import RunConfig, validate
 from flatout.errors import FlatoutError
 from flatout.hardware import fingerprint, measure_roof
 from flatout.measure.settling import settle
@@ -32,9 +33,8 @@ from flatout.measure.trial import end_with
 from flatout.measure.workload import QUIET, FirstLosses
 from flatout.parallel.mesh import make_mesh
 from flatout.registry import MODELS
-from flatout.run import Run, build
 from flatout.training.loop import fit
-from flatout.training.metrics import Log, memory_gib
+from flatout.training.metrics.log import Log, memory_gib
 from flatout.training.warmup import warm_up
 
 BATCHES = 32

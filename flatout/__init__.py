@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from flatout.commands.runs import runs
     from flatout.commands.train import train
     from flatout.commands.verify import verify
-    from flatout.config import RunConfig, Section, load_config
-    from flatout.data.shards import Dataset
+    from flatout.config.schema import RunConfig, Section, load_config
+    from flatout.data.store.shards import Dataset
     from flatout.errors import FlatoutError
-    from flatout.loading import load_run
+    from flatout.inference.load import load_run
     from flatout.models.language_model import LanguageModel
     from flatout.ops import Ops
     from flatout.terminal import RunReport, Terminal
-    from flatout.training.observers import Observer, Quiet
+    from flatout.training.metrics.observers import Observer, Quiet
 
 __version__ = "0.1.0"
 
@@ -64,15 +64,15 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Dataset": "flatout.data.shards",
+    "Dataset": "flatout.data.store.shards",
     "FlatoutError": "flatout.errors",
     "LanguageModel": "flatout.models.language_model",
-    "Observer": "flatout.training.observers",
+    "Observer": "flatout.training.metrics.observers",
     "Ops": "flatout.ops",
-    "Quiet": "flatout.training.observers",
-    "RunConfig": "flatout.config",
+    "Quiet": "flatout.training.metrics.observers",
+    "RunConfig": "flatout.config.schema",
     "RunReport": "flatout.terminal",
-    "Section": "flatout.config",
+    "Section": "flatout.config.schema",
     "Terminal": "flatout.terminal",
     "bench": "flatout.commands.bench",
     "demo": "flatout.commands.demo",
@@ -80,8 +80,8 @@ _HOMES = {
     "import_chunks": "flatout.commands.import_",
     "inspect": "flatout.commands.inspect",
     "list_entries": "flatout.commands.list",
-    "load_config": "flatout.config",
-    "load_run": "flatout.loading",
+    "load_config": "flatout.config.schema",
+    "load_run": "flatout.inference.load",
     "prepare": "flatout.commands.prepare",
     "runs": "flatout.commands.runs",
     "sample": "flatout.commands.generate:generate",
@@ -90,7 +90,7 @@ _HOMES = {
 }
 """Where each public name lives: a module, with `:attribute` where it has another name there.
 
-The command `generate` is `sample` here, because `flatout.generate` is the module it calls.
+The command `generate` is `sample` here, because `flatout.inference.generate` is the module it calls.
 """
 
 

@@ -253,8 +253,8 @@ def _key_meant(option: str, parser: Any) -> str | None:
     """Return the configuration key that was written as an option, where the command takes overrides; None when it is none."""
     if "overrides" not in {parameter.name for parameter in parser.params}:
         return None
-    from flatout.config import RunConfig
-    from flatout.wording import all_keys, same_key
+    from flatout.config.messages import all_keys, same_key
+    from flatout.config.schema import RunConfig
 
     known, name = all_keys(RunConfig), option.lstrip("-").partition("=")[0]
     return name if name in known else same_key(name.rpartition(".")[2], known)

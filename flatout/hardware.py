@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 
-from flatout.config import Section
+from flatout.config.schema import Section
 from flatout.errors import HardwareError
 from flatout.registry import MACHINES, nearest
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from flatout.data.disk import write_text
+from flatout.files import write_text
 from flatout.hardware import Machine
 
 FORMAT_VERSION = 1

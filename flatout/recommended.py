@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from flatout.config import RunConfig, load_config
+from flatout.config.schema import RunConfig, load_config
 from flatout.documents import read_document
 from flatout.errors import FlatoutError, in_shell
 from flatout.hardware import ASSUMED_MFU, Machine

@@ -17,9 +17,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flatout.config import load_config
-from flatout.data.tokenizer import make_tokenizer
-from flatout.data.writer import DatasetWriter
+from flatout.config.schema import load_config
+from flatout.data.prepare.writer import DatasetWriter
+from flatout.data.tokenizers import make_tokenizer
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell starts background jobs with Ctrl+C ignored, and their children inherit that; the tests that press it need it heard.
@@ -29,7 +29,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 @pytest.fixture(autouse=True)
 def tokenizers_are_trusted(monkeypatch):
     """Try no tokenizer out in a process of its own, which takes a second and is kept in the user's cache; its own tests do."""
-    monkeypatch.setattr("flatout.data.tokenizer.require_usable", lambda text, name, *, cache: None)
+    monkeypatch.setattr("flatout.data.tokenizers.require_usable", lambda text, name, *, cache: None)
 
 
 def pytest_addoption(parser):
@@ -174,10 +174,10 @@ def tiny_config(tiny_set):
 @pytest.fixture
 def build_run(tmp_path):
     """Return a run of one process, resolved and built, at step 0."""
-    from flatout.data.mix import open_data
+    from flatout.assembly.run import build, resolve
+    from flatout.data.store.mix import open_data
     from flatout.hardware import probe
     from flatout.parallel.mesh import make_mesh
-    from flatout.run import build, resolve
 
     runs = []
 
@@ -198,7 +198,7 @@ def build_run(tmp_path):
 def fox_run(tmp_path_factory):
     """A folder with a run of three steps over one sentence, a checkpoint at each; and the run's result."""
     from flatout.commands.train import train_config
-    from flatout.data.prepare import Options, prepare_dataset
+    from flatout.data.prepare.pipeline import Options, prepare_dataset
 
     root = tmp_path_factory.mktemp("fox")
     (root / "book.txt").write_text("The quick brown fox jumps over the lazy dog. " * 200)

@@ -111,7 +111,7 @@ def test_the_kernel_matches_the_reference(place):
     program = """
 import torch
 from flatout.ops.cross_entropy import reference
-from flatout.recipe import baseline
+from flatout.assembly.recipe import baseline
 from flatout.registry import SPEEDUPS
 kernel = baseline().with_speedup(SPEEDUPS.get("row-by-row-loss")).part("ops.cross_entropy")
 results = []

@@ -33,7 +33,7 @@ def test_what_type_checkers_see_is_what_there_is():
 
 
 def test_functions_that_share_a_module_name_stay_callable():
-    importlib.import_module("flatout.generate")
+    importlib.import_module("flatout.inference.generate")
     assert callable(flatout.sample)
     assert callable(flatout.train)
 

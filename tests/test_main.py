@@ -13,8 +13,8 @@ import yaml
 
 from flatout.__main__ import leave_current_folder
 from flatout.registry import load_reference
-from flatout.training import folder
-from flatout.training.config_seal import write_sealed
+from flatout.training.run_dir import layout
+from flatout.training.run_dir.config_seal import write_sealed
 
 ROOT = Path(__file__).parents[1]
 PLANTED = ("torchao", "liger_kernel", "bitsandbytes", "zstandard", "ray", "tensorflow", "sitecustomize", "yaml", "torch", "typer", "numpy")
@@ -39,7 +39,7 @@ def test_files_in_the_current_folder_are_not_imported_for_packages(fox_run, tmp_
         (place / "evil-1.0.dist-info").mkdir()
         (place / "evil-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: evil\nVersion: 1.0\n")
         (place / "evil-1.0.dist-info" / "entry_points.txt").write_text("[torch.backends]\nevil = torchao:run\n[pydantic]\nevil = torchao\n")
-    config = folder.read_config(run).with_values({"speedups": "none"}).to_dict()
+    config = layout.read_config(run).with_values({"speedups": "none"}).to_dict()
     (tmp_path / "my.yaml").write_text(yaml.safe_dump(config))
     train = ["train", str(tmp_path / "my.yaml"), "--run"]
     lines = [["generate", str(run), "--max-tokens", "4"], ["list", "speedups"], [*train, str(tmp_path / "new")]]
@@ -53,7 +53,7 @@ def test_a_speedup_of_flatout_takes_its_package_from_where_packages_are_installe
     """No reference is needed to reach a file in the current folder when that is searched: a speedup's own package will do."""
     run = shutil.copytree(fox_run[0] / "runs" / "fox", tmp_path / "runs" / "gift")
     (tmp_path / "torchao.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w')\n")
-    stored = folder.read_config(run).with_values({"speedups": ["adamw-8bit"], "train.steps": 9})
+    stored = layout.read_config(run).with_values({"speedups": ["adamw-8bit"], "train.steps": 9})
     asked = stored.with_values({"speedups": "auto"})
     write_sealed(run / "config.yaml", yaml.safe_dump(stored.to_dict()))
     (run / "asked.yaml").write_text(yaml.safe_dump(asked.to_dict()))

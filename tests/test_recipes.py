@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from flatout.config import load_config
+from flatout.config.schema import load_config
 from flatout.registry import MODELS, RECIPES
 
 SHAKESPEARE = 65

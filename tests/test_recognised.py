@@ -13,18 +13,18 @@ import torch
 
 import flatout
 from flatout.commands.generate import generate
-from flatout.data.chunks import find_chunks, read_chunk
-from flatout.data.manifest import read_manifest
-from flatout.data.shards import Dataset
-from flatout.data.tokenizer import load_tokenizer, make_tokenizer
+from flatout.data.prepare.import_chunks import find_chunks, read_chunk
+from flatout.data.store.manifest import read_manifest
+from flatout.data.store.shards import Dataset
+from flatout.data.tokenizers import load_tokenizer, make_tokenizer
 from flatout.documents import read_document
 from flatout.errors import ConfigError, FlatoutError, UsageError
 from flatout.recognised import recognise, require_local
 from flatout.registry import recipe_path
 from flatout.sources.files import find_files
-from flatout.training.folder import resume_from
-from flatout.training.initial import find_weights
-from flatout.training.named import find_run
+from flatout.training.init_from import find_weights
+from flatout.training.run_dir.layout import resume_from
+from flatout.training.run_dir.lookup import find_run
 
 TOKENS = np.arange(1000, dtype=np.uint16) % 256
 

@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 
-from flatout.config import load_config
+from flatout.config.schema import load_config
 from flatout.hardware import Gpu, Machine
 from flatout.recommended import MOST_EPOCHS, recommend
 

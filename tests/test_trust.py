@@ -18,12 +18,12 @@ import yaml
 import flatout
 from flatout import trust
 from flatout.commands.train import train_config
-from flatout.config import RunConfig, load_config
-from flatout.data.corpus import CACHE
+from flatout.config.schema import RunConfig, load_config
+from flatout.data.prepare.inputs import CACHE
 from flatout.errors import CheckpointError, ConfigError, UntrustedCode
-from flatout.loading import load_run
-from flatout.training import folder
-from flatout.training.config_seal import write_sealed
+from flatout.inference.load import load_run
+from flatout.training.run_dir import layout
+from flatout.training.run_dir.config_seal import write_sealed
 
 ROOT = Path(__file__).parents[1]
 CODE = """\
@@ -31,7 +31,7 @@ from pathlib import Path
 Path({marker!r}).touch()
 from flatout.models.transformer import MODEL as Model
 from flatout.optimizers.adamw import OPTIMIZER as Optimizer
-from flatout.recipe import Promise, Speedup as Kind
+from flatout.assembly.recipe import Promise, Speedup as Kind
 Speedup = Kind(name="gift", saves="nothing", promise=Promise.exact())
 """
 WAYS = {
@@ -78,7 +78,7 @@ class Gift:
     @property
     def asked(self) -> RunConfig:
         """What a user would ask for who goes on with it, and who names no code."""
-        config = folder.read_config(self.place)
+        config = layout.read_config(self.place)
         return config.with_values({"model.kind": "transformer", "optim.kind": "adamw", "speedups": "auto", "train.device": "cpu"})
 
     @property
@@ -119,7 +119,7 @@ def test_what_only_looks_never_imports(gift, fox_run):
     assert [item.state for item in flatout.runs().items] == ["finished"]
     flatout.inspect(fox_run[0] / "data")
     assert flatout.verify(fox_run[0] / "data").ok
-    assert folder.read_config(gift.place).model.kind == "runs.gift.weights:Model"
+    assert layout.read_config(gift.place).model.kind == "runs.gift.weights:Model"
     assert not gift.ran
 
 
@@ -165,7 +165,7 @@ def test_trust_is_given_once_and_remembered_outside(gift, home):
 )
 def test_trust_does_not_pass_to_what_has_changed(gift, change, tmp_path):
     gift.names(WAYS["model.kind"]("runs.gift.weights"))
-    references = folder.read_config(gift.place).references()
+    references = layout.read_config(gift.place).references()
     trust.require_trusted(gift.place, references, trust_code=True)
     trust.require_trusted(gift.place, references)
     place = gift.place
@@ -188,7 +188,7 @@ def test_trust_does_not_pass_to_what_has_changed(gift, change, tmp_path):
         shutil.copytree(tmp_path / "home", place)
         (place / "config.yaml").write_text("model: {kind: 'runs.gift.weights:Model'}\n")
     with pytest.raises(UntrustedCode) as refused:
-        folder.trusted_config(place)
+        layout.trusted_config(place)
     assert ("was trusted before" in refused.value.what) == (change not in {"a copy", "moved"})
 
 
@@ -389,10 +389,10 @@ def test_who_reads_a_stored_configuration_is_known():
         found |= {path.relative_to(ROOT / "flatout").as_posix() for call in calls if wanted.search(ast.unparse(call.func))}
     assert found == {
         "registry.py",
-        "recipe.py",
+        "assembly/recipe.py",
         "commands/runs.py",
-        "training/folder.py",
-        "training/initial.py",
-        "training/moved_data.py",
-        "training/start.py",
+        "training/run_dir/layout.py",
+        "training/init_from.py",
+        "training/run_dir/data_location.py",
+        "training/run.py",
     }

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flatout.commands import Command, Result, train
-from flatout.config import load_config
-from flatout.data.corpus import CACHE
+from flatout.config.schema import load_config
+from flatout.data.prepare.inputs import CACHE
 from flatout.errors import ConfigError
 from flatout.progress import SILENT, Progress
 from flatout.recognised import require_local

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flatout.commands import Command, Result
-from flatout.config import RunConfig, load_config
+from flatout.config.schema import RunConfig, load_config
 from flatout.errors import CheckpointError, ConfigError, DataError, UntrustedCode, in_shell
 from flatout.progress import SILENT, Progress
 from flatout.recognised import recognise, require_local
@@ -26,9 +26,9 @@ from flatout.sources.encodings import OR_SKIP
 from flatout.sources.local import missing
 
 if TYPE_CHECKING:
-    from flatout.data.shards import Dataset
+    from flatout.data.store.shards import Dataset
     from flatout.hardware import Machine
-    from flatout.training.observers import Observer
+    from flatout.training.metrics.observers import Observer
 
 LARGE_TEXT = 1_500_000
 """Bytes from which a vocabulary is trained; a shorter text is read by characters."""
@@ -69,7 +69,7 @@ class DemoResult(Result):
     def summary(self) -> str:
         """Return a sample, what to try next, the curve, and what the run came to."""
         from flatout.terminal import closing, columns
-        from flatout.training.folder import read_summary
+        from flatout.training.run_dir.layout import read_summary
 
         return closing(read_summary(Path(self.run)) or {}, next_steps=f"Try next:\n{_next(in_shell(self.run), columns())}")
 
@@ -122,7 +122,7 @@ def demo(
     """
     from flatout.commands.train import train_config
     from flatout.hardware import pick_device, probe
-    from flatout.training.folder import read_summary
+    from flatout.training.run_dir.layout import read_summary
 
     began = time.perf_counter()
     file = Path(file) if file else None
@@ -146,7 +146,7 @@ def _own_config(run: Path) -> RunConfig | None:
 
     Raises: CheckpointError.
     """
-    from flatout.training.folder import trusted_config
+    from flatout.training.run_dir.layout import trusted_config
 
     try:
         return trusted_config(run)
@@ -222,7 +222,7 @@ def about_file(file: Path, device: str) -> Subject:
 def _fresh(subject: Subject, device: str, machine: Machine, minutes: float, progress: Progress) -> RunConfig:
     """Prepare the text, and return a configuration whose training takes about `minutes`."""
     from flatout.commands.prepare import prepare
-    from flatout.data.shards import Dataset
+    from flatout.data.store.shards import Dataset
 
     try:
         prepare(
@@ -284,8 +284,8 @@ def seconds_per_step(config: RunConfig, dataset: Dataset, machine: Machine) -> f
     """Return the time of one optimiser step of this very model, measured on a copy of the run that is thrown away."""
     import torch
 
+    from flatout.assembly.run import build, resolve
     from flatout.parallel.mesh import make_mesh
-    from flatout.run import build, resolve
     from flatout.training.step import train_step
 
     settled, decisions = resolve(config.with_values({"train.steps": 1000}), machine=machine, dataset=dataset, world_size=1)

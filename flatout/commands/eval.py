@@ -11,8 +11,8 @@ from pydantic import BaseModel, ConfigDict
 
 from flatout.commands import TRUST_CODE, Command, Result
 from flatout.progress import SILENT, Progress
-from flatout.training.folder import trusted_config
-from flatout.training.named import run_or_newest
+from flatout.training.run_dir.layout import trusted_config
+from flatout.training.run_dir.lookup import run_or_newest
 
 if TYPE_CHECKING:
     from flatout.training.evaluation import Evaluation
@@ -107,9 +107,10 @@ def evaluate(
 
     Raises: CheckpointError when the run has no such checkpoint; DataError when a data set cannot be read; UntrustedCode.
     """
-    from flatout import loading, scoring
+    from flatout.inference import evaluate as scoring
+    from flatout.inference import load
 
-    loaded = loading.load_run(run_or_newest(run, progress=progress), checkpoint, precision="trained", trust_code=trust_code, progress=progress)
+    loaded = load.load_run(run_or_newest(run, progress=progress), checkpoint, precision="trained", trust_code=trust_code, progress=progress)
     score = scoring.evaluate(loaded, data=data or (), max_tokens=max_tokens, progress=progress)
     return _result(loaded.folder, loaded.checkpoint, score)
 

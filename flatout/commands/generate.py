@@ -8,12 +8,12 @@ from typing import Annotated
 
 import typer
 
+from flatout.assembly.preflight import check_sampling
 from flatout.commands import TRUST_CODE, Command, Result
 from flatout.errors import ConfigError, Interrupted
-from flatout.preflight import check_sampling
 from flatout.progress import SILENT, Progress
-from flatout.training.folder import trusted_config
-from flatout.training.named import run_or_newest
+from flatout.training.run_dir.layout import trusted_config
+from flatout.training.run_dir.lookup import run_or_newest
 
 
 class GenerateResult(Result):
@@ -57,8 +57,8 @@ def generate(
     model's tokenizer cannot write the prompt; UntrustedCode when the run names code of its own that nobody allowed.
     """
     check(run, temperature, top_k, top_p, seed, num_samples, max_tokens, stop, trust_code)
-    from flatout.generate import sample
-    from flatout.loading import load_run
+    from flatout.inference.generate import sample
+    from flatout.inference.load import load_run
 
     loaded = load_run(run_or_newest(run, progress=progress), checkpoint, trust_code=trust_code, progress=progress)
     loaded.tokenizer.encode(prompt)  # a prompt that it cannot write is refused before anything is shown

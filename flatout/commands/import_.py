@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 
 from flatout.commands import Command, Result
-from flatout.data.chunks import Documents, find_chunks
-from flatout.data.chunks import import_chunks as write_chunks
-from flatout.data.disk import expanded
+from flatout.data.prepare.import_chunks import Documents, find_chunks
+from flatout.data.prepare.import_chunks import import_chunks as write_chunks
+from flatout.files import expanded
 from flatout.progress import SILENT, Progress
 from flatout.recognised import require_local
 

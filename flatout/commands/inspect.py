@@ -13,10 +13,10 @@ import typer
 from pydantic import BaseModel, ConfigDict
 
 from flatout.commands import Command, Result
-from flatout.data.fetch import open_place
-from flatout.data.manifest import MANIFEST, Manifest
-from flatout.data.shards import Dataset, Split
-from flatout.data.tokenizer import Tokenizer
+from flatout.data.store.manifest import MANIFEST, Manifest
+from flatout.data.store.remote import open_place
+from flatout.data.store.shards import Dataset, Split
+from flatout.data.tokenizers import Tokenizer
 from flatout.hardware import probe
 from flatout.progress import SILENT, Progress
 from flatout.recommended import recommend

@@ -8,14 +8,14 @@ from typing import Annotated, Any
 
 import typer
 
+from flatout.assembly.selection import all_speedups, is_measured, longest_wait, select
 from flatout.commands import Command, Result
-from flatout.config import RunConfig, load_config
-from flatout.data.corpus import CACHE
+from flatout.config.schema import RunConfig, load_config
+from flatout.data.prepare.inputs import CACHE
 from flatout.hardware import ASSUMED_MFU, Machine, probe
 from flatout.measured import gpu_name, read
 from flatout.progress import SILENT, Progress
 from flatout.registry import DATASETS, MACHINES, MODELS, OPTIMIZERS, RECIPES, SOURCES, Folder, YamlFolder, unknown_name
-from flatout.selection import all_speedups, is_measured, longest_wait, select
 from flatout.terminal import duration
 
 FOLDERS: dict[str, Folder | YamlFolder] = {
@@ -128,7 +128,7 @@ def _expected_length(config: RunConfig, machine: Machine, progress: Progress) ->
     if machine.gpus and (machine.row is None or "bf16" not in machine.row.peak_tflops):
         return None, None
     with progress.task("Loading torch"):
-        from flatout.run import expected_minutes
+        from flatout.assembly.run import expected_minutes
     if machine.row is not None:
         minutes = expected_minutes(config, machine.row.peak_tflops["bf16"].value * ASSUMED_MFU)
         how = f"at {ASSUMED_MFU:.0%} of the peak of one {machine.gpus[0].name}"

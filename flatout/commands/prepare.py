@@ -13,11 +13,11 @@ import typer
 from pydantic import Field
 
 from flatout.commands import Command, Result
-from flatout.data.corpus import CACHE
-from flatout.data.manifest import Manifest
-from flatout.data.prepare import Options, Prepared, PreparedPart, engine_named, join_parts, prepare_dataset, prepare_part
-from flatout.data.upload import Uploaded, prepare_upload
-from flatout.data.work import PartOf
+from flatout.data.prepare.inputs import CACHE
+from flatout.data.prepare.pipeline import Options, Prepared, PreparedPart, engine_named, join_parts, prepare_dataset, prepare_part
+from flatout.data.prepare.upload import Uploaded, prepare_upload
+from flatout.data.prepare.work_dir import PartOf
+from flatout.data.store.manifest import Manifest
 from flatout.errors import UsageError
 from flatout.progress import SILENT, Progress
 from flatout.sources.remote import is_address

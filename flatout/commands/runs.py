@@ -15,10 +15,11 @@ from pydantic import BaseModel, ConfigDict
 
 from flatout.commands import Command, Result
 from flatout.errors import CheckpointError, FlatoutError
+from flatout.files import folder_bytes, read_lines
 from flatout.recognised import require_local
 from flatout.terminal import amount
-from flatout.training import catalog, folder
-from flatout.training.files import folder_bytes, read_lines
+from flatout.training.checkpoint import catalog
+from flatout.training.run_dir import layout
 
 DEFAULT_ROOT = Path("runs")
 TAIL_BYTES = 256 * 1024
@@ -80,7 +81,7 @@ def runs(root: Annotated[Path | str, typer.Argument(help="Folder that holds run 
     root = Path(root)
     if not root.is_dir() and root != DEFAULT_ROOT:
         raise CheckpointError(f"There is no folder {root}.", fix="Name a folder of runs; without one, `flatout runs` shows those in ./runs.")
-    paths = folder.list_runs(root)
+    paths = layout.list_runs(root)
     return RunsResult(items=[_item(path, settings) for path, settings in zip(paths, differing([_settings(path) for path in paths]), strict=True)])
 
 
@@ -99,7 +100,7 @@ def differing(configurations: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
 
 def _settings(path: Path) -> dict[str, Any]:
     try:
-        settings = folder.read_settings(path)
+        settings = layout.read_settings(path)
         return settings | {"name": str(settings.get("name", path.name))}
     except FlatoutError:  # its state says that it is damaged
         return {}
@@ -119,7 +120,7 @@ def _age(seconds: float) -> str:
 
 def _item(path: Path, settings: dict[str, Any]) -> RunItem:
     try:
-        config = folder.read_config(path)
+        config = layout.read_config(path)
         checkpoints, state = catalog.steps(path), _state(path)
         size = folder_bytes(path)
         place = catalog.checkpoints_folder(path)
@@ -148,18 +149,18 @@ def _item(path: Path, settings: dict[str, Any]) -> RunItem:
 
 
 def _state(path: Path) -> str:
-    if folder.is_locked(path):
+    if layout.is_locked(path):
         return "running"
-    code = folder.read_exit_code(path)
+    code = layout.read_exit_code(path)
     if code is None:
-        if folder.read_summary(path) is not None:
+        if layout.read_summary(path) is not None:
             return "finished"
-        return "killed" if (path / folder.EVENTS).exists() else "new"
+        return "killed" if (path / layout.EVENTS).exists() else "new"
     return {0: "finished", 75: "stopped", 130: "interrupted", 143: "interrupted"}.get(code, "failed")
 
 
 def _last_written(path: Path) -> float:
-    files = (path / name for name in ("metrics.jsonl", folder.EVENTS, folder.SUMMARY, folder.EXIT_CODE, folder.CONFIG))
+    files = (path / name for name in ("metrics.jsonl", layout.EVENTS, layout.SUMMARY, layout.EXIT_CODE, layout.CONFIG))
     return max(file.stat().st_mtime for file in files if file.exists())
 
 

@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from pydantic import ValidationError
 
-from flatout import preflight
+from flatout.assembly import preflight
 from flatout.commands import TRUST_CODE, Command, Result
 from flatout.commands.eval import DatasetScore, score_table
-from flatout.config import RunConfig, load_config
-from flatout.data.corpus import CACHE
+from flatout.config.schema import RunConfig, load_config
+from flatout.data.prepare.inputs import CACHE
 from flatout.progress import SILENT, Progress
 from flatout.recognised import require_local
-from flatout.training.named import RUNS
+from flatout.training.run_dir.lookup import RUNS
 
 if TYPE_CHECKING:
-    from flatout.run import Run
-    from flatout.training.observers import Observer
+    from flatout.assembly.run import Run
+    from flatout.training.metrics.observers import Observer
 
 
 class TrainResult(Result):
@@ -135,8 +135,8 @@ def train_config(
     progress: Progress = SILENT,
 ) -> TrainResult:
     """Train a configuration made in Python. Arguments, result and errors as `train`."""
-    from flatout.training.folder import damaged_summary, run_name
-    from flatout.training.start import run_training
+    from flatout.training.run import run_training
+    from flatout.training.run_dir.layout import damaged_summary, run_name
 
     require_local_run(run, str(resume))
     place = RUNS / run_name(config) if run is None else Path(run)
@@ -152,7 +152,7 @@ def train_config(
 
 def sample_text(run: Run) -> str:
     """Return a few lines in the model's own words."""
-    from flatout.generate import sample
+    from flatout.inference.generate import sample
 
     core: Any = run.core
     prompt = run.config.train.sample_prompt

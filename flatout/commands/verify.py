@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from flatout.commands import Command, Result
-from flatout.data.fetch import stored_address
-from flatout.data.verify import verify_dataset, verify_stored
+from flatout.data.store.remote import stored_address
+from flatout.data.store.verify import verify_dataset, verify_stored
 from flatout.progress import SILENT, Progress
 from flatout.sources.remote import is_address
 

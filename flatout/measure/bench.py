@@ -13,7 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from flatout.config import RunConfig
+from flatout.config.schema import RunConfig
 from flatout.errors import ConfigError, Interrupted, RunFailed
 from flatout.measure import exactness
 from flatout.measure.budget import Budget
@@ -31,7 +31,7 @@ from flatout.measure.table import table
 from flatout.measure.trial import run_trial
 from flatout.parallel.rendezvous import stated_ranks
 from flatout.progress import SILENT, Progress, Task
-from flatout.training.start import warn_of_others
+from flatout.training.run import warn_of_others
 
 LOSS_STEPS = 20
 """First losses that are compared."""

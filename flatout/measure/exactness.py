@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from flatout.config import RunConfig
+from flatout.config.schema import RunConfig
 from flatout.measure.spec import TrialResult
 
 STEPS = 10

@@ -6,13 +6,13 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from flatout.config import RunConfig
+from flatout.assembly.recipe import Promise
+from flatout.config.schema import RunConfig
 from flatout.measure import exactness
 from flatout.measure.ladder import Ladder, Rung, promise_between
 from flatout.measure.results import TIME_WAS_UP, Row, Trial
 from flatout.measure.spec import TrialResult
 from flatout.measure.statistics import FEWEST_SEEDS, Spread, mean_of, median_of, spread
-from flatout.recipe import Promise
 
 FINAL_LOSSES = 5
 """Last losses whose mean stands for the final loss: one alone is noisier than the difference that is looked for."""

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from flatout.config import RunConfig
-from flatout.recipe import Promise, Speedup
+from flatout.assembly.recipe import Promise, Speedup
+from flatout.assembly.selection import Decision, all_speedups, parse_wish, speedup_named
+from flatout.config.schema import RunConfig
 from flatout.registry import SPEEDUPS
-from flatout.selection import Decision, all_speedups, parse_wish, speedup_named
 
 Kind = Literal["baseline", "added", "left-out", "put-in"]
 

@@ -6,9 +6,9 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 
-from flatout.run import Run
-from flatout.training.clocks import Spent
-from flatout.training.metrics import Log
+from flatout.assembly.run import Run
+from flatout.training.metrics.clocks import Spent
+from flatout.training.metrics.log import Log
 
 WINDOW_STEPS, WINDOW_S = 8, 1.0
 """A window of warm-up holds so many steps at least, and so many seconds."""

@@ -12,15 +12,14 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from flatout.config import RunConfig
-from flatout.data.disk import sync, unless_broken, write_text
+from flatout.config.schema import RunConfig
 from flatout.errors import ConfigError, RunFailed
+from flatout.files import append_line, read_lines, sync, unless_broken, write_text
 from flatout.measure.spec import TrialResult
 from flatout.measure.statistics import Figure
 from flatout.recognised import read_regular
 from flatout.registry import PACKAGE_DIR
-from flatout.training.files import append_line, read_lines
-from flatout.training.folder import run_name
+from flatout.training.run_dir.layout import run_name
 
 FORMAT_VERSION = 2
 JSON, TABLE, PICTURE, TRIALS = "bench.json", "table.md", "bench.svg", "trials.jsonl"

@@ -16,15 +16,15 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from flatout import errors
-from flatout.config import RunConfig, validate
-from flatout.data.mix import MixedDataset
-from flatout.data.shards import Dataset
+from flatout.assembly.preflight import open_dataset
+from flatout.assembly.recipe import uses_gpu
+from flatout.assembly.run import resolve
+from flatout.assembly.selection import Decision, assemble, naming, parse_wish, speedup_named
+from flatout.config.schema import RunConfig, validate
+from flatout.data.store.mix import MixedDataset
+from flatout.data.store.shards import Dataset
 from flatout.errors import FlatoutError, RunFailed, UsageError
 from flatout.hardware import Machine, pick_device, probe
-from flatout.preflight import open_dataset
-from flatout.recipe import uses_gpu
-from flatout.run import resolve
-from flatout.selection import Decision, assemble, naming, parse_wish, speedup_named
 
 PROGRAM = "from flatout.measure.settling import main; main()"
 

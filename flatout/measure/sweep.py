@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from flatout.config import RunConfig
+from flatout.assembly.selection import parse_wish, select
+from flatout.config.schema import RunConfig
 from flatout.errors import ConfigError, FlatoutError
 from flatout.measure.experiment import Experiment, Point, with_speedups
 from flatout.measure.judge import Measured, measured_row
@@ -13,7 +14,6 @@ from flatout.measure.results import Row
 from flatout.measure.settling import Settled
 from flatout.measure.statistics import spread
 from flatout.registry import MODELS, SPEEDUPS, unknown_name
-from flatout.selection import parse_wish, select
 
 Refused = dict[str, str]
 """Points that cannot be measured, with the reason."""

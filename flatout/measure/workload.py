@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
-from flatout.config import validate
+from flatout.assembly.run import Run, build
+from flatout.config.schema import validate
 from flatout.hardware import fingerprint
 from flatout.measure.pace import Pace
 from flatout.measure.settling import settle
 from flatout.measure.spec import TrialResult, TrialSpec
 from flatout.parallel.mesh import make_mesh
-from flatout.run import Run, build
 from flatout.training.loop import fit
-from flatout.training.metrics import Log, diverged
+from flatout.training.metrics.log import Log, diverged
 from flatout.training.out_of_memory import explained
 from flatout.training.warmup import warm_up
 

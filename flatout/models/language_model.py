@@ -16,7 +16,7 @@ import torch
 from pydantic import Field, ValidationError
 from torch import Tensor, nn
 
-from flatout.config import Section, explain
+from flatout.config.schema import Section, explain
 from flatout.errors import ConfigError
 from flatout.models.decoding import Decoder, Recomputing
 from flatout.ops import Ops

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from flatout.config import OptimConfig, RunConfig
+from flatout.config.schema import OptimConfig, RunConfig
 from flatout.errors import ConfigError
 from flatout.registry import OPTIMIZERS
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from flatout.config import ScheduleConfig
+from flatout.config.schema import ScheduleConfig
 from flatout.registry import unknown_name
 
 

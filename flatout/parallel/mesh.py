@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from flatout.config import ParallelConfig
+from flatout.config.schema import ParallelConfig
 from flatout.errors import ConfigError
 from flatout.parallel.rendezvous import Ranks, stated_ranks
 

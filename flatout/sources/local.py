@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from flatout.errors import DataError
-from flatout.recognised import Recognised, recognise, require_local
+from flatout.files import expanded
+from flatout.recognised import Recognised, recognise
 from flatout.registry import nearest
 from flatout.sources.packed import is_packed, unpacked_name, unreadable
 from flatout.sources.remote import name_of
@@ -44,18 +45,6 @@ class Search(NamedTuple):
 def matches(name: str, pattern: str) -> bool:
     """Return whether a pattern such as `*.py` or `src/*.py` fits the end of a file's path, packed or not."""
     return any(fnmatchcase(f"/{one}", f"*/{pattern}") for one in (name, unpacked_name(name)))
-
-
-def expanded(path: Path | str) -> Path:
-    """Return the path with the home folder that `~` at its beginning stands for.
-
-    Raises: DataError when there is no such folder, or it is an address.
-    """
-    require_local(path, error=DataError)
-    try:
-        return Path(path).expanduser()
-    except RuntimeError as error:
-        raise DataError(f"{path}: no home folder is known for {Path(path).parts[0]!r}.", fix="Write the path out, from / on.") from error
 
 
 def find_local(path: str, wanted: Wanted) -> Search:

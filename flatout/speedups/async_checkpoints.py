@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from flatout.recipe import Promise, Speedup, lazy
+from flatout.assembly.recipe import Promise, Speedup, lazy
 
 SPEEDUP = Speedup(
     name="async-checkpoints",
-    fills={"checkpointing": lazy("flatout.training.savers:InBackground")},
+    fills={"checkpointing": lazy("flatout.training.checkpoint.savers:InBackground")},
     saves="time: the loop waits for a copy of the state, not for the disk; costs the host's memory one copy of it",
     promise=Promise.exact(),
 )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from flatout.config import RunConfig
+from flatout.assembly.recipe import Precision, Promise, Speedup, gpu_below, uses_gpu
+from flatout.config.schema import RunConfig
 from flatout.hardware import Machine
-from flatout.recipe import Precision, Promise, Speedup, gpu_below, uses_gpu
 
 
 def _why_not(machine: Machine, config: RunConfig) -> str | None:

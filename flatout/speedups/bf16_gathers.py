@@ -6,9 +6,9 @@ multiplies by is rounded as well, which autocast alone leaves in fp32: that is w
 
 from __future__ import annotations
 
-from flatout.config import RunConfig
+from flatout.assembly.recipe import Promise, Speedup, lazy
+from flatout.config.schema import RunConfig
 from flatout.hardware import Machine
-from flatout.recipe import Promise, Speedup, lazy
 
 NARROW_ENOUGH = ("transformer",)
 """Models whose blocks hold matrices, biases and gains alone. The eigenvalues of `eigenstate` lie close to 1, where bfloat16 has steps of 1/256."""

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from flatout.config import RunConfig
+from flatout.assembly.recipe import Promise, Speedup, Transform
+from flatout.config.schema import RunConfig
 from flatout.hardware import Machine
-from flatout.recipe import Promise, Speedup, Transform
 
 
 def _split(model: Any, mesh: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from flatout.recipe import Promise, Speedup, Transform
+from flatout.assembly.recipe import Promise, Speedup, Transform
 
 
 def recompute_blocks(model: Any, **options: Any) -> Any:

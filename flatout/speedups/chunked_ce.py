@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flatout.recipe import Promise, Speedup, always, lazy
+from flatout.assembly.recipe import Promise, Speedup, always, lazy
 
 SPEEDUP = Speedup(
     name="chunked-ce",

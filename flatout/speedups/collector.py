@@ -6,7 +6,7 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from flatout.recipe import Promise, Speedup
+from flatout.assembly.recipe import Promise, Speedup
 
 STEPS_BETWEEN = 100
 """A cycle that holds tensors keeps their memory for at most so many steps; what is frozen is not looked through, so that one collection is short."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from flatout.recipe import Promise, Speedup, Transform
+from flatout.assembly.recipe import Promise, Speedup, Transform
 from flatout.speedups.compile_blocks import compile_blocks, without_compiler
 
 

@@ -6,9 +6,9 @@ import shutil
 from dataclasses import replace
 from typing import Any
 
-from flatout.config import RunConfig
+from flatout.assembly.recipe import Promise, Speedup, Transform, uses_gpu
+from flatout.config.schema import RunConfig
 from flatout.hardware import Machine
-from flatout.recipe import Promise, Speedup, Transform, uses_gpu
 
 
 def compile_blocks(model: Any, mesh: Any) -> Any:

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from flatout.config import RunConfig
+from flatout.assembly.recipe import Promise, Speedup, Transform, uses_gpu
+from flatout.config.schema import RunConfig
 from flatout.hardware import Machine
-from flatout.recipe import Promise, Speedup, Transform, uses_gpu
 
 OPTION = "coordinate_descent_tuning"
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from flatout.config import RunConfig
+from flatout.assembly.recipe import Promise, Speedup, uses_gpu
+from flatout.config.schema import RunConfig
 from flatout.hardware import Machine
-from flatout.recipe import Promise, Speedup, uses_gpu
 
 
 @contextmanager

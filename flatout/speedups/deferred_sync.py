@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from flatout.config import RunConfig
+from flatout.assembly.recipe import Promise, Speedup
+from flatout.config.schema import RunConfig
 from flatout.hardware import Machine
-from flatout.recipe import Promise, Speedup
 
 
 @contextmanager

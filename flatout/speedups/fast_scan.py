@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flatout.recipe import Promise, Speedup, lazy
+from flatout.assembly.recipe import Promise, Speedup, lazy
 
 SPEEDUP = Speedup(
     name="fast-scan",

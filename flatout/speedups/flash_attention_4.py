@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
-from flatout.config import RunConfig
+from flatout.assembly.recipe import Promise, Speedup, gpu_below, lazy, uses_gpu
+from flatout.config.schema import RunConfig
 from flatout.hardware import Machine
-from flatout.recipe import Promise, Speedup, gpu_below, lazy, uses_gpu
 
 INSTALL = 'pip install "flatout[flash-attention-4]"'
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flatout.recipe import Precision, Promise, Speedup
+from flatout.assembly.recipe import Precision, Promise, Speedup
 
 SPEEDUP = Speedup(
     name="fp16",

@@ -6,9 +6,9 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
-from flatout.config import RunConfig
+from flatout.assembly.recipe import Promise, Speedup, Transform, gpu_below, uses_gpu
+from flatout.config.schema import RunConfig
 from flatout.hardware import Machine
-from flatout.recipe import Promise, Speedup, Transform, gpu_below, uses_gpu
 
 FEWEST_WEIGHTS = 2**22
 """Weights of the smallest product that is taken, in number: below, rounding the factors costs what the product saves. With every layer of the

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ctypes
 import platform
 
-from flatout.config import RunConfig
+from flatout.assembly.recipe import Promise, Speedup, uses_gpu
+from flatout.config.schema import RunConfig
 from flatout.hardware import Machine
-from flatout.recipe import Promise, Speedup, uses_gpu
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4
 """Numbers of mallopt's settings in glibc's malloc.h."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from flatout.config import RunConfig
+from flatout.assembly.recipe import Promise, Speedup, lazy
+from flatout.config.schema import RunConfig
 from flatout.hardware import Machine
-from flatout.recipe import Promise, Speedup, lazy
 
 
 def _why_not(machine: Machine, config: RunConfig) -> str | None:
@@ -13,7 +13,7 @@ def _why_not(machine: Machine, config: RunConfig) -> str | None:
 
 SPEEDUP = Speedup(
     name="length-buckets",
-    fills={"batching": lazy("flatout.data.buckets:BucketedSteps")},
+    fills={"batching": lazy("flatout.data.load.length_buckets:BucketedSteps")},
     saves="time where every row is to be one document: a short one takes a short row, of few fixed shapes, and no row is padded to the longest",
     promise=Promise.statistical(),
     needs=("pretokenised",),

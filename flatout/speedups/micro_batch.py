@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from flatout.config import RunConfig
+from flatout.assembly.recipe import USED_MEMORY, MicroBatchPlan, Promise, Speedup, lazy
+from flatout.config.schema import RunConfig
 from flatout.hardware import Machine
-from flatout.recipe import USED_MEMORY, MicroBatchPlan, Promise, Speedup, lazy
 
 ENOUGH_TOKENS = {"cuda": 65_536, "cpu": 4_096}
 """Tokens of a micro-batch that suffice: on a CPU the caches are full beyond (LOG.md); on a GPU the kernels are, not measured yet."""
@@ -12,7 +12,7 @@ ENOUGH_TOKENS = {"cuda": 65_536, "cpu": 4_096}
 
 def largest_useful(plan: MicroBatchPlan) -> int:
     """Return the most rows that divide a rank's share of the step, fit the memory, and are not more than enough."""
-    from flatout.memory import rows_that_fit
+    from flatout.assembly.memory import rows_that_fit
 
     enough = max(ENOUGH_TOKENS[plan.device.partition(":")[0]] // plan.workload.seq_len, 1)
     rows = next(plan.divisors(enough))

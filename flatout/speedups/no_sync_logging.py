@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from flatout.recipe import Promise, Speedup
+from flatout.assembly.recipe import Promise, Speedup
 
 
 class DelayedReadback:

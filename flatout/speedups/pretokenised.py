@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from flatout.recipe import Promise, Speedup, lazy
+from flatout.assembly.recipe import Promise, Speedup, lazy
 
 SPEEDUP = Speedup(
     name="pretokenised",
-    fills={"windows": lazy("flatout.data.steps:ShardWindows")},
+    fills={"windows": lazy("flatout.data.load.batches:ShardWindows")},
     saves="time: text is tokenised once, before training, and not again in every step of every epoch",
     promise=Promise.exact(),
 )

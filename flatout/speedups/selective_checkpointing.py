@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from flatout.recipe import Promise, Speedup, Transform
+from flatout.assembly.recipe import Promise, Speedup, Transform
 from flatout.speedups.checkpointing import recompute_blocks
 
 

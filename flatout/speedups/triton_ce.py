@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from flatout.config import RunConfig
+from flatout.assembly.recipe import Promise, Speedup, gpu_below, lazy, uses_gpu
+from flatout.config.schema import RunConfig
 from flatout.hardware import Machine
-from flatout.recipe import Promise, Speedup, gpu_below, lazy, uses_gpu
 
 
 def _why_not(machine: Machine, config: RunConfig) -> str | None:

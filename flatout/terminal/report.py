@@ -9,12 +9,12 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from flatout.files import read_lines
 from flatout.progress import Task
 from flatout.terminal.figures import amount, columns, duration, printable, rows, wrapped
 from flatout.terminal.lines import Terminal
 from flatout.terminal.pace import Pace
 from flatout.terminal.picture import curve
-from flatout.training.files import read_lines
 
 PICTURE_COLUMNS, PICTURE_ROWS = 60, (3, 8)
 BESIDE_PICTURE = 11
@@ -32,7 +32,7 @@ EPOCH_LINES_EVERY_S = 5.0
 class RunReport:
     """A run as it goes: one calm line for the steps, one that stays for each evaluation, epoch, sample and save.
 
-    With `verbose` each speedup has a line too, on or off, with the reason. Implements the observer of `training/observers.py`.
+    With `verbose` each speedup has a line too, on or off, with the reason. Implements the observer of `training/metrics/observers.py`.
     """
 
     def __init__(self, terminal: Terminal, *, verbose: bool = False) -> None:

@@ -17,8 +17,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from flatout.errors import RunFailed
-from flatout.training import folder
-from flatout.training.files import way_out
+from flatout.files import way_out
+from flatout.training.run_dir import layout
 
 if TYPE_CHECKING:
     from flatout.parallel.mesh import Mesh
@@ -59,7 +59,7 @@ def require_shared(ranks: Ranks, run_folder: Path, *, patience_s: float = SHARED
     """
     if ranks.world_size == 1:
         return
-    lock = run_folder / folder.LOCK
+    lock = run_folder / layout.LOCK
     box = [(_text(lock), str(run_folder.absolute()), socket.gethostname()) if ranks.rank == 0 else ("", "", "")]
     dist.broadcast_object_list(box, src=0)
     written, place, host = box[0]

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from flatout.data.loader import evaluation_batches
-from flatout.data.mix import Part, parts_of
-from flatout.data.steps import WindowReader
+from flatout.data.load.batches import WindowReader
+from flatout.data.load.feed import evaluation_batches
+from flatout.data.store.mix import Part, parts_of
 from flatout.ops.attention import most_documents
 from flatout.parallel.mesh import Mesh
 from flatout.progress import SILENT, Progress
 
 if TYPE_CHECKING:
-    from flatout.run import Run
+    from flatout.assembly.run import Run
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Judge:
     rows: int
     document_mask: bool
     most_documents: Callable[[int, int], int] | None = None
-    """As in `flatout.data.steps.FeedPlan`."""
+    """As in `flatout.data.load.batches.FeedPlan`."""
     drop: Callable[[int], bool] | None = None
     """Asked before every batch but a split's first, with its number counted from 1: whether to raise EvaluationDropped."""
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from flatout.assembly.run import Run
 from flatout.hardware import Peak, peak_tflops
 from flatout.progress import SILENT, Progress
-from flatout.run import Run
-from flatout.training import catalog, folder
-from flatout.training.checkpoint import weights_sha256
+from flatout.training.checkpoint import catalog
+from flatout.training.checkpoint.read_write import weights_sha256
 from flatout.training.evaluation import Evaluation, evaluate
 from flatout.training.loop import draw_sample, ends_early, eval_tokens, keep_last, settle_saves, take_evaluation
-from flatout.training.metrics import Log
+from flatout.training.metrics.log import Log
+from flatout.training.run_dir import layout
 
 Drop = Callable[[Run, int], bool]
 
@@ -35,7 +36,7 @@ def finish(run: Run, log: Log, sample: Callable[[Run], str] | None, progress: Pr
     summary = summarise(run, log, evaluation)
     if run.mesh.is_main:
         log.event("end", **summary)
-        folder.write_summary(run.folder, summary)
+        layout.write_summary(run.folder, summary)
     return summary
 
 

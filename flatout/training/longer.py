@@ -5,17 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from flatout.config import RunConfig
-from flatout.data.mix import MixedDataset
-from flatout.data.shards import Dataset
+from flatout.assembly.run import steps_stated
+from flatout.assembly.selection import assemble, settled
+from flatout.config.schema import RunConfig
+from flatout.data.store.mix import MixedDataset
+from flatout.data.store.shards import Dataset
 from flatout.errors import ConfigError, in_shell
 from flatout.hardware import Machine
 from flatout.optimizers.schedule import factor, warmup_steps
 from flatout.progress import SILENT, Progress
-from flatout.run import steps_stated
-from flatout.selection import assemble, settled
-from flatout.training import catalog, folder
-from flatout.training.origin import read_origin, steps_before
+from flatout.training.checkpoint import catalog
+from flatout.training.run_dir import layout
+from flatout.training.run_dir.origin import read_origin, steps_before
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Longer:
         """
         for path in catalog.set_aside(run_folder, after=catalog.step_of(self.checkpoint)) if self.checkpoint else ():
             progress.say(f"Set {path.name.partition('.')[0]} aside: its learning rates were those of {self.steps_before} steps.")
-        folder.replace_config(run_folder, self.config, asked=self.asked)
+        layout.replace_config(run_folder, self.config, asked=self.asked)
 
 
 def lengthened(
@@ -60,7 +61,7 @@ def lengthened(
     constant rate, one from before the decay with wsd. A warm-up that is a fraction of the run stays at its number of steps.
     Raises: ConfigError, with what works instead, when it would be shorter, or has no such checkpoint.
     """
-    first = folder.read_asked(place) or stored
+    first = layout.read_asked(place) or stored
     if _length(asked) in ((None, None, None), _length(first)):
         return None
     before, steps = stored.train.steps or 0, steps_stated(stored, asked.train, assemble(settled(stored, machine)), dataset)
@@ -133,4 +134,4 @@ def _length(config: RunConfig) -> tuple[float | None, ...]:
 
 
 def _stated(config: RunConfig) -> dict[str, float | None]:
-    return dict(zip(folder.LENGTH_KEYS, _length(config), strict=True))
+    return dict(zip(layout.LENGTH_KEYS, _length(config), strict=True))

@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from flatout.config import TrainConfig
-from flatout.data.mix import parts_of
+from flatout.assembly.run import Run
+from flatout.config.schema import TrainConfig
+from flatout.data.store.mix import parts_of
 from flatout.hardware import fingerprint
 from flatout.progress import SILENT, Progress
-from flatout.run import Run
-from flatout.training import catalog
+from flatout.training.checkpoint import catalog
 from flatout.training.evaluation import Evaluation, evaluate
-from flatout.training.metrics import Log, diverged
-from flatout.training.moved_data import data_digest, digest
+from flatout.training.metrics.log import Log, diverged
+from flatout.training.run_dir.data_location import data_digest, digest
 from flatout.training.step import StepDropped, train_step
 
 DEFAULT_MINUTES_BETWEEN_SAVES = 10.0

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import torch
 
+from flatout.assembly.memory import Workload, estimate, rows_that_fit
+from flatout.assembly.run import Run, memory_bytes, workload_of
+from flatout.assembly.selection import assemble
 from flatout.errors import HardwareError, RunFailed
-from flatout.memory import Workload, estimate, rows_that_fit
-from flatout.run import Run, memory_bytes, workload_of
-from flatout.selection import assemble
 
 GIB = 2**30
 ON_THE_CPU = "DefaultCPUAllocator"

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Self
 from flatout.training.agreement import Vote
 
 if TYPE_CHECKING:
-    from flatout.run import Run
+    from flatout.assembly.run import Run
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SAME_REQUEST_S = 1.0

@@ -17,8 +17,8 @@ from flatout.training.step_start import StepStart
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from flatout.data.loader import StepBatch
-    from flatout.run import Run
+    from flatout.assembly.run import Run
+    from flatout.data.load.feed import StepBatch
 
 
 class StepDropped(Exception):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from flatout.run import Run
+    from flatout.assembly.run import Run
 
 
 class StepStart:

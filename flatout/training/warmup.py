@@ -12,10 +12,10 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from flatout.assembly.run import Run
+from flatout.assembly.selection import Decision, speedup_named
 from flatout.progress import SILENT, Progress
-from flatout.run import Run
-from flatout.selection import Decision, speedup_named
-from flatout.training.metrics import Log
+from flatout.training.metrics.log import Log
 
 PASSES = 2
 """Of training, in each shape: CUDA graphs are recorded at the second call."""

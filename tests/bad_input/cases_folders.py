@@ -5,7 +5,7 @@ from collections import namedtuple
 
 from asking import Case, World
 
-from flatout.training.folder import locked
+from flatout.training.run_dir.layout import locked
 
 FULL = namedtuple("usage", "total used free")(10**12, 10**12, 1000)
 
@@ -22,7 +22,7 @@ def too_large_a_token(world: World) -> None:
     import json
     import zlib
 
-    from flatout.data.manifest import Manifest
+    from flatout.data.store.manifest import Manifest
 
     world.overwrite("data/book/train-00000.bin", 20, b"\xff\xff")
     path = world.path / "data/book/manifest.json"

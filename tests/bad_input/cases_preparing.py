@@ -10,7 +10,7 @@ from pathlib import Path
 
 from asking import Case, World, ask
 
-from flatout.data.work import PartOf, WorkFolder
+from flatout.data.prepare.work_dir import PartOf, WorkFolder
 
 NEW = "--out data/new --tokenizer byte"
 MANY = "".join(f'{{"text": "row {number}"}}\n' if number % 7 else f'{{"text": {number}}}\n' for number in range(1, 40))
@@ -23,7 +23,7 @@ def many(world: World) -> None:
 
 def begun(world: World) -> None:
     """The first of two parts, of several ranges."""
-    world.patch.setattr("flatout.data.ranges.RANGE_BYTES", 100)
+    world.patch.setattr("flatout.data.prepare.ranges.RANGE_BYTES", 100)
     world.patch.setattr("flatout.sources.files.PART_BYTES", 100)
     world.write("good.jsonl", "".join(f'{{"text": "row {number}"}}\n' for number in range(40)))
     assert ask(f"prepare good.jsonl {NEW} --part 1/2", world.path).code == 0

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flatout.data.shards import Dataset
+from flatout.data.store.shards import Dataset
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from flatout.assembly.selection import assemble, select
 from flatout.hardware import Gpu, probe
-from flatout.selection import assemble, select
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 H200 = replace(probe(), gpus=(Gpu("NVIDIA H200", 139.0, (9, 0), "580"),))

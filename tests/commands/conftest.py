@@ -8,7 +8,7 @@ def tiny_run(tmp_path_factory):
     """The folder of a run of two steps over a small text of characters."""
     from flatout.commands.prepare import prepare
     from flatout.commands.train import train_config
-    from flatout.config import load_config
+    from flatout.config.schema import load_config
 
     root = tmp_path_factory.mktemp("tiny")
     (root / "book.txt").write_text("It was a dark and stormy night; the rain fell in torrents. " * 150)

@@ -7,11 +7,11 @@ import pytest
 
 from flatout.commands import demo as module
 from flatout.commands.demo import about_file, about_python, demo, fit_text, with_length
-from flatout.config import load_config
+from flatout.config.schema import load_config
 from flatout.errors import ConfigError, DataError, Stopped
-from flatout.training.files import read_lines
-from flatout.training.folder import read_config, read_summary
-from flatout.training.observers import Quiet
+from flatout.files import read_lines
+from flatout.training.metrics.observers import Quiet
+from flatout.training.run_dir.layout import read_config, read_summary
 
 
 @pytest.fixture

@@ -8,12 +8,12 @@ import pytest
 from flatout.commands.eval import evaluate
 from flatout.commands.prepare import prepare
 from flatout.commands.train import train_config
-from flatout.config import load_config
-from flatout.data.shards import Dataset
+from flatout.config.schema import load_config
+from flatout.data.store.shards import Dataset
 from flatout.errors import CheckpointError, DataError
-from flatout.loading import load_run
+from flatout.inference.load import load_run
 from flatout.progress import SILENT
-from flatout.training.folder import read_config, read_summary, write_config
+from flatout.training.run_dir.layout import read_config, read_summary, write_config
 
 
 def test_scores_are_the_runs_own(tiny_run):

@@ -10,10 +10,10 @@ import pytest
 from flatout import cli
 from flatout.commands.generate import generate
 from flatout.commands.train import train_config
-from flatout.config import load_config
+from flatout.config.schema import load_config
 from flatout.errors import CheckpointError, ConfigError, DataError
-from flatout.generate import sample
-from flatout.loading import load_run
+from flatout.inference.generate import sample
+from flatout.inference.load import load_run
 
 
 def test_samples_begin_with_the_prompt_and_differ(tiny_run):

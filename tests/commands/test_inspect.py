@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from flatout.commands.inspect import COMMAND, inspect
-from flatout.data.manifest import SkippedEntry
-from flatout.data.tokenizer import make_tokenizer
-from flatout.data.writer import DatasetWriter
+from flatout.data.prepare.writer import DatasetWriter
+from flatout.data.store.manifest import SkippedEntry
+from flatout.data.tokenizers import make_tokenizer
 from flatout.errors import DataError
 from flatout.progress import SILENT
 

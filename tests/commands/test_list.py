@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
+from flatout.assembly.selection import all_speedups, auto_table
 from flatout.commands.list import FOLDERS, list_entries
 from flatout.errors import ConfigError
 from flatout.hardware import Gpu, probe
 from flatout.measured import Gain, keep
 from flatout.registry import SPEEDUPS
-from flatout.selection import all_speedups, auto_table
 
 GAIN = Gain(gain=1.12, low=1.05, high=1.2, where="in the full set", recipe="gpt2-124m", date="2026-11-22T08:00:00", commit="abc1234", torch="2.11.0")
 

@@ -5,8 +5,8 @@ import pytest
 
 from flatout.commands.inspect import inspect
 from flatout.commands.prepare import COMMAND, prepare
-from flatout.data.fetch import open_place
-from flatout.data.shards import Dataset
+from flatout.data.store.remote import open_place
+from flatout.data.store.shards import Dataset
 from flatout.errors import DataError, UsageError
 
 

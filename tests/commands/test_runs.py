@@ -7,22 +7,22 @@ import time
 import pytest
 
 from flatout.commands.runs import COMMAND, runs
-from flatout.config import RunConfig, load_config
+from flatout.config.schema import RunConfig, load_config
 from flatout.errors import CheckpointError
-from flatout.training import folder
-from flatout.training.files import append_line
+from flatout.files import append_line
+from flatout.training.run_dir import layout
 
 
 def make(path, *, steps=100, records=(), code=None, summary=None, event="start"):
-    folder.write_config(path, load_config(None, [f"train.steps={steps}"]))
+    layout.write_config(path, load_config(None, [f"train.steps={steps}"]))
     for record in records:
         append_line(path / "metrics.jsonl", record)
     if event:
-        folder.append_event(path, event)
+        layout.append_event(path, event)
     if summary is not None:
-        folder.write_summary(path, summary)
+        layout.write_summary(path, summary)
     if code is not None:
-        folder.write_exit_code(path, code)
+        layout.write_exit_code(path, code)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_the_state_is_told_from_the_folder(tmp_path, given, state):
 
 def test_a_run_at_work_is_running(tmp_path):
     make(tmp_path / "run", code=75)
-    with folder.locked(tmp_path / "run"):
+    with layout.locked(tmp_path / "run"):
         assert runs(tmp_path).items[0].state == "running"
     assert runs(tmp_path).items[0].state == "stopped"
 
@@ -71,7 +71,7 @@ def test_size_and_age(tmp_path):
 
 
 def test_checkpoints_elsewhere_count_too(tmp_path):
-    folder.write_config(tmp_path / "runs" / "a", RunConfig().with_values({"checkpoint.dir": str(tmp_path / "big")}))
+    layout.write_config(tmp_path / "runs" / "a", RunConfig().with_values({"checkpoint.dir": str(tmp_path / "big")}))
     (tmp_path / "big" / "a" / "step-3").mkdir(parents=True)
     (tmp_path / "big" / "a" / "step-3" / "model").write_bytes(bytes(70_000))
     (item,) = runs(tmp_path / "runs").items
@@ -97,7 +97,7 @@ def test_the_table_has_a_line_a_run(tmp_path):
 
 
 def store(path, *words, recipe="mine"):
-    folder.write_config(
+    layout.write_config(
         path, load_config(None, [f"name={recipe}", *words, "batch.rows_per_device=8"]), asked=load_config(None, [f"name={recipe}", *words])
     )
 

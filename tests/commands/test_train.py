@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flatout.commands.train import TrainResult, train_config
-from flatout.training.folder import read_config, read_summary
+from flatout.training.run_dir.layout import read_config, read_summary
 
 
 def test_a_run_that_ended_early_says_why_last(tiny_run):

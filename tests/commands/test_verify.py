@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from flatout.commands.verify import COMMAND, verify
-from flatout.data.tokenizer import make_tokenizer
-from flatout.data.writer import DatasetWriter
+from flatout.data.prepare.writer import DatasetWriter
+from flatout.data.tokenizers import make_tokenizer
 from flatout.errors import DataError
 
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from flatout.data.shards import Dataset
-from flatout.data.writer import DatasetWriter
+from flatout.data.prepare.writer import DatasetWriter
+from flatout.data.store.shards import Dataset
 from flatout.progress import SILENT
 
 sys.path.append(str(Path(__file__).parent))

@@ -1,6 +1,6 @@
 """Manifests that were changed on purpose, with the digest of what they say now: for tests of what other checks find."""
 
-from flatout.data.manifest import Manifest
+from flatout.data.store.manifest import Manifest
 
 
 def seal(path):

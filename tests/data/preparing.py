@@ -8,23 +8,24 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from flatout.data import join, prepare, ranges, request
+from flatout.data.prepare import merge, pipeline, ranges
+from flatout.data.prepare import options as request
 from flatout.errors import FlatoutError
 from flatout.sources import files
 
 files.PART_BYTES = 4_000
 ranges.RANGE_BYTES = 8_000
 request.check_space = lambda *_: None  # another process fills the disk after the start
-prepare.join = partial(join.join, shard_bytes=32_768)
+pipeline.join = partial(merge.join, shard_bytes=32_768)
 
 
 def main(source: str, out: str, workers: str, largest: str = "") -> str:
     """Return what is to be said: nothing, or the error."""
     if largest:
         resource.setrlimit(resource.RLIMIT_FSIZE, (int(largest), int(largest)))
-    options = prepare.Options(tokenizer="byte", split="hash 0.1")
+    options = pipeline.Options(tokenizer="byte", split="hash 0.1")
     try:
-        prepare.prepare_dataset([source], Path(out), options, workers=int(workers))
+        pipeline.prepare_dataset([source], Path(out), options, workers=int(workers))
     except FlatoutError as error:
         return f"{type(error).__name__}: {error}"
     return ""

@@ -7,11 +7,11 @@ from contextlib import contextmanager
 
 import pytest
 
-from flatout.data import prepare as stage
-from flatout.data import ranges
-from flatout.data.prepare import Options, join_parts, prepare_dataset, prepare_part
-from flatout.data.work import PartOf, WorkFolder
-from flatout.data.writer import DatasetWriter
+from flatout.data.prepare import pipeline as stage
+from flatout.data.prepare import ranges
+from flatout.data.prepare.pipeline import Options, join_parts, prepare_dataset, prepare_part
+from flatout.data.prepare.work_dir import PartOf, WorkFolder
+from flatout.data.prepare.writer import DatasetWriter
 from flatout.errors import DataError, RunFailed
 from flatout.progress import SILENT
 from flatout.sources import files

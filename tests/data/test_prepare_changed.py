@@ -6,10 +6,10 @@ from contextlib import contextmanager
 
 import pytest
 
-from flatout.data.chunks import import_chunks
-from flatout.data.prepare import Options, join_parts, prepare_dataset, prepare_part
-from flatout.data.work import PartOf
-from flatout.data.workers import Crew
+from flatout.data.prepare.import_chunks import import_chunks
+from flatout.data.prepare.local_workers import Crew
+from flatout.data.prepare.pipeline import Options, join_parts, prepare_dataset, prepare_part
+from flatout.data.prepare.work_dir import PartOf
 from flatout.errors import DataError
 from flatout.sources.remote import Unreachable
 
@@ -122,7 +122,7 @@ def test_a_store_that_does_not_answer_in_the_end_costs_nothing_that_is_done(rows
 def test_a_chunk_that_changes_while_it_is_imported_is_named(tmp_path, monkeypatch):
     import torch
 
-    from flatout.data import chunks
+    from flatout.data.prepare import import_chunks as chunks
 
     (tmp_path / "chunks").mkdir()
     for number in range(2):

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from flatout.data.shards import Dataset
+from flatout.data.store.shards import Dataset
 
 HERE = Path(__file__).parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(HERE.parent.parent), "OMP_NUM_THREADS": "1"}

@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from flatout.data import disk, pack, ranges, tokenizers_cuts, tokenizers_stored
-from flatout.data.disk import Unfinished
-from flatout.data.prepare import Options, prepare_dataset
+from flatout import files as disk
+from flatout.data.prepare import ranges, tokenize
+from flatout.data.prepare.pipeline import Options, prepare_dataset
+from flatout.data.tokenizers import base, cut_points
 from flatout.errors import DataError
+from flatout.files import Unfinished
 from flatout.sources import files, long
 
 WORDS = ["the", "cat", "isn't", "éclair", "日本", "🙂", "12345", "x_1", "don't\n", "end.\n\n", "  two", "\tTab", "\ufeffmark", "<|endoftext|>"]
@@ -44,11 +46,11 @@ def in_chunks(monkeypatch):
     def begin(chunk=100):
         monkeypatch.setattr(files, "LONG_BYTES", 1_000)
         monkeypatch.setattr(long, "CHUNK_BYTES", chunk)
-        monkeypatch.setattr(pack, "HELD_CHARACTERS", 500)
-        monkeypatch.setattr(pack, "HELD_TOKENS", 64)
-        monkeypatch.setattr(pack, "PIECES_TOLD", 2)
-        monkeypatch.setattr(tokenizers_stored, "PIECE_CHARACTERS", 40)
-        monkeypatch.setattr(tokenizers_cuts, "AHEAD_CHARACTERS", 20)
+        monkeypatch.setattr(tokenize, "HELD_CHARACTERS", 500)
+        monkeypatch.setattr(tokenize, "HELD_TOKENS", 64)
+        monkeypatch.setattr(tokenize, "PIECES_TOLD", 2)
+        monkeypatch.setattr(base, "PIECE_CHARACTERS", 40)
+        monkeypatch.setattr(cut_points, "AHEAD_CHARACTERS", 20)
 
     return begin
 
@@ -124,9 +126,9 @@ def nowhere_to_cut(folder):
 def test_a_long_text_that_cannot_be_used_is_one_bad_row_and_leaves_nothing_behind(
     corpus, tmp_path, in_chunks, monkeypatch, spoil, tokenizer, said, options
 ):
-    monkeypatch.setattr(tokenizers_stored, "LONGEST_PIECE_CHARACTERS", 2_000)
-    monkeypatch.setattr(tokenizers_stored, "AHEAD_CHARACTERS", 20)
-    monkeypatch.setattr(tokenizers_stored, "PIECE_CHARACTERS", 40)
+    monkeypatch.setattr(base, "LONGEST_PIECE_CHARACTERS", 2_000)
+    monkeypatch.setattr(base, "AHEAD_CHARACTERS", 20)
+    monkeypatch.setattr(base, "PIECE_CHARACTERS", 40)
     spoil(corpus)
     errors = []
     for out, begin in (("whole", lambda: None), ("chunks", in_chunks)):
@@ -196,10 +198,10 @@ def test_what_is_done_of_a_long_text_is_told(corpus, in_chunks):
         def append(self, *packed, **more):
             pass
 
-    from flatout.data.tokenizer import make_tokenizer
+    from flatout.data.tokenizers import make_tokenizer
 
-    packing = pack.Packing(make_tokenizer("byte", lambda _: ()), pack.ByHash(0.5), "raise")
-    pack.pack([pack.Job(parts[0])], packing, Nowhere(), told.append)
+    packing = tokenize.Packing(make_tokenizer("byte", lambda _: ()), tokenize.ByHash(0.5), "raise")
+    tokenize.pack([tokenize.Job(parts[0])], packing, Nowhere(), told.append)
     size = (corpus / "a.txt").stat().st_size
     assert len(told) > 5
     assert sum(tally.num_bytes for tally in told) == size
@@ -209,7 +211,7 @@ def test_what_is_done_of_a_long_text_is_told(corpus, in_chunks):
 PEAKS = r"""
 import json, re, resource, sys
 from pathlib import Path
-from flatout.data.prepare import Options, prepare_dataset
+from flatout.data.prepare.pipeline import Options, prepare_dataset
 prepare_dataset([sys.argv[1]], Path(sys.argv[2]), Options(**json.loads(sys.argv[3])), workers=2)
 own = int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1])  # ru_maxrss counts what started this process too
 print(json.dumps([own / 1024, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024]))

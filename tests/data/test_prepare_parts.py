@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from flatout.commands.prepare import prepare
-from flatout.data import ranges
-from flatout.data.corpus import open_corpus
-from flatout.data.prepare import Options, join_parts, prepare_dataset, prepare_part
-from flatout.data.work import PartOf
+from flatout.data.prepare import ranges
+from flatout.data.prepare.inputs import open_corpus
+from flatout.data.prepare.pipeline import Options, join_parts, prepare_dataset, prepare_part
+from flatout.data.prepare.work_dir import PartOf
 from flatout.errors import DataError, UsageError
 from flatout.sources import files
 

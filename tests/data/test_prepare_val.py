@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 from manifests import seal
 
-from flatout.data import ranges, request
-from flatout.data.prepare import Options, join_parts, prepare_dataset, prepare_part
-from flatout.data.shards import Dataset
-from flatout.data.work import PartOf, WorkFolder
+from flatout.data.prepare import options as request
+from flatout.data.prepare import ranges
+from flatout.data.prepare.pipeline import Options, join_parts, prepare_dataset, prepare_part
+from flatout.data.prepare.work_dir import PartOf, WorkFolder
+from flatout.data.store.shards import Dataset
 from flatout.errors import DataError
 from flatout.sources import files
 

@@ -16,11 +16,11 @@ from threading import Thread
 import pytest
 
 from flatout.cli import main
-from flatout.data.fetch import open_place
-from flatout.data.join import join
-from flatout.data.prepare import Options, prepare_dataset
-from flatout.data.upload import PART_BYTES, prepare_upload
-from flatout.data.verify import verify_stored
+from flatout.data.prepare.merge import join
+from flatout.data.prepare.pipeline import Options, prepare_dataset
+from flatout.data.prepare.upload import PART_BYTES, prepare_upload
+from flatout.data.store.remote import open_place
+from flatout.data.store.verify import verify_stored
 from flatout.errors import DataError
 
 ADDRESS = "s3://corpus/sets/rows"
@@ -102,7 +102,7 @@ def text(tmp_path):
 @pytest.fixture
 def send(text, tmp_path, monkeypatch):
     """Prepare the text to ADDRESS."""
-    monkeypatch.setattr("flatout.data.prepare.join", partial(join, shard_bytes=12_000))
+    monkeypatch.setattr("flatout.data.prepare.pipeline.join", partial(join, shard_bytes=12_000))
     return lambda address=ADDRESS, options=OPTIONS: prepare_upload([str(text)], address, options, workers=1, cache=tmp_path / "cache")
 
 

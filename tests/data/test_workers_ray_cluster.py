@@ -11,14 +11,14 @@ from functools import partial
 
 import pytest
 
-from flatout.data import ranges as ranges_module
-from flatout.data import workers_ray
-from flatout.data.pack import ByHash, Job, Packing
-from flatout.data.prepare import Options, engine_named, prepare_dataset
-from flatout.data.ranges import Range
-from flatout.data.tokenizer import make_tokenizer
-from flatout.data.workers import Crew, Setup
-from flatout.data.workers_ray import RayCrew
+from flatout.data.prepare import ranges as ranges_module
+from flatout.data.prepare import ray_workers
+from flatout.data.prepare.local_workers import Crew, Setup
+from flatout.data.prepare.pipeline import Options, engine_named, prepare_dataset
+from flatout.data.prepare.ranges import Range
+from flatout.data.prepare.ray_workers import RayCrew
+from flatout.data.prepare.tokenize import ByHash, Job, Packing
+from flatout.data.tokenizers import make_tokenizer
 from flatout.errors import DataError, RunFailed
 from flatout.sources import Part, files
 
@@ -110,7 +110,7 @@ class Said:
 
     def __init__(self):
         self.lines = []
-        self.task = workers_ray.SILENT.task
+        self.task = ray_workers.SILENT.task
 
     def say(self, line):
         self.lines.append(line)
@@ -216,7 +216,7 @@ def test_a_process_that_is_killed_costs_its_range_only(other, source, setup, tmp
 
 
 def test_a_range_that_kills_every_process_is_named(other, source, setup, monkeypatch):
-    monkeypatch.setattr(workers_ray, "RETRIES", 1)
+    monkeypatch.setattr(ray_workers, "RETRIES", 1)
     with pytest.raises(RunFailed, match=r"packed range 1 died 2 times.*it keeps what is done.*fewer --workers"):
         pack(ranges((source.numbered, 0, 3), (source.dies,)), setup, RayCrew())
 
@@ -235,7 +235,7 @@ def test_a_node_that_does_not_see_a_source_is_told_from_bad_text(other, source, 
 
 
 def test_a_node_that_does_not_see_the_work_folder_is_said(other, source, setup, monkeypatch):
-    monkeypatch.setattr(workers_ray.Path, "touch", lambda path: None)
+    monkeypatch.setattr(ray_workers.Path, "touch", lambda path: None)
     with pytest.raises(RunFailed, match=r"does not see the folder .*ranges.*--out on a disk that every node has"):
         pack(ranges((source.numbered, 0, 3)), setup, RayCrew())
     assert list(setup.folder.iterdir()) == []
@@ -243,7 +243,7 @@ def test_a_node_that_does_not_see_the_work_folder_is_said(other, source, setup, 
 
 def test_a_cluster_without_a_cpu_is_given_up(cluster, source, setup, tmp_path, monkeypatch):
     """The node that this process connects to has none, as the first node of a cluster often has."""
-    monkeypatch.setattr(workers_ray, "NODE_PATIENCE_S", 2.0)
+    monkeypatch.setattr(ray_workers, "NODE_PATIENCE_S", 2.0)
     mine = started(num_cpus=0)
     monkeypatch.setenv("RAY_ADDRESS", mine.address)
     try:

@@ -11,6 +11,7 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from flatout.errors import ConfigError, Interrupted, RunFailed
+from flatout.files import read_lines
 from flatout.measure import exactness
 from flatout.measure.bench import Rounds, due_in, in_turn, run_bench, time_left
 from flatout.measure.budget import Budget
@@ -18,7 +19,6 @@ from flatout.measure.experiment import Experiment, Point
 from flatout.measure.results import Trial, read
 from flatout.measure.spec import TrialResult
 from flatout.registry import SPEEDUPS
-from flatout.training.files import read_lines
 
 SLOW = {"pretokenised": 1.3, "micro-batch": 2.0, "onednn": 1.2}
 """What speedups gain on the made-up machine; all others nothing."""
@@ -362,7 +362,7 @@ def test_a_speedup_that_breaks_its_promise_is_caught_for_real(tiny_config, tmp_p
     """Real trials, in this process (tests of the trial start one of their own): a loss that is a little off, promised to be exact."""
     (tmp_path / "alittleoff.py").write_text(
         "from flatout.ops.cross_entropy import fused\n"
-        "from flatout.recipe import Promise, Speedup\n"
+        "from flatout.assembly.recipe import Promise, Speedup\n"
         "def off(*arguments, **named):\n"
         "    loss_sum, num_valid = fused(*arguments, **named)\n"
         "    return loss_sum * (1 + 1e-5), num_valid\n"

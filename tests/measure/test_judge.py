@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from flatout.config import load_config
+from flatout.assembly.recipe import Promise
+from flatout.config.schema import load_config
 from flatout.measure.judge import Measured, keeps, ladder_rows, largest_difference, measured_row
 from flatout.measure.ladder import Absent, Ladder, Rung
 from flatout.measure.results import INTERRUPTED, Trial
 from flatout.measure.spec import TrialResult
 from flatout.measure.statistics import Spread
-from flatout.recipe import Promise
 
 LADDER = Ladder(
     (

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from flatout.config import load_config
+from flatout.assembly.recipe import Promise, Speedup
+from flatout.assembly.selection import all_speedups, naming, select
+from flatout.config.schema import load_config
 from flatout.hardware import Gpu, Machine
 from flatout.measure import settling
 from flatout.measure.ladder import BASELINE, in_order, make_ladder, promise_between, put_in_rung, without
-from flatout.recipe import Promise, Speedup
-from flatout.selection import all_speedups, naming, select
 
 CPU = Machine("cpu", 2, 8.0, (), "3.11")
 NARROW = Machine("cpu", 2, 8.0, (), "3.11", cpu_multiplies_bf16=True)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from flatout.measure.pace import WINDOW_STEPS, Pace, settled
-from flatout.training.clocks import Spent
+from flatout.training.metrics.clocks import Spent
 
 
 def settles_after(series):

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from flatout.config import load_config
+from flatout.config.schema import load_config
 from flatout.errors import ConfigError
 from flatout.measure import results
 from flatout.measure.results import claim, commit_of_package, place_for, read, write

@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
+from flatout.assembly.recipe import Promise, Speedup
 from flatout.errors import ConfigError, DataError, RunFailed
 from flatout.hardware import Gpu, Machine
 from flatout.measure import settling
 from flatout.measure.settling import ask_another, choose, put_in, settle, settle_apart, with_needs
-from flatout.recipe import Promise, Speedup
 
 GPU = Machine("a CPU", 2, 8.0, (Gpu("NVIDIA H200", 141.0, (9, 0), "1"),), "3.11")
 

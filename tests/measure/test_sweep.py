@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from flatout.data.shards import Dataset
+from flatout.assembly.run import resolve
+from flatout.data.store.shards import Dataset
 from flatout.errors import ConfigError
 from flatout.hardware import Gpu, Machine
 from flatout.measure.judge import Measured
 from flatout.measure.settling import settle
 from flatout.measure.sweep import PRECISIONS, SWEEPS, counted, largest_divisor, sweep_experiment
-from flatout.run import resolve
 
 
 @pytest.fixture

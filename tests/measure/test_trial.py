@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from flatout.config import load_config
+from flatout.config.schema import load_config
 from flatout.errors import ConfigError, RunFailed
 from flatout.measure import trial
 from flatout.measure.spec import TrialResult, TrialSpec

@@ -12,7 +12,7 @@ from flatout.errors import RunFailed
 from flatout.measure import workload
 from flatout.measure.spec import TrialSpec
 from flatout.measure.workload import measure
-from flatout.training.start import run_training
+from flatout.training.run import run_training
 
 QUICK = {"seconds": 0.02, "loss_steps": 8, "warmup_s": 0.05}
 
@@ -83,7 +83,7 @@ def test_a_run_that_diverges_is_said(tiny_config, tmp_path):
 
 def test_a_speedup_that_fell_back_is_not_what_its_row_says(tiny_config, tmp_path, monkeypatch):
     (tmp_path / "fallsback.py").write_text(
-        "from flatout.recipe import Promise, Speedup, Transform\n"
+        "from flatout.assembly.recipe import Promise, Speedup, Transform\n"
         "def broken(model, mesh):\n"
         "    model._compiled_call_impl = lambda *a, **k: (_ for _ in ()).throw(RuntimeError('no compiler'))\n"
         "    return model\n"

@@ -13,18 +13,18 @@ import pytest
 import torch
 from torch import nn
 
+from flatout.assembly.selection import select
 from flatout.commands.eval import evaluate
-from flatout.config import load_config, validate
+from flatout.config.schema import load_config, validate
 from flatout.errors import ConfigError, ShapeError, Stopped
-from flatout.generate import sample
 from flatout.hardware import probe
-from flatout.loading import load_run
+from flatout.inference.generate import sample
+from flatout.inference.load import load_run
 from flatout.models.adapter import adapt
 from flatout.ops import Ops
 from flatout.registry import MODELS
-from flatout.selection import select
-from flatout.training.observers import Quiet
-from flatout.training.start import run_training
+from flatout.training.metrics.observers import Quiet
+from flatout.training.run import run_training
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "extend.md"
 

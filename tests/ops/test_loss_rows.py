@@ -9,8 +9,8 @@ from test_cross_entropy import CASES, EXTRAS, drawn, scaled_gradients, sure_of_t
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flatout.ops
+from flatout.assembly.memory import _Live
 from flatout.errors import MissingPackage
-from flatout.memory import _Live
 from flatout.models.transformer import Transformer
 from flatout.ops import Ops, cross_entropy, loss_chunks
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flatout.ops import newton_schulz, variants
-from flatout.training.compilation import CompilationWatch
+from flatout.training.metrics.compile_events import CompilationWatch
 
 VARIANTS = variants(newton_schulz)
 

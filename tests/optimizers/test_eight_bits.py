@@ -9,15 +9,15 @@ import sys
 import pytest
 import torch
 
+from flatout.assembly.memory import estimate
+from flatout.assembly.recipe import baseline
+from flatout.assembly.run import workload_of
+from flatout.assembly.selection import speedup_named
 from flatout.errors import CheckpointError, ConfigError, MissingPackage
-from flatout.memory import estimate
 from flatout.models.split_weights import SplitTensor, join, split, whole
 from flatout.optimizers import eight_bits
-from flatout.recipe import baseline
 from flatout.registry import SPEEDUPS
-from flatout.run import workload_of
-from flatout.selection import speedup_named
-from flatout.training import checkpoint
+from flatout.training.checkpoint import read_write
 from flatout.training.step import train_step
 
 MAKERS = {"torchao": eight_bits.with_torchao, "bitsandbytes": eight_bits.with_bitsandbytes}
@@ -97,10 +97,10 @@ def test_five_and_five_steps_are_ten(package, optim, build_run, tiny_config, tmp
     unbroken, half = build_run(config, tmp_path / "whole"), build_run(config, tmp_path / "half")
     losses = steps(unbroken, 10)
     assert steps(half, 5) == losses[:5]
-    saved = checkpoint.save(half)
+    saved = read_write.save(half)
     again = build_run(config, tmp_path / "half")
     steps(again, 2)
-    checkpoint.load(again, saved)
+    read_write.load(again, saved)
     assert steps(again, 5) == losses[5:]
     for one, other in zip(unbroken.core.parameters(), again.core.parameters(), strict=True):
         assert torch.equal(one, other)
@@ -117,14 +117,14 @@ def test_moments_of_another_kind_are_refused_before_the_first_step(stored, kept,
         pytest.importorskip(name)
     before = build_run(tiny_config(model__vocab_size=264, speedups=KINDS[stored]), tmp_path / "before")
     losses = steps(before, 2)
-    path = checkpoint.save(before)
+    path = read_write.save(before)
     run = build_run(tiny_config(model__vocab_size=264, speedups=KINDS[kept]), tmp_path / "after")
     if stored == kept or {stored, kept} == {"baseline", "fused"}:
-        checkpoint.load(run, path)
+        read_write.load(run, path)
         assert steps(run, 1)[0] < losses[0]
         return
     with pytest.raises(CheckpointError) as refused:
-        checkpoint.load(run, path)
+        read_write.load(run, path)
     assert refused.value.exit_code == 2
     said, told = (re.findall(r"adamw-8bit(?:-bitsandbytes)?|fp32", text) for text in (refused.value.what, refused.value.fix))
     names = [NAMES.get(kind, "fp32") for kind in (stored, kept)]
@@ -141,7 +141,7 @@ def test_small_tensors_alone_are_fp32_in_either_kind(build_run, tiny_config, tmp
     before = build_run(tiny_config(**small, speedups="adamw-8bit"), tmp_path / "before")
     steps(before, 2)
     after = build_run(tiny_config(**small, speedups="fused-adamw"), tmp_path / "after")
-    checkpoint.load(after, checkpoint.save(before))
+    read_write.load(after, read_write.save(before))
     assert steps(after, 2) == steps(before, 2)
 
 

@@ -12,11 +12,11 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 warnings.simplefilter("error")
 
-from flatout.config import ParallelConfig  # noqa: E402
+from flatout.assembly.recipe import with_every_micro_batch  # noqa: E402
+from flatout.config.schema import ParallelConfig  # noqa: E402
 from flatout.parallel.data import wrap  # noqa: E402
 from flatout.parallel.mesh import make_mesh  # noqa: E402
 from flatout.parallel.rendezvous import connect, disconnect  # noqa: E402
-from flatout.recipe import with_every_micro_batch  # noqa: E402
 from flatout.speedups.deferred_sync import with_the_last  # noqa: E402
 
 SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"

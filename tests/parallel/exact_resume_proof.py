@@ -10,7 +10,7 @@ from torch import nn
 
 warnings.simplefilter("error")
 
-from flatout.config import ParallelConfig  # noqa: E402
+from flatout.config.schema import ParallelConfig  # noqa: E402
 from flatout.parallel.data import wrap  # noqa: E402
 from flatout.parallel.mesh import make_mesh  # noqa: E402
 from flatout.parallel.rendezvous import connect, disconnect  # noqa: E402

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 warnings.simplefilter("error")
 
-from flatout.config import ParallelConfig  # noqa: E402
+from flatout.config.schema import ParallelConfig  # noqa: E402
 from flatout.models.transformer import Transformer  # noqa: E402
 from flatout.ops import Ops  # noqa: E402
 from flatout.parallel.data import wrap  # noqa: E402

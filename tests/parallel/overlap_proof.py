@@ -15,13 +15,13 @@ warnings.simplefilter("error")
 warnings.simplefilter("ignore", DeprecationWarning)  # torch's own compiler makes objects of its functions
 warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # and asks tensors for gradients
 
-from flatout.config import ParallelConfig  # noqa: E402
+from flatout.assembly.selection import speedup_named  # noqa: E402
+from flatout.config.schema import ParallelConfig  # noqa: E402
 from flatout.models.transformer import Transformer  # noqa: E402
 from flatout.ops import Ops  # noqa: E402
 from flatout.parallel.data import wrap  # noqa: E402
 from flatout.parallel.mesh import make_mesh  # noqa: E402
 from flatout.parallel.rendezvous import connect, disconnect  # noqa: E402
-from flatout.selection import speedup_named  # noqa: E402
 
 
 def order(mesh, compiled):

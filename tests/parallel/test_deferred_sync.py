@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from flatout.assembly.selection import speedup_named
 from flatout.hardware import Machine
-from flatout.selection import speedup_named
 from flatout.speedups.deferred_sync import with_the_last
 
 MACHINE = Machine("a CPU", 2, 8.0, (), "3.11")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from flatout.assembly.selection import speedup_named
 from flatout.hardware import Machine
-from flatout.selection import speedup_named
 
 MACHINE = Machine("a CPU", 2, 8.0, (), "3.11")
 LAYOUTS = {"fully_shard": (2, 2), "hsdp": (4, 2)}

@@ -11,10 +11,10 @@ import sys
 import pytest
 
 from flatout.cli import build
-from flatout.config import RunConfig, load_config
+from flatout.config.messages import NAMES_ELSEWHERE, all_keys
+from flatout.config.schema import RunConfig, load_config
 from flatout.errors import ConfigError
 from flatout.registry import COMMANDS, MODELS, RECIPES
-from flatout.wording import NAMES_ELSEWHERE, all_keys
 
 SHELL_BLOCK = re.compile(r"^```(?:sh|bash|console)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`((?:flatout|make|torchrun|python -m flatout) [^`\n]+)`")

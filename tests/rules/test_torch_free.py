@@ -15,12 +15,10 @@ HEAVY_PARTS = {
     "memory",
     "run",
     "training",
-    "loading",
-    "scoring",
-    "generate",
+    "inference",
     "measure",
-    "loader",
-    "in_loop",
+    "feed",
+    "baseline",
     "__main__",
 }
 """These work with tensors. All others must load without torch, so that listing, preparing and inspecting never wait for it."""

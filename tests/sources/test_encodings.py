@@ -3,7 +3,7 @@ import json
 
 import pytest
 
-from flatout.data.pack import Job
+from flatout.data.prepare.tokenize import Job
 from flatout.errors import DataError
 from flatout.sources import BadRow, Document, parts_of
 from flatout.sources import files as module

@@ -5,12 +5,12 @@ import sys
 
 import pytest
 
-from flatout.data.corpus import open_corpus
+from flatout.data.prepare.inputs import open_corpus
 from flatout.errors import DataError, MissingPackage
 
 READ = """
 import json, pickle, sys
-from flatout.data.corpus import open_corpus
+from flatout.data.prepare.inputs import open_corpus
 from flatout.errors import DataError
 answers = []
 for name, fields in json.loads(sys.argv[1]):

@@ -2,14 +2,14 @@
 
 import pytest
 
-from flatout.data.corpus import load_card
+from flatout.data.prepare.inputs import load_card
 from flatout.registry import DATASETS
 
 pytest.importorskip("huggingface_hub")
 
 READ = """
 import json, sys
-from flatout.data import corpus
+from flatout.data.prepare import inputs as corpus
 from flatout.errors import DataError
 def texts(opened):
     return [row.text for part in opened.parts for row in part.rows()]

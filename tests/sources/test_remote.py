@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from flatout.data.prepare import Options, prepare_dataset
+from flatout.data.prepare.pipeline import Options, prepare_dataset
 from flatout.errors import DataError, MissingPackage
 from flatout.sources import LeftOut, files, remote
 from flatout.sources.remote import RemoteFile, Unreachable, find_remote, is_address, locate, name_of, open_remote, protocol_of

@@ -5,7 +5,7 @@ import urllib.request
 
 import pytest
 
-from flatout.data.prepare import Options, prepare_dataset
+from flatout.data.prepare.pipeline import Options, prepare_dataset
 from flatout.errors import DataError
 from flatout.sources import files
 

@@ -11,11 +11,11 @@ import threading
 import pytest
 
 from flatout.errors import RunFailed, Stopped
-from flatout.training import catalog, saving
-from flatout.training.folder import read_events, read_exit_code
-from flatout.training.host_copy import HostCopy
-from flatout.training.observers import Quiet
-from flatout.training.start import run_training
+from flatout.training.checkpoint import catalog, job
+from flatout.training.checkpoint.staging import HostCopy
+from flatout.training.metrics.observers import Quiet
+from flatout.training.run import run_training
+from flatout.training.run_dir.layout import read_events, read_exit_code
 
 BESIDE = "auto,-compile,+async-checkpoints"
 
@@ -23,7 +23,7 @@ BESIDE = "auto,-compile,+async-checkpoints"
 @pytest.fixture
 def slow_disk(monkeypatch):
     """Let a thread write only while the loop waits for it, so that every save is under way as long as it can be."""
-    waited_for, write_share = threading.Event(), saving.write_share
+    waited_for, write_share = threading.Event(), job.write_share
     join = threading.Thread.join
 
     def gated(*arguments):
@@ -37,7 +37,7 @@ def slow_disk(monkeypatch):
         if thread.name == "checkpoint":
             waited_for.clear()
 
-    monkeypatch.setattr(saving, "write_share", gated)
+    monkeypatch.setattr(job, "write_share", gated)
     monkeypatch.setattr(threading.Thread, "join", joined)
 
 
@@ -167,7 +167,7 @@ def test_an_error_of_the_run_leaves_the_checkpoint_whole_and_told(tiny_config, t
 def test_a_full_disk_ends_the_run_with_its_fix_and_the_next_one_goes_on(tiny_config, tmp_path, monkeypatch):
     config = tiny_config(train__steps=12, checkpoint__every_steps=4, checkpoint__keep=1, speedups=BESIDE)
     whole = run_training(config, tmp_path / "whole")
-    write = saving.write_share
+    write = job.write_share
 
     def full(snapshot, temporary):
         if snapshot.step == 8:
@@ -175,7 +175,7 @@ def test_a_full_disk_ends_the_run_with_its_fix_and_the_next_one_goes_on(tiny_con
         write(snapshot, temporary)
 
     with monkeypatch.context() as patch:
-        patch.setattr(saving, "write_share", full)
+        patch.setattr(job, "write_share", full)
         with pytest.raises(RunFailed, match="No space left") as failed:
             run_training(config, tmp_path / "run")
     assert failed.value.fix == "Free space on that disk, then run the same command again."

@@ -7,12 +7,12 @@ import json
 import pytest
 import torch
 
-from flatout.memory import estimate, kept_bytes
+from flatout.assembly.memory import estimate, kept_bytes
+from flatout.assembly.recipe import baseline
+from flatout.assembly.run import workload_of
+from flatout.assembly.selection import speedup_named
 from flatout.models.split_weights import SplitTensor, join, split
-from flatout.recipe import baseline
-from flatout.run import workload_of
-from flatout.selection import speedup_named
-from flatout.training import checkpoint
+from flatout.training.checkpoint import read_write
 from flatout.training.step import train_step
 
 SPLIT = "bf16-weights"
@@ -77,10 +77,10 @@ def test_five_and_five_steps_are_ten(optim, build_run, tiny_config, tmp_path):
     whole, half = build_run(config, tmp_path / "whole"), build_run(config, tmp_path / "half")
     losses = steps(whole, 10)
     assert steps(half, 5) == losses[:5]
-    saved = checkpoint.save(half)
+    saved = read_write.save(half)
     again = build_run(config, tmp_path / "half")
     steps(again, 2)
-    checkpoint.load(again, saved)
+    read_write.load(again, saved)
     assert steps(again, 5) == losses[5:]
     assert_equal_states(state_of(again), state_of(whole))
 
@@ -89,21 +89,21 @@ def test_a_checkpoint_holds_fp32_weights_and_fits_both_ways(build_run, tiny_conf
     config = tiny_config(train__precision="auto", speedups=f"bf16,{SPLIT}")
     fast = build_run(config, tmp_path / "fast")
     steps(fast, 3)
-    saved = checkpoint.save(fast)
-    stored = checkpoint.read_weights(saved)
+    saved = read_write.save(fast)
+    stored = read_write.read_weights(saved)
     assert {tensor.dtype for tensor in stored.values()} == {torch.float32}
     assert any((tensor.bfloat16() != tensor).any() for tensor in stored.values())
     plain = build_run(config.with_values({"speedups": "bf16"}), tmp_path / "plain")
-    checkpoint.load(plain, saved)
+    read_write.load(plain, saved)
     assert_equal_states(state_of(plain), state_of(fast))
-    plain_saved = checkpoint.save(plain)
-    assert checkpoint.weights_sha256(plain_saved) == checkpoint.weights_sha256(saved)
+    plain_saved = read_write.save(plain)
+    assert read_write.weights_sha256(plain_saved) == read_write.weights_sha256(saved)
     assert json.loads((plain_saved / "index.json").read_text())["tensors"].keys() == json.loads((saved / "index.json").read_text())["tensors"].keys()
     back = build_run(config, tmp_path / "back")
-    checkpoint.load(back, plain_saved)
+    read_write.load(back, plain_saved)
     assert steps(back, 2) == steps(fast, 2)
     begun = build_run(config, tmp_path / "begun")
-    checkpoint.load_weights(begun, saved)
+    read_write.load_weights(begun, saved)
     assert all(torch.equal(tensor.detach() + 0, stored[name]) for name, tensor in begun.core.named_parameters())
 
 

@@ -8,8 +8,8 @@ import weakref
 import pytest
 
 from flatout.speedups.collector import STEPS_BETWEEN, at_fixed_steps
-from flatout.training.observers import Quiet
-from flatout.training.start import run_training
+from flatout.training.metrics.observers import Quiet
+from flatout.training.run import run_training
 
 
 class Node:

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch._inductor import graph
 
+from flatout.assembly.selection import select, speedup_named
 from flatout.hardware import Gpu, Machine
-from flatout.selection import select, speedup_named
 from flatout.speedups.coordinate_descent import OPTION
 
 GPU = Machine("a CPU", 2, 8.0, (Gpu("an H200", 140.0, (9, 0), "1"),), "3.11")

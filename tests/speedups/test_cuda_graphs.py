@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
+from flatout.assembly.selection import select, speedup_named
 from flatout.errors import ConfigError
 from flatout.hardware import Gpu, Machine
-from flatout.selection import select, speedup_named
 from flatout.speedups.cuda_graphs import zeroed
-from flatout.training.start import run_training
+from flatout.training.run import run_training
 from flatout.training.step import train_step
 
 GPU = Machine("a CPU", 2, 8.0, (Gpu("an H200", 140.0, (9, 0), "1"),), "3.11")

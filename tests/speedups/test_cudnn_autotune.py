@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from flatout.assembly.selection import speedup_named
 from flatout.hardware import Gpu, Machine
-from flatout.selection import speedup_named
 from flatout.speedups.cudnn_autotune import trying_algorithms
 
 GPU = Machine("a CPU", 2, 8.0, (Gpu("an H200", 140.0, (9, 0), "1"),), "3.11")

@@ -2,9 +2,9 @@
 
 import pytest
 
-from flatout.config import load_config
+from flatout.assembly.recipe import uses_gpu
+from flatout.config.schema import load_config
 from flatout.hardware import Gpu, Machine
-from flatout.recipe import uses_gpu
 from flatout.speedups import flash_attention_4
 from flatout.speedups.flash_attention_4 import SPEEDUP
 

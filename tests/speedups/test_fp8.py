@@ -7,13 +7,13 @@ import sys
 import pytest
 import torch
 
-from flatout.config import load_config
+from flatout.assembly.selection import speedup_named
+from flatout.config.schema import load_config
 from flatout.errors import MissingPackage
 from flatout.hardware import Gpu, Machine
 from flatout.ops import linear
-from flatout.selection import speedup_named
 from flatout.speedups import fp8
-from flatout.training import checkpoint
+from flatout.training.checkpoint import read_write
 from flatout.training.step import train_step
 
 LARGE = 4_096
@@ -57,7 +57,7 @@ def test_large_products_of_the_blocks_are_taken_and_the_model_learns_as_before(k
     assert after != before
     assert after[-1] < after[0] - 0.1
     assert after == pytest.approx(before, rel=2e-2)
-    checkpoint.load(plain, checkpoint.save(fast))
+    read_write.load(plain, read_write.save(fast))
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from flatout.config import load_config
+from flatout.config.schema import load_config
 from flatout.hardware import Gpu, Machine
 from flatout.speedups import packed_heads
 from flatout.speedups.packed_heads import SPEEDUP

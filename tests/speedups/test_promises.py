@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from flatout.assembly.selection import all_speedups
 from flatout.hardware import probe
 from flatout.registry import MODELS
-from flatout.selection import all_speedups
 from flatout.training.step import train_step
 from flatout.training.warmup import warm_up
 

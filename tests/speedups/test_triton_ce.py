@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from flatout.config import load_config
+from flatout.assembly.selection import is_measured, select
+from flatout.config.schema import load_config
 from flatout.errors import HardwareError
 from flatout.hardware import Gpu, Machine
-from flatout.selection import is_measured, select
 from flatout.speedups import triton_ce
 
 CPU = Machine("a CPU", 2, 8.0, (), "3.11")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from flatout.config import load_config
+from flatout.assembly.selection import select
+from flatout.config.schema import load_config
 from flatout.errors import ConfigError, HardwareError
 from flatout.hardware import Gpu, Machine
-from flatout.selection import select
 from flatout.speedups import triton_scan
 
 CPU = Machine("a CPU", 2, 8.0, (), "3.11")

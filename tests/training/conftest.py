@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flatout.training.observers import Quiet
+from flatout.training.metrics.observers import Quiet
 
 sys.path.append(str(Path(__file__).parent))
 
@@ -42,6 +42,6 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr("flatout.training.metrics.time", clock)
-    monkeypatch.setattr("flatout.training.clocks.time", clock)
+    monkeypatch.setattr("flatout.training.metrics.log.time", clock)
+    monkeypatch.setattr("flatout.training.metrics.clocks.time", clock)
     return clock

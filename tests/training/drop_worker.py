@@ -6,17 +6,17 @@ import signal
 import sys
 from pathlib import Path
 
-from flatout.config import load_config
+from flatout.config.schema import load_config
 from flatout.errors import Stopped
 from flatout.models.transformer import Transformer
-from flatout.training import start
+from flatout.training import run
 
 
 def main(folder: Path, values: str):
     rank = int(os.environ["RANK"])
-    start.disconnect = lambda: None  # one group for all three runs
+    run.disconnect = lambda: None  # one group for all three runs
     config = load_config().with_values(json.loads(values))
-    whole = start.run_training(config, folder / "whole")
+    whole = run.run_training(config, folder / "whole")
     forward, ran = Transformer.forward, []
 
     def counted(self, *arguments):
@@ -27,10 +27,10 @@ def main(folder: Path, values: str):
 
     Transformer.forward = counted
     try:
-        start.run_training(config, folder / "run")
+        run.run_training(config, folder / "run")
     except Stopped:
         Transformer.forward = forward
-        resumed = start.run_training(config, folder / "run")
+        resumed = run.run_training(config, folder / "run")
         found = {"ran": len(ran), "whole": whole["weights_sha256"], "resumed": resumed["weights_sha256"]}
         (folder / f"rank-{rank}.json").write_text(json.dumps(found))
 

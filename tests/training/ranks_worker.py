@@ -11,12 +11,13 @@ from stand_in import build, train
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from flatout.config import ParallelConfig
+from flatout.config.schema import ParallelConfig
 from flatout.errors import CheckpointError, RunFailed
 from flatout.parallel.mesh import make_mesh
 from flatout.parallel.rendezvous import connect, disconnect
-from flatout.training import checkpoint, saving, slices
-from flatout.training.savers import InBackground
+from flatout.training.checkpoint import job, read_write
+from flatout.training.checkpoint import tensors as slices
+from flatout.training.checkpoint.savers import InBackground
 from flatout.training.signals import StopRequests
 
 
@@ -62,16 +63,16 @@ def main(folder: Path, report: Path):
         train(run, 3)
         with torch.no_grad():  # an evaluation leaves sharded weights gathered
             run.model(next(run.feed))
-        path = checkpoint.save(run)
+        path = read_write.save(run)
         unbroken = local(run)
         again = fresh(place, mesh, seed=2)
-        said = checkpoint.load(again, path)
+        said = read_write.load(again, path)
         found[layout] = {"exact": everywhere(mesh, local(again) == unbroken and said == [])}
         # what one process wrote, taken up here and written again, must be the same to one process
         alone = fresh(folder / f"{layout}-again", mesh, seed=3)
-        found[layout]["said"] = checkpoint.load(alone, folder / "alone" / "checkpoints" / "step-4")
+        found[layout]["said"] = read_write.load(alone, folder / "alone" / "checkpoints" / "step-4")
         found[layout]["apart"] = not everywhere(mesh, torch.rand(1).item() == mesh.broadcast_object(torch.rand(1).item()))
-        checkpoint.save(alone)
+        read_write.save(alone)
         found[layout]["failure"] = failing_save(fresh(folder / f"{layout}-fails", mesh, seed=4))
         found[layout]["beside"] = saved_beside(fresh(folder / f"{layout}-beside", mesh, seed=1), run.mesh)
         found[layout]["failure_beside"] = failing_save_beside(fresh(folder / f"{layout}-fails-beside", mesh, seed=4))
@@ -93,7 +94,7 @@ def failing_save(run):
 
     slices.write = full
     try:
-        checkpoint.save(run)
+        read_write.save(run)
         failed = False
     except RunFailed:
         failed = True
@@ -107,15 +108,15 @@ def saved_beside(run, mesh):
     """Ranks that write at different speeds, while training goes on: what a save in the loop writes, told on all at the same step."""
     train(run, 3)
     own, run.folder = run.folder, run.folder.with_name(f"{run.folder.name}-loop")
-    wanted = checkpoint.save(run)
+    wanted = read_write.save(run)
     run.folder = own
-    gate, write_share = threading.Event(), saving.write_share
+    gate, write_share = threading.Event(), job.write_share
 
     def gated(snapshot, temporary):
         assert snapshot.rank != 1 or gate.wait(60)
         write_share(snapshot, temporary)
 
-    saving.write_share = gated
+    job.write_share = gated
     saver = InBackground()
     saver.save(run, environment={}, keep=1)
     told = []
@@ -127,26 +128,26 @@ def saved_beside(run, mesh):
         if step == 8:
             gate.set()
         assert step > 8 or not any(run.folder.glob("checkpoints/step-3")), "rank 1 has not written"
-    saving.write_share = write_share
+    job.write_share = write_share
     ((step, path),) = told
     same = {p.name: p.read_bytes() for p in path.iterdir()} == {p.name: p.read_bytes() for p in wanted.iterdir()}
     train(run, 1)
     saver.save(run, environment={}, keep=1)
     saver.settle()
     mesh.barrier()
-    return everywhere(mesh, same and step == mesh.broadcast_object(step) and step > 8 and checkpoint.steps(run.folder) == [run.step])
+    return everywhere(mesh, same and step == mesh.broadcast_object(step) and step > 8 and read_write.steps(run.folder) == [run.step])
 
 
 def failing_save_beside(run):
     """The disk of one rank is full: all learn it at the same step, and nothing is left."""
-    write_share = saving.write_share
+    write_share = job.write_share
 
     def full(snapshot, temporary):
         if snapshot.rank == 1:
             raise OSError(28, "No space left on device")
         write_share(snapshot, temporary)
 
-    saving.write_share = full
+    job.write_share = full
     saver = InBackground()
     saver.save(run, environment={}, keep=1)
     failed_at = None
@@ -157,7 +158,7 @@ def failing_save_beside(run):
             failed_at = step
             break
         train(run, 1)
-    saving.write_share = write_share
+    job.write_share = write_share
     run.mesh.barrier()
     same = failed_at is not None and failed_at == run.mesh.broadcast_object(failed_at)
     return everywhere(run.mesh, same) and list((run.folder / "checkpoints").iterdir()) == []
@@ -175,7 +176,7 @@ def failing_load(run, path):
         file.write_bytes(content[:-1])
     run.mesh.barrier()
     try:
-        checkpoint.load(run, path)
+        read_write.load(run, path)
         refused = False
     except (CheckpointError, RunFailed):
         refused = True

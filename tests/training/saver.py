@@ -15,8 +15,9 @@ import torch
 from stand_in import build, outcome, train
 
 from flatout.errors import RunFailed
-from flatout.training import catalog, checkpoint, folder
-from flatout.training.savers import InBackground, InTheLoop
+from flatout.training.checkpoint import catalog, read_write
+from flatout.training.checkpoint.savers import InBackground, InTheLoop
+from flatout.training.run_dir import layout
 
 SAVERS = {"loop": InTheLoop, "beside": InBackground}
 
@@ -24,9 +25,9 @@ SAVERS = {"loop": InTheLoop, "beside": InBackground}
 def resumed(place):
     """Return a run that goes on from what lies in `place`, as a second `train` would."""
     run = build(place, seed=1)
-    path = folder.resume_from(place)
+    path = layout.resume_from(place)
     if path is not None:
-        checkpoint.load(run, path)
+        read_write.load(run, path)
     return run
 
 
@@ -34,7 +35,7 @@ def warm_up(place):
     """Load here what torch loads at first use, so that the children begin at once."""
     run = build(place, seed=1)
     train(run, 1)
-    checkpoint.load(resumed(place), checkpoint.save(run))
+    read_write.load(resumed(place), read_write.save(run))
 
 
 def tell(saver, pipe):
@@ -65,7 +66,7 @@ def reported(reading):
 
 def check(place, saved_step):
     """Nothing that was saved is lost, what counts is whole, what does not is swept up."""
-    newest = folder.resume_from(place)
+    newest = layout.resume_from(place)
     if newest is None:
         assert saved_step is None, f"step {saved_step} was saved and nothing is left"
         return 0
@@ -151,7 +152,7 @@ FILE_EVENTS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil
 def full(place, make_saver):
     """A file system that takes no more than a few bytes a file."""
     run, saver = resumed(place), make_saver()
-    path = checkpoint.save(run)
+    path = read_write.save(run)
     train(run, 1)
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (500, hard))
@@ -163,7 +164,7 @@ def full(place, make_saver):
         print(error)
     resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
     assert [p.name for p in path.parent.iterdir()] == [path.name]
-    assert folder.resume_from(place) == path
+    assert layout.resume_from(place) == path
 
 
 if __name__ == "__main__":

@@ -8,13 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from flatout.config import load_config
-from flatout.data.manifest import read_manifest
+from flatout.config.schema import load_config
+from flatout.data.store.manifest import read_manifest
 from flatout.errors import CheckpointError, ConfigError, DataError, RunFailed, UntrustedCode
-from flatout.training import folder, longer, start
-from flatout.training.config_seal import require_as_trained, require_unedited, write_sealed
-from flatout.training.moved_data import stored_config
-from flatout.training.start import finished
+from flatout.training import longer
+from flatout.training import run as start
+from flatout.training.run import finished
+from flatout.training.run_dir import layout
+from flatout.training.run_dir.config_seal import require_as_trained, require_unedited, write_sealed
+from flatout.training.run_dir.data_location import stored_config
 
 PLACE = "my runs/$(touch X) it's"
 STEP = Path("checkpoints/step-2")
@@ -71,10 +73,10 @@ def test_a_finished_run_and_a_longer_one_name_the_folder_whole():
 
 
 def test_a_contradiction_names_the_folder_whole(tmp_path, monkeypatch):
-    folder.write_config(tmp_path / PLACE, config("optim.lr=0.001"))
-    monkeypatch.setattr(folder.catalog, "has_saved", lambda _: True)
+    layout.write_config(tmp_path / PLACE, config("optim.lr=0.001"))
+    monkeypatch.setattr(layout.catalog, "has_saved", lambda _: True)
     with pytest.raises(ConfigError) as refused:
-        folder.stored_config(tmp_path / PLACE, config("optim.lr=0.01"))
+        layout.stored_config(tmp_path / PLACE, config("optim.lr=0.01"))
     assert words(refused.value.fix.partition(" starts")[0], "--resume") == ["--resume", str(tmp_path / PLACE), "--run", "DIR"]
 
 
@@ -92,8 +94,8 @@ def test_a_dataset_that_is_not_there_or_a_file_is_named_whole(tmp_path):
 
 @pytest.mark.parametrize("holder", ['{"pid": "1; touch X", "host": "here"}', '{"pid": [1], "host": "here"}', "[1]"])
 def test_the_lock_of_a_stranger_gives_no_command(tmp_path, holder):
-    (tmp_path / folder.LOCK).write_text(holder)
-    error = folder._in_use(tmp_path)
+    (tmp_path / layout.LOCK).write_text(holder)
+    error = layout._in_use(tmp_path)
     assert isinstance(error, CheckpointError)
     assert "(kill it)" in error.fix
 
@@ -101,7 +103,7 @@ def test_the_lock_of_a_stranger_gives_no_command(tmp_path, holder):
 @pytest.mark.parametrize("key", ["model.kind", "optim.kind", "speedups"])
 def test_code_that_an_edited_config_names_is_refused_before_advice_repeats_it(edited, key, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr(folder.catalog, "has_saved", lambda _: True)
+    monkeypatch.setattr(layout.catalog, "has_saved", lambda _: True)
     section, _, name = key.partition(".")
     document = config().to_dict()
     document[section] = {**document[section], name: "runs.gift.weights:X"} if name else ["runs.gift.weights:X"]

@@ -13,9 +13,9 @@ from flatout.commands.eval import evaluate
 from flatout.commands.generate import generate
 from flatout.commands.runs import runs
 from flatout.commands.train import train_config
-from flatout.config import load_config
+from flatout.config.schema import load_config
 from flatout.errors import CheckpointError, FlatoutError
-from flatout.training import catalog
+from flatout.training.checkpoint import catalog
 
 RETYPED = (None, -3, "x", [], {})
 """What a value is replaced by. Each key takes another of them, so that all kinds meet all files."""

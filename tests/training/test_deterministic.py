@@ -7,7 +7,7 @@ import torch
 
 from flatout.errors import RunFailed, Stopped
 from flatout.parallel.rendezvous import Ranks
-from flatout.training.start import run_training
+from flatout.training.run import run_training
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +28,7 @@ def test_a_deterministic_run_trains_and_resumes_to_the_same_bits(tiny_config, tm
 def test_it_is_deterministic_before_processes_connect(tiny_config, tmp_path, monkeypatch):
     """NCCL takes its algorithms by it at that moment."""
     seen = []
-    monkeypatch.setattr("flatout.training.start.connect", lambda device: seen.append(torch.are_deterministic_algorithms_enabled()) or Ranks())
+    monkeypatch.setattr("flatout.training.run.connect", lambda device: seen.append(torch.are_deterministic_algorithms_enabled()) or Ranks())
     for deterministic in (True, False):
         run_training(tiny_config(train__deterministic=deterministic, train__steps=1), tmp_path / str(deterministic))
     assert seen == [True, False]

@@ -15,9 +15,9 @@ import torch
 from flatout.errors import Stopped
 from flatout.models.transformer import Transformer
 from flatout.progress import SILENT
-from flatout.training import catalog
-from flatout.training.folder import read_exit_code
-from flatout.training.start import run_training
+from flatout.training.checkpoint import catalog
+from flatout.training.run import run_training
+from flatout.training.run_dir.layout import read_exit_code
 
 MICRO_BATCHES = 8
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from flatout.data.mix import open_data, parts_of
+from flatout.data.store.mix import open_data, parts_of
 from flatout.training.evaluation import Evaluation, SetScore, evaluate, say_unscored
 
 

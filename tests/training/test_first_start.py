@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from flatout.errors import CheckpointError, FlatoutError
-from flatout.training import folder
-from flatout.training.start import run_training
+from flatout.training.run import run_training
+from flatout.training.run_dir import layout
 
 NUM_RENAMES = 6
 """origin.json, owner.json twice, asked.yaml, config.yaml, tokenizer.json."""
@@ -51,11 +51,11 @@ def end_at(monkeypatch, number, error):
 def test_the_same_command_completes_a_start_that_was_killed(number, start, tmp_path, monkeypatch):
     whole = start("whole")
     with monkeypatch.context() as patch:
-        patch.setattr(folder, "_clear", lambda *_: None)  # a killed process clears nothing
+        patch.setattr(layout, "_clear", lambda *_: None)  # a killed process clears nothing
         seen = end_at(patch, number, Killed())
         with pytest.raises(Killed):
             start()
-    assert seen[number] in {*folder.STARTED, folder.CONFIG, "tokenizer.json"}
+    assert seen[number] in {*layout.STARTED, layout.CONFIG, "tokenizer.json"}
     resumed = start()
     assert resumed["weights_sha256"] == whole["weights_sha256"]
     assert not list((tmp_path / "run").glob("*.part"))
@@ -78,11 +78,11 @@ def test_a_start_that_the_disk_refuses_leaves_nothing_in_the_way(number, error, 
 
 def test_a_killed_start_whose_next_one_fails_frees_the_folder_of_its_checkpoints(start, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(folder, "_clear", lambda *_: None)
+        patch.setattr(layout, "_clear", lambda *_: None)
         end_at(patch, 3, Killed())  # after both owner.json
         with pytest.raises(Killed):
             start()
-    with pytest.raises(ZeroDivisionError), folder.locked(tmp_path / "run"):
+    with pytest.raises(ZeroDivisionError), layout.locked(tmp_path / "run"):
         raise ZeroDivisionError
     assert start()["steps"] == 3
 
@@ -90,8 +90,8 @@ def test_a_killed_start_whose_next_one_fails_frees_the_folder_of_its_checkpoints
 def test_never_resume_takes_a_folder_that_holds_a_killed_claim_alone(start, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "owner.json").write_text('{"id": "a", "run": "b"}')
-    with folder.locked(tmp_path / "run"):
-        assert folder.resume_from(tmp_path / "run", "never") is None
+    with layout.locked(tmp_path / "run"):
+        assert layout.resume_from(tmp_path / "run", "never") is None
 
 
 def test_a_folder_of_other_files_is_no_killed_start(start, tmp_path):

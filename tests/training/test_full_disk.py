@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from flatout.errors import RunFailed
-from flatout.training import folder
-from flatout.training.start import run_training
+from flatout.training.run import run_training
+from flatout.training.run_dir import layout
 
 
 def refusing(error):
@@ -24,7 +24,7 @@ def refusing(error):
 
 
 def test_a_finished_run_whose_exit_code_cannot_be_written_is_finished(tiny_config, tmp_path, monkeypatch):
-    monkeypatch.setattr(folder, "write_text", lambda path, text: refusing(errno.ENOSPC)() if path.name == folder.EXIT_CODE else path.write_text(text))
+    monkeypatch.setattr(layout, "write_text", lambda path, text: refusing(errno.ENOSPC)() if path.name == layout.EXIT_CODE else path.write_text(text))
     assert run_training(tiny_config(train__steps=2), tmp_path / "run")["steps"] == 2
 
 
@@ -35,7 +35,7 @@ def test_a_disk_that_refuses_a_record_or_the_summary_is_named_and_the_same_comma
 ):
     config = tiny_config(train__steps=2)
     with monkeypatch.context() as patch:
-        patch.setattr(folder, name, refusing(error))
+        patch.setattr(layout, name, refusing(error))
         with pytest.raises(RunFailed, match="Cannot write") as failed:
             run_training(config, tmp_path / "run")
     assert fix in failed.value.fix
@@ -45,7 +45,7 @@ def test_a_disk_that_refuses_a_record_or_the_summary_is_named_and_the_same_comma
 def test_a_full_disk_under_the_lock_is_named_and_leaves_nothing(tiny_config, tmp_path, monkeypatch):
     config = tiny_config(train__steps=2)
     with monkeypatch.context() as patch:
-        patch.setattr(folder.os, "write", refusing(errno.ENOSPC))
+        patch.setattr(layout.os, "write", refusing(errno.ENOSPC))
         with pytest.raises(RunFailed, match="Cannot write"):
             run_training(config, tmp_path / "run")
     assert not (tmp_path / "run").exists()

@@ -9,13 +9,13 @@ import signal
 import pytest
 import torch
 
+from flatout.assembly.selection import all_speedups
 from flatout.errors import Stopped
-from flatout.generate import sample
 from flatout.hardware import probe
-from flatout.loading import load_run
-from flatout.selection import all_speedups
-from flatout.training.observers import Quiet
-from flatout.training.start import run_training
+from flatout.inference.generate import sample
+from flatout.inference.load import load_run
+from flatout.training.metrics.observers import Quiet
+from flatout.training.run import run_training
 
 pytestmark = pytest.mark.gpu
 

@@ -6,21 +6,22 @@ import os
 
 import pytest
 
+from flatout import files
 from flatout.commands.runs import runs
-from flatout.config import RunConfig
-from flatout.data.manifest import read_manifest
-from flatout.data.work import PartOf, WorkFolder
+from flatout.config.schema import RunConfig
+from flatout.data.prepare.work_dir import PartOf, WorkFolder
+from flatout.data.store.manifest import read_manifest
 from flatout.documents import read_document
 from flatout.errors import CheckpointError, DataError, FlatoutError
-from flatout.training import config_seal, files, folder
-from flatout.training.files import append_line
-from flatout.training.metrics import Log
-from flatout.training.start import run_training
+from flatout.files import append_line
+from flatout.training.metrics.log import Log
+from flatout.training.run import run_training
+from flatout.training.run_dir import config_seal, layout
 
 ELSEWHERE = "what was there before\n"
 
 
-@pytest.mark.parametrize("name", folder.WRITTEN)
+@pytest.mark.parametrize("name", layout.WRITTEN)
 def test_a_run_refuses_a_link_among_its_files(name, tiny_config, tmp_path):
     place, target = tmp_path / "run", tmp_path / "elsewhere"
     run_training(tiny_config(train__steps=2), place)
@@ -39,29 +40,29 @@ def test_a_checkpoint_that_is_a_link_is_refused(tiny_config, tmp_path):
     run_training(tiny_config(train__steps=2), tmp_path / "run")
     (tmp_path / "run" / "checkpoints" / "step-2").rename(tmp_path / "elsewhere")
     (tmp_path / "run" / "checkpoints" / "step-2").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(CheckpointError, match="symbolic link"), folder.locked(tmp_path / "run"):
+    with pytest.raises(CheckpointError, match="symbolic link"), layout.locked(tmp_path / "run"):
         pass
 
 
 def test_a_link_that_appears_after_the_check_is_not_followed_either(tmp_path, monkeypatch):
-    monkeypatch.setattr(folder, "refuse_links", list)
+    monkeypatch.setattr(layout, "refuse_links", list)
     (tmp_path / "elsewhere").write_text(ELSEWHERE)
     (tmp_path / "run").mkdir()
-    for name in (folder.LOCK, folder.EVENTS):
+    for name in (layout.LOCK, layout.EVENTS):
         (tmp_path / "run" / name).symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(CheckpointError, match="symbolic link"), folder.locked(tmp_path / "run"):
+    with pytest.raises(CheckpointError, match="symbolic link"), layout.locked(tmp_path / "run"):
         pass
     with pytest.raises(CheckpointError, match="symbolic link"):
-        folder.is_locked(tmp_path / "run")
+        layout.is_locked(tmp_path / "run")
     with pytest.raises(CheckpointError, match="symbolic link"):
-        folder.append_event(tmp_path / "run", "start")
+        layout.append_event(tmp_path / "run", "start")
     assert (tmp_path / "elsewhere").read_text() == ELSEWHERE
 
 
 def test_metrics_are_not_appended_through_a_link(tiny_config, build_run, tmp_path):
     run = build_run(tiny_config())
     run.folder.mkdir()
-    (run.folder / folder.METRICS).symlink_to(tmp_path / "elsewhere")
+    (run.folder / layout.METRICS).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(CheckpointError, match="symbolic link"), Log(run, ()):
         pass
     assert not (tmp_path / "elsewhere").exists()
@@ -90,20 +91,20 @@ def test_a_pipe_in_place_of_a_file_is_not_read(read, tmp_path):
 
 
 def test_a_pipe_in_place_of_the_exit_code_or_the_metrics_does_not_stop_the_list_of_runs(tiny_config, tmp_path):
-    folder.write_config(tmp_path, tiny_config())
-    for name in (folder.EXIT_CODE, folder.METRICS):
+    layout.write_config(tmp_path, tiny_config())
+    for name in (layout.EXIT_CODE, layout.METRICS):
         os.mkfifo(tmp_path / name)
-    assert folder.read_exit_code(tmp_path) is None
+    assert layout.read_exit_code(tmp_path) is None
     assert [item.state for item in runs(tmp_path).items] == ["damaged"]
 
 
-@pytest.mark.parametrize("name", [folder.LOCK, folder.EVENTS])
+@pytest.mark.parametrize("name", [layout.LOCK, layout.EVENTS])
 def test_a_file_with_a_second_hard_link_is_not_written_in_place(name, tmp_path):
     (tmp_path / "elsewhere").write_text(ELSEWHERE)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / name).hardlink_to(tmp_path / "elsewhere")
-    with pytest.raises(CheckpointError, match=f"{name} has another hard link.* Fix: .*cp .*{name}"), folder.locked(tmp_path / "run"):
-        folder.append_event(tmp_path / "run", "start")
+    with pytest.raises(CheckpointError, match=f"{name} has another hard link.* Fix: .*cp .*{name}"), layout.locked(tmp_path / "run"):
+        layout.append_event(tmp_path / "run", "start")
     assert (tmp_path / "elsewhere").read_text() == ELSEWHERE
 
 
@@ -111,9 +112,9 @@ def test_files_that_are_replaced_may_have_a_second_hard_link(tiny_config, build_
     (tmp_path / "elsewhere").write_text('{"step": 1}\n')
     run = build_run(tiny_config())
     run.folder.mkdir()
-    for name in (folder.METRICS, folder.SUMMARY):
+    for name in (layout.METRICS, layout.SUMMARY):
         (run.folder / name).hardlink_to(tmp_path / "elsewhere")
-    folder.write_summary(run.folder, {"steps": 1})
+    layout.write_summary(run.folder, {"steps": 1})
     with Log(run, ()):
         pass
     assert (tmp_path / "elsewhere").read_text() == '{"step": 1}\n'

@@ -6,48 +6,48 @@ import time
 import pytest
 
 from flatout.errors import CheckpointError
-from flatout.training import folder
+from flatout.training.run_dir import layout
 
 
 def test_a_start_that_came_to_nothing_leaves_nothing(tmp_path):
-    with folder.locked(tmp_path / "runs" / "new"):
-        (tmp_path / "runs" / "new" / folder.ORIGIN).write_text("{}")
+    with layout.locked(tmp_path / "runs" / "new"):
+        (tmp_path / "runs" / "new" / layout.ORIGIN).write_text("{}")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_what_was_there_before_stays(tmp_path):
     (tmp_path / "mine").mkdir()
-    with folder.locked(tmp_path / "mine" / "run"):
+    with layout.locked(tmp_path / "mine" / "run"):
         pass
     (tmp_path / "mine" / "a.txt").write_text("a")
-    with folder.locked(tmp_path / "mine"):
-        assert folder.is_locked(tmp_path / "mine")
+    with layout.locked(tmp_path / "mine"):
+        assert layout.is_locked(tmp_path / "mine")
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["a.txt"]
 
 
 def test_a_run_keeps_its_lock(tmp_path):
-    with folder.locked(tmp_path / "run"):
-        (tmp_path / "run" / folder.CONFIG).write_text("")
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [folder.CONFIG, folder.LOCK]
+    with layout.locked(tmp_path / "run"):
+        (tmp_path / "run" / layout.CONFIG).write_text("")
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [layout.CONFIG, layout.LOCK]
 
 
 def test_a_lock_that_was_taken_away_while_another_waited_for_it_is_made_anew(tmp_path, monkeypatch):
-    monkeypatch.setattr(folder, "LOCK_PATIENCE_S", 30.0)
+    monkeypatch.setattr(layout, "LOCK_PATIENCE_S", 30.0)
     held, done = threading.Event(), threading.Event()
 
     def wait_for_it():
-        with folder.locked(tmp_path / "run"):
+        with layout.locked(tmp_path / "run"):
             held.set()
             done.wait(60)
 
     other = threading.Thread(target=wait_for_it)
-    with folder.locked(tmp_path / "run"):
+    with layout.locked(tmp_path / "run"):
         other.start()
         time.sleep(0.2)  # it now waits for the lock that goes
     assert held.wait(60)
-    monkeypatch.setattr(folder, "LOCK_PATIENCE_S", 0.1)
+    monkeypatch.setattr(layout, "LOCK_PATIENCE_S", 0.1)
     try:
-        with pytest.raises(CheckpointError, match="is in use by process"), folder.locked(tmp_path / "run"):
+        with pytest.raises(CheckpointError, match="is in use by process"), layout.locked(tmp_path / "run"):
             pass
     finally:
         done.set()
@@ -57,5 +57,5 @@ def test_a_lock_that_was_taken_away_while_another_waited_for_it_is_made_anew(tmp
 
 @pytest.mark.parametrize("name", ["n" * 300, "d/" * 3000])
 def test_a_name_that_no_disk_takes_is_named(tmp_path, name):
-    with pytest.raises(CheckpointError, match="cannot be written: File name too long"), folder.locked(tmp_path / name):
+    with pytest.raises(CheckpointError, match="cannot be written: File name too long"), layout.locked(tmp_path / name):
         pass

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from flatout.errors import ConfigError, Stopped
-from flatout.training import catalog, folder
-from flatout.training.start import run_training
+from flatout.training.checkpoint import catalog
+from flatout.training.run import run_training
+from flatout.training.run_dir import layout
 
 OPEN = {"schedule__kind": "constant", "schedule__warmup": 2}
 FALLING = {"schedule__kind": "wsd", "schedule__warmup": 2, "schedule__decay": 0.5, "checkpoint__every_steps": 1}
@@ -21,7 +22,7 @@ def steps_trained(place):
 
 
 def events(place, kind):
-    return [event for event in folder.read_events(place) if event["event"] == kind]
+    return [event for event in layout.read_events(place) if event["event"] == kind]
 
 
 def state_of(place, step):
@@ -51,7 +52,7 @@ def test_a_finished_run_that_is_made_longer_equals_a_longer_one_to_the_bit(tiny_
 def test_the_new_length_is_the_runs_own_from_then_on(tiny_config, place):
     run_training(tiny_config(train__steps=4, **OPEN), place)
     longer = run_training(tiny_config(train__steps=6, **OPEN), place)
-    assert folder.read_config(place).train.steps == folder.read_asked(place).train.steps == 6
+    assert layout.read_config(place).train.steps == layout.read_asked(place).train.steps == 6
     assert run_training(tiny_config(train__steps=6, **OPEN), place) == longer  # finished, its seal whole
     assert run_training(tiny_config(train__steps=None, **OPEN), place) == longer  # no length stated: its own
     with pytest.raises(ConfigError, match="is planned for 6 steps, and 4 are asked for"):
@@ -69,7 +70,7 @@ def test_a_stopped_run_can_be_made_longer(tiny_config, tmp_path, place, stop_at)
 def test_a_length_may_be_stated_in_other_words(tiny_config, place, stated, steps):
     run_training(tiny_config(train__steps=4, **OPEN), place)
     longer = run_training(tiny_config(train__steps=None, **stated, **OPEN), place)
-    assert (longer["steps"], folder.read_config(place).train.steps) == (steps, steps)
+    assert (longer["steps"], layout.read_config(place).train.steps) == (steps, steps)
 
 
 def test_a_warm_up_that_is_a_fraction_stays_at_its_steps(tiny_config, tmp_path, place):
@@ -78,7 +79,7 @@ def test_a_warm_up_that_is_a_fraction_stays_at_its_steps(tiny_config, tmp_path, 
     for _ in range(2):
         longer = run_training(tiny_config(train__steps=8, **OPEN | {"schedule__warmup": 0.5}), place)
         assert longer["weights_sha256"] == whole["weights_sha256"]
-    assert folder.read_config(place).schedule.warmup == 2
+    assert layout.read_config(place).schedule.warmup == 2
 
 
 def test_wsd_continues_from_before_its_decay(tiny_config, tmp_path, place):
@@ -97,7 +98,7 @@ def test_rates_that_depended_on_the_length_are_refused_with_what_works(tiny_conf
     with pytest.raises(ConfigError, match="cannot be made longer, 8 -> 12 steps") as refused:
         run_training(tiny_config(train__steps=12, **schedule), place)
     assert {path: path.read_bytes() for path in sorted(place.rglob("*")) if path.is_file() and path.name != "lock"}.items() <= before.items()
-    assert folder.read_summary(place) == first
+    assert layout.read_summary(place) == first
     words = shlex.split(refused.value.fix.split("`")[1])
     assert words == ["--resume", str(place), "--run", f"{place}-12"]
 
@@ -130,9 +131,9 @@ class Killed(BaseException):
 @pytest.mark.parametrize(
     "killed_in",
     [
-        "flatout.training.folder.write_text",
-        pytest.param("flatout.training.folder.write_config", marks=pytest.mark.faults),
-        pytest.param("flatout.training.start.carry_out", marks=pytest.mark.faults),
+        "flatout.training.run_dir.layout.write_text",
+        pytest.param("flatout.training.run_dir.layout.write_config", marks=pytest.mark.faults),
+        pytest.param("flatout.training.run.carry_out", marks=pytest.mark.faults),
     ],
 )
 def test_a_kill_while_the_length_is_written_loses_nothing(tiny_config, tmp_path, place, monkeypatch, killed_in):
@@ -144,7 +145,7 @@ def test_a_kill_while_the_length_is_written_loses_nothing(tiny_config, tmp_path,
 
     with monkeypatch.context() as patch:
         patch.setattr(killed_in, kill)
-        patch.setattr("flatout.training.folder.write_exit_code", lambda *_: None)
+        patch.setattr("flatout.training.run_dir.layout.write_exit_code", lambda *_: None)
         with pytest.raises(Killed):
             run_training(tiny_config(train__steps=6, **FALLING), place)
     assert list((place / "checkpoints").glob("step-4.aside-*"))

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 
 from flatout.commands.runs import runs
-from flatout.config import TrainConfig
-from flatout.data.tokenizer import make_tokenizer
-from flatout.data.writer import DatasetWriter
+from flatout.config.schema import TrainConfig
+from flatout.data.prepare.writer import DatasetWriter
+from flatout.data.tokenizers import make_tokenizer
 from flatout.errors import DataError, Stopped
-from flatout.loading import load_run
-from flatout.training import catalog
+from flatout.inference.load import load_run
+from flatout.training.checkpoint import catalog
 from flatout.training.evaluation import Evaluation, SetScore
-from flatout.training.folder import read_events, read_exit_code, read_summary
 from flatout.training.loop import out_of_patience
-from flatout.training.start import run_training
+from flatout.training.run import run_training
+from flatout.training.run_dir.layout import read_events, read_exit_code, read_summary
 
 LOSSES = {2: 5.0, 4: 3.0, 6: 4.0, 8: 3.0, 10: 3.5, 12: 1.0, 14: 2.0, 16: 2.0, 18: 2.0, 20: 0.5}
 """What evaluations find: the best in the first dozen steps at 4, which 8 equals and does not better."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 from stand_in import build, outcome, train
 
-from flatout.training import checkpoint
+from flatout.training.checkpoint import read_write
 
 HERE = Path(__file__).parent
 LAYOUTS = {"ddp": 2, "fsdp": 2, "fsdp4": 4, "hsdp": 4}
@@ -23,7 +23,7 @@ def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     alone = build(folder / "alone", seed=11)
     train(alone, 4)
-    checkpoint.save(alone)
+    read_write.save(alone)
     reports = {}
     for world_size in (2, 4):
         report = folder / f"report-{world_size}.json"
@@ -68,10 +68,10 @@ def test_one_process_reads_what_ranks_wrote_and_they_what_it_wrote(layout):
     there = folder / "alone" / "checkpoints" / "step-4"
     back = folder / f"{name}-again" / "checkpoints" / "step-4"
     first, second = build(folder, seed=5), build(folder, seed=6)
-    checkpoint.load(first, there)
-    said = checkpoint.load(second, back)
+    read_write.load(first, there)
+    said = read_write.load(second, back)
     assert "written by" in said[0]
-    assert checkpoint.weights_sha256(there) == checkpoint.weights_sha256(back)
+    assert read_write.weights_sha256(there) == read_write.weights_sha256(back)
     torch.manual_seed(0)
     one = outcome(first, 3)
     torch.manual_seed(0)
@@ -90,7 +90,7 @@ def test_every_rank_writes_a_share_and_no_byte_twice(layout):
     writers = {piece["file"] for entry in index.values() for piece in entry["slices"] if piece["file"].startswith("model")}
     assert len(writers) == LAYOUTS[name]
     assert len(json.loads((path / "state.json").read_text())["ranks"]) == LAYOUTS[name]
-    assert checkpoint.verify(path) == []
+    assert read_write.verify(path) == []
 
 
 def test_ranks_that_have_no_generators_stored_draw_apart(layout):

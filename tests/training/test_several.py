@@ -12,10 +12,10 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
-from flatout.config import load_config
-from flatout.training.folder import read_events
-from flatout.training.host_copy import bytes_of
-from flatout.training.start import run_training
+from flatout.config.schema import load_config
+from flatout.training.checkpoint.staging import bytes_of
+from flatout.training.run import run_training
+from flatout.training.run_dir.layout import read_events
 
 
 @pytest.fixture(scope="module")

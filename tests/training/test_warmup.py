@@ -8,8 +8,8 @@ from functools import partial
 import pytest
 import torch
 
+from flatout.assembly.selection import Decision
 from flatout.ops import newton_schulz
-from flatout.selection import Decision
 from flatout.training.evaluation import batch_shapes, evaluate
 from flatout.training.step import train_step
 from flatout.training.warmup import warm_up

@@ -1,0 +1,394 @@
+"""RunConfig: everything a run depends on, as frozen sections in which an unknown key is an error.
+
+A configuration is layered: the defaults here, then a recipe's YAML, then `section.key=value` overrides. Keys that state one
+thing in different ways (`train.steps`, `train.tokens`, `train.epochs`) replace each other between layers. Names of models,
+optimizers and speedups are only looked up when the run is built. `auto` is resolved once, when a run starts (`recipe.py`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+from flatout import trust
+from flatout.config.messages import explain as explain
+from flatout.config.overrides import nested, parse_overrides
+from flatout.documents import read_document
+from flatout.errors import ConfigError
+from flatout.registry import recipe_path
+
+FORMAT_VERSION = 1
+
+ALTERNATIVES = (
+    {"data.path", "data.mix"},
+    {"train.steps", "train.tokens", "train.epochs"},
+    {"checkpoint.every_steps", "checkpoint.every_minutes", "checkpoint.every_epochs"},
+)
+"""Keys of which one is stated at a time: setting one in a later layer clears the others."""
+
+MAPPINGS = {"data.mix"}
+"""Keys whose value is a mapping: a later layer replaces it whole."""
+
+BATCH_SIZES = {"tokens_per_step", "rows_per_device", "accumulate"}
+"""Two of these give the third: a layer that states two clears the third of the layers below."""
+
+
+class Section(BaseModel):
+    """Base of all configuration values: frozen, unknown keys refused, the text under a field is its help."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _true_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        field = cls.model_fields.get(info.field_name or "")
+        if isinstance(value, bool) and field is not None and "bool" not in str(field.annotation):
+            raise PydanticCustomError("no_number", "something else than true or false")
+        return value
+
+
+class ModelConfig(Section):
+    """Which model; its own keys are checked by the model itself when the run is built."""
+
+    model_config = ConfigDict(extra="allow")
+
+    kind: str = "transformer"
+    """A file of flatout/models, or package.module:MyModel."""
+    vocab_size: int | None = Field(None, ge=1)
+    """Rows of the embedding; None takes the data set's own vocabulary size."""
+
+    def own(self) -> dict[str, Any]:
+        """Return the keys that belong to the chosen model."""
+        return dict(self.model_extra or {})
+
+
+class DataConfig(Section):
+    """What is read, and how it is cut into windows."""
+
+    path: str | None = None
+    """Folder written by `flatout prepare`, or its address, such as s3://bucket/data. State it or mix."""
+    mix: dict[str, float] | None = None
+    """Several such folders or addresses prepared with one tokenizer, and the weight of each: {data/book: 3, data/code: 1} reads three windows
+    of the first for one of the second, in every beginning of the run to less than one window (odd ratios: as rounded to 1 in 65,536, which
+    is the smallest share). Each set is read by its own epochs and scored by itself; the validation loss is the mean by these weights."""
+    seq_len: int = Field(256, ge=1)
+    """Tokens in one training window (T)."""
+    prefetch: int = Field(4, ge=1, le=1000)
+    """Optimiser steps the feed reads ahead."""
+    document_mask: bool = False
+    """Keep attention inside each document of a window."""
+
+    @field_validator("mix", mode="before")
+    @classmethod
+    def _folders_have_weights(cls, mix: Any) -> Any:
+        example = "Write data.mix='{data/book: 3, data/code: 1}', with a space after each colon."
+        if mix is None:
+            return None
+        if not isinstance(mix, Mapping) or not mix:
+            raise ConfigError(f"data.mix={mix!r} is not a mapping of folders to weights.", fix=example)
+        for folder, weight in mix.items():
+            if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < float("inf"):
+                raise ConfigError(f"data.mix gives {folder!r} the weight {weight!r}, which is no number above 0.", fix=example)
+        return {str(folder): weight for folder, weight in mix.items()}
+
+
+class BatchConfig(Section):
+    """How many tokens one optimiser step sees. State two of the three, the third follows."""
+
+    tokens_per_step: int | None = Field(None, ge=1)
+    """Tokens per optimiser step, summed over ranks and micro-batches."""
+    rows_per_device: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    """Windows in one micro-batch of one device."""
+    accumulate: int | None = Field(None, ge=1)
+    """Micro-batches per optimiser step."""
+
+
+class OptimConfig(Section):
+    """The optimiser."""
+
+    kind: str = "adamw"
+    """A file of flatout/optimizers, or package.module:my_optimizer."""
+    lr: float = Field(1e-3, gt=0)
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's decay rates of the first and second moment."""
+    eps: float = Field(1e-8, gt=0)
+    """AdamW's term against division by zero."""
+    weight_decay: float = Field(0.1, ge=0)
+    """Decoupled weight decay; never on norms, biases and embeddings."""
+    clip: float = Field(1.0, ge=0)
+    """Largest gradient norm; 0 turns clipping off."""
+    momentum: float = Field(0.95, ge=0, lt=1)
+    """Muon's momentum."""
+
+    @model_validator(mode="after")
+    def _betas_in_range(self) -> Self:
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ConfigError(f"optim.betas={list(self.betas)} must lie in [0, 1).", fix="Set optim.betas=[0.9,0.95].")
+        return self
+
+
+class ScheduleConfig(Section):
+    """The learning rate as a function of the optimiser step."""
+
+    kind: str = "cosine"
+    """cosine, wsd (warm-up, stable, decay) or constant."""
+    warmup: int | float = Field(0.02, ge=0)
+    """Steps of linear warm-up (an int), or a fraction of the run (below 1)."""
+    decay: float = Field(0.2, gt=0, le=1)
+    """wsd: fraction of the run over which the rate falls to min_lr."""
+    min_lr: float = Field(0.0, ge=0)
+    """Learning rate of the last step."""
+
+    @model_validator(mode="after")
+    def _warmup_is_steps_or_fraction(self) -> Self:
+        if isinstance(self.warmup, float) and self.warmup >= 1:
+            raise ConfigError(
+                f"schedule.warmup={self.warmup} is neither steps nor a fraction of the run.",
+                fix=f"Write schedule.warmup={round(self.warmup)} for steps, or a fraction below 1.",
+            )
+        return self
+
+
+class TrainConfig(Section):
+    """How long, on what, and in which precision."""
+
+    steps: int | None = Field(None, ge=1)
+    """Optimiser steps. State one of steps, tokens, epochs; none means one epoch."""
+    tokens: int | None = Field(None, ge=1)
+    """Training tokens, rounded up to whole steps."""
+    epochs: float | None = Field(None, gt=0)
+    """Passes over the training tokens, in a mix those of all its sets together, rounded up to whole steps."""
+    seed: int = Field(0, ge=0, lt=2**62)
+    """Seeds the weights, the order of the data and dropout."""
+    deterministic: bool = False
+    """Use only operations whose result is the same in every run, and refuse the others. On a GPU that is slower, and the only way to get
+    two runs, or a run and a resumed one, that are equal in every bit."""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:N."""
+    precision: Literal["auto", "fp32", "fp16", "bf16"] = "auto"
+    """Arithmetic of the matrix products; weights and optimiser state stay fp32."""
+    eval_every: int = Field(0, ge=0)
+    """Steps between evaluations; 0 evaluates once, at the end."""
+    eval_tokens: Annotated[int, Field(ge=1)] | Literal["all"] = "all"
+    """Validation tokens per evaluation inside the run; the last one always takes all."""
+    patience: int = Field(0, ge=0)
+    """Evaluations in a row without a better validation loss after which the run ends, finished; 0 never ends it early. The learning rate
+    is planned for the whole run: an early end leaves it high."""
+    init_from: str | None = None
+    """Run folder (its best checkpoint) or checkpoint folder whose weights this run begins with; data, schedule, optimiser and step are new."""
+    sample_every: int = Field(0, ge=0)
+    """Steps between samples; 0 samples once, at the end."""
+    sample_prompt: str = ""
+    """Text a sample begins with; empty begins a new document."""
+
+    @model_validator(mode="after")
+    def _patience_counts_evaluations(self) -> Self:
+        if self.patience and not self.eval_every:
+            raise ConfigError(
+                f"train.patience={self.patience} counts evaluations inside the run, and train.eval_every=0 takes none.",
+                fix="Set train.eval_every to a number of steps, or leave train.patience out.",
+            )
+        return self
+
+
+class CheckpointConfig(Section):
+    """When the state is saved, and how much is kept."""
+
+    every_steps: int | None = Field(None, ge=1)
+    """Steps between saves. State at most one of the three; none means every ten minutes."""
+    every_minutes: float | None = Field(None, gt=0)
+    """Minutes between saves."""
+    every_epochs: float | None = Field(None, gt=0)
+    """Epochs between saves."""
+    keep: int = Field(2, ge=1)
+    """Newest checkpoints kept; the best one is kept beside them."""
+    dir: str | None = None
+    """Folder for checkpoints; None is RUN/checkpoints."""
+
+
+class LogConfig(Section):
+    """How often figures are written."""
+
+    every: int = Field(10, ge=1)
+    """Steps between lines of metrics.jsonl."""
+
+
+class ParallelConfig(Section):
+    """How the processes of a run share the work; their product is the number of processes."""
+
+    replicate: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    """Copies of the model (DDP); auto is what `shard` leaves."""
+    shard: int = Field(1, ge=1)
+    """Processes over which weights, gradients and optimiser state are split (fully_shard)."""
+
+
+class RunConfig(Section):
+    """One run, whole."""
+
+    format_version: int = FORMAT_VERSION
+    """Version of this file's format."""
+    name: str = "run"
+    """Name of the recipe; the run folder is named after it."""
+    model: ModelConfig = ModelConfig()
+    """The model."""
+    data: DataConfig = DataConfig()
+    """The data."""
+    batch: BatchConfig = BatchConfig()
+    """The batch."""
+    optim: OptimConfig = OptimConfig()
+    """The optimiser."""
+    schedule: ScheduleConfig = ScheduleConfig()
+    """The learning rate's course."""
+    train: TrainConfig = TrainConfig()
+    """Length, device, precision."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """Saving."""
+    log: LogConfig = LogConfig()
+    """Logging."""
+    parallel: ParallelConfig = ParallelConfig()
+    """Several processes."""
+    speedups: str | tuple[str, ...] = "auto"
+    """auto, none, a list of names, or edits of auto: auto,-compile."""
+
+    @model_validator(mode="after")
+    def _version_known(self) -> Self:
+        if self.format_version > FORMAT_VERSION:
+            raise ConfigError(
+                f"This configuration has format_version {self.format_version}; this flatout reads up to {FORMAT_VERSION}.",
+                fix="Install a newer flatout.",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _one_of_each(self) -> Self:
+        if self.schedule.min_lr > self.optim.lr:
+            raise ConfigError(
+                f"schedule.min_lr={self.schedule.min_lr:g} is above optim.lr={self.optim.lr:g}.", fix=f"Set schedule.min_lr={self.optim.lr / 10:g}."
+            )
+        for group in ALTERNATIVES:
+            stated = sorted(key for key in group if self.value(key) is not None)
+            if len(stated) > 1:
+                raise ConfigError(f"{' and '.join(stated)} state the same thing twice.", fix=f"Keep one of {', '.join(sorted(group))}.")
+        return self
+
+    def value(self, key: str) -> Any:
+        """Return the value at a dotted key, such as `optim.lr`."""
+        found: Any = self
+        for part in key.split("."):
+            found = getattr(found, part)
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, as YAML and JSON hold them."""
+        return self.model_dump(mode="json")
+
+    def references(self) -> frozenset[str]:
+        """Return every `package.module:attribute` that using this configuration imports."""
+        return trust.references_in(self.to_dict())
+
+    def digest(self) -> str:
+        """Return the SHA-256 of the canonical JSON, 64 hexadecimal characters."""
+        return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
+
+    def with_values(self, values: Mapping[str, Any]) -> RunConfig:
+        """Return a copy with dotted keys replaced, checked like any other configuration."""
+        document = self.to_dict()
+        merge(document, nested(values))
+        return validate(document)
+
+
+def load_config(recipe: str | Path | None = None, overrides: Iterable[str] = (), *, trust_code: bool = False) -> RunConfig:
+    """Return the configuration of a recipe (a name or a YAML path; None is the defaults) with overrides on top.
+
+    A recipe in a run directory is part of that run: code of its own that it names takes `trust_code`, as the run does.
+    Raises: ConfigError for an unknown recipe, key or value, with the nearest name; UntrustedCode.
+    """
+    document: dict[str, Any] = {}
+    path = recipe_path(recipe) if recipe is not None else None
+    if path is not None:
+        document = read_document(path)
+        document.setdefault("name", path.stem)
+    layer = nested(parse_overrides(overrides, RunConfig))
+    stated = BATCH_SIZES & (layer.get("batch") or {}).keys()
+    if len(stated) == 2 and isinstance(document.get("batch"), dict):
+        document["batch"].pop((BATCH_SIZES - stated).pop(), None)
+    merge(document, layer)
+    try:
+        config = validate(document)
+    except ConfigError as error:
+        raise _placed(error, path) from error
+    for folder in {path.parent, path.resolve().parent} if path is not None and not trust_code else ():
+        if trust.is_run_folder(folder):
+            trust.require_trusted(folder, config.references(), named=trust.references_in(layer))
+    return config
+
+
+def _placed(error: ConfigError, path: Path | None) -> ConfigError:
+    """Return the error with the recipe's file in it, when the mistake is in there and not in an override."""
+    try:
+        validate(read_document(path) if path else {}, file=path)
+    except ConfigError as own:
+        return own if own.what == f"{path}: {error.what}" else error
+    return error
+
+
+def merge(document: dict[str, Any], layer: Mapping[str, Any], prefix: str = "") -> None:
+    """Lay `layer` over `document` in place; a key that states the same as others clears theirs of the layers below."""
+    for key, value in layer.items():
+        dotted = f"{prefix}{key}"
+        if isinstance(value, Mapping) and dotted not in MAPPINGS:
+            if not isinstance(document.setdefault(key, {}), dict):
+                document[key] = {}
+            merge(document[key], value, f"{dotted}.")
+            continue
+        for group in ALTERNATIVES:
+            if dotted in group and value is not None:
+                for other in {name.rpartition(".")[2] for name in group} - layer.keys():
+                    document.pop(other, None)
+        document[key] = value
+
+
+def validate(document: Mapping[str, Any], *, file: Path | None = None) -> RunConfig:
+    """Return the checked configuration; a section left empty is its defaults.
+
+    Raises: ConfigError naming the key, the nearest known one when it is unknown, and the file in which it stands when that is given.
+    """
+    try:
+        return _checked(document)
+    except ConfigError as error:
+        raise error if file is None else ConfigError(f"{file}: {error.what}", fix=error.fix) from error
+
+
+def _checked(document: Mapping[str, Any]) -> RunConfig:
+    try:
+        return RunConfig.model_validate({key: value for key, value in document.items() if value is not None})
+    except ValidationError as error:
+        raise explain(error, RunConfig) from error
+
+
+def difference(stored: RunConfig, wanted: RunConfig, *, free: Iterable[str] = ()) -> list[str]:
+    """Return the keys in which `wanted` contradicts `stored`, as `key: stored -> wanted`.
+
+    What `wanted` leaves open (None, auto) contradicts nothing, nor do keys that begin with an entry of `free`.
+    """
+    old, new = flat(stored.to_dict()), flat(wanted.to_dict())
+    changed = (key for key, value in new.items() if value not in (None, "auto") and old.get(key) != value)
+    return [f"{key}: {old.get(key)} -> {new[key]}" for key in changed if not key.startswith(tuple(free))]
+
+
+def flat(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested sections as one mapping with dotted keys."""
+    found: dict[str, Any] = {}
+    for key, value in document.items():
+        if isinstance(value, Mapping) and f"{prefix}{key}" not in MAPPINGS:
+            found.update(flat(value, f"{prefix}{key}."))
+        else:
+            found[f"{prefix}{key}"] = value
+    return found

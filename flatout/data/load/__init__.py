@@ -1,0 +1,1 @@
+"""What feeds every step: batches in order, the feed, length buckets."""

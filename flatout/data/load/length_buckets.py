@@ -1,0 +1,174 @@
+"""Documents read one a row, in batches of rows of about the same length: for data that is not to be packed.
+
+A document longer than data.seq_len is cut into rows of that many inputs. Rows are padded to one of a few lengths, seq_len and its
+halves, and the rows of a step all have one of them: twice as many where they are half as long, so that every step has the same
+number of positions. What is left over of a length at the end of an epoch goes into the next longer rows; only the last step of
+the longest may have empty ones. Every target of the split is read once an epoch.
+
+An epoch's plan, which rows make which step and in what order, is a function of (seed, epoch, lengths), evaluated where it is asked for.
+A position is an index into the plans of all epochs.
+
+Letters in names: N rows of a rank's step, T tokens of a row, W = T + 1.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from flatout.data.load.batches import FeedPlan, Shape, StepRead
+from flatout.data.store.order import shuffled
+from flatout.data.store.shards import Split
+from flatout.errors import DataError
+from flatout.progress import SILENT, Progress
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+MOST_LENGTHS = 4
+SHORTEST = 16
+"""Rows are halved so far: shorter ones would not fill a device."""
+
+
+class _Bucket(NamedTuple):
+    """The rows of one length."""
+
+    seq_len: int
+    first: int
+    """Its first row among all, sorted by bucket."""
+    own: int
+    """Rows of this length."""
+    pool: int
+    """With those that the next shorter bucket leaves over in each epoch."""
+    rows_per_step: int
+    """Over all ranks and micro-batches."""
+    num_steps: int
+    """Of an epoch."""
+
+
+class BucketedSteps:
+    """Steps of documents, one a row, of a few fixed shapes. A position counts steps over all epochs.
+
+    Memory: 12 bytes a row.
+    """
+
+    has_mask = True
+    has_document_ids = False
+    """A row is one document, so attention has nothing to keep apart."""
+
+    def __init__(self, split: Split, plan: FeedPlan, _windows: object) -> None:
+        starts, sizes = rows_of(split.document_ends, plan.seq_len)
+        if not len(starts):
+            raise DataError(f"The {split.name} split has no document of two tokens.", fix="Prepare more text.")
+        lengths = row_lengths(plan.seq_len)
+        of_bucket = np.searchsorted(lengths, sizes)
+        by_bucket = np.argsort(of_bucket, kind="stable")
+        self.plan, self.dtype = plan, split.dtype
+        self._split, self._starts, self._sizes = split, starts[by_bucket], sizes[by_bucket].astype(np.int32)
+        self._buckets = _buckets(lengths, np.bincount(of_bucket, minlength=len(lengths)), plan)
+        self._first_step = np.cumsum([0, *(bucket.num_steps for bucket in self._buckets)])
+        self.shapes = tuple(self._shape(bucket) for bucket in reversed(self._buckets))
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of an epoch."""
+        return int(self._first_step[-1])
+
+    @property
+    def steps_per_epoch(self) -> float:
+        """Steps of an epoch, a whole number of them."""
+        return self.num_steps
+
+    @property
+    def tokens_per_epoch(self) -> int:
+        """Targets of all documents."""
+        return int(self._sizes.sum())
+
+    def shape_at(self, position: int) -> Shape:
+        """Return the shape of the step at `position`."""
+        return self._shape(self._buckets[self._step(position)[0]])
+
+    def read(self, position: int, windows_NW: Array, mask_NT: Array | None, doc_ids_NT: Array | None) -> StepRead:
+        """Write this rank's rows of the step at `position`, 0 and False behind a document's end, and return what all ranks read.
+
+        Shapes:  windows_NW (N, T + 1); mask_NT (N, T); doc_ids_NT None.
+        """
+        number, group = self._step(position)
+        bucket = self._buckets[number]
+        first = group * bucket.rows_per_step
+        rows = self._drawn(number, position // self.num_steps, np.arange(first, min(first + bucket.rows_per_step, bucket.pool)))
+        places = self.plan.places(self._shape(bucket).rows)
+        there = places < len(rows)
+        starts, sizes = np.zeros(len(places), np.int64), np.zeros(len(places), np.int64)
+        starts[there], sizes[there] = self._starts[rows[places[there]]], self._sizes[rows[places[there]]]
+        self._split.read_spans(starts, np.where(there, sizes + 1, 0), windows_NW)
+        assert mask_NT is not None, "a bucket's rows have a mask always"
+        if self._split.has_mask:
+            self._split.read_mask_spans(starts + 1, sizes, mask_NT)
+        else:
+            mask_NT[:] = np.arange(bucket.seq_len) < sizes[:, np.newaxis]
+        return StepRead(position + 1, int(self._sizes[rows].sum()), len(rows))
+
+    def prime(self, position: int, steps: int, progress: Progress = SILENT) -> None:
+        """Do nothing: rows are read from the shards."""
+
+    def _shape(self, bucket: _Bucket) -> Shape:
+        return Shape(self.plan.rows_per_device * (self.plan.seq_len // bucket.seq_len), bucket.seq_len)
+
+    def _step(self, position: int) -> tuple[int, int]:
+        """Return which bucket the step at `position` is of, and which of its steps in this epoch."""
+        step = int(shuffled(np.array([position]), self.num_steps, seed=self._seed(0))[0])
+        number = int(np.searchsorted(self._first_step, step, side="right")) - 1
+        return number, step - int(self._first_step[number])
+
+    def _drawn(self, number: int, epoch: int, items: Array) -> Array:
+        """Return the rows at places `items` of a bucket's order in an epoch; those left over of the shorter one are behind its own.
+
+        Shapes:  items (rows,), below the bucket's pool; returns (rows,).
+        """
+        bucket = self._buckets[number]
+        drawn = shuffled(epoch * bucket.pool + items, bucket.pool, seed=self._seed(number + 1))
+        rows = bucket.first + drawn
+        carried = np.flatnonzero(drawn >= bucket.own)
+        if len(carried):
+            shorter = self._buckets[number - 1]
+            left_over = shorter.num_steps * shorter.rows_per_step + drawn[carried] - bucket.own
+            rows[carried] = self._drawn(number - 1, epoch, left_over)
+        return rows
+
+    def _seed(self, order: int) -> int:
+        """Return a seed for each of the orders: that of the steps, and that of each bucket's rows."""
+        return self.plan.seed * (MOST_LENGTHS + 1) + order
+
+
+def rows_of(document_ends: Array, seq_len: int) -> tuple[Array, Array]:
+    """Return where each row starts and how many inputs it has: a document's tokens but the last, at most seq_len of them.
+
+    Shapes:  document_ends (documents,), ascending; returns (rows,) and (rows,).
+    """
+    begins = np.concatenate([[0], document_ends[:-1]]).astype(np.int64)
+    inputs = document_ends - begins - 1
+    counts = -(-inputs // seq_len)
+    within = (np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)) * seq_len
+    return np.repeat(begins, counts) + within, np.minimum(np.repeat(inputs, counts) - within, seq_len)
+
+
+def row_lengths(seq_len: int) -> list[int]:
+    """Return the lengths of rows, ascending: seq_len and its whole halves, not below SHORTEST."""
+    lengths = [seq_len]
+    while len(lengths) < MOST_LENGTHS and lengths[0] % 2 == 0 and lengths[0] // 2 >= SHORTEST:
+        lengths.insert(0, lengths[0] // 2)
+    return lengths
+
+
+def _buckets(lengths: list[int], counts: Array, plan: FeedPlan) -> list[_Bucket]:
+    found, first, carried = [], 0, 0
+    for seq_len, own in zip(lengths, counts.tolist(), strict=True):
+        rows_per_step = plan.windows_per_step * (plan.seq_len // seq_len)
+        pool = own + carried
+        num_steps, carried = divmod(pool, rows_per_step)
+        if seq_len == plan.seq_len and carried:
+            num_steps += 1
+        found.append(_Bucket(seq_len, first, own, pool, rows_per_step, num_steps))
+        first += own
+    return found

@@ -1,0 +1,1 @@
+"""From text to packed shards, once: inputs, tokenizing in workers, merging."""

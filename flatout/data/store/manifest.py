@@ -1,0 +1,205 @@
+"""manifest.json: what a data set folder holds. It is written last, so a folder that has one is whole."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from flatout.errors import DataError, in_shell
+from flatout.files import BLOCK_BYTES as BLOCK_BYTES
+from flatout.files import FileEntry as FileEntry
+from flatout.recognised import read_regular, recognise
+from flatout.registry import nearest
+
+FORMAT_VERSION = 2
+"""From 2 on a manifest has a digest of its own content."""
+MANIFEST = "manifest.json"
+TOKENIZER = "tokenizer.json"
+
+SplitName = Literal["train", "val"]
+SPLITS: tuple[SplitName, ...] = ("train", "val")
+
+
+class _Entry(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class SplitEntry(_Entry):
+    """One split: its shards of tokens, where its documents end, and the optional loss mask."""
+
+    tokens: int = Field(ge=0)
+    """Tokens, end-of-text tokens included."""
+    documents: int = Field(ge=0)
+    """Documents."""
+    text_bytes: int = Field(ge=0)
+    """UTF-8 bytes of the text the tokens came from: what bits per byte divides by."""
+    shards: tuple[FileEntry, ...]
+    """Token files, in order."""
+    document_ends: FileEntry
+    """Little-endian int64: the position after each document's last token."""
+    masks: tuple[FileEntry, ...] = ()
+    """One uint8 a token, 0 where a target does not count: one file a shard, or none at all."""
+
+
+class TokenizerEntry(_Entry):
+    """The tokenizer, which lies in the folder."""
+
+    name: str
+    """What it is called."""
+    file: str = Field(TOKENIZER, pattern=r"^\w[\w.-]*$")
+    """Its file inside the folder."""
+    digest: str
+    """SHA-256 of that file."""
+
+
+class SkippedEntry(_Entry):
+    """Rows of the source that were left out, by reason."""
+
+    reason: str
+    """Why."""
+    count: int = Field(ge=1)
+    """How many."""
+    first: tuple[str, ...] = ()
+    """Where the first of them were."""
+
+
+class Manifest(_Entry):
+    """A data set folder, whole."""
+
+    format_version: int = FORMAT_VERSION
+    """Version of this folder's format."""
+    dtype: Literal["uint16", "uint32"]
+    """How one token is stored, little-endian."""
+    vocab_size: int = Field(ge=1)
+    """Token ids are below this."""
+    tokenizer: TokenizerEntry
+    """The tokenizer that made the tokens."""
+    splits: dict[SplitName, SplitEntry]
+    """train and val."""
+    source: dict[str, Any]
+    """Where the text came from, with every parameter that shaped it."""
+    split_rule: str
+    """How documents were told apart into train and val."""
+    skipped: tuple[SkippedEntry, ...] = ()
+    """What was left out."""
+    cut_documents: int = Field(0, ge=0)
+    """Documents that were cut where validation begins; both splits count them."""
+    sha256: str | None = None
+    """Digest of all the rest of this document; none in format 1."""
+
+    def sealed(self) -> Self:
+        """Return this manifest with its digest."""
+        return self.model_copy(update={"sha256": _digest(json.loads(self.model_dump_json()))})
+
+    @property
+    def files(self) -> tuple[FileEntry, ...]:
+        """Every file of the folder but the tokenizer's and this one."""
+        return tuple(entry for split in self.splits.values() for entry in (*split.shards, *split.masks, split.document_ends))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all splits."""
+        return sum(split.tokens for split in self.splits.values())
+
+    @property
+    def documents(self) -> int:
+        """Documents of all splits; one that was cut is one."""
+        return sum(split.documents for split in self.splits.values()) - self.cut_documents
+
+    @property
+    def text_bytes(self) -> int:
+        """Text bytes of all splits."""
+        return sum(split.text_bytes for split in self.splits.values())
+
+
+def token_dtype(vocab_size: int) -> Literal["uint16", "uint32"]:
+    """Return the smallest stored type that holds every id below `vocab_size`."""
+    return "uint16" if vocab_size <= 1 << 16 else "uint32"
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Return the manifest of a data set folder.
+
+    Raises: DataError when there is none, it cannot be read, or its format is newer than this flatout.
+    """
+    path = folder / MANIFEST
+    if (folder / "index.json").is_file():  # a checkpoint, whose manifest is another
+        raise _no_dataset(folder)
+    try:
+        text = read_regular(path)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise _no_dataset(folder) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(
+            f"Cannot read {path}: {getattr(error, 'strerror', error)}.", fix="Check its permissions, or prepare the data set again."
+        ) from error
+    return parse_manifest(text, path)
+
+
+def _no_dataset(folder: Path) -> DataError:
+    """Return the error for a path that is no data set: what is there instead, and how to come to one."""
+    known = recognise(folder)
+    if known is not None:
+        return DataError(known.instead_of("a prepared dataset"), fix=known.fix)
+    if folder.is_file():
+        fix = f"Prepare it with `flatout prepare {in_shell(folder)} --out {in_shell(f'data/{folder.stem}')}`, and name that folder."
+        return DataError(f"{folder} is a file, not a data set folder.", fix=fix)
+    if folder.is_dir() and any(folder.iterdir()):
+        fix = "Name another folder, or prepare one with `flatout prepare SOURCE --out data/mine`."
+        return DataError(f"{folder} has no {MANIFEST}: it is not a whole data set.", fix=fix)
+    beside = [path.parent.name for path in folder.parent.glob(f"*/{MANIFEST}")] if folder.name else []
+    guess = nearest(folder.name, beside)
+    hint = f"Did you mean {str(folder.parent / guess)!r}? If not: prepare" if guess else "Prepare"
+    missing = f"{folder} has no {MANIFEST}: it is empty" if folder.is_dir() else f"There is no data set folder {folder}"
+    return DataError(f"{missing}.", fix=f"{hint} it with `flatout prepare SOURCE --out {in_shell(folder)}`.")
+
+
+def parse_manifest(text: str, path: Path | str) -> Manifest:
+    """Return the manifest that a file holds.
+
+    Raises: DataError naming the file when it is none, or its format is newer than this flatout.
+    """
+    try:
+        version = _Version.model_validate_json(text).format_version
+        if version <= FORMAT_VERSION:
+            manifest = Manifest.model_validate_json(text)
+            _require_own_digest(manifest, text, path)
+            return manifest
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        what = f"{path} is not a manifest: {where + ': ' if where else ''}{first['msg'].lower()}."
+        raise DataError(what, fix="Prepare the data set again into another folder.") from error
+    raise DataError(
+        f"{path} has format_version {version}; this flatout reads up to {FORMAT_VERSION}.",
+        fix="Install a newer flatout, or prepare the data set again.",
+    )
+
+
+def _require_own_digest(manifest: Manifest, text: str, path: Path | str) -> None:
+    """Check that what a manifest says is what was written; one of format 1 may have no digest that tells.
+
+    Raises: DataError.
+    """
+    sealed = manifest.sha256 is not None or manifest.format_version > 1
+    if sealed and _digest(json.loads(text)) != manifest.sha256:
+        raise DataError(
+            f"{path} is damaged: its content does not match its digest.",
+            fix="Restore it from a copy, or prepare the data set again into another folder.",
+        )
+
+
+def _digest(document: dict[str, Any]) -> str:
+    """Return the digest of a manifest's document, but for the digest in it."""
+    rest = {key: value for key, value in document.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+class _Version(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+    format_version: int

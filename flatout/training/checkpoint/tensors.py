@@ -1,0 +1,243 @@
+"""Tensors as slices in safetensors files: each rank writes its own part, and any number of ranks reads what it needs.
+
+A tensor has one dtype and one global shape; a slice is a box of it, given by offset and shape. DTensors are cut as they lie on
+the ranks; of equal copies one rank writes each, so that the work is shared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+# The public API tells a DTensor's local part, but not where it lies in the whole; torch's own checkpoints use this too.
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from flatout.errors import CheckpointError
+from flatout.files import way_out
+from flatout.models.split_weights import whole
+from flatout.progress import Task
+
+
+@dataclass(frozen=True)
+class Slice:
+    """One box of a tensor, and the file that holds it under the tensor's name."""
+
+    file: str
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a checkpoint."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    slices: tuple[Slice, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, as JSON holds them."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, document: Mapping[str, Any]) -> Entry:
+        """Return the entry that `to_dict` described."""
+        slices = tuple(Slice(str(s["file"]), _sizes(s["offset"]), _sizes(s["shape"])) for s in document["slices"])
+        return cls(str(document["dtype"]), _sizes(document["shape"]), slices)
+
+
+def _sizes(values: Sequence[Any]) -> tuple[int, ...]:
+    """Return the numbers of a shape or an offset.
+
+    Raises: CheckpointError when one is no number from 0 up.
+    """
+    if not isinstance(values, (list, tuple)) or any(type(value) is not int or value < 0 for value in values):
+        raise CheckpointError(f"The index of the checkpoint is damaged: {values!r} is not a shape.", fix="Use another checkpoint.")
+    return tuple(values)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a DTensor, or the tensor itself; both share memory with `tensor`.
+
+    Shapes: tensor of any shape; the result has the shape of the part.
+    """
+    with torch.no_grad():
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def offset_of(tensor: Tensor) -> tuple[int, ...]:
+    """Return where this rank's part begins in the whole tensor.
+
+    Shapes: tensor of any shape; one number a dimension.
+    """
+    if isinstance(tensor, DTensor):
+        _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        return tuple(offset)
+    return (0,) * tensor.dim()
+
+
+def owned(tensors: Mapping[str, Tensor], *, rank: int, world_size: int) -> dict[str, Tensor]:
+    """Return the tensors of which this rank writes its part: each byte of each tensor is written by exactly one rank.
+
+    The copies of DTensors take turns; whole tensors, which every rank holds alike, are dealt out by size.
+
+    Shapes: tensors of any shape, unchanged.
+    """
+    mine: dict[str, Tensor] = {}
+    load, dealt = [0] * world_size, 0
+    for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].numel(), item[0])):
+        if isinstance(tensor, DTensor):
+            copy, copies = _copy_of(tensor)
+            if dealt % copies == copy and local_part(tensor).numel():
+                mine[name] = tensor
+            dealt += 1
+            continue
+        writer = load.index(min(load))
+        load[writer] += max(tensor.numel() * tensor.element_size(), 1)
+        if writer == rank:
+            mine[name] = tensor
+    return mine
+
+
+def entries(file: str, tensors: Mapping[str, Tensor]) -> dict[str, Entry]:
+    """Return the entries of `tensors`, each with the one slice that this rank writes to `file`.
+
+    Shapes: tensors of any shape.
+    """
+    return {
+        name: Entry(_dtype_name(tensor), tuple(tensor.shape), (Slice(file, offset_of(tensor), tuple(local_part(tensor).shape)),))
+        for name, tensor in tensors.items()
+    }
+
+
+def write(path: Path, parts: Mapping[str, Tensor]) -> None:
+    """Write this rank's parts of tensors to one file, those that lie in memory in two parts joined. Lets other threads go on meanwhile.
+
+    Shapes: parts of any shape.
+    """
+    save_file({name: whole(part).contiguous().cpu() for name, part in parts.items()}, path)
+
+
+def merge(parts: Iterable[Mapping[str, Entry]]) -> dict[str, Entry]:
+    """Return one index from those of all ranks."""
+    merged: dict[str, Entry] = {}
+    for part in parts:
+        for name, entry in part.items():
+            known = merged.get(name)
+            merged[name] = entry if known is None else Entry(entry.dtype, entry.shape, known.slices + entry.slices)
+    return merged
+
+
+def files_needed(targets: Mapping[str, Tensor], index: Mapping[str, Entry]) -> set[str]:
+    """Return the files that hold a part of what `fill` will read on this rank.
+
+    Shapes: targets of any shape.
+    """
+    files: set[str] = set()
+    for name, target in targets.items():
+        start, shape = offset_of(target), local_part(target).shape
+        files.update(piece.file for piece in index[name].slices if _overlap(start, shape, piece) is not None)
+    return files
+
+
+def check_fits(targets: Mapping[str, Tensor], index: Mapping[str, Entry], *, prefix: str, source: Path) -> None:
+    """Do nothing when the tensors stored under `prefix` are exactly `targets`, in shape and dtype.
+
+    Shapes: targets of any shape.
+    Raises: CheckpointError naming the first tensor that does not fit.
+    """
+    fix = "Resume with the model, the optimizer and the torch that wrote it."
+    stored = {name for name in index if name.startswith(prefix)}
+    for name in sorted(stored ^ set(targets)):
+        which = "has no tensor" if name not in stored else "has a tensor that this run lacks,"
+        raise CheckpointError(f"{source} {which} {name}.", fix=fix)
+    for name, target in targets.items():
+        entry = index[name]
+        if (entry.shape, entry.dtype) != (tuple(target.shape), _dtype_name(target)):
+            raise CheckpointError(
+                f"{name} is {entry.dtype} {list(entry.shape)} in {source} and {_dtype_name(target)} {list(target.shape)} in this run.", fix=fix
+            )
+
+
+def fill(targets: Mapping[str, Tensor], index: Mapping[str, Entry], folder: Path, task: Task) -> None:
+    """Copy the stored values into this rank's parts of `targets`, in place, reading only the slices that overlap them.
+
+    Shapes: targets of any shape, equal to the stored ones.
+    Raises: CheckpointError when the slices of a tensor leave a part of it uncovered.
+    """
+    with ExitStack() as stack, torch.no_grad():
+        files: dict[str, Any] = {}
+        for name, target in targets.items():
+            part, start = local_part(target), offset_of(target)
+            covered = 0
+            for piece in index[name].slices:
+                box = _overlap(start, part.shape, piece)
+                if box is None:
+                    continue
+                if piece.file not in files:
+                    files[piece.file] = stack.enter_context(_opened(folder / piece.file))
+                here = tuple(slice(low - s, high - s) for (low, high), s in zip(box, start, strict=True))
+                there = tuple(slice(low - s, high - s) for (low, high), s in zip(box, piece.offset, strict=True))
+                values = files[piece.file].get_slice(name)[there] if there else files[piece.file].get_tensor(name)
+                part[here].copy_(values)
+                covered += values.numel()
+            if covered != part.numel():
+                raise CheckpointError(f"The slices of {name} in {folder} do not cover it.", fix="Use another checkpoint.")
+            task.advance(part.numel() * part.element_size())
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except RuntimeError as error:  # torch's own, which opens the file, where the disk refuses
+        raise CheckpointError(f"Cannot read {path}: {error}.", fix=way_out(error)) from error
+
+
+def empty(entry: Entry) -> Tensor:
+    """Return a whole tensor of an entry's dtype and shape, on the CPU, not yet filled.
+
+    Shapes: the entry's.
+    """
+    return torch.empty(entry.shape, dtype=dtype_of(entry))
+
+
+def dtype_of(entry: Entry) -> torch.dtype:
+    """Return the torch dtype of an entry.
+
+    Raises: CheckpointError when this torch has no such dtype.
+    """
+    dtype = getattr(torch, entry.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointError(f"The checkpoint holds tensors of type {entry.dtype}, which this torch lacks.", fix="Install a newer torch.")
+    return dtype
+
+
+def _copy_of(tensor: DTensor) -> tuple[int, int]:
+    """Return which of how many equal copies of a DTensor's part this rank holds."""
+    copy, copies = 0, 1
+    place = tensor.device_mesh.get_coordinate() or [0] * tensor.device_mesh.ndim
+    for size, coordinate, placement in zip(tensor.device_mesh.shape, place, tensor.placements, strict=True):
+        if placement.is_replicate():
+            copy, copies = copy * size + coordinate, copies * size
+    return copy, copies
+
+
+def _dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _overlap(start: tuple[int, ...], shape: tuple[int, ...], piece: Slice) -> list[tuple[int, int]] | None:
+    """Return what a box of the whole tensor and a slice have in common, as bounds a dimension; None when that is nothing."""
+    lows = [max(a, b) for a, b in zip(start, piece.offset, strict=True)]
+    highs = [min(a + m, b + n) for a, m, b, n in zip(start, shape, piece.offset, piece.shape, strict=True)]
+    box = list(zip(lows, highs, strict=True))
+    return box if all(low < high for low, high in box) else None

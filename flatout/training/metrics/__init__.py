@@ -1,0 +1,1 @@
+"""What a run measures of itself: the log, clocks, observers, compilations."""

@@ -1,0 +1,114 @@
+"""Slots are filled at most once, transforms wrap in one order, promises can be broken."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from flatout.assembly.recipe import (
+    PLAIN,
+    STAGES,
+    ImmediateReadback,
+    Lazy,
+    MicroBatchPlan,
+    Promise,
+    Speedup,
+    Transform,
+    baseline,
+    gpu_below,
+    rows_people_write,
+    uses_gpu,
+)
+from flatout.config.schema import load_config
+from flatout.errors import ConfigError
+from flatout.hardware import Gpu, Machine
+
+CPU = Machine("a CPU", 2, 8.0, (), "3.11")
+TURING = Machine("a CPU", 2, 8.0, (Gpu("a T4", 16.0, (7, 5), "1"),), "3.11")
+
+
+def speedup(name: str, *slots: str, transform: Transform | None = None) -> Speedup:
+    return Speedup(name=name, saves="nothing", promise=Promise.exact(), fills=dict.fromkeys(slots, name), transform=transform)
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "rows_per_rank", "fitting", "rows"),
+    [
+        (64, 64, 99, 8),
+        (1_024, 24, 99, 12),
+        (8_192, 128, 99, 8),
+        (32_768, 16, 99, 4),
+        (131_073, 4, 99, 1),
+        (1_024, 7, 99, 7),
+        (1_024, 512, 3, 2),
+        (1_024, 512, 0, 1),
+    ],
+)
+def test_the_plain_micro_batch_is_what_people_write_and_the_memory_holds(monkeypatch, seq_len, rows_per_rank, fitting, rows):
+    monkeypatch.setattr(MicroBatchPlan, "fits", lambda self, rows: rows <= fitting)
+    assert rows_people_write(MicroBatchPlan(SimpleNamespace(seq_len=seq_len), rows_per_rank, "cpu", 0)) == rows
+
+
+def test_baseline_fills_every_slot_the_plain_way():
+    recipe = baseline()
+    assert dict(recipe.slots) == dict(PLAIN)
+    assert not recipe.filled_by
+    assert not recipe.transforms
+
+
+@pytest.mark.parametrize("slot", [slot for slot, value in PLAIN.items() if isinstance(value, Lazy)])
+def test_every_lazy_part_of_the_baseline_exists(slot):
+    assert callable(baseline().part(slot))
+
+
+def test_a_speedup_replaces_its_slots_and_no_other():
+    recipe = baseline().with_speedup(speedup("a", "matmul"))
+    assert recipe.part("matmul") == "a"
+    assert {slot for slot in PLAIN if recipe.slots[slot] != PLAIN[slot]} == {"matmul"}
+    assert baseline().part("matmul") == "highest"
+
+
+def test_two_that_fill_one_slot_are_refused_by_name():
+    with pytest.raises(ConfigError, match="'a' and 'b' both fill the slot 'matmul'"):
+        baseline().with_speedup(speedup("a", "matmul")).with_speedup(speedup("b", "feed", "matmul"))
+
+
+def test_a_slot_that_does_not_exist_is_refused():
+    with pytest.raises(ConfigError, match="'nowhere', which is no slot"):
+        baseline().with_speedup(speedup("a", "nowhere"))
+
+
+def test_transforms_wrap_in_the_one_right_order_however_they_were_added():
+    recipe = baseline()
+    for stage in reversed(STAGES):
+        recipe = recipe.with_speedup(speedup(stage, transform=Transform(stage, lambda model, mesh: model)))
+    assert [t.stage for t in recipe.ordered_transforms()] == list(STAGES)
+
+
+def test_promises():
+    assert Promise.exact().holds([1.0, 2.0], [1.0, 2.0])
+    assert not Promise.exact().holds([1.0, 2.0000001], [1.0, 2.0])
+    assert Promise.rounding(rtol=0.1).holds([1.05], [1.0])
+    assert not Promise.rounding(rtol=0.1).holds([1.2], [1.0])
+    assert not Promise.rounding(rtol=0.1).holds([float("nan")], [1.0])
+    assert not Promise.rounding(rtol=0.1).holds([1.0], [1.0, 1.0])
+
+
+def test_the_device_a_run_will_use_is_known_before_torch_is():
+    assert not uses_gpu(CPU, load_config())
+    assert uses_gpu(TURING, load_config())
+    assert not uses_gpu(TURING, load_config(None, ["train.device=cpu"]))
+
+
+def test_a_gpu_that_is_too_old_is_named_with_what_it_has():
+    assert gpu_below(TURING, (8, 0), "bfloat16") == "bfloat16 needs compute capability 8.0; the a T4 has 7.5."
+    assert gpu_below(TURING, (7, 0), "float16") is None
+
+
+def test_plain_logging_reads_every_step_and_keeps_those_due():
+    readback = ImmediateReadback()
+    readback.push(1, {"loss": 3.0}, due=False)
+    readback.push(2, {"loss": 2.0}, due=True)
+    assert readback.ready() == [(2, {"loss": 2.0})]
+    assert readback.ready(flush=True) == []

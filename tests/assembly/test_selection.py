@@ -1,0 +1,335 @@
+"""Wish, machine and table give every speedup a decision and a reason."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from flatout.assembly.selection import Decision, all_speedups, assemble, auto_table, is_measured, naming, parse_wish, select, settled
+from flatout.config.schema import load_config
+from flatout.errors import ConfigError, HardwareError
+from flatout.hardware import Gpu, Machine
+from flatout.registry import RECIPES, SPEEDUPS
+
+CPU = Machine("a CPU", 2, 8.0, (), "3.11")
+NARROW = Machine("a CPU", 2, 8.0, (), "3.11", cpu_multiplies_bf16=True)
+HOPPER = Machine("a CPU", 2, 8.0, (Gpu("NVIDIA H200", 141.0, (9, 0), "1"),), "3.11")
+TURING = Machine("a CPU", 2, 8.0, (Gpu("Tesla T4", 16.0, (7, 5), "1"),), "3.11")
+
+
+def on(wish: str, machine: Machine = CPU, *more: str, **facts: object) -> set[str]:
+    return {d.name for d in select(load_config(None, [f"speedups={wish}", *more]), machine, **facts) if d.on}
+
+
+def test_every_file_is_one_speedup_of_that_name_with_a_decision_and_a_reason():
+    decisions = select(load_config(), CPU)
+    assert sorted(d.name for d in decisions) == SPEEDUPS.names() == sorted(s.name for s in all_speedups())
+    assert all(d.reason for d in decisions)
+
+
+def test_the_table_of_auto_names_only_speedups_and_devices_that_exist():
+    assert set(auto_table()) <= set(SPEEDUPS.names())
+    for row in auto_table().values():
+        assert set(row) <= {"cpu", "cuda"}
+        for entry in row.values():
+            assert set(entry) <= {"on", "measured", "from_minutes", "because", "unless", "with"}
+            assert entry.get("measured", True) is True, "what is not measured has no such key"
+            assert {*entry.get("unless", ()), *entry.get("with", ())} <= set(SPEEDUPS.names())
+
+
+def test_no_row_for_gpus_is_measured_and_what_cannot_run_there_needs_no_row():
+    found = {s.name: is_measured(s, load_config(), HOPPER, "cuda") for s in all_speedups()}
+    assert {name for name, row in auto_table().items() if "cuda" in row} <= {name for name, measured in found.items() if measured is False}
+    assert found["bf16-products"] is None
+    assert is_measured(SPEEDUPS.get("kept-memory"), load_config(), CPU, "cpu") is True
+    assert is_measured(SPEEDUPS.get("async-checkpoints"), load_config(), CPU, "cpu") is False
+
+
+def test_none_is_the_baseline():
+    assert on("none") == set()
+
+
+def test_a_list_is_exactly_that_list():
+    assert on("prefetch,fused-adamw") == {"prefetch", "fused-adamw"}
+
+
+def test_edits_change_auto_by_what_they_name():
+    auto = on("auto")
+    assert "fused-adamw" in auto
+    assert on("auto,-fused-adamw,+bf16") == (auto - {"fused-adamw"}) | {"bf16"}
+    assert on("-fused-adamw") == auto - {"fused-adamw"}
+
+
+def test_a_wish_is_named_upon():
+    assert naming("auto,-fused_adamw,-bf16", ["fused-adamw", "compile"]) == "auto,-bf16,+fused-adamw,+compile"
+    assert naming(("bf16",), ["compile"]) == "bf16,compile"
+    assert on(naming("-fused-adamw", ["fused-adamw"])) == on("auto")
+
+
+def test_underscores_are_as_good_as_hyphens():
+    assert parse_wish("fused_adamw").named == ("fused-adamw",)
+
+
+@pytest.mark.parametrize(
+    ("wish", "message"),
+    [
+        ("auto,-fusedadamw", "Did you mean 'fused-adamw'"),
+        ("none,bf16", "none and for some"),
+        ("compile,-compile", "'compile' and leaves it out"),
+        ("auto,-fused_adamw,+fused-adamw", "'fused-adamw' and leaves it out"),
+    ],
+)
+def test_a_wish_that_cannot_be_read_is_refused(wish, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_wish(wish)
+
+
+def test_what_cannot_run_is_off_under_auto_and_refused_when_named():
+    off = next(d for d in select(load_config(), CPU) if d.name == "tf32")
+    assert not off.on
+    assert "on the CPU" in off.reason
+    with pytest.raises(HardwareError, match=r"'tf32' cannot be used.*on the CPU"):
+        on("tf32")
+
+
+def test_a_gpu_without_bfloat16_is_told_so():
+    assert on("auto", TURING, device="cuda") & {"bf16", "fp16"} == {"fp16"}, "float16 is the next best"
+    assert on("auto", HOPPER, device="cuda") & {"bf16", "fp16"} == {"bf16"}
+    with pytest.raises(HardwareError, match=r"bfloat16 needs compute capability 8\.0"):
+        on("bf16", TURING, device="cuda")
+
+
+def test_attention_that_skips_is_taken_where_there_is_something_to_skip():
+    ways = {"flex-attention", "varlen-attention", "fused-attention"}
+    packed, windowed = "data.document_mask=true", "model.window=64"
+    assert on("auto", HOPPER, device="cuda") & ways == {"fused-attention"}
+    assert on("auto", HOPPER, packed, device="cuda") & ways == {"flex-attention"}
+    assert on("auto", HOPPER, windowed, device="cuda") & ways == {"flex-attention"}
+    assert on("auto", HOPPER, "model.window=256", "data.seq_len=256", device="cuda") & ways == {"fused-attention"}
+    assert on("auto,+varlen-attention", HOPPER, packed, device="cuda") & ways == {"varlen-attention"}
+    assert on("auto", TURING, packed, device="cuda") & ways == {"fused-attention"}
+    assert not on("auto", CPU, packed) & {"flex-attention", "varlen-attention"}
+    with pytest.raises(HardwareError, match=r"'varlen-attention' cannot be used.*data\.document_mask=true"):
+        on("varlen-attention", HOPPER, windowed, device="cuda")
+    with pytest.raises(HardwareError, match=r"takes bf16 and fp16"):
+        on("varlen-attention", HOPPER, packed, "train.precision=fp32", device="cuda")
+    with pytest.raises(HardwareError, match=r"needs compute capability 8\.0"):
+        on("flex-attention", TURING, packed, device="cuda")
+
+
+def test_long_runs_compile_and_short_ones_do_not():
+    assert "compile" in on("auto", HOPPER, device="cuda", minutes=600.0)
+    assert "compile" not in on("auto", HOPPER, device="cuda", minutes=0.3)
+    reason = next(d.reason for d in select(load_config(), HOPPER, device="cuda", minutes=0.3) if d.name == "compile")
+    assert "0.3 minutes" in reason
+    assert "compile" not in on("auto", CPU, minutes=600.0)
+
+
+def test_the_precision_key_is_a_wish_too():
+    assert "bf16" in on("auto", CPU, "train.precision=bf16")
+    assert "bf16" in on("none", CPU, "train.precision=bf16")
+    assert "bf16" not in on("auto", HOPPER, "train.precision=fp32", device="cuda")
+    assert on("auto", HOPPER, "train.precision=fp16", device="cuda") & {"bf16", "fp16"} == {"fp16"}
+
+
+def test_a_cpu_that_multiplies_bfloat16_narrows_the_products_alone():
+    ways = {"bf16", "bf16-products", "onednn"}
+    assert on("auto", NARROW) & ways == on("auto", NARROW, "train.precision=bf16") & ways == {"bf16-products"}
+    assert on("auto", NARROW, "train.precision=fp32") & ways == on("auto", CPU) & ways == {"onednn"}
+    assert on("auto,+onednn", NARROW) & ways == {"onednn"}
+    assert on("none", NARROW, "train.precision=bf16") == {"bf16-products"}
+    assert on("bf16", NARROW, "train.precision=bf16") == {"bf16"}
+    with pytest.raises(HardwareError, match="AVX512-BF16"):
+        on("bf16-products", CPU)
+    with pytest.raises(HardwareError, match="on a GPU"):
+        on("bf16-products", HOPPER)
+
+
+def test_what_is_on_unless_others_are_comes_back_when_they_go():
+    ways = {"bf16", "bf16-products", "onednn", "batched-muon"}
+    assert on("auto", NARROW, "optim.kind=muon") & ways == {"bf16-products"}
+    assert on("auto,-bf16-products", NARROW, "optim.kind=muon") & ways == {"onednn"}
+    assert on("auto,-bf16-products,-onednn", NARROW, "optim.kind=muon") & ways == {"batched-muon"}
+    assert on("auto,+bf16", NARROW, "optim.kind=muon") & ways == {"bf16", "onednn"}
+    assert on("auto,+batched-muon", NARROW, "optim.kind=muon") & ways == {"batched-muon"}
+
+
+def test_precision_and_speedups_may_not_contradict_each_other():
+    with pytest.raises(ConfigError, match="contradict"):
+        on("auto,+bf16", CPU, "train.precision=fp32")
+
+
+def test_a_named_speedup_takes_its_slot_from_one_that_auto_chose():
+    decisions = {d.name: d for d in select(load_config(None, ["speedups=auto,+fp16"]), HOPPER, device="cuda")}
+    assert decisions["fp16"].on
+    assert not decisions["bf16"].on
+    assert "fp16" in decisions["bf16"].reason
+
+
+@pytest.mark.parametrize(
+    ("wish", "fix"),
+    [
+        ("bf16,fp16", "speedups=fp16 or speedups=bf16."),
+        ("auto,+bf16,-compile,+fp16", "speedups=auto,-compile,+fp16 or speedups=auto,+bf16,-compile."),
+        ("bf16,+fp16", "speedups=+fp16 or speedups=auto,bf16."),
+        ("+bf16,+fp16", "speedups=+fp16 or speedups=+bf16."),
+    ],
+)
+def test_of_two_named_for_one_slot_one_is_to_be_left_out_of_the_users_own_words(wish, fix):
+    with pytest.raises(ConfigError, match="both fill the slot 'precision'") as refused:
+        on(wish, HOPPER, device="cuda")
+    (first, _, second) = refused.value.fix.removeprefix("Leave out one of the two: ").removesuffix(".").partition(" or ")
+    assert {first, second} == set(fix.removesuffix(".").split(" or "))
+    for way in (first, second):
+        assert len(on(way.removeprefix("speedups="), HOPPER, device="cuda") & {"bf16", "fp16"}) == 1
+
+
+def test_of_a_precision_that_is_stated_and_a_speedup_for_its_slot_one_is_to_be_left_out():
+    with pytest.raises(ConfigError, match=r"both fill the slot 'ops\.cross_entropy'") as refused:
+        on("auto,+chunked-ce", NARROW, "train.precision=bf16")
+    assert "speedups=auto" in refused.value.fix
+    assert "train.precision=auto" in refused.value.fix
+
+
+@pytest.mark.parametrize(
+    ("wish", "fix"), [("tf32", "speedups=none"), ("auto,+tf32", "speedups=auto"), ("+tf32", "speedups=auto"), ("prefetch,tf32", "speedups=prefetch")]
+)
+def test_what_cannot_be_used_is_left_out_of_the_users_own_words(wish, fix):
+    with pytest.raises(HardwareError, match="'tf32' cannot be used") as refused:
+        on(wish)
+    assert refused.value.fix == f"Leave it out: {fix}."
+
+
+def test_a_precision_is_brought_about_by_what_something_named_needs():
+    ways = {"bf16", "bf16-products", "bf16-weights"}
+    assert on("auto,+bf16-weights", NARROW, "train.precision=bf16") & ways == {"bf16", "bf16-weights"}
+    assert on("auto", NARROW, "train.precision=bf16") & ways == {"bf16-products"}
+
+
+@pytest.mark.parametrize(
+    ("machine", "wish", "precision", "why", "fix"),
+    [
+        (
+            HOPPER,
+            "auto,+bf16-weights,+fp16",
+            "auto",
+            "fp16, which was named, takes",
+            "Put bf16 in its place: speedups=auto,+bf16-weights,+bf16, or leave bf16-weights out: speedups=auto,+fp16.",
+        ),
+        (HOPPER, "auto,+bf16-weights", "fp16", "train.precision=fp16", "Set train.precision=bf16, or leave bf16-weights out: speedups=auto."),
+        (
+            HOPPER,
+            "auto,+cuda-graphs,-compile",
+            "auto",
+            "left out",
+            "Add compile: speedups=auto,+cuda-graphs,+compile, or leave cuda-graphs out: speedups=auto,-compile.",
+        ),
+        (
+            HOPPER,
+            "auto,+cuda-graphs",
+            "auto",
+            "how long the run takes is not known",
+            "Add compile: speedups=auto,+cuda-graphs,+compile, or leave cuda-graphs out: speedups=auto.",
+        ),
+        (HOPPER, "bf16-weights", "auto", "not among speedups", "Add bf16: speedups=bf16-weights,bf16, or leave bf16-weights out: speedups=none."),
+        (
+            NARROW,
+            "auto,+bf16-weights",
+            "auto",
+            "autocast narrows",
+            "Add bf16: speedups=auto,+bf16-weights,+bf16, or leave bf16-weights out: speedups=auto.",
+        ),
+        (
+            NARROW,
+            "bf16-weights,bf16-products",
+            "bf16",
+            "bf16-products, which was",
+            "Put bf16 in its place: speedups=bf16-weights,bf16, or leave bf16-weights out: speedups=bf16-products.",
+        ),
+        (TURING, "auto,+bf16-weights", "auto", "bfloat16 needs compute", "Leave bf16-weights out: speedups=auto."),
+    ],
+)
+def test_a_need_that_is_off_is_said_with_what_stands_in_the_way(machine, wish, precision, why, fix):
+    device = "cuda" if machine.gpus else "cpu"
+    with pytest.raises(ConfigError, match=f"needs '[a-z0-9]+', which is off: .*{why}") as refused:
+        on(wish, machine, f"train.precision={precision}", device=device)
+    assert refused.value.fix == fix
+    for way in re.findall(r"speedups=([^ ]+?)(?:[,.:] |\.?$)", fix):
+        other = f"train.precision={precision}" if "train.precision" not in fix else "train.precision=auto"
+        assemble(select(load_config(None, [f"speedups={way}", other]), machine, device=device))
+
+
+def test_muon_is_compiled_where_the_model_is():
+    ways = {"compiled-muon", "batched-muon"}
+
+    def muon(wish: str) -> set[str]:
+        return on(wish, HOPPER, "optim.kind=muon", device="cuda", minutes=600.0) & ways
+
+    assert muon("auto") == muon("auto,-compile,+compile-blocks") == {"compiled-muon"}
+    assert muon("auto,-compile") == {"batched-muon"}
+    assert muon("auto,-compile,+compiled-muon") == {"compiled-muon"}
+    decisions = select(load_config(None, ["speedups=auto,-compile", "optim.kind=muon"]), HOPPER, device="cuda", minutes=600.0)
+    assert "compile or compile-blocks" in next(d.reason for d in decisions if d.name == "compiled-muon")
+
+
+@pytest.mark.parametrize("recipe", [name for name in RECIPES.names() if name.startswith("demo")])
+def test_a_demo_compiles_nothing(recipe):
+    for machine, device in ((CPU, "cpu"), (HOPPER, "cuda")):
+        decisions = select(load_config(recipe), machine, device=device, minutes=600.0)
+        assert not [d.name for d in decisions if d.on and SPEEDUPS.get(d.name).compiles]
+
+
+def test_two_that_are_on_for_one_slot_are_refused():
+    with pytest.raises(ConfigError, match="both fill the slot 'precision'"):
+        assemble([Decision("bf16", True, ""), Decision("fp16", True, "")])
+
+
+def test_a_micro_batch_that_is_stated_is_not_chosen():
+    assert "micro-batch" not in on("auto", CPU, "batch.rows_per_device=4")
+    assert "micro-batch" in on("auto", CPU)
+
+
+def test_a_stored_choice_is_not_made_again():
+    config = load_config(None, ["speedups=[tf32,micro-batch]", "batch.rows_per_device=4"])
+    assert {d.name for d in settled(config, CPU) if d.on} == {"tf32", "micro-batch"}
+
+
+@pytest.mark.parametrize(
+    ("stated", "reason"),
+    [
+        ([], "the micro-batch was chosen when the run started (batch.rows_per_device=64)"),
+        (["batch.rows_per_device=64"], "batch.rows_per_device=64 is set."),
+    ],
+)
+def test_a_resumed_run_says_whether_its_micro_batch_was_stated_or_chosen(stated, reason):
+    stored = load_config(None, ["batch.rows_per_device=64", "batch.accumulate=1", "speedups=[tf32]"])
+    decisions = {d.name: d for d in settled(stored, CPU, asked=load_config(None, stated))}
+    assert decisions["micro-batch"].reason == reason
+
+
+def test_a_speedup_of_ones_own_goes_by_its_reference(tmp_path, monkeypatch):
+    (tmp_path / "my_own.py").write_text(
+        "from flatout.assembly.recipe import Promise, Speedup\n"
+        'FAST = Speedup(name="fast", saves="time", promise=Promise.exact(), fills={"matmul": "high"})\n'
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert on("my_own:FAST") == {"my_own:FAST"}
+    decisions = select(load_config(None, ["speedups=auto,+my_own:FAST"]), CPU)
+    assert assemble(decisions).part("matmul") == "high"
+    assert {d.name for d in settled(load_config(None, ["speedups=[my_own:FAST]"]), CPU) if d.on} == {"my_own:FAST"}
+
+
+def test_a_function_that_the_model_never_calls_is_not_exchanged():
+    reasons = {d.name: d for d in select(load_config(None, ["model.kind=eigenstate"]), CPU)}
+    assert "'eigenstate' makes no use of ops.attention" in reasons["fused-attention"].reason
+    assert reasons["fast-scan"].on
+    assert "'transformer' makes no use of ops.scan" in next(d.reason for d in select(load_config(), CPU) if d.name == "fast-scan")
+    with pytest.raises(HardwareError, match=r"'fused-heads' cannot be used: .*makes no use of ops\.heads"):
+        on("auto,+fused-heads", CPU, "model.kind=eigenstate")
+
+
+def test_a_model_of_ones_own_that_does_not_say_what_it_calls_may_take_all(tmp_path, monkeypatch):
+    (tmp_path / "own_model.py").write_text("class Mine: ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "fused-attention" in on("fused-attention,fast-scan", CPU, "model.kind=own_model:Mine")

@@ -1,0 +1,320 @@
+"""RunConfig: layers, overrides, what is refused and in which words, digests, differences."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from flatout import registry
+from flatout.config.messages import NAMES_ELSEWHERE, all_keys
+from flatout.config.schema import ALTERNATIVES, RunConfig, difference, load_config, merge, nested, validate
+from flatout.errors import ConfigError
+
+
+def refused(*overrides: str) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, overrides)
+    return caught.value
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    """Write a recipe and return its path."""
+
+    def write(text: str, name: str = "mine.yaml"):
+        path = tmp_path / name
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write
+
+
+def test_the_defaults_are_valid_and_frozen():
+    config = load_config()
+    assert config == RunConfig()
+    with pytest.raises(ValidationError, match="frozen"):
+        config.optim.lr = 1.0
+    with pytest.raises(ValidationError, match="frozen"):
+        config.model = config.model
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("optim.lr=3e-4", 3e-4),
+        ("optim.lr=1", 1.0),
+        ("optim.betas=[0.9,0.99]", (0.9, 0.99)),
+        ("batch.rows_per_device=8", 8),
+        ("batch.rows_per_device=auto", "auto"),
+        ("train.steps=1e3", 1000),
+        ("train.steps=1_000", 1000),
+        ("train.deterministic=yes", True),
+        ("train.eval_tokens=all", "all"),
+        ("train.eval_tokens=4096", 4096),
+        ("schedule.warmup=100", 100),
+        ("schedule.warmup=0.1", 0.1),
+        ("speedups=auto,-compile", "auto,-compile"),
+        ("speedups=[bf16,compile]", ("bf16", "compile")),
+        ("model.vocab_size=null", None),
+        ("train.device=cuda:1", "cuda:1"),
+        # Text keys take text, whatever YAML would make of it.
+        ("train.sample_prompt=ROMEO:", "ROMEO:"),
+        ("train.sample_prompt=# a heading", "# a heading"),
+        ("train.sample_prompt=a=b", "a=b"),
+        ("train.sample_prompt=[draft", "[draft"),
+        ("train.sample_prompt='two\\nlines'", "two\\nlines"),
+        ('train.sample_prompt="two\\nlines"', "two\nlines"),
+        ("train.sample_prompt=", ""),
+        ("data.path=12", "12"),
+        ("data.path=no", "no"),
+        ("data.path=a folder/with: colon", "a folder/with: colon"),
+        ("data.path=null", None),
+    ],
+)
+def test_overrides(override, value):
+    found = load_config(None, [override]).value(override.partition("=")[0])
+    assert found == value
+    assert type(found) is type(value)
+
+
+def test_a_models_own_keys_pass_through():
+    config = load_config(None, ["model.num_layers=4", "model.activation=swiglu", "model.kind=transformer"])
+    assert config.model.own() == {"num_layers": 4, "activation": "swiglu"}
+
+
+def test_later_overrides_win_over_earlier_ones():
+    assert load_config(None, ["train.seed=1", "train.seed=2"]).train.seed == 2
+
+
+@pytest.mark.parametrize(
+    ("override", "what"),
+    [
+        ("batch.rows_per_device=foo", "batch.rows_per_device='foo' cannot be used: it must be a whole number or 'auto'."),
+        ("batch.rows_per_device=0", "batch.rows_per_device=0 cannot be used: it must be at least 1 or 'auto'."),
+        ("batch.rows_per_device=1.5", "batch.rows_per_device=1.5 cannot be used: it must be a whole number or 'auto'."),
+        ("optim.lr=fast", "optim.lr='fast' cannot be used: it must be a number."),
+        ("optim.lr=-1", "optim.lr=-1 cannot be used: it must be more than 0."),
+        ("optim.lr=", "optim.lr=None cannot be used: it must be a number."),
+        ("optim.lr=.inf", "optim.lr=inf cannot be used: it must be a finite number."),
+        ("optim.lr=nan", "optim.lr='nan' cannot be used: it must be a finite number."),
+        ("optim.betas=0.9", "optim.betas=0.9 cannot be used: it must be a list."),
+        ("optim.betas=[0.9]", "optim.betas=[0.9] cannot be used: it must be a longer list."),
+        ("optim.betas=[0.9,0.9,0.9]", "optim.betas=[0.9, 0.9, 0.9] cannot be used: it must be a shorter list."),
+        ("optim.momentum=1", "optim.momentum=1 cannot be used: it must be less than 1."),
+        ("optim=3", "optim=3 cannot be used: optim is a section."),
+        ("optim.lr.x=3", "optim.lr={'x': 3} cannot be used: it must be a number."),
+        ("schedule.decay=2", "schedule.decay=2 cannot be used: it must be at most 1."),
+        ("train.precision=bf32", "train.precision='bf32' cannot be used: it must be 'auto', 'fp32', 'fp16' or 'bf16'."),
+        ("train.steps=10.5", "train.steps=10.5 cannot be used: it must be a whole number."),
+        ("train.tokens=10M", "train.tokens='10M' cannot be used: it must be a whole number."),
+        ("train.deterministic=maybe", "train.deterministic='maybe' cannot be used: it must be true or false."),
+        ("speedups=3", "speedups=3 cannot be used: it must be text or a list."),
+        ("batch.rows_per_device=true", "batch.rows_per_device=True cannot be used: it must be something else than true or false."),
+        ("schedule.warmup=1.5", "schedule.warmup=1.5 is neither steps nor a fraction of the run."),
+        ("optim.betas=[0.9,1.5]", "optim.betas=[0.9, 1.5] must lie in [0, 1)."),
+        ("schedule.min_lr=1", "schedule.min_lr=1 is above optim.lr=0.001."),
+        ("format_version=9", "This configuration has format_version 9; this flatout reads up to 1."),
+        ("optim", "'optim' is not an override."),
+        ("=3", "'=3' is not an override."),
+    ],
+)
+def test_wrong_values_say_what_was_wanted(override, what):
+    assert refused(override).what == what
+
+
+def test_the_fix_holds_the_default_and_the_help():
+    assert refused("data.prefetch=0").fix == "Change it, or leave it at its default, 4. Its help: Optimiser steps the feed reads ahead."
+    assert refused("optim.betas=1").fix.startswith("Change it, or leave it at its default, [0.9, 0.95].")
+    assert refused("train.steps=x").fix.startswith("Change it, or leave it out. Its help: Optimiser steps.")
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("train.stepz", "train.steps"),
+        ("lr", "optim.lr"),
+        ("train.lr", "optim.lr"),
+        ("steps", "train.steps"),
+        ("modle.num_layers", "model"),
+        ("optm.lr", "optim"),
+        ("speedup", "speedups"),
+        ("data.seqlen", "data.seq_len"),
+        ("train.batch_size", "batch.rows_per_device"),
+        ("learning_rate", "optim.lr"),
+        ("gradient-accumulation-steps", "batch.accumulate"),
+        ("train.Max_Grad_Norm", "optim.clip"),
+        ("save_steps", "checkpoint.every_steps"),
+        ("use_compile", "speedups"),
+        ("n_layer", "model.num_layers"),
+    ],
+)
+def test_unknown_keys_are_answered_with_the_one_meant(key, meant):
+    error = refused(f"{key}=1")
+    assert error.what.startswith("There is no configuration key ")
+    assert error.fix == f"Did you mean {meant!r}?"
+
+
+def test_a_key_near_to_nothing_lists_its_section():
+    assert refused("log.qqqqqqqq=1").fix == "Known keys: log.every."
+
+
+def test_names_from_elsewhere_lead_to_keys_that_exist():
+    known = {*all_keys(RunConfig), "model.num_layers", "model.d_model", "model.num_heads", "model.num_kv_heads"}
+    assert {meant for meant in NAMES_ELSEWHERE.values() if meant not in known} == set()
+
+
+def test_a_recipe_is_a_path_or_a_name(recipe, monkeypatch, tmp_path):
+    path = recipe("# Mine.\ntrain:\n  steps: 7\noptim:\n  lr: 3e-4\n")
+    config = load_config(path, ["optim.lr=1e-3"])
+    assert (config.name, config.train.steps, config.optim.lr) == ("mine", 7, 1e-3)
+    assert load_config(str(path)).optim.lr == 3e-4
+    (tmp_path / "recipes").mkdir()
+    path.rename(tmp_path / "recipes" / "mine.yaml")
+    monkeypatch.setattr(registry, "PACKAGE_DIR", tmp_path)
+    registry.RECIPES.__dict__.pop("_files", None)
+    try:
+        assert load_config("mine").train.steps == 7
+        with pytest.raises(ConfigError, match="Did you mean 'mine'"):
+            load_config("mime")
+    finally:
+        registry.RECIPES.__dict__.pop("_files", None)
+
+
+def test_a_recipes_mistakes_are_found(recipe):
+    with pytest.raises(ConfigError, match=r"mine.yaml, line 3: the key 'lr' is given twice"):
+        load_config(recipe("optim:\n  lr: 1e-3\n  lr: 2e-3\n"))
+    with pytest.raises(ConfigError, match=r"Did you mean 'optim.lr'"):
+        load_config(recipe("optim:\n  lrr: 1e-3\n"))
+    with pytest.raises(ConfigError, match="There is no file"):
+        load_config("nowhere/my.yaml")
+
+
+def test_an_emptied_section_is_its_defaults(recipe):
+    path = recipe("optim:\n#  lr: 3e-4\ntrain:\n  steps: 5\n")
+    assert load_config(path).optim == RunConfig().optim
+    assert load_config(path, ["optim.lr=2e-4"]).optim.lr == 2e-4
+
+
+NUMBERS = [group for group in ALTERNATIVES if "data.path" not in group]
+
+
+@pytest.mark.parametrize("group", NUMBERS, ids=lambda group: sorted(group)[0])
+def test_a_later_layer_replaces_what_states_the_same_thing(recipe, group):
+    first, second, *_ = sorted(group)
+    section, _, name = first.partition(".")
+    config = load_config(recipe(f"{section}:\n  {name}: 2\n"), [f"{second}=3"])
+    assert config.value(second) == 3
+    assert config.value(first) is None
+    assert RunConfig().with_values({first: 4}).with_values({second: 5}).value(first) is None
+
+
+@pytest.mark.parametrize("group", NUMBERS, ids=lambda group: sorted(group)[0])
+def test_one_layer_states_a_thing_once(recipe, group):
+    first, second, *_ = sorted(group)
+    assert refused(f"{first}=1", f"{second}=2").what == f"{first} and {second} state the same thing twice."
+    section = first.partition(".")[0]
+    with pytest.raises(ConfigError, match="state the same thing twice"):
+        load_config(recipe(f"{section}:\n  {first.partition('.')[2]}: 1\n  {second.partition('.')[2]}: 2\n"))
+
+
+def test_a_mix_is_one_value(recipe):
+    """A later layer replaces it whole, and it and data.path replace each other."""
+    path = recipe("data:\n  mix: {data/a: 3, data/b: 1}\n")
+    assert load_config(path).data.mix == {"data/a": 3, "data/b": 1}
+    assert load_config(path, ["data.mix={data/c: 0.5}"]).data.mix == {"data/c": 0.5}
+    assert load_config(path, ["data.path=data/c"]).data.mix is None
+    assert load_config(recipe("data: {path: data/a}\n", "other.yaml"), ["data.mix={data/c: 1}"]).data.path is None
+    assert load_config(path).with_values({"data.mix": {"x": 1}}).data.mix == {"x": 1}
+    assert load_config(path).with_values({"data.path": "x"}).data.mix is None
+    assert "data.mix and data.path state the same thing twice" in refused("data.path=a", "data.mix={b: 1}").what
+    assert difference(load_config(path), load_config(path, ["data.mix={data/a: 1}"])) == [
+        "data.mix: {'data/a': 3.0, 'data/b': 1.0} -> {'data/a': 1.0}"
+    ]
+
+
+@pytest.mark.parametrize("mix", ["data/a", "{}", "[a, b]", "{a:3,b:1}", "{a: -1}", "{a: 0}", "{a: many}", "{a: true}", "{a: .inf}", "{a: .nan}"])
+def test_a_mix_that_is_none_says_how_to_write_one(mix):
+    error = refused(f"data.mix={mix}")
+    assert "data.mix" in error.what
+    assert "{data/book: 3, data/code: 1}" in error.fix
+
+
+def test_patience_needs_evaluations():
+    assert "train.eval_every=0 takes none" in refused("train.patience=2").what
+    assert load_config(None, ["train.patience=2", "train.eval_every=10"]).train.patience == 2
+
+
+def test_an_open_key_clears_nothing(recipe):
+    path = recipe("train:\n  epochs: 2\n")
+    assert load_config(path, ["train.steps=null"]).train.epochs == 2
+
+
+def test_overrides_that_cannot_both_hold():
+    assert "contradicts" in refused("optim.lr=1", "optim.lr.x=2").what
+
+
+def test_merge_and_nested():
+    document = {"a": {"b": 1, "c": 2}, "d": 3}
+    merge(document, nested({"a.b": 5, "e.f.g": 6, "d": {"h": 1}}))
+    assert document == {"a": {"b": 5, "c": 2}, "d": {"h": 1}, "e": {"f": {"g": 6}}}
+
+
+def test_with_values_checks_and_leaves_the_original_alone():
+    config = load_config()
+    assert config.with_values({"optim.lr": 0.5, "model.num_layers": 3}).value("model.num_layers") == 3
+    assert config.optim.lr == 1e-3
+    with pytest.raises(ConfigError, match=r"optim\.lr"):
+        config.with_values({"optim.lr": -1})
+    with pytest.raises(ConfigError, match="Did you mean"):
+        config.with_values({"optim.lrr": 1})
+
+
+def test_what_is_written_reads_back_equal():
+    config = load_config(None, ["model.num_layers=4", "speedups=[bf16]", "optim.betas=[0.8,0.9]", "train.tokens=5", "schedule.warmup=3"])
+    again = validate(config.to_dict())
+    assert again == config
+    assert again.digest() == config.digest()
+
+
+def test_the_digest_is_stable_and_depends_on_every_value():
+    """The digest names run folders: the same settings must lead to the same folder, today and later."""
+    config = load_config()
+    assert config.digest() == load_config(None, ["optim.lr=0.001"]).digest() == load_config(None, ["optim.lr=1e-3"]).digest()
+    assert len(config.digest()) == 64
+    changed = {"model.num_layers=1", "optim.lr=2e-3", "optim.betas=[0.9,0.96]", "train.seed=1", "speedups=none", "name=other", "data.path=x"}
+    digests = {config.digest(), *(load_config(None, [one]).digest() for one in changed)}
+    assert len(digests) == len(changed) + 1
+    order = ["model.b=1", "model.a=2"]
+    assert load_config(None, order).digest() == load_config(None, order[::-1]).digest()
+
+
+def test_difference_names_what_contradicts():
+    stored = load_config(None, ["optim.lr=1e-3", "train.steps=10", "batch.rows_per_device=8", "model.num_layers=2"])
+    assert difference(stored, stored) == []
+    wanted = load_config(None, ["optim.lr=2e-3", "train.steps=10", "model.num_layers=3", "log.every=5"])
+    assert difference(stored, wanted) == ["model.num_layers: 2 -> 3", "optim.lr: 0.001 -> 0.002", "log.every: 10 -> 5"]
+    assert difference(stored, wanted, free=["log.", "model.num_layers"]) == ["optim.lr: 0.001 -> 0.002"]
+
+
+def test_what_is_left_open_contradicts_nothing():
+    stored = load_config(None, ["train.steps=10", "batch.rows_per_device=8", "train.precision=bf16", "speedups=[bf16]", "model.vocab_size=50"])
+    assert difference(stored, load_config()) == []
+    assert difference(load_config(), stored) != []
+
+
+def test_every_key_says_what_it_is():
+    for key in all_keys(RunConfig):
+        field, section = None, RunConfig
+        for part in key.split("."):
+            field = section.model_fields[part]
+            section = field.annotation
+        assert field.description, key
+        assert field.description.endswith("."), key
+
+
+def test_two_batch_sizes_of_a_layer_replace_the_third_below(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("batch: {tokens_per_step: 4096}")
+    batch = load_config(path, ["batch.rows_per_device=4", "batch.accumulate=3"]).batch
+    assert (batch.tokens_per_step, batch.rows_per_device, batch.accumulate) == (None, 4, 3)
+    assert load_config(path, ["batch.rows_per_device=4"]).batch.tokens_per_step == 4096

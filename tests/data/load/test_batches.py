@@ -1,0 +1,73 @@
+import numpy as np
+import pytest
+
+from flatout.data.load import batches
+from flatout.data.load.batches import FeedPlan, Shape, ShardWindows, WindowSteps
+from flatout.data.store.order import shuffled
+from flatout.errors import DataError
+
+TOKENS = np.arange(8 * 37 + 3)
+
+
+def plan(**changes):
+    values = {"seq_len": 8, "rows_per_device": 2, "accumulate": 3, "rank": 0, "world_size": 1, "seed": 7}
+    return FeedPlan(**{**values, "document_mask": False, "prefetch": 2, "device": "cpu", **changes})
+
+
+def first_tokens(reader, position):
+    rows, seq_len = reader.shape_at(position)
+    windows_NW = np.empty((rows * reader.plan.accumulate, seq_len + 1), reader.dtype)
+    read = reader.read(position, windows_NW, None, None)
+    windows = reader.plan.windows_per_step
+    assert (read.tokens, read.samples) == (8 * windows, windows)
+    return (windows_NW[:, 0] // 8).tolist(), read.position
+
+
+@pytest.mark.parametrize("worked_out", [1, 13, 4096])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_what_is_worked_out_at_once_changes_nothing(train_split, monkeypatch, worked_out, world_size):
+    monkeypatch.setattr(batches, "WORKED_OUT", worked_out)
+    split = train_split(TOKENS)
+    for rank in range(world_size):
+        own = plan(world_size=world_size, rank=rank)
+        reader = WindowSteps(split, own, ShardWindows())
+        a_step = own.windows_per_step
+        for position in (*range(0, 20 * a_step, a_step), 3 * a_step, 5, 10**12, 10**12 + a_step, 4, 0):
+            wanted = shuffled(own.positions(position), 37, seed=7).tolist()
+            assert first_tokens(reader, position) == (wanted, position + a_step)
+
+
+def test_the_order_is_asked_for_once_in_many_steps(train_split, monkeypatch):
+    split = train_split(TOKENS)
+    asked = []
+    monkeypatch.setattr(
+        split,
+        "windows_at",
+        lambda positions, *rest, **options: asked.append(len(positions)) or type(split).windows_at(split, positions, *rest, **options),
+    )
+    reader = WindowSteps(split, plan(), ShardWindows())
+    position = 0
+    for _ in range(682):
+        position = first_tokens(reader, position)[1]
+    assert asked == [4092]
+    first_tokens(reader, position)
+    assert asked == [4092, 4092]
+
+
+def test_one_shape(train_split):
+    reader = WindowSteps(train_split(TOKENS), plan(), ShardWindows())
+    assert (reader.steps_per_epoch, reader.tokens_per_epoch) == (37 / 6, 37 * 8)
+    assert reader.shapes == (Shape(2, 8),)
+    assert reader.shape_at(12345) == Shape(2, 8)
+
+
+def test_places_are_shared_out_whatever_the_rows():
+    for rows in (1, 2, 5):
+        places = [plan(world_size=2, rank=rank).places(rows) for rank in range(2)]
+        assert sorted(np.concatenate(places).tolist()) == list(range(3 * 2 * rows))
+        assert places[1][:rows].tolist() == list(range(rows, 2 * rows))
+
+
+def test_a_split_that_is_too_short(train_split):
+    with pytest.raises(DataError, match=r"holds 8 tokens; one window of data\.seq_len=8 needs 9"):
+        WindowSteps(train_split(np.arange(8)), plan(), ShardWindows())

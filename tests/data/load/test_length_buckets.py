@@ -1,0 +1,172 @@
+import numpy as np
+import pytest
+
+from flatout.data.load.batches import FeedPlan, Shape, StepRead
+from flatout.data.load.feed import DirectFeed, PrefetchFeed
+from flatout.data.load.length_buckets import BucketedSteps, row_lengths, rows_of
+from flatout.errors import DataError
+
+T = 64
+RNG = np.random.default_rng(0)
+
+
+def plan(**changes):
+    values = {"seq_len": T, "rows_per_device": 2, "accumulate": 2, "rank": 0, "world_size": 1, "seed": 7}
+    return FeedPlan(**{**values, "document_mask": False, "prefetch": 2, "device": "cpu", **changes})
+
+
+@pytest.fixture
+def documents(train_split):
+    """Return a split of documents of some lengths; token i has the id i, so that a row says where it came from."""
+
+    def make(lengths, **options):
+        ends = np.cumsum(lengths)
+        return train_split(np.arange(ends[-1]), ends=ends, vocab_size=65_536, **options)
+
+    return make
+
+
+def reading(reader, position):
+    rows, seq_len = reader.shape_at(position)
+    windows = np.full((rows * reader.plan.accumulate, seq_len + 1), 7, reader.dtype)
+    mask = np.ones((rows * reader.plan.accumulate, seq_len), np.bool_)
+    read = reader.read(position, windows, mask, None)
+    assert read.position == position + 1
+    if reader.plan.world_size == 1 and not reader._split.has_mask:
+        assert read == StepRead(position + 1, mask.sum(), mask.any(axis=1).sum())
+    return windows, mask
+
+
+def targets_of(reader, epoch):
+    steps = (reading(reader, epoch * reader.num_steps + step) for step in range(reader.num_steps))
+    return np.concatenate([windows[:, 1:][mask] for windows, mask in steps])
+
+
+LENGTHS = RNG.integers(1, 200, 300)
+WANTED = np.concatenate([np.arange(end - length + 1, end) for length, end in zip(LENGTHS, np.cumsum(LENGTHS), strict=True)])
+
+
+@pytest.mark.parametrize("shard_bytes", [1 << 20, 1000])
+def test_every_target_once_an_epoch_in_another_order(documents, shard_bytes):
+    reader = BucketedSteps(documents(LENGTHS, shard_bytes=shard_bytes), plan(), None)
+    epochs = [targets_of(reader, epoch) for epoch in range(3)]
+    for found in epochs:
+        assert np.array_equal(np.sort(found), WANTED)
+    assert not np.array_equal(epochs[0], epochs[1])
+
+
+@pytest.mark.parametrize("lengths", [[2], [1, 1, 2], [T + 1] * 9, [T + 2] * 3, [17] * 1000, [2, 500], [1, 33, 34, 65, 66, 129]])
+@pytest.mark.parametrize("seq_len", [64, 20, 9])
+def test_every_target_once_whatever_the_lengths(documents, lengths, seq_len):
+    reader = BucketedSteps(documents(lengths), plan(seq_len=seq_len), None)
+    wanted = np.concatenate([np.arange(end - length + 1, end) for length, end in zip(lengths, np.cumsum(lengths), strict=True)])
+    assert np.array_equal(np.sort(targets_of(reader, 1)), wanted)
+
+
+def test_a_row_is_one_document_and_zeros_behind_it(documents):
+    lengths = RNG.integers(1, 200, 100)
+    ends = np.cumsum(lengths)
+    reader = BucketedSteps(documents(lengths), plan(), None)
+    for position in range(reader.num_steps):
+        windows, mask = reading(reader, position)
+        for row, counts in zip(windows.astype(int), mask, strict=True):
+            size = int(counts.sum())
+            assert counts[:size].all()
+            assert not row[size + (size > 0) :].any()
+            if size:
+                assert np.array_equal(np.diff(row[: size + 1]), np.ones(size))
+                first, last = np.searchsorted(ends, [row[0], row[size]], side="right")
+                assert first == last
+
+
+def test_few_shapes_all_of_one_size(documents):
+    reader = BucketedSteps(documents(LENGTHS), plan(seq_len=128), None)
+    assert reader.shapes == (Shape(2, 128), Shape(4, 64), Shape(8, 32), Shape(16, 16))
+    seen = {reader.shape_at(position) for position in range(reader.num_steps)}
+    assert seen == set(reader.shapes)
+
+
+def test_only_the_last_step_of_the_longest_rows_is_not_full(documents):
+    reader = BucketedSteps(documents(LENGTHS), plan(), None)
+    empty = [int((~mask.any(axis=1)).sum()) for _, mask in (reading(reader, position) for position in range(reader.num_steps))]
+    assert sum(count > 0 for count in empty) <= 1
+
+
+def test_short_documents_take_short_rows(documents):
+    reader = BucketedSteps(documents(RNG.integers(2, 128, 900)), plan(seq_len=128), None)
+    filled = [mask.mean() for _, mask in (reading(reader, position) for position in range(reader.num_steps))]
+    assert np.mean(filled) > 0.72, "padded to the longest it would be half"
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_any_number_of_ranks_reads_the_same_rows_a_step(documents, world_size):
+    split = documents(LENGTHS)
+    alone = BucketedSteps(split, plan(accumulate=4), None)
+    ranks = [BucketedSteps(split, plan(accumulate=4 // world_size, world_size=world_size, rank=rank), None) for rank in range(world_size)]
+    for position in range(2 * alone.num_steps):
+        whole, _ = reading(alone, position)
+        shared = np.concatenate([reading(reader, position)[0] for reader in ranks])
+        assert np.array_equal(np.sort(whole, axis=0), np.sort(shared, axis=0))
+
+
+def test_every_rank_says_what_all_of_them_read(documents):
+    split = documents(LENGTHS, mask=RNG.integers(0, 2, LENGTHS.sum()))
+    alone, *ranks = (
+        BucketedSteps(split, plan(accumulate=4 // world_size, world_size=world_size, rank=rank), None)
+        for world_size, rank in ((1, 0), (2, 0), (2, 1))
+    )
+
+    def read(reader, position):
+        rows, seq_len = reader.shape_at(position)
+        windows = np.empty((rows * reader.plan.accumulate, seq_len + 1), reader.dtype)
+        return reader.read(position, windows, np.empty((len(windows), seq_len), np.bool_), None)
+
+    whole = [read(alone, position) for position in range(alone.num_steps)]
+    assert [[read(reader, position) for position in range(alone.num_steps)] for reader in ranks] == [whole, whole]
+    assert sum(step.tokens for step in whole) == len(WANTED) == alone.tokens_per_epoch
+    assert alone.steps_per_epoch == len(whole)
+
+
+def test_the_plan_never_changes_silently(documents):
+    reader = BucketedSteps(documents([5, 40, 70, 12, 30, 64, 90, 3, 20, 33]), plan(rows_per_device=1), None)
+    found = [reading(reader, position)[0][:, 0].tolist() for position in range(reader.num_steps)]
+    assert found == FROZEN
+
+
+@pytest.mark.parametrize("feed_class", [DirectFeed, PrefetchFeed])
+def test_the_feed_takes_any_shape_and_can_seek(documents, feed_class):
+    mask = RNG.integers(0, 2, LENGTHS.sum())
+    split = documents(LENGTHS, mask=mask)
+    reader = BucketedSteps(split, plan(), None)
+    with feed_class(reader) as feed:
+        whole = [next(feed) for _ in range(reader.num_steps + 3)]
+        feed.seek(5)
+        again = next(feed)
+    assert again.windows_ABW.tolist() == whole[5].windows_ABW.tolist()
+    assert [batch.position for batch in whole] == list(range(1, reader.num_steps + 4))
+    assert {tuple(batch.windows_ABW.shape) for batch in whole} == {(2, 2, 65), (2, 4, 33), (2, 8, 17)}
+    targets = np.concatenate(
+        [micro.targets_BT[micro.targets_BT >= 0].numpy() for batch in whole[: reader.num_steps] for micro in batch.micro_batches()]
+    )
+    assert np.array_equal(np.sort(targets), WANTED[mask[WANTED] != 0])
+    assert all(micro.doc_ids_BT is None for micro in again.micro_batches())
+
+
+def test_rows_of_documents():
+    starts, sizes = rows_of(np.array([1, 3, 10, 19]), 4)
+    assert (starts.tolist(), sizes.tolist()) == ([1, 3, 7, 10, 14], [1, 4, 2, 4, 4])
+
+
+def test_lengths():
+    assert row_lengths(1024) == [128, 256, 512, 1024]
+    assert row_lengths(64) == [16, 32, 64]
+    assert row_lengths(30) == [30]
+    assert row_lengths(33) == [33]
+
+
+def test_nothing_to_read(train_split):
+    with pytest.raises(DataError, match="no document of two tokens"):
+        BucketedSteps(train_split([1, 2], ends=[1, 2]), plan(), None)
+
+
+FROZEN = [[285, 127, 0, 115], [221, 45], [5, 157], [314, 109, 311, 334]]

@@ -1,0 +1,261 @@
+import base64
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from flatout.data.prepare.import_chunks import find_chunks, import_chunks
+from flatout.data.store.shards import Dataset
+from flatout.data.store.verify import verify_dataset
+from flatout.data.tokenizers import load_tokenizer
+from flatout.data.tokenizers.bpe import train_bpe
+from flatout.errors import DataError
+
+EOT = 256  # of the byte tokenizer
+RNG = np.random.default_rng(0)
+
+
+@pytest.fixture
+def chunks(tmp_path):
+    """Write chunks into a folder and return it: arrays by number, and the metadata."""
+
+    def write(by_number, metadata=None, *, name="chunks"):
+        folder = tmp_path / name
+        folder.mkdir()
+        for number, tokens in by_number.items():
+            torch.save(tokens if isinstance(tokens, torch.Tensor) else torch.tensor(np.asarray(tokens), dtype=torch.int64), path(folder, number))
+        if metadata is not None:
+            (folder / "metadata.json").write_text(json.dumps(metadata))
+        return folder
+
+    return write
+
+
+def path(folder, number):
+    return folder / f"chunk_{number:06d}.pt"
+
+
+def bring_in(folder, **options):
+    return import_chunks(folder, folder.parent / "out", **{"tokenizer": "byte", **options})
+
+
+def of_split(folder, name):
+    split = Dataset.open(folder.parent / "out").split(name)
+    return split.read_tokens(0, split.num_tokens).tolist(), split.document_ends.tolist()
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_tokens_come_over_as_they_are(chunks, first):
+    whole = RNG.integers(0, 256, 1000)
+    whole[[99, 150, 420, 949]] = EOT
+    folder = chunks({first + number: whole[number * 100 : number * 100 + 100] for number in range(10)}, {"num_chunks": 10, "seq_len": 100})
+    made = bring_in(folder, split="tail 0.25")
+    assert of_split(folder, "train") == (whole[:750].tolist(), [100, 151, 421, 750])
+    assert of_split(folder, "val") == (whole[750:].tolist(), [200, 250])
+    assert made.manifest.text_bytes == 996
+    assert made.manifest.split_rule == "tail 0.25"
+    assert made.manifest.source["metadata"] == {"num_chunks": 10, "seq_len": 100}
+    assert verify_dataset(folder.parent / "out").problems == ()
+    assert made.chunks == 10
+
+
+def test_each_chunk_a_document(chunks):
+    folder = chunks({0: [1, 2, 3], 1: [4, EOT, 5], 2: [6, 7]})
+    bring_in(folder, documents="chunk", split="tail 0.5")
+    assert of_split(folder, "train") == ([1, 2, 3, 4], [3, 4])
+    assert of_split(folder, "val") == ([EOT, 5, 6, 7], [2, 4])
+
+
+def test_one_chunk_is_split_too(chunks):
+    folder = chunks({0: np.arange(200)})
+    bring_in(folder)
+    assert of_split(folder, "train") == (list(range(180)), [180])
+
+
+def test_importing_again_does_nothing_and_another_set_is_refused(chunks):
+    folder = chunks({0: np.arange(200)})
+    bring_in(folder)
+    assert bring_in(folder).existed
+    assert bring_in(folder, split="tail 0.10").existed
+    with pytest.raises(DataError, match=r"holds another data set: split 'tail 0\.1' there, 'tail 0\.2' asked for"):
+        bring_in(folder, split="tail 0.2")
+    with pytest.raises(DataError, match=r"documents 'end-of-text' there, 'chunk' asked for"):
+        bring_in(folder, documents="chunk")
+    torch.save(torch.arange(200) + 1, path(folder, 0))
+    with pytest.raises(DataError, match="holds another data set: the text has changed"):
+        bring_in(folder)
+
+
+GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+TEXTS = ["The cat sat on the mat. ", "It's 12345 cats, isn't it?\n"] * 20
+
+
+def hub_file(folder):
+    """Write a small tokenizer laid out as GPT-2's, end-of-text last, as a snapshot of the hub holds it: a link to a blob."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made.train_from_iterator(TEXTS, trainers.BpeTrainer(vocab_size=280, initial_alphabet=alphabet, show_progress=False))
+    made.add_special_tokens([AddedToken("<|endoftext|>", special=True, normalized=False)])
+    snapshot = folder / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    (folder / "blob").write_text(made.to_str())
+    (snapshot / "tokenizer.json").symlink_to(folder / "blob")
+    (snapshot / "config.json").write_text(json.dumps({"vocab_size": 50_304}))
+    return snapshot / "tokenizer.json"
+
+
+def tiktoken_file(folder):
+    pieces = [piece for piece in train_bpe(TEXTS, 280).pieces if piece is not None]
+    (folder / "small.tiktoken").write_bytes(b"".join(base64.b64encode(piece) + b" %d\n" % rank for rank, piece in enumerate(pieces)))
+    return folder / "small.tiktoken"
+
+
+@pytest.mark.parametrize("kind", ["tokenizer.json", "folder", "saved", "tiktoken"])
+def test_chunks_of_every_kind_of_tokenizer_file_come_over(chunks, tmp_path, kind):
+    path = tiktoken_file(tmp_path) if kind == "tiktoken" else hub_file(tmp_path)
+    options = {"pattern": GPT2_PATTERN} if kind == "tiktoken" else {}
+    known = load_tokenizer(path, **options)
+    if kind == "saved":
+        path = tmp_path / "saved.json"
+        known.save(path)
+    documents = [[*known.encode(text), known.eot_id] for text in TEXTS]
+    whole = [token for document in documents for token in document]
+    third = len(whole) // 3
+    folder = chunks({0: whole[:third], 1: whole[third : 2 * third], 2: whole[2 * third :]}, {"vocab_size": 50_304, "total_tokens": len(whole)})
+    made = bring_in(folder, tokenizer=str(path.parent if kind == "folder" else path), split="tail 0.25", **options)
+    train, ends = of_split(folder, "train")
+    assert train + of_split(folder, "val")[0] == whole
+    assert ends[: len(ends) - 1] == np.cumsum([len(document) for document in documents])[: len(ends) - 1].tolist()
+    dataset = Dataset.open(folder.parent / "out")
+    assert dataset.tokenizer.decode(train) == known.decode(train)
+    assert (made.manifest.vocab_size, made.manifest.text_bytes) == (known.vocab_size, sum(len(text) for text in TEXTS))
+
+
+def test_an_unknown_tiktoken_file_is_imported_with_its_pattern(chunks, tmp_path):
+    path = tiktoken_file(tmp_path)
+    folder = chunks({0: np.arange(200)})
+    with pytest.raises(DataError) as caught:
+        bring_in(folder, tokenizer=str(path))
+    assert "--pattern" in caught.value.fix
+    assert bring_in(folder, tokenizer=str(path), pattern=GPT2_PATTERN).manifest.tokens == 200
+
+
+def test_what_json_has_no_number_for_is_kept_as_text_and_compares(chunks):
+    folder = chunks({0: np.arange(200)})
+    (folder / "metadata.json").write_text('{"loss": NaN, "most": -Infinity, "large": [1e999, 1.5]}')
+    made = bring_in(folder)
+    assert made.manifest.source["metadata"] == {"loss": "NaN", "most": "-Infinity", "large": ["1e999", 1.5]}
+    assert bring_in(folder).existed
+    (folder / "metadata.json").write_text('{"loss": 1}')
+    with pytest.raises(DataError, match=r"holds another data set: metadata\.json has changed\."):
+        bring_in(folder)
+
+
+def test_missing_numbers_are_named(chunks):
+    folder = chunks({number: [1] for number in (0, 1, 3, 4, 8)})
+    with pytest.raises(DataError, match=r"has no chunk 2, 5 to 7\."):
+        find_chunks(folder)
+    with pytest.raises(DataError, match=r"has no chunk 1 to 4\."):
+        find_chunks(chunks({5: [1]}, name="late"))
+    with pytest.raises(DataError, match="17, 19 and 40 more gaps"):
+        find_chunks(chunks({number: [1] for number in range(0, 101, 2)}, name="even"))
+    with pytest.raises(DataError, match="num_chunks 7; there are 2"):
+        bring_in(chunks({0: [1], 1: [1]}, {"num_chunks": 7}, name="fewer"))
+
+
+def test_numbers_that_are_there_twice(chunks):
+    folder = chunks({0: [1], 1: [2]})
+    torch.save(torch.tensor([1]), folder / "chunk_1.pt")
+    with pytest.raises(DataError, match="more than one chunk number 1"):
+        find_chunks(folder)
+
+
+class Evil:
+    def __reduce__(self):
+        return print, ("run",)
+
+
+@pytest.mark.parametrize(
+    ("content", "wanted"),
+    [
+        (torch.tensor([1, 2], dtype=torch.int32), "holds a tensor of int32, not of int64"),
+        (torch.tensor([1.0]), "holds a tensor of float32"),
+        (torch.zeros(3, 4, dtype=torch.int64), r"of shape \(3, 4\), not of one dimension"),
+        (torch.tensor(4), r"of shape \(\), not of one dimension"),
+        (torch.tensor([1, 2, 257]), "token 2: the id 257 is beyond the vocabulary of .*, whose ids are below 257"),
+        (torch.tensor([1, -1, 2]), "token 1: the id -1 is beyond the vocabulary"),
+        ({"tokens": torch.tensor([1])}, "holds a dict, not a tensor"),
+        (Evil(), r"holds more than a tensor: it names \w+\.print, and code in a file is never run"),
+        (b"no pickle", "cannot be read as a tensor: "),
+        (b"", "cannot be read as a tensor: "),
+        (torch.zeros(1, dtype=torch.int64).expand(1 << 40), "holds an expanded tensor: 1,099,511,627,776 elements in 8 bytes"),
+        (torch.zeros(4, dtype=torch.int64).to_sparse(), "holds "),
+        (torch.empty(1 << 40, dtype=torch.int64, device="meta"), "holds "),
+        (bytearray(9), r"holds more than a tensor: it names \w+\.bytearray"),
+    ],
+)
+def test_a_chunk_that_cannot_be_used_is_named_and_nothing_stays(chunks, capsys, content, wanted):
+    folder = chunks({0: [1, 2, 3], 1: [1]})
+    if isinstance(content, bytes):
+        path(folder, 1).write_bytes(content)
+    else:
+        torch.save(content, path(folder, 1))
+    with pytest.raises(DataError, match=f"chunk_000001.pt.*{wanted}"):
+        bring_in(folder)
+    assert not (folder.parent / "out").exists()
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("metadata", "wanted"),
+    [
+        ({"total_tokens": 9}, "says total_tokens 9; there are 4"),
+        ({"vocab_size": 100}, "says vocab_size 100; the tokenizer has 257"),
+        ([1], "is not a JSON object"),
+    ],
+)
+def test_metadata_that_does_not_fit(chunks, metadata, wanted):
+    folder = chunks({0: [1, 2], 1: [3, 4]}, metadata)
+    with pytest.raises(DataError, match=wanted):
+        bring_in(folder)
+
+
+def test_a_padded_vocabulary_and_keys_of_no_interest_are_fine(chunks):
+    bring_in(chunks({0: [1, 2], 1: [3, 4]}, {"vocab_size": 50_304, "total_tokens": 4, "author": None}))
+
+
+def test_metadata_that_is_no_json(chunks):
+    folder = chunks({0: [1, 2]})
+    (folder / "metadata.json").write_text("{")
+    with pytest.raises(DataError, match=r"metadata.json cannot be read"):
+        bring_in(folder)
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({"tokenizer": "train:300"}, "tokens already"),
+        ({"tokenizer": "char"}, "tokens already"),
+        ({"split": "hash 0.1"}, "cannot be split by 'hash 0.1'"),
+        ({"split": "half"}, "is not a split rule"),
+    ],
+)
+def test_what_chunks_cannot_be(chunks, options, wanted):
+    with pytest.raises(DataError, match=wanted):
+        bring_in(chunks({0: [1, 2]}), **options)
+
+
+def test_too_few_tokens_for_two_splits(chunks):
+    with pytest.raises(DataError, match="holds 1 token, and none is for training"):
+        bring_in(chunks({0: [1]}))
+
+
+def test_nothing_there(tmp_path):
+    with pytest.raises(DataError, match=r"has no chunk_NNNNNN\.pt files"):
+        bring_in(tmp_path)
+    with pytest.raises(DataError, match="is not a folder"):
+        bring_in(tmp_path / "absent")

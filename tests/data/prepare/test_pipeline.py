@@ -1,0 +1,400 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+from flatout.data.prepare import pipeline as stage
+from flatout.data.prepare import ranges
+from flatout.data.prepare.pipeline import Options, prepare_dataset
+from flatout.data.store.shards import Dataset
+from flatout.errors import DataError
+from flatout.sources import Part, files
+
+
+class Listener:
+    """Keeps what is said and which steps were opened."""
+
+    def __init__(self):
+        self.said = []
+        self.tasks = []
+        self.done = {}
+
+    def say(self, line):
+        self.said.append(line)
+
+    @contextmanager
+    def task(self, what, *, total=None, unit=""):
+        self.tasks.append(what)
+        listener = self
+
+        class Task:
+            def advance(self, amount=1):
+                listener.done[what] = listener.done.get(what, 0) + amount
+
+            def note(self, text):
+                pass
+
+        yield Task()
+
+
+def write_rows(path, values):
+    path.write_text("".join(json.dumps({"text": value}) + "\n" for value in values), encoding="utf-8")
+    return path
+
+
+def content(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def documents(folder, name):
+    """The texts of a split, as the tokens say."""
+    dataset = Dataset.open(folder)
+    split = dataset.split(name)
+    tokens = split.read_tokens(0, split.num_tokens)
+    starts = [0, *split.document_ends[:-1]]
+    assert all(tokens[end - 1] == dataset.tokenizer.eot_id for end in split.document_ends)
+    return [dataset.tokenizer.decode(tokens[start : end - 1]) for start, end in zip(starts, split.document_ends, strict=True)]
+
+
+@pytest.fixture
+def book(tmp_path):
+    path = tmp_path / "book.txt"
+    path.write_text("".join(f"Sentence {number} of the book. " for number in range(400)))
+    return path
+
+
+@pytest.fixture
+def rows(tmp_path):
+    return write_rows(tmp_path / "rows.jsonl", [f"row {number} " * (number % 5 + 1) for number in range(300)])
+
+
+def test_one_text_is_cut_by_the_tail_exactly(book, tmp_path):
+    text = book.read_text()
+    made = prepare_dataset([str(book)], tmp_path / "out", Options(tokenizer="char", split="tail 0.1"))
+    cut = int(len(text) * 0.9)
+    assert documents(made.path, "train") == [text[:cut]]
+    assert documents(made.path, "val") == [text[cut:]]
+    train = Dataset.open(made.path).split("train")
+    characters = sorted(set(text))
+    assert train.read_tokens(0, cut).tolist() == [characters.index(character) for character in text[:cut]]
+    assert made.manifest.text_bytes == len(text)
+    assert made.manifest.vocab_size == len(characters) + 1
+    assert made.manifest.split_rule == "tail 0.1"
+
+
+@pytest.mark.parametrize("tokenizer", ["char", "byte", "train:300"])
+def test_rows_come_back_whole_and_in_order(rows, tmp_path, tokenizer):
+    values = [json.loads(line)["text"] for line in rows.read_text().splitlines()]
+    made = prepare_dataset([str(rows)], tmp_path / "out", Options(tokenizer=tokenizer, split="tail 0.1"))
+    assert documents(made.path, "train") == values[:272]
+    assert documents(made.path, "val") == values[272:]
+    assert (made.manifest.documents, made.manifest.splits["val"].documents) == (300, 28)
+    assert abs(sum(map(len, values[272:])) / sum(map(len, values)) - 0.1) < 0.005
+
+
+def test_any_number_of_workers_writes_the_same_bytes(rows, tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "PART_BYTES", 500)
+    monkeypatch.setattr(ranges, "RANGE_BYTES", 1200)
+    options = Options(tokenizer="train:300", split="hash 0.2")
+    for count in (1, 2, 3):
+        prepare_dataset([str(rows)], tmp_path / f"out{count}", options, workers=count)
+    assert content(tmp_path / "out1") == content(tmp_path / "out2") == content(tmp_path / "out3")
+
+
+def test_the_tail_of_a_short_and_a_long_text_cuts_the_long_one_for_any_number_of_workers(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "PART_BYTES", 500)
+    monkeypatch.setattr(ranges, "RANGE_BYTES", 1200)
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    short, long = "short é " * 25, "long text " * 1_000
+    (folder / "a.txt").write_text(short)
+    (folder / "b.txt").write_text(long)
+    for count in (1, 2):
+        prepare_dataset([str(folder)], tmp_path / f"out{count}", Options(tokenizer="char", split="tail 0.1"), workers=count)
+    assert content(tmp_path / "out1") == content(tmp_path / "out2")
+    cut = int((len(short) + len(long)) * 0.9) - len(short)
+    assert documents(tmp_path / "out1", "train") == [short, long[:cut]]
+    assert documents(tmp_path / "out1", "val") == [long[cut:]]
+
+
+def test_preparing_again_does_nothing_and_says_so(book, tmp_path):
+    first = prepare_dataset([str(book)], tmp_path / "out", Options(tokenizer="byte"))
+    before = {path: path.stat().st_mtime_ns for path in first.path.iterdir()}
+    listener = Listener()
+    again = prepare_dataset([str(book)], tmp_path / "out", Options(tokenizer="byte"), progress=listener)
+    assert again.existed
+    assert again.manifest == first.manifest
+    assert {path: path.stat().st_mtime_ns for path in first.path.iterdir()} == before
+    assert "already holds this data set" in listener.said[0]
+    assert listener.tasks == []
+
+
+def test_the_same_text_in_another_place_is_the_same_data_set(book, tmp_path):
+    prepare_dataset([str(book)], tmp_path / "out", Options(tokenizer="byte"))
+    (tmp_path / "moved").mkdir()
+    moved = book.rename(tmp_path / "moved" / "book.txt")
+    os.utime(moved, (0, 0))
+    assert prepare_dataset([str(moved)], tmp_path / "out", Options(tokenizer="byte")).existed
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"tokenizer": "char"}, "tokenizer 'byte' there, 'char' asked for"),
+        ({"split": "tail 0.5"}, "split None there, 'tail 0.5' asked for"),
+        ({"max_documents": 5}, "max_documents None there, 5 asked for"),
+        ({"text_field": "body"}, "text_field 'text' there, 'body' asked for"),
+    ],
+)
+def test_another_data_set_there_is_refused_and_kept(tmp_path, changed, said):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "one two three", "body": "two"}\n' * 20)
+    prepare_dataset([str(rows)], tmp_path / "out", Options(tokenizer="byte"))
+    before = content(tmp_path / "out")
+    with pytest.raises(DataError, match=said):
+        prepare_dataset([str(rows)], tmp_path / "out", Options(**{"tokenizer": "byte", **changed}))
+    assert content(tmp_path / "out") == before
+
+
+def test_text_that_has_changed_is_another_data_set(book, tmp_path):
+    prepare_dataset([str(book)], tmp_path / "out", Options(tokenizer="byte"))
+    book.write_text(book.read_text().replace("Sentence 7 ", "Sentence X "))
+    with pytest.raises(DataError, match="the text has changed"):
+        prepare_dataset([str(book)], tmp_path / "out", Options(tokenizer="byte"))
+    with pytest.raises(DataError, match=r"the text of .*book\.txt there, of synthetic asked for"):
+        prepare_dataset(["synthetic"], tmp_path / "out", Options(tokenizer="byte"))
+
+
+def test_a_tokenizer_file_is_told_by_its_content(book, tmp_path):
+    first = prepare_dataset([str(book)], tmp_path / "first", Options(tokenizer="train:300"))
+    options = Options(tokenizer=str(first.path / "tokenizer.json"))
+    second = prepare_dataset([str(book)], tmp_path / "second", options)
+    assert content(first.path)["train-00000.bin"] == content(second.path)["train-00000.bin"]
+    assert content(first.path)["tokenizer.json"] == content(second.path)["tokenizer.json"]
+    assert prepare_dataset([str(book)], tmp_path / "second", Options(tokenizer=str(first.path))).existed
+    other = prepare_dataset(["synthetic:documents=20"], tmp_path / "other", Options(tokenizer="train:300"))
+    with pytest.raises(DataError, match="tokenizer 'sha256:"):
+        prepare_dataset([str(book)], tmp_path / "second", Options(tokenizer=str(other.path)))
+
+
+def test_a_folder_with_something_else_in_it_is_refused_before_any_work(book, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.txt").write_text("precious")
+    listener = Listener()
+    with pytest.raises(DataError, match="is not empty and is not a data set"):
+        prepare_dataset([str(book)], tmp_path / "out", Options(), progress=listener)
+    assert content(tmp_path / "out") == {"thesis.txt": b"precious"}
+    assert listener.tasks == []
+    with pytest.raises(DataError, match="is not empty"):
+        prepare_dataset([str(book)], book, Options())
+    (tmp_path / "empty").mkdir()
+    assert prepare_dataset([str(book)], tmp_path / "empty", Options(tokenizer="byte")).manifest.documents == 1
+
+
+def test_a_torn_data_set_there_is_said(book, tmp_path):
+    made = prepare_dataset([str(book)], tmp_path / "out", Options(tokenizer="byte"))
+    with (made.path / "train-00000.bin").open("ab") as file:
+        file.write(b"x")
+    with pytest.raises(DataError, match=r"train-00000\.bin"):
+        prepare_dataset([str(book)], tmp_path / "out", Options(tokenizer="byte"))
+
+
+def test_bad_rows_raise_by_name_or_are_counted_in_the_manifest(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    lines = [json.dumps({"text": f"row {number}"}) for number in range(40)]
+    for number in range(0, 24, 2):
+        lines[number] = "{"
+    lines[30] = '{"text": ""}'
+    lines[31] = '{"text": "half \\ud800 pair"}'
+    path.write_text("\n".join(lines))
+    with pytest.raises(DataError, match=r"rows\.jsonl, line 1 is not JSON"):
+        prepare_dataset([str(path)], tmp_path / "out", Options(tokenizer="byte"))
+    assert [entry.name for entry in tmp_path.iterdir()] == ["rows.jsonl"]
+    made = prepare_dataset([str(path)], tmp_path / "out", Options(tokenizer="byte", on_bad_row="skip", split="tail 0.5"))
+    skipped = {entry.reason: entry for entry in made.manifest.skipped}
+    assert skipped["not JSON"].count == 12
+    assert skipped["not JSON"].first == tuple(f"{path}, line {number}" for number in range(1, 21, 2))
+    assert skipped["cannot be tokenised"].first == (f"{path}, line 32",)
+    assert skipped["empty document"].count == 1
+    assert made.manifest.documents == 26
+    lines[0:24:2] = [json.dumps({"text": "good"})] * 12
+    path.write_text("\n".join(lines))
+    with pytest.raises(DataError, match=r"rows\.jsonl, line 32 cannot be tokenised: Character 5 is U\+D800"):
+        prepare_dataset([str(path)], tmp_path / "raises", Options(tokenizer="byte"))
+
+
+@pytest.mark.parametrize("tokenizer", ["char", "byte", "train:300"])
+@pytest.mark.parametrize("name", ["empty.txt", "blank.jsonl"])
+def test_an_empty_corpus_is_said_and_leaves_nothing(tmp_path, tokenizer, name):
+    (tmp_path / name).write_text("\n\n" if name.endswith("l") else "")
+    with pytest.raises(DataError, match=r"holds no document|corpus is empty"):
+        prepare_dataset([str(tmp_path / name)], tmp_path / "out", Options(tokenizer=tokenizer))
+    assert [entry.name for entry in tmp_path.iterdir()] == [name]
+
+
+def test_a_split_that_would_be_empty_is_said_and_leaves_nothing(rows, tmp_path):
+    with pytest.raises(DataError, match=r"none of the 300 documents is for validation.*tail 0\.1"):
+        prepare_dataset([str(rows)], tmp_path / "out", Options(tokenizer="byte", split="hash 1e-9"))
+    with pytest.raises(DataError, match="for training"):
+        prepare_dataset([str(rows)], tmp_path / "out", Options(tokenizer="byte", split="hash 0.9999999"))
+    assert [entry.name for entry in tmp_path.iterdir()] == ["rows.jsonl"]
+
+
+def test_limits_take_the_beginning(rows, tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "PART_BYTES", 700)
+    monkeypatch.setattr(ranges, "RANGE_BYTES", 700)
+    values = [json.loads(line)["text"] for line in rows.read_text().splitlines()]
+    for count in (1, 2):
+        out = tmp_path / f"documents{count}"
+        prepare_dataset([str(rows)], out, Options(tokenizer="byte", split="tail 0.5", max_documents=100), workers=count)
+        assert documents(out, "train") + documents(out, "val") == values[:100]
+        out = tmp_path / f"bytes{count}"
+        made = prepare_dataset([str(rows)], out, Options(tokenizer="byte", split="tail 0.5", max_bytes=1000), workers=count)
+        assert made.manifest.text_bytes == 1000
+        assert "".join(documents(out, "train") + documents(out, "val")) == "".join(values)[:1000]
+
+
+@pytest.mark.parametrize("options", [{"max_documents": 0}, {"max_bytes": -1}, {"split": "half"}, {"on_bad_row": "ignore"}])
+def test_values_that_cannot_be_meant_are_refused_before_reading(tmp_path, options):
+    with pytest.raises(DataError, match=r"max-documents|max-bytes|split rule|on-bad-row"):
+        prepare_dataset([str(tmp_path / "missing.txt")], tmp_path / "out", Options(**options))
+    with pytest.raises(DataError, match="--workers 0"):
+        prepare_dataset([str(tmp_path / "missing.txt")], tmp_path / "out", Options(), workers=0)
+
+
+def test_a_packed_tokenizer_is_to_be_unpacked(book, tmp_path):
+    with pytest.raises(DataError, match=r"x\.json\.gz is packed") as raised:
+        prepare_dataset([str(book)], tmp_path / "out", Options(tokenizer="x.json.gz"))
+    assert raised.value.fix.startswith("Unpack it first")
+
+
+def test_a_row_left_out_of_a_file_whose_name_is_not_utf8_is_written_down(tmp_path):
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / os.fsdecode(b"b\xfc.txt")).write_text("")
+    (tmp_path / "texts" / "a.txt").write_text("text")
+    made = prepare_dataset([str(tmp_path / "texts")], tmp_path / "out", Options(tokenizer="byte"))
+    assert [entry.first for entry in made.manifest.skipped] == [(f"{tmp_path}/texts/b\ufffd.txt",)]
+
+
+def test_a_disk_that_cannot_be_written_is_said(book, tmp_path):
+    with pytest.raises(DataError, match="Cannot write"):
+        prepare_dataset([str(book)], tmp_path / "book.txt" / "out", Options(tokenizer="byte"))
+
+
+def test_a_disk_that_fills_up_leaves_nothing(rows, tmp_path, monkeypatch):
+    from flatout import files as disk
+
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(disk.os, "fsync", full)
+    with pytest.raises(DataError, match="No space left on device"):
+        prepare_dataset([str(rows)], tmp_path / "out", Options(tokenizer="byte"))
+    assert [entry.name for entry in tmp_path.iterdir()] == ["rows.jsonl"]
+
+
+def test_ctrl_c_keeps_what_is_done_and_leaves_no_process(tmp_path):
+    (tmp_path / "slow_source.py").write_text(
+        "import time\nfrom flatout.sources import Part\n"
+        "def read(number):\n    yield f'document {number}'\n    time.sleep(600 if number > 1 else 0)\n"
+        "def slow():\n    return [Part(read, (number,), str(number)) for number in range(6)]\n"
+    )
+    (tmp_path / "out_parent").mkdir()
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"import sys; sys.path[:] = {[str(tmp_path), *sys.path]!r}\n"
+        "from pathlib import Path\n"
+        "from flatout.data.prepare.pipeline import Options, prepare_dataset\n"
+        "from flatout.data.prepare.local_workers import Crew\n"
+        "pack = Crew.pack\n"
+        "def told(crew, ranges, setup, tell):\n"
+        "    for item in pack(crew, ranges, setup, tell):\n"
+        "        print('pids', *[worker.process.pid for worker in crew._workers], flush=True)\n"
+        "        yield item\n"
+        "Crew.pack = told\n"
+        f"out = Path({str(tmp_path / 'out_parent' / 'out')!r})\n"
+        "prepare_dataset(['slow_source:slow'], out, Options(tokenizer='byte', split='hash 0.1'), workers=2)\n"
+    )
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        pids = [int(pid) for pid in process.stdout.readline().split()[1:]]
+        assert len(pids) == 2
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
+    assert "KeyboardInterrupt" in errors
+    assert errors.count("Traceback") == 1, "workers say nothing"
+    assert [path.name for path in (tmp_path / "out_parent").iterdir()] == [".out.part"], "what is done stays"
+    assert sorted(path.name for path in tmp_path.glob("out_parent/.out.part/ranges/*.json"))[:1] == ["000000.json"]
+    assert list(tmp_path.rglob("*.part")) == [tmp_path / "out_parent" / ".out.part"]
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_what_a_killed_prepare_left_does_not_disturb_the_next(book, tmp_path):
+    (tmp_path / ".out.part").mkdir()
+    (tmp_path / ".out.part" / "train-00000.bin").write_bytes(b"torn")
+    made = prepare_dataset([str(book)], tmp_path / "out", Options(tokenizer="byte"))
+    assert made.manifest.documents == 1
+    assert not (tmp_path / ".out.part").exists()
+
+
+def test_long_steps_are_said_and_counted_to_the_end(rows, tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "PART_BYTES", 500)
+    monkeypatch.setattr(ranges, "RANGE_BYTES", 1200)
+    listener = Listener()
+    prepare_dataset([str(rows)], tmp_path / "out", Options(tokenizer="train:300"), progress=listener)
+    assert [task.split()[0] for task in listener.tasks] == ["Counting", "Training", "Tokenising", "Writing"]
+    assert listener.done["Counting documents"] == 300
+    assert listener.done["Tokenising"] == pytest.approx(rows.stat().st_size / 1e6)
+
+
+def test_little_text_is_not_worth_a_process(rows, monkeypatch):
+    monkeypatch.setattr(stage, "usable_cores", lambda: 64)
+    monkeypatch.setattr(stage, "cgroup_limits", lambda: (None, None))
+    assert stage.usual_workers(files.files(str(rows))) == 1
+    large = [Part(list, (), "x", num_bytes=10**9)]
+    assert stage.usual_workers(large) == 64
+    monkeypatch.setattr(stage, "cgroup_limits", lambda: (3, None))
+    assert stage.usual_workers(large) == 3, "a container's limit counts"
+
+
+def test_tokens_are_stored_in_16_bits_when_they_fit(book, tmp_path):
+    made = prepare_dataset([str(book)], tmp_path / "out", Options(tokenizer="byte"))
+    assert made.manifest.dtype == "uint16"
+    assert np.fromfile(made.path / "val-00000.bin", "<u2")[-1] == 256
+
+
+@pytest.mark.parametrize("tokenizer", ["char", "train:300"])
+def test_a_tokenizer_is_made_from_prompts_too(tmp_path, tokenizer):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"QUESTION {number}?", "text": f"answer {number}"}) + "\n" for number in range(40)))
+    made = prepare_dataset([str(path)], tmp_path / "out", Options(tokenizer=tokenizer, split="tail 0.5", mask_field="prompt"), workers=1)
+    assert documents(made.path, "train")[0].startswith("QUESTION 0?answer 0")
+    known = Dataset.open(made.path).tokenizer
+    if tokenizer != "char":
+        assert len(known.encode("QUESTION")) < len("QUESTION"), "prompts have merges of their own"
+    plain = prepare_dataset([str(path)], tmp_path / "plain", Options(tokenizer=tokenizer, split="tail 0.5"), workers=1)
+    assert "Q" not in getattr(Dataset.open(plain.path).tokenizer, "characters", "")
+    if tokenizer != "char":
+        assert len(Dataset.open(plain.path).tokenizer.encode("QUESTION")) == len("QUESTION"), "what is not packed is not learned"
+
+
+def test_a_mask_field_is_packed_and_not_learned_from(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"ask": {"q": f"question {number}"}, "text": f"answer {number}"}) + "\n" for number in range(40)))
+    options = Options(tokenizer="byte", split="tail 0.5", mask_field="ask.q")
+    made = prepare_dataset([str(path)], tmp_path / "out", options, workers=1)
+    split = Dataset.open(made.path).split("val")
+    assert documents(made.path, "val")[0].startswith("question 2")
+    tokens, mask = split.read_tokens(0, split.num_tokens), split.read_mask_range(0, split.num_tokens)
+    assert bytes(tokens[mask & (tokens < 256)].astype("u1")).startswith(b"answer 2")
+    assert b"question" not in bytes(tokens[mask & (tokens < 256)].astype("u1"))
+    assert made.manifest.source["mask_field"] == "ask.q"
+    assert Dataset.open(made.path).split("train").has_mask
+    with pytest.raises(DataError, match=r"mask_field 'ask\.q' there, None asked for"):
+        prepare_dataset([str(path)], tmp_path / "out", Options(tokenizer="byte", split="tail 0.5"))

@@ -1,0 +1,35 @@
+"""What test_shards.py and test_verify.py do not have: a folder that is sound and may not be read."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flatout.data.prepare.writer import DatasetWriter
+from flatout.data.store.integrity import file_problems
+from flatout.data.store.shards import Dataset
+from flatout.data.store.verify import verify_dataset
+from flatout.data.tokenizers import make_tokenizer
+from flatout.errors import DataError
+
+
+def test_a_tokenizer_that_may_not_be_read_is_a_problem_of_its_own(tmp_path, monkeypatch):
+    tokenizer = make_tokenizer("byte", lambda _: iter([]))
+    with DatasetWriter(tmp_path / "set", vocab_size=tokenizer.vocab_size) as writer:
+        for split in (writer.train, writer.val):
+            split.append(np.array([1, 2, 256]), [3], text_bytes=2)
+        manifest = writer.finish(tokenizer=tokenizer, source={}, split_rule="named")
+    assert list(file_problems(tmp_path / "set", manifest)) == []
+    read = Path.read_bytes
+
+    def closed(path):
+        if path.name == "tokenizer.json":
+            raise PermissionError(13, "Permission denied", str(path))
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", closed)
+    (problem,) = file_problems(tmp_path / "set", manifest)
+    assert (problem.name, problem.fix) == ("tokenizer.json", "Check its permissions.")
+    assert verify_dataset(tmp_path / "set").problems == (f"{tmp_path}/set/tokenizer.json cannot be read: Permission denied.",)
+    with pytest.raises(DataError, match=r"tokenizer\.json cannot be read: Permission denied\. Fix: Check its permissions\."):
+        Dataset.open(tmp_path / "set")

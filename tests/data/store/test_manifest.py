@@ -1,0 +1,110 @@
+import json
+
+import numpy as np
+import pytest
+
+from flatout.data.store.manifest import read_manifest, token_dtype
+from flatout.data.store.shards import Dataset
+from flatout.data.store.verify import verify_dataset
+from flatout.errors import DataError
+
+
+def test_it_reads_back_as_written(write_set):
+    folder = write_set(np.arange(10), np.arange(5), mask=np.ones(10))
+    manifest = read_manifest(folder)
+    assert manifest.model_dump(mode="json") == json.loads((folder / "manifest.json").read_text())
+    assert [path.name for path in folder.glob("manifest*")] == ["manifest.json"]
+    assert (manifest.format_version, manifest.tokens, manifest.documents, manifest.text_bytes) == (2, 15, 2, 60)
+
+
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(1, "uint16"), (65_536, "uint16"), (65_537, "uint32")])
+def test_the_stored_type_holds_every_id(vocab_size, dtype):
+    assert token_dtype(vocab_size) == dtype
+
+
+def test_no_manifest_says_how_to_prepare(tmp_path):
+    with pytest.raises(DataError, match=r"no data set folder .*Fix: Prepare it with `flatout prepare"):
+        Dataset.open(tmp_path / "absent")
+    with pytest.raises(DataError, match=r"no manifest\.json.*flatout prepare"):
+        Dataset.open(tmp_path)
+    (tmp_path / "file.txt").write_text("text")
+    with pytest.raises(DataError, match="flatout prepare"):
+        Dataset.open(tmp_path / "file.txt")
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda m: m | {"format_version": 99}, "Install a newer flatout"),
+        (lambda m: m | {"dtype": "float8"}, "dtype"),
+        (lambda m: {k: v for k, v in m.items() if k != "vocab_size"}, "vocab_size"),
+        (lambda m: m | {"unheard_of": 1}, "unheard_of"),
+        (lambda m: [m], "not a manifest"),
+    ],
+)
+def test_a_manifest_that_cannot_be_used(write_set, edit, message):
+    path = write_set(np.arange(10)) / "manifest.json"
+    path.write_text(json.dumps(edit(json.loads(path.read_text()))))
+    with pytest.raises(DataError, match=message):
+        Dataset.open(path.parent)
+
+
+def test_a_torn_manifest(write_set):
+    path = write_set(np.arange(10)) / "manifest.json"
+    path.write_text(path.read_text()[:100])
+    with pytest.raises(DataError, match="not a manifest"):
+        Dataset.open(path.parent)
+
+
+def test_a_manifest_that_is_not_text(write_set):
+    path = write_set(np.arange(10)) / "manifest.json"
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(DataError, match=r"Cannot read .*manifest\.json: .*prepare the data set again"):
+        Dataset.open(path.parent)
+
+
+def test_a_manifest_cannot_name_a_file_elsewhere(write_set):
+    path = write_set(np.arange(10)) / "manifest.json"
+    path.write_text(path.read_text().replace("train-00000.bin", "../train-00000.bin"))
+    with pytest.raises(DataError, match="not a manifest"):
+        Dataset.open(path.parent)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [('"vocab_size": 300', '"vocab_size": 301'), ('"text_bytes": 40', '"text_bytes": 41'), ('"split_rule": "', '"split_rule": "n')],
+)
+def test_a_changed_value_is_found_wherever_a_manifest_is_read(write_set, old, new):
+    path = write_set(np.arange(10), np.arange(5)) / "manifest.json"
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+    for read in (Dataset.open, verify_dataset):
+        with pytest.raises(DataError, match=r"manifest\.json is damaged: its content does not match its digest"):
+            read(path.parent)
+
+
+def test_every_bit_of_the_digest_counts_and_it_cannot_be_left_out(write_set):
+    path = write_set(np.arange(10)) / "manifest.json"
+    document = json.loads(path.read_text())
+    for changed in (document | {"sha256": "0" * 64}, document | {"sha256": None}, {k: v for k, v in document.items() if k != "sha256"}):
+        path.write_text(json.dumps(changed))
+        with pytest.raises(DataError, match="is damaged"):
+            Dataset.open(path.parent)
+    path.write_text(json.dumps(document | {"format_version": 1}))
+    with pytest.raises(DataError, match="is damaged"):
+        Dataset.open(path.parent)
+
+
+def test_a_manifest_of_format_1_has_no_digest_and_opens(write_set):
+    path = write_set(np.arange(10)) / "manifest.json"
+    document = json.loads(path.read_text())
+    del document["sha256"]
+    path.write_text(json.dumps(document | {"format_version": 1}))
+    assert Dataset.open(path.parent).manifest.sha256 is None
+
+
+def test_a_manifest_written_in_another_layout_is_the_same(write_set):
+    path = write_set(np.arange(10)) / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()), sort_keys=True))
+    Dataset.open(path.parent)

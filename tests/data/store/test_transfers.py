@@ -1,0 +1,53 @@
+import threading
+from concurrent.futures import CancelledError
+
+import pytest
+
+from flatout.data.store.transfers import AT_ONCE, Transfers
+
+
+class Counted:
+    def __init__(self):
+        self.megabytes = 0.0
+
+    def advance(self, amount=1.0):
+        self.megabytes += amount
+
+    def note(self, text):
+        pass
+
+
+def test_jobs_run_beside_each_other_and_their_bytes_add_up():
+    task = Counted()
+    transfers = Transfers(task)
+    together = threading.Barrier(AT_ONCE)
+
+    def job():
+        together.wait(60)
+        for _ in range(100):
+            transfers.advance(10_000)
+
+    transfers.run([job] * AT_ONCE)
+    assert task.megabytes == pytest.approx(AT_ONCE)
+
+
+def test_the_first_that_fails_ends_the_others_and_is_raised():
+    transfers = Transfers(Counted())
+    begun, ended = threading.Event(), []
+
+    def endless():
+        begun.set()
+        try:
+            while True:
+                transfers.advance(1)
+        except CancelledError:
+            ended.append(True)
+            raise
+
+    def failing():
+        begun.wait(60)
+        raise KeyError("first")
+
+    with pytest.raises(KeyError, match="first"):
+        transfers.run([endless, failing])
+    assert ended == [True]

@@ -1,0 +1,133 @@
+import errno
+import json
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flatout import files
+from flatout.data.prepare.ranges import RangeWriter
+from flatout.errors import CheckpointError, DataError
+
+
+@pytest.fixture
+def done(monkeypatch):
+    """What the disk was told, in order: sync, rename or unlink, and the name that the file is to have."""
+    told = []
+    fsync, replace, unlink = os.fsync, Path.replace, Path.unlink
+
+    def tell(what, path):
+        told.append((what, re.sub(r"\.[0-9a-f]{8}\.part$", "", Path(path).name)))
+
+    monkeypatch.setattr(os, "fsync", lambda descriptor: tell("sync", os.readlink(f"/proc/self/fd/{descriptor}")) or fsync(descriptor))
+    monkeypatch.setattr(Path, "replace", lambda path, target: tell("rename", target) or replace(path, target))
+    monkeypatch.setattr(Path, "unlink", lambda path, **options: tell("unlink", path) or unlink(path, **options))
+    return told
+
+
+def in_order(done, *wanted):
+    """Say whether these are among what was done, one after another."""
+    left = iter(done)
+    return all(item in left for item in wanted)
+
+
+@pytest.mark.parametrize("write", [files.write_whole, files.write_text])
+def test_a_small_file_is_whole_or_as_it_was(tmp_path, monkeypatch, write):
+    write(tmp_path / "f", "old")
+    write(tmp_path / "f", "new")
+    monkeypatch.setattr(files, "sync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(OSError, match="No space"):
+        write(tmp_path / "f", "newer")
+    assert (tmp_path / "f").read_text() == "new"
+
+
+def test_only_one_of_the_two_is_there_for_certain(tmp_path, done):
+    files.write_whole(tmp_path / "f", "text")
+    assert done == [("sync", "f"), ("rename", "f")]
+    files.write_text(tmp_path / "f", "text")
+    assert done[2:] == [*done[:2], ("sync", tmp_path.name)]
+
+
+def test_a_record_that_outlives_a_power_cut_finds_its_files(tmp_path, done):
+    writer = RangeWriter(tmp_path, 3, vocab_size=10)
+    writer.append("train", np.arange(10), [4, 10], text_bytes=5)
+    writer.finish()
+    folder = ("sync", tmp_path.name)
+    for name in ("000003.train.bin", "000003.train.ends"):
+        assert in_order(done, ("sync", name), ("rename", name), folder, ("sync", "000003.json"), ("rename", "000003.json"))
+    assert done.count(folder) == 1, "a record that a power cut takes costs its range again, not more"
+
+
+def test_a_shard_is_there_for_certain_before_its_ranges_go(done, write_set):
+    write_set(np.arange(10))
+    shard = [("sync", "train-00000.bin"), ("rename", "train-00000.bin"), ("sync", "joined")]
+    record = [("sync", "train-00000.json"), ("rename", "train-00000.json"), ("sync", ".set.part")]
+    assert in_order(done, *shard, *record, ("unlink", "000000.train.bin"))
+
+
+def test_a_data_set_is_on_the_disk_before_it_has_its_name(tmp_path, done, write_set):
+    write_set(np.arange(10))
+    manifest = [("sync", "manifest.json"), ("rename", "manifest.json"), ("sync", "joined")]
+    assert in_order(done, ("sync", "tokenizer.json"), *manifest, ("rename", "set"), ("sync", tmp_path.name))
+
+
+@pytest.mark.parametrize(
+    ("number", "fix"), [(errno.ENOSPC, "Make room there"), (errno.EIO, "failed to read or write"), (errno.EACCES, "may write to")]
+)
+def test_what_a_disk_refuses_is_answered_by_what_it_says(number, fix):
+    with pytest.raises(DataError, match=fix) as refused, files.writing("out"):
+        raise OSError(number, os.strerror(number))
+    assert ("room there" in refused.value.fix) == (number == errno.ENOSPC)
+
+
+def test_reading_the_tail_of_a_file_leaves_out_the_line_it_cuts(tmp_path):
+    path = tmp_path / "lines"
+    for number in range(100):
+        files.append_line(path, {"n": number})
+    tail = [line["n"] for line in files.read_lines(path, tail_bytes=50)]
+    assert tail == list(range(tail[0], 100))
+    assert 0 < len(tail) < 10
+
+
+def test_a_line_after_a_torn_one_stands_alone(tmp_path):
+    path = tmp_path / "lines"
+    path.write_text('{"n": 1}\n{"n":')
+    files.append_line(path, {"n": 2})
+    files.append_line(path, {"n": 3})
+    assert [line["n"] for line in files.read_lines(path)] == [1, 2, 3]
+    assert list(files.read_lines(tmp_path / "none")) == []
+
+
+@pytest.mark.parametrize("value", [0.1 + 0.2, 5e-324, 1.7976931348623157e308, -0.0])
+def test_floats_come_back_in_every_bit(tmp_path, value):
+    files.write_json(tmp_path / "f", {"x": value})
+    assert files.read_json(tmp_path / "f")["x"].hex() == value.hex()
+
+
+def test_nothing_but_the_file_is_left_behind(tmp_path):
+    files.write_json(tmp_path / "f", [1])
+    files.write_json(tmp_path / "f", [2])
+    assert [path.name for path in tmp_path.iterdir()] == ["f"]
+    assert json.loads((tmp_path / "f").read_text()) == [2]
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(CheckpointError, match=r"Cannot read .*/f: No such file"):
+        files.read_json(tmp_path / "f")
+
+
+def test_the_size_of_a_folder_is_that_of_its_files(tmp_path):
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "x").write_bytes(bytes(10))
+    (tmp_path / "a" / "b" / "y").write_bytes(bytes(7))
+    assert files.folder_bytes(tmp_path) == 17
+    assert files.folder_bytes(tmp_path / "none") == 0
+
+
+@pytest.mark.parametrize(
+    ("number", "fix"), [(errno.ENOSPC, "Free space"), (errno.ENOENT, "Keep the run directory"), (errno.ENAMETOOLONG, "Choose a shorter path")]
+)
+def test_the_way_out_is_that_of_the_disks_own_reason(number, fix):
+    assert files.way_out(OSError(number, "")).startswith(fix)

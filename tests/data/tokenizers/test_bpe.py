@@ -1,0 +1,144 @@
+"""Byte-level BPE by ranks: the known patterns, and training."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import tiktoken
+from texts import CORPUS, STRANGE
+
+from flatout.data.tokenizers import base, bpe
+from flatout.data.tokenizers.bpe import GPT2_PATTERN, KNOWN, byte_level_alphabet, train_bpe
+from flatout.data.tokenizers.engines import delegated
+
+
+@pytest.mark.parametrize("known", KNOWN.values(), ids=lambda known: known.name)
+def test_no_known_pattern_has_a_token_across_a_cut(known, monkeypatch):
+    """Every run of characters is a piece here, so that a token across a cut would show."""
+    text = "".join(random.Random(1).choices(["a", "Z", "é", "7", "²", "_", ".", " ", "\n", "\r", "\t", "'s", "/"], k=3000))
+    merged = dict.fromkeys(text[place : place + length].encode() for place in range(3000) for length in (1, 2, 3, 4))
+    pieces = [bytes([value]) for value in range(256)] + [piece for piece in merged if len(piece) > 1]
+    made = bpe.RankTokenizer(known.name, pieces, known.pattern, len(pieces))
+    whole = made.encode(text)
+    monkeypatch.setattr(base, "PIECE_CHARACTERS", 3)
+    assert len(list(made.encode_pieces(text))) > 50
+    assert made.encode(text) == whole
+
+
+def test_training_gives_the_size_asked_for_and_the_same_each_time():
+    texts = [f"word{n % 97} other{n % 31} " for n in range(2000)]
+    first, again = train_bpe(texts, 330), train_bpe(texts, 330)
+    assert first.vocab_size == 330
+    assert first.eot_id == 329
+    assert first.digest() == again.digest()
+    assert first.pieces[:3] == [b"!", b'"', b"#"]
+    assert len(first.encode("word96 other1")) < 8
+
+
+HUGGING_FACE = r"(?i:'s|'t|'re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+PATTERNS = {known.name: known.pattern for known in KNOWN.values()} | {
+    "hugging face": HUGGING_FACE,
+    "escapes": r"\++|[a|)]++|(?:b|c)++|\s+(?!\S)|[^x]|x",
+}
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_a_pattern_whose_alternatives_are_grouped_splits_the_same(name):
+    """Every run of characters is a piece here, so that another split would show."""
+    stream = random.Random(2)
+    text = "".join(
+        stream.choice(["a", "Z", "é", "7", "²", "_", ".", " ", "  ", "\n", "\r", "\t", "'s", "'LL", "/", "+", "|", "b", "c", ")"])
+        for _ in range(3000)
+    )
+    merged = dict.fromkeys(text[place : place + length].encode() for place in range(3000) for length in (1, 2, 3, 4))
+    ranks = {piece: rank for rank, piece in enumerate([*(bytes([value]) for value in range(256)), *(piece for piece in merged if len(piece) > 1)])}
+    plain, fast = (
+        tiktoken.Encoding("x", pat_str=pattern, mergeable_ranks=ranks, special_tokens={}) for pattern in (PATTERNS[name], delegated(PATTERNS[name]))
+    )
+    assert fast.encode_ordinary(text) == plain.encode_ordinary(text)
+
+
+def test_alternatives_that_look_around_or_hold_on_stay_alone():
+    assert delegated(r"a|[b|]c|(d|e)++|\s++$|\s+(?!\S)|\s") == r"(?:a|[b|]c|(d|e)+)|\s++$|\s+(?!\S)|\s"
+    assert delegated(GPT2_PATTERN).startswith(r"(?:'(?:[sdmt]|ll|re|ve)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+)|")
+    for unchanged in (r"(?i)a|b", r"a?+b|c", r"\p{L}+", r"\++"):
+        assert delegated(unchanged) == unchanged
+
+
+@pytest.mark.parametrize("engine", ["tiktoken", "gigatoken"])
+def test_no_name_written_out_in_text_is_a_token(engine):
+    """An engine may know a special token that this vocabulary does not have."""
+    text = "a <|unused|> b<|unused|><|endoftext|>"
+    made = train_bpe(CORPUS, 300).with_engine(engine)
+    assert made.decode(made.encode(text)) == text
+    assert max(made.encode(text)) < made.eot_id
+
+
+def test_training_splits_text_as_its_pattern_does():
+    """No merge crosses a boundary of the pattern, so encoding in the trainer and here agree."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    reference = Tokenizer(models.BPE())
+    reference.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    reference.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=320, initial_alphabet=alphabet, show_progress=False))
+    ranks = {index: piece for piece, index in reference.get_vocab(with_added_tokens=False).items()}
+    byte_of = byte_level_alphabet()
+    pieces = [bytes(byte_of[character] for character in ranks[index]) for index in range(len(ranks))]
+    ours = bpe.RankTokenizer("x", pieces, GPT2_PATTERN, len(pieces))
+    for text in CORPUS + STRANGE:
+        assert ours.encode(text) == reference.encode(text).ids
+
+
+def test_the_byte_level_alphabet_is_the_one_in_use():
+    from tokenizers import pre_tokenizers
+
+    ours = byte_level_alphabet()
+    assert set(ours) == set(pre_tokenizers.ByteLevel.alphabet())
+    split = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    for value in range(128):
+        ((piece, _),) = split.pre_tokenize_str(chr(value))
+        assert ours[piece] == value
+
+
+@pytest.mark.parametrize("known", KNOWN.values(), ids=lambda known: known.name)
+def test_every_known_pattern_compiles_and_loses_nothing(known):
+    made = bpe.RankTokenizer(known.name, [bytes([value]) for value in range(256)], known.pattern, known.eot_id)
+    for text in CORPUS + STRANGE:
+        assert made.decode(made.encode(text)) == text
+
+
+def test_known_patterns_equal_those_in_the_field():
+    """Digests, end-of-text, and token boundaries as tiktoken's own definitions give them, on text with every kind of boundary."""
+    import re
+
+    import tiktoken_ext.openai_public as public
+
+    def definition(name):
+        ranks = {bytes([value]): value for value in range(256)}
+        pieces = list(ranks)
+
+        def load(address, expected_hash):
+            assert expected_hash in KNOWN
+            return ranks
+
+        original = public.load_tiktoken_bpe
+        public.load_tiktoken_bpe = load
+        try:
+            made = getattr(public, name)()
+        finally:
+            public.load_tiktoken_bpe = original
+        return pieces, made["pat_str"], made["special_tokens"]["<|endoftext|>"]
+
+    for name in ("r50k_base", "p50k_base", "cl100k_base", "o200k_base"):
+        pieces, pattern, eot = definition(name)
+        ours = next(known for known in KNOWN.values() if known.name in (name, {"r50k_base": "gpt2"}.get(name)))
+        assert ours.eot_id == eot
+        text = "".join(CORPUS + STRANGE)
+        words = sorted(set(re.findall(r"\s?\S{2,6}", text)))
+        merged = pieces + [word.encode()[:length] for word in words for length in range(2, len(word.encode()) + 1)]
+        merged = list(dict.fromkeys(merged))
+        theirs_tokenizer = bpe.RankTokenizer("theirs", merged, pattern, len(merged))
+        ours_tokenizer = bpe.RankTokenizer("ours", merged, ours.pattern, len(merged))
+        assert ours_tokenizer.encode(text) == theirs_tokenizer.encode(text)

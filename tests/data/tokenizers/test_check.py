@@ -1,0 +1,238 @@
+"""Tokenizer files made to hurt: each ends in bounded time and memory, in an error that names the file."""
+
+import base64
+import json
+import os
+import resource
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from flatout.data import tokenizers
+from flatout.data.prepare import local_workers
+from flatout.data.tokenizers import check, load_tokenizer, make_tokenizer, process_limits
+from flatout.data.tokenizers.base import NotEncodable
+from flatout.data.tokenizers.bpe import GPT2_PATTERN, RankTokenizer
+from flatout.data.tokenizers.check import bound_pieces, require_usable
+from flatout.data.tokenizers.plain import ByteTokenizer
+from flatout.errors import DataError
+
+VOCABULARY = {"<unk>": 0, "<|endoftext|>": 1, "a": 2, "b": 3}
+END = {"id": 1, "content": "<|endoftext|>", "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+DOUBLING = {"type": "Sequence", "normalizers": [{"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}] * 30}
+BYTES = [bytes([value]) for value in range(256)]
+
+
+@pytest.fixture
+def tokenizers_are_trusted():
+    """Let tokenizers be tried out here."""
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenizers, "CACHE", tmp_path / "cache")
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def no_process(monkeypatch):
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("a process was started"))
+
+
+def definition(**parts):
+    model = {"type": "BPE", "unk_token": "<unk>", "vocab": VOCABULARY, "merges": []}
+    return {"version": "1.0", "added_tokens": [END], "normalizer": None, "pre_tokenizer": None, "decoder": None, "model": model} | parts
+
+
+def hub_file(tmp_path, **parts):
+    (tmp_path / "tokenizer.json").write_text(json.dumps(definition(**parts)))
+    return tmp_path / "tokenizer.json"
+
+
+def tiktoken_file(tmp_path, more=b""):
+    path = tmp_path / "own.tiktoken"
+    path.write_bytes(b"".join(base64.b64encode(piece) + b" %d\n" % rank for rank, piece in enumerate(BYTES)) + more)
+    return path
+
+
+def charsmap(data):
+    return {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(data).decode()}
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        ({"normalizer": charsmap(b"\x08\0\0\0" + b"\xff" * 8 + b"abc")}, "index out of bounds"),
+        ({"normalizer": charsmap(b"\xff\xff\xff\x7fabc")}, r"crashes or takes too much memory \(the limits are 30 s and 2 GiB\)"),
+        ({"normalizer": DOUBLING}, r"takes too much CPU time|takes too much memory"),
+        ({"pre_tokenizer": {"type": "FixedLength", "length": 0}}, "chunk size must be non-zero"),
+    ],
+    ids=["a panic", "allocation", "doubling", "no length"],
+)
+def test_a_file_that_hurts_is_named_in_bounded_time(tmp_path, monkeypatch, parts, said):
+    if DOUBLING in parts.values():
+        monkeypatch.setattr(check, "CPU_S", 0)
+    path = hub_file(tmp_path, **parts)
+    with pytest.raises(DataError, match=rf"tokenizer\.json cannot be used: loading it and encoding a few short texts fails: .*({said})") as caught:
+        load_tokenizer(path)
+    assert "another tokenizer" in caught.value.fix
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_file_that_passes_is_tried_once(tmp_path, cache, monkeypatch):
+    path = hub_file(tmp_path, pre_tokenizer={"type": "Whitespace"})
+    made = load_tokenizer(path)
+    assert not made.proven
+    assert len(list((cache / "tokenizers").iterdir())) == 1
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("a process was started"))
+    assert load_tokenizer(path).encode("a b") == [2, 3]
+    with pytest.raises(pytest.fail.Exception):
+        load_tokenizer(hub_file(tmp_path, pre_tokenizer={"type": "WhitespaceSplit"}))
+
+
+def test_a_saved_one_is_tried_too(tmp_path, monkeypatch):
+    load_tokenizer(hub_file(tmp_path, pre_tokenizer={"type": "Whitespace"})).save(tmp_path / "saved.json")
+    tried = []
+    monkeypatch.setattr(tokenizers, "require_usable", lambda text, name, *, cache: tried.append(name))
+    load_tokenizer(tmp_path / "saved.json")
+    assert tried == [str(tmp_path / "saved.json")]
+
+
+def test_the_usual_kinds_start_no_process(tmp_path, no_process):
+    alphabet = {character: index + 2 for index, character in enumerate(tokenizer_alphabet())}
+    model = {"type": "BPE", "vocab": {"<|endoftext|>": 0} | alphabet, "merges": []}
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    made = load_tokenizer(hub_file(tmp_path, model=model, added_tokens=[END | {"id": 0}], pre_tokenizer=level, decoder=level))
+    assert made.proven
+    made.save(tmp_path / "saved.json")
+    assert load_tokenizer(tmp_path / "saved.json").proven
+    for kind in ("byte", "char", "train:300"):
+        make_tokenizer(kind, lambda _: ["the cat sat on the mat"], cache=None).save(tmp_path / "kind.json")
+        assert load_tokenizer(tmp_path / "kind.json").proven
+    assert load_tokenizer(tiktoken_file(tmp_path), pattern=GPT2_PATTERN).proven
+
+
+def tokenizer_alphabet():
+    from flatout.data.tokenizers.bpe import byte_level_alphabet
+
+    return byte_level_alphabet()
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (b"YWI= 1099511627776\n", "line 257: the rank 1,099,511,627,776 is not between 0 and 16,777,215"),
+        (b"YWI= -1\n", "line 257: the rank -1 is not between"),
+        (b"YWI= 9\n", "line 257: the rank 9 is there twice"),
+        (b"YW!= 256\n", "line 257 is not `BASE64 RANK`"),
+        (b"YWI= " + b"9" * 5000, "line 257 is not `BASE64 RANK`"),
+    ],
+    ids=["large", "negative", "twice", "base64", "digits"],
+)
+def test_ranks_that_no_table_can_hold_are_named(tmp_path, no_process, more, said):
+    with pytest.raises(DataError, match=said):
+        load_tokenizer(tiktoken_file(tmp_path, more), pattern=GPT2_PATTERN)
+
+
+def test_an_id_that_no_table_can_hold_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenizers, "require_usable", lambda *_, **__: None)
+    model = {"type": "BPE", "unk_token": "<unk>", "vocab": VOCABULARY | {"z": 2**32 - 2}, "merges": []}
+    with pytest.raises(DataError, match="has the id 4,294,967,294; ids are below 16,777,216"):
+        load_tokenizer(hub_file(tmp_path, model=model))
+    with pytest.raises(DataError, match="ids are below"):
+        RankTokenizer("x", BYTES, GPT2_PATTERN, 2**40)
+
+
+def try_pattern(pattern, name="x"):
+    check._try_out(RankTokenizer("x", BYTES, pattern, 256), name, [])
+
+
+@pytest.mark.parametrize(
+    ("pattern", "said"),
+    [
+        (r"\w+", "leaves out text"),
+        ("(", "The pattern of the tokenizer 'x' cannot be used"),
+        ("a*", "cannot be used: .* Correct --pattern"),
+        ("(a|a)*", "fails: the library that encodes stopped"),
+    ],
+)
+def test_a_pattern_that_does_not_split_text_is_named(pattern, said):
+    with pytest.raises(DataError, match=said):
+        try_pattern(pattern)
+
+
+def test_patterns_that_split_all_text_pass():
+    try_pattern(r"\s?\S+|\s+")
+    try_pattern(r"[\s\S]")
+
+
+def test_a_pattern_that_is_none_is_named_where_the_file_is_loaded(tmp_path):
+    with pytest.raises(DataError, match=r"The pattern of the tokenizer 'own' cannot be used: .* Correct --pattern"):
+        load_tokenizer(tiktoken_file(tmp_path), pattern="(")
+
+
+def test_an_empty_pattern_is_named(tmp_path):
+    with pytest.raises(DataError, match="--pattern '' splits no text"):
+        load_tokenizer(tiktoken_file(tmp_path), pattern="")
+
+
+def test_a_text_that_a_tokenizer_fails_on_is_a_bad_row(tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenizers, "require_usable", lambda *_, **__: None)
+    model = {"type": "WordLevel", "vocab": VOCABULARY, "unk_token": "nothing"}
+    with pytest.raises(NotEncodable, match=r"The tokenizer 'tokenizer' fails: WordLevel error: Missing \[UNK\] token"):
+        load_tokenizer(hub_file(tmp_path, model=model)).encode("c")
+    broken = load_tokenizer(hub_file(tmp_path, pre_tokenizer={"type": "FixedLength", "length": 0}))
+    with pytest.raises(NotEncodable, match="The tokenizer 'tokenizer' fails: chunk size must be non-zero"):
+        broken.encode("a")
+
+
+@pytest.mark.parametrize("kind", ["fifo", "large"])
+def test_a_file_that_is_no_tokenizers_is_not_read(tmp_path, kind):
+    path = tmp_path / "tokenizer.json"
+    if kind == "fifo":
+        os.mkfifo(path)
+    else:
+        path.touch()
+        os.truncate(path, 1 << 40)
+    with pytest.raises(DataError, match="is not a regular file" if kind == "fifo" else "is larger than 128 MiB"):
+        load_tokenizer(path)
+
+
+def test_a_limit_on_cpu_time_holds_inside_the_block_alone():
+    before = resource.getrlimit(resource.RLIMIT_CPU)
+    with process_limits.cpu_bounded(1000):
+        assert 1000 <= resource.getrlimit(resource.RLIMIT_CPU)[0] < 100_000
+    assert resource.getrlimit(resource.RLIMIT_CPU) == before
+
+
+def test_workers_have_limits_for_tokenizers_that_are_not_proven(monkeypatch):
+    bounded = []
+    monkeypatch.setattr(check, "bound_memory", bounded.append)
+    proven, other = ByteTokenizer(), RankTokenizer("x", BYTES, r"[\s\S]", 256)
+    bound_pieces(proven)
+    assert (bounded, proven.bounds) == ([], ByteTokenizer.bounds)
+    bound_pieces(other)
+    assert bounded == [check.PIECE_BYTES]
+    limits = []
+    encode = other.encode_piece
+    monkeypatch.setattr(other, "encode_piece", lambda *given: limits.append(resource.getrlimit(resource.RLIMIT_CPU)) or encode(*given))
+    assert other.encode("ab") == [97, 98]
+    assert limits[0][0] != resource.RLIM_INFINITY
+
+
+def test_a_worker_that_ran_out_of_cpu_time_names_the_tokenizer():
+    code = "import time; from flatout.data.tokenizers.process_limits import cpu_bounded\nwith cpu_bounded(0):\n  while True: pass"
+    environment = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen([sys.executable, "-c", code], env=environment)
+    error = local_workers._died(SimpleNamespace(process=process))
+    assert "The tokenizer took more than 300 s of CPU time for one piece of text" in str(error)
+
+
+def test_nothing_is_kept_of_a_file_that_fails(tmp_path, monkeypatch):
+    said = SimpleNamespace(returncode=3, stdout=b'{"what": "x is bad.", "fix": "Mend it."}')
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: said)
+    with pytest.raises(DataError, match=r"x is bad\. Fix: Mend it\."):
+        require_usable(b"{}", "x", cache=tmp_path / "kept")
+    assert not (tmp_path / "kept").exists()

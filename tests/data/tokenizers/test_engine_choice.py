@@ -1,0 +1,291 @@
+"""The fastest engine whose ids are right is taken; one that is absent, wrong or fails is passed over aloud."""
+
+from __future__ import annotations
+
+import base64
+import json
+import random
+import sys
+from contextlib import contextmanager
+from importlib import metadata
+
+import numpy as np
+import pytest
+
+from flatout.data.prepare.pipeline import Options, prepare_dataset
+from flatout.data.tokenizers import engine_choice, load_tokenizer, make_tokenizer, parse_tokenizer
+from flatout.data.tokenizers import engines as fast_path_engines
+from flatout.data.tokenizers.bpe import GPT2_PATTERN, KNOWN, RankTokenizer, byte_level_alphabet, train_bpe
+from flatout.data.tokenizers.engine_choice import choose_engine, difference, probes
+from flatout.data.tokenizers.plain import ByteTokenizer
+from flatout.errors import DataError
+from flatout.progress import SILENT
+
+TEXTS = ["The cat sat on the mat. It's 12345 cats!\n", "Ein Käfer fliegt. 日本語のテキスト 🙂\n", "plain words and the cat, the mat; "] * 30
+
+
+class Listener:
+    def __init__(self):
+        self.said = []
+
+    def say(self, line):
+        self.said.append(line)
+
+    @contextmanager
+    def task(self, what, *, total=None, unit=""):
+        with SILENT.task(what) as task:
+            yield task
+
+
+@pytest.fixture
+def listener():
+    return Listener()
+
+
+@pytest.fixture(autouse=True)
+def _little_text_is_worthwhile(monkeypatch):
+    monkeypatch.setattr(engine_choice, "WORTHWHILE_CHARACTERS", 1000)
+
+
+@pytest.fixture(scope="module")
+def trained():
+    return train_bpe(TEXTS, 330)
+
+
+@pytest.fixture(scope="module")
+def from_json(trained):
+    """The same vocabulary as a tokenizer.json."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made.train_from_iterator(TEXTS, trainers.BpeTrainer(vocab_size=330, initial_alphabet=alphabet, show_progress=False))
+    made.add_special_tokens([AddedToken("<|endoftext|>", special=True, normalized=False)])
+    return parse_tokenizer(made.to_str(), "tokenizer.json")
+
+
+def wrong(monkeypatch, *, only_if: str = ""):
+    """Make gigatoken give one id too many, for texts with `only_if` in them."""
+    original = fast_path_engines._Gigatoken.__call__
+
+    def encode(self, text):
+        ids = original(self, text)
+        return np.append(ids, np.uint32(1)) if only_if in text and text else ids
+
+    monkeypatch.setattr(fast_path_engines._Gigatoken, "__call__", encode)
+
+
+def test_the_fastest_is_taken_and_said(trained, from_json, listener):
+    for tokenizer, slowest in ((trained, "tiktoken"), (from_json, "tokenizers")):
+        chosen = choose_engine(tokenizer, TEXTS, cache=None, progress=listener)
+        assert chosen.engine == "gigatoken"
+        assert listener.said.pop() == f"Encodes with gigatoken {metadata.version('gigatoken')} (same ids as {slowest} on 0.0 MB of this text)."
+        assert tokenizer.engine == slowest, "a tokenizer is a value"
+
+
+def test_a_wrong_engine_is_caught_and_the_next_taken(trained, from_json, listener, monkeypatch):
+    wrong(monkeypatch, only_if="\u0301")
+    chosen = choose_engine(from_json, TEXTS, cache=None, progress=listener)
+    assert chosen.engine == "tiktoken"
+    assert listener.said[0].startswith("gigatoken differs from tokenizers at ")
+    assert ": encodes with tiktoken " in listener.said[0]
+    assert choose_engine(trained, TEXTS, cache=None, progress=listener).engine == "tiktoken"
+    assert listener.said[1].endswith(": encodes with tiktoken.")
+
+
+def test_an_engine_wrong_on_this_corpus_alone_is_caught(trained, listener, monkeypatch, tmp_path):
+    assert choose_engine(trained, TEXTS, cache=tmp_path, progress=listener).engine == "gigatoken"
+    wrong(monkeypatch, only_if="fliegt. 日")
+    assert choose_engine(trained, TEXTS, cache=tmp_path, progress=listener).engine == "tiktoken"
+    assert "differs from tiktoken" in listener.said[1]
+
+
+def test_an_engine_that_panics_is_passed_over(trained, listener, monkeypatch):
+    class PanicException(BaseException):
+        pass
+
+    def encode(self, text):
+        if "1234" in text:
+            raise PanicException("index out of bounds")
+        return np.zeros(0, np.uint32)
+
+    monkeypatch.setattr(fast_path_engines._Gigatoken, "__call__", encode)
+    monkeypatch.setattr(engine_choice, "probes", lambda tokenizer: ["1234"])
+    assert choose_engine(trained, TEXTS, cache=None, progress=listener).engine == "tiktoken"
+    assert "fails: index out of bounds" in listener.said[0]
+
+
+def test_an_interrupt_is_no_difference(trained, monkeypatch):
+    def encode(self, text):
+        if text:
+            raise KeyboardInterrupt
+        return np.zeros(0, np.uint32)
+
+    monkeypatch.setattr(fast_path_engines._Gigatoken, "__call__", encode)
+    with pytest.raises(KeyboardInterrupt):
+        choose_engine(trained, TEXTS, cache=None, progress=SILENT)
+
+
+@pytest.mark.parametrize("absent", [["gigatoken"], ["gigatoken", "tiktoken"]], ids="+".join)
+def test_absent_engines_are_passed_over_aloud(from_json, listener, monkeypatch, absent):
+    version = metadata.version
+
+    def of(name):
+        if name in absent:
+            raise metadata.PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr(metadata, "version", of)
+    for name in absent:
+        monkeypatch.setitem(sys.modules, name, None)
+    chosen = choose_engine(from_json, TEXTS, cache=None, progress=listener)
+    assert chosen.engine == ("tokenizers" if "tiktoken" in absent else "tiktoken")
+    assert listener.said[0].startswith("gigatoken is not installed")
+    assert chosen.encode("The cat") == from_json.encode("The cat")
+
+
+def test_a_vocabulary_that_gigatoken_cannot_read_says_why(trained, listener):
+    odd = RankTokenizer("odd", trained.pieces, r"\S+|\s+", trained.eot_id)
+    assert choose_engine(odd, TEXTS, cache=None, progress=listener).engine == "tiktoken"
+    assert listener.said[0].startswith("gigatoken cannot encode for this tokenizer: it does not split text by this one's pattern: encodes")
+    gap = RankTokenizer("gap", [*trained.pieces[:-3], None, *trained.pieces[-2:]], GPT2_PATTERN, trained.eot_id)
+    chosen = choose_engine(gap, TEXTS, cache=None, progress=listener)
+    assert chosen.encode("The cat 日本") == gap.encode("The cat 日本")
+
+
+def test_the_verdict_on_the_probes_is_kept_and_the_corpus_tried_each_time(trained, listener, monkeypatch, tmp_path):
+    calls = []
+    monkeypatch.setattr(engine_choice, "probes", lambda tokenizer: calls.append(tokenizer) or ["a", "b"])
+    for _ in range(2):
+        assert choose_engine(trained, TEXTS, cache=tmp_path, progress=listener).engine == "gigatoken"
+    (kept,) = (tmp_path / "engines").iterdir()
+    assert len(calls) == 1
+    assert json.loads(kept.read_text())["difference"] == ""
+    kept.write_text(json.dumps({"difference": "gigatoken differs from tiktoken at 'x'"}))
+    assert choose_engine(trained, TEXTS, cache=tmp_path, progress=listener).engine == "tiktoken"
+    assert listener.said[-1] == "gigatoken differs from tiktoken at 'x': encodes with tiktoken."
+    kept.write_text("{torn")
+    assert choose_engine(trained, TEXTS, cache=tmp_path, progress=listener).engine == "gigatoken"
+    monkeypatch.setattr(engine_choice, "described", lambda engine: f"{engine} 99.0")
+    choose_engine(trained, TEXTS, cache=tmp_path, progress=listener)
+    assert len(calls) == 3, "another version is another verdict"
+
+
+def test_a_cache_that_cannot_be_written_stops_nothing(trained, listener, tmp_path):
+    (tmp_path / "file").write_text("")
+    assert choose_engine(trained, TEXTS, cache=tmp_path / "file", progress=listener).engine == "gigatoken"
+
+
+def test_little_text_and_tokenizers_that_need_no_engine_are_left_as_they_are(trained, listener, monkeypatch):
+    assert choose_engine(ByteTokenizer(), TEXTS, cache=None, progress=listener).engine == ""
+    assert choose_engine(trained, TEXTS[:1], cache=None, progress=listener).engine == "tiktoken"
+    assert listener.said == []
+
+
+def test_text_that_is_none_is_left_to_packing(trained, listener):
+    assert choose_engine(trained, [*TEXTS, "a\ud800b"], cache=None, progress=listener).engine == "gigatoken"
+
+
+def test_a_difference_is_shown_where_it_is(trained, monkeypatch):
+    wrong(monkeypatch, only_if="here")
+    found = difference(trained.with_engine("gigatoken"), trained, ["fine", "x" * 100 + " here"])
+    assert found == f"gigatoken differs from tiktoken at {('x' * 5 + ' here')!a}"
+
+
+def test_making_a_tokenizer_chooses_its_engine(tmp_path, trained, from_json, listener):
+    path = tmp_path / "small.tiktoken"
+    path.write_bytes(b"".join(base64.b64encode(piece) + b" %d\n" % rank for rank, piece in enumerate(trained.pieces)))
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "tokenizer.json").write_text(json.dumps(from_json.definition))
+    for spec in (str(path), str(tmp_path / "folder"), "train:300"):
+        made = make_tokenizer(spec, lambda limit: TEXTS, pattern=GPT2_PATTERN, cache=tmp_path / "cache", progress=listener)
+        assert made.engine == "gigatoken"
+    assert len(list((tmp_path / "cache" / "engines").iterdir())) == 2, "a vocabulary trained here is not met again"
+    assert load_tokenizer(path, pattern=GPT2_PATTERN).engine == "tiktoken"
+
+
+@pytest.mark.parametrize("known", KNOWN.values(), ids=lambda known: known.name)
+def test_gigatoken_has_the_ids_of_tiktoken_for_every_known_pattern(known, crossing):
+    slow = RankTokenizer(known.name, crossing, known.pattern, len(crossing))
+    assert difference(slow.with_engine("gigatoken"), slow, probes(slow)) == ""
+
+
+@pytest.fixture(scope="module")
+def crossing():
+    """Pieces that know no words: they run across all that a pattern may split."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    stream = random.Random(2)
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    texts = ["".join(stream.choices([*" \n\rabB1é日.'/", "'s", "  ", "12", "the"], k=400)) for _ in range(20)]
+    made.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=900, initial_alphabet=alphabet, show_progress=False))
+    byte_of = byte_level_alphabet()
+    by_id = sorted(made.get_vocab().items(), key=lambda item: item[1])
+    return [bytes(byte_of[character] for character in piece) for piece, _ in by_id]
+
+
+def test_pieces_that_no_merge_reaches_are_refused_not_a_crash(trained, listener):
+    """gigatoken panics over them."""
+    odd = RankTokenizer("odd", [*trained.pieces, b"q!zx"], GPT2_PATTERN, trained.eot_id + 1)
+    assert choose_engine(odd, TEXTS, cache=None, progress=listener).engine == "tiktoken"
+
+
+def test_the_probes_are_the_same_each_time(trained):
+    assert list(probes(trained)) == list(probes(trained))
+
+
+@pytest.mark.parametrize(("grown", "times"), [(-(1 << 40), len(TEXTS)), (1 << 40, 0)])
+def test_gigatoken_is_loaded_anew_when_the_process_has_grown(trained, monkeypatch, grown, times):
+    monkeypatch.setattr(fast_path_engines, "LOOKED_AT_BYTES", 1)
+    monkeypatch.setattr(fast_path_engines, "GROWN_BYTES", grown)
+    fast = trained.with_engine("gigatoken")
+    load, loaded = fast.encoder._load, []
+    fast.encoder._load = lambda: loaded.append(1) or load()
+    for text in TEXTS:
+        assert fast.encode(text) == trained.encode(text)
+    assert len(loaded) == times
+
+
+def test_text_that_an_engine_cannot_split_goes_to_the_reference():
+    def fails(text):
+        if "x" in text:
+            raise ValueError("stack")
+        return text.encode() and np.array([1], np.uint32)
+
+    either = fast_path_engines.falling_back(fails, lambda text: np.array([2], np.uint32))
+    assert either("a").tolist() == [1]
+    assert either("x").tolist() == [2]
+    with pytest.raises(UnicodeEncodeError):
+        either("\ud800")
+
+
+def test_refusals_say_what_to_do():
+    with pytest.raises(DataError, match="gigatoken cannot encode"):
+        fast_path_engines.gigatoken_of_json({"model": {}})
+
+
+def test_the_data_set_is_the_same_whichever_engine_ran(tmp_path, from_json, listener, monkeypatch):
+    text = tmp_path / "text.jsonl"
+    rows = [{"text": f"{number} {TEXTS[number % len(TEXTS)]}<|endoftext|>"} for number in range(300)]
+    text.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(from_json.definition), encoding="utf-8")
+    options = Options(tokenizer=str(path))
+
+    def prepared(name):
+        out = prepare_dataset([str(text)], tmp_path / name, options, workers=1, progress=listener).path
+        return {file.name: file.read_bytes() for file in out.iterdir()}
+
+    monkeypatch.setattr(engine_choice, "_kept", lambda candidate, reference, cache: "")  # nothing of a test is kept in the user's folder
+    fast = prepared("fast")
+    wrong(monkeypatch)
+    middle = prepared("middle")
+    monkeypatch.setattr(engine_choice, "WORTHWHILE_CHARACTERS", 10**9)
+    slow = prepared("slow")
+    engines = [line.split(" (")[0].rpartition("ncodes with ")[2].split()[0] for line in listener.said if "ncodes with" in line]
+    assert engines == ["gigatoken", "tiktoken"]
+    assert fast == middle == slow

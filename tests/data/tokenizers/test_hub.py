@@ -1,0 +1,154 @@
+"""A repository of the hub by name: the real loading code against a server on loopback that answers as the hub does."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from flatout.data import tokenizers as tokenizer_module
+from flatout.data.tokenizers import make_tokenizer
+from flatout.data.tokenizers.bpe import train_bpe
+from flatout.data.tokenizers.hub import is_repository, tokenizer_file
+from flatout.errors import DataError, MissingPackage
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+TEXTS = ["the cat sat on the mat "] * 20
+
+
+@pytest.fixture(scope="module")
+def content():
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made.train_from_iterator(TEXTS, trainers.BpeTrainer(vocab_size=270, initial_alphabet=alphabet, show_progress=False))
+    made.add_special_tokens(["<|endoftext|>"])
+    return made.to_str().encode()
+
+
+@pytest.fixture
+def hub(content):
+    """A hub with one repository, `org/small`, that has a tokenizer.json on main; `asked` is what it was asked for."""
+    asked = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_HEAD(self):
+            asked.append(self.path)
+            repository, _, rest = self.path.lstrip("/").partition("/resolve/")
+            revision, _, file = rest.partition("/")
+            code, error = 200, None
+            if repository == "org/gated":
+                code, error = 403, "GatedRepo"
+            elif repository not in ("org/small", "org/empty"):
+                code, error = 404, "RepoNotFound"
+            elif revision not in ("main", COMMIT):
+                code, error = 404, "RevisionNotFound"
+            elif repository == "org/empty" or file != "tokenizer.json":
+                code, error = 404, "EntryNotFound"
+            self.send_response(code)
+            if error:
+                self.send_header("X-Error-Code", error)
+            self.send_header("X-Repo-Commit", COMMIT)
+            self.send_header("ETag", f'"{hashlib.sha256(content).hexdigest()}"')
+            self.send_header("Content-Length", str(len(content) if code == 200 else 0))
+            self.end_headers()
+            self.sent = code == 200
+
+        def do_GET(self):
+            self.do_HEAD()
+            if self.sent:
+                self.wfile.write(content)
+
+        def log_message(self, *arguments):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    server.asked = asked
+    server.address = f"http://127.0.0.1:{server.server_address[1]}"
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.mark.parametrize("name", ["openai-community/gpt2", "org/na.me-1", "org/name@main", f"org/name@{COMMIT}", "org/name@refs/pr/1"])
+def test_names_of_repositories(name):
+    assert is_repository(name)
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt2", "byte", "a/b/c", "./a/b", "/a/b", "~/a", "../a", "a/tokenizer.json", "a/b.tiktoken", "a/", "org/name@", "a b/c"]
+)
+def test_other_names(name):
+    assert not is_repository(name)
+
+
+def test_a_repository_is_fetched_once(hub, tmp_path, content):
+    path = tokenizer_file("org/small", cache=tmp_path, endpoint=hub.address)
+    assert path.read_bytes() == content
+    assert hub.asked
+    hub.asked.clear()
+    assert tokenizer_file("org/small", cache=tmp_path, endpoint=hub.address) == path
+    assert tokenizer_file(f"org/small@{COMMIT}", cache=tmp_path, endpoint=hub.address).read_bytes() == content
+    assert hub.asked == [], "what is in the cache is taken without asking"
+
+
+def test_a_revision_is_asked_for(hub, tmp_path):
+    tokenizer_file(f"org/small@{COMMIT}", cache=tmp_path, endpoint=hub.address)
+    assert all(f"/resolve/{COMMIT}/tokenizer.json" in path for path in hub.asked)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("org/smal", "no repository org/smal on the hub"),
+        ("org/small@nowhere", "has no revision nowhere"),
+        ("org/empty", "has no tokenizer.json"),
+        ("org/gated", "only for those whom its owners let in"),
+    ],
+)
+def test_what_is_not_there_is_named(hub, tmp_path, name, message):
+    with pytest.raises(DataError, match=message):
+        tokenizer_file(name, cache=tmp_path, endpoint=hub.address)
+
+
+def test_a_hub_that_cannot_be_reached_is_said(tmp_path, monkeypatch):
+    monkeypatch.setattr("time.sleep", lambda seconds: None)  # huggingface_hub tries for a while
+    with pytest.raises(DataError, match="cannot be reached"):
+        tokenizer_file("org/small", cache=tmp_path, endpoint="http://127.0.0.1:9")
+
+
+def test_a_cache_that_cannot_be_written_is_said(hub, tmp_path):
+    (tmp_path / "cache").write_text("a file")
+    with pytest.raises(DataError, match=r"org/small could not be fetched: .*Not a directory|File exists"):
+        tokenizer_file("org/small", cache=tmp_path / "cache", endpoint=hub.address)
+
+
+def test_without_the_package_it_says_what_to_install(tmp_path, monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(MissingPackage, match="pip install"):
+        tokenizer_file("org/small", cache=tmp_path)
+
+
+def test_a_tokenizer_is_made_by_name(hub, tmp_path, monkeypatch, content):
+    monkeypatch.setattr(
+        tokenizer_module, "tokenizer_file", lambda name, progress: tokenizer_file(name, cache=tmp_path, endpoint=hub.address, progress=progress)
+    )
+    monkeypatch.chdir(tmp_path)
+    made = make_tokenizer("org/small", lambda limit: TEXTS)
+    assert made.name == "small"
+    assert made.vocab_size == 1 + max(entry["id"] for entry in json.loads(content)["added_tokens"])
+    assert made.encode("the cat") != train_bpe(TEXTS, 260).encode("the cat")
+    (tmp_path / "org").mkdir()
+    with pytest.raises(DataError, match="no tokenizer file org/small"):
+        make_tokenizer("org/small", lambda limit: TEXTS)

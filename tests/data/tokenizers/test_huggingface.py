@@ -1,0 +1,271 @@
+"""Tokenizers laid out as those of GPT-2, Llama 3 and Qwen: every engine gives the ids of `tokenizers`, which reads special tokens as text."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import random
+import re
+import unicodedata
+from functools import cache
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+from flatout.data.tokenizers import base, cut_points, parse_tokenizer
+from flatout.data.tokenizers.byte_level import layout_of
+from flatout.data.tokenizers.engine_choice import probes
+from flatout.data.tokenizers.engines import NEVER_CHANGED_BY_NFC, after_nfc, around_added_tokens
+from flatout.data.tokenizers.huggingface import HuggingFaceTokenizer
+from flatout.errors import DataError
+
+LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+END = {"gpt2": "<|endoftext|>", "llama3": "<|end_of_text|>", "qwen2": "<|endoftext|>"}
+SPECIAL = {"gpt2": [], "llama3": ["<|begin_of_text|>", "<|eot_id|>"], "qwen2": ["<|im_start|>", "<|im_end|>"]}
+KEPT = {"gpt2": [], "llama3": [], "qwen2": ["<tool_call>", "</tool_call>", "|>", "<tool_call>>"]}
+TEXT = [
+    "The cat sat on the mat. It's 12345 cats, isn't it?\n\n  def f(x):\n\treturn x + 1\n",
+    "Ein Käfer fliegt über das Land. 日本語のテキスト。\n中文测试 🙂🙂 привет мир 안녕\n",
+] * 20
+LITERALS = ["<|endoftext|>", "<|end_of_text|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>", "|>", "<|eot_id|>"]
+ENGINES = ["gigatoken", "tiktoken"]
+
+
+def definition(style: str) -> dict:
+    """A small tokenizer.json in the layout of the real one."""
+    made = Tokenizer(models.BPE(ignore_merges=style == "llama3"))
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=style == "gpt2")
+    split = None if style == "gpt2" else pre_tokenizers.Split(Regex(LLAMA3 if style == "llama3" else QWEN2), "isolated")
+    made.pre_tokenizer = level if split is None else pre_tokenizers.Sequence([split, level])
+    if style == "qwen2":
+        made.normalizer = normalizers.NFC()
+    made.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made.train_from_iterator(TEXT, trainers.BpeTrainer(vocab_size=500, initial_alphabet=alphabet, show_progress=False))
+    made.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in [END[style], *SPECIAL[style]]])
+    made.add_tokens([AddedToken(token, special=False, normalized=False) for token in KEPT[style]])
+    return json.loads(made.to_str())
+
+
+@cache
+def made(style: str) -> HuggingFaceTokenizer:
+    return parse_tokenizer(json.dumps(definition(style)), "tokenizer.json")
+
+
+@cache
+def reference(style: str) -> Tokenizer:
+    theirs = Tokenizer.from_str(json.dumps(definition(style)))
+    theirs.encode_special_tokens = True
+    return theirs
+
+
+def ids_of(style: str, text: str) -> list[int]:
+    return reference(style).encode(text, add_special_tokens=False).ids
+
+
+@pytest.fixture(params=sorted(END))
+def style(request):
+    return request.param
+
+
+@pytest.fixture(params=[*ENGINES, "tokenizers"])
+def tokenizer(request, style):
+    return made(style).with_engine(request.param)
+
+
+def test_every_engine_gives_the_ids_of_tokenizers(tokenizer, style):
+    specials = {reference(style).token_to_id(token) for token in [END[style], *SPECIAL[style]]}
+    for text in probes(tokenizer):
+        ids = tokenizer.encode_piece(text, 0).tolist()
+        assert ids == ids_of(style, text)
+        assert not specials & set(ids)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@given(
+    text=st.lists(
+        st.one_of(
+            st.text(max_size=20),
+            st.text(alphabet=st.sampled_from(" \n\r\t\u0301\u0338\u200d'sLa1.<|>é日"), max_size=20),
+            st.sampled_from(LITERALS),
+        ),
+        max_size=8,
+    ).map("".join)
+)
+@settings(max_examples=60, deadline=None)
+def test_random_text_has_the_ids_of_tokenizers(engine, text):
+    for style in END:
+        assert made(style).with_engine(engine).encode(text) == ids_of(style, text)
+
+
+def test_a_word_of_a_hundred_thousand_characters(tokenizer, style):
+    for word in ("abcde" * 20_000, "é" * 100_000, "\u0301" * 100_000):
+        assert tokenizer.encode(word) == ids_of(style, word)
+
+
+def test_special_tokens_written_out_are_text(tokenizer, style):
+    special = [END[style], *SPECIAL[style]]
+    text = "".join(f"{token}a {token}{token}" for token in special)
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert not {reference(style).token_to_id(token) for token in special} & set(tokenizer.encode(text))
+
+
+def test_added_tokens_that_are_not_special_stay_tokens():
+    for engine in [*ENGINES, "tokenizers"]:
+        tokenizer = made("qwen2").with_engine(engine)
+        call, end = (reference("qwen2").token_to_id(token) for token in ("<tool_call>", "|>"))
+        assert tokenizer.encode("<tool_call>")[0] == call
+        assert tokenizer.encode("<tool_call>\u0338x") == ids_of("qwen2", "<tool_call>\u0338x"), "normalised apart from the token"
+        assert end not in tokenizer.encode("<|im_end|>"), "a special token that is text hides what overlaps it"
+        assert end in tokenizer.encode("a|>")
+
+
+def test_half_a_surrogate_pair_is_refused_with_its_place(tokenizer):
+    for text in ("ab\ud800", "\u0301b\udfff", "é <tool_call> \ud83d"):
+        with pytest.raises(DataError, match=f"Character {len(text) - 1} is U"):
+            tokenizer.encode(text)
+
+
+def test_the_engine_travels_and_is_not_saved(tokenizer):
+    travelled = pickle.loads(pickle.dumps(tokenizer))
+    assert travelled.engine == tokenizer.engine
+    assert travelled.encode("The cat") == tokenizer.encode("The cat")
+    assert tokenizer.digest() == tokenizer.with_engine("tokenizers").digest()
+
+
+def test_a_worker_with_another_engine_needs_no_tokenizers(style, monkeypatch):
+    """Loading a large tokenizer.json into `tokenizers` takes a second, which no worker should wait for."""
+    import tokenizers
+
+    wanted = ids_of(style, "The cat sat")
+    data = pickle.dumps(made(style).with_engine("gigatoken"))
+    monkeypatch.setattr(tokenizers, "Tokenizer", None)
+    assert pickle.loads(data).vocab_size > 380
+    assert pickle.loads(data).encode("The cat sat") == wanted
+
+
+LONG = "".join(TEXT) + "one\n two\n\nthree.\n\t4\n5\r\n six \n。\n日 <tool_call>x</tool_call> a\u0301 \u0301b\n/c.\n/d <|endoftext|> "
+
+
+@pytest.mark.parametrize("size", [1, 7, 100])
+def test_cut_and_streamed_text_has_the_same_ids(tokenizer, style, monkeypatch, size):
+    whole = ids_of(style, LONG)
+    monkeypatch.setattr(base, "PIECE_CHARACTERS", size)
+    pieces = list(tokenizer.encode_pieces(LONG))
+    assert len(pieces) > 5
+    assert np.concatenate(pieces).tolist() == whole
+    for chunk in (3, 64, 1000):
+        chunks = [LONG[start : start + chunk] for start in range(0, len(LONG), chunk)]
+        assert np.concatenate(list(tokenizer.encode_stream(chunks))).tolist() == whole
+
+
+@given(text=st.text(alphabet=st.sampled_from("aB1é日. \n\r\t/'s|><\u0301\u0338_,"), max_size=60))
+@settings(max_examples=60, deadline=None)
+def test_no_cut_changes_an_id(text):
+    for style in END:
+        whole = ids_of(style, text)
+        for place in range(1, len(text)):
+            cut = made(style).next_cut(text, place, len(text))
+            if cut is not None:
+                assert ids_of(style, text[:cut]) + ids_of(style, text[cut:]) == whole
+
+
+def test_a_text_with_nowhere_to_cut_it_is_refused_from_a_length_on(tokenizer, monkeypatch):
+    monkeypatch.setattr(base, "PIECE_CHARACTERS", 10)
+    monkeypatch.setattr(base, "LONGEST_PIECE_CHARACTERS", 100)
+    monkeypatch.setattr(base, "AHEAD_CHARACTERS", 50)
+    assert tokenizer.decode(tokenizer.encode("a" * 90)) == "a" * 90
+    with pytest.raises(DataError, match="Nowhere in the 100 characters from 10 on"):
+        tokenizer.encode("a" * 10 + " " + "b" * 200)
+    with pytest.raises(DataError, match="Nowhere in the 100 characters"):
+        list(tokenizer.encode_stream(["b" * 50] * 10))
+
+
+def test_another_pre_tokeniser_is_cut_where_trying_shows_no_difference(monkeypatch):
+    model = Tokenizer(
+        models.Unigram([("<unk>", -9.0), ("</s>", -9.0), *[(piece, -2.0 - len(piece)) for piece in ("▁", *"abc", "▁ab", "bc")]], unk_id=0)
+    )
+    model.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
+    model.add_special_tokens(["</s>"])
+    text = "ab bc abc abab cab" * 20
+    tokenizer = parse_tokenizer(model.to_str(), "tokenizer.json")
+    assert tokenizer.engines == ("tokenizers",)
+    monkeypatch.setattr(base, "PIECE_CHARACTERS", 20)
+    monkeypatch.setattr(cut_points, "AHEAD_CHARACTERS", 30)
+    pieces = [ids.tolist() for ids in tokenizer.encode_pieces(text)]
+    assert len(pieces) > 5
+    for size in (1, 7, 21, 50, 100):
+        chunks = [text[start : start + size] for start in range(0, len(text), size)]
+        assert [ids.tolist() for ids in tokenizer.encode_stream(chunks)] == pieces, "what is not read yet must not decide where a text is cut"
+    assert tokenizer.encode(text) == model.encode(text, add_special_tokens=False).ids
+    model.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
+    always = parse_tokenizer(model.to_str(), "tokenizer.json")
+    assert always.encode(text) == model.encode(text, add_special_tokens=False).ids
+
+
+def test_a_tokenizer_without_pre_tokeniser_is_cut_nowhere():
+    model = Tokenizer(models.Unigram([("</s>", -9.0), ("a", -1.0), (" ", -1.0)], unk_id=0))
+    model.add_special_tokens(["</s>"])
+    assert parse_tokenizer(model.to_str(), "tokenizer.json").next_cut("a a a a", 1, 7) is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"normalizer": {"type": "Lowercase"}},
+        {"pre_tokenizer": None},
+        {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True, "use_regex": True, "trim_offsets": True}},
+        {"added_tokens": [{"id": 1, "content": "<x>", "special": False, "lstrip": True}]},
+        {"model": {"type": "BPE", "vocab": {}, "merges": [], "dropout": 0.1}},
+        {"model": {"type": "WordPiece", "vocab": {}}},
+    ],
+    ids=str,
+)
+def test_other_layouts_are_left_to_tokenizers(change):
+    assert layout_of(definition("gpt2")) is not None
+    assert layout_of(definition("gpt2") | change) is None
+
+
+def test_a_vocabulary_whose_ids_do_not_grow_along_its_merges_is_not_for_tiktoken():
+    shuffled = definition("gpt2")
+    vocabulary = shuffled["model"]["vocab"]
+    first, last = (("".join(merge)) for merge in (shuffled["model"]["merges"][0], shuffled["model"]["merges"][-1]))
+    vocabulary[first], vocabulary[last] = vocabulary[last], vocabulary[first]
+    tokenizer = parse_tokenizer(json.dumps(shuffled), "tokenizer.json").with_engine("tiktoken")
+    with pytest.raises(DataError, match="do not grow along its merges"):
+        tokenizer.encode("x")
+
+
+def test_what_counts_as_never_changed_by_nfc_is():
+    kept = [character for code in range(0x30000) if re.fullmatch(f"[{NEVER_CHANGED_BY_NFC}]", character := chr(code))]
+    assert len(kept) > 30_000
+    normalise = normalizers.NFC().normalize_str
+    text = "".join(kept)
+    assert normalise(text) == text
+    assert normalise(text[::-1]) == text[::-1]
+    assert not any(unicodedata.combining(character) for character in kept)
+
+
+def test_text_is_normalised_as_tokenizers_does():
+    seen = []
+    encode = after_nfc(lambda text: seen.append(text) or np.zeros(0, np.uint32))
+    stream = random.Random(3)
+    characters = [chr(code) for code in range(0x30000) if not 0xD800 <= code < 0xE000]
+    joining = [*"aA<=> é日가", *map(chr, range(0x300, 0x370)), *map(chr, range(0x1100, 0x1200)), *map(chr, range(0x1AB0, 0x1AD0)), "\u0344", "\u212b"]
+    for number in range(3000):
+        text = "".join(stream.choices(joining if number % 2 else characters, k=stream.randrange(20)))
+        encode(text)
+        assert seen.pop() == normalizers.NFC().normalize_str(text)
+
+
+def test_the_longest_added_token_wins_and_one_that_is_text_hides_others():
+    encode = around_added_tokens(
+        lambda text: np.frombuffer(text.encode(), np.uint8).astype(np.uint32), {"ab": 1000, "abc": 1001, "bcd": 1002, "<ab>": None}
+    )
+    assert encode("abcd").tolist() == [1001, ord("d")]
+    assert encode("<ab>ab").tolist() == [*b"<ab>", 1000]
+    assert encode("").tolist() == []

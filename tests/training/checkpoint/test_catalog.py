@@ -1,0 +1,96 @@
+import json
+
+import pytest
+
+from flatout import files
+from flatout.errors import CheckpointError
+from flatout.training.checkpoint import catalog
+
+
+def make(run, step, *, best=None):
+    """Make a checkpoint that is whole as far as files go."""
+    path = run / "checkpoints" / f"step-{step}"
+    path.mkdir(parents=True)
+    (path / "model-00000.safetensors").write_bytes(b"weights")
+    (path / "state.json").write_text(json.dumps({"values": {"best": {"val_loss": 1.0, "step": best}}}))
+    (path / "index.json").write_text('{"tensors": {}, "aliases": {}}')
+    names = ("model-00000.safetensors", "state.json", "index.json")
+    listed = {name: {"bytes": (path / name).stat().st_size, "sha256": files.sha256(path / name)} for name in names}
+    (path / "manifest.json").write_text(json.dumps({"format_version": 1, "step": step, "files": listed}))
+    return path
+
+
+@pytest.mark.parametrize("name", ["step-", "step-01", "step-5.tmp-a", "step-5.aside-a", "checkpoint-5", "step--1"])
+def test_only_step_n_is_a_checkpoint(tmp_path, name):
+    (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    make(tmp_path, 0)
+    (tmp_path / "checkpoints" / "step-7").write_text("a file")
+    assert catalog.steps(tmp_path) == [0]
+    with pytest.raises(CheckpointError, match="is not a checkpoint"):
+        catalog.step_of(tmp_path / name)
+
+
+def test_steps_are_ordered_as_numbers(tmp_path):
+    for step in (9, 100, 20):
+        make(tmp_path, step)
+    assert catalog.steps(tmp_path) == [9, 20, 100]
+    assert catalog.latest(tmp_path).name == "step-100"
+    assert catalog.steps(tmp_path / "none") == []
+
+
+def test_verify_names_every_file_that_is_wrong(tmp_path):
+    path = make(tmp_path, 3)
+    assert catalog.verify(path) == []
+    (path / "model-00000.safetensors").write_bytes(b"weighty")
+    (path / "state.json").unlink()
+    problems = catalog.verify(path)
+    assert len(problems) == 2
+    assert catalog.verify(path, only="model-") == problems[:1]
+    assert "SHA-256" in problems[0]
+    assert "missing" in problems[1]
+
+
+def test_best_is_what_the_newest_checkpoint_says(tmp_path):
+    assert catalog.best(tmp_path) is None
+    make(tmp_path, 5)
+    assert catalog.best(tmp_path) is None
+    make(tmp_path, 10, best=5)
+    make(tmp_path, 15, best=10)
+    assert catalog.best(tmp_path).name == "step-10"
+
+
+def test_best_that_is_gone_or_damaged_is_none(tmp_path):
+    first = make(tmp_path, 5)
+    make(tmp_path, 10, best=5)
+    (first / "model-00000.safetensors").write_bytes(b"")
+    assert catalog.best(tmp_path) is None
+    catalog.prune(tmp_path, keep=1)
+    assert catalog.best(tmp_path) is None
+
+
+@pytest.mark.parametrize(("keep", "best", "left"), [(1, None, [4]), (2, None, [3, 4]), (1, 1, [1, 4]), (2, 4, [3, 4]), (9, None, [1, 2, 3, 4])])
+def test_prune(tmp_path, keep, best, left):
+    for step in (1, 2, 3, 4):
+        make(tmp_path, step)
+    deleted = catalog.prune(tmp_path, keep, best)
+    assert catalog.steps(tmp_path) == left
+    assert sorted(deleted + left) == [1, 2, 3, 4]
+    assert len(list((tmp_path / "checkpoints").iterdir())) == len(left)
+
+
+def test_setting_aside_deletes_nothing(tmp_path):
+    for step in (1, 2, 3):
+        make(tmp_path, step)
+    moved = catalog.set_aside(tmp_path, after=1)
+    assert catalog.steps(tmp_path) == [1]
+    assert sorted(path.name.partition(".")[0] for path in moved) == ["step-2", "step-3"]
+    assert all((path / "manifest.json").exists() for path in moved)
+    assert catalog.clean(tmp_path) == []
+    assert all(path.exists() for path in moved)
+
+
+def test_an_old_checkpoint_goes_when_its_replacement_came(tmp_path):
+    make(tmp_path, 5).rename(tmp_path / "checkpoints" / "step-5.tmp-old-aa")
+    make(tmp_path, 5)
+    assert catalog.clean(tmp_path) == ["step-5.tmp-old-aa"]
+    assert catalog.steps(tmp_path) == [5]

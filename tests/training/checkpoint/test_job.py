@@ -1,0 +1,60 @@
+"""One checkpoint on its way: work done at once or in a thread, and what is left when it fails; whole saves in test_savers.py."""
+
+import threading
+
+import pytest
+from stand_in import build, train
+
+from flatout.training.checkpoint import catalog
+from flatout.training.checkpoint import job as saving
+from flatout.training.checkpoint.job import AtOnce, InThread, Saving
+
+
+def fail():
+    raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("start", [AtOnce, InThread])
+def test_work_is_done_and_its_error_is_raised_where_it_is_waited_for(start):
+    done = []
+    job = start(lambda: done.append(threading.current_thread() is threading.main_thread()))
+    job.result()
+    assert job.is_done()
+    assert done == [start is AtOnce]
+    failed = start(fail)
+    with pytest.raises(ZeroDivisionError):
+        failed.result()
+    assert failed.is_done()
+
+
+def test_a_thread_is_done_when_its_work_is():
+    gate = threading.Event()
+    job = InThread(lambda: gate.wait(60))
+    assert not job.is_done()
+    gate.set()
+    job.result()
+    assert job.is_done()
+
+
+def test_a_checkpoint_is_whole_when_its_last_stage_is_done_and_something_follows_it(tmp_path):
+    run, followed = build(tmp_path / "run"), []
+    train(run, 2)
+    made = Saving(run, {}, start=AtOnce, afterwards=lambda: followed.append(catalog.steps(run.folder)))
+    assert made.is_ready()
+    assert made.advance()
+    assert (made.step, made.path, made.aside) == (2, catalog.checkpoint_path(run.folder, 2), [])
+    assert catalog.verify(made.path) == []
+    assert followed == [[2]]
+
+
+@pytest.mark.parametrize("start", [AtOnce, InThread])
+def test_an_error_of_any_kind_leaves_no_half_of_a_checkpoint(tmp_path, monkeypatch, start):
+    run = build(tmp_path / "run")
+    monkeypatch.setattr(saving, "complete", lambda *_: fail())
+    made = Saving(run, {}, start=start)
+    with pytest.raises(ZeroDivisionError):
+        made.advance()
+    assert list(made.path.parent.iterdir()) == []
+    other = Saving(run, {}, start=start)
+    with pytest.raises(ZeroDivisionError):
+        other.wait_alone()

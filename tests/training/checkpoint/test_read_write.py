@@ -1,0 +1,395 @@
+import json
+import random
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from stand_in import Core, build, outcome, train
+
+from flatout import files
+from flatout.config.schema import RunConfig
+from flatout.errors import CheckpointError, RunFailed
+from flatout.training.checkpoint import catalog, read_write, snapshot
+from flatout.training.checkpoint.catalog import checkpoint_path
+from flatout.training.run_dir.layout import resume_from, write_config
+
+
+def saved(tmp_path, *, steps=5, name="run", **kwargs):
+    run = build(tmp_path / name, **kwargs)
+    train(run, steps)
+    return run, read_write.save(run)
+
+
+def test_save_and_load_go_on_in_every_bit(tmp_path):
+    run, path = saved(tmp_path)
+    unbroken = outcome(run, 5)
+    again = build(tmp_path / "run", seed=99)
+    assert read_write.load(again, path) == []
+    assert outcome(again, 5) == unbroken
+
+
+def test_saving_changes_nothing(tmp_path):
+    plain = build(tmp_path / "plain")
+    train(plain, 5)
+    unbroken = outcome(plain, 3)
+    run, _ = saved(tmp_path)
+    assert outcome(run, 3) == unbroken
+
+
+def test_a_run_before_its_first_step_can_be_saved(tmp_path):
+    run, path = saved(tmp_path, steps=0)
+    unbroken = outcome(run, 3)
+    again = build(tmp_path / "run", seed=99)
+    read_write.load(again, path)
+    assert outcome(again, 3) == unbroken
+
+
+def test_loading_replaces_what_the_run_had_begun(tmp_path):
+    run, path = saved(tmp_path)
+    unbroken = outcome(run, 5)
+    again = build(tmp_path / "run", seed=7)
+    train(again, 3)
+    read_write.load(again, path)
+    assert outcome(again, 5) == unbroken
+
+
+def test_no_file_is_a_pickle_and_every_file_is_in_the_manifest(tmp_path):
+    _, path = saved(tmp_path)
+    names = {p.name for p in path.iterdir()}
+    assert names == {"model-00000.safetensors", "optimizer-00000.safetensors", "index.json", "state.json", "manifest.json"}
+    assert set(json.loads((path / "manifest.json").read_text())["files"]) == names - {"manifest.json"}
+
+
+def test_tensor_names_are_those_of_the_model(tmp_path):
+    _, path = saved(tmp_path)
+    tensors = json.loads((path / "index.json").read_text())["tensors"]
+    assert "model/blocks.0.matrix.weight" in tensors
+    assert "optimizer/0/blocks.1.norm.bias/exp_avg_sq" in tensors
+    assert "optimizer/1/embedding.weight/momentum_buffer" in tensors
+    assert "model/cache" not in tensors
+
+
+def test_optimizer_state_is_found_by_name_not_by_order(tmp_path):
+    run, path = saved(tmp_path)
+    again = build(tmp_path / "run", seed=3)
+    again.optimizers[0].param_groups.reverse()
+    read_write.load(again, path)
+    for p, q in zip(run.core.parameters(), again.core.parameters(), strict=True):
+        assert torch.equal(p, q)
+        for number in range(2):
+            assert all(torch.equal(run.optimizers[number].state[p][f], again.optimizers[number].state[q][f]) for f in run.optimizers[number].state[p])
+    assert again.optimizers[0].param_groups[1]["weight_decay"] == 0.1
+
+
+def test_a_compiled_core_keeps_its_authors_names(tmp_path):
+    run = build(tmp_path / "run")
+    run.core.blocks[0] = torch.compile(run.core.blocks[0], backend="eager")
+    path = read_write.save(run)
+    assert "blocks.0.matrix.weight" in read_write.read_weights(path)
+
+
+def test_read_weights_fills_a_model_strictly_with_tied_names(tmp_path):
+    run, path = saved(tmp_path)
+    weights = read_write.read_weights(path)
+    model = Core()
+    model.load_state_dict(weights)
+    assert all(torch.equal(a, b) for a, b in zip(run.core.state_dict().values(), model.state_dict().values(), strict=True))
+    assert weights["head.weight"] is weights["embedding.weight"]
+
+
+def test_read_weights_does_not_need_the_optimizer_files(tmp_path):
+    _, path = saved(tmp_path)
+    (path / "optimizer-00000.safetensors").unlink()
+    assert "calls" in read_write.read_weights(path)
+
+
+def test_weights_sha256_follows_the_weights_alone(tmp_path):
+    run, path = saved(tmp_path)
+    digest = read_write.weights_sha256(path)
+    run.step += 1
+    assert read_write.weights_sha256(read_write.save(run)) == digest
+    with torch.no_grad():
+        run.core.embedding.weight[0, 0] += 1e-6
+    assert read_write.weights_sha256(read_write.save(run)) != digest
+
+
+@pytest.mark.parametrize("name", ["model-00000.safetensors", "optimizer-00000.safetensors", "index.json", "state.json"])
+@pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
+def test_a_damaged_file_is_refused_by_name_before_anything_changes(tmp_path, name, damage):
+    _, path = saved(tmp_path)
+    file = path / name
+    content = bytearray(file.read_bytes())
+    if damage == "flip":
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+    elif damage == "cut":
+        file.write_bytes(content[:-1])
+    else:
+        file.unlink()
+    again = build(tmp_path / "run", seed=5)
+    before = {n: t.clone() for n, t in again.core.state_dict().items()}
+    with pytest.raises(CheckpointError, match=name):
+        read_write.load(again, path)
+    assert all(torch.equal(t, before[n]) for n, t in again.core.state_dict().items())
+    assert any(name in problem for problem in read_write.verify(path))
+
+
+def test_what_was_just_verified_is_not_read_twice_and_its_sizes_are_still_checked(tmp_path, monkeypatch):
+    run, path = saved(tmp_path)
+    unbroken = outcome(run, 2)
+    again = build(tmp_path / "run", seed=5)
+    with monkeypatch.context() as patch:
+        patch.setattr(catalog, "sha256", lambda path: pytest.fail(f"{path} is read once more"))
+        read_write.load(again, path, check=catalog.check_size)
+    assert outcome(again, 2) == unbroken
+    file = path / "optimizer-00000.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match="optimizer-00000"):
+        read_write.load(again, path, check=catalog.check_size)
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"files": 3}', "[1]"])
+def test_a_damaged_manifest_is_refused(tmp_path, text):
+    _, path = saved(tmp_path)
+    (path / "manifest.json").write_text(text)
+    assert any("manifest.json" in problem for problem in read_write.verify(path))
+    with pytest.raises(CheckpointError, match=r"manifest\.json"):
+        read_write.load(build(tmp_path / "run"), path)
+
+
+def test_a_newer_format_is_refused_with_what_to_do(tmp_path):
+    _, path = saved(tmp_path)
+    manifest = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps(manifest | {"format_version": 99}))
+    with pytest.raises(CheckpointError, match="newer flatout"):
+        read_write.load(build(tmp_path / "run"), path)
+
+
+def test_another_model_is_refused_by_the_tensors_name(tmp_path):
+    _, path = saved(tmp_path)
+    again = build(tmp_path / "run")
+    again.core.blocks[1].matrix.extra = torch.nn.Parameter(torch.zeros(2))
+    with pytest.raises(CheckpointError, match=r"blocks\.1\.matrix\.extra"):
+        read_write.load(again, path)
+
+
+def test_another_shape_is_refused_with_both_shapes(tmp_path):
+    _, path = saved(tmp_path)
+    again = build(tmp_path / "run")
+    again.core.blocks[0].matrix.weight = torch.nn.Parameter(torch.zeros(8, 9))
+    again.optimizers[0].param_groups[0]["params"][0] = again.core.blocks[0].matrix.weight
+    with pytest.raises(CheckpointError, match=r"\[8, 8\].*\[8, 9\]"):
+        read_write.load(again, path)
+
+
+def test_another_precision_of_the_weights_is_refused(tmp_path):
+    _, path = saved(tmp_path)
+    again = build(tmp_path / "run")
+    again.core.blocks[0].norm.bfloat16()
+    with pytest.raises(CheckpointError, match=r"float32.*bfloat16"):
+        read_write.load(again, path)
+
+
+def test_another_grouping_of_parameters_is_refused(tmp_path):
+    _, path = saved(tmp_path)
+    again = build(tmp_path / "run")
+    first, second = again.optimizers[0].param_groups
+    second["params"].append(first["params"].pop())
+    with pytest.raises(CheckpointError, match="groups"):
+        read_write.load(again, path)
+
+
+def test_another_division_between_optimizers_is_refused(tmp_path):
+    _, path = saved(tmp_path)
+    again = build(tmp_path / "run")
+    again.optimizers = (again.optimizers[1], again.optimizers[0])
+    with pytest.raises(CheckpointError, match="optimizer 0"):
+        read_write.load(again, path)
+
+
+def test_differences_of_the_machine_are_said(tmp_path):
+    run = build(tmp_path / "run")
+    path = read_write.save(run, environment={"torch": "2.11", "threads": 2})
+    assert read_write.load(build(tmp_path / "run"), path, environment={"torch": "2.11", "threads": 2}) == []
+    (said,) = read_write.load(build(tmp_path / "run"), path, environment={"torch": "2.13", "threads": 2})
+    assert "torch has changed from 2.11 to 2.13" in said
+
+
+def test_a_scaler_that_came_or_went_is_told(tmp_path):
+    _, path = saved(tmp_path)
+    (said,) = read_write.load(build(tmp_path / "run", scaler=False), path)
+    assert "scaler" in said
+    _, path = saved(tmp_path, name="other", scaler=False)
+    with pytest.raises(CheckpointError, match="no scaler"):
+        read_write.load(build(tmp_path / "other"), path)
+
+
+def test_tensor_hyperparameters_and_plain_numbers_of_optimizers_come_back(tmp_path):
+    def with_tensor_lr(folder):
+        run = build(folder)
+        weight = run.core.embedding.weight
+        run.optimizers = (run.optimizers[0], torch.optim.Adam([weight], lr=torch.tensor(0.01), capturable=False, foreach=False))
+        return run
+
+    run = with_tensor_lr(tmp_path / "run")
+    train(run, 2)
+    run.optimizers[1].param_groups[0]["lr"].fill_(0.123)
+    run.optimizers[1].state[run.core.embedding.weight]["note"] = 7
+    path = read_write.save(run)
+    again = with_tensor_lr(tmp_path / "run")
+    read_write.load(again, path)
+    assert again.optimizers[1].param_groups[0]["lr"] == torch.tensor(0.123)
+    assert again.optimizers[1].state[again.core.embedding.weight]["note"] == 7
+
+
+def test_state_that_a_checkpoint_cannot_hold_is_refused_at_the_save(tmp_path):
+    run = build(tmp_path / "run")
+    train(run, 1)
+    run.optimizers[1].state[run.core.embedding.weight]["history"] = [1, 2]
+    with pytest.raises(CheckpointError, match=r"history of embedding\.weight as list"):
+        read_write.save(run)
+    assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.int16, torch.bool, torch.uint8])
+def test_every_dtype_survives(tmp_path, dtype):
+    run = build(tmp_path / "run")
+    values = torch.arange(-6, 6).reshape(3, 4).to(dtype)
+    run.core.register_buffer("odd", values.clone())
+    path = read_write.save(run)
+    assert torch.equal(read_write.read_weights(path)["odd"], values)
+
+
+def test_tensors_of_no_elements_and_strided_ones_survive(tmp_path):
+    run = build(tmp_path / "run")
+    run.core.register_buffer("none", torch.zeros(0, 3))
+    run.core.register_buffer("turned", torch.arange(12.0).reshape(3, 4).T)
+    path = read_write.save(run)
+    weights = read_write.read_weights(path)
+    assert weights["none"].shape == (0, 3)
+    assert torch.equal(weights["turned"], torch.arange(12.0).reshape(3, 4).T)
+
+
+def test_saving_the_same_step_again_replaces_it(tmp_path):
+    run, path = saved(tmp_path)
+    run.best_val_loss = -1.0
+    assert read_write.save(run) == path
+    again = build(tmp_path / "run")
+    read_write.load(again, path)
+    assert again.best_val_loss == -1.0
+    assert [p.name for p in path.parent.iterdir()] == ["step-5"]
+
+
+def test_later_steps_of_a_course_that_was_left_are_set_aside(tmp_path):
+    run, path = saved(tmp_path)
+    train(run, 5)
+    read_write.save(run)
+    again = build(tmp_path / "run")
+    read_write.load(again, path)
+    train(again, 1)
+    read_write.save(again)
+    assert read_write.steps(tmp_path / "run") == [5, 6]
+    assert len(list(path.parent.glob("step-10.aside-*"))) == 1
+
+
+@pytest.mark.parametrize("kind", ["tensors", "json"])
+def test_a_full_disk_is_an_error_that_leaves_the_checkpoints_before(tmp_path, monkeypatch, kind):
+    run, path = saved(tmp_path)
+    train(run, 1)
+
+    def full(*_args, **_kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(read_write.tensors, "write", full) if kind == "tensors" else monkeypatch.setattr(snapshot, "put", full)
+    with pytest.raises(RunFailed, match="No space left"):
+        read_write.save(run)
+    assert [p.name for p in path.parent.iterdir()] == ["step-5"]
+    assert read_write.latest(tmp_path / "run") == path
+
+
+def test_checkpoint_dir_is_followed(tmp_path):
+    run = build(tmp_path / "run")
+    run.folder.mkdir()
+    (run.folder / "config.yaml").write_text(f"checkpoint:\n  dir: {tmp_path / 'big'}\n")
+    assert read_write.save(run) == tmp_path / "big" / "run" / "step-0"
+    assert read_write.latest(run.folder) == tmp_path / "big" / "run" / "step-0"
+
+
+def with_dir(folder, directory, **kwargs):
+    run = build(folder, **kwargs)
+    write_config(folder, RunConfig().with_values({"checkpoint.dir": str(directory)}))
+    return run
+
+
+def test_runs_of_one_name_that_share_a_folder_do_not_touch_each_others_checkpoints(tmp_path):
+    path = read_write.save(with_dir(tmp_path / "a" / "run", tmp_path / "big"))
+    with pytest.raises(CheckpointError, match=r"big/run holds .* of another run, .*/a/run, not those of .*/b/run"):
+        with_dir(tmp_path / "b" / "run", tmp_path / "big")
+    assert list((tmp_path / "b" / "run").iterdir()) == []
+    run = build(tmp_path / "b" / "run", seed=1)
+    (run.folder / "config.yaml").write_text(f"checkpoint:\n  dir: {tmp_path / 'big'}\n")
+    with pytest.raises(CheckpointError, match="of another run"):
+        read_write.save(run)
+    with pytest.raises(CheckpointError, match="of another run"):
+        resume_from(run.folder)
+    assert read_write.verify(path) == []
+
+
+def test_a_run_with_checkpoints_elsewhere_can_be_moved_and_a_lost_disk_does_not_start_it_over(tmp_path):
+    path = read_write.save(with_dir(tmp_path / "a" / "run", tmp_path / "big"))
+    shutil.move(tmp_path / "a", tmp_path / "c")
+    assert resume_from(tmp_path / "c" / "run") == path
+    (tmp_path / "big").rename(tmp_path / "unmounted")
+    with pytest.raises(CheckpointError, match=r"are not in .*big/run, where they belong"):
+        resume_from(tmp_path / "c" / "run")
+
+
+def test_a_checkpoint_moved_elsewhere_is_whole(tmp_path):
+    run, path = saved(tmp_path)
+    unbroken = outcome(run, 2)
+    moved = tmp_path / "elsewhere" / "step-5"
+    shutil.copytree(path, moved)
+    again = build(tmp_path / "new")
+    read_write.load(again, moved)
+    assert outcome(again, 2) == unbroken
+
+
+def test_float_values_come_back_in_every_bit(tmp_path):
+    run = build(tmp_path / "run")
+    run.elapsed_s, run.best_val_loss = 0.1 + 0.2, float(np.float32(1.1))
+    path = read_write.save(run)
+    again = build(tmp_path / "run")
+    read_write.load(again, path)
+    assert (again.elapsed_s, again.best_val_loss) == (0.1 + 0.2, float(np.float32(1.1)))
+
+
+def test_half_used_gaussian_pairs_of_the_generators_come_back(tmp_path):
+    run = build(tmp_path / "run")
+    random.gauss(0, 1)
+    np.random.randn()
+    path = read_write.save(run)
+    wanted = random.gauss(0, 1), np.random.randn()
+    read_write.load(build(tmp_path / "run", seed=8), path)
+    assert (random.gauss(0, 1), np.random.randn()) == wanted
+
+
+def test_index_that_does_not_cover_a_tensor_is_refused(tmp_path):
+    _, path = saved(tmp_path)
+    index = json.loads((path / "index.json").read_text())
+    index["tensors"]["model/blocks.0.matrix.weight"]["slices"] = []
+    files.write_json(path / "index.json", index)
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["files"]["index.json"] = snapshot.facts(path / "index.json")
+    files.write_json(path / "manifest.json", manifest)
+    with pytest.raises(CheckpointError, match="do not cover"):
+        read_write.load(build(tmp_path / "run"), path)
+
+
+def test_prune_keeps_the_newest_and_the_best(tmp_path):
+    run = build(tmp_path / "run")
+    for run.step in (1, 2, 3, 4, 5):
+        read_write.save(run)
+    assert read_write.prune(tmp_path / "run", keep=2, best_step=2) == [1, 3]
+    assert read_write.steps(tmp_path / "run") == [2, 4, 5]
+    assert not checkpoint_path(tmp_path / "run", 1).exists()

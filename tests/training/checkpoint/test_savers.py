@@ -1,0 +1,341 @@
+"""Saving in the loop and beside it: the same files, one at a time, and no error that goes unheard."""
+
+from __future__ import annotations
+
+import json
+import threading
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+from stand_in import build, outcome, train
+
+from flatout.errors import CheckpointError, RunFailed
+from flatout.training.checkpoint import catalog, job, read_write, staging, tensors
+from flatout.training.checkpoint.savers import InBackground, InTheLoop
+from flatout.training.checkpoint.snapshot import take
+from flatout.training.run_dir.layout import resume_from
+from flatout.training.step import train_step
+
+ENVIRONMENT = {"torch": "2.13"}
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """Keep threads from writing until it is set."""
+    gate, write_share = threading.Event(), job.write_share
+
+    def gated(*arguments):
+        assert threading.current_thread() is threading.main_thread() or gate.wait(60)
+        write_share(*arguments)
+
+    monkeypatch.setattr(job, "write_share", gated)
+    yield gate
+    gate.set()
+
+
+class Opens:
+    """A progress that sets the gate when a long step begins, and keeps what is said."""
+
+    def __init__(self, gate):
+        self.gate, self.steps, self.said = gate, [], []
+
+    @contextmanager
+    def task(self, what, **_):
+        self.steps.append(what)
+        self.gate.set()
+        yield
+
+    def say(self, line):
+        self.said.append(line)
+
+
+def full(*_args, **_kwargs):
+    raise OSError(28, "No space left on device")
+
+
+def files(path):
+    return {file.name: file.read_bytes() for file in path.iterdir()}
+
+
+def saved_in_the_loop(run, folder):
+    """Return what a plain save of this very moment writes, in another folder."""
+    own, run.folder = run.folder, folder
+    path = read_write.save(run, environment=ENVIRONMENT)
+    run.folder = own
+    return files(path)
+
+
+def save(saver, run, keep=9):
+    saver.save(run, environment=ENVIRONMENT, keep=keep)
+
+
+def test_what_is_written_while_training_goes_on_is_what_a_save_at_that_step_writes(tmp_path, gate):
+    run, saver = build(tmp_path / "beside"), InBackground()
+    train(run, 3)
+    wanted = saved_in_the_loop(run, tmp_path / "loop")
+    save(saver, run)
+    train(run, 4)
+    assert saver.finished() == []
+    gate.set()
+    saver.settle()
+    (saved,) = saver.finished()
+    assert (saved.step, saved.path) == (3, tmp_path / "beside" / "checkpoints" / "step-3")
+    assert files(saved.path) == wanted
+    assert catalog.verify(saved.path) == []
+    assert 0 < saved.blocked_s <= saved.seconds
+
+
+def test_training_goes_on_as_if_nobody_saved(tmp_path):
+    plain = build(tmp_path / "plain")
+    train(plain, 6)
+    unbroken = outcome(plain, 3)
+    run, saver = build(tmp_path / "run"), InBackground()
+    for _ in range(6):
+        save(saver, run)
+        train(run, 1)
+    saver.settle()
+    assert outcome(run, 3) == unbroken
+    again = build(tmp_path / "run", seed=9)
+    read_write.load(again, catalog.checkpoint_path(run.folder, 5))
+    train(again, 1)
+    assert outcome(again, 3) == unbroken
+
+
+@pytest.mark.parametrize("make", [InTheLoop, InBackground])
+def test_a_save_is_told_once_and_old_ones_go_when_it_is_whole(tmp_path, make):
+    run, saver = build(tmp_path / "run"), make()
+    told = []
+    for _ in range(5):
+        train(run, 1)
+        run.best_step = 2
+        save(saver, run, keep=1)
+        assert saver.newest_step == run.step
+        saver.settle()
+        told += saver.finished()
+    assert [saved.step for saved in told] == [1, 2, 3, 4, 5]
+    assert catalog.steps(run.folder) == [2, 5]
+    assert saver.finished() == []
+
+
+@pytest.mark.parametrize("make", [InTheLoop, InBackground])
+def test_an_old_checkpoint_that_cannot_be_deleted_is_an_error_with_a_fix_and_the_new_one_is_whole(tmp_path, monkeypatch, make):
+    run, saver = build(tmp_path / "run"), make()
+
+    def refused(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("flatout.training.checkpoint.savers.prune", refused)
+
+    def save_and_settle():
+        save(saver, run)
+        saver.settle()
+
+    with pytest.raises(RunFailed, match="Permission denied"):
+        save_and_settle()
+    assert catalog.latest(run.folder) == catalog.checkpoint_path(run.folder, 0)
+
+
+def test_a_second_save_waits_for_the_first(tmp_path, gate):
+    run, saver, progress = build(tmp_path / "run"), InBackground(), Opens(gate)
+    train(run, 1)
+    save(saver, run)
+    train(run, 1)
+    assert catalog.steps(run.folder) == []
+    saver.save(run, environment={}, keep=9, progress=progress)
+    assert progress.steps == ["Saving step 1"]
+    assert 1 in catalog.steps(run.folder)
+    saver.settle()
+    assert [saved.step for saved in saver.finished()] == [1, 2]
+
+
+def test_a_best_that_is_not_on_the_disk_yet_does_not_cost_the_one_before(tmp_path, gate):
+    run, saver = build(tmp_path / "run"), InBackground()
+    for run.step in (1, 2):
+        read_write.save(run)
+    run.step, run.best_step = 3, 1
+    save(saver, run, keep=1)
+    run.best_step = 4
+    gate.set()
+    saver.settle()
+    assert catalog.steps(run.folder) == [1, 3]
+
+
+def later(run, saver):
+    """Wait for the thread as a loop would, that looks in after every step."""
+    for _ in range(10_000):
+        saver.finished()
+        train(run, 1)
+
+
+def settled(run, saver):
+    saver.settle()
+
+
+def once_more(run, saver):
+    save(saver, run)
+
+
+@pytest.mark.parametrize("moment", [later, settled, once_more])
+def test_what_fails_in_the_thread_is_raised_in_the_loop_and_costs_nothing_older(tmp_path, monkeypatch, moment):
+    run, saver = build(tmp_path / "run"), InBackground()
+    path = read_write.save(run)
+    train(run, 1)
+    monkeypatch.setattr(tensors, "write", full)
+    save(saver, run, keep=1)
+    with pytest.raises(RunFailed, match=r"A checkpoint cannot write its files: .*No space left") as failed:
+        moment(run, saver)
+    assert failed.value.fix == "Free space on that disk, then run the same command again."
+    assert [p.name for p in path.parent.iterdir()] == ["step-0"]
+    assert resume_from(run.folder) == path
+    saver.settle()
+    assert saver.finished() == []
+
+
+def test_a_folder_that_is_gone_is_the_same_error(tmp_path, gate):
+    run, saver = build(tmp_path / "run"), InBackground()
+    path = read_write.save(run)
+    train(run, 1)
+    save(saver, run)
+    (temporary,) = path.parent.glob("*.tmp-*")
+    temporary.rename(tmp_path / "gone")
+    gate.set()
+    with pytest.raises(RunFailed, match="cannot write its files"):
+        saver.settle()
+    assert catalog.latest(run.folder) == path
+
+
+def test_what_a_checkpoint_cannot_hold_is_refused_in_the_loop(tmp_path):
+    run, saver = build(tmp_path / "run"), InBackground()
+    train(run, 1)
+    run.optimizers[1].state[run.core.embedding.weight]["history"] = [1, 2]
+    with pytest.raises(CheckpointError, match="history"):
+        save(saver, run)
+    assert list((run.folder / "checkpoints").iterdir()) == []
+
+
+def test_a_run_that_ends_by_an_error_waits_for_the_checkpoint(tmp_path, gate):
+    run, saver = build(tmp_path / "run"), InBackground()
+    save(saver, run)
+    gate.set()
+    saver.close()
+    assert [saved.step for saved in saver.finished()] == [0]
+    assert catalog.verify(catalog.checkpoint_path(run.folder, 0)) == []
+    saver.close()
+
+
+def test_a_failure_beside_the_error_that_ends_a_run_is_said(tmp_path, gate, monkeypatch):
+    run, saver, progress = build(tmp_path / "run"), InBackground(), Opens(gate)
+    monkeypatch.setattr(tensors, "write", full)
+    save(saver, run)
+    gate.set()
+    saver.close(progress)
+    assert progress.said == ["Step 0 could not be saved: [Errno 28] No space left on device"]
+    assert saver.finished() == []
+
+
+def test_the_copy_is_made_in_the_same_memory_every_time(tmp_path):
+    run, saver = build(tmp_path / "run"), InBackground()
+    train(run, 1)
+    blocks = set()
+    for _ in range(3):
+        save(saver, run)
+        saver.settle()
+        blocks.add(saver._copy._block.data_ptr())
+        train(run, 1)
+    assert len(blocks) == 1
+    state_bytes = sum(len(content) for content in files(catalog.checkpoint_path(run.folder, 3)).values())
+    assert saver._copy._block.numel() < state_bytes + 64 * 40
+
+
+WITH_MOMENTS = {
+    "adamw": {},
+    "muon": {"optim__kind": "muon"},
+    "split weights": {"train__precision": "bf16", "speedups": "auto,-compile,+bf16-weights"},
+}
+
+
+@pytest.mark.parametrize("changes", WITH_MOMENTS.values(), ids=WITH_MOMENTS)
+@pytest.mark.parametrize("rank", [None, 0, 1])
+def test_what_is_reserved_before_the_first_step_is_what_a_save_after_it_takes(build_run, tiny_config, monkeypatch, changes, rank):
+    """Of two processes that hold the same weights each copies what it will write."""
+    run, saver = build_run(tiny_config(**changes)), InBackground()
+    alone, mesh = run.mesh, run.mesh if rank is None else replace(run.mesh, rank=rank, world_size=2)
+    run.mesh = mesh
+    reserved = saver.reserve(run)
+    assert reserved == saver._copy._block.numel()
+    run.mesh = alone
+    train_step(run, next(run.feed))
+    run.mesh = mesh
+    snapshot = take(run, {})
+    assert staging.bytes_of(snapshot.all_tensors) == reserved
+    block = saver._copy._block.data_ptr()
+    saver._copy.of(snapshot, run.mesh.device)
+    assert saver._copy._block.data_ptr() == block
+    assert saver.reserve(run) == reserved, "a run that goes on from a checkpoint has its moments already"
+
+
+def test_where_sizes_or_memory_are_missing_nothing_is_reserved(tmp_path, build_run, tiny_config, monkeypatch):
+    assert InBackground().reserve(build(tmp_path / "run")) == 0, "nothing says what SGD will keep"
+    run = build_run(tiny_config())
+    assert InTheLoop().reserve(run) == 0
+    monkeypatch.setattr(staging, "free_bytes", lambda machine: 1000)
+    assert InBackground().reserve(run) == 0
+
+
+def test_a_state_that_grows_finds_more_room(tmp_path):
+    """Before the first step an optimizer has no moments."""
+    run, saver = build(tmp_path / "run"), InBackground()
+    save(saver, run)
+    train(run, 2)
+    save(saver, run)
+    unbroken = outcome(run, 3)
+    saver.settle()
+    again = build(tmp_path / "run", seed=5)
+    read_write.load(again, catalog.checkpoint_path(run.folder, 2))
+    assert outcome(again, 3) == unbroken
+
+
+def test_without_memory_for_a_copy_the_loop_writes_the_state_itself(tmp_path, monkeypatch):
+    run, saver, progress = build(tmp_path / "run"), InBackground(), Opens(threading.Event())
+    monkeypatch.setattr(staging, "free_bytes", lambda machine: 1000)
+    train(run, 1)
+    wanted = saved_in_the_loop(run, tmp_path / "wanted")
+    saver.save(run, environment=ENVIRONMENT, keep=9, progress=progress)
+    train(run, 1)
+    assert progress.said == ["The host has no memory for a copy of the state: the loop waits until it is written."]
+    assert [saved.step for saved in saver.finished()] == [1]
+    assert files(catalog.checkpoint_path(run.folder, 1)) == wanted
+
+
+def test_a_course_that_was_left_is_set_aside_and_said(tmp_path, gate):
+    run, saver, progress = build(tmp_path / "run"), InBackground(), Opens(gate)
+    run.step = 7
+    gate.set()
+    save(saver, run)
+    saver.settle()
+    run.step = 3
+    save(saver, run)
+    saver.settle(progress)
+    (line,) = progress.said
+    assert line.startswith("Set step-7.aside-")
+    assert catalog.steps(run.folder) == [3]
+
+
+def test_every_dtype_and_shape_is_copied(tmp_path):
+    values = torch.arange(-6, 6)
+    odd = {f"is_{dtype}".replace("torch.", ""): values.reshape(3, 4).to(dtype) for dtype in (torch.bfloat16, torch.float64, torch.int8, torch.bool)}
+    odd |= {"none": torch.zeros(0, 3), "turned": torch.arange(12.0).reshape(3, 4).T, "single": torch.tensor(3.5)}
+    paths = []
+    for name, saver in {"loop": InTheLoop(), "beside": InBackground()}.items():
+        run = build(tmp_path / name)
+        for key, tensor in odd.items():
+            run.core.register_buffer(key, tensor)
+        save(saver, run)
+        saver.settle()
+        paths += [saved.path for saved in saver.finished()]
+    assert files(paths[0]) == files(paths[1])
+    weights = read_write.read_weights(paths[1])
+    assert all(torch.equal(weights[key], tensor) for key, tensor in odd.items())
+    assert json.loads((paths[1] / "index.json").read_text())["tensors"]["model/none"]["shape"] == [0, 3]

@@ -1,0 +1,142 @@
+"""The copy of the state: what waits for what on a GPU, told by a driver that only notes it; the values themselves where there is one."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+from stand_in import build, train
+
+from flatout.training.checkpoint import staging
+from flatout.training.checkpoint.snapshot import take
+from flatout.training.checkpoint.staging import HostCopy, bytes_of, free_bytes
+
+CUDA = torch.device("cuda", 0)
+
+
+class Stream:
+    """Notes what is asked of it, in one list with its like."""
+
+    def __init__(self, name, notes):
+        self.name, self.notes, self.events = name, notes, 0
+
+    def wait_stream(self, other):
+        self.notes.append(f"{self.name} waits for {other.name}")
+
+    def wait_event(self, event):
+        self.notes.append(f"{self.name} waits for {event}")
+
+    def record_event(self):
+        self.events += 1
+        return f"{self.name} {self.events}"
+
+
+@pytest.fixture
+def notes(monkeypatch):
+    """Stand in for CUDA's streams, with tensors that stay on the CPU."""
+    notes = []
+    training = Stream("training", notes)
+
+    @contextmanager
+    def inside(stream):
+        notes.append(f"on {stream.name}")
+        yield
+        notes.append("off")
+
+    copy = staging._copy
+
+    def noted(pairs):
+        pairs = list(pairs)
+        notes.append(f"copies {len(pairs)}")
+        copy(pairs)
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: training)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream("beside", notes))
+    monkeypatch.setattr(torch.cuda, "stream", inside)
+    monkeypatch.setattr(staging, "_pin", lambda block, device: False)
+    monkeypatch.setattr(staging, "_copy", noted)
+    return notes
+
+
+def test_the_next_forward_pass_waits_for_buffers_alone(tmp_path, notes):
+    run = build(tmp_path / "run")
+    train(run, 1)
+    snapshot = take(run, {})
+    assert snapshot.buffers == {"model/calls"}
+    num_tensors = sum(len(tensors) for tensors in snapshot.tensors.values())
+    HostCopy().of(snapshot, CUDA)
+    assert notes == [
+        "beside waits for training",
+        "on beside",
+        "copies 1",
+        "training waits for beside 1",
+        f"copies {num_tensors - 1}",
+        "off",
+    ]
+
+
+def test_the_update_and_the_thread_wait_for_the_last_copy(tmp_path, notes):
+    calls = []
+    copy = HostCopy()
+    copy.before_update()
+    copy.wait()
+    copy.of(take(build(tmp_path / "run"), {}), CUDA)
+    assert copy._copied == "beside 2"
+    copy._copied = SimpleNamespace(wait=lambda: calls.append("the stream waits"), synchronize=lambda: calls.append("the thread waits"))
+    copy.before_update()
+    copy.wait()
+    assert calls == ["the stream waits", "the thread waits"]
+
+
+def test_a_copy_keeps_its_values_and_takes_no_more_than_the_state(tmp_path):
+    run = build(tmp_path / "run")
+    train(run, 2)
+    snapshot = take(run, {})
+    before = {name: tensor.clone() for tensors in snapshot.tensors.values() for name, tensor in tensors.items()}
+    copied = HostCopy().of(snapshot, run.mesh.device)
+    train(run, 1)
+    copies = {name: tensor for tensors in copied.tensors.values() for name, tensor in tensors.items()}
+    assert all(torch.equal(copies[name], tensor) for name, tensor in before.items())
+    assert not all(torch.equal(tensor, before[name]) for tensors in snapshot.tensors.values() for name, tensor in tensors.items())
+    state_bytes = sum(tensor.numel() * tensor.element_size() for tensor in before.values())
+    assert state_bytes <= bytes_of(snapshot.all_tensors) <= state_bytes + staging.ALIGNMENT * len(before)
+
+
+def test_room_is_what_the_system_and_the_container_leave(tmp_path, monkeypatch):
+    snapshot, machine = take(build(tmp_path / "run"), {}), SimpleNamespace(memory_gib=64)
+    resident = SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=63 * 2**30))
+    monkeypatch.setattr(staging.psutil, "Process", lambda: resident)
+    monkeypatch.setattr(staging.psutil, "virtual_memory", lambda: SimpleNamespace(available=900 * 2**30))
+    assert free_bytes(machine) == 2**30
+    monkeypatch.setattr(staging.psutil, "virtual_memory", lambda: SimpleNamespace(available=2 * bytes_of(snapshot.all_tensors)))
+    assert HostCopy().has_room(bytes_of(snapshot.all_tensors), machine, local_world_size=2)
+    assert not HostCopy().has_room(bytes_of(snapshot.all_tensors), machine, local_world_size=3)
+
+
+@pytest.mark.gpu
+@pytest.mark.gpu_essential
+@pytest.mark.parametrize("pinned", [True, False])
+def test_on_a_gpu_the_copy_is_of_the_values_before_the_update(pinned, monkeypatch):
+    if not pinned:
+        monkeypatch.setattr(staging, "_pin", lambda block, device: False)
+    device = torch.device("cuda", torch.cuda.current_device())
+    weight, buffer = torch.randn(4096, 4096, device=device), torch.randn(7, 3, device=device).T
+    copy = HostCopy()
+    for _ in range(3):
+        wanted = weight.cpu(), buffer.cpu()
+        snapshot = staging.Snapshot(None, 0, 0, 1, {"f": {"weight": weight, "buffer": buffer}}, frozenset({"buffer"}), {}, {}, {}, {})
+        copied = copy.of(snapshot, device)
+        buffer += 1
+        for _ in range(3):
+            weight @ weight
+        copy.before_update()
+        weight += 1
+        copy.wait()
+        assert torch.equal(copied.tensors["f"]["weight"], wanted[0])
+        assert torch.equal(copied.tensors["f"]["buffer"], wanted[1])
+        assert copied.tensors["f"]["weight"].is_pinned() == pinned
+    del copied
+    copy.make_room(2 * copy._block.numel(), device)
+    assert copy._block.is_pinned() == pinned

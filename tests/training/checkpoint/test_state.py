@@ -1,0 +1,225 @@
+"""Every name of STATE must matter: replaced on disk by another run's, it must change what the resumed run comes to."""
+
+import json
+import random
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from stand_in import build, outcome, train
+
+from flatout.errors import CheckpointError
+from flatout.parallel.mesh import Mesh
+from flatout.training.checkpoint import read_write, snapshot, state
+from flatout.training.checkpoint.state import STATE
+from flatout.training.step import train_step
+
+ON_GPU = torch.cuda.is_available()
+GPU = Mesh(0, 1, 0, 1, 1, torch.device("cuda", 0)) if ON_GPU else None
+
+
+def transplant(part, donor, path):
+    """Replace one name of the checkpoint `path` by the donor's, and set the manifest right again."""
+    index, facts = (json.loads((path / name).read_text()) for name in ("index.json", "state.json"))
+    donor_index, donor_facts = (json.loads((donor / name).read_text()) for name in ("index.json", "state.json"))
+    if part.prefix:
+        index["tensors"] = {n: e for n, e in index["tensors"].items() if not n.startswith(part.prefix)}
+        index["tensors"] |= {n: e for n, e in donor_index["tensors"].items() if n.startswith(part.prefix)}
+        shutil.copy(donor / snapshot.data_file(part, 0), path)
+    for here, there in ((facts["values"], donor_facts["values"]), (facts["ranks"][0], donor_facts["ranks"][0])):
+        if part.name in there:
+            here[part.name] = there[part.name]
+    (path / "index.json").write_text(json.dumps(index))
+    (path / "state.json").write_text(json.dumps(facts))
+    set_manifest_right(path)
+
+
+def set_manifest_right(path):
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["files"] = {name: snapshot.facts(path / name) for name in manifest["files"]}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """A run's checkpoint, what the run comes to from there, and the checkpoint of another run that differs in every name."""
+    made = {}
+    for kind, mesh in {"cpu": None, "gpu": GPU}.items():
+        if kind == "gpu" and mesh is None:
+            continue
+        options = {"mesh": mesh} if mesh else {}
+        folder = tmp_path_factory.mktemp(kind)
+        donor = build(folder / "donor", seed=4, **options)
+        train(donor, 9)
+        run = build(folder / "run", **options)
+        train(run, 5)
+        made[kind] = (read_write.save(run), outcome(run, 5), read_write.save(donor), options)
+    return made
+
+
+@pytest.mark.parametrize("part", STATE, ids=lambda part: part.name)
+def test_every_name_changes_the_resumed_run(part, checkpoints, tmp_path):
+    if part.name == "rng_cuda" and not ON_GPU:
+        pytest.skip("a CPU run has no generator on a GPU")
+    path, unbroken, donor, options = checkpoints["gpu" if part.name == "rng_cuda" else "cpu"]
+    for replaced, equal in ((False, True), (True, False)):
+        copy = tmp_path / f"{replaced}" / path.name
+        shutil.copytree(path, copy)
+        if replaced:
+            transplant(part, donor, copy)
+        run = build(tmp_path, seed=77, **options)
+        assert read_write.verify(copy) == []
+        read_write.load(run, copy)
+        assert (outcome(run, 5) == unbroken) is equal
+
+
+def real_outcome(run, num_steps):
+    """Return what a real run comes to: losses, weights, optimizers, counters, and what its generators draw next."""
+    losses = real_train(run, num_steps)
+    groups = [(optimizer, group) for optimizer in run.optimizers for group in optimizer.param_groups]
+    moments = [value for optimizer, group in groups for p in group["params"] for _, value in sorted(optimizer.state[p].items())]
+    tensors = [*run.core.state_dict().values(), *moments]
+    numbers = (run.step, run.tokens, run.elapsed_s, run.best_val_loss, run.best_step, int(run.feed.position))
+    draws = (random.random(), np.random.rand(), torch.rand(2).tolist())
+    return losses, [tensor.numpy().tobytes() for tensor in tensors], numbers, draws
+
+
+def real_train(run, num_steps):
+    losses = []
+    for _ in range(num_steps):
+        losses.append(train_step(run, next(run.feed)).loss.item())
+        run.step += 1
+        run.tokens += run.tokens_per_step
+        run.elapsed_s += 0.1
+        if run.best_val_loss is None:
+            run.best_val_loss, run.best_step = losses[-1], run.step
+    return losses
+
+
+def test_every_name_changes_a_resumed_run_of_the_product(build_run, tiny_config, tmp_path):
+    """Muon, AdamW and dropout over a real data set. The stand-in has what one such run never has at once."""
+
+    def fresh(seed):
+        return build_run(tiny_config(train__steps=20, train__seed=seed, model__dropout=0.1, optim__kind="muon"), tmp_path / str(seed))
+
+    donor = fresh(1)
+    real_train(donor, 7)
+    donor_path = read_write.save(donor)
+    run = fresh(0)
+    real_train(run, 4)
+    path = read_write.save(run)
+    unbroken = real_outcome(run, 2)
+    applies = [part for part in STATE if part.used(run)]
+    assert {part.name for part in STATE} - {part.name for part in applies} == {"scaler", "rng_cuda"}
+    came_out_equal = []
+    again = fresh(0)
+    for part in (None, *applies):
+        copy = tmp_path / (part.name if part else "unchanged") / path.name
+        shutil.copytree(path, copy)
+        if part:
+            transplant(part, donor_path, copy)
+        read_write.load(again, copy)
+        if real_outcome(again, 2) == unbroken:
+            came_out_equal.append(part.name if part else "unchanged")
+    assert came_out_equal == ["unchanged"]
+
+
+def test_a_checkpoint_holds_exactly_the_names_of_the_list(checkpoints):
+    stored = json.loads((checkpoints["cpu"][0] / "state.json").read_text())
+    assert {*stored["values"], *stored["ranks"][0]} == {part.name for part in STATE} - {"rng_cuda"}
+
+
+@pytest.mark.parametrize("part", [part for part in STATE if part.name not in {"rng_cuda", "scaler"}], ids=lambda part: part.name)
+def test_a_checkpoint_without_a_name_is_refused(part, checkpoints, tmp_path):
+    copy = tmp_path / "step-5"
+    shutil.copytree(checkpoints["cpu"][0], copy)
+    facts = json.loads((copy / "state.json").read_text())
+    facts["values"].pop(part.name, None)
+    facts["ranks"][0].pop(part.name, None)
+    (copy / "state.json").write_text(json.dumps(facts))
+    set_manifest_right(copy)
+    with pytest.raises(CheckpointError, match=f"no {part.name}"):
+        read_write.load(build(tmp_path), copy)
+
+
+def test_a_newer_state_is_refused(checkpoints, tmp_path):
+    copy = tmp_path / "step-5"
+    shutil.copytree(checkpoints["cpu"][0], copy)
+    facts = json.loads((copy / "state.json").read_text())
+    (copy / "state.json").write_text(json.dumps(facts | {"version": state.VERSION + 1}))
+    set_manifest_right(copy)
+    with pytest.raises(CheckpointError, match="newer flatout"):
+        read_write.load(build(tmp_path), copy)
+
+
+def test_extra_state_of_a_model_is_refused():
+    class Odd(torch.nn.Module):
+        def get_extra_state(self):
+            return {"a": 1}
+
+    with pytest.raises(CheckpointError, match="extra state"):
+        state.weights_and_aliases(torch.nn.Sequential(Odd()))
+
+
+def test_an_optimizer_of_foreign_tensors_is_refused(tmp_path):
+    run = build(tmp_path)
+    run.optimizers = (torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1),)
+    with pytest.raises(CheckpointError, match="no parameter of the model"):
+        read_write.save(run)
+
+
+def test_switches_of_an_optimizer_are_not_state(tmp_path):
+    """A run saved with one implementation of AdamW must not force it on another build."""
+    run = build(tmp_path)
+    train(run, 1)
+    path = read_write.save(run)
+    again = build(tmp_path)
+    again.optimizers[0].param_groups[0]["fused"] = None
+    read_write.load(again, path)
+    assert again.optimizers[0].param_groups[0]["fused"] is None
+    assert again.optimizers[0].param_groups[0]["betas"] == (0.9, 0.999)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_what_the_configuration_states_of_an_optimizer_is_not_state(kind, build_run, tiny_config, tmp_path):
+    """A run that goes on from another's checkpoint learns at its own rate, with its own decay."""
+    stated = {"lr": 1e-4, "weight_decay": 0.3, "betas": (0.7, 0.8), "eps": 1e-5, "momentum": 0.5}
+    run = build_run(tiny_config(optim__kind=kind), tmp_path / "first")
+    real_train(run, 2)
+    path = read_write.save(run)
+    again = build_run(tiny_config(optim__kind=kind, **{f"optim__{key}": value for key, value in stated.items()}), tmp_path / "second")
+    groups = [group for optimizer in again.optimizers for group in optimizer.param_groups]
+    fresh = [{key: value for key, value in group.items() if key not in {"params", "lr"}} for group in groups]
+    read_write.load(again, path)
+    assert [{key: group[key] for key in kept} for group, kept in zip(groups, fresh, strict=True)] == fresh
+    assert {group["peak_lr"] for group in groups} == {1e-4}
+    result = train_step(again, next(again.feed))
+    assert {group["lr"] for group in groups} == {result.learning_rate}
+
+
+def test_numbers_that_no_configuration_states_come_back(tmp_path):
+    """An optimizer may count in its groups."""
+    run = build(tmp_path)
+    run.optimizers[0].param_groups[0]["num_restarts"] = 3
+    path = read_write.save(run)
+    again = build(tmp_path)
+    read_write.load(again, path)
+    assert again.optimizers[0].param_groups[0]["num_restarts"] == 3
+
+
+@pytest.mark.parametrize("saved_on_cpu", [True, False])
+@pytest.mark.parametrize(
+    ("field", "switches", "device"),
+    [
+        ("step", {"fused": True}, "meta"),
+        ("step", {"fused": False}, "cpu"),
+        ("step", {"fused": False, "capturable": True}, "meta"),
+        ("step", {}, None),
+        ("exp_avg", {"fused": False}, None),
+    ],
+)
+def test_the_step_lies_where_this_runs_kernels_read_it(field, switches, device, saved_on_cpu):
+    """A fused AdamW reads it on the device, the loop over parameters on the host, whichever of them saved it. None: as it was saved."""
+    found = state._device_of(field, switches, torch.empty(2, device="meta"), saved_on_cpu=saved_on_cpu)
+    assert found.type == (device or ("cpu" if saved_on_cpu else "meta"))

@@ -1,0 +1,115 @@
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from flatout.errors import CheckpointError
+from flatout.progress import SILENT
+from flatout.training.checkpoint import tensors as slices
+from flatout.training.checkpoint.tensors import Entry, Slice
+
+
+def fill(target, index, folder):
+    with SILENT.task("reading") as task:
+        slices.fill({"x": target}, index, folder, task)
+    return target
+
+
+def stored(path, tensor):
+    """Write one tensor, and return the index."""
+    slices.write(path, {"x": tensor})
+    return slices.entries(path.name, {"x": tensor})
+
+
+def written(folder, whole, boxes):
+    """Write `whole` as boxes in files of their own, and return the index."""
+    parts = []
+    for number, box in enumerate(boxes):
+        piece = whole[tuple(slice(low, high) for low, high in box)]
+        entry = stored(folder / f"{number}.safetensors", piece)["x"]
+        offset = tuple(low for low, _ in box)
+        parts.append({"x": Entry(entry.dtype, tuple(whole.shape), (Slice(entry.slices[0].file, offset, tuple(piece.shape)),))})
+    return slices.merge(parts)
+
+
+@pytest.mark.parametrize(
+    "boxes",
+    [
+        [((0, 5), (0, 7))],
+        [((0, 2), (0, 7)), ((2, 5), (0, 7))],
+        [((0, 5), (4, 7)), ((0, 2), (0, 4)), ((2, 5), (0, 4))],
+    ],
+)
+def test_any_boxes_that_cover_a_tensor_make_it_whole(tmp_path, boxes):
+    whole = torch.arange(35.0).reshape(5, 7)
+    index = written(tmp_path, whole, boxes)
+    assert torch.equal(fill(torch.full((5, 7), torch.nan), index, tmp_path), whole)
+
+
+def test_a_box_that_is_missing_is_told(tmp_path):
+    whole = torch.arange(35.0).reshape(5, 7)
+    index = written(tmp_path, whole, [((0, 2), (0, 7)), ((3, 5), (0, 7))])
+    with pytest.raises(CheckpointError, match="do not cover"):
+        fill(torch.zeros(5, 7), index, tmp_path)
+
+
+def test_only_overlapping_files_are_needed(tmp_path, monkeypatch):
+    whole = torch.arange(35.0).reshape(5, 7)
+    index = written(tmp_path, whole, [((0, 2), (0, 7)), ((2, 4), (0, 7)), ((4, 5), (0, 7))])
+    monkeypatch.setattr(slices, "offset_of", lambda tensor: (1, 0))  # as a rank that holds rows 1 to 3
+    part = torch.zeros(2, 7)
+    assert slices.files_needed({"x": part}, index) == {"0.safetensors", "1.safetensors"}
+    (tmp_path / "2.safetensors").unlink()
+    assert torch.equal(fill(part, index, tmp_path), whole[1:3])
+
+
+def test_a_disk_that_refuses_to_open_a_file_of_tensors_is_named(tmp_path, monkeypatch):
+    def refused(path, **_):
+        raise RuntimeError(f"unable to open file <{path}> in read-only mode: Input/output error (5)")
+
+    monkeypatch.setattr(slices, "safe_open", refused)
+    index = stored(tmp_path / "model.safetensors", torch.zeros(2))
+    with pytest.raises(CheckpointError, match=r"Cannot read .*model\.safetensors.*That disk has failed"):
+        fill(torch.zeros(2), index, tmp_path)
+
+
+def test_a_scalar_and_an_empty_tensor(tmp_path):
+    index = stored(tmp_path / "f", torch.tensor(3.5))
+    assert fill(torch.zeros(()), index, tmp_path) == 3.5
+    index = stored(tmp_path / "f", torch.zeros(0, 4))
+    assert fill(torch.zeros(0, 4), index, tmp_path).shape == (0, 4)
+
+
+def test_filling_is_in_place_and_keeps_the_gradient_flag(tmp_path):
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    place = parameter.data_ptr()
+    fill(parameter, stored(tmp_path / "f", torch.ones(3)), tmp_path)
+    assert parameter.data_ptr() == place
+    assert parameter.requires_grad
+    assert parameter.tolist() == [1, 1, 1]
+
+
+def test_whole_tensors_are_dealt_out_once_and_evenly():
+    tensors = {f"t{size}": torch.zeros(size) for size in (100, 60, 50, 10, 0)} | {"scalar": torch.zeros(())}
+    shares = [slices.owned(tensors, rank=rank, world_size=3) for rank in range(3)]
+    assert sorted(name for share in shares for name in share) == sorted(tensors)
+    assert [sum(t.numel() for t in share.values()) for share in shares] == [100, 61, 60]
+
+
+def test_an_entry_survives_json():
+    entry = Entry("bfloat16", (4, 2), (Slice("a", (0, 0), (2, 2)), Slice("b", (2, 0), (2, 2))))
+    assert Entry.from_dict(entry.to_dict()) == entry
+
+
+def test_a_dtype_of_the_future_is_refused():
+    with pytest.raises(CheckpointError, match="float2"):
+        slices.dtype_of(Entry("float2", (), ()))
+    with pytest.raises(CheckpointError, match="nn"):
+        slices.dtype_of(Entry("nn", (), ()))
+
+
+def test_copies_of_a_sharded_tensor_take_turns():
+    replicate, shard = SimpleNamespace(is_replicate=lambda: True), SimpleNamespace(is_replicate=lambda: False)
+    for place, wanted in {(0, 0): (0, 2), (0, 3): (0, 2), (1, 0): (1, 2)}.items():
+        mesh = SimpleNamespace(shape=(2, 4), ndim=2, get_coordinate=lambda place=place: list(place))
+        assert slices._copy_of(SimpleNamespace(device_mesh=mesh, placements=(replicate, shard))) == wanted

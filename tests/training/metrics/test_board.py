@@ -1,0 +1,54 @@
+"""The TensorBoard event file: what TensorBoard reads of it, and a disk that refuses it."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from flatout.training.metrics import board
+from flatout.training.metrics.board import Board
+from flatout.training.run import run_training
+from flatout.training.run_dir.layout import read_events
+
+
+def curves(folder):
+    found = EventAccumulator(str(folder))
+    found.Reload()
+    return {name: [(event.step, event.value) for event in found.Scalars(name)] for name in found.Tags()["scalars"]}
+
+
+def test_tensorboard_reads_the_figures_and_leaves_out_steps_of_before_a_resume(tmp_path):
+    first = Board(tmp_path / "board", 0, pytest.fail)
+    for step in (1, 2, 3):
+        first.write(step, {"train/loss": step / 2, "perf/mfu": 0.25})
+    first.close()
+    second = Board(tmp_path / "board", 2, pytest.fail)
+    second.write(3, {"train/loss": 8.0})
+    second.close()
+    assert curves(tmp_path / "board") == {"train/loss": [(1, 0.5), (2, 1.0), (3, 8.0)], "perf/mfu": [(1, 0.25), (2, 0.25)]}
+
+
+class Refusing:
+    def __init__(self, opened):
+        self.opened = opened
+
+    def write(self, data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def close(self):
+        self.opened.close()
+
+
+@pytest.mark.parametrize("where", ["open", "write"])
+def test_a_disk_that_refuses_the_event_file_does_not_end_the_run(where, tiny_config, tmp_path, monkeypatch):
+    if where == "open":
+        monkeypatch.setattr(board, "open_own", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, os.strerror(errno.EIO))))
+    else:
+        fdopen = os.fdopen
+        monkeypatch.setattr(os, "fdopen", lambda file, mode, **more: Refusing(fdopen(file, mode)) if mode == "ab" else fdopen(file, mode, **more))
+    assert run_training(tiny_config(train__steps=2, log__every=1), tmp_path / "run")["steps"] == 2
+    events = [event for event in read_events(tmp_path / "run") if event["event"] == "no_tensorboard"]
+    assert [event["reason"] for event in events] == [os.strerror(errno.EIO if where == "open" else errno.ENOSPC)]

@@ -1,0 +1,180 @@
+"""What is compiled is counted, and what is compiled again is named with the step and the compiler's reason."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+
+import pytest
+import torch
+
+from flatout.ops import loss_chunks
+from flatout.training.evaluation import batch_shapes
+from flatout.training.loop import take_evaluation
+from flatout.training.metrics.compile_events import CompilationWatch, counts, shortened
+from flatout.training.metrics.log import Log
+from flatout.training.run import run_training
+from flatout.training.step import train_step
+from flatout.training.warmup import warm_up
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own compiler makes objects of its functions
+
+
+@pytest.fixture(autouse=True)
+def without_code(monkeypatch):
+    """Trace as ever, and make no C++ of it: that is not what is looked at here."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    yield
+    torch._dynamo.reset()
+
+
+def events(folder, kind):
+    found = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    return [event for event in found if event["event"] == kind]
+
+
+@pytest.fixture
+def compiled_run(build_run, tiny_config, tmp_path):
+    """Return a run that is warmed up, and its log."""
+    (tmp_path / "run").mkdir()
+    logs = []
+
+    def make(*speedups, **changes):
+        run = build_run(tiny_config(speedups=["pretokenised", *speedups], **changes))
+        logs.append(log := Log(run))
+        warm_up(run, log, eval_shapes=batch_shapes(run))
+        return run, log
+
+    yield make
+    for log in logs:
+        log.close()
+
+
+def step(run, log):
+    batch = next(run.feed)
+    result = train_step(run, batch)
+    run.step += 1
+    log.step(batch, result)
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_training_and_evaluation_find_what_the_warm_up_compiled(tiny_config, tmp_path, ragged_set, rows):
+    changes = {"train__eval_every": 2, "train__steps": 4, "model__num_layers": 1, "batch__rows_per_device": rows}
+    config = tiny_config(data__path=str(ragged_set), speedups=["pretokenised", "compile"], **changes)
+    summary = run_training(config, tmp_path / "run")
+    (compiled,) = events(tmp_path / "run", "compiled")
+    assert compiled["step"] == 0
+    assert compiled["graphs"] == 2, "one of training, one of evaluation"
+    assert compiled["graph_breaks"] == 0
+    assert events(tmp_path / "run", "recompiled") == []
+    assert summary["recompiles"] == 0
+    assert summary["compile_s"] == pytest.approx(compiled["compile_s"], abs=1e-3)
+
+
+def test_a_run_that_compiles_nothing_says_nothing_of_it(tiny_config, tmp_path):
+    summary = run_training(tiny_config(), tmp_path / "run")
+    assert summary["compile_s"] is None
+    assert summary["recompiles"] is None
+    assert events(tmp_path / "run", "compiled") == []
+
+
+def test_a_batch_of_another_shape_is_named_at_its_step(compiled_run, tmp_path):
+    run, log = compiled_run("compile")
+    step(run, log)
+    batch = next(run.feed)
+    object.__setattr__(batch, "windows_ABW", batch.windows_ABW[:, :, :-4])
+    result = train_step(run, batch)
+    run.step += 1
+    log.step(batch, result)
+    (event,) = events(tmp_path / "run", "recompiled")
+    assert event["step"] == 2
+    assert event["graphs"] == log.recompiles == 1
+    assert "size mismatch" in event["reasons"][0]
+    assert log.compile_s > 0
+    assert event["compile_s"] > 0
+    step(run, log)
+    assert len(events(tmp_path / "run", "recompiled")) == 1
+
+
+def test_buckets_of_lengths_are_all_compiled_beforehand(compiled_run, tmp_path):
+    run, log = compiled_run(
+        "compile", "length-buckets", model__num_layers=1, data__seq_len=256, batch__tokens_per_step=1024, batch__rows_per_device=2
+    )
+    assert len(run.feed.shapes) > 1
+    for _ in range(6):
+        step(run, log)
+    assert len(events(tmp_path / "run", "compiled")) == 1
+    assert events(tmp_path / "run", "recompiled") == []
+
+
+SHAPES = {
+    "gpt2": {"model__positions": "learned", "model__bias": True},
+    "llama": {"model__norm": "rmsnorm", "model__activation": "swiglu", "model__qk_norm": True, "data__document_mask": True},
+    "eigenstate": {"model__kind": "eigenstate", "model__scales": [1, 2], "data__document_mask": True},
+    "selective": {"model__kind": "eigenstate", "model__eigenvalues": "selective", "data__document_mask": True},
+}
+"""Models that between them go through every op that `auto` takes on a GPU."""
+
+
+@pytest.mark.parametrize(("shape", "way"), [("gpt2", "compile"), ("llama", "compile"), ("eigenstate", "compile"), ("selective", "compile-blocks")])
+def test_nothing_breaks_a_graph(compiled_run, tmp_path, monkeypatch, way, shape):
+    monkeypatch.setitem(loss_chunks.LOGITS_AT_ONCE, "cpu", 257 * 20)  # 4 rows of 16 tokens are several chunks
+    mixing = "fast-scan" if "model__kind" in SHAPES[shape] else "fused-attention"
+    run, log = compiled_run(mixing, "chunked-ce", "bf16", way, model__num_layers=1, train__precision="auto", **SHAPES[shape])
+    (compiled,) = events(tmp_path / "run", "compiled")
+    assert compiled["graph_breaks"] == 0, compiled["first_break"]
+    step(run, log)
+    assert events(tmp_path / "run", "recompiled") == []
+
+
+@pytest.mark.parametrize("kind", ["transformer", "eigenstate"])
+def test_equal_blocks_share_one_graph(compiled_run, tmp_path, kind):
+    fast = ["fast-scan"] if kind == "eigenstate" else []
+    run, log = compiled_run("compile-blocks", *fast, model__kind=kind, model__num_layers=4)
+    (compiled,) = events(tmp_path / "run", "compiled")
+    assert compiled["graphs"] == 4, "a block and the loss, in training and in evaluation"
+    step(run, log)
+    take_evaluation(run, log, max_tokens=None)
+    assert events(tmp_path / "run", "recompiled") == []
+
+
+def test_a_break_is_counted_with_its_reason_and_line(compiled_run, tmp_path):
+    compiled_run("compile", model__kind="eigenstate")  # the recurrence token by token is kept from the compiler
+    (compiled,) = events(tmp_path / "run", "compiled")
+    assert compiled["graph_breaks"] > 0
+    assert "scan.py:" in compiled["first_break"]
+
+
+def test_whole_model_and_each_block_refuse_each_other(build_run, tiny_config):
+    from flatout.errors import ConfigError
+
+    with pytest.raises(ConfigError, match="'compile' and 'compile-blocks' both fill the slot 'compilation'"):
+        build_run(tiny_config(speedups=["compile", "compile-blocks"]))
+
+
+def test_the_limit_of_recompilations_is_said(monkeypatch):
+    watch = CompilationWatch()
+    double = torch.compile(lambda row: row * 2, dynamic=False)
+    with torch._dynamo.config.patch(recompile_limit=1):
+        double(torch.ones(2))
+        double(torch.ones(3))
+    assert watch.changed()
+    found = watch.look()
+    assert found.graphs == 1
+    assert "size mismatch" in found.reasons[0]
+    assert found.reasons[0].endswith("the compiler's limit is reached, and this runs uncompiled")
+    assert not watch.changed()
+
+
+def test_counting_needs_no_compiler(monkeypatch):
+    import sys
+
+    monkeypatch.delitem(sys.modules, "torch._dynamo.utils", raising=False)
+    assert counts() == (0, 0, 0)
+    assert not CompilationWatch().changed()
+
+
+def test_reasons_are_one_short_line():
+    assert shortened("  tensor 'x'   size mismatch # file\nand more") == "tensor 'x' size mismatch"
+    assert len(shortened("a" * 1000)) == 300

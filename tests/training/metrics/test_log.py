@@ -1,0 +1,146 @@
+"""Readback one step late, clocks that leave evaluation out, rates that mean training."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from flatout.hardware import Peak
+from flatout.speedups.no_sync_logging import DelayedReadback
+from flatout.training.metrics.clocks import Window
+from flatout.training.metrics.log import Log, Rates, process_peak_bytes
+from flatout.training.metrics.observers import Quiet
+from flatout.training.run import run_training
+from flatout.training.step import StepResult
+
+
+def test_figures_are_read_one_step_late_and_in_order():
+    readback = DelayedReadback()
+    readback.push(1, {"loss": torch.tensor(3.0)}, due=True)
+    assert readback.ready() == []
+    readback.push(2, {"loss": torch.tensor(2.0)}, due=False)
+    assert readback.ready() == [(1, {"loss": 3.0})]
+    readback.push(3, {"loss": torch.tensor(1.0)}, due=True)
+    assert readback.ready() == []
+    assert readback.ready(flush=True) == [(3, {"loss": 1.0})]
+    assert readback.ready(flush=True) == []
+
+
+def test_a_figure_is_the_step_s_own_though_its_tensor_changes_later():
+    readback = DelayedReadback()
+    loss = torch.tensor(3.0)
+    readback.push(1, {"loss": loss}, due=True)
+    loss.fill_(9.0)
+    assert readback.ready(flush=True) == [(1, {"loss": 3.0})]
+
+
+@pytest.mark.parametrize(("system", "factor"), [("linux", 1024), ("darwin", 1)])
+def test_the_peak_of_a_process_is_bytes_on_every_system(monkeypatch, system, factor):
+    monkeypatch.setattr("flatout.training.metrics.log.sys.platform", system)
+    monkeypatch.setattr("flatout.training.metrics.log.resource.getrusage", lambda _who: SimpleNamespace(ru_maxrss=5000))
+    assert process_peak_bytes() == 5000 * factor
+
+
+def test_time_spent_aside_is_not_training_time():
+    window = Window(started_s=10.0, aside_s=3.0)
+    assert window.train_s(15.0) == 2.0
+
+
+def step(log, run, *, tokens=128, samples=8, seq_len=16):
+    run.step += 1
+    batch = SimpleNamespace(wait_ms=5.0, tokens=tokens, samples=samples, seq_len=seq_len)
+    log.step(batch, StepResult(torch.tensor(1.0), torch.tensor(1.0), torch.tensor(128.0), 0.1))
+
+
+def test_evaluation_does_not_slow_the_tokens_per_second(build_run, tiny_config, tmp_path, clock):
+    (tmp_path / "run").mkdir()
+    run = build_run(tiny_config(train__steps=3))
+    with Log(run) as log:
+        clock.now += 9.0
+        step(log, run)
+        with log.aside():
+            clock.now += 40.0
+        clock.now += 2.0
+        step(log, run)
+        clock.now += 4.0
+        step(log, run)
+        log.close()
+    assert log.first_window.tokens_per_s == pytest.approx(128 / 9)
+    assert [rates.tokens_per_s for rates in log.steady] == [pytest.approx(128 / 2), pytest.approx(128 / 4)]
+    assert log.wall_s == pytest.approx(55.0)
+
+
+def test_the_share_of_the_peak_is_unknown_rather_than_above_one(build_run, tiny_config, tmp_path):
+    (tmp_path / "run").mkdir()
+    run = build_run(tiny_config())
+    with Log(run) as log:
+        run.peak = Peak(tflops=1e-9, source="made up")
+        assert log.mfu(500.0) == pytest.approx(0.5)
+        assert log.mfu(1001.0) is None
+        run.peak = None
+        assert log.mfu(500.0) is None
+
+
+def test_rates_count_the_tokens_and_rows_that_are_there_at_the_cost_of_their_length(build_run, tiny_config, tmp_path, clock):
+    (tmp_path / "run").mkdir()
+    run = build_run(tiny_config(train__steps=2))
+    flops = {seq_len: float(run.core.flops_per_token(seq_len).causal_exact) for seq_len in (4, 16)}
+    assert flops[4] < flops[16]
+    run.peak = Peak(tflops=flops[4] * 20 * 1e-12, source="made up")
+    with Log(run) as log:
+        for tokens, samples, seq_len in ((100, 8, 16), (60, 20, 4)):
+            clock.now += 6.0
+            step(log, run, tokens=tokens, samples=samples, seq_len=seq_len)
+        log.close()
+    last = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[-1])
+    assert (last["perf/tokens_per_s"], last["perf/samples_per_s"]) == pytest.approx((10.0, 20 / 6))
+    assert last["perf/mfu"] == pytest.approx(0.5)
+    assert log.steady == [pytest.approx((10.0, 10 * flops[4]))]
+
+
+def test_steady_rates_leave_the_first_window_out(build_run, tiny_config, tmp_path):
+    (tmp_path / "run").mkdir()
+    run = build_run(tiny_config())
+    with Log(run) as log:
+        assert log.steady_rates() is None
+        log.first_window = Rates(5.0, 1.0)
+        assert log.steady_rates() == (5.0, 1.0)
+        log.steady = [Rates(100.0, 4.0), Rates(300.0, 6.0), Rates(200.0, 9.0)]
+        assert log.steady_rates() == (200.0, 6.0)
+
+
+class Killed(Exception):
+    pass
+
+
+@pytest.mark.parametrize("saving", ["+async-checkpoints", "-async-checkpoints"])
+def test_a_run_that_is_killed_after_a_save_has_every_record_up_to_it(tiny_config, tmp_path, saving):
+    config = tiny_config(checkpoint__every_steps=3, speedups=f"auto,-compile,{saving}")
+
+    class KillAtSave(Quiet):
+        def on_event(self, event):
+            if event["event"] == "save":
+                raise Killed
+
+    with pytest.raises(Killed):
+        run_training(config, tmp_path, observers=[KillAtSave()])
+    run_training(config, tmp_path)
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records if "train/loss" in record] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_kill_in_the_final_evaluation_leaves_the_training_loss_known(tiny_config, tmp_path, monkeypatch):
+    def killed(*_, **__):
+        raise Killed
+
+    whole = run_training(tiny_config(), tmp_path / "whole")
+    with monkeypatch.context() as patched:
+        patched.setattr("flatout.training.finish.take_evaluation", killed)
+        with pytest.raises(Killed):
+            run_training(tiny_config(), tmp_path / "run")
+    summary = run_training(tiny_config(), tmp_path / "run")
+    assert summary["train_loss"] == whole["train_loss"]
+    assert summary["steps"] == whole["steps"]

@@ -1,0 +1,97 @@
+"""An edited config.yaml: resume refuses it with the difference, and says how to change a setting on purpose."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import yaml
+
+from flatout.errors import ConfigError, Stopped
+from flatout.training.run import run_training
+from flatout.training.run_dir.config_seal import COPY
+
+
+@pytest.fixture
+def stopped(tiny_config, tmp_path, stop_at):
+    """Return the folder of a run of six steps that was stopped after the second."""
+    with pytest.raises(Stopped):
+        run_training(tiny_config(), tmp_path / "run", observers=[stop_at(2)])
+    return tmp_path / "run"
+
+
+def edit(folder, key, value):
+    """Change one setting as an editor would, and leave all other lines alone."""
+    path, (section, name) = folder / "config.yaml", key.split(".")
+    document = yaml.safe_load(path.read_text())
+    before = f"{name}: {yaml.safe_dump(document[section][name]).splitlines()[0]}"
+    head, _, tail = path.read_text().partition(f"\n{section}:\n")
+    assert tail.count(before) >= 1
+    path.write_text(f"{head}\n{section}:\n{tail.replace(before, f'{name}: {value}', 1)}")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("optim.lr", 0.02),
+        ("optim.clip", 0.5),
+        ("optim.weight_decay", 0.3),
+        ("train.seed", 1),
+        ("train.steps", 8),
+        ("train.init_from", "elsewhere"),
+        ("schedule.min_lr", 0.001),
+        ("batch.tokens_per_step", 256),
+        ("batch.rows_per_device", 8),
+        ("data.seq_len", 32),
+    ],
+)
+def test_an_edited_setting_is_refused_with_the_difference_and_the_way_to_change_it(tiny_config, stopped, key, value):
+    written = yaml.safe_load((stopped / "config.yaml").read_text())
+    before = written[key.split(".")[0]][key.split(".")[1]]
+    edit(stopped, key, value)
+    difference = re.escape(f"{key}: {before} -> {value}")
+    with pytest.raises(ConfigError, match=rf"config\.yaml was changed after the run had started: {difference}\.") as refused:
+        run_training(tiny_config(), stopped)
+    assert f"--resume {stopped} --run DIR {key}={value}" in refused.value.fix
+
+
+@pytest.mark.parametrize("key", ["lr", "steps"])
+def test_a_setting_that_was_removed_is_refused(tiny_config, stopped, key):
+    path = stopped / "config.yaml"
+    path.write_text("".join(line for line in path.read_text().splitlines(keepends=True) if not line.startswith(f"  {key}: ")))
+    with pytest.raises(ConfigError, match=rf"was changed after the run had started: \w+\.{key}: "):
+        run_training(tiny_config(), stopped)
+
+
+def test_the_setting_can_be_changed_on_purpose_as_the_message_says(tiny_config, stopped, tmp_path):
+    summary = run_training(tiny_config(optim__lr=0.02), tmp_path / "other", resume=str(stopped))
+    assert summary["steps"] == 6
+
+
+def test_comments_order_and_free_settings_may_change(tiny_config, stopped):
+    path = stopped / "config.yaml"
+    document = yaml.safe_load(path.read_text())
+    document["log"]["every"] = 2
+    path.write_text("# mine\n" + yaml.safe_dump(document, sort_keys=True))
+    assert run_training(tiny_config(), stopped)["steps"] == 6
+
+
+def test_a_damaged_digest_alone_is_harmless(tiny_config, stopped):
+    path = stopped / "config.yaml"
+    text = path.read_text()
+    path.write_text(text[:-2] + ("0" if text[-2] != "0" else "1") + "\n")
+    assert run_training(tiny_config(), stopped)["steps"] == 6
+
+
+def test_without_the_copy_an_edit_is_still_refused(tiny_config, stopped):
+    edit(stopped, "optim.lr", 0.02)
+    (stopped / COPY).unlink()
+    with pytest.raises(ConfigError, match=r"config\.copy\.yaml, which shows what it was, is missing or damaged"):
+        run_training(tiny_config(), stopped)
+
+
+def test_a_run_of_an_earlier_version_opens(tiny_config, stopped):
+    path = stopped / "config.yaml"
+    path.write_text("".join(line for line in path.read_text().splitlines(keepends=True) if not line.startswith("#")))
+    (stopped / COPY).unlink()
+    assert run_training(tiny_config(), stopped)["steps"] == 6

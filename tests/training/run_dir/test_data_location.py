@@ -1,0 +1,151 @@
+"""A run on a mix: the same course whatever stops it, moves its data or shares it; another mix is another run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import fsspec
+import pytest
+import yaml
+
+from flatout.config.schema import RunConfig
+from flatout.data.store.mix import open_data
+from flatout.errors import CheckpointError, ConfigError, DataError, Stopped
+from flatout.inference.load import load_run
+from flatout.training.run import run_training
+from flatout.training.run_dir.data_location import anywhere, require_tokenizer, stored_config
+from flatout.training.run_dir.layout import read_config, read_events
+
+
+@pytest.fixture
+def mix(tiny_set, ragged_set):
+    """Three windows of the plain set for one of the set with a loss mask."""
+    return {str(tiny_set): 3, str(ragged_set): 1}
+
+
+@pytest.fixture
+def mixed_config(tiny_config, mix):
+    def make(**changes):
+        return tiny_config(**{"data__path": None, "data__mix": mix} | changes)
+
+    return make
+
+
+def train_losses(folder):
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [(r["step"], r["train/loss"], r["train/grad_norm"]) for r in records if "train/loss" in r]
+
+
+@pytest.mark.parametrize("document_mask", [False, True])
+def test_ten_steps_of_a_mix_equal_five_and_five_in_every_bit(mixed_config, tmp_path, stop_at, document_mask):
+    config = mixed_config(train__steps=10, data__document_mask=document_mask, train__eval_every=5)
+    whole = run_training(config, tmp_path / "whole")
+    with pytest.raises(Stopped, match="step 5 of 10"):
+        run_training(config, tmp_path / "parts", observers=[stop_at(5)])
+    resumed = run_training(config, tmp_path / "parts")
+    assert resumed["weights_sha256"] == whole["weights_sha256"]
+    assert train_losses(tmp_path / "parts") == train_losses(tmp_path / "whole")
+
+
+def test_the_micro_batch_the_prefetch_and_the_baseline_read_the_same_mix(mixed_config, tmp_path):
+    plain = run_training(mixed_config(), tmp_path / "plain")
+    others = {"data__prefetch": 1}, {"batch__rows_per_device": 1}, {"speedups": "none"}
+    for number, changes in enumerate(others):
+        found = run_training(mixed_config(**changes), tmp_path / str(number))
+        assert found["train_loss"] == pytest.approx(plain["train_loss"], rel=1e-5), changes
+
+
+def test_a_mix_is_stored_with_absolute_paths_and_its_shares_are_said(mixed_config, tiny_set, ragged_set, tmp_path, monkeypatch):
+    monkeypatch.chdir(tiny_set.parent)
+    summary = run_training(mixed_config(data__mix={"tiny": 6, str(ragged_set): 2}), tmp_path / "run")
+    stored = read_config(tmp_path / "run")
+    assert list(stored.data.mix) == [str(tiny_set), str(ragged_set)]
+    assert stored.data.path is None
+    said = [event for event in read_events(tmp_path / "run") if event["event"] == "data"]
+    assert [(one["name"], one["share"]) for one in said] == [("tiny", 0.75), ("ragged", 0.25)]
+    dataset = open_data(stored.data)
+    for one, part in zip(said, dataset.parts, strict=True):
+        assert one["passes"] == pytest.approx(one["share"] * summary["tokens"] / (part.dataset.split("train").num_windows(16) * 16))
+
+
+def test_an_epoch_of_a_mix_is_as_many_tokens_as_all_its_sets_have(mixed_config, mix, tmp_path):
+    summary = run_training(mixed_config(train__steps=None, train__epochs=0.5), tmp_path / "run")
+    tokens = sum(part.dataset.split("train").num_windows(16) * 16 for part in open_data(mixed_config().data).parts)
+    assert summary["steps"] == -(-tokens // 2 // 128)
+
+
+def test_sets_may_be_named_in_any_order_and_move(mixed_config, mix, tmp_path, stop_at):
+    """The order of the sets belongs to what is read: it stays the stored one. Weights may be written otherwise, not be others."""
+    whole = run_training(mixed_config(), tmp_path / "whole")
+    moved = {str(shutil.copytree(path, tmp_path / "before" / path.rpartition("/")[2])): weight for path, weight in mix.items()}
+    with pytest.raises(Stopped):
+        run_training(mixed_config(data__mix=moved), tmp_path / "run", observers=[stop_at(2)])
+    backwards = {path: weight / 4 for path, weight in reversed(moved.items())}
+    with pytest.raises(Stopped):
+        run_training(mixed_config(data__mix=backwards), tmp_path / "run", observers=[stop_at(4)])
+    (tmp_path / "before").rename(tmp_path / "after")
+    after = {path.replace("/before/", "/after/"): weight for path, weight in moved.items()}
+    resumed = run_training(mixed_config(data__mix=after), tmp_path / "run")
+    assert resumed["weights_sha256"] == whole["weights_sha256"]
+    assert load_run(tmp_path / "run").dataset.parts[0].dataset.path.parent == tmp_path / "after"
+    assert not [event for event in read_events(tmp_path / "run") if event["event"] == "difference"]
+
+
+def test_another_mix_in_the_same_folder_is_refused_with_the_difference(mixed_config, tiny_config, mix, tmp_path):
+    run_training(mixed_config(), tmp_path / "run")
+    first, second = mix
+    for changes in ({first: 1, second: 1}, {first: 3}, {first: 1, second: 3}):
+        with pytest.raises(ConfigError, match=r"other settings: data\.mix: "):
+            run_training(mixed_config(data__mix=changes), tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"other settings: data\.path: None -> "):
+        run_training(tiny_config(), tmp_path / "run")
+
+
+def test_bad_mixes_are_refused_before_anything_is_written(mixed_config, tiny_set, write_tiny, tmp_path):
+    short = write_tiny(tmp_path / "short", num_documents=1)
+    for mix, seq_len, message in (
+        ({str(tiny_set): 1, str(tmp_path / "nowhere"): 1}, 16, "nowhere"),
+        ({str(tiny_set): 1, f"{tiny_set}/../tiny": 1}, 16, "twice"),
+        ({str(tiny_set): 1, str(short): 1}, 1024, "short holds .* tokens"),
+    ):
+        with pytest.raises((ConfigError, DataError), match=message):
+            run_training(mixed_config(data__mix=mix, data__seq_len=seq_len, batch__tokens_per_step=8 * seq_len), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_place_without_a_run_has_no_stored_configuration(tmp_path):
+    assert stored_config(tmp_path, RunConfig()) is None
+
+
+def test_another_tokenizer_is_refused_and_none_kept_passes(mixed_config, tmp_path):
+    dataset = open_data(mixed_config().data)
+    require_tokenizer(tmp_path, dataset)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"another tokenizer.*--tokenizer .*tokenizer\.json"):
+        require_tokenizer(tmp_path, dataset)
+
+
+def test_the_order_of_a_mix_survives_its_file(mixed_config, tmp_path):
+    run_training(mixed_config(), tmp_path / "run")
+    assert list(yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["data"]["mix"]) == list(mixed_config().data.mix)
+
+
+def test_data_may_lie_at_an_address_and_move_there(tiny_config, tiny_set, tmp_path, stop_at, monkeypatch):
+    """The stored configuration keeps the address, from whatever folder the run was begun."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    address = "memory://runs/tiny"
+    store = fsspec.filesystem("memory")
+    for path in tiny_set.iterdir():
+        store.put_file(str(path), f"{address}/{path.name}")
+    whole = run_training(tiny_config(train__steps=6), tmp_path / "whole")
+    with pytest.raises(Stopped):
+        run_training(tiny_config(train__steps=6), tmp_path / "parts", observers=[stop_at(3)])
+    moved = run_training(tiny_config(train__steps=6, data__path=address), tmp_path / "parts")
+    assert moved["weights_sha256"] == whole["weights_sha256"]
+    assert run_training(tiny_config(train__steps=6, data__path=address), tmp_path / "far")["weights_sha256"] == whole["weights_sha256"]
+    assert read_config(tmp_path / "far").data.path == address
+    mixed = RunConfig(data={"mix": {address: 1, "near": 3}})
+    assert list(anywhere(mixed).data.mix) == [address, str(Path("near").absolute())]
+    store.rm("/runs", recursive=True)

@@ -1,0 +1,86 @@
+"""Runs and checkpoints by name, and what is said of names that are none."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from flatout.config.schema import RunConfig
+from flatout.errors import CheckpointError, ConfigError
+from flatout.training.run_dir import layout
+from flatout.training.run_dir.lookup import find_checkpoint, find_run, resume_place, run_or_newest
+
+
+def test_checkpoints_by_name(fox_run):
+    run = fox_run[0] / "runs" / "fox"
+    assert find_checkpoint(run, "last").name == "step-3"
+    assert find_checkpoint(run, "1").name == "step-1"
+    assert find_checkpoint(run, "best").parent == run / "checkpoints"
+    with pytest.raises(CheckpointError, match="no checkpoint of step 7") as error:
+        find_checkpoint(run, "7")
+    assert "1, 2, 3" in error.value.fix
+    with pytest.raises(ConfigError, match="best, last, or the number"):
+        find_checkpoint(run, "newest")
+
+
+def test_runs_are_found_by_name_and_mistyped_names_answered(fox_run, monkeypatch):
+    monkeypatch.chdir(fox_run[0])
+    assert find_run("fox").resolve() == fox_run[0] / "runs" / "fox"
+    with pytest.raises(CheckpointError, match="Did you mean runs/fox"):
+        find_run("foxx")
+
+
+def test_no_name_is_no_run_even_inside_one(fox_run, monkeypatch):
+    monkeypatch.chdir(fox_run[0] / "runs" / "fox")
+    assert find_run(".").resolve() == fox_run[0] / "runs" / "fox"
+    with pytest.raises(CheckpointError, match="is not a run folder"):
+        find_run("")
+
+
+def test_a_checkpoint_is_not_taken_for_a_run(fox_run):
+    run = fox_run[0] / "runs" / "fox"
+    with pytest.raises(CheckpointError, match="is a checkpoint of the run") as error:
+        find_run(run / "checkpoints" / "step-2")
+    assert "--checkpoint 2" in error.value.fix
+
+
+def test_resuming_takes_a_run_by_its_name(fox_run, monkeypatch):
+    monkeypatch.chdir(fox_run[0])
+    assert resume_place("fox") == "runs/fox"
+    assert [resume_place(given) for given in ("auto", "never", "gone/run", "runs")] == ["auto", "never", "gone/run", "runs"]
+    with pytest.raises(CheckpointError, match=r"There is no checkpoint foxx.*runs/fox"):
+        resume_place("foxx")
+
+
+class Ear:
+    """Progress that keeps what was said."""
+
+    def __init__(self):
+        self.lines = []
+
+    def say(self, line):
+        self.lines.append(line)
+
+
+def test_without_a_name_the_newest_run_with_a_checkpoint_is_taken(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for age, name in enumerate(("new", "damaged", "newest", "older", "oldest")):
+        layout.write_config(Path("runs", name), RunConfig())
+        os.utime(Path("runs", name, "config.yaml"), (1e9 - age, 1e9 - age))
+        if name != "new":
+            Path("runs", name, "checkpoints", "step-3").mkdir(parents=True)
+    Path("runs/damaged/config.yaml").write_text("checkpoint: [")
+    ear = Ear()
+    assert run_or_newest(None, progress=ear) == Path("runs/newest")
+    assert ear.lines == ["The newest run: runs/newest"]
+    assert run_or_newest("older") == Path("runs/older")
+
+
+@pytest.mark.parametrize("trained", [False, True], ids=["no runs", "none saved"])
+def test_without_a_name_and_without_a_run_the_fix_says_how_to_get_one(tmp_path, monkeypatch, trained):
+    monkeypatch.chdir(tmp_path)
+    if trained:
+        layout.write_config(Path("runs/a"), RunConfig())
+    with pytest.raises(CheckpointError, match="No run under runs/ has a checkpoint") as error:
+        run_or_newest(None)
+    assert "flatout demo" in error.value.fix
