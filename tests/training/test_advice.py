@@ -117,6 +117,6 @@ def test_a_disk_that_refuses_to_forget_the_last_exit_code_is_named(tmp_path, mon
     def refused(_folder):
         raise OSError(5, "Input/output error", str(tmp_path / "exit_code"))
 
-    monkeypatch.setattr(start.folder, "clear_exit_code", refused)
+    monkeypatch.setattr(start.layout, "clear_exit_code", refused)
     with pytest.raises(RunFailed, match=r"Cannot write .*exit_code.*That disk has failed"), start.exit_code_kept(tmp_path):
         pass
