@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from flatout.errors import CheckpointError
 from flatout.files import read_lines
 from flatout.progress import Task
 from flatout.terminal.figures import amount, columns, duration, printable, rows, wrapped
@@ -194,16 +195,24 @@ def closing(
     encoding = encoding or sys.stdout.encoding or "ascii"
     folder = Path(summary["run"])
     facts = wrapped("\n".join(f"{name:<{FACT_NAMES}}{text}" for name, text in _closing_facts(summary)), width)
-    samples = [str(event.get("text")) for event in read_lines(folder / "events.jsonl") if event.get("event") == "sample"]
+    samples = [str(event.get("text")) for event in _readable(folder / "events.jsonl") if event.get("event") == "sample"]
     sample = f"A sample:\n{wrapped(indented(samples[-1]), width)}" if samples else ""
     room = math.inf if height is None else height - _num_lines(facts, next_steps)  # the empty line after the last part is the shell's prompt
     tall = _within(PICTURE_ROWS, room - UNDER_PICTURE - (SHORT_SAMPLE if sample else 0))
-    records = [{name: value for name, value in line.items() if isinstance(value, (int, float))} for line in read_lines(folder / "metrics.jsonl")]
+    records = [{name: value for name, value in line.items() if isinstance(value, (int, float))} for line in _readable(folder / "metrics.jsonl")]
     points = [(r["step"], r["train/loss"]) for r in records if {"step", "train/loss"} <= r.keys()]
     marks = [(r["step"], r["val/loss"]) for r in records if {"step", "val/loss"} <= r.keys()]
     drawn = curve(points, marks=marks, width=min(PICTURE_COLUMNS, max(width - BESIDE_PICTURE, 8)), height=tall, encoding=encoding)
     sample = _cut(sample, room - _num_lines(drawn))
     return "\n\n".join(part for part in (sample, next_steps, drawn, facts) if part)
+
+
+def _readable(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of a file of the run; none where the disk refuses to read it: a finished run does not fail for want of a picture."""
+    try:
+        return list(read_lines(path))
+    except CheckpointError:
+        return []
 
 
 def _num_lines(*parts: str) -> int:

@@ -317,3 +317,10 @@ def test_a_persons_terminal_breaks_lines_at_spaces():
         "  off  compile          short runs do",
         "       not pay back the minutes",
     ]
+
+
+def test_a_summary_is_shown_where_the_disk_does_not_read_the_figures(tmp_path):
+    for name in ("metrics.jsonl", "events.jsonl"):
+        (tmp_path / name).mkdir()  # cannot be read as a file
+    text = closing(SUMMARY | {"run": str(tmp_path)}, encoding="ascii", width=120)
+    assert text.startswith("Run ")
