@@ -198,7 +198,7 @@ def fill(targets: Mapping[str, Tensor], index: Mapping[str, Entry], folder: Path
 def _opened(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
-    except RuntimeError as error:  # torch's own, which opens the file, where the disk refuses
+    except (OSError, RuntimeError) as error:  # the second is torch's own, which opens the file too
         raise CheckpointError(f"Cannot read {path}: {error}.", fix=way_out(error)) from error
 
 
