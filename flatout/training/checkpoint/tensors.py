@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from flatout.errors import CheckpointError
-from flatout.files import way_out
+from flatout.files import RESTORE, way_out
 from flatout.models.split_weights import whole
 from flatout.progress import Task
 
@@ -198,7 +198,9 @@ def fill(targets: Mapping[str, Tensor], index: Mapping[str, Entry], folder: Path
 def _opened(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
-    except (OSError, RuntimeError) as error:  # the second is torch's own, which opens the file too
+    except OSError as error:  # of safetensors, which does not tell the system's number
+        raise CheckpointError(f"Cannot read {path}: {error}.", fix=RESTORE) from error
+    except RuntimeError as error:  # of torch, which opens the file too
         raise CheckpointError(f"Cannot read {path}: {error}.", fix=way_out(error)) from error
 
 
