@@ -39,10 +39,23 @@ SHARED = {
     "train.device": "cpu",
 }
 """What all runs share; the rest are the defaults of flatout/config/schema.py."""
-TRANSFORMER = {"model.kind": "transformer", "model.num_heads": 2, "model.activation": "relu2", "model.qk_norm": True}
-EIGENSTATE = {"model.kind": "eigenstate", "model.num_heads": 4, "model.num_eigenstates": 32, "model.chunk_size": 32}
+TRANSFORMER = {
+    "model.kind": "transformer",
+    "model.num_heads": 2,
+    "model.activation": "relu2",
+    "model.qk_norm": True,
+}
+EIGENSTATE = {
+    "model.kind": "eigenstate",
+    "model.num_heads": 4,
+    "model.num_eigenstates": 32,
+    "model.chunk_size": 32,
+}
 WITHOUT, WITH = "bf16", "bf16-stream"
-SPEEDUPS = {WITHOUT: "auto,-compile,-bf16-products,+bf16", WITH: "auto,-compile,-bf16-products,+bf16,+bf16-stream"}
+SPEEDUPS = {
+    WITHOUT: "auto,-compile,-bf16-products,+bf16",
+    WITH: "auto,-compile,-bf16-products,+bf16,+bf16-stream",
+}
 FIRST_STEPS = 20
 """Steps over which the promise is judged, as `bench` does."""
 
@@ -61,22 +74,61 @@ class Case:
 
 
 CASES = (
-    Case("transformer", TRANSFORMER, num_layers=4, d_model=128, seq_len=128, tokens_per_step=2048, steps=1000),
-    Case("eigenstate", EIGENSTATE, num_layers=4, d_model=128, seq_len=128, tokens_per_step=1024, steps=400),
-    Case("transformer, deep", TRANSFORMER, num_layers=12, d_model=64, seq_len=64, tokens_per_step=1024, steps=250),
+    Case(
+        "transformer",
+        TRANSFORMER,
+        num_layers=4,
+        d_model=128,
+        seq_len=128,
+        tokens_per_step=2048,
+        steps=1000,
+    ),
+    Case(
+        "eigenstate",
+        EIGENSTATE,
+        num_layers=4,
+        d_model=128,
+        seq_len=128,
+        tokens_per_step=1024,
+        steps=400,
+    ),
+    Case(
+        "transformer, deep",
+        TRANSFORMER,
+        num_layers=12,
+        d_model=64,
+        seq_len=64,
+        tokens_per_step=1024,
+        steps=250,
+    ),
 )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--text", type=Path, required=True, help="the text that the data set card `shakespeare` names")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--text",
+        type=Path,
+        required=True,
+        help="the text that the data set card `shakespeare` names",
+    )
     parser.add_argument("--seeds", type=int, default=3, help="at least 3")
-    parser.add_argument("--work", type=Path, default=Path("data/bf16_stream"), help="folder for the prepared data and the runs that are done")
+    parser.add_argument(
+        "--work",
+        type=Path,
+        default=Path("data/bf16_stream"),
+        help="folder for the prepared data and the runs that are done",
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     prepare(str(arguments.text), arguments.work / "characters", tokenizer="char", workers=1)
     dataset = Dataset.open(arguments.work / "characters")
-    cases = [measure(case, dataset, range(1, arguments.seeds + 1), arguments.work / "runs.jsonl") for case in CASES]
+    cases = [
+        measure(case, dataset, range(1, arguments.seeds + 1), arguments.work / "runs.jsonl")
+        for case in CASES
+    ]
     found = {
         "machine": probe().describe(),
         "commit": code_state(),
@@ -93,9 +145,16 @@ def main() -> None:
 
 def measure(case: Case, dataset: Dataset, seeds: range, cache: Path) -> dict[str, Any]:
     """Run every seed with and without, and return all runs with what they come to."""
-    pairs = [{way: remembered(case, dataset, way, seed, cache) for way in SPEEDUPS} for seed in seeds]
-    low, mean, high = mean_of([pair[WITH]["val_loss"] - pair[WITHOUT]["val_loss"] for pair in pairs])
-    apart = [[abs(a / b - 1) for a, b in zip(pair[WITH]["losses"], pair[WITHOUT]["losses"], strict=True)] for pair in pairs]
+    pairs = [
+        {way: remembered(case, dataset, way, seed, cache) for way in SPEEDUPS} for seed in seeds
+    ]
+    low, mean, high = mean_of(
+        [pair[WITH]["val_loss"] - pair[WITHOUT]["val_loss"] for pair in pairs]
+    )
+    apart = [
+        [abs(a / b - 1) for a, b in zip(pair[WITH]["losses"], pair[WITHOUT]["losses"], strict=True)]
+        for pair in pairs
+    ]
     return {
         **asdict(case),
         "difference": {"low": low, "mean": mean, "high": high},
@@ -132,9 +191,26 @@ def remembered(case: Case, dataset: Dataset, way: str, seed: int, cache: Path) -
 
 def configured(case: Case, dataset: Dataset, way: str, seed: int) -> RunConfig:
     """Return the whole configuration of one run."""
-    own = {"model.num_layers": case.num_layers, "model.d_model": case.d_model, "data.seq_len": case.seq_len}
-    length = {"batch.tokens_per_step": case.tokens_per_step, "train.steps": case.steps, "train.seed": seed}
-    return load_config().with_values({**SHARED, **case.shape, **own, **length, "data.path": str(dataset.path), "speedups": SPEEDUPS[way]})
+    own = {
+        "model.num_layers": case.num_layers,
+        "model.d_model": case.d_model,
+        "data.seq_len": case.seq_len,
+    }
+    length = {
+        "batch.tokens_per_step": case.tokens_per_step,
+        "train.steps": case.steps,
+        "train.seed": seed,
+    }
+    return load_config().with_values(
+        {
+            **SHARED,
+            **case.shape,
+            **own,
+            **length,
+            "data.path": str(dataset.path),
+            "speedups": SPEEDUPS[way],
+        }
+    )
 
 
 def trained(config: RunConfig, dataset: Dataset) -> dict[str, Any]:
@@ -163,11 +239,16 @@ def table(found: dict[str, Any]) -> str:
         "|---|---|---|---|---|",
     ]
     for case in found["cases"]:
-        losses = {way: ", ".join(f"{run['val_loss']:.4f}" for run in case["runs"] if run["way"] == way) for way in SPEEDUPS}
+        losses = {
+            way: ", ".join(f"{run['val_loss']:.4f}" for run in case["runs"] if run["way"] == way)
+            for way in SPEEDUPS
+        }
         apart = case["difference"]
         difference = f"**{apart['mean']:+.4f}** ({apart['low']:+.4f} to {apart['high']:+.4f})"
         shape = f"{case['num_layers']} layers, d {case['d_model']}"
-        lines.append(f"| {case['name']}, {shape} | {losses[WITHOUT]} | {losses[WITH]} | {difference} | {case['seed_deviation']:.4f} |")
+        lines.append(
+            f"| {case['name']}, {shape} | {losses[WITHOUT]} | {losses[WITH]} | {difference} | {case['seed_deviation']:.4f} |"
+        )
     first = ", ".join(f"{case['first_steps_apart']:.0e}" for case in found["cases"])
     any_step = ", ".join(f"{case['any_step_apart']:.1%}" for case in found["cases"])
     lengths = "; ".join(

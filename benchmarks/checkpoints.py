@@ -29,21 +29,40 @@ from flatout.training.run import run_training
 from flatout.training.run_dir.layout import read_events
 
 SHAPE = {"num_layers": 8, "d_model": 768, "num_heads": 12}
-WAYS = {"in the loop": "auto,-compile,-async-checkpoints", "beside training": "auto,-compile,+async-checkpoints"}
+WAYS = {
+    "in the loop": "auto,-compile,-async-checkpoints",
+    "beside training": "auto,-compile,+async-checkpoints",
+}
 LOOP, BESIDE = WAYS
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--saves", type=int, default=4, help="saves of each run that are counted, the first apart; at least 2")
-    parser.add_argument("--every", type=int, default=20, help="steps between saves; enough that one is whole before the next")
+    parser.add_argument(
+        "--saves",
+        type=int,
+        default=4,
+        help="saves of each run that are counted, the first apart; at least 2",
+    )
+    parser.add_argument(
+        "--every",
+        type=int,
+        default=20,
+        help="steps between saves; enough that one is whole before the next",
+    )
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--folder", type=Path, help="where to save: a folder on the disk that is to be measured")
+    parser.add_argument(
+        "--folder", type=Path, help="where to save: a folder on the disk that is to be measured"
+    )
     parser.add_argument("--out", type=Path, help="folder for checkpoints.json and .md")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        found = measure(Path(folder), arguments.repeats, arguments.saves, arguments.every, arguments.device)
+        found = measure(
+            Path(folder), arguments.repeats, arguments.saves, arguments.every, arguments.device
+        )
     found |= {"machine": probe().describe(), "threads": torch.get_num_threads(), "commit": commit()}
     if arguments.out:
         arguments.out.mkdir(parents=True, exist_ok=True)
@@ -58,17 +77,35 @@ def measure(folder: Path, repeats: int, saves: int, every: int, device: str) -> 
     rows: dict[str, list[dict]] = {way: [] for way in WAYS}
     for repeat in range(repeats):
         for way in [*WAYS] if repeat % 2 == 0 else [*WAYS][::-1]:
-            rows[way].append(train(folder / f"{repeat}-{way[:2]}", settings(data, saves, every, device, WAYS[way])))
+            rows[way].append(
+                train(
+                    folder / f"{repeat}-{way[:2]}", settings(data, saves, every, device, WAYS[way])
+                )
+            )
             first, *later = rows[way][-1]["blocked_ms"]
-            print(f"repeat {repeat + 1}, {way}: blocked for {first:,.0f} ms, then {statistics.median(later):,.0f} ms a save", file=sys.stderr)
+            print(
+                f"repeat {repeat + 1}, {way}: blocked for {first:,.0f} ms, then {statistics.median(later):,.0f} ms a save",
+                file=sys.stderr,
+            )
     return {"repeats": repeats, "saves": saves, "every": every, "device": device, "rows": rows}
 
 
 def settings(data: Path, saves: int, every: int, device: str, speedups: str) -> RunConfig:
     """Return a run that saves `saves` times and once more at its end."""
     model = {f"model.{key}": value for key, value in SHAPE.items()}
-    short = {"data.path": str(data), "data.seq_len": 64, "batch.tokens_per_step": 128, "batch.rows_per_device": 2, "log.every": 10**6}
-    saving = {"checkpoint.every_steps": every, "checkpoint.keep": 1, "train.steps": every * (saves + 1), "train.device": device}
+    short = {
+        "data.path": str(data),
+        "data.seq_len": 64,
+        "batch.tokens_per_step": 128,
+        "batch.rows_per_device": 2,
+        "log.every": 10**6,
+    }
+    saving = {
+        "checkpoint.every_steps": every,
+        "checkpoint.keep": 1,
+        "train.steps": every * (saves + 1),
+        "train.device": device,
+    }
     return load_config().with_values({**model, **short, **saving, "speedups": speedups})
 
 
@@ -76,12 +113,16 @@ def train(run: Path, config: RunConfig) -> dict:
     """Train once, and return what its saves took."""
     summary = run_training(config, run)
     events = read_events(run)
-    saved = [event for event in events if event["event"] == "save"][: summary["steps"] // (config.checkpoint.every_steps or 1) - 1]
+    saved = [event for event in events if event["event"] == "save"][
+        : summary["steps"] // (config.checkpoint.every_steps or 1) - 1
+    ]
     size = sum(path.stat().st_size for path in (run / "checkpoints").glob("*/*.safetensors"))
     return {
         "blocked_ms": [event["blocked_ms"] for event in saved],
         "seconds": [event["seconds"] for event in saved],
-        "reserve_ms": sum(1e3 * event["seconds"] for event in events if event["event"] == "reserve"),
+        "reserve_ms": sum(
+            1e3 * event["seconds"] for event in events if event["event"] == "reserve"
+        ),
         "wall_s": summary["wall_s"],
         "parameters": next(event["parameters"] for event in events if event["event"] == "start"),
         "gigabytes": size / 1e9,
@@ -96,18 +137,31 @@ def table(found: dict) -> str:
     """
     rows = found["rows"]
     if len({row["weights_sha256"] for way in rows.values() for row in way}) > 1:
-        raise SystemExit("The two ways did not train the same weights: a promise is broken, and the times mean nothing.")
+        raise SystemExit(
+            "The two ways did not train the same weights: a promise is broken, and the times mean nothing."
+        )
     lines = [
         "| saving | room made before the first step, ms | loop blocked by the first save, ms | by each later save, ms | whole after, s | run, s |",
         "|---|---|---|---|---|---|",
     ]
     for way, runs in rows.items():
-        blocked, seconds = ([figure for row in runs for figure in row[name][1:]] for name in ("blocked_ms", "seconds"))
+        blocked, seconds = (
+            [figure for row in runs for figure in row[name][1:]]
+            for name in ("blocked_ms", "seconds")
+        )
         reserve, first = [row["reserve_ms"] for row in runs], [row["blocked_ms"][0] for row in runs]
         wall = spread([row["wall_s"] for row in runs], 1)
-        lines.append(f"| {way} | {spread(reserve)} | {spread(first)} | **{spread(blocked)}** | {spread(seconds, 2)} | {wall} |")
-    medians = {way: [statistics.median(row["blocked_ms"][1:]) for row in runs] for way, runs in rows.items()}
-    less = [100 * (1 - beside / loop) for loop, beside in zip(medians[LOOP], medians[BESIDE], strict=True)]
+        lines.append(
+            f"| {way} | {spread(reserve)} | {spread(first)} | **{spread(blocked)}** | {spread(seconds, 2)} | {wall} |"
+        )
+    medians = {
+        way: [statistics.median(row["blocked_ms"][1:]) for row in runs]
+        for way, runs in rows.items()
+    }
+    less = [
+        100 * (1 - beside / loop)
+        for loop, beside in zip(medians[LOOP], medians[BESIDE], strict=True)
+    ]
     first = rows[LOOP][0]
     lines += [
         "",

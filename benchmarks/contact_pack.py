@@ -15,12 +15,24 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("pydantic", "pydantic_core", "annotated-types", "typing-inspection", "typing_extensions", "gigatoken", "torchao", "liger_kernel")
+PACKAGES = (
+    "pydantic",
+    "pydantic_core",
+    "annotated-types",
+    "typing-inspection",
+    "typing_extensions",
+    "gigatoken",
+    "torchao",
+    "liger_kernel",
+)
 """What a machine with torch, Triton and the common packages of machine learning does not have. The first of a name that it has wins: ours."""
 NEEDLESS = ("torchao/*.so", "torchao/testing/**", "torchao/prototype/mx_formats/**/*.so")
 """Parts of the wheels that stay here: torchao's kernels, which are built for another torch and none of which fp8 training uses."""
 PYTHON = "3.12"
-PLATFORMS = tuple(f"manylinux{glibc}_x86_64" for glibc in ("_2_28", "_2_27", "_2_24", "_2_17", "2014", "_2_12", "2010", "_2_5", "1"))
+PLATFORMS = tuple(
+    f"manylinux{glibc}_x86_64"
+    for glibc in ("_2_28", "_2_27", "_2_24", "_2_17", "2014", "_2_12", "2010", "_2_5", "1")
+)
 MOST_BYTES = 64 << 20
 """What may travel: the tree and the folder."""
 MANIFEST = "manifest.json"
@@ -50,14 +62,26 @@ def pack(folder: Path, *, nanogpt: Path | None, commit: str | None, code: str) -
         shutil.copyfile(nanogpt / "model.py", folder / "nanoGPT" / "model.py")
         lines.append(f"{folder / 'nanoGPT'}: model.py from {nanogpt}")
     else:
-        lines.append("nanoGPT is left out: give its folder with --nanogpt, or the calls have nothing to compare with.")
+        lines.append(
+            "nanoGPT is left out: give its folder with --nanogpt, or the calls have nothing to compare with."
+        )
     commit = commit or git("describe", "--always", "--dirty=+", "--exclude=*") or ""
-    manifest = {"commit": commit, "code": code, "python": PYTHON, "wheels": wheels, "files": digests(folder)}
+    manifest = {
+        "commit": commit,
+        "code": code,
+        "python": PYTHON,
+        "wheels": wheels,
+        "files": digests(folder),
+    }
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
     packed, tree = size_of(folder), tree_bytes(folder)
-    lines.append(f"{packed / 2**20:.1f} MiB packed, {tree / 2**20:.1f} MiB of the tree; commit {commit or 'not known: give --commit'}.")
+    lines.append(
+        f"{packed / 2**20:.1f} MiB packed, {tree / 2**20:.1f} MiB of the tree; commit {commit or 'not known: give --commit'}."
+    )
     if packed + tree > MOST_BYTES:
-        raise SystemExit(f"{(packed + tree) / 2**20:.0f} MiB are more than the {MOST_BYTES >> 20} MiB that may travel. Fix: take less into the tree.")
+        raise SystemExit(
+            f"{(packed + tree) / 2**20:.0f} MiB are more than the {MOST_BYTES >> 20} MiB that may travel. Fix: take less into the tree."
+        )
     return [*lines, "", *instructions(folder)]
 
 
@@ -81,7 +105,9 @@ def check_nanogpt(folder: Path) -> None:
     Raises: SystemExit.
     """
     if not (folder / "model.py").is_file():
-        raise SystemExit(f"{folder} has no model.py. Fix: git clone https://github.com/karpathy/nanoGPT, and give that folder with --nanogpt.")
+        raise SystemExit(
+            f"{folder} has no model.py. Fix: git clone https://github.com/karpathy/nanoGPT, and give that folder with --nanogpt."
+        )
 
 
 def commit_of(folder: Path | None, *, code: str) -> str | None:
@@ -90,7 +116,12 @@ def commit_of(folder: Path | None, *, code: str) -> str | None:
     if path is None or not path.exists():
         return None
     held = json.loads(path.read_text(encoding="utf-8"))
-    return held["commit"].removesuffix("+") + ("+" if held["code"] != code or held["commit"].endswith("+") else "") if held["commit"] else None
+    return (
+        held["commit"].removesuffix("+")
+        + ("+" if held["code"] != code or held["commit"].endswith("+") else "")
+        if held["commit"]
+        else None
+    )
 
 
 def pinned(constraints: str) -> dict[str, str]:
@@ -109,12 +140,30 @@ def download(wanted: list[str], folder: Path) -> None:
 
     Raises: SystemExit with what pip said.
     """
-    words = ["--disable-pip-version-check", "--quiet", "--no-deps", "--only-binary=:all:", "--python-version", PYTHON, "--implementation", "cp"]
-    words += [word for abi in ("cp" + PYTHON.replace(".", ""), "abi3", "none") for word in ("--abi", abi)]
+    words = [
+        "--disable-pip-version-check",
+        "--quiet",
+        "--no-deps",
+        "--only-binary=:all:",
+        "--python-version",
+        PYTHON,
+        "--implementation",
+        "cp",
+    ]
+    words += [
+        word for abi in ("cp" + PYTHON.replace(".", ""), "abi3", "none") for word in ("--abi", abi)
+    ]
     words += [word for platform in PLATFORMS for word in ("--platform", platform)]
-    done = subprocess.run([sys.executable, "-m", "pip", "download", *words, "-d", str(folder), *wanted], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "download", *words, "-d", str(folder), *wanted],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if done.returncode:
-        raise SystemExit(f"pip could not download {', '.join(wanted)}: {done.stderr.strip()[-600:]}")
+        raise SystemExit(
+            f"pip could not download {', '.join(wanted)}: {done.stderr.strip()[-600:]}"
+        )
 
 
 def unpack(wheel: Path, site: Path) -> str:
@@ -128,8 +177,13 @@ def digests(folder: Path) -> dict[str, Any]:
     """Return how many files and bytes there are, and a digest of nanoGPT's model where it is."""
     files = [path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST]
     model = folder / "nanoGPT" / "model.py"
-    found: dict[str, Any] = {"count": len(files), "bytes": sum(path.stat().st_size for path in files)}
-    return found | ({"nanogpt_sha256": hashlib.sha256(model.read_bytes()).hexdigest()} if model.exists() else {})
+    found: dict[str, Any] = {
+        "count": len(files),
+        "bytes": sum(path.stat().st_size for path in files),
+    }
+    return found | (
+        {"nanogpt_sha256": hashlib.sha256(model.read_bytes()).hexdigest()} if model.exists() else {}
+    )
 
 
 def size_of(folder: Path) -> int:
@@ -140,19 +194,29 @@ def size_of(folder: Path) -> int:
 def tree_bytes(folder: Path) -> int:
     """Return the bytes of the files that travel with the tree: those that git tracks or would, without the packed folder."""
     listed = git("ls-files", "-z", "--cached", "--others", "--exclude-standard")
-    paths = [ROOT / name for name in listed.split("\0") if name] if listed else list(ROOT.rglob("*"))
+    paths = (
+        [ROOT / name for name in listed.split("\0") if name] if listed else list(ROOT.rglob("*"))
+    )
     inside = folder.resolve()
-    return sum(path.stat().st_size for path in paths if path.is_file() and inside not in path.resolve().parents)
+    return sum(
+        path.stat().st_size
+        for path in paths
+        if path.is_file() and inside not in path.resolve().parents
+    )
 
 
 def git(*words: str) -> str | None:
     """Return what git says, None where there is no git or no repository."""
     try:
-        done = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            ["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=False
+        )
     except OSError:
         return None
     return done.stdout.strip() if done.returncode == 0 else None
 
 
 if __name__ == "__main__":
-    raise SystemExit("It is a part of benchmarks/first_contact.py, which is the command: python benchmarks/first_contact.py --help")
+    raise SystemExit(
+        "It is a part of benchmarks/first_contact.py, which is the command: python benchmarks/first_contact.py --help"
+    )

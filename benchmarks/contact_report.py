@@ -8,7 +8,16 @@ from typing import Any
 from contact_results import Results
 from throughput_entries import ENTRIES, TARGETS, Entry, Target
 from throughput_profile import GROUPS, IDLE
-from throughput_report import Best, Measurements, best, best_of_ours, entry_against, figure, span, verdict
+from throughput_report import (
+    Best,
+    Measurements,
+    best,
+    best_of_ours,
+    entry_against,
+    figure,
+    span,
+    verdict,
+)
 
 NEAR = 0.03
 """Share of a target by which a figure may miss or pass it and still be measured again."""
@@ -24,7 +33,11 @@ def near_targets(found: Measurements) -> list[tuple[Entry, int | None]]:
         measured = verdict(found, target).get("measured")
         wanted = [figure for figure in (target.least, target.aim) if figure]
         ours = best_of_ours(found, target)
-        if measured is None or ours is None or not any(abs(measured / figure - 1) <= NEAR for figure in wanted):
+        if (
+            measured is None
+            or ours is None
+            or not any(abs(measured / figure - 1) <= NEAR for figure in wanted)
+        ):
             continue
         theirs = best(found, entry_against(target)) if target.against else None
         again += [(made.entry, made.rows[0]["rows"]) for made in (ours, theirs) if made is not None]
@@ -36,15 +49,37 @@ def summary(found: Measurements, results: Results, *, call: int, left: Sequence[
     seconds = results.calls[-1]["seconds"] if results.calls else 0.0
     measured = [row for row in found.rows if row["status"] == "ok"]
     lines = [f"Call {call}: {seconds:.0f} s. {environment_line(results)}"]
-    lines += ["Toy shapes: they prove that every step runs, and say nothing about speed."] if found.tiny else []
+    lines += (
+        ["Toy shapes: they prove that every step runs, and say nothing about speed."]
+        if found.tiny
+        else []
+    )
     lines += [tests_line(results), "", *target_lines(found), "", *profile_lines(results)]
     roofs = [row["roof_tflops"] for row in measured if row.get("roof_tflops")]
-    roof = f" against {min(roofs):,.4g} to {max(roofs):,.4g} TFLOP/s of the matrix product" if roofs else ""
-    lines += ["", f"{len(measured)} measurements{roof}; commits {', '.join(sorted({str(row['commit']) for row in measured})) or 'none'}."]
+    roof = (
+        f" against {min(roofs):,.4g} to {max(roofs):,.4g} TFLOP/s of the matrix product"
+        if roofs
+        else ""
+    )
+    lines += [
+        "",
+        f"{len(measured)} measurements{roof}; commits {', '.join(sorted({str(row['commit']) for row in measured})) or 'none'}.",
+    ]
     bad = [row for row in found.rows if row["status"] != "ok"]
-    lines += [f"{row['work']}/{row['entry']}, batch {row['rows']}: {row['status']}: {row['reason'][:MOST_CHARACTERS]}" for row in bad[:MOST_FAILURES]]
-    lines += [f"and {len(bad) - MOST_FAILURES} more that have no figures: throughput.md names them"] if len(bad) > MOST_FAILURES else []
-    said = f"Left of this call, for want of time: {'; '.join(left)}." if left else "Nothing that matters is left of this call."
+    lines += [
+        f"{row['work']}/{row['entry']}, batch {row['rows']}: {row['status']}: {row['reason'][:MOST_CHARACTERS]}"
+        for row in bad[:MOST_FAILURES]
+    ]
+    lines += (
+        [f"and {len(bad) - MOST_FAILURES} more that have no figures: throughput.md names them"]
+        if len(bad) > MOST_FAILURES
+        else []
+    )
+    said = (
+        f"Left of this call, for want of time: {'; '.join(left)}."
+        if left
+        else "Nothing that matters is left of this call."
+    )
     return shortened([*lines, said])
 
 
@@ -60,8 +95,12 @@ def environment_line(results: Results) -> str:
     """Return the machine, and how fast it copies."""
     held = results.of("environment")
     if "packages" not in held:
-        return f"The environment is not known: {'; '.join(held.get('failed', ['it was not asked']))}."
-    packages = ", ".join(f"{name} {version or 'missing'}" for name, version in held["packages"].items())
+        return (
+            f"The environment is not known: {'; '.join(held.get('failed', ['it was not asked']))}."
+        )
+    packages = ", ".join(
+        f"{name} {version or 'missing'}" for name, version in held["packages"].items()
+    )
     copies = f"; copies at {held['copy_tb_per_s']:.2f} TB/s" if "copy_tb_per_s" in held else ""
     return f"{held['machine']}; Python {held['python']}, {packages}{copies}."
 
@@ -71,11 +110,15 @@ def tests_line(results: Results) -> str:
     held = results.of("tests")
     if not held:
         return "GPU tests: not run yet."
-    ended = {"ok": "", "timed-out": ", then they were stopped", "failed": ": they did not run"}[held["status"]]
-    line = (
-        f"GPU tests: {held.get('passed', 0)} passed, {len(held['failed'])} failed, {held.get('skipped', 0)} skipped in {held['seconds']:.0f} s{ended}"
+    ended = {"ok": "", "timed-out": ", then they were stopped", "failed": ": they did not run"}[
+        held["status"]
+    ]
+    line = f"GPU tests: {held.get('passed', 0)} passed, {len(held['failed'])} failed, {held.get('skipped', 0)} skipped in {held['seconds']:.0f} s{ended}"
+    return (
+        line
+        + (": " + "; ".join(held["failed"])[: 2 * MOST_CHARACTERS] if held["failed"] else "")
+        + "."
     )
-    return line + (": " + "; ".join(held["failed"])[: 2 * MOST_CHARACTERS] if held["failed"] else "") + "."
 
 
 def target_lines(found: Measurements) -> Iterator[str]:
@@ -95,7 +138,11 @@ def target_lines(found: Measurements) -> Iterator[str]:
 def times_nanogpt(found: Measurements, target: Target) -> str:
     """Return the best of ours over nanoGPT at its best batch, for a rate; nothing where either has not been measured."""
     ours = best_of_ours(found, target)
-    peers = [made for entry in ENTRIES if (entry.work, entry.name) == (target.work, "nanogpt") and (made := best(found, entry))]
+    peers = [
+        made
+        for entry in ENTRIES
+        if (entry.work, entry.name) == (target.work, "nanogpt") and (made := best(found, entry))
+    ]
     if target.what != "tokens_per_s" or ours is None or not peers:
         return ""
     theirs: Best = peers[0]
@@ -107,21 +154,37 @@ def profile_lines(results: Results) -> Iterator[str]:
     good = {name: profile for name, profile in results.profiles.items() if profile.get("groups")}
     for name, profile in results.profiles.items():
         if name not in good:
-            yield f"The profile of {name} failed: {profile.get('failed', 'no kernels were recorded')}"[: 2 * MOST_CHARACTERS]
+            yield f"The profile of {name} failed: {profile.get('failed', 'no kernels were recorded')}"[
+                : 2 * MOST_CHARACTERS
+            ]
     if not good:
         return
-    yield "| a step, profiled | " + " | ".join(f"{name}, {profile['wall_ms']:.1f} ms" for name, profile in good.items()) + " |"
+    yield (
+        "| a step, profiled | "
+        + " | ".join(f"{name}, {profile['wall_ms']:.1f} ms" for name, profile in good.items())
+        + " |"
+    )
     yield "|---|" + "---|" * len(good)
     for group in GROUPS:
         if any(profile["groups"].get(group) for profile in good.values()):
-            yield f"| {group} | " + " | ".join(share(profile, group) for profile in good.values()) + " |"
+            yield (
+                f"| {group} | "
+                + " | ".join(share(profile, group) for profile in good.values())
+                + " |"
+            )
 
 
 def share(profile: dict[str, Any], group: str) -> str:
     """Return a group's milliseconds and its share of the step."""
     milliseconds = profile["groups"].get(group, 0.0)
-    return f"{milliseconds:.2f} ms, {100 * milliseconds / profile['wall_ms']:.1f}%" if milliseconds or group == IDLE else ""
+    return (
+        f"{milliseconds:.2f} ms, {100 * milliseconds / profile['wall_ms']:.1f}%"
+        if milliseconds or group == IDLE
+        else ""
+    )
 
 
 if __name__ == "__main__":
-    raise SystemExit("It is a part of benchmarks/first_contact.py, which is the command: python benchmarks/first_contact.py --help")
+    raise SystemExit(
+        "It is a part of benchmarks/first_contact.py, which is the command: python benchmarks/first_contact.py --help"
+    )

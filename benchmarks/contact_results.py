@@ -72,7 +72,13 @@ class Results:
 
     def end_call(self, number: int, seconds: float) -> None:
         """Write down that a call has ended."""
-        self._held["calls"].append({"call": number, "seconds": round(seconds, 1), "ended": time.strftime("%Y-%m-%d %H:%M:%S")})
+        self._held["calls"].append(
+            {
+                "call": number,
+                "seconds": round(seconds, 1),
+                "ended": time.strftime("%Y-%m-%d %H:%M:%S"),
+            }
+        )
         self._write()
 
     def write_table(self, lines: list[str]) -> None:
@@ -84,4 +90,6 @@ class Results:
 
 
 if __name__ == "__main__":
-    raise SystemExit("It is a part of benchmarks/first_contact.py, which is the command: python benchmarks/first_contact.py --help")
+    raise SystemExit(
+        "It is a part of benchmarks/first_contact.py, which is the command: python benchmarks/first_contact.py --help"
+    )

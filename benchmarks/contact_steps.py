@@ -19,12 +19,48 @@ MARKER = "gpu_essential"
 TEST_SETTINGS = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 """A process a core is enough: what each of them compiles must not start more."""
 GPU_TESTS = (
-    *("-m", "pytest", "-m", MARKER, "-v", "-W", "default", "--disable-warnings", "--tb=line", "--show-capture=no", "-p", "no:cacheprovider"),
-    *("-n", "12", "--dist", "worksteal", "--timeout", "90", "--timeout-method", "thread", "--session-timeout", "105"),
+    *(
+        "-m",
+        "pytest",
+        "-m",
+        MARKER,
+        "-v",
+        "-W",
+        "default",
+        "--disable-warnings",
+        "--tb=line",
+        "--show-capture=no",
+        "-p",
+        "no:cacheprovider",
+    ),
+    *(
+        "-n",
+        "12",
+        "--dist",
+        "worksteal",
+        "--timeout",
+        "90",
+        "--timeout-method",
+        "thread",
+        "--session-timeout",
+        "105",
+    ),
     "--continue-on-collection-errors",
 )
 """The essential half of the tests that need a GPU: it ends within 120 s."""
-TINY_TESTS = ("-m", "pytest", "-m", "gpu", "-n", "0", "-v", "-p", "no:cacheprovider", "--tb=line", "tests/ops/test_gpu.py")
+TINY_TESTS = (
+    "-m",
+    "pytest",
+    "-m",
+    "gpu",
+    "-n",
+    "0",
+    "-v",
+    "-p",
+    "no:cacheprovider",
+    "--tb=line",
+    "tests/ops/test_gpu.py",
+)
 OUTCOME = re.compile(
     r"^(?:\[gw\d+\] \[ *\d+%\] )?(?:(PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS) (\S+)|(\S+::\S+.*?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b)"
 )
@@ -65,7 +101,12 @@ def environment(limit_s: float, *, tiny: bool) -> dict[str, Any]:
     found |= json.loads(out.strip().splitlines()[-1])
     code, out, err = finished([sys.executable, "-m", "flatout", "--version"], limit_s)
     found["flatout"] = out.strip() if code == 0 else None
-    return found if code == 0 else found | {"status": "failed", "failed": [f"python -m flatout --version: {last_line(err)}"]}
+    return (
+        found
+        if code == 0
+        else found
+        | {"status": "failed", "failed": [f"python -m flatout --version: {last_line(err)}"]}
+    )
 
 
 def gpu_tests(limit_s: float, *, tiny: bool) -> dict[str, Any]:
@@ -76,8 +117,16 @@ def gpu_tests(limit_s: float, *, tiny: bool) -> dict[str, Any]:
     began_s = time.monotonic()
     if not tiny and not marked_files():
         return {"status": "failed", "failed": [f"no test is marked {MARKER}"], "seconds": 0.0}
-    code, out, err = finished([sys.executable, *(TINY_TESTS if tiny else (*GPU_TESTS, *marked_files()))], limit_s, settings=TEST_SETTINGS)
-    outcomes = [(found[1] or found[4], found[2] or found[3]) for line in out.splitlines() if (found := OUTCOME.match(line))]
+    code, out, err = finished(
+        [sys.executable, *(TINY_TESTS if tiny else (*GPU_TESTS, *marked_files()))],
+        limit_s,
+        settings=TEST_SETTINGS,
+    )
+    outcomes = [
+        (found[1] or found[4], found[2] or found[3])
+        for line in out.splitlines()
+        if (found := OUTCOME.match(line))
+    ]
     counts = Counter(outcome for outcome, _ in outcomes)
     failed = [name for outcome, name in outcomes if outcome in ("FAILED", "ERROR")]
     reasons = [line[:300] for line in out.splitlines() if re.match(r"(E  |\S+\.py:\d+: )", line)]
@@ -90,14 +139,21 @@ def gpu_tests(limit_s: float, *, tiny: bool) -> dict[str, Any]:
         "reasons": reasons[:MOST_NAMES],
     }
     if not outcomes:  # nothing was collected, or pytest itself failed
-        return made | {"status": "failed", "failed": [f"pytest ended with exit code {code}: {last_line(err or out)}"]}
+        return made | {
+            "status": "failed",
+            "failed": [f"pytest ended with exit code {code}: {last_line(err or out)}"],
+        }
     return made
 
 
 def marked_files() -> list[str]:
     """Return the files that have such tests: the others need not be read, nor the packages that they import be there."""
     files = sorted((ROOT / "tests").rglob("test_*.py"))
-    return [str(path.relative_to(ROOT)) for path in files if f"mark.{MARKER}" in path.read_text(encoding="utf-8")]
+    return [
+        str(path.relative_to(ROOT))
+        for path in files
+        if f"mark.{MARKER}" in path.read_text(encoding="utf-8")
+    ]
 
 
 def profile_steps(*, tiny: bool) -> int:
@@ -105,12 +161,20 @@ def profile_steps(*, tiny: bool) -> int:
     return TINY_PROFILE_STEPS if tiny else PROFILE_STEPS
 
 
-def finished(command: list[str], limit_s: float, *, settings: Mapping[str, str] | None = None) -> tuple[int | None, str, str]:
+def finished(
+    command: list[str], limit_s: float, *, settings: Mapping[str, str] | None = None
+) -> tuple[int | None, str, str]:
     """Run a command in the repository, with `settings` in its environment; return its exit code, None when it was stopped, and its output."""
     from flatout.measure.trial import end_group
 
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        given = {"stdout": out, "stderr": err, "stdin": subprocess.DEVNULL, "cwd": ROOT, "env": {**os.environ, **(settings or {})}}
+        given = {
+            "stdout": out,
+            "stderr": err,
+            "stdin": subprocess.DEVNULL,
+            "cwd": ROOT,
+            "env": {**os.environ, **(settings or {})},
+        }
         process = subprocess.Popen(command, start_new_session=True, text=True, **given)
         try:
             code = process.wait(limit_s)
@@ -127,8 +191,13 @@ def finished(command: list[str], limit_s: float, *, settings: Mapping[str, str] 
 
 def last_line(text: str) -> str:
     """Return the last line that says something."""
-    return next((line.strip()[:300] for line in reversed(text.splitlines()) if line.strip()), "nothing was printed")
+    return next(
+        (line.strip()[:300] for line in reversed(text.splitlines()) if line.strip()),
+        "nothing was printed",
+    )
 
 
 if __name__ == "__main__":
-    raise SystemExit("It is a part of benchmarks/first_contact.py, which is the command: python benchmarks/first_contact.py --help")
+    raise SystemExit(
+        "It is a part of benchmarks/first_contact.py, which is the command: python benchmarks/first_contact.py --help"
+    )

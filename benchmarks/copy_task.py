@@ -28,7 +28,15 @@ from flatout.optimizers.adamw import per_parameter
 from flatout.optimizers.groups import OptimizerParts
 
 SYMBOLS, FILLER, QUERY = 8, 8, 9
-SHAPE = {"vocab_size": 10, "num_layers": 1, "d_model": 16, "d_ff": 16, "num_eigenstates": 32, "num_heads": 4, "chunk_size": 32}
+SHAPE = {
+    "vocab_size": 10,
+    "num_layers": 1,
+    "d_model": 16,
+    "d_ff": 16,
+    "num_eigenstates": 32,
+    "num_heads": 4,
+    "chunk_size": 32,
+}
 LEARNING_RATE = 0.02
 LEARNED = 0.02
 """A loss below which there is nothing more to see."""
@@ -38,14 +46,28 @@ FAR = 4096
 
 def forms(distance: int) -> dict[str, dict]:
     """Return the forms of the network that are tried at a distance, and the keys under `model.` that make them."""
-    beside = {"hierarchical": {"scales": [1, 2, 4, 8]}, "selective": {"eigenvalues": "selective"}} if distance <= FAR else {}
+    beside = (
+        {"hierarchical": {"scales": [1, 2, 4, 8]}, "selective": {"eigenvalues": "selective"}}
+        if distance <= FAR
+        else {}
+    )
     long = {"": {}, "memory of four windows": {"memory": 4 * (distance + 1)}} | beside
-    return {", ".join(filter(None, ("long-memory", name))): keys for name, keys in long.items()} | {"published": {"initialisation": "published"}}
+    return {", ".join(filter(None, ("long-memory", name))): keys for name, keys in long.items()} | {
+        "published": {"initialisation": "published"}
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--distances", type=int, nargs="+", default=[256, 1024, 4096, 16384], help="tokens between the symbol and the query")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--distances",
+        type=int,
+        nargs="+",
+        default=[256, 1024, 4096, 16384],
+        help="tokens between the symbol and the query",
+    )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=200)
     arguments = parser.parse_args()
@@ -54,10 +76,19 @@ def main() -> None:
     for distance in arguments.distances:
         for form, keys in forms(distance).items():
             for seed in range(arguments.seeds if distance <= FAR else 1):
-                run = {"distance": distance, "form": form, "seed": seed} | trained(distance, keys, seed, arguments.steps)
+                run = {"distance": distance, "form": form, "seed": seed} | trained(
+                    distance, keys, seed, arguments.steps
+                )
                 print(json.dumps(run), file=sys.stderr, flush=True)
                 runs.append(run)
-    found = {"machine": probe().describe(), "commit": commit(), "seeds": arguments.seeds, "steps": arguments.steps, "shape": SHAPE, "runs": runs}
+    found = {
+        "machine": probe().describe(),
+        "commit": commit(),
+        "seeds": arguments.seeds,
+        "steps": arguments.steps,
+        "shape": SHAPE,
+        "runs": runs,
+    }
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "copy_task.json").write_text(json.dumps(found, indent=1) + "\n")
     (RESULTS / "copy_task.md").write_text(table(found))
@@ -96,12 +127,19 @@ def trained(distance: int, keys: dict, seed: int, steps: int) -> dict:
         loss.backward()
         for optimizer in optimizers:
             optimizer.step()
-    return {"steps": step, "loss": float(loss.detach()), "accuracy": accuracy, "right_after_steps": right_after}
+    return {
+        "steps": step,
+        "loss": float(loss.detach()),
+        "accuracy": accuracy,
+        "right_after_steps": right_after,
+    }
 
 
 def table(found: dict) -> str:
     """Return the figures as Markdown."""
-    lines = ["| tokens back | initialisation, form | seeds that learn it | steps until all eight are right | loss at the end | right at the end |"]
+    lines = [
+        "| tokens back | initialisation, form | seeds that learn it | steps until all eight are right | loss at the end | right at the end |"
+    ]
     lines.append("|---|---|---|---|---|---|")
     cases = dict.fromkeys((run["distance"], run["form"]) for run in found["runs"])
     for distance, form in cases:
@@ -109,7 +147,9 @@ def table(found: dict) -> str:
         right = [run["right_after_steps"] for run in runs if run["right_after_steps"] is not None]
         accuracy = statistics.mean(run["accuracy"] for run in runs)
         learned = f"{len(right)} of {len(runs)} | {spread(right) if right else 'never'}"
-        lines.append(f"| {distance:,} | {form} | {learned} | {spread([run['loss'] for run in runs], 3)} | {accuracy:.0%} |")
+        lines.append(
+            f"| {distance:,} | {form} | {learned} | {spread([run['loss'] for run in runs], 3)} | {accuracy:.0%} |"
+        )
     shape = found["shape"]
     lines += [
         "",

@@ -18,15 +18,33 @@ from main_job import RESULTS, flatout
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--text", type=Path, required=True, help="the text that the data set card `shakespeare` names")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--text",
+        type=Path,
+        required=True,
+        help="the text that the data set card `shakespeare` names",
+    )
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--minutes", type=float, default=40, help="stay within this time: fewer repeats")
+    parser.add_argument(
+        "--minutes", type=float, default=40, help="stay within this time: fewer repeats"
+    )
     arguments = parser.parse_args()
     RESULTS.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         data, out = Path(folder) / "data", Path(folder) / "bench"
-        flatout("prepare", "shakespeare", "--from", str(arguments.text), "--tokenizer", "char", "--out", str(data))
+        flatout(
+            "prepare",
+            "shakespeare",
+            "--from",
+            str(arguments.text),
+            "--tokenizer",
+            "char",
+            "--out",
+            str(data),
+        )
         limits = ("--repeats", str(arguments.repeats), "--minutes", str(arguments.minutes))
         flatout("bench", "shakespeare-char", f"data.path={data}", "--out", str(out), *limits)
         written = (out / "table.md").read_text(encoding="utf-8")
@@ -34,7 +52,9 @@ def main() -> None:
         found["config"]["data"]["path"] = None  # a folder of this one measurement
         (RESULTS / "cpu.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         shutil.copyfile(out / "bench.svg", RESULTS / "cpu.svg")
-    table = re.sub(r"^#", "####", written, flags=re.MULTILINE)  # it stands under a heading of the document
+    table = re.sub(
+        r"^#", "####", written, flags=re.MULTILINE
+    )  # it stands under a heading of the document
     (RESULTS / "cpu.md").write_text(table, encoding="utf-8")
     print(table)
 

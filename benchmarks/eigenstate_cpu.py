@@ -51,21 +51,37 @@ class Comparison:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=4_096)
-    parser.add_argument("--chunk-size", type=int, default=32, help="tokens of a chunk, which change no result; 32 is what auto takes on a CPU")
-    parser.add_argument("--minutes", type=float, default=60, help="begin no round that would not end within them")
+    parser.add_argument(
+        "--chunk-size",
+        type=int,
+        default=32,
+        help="tokens of a chunk, which change no result; 32 is what auto takes on a CPU",
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=60, help="begin no round that would not end within them"
+    )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     found = measure(
-        comparisons(shape(arguments.layers, chunk_size=arguments.chunk_size), arguments.tokens), arguments.rounds, minutes=arguments.minutes
+        comparisons(shape(arguments.layers, chunk_size=arguments.chunk_size), arguments.tokens),
+        arguments.rounds,
+        minutes=arguments.minutes,
     )
     found |= {"machine": probe().describe(), "commit": commit(), "torch": torch.__version__}
-    found |= {"layers": arguments.layers, "tokens": arguments.tokens, "threads": arguments.threads, "chunk_size": arguments.chunk_size}
+    found |= {
+        "layers": arguments.layers,
+        "tokens": arguments.tokens,
+        "threads": arguments.threads,
+        "chunk_size": arguments.chunk_size,
+    }
     arguments.out.mkdir(parents=True, exist_ok=True)
     (arguments.out / "eigenstate_cpu.json").write_text(json.dumps(found, indent=1) + "\n")
     (arguments.out / "eigenstate_cpu.md").write_text(table(found))
@@ -92,18 +108,31 @@ def comparisons(model: dict[str, Any], tokens: int) -> list[Comparison]:
 
     def layers(walk: Callable[[Eigenstate, Tensor], Tensor], **ops: Callable[..., Any]) -> Evaluate:
         made = network(**ops)
-        return lambda: passed(made, lambda hidden_BTD: walk(made, hidden_BTD), hidden_BTD, wanted_BTD)
+        return lambda: passed(
+            made, lambda hidden_BTD: walk(made, hidden_BTD), hidden_BTD, wanted_BTD
+        )
 
     fast_products = linear.bf16 if probe().cpu_multiplies_bf16 else linear.onednn
     narrow = NARROW if fast_products is linear.bf16 else EXACT
     recurrence = "the recurrence alone"
     return [
-        Comparison("recurrence", recurrence, EXACT, {name: alone(function, config, tokens) for name, function in plain_and(chunked=scan.chunked)}),
+        Comparison(
+            "recurrence",
+            recurrence,
+            EXACT,
+            {
+                name: alone(function, config, tokens)
+                for name, function in plain_and(chunked=scan.chunked)
+            },
+        ),
         Comparison(
             "layers",
             "layers, the recurrence exchanged",
             EXACT,
-            {name: layers(at_once, scan=function) for name, function in plain_and(chunked=scan.chunked)},
+            {
+                name: layers(at_once, scan=function)
+                for name, function in plain_and(chunked=scan.chunked)
+            },
         ),
         Comparison(
             "products",
@@ -120,7 +149,9 @@ def comparisons(model: dict[str, Any], tokens: int) -> list[Comparison]:
             narrow,
             {
                 "step by step": layers(token_by_token, scan=scan.reference),
-                f"chunked, {fast_products.__name__}": layers(at_once, scan=scan.chunked, linear=fast_products),
+                f"chunked, {fast_products.__name__}": layers(
+                    at_once, scan=scan.chunked, linear=fast_products
+                ),
             },
         ),
     ]
@@ -156,7 +187,9 @@ def token_by_token(model: Eigenstate, hidden_BTD: Tensor) -> Tensor:
     return torch.cat(outputs, dim=1)
 
 
-def passed(model: torch.nn.Module, walk: Callable[[Tensor], Tensor], hidden_BTD: Tensor, wanted_BTD: Tensor) -> tuple[float, Tensor]:
+def passed(
+    model: torch.nn.Module, walk: Callable[[Tensor], Tensor], hidden_BTD: Tensor, wanted_BTD: Tensor
+) -> tuple[float, Tensor]:
     """Return the loss, a mean squared distance from what is wanted, and the gradient of the input; every weight gets its own too.
 
     Shapes:  hidden_BTD, wanted_BTD (B, T, D).
@@ -173,15 +206,25 @@ def alone(function: Callable[..., Tensor], config: Any, tokens: int) -> Evaluate
     """Return the recurrence by itself, on eigenvalues as a fresh layer has them and on a drive that it would scale so."""
     generator = torch.Generator().manual_seed(1)
     count = config.num_eigenstates
-    rate_K = torch.exp(-torch.rand(count, generator=generator) * torch.log(torch.tensor(float(tokens))))
+    rate_K = torch.exp(
+        -torch.rand(count, generator=generator) * torch.log(torch.tensor(float(tokens)))
+    )
     angle_K = 6.28 * torch.rand(count, generator=generator)
     scale_K = (-torch.expm1(-2 * rate_K)).sqrt()
-    drive_BTE = torch.randn(1, tokens, 2 * count, generator=generator) * torch.cat((scale_K, scale_K))
+    drive_BTE = torch.randn(1, tokens, 2 * count, generator=generator) * torch.cat(
+        (scale_K, scale_K)
+    )
     wanted_BTE = torch.randn(1, tokens, 2 * count, generator=generator)
 
     def evaluate() -> tuple[float, Tensor]:
-        log_decay_K, turn_K, given_BTE = (tensor.clone().requires_grad_() for tensor in (-rate_K, angle_K, drive_BTE))
-        loss = (function(log_decay_K, turn_K, given_BTE, chunk_size=config.chunk_size) - wanted_BTE).square().mean()
+        log_decay_K, turn_K, given_BTE = (
+            tensor.clone().requires_grad_() for tensor in (-rate_K, angle_K, drive_BTE)
+        )
+        loss = (
+            (function(log_decay_K, turn_K, given_BTE, chunk_size=config.chunk_size) - wanted_BTE)
+            .square()
+            .mean()
+        )
         loss.backward()
         assert given_BTE.grad is not None  # it asked for one
         return float(loss.detach()), given_BTE.grad
@@ -204,10 +247,15 @@ def measure(every: list[Comparison], rounds: int, *, minutes: float = 60.0) -> d
                 start_s = time.perf_counter()
                 evaluate()
                 found[comparison.name]["seconds"][name].append(time.perf_counter() - start_s)
-                print(f"round {done + 1}, {comparison.title}: {name}: {time.perf_counter() - start_s:.2f} s", file=sys.stderr)
+                print(
+                    f"round {done + 1}, {comparison.title}: {name}: {time.perf_counter() - start_s:.2f} s",
+                    file=sys.stderr,
+                )
         done += 1
     if not done:
-        raise SystemExit(f"The first round would not have ended within {minutes:g} minutes; give it more, or fewer --layers or --tokens.")
+        raise SystemExit(
+            f"The first round would not have ended within {minutes:g} minutes; give it more, or fewer --layers or --tokens."
+        )
     return {"rounds": done, "comparisons": found}
 
 
@@ -220,7 +268,9 @@ def compared(comparison: Comparison) -> dict[str, Any]:
         of_gradient = float((grad - plain_grad).norm() / plain_grad.norm())
         apart[name] = {"loss": abs(loss - plain_loss) / abs(plain_loss), "gradient": of_gradient}
         if not max(apart[name].values()) <= comparison.tolerance:
-            raise SystemExit(f"{comparison.title}: {name} differs: {apart[name]}, and {comparison.tolerance:g} is allowed.")
+            raise SystemExit(
+                f"{comparison.title}: {name} differs: {apart[name]}, and {comparison.tolerance:g} is allowed."
+            )
     losses = {name: loss for name, (loss, _) in results.items()}
     return {
         "title": comparison.title,
@@ -233,14 +283,27 @@ def compared(comparison: Comparison) -> dict[str, Any]:
 
 def table(found: dict[str, Any]) -> str:
     """Return the figures as Markdown."""
-    lines = ["| forward and backward | seconds | times faster | losses differ by | gradients by |", "|---|---|---|---|---|"]
+    lines = [
+        "| forward and backward | seconds | times faster | losses differ by | gradients by |",
+        "|---|---|---|---|---|",
+    ]
     for comparison in found["comparisons"].values():
         plain = next(iter(comparison["seconds"].values()))
         for name, seconds in comparison["seconds"].items():
             ratios = [slow / fast for slow, fast in zip(plain, seconds, strict=True)]
             apart = comparison["apart"][name]
-            gain = ["1", "", ""] if seconds is plain else [f"**{spread(ratios, 2)}**", f"{apart['loss']:.0e}", f"{apart['gradient']:.0e}"]
-            lines.append(f"| {comparison['title']}: {name} | {spread(seconds, 3)} | {' | '.join(gain)} |")
+            gain = (
+                ["1", "", ""]
+                if seconds is plain
+                else [
+                    f"**{spread(ratios, 2)}**",
+                    f"{apart['loss']:.0e}",
+                    f"{apart['gradient']:.0e}",
+                ]
+            )
+            lines.append(
+                f"| {comparison['title']}: {name} | {spread(seconds, 3)} | {' | '.join(gain)} |"
+            )
     lines += [
         "",
         f"{found['machine']}, {found['threads']} threads, torch {found['torch']}; {found['layers']} layers of `{RECIPE}`, one row of "

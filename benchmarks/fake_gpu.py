@@ -51,8 +51,12 @@ TOLD = ("attention", "flatout", "_scaled_mm", "torchao")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="*", help="works or work/entry, with * and ?, separated by commas")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", default="*", help="works or work/entry, with * and ?, separated by commas"
+    )
     parser.add_argument("--trace", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.trace:
@@ -85,11 +89,22 @@ def why_not() -> str | None:
 
 def build_driver(folder: Path) -> Path:
     """Compile fake_gpu_driver.c against the headers of the CUDA packages that torch brought; return the library."""
-    includes = [path for name in ("nvidia", "triton") for path in package_folder(name).glob("**/include") if (path / "driver_types.h").exists()]
-    crt = [path for path in package_folder("triton").glob("**/include") if (path / "crt" / "host_defines.h").exists()]
+    includes = [
+        path
+        for name in ("nvidia", "triton")
+        for path in package_folder(name).glob("**/include")
+        if (path / "driver_types.h").exists()
+    ]
+    crt = [
+        path
+        for path in package_folder("triton").glob("**/include")
+        if (path / "crt" / "host_defines.h").exists()
+    ]
     library = folder / "libcuda.so.1"
     flags = [f"-I{path}" for path in [*includes[:1], *crt]]
-    subprocess.run(["cc", "-shared", "-fPIC", *flags, "-o", library, HERE / "fake_gpu_driver.c"], check=True)
+    subprocess.run(
+        ["cc", "-shared", "-fPIC", *flags, "-o", library, HERE / "fake_gpu_driver.c"], check=True
+    )
     return library
 
 
@@ -98,7 +113,9 @@ def package_folder(name: str) -> Path:
     spec = find_spec(name)
     places = list(spec.submodule_search_locations or ()) if spec else []
     if not places:
-        raise SystemExit(f"The package {name}, which comes with a CUDA build of torch, is not here.")
+        raise SystemExit(
+            f"The package {name}, which comes with a CUDA build of torch, is not here."
+        )
     return Path(places[0])
 
 
@@ -112,7 +129,9 @@ def trace_apart(entry: Entry, environment: dict[str, str]) -> dict[str, Any]:
     """Trace in a process of its own: what torch does not expect of a driver ends the process."""
     command = [sys.executable, __file__, "--trace", f"{entry.work}/{entry.name}"]
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
+        )
     except subprocess.TimeoutExpired:
         return {"status": "failed", "reason": f"It had not ended after {LIMIT_S} s."}
     if done.returncode:
@@ -132,7 +151,9 @@ def line(entry: Entry, found: dict[str, Any]) -> str:
     name = f"{entry.work}/{entry.name}"
     if found["status"] != "ok":
         return f"{name}: {found['status']}: {found['reason']}"
-    return f"{name}: {found['graphs']} graphs; " + ", ".join(f"{count} {op}" for op, count in found["operations"].items())
+    return f"{name}: {found['graphs']} graphs; " + ", ".join(
+        f"{count} {op}" for op, count in found["operations"].items()
+    )
 
 
 def traced(name: str) -> dict[str, Any]:
@@ -163,16 +184,24 @@ def trace(config: RunConfig, rows: int) -> list[list[str]]:
 
     recipe = assemble(select(config, H200, device="cuda", minutes=60.0))
     model_class, seq_len = MODELS.get(config.model.kind), config.data.seq_len
-    model_config = model_class.check(config.model.own() | {"vocab_size": config.model.vocab_size}, seq_len=seq_len)
+    model_config = model_class.check(
+        config.model.own() | {"vocab_size": config.model.vocab_size}, seq_len=seq_len
+    )
     mesh = SimpleNamespace(shard=1, replicate=1, world_size=1, device=torch.device("cuda"))
-    with recorded_compiler() as graphs, FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda"):
+    with (
+        recorded_compiler() as graphs,
+        FakeTensorMode(allow_non_fake_inputs=True),
+        torch.device("cuda"),
+    ):
         core = model = model_class(model_config, ops_of(recipe))
         for transform in recipe.ordered_transforms():
             model = transform.apply(model, mesh)
         parts = OptimizerParts(recipe.part("optimizer"), recipe.part("ops.newton_schulz"))
         optimizers = OPTIMIZERS.get(config.optim.kind)(core, config.optim, parts)
         tokens_BT, targets_BT = (torch.zeros(rows, seq_len, dtype=torch.int64) for _ in range(2))
-        doc_ids_BT = torch.zeros(rows, seq_len, dtype=torch.int32) if config.data.document_mask else None
+        doc_ids_BT = (
+            torch.zeros(rows, seq_len, dtype=torch.int32) if config.data.document_mask else None
+        )
         with recipe.part("precision").context("cuda"):
             loss_sum, _ = model(tokens_BT, targets_BT, doc_ids_BT)
         loss_sum.backward()
@@ -191,13 +220,20 @@ def recorded_compiler() -> Iterator[list[list[str]]]:
     graphs: list[list[str]] = []
 
     def record(graph: Any, _inputs: Any) -> Any:
-        graphs.append([str(node.target) for node in graph.graph.nodes if node.op == "call_function"])
+        graphs.append(
+            [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+        )
         return graph.forward
 
     compile_ = torch.compile
 
     def traced_compile(function: Any = None, **options: Any) -> Any:
-        return compile_(function, backend=aot_autograd(fw_compiler=record, bw_compiler=record), fullgraph=True, dynamic=options.get("dynamic"))
+        return compile_(
+            function,
+            backend=aot_autograd(fw_compiler=record, bw_compiler=record),
+            fullgraph=True,
+            dynamic=options.get("dynamic"),
+        )
 
     torch.compile = traced_compile
     # Without this the first fake tensor would make a real one, to start the driver; autocast must believe in the GPU all the same.

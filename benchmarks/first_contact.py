@@ -29,7 +29,17 @@ try:
     import psutil
     import throughput
     from contact_pack import MANIFEST, check_nanogpt, commit_of, instructions, pack
-    from contact_plan import CALLS, LADDER, Estimates, Step, guess_s, is_profiled, missing, plan_lines, steps
+    from contact_plan import (
+        CALLS,
+        LADDER,
+        Estimates,
+        Step,
+        guess_s,
+        is_profiled,
+        missing,
+        plan_lines,
+        steps,
+    )
     from contact_report import near_targets, summary
     from contact_results import Results
     from contact_steps import environment, gpu_tests, profile_steps
@@ -53,12 +63,31 @@ END_S = 8.0
 
 def main(words: Sequence[str] | None = None) -> None:
     """Run the command."""
-    began_s = time.monotonic() - (time.time() - psutil.Process().create_time())  # importing torch took its share of the call
+    began_s = time.monotonic() - (
+        time.time() - psutil.Process().create_time()
+    )  # importing torch took its share of the call
     arguments = parser().parse_args(words)
     if arguments.plan:
-        print("\n".join([*plan_lines(lambda entry: entry.rows, throughput.is_asked), "", *instructions(arguments.kit or Path(".kit"))]))
+        print(
+            "\n".join(
+                [
+                    *plan_lines(lambda entry: entry.rows, throughput.is_asked),
+                    "",
+                    *instructions(arguments.kit or Path(".kit")),
+                ]
+            )
+        )
     elif arguments.pack:
-        print("\n".join(pack(arguments.pack, nanogpt=arguments.nanogpt, commit=arguments.commit, code=throughput.code_digest(ours=True))))
+        print(
+            "\n".join(
+                pack(
+                    arguments.pack,
+                    nanogpt=arguments.nanogpt,
+                    commit=arguments.commit,
+                    code=throughput.code_digest(ours=True),
+                )
+            )
+        )
     elif arguments.call is None or arguments.results is None:
         raise SystemExit("Give --plan, --pack DIR, or --call with --results DIR.")
     else:
@@ -67,17 +96,46 @@ def main(words: Sequence[str] | None = None) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """Return what the command takes."""
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     made.add_argument("--plan", action="store_true", help="print the calls and what they do")
-    made.add_argument("--pack", type=Path, metavar="DIR", help="collect in DIR what a bare machine lacks")
-    made.add_argument("--call", choices=[*map(str, CALLS), "next"], help="run one call; next is the first whose steps are not all done")
-    made.add_argument("--results", type=Path, help="folder of the results, read and written; at most seven small files")
-    made.add_argument("--seed", type=Path, metavar="DIR", help="results of calls before: copied to --results where that has none")
-    made.add_argument("--kit", type=Path, help="the folder that --pack filled: its nanoGPT and its commit are used")
-    made.add_argument("--minutes", type=float, default=MINUTES, help="the call ends within them (9)")
+    made.add_argument(
+        "--pack", type=Path, metavar="DIR", help="collect in DIR what a bare machine lacks"
+    )
+    made.add_argument(
+        "--call",
+        choices=[*map(str, CALLS), "next"],
+        help="run one call; next is the first whose steps are not all done",
+    )
+    made.add_argument(
+        "--results",
+        type=Path,
+        help="folder of the results, read and written; at most seven small files",
+    )
+    made.add_argument(
+        "--seed",
+        type=Path,
+        metavar="DIR",
+        help="results of calls before: copied to --results where that has none",
+    )
+    made.add_argument(
+        "--kit",
+        type=Path,
+        help="the folder that --pack filled: its nanoGPT and its commit are used",
+    )
+    made.add_argument(
+        "--minutes", type=float, default=MINUTES, help="the call ends within them (9)"
+    )
     made.add_argument("--nanogpt", type=Path, help="a folder with nanoGPT's model.py")
-    made.add_argument("--commit", help="what to write down as the commit, where there is no repository")
-    made.add_argument("--only", default="*", help="of the measurements, those that --only of throughput.py would name")
+    made.add_argument(
+        "--commit", help="what to write down as the commit, where there is no repository"
+    )
+    made.add_argument(
+        "--only",
+        default="*",
+        help="of the measurements, those that --only of throughput.py would name",
+    )
     made.add_argument("--tiny", action="store_true", help="toy shapes on the CPU")
     return made
 
@@ -85,7 +143,9 @@ def parser() -> argparse.ArgumentParser:
 def run_call(arguments: argparse.Namespace, began_s: float) -> None:
     """Run one call and print the table."""
     if not arguments.tiny and not probe().gpus:
-        raise SystemExit("It measures a GPU, and there is none here. --tiny runs every step at toy shapes on the CPU.")
+        raise SystemExit(
+            "It measures a GPU, and there is none here. --tiny runs every step at toy shapes on the CPU."
+        )
     check(arguments)
     with suppress(OSError):  # torch and Triton have places of their own
         CACHE.mkdir(exist_ok=True)
@@ -94,7 +154,9 @@ def run_call(arguments: argparse.Namespace, began_s: float) -> None:
     with held(arguments.results), tempfile.TemporaryDirectory(prefix="flatout-contact-") as scratch:
         if arguments.seed and arguments.seed.is_dir():
             sow(arguments.seed, arguments.results)
-        contact = Contact(session(arguments, Path(scratch)), Results(arguments.results), arguments, began_s)
+        contact = Contact(
+            session(arguments, Path(scratch)), Results(arguments.results), arguments, began_s
+        )
         number = contact.next_call() if arguments.call == "next" else int(arguments.call)
         contact.run(number)
         print("\n".join(contact.table(number)))
@@ -106,11 +168,15 @@ def check(arguments: argparse.Namespace) -> None:
     Raises: SystemExit.
     """
     if arguments.kit and not (arguments.kit / MANIFEST).is_file():
-        raise SystemExit(f"{arguments.kit} is no folder that --pack filled: it has no {MANIFEST}. Fix: take that folder along, or leave --kit out.")
+        raise SystemExit(
+            f"{arguments.kit} is no folder that --pack filled: it has no {MANIFEST}. Fix: take that folder along, or leave --kit out."
+        )
     if arguments.nanogpt:
         check_nanogpt(arguments.nanogpt)
     if not any(throughput.is_asked(entry, arguments.only) for entry in throughput.ENTRIES):
-        raise SystemExit(f"--only {arguments.only} names nothing. Fix: python benchmarks/throughput.py --list names the works and their entries.")
+        raise SystemExit(
+            f"--only {arguments.only} names nothing. Fix: python benchmarks/throughput.py --list names the works and their entries."
+        )
 
 
 @contextmanager
@@ -125,13 +191,19 @@ def held(folder: Path) -> Iterator[None]:
             handle = os.open(folder, os.O_RDONLY)
     except OSError as error:
         why = "it is a file" if folder.is_file() else error.strerror
-        raise SystemExit(f"{folder} cannot be written: {why}. Fix: give another folder with --results.") from None
+        raise SystemExit(
+            f"{folder} cannot be written: {why}. Fix: give another folder with --results."
+        ) from None
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        if isinstance(error, BlockingIOError):  # any other error is a file system's that has no locks
+        if isinstance(
+            error, BlockingIOError
+        ):  # any other error is a file system's that has no locks
             os.close(handle)
-            raise SystemExit(f"Another call writes to {folder}. Fix: wait until it has ended, or give another folder with --results.") from None
+            raise SystemExit(
+                f"Another call writes to {folder}. Fix: wait until it has ended, or give another folder with --results."
+            ) from None
     try:
         yield
     finally:
@@ -153,8 +225,13 @@ def session(arguments: argparse.Namespace, scratch: Path) -> throughput.Session:
     nanogpt = arguments.nanogpt or (packed if packed and packed.is_dir() else None)
     commit = arguments.commit or commit_of(arguments.kit, code=throughput.code_digest(ours=True))
     words = ["--out", str(arguments.results), *(["--tiny"] if arguments.tiny else [])]
-    words += [*(["--nanogpt", str(nanogpt)] if nanogpt else []), *(["--commit", commit] if commit else [])]
-    return throughput.Session(throughput.parser().parse_args(words), probe(), arguments.results, scratch)
+    words += [
+        *(["--nanogpt", str(nanogpt)] if nanogpt else []),
+        *(["--commit", commit] if commit else []),
+    ]
+    return throughput.Session(
+        throughput.parser().parse_args(words), probe(), arguments.results, scratch
+    )
 
 
 @dataclass
@@ -175,11 +252,18 @@ class Contact:
     def __post_init__(self) -> None:
         self.found = self.session.read()
         self.identity = self.session.identity(throughput.ENTRIES[0])
-        held = {(row["device"], row["torch"]) for row in self.found.rows} - {(self.identity["device"], self.identity["torch"])}
+        held = {(row["device"], row["torch"]) for row in self.found.rows} - {
+            (self.identity["device"], self.identity["torch"])
+        }
         if held:
             what = " with torch ".join(held.pop())
-            raise SystemExit(f"{self.results.folder} holds figures of {what}. Fix: give another folder with --results.")
-        self.works = {work.name: throughput.shape(work, tiny=self.session.arguments.tiny) for work in throughput.WORKS}
+            raise SystemExit(
+                f"{self.results.folder} holds figures of {what}. Fix: give another folder with --results."
+            )
+        self.works = {
+            work.name: throughput.shape(work, tiny=self.session.arguments.tiny)
+            for work in throughput.WORKS
+        }
 
     def run(self, number: int) -> None:
         """Do what is due, what matters most first, as far as the time goes."""
@@ -199,7 +283,10 @@ class Contact:
 
     def order(self, number: int) -> Iterator[Step]:
         """Yield the steps of a call, then what the other calls left, then what was stopped before."""
-        plans = {each: steps(CALLS[each], self.session.batches, throughput.is_asked) for each in (number, *(n for n in CALLS if n != number))}
+        plans = {
+            each: steps(CALLS[each], self.session.batches, throughput.is_asked)
+            for each in (number, *(n for n in CALLS if n != number))
+        }
         stopped: list[Step] = []
         for step in self.planned(plans, number):
             if self.was_stopped(step):
@@ -208,7 +295,9 @@ class Contact:
                 yield step
         yield from stopped
 
-    def planned(self, plans: dict[int, tuple[list[Step], list[Step]]], number: int) -> Iterator[Step]:
+    def planned(
+        self, plans: dict[int, tuple[list[Step], list[Step]]], number: int
+    ) -> Iterator[Step]:
         """Yield the steps in order, whether they are done or not."""
         yield from plans[number][0]
         if CALLS[number].repeats:
@@ -232,7 +321,9 @@ class Contact:
         began_s = self.clock()
         own_limit_s, left_s = self.estimates.limit_s(step), self.remaining_s()
         limit_s = min(own_limit_s, left_s)
-        self.session.say(f"{step.name}: expected to take {self.estimates.expected_s(step):.0f} s; {left_s:.0f} s are left.")
+        self.session.say(
+            f"{step.name}: expected to take {self.estimates.expected_s(step):.0f} s; {left_s:.0f} s are left."
+        )
         status = "ok"
         if step.entry is not None:
             status = self.measure(step, limit_s)
@@ -241,20 +332,40 @@ class Contact:
         else:
             does = environment if step.kind == "environment" else gpu_tests
             self.results.keep(
-                step.kind, {**does(limit_s, tiny=self.session.arguments.tiny), **self.identity, "commit": self.session.arguments.commit}
+                step.kind,
+                {
+                    **does(limit_s, tiny=self.session.arguments.tiny),
+                    **self.identity,
+                    "commit": self.session.arguments.commit,
+                },
             )
         entry = [step.entry.work, step.entry.name] if step.entry else None
-        spent = {"step": step.name, "entry": entry, "guess_s": guess_s(step), "seconds": round(self.clock() - began_s, 1), "status": status}
+        spent = {
+            "step": step.name,
+            "entry": entry,
+            "guess_s": guess_s(step),
+            "seconds": round(self.clock() - began_s, 1),
+            "status": status,
+        }
         spent["cut"] = status == "timed-out" and left_s < own_limit_s
         self.results.end(spent)
 
     def climb(self, limit_s: float) -> str:
         """Measure the ladder; a failure is written down."""
         try:
-            ladder(self.results.folder, self.session.scratch, minutes=limit_s / 60, rounds=None, tiny=self.session.arguments.tiny)
+            ladder(
+                self.results.folder,
+                self.session.scratch,
+                minutes=limit_s / 60,
+                rounds=None,
+                tiny=self.session.arguments.tiny,
+            )
         except SystemExit as error:  # that is how it says what went wrong
             self.session.say(f"The ladder failed: {error}")
-            self.results.keep("ladder", {"status": "failed", "failed": [str(error)[-600:]], "code": self.identity["code"]})
+            self.results.keep(
+                "ladder",
+                {"status": "failed", "failed": [str(error)[-600:]], "code": self.identity["code"]},
+            )
             return "failed"
         self.results.keep("ladder", {"status": "ok", "code": self.identity["code"]})
         return "ok"
@@ -263,15 +374,26 @@ class Contact:
         """Measure an entry, or only profile it; return the status of the row."""
         assert step.entry is not None
         before = self.rows(step)
-        profiled = step.kind == "profile" or (is_profiled(step) and not before and not self.results.profile(step.entry))
+        profiled = step.kind == "profile" or (
+            is_profiled(step) and not before and not self.results.profile(step.entry)
+        )
         ends_call = limit_s < self.estimates.limit_s(step)
         row = self.row(step, limit_s, profiled=profiled)
-        if profiled and step.kind == "measure" and row["status"] == "failed" and self.remaining_s() >= self.estimates.needed_s(step):
-            self.session.say(f"{step.name} failed while it was to be profiled ({row['reason']}); it is measured without.")
+        if (
+            profiled
+            and step.kind == "measure"
+            and row["status"] == "failed"
+            and self.remaining_s() >= self.estimates.needed_s(step)
+        ):
+            self.session.say(
+                f"{step.name} failed while it was to be profiled ({row['reason']}); it is measured without."
+            )
             row = self.row(step, min(limit_s, self.remaining_s()), profiled=False)
         if row["status"] == "timed-out":
             why = "the call's time was up" if ends_call else "much more than expected"
-            row["reason"] = f"It was stopped after {row['process_s']:.0f} s: {why}. A later call tries it again if there is time."
+            row["reason"] = (
+                f"It was stopped after {row['process_s']:.0f} s: {why}. A later call tries it again if there is time."
+            )
         if step.kind == "measure":
             self.found.drop(before)
             self.session.keep(row, self.found)
@@ -282,19 +404,30 @@ class Contact:
         assert step.entry is not None
         config = self.config(step)
         assert config is not None
-        more = {"profile_steps": profile_steps(tiny=self.session.arguments.tiny)} if profiled else {}
+        more = (
+            {"profile_steps": profile_steps(tiny=self.session.arguments.tiny)} if profiled else {}
+        )
         row = self.session.row(step.entry, step.rows, step.number, config, limit_s, **more)
         profile = row.pop("profile", {"failed": row["reason"]})
         if profiled:
             row["profiled"] = True
-            about = {"code": row["code"], "commit": row["commit"], "rows": row["rows"], "alone": step.kind == "profile"}
+            about = {
+                "code": row["code"],
+                "commit": row["commit"],
+                "rows": row["rows"],
+                "alone": step.kind == "profile",
+            }
             self.results.keep_profile(step.entry, profile | about)
         return row
 
     def rows(self, step: Step) -> list[dict[str, Any]]:
         """Return the rows of what a step measures."""
         assert step.entry is not None
-        return [row for row in self.found.of(step.entry) if (row["round"], row["rows"]) == (step.number, step.rows)]
+        return [
+            row
+            for row in self.found.of(step.entry)
+            if (row["round"], row["rows"]) == (step.number, step.rows)
+        ]
 
     def is_done(self, step: Step) -> bool:
         """Say whether nothing is left to do of a step; what failed with other code, or while it was profiled, is tried again."""
@@ -304,10 +437,17 @@ class Contact:
         if step.entry is None:
             held = self.results.of(step.kind)
             is_bad = bool(held.get("failed")) or held.get("status") != "ok"
-            return bool(held) and held.get("device") == self.identity["device"] and not (is_bad and held.get("code") != self.identity["code"])
+            return (
+                bool(held)
+                and held.get("device") == self.identity["device"]
+                and not (is_bad and held.get("code") != self.identity["code"])
+            )
         if step.kind == "profile":
             profile = self.results.profile(step.entry)
-            is_last_word = profile.get("alone") and profile.get("code") == self.session.identity(step.entry)["code"]
+            is_last_word = (
+                profile.get("alone")
+                and profile.get("code") == self.session.identity(step.entry)["code"]
+            )
             return bool(profile) and bool("failed" not in profile or is_last_word)
         return any(self.stands(row) for row in self.rows(step))
 
@@ -315,7 +455,11 @@ class Contact:
         """Say whether a row is the last word on what it measured."""
         if row["status"] in ("ok", "timed-out"):
             return bool(row["status"] == "ok")
-        entry = next(entry for entry in throughput.ENTRIES if (entry.work, entry.name) == (row["work"], row["entry"]))
+        entry = next(
+            entry
+            for entry in throughput.ENTRIES
+            if (entry.work, entry.name) == (row["work"], row["entry"])
+        )
         return row["code"] == self.session.identity(entry)["code"] and not row.get("profiled")
 
     def was_stopped(self, step: Step) -> bool:
@@ -327,7 +471,9 @@ class Contact:
         """Say whether an entry can be measured here; if not, that has been said."""
         if step.entry is None:
             return True
-        return throughput.is_asked(step.entry, self.arguments.only) and self.config(step) is not None
+        return (
+            throughput.is_asked(step.entry, self.arguments.only) and self.config(step) is not None
+        )
 
     def config(self, step: Step) -> RunConfig | None:
         """Return the configuration of an entry, None for one that cannot be measured here."""
@@ -350,7 +496,10 @@ class Contact:
         """Return the first call that has steps left that matter, the last when none has."""
         for number, call in CALLS.items():
             core, _ = steps(call, self.session.batches, throughput.is_asked)
-            if any(not self.is_done(step) and not self.was_stopped(step) and self.can_be_done(step) for step in core):
+            if any(
+                not self.is_done(step) and not self.was_stopped(step) and self.can_be_done(step)
+                for step in core
+            ):
                 return number
         return max(CALLS)
 

@@ -34,13 +34,20 @@ SHAPE = {"vocab_size": 4096, "num_layers": 6, "d_model": 384, "num_heads": 6}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--contexts", type=int, nargs="+", default=[64, 512, 2048])
-    parser.add_argument("--tokens", type=int, default=16, help="tokens drawn at the end of each context")
+    parser.add_argument(
+        "--tokens", type=int, default=16, help="tokens drawn at the end of each context"
+    )
     parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    rows = {str(context): measure(context, arguments.tokens, arguments.repeats) for context in arguments.contexts}
+    rows = {
+        str(context): measure(context, arguments.tokens, arguments.repeats)
+        for context in arguments.contexts
+    }
     found = {
         "machine": probe().describe(),
         "commit": commit(),
@@ -58,24 +65,38 @@ def main() -> None:
 def measure(context: int, num_tokens: int, repeats: int) -> list[dict]:
     """Return, for each repeat, the rate with and without the cache and the seconds to the first token."""
     torch.manual_seed(0)
-    model = Transformer(Transformer.check(SHAPE, seq_len=context), Ops.plain(attention=attention.fused, cross_entropy=cross_entropy.fused)).eval()
-    prompt = torch.randint(SHAPE["vocab_size"], (context - num_tokens,), generator=torch.Generator().manual_seed(1)).tolist()
+    model = Transformer(
+        Transformer.check(SHAPE, seq_len=context),
+        Ops.plain(attention=attention.fused, cross_entropy=cross_entropy.fused),
+    ).eval()
+    prompt = torch.randint(
+        SHAPE["vocab_size"], (context - num_tokens,), generator=torch.Generator().manual_seed(1)
+    ).tolist()
     rows = []
     for repeat in range(-1, repeats):  # the first turn warms up and is dropped
         cached, cached_tokens = timed(model, prompt, num_tokens)
         with decoding_by(model, partial(LanguageModel.decoder, model)):
             anew, anew_tokens = timed(model, prompt, num_tokens)
-        row = {"cached": cached, "anew": anew, "times": cached["tokens_per_s"] / anew["tokens_per_s"], "same_tokens": cached_tokens == anew_tokens}
+        row = {
+            "cached": cached,
+            "anew": anew,
+            "times": cached["tokens_per_s"] / anew["tokens_per_s"],
+            "same_tokens": cached_tokens == anew_tokens,
+        }
         if repeat >= 0:
             rows.append(row)
-            print(f"context {context}, repeat {repeat + 1}: {row['times']:.1f} times", file=sys.stderr)
+            print(
+                f"context {context}, repeat {repeat + 1}: {row['times']:.1f} times", file=sys.stderr
+            )
     return rows
 
 
 def timed(model: LanguageModel, prompt: list[int], num_tokens: int) -> tuple[dict, list[int]]:
     """Draw tokens after a prompt; return the first one's seconds and the rate of the others, and the tokens."""
     times, drawn = [time.perf_counter()], []
-    for token in islice(tokens_after(model, prompt, lambda logits_V: int(logits_V.argmax())), num_tokens):
+    for token in islice(
+        tokens_after(model, prompt, lambda logits_V: int(logits_V.argmax())), num_tokens
+    ):
         times.append(time.perf_counter())
         drawn.append(token)
     first, *others = [later - earlier for earlier, later in pairwise(times)]
@@ -99,11 +120,19 @@ def table(found: dict) -> str:
         "|---|---|---|---|---|",
     ]
     for context, rows in found["rows"].items():
-        rates = [spread([row[way]["tokens_per_s"] for row in rows], 1) for way in ("anew", "cached")]
+        rates = [
+            spread([row[way]["tokens_per_s"] for row in rows], 1) for way in ("anew", "cached")
+        ]
         first = spread([1000 * row["cached"]["first_token_s"] for row in rows])
-        lines.append(f"| {int(context):,} | {rates[0]} | {rates[1]} | **{spread([row['times'] for row in rows], 1)}** | {first} |")
+        lines.append(
+            f"| {int(context):,} | {rates[0]} | {rates[1]} | **{spread([row['times'] for row in rows], 1)}** | {first} |"
+        )
     shape, all_rows = found["shape"], [row for rows in found["rows"].values() for row in rows]
-    same = "the tokens are the same" if all(row["same_tokens"] for row in all_rows) else "**the tokens differ**"
+    same = (
+        "the tokens are the same"
+        if all(row["same_tokens"] for row in all_rows)
+        else "**the tokens differ**"
+    )
     lines += [
         "",
         f"{found['machine']}, one thread, fp32; {shape['num_layers']} layers, d {shape['d_model']}, a vocabulary of {shape['vocab_size']:,}, fresh "

@@ -40,11 +40,17 @@ TARGETS = {"tokens_per_s": 1e9, "first_s": 0.1, "seek_s": 1e-3}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", type=Path, help="a data set to read instead of one made for it")
-    parser.add_argument("--shard-mib", type=int, default=4, help="size of each of the 100 shards that are made")
+    parser.add_argument(
+        "--shard-mib", type=int, default=4, help="size of each of the 100 shards that are made"
+    )
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=400, help="batches that are timed in each repeat")
+    parser.add_argument(
+        "--steps", type=int, default=400, help="batches that are timed in each repeat"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
@@ -69,7 +75,13 @@ def make_data(out: Path, shard_bytes: int, shards: int = SHARDS) -> Path:
     return out
 
 
-def measure(data: Path, repeats: int, steps: int, seq_lens: tuple[int, ...] = SEQ_LENS, batch_tokens: int = BATCH_TOKENS) -> dict:
+def measure(
+    data: Path,
+    repeats: int,
+    steps: int,
+    seq_lens: tuple[int, ...] = SEQ_LENS,
+    batch_tokens: int = BATCH_TOKENS,
+) -> dict:
     """Return every figure of every repeat."""
     manifest = Dataset.open(data).manifest
     rows: dict[str, list[dict]] = {str(seq_len): [] for seq_len in seq_lens}
@@ -78,7 +90,10 @@ def measure(data: Path, repeats: int, steps: int, seq_lens: tuple[int, ...] = SE
             row = read(data, seq_len, batch_tokens, steps)
             if repeat >= 0:
                 rows[str(seq_len)].append(row)
-                print(f"repeat {repeat + 1}, {seq_len} tokens: {row['tokens_per_s'] / 1e6:,.0f} M tokens/s", file=sys.stderr)
+                print(
+                    f"repeat {repeat + 1}, {seq_len} tokens: {row['tokens_per_s'] / 1e6:,.0f} M tokens/s",
+                    file=sys.stderr,
+                )
     return {
         "repeats": repeats,
         "steps": steps,
@@ -93,7 +108,13 @@ def measure(data: Path, repeats: int, steps: int, seq_lens: tuple[int, ...] = SE
 def read(data: Path, seq_len: int, batch_tokens: int, steps: int) -> dict:
     """Open the data set, read batches until each block has been checked, then time the rest; seconds and tokens a second."""
     began = time.perf_counter()
-    feed = DirectFeed(WindowSteps(Dataset.open(data).split("train"), plan(seq_len, batch_tokens // seq_len), ShardWindows()))
+    feed = DirectFeed(
+        WindowSteps(
+            Dataset.open(data).split("train"),
+            plan(seq_len, batch_tokens // seq_len),
+            ShardWindows(),
+        )
+    )
     next(feed)
     first_s = time.perf_counter() - began
     for _ in range(steps // 4):
@@ -101,12 +122,25 @@ def read(data: Path, seq_len: int, batch_tokens: int, steps: int) -> dict:
     began = time.perf_counter()
     for _ in range(steps):
         next(feed)
-    return {"first_s": first_s, "tokens_per_s": steps * batch_tokens / (time.perf_counter() - began)}
+    return {
+        "first_s": first_s,
+        "tokens_per_s": steps * batch_tokens / (time.perf_counter() - began),
+    }
 
 
 def plan(seq_len: int, rows: int) -> FeedPlan:
     """Return the plan of one process that reads `rows` windows a step."""
-    return FeedPlan(seq_len=seq_len, rows_per_device=rows, accumulate=1, rank=0, world_size=1, seed=0, document_mask=False, prefetch=1, device="cpu")
+    return FeedPlan(
+        seq_len=seq_len,
+        rows_per_device=rows,
+        accumulate=1,
+        rank=0,
+        world_size=1,
+        seed=0,
+        document_mask=False,
+        prefetch=1,
+        device="cpu",
+    )
 
 
 class ManyWindows:
@@ -139,9 +173,15 @@ def seek() -> float:
 
 def table(found: dict) -> str:
     """Return the figures as Markdown, each against its target."""
-    lines = ["| random order, from the page cache | M tokens/s | first batch, ms after opening |", "|---|---|---|"]
+    lines = [
+        "| random order, from the page cache | M tokens/s | first batch, ms after opening |",
+        "|---|---|---|",
+    ]
     for seq_len, rows in found["rows"].items():
-        rates, firsts = [row["tokens_per_s"] / 1e6 for row in rows], [1e3 * row["first_s"] for row in rows]
+        rates, firsts = (
+            [row["tokens_per_s"] / 1e6 for row in rows],
+            [1e3 * row["first_s"] for row in rows],
+        )
         lines.append(f"| windows of {int(seq_len):,} | **{spread(rates)}** | {spread(firsts)} |")
     lines += [
         f"| target | {TARGETS['tokens_per_s'] / 1e6:,.0f} | {1e3 * TARGETS['first_s']:,.0f} |",
@@ -159,11 +199,17 @@ def table(found: dict) -> str:
 def missed(found: dict) -> str:
     """Say which targets the medians miss."""
     every = [
-        (f"tokens a second at {seq_len}", TARGETS["tokens_per_s"] <= statistics.median(row["tokens_per_s"] for row in rows))
+        (
+            f"tokens a second at {seq_len}",
+            TARGETS["tokens_per_s"] <= statistics.median(row["tokens_per_s"] for row in rows),
+        )
         for seq_len, rows in found["rows"].items()
     ]
     every += [
-        (f"the first batch at {seq_len}", statistics.median(row["first_s"] for row in rows) <= TARGETS["first_s"])
+        (
+            f"the first batch at {seq_len}",
+            statistics.median(row["first_s"] for row in rows) <= TARGETS["first_s"],
+        )
         for seq_len, rows in found["rows"].items()
     ]
     every += [("seeking", statistics.median(found["seek_s"]) <= TARGETS["seek_s"])]

@@ -33,14 +33,28 @@ PATHS = ("run", "path", "resumed_from", "by_dataset")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--text", type=Path, required=True, help="the text that the data set card `shakespeare` names")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--text",
+        type=Path,
+        required=True,
+        help="the text that the data set card `shakespeare` names",
+    )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--steps", type=int, default=40, help="steps of both runs")
-    parser.add_argument("--long-steps", type=int, default=300, help="steps of the run whose steady rate is quoted for the way it comes")
+    parser.add_argument(
+        "--long-steps",
+        type=int,
+        default=300,
+        help="steps of the run whose steady rate is quoted for the way it comes",
+    )
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        found = measure(Path(folder), arguments.text, arguments.repeats, arguments.steps, arguments.long_steps)
+        found = measure(
+            Path(folder), arguments.text, arguments.repeats, arguments.steps, arguments.long_steps
+        )
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "main_job.json").write_text(json.dumps(found, indent=1) + "\n")
     (RESULTS / "main_job.md").write_text(table(found))
@@ -49,21 +63,59 @@ def main() -> None:
 
 def measure(folder: Path, text: Path, repeats: int, steps: int, long_steps: int) -> dict:
     """Return every figure of every repeat."""
-    rows: dict[str, list[dict]] = {"prepare": [], "plain": [], "as it comes": [], "as it comes, long": []}
+    rows: dict[str, list[dict]] = {
+        "prepare": [],
+        "plain": [],
+        "as it comes": [],
+        "as it comes, long": [],
+    }
     for repeat in range(repeats):
         data = folder / "data"
         shutil.rmtree(data, ignore_errors=True)
-        rows["prepare"].append(flatout("prepare", "shakespeare", "--from", str(text), "--tokenizer", "char", "--out", str(data)))
-        for name, count, wish in (("plain", steps, "none"), ("as it comes", steps, "auto"), ("as it comes, long", long_steps, "auto")):
+        rows["prepare"].append(
+            flatout(
+                "prepare",
+                "shakespeare",
+                "--from",
+                str(text),
+                "--tokenizer",
+                "char",
+                "--out",
+                str(data),
+            )
+        )
+        for name, count, wish in (
+            ("plain", steps, "none"),
+            ("as it comes", steps, "auto"),
+            ("as it comes, long", long_steps, "auto"),
+        ):
             run = folder / f"{name}-{repeat}"
             rows[name].append(train(run, data, count, wish))
-            print(f"repeat {repeat + 1}: {name}: {rows[name][-1]['tokens_per_s']:,.0f} tokens/s", file=sys.stderr)
-    return {"machine": probe().describe(), "commit": commit(), "repeats": repeats, "steps": steps, "long_steps": long_steps, "rows": rows}
+            print(
+                f"repeat {repeat + 1}: {name}: {rows[name][-1]['tokens_per_s']:,.0f} tokens/s",
+                file=sys.stderr,
+            )
+    return {
+        "machine": probe().describe(),
+        "commit": commit(),
+        "repeats": repeats,
+        "steps": steps,
+        "long_steps": long_steps,
+        "rows": rows,
+    }
 
 
 def train(run: Path, data: Path, steps: int, wish: str) -> dict:
     """Train in a fresh process; return its --json, the loss of every step, and the micro-batch."""
-    words = ["train", "shakespeare-char", f"data.path={data}", f"train.steps={steps}", f"speedups={wish}", "train.eval_every=0", "log.every=1"]
+    words = [
+        "train",
+        "shakespeare-char",
+        f"data.path={data}",
+        f"train.steps={steps}",
+        f"speedups={wish}",
+        "train.eval_every=0",
+        "log.every=1",
+    ]
     found = flatout(*words, "--run", str(run))
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     found["losses"] = [record["train/loss"] for record in records if "train/loss" in record]
@@ -75,10 +127,16 @@ def train(run: Path, data: Path, steps: int, wish: str) -> dict:
 def flatout(*words: str) -> dict:
     """Run a command; return its --json with the seconds of the whole process."""
     began = time.perf_counter()
-    done = subprocess.run([sys.executable, "-m", "flatout", *words, "--json"], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "flatout", *words, "--json"], capture_output=True, text=True
+    )
     if done.returncode:
         raise SystemExit(done.stderr)
-    figures = {name: value for name, value in json.loads(done.stdout.splitlines()[-1]).items() if name not in PATHS}
+    figures = {
+        name: value
+        for name, value in json.loads(done.stdout.splitlines()[-1]).items()
+        if name not in PATHS
+    }
     return {**figures, "process_s": time.perf_counter() - began}
 
 
@@ -101,10 +159,23 @@ def table(found: dict) -> str:
     """Return the figures as Markdown."""
     rows = found["rows"]
     plain, fast = rows["plain"], rows["as it comes"]
-    plain_rate, fast_rate = (spread([row["tokens_per_s"] for row in rows[name]]) for name in ("plain", "as it comes, long"))
-    ratio = [new["tokens_per_s"] / old["tokens_per_s"] for new, old in zip(rows["as it comes, long"], plain, strict=True)]
-    apart = max(abs(a - b) / b for new, old in zip(fast, plain, strict=True) for a, b in zip(new["losses"], old["losses"], strict=True))
-    plain_mfu, mfu = ([row["mfu"] * 100 for row in rows[name] if row["mfu"]] for name in ("plain", "as it comes, long"))
+    plain_rate, fast_rate = (
+        spread([row["tokens_per_s"] for row in rows[name]])
+        for name in ("plain", "as it comes, long")
+    )
+    ratio = [
+        new["tokens_per_s"] / old["tokens_per_s"]
+        for new, old in zip(rows["as it comes, long"], plain, strict=True)
+    ]
+    apart = max(
+        abs(a - b) / b
+        for new, old in zip(fast, plain, strict=True)
+        for a, b in zip(new["losses"], old["losses"], strict=True)
+    )
+    plain_mfu, mfu = (
+        [row["mfu"] * 100 for row in rows[name] if row["mfu"]]
+        for name in ("plain", "as it comes, long")
+    )
     lines = [
         "| characters of Shakespeare, the same model and windows | the plain way (`speedups=none`) | `flatout train` as it comes |",
         "|---|---|---|",

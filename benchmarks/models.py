@@ -42,11 +42,27 @@ from flatout.hardware import probe
 from flatout.training.metrics.log import GIB, process_peak_bytes
 from flatout.training.step import train_step
 
-SHARED = {"model.num_layers": 4, "model.d_model": 128, "train.device": "cpu", "schedule.warmup": 0.05, "speedups": "auto,-compile"}
+SHARED = {
+    "model.num_layers": 4,
+    "model.d_model": 128,
+    "train.device": "cpu",
+    "schedule.warmup": 0.05,
+    "speedups": "auto,-compile",
+}
 """What all runs share; the rest are the defaults of flatout/config/schema.py."""
 SHAPES: dict[str, dict[str, Any]] = {
-    "transformer": {"model.kind": "transformer", "model.num_heads": 2, "model.activation": "relu2", "model.qk_norm": True},
-    "eigenstate": {"model.kind": "eigenstate", "model.num_heads": 4, "model.num_eigenstates": 92, "model.chunk_size": 32},
+    "transformer": {
+        "model.kind": "transformer",
+        "model.num_heads": 2,
+        "model.activation": "relu2",
+        "model.qk_norm": True,
+    },
+    "eigenstate": {
+        "model.kind": "eigenstate",
+        "model.num_heads": 4,
+        "model.num_eigenstates": 92,
+        "model.chunk_size": 32,
+    },
 }
 TOKENS_PER_STEP, STEPS = 4096, 200
 LENGTHS = (256, 1024, 4096)
@@ -54,7 +70,10 @@ TUNED_AT, TUNING_SEED = 1024, 1000
 RATES = {"muon": (4e-3, 8e-3, 16e-3), "adamw": (2e-3, 4e-3, 8e-3)}
 """Learning rates tried first; more, by factors of two, while the best is the first or the last."""
 TITLES = {"muon": "Muon", "adamw": "AdamW"}
-OPTIMIZERS: dict[str, dict[str, Any]] = {"muon": {"optim.momentum": 0.9}, "adamw": {"optim.betas": [0.9, 0.99]}}
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "muon": {"optim.momentum": 0.9},
+    "adamw": {"optim.betas": [0.9, 0.99]},
+}
 LONGER = 800
 SEEDS: dict[str, tuple[tuple[int, int, int], ...]] = {
     "muon": (
@@ -88,12 +107,34 @@ Run = Callable[[Trial], dict[str, Any]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", choices=("loss", "speed"), required=True, help="speed takes a machine that does nothing else")
-    parser.add_argument("--text", type=Path, required=True, help="the text that the data set card `shakespeare` names")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--part",
+        choices=("loss", "speed"),
+        required=True,
+        help="speed takes a machine that does nothing else",
+    )
+    parser.add_argument(
+        "--text",
+        type=Path,
+        required=True,
+        help="the text that the data set card `shakespeare` names",
+    )
     parser.add_argument("--rounds", type=int, default=4, help="times that every timing is repeated")
-    parser.add_argument("--work", type=Path, default=Path("data/models"), help="folder for the prepared data and the runs that are done")
-    parser.add_argument("--timed", nargs=2, metavar=("MODEL", "LENGTH"), help="time this in this process and print the figures")
+    parser.add_argument(
+        "--work",
+        type=Path,
+        default=Path("data/models"),
+        help="folder for the prepared data and the runs that are done",
+    )
+    parser.add_argument(
+        "--timed",
+        nargs=2,
+        metavar=("MODEL", "LENGTH"),
+        help="time this in this process and print the figures",
+    )
     arguments = parser.parse_args()
     prepare(str(arguments.text), arguments.work / "characters", tokenizer="char", workers=1)
     dataset = Dataset.open(arguments.work / "characters")
@@ -104,7 +145,16 @@ def main() -> None:
         torch.set_num_threads(1)
         measure_loss(dataset, arguments.work / "models.jsonl")
     else:
-        words = [sys.executable, __file__, "--part", "speed", "--text", str(arguments.text), "--work", str(arguments.work)]
+        words = [
+            sys.executable,
+            __file__,
+            "--part",
+            "speed",
+            "--text",
+            str(arguments.text),
+            "--work",
+            str(arguments.work),
+        ]
         measure_speed(words, arguments.rounds, arguments.work / "models.jsonl")
     print((RESULTS / "models.md").read_text())
 
@@ -114,13 +164,20 @@ def keep(part: str, found: dict[str, Any]) -> None:
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / "models.json"
     whole = json.loads(path.read_text()) if path.exists() else {}
-    facts = {"machine": probe().describe(), "commit": code_state(), "torch": torch.__version__, "threads": torch.get_num_threads()}
+    facts = {
+        "machine": probe().describe(),
+        "commit": code_state(),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+    }
     whole[part] = facts | found
     path.write_text(json.dumps(whole, indent=1) + "\n")
     (RESULTS / "models.md").write_text(table(whole))
 
 
-def remembered(key: dict[str, Any], cache: Path, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def remembered(
+    key: dict[str, Any], cache: Path, run: Callable[[], dict[str, Any]]
+) -> dict[str, Any]:
     """Return what came of a run: from the cache when this code has run it before, else it runs now and is written there."""
     key = {**key, "shared": SHARED, "shapes": SHAPES, "code": code_state()}
     for text in cache.read_text().splitlines() if cache.exists() else ():
@@ -135,8 +192,15 @@ def remembered(key: dict[str, Any], cache: Path, run: Callable[[], dict[str, Any
 def configured(trial: Trial, dataset: Dataset) -> RunConfig:
     """Return the whole configuration of a training run."""
     optim = {"optim.kind": trial.optimizer, "optim.lr": trial.lr, **OPTIMIZERS[trial.optimizer]}
-    length = {"data.seq_len": trial.seq_len, "batch.tokens_per_step": TOKENS_PER_STEP, "train.steps": trial.steps, "train.seed": trial.seed}
-    return load_config().with_values({**SHARED, **SHAPES[trial.model], **optim, **length, "data.path": str(dataset.path)})
+    length = {
+        "data.seq_len": trial.seq_len,
+        "batch.tokens_per_step": TOKENS_PER_STEP,
+        "train.steps": trial.steps,
+        "train.seed": trial.seed,
+    }
+    return load_config().with_values(
+        {**SHARED, **SHAPES[trial.model], **optim, **length, "data.path": str(dataset.path)}
+    )
 
 
 def measure_loss(dataset: Dataset, cache: Path) -> None:
@@ -149,7 +213,15 @@ def measure_loss(dataset: Dataset, cache: Path) -> None:
         if row not in rows:
             rows.append(row)
             print(row, file=sys.stderr, flush=True)
-            keep("loss", {"tokens_per_step": TOKENS_PER_STEP, "tuned_at": TUNED_AT, "tuning_seed": TUNING_SEED, "runs": rows})
+            keep(
+                "loss",
+                {
+                    "tokens_per_step": TOKENS_PER_STEP,
+                    "tuned_at": TUNED_AT,
+                    "tuning_seed": TUNING_SEED,
+                    "runs": rows,
+                },
+            )
         return row
 
     best = {}
@@ -192,8 +264,19 @@ def measure_speed(words: list[str], rounds: int, cache: Path) -> None:
     rows: list[dict[str, Any]] = []
     for number, seq_len in itertools.product(range(rounds), SPEED_LENGTHS):
         for model in list(SHAPES)[:: -1 if number % 2 else 1]:
-            asked = {"model": model, "seq_len": seq_len, "round": number, "tokens": SPEED_TOKENS, "threads": torch.get_num_threads()}
-            rows.append(asked | remembered(asked, cache, partial(in_a_process, [*words, "--timed", model, str(seq_len)])))
+            asked = {
+                "model": model,
+                "seq_len": seq_len,
+                "round": number,
+                "tokens": SPEED_TOKENS,
+                "threads": torch.get_num_threads(),
+            }
+            rows.append(
+                asked
+                | remembered(
+                    asked, cache, partial(in_a_process, [*words, "--timed", model, str(seq_len)])
+                )
+            )
             print(rows[-1], file=sys.stderr, flush=True)
             keep("speed", {"tokens": SPEED_TOKENS, "rounds": number + 1, "rows": rows})
 
@@ -208,7 +291,11 @@ def in_a_process(command: list[str]) -> dict[str, Any]:
 
 def timed(model: str, seq_len: int, dataset: Dataset) -> dict[str, Any]:
     """Return the rate of training in this process, and the memory that it took."""
-    batch = {"data.seq_len": seq_len, "batch.tokens_per_step": SPEED_TOKENS, "batch.rows_per_device": SPEED_TOKENS // seq_len}
+    batch = {
+        "data.seq_len": seq_len,
+        "batch.tokens_per_step": SPEED_TOKENS,
+        "batch.rows_per_device": SPEED_TOKENS // seq_len,
+    }
     config = configured(Trial(model, "muon", 4e-3, seq_len, 1), dataset).with_values(batch)
     run = built(config, dataset)
     before = psutil.Process().memory_info().rss
@@ -220,32 +307,60 @@ def timed(model: str, seq_len: int, dataset: Dataset) -> dict[str, Any]:
         float(train_step(run, batch_of_step).loss)
         seconds.append(time.perf_counter() - began)
     run.feed.close()
-    return {"tokens_per_s": SPEED_TOKENS / statistics.median(seconds), "steps": len(seconds), "gib": (process_peak_bytes() - before) / GIB}
+    return {
+        "tokens_per_s": SPEED_TOKENS / statistics.median(seconds),
+        "steps": len(seconds),
+        "gib": (process_peak_bytes() - before) / GIB,
+    }
 
 
 def table(whole: dict[str, Any]) -> str:
     """Return the figures as Markdown."""
-    return "\n".join(text for part, write in (("loss", loss_table), ("speed", speed_table)) if part in whole for text in write(whole[part])) + "\n"
+    return (
+        "\n".join(
+            text
+            for part, write in (("loss", loss_table), ("speed", speed_table))
+            if part in whole
+            for text in write(whole[part])
+        )
+        + "\n"
+    )
 
 
 def loss_table(found: dict[str, Any]) -> list[str]:
     """Return the lines about losses: the seeds at the tuned rate, and what lies beside that rate."""
     runs = found["runs"]
     best = best_rates(runs, found["tuning_seed"])
-    lines = ["| validation loss, by seed | transformer | eigenstate | eigenstate less transformer, mean |", "|---|---|---|---|"]
+    lines = [
+        "| validation loss, by seed | transformer | eigenstate | eigenstate less transformer, mean |",
+        "|---|---|---|---|",
+    ]
     for optimizer, seq_len, steps in itertools.product(OPTIMIZERS, LENGTHS, (STEPS, LONGER)):
         losses: dict[str, dict[int, float]] = {model: {} for model in SHAPES}
         for row in runs:
-            is_tuned = row["lr"] == best[row["model"], row["optimizer"]] and row["seed"] != found["tuning_seed"]
-            if is_tuned and (row["optimizer"], row["seq_len"], row["steps"]) == (optimizer, seq_len, steps):
+            is_tuned = (
+                row["lr"] == best[row["model"], row["optimizer"]]
+                and row["seed"] != found["tuning_seed"]
+            )
+            if is_tuned and (row["optimizer"], row["seq_len"], row["steps"]) == (
+                optimizer,
+                seq_len,
+                steps,
+            ):
                 losses[row["model"]][row["seed"]] = loss_of(row)
         seeds = sorted(set.intersection(*(set(each) for each in losses.values())))
         if seeds:
             cells = [", ".join(f"{each[seed]:.3f}" for seed in seeds) for each in losses.values()]
-            apart = statistics.fmean(losses["eigenstate"][seed] - losses["transformer"][seed] for seed in seeds)
-            lines.append(f"| {TITLES[optimizer]}, T = {seq_len:,}, {steps} steps | {' | '.join(cells)} | **{apart:+.3f}** |")
+            apart = statistics.fmean(
+                losses["eigenstate"][seed] - losses["transformer"][seed] for seed in seeds
+            )
+            lines.append(
+                f"| {TITLES[optimizer]}, T = {seq_len:,}, {steps} steps | {' | '.join(cells)} | **{apart:+.3f}** |"
+            )
     sizes = {row["model"]: f"{row['parameters']:,} ({row['model']})" for row in runs}
-    rates = "; ".join(f"{model}, {TITLES[optimizer]}: {rate:g}" for (model, optimizer), rate in best.items())
+    rates = "; ".join(
+        f"{model}, {TITLES[optimizer]}: {rate:g}" for (model, optimizer), rate in best.items()
+    )
     return [
         *lines,
         "",
@@ -269,24 +384,50 @@ def beside(runs: list[dict[str, Any]], best: dict[tuple[str, str], float]) -> st
     parts = []
     for (model, optimizer), rate in best.items():
         at_end = {
-            row["lr"]: row for row in runs if (row["model"], row["optimizer"], row["seq_len"], row["seed"]) == (model, optimizer, LENGTHS[-1], 1)
+            row["lr"]: row
+            for row in runs
+            if (row["model"], row["optimizer"], row["seq_len"], row["seed"])
+            == (model, optimizer, LENGTHS[-1], 1)
         }
         if {rate / 2, rate, rate * 2} <= at_end.keys():
-            parts.append(f"{model} {', '.join(f'{loss_of(at_end[each]):.3f}' for each in (rate / 2, rate, rate * 2))}")
-    return f"At T = {LENGTHS[-1]:,}, half the rate, the rate and twice it come to: {'; '.join(parts)}. " if parts else ""
+            parts.append(
+                f"{model} {', '.join(f'{loss_of(at_end[each]):.3f}' for each in (rate / 2, rate, rate * 2))}"
+            )
+    return (
+        f"At T = {LENGTHS[-1]:,}, half the rate, the rate and twice it come to: {'; '.join(parts)}. "
+        if parts
+        else ""
+    )
 
 
 def speed_table(found: dict[str, Any]) -> list[str]:
     """Return the lines about rates and memory."""
-    lines = ["| training, tokens/s | transformer | eigenstate | times faster | GiB, transformer | GiB, eigenstate |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| training, tokens/s | transformer | eigenstate | times faster | GiB, transformer | GiB, eigenstate |",
+        "|---|---|---|---|---|---|",
+    ]
     for seq_len in dict.fromkeys(row["seq_len"] for row in found["rows"]):
-        rows = {model: {row["round"]: row for row in found["rows"] if (row["model"], row["seq_len"]) == (model, seq_len)} for model in SHAPES}
+        rows = {
+            model: {
+                row["round"]: row
+                for row in found["rows"]
+                if (row["model"], row["seq_len"]) == (model, seq_len)
+            }
+            for model in SHAPES
+        }
         rounds = sorted(set.intersection(*(set(each) for each in rows.values())))
         if not rounds:
             continue
-        rates = {model: [rows[model][number]["tokens_per_s"] for number in rounds] for model in SHAPES}
-        ratios = [new / old for new, old in zip(rates["eigenstate"], rates["transformer"], strict=True)]
-        gib = [f"{statistics.median(rows[model][number]['gib'] for number in rounds):.2f}" for model in SHAPES]
+        rates = {
+            model: [rows[model][number]["tokens_per_s"] for number in rounds] for model in SHAPES
+        }
+        ratios = [
+            new / old for new, old in zip(rates["eigenstate"], rates["transformer"], strict=True)
+        ]
+        gib = [
+            f"{statistics.median(rows[model][number]['gib'] for number in rounds):.2f}"
+            for model in SHAPES
+        ]
         lines.append(
             f"| T = {seq_len:,} | {spread(rates['transformer'])} | {spread(rates['eigenstate'])} | **{spread(ratios, 1)}** | {' | '.join(gib)} |"
         )

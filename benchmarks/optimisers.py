@@ -119,24 +119,54 @@ Trial = Callable[[Setting, float, int], dict[str, Any]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--text", type=Path, required=True, help="the text that the data set card `shakespeare` names")
-    parser.add_argument("--prose", type=Path, required=True, help="documents of English prose: text files, or JSON lines with `text`")
-    parser.add_argument("--work", type=Path, default=Path("data/optimisers"), help="folder for the prepared data and the runs that are done")
-    parser.add_argument("--cost", action="store_true", help="measure the time of a step instead, and add it to the results")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--text",
+        type=Path,
+        required=True,
+        help="the text that the data set card `shakespeare` names",
+    )
+    parser.add_argument(
+        "--prose",
+        type=Path,
+        required=True,
+        help="documents of English prose: text files, or JSON lines with `text`",
+    )
+    parser.add_argument(
+        "--work",
+        type=Path,
+        default=Path("data/optimisers"),
+        help="folder for the prepared data and the runs that are done",
+    )
+    parser.add_argument(
+        "--cost",
+        action="store_true",
+        help="measure the time of a step instead, and add it to the results",
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     code_state()  # before anything is measured: the files may change while that takes its time
     RESULTS.mkdir(exist_ok=True)
     kept = RESULTS / "optimisers.json"
     sources = {"characters": arguments.text, "prose": arguments.prose}
-    datasets = {corpus.name: prepared(corpus, sources[corpus.name], arguments.work / corpus.name) for corpus in CORPORA}
+    datasets = {
+        corpus.name: prepared(corpus, sources[corpus.name], arguments.work / corpus.name)
+        for corpus in CORPORA
+    }
     found = json.loads(kept.read_text()) if kept.exists() else {}
     if arguments.cost:
         costs = {corpus.name: step_ms(corpus, datasets[corpus.name]) for corpus in CORPORA}
         found["cost"] = {"machine": probe().describe(), "commit": code_state(), "corpora": costs}
     else:
-        found |= {**facts(), "corpora": [measure(corpus, datasets[corpus.name], arguments.work / "runs.jsonl") for corpus in CORPORA]}
+        found |= {
+            **facts(),
+            "corpora": [
+                measure(corpus, datasets[corpus.name], arguments.work / "runs.jsonl")
+                for corpus in CORPORA
+            ],
+        }
     kept.write_text(json.dumps(found, indent=1) + "\n")
     (RESULTS / "optimisers.md").write_text(table(found))
     (RESULTS / "optimisers.svg").write_text(picture(found))
@@ -155,7 +185,9 @@ def code_state(root: Path = RESULTS.parents[1]) -> str:
     files = ("flatout", "benchmarks/optimisers.py")
 
     def git(*words: str) -> list[str]:
-        done = subprocess.run(["git", *words, "--", *files], capture_output=True, text=True, cwd=root, check=True)
+        done = subprocess.run(
+            ["git", *words, "--", *files], capture_output=True, text=True, cwd=root, check=True
+        )
         return done.stdout.splitlines()
 
     (commit,) = git("log", "-1", "--format=%h")
@@ -164,7 +196,9 @@ def code_state(root: Path = RESULTS.parents[1]) -> str:
     digest = hashlib.sha256()
     for name in sorted({*git("ls-files"), *git("ls-files", "--others", "--exclude-standard")}):
         path = root / name
-        digest.update(f"{name} {hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else None}\n".encode())
+        digest.update(
+            f"{name} {hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else None}\n".encode()
+        )
     return f"{commit}+{digest.hexdigest()[:8]}"
 
 
@@ -200,7 +234,10 @@ def measure(corpus: Corpus, dataset: Dataset, cache: Path) -> dict[str, Any]:
         for fraction in FRACTIONS[kind]:
             for seed in SEEDS:
                 trial(setting, fraction, seed)
-    splits = {name: {"tokens": split.tokens, "text_bytes": split.text_bytes} for name, split in dataset.manifest.splits.items()}
+    splits = {
+        name: {"tokens": split.tokens, "text_bytes": split.text_bytes}
+        for name, split in dataset.manifest.splits.items()
+    }
     described = {**asdict(corpus), "vocab_size": dataset.vocab_size, "splits": splits}
     settings = {kind: asdict(setting) for kind, setting in best.items()}
     return {**described, "best": settings, "runs": rows, **summary(rows, settings, SEEDS)}
@@ -211,7 +248,9 @@ def tuned(kind: str, trial: Trial) -> Setting:
     first, *others = WEIGHT_DECAYS
     rows = line(Setting(kind, 0.0, first), RATES, trial)
     for weight_decay in others:
-        rows += line(replace(lowest(rows), weight_decay=weight_decay), around(lowest(rows).lr), trial)
+        rows += line(
+            replace(lowest(rows), weight_decay=weight_decay), around(lowest(rows).lr), trial
+        )
     name, value = OTHER_DECAY[kind]
     rows += line(replace(lowest(rows), **{name: value}), around(lowest(rows).lr), trial)
     return lowest(rows)
@@ -226,7 +265,13 @@ def line(setting: Setting, rates: Iterable[float], trial: Trial) -> list[dict[st
         best = lowest(rows).lr
         if tried[0] < best < tried[-1]:
             return rows
-        rows.append(trial(replace(setting, lr=best / 2 if best == tried[0] else best * 2), fraction, TUNING_SEED))
+        rows.append(
+            trial(
+                replace(setting, lr=best / 2 if best == tried[0] else best * 2),
+                fraction,
+                TUNING_SEED,
+            )
+        )
 
 
 def around(rate: float) -> tuple[float, float, float]:
@@ -239,15 +284,32 @@ def lowest(rows: list[dict[str, Any]]) -> Setting:
     return Setting(row["kind"], row["lr"], row["weight_decay"], row["beta2"], row["momentum"])
 
 
-def configured(corpus: Corpus, dataset: Dataset, setting: Setting, fraction: float, seed: int) -> RunConfig:
+def configured(
+    corpus: Corpus, dataset: Dataset, setting: Setting, fraction: float, seed: int
+) -> RunConfig:
     """Return the whole configuration of one run."""
     steps = round(corpus.tokens * fraction / SHARED["batch.tokens_per_step"])
-    optim = {"optim.kind": setting.kind, "optim.lr": setting.lr, "optim.weight_decay": setting.weight_decay}
+    optim = {
+        "optim.kind": setting.kind,
+        "optim.lr": setting.lr,
+        "optim.weight_decay": setting.weight_decay,
+    }
     optim |= {"optim.betas": [0.9, setting.beta2], "optim.momentum": setting.momentum}
-    return load_config().with_values({**SHARED, **corpus.shape, **optim, "train.steps": steps, "train.seed": seed, "data.path": str(dataset.path)})
+    return load_config().with_values(
+        {
+            **SHARED,
+            **corpus.shape,
+            **optim,
+            "train.steps": steps,
+            "train.seed": seed,
+            "data.path": str(dataset.path),
+        }
+    )
 
 
-def remembered(corpus: Corpus, dataset: Dataset, setting: Setting, fraction: float, seed: int, cache: Path) -> dict[str, Any]:
+def remembered(
+    corpus: Corpus, dataset: Dataset, setting: Setting, fraction: float, seed: int, cache: Path
+) -> dict[str, Any]:
     """Return the row of a run: from the cache when this code has run it before, else it is run now and written there."""
     asked = {**asdict(setting), "fraction": fraction, "seed": seed}
     key = {"corpus": asdict(corpus), "shared": SHARED, "code": code_state(), **asked}
@@ -268,7 +330,14 @@ def built(config: RunConfig, dataset: Dataset) -> Run:
     machine = probe()
     resolved, decisions = resolve(config, machine=machine, dataset=dataset, world_size=1)
     mesh = make_mesh(resolved.parallel, "cpu")
-    return build(resolved, machine=machine, mesh=mesh, dataset=dataset, folder=Path("unused"), decisions=decisions)
+    return build(
+        resolved,
+        machine=machine,
+        mesh=mesh,
+        dataset=dataset,
+        folder=Path("unused"),
+        decisions=decisions,
+    )
 
 
 def trained(run: Run, eval_tokens: int | None) -> dict[str, Any]:
@@ -283,12 +352,20 @@ def trained(run: Run, eval_tokens: int | None) -> dict[str, Any]:
     val_loss = evaluate(run, max_tokens=eval_tokens).loss
     if not math.isfinite(losses[-1]) or not math.isfinite(val_loss):
         return {"val_loss": None, "train_loss": None}
-    return {"val_loss": val_loss, "train_loss": statistics.mean(losses[-max(1, len(losses) // 20) :])}
+    return {
+        "val_loss": val_loss,
+        "train_loss": statistics.mean(losses[-max(1, len(losses) // 20) :]),
+    }
 
 
-def step_ms(corpus: Corpus, dataset: Dataset, *, rounds: int = 15, steps: int = 20) -> dict[str, Any]:
+def step_ms(
+    corpus: Corpus, dataset: Dataset, *, rounds: int = 15, steps: int = 20
+) -> dict[str, Any]:
     """Return the median time of a step of each optimiser: by turns, so that both see the same machine."""
-    runs = {kind: built(configured(corpus, dataset, Setting(kind, 1e-3, 0.1), 1.0, 0), dataset) for kind in ("adamw", "muon")}
+    runs = {
+        kind: built(configured(corpus, dataset, Setting(kind, 1e-3, 0.1), 1.0, 0), dataset)
+        for kind in ("adamw", "muon")
+    }
     taken: dict[str, list[float]] = {kind: [] for kind in runs}
     for number in range(rounds + 1):
         for kind, run in runs.items():
@@ -302,7 +379,12 @@ def step_ms(corpus: Corpus, dataset: Dataset, *, rounds: int = 15, steps: int = 
         run.feed.close()
     ratios = [muon / adamw for muon, adamw in zip(taken["muon"], taken["adamw"], strict=True)]
     medians = {f"{kind}_step_ms": statistics.median(times) for kind, times in taken.items()}
-    return {**medians, "ratio": statistics.median(ratios), "ratios": ratios, "threads": torch.get_num_threads()}
+    return {
+        **medians,
+        "ratio": statistics.median(ratios),
+        "ratios": ratios,
+        "threads": torch.get_num_threads(),
+    }
 
 
 if __name__ == "__main__":

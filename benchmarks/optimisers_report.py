@@ -17,24 +17,42 @@ WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 460, 330, 60, 40, 20, 50
 """Of one panel of the picture, in pixels, and its margins."""
 
 
-def summary(rows: list[dict[str, Any]], settings: dict[str, dict[str, Any]], seeds: Sequence[int]) -> dict[str, Any]:
+def summary(
+    rows: list[dict[str, Any]], settings: dict[str, dict[str, Any]], seeds: Sequence[int]
+) -> dict[str, Any]:
     """Return the losses of the seeds by optimiser and fraction, and the fraction of the tokens that Muon needs, by seed and over all.
 
     A seed fixes the weights at the start and the order of the windows, so seed by seed both optimisers do the same task.
     """
     curves: dict[str, dict[float, list[float]]] = {}
     for kind, setting in settings.items():
-        chosen = [row for row in rows if row["seed"] in seeds and all(row[key] == value for key, value in setting.items())]
+        chosen = [
+            row
+            for row in rows
+            if row["seed"] in seeds and all(row[key] == value for key, value in setting.items())
+        ]
         fractions = sorted({row["fraction"] for row in chosen})
         by_seed = {(row["fraction"], row["seed"]): row["val_loss"] for row in chosen}
-        curves[kind] = {fraction: [by_seed[fraction, seed] for seed in seeds] for fraction in fractions}
+        curves[kind] = {
+            fraction: [by_seed[fraction, seed] for seed in seeds] for fraction in fractions
+        }
     target = curves["adamw"][1.0]
     muon = curves["muon"]
-    needed = [crossing([(fraction, losses[n]) for fraction, losses in muon.items()], target[n]) for n in range(len(seeds))]
+    needed = [
+        crossing([(fraction, losses[n]) for fraction, losses in muon.items()], target[n])
+        for n in range(len(seeds))
+    ]
     known = [fraction for fraction in needed if fraction is not None]
     whole = len(known) == len(needed)
-    listed = {kind: [{"fraction": fraction, "val_losses": losses} for fraction, losses in curve.items()] for kind, curve in curves.items()}
-    over_seeds = {"needed": statistics.mean(known), "interval_95": interval(known)} if whole else {"needed": None, "interval_95": None}
+    listed = {
+        kind: [{"fraction": fraction, "val_losses": losses} for fraction, losses in curve.items()]
+        for kind, curve in curves.items()
+    }
+    over_seeds = (
+        {"needed": statistics.mean(known), "interval_95": interval(known)}
+        if whole
+        else {"needed": None, "interval_95": None}
+    )
     return {"curves": listed, "needed_by_seed": needed, **over_seeds}
 
 
@@ -63,22 +81,35 @@ def table(found: dict[str, Any]) -> str:
         "|---|---|---|---|",
     ]
     for corpus in found.get("corpora", []):
-        adamw, muon = (loss_cell(corpus, kind, fraction) for kind, fraction in (("adamw", 1.0), ("muon", 0.65)))
-        lines.append(f"| {corpus['title']}, {corpus['tokens'] / 1e6:.2f} M | {adamw} | {muon} | {needed_cell(corpus)} |")
+        adamw, muon = (
+            loss_cell(corpus, kind, fraction) for kind, fraction in (("adamw", 1.0), ("muon", 0.65))
+        )
+        lines.append(
+            f"| {corpus['title']}, {corpus['tokens'] / 1e6:.2f} M | {adamw} | {muon} | {needed_cell(corpus)} |"
+        )
     if "corpora" in found:
         lines += ["", _small_print(found)]
     if "cost" in found:
-        costs = "; ".join(f"{name}: {cost['ratio']:.2f} times" for name, cost in found["cost"]["corpora"].items())
-        lines += ["", f"A step of Muon takes, of AdamW's ({found['cost']['machine']}, one thread, by turns, median): {costs}."]
+        costs = "; ".join(
+            f"{name}: {cost['ratio']:.2f} times" for name, cost in found["cost"]["corpora"].items()
+        )
+        lines += [
+            "",
+            f"A step of Muon takes, of AdamW's ({found['cost']['machine']}, one thread, by turns, median): {costs}.",
+        ]
     return "\n".join(lines) + "\n"
 
 
 def loss_cell(corpus: dict[str, Any], kind: str, fraction: float) -> str:
     """Return an optimiser's setting and its losses with a fraction of the tokens."""
     setting = corpus["best"][kind]
-    losses = next(point["val_losses"] for point in corpus["curves"][kind] if point["fraction"] == fraction)
+    losses = next(
+        point["val_losses"] for point in corpus["curves"][kind] if point["fraction"] == fraction
+    )
     decay = f"lr {setting['lr']:g}, decay {setting['weight_decay']:g}"
-    other = f"beta2 {setting['beta2']:g}" if kind == "adamw" else f"momentum {setting['momentum']:g}"
+    other = (
+        f"beta2 {setting['beta2']:g}" if kind == "adamw" else f"momentum {setting['momentum']:g}"
+    )
     return f"{decay}, {other}: {', '.join(f'{loss:.4f}' for loss in losses)}"
 
 
@@ -112,22 +143,38 @@ def _small_print(found: dict[str, Any]) -> str:
 
 def picture(found: dict[str, Any]) -> str:
     """Return final loss against tokens, a panel a corpus, as SVG that reads on light and on dark."""
-    panels = [_panel(corpus, number * WIDTH) for number, corpus in enumerate(found.get("corpora", []))]
+    panels = [
+        _panel(corpus, number * WIDTH) for number, corpus in enumerate(found.get("corpora", []))
+    ]
     width = WIDTH * max(1, len(panels))
     size = f'width="{width}" height="{HEIGHT}" viewBox="0 0 {width} {HEIGHT}"'
-    opening = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="12">'
+    opening = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="12">'
+    )
     return "\n".join([opening, *panels, "</svg>"]) + "\n"
 
 
 def _panel(corpus: dict[str, Any], offset: int) -> str:
-    losses = [loss for curve in corpus["curves"].values() for point in curve for loss in point["val_losses"]]
-    fractions = sorted({point["fraction"] for curve in corpus["curves"].values() for point in curve})
+    losses = [
+        loss
+        for curve in corpus["curves"].values()
+        for point in curve
+        for loss in point["val_losses"]
+    ]
+    fractions = sorted(
+        {point["fraction"] for curve in corpus["curves"].values() for point in curve}
+    )
     margin = 0.08 * (max(losses) - min(losses))
     across = _scale(math.log(fractions[0]), math.log(fractions[-1]), LEFT + 15, WIDTH - RIGHT - 15)
     down = _scale(max(losses) + margin, min(losses) - margin, TOP, HEIGHT - BOTTOM)
     drawn = [
         _text(WIDTH / 2, 20, corpus["title"], "middle"),
-        _text(WIDTH / 2, HEIGHT - 8, "million training tokens of a run (all points: whole runs)", "middle"),
+        _text(
+            WIDTH / 2,
+            HEIGHT - 8,
+            "million training tokens of a run (all points: whole runs)",
+            "middle",
+        ),
     ]
     for fraction in fractions:
         x = across(math.log(fraction))
@@ -141,17 +188,43 @@ def _panel(corpus: dict[str, Any], offset: int) -> str:
             _line(LEFT, down(loss), WIDTH - RIGHT, down(loss), GREY, 'stroke-opacity="0.25"'),
             _text(LEFT - 6, down(loss) + 4, f"{loss:.2f}", "end"),
         ]
-    target = next(statistics.mean(point["val_losses"]) for point in corpus["curves"]["adamw"] if point["fraction"] == 1.0)
-    drawn.append(_line(LEFT, down(target), WIDTH - RIGHT, down(target), COLOURS["adamw"], 'stroke-dasharray="5 4"'))
+    target = next(
+        statistics.mean(point["val_losses"])
+        for point in corpus["curves"]["adamw"]
+        if point["fraction"] == 1.0
+    )
+    drawn.append(
+        _line(
+            LEFT,
+            down(target),
+            WIDTH - RIGHT,
+            down(target),
+            COLOURS["adamw"],
+            'stroke-dasharray="5 4"',
+        )
+    )
     for number, (kind, curve) in enumerate(corpus["curves"].items()):
-        means = [(across(math.log(point["fraction"])), down(statistics.mean(point["val_losses"]))) for point in curve]
-        drawn.append(f'<polyline points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in means)}" fill="none" stroke="{COLOURS[kind]}" stroke-width="2"/>')
+        means = [
+            (across(math.log(point["fraction"])), down(statistics.mean(point["val_losses"])))
+            for point in curve
+        ]
+        drawn.append(
+            f'<polyline points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in means)}" fill="none" stroke="{COLOURS[kind]}" stroke-width="2"/>'
+        )
         drawn += [
             f'<circle cx="{across(math.log(point["fraction"])):.1f}" cy="{down(loss):.1f}" r="3" fill="{COLOURS[kind]}" fill-opacity="0.6"/>'
             for point in curve
             for loss in point["val_losses"]
         ]
-        drawn.append(_text(WIDTH - RIGHT - 8, TOP + 16 * (number + 1), f"{NAMES[kind]}, tuned", "end", COLOURS[kind]))
+        drawn.append(
+            _text(
+                WIDTH - RIGHT - 8,
+                TOP + 16 * (number + 1),
+                f"{NAMES[kind]}, tuned",
+                "end",
+                COLOURS[kind],
+            )
+        )
     return f'<g transform="translate({offset},0)">\n' + "\n".join(drawn) + "\n</g>"
 
 
@@ -164,8 +237,12 @@ def _text(x: float, y: float, text: str, anchor: str, colour: str = GREY) -> str
 
 
 def _line(x1: float, y1: float, x2: float, y2: float, colour: str, style: str) -> str:
-    return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{colour}" {style}/>'
+    return (
+        f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{colour}" {style}/>'
+    )
 
 
 if __name__ == "__main__":
-    raise SystemExit("It is a part of benchmarks/optimisers.py, which is the command: python benchmarks/optimisers.py --help")
+    raise SystemExit(
+        "It is a part of benchmarks/optimisers.py, which is the command: python benchmarks/optimisers.py --help"
+    )

@@ -40,8 +40,17 @@ from flatout.hardware import probe
 HERE = Path(__file__).parent
 CORPUS_MB = 150
 OURS, ALONE = "flatout", "flatout, tiktoken alone"
-NANOGPT, LITDATA, DATATROVE = "datasets.map, tiktoken, memmap", "litdata optimize, tiktoken", "datatrove, tokenizers"
-TARGETS = [(OURS, NANOGPT, 5.0), (OURS, DATATROVE, 12.0), (OURS, LITDATA, 3.5), (ALONE, NANOGPT, 2.5)]
+NANOGPT, LITDATA, DATATROVE = (
+    "datasets.map, tiktoken, memmap",
+    "litdata optimize, tiktoken",
+    "datatrove, tokenizers",
+)
+TARGETS = [
+    (OURS, NANOGPT, 5.0),
+    (OURS, DATATROVE, 12.0),
+    (OURS, LITDATA, 3.5),
+    (ALONE, NANOGPT, 2.5),
+]
 """A way, another, and how many times faster it is to be."""
 TARGET_TOKENS_PER_S = 18e6
 SEQ_LEN, ROWS = 1_024, 8
@@ -49,17 +58,33 @@ SEQ_LEN, ROWS = 1_024, 8
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=Path, required=True, help='JSONL with a field "text"; copied until there is enough')
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--rows",
+        type=Path,
+        required=True,
+        help='JSONL with a field "text"; copied until there is enough',
+    )
     parser.add_argument("--ranks", type=Path, required=True, help="gpt2.tiktoken")
-    parser.add_argument("--vocabulary", type=Path, required=True, help="the same vocabulary as tokenizer.json")
-    parser.add_argument("--peers", default=sys.executable, help="Python of the environment with the other tools")
+    parser.add_argument(
+        "--vocabulary", type=Path, required=True, help="the same vocabulary as tokenizer.json"
+    )
+    parser.add_argument(
+        "--peers", default=sys.executable, help="Python of the environment with the other tools"
+    )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--workers", type=int, default=2)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         found = measure(Path(folder), arguments)
-    found |= {"machine": probe().describe(), "commit": commit(), "workers": arguments.workers, "repeats": arguments.repeats}
+    found |= {
+        "machine": probe().describe(),
+        "commit": commit(),
+        "workers": arguments.workers,
+        "repeats": arguments.repeats,
+    }
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "prepare.json").write_text(json.dumps(found, indent=1) + "\n")
     (RESULTS / "prepare.md").write_text(table(found))
@@ -81,9 +106,17 @@ def measure(folder: Path, arguments: argparse.Namespace) -> dict:
                     rows[way].append(row)
                 print(f"repeat {repeat + 1}: {way}: {row}", file=sys.stderr)
     run(OURS, corpus, folder / "out", arguments)
-    feeds = feed_rates(folder / "out" / "data", arguments.vocabulary, arguments.ranks, arguments.repeats)
+    feeds = feed_rates(
+        folder / "out" / "data", arguments.vocabulary, arguments.ranks, arguments.repeats
+    )
     size = sum(file.stat().st_size for file in corpus.iterdir())
-    return {"corpus_bytes": size, "copies": len(list(corpus.iterdir())), "rows": rows, "missing": missing, "feeds": feeds}
+    return {
+        "corpus_bytes": size,
+        "copies": len(list(corpus.iterdir())),
+        "rows": rows,
+        "missing": missing,
+        "feeds": feeds,
+    }
 
 
 def make_corpus(folder: Path, rows: Path) -> Path:
@@ -99,11 +132,26 @@ def run(way: str, corpus: Path, out: Path, arguments: argparse.Namespace) -> dic
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir()
     python = sys.executable if way in (OURS, ALONE) else arguments.peers
-    words = [python, str(HERE / "prepare_ways.py"), way, str(corpus), str(out), "--workers", str(arguments.workers)]
-    words += ["--ranks", str(arguments.ranks.resolve()), "--vocabulary", str(arguments.vocabulary.resolve())]
+    words = [
+        python,
+        str(HERE / "prepare_ways.py"),
+        way,
+        str(corpus),
+        str(out),
+        "--workers",
+        str(arguments.workers),
+    ]
+    words += [
+        "--ranks",
+        str(arguments.ranks.resolve()),
+        "--vocabulary",
+        str(arguments.vocabulary.resolve()),
+    ]
     environment = os.environ | {"HF_HOME": str(out / "hf"), "TOKENIZERS_PARALLELISM": "false"}
     began = time.perf_counter()
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    process = subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
     peak: list[int] = [0]
     watcher = threading.Thread(target=_watch, args=(process, peak))
     watcher.start()
@@ -122,7 +170,9 @@ def _watch(process: subprocess.Popen[str], peak: list[int]) -> None:
     while process.poll() is None:
         with contextlib.suppress(psutil.Error):  # it has just ended
             top = psutil.Process(process.pid)
-            peak[0] = max(peak[0], sum(_resident(one) for one in [top, *top.children(recursive=True)]))
+            peak[0] = max(
+                peak[0], sum(_resident(one) for one in [top, *top.children(recursive=True)])
+            )
         time.sleep(0.2)
 
 
@@ -137,15 +187,26 @@ def feed_rates(data: Path, vocabulary: Path, ranks: Path, repeats: int) -> dict[
     """Return tokens a second of one thread that feeds steps: each window tokenised in the step, by three engines, and read from the shards."""
     plain, fast = load_tokenizer(vocabulary, end_of_text="<|endoftext|>"), load_tokenizer(ranks)
     readers: dict[str, tuple[int, Callable[[], WindowReader]]] = {
-        "tokenised in the loop, tokenizers": (300, lambda: TokenisingWindows(plain.with_engine("tokenizers"))),
-        "tokenised in the loop, tiktoken": (300, lambda: TokenisingWindows(fast.with_engine("tiktoken"))),
-        "tokenised in the loop, gigatoken": (1_000, lambda: TokenisingWindows(fast.with_engine("gigatoken"))),
+        "tokenised in the loop, tokenizers": (
+            300,
+            lambda: TokenisingWindows(plain.with_engine("tokenizers")),
+        ),
+        "tokenised in the loop, tiktoken": (
+            300,
+            lambda: TokenisingWindows(fast.with_engine("tiktoken")),
+        ),
+        "tokenised in the loop, gigatoken": (
+            1_000,
+            lambda: TokenisingWindows(fast.with_engine("gigatoken")),
+        ),
         "packed before": (50_000, ShardWindows),
     }
     rates: dict[str, list[float]] = {name: [] for name in readers}
     for _ in range(repeats):
         for name, (steps, reader) in readers.items():
-            feed = DirectFeed(WindowSteps(Dataset.open(data).split("train"), plan(SEQ_LEN, ROWS), reader()))
+            feed = DirectFeed(
+                WindowSteps(Dataset.open(data).split("train"), plan(SEQ_LEN, ROWS), reader())
+            )
             feed.prime(steps + 1)
             next(feed)
             began = time.perf_counter()
@@ -169,8 +230,16 @@ def table(found: dict) -> str:
             rate = [row["tokens"] / row["seconds"] / 1e6 for row in rows]
             seconds = spread([row["seconds"] for row in rows], 2)
             peak = statistics.median(row["peak_mb"] for row in rows)
-            lines.append(f"| {way} | {seconds} | {spread(rate, 1)} | {peak:,.0f} | {spread(ratios(found, OURS, way), 1)} |")
-    lines += ["", *kept(found), "", "| a thread feeds steps of 8 windows of 1,024 | tokens/s |", "|---|---|"]
+            lines.append(
+                f"| {way} | {seconds} | {spread(rate, 1)} | {peak:,.0f} | {spread(ratios(found, OURS, way), 1)} |"
+            )
+    lines += [
+        "",
+        *kept(found),
+        "",
+        "| a thread feeds steps of 8 windows of 1,024 | tokens/s |",
+        "|---|---|",
+    ]
     lines += [f"| {name} | {spread(rates)} |" for name, rates in found["feeds"].items()]
     lines += [
         "",
@@ -184,7 +253,10 @@ def table(found: dict) -> str:
 
 def ratios(found: dict, way: str, other: str) -> list[float]:
     """Return how many times longer `other` took than `way`, for each repeat."""
-    return [slow["seconds"] / fast["seconds"] for fast, slow in zip(found["rows"][way], found["rows"][other], strict=True)]
+    return [
+        slow["seconds"] / fast["seconds"]
+        for fast, slow in zip(found["rows"][way], found["rows"][other], strict=True)
+    ]
 
 
 def kept(found: dict) -> list[str]:
@@ -193,11 +265,15 @@ def kept(found: dict) -> list[str]:
     if len(counts) > 1:
         raise SystemExit(f"The ways wrote different numbers of tokens: {counts}.")
     rate = statistics.median(row["tokens"] / row["seconds"] for row in found["rows"][OURS])
-    lines = [f"- {OURS}: {rate / 1e6:.1f} M tokens/s; asked for: {TARGET_TOKENS_PER_S / 1e6:.0f}: {_verdict(rate >= TARGET_TOKENS_PER_S)}."]
+    lines = [
+        f"- {OURS}: {rate / 1e6:.1f} M tokens/s; asked for: {TARGET_TOKENS_PER_S / 1e6:.0f}: {_verdict(rate >= TARGET_TOKENS_PER_S)}."
+    ]
     for way, other, wanted in TARGETS:
         if found["rows"][way] and found["rows"][other]:
             times = ratios(found, way, other)
-            lines.append(f"- {way} beside {other}: {spread(times, 1)} times; asked for: {wanted:g}: {_verdict(statistics.median(times) >= wanted)}.")
+            lines.append(
+                f"- {way} beside {other}: {spread(times, 1)} times; asked for: {wanted:g}: {_verdict(statistics.median(times) >= wanted)}."
+            )
     return lines
 
 

@@ -21,12 +21,16 @@ from typing import Any
 
 import numpy as np
 
-GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+GPT2_PATTERN = (
+    r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+)
 NOT_INSTALLED = 3
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("way", choices=list(WAYS))
     parser.add_argument("corpus", type=Path)
     parser.add_argument("out", type=Path)
@@ -48,7 +52,12 @@ def encoding(ranks: Path) -> Any:
 
     lines = (line.split() for line in ranks.read_bytes().splitlines() if line)
     pieces = {base64.b64decode(piece): int(rank) for piece, rank in lines}
-    return tiktoken.Encoding("gpt2", pat_str=GPT2_PATTERN, mergeable_ranks=pieces, special_tokens={"<|endoftext|>": 50_256})
+    return tiktoken.Encoding(
+        "gpt2",
+        pat_str=GPT2_PATTERN,
+        mergeable_ranks=pieces,
+        special_tokens={"<|endoftext|>": 50_256},
+    )
 
 
 def datasets_map(arguments: argparse.Namespace) -> int:
@@ -56,10 +65,14 @@ def datasets_map(arguments: argparse.Namespace) -> int:
     import datasets
 
     files = sorted(map(str, arguments.corpus.glob("*.jsonl")))
-    loaded = datasets.load_dataset("json", data_files=files, num_proc=arguments.workers, cache_dir=str(arguments.out / "cache"))
+    loaded = datasets.load_dataset(
+        "json", data_files=files, num_proc=arguments.workers, cache_dir=str(arguments.out / "cache")
+    )
     splits = loaded["train"].train_test_split(test_size=0.0005, seed=2357, shuffle=True)
     encode = partial(_encoded, encoding=encoding(arguments.ranks))
-    tokenised = splits.map(encode, remove_columns=splits["train"].column_names, num_proc=arguments.workers)
+    tokenised = splits.map(
+        encode, remove_columns=splits["train"].column_names, num_proc=arguments.workers
+    )
     return sum(_written(rows, arguments.out / f"{name}.bin") for name, rows in tokenised.items())
 
 
@@ -74,7 +87,9 @@ def _written(rows: Any, path: Path, batches: int = 1024) -> int:
     tokens = np.memmap(path, np.uint16, "w+", shape=(total,))
     start, batches = 0, min(batches, len(rows))
     for index in range(batches):
-        batch = np.concatenate(rows.shard(num_shards=batches, index=index, contiguous=True).with_format("numpy")["ids"])
+        batch = np.concatenate(
+            rows.shard(num_shards=batches, index=index, contiguous=True).with_format("numpy")["ids"]
+        )
         tokens[start : start + len(batch)] = batch
         start += len(batch)
     tokens.flush()
@@ -89,9 +104,19 @@ def datatrove(arguments: argparse.Namespace) -> int:
 
     steps = [
         JsonlReader(str(arguments.corpus)),
-        DocumentTokenizer(str(arguments.out / "tokens"), str(arguments.vocabulary), eos_token="<|endoftext|>", shuffle_documents=False),
+        DocumentTokenizer(
+            str(arguments.out / "tokens"),
+            str(arguments.vocabulary),
+            eos_token="<|endoftext|>",
+            shuffle_documents=False,
+        ),
     ]
-    LocalPipelineExecutor(steps, tasks=arguments.workers, workers=arguments.workers, logging_dir=str(arguments.out / "logs")).run()
+    LocalPipelineExecutor(
+        steps,
+        tasks=arguments.workers,
+        workers=arguments.workers,
+        logging_dir=str(arguments.out / "logs"),
+    ).run()
     return sum(file.stat().st_size for file in (arguments.out / "tokens").glob("*.ds")) // 2
 
 
@@ -129,14 +154,26 @@ def flatout(arguments: argparse.Namespace) -> int:
     """`flatout prepare` as it comes."""
     from flatout.cli import main
 
-    words = ["prepare", str(arguments.corpus), "--out", str(arguments.out / "data"), "--tokenizer", str(arguments.ranks)]
+    words = [
+        "prepare",
+        str(arguments.corpus),
+        "--out",
+        str(arguments.out / "data"),
+        "--tokenizer",
+        str(arguments.ranks),
+    ]
     sys.argv = ["flatout", *words, "--workers", str(arguments.workers)]
     try:
         main()
     except SystemExit as ended:
         if ended.code:
             raise
-    return sum(split["tokens"] for split in json.loads((arguments.out / "data" / "manifest.json").read_text())["splits"].values())
+    return sum(
+        split["tokens"]
+        for split in json.loads((arguments.out / "data" / "manifest.json").read_text())[
+            "splits"
+        ].values()
+    )
 
 
 def flatout_tiktoken(arguments: argparse.Namespace) -> int:

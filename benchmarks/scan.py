@@ -38,13 +38,20 @@ COPIED_BYTES = {"cuda": 1 << 30, "cpu": 1 << 28}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu"
+    )
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--out", type=Path, help="the folder to write the figures into")
     arguments = parser.parse_args()
     if arguments.device == "cpu":
-        print("warning: these are the times of a CPU, where Triton does not run; they say nothing about a GPU", file=sys.stderr)
+        print(
+            "warning: these are the times of a CPU, where Triton does not run; they say nothing about a GPU",
+            file=sys.stderr,
+        )
     found = measure(arguments.device, arguments.repeats, out=arguments.out)
     print(table(found))
 
@@ -110,11 +117,18 @@ def drawn(device: str, rows: int, tokens: int, eigenstates: int) -> list[Any]:
     generator = torch.Generator().manual_seed(0)
     memory = torch.exp(torch.rand(eigenstates, generator=generator) * math.log(tokens))
     angle = torch.rand(eigenstates, generator=generator) * 2 * math.pi
-    drive, weights = (torch.randn(rows, tokens, 2 * eigenstates, generator=generator) for _ in range(2))
-    return [*(leaf.to(device).requires_grad_() for leaf in (-1 / memory, angle, drive)), weights.to(device)]
+    drive, weights = (
+        torch.randn(rows, tokens, 2 * eigenstates, generator=generator) for _ in range(2)
+    )
+    return [
+        *(leaf.to(device).requires_grad_() for leaf in (-1 / memory, angle, drive)),
+        weights.to(device),
+    ]
 
 
-def timed(device: str, function: Callable[..., Any], given: list[Any], repeats: int, way: str) -> list[float]:
+def timed(
+    device: str, function: Callable[..., Any], given: list[Any], repeats: int, way: str
+) -> list[float]:
     """Return the seconds of each repeat, after three calls that are not counted."""
     *leaves, weights = given
 
@@ -158,7 +172,9 @@ def copied_bytes_per_s(device: str, repeats: int) -> list[float]:
     source = torch.ones(COPIED_BYTES[device], dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     target.copy_(source)
-    return [2 * source.numel() / clocked(device, lambda: target.copy_(source)) for _ in range(repeats)]
+    return [
+        2 * source.numel() / clocked(device, lambda: target.copy_(source)) for _ in range(repeats)
+    ]
 
 
 def table(found: dict) -> str:

@@ -35,11 +35,20 @@ COLOURS = {"flatout": "#2f6fde", "flatout, few steps": "#3a9d6e", "nanoGPT": "#d
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--text", type=Path, required=True, help="the text that the data set card `shakespeare` names")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--text",
+        type=Path,
+        required=True,
+        help="the text that the data set card `shakespeare` names",
+    )
     parser.add_argument("--nanogpt", type=Path, help="a folder with nanoGPT, to run it beside")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--nanogpt-repeats", type=int, default=5, help="how many of them run nanoGPT too")
+    parser.add_argument(
+        "--nanogpt-repeats", type=int, default=5, help="how many of them run nanoGPT too"
+    )
     parser.add_argument("--few-steps", type=int, default=150, help="steps of the short run")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -54,43 +63,103 @@ def main() -> None:
 def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     """Return every curve of every repeat."""
     data = folder / "data"
-    flatout("prepare", "shakespeare", "--from", str(arguments.text), "--tokenizer", "char", "--out", str(data))
+    flatout(
+        "prepare",
+        "shakespeare",
+        "--from",
+        str(arguments.text),
+        "--tokenizer",
+        "char",
+        "--out",
+        str(data),
+    )
     runs: dict[str, list[dict[str, Any]]] = {}
     for repeat in range(arguments.repeats):
-        for name, more in (("flatout", []), ("flatout, few steps", [f"train.steps={arguments.few_steps}", "train.eval_every=0"])):
-            runs.setdefault(name, []).append(train(folder / f"{name}-{repeat}", data, f"train.seed={repeat}", *more))
+        for name, more in (
+            ("flatout", []),
+            ("flatout, few steps", [f"train.steps={arguments.few_steps}", "train.eval_every=0"]),
+        ):
+            runs.setdefault(name, []).append(
+                train(folder / f"{name}-{repeat}", data, f"train.seed={repeat}", *more)
+            )
         if arguments.nanogpt and repeat < arguments.nanogpt_repeats:
-            runs.setdefault("nanoGPT", []).append(nanogpt(arguments.nanogpt, folder / f"nanogpt-{repeat}", arguments.text, seed=1337 + repeat))
+            runs.setdefault("nanoGPT", []).append(
+                nanogpt(
+                    arguments.nanogpt,
+                    folder / f"nanogpt-{repeat}",
+                    arguments.text,
+                    seed=1337 + repeat,
+                )
+            )
         for name, repeats in runs.items():  # nanoGPT's last one, when it has had its repeats
-            print(f"repeat {repeat + 1}: {name}: loss {repeats[-1]['val_loss']:.4f} in {repeats[-1]['wall_s']:.1f} s", file=sys.stderr)
-    return {"machine": probe().describe(), "commit": commit(), "repeats": arguments.repeats, "few_steps": arguments.few_steps, "runs": runs}
+            print(
+                f"repeat {repeat + 1}: {name}: loss {repeats[-1]['val_loss']:.4f} in {repeats[-1]['wall_s']:.1f} s",
+                file=sys.stderr,
+            )
+    return {
+        "machine": probe().describe(),
+        "commit": commit(),
+        "repeats": arguments.repeats,
+        "few_steps": arguments.few_steps,
+        "runs": runs,
+    }
 
 
 def train(run: Path, data: Path, *overrides: str) -> dict[str, Any]:
     """Train the recipe; return its validation losses over the seconds since the process began."""
     began = time.time()
-    summary = flatout("train", "shakespeare-char", f"data.path={data}", *overrides, "--run", str(run))
+    summary = flatout(
+        "train", "shakespeare-char", f"data.path={data}", *overrides, "--run", str(run)
+    )
     start = json.loads((run / "events.jsonl").read_text().splitlines()[0])
-    before_s = start["time"] - start["wall_s"] - began  # the clock of metrics.jsonl starts when the run is built
+    before_s = (
+        start["time"] - start["wall_s"] - began
+    )  # the clock of metrics.jsonl starts when the run is built
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    curve = [(before_s + record["wall_s"], record["val/loss"]) for record in records if "val/loss" in record]
-    return {"wall_s": summary["process_s"], "val_loss": summary["val_loss"], "tokens": summary["tokens"], "before_s": before_s, "curve": curve}
+    curve = [
+        (before_s + record["wall_s"], record["val/loss"])
+        for record in records
+        if "val/loss" in record
+    ]
+    return {
+        "wall_s": summary["process_s"],
+        "val_loss": summary["val_loss"],
+        "tokens": summary["tokens"],
+        "before_s": before_s,
+        "curve": curve,
+    }
 
 
 def nanogpt(source: Path, place: Path, text: Path, *, seed: int) -> dict[str, Any]:
     """Train nanoGPT's recipe in a copy of its folder; return the validation losses it prints over the seconds since its process began."""
     shutil.copytree(source, place)
     shutil.copyfile(text, place / "data" / "shakespeare_char" / "input.txt")
-    subprocess.run([sys.executable, "data/shakespeare_char/prepare.py"], cwd=place, check=True, capture_output=True)
-    (place / "train.py").write_text((place / "train.py").read_text().replace("manual_seed(1337", f"manual_seed({seed}"))
-    words = [sys.executable, "-u", "train.py", "config/train_shakespeare_char.py", *NANOGPT_OPTIONS.split()]
+    subprocess.run(
+        [sys.executable, "data/shakespeare_char/prepare.py"],
+        cwd=place,
+        check=True,
+        capture_output=True,
+    )
+    (place / "train.py").write_text(
+        (place / "train.py").read_text().replace("manual_seed(1337", f"manual_seed({seed}")
+    )
+    words = [
+        sys.executable,
+        "-u",
+        "train.py",
+        "config/train_shakespeare_char.py",
+        *NANOGPT_OPTIONS.split(),
+    ]
     began = time.time()
     with subprocess.Popen(words, cwd=place, stdout=subprocess.PIPE, text=True) as process:
         lines = [(time.time() - began, line) for line in process.stdout or ()]
     if process.returncode:
         raise SystemExit(f"nanoGPT ended with {process.returncode}")
     wall_s = time.time() - began
-    said = [(second, re.match(r"step \d+: train loss \S+, val loss (\S+)", line)) for second, line in lines]
+    said = [
+        (second, re.match(r"step \d+: train loss \S+, val loss (\S+)", line))
+        for second, line in lines
+    ]
     curve = [(second, float(found[1])) for second, found in said if found]
     return {"wall_s": wall_s, "val_loss": curve[-1][1], "tokens": 2000 * 12 * 64, "curve": curve}
 
@@ -102,7 +171,11 @@ def reached_s(curve: list[tuple[float, float]], loss: float) -> float | None:
 
 def table(found: dict[str, Any]) -> str:
     """Return the figures as Markdown."""
-    lines = ["| | validation loss at the end | whole process, s | tokens | " + " | ".join(f"{loss:g} reached after, s" for _, loss in TARGETS) + " |"]
+    lines = [
+        "| | validation loss at the end | whole process, s | tokens | "
+        + " | ".join(f"{loss:g} reached after, s" for _, loss in TARGETS)
+        + " |"
+    ]
     lines.append("|---|---|---|---|" + "---|" * len(TARGETS))
     for name, repeats in found["runs"].items():
         cells = [
@@ -112,7 +185,9 @@ def table(found: dict[str, Any]) -> str:
         ]
         for _, loss in TARGETS:
             times = [reached_s(run["curve"], loss) for run in repeats]
-            cells.append(spread([second for second in times if second], 1) if all(times) else "not reached")
+            cells.append(
+                spread([second for second in times if second], 1) if all(times) else "not reached"
+            )
         lines.append(f"| {name} | {' | '.join(cells)} |")
     wanted = " and ".join(f"{loss:g} within {second:g} s" for second, loss in TARGETS)
     lines += [
@@ -128,7 +203,9 @@ def picture(found: dict[str, Any]) -> str:
     """Return loss against wall seconds as SVG: every repeat a thin line, every evaluation a dot, the targets as crosses."""
     width, height, left, top, right, bottom = 720, 400, 60, 30, 20, 50
     curves = [(name, run["curve"]) for name, repeats in found["runs"].items() for run in repeats]
-    last = max([second for _, curve in curves for second, _ in curve] + [second for second, _ in TARGETS])
+    last = max(
+        [second for _, curve in curves for second, _ in curve] + [second for second, _ in TARGETS]
+    )
     low, high = 1.4, 2.6
 
     def place(second: float, loss: float) -> str:
@@ -139,23 +216,50 @@ def picture(found: dict[str, Any]) -> str:
     for tenth in range(14, 27, 2):
         x, y = place(0, tenth / 10).split(",")
         drawn.append(f'<line x1="{x}" y1="{y}" x2="{width - right}" y2="{y}" stroke="#dddddd"/>')
-        drawn.append(f'<text x="{left - 8}" y="{float(y) + 4:.1f}" text-anchor="end">{tenth / 10:.1f}</text>')
+        drawn.append(
+            f'<text x="{left - 8}" y="{float(y) + 4:.1f}" text-anchor="end">{tenth / 10:.1f}</text>'
+        )
     seconds = [(second, place(second, low).split(",")[0]) for second in range(0, int(last) + 1, 10)]
-    drawn += [f'<text x="{x}" y="{height - bottom + 18}" text-anchor="middle">{second}</text>' for second, x in seconds]
-    drawn.append(f'<text x="{width / 2}" y="{height - 10}" text-anchor="middle">seconds since the process began</text>')
+    drawn += [
+        f'<text x="{x}" y="{height - bottom + 18}" text-anchor="middle">{second}</text>'
+        for second, x in seconds
+    ]
+    drawn.append(
+        f'<text x="{width / 2}" y="{height - 10}" text-anchor="middle">seconds since the process began</text>'
+    )
     drawn.append(f'<text x="{left}" y="18">validation loss, nats a character</text>')
     for name, curve in curves:
         points = [place(second, loss) for second, loss in curve]
-        drawn.append(f'<polyline points="{" ".join(points)}" fill="none" stroke="{COLOURS[name]}" stroke-opacity="0.6"/>')
-        drawn += [f'<circle cx="{point.split(",")[0]}" cy="{point.split(",")[1]}" r="2.5" fill="{COLOURS[name]}"/>' for point in points]
+        drawn.append(
+            f'<polyline points="{" ".join(points)}" fill="none" stroke="{COLOURS[name]}" stroke-opacity="0.6"/>'
+        )
+        drawn += [
+            f'<circle cx="{point.split(",")[0]}" cy="{point.split(",")[1]}" r="2.5" fill="{COLOURS[name]}"/>'
+            for point in points
+        ]
     for second, loss in TARGETS:
         x, y = (float(part) for part in place(second, loss).split(","))
-        drawn.append(f'<path d="M{x - 6},{y} h12 M{x},{y - 6} v12" stroke="#c0392b" stroke-width="2"/>')
+        drawn.append(
+            f'<path d="M{x - 6},{y} h12 M{x},{y - 6} v12" stroke="#c0392b" stroke-width="2"/>'
+        )
     for number, name in enumerate(found["runs"]):
-        drawn.append(f'<text x="{width - right - 10}" y="{top + 18 * (number + 1)}" text-anchor="end" fill="{COLOURS[name]}">{name}</text>')
-    drawn.append(f'<text x="{width - right - 10}" y="{top + 18 * (len(found["runs"]) + 1)}" text-anchor="end" fill="#c0392b">wanted</text>')
+        drawn.append(
+            f'<text x="{width - right - 10}" y="{top + 18 * (number + 1)}" text-anchor="end" fill="{COLOURS[name]}">{name}</text>'
+        )
+    drawn.append(
+        f'<text x="{width - right - 10}" y="{top + 18 * (len(found["runs"]) + 1)}" text-anchor="end" fill="#c0392b">wanted</text>'
+    )
     opening = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
-    return "\n".join([opening + 'font-family="Helvetica, Arial, sans-serif" font-size="12">', *drawn, "</svg>"]) + "\n"
+    return (
+        "\n".join(
+            [
+                opening + 'font-family="Helvetica, Arial, sans-serif" font-size="12">',
+                *drawn,
+                "</svg>",
+            ]
+        )
+        + "\n"
+    )
 
 
 if __name__ == "__main__":

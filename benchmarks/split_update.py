@@ -36,8 +36,12 @@ WAYS = ("split, kernel", "split, torch's operations", "fp32")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu"
+    )
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--tiny", action="store_true", help="a few weights, to see that it runs")
     parser.add_argument("--out", type=Path, help="the folder to write the figures into")
@@ -53,7 +57,12 @@ def main() -> None:
 
 def measure(device: str, repeats: int, sizes: dict[str, tuple[int, int, int]]) -> dict:
     """Return the times of every way, at each size."""
-    rows = [row for model, size in sizes.items() for update in (adamw_rows, muon_rows) for row in update(device, repeats, model, *size)]
+    rows = [
+        row
+        for model, size in sizes.items()
+        for update in (adamw_rows, muon_rows)
+        for row in update(device, repeats, model, *size)
+    ]
     return {
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
         "machine": probe().describe(),
@@ -69,21 +78,34 @@ def hidden(layers: int, width: int) -> list[tuple[int, int]]:
     return layers * [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)]
 
 
-def drawn(device: str, shapes: list[tuple[int, int]], size: float, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+def drawn(
+    device: str, shapes: list[tuple[int, int]], size: float, dtype: torch.dtype = torch.float32
+) -> list[torch.Tensor]:
     """Return random tensors."""
     generator = torch.Generator(device).manual_seed(len(shapes))
-    return [(torch.randn(shape, generator=generator, device=device) * size).to(dtype) for shape in shapes]
+    return [
+        (torch.randn(shape, generator=generator, device=device) * size).to(dtype)
+        for shape in shapes
+    ]
 
 
-def adamw_rows(device: str, repeats: int, model: str, vocabulary: int, layers: int, width: int) -> list[dict]:
+def adamw_rows(
+    device: str, repeats: int, model: str, vocabulary: int, layers: int, width: int
+) -> list[dict]:
     """Return the times of AdamW's whole step in each way."""
     shapes = [(vocabulary, width), *hidden(layers, width)]
 
     def made(way: str) -> tuple[list[torch.Tensor], Callable[[], None]]:
         weights = drawn(device, shapes, 0.02)
-        held = [torch.nn.Parameter(weight if way == "fp32" else SplitTensor(*split(weight))) for weight in weights]
+        held = [
+            torch.nn.Parameter(weight if way == "fp32" else SplitTensor(*split(weight)))
+            for weight in weights
+        ]
         del weights
-        groups = [{"params": held[:1], "weight_decay": 0.0}, {"params": held[1:], "weight_decay": 0.1}]
+        groups = [
+            {"params": held[:1], "weight_decay": 0.0},
+            {"params": held[1:], "weight_decay": 0.1},
+        ]
         optimizer = torch.optim.AdamW(groups, lr=1e-4, betas=(0.9, 0.95), fused=True)
         for parameter, gradient in zip(held, drawn(device, shapes, 1e-3), strict=True):
             parameter.grad = gradient
@@ -92,7 +114,9 @@ def adamw_rows(device: str, repeats: int, model: str, vocabulary: int, layers: i
     return compared(device, repeats, model, "AdamW", made)
 
 
-def muon_rows(device: str, repeats: int, model: str, _vocabulary: int, layers: int, width: int) -> list[dict]:
+def muon_rows(
+    device: str, repeats: int, model: str, _vocabulary: int, layers: int, width: int
+) -> list[dict]:
     """Return the times of adding Muon's steps in each way; fp32 weights take steps of their own type."""
     shapes = hidden(layers, width)
 
@@ -105,30 +129,55 @@ def muon_rows(device: str, repeats: int, model: str, _vocabulary: int, layers: i
     return compared(device, repeats, model, "Muon", made)
 
 
-def compared(device: str, repeats: int, model: str, update: str, made: Callable[[str], tuple[list[torch.Tensor], Callable[[], None]]]) -> list[dict]:
+def compared(
+    device: str,
+    repeats: int,
+    model: str,
+    update: str,
+    made: Callable[[str], tuple[list[torch.Tensor], Callable[[], None]]],
+) -> list[dict]:
     """Return a row for each way, one after the other, so that only one has memory at a time."""
     rows, after_one = [], {}
     for way in WAYS:
         print(f"{model}, {update}: {way}", file=sys.stderr)
-        with patch.object(split_update, "_runs_triton", lambda tensor, way=way: tensor.is_cuda and way == "split, kernel"):
+        with patch.object(
+            split_update,
+            "_runs_triton",
+            lambda tensor, way=way: tensor.is_cuda and way == "split, kernel",
+        ):
             held, step = made(way)
             step()
-            after_one[way] = torch.cat([whole(tensor.detach()).flatten() for tensor in held[:3]]).cpu()
+            after_one[way] = torch.cat(
+                [whole(tensor.detach()).flatten() for tensor in held[:3]]
+            ).cpu()
             for _ in range(WARM_UP):
                 step()
             times = [clocked(device, step) for _ in range(repeats)]
-        rows.append({"model": model, "update": update, "way": way, "weights": sum(tensor.numel() for tensor in held), "seconds": times})
+        rows.append(
+            {
+                "model": model,
+                "update": update,
+                "way": way,
+                "weights": sum(tensor.numel() for tensor in held),
+                "seconds": times,
+            }
+        )
         del held, step
         if device == "cuda":
             torch.cuda.empty_cache()
-    rows[0]["equal"] = float((after_one["split, kernel"] == after_one["split, torch's operations"]).double().mean())
+    rows[0]["equal"] = float(
+        (after_one["split, kernel"] == after_one["split, torch's operations"]).double().mean()
+    )
     return rows
 
 
 def table(found: dict) -> str:
     """Return the figures as Markdown."""
     rate = statistics.median(found["copied_bytes_per_s"])
-    lines = ["| model | update | way | ms | GB/s | share of the copying rate | equal |", "|---|---|---|---|---|---|---|"]
+    lines = [
+        "| model | update | way | ms | GB/s | share of the copying rate | equal |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for row in found["rows"]:
         seconds = statistics.median(row["seconds"])
         moved = BYTES[row["update"]] * row["weights"] / seconds

@@ -37,7 +37,17 @@ from typing import Any
 
 from main_job import RESULTS
 from throughput_data import random_data, text_data
-from throughput_entries import ENTRIES, STEPS, TINY_ROWS, TINY_STEPS, TINY_VOCABULARY, VOCABULARY, WORKS, Entry, shape
+from throughput_entries import (
+    ENTRIES,
+    STEPS,
+    TINY_ROWS,
+    TINY_STEPS,
+    TINY_VOCABULARY,
+    VOCABULARY,
+    WORKS,
+    Entry,
+    shape,
+)
 from throughput_ladder import ladder
 from throughput_report import Measurements, best_rows, read_document, table, verdicts
 
@@ -75,28 +85,58 @@ def main(words: Sequence[str] | None = None) -> None:
         print("\n".join(f"{entry.work}/{entry.name}: {entry.title}" for entry in ENTRIES))
         return
     if not arguments.tiny and not machine.gpus:
-        raise SystemExit("It measures a GPU, and there is none here. --tiny runs every entry at toy shapes on the CPU.")
+        raise SystemExit(
+            "It measures a GPU, and there is none here. --tiny runs every entry at toy shapes on the CPU."
+        )
     with tempfile.TemporaryDirectory(prefix="flatout-throughput-") as scratch:
         out = arguments.out or (Path(scratch) / "results" if arguments.tiny else RESULTS)
         out.mkdir(parents=True, exist_ok=True)
         if arguments.ladder:
-            ladder(out, Path(scratch), minutes=arguments.minutes, rounds=arguments.rounds, tiny=arguments.tiny)
+            ladder(
+                out,
+                Path(scratch),
+                minutes=arguments.minutes,
+                rounds=arguments.rounds,
+                tiny=arguments.tiny,
+            )
             return
         Session(arguments, machine, out, Path(scratch)).measure()
 
 
 def parser() -> argparse.ArgumentParser:
     """Return what the command takes."""
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--only", default="*", help="works or work/entry, with * and ?, separated by commas; --list names them")
-    made.add_argument("--minutes", type=float, help="begin nothing that would not end within them; the same command goes on")
-    made.add_argument("--rounds", type=int, help="measurements of each entry's best batch; 3, and 1 with --tiny")
+    made = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument(
+        "--only",
+        default="*",
+        help="works or work/entry, with * and ?, separated by commas; --list names them",
+    )
+    made.add_argument(
+        "--minutes",
+        type=float,
+        help="begin nothing that would not end within them; the same command goes on",
+    )
+    made.add_argument(
+        "--rounds", type=int, help="measurements of each entry's best batch; 3, and 1 with --tiny"
+    )
     made.add_argument("--out", type=Path, help="folder of the results; benchmarks/results")
     made.add_argument("--again", action="store_true", help="measure what --only names anew")
-    made.add_argument("--tiny", action="store_true", help="toy shapes on the CPU; --out FOLDER keeps what comes of it")
+    made.add_argument(
+        "--tiny",
+        action="store_true",
+        help="toy shapes on the CPU; --out FOLDER keeps what comes of it",
+    )
     made.add_argument("--list", action="store_true", help="name the works and their entries")
-    made.add_argument("--ladder", action="store_true", help="measure the ladder of gpt2-124m instead: throughput_ladder.json and .md")
-    made.add_argument("--commit", help="what to write down as the commit, where there is no repository")
+    made.add_argument(
+        "--ladder",
+        action="store_true",
+        help="measure the ladder of gpt2-124m instead: throughput_ladder.json and .md",
+    )
+    made.add_argument(
+        "--commit", help="what to write down as the commit, where there is no repository"
+    )
     for peer in ("nanogpt", "litgpt", "nanochat"):
         made.add_argument(f"--{peer}", type=Path, help=f"a folder with {peer}")
     return made
@@ -117,38 +157,57 @@ class Session:
         """Measure what is due, round by round, and write after each."""
         entries = [entry for entry in ENTRIES if is_asked(entry, self.arguments.only)]
         if not entries:
-            raise SystemExit(f"--only {self.arguments.only} names nothing. --list names the works and their entries.")
+            raise SystemExit(
+                f"--only {self.arguments.only} names nothing. --list names the works and their entries."
+            )
         rounds = self.arguments.rounds or (1 if self.arguments.tiny else 3)
         found = self.read()
         self.forget(found, entries)
         works = {work.name: shape(work, tiny=self.arguments.tiny) for work in WORKS}
-        ready = [(entry, asked) for entry in entries if (asked := self.configured(entry, works[entry.work])) is not None]
+        ready = [
+            (entry, asked)
+            for entry in entries
+            if (asked := self.configured(entry, works[entry.work])) is not None
+        ]
         left = 0
         for number in range(rounds):
             for work in works:
-                left += self.round(number, {entry.name: (entry, asked) for entry, asked in ready if entry.work == work}, found)
+                left += self.round(
+                    number,
+                    {entry.name: (entry, asked) for entry, asked in ready if entry.work == work},
+                    found,
+                )
         self.write(found)
         print(table(found))
         if left:
             self.say(f"{left} measurements are left: the time was up. The same command goes on.")
 
-    def round(self, number: int, ready: dict[str, tuple[Entry, RunConfig]], found: Measurements) -> int:
+    def round(
+        self, number: int, ready: dict[str, tuple[Entry, RunConfig]], found: Measurements
+    ) -> int:
         """Measure one work's entries once, each at its batches; return how many the time did not suffice for.
 
         The first batches of all come before the second ones: where the time ends early, there is something to compare.
         """
         left = 0
         order = in_turn(list(ready), number)
-        batches = {name: self.batches(ready[name][0]) if number == 0 else best_rows(found, ready[name][0]) for name in order}
+        batches = {
+            name: self.batches(ready[name][0]) if number == 0 else best_rows(found, ready[name][0])
+            for name in order
+        }
         for place in range(max(map(len, batches.values()), default=0)):
             for name in order:
                 entry, asked = ready[name]
                 for rows in batches[name][place : place + 1]:
-                    if not any(row["round"] == number and row["rows"] == rows for row in found.of(entry)):
+                    if not any(
+                        row["round"] == number and row["rows"] == rows for row in found.of(entry)
+                    ):
                         left += not self.point(entry, rows, number, asked, found)
         return left
 
-    def point(self, entry: Entry, rows: int | None, number: int, asked: RunConfig, found: Measurements) -> bool:
+    def point(
+        self, entry: Entry, rows: int | None, number: int, asked: RunConfig, found: Measurements
+    ) -> bool:
         """Measure an entry at one batch, and write it down; say whether there was time for it."""
         remaining_s = self.remaining_s()
         known_s = [row["process_s"] for row in found.of(entry) if row["status"] == "ok"]
@@ -160,14 +219,32 @@ class Session:
         self.keep(row, found)
         return True
 
-    def row(self, entry: Entry, rows: int | None, number: int, asked: RunConfig, limit_s: float, **more: Any) -> dict[str, Any]:
+    def row(
+        self,
+        entry: Entry,
+        rows: int | None,
+        number: int,
+        asked: RunConfig,
+        limit_s: float,
+        **more: Any,
+    ) -> dict[str, Any]:
         """Measure an entry at one batch and return the row; `more` goes into what the worker is told."""
-        batch = {} if rows is None else {"batch.rows_per_device": rows, "batch.accumulate": 1, "batch.tokens_per_step": rows * asked.data.seq_len}
+        batch = (
+            {}
+            if rows is None
+            else {
+                "batch.rows_per_device": rows,
+                "batch.accumulate": 1,
+                "batch.tokens_per_step": rows * asked.data.seq_len,
+            }
+        )
         if rows is None and entry.micro_batch and not self.arguments.tiny:
             batch = {"batch.rows_per_device": entry.micro_batch, "batch.accumulate": None}
         spec = {
             "kind": entry.kind,
-            "config": asked.with_values(batch | {"data.path": str(self.data(entry.data)), "train.seed": number}).to_dict(),
+            "config": asked.with_values(
+                batch | {"data.path": str(self.data(entry.data)), "train.seed": number}
+            ).to_dict(),
             "rows": rows,
             "compiled": entry.compiled and not self.arguments.tiny,
             "peer_folder": self.folder(entry.kind),
@@ -178,19 +255,40 @@ class Session:
         }
         began_s = time.monotonic()
         result = run_apart(spec, limit_s)
-        named = {"work": entry.work, "entry": entry.name, "rows": rows, "round": number, "process_s": round(time.monotonic() - began_s, 1)}
-        return {**named, **result, **self.identity(entry), "commit": self.arguments.commit or commit_of_package() or ""}
+        named = {
+            "work": entry.work,
+            "entry": entry.name,
+            "rows": rows,
+            "round": number,
+            "process_s": round(time.monotonic() - began_s, 1),
+        }
+        return {
+            **named,
+            **result,
+            **self.identity(entry),
+            "commit": self.arguments.commit or commit_of_package() or "",
+        }
 
     def keep(self, row: dict[str, Any], found: Measurements) -> None:
         """Write a row down, and tell it."""
         found.add(row)
         self.write(found)
-        figures = f"{row['tokens_per_s']:,.0f} tokens/s, {row['peak_gib']:.1f} GiB" if row["status"] == "ok" else row["reason"]
-        self.say(f"round {row['round'] + 1}: {row['work']}/{row['entry']}, batch {row['rows'] or 'of the recipe'}: {figures}")
+        figures = (
+            f"{row['tokens_per_s']:,.0f} tokens/s, {row['peak_gib']:.1f} GiB"
+            if row["status"] == "ok"
+            else row["reason"]
+        )
+        self.say(
+            f"round {row['round'] + 1}: {row['work']}/{row['entry']}, batch {row['rows'] or 'of the recipe'}: {figures}"
+        )
 
     def batches(self, entry: Entry) -> Sequence[int | None]:
         """Return the batches that are tried: one at toy shapes."""
-        return tuple(rows and TINY_ROWS for rows in entry.rows[:1]) if self.arguments.tiny else entry.rows
+        return (
+            tuple(rows and TINY_ROWS for rows in entry.rows[:1])
+            if self.arguments.tiny
+            else entry.rows
+        )
 
     def configured(self, entry: Entry, config: RunConfig) -> RunConfig | None:
         """Return the configuration of an entry; None, with a message, when it cannot be measured here."""
@@ -212,10 +310,18 @@ class Session:
             self.say(f"{name} is left out: it is about {entry.about}.")
             return None
         if entry.without and self.why_not(entry.without, config):
-            self.say(f"{name} is left out: it is the set without {entry.without}, which cannot be used here.")
+            self.say(
+                f"{name} is left out: it is the set without {entry.without}, which cannot be used here."
+            )
             return None
         dropped = [name for name in entry.drops if name in SPEEDUPS.names()]
-        return config.with_values({"speedups": ",".join(["auto", *(f"+{name}" for name in able), *(f"-{name}" for name in dropped)])})
+        return config.with_values(
+            {
+                "speedups": ",".join(
+                    ["auto", *(f"+{name}" for name in able), *(f"-{name}" for name in dropped)]
+                )
+            }
+        )
 
     def able(self, entry: Entry, config: RunConfig) -> tuple[list[str], list[str]]:
         """Return which of the speedups that an entry adds can be added here, each with what it needs, and why the others cannot."""
@@ -226,7 +332,9 @@ class Session:
                 reasons.append(f"there is no speedup {added}: entries go without it.")
                 continue
             parts = with_needs(added)
-            why_not = next((reason for part in parts if (reason := self.why_not(part, config))), None)
+            why_not = next(
+                (reason for part in parts if (reason := self.why_not(part, config))), None
+            )
             if why_not:
                 reasons.append(f"entries go without {added}: {why_not.rstrip('.')}.")
             else:
@@ -236,7 +344,11 @@ class Session:
     def why_not(self, name: str, config: RunConfig) -> str | None:
         """Return why a speedup cannot be added here, None when it can."""
         speedup = speedup_named(name)
-        if self.arguments.tiny and speedup.transform is not None and speedup.transform.stage == "compile":
+        if (
+            self.arguments.tiny
+            and speedup.transform is not None
+            and speedup.transform.stage == "compile"
+        ):
             return "toy shapes are not compiled"
         return speedup.why_not(self.machine, config)
 
@@ -263,25 +375,47 @@ class Session:
 
     def identity(self, entry: Entry) -> dict[str, str]:
         """Return what a figure depends on: with another one it is measured anew. A peer does not depend on flatout's code."""
-        device = self.machine.gpus[0].name if self.machine.gpus and not self.arguments.tiny else self.machine.cpu_name
-        return {"machine": self.machine.describe(), "device": device, "torch": version("torch"), "code": code_digest(ours=entry.kind == "flatout")}
+        device = (
+            self.machine.gpus[0].name
+            if self.machine.gpus and not self.arguments.tiny
+            else self.machine.cpu_name
+        )
+        return {
+            "machine": self.machine.describe(),
+            "device": device,
+            "torch": version("torch"),
+            "code": code_digest(ours=entry.kind == "flatout"),
+        }
 
     def forget(self, found: Measurements, entries: Sequence[Entry]) -> None:
         """Drop the measurements that have to be made again, and say so."""
         for entry in entries:
             own = found.of(entry)
             identity = self.identity(entry)
-            stale = [row for row in own if self.arguments.again or any(row[key] != value for key, value in identity.items() if key != "machine")]
+            stale = [
+                row
+                for row in own
+                if self.arguments.again
+                or any(row[key] != value for key, value in identity.items() if key != "machine")
+            ]
             if stale:
                 found.drop(stale)
-                self.say(f"{entry.work}/{entry.name}: {len(stale)} measurements of other code or another machine are dropped, and made anew.")
+                self.say(
+                    f"{entry.work}/{entry.name}: {len(stale)} measurements of other code or another machine are dropped, and made anew."
+                )
 
     def read(self) -> Measurements:
         """Return what the commands before measured."""
         path = self.out / f"{NAME}.json"
-        held = read_document(path, "tiny", "measurements") if path.exists() else {"tiny": self.arguments.tiny, "measurements": []}
+        held = (
+            read_document(path, "tiny", "measurements")
+            if path.exists()
+            else {"tiny": self.arguments.tiny, "measurements": []}
+        )
         if held["tiny"] != self.arguments.tiny:
-            raise SystemExit(f"{path} holds {'toy' if held['tiny'] else 'real'} shapes. Fix: give another folder for the results.")
+            raise SystemExit(
+                f"{path} holds {'toy' if held['tiny'] else 'real'} shapes. Fix: give another folder for the results."
+            )
         return Measurements(held["measurements"], tiny=self.arguments.tiny)
 
     def write(self, found: Measurements) -> None:
@@ -292,7 +426,11 @@ class Session:
 
     def remaining_s(self) -> float:
         """Return the seconds that the command has left."""
-        return float("inf") if self.arguments.minutes is None else 60 * self.arguments.minutes - (time.monotonic() - self.began_s)
+        return (
+            float("inf")
+            if self.arguments.minutes is None
+            else 60 * self.arguments.minutes - (time.monotonic() - self.began_s)
+        )
 
     def say(self, line: str) -> None:
         """Tell whoever watches."""
@@ -307,7 +445,11 @@ class Session:
 
 def is_asked(entry: Entry, only: str) -> bool:
     """Say whether `--only` names an entry, or its work."""
-    return any(fnmatch.fnmatchcase(name, word.strip()) for word in only.split(",") for name in (entry.work, f"{entry.work}/{entry.name}"))
+    return any(
+        fnmatch.fnmatchcase(name, word.strip())
+        for word in only.split(",")
+        for name in (entry.work, f"{entry.work}/{entry.name}")
+    )
 
 
 @functools.cache
@@ -324,16 +466,29 @@ def code_files(ours: bool) -> Iterator[Path]:
     yield from (HERE / "throughput_worker.py", HERE / "throughput_peers.py")
     if ours:
         yield HERE / "throughput_entries.py"
-        yield from sorted(path for path in PACKAGE_DIR.rglob("*") if path.suffix in (".py", ".yaml"))
+        yield from sorted(
+            path for path in PACKAGE_DIR.rglob("*") if path.suffix in (".py", ".yaml")
+        )
 
 
-def run_apart(spec: dict[str, Any], timeout_s: float, *, command: list[str] | None = None) -> dict[str, Any]:
+def run_apart(
+    spec: dict[str, Any], timeout_s: float, *, command: list[str] | None = None
+) -> dict[str, Any]:
     """Measure in a fresh process; return what came of it, even if it was killed, hung, or printed nonsense. `command` replaces it, for tests."""
     program = f"import sys; sys.path[:] = {[str(HERE), *sys.path]!r}; from throughput_worker import main; main()"
     pipe = subprocess.PIPE
-    process = subprocess.Popen(command or [sys.executable, "-c", program], stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True, text=True)
+    process = subprocess.Popen(
+        command or [sys.executable, "-c", program],
+        stdin=pipe,
+        stdout=pipe,
+        stderr=pipe,
+        start_new_session=True,
+        text=True,
+    )
     try:
-        out, err = process.communicate(json.dumps(spec), timeout=timeout_s if timeout_s < float("inf") else None)
+        out, err = process.communicate(
+            json.dumps(spec), timeout=timeout_s if timeout_s < float("inf") else None
+        )
     except subprocess.TimeoutExpired:
         return {"status": "timed-out", "reason": f"It had not ended after {timeout_s:.0f} s."}
     finally:
@@ -341,7 +496,10 @@ def run_apart(spec: dict[str, Any], timeout_s: float, *, command: list[str] | No
     with suppress(ValueError, IndexError):
         return dict(json.loads(out.strip().splitlines()[-1]))
     said = (err.strip().splitlines() or ["nothing"])[-1][:300]
-    return {"status": "failed", "reason": f"The process ended with exit code {process.returncode} and no figures; it said: {said}"}
+    return {
+        "status": "failed",
+        "reason": f"The process ended with exit code {process.returncode} and no figures; it said: {said}",
+    }
 
 
 if __name__ == "__main__":

@@ -22,7 +22,9 @@ def random_data(out: Path, *, tokens: int, vocabulary: int, val_tokens: int = 4_
     Each token is drawn evenly from the first half of the vocabulary: that half of it never comes is what there is to learn, so a
     model that trains falls from about ln V towards ln(V / 2). An id stands for one character, so that the tokens have a text.
     """
-    tokenizer = CharTokenizer("".join(map(chr, range(FIRST_CHARACTER, FIRST_CHARACTER + vocabulary - 1))))
+    tokenizer = CharTokenizer(
+        "".join(map(chr, range(FIRST_CHARACTER, FIRST_CHARACTER + vocabulary - 1)))
+    )
     rng = np.random.default_rng(0)
     with DatasetWriter(out, vocab_size=vocabulary) as writer:
         for split, count in ((writer.train, tokens), (writer.val, val_tokens)):
@@ -45,4 +47,6 @@ def text_data(out: Path, *, vocabulary: int, max_bytes: int | None = None) -> Pa
 
 
 if __name__ == "__main__":
-    raise SystemExit("It is a part of benchmarks/throughput.py, which is the command: python benchmarks/throughput.py --help")
+    raise SystemExit(
+        "It is a part of benchmarks/throughput.py, which is the command: python benchmarks/throughput.py --help"
+    )

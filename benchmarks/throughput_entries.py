@@ -21,7 +21,13 @@ STEPS = {"warmup_steps": 8, "steps": 20}
 TINY_STEPS = {"warmup_steps": 2, "steps": 8}
 TINY_ROWS = 8
 """Windows of a step at toy shapes: enough for a loss that falls steadily."""
-SAME = {"schedule.kind": "constant", "schedule.warmup": 0, "schedule.min_lr": 0.0, "optim.lr": 3e-4, "optim.clip": 1.0}
+SAME = {
+    "schedule.kind": "constant",
+    "schedule.warmup": 0,
+    "schedule.min_lr": 0.0,
+    "optim.lr": 3e-4,
+    "optim.clip": 1.0,
+}
 """The update that all make: so few steps show that the loss falls only when the rate does not begin near zero."""
 TINY_TOKENS = {1_024: 32, 32_768: 64}
 """Window lengths in place of the real ones at toy shapes."""
@@ -111,9 +117,21 @@ WORKS = (
         "gpt2-700m",
         ("gpt2-124m", {"model.num_layers": 24, "model.d_model": 1536, "model.num_heads": 12}),
     ),
-    Work("gpt2-124m-32k", "GPT-2 124M, T = 32,768, 12 heads of 64", "gpt2-124m-32k", ("gpt2-124m", LONG)),
-    Work("gpt2-124m-32k-wide-heads", "the same with 6 heads of 128", "gpt2-124m-32k-wide-heads", ("gpt2-124m", LONG | WIDE)),
-    Work("eigenstate-small-32k", "small_32k eigenstate network, T = 32,768", "eigenstate-small-32k"),
+    Work(
+        "gpt2-124m-32k",
+        "GPT-2 124M, T = 32,768, 12 heads of 64",
+        "gpt2-124m-32k",
+        ("gpt2-124m", LONG),
+    ),
+    Work(
+        "gpt2-124m-32k-wide-heads",
+        "the same with 6 heads of 128",
+        "gpt2-124m-32k-wide-heads",
+        ("gpt2-124m", LONG | WIDE),
+    ),
+    Work(
+        "eigenstate-small-32k", "small_32k eigenstate network, T = 32,768", "eigenstate-small-32k"
+    ),
 )
 
 FAST = ("compile", "collector", "bf16-stream")
@@ -141,7 +159,9 @@ def _ours(
     """The recipe as it stands, a set of speedups at several batches, and what else may pay on top of it, or does without a part, at one."""
     added = (*FAST, *extra)
     plus = (*(switches if len(switches) > 1 else ()), *optional, *ALONE)
-    blocks = tuple("compile-blocks" if name == "compile" else name for name in added if name != "fp8")  # which needs compile
+    blocks = tuple(
+        "compile-blocks" if name == "compile" else name for name in added if name != "fp8"
+    )  # which needs compile
     narrow = tuple(name for name in added if name != "bf16-stream")
     ours = partial(Entry, work, title=f"{AUTO}, no biases", values=NO_BIAS, micro_batch=micro_batch)
     return (
@@ -158,10 +178,21 @@ def _bias(work: str, rows: tuple[int, ...]) -> Entry:
     return Entry(work, "set-bias", AUTO, rows, adds=FAST, variant="bias")
 
 
-def _peer(work: str, name: str, title: str, rows: tuple[int, ...], kind: str, *, compiled: bool = True, bias: bool = False) -> Entry:
+def _peer(
+    work: str,
+    name: str,
+    title: str,
+    rows: tuple[int, ...],
+    kind: str,
+    *,
+    compiled: bool = True,
+    bias: bool = False,
+) -> Entry:
     said = "" if kind in OWN_BIASES else ", biases" if bias else ", no biases"
     values = {} if bias else NO_BIAS
-    return Entry(work, name, title + said, rows, kind=kind, role="peer", compiled=compiled, values=values)
+    return Entry(
+        work, name, title + said, rows, kind=kind, role="peer", compiled=compiled, values=values
+    )
 
 
 OWN_BIASES = ("huggingface", "nanochat")
@@ -175,14 +206,40 @@ def _eigenstate(work: str) -> tuple[Entry, ...]:
     return (
         Entry(work, "recipe", "flatout, the recipe as it stands (documents kept apart)", (None,)),
         Entry(work, "set", title, (4, 1), adds=FAST, values=ONE_TEXT),
-        Entry(work, "set-every", title, (4, 1), adds=(*FAST, *switches), about=switches[0], values=ONE_TEXT),
+        Entry(
+            work,
+            "set-every",
+            title,
+            (4, 1),
+            adds=(*FAST, *switches),
+            about=switches[0],
+            values=ONE_TEXT,
+        ),
         *(
             Entry(work, f"set-{name}", title, (4,), adds=(*FAST, name), about=name, values=ONE_TEXT)
             for name in (*switches, "bf16-weights", "coordinate-descent")
         ),
-        Entry(work, "set-fast-scan", f"{title}, chunks of 128", (4, 1), adds=(*FAST, scan), about=scan, values=chunks),
-        Entry(work, "set-fp32-stream", title, (4,), adds=FAST[:-1], drops=FAST[-1:], values=ONE_TEXT),
-        Entry(work, "fft", "the recurrence by FFT, compiled", (1,), role="peer", adds=("compile", FFT), values=ONE_TEXT),
+        Entry(
+            work,
+            "set-fast-scan",
+            f"{title}, chunks of 128",
+            (4, 1),
+            adds=(*FAST, scan),
+            about=scan,
+            values=chunks,
+        ),
+        Entry(
+            work, "set-fp32-stream", title, (4,), adds=FAST[:-1], drops=FAST[-1:], values=ONE_TEXT
+        ),
+        Entry(
+            work,
+            "fft",
+            "the recurrence by FFT, compiled",
+            (1,),
+            role="peer",
+            adds=("compile", FFT),
+            values=ONE_TEXT,
+        ),
     )
 
 
@@ -191,15 +248,52 @@ ENTRIES = (
     _bias("gpt2-124m", (64,)),
     _peer("gpt2-124m", "nanogpt", "nanoGPT, compiled", (64, 32, 16), "nanogpt"),
     _peer("gpt2-124m", "nanogpt-bias", "nanoGPT, compiled", (64,), "nanogpt", bias=True),
-    _peer("gpt2-124m", "huggingface", "Hugging Face GPT2LMHeadModel, eager", (16, 32, 8), "huggingface", compiled=False),
-    _peer("gpt2-124m", "huggingface-compiled", "Hugging Face GPT2LMHeadModel, compiled", (32, 16), "huggingface"),
+    _peer(
+        "gpt2-124m",
+        "huggingface",
+        "Hugging Face GPT2LMHeadModel, eager",
+        (16, 32, 8),
+        "huggingface",
+        compiled=False,
+    ),
+    _peer(
+        "gpt2-124m",
+        "huggingface-compiled",
+        "Hugging Face GPT2LMHeadModel, compiled",
+        (32, 16),
+        "huggingface",
+    ),
     _peer("gpt2-124m", "litgpt", "litgpt, compiled", (32, 16), "litgpt"),
     _peer("gpt2-124m", "nanochat", "nanochat, its own model and Muon, compiled", (32,), "nanochat"),
     _peer("gpt2-124m", "people", "the way people write it", (8,), "people", compiled=False),
-    Entry("gpt2-124m", "none", "flatout, speedups=none: text tokenised in the step", (8,), role="peer", plain=True, data="text", values=NO_BIAS),
-    *_ours("gpt2-124m-fast", (None,), None, extra=("compiled-muon",), switches=(*SWITCHES, "packed-heads"), micro_batch=64),
+    Entry(
+        "gpt2-124m",
+        "none",
+        "flatout, speedups=none: text tokenised in the step",
+        (8,),
+        role="peer",
+        plain=True,
+        data="text",
+        values=NO_BIAS,
+    ),
+    *_ours(
+        "gpt2-124m-fast",
+        (None,),
+        None,
+        extra=("compiled-muon",),
+        switches=(*SWITCHES, "packed-heads"),
+        micro_batch=64,
+    ),
     *_ours("gpt2-700m", (16, 32, 8), 16, extra=("fp8",)),
-    Entry("gpt2-700m", "set-no-fp8", f"{AUTO}, no biases", (16, 32), adds=FAST, without="fp8", values=NO_BIAS),
+    Entry(
+        "gpt2-700m",
+        "set-no-fp8",
+        f"{AUTO}, no biases",
+        (16, 32),
+        adds=FAST,
+        without="fp8",
+        values=NO_BIAS,
+    ),
     _peer("gpt2-700m", "nanogpt", "nanoGPT, compiled", (16, 8), "nanogpt"),
     *_ours("gpt2-124m-32k", (4, 2, 1), 4, optional=("flash-attention-4",)),
     _peer("gpt2-124m-32k", "nanogpt", "nanoGPT, compiled", (4, 2, 1), "nanogpt"),
@@ -240,7 +334,9 @@ TARGETS = (
     Target("gpt2-124m", "times", 3.7, against="huggingface", variant="bias"),
     Target("gpt2-124m-fast", "tokens_per_s", 620e3, 700e3, predicted=(570e3, 570e3)),
     Target("gpt2-700m", "tokens_per_s", 115e3, 130e3, predicted=(105e3, 105e3)),
-    Target("gpt2-124m-32k", "times", 1.05, against="nanogpt", most_gib=48.0, predicted=(1.02, 1.04)),
+    Target(
+        "gpt2-124m-32k", "times", 1.05, against="nanogpt", most_gib=48.0, predicted=(1.02, 1.04)
+    ),
     Target("gpt2-124m-32k", "tokens_per_s", None, 175e3),
     Target("gpt2-124m-32k-wide-heads", "tokens_per_s", 190e3, 220e3),
     Target("eigenstate-small-32k", "tokens_per_s", 600e3, 680e3, predicted=(565e3, 585e3)),
@@ -259,11 +355,25 @@ def shape(work: Work, *, tiny: bool) -> RunConfig:
     tokens = TINY_TOKENS[config.data.seq_len]
     small = {f"model.{key}": value for key, value in TINY_MODEL[config.model.kind].items()}
     stated = {"model.max_seq_len": tokens} if config.model.own().get("max_seq_len") else {}
-    batch = {"batch.tokens_per_step": TINY_ROWS * tokens, "batch.rows_per_device": "auto", "batch.accumulate": None}
+    batch = {
+        "batch.tokens_per_step": TINY_ROWS * tokens,
+        "batch.rows_per_device": "auto",
+        "batch.accumulate": None,
+    }
     return config.with_values(
-        small | stated | batch | {"model.vocab_size": TINY_VOCABULARY, "data.seq_len": tokens, "optim.lr": 1e-2, "train.device": "cpu"}
+        small
+        | stated
+        | batch
+        | {
+            "model.vocab_size": TINY_VOCABULARY,
+            "data.seq_len": tokens,
+            "optim.lr": 1e-2,
+            "train.device": "cpu",
+        }
     )
 
 
 if __name__ == "__main__":
-    raise SystemExit("It is a part of benchmarks/throughput.py, which is the command: python benchmarks/throughput.py --help")
+    raise SystemExit(
+        "It is a part of benchmarks/throughput.py, which is the command: python benchmarks/throughput.py --help"
+    )

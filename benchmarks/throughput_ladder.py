@@ -19,7 +19,9 @@ TOKENS_PER_STEP = 32_768
 LEAST_MINUTES = 1.0
 
 
-def ladder(out: Path, scratch: Path, *, minutes: float | None, rounds: int | None, tiny: bool) -> None:
+def ladder(
+    out: Path, scratch: Path, *, minutes: float | None, rounds: int | None, tiny: bool
+) -> None:
     """Measure the ladder and write OUT/throughput_ladder.json and .md.
 
     The data set is text, Python's own library: its first rung tokenises in the step, which random tokens would make too cheap.
@@ -27,21 +29,36 @@ def ladder(out: Path, scratch: Path, *, minutes: float | None, rounds: int | Non
     """
     began_s = time.monotonic()
     config = shape(WORKS[0], tiny=tiny)
-    data = text_data(scratch / "text", vocabulary=TINY_VOCABULARY if tiny else VOCABULARY, max_bytes=1 << 20 if tiny else None)
-    batch = {"batch.tokens_per_step": 4 * config.data.seq_len if tiny else TOKENS_PER_STEP, "batch.rows_per_device": "auto", "batch.accumulate": None}
+    data = text_data(
+        scratch / "text",
+        vocabulary=TINY_VOCABULARY if tiny else VOCABULARY,
+        max_bytes=1 << 20 if tiny else None,
+    )
+    batch = {
+        "batch.tokens_per_step": 4 * config.data.seq_len if tiny else TOKENS_PER_STEP,
+        "batch.rows_per_device": "auto",
+        "batch.accumulate": None,
+    }
     recipe, bench = scratch / "gpt2-124m-ladder.yaml", scratch / "bench"
     asked = config.with_values({**batch, "data.path": str(data), "name": "gpt2-124m-ladder"})
     write_text(recipe, json.dumps(asked.to_dict()))  # JSON is YAML
     left = minutes and max(minutes - (time.monotonic() - began_s) / 60, LEAST_MINUTES)
-    limits = [*(["--minutes", f"{left:.2f}"] if left else []), *(["--repeats", str(rounds)] if rounds else [])]
+    limits = [
+        *(["--minutes", f"{left:.2f}"] if left else []),
+        *(["--repeats", str(rounds)] if rounds else []),
+    ]
     flatout("bench", str(recipe), "--out", str(bench), *limits)
     found = json.loads((bench / "bench.json").read_text(encoding="utf-8"))
     found["config"]["data"]["path"] = None  # a folder of this one measurement
     write_text(out / "throughput_ladder.json", json.dumps(found, indent=1) + "\n")
-    table = re.sub(r"^#", "####", (bench / "table.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    table = re.sub(
+        r"^#", "####", (bench / "table.md").read_text(encoding="utf-8"), flags=re.MULTILINE
+    )
     write_text(out / "throughput_ladder.md", table)
     print(table)
 
 
 if __name__ == "__main__":
-    raise SystemExit("It is a part of benchmarks/throughput.py, which is the command: python benchmarks/throughput.py --help")
+    raise SystemExit(
+        "It is a part of benchmarks/throughput.py, which is the command: python benchmarks/throughput.py --help"
+    )

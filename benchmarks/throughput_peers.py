@@ -59,24 +59,48 @@ def nanogpt(order: Order) -> Peer:
     """Return nanoGPT's GPT with its own grouping and its fused AdamW."""
     module = file_module("nanogpt_model", _folder(order) / "model.py")
     shape = order.shape
-    sizes = {"n_layer": shape.num_layers, "n_head": shape.num_heads, "n_embd": shape.d_model, "vocab_size": shape.vocab_size}
-    model = module.GPT(module.GPTConfig(block_size=order.seq_len, dropout=0.0, bias=shape.bias, **sizes)).to(order.device)
+    sizes = {
+        "n_layer": shape.num_layers,
+        "n_head": shape.num_heads,
+        "n_embd": shape.d_model,
+        "vocab_size": shape.vocab_size,
+    }
+    model = module.GPT(
+        module.GPTConfig(block_size=order.seq_len, dropout=0.0, bias=shape.bias, **sizes)
+    ).to(order.device)
     optimizer = model.configure_optimizers(WEIGHT_DECAY, order.lr, BETAS, order.device.type)
     called = _called(model, order)
-    return Peer(list(model.parameters()), lambda tokens, targets: called(tokens, targets)[1], [optimizer], _bf16(order))
+    return Peer(
+        list(model.parameters()),
+        lambda tokens, targets: called(tokens, targets)[1],
+        [optimizer],
+        _bf16(order),
+    )
 
 
 def huggingface(order: Order) -> Peer:
     """Return Hugging Face's GPT-2 with torch's scaled-dot-product attention and the fused AdamW."""
     transformers: Any = importlib.import_module("transformers")
     shape = order.shape
-    sizes = {"n_layer": shape.num_layers, "n_head": shape.num_heads, "n_embd": shape.d_model, "vocab_size": shape.vocab_size}
+    sizes = {
+        "n_layer": shape.num_layers,
+        "n_head": shape.num_heads,
+        "n_embd": shape.d_model,
+        "vocab_size": shape.vocab_size,
+    }
     dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    config = transformers.GPT2Config(n_positions=order.seq_len, use_cache=False, attn_implementation="sdpa", **sizes, **dropouts)
+    config = transformers.GPT2Config(
+        n_positions=order.seq_len, use_cache=False, attn_implementation="sdpa", **sizes, **dropouts
+    )
     model = transformers.GPT2LMHeadModel(config).to(order.device).train()
     called = _called(model, order)
     # It shifts the labels by itself: what it is given are the inputs, and the last token has no target.
-    return Peer(list(model.parameters()), lambda tokens, _: called(input_ids=tokens, labels=tokens).loss, [_adamw(model, order)], _bf16(order))
+    return Peer(
+        list(model.parameters()),
+        lambda tokens, _: called(input_ids=tokens, labels=tokens).loss,
+        [_adamw(model, order)],
+        _bf16(order),
+    )
 
 
 def litgpt(order: Order) -> Peer:
@@ -85,9 +109,25 @@ def litgpt(order: Order) -> Peer:
         found: Any = importlib.import_module("litgpt.model")
         settings: Any = importlib.import_module("litgpt.config")
     shape = order.shape
-    sizes = {"n_layer": shape.num_layers, "n_head": shape.num_heads, "n_embd": shape.d_model, "block_size": order.seq_len}
-    kinds = {"norm_class_name": "LayerNorm", "mlp_class_name": "GptNeoxMLP", "parallel_residual": False, "bias": shape.bias}
-    config = settings.Config(vocab_size=shape.vocab_size, padded_vocab_size=shape.vocab_size, intermediate_size=shape.mlp_width, **sizes, **kinds)
+    sizes = {
+        "n_layer": shape.num_layers,
+        "n_head": shape.num_heads,
+        "n_embd": shape.d_model,
+        "block_size": order.seq_len,
+    }
+    kinds = {
+        "norm_class_name": "LayerNorm",
+        "mlp_class_name": "GptNeoxMLP",
+        "parallel_residual": False,
+        "bias": shape.bias,
+    }
+    config = settings.Config(
+        vocab_size=shape.vocab_size,
+        padded_vocab_size=shape.vocab_size,
+        intermediate_size=shape.mlp_width,
+        **sizes,
+        **kinds,
+    )
     model = found.GPT(config)
     model.apply(functools.partial(_gpt2_weights, std=0.02))
     model = model.to(order.device)
@@ -106,20 +146,40 @@ def nanochat(order: Order) -> Peer:
         module: Any = importlib.import_module("nanochat.gpt")
     shape = order.shape
     heads = max(shape.d_model // 128, 1)
-    sizes = {"n_layer": shape.num_layers, "n_head": heads, "n_kv_head": heads, "n_embd": shape.d_model, "vocab_size": shape.vocab_size}
+    sizes = {
+        "n_layer": shape.num_layers,
+        "n_head": heads,
+        "n_kv_head": heads,
+        "n_embd": shape.d_model,
+        "vocab_size": shape.vocab_size,
+    }
     with torch.device("meta"):
         model = module.GPT(module.GPTConfig(sequence_len=order.seq_len, **sizes))
     model.to_empty(device=order.device)
     model.init_weights()
-    made = model.setup_optimizer() if hasattr(model, "setup_optimizer") else model.setup_optimizers()
-    return Peer(list(model.parameters()), _called(model, order), list(made) if isinstance(made, list | tuple) else [made], nullcontext())
+    made = (
+        model.setup_optimizer() if hasattr(model, "setup_optimizer") else model.setup_optimizers()
+    )
+    return Peer(
+        list(model.parameters()),
+        _called(model, order),
+        list(made) if isinstance(made, list | tuple) else [made],
+        nullcontext(),
+    )
 
 
 def people(order: Order) -> Peer:
     """Return the way people write it: fp32, eager, attention with its whole matrix, AdamW parameter by parameter, `.item()` a step."""
     torch.set_float32_matmul_precision("highest")
     model = Transformer(order.shape, Ops.plain(cross_entropy=fused)).to(order.device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=order.lr, betas=BETAS, weight_decay=WEIGHT_DECAY, foreach=False, fused=False)
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        lr=order.lr,
+        betas=BETAS,
+        weight_decay=WEIGHT_DECAY,
+        foreach=False,
+        fused=False,
+    )
 
     def loss(tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
         loss_sum, num_valid = model(tokens_BT, targets_BT)
@@ -188,7 +248,10 @@ def _bf16(order: Order) -> AbstractContextManager[Any]:
 def _adamw(model: nn.Module, order: Order) -> torch.optim.Optimizer:
     decayed = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
     plain = [parameter for parameter in model.parameters() if parameter.dim() < 2]
-    groups = [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": plain, "weight_decay": 0.0}]
+    groups = [
+        {"params": decayed, "weight_decay": WEIGHT_DECAY},
+        {"params": plain, "weight_decay": 0.0},
+    ]
     return torch.optim.AdamW(groups, lr=order.lr, betas=BETAS, fused=True)
 
 
@@ -200,4 +263,6 @@ def _gpt2_weights(module: nn.Module, *, std: float) -> None:
 
 
 if __name__ == "__main__":
-    raise SystemExit("It is a part of benchmarks/throughput.py, which is the command: python benchmarks/throughput.py --help")
+    raise SystemExit(
+        "It is a part of benchmarks/throughput.py, which is the command: python benchmarks/throughput.py --help"
+    )

@@ -35,11 +35,20 @@ RULES = tuple(
     for group, words in (
         (COPY, r"memcpy|memset"),
         (UPDATES, r"multi_tensor_apply|adam|muon|newton_schulz|decay_and_add|::_foreach"),
-        (LOSS, r"log_?softmax|softmax_online|logsumexp|nll_loss|cross_entropy|losses_and_gradient|flatout::loss"),
+        (
+            LOSS,
+            r"log_?softmax|softmax_online|logsumexp|nll_loss|cross_entropy|losses_and_gradient|flatout::loss",
+        ),
         (ELEMENTWISE, r"triton_(poi|red|per|for|mix)_"),
         (ATTENTION, r"flash|fmha|sdpa|attention|^(walk|gradients|powers|gradient)$"),
-        (MATMUL, r"nvjet|gemm|gemv|cutlass|cublas|xmma|splitk|triton_(tem|mm)|::_?(scaled_)?(mm|addmm|bmm|baddbmm|linear|matmul)\b"),
-        (ELEMENTWISE, r"elementwise|norm|reduce|softmax|index|embedding|gather|scatter|catarray|copy|fill|arange|scan|sort|compiled|aten::"),
+        (
+            MATMUL,
+            r"nvjet|gemm|gemv|cutlass|cublas|xmma|splitk|triton_(tem|mm)|::_?(scaled_)?(mm|addmm|bmm|baddbmm|linear|matmul)\b",
+        ),
+        (
+            ELEMENTWISE,
+            r"elementwise|norm|reduce|softmax|index|embedding|gather|scatter|catarray|copy|fill|arange|scan|sort|compiled|aten::",
+        ),
     )
 )
 """The first that matches decides. Inductor names a fused kernel after all its operators, so that its kernels are known before attention's."""
@@ -71,7 +80,9 @@ class ProfiledSteps:
         self._profile.export_chrome_trace(str(trace))
         events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
         trace.unlink()
-        return grouped(events, steps=self._most - self._first, on_device=self._device.type == "cuda")
+        return grouped(
+            events, steps=self._most - self._first, on_device=self._device.type == "cuda"
+        )
 
     def _wait(self) -> None:
         if self._device.type == "cuda":
@@ -95,15 +106,27 @@ def grouped(events: Sequence[Event], *, steps: int, on_device: bool = True) -> d
     once count in each of their groups.
     """
     complete = [event for event in events if event.get("ph") == "X"]
-    work = [event for event in complete if event.get("cat") in DEVICE_WORK] if on_device else outermost(complete)
+    work = (
+        [event for event in complete if event.get("cat") in DEVICE_WORK]
+        if on_device
+        else outermost(complete)
+    )
     if not work:
         return {"steps": steps, "wall_ms": 0.0, "groups": {}, "kernels": []}
     updates = launched_in_updates(complete) if on_device else set()
     by_group: dict[str, float] = defaultdict(float)
     by_name: dict[tuple[str, str], list[float]] = defaultdict(list)
     for event in work:
-        is_update = event.get("args", {}).get("correlation") in updates if on_device else event["name"].startswith(UPDATE)
-        group = UPDATES if is_update and event.get("cat", "kernel") != "gpu_memcpy" else group_of(event["name"])
+        is_update = (
+            event.get("args", {}).get("correlation") in updates
+            if on_device
+            else event["name"].startswith(UPDATE)
+        )
+        group = (
+            UPDATES
+            if is_update and event.get("cat", "kernel") != "gpu_memcpy"
+            else group_of(event["name"])
+        )
         by_group[group] += event["dur"]
         by_name[group, event["name"]].append(event["dur"])
     spans = [(event["ts"], event["ts"] + event["dur"]) for event in work]
@@ -114,9 +137,19 @@ def grouped(events: Sequence[Event], *, steps: int, on_device: bool = True) -> d
     return {
         "steps": steps,
         "wall_ms": wall * per_step_ms,
-        "groups": {group: by_group[group] * per_step_ms for group in GROUPS if by_group[group] or group != OTHER},
+        "groups": {
+            group: by_group[group] * per_step_ms
+            for group in GROUPS
+            if by_group[group] or group != OTHER
+        },
         "kernels": [
-            {"group": group, "name": name[:120], "ms": sum(times) * per_step_ms, "launches": len(times) / steps} for (group, name), times in longest
+            {
+                "group": group,
+                "name": name[:120],
+                "ms": sum(times) * per_step_ms,
+                "launches": len(times) / steps,
+            }
+            for (group, name), times in longest
         ],
     }
 
@@ -133,7 +166,9 @@ def launched_in_updates(events: Iterable[Event]) -> set[int]:
     for event in events:
         if event.get("cat") == "user_annotation" and event["name"].startswith(UPDATE):
             ranges[event.get("tid")].append((event["ts"], event["ts"] + event["dur"]))
-        elif event.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in event.get("args", {}):
+        elif event.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in event.get(
+            "args", {}
+        ):
             launches.append(event)
     merged = {thread: joined(spans) for thread, spans in ranges.items()}
     found = set()
@@ -174,4 +209,6 @@ def joined(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 if __name__ == "__main__":
-    raise SystemExit("It is a part of benchmarks/throughput.py, which is the command: python benchmarks/throughput.py --help")
+    raise SystemExit(
+        "It is a part of benchmarks/throughput.py, which is the command: python benchmarks/throughput.py --help"
+    )

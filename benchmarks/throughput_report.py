@@ -49,7 +49,9 @@ def read_document(path: Path, *keys: str) -> dict[str, Any]:
     except ValueError:  # neither JSON nor text
         found = None
     if not isinstance(found, dict) or not set(keys) <= found.keys():
-        raise SystemExit(f"{path} is damaged, and was not changed. Fix: put an intact copy in its place, or give another folder for the results.")
+        raise SystemExit(
+            f"{path} is damaged, and was not changed. Fix: put an intact copy in its place, or give another folder for the results."
+        )
     return found
 
 
@@ -83,21 +85,38 @@ def by_batch(found: Measurements, entry: Entry) -> dict[int | None, list[Row]]:
 
 def best_rows(found: Measurements, entry: Entry) -> list[int | None]:
     """Return the batches that are worth another round."""
-    medians = {rows: statistics.median(row["tokens_per_s"] for row in group) for rows, group in by_batch(found, entry).items()}
+    medians = {
+        rows: statistics.median(row["tokens_per_s"] for row in group)
+        for rows, group in by_batch(found, entry).items()
+    }
     return [rows for rows, median in medians.items() if median >= NEAR * max(medians.values())]
 
 
-def best(found: Measurements, entry: Entry, *, rows: int | None = None, most_gib: float | None = None) -> Best | None:
+def best(
+    found: Measurements, entry: Entry, *, rows: int | None = None, most_gib: float | None = None
+) -> Best | None:
     """Return an entry at its best batch, or at that of `rows`, within so much memory; None when it has no figures there."""
-    groups = [Best(entry, group) for batch, group in by_batch(found, entry).items() if rows is None or batch == rows]
+    groups = [
+        Best(entry, group)
+        for batch, group in by_batch(found, entry).items()
+        if rows is None or batch == rows
+    ]
     fitting = [group for group in groups if most_gib is None or group.peak_gib <= most_gib]
     return max(fitting, key=lambda group: group.tokens_per_s, default=None)
 
 
 def best_of_ours(found: Measurements, target: Target) -> Best | None:
     """Return the fastest of ours in a target's work; of a target of memory the leanest."""
-    ours = [entry for entry in ENTRIES if (entry.work, entry.variant, entry.role) == (target.work, target.variant, "ours")]
-    candidates = [made for entry in ours if (made := best(found, entry, rows=target.rows, most_gib=target.most_gib))]
+    ours = [
+        entry
+        for entry in ENTRIES
+        if (entry.work, entry.variant, entry.role) == (target.work, target.variant, "ours")
+    ]
+    candidates = [
+        made
+        for entry in ours
+        if (made := best(found, entry, rows=target.rows, most_gib=target.most_gib))
+    ]
     if target.what == "peak_gib":
         return min(candidates, key=lambda made: made.peak_gib, default=None)
     return max(candidates, key=lambda made: made.tokens_per_s, default=None)
@@ -106,7 +125,9 @@ def best_of_ours(found: Measurements, target: Target) -> Best | None:
 def ratio(ours: Best, theirs: Best) -> tuple[float, float, float]:
     """Return (median, low, high) of ours over theirs: of the same rounds where both have them, else of the medians."""
     rates = {row["round"]: row["tokens_per_s"] for row in theirs.rows}
-    ratios = [row["tokens_per_s"] / rates[row["round"]] for row in ours.rows if row["round"] in rates]
+    ratios = [
+        row["tokens_per_s"] / rates[row["round"]] for row in ours.rows if row["round"] in rates
+    ]
     ratios = ratios or [ours.tokens_per_s / theirs.tokens_per_s]
     return statistics.median(ratios), min(ratios), max(ratios)
 
@@ -138,10 +159,18 @@ def verdict(found: Measurements, target: Target) -> Row:
         "predicted": target.predicted,
         "measured": measured,
         "device": device,
-        "per_tflops": None if ours is None or target.what != "tokens_per_s" else per_tflops(ours, target),
-        "by": None if measured is None or ours is None else f"{ours.entry.name}, batch {ours.rows[0]['rows'] or 'of the recipe'}",
-        "kept": None if judged_on is None or target.least is None else reaches(judged_on, target.least, target),
-        "aim_reached": None if judged_on is None or target.aim is None else reaches(judged_on, target.aim, target),
+        "per_tflops": None
+        if ours is None or target.what != "tokens_per_s"
+        else per_tflops(ours, target),
+        "by": None
+        if measured is None or ours is None
+        else f"{ours.entry.name}, batch {ours.rows[0]['rows'] or 'of the recipe'}",
+        "kept": None
+        if judged_on is None or target.least is None
+        else reaches(judged_on, target.least, target),
+        "aim_reached": None
+        if judged_on is None or target.aim is None
+        else reaches(judged_on, target.aim, target),
     }
 
 
@@ -154,7 +183,9 @@ def per_tflops(ours: Best, target: Target) -> float:
 
 def entry_against(target: Target) -> Entry:
     """Return what a target of `times` compares with."""
-    return next(entry for entry in ENTRIES if (entry.work, entry.name) == (target.work, target.against))
+    return next(
+        entry for entry in ENTRIES if (entry.work, entry.name) == (target.work, target.against)
+    )
 
 
 def reaches(measured: float, wanted_figure: float, target: Target) -> bool:
@@ -173,16 +204,44 @@ def wanted(target: Target) -> str:
 
 def table(found: Measurements) -> str:
     """Return the figures as Markdown: the targets, then every entry."""
-    lines = ["Toy shapes: they prove that every entry runs, and say nothing about speed.", ""] if found.tiny else []
-    lines += [f"| work | asked for on one {TARGET_GPU} | at least | aim | predicted | measured | by | |", "|---|---|---|---|---|---|---|---|"]
+    lines = (
+        ["Toy shapes: they prove that every entry runs, and say nothing about speed.", ""]
+        if found.tiny
+        else []
+    )
+    lines += [
+        f"| work | asked for on one {TARGET_GPU} | at least | aim | predicted | measured | by | |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
     titles = {work.name: work.title for work in WORKS}
     for row in verdicts(found):
-        figures = " | ".join([figure(row["least"]), figure(row["aim"]), span(row["predicted"]), figure(row["measured"])])
-        lines.append(f"| {titles[row['work']]} | {row['what']} | {figures} | {row['by'] or ''} | {judged(row, tiny=found.tiny)} |")
+        figures = " | ".join(
+            [
+                figure(row["least"]),
+                figure(row["aim"]),
+                span(row["predicted"]),
+                figure(row["measured"]),
+            ]
+        )
+        lines.append(
+            f"| {titles[row['work']]} | {row['what']} | {figures} | {row['by'] or ''} | {judged(row, tiny=found.tiny)} |"
+        )
     for work in WORKS:
-        shown = [line for entry in ENTRIES if entry.work == work.name for line in entry_lines(found, entry)]
+        shown = [
+            line
+            for entry in ENTRIES
+            if entry.work == work.name
+            for line in entry_lines(found, entry)
+        ]
         if shown:
-            lines += ["", f"**{work.title}**", "", "| | batch | tokens/s | MFU | GiB | rounds |", "|---|---|---|---|---|---|", *shown]
+            lines += [
+                "",
+                f"**{work.title}**",
+                "",
+                "| | batch | tokens/s | MFU | GiB | rounds |",
+                "|---|---|---|---|---|---|",
+                *shown,
+            ]
     return "\n".join([*lines, "", *circumstances(found)]) + "\n"
 
 
@@ -191,10 +250,23 @@ def judged(row: Row, *, tiny: bool) -> str:
     if tiny or row["measured"] is None:
         return "not judged" if tiny else "not measured"
     if row["device"] != TARGET_GPU:
-        share = "" if row["per_tflops"] is None else f"; per TFLOP/s of matrix products {row['per_tflops']:.2f} of it"
+        share = (
+            ""
+            if row["per_tflops"] is None
+            else f"; per TFLOP/s of matrix products {row['per_tflops']:.2f} of it"
+        )
         return f"not judged: the target is for an {TARGET_GPU}, this is the {row['device']}{share}"
     said = [] if row["kept"] is None else ["kept" if row["kept"] else "**missed**"]
-    return ", ".join([*said, *([] if row["aim_reached"] is None else ["aim reached" if row["aim_reached"] else "aim not reached"])])
+    return ", ".join(
+        [
+            *said,
+            *(
+                []
+                if row["aim_reached"] is None
+                else ["aim reached" if row["aim_reached"] else "aim not reached"]
+            ),
+        ]
+    )
 
 
 def figure(value: float | None) -> str:
@@ -218,14 +290,18 @@ def entry_lines(found: Measurements, entry: Entry) -> list[str]:
         shown = batch or "the recipe's"
         if batch not in groups:
             failed = next(row for row in found.of(entry) if row["rows"] == batch)
-            lines.append(f"| {entry.title} | {shown} | {failed['status']}: {failed['reason'].replace('|', '/')} | | | 0 |")
+            lines.append(
+                f"| {entry.title} | {shown} | {failed['status']}: {failed['reason'].replace('|', '/')} | | | 0 |"
+            )
             continue
         group = groups[batch]
         title = title_of(entry, group[0])
         rate = spread([row["tokens_per_s"] for row in group])
         rate = f"**{rate}**" if top is not None and batch == top.rows[0]["rows"] else rate
         share = statistics.median(row["mfu"] for row in group)
-        lines.append(f"| {title} | {shown} | {rate} | {100 * share:.1f}% | {max(row['peak_gib'] for row in group):.1f} | {len(group)} |")
+        lines.append(
+            f"| {title} | {shown} | {rate} | {100 * share:.1f}% | {max(row['peak_gib'] for row in group):.1f} | {len(group)} |"
+        )
     return lines
 
 
@@ -246,7 +322,10 @@ def circumstances(found: Measurements) -> list[str]:
     measured = [row for row in found.rows if row["status"] == "ok"]
     if not measured:
         return ["Nothing has been measured yet."]
-    machines, torches, commits = (", ".join(sorted({str(row[key]) for row in measured})) for key in ("machine", "torch", "commit"))
+    machines, torches, commits = (
+        ", ".join(sorted({str(row[key]) for row in measured}))
+        for key in ("machine", "torch", "commit")
+    )
     roofs = [row["roof_tflops"] for row in measured]
     steps = len(measured[0]["steps_ms"])
     return [
@@ -259,4 +338,6 @@ def circumstances(found: Measurements) -> list[str]:
 
 
 if __name__ == "__main__":
-    raise SystemExit("It is a part of benchmarks/throughput.py, which is the command: python benchmarks/throughput.py --help")
+    raise SystemExit(
+        "It is a part of benchmarks/throughput.py, which is the command: python benchmarks/throughput.py --help"
+    )

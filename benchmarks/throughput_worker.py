@@ -87,8 +87,13 @@ def measured(spec: dict[str, Any]) -> dict[str, Any]:
     except (torch.OutOfMemoryError, MemoryError) as error:
         return {"status": "out-of-memory", "reason": first_line(error)}
     except FlatoutError as error:
-        return {"status": "out-of-memory" if error.what.startswith("Out of memory") else "failed", "reason": error.what}
-    except Exception as error:  # the process is about to end: what went wrong, whatever it is, is the row
+        return {
+            "status": "out-of-memory" if error.what.startswith("Out of memory") else "failed",
+            "reason": error.what,
+        }
+    except (
+        Exception
+    ) as error:  # the process is about to end: what went wrong, whatever it is, is the row
         return {"status": "failed", "reason": f"{type(error).__name__}: {first_line(error)}"}
 
 
@@ -135,12 +140,18 @@ def matmul_tflops(device: str) -> float:
 
 def flops_per_token(config: RunConfig) -> float:
     """Return the FLOPs a token that MFU counts: 6 N_matmul + 6 L T d, every query against the keys it may see; no product in a recurrence."""
-    return float(MODELS.get(config.model.kind).count_flops(model_config(config), config.data.seq_len).causal_exact)
+    return float(
+        MODELS.get(config.model.kind)
+        .count_flops(model_config(config), config.data.seq_len)
+        .causal_exact
+    )
 
 
 def model_config(config: RunConfig) -> Any:
     """Return the checked configuration of the model."""
-    return MODELS.get(config.model.kind).check(config.model.own() | {"vocab_size": config.model.vocab_size}, seq_len=config.data.seq_len)
+    return MODELS.get(config.model.kind).check(
+        config.model.own() | {"vocab_size": config.model.vocab_size}, seq_len=config.data.seq_len
+    )
 
 
 def unless_it_trains(losses: Sequence[float]) -> dict[str, Any]:
@@ -149,19 +160,35 @@ def unless_it_trains(losses: Sequence[float]) -> dict[str, Any]:
     if lost is not None:
         return {"status": "failed", "reason": f"The loss of step {lost} is {losses[lost - 1]}."}
     if statistics.fmean(losses[-3:]) > (1 - LEAST_FALL) * losses[0]:
-        return {"status": "failed", "reason": f"It does not train: its loss went from {losses[0]:.3f} to {statistics.fmean(losses[-3:]):.3f}."}
+        return {
+            "status": "failed",
+            "reason": f"It does not train: its loss went from {losses[0]:.3f} to {statistics.fmean(losses[-3:]):.3f}.",
+        }
     return {}
 
 
-def train_ours(spec: dict[str, Any], config: RunConfig, device: torch.device, times: StepTimes) -> dict[str, Any]:
+def train_ours(
+    spec: dict[str, Any], config: RunConfig, device: torch.device, times: StepTimes
+) -> dict[str, Any]:
     """Train the recipe's run in its own loop; return what is known but for the times."""
-    settled = settle(config.with_values(QUIET))  # nothing is evaluated, so no graph of an evaluation is compiled
+    settled = settle(
+        config.with_values(QUIET)
+    )  # nothing is evaluated, so no graph of an evaluation is compiled
     steps = spec["warmup_steps"] + spec["steps"]
-    config = settled.config.with_values({"train.steps": max(settled.config.train.steps or 0, 2 * steps)})
+    config = settled.config.with_values(
+        {"train.steps": max(settled.config.train.steps or 0, 2 * steps)}
+    )
     folder = Path(spec["folder"])
     folder.mkdir(parents=True, exist_ok=True)
     mesh = make_mesh(config.parallel, config.train.device)
-    run = build(config, machine=settled.machine, mesh=mesh, dataset=settled.dataset, folder=folder, decisions=settled.decisions)
+    run = build(
+        config,
+        machine=settled.machine,
+        mesh=mesh,
+        dataset=settled.dataset,
+        folder=folder,
+        decisions=settled.decisions,
+    )
     wanted = {decision.name for decision in run.decisions if decision.on}
     losses = run.readback = FirstLosses(run.readback, steps)
     try:
@@ -174,7 +201,9 @@ def train_ours(spec: dict[str, Any], config: RunConfig, device: torch.device, ti
             profiled = profile_of(run, log, spec) if spec.get("profile_steps") else {}
     finally:
         run.feed.close()
-    dropped = [decision for decision in run.decisions if decision.name in wanted and not decision.on]
+    dropped = [
+        decision for decision in run.decisions if decision.name in wanted and not decision.on
+    ]
     return {
         "tokens_per_step": run.tokens_per_step,
         "rows_per_device": run.rows_per_device,
@@ -183,7 +212,9 @@ def train_ours(spec: dict[str, Any], config: RunConfig, device: torch.device, ti
         "losses": losses.losses(),
         "peak_gib": peak_gib,
         **profiled,
-        "instead": {"status": "failed", "reason": f"{dropped[0].name}: {dropped[0].reason}."} if dropped else {},
+        "instead": {"status": "failed", "reason": f"{dropped[0].name}: {dropped[0].reason}."}
+        if dropped
+        else {},
     }
 
 
@@ -195,17 +226,35 @@ def profile_of(run: Run, log: Log, spec: dict[str, Any]) -> dict[str, Any]:
     try:
         fit(run, log, steps)
         return {"profile": steps.groups(Path(spec["folder"]))}
-    except Exception as error:  # what the profiler cannot do, whatever it is, is what the profile says
+    except (
+        Exception
+    ) as error:  # what the profiler cannot do, whatever it is, is what the profile says
         return {"profile": {"failed": f"{type(error).__name__}: {first_line(error)}"}}
 
 
-def train_peer(spec: dict[str, Any], config: RunConfig, device: torch.device, times: StepTimes) -> dict[str, Any]:
+def train_peer(
+    spec: dict[str, Any], config: RunConfig, device: torch.device, times: StepTimes
+) -> dict[str, Any]:
     """Train a peer's model on random tokens; return what is known but for the times."""
     torch.manual_seed(config.train.seed)
     torch.set_float32_matmul_precision("high")
     folder = Path(spec["peer_folder"]) if spec["peer_folder"] else None
-    peer = PEERS[spec["kind"]](Order(model_config(config), config.data.seq_len, config.optim.lr, device, spec["compiled"], folder))
-    windows = (torch.randint(0, spec["vocabulary"] // 2, (spec["rows"], config.data.seq_len + 1), device=device) for _ in range(BATCHES))
+    peer = PEERS[spec["kind"]](
+        Order(
+            model_config(config),
+            config.data.seq_len,
+            config.optim.lr,
+            device,
+            spec["compiled"],
+            folder,
+        )
+    )
+    windows = (
+        torch.randint(
+            0, spec["vocabulary"] // 2, (spec["rows"], config.data.seq_len + 1), device=device
+        )
+        for _ in range(BATCHES)
+    )
     batches = [(window[:, :-1].contiguous(), window[:, 1:].contiguous()) for window in windows]
     losses: list[torch.Tensor] = []
     while not times.asked():
@@ -220,4 +269,6 @@ def train_peer(spec: dict[str, Any], config: RunConfig, device: torch.device, ti
 
 
 if __name__ == "__main__":
-    raise SystemExit("It is a part of benchmarks/throughput.py, which is the command: python benchmarks/throughput.py --help")
+    raise SystemExit(
+        "It is a part of benchmarks/throughput.py, which is the command: python benchmarks/throughput.py --help"
+    )

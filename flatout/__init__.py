@@ -100,7 +100,11 @@ def __getattr__(name: str) -> Any:
     require_posix()
     module, _, attribute = _HOMES[name].partition(":")
     found = getattr(importlib.import_module(module), attribute or name)
-    return importlib.import_module("flatout.terminal.notebook").shown_in_cell(found) if "IPython" in sys.modules else found
+    return (
+        importlib.import_module("flatout.terminal.notebook").shown_in_cell(found)
+        if "IPython" in sys.modules
+        else found
+    )
 
 
 def __dir__() -> list[str]:

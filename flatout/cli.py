@@ -22,7 +22,17 @@ from collections.abc import Callable, Iterator, Sequence
 from types import FrameType, NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Union, get_args, get_origin
 
-from flatout.errors import ConfigError, FlatoutError, Interrupted, RunFailed, UntrustedCode, UsageError, on_one_line, require_posix, without_secrets
+from flatout.errors import (
+    ConfigError,
+    FlatoutError,
+    Interrupted,
+    RunFailed,
+    UntrustedCode,
+    UsageError,
+    on_one_line,
+    require_posix,
+    without_secrets,
+)
 from flatout.progress import SILENT, Progress
 from flatout.registry import COMMANDS, nearest, unknown_name
 from flatout.trust import BY_ARGUMENT
@@ -57,9 +67,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     words = list(sys.argv[1:] if arguments is None else arguments)
     _open_streams()
     if sys.__stderr__ is not None and not faulthandler.is_enabled():
-        faulthandler.enable(sys.__stderr__)  # a crash below Python, as of a mapped file that a disk no longer gives, says where it was
+        faulthandler.enable(
+            sys.__stderr__
+        )  # a crash below Python, as of a mapped file that a disk no longer gives, says where it was
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a model may write what the terminal cannot show
+        sys.stdout.reconfigure(
+            errors="backslashreplace"
+        )  # a model may write what the terminal cannot show
     try:
         code = _guarded(words)
     except BrokenPipeError:  # the reader has left in the middle of a command's own output
@@ -84,14 +98,18 @@ def _open_streams() -> None:
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free, which is this one
+            os.open(
+                os.devnull, os.O_RDWR
+            )  # takes the lowest number that is free, which is this one
     if sys.stdin is None:
         sys.stdin = open(0, closefd=False)  # noqa: SIM115
     if sys.stdout is None:
         sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
     if sys.stderr is None or sys.stderr is sys.__stderr__:
         raw = io.BufferedWriter(_Tolerant(2, "w", closefd=False))
-        sys.stderr = io.TextIOWrapper(raw, getattr(sys.stderr, "encoding", "utf-8"), "backslashreplace", line_buffering=True)
+        sys.stderr = io.TextIOWrapper(
+            raw, getattr(sys.stderr, "encoding", "utf-8"), "backslashreplace", line_buffering=True
+        )
 
 
 def _written(write: Callable[[], object]) -> bool:
@@ -102,7 +120,10 @@ def _written(write: Callable[[], object]) -> bool:
     except OSError as error:
         _drop_output()
         if not isinstance(error, BrokenPipeError):  # `flatout ... | head` means it
-            print(f"The result could not be written to standard output: {error.strerror or error}.", file=sys.stderr)
+            print(
+                f"The result could not be written to standard output: {error.strerror or error}.",
+                file=sys.stderr,
+            )
             return False
     return True
 
@@ -126,9 +147,12 @@ def build(name: str, finish: Callable[[Command, dict[str, Any]], object] | None 
         raise unknown_name("command", name, COMMANDS.names())
     command: Command = COMMANDS.get(name)
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-    app.command(name, context_settings={"help_option_names": ["--help", "-h"]}, epilog=f"Example: {command.example}", help=_help_text(command))(
-        _typed_for_typer(command, finish)
-    )
+    app.command(
+        name,
+        context_settings={"help_option_names": ["--help", "-h"]},
+        epilog=f"Example: {command.example}",
+        help=_help_text(command),
+    )(_typed_for_typer(command, finish))
     return typer.main.get_command(app)
 
 
@@ -147,21 +171,33 @@ def _guarded(words: list[str]) -> int:
             raise
         return _fail(_too_long(str(error.filename or "A name")), as_json)
     except KeyboardInterrupt:
-        return _fail(Interrupted("Interrupted.", fix="Run the same command again.", signal_number=signal.SIGINT), as_json)
+        return _fail(
+            Interrupted(
+                "Interrupted.", fix="Run the same command again.", signal_number=signal.SIGINT
+            ),
+            as_json,
+        )
 
 
 def _too_long(path: str) -> ConfigError:
     """Return the error for a name or a path that no disk takes, shortened so that it can be read."""
     name = max(path.split("/"), key=len)
     kind, shown = ("name", name) if len(os.fsencode(name)) > MOST_NAME_BYTES else ("path", path)
-    return ConfigError(f"The {kind} {shown[:40]}... is too long: it has {len(os.fsencode(shown))} bytes.", fix=f"Choose a shorter {kind}.")
+    return ConfigError(
+        f"The {kind} {shown[:40]}... is too long: it has {len(os.fsencode(shown))} bytes.",
+        fix=f"Choose a shorter {kind}.",
+    )
 
 
 def _with_flag(error: UntrustedCode, name: str, *words: str) -> UntrustedCode:
     """Return the error with the very command that allows the code; a command without the flag takes recipes, which a copy makes one's own."""
     has_flag = "trust_code" in inspect.signature(COMMANDS.get(name).call).parameters
     line = shlex.join(["flatout", name, "--trust-code", *words])
-    way = f"run `{line}`" if has_flag else "copy the recipe out of the run's folder, and name the copy"
+    way = (
+        f"run `{line}`"
+        if has_flag
+        else "copy the recipe out of the run's folder, and name the copy"
+    )
     return UntrustedCode(error.what, fix=error.fix.replace(BY_ARGUMENT, way))
 
 
@@ -170,7 +206,9 @@ def _terminated_like_interrupted() -> Iterator[None]:
     """Let SIGTERM unwind the program as Ctrl+C does, so that what is half written is taken away; a run has its own handlers."""
 
     def stop(_number: int, _frame: FrameType | None) -> None:
-        raise Interrupted("Terminated.", fix="Run the same command again.", signal_number=signal.SIGTERM)
+        raise Interrupted(
+            "Terminated.", fix="Run the same command again.", signal_number=signal.SIGTERM
+        )
 
     before = signal.signal(signal.SIGTERM, stop)
     try:
@@ -185,7 +223,11 @@ def _run(words: list[str]) -> int:
         words = [words[1], "--help"]
     if not words or words[0] in {"--help", "-h", "help"}:
         width = max(len(name) for name in COMMANDS.names())
-        text = HELP.format(commands="\n".join(f"  {name:<{width}}  {COMMANDS.describe(name)}" for name in COMMANDS.names()))
+        text = HELP.format(
+            commands="\n".join(
+                f"  {name:<{width}}  {COMMANDS.describe(name)}" for name in COMMANDS.names()
+            )
+        )
         return 0 if _written(lambda: print(text, end="")) else 1
     if words[0] == "--version":
         from flatout import __version__
@@ -194,20 +236,32 @@ def _run(words: list[str]) -> int:
     name, *rest = words
     if name.startswith("-"):
         guess = nearest(name, ["--help", "--version"])
-        raise ConfigError(f"flatout has no option {name!r}.", fix=f"Did you mean {guess!r}?" if guess else "`flatout --help` shows the commands.")
+        raise ConfigError(
+            f"flatout has no option {name!r}.",
+            fix=f"Did you mean {guess!r}?" if guess else "`flatout --help` shows the commands.",
+        )
     require_posix()
     return _parse_and_call(name, rest)
 
 
 def _refuse_broken(words: list[str]) -> None:
     """Refuse words whose bytes could not be read as text: they could not be written down either."""
-    broken = next((word for word in words if any("\ud800" <= character <= "\udfff" for character in word)), None)
+    broken = next(
+        (word for word in words if any("\ud800" <= character <= "\udfff" for character in word)),
+        None,
+    )
     if broken is None:
         return
     shown = ascii(os.fsencode(broken).decode("utf-8", errors="replace"))
     if sys.getfilesystemencoding() == "utf-8":
-        raise ConfigError(f"{shown} is not UTF-8.", fix="Write it in UTF-8; a file of that name has to be renamed.")
-    raise ConfigError(f"{shown} cannot be read where this locale says that text is {sys.getfilesystemencoding()}.", fix="Set PYTHONUTF8=1.")
+        raise ConfigError(
+            f"{shown} is not UTF-8.",
+            fix="Write it in UTF-8; a file of that name has to be renamed.",
+        )
+    raise ConfigError(
+        f"{shown} cannot be read where this locale says that text is {sys.getfilesystemencoding()}.",
+        fix="Set PYTHONUTF8=1.",
+    )
 
 
 def _parse_and_call(name: str, words: list[str]) -> int:
@@ -217,7 +271,9 @@ def _parse_and_call(name: str, words: list[str]) -> int:
     parsed: list[tuple[Command, dict[str, Any]]] = []
     parser = build(name, lambda command, values: parsed.append((command, values)))
     try:
-        if not _written(lambda: parser.main(args=words, prog_name=f"flatout {name}", standalone_mode=False)):  # it prints help
+        if not _written(
+            lambda: parser.main(args=words, prog_name=f"flatout {name}", standalone_mode=False)
+        ):  # it prints help
             return 1
     except Exception as error:
         if not isinstance(error, _click_exception(typer.BadParameter)):
@@ -234,16 +290,25 @@ def _click_exception(known: type) -> type:
 def _explained(error: Any, name: str, parser: Any) -> ConfigError:
     """Turn the parser's complaint into one sentence and the fix."""
     wrong = getattr(error, "option_name", None)
-    options = [option for parameter in parser.params for option in (*parameter.opts, *parameter.secondary_opts) if option.startswith("--")]
+    options = [
+        option
+        for parameter in parser.params
+        for option in (*parameter.opts, *parameter.secondary_opts)
+        if option.startswith("--")
+    ]
     see = f"`flatout {name} --help` shows how; for example `{COMMANDS.get(name).example}`."
     if wrong is not None and wrong not in options:
         key = _key_meant(wrong, parser)
         if key is not None:
-            return ConfigError(f"`flatout {name}` has no option {wrong!r}.", fix=f"Keys of a recipe take no dashes: write {key}=VALUE.")
+            return ConfigError(
+                f"`flatout {name}` has no option {wrong!r}.",
+                fix=f"Keys of a recipe take no dashes: write {key}=VALUE.",
+            )
         options = list(dict.fromkeys([*options, "--help"]))
         guess = nearest(wrong, options)
         return ConfigError(
-            f"`flatout {name}` has no option {wrong!r}.", fix=f"Did you mean {guess!r}?" if guess else f"Known: {', '.join(options)}; {see}"
+            f"`flatout {name}` has no option {wrong!r}.",
+            fix=f"Did you mean {guess!r}?" if guess else f"Known: {', '.join(options)}; {see}",
         )
     message = error.format_message().rstrip(".").replace("Value error, ", "")
     return ConfigError(f"`flatout {name}`: {message[:1].lower()}{message[1:]}.", fix=see)
@@ -266,19 +331,36 @@ def _help_text(command: Command) -> str:
     return text.split("\nRaises:")[0].split("\nReturns:")[0].strip()
 
 
-def _typed_for_typer(command: Command, finish: Callable[[Command, dict[str, Any]], object] | None) -> Callable[..., Any]:
+def _typed_for_typer(
+    command: Command, finish: Callable[[Command, dict[str, Any]], object] | None
+) -> Callable[..., Any]:
     """Return a function with the command's typer parameters, `--json` and for runs `--verbose`, which hands the parsed values to `finish`."""
     import typer
 
     def parsed(**values: Any) -> Any:
         return finish(command, values) if finish else values
 
-    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in _line_parameters(command.call)]
-    options = {"as_json": typer.Option("--json", help="Print the result as one JSON object, the last line of standard output.")}
+    parameters = [
+        p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in _line_parameters(command.call)
+    ]
+    options = {
+        "as_json": typer.Option(
+            "--json", help="Print the result as one JSON object, the last line of standard output."
+        )
+    }
     if "observers" in inspect.signature(command.call).parameters:
-        options["verbose"] = typer.Option("--verbose", "-v", help="Show each optimisation, on or off, with the reason.")
+        options["verbose"] = typer.Option(
+            "--verbose", "-v", help="Show each optimisation, on or off, with the reason."
+        )
     for name, option in options.items():
-        parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, option]))
+        parameters.append(
+            inspect.Parameter(
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=False,
+                annotation=Annotated[bool, option],
+            )
+        )
     parsed.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     parsed.__annotations__ = {p.name: p.annotation for p in parameters}
     return parsed
@@ -293,7 +375,9 @@ def _line_parameters(function: Callable[..., Any]) -> Iterator[inspect.Parameter
                 continue
             annotation = eval(annotation, function.__globals__)
         if hasattr(annotation, "__metadata__"):
-            yield parameter.replace(annotation=Annotated[_on_the_line(annotation.__origin__), *annotation.__metadata__])
+            yield parameter.replace(
+                annotation=Annotated[_on_the_line(annotation.__origin__), *annotation.__metadata__]
+            )
 
 
 def _on_the_line(kind: Any) -> Any:
@@ -315,11 +399,15 @@ def _call(command: Command, values: dict[str, Any]) -> int:
     try:
         if command.check is not None:
             known = values | {"progress": progress}
-            command.check(**{name: known[name] for name in inspect.signature(command.check).parameters})
+            command.check(
+                **{name: known[name] for name in inspect.signature(command.check).parameters}
+            )
         if command.needs_torch:
             with progress.task("Loading torch"):
                 importlib.import_module("torch")
-        result = command.call(**values, **_python_parameters(command, terminal, speaks, as_json, verbose))
+        result = command.call(
+            **values, **_python_parameters(command, terminal, speaks, as_json, verbose)
+        )
     finally:
         terminal.close()
     if speaks and not _written(lambda: _show(result, as_json)) and not command.writes_files:
@@ -327,7 +415,9 @@ def _call(command: Command, values: dict[str, Any]) -> int:
     return result.exit_code
 
 
-def _python_parameters(command: Command, terminal: Terminal, speaks: bool, as_json: bool, verbose: bool) -> dict[str, Any]:
+def _python_parameters(
+    command: Command, terminal: Terminal, speaks: bool, as_json: bool, verbose: bool
+) -> dict[str, Any]:
     """Return what a command's Python-only parameters are on the command line: the terminal's own, or nothing on other ranks."""
     from flatout.terminal import RunReport, printable
 
@@ -340,14 +430,21 @@ def _python_parameters(command: Command, terminal: Terminal, speaks: bool, as_js
             raise
         except OSError as error:
             _drop_output()
-            raise RunFailed(f"Standard output cannot be written: {error.strerror or error}.", fix="Write it to another place.") from error
+            raise RunFailed(
+                f"Standard output cannot be written: {error.strerror or error}.",
+                fix="Write it to another place.",
+            ) from error
 
     given = {
         "progress": terminal if speaks else SILENT,
         "observers": (RunReport(terminal, verbose=verbose),) if speaks else (),
         "write": write if speaks else None,
     }
-    return {name: value for name, value in given.items() if name in inspect.signature(command.call).parameters}
+    return {
+        name: value
+        for name, value in given.items()
+        if name in inspect.signature(command.call).parameters
+    }
 
 
 def _show(result: Result, as_json: bool) -> None:
@@ -358,7 +455,9 @@ def _show(result: Result, as_json: bool) -> None:
     if summary:
         print(wrapped(summary, columns()) if stream.isatty() else summary, file=stream)
     if as_json:
-        print(json.dumps(json.loads(result.model_dump_json())))  # NaN is null, and ASCII alone passes every terminal and pipe
+        print(
+            json.dumps(json.loads(result.model_dump_json()))
+        )  # NaN is null, and ASCII alone passes every terminal and pipe
 
 
 def _fail(error: FlatoutError, as_json: bool) -> int:
@@ -367,8 +466,14 @@ def _fail(error: FlatoutError, as_json: bool) -> int:
         time.sleep(OTHER_RANKS_WAIT_S)
     prefix = "" if rank == "0" else f"[rank {rank}] "
     for note in getattr(error, "__notes__", []):
-        print("\n".join(map(on_one_line, without_secrets(note.rstrip()).split("\n"))), file=sys.stderr)
+        print(
+            "\n".join(map(on_one_line, without_secrets(note.rstrip()).split("\n"))), file=sys.stderr
+        )
     print(f"{prefix}{error.what}\n{error.advice}: {error.fix}", file=sys.stderr)
     if as_json and rank == "0":
-        _written(lambda: print(json.dumps({"error": error.what, "fix": error.fix, "exit_code": error.exit_code})))
+        _written(
+            lambda: print(
+                json.dumps({"error": error.what, "fix": error.fix, "exit_code": error.exit_code})
+            )
+        )
     return error.exit_code

@@ -23,21 +23,28 @@ def _unique_mapping(loader: _Loader, node: yaml.MappingNode, deep: bool = False)
         key = loader.construct_object(key_node, deep=True)
         if not isinstance(key, str):
             raise ConfigError(
-                f"{node.start_mark.name}, line {key_node.start_mark.line + 1}: the key {key!r} is not text.", fix="Put it in quotes, or name it."
+                f"{node.start_mark.name}, line {key_node.start_mark.line + 1}: the key {key!r} is not text.",
+                fix="Put it in quotes, or name it.",
             )
         if key in seen:
             raise ConfigError(
-                f"{node.start_mark.name}, line {key_node.start_mark.line + 1}: the key {key!r} is given twice.", fix="Delete one of them."
+                f"{node.start_mark.name}, line {key_node.start_mark.line + 1}: the key {key!r} is given twice.",
+                fix="Delete one of them.",
             )
         seen[key] = loader.construct_object(value_node, deep=True)
     return seen
 
 
-_FLOAT = re.compile(r"^[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9_]+)(?:[eE][-+]?[0-9]+)$|^[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)$")
+_FLOAT = re.compile(
+    r"^[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9_]+)(?:[eE][-+]?[0-9]+)$|^[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)$"
+)
 _Loader.yaml_implicit_resolvers = {
-    first: [r for r in found if r[0] != "tag:yaml.org,2002:bool"] for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    first: [r for r in found if r[0] != "tag:yaml.org,2002:bool"]
+    for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")
+)
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
 _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _unique_mapping)
 
@@ -45,7 +52,11 @@ _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _unique_
 def parser_says(error: Exception) -> str:
     """Return what a parser of YAML or JSON says; Python's own words for a long number name a setting that users do not have."""
     too_long = "integer string conversion" in str(error)
-    return f"a number has more than {sys.get_int_max_str_digits():,} digits" if too_long else str(error)
+    return (
+        f"a number has more than {sys.get_int_max_str_digits():,} digits"
+        if too_long
+        else str(error)
+    )
 
 
 def parse_yaml(text: str, *, name: str) -> Any:
@@ -56,16 +67,28 @@ def parse_yaml(text: str, *, name: str) -> Any:
     try:
         loader = _Loader(text)
     except yaml.reader.ReaderError as error:
-        raise ConfigError(f"{name} holds the character #x{error.character:04x}, which YAML does not allow.", fix="Delete it.") from error
+        raise ConfigError(
+            f"{name} holds the character #x{error.character:04x}, which YAML does not allow.",
+            fix="Delete it.",
+        ) from error
     loader.name = name
     try:
         return loader.get_single_data()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         place = f", line {mark.line + 1}, column {mark.column + 1}," if mark else ""
-        raise ConfigError(f"{name}{place} is not YAML: {error.problem}.", fix="Repair it there, or just before.") from error
-    except (ValueError, OverflowError, RecursionError) as error:  # a date such as 2026-13-01, or brackets nested a thousand deep
-        raise ConfigError(f"{name} holds a value that cannot be read: {parser_says(error)}.", fix="Put it in quotes, or delete it.") from error
+        raise ConfigError(
+            f"{name}{place} is not YAML: {error.problem}.", fix="Repair it there, or just before."
+        ) from error
+    except (
+        ValueError,
+        OverflowError,
+        RecursionError,
+    ) as error:  # a date such as 2026-13-01, or brackets nested a thousand deep
+        raise ConfigError(
+            f"{name} holds a value that cannot be read: {parser_says(error)}.",
+            fix="Put it in quotes, or delete it.",
+        ) from error
     finally:
         loader.dispose()
 
@@ -78,15 +101,23 @@ def read_document(path: Path) -> dict[str, Any]:
     try:
         text = read_regular(path)
     except OSError as error:
-        raise ConfigError(f"Cannot read {path}: {error.strerror}.", fix="Check the path and its permissions.") from error
+        raise ConfigError(
+            f"Cannot read {path}: {error.strerror}.", fix="Check the path and its permissions."
+        ) from error
     except UnicodeDecodeError as error:
         known = recognise(path)
         if known is not None:
             raise ConfigError(known.instead_of("a YAML file"), fix=known.fix) from error
-        raise ConfigError(f"{path} is not UTF-8 text: byte {error.start} cannot be read.", fix="Save the file as UTF-8.") from error
+        raise ConfigError(
+            f"{path} is not UTF-8 text: byte {error.start} cannot be read.",
+            fix="Save the file as UTF-8.",
+        ) from error
     document = parse_yaml(text, name=str(path))
     if document is None:
         return {}
     if not isinstance(document, dict):
-        raise ConfigError(f"{path} is not a mapping of sections.", fix="Write sections such as `optim:` with their keys under them.")
+        raise ConfigError(
+            f"{path} is not a mapping of sections.",
+            fix="Write sections such as `optim:` with their keys under them.",
+        )
     return document

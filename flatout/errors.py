@@ -31,7 +31,9 @@ _QUERY = re.compile(r"""([^\s?'"]*|[^?'"\n]*(?=\?[^\s'"]*=))\?([^\s'"]*)""")
 def without_secrets(text: str) -> str:
     """Return a text in which addresses have no user, no password and, on the web, no query: what may be shown and stored."""
     before, *found = _SCHEME.split(text)
-    return before + "".join(scheme + _bare(scheme, rest) for scheme, rest in zip(found[::2], found[1::2], strict=True))
+    return before + "".join(
+        scheme + _bare(scheme, rest) for scheme, rest in zip(found[::2], found[1::2], strict=True)
+    )
 
 
 def _bare(scheme: str, rest: str) -> str:

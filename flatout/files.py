@@ -35,7 +35,15 @@ BROKEN = "That disk has failed to read or write (the system's log, `dmesg`, says
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 Document = TypeVar("Document", bound=BaseModel)
 
-DISK_REFUSES = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM}
+DISK_REFUSES = {
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EIO,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+}
 """What the system says when a disk does not take a file."""
 RESTORE = "Restore it from a copy, or use another checkpoint or run."
 """What to do about a damaged file."""
@@ -91,7 +99,9 @@ class CheckedFile:
             self._file.close()
             self._temporary.replace(self.path)
             crcs = self._crcs + [self._crc] * (self.size % BLOCK_BYTES != 0)
-            self._entry = FileEntry(name=self.path.name, size_bytes=self.size, block_crc32=tuple(crcs))
+            self._entry = FileEntry(
+                name=self.path.name, size_bytes=self.size, block_crc32=tuple(crcs)
+            )
         return self._entry
 
     def abandon(self) -> None:
@@ -172,9 +182,14 @@ def writing(out: Path | str) -> Iterator[None]:
     except OSError as error:
         reason = error.strerror or str(error)
         if error.errno in _FULL or error.errno == errno.EIO:
-            fix = unless_broken(error, "Make room there and run the same command again: it keeps what is done.")
+            fix = unless_broken(
+                error, "Make room there and run the same command again: it keeps what is done."
+            )
             raise Unfinished(f"Cannot write {out}: {reason}.", fix=fix) from error
-        raise DataError(f"Cannot write {out}: {reason}.", fix="Choose a folder you may write to, on a disk with room, with --out.") from error
+        raise DataError(
+            f"Cannot write {out}: {reason}.",
+            fix="Choose a folder you may write to, on a disk with room, with --out.",
+        ) from error
 
 
 def unless_broken(error: OSError, fix: str) -> str:
@@ -200,7 +215,10 @@ def expanded(path: Path | str) -> Path:
     try:
         return Path(path).expanduser()
     except RuntimeError as error:
-        raise DataError(f"{path}: no home folder is known for {Path(path).parts[0]!r}.", fix="Write the path out, from / on.") from error
+        raise DataError(
+            f"{path}: no home folder is known for {Path(path).parts[0]!r}.",
+            fix="Write the path out, from / on.",
+        ) from error
 
 
 def write_json(path: Path, document: Any) -> None:
@@ -231,7 +249,9 @@ def read_model(path: Path, model: type[Document], *, fix: str = RESTORE) -> Docu
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
-        raise CheckpointError(f"{path} is damaged: {f'{key}: ' if key else ''}{first['msg']}.", fix=fix) from error
+        raise CheckpointError(
+            f"{path} is damaged: {f'{key}: ' if key else ''}{first['msg']}.", fix=fix
+        ) from error
 
 
 @contextmanager
@@ -245,7 +265,10 @@ def writing_run(folder: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno not in DISK_REFUSES:
             raise
-        raise RunFailed(f"Cannot write {error.filename or folder}: {error.strerror or error}.", fix=way_out(error)) from error
+        raise RunFailed(
+            f"Cannot write {error.filename or folder}: {error.strerror or error}.",
+            fix=way_out(error),
+        ) from error
 
 
 def way_out(error: Exception) -> str:
@@ -272,7 +295,9 @@ def understanding(path: Path) -> Iterator[None]:
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
-        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}.", fix=RESTORE) from error
+        raise CheckpointError(
+            f"{path} is damaged: {type(error).__name__}: {error}.", fix=RESTORE
+        ) from error
 
 
 def open_own(path: Path, flags: int) -> int:
@@ -289,7 +314,10 @@ def open_own(path: Path, flags: int) -> int:
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode):
         os.close(descriptor)
-        raise CheckpointError(f"{path} is not a regular file.", fix=f"Delete {path}, or choose another folder with --run DIR.")
+        raise CheckpointError(
+            f"{path} is not a regular file.",
+            fix=f"Delete {path}, or choose another folder with --run DIR.",
+        )
     if found.st_nlink > 1 and flags & (os.O_WRONLY | os.O_RDWR):
         os.close(descriptor)
         copy = path.with_name(f"{path.name}.copy")
@@ -314,7 +342,9 @@ def refuse_links(paths: Iterable[Path]) -> None:
 def _is_a_link(path: Path) -> CheckpointError:
     target = os.readlink(path) if path.is_symlink() else "another file"
     fix = f"Replace {path} with what it points to, or delete it; checkpoint.dir=DIR keeps the checkpoints of a new run on another disk."
-    return CheckpointError(f"{path} is a symbolic link to {target}: a run does not write through links.", fix=fix)
+    return CheckpointError(
+        f"{path} is a symbolic link to {target}: a run does not write through links.", fix=fix
+    )
 
 
 def append_line(path: Path, document: Mapping[str, Any]) -> None:

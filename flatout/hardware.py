@@ -83,7 +83,11 @@ class Machine:
     def describe(self) -> str:
         """Return one line for a person."""
         parts = [f"{self.cpu_name}, {self.cores} cores, {self.memory_gib:.0f} GiB"]
-        parts += [f"{gpu.name}, {gpu.memory_gib:.0f} GiB" + ("" if row_of(gpu.name) else " (peak rates unknown)") for gpu in self.gpus]
+        parts += [
+            f"{gpu.name}, {gpu.memory_gib:.0f} GiB"
+            + ("" if row_of(gpu.name) else " (peak rates unknown)")
+            for gpu in self.gpus
+        ]
         return "; ".join(parts)
 
 
@@ -110,7 +114,14 @@ def probe() -> Machine:
     cgroup_cores, cgroup_bytes = cgroup_limits()
     memory_bytes = min(psutil.virtual_memory().total, cgroup_bytes or 2**63)
     cores = min(usable_cores(), cgroup_cores or 2**31)
-    return Machine(_cpu_name(), cores, memory_bytes / GIB, _gpus(), platform.python_version(), _multiplies_bf16())
+    return Machine(
+        _cpu_name(),
+        cores,
+        memory_bytes / GIB,
+        _gpus(),
+        platform.python_version(),
+        _multiplies_bf16(),
+    )
 
 
 def _multiplies_bf16() -> bool:
@@ -118,7 +129,9 @@ def _multiplies_bf16() -> bool:
     return bool({"avx512_bf16", "amx_bf16"} & set(_read(Path("/proc/cpuinfo")).split()))
 
 
-def cgroup_limits(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> tuple[int | None, int | None]:
+def cgroup_limits(
+    root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
+) -> tuple[int | None, int | None]:
     """Return (cores, bytes) a container allows, None where it sets no limit. Reads both versions of control groups."""
     paths = {"": "/"}
     for line in _read(membership).splitlines():
@@ -132,10 +145,16 @@ def cgroup_limits(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("
             cores.append(int(quota) / int(period))
         sizes += _number(folder / "memory.max")
     for folder in _with_parents(root / "cpu", paths.get("cpu", "/")):
-        for quota_us, period_us in zip(_number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us"), strict=False):
+        for quota_us, period_us in zip(
+            _number(folder / "cpu.cfs_quota_us"),
+            _number(folder / "cpu.cfs_period_us"),
+            strict=False,
+        ):
             cores.append(quota_us / period_us)
     for folder in _with_parents(root / "memory", paths.get("memory", "/")):
-        sizes += [size for size in _number(folder / "memory.limit_in_bytes") if size < 2**60]  # version 1 writes "no limit" as about 2^63
+        sizes += [
+            size for size in _number(folder / "memory.limit_in_bytes") if size < 2**60
+        ]  # version 1 writes "no limit" as about 2^63
     return (max(1, int(min(cores))) if cores else None, min(sizes) if sizes else None)
 
 
@@ -152,13 +171,19 @@ def pick_device(wanted: str, machine: Machine) -> tuple[str, str]:
     if obstacle is not None:
         if wanted == "auto":
             return "cpu", obstacle
-        raise HardwareError(f"train.device={wanted} cannot be used: {obstacle}.", fix=f"Repair that, or leave it out: {on_cpu}.")
+        raise HardwareError(
+            f"train.device={wanted} cannot be used: {obstacle}.",
+            fix=f"Repair that, or leave it out: {on_cpu}.",
+        )
     import torch
 
     count = torch.cuda.device_count()
     index = int(wanted.partition(":")[2] or 0)
     if index >= count:
-        raise HardwareError(f"There is no {wanted}: torch sees {count} GPU{'s' if count > 1 else ''}.", fix=f"Use cuda:0 to cuda:{count - 1}.")
+        raise HardwareError(
+            f"There is no {wanted}: torch sees {count} GPU{'s' if count > 1 else ''}.",
+            fix=f"Use cuda:0 to cuda:{count - 1}.",
+        )
     name = torch.cuda.get_device_name(index)
     return ("cuda", f"torch can use {name}") if wanted == "auto" else (wanted, f"asked for: {name}")
 
@@ -169,9 +194,14 @@ def check_device_name(wanted: str) -> None:
     Raises: HardwareError with the nearest of them.
     """
     if wanted not in ("auto", "cpu") and not re.fullmatch(r"cuda(:\d+)?", wanted):
-        guess = "cuda" if wanted.lower().startswith("gpu") else nearest(wanted, ["auto", "cpu", "cuda"])
+        guess = (
+            "cuda" if wanted.lower().startswith("gpu") else nearest(wanted, ["auto", "cpu", "cuda"])
+        )
         hint = f"Did you mean {guess!r}? " if guess else ""
-        raise HardwareError(f"train.device={wanted!r} is not a device.", fix=f"{hint}Known: auto, cpu, cuda, cuda:N.")
+        raise HardwareError(
+            f"train.device={wanted!r} is not a device.",
+            fix=f"{hint}Known: auto, cpu, cuda, cuda:N.",
+        )
 
 
 def measure_roof(device: str, dtype: str) -> float:
@@ -223,7 +253,9 @@ def _roof(device: str, dtype: str) -> tuple[float, int]:
     import torch
 
     if dtype not in ROOF_DTYPES:
-        raise HardwareError(f"The rate of {dtype!r} cannot be measured.", fix=f"Known: {', '.join(ROOF_DTYPES)}.")
+        raise HardwareError(
+            f"The rate of {dtype!r} cannot be measured.", fix=f"Known: {', '.join(ROOF_DTYPES)}."
+        )
     on_cuda = device.startswith("cuda")
     sizes, share_s = ((1024, 2048, 4096, 8192), 0.02) if on_cuda else ((512, 1024, 2048), 0.05)
     with torch.no_grad(), _matmul_precision(dtype, on_cuda):
@@ -242,9 +274,13 @@ def _matmul_s(device: str, dtype: str, size: int, repeats: int) -> float:
     """Seconds of the fastest product, after one of each kind that is not counted."""
     import torch
 
-    generator = torch.Generator(device).manual_seed(0)  # its own: the global stream belongs to the run
+    generator = torch.Generator(device).manual_seed(
+        0
+    )  # its own: the global stream belongs to the run
     kind = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(dtype, torch.float32)
-    left, right = (torch.randn(size, size, device=device, generator=generator).to(kind) for _ in range(2))
+    left, right = (
+        torch.randn(size, size, device=device, generator=generator).to(kind) for _ in range(2)
+    )
     best = float("inf")
     for product in _products(device, dtype):
         product(left, right)
@@ -262,7 +298,12 @@ def _products(device: str, dtype: str) -> list[Callable[[Any, Any], Any]]:
     import torch
 
     if device == "cpu" and dtype == "fp32" and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-        return [torch.mm, lambda left, right: torch.ops.mkldnn._linear_pointwise(left, right, None, "none", [], "")]
+        return [
+            torch.mm,
+            lambda left, right: torch.ops.mkldnn._linear_pointwise(
+                left, right, None, "none", [], ""
+            ),
+        ]
     return [torch.mm]
 
 
@@ -339,7 +380,13 @@ def _gpu(pynvml: Any, index: int, driver: str) -> Gpu:
     handle = pynvml.nvmlDeviceGetHandleByIndex(index)
     major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
     memory_gib = pynvml.nvmlDeviceGetMemoryInfo(handle).total / GIB
-    return Gpu(_text(pynvml.nvmlDeviceGetName(handle)), memory_gib, (int(major), int(minor)), driver, _text(pynvml.nvmlDeviceGetUUID(handle)))
+    return Gpu(
+        _text(pynvml.nvmlDeviceGetName(handle)),
+        memory_gib,
+        (int(major), int(minor)),
+        driver,
+        _text(pynvml.nvmlDeviceGetUUID(handle)),
+    )
 
 
 def _text(value: str | bytes) -> str:
@@ -360,7 +407,9 @@ def usable_cores() -> int:
 def _with_parents(root: Path, path: str) -> list[Path]:
     """A limit binds at any level, and inside a container the own level may be mounted as the root."""
     place = root / path.lstrip("/")
-    return [folder for folder in (place, *place.parents) if folder == root or root in folder.parents]
+    return [
+        folder for folder in (place, *place.parents) if folder == root or root in folder.parents
+    ]
 
 
 def _read(path: Path) -> str:

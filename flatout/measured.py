@@ -46,7 +46,11 @@ class Gain(BaseModel):
 
     def describe(self) -> str:
         """Return one line for a person."""
-        spread = "too few repeats to be sure" if self.low is None or self.high is None else f"{self.low:.2f} to {self.high:.2f}"
+        spread = (
+            "too few repeats to be sure"
+            if self.low is None or self.high is None
+            else f"{self.low:.2f} to {self.high:.2f}"
+        )
         at = f", commit {self.commit}" if self.commit else ""
         return f"x{self.gain:.2f} ({spread}), {self.where} of {self.recipe}, {self.date[:10]}{at}"
 
@@ -74,7 +78,9 @@ def gpu_name(machine: Machine, device: str) -> str | None:
 def read(gpu: str, cache: Path) -> MeasuredGpu | None:
     """Return what has been measured on a GPU of that name; None where there is no file, or none that this version reads."""
     try:
-        found = MeasuredGpu.model_validate(json.loads(_path(gpu, cache).read_text(encoding="utf-8")))
+        found = MeasuredGpu.model_validate(
+            json.loads(_path(gpu, cache).read_text(encoding="utf-8"))
+        )
     except (OSError, ValueError, ValidationError):
         return None
     return found if found.gpu == gpu and found.format_version == FORMAT_VERSION else None
@@ -105,4 +111,8 @@ def advice(gpu: str, recipe: str, cache: Path) -> str | None:
 
 
 def _path(gpu: str, cache: Path) -> Path:
-    return cache.expanduser() / "measured" / f"{re.sub(r'[^a-z0-9]+', '-', gpu.lower()).strip('-')}.json"
+    return (
+        cache.expanduser()
+        / "measured"
+        / f"{re.sub(r'[^a-z0-9]+', '-', gpu.lower()).strip('-')}.json"
+    )

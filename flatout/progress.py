@@ -20,7 +20,9 @@ class Task(Protocol):
 class Progress(Protocol):
     """Where long steps report. `task` is a context manager, so that a step that fails is closed too."""
 
-    def task(self, what: str, *, total: float | None = None, unit: str = "") -> AbstractContextManager[Task]:
+    def task(
+        self, what: str, *, total: float | None = None, unit: str = ""
+    ) -> AbstractContextManager[Task]:
         """Open a step called `what`; `total` units when that can be known, so that time left can be said."""
 
     def say(self, line: str) -> None:

@@ -49,16 +49,25 @@ class Recognised:
         return f"{self.path} is {self.name}, not {wanted}."
 
 
-def require_local(place: Path | str, option: str = "", *, error: type[UsageError] = UsageError) -> None:
+def require_local(
+    place: Path | str, option: str = "", *, error: type[UsageError] = UsageError
+) -> None:
     """Refuse an address where a path of this machine is needed: it would become a folder called `s3:`. `option` is what the place was given as.
 
     Raises: UsageError, or the kind of it that is stated.
     """
     match = re.match(r"([A-Za-z][A-Za-z0-9+.-]+:)/+", str(place))
     if match:
-        slashes = "///" if match[1].lower() == "file:" else "//"  # a Path has one that is left of them
-        address = str(place) if "//" in match[0] else f"{match[1]}{slashes}{str(place)[match.end() :]}"
-        raise error(f"{option}{address} is an address; only a path of this machine can be used here.", fix=ADDRESS_FIX)
+        slashes = (
+            "///" if match[1].lower() == "file:" else "//"
+        )  # a Path has one that is left of them
+        address = (
+            str(place) if "//" in match[0] else f"{match[1]}{slashes}{str(place)[match.end() :]}"
+        )
+        raise error(
+            f"{option}{address} is an address; only a path of this machine can be used here.",
+            fix=ADDRESS_FIX,
+        )
 
 
 def recognise(path: Path) -> Recognised | None:
@@ -101,10 +110,20 @@ def read_regular(path: Path, *, errors: str = "strict") -> str:
 
 def _folder(path: Path) -> Recognised | None:
     shown = in_shell(path)
-    if (path / "config.yaml").is_file() and ((path / "checkpoints").is_dir() or (path / "events.jsonl").is_file()):
-        return Recognised(path, "a run folder", f"Use it with `flatout generate {shown}`, or begin with its weights: train.init_from={shown}.")
+    if (path / "config.yaml").is_file() and (
+        (path / "checkpoints").is_dir() or (path / "events.jsonl").is_file()
+    ):
+        return Recognised(
+            path,
+            "a run folder",
+            f"Use it with `flatout generate {shown}`, or begin with its weights: train.init_from={shown}.",
+        )
     if (path / "manifest.json").is_file() and (path / "index.json").is_file():
-        return Recognised(path, "a checkpoint", f"Begin with its weights, train.init_from={shown}, or go on from it, --resume {shown}.")
+        return Recognised(
+            path,
+            "a checkpoint",
+            f"Begin with its weights, train.init_from={shown}, or go on from it, --resume {shown}.",
+        )
     if (path / "manifest.json").is_file() and (path / "tokenizer.json").is_file():
         return Recognised(path, "a prepared dataset", _train_on_it(path))
     files = list(_files_in(path))
@@ -112,18 +131,28 @@ def _folder(path: Path) -> Recognised | None:
         return Recognised(path, "a folder of token chunks", _import_it(path))
     if any(_SHARD_NAME.fullmatch(file.name) for file in files):
         return None  # a prepared dataset that is not whole
-    if any(file.suffix.lower() not in _LOOKED_INTO for file in files if file.suffix.lower() not in (".json", ".pkl")):
+    if any(
+        file.suffix.lower() not in _LOOKED_INTO
+        for file in files
+        if file.suffix.lower() not in (".json", ".pkl")
+    ):
         return None
     telling = (recognise(file) for file in files if file.suffix.lower() in _LOOKED_INTO)
     first = next((found for found in telling if found), None)
-    return first and Recognised(path, f"a folder with {first.path.name}, which is {first.name}", first.fix)
+    return first and Recognised(
+        path, f"a folder with {first.path.name}, which is {first.name}", first.fix
+    )
 
 
 def _files_in(folder: Path) -> Iterator[Path]:
     """Yield the first files of a folder that are not hidden, those called as chunks whatever their number."""
     with os.scandir(folder) as entries:
         for number, entry in enumerate(entries):
-            if (number < MOST_ENTRIES or CHUNK_NAME.fullmatch(entry.name)) and not entry.name.startswith(".") and entry.is_file():
+            if (
+                (number < MOST_ENTRIES or CHUNK_NAME.fullmatch(entry.name))
+                and not entry.name.startswith(".")
+                and entry.is_file()
+            ):
                 yield folder / entry.name
 
 
@@ -132,17 +161,31 @@ def _file(path: Path) -> Recognised | None:
         head = file.read(HEAD_BYTES)
     suffix = path.suffix.lower()
     if CHUNK_NAME.fullmatch(path.name):
-        return Recognised(path, "a chunk of tokens", _import_it(path.absolute().parent if path.parent == Path() else path.parent))
+        return Recognised(
+            path,
+            "a chunk of tokens",
+            _import_it(path.absolute().parent if path.parent == Path() else path.parent),
+        )
     if _SHARD_NAME.fullmatch(path.name) and (path.parent / "manifest.json").is_file():
-        return Recognised(path, f"a file of the prepared dataset {path.parent}", _train_on_it(path.parent))
+        return Recognised(
+            path, f"a file of the prepared dataset {path.parent}", _train_on_it(path.parent)
+        )
     if head.startswith(b"\x93NUMPY"):
-        return Recognised(path, "a NumPy array", _as_chunks(path, "numpy.load(sys.argv[1], mmap_mode='r').reshape(-1)"))
+        return Recognised(
+            path,
+            "a NumPy array",
+            _as_chunks(path, "numpy.load(sys.argv[1], mmap_mode='r').reshape(-1)"),
+        )
     if head.startswith(b"PK\x03\x04"):
         return _archive(path)
     if head.startswith(_LEGACY_TORCH) or (suffix in _TORCH_SUFFIXES and b"\0" in head):
         return _torch_file(path)
     if all((path.parent / name).is_file() for name in ("manifest.json", "index.json")):
-        return Recognised(path, f"a file of the checkpoint {path.parent}", f"Name the checkpoint: train.init_from={in_shell(path.parent)}.")
+        return Recognised(
+            path,
+            f"a file of the checkpoint {path.parent}",
+            f"Name the checkpoint: train.init_from={in_shell(path.parent)}.",
+        )
     if head.startswith(b"GGUF") or (head[8:10] == b'{"' and suffix == ".safetensors"):
         return Recognised(path, "a file of model weights", _WEIGHTS)
     if suffix == ".bin" and not _is_text(head):
@@ -159,25 +202,39 @@ def _archive(path: Path) -> Recognised | None:
         return _torch_file(path) if path.suffix.lower() in _TORCH_SUFFIXES else None
     if any(name.endswith("/data.pkl") for name in names):
         return _torch_file(path)
-    arrays = {name.removesuffix(".npy"): index for index, name in enumerate(names) if name.endswith(".npy")}
+    arrays = {
+        name.removesuffix(".npy"): index
+        for index, name in enumerate(names)
+        if name.endswith(".npy")
+    }
     if arrays:
-        shown = ", ".join(name if name.isidentifier() else repr(name[:40]) for name in list(arrays)[:3])
+        shown = ", ".join(
+            name if name.isidentifier() else repr(name[:40]) for name in list(arrays)[:3]
+        )
         first = f"numpy.load(sys.argv[1])[numpy.load(sys.argv[1]).files[{next(iter(arrays.values()))}]]"  # by number: a name can be any code
-        return Recognised(path, f"a NumPy archive of {shown}", _as_chunks(path, f"{first}.reshape(-1)"))
+        return Recognised(
+            path, f"a NumPy archive of {shown}", _as_chunks(path, f"{first}.reshape(-1)")
+        )
     return None
 
 
 def _binary_tokens(path: Path, head: bytes) -> str:
     """Return how a .bin file becomes chunks; only llm.c's have a header that tells the type of the tokens."""
     if dtype := _LLM_C.get(head[:4]):
-        return _as_chunks(path, f"numpy.memmap(sys.argv[1], '{dtype}', 'r', offset=1024)", "in llm.c's format")
+        return _as_chunks(
+            path, f"numpy.memmap(sys.argv[1], '{dtype}', 'r', offset=1024)", "in llm.c's format"
+        )
     way = _as_chunks(path, "numpy.memmap(sys.argv[1], 'uint16', 'r')", "in nanoGPT's format")
     return f"{way} The command assumes uint16; if the tokenizer has more than 65,536 tokens, replace 'uint16' with 'uint32' in it."
 
 
 def _torch_file(path: Path) -> Recognised:
     into = f"`flatout import FOLDER --out {_dataset(path.stem)} --tokenizer FILE`"
-    return Recognised(path, "a PyTorch file", f"{_WEIGHTS} If it holds tokens, name it chunk_000000.pt, in a folder of its own, and run {into}.")
+    return Recognised(
+        path,
+        "a PyTorch file",
+        f"{_WEIGHTS} If it holds tokens, name it chunk_000000.pt, in a folder of its own, and run {into}.",
+    )
 
 
 def _dataset(name: str) -> str:

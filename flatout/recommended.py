@@ -37,7 +37,9 @@ class Recommendation:
     """About how long it takes, and how that is known."""
 
 
-def recommend(path: str, tokens: int, vocab_size: int, machine: Machine, runs: Path = Path("runs")) -> Recommendation | None:
+def recommend(
+    path: str, tokens: int, vocab_size: int, machine: Machine, runs: Path = Path("runs")
+) -> Recommendation | None:
     """Return a run for the dataset at `path`, which has so many training tokens; None where that is too little text for any recipe.
 
     It is the largest model that the text can feed with TOKENS_PER_PARAMETER tokens in MOST_EPOCHS passes, or the smallest there is. The
@@ -58,7 +60,11 @@ def _recipe(tokens: int, vocab_size: int, machine: Machine) -> str:
     if not machine.gpus:
         return "demo-char" if vocab_size <= FEW_SYMBOLS else "demo"
     larger = ("gpt2-350m", "gpt2-124m") if vocab_size in GPT2_VOCABULARY else ()
-    fed = (name for name in larger if TOKENS_PER_PARAMETER * _parameters(load_config(name), vocab_size) <= MOST_EPOCHS * tokens)
+    fed = (
+        name
+        for name in larger
+        if TOKENS_PER_PARAMETER * _parameters(load_config(name), vocab_size) <= MOST_EPOCHS * tokens
+    )
     return next(fed, "demo-gpu")
 
 
@@ -69,13 +75,20 @@ def _parameters(config: RunConfig, vocab_size: int) -> int:
     return 12 * int(own["num_layers"]) * width**2 + (config.model.vocab_size or vocab_size) * width
 
 
-def _time(config: RunConfig, vocab_size: int, parameters: int, tokens: int, machine: Machine, runs: Path) -> str:
+def _time(
+    config: RunConfig, vocab_size: int, parameters: int, tokens: int, machine: Machine, runs: Path
+) -> str:
     found = _measured(config, vocab_size, runs)
     if found is not None:
         run, rate = found
         return f"about {duration(tokens / rate)}, at the {rate:,.0f} tokens/s of {run}"
     if machine.row is not None and "bf16" in machine.row.peak_tflops:
-        attention = 6 * int(config.model.own()["num_layers"]) * int(config.model.own()["d_model"]) * config.data.seq_len
+        attention = (
+            6
+            * int(config.model.own()["num_layers"])
+            * int(config.model.own()["d_model"])
+            * config.data.seq_len
+        )
         flops_per_s = machine.row.peak_tflops["bf16"].value * 1e12 * ASSUMED_MFU
         return f"about {duration(tokens * (6 * parameters + attention) / flops_per_s)}, if it reaches {ASSUMED_MFU:.0%} of {machine.row.name}'s peak"
     return "not known before a run: no finished one here has this model; train shows the time left from its first steps on"
@@ -83,13 +96,21 @@ def _time(config: RunConfig, vocab_size: int, parameters: int, tokens: int, mach
 
 def _measured(config: RunConfig, vocab_size: int, runs: Path) -> tuple[Path, float] | None:
     """Return the newest finished run of the recipe's model and vocabulary, and its tokens a second; None where there is none."""
-    for summary in sorted(runs.glob("*/summary.json"), key=lambda path: path.stat().st_mtime, reverse=True):
+    for summary in sorted(
+        runs.glob("*/summary.json"), key=lambda path: path.stat().st_mtime, reverse=True
+    ):
         try:
-            there, rate = read_document(summary.with_name("config.yaml")), read_document(summary).get("tokens_per_s")
+            there, rate = (
+                read_document(summary.with_name("config.yaml")),
+                read_document(summary).get("tokens_per_s"),
+            )
         except FlatoutError:
             continue
         model = there.get("model") or {}
-        wanted = config.model.own() | {"kind": config.model.kind, "vocab_size": config.model.vocab_size or vocab_size}
+        wanted = config.model.own() | {
+            "kind": config.model.kind,
+            "vocab_size": config.model.vocab_size or vocab_size,
+        }
         same = all(model.get(key) == value for key, value in wanted.items() if key in model)
         if same and "d_model" in model and isinstance(rate, int | float) and rate > 0:
             return summary.parent, float(rate)

@@ -40,8 +40,16 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     if len(word) >= SHORTEST_PART:
         longer = [other for other in by_word if other.startswith(word)]
         found = found or [other for other in by_word if _one_slip(word, other)]
-        found = found or sorted((other for other in by_word if len(other) >= SHORTEST_PART and word.startswith(other)), key=len, reverse=True)
-        found = found or difflib.get_close_matches(word, by_word, n=1, cutoff=0.67) or (longer if len(longer) == 1 else [])
+        found = found or sorted(
+            (other for other in by_word if len(other) >= SHORTEST_PART and word.startswith(other)),
+            key=len,
+            reverse=True,
+        )
+        found = (
+            found
+            or difflib.get_close_matches(word, by_word, n=1, cutoff=0.67)
+            or (longer if len(longer) == 1 else [])
+        )
     return by_word[found[0]] if found else None
 
 
@@ -59,7 +67,10 @@ def _one_slip(word: str, other: str) -> bool:
 
 
 def _shared(word: str, other: str) -> int:
-    return next((place for place, (one, two) in enumerate(zip(word, other, strict=False)) if one != two), min(len(word), len(other)))
+    return next(
+        (place for place, (one, two) in enumerate(zip(word, other, strict=False)) if one != two),
+        min(len(word), len(other)),
+    )
 
 
 def unknown_name(noun: str, name: str, known: Iterable[str]) -> ConfigError:
@@ -79,7 +90,10 @@ def load_reference(reference: str) -> Any:
     """
     module_name, _, attribute = reference.partition(":")
     if not all(part.isidentifier() for part in [*module_name.split("."), attribute]):
-        raise ConfigError(f"{reference!r} does not name an object in a Python module.", fix="Write package.module:attribute.")
+        raise ConfigError(
+            f"{reference!r} does not name an object in a Python module.",
+            fix="Write package.module:attribute.",
+        )
     if module_name.partition(".")[0] != "flatout" and "" not in sys.path:
         sys.path.append("")
     try:
@@ -117,7 +131,9 @@ class Folder:
         files = {}
         for path in sorted((PACKAGE_DIR / self.folder).glob("*.py")):
             if not path.stem.startswith("_") and self.attribute in _assigned_names(path):
-                files[path.stem.rstrip("_").replace("_", "-")] = path  # import_.py is `import`, which Python keeps for itself
+                files[path.stem.rstrip("_").replace("_", "-")] = (
+                    path  # import_.py is `import`, which Python keeps for itself
+                )
         return files
 
     def names(self) -> list[str]:
@@ -126,7 +142,9 @@ class Folder:
 
     def describe(self, name: str) -> str:
         """Return the first line of the entry's module docstring, without importing it."""
-        docstring = ast.get_docstring(ast.parse(self._files[name].read_text(encoding="utf-8"))) or ""
+        docstring = (
+            ast.get_docstring(ast.parse(self._files[name].read_text(encoding="utf-8"))) or ""
+        )
         return docstring.split("\n", 1)[0]
 
     def stated(self, name: str, constant: str) -> Any:
@@ -158,11 +176,17 @@ class Folder:
             lacking = [attribute for attribute in self.has if not hasattr(found, attribute)]
             if lacking:
                 raise ConfigError(
-                    f"{name} is no {self.noun}: it has no {lacking[0]!r}.", fix=f"docs/extend.md shows how a {self.noun} is written{self.otherwise}."
+                    f"{name} is no {self.noun}: it has no {lacking[0]!r}.",
+                    fix=f"docs/extend.md shows how a {self.noun} is written{self.otherwise}.",
                 )
             return found
         self.require(name)
-        return getattr(importlib.import_module(f"flatout.{self.folder}.{self._files[name.replace('_', '-')].stem}"), self.attribute)
+        return getattr(
+            importlib.import_module(
+                f"flatout.{self.folder}.{self._files[name.replace('_', '-')].stem}"
+            ),
+            self.attribute,
+        )
 
 
 @dataclass(frozen=True)
@@ -203,7 +227,9 @@ class YamlFolder:
 def _literal(path: Path, constant: str) -> Any:
     """Return the value of a literal that a file assigns at its top level, None without one; every speedup asks for the same few."""
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Assign) and any(isinstance(target, ast.Name) and target.id == constant for target in node.targets):
+        if isinstance(node, ast.Assign) and any(
+            isinstance(target, ast.Name) and target.id == constant for target in node.targets
+        ):
             return ast.literal_eval(node.value)
     return None
 
@@ -219,7 +245,13 @@ def _assigned_names(path: Path) -> set[str]:
 
 
 COMMANDS = Folder("commands", "COMMAND", "command")
-MODELS = Folder("models", "MODEL", "model", has=("check", "count_flops"), otherwise=", and how a torch module is adapted: MODEL = adapt(build)")
+MODELS = Folder(
+    "models",
+    "MODEL",
+    "model",
+    has=("check", "count_flops"),
+    otherwise=", and how a torch module is adapted: MODEL = adapt(build)",
+)
 OPTIMIZERS = Folder("optimizers", "OPTIMIZER", "optimizer", has=("__call__",))
 SOURCES = Folder("sources", "SOURCE", "source", has=("__call__",))
 SPEEDUPS = Folder("speedups", "SPEEDUP", "speedup", has=("fills", "promise"))
@@ -239,17 +271,30 @@ def recipe_path(recipe: str | Path) -> Path:
     path = Path(recipe)
     is_file = path.suffix.lower() in SUFFIXES
     if path.is_dir() and (is_file or str(recipe) not in RECIPES.names()):
-        raise ConfigError(f"{path} is a folder, not a recipe.", fix="Name a YAML file, or one of `flatout list recipes`.")
+        raise ConfigError(
+            f"{path} is a folder, not a recipe.",
+            fix="Name a YAML file, or one of `flatout list recipes`.",
+        )
     if not is_file:
-        files = [file for file in (path.with_name(path.name + suffix) for suffix in sorted(SUFFIXES)) if path.name and file.is_file()]
+        files = [
+            file
+            for file in (path.with_name(path.name + suffix) for suffix in sorted(SUFFIXES))
+            if path.name and file.is_file()
+        ]
         if files and str(recipe) not in RECIPES.names():
-            raise ConfigError(f"There is no recipe named {str(recipe)!r}, but there is a file {files[0]}.", fix=f"Name the file: {str(files[0])!r}.")
+            raise ConfigError(
+                f"There is no recipe named {str(recipe)!r}, but there is a file {files[0]}.",
+                fix=f"Name the file: {str(files[0])!r}.",
+            )
         return RECIPES.path(str(recipe))
     if not path.exists():
         here = path.parent.iterdir() if path.parent.is_dir() else ()
         guess = nearest(path.name, [file.name for file in here if file.suffix.lower() in SUFFIXES])
         built_in = "`flatout list recipes` shows the built-in ones."
         raise ConfigError(
-            f"There is no file {path}.", fix=f"Did you mean {str(path.with_name(guess))!r}?" if guess else f"Check the path; {built_in}"
+            f"There is no file {path}.",
+            fix=f"Did you mean {str(path.with_name(guess))!r}?"
+            if guess
+            else f"Check the path; {built_in}",
         )
     return path

@@ -40,12 +40,24 @@ def references_in(document: Mapping[str, Any]) -> frozenset[str]:
         value: Any = document
         for key in keys:
             value = value.get(key) if isinstance(value, Mapping) else None
-        words = value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else ()
+        words = (
+            value.split(",")
+            if isinstance(value, str)
+            else value
+            if isinstance(value, list | tuple)
+            else ()
+        )
         found.update(str(word).strip().lstrip("+-") for word in words if ":" in str(word))
     return frozenset(found)
 
 
-def require_trusted(run_folder: Path, references: Set[str], *, named: Set[str] = frozenset(), trust_code: bool = False) -> None:
+def require_trusted(
+    run_folder: Path,
+    references: Set[str],
+    *,
+    named: Set[str] = frozenset(),
+    trust_code: bool = False,
+) -> None:
     """Do nothing when every reference may be imported: `named` on this command line or in a recipe, allowed now, or remembered.
 
     `trust_code` allows all of them, and is remembered.
@@ -59,9 +71,17 @@ def require_trusted(run_folder: Path, references: Set[str], *, named: Set[str] =
     entry = _read(run_folder)
     if entry is not None and _matches(entry, run_folder, references - named):
         return
-    changed = " It was trusted before; its configuration or the code in it has changed since." if entry is not None else ""
+    changed = (
+        " It was trusted before; its configuration or the code in it has changed since."
+        if entry is not None
+        else ""
+    )
     unknown = sorted(references - named)
-    stale = " Delete the __pycache__ beside it, which may hold other code." if any(_has_compiled(reference) for reference in unknown) else ""
+    stale = (
+        " Delete the __pycache__ beside it, which may hold other code."
+        if any(_has_compiled(reference) for reference in unknown)
+        else ""
+    )
     raise UntrustedCode(
         f"{run_folder / CONFIG} names code of its own, which opening the run would execute: {', '.join(map(_described, unknown))}.{changed}",
         fix=f"Read that code.{stale} If you trust it, {BY_ARGUMENT}.",
@@ -80,7 +100,12 @@ def remember(run_folder: Path, references: Iterable[str]) -> bool:
         place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not _is_private(place.parent.lstat(), stat.S_ISDIR):
             return False
-        document = {"format_version": FORMAT_VERSION, "run": os.path.realpath(run_folder), "references": wanted, **_state_of(run_folder)}
+        document = {
+            "format_version": FORMAT_VERSION,
+            "run": os.path.realpath(run_folder),
+            "references": wanted,
+            **_state_of(run_folder),
+        }
         _write_private(place, json.dumps(document, indent=1) + "\n")
     except (OSError, RuntimeError):  # a home that cannot be written, or none at all
         return False
@@ -89,7 +114,9 @@ def remember(run_folder: Path, references: Iterable[str]) -> bool:
 
 def is_run_folder(folder: Path) -> bool:
     """Say whether a folder was made by `flatout train`, as far as its files show."""
-    return (folder / CONFIG).exists() and any((folder / name).exists() for name in ("asked.yaml", "events.jsonl"))
+    return (folder / CONFIG).exists() and any(
+        (folder / name).exists() for name in ("asked.yaml", "events.jsonl")
+    )
 
 
 def source_of(reference: str) -> Path | None:
@@ -99,7 +126,10 @@ def source_of(reference: str) -> Path | None:
         return None
     for entry in [*sys.path, ""]:
         base = Path(entry, *parts)
-        files = [base / "__init__.py", *(base.with_name(base.name + suffix) for suffix in all_suffixes())]
+        files = [
+            base / "__init__.py",
+            *(base.with_name(base.name + suffix) for suffix in all_suffixes()),
+        ]
         for file in files:
             if file.is_file():
                 return file
@@ -121,14 +151,19 @@ def _matches(entry: dict[str, Any], run_folder: Path, references: Set[str]) -> b
         state = _state_of(run_folder)
     except OSError:
         return False
-    same = all(entry.get(key) == value for key, value in state.items()) and entry.get("run") == os.path.realpath(run_folder)
+    same = all(entry.get(key) == value for key, value in state.items()) and entry.get(
+        "run"
+    ) == os.path.realpath(run_folder)
     return same and references <= set(entry["references"])
 
 
 def _state_of(run_folder: Path) -> dict[str, str]:
     """Return the digests that a replaced configuration, or other code in the directory, changes."""
     config = (run_folder / CONFIG).read_bytes()
-    return {"config_sha256": hashlib.sha256(config).hexdigest(), "code_sha256": _digest_of_code(run_folder)}
+    return {
+        "config_sha256": hashlib.sha256(config).hexdigest(),
+        "code_sha256": _digest_of_code(run_folder),
+    }
 
 
 def _digest_of_code(run_folder: Path) -> str:
@@ -143,7 +178,9 @@ def _digest_of_code(run_folder: Path) -> str:
         for name in folders:
             path = Path(parent, name)
             if path.is_symlink():
-                digest.update(json.dumps([str(path.relative_to(run_folder)), os.readlink(path)]).encode())
+                digest.update(
+                    json.dumps([str(path.relative_to(run_folder)), os.readlink(path)]).encode()
+                )
         for name in sorted(files):
             path = Path(parent, name)
             if name.endswith(suffixes) and path.is_file():
@@ -173,7 +210,12 @@ def _read(run_folder: Path) -> dict[str, Any] | None:
     if not isinstance(entry, dict) or entry.get("format_version") != FORMAT_VERSION:
         return None
     references = entry.get("references")
-    return entry if isinstance(references, list) and all(isinstance(reference, str) for reference in references) else None
+    return (
+        entry
+        if isinstance(references, list)
+        and all(isinstance(reference, str) for reference in references)
+        else None
+    )
 
 
 def _is_private(facts: os.stat_result, is_kind: Any) -> bool:

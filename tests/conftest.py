@@ -33,7 +33,11 @@ def tokenizers_are_trusted(monkeypatch):
 
 
 def pytest_addoption(parser):
-    parser.addoption("--write-tables", action="store_true", help="Write the tables that tests generate into the documents.")
+    parser.addoption(
+        "--write-tables",
+        action="store_true",
+        help="Write the tables that tests generate into the documents.",
+    )
 
 
 def pytest_make_parametrize_id(val, argname):
@@ -74,12 +78,18 @@ def share_memory():
     """Take no more than this process's share, where several of `pytest -n` use one GPU; a tenth is for their contexts."""
     import torch
 
-    torch.cuda.set_per_process_memory_fraction(0.9 / int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+    torch.cuda.set_per_process_memory_fraction(
+        0.9 / int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    )
 
 
 def pytest_runtest_teardown(item):
     """Give a GPU's memory back to the other processes."""
-    if is_for_gpu(item) and (torch := sys.modules.get("torch")) is not None and torch.cuda.is_initialized():
+    if (
+        is_for_gpu(item)
+        and (torch := sys.modules.get("torch")) is not None
+        and torch.cuda.is_initialized()
+    ):
         gc.collect()
         torch.cuda.empty_cache()
 
@@ -130,10 +140,14 @@ def write_tiny_set(out: Path, *, num_documents: int = 40, masked: bool = False) 
         for number in range(num_documents):
             text = " ".join(draw.choice(WORDS) for _ in range(draw.randint(20, 60))) + "."
             tokens = np.array([*tokenizer.encode(text), tokenizer.eot_id])
-            mask = np.array([draw.random() < 0.66 for _ in tokens], dtype=np.uint8) if masked else None
+            mask = (
+                np.array([draw.random() < 0.66 for _ in tokens], dtype=np.uint8) if masked else None
+            )
             split = writer.val if number % 8 == 7 else writer.train
             split.append(tokens, [len(tokens)], text_bytes=len(text.encode()), mask=mask)
-        writer.finish(tokenizer=tokenizer, source={"made": "up"}, split_rule="every eighth document")
+        writer.finish(
+            tokenizer=tokenizer, source={"made": "up"}, split_rule="every eighth document"
+        )
     return out
 
 
@@ -166,7 +180,10 @@ def tiny_config(tiny_set):
     """Return the configuration of a tiny run, with `section__key=value` laid over it."""
 
     def make(**changes):
-        return load_config().with_values({**TINY, "data.path": str(tiny_set)} | {key.replace("__", "."): value for key, value in changes.items()})
+        return load_config().with_values(
+            {**TINY, "data.path": str(tiny_set)}
+            | {key.replace("__", "."): value for key, value in changes.items()}
+        )
 
     return make
 
@@ -185,7 +202,14 @@ def build_run(tmp_path):
         dataset = open_data(config.data)
         resolved, decisions = resolve(config, machine=probe(), dataset=dataset, world_size=1)
         mesh = make_mesh(resolved.parallel, "cpu")
-        run = build(resolved, machine=probe(), mesh=mesh, dataset=dataset, folder=folder, decisions=decisions)
+        run = build(
+            resolved,
+            machine=probe(),
+            mesh=mesh,
+            dataset=dataset,
+            folder=folder,
+            decisions=decisions,
+        )
         runs.append(run)
         return run
 
@@ -202,7 +226,12 @@ def fox_run(tmp_path_factory):
 
     root = tmp_path_factory.mktemp("fox")
     (root / "book.txt").write_text("The quick brown fox jumps over the lazy dog. " * 200)
-    prepare_dataset([str(root / "book.txt")], root / "data", Options(tokenizer="char", split="tail 0.1"), workers=1)
+    prepare_dataset(
+        [str(root / "book.txt")],
+        root / "data",
+        Options(tokenizer="char", split="tail 0.1"),
+        workers=1,
+    )
     overrides = [
         "model.num_layers=1",
         "model.d_model=16",
@@ -213,7 +242,15 @@ def fox_run(tmp_path_factory):
         "optim.lr=0.1",
     ]
     config = load_config(
-        None, [*overrides, f"data.path={root / 'data'}", "train.steps=3", "train.device=cpu", "train.eval_every=1", "checkpoint.keep=9"]
+        None,
+        [
+            *overrides,
+            f"data.path={root / 'data'}",
+            "train.steps=3",
+            "train.device=cpu",
+            "train.eval_every=1",
+            "checkpoint.keep=9",
+        ],
     )
     return root, train_config(config, run=root / "runs" / "fox")
 
@@ -248,9 +285,16 @@ def bucket(s3_server, monkeypatch):
     """An empty bucket called `corpus`, which s3fs finds by the variables it always reads."""
     import s3fs
 
-    for key, value in {"ENDPOINT_URL": s3_server, "ACCESS_KEY_ID": "key", "SECRET_ACCESS_KEY": "secret", "DEFAULT_REGION": "us-east-1"}.items():
+    for key, value in {
+        "ENDPOINT_URL": s3_server,
+        "ACCESS_KEY_ID": "key",
+        "SECRET_ACCESS_KEY": "secret",
+        "DEFAULT_REGION": "us-east-1",
+    }.items():
         monkeypatch.setenv(f"AWS_{key}", value)
-    urllib.request.urlopen(urllib.request.Request(f"{s3_server}/moto-api/reset", method="POST"), timeout=5).close()
+    urllib.request.urlopen(
+        urllib.request.Request(f"{s3_server}/moto-api/reset", method="POST"), timeout=5
+    ).close()
     s3fs.S3FileSystem.clear_instance_cache()
     filesystem = s3fs.S3FileSystem()
     filesystem.mkdir("corpus")

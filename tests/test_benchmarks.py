@@ -31,7 +31,9 @@ def test_a_marked_table_is_the_measured_one(path, name, request):
     if request.config.getoption("--write-tables"):
         path.write_text(wanted, encoding="utf-8")
     elif text != wanted:
-        pytest.fail(f"{name} was measured again: `python -m pytest tests/test_benchmarks.py --write-tables` copies it into {path.name}.")
+        pytest.fail(
+            f"{name} was measured again: `python -m pytest tests/test_benchmarks.py --write-tables` copies it into {path.name}."
+        )
 
 
 def test_the_readme_has_one():
@@ -43,20 +45,46 @@ def test_the_main_job_states_both_micro_batches(monkeypatch):
     benchmark = importlib.import_module("main_job")
 
     def row(rate, rows, accumulate):
-        return {"tokens_per_s": rate, "mfu": 0.1, "losses": [3.0, 2.0], "rows_per_device": rows, "accumulate": accumulate}
+        return {
+            "tokens_per_s": rate,
+            "mfu": 0.1,
+            "losses": [3.0, 2.0],
+            "rows_per_device": rows,
+            "accumulate": accumulate,
+        }
 
-    rows = {"plain": [row(100.0, 8, 8)], "as it comes": [row(200.0, 64, 1)], "as it comes, long": [row(300.0, 64, 1)]}
-    found = {"rows": rows, "machine": "a CPU", "repeats": 1, "steps": 2, "long_steps": 4, "commit": ""}
-    assert "| micro-batch: rows x accumulations | 8 x 8 | 64 x 1 |\n| steady tokens/s | 100 (" in benchmark.table(found)
+    rows = {
+        "plain": [row(100.0, 8, 8)],
+        "as it comes": [row(200.0, 64, 1)],
+        "as it comes, long": [row(300.0, 64, 1)],
+    }
+    found = {
+        "rows": rows,
+        "machine": "a CPU",
+        "repeats": 1,
+        "steps": 2,
+        "long_steps": 4,
+        "commit": "",
+    }
+    assert (
+        "| micro-batch: rows x accumulations | 8 x 8 | 64 x 1 |\n| steady tokens/s | 100 ("
+        in benchmark.table(found)
+    )
 
 
 def test_sampling_is_measured_with_and_without_the_cache(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     benchmark = importlib.import_module("generate")
-    monkeypatch.setattr(benchmark, "SHAPE", benchmark.SHAPE | {"num_layers": 1, "d_model": 16, "num_heads": 2, "vocab_size": 32})
+    monkeypatch.setattr(
+        benchmark,
+        "SHAPE",
+        benchmark.SHAPE | {"num_layers": 1, "d_model": 16, "num_heads": 2, "vocab_size": 32},
+    )
     (row,) = benchmark.measure(context=16, num_tokens=4, repeats=1)
     assert row["same_tokens"]
-    assert row["times"] == pytest.approx(row["cached"]["tokens_per_s"] / row["anew"]["tokens_per_s"])
+    assert row["times"] == pytest.approx(
+        row["cached"]["tokens_per_s"] / row["anew"]["tokens_per_s"]
+    )
 
 
 def test_ways_of_preparing_are_compared_by_the_repeat(monkeypatch):
@@ -64,9 +92,23 @@ def test_ways_of_preparing_are_compared_by_the_repeat(monkeypatch):
     benchmark = importlib.import_module("prepare")
     ours, theirs = [2.0, 1.0], [8.0, 9.0]
     rows = {way: [] for way in benchmark.WAYS}
-    rows[benchmark.OURS] = [{"seconds": seconds, "tokens": 10**7, "peak_mb": 1.0} for seconds in ours]
-    rows[benchmark.NANOGPT] = [{"seconds": seconds, "tokens": 10**7, "peak_mb": 1.0} for seconds in theirs]
-    found = {"rows": rows, "missing": {}, "corpus_bytes": 10**8, "workers": 2, "copies": 1, "machine": "", "repeats": 2, "commit": "", "feeds": {}}
+    rows[benchmark.OURS] = [
+        {"seconds": seconds, "tokens": 10**7, "peak_mb": 1.0} for seconds in ours
+    ]
+    rows[benchmark.NANOGPT] = [
+        {"seconds": seconds, "tokens": 10**7, "peak_mb": 1.0} for seconds in theirs
+    ]
+    found = {
+        "rows": rows,
+        "missing": {},
+        "corpus_bytes": 10**8,
+        "workers": 2,
+        "copies": 1,
+        "machine": "",
+        "repeats": 2,
+        "commit": "",
+        "feeds": {},
+    }
     assert benchmark.ratios(found, benchmark.OURS, benchmark.NANOGPT) == [4.0, 9.0]
     assert "6.5 (4.0 to 9.0) times; asked for: 5: kept" in benchmark.table(found)
     assert "7.5 M tokens/s; asked for: 18: **missed**" in benchmark.table(found)
@@ -79,12 +121,21 @@ def test_ways_of_the_recurrence_are_compared_by_the_bytes_they_must_move(monkeyp
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     benchmark = importlib.import_module("scan")
     monkeypatch.setattr(benchmark, "COPIED_BYTES", {"cpu": 1_000})
-    monkeypatch.setenv("PATH", str(tmp_path))  # no git there: nothing that was measured may be lost for it
-    found = benchmark.measure("cpu", repeats=2, tokens=(4, 6), rows=(1, 2), eigenstates=3, out=tmp_path / "out")
+    monkeypatch.setenv(
+        "PATH", str(tmp_path)
+    )  # no git there: nothing that was measured may be lost for it
+    found = benchmark.measure(
+        "cpu", repeats=2, tokens=(4, 6), rows=(1, 2), eigenstates=3, out=tmp_path / "out"
+    )
     assert found["commit"] == "unknown"
     assert json.loads((tmp_path / "out" / "scan-cpu.json").read_text()) == found
     assert [row["way"] for row in found["rows"]] == ["reference", "chunked", "fft"] * 4
     assert all(len(row["seconds"]) == 2 for row in found["rows"])
-    found |= {"bytes_per_s": [1e9], "rows": [{"way": "some", "rows": 1, "tokens": 1_000, "bytes": 10**6, "seconds": [2e-3, 2e-3]}]}
+    found |= {
+        "bytes_per_s": [1e9],
+        "rows": [
+            {"way": "some", "rows": 1, "tokens": 1_000, "bytes": 10**6, "seconds": [2e-3, 2e-3]}
+        ],
+    }
     assert "| some | 1 x 1,000 | 2.000 (2.000 to 2.000) | 0.50 | 50.0% |" in benchmark.table(found)
     assert "this says nothing about a GPU" in benchmark.table(found)

@@ -136,14 +136,18 @@ def test_exit_codes(run, word, code):
     got, out, err = run("shout", word)
     assert got == code
     assert out == "streamed\n"
-    assert ("Next: " if code in (75, 130, 143) else "Fix: ") in err, "a run that was stopped has nothing to repair"
+    assert ("Next: " if code in (75, 130, 143) else "Fix: ") in err, (
+        "a run that was stopped has nothing to repair"
+    )
     assert "Traceback" not in err
 
 
 @pytest.mark.parametrize("words", [["--verbose"], ["-v"], []], ids=str)
 def test_a_command_with_a_run_can_be_verbose(run, monkeypatch, words):
     made = []
-    monkeypatch.setattr("flatout.terminal.RunReport", lambda terminal, *, verbose: made.append(verbose))
+    monkeypatch.setattr(
+        "flatout.terminal.RunReport", lambda terminal, *, verbose: made.append(verbose)
+    )
     assert run("shout", "hello", *words)[0] == 0
     assert made == [bool(words)]
 
@@ -183,11 +187,27 @@ def test_our_own_mistakes_keep_their_traceback(monkeypatch):
     ("words", "what", "fix"),
     [
         (["shuot"], "There is no command named 'shuot'.", "Did you mean 'shout'?"),
-        (["shout", "hi", "--time", "3"], "`flatout shout` has no option '--time'.", "Did you mean '--times'?"),
-        (["shout", "hi", "--jsn"], "`flatout shout` has no option '--jsn'.", "Did you mean '--json'?"),
-        (["shout", "hi", "--xyzzy"], "`flatout shout` has no option '--xyzzy'.", "flatout shout hello --times 2"),
+        (
+            ["shout", "hi", "--time", "3"],
+            "`flatout shout` has no option '--time'.",
+            "Did you mean '--times'?",
+        ),
+        (
+            ["shout", "hi", "--jsn"],
+            "`flatout shout` has no option '--jsn'.",
+            "Did you mean '--json'?",
+        ),
+        (
+            ["shout", "hi", "--xyzzy"],
+            "`flatout shout` has no option '--xyzzy'.",
+            "flatout shout hello --times 2",
+        ),
         (["shout", "hi", "-x"], "`flatout shout` has no option '-x'.", "flatout shout --help"),
-        (["shout", "hi", "--times", "many"], "`flatout shout`: invalid value for", "flatout shout hello --times 2"),
+        (
+            ["shout", "hi", "--times", "many"],
+            "`flatout shout`: invalid value for",
+            "flatout shout hello --times 2",
+        ),
         (["shout", "hi", "--times"], "`flatout shout`: ", "flatout shout hello --times 2"),
         (["shout"], "`flatout shout`: missing argument", "flatout shout hello --times 2"),
         (["--vesion"], "flatout has no option '--vesion'.", "Did you mean '--version'?"),
@@ -225,13 +245,28 @@ def test_help_of_a_command_has_its_options_and_an_example(run):
 def test_help_speaks_of_the_command_line_alone(name):
     parameters = inspect.signature(cli.COMMANDS.get(name).call).parameters.values()
     text = cli._help_text(cli.COMMANDS.get(name))
-    assert not [parameter.name for parameter in parameters if "Annotated" not in str(parameter.annotation) and f"`{parameter.name}`" in text]
+    assert not [
+        parameter.name
+        for parameter in parameters
+        if "Annotated" not in str(parameter.annotation) and f"`{parameter.name}`" in text
+    ]
 
 
-@pytest.mark.parametrize(("mode", "fix"), [("0", "Set PYTHONUTF8=1."), ("1", "Write it in UTF-8; a file of that name has to be renamed.")])
+@pytest.mark.parametrize(
+    ("mode", "fix"),
+    [
+        ("0", "Set PYTHONUTF8=1."),
+        ("1", "Write it in UTF-8; a file of that name has to be renamed."),
+    ],
+)
 def test_words_that_are_no_text_are_no_traceback(mode, fix):
     environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": mode, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-m", "flatout", "prepare", b"b\xfc.txt"], capture_output=True, env=environment, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "flatout", "prepare", b"b\xfc.txt"],
+        capture_output=True,
+        env=environment,
+        check=False,
+    )
     assert done.returncode == 2
     assert done.stderr.decode().splitlines()[-1] == f"Fix: {fix}"
 
@@ -239,7 +274,10 @@ def test_words_that_are_no_text_are_no_traceback(mode, fix):
 def test_the_parsers_own_prefix_is_not_shown(capsys):
     with pytest.raises(SystemExit):
         cli.main(["prepare", "a.txt", "--out", "b", "--on-bad-row", "skp"])
-    assert "invalid value for '--on-bad-row': 'skp' is not one of 'raise', 'skip'." in capsys.readouterr().err
+    assert (
+        "invalid value for '--on-bad-row': 'skp' is not one of 'raise', 'skip'."
+        in capsys.readouterr().err
+    )
 
 
 def test_version(run):
@@ -252,31 +290,50 @@ def test_other_ranks_are_quiet(run, monkeypatch):
     monkeypatch.setattr(cli.time, "sleep", waited.append)
     assert run("shout", "hello", "--json") == (0, "", "")
     assert waited == []
-    assert run("shout", "ConfigError", "--json") == (2, "", "[rank 1] It went wrong.\nFix: Do it right.\n")
-    assert waited == [cli.OTHER_RANKS_WAIT_S], "the main process says it first, and its end takes the others with it"
+    assert run("shout", "ConfigError", "--json") == (
+        2,
+        "",
+        "[rank 1] It went wrong.\nFix: Do it right.\n",
+    )
+    assert waited == [cli.OTHER_RANKS_WAIT_S], (
+        "the main process says it first, and its end takes the others with it"
+    )
     assert run("shout", "RunFailed") == (1, "", "[rank 1] It went wrong.\nFix: Do it right.\n")
 
 
 def python(*words, **options):
     environment = {key: value for key, value in os.environ.items() if key != "RANK"}
-    return subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False, env=environment, **options)
+    return subprocess.run(
+        [sys.executable, *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env=environment,
+        **options,
+    )
 
 
 @pytest.mark.parametrize(
-    "words", [["--help"], ["list", "models"], ["list", "speedups"], ["list", "machines"], ["demo", "--help"], ["train", "--help"]]
+    "words",
+    [
+        ["--help"],
+        ["list", "models"],
+        ["list", "speedups"],
+        ["list", "machines"],
+        ["demo", "--help"],
+        ["train", "--help"],
+    ],
 )
 def test_light_commands_never_import_torch(words):
-    program = (
-        f"import sys\ntry:\n    from flatout.cli import main; main({words!r})\nexcept SystemExit as e:\n    print(e.code, 'torch' in sys.modules)"
-    )
+    program = f"import sys\ntry:\n    from flatout.cli import main; main({words!r})\nexcept SystemExit as e:\n    print(e.code, 'torch' in sys.modules)"
     done = python("-c", program)
     assert done.stdout.splitlines()[-1] == "0 False", done.stderr
 
 
 def test_help_imports_next_to_nothing():
-    program = (
-        "import sys\ntry:\n from flatout.cli import main; main(['--help'])\nexcept SystemExit:\n print({'typer', 'rich', 'numpy'} & set(sys.modules))"
-    )
+    program = "import sys\ntry:\n from flatout.cli import main; main(['--help'])\nexcept SystemExit:\n print({'typer', 'rich', 'numpy'} & set(sys.modules))"
     assert python("-c", program).stdout.splitlines()[-1].endswith("set()")
 
 
@@ -288,14 +345,28 @@ def test_python_m_flatout_is_the_program():
 
 def test_a_terminal_without_unicode_is_no_error():
     program = "from flatout import cli\ncli._run = lambda words: print('größer')\ncli.main(['x'])"
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, env={**os.environ, "PYTHONIOENCODING": "ascii"}, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        capture_output=True,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        check=True,
+    )
     assert done.stdout == b"gr\\xf6\\xdfer\n"
 
 
 def test_a_reader_that_leaves_is_no_error():
     code = "for i in range(20000): print(i)"
-    program = f"from flatout import cli\ndef talk(words):\n    {code}\ncli._run = talk\ncli.main(['x'])"
-    talker = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    program = (
+        f"from flatout import cli\ndef talk(words):\n    {code}\ncli._run = talk\ncli.main(['x'])"
+    )
+    talker = subprocess.Popen(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     talker.stdout.readline()
     talker.stdout.close()
     assert talker.wait(timeout=60) == 1
@@ -330,11 +401,24 @@ def redirected(redirection, *words):
     """Run the fake command in a shell with its streams redirected."""
     line = f'"$0" -c "$1" shout "${{@:2}}" {redirection}'
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
-    return subprocess.run(["bash", "-c", line, sys.executable, SHOUTER, *words], capture_output=True, text=True, env=environment, check=False)
+    return subprocess.run(
+        ["bash", "-c", line, sys.executable, SHOUTER, *words],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
 
 
 @pytest.mark.parametrize(
-    ("redirection", "out"), [("2>&-", "HELLO"), ("2>/dev/full", "HELLO"), (">&-", ""), ("<&- >&- 2>&-", ""), ("2> >(exit) > >(exit)", "")]
+    ("redirection", "out"),
+    [
+        ("2>&-", "HELLO"),
+        ("2>/dev/full", "HELLO"),
+        (">&-", ""),
+        ("<&- >&- 2>&-", ""),
+        ("2> >(exit) > >(exit)", ""),
+    ],
 )
 def test_a_stream_that_is_closed_or_full_ends_no_command(redirection, out):
     done = redirected(redirection, "hello", *(["--json"] if not out else []))
@@ -346,7 +430,9 @@ def test_a_stream_that_is_closed_or_full_ends_no_command(redirection, out):
 def test_a_result_that_cannot_be_written_is_a_failure():
     done = redirected(">/dev/full", "hello", "--json")
     assert done.returncode == 1
-    assert done.stderr.endswith("The result could not be written to standard output: No space left on device.\n")
+    assert done.stderr.endswith(
+        "The result could not be written to standard output: No space left on device.\n"
+    )
     assert redirected(">/dev/full 2>&-", "RunFailed").returncode == 1
 
 
@@ -354,14 +440,23 @@ def test_what_is_streamed_to_a_full_disk_is_a_named_error():
     done = redirected(">/dev/full", "hello")
     assert (done.returncode, done.stderr.splitlines()[-2:]) == (
         1,
-        ["Standard output cannot be written: No space left on device.", "Fix: Write it to another place."],
+        [
+            "Standard output cannot be written: No space left on device.",
+            "Fix: Write it to another place.",
+        ],
     )
 
 
 def test_a_file_opened_later_is_never_standard_error():
     program = "import os\nfrom flatout import cli\ncli._run = lambda words: print(os.open('/dev/null', os.O_RDONLY)) or 0\ncli.main(['x'])"
     line = '"$0" -c "$1" <&- 2>&-'
-    done = subprocess.run(["bash", "-c", line, sys.executable, program], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["bash", "-c", line, sys.executable, program],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert int(done.stdout) > 2
 
 
@@ -383,12 +478,16 @@ def test_every_command_is_whole(name):
     parser = cli.build(name)
     assert command.example.startswith(f"flatout {name}")
     assert cli.COMMANDS.describe(name)
-    assert all(getattr(parameter, "help", None) for parameter in parser.params), "every argument and option has a help text"
+    assert all(getattr(parameter, "help", None) for parameter in parser.params), (
+        "every argument and option has a help text"
+    )
 
 
 def test_a_crash_below_python_says_where_it_was():
     program = "import os, signal\nfrom flatout import cli\ncli._guarded = lambda words: os.kill(os.getpid(), signal.SIGBUS)\ncli.main([])"
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert done.returncode == -signal.SIGBUS
     assert "Bus error" in done.stderr
     assert "cli.py" in done.stderr

@@ -65,13 +65,24 @@ class Refusing(io.StringIO):
         (["tell", "--json"], False, errno.EPIPE, 0),
     ],
 )
-def test_lost_output_fails_where_it_is_all_there_is(words, writes_files, number, code, monkeypatch, capsys):
+def test_lost_output_fails_where_it_is_all_there_is(
+    words, writes_files, number, code, monkeypatch, capsys
+):
     monkeypatch.setattr(cli, "COMMANDS", OneCommand(writes_files))
     monkeypatch.setattr(sys, "stdout", Refusing(number))
     with pytest.raises(SystemExit) as stopped:
         cli.main(words)
-    assert (stopped.value.code, capsys.readouterr().err.count(LOST)) == (code, number == errno.ENOSPC)
+    assert (stopped.value.code, capsys.readouterr().err.count(LOST)) == (
+        code,
+        number == errno.ENOSPC,
+    )
 
 
 def test_only_commands_that_write_files_keep_their_exit_code_when_output_is_lost():
-    assert {name for name in COMMANDS.names() if COMMANDS.get(name).writes_files} == {"bench", "demo", "import", "prepare", "train"}
+    assert {name for name in COMMANDS.names() if COMMANDS.get(name).writes_files} == {
+        "bench",
+        "demo",
+        "import",
+        "prepare",
+        "train",
+    }

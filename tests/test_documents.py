@@ -37,13 +37,34 @@ def test_numbers_are_numbers(text, value):
     assert type(parsed) is type(value)
 
 
-@pytest.mark.parametrize("text", ["e5", "3e", "1.2.3", "3e-4x", "v1", "on", "off", "yes", "No", "cuda:1", "auto,-compile", "1e-4, 2", "._", "'3e-4'"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "e5",
+        "3e",
+        "1.2.3",
+        "3e-4x",
+        "v1",
+        "on",
+        "off",
+        "yes",
+        "No",
+        "cuda:1",
+        "auto,-compile",
+        "1e-4, 2",
+        "._",
+        "'3e-4'",
+    ],
+)
 def test_words_stay_words(text):
     assert parse_yaml(text, name="test") == text.strip("'")
 
 
 def test_other_yaml_keeps_its_meaning():
-    assert parse_yaml("a: [1, 2.5, true, null, x]\nb: {c: 'd'}", name="test") == {"a": [1, 2.5, True, None, "x"], "b": {"c": "d"}}
+    assert parse_yaml("a: [1, 2.5, true, null, x]\nb: {c: 'd'}", name="test") == {
+        "a": [1, 2.5, True, None, "x"],
+        "b": {"c": "d"},
+    }
     assert parse_yaml("", name="test") is None
 
 
@@ -90,7 +111,12 @@ def test_an_empty_file_is_an_empty_mapping(tmp_path, content):
 
 @pytest.mark.parametrize(
     ("content", "about"),
-    [(None, "No such file"), (b"- a\n", "not a mapping"), (b"a: \xff\n", "byte 3"), (b"just words\n", "not a mapping")],
+    [
+        (None, "No such file"),
+        (b"- a\n", "not a mapping"),
+        (b"a: \xff\n", "byte 3"),
+        (b"just words\n", "not a mapping"),
+    ],
 )
 def test_what_is_no_document_is_refused(tmp_path, content, about):
     path = tmp_path / "a.yaml"

@@ -10,10 +10,16 @@ import pytest
 
 from flatout import errors
 
-FAMILY = [value for value in vars(errors).values() if inspect.isclass(value) and issubclass(value, errors.FlatoutError)]
+FAMILY = [
+    value
+    for value in vars(errors).values()
+    if inspect.isclass(value) and issubclass(value, errors.FlatoutError)
+]
 
 
-@pytest.mark.parametrize("error", [e for e in FAMILY if e not in (errors.Stopped, errors.Interrupted)])
+@pytest.mark.parametrize(
+    "error", [e for e in FAMILY if e not in (errors.Stopped, errors.Interrupted)]
+)
 def test_reads_as_what_happened_then_the_fix(error):
     raised = error("The disk is full.", fix="Free some space.")
     assert str(raised) == "The disk is full. Fix: Free some space."
@@ -21,8 +27,14 @@ def test_reads_as_what_happened_then_the_fix(error):
 
 
 def test_what_was_stopped_on_request_says_what_comes_next():
-    assert str(errors.Stopped("Stopped, and saved.", fix="Run it again.")) == "Stopped, and saved. Next: Run it again."
-    assert str(errors.Interrupted("Interrupted.", fix="Run it again.", signal_number=2)) == "Interrupted. Next: Run it again."
+    assert (
+        str(errors.Stopped("Stopped, and saved.", fix="Run it again."))
+        == "Stopped, and saved. Next: Run it again."
+    )
+    assert (
+        str(errors.Interrupted("Interrupted.", fix="Run it again.", signal_number=2))
+        == "Interrupted. Next: Run it again."
+    )
 
 
 @pytest.mark.parametrize("error", FAMILY)
@@ -34,14 +46,26 @@ def test_a_fix_cannot_be_left_out(error):
 def test_exit_codes():
     codes = {error.__name__: error.exit_code for error in FAMILY}
     usage = {error.__name__ for error in FAMILY if issubclass(error, errors.UsageError)}
-    assert usage == {"UsageError", "ConfigError", "DataError", "CheckpointError", "UntrustedCode", "HardwareError", "ShapeError", "MissingPackage"}
+    assert usage == {
+        "UsageError",
+        "ConfigError",
+        "DataError",
+        "CheckpointError",
+        "UntrustedCode",
+        "HardwareError",
+        "ShapeError",
+        "MissingPackage",
+    }
     assert {codes[name] for name in usage} == {2}
     assert (codes["RunFailed"], codes["Stopped"]) == (1, 75)
 
 
 @pytest.mark.parametrize(("signal_number", "code"), [(2, 130), (15, 143)])
 def test_an_interruption_exits_as_its_signal_does(signal_number, code):
-    assert errors.Interrupted("Stopped.", fix="Run it again.", signal_number=signal_number).exit_code == code
+    assert (
+        errors.Interrupted("Stopped.", fix="Run it again.", signal_number=signal_number).exit_code
+        == code
+    )
 
 
 def test_the_picture_in_the_docstring_is_the_tree():
@@ -52,8 +76,12 @@ def test_the_picture_in_the_docstring_is_the_tree():
             depth = len(found[1]) // 4
             ancestors[depth:] = [found[2]]
             drawn[found[2]] = (ancestors[depth - 1] if depth else "Exception", found[3])
-    drawn = {name: row for name, row in drawn.items() if name in {error.__name__ for error in FAMILY}}
-    assert {name: parent for name, (parent, _) in drawn.items()} == {error.__name__: error.__base__.__name__ for error in FAMILY}
+    drawn = {
+        name: row for name, row in drawn.items() if name in {error.__name__ for error in FAMILY}
+    }
+    assert {name: parent for name, (parent, _) in drawn.items()} == {
+        error.__name__: error.__base__.__name__ for error in FAMILY
+    }
     for error in FAMILY:
         stated = drawn[error.__name__][1]
         if stated and error is not errors.Interrupted:
@@ -63,9 +91,15 @@ def test_the_picture_in_the_docstring_is_the_tree():
 @pytest.mark.parametrize(
     ("said", "shown"),
     [
-        ("There is nothing at ftp://me:s3cret@host/a.txt.", "There is nothing at ftp://host/a.txt."),
+        (
+            "There is nothing at ftp://me:s3cret@host/a.txt.",
+            "There is nothing at ftp://host/a.txt.",
+        ),
         ("s3://key:se/cr/et@bucket/a.txt: 403", "s3://bucket/a.txt: 403"),
-        ("https://token@host/a.txt and https://host/b?sig=1%2F2&x=a.b.", "https://host/a.txt and https://host/b."),
+        (
+            "https://token@host/a.txt and https://host/b?sig=1%2F2&x=a.b.",
+            "https://host/a.txt and https://host/b.",
+        ),
         ("('https://host/b?sig=1', 'me@host')", "('https://host/b', 'me@host')"),
         ("https://host/a?sig=1: 403 Forbidden", "https://host/a: 403 Forbidden"),
         ("hf://datasets/org/name@main/a?.txt", "hf://datasets/org/name@main/a?.txt"),
@@ -79,8 +113,14 @@ def test_the_picture_in_the_docstring_is_the_tree():
         ("git+https://u:PASS@host/a", "git+https://host/a"),
         ("s3://a/b,s3://u:/PASS@host/a", "s3://a/b,s3://host/a"),
         ("https://host/a b.txt?sig=1 is missing", "https://host/a b.txt is missing"),
-        ("http://127.0.0.1:80/rows.jsonl, line 3: 'me@host'", "http://127.0.0.1:80/rows.jsonl, line 3: 'me@host'"),
-        ("Is http://host/a b there? Ask me@host: now.", "Is http://host/a b there? Ask me@host: now."),
+        (
+            "http://127.0.0.1:80/rows.jsonl, line 3: 'me@host'",
+            "http://127.0.0.1:80/rows.jsonl, line 3: 'me@host'",
+        ),
+        (
+            "Is http://host/a b there? Ask me@host: now.",
+            "Is http://host/a b there? Ask me@host: now.",
+        ),
     ],
 )
 def test_secrets_of_addresses_are_not_said(said, shown):
@@ -98,6 +138,14 @@ def test_a_name_from_a_file_cannot_clear_the_terminal_or_begin_a_line():
     assert errors.on_one_line("größer, 数据, path/to é") == "größer, 数据, path/to é"
 
 
-@pytest.mark.parametrize("word", ["my run", "$(touch X)", "it's", 'data.mix={"a b": 1.0}', "`id`", "a;b", "plain/path-1.0"])
+@pytest.mark.parametrize(
+    "word",
+    ["my run", "$(touch X)", "it's", 'data.mix={"a b": 1.0}', "`id`", "a;b", "plain/path-1.0"],
+)
 def test_a_word_of_a_command_reaches_it_whole(word):
-    assert shlex.split(f"flatout train {errors.in_shell(word)} end") == ["flatout", "train", word, "end"]
+    assert shlex.split(f"flatout train {errors.in_shell(word)} end") == [
+        "flatout",
+        "train",
+        word,
+        "end",
+    ]

@@ -41,7 +41,9 @@ def written_files() -> dict[str, str]:
 def place(tmp_path_factory):
     """A folder that holds a copy of the package, with the guide's files in it, and some text."""
     folder = tmp_path_factory.mktemp("extended")
-    shutil.copytree(ROOT / "flatout", folder / "flatout", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        ROOT / "flatout", folder / "flatout", ignore=shutil.ignore_patterns("__pycache__")
+    )
     for name, block in written_files().items():
         assert not (folder / name).exists(), name
         (folder / name).write_text(block, encoding="utf-8")
@@ -53,7 +55,14 @@ def place(tmp_path_factory):
 def python(place: Path, program: str, *arguments: str) -> str:
     """Run a program in a fresh Python that sees the copy first, whatever is installed."""
     program = f"import sys; sys.path.insert(0, {str(place)!r})\n{program}\nimport flatout; assert flatout.__file__.startswith({str(place)!r})"
-    done = subprocess.run([sys.executable, "-c", program, *arguments], cwd=place, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        cwd=place,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
 
@@ -68,15 +77,36 @@ def flatout(place: Path, *lines: str) -> dict[str, str]:
 
 def test_the_guide_has_a_file_for_each_kind_of_entry():
     folders = {Path(name).parent.name for name in written_files()}
-    kinds = {path.name for path in (ROOT / "flatout").iterdir() if path.is_dir() and path.name.endswith("s")}
+    kinds = {
+        path.name
+        for path in (ROOT / "flatout").iterdir()
+        if path.is_dir() and path.name.endswith("s")
+    }
     assert folders == kinds - {"ops"}
 
 
 def test_the_lists_pick_them_up(place):
-    shown = flatout(place, *(f"list {kind}" for kind in ("recipes", "datasets", "sources", "machines", "models", "optimizers", "speedups")), "--help")
+    shown = flatout(
+        place,
+        *(
+            f"list {kind}"
+            for kind in (
+                "recipes",
+                "datasets",
+                "sources",
+                "machines",
+                "models",
+                "optimizers",
+                "speedups",
+            )
+        ),
+        "--help",
+    )
     for name in written_files():
         kind, entry = Path(name).parent.name, Path(name).stem.replace("_", "-")
-        assert re.search(rf"\b{entry}\b", shown["--help" if kind == "commands" else f"list {kind}"]), name
+        assert re.search(
+            rf"\b{entry}\b", shown["--help" if kind == "commands" else f"list {kind}"]
+        ), name
 
 
 def test_a_command_a_data_set_and_a_source_work(place):
@@ -130,16 +160,23 @@ for a, b in zip(*results):
 
 
 def test_the_machine_is_known(place):
-    python(place, "from flatout.hardware import row_of\nassert row_of('NVIDIA Example 1000').peak_tflops['bf16'].value == 200")
+    python(
+        place,
+        "from flatout.hardware import row_of\nassert row_of('NVIDIA Example 1000').peak_tflops['bf16'].value == 200",
+    )
 
 
 @pytest.mark.parametrize("document", ["quickstart.md", "extend.md"])
 def test_the_python_of_the_documents_runs(place, document):
-    programs = [block for block in blocks(document, "python") if not re.match(r"# \S+\.py\n", block)]
+    programs = [
+        block for block in blocks(document, "python") if not re.match(r"# \S+\.py\n", block)
+    ]
     assert programs
     prepare = 'if __import__("pathlib").Path("data/book").exists() is False: flatout.prepare(["book.txt"], out="data/book", workers=1)\n'
     for block in programs:
-        short = block.replace("train.steps=100", f'train.steps=3", "train.device=cpu", "name={document}')
+        short = block.replace(
+            "train.steps=100", f'train.steps=3", "train.device=cpu", "name={document}'
+        )
         first, _, rest = short.partition("\n")
         assert first == "import flatout"
         assert short != block

@@ -21,7 +21,9 @@ WITHOUT = dataclasses.replace(WITH_GPU, gpus=())
 
 def test_probing_needs_no_torch_and_finds_this_machine():
     code = "import sys, flatout.hardware as h; m = h.probe(); print(m.cores, m.memory_gib, m.cpu_name); assert 'torch' not in sys.modules"
-    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True
+    )
     cores, memory_gib, cpu_name = done.stdout.split(" ", 2)
     assert int(cores) >= 1
     assert 0 < float(memory_gib) < 1e5
@@ -35,7 +37,9 @@ def test_a_machine_without_a_driver_has_no_gpus_and_no_warning(monkeypatch):
     def refuse():
         raise NoLibrary
 
-    monkeypatch.setitem(sys.modules, "pynvml", types.SimpleNamespace(NVMLError=NoLibrary, nvmlInit=refuse))
+    monkeypatch.setitem(
+        sys.modules, "pynvml", types.SimpleNamespace(NVMLError=NoLibrary, nvmlInit=refuse)
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert hardware.probe().gpus == ()
@@ -62,7 +66,10 @@ def test_gpus_are_read_from_the_driver_and_it_is_shut_down(monkeypatch):
     )
     monkeypatch.setitem(sys.modules, "pynvml", driver)
     machine = hardware.probe()
-    assert machine.gpus == (Gpu("NVIDIA H200", 1.0, (9, 0), "580.65", "GPU-0"), Gpu("Tesla T4", 2.0, (9, 1), "580.65", "GPU-1"))
+    assert machine.gpus == (
+        Gpu("NVIDIA H200", 1.0, (9, 0), "580.65", "GPU-0"),
+        Gpu("Tesla T4", 2.0, (9, 1), "580.65", "GPU-1"),
+    )
     assert closed == [True]
     assert machine.row is not None
     assert machine.row.name == "h200"
@@ -80,7 +87,10 @@ def test_every_row_is_whole_and_plausible(name):
     assert row.name == name
     assert MACHINES.describe(name)
     figures = [row.memory_gb, row.bandwidth_gb_per_s, *row.peak_tflops.values()]
-    assert all(figure.value > 0 and ("data sheet" in figure.source or "whitepaper" in figure.source) for figure in figures)
+    assert all(
+        figure.value > 0 and ("data sheet" in figure.source or "whitepaper" in figure.source)
+        for figure in figures
+    )
     assert set(row.peak_tflops) <= {"fp32", "tf32", "fp16", "bf16", "fp8"}
     peaks = {dtype: figure.value for dtype, figure in row.peak_tflops.items()}
     assert peaks["fp32"] <= peaks.get("tf32", peaks["fp16"]) <= peaks["fp16"]
@@ -186,11 +196,17 @@ def seen_by_torch(monkeypatch, *, count=0, cuda="13.0", warning=None):
     [
         (WITHOUT, {}, "no NVIDIA driver"),
         (WITH_GPU, {"cuda": None}, "CPU build: install one for CUDA with `pip install"),
-        (WITH_GPU, {"warning": "The NVIDIA driver on your system is too old.\nMore text"}, "The NVIDIA driver on your system is too old"),
+        (
+            WITH_GPU,
+            {"warning": "The NVIDIA driver on your system is too old.\nMore text"},
+            "The NVIDIA driver on your system is too old",
+        ),
         (WITH_GPU, {}, "CUDA_VISIBLE_DEVICES may hide them"),
     ],
 )
-def test_without_a_usable_gpu_auto_is_the_cpu_and_cuda_is_refused(monkeypatch, machine, torch_build, reason):
+def test_without_a_usable_gpu_auto_is_the_cpu_and_cuda_is_refused(
+    monkeypatch, machine, torch_build, reason
+):
     seen_by_torch(monkeypatch, **torch_build)
     device, why = hardware.pick_device("auto", machine)
     assert device == "cpu"
@@ -209,7 +225,10 @@ def test_with_a_gpu_auto_is_cuda(monkeypatch):
         hardware.pick_device("cuda:2", WITH_GPU)
 
 
-@pytest.mark.parametrize(("wrong", "hint"), [("cdua", "Did you mean 'cuda'"), ("cuda:x", "Known: auto"), ("tpu:3", "Known: auto")])
+@pytest.mark.parametrize(
+    ("wrong", "hint"),
+    [("cdua", "Did you mean 'cuda'"), ("cuda:x", "Known: auto"), ("tpu:3", "Known: auto")],
+)
 def test_a_device_that_does_not_exist_is_refused(wrong, hint):
     with pytest.raises(HardwareError, match=hint):
         hardware.pick_device(wrong, WITH_GPU)
@@ -240,7 +259,10 @@ def test_a_cpu_has_a_measured_peak_and_says_so():
 def test_a_known_gpu_has_the_data_sheets_peak(monkeypatch):
     seen_by_torch(monkeypatch, count=1)
     peak = hardware.peak_tflops(WITHOUT, "cuda", "bf16")
-    assert peak == Peak(989.5, "data sheet: NVIDIA H200 Tensor Core GPU data sheet, H200 SXM, halved: it states the rate with sparsity")
+    assert peak == Peak(
+        989.5,
+        "data sheet: NVIDIA H200 Tensor Core GPU data sheet, H200 SXM, halved: it states the rate with sparsity",
+    )
 
 
 def test_without_torchs_word_the_drivers_name_counts(monkeypatch):
@@ -254,7 +276,9 @@ def test_what_a_data_sheet_leaves_out_is_measured_or_unknown(monkeypatch):
     monkeypatch.setattr(hardware, "_roof", lambda device, dtype: (1.5, 4096))
     seen_by_torch(monkeypatch)
     old = dataclasses.replace(WITH_GPU, gpus=(dataclasses.replace(H200, name="Tesla T4"),))
-    assert hardware.peak_tflops(old, "cuda", "bf16") == Peak(1.5, "measured here, matmul 4096³, bf16")
+    assert hardware.peak_tflops(old, "cuda", "bf16") == Peak(
+        1.5, "measured here, matmul 4096³, bf16"
+    )
     assert hardware.peak_tflops(old, "cuda", "fp8") is None
 
 
@@ -278,6 +302,8 @@ def test_a_gpu_is_never_measured_to_be_faster_than_its_data_sheet():
     before = torch.get_float32_matmul_precision()
     peak = hardware.peak_tflops(machine, device, "bf16")
     if machine.row is not None and peak is not None:
-        assert 0.05 < hardware.measure_roof(device, "bf16") / peak.tflops < 1.1  # other tests use the GPU meanwhile
+        assert (
+            0.05 < hardware.measure_roof(device, "bf16") / peak.tflops < 1.1
+        )  # other tests use the GPU meanwhile
     assert hardware.measure_roof(device, "tf32") > 1.5 * hardware.measure_roof(device, "fp32")
     assert torch.get_float32_matmul_precision() == before

@@ -25,7 +25,11 @@ def test_every_public_name_is_there(name):
 def test_what_type_checkers_see_is_what_there_is():
     tree = ast.parse((ROOT / "flatout/__init__.py").read_text())
     block = next(node for node in tree.body if isinstance(node, ast.If))
-    seen = {alias.asname or alias.name: f"{node.module}:{alias.name}" for node in block.body for alias in node.names}
+    seen = {
+        alias.asname or alias.name: f"{node.module}:{alias.name}"
+        for node in block.body
+        for alias in node.names
+    }
     assert set(seen) == set(flatout.__all__) - {"__version__"} == set(flatout._HOMES)
     for name, home in flatout._HOMES.items():
         module, _, attribute = home.partition(":")
@@ -44,30 +48,55 @@ def test_unknown_name():
 
 
 def test_version_is_the_packages():
-    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"] == flatout.__version__
+    assert (
+        tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+        == flatout.__version__
+    )
 
 
 def test_import_loads_neither_torch_nor_anything_slow():
     program = "import sys, flatout; dir(flatout); print(sorted({'torch', 'rich', 'typer', 'pydantic', 'numpy'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True).stdout == "[]\n"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout
+        == "[]\n"
+    )
 
 
 @pytest.mark.parametrize("form", [str, Path])
 def test_places_are_taken_as_text_and_as_paths(form, fox_run, tmp_path):
     root, trained = fox_run
-    data, run, recipe = form(root / "data"), form(root / "runs/fox"), form(root / "runs/fox/config.yaml")
+    data, run, recipe = (
+        form(root / "data"),
+        form(root / "runs/fox"),
+        form(root / "runs/fox/config.yaml"),
+    )
     assert flatout.evaluate(run, data=[data]).val_loss == trained.val_loss
     assert len(flatout.sample(run, max_tokens=1).samples) == 1
     assert flatout.load_run(run).folder == root / "runs/fox"
     assert flatout.inspect(data).path == str(data)
     assert flatout.verify(data).ok
-    assert [item.run for item in flatout.runs(form(root / "runs")).items] == [str(root / "runs/fox")]
+    assert [item.run for item in flatout.runs(form(root / "runs")).items] == [
+        str(root / "runs/fox")
+    ]
     assert flatout.list_entries("speedups", recipe).items
-    second = flatout.train(recipe, [f"train.steps={trained.steps + 1}"], run=form(tmp_path / "second"), resume=run)
-    assert (second.steps, second.resumed_from) == (trained.steps + 1, str(root / f"runs/fox/checkpoints/step-{trained.steps}"))
+    second = flatout.train(
+        recipe, [f"train.steps={trained.steps + 1}"], run=form(tmp_path / "second"), resume=run
+    )
+    assert (second.steps, second.resumed_from) == (
+        trained.steps + 1,
+        str(root / f"runs/fox/checkpoints/step-{trained.steps}"),
+    )
     held_out = tmp_path / "held-out.txt"
     held_out.write_text("Another fox.")
-    made = flatout.prepare(form(root / "book.txt"), form(tmp_path / "data"), "char", val=[form(held_out)], cache=form(tmp_path / "cache"))
+    made = flatout.prepare(
+        form(root / "book.txt"),
+        form(tmp_path / "data"),
+        "char",
+        val=[form(held_out)],
+        cache=form(tmp_path / "cache"),
+    )
     assert made.tokens > 0
 
 
@@ -82,11 +111,29 @@ def test_wrong_places_are_answered_in_either_form(form, tmp_path):
     with pytest.raises(flatout.FlatoutError, match="none"):
         flatout.import_chunks(form(tmp_path / "none"), form(tmp_path / "out"), form("byte"))
     with pytest.raises(flatout.FlatoutError, match=r"none\.txt"):
-        flatout.prepare("shakespeare", form(tmp_path / "out"), form("byte"), from_file=form(tmp_path / "none.txt"))
+        flatout.prepare(
+            "shakespeare",
+            form(tmp_path / "out"),
+            form("byte"),
+            from_file=form(tmp_path / "none.txt"),
+        )
 
 
 @pytest.mark.parametrize(
-    "name", ["bench", "demo", "evaluate", "import_chunks", "inspect", "list_entries", "prepare", "runs", "sample", "train", "verify"]
+    "name",
+    [
+        "bench",
+        "demo",
+        "evaluate",
+        "import_chunks",
+        "inspect",
+        "list_entries",
+        "prepare",
+        "runs",
+        "sample",
+        "train",
+        "verify",
+    ],
 )
 def test_where_a_path_may_stand_text_may_too(name):
     """As type checkers see it."""

@@ -17,15 +17,41 @@ from flatout.training.run_dir import layout
 from flatout.training.run_dir.config_seal import write_sealed
 
 ROOT = Path(__file__).parents[1]
-PLANTED = ("torchao", "liger_kernel", "bitsandbytes", "zstandard", "ray", "tensorflow", "sitecustomize", "yaml", "torch", "typer", "numpy")
+PLANTED = (
+    "torchao",
+    "liger_kernel",
+    "bitsandbytes",
+    "zstandard",
+    "ray",
+    "tensorflow",
+    "sitecustomize",
+    "yaml",
+    "torch",
+    "typer",
+    "numpy",
+)
 
 
 def the_program(*words, cwd, module=False):
     """Run the program as its own process: as the console script does, or as `python -m flatout`."""
-    program = ["-m", "flatout"] if module else ["-c", f"import sys; sys.path[:1] = [{str(ROOT)!r}]; from flatout.cli import main; main()"]
+    program = (
+        ["-m", "flatout"]
+        if module
+        else [
+            "-c",
+            f"import sys; sys.path[:1] = [{str(ROOT)!r}]; from flatout.cli import main; main()",
+        ]
+    )
     kept = {key: value for key, value in os.environ.items() if key not in {"RANK", "PYTHONPATH"}}
     path = {"PYTHONPATH": str(ROOT)} if module else {}
-    return subprocess.run([sys.executable, *program, *words], cwd=cwd, capture_output=True, text=True, timeout=200, env=kept | path)
+    return subprocess.run(
+        [sys.executable, *program, *words],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env=kept | path,
+    )
 
 
 @pytest.mark.parametrize("module", [False, True], ids=["the console script", "python -m flatout"])
@@ -35,21 +61,33 @@ def test_files_in_the_current_folder_are_not_imported_for_packages(fox_run, tmp_
     marker = tmp_path / "imported"
     for place in (tmp_path, run):
         for name in PLANTED:
-            (place / f"{name}.py").write_text(f"open({str(marker)!r}, 'a').write({name!r})\nraise ImportError\n")
+            (place / f"{name}.py").write_text(
+                f"open({str(marker)!r}, 'a').write({name!r})\nraise ImportError\n"
+            )
         (place / "evil-1.0.dist-info").mkdir()
-        (place / "evil-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: evil\nVersion: 1.0\n")
-        (place / "evil-1.0.dist-info" / "entry_points.txt").write_text("[torch.backends]\nevil = torchao:run\n[pydantic]\nevil = torchao\n")
+        (place / "evil-1.0.dist-info" / "METADATA").write_text(
+            "Metadata-Version: 2.1\nName: evil\nVersion: 1.0\n"
+        )
+        (place / "evil-1.0.dist-info" / "entry_points.txt").write_text(
+            "[torch.backends]\nevil = torchao:run\n[pydantic]\nevil = torchao\n"
+        )
     config = layout.read_config(run).with_values({"speedups": "none"}).to_dict()
     (tmp_path / "my.yaml").write_text(yaml.safe_dump(config))
     train = ["train", str(tmp_path / "my.yaml"), "--run"]
-    lines = [["generate", str(run), "--max-tokens", "4"], ["list", "speedups"], [*train, str(tmp_path / "new")]]
+    lines = [
+        ["generate", str(run), "--max-tokens", "4"],
+        ["list", "speedups"],
+        [*train, str(tmp_path / "new")],
+    ]
     for words in lines:
         done = the_program(*words, cwd=run if "new" in words[-1] else tmp_path, module=module)
         assert done.returncode == 0, done.stderr
     assert not marker.exists(), marker.read_text()
 
 
-def test_a_speedup_of_flatout_takes_its_package_from_where_packages_are_installed(fox_run, tmp_path):
+def test_a_speedup_of_flatout_takes_its_package_from_where_packages_are_installed(
+    fox_run, tmp_path
+):
     """No reference is needed to reach a file in the current folder when that is searched: a speedup's own package will do."""
     run = shutil.copytree(fox_run[0] / "runs" / "fox", tmp_path / "runs" / "gift")
     (tmp_path / "torchao.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w')\n")
@@ -58,7 +96,9 @@ def test_a_speedup_of_flatout_takes_its_package_from_where_packages_are_installe
     write_sealed(run / "config.yaml", yaml.safe_dump(stored.to_dict()))
     (run / "asked.yaml").write_text(yaml.safe_dump(asked.to_dict()))
     (run / "summary.json").unlink()
-    (tmp_path / "my.yaml").write_text(yaml.safe_dump(asked.to_dict() | {"batch": {"tokens_per_step": 128}}))
+    (tmp_path / "my.yaml").write_text(
+        yaml.safe_dump(asked.to_dict() | {"batch": {"tokens_per_step": 128}})
+    )
     done = the_program("train", "my.yaml", "--run", "runs/gift", cwd=tmp_path)
     assert done.returncode != 0
     assert "torchao" in done.stderr

@@ -10,7 +10,13 @@ ROOT = Path(__file__).parent.parent
 
 def step(log, *command, **environment):
     words = [ROOT / ".ci/step", log, "Installing", "bash", "-c", *command]
-    return subprocess.run(words, capture_output=True, text=True, env={"PATH": "/usr/bin:/bin"} | environment, check=False)
+    return subprocess.run(
+        words,
+        capture_output=True,
+        text=True,
+        env={"PATH": "/usr/bin:/bin"} | environment,
+        check=False,
+    )
 
 
 def test_a_step_keeps_its_output_in_a_file_and_says_how_long_it_took(tmp_path):
@@ -45,7 +51,9 @@ def test_the_demo_and_the_tests_share_an_environment(tmp_path, target):
         (tmp_path / name).write_bytes((ROOT / name).read_bytes())
 
     def plan():
-        return subprocess.run(["make", "-n", target], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+        return subprocess.run(
+            ["make", "-n", target], cwd=tmp_path, capture_output=True, text=True, check=True
+        ).stdout
 
     assert 'venv ".venv/test"' in plan()
     assert ".venv/run" not in plan()

@@ -40,6 +40,11 @@ def test_a_package_is_imported_without_a_word(package):
     if find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
     done = subprocess.run(
-        [sys.executable, "-c", IMPORTS[package]], cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=200, check=True
+        [sys.executable, "-c", IMPORTS[package]],
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=True,
     )
     assert (done.stdout, done.stderr) == ("", "")

@@ -23,14 +23,20 @@ def test_a_recipe_has_the_parameters_that_it_states(name):
     config = load_config(name)
     model = MODELS.get(config.model.kind)
     shape = model.check(
-        {"vocab_size": SHAKESPEARE} | config.model.own() | ({"vocab_size": config.model.vocab_size} if config.model.vocab_size else {}),
+        {"vocab_size": SHAKESPEARE}
+        | config.model.own()
+        | ({"vocab_size": config.model.vocab_size} if config.model.vocab_size else {}),
         seq_len=config.data.seq_len,
     )
     assert model.num_parameters(shape) == stated(name)
 
 
 def test_the_recipes_of_published_shapes_are_there():
-    assert {stated(name) for name in ("gpt2-124m", "llama-1b", "llama-8b")} == {124_475_904, 1_235_814_400, 8_030_261_248}
+    assert {stated(name) for name in ("gpt2-124m", "llama-1b", "llama-8b")} == {
+        124_475_904,
+        1_235_814_400,
+        8_030_261_248,
+    }
     assert sum(stated(name) is not None for name in RECIPES.names()) >= 15
 
 

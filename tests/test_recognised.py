@@ -37,7 +37,9 @@ def bytes_of(save):
 
 FILES = {
     "best_model.pt": bytes_of(lambda file: torch.save({"model": torch.zeros(3)}, file)),
-    "old.pth": bytes_of(lambda file: torch.save(torch.zeros(3), file, _use_new_zipfile_serialization=False)),
+    "old.pth": bytes_of(
+        lambda file: torch.save(torch.zeros(3), file, _use_new_zipfile_serialization=False)
+    ),
     "pytorch_model.bin": bytes_of(lambda file: torch.save(torch.zeros(3), file)),
     "chunk_000003.pt": bytes_of(lambda file: torch.save(torch.zeros(3), file)),
     "model.safetensors": struct.pack("<Q", 2) + b'{"a":1}' + b"\xff\x80",
@@ -87,23 +89,36 @@ def test_everything_that_takes_a_path_says_what_a_file_is(file, taker):
     with pytest.raises(FlatoutError) as caught:
         TAKERS[taker](file)
     folder_of_chunks = "FOLDER" in taker and file.name.startswith("chunk_")
-    assert ("a folder of token chunks" if folder_of_chunks else NAMES[file.name]) in caught.value.what
+    assert (
+        "a folder of token chunks" if folder_of_chunks else NAMES[file.name]
+    ) in caught.value.what
     assert "iconv" not in caught.value.fix
     assert "flatout prepare" not in caught.value.fix
     assert "**" not in caught.value.fix
     if file.name.startswith("chunk_") and "tokenizer" not in taker:
-        assert f"`flatout import {file.parent} --out data/there --tokenizer FILE`" in caught.value.fix
+        assert (
+            f"`flatout import {file.parent} --out data/there --tokenizer FILE`" in caught.value.fix
+        )
 
 
 def test_a_folder_of_chunks_is_imported_wherever_it_is_named(tmp_path):
     (tmp_path / "chunks").mkdir()
     (tmp_path / "chunks" / "chunk_000000.pt").write_bytes(FILES["best_model.pt"])
     (tmp_path / "chunks" / "metadata.json").write_text("{}")
-    takers = (lambda path: find_files(str(path)), read_manifest, Dataset.open, find_run, lambda path: find_weights(str(path)))
+    takers = (
+        lambda path: find_files(str(path)),
+        read_manifest,
+        Dataset.open,
+        find_run,
+        lambda path: find_weights(str(path)),
+    )
     for taker in takers:
         with pytest.raises(FlatoutError, match="a folder of token chunks") as caught:
             taker(tmp_path / "chunks")
-        assert f"`flatout import {tmp_path / 'chunks'} --out data/chunks --tokenizer FILE`" in caught.value.fix
+        assert (
+            f"`flatout import {tmp_path / 'chunks'} --out data/chunks --tokenizer FILE`"
+            in caught.value.fix
+        )
     assert find_chunks(tmp_path / "chunks")
 
 
@@ -111,10 +126,17 @@ def test_a_folder_of_chunks_is_imported_wherever_it_is_named(tmp_path):
 def test_the_command_that_is_given_makes_chunks_of_tokens(tmp_path, name):
     (tmp_path / name).write_bytes(FILES[name])
     command = recognise(tmp_path / name).fix.split("`")[1]
-    python = command.replace("python -c", f"{sys.executable} -c").replace("mkdir chunks", f"cd {tmp_path} && mkdir chunks")
+    python = command.replace("python -c", f"{sys.executable} -c").replace(
+        "mkdir chunks", f"cd {tmp_path} && mkdir chunks"
+    )
     subprocess.run(["bash", "-c", python], check=True)
     byte = make_tokenizer("byte", lambda _: ())
-    assert np.concatenate([read_chunk(path, byte) for path in find_chunks(tmp_path / "chunks")]).tolist() == TOKENS.tolist()
+    assert (
+        np.concatenate(
+            [read_chunk(path, byte) for path in find_chunks(tmp_path / "chunks")]
+        ).tolist()
+        == TOKENS.tolist()
+    )
 
 
 def in_python(command, place, monkeypatch):
@@ -124,13 +146,17 @@ def in_python(command, place, monkeypatch):
     monkeypatch.chdir(place)
     (place / "chunks").mkdir()
     exec(code, {})
-    return np.concatenate([torch.load(chunk).numpy() for chunk in sorted((place / "chunks").iterdir())])
+    return np.concatenate(
+        [torch.load(chunk).numpy() for chunk in sorted((place / "chunks").iterdir())]
+    )
 
 
 @pytest.mark.parametrize(("magic", "dtype"), [(20240520, "uint16"), (20240801, "uint32")])
 def test_both_formats_of_llm_c_are_read_after_their_header(tmp_path, monkeypatch, magic, dtype):
     tokens = TOKENS.astype(dtype) + (0 if dtype == "uint16" else 100_000)
-    (tmp_path / "fineweb.bin").write_bytes(struct.pack("<256i", magic, 1, len(tokens), *[0] * 253) + tokens.tobytes())
+    (tmp_path / "fineweb.bin").write_bytes(
+        struct.pack("<256i", magic, 1, len(tokens), *[0] * 253) + tokens.tobytes()
+    )
     fix = recognise(tmp_path / "fineweb.bin").fix
     assert "If it holds tokens in llm.c's format, write them" in fix
     assert in_python(fix.split("`")[1], tmp_path, monkeypatch).tolist() == tokens.tolist()
@@ -138,10 +164,19 @@ def test_both_formats_of_llm_c_are_read_after_their_header(tmp_path, monkeypatch
 
 def test_a_bare_binary_file_says_what_its_command_assumes(tmp_path):
     (tmp_path / "train.bin").write_bytes(FILES["train.bin"])
-    assert "assumes uint16; if the tokenizer has more than 65,536 tokens, replace 'uint16' with 'uint32'" in recognise(tmp_path / "train.bin").fix
+    assert (
+        "assumes uint16; if the tokenizer has more than 65,536 tokens, replace 'uint16' with 'uint32'"
+        in recognise(tmp_path / "train.bin").fix
+    )
 
 
-HOSTILE = ["$(touch X)", "`touch X`", "']; import os; os.mkdir('X') #", '"; touch X; "', "\x1b[2J\nFix: run `touch X`."]
+HOSTILE = [
+    "$(touch X)",
+    "`touch X`",
+    "']; import os; os.mkdir('X') #",
+    '"; touch X; "',
+    "\x1b[2J\nFix: run `touch X`.",
+]
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -166,9 +201,16 @@ def test_the_name_of_a_file_is_one_word_of_every_command(tmp_path, name):
     path.write_bytes(FILES[name])
     commands = recognise(path).fix.split("`")[1::2]
     into = shlex.split(commands[-1])
-    assert into[into.index("--out") + 1] == f"data/{place.name if name.startswith('chunk_') else path.stem}"
+    assert (
+        into[into.index("--out") + 1]
+        == f"data/{place.name if name.startswith('chunk_') else path.stem}"
+    )
     for command in commands:
-        assert all(word in (str(path), str(place), f"data/{path.stem}", f"data/{place.name}") for word in shlex.split(command) if "touch" in word)
+        assert all(
+            word in (str(path), str(place), f"data/{path.stem}", f"data/{place.name}")
+            for word in shlex.split(command)
+            if "touch" in word
+        )
 
 
 def test_runs_checkpoints_and_datasets_are_told_apart(fox_run, tiny_set):
@@ -206,7 +248,17 @@ def test_one_binary_file_among_texts_is_left_to_the_rule_for_bad_documents(tmp_p
     assert len(find_files(f"{tmp_path}/*")[0]) == 2
 
 
-@pytest.mark.parametrize("address", ["s3://bucket/x", "gs://bucket", "file:///data/x", "hf://datasets/a/b", "S3://bucket", "https://example.org/x"])
+@pytest.mark.parametrize(
+    "address",
+    [
+        "s3://bucket/x",
+        "gs://bucket",
+        "file:///data/x",
+        "hf://datasets/a/b",
+        "S3://bucket",
+        "https://example.org/x",
+    ],
+)
 @pytest.mark.parametrize("kind", [str, Path])
 def test_an_address_is_refused_as_it_was_written(address, kind):
     with pytest.raises(UsageError, match=re.escape(f"--run {address} is an address")):
@@ -219,22 +271,35 @@ def test_a_recipe_at_an_address_is_called_one():
             recipe_path(address)
 
 
-@pytest.mark.parametrize("place", ["", "auto", "runs/x", "/data:/x", "./s3:/x", "x:1", "notes: a/b", "../gs://x", "~/runs"])
+@pytest.mark.parametrize(
+    "place",
+    ["", "auto", "runs/x", "/data:/x", "./s3:/x", "x:1", "notes: a/b", "../gs://x", "~/runs"],
+)
 def test_a_path_is_no_address(place):
     require_local(place)
 
 
 STRANGE = {
     "train": lambda: flatout.train("shakespeare-char", ["data.path=there"], run="s3://bucket/run"),
-    "train --resume": lambda: flatout.train("shakespeare-char", ["data.path=there"], resume="s3://bucket/run"),
-    "checkpoint.dir": lambda: flatout.train("shakespeare-char", ["data.path=there", "checkpoint.dir=gs://bucket/run"]),
-    "init_from": lambda: flatout.train("shakespeare-char", ["data.path=there", "train.init_from=gs://bucket/run"]),
+    "train --resume": lambda: flatout.train(
+        "shakespeare-char", ["data.path=there"], resume="s3://bucket/run"
+    ),
+    "checkpoint.dir": lambda: flatout.train(
+        "shakespeare-char", ["data.path=there", "checkpoint.dir=gs://bucket/run"]
+    ),
+    "init_from": lambda: flatout.train(
+        "shakespeare-char", ["data.path=there", "train.init_from=gs://bucket/run"]
+    ),
     "generate": lambda: generate("s3://bucket/run"),
     "eval": lambda: flatout.evaluate("s3://bucket/run"),
-    "bench": lambda: flatout.bench("shakespeare-char", ["data.path=there"], out="s3://bucket/bench"),
+    "bench": lambda: flatout.bench(
+        "shakespeare-char", ["data.path=there"], out="s3://bucket/bench"
+    ),
     "import": lambda: flatout.import_chunks("chunks", "s3://bucket/data", "byte"),
     "runs": lambda: flatout.runs("s3://bucket/runs"),
-    "tokenizer": lambda: flatout.prepare(["book.txt"], "out", tokenizer="s3://bucket/tokenizer.json"),
+    "tokenizer": lambda: flatout.prepare(
+        ["book.txt"], "out", tokenizer="s3://bucket/tokenizer.json"
+    ),
     "from": lambda: flatout.prepare(["shakespeare"], "out", from_file="s3://bucket/input.txt"),
     "find_weights": lambda: find_weights("s3://bucket/run"),
     "Dataset.open": lambda: Dataset.open("s3://bucket/data"),
@@ -245,6 +310,8 @@ STRANGE = {
 def test_no_address_becomes_a_folder(call, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "book.txt").write_text("some text " * 50)
-    with pytest.raises(UsageError, match=r"(s3|gs)://bucket/\S+ is an address; only a path of this machine"):
+    with pytest.raises(
+        UsageError, match=r"(s3|gs)://bucket/\S+ is an address; only a path of this machine"
+    ):
         STRANGE[call]()
     assert [path.name for path in tmp_path.iterdir()] == ["book.txt"]

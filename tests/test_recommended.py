@@ -25,14 +25,18 @@ UNKNOWN = replace(CPU, gpus=(Gpu("a GPU of tomorrow", 80.0, (12, 0), "570"),))
         (H100, 10**10, 50_257, "gpt2-350m"),
     ],
 )
-def test_the_recipe_is_the_largest_that_the_text_feeds(tmp_path, machine, tokens, vocab_size, recipe):
+def test_the_recipe_is_the_largest_that_the_text_feeds(
+    tmp_path, machine, tokens, vocab_size, recipe
+):
     found = recommend("data/my text", tokens, vocab_size, machine, tmp_path)
     steps = int(found.command.rpartition("=")[2])
     assert found.command == f"flatout train {recipe} data.path='data/my text' train.steps={steps}"
     config = load_config(recipe, ["data.path=x", f"train.steps={steps}"])
     assert found.epochs == round(steps * config.batch.tokens_per_step / tokens, 1)
     assert found.epochs <= MOST_EPOCHS + 0.5
-    assert steps * config.batch.tokens_per_step <= 20 * found.parameters + config.batch.tokens_per_step
+    assert (
+        steps * config.batch.tokens_per_step <= 20 * found.parameters + config.batch.tokens_per_step
+    )
 
 
 def test_too_little_text_has_no_recipe(tmp_path):
@@ -42,16 +46,25 @@ def test_too_little_text_has_no_recipe(tmp_path):
 def test_the_parameters_are_those_of_the_model(tmp_path):
     from flatout.registry import MODELS
 
-    for recipe, tokens, vocab_size in (("gpt2-124m", 170_000_000, 50_257), ("gpt2-350m", 10**10, 50_257)):
+    for recipe, tokens, vocab_size in (
+        ("gpt2-124m", 170_000_000, 50_257),
+        ("gpt2-350m", 10**10, 50_257),
+    ):
         config = load_config(recipe)
         made = MODELS.get("transformer")
-        exact = made.num_parameters(made.check(config.model.own() | {"vocab_size": 50_304}, seq_len=config.data.seq_len))
-        assert recommend("data", tokens, vocab_size, H100, tmp_path).parameters == pytest.approx(exact, rel=0.02)
+        exact = made.num_parameters(
+            made.check(config.model.own() | {"vocab_size": 50_304}, seq_len=config.data.seq_len)
+        )
+        assert recommend("data", tokens, vocab_size, H100, tmp_path).parameters == pytest.approx(
+            exact, rel=0.02
+        )
 
 
 def test_the_time_is_measured_or_assumed_or_left_out(tmp_path):
     assert recommend("data", 1_000_000, 65, CPU, tmp_path).time.startswith("not known before a run")
-    assert recommend("data", 1_000_000, 65, UNKNOWN, tmp_path).time.startswith("not known before a run")
+    assert recommend("data", 1_000_000, 65, UNKNOWN, tmp_path).time.startswith(
+        "not known before a run"
+    )
     assert "if it reaches 30% of h100" in recommend("data", 10**10, 50_257, H100, tmp_path).time
     own = load_config("demo-char").model.own() | {"kind": "transformer"}
     for number, (vocab_size, rate) in enumerate([(65, 1000.0), (66, 9.0), (65, None)]):
@@ -63,4 +76,7 @@ def test_the_time_is_measured_or_assumed_or_left_out(tmp_path):
     (tmp_path / "torn" / "summary.json").write_text("{")
     found = recommend("data", 1_000_000, 65, CPU, tmp_path)
     seconds = int(found.command.rpartition("=")[2]) * 2048 / 1000
-    assert found.time == f"about {int(seconds // 3600)} h {int(round(seconds) % 3600 // 60):02d} min, at the 1,000 tokens/s of {tmp_path}/run-0"
+    assert (
+        found.time
+        == f"about {int(seconds // 3600)} h {int(round(seconds) % 3600 // 60):02d} min, at the 1,000 tokens/s of {tmp_path}/run-0"
+    )

@@ -8,7 +8,20 @@ import pytest
 
 from flatout import registry
 from flatout.errors import ConfigError
-from flatout.registry import COMMANDS, DATASETS, MACHINES, MODELS, OPTIMIZERS, RECIPES, SOURCES, SPEEDUPS, Folder, YamlFolder, load_reference, nearest
+from flatout.registry import (
+    COMMANDS,
+    DATASETS,
+    MACHINES,
+    MODELS,
+    OPTIMIZERS,
+    RECIPES,
+    SOURCES,
+    SPEEDUPS,
+    Folder,
+    YamlFolder,
+    load_reference,
+    nearest,
+)
 
 
 @pytest.fixture
@@ -16,11 +29,15 @@ def shapes(tmp_path, monkeypatch):
     """A folder of Python entries inside a package that stands in for flatout's own."""
     package = tmp_path / "flatout"
     (package / "shapes").mkdir(parents=True)
-    (package / "shapes" / "round_one.py").write_text('"""A round shape.\n\nMore."""\nSHAPE = "round"\n')
+    (package / "shapes" / "round_one.py").write_text(
+        '"""A round shape.\n\nMore."""\nSHAPE = "round"\n'
+    )
     (package / "shapes" / "square.py").write_text('"""A square shape."""\nSHAPE: str = "square"\n')
     (package / "shapes" / "layers.py").write_text("def SHAPE_of(): ...\n")
     (package / "shapes" / "_draft.py").write_text("SHAPE = 1\n")
-    (package / "shapes" / "broken_import.py").write_text('"""Fails when imported."""\nSHAPE = undefined_name\n')
+    (package / "shapes" / "broken_import.py").write_text(
+        '"""Fails when imported."""\nSHAPE = undefined_name\n'
+    )
     monkeypatch.setattr(registry, "PACKAGE_DIR", package)
     return Folder("shapes", "SHAPE", "shape")
 
@@ -56,7 +73,9 @@ def test_what_an_entry_states_is_read_without_importing_it(shapes, tmp_path, mon
     with pytest.raises(ConfigError, match="no shape named"):
         shapes.stated("squar", "CORNERS")
     monkeypatch.setattr(registry.ast, "parse", None)
-    assert shapes.stated("broken-import", "CORNERS") == ("left", "right"), "a file is parsed once, however many speedups ask"
+    assert shapes.stated("broken-import", "CORNERS") == ("left", "right"), (
+        "a file is parsed once, however many speedups ask"
+    )
 
 
 def test_a_new_file_is_a_new_entry(shapes):
@@ -65,7 +84,10 @@ def test_a_new_file_is_a_new_entry(shapes):
 
 
 def test_unknown_names_are_answered_with_the_nearest(shapes, colours):
-    with pytest.raises(ConfigError, match=r"no shape named 'squar'.*Did you mean 'square'\? Known: broken-import, round-one, square\."):
+    with pytest.raises(
+        ConfigError,
+        match=r"no shape named 'squar'.*Did you mean 'square'\? Known: broken-import, round-one, square\.",
+    ):
         shapes.get("squar")
     with pytest.raises(ConfigError, match=r"Did you mean 'dark-red'\?"):
         colours.path("dark_red")
@@ -90,16 +112,48 @@ def test_an_empty_folder_says_so(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("typo", "meant"),
-    [("shakespear", "shakespeare"), ("Fused_AdamW", "fused-adamw"), ("compil", "compile"), ("qqqq", None), ("", None)],
+    [
+        ("shakespear", "shakespeare"),
+        ("Fused_AdamW", "fused-adamw"),
+        ("compil", "compile"),
+        ("qqqq", None),
+        ("", None),
+    ],
 )
 def test_nearest(typo, meant):
     assert nearest(typo, ["shakespeare", "fused-adamw", "compile", "bf16"]) == meant
 
 
-OPTIONS = ("--run", "--run-dir", "--resume", "--trust-code", "--recipe", "--out", "--text-field", "--max-tokens", "--max-bytes", "--json", "--help")
+OPTIONS = (
+    "--run",
+    "--run-dir",
+    "--resume",
+    "--trust-code",
+    "--recipe",
+    "--out",
+    "--text-field",
+    "--max-tokens",
+    "--max-bytes",
+    "--json",
+    "--help",
+)
 
 
-@pytest.mark.parametrize("name", ["export", "plot", "compare", "profile", "report", "deploy", "test", "infer", "restore", "inference"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "export",
+        "plot",
+        "compare",
+        "profile",
+        "report",
+        "deploy",
+        "test",
+        "infer",
+        "restore",
+        "inference",
+    ],
+)
 def test_a_name_far_from_every_command_gets_no_guess(name):
     assert nearest(name, registry.COMMANDS.names()) is None
 
@@ -130,19 +184,27 @@ def test_what_a_name_plainly_means_is_offered(name, meant):
     assert nearest(name, [*registry.COMMANDS.names(), *OPTIONS]) == meant
 
 
-@pytest.mark.parametrize(("word", "other", "near"), [("rai", "ray", True), ("abc", "acb", True), ("abc", "cba", False), ("abc", "xyz", False)])
+@pytest.mark.parametrize(
+    ("word", "other", "near"),
+    [("rai", "ray", True), ("abc", "acb", True), ("abc", "cba", False), ("abc", "xyz", False)],
+)
 def test_a_single_slip_in_a_short_name_is_near(word, other, near):
     assert (nearest(word, [other]) == other) is near
 
 
 def test_references_reach_a_users_own_file(tmp_path, monkeypatch):
-    (tmp_path / "my_registry_example.py").write_text("class Mine:\n    def check(self): ...\n    count_flops = None\nclass Other: ...\n")
+    (tmp_path / "my_registry_example.py").write_text(
+        "class Mine:\n    def check(self): ...\n    count_flops = None\nclass Other: ...\n"
+    )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
     found = load_reference("my_registry_example:Mine")
     assert found.__name__ == "Mine"
     assert MODELS.get("my_registry_example:Mine") is found
-    with pytest.raises(ConfigError, match=r"my_registry_example:Other is no model: it has no 'check'.*docs/extend\.md"):
+    with pytest.raises(
+        ConfigError,
+        match=r"my_registry_example:Other is no model: it has no 'check'.*docs/extend\.md",
+    ):
         MODELS.get("my_registry_example:Other")
     monkeypatch.delitem(sys.modules, "my_registry_example")
 
@@ -173,7 +235,9 @@ def test_a_missing_import_inside_a_users_file_is_not_blamed_on_its_name(tmp_path
         load_reference("my_broken_example:x")
 
 
-@pytest.mark.parametrize("folder", [COMMANDS, MODELS, OPTIMIZERS, SOURCES, SPEEDUPS], ids=lambda f: f.folder)
+@pytest.mark.parametrize(
+    "folder", [COMMANDS, MODELS, OPTIMIZERS, SOURCES, SPEEDUPS], ids=lambda f: f.folder
+)
 def test_every_entry_of_the_house_loads_and_describes_itself(folder):
     assert folder.names()
     for name in folder.names():
@@ -186,4 +250,6 @@ def test_every_document_of_the_house_reads_and_describes_itself(folder):
     assert folder.names()
     for name in folder.names():
         assert isinstance(folder.get(name), dict)
-        assert folder.describe(name), f"{folder.folder}/{name}.yaml: its first line is a comment that says what it is"
+        assert folder.describe(name), (
+            f"{folder.folder}/{name}.yaml: its first line is a comment that says what it is"
+        )

@@ -79,7 +79,14 @@ class Gift:
     def asked(self) -> RunConfig:
         """What a user would ask for who goes on with it, and who names no code."""
         config = layout.read_config(self.place)
-        return config.with_values({"model.kind": "transformer", "optim.kind": "adamw", "speedups": "auto", "train.device": "cpu"})
+        return config.with_values(
+            {
+                "model.kind": "transformer",
+                "optim.kind": "adamw",
+                "speedups": "auto",
+                "train.device": "cpu",
+            }
+        )
 
     @property
     def ran(self) -> bool:
@@ -96,19 +103,42 @@ def the_program(*words, cwd):
     """Run the program as its own process, as the console script does: without the current folder on the search path."""
     program = f"import sys; sys.path[:1] = [{str(ROOT)!r}]; from flatout.cli import main; main()"
     kept = {key: value for key, value in os.environ.items() if key not in {"RANK", "PYTHONPATH"}}
-    return subprocess.run([sys.executable, "-c", program, *words], cwd=cwd, capture_output=True, text=True, timeout=200, env=kept)
+    return subprocess.run(
+        [sys.executable, "-c", program, *words],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env=kept,
+    )
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_run_from_elsewhere_is_not_opened(gift, way, tmp_path):
     gift.names(WAYS[way]("runs.gift.weights"))
-    calls = [lambda: load_run("gift"), lambda: flatout.sample(gift.place), lambda: flatout.evaluate(gift.place)]
-    calls += [lambda: train_config(gift.asked, run=gift.place), lambda: load_config(gift.place / "config.yaml")]
-    calls += [lambda: flatout.train(gift.place / "config.yaml"), lambda: flatout.bench(gift.place / "config.yaml")]
+    calls = [
+        lambda: load_run("gift"),
+        lambda: flatout.sample(gift.place),
+        lambda: flatout.evaluate(gift.place),
+    ]
+    calls += [
+        lambda: train_config(gift.asked, run=gift.place),
+        lambda: load_config(gift.place / "config.yaml"),
+    ]
+    calls += [
+        lambda: flatout.train(gift.place / "config.yaml"),
+        lambda: flatout.bench(gift.place / "config.yaml"),
+    ]
     (tmp_path / "link.yaml").symlink_to(gift.place / "config.yaml")
-    calls += [lambda: flatout.list_entries("speedups", recipe=gift.place / "config.yaml"), lambda: load_config("link.yaml")]
+    calls += [
+        lambda: flatout.list_entries("speedups", recipe=gift.place / "config.yaml"),
+        lambda: load_config("link.yaml"),
+    ]
     for call in calls:
-        with pytest.raises(UntrustedCode, match=r"runs\.gift\.weights:\w+' \(runs/gift/weights\.py\).*trust_code=True.*--trust-code"):
+        with pytest.raises(
+            UntrustedCode,
+            match=r"runs\.gift\.weights:\w+' \(runs/gift/weights\.py\).*trust_code=True.*--trust-code",
+        ):
             call()
     assert not gift.ran
     assert not (tmp_path / "home" / ".cache").exists()
@@ -127,12 +157,19 @@ def test_going_on_from_its_checkpoint_or_its_weights_imports_nothing(gift, tmp_p
     asked = gift.asked.with_values({"train.steps": 4, "speedups": "none"})
     gift.names(WAYS["an edit of auto"]("runs.gift.weights"))
     assert train_config(asked, run="runs/mine", resume=gift.place).steps == 4
-    assert train_config(asked.with_values({"train.init_from": str(gift.place)}), run="runs/other").steps == 4
+    assert (
+        train_config(
+            asked.with_values({"train.init_from": str(gift.place)}), run="runs/other"
+        ).steps
+        == 4
+    )
     assert not gift.ran
 
 
 def test_another_model_s_reference_is_never_given_to_be_pasted(gift):
-    asked = gift.asked.with_values({"train.init_from": str(gift.place), "model.d_model": 32, "speedups": "none"})
+    asked = gift.asked.with_values(
+        {"train.init_from": str(gift.place), "model.d_model": 32, "speedups": "none"}
+    )
     gift.names(WAYS["model.kind"]("runs.gift.weights"))
     with pytest.raises(ConfigError, match="are of another model") as refused:
         train_config(asked, run="runs/mine")
@@ -161,7 +198,17 @@ def test_trust_is_given_once_and_remembered_outside(gift, home):
 
 
 @pytest.mark.parametrize(
-    "change", ["a copy", "moved", "another reference", "another setting", "other code", "new code", "a link to a folder", "replaced"]
+    "change",
+    [
+        "a copy",
+        "moved",
+        "another reference",
+        "another setting",
+        "other code",
+        "new code",
+        "a link to a folder",
+        "replaced",
+    ],
 )
 def test_trust_does_not_pass_to_what_has_changed(gift, change, tmp_path):
     gift.names(WAYS["model.kind"]("runs.gift.weights"))
@@ -224,7 +271,16 @@ def test_a_damaged_memory_trusts_nothing_and_is_repaired(gift, how):
     trust.require_trusted(gift.place, references)
 
 
-@pytest.mark.parametrize("spoil", ["others may write it", "others may write the folder", "a link", "a pipe", "a link for the folder"])
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        "others may write it",
+        "others may write the folder",
+        "a link",
+        "a pipe",
+        "a link for the folder",
+    ],
+)
 def test_a_memory_that_others_could_have_written_trusts_nothing(gift, spoil, tmp_path):
     references = {"runs.gift.weights:Model"}
     trust.require_trusted(gift.place, references, trust_code=True)
@@ -264,9 +320,16 @@ def test_writers_at_once_leave_one_whole_word(gift):
 
 def test_a_run_of_one_s_own_needs_no_flag_here(tmp_path, tiny_config, home):
     (tmp_path / "weights.py").write_text(CODE.format(marker=str(tmp_path / "imported")))
-    config = tiny_config(model__kind="weights:Model", optim__kind="weights:Optimizer", speedups="weights:Speedup", train__steps=2)
+    config = tiny_config(
+        model__kind="weights:Model",
+        optim__kind="weights:Optimizer",
+        speedups="weights:Speedup",
+        train__steps=2,
+    )
     train_config(config, run="runs/mine")
-    (tmp_path / "weights.py").write_text((tmp_path / "weights.py").read_text() + "# worked on since\n")
+    (tmp_path / "weights.py").write_text(
+        (tmp_path / "weights.py").read_text() + "# worked on since\n"
+    )
     load_run("mine")
     shutil.rmtree(home / ".cache")  # as on another machine
     with pytest.raises(UntrustedCode):
@@ -287,12 +350,18 @@ def test_the_flag_lets_a_run_train_on(gift):
 def test_a_recipe_of_one_s_own_may_name_code(tmp_path):
     (tmp_path / "my.yaml").write_text("model: {kind: 'weights:Model'}\n")
     (tmp_path / "config.yaml").write_text("model: {kind: 'weights:Model'}\n")
-    assert load_config(tmp_path / "my.yaml").references() == load_config(tmp_path / "config.yaml").references() == {"weights:Model"}
+    assert (
+        load_config(tmp_path / "my.yaml").references()
+        == load_config(tmp_path / "config.yaml").references()
+        == {"weights:Model"}
+    )
 
 
 def test_a_reference_on_the_command_line_is_named(gift):
     gift.names(WAYS["model.kind"]("runs.gift.weights"))
-    assert load_config(gift.place / "config.yaml", ["model.kind=runs.gift.weights:Model"]).references()
+    assert load_config(
+        gift.place / "config.yaml", ["model.kind=runs.gift.weights:Model"]
+    ).references()
     assert load_config(gift.place / "config.yaml", trust_code=True).references()
     with pytest.raises(UntrustedCode):
         load_config(gift.place / "config.yaml", ["optim.kind=runs.gift.weights:Optimizer"])
@@ -331,9 +400,19 @@ def test_what_a_reference_says_cannot_steer_the_terminal(gift):
     assert refused.value.what.isprintable()
 
 
-@pytest.mark.parametrize("command", ["generate runs/gift", "eval runs/gift", "train my.yaml --run runs/gift", "train runs/gift/config.yaml"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "generate runs/gift",
+        "eval runs/gift",
+        "train my.yaml --run runs/gift",
+        "train runs/gift/config.yaml",
+    ],
+)
 def test_the_command_line_names_the_very_command(gift, command, tmp_path):
-    (tmp_path / "my.yaml").write_text(yaml.safe_dump(gift.asked.to_dict() | {"batch": {"tokens_per_step": 128}}))
+    (tmp_path / "my.yaml").write_text(
+        yaml.safe_dump(gift.asked.to_dict() | {"batch": {"tokens_per_step": 128}})
+    )
     gift.names({"speedups": ["runs.gift.weights:Speedup"]})
     done = the_program(*command.split(), cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
@@ -347,7 +426,10 @@ def test_the_command_line_names_the_very_command(gift, command, tmp_path):
 
 def test_commands_without_the_flag_do_not_offer_it(gift, tmp_path):
     gift.names(WAYS["model.kind"]("runs.gift.weights"))
-    for words in (["bench", "runs/gift/config.yaml"], ["list", "speedups", "--recipe", "runs/gift/config.yaml"]):
+    for words in (
+        ["bench", "runs/gift/config.yaml"],
+        ["list", "speedups", "--recipe", "runs/gift/config.yaml"],
+    ):
         done = the_program(*words, cwd=tmp_path)
         assert done.returncode == 2
         assert "copy the recipe out" in done.stderr
@@ -359,9 +441,30 @@ def test_several_ranks_import_nothing_either(gift, tmp_path):
     config = gift.asked.to_dict() | {"batch": {"tokens_per_step": 128}}
     (tmp_path / "my.yaml").write_text(yaml.safe_dump(config))
     gift.names({"speedups": ["runs.gift.weights:Speedup"]})
-    words = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "flatout", "train", "my.yaml", "--run-dir", "runs/gift"]
-    kept = {key: value for key, value in os.environ.items() if key != "RANK"} | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, *words], cwd=tmp_path, capture_output=True, text=True, timeout=250, env=kept)
+    words = [
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "flatout",
+        "train",
+        "my.yaml",
+        "--run-dir",
+        "runs/gift",
+    ]
+    kept = {key: value for key, value in os.environ.items() if key != "RANK"} | {
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, *words],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=250,
+        env=kept,
+    )
     assert done.returncode != 0
     assert "names code of its own" in done.stderr
     assert not gift.ran
@@ -376,7 +479,11 @@ def test_every_key_that_can_name_code_is_looked_at():
     fields = {("speedups",)}
     for section, field in RunConfig.model_fields.items():
         inner = getattr(field.annotation, "model_fields", {})
-        fields |= {(section, key) for key, entry in inner.items() if "package.module:" in (entry.description or "")}
+        fields |= {
+            (section, key)
+            for key, entry in inner.items()
+            if "package.module:" in (entry.description or "")
+        }
     assert fields == set(trust.REFERENCES)
 
 
@@ -385,8 +492,14 @@ def test_who_reads_a_stored_configuration_is_known():
     wanted = re.compile(r"(?:^|\.)(?:read_config|stored_config|load_reference)$")
     found = set()
     for path in (ROOT / "flatout").rglob("*.py"):
-        calls = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
-        found |= {path.relative_to(ROOT / "flatout").as_posix() for call in calls if wanted.search(ast.unparse(call.func))}
+        calls = (
+            node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)
+        )
+        found |= {
+            path.relative_to(ROOT / "flatout").as_posix()
+            for call in calls
+            if wanted.search(ast.unparse(call.func))
+        }
     assert found == {
         "registry.py",
         "assembly/recipe.py",

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -82,7 +82,14 @@ class MemoryEstimate:
     @property
     def total(self) -> int:
         """All parts together."""
-        return self.weights + self.gradients + self.optimizer + self.activations + self.logits + self.workspace
+        return (
+            self.weights
+            + self.gradients
+            + self.optimizer
+            + self.activations
+            + self.logits
+            + self.workspace
+        )
 
 
 @lru_cache(maxsize=256)
@@ -179,7 +186,9 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _through_blocks(model: LanguageModel, workload: Workload, rows: int) -> tuple[int, int]:
     """What embedding and blocks keep, and the most that one block's backward holds beyond what it kept."""
     tokens_BT = torch.zeros(rows, workload.seq_len, dtype=torch.int64)
-    doc_ids_BT = torch.zeros(rows, workload.seq_len, dtype=torch.int32) if workload.document_mask else None
+    doc_ids_BT = (
+        torch.zeros(rows, workload.seq_len, dtype=torch.int32) if workload.document_mask else None
+    )
     outside = [*model.parameters(), *model.buffers(), *([] if doc_ids_BT is None else [doc_ids_BT])]
     with _precision(workload):
         total, hidden_BTD = kept_bytes(lambda: model.embed(tokens_BT), apart_from=outside)
@@ -189,7 +198,8 @@ def _through_blocks(model: LanguageModel, workload: Workload, rows: int) -> tupl
     for name, block in distinct.items():
         entering_BTD = hidden_BTD.detach().requires_grad_()
         with _Live() as live, _precision(workload):
-            kept, leaving_BTD = kept_bytes(lambda: block(entering_BTD, doc_ids_BT), apart_from=outside)  # noqa: B023
+            call = partial(block, entering_BTD, doc_ids_BT)
+            kept, leaving_BTD = kept_bytes(call, apart_from=outside)
             torch.autograd.backward(leaving_BTD, torch.empty_like(leaving_BTD))
         total += kept * alike[name]
         most = max(most, live.peak - kept)
@@ -203,13 +213,19 @@ def _head_peak(model: LanguageModel, workload: Workload, rows: int) -> int:
     with _Live() as live, _precision(workload):
         loss_sum, _ = model.ops.cross_entropy(*model.head(hidden_BTD), targets_BT)
         torch.autograd.backward(loss_sum)
-    weight_grads = _bytes_of(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
+    weight_grads = _bytes_of(
+        parameter.grad for parameter in model.parameters() if parameter.grad is not None
+    )
     model.zero_grad()
     return max(int(live.peak) - weight_grads, 0)
 
 
 def _precision(workload: Workload) -> AbstractContextManager[Any]:
-    return nullcontext() if workload.autocast is None else torch.autocast("cpu", dtype=workload.autocast)
+    return (
+        nullcontext()
+        if workload.autocast is None
+        else torch.autocast("cpu", dtype=workload.autocast)
+    )
 
 
 def _gathered(model: LanguageModel, num_shards: int) -> int:
@@ -236,7 +252,9 @@ def _shard_bytes(parameter: nn.Parameter, num_shards: int) -> int:
 
 
 def _bytes_of(tensors: Iterable[Tensor]) -> int:
-    sizes: dict[int, int] = {_storage_id(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
+    sizes: dict[int, int] = {
+        _storage_id(tensor): tensor.untyped_storage().nbytes() for tensor in tensors
+    }
     return sum(sizes.values())
 
 

@@ -59,7 +59,9 @@ def open_dataset(config: RunConfig, *, progress: Progress = SILENT) -> Dataset |
         if tokens <= seq_len:
             raise DataError(
                 f"{part.dataset.place} holds {tokens:,} tokens for training; one window of data.seq_len={seq_len} needs {seq_len + 1:,}.",
-                fix=f"Set data.seq_len={_shorter(tokens)}, or prepare more text." if tokens > 1 else "Prepare more text.",
+                fix=f"Set data.seq_len={_shorter(tokens)}, or prepare more text."
+                if tokens > 1
+                else "Prepare more text.",
             )
     return data
 
@@ -69,18 +71,31 @@ def _shorter(tokens: int) -> int:
     return 1 << max((tokens // 8).bit_length() - 1, 0)
 
 
-def check_sampling(temperature: float, top_k: int | None, top_p: float | None, max_tokens: int, stop: Sequence[str]) -> None:
+def check_sampling(
+    temperature: float, top_k: int | None, top_p: float | None, max_tokens: int, stop: Sequence[str]
+) -> None:
     """Do nothing when the settings of a sample make sense.
 
     Raises: ConfigError naming the one that does not.
     """
     if not 0 <= temperature < math.inf:
-        raise ConfigError(f"A temperature of {temperature} cannot be used.", fix="Use 0 (always the likeliest token) to about 1.5.")
+        raise ConfigError(
+            f"A temperature of {temperature} cannot be used.",
+            fix="Use 0 (always the likeliest token) to about 1.5.",
+        )
     if top_k is not None and top_k < 1:
-        raise ConfigError(f"top-k {top_k} leaves no token to draw.", fix="Use 1 or more, or leave it out.")
+        raise ConfigError(
+            f"top-k {top_k} leaves no token to draw.", fix="Use 1 or more, or leave it out."
+        )
     if top_p is not None and not 0 < top_p <= 1:
-        raise ConfigError(f"top-p {top_p} is not a share of the probability.", fix="Use a number above 0 and at most 1, or leave it out.")
+        raise ConfigError(
+            f"top-p {top_p} is not a share of the probability.",
+            fix="Use a number above 0 and at most 1, or leave it out.",
+        )
     if max_tokens < 1:
         raise ConfigError(f"max-tokens {max_tokens} asks for no text.", fix="Use 1 or more.")
     if not all(stop):
-        raise ConfigError("stop '' is no text to end before.", fix="Give the text before which a sample ends, or leave it out.")
+        raise ConfigError(
+            "stop '' is no text to end before.",
+            fix="Give the text before which a sample ends, or leave it out.",
+        )

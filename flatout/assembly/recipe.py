@@ -21,7 +21,15 @@ from flatout.registry import MODELS, load_reference
 if TYPE_CHECKING:
     from flatout.assembly.memory import Workload
 
-STAGES = ("tensor", "low-precision", "checkpointing", "compiler-options", "compile", "cuda-graphs", "shard")
+STAGES = (
+    "tensor",
+    "low-precision",
+    "checkpointing",
+    "compiler-options",
+    "compile",
+    "cuda-graphs",
+    "shard",
+)
 """The one right order in which transforms wrap a model; `shard` belongs to config.parallel."""
 
 
@@ -107,7 +115,11 @@ class MicroBatchPlan:
 
     def divisors(self, at_most: int) -> Iterator[int]:
         """Yield the rows, `at_most` and fewer, that divide a rank's share of the step, the most first."""
-        yield from (rows for rows in range(min(self.rows_per_rank, at_most), 0, -1) if self.rows_per_rank % rows == 0)
+        yield from (
+            rows
+            for rows in range(min(self.rows_per_rank, at_most), 0, -1)
+            if self.rows_per_rank % rows == 0
+        )
 
     def fits(self, rows: int) -> bool:
         """Say whether the memory holds a micro-batch of so many rows."""
@@ -238,7 +250,11 @@ def always(_machine: Machine, _config: RunConfig) -> str | None:
 
 def uses_gpu(machine: Machine, config: RunConfig) -> bool:
     """Say whether the run is on an NVIDIA GPU, as far as the configuration and the machine tell."""
-    return bool(machine.gpus) if config.train.device == "auto" else config.train.device.startswith("cuda")
+    return (
+        bool(machine.gpus)
+        if config.train.device == "auto"
+        else config.train.device.startswith("cuda")
+    )
 
 
 def gpu_below(machine: Machine, capability: tuple[int, int], what: str) -> str | None:
@@ -316,7 +332,10 @@ class Recipe:
                     fix="Leave out one of the two.",
                 )
             if slot not in self.slots:
-                raise ConfigError(f"The speedup {speedup.name!r} fills {slot!r}, which is no slot.", fix=f"Use one of: {', '.join(self.slots)}.")
+                raise ConfigError(
+                    f"The speedup {speedup.name!r} fills {slot!r}, which is no slot.",
+                    fix=f"Use one of: {', '.join(self.slots)}.",
+                )
         return replace(
             self,
             slots={**self.slots, **speedup.fills},

@@ -17,7 +17,15 @@ from torch import nn
 
 from flatout.assembly.memory import Workload
 from flatout.assembly.preflight import check_names
-from flatout.assembly.recipe import MicroBatchPlan, Precision, Recipe, Transform, as_python_collects, dropped, with_every_micro_batch
+from flatout.assembly.recipe import (
+    MicroBatchPlan,
+    Precision,
+    Recipe,
+    Transform,
+    as_python_collects,
+    dropped,
+    with_every_micro_batch,
+)
 from flatout.assembly.selection import Decision, assemble, select
 from flatout.config.schema import RunConfig, TrainConfig
 from flatout.data.load.batches import FeedPlan
@@ -96,7 +104,12 @@ class Run:
 
     def trained(self) -> list[nn.Parameter]:
         """Return what the optimisers hold: under fully_shard the split weights, though the model may show gathered ones at the moment."""
-        return [parameter for optimizer in self.optimizers for group in optimizer.param_groups for parameter in group["params"]]
+        return [
+            parameter
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        ]
 
     @property
     def rows_per_device(self) -> int:
@@ -113,7 +126,11 @@ class Run:
         """What the matrix products are computed in: fp32, tf32, bf16 or fp16."""
         if self.precision.name != "fp32":
             return self.precision.name
-        return "tf32" if torch.get_float32_matmul_precision() == "high" and self.mesh.device.type == "cuda" else "fp32"
+        return (
+            "tf32"
+            if torch.get_float32_matmul_precision() == "high" and self.mesh.device.type == "cuda"
+            else "fp32"
+        )
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context in which the model is called."""
@@ -121,7 +138,12 @@ class Run:
 
 
 def resolve(
-    config: RunConfig, *, machine: Machine, dataset: Dataset | MixedDataset, world_size: int, local_world_size: int | None = None
+    config: RunConfig,
+    *,
+    machine: Machine,
+    dataset: Dataset | MixedDataset,
+    world_size: int,
+    local_world_size: int | None = None,
 ) -> tuple[RunConfig, list[Decision]]:
     """Settle everything a configuration leaves open, and the speedups with their reasons.
 
@@ -132,7 +154,9 @@ def resolve(
     config = _resolve_batch(config, world_size)
     asked, config = config.train, _resolve_length(config, dataset)
     check_names(config)
-    peak = known_peak(machine, config.train.device, "fp32" if config.train.device == "cpu" else "bf16")
+    peak = known_peak(
+        machine, config.train.device, "fp32" if config.train.device == "cpu" else "bf16"
+    )
     minutes = expected_minutes(config, world_size * peak.tflops * ASSUMED_MFU) if peak else None
     config = config.with_values({"parallel.replicate": replicas(config.parallel, world_size)})
     decisions = select(config, machine, device=config.train.device, minutes=minutes)
@@ -152,37 +176,65 @@ def resolve(
         )
         rows = recipe.part("micro_batch")(plan)
         batch = {"batch.rows_per_device": rows, "batch.accumulate": rows_per_rank // rows}
-        on.discard(recipe.filled_by.get("micro_batch", ""))  # its work is done: the rows are written down
-    settled = {"train.precision": precision.name, "speedups": [d.name for d in decisions if d.name in on] or "none"}
+        on.discard(
+            recipe.filled_by.get("micro_batch", "")
+        )  # its work is done: the rows are written down
+    settled = {
+        "train.precision": precision.name,
+        "speedups": [d.name for d in decisions if d.name in on] or "none",
+    }
     return config.with_values(batch | settled), decisions
 
 
-def steps_stated(config: RunConfig, asked: TrainConfig, recipe: Recipe, dataset: Dataset | MixedDataset) -> int:
+def steps_stated(
+    config: RunConfig, asked: TrainConfig, recipe: Recipe, dataset: Dataset | MixedDataset
+) -> int:
     """Return the optimiser steps of a length that is stated as steps, tokens or epochs, in a run that is resolved otherwise."""
-    config = config.with_values({f"train.{key}": getattr(asked, key) for key in ("steps", "tokens", "epochs")})
+    config = config.with_values(
+        {f"train.{key}": getattr(asked, key) for key in ("steps", "tokens", "epochs")}
+    )
     is_read = asked.steps is None and "batching" in recipe.filled_by
-    config = _length_as_read(config, asked, recipe, dataset) if is_read else _resolve_length(config, dataset)
+    config = (
+        _length_as_read(config, asked, recipe, dataset)
+        if is_read
+        else _resolve_length(config, dataset)
+    )
     return config.train.steps or 1
 
 
 def expected_minutes(config: RunConfig, tflops: float) -> float | None:
     """Return how long the matrix products of a run take at a rate over all its processes; None where its length follows from the data."""
     config = _resolve_batch(config, 1) if config.batch.tokens_per_step is None else config
-    tokens = config.train.tokens if config.train.steps is None else config.train.steps * (config.batch.tokens_per_step or 0)
+    tokens = (
+        config.train.tokens
+        if config.train.steps is None
+        else config.train.steps * (config.batch.tokens_per_step or 0)
+    )
     if tokens is None:
         return None
     model_class, seq_len = MODELS.get(config.model.kind), config.data.seq_len
-    model_config = model_class.check(config.model.own() | {"vocab_size": config.model.vocab_size or 1}, seq_len=seq_len)
-    return float(model_class.count_flops(model_config, seq_len).causal_exact) * tokens / (tflops * 1e12) / 60
+    model_config = model_class.check(
+        config.model.own() | {"vocab_size": config.model.vocab_size or 1}, seq_len=seq_len
+    )
+    return (
+        float(model_class.count_flops(model_config, seq_len).causal_exact)
+        * tokens
+        / (tflops * 1e12)
+        / 60
+    )
 
 
 def workload_of(config: RunConfig, recipe: Recipe) -> Workload:
     """Return what the need for memory of a resolved configuration follows from, but the number of rows."""
     model_class = MODELS.get(config.model.kind)
-    model_config = model_class.check(config.model.own() | {"vocab_size": config.model.vocab_size}, seq_len=config.data.seq_len)
+    model_config = model_class.check(
+        config.model.own() | {"vocab_size": config.model.vocab_size}, seq_len=config.data.seq_len
+    )
     dtype = recipe.part("precision").dtype()
     ops = ops_of(recipe)
-    if ops.scan is scan.reference:  # the chunks keep 2% less, and following 16,384 tokens one by one takes minutes
+    if (
+        ops.scan is scan.reference
+    ):  # the chunks keep 2% less, and following 16,384 tokens one by one takes minutes
         ops = replace(ops, scan=scan.chunked)
     return Workload(
         model_class,
@@ -194,7 +246,11 @@ def workload_of(config: RunConfig, recipe: Recipe) -> Workload:
         with_momentum=frozenset({"hidden"} if config.optim.kind == "muon" else ()),
         num_shards=config.parallel.shard,
         whole_gradients="exchange" in recipe.filled_by,
-        transforms=tuple(transform.apply for transform in recipe.ordered_transforms() if transform.stage in ("low-precision", "checkpointing")),
+        transforms=tuple(
+            transform.apply
+            for transform in recipe.ordered_transforms()
+            if transform.stage in ("low-precision", "checkpointing")
+        ),
         document_mask=config.data.document_mask,
     )
 
@@ -203,7 +259,11 @@ def memory_bytes(machine: Machine, device: str, local_world_size: int) -> int:
     """Return what one rank may use: what is free on its GPU, or its share of the memory of a machine whose processes compute on the CPU."""
     if device.startswith("cuda") and torch.cuda.is_available():
         return int(torch.cuda.mem_get_info(device)[0])
-    gib = machine.gpus[0].memory_gib if device.startswith("cuda") and machine.gpus else machine.memory_gib / local_world_size
+    gib = (
+        machine.gpus[0].memory_gib
+        if device.startswith("cuda") and machine.gpus
+        else machine.memory_gib / local_world_size
+    )
     return int(gib * 2**30)
 
 
@@ -221,8 +281,12 @@ def _resolve_model(config: RunConfig, dataset: Dataset | MixedDataset) -> RunCon
             fix="Leave model.vocab_size out, or prepare the data with the model's own tokenizer.",
         )
     model_class = MODELS.get(config.model.kind)
-    own = model_class.check(config.model.own() | {"vocab_size": vocab_size}, seq_len=config.data.seq_len)
-    return config.with_values({f"model.{key}": value for key, value in own.model_dump(mode="json").items()})
+    own = model_class.check(
+        config.model.own() | {"vocab_size": vocab_size}, seq_len=config.data.seq_len
+    )
+    return config.with_values(
+        {f"model.{key}": value for key, value in own.model_dump(mode="json").items()}
+    )
 
 
 def _resolve_batch(config: RunConfig, world_size: int) -> RunConfig:
@@ -234,13 +298,22 @@ def _resolve_batch(config: RunConfig, world_size: int) -> RunConfig:
         tokens = rows * (accumulate or 1) * row_tokens
     if tokens is None:
         tokens = max(DEFAULT_TOKENS_PER_STEP // row_tokens, 1) * row_tokens * (accumulate or 1)
-    per_micro_batch = row_tokens * (1 if rows == "auto" else rows) * (1 if accumulate is None else accumulate)
+    per_micro_batch = (
+        row_tokens * (1 if rows == "auto" else rows) * (1 if accumulate is None else accumulate)
+    )
     if tokens % per_micro_batch or (accumulate and rows != "auto" and tokens != per_micro_batch):
-        nearest = max(round(tokens / per_micro_batch), 1) * per_micro_batch if not (accumulate and rows != "auto") else per_micro_batch
+        nearest = (
+            max(round(tokens / per_micro_batch), 1) * per_micro_batch
+            if not (accumulate and rows != "auto")
+            else per_micro_batch
+        )
         parts = f"data.seq_len={seq_len}" + (f" x {world_size} processes" if world_size > 1 else "")
         parts += f" x batch.rows_per_device={rows}" if rows != "auto" else ""
         parts += f" x batch.accumulate={accumulate}" if accumulate else ""
-        raise ConfigError(f"batch.tokens_per_step={tokens} does not fit {parts}.", fix=f"Set batch.tokens_per_step={nearest}.")
+        raise ConfigError(
+            f"batch.tokens_per_step={tokens} does not fit {parts}.",
+            fix=f"Set batch.tokens_per_step={nearest}.",
+        )
     if rows == "auto" and accumulate is not None:
         rows = tokens // (row_tokens * accumulate)
     values: dict[str, Any] = {"batch.tokens_per_step": tokens, "batch.rows_per_device": rows}
@@ -263,10 +336,22 @@ def _resolve_length(config: RunConfig, dataset: Dataset | MixedDataset) -> RunCo
     return config.with_values({"train.steps": max(math.ceil(tokens / tokens_per_step), 1)})
 
 
-def _length_as_read(config: RunConfig, asked: TrainConfig, recipe: Recipe, dataset: Dataset | MixedDataset) -> RunConfig:
+def _length_as_read(
+    config: RunConfig, asked: TrainConfig, recipe: Recipe, dataset: Dataset | MixedDataset
+) -> RunConfig:
     """Turn tokens or epochs into optimiser steps of a reader that has its own: padded ones, which hold fewer tokens."""
     windows = (config.batch.tokens_per_step or 0) // config.data.seq_len
-    plan = FeedPlan(config.data.seq_len, windows, 1, rank=0, world_size=1, seed=0, document_mask=False, prefetch=0, device="cpu")
+    plan = FeedPlan(
+        config.data.seq_len,
+        windows,
+        1,
+        rank=0,
+        world_size=1,
+        seed=0,
+        document_mask=False,
+        prefetch=0,
+        device="cpu",
+    )
     steps = recipe.part("batching")(dataset.split("train"), plan, None)
     epochs = asked.tokens / steps.tokens_per_epoch if asked.tokens else asked.epochs or 1.0
     return config.with_values({"train.steps": max(math.ceil(epochs * steps.steps_per_epoch), 1)})
@@ -285,12 +370,30 @@ def for_world_size(config: RunConfig, world_size: int) -> RunConfig:
             fix=f"Use a number of processes that divides {windows} and that parallel.shard divides.",
         )
     share = windows // world_size
-    rows = next(rows for rows in range(min(int(config.batch.rows_per_device), share), 0, -1) if share % rows == 0)
+    rows = next(
+        rows
+        for rows in range(min(int(config.batch.rows_per_device), share), 0, -1)
+        if share % rows == 0
+    )
     replicate = world_size // config.parallel.shard
-    return config.with_values({"batch.rows_per_device": rows, "batch.accumulate": share // rows, "parallel.replicate": replicate})
+    return config.with_values(
+        {
+            "batch.rows_per_device": rows,
+            "batch.accumulate": share // rows,
+            "parallel.replicate": replicate,
+        }
+    )
 
 
-def build(config: RunConfig, *, machine: Machine, mesh: Mesh, dataset: Dataset | MixedDataset, folder: Path, decisions: Sequence[Decision]) -> Run:
+def build(
+    config: RunConfig,
+    *,
+    machine: Machine,
+    mesh: Mesh,
+    dataset: Dataset | MixedDataset,
+    folder: Path,
+    decisions: Sequence[Decision],
+) -> Run:
     """Make the run that a resolved configuration describes, at step 0.
 
     Weights are drawn with train.seed on every rank alike; afterwards each rank's generators are seeded apart.
@@ -333,10 +436,17 @@ def build(config: RunConfig, *, machine: Machine, mesh: Mesh, dataset: Dataset |
     return run
 
 
-def _model(config: RunConfig, recipe: Recipe, machine: Machine, mesh: Mesh) -> tuple[LanguageModel, nn.Module]:
+def _model(
+    config: RunConfig, recipe: Recipe, machine: Machine, mesh: Mesh
+) -> tuple[LanguageModel, nn.Module]:
     model_class = MODELS.get(config.model.kind)
-    model_config = model_class.check(config.model.own() | {"vocab_size": config.model.vocab_size}, seq_len=config.data.seq_len)
-    _require_room(4 * model_class.num_parameters(model_config), memory_bytes(machine, config.train.device, mesh.local_world_size))
+    model_config = model_class.check(
+        config.model.own() | {"vocab_size": config.model.vocab_size}, seq_len=config.data.seq_len
+    )
+    _require_room(
+        4 * model_class.num_parameters(model_config),
+        memory_bytes(machine, config.train.device, mesh.local_world_size),
+    )
     core = model_class(model_config, ops_of(recipe)).to(mesh.device)
     shard = Transform("shard", functools.partial(wrap, gathers=recipe.part("gathers")))
     model = core
@@ -353,7 +463,9 @@ def _require_room(weights_bytes: int, there_bytes: int) -> None:
         )
 
 
-def _feed(config: RunConfig, recipe: Recipe, mesh: Mesh, dataset: Dataset | MixedDataset) -> tuple[Any, Any]:
+def _feed(
+    config: RunConfig, recipe: Recipe, mesh: Mesh, dataset: Dataset | MixedDataset
+) -> tuple[Any, Any]:
     plan = FeedPlan(
         seq_len=config.data.seq_len,
         rows_per_device=int(config.batch.rows_per_device),
@@ -368,7 +480,9 @@ def _feed(config: RunConfig, recipe: Recipe, mesh: Mesh, dataset: Dataset | Mixe
     )
     reader = recipe.part("windows")
     windows = reader(dataset.tokenizer) if "windows" not in recipe.filled_by else reader()
-    return windows, recipe.part("feed")(recipe.part("batching")(dataset.split("train"), plan, windows))
+    return windows, recipe.part("feed")(
+        recipe.part("batching")(dataset.split("train"), plan, windows)
+    )
 
 
 def _seed(seed: int) -> None:

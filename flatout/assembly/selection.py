@@ -58,7 +58,9 @@ def all_speedups() -> list[Speedup]:
     """Return every speedup in the folder, in the order of the ladder: the table's order, then by name."""
     order = list(auto_table())
     found = [SPEEDUPS.get(name) for name in SPEEDUPS.names()]
-    return sorted(found, key=lambda s: (order.index(s.name) if s.name in order else len(order), s.name))
+    return sorted(
+        found, key=lambda s: (order.index(s.name) if s.name in order else len(order), s.name)
+    )
 
 
 @cache
@@ -85,15 +87,25 @@ def parse_wish(speedups: str | Sequence[str]) -> Wish:
             raise unknown_name("speedup", name, SPEEDUPS.names())
         (dropped if word.startswith("-") else named).append(name)
     if "none" in words and (auto or named):
-        raise ConfigError(f"speedups={','.join(words)} asks for none and for some.", fix="Write none alone, or leave it out.")
+        raise ConfigError(
+            f"speedups={','.join(words)} asks for none and for some.",
+            fix="Write none alone, or leave it out.",
+        )
     both = next((name for name in named if name in dropped), None)
     if both:
-        raise ConfigError(f"speedups={','.join(words)} asks for {both!r} and leaves it out.", fix=f"Write {both} once, with + or with -.")
+        raise ConfigError(
+            f"speedups={','.join(words)} asks for {both!r} and leaves it out.",
+            fix=f"Write {both} once, with + or with -.",
+        )
     return Wish(auto, tuple(named), tuple(dropped))
 
 
 def _words(speedups: str | Sequence[str]) -> list[str]:
-    return [word.strip() for word in (speedups.split(",") if isinstance(speedups, str) else speedups) if word.strip()]
+    return [
+        word.strip()
+        for word in (speedups.split(",") if isinstance(speedups, str) else speedups)
+        if word.strip()
+    ]
 
 
 def _meant(word: str) -> str:
@@ -106,11 +118,15 @@ def naming(speedups: str | Sequence[str], names: Iterable[str]) -> str:
     """Return a wish that names these besides, and leaves none of them out."""
     added = list(names)
     sign = "+" if parse_wish(speedups).auto else ""
-    kept = [word for word in _words(speedups) if not (word.startswith("-") and _meant(word) in added)]
+    kept = [
+        word for word in _words(speedups) if not (word.startswith("-") and _meant(word) in added)
+    ]
     return ",".join([*kept, *(sign + name for name in added)])
 
 
-def select(config: RunConfig, machine: Machine, *, device: str = "cpu", minutes: float | None = None) -> list[Decision]:
+def select(
+    config: RunConfig, machine: Machine, *, device: str = "cpu", minutes: float | None = None
+) -> list[Decision]:
     """Decide every speedup for a run on `device` that will last about `minutes` (None: not known).
 
     Raises: ConfigError when the wish contradicts itself; HardwareError when a speedup that was named cannot run here.
@@ -119,11 +135,15 @@ def select(config: RunConfig, machine: Machine, *, device: str = "cpu", minutes:
     known = all_speedups() + [speedup_named(name) for name in wish.named if ":" in name]
     decisions = [_decide(speedup, wish, config, machine, device, minutes) for speedup in known]
     by_name = {speedup.name: speedup for speedup in known}
-    settled = _yielding(_accompanied(_with_room(decisions, by_name, wish, config), wish, device), wish, device)
+    settled = _yielding(
+        _accompanied(_with_room(decisions, by_name, wish, config), wish, device), wish, device
+    )
     return _with_needs(settled, by_name, wish, config, machine)
 
 
-def settled(config: RunConfig, machine: Machine, *, asked: RunConfig | None = None) -> list[Decision]:
+def settled(
+    config: RunConfig, machine: Machine, *, asked: RunConfig | None = None
+) -> list[Decision]:
     """Return the decisions that a resolved configuration already holds: a resumed run chooses nothing again.
 
     `asked` is the configuration that the run was started with, which tells a micro-batch that was chosen from one that was stated.
@@ -132,9 +152,18 @@ def settled(config: RunConfig, machine: Machine, *, asked: RunConfig | None = No
     known = all_speedups() + [speedup_named(name) for name in on if ":" in name]
     again = "as when the run began"
     reasons = {s.name: s.reason_against(machine, config) for s in known}
-    words = {name: f"{again}; but now: {reason}" if name in on and reason else reason or again for name, reason in reasons.items()}
-    if asked is not None and asked.batch.rows_per_device == "auto" and asked.batch.accumulate is None:
-        words[MICRO_BATCH] = f"the micro-batch was chosen when the run started (batch.rows_per_device={config.batch.rows_per_device})"
+    words = {
+        name: f"{again}; but now: {reason}" if name in on and reason else reason or again
+        for name, reason in reasons.items()
+    }
+    if (
+        asked is not None
+        and asked.batch.rows_per_device == "auto"
+        and asked.batch.accumulate is None
+    ):
+        words[MICRO_BATCH] = (
+            f"the micro-batch was chosen when the run started (batch.rows_per_device={config.batch.rows_per_device})"
+        )
     return [Decision(s.name, s.name in on, words[s.name]) for s in known]
 
 
@@ -172,16 +201,32 @@ def _with_precision(wish: Wish, config: RunConfig, machine: Machine) -> Wish:
     return Wish(wish.auto, tuple(dict.fromkeys([*wish.named, *named])), wish.dropped + others)
 
 
-def _decide(speedup: Speedup, wish: Wish, config: RunConfig, machine: Machine, device: str, minutes: float | None) -> Decision:
+def _decide(
+    speedup: Speedup,
+    wish: Wish,
+    config: RunConfig,
+    machine: Machine,
+    device: str,
+    minutes: float | None,
+) -> Decision:
     name = speedup.name
     if name in wish.named:
         why_not = speedup.reason_against(machine, config)
         if why_not:
-            raise HardwareError(f"The speedup {name!r} cannot be used: {why_not}", fix=f"Leave it out: {_without(name, config)}.")
+            raise HardwareError(
+                f"The speedup {name!r} cannot be used: {why_not}",
+                fix=f"Leave it out: {_without(name, config)}.",
+            )
         return Decision(name, True, "asked for")
     if name in wish.dropped:
-        stated = config.train.precision != "auto" and any(name in ways for ways in PRECISIONS.values())
-        return Decision(name, False, f"train.precision={config.train.precision}" if stated else "left out by speedups")
+        stated = config.train.precision != "auto" and any(
+            name in ways for ways in PRECISIONS.values()
+        )
+        return Decision(
+            name,
+            False,
+            f"train.precision={config.train.precision}" if stated else "left out by speedups",
+        )
     if not wish.auto:
         return Decision(name, False, "not among speedups")
     why_not = speedup.reason_against(machine, config)
@@ -212,15 +257,27 @@ def _by_table(speedup: Speedup, device: str, minutes: float | None) -> Decision:
     if not entry.get("on", False) and least is None:
         return Decision(speedup.name, False, reason)
     if least is not None and minutes is None:
-        return Decision(speedup.name, False, f"pays from {least:g} minutes, and how long the run takes is not known: {reason}")
+        return Decision(
+            speedup.name,
+            False,
+            f"pays from {least:g} minutes, and how long the run takes is not known: {reason}",
+        )
     if least is not None and minutes is not None and minutes < least:
-        return Decision(speedup.name, False, f"this run lasts about {minutes:.1f} minutes; pays from {least:g}: {reason}")
+        return Decision(
+            speedup.name,
+            False,
+            f"this run lasts about {minutes:.1f} minutes; pays from {least:g}: {reason}",
+        )
     return Decision(speedup.name, True, reason)
 
 
 def longest_wait() -> float:
     """Return the minutes from which every speedup pays that the table has on for long runs."""
-    return max(float(entry.get("from_minutes", 0)) for row in auto_table().values() for entry in row.values())
+    return max(
+        float(entry.get("from_minutes", 0))
+        for row in auto_table().values()
+        for entry in row.values()
+    )
 
 
 def is_measured(speedup: Speedup, config: RunConfig, machine: Machine, device: str) -> bool | None:
@@ -246,10 +303,21 @@ def _yielding(decisions: list[Decision], wish: Wish, device: str) -> list[Decisi
     def rival(name: str) -> str | None:
         """Return what `name`, on so far, yields to."""
         preferred = [] if name in wish.named else _table_entry(name, device).get("unless", [])
-        return next((other for other in preferred if by_name[other].on and rival(other) is None), None)
+        return next(
+            (other for other in preferred if by_name[other].on and rival(other) is None), None
+        )
 
-    yielding = {decision.name: other for decision in decisions if decision.on and (other := rival(decision.name))}
-    return [Decision(d.name, False, f"{yielding[d.name]} is on and does the same, better") if d.name in yielding else d for d in decisions]
+    yielding = {
+        decision.name: other
+        for decision in decisions
+        if decision.on and (other := rival(decision.name))
+    }
+    return [
+        Decision(d.name, False, f"{yielding[d.name]} is on and does the same, better")
+        if d.name in yielding
+        else d
+        for d in decisions
+    ]
 
 
 def _accompanied(decisions: list[Decision], wish: Wish, device: str) -> list[Decision]:
@@ -257,14 +325,24 @@ def _accompanied(decisions: list[Decision], wish: Wish, device: str) -> list[Dec
     on = {decision.name for decision in decisions if decision.on}
     settled = []
     for decision in decisions:
-        company = [] if decision.name in wish.named else _table_entry(decision.name, device).get("with", [])
+        company = (
+            []
+            if decision.name in wish.named
+            else _table_entry(decision.name, device).get("with", [])
+        )
         if decision.on and company and not on.intersection(company):
-            decision = Decision(decision.name, False, f"it is for runs with {' or '.join(company)}, and this one is without")
+            decision = Decision(
+                decision.name,
+                False,
+                f"it is for runs with {' or '.join(company)}, and this one is without",
+            )
         settled.append(decision)
     return settled
 
 
-def _with_room(decisions: list[Decision], speedups: dict[str, Speedup], wish: Wish, config: RunConfig) -> list[Decision]:
+def _with_room(
+    decisions: list[Decision], speedups: dict[str, Speedup], wish: Wish, config: RunConfig
+) -> list[Decision]:
     """A speedup that was named takes its slots from those that `auto` chose; two that were named for one slot are refused."""
     taken: dict[str, str] = {}
     for name in wish.named:
@@ -277,7 +355,11 @@ def _with_room(decisions: list[Decision], speedups: dict[str, Speedup], wish: Wi
                 )
     settled = []
     for decision in decisions:
-        rivals = [taken[slot] for slot in speedups[decision.name].fills if slot in taken and decision.name not in wish.named]
+        rivals = [
+            taken[slot]
+            for slot in speedups[decision.name].fills
+            if slot in taken and decision.name not in wish.named
+        ]
         if decision.on and rivals:
             decision = Decision(decision.name, False, _taken_by(rivals[0]))
         settled.append(decision)
@@ -288,7 +370,13 @@ def _taken_by(rival: str) -> str:
     return f"{rival}, which was named, takes its place"
 
 
-def _with_needs(decisions: list[Decision], speedups: dict[str, Speedup], wish: Wish, config: RunConfig, machine: Machine) -> list[Decision]:
+def _with_needs(
+    decisions: list[Decision],
+    speedups: dict[str, Speedup],
+    wish: Wish,
+    config: RunConfig,
+    machine: Machine,
+) -> list[Decision]:
     """A speedup whose need is off is off too; one that was named is refused."""
     on = {decision.name for decision in decisions if decision.on}
     reasons = {decision.name: decision.reason for decision in decisions}
@@ -297,15 +385,26 @@ def _with_needs(decisions: list[Decision], speedups: dict[str, Speedup], wish: W
         missing = [need for need in speedups[decision.name].needs if need not in on]
         if decision.on and missing:
             if decision.name in wish.named:
-                raise _lacking(decision.name, speedups[missing[0]], reasons[missing[0]], wish, config, machine)
+                raise _lacking(
+                    decision.name, speedups[missing[0]], reasons[missing[0]], wish, config, machine
+                )
             decision = Decision(decision.name, False, f"needs {missing[0]}, which is off")
         settled.append(decision)
     return settled
 
 
-def _lacking(name: str, need: Speedup, reason: str, wish: Wish, config: RunConfig, machine: Machine) -> ConfigError:
+def _lacking(
+    name: str, need: Speedup, reason: str, wish: Wish, config: RunConfig, machine: Machine
+) -> ConfigError:
     """Return the error that what was named lacks what it needs: with what stands in the way, and with what to leave out or to add."""
-    rival = next((other for other in wish.named if other != name and speedup_named(other).fills.keys() & need.fills.keys()), None)
+    rival = next(
+        (
+            other
+            for other in wish.named
+            if other != name and speedup_named(other).fills.keys() & need.fills.keys()
+        ),
+        None,
+    )
     brings = next((key for key, ways in PRECISIONS.items() if need.name in ways), None)
     leave_out = f"leave {name} out: {_without(name, config)}"
     if need.reason_against(machine, config):
@@ -317,4 +416,6 @@ def _lacking(name: str, need: Speedup, reason: str, wish: Wish, config: RunConfi
         fix = f"Put {need.name} in its place: speedups={naming(_less(rival, config.speedups), [need.name])}, or {leave_out}."
     else:
         fix = f"Add {need.name}: speedups={naming(config.speedups, [need.name])}, or {leave_out}."
-    return ConfigError(f"The speedup {name!r} needs {need.name!r}, which is off: {reason.rstrip('.')}.", fix=fix)
+    return ConfigError(
+        f"The speedup {name!r} needs {need.name!r}, which is off: {reason.rstrip('.')}.", fix=fix
+    )

@@ -17,7 +17,8 @@ from pydantic import BaseModel, ConfigDict
 __all__ = ["TRUST_CODE", "Command", "Result"]
 
 TRUST_CODE: Any = typer.Option(
-    "--trust-code", help="Import the code of its own that a run from elsewhere names, and remember that it may (SECURITY.md)."
+    "--trust-code",
+    help="Import the code of its own that a run from elsewhere names, and remember that it may (SECURITY.md).",
 )
 """The option of every command that opens a run."""
 
@@ -25,7 +26,9 @@ TRUST_CODE: Any = typer.Option(
 class Result(BaseModel):
     """What a command returns: its fields are those of `--json`, its `summary` is what a person reads at the end."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=()
+    )
 
     def summary(self) -> str:
         """Return the closing lines for a person, as plain text; a line a field when a command says nothing better."""

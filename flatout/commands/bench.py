@@ -62,11 +62,22 @@ class BenchResult(Result):
 
 def bench(
     recipe: Annotated[str | Path, typer.Argument(help="A recipe's name, or a YAML file.")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, over the recipe; speedups= decides the full set.")] = None,
-    minutes: Annotated[float | None, typer.Option(help="Stay within this time: trials get shorter, repeats fewer.", min=0.1)] = None,
-    repeats: Annotated[int | None, typer.Option(help="Rounds at most; 5 when not given.", min=1)] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(help="section.key=value, over the recipe; speedups= decides the full set."),
+    ] = None,
+    minutes: Annotated[
+        float | None,
+        typer.Option(help="Stay within this time: trials get shorter, repeats fewer.", min=0.1),
+    ] = None,
+    repeats: Annotated[
+        int | None, typer.Option(help="Rounds at most; 5 when not given.", min=1)
+    ] = None,
     sweep: Annotated[str | None, typer.Option(help=f"Sweep {SWEEPS} instead.")] = None,
-    out: Annotated[Path | str | None, typer.Option(help="Folder for the results; by default bench/RECIPE-DIGEST.")] = None,
+    out: Annotated[
+        Path | str | None,
+        typer.Option(help="Folder for the results; by default bench/RECIPE-DIGEST."),
+    ] = None,
     *,
     progress: Progress = SILENT,
 ) -> BenchResult:
@@ -83,7 +94,15 @@ def bench(
 
     require_local(out or "", "--out ")
     config, place = load_config(recipe, overrides or ()), None if out is None else Path(out)
-    report, place = run_bench(config, minutes=minutes, repeats=repeats, sweep=sweep, out=place, cache=CACHE, progress=progress)
+    report, place = run_bench(
+        config,
+        minutes=minutes,
+        repeats=repeats,
+        sweep=sweep,
+        out=place,
+        cache=CACHE,
+        progress=progress,
+    )
     total: Figure | None = report.total_speedup
     return BenchResult(
         path=str(place),
@@ -99,15 +118,30 @@ def bench(
     )
 
 
-def check(recipe: str, overrides: list[str] | None, sweep: str | None, out: Path | None = None, progress: Progress = SILENT) -> None:
+def check(
+    recipe: str,
+    overrides: list[str] | None,
+    sweep: str | None,
+    out: Path | None = None,
+    progress: Progress = SILENT,
+) -> None:
     """Do nothing when nothing is wrong with the words of a command line that can be told without torch; data at an address is fetched.
 
     Raises: UsageError.
     """
     if sweep is not None and sweep.startswith("-"):
-        raise ConfigError(f"--sweep needs one of {SWEEPS}; {sweep} is another option.", fix="For example --sweep batch.")
+        raise ConfigError(
+            f"--sweep needs one of {SWEEPS}; {sweep} is another option.",
+            fix="For example --sweep batch.",
+        )
     require_local(out or "", "--out ")
     train.check(recipe, overrides, progress=progress)
 
 
-COMMAND = Command(bench, example="flatout bench shakespeare-char data.path=data/s --minutes 6", check=check, needs_torch=True, writes_files=True)
+COMMAND = Command(
+    bench,
+    example="flatout bench shakespeare-char data.path=data/s --minutes 6",
+    check=check,
+    needs_torch=True,
+    writes_files=True,
+)

@@ -71,7 +71,10 @@ class DemoResult(Result):
         from flatout.terminal import closing, columns
         from flatout.training.run_dir.layout import read_summary
 
-        return closing(read_summary(Path(self.run)) or {}, next_steps=f"Try next:\n{_next(in_shell(self.run), columns())}")
+        return closing(
+            read_summary(Path(self.run)) or {},
+            next_steps=f"Try next:\n{_next(in_shell(self.run), columns())}",
+        )
 
 
 def _next(run: str, width: int) -> str:
@@ -85,14 +88,18 @@ def _next(run: str, width: int) -> str:
     beside = [f"  {what:<22}{command}" for what, command in steps.items()]
     if max(map(len, beside)) <= width:
         return "\n".join(beside)
-    return "\n".join(f"  {what}\n    {_folded(command, width - 4)}" for what, command in steps.items())
+    return "\n".join(
+        f"  {what}\n    {_folded(command, width - 4)}" for what, command in steps.items()
+    )
 
 
 def _folded(command: str, width: int) -> str:
     """Return a command on several lines of a shell when it is too long for one; a quoted path stays as it is."""
     if len(command) <= width or "'" in command:
         return command
-    return " \\\n      ".join(textwrap.wrap(command, max(width - 4, 1), break_long_words=False, break_on_hyphens=False))
+    return " \\\n      ".join(
+        textwrap.wrap(command, max(width - 4, 1), break_long_words=False, break_on_hyphens=False)
+    )
 
 
 @dataclass(frozen=True)
@@ -108,7 +115,10 @@ class Subject:
 
 
 def demo(
-    file: Annotated[Path | str | None, typer.Argument(help="A text file of your own; by default Python's own standard library.")] = None,
+    file: Annotated[
+        Path | str | None,
+        typer.Argument(help="A text file of your own; by default Python's own standard library."),
+    ] = None,
     minutes: Annotated[float, typer.Option(help="How long to train, about.")] = 2.0,
     *,
     observers: Sequence[Observer] = (),
@@ -134,11 +144,18 @@ def demo(
     if config is None:
         config = _fresh(subject, device, machine, minutes, progress)
     elif read_summary(subject.run) is not None:
-        progress.say(f"{subject.run} is finished; its results are below. Delete that folder to train anew.")
+        progress.say(
+            f"{subject.run} is finished; its results are below. Delete that folder to train anew."
+        )
     else:
         progress.say(f"Resuming {subject.run}.")
     result = train_config(config, run=subject.run, observers=observers, progress=progress)
-    return DemoResult(run=str(subject.run), val_loss=result.val_loss, tokens_per_s=result.tokens_per_s, wall_s=round(time.perf_counter() - began, 2))
+    return DemoResult(
+        run=str(subject.run),
+        val_loss=result.val_loss,
+        tokens_per_s=result.tokens_per_s,
+        wall_s=round(time.perf_counter() - began, 2),
+    )
 
 
 def _own_config(run: Path) -> RunConfig | None:
@@ -151,7 +168,9 @@ def _own_config(run: Path) -> RunConfig | None:
     try:
         return trusted_config(run)
     except UntrustedCode as error:
-        raise CheckpointError(error.what, fix=f"A demo uses flatout's own code alone, so {run} is none: move it away.") from error
+        raise CheckpointError(
+            error.what, fix=f"A demo uses flatout's own code alone, so {run} is none: move it away."
+        ) from error
 
 
 def check(file: Path | None, minutes: float) -> None:
@@ -181,11 +200,17 @@ def require_text_file(file: Path) -> None:
     if known is not None:
         raise DataError(known.instead_of("text"), fix=known.fix)
     if file.is_dir():
-        raise DataError(f"{file} is a folder; demo takes one text file.", fix="Name one file in it; `flatout prepare` takes folders.")
+        raise DataError(
+            f"{file} is a folder; demo takes one text file.",
+            fix="Name one file in it; `flatout prepare` takes folders.",
+        )
     if not file.exists():
         raise missing(file)
     if not file.is_file():
-        raise DataError(f"{file} is not a regular file.", fix="Name one text file; `flatout prepare` takes folders and several files.")
+        raise DataError(
+            f"{file} is not a regular file.",
+            fix="Name one text file; `flatout prepare` takes folders and several files.",
+        )
     if not file.stat().st_size:
         raise DataError(f"{file} is empty.", fix="Name a text file of a few kilobytes or more.")
 
@@ -194,7 +219,14 @@ def about_python(device: str) -> Subject:
     """Return the demo's own subject: the standard library of this Python, which is on every machine."""
     name = f"python-{platform.python_version()}"
     recipe = "demo-gpu" if device.startswith("cuda") else "demo"
-    return Subject("python_stdlib", "train:4096", "hash 0.02", Path("data") / name, Path("runs") / "demo", recipe)
+    return Subject(
+        "python_stdlib",
+        "train:4096",
+        "hash 0.02",
+        Path("data") / name,
+        Path("runs") / "demo",
+        recipe,
+    )
 
 
 def about_file(file: Path, device: str) -> Subject:
@@ -219,7 +251,9 @@ def about_file(file: Path, device: str) -> Subject:
     )
 
 
-def _fresh(subject: Subject, device: str, machine: Machine, minutes: float, progress: Progress) -> RunConfig:
+def _fresh(
+    subject: Subject, device: str, machine: Machine, minutes: float, progress: Progress
+) -> RunConfig:
     """Prepare the text, and return a configuration whose training takes about `minutes`."""
     from flatout.commands.prepare import prepare
     from flatout.data.store.shards import Dataset
@@ -236,7 +270,10 @@ def _fresh(subject: Subject, device: str, machine: Machine, minutes: float, prog
     except DataError as error:
         raise _without_options(error, subject.source) from error
     dataset = Dataset.open(subject.data)
-    config = fit_text(load_config(subject.recipe, [f"data.path={subject.data}", f"name={subject.run.name}"]), dataset)
+    config = fit_text(
+        load_config(subject.recipe, [f"data.path={subject.data}", f"name={subject.run.name}"]),
+        dataset,
+    )
     with progress.task("Timing a few steps, to see how many fit"):
         step_s = seconds_per_step(config.with_values({"train.device": device}), dataset, machine)
     return with_length(config, dataset, step_s, minutes)
@@ -252,7 +289,10 @@ def _without_options(error: DataError, source: str) -> DataError:
         converted = Path(source).with_suffix(f".utf8{Path(source).suffix}")
         command = f"iconv -f {match[1]} -t UTF-8 {in_shell(source)} > {in_shell(converted)}"
         return DataError(error.what, fix=f"Convert it, `{command}`, and name that.")
-    return DataError(error.what, fix=f"`flatout prepare` can do more with it. There: {fix}" if "--" in fix else fix)
+    return DataError(
+        error.what,
+        fix=f"`flatout prepare` can do more with it. There: {fix}" if "--" in fix else fix,
+    )
 
 
 def fit_text(config: RunConfig, dataset: Dataset) -> RunConfig:
@@ -262,7 +302,10 @@ def fit_text(config: RunConfig, dataset: Dataset) -> RunConfig:
     """
     tokens = dataset.split("train").num_tokens
     if tokens < 16:
-        raise DataError(f"{dataset.path} holds {tokens} training tokens.", fix="Give a text of a few kilobytes or more.")
+        raise DataError(
+            f"{dataset.path} holds {tokens} training tokens.",
+            fix="Give a text of a few kilobytes or more.",
+        )
     seq_len, rows = config.data.seq_len, (config.batch.tokens_per_step or 0) // config.data.seq_len
     while seq_len > 8 and tokens < 8 * seq_len:
         seq_len //= 2
@@ -276,8 +319,13 @@ def with_length(config: RunConfig, dataset: Dataset, step_s: float, minutes: flo
     by_time = int((USED_SHARE * minutes * 60 - EVALUATIONS * evaluation_s) / step_s)
     by_text = MOST_EPOCHS * dataset.split("train").num_tokens // tokens_per_step
     steps = max(min(by_time, by_text), LEAST_STEPS)
-    rhythm = {"train.eval_every": math.ceil(steps / EVALUATIONS), "train.sample_every": math.ceil(steps / SAMPLES)}
-    return config.with_values({"train.steps": steps, "log.every": max(min(config.log.every, steps // 20), 1), **rhythm})
+    rhythm = {
+        "train.eval_every": math.ceil(steps / EVALUATIONS),
+        "train.sample_every": math.ceil(steps / SAMPLES),
+    }
+    return config.with_values(
+        {"train.steps": steps, "log.every": max(min(config.log.every, steps // 20), 1), **rhythm}
+    )
 
 
 def seconds_per_step(config: RunConfig, dataset: Dataset, machine: Machine) -> float:
@@ -288,9 +336,13 @@ def seconds_per_step(config: RunConfig, dataset: Dataset, machine: Machine) -> f
     from flatout.parallel.mesh import make_mesh
     from flatout.training.step import train_step
 
-    settled, decisions = resolve(config.with_values({"train.steps": 1000}), machine=machine, dataset=dataset, world_size=1)
+    settled, decisions = resolve(
+        config.with_values({"train.steps": 1000}), machine=machine, dataset=dataset, world_size=1
+    )
     mesh = make_mesh(settled.parallel, settled.train.device)
-    run = build(settled, machine=machine, mesh=mesh, dataset=dataset, folder=Path(), decisions=decisions)
+    run = build(
+        settled, machine=machine, mesh=mesh, dataset=dataset, folder=Path(), decisions=decisions
+    )
     times: list[float] = []
     began = time.perf_counter()
     try:
@@ -306,4 +358,6 @@ def seconds_per_step(config: RunConfig, dataset: Dataset, machine: Machine) -> f
     return statistics.quantiles(times[2:], n=4)[0]  # what else runs on the machine only adds
 
 
-COMMAND = Command(demo, example="flatout demo book.txt", check=check, needs_torch=True, writes_files=True)
+COMMAND = Command(
+    demo, example="flatout demo book.txt", check=check, needs_torch=True, writes_files=True
+)

@@ -80,15 +80,34 @@ def score_table(scores: Sequence[DatasetScore], total: EvalResult | None = None)
     rows = [("data set", "loss", "perplexity", "bits a byte", "tokens")]
     for name, score in named:
         bits = "unknown" if score.bits_per_byte is None else f"{score.bits_per_byte:.4f}"
-        rows.append((name, f"{score.val_loss:.4f}", f"{perplexity_words(score.perplexity)}", bits, f"{score.tokens:,}"))
+        rows.append(
+            (
+                name,
+                f"{score.val_loss:.4f}",
+                f"{perplexity_words(score.perplexity)}",
+                bits,
+                f"{score.tokens:,}",
+            )
+        )
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join(
-        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]) for row in rows
+        "  ".join(
+            [
+                row[0].ljust(widths[0]),
+                *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)),
+            ]
+        )
+        for row in rows
     )
 
 
 def evaluate(
-    run: Annotated[str | Path | None, typer.Argument(help="A run folder, or its name under runs/; by default the newest run there.")] = None,
+    run: Annotated[
+        str | Path | None,
+        typer.Argument(
+            help="A run folder, or its name under runs/; by default the newest run there."
+        ),
+    ] = None,
     checkpoint: Annotated[str, typer.Option(help="best, last, or a step.")] = "best",
     data: Annotated[
         list[str] | list[Path] | None,
@@ -97,7 +116,11 @@ def evaluate(
         ),
     ] = None,
     max_tokens: Annotated[
-        int | None, typer.Option(help="Score only the first tokens of the validation text, shared out over the sets of a mix.", min=1)
+        int | None,
+        typer.Option(
+            help="Score only the first tokens of the validation text, shared out over the sets of a mix.",
+            min=1,
+        ),
     ] = None,
     trust_code: Annotated[bool, TRUST_CODE] = False,
     *,
@@ -110,7 +133,13 @@ def evaluate(
     from flatout.inference import evaluate as scoring
     from flatout.inference import load
 
-    loaded = load.load_run(run_or_newest(run, progress=progress), checkpoint, precision="trained", trust_code=trust_code, progress=progress)
+    loaded = load.load_run(
+        run_or_newest(run, progress=progress),
+        checkpoint,
+        precision="trained",
+        trust_code=trust_code,
+        progress=progress,
+    )
     score = scoring.evaluate(loaded, data=data or (), max_tokens=max_tokens, progress=progress)
     return _result(loaded.folder, loaded.checkpoint, score)
 

@@ -32,15 +32,37 @@ MOST_SEED = 2**62
 
 
 def generate(
-    run: Annotated[str | Path | None, typer.Argument(help="A run folder, or its name under runs/; by default the newest run there.")] = None,
-    prompt: Annotated[str, typer.Option(help="Text to go on from; empty begins a new document.")] = "",
-    temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token; 1 draws as the model believes.")] = 0.8,
-    top_k: Annotated[int | None, typer.Option(help="Draw from the K likeliest tokens only.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Draw from the likeliest tokens that together have this probability.")] = None,
+    run: Annotated[
+        str | Path | None,
+        typer.Argument(
+            help="A run folder, or its name under runs/; by default the newest run there."
+        ),
+    ] = None,
+    prompt: Annotated[
+        str, typer.Option(help="Text to go on from; empty begins a new document.")
+    ] = "",
+    temperature: Annotated[
+        float,
+        typer.Option(help="0 always takes the likeliest token; 1 draws as the model believes."),
+    ] = 0.8,
+    top_k: Annotated[
+        int | None, typer.Option(help="Draw from the K likeliest tokens only.")
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(help="Draw from the likeliest tokens that together have this probability."),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Equal seeds write equal text.")] = 0,
     num_samples: Annotated[int, typer.Option(help="How many texts to write.")] = 1,
-    max_tokens: Annotated[int, typer.Option(help="Longest text, in tokens; it may be longer than the windows that the model was trained on.")] = 256,
-    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")] = None,
+    max_tokens: Annotated[
+        int,
+        typer.Option(
+            help="Longest text, in tokens; it may be longer than the windows that the model was trained on."
+        ),
+    ] = 256,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="End before this text; may be given several times.")
+    ] = None,
     checkpoint: Annotated[str, typer.Option(help="best, last, or a step.")] = "best",
     trust_code: Annotated[bool, TRUST_CODE] = False,
     *,
@@ -60,8 +82,12 @@ def generate(
     from flatout.inference.generate import sample
     from flatout.inference.load import load_run
 
-    loaded = load_run(run_or_newest(run, progress=progress), checkpoint, trust_code=trust_code, progress=progress)
-    loaded.tokenizer.encode(prompt)  # a prompt that it cannot write is refused before anything is shown
+    loaded = load_run(
+        run_or_newest(run, progress=progress), checkpoint, trust_code=trust_code, progress=progress
+    )
+    loaded.tokenizer.encode(
+        prompt
+    )  # a prompt that it cannot write is refused before anything is shown
     show = write or (lambda _piece: None)
     samples = []
     for number in range(num_samples):
@@ -114,4 +140,9 @@ def check(
     trusted_config(run_or_newest(run), trust_code=trust_code)
 
 
-COMMAND = Command(generate, example='flatout generate runs/demo --prompt "def main" --temperature 0.7', check=check, needs_torch=True)
+COMMAND = Command(
+    generate,
+    example='flatout generate runs/demo --prompt "def main" --temperature 0.7',
+    check=check,
+    needs_torch=True,
+)

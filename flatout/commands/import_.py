@@ -38,15 +38,37 @@ class ImportResult(Result):
 
 
 def import_chunks(
-    chunks: Annotated[Path | str, typer.Argument(help="Folder of chunk_NNNNNN.pt files, one 1-D int64 tensor each.")],
-    out: Annotated[Path | str, typer.Option(help="Folder to write; it must be empty, absent, or hold this very data set.")],
-    tokenizer: Annotated[
-        str | Path, typer.Option(help="The tokenizer that made the tokens: a tokenizer.json, a .tiktoken file, a Hugging Face repository, or byte.")
+    chunks: Annotated[
+        Path | str,
+        typer.Argument(help="Folder of chunk_NNNNNN.pt files, one 1-D int64 tensor each."),
     ],
-    pattern: Annotated[str | None, typer.Option(help="Regular expression that splits text, for a .tiktoken file that is not a known one.")] = None,
-    end_of_text: Annotated[str | None, typer.Option(help="End-of-text token of a tokenizer.json, when it is not a usual one.")] = None,
-    documents: Annotated[Documents, typer.Option(help="What ends a document: an end-of-text token, or each chunk's end.")] = "end-of-text",
-    split: Annotated[str, typer.Option(help="'tail F': which fraction, from the end, is for validation.")] = "tail 0.1",
+    out: Annotated[
+        Path | str,
+        typer.Option(help="Folder to write; it must be empty, absent, or hold this very data set."),
+    ],
+    tokenizer: Annotated[
+        str | Path,
+        typer.Option(
+            help="The tokenizer that made the tokens: a tokenizer.json, a .tiktoken file, a Hugging Face repository, or byte."
+        ),
+    ],
+    pattern: Annotated[
+        str | None,
+        typer.Option(
+            help="Regular expression that splits text, for a .tiktoken file that is not a known one."
+        ),
+    ] = None,
+    end_of_text: Annotated[
+        str | None,
+        typer.Option(help="End-of-text token of a tokenizer.json, when it is not a usual one."),
+    ] = None,
+    documents: Annotated[
+        Documents,
+        typer.Option(help="What ends a document: an end-of-text token, or each chunk's end."),
+    ] = "end-of-text",
+    split: Annotated[
+        str, typer.Option(help="'tail F': which fraction, from the end, is for validation.")
+    ] = "tail 0.1",
     *,
     progress: Progress = SILENT,
 ) -> ImportResult:
@@ -58,7 +80,14 @@ def import_chunks(
     """
     chunks, out = expanded(chunks), expanded(out)
     made = write_chunks(
-        chunks, out, tokenizer=str(tokenizer), pattern=pattern, end_of_text=end_of_text, documents=documents, split=split, progress=progress
+        chunks,
+        out,
+        tokenizer=str(tokenizer),
+        pattern=pattern,
+        end_of_text=end_of_text,
+        documents=documents,
+        split=split,
+        progress=progress,
     )
     return ImportResult(
         path=str(out),

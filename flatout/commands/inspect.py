@@ -65,18 +65,34 @@ class InspectResult(Result):
         own_place = {"document_lengths", "beginning"}
         plain = [fact for fact in self.items if fact.name not in own_place]
         width = max(len(fact.name) for fact in plain)
-        lines = [f"Data set {self.path}", "", *(f"  {fact.name:<{width}}  {_one_line(fact.value)}" for fact in plain)]
+        lines = [
+            f"Data set {self.path}",
+            "",
+            *(f"  {fact.name:<{width}}  {_one_line(fact.value)}" for fact in plain),
+        ]
         if self.value("document_lengths"):
             lines += ["", "  tokens in a document", *_bars(self.value("document_lengths"))]
         if self.value("beginning"):
-            marked = f"; what is in {NOT_LEARNED.format('')} is not learned from" if self.value("targets") is not None else ""
-            lines += ["", f"  it begins{marked}", *(f"  | {line}" for line in _printable(self.value("beginning")).splitlines())]
+            marked = (
+                f"; what is in {NOT_LEARNED.format('')} is not learned from"
+                if self.value("targets") is not None
+                else ""
+            )
+            lines += [
+                "",
+                f"  it begins{marked}",
+                *(f"  | {line}" for line in _printable(self.value("beginning")).splitlines()),
+            ]
         return "\n".join(lines)
 
 
 def inspect(
-    data: Annotated[str | Path, typer.Argument(help="Folder written by `flatout prepare`, or its address.")],
-    tokens: Annotated[int, typer.Option(help="How many of the first tokens to show as text.", min=0)] = 64,
+    data: Annotated[
+        str | Path, typer.Argument(help="Folder written by `flatout prepare`, or its address.")
+    ],
+    tokens: Annotated[
+        int, typer.Option(help="How many of the first tokens to show as text.", min=0)
+    ] = 64,
     *,
     progress: Progress = SILENT,
 ) -> InspectResult:
@@ -88,7 +104,12 @@ def inspect(
     """
     dataset = open_place(data, progress=progress)
     with progress.task(f"Reading document lengths of {data}"):
-        lengths = np.concatenate([np.diff(dataset.split(name).document_ends, prepend=0) for name in dataset.manifest.splits])
+        lengths = np.concatenate(
+            [
+                np.diff(dataset.split(name).document_ends, prepend=0)
+                for name in dataset.manifest.splits
+            ]
+        )
     targets = _targets(dataset, progress)
     facts = {
         **_whereabouts(dataset),
@@ -101,19 +122,35 @@ def inspect(
         "recipe": _recipe(dataset),
         "beginning": _beginning(dataset, tokens),
     }
-    return InspectResult(path=dataset.place, items=[Fact(name=name, value=value) for name, value in facts.items()])
+    return InspectResult(
+        path=dataset.place, items=[Fact(name=name, value=value) for name, value in facts.items()]
+    )
 
 
 def _recipe(dataset: Dataset) -> dict[str, Any] | str:
     """Return a run to begin with on this machine."""
-    found = recommend(dataset.place, dataset.manifest.splits["train"].tokens, dataset.manifest.vocab_size, probe())
-    return "too little text to train on: prepare a few kilobytes or more" if found is None else asdict(found)
+    found = recommend(
+        dataset.place, dataset.manifest.splits["train"].tokens, dataset.manifest.vocab_size, probe()
+    )
+    return (
+        "too little text to train on: prepare a few kilobytes or more"
+        if found is None
+        else asdict(found)
+    )
 
 
 def _whereabouts(dataset: Dataset) -> dict[str, Any]:
     """Return since when the folder is there; what lies at an address may be older than its copy here."""
-    since = datetime.fromtimestamp((dataset.path / MANIFEST).stat().st_mtime).astimezone().isoformat(timespec="seconds")
-    return {"copy": str(dataset.path), "copied": since} if is_address(dataset.place) else {"prepared": since}
+    since = (
+        datetime.fromtimestamp((dataset.path / MANIFEST).stat().st_mtime)
+        .astimezone()
+        .isoformat(timespec="seconds")
+    )
+    return (
+        {"copy": str(dataset.path), "copied": since}
+        if is_address(dataset.place)
+        else {"prepared": since}
+    )
 
 
 def _targets(dataset: Dataset, progress: Progress) -> int | None:
@@ -122,11 +159,17 @@ def _targets(dataset: Dataset, progress: Progress) -> int | None:
     if not any(split.has_mask for split in splits):
         return None
     found = 0
-    with progress.task(f"Reading the mask of {dataset.place}", total=dataset.manifest.tokens, unit="tokens") as task:
+    with progress.task(
+        f"Reading the mask of {dataset.place}", total=dataset.manifest.tokens, unit="tokens"
+    ) as task:
         for split in splits:
             for start in range(0, split.num_tokens, MASK_READ):
                 stop = min(start + MASK_READ, split.num_tokens)
-                found += int(split.read_mask_range(start, stop).sum()) if split.has_mask else stop - start
+                found += (
+                    int(split.read_mask_range(start, stop).sum())
+                    if split.has_mask
+                    else stop - start
+                )
                 task.advance(stop - start)
     return found
 
@@ -155,7 +198,9 @@ def _overview(dataset: Dataset, targets: int | None) -> dict[str, Any]:
 
 def _size_bytes(folder: Path, manifest: Manifest) -> int:
     own = (manifest.tokenizer.file, MANIFEST)
-    return sum(entry.size_bytes for entry in manifest.files) + sum((folder / name).stat().st_size for name in own)
+    return sum(entry.size_bytes for entry in manifest.files) + sum(
+        (folder / name).stat().st_size for name in own
+    )
 
 
 def _splits(dataset: Dataset) -> dict[str, Any]:
@@ -176,7 +221,10 @@ def _length_facts(lengths: np.ndarray[Any, Any]) -> dict[str, Any]:
         return {}
     order = np.frexp(lengths.astype(np.float64))[1]  # a length in [2**(k - 1), 2**k) has exponent k
     counts = np.bincount(order)
-    bins = [LengthBin(1 << (k - 1), (1 << k) - 1, int(counts[k])) for k in range(int(order.min()), int(order.max()) + 1)]
+    bins = [
+        LengthBin(1 << (k - 1), (1 << k) - 1, int(counts[k]))
+        for k in range(int(order.min()), int(order.max()) + 1)
+    ]
     return {
         "shortest_document": int(lengths.min()),
         "median_document": int(np.median(lengths)),
@@ -188,12 +236,20 @@ def _length_facts(lengths: np.ndarray[Any, Any]) -> dict[str, Any]:
 def _special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
     """Return the tokens that no text becomes, end-of-text first."""
     end = {tokenizer.decode([tokenizer.eot_id]): tokenizer.eot_id}
-    definition: dict[str, Any] = getattr(tokenizer, "definition", {})  # of a tokenizer.json, which may have more of them
-    return end | {entry["content"]: int(entry["id"]) for entry in definition.get("added_tokens", []) if entry.get("special")}
+    definition: dict[str, Any] = getattr(
+        tokenizer, "definition", {}
+    )  # of a tokenizer.json, which may have more of them
+    return end | {
+        entry["content"]: int(entry["id"])
+        for entry in definition.get("added_tokens", [])
+        if entry.get("special")
+    }
 
 
 def _beginning(dataset: Dataset, tokens: int) -> str:
-    split: Split = dataset.split("train") if dataset.split("train").num_tokens else dataset.split("val")
+    split: Split = (
+        dataset.split("train") if dataset.split("train").num_tokens else dataset.split("val")
+    )
     shown = min(tokens, split.num_tokens)
     ids, decode = split.read_tokens(0, shown), dataset.tokenizer.decode
     if not split.has_mask or not shown:
@@ -216,13 +272,21 @@ def _bars(bins: list[dict[str, int]]) -> list[str]:
     most = max(entry["documents"] for entry in bins)
     ranges = [f"{entry['shortest']:,} to {entry['longest']:,}" for entry in bins]
     width = max(len(text) for text in ranges)
-    bars = ("█" * max(round(BAR_WIDTH * entry["documents"] / most), entry["documents"] > 0) for entry in bins)
-    return [f"  {text:>{width}}  {bar} {entry['documents']:,}" for text, bar, entry in zip(ranges, bars, bins, strict=True)]
+    bars = (
+        "█" * max(round(BAR_WIDTH * entry["documents"] / most), entry["documents"] > 0)
+        for entry in bins
+    )
+    return [
+        f"  {text:>{width}}  {bar} {entry['documents']:,}"
+        for text, bar, entry in zip(ranges, bars, bins, strict=True)
+    ]
 
 
 def _printable(text: str) -> str:
     """Text from outside may hold control characters, which a terminal would obey."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
+    return "".join(
+        c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text
+    )
 
 
 COMMAND = Command(call=inspect, example="flatout inspect data/book")

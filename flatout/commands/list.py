@@ -15,7 +15,17 @@ from flatout.data.prepare.inputs import CACHE
 from flatout.hardware import ASSUMED_MFU, Machine, probe
 from flatout.measured import gpu_name, read
 from flatout.progress import SILENT, Progress
-from flatout.registry import DATASETS, MACHINES, MODELS, OPTIMIZERS, RECIPES, SOURCES, Folder, YamlFolder, unknown_name
+from flatout.registry import (
+    DATASETS,
+    MACHINES,
+    MODELS,
+    OPTIMIZERS,
+    RECIPES,
+    SOURCES,
+    Folder,
+    YamlFolder,
+    unknown_name,
+)
 from flatout.terminal import duration
 
 FOLDERS: dict[str, Folder | YamlFolder] = {
@@ -49,7 +59,11 @@ class ListResult(Result):
         """Return a line an entry."""
         width = max((len(item["name"]) for item in self.items), default=0)
         lines = [self._line(item, width) for item in self.items]
-        return "\n".join([*([self.note] if self.note else []), *lines]) if lines else f"There are no {self.kind}."
+        return (
+            "\n".join([*([self.note] if self.note else []), *lines])
+            if lines
+            else f"There are no {self.kind}."
+        )
 
     def _line(self, item: dict[str, Any], width: int) -> str:
         if "on" not in item:
@@ -57,8 +71,14 @@ class ListResult(Result):
         label = LABELS[item["measured"]]
         under = [] if item["reason"] == item["description"] else [f"saves {item['description']}"]
         under += [f"measured on this GPU: {item['gain']}"] if item["gain"] else []
-        under += [f"predicted: {gain_alone(item['predicted'])}"] if item["predicted"] and not item["gain"] else []
-        start = f"{'on' if item['on'] else 'off':<3}  {label:<{LABEL_WIDTH}}  {item['name']:<{width}}  "
+        under += (
+            [f"predicted: {gain_alone(item['predicted'])}"]
+            if item["predicted"] and not item["gain"]
+            else []
+        )
+        start = (
+            f"{'on' if item['on'] else 'off':<3}  {label:<{LABEL_WIDTH}}  {item['name']:<{width}}  "
+        )
         return "\n".join([start + item["reason"], *(" " * len(start) + line for line in under)])
 
 
@@ -68,8 +88,16 @@ def gain_alone(predicted: str) -> str:
 
 
 def list_entries(
-    kind: Annotated[str, typer.Argument(help="datasets, models, speedups, recipes, machines, sources or optimizers.")],
-    recipe: Annotated[str | Path | None, typer.Option(help="Speedups: decide for this recipe instead of the defaults.")] = None,
+    kind: Annotated[
+        str,
+        typer.Argument(
+            help="datasets, models, speedups, recipes, machines, sources or optimizers."
+        ),
+    ],
+    recipe: Annotated[
+        str | Path | None,
+        typer.Option(help="Speedups: decide for this recipe instead of the defaults."),
+    ] = None,
     *,
     progress: Progress = SILENT,
 ) -> ListResult:
@@ -86,15 +114,22 @@ def list_entries(
     if kind not in FOLDERS:
         raise unknown_name("kind of entry", kind, [*FOLDERS, "machines", "speedups"])
     folder = FOLDERS[kind]
-    return ListResult(kind=kind, items=[{"name": name, "description": folder.describe(name)} for name in folder.names()])
+    return ListResult(
+        kind=kind,
+        items=[{"name": name, "description": folder.describe(name)} for name in folder.names()],
+    )
 
 
 def _speedups(recipe: str | Path | None, progress: Progress) -> ListResult:
     machine = probe()
     config = load_config(recipe)
-    device = config.train.device if config.train.device != "auto" else "cuda" if machine.gpus else "cpu"
+    device = (
+        config.train.device if config.train.device != "auto" else "cuda" if machine.gpus else "cpu"
+    )
     speedups = {speedup.name: speedup for speedup in all_speedups()}
-    minutes, length = _expected_length(config, machine, progress) if device.startswith("cuda") else (None, None)
+    minutes, length = (
+        _expected_length(config, machine, progress) if device.startswith("cuda") else (None, None)
+    )
     gpu = gpu_name(machine, device)
     kept = read(gpu, CACHE) if gpu else None
     items = []
@@ -113,11 +148,19 @@ def _speedups(recipe: str | Path | None, progress: Progress) -> ListResult:
             }
         )
     elsewhere = device.startswith("cuda") and not machine.gpus
-    note = f"This recipe asks for a GPU (train.device={device}), which is not here; this is what it would use on one." if elsewhere else None
-    return ListResult(kind="speedups", note=" ".join(filter(None, (note, length))) or None, items=items)
+    note = (
+        f"This recipe asks for a GPU (train.device={device}), which is not here; this is what it would use on one."
+        if elsewhere
+        else None
+    )
+    return ListResult(
+        kind="speedups", note=" ".join(filter(None, (note, length))) or None, items=items
+    )
 
 
-def _expected_length(config: RunConfig, machine: Machine, progress: Progress) -> tuple[float | None, str | None]:
+def _expected_length(
+    config: RunConfig, machine: Machine, progress: Progress
+) -> tuple[float | None, str | None]:
     """Return about how many minutes a run takes on one GPU, with a sentence on how that is known; nothing where it is not known.
 
     On a GPU that is here it is what `train` goes by. For one that is not here, no run is shorter than on the fastest GPU at its full
@@ -133,11 +176,18 @@ def _expected_length(config: RunConfig, machine: Machine, progress: Progress) ->
         minutes = expected_minutes(config, machine.row.peak_tflops["bf16"].value * ASSUMED_MFU)
         how = f"at {ASSUMED_MFU:.0%} of the peak of one {machine.gpus[0].name}"
         return minutes, f"A run is taken to last about {duration((minutes or 0) * 60)}: {how}."
-    tflops, fastest = max((row["peak_tflops"].get("bf16", {}).get("value", 0), name) for name in MACHINES.names() for row in [MACHINES.get(name)])
+    tflops, fastest = max(
+        (row["peak_tflops"].get("bf16", {}).get("value", 0), name)
+        for name in MACHINES.names()
+        for row in [MACHINES.get(name)]
+    )
     least = expected_minutes(config, tflops)
     if least is None or least < longest_wait():
         return None, None
-    return least, f"A run lasts at least {duration(least * 60)}: that is the fastest GPU known, one {fastest}, at its full rate."
+    return (
+        least,
+        f"A run lasts at least {duration(least * 60)}: that is the fastest GPU known, one {fastest}, at its full rate.",
+    )
 
 
 def _machines(machine: Machine) -> list[dict[str, Any]]:

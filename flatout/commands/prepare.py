@@ -14,7 +14,15 @@ from pydantic import Field
 
 from flatout.commands import Command, Result
 from flatout.data.prepare.inputs import CACHE
-from flatout.data.prepare.pipeline import Options, Prepared, PreparedPart, engine_named, join_parts, prepare_dataset, prepare_part
+from flatout.data.prepare.pipeline import (
+    Options,
+    Prepared,
+    PreparedPart,
+    engine_named,
+    join_parts,
+    prepare_dataset,
+    prepare_part,
+)
 from flatout.data.prepare.upload import Uploaded, prepare_upload
 from flatout.data.prepare.work_dir import PartOf
 from flatout.data.store.manifest import Manifest
@@ -56,35 +64,111 @@ Places = list[str] | list[Path] | str | Path
 
 def prepare(
     sources: Annotated[
-        Places, typer.Argument(help="Files, folders, quoted globs, addresses (s3://, https://), - (standard input), sources, data sets.")
+        Places,
+        typer.Argument(
+            help="Files, folders, quoted globs, addresses (s3://, https://), - (standard input), sources, data sets."
+        ),
     ],
-    out: Annotated[str | Path, typer.Option(help="Folder or address (s3://, gs://) to write; it must be empty, absent, or hold this very data set.")],
+    out: Annotated[
+        str | Path,
+        typer.Option(
+            help="Folder or address (s3://, gs://) to write; it must be empty, absent, or hold this very data set."
+        ),
+    ],
     tokenizer: Annotated[
-        str | Path, typer.Option(help="char, byte, train:N, a tokenizer.json or .tiktoken file, or a Hugging Face repository, ORG/NAME[@REVISION].")
+        str | Path,
+        typer.Option(
+            help="char, byte, train:N, a tokenizer.json or .tiktoken file, or a Hugging Face repository, ORG/NAME[@REVISION]."
+        ),
     ] = "train:4096",
-    pattern: Annotated[str | None, typer.Option(help="Regular expression that splits text, for a .tiktoken file that is not a known one.")] = None,
-    end_of_text: Annotated[str | None, typer.Option(help="End-of-text token of a tokenizer.json, when it is not a usual one.")] = None,
-    text_field: Annotated[str | None, typer.Option(help="Field or column of a row that holds the text; text when not given.")] = None,
-    include: Annotated[Places | None, typer.Option(help="Files that folders give besides text and rows, such as '*.py'; may be repeated.")] = None,
-    encoding: Annotated[str | None, typer.Option(help="Encoding of the files that are not UTF-8, such as CP1252 or UTF-16.")] = None,
-    split: Annotated[str | None, typer.Option(help="'tail F' or 'hash F': which fraction is for validation, from the end or by document.")] = None,
-    val: Annotated[Places | None, typer.Option(help="Text for validation alone, whole whatever the limits; may be given several times.")] = None,
-    max_documents: Annotated[int | None, typer.Option(help="Take at most so many documents of SOURCE.")] = None,
-    max_bytes: Annotated[int | None, typer.Option(help="Take at most so many bytes of text of SOURCE; the last document is cut there.")] = None,
-    on_bad_row: Annotated[Literal["raise", "skip"], typer.Option(help="What to do with a row that cannot be used.")] = "raise",
-    max_bad_rows: Annotated[int | None, typer.Option(help="With --on-bad-row skip, stop at more than so many; 1%, at least 100, by default.")] = None,
+    pattern: Annotated[
+        str | None,
+        typer.Option(
+            help="Regular expression that splits text, for a .tiktoken file that is not a known one."
+        ),
+    ] = None,
+    end_of_text: Annotated[
+        str | None,
+        typer.Option(help="End-of-text token of a tokenizer.json, when it is not a usual one."),
+    ] = None,
+    text_field: Annotated[
+        str | None,
+        typer.Option(help="Field or column of a row that holds the text; text when not given."),
+    ] = None,
+    include: Annotated[
+        Places | None,
+        typer.Option(
+            help="Files that folders give besides text and rows, such as '*.py'; may be repeated."
+        ),
+    ] = None,
+    encoding: Annotated[
+        str | None,
+        typer.Option(help="Encoding of the files that are not UTF-8, such as CP1252 or UTF-16."),
+    ] = None,
+    split: Annotated[
+        str | None,
+        typer.Option(
+            help="'tail F' or 'hash F': which fraction is for validation, from the end or by document."
+        ),
+    ] = None,
+    val: Annotated[
+        Places | None,
+        typer.Option(
+            help="Text for validation alone, whole whatever the limits; may be given several times."
+        ),
+    ] = None,
+    max_documents: Annotated[
+        int | None, typer.Option(help="Take at most so many documents of SOURCE.")
+    ] = None,
+    max_bytes: Annotated[
+        int | None,
+        typer.Option(
+            help="Take at most so many bytes of text of SOURCE; the last document is cut there."
+        ),
+    ] = None,
+    on_bad_row: Annotated[
+        Literal["raise", "skip"], typer.Option(help="What to do with a row that cannot be used.")
+    ] = "raise",
+    max_bad_rows: Annotated[
+        int | None,
+        typer.Option(
+            help="With --on-bad-row skip, stop at more than so many; 1%, at least 100, by default."
+        ),
+    ] = None,
     mask_field: Annotated[
-        str | None, typer.Option(help="Field of a row that is packed before the text and not learned from, such as prompt.")
+        str | None,
+        typer.Option(
+            help="Field of a row that is packed before the text and not learned from, such as prompt."
+        ),
     ] = None,
-    duplicates: Annotated[Literal["keep", "drop"], typer.Option(help="Keep a document that was there before, or drop it, counted.")] = "keep",
-    from_file: Annotated[str | Path | None, typer.Option("--from", help="The data set's file, where there is no network.")] = None,
-    workers: Annotated[int | None, typer.Option(help="Processes; one a usable core when not given.")] = None,
+    duplicates: Annotated[
+        Literal["keep", "drop"],
+        typer.Option(help="Keep a document that was there before, or drop it, counted."),
+    ] = "keep",
+    from_file: Annotated[
+        str | Path | None,
+        typer.Option("--from", help="The data set's file, where there is no network."),
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="Processes; one a usable core when not given.")
+    ] = None,
     part: Annotated[
-        str | None, typer.Option(help="I/N: do only this part of the work, beside others in the same folder, as in a Slurm array; then --join.")
+        str | None,
+        typer.Option(
+            help="I/N: do only this part of the work, beside others in the same folder, as in a Slurm array; then --join."
+        ),
     ] = None,
-    join: Annotated[bool, typer.Option("--join", help="Join what was done with --part; it says which parts are missing.")] = False,
+    join: Annotated[
+        bool,
+        typer.Option(
+            "--join", help="Join what was done with --part; it says which parts are missing."
+        ),
+    ] = False,
     engine: Annotated[
-        str, typer.Option(help="local, or ray: a Ray cluster whose nodes all see the folder of --out and the sources by the same names.")
+        str,
+        typer.Option(
+            help="local, or ray: a Ray cluster whose nodes all see the folder of --out and the sources by the same names."
+        ),
     ] = "local",
     *,
     cache: Path | str = CACHE,
@@ -93,18 +177,43 @@ def prepare(
     """Tokenise text once and pack it into a folder, here or at an address, that training reads."""
     names, apart = _names(sources), (_names(val or ()), _names(include or ()), encoding)
     options = Options(
-        str(tokenizer), pattern, end_of_text, text_field, split, max_documents, max_bytes, on_bad_row, max_bad_rows, mask_field, duplicates, *apart
+        str(tokenizer),
+        pattern,
+        end_of_text,
+        text_field,
+        split,
+        max_documents,
+        max_bytes,
+        on_bad_row,
+        max_bad_rows,
+        mask_field,
+        duplicates,
+        *apart,
     )
-    given: dict[str, Any] = {"from_file": None if from_file is None else str(from_file), "cache": Path(cache), "progress": progress}
+    given: dict[str, Any] = {
+        "from_file": None if from_file is None else str(from_file),
+        "cache": Path(cache),
+        "progress": progress,
+    }
     _check_ways(part, join, engine, str(out))
     if is_address(str(out)):
-        return _result(prepare_upload(names, str(out), options, workers=workers, engine=engine_named(engine), **given))
+        return _result(
+            prepare_upload(
+                names, str(out), options, workers=workers, engine=engine_named(engine), **given
+            )
+        )
     if part is not None:
         share = PartOf.parse(part)
-        return _part_result(prepare_part(names, Path(out), options, share, workers=workers, **given), share)
+        return _part_result(
+            prepare_part(names, Path(out), options, share, workers=workers, **given), share
+        )
     if join:
         return _result(join_parts(names, Path(out), options, **given))
-    return _result(prepare_dataset(names, Path(out), options, workers=workers, engine=engine_named(engine), **given))
+    return _result(
+        prepare_dataset(
+            names, Path(out), options, workers=workers, engine=engine_named(engine), **given
+        )
+    )
 
 
 def _names(given: Sequence[str | Path] | str | Path) -> tuple[str, ...]:
@@ -114,10 +223,16 @@ def _names(given: Sequence[str | Path] | str | Path) -> tuple[str, ...]:
 def _check_ways(part: str | None, join: bool, engine: str, out: str) -> None:
     """Refuse two ways to share the work out at once, and parts that share no folder."""
     if part is not None and join:
-        raise UsageError("--part and --join are two steps.", fix="Do every part with --part I/N, then --join once, without --part.")
+        raise UsageError(
+            "--part and --join are two steps.",
+            fix="Do every part with --part I/N, then --join once, without --part.",
+        )
     if engine != "local" and (part is not None or join):
         other = "--join" if part is None else "--part"
-        raise UsageError(f"--engine {engine} does the whole work; {other} is another way to share it out.", fix="Leave one of the two out.")
+        raise UsageError(
+            f"--engine {engine} does the whole work; {other} is another way to share it out.",
+            fix="Leave one of the two out.",
+        )
     if is_address(out) and (part is not None or join):
         raise UsageError(
             f"{'--join' if part is None else '--part'} works in a folder that all parts share, and {out} is an address.",
@@ -146,7 +261,11 @@ def _part_result(made: PreparedPart, part: PartOf) -> PrepareResult:
     skipped: Counter[str] = Counter()
     for entry in chain.from_iterable(record.skipped for record in made.records):
         skipped[entry.reason] += entry.count
-    left = f"{made.left:,} are left to other parts" if made.left else "all parts are done: join them with --join"
+    left = (
+        f"{made.left:,} are left to other parts"
+        if made.left
+        else "all parts are done: join them with --join"
+    )
     return PrepareResult(
         path=made.path,
         documents=sum(record.documents for record in made.records),
@@ -182,7 +301,13 @@ def _counted(reason: str, count: int) -> str:
 
 def _documents(manifest: Manifest) -> str:
     count = f"{manifest.documents:,} document{'' if manifest.documents == 1 else 's'}"
-    return f"{count} ({'its' if manifest.documents == 1 else 'of one, the'} end is for validation)" if manifest.cut_documents else count
+    return (
+        f"{count} ({'its' if manifest.documents == 1 else 'of one, the'} end is for validation)"
+        if manifest.cut_documents
+        else count
+    )
 
 
-COMMAND = Command(call=prepare, example="flatout prepare book.txt --out data/book", writes_files=True)
+COMMAND = Command(
+    call=prepare, example="flatout prepare book.txt --out data/book", writes_files=True
+)

@@ -65,14 +65,28 @@ class RunsResult(Result):
             return "There are no runs yet. `flatout demo` makes one."
         base = os.path.commonpath([os.path.dirname(item.run) for item in self.items])
         head = ("run", "state", "step", "loss", "val loss", "size", "age")
-        rows = [head, *((os.path.relpath(item.run, base or None), *_row(item)) for item in self.items)]
+        rows = [
+            head,
+            *((os.path.relpath(item.run, base or None), *_row(item)) for item in self.items),
+        ]
         widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
         lines = ["  ".join(_padded(row, widths)).rstrip() for row in rows]
-        below = [f"    {words}" if words else "" for words in ("", *map(_settings_words, self.items))]
-        return "\n".join([f"In {base or '.'}:", *(line for pair in zip(lines, below, strict=True) for line in pair if line)])
+        below = [
+            f"    {words}" if words else "" for words in ("", *map(_settings_words, self.items))
+        ]
+        return "\n".join(
+            [
+                f"In {base or '.'}:",
+                *(line for pair in zip(lines, below, strict=True) for line in pair if line),
+            ]
+        )
 
 
-def runs(root: Annotated[Path | str, typer.Argument(help="Folder that holds run folders, or one of them.")] = DEFAULT_ROOT) -> RunsResult:
+def runs(
+    root: Annotated[
+        Path | str, typer.Argument(help="Folder that holds run folders, or one of them.")
+    ] = DEFAULT_ROOT,
+) -> RunsResult:
     """Show the runs there are, with state, step, loss, size, age, and the settings in which they differ.
 
     Raises: CheckpointError when `root` is given and does not exist.
@@ -80,9 +94,19 @@ def runs(root: Annotated[Path | str, typer.Argument(help="Folder that holds run 
     require_local(root)
     root = Path(root)
     if not root.is_dir() and root != DEFAULT_ROOT:
-        raise CheckpointError(f"There is no folder {root}.", fix="Name a folder of runs; without one, `flatout runs` shows those in ./runs.")
+        raise CheckpointError(
+            f"There is no folder {root}.",
+            fix="Name a folder of runs; without one, `flatout runs` shows those in ./runs.",
+        )
     paths = layout.list_runs(root)
-    return RunsResult(items=[_item(path, settings) for path, settings in zip(paths, differing([_settings(path) for path in paths]), strict=True)])
+    return RunsResult(
+        items=[
+            _item(path, settings)
+            for path, settings in zip(
+                paths, differing([_settings(path) for path in paths]), strict=True
+            )
+        ]
+    )
 
 
 def differing(configurations: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -93,7 +117,12 @@ def differing(configurations: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
             values.setdefault((one["name"], key), set()).add(json.dumps(value, default=str))
     recipes = {one["name"] for one in configurations if one}
     return [
-        {key: value for key, value in one.items() if value is not None and (len(recipes if key == "name" else values[one["name"], key]) > 1)}
+        {
+            key: value
+            for key, value in one.items()
+            if value is not None
+            and (len(recipes if key == "name" else values[one["name"], key]) > 1)
+        }
         for one in configurations
     ]
 
@@ -108,14 +137,24 @@ def _settings(path: Path) -> dict[str, Any]:
 
 def _settings_words(item: RunItem) -> str:
     """Return a run's settings; its recipe only where the folder's name does not begin with it."""
-    told = {key: value for key, value in item.settings.items() if key != "name" or not os.path.basename(item.run).startswith(str(value))}
-    return ", ".join(f"{key}={value if isinstance(value, str) else json.dumps(value, default=str)}" for key, value in told.items())
+    told = {
+        key: value
+        for key, value in item.settings.items()
+        if key != "name" or not os.path.basename(item.run).startswith(str(value))
+    }
+    return ", ".join(
+        f"{key}={value if isinstance(value, str) else json.dumps(value, default=str)}"
+        for key, value in told.items()
+    )
 
 
 def _age(seconds: float) -> str:
     """Return an age as a person says it: in its largest unit."""
     units = ((86_400, "d"), (3600, "h"), (60, "min"))
-    return next((f"{seconds // length:.0f} {unit}" for length, unit in units if seconds >= length), f"{seconds:.0f} s")
+    return next(
+        (f"{seconds // length:.0f} {unit}" for length, unit in units if seconds >= length),
+        f"{seconds:.0f} s",
+    )
 
 
 def _item(path: Path, settings: dict[str, Any]) -> RunItem:
@@ -131,7 +170,11 @@ def _item(path: Path, settings: dict[str, Any]) -> RunItem:
     step = max(checkpoints, default=0)
     losses: dict[str, float] = {}
     for record in records:
-        numbers = {name: value for name, value in record.items() if isinstance(value, (int, float)) and math.isfinite(value)}
+        numbers = {
+            name: value
+            for name, value in record.items()
+            if isinstance(value, (int, float)) and math.isfinite(value)
+        }
         step = int(numbers.get("step", step))
         losses |= {name: numbers[name] for name in ("train/loss", "val/loss") if name in numbers}
     return RunItem(
@@ -156,11 +199,22 @@ def _state(path: Path) -> str:
         if layout.read_summary(path) is not None:
             return "finished"
         return "killed" if (path / layout.EVENTS).exists() else "new"
-    return {0: "finished", 75: "stopped", 130: "interrupted", 143: "interrupted"}.get(code, "failed")
+    return {0: "finished", 75: "stopped", 130: "interrupted", 143: "interrupted"}.get(
+        code, "failed"
+    )
 
 
 def _last_written(path: Path) -> float:
-    files = (path / name for name in ("metrics.jsonl", layout.EVENTS, layout.SUMMARY, layout.EXIT_CODE, layout.CONFIG))
+    files = (
+        path / name
+        for name in (
+            "metrics.jsonl",
+            layout.EVENTS,
+            layout.SUMMARY,
+            layout.EXIT_CODE,
+            layout.CONFIG,
+        )
+    )
     return max(file.stat().st_mtime for file in files if file.exists())
 
 
@@ -172,7 +226,10 @@ def _row(item: RunItem) -> tuple[str, ...]:
 
 def _padded(row: tuple[str, ...], widths: list[int]) -> list[str]:
     """Text to the left, numbers to the right."""
-    return [cell.ljust(width) if column < 2 else cell.rjust(width) for column, (cell, width) in enumerate(zip(row, widths, strict=True))]
+    return [
+        cell.ljust(width) if column < 2 else cell.rjust(width)
+        for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+    ]
 
 
 COMMAND = Command(runs, example="flatout runs")

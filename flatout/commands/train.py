@@ -83,14 +83,20 @@ class TrainResult(Result):
 
 def train(
     recipe: Annotated[str | Path, typer.Argument(help="A recipe's name, or a YAML file.")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, over the recipe.")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="section.key=value, over the recipe.")
+    ] = None,
     run: Annotated[
         Path | str | None,
         typer.Option(
-            "--run", "--run-dir", help="Run folder; by default runs/RECIPE-DIGEST. torchrun takes --run for its own: write --run-dir there."
+            "--run",
+            "--run-dir",
+            help="Run folder; by default runs/RECIPE-DIGEST. torchrun takes --run for its own: write --run-dir there.",
         ),
     ] = None,
-    resume: Annotated[str | Path, typer.Option(help="auto, never, or a checkpoint's or run's folder.")] = "auto",
+    resume: Annotated[
+        str | Path, typer.Option(help="auto, never, or a checkpoint's or run's folder.")
+    ] = "auto",
     trust_code: Annotated[bool, TRUST_CODE] = False,
     *,
     observers: Sequence[Observer] = (),
@@ -102,11 +108,23 @@ def train(
     Raises: UsageError before anything was changed, UntrustedCode among them; Stopped when a signal ended the run after a save.
     """
     config = load_config(recipe, overrides or (), trust_code=trust_code)
-    return train_config(config, run=run, resume=resume, trust_code=trust_code, observers=observers, progress=progress)
+    return train_config(
+        config,
+        run=run,
+        resume=resume,
+        trust_code=trust_code,
+        observers=observers,
+        progress=progress,
+    )
 
 
 def check(
-    recipe: str, overrides: list[str] | None, run: Path | None = None, resume: str = "auto", progress: Progress = SILENT, trust_code: bool = False
+    recipe: str,
+    overrides: list[str] | None,
+    run: Path | None = None,
+    resume: str = "auto",
+    progress: Progress = SILENT,
+    trust_code: bool = False,
 ) -> None:
     """Do nothing when nothing is wrong with the words of a command line that can be told without torch; data at an address is fetched.
 
@@ -141,11 +159,24 @@ def train_config(
     require_local_run(run, str(resume))
     place = RUNS / run_name(config) if run is None else Path(run)
     summary = run_training(
-        config, place, resume=str(resume), trust_code=trust_code, observers=observers, sample=sample_text, cache=CACHE, progress=progress
+        config,
+        place,
+        resume=str(resume),
+        trust_code=trust_code,
+        observers=observers,
+        sample=sample_text,
+        cache=CACHE,
+        progress=progress,
     )
     fields = TrainResult.model_fields.items()
     try:
-        return TrainResult(**{name: summary.get(name) for name, field in fields if name in summary or field.is_required()})
+        return TrainResult(
+            **{
+                name: summary.get(name)
+                for name, field in fields
+                if name in summary or field.is_required()
+            }
+        )
     except ValidationError as error:
         raise damaged_summary(place) from error
 
@@ -157,7 +188,14 @@ def sample_text(run: Run) -> str:
     core: Any = run.core
     prompt = run.config.train.sample_prompt
     pieces = sample(
-        core, run.dataset.tokenizer, prompt, temperature=0.8, top_k=200, seed=run.step, max_tokens=SAMPLE_TOKENS, window=run.config.data.seq_len
+        core,
+        run.dataset.tokenizer,
+        prompt,
+        temperature=0.8,
+        top_k=200,
+        seed=run.step,
+        max_tokens=SAMPLE_TOKENS,
+        window=run.config.data.seq_len,
     )
     return prompt + "".join(pieces)
 
@@ -165,4 +203,10 @@ def sample_text(run: Run) -> str:
 SAMPLE_TOKENS = 160
 """Length of a sample inside a run."""
 
-COMMAND = Command(train, example="flatout train shakespeare-char data.path=data/s --json", check=check, needs_torch=True, writes_files=True)
+COMMAND = Command(
+    train,
+    example="flatout train shakespeare-char data.path=data/s --json",
+    check=check,
+    needs_torch=True,
+    writes_files=True,
+)

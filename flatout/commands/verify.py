@@ -42,12 +42,21 @@ class VerifyResult(Result):
             return f"{self.path} is whole: {read}."
         count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems):,} problems"
         return "\n".join(
-            [f"{self.path} is damaged: {count}; {read}.", *self.problems, "Fix: delete it and run `flatout prepare` again, or copy it again."]
+            [
+                f"{self.path} is damaged: {count}; {read}.",
+                *self.problems,
+                "Fix: delete it and run `flatout prepare` again, or copy it again.",
+            ]
         )
 
 
 def verify(
-    data: Annotated[str | Path, typer.Argument(help="Folder written by `flatout prepare` or `flatout import`, or its address.")],
+    data: Annotated[
+        str | Path,
+        typer.Argument(
+            help="Folder written by `flatout prepare` or `flatout import`, or its address."
+        ),
+    ],
     *,
     progress: Progress = SILENT,
 ) -> VerifyResult:
@@ -58,9 +67,18 @@ def verify(
     Raises: DataError when it is no data set, or the store does not answer.
     """
     place = str(data)
-    found = verify_stored(stored_address(place), progress=progress) if is_address(place) else verify_dataset(Path(place), progress=progress)
+    found = (
+        verify_stored(stored_address(place), progress=progress)
+        if is_address(place)
+        else verify_dataset(Path(place), progress=progress)
+    )
     return VerifyResult(
-        path=str(data), ok=not found.problems, problems=list(found.problems), files=found.files, blocks=found.blocks, bytes=found.num_bytes
+        path=str(data),
+        ok=not found.problems,
+        problems=list(found.problems),
+        files=found.files,
+        blocks=found.blocks,
+        bytes=found.num_bytes,
     )
 
 

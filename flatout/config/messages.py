@@ -108,20 +108,34 @@ def explain(error: ValidationError, section: type[BaseModel], prefix: str = "") 
         return unknown_key(key, all_keys(section, prefix))
     if first["type"] == "model_type":
         inside = [name for name in all_keys(section, prefix) if name.startswith(f"{key}.")]
-        return ConfigError(f"{key}={first['input']!r} cannot be used: {key} is a section.", fix=f"Set one of its keys: {', '.join(inside)}.")
-    wanted = dict.fromkeys(_expectation(problem) for problem in problems if _key_of(problem, prefix) == key)
+        return ConfigError(
+            f"{key}={first['input']!r} cannot be used: {key} is a section.",
+            fix=f"Set one of its keys: {', '.join(inside)}.",
+        )
+    wanted = dict.fromkeys(
+        _expectation(problem) for problem in problems if _key_of(problem, prefix) == key
+    )
     field = field_at(section, key.removeprefix(prefix))
     about = f" Its help: {field.description}" if field and field.description else ""
     default = _default(field)
-    change = f"Change it, or leave it at its default, {default}." if default is not None else "Change it, or leave it out."
-    return ConfigError(f"{key}={first['input']!r} cannot be used: it must be {' or '.join(wanted)}.", fix=f"{change}{about}")
+    change = (
+        f"Change it, or leave it at its default, {default}."
+        if default is not None
+        else "Change it, or leave it out."
+    )
+    return ConfigError(
+        f"{key}={first['input']!r} cannot be used: it must be {' or '.join(wanted)}.",
+        fix=f"{change}{about}",
+    )
 
 
 def unknown_key(key: str, known: list[str]) -> ConfigError:
     """Return the error for a configuration key that does not exist, with the one that was most likely meant."""
     section, _, last = key.rpartition(".")
     by_last = _by_last(known)
-    siblings = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == section}
+    siblings = {
+        name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == section
+    }
     tops = {top: top for top in (name.partition(".")[0] for name in known)} if not section else {}
     dotted = key.lower().replace("_", ".", 1)  # train_steps for train.steps
     guess = dotted if dotted in known else same_key(last, known)
@@ -129,7 +143,10 @@ def unknown_key(key: str, known: list[str]) -> ConfigError:
         close = None if guess else nearest(last, names)
         guess = names[close] if close else guess
     listing = ", ".join(siblings.values() if section and siblings else known)
-    return ConfigError(f"There is no configuration key {key!r}.", fix=f"Did you mean {guess!r}?" if guess else f"Known keys: {listing}.")
+    return ConfigError(
+        f"There is no configuration key {key!r}.",
+        fix=f"Did you mean {guess!r}?" if guess else f"Known keys: {listing}.",
+    )
 
 
 def same_key(name: str, known: list[str]) -> str | None:
@@ -174,7 +191,11 @@ def _default(field: FieldInfo | None) -> Any:
 def _key_of(problem: Mapping[str, Any], prefix: str) -> str:
     """Return the dotted key of one of pydantic's complaints, which also names list positions and branches of a union."""
     tags = ("literal[", "tuple[", "constrained-", "function-")
-    parts = (part for part in problem["loc"] if isinstance(part, str) and part not in {"int", "float", "str", "tuple", "bool"})
+    parts = (
+        part
+        for part in problem["loc"]
+        if isinstance(part, str) and part not in {"int", "float", "str", "tuple", "bool"}
+    )
     return prefix + ".".join(part for part in parts if not part.startswith(tags))
 
 
@@ -190,4 +211,8 @@ def _expectation(problem: Mapping[str, Any]) -> str:
         "missing": "a longer list" if isinstance(problem["loc"][-1], int) else "given",
         "too_long": "a shorter list",
     }
-    return bounds.get(kind) or _KINDS.get(kind.partition("_")[0]) or problem["msg"].lower().removeprefix("input should be ")
+    return (
+        bounds.get(kind)
+        or _KINDS.get(kind.partition("_")[0])
+        or problem["msg"].lower().removeprefix("input should be ")
+    )

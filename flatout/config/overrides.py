@@ -22,7 +22,10 @@ def parse_overrides(overrides: Iterable[str], section: type[BaseModel]) -> dict[
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals or not all(key.strip().split(".")):
-            raise ConfigError(f"{override!r} is not an override.", fix="Write section.key=value, for example optim.lr=3e-4.")
+            raise ConfigError(
+                f"{override!r} is not an override.",
+                fix="Write section.key=value, for example optim.lr=3e-4.",
+            )
         values[key.strip()] = _value(section, key.strip(), text, override)
     return values
 
@@ -36,7 +39,10 @@ def _value(section: type[BaseModel], key: str, text: str, name: str) -> Any:
         except ConfigError as error:
             if not isinstance(error.__cause__, yaml.YAMLError):
                 raise  # it is YAML, and says itself what is wrong with it: a key given twice
-            raise ConfigError(f"{name!r} is not YAML.", fix="Repair the value, and put the whole in quotes: 'section.key=value'.") from error
+            raise ConfigError(
+                f"{name!r} is not YAML.",
+                fix="Repair the value, and put the whole in quotes: 'section.key=value'.",
+            ) from error
     if not text.strip() or text.strip() in {"null", "~"}:
         return text if field.annotation is str else None
     try:
@@ -55,6 +61,9 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
         for section in sections:
             place = place.setdefault(section, {})
             if not isinstance(place, dict):
-                raise ConfigError(f"{key} contradicts {section}={place}, given before it.", fix="Keep one of the two.")
+                raise ConfigError(
+                    f"{key} contradicts {section}={place}, given before it.",
+                    fix="Keep one of the two.",
+                )
         place[last] = value
     return document

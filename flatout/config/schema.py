@@ -13,7 +13,15 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from flatout import trust
@@ -42,7 +50,13 @@ BATCH_SIZES = {"tokens_per_step", "rows_per_device", "accumulate"}
 class Section(BaseModel):
     """Base of all configuration values: frozen, unknown keys refused, the text under a field is its help."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        validate_default=True,
+        allow_inf_nan=False,
+    )
 
     @field_validator("*", mode="before")
     @classmethod
@@ -91,10 +105,19 @@ class DataConfig(Section):
         if mix is None:
             return None
         if not isinstance(mix, Mapping) or not mix:
-            raise ConfigError(f"data.mix={mix!r} is not a mapping of folders to weights.", fix=example)
+            raise ConfigError(
+                f"data.mix={mix!r} is not a mapping of folders to weights.", fix=example
+            )
         for folder, weight in mix.items():
-            if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < float("inf"):
-                raise ConfigError(f"data.mix gives {folder!r} the weight {weight!r}, which is no number above 0.", fix=example)
+            if (
+                isinstance(weight, bool)
+                or not isinstance(weight, int | float)
+                or not 0 < weight < float("inf")
+            ):
+                raise ConfigError(
+                    f"data.mix gives {folder!r} the weight {weight!r}, which is no number above 0.",
+                    fix=example,
+                )
         return {str(folder): weight for folder, weight in mix.items()}
 
 
@@ -130,7 +153,10 @@ class OptimConfig(Section):
     @model_validator(mode="after")
     def _betas_in_range(self) -> Self:
         if not all(0 <= beta < 1 for beta in self.betas):
-            raise ConfigError(f"optim.betas={list(self.betas)} must lie in [0, 1).", fix="Set optim.betas=[0.9,0.95].")
+            raise ConfigError(
+                f"optim.betas={list(self.betas)} must lie in [0, 1).",
+                fix="Set optim.betas=[0.9,0.95].",
+            )
         return self
 
 
@@ -270,12 +296,16 @@ class RunConfig(Section):
     def _one_of_each(self) -> Self:
         if self.schedule.min_lr > self.optim.lr:
             raise ConfigError(
-                f"schedule.min_lr={self.schedule.min_lr:g} is above optim.lr={self.optim.lr:g}.", fix=f"Set schedule.min_lr={self.optim.lr / 10:g}."
+                f"schedule.min_lr={self.schedule.min_lr:g} is above optim.lr={self.optim.lr:g}.",
+                fix=f"Set schedule.min_lr={self.optim.lr / 10:g}.",
             )
         for group in ALTERNATIVES:
             stated = sorted(key for key in group if self.value(key) is not None)
             if len(stated) > 1:
-                raise ConfigError(f"{' and '.join(stated)} state the same thing twice.", fix=f"Keep one of {', '.join(sorted(group))}.")
+                raise ConfigError(
+                    f"{' and '.join(stated)} state the same thing twice.",
+                    fix=f"Keep one of {', '.join(sorted(group))}.",
+                )
         return self
 
     def value(self, key: str) -> Any:
@@ -304,7 +334,9 @@ class RunConfig(Section):
         return validate(document)
 
 
-def load_config(recipe: str | Path | None = None, overrides: Iterable[str] = (), *, trust_code: bool = False) -> RunConfig:
+def load_config(
+    recipe: str | Path | None = None, overrides: Iterable[str] = (), *, trust_code: bool = False
+) -> RunConfig:
     """Return the configuration of a recipe (a name or a YAML path; None is the defaults) with overrides on top.
 
     A recipe in a run directory is part of that run: code of its own that it names takes `trust_code`, as the run does.
@@ -324,7 +356,9 @@ def load_config(recipe: str | Path | None = None, overrides: Iterable[str] = (),
         config = validate(document)
     except ConfigError as error:
         raise _placed(error, path) from error
-    for folder in {path.parent, path.resolve().parent} if path is not None and not trust_code else ():
+    for folder in (
+        {path.parent, path.resolve().parent} if path is not None and not trust_code else ()
+    ):
         if trust.is_run_folder(folder):
             trust.require_trusted(folder, config.references(), named=trust.references_in(layer))
     return config
@@ -363,12 +397,16 @@ def validate(document: Mapping[str, Any], *, file: Path | None = None) -> RunCon
     try:
         return _checked(document)
     except ConfigError as error:
-        raise error if file is None else ConfigError(f"{file}: {error.what}", fix=error.fix) from error
+        raise (
+            error if file is None else ConfigError(f"{file}: {error.what}", fix=error.fix)
+        ) from error
 
 
 def _checked(document: Mapping[str, Any]) -> RunConfig:
     try:
-        return RunConfig.model_validate({key: value for key, value in document.items() if value is not None})
+        return RunConfig.model_validate(
+            {key: value for key, value in document.items() if value is not None}
+        )
     except ValidationError as error:
         raise explain(error, RunConfig) from error
 
@@ -379,8 +417,12 @@ def difference(stored: RunConfig, wanted: RunConfig, *, free: Iterable[str] = ()
     What `wanted` leaves open (None, auto) contradicts nothing, nor do keys that begin with an entry of `free`.
     """
     old, new = flat(stored.to_dict()), flat(wanted.to_dict())
-    changed = (key for key, value in new.items() if value not in (None, "auto") and old.get(key) != value)
-    return [f"{key}: {old.get(key)} -> {new[key]}" for key in changed if not key.startswith(tuple(free))]
+    changed = (
+        key for key, value in new.items() if value not in (None, "auto") and old.get(key) != value
+    )
+    return [
+        f"{key}: {old.get(key)} -> {new[key]}" for key in changed if not key.startswith(tuple(free))
+    ]
 
 
 def flat(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -20,7 +20,13 @@ from flatout.training.evaluation import Evaluation, Judge, say_unscored
 from flatout.training.run_dir.data_location import require_tokenizer
 
 
-def evaluate(loaded: LoadedRun, *, data: Sequence[str | Path] = (), max_tokens: int | None = None, progress: Progress = SILENT) -> Evaluation:
+def evaluate(
+    loaded: LoadedRun,
+    *,
+    data: Sequence[str | Path] = (),
+    max_tokens: int | None = None,
+    progress: Progress = SILENT,
+) -> Evaluation:
     """Score the validation text as the run itself evaluates: of its own data, or of the data sets `data`, each token of which counts alike.
 
     The model computes in the precision that it was loaded in: with `load_run(run, precision="trained")` the loss is the run's own.
@@ -31,9 +37,19 @@ def evaluate(loaded: LoadedRun, *, data: Sequence[str | Path] = (), max_tokens: 
         require_tokenizer(loaded.folder, part.dataset, loaded.checkpoint)
     mesh = make_mesh(ParallelConfig(), str(next(loaded.model.parameters()).device), Ranks())
     settings, precision = loaded.config.data, loaded.recipe.part("precision")
-    rows, autocast = int(loaded.config.batch.rows_per_device), partial(precision.context, mesh.device.type)
+    rows, autocast = (
+        int(loaded.config.batch.rows_per_device),
+        partial(precision.context, mesh.device.type),
+    )
     judge = Judge(
-        loaded.model, mesh, ShardWindows(), autocast, settings.seq_len, rows, settings.document_mask, most_documents(loaded.model.ops.attention)
+        loaded.model,
+        mesh,
+        ShardWindows(),
+        autocast,
+        settings.seq_len,
+        rows,
+        settings.document_mask,
+        most_documents(loaded.model.ops.attention),
     )
     say_unscored(parts, progress)
     found = judge.score(parts, max_tokens=max_tokens, progress=progress)
@@ -49,9 +65,19 @@ def other_parts(data: Sequence[str | Path], *, progress: Progress = SILENT) -> l
     """Open data sets that the run was not trained on; their shares are those of their validation tokens."""
     datasets = [open_place(place, progress=progress) for place in data]
     folders = [dataset.path.resolve() for dataset in datasets]
-    twice = next((dataset.place for dataset, folder in zip(datasets, folders, strict=True) if folders.count(folder) > 1), None)
+    twice = next(
+        (
+            dataset.place
+            for dataset, folder in zip(datasets, folders, strict=True)
+            if folders.count(folder) > 1
+        ),
+        None,
+    )
     if twice is not None:
         raise ConfigError(f"--data names {twice} twice.", fix="Name each data set once.")
     tokens = [max(dataset.split("val").num_tokens - 1, 0) for dataset in datasets]
     names = distinct_names([dataset.place for dataset in datasets])
-    return [Part(name, dataset, count / max(sum(tokens), 1)) for name, dataset, count in zip(names, datasets, tokens, strict=True)]
+    return [
+        Part(name, dataset, count / max(sum(tokens), 1))
+        for name, dataset, count in zip(names, datasets, tokens, strict=True)
+    ]

@@ -46,11 +46,20 @@ def sample(
     """
     check_sampling(temperature, top_k, top_p, max_tokens, stop)
     generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
-    choose = partial(_chosen, vocab_size=tokenizer.vocab_size, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
+    choose = partial(
+        _chosen,
+        vocab_size=tokenizer.vocab_size,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        generator=generator,
+    )
     prompt_ids = tokenizer.encode(prompt)
     text, written = _StoppedText(stop), _WrittenText(tokenizer, prompt_ids)
     with _evaluating(model):
-        for token in islice(tokens_after(model, prompt_ids or [tokenizer.eot_id], choose, window=window), max_tokens):
+        for token in islice(
+            tokens_after(model, prompt_ids or [tokenizer.eot_id], choose, window=window), max_tokens
+        ):
             if token == tokenizer.eot_id:
                 break
             piece = text.take(written.take(token))
@@ -63,7 +72,13 @@ def sample(
         yield rest
 
 
-def tokens_after(model: LanguageModel, ids: Sequence[int], choose: Callable[[Tensor], int], *, window: int | None = None) -> Iterator[int]:
+def tokens_after(
+    model: LanguageModel,
+    ids: Sequence[int],
+    choose: Callable[[Tensor], int],
+    *,
+    window: int | None = None,
+) -> Iterator[int]:
     """Yield token after token, without end, each as `choose` picks it from the scores (V,) of what follows all those before.
 
     The model sees the text from its beginning, or the last `window` tokens of a longer `ids`; None is as many as it takes.
@@ -86,7 +101,15 @@ def tokens_after(model: LanguageModel, ids: Sequence[int], choose: Callable[[Ten
         yield token
 
 
-def _chosen(logits_V: Tensor, *, vocab_size: int, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator) -> int:
+def _chosen(
+    logits_V: Tensor,
+    *,
+    vocab_size: int,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    generator: torch.Generator,
+) -> int:
     """Draw one token. A padded vocabulary has rows no token stands for: they are never drawn."""
     scores_V = logits_V[:vocab_size].double()
     if temperature == 0 or top_k == 1:
@@ -96,9 +119,13 @@ def _chosen(logits_V: Tensor, *, vocab_size: int, temperature: float, top_k: int
         return int(torch.multinomial(shares_V, 1, generator=generator))
     shares_K, ids_K = shares_V.topk(min(top_k or vocab_size, vocab_size))
     if top_p is not None:
-        before_K = shares_K.cpu().cumsum(-1).to(shares_K.device) - shares_K  # a GPU has no deterministic sum of this kind
+        before_K = (
+            shares_K.cpu().cumsum(-1).to(shares_K.device) - shares_K
+        )  # a GPU has no deterministic sum of this kind
         ids_K = ids_K[before_K < top_p]
-    ids_K = ids_K.sort().values  # by id: that two shares change places by rounding then moves no other token's chance
+    ids_K = (
+        ids_K.sort().values
+    )  # by id: that two shares change places by rounding then moves no other token's chance
     return int(ids_K[torch.multinomial(shares_V[ids_K], 1, generator=generator)])
 
 
@@ -148,7 +175,12 @@ class _WrittenText:
             ids = self._ids[-kept:]
             text = self._tokenizer.decode(ids)
             if text and "\ufffd" not in text and self._text.endswith(text):
-                self._ids, self._text, self._shown, self._most_ids = ids, text, len(text), 2 * KEPT_IDS
+                self._ids, self._text, self._shown, self._most_ids = (
+                    ids,
+                    text,
+                    len(text),
+                    2 * KEPT_IDS,
+                )
                 return
         self._most_ids = 2 * len(self._ids)
 
@@ -170,7 +202,9 @@ class _StoppedText:
         if found:
             self.stopped, self._held = True, ""
             return text[: min(found)]
-        keep = max((n for s in self._stop for n in range(1, len(s)) if text.endswith(s[:n])), default=0)
+        keep = max(
+            (n for s in self._stop for n in range(1, len(s)) if text.endswith(s[:n])), default=0
+        )
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 

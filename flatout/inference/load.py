@@ -64,7 +64,9 @@ class LoadedRun:
             if moved is None:
                 name = f"If the data was moved, name it: `flatout eval {in_shell(self.folder)} --data PATH`."
                 raise DataError(error.what, fix=f"{error.fix} {name}") from error
-            self.progress.say(f"{error.what} The same data was found at {', '.join(moved.mix or [moved.path or ''])}.")
+            self.progress.say(
+                f"{error.what} The same data was found at {', '.join(moved.mix or [moved.path or ''])}."
+            )
             return open_data(moved, progress=self.progress)
 
 
@@ -87,20 +89,29 @@ def load_run(
     folder = find_run(run)
     config = trusted_config(folder, trust_code=trust_code)
     if config is None or (config.data.path is None and config.data.mix is None):
-        raise CheckpointError(f"{folder}/config.yaml names no data set.", fix="Use the folder of a run that `flatout train` made.")
+        raise CheckpointError(
+            f"{folder}/config.yaml names no data set.",
+            fix="Use the folder of a run that `flatout train` made.",
+        )
     path = find_checkpoint(folder, checkpoint, progress=progress)
     where, _ = pick_device(device, probe())
     with progress.task(f"Loading {path.name} of {folder.name}"):
         recipe = assemble(_usable_speedups(config, precision))
         model_class = MODELS.get(config.model.kind)
-        own = model_class.check(config.model.own() | {"vocab_size": config.model.vocab_size}, seq_len=config.data.seq_len)
+        own = model_class.check(
+            config.model.own() | {"vocab_size": config.model.vocab_size},
+            seq_len=config.data.seq_len,
+        )
         model: LanguageModel = model_class(own, ops_of(recipe))
         try:
             model.load_state_dict(read_weights(path))
-        except RuntimeError as error:  # torch lists every tensor; the first line below its heading is enough
+        except (
+            RuntimeError
+        ) as error:  # torch lists every tensor; the first line below its heading is enough
             first = str(error).partition("\n")[2].partition("\n")[0].strip() or str(error)
             raise CheckpointError(
-                f"The weights of {path} are not those of the model in {folder}/config.yaml: {first}", fix="Restore config.yaml from a copy."
+                f"The weights of {path} are not those of the model in {folder}/config.yaml: {first}",
+                fix="Restore config.yaml from a copy.",
             ) from error
         model.to(where).eval()
         tokenizer = load_tokenizer(folder / TOKENIZER, sha256=tokenizer_of(path))
@@ -112,11 +123,15 @@ def _usable_speedups(config: RunConfig, precision: Arithmetic) -> Iterator[Decis
     machine = probe()
     names = () if isinstance(config.speedups, str) else config.speedups
     for name in names:
-        left_out = name in ONLY_IN_TRAINING or (precision == "fp32" and _narrows(SPEEDUPS.get(name)))
+        left_out = name in ONLY_IN_TRAINING or (
+            precision == "fp32" and _narrows(SPEEDUPS.get(name))
+        )
         if not left_out and SPEEDUPS.get(name).reason_against(machine, config) is None:
             yield Decision(name, True, "as trained")
 
 
 def _narrows(speedup: Speedup) -> bool:
     """Say whether a speedup sets a precision below fp32, or needs one that does: it works in that precision only."""
-    return "precision" in speedup.fills or any(_narrows(SPEEDUPS.get(name)) for name in speedup.needs)
+    return "precision" in speedup.fills or any(
+        _narrows(SPEEDUPS.get(name)) for name in speedup.needs
+    )

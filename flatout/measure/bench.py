@@ -22,7 +22,20 @@ from flatout.measure.judge import Measured, ladder_rows
 from flatout.measure.ladder import BASELINE, make_ladder, promise_between
 from flatout.measure.picture import picture
 from flatout.measure.remember import remember
-from flatout.measure.results import INTERRUPTED, TIME_WAS_UP, TRIALS, Report, Row, Trial, claim, commit_of_package, is_less, keep, place_for, write
+from flatout.measure.results import (
+    INTERRUPTED,
+    TIME_WAS_UP,
+    TRIALS,
+    Report,
+    Row,
+    Trial,
+    claim,
+    commit_of_package,
+    is_less,
+    keep,
+    place_for,
+    write,
+)
 from flatout.measure.settling import Settled, settle_apart
 from flatout.measure.spec import TrialResult, TrialSpec
 from flatout.measure.statistics import Figure, median_of, spread
@@ -80,7 +93,10 @@ def run_bench(
     """
     began_s, began = clock(), datetime.now().astimezone()
     if stated_ranks().world_size > 1:
-        raise ConfigError("bench measures one process, and this one is one of several.", fix="Start it without torchrun.")
+        raise ConfigError(
+            "bench measures one process, and this one is one of several.",
+            fix="Start it without torchrun.",
+        )
     if sweep is not None:
         require_sweep(sweep)
     place = place_for(asked, sweep or LADDER, out)
@@ -88,16 +104,41 @@ def run_bench(
         settled, put_in = settle_apart(asked)
     if settled.config.train.device == "cpu":
         warn_of_others(settled.machine, progress)
-    experiment = sweep_experiment(sweep, asked, settled) if sweep else ladder_experiment(asked, settled, put_in)
-    budget = Budget(len(experiment.points) + len(experiment.extras), minutes=minutes, repeats=repeats, began_s=began_s, clock=clock)
+    experiment = (
+        sweep_experiment(sweep, asked, settled)
+        if sweep
+        else ladder_experiment(asked, settled, put_in)
+    )
+    budget = Budget(
+        len(experiment.points) + len(experiment.extras),
+        minutes=minutes,
+        repeats=repeats,
+        began_s=began_s,
+        clock=clock,
+    )
     claim(place)
     with tempfile.TemporaryDirectory(prefix="flatout-bench-") as scratch:
-        bench, start = (asked.name, experiment.kind, asked.digest()), began.isoformat(timespec="seconds")
-        rounds = measure(experiment, asked, budget, Path(scratch), trial, progress, keep=lambda ended: keep(ended, bench, start, place))
+        bench, start = (
+            (asked.name, experiment.kind, asked.digest()),
+            began.isoformat(timespec="seconds"),
+        )
+        rounds = measure(
+            experiment,
+            asked,
+            budget,
+            Path(scratch),
+            trial,
+            progress,
+            keep=lambda ended: keep(ended, bench, start, place),
+        )
     require_figures(rounds, place)
-    report = report_of(asked, settled, experiment, rounds, began=start, wall_s=clock() - began_s, minutes=minutes)
+    report = report_of(
+        asked, settled, experiment, rounds, began=start, wall_s=clock() - began_s, minutes=minutes
+    )
     if is_less(report, place):
-        progress.say(f"{place} keeps the report of an earlier bench, which has more trials; those of this one are in {place / TRIALS}.")
+        progress.say(
+            f"{place} keeps the report of an earlier bench, which has more trials; those of this one are in {place / TRIALS}."
+        )
     else:
         write(report, table(report), picture(report), place)
     if cache is not None:
@@ -116,16 +157,37 @@ def require_figures(rounds: Rounds, place: Path) -> None:
         with suppress(OSError):  # it holds an earlier bench
             place.rmdir()
     if rounds.ended_by_signal is not None:
-        raise Interrupted("Interrupted before a trial had ended with figures.", fix="Run it again.", signal_number=rounds.ended_by_signal)
+        raise Interrupted(
+            "Interrupted before a trial had ended with figures.",
+            fix="Run it again.",
+            signal_number=rounds.ended_by_signal,
+        )
     if not rounds.trials:
-        raise RunFailed(f"Nothing was measured: {rounds.stopped_by} before a trial had ended.", fix="Run it again, and give it longer.")
+        raise RunFailed(
+            f"Nothing was measured: {rounds.stopped_by} before a trial had ended.",
+            fix="Run it again, and give it longer.",
+        )
     first = rounds.trials[0]
-    fix = "Give it more --minutes." if first.result.status == "timed-out" else "Try the same recipe with `flatout train`."
-    raise RunFailed(f"Nothing was measured: {first.point}: {first.result.reason} All that failed is in {place / TRIALS}.", fix=fix)
+    fix = (
+        "Give it more --minutes."
+        if first.result.status == "timed-out"
+        else "Try the same recipe with `flatout train`."
+    )
+    raise RunFailed(
+        f"Nothing was measured: {first.point}: {first.result.reason} All that failed is in {place / TRIALS}.",
+        fix=fix,
+    )
 
 
 def report_of(
-    asked: RunConfig, settled: Settled, experiment: Experiment, rounds: Rounds, *, began: str, wall_s: float, minutes: float | None
+    asked: RunConfig,
+    settled: Settled,
+    experiment: Experiment,
+    rounds: Rounds,
+    *,
+    began: str,
+    wall_s: float,
+    minutes: float | None,
 ) -> Report:
     """Return the verdicts on what was measured, and how it was."""
     found = Measured(rounds.trials, rounds.stopped_by, exactness.repeats_to_the_bit(settled.config))
@@ -136,7 +198,9 @@ def report_of(
         config=asked.to_dict(),
         config_digest=asked.digest(),
         machine=settled.machine.describe(),
-        environment=next((trial.result.environment for trial in rounds.trials if trial.result.is_ok), {}),
+        environment=next(
+            (trial.result.environment for trial in rounds.trials if trial.result.is_ok), {}
+        ),
         commit=commit_of_package(),
         began=began,
         wall_s=round(wall_s, 1),
@@ -151,19 +215,28 @@ def report_of(
     )
 
 
-def ladder_experiment(asked: RunConfig, settled: Settled, put_in: Mapping[str, Sequence[str] | str]) -> Experiment:
+def ladder_experiment(
+    asked: RunConfig, settled: Settled, put_in: Mapping[str, Sequence[str] | str]
+) -> Experiment:
     """Return the points of the ladder; rungs with equal sets of speedups share one.
 
     The full set comes right after the baseline, so that the shortest bench still finds the total.
     """
     ladder = make_ladder(asked, settled.decisions, put_in)
     first: dict[frozenset[str], str] = {}
-    shared = {rung.name: first.setdefault(frozenset(rung.speedups), rung.name) for rung in ladder.rungs}
+    shared = {
+        rung.name: first.setdefault(frozenset(rung.speedups), rung.name) for rung in ladder.rungs
+    }
     names = dict.fromkeys([BASELINE, shared[ladder.full], *shared.values()])
     points = [Point(name, with_speedups(ladder.rung(name).speedups)) for name in names]
     pairs = [(rung, ladder.rung(rung.against)) for rung in ladder.rungs if rung.against]
     promised = {
-        kind: [pair for pair in pairs if promise_between(pair[0].speedups, pair[1].speedups).kind == kind] for kind in ("exact", "statistical")
+        kind: [
+            pair
+            for pair in pairs
+            if promise_between(pair[0].speedups, pair[1].speedups).kind == kind
+        ]
+        for kind in ("exact", "statistical")
     }
     exact = () if exactness.repeats_to_the_bit(settled.config) else promised["exact"]
     return Experiment(
@@ -171,7 +244,9 @@ def ladder_experiment(asked: RunConfig, settled: Settled, put_in: Mapping[str, S
         tuple(point for point in points if ladder.rung(point.name).kind != "put-in"),
         lambda found: ladder_rows(ladder, shared, found, asked, loss_steps=LOSS_STEPS),
         loss_steps=LOSS_STEPS,
-        losses_each_round=frozenset(shared[rung.name] for pair in promised["statistical"] for rung in pair),
+        losses_each_round=frozenset(
+            shared[rung.name] for pair in promised["statistical"] for rung in pair
+        ),
         exact=tuple((shared[rung.name], shared[against.name]) for rung, against in exact),
         extras=tuple(point for point in points if ladder.rung(point.name).kind == "put-in"),
         total=None if ladder.full == BASELINE else (shared[ladder.full], BASELINE),
@@ -192,15 +267,30 @@ def measure(
     Round r trains every point with the recipe's seed + r, so that the losses of a round can be compared. A point that fails in
     its first round is not tried again. Runs that settle an exact promise come after a round in which everything takes part.
     """
-    rounds, points = Rounds([]), {point.name: point for point in (*experiment.points, *experiment.extras)}
+    rounds, points = (
+        Rounds([]),
+        {point.name: point for point in (*experiment.points, *experiment.extras)},
+    )
     alive = dict(points)
     with progress.task("Measuring") as task:
 
         def take(name: str, number: int, deterministic: bool = False, **pace: Any) -> TrialResult:
-            keys = {**points[name].values, "train.seed": asked.train.seed + number} | ({"train.deterministic": True} if deterministic else {})
-            spec = TrialSpec(config=asked.with_values(keys).to_dict(), folder=tempfile.mkdtemp(dir=scratch), **pace)
+            keys = {**points[name].values, "train.seed": asked.train.seed + number} | (
+                {"train.deterministic": True} if deterministic else {}
+            )
+            spec = TrialSpec(
+                config=asked.with_values(keys).to_dict(),
+                folder=tempfile.mkdtemp(dir=scratch),
+                **pace,
+            )
             result = trial(spec, budget.timeout_s(name))
-            done = Trial(point=name, round=number, seed=asked.train.seed + number, result=result, deterministic=deterministic)
+            done = Trial(
+                point=name,
+                round=number,
+                seed=asked.train.seed + number,
+                result=result,
+                deterministic=deterministic,
+            )
             rounds.trials.append(done)
             keep(done)
             return result
@@ -216,11 +306,24 @@ def measure(
                     if not budget.allows(name):
                         continue
                     left = time_left(budget.remaining_s(due[place:], budget.repeats - number - 1))
-                    task.note(f"round {number + 1} of {budget.repeats}, {name} ({place + 1} of {len(due)}), about {left} left")
+                    task.note(
+                        f"round {number + 1} of {budget.repeats}, {name} ({place + 1} of {len(due)}), about {left} left"
+                    )
                     is_new = name not in {done.point for done in rounds.trials}
-                    loss_steps = experiment.loss_steps if takes_losses(number, name, experiment, budget) else 0
+                    loss_steps = (
+                        experiment.loss_steps
+                        if takes_losses(number, name, experiment, budget)
+                        else 0
+                    )
                     limit_s = budget.limit_s(len(due) - place + (len(alive) if number == 0 else 0))
-                    result = take(name, number, seconds=budget.seconds, warmup_s=budget.warmup_s, loss_steps=loss_steps, limit_s=limit_s)
+                    result = take(
+                        name,
+                        number,
+                        seconds=budget.seconds,
+                        warmup_s=budget.warmup_s,
+                        loss_steps=loss_steps,
+                        limit_s=limit_s,
+                    )
                     budget.record(name, result.process_s)
                     if not result.is_ok and is_new:
                         del alive[name]
@@ -235,15 +338,33 @@ def measure(
     return rounds
 
 
-def prove(experiment: Experiment, rounds: Rounds, budget: Budget, task: Task, take: Callable[..., TrialResult]) -> None:
+def prove(
+    experiment: Experiment,
+    rounds: Rounds,
+    budget: Budget,
+    task: Task,
+    take: Callable[..., TrialResult],
+) -> None:
     """Run what an exact promise needs that its timed losses did not settle, as far as there is time: each point once, a few steps."""
     found = Measured(rounds.trials)
     open_pairs = [pair for pair in experiment.exact if exactness.differ(found.loss_pairs(*pair))]
-    names = [name for name in dict.fromkeys(name for pair in open_pairs for name in pair) if found.deterministic(name) is None]
+    names = [
+        name
+        for name in dict.fromkeys(name for pair in open_pairs for name in pair)
+        if found.deterministic(name) is None
+    ]
     for place, name in enumerate(names):
         if budget.allows(name):
             task.note(f"whether exact promises hold: {name} ({place + 1} of {len(names)})")
-            take(name, 0, deterministic=True, seconds=0.0, warmup_s=0.0, loss_steps=exactness.STEPS, limit_s=budget.limit_s(len(names) - place))
+            take(
+                name,
+                0,
+                deterministic=True,
+                seconds=0.0,
+                warmup_s=0.0,
+                loss_steps=exactness.STEPS,
+                limit_s=budget.limit_s(len(names) - place),
+            )
 
 
 def takes_losses(number: int, name: str, experiment: Experiment, budget: Budget) -> bool:
@@ -254,13 +375,19 @@ def takes_losses(number: int, name: str, experiment: Experiment, budget: Budget)
     return number == budget.extras_from and name in compared
 
 
-def due_in(number: int, experiment: Experiment, rounds: Rounds, alive: Collection[str], budget: Budget) -> list[str]:
+def due_in(
+    number: int, experiment: Experiment, rounds: Rounds, alive: Collection[str], budget: Budget
+) -> list[str]:
     """Return what round `number` measures, in its order: all that fits into the time, the extras last.
 
     An extra that was never tried goes before further repeats of the others, but for the full set that it is compared with.
     """
     points = [point.name for point in experiment.points if point.name in alive]
-    extras = [point.name for point in experiment.extras if point.name in alive and number >= budget.extras_from]
+    extras = [
+        point.name
+        for point in experiment.extras
+        if point.name in alive and number >= budget.extras_from
+    ]
     if number:
         untried = [name for name in extras if name not in {trial.point for trial in rounds.trials}]
         full = [name for name in (experiment.total or ())[:1] if name in alive]
@@ -268,7 +395,10 @@ def due_in(number: int, experiment: Experiment, rounds: Rounds, alive: Collectio
         fitting = set(budget.fits(list(dict.fromkeys([*first, *points, *extras]))))
         if experiment.total and len(fitting) < 2:
             return []  # gains need two points of one round
-        points, extras = [name for name in points if name in fitting], [name for name in extras if name in fitting]
+        points, extras = (
+            [name for name in points if name in fitting],
+            [name for name in extras if name in fitting],
+        )
     return [*in_turn(points, number), *extras]
 
 
@@ -295,18 +425,26 @@ def total_speedup(experiment: Experiment, found: Measured) -> Figure | None:
     if experiment.total is None:
         return None
     ratios = found.ratios(*experiment.total)
-    noise = spread(found.ratios(point.name, experiment.total[1]) for point in experiment.points if point.name != experiment.total[1])
+    noise = spread(
+        found.ratios(point.name, experiment.total[1])
+        for point in experiment.points
+        if point.name != experiment.total[1]
+    )
     return median_of(ratios, shared=noise) if ratios else None
 
 
-def notes(settled: Settled, experiment: Experiment, rounds: Rounds, rows: Sequence[Row]) -> list[str]:
+def notes(
+    settled: Settled, experiment: Experiment, rounds: Rounds, rows: Sequence[Row]
+) -> list[str]:
     """Return what a reader of the figures has to know about how they were made."""
     said = []
     if not rounds.is_complete:
         said.append("It was interrupted: these are the trials that had ended by then.")
     counts = [row.repeats for row in rows if row.repeats]
     if counts and min(counts) < max(counts):
-        said.append(f"Not every line has {max(counts)} repeats: the time was up, or one failed. n says how many it has.")
+        said.append(
+            f"Not every line has {max(counts)} repeats: the time was up, or one failed. n says how many it has."
+        )
     if rounds.is_complete and any(row.is_unreached for row in rows):
         leave_out = ", or leave some out: speedups=auto,-NAME" if experiment.kind == LADDER else ""
         said.append(f"The time did not suffice for all: give it more --minutes{leave_out}.")
@@ -315,12 +453,18 @@ def notes(settled: Settled, experiment: Experiment, rounds: Rounds, rows: Sequen
             f"Two runs of one command differ here in their last bits: exact promises were judged by {exactness.STEPS} steps of runs of their own, "
             "with train.deterministic=true, which were not timed."
         )
-    measured = [trial.result for trial in rounds.trials if trial.result.is_ok and not trial.deterministic]
+    measured = [
+        trial.result for trial in rounds.trials if trial.result.is_ok and not trial.deterministic
+    ]
     if measured:
         steps = statistics.median(result.measured_steps or 0 for result in measured)
         before = statistics.median(result.warmup_steps or 0 for result in measured)
-        said.append(f"Steps measured in a trial, the median: {steps:.0f}, after {before:.0f} of warming up.")
+        said.append(
+            f"Steps measured in a trial, the median: {steps:.0f}, after {before:.0f} of warming up."
+        )
         moving = sum(result.settled is False for result in measured)
         if moving:
-            said.append(f"In {moving} of {len(measured)} trials the step time had not settled when the warming up had to end.")
+            said.append(
+                f"In {moving} of {len(measured)} trials the step time had not settled when the warming up had to end."
+            )
     return said

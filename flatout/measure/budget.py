@@ -74,14 +74,19 @@ class Budget:
         """Choose the seconds of the next round's trials: as many rounds as leave enough for each, two in all if it must be."""
         if math.isinf(self._total_s):
             return
-        overhead_s = sum(self._overheads.values()) + (self._num_points - len(self._overheads)) * self._usual_overhead()
+        overhead_s = (
+            sum(self._overheads.values())
+            + (self._num_points - len(self._overheads)) * self._usual_overhead()
+        )
         wanted = self.repeats - rounds_done
         fewest = max(1, min(2 - rounds_done, wanted))
         for rounds in range(max(wanted, 1), 0, -1):
             seconds = (self.left_s / (SLACK * rounds) - overhead_s) / self._num_points
             if seconds >= 2 * FEWEST_SECONDS or rounds <= fewest:
                 break
-        self.seconds = max(FEWEST_SECONDS, min(seconds, MOST_SECONDS if rounds == wanted else DEFAULT_SECONDS))
+        self.seconds = max(
+            FEWEST_SECONDS, min(seconds, MOST_SECONDS if rounds == wanted else DEFAULT_SECONDS)
+        )
 
     def fits(self, names: Sequence[str]) -> list[str]:
         """Return those that fit into a round that begins now, the first ones first."""

@@ -24,7 +24,9 @@ def repeats_to_the_bit(config: RunConfig) -> bool:
 
 def paired(losses: Iterable[tuple[Losses, ...]]) -> list[tuple[list[float], list[float]]]:
     """Return pairs of losses cut to one length; a pair in which one is empty is left out."""
-    return [(list(one[: len(other)]), list(other[: len(one)])) for one, other in losses if one and other]
+    return [
+        (list(one[: len(other)]), list(other[: len(one)])) for one, other in losses if one and other
+    ]
 
 
 def differ(pairs: Iterable[tuple[Losses, Losses]]) -> bool:

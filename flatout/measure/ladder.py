@@ -60,19 +60,29 @@ class Ladder:
         return next(rung for rung in self.rungs if rung.name == name)
 
 
-def make_ladder(config: RunConfig, decisions: Sequence[Decision], put_in: Mapping[str, Sequence[str] | str]) -> Ladder:
+def make_ladder(
+    config: RunConfig, decisions: Sequence[Decision], put_in: Mapping[str, Sequence[str] | str]
+) -> Ladder:
     """Return the ladder for the speedups that `decisions` has on.
 
     A speedup that is off is put in when `speedups` leaves the choice to auto, does not drop it, and nothing stands against it;
     a list of speedups is measured as it stands. `put_in` says what is on then, or why that cannot be.
     """
-    known = {speedup.name: speedup for speedup in [*all_speedups(), *(speedup_named(d.name) for d in decisions if ":" in d.name)]}
+    known = {
+        speedup.name: speedup
+        for speedup in [
+            *all_speedups(),
+            *(speedup_named(d.name) for d in decisions if ":" in d.name),
+        ]
+    }
     full = in_order((d.name for d in decisions if d.on), known)
     rungs = [Rung(BASELINE, "baseline", (), None, None)]
     for count, name in enumerate(full, 1):
         rungs.append(Rung(f"+ {name}", "added", tuple(full[:count]), name, rungs[-1].name))
     top = rungs[-1].name
-    rungs += [Rung(f"all but {name}", "left-out", without(full, name, known), name, top) for name in full]
+    rungs += [
+        Rung(f"all but {name}", "left-out", without(full, name, known), name, top) for name in full
+    ]
     absent: list[Absent] = []
     for decision in decisions:
         if decision.on:
@@ -90,7 +100,9 @@ def make_ladder(config: RunConfig, decisions: Sequence[Decision], put_in: Mappin
 def put_in_rung(name: str, speedups: tuple[str, ...], full: Sequence[str], top: str) -> Rung:
     """Return the rung of `speedups`, the full set with one put in; its name says what came with it and what that replaced."""
     replaced = tuple(other for other in full if other not in speedups)
-    came = " and ".join([name, *(other for other in speedups if other not in full and other != name)])
+    came = " and ".join(
+        [name, *(other for other in speedups if other not in full and other != name)]
+    )
     told = f"all, with {came} for {' and '.join(replaced)}" if replaced else f"all and {came}"
     return Rung(told, "put-in", speedups, name, top, replaced)
 
@@ -100,7 +112,9 @@ def in_order(names: Iterable[str], known: dict[str, Speedup]) -> list[str]:
     wanted, order = set(names), list(known)
     placed: list[str] = []
     while wanted:
-        ready = [name for name in sorted(wanted, key=order.index) if not wanted & set(known[name].needs)]
+        ready = [
+            name for name in sorted(wanted, key=order.index) if not wanted & set(known[name].needs)
+        ]
         placed.append(ready[0])
         wanted.remove(ready[0])
     return placed
@@ -132,6 +146,12 @@ def promise_between(one: Iterable[str], other: Iterable[str]) -> Promise:
     """
     alike, unlike = set(one) & set(other), set(one) ^ set(other)
     promises = [SPEEDUPS.get(name).promise for name in unlike]
-    loosest = max(promises, key=lambda promise: STRICTNESS.index(promise.kind), default=Promise.exact())
-    passed_through = [SPEEDUPS.get(name).promise.rtol for name in alike] if loosest.kind == "rounding" else []
-    return Promise(loosest.kind, sum(promise.rtol for promise in promises) + max(passed_through, default=0.0))
+    loosest = max(
+        promises, key=lambda promise: STRICTNESS.index(promise.kind), default=Promise.exact()
+    )
+    passed_through = (
+        [SPEEDUPS.get(name).promise.rtol for name in alike] if loosest.kind == "rounding" else []
+    )
+    return Promise(
+        loosest.kind, sum(promise.rtol for promise in promises) + max(passed_through, default=0.0)
+    )

@@ -29,7 +29,9 @@ def settled(step_s: Sequence[float]) -> bool:
     before = window_ending(step_s, len(step_s) - len(last)) if last else ()
     if not before:
         return False
-    return abs(statistics.median(before) - statistics.median(last)) <= STILL * statistics.median(last)
+    return abs(statistics.median(before) - statistics.median(last)) <= STILL * statistics.median(
+        last
+    )
 
 
 def window_ending(step_s: Sequence[float], end: int) -> Sequence[float]:
@@ -53,7 +55,14 @@ class Pace:
     """
 
     def __init__(
-        self, log: Log, *, seconds: float, loss_steps: int, warmup_s: float, limit_s: float, clock: Callable[[], float] = time.perf_counter
+        self,
+        log: Log,
+        *,
+        seconds: float,
+        loss_steps: int,
+        warmup_s: float,
+        limit_s: float,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.warmup_steps: int | None = None
         """Steps before the measured ones; None while warming up."""
@@ -64,7 +73,12 @@ class Pace:
         self.measured = Spent()
         """Where the time of the measured steps went."""
         self._log, self._clock = log, clock
-        self._seconds, self._loss_steps, self._most_warmup_s, self._limit_s = seconds, loss_steps, warmup_s, limit_s
+        self._seconds, self._loss_steps, self._most_warmup_s, self._limit_s = (
+            seconds,
+            loss_steps,
+            warmup_s,
+            limit_s,
+        )
         self._step_s: list[float] = []
         self._began_s = self._last_s = 0.0
         self._before = Spent()
@@ -75,9 +89,15 @@ class Pace:
             self._warm_up(run)
             return False
         now_s = self._clock()
-        enough = now_s - self._last_s >= self._seconds and run.step >= max(self._loss_steps, self.warmup_steps + FEWEST_STEPS)
+        enough = now_s - self._last_s >= self._seconds and run.step >= max(
+            self._loss_steps, self.warmup_steps + FEWEST_STEPS
+        )
         late_s, steps = now_s - self._began_s - self._limit_s, run.step - self.warmup_steps
-        return enough or (late_s >= 0 and steps >= FEWEST_STEPS) or (late_s >= self._limit_s and steps > 0)
+        return (
+            enough
+            or (late_s >= 0 and steps >= FEWEST_STEPS)
+            or (late_s >= self._limit_s and steps > 0)
+        )
 
     def finish(self) -> None:
         """Close the measurement; the loop has ended."""
@@ -93,7 +113,10 @@ class Pace:
         self._step_s.append(now_s - self._last_s)
         self.warmup_s = now_s - self._began_s
         self.is_settled = settled(self._step_s)
-        is_late = self.warmup_s - self._step_s[0] >= self._most_warmup_s or self.warmup_s >= self._limit_s / 2
+        is_late = (
+            self.warmup_s - self._step_s[0] >= self._most_warmup_s
+            or self.warmup_s >= self._limit_s / 2
+        )
         if not self.is_settled and not is_late and before.steps < run.last_step // 2:
             self._last_s = self._clock()  # looking back over the steps is in no step's time
             return

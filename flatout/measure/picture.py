@@ -6,7 +6,15 @@ import textwrap
 from html import escape
 
 from flatout.measure.results import Report, Row
-from flatout.measure.table import absence, gain_words, groups, setting, title, total_words, unreached
+from flatout.measure.table import (
+    absence,
+    gain_words,
+    groups,
+    setting,
+    title,
+    total_words,
+    unreached,
+)
 
 MARGIN, BAR, BESIDE, ROW, HEADING = 24, 400, 396, 26, 40
 """Pixels: the border, the longest bar, the least that the words beside it take, the height of a row, of a heading."""
@@ -14,17 +22,30 @@ SHORTEST_NAMES = 260
 """Pixels: the least that the names take."""
 LETTER_EM = 0.66
 """Width of a letter, in font sizes: the mean of the widest of the usual fonts, DejaVu Sans Bold, since the reader's is unknown."""
-COLOURS = {"baseline": "#9aa4b2", "added": "#2f6fde", "left-out": "#d98324", "put-in": "#3a9d6e", "point": "#2f6fde"}
+COLOURS = {
+    "baseline": "#9aa4b2",
+    "added": "#2f6fde",
+    "left-out": "#d98324",
+    "put-in": "#3a9d6e",
+    "point": "#2f6fde",
+}
 INK, PALE = "#1d2433", "#667085"
 
 
 def picture(report: Report) -> str:
     """Return the report as SVG."""
     drawn = [(heading, rows) for heading, rows in groups(report) if rows[0].kind != "absent"]
-    tops = [row.tokens_per_s.high or row.tokens_per_s.median for _, rows in drawn for row in rows if row.tokens_per_s]
+    tops = [
+        row.tokens_per_s.high or row.tokens_per_s.median
+        for _, rows in drawn
+        for row in rows
+        if row.tokens_per_s
+    ]
     per_pixel = max(tops, default=1.0) / BAR
     every = [row for _, rows in drawn for row in rows]
-    left = MARGIN + round(max([SHORTEST_NAMES, *(10 + extent(row.short_name, 13) for row in every)]))
+    left = MARGIN + round(
+        max([SHORTEST_NAMES, *(10 + extent(row.short_name, 13) for row in every)])
+    )
     width = left + BAR + round(max([BESIDE, *(8 + extent(figures(row), 12) for row in every)]))
     room = width - 2 * MARGIN
     y = 84.0 if report.total_speedup else 62.0
@@ -43,13 +64,26 @@ def picture(report: Report) -> str:
         parts.append(text(MARGIN, y + 16, said, size=12, colour=PALE, style="italic"))
         y += 20
     footnote = broken(setting(report), 10, room)
-    parts += [text(MARGIN, y + 16 + 15 * number, line, size=10, colour=PALE) for number, line in enumerate(footnote)]
+    parts += [
+        text(MARGIN, y + 16 + 15 * number, line, size=10, colour=PALE)
+        for number, line in enumerate(footnote)
+    ]
     height = y + 34 + 15 * (len(footnote) - 1)
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height:.0f}" width="{width}" height="{height:.0f}" '
         f'font-family="Helvetica, Arial, sans-serif">'
     )
-    return "\n".join([head, f'<rect width="{width}" height="{height:.0f}" fill="#ffffff"/>', *parts, "</svg>"]) + "\n"
+    return (
+        "\n".join(
+            [
+                head,
+                f'<rect width="{width}" height="{height:.0f}" fill="#ffffff"/>',
+                *parts,
+                "</svg>",
+            ]
+        )
+        + "\n"
+    )
 
 
 def row_parts(row: Row, y: float, per_pixel: float, left: float, room: float) -> list[str]:
@@ -57,10 +91,23 @@ def row_parts(row: Row, y: float, per_pixel: float, left: float, room: float) ->
     middle = y + ROW / 2
     name = text(left - 10, middle + 4, row.short_name, size=13, anchor="end")
     if row.tokens_per_s is None:
-        return [name, text(left, middle + 4, shortened(absence(row), 12, room), size=12, colour=PALE, style="italic")]
+        return [
+            name,
+            text(
+                left,
+                middle + 4,
+                shortened(absence(row), 12, room),
+                size=12,
+                colour=PALE,
+                style="italic",
+            ),
+        ]
     figure = row.tokens_per_s
     length = figure.median / per_pixel
-    parts = [name, f'<rect x="{left}" y="{y + 4}" width="{length:.1f}" height="{ROW - 8}" rx="2" fill="{COLOURS[row.kind]}"/>']
+    parts = [
+        name,
+        f'<rect x="{left}" y="{y + 4}" width="{length:.1f}" height="{ROW - 8}" rx="2" fill="{COLOURS[row.kind]}"/>',
+    ]
     end = length
     if figure.low is not None and figure.high is not None:
         low, end = figure.low / per_pixel, max(figure.high / per_pixel, length)
@@ -68,12 +115,22 @@ def row_parts(row: Row, y: float, per_pixel: float, left: float, room: float) ->
         parts += [line(left + x, middle - 4, left + x, middle + 4) for x in (low, end)]
     parts.append(text(left + end + 8, middle + 4, figures(row), size=12))
     if row.promise_kept is False:
-        parts.append(text(left + 6, middle + 4, "promise broken", size=11, colour="#ffffff", weight="bold"))
+        parts.append(
+            text(left + 6, middle + 4, "promise broken", size=11, colour="#ffffff", weight="bold")
+        )
     return parts
 
 
 def text(
-    x: float, y: float, words: str, *, size: int, colour: str = INK, anchor: str = "start", weight: str = "normal", style: str = "normal"
+    x: float,
+    y: float,
+    words: str,
+    *,
+    size: int,
+    colour: str = INK,
+    anchor: str = "start",
+    weight: str = "normal",
+    style: str = "normal",
 ) -> str:
     """Return a text element."""
     return (

@@ -13,7 +13,9 @@ WHERE = {"added": "on the way up", "put-in": "put into the full set", "left-out"
 """What a line of the ladder says of a speedup; of several lines about one the last of these counts, which is nearest to what a run uses."""
 
 
-def remember(report: Report, machine: Machine, device: str, cache: Path, *, progress: Progress = SILENT) -> None:
+def remember(
+    report: Report, machine: Machine, device: str, cache: Path, *, progress: Progress = SILENT
+) -> None:
     """Keep what a ladder measured on a GPU, for `flatout list speedups`; nothing of a sweep, nor of a CPU."""
     gpu, found = gpu_name(machine, device), gains(report)
     if gpu is None or not found:
@@ -21,7 +23,9 @@ def remember(report: Report, machine: Machine, device: str, cache: Path, *, prog
     try:
         keep(gpu, found, cache)
     except OSError as error:
-        progress.say(f"Cannot write {cache}: {error.strerror or error}. `flatout list speedups` will not show what was measured.")
+        progress.say(
+            f"Cannot write {cache}: {error.strerror or error}. `flatout list speedups` will not show what was measured."
+        )
 
 
 def gains(report: Report) -> dict[str, Gain]:

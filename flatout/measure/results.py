@@ -163,7 +163,12 @@ def commit_of_package() -> str | None:
 
     def git(*words: str) -> str | None:
         try:
-            done = subprocess.run(["git", "-c", "core.fsmonitor=false", "-C", str(PACKAGE_DIR), *words], capture_output=True, text=True, check=False)
+            done = subprocess.run(
+                ["git", "-c", "core.fsmonitor=false", "-C", str(PACKAGE_DIR), *words],
+                capture_output=True,
+                text=True,
+                check=False,
+            )
         except OSError:
             return None
         return done.stdout.strip() if done.returncode == 0 else None
@@ -187,7 +192,11 @@ def place_for(config: RunConfig, kind: str, out: Path | None) -> Path:
         return out
     stem = run_name(config) + ("" if kind == "ladder" else f"-{kind}")
     taken = {path.name for path in BENCHES.iterdir()} if BENCHES.is_dir() else set()
-    numbers = [int(found[1]) for name in taken if (found := re.fullmatch(rf"{re.escape(stem)}-(\d+)", name))]
+    numbers = [
+        int(found[1])
+        for name in taken
+        if (found := re.fullmatch(rf"{re.escape(stem)}-(\d+)", name))
+    ]
     return BENCHES / (stem if stem not in taken else f"{stem}-{max(numbers, default=1) + 1}")
 
 
@@ -196,13 +205,26 @@ def require_same(out: Path, config: RunConfig, kind: str) -> None:
 
     Raises: ConfigError when that is another one, or something else.
     """
-    held = label(read(out)) if (out / JSON).exists() else next(read_lines(out / TRIALS), {}).get("bench")
-    if not (isinstance(held, list) and len(held) == 3 and all(isinstance(part, str) for part in held)):
-        raise ConfigError(f"{out} holds other files, and no bench.", fix="Choose a new folder with --out DIR.")
+    held = (
+        label(read(out))
+        if (out / JSON).exists()
+        else next(read_lines(out / TRIALS), {}).get("bench")
+    )
+    if not (
+        isinstance(held, list) and len(held) == 3 and all(isinstance(part, str) for part in held)
+    ):
+        raise ConfigError(
+            f"{out} holds other files, and no bench.", fix="Choose a new folder with --out DIR."
+        )
     asked = [config.name, kind, config.digest()]
     if held[1:] != asked[1:]:
-        one, other = (f"{name} ({what}, configuration {digest[:8]})" for name, what, digest in (held, asked))
-        raise ConfigError(f"{out} holds the bench of {one}; this one is of {other}.", fix="Choose another folder with --out DIR.")
+        one, other = (
+            f"{name} ({what}, configuration {digest[:8]})" for name, what, digest in (held, asked)
+        )
+        raise ConfigError(
+            f"{out} holds the bench of {one}; this one is of {other}.",
+            fix="Choose another folder with --out DIR.",
+        )
 
 
 def label(report: Report) -> list[str]:
@@ -220,7 +242,10 @@ def claim(place: Path) -> None:
         with tempfile.TemporaryFile(dir=place):
             pass
     except OSError as error:
-        raise ConfigError(f"Cannot write {place}: {error.strerror or error}.", fix="Choose a folder that you may write with --out DIR.") from error
+        raise ConfigError(
+            f"Cannot write {place}: {error.strerror or error}.",
+            fix="Choose a folder that you may write with --out DIR.",
+        ) from error
 
 
 def keep(trial: Trial, bench: Sequence[str], began: str, place: Path) -> None:
@@ -231,18 +256,25 @@ def keep(trial: Trial, bench: Sequence[str], began: str, place: Path) -> None:
     Raises: RunFailed when the disk refuses.
     """
     try:
-        append_line(place / TRIALS, {"bench": list(bench), "began": began, **trial.model_dump(mode="json")})
+        append_line(
+            place / TRIALS, {"bench": list(bench), "began": began, **trial.model_dump(mode="json")}
+        )
         sync(place / TRIALS)
         sync(place)
     except OSError as error:
         raise RunFailed(
-            f"Cannot write {place / TRIALS}: {error.strerror or error}.", fix=unless_broken(error, "Make room, and run it again.")
+            f"Cannot write {place / TRIALS}: {error.strerror or error}.",
+            fix=unless_broken(error, "Make room, and run it again."),
         ) from error
 
 
 def is_less(report: Report, place: Path) -> bool:
     """Say whether the folder holds more trials of this bench than a report that was interrupted, which then does not take its place."""
-    return not report.complete and (place / JSON).exists() and len(read(place).trials) > len(report.trials)
+    return (
+        not report.complete
+        and (place / JSON).exists()
+        and len(read(place).trials) > len(report.trials)
+    )
 
 
 def write(report: Report, table: str, picture: str, place: Path) -> None:
@@ -262,11 +294,16 @@ def read(place: Path) -> Report:
     try:
         document = json.loads(read_regular(path))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"Cannot read {path} as a bench.", fix="Name a folder that `flatout bench` wrote.") from error
+        raise ConfigError(
+            f"Cannot read {path} as a bench.", fix="Name a folder that `flatout bench` wrote."
+        ) from error
     version = document.get("format_version") if isinstance(document, dict) else None
     if isinstance(version, int) and version > FORMAT_VERSION:
         raise ConfigError(f"{path} was written by a newer flatout.", fix="Install that one.")
     try:
         return Report.model_validate(document)
     except ValidationError as error:
-        raise ConfigError(f"{path} is no bench that this flatout can read.", fix="Name a folder that `flatout bench` wrote.") from error
+        raise ConfigError(
+            f"{path} is no bench that this flatout can read.",
+            fix="Name a folder that `flatout bench` wrote.",
+        ) from error

@@ -60,7 +60,9 @@ def settle(asked: RunConfig) -> Settled:
     machine = probe()
     device, _ = pick_device(asked.train.device, machine)
     dataset = open_dataset(asked)
-    config, decisions = resolve(asked.with_values({"train.device": device}), machine=machine, dataset=dataset, world_size=1)
+    config, decisions = resolve(
+        asked.with_values({"train.device": device}), machine=machine, dataset=dataset, world_size=1
+    )
     return Settled(config, decisions, machine, dataset)
 
 
@@ -70,7 +72,11 @@ def choose(asked: RunConfig) -> Choice:
     Raises: UsageError when it cannot run here.
     """
     settled = settle(asked)
-    off = [decision.name for decision in settled.decisions if not decision.on] if parse_wish(asked.speedups).auto else []
+    off = (
+        [decision.name for decision in settled.decisions if not decision.on]
+        if parse_wish(asked.speedups).auto
+        else []
+    )
     return Choice(
         config=settled.config.to_dict(),
         decisions=settled.decisions,
@@ -85,10 +91,16 @@ def put_in(name: str, asked: RunConfig, settled: Settled) -> list[str] | str:
     for part in wanted:
         why_not = speedup_named(part).reason_against(settled.machine, stated)
         if why_not:
-            return f"cannot run here, because: {why_not}" if part == name else f"cannot run here, because {part} cannot: {why_not}"
+            return (
+                f"cannot run here, because: {why_not}"
+                if part == name
+                else f"cannot run here, because {part} cannot: {why_not}"
+            )
     named = stated.with_values({"speedups": naming(asked.speedups, wanted)})
     try:
-        _, decisions = resolve(named, machine=settled.machine, dataset=settled.dataset, world_size=1)
+        _, decisions = resolve(
+            named, machine=settled.machine, dataset=settled.dataset, world_size=1
+        )
         assemble(decisions)
     except UsageError as error:
         return f"cannot be put in, because: {error.what}"
@@ -120,7 +132,13 @@ def ask_another(asked: RunConfig, *, command: Iterable[str] = ()) -> Choice:
     Raises: what `choose` raises there; RunFailed when the process died.
     """
     program = [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; {PROGRAM}"]
-    done = subprocess.run([*command] or program, input=json.dumps(asked.to_dict()), capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*command] or program,
+        input=json.dumps(asked.to_dict()),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     answer = (done.stdout.strip().splitlines() or [""])[-1]
     if done.returncode == 0:
         return Choice.model_validate_json(answer)
@@ -128,7 +146,10 @@ def ask_another(asked: RunConfig, *, command: Iterable[str] = ()) -> Choice:
         told = json.loads(answer)
         raise getattr(errors, told["kind"])(told["what"], fix=told["fix"])
     said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1][:300]
-    raise RunFailed(f"The process that settles the configuration died: {said}", fix="Try the same recipe with `flatout train`.")
+    raise RunFailed(
+        f"The process that settles the configuration died: {said}",
+        fix="Try the same recipe with `flatout train`.",
+    )
 
 
 def main() -> None:

@@ -20,7 +20,26 @@ FEWEST_FREEDOM = 4
 """Degrees of freedom that a shared spread must rest on."""
 FEWEST_SEEDS = 3
 """Differences that say something of their own mean."""
-STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101)
+STUDENT = (
+    12.706,
+    4.303,
+    3.182,
+    2.776,
+    2.571,
+    2.447,
+    2.365,
+    2.306,
+    2.262,
+    2.228,
+    2.201,
+    2.179,
+    2.160,
+    2.145,
+    2.131,
+    2.120,
+    2.110,
+    2.101,
+)
 """Student's t for 95%, two-sided, of 1 to 18 degrees of freedom; that of 18 serves for more, and is 7% too wide at most."""
 MEDIAN_DEVIATION = {2: 0.7071, 3: 0.6698, 4: 0.5460}
 """Standard deviation of the median of so many normal draws."""
@@ -52,7 +71,11 @@ class Figure(BaseModel):
             return f"worth x{self.median:.2f}, too few repeats to be sure"
         if self.low <= 1 <= self.high:
             return "worth nothing measurable"
-        return f"worth x{self.median:.2f}" if self.median > 1 else f"faster without it, worth x{self.median:.2f}"
+        return (
+            f"worth x{self.median:.2f}"
+            if self.median > 1
+            else f"faster without it, worth x{self.median:.2f}"
+        )
 
 
 @dataclass(frozen=True)
@@ -107,7 +130,9 @@ def left_out(repeats: int) -> int:
 def mean_of(differences: Sequence[float]) -> tuple[float, float, float]:
     """Return the mean of paired differences between its ends, (low, mean, high), by Student's t; three differences at least."""
     mean = statistics.fmean(differences)
-    half = student(len(differences) - 1) * statistics.stdev(differences) / math.sqrt(len(differences))
+    half = (
+        student(len(differences) - 1) * statistics.stdev(differences) / math.sqrt(len(differences))
+    )
     return mean - half, mean, mean + half
 
 

@@ -32,12 +32,18 @@ def sweep_experiment(what: str, asked: RunConfig, settled: Settled) -> Experimen
     full = [decision.name for decision in settled.decisions if decision.on]
     values, refused = SWEEPS[what](asked, settled, full)
     if not values:
-        raise ConfigError(f"--sweep {what} has nothing to measure: {'; '.join(f'{k}: {v}' for k, v in refused.items())}.", fix="Sweep another size.")
+        raise ConfigError(
+            f"--sweep {what} has nothing to measure: {'; '.join(f'{k}: {v}' for k, v in refused.items())}.",
+            fix="Sweep another size.",
+        )
 
     def rows(found: Measured) -> list[Row]:
         noise = spread(found.rates(name) for name in values)
         lines = [measured_row(name, "point", name, found, noise) for name in values]
-        return lines + [Row(name=name, kind="absent", status="not-measured", reason=reason) for name, reason in refused.items()]
+        return lines + [
+            Row(name=name, kind="absent", status="not-measured", reason=reason)
+            for name, reason in refused.items()
+        ]
 
     return Experiment(what, tuple(Point(name, own) for name, own in values.items()), rows)
 
@@ -51,23 +57,34 @@ def require_sweep(what: str) -> None:
         raise unknown_name("sweep", what, SWEEPS)
 
 
-def batch(asked: RunConfig, settled: Settled, full: list[str]) -> tuple[dict[str, dict[str, Any]], Refused]:
+def batch(
+    asked: RunConfig, settled: Settled, full: list[str]
+) -> tuple[dict[str, dict[str, Any]], Refused]:
     """Rows of a micro-batch, doubled from 1 to all windows of a step; the step stays the same."""
     windows = (settled.config.batch.tokens_per_step or 0) // settled.config.data.seq_len
-    sizes = sorted({rows for power in range(windows.bit_length()) if windows % (rows := 2**power) == 0} | {windows})
+    sizes = sorted(
+        {rows for power in range(windows.bit_length()) if windows % (rows := 2**power) == 0}
+        | {windows}
+    )
     return {counted(rows, "row"): rows_of(rows, settled, full) for rows in sizes}, {}
 
 
-def accumulation(asked: RunConfig, settled: Settled, full: list[str]) -> tuple[dict[str, dict[str, Any]], Refused]:
+def accumulation(
+    asked: RunConfig, settled: Settled, full: list[str]
+) -> tuple[dict[str, dict[str, Any]], Refused]:
     """Micro-batches of a step, doubled from 1 to 8, each of the recipe's rows: the step grows. (`batch` keeps the step.)"""
     rows, seq_len = int(settled.config.batch.rows_per_device), settled.config.data.seq_len
     counts = [2**power for power in range(MOST_ACCUMULATE.bit_length())]
     return {
-        counted(n, "micro-batch", "micro-batches"): rows_of(rows, settled, full) | {"batch.tokens_per_step": n * rows * seq_len} for n in counts
+        counted(n, "micro-batch", "micro-batches"): rows_of(rows, settled, full)
+        | {"batch.tokens_per_step": n * rows * seq_len}
+        for n in counts
     }, {}
 
 
-def seq_len(asked: RunConfig, settled: Settled, full: list[str]) -> tuple[dict[str, dict[str, Any]], Refused]:
+def seq_len(
+    asked: RunConfig, settled: Settled, full: list[str]
+) -> tuple[dict[str, dict[str, Any]], Refused]:
     """Tokens of a window, from a quarter to four times the recipe's; the tokens of a step and of a micro-batch stay the same."""
     config, tokens = settled.config, settled.config.batch.tokens_per_step or 0
     model_class = MODELS.get(config.model.kind)
@@ -76,50 +93,88 @@ def seq_len(asked: RunConfig, settled: Settled, full: list[str]) -> tuple[dict[s
     for length in (config.data.seq_len * factor // 4 for factor in (1, 2, 4, 8, 16)):
         name = counted(length, "token")
         if length < 1 or tokens % length:
-            refused[name] = f"cannot run here, because a step of {tokens} tokens is not a whole number of such windows."
+            refused[name] = (
+                f"cannot run here, because a step of {tokens} tokens is not a whole number of such windows."
+            )
             continue
         try:
             if not settled.dataset.split("train").num_windows(length):
-                refused[name] = "cannot run here, because the training text is shorter than one such window."
+                refused[name] = (
+                    "cannot run here, because the training text is shorter than one such window."
+                )
                 continue
-            model_class.check(asked.model.own() | {"vocab_size": config.model.vocab_size}, seq_len=length)
+            model_class.check(
+                asked.model.own() | {"vocab_size": config.model.vocab_size}, seq_len=length
+            )
         except FlatoutError as error:
             refused[name] = f"cannot run here, because: {error.what}"
             continue
-        rows = largest_divisor(tokens // length, int(config.batch.rows_per_device) * config.data.seq_len // length)
+        rows = largest_divisor(
+            tokens // length, int(config.batch.rows_per_device) * config.data.seq_len // length
+        )
         values[name] = {"data.seq_len": length} | rows_of(rows, settled, full)
     return values, refused
 
 
-def precision(asked: RunConfig, settled: Settled, full: list[str]) -> tuple[dict[str, dict[str, Any]], Refused]:
+def precision(
+    asked: RunConfig, settled: Settled, full: list[str]
+) -> tuple[dict[str, dict[str, Any]], Refused]:
     """The arithmetic of the matrix products: fp32, and each speedup that changes it, in place of what fills its slots."""
     plain = [name for name in full if name not in PRECISIONS]
     asked = asked.with_values({"train.device": settled.config.train.device})
     wish = parse_wish(asked.speedups)
     if wish.auto:
-        edits = [*(f"-{name}" for name in wish.dropped), *(f"+{name}" for name in wish.named if name not in PRECISIONS)]
-        stated = asked.with_values({"train.precision": "fp32", "speedups": ",".join(["auto", *edits])})
-        plain = [decision.name for decision in select(stated, settled.machine, device=settled.config.train.device) if decision.on]
+        edits = [
+            *(f"-{name}" for name in wish.dropped),
+            *(f"+{name}" for name in wish.named if name not in PRECISIONS),
+        ]
+        stated = asked.with_values(
+            {"train.precision": "fp32", "speedups": ",".join(["auto", *edits])}
+        )
+        plain = [
+            decision.name
+            for decision in select(stated, settled.machine, device=settled.config.train.device)
+            if decision.on
+        ]
     values = {"fp32": with_speedups(plain)}
     refused: Refused = {}
     for name in PRECISIONS:
         speedup = SPEEDUPS.get(name)
-        why_not = speedup.reason_against(settled.machine, asked.with_values({"train.precision": "auto"}))
+        why_not = speedup.reason_against(
+            settled.machine, asked.with_values({"train.precision": "auto"})
+        )
         if why_not:
             refused[name] = f"cannot run here, because: {why_not}"
         else:
-            values[name] = with_speedups([*(other for other in plain if not speedup.fills.keys() & SPEEDUPS.get(other).fills.keys()), name])
+            values[name] = with_speedups(
+                [
+                    *(
+                        other
+                        for other in plain
+                        if not speedup.fills.keys() & SPEEDUPS.get(other).fills.keys()
+                    ),
+                    name,
+                ]
+            )
     return values, refused
 
 
-def prefetch(asked: RunConfig, settled: Settled, full: list[str]) -> tuple[dict[str, dict[str, Any]], Refused]:
+def prefetch(
+    asked: RunConfig, settled: Settled, full: list[str]
+) -> tuple[dict[str, dict[str, Any]], Refused]:
     """Steps that the feed reads ahead: none, 1, 2, 4, 8."""
     others = [name for name in full if name != "prefetch"]
-    ahead = {f"{counted(steps, 'step')} ahead": {"data.prefetch": steps} | with_speedups([*others, "prefetch"]) for steps in (1, 2, 4, 8)}
+    ahead = {
+        f"{counted(steps, 'step')} ahead": {"data.prefetch": steps}
+        | with_speedups([*others, "prefetch"])
+        for steps in (1, 2, 4, 8)
+    }
     return {"no prefetch": with_speedups(others)} | ahead, {}
 
 
-SWEEPS: Mapping[str, Callable[[RunConfig, Settled, list[str]], tuple[dict[str, dict[str, Any]], Refused]]] = {
+SWEEPS: Mapping[
+    str, Callable[[RunConfig, Settled, list[str]], tuple[dict[str, dict[str, Any]], Refused]]
+] = {
     "batch": batch,
     "seq_len": seq_len,
     "precision": precision,
@@ -131,7 +186,11 @@ SWEEPS: Mapping[str, Callable[[RunConfig, Settled, list[str]], tuple[dict[str, d
 
 def rows_of(rows: int, settled: Settled, full: list[str]) -> dict[str, Any]:
     """Return the keys that state a micro-batch's rows; the speedup that chooses them has then nothing to do."""
-    stated = {"batch.tokens_per_step": settled.config.batch.tokens_per_step, "batch.rows_per_device": rows, "batch.accumulate": None}
+    stated = {
+        "batch.tokens_per_step": settled.config.batch.tokens_per_step,
+        "batch.rows_per_device": rows,
+        "batch.accumulate": None,
+    }
     choosers = {name for name in full if "micro_batch" in SPEEDUPS.get(name).fills}
     return stated | with_speedups(name for name in full if name not in choosers)
 
@@ -143,4 +202,6 @@ def counted(number: int, one: str, more: str = "") -> str:
 
 def largest_divisor(number: int, at_most: int) -> int:
     """Return the largest divisor of `number` that is not above `at_most`, 1 at least."""
-    return next((divisor for divisor in range(min(number, at_most), 0, -1) if number % divisor == 0), 1)
+    return next(
+        (divisor for divisor in range(min(number, at_most), 0, -1) if number % divisor == 0), 1
+    )

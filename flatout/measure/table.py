@@ -24,7 +24,10 @@ def groups(report: Report) -> list[tuple[str, list[Row]]]:
 
     Empty groups are left out, and the rows whose turn never came: `unreached` names them.
     """
-    found = [(heading, [row for row in report.rows if row.kind in kinds and not row.is_unreached]) for kinds, heading in HEADINGS.items()]
+    found = [
+        (heading, [row for row in report.rows if row.kind in kinds and not row.is_unreached])
+        for kinds, heading in HEADINGS.items()
+    ]
     return [(heading, rows) for heading, rows in found if rows]
 
 
@@ -46,7 +49,11 @@ def table(report: Report) -> str:
     for heading, rows in groups(report):
         if heading:
             lines += [f"## {heading}", ""]
-        lines += absent_lines(rows) if rows[0].kind == "absent" else row_lines(rows, sweep=rows[0].kind == "point")
+        lines += (
+            absent_lines(rows)
+            if rows[0].kind == "absent"
+            else row_lines(rows, sweep=rows[0].kind == "point")
+        )
         lines.append("")
     lines += [part for line in unreached(report) for part in (line, "")]
     lines += [f"{setting(report)}", "", *[f"- {note}" for note in report.notes]]
@@ -55,7 +62,11 @@ def table(report: Report) -> str:
 
 def title(report: Report) -> str:
     """Return what was measured, in a few words."""
-    return f"{report.recipe}: the ladder" if report.kind == "ladder" else f"{report.recipe}: a sweep of {report.kind}"
+    return (
+        f"{report.recipe}: the ladder"
+        if report.kind == "ladder"
+        else f"{report.recipe}: a sweep of {report.kind}"
+    )
 
 
 def total_words(report: Report) -> str:
@@ -66,7 +77,10 @@ def total_words(report: Report) -> str:
     told = f"The full set is {figure.median:.2f} times as fast as the baseline"
     if figure.low is not None:
         return f"{told}{between(figure, '.2f')}."
-    fewest = min((row.repeats for row in report.rows if row.kind in {"baseline", "added"} and row.repeats), default=0)
+    fewest = min(
+        (row.repeats for row in report.rows if row.kind in {"baseline", "added"} and row.repeats),
+        default=0,
+    )
     return f"{told} ({'one repeat: ' if fewest < 2 else ''}too few {'' if fewest < 2 else 'repeats '}to be sure)."
 
 
@@ -82,8 +96,15 @@ def baseline_words(report: Report) -> str:
 def setting(report: Report) -> str:
     """Return where and how the figures were made, in one line."""
     facts = [*filter(None, [baseline_words(report)]), report.machine]
-    facts += [f"{name} {report.environment[name]}" for name in ("torch", "threads") if name in report.environment]
-    facts += [f"{report.repeats} interleaved rounds, each trial in a process of its own", "medians with 94% intervals"]
+    facts += [
+        f"{name} {report.environment[name]}"
+        for name in ("torch", "threads")
+        if name in report.environment
+    ]
+    facts += [
+        f"{report.repeats} interleaved rounds, each trial in a process of its own",
+        "medians with 94% intervals",
+    ]
     facts += ["gains are medians of the ratios within rounds"] if report.kind == "ladder" else []
     facts += [f"commit {report.commit}"] if report.commit else []
     return "; ".join([*facts, report.began]) + "."
@@ -107,7 +128,11 @@ def row_lines(rows: Sequence[Row], *, sweep: bool) -> list[str]:
             cells = [row.name, absence(row), *[""] * (len(names) - 2)]
         else:
             rows_cell = f"{row.rows_per_device} x {row.accumulate}"
-            cells = [row.name, f"{row.tokens_per_s.median:,.0f}{between(row.tokens_per_s, ',.0f')}", *([] if sweep else [gain_words(row)])]
+            cells = [
+                row.name,
+                f"{row.tokens_per_s.median:,.0f}{between(row.tokens_per_s, ',.0f')}",
+                *([] if sweep else [gain_words(row)]),
+            ]
             cells += [
                 split_words(row),
                 rows_cell,
@@ -116,7 +141,9 @@ def row_lines(rows: Sequence[Row], *, sweep: bool) -> list[str]:
                 str(row.repeats),
             ]
         lines.append(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |")
-    return lines + [f"\n{row.name}: {row.reason}" for row in rows if row.tokens_per_s is not None and row.reason]
+    return lines + [
+        f"\n{row.name}: {row.reason}" for row in rows if row.tokens_per_s is not None and row.reason
+    ]
 
 
 def absent_lines(rows: Sequence[Row]) -> list[str]:
@@ -133,7 +160,11 @@ def absence(row: Row) -> str:
 def gain_words(row: Row) -> str:
     """Return a row's gain: the verdict, the ratio, its interval."""
     if row.gain is None:
-        return "" if row.kind in {"baseline", "point"} else f"nothing to compare with{row.verdict and ': '}{row.verdict}"
+        return (
+            ""
+            if row.kind in {"baseline", "point"}
+            else f"nothing to compare with{row.verdict and ': '}{row.verdict}"
+        )
     ratio = "" if f"x{row.gain.median:.2f}" in row.verdict else f", x{row.gain.median:.2f}"
     return f"{row.verdict}{ratio}{between(row.gain, '.2f')}"
 
@@ -142,12 +173,24 @@ def loss_words(row: Row) -> str:
     """Return how far the losses are from those it is compared with, and what became of the promise."""
     if row.promise is None:
         return ""
-    apart = "" if row.loss_difference is None else "equal" if row.loss_difference == 0 else f"{row.loss_difference:.0e} apart"
+    apart = (
+        ""
+        if row.loss_difference is None
+        else "equal"
+        if row.loss_difference == 0
+        else f"{row.loss_difference:.0e} apart"
+    )
     if row.compared_losses:
-        apart = f"{apart} over {row.compared_losses}" + (" with train.deterministic" if row.deterministic else "")
+        apart = f"{apart} over {row.compared_losses}" + (
+            " with train.deterministic" if row.deterministic else ""
+        )
     if row.promise_kept is None:
         return ", ".join(part for part in (apart, row.promise_reason) if part)
-    return f"{apart}, {row.promise} kept" if row.promise_kept else f"**{row.promise} BROKEN**: {apart}; {row.promise_reason}"
+    return (
+        f"{apart}, {row.promise} kept"
+        if row.promise_kept
+        else f"**{row.promise} BROKEN**: {apart}; {row.promise_reason}"
+    )
 
 
 def split_words(row: Row) -> str:
@@ -159,12 +202,24 @@ def split_words(row: Row) -> str:
 
 def milliseconds(value: float | None) -> str:
     """Return a time in about three digits; a question mark when it was not measured."""
-    return "?" if value is None else f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 1 else f"{value:.2f}"
+    return (
+        "?"
+        if value is None
+        else f"{value:.0f}"
+        if value >= 100
+        else f"{value:.1f}"
+        if value >= 1
+        else f"{value:.2f}"
+    )
 
 
 def between(figure: Figure, digits: str) -> str:
     """Return an interval in brackets; nothing when it is unknown."""
-    return "" if figure.low is None or figure.high is None else f" ({figure.low:{digits}} to {figure.high:{digits}})"
+    return (
+        ""
+        if figure.low is None or figure.high is None
+        else f" ({figure.low:{digits}} to {figure.high:{digits}})"
+    )
 
 
 def bars(report: Report, *, encoding: str = "utf-8") -> str:
@@ -181,13 +236,30 @@ def bars(report: Report, *, encoding: str = "utf-8") -> str:
                 continue
             bar = full * max(round(BAR_COLUMNS * row.tokens_per_s.median / most), 1)
             told = f"{row.short_name:<{width}}  {bar:<{BAR_COLUMNS}}  {row.tokens_per_s.median:>11,.0f}"
-            beside = f"{between(row.tokens_per_s, ',.0f').strip()}  {row.peak_gib or 0:.2f} GiB" if row.kind == "point" else gain_words(row)
-            lines.append(f"{told}  {beside}".rstrip() + ("  PROMISE BROKEN" if row.promise_kept is False else ""))
-    promises = [f"{row.short_name}: {row.promise} promise broken: {row.promise_reason}" for row in report.rows if row.promise_kept is False]
+            beside = (
+                f"{between(row.tokens_per_s, ',.0f').strip()}  {row.peak_gib or 0:.2f} GiB"
+                if row.kind == "point"
+                else gain_words(row)
+            )
+            lines.append(
+                f"{told}  {beside}".rstrip()
+                + ("  PROMISE BROKEN" if row.promise_kept is False else "")
+            )
+    promises = [
+        f"{row.short_name}: {row.promise} promise broken: {row.promise_reason}"
+        for row in report.rows
+        if row.promise_kept is False
+    ]
     lines += ["", *missing] if (missing := unreached(report)) else []
     lines += ["", "Promises", *promises] if promises else []
     return "\n".join(
-        [f"{title(report)}, tokens/s", *lines, "", *filter(None, [total_words(report), baseline_words(report).capitalize()]), *report.notes]
+        [
+            f"{title(report)}, tokens/s",
+            *lines,
+            "",
+            *filter(None, [total_words(report), baseline_words(report).capitalize()]),
+            *report.notes,
+        ]
     ).strip()
 
 

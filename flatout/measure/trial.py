@@ -27,14 +27,20 @@ PARENT_LOOK_S = 1.0
 BINARY_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
 
-def run_trial(spec: TrialSpec, timeout_s: float, *, command: list[str] | None = None) -> TrialResult:
+def run_trial(
+    spec: TrialSpec, timeout_s: float, *, command: list[str] | None = None
+) -> TrialResult:
     """Measure in a fresh process, and return what came of it, even if it was killed, hung, or printed nonsense.
 
     A process that goes on after `timeout_s` is killed, with all that it started. `command` replaces the program, for tests.
     """
     began_s = time.monotonic()
     # The new process finds what this one finds, wherever that was started from.
-    program = [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; from flatout.measure.trial import main; main()"]
+    program = [
+        sys.executable,
+        "-c",
+        f"import sys; sys.path[:] = {sys.path!r}; from flatout.measure.trial import main; main()",
+    ]
     process = subprocess.Popen(
         command or program,
         stdin=subprocess.PIPE,
@@ -48,10 +54,16 @@ def run_trial(spec: TrialSpec, timeout_s: float, *, command: list[str] | None = 
     try:
         out, err = process.communicate(spec.model_dump_json(), timeout=timeout_s)
     except subprocess.TimeoutExpired:
-        return TrialResult(status="timed-out", reason=f"It had not ended after {timeout_s:.0f} s.", process_s=time.monotonic() - began_s)
+        return TrialResult(
+            status="timed-out",
+            reason=f"It had not ended after {timeout_s:.0f} s.",
+            process_s=time.monotonic() - began_s,
+        )
     finally:
         end_group(process)
-    return read_result(process.returncode, out, err).model_copy(update={"process_s": time.monotonic() - began_s})
+    return read_result(process.returncode, out, err).model_copy(
+        update={"process_s": time.monotonic() - began_s}
+    )
 
 
 def end_group(process: subprocess.Popen[str]) -> None:
@@ -76,7 +88,10 @@ def read_result(code: int, out: str, err: str) -> TrialResult:
     with suppress(ValidationError, IndexError):
         return TrialResult.model_validate_json(lines[-1])
     said = (err.strip().splitlines() or lines or ["nothing"])[-1][:300]
-    return TrialResult(status="failed", reason=f"The process ended with exit code {code} and no result; it said: {said}")
+    return TrialResult(
+        status="failed",
+        reason=f"The process ended with exit code {code} and no result; it said: {said}",
+    )
 
 
 def main() -> None:
@@ -104,11 +119,18 @@ def measured(spec: TrialSpec) -> TrialResult:
         status: Status = "out-of-memory" if str(error).startswith("Out of memory") else "failed"
         return TrialResult(status=status, reason=error.what)
     except MemoryError:
-        return TrialResult(status="out-of-memory", reason="Out of memory: the machine had no more to give.")
-    except Exception as error:  # the process is about to end: what went wrong, whatever it is, is the row
+        return TrialResult(
+            status="out-of-memory", reason="Out of memory: the machine had no more to give."
+        )
+    except (
+        Exception
+    ) as error:  # the process is about to end: what went wrong, whatever it is, is the row
         first_line = (str(error).splitlines() or [""])[0][:300]
         if "can't allocate memory" in str(error):
-            return TrialResult(status="out-of-memory", reason=f"Out of memory: {asked_for(str(error)) or first_line}")
+            return TrialResult(
+                status="out-of-memory",
+                reason=f"Out of memory: {asked_for(str(error)) or first_line}",
+            )
         return TrialResult(status="failed", reason=f"{type(error).__name__}: {first_line}")
 
 

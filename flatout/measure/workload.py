@@ -26,7 +26,12 @@ FEWEST_RUN_STEPS = 2_000
 """A recipe that is shorter is stretched to this in a trial, so that it can warm up and be measured."""
 LEAST_S = 1.0
 """A trial has this long for its steps, whatever it took to begin: one cold step says nothing."""
-QUIET = {"train.eval_every": 0, "train.patience": 0, "train.sample_every": 0, "checkpoint.every_minutes": 1e9}
+QUIET = {
+    "train.eval_every": 0,
+    "train.patience": 0,
+    "train.sample_every": 0,
+    "checkpoint.every_minutes": 1e9,
+}
 """A trial trains, and nothing else."""
 
 
@@ -61,9 +66,18 @@ def measure(spec: TrialSpec) -> TrialResult:
     began_s = time.perf_counter()
     Path(spec.folder).mkdir(parents=True, exist_ok=True)
     settled = settle(validate(spec.config).with_values(QUIET))
-    config = settled.config.with_values({"train.steps": max(settled.config.train.steps or 0, FEWEST_RUN_STEPS)})
+    config = settled.config.with_values(
+        {"train.steps": max(settled.config.train.steps or 0, FEWEST_RUN_STEPS)}
+    )
     mesh = make_mesh(config.parallel, config.train.device)
-    run = build(config, machine=settled.machine, mesh=mesh, dataset=settled.dataset, folder=Path(spec.folder), decisions=settled.decisions)
+    run = build(
+        config,
+        machine=settled.machine,
+        mesh=mesh,
+        dataset=settled.dataset,
+        folder=Path(spec.folder),
+        decisions=settled.decisions,
+    )
     try:
         with explained(run):
             return timed(run, spec, began_s)
@@ -79,7 +93,13 @@ def timed(run: Run, spec: TrialSpec, began_s: float) -> TrialResult:
     with Log(run) as log:
         warm_up(run, log)
         limit_s = max(spec.limit_s - (time.perf_counter() - began_s), LEAST_S)
-        pace = Pace(log, seconds=spec.seconds, loss_steps=spec.loss_steps, warmup_s=spec.warmup_s, limit_s=limit_s)
+        pace = Pace(
+            log,
+            seconds=spec.seconds,
+            loss_steps=spec.loss_steps,
+            warmup_s=spec.warmup_s,
+            limit_s=limit_s,
+        )
         fit(run, log, pace)
         pace.finish()
         spent = pace.measured
@@ -88,7 +108,9 @@ def timed(run: Run, spec: TrialSpec, began_s: float) -> TrialResult:
     lost = next((step for step, loss in enumerate(first, 1) if not math.isfinite(loss)), None)
     if lost is not None:
         raise diverged("training loss", first[lost - 1], lost)
-    dropped = [decision for decision in run.decisions if decision.name in wanted and not decision.on]
+    dropped = [
+        decision for decision in run.decisions if decision.name in wanted and not decision.on
+    ]
     figures = spent.step_figures()
     return TrialResult(
         status="failed" if dropped else "ok",

@@ -44,9 +44,14 @@ class AdaptedModel(LanguageModel):
 
     def _built(self) -> nn.Module:
         base = set(LanguageModelConfig.model_fields) - {"vocab_size"}
-        built = type(self).build(**{key: value for key, value in self.config.model_dump().items() if key not in base})
+        built = type(self).build(
+            **{key: value for key, value in self.config.model_dump().items() if key not in base}
+        )
         if not isinstance(built, nn.Module):
-            raise ConfigError(f"build() of the adapted model returned {type(built).__name__}, not an nn.Module.", fix=f"Write it as {EXAMPLE}.")
+            raise ConfigError(
+                f"build() of the adapted model returned {type(built).__name__}, not an nn.Module.",
+                fix=f"Write it as {EXAMPLE}.",
+            )
         return built
 
     @classmethod
@@ -57,7 +62,10 @@ class AdaptedModel(LanguageModel):
         """
         most = getattr(config, cls.limit) if cls.limit else ANY_LENGTH
         if seq_len > most:
-            raise ConfigError(f"data.seq_len={seq_len} is more than model.{cls.limit}={most}.", fix=f"Set model.{cls.limit}={seq_len}.")
+            raise ConfigError(
+                f"data.seq_len={seq_len} is more than model.{cls.limit}={most}.",
+                fix=f"Set model.{cls.limit}={seq_len}.",
+            )
         return config  # type: ignore[no-any-return]
 
     @property
@@ -75,13 +83,20 @@ class AdaptedModel(LanguageModel):
         Raises:  ShapeError when T is more than the module takes, or it returns something else than logits.
         """
         if tokens_BT.shape[1] > self.max_seq_len:
-            raise ShapeError(f"{tokens_BT.shape[1]} tokens are more than model.{self.limit}={self.max_seq_len}.", fix="Give fewer tokens.")
+            raise ShapeError(
+                f"{tokens_BT.shape[1]} tokens are more than model.{self.limit}={self.max_seq_len}.",
+                fix="Give fewer tokens.",
+            )
         tokens_BT = tokens_BT.long()
         made = self.module(tokens_BT, tokens_BT) if self._takes_targets else self.module(tokens_BT)
         logits_BTV = made[0] if isinstance(made, tuple | list) and made else made
         wanted = (*tokens_BT.shape, self.config.vocab_size)
         if not isinstance(logits_BTV, Tensor) or logits_BTV.shape != wanted:
-            found = f"{tuple(logits_BTV.shape)}" if isinstance(logits_BTV, Tensor) else type(logits_BTV).__name__
+            found = (
+                f"{tuple(logits_BTV.shape)}"
+                if isinstance(logits_BTV, Tensor)
+                else type(logits_BTV).__name__
+            )
             raise ShapeError(
                 f"forward() of {type(self.module).__name__} returned {found} where logits of shape {wanted} are expected.",
                 fix="Return logits, or (logits, loss), with a score for every token of model.vocab_size at every position.",
@@ -134,7 +149,9 @@ class AdaptedModel(LanguageModel):
             elif parameter.dim() < 2:
                 kinds[name] = "vector"
             else:  # what is no matrix, as of a convolution, decays too and is not Muon's
-                is_output = isinstance(holder, nn.Linear) and holder.out_features == self.config.vocab_size
+                is_output = (
+                    isinstance(holder, nn.Linear) and holder.out_features == self.config.vocab_size
+                )
                 kinds[name] = "head" if is_output or parameter.dim() > 2 else "hidden"
         return kinds
 
@@ -144,12 +161,19 @@ class _OneText(nn.Module):
 
     def forward(self, hidden_BTD: Tensor, doc_ids_BT: Tensor | None = None) -> Tensor:
         if doc_ids_BT is not None:
-            raise ConfigError("An adapted model cannot keep documents apart.", fix="Set data.document_mask=false.")
+            raise ConfigError(
+                "An adapted model cannot keep documents apart.", fix="Set data.document_mask=false."
+            )
         return hidden_BTD
 
 
 def _loss_of_logits(
-    hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor, *, softcap: float | None = None, z_loss: float = 0.0
+    hidden_BTD: Tensor,
+    weight_VD: Tensor,
+    targets_BT: Tensor,
+    *,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     return of_logits(hidden_BTD, targets_BT, softcap=softcap, z_loss=z_loss)
 
@@ -162,16 +186,32 @@ def adapt(build: Callable[..., nn.Module], *, limit: str | None = None) -> type[
     Raises: ConfigError when the parameters of `build` are others.
     """
     parameters = inspect.signature(build, eval_str=True).parameters
-    open_ones = [name for name, one in parameters.items() if one.default is one.empty and name != "vocab_size"]
+    open_ones = [
+        name
+        for name, one in parameters.items()
+        if one.default is one.empty and name != "vocab_size"
+    ]
     if "vocab_size" not in parameters or open_ones or (limit and limit not in parameters):
-        lacking = f"has no parameter {limit!r}" if limit and limit not in parameters else "has no parameter 'vocab_size'"
+        lacking = (
+            f"has no parameter {limit!r}"
+            if limit and limit not in parameters
+            else "has no parameter 'vocab_size'"
+        )
         what = f"has no default for {open_ones[0]!r}" if open_ones else lacking
-        raise ConfigError(f"adapt() cannot use {getattr(build, '__name__', build)}: it {what}.", fix=f"Write it as {EXAMPLE}.")
+        raise ConfigError(
+            f"adapt() cannot use {getattr(build, '__name__', build)}: it {what}.",
+            fix=f"Write it as {EXAMPLE}.",
+        )
     keys: dict[str, Any] = {
         name: (type(one.default) if one.annotation is one.empty else one.annotation, one.default)
         for name, one in parameters.items()
         if name != "vocab_size"
     }
     config = create_model("AdaptedConfig", __base__=LanguageModelConfig, **keys)
-    members = {"Config": config, "build": staticmethod(build), "limit": limit, "__module__": build.__module__}
+    members = {
+        "Config": config,
+        "build": staticmethod(build),
+        "limit": limit,
+        "__module__": build.__module__,
+    }
     return type(getattr(build, "__name__", "Adapted"), (AdaptedModel,), members)

@@ -39,7 +39,10 @@ class Groups:
         """
         rows, tokens = doc_ids_BT.shape
         device = doc_ids_BT.device
-        place_T, row_B1 = torch.arange(tokens, device=device), torch.arange(rows, device=device)[:, None]
+        place_T, row_B1 = (
+            torch.arange(tokens, device=device),
+            torch.arange(rows, device=device)[:, None],
+        )
         begins_BT = functional.pad(doc_ids_BT[:, 1:] != doc_ids_BT[:, :-1], (1, 0), value=True)
         read_BT = place_T - torch.where(begins_BT, place_T, 0).cummax(dim=1).values + 1
         complete_BT = (read_BT % scale == 0).cumsum(dim=1)

@@ -105,14 +105,18 @@ class KeyValueCache:
         """
         new_2BGTC = torch.stack((k_BGTC, v_BGTC))
         if self._kept_2BGSC is None:
-            self._kept_2BGSC = new_2BGTC.new_empty(*new_2BGTC.shape[:3], self.size, new_2BGTC.shape[4])
+            self._kept_2BGSC = new_2BGTC.new_empty(
+                *new_2BGTC.shape[:3], self.size, new_2BGTC.shape[4]
+            )
         kept_2BGSC, num_new = self._kept_2BGSC, new_2BGTC.shape[3]
         end = start + num_new
         if num_new == 1 or end <= self.size:
             kept_2BGSC.narrow(3, start % self.size, num_new).copy_(new_2BGTC)
             seen_2BGSC = kept_2BGSC[:, :, :, :end]
         else:
-            in_order_2BGSC = kept_2BGSC.roll(-start, dims=3)[:, :, :, self.size - min(start, self.size) :]
+            in_order_2BGSC = kept_2BGSC.roll(-start, dims=3)[
+                :, :, :, self.size - min(start, self.size) :
+            ]
             seen_2BGSC = torch.cat((in_order_2BGSC, new_2BGTC), dim=3)
             kept_2BGSC.copy_(seen_2BGSC[:, :, :, -self.size :].roll(end, dims=3))
         return seen_2BGSC[0], seen_2BGSC[1]

@@ -21,7 +21,13 @@ from flatout.errors import ConfigError
 from flatout.models import layers
 from flatout.models.averaging import Groups, averaged, repeated, spread
 from flatout.models.decoding import Decoder
-from flatout.models.language_model import Flops, LanguageModel, LanguageModelConfig, ParameterKind, kind_by_name
+from flatout.models.language_model import (
+    Flops,
+    LanguageModel,
+    LanguageModelConfig,
+    ParameterKind,
+    kind_by_name,
+)
 from flatout.ops import Ops, at_least_fp32
 from flatout.ops.folding import Weights, coupled, scaled
 
@@ -77,17 +83,25 @@ class EigenstateConfig(LanguageModelConfig):
     @model_validator(mode="after")
     def _fits(self) -> Self:
         if self.num_eigenstates % self.num_heads:
-            divisors = [count for count in range(1, self.num_eigenstates + 1) if self.num_eigenstates % count == 0]
+            divisors = [
+                count
+                for count in range(1, self.num_eigenstates + 1)
+                if self.num_eigenstates % count == 0
+            ]
             nearest = min(divisors, key=lambda count: abs(count - self.num_heads))
             raise ConfigError(
                 f"model.num_eigenstates={self.num_eigenstates} does not divide into model.num_heads={self.num_heads}.",
                 fix=f"Set model.num_heads={nearest}.",
             )
         if not self.scales or min(self.scales) < 1 or len(set(self.scales)) < len(self.scales):
-            raise ConfigError(f"model.scales={list(self.scales)} are not different numbers of tokens.", fix="Set model.scales=[1,2,4,8].")
+            raise ConfigError(
+                f"model.scales={list(self.scales)} are not different numbers of tokens.",
+                fix="Set model.scales=[1,2,4,8].",
+            )
         if self.eigenvalues == "selective" and self.scales != (1,):
             raise ConfigError(
-                "model.eigenvalues=selective gives each token its own, and model.scales averages tokens.", fix="Set model.scales=[1], or fixed."
+                "model.eigenvalues=selective gives each token its own, and model.scales averages tokens.",
+                fix="Set model.scales=[1], or fixed.",
             )
         return self
 
@@ -103,7 +117,11 @@ class Eigenstate(LanguageModel):
         self.token_embedding = layers.Embedding(config.vocab_size, config.d_model)
         self.blocks = nn.ModuleList(Block(config, ops) for _ in range(config.num_layers))
         self.final_norm = layers.LayerNorm(config.d_model, bias=config.bias)
-        self.unembedding = None if config.tied_head else layers.Linear(config.d_model, config.vocab_size, bias=False, ops=ops)
+        self.unembedding = (
+            None
+            if config.tied_head
+            else layers.Linear(config.d_model, config.vocab_size, bias=False, ops=ops)
+        )
         self.init_weights()
 
     @classmethod
@@ -114,7 +132,11 @@ class Eigenstate(LanguageModel):
     @classmethod
     def leanest(cls, config: EigenstateConfig) -> Mapping[str, Any]:
         """Return a smaller chunk: a chunk's matrices of powers take its size squared."""
-        return {"chunk_size": LEAN_CHUNK} if config.chunk_size != "auto" and config.chunk_size > LEAN_CHUNK else {}
+        return (
+            {"chunk_size": LEAN_CHUNK}
+            if config.chunk_size != "auto" and config.chunk_size > LEAN_CHUNK
+            else {}
+        )
 
     @property
     def max_seq_len(self) -> int:
@@ -152,14 +174,23 @@ class Eigenstate(LanguageModel):
         gets 1 / sqrt(D): a drive of unit variance at any width.
         """
         added_std = INIT_STD / math.sqrt(2 * self.config.num_layers)
-        stds = {"drive": self.config.d_model**-0.5, "output": added_std, "down": added_std, "selection": 0.0, "coupling": 1.0}
+        stds = {
+            "drive": self.config.d_model**-0.5,
+            "output": added_std,
+            "down": added_std,
+            "selection": 0.0,
+            "coupling": 1.0,
+        }
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.constant_(parameter, GATE_BIAS if name.endswith("gate.bias") else 0.0)
             elif parameter.dim() == 1:
                 nn.init.constant_(parameter, 0.0 if name.endswith("share") else 1.0)
             else:
-                nn.init.normal_(parameter, std=stds.get(name.removesuffix(".weight").rpartition(".")[-1], INIT_STD))
+                nn.init.normal_(
+                    parameter,
+                    std=stds.get(name.removesuffix(".weight").rpartition(".")[-1], INIT_STD),
+                )
         for module in self.modules():
             if isinstance(module, Memory):
                 module.init_eigenvalues(self.config)
@@ -171,7 +202,11 @@ class Eigenstate(LanguageModel):
         """
         config = self.config
         kinds = self.parameter_kinds()
-        counted = sum(p.numel() * (2 if name.endswith("coupling") else 1) for name, p in self.named_parameters() if kinds[name] == "hidden")
+        counted = sum(
+            p.numel() * (2 if name.endswith("coupling") else 1)
+            for name, p in self.named_parameters()
+            if kinds[name] == "hidden"
+        )
         total = 6 * (counted + config.vocab_size * config.d_model)
         return Flops(palm=total, causal_exact=Fraction(total))
 
@@ -183,7 +218,12 @@ class Eigenstate(LanguageModel):
         """Return the rows of the real and imaginary drive, and of each head's coupling."""
         count, heads = self.config.num_eigenstates, self.config.num_heads
         parts = {"drive.weight": (count, count), "coupling": (count // heads,) * heads}
-        return {name: rows for name, _ in self.named_parameters() for ending, rows in parts.items() if name.endswith(ending)}
+        return {
+            name: rows
+            for name, _ in self.named_parameters()
+            for ending, rows in parts.items()
+            if name.endswith(ending)
+        }
 
 
 class Block(nn.Module):
@@ -194,7 +234,9 @@ class Block(nn.Module):
         self.recurrence_norm = layers.LayerNorm(config.d_model, bias=config.bias)
         self.recurrence = Recurrence(config, ops)
         self.mlp_norm = layers.LayerNorm(config.d_model, bias=config.bias)
-        self.mlp = layers.MLP(config.d_model, config.mlp_width, activation=functional.silu, bias=config.bias, ops=ops)
+        self.mlp = layers.MLP(
+            config.d_model, config.mlp_width, activation=functional.silu, bias=config.bias, ops=ops
+        )
         self.dropout = config.dropout
 
     def forward(self, hidden_BTD: Tensor, doc_ids_BT: Tensor | None = None) -> Tensor:
@@ -203,7 +245,9 @@ class Block(nn.Module):
         Shapes:  hidden_BTD (B, T, D); doc_ids_BT (B, T) integers.
         Returns: hidden_BTD.
         """
-        return self._added(hidden_BTD, self.recurrence(self.recurrence_norm(hidden_BTD), doc_ids_BT))
+        return self._added(
+            hidden_BTD, self.recurrence(self.recurrence_norm(hidden_BTD), doc_ids_BT)
+        )
 
     def decode(self, hidden_BTD: Tensor, carried: list[Carried], start: int) -> Tensor:
         """Return the hidden states after this block of tokens that go on from what is carried, and carry on.
@@ -211,11 +255,15 @@ class Block(nn.Module):
         Shapes:  hidden_BTD (B, T, D), at the positions from `start` on.
         Returns: hidden_BTD.
         """
-        return self._added(hidden_BTD, self.recurrence.decode(self.recurrence_norm(hidden_BTD), carried, start))
+        return self._added(
+            hidden_BTD, self.recurrence.decode(self.recurrence_norm(hidden_BTD), carried, start)
+        )
 
     def _added(self, hidden_BTD: Tensor, remembered_BTD: Tensor) -> Tensor:
         hidden_BTD = hidden_BTD + layers.dropped(remembered_BTD, self.dropout, self.training)
-        return hidden_BTD + layers.dropped(self.mlp(self.mlp_norm(hidden_BTD)), self.dropout, self.training)
+        return hidden_BTD + layers.dropped(
+            self.mlp(self.mlp_norm(hidden_BTD)), self.dropout, self.training
+        )
 
 
 class Recurrence(nn.Module):
@@ -229,9 +277,13 @@ class Recurrence(nn.Module):
         self.drive = linear(width, 2 * count, bias=config.bias)
         self.gate = linear(width, width, bias=True)
         self.output = linear(2 * count, width, bias=config.bias)
-        self.selection = linear(width, count, bias=True) if config.eigenvalues == "selective" else None
+        self.selection = (
+            linear(width, count, bias=True) if config.eigenvalues == "selective" else None
+        )
         self.memories = nn.ModuleList(Memory(config, scale, ops) for scale in config.scales)
-        self.share = nn.Parameter(torch.zeros(len(config.scales))) if len(config.scales) > 1 else None
+        self.share = (
+            nn.Parameter(torch.zeros(len(config.scales))) if len(config.scales) > 1 else None
+        )
         self.coupling = nn.Parameter(torch.zeros(count, count // config.num_heads))
 
     def forward(self, hidden_BTD: Tensor, doc_ids_BT: Tensor | None) -> Tensor:
@@ -240,7 +292,9 @@ class Recurrence(nn.Module):
         Shapes:  hidden_BTD (B, T, D); doc_ids_BT (B, T) integers.
         Returns: hidden_BTD.
         """
-        return self._told(hidden_BTD, [partial(memory, doc_ids_BT=doc_ids_BT) for memory in self.memories])
+        return self._told(
+            hidden_BTD, [partial(memory, doc_ids_BT=doc_ids_BT) for memory in self.memories]
+        )
 
     def decode(self, hidden_BTD: Tensor, carried: list[Carried], start: int) -> Tensor:
         """Return the same of tokens that go on from what is carried.
@@ -249,21 +303,38 @@ class Recurrence(nn.Module):
         Returns: hidden_BTD.
         """
         pairs: Any = zip(self.memories, carried, strict=True)
-        return self._told(hidden_BTD, [partial(memory.decode, carried=own, start=start) for memory, own in pairs])
+        return self._told(
+            hidden_BTD, [partial(memory.decode, carried=own, start=start) for memory, own in pairs]
+        )
 
     def _told(self, hidden_BTD: Tensor, remembering: list[Callable[..., Tensor]]) -> Tensor:
         """Go from the hidden states to the drive, through each memory, and back. A pace says how much faster than usual it forgets: 0 to 2 times."""
-        pace_BTK = None if self.selection is None else 2 * at_least_fp32(self.selection(hidden_BTD)).sigmoid()
+        pace_BTK = (
+            None
+            if self.selection is None
+            else 2 * at_least_fp32(self.selection(hidden_BTD)).sigmoid()
+        )
         eigenvalues = [memory.eigenvalues(pace_BTK) for memory in self.memories]  # type: ignore[operator]
         gains = tuple((-torch.expm1(2 * log_decay)).sqrt() for log_decay, _ in eigenvalues)
-        weights = self.ops.folding(Weights(self.drive.weight, self.drive.bias, gains, self.coupling, self.output.weight))
+        weights = self.ops.folding(
+            Weights(self.drive.weight, self.drive.bias, gains, self.coupling, self.output.weight)
+        )
         drive_BTE = self.ops.linear(hidden_BTD, weights.drive, weights.bias)
-        states = [remember(drive_BTE, *each) for remember, *each in zip(remembering, weights.gains, eigenvalues, strict=True)]
-        states_BTE = states[0] if self.share is None else (torch.stack(states) * self.share.softmax(dim=0)[:, None, None, None]).sum(dim=0)
+        states = [
+            remember(drive_BTE, *each)
+            for remember, *each in zip(remembering, weights.gains, eigenvalues, strict=True)
+        ]
+        states_BTE = (
+            states[0]
+            if self.share is None
+            else (torch.stack(states) * self.share.softmax(dim=0)[:, None, None, None]).sum(dim=0)
+        )
         states_BTE = coupled(states_BTE, weights.coupling)
         if states_BTE.dtype.itemsize > hidden_BTD.dtype.itemsize:
             states_BTE = states_BTE.to(hidden_BTD.dtype)
-        return self.gate(hidden_BTD).sigmoid() * self.ops.linear(states_BTE, weights.output, self.output.bias)  # type: ignore[no-any-return]
+        return self.gate(hidden_BTD).sigmoid() * self.ops.linear(
+            states_BTE, weights.output, self.output.bias
+        )  # type: ignore[no-any-return]
 
 
 @dataclass
@@ -299,7 +370,13 @@ class Memory(nn.Module):
             self.log_rate.uniform_(-math.log(max((config.memory or 2) / self.scale, 2.0)), 0.0)
         self.detuning.zero_()
 
-    def forward(self, drive_BTE: Tensor, gain: Tensor | None, eigenvalues: tuple[Tensor, Tensor], doc_ids_BT: Tensor | None) -> Tensor:
+    def forward(
+        self,
+        drive_BTE: Tensor,
+        gain: Tensor | None,
+        eigenvalues: tuple[Tensor, Tensor],
+        doc_ids_BT: Tensor | None,
+    ) -> Tensor:
         """Return the states that each token may know of, the drive multiplied by `gain`.
 
         Shapes:  drive_BTE (B, T, E); gain (K,) or (B, T, K), None is 1; eigenvalues as `eigenvalues` returns them; doc_ids_BT (B, T) integers.
@@ -307,15 +384,26 @@ class Memory(nn.Module):
         """
         tokens = drive_BTE.shape[1]
         if self.scale == 1 or doc_ids_BT is None:
-            states_BNE = self._states(scaled(self._averaged(drive_BTE), gain), eigenvalues, doc_ids_BT, None)
+            states_BNE = self._states(
+                scaled(self._averaged(drive_BTE), gain), eigenvalues, doc_ids_BT, None
+            )
             return self._known(states_BNE, None, 0, tokens)
         if tokens < self.scale:
             return at_least_fp32(torch.zeros_like(drive_BTE))
         groups = Groups.of(doc_ids_BT, self.scale)
         drive_BNE = scaled(averaged(drive_BTE, self.scale, groups), gain)
-        return spread(self._states(drive_BNE, eigenvalues, groups.document, None), self.scale, groups)
+        return spread(
+            self._states(drive_BNE, eigenvalues, groups.document, None), self.scale, groups
+        )
 
-    def decode(self, drive_BTE: Tensor, gain: Tensor | None, eigenvalues: tuple[Tensor, Tensor], carried: Carried, start: int) -> Tensor:
+    def decode(
+        self,
+        drive_BTE: Tensor,
+        gain: Tensor | None,
+        eigenvalues: tuple[Tensor, Tensor],
+        carried: Carried,
+        start: int,
+    ) -> Tensor:
         """Return the same for tokens that go on from what is carried, and carry on; at least in fp32, whatever `ops.scan` would give.
 
         Shapes:  drive_BTE (B, T, E), at the positions from `start` on; gain and eigenvalues as in `forward`.
@@ -324,9 +412,15 @@ class Memory(nn.Module):
         tokens = drive_BTE.shape[1]
         if carried.waiting is not None:
             drive_BTE = torch.cat((carried.waiting, drive_BTE), dim=1)
-        states_BNE = self._states(scaled(at_least_fp32(self._averaged(drive_BTE)), gain), eigenvalues, None, carried.state)
+        states_BNE = self._states(
+            scaled(at_least_fp32(self._averaged(drive_BTE)), gain), eigenvalues, None, carried.state
+        )
         known_BTE = self._known(states_BNE, carried.state, start, tokens)
-        carried.waiting = drive_BTE[:, drive_BTE.shape[1] // self.scale * self.scale :] if self.scale > 1 else None
+        carried.waiting = (
+            drive_BTE[:, drive_BTE.shape[1] // self.scale * self.scale :]
+            if self.scale > 1
+            else None
+        )
         carried.state = states_BNE[:, -1] if states_BNE.shape[1] else carried.state
         return known_BTE
 
@@ -345,20 +439,44 @@ class Memory(nn.Module):
         """
         rate_K = at_least_fp32(self.log_rate).exp()
         place_K = torch.arange(1, len(rate_K) + 1, device=rate_K.device, dtype=torch.float64)
-        angle_K = (2 * math.pi * (place_K * GOLDEN).frac()).to(rate_K.dtype) + rate_K * self.detuning
-        return (-rate_K, angle_K) if pace_BTK is None else (-rate_K * pace_BTK, angle_K.expand_as(pace_BTK))
+        angle_K = (2 * math.pi * (place_K * GOLDEN).frac()).to(
+            rate_K.dtype
+        ) + rate_K * self.detuning
+        return (
+            (-rate_K, angle_K)
+            if pace_BTK is None
+            else (-rate_K * pace_BTK, angle_K.expand_as(pace_BTK))
+        )
 
-    def _states(self, drive_BNE: Tensor, eigenvalues: tuple[Tensor, Tensor], doc_ids_BN: Tensor | None, start_BE: Tensor | None) -> Tensor:
+    def _states(
+        self,
+        drive_BNE: Tensor,
+        eigenvalues: tuple[Tensor, Tensor],
+        doc_ids_BN: Tensor | None,
+        start_BE: Tensor | None,
+    ) -> Tensor:
         if not drive_BNE.shape[1]:
             return at_least_fp32(drive_BNE)
-        chunk_size = AUTO_CHUNK.get(drive_BNE.device.type, AUTO_CHUNK["cuda"]) if self.chunk_size == "auto" else self.chunk_size
-        return self.ops.scan(*eigenvalues, drive_BNE, doc_ids_BT=doc_ids_BN, start_BE=start_BE, chunk_size=chunk_size)
+        chunk_size = (
+            AUTO_CHUNK.get(drive_BNE.device.type, AUTO_CHUNK["cuda"])
+            if self.chunk_size == "auto"
+            else self.chunk_size
+        )
+        return self.ops.scan(
+            *eigenvalues, drive_BNE, doc_ids_BT=doc_ids_BN, start_BE=start_BE, chunk_size=chunk_size
+        )
 
-    def _known(self, states_BNE: Tensor, before_BE: Tensor | None, start: int, tokens: int) -> Tensor:
+    def _known(
+        self, states_BNE: Tensor, before_BE: Tensor | None, start: int, tokens: int
+    ) -> Tensor:
         """For each token from `start` on, the state of the last group that is complete with it; `before_BE`, or zero, before the first."""
         if self.scale == 1:
             return states_BNE
-        first_BE = states_BNE.new_zeros(states_BNE.shape[0], states_BNE.shape[2]) if before_BE is None else before_BE
+        first_BE = (
+            states_BNE.new_zeros(states_BNE.shape[0], states_BNE.shape[2])
+            if before_BE is None
+            else before_BE
+        )
         known_BUE = repeated(torch.cat((first_BE[:, None], states_BNE), dim=1), self.scale)
         return known_BUE[:, start % self.scale + 1 :][:, :tokens]
 

@@ -105,7 +105,9 @@ class LanguageModel(nn.Module, ABC):
         return cls.on_meta(config, Ops.plain()).flops_per_token(seq_len)
 
     @final  # type: ignore[misc]  # nn.Module declares forward as an attribute
-    def forward(self, tokens_BT: Tensor, targets_BT: Tensor, doc_ids_BT: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, tokens_BT: Tensor, targets_BT: Tensor, doc_ids_BT: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return the summed loss of the targets and how many of them counted.
 
         Shapes:  tokens_BT (B, T) integers; targets_BT (B, T) int64, -1 where nothing is to be predicted; doc_ids_BT (B, T) integers.
@@ -113,7 +115,9 @@ class LanguageModel(nn.Module, ABC):
         """
         hidden_BTD, weight_VD = self.head(self._through_blocks(tokens_BT, doc_ids_BT))
         z_loss = self.config.z_loss if self.training else 0.0
-        return self.ops.cross_entropy(hidden_BTD, weight_VD, targets_BT, softcap=self.config.logit_softcap, z_loss=z_loss)
+        return self.ops.cross_entropy(
+            hidden_BTD, weight_VD, targets_BT, softcap=self.config.logit_softcap, z_loss=z_loss
+        )
 
     def logits(self, tokens_BT: Tensor, doc_ids_BT: Tensor | None = None) -> Tensor:
         """Return the scores of every next token at every position; for sampling and tests, never in training.
@@ -213,7 +217,11 @@ def kind_by_name(name: str, parameter: Tensor) -> ParameterKind:
 def _of_another_kind(error: ValidationError) -> ConfigError | None:
     """The answer to keys of another model of the registry: as when `model.kind` is stated over a recipe for that one."""
     unknown = [str(one["loc"][0]) for one in error.errors() if one["type"] == "extra_forbidden"]
-    others = [kind for kind in MODELS.names() if unknown and set(unknown) <= MODELS.get(kind).Config.model_fields.keys()]
+    others = [
+        kind
+        for kind in MODELS.names()
+        if unknown and set(unknown) <= MODELS.get(kind).Config.model_fields.keys()
+    ]
     if not others:
         return None
     keys = " and ".join(f"model.{key}" for key in unknown)

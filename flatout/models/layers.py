@@ -21,7 +21,15 @@ from flatout.ops.heads import rms_normed
 class Linear(nn.Linear):
     """torch's linear layer with its product from `ops.linear`; its weights are the model's to fill, not drawn twice."""
 
-    def __init__(self, width_in: int, width_out: int, *, bias: bool, ops: Ops, activation: Callable[[Tensor], Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        width_in: int,
+        width_out: int,
+        *,
+        bias: bool,
+        ops: Ops,
+        activation: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
         super().__init__(width_in, width_out, bias=bias)
         self.ops = ops
         self.activation = activation
@@ -63,7 +71,9 @@ class LayerNorm(nn.Module):
         Returns: the same shape and dtype.
         """
         bias = None if self.bias is None else at_least_fp32(self.bias)
-        return functional.layer_norm(at_least_fp32(hidden), self.weight.shape, at_least_fp32(self.weight), bias, 1e-5).to(hidden.dtype)
+        return functional.layer_norm(
+            at_least_fp32(hidden), self.weight.shape, at_least_fp32(self.weight), bias, 1e-5
+        ).to(hidden.dtype)
 
 
 class RMSNorm(nn.Module):
@@ -103,15 +113,24 @@ class Rotary(nn.Module):
         self.head_dim = head_dim
         self.max_seq_len = max_seq_len
         self.base = base
-        for name, table in zip(("cos", "sin"), self._tables(torch.get_default_device()), strict=True):
+        for name, table in zip(
+            ("cos", "sin"), self._tables(torch.get_default_device()), strict=True
+        ):
             self.register_buffer(name, table, persistent=False)
 
     def _tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Cosines twice over, and sines with the first half negated: what a vector and its swapped halves are multiplied by."""
-        exponent = torch.arange(0, self.head_dim, 2, device=device, dtype=torch.float64) / self.head_dim
-        angle = torch.arange(self.max_seq_len, device=device, dtype=torch.float64)[:, None] * self.base**-exponent
+        exponent = (
+            torch.arange(0, self.head_dim, 2, device=device, dtype=torch.float64) / self.head_dim
+        )
+        angle = (
+            torch.arange(self.max_seq_len, device=device, dtype=torch.float64)[:, None]
+            * self.base**-exponent
+        )
         sin = angle.sin()
-        return torch.cat((angle.cos(), angle.cos()), dim=-1).float(), torch.cat((-sin, sin), dim=-1).float()
+        return torch.cat((angle.cos(), angle.cos()), dim=-1).float(), torch.cat(
+            (-sin, sin), dim=-1
+        ).float()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -177,12 +196,30 @@ class Attention(nn.Module):
         num_heads, num_kv_heads = self.head_counts
         gain_NC = None
         if self.query_norm is not None and self.key_norm is not None:
-            gain_NC = torch.cat((self.query_norm.weight.expand(num_heads, -1), self.key_norm.weight.expand(num_kv_heads, -1)))
-        cos_TC, sin_TC = (None, None) if self.rotary is None else self.rotary(start, start + hidden_BTD.shape[1])
-        return self.ops.heads(self.qkv(hidden_BTD), gain_NC, cos_TC, sin_TC, counts=self.head_counts, eps=self.rms_norm_eps)
+            gain_NC = torch.cat(
+                (
+                    self.query_norm.weight.expand(num_heads, -1),
+                    self.key_norm.weight.expand(num_kv_heads, -1),
+                )
+            )
+        cos_TC, sin_TC = (
+            (None, None) if self.rotary is None else self.rotary(start, start + hidden_BTD.shape[1])
+        )
+        return self.ops.heads(
+            self.qkv(hidden_BTD),
+            gain_NC,
+            cos_TC,
+            sin_TC,
+            counts=self.head_counts,
+            eps=self.rms_norm_eps,
+        )
 
-    def _gathered(self, q_BHTC: Tensor, k_BGSC: Tensor, v_BGSC: Tensor, doc_ids_BT: Tensor | None) -> Tensor:
-        gathered_BHTC = self.ops.attention(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT=doc_ids_BT, window=self.window)
+    def _gathered(
+        self, q_BHTC: Tensor, k_BGSC: Tensor, v_BGSC: Tensor, doc_ids_BT: Tensor | None
+    ) -> Tensor:
+        gathered_BHTC = self.ops.attention(
+            q_BHTC, k_BGSC, v_BGSC, doc_ids_BT=doc_ids_BT, window=self.window
+        )
         gathered_BTE = gathered_BHTC.transpose(1, 2).flatten(2)
         return self.output(gathered_BTE)  # type: ignore[no-any-return]
 
@@ -225,7 +262,15 @@ class _SquaredReLU(torch.autograd.Function):
 class MLP(nn.Module):
     """Up, an activation, and down."""
 
-    def __init__(self, width: int, inner: int, *, activation: Callable[[Tensor], Tensor], bias: bool, ops: Ops) -> None:
+    def __init__(
+        self,
+        width: int,
+        inner: int,
+        *,
+        activation: Callable[[Tensor], Tensor],
+        bias: bool,
+        ops: Ops,
+    ) -> None:
         super().__init__()
         self.up = Linear(width, inner, bias=bias, ops=ops, activation=activation)
         self.down = Linear(inner, width, bias=bias, ops=ops)
@@ -263,7 +308,9 @@ class SwiGLU(nn.Module):
 class Block(nn.Module):
     """Attention and MLP, each on normalised hidden states and added to them."""
 
-    def __init__(self, *, norm: Callable[[], nn.Module], attention: Attention, mlp: nn.Module, dropout: float) -> None:
+    def __init__(
+        self, *, norm: Callable[[], nn.Module], attention: Attention, mlp: nn.Module, dropout: float
+    ) -> None:
         super().__init__()
         self.attention_norm = norm()
         self.attention = attention
@@ -285,11 +332,15 @@ class Block(nn.Module):
         Shapes:  hidden_BTD (B, T, D), at the positions from `start` on.
         Returns: hidden_BTD.
         """
-        return self._added(hidden_BTD, self.attention.decode(self.attention_norm(hidden_BTD), cache, start))
+        return self._added(
+            hidden_BTD, self.attention.decode(self.attention_norm(hidden_BTD), cache, start)
+        )
 
     def _added(self, hidden_BTD: Tensor, gathered_BTD: Tensor) -> Tensor:
         hidden_BTD = hidden_BTD + dropped(gathered_BTD, self.dropout, self.training)
-        return hidden_BTD + dropped(self.mlp(self.mlp_norm(hidden_BTD)), self.dropout, self.training)
+        return hidden_BTD + dropped(
+            self.mlp(self.mlp_norm(hidden_BTD)), self.dropout, self.training
+        )
 
 
 def dropped(hidden_BTD: Tensor, share: float, training: bool) -> Tensor:

@@ -66,7 +66,12 @@ class SplitTensor(Tensor):
     def __new__(cls, high: Tensor, low: Tensor) -> SplitTensor:
         """Return the tensor of these two parts."""
         made: Any = Tensor._make_wrapper_subclass(
-            cls, high.shape, strides=high.stride(), storage_offset=high.storage_offset(), dtype=torch.float32, device=high.device
+            cls,
+            high.shape,
+            strides=high.stride(),
+            storage_offset=high.storage_offset(),
+            dtype=torch.float32,
+            device=high.device,
         )
         made.high, made.low = high, low
         return made  # type: ignore[no-any-return]
@@ -78,7 +83,9 @@ class SplitTensor(Tensor):
         return ["high", "low"], None
 
     @staticmethod
-    def __tensor_unflatten__(parts: dict[str, Tensor], _meta: None, _size: Any, _stride: Any) -> SplitTensor:
+    def __tensor_unflatten__(
+        parts: dict[str, Tensor], _meta: None, _size: Any, _stride: Any
+    ) -> SplitTensor:
         """Return the tensor of the parts."""
         return SplitTensor(parts["high"], parts["low"])
 
@@ -96,11 +103,19 @@ class SplitTensor(Tensor):
         first = args[0] if args else None
         if isinstance(first, SplitTensor):
             if func in _ALIKE_IN_BOTH_PARTS:
-                return SplitTensor(func(first.high, *args[1:], **kwargs), func(first.low, *args[1:], **kwargs))
+                return SplitTensor(
+                    func(first.high, *args[1:], **kwargs), func(first.low, *args[1:], **kwargs)
+                )
             if func is _aten._to_copy.default and kwargs.get("dtype") == torch.bfloat16:
-                return _aten._to_copy.default(first.high, **kwargs) if kwargs.get("device", first.device) != first.device else first.high.detach()
+                return (
+                    _aten._to_copy.default(first.high, **kwargs)
+                    if kwargs.get("device", first.device) != first.device
+                    else first.high.detach()
+                )
             if func is _aten.embedding.default:
-                return join(func(first.high, *args[1:], **kwargs), func(first.low, *args[1:], **kwargs))
+                return join(
+                    func(first.high, *args[1:], **kwargs), func(first.low, *args[1:], **kwargs)
+                )
             if func is _aten.copy_.default:
                 first._take(args[1])
                 return first
@@ -112,7 +127,11 @@ class SplitTensor(Tensor):
         return _on_joined(func, args, kwargs)
 
     def _take(self, weight: Tensor) -> None:
-        high, low = (weight.high, weight.low) if isinstance(weight, SplitTensor) else split(weight.to(torch.float32))
+        high, low = (
+            (weight.high, weight.low)
+            if isinstance(weight, SplitTensor)
+            else split(weight.to(torch.float32))
+        )
         self.high.copy_(high)
         self.low.copy_(low)
 
@@ -127,7 +146,9 @@ def whole(tensor: Tensor) -> Tensor:
     return join(tensor.high.cpu(), tensor.low.cpu())
 
 
-def decay_and_add(weights: Sequence[Tensor], steps: Sequence[Tensor], *, kept: float, alpha: float) -> None:
+def decay_and_add(
+    weights: Sequence[Tensor], steps: Sequence[Tensor], *, kept: float, alpha: float
+) -> None:
     """Replace each weight by kept * weight + alpha * step, in place; a split weight is read and written once.
 
     Shapes:  one tensor each in both lists, of one shape; weights are split or plain, and plain ones of their steps' type.
@@ -152,20 +173,31 @@ def decay_and_add(weights: Sequence[Tensor], steps: Sequence[Tensor], *, kept: f
 def _after_adamw(args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[Any]:
     """Update what the kernel of `split_update.adamw` can, of the tensors of torch's fused AdamW; return the arguments for the others."""
     weights, gradients, exp_avgs, exp_avg_sqs, _, steps = args
-    if kwargs["amsgrad"] or kwargs["maximize"] or any(kwargs.get(name) is not None for name in ("grad_scale", "found_inf")):
+    if (
+        kwargs["amsgrad"]
+        or kwargs["maximize"]
+        or any(kwargs.get(name) is not None for name in ("grad_scale", "found_inf"))
+    ):
         return args
     rows = list(zip(weights, gradients, exp_avgs, exp_avg_sqs, steps, strict=True))
     fit = [
-        isinstance(w, SplitTensor) and g.dtype == torch.float32 and s.device == w.device and split_update.fits(w.high, w.low, m, v)
+        isinstance(w, SplitTensor)
+        and g.dtype == torch.float32
+        and s.device == w.device
+        and split_update.fits(w.high, w.low, m, v)
         for w, g, m, v, s in rows
     ]
     if not any(fit):
         return args
-    mine = [(row[0].high, row[0].low, *row[1:]) for row, fits in zip(rows, fit, strict=True) if fits]
+    mine = [
+        (row[0].high, row[0].low, *row[1:]) for row, fits in zip(rows, fit, strict=True) if fits
+    ]
     numbers = {name: kwargs[name] for name in ("lr", "beta1", "beta2", "weight_decay", "eps")}
     split_update.adamw(*map(list, zip(*mine, strict=True)), **numbers)
     rest = [row for row, fits in zip(rows, fit, strict=True) if not fits]
-    weights, gradients, exp_avgs, exp_avg_sqs, steps = map(list, zip(*rest, strict=True)) if rest else ([], [], [], [], [])
+    weights, gradients, exp_avgs, exp_avg_sqs, steps = (
+        map(list, zip(*rest, strict=True)) if rest else ([], [], [], [], [])
+    )
     return weights, gradients, exp_avgs, exp_avg_sqs, [], steps
 
 
@@ -194,7 +226,10 @@ def _in_pieces(args: Sequence[Any]) -> Iterator[list[Any]]:
     for stop, tensor in enumerate(args[0], start=1):
         weights += tensor.numel()
         if stop == count or weights + args[0][stop].numel() > JOINED_AT_ONCE:
-            yield [arg[start:stop] if isinstance(arg, (list, tuple)) and len(arg) == count else arg for arg in args]
+            yield [
+                arg[start:stop] if isinstance(arg, (list, tuple)) and len(arg) == count else arg
+                for arg in args
+            ]
             start, weights = stop, 0
 
 
@@ -206,5 +241,9 @@ def split_weights(model: LanguageModel, _mesh: Any) -> LanguageModel:
             module, _, own = name.rpartition(".")
             with torch.no_grad():
                 parts = SplitTensor(*split(parameter.detach()))
-            setattr(model.get_submodule(module), own, nn.Parameter(parts, requires_grad=parameter.requires_grad))
+            setattr(
+                model.get_submodule(module),
+                own,
+                nn.Parameter(parts, requires_grad=parameter.requires_grad),
+            )
     return model

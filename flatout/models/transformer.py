@@ -16,7 +16,13 @@ from torch import Tensor, nn
 from flatout.errors import ConfigError
 from flatout.models import layers
 from flatout.models.decoding import Decoder, KeyValueCache
-from flatout.models.language_model import Flops, LanguageModel, LanguageModelConfig, ParameterKind, kind_by_name
+from flatout.models.language_model import (
+    Flops,
+    LanguageModel,
+    LanguageModelConfig,
+    ParameterKind,
+    kind_by_name,
+)
 from flatout.ops import Ops
 
 INIT_STD = 0.02
@@ -112,12 +118,22 @@ class Transformer(LanguageModel):
     def __init__(self, config: TransformerConfig, ops: Ops) -> None:
         super().__init__(config, ops)
         width = config.d_model
-        rotary = layers.Rotary(config.head_size, config.num_positions, config.rotary_base) if config.positions == "rotary" else None
+        rotary = (
+            layers.Rotary(config.head_size, config.num_positions, config.rotary_base)
+            if config.positions == "rotary"
+            else None
+        )
         self.token_embedding = layers.Embedding(config.vocab_size, width)
-        self.position_embedding = layers.Embedding(config.num_positions, width) if config.positions == "learned" else None
+        self.position_embedding = (
+            layers.Embedding(config.num_positions, width) if config.positions == "learned" else None
+        )
         self.blocks = nn.ModuleList(_block(config, rotary, ops) for _ in range(config.num_layers))
         self.final_norm = _norm(config)
-        self.unembedding = None if config.tied_head else layers.Linear(width, config.vocab_size, bias=False, ops=ops)
+        self.unembedding = (
+            None
+            if config.tied_head
+            else layers.Linear(width, config.vocab_size, bias=False, ops=ops)
+        )
         self.init_weights()
 
     @classmethod
@@ -183,7 +199,12 @@ class Transformer(LanguageModel):
             elif parameter.dim() == 1:
                 nn.init.ones_(parameter)
             else:
-                nn.init.normal_(parameter, std=residual_std if name.endswith(("attention.output.weight", "mlp.down.weight")) else INIT_STD)
+                nn.init.normal_(
+                    parameter,
+                    std=residual_std
+                    if name.endswith(("attention.output.weight", "mlp.down.weight"))
+                    else INIT_STD,
+                )
 
     def flops_per_token(self, seq_len: int) -> Flops:
         """Return the training FLOPs a token in windows of `seq_len`.
@@ -193,12 +214,19 @@ class Transformer(LanguageModel):
         layer's input gradient counts in full, since the embedding below it is trained; so do the loss's products with the output weight.
         """
         config = self.config
-        counted = sum(p.numel() for name, p in self.named_parameters() if self.parameter_kinds()[name] == "hidden")
+        counted = sum(
+            p.numel()
+            for name, p in self.named_parameters()
+            if self.parameter_kinds()[name] == "hidden"
+        )
         matmul = 6 * (counted + config.vocab_size * config.d_model)
         per_key = 12 * config.num_layers * config.num_heads * config.head_size
         window = min(config.window or seq_len, seq_len)
         visible = window * (window + 1) // 2 + (seq_len - window) * window
-        return Flops(palm=matmul + per_key * seq_len, causal_exact=matmul + Fraction(per_key * visible, seq_len))
+        return Flops(
+            palm=matmul + per_key * seq_len,
+            causal_exact=matmul + Fraction(per_key * visible, seq_len),
+        )
 
     def parameter_kinds(self) -> dict[str, ParameterKind]:
         """Return the kind of every parameter by its name; a tied head is an embedding."""
@@ -208,8 +236,16 @@ class Transformer(LanguageModel):
         """Return the rows of query, key and value in `qkv`, and of gate and value in `gate_up`."""
         size, width = self.config.head_size, self.config.mlp_width
         heads = (self.config.num_heads, self.config.kv_heads, self.config.kv_heads)
-        parts = {"attention.qkv.weight": tuple(count * size for count in heads), "mlp.gate_up.weight": (width, width)}
-        return {name: rows for name, _ in self.named_parameters() for ending, rows in parts.items() if name.endswith(ending)}
+        parts = {
+            "attention.qkv.weight": tuple(count * size for count in heads),
+            "mlp.gate_up.weight": (width, width),
+        }
+        return {
+            name: rows
+            for name, _ in self.named_parameters()
+            for ending, rows in parts.items()
+            if name.endswith(ending)
+        }
 
 
 @final
@@ -220,7 +256,9 @@ class CachedTransformer(Decoder):
         super().__init__(max_tokens)
         self._model = model
         size = min(model.config.window or max_tokens, max_tokens)
-        self._layers: list[tuple[Any, KeyValueCache]] = [(block, KeyValueCache(size)) for block in model.blocks]
+        self._layers: list[tuple[Any, KeyValueCache]] = [
+            (block, KeyValueCache(size)) for block in model.blocks
+        ]
 
     def scores_after(self, tokens_BT: Tensor) -> Tensor:
         """Return the scores after these tokens, computed from them and from what is kept of those before.
@@ -252,8 +290,12 @@ def _block(config: TransformerConfig, rotary: layers.Rotary | None, ops: Ops) ->
         mlp = layers.SwiGLU(config.d_model, config.mlp_width, bias=config.bias, ops=ops)
     else:
         activation = {"gelu": layers.gelu, "relu2": layers.relu2}[config.activation]
-        mlp = layers.MLP(config.d_model, config.mlp_width, activation=activation, bias=config.bias, ops=ops)
-    return layers.Block(norm=partial(_norm, config), attention=attention, mlp=mlp, dropout=config.dropout)
+        mlp = layers.MLP(
+            config.d_model, config.mlp_width, activation=activation, bias=config.bias, ops=ops
+        )
+    return layers.Block(
+        norm=partial(_norm, config), attention=attention, mlp=mlp, dropout=config.dropout
+    )
 
 
 def _norm(config: TransformerConfig) -> nn.Module:

@@ -33,14 +33,21 @@ class Ops:
     @classmethod
     def plain(cls, **others: Callable[..., Any]) -> Ops:
         """Return every function's reference, but for those given by name."""
-        references = {field.name: import_module(f"flatout.ops.{field.name}").reference for field in fields(cls)}
+        references = {
+            field.name: import_module(f"flatout.ops.{field.name}").reference
+            for field in fields(cls)
+        }
         return cls(**references | others)
 
 
 def variants(op: ModuleType) -> dict[str, Callable[..., Any]]:
     """Return every function of `op` that can stand in for its `reference`: the public ones with the same signature, by name."""
     wanted = inspect.signature(op.reference)
-    public = {name: value for name, value in vars(op).items() if not name.startswith("_") and inspect.isfunction(value)}
+    public = {
+        name: value
+        for name, value in vars(op).items()
+        if not name.startswith("_") and inspect.isfunction(value)
+    }
     return {name: value for name, value in public.items() if inspect.signature(value) == wanted}
 
 

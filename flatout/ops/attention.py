@@ -23,7 +23,14 @@ MOST_KEYS = 512
 """Beyond, the scores of a micro-batch leave the caches."""
 
 
-def reference(q_BHTC: Tensor, k_BGSC: Tensor, v_BGSC: Tensor, *, doc_ids_BT: Tensor | None = None, window: int | None = None) -> Tensor:
+def reference(
+    q_BHTC: Tensor,
+    k_BGSC: Tensor,
+    v_BGSC: Tensor,
+    *,
+    doc_ids_BT: Tensor | None = None,
+    window: int | None = None,
+) -> Tensor:
     """Softmax of the scaled scores over the keys a query may see, times their values.
 
     The queries are the last T of the S positions. A query sees itself and what came before it: with `window`, itself and the
@@ -48,7 +55,14 @@ def reference(q_BHTC: Tensor, k_BGSC: Tensor, v_BGSC: Tensor, *, doc_ids_BT: Ten
     return weights_BHTS.to(v_BHSC.dtype) @ v_BHSC
 
 
-def fused(q_BHTC: Tensor, k_BGSC: Tensor, v_BGSC: Tensor, *, doc_ids_BT: Tensor | None = None, window: int | None = None) -> Tensor:
+def fused(
+    q_BHTC: Tensor,
+    k_BGSC: Tensor,
+    v_BGSC: Tensor,
+    *,
+    doc_ids_BT: Tensor | None = None,
+    window: int | None = None,
+) -> Tensor:
     """`reference` through torch's scaled_dot_product_attention: flash or cuDNN kernels, the scores are never whole.
 
     torch itself tries cuDNN first on GPUs of capability 9.x and 10.x (from cuDNN 9.15.1 on, as torch 2.11 to 2.13 come with), flash
@@ -65,13 +79,28 @@ def fused(q_BHTC: Tensor, k_BGSC: Tensor, v_BGSC: Tensor, *, doc_ids_BT: Tensor 
     _check(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT, window)
     num_queries, num_keys = q_BHTC.shape[2], k_BGSC.shape[2]
     grouped = q_BHTC.shape[1] != k_BGSC.shape[1]
-    if doc_ids_BT is None and num_queries in {1, num_keys} and (window is None or window >= num_keys):
-        return functional.scaled_dot_product_attention(q_BHTC, k_BGSC, v_BGSC, is_causal=num_queries > 1, enable_gqa=grouped)
+    if (
+        doc_ids_BT is None
+        and num_queries in {1, num_keys}
+        and (window is None or window >= num_keys)
+    ):
+        return functional.scaled_dot_product_attention(
+            q_BHTC, k_BGSC, v_BGSC, is_causal=num_queries > 1, enable_gqa=grouped
+        )
     visible = _visible(num_queries, num_keys, doc_ids_BT, window, q_BHTC.device)
-    return functional.scaled_dot_product_attention(q_BHTC, k_BGSC, v_BGSC, attn_mask=visible, enable_gqa=grouped)
+    return functional.scaled_dot_product_attention(
+        q_BHTC, k_BGSC, v_BGSC, attn_mask=visible, enable_gqa=grouped
+    )
 
 
-def flex(q_BHTC: Tensor, k_BGSC: Tensor, v_BGSC: Tensor, *, doc_ids_BT: Tensor | None = None, window: int | None = None) -> Tensor:
+def flex(
+    q_BHTC: Tensor,
+    k_BGSC: Tensor,
+    v_BGSC: Tensor,
+    *,
+    doc_ids_BT: Tensor | None = None,
+    window: int | None = None,
+) -> Tensor:
     """`reference` through FlexAttention: blocks of 128 tokens in which a document's or the window's bounds leave nothing are skipped.
 
     For GPUs: it has no backward on a CPU. That, and what it could not take or would skip nothing of (windows of 128 tokens and
@@ -89,7 +118,14 @@ def flex(q_BHTC: Tensor, k_BGSC: Tensor, v_BGSC: Tensor, *, doc_ids_BT: Tensor |
     return _on_gpu(block_sparse.attend, q_BHTC, k_BGSC, v_BGSC, doc_ids_BT, window)
 
 
-def varlen(q_BHTC: Tensor, k_BGSC: Tensor, v_BGSC: Tensor, *, doc_ids_BT: Tensor | None = None, window: int | None = None) -> Tensor:
+def varlen(
+    q_BHTC: Tensor,
+    k_BGSC: Tensor,
+    v_BGSC: Tensor,
+    *,
+    doc_ids_BT: Tensor | None = None,
+    window: int | None = None,
+) -> Tensor:
     """`reference` through torch's flash attention of segments: all rows are one line, cut where a document ends.
 
     For GPUs and bf16 or fp16, with documents; all else, and heads that the kernel does not take (above 192 or no multiple of 8), is
@@ -108,7 +144,14 @@ def varlen(q_BHTC: Tensor, k_BGSC: Tensor, v_BGSC: Tensor, *, doc_ids_BT: Tensor
     return _on_gpu(segments.attend, q_BHTC, k_BGSC, v_BGSC, doc_ids_BT, window)
 
 
-def flash4(q_BHTC: Tensor, k_BGSC: Tensor, v_BGSC: Tensor, *, doc_ids_BT: Tensor | None = None, window: int | None = None) -> Tensor:
+def flash4(
+    q_BHTC: Tensor,
+    k_BGSC: Tensor,
+    v_BGSC: Tensor,
+    *,
+    doc_ids_BT: Tensor | None = None,
+    window: int | None = None,
+) -> Tensor:
     """`reference` through FlashAttention 4, for NVIDIA GPUs of capability 9.0 and more and the package flash-attn-4.
 
     For bf16 and fp16, heads up to 128 of a multiple of 8, and nothing masked but the future; all else is left to `flex`.
@@ -130,7 +173,14 @@ def most_documents(attend: Callable[..., Tensor]) -> Callable[[int, int], int] |
     return segments.room if attend is varlen else None
 
 
-def _on_gpu(attend: Callable[..., Tensor], q_BHTC: Tensor, k_BGSC: Tensor, v_BGSC: Tensor, doc_ids_BT: Tensor | None, window: int | None) -> Tensor:
+def _on_gpu(
+    attend: Callable[..., Tensor],
+    q_BHTC: Tensor,
+    k_BGSC: Tensor,
+    v_BGSC: Tensor,
+    doc_ids_BT: Tensor | None,
+    window: int | None,
+) -> Tensor:
     """Call a kernel of GPUs; elsewhere `fused`, and where only bytes are counted, that without the mask which the kernel does not make."""
     if q_BHTC.is_cuda:
         return attend(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT, window)
@@ -139,7 +189,14 @@ def _on_gpu(attend: Callable[..., Tensor], q_BHTC: Tensor, k_BGSC: Tensor, v_BGS
     return fused(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT=doc_ids_BT, window=window)
 
 
-def bf16(q_BHTC: Tensor, k_BGSC: Tensor, v_BGSC: Tensor, *, doc_ids_BT: Tensor | None = None, window: int | None = None) -> Tensor:
+def bf16(
+    q_BHTC: Tensor,
+    k_BGSC: Tensor,
+    v_BGSC: Tensor,
+    *,
+    doc_ids_BT: Tensor | None = None,
+    window: int | None = None,
+) -> Tensor:
     """`reference` with its products in bfloat16 and the softmax in fp32: for CPUs that multiply bfloat16.
 
     On those it is faster than the fused kernel as long as the scores stay in the caches: longer windows, other types than fp32 and
@@ -151,12 +208,17 @@ def bf16(q_BHTC: Tensor, k_BGSC: Tensor, v_BGSC: Tensor, *, doc_ids_BT: Tensor |
     Raises:  ShapeError as `reference`.
     """
     _check(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT, window)
-    is_fp32 = q_BHTC.dtype == k_BGSC.dtype == v_BGSC.dtype == torch.float32 and not torch.is_autocast_enabled(q_BHTC.device.type)
+    is_fp32 = (
+        q_BHTC.dtype == k_BGSC.dtype == v_BGSC.dtype == torch.float32
+        and not torch.is_autocast_enabled(q_BHTC.device.type)
+    )
     if not is_fp32 or q_BHTC.shape[2] < FEWEST_QUERIES or k_BGSC.shape[2] > MOST_KEYS:
         return fused(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT=doc_ids_BT, window=window)
     heads_per_group = q_BHTC.shape[1] // k_BGSC.shape[1]
     if heads_per_group > 1:
-        k_BGSC, v_BGSC = (tensor.repeat_interleave(heads_per_group, dim=1) for tensor in (k_BGSC, v_BGSC))
+        k_BGSC, v_BGSC = (
+            tensor.repeat_interleave(heads_per_group, dim=1) for tensor in (k_BGSC, v_BGSC)
+        )
     visible = _visible(q_BHTC.shape[2], k_BGSC.shape[2], doc_ids_BT, window, q_BHTC.device)
     return _Bf16.apply(q_BHTC, k_BGSC, v_BGSC, torch.where(visible, 0.0, float("-inf")))  # type: ignore[no-any-return, no-untyped-call]
 
@@ -165,7 +227,9 @@ class _Bf16(torch.autograd.Function):
     """Softmax of the biased scores times the values; each factor of a product is rounded once."""
 
     @staticmethod
-    def forward(ctx: Any, q_BHTC: Tensor, k_BHSC: Tensor, v_BHSC: Tensor, bias_TS: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, q_BHTC: Tensor, k_BHSC: Tensor, v_BHSC: Tensor, bias_TS: Tensor
+    ) -> Tensor:
         """Return what each query gathers, and keep the factors, rounded."""
         ctx.scale = 1 / math.sqrt(q_BHTC.shape[-1])
         q_BHTC, k_BHSC, v_BHSC = q_BHTC.bfloat16(), k_BHSC.bfloat16(), v_BHSC.bfloat16()
@@ -184,10 +248,21 @@ class _Bf16(torch.autograd.Function):
         wide_BHTS = weights_BHTS.float()
         centred_BHTS = grad_weights_BHTS - (grad_weights_BHTS * wide_BHTS).sum(dim=-1, keepdim=True)
         grad_scores_BHTS = (wide_BHTS * centred_BHTS).mul_(ctx.scale).bfloat16()
-        return (grad_scores_BHTS @ k_BHSC).float(), (grad_scores_BHTS.mT @ q_BHTC).float(), grad_v_BHSC, None
+        return (
+            (grad_scores_BHTS @ k_BHSC).float(),
+            (grad_scores_BHTS.mT @ q_BHTC).float(),
+            grad_v_BHSC,
+            None,
+        )
 
 
-def _visible(num_queries: int, num_keys: int, doc_ids_BT: Tensor | None, window: int | None, device: torch.device) -> Tensor:
+def _visible(
+    num_queries: int,
+    num_keys: int,
+    doc_ids_BT: Tensor | None,
+    window: int | None,
+    device: torch.device,
+) -> Tensor:
     """Which key each query may see: (T, S), or (B, 1, T, S) with documents."""
     query_T = torch.arange(num_keys - num_queries, num_keys, device=device)[:, None]
     key_S = torch.arange(num_keys, device=device)[None, :]
@@ -199,20 +274,33 @@ def _visible(num_queries: int, num_keys: int, doc_ids_BT: Tensor | None, window:
     return visible
 
 
-def _check(q_BHTC: Tensor, k_BGSC: Tensor, v_BGSC: Tensor, doc_ids_BT: Tensor | None, window: int | None) -> None:
+def _check(
+    q_BHTC: Tensor, k_BGSC: Tensor, v_BGSC: Tensor, doc_ids_BT: Tensor | None, window: int | None
+) -> None:
     rows, heads, num_queries, head_dim = q_BHTC.shape
-    if k_BGSC.shape != v_BGSC.shape or k_BGSC.shape[0] != rows or k_BGSC.shape[3] != head_dim or k_BGSC.shape[2] < num_queries:
+    if (
+        k_BGSC.shape != v_BGSC.shape
+        or k_BGSC.shape[0] != rows
+        or k_BGSC.shape[3] != head_dim
+        or k_BGSC.shape[2] < num_queries
+    ):
         raise ShapeError(
             f"Attention got queries {tuple(q_BHTC.shape)}, keys {tuple(k_BGSC.shape)}, values {tuple(v_BGSC.shape)}.",
             fix="Give keys and values one shape, with the queries' rows and head size and at least as many positions.",
         )
     if heads % k_BGSC.shape[1]:
         raise ShapeError(
-            f"{heads} query heads cannot share {k_BGSC.shape[1]} key heads evenly.", fix="Set model.num_kv_heads to a divisor of num_heads."
+            f"{heads} query heads cannot share {k_BGSC.shape[1]} key heads evenly.",
+            fix="Set model.num_kv_heads to a divisor of num_heads.",
         )
     if window is not None and window < 1:
-        raise ShapeError(f"A window of {window} keys leaves nothing to attend to.", fix="Set model.window=1 or more, or leave it out.")
-    if doc_ids_BT is not None and (doc_ids_BT.shape != (rows, num_queries) or k_BGSC.shape[2] != num_queries):
+        raise ShapeError(
+            f"A window of {window} keys leaves nothing to attend to.",
+            fix="Set model.window=1 or more, or leave it out.",
+        )
+    if doc_ids_BT is not None and (
+        doc_ids_BT.shape != (rows, num_queries) or k_BGSC.shape[2] != num_queries
+    ):
         raise ShapeError(
             f"Document ids {tuple(doc_ids_BT.shape)} do not name the positions of {tuple(q_BHTC.shape)} queries and {tuple(k_BGSC.shape)} keys.",
             fix="Give one id for each row and position, and as many queries as keys.",

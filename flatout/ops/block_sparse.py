@@ -31,10 +31,17 @@ def takes(q_BHTC: Tensor, k_BGSC: Tensor, doc_ids_BT: Tensor | None, window: int
     num_tokens, head_dim = q_BHTC.shape[2:]
     is_masked = doc_ids_BT is not None or (window is not None and window < num_tokens)
     is_long = k_BGSC.shape[2] == num_tokens > BLOCK_TOKENS
-    return is_masked and is_long and HEAD_SIZES[0] <= head_dim <= HEAD_SIZES[1] and q_BHTC.dtype in DTYPES
+    return (
+        is_masked
+        and is_long
+        and HEAD_SIZES[0] <= head_dim <= HEAD_SIZES[1]
+        and q_BHTC.dtype in DTYPES
+    )
 
 
-def attend(q_BHTC: Tensor, k_BGTC: Tensor, v_BGTC: Tensor, doc_ids_BT: Tensor | None, window: int | None) -> Tensor:
+def attend(
+    q_BHTC: Tensor, k_BGTC: Tensor, v_BGTC: Tensor, doc_ids_BT: Tensor | None, window: int | None
+) -> Tensor:
     """Return causal attention within documents and window; what is not being compiled already is compiled here.
 
     Eager mode compiles for the first shape, and once more for all others: each has its own kernel, so few are best.
@@ -58,7 +65,11 @@ def narrowed(*tensors: Tensor) -> tuple[Tensor, ...]:
     Shapes:  any.
     """
     device = tensors[0].device.type
-    return tuple(tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors) if torch.is_autocast_enabled(device) else tensors
+    return (
+        tuple(tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors)
+        if torch.is_autocast_enabled(device)
+        else tensors
+    )
 
 
 @cache
@@ -66,7 +77,9 @@ def _compiled() -> Any:
     return torch.compile(flex_attention, fullgraph=True)
 
 
-def block_mask(doc_ids_BT: Tensor | None, window: int | None, num_tokens: int, device: torch.device) -> BlockMask:
+def block_mask(
+    doc_ids_BT: Tensor | None, window: int | None, num_tokens: int, device: torch.device
+) -> BlockMask:
     """Return FlexAttention's BlockMask: which blocks of keys a block of queries must look at, and which of those without asking.
 
     It follows from each block's first and last position and its smallest and largest document id, so that no mask of T x T is ever
@@ -95,7 +108,9 @@ def block_mask(doc_ids_BT: Tensor | None, window: int | None, num_tokens: int, d
     )
 
 
-def shared_block_mask(doc_ids_BT: Tensor | None, window: int | None, num_tokens: int, device: torch.device) -> BlockMask:
+def shared_block_mask(
+    doc_ids_BT: Tensor | None, window: int | None, num_tokens: int, device: torch.device
+) -> BlockMask:
     """Return `block_mask`, made once for all layers: kept as long as the document ids live and stay as they are.
 
     While a CUDA graph is captured none is kept: a replay finds other ids in the same place, and must make its mask of them.
@@ -122,13 +137,18 @@ def _window_mask(window: int | None, num_tokens: int, device: torch.device) -> B
     return block_mask(None, window, num_tokens, device)
 
 
-def _touched_and_whole(doc_ids_BT: Tensor | None, window: int | None, num_tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _touched_and_whole(
+    doc_ids_BT: Tensor | None, window: int | None, num_tokens: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
     """Of blocks of queries against blocks of keys: in which a pair is visible, and in which all are."""
     num_blocks = -(-num_tokens // BLOCK_TOKENS)
     first_N = torch.arange(num_blocks, device=device) * BLOCK_TOKENS
     last_N = (first_N + BLOCK_TOKENS - 1).clamp_max(num_tokens - 1)
     is_full_N = last_N - first_N == BLOCK_TOKENS - 1
-    least_NN, most_NN = first_N[:, None] - last_N, last_N[:, None] - first_N  # the distances from keys to queries, a row of blocks of queries
+    least_NN, most_NN = (
+        first_N[:, None] - last_N,
+        last_N[:, None] - first_N,
+    )  # the distances from keys to queries, a row of blocks of queries
     touched_BNN = (most_NN >= 0)[None]
     whole_BNN = (least_NN >= 0) & is_full_N[:, None] & is_full_N
     whole_BNN = whole_BNN[None]
@@ -137,10 +157,22 @@ def _touched_and_whole(doc_ids_BT: Tensor | None, window: int | None, num_tokens
         whole_BNN = whole_BNN & (most_NN < window)
     if doc_ids_BT is not None:
         missing = num_blocks * BLOCK_TOKENS - num_tokens
-        padded_BT = torch.cat((doc_ids_BT, doc_ids_BT[:, -1:].expand(-1, missing)), dim=1) if missing else doc_ids_BT
+        padded_BT = (
+            torch.cat((doc_ids_BT, doc_ids_BT[:, -1:].expand(-1, missing)), dim=1)
+            if missing
+            else doc_ids_BT
+        )
         low_BN, high_BN = torch.unflatten(padded_BT, 1, (num_blocks, BLOCK_TOKENS)).aminmax(dim=-1)
-        touched_BNN = touched_BNN & (low_BN[:, :, None] <= high_BN[:, None]) & (low_BN[:, None] <= high_BN[:, :, None])
-        whole_BNN = whole_BNN & (low_BN[:, :, None] == high_BN[:, None]) & (low_BN[:, None] == high_BN[:, :, None])
+        touched_BNN = (
+            touched_BNN
+            & (low_BN[:, :, None] <= high_BN[:, None])
+            & (low_BN[:, None] <= high_BN[:, :, None])
+        )
+        whole_BNN = (
+            whole_BNN
+            & (low_BN[:, :, None] == high_BN[:, None])
+            & (low_BN[:, None] == high_BN[:, :, None])
+        )
     return touched_BNN, whole_BNN
 
 

@@ -18,7 +18,12 @@ from flatout.ops.loss_chunks import capped as capped
 
 
 def reference(
-    hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor, *, softcap: float | None = None, z_loss: float = 0.0
+    hidden_BTD: Tensor,
+    weight_VD: Tensor,
+    targets_BT: Tensor,
+    *,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Summed negative log-likelihood of the targets under softmax(hidden @ weight^T), and how many targets counted.
 
@@ -36,11 +41,22 @@ def reference(
     hidden_BTD, valid_BT = _valid_only(hidden_BTD, weight_VD, targets_BT)
     logits_BTV = capped(at_least_fp32(functional.linear(hidden_BTD, weight_VD)), softcap)
     log_sum_BT = logits_BTV.logsumexp(dim=-1)
-    losses_BT = log_sum_BT - logits_BTV.gather(-1, targets_BT.clamp_min(0)[..., None])[..., 0] + z_loss * log_sum_BT.square()
+    losses_BT = (
+        log_sum_BT
+        - logits_BTV.gather(-1, targets_BT.clamp_min(0)[..., None])[..., 0]
+        + z_loss * log_sum_BT.square()
+    )
     return losses_BT.masked_fill(~valid_BT, 0.0).sum(), valid_BT.sum()
 
 
-def fused(hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor, *, softcap: float | None = None, z_loss: float = 0.0) -> tuple[Tensor, Tensor]:
+def fused(
+    hidden_BTD: Tensor,
+    weight_VD: Tensor,
+    targets_BT: Tensor,
+    *,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+) -> tuple[Tensor, Tensor]:
     """`reference` through torch's own cross_entropy, which gathers and sums in one pass.
 
     Shapes:  as `reference`.
@@ -49,10 +65,19 @@ def fused(hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor, *, softcap:
     Raises:  ShapeError as `reference`.
     """
     hidden_BTD, valid_BT = _valid_only(hidden_BTD, weight_VD, targets_BT)
-    return _summed(functional.linear(hidden_BTD, weight_VD), targets_BT, softcap, z_loss), valid_BT.sum()
+    return _summed(
+        functional.linear(hidden_BTD, weight_VD), targets_BT, softcap, z_loss
+    ), valid_BT.sum()
 
 
-def onednn(hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor, *, softcap: float | None = None, z_loss: float = 0.0) -> tuple[Tensor, Tensor]:
+def onednn(
+    hidden_BTD: Tensor,
+    weight_VD: Tensor,
+    targets_BT: Tensor,
+    *,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+) -> tuple[Tensor, Tensor]:
     """`fused`, with the products of `flatout.ops.linear.onednn`: for fp32 on a CPU.
 
     Shapes:  as `reference`.
@@ -61,10 +86,19 @@ def onednn(hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor, *, softcap
     Raises:  ShapeError as `reference`.
     """
     hidden_BTD, valid_BT = _valid_only(hidden_BTD, weight_VD, targets_BT)
-    return _summed(linear.onednn(hidden_BTD, weight_VD), targets_BT, softcap, z_loss), valid_BT.sum()
+    return _summed(
+        linear.onednn(hidden_BTD, weight_VD), targets_BT, softcap, z_loss
+    ), valid_BT.sum()
 
 
-def bf16(hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor, *, softcap: float | None = None, z_loss: float = 0.0) -> tuple[Tensor, Tensor]:
+def bf16(
+    hidden_BTD: Tensor,
+    weight_VD: Tensor,
+    targets_BT: Tensor,
+    *,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+) -> tuple[Tensor, Tensor]:
     """`fused`, with the products of `flatout.ops.linear.bf16`: for CPUs that multiply bfloat16.
 
     Shapes:  as `reference`.
@@ -76,7 +110,14 @@ def bf16(hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor, *, softcap: 
     return _summed(linear.bf16(hidden_BTD, weight_VD), targets_BT, softcap, z_loss), valid_BT.sum()
 
 
-def chunked(hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor, *, softcap: float | None = None, z_loss: float = 0.0) -> tuple[Tensor, Tensor]:
+def chunked(
+    hidden_BTD: Tensor,
+    weight_VD: Tensor,
+    targets_BT: Tensor,
+    *,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+) -> tuple[Tensor, Tensor]:
     """`reference`, a few thousand targets at a time: logits are never whole, and the gradients are made with them, before backward asks.
 
     Shapes:  as `reference`.
@@ -85,10 +126,25 @@ def chunked(hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor, *, softca
     Raises:  ShapeError as `reference`.
     """
     hidden_BTD, valid_BT = _valid_only(hidden_BTD, weight_VD, targets_BT)
-    return _in_parts(loss_chunks, _Chunked, hidden_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), softcap, z_loss), valid_BT.sum()
+    return _in_parts(
+        loss_chunks,
+        _Chunked,
+        hidden_BTD.flatten(0, 1),
+        weight_VD,
+        targets_BT.flatten(),
+        softcap,
+        z_loss,
+    ), valid_BT.sum()
 
 
-def triton(hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor, *, softcap: float | None = None, z_loss: float = 0.0) -> tuple[Tensor, Tensor]:
+def triton(
+    hidden_BTD: Tensor,
+    weight_VD: Tensor,
+    targets_BT: Tensor,
+    *,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+) -> tuple[Tensor, Tensor]:
     """`chunked`, with a kernel that turns logits into their gradient in place, and with products that sum the weight's gradient in fp32.
 
     For GPUs, with the package triton; on a CPU, and in fp64, it is `chunked`. It never waits for the device, and gives the same bits every time.
@@ -102,10 +158,19 @@ def triton(hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor, *, softcap
     if torch.float64 in (hidden_BTD.dtype, weight_VD.dtype) or not _runs_triton(hidden_BTD):
         return chunked(hidden_BTD, weight_VD, targets_BT, softcap=softcap, z_loss=z_loss)
     hidden_BTD, valid_BT = _valid_only(hidden_BTD, weight_VD, targets_BT)
-    return _in_parts(_rows(), _ByRows, hidden_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), softcap, z_loss), valid_BT.sum()
+    return _in_parts(
+        _rows(), _ByRows, hidden_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), softcap, z_loss
+    ), valid_BT.sum()
 
 
-def liger(hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor, *, softcap: float | None = None, z_loss: float = 0.0) -> tuple[Tensor, Tensor]:
+def liger(
+    hidden_BTD: Tensor,
+    weight_VD: Tensor,
+    targets_BT: Tensor,
+    *,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+) -> tuple[Tensor, Tensor]:
     """`reference` through Liger's kernel, which turns logits into gradients in place, a few hundred targets at a time; sums in fp32.
 
     For GPUs, with the package liger-kernel; on a CPU, and in fp64, it is `chunked`. It reads the number of targets back, in each
@@ -120,20 +185,27 @@ def liger(hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor, *, softcap:
     if not hidden_BTD.is_cuda or torch.float64 in (hidden_BTD.dtype, weight_VD.dtype):
         return chunked(hidden_BTD, weight_VD, targets_BT, softcap=softcap, z_loss=z_loss)
     hidden_BTD, valid_BT = _valid_only(hidden_BTD, weight_VD, targets_BT)
-    loss_sum: Tensor = _by_liger(hidden_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), softcap, z_loss)
+    loss_sum: Tensor = _by_liger(
+        hidden_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), softcap, z_loss
+    )
     return loss_sum, valid_BT.sum()
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # it reads back, which no graph can hold
-def _by_liger(hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, softcap: float | None, z_loss: float) -> Tensor:
+def _by_liger(
+    hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, softcap: float | None, z_loss: float
+) -> Tensor:
     try:
         from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
     except ImportError as error:
         raise MissingPackage(
-            "liger-ce takes the package liger-kernel, which is not installed.", fix='Install it: `pip install "flatout[liger]"`.'
+            "liger-ce takes the package liger-kernel, which is not installed.",
+            fix='Install it: `pip install "flatout[liger]"`.',
         ) from error
     if torch.is_grad_enabled() and weight_VD.requires_grad and not hidden_ND.requires_grad:
-        hidden_ND = hidden_ND.detach().requires_grad_()  # the kernel makes no gradient of the weight alone
+        hidden_ND = (
+            hidden_ND.detach().requires_grad_()
+        )  # the kernel makes no gradient of the weight alone
     function: Any = LigerFusedLinearCrossEntropyFunction
     # bias, class weights, ignored target, z-loss, smoothing, reduction, cap, z-loss apart, type of the weight's gradient while it is summed
     options = (None, None, IGNORED, z_loss, 0.0, "sum", softcap, False, torch.float32)
@@ -142,7 +214,13 @@ def _by_liger(hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, softcap: 
 
 
 def _in_parts(
-    way: Any, function: type[torch.autograd.Function], hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, softcap: float | None, z_loss: float
+    way: Any,
+    function: type[torch.autograd.Function],
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    targets_N: Tensor,
+    softcap: float | None,
+    z_loss: float,
 ) -> Tensor:
     """Return the summed loss by a module with `learned` and `scored`; `function` is that with gradients."""
     if torch.is_grad_enabled() and (hidden_ND.requires_grad or weight_VD.requires_grad):
@@ -150,7 +228,9 @@ def _in_parts(
         return learned
     narrow = _arithmetic(hidden_ND, weight_VD)
     with torch.autocast(hidden_ND.device.type, enabled=False):
-        scored: Tensor = way.scored(hidden_ND.to(narrow), weight_VD.to(narrow), targets_N, softcap, z_loss)
+        scored: Tensor = way.scored(
+            hidden_ND.to(narrow), weight_VD.to(narrow), targets_N, softcap, z_loss
+        )
         return scored
 
 
@@ -158,7 +238,14 @@ class _Chunked(torch.autograd.Function):
     """The summed loss, and its gradients made with it."""
 
     @staticmethod
-    def forward(ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, softcap: float | None, z_loss: float) -> Tensor:
+    def forward(
+        ctx: Any,
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        targets_N: Tensor,
+        softcap: float | None,
+        z_loss: float,
+    ) -> Tensor:
         """Return the loss, and keep both gradients."""
         return _learned(ctx, loss_chunks, hidden_ND, weight_VD, targets_N, softcap, z_loss)
 
@@ -172,7 +259,14 @@ class _ByRows(torch.autograd.Function):
     """`_Chunked` with Triton's kernel."""
 
     @staticmethod
-    def forward(ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, softcap: float | None, z_loss: float) -> Tensor:
+    def forward(
+        ctx: Any,
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        targets_N: Tensor,
+        softcap: float | None,
+        z_loss: float,
+    ) -> Tensor:
         """Return the loss, and keep both gradients."""
         return _learned(ctx, _rows(), hidden_ND, weight_VD, targets_N, softcap, z_loss)
 
@@ -182,11 +276,21 @@ class _ByRows(torch.autograd.Function):
         return *_kept_times(ctx, grad), None, None, None
 
 
-def _learned(ctx: Any, way: Any, hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, softcap: float | None, z_loss: float) -> Tensor:
+def _learned(
+    ctx: Any,
+    way: Any,
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    targets_N: Tensor,
+    softcap: float | None,
+    z_loss: float,
+) -> Tensor:
     """Return the loss by a module with `learned`, and keep both gradients."""
     ctx.narrow = _arithmetic(hidden_ND, weight_VD)
     with torch.autocast(hidden_ND.device.type, enabled=False):
-        loss_sum, *gradients = way.learned(hidden_ND.to(ctx.narrow), weight_VD.to(ctx.narrow), targets_N, softcap, z_loss)
+        loss_sum, *gradients = way.learned(
+            hidden_ND.to(ctx.narrow), weight_VD.to(ctx.narrow), targets_N, softcap, z_loss
+        )
     ctx.save_for_backward(*gradients)
     ctx.dtypes = (hidden_ND.dtype, weight_VD.dtype)
     return cast(Tensor, loss_sum)
@@ -199,7 +303,9 @@ def _kept_times(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
     """
     kept_ND, kept_VD = ctx.saved_tensors
     hidden_dtype, weight_dtype = ctx.dtypes
-    return (at_least_fp32(kept_ND) * grad).to(ctx.narrow).to(hidden_dtype), (kept_VD * grad).to(weight_dtype)
+    return (at_least_fp32(kept_ND) * grad).to(ctx.narrow).to(hidden_dtype), (kept_VD * grad).to(
+        weight_dtype
+    )
 
 
 def _runs_triton(tensor: Tensor) -> bool:
@@ -223,24 +329,39 @@ def _rows() -> Any:
 def _arithmetic(hidden_ND: Tensor, weight_VD: Tensor) -> torch.dtype:
     """What products are computed in."""
     device = hidden_ND.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.promote_types(hidden_ND.dtype, weight_VD.dtype)
+    return (
+        torch.get_autocast_dtype(device)
+        if torch.is_autocast_enabled(device)
+        else torch.promote_types(hidden_ND.dtype, weight_VD.dtype)
+    )
 
 
-def of_logits(logits_BTV: Tensor, targets_BT: Tensor, *, softcap: float | None = None, z_loss: float = 0.0) -> tuple[Tensor, Tensor]:
+def of_logits(
+    logits_BTV: Tensor, targets_BT: Tensor, *, softcap: float | None = None, z_loss: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """Return what `reference` does, from logits that a model has computed itself.
 
     Shapes:  logits_BTV (B, T, V); targets_BT (B, T) int64 in [-1, V).
     Returns: as `reference`.
     """
     valid_BT = targets_BT != IGNORED
-    return _summed(logits_BTV.masked_fill(~valid_BT[..., None], 0.0), targets_BT, softcap, z_loss), valid_BT.sum()
+    return _summed(
+        logits_BTV.masked_fill(~valid_BT[..., None], 0.0), targets_BT, softcap, z_loss
+    ), valid_BT.sum()
 
 
 def _summed(logits_BTV: Tensor, targets_BT: Tensor, softcap: float | None, z_loss: float) -> Tensor:
-    logits_NV, targets_N = capped(at_least_fp32(logits_BTV).flatten(0, 1), softcap), targets_BT.flatten()
+    logits_NV, targets_N = (
+        capped(at_least_fp32(logits_BTV).flatten(0, 1), softcap),
+        targets_BT.flatten(),
+    )
     loss_sum = functional.cross_entropy(logits_NV, targets_N, ignore_index=IGNORED, reduction="sum")
     if z_loss:
-        loss_sum = loss_sum + z_loss * logits_NV.logsumexp(dim=-1).square().masked_fill(targets_N == IGNORED, 0.0).sum()
+        loss_sum = (
+            loss_sum
+            + z_loss
+            * logits_NV.logsumexp(dim=-1).square().masked_fill(targets_N == IGNORED, 0.0).sum()
+        )
     return loss_sum
 
 

@@ -32,11 +32,17 @@ def takes(q_BHTC: Tensor, k_BGSC: Tensor, doc_ids_BT: Tensor | None, window: int
     num_tokens, head_dim = q_BHTC.shape[2:]
     device = q_BHTC.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else q_BHTC.dtype
-    is_causal_alone = doc_ids_BT is None and (window is None or window >= num_tokens) and k_BGSC.shape[2] == num_tokens
+    is_causal_alone = (
+        doc_ids_BT is None
+        and (window is None or window >= num_tokens)
+        and k_BGSC.shape[2] == num_tokens
+    )
     return is_causal_alone and dtype in DTYPES and head_dim % 8 == 0 and head_dim <= LARGEST_HEAD
 
 
-def attend(q_BHTC: Tensor, k_BGTC: Tensor, v_BGTC: Tensor, doc_ids_BT: Tensor | None, window: int | None) -> Tensor:
+def attend(
+    q_BHTC: Tensor, k_BGTC: Tensor, v_BGTC: Tensor, doc_ids_BT: Tensor | None, window: int | None
+) -> Tensor:
     """Return causal attention; `doc_ids_BT` and `window` are those that `takes` allows, which mask nothing.
 
     Shapes:  q_BHTC (B, H, T, C); k_BGTC, v_BGTC (B, G, T, C).
@@ -52,29 +58,57 @@ def attend(q_BHTC: Tensor, k_BGTC: Tensor, v_BGTC: Tensor, doc_ids_BT: Tensor | 
 def _forward(q_BTHC: Tensor, k_BTGC: Tensor, v_BTGC: Tensor) -> tuple[Tensor, Tensor]:
     """Return what each query gathers and the logarithms of its sums (B, H, T)."""
     with torch.cuda.device_of(q_BTHC):  # type: ignore[no-untyped-call]
-        out_BTHC, log_sums_BHT = _kernels()._flash_attn_fwd(q_BTHC, k_BTGC, v_BTGC, causal=True, return_lse=True)[:2]
+        out_BTHC, log_sums_BHT = _kernels()._flash_attn_fwd(
+            q_BTHC, k_BTGC, v_BTGC, causal=True, return_lse=True
+        )[:2]
     return out_BTHC, log_sums_BHT
 
 
 @_forward.register_fake
 def _forward_shapes(q_BTHC: Tensor, k_BTGC: Tensor, v_BTGC: Tensor) -> tuple[Tensor, Tensor]:
     rows, tokens, heads, _ = q_BTHC.shape
-    return q_BTHC.new_empty(q_BTHC.shape), q_BTHC.new_empty(rows, heads, tokens, dtype=torch.float32)
+    return q_BTHC.new_empty(q_BTHC.shape), q_BTHC.new_empty(
+        rows, heads, tokens, dtype=torch.float32
+    )
 
 
 @torch.library.custom_op("flatout::flash4_backward", mutates_args=())
-def _backward(grad_BTHC: Tensor, q_BTHC: Tensor, k_BTGC: Tensor, v_BTGC: Tensor, out_BTHC: Tensor, log_sums_BHT: Tensor) -> Tensor:
+def _backward(
+    grad_BTHC: Tensor,
+    q_BTHC: Tensor,
+    k_BTGC: Tensor,
+    v_BTGC: Tensor,
+    out_BTHC: Tensor,
+    log_sums_BHT: Tensor,
+) -> Tensor:
     """Return the gradients of queries, keys and values, the kernels' own outputs, as one tensor (B, T, M, C)."""
     grad_BTMC = _packed_like(q_BTHC, k_BTGC)
     outputs = dict(zip(("dq", "dk", "dv"), _cut(grad_BTMC, q_BTHC, k_BTGC), strict=True))
     deterministic = torch.are_deterministic_algorithms_enabled()
     with torch.cuda.device_of(q_BTHC):  # type: ignore[no-untyped-call]
-        _kernels()._flash_attn_bwd(q_BTHC, k_BTGC, v_BTGC, out_BTHC, grad_BTHC, log_sums_BHT, causal=True, deterministic=deterministic, **outputs)
+        _kernels()._flash_attn_bwd(
+            q_BTHC,
+            k_BTGC,
+            v_BTGC,
+            out_BTHC,
+            grad_BTHC,
+            log_sums_BHT,
+            causal=True,
+            deterministic=deterministic,
+            **outputs,
+        )
     return grad_BTMC
 
 
 @_backward.register_fake
-def _backward_shape(grad_BTHC: Tensor, q_BTHC: Tensor, k_BTGC: Tensor, v_BTGC: Tensor, out_BTHC: Tensor, log_sums_BHT: Tensor) -> Tensor:
+def _backward_shape(
+    grad_BTHC: Tensor,
+    q_BTHC: Tensor,
+    k_BTGC: Tensor,
+    v_BTGC: Tensor,
+    out_BTHC: Tensor,
+    log_sums_BHT: Tensor,
+) -> Tensor:
     return _packed_like(q_BTHC, k_BTGC)
 
 

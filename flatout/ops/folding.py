@@ -52,11 +52,19 @@ def folded(weights: Weights) -> Weights:
     drive_ED, bias_E, gains, coupling_KJ, output_DE = weights
     if len(gains) == 1 and gains[0] is not None and gains[0].dim() == 1:
         gain_E = torch.cat((gains[0], gains[0])).to(drive_ED.dtype)
-        drive_ED, bias_E, gains = drive_ED * gain_E[:, None], None if bias_E is None else bias_E * gain_E, (None,)
+        drive_ED, bias_E, gains = (
+            drive_ED * gain_E[:, None],
+            None if bias_E is None else bias_E * gain_E,
+            (None,),
+        )
     if coupling_KJ is not None:
-        coupling_HJI = coupling_KJ.to(output_DE.dtype).view(-1, coupling_KJ.shape[1], coupling_KJ.shape[1])
+        coupling_HJI = coupling_KJ.to(output_DE.dtype).view(
+            -1, coupling_KJ.shape[1], coupling_KJ.shape[1]
+        )
         output_D2HJ = output_DE.view(output_DE.shape[0], 2, *coupling_HJI.shape[:2])
-        output_DE = output_DE + RESONANCE * torch.einsum("dghj,hji->dghi", output_D2HJ, coupling_HJI).flatten(1)
+        output_DE = output_DE + RESONANCE * torch.einsum(
+            "dghj,hji->dghi", output_D2HJ, coupling_HJI
+        ).flatten(1)
     return Weights(drive_ED, bias_E, gains, None, output_DE)
 
 
@@ -78,6 +86,10 @@ def coupled(states_BTE: Tensor, coupling_KJ: Tensor | None) -> Tensor:
     """
     if coupling_KJ is None:
         return states_BTE
-    coupling_HJI = coupling_KJ.to(states_BTE.dtype).view(-1, coupling_KJ.shape[1], coupling_KJ.shape[1])
+    coupling_HJI = coupling_KJ.to(states_BTE.dtype).view(
+        -1, coupling_KJ.shape[1], coupling_KJ.shape[1]
+    )
     states_BTGHI = states_BTE.view(*states_BTE.shape[:-1], 2, *coupling_HJI.shape[:2])
-    return states_BTE + RESONANCE * torch.einsum("btghi,hji->btghj", states_BTGHI, coupling_HJI).flatten(2)
+    return states_BTE + RESONANCE * torch.einsum(
+        "btghi,hji->btghj", states_BTGHI, coupling_HJI
+    ).flatten(2)

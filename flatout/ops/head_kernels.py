@@ -14,7 +14,9 @@ import triton.language as tl
 def _halves(pointer, row, i, second, mask, other):
     """Load both halves of each row's vector as fp32."""
     place = pointer + row[:, None] + i[None, :]
-    return tl.load(place, mask=mask, other=0.0).to(tl.float32), tl.load(place + second, mask=other, other=0.0).to(tl.float32)
+    return tl.load(place, mask=mask, other=0.0).to(tl.float32), tl.load(
+        place + second, mask=other, other=0.0
+    ).to(tl.float32)
 
 
 @triton.jit
@@ -34,14 +36,20 @@ def gradient(
     i = tl.arange(0, HALF)
     if NORMALISED:
         gain_1 = tl.load(gain + column + i, mask=i < second, other=0.0).to(tl.float32)
-        gain_2 = tl.load(gain + column + second + i, mask=second + i < SIZE, other=0.0).to(tl.float32)
+        gain_2 = tl.load(gain + column + second + i, mask=second + i < SIZE, other=0.0).to(
+            tl.float32
+        )
         sum_1, sum_2 = tl.full((HALF,), 0.0, tl.float32), tl.full((HALF,), 0.0, tl.float32)
     for tile in range(TILES):
         r = (tl.program_id(0) * TILES + tile) * ROWS + tl.arange(0, ROWS)
         there = (r < rows)[:, None]
         mask_1, mask_2 = there & (i < second)[None, :], there & (second + i < SIZE)[None, :]
         token = r % tokens
-        source = (r // tokens).to(tl.int64) * row_stride + token.to(tl.int64) * token_stride + head * head_stride
+        source = (
+            (r // tokens).to(tl.int64) * row_stride
+            + token.to(tl.int64) * token_stride
+            + head * head_stride
+        )
         grad_1, grad_2 = _halves(grad_out, source, i, second, mask_1, mask_2)
         if TURNED:
             cos_1, cos_2 = _halves(cos, token * SIZE, i, second, mask_1, mask_2)
@@ -55,7 +63,12 @@ def gradient(
             sum_1 += tl.sum(grad_1 * x_1 * scale, axis=0)
             sum_2 += tl.sum(grad_2 * x_2 * scale, axis=0)
             grad_1, grad_2 = grad_1 * gain_1[None, :], grad_2 * gain_2[None, :]
-            along = (tl.sum(grad_1 * x_1, axis=1) + tl.sum(grad_2 * x_2, axis=1))[:, None] * scale * scale / SIZE
+            along = (
+                (tl.sum(grad_1 * x_1, axis=1) + tl.sum(grad_2 * x_2, axis=1))[:, None]
+                * scale
+                * scale
+                / SIZE
+            )
             grad_1, grad_2 = scale * (grad_1 - x_1 * along), scale * (grad_2 - x_2 * along)
         target = grad_product + place[:, None] + i[None, :]
         tl.store(target, grad_1, mask=mask_1)

@@ -38,9 +38,23 @@ def gradient(
     grad_BTE = torch.empty_like(product_BTE)
     gains, first = [], 0
     with torch.cuda.device_of(product_BTE):  # type: ignore[no-untyped-call]
-        for grad_BHTC, is_turned in ((grad_q_BHTC, True), (grad_k_BGTC, True), (grad_v_BGTC, False)):
+        for grad_BHTC, is_turned in (
+            (grad_q_BHTC, True),
+            (grad_k_BGTC, True),
+            (grad_v_BGTC, False),
+        ):
             tables = (cos_TC, sin_TC) if is_turned else (None, None)
-            gains.append(_launch(grad_BHTC, product_BTE, gain_NC if is_turned else None, *tables, grad_BTE, first, eps))
+            gains.append(
+                _launch(
+                    grad_BHTC,
+                    product_BTE,
+                    gain_NC if is_turned else None,
+                    *tables,
+                    grad_BTE,
+                    first,
+                    eps,
+                )
+            )
             first += grad_BHTC.shape[1]
     return grad_BTE, torch.cat(gains[:2])
 
@@ -57,7 +71,9 @@ def _shapes(
     eps: float,
 ) -> tuple[Tensor, Tensor]:
     num_turned = 0 if gain_NC is None else gain_NC.shape[0]
-    return product_BTE.new_empty(product_BTE.shape), product_BTE.new_empty(num_turned, grad_q_BHTC.shape[3], dtype=torch.float32)
+    return product_BTE.new_empty(product_BTE.shape), product_BTE.new_empty(
+        num_turned, grad_q_BHTC.shape[3], dtype=torch.float32
+    )
 
 
 def _launch(
@@ -79,7 +95,9 @@ def _launch(
     half = 1 << ((size + 1) // 2 - 1).bit_length()
     tile = max(ELEMENTS // (2 * half), 1)
     programs = -(-rows * tokens // (tile * TILES))
-    partial_PHC = grad_BHTC.new_empty(programs, heads if gain_NC is not None else 0, size, dtype=torch.float32)
+    partial_PHC = grad_BHTC.new_empty(
+        programs, heads if gain_NC is not None else 0, size, dtype=torch.float32
+    )
     kernels.gradient[(programs, heads)](
         grad_BHTC,
         product_BTE,

@@ -22,7 +22,13 @@ Heads = tuple[Tensor, Tensor, Tensor]
 
 
 def reference(
-    qkv_BTE: Tensor, gain_NC: Tensor | None, cos_TC: Tensor | None, sin_TC: Tensor | None, *, counts: tuple[int, int], eps: float = EPS
+    qkv_BTE: Tensor,
+    gain_NC: Tensor | None,
+    cos_TC: Tensor | None,
+    sin_TC: Tensor | None,
+    *,
+    counts: tuple[int, int],
+    eps: float = EPS,
 ) -> Heads:
     """Cut the product into heads; divide queries and keys by their root mean square, times a gain a head; turn them by their positions.
 
@@ -47,12 +53,20 @@ def reference(
     if cos_TC is not None and sin_TC is not None:
         wide_BTNC = at_least_fp32(turned_BTNC)
         swapped_BTNC = wide_BTNC.roll(cos_TC.shape[-1] // 2, dims=-1)
-        turned_BTNC = torch.addcmul(wide_BTNC * cos_TC[:, None], swapped_BTNC, sin_TC[:, None]).to(qkv_BTE.dtype)
+        turned_BTNC = torch.addcmul(wide_BTNC * cos_TC[:, None], swapped_BTNC, sin_TC[:, None]).to(
+            qkv_BTE.dtype
+        )
     return _laid_out(turned_BTNC, v_BTGC, counts)
 
 
 def fused(
-    qkv_BTE: Tensor, gain_NC: Tensor | None, cos_TC: Tensor | None, sin_TC: Tensor | None, *, counts: tuple[int, int], eps: float = EPS
+    qkv_BTE: Tensor,
+    gain_NC: Tensor | None,
+    cos_TC: Tensor | None,
+    sin_TC: Tensor | None,
+    *,
+    counts: tuple[int, int],
+    eps: float = EPS,
 ) -> Heads:
     """`reference` with its gradient by hand: norm, gain and turn share their passes, and all gradients are written where they belong.
 
@@ -71,7 +85,13 @@ def fused(
 
 
 def packed(
-    qkv_BTE: Tensor, gain_NC: Tensor | None, cos_TC: Tensor | None, sin_TC: Tensor | None, *, counts: tuple[int, int], eps: float = EPS
+    qkv_BTE: Tensor,
+    gain_NC: Tensor | None,
+    cos_TC: Tensor | None,
+    sin_TC: Tensor | None,
+    *,
+    counts: tuple[int, int],
+    eps: float = EPS,
 ) -> Heads:
     """`reference` with its gradient in one pass of a Triton kernel on an NVIDIA GPU, from three gradients to the packed one.
 
@@ -84,7 +104,11 @@ def packed(
              makes of `reference` also writes and reads 4 B T N C bytes and reads the product twice, for the gains' gradient.
     Raises:  ShapeError as `reference`; MissingPackage on a GPU without Triton.
     """
-    if (gain_NC is None and cos_TC is None) or qkv_BTE.dtype == torch.float64 or not _runs_triton(qkv_BTE):
+    if (
+        (gain_NC is None and cos_TC is None)
+        or qkv_BTE.dtype == torch.float64
+        or not _runs_triton(qkv_BTE)
+    ):
         return fused(qkv_BTE, gain_NC, cos_TC, sin_TC, counts=counts, eps=eps)
     _cut(qkv_BTE, gain_NC, cos_TC, sin_TC, counts)
     return _Packed.apply(_passes(), qkv_BTE, gain_NC, cos_TC, sin_TC, counts, eps)  # type: ignore[no-any-return, no-untyped-call]
@@ -97,7 +121,9 @@ def rms_normed(hidden: Tensor, gain: Tensor, eps: float) -> Tensor:
     Returns: the shape of hidden.
     Source:  Zhang and Sennrich 2019, arXiv:1910.07467.
     """
-    return (functional.rms_norm(at_least_fp32(hidden), hidden.shape[-1:], eps=eps) * at_least_fp32(gain)).to(hidden.dtype)
+    return (
+        functional.rms_norm(at_least_fp32(hidden), hidden.shape[-1:], eps=eps) * at_least_fp32(gain)
+    ).to(hidden.dtype)
 
 
 class _Turned(torch.autograd.Function):
@@ -105,7 +131,13 @@ class _Turned(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, qkv_BTMC: Tensor, gain_NC: Tensor | None, cos_TC: Tensor | None, sin_TC: Tensor | None, num_turned: int, eps: float
+        ctx: Any,
+        qkv_BTMC: Tensor,
+        gain_NC: Tensor | None,
+        cos_TC: Tensor | None,
+        sin_TC: Tensor | None,
+        num_turned: int,
+        eps: float,
     ) -> tuple[Tensor, Tensor]:
         """Return turned heads and values, and keep the product and the scales."""
         heads_BTNC, v_BTGC = qkv_BTMC[:, :, :num_turned], qkv_BTMC[:, :, num_turned:]
@@ -122,7 +154,9 @@ class _Turned(torch.autograd.Function):
         return turned_BTNC.to(qkv_BTMC.dtype), v_BTGC
 
     @staticmethod
-    def backward(ctx: Any, grad_turned_BTNC: Tensor, grad_v_BTGC: Tensor) -> tuple[Tensor, Tensor | None, None, None, None, None]:
+    def backward(
+        ctx: Any, grad_turned_BTNC: Tensor, grad_v_BTGC: Tensor
+    ) -> tuple[Tensor, Tensor | None, None, None, None, None]:
         """Return the gradients of the product and of the gains."""
         qkv_BTMC, gain_NC, cos_TC, sin_TC, scale_BTN1 = ctx.saved_tensors
         wide_BTNC = at_least_fp32(qkv_BTMC[:, :, : ctx.num_turned])
@@ -137,7 +171,11 @@ class _Turned(torch.autograd.Function):
             grad_gain_NC = product_BTNC.sum(dim=(0, 1)).to(gain_NC.dtype)
             along_BTN1 = (product_BTNC * gain_NC).sum(dim=-1, keepdim=True)
             grad_BTNC *= gain_NC
-            grad_BTNC.addcmul_(wide_BTNC, along_BTN1.mul_(scale_BTN1).mul_(scale_BTN1), value=-1 / wide_BTNC.shape[-1])
+            grad_BTNC.addcmul_(
+                wide_BTNC,
+                along_BTN1.mul_(scale_BTN1).mul_(scale_BTN1),
+                value=-1 / wide_BTNC.shape[-1],
+            )
         return grad_qkv_BTMC.to(qkv_BTMC.dtype), grad_gain_NC, None, None, None, None
 
 
@@ -161,11 +199,23 @@ class _Packed(torch.autograd.Function):
         return fused(qkv_BTE, gain_NC, cos_TC, sin_TC, counts=counts, eps=eps)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, Tensor | None, None, None, None, None]:
+    def backward(
+        ctx: Any, *grads: Tensor
+    ) -> tuple[None, Tensor, Tensor | None, None, None, None, None]:
         """Return the gradients of the product and of the gains."""
         qkv_BTE, gain_NC, cos_TC, sin_TC = ctx.saved_tensors
-        grad_BTE, grad_gain_NC = ctx.passes.gradient(*grads, qkv_BTE, gain_NC, cos_TC, sin_TC, ctx.eps)
-        return None, grad_BTE, None if gain_NC is None else grad_gain_NC.to(gain_NC.dtype), None, None, None, None
+        grad_BTE, grad_gain_NC = ctx.passes.gradient(
+            *grads, qkv_BTE, gain_NC, cos_TC, sin_TC, ctx.eps
+        )
+        return (
+            None,
+            grad_BTE,
+            None if gain_NC is None else grad_gain_NC.to(gain_NC.dtype),
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def _runs_triton(tensor: Tensor) -> bool:
@@ -185,9 +235,13 @@ def _passes() -> Any:
     return head_passes
 
 
-def _turn(wide_BTNC: Tensor, gain_NC: Tensor | None, cos_TC: Tensor | None, sin_TC: Tensor | None) -> Tensor:
+def _turn(
+    wide_BTNC: Tensor, gain_NC: Tensor | None, cos_TC: Tensor | None, sin_TC: Tensor | None
+) -> Tensor:
     """The heads times the gains, turned: both in the tables that they are multiplied by."""
-    gain = wide_BTNC.new_ones(wide_BTNC.shape[2:]) if gain_NC is None else gain_NC.to(wide_BTNC.dtype)
+    gain = (
+        wide_BTNC.new_ones(wide_BTNC.shape[2:]) if gain_NC is None else gain_NC.to(wide_BTNC.dtype)
+    )
     if cos_TC is None or sin_TC is None:
         return wide_BTNC * gain
     half = cos_TC.shape[-1] // 2
@@ -199,7 +253,9 @@ def _turn(wide_BTNC: Tensor, gain_NC: Tensor | None, cos_TC: Tensor | None, sin_
     return turned_BTNC
 
 
-def _turn_back(grad_BTNC: Tensor, cos_TC: Tensor | None, sin_TC: Tensor | None, out_BTNC: Tensor) -> None:
+def _turn_back(
+    grad_BTNC: Tensor, cos_TC: Tensor | None, sin_TC: Tensor | None, out_BTNC: Tensor
+) -> None:
     """The gradients turned by the opposite angles, into `out_BTNC`."""
     if cos_TC is None or sin_TC is None:
         out_BTNC.copy_(grad_BTNC)
@@ -216,13 +272,24 @@ def _laid_out(turned_BTNC: Tensor, v_BTGC: Tensor, counts: tuple[int, int]) -> H
     return q_BTHC.transpose(1, 2), k_BTGC.transpose(1, 2), v_BTGC.transpose(1, 2)
 
 
-def _cut(qkv_BTE: Tensor, gain_NC: Tensor | None, cos_TC: Tensor | None, sin_TC: Tensor | None, counts: tuple[int, int]) -> Tensor:
+def _cut(
+    qkv_BTE: Tensor,
+    gain_NC: Tensor | None,
+    cos_TC: Tensor | None,
+    sin_TC: Tensor | None,
+    counts: tuple[int, int],
+) -> Tensor:
     num_heads = counts[0] + 2 * counts[1]
     head_dim, rest = divmod(qkv_BTE.shape[-1], num_heads)
     table = (qkv_BTE.shape[1], head_dim)
-    fits = all(given is None or given.shape == wanted for given, wanted in ((gain_NC, (sum(counts), head_dim)), (cos_TC, table), (sin_TC, table)))
+    fits = all(
+        given is None or given.shape == wanted
+        for given, wanted in ((gain_NC, (sum(counts), head_dim)), (cos_TC, table), (sin_TC, table))
+    )
     if rest or not fits or (cos_TC is None) != (sin_TC is None):
-        shapes = [None if given is None else tuple(given.shape) for given in (gain_NC, cos_TC, sin_TC)]
+        shapes = [
+            None if given is None else tuple(given.shape) for given in (gain_NC, cos_TC, sin_TC)
+        ]
         raise ShapeError(
             f"A product {tuple(qkv_BTE.shape)} was to be cut into {num_heads} heads with gains, cosines and sines of shapes {shapes}.",
             fix=f"Give a product (B, T, {num_heads} C), gains ({sum(counts)}, C), and both tables (T, C) or neither.",

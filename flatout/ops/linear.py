@@ -23,7 +23,13 @@ FP8_MULTIPLE = 16
 """The hardware multiplies fp8 in pieces of so many rows, inputs and outputs."""
 
 
-def reference(hidden: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, *, activation: Activation | None = None) -> Tensor:
+def reference(
+    hidden: Tensor,
+    weight_OI: Tensor,
+    bias_O: Tensor | None = None,
+    *,
+    activation: Activation | None = None,
+) -> Tensor:
     """Each row of the activations times the transposed weight, plus the bias: torch's own linear, and the definition.
 
     `activation` is applied to the result; it is here so that a variant may keep what lies between two products in fewer bytes.
@@ -35,7 +41,13 @@ def reference(hidden: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, *
     return _activated(functional.linear(hidden, weight_OI, bias_O), activation)
 
 
-def onednn(hidden: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, *, activation: Activation | None = None) -> Tensor:
+def onednn(
+    hidden: Tensor,
+    weight_OI: Tensor,
+    bias_O: Tensor | None = None,
+    *,
+    activation: Activation | None = None,
+) -> Tensor:
     """`reference` through oneDNN's fp32 products on a CPU, forward and backward; anything else is left to `reference`.
 
     torch takes fp32 products on a CPU to MKL, which uses 256-bit vectors on processors that are not Intel's; oneDNN uses the
@@ -52,7 +64,13 @@ def onednn(hidden: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, *, a
     return _activated(product if bias_O is None else product + bias_O, activation)
 
 
-def bf16(hidden: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, *, activation: Activation | None = None) -> Tensor:
+def bf16(
+    hidden: Tensor,
+    weight_OI: Tensor,
+    bias_O: Tensor | None = None,
+    *,
+    activation: Activation | None = None,
+) -> Tensor:
     """`reference` with fp32 factors rounded to bfloat16 and results widened again, forward and backward: for CPUs that multiply bfloat16.
 
     Factors and results are rounded, sums are not. Unlike autocast, only the products are narrow: all else stays fp32, which is
@@ -64,15 +82,30 @@ def bf16(hidden: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, *, act
     Cost:    as `reference`, at twice the rate; keeps both factors in two bytes.
     """
     fits = hidden.dtype in (torch.float32, torch.bfloat16) and weight_OI.dtype == torch.float32
-    if not fits or torch.is_autocast_enabled(hidden.device.type) or hidden.numel() // max(hidden.shape[-1], 1) < FEWEST_ROWS:
-        return _activated(functional.linear(hidden.to(weight_OI.dtype) if fits else hidden, weight_OI, bias_O), activation)
+    if (
+        not fits
+        or torch.is_autocast_enabled(hidden.device.type)
+        or hidden.numel() // max(hidden.shape[-1], 1) < FEWEST_ROWS
+    ):
+        return _activated(
+            functional.linear(hidden.to(weight_OI.dtype) if fits else hidden, weight_OI, bias_O),
+            activation,
+        )
     stays_narrow = activation is not None and bias_O is None
-    product: Tensor = _Bf16.apply(hidden.flatten(0, -2), weight_OI, torch.bfloat16 if stays_narrow else torch.float32)  # type: ignore[no-untyped-call]
+    product: Tensor = _Bf16.apply(
+        hidden.flatten(0, -2), weight_OI, torch.bfloat16 if stays_narrow else torch.float32
+    )  # type: ignore[no-untyped-call]
     product = product.view(*hidden.shape[:-1], weight_OI.shape[0])
     return _activated(product if bias_O is None else product + bias_O, activation)
 
 
-def fp8(hidden: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, *, activation: Activation | None = None) -> Tensor:
+def fp8(
+    hidden: Tensor,
+    weight_OI: Tensor,
+    bias_O: Tensor | None = None,
+    *,
+    activation: Activation | None = None,
+) -> Tensor:
     """`reference` with its factors rounded to 8 bits, forward and backward: activations and weight to e4m3, gradients to e5m2, by torchao.
 
     Each factor has one scale, from its own largest component (torchao's tensorwise recipe). Products of sizes that the hardware does
@@ -84,7 +117,11 @@ def fp8(hidden: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, *, acti
     Raises:  MissingPackage with the install line.
     """
     device = hidden.device.type
-    narrow = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.promote_types(hidden.dtype, weight_OI.dtype)
+    narrow = (
+        torch.get_autocast_dtype(device)
+        if torch.is_autocast_enabled(device)
+        else torch.promote_types(hidden.dtype, weight_OI.dtype)
+    )
     sizes = (hidden.numel() // max(hidden.shape[-1], 1), *weight_OI.shape)
     if narrow != torch.bfloat16 or not all(size and size % FP8_MULTIPLE == 0 for size in sizes):
         return _activated(functional.linear(hidden, weight_OI, bias_O), activation)
@@ -174,7 +211,9 @@ class _Bf16(torch.autograd.Function):
         """Return the gradients of both factors, each in its factor's type."""
         narrow_NI, narrow_OI = ctx.saved_tensors
         narrow_NO = grad_NO.bfloat16()
-        grad_hidden_NI = (narrow_NO @ narrow_OI).to(ctx.hidden_dtype) if ctx.needs_input_grad[0] else None
+        grad_hidden_NI = (
+            (narrow_NO @ narrow_OI).to(ctx.hidden_dtype) if ctx.needs_input_grad[0] else None
+        )
         grad_weight_OI = (narrow_NO.t() @ narrow_NI).float() if ctx.needs_input_grad[1] else None
         return grad_hidden_NI, grad_weight_OI, None
 
@@ -207,12 +246,24 @@ def load_fp8(*, emulate: bool) -> tuple[Any, Any, Any]:
             from torchao.float8.float8_training_tensor import LinearMMConfig, ScaledMMConfig
     except ImportError as error:
         raise MissingPackage(
-            "The speedup 'fp8' takes the package torchao, which is not installed.", fix='Install it: `pip install "flatout[fp8]"`.'
+            "The speedup 'fp8' takes the package torchao, which is not installed.",
+            fix='Install it: `pip install "flatout[fp8]"`.',
         ) from error
     config = Float8LinearConfig(emulate=emulate)
-    convert_to_float8_training(torch.nn.Identity(), config=config)  # nothing to convert; it also mends Triton's stores of fp8
-    gemms = (config.gemm_config_output, config.gemm_config_grad_input, config.gemm_config_grad_weight)
-    settings = LinearMMConfig(*(ScaledMMConfig(emulate, gemm.use_fast_accum, False, config.pad_inner_dim) for gemm in gemms))
+    convert_to_float8_training(
+        torch.nn.Identity(), config=config
+    )  # nothing to convert; it also mends Triton's stores of fp8
+    gemms = (
+        config.gemm_config_output,
+        config.gemm_config_grad_input,
+        config.gemm_config_grad_weight,
+    )
+    settings = LinearMMConfig(
+        *(
+            ScaledMMConfig(emulate, gemm.use_fast_accum, False, config.pad_inner_dim)
+            for gemm in gemms
+        )
+    )
     _FP8[emulate] = matmul_with_hp_or_float8_args, settings, config
     return _FP8[emulate]
 

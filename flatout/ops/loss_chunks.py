@@ -27,7 +27,9 @@ precision from 1.5e-8. They are at most 1 + 2 z_loss log_sum: with a z_loss of 1
 """
 
 
-def losses(product_CV: Tensor, targets_C: Tensor, softcap: float | None, z_loss: float) -> tuple[Tensor, Tensor, Tensor]:
+def losses(
+    product_CV: Tensor, targets_C: Tensor, softcap: float | None, z_loss: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return each target's loss, 0 where it is ignored; the logits within their cap, and the logarithm of the sum of their exponentials.
 
     Shapes:  product_CV (C, V) in any type; targets_C (C,).
@@ -35,11 +37,17 @@ def losses(product_CV: Tensor, targets_C: Tensor, softcap: float | None, z_loss:
     """
     capped_CV = capped(product_CV.to(wide(product_CV.dtype)), softcap)
     log_sum_C = capped_CV.logsumexp(dim=-1)
-    losses_C = log_sum_C - capped_CV.gather(-1, targets_C.clamp_min(0)[:, None])[:, 0] + z_loss * log_sum_C.square()
+    losses_C = (
+        log_sum_C
+        - capped_CV.gather(-1, targets_C.clamp_min(0)[:, None])[:, 0]
+        + z_loss * log_sum_C.square()
+    )
     return losses_C.masked_fill(targets_C == IGNORED, 0.0), capped_CV, log_sum_C
 
 
-def losses_and_gradient(product_CV: Tensor, targets_C: Tensor, softcap: float | None, z_loss: float, scale: float) -> tuple[Tensor, Tensor]:
+def losses_and_gradient(
+    product_CV: Tensor, targets_C: Tensor, softcap: float | None, z_loss: float, scale: float
+) -> tuple[Tensor, Tensor]:
     """Return the sum of the losses, and its gradient to the logits, times `scale`, in their own type.
 
     The target's place is found by comparing, not by writing to it: a compiler then makes the gradient in one pass.
@@ -72,7 +80,9 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=False)
 
 
-def learned(hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, softcap: float | None, z_loss: float) -> tuple[Tensor, Tensor, Tensor]:
+def learned(
+    hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, softcap: float | None, z_loss: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the summed loss and its gradients to hidden states and weight, the latter summed in fp32.
 
     Inside a compiled model what is done to a chunk's logits is compiled too, and the loop over chunks stays as it is.
@@ -81,12 +91,16 @@ def learned(hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, softcap: fl
     Returns: (loss_sum, grad_hidden_ND, grad_weight_VD); grad_hidden_ND in the type of the products, in fp32 when that is float16.
     """
     if torch.compiler.is_compiling():
-        opaque: tuple[Tensor, Tensor, Tensor] = _learned(hidden_ND, weight_VD, targets_N, softcap, z_loss)
+        opaque: tuple[Tensor, Tensor, Tensor] = _learned(
+            hidden_ND, weight_VD, targets_N, softcap, z_loss
+        )
         return opaque
     return _learn(losses_and_gradient, hidden_ND, weight_VD, targets_N, softcap, z_loss)
 
 
-def scored(hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, softcap: float | None, z_loss: float) -> Tensor:
+def scored(
+    hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, softcap: float | None, z_loss: float
+) -> Tensor:
     """Return the summed loss alone, of which evaluation wants no gradient: a third of the work.
 
     Shapes:  as `learned`.
@@ -98,27 +112,39 @@ def scored(hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, softcap: flo
 
 
 @torch.library.custom_op("flatout::loss_learned_in_chunks", mutates_args=())
-def _learned(hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, softcap: float | None, z_loss: float) -> tuple[Tensor, Tensor, Tensor]:
+def _learned(
+    hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, softcap: float | None, z_loss: float
+) -> tuple[Tensor, Tensor, Tensor]:
     return _learn(_compiled(losses_and_gradient), hidden_ND, weight_VD, targets_N, softcap, z_loss)
 
 
 @_learned.register_fake
-def learned_shapes(hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, softcap: float | None, z_loss: float) -> tuple[Tensor, Tensor, Tensor]:
+def learned_shapes(
+    hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, softcap: float | None, z_loss: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return tensors of the shapes and types that `learned` returns.
 
     Shapes:  as `learned`.
     """
     summed = wide(weight_VD.dtype)
-    return hidden_ND.new_empty((), dtype=summed), _gradient_of(hidden_ND), weight_VD.new_empty(weight_VD.shape, dtype=summed)
+    return (
+        hidden_ND.new_empty((), dtype=summed),
+        _gradient_of(hidden_ND),
+        weight_VD.new_empty(weight_VD.shape, dtype=summed),
+    )
 
 
 @torch.library.custom_op("flatout::loss_in_chunks", mutates_args=())
-def _scored(hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, softcap: float | None, z_loss: float) -> Tensor:
+def _scored(
+    hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, softcap: float | None, z_loss: float
+) -> Tensor:
     return _score(_compiled(loss_sum), hidden_ND, weight_VD, targets_N, softcap, z_loss)
 
 
 @_scored.register_fake
-def scored_shape(hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, softcap: float | None, z_loss: float) -> Tensor:
+def scored_shape(
+    hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, softcap: float | None, z_loss: float
+) -> Tensor:
     """Return a tensor of the shape and type that `scored` returns.
 
     Shapes:  as `learned`.
@@ -150,7 +176,12 @@ def _learn(
 
 
 def _score(
-    chunk_loss: Callable[..., Tensor], hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, softcap: float | None, z_loss: float
+    chunk_loss: Callable[..., Tensor],
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    targets_N: Tensor,
+    softcap: float | None,
+    z_loss: float,
 ) -> Tensor:
     total = torch.zeros((), dtype=wide(weight_VD.dtype), device=hidden_ND.device)
     for _, chunk_CD, targets_C in chunks(hidden_ND, targets_N, len(weight_VD), LOGITS_AT_ONCE):
@@ -163,12 +194,20 @@ def sums(hidden_ND: Tensor, weight_VD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
     Shapes:  as `learned`.
     """
-    grad_weight_VD = torch.zeros(weight_VD.shape, dtype=wide(weight_VD.dtype), device=weight_VD.device)
-    return torch.zeros((), dtype=grad_weight_VD.dtype, device=hidden_ND.device), _gradient_of(hidden_ND), grad_weight_VD
+    grad_weight_VD = torch.zeros(
+        weight_VD.shape, dtype=wide(weight_VD.dtype), device=weight_VD.device
+    )
+    return (
+        torch.zeros((), dtype=grad_weight_VD.dtype, device=hidden_ND.device),
+        _gradient_of(hidden_ND),
+        grad_weight_VD,
+    )
 
 
 def _gradient_of(hidden_ND: Tensor) -> Tensor:
-    return torch.empty_like(hidden_ND, dtype=wide(hidden_ND.dtype) if hidden_ND.dtype in SCALES else hidden_ND.dtype)
+    return torch.empty_like(
+        hidden_ND, dtype=wide(hidden_ND.dtype) if hidden_ND.dtype in SCALES else hidden_ND.dtype
+    )
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor, *, alpha: float, beta: float) -> None:
@@ -186,10 +225,14 @@ def add_product(total: Tensor, left: Tensor, right: Tensor, *, alpha: float, bet
     elif left.is_cuda:
         torch.addmm(total, left, right, out_dtype=total.dtype, alpha=alpha, beta=beta, out=total)
     else:
-        torch.addmm(total, left.to(total.dtype), right.to(total.dtype), alpha=alpha, beta=beta, out=total)
+        torch.addmm(
+            total, left.to(total.dtype), right.to(total.dtype), alpha=alpha, beta=beta, out=total
+        )
 
 
-def chunks(hidden_ND: Tensor, targets_N: Tensor, vocab_size: int, logits_at_once: Mapping[str, int]) -> Iterator[tuple[slice, Tensor, Tensor]]:
+def chunks(
+    hidden_ND: Tensor, targets_N: Tensor, vocab_size: int, logits_at_once: Mapping[str, int]
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Yield chunks of the halves of the targets, or of halves of these, and so on: of few lengths, which share what is compiled for them.
 
     Shapes:  as `learned`; yields (rows, chunk_CD, targets_C).

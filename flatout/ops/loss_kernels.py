@@ -44,14 +44,26 @@ def _blocks(
 
 
 @triton.jit
-def _log_sum(row, v, CAP: tl.constexpr, VOCAB: tl.constexpr, PADDED: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK: tl.constexpr):
+def _log_sum(
+    row,
+    v,
+    CAP: tl.constexpr,
+    VOCAB: tl.constexpr,
+    PADDED: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """The logarithm of the sum of a row's exponentials, each lane with a largest logit of its own until the end."""
     largest, total = tl.full((BLOCK,), LEAST, tl.float32), tl.full((BLOCK,), 0.0, tl.float32)
     for begin in range(0, VOCAB, BLOCK * AT_ONCE):
-        blocks = _blocks(row, begin, v, float("-inf"), "evict_last", CAP, VOCAB, PADDED, AT_ONCE, BLOCK)
+        blocks = _blocks(
+            row, begin, v, float("-inf"), "evict_last", CAP, VOCAB, PADDED, AT_ONCE, BLOCK
+        )
         for i in tl.static_range(AT_ONCE):
             logits = blocks[i]
-            smaller = tl.exp2(tl.abs(logits - largest) * -PER_LN)  # the other's is 1: one exponential, whichever is larger
+            smaller = tl.exp2(
+                tl.abs(logits - largest) * -PER_LN
+            )  # the other's is 1: one exponential, whichever is larger
             total = tl.where(logits > largest, total * smaller + 1.0, total + smaller)
             largest = tl.maximum(largest, logits)
     top = tl.max(largest, 0)
@@ -84,10 +96,19 @@ def losses_and_gradient(
         if GRADIENT:
             factor = SCALE * (1.0 + 2.0 * Z_LOSS * log_sum)
             for begin in range(0, VOCAB, BLOCK * AT_ONCE):
-                blocks = _blocks(row, begin, v, 0.0, "evict_first", CAP, VOCAB, PADDED, AT_ONCE, BLOCK)
+                blocks = _blocks(
+                    row, begin, v, 0.0, "evict_first", CAP, VOCAB, PADDED, AT_ONCE, BLOCK
+                )
                 for i in tl.static_range(AT_ONCE):
                     at, logits = begin + i * BLOCK + v, blocks[i]
-                    gradient = tl.exp2((logits - log_sum) * PER_LN) * factor - tl.where(at == target, SCALE, 0.0)
+                    gradient = tl.exp2((logits - log_sum) * PER_LN) * factor - tl.where(
+                        at == target, SCALE, 0.0
+                    )
                     if CAP > 0:
                         gradient *= 1.0 - (logits / CAP) * (logits / CAP)
-                    tl.store(row + at, gradient.to(product.dtype.element_ty), mask=at < PADDED, eviction_policy="evict_first")
+                    tl.store(
+                        row + at,
+                        gradient.to(product.dtype.element_ty),
+                        mask=at < PADDED,
+                        eviction_policy="evict_first",
+                    )

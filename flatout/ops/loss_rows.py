@@ -29,19 +29,25 @@ ALIGNED = 16
 """Logits from one row to the next are a multiple of this many, so that products and loads need no special case for odd vocabularies."""
 
 
-def learned(hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, softcap: float | None, z_loss: float) -> tuple[Tensor, Tensor, Tensor]:
+def learned(
+    hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, softcap: float | None, z_loss: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the summed loss and its gradients to hidden states and weight, the latter summed in fp32.
 
     Shapes:  as `flatout.ops.loss_chunks.learned`; not in fp64.
     Returns: as `flatout.ops.loss_chunks.learned`.
     """
     if torch.compiler.is_compiling():
-        opaque: tuple[Tensor, Tensor, Tensor] = _learned(hidden_ND, weight_VD, targets_N, softcap, z_loss)
+        opaque: tuple[Tensor, Tensor, Tensor] = _learned(
+            hidden_ND, weight_VD, targets_N, softcap, z_loss
+        )
         return opaque
     return _learn(hidden_ND, weight_VD, targets_N, softcap, z_loss)
 
 
-def scored(hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, softcap: float | None, z_loss: float) -> Tensor:
+def scored(
+    hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, softcap: float | None, z_loss: float
+) -> Tensor:
     """Return the summed loss alone, for which the kernel reads the logits once and writes none.
 
     Shapes:  as `flatout.ops.loss_chunks.learned`; not in fp64.
@@ -52,22 +58,32 @@ def scored(hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, softcap: flo
     return _score(hidden_ND, weight_VD, targets_N, softcap, z_loss)
 
 
-def _learn(hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, softcap: float | None, z_loss: float) -> tuple[Tensor, Tensor, Tensor]:
+def _learn(
+    hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, softcap: float | None, z_loss: float
+) -> tuple[Tensor, Tensor, Tensor]:
     total, grad_hidden_ND, grad_weight_VD = loss_chunks.sums(hidden_ND, weight_VD)
     scale = loss_chunks.SCALES.get(hidden_ND.dtype, 1.0)
     buffer_CV = _buffer(hidden_ND, len(weight_VD))
-    for rows, chunk_CD, targets_C in loss_chunks.chunks(hidden_ND, targets_N, len(weight_VD), LOGITS_AT_ONCE):
+    for rows, chunk_CD, targets_C in loss_chunks.chunks(
+        hidden_ND, targets_N, len(weight_VD), LOGITS_AT_ONCE
+    ):
         product_CV = torch.mm(chunk_CD, weight_VD.t(), out=buffer_CV[: len(chunk_CD)])
         total += overwrite(product_CV, targets_C, softcap, z_loss, scale).sum()
-        loss_chunks.add_product(grad_hidden_ND[rows], product_CV, weight_VD, alpha=1 / scale, beta=0)
+        loss_chunks.add_product(
+            grad_hidden_ND[rows], product_CV, weight_VD, alpha=1 / scale, beta=0
+        )
         loss_chunks.add_product(grad_weight_VD, product_CV.t(), chunk_CD, alpha=1 / scale, beta=1)
     return total, grad_hidden_ND, grad_weight_VD
 
 
-def _score(hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, softcap: float | None, z_loss: float) -> Tensor:
+def _score(
+    hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, softcap: float | None, z_loss: float
+) -> Tensor:
     total = torch.zeros((), dtype=loss_chunks.wide(weight_VD.dtype), device=hidden_ND.device)
     buffer_CV = _buffer(hidden_ND, len(weight_VD))
-    for _, chunk_CD, targets_C in loss_chunks.chunks(hidden_ND, targets_N, len(weight_VD), LOGITS_AT_ONCE):
+    for _, chunk_CD, targets_C in loss_chunks.chunks(
+        hidden_ND, targets_N, len(weight_VD), LOGITS_AT_ONCE
+    ):
         product_CV = torch.mm(chunk_CD, weight_VD.t(), out=buffer_CV[: len(chunk_CD)])
         total += overwrite(product_CV, targets_C, softcap, z_loss, None).sum()
     return total
@@ -75,11 +91,19 @@ def _score(hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, softcap: flo
 
 def _buffer(hidden_ND: Tensor, vocab_size: int) -> Tensor:
     """Return memory for the logits of the longest chunk, its rows aligned."""
-    longest = next((len(chunk) for _, chunk, _ in loss_chunks.chunks(hidden_ND, hidden_ND, vocab_size, LOGITS_AT_ONCE)), 0)
+    longest = next(
+        (
+            len(chunk)
+            for _, chunk, _ in loss_chunks.chunks(hidden_ND, hidden_ND, vocab_size, LOGITS_AT_ONCE)
+        ),
+        0,
+    )
     return hidden_ND.new_empty(longest, -(-vocab_size // ALIGNED) * ALIGNED)[:, :vocab_size]
 
 
-def overwrite(product_CV: Tensor, targets_C: Tensor, softcap: float | None, z_loss: float, scale: float | None) -> Tensor:
+def overwrite(
+    product_CV: Tensor, targets_C: Tensor, softcap: float | None, z_loss: float, scale: float | None
+) -> Tensor:
     """Return each target's loss, 0 where it is ignored, and write its gradient to the logits, times `scale`, over these; without a scale write none.
 
     What lies between two rows is taken for padding, and may be written to.
@@ -104,12 +128,16 @@ def overwrite(product_CV: Tensor, targets_C: Tensor, softcap: float | None, z_lo
 
 
 @torch.library.custom_op("flatout::loss_learned_by_rows", mutates_args=())
-def _learned(hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, softcap: float | None, z_loss: float) -> tuple[Tensor, Tensor, Tensor]:
+def _learned(
+    hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, softcap: float | None, z_loss: float
+) -> tuple[Tensor, Tensor, Tensor]:
     return _learn(hidden_ND, weight_VD, targets_N, softcap, z_loss)
 
 
 @torch.library.custom_op("flatout::loss_by_rows", mutates_args=())
-def _scored(hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, softcap: float | None, z_loss: float) -> Tensor:
+def _scored(
+    hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, softcap: float | None, z_loss: float
+) -> Tensor:
     return _score(hidden_ND, weight_VD, targets_N, softcap, z_loss)
 
 

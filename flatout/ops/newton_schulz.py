@@ -104,7 +104,9 @@ def bf16(matrices_NRC: Tensor) -> Tensor:
 def _normalised(matrices_NRC: Tensor) -> Tensor:
     """The matrices divided by their norms, in the arithmetic of the iterations."""
     wide_NRC = at_least_fp32(matrices_NRC)
-    scaled_NRC: Tensor = wide_NRC / torch.linalg.matrix_norm(wide_NRC, keepdim=True).clamp(min=SMALLEST_NORM)
+    scaled_NRC: Tensor = wide_NRC / torch.linalg.matrix_norm(wide_NRC, keepdim=True).clamp(
+        min=SMALLEST_NORM
+    )
     return scaled_NRC.bfloat16() if scaled_NRC.is_cuda else scaled_NRC
 
 

@@ -25,7 +25,13 @@ SMALLEST_CARRY = 64
 
 
 def reference(
-    log_decay: Tensor, angle: Tensor, drive_BTE: Tensor, *, doc_ids_BT: Tensor | None = None, start_BE: Tensor | None = None, chunk_size: int = 128
+    log_decay: Tensor,
+    angle: Tensor,
+    drive_BTE: Tensor,
+    *,
+    doc_ids_BT: Tensor | None = None,
+    start_BE: Tensor | None = None,
+    chunk_size: int = 128,
 ) -> Tensor:
     """State after each token: s[t] = exp(log_decay + i angle) * s[t-1] + drive[t], with s[-1] = start.
 
@@ -44,7 +50,13 @@ def reference(
     return states_BTE
 
 
-def _loop(log_decay: Tensor, angle: Tensor, drive_BTE: Tensor, doc_ids_BT: Tensor | None, start_BE: Tensor | None) -> Tensor:
+def _loop(
+    log_decay: Tensor,
+    angle: Tensor,
+    drive_BTE: Tensor,
+    doc_ids_BT: Tensor | None,
+    start_BE: Tensor | None,
+) -> Tensor:
     drive_BT2K = _pairs(drive_BTE)
     decay = _eigenvalues(log_decay, angle, drive_BT2K.dtype)
     resets_BT = _resets(doc_ids_BT)
@@ -63,7 +75,13 @@ _token_by_token: Callable[..., Any] = torch.compiler.disable(_loop)  # type: ign
 
 
 def chunked(
-    log_decay: Tensor, angle: Tensor, drive_BTE: Tensor, *, doc_ids_BT: Tensor | None = None, start_BE: Tensor | None = None, chunk_size: int = 128
+    log_decay: Tensor,
+    angle: Tensor,
+    drive_BTE: Tensor,
+    *,
+    doc_ids_BT: Tensor | None = None,
+    start_BE: Tensor | None = None,
+    chunk_size: int = 128,
 ) -> Tensor:
     """`reference` in chunks of `chunk_size` tokens: inside one, products with the matrix of powers of i - j; states carried between.
 
@@ -77,11 +95,24 @@ def chunked(
     Raises:  ShapeError as `reference`.
     """
     _check(log_decay, angle, drive_BTE, doc_ids_BT, start_BE, chunk_size)
-    return _differentiable(partial(_by_products, chunk_size=chunk_size), log_decay, angle, drive_BTE, doc_ids_BT, start_BE)
+    return _differentiable(
+        partial(_by_products, chunk_size=chunk_size),
+        log_decay,
+        angle,
+        drive_BTE,
+        doc_ids_BT,
+        start_BE,
+    )
 
 
 def fft(
-    log_decay: Tensor, angle: Tensor, drive_BTE: Tensor, *, doc_ids_BT: Tensor | None = None, start_BE: Tensor | None = None, chunk_size: int = 128
+    log_decay: Tensor,
+    angle: Tensor,
+    drive_BTE: Tensor,
+    *,
+    doc_ids_BT: Tensor | None = None,
+    start_BE: Tensor | None = None,
+    chunk_size: int = 128,
 ) -> Tensor:
     """`reference` as a convolution by Fourier transforms, padded to 2 T so that nothing wraps around: to compare with.
 
@@ -97,7 +128,13 @@ def fft(
 
 
 def triton(
-    log_decay: Tensor, angle: Tensor, drive_BTE: Tensor, *, doc_ids_BT: Tensor | None = None, start_BE: Tensor | None = None, chunk_size: int = 128
+    log_decay: Tensor,
+    angle: Tensor,
+    drive_BTE: Tensor,
+    *,
+    doc_ids_BT: Tensor | None = None,
+    start_BE: Tensor | None = None,
+    chunk_size: int = 128,
 ) -> Tensor:
     """`reference` in Triton's kernels on an NVIDIA GPU, forward and backward: `flatout.ops.scan_passes` says how.
 
@@ -115,7 +152,13 @@ def triton(
 
 
 def triton_narrow(
-    log_decay: Tensor, angle: Tensor, drive_BTE: Tensor, *, doc_ids_BT: Tensor | None = None, start_BE: Tensor | None = None, chunk_size: int = 128
+    log_decay: Tensor,
+    angle: Tensor,
+    drive_BTE: Tensor,
+    *,
+    doc_ids_BT: Tensor | None = None,
+    start_BE: Tensor | None = None,
+    chunk_size: int = 128,
 ) -> Tensor:
     """`triton` with each state rounded to the drive's type as it is written, and read in that type backward; elsewhere `chunked`, rounded.
 
@@ -126,18 +169,41 @@ def triton_narrow(
     Cost:    as `triton`: 8 B T K numbers move forward and 16 B T K backward, of two bytes for a drive in bf16.
     Raises:  as `triton`.
     """
-    return _by_kernels(log_decay, angle, drive_BTE, doc_ids_BT, start_BE, chunk_size, drive_BTE.dtype)
+    return _by_kernels(
+        log_decay, angle, drive_BTE, doc_ids_BT, start_BE, chunk_size, drive_BTE.dtype
+    )
 
 
 def _by_kernels(
-    log_decay: Tensor, angle: Tensor, drive_BTE: Tensor, doc_ids_BT: Tensor | None, start_BE: Tensor | None, chunk_size: int, result: torch.dtype
+    log_decay: Tensor,
+    angle: Tensor,
+    drive_BTE: Tensor,
+    doc_ids_BT: Tensor | None,
+    start_BE: Tensor | None,
+    chunk_size: int,
+    result: torch.dtype,
 ) -> Tensor:
     """Return the states in the type asked for."""
     if drive_BTE.dtype == torch.float64 or not _runs_triton(drive_BTE):
-        return chunked(log_decay, angle, drive_BTE, doc_ids_BT=doc_ids_BT, start_BE=start_BE, chunk_size=chunk_size).to(result)
+        return chunked(
+            log_decay,
+            angle,
+            drive_BTE,
+            doc_ids_BT=doc_ids_BT,
+            start_BE=start_BE,
+            chunk_size=chunk_size,
+        ).to(result)
     _check(log_decay, angle, drive_BTE, doc_ids_BT, start_BE, chunk_size)
     start_BE = None if start_BE is None else start_BE.float()
-    states_BTE: Tensor = _passes().states(log_decay.float(), angle.float(), drive_BTE, _resets(doc_ids_BT), start_BE, chunk_size, result)
+    states_BTE: Tensor = _passes().states(
+        log_decay.float(),
+        angle.float(),
+        drive_BTE,
+        _resets(doc_ids_BT),
+        start_BE,
+        chunk_size,
+        result,
+    )
     return states_BTE
 
 
@@ -158,14 +224,23 @@ def _passes() -> Any:
     return scan_passes
 
 
-def _differentiable(solve: Solve, log_decay: Tensor, angle: Tensor, drive_BTE: Tensor, doc_ids_BT: Tensor | None, start_BE: Tensor | None) -> Tensor:
+def _differentiable(
+    solve: Solve,
+    log_decay: Tensor,
+    angle: Tensor,
+    drive_BTE: Tensor,
+    doc_ids_BT: Tensor | None,
+    start_BE: Tensor | None,
+) -> Tensor:
     """Return the states by a solver, with the gradients that follow from it; in fp32 whatever autocast says."""
     with torch.autocast(drive_BTE.device.type, enabled=False):
         drive_BT2K = _pairs(drive_BTE)
         if start_BE is not None:
             first = _eigenvalues(log_decay, angle, drive_BT2K.dtype)
             before_B2K = _times(_pairs(start_BE), first if first.dim() == 2 else first[:, 0])
-            drive_BT2K = torch.cat((drive_BT2K[:, :1] + before_B2K[:, None], drive_BT2K[:, 1:]), dim=1)
+            drive_BT2K = torch.cat(
+                (drive_BT2K[:, :1] + before_B2K[:, None], drive_BT2K[:, 1:]), dim=1
+            )
         states_BT2K: Tensor = _Scan.apply(log_decay, angle, drive_BT2K, _resets(doc_ids_BT), solve)  # type: ignore[no-untyped-call]
         return states_BT2K.flatten(-2)
 
@@ -174,7 +249,14 @@ class _Scan(torch.autograd.Function):
     """States from a state of zero on. The gradient of a recurrence is the same recurrence, with conjugate eigenvalues, from the end back."""
 
     @staticmethod
-    def forward(ctx: Any, log_decay: Tensor, angle: Tensor, drive_BT2K: Tensor, resets_BT: Tensor | None, solve: Solve) -> Tensor:
+    def forward(
+        ctx: Any,
+        log_decay: Tensor,
+        angle: Tensor,
+        drive_BT2K: Tensor,
+        resets_BT: Tensor | None,
+        solve: Solve,
+    ) -> Tensor:
         """Return the states, and keep them."""
         states_BT2K = solve(log_decay, angle, drive_BT2K, resets_BT)
         ctx.save_for_backward(log_decay, angle, states_BT2K, resets_BT)
@@ -182,11 +264,17 @@ class _Scan(torch.autograd.Function):
         return states_BT2K
 
     @staticmethod
-    def backward(ctx: Any, grad_BT2K: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor, None, None]:
+    def backward(
+        ctx: Any, grad_BT2K: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor, None, None]:
         """Return the gradients of the eigenvalues and of the drive."""
         log_decay, angle, states_BT2K, resets_BT = ctx.saved_tensors
         with torch.autocast(grad_BT2K.device.type, enabled=False):
-            later = (log_decay, -angle) if log_decay.dim() == 1 else (_one_earlier(log_decay).flip(1), -_one_earlier(angle).flip(1))
+            later = (
+                (log_decay, -angle)
+                if log_decay.dim() == 1
+                else (_one_earlier(log_decay).flip(1), -_one_earlier(angle).flip(1))
+            )
             resets_later = None if resets_BT is None else _one_earlier(resets_BT).flip(1)
             drive_grad_BT2K = ctx.solve(*later, grad_BT2K.flip(1), resets_later).flip(1)
             if not (ctx.needs_input_grad[0] or ctx.needs_input_grad[1]):
@@ -199,18 +287,34 @@ class _Scan(torch.autograd.Function):
             return along.to(log_decay.dtype), across.to(angle.dtype), drive_grad_BT2K, None, None
 
 
-def _conjugate_products(states_BT2K: Tensor, grad_BT2K: Tensor, resets_BT: Tensor | None) -> tuple[Tensor, Tensor]:
+def _conjugate_products(
+    states_BT2K: Tensor, grad_BT2K: Tensor, resets_BT: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Real and imaginary part of each token's gradient times the conjugate of the state that it goes on from; zero where it goes on from none."""
     before_BT2K, grad_BT2K = states_BT2K[:, :-1], grad_BT2K[:, 1:]
     along_BTK = (grad_BT2K * before_BT2K).sum(dim=-2)
-    across_BTK = grad_BT2K[..., 1, :] * before_BT2K[..., 0, :] - grad_BT2K[..., 0, :] * before_BT2K[..., 1, :]
-    along_BTK, across_BTK = (functional.pad(each_BTK, (0, 0, 1, 0)) for each_BTK in (along_BTK, across_BTK))
+    across_BTK = (
+        grad_BT2K[..., 1, :] * before_BT2K[..., 0, :]
+        - grad_BT2K[..., 0, :] * before_BT2K[..., 1, :]
+    )
+    along_BTK, across_BTK = (
+        functional.pad(each_BTK, (0, 0, 1, 0)) for each_BTK in (along_BTK, across_BTK)
+    )
     if resets_BT is None:
         return along_BTK, across_BTK
-    return torch.where(resets_BT[..., None], 0.0, along_BTK), torch.where(resets_BT[..., None], 0.0, across_BTK)
+    return torch.where(resets_BT[..., None], 0.0, along_BTK), torch.where(
+        resets_BT[..., None], 0.0, across_BTK
+    )
 
 
-def _by_products(log_decay: Tensor, angle: Tensor, drive_BT2K: Tensor, resets_BT: Tensor | None, *, chunk_size: int) -> Tensor:
+def _by_products(
+    log_decay: Tensor,
+    angle: Tensor,
+    drive_BT2K: Tensor,
+    resets_BT: Tensor | None,
+    *,
+    chunk_size: int,
+) -> Tensor:
     if log_decay.dim() > 1 or resets_BT is not None:
         return _side_by_side(log_decay, angle, drive_BT2K, resets_BT)
     return _in_chunks(log_decay.double(), angle.double(), drive_BT2K, chunk_size)
@@ -225,23 +329,41 @@ def _in_chunks(log_decay_K: Tensor, angle_K: Tensor, drive_BT2K: Tensor, chunk_s
     size = min(chunk_size, tokens)
     chunks = -(-tokens // size)
     place = torch.arange(size + 1, device=drive_BT2K.device, dtype=torch.float64)
-    powers_K2P = _eigenvalues(log_decay_K[:, None] * place, angle_K[:, None] * place, drive_BT2K.dtype, dim=1)
+    powers_K2P = _eigenvalues(
+        log_decay_K[:, None] * place, angle_K[:, None] * place, drive_BT2K.dtype, dim=1
+    )
     lacking = chunks * size - tokens
     whole_BT2K = functional.pad(drive_BT2K, (0, 0, 0, 0, 0, lacking)) if lacking else drive_BT2K
-    drive_2KMC = whole_BT2K.reshape(-1, 2 * num_eigenstates).t().contiguous().view(2, num_eigenstates, rows * chunks, size)
+    drive_2KMC = (
+        whole_BT2K.reshape(-1, 2 * num_eigenstates)
+        .t()
+        .contiguous()
+        .view(2, num_eigenstates, rows * chunks, size)
+    )
     real_KCC, imaginary_KCC = (_toeplitz(part_KP[:, :size]) for part_KP in powers_K2P.unbind(dim=1))
     states_2KMC = drive_2KMC @ real_KCC
     states_2KMC[0].baddbmm_(drive_2KMC[1], imaginary_KCC, alpha=-1)
     states_2KMC[1].baddbmm_(drive_2KMC[0], imaginary_KCC)
     if chunks > 1:
         later_2KBNC = states_2KMC.view(2, num_eigenstates, rows, chunks, size)[:, :, :, 1:]
-        ends_BN2K = states_2KMC.view(2, num_eigenstates, rows, chunks, size)[:, :, :, :-1, -1].permute(2, 3, 0, 1)
-        carried_BN2K = _in_chunks(log_decay_K * size, angle_K * size, ends_BN2K, max(chunk_size, SMALLEST_CARRY))
+        ends_BN2K = states_2KMC.view(2, num_eigenstates, rows, chunks, size)[
+            :, :, :, :-1, -1
+        ].permute(2, 3, 0, 1)
+        carried_BN2K = _in_chunks(
+            log_decay_K * size, angle_K * size, ends_BN2K, max(chunk_size, SMALLEST_CARRY)
+        )
         real_KBN1, imaginary_KBN1 = carried_BN2K.permute(2, 3, 0, 1)[..., None].unbind()
         since_K11C, turned_K11C = powers_K2P[:, :, None, None, 1:].unbind(dim=1)
-        later_2KBNC[0].addcmul_(real_KBN1, since_K11C).addcmul_(imaginary_KBN1, turned_K11C, value=-1)
+        later_2KBNC[0].addcmul_(real_KBN1, since_K11C).addcmul_(
+            imaginary_KBN1, turned_K11C, value=-1
+        )
         later_2KBNC[1].addcmul_(real_KBN1, turned_K11C).addcmul_(imaginary_KBN1, since_K11C)
-    return states_2KMC.view(2 * num_eigenstates, -1).t().contiguous().view(rows, -1, 2, num_eigenstates)[:, :tokens]
+    return (
+        states_2KMC.view(2 * num_eigenstates, -1)
+        .t()
+        .contiguous()
+        .view(rows, -1, 2, num_eigenstates)[:, :tokens]
+    )
 
 
 def _toeplitz(powers_KC: Tensor) -> Tensor:
@@ -250,7 +372,9 @@ def _toeplitz(powers_KC: Tensor) -> Tensor:
     return functional.pad(powers_KC, (size - 1, 0)).unfold(1, size, 1).flip(1)
 
 
-def _side_by_side(log_decay: Tensor, angle: Tensor, drive_BT2K: Tensor, resets_BT: Tensor | None) -> Tensor:
+def _side_by_side(
+    log_decay: Tensor, angle: Tensor, drive_BT2K: Tensor, resets_BT: Tensor | None
+) -> Tensor:
     """Return the states of about sqrt(T) chunks that go token by token at the same time, then what each is handed by those before.
 
     It is done in fp64: an eigenvalue that is rounded once is wrong ten thousand times over for a state that lasts as many tokens.
@@ -262,13 +386,23 @@ def _side_by_side(log_decay: Tensor, angle: Tensor, drive_BT2K: Tensor, resets_B
 
     def cut(tensor: Tensor) -> Tensor:
         lacking = chunks * size - tokens
-        padded = torch.cat((tensor, tensor.new_zeros(tensor.shape[0], lacking, *tensor.shape[2:])), dim=1) if lacking else tensor
+        padded = (
+            torch.cat(
+                (tensor, tensor.new_zeros(tensor.shape[0], lacking, *tensor.shape[2:])), dim=1
+            )
+            if lacking
+            else tensor
+        )
         return padded.reshape(tensor.shape[0], chunks, size, *tensor.shape[2:])
 
     decay = _eigenvalues(log_decay.double(), angle.double(), torch.float64)
     decay_BNC2K = decay.expand(1, chunks, size, -1, -1) if decay.dim() == 2 else cut(decay)
     drive_BNC2K = cut(drive_BT2K.double())
-    is_cut_BNC = torch.zeros_like(drive_BNC2K[..., 0, 0], dtype=torch.bool) if resets_BT is None else cut(resets_BT)
+    is_cut_BNC = (
+        torch.zeros_like(drive_BNC2K[..., 0, 0], dtype=torch.bool)
+        if resets_BT is None
+        else cut(resets_BT)
+    )
     states_BNC2K, since_BNC2K = torch.empty_like(drive_BNC2K), torch.empty_like(decay_BNC2K)
     state_BN2K, since_BN2K = torch.zeros_like(drive_BNC2K[:, :, 0]), _one_like(decay_BNC2K[:, :, 0])
     for i in range(size):
@@ -279,20 +413,30 @@ def _side_by_side(log_decay: Tensor, angle: Tensor, drive_BT2K: Tensor, resets_B
     goes_on_BNC = is_cut_BNC.cumsum(dim=2) == 0
     state_B2K = torch.zeros_like(state_BN2K[:, 0])
     for n in range(chunks):
-        handed_BC2K = torch.where(goes_on_BNC[:, n, :, None, None], _times(state_B2K[:, None], since_BNC2K[:, n]), 0.0)
+        handed_BC2K = torch.where(
+            goes_on_BNC[:, n, :, None, None], _times(state_B2K[:, None], since_BNC2K[:, n]), 0.0
+        )
         states_BNC2K[:, n] += handed_BC2K
         state_B2K = states_BNC2K[:, n, -1]
     return states_BNC2K.flatten(1, 2)[:, :tokens].to(drive_BT2K.dtype)
 
 
-def _by_transforms(log_decay: Tensor, angle: Tensor, drive_BT2K: Tensor, resets_BT: Tensor | None) -> Tensor:
+def _by_transforms(
+    log_decay: Tensor, angle: Tensor, drive_BT2K: Tensor, resets_BT: Tensor | None
+) -> Tensor:
     if log_decay.dim() > 1 or resets_BT is not None:
         return _side_by_side(log_decay, angle, drive_BT2K, resets_BT)
     tokens = drive_BT2K.shape[1]
     place_T1 = torch.arange(tokens, device=drive_BT2K.device, dtype=torch.float64)[:, None]
-    answer_T2K = _eigenvalues(log_decay.double() * place_T1, angle.double() * place_T1, drive_BT2K.dtype)
-    drive_BTK, answer_TK = (torch.complex(*pairs.unbind(dim=-2)) for pairs in (drive_BT2K, answer_T2K))
-    spectrum_BTK = torch.fft.fft(drive_BTK, n=2 * tokens, dim=1) * torch.fft.fft(answer_TK, n=2 * tokens, dim=0)
+    answer_T2K = _eigenvalues(
+        log_decay.double() * place_T1, angle.double() * place_T1, drive_BT2K.dtype
+    )
+    drive_BTK, answer_TK = (
+        torch.complex(*pairs.unbind(dim=-2)) for pairs in (drive_BT2K, answer_T2K)
+    )
+    spectrum_BTK = torch.fft.fft(drive_BTK, n=2 * tokens, dim=1) * torch.fft.fft(
+        answer_TK, n=2 * tokens, dim=0
+    )
     states_BTK = torch.fft.ifft(spectrum_BTK, dim=1)[:, :tokens]
     return torch.stack((states_BTK.real, states_BTK.imag), dim=-2)
 
@@ -317,7 +461,9 @@ def _times(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _one_like(pairs: Tensor) -> Tensor:
-    return torch.stack((torch.ones_like(pairs[..., 0, :]), torch.zeros_like(pairs[..., 1, :])), dim=-2)
+    return torch.stack(
+        (torch.ones_like(pairs[..., 0, :]), torch.zeros_like(pairs[..., 1, :])), dim=-2
+    )
 
 
 def _one_earlier(tensor: Tensor) -> Tensor:
@@ -327,19 +473,43 @@ def _one_earlier(tensor: Tensor) -> Tensor:
 
 def _resets(doc_ids_BT: Tensor | None) -> Tensor | None:
     """Say at which tokens another document begins than the one before."""
-    return None if doc_ids_BT is None else functional.pad(doc_ids_BT[:, 1:] != doc_ids_BT[:, :-1], (1, 0))
+    return (
+        None
+        if doc_ids_BT is None
+        else functional.pad(doc_ids_BT[:, 1:] != doc_ids_BT[:, :-1], (1, 0))
+    )
 
 
-def _check(log_decay: Tensor, angle: Tensor, drive_BTE: Tensor, doc_ids_BT: Tensor | None, start_BE: Tensor | None, chunk_size: int) -> None:
+def _check(
+    log_decay: Tensor,
+    angle: Tensor,
+    drive_BTE: Tensor,
+    doc_ids_BT: Tensor | None,
+    start_BE: Tensor | None,
+    chunk_size: int,
+) -> None:
     rows, tokens, parts = drive_BTE.shape
-    if log_decay.shape != angle.shape or log_decay.shape not in {(parts // 2,), (rows, tokens, parts // 2)} or parts % 2 or not tokens:
+    if (
+        log_decay.shape != angle.shape
+        or log_decay.shape not in {(parts // 2,), (rows, tokens, parts // 2)}
+        or parts % 2
+        or not tokens
+    ):
         raise ShapeError(
             f"The recurrence got decays {tuple(log_decay.shape)}, angles {tuple(angle.shape)} and a drive {tuple(drive_BTE.shape)}.",
             fix="Give decays and angles one shape, (K,) or (B, T, K), and a drive of (B, T, 2 K) with a token at least.",
         )
     if doc_ids_BT is not None and doc_ids_BT.shape != (rows, tokens):
-        raise ShapeError(f"Document ids {tuple(doc_ids_BT.shape)} do not name {rows} rows of {tokens} tokens.", fix="Give one id for each token.")
+        raise ShapeError(
+            f"Document ids {tuple(doc_ids_BT.shape)} do not name {rows} rows of {tokens} tokens.",
+            fix="Give one id for each token.",
+        )
     if start_BE is not None and start_BE.shape != (rows, parts):
-        raise ShapeError(f"A start of {tuple(start_BE.shape)} does not go before a drive of {tuple(drive_BTE.shape)}.", fix="Give it (B, 2 K).")
+        raise ShapeError(
+            f"A start of {tuple(start_BE.shape)} does not go before a drive of {tuple(drive_BTE.shape)}.",
+            fix="Give it (B, 2 K).",
+        )
     if chunk_size < 1:
-        raise ShapeError(f"A chunk of {chunk_size} tokens holds nothing.", fix="Set model.chunk_size=auto.")
+        raise ShapeError(
+            f"A chunk of {chunk_size} tokens holds nothing.", fix="Set model.chunk_size=auto."
+        )

@@ -35,7 +35,9 @@ def _replaced(one, other, reset, CUT: tl.constexpr):
 def _pair(pointer, at, k, mask, COUNT: tl.constexpr):
     """Load a complex number of each eigenstate; zero where masked."""
     place = pointer + at * 2 * COUNT + k
-    return tl.load(place, mask=mask, other=0.0).to(tl.float32), tl.load(place + COUNT, mask=mask, other=0.0).to(tl.float32)
+    return tl.load(place, mask=mask, other=0.0).to(tl.float32), tl.load(
+        place + COUNT, mask=mask, other=0.0
+    ).to(tl.float32)
 
 
 @triton.jit
@@ -68,14 +70,27 @@ def _factor(real, imaginary, log_decay, angle, FORM: tl.constexpr, BACKWARD: tl.
     """What the state is multiplied by: the one factor that is `fixed`, or what a step's own logarithm and angle say; going back, its conjugate."""
     if FORM == "polar":
         magnitude = _exp(log_decay)
-        real, imaginary = (magnitude * tl.cos(angle)).to(tl.float32), (magnitude * tl.sin(angle)).to(tl.float32)
+        real, imaginary = (
+            (magnitude * tl.cos(angle)).to(tl.float32),
+            (magnitude * tl.sin(angle)).to(tl.float32),
+        )
     if BACKWARD:
         imaginary = -imaginary
     return real, imaginary
 
 
 @triton.jit
-def _beginning(entering, first, here, k, inside, COUNT: tl.constexpr, ENTERED: tl.constexpr, FORM: tl.constexpr, BLOCK: tl.constexpr):
+def _beginning(
+    entering,
+    first,
+    here,
+    k,
+    inside,
+    COUNT: tl.constexpr,
+    ENTERED: tl.constexpr,
+    FORM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """The state that enters a chunk, and the factor of all its steps when that is `fixed`."""
     zero = tl.full((BLOCK,), 0.0, tl.float32)
     real, imaginary, fixed, fixed_i = zero, zero, zero, zero
@@ -87,20 +102,38 @@ def _beginning(entering, first, here, k, inside, COUNT: tl.constexpr, ENTERED: t
 
 
 @triton.jit
-def _step(drive, first, second, resets, row, step, k, steps, inside, COUNT: tl.constexpr, FORM: tl.constexpr, CUT: tl.constexpr):
+def _step(
+    drive,
+    first,
+    second,
+    resets,
+    row,
+    step,
+    k,
+    steps,
+    inside,
+    COUNT: tl.constexpr,
+    FORM: tl.constexpr,
+    CUT: tl.constexpr,
+):
     """Load a step: its place, whether there is one, what it adds, its logarithm and angle, whether a document begins with it."""
     at, mask = row * steps + step, inside & (step < steps)
     real, imaginary = _pair(drive, at, k, mask, COUNT)
     log_decay, angle, reset = real, imaginary, step < 0
     if FORM == "polar":
-        log_decay, angle = tl.load(first + at * COUNT + k, mask=mask, other=0.0), tl.load(second + at * COUNT + k, mask=mask, other=0.0)
+        log_decay, angle = (
+            tl.load(first + at * COUNT + k, mask=mask, other=0.0),
+            tl.load(second + at * COUNT + k, mask=mask, other=0.0),
+        )
     if CUT:
         reset = tl.load(resets + at, mask=step < steps, other=0) != 0
     return at, mask, real, imaginary, log_decay, angle, reset
 
 
 @triton.jit
-def powers(log_decay, angle, table, COUNT: tl.constexpr, LOG2_CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+def powers(
+    log_decay, angle, table, COUNT: tl.constexpr, LOG2_CHUNK: tl.constexpr, BLOCK: tl.constexpr
+):
     """Eigenvalues to the number of tokens in one step of each level; in fp64, since the angle of many tokens is a large number."""
     level, k = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = k < COUNT
@@ -122,13 +155,21 @@ def walk(
     """
     row, chunk, k = _place(chunks, COUNT, BLOCK)
     inside, here = k < COUNT, row * chunks + chunk
-    real, imaginary, fixed, fixed_i = _beginning(entering, first, here, k, inside, COUNT, ENTERED, FORM, BLOCK)
-    log_sum, angle_sum, was_cut = tl.full((BLOCK,), 0.0, tl.float64), tl.full((BLOCK,), 0.0, tl.float64), chunk < 0
+    real, imaginary, fixed, fixed_i = _beginning(
+        entering, first, here, k, inside, COUNT, ENTERED, FORM, BLOCK
+    )
+    log_sum, angle_sum, was_cut = (
+        tl.full((BLOCK,), 0.0, tl.float64),
+        tl.full((BLOCK,), 0.0, tl.float64),
+        chunk < 0,
+    )
     for begin in range(0, CHUNK, AT_ONCE):
         loaded = ()
         for i in tl.static_range(AT_ONCE):
             step = chunk * CHUNK + (CHUNK - 1 - begin - i if BACKWARD else begin + i)
-            loaded += (_step(drive, first, second, resets, row, step, k, steps, inside, COUNT, FORM, CUT),)
+            loaded += (
+                _step(drive, first, second, resets, row, step, k, steps, inside, COUNT, FORM, CUT),
+            )
         for i in tl.static_range(AT_ONCE):
             at, mask, added, added_i, log_decay, angle, reset = loaded[i]
             factor, factor_i = _factor(fixed, fixed_i, log_decay, angle, FORM, BACKWARD)
@@ -165,13 +206,17 @@ def gradients(
     """
     row, chunk, k = _place(chunks, COUNT, BLOCK)
     inside, here = k < COUNT, row * chunks + chunk
-    real, imaginary, fixed, fixed_i = _beginning(entering, first, here, k, inside, COUNT, ENTERED, FORM, BLOCK)
+    real, imaginary, fixed, fixed_i = _beginning(
+        entering, first, here, k, inside, COUNT, ENTERED, FORM, BLOCK
+    )
     along_sum, across_sum = tl.full((BLOCK,), 0.0, tl.float32), tl.full((BLOCK,), 0.0, tl.float32)
     for begin in range(0, CHUNK, AT_ONCE):
         loaded, befores = (), ()
         for i in tl.static_range(AT_ONCE):
             step = chunk * CHUNK + CHUNK - 1 - begin - i
-            loaded += (_step(drive, first, second, resets, row, step, k, steps, inside, COUNT, FORM, CUT),)
+            loaded += (
+                _step(drive, first, second, resets, row, step, k, steps, inside, COUNT, FORM, CUT),
+            )
             same_text = (step > 0) & (loaded[i][6] == 0)
             befores += (_pair(states, loaded[i][0] - 1, k, loaded[i][1] & same_text, COUNT),)
         for i in tl.static_range(AT_ONCE):
@@ -185,7 +230,10 @@ def gradients(
             _keep(drive_grad, at, k, mask, real, imaginary, COUNT)
             real, imaginary = _times(real, imaginary, factor, factor_i)
             real, imaginary = _replaced(real, imaginary, reset, CUT)
-            along, across = real * before + imaginary * before_i, imaginary * before - real * before_i
+            along, across = (
+                real * before + imaginary * before_i,
+                imaginary * before - real * before_i,
+            )
             along_sum, across_sum = along_sum + along, across_sum + across
             _keep_own(log_decay_grad, angle_grad, at, k, mask, along, across, COUNT, FORM)
     if FORM == "fixed":

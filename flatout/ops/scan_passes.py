@@ -52,7 +52,9 @@ class _Steps:
     def chunks(self) -> int:
         return -(-self.drive.shape[1] // self.chunk)
 
-    def launch(self, kernel: Any, entering_BNE: Tensor | None, *others: Tensor, **constants: Any) -> None:
+    def launch(
+        self, kernel: Any, entering_BNE: Tensor | None, *others: Tensor, **constants: Any
+    ) -> None:
         """Run a kernel with a program for each row, chunk and block of eigenstates; a tensor that it does not look at is stood in for."""
         drive_BSE, resets_BS = self.drive, self.resets
         rows, steps, count = drive_BSE.shape[0], drive_BSE.shape[1], drive_BSE.shape[2] // 2
@@ -63,7 +65,9 @@ class _Steps:
             CHUNK=self.chunk, AT_ONCE=min(AT_ONCE, self.chunk), BLOCK=BLOCK, num_warps=1, **constants,
         )  # fmt: skip
 
-    def walked(self, entering_BNE: Tensor | None, keeps: str, dtype: torch.dtype = torch.float32) -> Tensor:
+    def walked(
+        self, entering_BNE: Tensor | None, keeps: str, dtype: torch.dtype = torch.float32
+    ) -> Tensor:
         """Return the state `after` or `before` every step."""
         kept_BSE = torch.empty_like(self.drive, dtype=dtype)
         self._walk(entering_BNE, keeps, kept_BSE, kept_BSE, kept_BSE, kept_BSE)
@@ -74,13 +78,28 @@ class _Steps:
         rows, _, parts = self.drive.shape
         ends_BNE = self.drive.new_empty(rows, self.chunks, parts, dtype=torch.float32)
         cuts_BN = None if self.resets is None else self.resets.new_empty(rows, self.chunks)
-        logs_BNK, angles_BNK = (ends_BNE.new_empty(rows, self.chunks, parts // 2, dtype=torch.float64) for _ in range(2))
-        self._walk(None, "ends", ends_BNE, logs_BNK, angles_BNK, ends_BNE if cuts_BN is None else cuts_BN)
+        logs_BNK, angles_BNK = (
+            ends_BNE.new_empty(rows, self.chunks, parts // 2, dtype=torch.float64) for _ in range(2)
+        )
+        self._walk(
+            None, "ends", ends_BNE, logs_BNK, angles_BNK, ends_BNE if cuts_BN is None else cuts_BN
+        )
         over_chunks = replace(self, drive=ends_BNE, resets=cuts_BN, adds_first=False)
-        return replace(over_chunks, first=self.first[1:]) if self.form == "fixed" else replace(over_chunks, first=logs_BNK, second=angles_BNK)
+        return (
+            replace(over_chunks, first=self.first[1:])
+            if self.form == "fixed"
+            else replace(over_chunks, first=logs_BNK, second=angles_BNK)
+        )
 
     def _walk(self, entering_BNE: Tensor | None, keeps: str, *others: Tensor) -> None:
-        self.launch(kernels.walk, entering_BNE, *others, KEEPS=keeps, ADDS_FIRST=self.adds_first, BACKWARD=self.backward)
+        self.launch(
+            kernels.walk,
+            entering_BNE,
+            *others,
+            KEEPS=keeps,
+            ADDS_FIRST=self.adds_first,
+            BACKWARD=self.backward,
+        )
 
 
 def _entering(steps: _Steps, start_BE: Tensor | None) -> Tensor | None:
@@ -91,18 +110,46 @@ def _entering(steps: _Steps, start_BE: Tensor | None) -> Tensor | None:
     return above.walked(_entering(above, start_BE), "before")
 
 
-def _steps(log_decay: Tensor, angle: Tensor, drive_BTE: Tensor, resets_BT: Tensor | None, chunk_size: int, *, backward: bool) -> _Steps:
+def _steps(
+    log_decay: Tensor,
+    angle: Tensor,
+    drive_BTE: Tensor,
+    resets_BT: Tensor | None,
+    chunk_size: int,
+    *,
+    backward: bool,
+) -> _Steps:
     rows, tokens, parts = drive_BTE.shape
     blocks = -(-parts // (2 * BLOCK))
-    chunk = min(LONG if rows * blocks * -(-tokens // LONG) >= FULL else SHORT, 1 << max(1, chunk_size.bit_length() - 1))
+    chunk = min(
+        LONG if rows * blocks * -(-tokens // LONG) >= FULL else SHORT,
+        1 << max(1, chunk_size.bit_length() - 1),
+    )
     first, second, form = log_decay.contiguous(), angle.contiguous(), "polar"
     if log_decay.dim() == 1:
         levels = next(level for level in range(1, tokens + 1) if chunk**level >= tokens)
         table_FE = log_decay.new_empty(levels, parts)
-        kernels.powers[(levels, blocks)](first, second, table_FE, COUNT=parts // 2, LOG2_CHUNK=chunk.bit_length() - 1, BLOCK=BLOCK, num_warps=1)
+        kernels.powers[(levels, blocks)](
+            first,
+            second,
+            table_FE,
+            COUNT=parts // 2,
+            LOG2_CHUNK=chunk.bit_length() - 1,
+            BLOCK=BLOCK,
+            num_warps=1,
+        )
         first, form = table_FE, "fixed"
     resets = None if resets_BT is None else resets_BT.contiguous().view(torch.uint8)
-    return _Steps(drive_BTE.contiguous(), first, second, form, resets, chunk, backward=backward, adds_first=backward)
+    return _Steps(
+        drive_BTE.contiguous(),
+        first,
+        second,
+        form,
+        resets,
+        chunk,
+        backward=backward,
+        adds_first=backward,
+    )
 
 
 @torch.library.custom_op("flatout::scan", mutates_args=())
@@ -123,7 +170,11 @@ def states(
     """
     with torch.cuda.device_of(drive_BTE):  # type: ignore[no-untyped-call]
         steps = _steps(log_decay, angle, drive_BTE, resets_BT, chunk_size, backward=False)
-        return steps.walked(_entering(steps, None if start_BE is None else start_BE.contiguous()), "after", states_dtype)
+        return steps.walked(
+            _entering(steps, None if start_BE is None else start_BE.contiguous()),
+            "after",
+            states_dtype,
+        )
 
 
 @states.register_fake
@@ -203,9 +254,19 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> Non
 
 
 def _all_gradients(ctx: Any, grad_BTE: Tensor) -> tuple[Tensor | None, ...]:
-    log_decay_grad, angle_grad, drive_grad_BTE, start_grad_BE = _backward(grad_BTE, *ctx.saved_tensors, ctx.drive_dtype, ctx.chunk_size)
+    log_decay_grad, angle_grad, drive_grad_BTE, start_grad_BE = _backward(
+        grad_BTE, *ctx.saved_tensors, ctx.drive_dtype, ctx.chunk_size
+    )
     started = ctx.saved_tensors[-1] is not None
-    return log_decay_grad, angle_grad, drive_grad_BTE, None, start_grad_BE if started else None, None, None
+    return (
+        log_decay_grad,
+        angle_grad,
+        drive_grad_BTE,
+        None,
+        start_grad_BE if started else None,
+        None,
+        None,
+    )
 
 
 states.register_autograd(_all_gradients, setup_context=_keep_for_backward)

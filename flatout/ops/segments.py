@@ -34,7 +34,9 @@ def takes(q_BHTC: Tensor, doc_ids_BT: Tensor | None, window: int | None) -> bool
     return doc_ids_BT is not None and fits and _kernel_has("window_size")
 
 
-def attend(q_BHTC: Tensor, k_BGTC: Tensor, v_BGTC: Tensor, doc_ids_BT: Tensor, window: int | None) -> Tensor:
+def attend(
+    q_BHTC: Tensor, k_BGTC: Tensor, v_BGTC: Tensor, doc_ids_BT: Tensor, window: int | None
+) -> Tensor:
     """Return causal attention within the documents, each a segment of one line, and the window.
 
     Shapes:  q_BHTC (B, H, T, C); k_BGTC, v_BGTC (B, G, T, C); doc_ids_BT (B, T) integers.
@@ -69,7 +71,9 @@ def cumulative_lengths(doc_ids_BT: Tensor) -> Tensor:
     most = room(rows, num_tokens)
     begins_BT = functional.pad(doc_ids_BT[:, 1:] != doc_ids_BT[:, :-1], (1, 0), value=True)
     segment_N = begins_BT.flatten().cumsum(0) - 1
-    bounds_S = torch.searchsorted(segment_N, torch.arange(most + 1, device=doc_ids_BT.device), out_int32=True)
+    bounds_S = torch.searchsorted(
+        segment_N, torch.arange(most + 1, device=doc_ids_BT.device), out_int32=True
+    )
     message = f"varlen-attention has room for {most} documents in {rows} x {num_tokens} tokens. Fix: leave varlen-attention out of speedups."
     torch._assert_async(bounds_S[-1] == rows * num_tokens, message)
     return bounds_S

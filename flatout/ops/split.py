@@ -27,4 +27,6 @@ def join(high: Tensor, low: Tensor) -> Tensor:
     Shapes:  high (bfloat16) and low (int16), of one shape.
     Returns: a tensor of that shape.
     """
-    return high.view(torch.int16).to(torch.int32).bitwise_left_shift_(16).add_(low).view(torch.float32)
+    return (
+        high.view(torch.int16).to(torch.int32).bitwise_left_shift_(16).add_(low).view(torch.float32)
+    )

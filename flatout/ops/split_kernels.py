@@ -36,14 +36,19 @@ def _number(numbers, INDEX: tl.constexpr):
 @triton.jit
 def _joined(high, low, at, mask):
     """`flatout.ops.split.join` of what lies there."""
-    upper, lower = tl.load(high + at, mask=mask, other=0).to(tl.int32), tl.load(low + at, mask=mask, other=0).to(tl.int32)
+    upper, lower = (
+        tl.load(high + at, mask=mask, other=0).to(tl.int32),
+        tl.load(low + at, mask=mask, other=0).to(tl.int32),
+    )
     return ((upper << 16) + lower).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _keep_split(high, low, at, mask, weight):
     """Store `flatout.ops.split.split` of a number, by its bits: without the lower half, as a signed number, they are its bfloat16."""
-    bits = tl.where(weight == weight, weight.to(tl.int32, bitcast=True), 0x7FC00000)  # a NaN's bits could carry over into an infinity or a zero
+    bits = tl.where(
+        weight == weight, weight.to(tl.int32, bitcast=True), 0x7FC00000
+    )  # a NaN's bits could carry over into an infinity or a zero
     bits -= ((bits & 0x1FFFF) == 0x8000).to(tl.int32)
     lower = (bits << 16) >> 16
     tl.store(high + at, ((bits - lower) >> 16).to(tl.int16), mask=mask)
@@ -66,7 +71,10 @@ def adamw(table, numbers, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
     for block in range(tl.program_id(0), (count + BLOCK - 1) // BLOCK, tl.num_programs(0)):
         at = block * BLOCK + tl.arange(0, BLOCK)
         mask = at < count
-        gradient, mean = tl.load(gradients + at, mask=mask, other=0.0), tl.load(means + at, mask=mask, other=0.0)
+        gradient, mean = (
+            tl.load(gradients + at, mask=mask, other=0.0),
+            tl.load(means + at, mask=mask, other=0.0),
+        )
         square, weight = tl.load(squares + at, mask=mask, other=0.0), _joined(high, low, at, mask)
         mean += (gradient - mean) * new_mean
         square = square * old_square + gradient * gradient * new_square
@@ -81,7 +89,11 @@ def decay_and_add(table, numbers, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, DT
     """kept * weight + alpha * step. A row: weights, high, low, step, which is of DTYPE. `numbers` in fp64: kept, alpha."""
     row = table + tl.program_id(1) * 4
     count = _count(row, ALIGNED)
-    high, low, steps = _address(row, 1, tl.int16, ALIGNED), _address(row, 2, tl.int16, ALIGNED), _address(row, 3, DTYPE, ALIGNED)
+    high, low, steps = (
+        _address(row, 1, tl.int16, ALIGNED),
+        _address(row, 2, tl.int16, ALIGNED),
+        _address(row, 3, DTYPE, ALIGNED),
+    )
     kept, alpha = _number(numbers, 0), _number(numbers, 1)
     for block in range(tl.program_id(0), (count + BLOCK - 1) // BLOCK, tl.num_programs(0)):
         at = block * BLOCK + tl.arange(0, BLOCK)

@@ -38,12 +38,18 @@ def adamw_reference(
     Cost:    28 bytes a weight where each is read and written once (`ADAMW_BYTES`); here about 260.
     Source:  Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 2, with torch.optim.AdamW's names.
     """
-    for high, low, gradient, mean, square, step in zip(highs, lows, gradients, exp_avgs, exp_avg_sqs, steps, strict=True):
+    for high, low, gradient, mean, square, step in zip(
+        highs, lows, gradients, exp_avgs, exp_avg_sqs, steps, strict=True
+    ):
         rate, scale = lr / (1 - beta1 ** float(step)), 1 / math.sqrt(1 - beta2 ** float(step))
         mean.copy_(mean + (gradient - mean) * (1 - beta1))
         square.copy_(square * beta2 + gradient * gradient * (1 - beta2))
         root = square.double().sqrt().float()  # torch's own on a CPU may be off by the last bit
-        _store(high, low, join(high, low) * (1 - lr * weight_decay) - mean / (root * scale + eps) * rate)
+        _store(
+            high,
+            low,
+            join(high, low) * (1 - lr * weight_decay) - mean / (root * scale + eps) * rate,
+        )
 
 
 def adamw(
@@ -57,12 +63,30 @@ def adamw(
     Shapes:  as `adamw_reference`; a gradient laid out otherwise than its weight is copied first.
     Cost:    28 bytes a weight.
     """
-    numbers = [lr, _log(beta1), _log(beta2), 1 - beta1, beta2, 1 - beta2, 1 - lr * weight_decay, eps]
-    alike = [_laid_out_like(high, gradient) for high, gradient in zip(highs, gradients, strict=True)]
+    numbers = [
+        lr,
+        _log(beta1),
+        _log(beta2),
+        1 - beta1,
+        beta2,
+        1 - beta2,
+        1 - lr * weight_decay,
+        eps,
+    ]
+    alike = [
+        _laid_out_like(high, gradient) for high, gradient in zip(highs, gradients, strict=True)
+    ]
     _launch(_kernels().adamw, [highs, lows, alike, exp_avgs, exp_avg_sqs, steps], numbers)
 
 
-def decay_and_add_reference(highs: Sequence[Tensor], lows: Sequence[Tensor], steps: Sequence[Tensor], *, kept: float, alpha: float) -> None:
+def decay_and_add_reference(
+    highs: Sequence[Tensor],
+    lows: Sequence[Tensor],
+    steps: Sequence[Tensor],
+    *,
+    kept: float,
+    alpha: float,
+) -> None:
     """Replace each weight by kept * weight + alpha * step, in place; each operation rounded to fp32 by itself.
 
     Shapes:  one tensor a weight in each list: high (bfloat16), low (int16), step (fp32 or bfloat16), all of one shape.
@@ -72,14 +96,26 @@ def decay_and_add_reference(highs: Sequence[Tensor], lows: Sequence[Tensor], ste
         _store(high, low, join(high, low) * kept + step.float() * alpha)
 
 
-def decay_and_add(highs: Sequence[Tensor], lows: Sequence[Tensor], steps: Sequence[Tensor], *, kept: float, alpha: float) -> None:
+def decay_and_add(
+    highs: Sequence[Tensor],
+    lows: Sequence[Tensor],
+    steps: Sequence[Tensor],
+    *,
+    kept: float,
+    alpha: float,
+) -> None:
     """`decay_and_add_reference` in Triton, as `adamw` is.
 
     Shapes:  as `decay_and_add_reference`, steps of one type; a step laid out otherwise than its weight is copied first.
     Cost:    8 bytes a weight and the step.
     """
     alike = [_laid_out_like(high, step) for high, step in zip(highs, steps, strict=True)]
-    _launch(_kernels().decay_and_add, [highs, lows, alike], [kept, alpha], DTYPE=_triton_dtype(steps[0].dtype))
+    _launch(
+        _kernels().decay_and_add,
+        [highs, lows, alike],
+        [kept, alpha],
+        DTYPE=_triton_dtype(steps[0].dtype),
+    )
 
 
 def fits(high: Tensor, low: Tensor, *kept: Tensor) -> bool:
@@ -96,20 +132,31 @@ def fits(high: Tensor, low: Tensor, *kept: Tensor) -> bool:
     )
 
 
-def _launch(kernel: Any, columns: Sequence[Sequence[Tensor]], numbers: list[float], **constants: Any) -> None:
+def _launch(
+    kernel: Any, columns: Sequence[Sequence[Tensor]], numbers: list[float], **constants: Any
+) -> None:
     """Run a kernel on tensors, each a row of `columns`: once for those that are loaded as vectors, once for the others."""
     device = columns[0][0].device
     rows: dict[bool, list[list[int]]] = {True: [], False: []}
     for tensors in zip(*columns, strict=True):
         sized = [tensors[0].numel(), *(tensor.data_ptr() for tensor in tensors)]
-        rows[sized[0] % 16 == 0 and all(tensor.data_ptr() % 16 == 0 for tensor in tensors if tensor.dim())].append(sized)
+        rows[
+            sized[0] % 16 == 0
+            and all(tensor.data_ptr() % 16 == 0 for tensor in tensors if tensor.dim())
+        ].append(sized)
     with torch.cuda.device_of(columns[0][0]):  # type: ignore[no-untyped-call]
         shared = _on(device, numbers, torch.float64)
         for aligned, table in rows.items():
             if table:
                 programs = min(PROGRAMS, max(1, math.ceil(max(row[0] for row in table) / BLOCK)))
                 kernel[(programs, len(table))](
-                    _on(device, table, torch.int64), shared, ALIGNED=aligned, BLOCK=BLOCK, num_warps=4, enable_fp_fusion=False, **constants
+                    _on(device, table, torch.int64),
+                    shared,
+                    ALIGNED=aligned,
+                    BLOCK=BLOCK,
+                    num_warps=4,
+                    enable_fp_fusion=False,
+                    **constants,
                 )
 
 
@@ -125,7 +172,11 @@ def _store(high: Tensor, low: Tensor, weight: Tensor) -> None:
 
 
 def _laid_out_like(high: Tensor, tensor: Tensor) -> Tensor:
-    return tensor if _layout(tensor) == _layout(high) else torch.empty_like(high, dtype=tensor.dtype).copy_(tensor)
+    return (
+        tensor
+        if _layout(tensor) == _layout(high)
+        else torch.empty_like(high, dtype=tensor.dtype).copy_(tensor)
+    )
 
 
 def _layout(tensor: Tensor) -> list[int]:

@@ -72,12 +72,20 @@ def with_bitsandbytes(groups: list[dict[str, Any]], keywords: dict[str, Any]) ->
 
 def torchao_bytes(num_weights: int) -> int:
     """Return what torchao keeps for a tensor of so many weights."""
-    return 2 * num_weights + 2 * 4 * (num_weights // BLOCK) + TABLE_BYTES if _fits(num_weights) else 8 * num_weights
+    return (
+        2 * num_weights + 2 * 4 * (num_weights // BLOCK) + TABLE_BYTES
+        if _fits(num_weights)
+        else 8 * num_weights
+    )
 
 
 def bitsandbytes_bytes(num_weights: int) -> int:
     """Return what bitsandbytes keeps for a tensor of so many weights."""
-    return 2 * num_weights + 2 * 4 * -(-num_weights // BLOCK) + TABLE_BYTES if num_weights >= SMALLEST else 8 * num_weights
+    return (
+        2 * num_weights + 2 * 4 * -(-num_weights // BLOCK) + TABLE_BYTES
+        if num_weights >= SMALLEST
+        else 8 * num_weights
+    )
 
 
 class AdamW8bit(Optimizer):
@@ -87,21 +95,36 @@ class AdamW8bit(Optimizer):
     package. The rate goes to the compiled kernels as a tensor, so that another rate compiles nothing anew.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], keywords: dict[str, Any], package: Any) -> None:
+    def __init__(
+        self, groups: list[dict[str, Any]], keywords: dict[str, Any], package: Any
+    ) -> None:
         super().__init__(groups, keywords)
-        self._state_class: Any = importlib.import_module("torchao.optim.subclass_8bit").OptimState8bit
+        self._state_class: Any = importlib.import_module(
+            "torchao.optim.subclass_8bit"
+        ).OptimState8bit
         self._groups: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._narrow = self._made(package.AdamW8bit, keywords, narrowed=True)
         self._wide = self._made(partial(AdamW, fused=True), keywords, narrowed=False)
         if self._wide is not None:
             self._wide.state = self.state
 
-    def _made(self, make: Callable[..., Optimizer], keywords: dict[str, Any], *, narrowed: bool) -> Optimizer | None:
-        members = [(group, [p for p in group["params"] if _fits(p.numel()) is narrowed]) for group in self.param_groups]
+    def _made(
+        self, make: Callable[..., Optimizer], keywords: dict[str, Any], *, narrowed: bool
+    ) -> Optimizer | None:
+        members = [
+            (group, [p for p in group["params"] if _fits(p.numel()) is narrowed])
+            for group in self.param_groups
+        ]
         members = [(group, parameters) for group, parameters in members if parameters]
         if not members:
             return None
-        made = make([{"params": parameters, "weight_decay": group["weight_decay"]} for group, parameters in members], **keywords)
+        made = make(
+            [
+                {"params": parameters, "weight_decay": group["weight_decay"]}
+                for group, parameters in members
+            ],
+            **keywords,
+        )
         self._groups += zip((group for group, _ in members), made.param_groups, strict=True)
         return made
 
@@ -121,7 +144,9 @@ class AdamW8bit(Optimizer):
                 loss = closure()
         for own, inner in self._groups:
             inner.update({key: own[key] for key in ("betas", "eps", "weight_decay")})
-            inner["lr"] = inner["lr"].fill_(own["lr"]) if isinstance(inner["lr"], Tensor) else own["lr"]
+            inner["lr"] = (
+                inner["lr"].fill_(own["lr"]) if isinstance(inner["lr"], Tensor) else own["lr"]
+            )
         if self._wide is not None:
             self._wide.step()
         if self._narrow is not None:
@@ -129,11 +154,17 @@ class AdamW8bit(Optimizer):
         return loss
 
     def _narrow_step(self, inner: Optimizer) -> None:
-        parameters = [p for group in inner.param_groups for p in group["params"] if p.grad is not None]
+        parameters = [
+            p for group in inner.param_groups for p in group["params"] if p.grad is not None
+        ]
         for parameter in parameters:
-            if parameter in self.state and self.state[parameter]["step"] is not inner.state[parameter].get("step"):
+            if parameter in self.state and self.state[parameter]["step"] is not inner.state[
+                parameter
+            ].get("step"):
                 inner.state[parameter] = self._together(self.state[parameter])
-        with warnings.catch_warnings():  # that torchao's states do not say what a compiled kernel is filed under
+        with (
+            warnings.catch_warnings()
+        ):  # that torchao's states do not say what a compiled kernel is filed under
             warnings.filterwarnings("ignore", message=".*_stable_hash_for_caching")
             inner.step()
         for parameter in parameters:
@@ -144,7 +175,9 @@ class AdamW8bit(Optimizer):
         inner: dict[str, Any] = {"step": own["step"]}
         for name, signed in MOMENTS.items():
             table = self._state_class.zeros((BLOCK,), signed, BLOCK, own[name].device).qmap
-            inner[name] = self._state_class(own[name], own[f"{name}_scale"], table, signed, dtype=torch.float32)
+            inner[name] = self._state_class(
+                own[name], own[f"{name}_scale"], table, signed, dtype=torch.float32
+            )
         return inner
 
 

@@ -25,9 +25,18 @@ class Moments:
     """The fields that are tensors of one number, beside those."""
 
 
-FP32 = Moments("AdamW's moments in fp32", "exp_avg_sq", like_the_parameter=("exp_avg", "exp_avg_sq"), numbers=("step",))
-TORCHAO = Moments("AdamW's moments in eight bits, as adamw-8bit has them", "exp_avg_scale", "adamw-8bit")
-BITSANDBYTES = Moments("AdamW's moments as adamw-8bit-bitsandbytes has them", "state1", "adamw-8bit-bitsandbytes")
+FP32 = Moments(
+    "AdamW's moments in fp32",
+    "exp_avg_sq",
+    like_the_parameter=("exp_avg", "exp_avg_sq"),
+    numbers=("step",),
+)
+TORCHAO = Moments(
+    "AdamW's moments in eight bits, as adamw-8bit has them", "exp_avg_scale", "adamw-8bit"
+)
+BITSANDBYTES = Moments(
+    "AdamW's moments as adamw-8bit-bitsandbytes has them", "state1", "adamw-8bit-bitsandbytes"
+)
 MOMENTUM = Moments("Muon's momentum", "momentum_buffer", like_the_parameter=("momentum_buffer",))
 KINDS = (TORCHAO, BITSANDBYTES, FP32, MOMENTUM)
 """In the order in which they are looked for: TORCHAO has FP32's fields, and more."""
@@ -46,7 +55,9 @@ def kept_by(optimizer: Optimizer, parameter: Tensor) -> Moments | None:
 
 def stored_as(fields: Collection[str]) -> Moments:
     """Return which kind the fields of a parameter are of."""
-    return next((kind for kind in KINDS if kind.field in fields), Moments(", ".join(sorted(fields)), ""))
+    return next(
+        (kind for kind in KINDS if kind.field in fields), Moments(", ".join(sorted(fields)), "")
+    )
 
 
 def way_to_go_on(stored: Moments, kept: Moments) -> str:

@@ -53,16 +53,31 @@ def build(model: nn.Module, config: OptimConfig, parts: OptimizerParts) -> tuple
     optimizers: list[Optimizer] = []
     if matrices:
         group = {"params": matrices, "peak_lr": config.lr}
-        optimizers.append(Muon([group], config.lr, config.weight_decay, config.momentum, stacked_rows=stacked, newton_schulz=parts.newton_schulz))
+        optimizers.append(
+            Muon(
+                [group],
+                config.lr,
+                config.weight_decay,
+                config.momentum,
+                stacked_rows=stacked,
+                newton_schulz=parts.newton_schulz,
+            )
+        )
     if rest:
-        optimizers.append(parts.adamw(adamw_groups(rest, config), {"lr": config.lr, "betas": config.betas, "eps": config.eps}))
+        optimizers.append(
+            parts.adamw(
+                adamw_groups(rest, config),
+                {"lr": config.lr, "betas": config.betas, "eps": config.eps},
+            )
+        )
     return tuple(optimizers)
 
 
 def _checked_rows(name: str, parameter: Tensor, rows: tuple[int, ...]) -> tuple[int, ...]:
     if sum(rows) != parameter.shape[0] or min(rows) < 1:
         raise ConfigError(
-            f"stacked_rows() cuts the {parameter.shape[0]} rows of {name!r} into {rows}.", fix="Let it give positive numbers that add up to its rows."
+            f"stacked_rows() cuts the {parameter.shape[0]} rows of {name!r} into {rows}.",
+            fix="Let it give positive numbers that add up to its rows.",
         )
     return rows
 
@@ -140,7 +155,9 @@ class Muon(Optimizer):
         """Carry the iterations out uncompiled from now on."""
         self._newton_schulz = batched
 
-    def _update(self, parameters: list[nn.Parameter], lr: float, weight_decay: float, momentum: float) -> None:
+    def _update(
+        self, parameters: list[nn.Parameter], lr: float, weight_decay: float, momentum: float
+    ) -> None:
         directions = self._directions(parameters, momentum)
         kept = 1 - lr * weight_decay
         shards = [_local(p) for p in parameters if isinstance(p, DTensor)]
@@ -148,7 +165,13 @@ class Muon(Optimizer):
             torch._foreach_mul_(shards, kept)
         for batch in _batches(self._matrices(parameters)):
             steps_NRC = self._newton_schulz(_stack(batch, directions))
-            _add_batch(parameters, batch, steps_NRC, kept, -lr * RMS_LIKE_ADAMW * math.sqrt(max(batch[0].shape)))
+            _add_batch(
+                parameters,
+                batch,
+                steps_NRC,
+                kept,
+                -lr * RMS_LIKE_ADAMW * math.sqrt(max(batch[0].shape)),
+            )
 
     def _matrices(self, parameters: list[nn.Parameter]) -> Iterator[_Matrix]:
         for index, parameter in enumerate(parameters):
@@ -164,7 +187,10 @@ class Muon(Optimizer):
             if "momentum_buffer" not in self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(gradient)
         buffers = [self.state[p]["momentum_buffer"] for p in parameters]
-        local_gradients, local_buffers = [_local(g) for g in gradients], [_local(b) for b in buffers]
+        local_gradients, local_buffers = (
+            [_local(g) for g in gradients],
+            [_local(b) for b in buffers],
+        )
         torch._foreach_lerp_(local_buffers, local_gradients, 1 - momentum)
         local = torch._foreach_lerp(local_gradients, local_buffers, momentum)
         return [_like(direction, p) for direction, p in zip(local, parameters, strict=True)]
@@ -177,20 +203,29 @@ def _batches(matrices: Iterable[_Matrix]) -> Iterator[list[_Matrix]]:
         by_shape.setdefault((*sorted(matrix.shape), matrix.dtype), []).append(matrix)
     for (rows, columns, _), members in by_shape.items():
         most = max(1, STACK_ELEMENTS // max(1, rows * columns))
-        size = math.ceil(len(members) / math.ceil(len(members) / most))  # as equal as can be: a compiler compiles for each shape
+        size = math.ceil(
+            len(members) / math.ceil(len(members) / most)
+        )  # as equal as can be: a compiler compiles for each shape
         for start in range(0, len(members), size):
             yield members[start : start + size]
 
 
 def _empty_stack(batch: list[_Matrix], like: list[Any]) -> Tensor:
-    return torch.empty((len(batch), *sorted(batch[0].shape)), dtype=batch[0].dtype, device=_local(like[batch[0].index]).device)
+    return torch.empty(
+        (len(batch), *sorted(batch[0].shape)),
+        dtype=batch[0].dtype,
+        device=_local(like[batch[0].index]).device,
+    )
 
 
 def _stack(batch: list[_Matrix], directions: list[Tensor]) -> Tensor:
     """The batch's matrices, lying down; a sharded parameter is gathered once for all its parts in the batch, one at a time."""
     stack_NRC = _empty_stack(batch, directions)
     if not isinstance(directions[batch[0].index], DTensor):
-        torch._foreach_copy_(list(stack_NRC), [_upright(directions[matrix.index][matrix.start : matrix.stop]) for matrix in batch])
+        torch._foreach_copy_(
+            list(stack_NRC),
+            [_upright(directions[matrix.index][matrix.start : matrix.stop]) for matrix in batch],
+        )
         return stack_NRC
     pairs = zip(stack_NRC, batch, strict=True)
     for index, members in groupby(pairs, key=lambda pair: pair[1].index):
@@ -200,18 +235,34 @@ def _stack(batch: list[_Matrix], directions: list[Tensor]) -> Tensor:
     return stack_NRC
 
 
-def _add_batch(parameters: list[nn.Parameter], batch: list[_Matrix], steps_NRC: Tensor, kept: float, alpha: float) -> None:
+def _add_batch(
+    parameters: list[nn.Parameter],
+    batch: list[_Matrix],
+    steps_NRC: Tensor,
+    kept: float,
+    alpha: float,
+) -> None:
     """Decay each matrix and add alpha times its step: all of a batch in a few kernels, for which both have one layout. Shards are decayed before."""
     lies = [matrix.shape[0] <= matrix.shape[1] for matrix in batch]
     if isinstance(parameters[batch[0].index], DTensor):
         for matrix, step_RC, lying in zip(batch, steps_NRC, lies, strict=True):
             _add_to_shard(parameters[matrix.index], matrix, step_RC if lying else step_RC.T, alpha)
         return
-    if not isinstance(parameters[batch[0].index], SplitTensor):  # a split weight's kernel reads narrow steps as they are
+    if not isinstance(
+        parameters[batch[0].index], SplitTensor
+    ):  # a split weight's kernel reads narrow steps as they are
         steps_NRC = steps_NRC.to(batch[0].dtype)
     steps_NCR = steps_NRC if all(lies) else steps_NRC.mT.contiguous()
-    steps = [lying_RC if lying else upright_CR for lying_RC, upright_CR, lying in zip(steps_NRC, steps_NCR, lies, strict=True)]
-    decay_and_add([parameters[matrix.index][matrix.start : matrix.stop] for matrix in batch], steps, kept=kept, alpha=alpha)
+    steps = [
+        lying_RC if lying else upright_CR
+        for lying_RC, upright_CR, lying in zip(steps_NRC, steps_NCR, lies, strict=True)
+    ]
+    decay_and_add(
+        [parameters[matrix.index][matrix.start : matrix.stop] for matrix in batch],
+        steps,
+        kept=kept,
+        alpha=alpha,
+    )
 
 
 def _add_to_shard(parameter: Any, matrix: _Matrix, step: Tensor, alpha: float) -> None:
@@ -239,7 +290,14 @@ def _like(local: Tensor, parameter: Tensor) -> Tensor:
     """A rank's part as the sharded tensor it is a part of."""
     if not isinstance(parameter, DTensor):
         return local
-    return DTensor.from_local(local, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride())
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
 
 
 def _whole(tensor: Tensor) -> Tensor:
@@ -251,7 +309,9 @@ def _part_of(whole: Tensor, parameter: Tensor) -> Tensor:
     if not isinstance(parameter, DTensor):
         return whole
     mesh = parameter.device_mesh
-    everywhere = DTensor.from_local(whole.contiguous(), mesh, [Replicate()] * mesh.ndim, run_check=False)
+    everywhere = DTensor.from_local(
+        whole.contiguous(), mesh, [Replicate()] * mesh.ndim, run_check=False
+    )
     return everywhere.redistribute(mesh, parameter.placements).to_local()
 
 

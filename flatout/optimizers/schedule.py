@@ -34,7 +34,9 @@ def factor(config: ScheduleConfig, peak_lr: float, step: int, total_steps: int) 
 
 def warmup_steps(config: ScheduleConfig, total_steps: int) -> int:
     """Return the steps before the peak. A warm-up longer than the run is shortened so that the peak and the last step fit."""
-    steps = round(config.warmup * total_steps) if isinstance(config.warmup, float) else config.warmup
+    steps = (
+        round(config.warmup * total_steps) if isinstance(config.warmup, float) else config.warmup
+    )
     return max(0, min(steps, total_steps - 2))
 
 
@@ -54,5 +56,9 @@ def constant(config: ScheduleConfig, floor: float, step: int, last: int) -> floa
     return 1.0
 
 
-SCHEDULES: dict[str, Callable[[ScheduleConfig, float, int, int], float]] = {"cosine": cosine, "wsd": wsd, "constant": constant}
+SCHEDULES: dict[str, Callable[[ScheduleConfig, float, int, int], float]] = {
+    "cosine": cosine,
+    "wsd": wsd,
+    "constant": constant,
+}
 """Each gives the factor `step` steps after the warm-up, of `last` such steps; `floor` is min_lr / peak."""

@@ -16,7 +16,11 @@ from flatout.parallel.mesh import Mesh
 BESIDE_FORWARD = ("logits",)
 """Methods of a model that are called from outside and must find whole weights too. Every process must call them together."""
 
-_BUFFER_SWITCH = "forward_sync_buffers" if "forward_sync_buffers" in signature(DistributedDataParallel.__init__).parameters else "broadcast_buffers"
+_BUFFER_SWITCH = (
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in signature(DistributedDataParallel.__init__).parameters
+    else "broadcast_buffers"
+)
 """Buffers are tables here, the same everywhere: nothing to exchange in each forward. torch 2.13 renamed the switch."""
 
 
@@ -35,13 +39,17 @@ def wrap(model: nn.Module, mesh: Mesh, *, gathers: torch.dtype | None = None) ->
     if mesh.device_mesh is None:
         devices = [mesh.device] if mesh.device.type == "cuda" else None
         keep_buffers: dict[str, Any] = {_BUFFER_SWITCH: False}
-        copied = DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True, **keep_buffers)
+        copied = DistributedDataParallel(
+            model, device_ids=devices, gradient_as_bucket_view=True, **keep_buffers
+        )
         _settle_buckets(copied, mesh.device)
         return copied
     _copy_from_main(model)
     placed = mesh.device_mesh if mesh.replicate > 1 else mesh.device_mesh["shard"]
     core: Any = getattr(model, "_orig_mod", model)  # a compiled model shards what it compiled
-    narrow = MixedPrecisionPolicy(param_dtype=gathers, reduce_dtype=gathers and torch.float32, cast_forward_inputs=False)
+    narrow = MixedPrecisionPolicy(
+        param_dtype=gathers, reduce_dtype=gathers and torch.float32, cast_forward_inputs=False
+    )
     for block in core.blocks:
         fully_shard(block, mesh=placed, mp_policy=narrow)
     fully_shard(core, mesh=placed)
@@ -71,7 +79,10 @@ def _settle_buckets(copied: DistributedDataParallel, device: torch.device) -> No
     processes sum a number in an order that depends on its place in a bucket, so the first step after a resume would round otherwise than
     the same step of a run that was never stopped.
     """
-    model, weights = copied.module, [weight for weight in copied.parameters() if weight.requires_grad]
+    model, weights = (
+        copied.module,
+        [weight for weight in copied.parameters() if weight.requires_grad],
+    )
     copied.module = _Untouched(weights)
     copied(torch.zeros((), device=device)).backward()
     copied.module = model

@@ -52,7 +52,10 @@ class Mesh:
         packed = torch.cat([tensor.detach().reshape(-1).double() for tensor in tensors])
         dist.all_reduce(packed)
         parts = torch.split(packed, [tensor.numel() for tensor in tensors])
-        return tuple(part.reshape(tensor.shape).to(tensor.dtype) for part, tensor in zip(parts, tensors, strict=True))
+        return tuple(
+            part.reshape(tensor.shape).to(tensor.dtype)
+            for part, tensor in zip(parts, tensors, strict=True)
+        )
 
     def barrier(self) -> None:
         """Wait until every process is here."""
@@ -78,8 +81,19 @@ def make_mesh(config: ParallelConfig, device: str, ranks: Ranks | None = None) -
     place = torch.device("cuda", ranks.local_rank) if device == "cuda" else torch.device(device)
     device_mesh = None
     if config.shard > 1:
-        device_mesh = init_device_mesh(place.type, (replicate, config.shard), mesh_dim_names=("replicate", "shard"))
-    return Mesh(ranks.rank, ranks.world_size, ranks.local_rank, replicate, config.shard, place, device_mesh, ranks.local_world_size)
+        device_mesh = init_device_mesh(
+            place.type, (replicate, config.shard), mesh_dim_names=("replicate", "shard")
+        )
+    return Mesh(
+        ranks.rank,
+        ranks.world_size,
+        ranks.local_rank,
+        replicate,
+        config.shard,
+        place,
+        device_mesh,
+        ranks.local_world_size,
+    )
 
 
 def replicas(config: ParallelConfig, world_size: int) -> int:
@@ -87,13 +101,22 @@ def replicas(config: ParallelConfig, world_size: int) -> int:
 
     Raises: ConfigError when replicate times shard is not the number of processes.
     """
-    replicate = max(1, world_size // config.shard) if config.replicate == "auto" else config.replicate
+    replicate = (
+        max(1, world_size // config.shard) if config.replicate == "auto" else config.replicate
+    )
     if replicate * config.shard == world_size:
         return replicate
-    stated = f"parallel.shard={config.shard}" if config.replicate == "auto" else f"parallel.replicate={replicate} x parallel.shard={config.shard}"
+    stated = (
+        f"parallel.shard={config.shard}"
+        if config.replicate == "auto"
+        else f"parallel.replicate={replicate} x parallel.shard={config.shard}"
+    )
     launch = f"with `torchrun --nproc-per-node {replicate * config.shard} -m flatout ...`"
     if world_size == 1:
-        raise ConfigError(f"{stated} does not fit 1 process.", fix=f"Start {launch}, or leave parallel.replicate and parallel.shard out.")
+        raise ConfigError(
+            f"{stated} does not fit 1 process.",
+            fix=f"Start {launch}, or leave parallel.replicate and parallel.shard out.",
+        )
     raise ConfigError(
         f"{stated} does not fit {world_size} processes.",
         fix=f"Set parallel.replicate=auto and parallel.shard to a divisor of {world_size}, or start {launch}.",

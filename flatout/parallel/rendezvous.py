@@ -50,19 +50,31 @@ def stated_ranks() -> Ranks:
         return Ranks()
     missing = [name for name in VARIABLES if name not in os.environ]
     if missing:
-        raise ConfigError(f"The environment names some of the processes' variables, but not {', '.join(missing)}.", fix=BY_TORCHRUN)
+        raise ConfigError(
+            f"The environment names some of the processes' variables, but not {', '.join(missing)}.",
+            fix=BY_TORCHRUN,
+        )
     texts = [os.environ[name] for name in VARIABLES[:3]]
     texts.append(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
     if not all(text.isdigit() for text in texts):
-        raise ConfigError(f"RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE are {', '.join(map(repr, texts))}, not numbers.", fix=BY_TORCHRUN)
+        raise ConfigError(
+            f"RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE are {', '.join(map(repr, texts))}, not numbers.",
+            fix=BY_TORCHRUN,
+        )
     if not os.environ["MASTER_PORT"].isdigit() or not 0 < int(os.environ["MASTER_PORT"]) < 2**16:
-        raise ConfigError(f"MASTER_PORT={os.environ['MASTER_PORT']} is not a port.", fix="Set it to a free one from 1024 to 65535.")
+        raise ConfigError(
+            f"MASTER_PORT={os.environ['MASTER_PORT']} is not a port.",
+            fix="Set it to a free one from 1024 to 65535.",
+        )
     rank, world_size, local_rank, local_world_size = map(int, texts)
     if rank >= world_size:
-        raise ConfigError(f"RANK={rank} does not exist among WORLD_SIZE={world_size} processes.", fix=BY_TORCHRUN)
+        raise ConfigError(
+            f"RANK={rank} does not exist among WORLD_SIZE={world_size} processes.", fix=BY_TORCHRUN
+        )
     if not local_rank < local_world_size <= world_size:
         raise ConfigError(
-            f"LOCAL_RANK={local_rank} does not exist among LOCAL_WORLD_SIZE={local_world_size} of WORLD_SIZE={world_size} processes.", fix=BY_TORCHRUN
+            f"LOCAL_RANK={local_rank} does not exist among LOCAL_WORLD_SIZE={local_world_size} of WORLD_SIZE={world_size} processes.",
+            fix=BY_TORCHRUN,
         )
     return Ranks(rank, world_size, local_rank, local_world_size)
 
@@ -82,7 +94,10 @@ def connect(device: str) -> Ranks:
         _join("gloo", ranks)
         return ranks
     if device != "cuda":
-        raise ConfigError(f"train.device={device} names one GPU, and there are {ranks.world_size} processes.", fix="Set train.device=cuda.")
+        raise ConfigError(
+            f"train.device={device} names one GPU, and there are {ranks.world_size} processes.",
+            fix="Set train.device=cuda.",
+        )
     if ranks.local_rank >= torch.cuda.device_count():
         raise ConfigError(
             f"Process {ranks.local_rank} of this machine finds no GPU: there are {torch.cuda.device_count()}.",
@@ -102,9 +117,15 @@ def _join(backend: str, ranks: Ranks, **options: Any) -> None:
     place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     try:
         with _waiting_said(ranks, place):
-            store, _, _ = next(rendezvous("env://", ranks.rank, ranks.world_size, timeout=timedelta(seconds=PATIENCE_S)))
+            store, _, _ = next(
+                rendezvous(
+                    "env://", ranks.rank, ranks.world_size, timeout=timedelta(seconds=PATIENCE_S)
+                )
+            )
             store.set_timeout(EXCHANGE_PATIENCE)
-            dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.world_size, **options)
+            dist.init_process_group(
+                backend, store=store, rank=ranks.rank, world_size=ranks.world_size, **options
+            )
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         if "EADDRINUSE" in str(error):
             raise ConfigError(

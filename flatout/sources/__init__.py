@@ -73,7 +73,15 @@ class BadRow:
     """About how much text is lost with it, of that which its part holds: where it stands for the rest of something that is damaged."""
 
     @classmethod
-    def of(cls, error: DataError, reason: str, name: str, offset: int | None = None, *, unread_bytes: int = 0) -> Self:
+    def of(
+        cls,
+        error: DataError,
+        reason: str,
+        name: str,
+        offset: int | None = None,
+        *,
+        unread_bytes: int = 0,
+    ) -> Self:
         """Return the bad row for an error that begins with `name`."""
         what = error.what.removeprefix(without_secrets(name)).strip().removesuffix(".")
         return cls(what, error.fix, reason, name, offset, unread_bytes)
@@ -145,7 +153,9 @@ def parts_of(source: Source, name: str, parameters: dict[str, Any]) -> list[Part
         inspect.signature(source).bind(**parameters)
     except TypeError as error:
         known = ", ".join(inspect.signature(source).parameters) or "none"
-        raise DataError(f"The source {name!r} cannot be called: {error}.", fix=f"Its parameters are: {known}.") from error
+        raise DataError(
+            f"The source {name!r} cannot be called: {error}.", fix=f"Its parameters are: {known}."
+        ) from error
     if not inspect.isgeneratorfunction(source):
         made = source(**parameters)
         if isinstance(made, (list, tuple)) and all(isinstance(part, Part) for part in made):
@@ -160,7 +170,11 @@ def _call(source: Source, parameters: dict[str, Any]) -> Iterable[Row | str]:
 def row_place(name: str, offset: int) -> str:
     """Return `FILE, line N` for the row that begins at byte `offset`; `FILE, byte N` where the file is remote or gone."""
     try:
-        return f"{name}, byte {offset}" if is_address(name) else f"{name}, line {line_number(name, offset)}"
+        return (
+            f"{name}, byte {offset}"
+            if is_address(name)
+            else f"{name}, line {line_number(name, offset)}"
+        )
     except (OSError, EOFError, zlib.error):
         return f"{name}, byte {offset}"
 

@@ -18,7 +18,12 @@ SAMPLE_BYTES = 2048
 """So much text around the first byte that is not UTF-8 is looked at: more takes longer and hardly tells more."""
 SHOWN_BYTES = 32
 """So much of it a message shows."""
-_MARKS = ((codecs.BOM_UTF32_LE, "UTF-32"), (codecs.BOM_UTF32_BE, "UTF-32"), (codecs.BOM_UTF16_LE, "UTF-16"), (codecs.BOM_UTF16_BE, "UTF-16"))
+_MARKS = (
+    (codecs.BOM_UTF32_LE, "UTF-32"),
+    (codecs.BOM_UTF32_BE, "UTF-32"),
+    (codecs.BOM_UTF16_LE, "UTF-16"),
+    (codecs.BOM_UTF16_BE, "UTF-16"),
+)
 """Byte order marks; that of UTF-32 begins with that of UTF-16."""
 _BLOCK = 1 << 18
 _USUAL = "CP1252"
@@ -53,7 +58,10 @@ def explain(path: str, offset: int) -> tuple[str, str]:
         return "; it looks like a binary file", f"Name files of text alone{OR_SKIP}."
     if encoding is None:
         return "", f"Name its encoding, --encoding NAME{OR_SKIP}."
-    return f"; it looks like {encoding}{_as_read(path, offset, encoding)}", f"Add --encoding {encoding}{OR_SKIP}."
+    return (
+        f"; it looks like {encoding}{_as_read(path, offset, encoding)}",
+        f"Add --encoding {encoding}{OR_SKIP}.",
+    )
 
 
 def _as_read(path: str, offset: int, encoding: str) -> str:
@@ -63,7 +71,10 @@ def _as_read(path: str, offset: int, encoding: str) -> str:
     with open_bytes(path) as file:
         file.seek(max(offset - SHOWN_BYTES // 2, 0))
         around = file.read(SHOWN_BYTES)
-    text = max(around.decode(encoding, "ignore").split("\n"), key=lambda line: sum(not character.isascii() for character in line))
+    text = max(
+        around.decode(encoding, "ignore").split("\n"),
+        key=lambda line: sum(not character.isascii() for character in line),
+    )
     return f", in which it reads {text.strip()!r}"
 
 
@@ -81,7 +92,8 @@ def codec_of(name: str | None) -> str | None:
         guess = nearest(name, sorted({*aliases.aliases, *aliases.aliases.values()} - {name}))
         hint = f"Did you mean {guess}? " if guess else ""
         raise DataError(
-            f"--encoding {name!r} is not a text encoding that Python knows.", fix=f"{hint}Usual ones: {', '.join(_NAMES.values())}."
+            f"--encoding {name!r} is not a text encoding that Python knows.",
+            fix=f"{hint}Usual ones: {', '.join(_NAMES.values())}.",
         ) from error
     return None if codec in ("utf-8", "utf-8-sig") else codec
 
@@ -101,7 +113,9 @@ def open_utf8(path: str, encoding: str | None) -> IO[bytes]:
     """
     if encoding is None or _is_utf8(path):
         return open_bytes(path)
-    return cast(IO[bytes], io.BufferedReader(_AsUtf8(path, open_bytes(path), encoding), buffer_size=_BLOCK))
+    return cast(
+        IO[bytes], io.BufferedReader(_AsUtf8(path, open_bytes(path), encoding), buffer_size=_BLOCK)
+    )
 
 
 def _is_utf8(path: str) -> bool:
@@ -153,7 +167,11 @@ class _AsUtf8(io.RawIOBase):
         try:
             return self._decoder.decode(block, not block).encode()
         except UnicodeError as error:
-            where = f"byte 0x{error.object[error.start]:02x} at offset {start + error.start}" if isinstance(error, UnicodeDecodeError) else str(error)
+            where = (
+                f"byte 0x{error.object[error.start]:02x} at offset {start + error.start}"
+                if isinstance(error, UnicodeDecodeError)
+                else str(error)
+            )
             raise WrongEncoding(
                 f"{self._path} is not {self._encoding}: {where}.",
                 fix=f"Name another --encoding; without it, the error says which is likely{OR_SKIP}.",
@@ -185,7 +203,11 @@ def encoding_of(path: str, offset: int) -> str | None:
 
     best = from_bytes(sample, cp_isolation=list(_NAMES)).best()
     usual = _decoded(sample, "cp1252")
-    unsure = best is not None and best.encoding in _LATIN and sum(byte > 127 for byte in sample) < FEW_BYTES
+    unsure = (
+        best is not None
+        and best.encoding in _LATIN
+        and sum(byte > 127 for byte in sample) < FEW_BYTES
+    )
     if usual is not None and (best is None or usual == str(best) or unsure):
         return _USUAL
     return None if best is None else _NAMES.get(best.encoding)

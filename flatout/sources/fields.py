@@ -13,7 +13,15 @@ from flatout.sources import BadRow, Document, Place, Row
 ROW_BYTES = 8 << 20
 """A row is held whole while it is read, several times over and in up to four bytes a character; a longer one is a bad row."""
 _MISSING = object()
-_KINDS = {type(None): "null", bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object", bytes: "bytes"}
+_KINDS = {
+    type(None): "null",
+    bool: "true or false",
+    int: "a number",
+    float: "a number",
+    list: "a list",
+    dict: "an object",
+    bytes: "bytes",
+}
 
 
 @dataclass(frozen=True)
@@ -43,7 +51,13 @@ def value_at(row: dict[str, Any], field: str) -> Any:
 def document(row: Any, fields: Fields, name: str, offset: int | None = None) -> Row:
     """Return the document of the row of this name, or at this byte of this file; the bad row when a field is not as it should be."""
     if not isinstance(row, dict):
-        return BadRow("is not a JSON object", 'Write rows such as {"text": "..."}.', "not an object", name, offset)
+        return BadRow(
+            "is not a JSON object",
+            'Write rows such as {"text": "..."}.',
+            "not an object",
+            name,
+            offset,
+        )
     text = value_at(row, fields.text)
     if not isinstance(text, str):
         return _unusable(row, text, Place(name, offset), fields.text, "--text-field")
@@ -58,7 +72,11 @@ def document(row: Any, fields: Fields, name: str, offset: int | None = None) -> 
 def no_field(place: Place, field: str, names: list[str], option: str) -> BadRow:
     """Return the bad row for a field that is not there; `names` are those that could be meant, the likeliest first."""
     guess = nearest(field, names) or (names[0] if names else None)
-    fix = f"Did you mean {option} {in_shell(guess)}?" if guess else f"Name the field that holds the text with {option}."
+    fix = (
+        f"Did you mean {option} {in_shell(guess)}?"
+        if guess
+        else f"Name the field that holds the text with {option}."
+    )
     return BadRow(f"has no field {field!r}", fix, f"no field {field!r}", place.name, place.offset)
 
 
@@ -71,10 +89,18 @@ def too_long(place: Place, limit: int) -> BadRow:
 def _unusable(row: dict[str, Any], value: Any, place: Place, field: str, option: str) -> BadRow:
     if value is _MISSING:
         texts = dict(_texts(row))
-        return no_field(place, field, sorted(texts, key=lambda name: len(texts[name]), reverse=True), option)
+        return no_field(
+            place, field, sorted(texts, key=lambda name: len(texts[name]), reverse=True), option
+        )
     kind = _KINDS.get(type(value), type(value).__name__)
     fix = f"Repair the row, name another field with {option}, or skip such rows with --on-bad-row skip."
-    return BadRow(f"has {field!r}, but it is {kind}, not text", fix, f"{field!r} is not text", place.name, place.offset)
+    return BadRow(
+        f"has {field!r}, but it is {kind}, not text",
+        fix,
+        f"{field!r} is not text",
+        place.name,
+        place.offset,
+    )
 
 
 def _texts(row: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

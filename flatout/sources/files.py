@@ -20,8 +20,21 @@ from flatout.sources.json_files import JSON_SUFFIXES, read_json
 from flatout.sources.local import Wanted, find_local, full_suffix_of, is_hidden, suffix_of
 from flatout.sources.long import decoded, measure
 from flatout.sources.originals import LocalFile, Original, RemoteFile, fingerprint
-from flatout.sources.packed import CANNOT_BE_READ, NotHandedOut, Unread, is_packed, require_opener, unreadable
-from flatout.sources.parquet import PARQUET_SUFFIXES, RowGroups, cut_parquet, read_row_groups, require_parquet
+from flatout.sources.packed import (
+    CANNOT_BE_READ,
+    NotHandedOut,
+    Unread,
+    is_packed,
+    require_opener,
+    unreadable,
+)
+from flatout.sources.parquet import (
+    PARQUET_SUFFIXES,
+    RowGroups,
+    cut_parquet,
+    read_row_groups,
+    require_parquet,
+)
 from flatout.sources.remote import find_remote, is_address, protocol_of
 from flatout.sources.rows import read_rows
 from flatout.sources.tables import TABLE_SUFFIXES, read_table
@@ -85,7 +98,13 @@ class Span:
 Piece = Span | RowGroups
 
 
-def files(path: str, text_field: str = "text", mask_field: str | None = None, include: Sequence[str] = (), encoding: str | None = None) -> list[Part]:
+def files(
+    path: str,
+    text_field: str = "text",
+    mask_field: str | None = None,
+    include: Sequence[str] = (),
+    encoding: str | None = None,
+) -> list[Part]:
     """Return the parts of a file, a folder (searched recursively, in sorted order), a glob, or an address of any of these.
 
     `include` are patterns of names that are taken from folders besides those that always are; `encoding` is that of text that is not UTF-8.
@@ -102,10 +121,13 @@ def files(path: str, text_field: str = "text", mask_field: str | None = None, in
             require_html(file.path)
     if mask_field is not None and not any(_holds_rows(file.name) for file in found):
         raise DataError(
-            f"{path} holds no rows, so it has no field {mask_field!r}.", fix="Leave --mask-field out, or name JSONL, JSON, CSV or Parquet."
+            f"{path} holds no rows, so it has no field {mask_field!r}.",
+            fix="Leave --mask-field out, or name JSONL, JSON, CSV or Parquet.",
         )
     if encoding is not None and all(is_parquet(file.name) for file in found):
-        raise DataError(f"{path}: the text in Parquet is always UTF-8.", fix="Leave --encoding out.")
+        raise DataError(
+            f"{path}: the text in Parquet is always UTF-8.", fix="Leave --encoding out."
+        )
     per_file = max(4096, FINGERPRINT_BYTES // len(found))
     with ThreadPoolExecutor(OPENED_AT_ONCE) as threads:
         cut = threads.map(lambda file: _cut(file, fields, encoding), found)
@@ -123,7 +145,11 @@ def _counted(passed_over: Sequence[str]) -> tuple[LeftOut, ...]:
     for name in passed_over:
         by_suffix.setdefault(full_suffix_of(name), []).append(name)
     return tuple(
-        LeftOut(f"{suffix} file" if suffix else "file without an ending", name, count=len(names) - FIRST_NAMED + 1 if index == FIRST_NAMED - 1 else 1)
+        LeftOut(
+            f"{suffix} file" if suffix else "file without an ending",
+            name,
+            count=len(names) - FIRST_NAMED + 1 if index == FIRST_NAMED - 1 else 1,
+        )
         for suffix, names in sorted(by_suffix.items(), key=lambda item: (-len(item[1]), item[0]))
         for index, name in enumerate(names[:FIRST_NAMED])
     )
@@ -131,7 +157,13 @@ def _counted(passed_over: Sequence[str]) -> tuple[LeftOut, ...]:
 
 def passed_over_in(parts: Iterable[Part]) -> tuple[LeftOut, ...]:
     """Return the files that were passed over where the files of some parts were searched for."""
-    return tuple(chain.from_iterable(part.arguments[2] for part in parts if part.read is read_pieces and len(part.arguments) > 2))
+    return tuple(
+        chain.from_iterable(
+            part.arguments[2]
+            for part in parts
+            if part.read is read_pieces and len(part.arguments) > 2
+        )
+    )
 
 
 def _cut(file: Found, fields: Fields, encoding: str | None) -> list[Piece]:
@@ -140,7 +172,10 @@ def _cut(file: Found, fields: Fields, encoding: str | None) -> list[Piece]:
         return list(cut_parquet(file.path, file.size, fields, limit))
     whole = max(file.size, 1)
     step = limit if is_rows(file.name) and not is_packed(file.name) and encoding is None else whole
-    return [Span(file.path, start, min(start + step, file.size), encoding) for start in range(0, whole, step)]
+    return [
+        Span(file.path, start, min(start + step, file.size), encoding)
+        for start in range(0, whole, step)
+    ]
 
 
 def _parts(cut: list[tuple[Found, Original, list[Piece]]], fields: Fields) -> Iterator[Part]:
@@ -152,7 +187,13 @@ def _parts(cut: list[tuple[Found, Original, list[Piece]]], fields: Fields) -> It
     for file, original, pieces in cut:
         for index, piece in enumerate(pieces):
             if held and held_bytes + piece.num_bytes > PART_BYTES:
-                yield Part(read_pieces, (tuple(held), fields), "\n".join(marks), held_bytes, tuple(originals))
+                yield Part(
+                    read_pieces,
+                    (tuple(held), fields),
+                    "\n".join(marks),
+                    held_bytes,
+                    tuple(originals),
+                )
                 held, marks, originals, held_bytes = [], [], [], 0
             held.append(piece)
             held_bytes += piece.num_bytes
@@ -178,10 +219,15 @@ def find_files(path: str, include: tuple[str, ...] = ()) -> tuple[list[Found], l
                 passed_over[f"{path.rstrip('/')}/{name.lstrip('/')}"] = None
             return not is_hidden(name) and wanted.takes(name)
 
-        return [Found(entry.address, entry.address, entry.size, entry.mark) for entry in find_remote(path, takes)], sorted(passed_over)
+        return [
+            Found(entry.address, entry.address, entry.size, entry.mark)
+            for entry in find_remote(path, takes)
+        ], sorted(passed_over)
     search = find_local(path, wanted)
     stats = ((file, name, file.stat()) for file, name in search.files)
-    return [Found(str(file), name, stat.st_size, stat=stat) for file, name, stat in stats], search.passed_over
+    return [
+        Found(str(file), name, stat.st_size, stat=stat) for file, name, stat in stats
+    ], search.passed_over
 
 
 def is_rows(name: str) -> bool:
@@ -203,7 +249,15 @@ def _original(file: Found, asked: str, limit: int) -> Original:
     if file.stat is None:
         return RemoteFile(file.path, asked, file.size, file.mark)
     digest = fingerprint(Path(file.path), file.size, limit)
-    return LocalFile(file.path, file.size, file.stat.st_mtime_ns, file.stat.st_ctime_ns, file.stat.st_ino, digest, limit)
+    return LocalFile(
+        file.path,
+        file.size,
+        file.stat.st_mtime_ns,
+        file.stat.st_ctime_ns,
+        file.stat.st_ino,
+        digest,
+        limit,
+    )
 
 
 def _mark(file: Found, original: Original) -> str:
@@ -223,9 +277,17 @@ def first_changed(parts: Iterable[Part]) -> str | None:
         elif original.has_changed():
             return original.path
     for asked, before in remote.items():
-        if protocol_of(asked) not in ("http", "https"):  # servers behind one name may describe a page differently
-            now = {(entry.address, entry.size, entry.mark) for entry in find_remote(asked, lambda _: True)}
-            changed = (one.address for one in before if (one.address, one.size, one.mark) not in now)
+        if protocol_of(asked) not in (
+            "http",
+            "https",
+        ):  # servers behind one name may describe a page differently
+            now = {
+                (entry.address, entry.size, entry.mark)
+                for entry in find_remote(asked, lambda _: True)
+            }
+            changed = (
+                one.address for one in before if (one.address, one.size, one.mark) not in now
+            )
             if (first := next(changed, None)) is not None:
                 return first
     return None
@@ -247,10 +309,15 @@ def shared_file(some: Iterable[Part], others: Iterable[Part]) -> str | None:
     Files at addresses are told by these, files here by their content, whatever they are called: by size and, of those of one size,
     by a digest of sixteen blocks. Empty ones are passed over.
     """
-    first, second = ([path for part in parts for path in files_of(part)] for parts in (some, others))
+    first, second = (
+        [path for part in parts for path in files_of(part)] for parts in (some, others)
+    )
     sizes = _sizes(first) & _sizes(second)
     known = {_told_by(path, sizes) for path in first}
-    return next((path for path in second if (mark := _told_by(path, sizes)) is not None and mark in known), None)
+    return next(
+        (path for path in second if (mark := _told_by(path, sizes)) is not None and mark in known),
+        None,
+    )
 
 
 def _sizes(paths: list[str]) -> set[int]:
@@ -265,7 +332,9 @@ def _told_by(path: str, sizes: set[int]) -> str | None:
     return f"{size} {fingerprint(Path(path), size, COMPARED_BYTES)}" if size in sizes else None
 
 
-def read_pieces(pieces: tuple[Piece, ...], fields: Fields, passed_over: tuple[LeftOut, ...] = ()) -> Iterator[Row]:
+def read_pieces(
+    pieces: tuple[Piece, ...], fields: Fields, passed_over: tuple[LeftOut, ...] = ()
+) -> Iterator[Row]:
     """Yield what was passed over, and the documents of some pieces.
 
     What is damaged is one bad row, which counts the piece as lost: nobody knows how much there was.
@@ -280,7 +349,12 @@ def read_pieces(pieces: tuple[Piece, ...], fields: Fields, passed_over: tuple[Le
             else:
                 yield from _read(piece, fields)
         except Unread as error:
-            yield BadRow.of(error, error.reason, piece.path, unread_bytes=piece.num_bytes if _holds_rows(piece.path) else 0)
+            yield BadRow.of(
+                error,
+                error.reason,
+                piece.path,
+                unread_bytes=piece.num_bytes if _holds_rows(piece.path) else 0,
+            )
         except (OSError, EOFError, zlib.error) as error:
             unread = unreadable(piece.path, error)
             if isinstance(unread, NotHandedOut):
@@ -313,4 +387,6 @@ def read_text(path: str, encoding: str | None = None) -> Row:
     """
     with open_utf8(path, encoding) as file:
         data = file.read(LONG_BYTES + 1)
-    return Document(measure(path, encoding) if len(data) > LONG_BYTES else decoded(data, path), path)
+    return Document(
+        measure(path, encoding) if len(data) > LONG_BYTES else decoded(data, path), path
+    )

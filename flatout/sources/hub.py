@@ -16,7 +16,12 @@ _INSTALL = 'Install it: `pip install "flatout[hub]"`.'
 
 
 def hub(
-    name: str, config: str | None = None, split: str = "train", revision: str = "main", text_field: str = "text", mask_field: str | None = None
+    name: str,
+    config: str | None = None,
+    split: str = "train",
+    revision: str = "main",
+    text_field: str = "text",
+    mask_field: str | None = None,
 ) -> list[Part]:
     """Return the parts of a data set, one a shard, all of the commit that `revision` is now.
 
@@ -27,13 +32,18 @@ def hub(
     fields = Fields(text_field, mask_field)
     _check_fields(f"{name}, {split}", list(stream.column_names or []), fields)
     mark = f"hub {name} {config} {split} {commit}"
-    return [Part(read_shard, (name, config, split, commit, shard, fields), mark if shard == 0 else "") for shard in range(stream.num_shards)]
+    return [
+        Part(read_shard, (name, config, split, commit, shard, fields), mark if shard == 0 else "")
+        for shard in range(stream.num_shards)
+    ]
 
 
 SOURCE = hub
 
 
-def read_shard(name: str, config: str | None, split: str, commit: str, shard: int, fields: Fields) -> Iterator[Row]:
+def read_shard(
+    name: str, config: str | None, split: str, commit: str, shard: int, fields: Fields
+) -> Iterator[Row]:
     """Yield the documents of one shard.
 
     Raises: DataError when it breaks off: what comes after is unknown, so it is no bad row.
@@ -48,7 +58,10 @@ def read_shard(name: str, config: str | None, split: str, commit: str, shard: in
             return
         except Exception as error:  # each of its readers has errors of its own
             said = " ".join(str(error).split()).rstrip(".") or type(error).__name__
-            raise DataError(f"{_place(name, split, shard)} breaks off after row {number}: {said}.", fix="Run it again.") from error
+            raise DataError(
+                f"{_place(name, split, shard)} breaks off after row {number}: {said}.",
+                fix="Run it again.",
+            ) from error
         number += 1
         where = f"{_place(name, split, shard)}, row {number}"
         yield document(row, fields, where)
@@ -70,17 +83,27 @@ def _commit(name: str, revision: str) -> str:
 @cache
 def _stream(name: str, config: str | None, split: str, commit: str) -> Any:
     datasets = _package("datasets", name)
-    options = {"split": split, "revision": commit, "streaming": True, "trust_remote_code": False}  # else a script in the repository may ask to run
+    options = {
+        "split": split,
+        "revision": commit,
+        "streaming": True,
+        "trust_remote_code": False,
+    }  # else a script in the repository may ask to run
     try:
         return datasets.load_dataset(name, config, **options)
-    except Exception as error:  # ValueError for a configuration or a split, and what the network gives
-        raise _absent(name, f"with configuration {config or 'default'} and split {split}", error) from error
+    except (
+        Exception
+    ) as error:  # ValueError for a configuration or a split, and what the network gives
+        raise _absent(
+            name, f"with configuration {config or 'default'} and split {split}", error
+        ) from error
 
 
 def _absent(name: str, which: str, error: Exception) -> DataError:
     said = " ".join(str(error).split()).rstrip(".") or type(error).__name__
     return DataError(
-        f"The data set {name} {which} cannot be had: {said}.", fix="Check the name; hub:ORG/NAME:config=...,split=...,revision=... says which."
+        f"The data set {name} {which} cannot be had: {said}.",
+        fix="Check the name; hub:ORG/NAME:config=...,split=...,revision=... says which.",
     )
 
 
@@ -91,11 +114,15 @@ def _check_fields(place: str, columns: list[str], fields: Fields) -> None:
             continue
         guess = nearest(field, columns)
         hint = f"Did you mean {option} {in_shell(guess)}? " if guess else ""
-        raise DataError(f"{place} has no field {field!r}.", fix=f"{hint}Its fields are: {', '.join(columns)}.")
+        raise DataError(
+            f"{place} has no field {field!r}.", fix=f"{hint}Its fields are: {', '.join(columns)}."
+        )
 
 
 def _package(package: str, name: str) -> Any:
     try:
         return importlib.import_module(package)
     except ImportError as error:
-        raise MissingPackage(f"Reading hub:{name} takes the package {package}, which is not installed.", fix=_INSTALL) from error
+        raise MissingPackage(
+            f"Reading hub:{name} takes the package {package}, which is not installed.", fix=_INSTALL
+        ) from error

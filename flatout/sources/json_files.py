@@ -68,7 +68,9 @@ class _Json:
         try:
             read = self._decoder.decode(block, self._ended)
         except UnicodeDecodeError as error:
-            raise not_utf8(self._path, self._offset - len(held) + error.start, (held + block)[error.start]) from error
+            raise not_utf8(
+                self._path, self._offset - len(held) + error.start, (held + block)[error.start]
+            ) from error
         self._text = self._text[self._place :] + read
         self._offset += len(block)
         self._place = 0
@@ -76,7 +78,9 @@ class _Json:
     def _next(self) -> str:
         """Pass spaces, and return the character after them; nothing at the end."""
         while True:
-            while (character := self._text[self._place : self._place + 1]).isspace() or character == _BYTE_ORDER_MARK:
+            while (
+                character := self._text[self._place : self._place + 1]
+            ).isspace() or character == _BYTE_ORDER_MARK:
                 self._place += 1
             if character or self._ended:
                 return character

@@ -30,7 +30,9 @@ class Wanted:
 
     def takes(self, name: str) -> bool:
         """Return whether a file of this name is read."""
-        return suffix_of(name) in self.suffixes or any(matches(name, pattern) for pattern in self.include)
+        return suffix_of(name) in self.suffixes or any(
+            matches(name, pattern) for pattern in self.include
+        )
 
 
 class Search(NamedTuple):
@@ -75,7 +77,10 @@ def missing(place: Path) -> DataError:
     if not place.parent.is_dir():
         return DataError(f"There is no folder {place.parent}.", fix="Check the path.")
     guess = nearest(place.name, [entry.name for entry in place.parent.iterdir()])
-    return DataError(f"There is no file {place}.", fix=f"Did you mean {str(place.parent / guess)!r}?" if guess else "Check the path.")
+    return DataError(
+        f"There is no file {place}.",
+        fix=f"Did you mean {str(place.parent / guess)!r}?" if guess else "Check the path.",
+    )
 
 
 def suffix_of(name: str) -> str:
@@ -96,9 +101,12 @@ def is_hidden(name: str) -> bool:
 def _no_file(place: Path) -> DataError:
     if not place.exists():
         return DataError(
-            f"{place} is a link to {os.readlink(place)}, where nothing is.", fix="Mend the link or remove it, or name the other files by a pattern."
+            f"{place} is a link to {os.readlink(place)}, where nothing is.",
+            fix="Mend the link or remove it, or name the other files by a pattern.",
         )
-    return DataError(f"{place} is not a regular file.", fix="Write the text to a file, and name that.")
+    return DataError(
+        f"{place} is not a regular file.", fix="Write the text to a file, and name that."
+    )
 
 
 def _in_folder(folder: Path, wanted: Wanted) -> Search:
@@ -106,7 +114,10 @@ def _in_folder(folder: Path, wanted: Wanted) -> Search:
     files = [(file, name) for name, file in shown if wanted.takes(name)]
     if files:
         taken = {name for _, name in files}
-        return Search([_checked(file, name) for file, name in files], [str(file) for name, file in shown if name not in taken])
+        return Search(
+            [_checked(file, name) for file, name in files],
+            [str(file) for name, file in shown if name not in taken],
+        )
     known = recognise(folder)
     if known is not None:
         raise DataError(known.instead_of("text"), fix=known.fix)
@@ -114,8 +125,14 @@ def _in_folder(folder: Path, wanted: Wanted) -> Search:
     common = Counter(full_suffix_of(name) for name, _ in shown).most_common(1)
     if common:
         pattern = f"{folder}/**/*{common[0][0]}"
-        raise DataError(f"{folder} holds no file that ends in {endings}.", fix=f"Name its files by a quoted pattern, for example {pattern!r}.")
-    raise DataError(f"{folder} is an empty folder.", fix=f"Put files that end in {endings} there, or name another folder.")
+        raise DataError(
+            f"{folder} holds no file that ends in {endings}.",
+            fix=f"Name its files by a quoted pattern, for example {pattern!r}.",
+        )
+    raise DataError(
+        f"{folder} is an empty folder.",
+        fix=f"Put files that end in {endings} there, or name another folder.",
+    )
 
 
 def _checked(file: Path, name: str) -> tuple[Path, str]:
@@ -146,7 +163,10 @@ def _walk(folder: Path, searched: set[str]) -> Iterator[Path]:
 def _matching(pattern: str, wanted: Wanted) -> Search:
     """Return the files that match, whatever they are called, and of folders that do what these are searched for; each once, by its shortest path."""
     _require_listed(pattern)
-    matching = sorted((Path(name) for name in glob.glob(pattern, recursive=True)), key=lambda match: (len(match.parts), match))
+    matching = sorted(
+        (Path(name) for name in glob.glob(pattern, recursive=True)),
+        key=lambda match: (len(match.parts), match),
+    )
     found: dict[tuple[str, str], tuple[Path, str]] = {}
     passed_over: dict[tuple[str, str], str] = {}
     searched: set[str] = set()
@@ -161,9 +181,15 @@ def _matching(pattern: str, wanted: Wanted) -> Search:
             else:
                 passed_over[_identity(file)] = str(file)
     if not found:
-        raise DataError(f"No file matches {pattern!r}.", fix="Quote the pattern and check it with `ls`; `**` crosses folders.")
+        raise DataError(
+            f"No file matches {pattern!r}.",
+            fix="Quote the pattern and check it with `ls`; `**` crosses folders.",
+        )
     _require_text([file for file, _ in found.values()], wanted)
-    return Search(sorted(found.values()), sorted(file for key, file in passed_over.items() if key not in found))
+    return Search(
+        sorted(found.values()),
+        sorted(file for key, file in passed_over.items() if key not in found),
+    )
 
 
 def _require_text(files: list[Path], wanted: Wanted) -> None:
@@ -193,7 +219,9 @@ def _require_listed(pattern: str) -> None:
     pieces = Path(pattern).parts
     for number, piece in enumerate(pieces):
         if glob.has_magic(piece):
-            for folder in glob.iglob(os.path.join(*pieces[:number]) if number else ".", recursive=True):
+            for folder in glob.iglob(
+                os.path.join(*pieces[:number]) if number else ".", recursive=True
+            ):
                 if os.path.isdir(folder):
                     os.scandir(folder).close()
                     os.stat(os.path.join(folder, "."))

@@ -50,7 +50,9 @@ class LongText:
     def __getitem__(self, place: slice) -> LongText:
         start, stop, _ = place.indices(len(self))
         start, stop = self.start + start, self.start + stop
-        return _measured(self.path, start, _read_again(self.path, start, stop, self.encoding), self.encoding)
+        return _measured(
+            self.path, start, _read_again(self.path, start, stop, self.encoding), self.encoding
+        )
 
     def first_bytes(self, limit: int) -> LongText:
         """Return the longest beginning whose UTF-8 is at most `limit` bytes."""
@@ -114,7 +116,10 @@ def _read_again(path: str, start: int, stop: int, encoding: str | None) -> Itera
     except (OSError, EOFError, zlib.error) as error:
         raise unreadable(path, error) from error
     if place < stop:
-        raise DataError(f"{path} changed while it was read.", fix="Let nothing write to it, and run the same command again.")
+        raise DataError(
+            f"{path} changed while it was read.",
+            fix="Let nothing write to it, and run the same command again.",
+        )
 
 
 def _decoded(path: str, encoding: str | None) -> Iterator[str]:

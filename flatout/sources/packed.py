@@ -41,7 +41,10 @@ def open_bytes(path: str) -> IO[bytes]:
 
     Raises: MissingPackage when it takes a package that is not installed; DataError when the address does not give it.
     """
-    opener = next((opener for ending, opener in _OPENERS.items() if name_of(path).lower().endswith(ending)), None)
+    opener = next(
+        (opener for ending, opener in _OPENERS.items() if name_of(path).lower().endswith(ending)),
+        None,
+    )
     return opener(path) if opener else _open_plain(path)
 
 
@@ -73,7 +76,10 @@ def unreadable(path: str, error: Exception) -> DataError:
     of_system = isinstance(error, OSError) and error.errno is not None
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     kind = NotHandedOut if of_system else DataError
-    return kind(f"{path} cannot be read: {reason.rstrip('.')}.", fix="Check that the file is whole and that you may read it.")
+    return kind(
+        f"{path} cannot be read: {reason.rstrip('.')}.",
+        fix="Check that the file is whole and that you may read it.",
+    )
 
 
 def _open_zstd(path: str) -> IO[bytes]:
@@ -87,7 +93,8 @@ def _zstandard(path: str) -> Any:
         return importlib.import_module("zstandard")
     except ImportError as error:
         raise MissingPackage(
-            f"Reading {path} takes the package zstandard, which is not installed.", fix='Install it: `pip install "flatout[zstd]"`.'
+            f"Reading {path} takes the package zstandard, which is not installed.",
+            fix='Install it: `pip install "flatout[zstd]"`.',
         ) from error
 
 
@@ -144,7 +151,12 @@ class _ZstdReader(io.RawIOBase):
 
 
 _OPENERS: dict[str, Callable[[str], IO[bytes]]] = {
-    ".gz": lambda path: cast(IO[bytes], gzip.GzipFile(fileobj=open_remote(path)) if is_address(path) else gzip.GzipFile(path)),
-    ".bz2": lambda path: cast(IO[bytes], bz2.BZ2File(open_remote(path) if is_address(path) else path)),
+    ".gz": lambda path: cast(
+        IO[bytes],
+        gzip.GzipFile(fileobj=open_remote(path)) if is_address(path) else gzip.GzipFile(path),
+    ),
+    ".bz2": lambda path: cast(
+        IO[bytes], bz2.BZ2File(open_remote(path) if is_address(path) else path)
+    ),
     ".zst": _open_zstd,
 }

@@ -56,7 +56,9 @@ def cut_parquet(path: str, size: int, fields: Fields, limit: int) -> list[RowGro
         group = described.row_group(number)
         num_bytes = _num_bytes(group, asked)
         if found and found[-1].num_bytes + num_bytes <= limit:
-            found[-1] = replace(found[-1], end=number + 1, num_bytes=found[-1].num_bytes + num_bytes)
+            found[-1] = replace(
+                found[-1], end=number + 1, num_bytes=found[-1].num_bytes + num_bytes
+            )
         else:
             found.append(RowGroups(path, number, number + 1, rows, num_bytes))
         rows += group.num_rows
@@ -71,7 +73,11 @@ def _num_bytes(group: Any, asked: list[str]) -> int:
 def _columns_of(group: Any, asked: list[str]) -> list[Any]:
     """Return the column chunks of a row group that hold the fields that are asked for."""
     columns = (group.column(index) for index in range(group.num_columns))
-    return [column for column in columns if any(_inside(column.path_in_schema, field) for field in asked)]
+    return [
+        column
+        for column in columns
+        if any(_inside(column.path_in_schema, field) for field in asked)
+    ]
 
 
 def read_row_groups(groups: RowGroups, fields: Fields) -> Iterator[Row]:
@@ -84,25 +90,43 @@ def read_row_groups(groups: RowGroups, fields: Fields) -> Iterator[Row]:
                 yield no_field(Place(groups.path), *lacking)
                 return
             rows = groups.first_row
-            for group in range(groups.start, parquet.num_row_groups if groups.end is None else groups.end):
+            for group in range(
+                groups.start, parquet.num_row_groups if groups.end is None else groups.end
+            ):
                 yield from _read_row_group(parquet, group, rows, groups.path, fields)
                 rows += parquet.metadata.row_group(group).num_rows
     except _errors() as error:
         yield _unread(groups.path, groups.path, error, groups.num_bytes)
 
 
-def _read_row_group(parquet: Any, group: int, first_row: int, path: str, fields: Fields) -> Iterator[Row]:
+def _read_row_group(
+    parquet: Any, group: int, first_row: int, path: str, fields: Fields
+) -> Iterator[Row]:
     number = first_row
     described = parquet.metadata.row_group(group)
     num_bytes = max(_num_bytes(described, _asked(fields)), 1)
     try:
-        pages = [page for column in _columns_of(described, _asked(fields)) for page in pages_at(path, column)]
+        pages = [
+            page
+            for column in _columns_of(described, _asked(fields))
+            for page in pages_at(path, column)
+        ]
         large = next((page for page in pages if page.is_too_large), None)
         if large is not None:
-            yield _too_large(large, path if not first_row else f"{path} after row {first_row}", num_bytes)
+            yield _too_large(
+                large, path if not first_row else f"{path} after row {first_row}", num_bytes
+            )
             return
-        at_once = min([BATCH_ROWS, max(BATCH_BYTES * described.num_rows // num_bytes, 1), *(page.rows_in_bounds for page in pages)])
-        for batch in parquet.iter_batches(at_once, row_groups=[group], columns=_asked(fields), use_threads=False):
+        at_once = min(
+            [
+                BATCH_ROWS,
+                max(BATCH_BYTES * described.num_rows // num_bytes, 1),
+                *(page.rows_in_bounds for page in pages),
+            ]
+        )
+        for batch in parquet.iter_batches(
+            at_once, row_groups=[group], columns=_asked(fields), use_threads=False
+        ):
             for row in _dictionaries(batch):
                 number += 1
                 yield _row(row, fields, f"{path}, row {number}")
@@ -138,7 +162,12 @@ def _row(row: dict[str, Any] | UnicodeDecodeError | None, fields: Fields, where:
     if row is None:
         return too_long(Place(where), ROW_BYTES)
     if isinstance(row, UnicodeDecodeError):
-        return BadRow(f"is not UTF-8: {row.reason}", "Write it again, or skip such rows with --on-bad-row skip.", "not UTF-8", where)
+        return BadRow(
+            f"is not UTF-8: {row.reason}",
+            "Write it again, or skip such rows with --on-bad-row skip.",
+            "not UTF-8",
+            where,
+        )
     return document(row, fields, where)
 
 
@@ -163,7 +192,11 @@ def _lacking(schema: Any, fields: Fields) -> tuple[str, list[str], str] | None:
     names = list(_columns(schema))
     for field, option in ((fields.text, "--text-field"), (fields.prompt, "--mask-field")):
         if field is not None and not any(_inside(name, field) for name, _ in names):
-            return field, [name for name, kind in names if kind in ("string", "large_string", "string_view")], option
+            return (
+                field,
+                [name for name, kind in names if kind in ("string", "large_string", "string_view")],
+                option,
+            )
     return None
 
 
@@ -180,7 +213,9 @@ def _inside(name: str, field: str) -> bool:
 
 
 def _opened(path: str, file: Any) -> Any:
-    return _pyarrow(path, "pyarrow.parquet").ParquetFile(file, buffer_size=_PAGE_BYTES, pre_buffer=False, page_checksum_verification=True)
+    return _pyarrow(path, "pyarrow.parquet").ParquetFile(
+        file, buffer_size=_PAGE_BYTES, pre_buffer=False, page_checksum_verification=True
+    )
 
 
 def _errors() -> tuple[type[Exception], ...]:
@@ -201,5 +236,6 @@ def _pyarrow(path: str, module: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise MissingPackage(
-            f"Reading {path} takes the package pyarrow, which is not installed.", fix='Install it: `pip install "flatout[parquet]"`.'
+            f"Reading {path} takes the package pyarrow, which is not installed.",
+            fix='Install it: `pip install "flatout[parquet]"`.',
         ) from error

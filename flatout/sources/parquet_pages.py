@@ -39,7 +39,9 @@ class Page:
     @property
     def rows_in_bounds(self) -> int:
         """How many rows of a batch may come from such pages without taking much more than PAGE_BYTES."""
-        values = 1 if self.is_dictionary else self.num_values  # a dictionary's value may be as long as the dictionary, in every row
+        values = (
+            1 if self.is_dictionary else self.num_values
+        )  # a dictionary's value may be as long as the dictionary, in every row
         return max(PAGE_BYTES * values // max(self.num_bytes, 1), 1)
 
 
@@ -49,7 +51,14 @@ def pages_at(path: str, column: Any) -> list[Page]:
     Raises: Damaged where the bytes are not page headers; OSError.
     """
     if is_address(path) or is_packed(path):
-        return [Page(column.total_uncompressed_size, column.total_compressed_size, column.num_values, column.has_dictionary_page)]
+        return [
+            Page(
+                column.total_uncompressed_size,
+                column.total_compressed_size,
+                column.num_values,
+                column.has_dictionary_page,
+            )
+        ]
     with open(path, "rb") as file:
         return list(_pages_of(file, column))
 
@@ -64,7 +73,9 @@ def _pages_of(file: IO[bytes], column: Any) -> Iterator[Page]:
         try:
             header = _struct(file)
             kind, num_bytes, packed_bytes = (int(header[field]) for field in (1, 2, 3))
-            described: dict[int, Any] = next((header[field] for field in (5, 7, 8) if field in header), {})
+            described: dict[int, Any] = next(
+                (header[field] for field in (5, 7, 8) if field in header), {}
+            )
             page = Page(num_bytes, packed_bytes, int(described.get(1, 0)), kind == _DICTIONARY)
         except (KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise Damaged(f"there is no page header at byte {place}") from error

@@ -27,7 +27,10 @@ def python_stdlib() -> list[Part]:
     root = Path(sysconfig.get_path("stdlib"))
     names = choose(root)
     if not names:
-        raise DataError(f"{root} holds no Python sources.", fix="Use a Python that comes with its standard library, or name a text file.")
+        raise DataError(
+            f"{root} holds no Python sources.",
+            fix="Use a Python that comes with its standard library, or name a text file.",
+        )
     parts: list[Part] = []
     held: list[str] = []
     held_bytes = 0
@@ -48,7 +51,11 @@ def choose(root: Path) -> list[str]:
     names = []
     for folder, inside, files in os.walk(root):
         inside[:] = [name for name in inside if name not in _OUTSIDE]
-        names += [Path(folder, name).relative_to(root).as_posix() for name in files if name.endswith(".py")]
+        names += [
+            Path(folder, name).relative_to(root).as_posix()
+            for name in files
+            if name.endswith(".py")
+        ]
     names.sort()
     chosen = [name for name in names if not _TESTS & set(name.split("/"))]
     total = sum(_size(root, name) for name in chosen)
@@ -69,7 +76,12 @@ def _part(root: Path, names: list[str]) -> Part:
     digest = hashlib.sha256()
     for name in names:
         digest.update(name.encode() + b"\0" + (root / name).read_bytes() + b"\0")
-    return Part(read_modules, (str(root), tuple(names)), fingerprint=digest.hexdigest(), num_bytes=sum(_size(root, name) for name in names))
+    return Part(
+        read_modules,
+        (str(root), tuple(names)),
+        fingerprint=digest.hexdigest(),
+        num_bytes=sum(_size(root, name) for name in names),
+    )
 
 
 def read_modules(root: str, names: tuple[str, ...]) -> Iterator[Row]:

@@ -20,7 +20,13 @@ ATTEMPTS = 5
 FIRST_PAUSE_S = 0.5
 """The wait before the second attempt; it doubles each time."""
 
-_PACKAGES = {"s3": ("s3fs", "s3"), "s3a": ("s3fs", "s3"), "gs": ("gcsfs", "gcs"), "gcs": ("gcsfs", "gcs"), "hf": ("huggingface_hub", "hub")}
+_PACKAGES = {
+    "s3": ("s3fs", "s3"),
+    "s3a": ("s3fs", "s3"),
+    "gs": ("gcsfs", "gcs"),
+    "gcs": ("gcsfs", "gcs"),
+    "hf": ("huggingface_hub", "hub"),
+}
 _PACKAGES |= {"http": ("aiohttp", "http"), "https": ("aiohttp", "http")}
 """Package and extra that read a protocol."""
 _OPTIONS: dict[str, dict[str, Any]] = {
@@ -73,7 +79,11 @@ def is_address(name: str) -> bool:
 
 def name_of(address: str) -> str:
     """Return the path inside an address; what follows a `?` is no part of a web page's name."""
-    return urllib.parse.urlsplit(address).path if protocol_of(address) in ("http", "https") else address
+    return (
+        urllib.parse.urlsplit(address).path
+        if protocol_of(address) in ("http", "https")
+        else address
+    )
 
 
 def open_remote(address: str) -> IO[bytes]:
@@ -94,7 +104,9 @@ class RemoteFile(io.RawIOBase):
         self._address = address
         self._sleep = sleep
         self._filesystem, self._path = locate(address)
-        self.size = _entry(address, patiently(address, lambda: self._filesystem.info(self._path), sleep)).size
+        self.size = _entry(
+            address, patiently(address, lambda: self._filesystem.info(self._path), sleep)
+        ).size
         self._options = _OPTIONS.get(protocol_of(address), {})
         self._position = 0
         self._start = 0
@@ -123,7 +135,9 @@ class RemoteFile(io.RawIOBase):
         if self._position >= self.size or not len(buffer):
             return 0
         if not self._start <= self._position < self._start + len(self._block):
-            self._block = self._fetched(self._position, min(self._position + BLOCK_BYTES, self.size))
+            self._block = self._fetched(
+                self._position, min(self._position + BLOCK_BYTES, self.size)
+            )
             self._start = self._position
         offset = self._position - self._start
         piece = memoryview(self._block)[offset : offset + len(buffer)]
@@ -133,17 +147,24 @@ class RemoteFile(io.RawIOBase):
 
     def _fetched(self, start: int, end: int) -> bytes:
         def fetch() -> bytes:
-            block: bytes = self._filesystem.cat_file(self._path, start=start, end=end, **self._options)
+            block: bytes = self._filesystem.cat_file(
+                self._path, start=start, end=end, **self._options
+            )
             if len(block) == end - start:
                 return block
             if len(block) == self.size:
-                raise DataError(f"{self._address} cannot be read in pieces: the server ignores ranges.", fix="Download it, and name the file.")
+                raise DataError(
+                    f"{self._address} cannot be read in pieces: the server ignores ranges.",
+                    fix="Download it, and name the file.",
+                )
             raise EOFError(f"it gave {len(block):,} bytes of {end - start:,}")
 
         return patiently(self._address, fetch, self._sleep, f" at byte {start:,}")
 
 
-def find_remote(address: str, wanted: Callable[[str], bool], *, sleep: Callable[[float], None] = time.sleep) -> list[RemoteEntry]:
+def find_remote(
+    address: str, wanted: Callable[[str], bool], *, sleep: Callable[[float], None] = time.sleep
+) -> list[RemoteEntry]:
     """Return the files that an address stands for, sorted: itself, those its pattern matches, or those `wanted` by name in its folder.
 
     Raises: DataError when there is none, or they must not be read, or the server fails; MissingPackage.
@@ -157,15 +178,26 @@ def find_remote(address: str, wanted: Callable[[str], bool], *, sleep: Callable[
         found = filesystem.info(path)
         if found["type"] != "directory":
             return [_entry(address, found)]
-        return list(_entries(filesystem, filesystem.find(path, detail=True), lambda name: wanted(name.removeprefix(found["name"]))))
+        return list(
+            _entries(
+                filesystem,
+                filesystem.find(path, detail=True),
+                lambda name: wanted(name.removeprefix(found["name"])),
+            )
+        )
 
     entries = sorted(patiently(address, look, sleep), key=lambda entry: entry.address)
     if not entries:
-        raise DataError(f"No file matches {address}.", fix="Check the address; a folder is searched for text, a pattern takes any file.")
+        raise DataError(
+            f"No file matches {address}.",
+            fix="Check the address; a folder is searched for text, a pattern takes any file.",
+        )
     return entries
 
 
-def _entries(filesystem: Any, found: dict[str, dict[str, Any]], wanted: Callable[[str], bool]) -> Iterator[RemoteEntry]:
+def _entries(
+    filesystem: Any, found: dict[str, dict[str, Any]], wanted: Callable[[str], bool]
+) -> Iterator[RemoteEntry]:
     for path, described in found.items():
         if described["type"] == "file" and wanted(path):
             yield _entry(filesystem.unstrip_protocol(path), described)
@@ -175,10 +207,14 @@ def _entry(address: str, described: dict[str, Any]) -> RemoteEntry:
     if described["type"] == "directory":
         raise DataError(f"{address} is a folder.", fix="Name a file in it, or a pattern.")
     if described.get("size") is None:
-        raise DataError(f"The server does not say how long {address} is.", fix="Download it, and name the file.")
+        raise DataError(
+            f"The server does not say how long {address} is.", fix="Download it, and name the file."
+        )
     key = next((key for key in _MARKS if described.get(key)), None)
     value = described[key] if key is not None else None
-    return RemoteEntry(address, int(described["size"]), f"{key}={getattr(value, 'sha256', value)}" if key else "")
+    return RemoteEntry(
+        address, int(described["size"]), f"{key}={getattr(value, 'sha256', value)}" if key else ""
+    )
 
 
 def protocol_of(address: str) -> str:
@@ -186,7 +222,9 @@ def protocol_of(address: str) -> str:
     return address.partition("://")[0].lower()
 
 
-def read_remote(address: str, *, attempts: int = ATTEMPTS, sleep: Callable[[float], None] = time.sleep) -> bytes:
+def read_remote(
+    address: str, *, attempts: int = ATTEMPTS, sleep: Callable[[float], None] = time.sleep
+) -> bytes:
     """Return what a small remote file holds.
 
     Raises: NothingThere; Unreachable when every attempt failed; DataError when it must not be read; MissingPackage.
@@ -209,20 +247,29 @@ def locate(address: str, doing: Doing = "read") -> tuple[Any, str]:
 
     protocol = protocol_of(address)
     if "::" in address or protocol in _INTERPRETING:
-        raise DataError(f"{address} would be read through another filesystem, which may follow instructions in what it reads.", fix=_PLAIN)
+        raise DataError(
+            f"{address} would be read through another filesystem, which may follow instructions in what it reads.",
+            fix=_PLAIN,
+        )
     try:
         filesystem, path = fsspec.core.url_to_fs(f"{protocol}://{address.partition('://')[2]}")
     except ImportError as error:
         package, extra = _PACKAGES.get(protocol, (str(error.name or protocol), ""))
         line = f'pip install "flatout[{extra}]"' if extra else f"pip install {package}"
         raise MissingPackage(
-            f"{_NOUNS[doing]} {address} takes the package {package}, which is not installed.", fix=f"Install it: `{line}`."
+            f"{_NOUNS[doing]} {address} takes the package {package}, which is not installed.",
+            fix=f"Install it: `{line}`.",
         ) from error
     except ValueError as error:
         known = "file, gs, hf, http, https, s3"
-        raise DataError(f"{address}: {str(error).rstrip('.')}.", fix=f"Read are, among others: {known}.") from error
+        raise DataError(
+            f"{address}: {str(error).rstrip('.')}.", fix=f"Read are, among others: {known}."
+        ) from error
     except OSError as error:
-        raise Unreachable(f"Cannot {doing} {address}: {_said(error)}.", fix="Check the network and the server, and run it again.") from error
+        raise Unreachable(
+            f"Cannot {doing} {address}: {_said(error)}.",
+            fix="Check the network and the server, and run it again.",
+        ) from error
     return filesystem, str(path)
 
 
@@ -259,7 +306,11 @@ def patiently(
 def _cause(address: str, error: Exception) -> Exception:
     """Return the error that matters: for a web page, the filesystem calls everything that goes wrong at first a missing file."""
     cause = error.__cause__
-    if protocol_of(address) in ("http", "https") and isinstance(error, FileNotFoundError) and isinstance(cause, Exception):
+    if (
+        protocol_of(address) in ("http", "https")
+        and isinstance(error, FileNotFoundError)
+        and isinstance(cause, Exception)
+    ):
         return cause
     return error
 
@@ -273,17 +324,26 @@ def _said(error: Exception) -> str:
 
 def _final(address: str, error: Exception, doing: Doing) -> DataError | None:
     """Return the error to raise when trying again cannot help, else None."""
-    status = getattr(error, "status", None) or getattr(getattr(error, "response", None), "status_code", None)
+    status = getattr(error, "status", None) or getattr(
+        getattr(error, "response", None), "status_code", None
+    )
     said = _said(error)
-    if isinstance(error, PermissionError) or status in (401, 403) or type(error).__name__ == "NoCredentialsError":
+    if (
+        isinstance(error, PermissionError)
+        or status in (401, 403)
+        or type(error).__name__ == "NoCredentialsError"
+    ):
         fix = _CREDENTIALS.get(protocol_of(address), "Check the address, and your rights there.")
-        return DataError(f"{_NOUNS[doing]} {address} is not allowed: {said or 'forbidden'}.", fix=fix)
+        return DataError(
+            f"{_NOUNS[doing]} {address} is not allowed: {said or 'forbidden'}.", fix=fix
+        )
     if isinstance(error, FileNotFoundError) or status in (404, 410):
         reason = f" ({said})" if said and said not in address else ""
         return NothingThere(f"There is nothing at {address}{reason}.", fix="Check the address.")
     if isinstance(error, NotImplementedError):
         return DataError(
-            f"{_NOUNS[doing]} {address} is not possible: nothing does that for {protocol_of(address)}.", fix="Use another kind of address."
+            f"{_NOUNS[doing]} {address} is not possible: nothing does that for {protocol_of(address)}.",
+            fix="Use another kind of address.",
         )
     if isinstance(status, int) and 400 <= status < 500 and status not in (408, 425, 429):
         return DataError(f"{address} is refused: {said}.", fix="Check the address.")

@@ -15,7 +15,9 @@ from flatout.sources.long import CHUNK_BYTES, not_utf8
 from flatout.sources.packed import is_packed
 
 
-def read_rows(path: str, start: int, end: int, fields: Fields, encoding: str | None = None) -> Iterator[Row]:
+def read_rows(
+    path: str, start: int, end: int, fields: Fields, encoding: str | None = None
+) -> Iterator[Row]:
     """Yield the rows of a JSONL file that begin in [start, end), all when it is packed or of another encoding; blank lines are no rows.
 
     Raises: WrongEncoding.
@@ -38,7 +40,11 @@ def read_rows(path: str, start: int, end: int, fields: Fields, encoding: str | N
             elif not line.isspace():
                 row = _row(line, path, position, fields)
             if row is not None:  # an offset is one of the file only where that is UTF-8
-                yield row if encoding is None else replace(row, name=f"{path}, line {number}", offset=None)
+                yield (
+                    row
+                    if encoding is None
+                    else replace(row, name=f"{path}, line {number}", offset=None)
+                )
             position += len(line)
 
 
@@ -56,7 +62,9 @@ def _row(line: bytes, path: str, offset: int, fields: Fields) -> Row:
     try:
         row = json.loads(line.decode("utf-8-sig" if offset == 0 else "utf-8"))
     except UnicodeDecodeError as error:
-        return BadRow.of(not_utf8(path, offset + error.start, line[error.start]), "not UTF-8", path, offset)
+        return BadRow.of(
+            not_utf8(path, offset + error.start, line[error.start]), "not UTF-8", path, offset
+        )
     except ValueError as error:
         return _not_json(f"is not JSON: {_complaint(error)}", path, offset)
     except RecursionError:
@@ -65,9 +73,15 @@ def _row(line: bytes, path: str, offset: int, fields: Fields) -> Row:
 
 
 def _not_json(what: str, path: str, offset: int) -> BadRow:
-    return BadRow(what, "Repair the line, or skip such rows with --on-bad-row skip.", "not JSON", path, offset)
+    return BadRow(
+        what, "Repair the line, or skip such rows with --on-bad-row skip.", "not JSON", path, offset
+    )
 
 
 def _complaint(error: ValueError) -> str:
     """Return what the JSON parser says, with the place in the line alone: the line is named already."""
-    return f"{error.msg} at column {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else parser_says(error)
+    return (
+        f"{error.msg} at column {error.pos + 1}"
+        if isinstance(error, json.JSONDecodeError)
+        else parser_says(error)
+    )

@@ -9,7 +9,26 @@ from flatout.errors import DataError
 from flatout.sources import Document, Part
 
 DOCUMENTS_PER_PART = 1000
-_ONSETS = ["b", "ch", "d", "f", "g", "h", "k", "l", "m", "n", "p", "r", "s", "st", "t", "tr", "v", "w"]
+_ONSETS = [
+    "b",
+    "ch",
+    "d",
+    "f",
+    "g",
+    "h",
+    "k",
+    "l",
+    "m",
+    "n",
+    "p",
+    "r",
+    "s",
+    "st",
+    "t",
+    "tr",
+    "v",
+    "w",
+]
 _VOWELS = ["a", "e", "i", "o", "u", "ai", "ou"]
 _ENDS = ["", "", "", "n", "r", "s", "l", "nd"]
 
@@ -21,12 +40,18 @@ def synthetic(documents: int = 1000, words: int = 200, seed: int = 0) -> list[Pa
     """
     for name, value, least in (("documents", documents, 1), ("words", words, 1), ("seed", seed, 0)):
         if type(value) is not int or value < least:
-            raise DataError(f"synthetic: {name}={value!r} cannot be used.", fix=f"Give {name} a whole number from {least} up.")
+            raise DataError(
+                f"synthetic: {name}={value!r} cannot be used.",
+                fix=f"Give {name} a whole number from {least} up.",
+            )
     starts = range(0, documents, DOCUMENTS_PER_PART)
     bounds = [(start, min(start + DOCUMENTS_PER_PART, documents)) for start in starts]
     return [
         Part(
-            write_documents, (first, last, words, seed), fingerprint=f"synthetic {first} {last} {words} {seed}", num_bytes=(last - first) * words * 6
+            write_documents,
+            (first, last, words, seed),
+            fingerprint=f"synthetic {first} {last} {words} {seed}",
+            num_bytes=(last - first) * words * 6,
         )
         for first, last in bounds
     ]
@@ -44,7 +69,10 @@ def write_documents(first: int, last: int, words: int, seed: int) -> Iterator[Do
     vocabulary = _vocabulary(random.Random(f"words {seed}"))
     for number in range(first, last):
         draw = random.Random(f"document {seed} {number}").random
-        yield Document(_text(draw, vocabulary, max(1, int(words * (0.5 + draw())))), f"synthetic document {number}")
+        yield Document(
+            _text(draw, vocabulary, max(1, int(words * (0.5 + draw())))),
+            f"synthetic document {number}",
+        )
 
 
 def _vocabulary(stream: random.Random) -> list[str]:
@@ -65,7 +93,11 @@ def _text(draw: Callable[[], float], vocabulary: list[str], count: int) -> str:
         length = min(count, 4 + int(draw() * 12))
         chosen = []
         for _ in range(length):
-            word = (word * 31 + 7) % len(vocabulary) if draw() < 0.5 else int(len(vocabulary) ** draw()) - 1
+            word = (
+                (word * 31 + 7) % len(vocabulary)
+                if draw() < 0.5
+                else int(len(vocabulary) ** draw()) - 1
+            )
             chosen.append(vocabulary[word])
         count -= length
         sentences.append(" ".join(chosen).capitalize() + ".")

@@ -30,7 +30,10 @@ def read_table(path: str, suffix: str, fields: Fields, encoding: str | None) -> 
         first = next((line for line in lines if not line.isspace()), "")
         if lines.fault is not None:
             raise not_utf8(path, *lines.fault)
-        delimiter = max(_DELIMITERS[suffix], key=lambda delimiter: len(next(csv.reader([first], delimiter=delimiter), [])))
+        delimiter = max(
+            _DELIMITERS[suffix],
+            key=lambda delimiter: len(next(csv.reader([first], delimiter=delimiter), [])),
+        )
         rows = csv.reader(chain([first], lines), delimiter=delimiter, strict=True)
         header = _header(rows, lines, path)
         while (row := _next(rows, lines, path)) is not None:
@@ -38,7 +41,9 @@ def read_table(path: str, suffix: str, fields: Fields, encoding: str | None) -> 
             if isinstance(row, BadRow):
                 yield row
             elif lines.fault is not None:
-                yield replace(BadRow.of(not_utf8(path, *lines.fault), "not UTF-8", path), name=place)
+                yield replace(
+                    BadRow.of(not_utf8(path, *lines.fault), "not UTF-8", path), name=place
+                )
             elif row and len(row) != len(header):
                 yield _bad(f"has {len(row)} columns where the first row has {len(header)}", place)
             elif row:
@@ -55,7 +60,10 @@ def _header(rows: Iterator[list[str]], lines: _Lines, path: str) -> list[str]:
     header = [name.strip() for name in row or []]
     twice = next((name for name in header if header.count(name) > 1), None)
     if twice is not None:
-        raise Unread(f"{path} has two columns called {twice!r}.", fix="Give each column a name of its own in the first row.")
+        raise Unread(
+            f"{path} has two columns called {twice!r}.",
+            fix="Give each column a name of its own in the first row.",
+        )
     return header
 
 
@@ -65,12 +73,24 @@ def _next(rows: Iterator[list[str]], lines: _Lines, path: str) -> list[str] | Ba
     try:
         return next(rows, None)
     except csv.Error as error:
-        several = lines.number > lines.first  # a quote that nothing closes takes the rows after it along
-        return _bad(f"is not CSV: {error}", f"{path}, line {lines.first}", unread_bytes=lines.row_bytes if several else 0)
+        several = (
+            lines.number > lines.first
+        )  # a quote that nothing closes takes the rows after it along
+        return _bad(
+            f"is not CSV: {error}",
+            f"{path}, line {lines.first}",
+            unread_bytes=lines.row_bytes if several else 0,
+        )
 
 
 def _bad(what: str, place: str, *, unread_bytes: int = 0) -> BadRow:
-    return BadRow(what, "Repair the row, or skip such rows with --on-bad-row skip.", "not CSV", place, unread_bytes=unread_bytes)
+    return BadRow(
+        what,
+        "Repair the row, or skip such rows with --on-bad-row skip.",
+        "not CSV",
+        place,
+        unread_bytes=unread_bytes,
+    )
 
 
 class _Lines:
@@ -102,7 +122,10 @@ class _Lines:
             raise StopIteration
         self.number += 1
         if len(line) > ROW_BYTES:
-            raise Unread(f"{self._path}, line {self.number} is longer than {ROW_BYTES >> 20} MiB.", fix="Check that the file is a table.")
+            raise Unread(
+                f"{self._path}, line {self.number} is longer than {ROW_BYTES >> 20} MiB.",
+                fix="Check that the file is a table.",
+            )
         start, self._offset = self._offset, self._offset + len(line)
         self.row_bytes += len(line)
         try:

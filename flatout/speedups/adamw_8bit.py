@@ -22,7 +22,10 @@ def _why_not(machine: Machine, config: RunConfig) -> str | None:
 
 SPEEDUP = Speedup(
     name="adamw-8bit",
-    fills={"optimizer": lazy("flatout.optimizers.eight_bits:with_torchao"), "moments": lazy("flatout.optimizers.eight_bits:torchao_bytes")},
+    fills={
+        "optimizer": lazy("flatout.optimizers.eight_bits:with_torchao"),
+        "moments": lazy("flatout.optimizers.eight_bits:torchao_bytes"),
+    },
     saves="memory: AdamW's moments take 2 bytes a weight instead of 8; those of small tensors stay fp32",
     promise=Promise.statistical(),
     why_not=_why_not,

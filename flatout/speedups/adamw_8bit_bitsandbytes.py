@@ -19,7 +19,10 @@ def _why_not(machine: Machine, config: RunConfig) -> str | None:
 
 SPEEDUP = Speedup(
     name="adamw-8bit-bitsandbytes",
-    fills={"optimizer": lazy("flatout.optimizers.eight_bits:with_bitsandbytes"), "moments": lazy("flatout.optimizers.eight_bits:bitsandbytes_bytes")},
+    fills={
+        "optimizer": lazy("flatout.optimizers.eight_bits:with_bitsandbytes"),
+        "moments": lazy("flatout.optimizers.eight_bits:bitsandbytes_bytes"),
+    },
     saves="memory: as adamw-8bit, and nothing is compiled; but it waits for the device after every parameter",
     promise=Promise.statistical(),
     why_not=_why_not,

@@ -8,7 +8,11 @@ from flatout.hardware import Machine
 
 
 def _why_not(machine: Machine, config: RunConfig) -> str | None:
-    return None if config.optim.kind == "muon" else f"It is for Muon, and optim.kind={config.optim.kind}."
+    return (
+        None
+        if config.optim.kind == "muon"
+        else f"It is for Muon, and optim.kind={config.optim.kind}."
+    )
 
 
 SPEEDUP = Speedup(

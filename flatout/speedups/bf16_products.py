@@ -10,7 +10,11 @@ from flatout.hardware import Machine
 def _why_not(machine: Machine, config: RunConfig) -> str | None:
     if uses_gpu(machine, config):
         return "It is for products on a CPU, and this run is on a GPU."
-    return None if machine.cpu_multiplies_bf16 else "This processor has no instructions for bfloat16 (AVX512-BF16, AMX)."
+    return (
+        None
+        if machine.cpu_multiplies_bf16
+        else "This processor has no instructions for bfloat16 (AVX512-BF16, AMX)."
+    )
 
 
 SPEEDUP = Speedup(

@@ -21,7 +21,10 @@ def compile_blocks(model: Any, mesh: Any) -> Any:
     options = dict(model.compiler_options) or None
     for block in model.blocks:
         block.compile(dynamic=False, options=options)
-    model.ops = replace(model.ops, cross_entropy=torch.compile(model.ops.cross_entropy, dynamic=False, options=options))
+    model.ops = replace(
+        model.ops,
+        cross_entropy=torch.compile(model.ops.cross_entropy, dynamic=False, options=options),
+    )
     return model
 
 

@@ -9,7 +9,11 @@ from flatout.speedups.compile_blocks import without_compiler
 
 
 def _why_not(machine: Machine, config: RunConfig) -> str | None:
-    return without_compiler(machine, config) if config.optim.kind == "muon" else f"It is for Muon, and optim.kind={config.optim.kind}."
+    return (
+        without_compiler(machine, config)
+        if config.optim.kind == "muon"
+        else f"It is for Muon, and optim.kind={config.optim.kind}."
+    )
 
 
 SPEEDUP = Speedup(

@@ -30,7 +30,11 @@ def _tuned(model: Any, mesh: Any) -> Any:
 def _why_not(machine: Machine, config: RunConfig) -> str | None:
     if not uses_gpu(machine, config):
         return "It tunes Triton's kernels, and on the CPU the compiler makes C++."
-    return "It may choose otherwise each time, and train.deterministic=true." if config.train.deterministic else None
+    return (
+        "It may choose otherwise each time, and train.deterministic=true."
+        if config.train.deterministic
+        else None
+    )
 
 
 SPEEDUP = Speedup(

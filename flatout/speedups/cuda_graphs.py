@@ -42,7 +42,9 @@ def zeroed(parameters: Iterable[Any]) -> None:
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     for parameter in trained:
         if parameter.grad is None:
-            parameter.grad = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+            parameter.grad = torch.empty(
+                parameter.shape, dtype=parameter.dtype, device=parameter.device
+            )
     if trained:
         torch._foreach_zero_([parameter.grad for parameter in trained])
 

@@ -26,7 +26,11 @@ def trying_algorithms() -> Iterator[None]:
 def _why_not(machine: Machine, config: RunConfig) -> str | None:
     if not uses_gpu(machine, config):
         return "cuDNN is for NVIDIA GPUs, and this run is on the CPU."
-    return "It may choose otherwise each time, and train.deterministic=true." if config.train.deterministic else None
+    return (
+        "It may choose otherwise each time, and train.deterministic=true."
+        if config.train.deterministic
+        else None
+    )
 
 
 SPEEDUP = Speedup(

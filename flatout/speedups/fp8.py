@@ -39,7 +39,9 @@ def _why_not(machine: Machine, config: RunConfig) -> str | None:
         return 'It takes the package torchao, which is not installed: pip install "flatout[fp8]".'
     own = config.model.own()
     width = own.get("d_model")
-    largest = None if width is None else width * max(own.get("d_ff") or 0, LARGEST_IN_WIDTHS * width)
+    largest = (
+        None if width is None else width * max(own.get("d_ff") or 0, LARGEST_IN_WIDTHS * width)
+    )
     if largest is None or largest >= FEWEST_WEIGHTS:
         return None
     return f"The largest product of a block has {largest / 1e6:.1f} million weights; fp8 pays from {FEWEST_WEIGHTS / 1e6:.1f} (model.d_model=1024)."

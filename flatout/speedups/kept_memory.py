@@ -33,7 +33,11 @@ def keep_freed_memory() -> None:
 def _why_not(machine: Machine, config: RunConfig) -> str | None:
     if uses_gpu(machine, config):
         return "It is for tensors on a CPU; on a GPU torch keeps freed memory by itself."
-    return None if platform.libc_ver()[0] == "glibc" else "It is a setting of glibc's allocator, and this Python uses another C library."
+    return (
+        None
+        if platform.libc_ver()[0] == "glibc"
+        else "It is a setting of glibc's allocator, and this Python uses another C library."
+    )
 
 
 SPEEDUP = Speedup(

@@ -8,7 +8,11 @@ from flatout.hardware import Machine
 
 
 def _why_not(machine: Machine, config: RunConfig) -> str | None:
-    return "A mix is read in windows: its shares are counted in them." if config.data.mix is not None else None
+    return (
+        "A mix is read in windows: its shares are counted in them."
+        if config.data.mix is not None
+        else None
+    )
 
 
 SPEEDUP = Speedup(

@@ -17,14 +17,18 @@ def largest_useful(plan: MicroBatchPlan) -> int:
     enough = max(ENOUGH_TOKENS[plan.device.partition(":")[0]] // plan.workload.seq_len, 1)
     rows = next(plan.divisors(enough))
     if rows > 1 and not plan.fits(rows):
-        rows = next(plan.divisors(rows_that_fit(plan.workload, int(USED_MEMORY * plan.memory_bytes))))
+        rows = next(
+            plan.divisors(rows_that_fit(plan.workload, int(USED_MEMORY * plan.memory_bytes)))
+        )
     return rows
 
 
 def _why_not(machine: Machine, config: RunConfig) -> str | None:
     if config.batch.rows_per_device != "auto":
         return f"batch.rows_per_device={config.batch.rows_per_device} is set."
-    return "batch.accumulate is set, so the rows follow from it." if config.batch.accumulate else None
+    return (
+        "batch.accumulate is set, so the rows follow from it." if config.batch.accumulate else None
+    )
 
 
 SPEEDUP = Speedup(

@@ -12,7 +12,9 @@ from flatout.speedups.checkpointing import recompute_blocks
 def _recompute(model: Any, mesh: Any) -> Any:
     from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-    return recompute_blocks(model, context_fn=partial(create_selective_checkpoint_contexts, _kept_operations()))
+    return recompute_blocks(
+        model, context_fn=partial(create_selective_checkpoint_contexts, _kept_operations())
+    )
 
 
 def _kept_operations() -> list[Any]:
@@ -21,10 +23,20 @@ def _kept_operations() -> list[Any]:
     from torch.nn.attention import varlen  # noqa: F401  # it registers its operation
 
     products = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm")
-    attention = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention", "attention_math")
+    attention = (
+        "flash_attention",
+        "flash_attention_for_cpu",
+        "efficient_attention",
+        "cudnn_attention",
+        "attention_math",
+    )
     names = [*products, *(f"_scaled_dot_product_{kind}" for kind in attention)]
-    found = [getattr(torch.ops.aten, name, None) for name in names] + [getattr(torch.ops.torch_attn, "_varlen_attn", None)]
-    return [operation.default for operation in found if operation is not None] + [torch.ops.higher_order.flex_attention]
+    found = [getattr(torch.ops.aten, name, None) for name in names] + [
+        getattr(torch.ops.torch_attn, "_varlen_attn", None)
+    ]
+    return [operation.default for operation in found if operation is not None] + [
+        torch.ops.higher_order.flex_attention
+    ]
 
 
 SPEEDUP = Speedup(

@@ -9,7 +9,9 @@ from flatout.hardware import Machine
 
 def _why_not(machine: Machine, config: RunConfig) -> str | None:
     if not config.data.document_mask:
-        return "It keeps documents apart, and attention goes across them: set data.document_mask=true."
+        return (
+            "It keeps documents apart, and attention goes across them: set data.document_mask=true."
+        )
     if not uses_gpu(machine, config):
         return "It needs a GPU: the flash kernel for segments has no CPU form."
     if config.train.precision == "fp32":

@@ -11,4 +11,14 @@ from flatout.terminal.lines import Terminal
 from flatout.terminal.picture import curve
 from flatout.terminal.report import RunReport, closing
 
-__all__ = ["RunReport", "Terminal", "amount", "closing", "columns", "curve", "duration", "printable", "wrapped"]
+__all__ = [
+    "RunReport",
+    "Terminal",
+    "amount",
+    "closing",
+    "columns",
+    "curve",
+    "duration",
+    "printable",
+    "wrapped",
+]

@@ -37,7 +37,13 @@ class CellBlock:
     def _begin_cell(self) -> None:
         cell = importlib.import_module("IPython").get_ipython().execution_count
         if cell != self._cell:
-            self._cell, self._handle, self._lines, self._under_way, self._shown = cell, None, [], "", ""
+            self._cell, self._handle, self._lines, self._under_way, self._shown = (
+                cell,
+                None,
+                [],
+                "",
+                "",
+            )
 
     def _show(self) -> None:
         text = "\n".join(filter(None, [*self._lines, self._under_way]))
@@ -45,6 +51,8 @@ class CellBlock:
             return
         self._shown, bundle = text, {"text/plain": text}
         if self._handle is None:
-            self._handle = importlib.import_module("IPython.display").display(bundle, raw=True, display_id=True)
+            self._handle = importlib.import_module("IPython.display").display(
+                bundle, raw=True, display_id=True
+            )
         else:
             self._handle.update(bundle, raw=True)

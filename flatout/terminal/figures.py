@@ -29,7 +29,14 @@ def amount(number: float, unit: str = "") -> str:
             if number >= step:
                 return f"{number / step:.1f} {name}"
         return f"{number:.0f} bytes"
-    short = next((f"{number / step:.1f} {name}" for step, name in ((1e9, "G"), (1e6, "M"), (1e4, "K")) if number >= step), None)
+    short = next(
+        (
+            f"{number / step:.1f} {name}"
+            for step, name in ((1e9, "G"), (1e6, "M"), (1e4, "K"))
+            if number >= step
+        ),
+        None,
+    )
     if short and short.endswith("K"):
         short = f"{number / 1e3:.1f} K"
     if short is None:
@@ -71,16 +78,26 @@ def wrapped(text: str, width: int, *, hanging: int | None = None) -> str:
     A line goes on under its second column where it has one, else a little to the right of its beginning; a line of a block
     (`  | `) goes on as one.
     """
-    return "\n".join(_broken(line, width, hanging) if len(line) > width else line for line in text.split("\n"))
+    return "\n".join(
+        _broken(line, width, hanging) if len(line) > width else line for line in text.split("\n")
+    )
 
 
 def _broken(line: str, width: int, hanging: int | None) -> str:
     if line.startswith("  | "):
-        pieces = textwrap.wrap(line[4:], max(width - 4, 1), drop_whitespace=False, replace_whitespace=False, expand_tabs=False)
+        pieces = textwrap.wrap(
+            line[4:],
+            max(width - 4, 1),
+            drop_whitespace=False,
+            replace_whitespace=False,
+            expand_tabs=False,
+        )
         return "\n".join(f"  | {piece}".rstrip() for piece in pieces)
     beginning = len(line) - len(line.lstrip(" "))
     first_column = re.match(r" *\S+( \S+)* {2,}", line)
     under = hanging if hanging is not None else first_column.end() if first_column else width
     indent = under if under <= width // 2 else beginning + 2
-    pieces = textwrap.wrap(line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
+    pieces = textwrap.wrap(
+        line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
+    )
     return "\n".join(pieces)

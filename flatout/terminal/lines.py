@@ -34,7 +34,9 @@ RATE_WINDOW_S = 10.0
 class _OpenTask:
     """One long step under way, and what a line about it says."""
 
-    def __init__(self, what: str, total: float | None, unit: str, done: float, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, what: str, total: float | None, unit: str, done: float, clock: Callable[[], float]
+    ) -> None:
         self.what = without_secrets(what)
         self.total = total
         self.unit = unit
@@ -103,7 +105,9 @@ class _OpenTask:
 class Terminal:
     """The progress of long steps, on a person's terminal, in a notebook's cell or as plain lines in a log. Implements `progress.Progress`."""
 
-    def __init__(self, console: Console | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, console: Console | None = None, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.console = console or Console(stderr=True, highlight=False, soft_wrap=False)
         self.clock = clock
         self._lock = threading.RLock()
@@ -125,7 +129,9 @@ class Terminal:
         return self._cell is not None
 
     @contextmanager
-    def task(self, what: str, *, total: float | None = None, unit: str = "", done: float = 0.0) -> Iterator[Task]:
+    def task(
+        self, what: str, *, total: float | None = None, unit: str = "", done: float = 0.0
+    ) -> Iterator[Task]:
         """Open a step called `what`; `total` units when that can be known, so that time left can be said; `done` of them were done before."""
         task = _OpenTask(what, total, unit, done, self.clock)
         with self._lock:
@@ -144,7 +150,9 @@ class Terminal:
                 empty = not self._open
             if empty:
                 self._stop()
-            is_said = task.said_s is not None and not task.is_counted and task.elapsed < UNCOUNTED_EVERY_S
+            is_said = (
+                task.said_s is not None and not task.is_counted and task.elapsed < UNCOUNTED_EVERY_S
+            )
             if outermost and not failed and task.elapsed >= 1 and not is_said:
                 self.say(task.closing_line())
 
@@ -154,7 +162,9 @@ class Terminal:
         if self._cell is not None:
             self._cell.say(wrapped(line, self.console.width))
             return
-        self.console.print(Text(wrapped(line, self.console.width) if self.interactive else line), soft_wrap=True)
+        self.console.print(
+            Text(wrapped(line, self.console.width) if self.interactive else line), soft_wrap=True
+        )
 
     def close(self) -> None:
         """Take away whatever line is still drawn, so that an error can be read."""
@@ -164,14 +174,22 @@ class Terminal:
 
     def _start(self) -> None:
         if self.interactive:
-            live = Live(get_renderable=self._render, console=self.console, transient=True, redirect_stdout=False, refresh_per_second=REDRAWS_PER_S)
+            live = Live(
+                get_renderable=self._render,
+                console=self.console,
+                transient=True,
+                redirect_stdout=False,
+                refresh_per_second=REDRAWS_PER_S,
+            )
             self._live = live
             live.start()
             return
         self._all_closed = threading.Event()
         self._last_plain = max(self._last_plain, self.clock() - PLAIN_EVERY_S + 2)
         tick = self._tick if self._cell is None else self._redraw_cell
-        self._ticker = threading.Thread(target=tick, args=(self._all_closed,), name="progress", daemon=True)
+        self._ticker = threading.Thread(
+            target=tick, args=(self._all_closed,), name="progress", daemon=True
+        )
         self._ticker.start()
 
     def _stop(self) -> None:
@@ -194,7 +212,12 @@ class Terminal:
     def _redraw_cell(self, closed: threading.Event) -> None:
         assert self._cell is not None, "only a notebook has cells"
         while not closed.wait(CELL_EVERY_S):
-            paper = Console(file=io.StringIO(), width=min(self.console.width, CELL_COLUMNS), force_jupyter=False, color_system=None)
+            paper = Console(
+                file=io.StringIO(),
+                width=min(self.console.width, CELL_COLUMNS),
+                force_jupyter=False,
+                color_system=None,
+            )
             with paper.capture() as drawn:
                 paper.print(self._render())
             self._cell.draw(drawn.get().rstrip())
@@ -206,7 +229,11 @@ class Terminal:
             if not self._open or now - self._last_plain < PLAIN_EVERY_S:
                 return None
             task = self._open[-1]
-            if not task.is_counted and task.said_s is not None and now - task.said_s < UNCOUNTED_EVERY_S:
+            if (
+                not task.is_counted
+                and task.said_s is not None
+                and now - task.said_s < UNCOUNTED_EVERY_S
+            ):
                 return None
             self._last_plain = task.said_s = now
             return f"{task.what}: {' · '.join(task.facts())}"
@@ -223,12 +250,19 @@ class Terminal:
         if task.text and len(" · ".join(facts)) > room:
             facts = [fact for fact in facts if not fact.endswith("%") or " " in fact]
         bar = min(24, room - len(" · ".join(facts)) - 1) if task.share is not None else 0
-        cells: list[RenderableType] = [Text(" ") if nested else Spinner("dots", style="cyan"), Text(task.what)]
+        cells: list[RenderableType] = [
+            Text(" ") if nested else Spinner("dots", style="cyan"),
+            Text(task.what),
+        ]
         if bar >= 6:
             cells.append(ProgressBar(total=1.0, completed=task.share or 0.0, width=bar))
         cells.append(Text(" · ".join(facts), style="dim"))
         row = Table.grid(padding=(0, 1, 0, 0))
         for cell in cells:
-            row.add_column(no_wrap=True, overflow="ellipsis", min_width=len(task.what) if cell is cells[1] else None)
+            row.add_column(
+                no_wrap=True,
+                overflow="ellipsis",
+                min_width=len(task.what) if cell is cells[1] else None,
+            )
         row.add_row(*cells)
         return row

@@ -17,14 +17,20 @@ def shown_in_cell(function: Any) -> Any:
 
     Outside of a notebook, and where it takes no `progress`, it is returned as it is.
     """
-    if not inspect.isfunction(function) or "progress" not in inspect.signature(function).parameters or not Console().is_jupyter:
+    if (
+        not inspect.isfunction(function)
+        or "progress" not in inspect.signature(function).parameters
+        or not Console().is_jupyter
+    ):
         return function
     takes_observers = "observers" in inspect.signature(function).parameters
 
     @functools.wraps(function)
     def call(*values: Any, **named: Any) -> Any:
         terminal = Terminal()
-        reports = {"progress": terminal} | ({"observers": (RunReport(terminal),)} if takes_observers else {})
+        reports = {"progress": terminal} | (
+            {"observers": (RunReport(terminal),)} if takes_observers else {}
+        )
         try:
             return function(*values, **reports | named)
         finally:

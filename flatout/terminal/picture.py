@@ -27,7 +27,10 @@ def curve(
     values = [y for _, y in line + dots]
     low, high = min(values), max(values)
     span = (high - low) or 1.0
-    first, last = min(line[0][0], dots[0][0] if dots else math.inf), max(line[-1][0], dots[-1][0] if dots else -math.inf)
+    first, last = (
+        min(line[0][0], dots[0][0] if dots else math.inf),
+        max(line[-1][0], dots[-1][0] if dots else -math.inf),
+    )
     columns = _columns(line, first, last, width * across)
     rows = [None if y is None else round((high - y) / span * (height * down - 1)) for y in columns]
     cells = _braille(rows, width, height) if fine else _stars(rows, width, height)
@@ -45,7 +48,9 @@ def _can_show(text: str, encoding: str) -> bool:
     return True
 
 
-def _columns(line: list[tuple[float, float]], first: float, last: float, count: int) -> list[float | None]:
+def _columns(
+    line: list[tuple[float, float]], first: float, last: float, count: int
+) -> list[float | None]:
     """Average the points that fall into each column, and join the columns between by straight lines."""
     sums: list[list[float]] = [[] for _ in range(count)]
     for x, y in line:
@@ -64,7 +69,9 @@ def _strokes(rows: list[int | None]) -> Iterator[tuple[int, int]]:
     for column, row in enumerate(rows):
         if row is None:
             continue
-        start = row if before is None else before + (1 if row > before else -1 if row < before else 0)
+        start = (
+            row if before is None else before + (1 if row > before else -1 if row < before else 0)
+        )
         step = 1 if row >= start else -1
         for r in range(start, row + step, step):
             yield column, r
@@ -86,12 +93,18 @@ def _stars(rows: list[int | None], width: int, height: int) -> list[list[str]]:
     return cells
 
 
-def _framed(cells: list[list[str]], low: float, high: float, first: str, last: str, marked: bool, fine: bool) -> str:
+def _framed(
+    cells: list[list[str]], low: float, high: float, first: str, last: str, marked: bool, fine: bool
+) -> str:
     side, corner, floor, dot = ("│", "└", "─", "●") if fine else ("|", "+", "-", "o")
     height, width = len(cells), len(cells[0])
     lines = []
     for i, row in enumerate(cells):
-        label = f"{high - (high - low) * i / (height - 1):8.3f}" if i in {0, height // 2, height - 1} else " " * 8
+        label = (
+            f"{high - (high - low) * i / (height - 1):8.3f}"
+            if i in {0, height // 2, height - 1}
+            else " " * 8
+        )
         lines.append(f"{label} {side}{''.join(row)}".rstrip())
     lines.append(f"{'':8} {corner}{floor * width}")
     title = _title(width - len(first) - len(last) - 2, dot if marked else "")
@@ -101,5 +114,9 @@ def _framed(cells: list[list[str]], low: float, high: float, first: str, last: s
 
 def _title(room: int, dot: str) -> str:
     """Return the longest title that has room."""
-    titles = (f"loss over steps ({dot} validation)", f"loss ({dot} validation)", f"loss ({dot})") if dot else ("loss over steps",)
+    titles = (
+        (f"loss over steps ({dot} validation)", f"loss ({dot} validation)", f"loss ({dot})")
+        if dot
+        else ("loss over steps",)
+    )
     return next((title for title in (*titles, "loss") if len(title) <= room), "")

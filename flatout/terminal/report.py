@@ -55,7 +55,11 @@ class RunReport:
     def on_start(self, run: Any) -> None:
         """Say how many speedups are on, and open the line of the steps: the first one can take long."""
         width = self.terminal.console.width if self.terminal.interactive else None
-        for line in _every_speedup(self._decisions, width) if self._verbose else _count_of_speedups(self._decisions):
+        for line in (
+            _every_speedup(self._decisions, width)
+            if self._verbose
+            else _count_of_speedups(self._decisions)
+        ):
             self.terminal.say(line)
         self._decisions = []
         self._step, self._last_step = run.step, -1
@@ -81,12 +85,23 @@ class RunReport:
         if "train/loss" in record:
             self._losses.append(record["train/loss"])
         if "val/loss" in record:
-            self.terminal.say(f"Step {record['step']:,.0f}: validation loss {record['val/loss']:.4f}")
+            self.terminal.say(
+                f"Step {record['step']:,.0f}: validation loss {record['val/loss']:.4f}"
+            )
         epoch = int(record.get("train/epoch", self._epoch))
-        if epoch > self._epoch and record.get("wall_s", math.inf) - self._epoch_said_s >= EPOCH_LINES_EVERY_S:
+        if (
+            epoch > self._epoch
+            and record.get("wall_s", math.inf) - self._epoch_said_s >= EPOCH_LINES_EVERY_S
+        ):
             mean = sum(self._losses) / len(self._losses) if self._losses else math.nan
-            which = f"Epoch {epoch}" if epoch == self._epoch + 1 else f"Epochs {self._epoch + 1} to {epoch}"
-            self.terminal.say(f"{which} done at step {record['step']:,.0f}: mean training loss {mean:.4f}")
+            which = (
+                f"Epoch {epoch}"
+                if epoch == self._epoch + 1
+                else f"Epochs {self._epoch + 1} to {epoch}"
+            )
+            self.terminal.say(
+                f"{which} done at step {record['step']:,.0f}: mean training loss {mean:.4f}"
+            )
             self._epoch, self._losses, self._epoch_said_s = epoch, [], record.get("wall_s", 0.0)
 
     def on_event(self, event: Mapping[str, Any]) -> None:
@@ -103,7 +118,11 @@ class RunReport:
             return
         if event.get("event") == "stop":
             self._close()
-        line = _event_line(event) if event.get("event") != "recompiled" else self._recompiled_line(event)
+        line = (
+            _event_line(event)
+            if event.get("event") != "recompiled"
+            else self._recompiled_line(event)
+        )
         if line and line != self._said:
             self._said = line
             self.terminal.say(line)
@@ -133,7 +152,11 @@ class RunReport:
         """Close the line of the steps; in a notebook, say what the run came to."""
         self._close()
         if self.terminal.is_cell:
-            self.terminal.say("; ".join(text for name, text in _closing_facts(summary) if name in {"Trained", "Loss"}))
+            self.terminal.say(
+                "; ".join(
+                    text for name, text in _closing_facts(summary) if name in {"Trained", "Loss"}
+                )
+            )
 
     def _close(self) -> None:
         context, self._context, self._task = self._context, None, None
@@ -149,7 +172,9 @@ def _event_line(event: Mapping[str, Any]) -> str | None:
     if kind == "resume":
         return f"Resuming at step {event['step']:,} of {event['last_step']:,} from {event['from_checkpoint']}"
     if kind == "compiled" and (event["graph_breaks"] or event["cuda_graphs_skipped"]):
-        pieces = f"{event['graph_breaks']} breaks, {event['cuda_graphs_skipped']} without CUDA graphs"
+        pieces = (
+            f"{event['graph_breaks']} breaks, {event['cuda_graphs_skipped']} without CUDA graphs"
+        )
         return f"Compiled in pieces: {pieces}: {event['first_break'] or 'the log of the compiler says why'}"
     if kind == "save":
         return f"Saved {event['path']}"
@@ -182,7 +207,12 @@ def indented(text: str) -> str:
 
 
 def closing(
-    summary: Mapping[str, Any], *, next_steps: str = "", encoding: str | None = None, width: int | None = None, height: int | None = None
+    summary: Mapping[str, Any],
+    *,
+    next_steps: str = "",
+    encoding: str | None = None,
+    width: int | None = None,
+    height: int | None = None,
 ) -> str:
     """Return the closing lines of a run: its last sample, `next_steps`, its loss curve, and last of all what was measured.
 
@@ -194,15 +224,32 @@ def closing(
     width, height = width or columns(), height or rows()
     encoding = encoding or sys.stdout.encoding or "ascii"
     folder = Path(summary["run"])
-    facts = wrapped("\n".join(f"{name:<{FACT_NAMES}}{text}" for name, text in _closing_facts(summary)), width)
-    samples = [str(event.get("text")) for event in _readable(folder / "events.jsonl") if event.get("event") == "sample"]
+    facts = wrapped(
+        "\n".join(f"{name:<{FACT_NAMES}}{text}" for name, text in _closing_facts(summary)), width
+    )
+    samples = [
+        str(event.get("text"))
+        for event in _readable(folder / "events.jsonl")
+        if event.get("event") == "sample"
+    ]
     sample = f"A sample:\n{wrapped(indented(samples[-1]), width)}" if samples else ""
-    room = math.inf if height is None else height - _num_lines(facts, next_steps)  # the empty line after the last part is the shell's prompt
+    room = (
+        math.inf if height is None else height - _num_lines(facts, next_steps)
+    )  # the empty line after the last part is the shell's prompt
     tall = _within(PICTURE_ROWS, room - UNDER_PICTURE - (SHORT_SAMPLE if sample else 0))
-    records = [{name: value for name, value in line.items() if isinstance(value, (int, float))} for line in _readable(folder / "metrics.jsonl")]
+    records = [
+        {name: value for name, value in line.items() if isinstance(value, (int, float))}
+        for line in _readable(folder / "metrics.jsonl")
+    ]
     points = [(r["step"], r["train/loss"]) for r in records if {"step", "train/loss"} <= r.keys()]
     marks = [(r["step"], r["val/loss"]) for r in records if {"step", "val/loss"} <= r.keys()]
-    drawn = curve(points, marks=marks, width=min(PICTURE_COLUMNS, max(width - BESIDE_PICTURE, 8)), height=tall, encoding=encoding)
+    drawn = curve(
+        points,
+        marks=marks,
+        width=min(PICTURE_COLUMNS, max(width - BESIDE_PICTURE, 8)),
+        height=tall,
+        encoding=encoding,
+    )
     sample = _cut(sample, room - _num_lines(drawn))
     return "\n\n".join(part for part in (sample, next_steps, drawn, facts) if part)
 
@@ -236,21 +283,36 @@ def _closing_facts(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield (name, text) for what the summary holds; what was not measured is left out, an unknown MFU says why."""
     value: Callable[[str], Any] = summary.get
     yield "Run", str(summary["run"])
-    total = f" ({duration(value('elapsed_s'))} in all)" if value("resumed_from") and value("elapsed_s") else ""
+    total = (
+        f" ({duration(value('elapsed_s'))} in all)"
+        if value("resumed_from") and value("elapsed_s")
+        else ""
+    )
     memory = f", {value('peak_gib'):.2f} GiB at most" if value("peak_gib") else ""
-    yield "Trained", f"{summary['steps']:,} steps, {amount(summary['tokens'], 'tokens')} in {duration(summary['wall_s'])}{total}{memory}"
+    yield (
+        "Trained",
+        f"{summary['steps']:,} steps, {amount(summary['tokens'], 'tokens')} in {duration(summary['wall_s'])}{total}{memory}",
+    )
     losses = [f"training {value('train_loss'):.4f}"] if value("train_loss") is not None else []
     if value("val_loss") is not None:
-        losses.append(f"validation {value('val_loss'):.4f} (perplexity {math.exp(min(value('val_loss'), 700)):.1f})")
+        losses.append(
+            f"validation {value('val_loss'):.4f} (perplexity {math.exp(min(value('val_loss'), 700)):.1f})"
+        )
     if value("best_val_loss") is not None and value("best_step") not in {None, summary["steps"]}:
-        losses.append(f"best in the run {value('best_val_loss'):.4f} at step {value('best_step'):,}")
+        losses.append(
+            f"best in the run {value('best_val_loss'):.4f} at step {value('best_step'):,}"
+        )
     if value("bits_per_byte") is not None:
         losses.append(f"{value('bits_per_byte'):.3f} bits a byte")
     if losses:
         yield "Loss", ", ".join(losses)
     rates = [f"{amount(value('tokens_per_s'))} tokens/s steady"] if value("tokens_per_s") else []
     besides = "evaluation, saving and compiling" if value("compile_s") else "evaluation and saving"
-    rates += [f"{amount(value('wall_tokens_per_s'))} tokens/s with {besides}"] if value("wall_tokens_per_s") else []
+    rates += (
+        [f"{amount(value('wall_tokens_per_s'))} tokens/s with {besides}"]
+        if value("wall_tokens_per_s")
+        else []
+    )
     if rates:
         yield "Speed", ", ".join(rates)
     if value("mfu") is not None:

@@ -44,15 +44,24 @@ def together(mesh: Mesh, work: Callable[[], object], what: str) -> None:
     except Exception as cause:  # raised below, once the others know
         error = cause
     try:
-        (failures,) = mesh.sum(torch.tensor(float(error is not None), device=mesh.device)) if mesh.world_size > 1 else (0.0,)
+        (failures,) = (
+            mesh.sum(torch.tensor(float(error is not None), device=mesh.device))
+            if mesh.world_size > 1
+            else (0.0,)
+        )
     finally:
         if error is not None:
             raise error
     if float(failures):
-        raise RunFailed("Another process of this run could not use a checkpoint.", fix="See that process's own message.")
+        raise RunFailed(
+            "Another process of this run could not use a checkpoint.",
+            fix="See that process's own message.",
+        )
 
 
-def require_shared(ranks: Ranks, run_folder: Path, *, patience_s: float = SHARED_PATIENCE_S) -> None:
+def require_shared(
+    ranks: Ranks, run_folder: Path, *, patience_s: float = SHARED_PATIENCE_S
+) -> None:
     """Check that every process finds the main one's run directory, whose lock file tells it from others of that name.
 
     Raises: RunFailed.
@@ -60,11 +69,17 @@ def require_shared(ranks: Ranks, run_folder: Path, *, patience_s: float = SHARED
     if ranks.world_size == 1:
         return
     lock = run_folder / layout.LOCK
-    box = [(_text(lock), str(run_folder.absolute()), socket.gethostname()) if ranks.rank == 0 else ("", "", "")]
+    box = [
+        (_text(lock), str(run_folder.absolute()), socket.gethostname())
+        if ranks.rank == 0
+        else ("", "", "")
+    ]
     dist.broadcast_object_list(box, src=0)
     written, place, host = box[0]
     give_up = time.monotonic() + patience_s
-    while not (seen := lock.exists() and _text(lock) in {"", written}) and time.monotonic() < give_up:
+    while (
+        not (seen := lock.exists() and _text(lock) in {"", written}) and time.monotonic() < give_up
+    ):
         time.sleep(0.2)  # a network file system shows another machine's files late
     found: list[bool] = [False] * ranks.world_size
     dist.all_gather_object(found, seen)
@@ -76,7 +91,10 @@ def require_shared(ranks: Ranks, run_folder: Path, *, patience_s: float = SHARED
         )
     if not all(found):
         others = ", ".join(str(number) for number, sees in enumerate(found) if not sees)
-        raise RunFailed(f"{place} on {host} is not the run directory of all processes: not of {others}.", fix=SHARED_FIX)
+        raise RunFailed(
+            f"{place} on {host} is not the run directory of all processes: not of {others}.",
+            fix=SHARED_FIX,
+        )
 
 
 def _text(path: Path) -> str:
@@ -97,7 +115,9 @@ class Vote:
         on_cuda = mesh.device.type == "cuda"
         vote = torch.tensor(float(wanted), pin_memory=on_cuda).to(mesh.device, non_blocking=True)
         (total,) = mesh.sum(vote)
-        self._sum: Tensor = torch.empty((), pin_memory=True).copy_(total, non_blocking=True) if on_cuda else total
+        self._sum: Tensor = (
+            torch.empty((), pin_memory=True).copy_(total, non_blocking=True) if on_cuda else total
+        )
         self._copied = torch.cuda.Event() if on_cuda else None  # type: ignore[no-untyped-call]
         if self._copied:
             self._copied.record()

@@ -50,7 +50,12 @@ class SetScore:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, named as everywhere."""
-        figures = {"val_loss": self.loss, "perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte, "tokens": self.tokens}
+        figures = {
+            "val_loss": self.loss,
+            "perplexity": self.perplexity,
+            "bits_per_byte": self.bits_per_byte,
+            "tokens": self.tokens,
+        }
         return {"name": self.name, "path": self.path} | figures
 
 
@@ -63,7 +68,9 @@ class Evaluation:
     @property
     def loss(self) -> float:
         """Mean loss a token, in nats: what a token of the mix costs, each set's loss weighted by its share."""
-        return sum(score.share * score.loss for score in self.by_dataset) / sum(score.share for score in self.by_dataset)
+        return sum(score.share * score.loss for score in self.by_dataset) / sum(
+            score.share for score in self.by_dataset
+        )
 
     @property
     def tokens(self) -> int:
@@ -80,8 +87,15 @@ class Evaluation:
         """The loss as bits a byte of the mix's text; None unless every set was scored whole and says its bytes."""
         if not all(score.text_bytes and score.tokens for score in self.by_dataset):
             return None
-        bytes_per_token = sum(score.share * score.text_bytes / score.tokens for score in self.by_dataset)
-        return self.loss * sum(score.share for score in self.by_dataset) / math.log(2) / bytes_per_token
+        bytes_per_token = sum(
+            score.share * score.text_bytes / score.tokens for score in self.by_dataset
+        )
+        return (
+            self.loss
+            * sum(score.share for score in self.by_dataset)
+            / math.log(2)
+            / bytes_per_token
+        )
 
     def record(self) -> dict[str, float]:
         """Return the figures for metrics.jsonl: `val/loss`, and of a mix `val/loss/NAME` for each set."""
@@ -116,15 +130,22 @@ class Judge:
     drop: Callable[[int], bool] | None = None
     """Asked before every batch but a split's first, with its number counted from 1: whether to raise EvaluationDropped."""
 
-    def score(self, parts: Sequence[Part], *, max_tokens: int | None = None, progress: Progress = SILENT) -> Evaluation | None:
+    def score(
+        self, parts: Sequence[Part], *, max_tokens: int | None = None, progress: Progress = SILENT
+    ) -> Evaluation | None:
         """Score each data set's validation split, or its share of `max_tokens` from its beginning; None where there is no validation text.
 
         Sets without validation text have no part in the mean.
         """
         scored = [part for part in parts if part.dataset.split("val").num_tokens > 1]
         total = sum(part.share for part in scored)
-        limits = [None if max_tokens is None else max(round(max_tokens * part.share / total), 1) for part in scored]
-        scores = [self._score(part, limit, progress) for part, limit in zip(scored, limits, strict=True)]
+        limits = [
+            None if max_tokens is None else max(round(max_tokens * part.share / total), 1)
+            for part in scored
+        ]
+        scores = [
+            self._score(part, limit, progress) for part, limit in zip(scored, limits, strict=True)
+        ]
         return Evaluation(tuple(scores)) if scores else None
 
     @torch.no_grad()
@@ -133,7 +154,11 @@ class Judge:
 
         Every token but the split's first is a target once. Cost: one forward pass a token.
         """
-        split, device, world_size = part.dataset.split("val"), self.mesh.device, self.mesh.world_size
+        split, device, world_size = (
+            part.dataset.split("val"),
+            self.mesh.device,
+            self.mesh.world_size,
+        )
         batches = evaluation_batches(
             split,
             self.seq_len,
@@ -165,11 +190,22 @@ class Judge:
         loss_sum, num_valid = self.mesh.sum(loss_sum, num_valid)
         mean = float(loss_sum / num_valid.clamp(min=1))
         whole = max_tokens is None or max_tokens >= split.num_tokens - 1
-        return SetScore(part.name, part.dataset.place, part.share, mean, int(num_valid), split.text_bytes if whole else 0)
+        return SetScore(
+            part.name,
+            part.dataset.place,
+            part.share,
+            mean,
+            int(num_valid),
+            split.text_bytes if whole else 0,
+        )
 
 
 def evaluate(
-    run: Run, *, max_tokens: int | None = None, drop: Callable[[Run, int], bool] | None = None, progress: Progress = SILENT
+    run: Run,
+    *,
+    max_tokens: int | None = None,
+    drop: Callable[[Run, int], bool] | None = None,
+    progress: Progress = SILENT,
 ) -> Evaluation | None:
     """Score the validation text of the run's data, or `max_tokens` of it, with the model as it stands; None where there is none.
 
@@ -200,4 +236,6 @@ def say_unscored(parts: Sequence[Part], progress: Progress) -> None:
     """Say of which data sets of a mix there is no validation text."""
     for part in parts:
         if len(parts) > 1 and part.dataset.split("val").num_tokens < 2:
-            progress.say(f"{part.name} has no validation text: its loss is not measured, and has no part in the validation loss.")
+            progress.say(
+                f"{part.name} has no validation text: its loss is not measured, and has no part in the validation loss."
+            )

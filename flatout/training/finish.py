@@ -11,14 +11,28 @@ from flatout.progress import SILENT, Progress
 from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint.read_write import weights_sha256
 from flatout.training.evaluation import Evaluation, evaluate
-from flatout.training.loop import draw_sample, ends_early, eval_tokens, keep_last, settle_saves, take_evaluation
+from flatout.training.loop import (
+    draw_sample,
+    ends_early,
+    eval_tokens,
+    keep_last,
+    settle_saves,
+    take_evaluation,
+)
 from flatout.training.metrics.log import Log
 from flatout.training.run_dir import layout
 
 Drop = Callable[[Run, int], bool]
 
 
-def finish(run: Run, log: Log, sample: Callable[[Run], str] | None, progress: Progress = SILENT, *, drop: Drop | None = None) -> dict[str, Any]:
+def finish(
+    run: Run,
+    log: Log,
+    sample: Callable[[Run], str] | None,
+    progress: Progress = SILENT,
+    *,
+    drop: Drop | None = None,
+) -> dict[str, Any]:
     """Save, evaluate on the whole validation split, sample, write the summary and return it. Every rank calls it.
 
     Raises: EvaluationDropped when `drop`, asked between the batches of the evaluation, says yes; the state is saved by then.
@@ -27,7 +41,9 @@ def finish(run: Run, log: Log, sample: Callable[[Run], str] | None, progress: Pr
         log.event("early_stop", reason=reason)
         progress.say(reason)
     with log.aside():
-        keep_last(run, log, progress=progress)  # first: a signal during the evaluation must not cost the last steps
+        keep_last(
+            run, log, progress=progress
+        )  # first: a signal during the evaluation must not cost the last steps
         evaluation = last_evaluation(run, log, progress, drop)
         settle_saves(run, log, progress=progress)
         draw_sample(run, log, sample)
@@ -40,19 +56,27 @@ def finish(run: Run, log: Log, sample: Callable[[Run], str] | None, progress: Pr
     return summary
 
 
-def last_evaluation(run: Run, log: Log, progress: Progress, drop: Drop | None = None) -> Evaluation | None:
+def last_evaluation(
+    run: Run, log: Log, progress: Progress, drop: Drop | None = None
+) -> Evaluation | None:
     """Score the whole validation text, if there is any; where the run scored a part of it, that part first, for the best checkpoint.
 
     A run that ends early has just scored that part, or all of it; what was scored whole at the last step is not scored again.
     """
-    if eval_tokens(run) is None and log.last_evaluation is not None and log.last_evaluation[0] == run.step:
+    if (
+        eval_tokens(run) is None
+        and log.last_evaluation is not None
+        and log.last_evaluation[0] == run.step
+    ):
         return log.last_evaluation[1]
     if not ends_early(run):
         max_tokens = eval_tokens(run) if run.config.train.eval_every else None
         found = take_evaluation(run, log, max_tokens=max_tokens, drop=drop, progress=progress)
         if found is None or eval_tokens(run) is None or not run.config.train.eval_every:
             return found
-    whole = evaluate(run, drop=drop, progress=progress)  # not a record: the curve is that of the part
+    whole = evaluate(
+        run, drop=drop, progress=progress
+    )  # not a record: the curve is that of the part
     if whole is not None:
         log.event("evaluation", loss=whole.loss, tokens=whole.tokens)
     return whole
@@ -73,7 +97,9 @@ def summarise(run: Run, log: Log, evaluation: Evaluation | None) -> dict[str, An
     steady = log.steady_rates()
     mfu = log.mfu(steady.flops_per_s) if steady else None
     tokens_here = run.tokens - log.first_tokens
-    digest = weights_sha256(catalog.checkpoint_path(run.folder, run.step)) if run.mesh.is_main else ""
+    digest = (
+        weights_sha256(catalog.checkpoint_path(run.folder, run.step)) if run.mesh.is_main else ""
+    )
     return {
         "run": str(run.folder),
         "steps": run.step,
@@ -108,7 +134,10 @@ def best_peak(run: Run, log: Log) -> Peak | None:
     if again is None or again.tflops <= run.peak.tflops:
         return run.peak
     log.event("peak", tflops=again.tflops, source=again.source, before_tflops=run.peak.tflops)
-    return Peak(again.tflops, f"{again.source}, at the end" if again.tflops > 1.1 * run.peak.tflops else again.source)
+    return Peak(
+        again.tflops,
+        f"{again.source}, at the end" if again.tflops > 1.1 * run.peak.tflops else again.source,
+    )
 
 
 def _why_unknown(run: Run) -> str:

@@ -26,7 +26,15 @@ from flatout.training.run_dir.data_location import require_tokenizer
 from flatout.training.run_dir.lookup import RUNS, find_checkpoint, find_run
 from flatout.trust import references_in
 
-FREE_OF_WEIGHTS = ("chunk_size", "dropout", "initialisation", "max_seq_len", "memory", "rotary_base", "window")
+FREE_OF_WEIGHTS = (
+    "chunk_size",
+    "dropout",
+    "initialisation",
+    "max_seq_len",
+    "memory",
+    "rotary_base",
+    "window",
+)
 """Keys of a model that may be others than those its weights were trained with, as long as the shapes agree: a continued run may read
 longer windows, drop more, or state how fresh weights would be drawn. Any other key that differs would make other functions of the same
 weights."""
@@ -38,7 +46,9 @@ _BY_HAND = {
 """What to do about other weights, by whether they are of a model whose code is not flatout's: that is never given to be pasted."""
 
 
-def begin_from(config: RunConfig, dataset: Dataset | MixedDataset, ops: Ops, *, progress: Progress = SILENT) -> RunConfig:
+def begin_from(
+    config: RunConfig, dataset: Dataset | MixedDataset, ops: Ops, *, progress: Progress = SILENT
+) -> RunConfig:
     """Return the resolved configuration with the checkpoint that `train.init_from` names, once it is known to fit model and tokenizer.
 
     Raises: CheckpointError or ConfigError, with what does not fit and the keys to set.
@@ -48,7 +58,9 @@ def begin_from(config: RunConfig, dataset: Dataset | MixedDataset, ops: Ops, *, 
     checkpoint = find_weights(config.train.init_from, progress=progress)
     run_folder = run_of(checkpoint)
     if run_folder is None:
-        progress.say(f"{checkpoint} does not lie in its run's folder: whether its tokenizer is that of the data cannot be told.")
+        progress.say(
+            f"{checkpoint} does not lie in its run's folder: whether its tokenizer is that of the data cannot be told."
+        )
     else:
         require_tokenizer(run_folder, dataset, checkpoint)
     require_fit(config, checkpoint, run_folder, ops, progress)
@@ -70,8 +82,14 @@ def find_weights(init_from: str, *, progress: Progress = SILENT) -> Path:
         run_folder = find_run(init_from)
     except CheckpointError as error:
         known = recognise(Path(init_from))
-        what = known.instead_of("a run or a checkpoint") if known else "there is no such run or checkpoint."
-        raise CheckpointError(f"train.init_from={init_from}: {what}", fix=known.fix if known else error.fix) from error
+        what = (
+            known.instead_of("a run or a checkpoint")
+            if known
+            else "there is no such run or checkpoint."
+        )
+        raise CheckpointError(
+            f"train.init_from={init_from}: {what}", fix=known.fix if known else error.fix
+        ) from error
     return find_checkpoint(run_folder, progress=progress)
 
 
@@ -85,13 +103,17 @@ def run_of(checkpoint: Path) -> Path | None:
     return run_folder if run_folder and (run_folder / layout.CONFIG).exists() else None
 
 
-def require_fit(config: RunConfig, checkpoint: Path, run_folder: Path | None, ops: Ops, progress: Progress) -> None:
+def require_fit(
+    config: RunConfig, checkpoint: Path, run_folder: Path | None, ops: Ops, progress: Progress
+) -> None:
     """Do nothing when the checkpoint has this model's tensors, in name and shape, and was trained as this model.
 
     Raises: ConfigError naming the first that differ, and the `model.` keys to set, as they can be pasted.
     """
     model_class = MODELS.get(config.model.kind)
-    own = model_class.check(config.model.own() | {"vocab_size": config.model.vocab_size}, seq_len=config.data.seq_len)
+    own = model_class.check(
+        config.model.own() | {"vocab_size": config.model.vocab_size}, seq_len=config.data.seq_len
+    )
     model: LanguageModel = model_class.on_meta(own, ops)
     here = {name: tuple(tensor.shape) for name, tensor in weights_and_aliases(model)[0].items()}
     differ = list(_shapes_that_differ(stored_shapes(checkpoint), here))
@@ -101,19 +123,27 @@ def require_fit(config: RunConfig, checkpoint: Path, run_folder: Path | None, op
     keys = _keys_that_differ(source, config) if source else {}
     wrong = [key for key in keys if key.removeprefix("model.") not in FREE_OF_WEIGHTS]
     if differ or wrong:
-        named = differ[:MOST_NAMED] or [f"{key} is {keys[key]} there and {config.value(key)} here" for key in wrong[:MOST_NAMED]]
+        named = differ[:MOST_NAMED] or [
+            f"{key} is {keys[key]} there and {config.value(key)} here" for key in wrong[:MOST_NAMED]
+        ]
         more = len(differ or wrong) - len(named)
         code = references_in({"model": {"kind": keys.get("model.kind")}})
         paste = "" if code else " ".join(f"{key}={_word(keys[key])}" for key in (wrong or keys))
         raise ConfigError(
             f"The weights of {checkpoint} are of another model: {'; '.join(named)}{f'; and {more} more' if more > 0 else ''}.",
-            fix=f"Add these overrides: {paste} (as it was there)." if paste else _BY_HAND[bool(code)],
+            fix=f"Add these overrides: {paste} (as it was there)."
+            if paste
+            else _BY_HAND[bool(code)],
         )
     for key, value in keys.items():
-        progress.say(f"{key} is {value} in the run whose weights this one begins with, and {config.value(key)} here.")
+        progress.say(
+            f"{key} is {value} in the run whose weights this one begins with, and {config.value(key)} here."
+        )
 
 
-def _shapes_that_differ(there: Mapping[str, tuple[int, ...]], here: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
+def _shapes_that_differ(
+    there: Mapping[str, tuple[int, ...]], here: Mapping[str, tuple[int, ...]]
+) -> Iterator[str]:
     for key in sorted({*there, *here}):
         name = key.removeprefix("model/")
         if key not in there:

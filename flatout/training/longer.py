@@ -39,8 +39,14 @@ class Longer:
 
         Checkpoints after the one it continues from are set aside first: the new configuration must never be joined with their rates.
         """
-        for path in catalog.set_aside(run_folder, after=catalog.step_of(self.checkpoint)) if self.checkpoint else ():
-            progress.say(f"Set {path.name.partition('.')[0]} aside: its learning rates were those of {self.steps_before} steps.")
+        for path in (
+            catalog.set_aside(run_folder, after=catalog.step_of(self.checkpoint))
+            if self.checkpoint
+            else ()
+        ):
+            progress.say(
+                f"Set {path.name.partition('.')[0]} aside: its learning rates were those of {self.steps_before} steps."
+            )
         layout.replace_config(run_folder, self.config, asked=self.asked)
 
 
@@ -64,7 +70,10 @@ def lengthened(
     first = layout.read_asked(place) or stored
     if _length(asked) in ((None, None, None), _length(first)):
         return None
-    before, steps = stored.train.steps or 0, steps_stated(stored, asked.train, assemble(settled(stored, machine)), dataset)
+    before, steps = (
+        stored.train.steps or 0,
+        steps_stated(stored, asked.train, assemble(settled(stored, machine)), dataset),
+    )
     if steps == before:
         return None
     if steps < before:
@@ -76,15 +85,27 @@ def lengthened(
     kept = {"schedule.warmup": warmup} if warmup != warmup_steps(stored.schedule, steps) else {}
     config = stored.with_values({"train.steps": steps, **kept})
     origin = read_origin(place)
-    equal = equal_rates(stored, config, since=catalog.step_of(Path(origin.checkpoint)) if origin else 0)
+    equal = equal_rates(
+        stored, config, since=catalog.step_of(Path(origin.checkpoint)) if origin else 0
+    )
     newest = checkpoint
-    if checkpoint and catalog.step_of(checkpoint) > equal and Path(resume).resolve() != checkpoint.resolve():
+    if (
+        checkpoint
+        and catalog.step_of(checkpoint) > equal
+        and Path(resume).resolve() != checkpoint.resolve()
+    ):
         later = [step for step in catalog.steps(place) if step > equal]
-        checkpoint = catalog.latest(place, but=[*later, *steps_before(place, origin)], progress=progress)
+        checkpoint = catalog.latest(
+            place, but=[*later, *steps_before(place, origin)], progress=progress
+        )
     if newest and (checkpoint is None or catalog.step_of(checkpoint) > equal):
         raise _bound_to_its_length(place, stored, config, equal, catalog.step_of(newest))
     said = f"{place} was planned for {before} steps and now trains to step {steps}"
-    said += f", from step {catalog.step_of(checkpoint)}, before its rate begins to fall" if checkpoint and checkpoint != newest else ""
+    said += (
+        f", from step {catalog.step_of(checkpoint)}, before its rate begins to fall"
+        if checkpoint and checkpoint != newest
+        else ""
+    )
     said += f". Its warm-up stays at {warmup} steps." if kept else "."
     return Longer(config, first.with_values(_stated(asked)), checkpoint, before, said)
 
@@ -94,7 +115,10 @@ def require_steps_left(place: Path, config: RunConfig, checkpoint: Path | None) 
 
     Raises: ConfigError with both steps.
     """
-    if checkpoint is None or checkpoint.resolve().parent == catalog.checkpoints_folder(place).resolve():
+    if (
+        checkpoint is None
+        or checkpoint.resolve().parent == catalog.checkpoints_folder(place).resolve()
+    ):
         return
     step, steps = catalog.step_of(checkpoint), config.train.steps or 0
     if step < steps:
@@ -111,15 +135,24 @@ def equal_rates(one: RunConfig, other: RunConfig, *, since: int = 0) -> int:
     lengths = one.train.steps or 0, other.train.steps or 0
 
     def rates(step: int) -> tuple[float, float]:
-        return factor(one.schedule, one.optim.lr, step, lengths[0]), factor(other.schedule, other.optim.lr, step, lengths[1])
+        return factor(one.schedule, one.optim.lr, step, lengths[0]), factor(
+            other.schedule, other.optim.lr, step, lengths[1]
+        )
 
-    return next((step for step in range(since, min(lengths)) if len(set(rates(step))) > 1), min(lengths))
+    return next(
+        (step for step in range(since, min(lengths)) if len(set(rates(step))) > 1), min(lengths)
+    )
 
 
-def _bound_to_its_length(place: Path, stored: RunConfig, longer: RunConfig, equal: int, done: int) -> ConfigError:
+def _bound_to_its_length(
+    place: Path, stored: RunConfig, longer: RunConfig, equal: int, done: int
+) -> ConfigError:
     """Return the refusal of a run whose rates have followed from its length, with the command that trains on at the new ones."""
     before, steps, peak = stored.train.steps or 0, longer.train.steps or 0, stored.optim.lr
-    rates = peak * factor(stored.schedule, peak, done - 1, before), peak * factor(longer.schedule, peak, done, steps)
+    rates = (
+        peak * factor(stored.schedule, peak, done - 1, before),
+        peak * factor(longer.schedule, peak, done, steps),
+    )
     other = place.with_name(f"{place.name}-{steps}")
     return ConfigError(
         f"{place} cannot be made longer, {before} -> {steps} steps: it is at step {done}, and with schedule.kind={stored.schedule.kind} its "

@@ -77,7 +77,11 @@ def ends_early(run: Run) -> bool:
 
 def out_of_patience(train: TrainConfig, step: int, best_step: int | None) -> bool:
     """Say whether `train.patience` evaluations have come and gone by `step` since the best one; it follows from these numbers alone."""
-    return bool(train.patience) and best_step is not None and step - best_step >= train.patience * train.eval_every
+    return (
+        bool(train.patience)
+        and best_step is not None
+        and step - best_step >= train.patience * train.eval_every
+    )
 
 
 def due(every: int, run: Run) -> bool:
@@ -91,7 +95,12 @@ def eval_tokens(run: Run) -> int | None:
 
 
 def take_evaluation(
-    run: Run, log: Log, *, max_tokens: int | None, drop: Callable[[Run, int], bool] | None = None, progress: Progress = SILENT
+    run: Run,
+    log: Log,
+    *,
+    max_tokens: int | None,
+    drop: Callable[[Run, int], bool] | None = None,
+    progress: Progress = SILENT,
 ) -> Evaluation | None:
     """Evaluate, write the record, and save when the loss is the best so far; without validation text, do nothing.
 
@@ -133,7 +142,9 @@ def write_checkpoint(run: Run, log: Log, *, progress: Progress = SILENT) -> None
     log.require_finite()
     log.write_pending()  # a run that is killed after this save and resumes from it has every record up to its step
     log.keep_clock()
-    run.saver.save(run, environment=environment_of(run), keep=run.config.checkpoint.keep, progress=progress)
+    run.saver.save(
+        run, environment=environment_of(run), keep=run.config.checkpoint.keep, progress=progress
+    )
     note_saves(run, log, progress=progress)
 
 
@@ -177,7 +188,10 @@ def saves_ended(run: Run, log: Log, *, progress: Progress = SILENT) -> Iterator[
 def environment_of(run: Run) -> dict[str, Any]:
     """Return what bit-exact resuming depends on, with `validation` what the best loss does, and with `tokenizer` what tokens mean."""
     parts = parts_of(run.dataset)
-    scored = [f"{part.share} {part.dataset.manifest.model_dump_json(include={'splits': {'val'}})}" for part in parts]
+    scored = [
+        f"{part.share} {part.dataset.manifest.model_dump_json(include={'splits': {'val'}})}"
+        for part in parts
+    ]
     return {
         **fingerprint(str(run.mesh.device)),
         "data": data_digest(run.dataset),
@@ -195,12 +209,16 @@ class SaveTimes:
         self._steps = wanted.every_steps
         if wanted.every_epochs is not None:
             self._steps = max(round(wanted.every_epochs * run.steps_per_epoch), 1)
-        self._minutes = None if self._steps else wanted.every_minutes or DEFAULT_MINUTES_BETWEEN_SAVES
+        self._minutes = (
+            None if self._steps else wanted.every_minutes or DEFAULT_MINUTES_BETWEEN_SAVES
+        )
         self._saved_s = log.wall_s
 
     def due(self, run: Run) -> bool:
         """Say whether the state is saved after this step; the last step is saved in its own place."""
-        if run.step >= run.last_step or run.best_step == run.step:  # the best is saved when it is found
+        if (
+            run.step >= run.last_step or run.best_step == run.step
+        ):  # the best is saved when it is found
             return False
         if self._steps:
             return run.step % self._steps == 0

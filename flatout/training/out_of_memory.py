@@ -38,7 +38,10 @@ def explained(run: Run) -> Iterator[None]:
         if NOT_DETERMINISTIC in str(error):
             raise not_deterministic(run, str(error)) from error
         if any(words in str(error) for words in PEER_LEFT):
-            raise RunFailed("Another process of this run has ended.", fix="Its own message says why; then run the same command again.") from error
+            raise RunFailed(
+                "Another process of this run has ended.",
+                fix="Its own message says why; then run the same command again.",
+            ) from error
         if ON_THE_CPU not in str(error):
             raise
         raise out_of_memory(run) from error
@@ -59,11 +62,14 @@ def out_of_memory(run: Run) -> RunFailed:
     need = estimate(workload, run.rows_per_device).total
     there = memory_bytes(run.machine, run.config.train.device, run.mesh.local_world_size)
     device = "GPU" if run.mesh.device.type == "cuda" else "machine"
-    advice = _leaner_keys(workload, run.rows_per_device) or _fewer_rows(workload, run.rows_per_device, there)
+    advice = _leaner_keys(workload, run.rows_per_device) or _fewer_rows(
+        workload, run.rows_per_device, there
+    )
     return RunFailed(
         f"Out of memory at step {run.step}: this run needs about {need / GIB:.1f} GiB with {run.rows_per_device} rows on each device, "
         f"and the {device} has {there / GIB:.1f} GiB free.",
-        fix=advice or "Shorten data.seq_len, choose a smaller model, or split it over several devices with parallel.shard.",
+        fix=advice
+        or "Shorten data.seq_len, choose a smaller model, or split it over several devices with parallel.shard.",
     )
 
 
@@ -77,7 +83,9 @@ def _leaner_keys(workload: Workload, rows: int) -> str:
     if after > WORTH_SAYING * before:
         return ""
     words = " ".join(f"model.{key}={value}" for key, value in settings.items())
-    return f"Set {words}: it changes no result, and takes about {(before - after) / GIB:.1f} GiB less."
+    return (
+        f"Set {words}: it changes no result, and takes about {(before - after) / GIB:.1f} GiB less."
+    )
 
 
 def _fewer_rows(workload: Workload, rows: int, there: int) -> str:
@@ -86,4 +94,8 @@ def _fewer_rows(workload: Workload, rows: int, there: int) -> str:
         fitting = min(rows_that_fit(workload, int(0.8 * there)), rows - 1)
     except HardwareError:
         return ""
-    return f"Set batch.rows_per_device={fitting} and leave batch.accumulate out: the steps stay the same." if fitting else ""
+    return (
+        f"Set batch.rows_per_device={fitting} and leave batch.accumulate out: the steps stay the same."
+        if fitting
+        else ""
+    )

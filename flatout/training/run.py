@@ -19,7 +19,15 @@ from flatout.config.schema import RunConfig
 from flatout.data.store.manifest import TOKENIZER
 from flatout.data.store.mix import MixedDataset, parts_of
 from flatout.data.store.shards import Dataset
-from flatout.errors import CheckpointError, ConfigError, DataError, FlatoutError, RunFailed, Stopped, in_shell
+from flatout.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    FlatoutError,
+    RunFailed,
+    Stopped,
+    in_shell,
+)
 from flatout.files import PART, copy_whole, understanding, writing_run
 from flatout.hardware import Machine, pick_device, probe
 from flatout.measured import advice, gpu_name
@@ -34,7 +42,15 @@ from flatout.training.evaluation import EvaluationDropped, batch_shapes, say_uns
 from flatout.training.finish import finish
 from flatout.training.init_from import begin_from, run_of
 from flatout.training.longer import Longer, lengthened, require_steps_left
-from flatout.training.loop import ends_early, environment_of, fit, keep_last, out_of_patience, reserve, saves_ended
+from flatout.training.loop import (
+    ends_early,
+    environment_of,
+    fit,
+    keep_last,
+    out_of_patience,
+    reserve,
+    saves_ended,
+)
 from flatout.training.metrics.log import Log
 from flatout.training.metrics.observers import Observer
 from flatout.training.out_of_memory import explained
@@ -84,7 +100,9 @@ def run_training(
     check_places(asked)
     machine = probe()
     device = pick_device(asked.train.device, machine)
-    torch.use_deterministic_algorithms(asked.train.deterministic)  # NCCL chooses its algorithms by it when the processes connect
+    torch.use_deterministic_algorithms(
+        asked.train.deterministic
+    )  # NCCL chooses its algorithms by it when the processes connect
     ranks = connect(device[0])
     with ExitStack() as stack:
         stack.callback(disconnect)
@@ -93,16 +111,30 @@ def run_training(
         if ranks.rank == 0:
             stack.enter_context(layout.locked(place, progress=progress))
         dataset = open_dataset(asked, progress=progress)
-        plan = agree(ranks, lambda: settle(asked, place, resume, trust_code, machine, ranks, device, dataset, progress))
+        plan = agree(
+            ranks,
+            lambda: settle(
+                asked, place, resume, trust_code, machine, ranks, device, dataset, progress
+            ),
+        )
         if plan.finished is not None:
             return plan.finished
         require_shared(ranks, place)
         if plan.config.data.model_dump_json() != asked.data.model_dump_json():
-            dataset = open_dataset(plan.config)  # of a mix, in the stored order, which belongs to what is read
+            dataset = open_dataset(
+                plan.config
+            )  # of a mix, in the stored order, which belongs to what is read
         with exit_code_kept(place) if ranks.rank == 0 else nullcontext():
             mesh = make_mesh(plan.config.parallel, device[0])
             with progress.task("Building the model"):
-                run = build(plan.config, machine=machine, mesh=mesh, dataset=dataset, folder=place, decisions=plan.decisions)
+                run = build(
+                    plan.config,
+                    machine=machine,
+                    mesh=mesh,
+                    dataset=dataset,
+                    folder=place,
+                    decisions=plan.decisions,
+                )
             stack.callback(run.feed.close)
             with explained(run):
                 differences = take_up(run, plan.checkpoint, progress)
@@ -132,7 +164,13 @@ def exit_code_kept(place: Path) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        code = error.exit_code if isinstance(error, FlatoutError) else 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+        code = (
+            error.exit_code
+            if isinstance(error, FlatoutError)
+            else 128 + signal.SIGINT
+            if isinstance(error, KeyboardInterrupt)
+            else 1
+        )
         if (place / layout.CONFIG).exists():
             layout.write_exit_code(place, code)
         raise
@@ -148,9 +186,13 @@ def agree(ranks: Ranks, decide: Callable[[], Plan]) -> Plan:
         if ranks.rank == 0:
             box[0] = decide()
     finally:
-        torch.distributed.broadcast_object_list(box, src=0)  # nothing, when the main rank failed: the others must not wait for ever
+        torch.distributed.broadcast_object_list(
+            box, src=0
+        )  # nothing, when the main rank failed: the others must not wait for ever
     if box[0] is None:
-        raise RunFailed("The main process could not start the run.", fix="Its own message says why.")
+        raise RunFailed(
+            "The main process could not start the run.", fix="Its own message says why."
+        )
     return box[0]
 
 
@@ -176,9 +218,24 @@ def settle(
     with writing_run(place):
         checkpoint = layout.resume_from(place, resume_place(resume), progress=progress)
     if stored is not None or checkpoint is not None:
-        require_tokenizer(place if stored is not None or checkpoint is None else run_of(checkpoint) or place, dataset, checkpoint)
+        require_tokenizer(
+            place if stored is not None or checkpoint is None else run_of(checkpoint) or place,
+            dataset,
+            checkpoint,
+        )
     if stored is not None:
-        return resumed(stored, asked, place, resume_place(resume), checkpoint, machine, ranks, device, dataset, progress)
+        return resumed(
+            stored,
+            asked,
+            place,
+            resume_place(resume),
+            checkpoint,
+            machine,
+            ranks,
+            device,
+            dataset,
+            progress,
+        )
     with progress.task("Settling the configuration"):
         config, decisions = resolve(
             asked.with_values({"train.device": device[0]}),
@@ -187,10 +244,18 @@ def settle(
             world_size=ranks.world_size,
             local_world_size=ranks.local_world_size,
         )
-    if asked.train.patience and not any(part.dataset.split("val").num_tokens > 1 for part in parts_of(dataset)):
-        raise DataError("train.patience waits for a better validation loss, and there is no validation text.", fix="Leave train.patience out.")
+    if asked.train.patience and not any(
+        part.dataset.split("val").num_tokens > 1 for part in parts_of(dataset)
+    ):
+        raise DataError(
+            "train.patience waits for a better validation loss, and there is no validation text.",
+            fix="Leave train.patience out.",
+        )
     if checkpoint is not None and asked.train.init_from is not None:
-        raise ConfigError("--resume takes everything from another run, train.init_from only its weights.", fix="Give one of the two.")
+        raise ConfigError(
+            "--resume takes everything from another run, train.init_from only its weights.",
+            fix="Give one of the two.",
+        )
     require_steps_left(place, config, checkpoint)
     config = begin_from(config, dataset, ops_of(assemble(decisions)), progress=progress)
     return Plan(anywhere(config), decisions, checkpoint, device[1], asked=asked)
@@ -214,23 +279,46 @@ def resumed(
     """
     summary = layout.read_summary(place)
     first = layout.read_asked(place)
-    longer = lengthened(place, stored, asked, checkpoint, resume=resume, dataset=dataset, machine=machine, progress=progress)
+    longer = lengthened(
+        place,
+        stored,
+        asked,
+        checkpoint,
+        resume=resume,
+        dataset=dataset,
+        machine=machine,
+        progress=progress,
+    )
     if longer is not None:
         stored, checkpoint = longer.config, longer.checkpoint
-    if summary is not None and checkpoint is not None and (how_to_go_on := finished(place, stored, checkpoint, summary)):
+    if (
+        summary is not None
+        and checkpoint is not None
+        and (how_to_go_on := finished(place, stored, checkpoint, summary))
+    ):
         progress.say(f"{place} is finished; its results are below. To train on, {how_to_go_on}.")
-        return Plan(stored, settled(stored, machine, asked=first), checkpoint, device[1], finished=summary)
+        return Plan(
+            stored, settled(stored, machine, asked=first), checkpoint, device[1], finished=summary
+        )
     if longer is not None:
         progress.say(longer.said)
     if device[0].partition(":")[0] != stored.train.device.partition(":")[0]:
-        progress.say(f"This run started on {stored.train.device} and resumes on {device[0]}: losses will differ in the last bits.")
-    if longer is None and (known := layout.read_config(place)) is not None and stored.data != known.data:
+        progress.say(
+            f"This run started on {stored.train.device} and resumes on {device[0]}: losses will differ in the last bits."
+        )
+    if (
+        longer is None
+        and (known := layout.read_config(place)) is not None
+        and stored.data != known.data
+    ):
         layout.write_config(place, stored)  # moved data is found by `eval` too
     config = for_world_size(stored.with_values({"train.device": device[0]}), ranks.world_size)
     return Plan(config, settled(config, machine, asked=first), checkpoint, device[1], longer=longer)
 
 
-def finished(place: Path, stored: RunConfig, checkpoint: Path, summary: Mapping[str, Any]) -> str | None:
+def finished(
+    place: Path, stored: RunConfig, checkpoint: Path, summary: Mapping[str, Any]
+) -> str | None:
     """Return how a run that is finished could be trained on; None when it is not: there are steps, and patience, left."""
     step = catalog.step_of(checkpoint)
     if step >= (stored.train.steps or 0):
@@ -238,7 +326,11 @@ def finished(place: Path, stored: RunConfig, checkpoint: Path, summary: Mapping[
             return f"start another run: --resume {in_shell(place)} --run DIR, with a larger train.steps"
         return f"set train.steps to more than {stored.train.steps}"
     with understanding(place / layout.SUMMARY):
-        waited = summary.get("stopped_early") and step == summary["steps"] and out_of_patience(stored.train, step, summary["best_step"])
+        waited = (
+            summary.get("stopped_early")
+            and step == summary["steps"]
+            and out_of_patience(stored.train, step, summary["best_step"])
+        )
     if waited:
         return f"set train.patience to more than {stored.train.patience}, or to 0"
     return None
@@ -256,7 +348,9 @@ def keep(run: Run, plan: Plan, progress: Progress = SILENT) -> None:
         plan.longer.store(run.folder, progress=progress)
     if plan.asked is not None:
         layout.write_config(run.folder, plan.config, asked=plan.asked)
-        copy_whole(parts_of(run.dataset)[0].dataset.path / TOKENIZER, run.folder / TOKENIZER)  # a trained model can be tried without its data
+        copy_whole(
+            parts_of(run.dataset)[0].dataset.path / TOKENIZER, run.folder / TOKENIZER
+        )  # a trained model can be tried without its data
 
 
 def say_unmeasured(run: Run, plan: Plan, cache: Path | None, progress: Progress) -> None:
@@ -278,8 +372,13 @@ def own_folder(place: Path) -> None:
         for half in place.glob(f"{name}.*{PART}"):
             half.unlink()
     found = sorted(path.name for path in place.iterdir() if path.name != layout.LOCK)
-    if not {layout.CONFIG, layout.ASKED}.intersection(found) and (others := [name for name in found if name not in layout.STARTED]):
-        raise CheckpointError(f"{place} is not a run folder; it holds {', '.join(others[:4])}.", fix="Choose a new folder with --run DIR.")
+    if not {layout.CONFIG, layout.ASKED}.intersection(found) and (
+        others := [name for name in found if name not in layout.STARTED]
+    ):
+        raise CheckpointError(
+            f"{place} is not a run folder; it holds {', '.join(others[:4])}.",
+            fix="Choose a new folder with --run DIR.",
+        )
 
 
 def take_up(run: Run, checkpoint: Path | None, progress: Progress) -> list[str]:
@@ -289,9 +388,17 @@ def take_up(run: Run, checkpoint: Path | None, progress: Progress) -> list[str]:
     """
     if checkpoint is not None:
         run.resumed_from = str(checkpoint)
-        return load(run, checkpoint, environment=environment_of(run), check=catalog.check_size, progress=progress)
+        return load(
+            run,
+            checkpoint,
+            environment=environment_of(run),
+            check=catalog.check_size,
+            progress=progress,
+        )
     if run.config.train.init_from is not None:
-        load_weights(run, Path(run.config.train.init_from), check=catalog.check_size, progress=progress)
+        load_weights(
+            run, Path(run.config.train.init_from), check=catalog.check_size, progress=progress
+        )
     return []
 
 
@@ -305,10 +412,16 @@ def carry_out(
 ) -> dict[str, Any]:
     """Train a run that is built, from where its checkpoint left it, to its summary."""
     if run.mesh.is_main:
-        (run.folder / layout.SUMMARY).unlink(missing_ok=True)  # of an early end that is now trained on
+        (run.folder / layout.SUMMARY).unlink(
+            missing_ok=True
+        )  # of an early end that is now trained on
     parameters = sum(p.numel() for p in run.core.parameters())
     say = progress.say if run.mesh.is_main else None
-    with Log(run, observers) as log, StopRequests(say=say, launcher=launcher()) as stop, saves_ended(run, log, progress=progress):
+    with (
+        Log(run, observers) as log,
+        StopRequests(say=say, launcher=launcher()) as stop,
+        saves_ended(run, log, progress=progress),
+    ):
         log.event(
             "resume" if plan.checkpoint else "start",
             from_checkpoint=run.resumed_from,
@@ -326,11 +439,15 @@ def carry_out(
             progress.say(difference)
         for part in shares(run):
             log.event("data", **part)
-            progress.say(f"{part['name']}: {part['share']:.1%} of the windows; the whole run reads its text {part['passes']:.3g} times.")
+            progress.say(
+                f"{part['name']}: {part['share']:.1%} of the windows; the whole run reads its text {part['passes']:.3g} times."
+            )
         say_unscored(parts_of(run.dataset), progress)
         if plan.checkpoint is None and run.config.train.init_from is not None:
             with log.aside():
-                keep_last(run, log, progress=progress)  # from here on the run no longer needs the one it began from
+                keep_last(
+                    run, log, progress=progress
+                )  # from here on the run no longer needs the one it began from
         log.start()
         run.feed.prime(run.last_step - run.step, progress=progress)
         warm_up(run, log, eval_shapes=batch_shapes(run), progress=progress)
@@ -354,7 +471,12 @@ def shares(run: Run) -> Iterator[dict[str, Any]]:
         for part in run.dataset.parts:
             own_tokens = epoch_tokens(part.dataset, run.config.data.seq_len)
             passes = part.share * run.last_step * run.tokens_per_step / own_tokens
-            yield {"name": part.name, "path": part.dataset.place, "share": part.share, "passes": passes}
+            yield {
+                "name": part.name,
+                "path": part.dataset.place,
+                "share": part.share,
+                "passes": passes,
+            }
 
 
 def _facts(run: Run, plan: Plan) -> dict[str, Any]:
@@ -374,4 +496,7 @@ def _stop(run: Run, log: Log, progress: Progress) -> NoReturn:
     keep_last(run, log, progress=progress)
     log.event("stop")
     log.close()
-    raise Stopped(f"Stopped at step {run.step} of {run.last_step}, and saved.", fix="Run the same command again to continue.")
+    raise Stopped(
+        f"Stopped at step {run.step} of {run.last_step}, and saved.",
+        fix="Run the same command again to continue.",
+    )

@@ -37,7 +37,11 @@ class StopRequests:
     """
 
     def __init__(
-        self, *, say: Callable[[str], object] | None = None, launcher: int | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        *,
+        say: Callable[[str], object] | None = None,
+        launcher: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Call `say`, from a thread, with one line as soon as a request arrives; None: say nothing.
 
@@ -84,7 +88,9 @@ class StopRequests:
 
     def asked_within_step(self, run: Run, number: int) -> bool:
         """Say whether to drop the step before its micro-batch `number`, counted from 1. All ranks get the same answer."""
-        if run.mesh.world_size > 1 and (number - 1) % MICRO_BATCHES_BETWEEN_VOTES.get(run.mesh.device.type, 1):
+        if run.mesh.world_size > 1 and (number - 1) % MICRO_BATCHES_BETWEEN_VOTES.get(
+            run.mesh.device.type, 1
+        ):
             return False
         return self.asked(run)
 
@@ -99,8 +105,14 @@ class StopRequests:
 
     def _announce(self, number: int) -> None:
         assert self._say is not None, "there is a listener only where there is somebody to tell"
-        again = " Press Ctrl+C again to leave at once, without saving." if number == signal.SIGINT else ""
-        self._say(f"{signal.Signals(number).name} received: the run waits for {self.waits_for}, then saves and stops.{again}")
+        again = (
+            " Press Ctrl+C again to leave at once, without saving."
+            if number == signal.SIGINT
+            else ""
+        )
+        self._say(
+            f"{signal.Signals(number).name} received: the run waits for {self.waits_for}, then saves and stops.{again}"
+        )
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
         now = self._clock()

@@ -41,7 +41,9 @@ class StepResult:
     """Whether float16 overflowed, and nothing was updated."""
 
 
-def train_step(run: Run, batch: StepBatch, drop: Callable[[Run, int], bool] | None = None) -> StepResult:
+def train_step(
+    run: Run, batch: StepBatch, drop: Callable[[Run, int], bool] | None = None
+) -> StepResult:
     """Take one optimiser step on this rank's share of a global batch.
 
     Each micro-batch's loss sum is divided by the step's nominal number of tokens, a constant; `correct_gradients` puts the
@@ -62,7 +64,9 @@ def train_step(run: Run, batch: StepBatch, drop: Callable[[Run, int], bool] | No
             raise StepDropped
         with run.exchange(run.model, number == batch.num_micro_batches):
             with run.autocast():
-                micro_loss, micro_valid = run.model(micro.tokens_BT, micro.targets_BT, micro.doc_ids_BT)
+                micro_loss, micro_valid = run.model(
+                    micro.tokens_BT, micro.targets_BT, micro.doc_ids_BT
+                )
             (micro_loss * (loss_scale / nominal)).backward()
         loss_sum += micro_loss.detach()
         num_valid += micro_valid
@@ -77,7 +81,13 @@ def train_step(run: Run, batch: StepBatch, drop: Callable[[Run, int], bool] | No
     if run.scaler:
         run.scaler.update(finite)
     run.clear_gradients(run.trained())
-    return StepResult(loss_sum / num_valid.clamp(min=1), grad_norm, num_valid, factor_of_peak * run.config.optim.lr, skipped=not finite)
+    return StepResult(
+        loss_sum / num_valid.clamp(min=1),
+        grad_norm,
+        num_valid,
+        factor_of_peak * run.config.optim.lr,
+        skipped=not finite,
+    )
 
 
 def set_learning_rate(run: Run) -> float:
@@ -104,6 +114,8 @@ def correct_gradients(run: Run, num_valid: Tensor, loss_scale: float) -> Tensor:
     multiplier = correction
     if run.config.optim.clip > 0:
         multiplier = correction * (run.config.optim.clip / (norm + 1e-6)).clamp(max=1.0)
-    local = [g.to_local() if isinstance(g, torch.distributed.tensor.DTensor) else g for g in gradients]
+    local = [
+        g.to_local() if isinstance(g, torch.distributed.tensor.DTensor) else g for g in gradients
+    ]
     torch._foreach_mul_(local, multiplier)
     return norm

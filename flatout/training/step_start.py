@@ -25,8 +25,12 @@ class StepStart:
         self._python = random.getstate()
         self._numpy = np.random.get_state(legacy=False)
         self._torch = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state(run.mesh.device) if run.mesh.device.type == "cuda" else None
-        self._buffers = [(buffer, buffer.detach().clone()) for buffer in persistent_buffers(run.core)]
+        self._cuda = (
+            torch.cuda.get_rng_state(run.mesh.device) if run.mesh.device.type == "cuda" else None
+        )
+        self._buffers = [
+            (buffer, buffer.detach().clone()) for buffer in persistent_buffers(run.core)
+        ]
 
     def restore(self) -> None:
         """Clear the gradients, and put the generators and buffers back."""
@@ -48,5 +52,8 @@ def persistent_buffers(model: nn.Module) -> list[Tensor]:
     Shapes: any.
     """
     return [
-        buffer for module in model.modules() for name, buffer in module.named_buffers(recurse=False) if name not in module._non_persistent_buffers_set
+        buffer
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
     ]

@@ -34,7 +34,9 @@ class WarmedUp(Protocol):
         """Do it uncompiled from now on."""
 
 
-def warm_up(run: Run, log: Log, *, eval_shapes: Sequence[tuple[int, int]] = (), progress: Progress = SILENT) -> None:
+def warm_up(
+    run: Run, log: Log, *, eval_shapes: Sequence[tuple[int, int]] = (), progress: Progress = SILENT
+) -> None:
     """Compile now: passes of training and of evaluation in the run's own shapes, leaving RNG, weights and gradients as they were.
 
     `eval_shapes` are those of `evaluation.batch_shapes`; a run that never evaluates gives none, and compiles no graph for it.
@@ -57,9 +59,13 @@ def warm_up(run: Run, log: Log, *, eval_shapes: Sequence[tuple[int, int]] = (), 
         raise plain_failure
     first_line = str(failure).splitlines()[0] if str(failure) else ""
     reason = (
-        f"compiling failed, running eager: {type(failure).__name__}: {first_line}" if failure else "compiling failed on another rank, running eager"
+        f"compiling failed, running eager: {type(failure).__name__}: {first_line}"
+        if failure
+        else "compiling failed on another rank, running eager"
     )
-    run.decisions = [Decision(d.name, False, reason) if d.name in compiled else d for d in run.decisions]
+    run.decisions = [
+        Decision(d.name, False, reason) if d.name in compiled else d for d in run.decisions
+    ]
     for name in compiled:
         log.event("speedup", name=name, on=False, reason=reason)
     progress.say(reason[0].upper() + reason[1:])
@@ -77,7 +83,10 @@ def _give_up_compiling(run: Run) -> None:
     """Take back what torch.compile was asked for; there is no public way to."""
     for module in run.core.modules():
         module._compiled_call_impl = None
-    run.core.ops = replace(run.core.ops, cross_entropy=torch._dynamo.eval_frame.innermost_fn(run.core.ops.cross_entropy))
+    run.core.ops = replace(
+        run.core.ops,
+        cross_entropy=torch._dynamo.eval_frame.innermost_fn(run.core.ops.cross_entropy),
+    )
     for optimizer in run.optimizers:
         if isinstance(optimizer, WarmedUp):
             optimizer.give_up_compiling()
@@ -114,8 +123,12 @@ def _try_step(run: Run, eval_shapes: Sequence[tuple[int, int]]) -> Exception | N
 
 def _loss(run: Run, rows: int, seq_len: int) -> Tensor:
     """The loss of made-up tokens. Inputs and targets are two tensors, as in training: the compiler looks at that."""
-    tokens_BT, targets_BT = (torch.zeros(rows, seq_len, dtype=torch.int64, device=run.mesh.device) for _ in range(2))
-    doc_ids_BT = torch.zeros_like(tokens_BT, dtype=torch.int32) if run.config.data.document_mask else None
+    tokens_BT, targets_BT = (
+        torch.zeros(rows, seq_len, dtype=torch.int64, device=run.mesh.device) for _ in range(2)
+    )
+    doc_ids_BT = (
+        torch.zeros_like(tokens_BT, dtype=torch.int32) if run.config.data.document_mask else None
+    )
     with run.autocast():
         loss_sum, _ = run.core(tokens_BT, targets_BT, doc_ids_BT)
     return loss_sum  # type: ignore[no-any-return]

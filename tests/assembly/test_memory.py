@@ -12,7 +12,10 @@ from flatout.models.transformer import Transformer
 from flatout.ops import Ops, attention, cross_entropy, scan, variants
 from flatout.registry import MODELS, SPEEDUPS
 
-OPS = {"plain": Ops.plain(), "fused": Ops.plain(attention=attention.fused, cross_entropy=cross_entropy.fused)}
+OPS = {
+    "plain": Ops.plain(),
+    "fused": Ops.plain(attention=attention.fused, cross_entropy=cross_entropy.fused),
+}
 SHAPES = {
     "default": {},
     "llama": {"norm": "rmsnorm", "activation": "swiglu", "num_kv_heads": 2, "tied_head": False},
@@ -22,8 +25,12 @@ SHAPES = {
 
 
 def workload(ops="fused", *, seq_len=33, autocast=None, document_mask=False, **own):
-    config = Transformer.check({"vocab_size": 101, "num_layers": 3, "d_model": 64, "num_heads": 4} | own, seq_len=seq_len)
-    return Workload(Transformer, config, seq_len, OPS[ops], autocast=autocast, document_mask=document_mask)
+    config = Transformer.check(
+        {"vocab_size": 101, "num_layers": 3, "d_model": 64, "num_heads": 4} | own, seq_len=seq_len
+    )
+    return Workload(
+        Transformer, config, seq_len, OPS[ops], autocast=autocast, document_mask=document_mask
+    )
 
 
 def real(work, rows):
@@ -40,7 +47,9 @@ def test_activations_are_what_autograd_keeps(shape, ops, autocast, document_mask
     """Within 1%: whole model, real tensors, every saved storage once."""
     work = workload(ops, autocast=autocast, document_mask=document_mask, **SHAPES[shape])
     model, tokens_BT, _ = real(work, 4)
-    doc_ids_BT = (torch.arange(work.seq_len, dtype=torch.int32) // 9).repeat(4, 1) if document_mask else None
+    doc_ids_BT = (
+        (torch.arange(work.seq_len, dtype=torch.int32) // 9).repeat(4, 1) if document_mask else None
+    )
 
     def to_the_last_block():
         hidden_BTD = model.embed(tokens_BT)
@@ -90,18 +99,30 @@ def test_the_fullest_moment_is_that_of_a_real_step(ops, vocab_size):
 
 def test_the_fused_ops_mask_of_documents_is_counted():
     """A square of T x T for every block, in the type of the weights."""
-    masked, crossing = (estimate(workload(seq_len=2048, document_mask=mask), 4) for mask in (True, False))
-    assert masked.activations - crossing.activations == pytest.approx(3 * 4 * 2048 * 2048 * 4, rel=0.01)
+    masked, crossing = (
+        estimate(workload(seq_len=2048, document_mask=mask), 4) for mask in (True, False)
+    )
+    assert masked.activations - crossing.activations == pytest.approx(
+        3 * 4 * 2048 * 2048 * 4, rel=0.01
+    )
     assert masked.workspace >= crossing.workspace
 
 
 @pytest.mark.parametrize("name", ["flex", "varlen"])
 def test_attention_that_skips_what_is_masked_keeps_no_mask(name, monkeypatch):
     """On the GPU that it is for; what is counted is what the kernel keeps there, not what stands in for it on a CPU."""
-    monkeypatch.setitem(OPS, name, Ops.plain(attention=variants(attention)[name], cross_entropy=cross_entropy.fused))
+    monkeypatch.setitem(
+        OPS, name, Ops.plain(attention=variants(attention)[name], cross_entropy=cross_entropy.fused)
+    )
     crossing = estimate(workload(seq_len=2048, autocast=torch.bfloat16), 4)
-    for limits in ({"document_mask": True}, {"window": 256}, {"document_mask": True, "window": 256}):
-        assert estimate(workload(name, seq_len=2048, autocast=torch.bfloat16, **limits), 4) == crossing
+    for limits in (
+        {"document_mask": True},
+        {"window": 256},
+        {"document_mask": True, "window": 256},
+    ):
+        assert (
+            estimate(workload(name, seq_len=2048, autocast=torch.bfloat16, **limits), 4) == crossing
+        )
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -113,18 +134,33 @@ def test_weights_gradients_and_optimizer_exactly(shape):
     optimizer.step()
     found = estimate(work, 2)
     tables = {buffer.data_ptr(): buffer.nbytes for buffer in model.buffers()}
-    assert found.weights == sum(parameter.nbytes for parameter in model.parameters()) + sum(tables.values())
+    assert found.weights == sum(parameter.nbytes for parameter in model.parameters()) + sum(
+        tables.values()
+    )
     assert found.gradients == sum(parameter.grad.nbytes for parameter in model.parameters())
-    states = [value for state in optimizer.state.values() for name, value in state.items() if name != "step"]
+    states = [
+        value
+        for state in optimizer.state.values()
+        for name, value in state.items()
+        if name != "step"
+    ]
     assert found.optimizer == sum(value.nbytes for value in states)
     kinds = model.parameter_kinds()
-    hidden = sum(parameter.nbytes for name, parameter in model.named_parameters() if kinds[name] == "hidden")
-    assert estimate(replace(work, with_momentum=frozenset({"hidden"})), 2).optimizer == found.optimizer - hidden
+    hidden = sum(
+        parameter.nbytes for name, parameter in model.named_parameters() if kinds[name] == "hidden"
+    )
+    assert (
+        estimate(replace(work, with_momentum=frozenset({"hidden"})), 2).optimizer
+        == found.optimizer - hidden
+    )
 
 
 def test_shards_split_weights_gradients_and_optimizer():
     whole, half = estimate(workload(), 2), estimate(replace(workload(), num_shards=2), 2)
-    rows = [(parameter.shape[0] + 1) // 2 * parameter[0].numel() * 4 for parameter in real(workload(), 1)[0].parameters()]
+    rows = [
+        (parameter.shape[0] + 1) // 2 * parameter[0].numel() * 4
+        for parameter in real(workload(), 1)[0].parameters()
+    ]
     assert half.gradients == sum(rows)
     assert half.optimizer == 2 * half.gradients
     assert half.weights < whole.weights
@@ -132,13 +168,18 @@ def test_shards_split_weights_gradients_and_optimizer():
     assert half.workspace > whole.workspace
 
 
-@pytest.mark.parametrize(("kind", "ops"), [("transformer", {"attention": attention.fused}), ("eigenstate", {"scan": scan.chunked})])
+@pytest.mark.parametrize(
+    ("kind", "ops"),
+    [("transformer", {"attention": attention.fused}), ("eigenstate", {"scan": scan.chunked})],
+)
 def test_what_a_window_needs_grows_in_proportion_to_its_length(kind, ops):
     """docs/models.md says so of both models."""
     model = MODELS.get(kind)
 
     def bytes_a_token(seq_len):
-        config = model.check({"vocab_size": 101, "num_layers": 1, "d_model": 32, "num_heads": 2}, seq_len=seq_len)
+        config = model.check(
+            {"vocab_size": 101, "num_layers": 1, "d_model": 32, "num_heads": 2}, seq_len=seq_len
+        )
         need = estimate(Workload(model, config, seq_len, Ops.plain(**ops)), 1)
         return (need.activations + need.workspace + need.logits) / seq_len
 
@@ -147,14 +188,26 @@ def test_what_a_window_needs_grows_in_proportion_to_its_length(kind, ops):
 
 def test_more_of_anything_needs_more():
     least = estimate(workload(), 2)
-    for larger in (estimate(workload(), 3), estimate(workload(seq_len=40), 2), estimate(workload(num_layers=4), 2), estimate(workload("plain"), 2)):
+    for larger in (
+        estimate(workload(), 3),
+        estimate(workload(seq_len=40), 2),
+        estimate(workload(num_layers=4), 2),
+        estimate(workload("plain"), 2),
+    ):
         assert larger.total > least.total
     assert estimate(workload(autocast=torch.bfloat16), 64).total < estimate(workload(), 64).total
 
 
 def test_a_model_too_large_for_this_machine_is_estimated_all_the_same():
     """GPT-2 124M, fp32, plain ops, T = 1024: 3.4 GiB at one row and 16.7 GiB at eight were measured on a GPU."""
-    own = {"vocab_size": 50257, "num_layers": 12, "d_model": 768, "num_heads": 12, "positions": "learned", "bias": True}
+    own = {
+        "vocab_size": 50257,
+        "num_layers": 12,
+        "d_model": 768,
+        "num_heads": 12,
+        "positions": "learned",
+        "bias": True,
+    }
     work = workload("plain", seq_len=1024, **own)
     assert estimate(work, 1).total / GIB == pytest.approx(3.4, rel=0.15)
     assert estimate(work, 8).total / GIB == pytest.approx(16.7, rel=0.15)

@@ -29,11 +29,16 @@ def test_a_reference_is_left_to_the_import(tiny_config):
 
 def test_each_set_of_a_mix_has_a_window(write_tiny, tmp_path):
     large, small = write_tiny(tmp_path / "large"), write_tiny(tmp_path / "small", num_documents=1)
-    tokens = open_dataset(load_config(None, [f"data.path={small}", "data.seq_len=8"])).split("train").num_tokens
+    tokens = (
+        open_dataset(load_config(None, [f"data.path={small}", "data.seq_len=8"]))
+        .split("train")
+        .num_tokens
+    )
     mix = f"data.mix={{{large}: 3, {small}: 1}}"
     open_dataset(load_config(None, [mix, f"data.seq_len={tokens - 1}"]))
     with pytest.raises(
-        DataError, match=rf"small holds {tokens} tokens for training; one window of data\.seq_len={tokens} needs {tokens + 1}"
+        DataError,
+        match=rf"small holds {tokens} tokens for training; one window of data\.seq_len={tokens} needs {tokens + 1}",
     ) as raised:
         open_dataset(load_config(None, [mix, f"data.seq_len={tokens}"]))
     advised = int(raised.value.fix.partition("data.seq_len=")[2].partition(",")[0])

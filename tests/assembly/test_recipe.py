@@ -29,7 +29,13 @@ TURING = Machine("a CPU", 2, 8.0, (Gpu("a T4", 16.0, (7, 5), "1"),), "3.11")
 
 
 def speedup(name: str, *slots: str, transform: Transform | None = None) -> Speedup:
-    return Speedup(name=name, saves="nothing", promise=Promise.exact(), fills=dict.fromkeys(slots, name), transform=transform)
+    return Speedup(
+        name=name,
+        saves="nothing",
+        promise=Promise.exact(),
+        fills=dict.fromkeys(slots, name),
+        transform=transform,
+    )
 
 
 @pytest.mark.parametrize(
@@ -45,9 +51,14 @@ def speedup(name: str, *slots: str, transform: Transform | None = None) -> Speed
         (1_024, 512, 0, 1),
     ],
 )
-def test_the_plain_micro_batch_is_what_people_write_and_the_memory_holds(monkeypatch, seq_len, rows_per_rank, fitting, rows):
+def test_the_plain_micro_batch_is_what_people_write_and_the_memory_holds(
+    monkeypatch, seq_len, rows_per_rank, fitting, rows
+):
     monkeypatch.setattr(MicroBatchPlan, "fits", lambda self, rows: rows <= fitting)
-    assert rows_people_write(MicroBatchPlan(SimpleNamespace(seq_len=seq_len), rows_per_rank, "cpu", 0)) == rows
+    assert (
+        rows_people_write(MicroBatchPlan(SimpleNamespace(seq_len=seq_len), rows_per_rank, "cpu", 0))
+        == rows
+    )
 
 
 def test_baseline_fills_every_slot_the_plain_way():
@@ -82,7 +93,9 @@ def test_a_slot_that_does_not_exist_is_refused():
 def test_transforms_wrap_in_the_one_right_order_however_they_were_added():
     recipe = baseline()
     for stage in reversed(STAGES):
-        recipe = recipe.with_speedup(speedup(stage, transform=Transform(stage, lambda model, mesh: model)))
+        recipe = recipe.with_speedup(
+            speedup(stage, transform=Transform(stage, lambda model, mesh: model))
+        )
     assert [t.stage for t in recipe.ordered_transforms()] == list(STAGES)
 
 
@@ -102,7 +115,10 @@ def test_the_device_a_run_will_use_is_known_before_torch_is():
 
 
 def test_a_gpu_that_is_too_old_is_named_with_what_it_has():
-    assert gpu_below(TURING, (8, 0), "bfloat16") == "bfloat16 needs compute capability 8.0; the a T4 has 7.5."
+    assert (
+        gpu_below(TURING, (8, 0), "bfloat16")
+        == "bfloat16 needs compute capability 8.0; the a T4 has 7.5."
+    )
     assert gpu_below(TURING, (7, 0), "float16") is None
 
 

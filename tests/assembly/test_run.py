@@ -23,10 +23,20 @@ def settle(tiny_config):
     """Resolve a tiny configuration with nothing stated but what is given."""
 
     def run(*, world_size=1, local_world_size=None, machine=MACHINE, **changes):
-        blank = {"batch__tokens_per_step": None, "batch__rows_per_device": "auto", "batch__accumulate": None}
+        blank = {
+            "batch__tokens_per_step": None,
+            "batch__rows_per_device": "auto",
+            "batch__accumulate": None,
+        }
         config = tiny_config(**blank | changes)
         dataset = Dataset.open(config.data.path)
-        return resolve(config, machine=machine, dataset=dataset, world_size=world_size, local_world_size=local_world_size)[0]
+        return resolve(
+            config,
+            machine=machine,
+            dataset=dataset,
+            world_size=world_size,
+            local_world_size=local_world_size,
+        )[0]
 
     return run
 
@@ -39,11 +49,19 @@ def settle(tiny_config):
         ({"batch__rows_per_device": 4, "batch__accumulate": 3}, 1, (192, 4, 3)),
         ({"batch__rows_per_device": 4, "batch__accumulate": 3}, 2, (384, 4, 3)),
         ({"batch__rows_per_device": 4}, 1, (64, 4, 1)),
-        ({"batch__tokens_per_step": 256, "batch__rows_per_device": 4, "batch__accumulate": 4}, 1, (256, 4, 4)),
+        (
+            {"batch__tokens_per_step": 256, "batch__rows_per_device": 4, "batch__accumulate": 4},
+            1,
+            (256, 4, 4),
+        ),
         ({"batch__tokens_per_step": 256, "speedups": "none"}, 1, (256, 8, 2)),
         ({"batch__tokens_per_step": 256, "speedups": "none"}, 4, (256, 4, 1)),
         ({"batch__tokens_per_step": 24 * 16, "speedups": "none"}, 1, (384, 12, 2)),
-        ({"batch__tokens_per_step": 256, "batch__rows_per_device": 16, "speedups": "none"}, 1, (256, 16, 1)),
+        (
+            {"batch__tokens_per_step": 256, "batch__rows_per_device": 16, "speedups": "none"},
+            1,
+            (256, 16, 1),
+        ),
     ],
 )
 def test_two_of_the_batch_sizes_give_the_third(settle, stated, world_size, expected):
@@ -54,9 +72,21 @@ def test_two_of_the_batch_sizes_give_the_third(settle, stated, world_size, expec
 @pytest.mark.parametrize(
     ("stated", "world_size", "message"),
     [
-        ({"batch__tokens_per_step": 100}, 1, r"tokens_per_step=100 does not fit data\.seq_len=16.*Set batch\.tokens_per_step=96"),
-        ({"batch__tokens_per_step": 256, "batch__rows_per_device": 3}, 1, r"rows_per_device=3.*Set batch\.tokens_per_step=240"),
-        ({"batch__tokens_per_step": 256, "batch__rows_per_device": 4, "batch__accumulate": 3}, 1, r"Set batch\.tokens_per_step=192"),
+        (
+            {"batch__tokens_per_step": 100},
+            1,
+            r"tokens_per_step=100 does not fit data\.seq_len=16.*Set batch\.tokens_per_step=96",
+        ),
+        (
+            {"batch__tokens_per_step": 256, "batch__rows_per_device": 3},
+            1,
+            r"rows_per_device=3.*Set batch\.tokens_per_step=240",
+        ),
+        (
+            {"batch__tokens_per_step": 256, "batch__rows_per_device": 4, "batch__accumulate": 3},
+            1,
+            r"Set batch\.tokens_per_step=192",
+        ),
         ({"batch__tokens_per_step": 16}, 2, r"2 processes.*Set batch\.tokens_per_step=32"),
         ({"model__vocab_size": 100}, 1, r"vocab_size=100 is smaller than the vocabulary.*257"),
         ({"model__num_heads": 5}, 1, r"model\.d_model=32 does not divide into model\.num_heads=5"),
@@ -67,7 +97,9 @@ def test_two_of_the_batch_sizes_give_the_third(settle, stated, world_size, expec
         ({"schedule__kind": "cosin"}, 1, r"no schedule named 'cosin'.*cosine"),
     ],
 )
-def test_sizes_and_names_that_do_not_fit_are_refused_with_ones_that_do(settle, stated, world_size, message):
+def test_sizes_and_names_that_do_not_fit_are_refused_with_ones_that_do(
+    settle, stated, world_size, message
+):
     with pytest.raises(ConfigError, match=message):
         settle(world_size=world_size, **stated)
 
@@ -89,29 +121,47 @@ def test_tokens_and_epochs_become_whole_steps(settle, tiny_config):
     assert settle(train__steps=None, train__tokens=300, batch__tokens_per_step=128).train.steps == 3
     per_epoch = epoch_tokens(Dataset.open(tiny_config().data.path), 16)
     for epochs in (None, 2.0):
-        steps = settle(train__steps=None, train__epochs=epochs, batch__tokens_per_step=128).train.steps
+        steps = settle(
+            train__steps=None, train__epochs=epochs, batch__tokens_per_step=128
+        ).train.steps
         assert steps == -(-int((epochs or 1.0) * per_epoch) // 128)
 
 
 @pytest.mark.parametrize("share", [1.0, 2.5])
-def test_epochs_and_tokens_of_documents_a_row_become_the_steps_that_read_them(settle, build_run, tiny_config, share):
-    changes = {"speedups": "auto,-compile,+length-buckets", "data__seq_len": 64, "batch__tokens_per_step": 512}
+def test_epochs_and_tokens_of_documents_a_row_become_the_steps_that_read_them(
+    settle, build_run, tiny_config, share
+):
+    changes = {
+        "speedups": "auto,-compile,+length-buckets",
+        "data__seq_len": 64,
+        "batch__tokens_per_step": 512,
+    }
     reader = build_run(tiny_config(**changes)).feed._steps
     assert reader.tokens_per_epoch < 512 * reader.num_steps, "some of it is padding"
     wanted = math.ceil(share * reader.num_steps)
     assert settle(**changes, train__steps=None, train__epochs=share).train.steps == wanted
-    assert settle(**changes, train__steps=None, train__tokens=int(share * reader.tokens_per_epoch)).train.steps == wanted
+    assert (
+        settle(
+            **changes, train__steps=None, train__tokens=int(share * reader.tokens_per_epoch)
+        ).train.steps
+        == wanted
+    )
 
 
 def test_one_row_is_what_there_is_even_where_the_memory_seems_too_small(settle):
     nothing = Machine("a CPU", 2, 1e-4, (), "3.11")
     assert settle(machine=nothing, batch__tokens_per_step=16).batch.rows_per_device == 1
-    assert settle(machine=nothing, batch__tokens_per_step=256, speedups="none").batch.rows_per_device == 1
+    assert (
+        settle(machine=nothing, batch__tokens_per_step=256, speedups="none").batch.rows_per_device
+        == 1
+    )
 
 
 def test_little_memory_means_a_smaller_micro_batch(settle):
     roomy = settle(batch__tokens_per_step=64 * 1024).batch
-    small = settle(batch__tokens_per_step=64 * 1024, machine=Machine("a CPU", 2, 0.008, (), "3.11")).batch
+    small = settle(
+        batch__tokens_per_step=64 * 1024, machine=Machine("a CPU", 2, 0.008, (), "3.11")
+    ).batch
     assert small.rows_per_device < roomy.rows_per_device
     assert small.rows_per_device * small.accumulate == roomy.rows_per_device * roomy.accumulate
 
@@ -119,7 +169,10 @@ def test_little_memory_means_a_smaller_micro_batch(settle):
 def test_a_recurrence_is_counted_in_chunks_as_token_by_token_takes_minutes(settle):
     workload = workload_of(settle(model__kind="eigenstate", speedups="none"), baseline())
     assert workload.ops.scan is scan.chunked
-    in_chunks, by_token = (estimate(replace(workload, ops=replace(workload.ops, scan=way)), 8).total for way in (scan.chunked, scan.reference))
+    in_chunks, by_token = (
+        estimate(replace(workload, ops=replace(workload.ops, scan=way)), 8).total
+        for way in (scan.chunked, scan.reference)
+    )
     assert in_chunks == pytest.approx(by_token, rel=0.1)
 
 
@@ -127,7 +180,10 @@ def test_memory_is_shared_by_the_processes_of_one_machine_not_of_all(settle):
     assert memory_bytes(MACHINE, "cpu", 4) == 2 * 2**30
     machine = Machine("a CPU", 2, 0.032, (), "3.11")
     all_here, four_machines = (
-        settle(batch__tokens_per_step=64 * 1024, machine=machine, world_size=4, local_world_size=local).batch.rows_per_device for local in (None, 1)
+        settle(
+            batch__tokens_per_step=64 * 1024, machine=machine, world_size=4, local_world_size=local
+        ).batch.rows_per_device
+        for local in (None, 1)
     )
     assert all_here < four_machines
 
@@ -141,7 +197,12 @@ def test_a_resolved_configuration_resolves_to_itself(settle):
 def test_another_number_of_processes_cuts_the_same_step(settle):
     config = settle(batch__tokens_per_step=256, batch__rows_per_device=4)
     two = for_world_size(config, 2)
-    assert (two.batch.tokens_per_step, two.batch.rows_per_device, two.batch.accumulate, two.parallel.replicate) == (256, 4, 2, 2)
+    assert (
+        two.batch.tokens_per_step,
+        two.batch.rows_per_device,
+        two.batch.accumulate,
+        two.parallel.replicate,
+    ) == (256, 4, 2, 2)
     with pytest.raises(ConfigError, match="cannot be shared by 3 processes"):
         for_world_size(config, 3)
 
@@ -149,16 +210,24 @@ def test_another_number_of_processes_cuts_the_same_step(settle):
 def test_more_processes_than_the_micro_batch_allows_take_smaller_ones(settle):
     config = settle(batch__tokens_per_step=128, batch__rows_per_device=8)
     two = for_world_size(config, 2)
-    assert (two.batch.tokens_per_step, two.batch.rows_per_device, two.batch.accumulate) == (128, 4, 1)
+    assert (two.batch.tokens_per_step, two.batch.rows_per_device, two.batch.accumulate) == (
+        128,
+        4,
+        1,
+    )
 
 
 def test_a_gpu_machine_on_the_cpu_does_not_choose_gpu_speedups(settle):
-    config = settle(machine=Machine("a CPU", 2, 8.0, (Gpu("NVIDIA H200", 141.0, (9, 0), "1"),), "3.11"))
+    config = settle(
+        machine=Machine("a CPU", 2, 8.0, (Gpu("NVIDIA H200", 141.0, (9, 0), "1"),), "3.11")
+    )
     assert config.train.precision == "fp32"
     assert not {"bf16", "tf32"} & set(config.speedups)
 
 
 def test_a_model_that_no_memory_holds_is_refused_before_it_is_made(build_run, tiny_config):
-    with pytest.raises(HardwareError, match=r"weights alone take [\d,.]+ GiB, and there are [\d,.]+ GiB") as refused:
+    with pytest.raises(
+        HardwareError, match=r"weights alone take [\d,.]+ GiB, and there are [\d,.]+ GiB"
+    ) as refused:
         build_run(tiny_config(model__vocab_size=10**13))
     assert "model.vocab_size" in refused.value.fix

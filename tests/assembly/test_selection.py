@@ -6,7 +6,17 @@ import re
 
 import pytest
 
-from flatout.assembly.selection import Decision, all_speedups, assemble, auto_table, is_measured, naming, parse_wish, select, settled
+from flatout.assembly.selection import (
+    Decision,
+    all_speedups,
+    assemble,
+    auto_table,
+    is_measured,
+    naming,
+    parse_wish,
+    select,
+    settled,
+)
 from flatout.config.schema import load_config
 from flatout.errors import ConfigError, HardwareError
 from flatout.hardware import Gpu, Machine
@@ -19,12 +29,20 @@ TURING = Machine("a CPU", 2, 8.0, (Gpu("Tesla T4", 16.0, (7, 5), "1"),), "3.11")
 
 
 def on(wish: str, machine: Machine = CPU, *more: str, **facts: object) -> set[str]:
-    return {d.name for d in select(load_config(None, [f"speedups={wish}", *more]), machine, **facts) if d.on}
+    return {
+        d.name
+        for d in select(load_config(None, [f"speedups={wish}", *more]), machine, **facts)
+        if d.on
+    }
 
 
 def test_every_file_is_one_speedup_of_that_name_with_a_decision_and_a_reason():
     decisions = select(load_config(), CPU)
-    assert sorted(d.name for d in decisions) == SPEEDUPS.names() == sorted(s.name for s in all_speedups())
+    assert (
+        sorted(d.name for d in decisions)
+        == SPEEDUPS.names()
+        == sorted(s.name for s in all_speedups())
+    )
     assert all(d.reason for d in decisions)
 
 
@@ -40,7 +58,9 @@ def test_the_table_of_auto_names_only_speedups_and_devices_that_exist():
 
 def test_no_row_for_gpus_is_measured_and_what_cannot_run_there_needs_no_row():
     found = {s.name: is_measured(s, load_config(), HOPPER, "cuda") for s in all_speedups()}
-    assert {name for name, row in auto_table().items() if "cuda" in row} <= {name for name, measured in found.items() if measured is False}
+    assert {name for name, row in auto_table().items() if "cuda" in row} <= {
+        name for name, measured in found.items() if measured is False
+    }
     assert found["bf16-products"] is None
     assert is_measured(SPEEDUPS.get("kept-memory"), load_config(), CPU, "cpu") is True
     assert is_measured(SPEEDUPS.get("async-checkpoints"), load_config(), CPU, "cpu") is False
@@ -62,7 +82,10 @@ def test_edits_change_auto_by_what_they_name():
 
 
 def test_a_wish_is_named_upon():
-    assert naming("auto,-fused_adamw,-bf16", ["fused-adamw", "compile"]) == "auto,-bf16,+fused-adamw,+compile"
+    assert (
+        naming("auto,-fused_adamw,-bf16", ["fused-adamw", "compile"])
+        == "auto,-bf16,+fused-adamw,+compile"
+    )
     assert naming(("bf16",), ["compile"]) == "bf16,compile"
     assert on(naming("-fused-adamw", ["fused-adamw"])) == on("auto")
 
@@ -94,7 +117,9 @@ def test_what_cannot_run_is_off_under_auto_and_refused_when_named():
 
 
 def test_a_gpu_without_bfloat16_is_told_so():
-    assert on("auto", TURING, device="cuda") & {"bf16", "fp16"} == {"fp16"}, "float16 is the next best"
+    assert on("auto", TURING, device="cuda") & {"bf16", "fp16"} == {"fp16"}, (
+        "float16 is the next best"
+    )
     assert on("auto", HOPPER, device="cuda") & {"bf16", "fp16"} == {"bf16"}
     with pytest.raises(HardwareError, match=r"bfloat16 needs compute capability 8\.0"):
         on("bf16", TURING, device="cuda")
@@ -106,11 +131,17 @@ def test_attention_that_skips_is_taken_where_there_is_something_to_skip():
     assert on("auto", HOPPER, device="cuda") & ways == {"fused-attention"}
     assert on("auto", HOPPER, packed, device="cuda") & ways == {"flex-attention"}
     assert on("auto", HOPPER, windowed, device="cuda") & ways == {"flex-attention"}
-    assert on("auto", HOPPER, "model.window=256", "data.seq_len=256", device="cuda") & ways == {"fused-attention"}
-    assert on("auto,+varlen-attention", HOPPER, packed, device="cuda") & ways == {"varlen-attention"}
+    assert on("auto", HOPPER, "model.window=256", "data.seq_len=256", device="cuda") & ways == {
+        "fused-attention"
+    }
+    assert on("auto,+varlen-attention", HOPPER, packed, device="cuda") & ways == {
+        "varlen-attention"
+    }
     assert on("auto", TURING, packed, device="cuda") & ways == {"fused-attention"}
     assert not on("auto", CPU, packed) & {"flex-attention", "varlen-attention"}
-    with pytest.raises(HardwareError, match=r"'varlen-attention' cannot be used.*data\.document_mask=true"):
+    with pytest.raises(
+        HardwareError, match=r"'varlen-attention' cannot be used.*data\.document_mask=true"
+    ):
         on("varlen-attention", HOPPER, windowed, device="cuda")
     with pytest.raises(HardwareError, match=r"takes bf16 and fp16"):
         on("varlen-attention", HOPPER, packed, "train.precision=fp32", device="cuda")
@@ -121,7 +152,11 @@ def test_attention_that_skips_is_taken_where_there_is_something_to_skip():
 def test_long_runs_compile_and_short_ones_do_not():
     assert "compile" in on("auto", HOPPER, device="cuda", minutes=600.0)
     assert "compile" not in on("auto", HOPPER, device="cuda", minutes=0.3)
-    reason = next(d.reason for d in select(load_config(), HOPPER, device="cuda", minutes=0.3) if d.name == "compile")
+    reason = next(
+        d.reason
+        for d in select(load_config(), HOPPER, device="cuda", minutes=0.3)
+        if d.name == "compile"
+    )
     assert "0.3 minutes" in reason
     assert "compile" not in on("auto", CPU, minutes=600.0)
 
@@ -135,7 +170,11 @@ def test_the_precision_key_is_a_wish_too():
 
 def test_a_cpu_that_multiplies_bfloat16_narrows_the_products_alone():
     ways = {"bf16", "bf16-products", "onednn"}
-    assert on("auto", NARROW) & ways == on("auto", NARROW, "train.precision=bf16") & ways == {"bf16-products"}
+    assert (
+        on("auto", NARROW) & ways
+        == on("auto", NARROW, "train.precision=bf16") & ways
+        == {"bf16-products"}
+    )
     assert on("auto", NARROW, "train.precision=fp32") & ways == on("auto", CPU) & ways == {"onednn"}
     assert on("auto,+onednn", NARROW) & ways == {"onednn"}
     assert on("none", NARROW, "train.precision=bf16") == {"bf16-products"}
@@ -161,7 +200,9 @@ def test_precision_and_speedups_may_not_contradict_each_other():
 
 
 def test_a_named_speedup_takes_its_slot_from_one_that_auto_chose():
-    decisions = {d.name: d for d in select(load_config(None, ["speedups=auto,+fp16"]), HOPPER, device="cuda")}
+    decisions = {
+        d.name: d for d in select(load_config(None, ["speedups=auto,+fp16"]), HOPPER, device="cuda")
+    }
     assert decisions["fp16"].on
     assert not decisions["bf16"].on
     assert "fp16" in decisions["bf16"].reason
@@ -171,7 +212,10 @@ def test_a_named_speedup_takes_its_slot_from_one_that_auto_chose():
     ("wish", "fix"),
     [
         ("bf16,fp16", "speedups=fp16 or speedups=bf16."),
-        ("auto,+bf16,-compile,+fp16", "speedups=auto,-compile,+fp16 or speedups=auto,+bf16,-compile."),
+        (
+            "auto,+bf16,-compile,+fp16",
+            "speedups=auto,-compile,+fp16 or speedups=auto,+bf16,-compile.",
+        ),
         ("bf16,+fp16", "speedups=+fp16 or speedups=auto,bf16."),
         ("+bf16,+fp16", "speedups=+fp16 or speedups=+bf16."),
     ],
@@ -179,7 +223,11 @@ def test_a_named_speedup_takes_its_slot_from_one_that_auto_chose():
 def test_of_two_named_for_one_slot_one_is_to_be_left_out_of_the_users_own_words(wish, fix):
     with pytest.raises(ConfigError, match="both fill the slot 'precision'") as refused:
         on(wish, HOPPER, device="cuda")
-    (first, _, second) = refused.value.fix.removeprefix("Leave out one of the two: ").removesuffix(".").partition(" or ")
+    (first, _, second) = (
+        refused.value.fix.removeprefix("Leave out one of the two: ")
+        .removesuffix(".")
+        .partition(" or ")
+    )
     assert {first, second} == set(fix.removesuffix(".").split(" or "))
     for way in (first, second):
         assert len(on(way.removeprefix("speedups="), HOPPER, device="cuda") & {"bf16", "fp16"}) == 1
@@ -193,7 +241,13 @@ def test_of_a_precision_that_is_stated_and_a_speedup_for_its_slot_one_is_to_be_l
 
 
 @pytest.mark.parametrize(
-    ("wish", "fix"), [("tf32", "speedups=none"), ("auto,+tf32", "speedups=auto"), ("+tf32", "speedups=auto"), ("prefetch,tf32", "speedups=prefetch")]
+    ("wish", "fix"),
+    [
+        ("tf32", "speedups=none"),
+        ("auto,+tf32", "speedups=auto"),
+        ("+tf32", "speedups=auto"),
+        ("prefetch,tf32", "speedups=prefetch"),
+    ],
 )
 def test_what_cannot_be_used_is_left_out_of_the_users_own_words(wish, fix):
     with pytest.raises(HardwareError, match="'tf32' cannot be used") as refused:
@@ -203,7 +257,10 @@ def test_what_cannot_be_used_is_left_out_of_the_users_own_words(wish, fix):
 
 def test_a_precision_is_brought_about_by_what_something_named_needs():
     ways = {"bf16", "bf16-products", "bf16-weights"}
-    assert on("auto,+bf16-weights", NARROW, "train.precision=bf16") & ways == {"bf16", "bf16-weights"}
+    assert on("auto,+bf16-weights", NARROW, "train.precision=bf16") & ways == {
+        "bf16",
+        "bf16-weights",
+    }
     assert on("auto", NARROW, "train.precision=bf16") & ways == {"bf16-products"}
 
 
@@ -217,7 +274,13 @@ def test_a_precision_is_brought_about_by_what_something_named_needs():
             "fp16, which was named, takes",
             "Put bf16 in its place: speedups=auto,+bf16-weights,+bf16, or leave bf16-weights out: speedups=auto,+fp16.",
         ),
-        (HOPPER, "auto,+bf16-weights", "fp16", "train.precision=fp16", "Set train.precision=bf16, or leave bf16-weights out: speedups=auto."),
+        (
+            HOPPER,
+            "auto,+bf16-weights",
+            "fp16",
+            "train.precision=fp16",
+            "Set train.precision=bf16, or leave bf16-weights out: speedups=auto.",
+        ),
         (
             HOPPER,
             "auto,+cuda-graphs,-compile",
@@ -232,7 +295,13 @@ def test_a_precision_is_brought_about_by_what_something_named_needs():
             "how long the run takes is not known",
             "Add compile: speedups=auto,+cuda-graphs,+compile, or leave cuda-graphs out: speedups=auto.",
         ),
-        (HOPPER, "bf16-weights", "auto", "not among speedups", "Add bf16: speedups=bf16-weights,bf16, or leave bf16-weights out: speedups=none."),
+        (
+            HOPPER,
+            "bf16-weights",
+            "auto",
+            "not among speedups",
+            "Add bf16: speedups=bf16-weights,bf16, or leave bf16-weights out: speedups=none.",
+        ),
         (
             NARROW,
             "auto,+bf16-weights",
@@ -247,7 +316,13 @@ def test_a_precision_is_brought_about_by_what_something_named_needs():
             "bf16-products, which was",
             "Put bf16 in its place: speedups=bf16-weights,bf16, or leave bf16-weights out: speedups=bf16-products.",
         ),
-        (TURING, "auto,+bf16-weights", "auto", "bfloat16 needs compute", "Leave bf16-weights out: speedups=auto."),
+        (
+            TURING,
+            "auto,+bf16-weights",
+            "auto",
+            "bfloat16 needs compute",
+            "Leave bf16-weights out: speedups=auto.",
+        ),
     ],
 )
 def test_a_need_that_is_off_is_said_with_what_stands_in_the_way(machine, wish, precision, why, fix):
@@ -256,7 +331,11 @@ def test_a_need_that_is_off_is_said_with_what_stands_in_the_way(machine, wish, p
         on(wish, machine, f"train.precision={precision}", device=device)
     assert refused.value.fix == fix
     for way in re.findall(r"speedups=([^ ]+?)(?:[,.:] |\.?$)", fix):
-        other = f"train.precision={precision}" if "train.precision" not in fix else "train.precision=auto"
+        other = (
+            f"train.precision={precision}"
+            if "train.precision" not in fix
+            else "train.precision=auto"
+        )
         assemble(select(load_config(None, [f"speedups={way}", other]), machine, device=device))
 
 
@@ -269,8 +348,15 @@ def test_muon_is_compiled_where_the_model_is():
     assert muon("auto") == muon("auto,-compile,+compile-blocks") == {"compiled-muon"}
     assert muon("auto,-compile") == {"batched-muon"}
     assert muon("auto,-compile,+compiled-muon") == {"compiled-muon"}
-    decisions = select(load_config(None, ["speedups=auto,-compile", "optim.kind=muon"]), HOPPER, device="cuda", minutes=600.0)
-    assert "compile or compile-blocks" in next(d.reason for d in decisions if d.name == "compiled-muon")
+    decisions = select(
+        load_config(None, ["speedups=auto,-compile", "optim.kind=muon"]),
+        HOPPER,
+        device="cuda",
+        minutes=600.0,
+    )
+    assert "compile or compile-blocks" in next(
+        d.reason for d in decisions if d.name == "compiled-muon"
+    )
 
 
 @pytest.mark.parametrize("recipe", [name for name in RECIPES.names() if name.startswith("demo")])
@@ -303,7 +389,9 @@ def test_a_stored_choice_is_not_made_again():
     ],
 )
 def test_a_resumed_run_says_whether_its_micro_batch_was_stated_or_chosen(stated, reason):
-    stored = load_config(None, ["batch.rows_per_device=64", "batch.accumulate=1", "speedups=[tf32]"])
+    stored = load_config(
+        None, ["batch.rows_per_device=64", "batch.accumulate=1", "speedups=[tf32]"]
+    )
     decisions = {d.name: d for d in settled(stored, CPU, asked=load_config(None, stated))}
     assert decisions["micro-batch"].reason == reason
 
@@ -317,15 +405,21 @@ def test_a_speedup_of_ones_own_goes_by_its_reference(tmp_path, monkeypatch):
     assert on("my_own:FAST") == {"my_own:FAST"}
     decisions = select(load_config(None, ["speedups=auto,+my_own:FAST"]), CPU)
     assert assemble(decisions).part("matmul") == "high"
-    assert {d.name for d in settled(load_config(None, ["speedups=[my_own:FAST]"]), CPU) if d.on} == {"my_own:FAST"}
+    assert {
+        d.name for d in settled(load_config(None, ["speedups=[my_own:FAST]"]), CPU) if d.on
+    } == {"my_own:FAST"}
 
 
 def test_a_function_that_the_model_never_calls_is_not_exchanged():
     reasons = {d.name: d for d in select(load_config(None, ["model.kind=eigenstate"]), CPU)}
     assert "'eigenstate' makes no use of ops.attention" in reasons["fused-attention"].reason
     assert reasons["fast-scan"].on
-    assert "'transformer' makes no use of ops.scan" in next(d.reason for d in select(load_config(), CPU) if d.name == "fast-scan")
-    with pytest.raises(HardwareError, match=r"'fused-heads' cannot be used: .*makes no use of ops\.heads"):
+    assert "'transformer' makes no use of ops.scan" in next(
+        d.reason for d in select(load_config(), CPU) if d.name == "fast-scan"
+    )
+    with pytest.raises(
+        HardwareError, match=r"'fused-heads' cannot be used: .*makes no use of ops\.heads"
+    ):
         on("auto,+fused-heads", CPU, "model.kind=eigenstate")
 
 

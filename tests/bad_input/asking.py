@@ -116,7 +116,10 @@ def make_world(path: Path) -> Path:
     world.write("book.txt", "It was a dark and stormy night; the rain fell in torrents. " * 60)
     world.write("rows.jsonl", '{"text": "one"}\n{"text": "two"}\n')
     world.write("my.yaml", RECIPE)
-    for line in ("prepare book.txt --out data/book --tokenizer byte", "train my.yaml --run runs/first"):
+    for line in (
+        "prepare book.txt --out data/book --tokenizer byte",
+        "train my.yaml --run runs/first",
+    ):
         assert ask(line, path).code == 0
     return path
 
@@ -148,12 +151,26 @@ def ask(line: str, place: Path, spoil: Callable[[World], None] = nothing) -> Ans
         _plain_machine(patch, place)
         spoil(World(place, patch, stack))
         before = contents(place)
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as stopped:
+        with (
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(err),
+            pytest.raises(SystemExit) as stopped,
+        ):
             cli.main([name, "--json", *words])
         after = contents(place)
-    changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name) and not _is_lock(name, before))
+    changed = sorted(
+        name
+        for name in before.keys() | after.keys()
+        if before.get(name) != after.get(name) and not _is_lock(name, before)
+    )
     said = json.loads(out.getvalue().splitlines()[-1]) if out.getvalue() else {}
-    return Answer(stopped.value.code, out.getvalue(), err.getvalue(), changed, *(plain(said.get(key, ""), place) for key in ("error", "fix")))
+    return Answer(
+        stopped.value.code,
+        out.getvalue(),
+        err.getvalue(),
+        changed,
+        *(plain(said.get(key, ""), place) for key in ("error", "fix")),
+    )
 
 
 def _plain_machine(patch: pytest.MonkeyPatch, place: Path) -> None:
@@ -164,7 +181,9 @@ def _plain_machine(patch: pytest.MonkeyPatch, place: Path) -> None:
     from flatout.terminal import Terminal
 
     patch.chdir(place)
-    patch.setitem(Terminal.__init__.__kwdefaults__, "clock", lambda: 0.0)  # a slow machine has no more progress lines than a fast one
+    patch.setitem(
+        Terminal.__init__.__kwdefaults__, "clock", lambda: 0.0
+    )  # a slow machine has no more progress lines than a fast one
     patch.setenv("HOME", str(place))
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         patch.delenv(name, raising=False)
@@ -177,7 +196,10 @@ def _plain_machine(patch: pytest.MonkeyPatch, place: Path) -> None:
 
 def contents(place: Path) -> dict[str, bytes | None]:
     """Return every file and folder under a folder."""
-    return {path.relative_to(place).as_posix(): path.read_bytes() if path.is_file() else None for path in place.rglob("*")}
+    return {
+        path.relative_to(place).as_posix(): path.read_bytes() if path.is_file() else None
+        for path in place.rglob("*")
+    }
 
 
 def _is_lock(name: str, before: dict[str, bytes | None]) -> bool:

@@ -9,8 +9,29 @@ CASES = [
         ("train.device=cuda", "no NVIDIA driver"),
         ("train.device=auto would run on the CPU (a CPU, 2 cores)",),
     ),
-    Case("a GPU that is not there", "train my.yaml train.device=cuda:7", ("cuda:7",), ("train.device=auto",)),
-    Case("a sharded run without torchrun", "train my.yaml parallel.shard=2", ("parallel.shard=2", "1 process"), ("torchrun --nproc-per-node 2",)),
-    Case("half of torchrun's variables", "train my.yaml", ("WORLD_SIZE",), ("torchrun",), lambda w: w.patch.setenv("RANK", "0")),
-    Case("a speedup that needs a GPU", "train my.yaml speedups=tf32", ("'tf32'",), ("Leave it out: speedups=none",)),
+    Case(
+        "a GPU that is not there",
+        "train my.yaml train.device=cuda:7",
+        ("cuda:7",),
+        ("train.device=auto",),
+    ),
+    Case(
+        "a sharded run without torchrun",
+        "train my.yaml parallel.shard=2",
+        ("parallel.shard=2", "1 process"),
+        ("torchrun --nproc-per-node 2",),
+    ),
+    Case(
+        "half of torchrun's variables",
+        "train my.yaml",
+        ("WORLD_SIZE",),
+        ("torchrun",),
+        lambda w: w.patch.setenv("RANK", "0"),
+    ),
+    Case(
+        "a speedup that needs a GPU",
+        "train my.yaml speedups=tf32",
+        ("'tf32'",),
+        ("Leave it out: speedups=none",),
+    ),
 ]

@@ -13,7 +13,10 @@ from asking import Case, World, ask
 from flatout.data.prepare.work_dir import PartOf, WorkFolder
 
 NEW = "--out data/new --tokenizer byte"
-MANY = "".join(f'{{"text": "row {number}"}}\n' if number % 7 else f'{{"text": {number}}}\n' for number in range(1, 40))
+MANY = "".join(
+    f'{{"text": "row {number}"}}\n' if number % 7 else f'{{"text": {number}}}\n'
+    for number in range(1, 40)
+)
 
 
 def many(world: World) -> None:
@@ -56,7 +59,9 @@ def closed_tokenizer(world: World) -> None:
     read = Path.read_bytes
 
     def guarded(path: Path) -> bytes:
-        if path == Path("data/book/tokenizer.json"):  # as commands call it; the world is compared by whole paths
+        if path == Path(
+            "data/book/tokenizer.json"
+        ):  # as commands call it; the world is compared by whole paths
             raise PermissionError(13, "Permission denied", str(path))
         return read(path)
 
@@ -75,7 +80,11 @@ def parquet(world: World, columns: dict[str, list[object]]) -> bytes:
 
 def small_disk(world: World) -> None:
     world.write("large.txt", "x" * 2_000_000)
-    world.patch.setattr(shutil, "disk_usage", lambda _: namedtuple("usage", "total used free")(10**12, 10**12 - 10**6, 10**6))
+    world.patch.setattr(
+        shutil,
+        "disk_usage",
+        lambda _: namedtuple("usage", "total used free")(10**12, 10**12 - 10**6, 10**6),
+    )
 
 
 def without(package: str, world: World) -> None:
@@ -100,8 +109,15 @@ def standard_input(world: World, data: bytes) -> None:
 def sides(world: World) -> None:
     """A file, its copy, another, and a data set in which that one is validation text."""
     for name, rows in (("good", 40), ("copy", 40), ("held", 5), ("none", 0)):
-        world.write(f"{name}.jsonl", "".join(f'{{"text": "row {number}"}}\n' for number in range(rows)))
-    assert ask("prepare good.jsonl --out data/sides --tokenizer byte --val held.jsonl", world.path).code == 0
+        world.write(
+            f"{name}.jsonl", "".join(f'{{"text": "row {number}"}}\n' for number in range(rows))
+        )
+    assert (
+        ask(
+            "prepare good.jsonl --out data/sides --tokenizer byte --val held.jsonl", world.path
+        ).code
+        == 0
+    )
 
 
 CASES = [
@@ -141,9 +157,27 @@ CASES = [
         ("Leave one",),
         sides,
     ),
-    Case("validation text that is not there", f"prepare good.jsonl {NEW} --val hled.jsonl", ("hled.jsonl",), ("'held.jsonl'",), sides),
-    Case("validation text without a document", f"prepare good.jsonl {NEW} --val none.jsonl", ("none.jsonl", "no document"), ("text in it",), sides),
-    Case("a data set as validation text", f"prepare good.jsonl {NEW} --val shakespeare", ("--val shakespeare",), ("as the source",), sides),
+    Case(
+        "validation text that is not there",
+        f"prepare good.jsonl {NEW} --val hled.jsonl",
+        ("hled.jsonl",),
+        ("'held.jsonl'",),
+        sides,
+    ),
+    Case(
+        "validation text without a document",
+        f"prepare good.jsonl {NEW} --val none.jsonl",
+        ("none.jsonl", "no document"),
+        ("text in it",),
+        sides,
+    ),
+    Case(
+        "a data set as validation text",
+        f"prepare good.jsonl {NEW} --val shakespeare",
+        ("--val shakespeare",),
+        ("as the source",),
+        sides,
+    ),
     Case(
         "other validation text for a data set that is there",
         "prepare good.jsonl --out data/sides --tokenizer byte --val copy.jsonl --duplicates drop",
@@ -152,11 +186,34 @@ CASES = [
         sides,
     ),
     Case("a part that is none", f"prepare book.txt {NEW} --part 3/2", ("--part '3/2'",), ("2/8",)),
-    Case("a part and the join at once", f"prepare book.txt {NEW} --part 1/2 --join", ("--part", "--join"), ("without --part",)),
+    Case(
+        "a part and the join at once",
+        f"prepare book.txt {NEW} --part 1/2 --join",
+        ("--part", "--join"),
+        ("without --part",),
+    ),
     Case("a join of nothing", f"prepare book.txt {NEW} --join", ("data/new",), ("--part 1/N",)),
-    Case("a join with parts missing", f"prepare good.jsonl {NEW} --join", ("data/new", "part 2/2"), ("Run those parts", "--join"), begun),
-    Case("a part that another process does", f"prepare good.jsonl {NEW} --part 1/2", ("data/new", "Another process"), ("another --out",), held),
-    Case("a data set that another process prepares", f"prepare good.jsonl {NEW}", ("data/new", "Another process"), ("another --out",), held),
+    Case(
+        "a join with parts missing",
+        f"prepare good.jsonl {NEW} --join",
+        ("data/new", "part 2/2"),
+        ("Run those parts", "--join"),
+        begun,
+    ),
+    Case(
+        "a part that another process does",
+        f"prepare good.jsonl {NEW} --part 1/2",
+        ("data/new", "Another process"),
+        ("another --out",),
+        held,
+    ),
+    Case(
+        "a data set that another process prepares",
+        f"prepare good.jsonl {NEW}",
+        ("data/new", "Another process"),
+        ("another --out",),
+        held,
+    ),
     Case(
         "a part of another number of parts",
         f"prepare good.jsonl {NEW} --part 2/3",
@@ -164,15 +221,31 @@ CASES = [
         ("--part I/2",),
         begun,
     ),
-    Case("a mount point to prepare into", f"prepare book.txt {NEW}", ("data/new", "mount point"), ("--out data/new/NAME",), mounted),
-    Case("a home folder of nobody", "prepare book.txt --out '~nobody-there/set'", ("~nobody-there/set",), ("from / on",)),
+    Case(
+        "a mount point to prepare into",
+        f"prepare book.txt {NEW}",
+        ("data/new", "mount point"),
+        ("--out data/new/NAME",),
+        mounted,
+    ),
+    Case(
+        "a home folder of nobody",
+        "prepare book.txt --out '~nobody-there/set'",
+        ("~nobody-there/set",),
+        ("from / on",),
+    ),
     Case(
         "a tokenizer in a home folder of nobody",
         "prepare book.txt --out data/new --tokenizer '~nobody-there/tokenizer.json'",
         ("~nobody-there/tokenizer.json",),
         ("from / on",),
     ),
-    Case("a folder without a tokenizer", "prepare book.txt --out data/new --tokenizer data", ("data", "tokenizer.json"), ("byte",)),
+    Case(
+        "a folder without a tokenizer",
+        "prepare book.txt --out data/new --tokenizer data",
+        ("data", "tokenizer.json"),
+        ("byte",),
+    ),
     Case(
         "a pattern that is empty",
         "prepare book.txt --out data/new --tokenizer own.tiktoken --pattern ''",
@@ -251,11 +324,26 @@ CASES = [
         ('{"text": "..."}',),
         lambda w: w.write("odd.jsonl", '["one"]\n'),
     ),
-    Case("a mask for text without rows", f"prepare book.txt {NEW} --mask-field prompt", ("book.txt", "'prompt'"), ("--mask-field",)),
     Case(
-        "an empty .gz", f"prepare a.txt.gz {NEW}", ("a.txt.gz", "empty document"), ("text in it",), lambda w: w.write("a.txt.gz", gzip.compress(b""))
+        "a mask for text without rows",
+        f"prepare book.txt {NEW} --mask-field prompt",
+        ("book.txt", "'prompt'"),
+        ("--mask-field",),
     ),
-    Case("a .gz of no bytes at all", f"prepare a.txt.gz {NEW}", ("a.txt.gz", "empty document"), ("text in it",), lambda w: w.write("a.txt.gz", b"")),
+    Case(
+        "an empty .gz",
+        f"prepare a.txt.gz {NEW}",
+        ("a.txt.gz", "empty document"),
+        ("text in it",),
+        lambda w: w.write("a.txt.gz", gzip.compress(b"")),
+    ),
+    Case(
+        "a .gz of no bytes at all",
+        f"prepare a.txt.gz {NEW}",
+        ("a.txt.gz", "empty document"),
+        ("text in it",),
+        lambda w: w.write("a.txt.gz", b""),
+    ),
     Case(
         "an empty standard input",
         f"prepare - {NEW}",
@@ -294,8 +382,18 @@ CASES = [
         ('"flatout[s3]"',),
         lambda w: without("s3fs", w),
     ),
-    Case("an address where nothing is", f"prepare memory://nowhere/a.txt {NEW}", ("memory://nowhere/a.txt",), ("Check the address",)),
-    Case("an option that the hub has not", f"prepare hub:org/set:splitt=train {NEW}", ("'hub'", "'splitt'"), ("split", "revision")),
+    Case(
+        "an address where nothing is",
+        f"prepare memory://nowhere/a.txt {NEW}",
+        ("memory://nowhere/a.txt",),
+        ("Check the address",),
+    ),
+    Case(
+        "an option that the hub has not",
+        f"prepare hub:org/set:splitt=train {NEW}",
+        ("'hub'", "'splitt'"),
+        ("split", "revision"),
+    ),
     Case(
         "a data set of the hub without the package for it",
         f"prepare hub:org/set {NEW}",
@@ -317,7 +415,12 @@ CASES = [
         ('"flatout[ray]"',),
         lambda w: without("ray", w),
     ),
-    Case("Ray and a part at once", f"prepare book.txt {NEW} --engine ray --part 1/2", ("--engine ray", "--part"), ("Leave one",)),
+    Case(
+        "Ray and a part at once",
+        f"prepare book.txt {NEW} --engine ray --part 1/2",
+        ("--engine ray", "--part"),
+        ("Leave one",),
+    ),
     Case("an unknown engine", f"prepare book.txt {NEW} --engine spark", ("'spark'",), ("ray",)),
     Case(
         "an address to write to without the package for it",
@@ -326,10 +429,40 @@ CASES = [
         ('"flatout[s3]"',),
         lambda w: without("s3fs", w),
     ),
-    Case("parts of a data set at an address", "prepare book.txt --out s3://bucket/new --part 1/2", ("--part", "s3://bucket/new"), ("shared folder",)),
-    Case("a secret in the address of a data set", "prepare book.txt --out s3://me:pass@bucket/new", ("s3://bucket/new", "password"), ("profile",)),
-    Case("a packed tokenizer", "prepare book.txt --out data/new --tokenizer tok.json.gz", ("tok.json.gz",), ("gunzip",)),
-    Case("a file for a data set that is not named", f"prepare book.txt {NEW} --from book.txt", ("--from",), ("shakespeare",)),
-    Case("another file for a data set", f"prepare shakespeare {NEW} --from book.txt", ("book.txt", "SHA-256"), ("without --from",)),
-    Case("no worker", f"prepare book.txt {NEW} --workers 0", ("--workers 0",), ("Leave --workers out",)),
+    Case(
+        "parts of a data set at an address",
+        "prepare book.txt --out s3://bucket/new --part 1/2",
+        ("--part", "s3://bucket/new"),
+        ("shared folder",),
+    ),
+    Case(
+        "a secret in the address of a data set",
+        "prepare book.txt --out s3://me:pass@bucket/new",
+        ("s3://bucket/new", "password"),
+        ("profile",),
+    ),
+    Case(
+        "a packed tokenizer",
+        "prepare book.txt --out data/new --tokenizer tok.json.gz",
+        ("tok.json.gz",),
+        ("gunzip",),
+    ),
+    Case(
+        "a file for a data set that is not named",
+        f"prepare book.txt {NEW} --from book.txt",
+        ("--from",),
+        ("shakespeare",),
+    ),
+    Case(
+        "another file for a data set",
+        f"prepare shakespeare {NEW} --from book.txt",
+        ("book.txt", "SHA-256"),
+        ("without --from",),
+    ),
+    Case(
+        "no worker",
+        f"prepare book.txt {NEW} --workers 0",
+        ("--workers 0",),
+        ("Leave --workers out",),
+    ),
 ]

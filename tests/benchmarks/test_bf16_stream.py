@@ -20,15 +20,22 @@ def benchmark(monkeypatch):
 @pytest.fixture
 def toy(benchmark):
     tiny = {"num_layers": 1, "d_model": 16, "seq_len": 16, "tokens_per_step": 64, "steps": 3}
-    return [replace(case, **tiny, shape={**case.shape, "model.num_heads": 2}) for case in benchmark.CASES]
+    return [
+        replace(case, **tiny, shape={**case.shape, "model.num_heads": 2})
+        for case in benchmark.CASES
+    ]
 
 
-def test_every_model_is_run_with_and_without_over_three_seeds(benchmark, toy, monkeypatch, tiny_set, tmp_path):
+def test_every_model_is_run_with_and_without_over_three_seeds(
+    benchmark, toy, monkeypatch, tiny_set, tmp_path
+):
     monkeypatch.setattr(benchmark, "code_state", lambda: "1a2b3c4")
     dataset, cache = Dataset.open(tiny_set), tmp_path / "runs.jsonl"
     cases = [benchmark.measure(case, dataset, range(1, 4), cache) for case in toy]
     for case in cases:
-        assert [(run["seed"], run["way"]) for run in case["runs"]] == [(seed, way) for seed in (1, 2, 3) for way in ("bf16", "bf16-stream")]
+        assert [(run["seed"], run["way"]) for run in case["runs"]] == [
+            (seed, way) for seed in (1, 2, 3) for way in ("bf16", "bf16-stream")
+        ]
         assert 0 < case["first_steps_apart"] < 0.02
         assert case["difference"]["low"] <= case["difference"]["mean"] <= case["difference"]["high"]
         assert abs(case["difference"]["mean"]) < 0.02
@@ -42,6 +49,8 @@ def test_every_model_is_run_with_and_without_over_three_seeds(benchmark, toy, mo
 def test_two_runs_of_a_seed_differ_by_the_speedup_alone(benchmark, tiny_set):
     dataset = Dataset.open(tiny_set)
     for case in benchmark.CASES:
-        without, with_stream = (benchmark.configured(case, dataset, way, 1).to_dict() for way in benchmark.SPEEDUPS)
+        without, with_stream = (
+            benchmark.configured(case, dataset, way, 1).to_dict() for way in benchmark.SPEEDUPS
+        )
         assert with_stream.pop("speedups") == f"{without.pop('speedups')},+bf16-stream"
         assert without == with_stream

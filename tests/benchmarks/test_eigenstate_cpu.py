@@ -27,7 +27,18 @@ def test_every_way_is_timed_in_every_round_and_agrees(benchmark):
         first, second = comparison["apart"].values()
         assert first == {"loss": 0.0, "gradient": 0.0}
         assert max(second.values()) <= comparison["tolerance"]
-    text = benchmark.table(found | {"machine": "a machine", "threads": 1, "torch": "2", "layers": 2, "tokens": 11, "chunk_size": 4, "commit": "abc"})
+    text = benchmark.table(
+        found
+        | {
+            "machine": "a machine",
+            "threads": 1,
+            "torch": "2",
+            "layers": 2,
+            "tokens": 11,
+            "chunk_size": 4,
+            "commit": "abc",
+        }
+    )
     assert "| layers token by token, against all that is fast: step by step |" in text
     assert text.count("**") == 8
 
@@ -46,12 +57,17 @@ def test_token_by_token_has_the_gradients_of_all_at_once(benchmark):
 
 @pytest.mark.parametrize(("loss", "gradient"), [(1.001, 1.0), (1.0, 1.001), (float("nan"), 1.0)])
 def test_a_way_that_differs_ends_the_program(benchmark, loss, gradient):
-    ways = {"plain": lambda: (1.0, torch.ones(3)), "fast": lambda: (loss, torch.full((3,), gradient))}
+    ways = {
+        "plain": lambda: (1.0, torch.ones(3)),
+        "fast": lambda: (loss, torch.full((3,), gradient)),
+    }
     with pytest.raises(SystemExit, match="a title: fast differs"):
         benchmark.compared(benchmark.Comparison("name", "a title", 1e-4, ways))
 
 
 def test_no_round_is_begun_that_would_not_end_in_time(benchmark):
-    comparison = benchmark.Comparison("name", "a title", 1e-4, {"plain": lambda: (1.0, torch.ones(3))})
+    comparison = benchmark.Comparison(
+        "name", "a title", 1e-4, {"plain": lambda: (1.0, torch.ones(3))}
+    )
     with pytest.raises(SystemExit, match="would not have ended"):
         benchmark.measure([comparison], 3, minutes=0)

@@ -11,7 +11,10 @@ import pytest
 import torch
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
-CUDA_BUILD = pytest.mark.skipif(torch.version.cuda is None or torch.cuda.is_available(), reason="needs a CUDA build of torch, and no GPU")
+CUDA_BUILD = pytest.mark.skipif(
+    torch.version.cuda is None or torch.cuda.is_available(),
+    reason="needs a CUDA build of torch, and no GPU",
+)
 
 
 @pytest.fixture
@@ -23,7 +26,13 @@ def benchmark(monkeypatch):
 @CUDA_BUILD
 @pytest.mark.parametrize("name", ["gpt2-124m/set", "eigenstate-small-32k/recipe"])
 def test_a_set_is_traced_in_one_graph_each_way(name):
-    done = subprocess.run([sys.executable, FOLDER / "fake_gpu.py", "--only", name], capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(
+        [sys.executable, FOLDER / "fake_gpu.py", "--only", name],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert f"{name}: 2 graphs; " in done.stdout
     expected = "cudnn_attention_backward" if "gpt2" in name else "flatout.scan_backward"

@@ -37,16 +37,38 @@ class Machine:
     """A GPU machine on which every step only takes its time."""
 
     def __init__(self, kit, monkeypatch, tmp_path, *, pace=1.0, seed=0):
-        self.kit, self.tmp_path, self.pace, self.now_s, self.random = kit, tmp_path, pace, 0.0, random.Random(seed)
+        self.kit, self.tmp_path, self.pace, self.now_s, self.random = (
+            kit,
+            tmp_path,
+            pace,
+            0.0,
+            random.Random(seed),
+        )
         self.took, self.killed_at_s, self.breaks = [], float("inf"), set()
         monkeypatch.setattr(kit.throughput, "probe", lambda: H200)
         monkeypatch.setattr(kit, "probe", lambda: H200)
         monkeypatch.setattr(kit.throughput, "random_data", lambda place, **_: place)
         monkeypatch.setattr(kit.throughput, "text_data", lambda place, **_: place)
         monkeypatch.setattr(kit.throughput, "run_apart", self.run_apart)
-        monkeypatch.setattr(kit.throughput.Session, "is_missing", lambda session, kind: kind in ("litgpt", "nanochat"))
-        monkeypatch.setattr(kit, "environment", lambda limit_s, *, tiny: self.passes(9.0) and {"status": "ok", "python": "3.12", "packages": {}})
-        monkeypatch.setattr(kit, "gpu_tests", lambda limit_s, *, tiny: self.passes(115.0) and {"status": "ok", "failed": [], "seconds": 115.0})
+        monkeypatch.setattr(
+            kit.throughput.Session,
+            "is_missing",
+            lambda session, kind: kind in ("litgpt", "nanochat"),
+        )
+        monkeypatch.setattr(
+            kit,
+            "environment",
+            lambda limit_s, *, tiny: (
+                self.passes(9.0) and {"status": "ok", "python": "3.12", "packages": {}}
+            ),
+        )
+        monkeypatch.setattr(
+            kit,
+            "gpu_tests",
+            lambda limit_s, *, tiny: (
+                self.passes(115.0) and {"status": "ok", "failed": [], "seconds": 115.0}
+            ),
+        )
         monkeypatch.setattr(kit, "ladder", lambda *words, minutes, **_: self.passes(60 * minutes))
 
     def passes(self, seconds):
@@ -69,16 +91,50 @@ class Machine:
             return {"status": "timed-out", "reason": "It had not ended."}
         if len(self.took) in self.breaks:
             return {"status": "failed", "reason": "The process ended with exit code -11."}
-        row = {"tokens_per_s": 1e5 + (spec["rows"] or 0), "peak_gib": 10.0, "mfu": 0.5, "roof_tflops": 790.0, "steps_ms": [1.0], "speedups": []}
-        profile = {"profile": {"steps": 3, "wall_ms": 9.0, "groups": {"matmul": 8.0, "idle": 1.0}, "kernels": []}} if "profile_steps" in spec else {}
+        row = {
+            "tokens_per_s": 1e5 + (spec["rows"] or 0),
+            "peak_gib": 10.0,
+            "mfu": 0.5,
+            "roof_tflops": 790.0,
+            "steps_ms": [1.0],
+            "speedups": [],
+        }
+        profile = (
+            {
+                "profile": {
+                    "steps": 3,
+                    "wall_ms": 9.0,
+                    "groups": {"matmul": 8.0, "idle": 1.0},
+                    "kernels": [],
+                }
+            }
+            if "profile_steps" in spec
+            else {}
+        )
         return {"status": "ok", "reason": None, **row, **profile}
 
     def call(self, number, results, *words):
         """Make one call; return how long it took, and the lines that it printed last."""
-        arguments = self.kit.parser().parse_args(["--call", str(number), "--results", str(results), "--nanogpt", str(self.tmp_path), *words])
+        arguments = self.kit.parser().parse_args(
+            [
+                "--call",
+                str(number),
+                "--results",
+                str(results),
+                "--nanogpt",
+                str(self.tmp_path),
+                *words,
+            ]
+        )
         results.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(dir=self.tmp_path))
-        contact = self.kit.Contact(self.kit.session(arguments, scratch), self.kit.Results(results), arguments, self.now_s, lambda: self.now_s)
+        contact = self.kit.Contact(
+            self.kit.session(arguments, scratch),
+            self.kit.Results(results),
+            arguments,
+            self.now_s,
+            lambda: self.now_s,
+        )
         began_s = self.now_s
         contact.run(contact.next_call() if number == "next" else number)
         return self.now_s - began_s, contact.table(number if number != "next" else 1)
@@ -95,11 +151,19 @@ def rows_of(results):
 
 
 def figures(results):
-    return {(row["work"], row["entry"], row["rows"], row["round"]): row["tokens_per_s"] for row in rows_of(results) if row["status"] == "ok"}
+    return {
+        (row["work"], row["entry"], row["rows"], row["round"]): row["tokens_per_s"]
+        for row in rows_of(results)
+        if row["status"] == "ok"
+    }
 
 
 def core(kit, plan):
-    named = [step for call in plan.CALLS.values() for step in plan.steps(call, lambda entry: entry.rows, kit.throughput.is_asked)[0]]
+    named = [
+        step
+        for call in plan.CALLS.values()
+        for step in plan.steps(call, lambda entry: entry.rows, kit.throughput.is_asked)[0]
+    ]
     return {(step.entry.work, step.entry.name) for step in named if step.entry}
 
 
@@ -111,7 +175,9 @@ def test_three_calls_of_nine_minutes_hold_all_that_matters(kit, plan, monkeypatc
         seconds, lines = machine.call(number, results)
         assert seconds <= 540
         assert len(lines) <= 40
-    assert core(kit, plan) <= {(row["work"], row["entry"]) for row in rows_of(results) if row["status"] == "ok"}
+    assert core(kit, plan) <= {
+        (row["work"], row["entry"]) for row in rows_of(results) if row["status"] == "ok"
+    }
     held = json.loads((results / "contact.json").read_text())
     assert set(held["profiles"]) == set(plan.PROFILED)
     assert len(list(results.iterdir())) <= 8
@@ -121,7 +187,9 @@ def test_a_slow_machine_ends_in_time_and_says_what_is_left(kit, monkeypatch, tmp
     machine = Machine(kit, monkeypatch, tmp_path, pace=2.2)
     seconds, lines = machine.call(2, tmp_path / "results")
     assert seconds <= 540
-    assert re.search(r"Left of this call, for want of time: .*gpt2-124m-32k-wide-heads/set", lines[-1])
+    assert re.search(
+        r"Left of this call, for want of time: .*gpt2-124m-32k-wide-heads/set", lines[-1]
+    )
     assert {row["entry"] for row in rows_of(tmp_path / "results")} >= {"set", "nanogpt"}
 
 
@@ -164,7 +232,12 @@ def test_a_measurement_that_dies_while_it_is_profiled_is_made_without(machine, t
     profiles = json.loads((tmp_path / "contact.json").read_text())["profiles"]
     assert profiles["gpt2-124m/set"]["failed"] == "The process ended with exit code -11."
     machine.call(3, tmp_path, "--only", "gpt2-124m/set", "--minutes", "7")
-    assert json.loads((tmp_path / "contact.json").read_text())["profiles"]["gpt2-124m/set"]["groups"]["matmul"] == 8.0
+    assert (
+        json.loads((tmp_path / "contact.json").read_text())["profiles"]["gpt2-124m/set"]["groups"][
+            "matmul"
+        ]
+        == 8.0
+    )
 
 
 def test_failures_are_tried_again_only_with_other_code(kit, machine, monkeypatch, tmp_path):
@@ -190,7 +263,10 @@ def test_what_takes_too_long_is_stopped_and_tried_again_last(kit, machine, tmp_p
     assert "A later call tries it again" in row["reason"]
     machine.pace = 1.0
     machine.call(1, tmp_path, *one)
-    assert {(row["entry"], row["status"]) for row in rows_of(tmp_path)} == {("people", "ok"), ("recipe", "ok")}
+    assert {(row["entry"], row["status"]) for row in rows_of(tmp_path)} == {
+        ("people", "ok"),
+        ("recipe", "ok"),
+    }
     assert machine.took[-1][0] == "flatout"
 
 
@@ -208,7 +284,10 @@ def test_what_the_calls_end_cut_short_is_the_next_calls_first(kit, machine, tmp_
     one = ["--only", "gpt2-124m/recipe,gpt2-124m/people"]
     machine.pace = 8.0
     machine.call(1, tmp_path, *one, "--minutes", "4.6")
-    assert next((row["entry"], row["status"]) for row in rows_of(tmp_path)) == ("recipe", "timed-out")
+    assert next((row["entry"], row["status"]) for row in rows_of(tmp_path)) == (
+        "recipe",
+        "timed-out",
+    )
     machine.pace = 1.0
     began = len(machine.took)
     machine.call(1, tmp_path, *one)
@@ -225,8 +304,20 @@ def test_figures_of_another_device_are_not_mixed(kit, machine, monkeypatch, tmp_
 
 def test_what_lies_near_a_target_is_measured_twice_more(kit, machine, tmp_path):
     report = importlib.import_module("contact_report")
-    target = next(target for target in report.TARGETS if (target.work, target.what) == ("gpt2-124m", "tokens_per_s"))
-    row = {"work": "gpt2-124m", "rows": 64, "round": 0, "status": "ok", "peak_gib": 1.0, "roof_tflops": 790.0, "device": "NVIDIA H200"}
+    target = next(
+        target
+        for target in report.TARGETS
+        if (target.work, target.what) == ("gpt2-124m", "tokens_per_s")
+    )
+    row = {
+        "work": "gpt2-124m",
+        "rows": 64,
+        "round": 0,
+        "status": "ok",
+        "peak_gib": 1.0,
+        "roof_tflops": 790.0,
+        "device": "NVIDIA H200",
+    }
     measured = importlib.import_module("throughput_report").Measurements
     near = measured([{**row, "entry": "set", "tokens_per_s": 0.98 * target.least}], tiny=False)
     far = measured([{**row, "entry": "set", "tokens_per_s": 0.9 * target.least}], tiny=False)
@@ -235,10 +326,20 @@ def test_what_lies_near_a_target_is_measured_twice_more(kit, machine, tmp_path):
 
 
 def test_pace_is_learned(plan):
-    entry = next(entry for entry in plan.ENTRIES if (entry.work, entry.name) == ("gpt2-124m", "set"))
-    other = next(entry for entry in plan.ENTRIES if (entry.work, entry.name) == ("gpt2-700m", "set"))
+    entry = next(
+        entry for entry in plan.ENTRIES if (entry.work, entry.name) == ("gpt2-124m", "set")
+    )
+    other = next(
+        entry for entry in plan.ENTRIES if (entry.work, entry.name) == ("gpt2-700m", "set")
+    )
     one, two = plan.Step("measure", entry, 64), plan.Step("measure", other, 16)
-    spent = {"step": one.name, "entry": ["gpt2-124m", "set"], "guess_s": 80.0, "seconds": 40.0, "status": "ok"}
+    spent = {
+        "step": one.name,
+        "entry": ["gpt2-124m", "set"],
+        "guess_s": 80.0,
+        "seconds": 40.0,
+        "status": "ok",
+    }
     assert plan.Estimates([]).expected_s(two) == plan.guess_s(two)
     assert plan.Estimates([]).limit_s(two) >= plan.LIMIT_S
     learned = plan.Estimates([spent])
@@ -270,7 +371,18 @@ def called(kit, monkeypatch, tmp_path):
 
     def call(*words):
         with pytest.raises(SystemExit) as refused:
-            kit.main(["--call", "1", "--tiny", "--minutes", "0", "--results", str(tmp_path / "out"), *map(str, words)])
+            kit.main(
+                [
+                    "--call",
+                    "1",
+                    "--tiny",
+                    "--minutes",
+                    "0",
+                    "--results",
+                    str(tmp_path / "out"),
+                    *map(str, words),
+                ]
+            )
         return str(refused.value)
 
     monkeypatch.setattr(kit, "CACHE", tmp_path / "cache")
@@ -299,7 +411,9 @@ def test_a_call_with_wrong_folders_is_refused_before_it_takes_time(called, tmp_p
     assert re.search(r"no model\.py\. Fix: ", called("--nanogpt", tmp_path))
     assert re.search(r"names nothing\. Fix: ", called("--only", "gpt3"))
     (tmp_path / "file").write_text("")
-    assert re.search(r"file cannot be written: it is a file\. Fix: ", called("--results", tmp_path / "file"))
+    assert re.search(
+        r"file cannot be written: it is a file\. Fix: ", called("--results", tmp_path / "file")
+    )
     assert re.search(r"cannot be written: .*\. Fix: ", called("--results", "/proc/flatout"))
     assert not (tmp_path / "out").exists()
 
@@ -307,28 +421,50 @@ def test_a_call_with_wrong_folders_is_refused_before_it_takes_time(called, tmp_p
 def test_results_of_calls_before_are_copied_to_where_there_are_none(kit, tmp_path):
     """A call that was killed while it copied them is no reason to go without the rest."""
     seed, out = tmp_path / "seed", tmp_path / "out"
-    for folder, files in {seed: {"contact.json": "old", "throughput.json": "old", "a.part": ""}, out: {"contact.json": "new"}}.items():
+    for folder, files in {
+        seed: {"contact.json": "old", "throughput.json": "old", "a.part": ""},
+        out: {"contact.json": "new"},
+    }.items():
         folder.mkdir()
         for name, text in files.items():
             (folder / name).write_text(text)
     kit.sow(seed, out)
-    assert {path.name: path.read_text() for path in out.iterdir()} == {"contact.json": "new", "throughput.json": "old"}
+    assert {path.name: path.read_text() for path in out.iterdir()} == {
+        "contact.json": "new",
+        "throughput.json": "old",
+    }
 
 
 def test_without_its_packages_it_says_how_they_come(tmp_path):
     (tmp_path / "psutil.py").write_text("raise ModuleNotFoundError(name='psutil')\n")
     done = subprocess.run(
-        [sys.executable, FOLDER / "first_contact.py", "--plan"], env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, check=False
+        [sys.executable, FOLDER / "first_contact.py", "--plan"],
+        env={"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    assert (done.returncode, done.stderr.startswith("The package psutil is not here. Fix: ")) == (1, True)
+    assert (done.returncode, done.stderr.startswith("The package psutil is not here. Fix: ")) == (
+        1,
+        True,
+    )
 
 
 @pytest.mark.parametrize(
     ("line", "found"),
     [
-        ("[gw3] [ 12%] FAILED tests/ops/test_gpu.py::test_a[x-1] ", ("FAILED", "tests/ops/test_gpu.py::test_a[x-1]")),
-        ("tests/ops/test_gpu.py::test_b PASSED                     [  1%]", ("PASSED", "tests/ops/test_gpu.py::test_b")),
-        ("tests/ops/test_gpu.py::test_c SKIPPED (needs an NVIDIA GPU)", ("SKIPPED", "tests/ops/test_gpu.py::test_c")),
+        (
+            "[gw3] [ 12%] FAILED tests/ops/test_gpu.py::test_a[x-1] ",
+            ("FAILED", "tests/ops/test_gpu.py::test_a[x-1]"),
+        ),
+        (
+            "tests/ops/test_gpu.py::test_b PASSED                     [  1%]",
+            ("PASSED", "tests/ops/test_gpu.py::test_b"),
+        ),
+        (
+            "tests/ops/test_gpu.py::test_c SKIPPED (needs an NVIDIA GPU)",
+            ("SKIPPED", "tests/ops/test_gpu.py::test_c"),
+        ),
         ("ERROR: not found", None),
     ],
 )
@@ -345,7 +481,9 @@ def test_tests_that_are_stopped_are_counted_as_far_as_they_came(kit, monkeypatch
     found = steps.gpu_tests(2.0, tiny=False)
     assert (found["status"], found["passed"], found["failed"]) == ("timed-out", 1, ["t.py::b"])
     monkeypatch.setattr(steps, "GPU_TESTS", ("-c", "raise SystemExit('no such marker')"))
-    assert steps.gpu_tests(60.0, tiny=False)["failed"] == ["pytest ended with exit code 1: no such marker"]
+    assert steps.gpu_tests(60.0, tiny=False)["failed"] == [
+        "pytest ended with exit code 1: no such marker"
+    ]
     monkeypatch.setattr(steps, "marked_files", list)
     assert steps.gpu_tests(60.0, tiny=False)["status"] == "failed"
 
@@ -362,13 +500,21 @@ def test_a_pack_holds_what_is_missing_and_says_how_to_call(kit, monkeypatch, tmp
 
     def download(wanted, folder):
         wheels.extend(wanted)
-        subprocess.run([sys.executable, "-c", f"import zipfile; zipfile.ZipFile({str(folder / 'a-1-py3-none-any.whl')!r}, 'w').writestr('a.py', '')"])
+        subprocess.run(
+            [
+                sys.executable,
+                "-c",
+                f"import zipfile; zipfile.ZipFile({str(folder / 'a-1-py3-none-any.whl')!r}, 'w').writestr('a.py', '')",
+            ]
+        )
 
     monkeypatch.setattr(packing, "download", download)
     (tmp_path / "model.py").write_text("class GPT: ...\n")
     folder = tmp_path / "kit"
     said = "\n".join(packing.pack(folder, nanogpt=tmp_path, commit="abc", code="one"))
-    assert {"pydantic==2.14.3", "torchao==0.18.0"} <= {re.sub(r"==.*", "", name) + "==" + name.partition("==")[2] for name in wheels}
+    assert {"pydantic==2.14.3", "torchao==0.18.0"} <= {
+        re.sub(r"==.*", "", name) + "==" + name.partition("==")[2] for name in wheels
+    }
     assert (folder / "site" / "a.py").exists()
     assert (folder / "nanoGPT" / "model.py").exists()
     assert "--call 3 --kit" in said

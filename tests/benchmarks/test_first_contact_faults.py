@@ -49,7 +49,9 @@ NANOGPT = """
 def extracted(folder):
     """The tree of the last commit, in a new folder."""
     shutil.rmtree(folder, ignore_errors=True)
-    archive = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, capture_output=True, check=True).stdout
+    archive = subprocess.run(
+        ["git", "archive", "HEAD"], cwd=ROOT, capture_output=True, check=True
+    ).stdout
     with tarfile.open(fileobj=io.BytesIO(archive)) as tree:
         tree.extractall(folder, filter="data")
     return folder
@@ -61,10 +63,16 @@ def rows_of(results):
 
 
 def figures(results):
-    return {(row["work"], row["entry"], row["round"]): row["tokens_per_s"] for row in rows_of(results) if row["status"] == "ok"}
+    return {
+        (row["work"], row["entry"], row["round"]): row["tokens_per_s"]
+        for row in rows_of(results)
+        if row["status"] == "ok"
+    }
 
 
-def kill_and_carry(folder, *, nanogpt, python=sys.executable, site="", seconds=(3, 60), kills=6, only="*", seed=0):
+def kill_and_carry(
+    folder, *, nanogpt, python=sys.executable, site="", seconds=(3, 60), kills=6, only="*", seed=0
+):
     """Make the first three calls at toy shapes, each in a fresh tree with the results of those before; kill the first `kills` processes.
 
     Returns: the folder of the last results, and what the last process of each call said.
@@ -75,11 +83,34 @@ def kill_and_carry(folder, *, nanogpt, python=sys.executable, site="", seconds=(
         while not ended:
             tree, out = extracted(folder / "tree"), folder / "out"
             shutil.rmtree(out, ignore_errors=True)
-            environment = {"PATH": str(folder), "HOME": str(folder), "PYTHONPATH": f"{site}:{tree}", "OMP_NUM_THREADS": "1"}
-            words = ["--call", number, "--tiny", "--seed", carried, "--results", out, "--commit", "abc", "--only", only, "--nanogpt", nanogpt]
+            environment = {
+                "PATH": str(folder),
+                "HOME": str(folder),
+                "PYTHONPATH": f"{site}:{tree}",
+                "OMP_NUM_THREADS": "1",
+            }
+            words = [
+                "--call",
+                number,
+                "--tiny",
+                "--seed",
+                carried,
+                "--results",
+                out,
+                "--commit",
+                "abc",
+                "--only",
+                only,
+                "--nanogpt",
+                nanogpt,
+            ]
             with (folder / "said").open("w+") as err:
                 process = subprocess.Popen(
-                    [python, "benchmarks/first_contact.py", *map(str, words)], cwd=tree, env=environment, stderr=err, start_new_session=True
+                    [python, "benchmarks/first_contact.py", *map(str, words)],
+                    cwd=tree,
+                    env=environment,
+                    stderr=err,
+                    start_new_session=True,
                 )
                 try:
                     process.wait(chance.uniform(*seconds) if kills else None)
@@ -96,7 +127,10 @@ def kill_and_carry(folder, *, nanogpt, python=sys.executable, site="", seconds=(
                 shutil.rmtree(carried, ignore_errors=True)
                 shutil.copytree(out, carried)
                 known = now
-            print(f"call {number}: {'ended' if ended else 'killed'}, {len(known)} measurements", flush=True)
+            print(
+                f"call {number}: {'ended' if ended else 'killed'}, {len(known)} measurements",
+                flush=True,
+            )
         said.append((folder / "said").read_text())
     return carried, said
 
@@ -114,7 +148,11 @@ def test_killed_calls_lose_nothing_and_end_with_everything(tmp_path, seed):
     held = {(row["work"], row["entry"]) for row in rows_of(results)}
     core = ("set", "nanogpt", "recipe", "fft", "people")
     missing = [
-        f"{e.work}/{e.name}" for e in ENTRIES if e.name in core and (e.work, e.name) not in held and f"{e.work}/{e.name} is left out" not in said[-1]
+        f"{e.work}/{e.name}"
+        for e in ENTRIES
+        if e.name in core
+        and (e.work, e.name) not in held
+        and f"{e.work}/{e.name} is left out" not in said[-1]
     ]
     assert missing == []
     assert [row["reason"] for row in rows_of(results) if row["status"] == "failed"] == []

@@ -36,4 +36,9 @@ def test_it_reads_a_data_set_of_its_own(benchmark, tmp_path):
     ],
 )
 def test_what_is_missed_is_said(benchmark, rate, first_s, seek_s, said):
-    assert benchmark.missed({"rows": {"1024": [{"tokens_per_s": rate, "first_s": first_s}]}, "seek_s": [seek_s]}) == said
+    assert (
+        benchmark.missed(
+            {"rows": {"1024": [{"tokens_per_s": rate, "first_s": first_s}]}, "seek_s": [seek_s]}
+        )
+        == said
+    )

@@ -37,7 +37,11 @@ def toy(benchmark, monkeypatch):
 def bowl(trial):
     """What a run comes to: lowest at one rate of each model, lower with the seed, and for the eigenstate network with the length."""
     best = {"transformer": 0.004, "eigenstate": 0.064}[trial.model]
-    loss = abs(math.log2(trial.lr / best)) + 0.01 * (trial.seed % 10) + (1 / trial.seq_len if trial.model == "eigenstate" else 0)
+    loss = (
+        abs(math.log2(trial.lr / best))
+        + 0.01 * (trial.seed % 10)
+        + (1 / trial.seq_len if trial.model == "eigenstate" else 0)
+    )
     return {"parameters": 100, "val_loss": None if trial.lr > 1 else loss, "train_loss": loss}
 
 
@@ -45,18 +49,27 @@ def bowl(trial):
 @pytest.mark.parametrize(("model", "best"), [("transformer", 0.004), ("eigenstate", 0.064)])
 def test_the_best_rate_lies_inside_the_grid(benchmark, model, best, optimizer):
     seen = []
-    assert benchmark.tuned(model, optimizer, lambda trial: seen.append(trial) or bowl(trial)) == best
+    assert (
+        benchmark.tuned(model, optimizer, lambda trial: seen.append(trial) or bowl(trial)) == best
+    )
     assert min(trial.lr for trial in seen) < best < max(trial.lr for trial in seen)
-    assert {(trial.model, trial.optimizer, trial.seq_len, trial.seed) for trial in seen} == {(model, optimizer, 1024, 1000)}
+    assert {(trial.model, trial.optimizer, trial.seq_len, trial.seed) for trial in seen} == {
+        (model, optimizer, 1024, 1000)
+    }
 
 
 def test_the_models_are_of_one_size_and_differ_in_the_model_alone(benchmark, tiny_set):
     dataset = Dataset.open(tiny_set)
     trial = benchmark.Trial("transformer", "muon", 0.004, 1024, 1)
-    configs = {model: benchmark.configured(replace(trial, model=model), dataset) for model in benchmark.SHAPES}
+    configs = {
+        model: benchmark.configured(replace(trial, model=model), dataset)
+        for model in benchmark.SHAPES
+    }
     sizes = []
     for model, config in configs.items():
-        shape = MODELS.get(model).check(config.model.own() | {"vocab_size": CHARACTERS}, seq_len=1024)
+        shape = MODELS.get(model).check(
+            config.model.own() | {"vocab_size": CHARACTERS}, seq_len=1024
+        )
         sizes.append(MODELS.get(model).num_parameters(shape))
     assert max(sizes) < 1.002 * min(sizes)
     one, other = (config.to_dict() for config in configs.values())
@@ -64,7 +77,9 @@ def test_the_models_are_of_one_size_and_differ_in_the_model_alone(benchmark, tin
     assert one == other
 
 
-def test_losses_survive_a_kill_and_are_compared_by_the_seed(benchmark, monkeypatch, tiny_set, tmp_path):
+def test_losses_survive_a_kill_and_are_compared_by_the_seed(
+    benchmark, monkeypatch, tiny_set, tmp_path
+):
     dataset, cache, ran = Dataset.open(tiny_set), tmp_path / "models.jsonl", []
 
     def fitted(trial, dataset):
@@ -78,7 +93,9 @@ def test_losses_survive_a_kill_and_are_compared_by_the_seed(benchmark, monkeypat
         benchmark.measure_loss(dataset, cache)
     half = json.loads((tmp_path / "results" / "models.json").read_text())["loss"]
     assert len(half["runs"]) == 20
-    monkeypatch.setattr(benchmark, "fitted", lambda trial, dataset: ran.append(trial) or bowl(trial))
+    monkeypatch.setattr(
+        benchmark, "fitted", lambda trial, dataset: ran.append(trial) or bowl(trial)
+    )
     benchmark.measure_loss(dataset, cache)
     assert len(ran) == len(set(ran)), "no run was done twice"
     benchmark.keep("speed", {"tokens": 1, "rounds": 0, "rows": []})
@@ -101,14 +118,26 @@ def test_models_are_timed_in_turns_with_their_memory(toy, monkeypatch, tiny_set,
     def in_a_process(command):
         assert command[:2] == ["python", "--timed"]
         turns.append(command[2:])
-        return {"tokens_per_s": {"transformer": 100.0, "eigenstate": 250.0}[command[2]], "gib": 0.5, "steps": 2}
+        return {
+            "tokens_per_s": {"transformer": 100.0, "eigenstate": 250.0}[command[2]],
+            "gib": 0.5,
+            "steps": 2,
+        }
 
     monkeypatch.setattr(toy, "in_a_process", in_a_process)
     for _ in range(2):
         toy.measure_speed(["python"], 2, tmp_path / "models.jsonl")
     order = ["transformer", "eigenstate"]
-    assert turns == [[model, length] for models in (order, order[::-1]) for length in ("16", "32") for model in models], "once each"
-    assert "| T = 32 | 100 (100 to 100) | 250 (250 to 250) | **2.5 (2.5 to 2.5)** | 0.50 | 0.50 |" in (tmp_path / "results" / "models.md").read_text()
+    assert turns == [
+        [model, length]
+        for models in (order, order[::-1])
+        for length in ("16", "32")
+        for model in models
+    ], "once each"
+    assert (
+        "| T = 32 | 100 (100 to 100) | 250 (250 to 250) | **2.5 (2.5 to 2.5)** | 0.50 | 0.50 |"
+        in (tmp_path / "results" / "models.md").read_text()
+    )
     for model in order:
         found = toy.timed(model, 16, dataset)
         assert found["steps"] == 2

@@ -26,8 +26,20 @@ def bowl(best_rate, seen):
     """A trial whose loss is lowest at `best_rate`, without decay, with the larger beta2 and the smaller momentum; the largest rates diverge."""
 
     def trial(setting, fraction, seed):
-        loss = math.log2(setting.lr / best_rate) ** 2 + setting.weight_decay - setting.beta2 + setting.momentum
-        seen.append({**asdict(setting), "fraction": fraction, "seed": seed, "val_loss": None if setting.lr > 0.2 else loss})
+        loss = (
+            math.log2(setting.lr / best_rate) ** 2
+            + setting.weight_decay
+            - setting.beta2
+            + setting.momentum
+        )
+        seen.append(
+            {
+                **asdict(setting),
+                "fraction": fraction,
+                "seed": seed,
+                "val_loss": None if setting.lr > 0.2 else loss,
+            }
+        )
         return seen[-1]
 
     return trial
@@ -38,23 +50,32 @@ def bowl(best_rate, seen):
 def test_the_grid_grows_until_the_best_lies_inside(benchmark, kind, best_rate):
     seen = []
     found = benchmark.tuned(kind, bowl(best_rate, seen))
-    assert found == benchmark.Setting(kind, best_rate, 0.0, **{"adamw": {"beta2": 0.99}, "muon": {"momentum": 0.9}}[kind])
+    assert found == benchmark.Setting(
+        kind, best_rate, 0.0, **{"adamw": {"beta2": 0.99}, "muon": {"momentum": 0.9}}[kind]
+    )
     assert set(benchmark.RATES) <= {row["lr"] for row in seen}
     assert min(row["lr"] for row in seen) < best_rate < max(row["lr"] for row in seen)
-    assert {(row["fraction"], row["seed"]) for row in seen} == {(benchmark.TUNED_AT[kind], benchmark.TUNING_SEED)}
+    assert {(row["fraction"], row["seed"]) for row in seen} == {
+        (benchmark.TUNED_AT[kind], benchmark.TUNING_SEED)
+    }
     assert benchmark.TUNING_SEED not in benchmark.SEEDS
 
 
 def test_a_run_differs_from_another_by_what_is_tuned_alone(benchmark, tiny_set):
     dataset = Dataset.open(tiny_set)
     corpus = benchmark.CORPORA[0]
-    adamw, muon = (benchmark.configured(corpus, dataset, benchmark.Setting(kind, 0.002, 0.1), 0.5, 1).to_dict() for kind in ("adamw", "muon"))
+    adamw, muon = (
+        benchmark.configured(corpus, dataset, benchmark.Setting(kind, 0.002, 0.1), 0.5, 1).to_dict()
+        for kind in ("adamw", "muon")
+    )
     assert adamw.pop("optim") | {"kind": "muon"} == muon.pop("optim")
     assert adamw == muon
     assert adamw["train"]["steps"] * 2048 == corpus.tokens / 2
 
 
-def test_a_run_that_was_done_is_not_done_again_by_the_same_code(benchmark, monkeypatch, tiny_set, tmp_path):
+def test_a_run_that_was_done_is_not_done_again_by_the_same_code(
+    benchmark, monkeypatch, tiny_set, tmp_path
+):
     monkeypatch.setattr(benchmark, "code_state", lambda: "1a2b3c4")
     dataset, cache = Dataset.open(tiny_set), tmp_path / "runs.jsonl"
     tiny = {"model.num_layers": 1, "model.d_model": 16, "model.num_heads": 2, "data.seq_len": 16}
@@ -73,7 +94,12 @@ def test_a_run_that_was_done_is_not_done_again_by_the_same_code(benchmark, monke
 @pytest.mark.skipif(shutil.which("git") is None, reason="takes git")
 def test_the_state_of_the_code_is_a_commit_and_what_was_changed_since(benchmark, tmp_path):
     def git(*words):
-        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *words], cwd=tmp_path, check=True, capture_output=True)
+        subprocess.run(
+            ["git", "-c", "user.name=a", "-c", "user.email=a@b", *words],
+            cwd=tmp_path,
+            check=True,
+            capture_output=True,
+        )
 
     def state():
         return benchmark.code_state.__wrapped__(tmp_path)

@@ -29,8 +29,13 @@ def falling(first, *, adamw=2.0):
     """Runs in which Muon's loss falls from `first` by 0.4 with every doubling, and AdamW ends at `adamw`; a tuning run would spoil both."""
     rows = [row("adamw", 0.004, 1.0, 7, 1.0), row("muon", 0.016, 0.5, 1, 1.0)]
     for n, seed in enumerate((1, 2, 3)):
-        rows += [row("muon", 0.008, 0.25 * 2**k, seed, first + 0.01 * n - 0.4 * k) for k in range(3)]
-        rows += [row("adamw", 0.004, fraction, seed, adamw + (1 - fraction) + 0.01 * n) for fraction in (0.5, 1.0)]
+        rows += [
+            row("muon", 0.008, 0.25 * 2**k, seed, first + 0.01 * n - 0.4 * k) for k in range(3)
+        ]
+        rows += [
+            row("adamw", 0.004, fraction, seed, adamw + (1 - fraction) + 0.01 * n)
+            for fraction in (0.5, 1.0)
+        ]
     return rows
 
 
@@ -54,6 +59,12 @@ def test_the_interval_is_students(report):
 
 
 def test_the_picture_has_a_point_for_every_seed(report):
-    corpus = {"title": "a text", "tokens": 1_000_000, **report.summary(falling(2.2), SETTINGS, (1, 2, 3))}
+    corpus = {
+        "title": "a text",
+        "tokens": 1_000_000,
+        **report.summary(falling(2.2), SETTINGS, (1, 2, 3)),
+    }
     drawn = ElementTree.fromstring(report.picture({"corpora": [corpus, corpus]}))
-    assert len([element for element in drawn.iter() if element.tag.endswith("circle")]) == 2 * (9 + 6)
+    assert len([element for element in drawn.iter() if element.tag.endswith("circle")]) == 2 * (
+        9 + 6
+    )

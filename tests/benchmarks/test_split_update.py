@@ -16,9 +16,14 @@ def benchmark(monkeypatch):
 
 def test_it_times_every_way_and_compares_their_bits(benchmark):
     found = benchmark.measure("cpu", 2, {"tiny": (24, 1, 8)})
-    assert [(row["update"], row["way"]) for row in found["rows"]] == [(update, way) for update in ("AdamW", "Muon") for way in benchmark.WAYS]
+    assert [(row["update"], row["way"]) for row in found["rows"]] == [
+        (update, way) for update in ("AdamW", "Muon") for way in benchmark.WAYS
+    ]
     assert {len(row["seconds"]) for row in found["rows"]} == {2}
-    assert [row["equal"] for row in found["rows"] if "equal" in row] == [1.0, 1.0]  # without a GPU both are torch's
+    assert [row["equal"] for row in found["rows"] if "equal" in row] == [
+        1.0,
+        1.0,
+    ]  # without a GPU both are torch's
     text = benchmark.table(found)
     assert "this says nothing about a GPU" in text
     assert text.count("| tiny |") == 6
@@ -26,7 +31,10 @@ def test_it_times_every_way_and_compares_their_bits(benchmark):
 
 def test_the_sizes_are_those_of_the_recipes(benchmark):
     weights = {
-        model: sum(rows * columns for rows, columns in [(vocabulary, width), *benchmark.hidden(layers, width)])
+        model: sum(
+            rows * columns
+            for rows, columns in [(vocabulary, width), *benchmark.hidden(layers, width)]
+        )
         for model, (vocabulary, layers, width) in benchmark.SIZES.items()
     }
     assert weights == {"GPT-2 124M": 123_568_128, "GPT-2 700M": 756_744_192}

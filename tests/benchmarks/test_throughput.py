@@ -83,7 +83,14 @@ def on_gpu(benchmark, monkeypatch, tmp_path):
     def measured(spec, timeout_s):
         specs.append(spec)
         rate = 1e5 + 100 * (spec["rows"] or 0) + spec["config"]["train"]["seed"]
-        row = {"tokens_per_s": rate, "peak_gib": 10.0, "mfu": 0.5, "roof_tflops": 790.0, "steps_ms": [1.0], "speedups": []}
+        row = {
+            "tokens_per_s": rate,
+            "peak_gib": 10.0,
+            "mfu": 0.5,
+            "roof_tflops": 790.0,
+            "steps_ms": [1.0],
+            "speedups": [],
+        }
         return {"status": "ok", "reason": None, **row}
 
     monkeypatch.setattr(benchmark, "run_apart", measured)
@@ -94,20 +101,28 @@ def written(out):
     return json.loads((out / "throughput.json").read_text())
 
 
-ONE_OF_EACH = (
-    "gpt2-124m/recipe,gpt2-124m/n*,gpt2-124m/people,gpt2-124m/hugging*,gpt2-124m-fast/set,gpt2-124m-32k/nanogpt,eigenstate*/set,eigenstate*/fft"
-)
+ONE_OF_EACH = "gpt2-124m/recipe,gpt2-124m/n*,gpt2-124m/people,gpt2-124m/hugging*,gpt2-124m-fast/set,gpt2-124m-32k/nanogpt,eigenstate*/set,eigenstate*/fft"
 
 
 def test_toy_shapes_are_trained(benchmark, worker, nanogpt, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(benchmark, "run_apart", lambda spec, timeout_s: worker.measured(spec))
-    monkeypatch.setattr(benchmark, "text_data", lambda place, *, vocabulary, **_: benchmark.random_data(place, tokens=8192, vocabulary=vocabulary))
+    monkeypatch.setattr(
+        benchmark,
+        "text_data",
+        lambda place, *, vocabulary, **_: benchmark.random_data(
+            place, tokens=8192, vocabulary=vocabulary
+        ),
+    )
     out = tmp_path / "out"
     benchmark.main(["--tiny", "--only", ONE_OF_EACH, "--out", str(out), "--nanogpt", str(nanogpt)])
     rows = written(out)["measurements"]
     assert [row["reason"] for row in rows if row["status"] != "ok"] == []
     measured = {(row["work"], row["entry"]) for row in rows}
-    asked = {(entry.work, entry.name) for entry in benchmark.ENTRIES if benchmark.is_asked(entry, ONE_OF_EACH)}
+    asked = {
+        (entry.work, entry.name)
+        for entry in benchmark.ENTRIES
+        if benchmark.is_asked(entry, ONE_OF_EACH)
+    }
     absent = {("gpt2-124m", peer) for peer in ("huggingface", "huggingface-compiled", "nanochat")}
     assert asked - absent <= measured
     for row in rows:
@@ -117,20 +132,31 @@ def test_toy_shapes_are_trained(benchmark, worker, nanogpt, monkeypatch, tmp_pat
         assert row["tokens_per_step"] == row["rows_per_device"] * row["accumulate"] * tokens
     text = (out / "throughput.md").read_text()
     assert "say nothing about speed" in text
-    assert "batch 1" not in text[text.index("tokens/s | MFU") :], "toy shapes have a batch of their own"
+    assert "batch 1" not in text[text.index("tokens/s | MFU") :], (
+        "toy shapes have a batch of their own"
+    )
     assert "kept" not in text
 
 
-def test_every_entry_has_a_configuration_at_toy_shapes(benchmark, nanogpt, monkeypatch, tmp_path, capsys):
+def test_every_entry_has_a_configuration_at_toy_shapes(
+    benchmark, nanogpt, monkeypatch, tmp_path, capsys
+):
     specs = []
     monkeypatch.setattr(benchmark, "random_data", lambda place, **_: place)
     monkeypatch.setattr(benchmark, "text_data", lambda place, **_: place)
-    monkeypatch.setattr(benchmark, "run_apart", lambda spec, timeout_s: specs.append(spec) or {"status": "failed", "reason": "not tried"})
+    monkeypatch.setattr(
+        benchmark,
+        "run_apart",
+        lambda spec, timeout_s: specs.append(spec) or {"status": "failed", "reason": "not tried"},
+    )
     benchmark.main(["--tiny", "--nanogpt", str(nanogpt), "--out", str(tmp_path)])
     said = capsys.readouterr().err
     measured = {(row["work"], row["entry"]) for row in written(tmp_path)["measurements"]}
     for entry in benchmark.ENTRIES:
-        assert (entry.work, entry.name) in measured or f"{entry.work}/{entry.name} is left out" in said
+        assert (
+            entry.work,
+            entry.name,
+        ) in measured or f"{entry.work}/{entry.name} is left out" in said
     assert len(specs) == len(measured)
     assert {spec["config"]["data"]["seq_len"] for spec in specs} == {32, 64}
 
@@ -148,7 +174,11 @@ def test_every_entry_is_a_set_of_speedups_that_go_together_on_a_gpu(benchmark, t
     session = benchmark.Session(benchmark.parser().parse_args([]), H200, tmp_path, tmp_path)
     for entry in benchmark.ENTRIES:
         work = next(work for work in benchmark.WORKS if work.name == entry.work)
-        config = session.configured(entry, benchmark.shape(work, tiny=False)) if entry.kind == "flatout" else None
+        config = (
+            session.configured(entry, benchmark.shape(work, tiny=False))
+            if entry.kind == "flatout"
+            else None
+        )
         if config is not None:
             decisions = select(config, H200, device="cuda", minutes=60.0)
             assemble(decisions)
@@ -159,9 +189,14 @@ def test_every_entry_is_a_set_of_speedups_that_go_together_on_a_gpu(benchmark, t
 
 
 def test_a_speedup_brings_what_it_needs(benchmark, tmp_path):
-    session = benchmark.Session(benchmark.parser().parse_args(["--tiny"]), probe(), tmp_path, tmp_path)
+    session = benchmark.Session(
+        benchmark.parser().parse_args(["--tiny"]), probe(), tmp_path, tmp_path
+    )
     entry = benchmark.Entry("gpt2-124m", "x", "x", (1,), adds=("bf16-weights",))
-    assert session.configured(entry, benchmark.shape(benchmark.WORKS[0], tiny=True)).speedups == "auto,+bf16-weights,+bf16"
+    assert (
+        session.configured(entry, benchmark.shape(benchmark.WORKS[0], tiny=True)).speedups
+        == "auto,+bf16-weights,+bf16"
+    )
 
 
 def test_a_measurement_is_a_process_of_its_own(benchmark, tmp_path, capsys):
@@ -173,11 +208,15 @@ def test_a_measurement_is_a_process_of_its_own(benchmark, tmp_path, capsys):
 def test_the_real_shapes_are_the_recipes(benchmark):
     shapes = {work.name: benchmark.shape(work, tiny=False) for work in benchmark.WORKS}
     models = {name: config.model.own() for name, config in shapes.items()}
-    assert {name: config.data.seq_len for name, config in shapes.items()} == {name: 32_768 if "32k" in name else 1_024 for name in shapes}
+    assert {name: config.data.seq_len for name, config in shapes.items()} == {
+        name: 32_768 if "32k" in name else 1_024 for name in shapes
+    }
     assert [models["gpt2-700m"][key] for key in ("num_layers", "d_model")] == [24, 1536]
     for name in ("gpt2-124m", "gpt2-124m-fast", "gpt2-124m-32k", "gpt2-124m-32k-wide-heads"):
         assert [models[name][key] for key in ("num_layers", "d_model")] == [12, 768]
-    assert [models[name]["num_heads"] for name in ("gpt2-124m-32k", "gpt2-124m-32k-wide-heads")] == [12, 6]
+    assert [
+        models[name]["num_heads"] for name in ("gpt2-124m-32k", "gpt2-124m-32k-wide-heads")
+    ] == [12, 6]
 
 
 def test_without_a_gpu_real_shapes_are_refused(benchmark, monkeypatch):
@@ -191,13 +230,28 @@ def test_all_batches_are_tried_once_and_the_best_go_on(benchmark, on_gpu, tmp_pa
     tried = [(row["round"], row["rows"]) for row in written(tmp_path)["measurements"]]
     assert tried == [(0, 64), (0, 128), (0, 32), (1, 128), (2, 128)]
     batch = on_gpu[0]["config"]["batch"]
-    assert (batch["rows_per_device"], batch["accumulate"], batch["tokens_per_step"]) == (64, 1, 64 * 1024)
+    assert (batch["rows_per_device"], batch["accumulate"], batch["tokens_per_step"]) == (
+        64,
+        1,
+        64 * 1024,
+    )
     assert (on_gpu[0]["warmup_steps"], on_gpu[0]["steps"]) == (8, 20)
     assert "+compile" in on_gpu[0]["config"]["speedups"]
 
 
-def test_entries_take_turns_and_what_is_there_is_not_measured_again(benchmark, on_gpu, tmp_path, capsys):
-    benchmark.main(["--only", "gpt2-124m/set,gpt2-124m/people,gpt2-124m/recipe", "--out", str(tmp_path), "--rounds", "2"])
+def test_entries_take_turns_and_what_is_there_is_not_measured_again(
+    benchmark, on_gpu, tmp_path, capsys
+):
+    benchmark.main(
+        [
+            "--only",
+            "gpt2-124m/set,gpt2-124m/people,gpt2-124m/recipe",
+            "--out",
+            str(tmp_path),
+            "--rounds",
+            "2",
+        ]
+    )
     order = [(row["round"], row["entry"]) for row in written(tmp_path)["measurements"]]
     assert [entry for _, entry in order[:5]] == ["recipe", "set", "people", "set", "set"]
     assert {entry for number, entry in order if number == 1} == {"set", "people", "recipe"}
@@ -209,11 +263,15 @@ def test_entries_take_turns_and_what_is_there_is_not_measured_again(benchmark, o
     assert len([row for row in written(tmp_path)["measurements"] if row["entry"] == "people"]) == 2
 
 
-def test_figures_of_other_code_are_made_anew_but_for_peers(benchmark, on_gpu, monkeypatch, tmp_path, capsys):
+def test_figures_of_other_code_are_made_anew_but_for_peers(
+    benchmark, on_gpu, monkeypatch, tmp_path, capsys
+):
     only = ["--only", "gpt2-124m/recipe,gpt2-124m/people", "--out", str(tmp_path), "--rounds", "1"]
     benchmark.main(only)
     before = benchmark.code_digest
-    monkeypatch.setattr(benchmark, "code_digest", lambda *, ours: "other" if ours else before(ours=False))
+    monkeypatch.setattr(
+        benchmark, "code_digest", lambda *, ours: "other" if ours else before(ours=False)
+    )
     benchmark.main(only)
     assert [spec["kind"] for spec in on_gpu] == ["flatout", "people", "flatout"]
     assert "gpt2-124m/recipe: 1 measurements of other code" in capsys.readouterr().err
@@ -225,8 +283,14 @@ def test_nothing_is_begun_that_would_not_end_in_time(benchmark, on_gpu, tmp_path
     assert "3 measurements are left" in capsys.readouterr().err
 
 
-def test_what_the_commands_own_time_cut_short_is_left_for_the_next(benchmark, on_gpu, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(benchmark, "run_apart", lambda spec, timeout_s: {"status": "timed-out", "reason": "It had not ended."})
+def test_what_the_commands_own_time_cut_short_is_left_for_the_next(
+    benchmark, on_gpu, monkeypatch, tmp_path, capsys
+):
+    monkeypatch.setattr(
+        benchmark,
+        "run_apart",
+        lambda spec, timeout_s: {"status": "timed-out", "reason": "It had not ended."},
+    )
     benchmark.main(["--only", "gpt2-124m/people", "--out", str(tmp_path), "--minutes", "3"])
     assert written(tmp_path)["measurements"] == []
     benchmark.main(["--only", "gpt2-124m/people", "--out", str(tmp_path)])
@@ -243,12 +307,28 @@ def test_toy_figures_do_not_mix_with_real_ones(benchmark, on_gpu, tmp_path):
 def test_what_is_missing_is_left_out_aloud(benchmark, on_gpu, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(benchmark.SPEEDUPS.__class__, "names", lambda self: ["compile", "bf16"])
     monkeypatch.setattr(benchmark.importlib.util, "find_spec", lambda name: None)
-    benchmark.main(["--only", "gpt2-124m/set*,gpt2-124m/nano*,gpt2-124m/hugg*", "--out", str(tmp_path), "--rounds", "1"])
+    benchmark.main(
+        [
+            "--only",
+            "gpt2-124m/set*,gpt2-124m/nano*,gpt2-124m/hugg*",
+            "--out",
+            str(tmp_path),
+            "--rounds",
+            "1",
+        ]
+    )
     said = capsys.readouterr().err
     assert said.count("There is no speedup bf16-weights: entries go without it.") == 1
     assert "gpt2-124m/set-cuda-graphs is left out: it is about cuda-graphs." in said
-    assert "gpt2-124m/huggingface is left out: it is not here. To add it: pip install transformers." in said
-    assert {row["entry"] for row in written(tmp_path)["measurements"]} == {"set", "set-bias", "set-fp32-stream"}
+    assert (
+        "gpt2-124m/huggingface is left out: it is not here. To add it: pip install transformers."
+        in said
+    )
+    assert {row["entry"] for row in written(tmp_path)["measurements"]} == {
+        "set",
+        "set-bias",
+        "set-fp32-stream",
+    }
 
 
 @pytest.mark.usefixtures("every_package")
@@ -256,22 +336,42 @@ def test_no_two_entries_are_one_run_on_a_gpu(benchmark, tmp_path):
     session = benchmark.Session(benchmark.parser().parse_args([]), H200, tmp_path, tmp_path)
     runs = []
     for work in benchmark.WORKS:
-        for entry in (entry for entry in benchmark.ENTRIES if entry.work == work.name and entry.kind == "flatout" and entry.name != "recipe"):
+        for entry in (
+            entry
+            for entry in benchmark.ENTRIES
+            if entry.work == work.name and entry.kind == "flatout" and entry.name != "recipe"
+        ):
             config = session.configured(entry, benchmark.shape(work, tiny=False))
-            decisions = select(config, H200, device="cuda", minutes=60.0) if config is not None else ()
+            decisions = (
+                select(config, H200, device="cuda", minutes=60.0) if config is not None else ()
+            )
             on = frozenset(decision.name for decision in decisions if decision.on)
-            chunk = config.model.own().get("chunk_size") if config is not None and "fast-scan" in on else None
-            runs += [(work.name, entry.variant, on, chunk)] if on and all(":" not in added for added in entry.adds) else []
+            chunk = (
+                config.model.own().get("chunk_size")
+                if config is not None and "fast-scan" in on
+                else None
+            )
+            runs += (
+                [(work.name, entry.variant, on, chunk)]
+                if on and all(":" not in added for added in entry.adds)
+                else []
+            )
     assert len(set(runs)) == len(runs) > 20
 
 
-@pytest.mark.parametrize("part", [path.name for path in [*FOLDER.glob("throughput_*.py"), FOLDER / "optimisers_report.py"]])
+@pytest.mark.parametrize(
+    "part",
+    [path.name for path in [*FOLDER.glob("throughput_*.py"), FOLDER / "optimisers_report.py"]],
+)
 def test_a_part_that_is_run_by_hand_names_the_command(part, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(FOLDER))
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(FOLDER / part), run_name="__main__")
     command = f"benchmarks/{part.partition('_')[0]}.py"
-    assert ended.value.code == f"It is a part of {command}, which is the command: python {command} --help"
+    assert (
+        ended.value.code
+        == f"It is a part of {command}, which is the command: python {command} --help"
+    )
     assert capsys.readouterr() == ("", "")
 
 
@@ -280,7 +380,9 @@ def test_every_target_names_entries_that_exist(benchmark):
     names = {(entry.work, entry.name) for entry in entries.ENTRIES}
     assert len(names) == len(entries.ENTRIES)
     assert {work.name for work in entries.WORKS} == {work for work, _ in names}
-    assert all((target.work, target.against) in names for target in entries.TARGETS if target.against)
+    assert all(
+        (target.work, target.against) in names for target in entries.TARGETS if target.against
+    )
 
 
 @pytest.mark.parametrize(
@@ -293,14 +395,21 @@ def test_every_target_names_entries_that_exist(benchmark):
     ],
 )
 def test_whatever_happens_to_a_process_a_row_comes_of_it(benchmark, program, status, reason):
-    found = benchmark.run_apart({}, 1.0 if status == "timed-out" else 60.0, command=[sys.executable, "-c", program])
+    found = benchmark.run_apart(
+        {}, 1.0 if status == "timed-out" else 60.0, command=[sys.executable, "-c", program]
+    )
     assert found["status"] == status
     assert reason is None or reason in found["reason"]
 
 
 @pytest.mark.parametrize(
     ("losses", "status"),
-    [([10.9, 10.8, 10.5, 10.4, 10.3], None), ([10.9] * 5, "failed"), ([10.9, float("nan"), 10.0], "failed"), ([10.0, 11.0, 12.0], "failed")],
+    [
+        ([10.9, 10.8, 10.5, 10.4, 10.3], None),
+        ([10.9] * 5, "failed"),
+        ([10.9, float("nan"), 10.0], "failed"),
+        ([10.0, 11.0, 12.0], "failed"),
+    ],
 )
 def test_a_loss_that_does_not_fall_is_no_figure(worker, losses, status):
     assert worker.unless_it_trains(losses).get("status") == status
@@ -314,7 +423,10 @@ def test_an_error_becomes_a_row(worker, monkeypatch):
         monkeypatch.setattr(worker, "measure", raises)
         return worker.measured({})
 
-    assert measure(torch.OutOfMemoryError("CUDA out of memory. Tried\nmore")) == {"status": "out-of-memory", "reason": "CUDA out of memory. Tried"}
+    assert measure(torch.OutOfMemoryError("CUDA out of memory. Tried\nmore")) == {
+        "status": "out-of-memory",
+        "reason": "CUDA out of memory. Tried",
+    }
     assert measure(RuntimeError("no\nmore")) == {"status": "failed", "reason": "RuntimeError: no"}
 
 

@@ -66,13 +66,23 @@ def profiling(monkeypatch):
     return importlib.import_module("throughput_profile")
 
 
-@pytest.mark.parametrize(("group", "name"), [(group, name) for group, names in NAMES.items() for name in names])
+@pytest.mark.parametrize(
+    ("group", "name"), [(group, name) for group, names in NAMES.items() for name in names]
+)
 def test_a_kernel_is_known_by_its_name(profiling, group, name):
     assert profiling.group_of(name) == group
 
 
 def event(name, begin, length, *, cat="kernel", tid=7, correlation=None):
-    return {"ph": "X", "cat": cat, "name": name, "ts": begin, "dur": length, "tid": tid, "args": {"correlation": correlation} if correlation else {}}
+    return {
+        "ph": "X",
+        "cat": cat,
+        "name": name,
+        "ts": begin,
+        "dur": length,
+        "tid": tid,
+        "args": {"correlation": correlation} if correlation else {},
+    }
 
 
 def test_time_is_grouped_and_what_nothing_covers_is_idle(profiling):
@@ -91,10 +101,19 @@ def test_time_is_grouped_and_what_nothing_covers_is_idle(profiling):
     ]
     found = profiling.grouped(events, steps=2)
     assert found["wall_ms"] == pytest.approx(5.0)
-    wanted = {"copy": 1.5, "optimiser": 0.5, "matmul": 2.5, "norm and elementwise": 0.5, "idle": 1.0}
+    wanted = {
+        "copy": 1.5,
+        "optimiser": 0.5,
+        "matmul": 2.5,
+        "norm and elementwise": 0.5,
+        "idle": 1.0,
+    }
     assert {group: found["groups"][group] for group in wanted} == pytest.approx(wanted)
     assert "other" not in found["groups"]
-    assert (found["kernels"][0]["name"], found["kernels"][0]["ms"]) == ("nvjet_tst_128", pytest.approx(2.0))
+    assert (found["kernels"][0]["name"], found["kernels"][0]["ms"]) == (
+        "nvjet_tst_128",
+        pytest.approx(2.0),
+    )
 
 
 def test_a_profile_without_kernels_says_so(profiling):
@@ -113,6 +132,8 @@ def test_steps_after_the_warm_up_are_profiled(profiling, tmp_path):
         taken += 1
     assert taken == 4
     found = steps.groups(tmp_path)
-    assert {"matmul", "loss", "optimiser"} <= {group for group, milliseconds in found["groups"].items() if milliseconds > 0}
+    assert {"matmul", "loss", "optimiser"} <= {
+        group for group, milliseconds in found["groups"].items() if milliseconds > 0
+    }
     assert {row["name"]: row["launches"] for row in found["kernels"]}["aten::matmul"] == 1.0
     assert list(tmp_path.iterdir()) == []

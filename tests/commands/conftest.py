@@ -11,9 +11,20 @@ def tiny_run(tmp_path_factory):
     from flatout.config.schema import load_config
 
     root = tmp_path_factory.mktemp("tiny")
-    (root / "book.txt").write_text("It was a dark and stormy night; the rain fell in torrents. " * 150)
+    (root / "book.txt").write_text(
+        "It was a dark and stormy night; the rain fell in torrents. " * 150
+    )
     prepare([str(root / "book.txt")], root / "data", tokenizer="char", split="tail 0.1", workers=1)
-    shape = ["model.num_layers=1", "model.d_model=16", "model.num_heads=1", "data.seq_len=32", "batch.rows_per_device=4", "batch.tokens_per_step=128"]
-    config = load_config(None, [*shape, f"data.path={root / 'data'}", "train.steps=2", "train.device=cpu"])
+    shape = [
+        "model.num_layers=1",
+        "model.d_model=16",
+        "model.num_heads=1",
+        "data.seq_len=32",
+        "batch.rows_per_device=4",
+        "batch.tokens_per_step=128",
+    ]
+    config = load_config(
+        None, [*shape, f"data.path={root / 'data'}", "train.steps=2", "train.device=cpu"]
+    )
     train_config(config, run=root / "runs" / "tiny")
     return root / "runs" / "tiny"

@@ -15,14 +15,43 @@ from flatout.measure.statistics import Figure
 
 @pytest.fixture
 def sample_report():
-    rate, gain = Figure(median=100.0, low=99.0, high=101.0), Figure(median=1.01, low=0.98, high=1.04)
+    rate, gain = (
+        Figure(median=100.0, low=99.0, high=101.0),
+        Figure(median=1.01, low=0.98, high=1.04),
+    )
     rows = [
         Row(name="baseline", kind="baseline", repeats=5, tokens_per_s=rate),
-        Row(name="+ prefetch", kind="added", repeats=5, tokens_per_s=rate, gain=gain, verdict=gain.verdict()),
+        Row(
+            name="+ prefetch",
+            kind="added",
+            repeats=5,
+            tokens_per_s=rate,
+            gain=gain,
+            verdict=gain.verdict(),
+        ),
     ]
-    facts = {"kind": "ladder", "recipe": "mine", "config": {}, "config_digest": "", "machine": "a CPU", "environment": {}, "commit": None}
+    facts = {
+        "kind": "ladder",
+        "recipe": "mine",
+        "config": {},
+        "config_digest": "",
+        "machine": "a CPU",
+        "environment": {},
+        "commit": None,
+    }
     total = Figure(median=2.16, low=2.1, high=2.2)
-    return Report(**facts, began="now", wall_s=1.0, minutes=6.0, repeats=5, complete=True, notes=[], rows=rows, total_speedup=total, trials=[])
+    return Report(
+        **facts,
+        began="now",
+        wall_s=1.0,
+        minutes=6.0,
+        repeats=5,
+        complete=True,
+        notes=[],
+        rows=rows,
+        total_speedup=total,
+        trials=[],
+    )
 
 
 @pytest.fixture
@@ -47,7 +76,18 @@ def run(*words):
 
 
 def test_json_holds_the_rungs_and_the_total(measured, capsys, tmp_path, tiny_set):
-    assert run("shakespeare-char", f"data.path={tiny_set}", "--minutes", "6", "--out", str(tmp_path / "out"), "--json") == 0
+    assert (
+        run(
+            "shakespeare-char",
+            f"data.path={tiny_set}",
+            "--minutes",
+            "6",
+            "--out",
+            str(tmp_path / "out"),
+            "--json",
+        )
+        == 0
+    )
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert found["total_speedup"] == 2.16
     assert (found["total_speedup_low"], found["total_speedup_high"]) == (2.1, 2.2)
@@ -60,7 +100,9 @@ def test_json_holds_the_rungs_and_the_total(measured, capsys, tmp_path, tiny_set
 
 
 def test_a_person_sees_bars_and_where_the_results_lie(measured, capsys, tmp_path, tiny_set):
-    assert run("shakespeare-char", f"data.path={tiny_set}", "--sweep", "batch", "--repeats", "3") == 0
+    assert (
+        run("shakespeare-char", f"data.path={tiny_set}", "--sweep", "batch", "--repeats", "3") == 0
+    )
     shown = capsys.readouterr().out
     assert "█" in shown or "#" in shown
     assert "no measurable gain" in shown
@@ -69,7 +111,9 @@ def test_a_person_sees_bars_and_where_the_results_lie(measured, capsys, tmp_path
 
 
 @pytest.mark.parametrize(("number", "code"), [(2, 130), (15, 143)])
-def test_an_interruption_shows_what_there_is_and_is_the_exit_code(measured, sample_report, capsys, tmp_path, tiny_set, monkeypatch, number, code):
+def test_an_interruption_shows_what_there_is_and_is_the_exit_code(
+    measured, sample_report, capsys, tmp_path, tiny_set, monkeypatch, number, code
+):
     stopped = sample_report.model_copy(update={"complete": False, "ended_by_signal": number})
 
     def run_bench(config, **options):
@@ -92,12 +136,17 @@ def test_an_interruption_shows_what_there_is_and_is_the_exit_code(measured, samp
         (["shakespeare-char", "optim.lrr=1"], "optim.lr"),
         (["shakespeare-char", "data.path=nowhere"], "nowhere"),
         (["shakespeare-char", "data.path=SET", "--sweep", "bacth"], "batch"),
-        (["shakespeare-char", "--sweep", "--out", "x"], "--sweep needs one of batch, seq_len, precision"),
+        (
+            ["shakespeare-char", "--sweep", "--out", "x"],
+            "--sweep needs one of batch, seq_len, precision",
+        ),
         (["shakespeare-char", "--minutes", "0"], "minutes"),
         (["shakespeare-char", "--repeats", "0"], "repeats"),
     ],
 )
-def test_what_is_wrong_is_said_before_anything_is_measured(words, message, capsys, tmp_path, monkeypatch, tiny_set):
+def test_what_is_wrong_is_said_before_anything_is_measured(
+    words, message, capsys, tmp_path, monkeypatch, tiny_set
+):
     monkeypatch.chdir(tmp_path)
     assert run(*(word.replace("SET", str(tiny_set)) for word in words)) == 2
     assert message in capsys.readouterr().err

@@ -38,7 +38,9 @@ class Said:
 
 
 @pytest.mark.parametrize(
-    "text", ["The cat sat on the mat. " * 150, "Zażółć gęślą jaźń 日本語 😀\n" * 100, "x" * 60], ids=["plain", "unicode", "tiny"]
+    "text",
+    ["The cat sat on the mat. " * 150, "Zażółć gęślą jaźń 日本語 😀\n" * 100, "x" * 60],
+    ids=["plain", "unicode", "tiny"],
 )
 def test_demo_of_a_small_text_of_ones_own(quick, text):
     (quick / "my book.txt").write_text(text, encoding="utf-8")
@@ -47,7 +49,14 @@ def test_demo_of_a_small_text_of_ones_own(quick, text):
     assert result.val_loss is None or result.val_loss > 0
     assert result.tokens_per_s > 0
     summary = result.summary()
-    for part in ("3 steps", "tokens/s steady", "MFU", "loss over steps", "Try next", f"flatout eval '{result.run}'"):
+    for part in (
+        "3 steps",
+        "tokens/s steady",
+        "MFU",
+        "loss over steps",
+        "Try next",
+        f"flatout eval '{result.run}'",
+    ):
         assert part in summary
     said = Said()
     again = demo(quick / "my book.txt", minutes=0.001, progress=said)
@@ -62,7 +71,11 @@ def test_what_to_try_next_can_be_copied_from_any_terminal(width):
     assert max(map(len, text.splitlines())) <= width
     commands = text.replace(" \\\n     ", "")
     assert all(
-        command in commands for command in ("flatout generate runs/demo-book-0123 --num-samples 3", "tensorboard --logdir runs/demo-book-0123")
+        command in commands
+        for command in (
+            "flatout generate runs/demo-book-0123 --num-samples 3",
+            "tensorboard --logdir runs/demo-book-0123",
+        )
     )
 
 
@@ -134,7 +147,10 @@ def test_length_fits_the_time_and_the_text():
     assert module.EVALUATIONS - 1 <= long.train.steps / long.train.eval_every <= module.EVALUATIONS
     short = with_length(config, FakeData(40_960), step_s=1e-6, minutes=2)
     assert short.train.steps == module.MOST_EPOCHS * 20
-    assert with_length(config, FakeData(100), step_s=100.0, minutes=0.01).train.steps == module.LEAST_STEPS
+    assert (
+        with_length(config, FakeData(100), step_s=100.0, minutes=0.01).train.steps
+        == module.LEAST_STEPS
+    )
 
 
 class InterruptsAt(Quiet):
@@ -200,7 +216,11 @@ def test_fixes_with_options_of_prepare_lead_there(quick):
 def test_the_reason_for_the_device_is_the_machines_and_not_a_wish(quick):
     (quick / "a.txt").write_text("a text of some length. " * 100)
     result = demo(quick / "a.txt", minutes=0.001)
-    (start,) = (event for event in read_lines(Path(result.run) / "events.jsonl") if event["event"] == "start")
+    (start,) = (
+        event
+        for event in read_lines(Path(result.run) / "events.jsonl")
+        if event["event"] == "start"
+    )
     assert start["device_reason"] != "asked for"
 
 

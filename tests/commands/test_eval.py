@@ -22,7 +22,9 @@ def test_scores_are_the_runs_own(tiny_run):
     assert result.perplexity == pytest.approx(math.exp(result.val_loss))
     split = Dataset.open(tiny_run.parent.parent / "data").split("val")
     assert result.tokens == split.num_tokens - 1
-    assert result.bits_per_byte == pytest.approx(result.val_loss * result.tokens / math.log(2) / split.text_bytes)
+    assert result.bits_per_byte == pytest.approx(
+        result.val_loss * result.tokens / math.log(2) / split.text_bytes
+    )
     for part in (f"{result.val_loss:.4f}", "step-2", f"{result.bits_per_byte:.4f}"):
         assert part in result.summary()
 
@@ -31,18 +33,45 @@ def test_a_single_set_is_one_entry(tiny_run):
     result = evaluate(str(tiny_run))
     (one,) = result.by_dataset
     assert (one.name, one.path) == ("data", str(tiny_run.parent.parent / "data"))
-    assert (one.val_loss, one.bits_per_byte, one.tokens) == (result.val_loss, result.bits_per_byte, result.tokens)
+    assert (one.val_loss, one.bits_per_byte, one.tokens) == (
+        result.val_loss,
+        result.bits_per_byte,
+        result.tokens,
+    )
 
 
 @pytest.fixture(scope="module")
 def mixed_run(tiny_run, tmp_path_factory):
     """A run on the tiny run's data and on other text of the same tokenizer, three to one; and the folder of the other."""
     root = tmp_path_factory.mktemp("mixed")
-    (root / "tale.txt").write_text("It fell; the night in torrents and a stormy dark rain was. " * 150)
+    (root / "tale.txt").write_text(
+        "It fell; the night in torrents and a stormy dark rain was. " * 150
+    )
     data = tiny_run.parent.parent / "data"
-    prepare([str(root / "tale.txt")], root / "tale", tokenizer=str(data / "tokenizer.json"), split="tail 0.2", workers=1)
-    shape = ["model.num_layers=1", "model.d_model=16", "model.num_heads=1", "data.seq_len=32", "batch.rows_per_device=4", "batch.tokens_per_step=128"]
-    config = load_config(None, [*shape, f"data.mix={{{data}: 3, {root / 'tale'}: 1}}", "train.steps=2", "train.device=cpu"])
+    prepare(
+        [str(root / "tale.txt")],
+        root / "tale",
+        tokenizer=str(data / "tokenizer.json"),
+        split="tail 0.2",
+        workers=1,
+    )
+    shape = [
+        "model.num_layers=1",
+        "model.d_model=16",
+        "model.num_heads=1",
+        "data.seq_len=32",
+        "batch.rows_per_device=4",
+        "batch.tokens_per_step=128",
+    ]
+    config = load_config(
+        None,
+        [
+            *shape,
+            f"data.mix={{{data}: 3, {root / 'tale'}: 1}}",
+            "train.steps=2",
+            "train.device=cpu",
+        ],
+    )
     return root / "run", train_config(config, run=root / "run"), root / "tale"
 
 
@@ -51,8 +80,12 @@ def test_each_set_of_a_mix_has_its_line_and_there_is_a_total(mixed_run):
     result = evaluate(str(folder), "last")
     assert [one.name for one in result.by_dataset] == ["data", "tale"]
     assert result.val_loss == pytest.approx(trained.val_loss, rel=1e-6)
-    assert result.val_loss == pytest.approx(0.75 * result.by_dataset[0].val_loss + 0.25 * result.by_dataset[1].val_loss)
-    assert [one.val_loss for one in trained.by_dataset] == pytest.approx([one.val_loss for one in result.by_dataset], rel=1e-6)
+    assert result.val_loss == pytest.approx(
+        0.75 * result.by_dataset[0].val_loss + 0.25 * result.by_dataset[1].val_loss
+    )
+    assert [one.val_loss for one in trained.by_dataset] == pytest.approx(
+        [one.val_loss for one in result.by_dataset], rel=1e-6
+    )
     lines = result.summary().splitlines()
     assert [line.split()[0] for line in lines[1:]] == ["data", "data", "tale", "total"]
     for line, one in zip(lines[2:], [*result.by_dataset, result], strict=True):
@@ -68,9 +101,14 @@ def test_other_data_sets_are_scored_a_token_like_any_other(tiny_run, mixed_run):
     assert [one.path for one in alone.by_dataset] == [str(tale)]
     both = evaluate(str(tiny_run), data=[own, tale])
     assert both.by_dataset[1].val_loss == pytest.approx(alone.val_loss)
-    assert both.val_loss == pytest.approx(sum(one.val_loss * one.tokens for one in both.by_dataset) / both.tokens)
+    assert both.val_loss == pytest.approx(
+        sum(one.val_loss * one.tokens for one in both.by_dataset) / both.tokens
+    )
     assert both.bits_per_byte == pytest.approx(
-        sum(one.bits_per_byte * Dataset.open(one.path).split("val").text_bytes for one in both.by_dataset)
+        sum(
+            one.bits_per_byte * Dataset.open(one.path).split("val").text_bytes
+            for one in both.by_dataset
+        )
         / sum(Dataset.open(one.path).split("val").text_bytes for one in both.by_dataset)
     )
 

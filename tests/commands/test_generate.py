@@ -31,7 +31,9 @@ def test_the_help_says_of_each_kind_of_model_how_a_long_text_goes_on():
 
 
 def test_equal_seeds_write_equal_text(tiny_run):
-    first, second, third = (generate(str(tiny_run), seed=seed, max_tokens=20).samples for seed in (3, 3, 4))
+    first, second, third = (
+        generate(str(tiny_run), seed=seed, max_tokens=20).samples for seed in (3, 3, 4)
+    )
     assert first == second != third
 
 
@@ -58,10 +60,15 @@ def test_an_interrupt_leaves_the_cursor_at_the_beginning_of_a_line(tiny_run):
 
 def test_options_reach_the_sampler(tiny_run):
     assert len(generate(str(tiny_run), temperature=0, max_tokens=5).samples[0]) <= 5
-    greedy = {generate(str(tiny_run), top_k=1, max_tokens=10, seed=seed).samples[0] for seed in range(3)}
+    greedy = {
+        generate(str(tiny_run), top_k=1, max_tokens=10, seed=seed).samples[0] for seed in range(3)
+    }
     assert len(greedy) == 1
     text = generate(str(tiny_run), max_tokens=30, seed=1).samples[0]
-    assert generate(str(tiny_run), max_tokens=30, seed=1, stop=[text[10:12]]).samples[0] == text[: text.index(text[10:12])]
+    assert (
+        generate(str(tiny_run), max_tokens=30, seed=1, stop=[text[10:12]]).samples[0]
+        == text[: text.index(text[10:12])]
+    )
 
 
 @pytest.mark.parametrize(
@@ -107,12 +114,16 @@ def test_command_line(tiny_run, typed):
     code, result, err = typed(tiny_run, "--num-samples", 3, "--max-tokens", 20)
     assert code == 0
     assert len(set(result["samples"])) == 3
-    assert [line for line in err.splitlines() if line.startswith("--- sample")] == [f"--- sample {number} ---" for number in (1, 2, 3)]
+    assert [line for line in err.splitlines() if line.startswith("--- sample")] == [
+        f"--- sample {number} ---" for number in (1, 2, 3)
+    ]
 
 
 def test_without_a_run_the_newest_writes(tiny_run, typed, monkeypatch):
     monkeypatch.chdir(tiny_run.parents[1])
-    assert text_of(typed("--prompt", "It", "--max-tokens", 9)) == text_of(typed(tiny_run, "--prompt", "It", "--max-tokens", 9))
+    assert text_of(typed("--prompt", "It", "--max-tokens", 9)) == text_of(
+        typed(tiny_run, "--prompt", "It", "--max-tokens", 9)
+    )
 
 
 def test_seeds(tiny_run, typed):
@@ -124,7 +135,9 @@ def test_seeds(tiny_run, typed):
 
 def test_top_k_of_one_is_temperature_zero(tiny_run, typed):
     greedy = text_of(typed(tiny_run, "--temperature", 0, "--max-tokens", 50))
-    assert greedy == text_of(typed(tiny_run, "--top-k", 1, "--max-tokens", 50, "--seed", 3, "--temperature", 1.5))
+    assert greedy == text_of(
+        typed(tiny_run, "--top-k", 1, "--max-tokens", 50, "--seed", 3, "--temperature", 1.5)
+    )
     assert greedy == text_of(typed(tiny_run, "--top-p", 1e-9, "--max-tokens", 50, "--seed", 4))
 
 
@@ -137,12 +150,22 @@ def test_a_stop_may_span_tokens(tiny_run, typed):
 
 def test_lengths(tiny_run, typed):
     """One token; more than the 32 the model sees; a prompt of more than those."""
-    assert len(text_of(typed(tiny_run, "--prompt", "It", "--max-tokens", 1, "--temperature", 0))) == 3
-    assert len(text_of(typed(tiny_run, "--prompt", "It", "--max-tokens", 100, "--temperature", 0))) == 102
+    assert (
+        len(text_of(typed(tiny_run, "--prompt", "It", "--max-tokens", 1, "--temperature", 0))) == 3
+    )
+    assert (
+        len(text_of(typed(tiny_run, "--prompt", "It", "--max-tokens", 100, "--temperature", 0)))
+        == 102
+    )
     long = "It was a dark and stormy night; the rain fell in torrents. " * 2
     text = text_of(typed(tiny_run, "--prompt", long, "--max-tokens", 20, "--temperature", 0))
     assert len(text) == len(long) + 20
-    assert text[len(long) :] == text_of(typed(tiny_run, "--prompt", long[-32:], "--max-tokens", 20, "--temperature", 0))[32:]
+    assert (
+        text[len(long) :]
+        == text_of(typed(tiny_run, "--prompt", long[-32:], "--max-tokens", 20, "--temperature", 0))[
+            32:
+        ]
+    )
 
 
 def test_a_prompt_of_unknown_characters_is_refused_before_anything_is_shown(tiny_run, typed):
@@ -159,7 +182,9 @@ def test_checkpoints(fox_run, typed):
     for name in ("1", "2", "3", "best", "last"):
         loaded = load_run(folder, name, device="cpu")
         texts[name] = text_of(typed(folder, "--checkpoint", name, "--max-tokens", 30))
-        assert texts[name] == "".join(sample(loaded.model, loaded.tokenizer, max_tokens=30, window=32))
+        assert texts[name] == "".join(
+            sample(loaded.model, loaded.tokenizer, max_tokens=30, window=32)
+        )
     assert texts["last"] == texts["3"]
     assert len(set(texts.values())) > 1
     code, result, _ = typed(folder, "--checkpoint", 7)
@@ -168,15 +193,49 @@ def test_checkpoints(fox_run, typed):
 
 
 def test_a_run_on_separate_documents(tiny_run, tmp_path, typed):
-    shape = ["model.num_layers=1", "model.d_model=16", "model.num_heads=1", "data.seq_len=32", "batch.rows_per_device=4", "batch.tokens_per_step=128"]
-    words = [*shape, f"data.path={tiny_run.parents[1] / 'data'}", "data.document_mask=true", "train.steps=1", "train.device=cpu"]
+    shape = [
+        "model.num_layers=1",
+        "model.d_model=16",
+        "model.num_heads=1",
+        "data.seq_len=32",
+        "batch.rows_per_device=4",
+        "batch.tokens_per_step=128",
+    ]
+    words = [
+        *shape,
+        f"data.path={tiny_run.parents[1] / 'data'}",
+        "data.document_mask=true",
+        "train.steps=1",
+        "train.device=cpu",
+    ]
     train_config(load_config(None, words), run=tmp_path / "run")
-    assert len(text_of(typed(tmp_path / "run", "--prompt", "It", "--max-tokens", 50, "--temperature", 0))) > 3
+    assert (
+        len(
+            text_of(
+                typed(tmp_path / "run", "--prompt", "It", "--max-tokens", 50, "--temperature", 0)
+            )
+        )
+        > 3
+    )
 
 
 def test_ctrl_c_ends_a_text_that_is_being_written(tiny_run):
-    words = [sys.executable, "-m", "flatout", "generate", str(tiny_run), "--prompt", "It", "--temperature", "0", "--max-tokens", "1000000000"]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as writing:
+    words = [
+        sys.executable,
+        "-m",
+        "flatout",
+        "generate",
+        str(tiny_run),
+        "--prompt",
+        "It",
+        "--temperature",
+        "0",
+        "--max-tokens",
+        "1000000000",
+    ]
+    with subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as writing:
         shown = writing.stdout.read(100)
         writing.send_signal(signal.SIGINT)
         rest, err = writing.communicate(timeout=60)

@@ -14,7 +14,9 @@ from flatout.registry import COMMANDS
 def folder(tmp_path):
     (tmp_path / "chunks").mkdir()
     for number in range(5):
-        torch.save(torch.tensor([72, 105, 256] * 20), tmp_path / "chunks" / f"chunk_{number:06d}.pt")
+        torch.save(
+            torch.tensor([72, 105, 256] * 20), tmp_path / "chunks" / f"chunk_{number:06d}.pt"
+        )
     return tmp_path / "chunks"
 
 
@@ -29,7 +31,18 @@ def test_chunks_become_a_data_set(folder):
 def test_the_command_is_called_import(folder):
     assert COMMANDS.get("import") is COMMAND
     out = folder.parent / "set"
-    words = [sys.executable, "-m", "flatout", "import", str(folder), "--out", str(out), "--tokenizer", "byte", "--json"]
+    words = [
+        sys.executable,
+        "-m",
+        "flatout",
+        "import",
+        str(folder),
+        "--out",
+        str(out),
+        "--tokenizer",
+        "byte",
+        "--json",
+    ]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["tokens"] == 300

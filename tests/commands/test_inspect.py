@@ -21,14 +21,21 @@ def prepare(out, train, val=(), *, skipped=()):
             for text in texts:
                 tokens = [*tokenizer.encode(text), tokenizer.eot_id]
                 split.append(np.array(tokens), [len(tokens)], text_bytes=len(text.encode()))
-        writer.finish(tokenizer=tokenizer, source={"kind": "test", "seed": 3}, split_rule="tail 0.1", skipped=skipped)
+        writer.finish(
+            tokenizer=tokenizer,
+            source={"kind": "test", "seed": 3},
+            split_rule="tail 0.1",
+            skipped=skipped,
+        )
     return out
 
 
 @pytest.fixture
 def folder(tmp_path):
     skipped = [SkippedEntry(reason="not UTF-8", count=1234, first=("a.txt:7",))]
-    return prepare(tmp_path / "set", ["Hello\nworld", "a", "", "x" * 40], ["valid"], skipped=skipped)
+    return prepare(
+        tmp_path / "set", ["Hello\nworld", "a", "", "x" * 40], ["valid"], skipped=skipped
+    )
 
 
 def test_the_facts(folder):
@@ -41,8 +48,20 @@ def test_the_facts(folder):
     assert result.value("dtype") == "uint16"
     assert result.value("source") == {"kind": "test", "seed": 3}
     assert result.value("split_rule") == "tail 0.1"
-    assert result.value("train") == {"documents": 4, "tokens": 56, "text_bytes": 52, "shards": 1, "loss_mask": False}
-    assert result.value("val") == {"documents": 1, "tokens": 6, "text_bytes": 5, "shards": 1, "loss_mask": False}
+    assert result.value("train") == {
+        "documents": 4,
+        "tokens": 56,
+        "text_bytes": 52,
+        "shards": 1,
+        "loss_mask": False,
+    }
+    assert result.value("val") == {
+        "documents": 1,
+        "tokens": 6,
+        "text_bytes": 5,
+        "shards": 1,
+        "loss_mask": False,
+    }
     assert result.value("special_tokens") == {"<|endoftext|>": 256}
     assert result.value("skipped") == {"not UTF-8": 1234}
     assert result.value("skipped_first") == {"not UTF-8": ["a.txt:7"]}
@@ -56,13 +75,21 @@ def test_masked_text_is_marked_and_divides_no_bytes(tmp_path):
 
     rows = [{"prompt": f"Käfer {number}?", "text": f"answer {number}."} for number in range(10)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    prepare_text([tmp_path / "rows.jsonl"], tmp_path / "set", tokenizer="byte", mask_field="prompt", workers=1)
+    prepare_text(
+        [tmp_path / "rows.jsonl"],
+        tmp_path / "set",
+        tokenizer="byte",
+        mask_field="prompt",
+        workers=1,
+    )
     result = inspect(tmp_path / "set")
     assert result.value("text_bytes") == 90
     assert result.value("targets") == 90 + 10
     assert result.value("tokens") == 90 + 10 + 90
     assert result.value("bytes_per_token") == 0.9
-    assert result.value("beginning").startswith("«Käfer 0?»answer 0.<|endoftext|>«Käfer 1?»answer 1.")
+    assert result.value("beginning").startswith(
+        "«Käfer 0?»answer 0.<|endoftext|>«Käfer 1?»answer 1."
+    )
     assert "it begins; what is in «» is not learned from" in result.summary()
     assert inspect(tmp_path / "set", tokens=0).value("beginning") == ""
 
@@ -89,7 +116,11 @@ def test_the_special_tokens_of_a_tokenizer_json(tmp_path):
 
 def test_document_lengths_fall_into_powers_of_two(folder):
     result = inspect(folder)
-    assert (result.value("shortest_document"), result.value("median_document"), result.value("longest_document")) == (1, 6, 41)
+    assert (
+        result.value("shortest_document"),
+        result.value("median_document"),
+        result.value("longest_document"),
+    ) == (1, 6, 41)
     assert [tuple(entry.values()) for entry in result.value("document_lengths")] == [
         (1, 1, 1), (2, 3, 1), (4, 7, 1), (8, 15, 1), (16, 31, 0), (32, 63, 1),
     ]  # fmt: skip
@@ -155,4 +186,6 @@ def test_a_data_set_at_an_address_is_fetched_and_shown(folder, tmp_path, monkeyp
     result, local = inspect("memory://inspect/set/"), inspect(folder)
     assert result.path == "memory://inspect/set"
     assert result.value("copy").startswith(str(tmp_path / ".cache" / "flatout" / "stored" / "set-"))
-    assert [fact for fact in result.items if fact.name not in ("copy", "copied")] == [fact for fact in local.items if fact.name != "prepared"]
+    assert [fact for fact in result.items if fact.name not in ("copy", "copied")] == [
+        fact for fact in local.items if fact.name != "prepared"
+    ]

@@ -11,7 +11,16 @@ from flatout.hardware import Gpu, probe
 from flatout.measured import Gain, keep
 from flatout.registry import SPEEDUPS
 
-GAIN = Gain(gain=1.12, low=1.05, high=1.2, where="in the full set", recipe="gpt2-124m", date="2026-11-22T08:00:00", commit="abc1234", torch="2.11.0")
+GAIN = Gain(
+    gain=1.12,
+    low=1.05,
+    high=1.2,
+    where="in the full set",
+    recipe="gpt2-124m",
+    date="2026-11-22T08:00:00",
+    commit="abc1234",
+    torch="2.11.0",
+)
 
 
 @pytest.mark.parametrize("kind", [*FOLDERS, "machines", "speedups"])
@@ -58,7 +67,9 @@ def test_a_long_recipe_shows_what_its_run_would_use(monkeypatch):
     assert "A run lasts at least 53 min" in listed.note
 
 
-@pytest.mark.parametrize(("steps", "on", "said"), [(2, False, "this run lasts about 0."), (100_000, True, "time: ")])
+@pytest.mark.parametrize(
+    ("steps", "on", "said"), [(2, False, "this run lasts about 0."), (100_000, True, "time: ")]
+)
 def test_a_gpu_that_is_here_decides_by_its_own_rate(monkeypatch, tmp_path, steps, on, said):
     gpu = Gpu("NVIDIA H200", 141.0, (9, 0), "1")
     monkeypatch.setattr("flatout.commands.list.probe", lambda: replace(probe(), gpus=(gpu,)))
@@ -76,7 +87,11 @@ def test_a_length_that_is_not_known_is_not_guessed(monkeypatch, tmp_path, train)
     monkeypatch.setattr("flatout.commands.list.probe", lambda: replace(probe(), gpus=()))
     recipe = tmp_path / "mine.yaml"
     recipe.write_text(f"train: {train}\n")
-    reason = next(item["reason"] for item in list_entries("speedups", str(recipe)).items if item["name"] == "compile")
+    reason = next(
+        item["reason"]
+        for item in list_entries("speedups", str(recipe)).items
+        if item["name"] == "compile"
+    )
     assert reason.startswith("pays from 2 minutes, and how long the run takes is not known")
 
 
@@ -86,8 +101,14 @@ def test_what_is_not_measured_on_a_gpu_is_labelled(monkeypatch, tmp_path):
     monkeypatch.setattr("flatout.commands.list.CACHE", tmp_path)
     before = {item["name"]: item for item in list_entries("speedups").items}
     rows = {name for name, row in auto_table().items() if "cuda" in row}
-    assert {name for name in rows if not auto_table()[name]["cuda"].get("measured")} <= {n for n, item in before.items() if item["measured"] is False}
-    lines = {line.split()[3]: line for line in list_entries("speedups").summary().splitlines() if line[5:17] == "not measured"}
+    assert {name for name in rows if not auto_table()[name]["cuda"].get("measured")} <= {
+        n for n, item in before.items() if item["measured"] is False
+    }
+    lines = {
+        line.split()[3]: line
+        for line in list_entries("speedups").summary().splitlines()
+        if line[5:17] == "not measured"
+    }
     assert rows <= set(lines)
     assert lines["bf16"].startswith("on   not measured  bf16 ")
 
@@ -95,7 +116,9 @@ def test_what_is_not_measured_on_a_gpu_is_labelled(monkeypatch, tmp_path):
     result = list_entries("speedups")
     after = {item["name"]: item for item in result.items}
     assert after["bf16"] == before["bf16"] | {"measured": True, "gain": GAIN.describe()}
-    assert {name for name in after if after[name] != before[name]} == {"bf16"}, "what bench measured decides nothing yet"
+    assert {name for name in after if after[name] != before[name]} == {"bf16"}, (
+        "what bench measured decides nothing yet"
+    )
     assert "on   measured      bf16 " in result.summary()
     assert f"measured on this GPU: {GAIN.describe()}" in result.summary()
 
@@ -104,10 +127,16 @@ def test_the_predicted_gain_is_shown_until_one_is_measured(monkeypatch, tmp_path
     gpu = Gpu("NVIDIA H200", 141.0, (9, 0), "1")
     monkeypatch.setattr("flatout.commands.list.probe", lambda: replace(probe(), gpus=(gpu,)))
     monkeypatch.setattr("flatout.commands.list.CACHE", tmp_path)
-    foreseen = [replace(speedup, predicted="2%: half of 4%") if speedup.name == "bf16" else speedup for speedup in all_speedups()]
+    foreseen = [
+        replace(speedup, predicted="2%: half of 4%") if speedup.name == "bf16" else speedup
+        for speedup in all_speedups()
+    ]
     monkeypatch.setattr("flatout.commands.list.all_speedups", lambda: foreseen)
     result = list_entries("speedups")
-    assert next(item["predicted"] for item in result.items if item["name"] == "bf16") == "2%: half of 4%"
+    assert (
+        next(item["predicted"] for item in result.items if item["name"] == "bf16")
+        == "2%: half of 4%"
+    )
     assert "  predicted: 2%\n" in result.summary()
     keep(gpu.name, {"bf16": GAIN}, tmp_path)
     assert "2%: half of 4%" not in list_entries("speedups").summary()

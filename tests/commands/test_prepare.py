@@ -20,10 +20,24 @@ def book(tmp_path):
 def test_the_result_has_the_fields_of_the_command_line(book, tmp_path):
     result = prepare([str(book)], tmp_path / "out")
     fields = json.loads(result.model_dump_json())
-    assert list(fields) == ["path", "documents", "tokens", "bytes", "seconds", "tokens_per_s", "skipped", "skipped_by_reason"]
+    assert list(fields) == [
+        "path",
+        "documents",
+        "tokens",
+        "bytes",
+        "seconds",
+        "tokens_per_s",
+        "skipped",
+        "skipped_by_reason",
+    ]
     manifest = Dataset.open(tmp_path / "out").manifest
     assert fields["path"] == str(tmp_path / "out")
-    assert (fields["documents"], fields["tokens"], fields["bytes"], fields["skipped"]) == (1, manifest.tokens, 10500, 0)
+    assert (fields["documents"], fields["tokens"], fields["bytes"], fields["skipped"]) == (
+        1,
+        manifest.tokens,
+        10500,
+        0,
+    )
     assert fields["tokens_per_s"] == pytest.approx(fields["tokens"] / fields["seconds"], rel=0.1)
 
 
@@ -31,7 +45,10 @@ def test_the_summary_says_what_was_made(book, tmp_path):
     (tmp_path / "empty.txt").write_text("")
     result = prepare([str(book), str(tmp_path / "empty.txt")], tmp_path / "out", tokenizer="char")
     assert f"{tmp_path / 'out'}  written in" in result.summary()
-    assert "10,502 tokens of 1 document (its end is for validation), 0.01 MB of text" in result.summary()
+    assert (
+        "10,502 tokens of 1 document (its end is for validation), 0.01 MB of text"
+        in result.summary()
+    )
     assert "tokenizer char, vocabulary 15; split by tail 0.1" in result.summary()
     assert "left out: 1 empty document" in result.summary()
     assert result.skipped == 1
@@ -48,9 +65,22 @@ def test_files_that_are_not_read_are_in_the_result_the_summary_and_the_manifest(
     texts = str(tmp_path / "texts")
     result = prepare(texts, tmp_path / "out", tokenizer="byte")
     assert (result.skipped, result.skipped_by_reason) == (3, {".html file": 2, ".py file": 1})
-    assert f"left out: 2 .html files (first: {texts}/a.html)\n  left out: 1 .py file" in result.summary()
-    assert [(one.reason, one.count) for one in Dataset.open(tmp_path / "out").manifest.skipped] == [(".html file", 2), (".py file", 1)]
-    code = prepare(texts, tmp_path / "code", tokenizer="byte", include="*.py", split="tail 0.5", max_documents=1)
+    assert (
+        f"left out: 2 .html files (first: {texts}/a.html)\n  left out: 1 .py file"
+        in result.summary()
+    )
+    assert [(one.reason, one.count) for one in Dataset.open(tmp_path / "out").manifest.skipped] == [
+        (".html file", 2),
+        (".py file", 1),
+    ]
+    code = prepare(
+        texts,
+        tmp_path / "code",
+        tokenizer="byte",
+        include="*.py",
+        split="tail 0.5",
+        max_documents=1,
+    )
     assert (code.documents, code.skipped_by_reason) == (1, {".html file": 2})
     assert Dataset.open(tmp_path / "code").manifest.source["include"] == ["*.py"]
     with pytest.raises(DataError, match=r"include \['\*\.py'\] there, None asked for"):
@@ -62,14 +92,21 @@ def test_the_encoding_is_part_of_what_makes_a_data_set(tmp_path):
     made = prepare(str(tmp_path / "a.txt"), tmp_path / "out", tokenizer="char", encoding="CP1252")
     assert made.bytes == 700
     assert Dataset.open(tmp_path / "out").manifest.source["encoding"] == "cp1252"
-    assert prepare(str(tmp_path / "a.txt"), tmp_path / "out", tokenizer="char", encoding="windows-1252").tokens_per_s == 0
+    assert (
+        prepare(
+            str(tmp_path / "a.txt"), tmp_path / "out", tokenizer="char", encoding="windows-1252"
+        ).tokens_per_s
+        == 0
+    )
     with pytest.raises(DataError, match="encoding 'cp1252' there, 'cp1251' asked for"):
         prepare(str(tmp_path / "a.txt"), tmp_path / "out", tokenizer="char", encoding="cp1251")
 
 
 def test_every_option_reaches_the_data_set(tmp_path):
     path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps({"body": f"row {number}"}) + "\n" for number in range(50)) + "{")
+    path.write_text(
+        "".join(json.dumps({"body": f"row {number}"}) + "\n" for number in range(50)) + "{"
+    )
     with pytest.raises(DataError, match="line 51"):
         prepare([str(path)], tmp_path / "out", text_field="body")
     result = prepare(
@@ -88,23 +125,39 @@ def test_every_option_reaches_the_data_set(tmp_path):
     assert Dataset.open(tmp_path / "out").manifest.split_rule == "tail 0.5"
 
 
-def test_validation_text_may_be_named_once_or_often_and_another_copy_of_training_text_is_dropped(book, tmp_path):
+def test_validation_text_may_be_named_once_or_often_and_another_copy_of_training_text_is_dropped(
+    book, tmp_path
+):
     for name in ("a", "b"):
         (tmp_path / f"{name}.txt").write_text(f"It was {name} day.")
     one = prepare([str(book)], tmp_path / "one", tokenizer="char", val=str(tmp_path / "a.txt"))
     assert "split by named: train 10,501, val 14" in one.summary()
-    both = prepare(str(book), tmp_path / "both", tokenizer="char", val=[tmp_path / "a.txt", tmp_path / "b.txt"])
+    both = prepare(
+        str(book), tmp_path / "both", tokenizer="char", val=[tmp_path / "a.txt", tmp_path / "b.txt"]
+    )
     assert (both.documents, both.tokens) == (3, 10_529)
     with pytest.raises(DataError, match=r"a.txt is both training and validation text"):
         prepare([str(tmp_path)], tmp_path / "new", tokenizer="char", val=[str(tmp_path / "a.txt")])
-    dropped = prepare([str(book), str(tmp_path / "a.txt")], tmp_path / "new", tokenizer="char", val=[str(tmp_path / "a.txt")], duplicates="drop")
-    assert dropped.summary().endswith(f"left out: 1 duplicate document (first: {tmp_path / 'a.txt'})")
+    dropped = prepare(
+        [str(book), str(tmp_path / "a.txt")],
+        tmp_path / "new",
+        tokenizer="char",
+        val=[str(tmp_path / "a.txt")],
+        duplicates="drop",
+    )
+    assert dropped.summary().endswith(
+        f"left out: 1 duplicate document (first: {tmp_path / 'a.txt'})"
+    )
 
 
 def test_duplicates_are_counted_in_the_summary(tmp_path):
     path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps({"text": f"row {number % 30}"}) + "\n" for number in range(50)))
-    result = prepare([str(path)], tmp_path / "out", tokenizer="byte", split="tail 0.7", duplicates="drop")
+    path.write_text(
+        "".join(json.dumps({"text": f"row {number % 30}"}) + "\n" for number in range(50))
+    )
+    result = prepare(
+        [str(path)], tmp_path / "out", tokenizer="byte", split="tail 0.7", duplicates="drop"
+    )
     assert (result.documents, result.skipped) == (30, 20)
     assert result.summary().endswith(f"left out: 20 duplicate documents (first: {path}, line 31)")
 
@@ -113,7 +166,10 @@ def test_an_engine_is_local_or_ray_and_shares_the_work_out_alone(book, tmp_path)
     with pytest.raises(UsageError, match=r"no engine named 'rai'.*Did you mean 'ray'"):
         prepare([str(book)], tmp_path / "out", tokenizer="byte", engine="rai")
     for given in ({"part": "1/2"}, {"join": True}):
-        with pytest.raises(UsageError, match=rf"--engine ray does the whole work; --{next(iter(given))} is another way.*Leave one of the two out"):
+        with pytest.raises(
+            UsageError,
+            match=rf"--engine ray does the whole work; --{next(iter(given))} is another way.*Leave one of the two out",
+        ):
             prepare([str(book)], tmp_path / "out", tokenizer="byte", engine="ray", **given)
     assert prepare([str(book)], tmp_path / "out", tokenizer="byte", engine="local").documents == 1
 
@@ -121,7 +177,11 @@ def test_an_engine_is_local_or_ray_and_shares_the_work_out_alone(book, tmp_path)
 def test_a_document_that_is_cut_for_validation_is_one_document(book, tmp_path):
     said = tmp_path / "said.jsonl"
     said.write_text('{"text": "abab"}\n' + '{"text": "cc"}\n' * 2)
-    for split, duplicates, documents in (("tail 0.625", "keep", 3), ("tail 0.25", "keep", 3), ("tail 0.75", "drop", 2)):
+    for split, duplicates, documents in (
+        ("tail 0.625", "keep", 3),
+        ("tail 0.25", "keep", 3),
+        ("tail 0.75", "drop", 2),
+    ):
         out = tmp_path / f"{split}-{duplicates}"
         made = prepare([str(said)], out, tokenizer="byte", split=split, duplicates=duplicates)
         assert made.documents == documents
@@ -146,6 +206,9 @@ def test_out_may_be_an_address(book, tmp_path, monkeypatch):
     assert open_place(address).manifest.tokens == result.tokens
     assert "was there already" in prepare([str(book)], f"{address}/", tokenizer="char").summary()
     for parameters in ({"part": "1/2"}, {"join": True}):
-        with pytest.raises(UsageError, match="in a folder that all parts share, and memory://commands/book is an address"):
+        with pytest.raises(
+            UsageError,
+            match="in a folder that all parts share, and memory://commands/book is an address",
+        ):
             prepare([str(book)], address, **parameters)
     fsspec.filesystem("memory").rm("/commands", recursive=True)

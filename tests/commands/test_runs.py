@@ -52,11 +52,21 @@ def test_a_run_at_work_is_running(tmp_path):
 
 
 def test_losses_and_steps_are_the_last_written(tmp_path):
-    records = [{"step": 10, "train/loss": 3.0, "val/loss": 3.5}, {"step": 20, "train/loss": 2.0}, {"step": 30, "perf/mfu": 0.5}]
+    records = [
+        {"step": 10, "train/loss": 3.0, "val/loss": 3.5},
+        {"step": 20, "train/loss": 2.0},
+        {"step": 30, "perf/mfu": 0.5},
+    ]
     make(tmp_path / "run", records=records)
     (tmp_path / "run" / "checkpoints" / "step-20").mkdir(parents=True)
     (item,) = runs(tmp_path).items
-    assert (item.step, item.last_step, item.train_loss, item.val_loss, item.checkpoints) == (30, 100, 2.0, 3.5, [20])
+    assert (item.step, item.last_step, item.train_loss, item.val_loss, item.checkpoints) == (
+        30,
+        100,
+        2.0,
+        3.5,
+        [20],
+    )
 
 
 def test_size_and_age(tmp_path):
@@ -66,12 +76,16 @@ def test_size_and_age(tmp_path):
     hour_ago = time.time() - 3600
     os.utime(tmp_path / "run" / "config.yaml", (hour_ago, hour_ago))
     (item,) = runs(tmp_path).items
-    assert item.bytes == 5000 + sum((tmp_path / "run" / name).stat().st_size for name in ("config.yaml", "config.copy.yaml"))
+    assert item.bytes == 5000 + sum(
+        (tmp_path / "run" / name).stat().st_size for name in ("config.yaml", "config.copy.yaml")
+    )
     assert item.age_s == pytest.approx(3600, abs=30)
 
 
 def test_checkpoints_elsewhere_count_too(tmp_path):
-    layout.write_config(tmp_path / "runs" / "a", RunConfig().with_values({"checkpoint.dir": str(tmp_path / "big")}))
+    layout.write_config(
+        tmp_path / "runs" / "a", RunConfig().with_values({"checkpoint.dir": str(tmp_path / "big")})
+    )
     (tmp_path / "big" / "a" / "step-3").mkdir(parents=True)
     (tmp_path / "big" / "a" / "step-3" / "model").write_bytes(bytes(70_000))
     (item,) = runs(tmp_path / "runs").items
@@ -83,7 +97,10 @@ def test_a_damaged_run_does_not_hide_the_others(tmp_path):
     make(tmp_path / "good")
     make(tmp_path / "bad")
     (tmp_path / "bad" / "config.yaml").write_text("a: [")
-    assert {item.run.rpartition("/")[2]: item.state for item in runs(tmp_path).items} == {"good": "killed", "bad": "damaged"}
+    assert {item.run.rpartition("/")[2]: item.state for item in runs(tmp_path).items} == {
+        "good": "killed",
+        "bad": "damaged",
+    }
 
 
 def test_the_table_has_a_line_a_run(tmp_path):
@@ -98,7 +115,9 @@ def test_the_table_has_a_line_a_run(tmp_path):
 
 def store(path, *words, recipe="mine"):
     layout.write_config(
-        path, load_config(None, [f"name={recipe}", *words, "batch.rows_per_device=8"]), asked=load_config(None, [f"name={recipe}", *words])
+        path,
+        load_config(None, [f"name={recipe}", *words, "batch.rows_per_device=8"]),
+        asked=load_config(None, [f"name={recipe}", *words]),
     )
 
 
@@ -106,7 +125,9 @@ def test_what_differs_between_runs_of_a_recipe_is_shown(tmp_path):
     """As it was asked for: what `auto` chose is no difference."""
     store(tmp_path / "mine-a", "optim.lr=1e-3", "train.steps=500")
     store(tmp_path / "mine-b", "optim.lr=2e-3", "train.tokens=1000")
-    store(tmp_path / "c", "optim.lr=5e-3", "train.steps=500", "model.kind=eigenstate", recipe="other")
+    store(
+        tmp_path / "c", "optim.lr=5e-3", "train.steps=500", "model.kind=eigenstate", recipe="other"
+    )
     settings = {item.run.rpartition("/")[2]: item.settings for item in runs(tmp_path).items}
     assert settings == {
         "mine-a": {"name": "mine", "optim.lr": 1e-3, "train.steps": 500},
@@ -124,7 +145,10 @@ def test_a_list_with_a_damaged_run_shows_what_differs_between_the_others(tmp_pat
     make(tmp_path / "two", steps=20)
     make(tmp_path / "bad")
     (tmp_path / "bad" / "config.yaml").write_text("a: [")
-    settings = {item.run.rpartition("/")[2]: item.settings.get("train.steps") for item in runs(tmp_path).items}
+    settings = {
+        item.run.rpartition("/")[2]: item.settings.get("train.steps")
+        for item in runs(tmp_path).items
+    }
     assert settings == {"one": 10, "two": 20, "bad": None}
 
 

@@ -8,7 +8,10 @@ from flatout.training.run_dir.layout import read_config, read_summary
 
 def test_a_run_that_ended_early_says_why_last(tiny_run):
     summary = read_summary(tiny_run)
-    result = TrainResult(**{name: summary[name] for name in TrainResult.model_fields} | {"stopped_early": True, "stopped_because": "No better loss."})
+    result = TrainResult(
+        **{name: summary[name] for name in TrainResult.model_fields}
+        | {"stopped_early": True, "stopped_because": "No better loss."}
+    )
     assert result.summary().endswith("\n\nNo better loss.")
     assert "data set" not in result.summary(), "a single set needs no table"
 
@@ -17,7 +20,9 @@ def test_a_summary_from_before_a_field_was_added_is_read(tiny_run):
     path = tiny_run / "summary.json"
     before = path.read_text()
     try:
-        path.write_text(before.replace('"stopped_early"', '"of_old"').replace('"by_dataset"', '"of_older"'))
+        path.write_text(
+            before.replace('"stopped_early"', '"of_old"').replace('"by_dataset"', '"of_older"')
+        )
         result = train_config(read_config(tiny_run), run=tiny_run)
     finally:
         path.write_text(before)

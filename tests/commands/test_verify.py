@@ -32,11 +32,18 @@ def test_a_whole_data_set(folder):
 def test_a_damaged_one_is_exit_code_1_with_the_list(folder):
     shard = folder / "train-00000.bin"
     shard.write_bytes(b"x" + shard.read_bytes()[1:])
-    done = subprocess.run([sys.executable, "-m", "flatout", "verify", str(folder), "--json"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "flatout", "verify", str(folder), "--json"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 1
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["ok"] is False
-    assert found["problems"] == [f"{shard}, byte 0: the block of {shard.stat().st_size} bytes from there fails its checksum."]
+    assert found["problems"] == [
+        f"{shard}, byte 0: the block of {shard.stat().st_size} bytes from there fails its checksum."
+    ]
     assert "is damaged: 1 problem" in done.stderr
     assert "Fix:" in done.stderr
 

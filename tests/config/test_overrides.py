@@ -6,8 +6,17 @@ from flatout.errors import ConfigError, on_one_line
 
 
 def test_values_are_yaml_but_for_text():
-    found = parse_overrides(["optim.lr=3e-4", "train.sample_prompt=3", "data.path=", "model.sizes=[1, 2]", "x = true"], RunConfig)
-    assert found == {"optim.lr": 3e-4, "train.sample_prompt": "3", "data.path": None, "model.sizes": [1, 2], "x": True}
+    found = parse_overrides(
+        ["optim.lr=3e-4", "train.sample_prompt=3", "data.path=", "model.sizes=[1, 2]", "x = true"],
+        RunConfig,
+    )
+    assert found == {
+        "optim.lr": 3e-4,
+        "train.sample_prompt": "3",
+        "data.path": None,
+        "model.sizes": [1, 2],
+        "x": True,
+    }
 
 
 @pytest.mark.parametrize("text", ["optim.lr", "=3", ".=3", "optim.=3", ".lr=3", "optim..lr=3"])
@@ -22,7 +31,12 @@ def test_a_value_that_is_not_yaml_is_shown_whole():
 
 
 @pytest.mark.parametrize(
-    ("text", "says"), [("{a: 1, a: 2}", "line 1: the key 'a' is given twice"), ("a: 1\na: 2", "line 2: the key 'a'"), ("{1: 2}", "not text")]
+    ("text", "says"),
+    [
+        ("{a: 1, a: 2}", "line 1: the key 'a' is given twice"),
+        ("a: 1\na: 2", "line 2: the key 'a'"),
+        ("{1: 2}", "not text"),
+    ],
 )
 def test_a_mapping_that_is_yaml_says_what_is_wrong_with_its_keys(text, says):
     with pytest.raises(ConfigError) as refused:

@@ -7,7 +7,15 @@ from pydantic import ValidationError
 
 from flatout import registry
 from flatout.config.messages import NAMES_ELSEWHERE, all_keys
-from flatout.config.schema import ALTERNATIVES, RunConfig, difference, load_config, merge, nested, validate
+from flatout.config.schema import (
+    ALTERNATIVES,
+    RunConfig,
+    difference,
+    load_config,
+    merge,
+    nested,
+    validate,
+)
 from flatout.errors import ConfigError
 
 
@@ -78,7 +86,9 @@ def test_overrides(override, value):
 
 
 def test_a_models_own_keys_pass_through():
-    config = load_config(None, ["model.num_layers=4", "model.activation=swiglu", "model.kind=transformer"])
+    config = load_config(
+        None, ["model.num_layers=4", "model.activation=swiglu", "model.kind=transformer"]
+    )
     assert config.model.own() == {"num_layers": 4, "activation": "swiglu"}
 
 
@@ -89,9 +99,18 @@ def test_later_overrides_win_over_earlier_ones():
 @pytest.mark.parametrize(
     ("override", "what"),
     [
-        ("batch.rows_per_device=foo", "batch.rows_per_device='foo' cannot be used: it must be a whole number or 'auto'."),
-        ("batch.rows_per_device=0", "batch.rows_per_device=0 cannot be used: it must be at least 1 or 'auto'."),
-        ("batch.rows_per_device=1.5", "batch.rows_per_device=1.5 cannot be used: it must be a whole number or 'auto'."),
+        (
+            "batch.rows_per_device=foo",
+            "batch.rows_per_device='foo' cannot be used: it must be a whole number or 'auto'.",
+        ),
+        (
+            "batch.rows_per_device=0",
+            "batch.rows_per_device=0 cannot be used: it must be at least 1 or 'auto'.",
+        ),
+        (
+            "batch.rows_per_device=1.5",
+            "batch.rows_per_device=1.5 cannot be used: it must be a whole number or 'auto'.",
+        ),
         ("optim.lr=fast", "optim.lr='fast' cannot be used: it must be a number."),
         ("optim.lr=-1", "optim.lr=-1 cannot be used: it must be more than 0."),
         ("optim.lr=", "optim.lr=None cannot be used: it must be a number."),
@@ -99,21 +118,36 @@ def test_later_overrides_win_over_earlier_ones():
         ("optim.lr=nan", "optim.lr='nan' cannot be used: it must be a finite number."),
         ("optim.betas=0.9", "optim.betas=0.9 cannot be used: it must be a list."),
         ("optim.betas=[0.9]", "optim.betas=[0.9] cannot be used: it must be a longer list."),
-        ("optim.betas=[0.9,0.9,0.9]", "optim.betas=[0.9, 0.9, 0.9] cannot be used: it must be a shorter list."),
+        (
+            "optim.betas=[0.9,0.9,0.9]",
+            "optim.betas=[0.9, 0.9, 0.9] cannot be used: it must be a shorter list.",
+        ),
         ("optim.momentum=1", "optim.momentum=1 cannot be used: it must be less than 1."),
         ("optim=3", "optim=3 cannot be used: optim is a section."),
         ("optim.lr.x=3", "optim.lr={'x': 3} cannot be used: it must be a number."),
         ("schedule.decay=2", "schedule.decay=2 cannot be used: it must be at most 1."),
-        ("train.precision=bf32", "train.precision='bf32' cannot be used: it must be 'auto', 'fp32', 'fp16' or 'bf16'."),
+        (
+            "train.precision=bf32",
+            "train.precision='bf32' cannot be used: it must be 'auto', 'fp32', 'fp16' or 'bf16'.",
+        ),
         ("train.steps=10.5", "train.steps=10.5 cannot be used: it must be a whole number."),
         ("train.tokens=10M", "train.tokens='10M' cannot be used: it must be a whole number."),
-        ("train.deterministic=maybe", "train.deterministic='maybe' cannot be used: it must be true or false."),
+        (
+            "train.deterministic=maybe",
+            "train.deterministic='maybe' cannot be used: it must be true or false.",
+        ),
         ("speedups=3", "speedups=3 cannot be used: it must be text or a list."),
-        ("batch.rows_per_device=true", "batch.rows_per_device=True cannot be used: it must be something else than true or false."),
+        (
+            "batch.rows_per_device=true",
+            "batch.rows_per_device=True cannot be used: it must be something else than true or false.",
+        ),
         ("schedule.warmup=1.5", "schedule.warmup=1.5 is neither steps nor a fraction of the run."),
         ("optim.betas=[0.9,1.5]", "optim.betas=[0.9, 1.5] must lie in [0, 1)."),
         ("schedule.min_lr=1", "schedule.min_lr=1 is above optim.lr=0.001."),
-        ("format_version=9", "This configuration has format_version 9; this flatout reads up to 1."),
+        (
+            "format_version=9",
+            "This configuration has format_version 9; this flatout reads up to 1.",
+        ),
         ("optim", "'optim' is not an override."),
         ("=3", "'=3' is not an override."),
     ],
@@ -123,9 +157,16 @@ def test_wrong_values_say_what_was_wanted(override, what):
 
 
 def test_the_fix_holds_the_default_and_the_help():
-    assert refused("data.prefetch=0").fix == "Change it, or leave it at its default, 4. Its help: Optimiser steps the feed reads ahead."
-    assert refused("optim.betas=1").fix.startswith("Change it, or leave it at its default, [0.9, 0.95].")
-    assert refused("train.steps=x").fix.startswith("Change it, or leave it out. Its help: Optimiser steps.")
+    assert (
+        refused("data.prefetch=0").fix
+        == "Change it, or leave it at its default, 4. Its help: Optimiser steps the feed reads ahead."
+    )
+    assert refused("optim.betas=1").fix.startswith(
+        "Change it, or leave it at its default, [0.9, 0.95]."
+    )
+    assert refused("train.steps=x").fix.startswith(
+        "Change it, or leave it out. Its help: Optimiser steps."
+    )
 
 
 @pytest.mark.parametrize(
@@ -159,7 +200,13 @@ def test_a_key_near_to_nothing_lists_its_section():
 
 
 def test_names_from_elsewhere_lead_to_keys_that_exist():
-    known = {*all_keys(RunConfig), "model.num_layers", "model.d_model", "model.num_heads", "model.num_kv_heads"}
+    known = {
+        *all_keys(RunConfig),
+        "model.num_layers",
+        "model.d_model",
+        "model.num_heads",
+        "model.num_kv_heads",
+    }
     assert {meant for meant in NAMES_ELSEWHERE.values() if meant not in known} == set()
 
 
@@ -211,10 +258,15 @@ def test_a_later_layer_replaces_what_states_the_same_thing(recipe, group):
 @pytest.mark.parametrize("group", NUMBERS, ids=lambda group: sorted(group)[0])
 def test_one_layer_states_a_thing_once(recipe, group):
     first, second, *_ = sorted(group)
-    assert refused(f"{first}=1", f"{second}=2").what == f"{first} and {second} state the same thing twice."
+    assert (
+        refused(f"{first}=1", f"{second}=2").what
+        == f"{first} and {second} state the same thing twice."
+    )
     section = first.partition(".")[0]
     with pytest.raises(ConfigError, match="state the same thing twice"):
-        load_config(recipe(f"{section}:\n  {first.partition('.')[2]}: 1\n  {second.partition('.')[2]}: 2\n"))
+        load_config(
+            recipe(f"{section}:\n  {first.partition('.')[2]}: 1\n  {second.partition('.')[2]}: 2\n")
+        )
 
 
 def test_a_mix_is_one_value(recipe):
@@ -223,16 +275,38 @@ def test_a_mix_is_one_value(recipe):
     assert load_config(path).data.mix == {"data/a": 3, "data/b": 1}
     assert load_config(path, ["data.mix={data/c: 0.5}"]).data.mix == {"data/c": 0.5}
     assert load_config(path, ["data.path=data/c"]).data.mix is None
-    assert load_config(recipe("data: {path: data/a}\n", "other.yaml"), ["data.mix={data/c: 1}"]).data.path is None
+    assert (
+        load_config(
+            recipe("data: {path: data/a}\n", "other.yaml"), ["data.mix={data/c: 1}"]
+        ).data.path
+        is None
+    )
     assert load_config(path).with_values({"data.mix": {"x": 1}}).data.mix == {"x": 1}
     assert load_config(path).with_values({"data.path": "x"}).data.mix is None
-    assert "data.mix and data.path state the same thing twice" in refused("data.path=a", "data.mix={b: 1}").what
+    assert (
+        "data.mix and data.path state the same thing twice"
+        in refused("data.path=a", "data.mix={b: 1}").what
+    )
     assert difference(load_config(path), load_config(path, ["data.mix={data/a: 1}"])) == [
         "data.mix: {'data/a': 3.0, 'data/b': 1.0} -> {'data/a': 1.0}"
     ]
 
 
-@pytest.mark.parametrize("mix", ["data/a", "{}", "[a, b]", "{a:3,b:1}", "{a: -1}", "{a: 0}", "{a: many}", "{a: true}", "{a: .inf}", "{a: .nan}"])
+@pytest.mark.parametrize(
+    "mix",
+    [
+        "data/a",
+        "{}",
+        "[a, b]",
+        "{a:3,b:1}",
+        "{a: -1}",
+        "{a: 0}",
+        "{a: many}",
+        "{a: true}",
+        "{a: .inf}",
+        "{a: .nan}",
+    ],
+)
 def test_a_mix_that_is_none_says_how_to_write_one(mix):
     error = refused(f"data.mix={mix}")
     assert "data.mix" in error.what
@@ -261,7 +335,9 @@ def test_merge_and_nested():
 
 def test_with_values_checks_and_leaves_the_original_alone():
     config = load_config()
-    assert config.with_values({"optim.lr": 0.5, "model.num_layers": 3}).value("model.num_layers") == 3
+    assert (
+        config.with_values({"optim.lr": 0.5, "model.num_layers": 3}).value("model.num_layers") == 3
+    )
     assert config.optim.lr == 1e-3
     with pytest.raises(ConfigError, match=r"optim\.lr"):
         config.with_values({"optim.lr": -1})
@@ -270,7 +346,16 @@ def test_with_values_checks_and_leaves_the_original_alone():
 
 
 def test_what_is_written_reads_back_equal():
-    config = load_config(None, ["model.num_layers=4", "speedups=[bf16]", "optim.betas=[0.8,0.9]", "train.tokens=5", "schedule.warmup=3"])
+    config = load_config(
+        None,
+        [
+            "model.num_layers=4",
+            "speedups=[bf16]",
+            "optim.betas=[0.8,0.9]",
+            "train.tokens=5",
+            "schedule.warmup=3",
+        ],
+    )
     again = validate(config.to_dict())
     assert again == config
     assert again.digest() == config.digest()
@@ -279,9 +364,21 @@ def test_what_is_written_reads_back_equal():
 def test_the_digest_is_stable_and_depends_on_every_value():
     """The digest names run folders: the same settings must lead to the same folder, today and later."""
     config = load_config()
-    assert config.digest() == load_config(None, ["optim.lr=0.001"]).digest() == load_config(None, ["optim.lr=1e-3"]).digest()
+    assert (
+        config.digest()
+        == load_config(None, ["optim.lr=0.001"]).digest()
+        == load_config(None, ["optim.lr=1e-3"]).digest()
+    )
     assert len(config.digest()) == 64
-    changed = {"model.num_layers=1", "optim.lr=2e-3", "optim.betas=[0.9,0.96]", "train.seed=1", "speedups=none", "name=other", "data.path=x"}
+    changed = {
+        "model.num_layers=1",
+        "optim.lr=2e-3",
+        "optim.betas=[0.9,0.96]",
+        "train.seed=1",
+        "speedups=none",
+        "name=other",
+        "data.path=x",
+    }
     digests = {config.digest(), *(load_config(None, [one]).digest() for one in changed)}
     assert len(digests) == len(changed) + 1
     order = ["model.b=1", "model.a=2"]
@@ -289,15 +386,34 @@ def test_the_digest_is_stable_and_depends_on_every_value():
 
 
 def test_difference_names_what_contradicts():
-    stored = load_config(None, ["optim.lr=1e-3", "train.steps=10", "batch.rows_per_device=8", "model.num_layers=2"])
+    stored = load_config(
+        None, ["optim.lr=1e-3", "train.steps=10", "batch.rows_per_device=8", "model.num_layers=2"]
+    )
     assert difference(stored, stored) == []
-    wanted = load_config(None, ["optim.lr=2e-3", "train.steps=10", "model.num_layers=3", "log.every=5"])
-    assert difference(stored, wanted) == ["model.num_layers: 2 -> 3", "optim.lr: 0.001 -> 0.002", "log.every: 10 -> 5"]
-    assert difference(stored, wanted, free=["log.", "model.num_layers"]) == ["optim.lr: 0.001 -> 0.002"]
+    wanted = load_config(
+        None, ["optim.lr=2e-3", "train.steps=10", "model.num_layers=3", "log.every=5"]
+    )
+    assert difference(stored, wanted) == [
+        "model.num_layers: 2 -> 3",
+        "optim.lr: 0.001 -> 0.002",
+        "log.every: 10 -> 5",
+    ]
+    assert difference(stored, wanted, free=["log.", "model.num_layers"]) == [
+        "optim.lr: 0.001 -> 0.002"
+    ]
 
 
 def test_what_is_left_open_contradicts_nothing():
-    stored = load_config(None, ["train.steps=10", "batch.rows_per_device=8", "train.precision=bf16", "speedups=[bf16]", "model.vocab_size=50"])
+    stored = load_config(
+        None,
+        [
+            "train.steps=10",
+            "batch.rows_per_device=8",
+            "train.precision=bf16",
+            "speedups=[bf16]",
+            "model.vocab_size=50",
+        ],
+    )
     assert difference(stored, load_config()) == []
     assert difference(load_config(), stored) != []
 

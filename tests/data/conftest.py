@@ -69,7 +69,9 @@ class FaultyStore(MemoryFileSystem):
             raise fault
 
     def _tagged(self, found):
-        return found | (type(self).tags(self.store[found["name"]].getvalue()) if found["type"] == "file" else {})
+        return found | (
+            type(self).tags(self.store[found["name"]].getvalue()) if found["type"] == "file" else {}
+        )
 
     def info(self, path, **kwargs):
         return self._tagged(super().info(path, **kwargs))
@@ -127,14 +129,20 @@ def stub_tokenizer():
 def write_set(tmp_path):
     """Write train (and val) tokens into a folder and return it; `ends` default to one document a split."""
 
-    def write(train, val=(), *, ends=None, mask=None, vocab_size=300, shard_bytes=1 << 27, name="set"):
+    def write(
+        train, val=(), *, ends=None, mask=None, vocab_size=300, shard_bytes=1 << 27, name="set"
+    ):
         out = tmp_path / name
         with DatasetWriter(out, vocab_size=vocab_size, shard_bytes=shard_bytes) as writer:
             train = np.asarray(train)
-            writer.train.append(train, [len(train)] if ends is None else ends, text_bytes=4 * len(train), mask=mask)
+            writer.train.append(
+                train, [len(train)] if ends is None else ends, text_bytes=4 * len(train), mask=mask
+            )
             if len(val):
                 writer.val.append(np.asarray(val), [len(val)], text_bytes=4 * len(val))
-            writer.finish(tokenizer=StubTokenizer(vocab_size), source={"kind": "test"}, split_rule="named")
+            writer.finish(
+                tokenizer=StubTokenizer(vocab_size), source={"kind": "test"}, split_rule="named"
+            )
         return out
 
     return write

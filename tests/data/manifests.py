@@ -5,4 +5,6 @@ from flatout.data.store.manifest import Manifest
 
 def seal(path):
     """Give a manifest that was edited its digest."""
-    path.write_text(Manifest.model_validate_json(path.read_text()).sealed().model_dump_json(indent=1) + "\n")
+    path.write_text(
+        Manifest.model_validate_json(path.read_text()).sealed().model_dump_json(indent=1) + "\n"
+    )

@@ -21,9 +21,19 @@ def done(monkeypatch):
     def tell(what, path):
         told.append((what, re.sub(r"\.[0-9a-f]{8}\.part$", "", Path(path).name)))
 
-    monkeypatch.setattr(os, "fsync", lambda descriptor: tell("sync", os.readlink(f"/proc/self/fd/{descriptor}")) or fsync(descriptor))
-    monkeypatch.setattr(Path, "replace", lambda path, target: tell("rename", target) or replace(path, target))
-    monkeypatch.setattr(Path, "unlink", lambda path, **options: tell("unlink", path) or unlink(path, **options))
+    monkeypatch.setattr(
+        os,
+        "fsync",
+        lambda descriptor: (
+            tell("sync", os.readlink(f"/proc/self/fd/{descriptor}")) or fsync(descriptor)
+        ),
+    )
+    monkeypatch.setattr(
+        Path, "replace", lambda path, target: tell("rename", target) or replace(path, target)
+    )
+    monkeypatch.setattr(
+        Path, "unlink", lambda path, **options: tell("unlink", path) or unlink(path, **options)
+    )
     return told
 
 
@@ -37,7 +47,9 @@ def in_order(done, *wanted):
 def test_a_small_file_is_whole_or_as_it_was(tmp_path, monkeypatch, write):
     write(tmp_path / "f", "old")
     write(tmp_path / "f", "new")
-    monkeypatch.setattr(files, "sync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    monkeypatch.setattr(
+        files, "sync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    )
     with pytest.raises(OSError, match="No space"):
         write(tmp_path / "f", "newer")
     assert (tmp_path / "f").read_text() == "new"
@@ -56,8 +68,17 @@ def test_a_record_that_outlives_a_power_cut_finds_its_files(tmp_path, done):
     writer.finish()
     folder = ("sync", tmp_path.name)
     for name in ("000003.train.bin", "000003.train.ends"):
-        assert in_order(done, ("sync", name), ("rename", name), folder, ("sync", "000003.json"), ("rename", "000003.json"))
-    assert done.count(folder) == 1, "a record that a power cut takes costs its range again, not more"
+        assert in_order(
+            done,
+            ("sync", name),
+            ("rename", name),
+            folder,
+            ("sync", "000003.json"),
+            ("rename", "000003.json"),
+        )
+    assert done.count(folder) == 1, (
+        "a record that a power cut takes costs its range again, not more"
+    )
 
 
 def test_a_shard_is_there_for_certain_before_its_ranges_go(done, write_set):
@@ -70,11 +91,18 @@ def test_a_shard_is_there_for_certain_before_its_ranges_go(done, write_set):
 def test_a_data_set_is_on_the_disk_before_it_has_its_name(tmp_path, done, write_set):
     write_set(np.arange(10))
     manifest = [("sync", "manifest.json"), ("rename", "manifest.json"), ("sync", "joined")]
-    assert in_order(done, ("sync", "tokenizer.json"), *manifest, ("rename", "set"), ("sync", tmp_path.name))
+    assert in_order(
+        done, ("sync", "tokenizer.json"), *manifest, ("rename", "set"), ("sync", tmp_path.name)
+    )
 
 
 @pytest.mark.parametrize(
-    ("number", "fix"), [(errno.ENOSPC, "Make room there"), (errno.EIO, "failed to read or write"), (errno.EACCES, "may write to")]
+    ("number", "fix"),
+    [
+        (errno.ENOSPC, "Make room there"),
+        (errno.EIO, "failed to read or write"),
+        (errno.EACCES, "may write to"),
+    ],
 )
 def test_what_a_disk_refuses_is_answered_by_what_it_says(number, fix):
     with pytest.raises(DataError, match=fix) as refused, files.writing("out"):
@@ -127,7 +155,12 @@ def test_the_size_of_a_folder_is_that_of_its_files(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("number", "fix"), [(errno.ENOSPC, "Free space"), (errno.ENOENT, "Keep the run directory"), (errno.ENAMETOOLONG, "Choose a shorter path")]
+    ("number", "fix"),
+    [
+        (errno.ENOSPC, "Free space"),
+        (errno.ENOENT, "Keep the run directory"),
+        (errno.ENAMETOOLONG, "Choose a shorter path"),
+    ],
 )
 def test_the_way_out_is_that_of_the_disks_own_reason(number, fix):
     assert files.way_out(OSError(number, "")).startswith(fix)

@@ -43,7 +43,12 @@ def content(folder):
 @pytest.fixture
 def rows(tmp_path):
     path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps({"text": f"row {number} " * (number % 5 + 1)}) + "\n" for number in range(300)))
+    path.write_text(
+        "".join(
+            json.dumps({"text": f"row {number} " * (number % 5 + 1)}) + "\n"
+            for number in range(300)
+        )
+    )
     return path
 
 
@@ -101,9 +106,13 @@ def test_a_prepare_that_is_killed_goes_on_and_does_nothing_twice(tmp_path, monke
     (tmp_path / "stop").unlink()
     before = (tmp_path / "log").read_text().splitlines()
     listener = Listener()
-    made = prepare_dataset(["stopping_source:stopping"], tmp_path / "out", options, workers=1, progress=listener)
+    made = prepare_dataset(
+        ["stopping_source:stopping"], tmp_path / "out", options, workers=1, progress=listener
+    )
     again = (tmp_path / "log").read_text().splitlines()[len(before) :]
-    assert sorted(again) == sorted(str(number) for number in range(6) if f"{number:06d}" not in done)
+    assert sorted(again) == sorted(
+        str(number) for number in range(6) if f"{number:06d}" not in done
+    )
     assert listener.said == [f"{len(done)} of 6 ranges were done before; {6 - len(done)} are left."]
     assert made.manifest == whole.manifest
     assert content(tmp_path / "out") == content(tmp_path / "whole")
@@ -113,12 +122,17 @@ def test_a_prepare_that_is_killed_goes_on_and_does_nothing_twice(tmp_path, monke
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"sources": ["stopping_source:stopping:more=x"]}, "the text of stopping_source:stopping there"),
+        (
+            {"sources": ["stopping_source:stopping:more=x"]},
+            "the text of stopping_source:stopping there",
+        ),
         ({"tokenizer": "char"}, "tokenizer 'byte' there, 'char' asked for"),
         ({"split": "hash 0.4"}, "split 'hash 0.3' there, 'hash 0.4' asked for"),
     ],
 )
-def test_half_of_another_data_set_is_refused_with_the_difference(tmp_path, monkeypatch, changed, said):
+def test_half_of_another_data_set_is_refused_with_the_difference(
+    tmp_path, monkeypatch, changed, said
+):
     stopping_source(tmp_path, monkeypatch)
     (tmp_path / "stop").touch()
     asked = {"tokenizer": "byte", "split": "hash 0.3"}
@@ -126,7 +140,12 @@ def test_half_of_another_data_set_is_refused_with_the_difference(tmp_path, monke
         prepare_dataset(["stopping_source:stopping"], tmp_path / "out", Options(**asked), workers=2)
     before = sorted((tmp_path / ".out.part").rglob("*"))
     with pytest.raises(DataError, match=said) as caught:
-        prepare_dataset(changed.pop("sources", ["stopping_source:stopping"]), tmp_path / "out", Options(**(asked | changed)), workers=2)
+        prepare_dataset(
+            changed.pop("sources", ["stopping_source:stopping"]),
+            tmp_path / "out",
+            Options(**(asked | changed)),
+            workers=2,
+        )
     assert str(tmp_path / ".out.part") in caught.value.fix
     assert sorted((tmp_path / ".out.part").rglob("*")) == before
 
@@ -134,15 +153,21 @@ def test_half_of_another_data_set_is_refused_with_the_difference(tmp_path, monke
 def test_a_trained_tokenizer_is_kept_by_what_goes_on(rows, tmp_path, monkeypatch):
     monkeypatch.setattr(files, "PART_BYTES", 700)
     monkeypatch.setattr(ranges, "RANGE_BYTES", 1400)
-    whole = prepare_dataset([str(rows)], tmp_path / "whole", Options(tokenizer="train:300"), workers=1)
+    whole = prepare_dataset(
+        [str(rows)], tmp_path / "whole", Options(tokenizer="train:300"), workers=1
+    )
     joining = stage.join
     monkeypatch.setattr(stage, "join", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         prepare_dataset([str(rows)], tmp_path / "out", Options(tokenizer="train:300"), workers=1)
     monkeypatch.setattr(stage, "join", joining)
     listener = Listener()
-    prepare_dataset([str(rows)], tmp_path / "out", Options(tokenizer="train:300"), workers=1, progress=listener)
-    assert [task.split()[0] for task in listener.tasks] == ["Tokenising", "Writing"], "neither counted nor trained again"
+    prepare_dataset(
+        [str(rows)], tmp_path / "out", Options(tokenizer="train:300"), workers=1, progress=listener
+    )
+    assert [task.split()[0] for task in listener.tasks] == ["Tokenising", "Writing"], (
+        "neither counted nor trained again"
+    )
     assert content(tmp_path / "out") == content(whole.path)
 
 
@@ -172,7 +197,9 @@ def test_another_prepare_into_the_folder_is_refused_from_the_first_look_on(rows,
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "rows.jsonl"]
 
 
-def test_a_data_set_that_is_there_by_the_time_the_folder_is_owned_is_left_as_it_is(rows, tmp_path, monkeypatch):
+def test_a_data_set_that_is_there_by_the_time_the_folder_is_owned_is_left_as_it_is(
+    rows, tmp_path, monkeypatch
+):
     options = Options(tokenizer="byte")
     claim = WorkFolder.claim
 
@@ -213,11 +240,17 @@ def test_a_mount_point_is_refused_before_anything_is_read(rows, tmp_path, monkey
     made = prepare_dataset([str(rows)], out / "NAME", Options(tokenizer="byte"))
     for file in made.path.iterdir():
         file.rename(out / file.name)
-    assert prepare_dataset([str(rows)], out, Options(tokenizer="byte")).existed, "a data set that is mounted there is there"
+    assert prepare_dataset([str(rows)], out, Options(tokenizer="byte")).existed, (
+        "a data set that is mounted there is there"
+    )
 
 
-@pytest.mark.parametrize("older", [False, True], ids=["now", "a plan of before that was written down"])
-def test_text_that_was_written_again_is_noticed_where_its_fingerprint_is_the_same(rows, tmp_path, monkeypatch, older):
+@pytest.mark.parametrize(
+    "older", [False, True], ids=["now", "a plan of before that was written down"]
+)
+def test_text_that_was_written_again_is_noticed_where_its_fingerprint_is_the_same(
+    rows, tmp_path, monkeypatch, older
+):
     monkeypatch.setattr(files, "fingerprint", lambda *_: "of blocks that are the same")
     monkeypatch.setattr(files, "PART_BYTES", 700)
     monkeypatch.setattr(ranges, "RANGE_BYTES", 1400)
@@ -237,7 +270,10 @@ def test_text_that_was_written_again_is_noticed_where_its_fingerprint_is_the_sam
         lambda: prepare_dataset([str(rows)], tmp_path / "out", options),
     )
     for call in calls[: 0 if older else 3]:
-        with pytest.raises(DataError, match=rf"The text has changed since the work in {work} was begun.*remove the folder {work}"):
+        with pytest.raises(
+            DataError,
+            match=rf"The text has changed since the work in {work} was begun.*remove the folder {work}",
+        ):
             call()
     os.utime(rows, ns=(before.st_atime_ns, before.st_mtime_ns + older))
     assert not prepare_dataset([str(rows)], tmp_path / "out", options).existed

@@ -58,23 +58,42 @@ def once_packed(change):
     return engine
 
 
-@pytest.mark.parametrize("change", [rewrite, rewrite_and_put_the_time_back, replace_with_its_time, os.remove])
-def test_a_file_that_changes_while_it_is_prepared_is_named_and_nothing_is_kept(change, rows, tmp_path):
-    with pytest.raises(DataError, match=r"b\.jsonl was changed or deleted while it was being prepared"):
-        prepare_dataset([str(rows.parent)], tmp_path / "out", OPTIONS, engine=once_packed(lambda: change(rows)))
+@pytest.mark.parametrize(
+    "change", [rewrite, rewrite_and_put_the_time_back, replace_with_its_time, os.remove]
+)
+def test_a_file_that_changes_while_it_is_prepared_is_named_and_nothing_is_kept(
+    change, rows, tmp_path
+):
+    with pytest.raises(
+        DataError, match=r"b\.jsonl was changed or deleted while it was being prepared"
+    ):
+        prepare_dataset(
+            [str(rows.parent)], tmp_path / "out", OPTIONS, engine=once_packed(lambda: change(rows))
+        )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["text"]
 
 
-@pytest.mark.parametrize("touch", [lambda path: path.chmod(0o600), lambda path: os.link(path, path.parent.parent / "link")], ids=["mode", "link"])
+@pytest.mark.parametrize(
+    "touch",
+    [lambda path: path.chmod(0o600), lambda path: os.link(path, path.parent.parent / "link")],
+    ids=["mode", "link"],
+)
 def test_a_file_that_is_touched_alone_is_the_same(touch, rows, tmp_path):
-    prepare_dataset([str(rows.parent)], tmp_path / "out", OPTIONS, engine=once_packed(lambda: touch(rows)))
+    prepare_dataset(
+        [str(rows.parent)], tmp_path / "out", OPTIONS, engine=once_packed(lambda: touch(rows))
+    )
     assert (tmp_path / "out" / "manifest.json").exists()
 
 
 def test_validation_text_is_compared_too(rows, tmp_path):
     options = Options(tokenizer="byte", val=(str(rows),))
     with pytest.raises(DataError, match=r"b\.jsonl was changed"):
-        prepare_dataset([str(rows.with_name("a.jsonl"))], tmp_path / "out", options, engine=once_packed(lambda: rewrite(rows)))
+        prepare_dataset(
+            [str(rows.with_name("a.jsonl"))],
+            tmp_path / "out",
+            options,
+            engine=once_packed(lambda: rewrite(rows)),
+        )
 
 
 def test_a_part_of_the_work_does_what_it_did_of_changed_text_again(rows, tmp_path, monkeypatch):
@@ -99,20 +118,28 @@ def test_a_part_of_the_work_does_what_it_did_of_changed_text_again(rows, tmp_pat
 def test_a_file_at_an_address_that_changes_while_it_is_prepared_is_named(rows, store, tmp_path):
     address = "faulty://bucket/text"
     store.put_file(str(rows), f"{address}/rows.jsonl")
-    engine = once_packed(lambda: store.pipe_file(f"{address}/rows.jsonl", rows.read_bytes().replace(b"row 7", b"row X")))
+    engine = once_packed(
+        lambda: store.pipe_file(
+            f"{address}/rows.jsonl", rows.read_bytes().replace(b"row 7", b"row X")
+        )
+    )
     with pytest.raises(DataError, match=r"text/rows\.jsonl was changed"):
         prepare_dataset([address], tmp_path / "out", OPTIONS, engine=engine)
     prepare_dataset([address], tmp_path / "out", OPTIONS)
 
 
-def test_a_store_that_does_not_answer_in_the_end_costs_nothing_that_is_done(rows, store, tmp_path, monkeypatch):
+def test_a_store_that_does_not_answer_in_the_end_costs_nothing_that_is_done(
+    rows, store, tmp_path, monkeypatch
+):
     def unreachable(*_):
         raise Unreachable("no route.", fix="Wait.")
 
     address = "faulty://bucket/text"
     store.put_file(str(rows), f"{address}/rows.jsonl")
     with monkeypatch.context() as patch:
-        engine = once_packed(lambda: patch.setattr("flatout.sources.files.find_remote", unreachable))
+        engine = once_packed(
+            lambda: patch.setattr("flatout.sources.files.find_remote", unreachable)
+        )
         with pytest.raises(Unreachable):
             prepare_dataset([address], tmp_path / "out", OPTIONS, engine=engine)
     assert len(list((tmp_path / ".out.part").rglob("ranges/*.json"))) == 1

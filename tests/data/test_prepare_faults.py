@@ -31,12 +31,24 @@ def many_rows(tmp_path):
 
 def write(path, count):
     draw = random.Random(0)
-    path.write_text("".join(json.dumps({"text": f"row {number} " * draw.randint(1, 40)}) + "\n" for number in range(count)))
+    path.write_text(
+        "".join(
+            json.dumps({"text": f"row {number} " * draw.randint(1, 40)}) + "\n"
+            for number in range(count)
+        )
+    )
     return path
 
 
 def start(rows, out, workers=2, *more):
-    command = [sys.executable, str(HERE / "preparing.py"), str(rows), str(out), str(workers), *map(str, more)]
+    command = [
+        sys.executable,
+        str(HERE / "preparing.py"),
+        str(rows),
+        str(out),
+        str(workers),
+        *map(str, more),
+    ]
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
 
 
@@ -52,7 +64,10 @@ def content(folder):
 def records(out):
     """When each range that is done was recorded; nothing when the folder goes meanwhile."""
     try:
-        return {path.name: path.stat().st_mtime_ns for path in (out.parent / f".{out.name}.part" / "ranges").glob("*.json")}
+        return {
+            path.name: path.stat().st_mtime_ns
+            for path in (out.parent / f".{out.name}.part" / "ranges").glob("*.json")
+        }
     except FileNotFoundError:
         return {}
 
@@ -81,7 +96,9 @@ def kill_and_go_on(rows, tmp_path, kills, seed):
         if out.exists():
             break
         after = records(out)
-        assert {name: after.get(name) for name in before} == before, "what was done is not done again"
+        assert {name: after.get(name) for name in before} == before, (
+            "what was done is not done again"
+        )
         hit, before = hit + (code != 0), after
     assert finish(start(rows, out)) == (0, "")
     assert content(out) == content(tmp_path / "whole")
@@ -109,18 +126,26 @@ def test_a_file_that_cannot_grow_is_said_and_then_gone_on_from(rows, tmp_path):
     assert not (tmp_path / "out").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == [".out.part", "rows.jsonl", "whole"]
     assert list((tmp_path / ".out.part").rglob("*.part")) == [], "nothing is torn"
-    assert len(records(tmp_path / "out")) == len(json.loads((tmp_path / ".out.part" / "plan.json").read_text())["ranges"])
+    assert len(records(tmp_path / "out")) == len(
+        json.loads((tmp_path / ".out.part" / "plan.json").read_text())["ranges"]
+    )
     assert finish(start(rows, tmp_path / "out")) == (0, "")
     assert content(tmp_path / "out") == content(tmp_path / "whole")
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("size_kib", [60, 500, 1_500, 2_500])
-def test_a_disk_that_fills_up_is_said_and_gone_on_from_when_there_is_room(many_rows, tmp_path, size_kib):
+def test_a_disk_that_fills_up_is_said_and_gone_on_from_when_there_is_room(
+    many_rows, tmp_path, size_kib
+):
     assert finish(start(many_rows, tmp_path / "whole")) == (0, "")
     disk = tmp_path / "disk"
     disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size_kib}k", "tmpfs", str(disk)], capture_output=True, check=False)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size_kib}k", "tmpfs", str(disk)],
+        capture_output=True,
+        check=False,
+    )
     if mounted.returncode:
         pytest.skip("mounting is not allowed here")
     try:

@@ -19,8 +19,34 @@ from flatout.errors import DataError
 from flatout.files import Unfinished
 from flatout.sources import files, long
 
-WORDS = ["the", "cat", "isn't", "éclair", "日本", "🙂", "12345", "x_1", "don't\n", "end.\n\n", "  two", "\tTab", "\ufeffmark", "<|endoftext|>"]
-PIECES = [*(bytes([value]) for value in range(256)), b"th", b"the", b" t", b" the", b"at", b"cat", b" cat", b"12", b"is"]
+WORDS = [
+    "the",
+    "cat",
+    "isn't",
+    "éclair",
+    "日本",
+    "🙂",
+    "12345",
+    "x_1",
+    "don't\n",
+    "end.\n\n",
+    "  two",
+    "\tTab",
+    "\ufeffmark",
+    "<|endoftext|>",
+]
+PIECES = [
+    *(bytes([value]) for value in range(256)),
+    b"th",
+    b"the",
+    b" t",
+    b" the",
+    b"at",
+    b"cat",
+    b" cat",
+    b"12",
+    b"is",
+]
 
 
 def text_of(seed, count):
@@ -33,9 +59,20 @@ def corpus(tmp_path):
     """Short and long texts, one of the long ones twice, and rows between them."""
     folder = tmp_path / "corpus"
     folder.mkdir()
-    for name, seed, count in (("a", 0, 900), ("b", 1, 12), ("d", 2, 700), ("e", 0, 900), ("f", 3, 20), ("g", 4, 400)):
-        (folder / f"{name}.txt").write_bytes(b"\xef\xbb\xbf" * (name in "ad") + text_of(seed, count).encode())
-    (folder / "c.jsonl").write_text("".join(json.dumps({"text": text_of(seed, 30)}) + "\n" for seed in range(5, 15)))
+    for name, seed, count in (
+        ("a", 0, 900),
+        ("b", 1, 12),
+        ("d", 2, 700),
+        ("e", 0, 900),
+        ("f", 3, 20),
+        ("g", 4, 400),
+    ):
+        (folder / f"{name}.txt").write_bytes(
+            b"\xef\xbb\xbf" * (name in "ad") + text_of(seed, count).encode()
+        )
+    (folder / "c.jsonl").write_text(
+        "".join(json.dumps({"text": text_of(seed, 30)}) + "\n" for seed in range(5, 15))
+    )
     return folder
 
 
@@ -62,7 +99,9 @@ def content(folder):
 def tokenizer_named(name, tmp_path):
     if name == "tiktoken":
         path = tmp_path / "own.tiktoken"
-        path.write_bytes(b"".join(base64.b64encode(piece) + b" %d\n" % rank for rank, piece in enumerate(PIECES)))
+        path.write_bytes(
+            b"".join(base64.b64encode(piece) + b" %d\n" % rank for rank, piece in enumerate(PIECES))
+        )
         return {"tokenizer": str(path), "pattern": r"\s?\S+|\s+"}
     if name == "tokenizer.json":
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -71,7 +110,10 @@ def tokenizer_named(name, tmp_path):
         made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         made.decoder = decoders.ByteLevel()
         trainer = trainers.BpeTrainer(
-            vocab_size=300, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), special_tokens=["<|endoftext|>"], show_progress=False
+            vocab_size=300,
+            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+            special_tokens=["<|endoftext|>"],
+            show_progress=False,
         )
         made.train_from_iterator([text_of(0, 500)], trainer)
         made.save(str(tmp_path / "tokenizer.json"))
@@ -96,11 +138,16 @@ SPLITS = [
     ("tokenizer", "options", "chunk"),
     [
         *(("byte", options, 7) for options in SPLITS),
-        *((tokenizer, SPLITS[number], 1000) for number, tokenizer in enumerate(["char", "train:300", "tiktoken", "tokenizer.json"])),
+        *(
+            (tokenizer, SPLITS[number], 1000)
+            for number, tokenizer in enumerate(["char", "train:300", "tiktoken", "tokenizer.json"])
+        ),
     ],
     ids=str,
 )
-def test_the_data_set_is_the_same_to_the_byte(corpus, tmp_path, in_chunks, tokenizer, options, chunk):
+def test_the_data_set_is_the_same_to_the_byte(
+    corpus, tmp_path, in_chunks, tokenizer, options, chunk
+):
     wanted = Options(**tokenizer_named(tokenizer, tmp_path), **options)
     whole = prepare_dataset([str(corpus)], tmp_path / "whole", wanted, workers=1)
     assert whole.manifest.splits["train"].tokens > 500
@@ -119,9 +166,17 @@ def nowhere_to_cut(folder):
     path.write_text(path.read_text() + " " + "a" * 9_000 + " " + path.read_text())
 
 
-@pytest.mark.parametrize("options", [{"split": "tail 0.1"}, {"split": "hash 0.5"}, {"split": "tail 0.4", "duplicates": "drop"}], ids=str)
 @pytest.mark.parametrize(
-    ("spoil", "tokenizer", "said"), [(bad_utf8, "byte", "offset 3000"), (nowhere_to_cut, "train:300", "Nowhere in the 2,000 characters")]
+    "options",
+    [{"split": "tail 0.1"}, {"split": "hash 0.5"}, {"split": "tail 0.4", "duplicates": "drop"}],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    ("spoil", "tokenizer", "said"),
+    [
+        (bad_utf8, "byte", "offset 3000"),
+        (nowhere_to_cut, "train:300", "Nowhere in the 2,000 characters"),
+    ],
 )
 def test_a_long_text_that_cannot_be_used_is_one_bad_row_and_leaves_nothing_behind(
     corpus, tmp_path, in_chunks, monkeypatch, spoil, tokenizer, said, options
@@ -134,9 +189,16 @@ def test_a_long_text_that_cannot_be_used_is_one_bad_row_and_leaves_nothing_behin
     for out, begin in (("whole", lambda: None), ("chunks", in_chunks)):
         begin()
         with pytest.raises(DataError, match=said) as raised:
-            prepare_dataset([str(corpus)], tmp_path / "none", Options(tokenizer=tokenizer, **options), workers=1)
+            prepare_dataset(
+                [str(corpus)], tmp_path / "none", Options(tokenizer=tokenizer, **options), workers=1
+            )
         errors.append(str(raised.value))
-        made = prepare_dataset([str(corpus)], tmp_path / out, Options(tokenizer=tokenizer, on_bad_row="skip", **options), workers=1)
+        made = prepare_dataset(
+            [str(corpus)],
+            tmp_path / out,
+            Options(tokenizer=tokenizer, on_bad_row="skip", **options),
+            workers=1,
+        )
         (bad,) = (entry for entry in made.manifest.skipped if entry.reason != "duplicate document")
         assert (bad.count, bad.first) == (1, (str(corpus / "e.txt"),))
     assert errors[0] == errors[1]
@@ -144,8 +206,12 @@ def test_a_long_text_that_cannot_be_used_is_one_bad_row_and_leaves_nothing_behin
     assert content(tmp_path / "chunks") == content(tmp_path / "whole")
 
 
-def test_a_character_that_a_vocabulary_lacks_is_found_before_anything_is_written(corpus, tmp_path, in_chunks):
-    lacking = Options(tokenizer=str(tmp_path / "char" / "tokenizer.json"), on_bad_row="skip", split="tail 0.2")
+def test_a_character_that_a_vocabulary_lacks_is_found_before_anything_is_written(
+    corpus, tmp_path, in_chunks
+):
+    lacking = Options(
+        tokenizer=str(tmp_path / "char" / "tokenizer.json"), on_bad_row="skip", split="tail 0.2"
+    )
     prepare_dataset([str(corpus)], tmp_path / "char", Options(tokenizer="char"), workers=1)
     (corpus / "d.txt").write_text(text_of(2, 600) + "ß")
     prepare_dataset([str(corpus)], tmp_path / "whole", lacking, workers=1)
@@ -157,12 +223,22 @@ def test_a_character_that_a_vocabulary_lacks_is_found_before_anything_is_written
 
 def test_a_word_of_three_mebibytes_is_refused(tmp_path):
     (tmp_path / "a.txt").write_text("a" * (3 << 20))
-    with pytest.raises(DataError, match=r"a\.txt cannot be tokenised: Nowhere in the 1,048,576 characters from 0 on may text be cut"):
-        prepare_dataset([str(tmp_path / "a.txt")], tmp_path / "out", Options(tokenizer="train:300", split="tail 0.1"), workers=1)
+    with pytest.raises(
+        DataError,
+        match=r"a\.txt cannot be tokenised: Nowhere in the 1,048,576 characters from 0 on may text be cut",
+    ):
+        prepare_dataset(
+            [str(tmp_path / "a.txt")],
+            tmp_path / "out",
+            Options(tokenizer="train:300", split="tail 0.1"),
+            workers=1,
+        )
     assert not (tmp_path / "out").exists()
 
 
-def test_a_full_disk_in_the_middle_of_a_long_text_is_gone_on_after(corpus, tmp_path, in_chunks, monkeypatch):
+def test_a_full_disk_in_the_middle_of_a_long_text_is_gone_on_after(
+    corpus, tmp_path, in_chunks, monkeypatch
+):
     monkeypatch.setattr(files, "PART_BYTES", 1_000)
     monkeypatch.setattr(ranges, "RANGE_BYTES", 1_000)
     options = Options(tokenizer="byte", split="tail 0.1")
@@ -205,7 +281,10 @@ def test_what_is_done_of_a_long_text_is_told(corpus, in_chunks):
     size = (corpus / "a.txt").stat().st_size
     assert len(told) > 5
     assert sum(tally.num_bytes for tally in told) == size
-    assert (sum(tally.documents for tally in told), sum(tally.tokens for tally in told)) == (1, size - 3 + 1)
+    assert (sum(tally.documents for tally in told), sum(tally.tokens for tally in told)) == (
+        1,
+        size - 3 + 1,
+    )
 
 
 PEAKS = r"""
@@ -221,7 +300,11 @@ print(json.dumps([own / 1024, resource.getrusage(resource.RUSAGE_CHILDREN).ru_ma
 def peaks_mib(source, out, **options):
     """The most memory that this process and the largest of its workers had, in a prepare with two workers."""
     program = [sys.executable, "-c", PEAKS, str(source), str(out), json.dumps(options)]
-    environment = {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
+    environment = {
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "OMP_NUM_THREADS": "1",
+        "PATH": "/usr/bin:/bin",
+    }
     done = subprocess.run(program, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -229,7 +312,10 @@ def peaks_mib(source, out, **options):
 
 def write_words(path, size):
     draw = random.Random(0)
-    words = ["".join(draw.choices("abcdefghijklmnopqrstuvwxyzéü", k=draw.randint(1, 12))) for _ in range(50_000)]
+    words = [
+        "".join(draw.choices("abcdefghijklmnopqrstuvwxyzéü", k=draw.randint(1, 12)))
+        for _ in range(50_000)
+    ]
     with path.open("wb") as file:
         while file.tell() < size:
             block = " ".join(draw.choices(words, k=20_000)) + ".\n"
@@ -238,20 +324,28 @@ def write_words(path, size):
 
 def test_a_text_of_64_mib_takes_little_memory(tmp_path):
     write_words(tmp_path / "a.txt", 64 << 20)
-    parent, worker = peaks_mib(tmp_path / "a.txt", tmp_path / "out", tokenizer="byte", split="tail 0.1")
+    parent, worker = peaks_mib(
+        tmp_path / "a.txt", tmp_path / "out", tokenizer="byte", split="tail 0.1"
+    )
     assert worker < 150
     assert parent < 150
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("tokenizer", ["train:4096", "byte", "char"])
-@pytest.mark.parametrize("options", [{"split": "tail 0.1"}, {"split": "hash 0.5", "duplicates": "drop", "on_bad_row": "skip"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"split": "tail 0.1"}, {"split": "hash 0.5", "duplicates": "drop", "on_bad_row": "skip"}],
+    ids=str,
+)
 def test_a_text_of_a_gigabyte_takes_less_than_300_mb(tmp_path, tokenizer, options):
     corpus = tmp_path / "corpus"
     corpus.mkdir()
     try:
         write_words(corpus / "a.txt", 1_000_000_000)
-        (corpus / "b.jsonl").write_text("".join(json.dumps({"text": f"short {number}"}) + "\n" for number in range(20)))
+        (corpus / "b.jsonl").write_text(
+            "".join(json.dumps({"text": f"short {number}"}) + "\n" for number in range(20))
+        )
         parent, worker = peaks_mib(corpus, tmp_path / "out", tokenizer=tokenizer, **options)
     finally:
         shutil.rmtree(tmp_path)

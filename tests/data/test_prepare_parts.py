@@ -23,7 +23,12 @@ def rows(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "PART_BYTES", 700)
     monkeypatch.setattr(ranges, "RANGE_BYTES", 1_400)
     path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps({"text": f"row {number} " * (number % 5 + 1)}) + "\n" for number in range(300)))
+    path.write_text(
+        "".join(
+            json.dumps({"text": f"row {number} " * (number % 5 + 1)}) + "\n"
+            for number in range(300)
+        )
+    )
     return str(path)
 
 
@@ -58,7 +63,10 @@ def test_another_tokenizer_in_the_work_folder_is_refused(rows, tmp_path):
     work = tmp_path / ".out.part"
     prepare_part([rows], tmp_path / "other", replace(OPTIONS, tokenizer="byte"), PartOf(1, 2))
     shutil.copy(tmp_path / ".other.part/tokenizer.json", work)
-    with pytest.raises(DataError, match=rf"{work}/tokenizer\.json is not the tokenizer that was begun with.*Remove the folder {work}"):
+    with pytest.raises(
+        DataError,
+        match=rf"{work}/tokenizer\.json is not the tokenizer that was begun with.*Remove the folder {work}",
+    ):
         prepare_part([rows], tmp_path / "out", OPTIONS, PartOf(2, 2))
 
 
@@ -72,8 +80,14 @@ def test_what_parts_left_can_be_finished_by_one(rows, tmp_path):
 def test_parts_of_another_data_set_are_refused(rows, tmp_path):
     prepare_part([rows], tmp_path / "out", OPTIONS, PartOf(1, 2))
     other = Options(tokenizer="byte", split="hash 0.2")
-    for call in (lambda: prepare_part([rows], tmp_path / "out", other, PartOf(2, 2)), lambda: prepare_dataset([rows], tmp_path / "out", other)):
-        with pytest.raises(DataError, match=r"half of another data set: tokenizer 'train:300' there, 'byte' asked for"):
+    for call in (
+        lambda: prepare_part([rows], tmp_path / "out", other, PartOf(2, 2)),
+        lambda: prepare_dataset([rows], tmp_path / "out", other),
+    ):
+        with pytest.raises(
+            DataError,
+            match=r"half of another data set: tokenizer 'train:300' there, 'byte' asked for",
+        ):
             call()
 
 
@@ -83,18 +97,28 @@ def test_a_bad_row_of_one_part_keeps_all_from_being_joined_and_says_how_to_go_on
     Path(rows).write_text(good.replace('{"text": "row 150 "}', '{"text": 150}'))
     for workers in (1, 2):
         with pytest.raises(
-            DataError, match=rf"rows\.jsonl.*151.*Other text or options make it another data set: remove the folder {work}, .* run every part again\."
+            DataError,
+            match=rf"rows\.jsonl.*151.*Other text or options make it another data set: remove the folder {work}, .* run every part again\.",
         ):
             prepare_part([rows], out, OPTIONS, part_of(rows, 150), workers=workers)
     assert prepare_part([rows], out, OPTIONS, PartOf(part_of(rows, 150).index % 3 + 1, 3)).left > 0
     with pytest.raises(DataError, match=r"are not done: part .*Run those parts again"):
         join_parts([rows], out, OPTIONS)
     skipping = replace(OPTIONS, on_bad_row="skip")
-    with pytest.raises(DataError, match=rf"half of another data set: on_bad_row 'raise' there, 'skip' asked for.*remove the folder {work}"):
+    with pytest.raises(
+        DataError,
+        match=rf"half of another data set: on_bad_row 'raise' there, 'skip' asked for.*remove the folder {work}",
+    ):
         prepare_part([rows], out, skipping, PartOf(1, 3))
     Path(rows).write_text(good)
-    for call in (lambda: join_parts([rows], out, OPTIONS), lambda: prepare_part([rows], out, OPTIONS, PartOf(1, 3))):
-        with pytest.raises(DataError, match=rf"half of another data set: the text has changed.*remove the folder {work}"):
+    for call in (
+        lambda: join_parts([rows], out, OPTIONS),
+        lambda: prepare_part([rows], out, OPTIONS, PartOf(1, 3)),
+    ):
+        with pytest.raises(
+            DataError,
+            match=rf"half of another data set: the text has changed.*remove the folder {work}",
+        ):
             call()
     assert not out.exists()
     shutil.rmtree(work)

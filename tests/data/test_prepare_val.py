@@ -32,7 +32,10 @@ def documents(folder, name):
     dataset = Dataset.open(folder)
     split = dataset.split(name)
     tokens = split.read_tokens(0, split.num_tokens)
-    return [dataset.tokenizer.decode(tokens[start : end - 1]) for start, end in zip([0, *split.document_ends], split.document_ends, strict=False)]
+    return [
+        dataset.tokenizer.decode(tokens[start : end - 1])
+        for start, end in zip([0, *split.document_ends], split.document_ends, strict=False)
+    ]
 
 
 @pytest.fixture
@@ -48,27 +51,55 @@ def val(tmp_path):
 
 
 @pytest.mark.parametrize("tokenizer", ["char", "byte", "train:300"])
-def test_each_side_is_the_text_named_for_it_for_any_number_of_workers(train, val, tmp_path, tokenizer):
+def test_each_side_is_the_text_named_for_it_for_any_number_of_workers(
+    train, val, tmp_path, tokenizer
+):
     for count in (1, 2, 3):
-        made = prepare_dataset([train], tmp_path / f"out{count}", Options(tokenizer=tokenizer, val=(val,)), workers=count)
+        made = prepare_dataset(
+            [train],
+            tmp_path / f"out{count}",
+            Options(tokenizer=tokenizer, val=(val,)),
+            workers=count,
+        )
     assert content(tmp_path / "out1") == content(tmp_path / "out2") == content(tmp_path / "out3")
     assert documents(made.path, "train") == TRAIN
     assert documents(made.path, "val") == VAL
-    assert (made.manifest.split_rule, made.manifest.source["split"], made.manifest.source["val"]) == ("named", "named", [val])
+    assert (
+        made.manifest.split_rule,
+        made.manifest.source["split"],
+        made.manifest.source["val"],
+    ) == ("named", "named", [val])
 
 
-def test_a_trained_tokenizer_sees_the_training_text_alone_and_characters_come_from_both(train, val, tmp_path):
-    own = prepare_dataset([train], tmp_path / "own", Options(tokenizer="train:300", val=(val,)), workers=1)
+def test_a_trained_tokenizer_sees_the_training_text_alone_and_characters_come_from_both(
+    train, val, tmp_path
+):
+    own = prepare_dataset(
+        [train], tmp_path / "own", Options(tokenizer="train:300", val=(val,)), workers=1
+    )
     alone = prepare_dataset([train], tmp_path / "alone", Options(tokenizer="train:300"), workers=1)
     assert own.manifest.tokenizer.digest == alone.manifest.tokenizer.digest
-    characters = prepare_dataset([train], tmp_path / "char", Options(tokenizer="char", val=(val,)), workers=1)
+    characters = prepare_dataset(
+        [train], tmp_path / "char", Options(tokenizer="char", val=(val,)), workers=1
+    )
     assert characters.manifest.vocab_size == len(set("".join(TRAIN + VAL))) + 1
 
 
-@pytest.mark.parametrize(("limits", "taken"), [({"max_documents": 7}, TRAIN[:7]), ({"max_bytes": 31}, ["row 0 ", "row 1 row 1 ", "row 2 row 2 r"])])
+@pytest.mark.parametrize(
+    ("limits", "taken"),
+    [
+        ({"max_documents": 7}, TRAIN[:7]),
+        ({"max_bytes": 31}, ["row 0 ", "row 1 row 1 ", "row 2 row 2 r"]),
+    ],
+)
 def test_limits_are_of_the_training_text(train, val, tmp_path, limits, taken):
     for count in (1, 2):
-        made = prepare_dataset([train], tmp_path / f"out{count}", Options(tokenizer="byte", val=(val,), **limits), workers=count)
+        made = prepare_dataset(
+            [train],
+            tmp_path / f"out{count}",
+            Options(tokenizer="byte", val=(val,), **limits),
+            workers=count,
+        )
         assert documents(made.path, "train") == taken
         assert documents(made.path, "val") == VAL
 
@@ -77,10 +108,16 @@ def test_validation_text_may_come_from_several_places_and_is_masked_as_the_other
     rows = [{"text": f"answer {number}", "ask": "what?"} for number in range(6)]
     for name, part in (("train", rows[:3]), ("a", rows[3:5]), ("b", rows[5:])):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
-    options = Options(tokenizer="byte", mask_field="ask", val=(str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")))
+    options = Options(
+        tokenizer="byte",
+        mask_field="ask",
+        val=(str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")),
+    )
     made = prepare_dataset([str(tmp_path / "train.jsonl")], tmp_path / "out", options)
     assert documents(made.path, "val") == [f"what?answer {number}" for number in (3, 4, 5)]
-    mask = Dataset.open(made.path).split("val").read_mask_range(0, made.manifest.splits["val"].tokens)
+    mask = (
+        Dataset.open(made.path).split("val").read_mask_range(0, made.manifest.splits["val"].tokens)
+    )
     assert np.array_equal(mask, ([False] * 5 + [True] * 9) * 3)
 
 
@@ -92,9 +129,18 @@ def test_asked_again_it_is_left_and_other_validation_text_is_refused(train, val,
     assert prepare_dataset([train], tmp_path / "out", options).existed
     other = write(tmp_path / "other.jsonl", ["other"])
     for asked, said in (
-        (Options(tokenizer="byte", val=(other,)), f"another data set: the validation text {val} there, {other} asked for"),
-        (Options(tokenizer="byte", val=(val, moved)), f"the validation text {val} there, {val} {moved} asked for"),
-        (Options(tokenizer="byte"), f"split 'named' there, None asked for; the validation text {val} there, nothing asked for"),
+        (
+            Options(tokenizer="byte", val=(other,)),
+            f"another data set: the validation text {val} there, {other} asked for",
+        ),
+        (
+            Options(tokenizer="byte", val=(val, moved)),
+            f"the validation text {val} there, {val} {moved} asked for",
+        ),
+        (
+            Options(tokenizer="byte"),
+            f"split 'named' there, None asked for; the validation text {val} there, nothing asked for",
+        ),
     ):
         with pytest.raises(DataError, match=said):
             prepare_dataset([train], tmp_path / "out", asked)
@@ -112,12 +158,20 @@ def test_a_data_set_of_before_validation_text_had_its_own_is_the_same(train, tmp
     del manifest["source"]["val"], manifest["source"]["val_fingerprint"]
     (made.path / "manifest.json").write_text(json.dumps(manifest))
     seal(made.path / "manifest.json")
-    assert prepare_dataset([train], tmp_path / "out", Options(tokenizer="byte", split="hash 0.2")).existed
+    assert prepare_dataset(
+        [train], tmp_path / "out", Options(tokenizer="byte", split="hash 0.2")
+    ).existed
 
 
 def test_a_split_rule_and_validation_text_are_two_ways(train, val, tmp_path):
-    with pytest.raises(DataError, match=r"--val names the validation text, and --split 'tail 0.1' takes it"):
-        prepare_dataset(["missing.txt"], tmp_path / "out", Options(tokenizer="byte", split="tail 0.1", val=(val,)))
+    with pytest.raises(
+        DataError, match=r"--val names the validation text, and --split 'tail 0.1' takes it"
+    ):
+        prepare_dataset(
+            ["missing.txt"],
+            tmp_path / "out",
+            Options(tokenizer="byte", split="tail 0.1", val=(val,)),
+        )
 
 
 @pytest.mark.parametrize("tokenizer", ["byte", "train:300"])
@@ -138,7 +192,9 @@ def test_bad_rows_of_both_sides_raise_by_name_or_are_counted(tmp_path):
     (tmp_path / "valid.jsonl").write_text('{"text": "held"}\n{"text": 2}\n')
     with pytest.raises(DataError, match=r"valid.jsonl, line 2"):
         prepare_dataset([train], tmp_path / "out", Options(tokenizer="byte", val=(val,)))
-    made = prepare_dataset([train], tmp_path / "out", Options(tokenizer="byte", val=(val,), on_bad_row="skip"))
+    made = prepare_dataset(
+        [train], tmp_path / "out", Options(tokenizer="byte", val=(val,), on_bad_row="skip")
+    )
     (entry,) = made.manifest.skipped
     assert (entry.count, entry.first) == (2, (f"{val}, line 2", f"{train}, line 2"))
 
@@ -149,14 +205,23 @@ def test_parts_and_a_join_make_the_same_bytes(train, val, tmp_path):
     for index in (2, 3, 1):
         prepare_part([train], tmp_path / "out", options, PartOf(index, 3), workers=1)
     other = write(tmp_path / "other.jsonl", ["other"])
-    with pytest.raises(DataError, match=f"half of another data set: the validation text {val} there, {other} asked for"):
-        join_parts([train], tmp_path / "out", Options(tokenizer="train:300", val=(other,), max_documents=250))
+    with pytest.raises(
+        DataError,
+        match=f"half of another data set: the validation text {val} there, {other} asked for",
+    ):
+        join_parts(
+            [train],
+            tmp_path / "out",
+            Options(tokenizer="train:300", val=(other,), max_documents=250),
+        )
     join_parts([train], tmp_path / "out", options)
     assert content(tmp_path / "out") == content(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("done", [1, 3, 6])
-def test_what_was_interrupted_goes_on_and_does_nothing_twice(train, val, tmp_path, monkeypatch, done):
+def test_what_was_interrupted_goes_on_and_does_nothing_twice(
+    train, val, tmp_path, monkeypatch, done
+):
     options = Options(tokenizer="train:300", val=(val,), max_bytes=4_000)
     whole = prepare_dataset([train], tmp_path / "whole", options, workers=1)
     finishing = ranges.RangeWriter.finish
@@ -172,7 +237,11 @@ def test_what_was_interrupted_goes_on_and_does_nothing_twice(train, val, tmp_pat
     with pytest.raises(KeyboardInterrupt):
         prepare_dataset([train], tmp_path / "out", options, workers=1)
     written = []
-    monkeypatch.setattr(ranges.RangeWriter, "finish", lambda writer, skipped=None: written.append(writer) or finishing(writer, skipped))
+    monkeypatch.setattr(
+        ranges.RangeWriter,
+        "finish",
+        lambda writer, skipped=None: written.append(writer) or finishing(writer, skipped),
+    )
     monkeypatch.setattr(request, "make_named_plan", partial(pytest.fail, "planned again"))
     with WorkFolder(tmp_path / "out") as work:
         there, count = len(work.done()), len(work.plan().ranges)

@@ -41,21 +41,40 @@ class Between:
         body = handler.rfile.read(int(handler.headers.get("Content-Length") or 0))
         if self.times and self.failing and re.search(self.failing, line):
             self.times -= 1
-            status, headers, answer = self.status, {}, b"<Error><Code>InternalError</Code><Message>We are sorry.</Message></Error>"
+            status, headers, answer = (
+                self.status,
+                {},
+                b"<Error><Code>InternalError</Code><Message>We are sorry.</Message></Error>",
+            )
         else:
             status, headers, answer = self._asked(handler, body)
         handler.send_response(status)
         for key, value in headers.items():
-            if key.lower() not in ("content-length", "connection", "transfer-encoding", "date", "server"):
+            if key.lower() not in (
+                "content-length",
+                "connection",
+                "transfer-encoding",
+                "date",
+                "server",
+            ):
                 handler.send_header(key, value)
         handler.send_header("Connection", "close")
-        handler.send_header("Content-Length", headers.get("Content-Length", "0") if handler.command == "HEAD" else str(len(answer)))
+        handler.send_header(
+            "Content-Length",
+            headers.get("Content-Length", "0") if handler.command == "HEAD" else str(len(answer)),
+        )
         handler.end_headers()
         handler.wfile.write(b"" if handler.command == "HEAD" else answer)
 
     def _asked(self, handler, body):
-        headers = {key: value for key, value in handler.headers.items() if key.lower() not in ("connection", "expect")}
-        with closing(http.client.HTTPConnection(self.server.removeprefix("http://"), timeout=30)) as connection:
+        headers = {
+            key: value
+            for key, value in handler.headers.items()
+            if key.lower() not in ("connection", "expect")
+        }
+        with closing(
+            http.client.HTTPConnection(self.server.removeprefix("http://"), timeout=30)
+        ) as connection:
             connection.request(handler.command, handler.path, body=body, headers=headers)
             answer = connection.getresponse()
             return answer.status, dict(answer.headers.items()), answer.read()
@@ -95,7 +114,9 @@ def between(s3_server, bucket, monkeypatch):
 @pytest.fixture
 def text(tmp_path):
     path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps({"text": f"row {number} " * 9}) + "\n" for number in range(300)))
+    path.write_text(
+        "".join(json.dumps({"text": f"row {number} " * 9}) + "\n" for number in range(300))
+    )
     return path
 
 
@@ -103,15 +124,22 @@ def text(tmp_path):
 def send(text, tmp_path, monkeypatch):
     """Prepare the text to ADDRESS."""
     monkeypatch.setattr("flatout.data.prepare.pipeline.join", partial(join, shard_bytes=12_000))
-    return lambda address=ADDRESS, options=OPTIONS: prepare_upload([str(text)], address, options, workers=1, cache=tmp_path / "cache")
+    return lambda address=ADDRESS, options=OPTIONS: prepare_upload(
+        [str(text)], address, options, workers=1, cache=tmp_path / "cache"
+    )
 
 
 def test_it_goes_there_and_comes_back(send, bucket, tmp_path, text):
     made = send()
-    assert made.manifest.splits == prepare_dataset([str(text)], tmp_path / "local", OPTIONS, workers=1).manifest.splits
+    assert (
+        made.manifest.splits
+        == prepare_dataset([str(text)], tmp_path / "local", OPTIONS, workers=1).manifest.splits
+    )
     fetched = open_place(ADDRESS, cache=tmp_path / "other")
     assert fetched.manifest == made.manifest
-    assert sorted(bucket.find("corpus")) == sorted(f"corpus/sets/rows/{path.name}" for path in fetched.path.iterdir())
+    assert sorted(bucket.find("corpus")) == sorted(
+        f"corpus/sets/rows/{path.name}" for path in fetched.path.iterdir()
+    )
     assert verify_stored(ADDRESS).problems == ()
     assert send().existed
 
@@ -119,9 +147,17 @@ def test_it_goes_there_and_comes_back(send, bucket, tmp_path, text):
 def test_a_file_that_goes_in_parts_is_known_by_the_checksum_of_its_parts(between, bucket, tmp_path):
     """The store says another number of such a file; where it is the one expected, nothing is read back."""
     (tmp_path / "long.jsonl").write_text((json.dumps({"text": "word " * 20_000}) + "\n") * 250)
-    made = prepare_upload([str(tmp_path / "long.jsonl")], ADDRESS, Options(tokenizer="byte", split="tail 0.1"), workers=1, cache=tmp_path / "cache")
+    made = prepare_upload(
+        [str(tmp_path / "long.jsonl")],
+        ADDRESS,
+        Options(tokenizer="byte", split="tail 0.1"),
+        workers=1,
+        cache=tmp_path / "cache",
+    )
     entry = made.manifest.splits["train"].shards[0]
-    assert bucket.info(f"{ADDRESS}/{entry.name}")["ETag"].endswith(f'-{-(-entry.size_bytes // PART_BYTES)}"')
+    assert bucket.info(f"{ADDRESS}/{entry.name}")["ETag"].endswith(
+        f'-{-(-entry.size_bytes // PART_BYTES)}"'
+    )
     assert not [line for line in between.asked if line.startswith("GET") and entry.name in line]
 
 
@@ -136,30 +172,49 @@ def test_a_server_that_fails_for_a_while_is_asked_again(send, between, tmp_path)
 
 def test_a_server_that_fails_for_good_is_named_and_the_rest_is_sent_later(send, between, bucket):
     between.failing, between.times = r"PUT .*train-00002\.bin", 10_000
-    with pytest.raises(DataError, match=r"Cannot write s3://corpus/sets/rows/train-00002\.bin: .*(500|InternalError|sorry).* \(5 attempts\)"):
+    with pytest.raises(
+        DataError,
+        match=r"Cannot write s3://corpus/sets/rows/train-00002\.bin: .*(500|InternalError|sorry).* \(5 attempts\)",
+    ):
         send()
     assert not bucket.exists(f"{ADDRESS}/manifest.json")
     between.failing = ""
     there = {path.rpartition("/")[2] for path in bucket.find("corpus")}
     between.asked.clear()
     assert not send().existed
-    sent = {line.partition("?")[0].rpartition("/")[2] for line in between.asked if line.startswith("PUT")}
+    sent = {
+        line.partition("?")[0].rpartition("/")[2]
+        for line in between.asked
+        if line.startswith("PUT")
+    }
     assert sent.isdisjoint(there - {"upload.json"})
     assert "train-00002.bin" in sent
     assert verify_stored(ADDRESS).problems == ()
 
 
-def test_a_bucket_that_is_not_there_and_rights_that_are_missing_are_said_first(bucket, s3_server, tmp_path):
+def test_a_bucket_that_is_not_there_and_rights_that_are_missing_are_said_first(
+    bucket, s3_server, tmp_path
+):
     nothing = partial(prepare_upload, ["nothing.txt"], options=OPTIONS, cache=tmp_path)
-    with pytest.raises(DataError, match=r"There is nothing at s3://nobody/set.*bucket does not exist"):
+    with pytest.raises(
+        DataError, match=r"There is nothing at s3://nobody/set.*bucket does not exist"
+    ):
         nothing(address="s3://nobody/set")
-    request = urllib.request.Request(f"{s3_server}/moto-api/reset-auth", data=b"0", method="POST", headers={"Content-Type": "text/plain"})
+    request = urllib.request.Request(
+        f"{s3_server}/moto-api/reset-auth",
+        data=b"0",
+        method="POST",
+        headers={"Content-Type": "text/plain"},
+    )
     urllib.request.urlopen(request, timeout=5).close()
     try:
         type(bucket).clear_instance_cache()
         with pytest.raises(DataError, match=r"is not allowed: .*AWS_ACCESS_KEY_ID"):
             nothing(address=ADDRESS)
-        with pytest.raises(DataError, match=r"Reading s3://corpus/sets/rows/manifest\.json is not allowed: .*AWS_ACCESS_KEY_ID"):
+        with pytest.raises(
+            DataError,
+            match=r"Reading s3://corpus/sets/rows/manifest\.json is not allowed: .*AWS_ACCESS_KEY_ID",
+        ):
             open_place(ADDRESS, cache=tmp_path)
     finally:
         request.data = b"inf"
@@ -170,8 +225,23 @@ def test_killed_while_it_sends_it_goes_on(between, text, bucket, tmp_path, monke
     """The second process finds what the first prepared and half sent; the command line does both."""
     monkeypatch.setenv("HOME", str(tmp_path))
     between.failing, between.times = r"PUT .*tokenizer\.json", 10_000
-    words = ["prepare", str(text), "--out", ADDRESS, "--tokenizer", "byte", "--split", "hash 0.1", "--workers", "1"]
-    process = subprocess.Popen([sys.executable, "-m", "flatout", *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    words = [
+        "prepare",
+        str(text),
+        "--out",
+        ADDRESS,
+        "--tokenizer",
+        "byte",
+        "--split",
+        "hash 0.1",
+        "--workers",
+        "1",
+    ]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "flatout", *words],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     while between.times == 10_000:
         assert process.poll() is None
         time.sleep(0.02)

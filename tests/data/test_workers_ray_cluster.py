@@ -65,7 +65,11 @@ ONE_LEFT = "CPUs of the Ray cluster: 1, on 1 node."
 
 def started(num_cpus):
     """A cluster of one node, which finds within two seconds that another one is gone, not within 15."""
-    watchful = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "health_check_failure_threshold": 3}
+    watchful = {
+        "health_check_initial_delay_ms": 0,
+        "health_check_period_ms": 500,
+        "health_check_failure_threshold": 3,
+    }
     arguments = {"num_cpus": num_cpus, "include_dashboard": False, "_system_config": watchful}
     return cluster_utils.Cluster(initialize_head=True, head_node_args=arguments)
 
@@ -102,7 +106,9 @@ def source(tmp_path, monkeypatch):
 @pytest.fixture
 def setup(tmp_path):
     (tmp_path / "ranges").mkdir()
-    return Setup(Packing(make_tokenizer("byte", lambda limit: ()), ByHash(0.3), "raise"), tmp_path / "ranges")
+    return Setup(
+        Packing(make_tokenizer("byte", lambda limit: ()), ByHash(0.3), "raise"), tmp_path / "ranges"
+    )
 
 
 class Said:
@@ -123,7 +129,10 @@ class Said:
 
 def ranges(*parts):
     """A range a part: a function of the source, and its arguments."""
-    return [Range(number, (Job(Part(read, arguments, "x")),)) for number, (read, *arguments) in enumerate(parts)]
+    return [
+        Range(number, (Job(Part(read, arguments, "x")),))
+        for number, (read, *arguments) in enumerate(parts)
+    ]
 
 
 def pack(work, setup, crew, tell=lambda _: None):
@@ -172,21 +181,32 @@ def once_held(folder, by, count, act):
 
 def held_ranges(source, tmp_path, count):
     (tmp_path / "held").mkdir()
-    return ranges(*[(source.held, index * 10, 10, str(tmp_path / "held")) for index in range(count)])
+    return ranges(
+        *[(source.held, index * 10, 10, str(tmp_path / "held")) for index in range(count)]
+    )
 
 
 def test_the_data_set_is_the_same_as_with_local_workers(other, tmp_path, monkeypatch):
     monkeypatch.setattr(files, "PART_BYTES", 2_000)
     monkeypatch.setattr(ranges_module, "RANGE_BYTES", 4_000)
     rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"text": f"row {number} " * (number % 5 + 1)}) + "\n" for number in range(1000)))
+    rows.write_text(
+        "".join(
+            json.dumps({"text": f"row {number} " * (number % 5 + 1)}) + "\n"
+            for number in range(1000)
+        )
+    )
     options, said = Options(tokenizer="train:300", split="hash 0.2"), Said()
     monkeypatch.chdir(tmp_path)
     prepare_dataset(["rows.jsonl"], tmp_path / "local", options, workers=2)
-    prepare_dataset(["rows.jsonl"], tmp_path / "ray", options, engine=engine_named("ray"), progress=said)
+    prepare_dataset(
+        ["rows.jsonl"], tmp_path / "ray", options, engine=engine_named("ray"), progress=said
+    )
     assert not ray.is_initialized()
     assert content(tmp_path / "ray") == content(tmp_path / "local")
-    assert prepare_dataset(["rows.jsonl"], tmp_path / "ray", options).existed, "the engine is no part of a data set"
+    assert prepare_dataset(["rows.jsonl"], tmp_path / "ray", options).existed, (
+        "the engine is no part of a data set"
+    )
     assert said.lines[0] == "The running Ray cluster is used."
     assert "CPUs of the Ray cluster: 2, on 2 nodes." in said.lines
     assert not list(tmp_path.glob(".ray*"))
@@ -194,7 +214,12 @@ def test_the_data_set_is_the_same_as_with_local_workers(other, tmp_path, monkeyp
 
 def test_a_node_that_dies_costs_its_ranges_only(cluster, other, source, setup, tmp_path):
     work, told, said = held_ranges(source, tmp_path, 12), [], Said()
-    killer = once_held(tmp_path / "held", raylet(other), 1, lambda found: (kill(cluster, other, found), said.wait(ONE_LEFT)))
+    killer = once_held(
+        tmp_path / "held",
+        raylet(other),
+        1,
+        lambda found: (kill(cluster, other, found), said.wait(ONE_LEFT)),
+    )
     records = pack(work, setup, RayCrew(progress=said), told.append)
     killer.join()
     assert ONE_LEFT in said.lines
@@ -209,7 +234,9 @@ def test_a_node_that_dies_costs_its_ranges_only(cluster, other, source, setup, t
 
 def test_a_process_that_is_killed_costs_its_range_only(other, source, setup, tmp_path, capfd):
     work = held_ranges(source, tmp_path, 6)
-    killer = once_held(tmp_path / "held", raylet(other), 1, lambda found: os.kill(found[0], signal.SIGKILL))
+    killer = once_held(
+        tmp_path / "held", raylet(other), 1, lambda found: os.kill(found[0], signal.SIGKILL)
+    )
     assert sum(record.documents for record in pack(work, setup, RayCrew())) == 60
     killer.join()
     assert capfd.readouterr().out == "", "standard output is for results"
@@ -217,26 +244,36 @@ def test_a_process_that_is_killed_costs_its_range_only(other, source, setup, tmp
 
 def test_a_range_that_kills_every_process_is_named(other, source, setup, monkeypatch):
     monkeypatch.setattr(ray_workers, "RETRIES", 1)
-    with pytest.raises(RunFailed, match=r"packed range 1 died 2 times.*it keeps what is done.*fewer --workers"):
+    with pytest.raises(
+        RunFailed, match=r"packed range 1 died 2 times.*it keeps what is done.*fewer --workers"
+    ):
         pack(ranges((source.numbered, 0, 3), (source.dies,)), setup, RayCrew())
 
 
 def test_the_first_bad_row_in_the_order_of_the_ranges_is_the_one_raised(other, source, setup):
     with pytest.raises(DataError, match="late is bad") as caught:
-        pack(ranges((source.numbered, 0, 500), (source.bad, "late"), (source.bad, "early")), setup, RayCrew())
+        pack(
+            ranges((source.numbered, 0, 500), (source.bad, "late"), (source.bad, "early")),
+            setup,
+            RayCrew(),
+        )
     assert caught.value.fix == "Mend it."
     assert [path.name for path in setup.folder.glob("*.json")] == ["000000.json"]
     assert not ray.is_initialized()
 
 
 def test_a_node_that_does_not_see_a_source_is_told_from_bad_text(other, source, setup):
-    with pytest.raises(RunFailed, match=r"The node .* cannot do what this machine can: There is no such file"):
+    with pytest.raises(
+        RunFailed, match=r"The node .* cannot do what this machine can: There is no such file"
+    ):
         pack(ranges((source.elsewhere, os.getpid())), setup, RayCrew())
 
 
 def test_a_node_that_does_not_see_the_work_folder_is_said(other, source, setup, monkeypatch):
     monkeypatch.setattr(ray_workers.Path, "touch", lambda path: None)
-    with pytest.raises(RunFailed, match=r"does not see the folder .*ranges.*--out on a disk that every node has"):
+    with pytest.raises(
+        RunFailed, match=r"does not see the folder .*ranges.*--out on a disk that every node has"
+    ):
         pack(ranges((source.numbered, 0, 3)), setup, RayCrew())
     assert list(setup.folder.iterdir()) == []
 
@@ -250,7 +287,9 @@ def test_a_cluster_without_a_cpu_is_given_up(cluster, source, setup, tmp_path, m
         node = mine.add_node(num_cpus=1)
         killer = once_held(tmp_path / "held", raylet(node), 1, partial(kill, mine, node))
         work = held_ranges(source, tmp_path, 3)
-        with pytest.raises(RunFailed, match=r"No node of the Ray cluster has a CPU any more.*it keeps what is done"):
+        with pytest.raises(
+            RunFailed, match=r"No node of the Ray cluster has a CPU any more.*it keeps what is done"
+        ):
             pack(work, setup, RayCrew())
         killer.join()
     finally:

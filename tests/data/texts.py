@@ -1,6 +1,10 @@
 """Texts that a tokenizer is tried on: a corpus to train on, and text unlike it."""
 
-CORPUS = ["The cat sat on the mat.\nThe cat did.\n", "Ein Käfer fliegt über das Land. 日本語 🙂\n", "  indented\n\n\tand 12345 numbers's\r\n" * 3]
+CORPUS = [
+    "The cat sat on the mat.\nThe cat did.\n",
+    "Ein Käfer fliegt über das Land. 日本語 🙂\n",
+    "  indented\n\n\tand 12345 numbers's\r\n" * 3,
+]
 STRANGE = [
     "",
     " ",

@@ -20,7 +20,9 @@ def test_a_loaded_run_scores_what_the_run_scored(fox_run):
     assert score.perplexity == pytest.approx(math.exp(result.val_loss), rel=1e-6)
     split = loaded.dataset.split("val")
     assert score.tokens == split.num_tokens - 1
-    assert score.bits_per_byte == pytest.approx(score.loss * score.tokens / math.log(2) / split.text_bytes)
+    assert score.bits_per_byte == pytest.approx(
+        score.loss * score.tokens / math.log(2) / split.text_bytes
+    )
     assert isinstance(loaded.config, RunConfig)
     assert not loaded.model.training
 

@@ -24,7 +24,9 @@ EOT = ByteTokenizer().eot_id
 class Script(nn.Module):
     """A model that writes one given text, token by token, sure of itself up to `noise`."""
 
-    def __init__(self, text, noise: float = 0.0, vocab_size: int = 300, eot: int = EOT, past: int = EOT + 1) -> None:
+    def __init__(
+        self, text, noise: float = 0.0, vocab_size: int = 300, eot: int = EOT, past: int = EOT + 1
+    ) -> None:
         super().__init__()
         self.unused = nn.Parameter(torch.zeros(1))
         self.max_seq_len = 8
@@ -64,10 +66,14 @@ def metaspace():
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     pieces = ["<unk>", "</s>", *(f"<0x{value:02X}>" for value in range(256)), *SPACED, "\u2581"]
-    made = Tokenizer(models.Unigram([(piece, -1.0) for piece in pieces], unk_id=0, byte_fallback=True))
+    made = Tokenizer(
+        models.Unigram([(piece, -1.0) for piece in pieces], unk_id=0, byte_fallback=True)
+    )
     made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     strip = decoders.Strip(" ", 1, 0)
-    made.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), strip])
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), strip]
+    )
     made.add_special_tokens(["<unk>", "</s>"])
     return made
 
@@ -77,7 +83,9 @@ def wordpiece():
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     pieces = ["[UNK]", "[EOS]", "the", "cat", "sat", "on", "mat", "##s", "."]
-    made = Tokenizer(models.WordPiece({piece: index for index, piece in enumerate(pieces)}, unk_token="[UNK]"))
+    made = Tokenizer(
+        models.WordPiece({piece: index for index, piece in enumerate(pieces)}, unk_token="[UNK]")
+    )
     made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     made.decoder = decoders.WordPiece()
     made.add_special_tokens(["[UNK]", "[EOS]"])
@@ -93,7 +101,9 @@ SPACED = ["\u2581the", "\u2581cat", "\u2581sat", "\u2581on", "\u2581mat", "s", "
 def test_words_keep_their_spaces_whatever_the_tokenizer(make, prompt, text):
     tokenizer = parse_tokenizer(make().to_str(), "tokenizer.json")
     ids, before = tokenizer.encode(text), tokenizer.encode(prompt) if prompt else []
-    pieces = list(sample(Script(ids, eot=tokenizer.eot_id, past=tokenizer.vocab_size), tokenizer, prompt))
+    pieces = list(
+        sample(Script(ids, eot=tokenizer.eot_id, past=tokenizer.vocab_size), tokenizer, prompt)
+    )
     assert prompt + "".join(pieces) == tokenizer.decode([*before, *ids])
     assert (prompt + "".join(pieces)).count(" ") == len((prompt + " " + text).split()) - 1
     assert len(pieces) >= len(ids) - 1, "streamed, not kept to the end"
@@ -105,11 +115,15 @@ def test_characters_of_several_tokens_come_whole(prompt):
     text = "the \u65e5\u672c\u8a9e \U0001f642. cat"
     ids, before = tokenizer.encode(text), tokenizer.encode(prompt) if prompt else []
     assert len(ids) > len(text), "characters are spelled in bytes here"
-    pieces = list(sample(Script(ids, eot=tokenizer.eot_id, past=tokenizer.vocab_size), tokenizer, prompt))
+    pieces = list(
+        sample(Script(ids, eot=tokenizer.eot_id, past=tokenizer.vocab_size), tokenizer, prompt)
+    )
     assert prompt + "".join(pieces) == tokenizer.decode([*before, *ids])
     assert "\ufffd" not in "".join(pieces)
     assert {"\u65e5", "\u672c", "\u8a9e", "\U0001f642"} <= set(pieces)
-    cut = list(sample(Script(ids[:-7], eot=tokenizer.eot_id, past=tokenizer.vocab_size), tokenizer, prompt))
+    cut = list(
+        sample(Script(ids[:-7], eot=tokenizer.eot_id, past=tokenizer.vocab_size), tokenizer, prompt)
+    )
     assert "".join(cut).rstrip("\ufffd") in "".join(pieces)
 
 
@@ -164,7 +178,14 @@ def test_a_text_longer_than_the_window_goes_on_from_its_second_half():
     model = Script(b"0123456789abcdef")
     list(sample(model, ByteTokenizer(), ""))
     assert model.seen[7] == [EOT, *b"0123456"]
-    assert model.seen[8:14] == [[*b"4567"], [*b"45678"], [*b"456789"], [*b"456789a"], [*b"456789ab"], [*b"89ab", *b"c"][1:]]
+    assert model.seen[8:14] == [
+        [*b"4567"],
+        [*b"45678"],
+        [*b"456789"],
+        [*b"456789a"],
+        [*b"456789ab"],
+        [*b"89ab", *b"c"][1:],
+    ]
 
 
 def test_a_prompt_longer_than_the_window_is_seen_from_behind():
@@ -195,7 +216,11 @@ class Tally(Decoder):
 def test_a_model_without_a_limit_reads_each_token_once():
     model, reads = Script(b""), []
     model.decoder = lambda max_tokens: Tally(reads)
-    found = list(islice(tokens_after(model, [1, 2, 4], lambda logits_V: int(logits_V.argmax()), window=2), 40))
+    found = list(
+        islice(
+            tokens_after(model, [1, 2, 4], lambda logits_V: int(logits_V.argmax()), window=2), 40
+        )
+    )
     assert found[:5] == [7, 4, 8, 6, 2]
     assert reads == [3] + [1] * 39
 
@@ -203,8 +228,19 @@ def test_a_model_without_a_limit_reads_each_token_once():
 def drawn(seed, **options):
     torch.manual_seed(5)
     before = torch.random.get_rng_state()
-    text = "".join(sample(Script(b"a" * 40, noise=0.3, vocab_size=257), ByteTokenizer(), temperature=1.5, max_tokens=30, seed=seed, **options))
-    assert torch.equal(torch.random.get_rng_state(), before), "sampling must not touch the run's own generator"
+    text = "".join(
+        sample(
+            Script(b"a" * 40, noise=0.3, vocab_size=257),
+            ByteTokenizer(),
+            temperature=1.5,
+            max_tokens=30,
+            seed=seed,
+            **options,
+        )
+    )
+    assert torch.equal(torch.random.get_rng_state(), before), (
+        "sampling must not touch the run's own generator"
+    )
     return text
 
 
@@ -222,16 +258,40 @@ def test_top_k_and_top_p_narrow_the_choice():
 def test_top_p_keeps_the_fewest_that_reach_it():
     logits_V = torch.log(torch.tensor([0.5, 0.3, 0.15, 0.05]))
     generator = torch.Generator().manual_seed(0)
-    kept = {generate._chosen(logits_V, vocab_size=4, temperature=1.0, top_k=None, top_p=0.7, generator=generator) for _ in range(300)}
+    kept = {
+        generate._chosen(
+            logits_V, vocab_size=4, temperature=1.0, top_k=None, top_p=0.7, generator=generator
+        )
+        for _ in range(300)
+    }
     assert kept == {0, 1}
-    assert {generate._chosen(logits_V, vocab_size=4, temperature=1.0, top_k=3, top_p=None, generator=generator) for _ in range(300)} == {0, 1, 2}
+    assert {
+        generate._chosen(
+            logits_V, vocab_size=4, temperature=1.0, top_k=3, top_p=None, generator=generator
+        )
+        for _ in range(300)
+    } == {0, 1, 2}
 
 
-@pytest.mark.parametrize(("temperature", "top_k", "wanted"), [(1.0, None, [6, 3, 1]), (0.5, None, [36, 9, 1]), (1.0, 2, [6, 3, 0])], ids=str)
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "wanted"),
+    [(1.0, None, [6, 3, 1]), (0.5, None, [36, 9, 1]), (1.0, 2, [6, 3, 0])],
+    ids=str,
+)
 def test_draws_follow_the_probabilities(temperature, top_k, wanted):
     logits_V = torch.log(torch.tensor([0.6, 0.3, 0.1]))
     generator = torch.Generator().manual_seed(0)
-    draws = [generate._chosen(logits_V, vocab_size=3, temperature=temperature, top_k=top_k, top_p=None, generator=generator) for _ in range(3000)]
+    draws = [
+        generate._chosen(
+            logits_V,
+            vocab_size=3,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=None,
+            generator=generator,
+        )
+        for _ in range(3000)
+    ]
     counts = torch.bincount(torch.tensor(draws), minlength=3)
     assert (counts / 3000 - torch.tensor(wanted) / sum(wanted)).abs().max() < 0.04
 
@@ -241,11 +301,30 @@ def test_a_cold_draw_is_the_likeliest_and_no_error():
     for temperature in (0.0, 1e-300, 1e-30, 1e-3):
         for top_k in (None, 1, 2, 99):
             logits_V = torch.tensor([1.0, 5.0, 4.0, 9.0])
-            assert generate._chosen(logits_V, vocab_size=3, temperature=temperature, top_k=top_k, top_p=None, generator=generator) == 1
+            assert (
+                generate._chosen(
+                    logits_V,
+                    vocab_size=3,
+                    temperature=temperature,
+                    top_k=top_k,
+                    top_p=None,
+                    generator=generator,
+                )
+                == 1
+            )
 
 
 @pytest.mark.parametrize(
-    "options", [{"temperature": -1.0}, {"temperature": math.nan}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5}, {"max_tokens": 0}], ids=str
+    "options",
+    [
+        {"temperature": -1.0},
+        {"temperature": math.nan},
+        {"top_k": 0},
+        {"top_p": 0.0},
+        {"top_p": 1.5},
+        {"max_tokens": 0},
+    ],
+    ids=str,
 )
 def test_settings_out_of_range(options):
     with pytest.raises(ConfigError, match="Fix: Use"):
@@ -267,14 +346,33 @@ TRANSFORMERS = {
 
 
 @pytest.mark.parametrize("own", TRANSFORMERS.values(), ids=list(TRANSFORMERS))
-@pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(0.0, None, None), (1.0, None, None), (0.8, 40, None), (1.2, None, 0.9)], ids=str)
-@pytest.mark.parametrize(("window", "num_tokens"), [(320, 300), (32, 150)], ids=["within the context", "over several windows"])
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"),
+    [(0.0, None, None), (1.0, None, None), (0.8, 40, None), (1.2, None, 0.9)],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    ("window", "num_tokens"),
+    [(320, 300), (32, 150)],
+    ids=["within the context", "over several windows"],
+)
 def test_a_cache_changes_no_token(own, temperature, top_k, top_p, window, num_tokens):
     """In fp64, where rounding cannot turn a draw."""
     torch.manual_seed(0)
-    shape = {"vocab_size": 300, "num_layers": 2, "d_model": 32, "num_heads": 4, "tied_head": False} | own
+    shape = {
+        "vocab_size": 300,
+        "num_layers": 2,
+        "d_model": 32,
+        "num_heads": 4,
+        "tied_head": False,
+    } | own
     model = (
-        Transformer(Transformer.check(shape, seq_len=window), Ops.plain(attention=attention.fused, cross_entropy=cross_entropy.fused)).double().eval()
+        Transformer(
+            Transformer.check(shape, seq_len=window),
+            Ops.plain(attention=attention.fused, cross_entropy=cross_entropy.fused),
+        )
+        .double()
+        .eval()
     )
     with torch.no_grad():
         for parameter in model.parameters():
@@ -284,7 +382,14 @@ def test_a_cache_changes_no_token(own, temperature, top_k, top_p, window, num_to
         generator = torch.Generator().manual_seed(3)
 
         def choose(logits_V):
-            return generate._chosen(logits_V, vocab_size=257, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
+            return generate._chosen(
+                logits_V,
+                vocab_size=257,
+                temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+                generator=generator,
+            )
 
         return list(islice(tokens_after(model, [7, 3, 5], choose, window=window), num_tokens))
 
@@ -295,12 +400,17 @@ def test_a_cache_changes_no_token(own, temperature, top_k, top_p, window, num_to
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("make", [metaspace, wordpiece, None], ids=["metaspace", "wordpiece", "bytes"])
+@pytest.mark.parametrize(
+    "make", [metaspace, wordpiece, None], ids=["metaspace", "wordpiece", "bytes"]
+)
 def test_a_long_text_is_streamed_as_it_is_decoded_whole(make, seed):
     """Though ids long past are forgotten."""
     tokenizer = parse_tokenizer(make().to_str(), "tokenizer.json") if make else ByteTokenizer()
     draw = random.Random(seed)
-    words = [draw.choice(["the", "cats", "sat", "\u65e5\u672c\u8a9e", "\U0001f642", "on", "mat."]) for _ in range(400)]
+    words = [
+        draw.choice(["the", "cats", "sat", "\u65e5\u672c\u8a9e", "\U0001f642", "on", "mat."])
+        for _ in range(400)
+    ]
     ids, before = tokenizer.encode(" ".join(words)), tokenizer.encode("the mat") if seed % 2 else []
     text = generate._WrittenText(tokenizer, before)
     pieces = [text.take(token) for token in ids]
@@ -313,4 +423,6 @@ def test_bytes_that_are_no_text_are_marked_where_they_stand():
     draw = random.Random(1)
     ids = [draw.choice([*range(256), 65, 66, 0xC3, 0xA9, 0xF0, 0x9F]) for _ in range(2000)]
     text = generate._WrittenText(ByteTokenizer(), [])
-    assert "".join(text.take(token) for token in ids) + text.rest() == bytes(ids).decode(errors="replace")
+    assert "".join(text.take(token) for token in ids) + text.rest() == bytes(ids).decode(
+        errors="replace"
+    )

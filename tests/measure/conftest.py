@@ -11,7 +11,15 @@ from flatout.measure.statistics import Figure
 
 def row(name, kind, rate, gain=None, **more):
     figures = {"tokens_per_s": Figure(median=rate, low=0.97 * rate, high=1.04 * rate)}
-    split = {"step_ms": 300.0, "data_ms": 12.34, "host_ms": 0.456, "device_ms": 287.0, "peak_gib": 0.36, "rows_per_device": 1, "accumulate": 64}
+    split = {
+        "step_ms": 300.0,
+        "data_ms": 12.34,
+        "host_ms": 0.456,
+        "device_ms": 287.0,
+        "peak_gib": 0.36,
+        "rows_per_device": 1,
+        "accumulate": 64,
+    }
     losses = (
         {}
         if gain is None
@@ -35,14 +43,63 @@ def sample_report():
         row("baseline", "baseline", 13_415.0),
         row("+ pretokenised", "added", 28_171.0, gain, speedup="pretokenised"),
         row("+ prefetch", "added", 28_400.0, none, promise="rounding", loss_difference=3.2e-7),
-        row("+ wrong", "added", 29_000.0, Figure(median=1.02, low=None, high=None), promise_kept=False, loss_difference=0.2, repeats=1),
-        Row(name="+ huge", kind="added", status="out-of-memory", reason="Out of memory at step 0: it needs 91 GiB."),
-        row("all but prefetch", "left-out", 28_300.0, none, promise="statistical", promise_kept=None, promise_reason="not judged: two repeats"),
-        Row(name="all but wrong", kind="left-out", status="not-measured", reason="not measured: the time was up before its turn."),
-        row("all, with bf16 for fp16", "put-in", 24_000.0, slower, replaced=["fp16"], reason="timed-out in one repeat: It had not ended after 60 s."),
-        Row(name="all and liger", kind="put-in", status="not-measured", reason="not measured: the time was up before its turn."),
-        Row(name="all and compile", kind="put-in", status="timed-out", reason="It had not ended after 90 s."),
-        Row(name="tf32", kind="absent", speedup="tf32", status="not-measured", reason="cannot run here, because: it is a CPU."),
+        row(
+            "+ wrong",
+            "added",
+            29_000.0,
+            Figure(median=1.02, low=None, high=None),
+            promise_kept=False,
+            loss_difference=0.2,
+            repeats=1,
+        ),
+        Row(
+            name="+ huge",
+            kind="added",
+            status="out-of-memory",
+            reason="Out of memory at step 0: it needs 91 GiB.",
+        ),
+        row(
+            "all but prefetch",
+            "left-out",
+            28_300.0,
+            none,
+            promise="statistical",
+            promise_kept=None,
+            promise_reason="not judged: two repeats",
+        ),
+        Row(
+            name="all but wrong",
+            kind="left-out",
+            status="not-measured",
+            reason="not measured: the time was up before its turn.",
+        ),
+        row(
+            "all, with bf16 for fp16",
+            "put-in",
+            24_000.0,
+            slower,
+            replaced=["fp16"],
+            reason="timed-out in one repeat: It had not ended after 60 s.",
+        ),
+        Row(
+            name="all and liger",
+            kind="put-in",
+            status="not-measured",
+            reason="not measured: the time was up before its turn.",
+        ),
+        Row(
+            name="all and compile",
+            kind="put-in",
+            status="timed-out",
+            reason="It had not ended after 90 s.",
+        ),
+        Row(
+            name="tf32",
+            kind="absent",
+            speedup="tf32",
+            status="not-measured",
+            reason="cannot run here, because: it is a CPU.",
+        ),
     ]
     return Report(
         kind="ladder",
@@ -60,5 +117,12 @@ def sample_report():
         notes=["Not every line has 5 repeats."],
         rows=rows,
         total_speedup=Figure(median=2.16, low=2.1, high=2.2),
-        trials=[Trial(point="baseline", round=0, seed=0, result=TrialResult(status="ok", tokens_per_s=13_415.0, losses=[3.1, 2.9]))],
+        trials=[
+            Trial(
+                point="baseline",
+                round=0,
+                seed=0,
+                result=TrialResult(status="ok", tokens_per_s=13_415.0, losses=[3.1, 2.9]),
+            )
+        ],
     )

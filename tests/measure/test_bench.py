@@ -27,8 +27,22 @@ SLOW = {"pretokenised": 1.3, "micro-batch": 2.0, "onednn": 1.2}
 class MadeUp:
     """Trials of a made-up machine, on its own clock. `fails` gives results of its own to sets that hold a speedup; on a GPU no run repeats."""
 
-    def __init__(self, *, overhead_s=5.0, fails=None, stops_after=10**9, error=KeyboardInterrupt, is_gpu=False):
-        self.now, self.overhead_s, self.fails, self.specs, self.is_gpu = 0.0, overhead_s, fails or {}, [], is_gpu
+    def __init__(
+        self,
+        *,
+        overhead_s=5.0,
+        fails=None,
+        stops_after=10**9,
+        error=KeyboardInterrupt,
+        is_gpu=False,
+    ):
+        self.now, self.overhead_s, self.fails, self.specs, self.is_gpu = (
+            0.0,
+            overhead_s,
+            fails or {},
+            [],
+            is_gpu,
+        )
         self.stops_after, self.error = stops_after, error
 
     def clock(self):
@@ -49,7 +63,10 @@ class MadeUp:
             rate *= SLOW.get(name, 1.0)
         rate *= 1 + 0.02 * random.Random(len(self.specs)).uniform(-1, 1)
         noise = 0 if spec.config["train"]["deterministic"] else 1e-7 * len(self.specs) * self.is_gpu
-        losses = [3.0 - 0.01 * step + spec.config["train"]["seed"] + noise for step in range(spec.loss_steps or 9)]
+        losses = [
+            3.0 - 0.01 * step + spec.config["train"]["seed"] + noise
+            for step in range(spec.loss_steps or 9)
+        ]
         facts = {
             "losses": losses,
             "speedups": speedups,
@@ -81,7 +98,9 @@ def test_repeats_are_interleaved_and_a_round_shares_its_seed(auto_config, tmp_pa
     assert list(rounds) == [0, 1, 2]
     points = [trial.point for trial in rounds[0]]
     assert len(set(points)) == len(points)
-    assert all(sorted(trial.point for trial in trials) == sorted(points) for trials in rounds.values())
+    assert all(
+        sorted(trial.point for trial in trials) == sorted(points) for trials in rounds.values()
+    )
     assert len({tuple(trial.point for trial in trials) for trials in rounds.values()}) == 3
     assert [{trial.seed for trial in trials} for trials in rounds.values()] == [{0}, {1}, {2}]
     assert {spec.config["train"]["seed"] for spec in made_up.specs} == {0, 1, 2}
@@ -120,20 +139,29 @@ def test_the_minutes_are_kept_and_what_had_no_time_is_said(auto_config, tmp_path
     report, _ = bench(auto_config, made_up, tmp_path, minutes=6)
     assert made_up.now <= 360
     assert min(row.repeats for row in report.rows if row.kind not in {"absent", "put-in"}) >= 2
-    report, _ = bench(auto_config, MadeUp(overhead_s=20.0), tmp_path / "sweep", minutes=1, sweep="prefetch")
+    report, _ = bench(
+        auto_config, MadeUp(overhead_s=20.0), tmp_path / "sweep", minutes=1, sweep="prefetch"
+    )
     assert any("--minutes" in note for note in report.notes)
     assert not any("speedups=" in note for note in report.notes)
 
 
-def test_only_the_first_round_takes_all_losses_but_for_what_is_judged_over_seeds(auto_config, tmp_path):
+def test_only_the_first_round_takes_all_losses_but_for_what_is_judged_over_seeds(
+    auto_config, tmp_path
+):
     made_up = MadeUp()
     report, _ = bench(auto_config, made_up, tmp_path, repeats=2)
     half = len(made_up.specs) // 2
     assert {spec.loss_steps for spec in made_up.specs[:half]} == {20}
-    later = {trial.point: spec.loss_steps for trial, spec in zip(report.trials[half:], made_up.specs[half:], strict=True)}
+    later = {
+        trial.point: spec.loss_steps
+        for trial, spec in zip(report.trials[half:], made_up.specs[half:], strict=True)
+    }
     full = [row.name for row in report.rows if row.kind == "added"][-1]
     put_in = [row for row in report.rows if row.kind == "put-in"]
-    over_seeds = {row.name for row in put_in if SPEEDUPS.get(row.speedup).promise.kind == "statistical"}
+    over_seeds = {
+        row.name for row in put_in if SPEEDUPS.get(row.speedup).promise.kind == "statistical"
+    }
     assert "all and length-buckets" in over_seeds
     assert {point for point, steps in later.items() if steps == 20} == {full, *over_seeds}
     assert {steps for point, steps in later.items() if point not in {full, *over_seeds}} == {0}
@@ -145,16 +173,28 @@ def on_a_gpu(monkeypatch):
     monkeypatch.setattr(exactness, "repeats_to_the_bit", lambda config: config.train.deterministic)
 
 
-def test_exact_promises_are_judged_by_deterministic_runs_where_nothing_repeats(auto_config, tmp_path, on_a_gpu):
+def test_exact_promises_are_judged_by_deterministic_runs_where_nothing_repeats(
+    auto_config, tmp_path, on_a_gpu
+):
     made_up = MadeUp(is_gpu=True)
     report, place = bench(auto_config, made_up, tmp_path, repeats=2)
     exact = [row for row in report.rows if row.promise == "exact"]
     assert len(exact) > 6
-    assert all((row.promise_kept, row.deterministic, row.compared_losses) == (True, True, 10) for row in exact)
-    apart = [(trial, spec) for trial, spec in zip(report.trials, made_up.specs, strict=True) if trial.deterministic]
+    assert all(
+        (row.promise_kept, row.deterministic, row.compared_losses) == (True, True, 10)
+        for row in exact
+    )
+    apart = [
+        (trial, spec)
+        for trial, spec in zip(report.trials, made_up.specs, strict=True)
+        if trial.deterministic
+    ]
     points = [trial.point for trial, _ in apart]
     assert len(set(points)) == len(points), "each point once"
-    assert {(spec.config["train"]["deterministic"], spec.loss_steps, spec.seconds, spec.warmup_s) for _, spec in apart} == {(True, 10, 0.0, 0.0)}
+    assert {
+        (spec.config["train"]["deterministic"], spec.loss_steps, spec.seconds, spec.warmup_s)
+        for _, spec in apart
+    } == {(True, 10, 0.0, 0.0)}
     assert {trial.seed for trial, _ in apart} == {auto_config.train.seed}
     assert {row.repeats for row in report.rows if row.repeats} == {2}
     assert "equal over 10 with train.deterministic, exact kept" in (place / "table.md").read_text()
@@ -162,11 +202,16 @@ def test_exact_promises_are_judged_by_deterministic_runs_where_nothing_repeats(a
     assert not any(row.deterministic for row in report.rows if row.promise != "exact")
 
 
-def test_a_short_bench_takes_no_time_from_its_repeats_for_exact_promises(auto_config, tmp_path, on_a_gpu):
+def test_a_short_bench_takes_no_time_from_its_repeats_for_exact_promises(
+    auto_config, tmp_path, on_a_gpu
+):
     made_up = MadeUp(overhead_s=20.0, is_gpu=True)
     report, _ = bench(auto_config, made_up, tmp_path, minutes=12)
     assert made_up.now <= 12 * 60
-    first = next((number for number, trial in enumerate(report.trials) if trial.deterministic), len(report.trials))
+    first = next(
+        (number for number, trial in enumerate(report.trials) if trial.deterministic),
+        len(report.trials),
+    )
     assert {trial.round for trial in report.trials[:first]} >= {0, 1}
     judged = [row for row in report.rows if row.promise == "exact"]
     assert all(row.promise_kept is not False for row in judged)
@@ -174,12 +219,19 @@ def test_a_short_bench_takes_no_time_from_its_repeats_for_exact_promises(auto_co
 
 
 def test_a_deterministic_recipe_is_judged_as_it_is_timed(auto_config, tmp_path, on_a_gpu):
-    report, _ = bench(auto_config.with_values({"train.deterministic": True}), MadeUp(is_gpu=True), tmp_path, repeats=1)
+    report, _ = bench(
+        auto_config.with_values({"train.deterministic": True}),
+        MadeUp(is_gpu=True),
+        tmp_path,
+        repeats=1,
+    )
     assert not any(trial.deterministic for trial in report.trials)
     assert all(row.promise_kept for row in report.rows if row.promise == "exact")
 
 
-def test_an_extra_takes_its_losses_when_its_turn_comes_and_so_does_the_full_set(auto_config, tmp_path):
+def test_an_extra_takes_its_losses_when_its_turn_comes_and_so_does_the_full_set(
+    auto_config, tmp_path
+):
     report, _ = bench(auto_config, MadeUp(overhead_s=4.0), tmp_path, minutes=30)
     extras = [row for row in report.rows if row.kind == "put-in"]
     assert extras
@@ -189,7 +241,9 @@ def test_an_extra_takes_its_losses_when_its_turn_comes_and_so_does_the_full_set(
 
 def test_an_extra_that_fails_in_its_first_round_is_not_tried_again(auto_config, tmp_path):
     gone = TrialResult(status="timed-out", reason="It took too long.")
-    report, _ = bench(auto_config, MadeUp(overhead_s=4.0, fails={"compile": gone}), tmp_path, minutes=30)
+    report, _ = bench(
+        auto_config, MadeUp(overhead_s=4.0, fails={"compile": gone}), tmp_path, minutes=30
+    )
     assert report.repeats > 3
     assert [trial.round for trial in report.trials if trial.point == "all and compile"] == [2]
 
@@ -207,7 +261,9 @@ def test_what_fails_is_a_row_and_the_ladder_goes_on(auto_config, tmp_path):
     assert len(failures) == 1
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, Interrupted("Terminated.", fix="Run it again.", signal_number=15)])
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt, Interrupted("Terminated.", fix="Run it again.", signal_number=15)]
+)
 def test_an_interruption_keeps_what_was_measured(auto_config, tmp_path, error):
     report, place = bench(auto_config, MadeUp(stops_after=4, error=error), tmp_path)
     assert not report.complete
@@ -289,7 +345,13 @@ def test_no_speedups_have_no_total(tiny_config, tmp_path):
 
 def test_a_slow_extra_takes_no_repeats_of_the_others():
     extras = tuple(Point(name, {}) for name in ("slow", "late"))
-    experiment = Experiment("ladder", tuple(Point(name, {}) for name in "abcdef"), lambda found: [], extras=extras, total=("b", "a"))
+    experiment = Experiment(
+        "ladder",
+        tuple(Point(name, {}) for name in "abcdef"),
+        lambda found: [],
+        extras=extras,
+        total=("b", "a"),
+    )
     clock = MadeUp()
     budget = Budget(8, minutes=3, repeats=None, clock=clock.clock)
     rounds, alive, done = Rounds([]), {*"abcdef", "slow", "late"}, []
@@ -300,7 +362,9 @@ def test_a_slow_extra_takes_no_repeats_of_the_others():
             took = budget.seconds + (60.0 if name == "slow" else 6.0)
             clock.now += took
             budget.record(name, took)
-            rounds.trials.append(Trial(point=name, round=number, seed=number, result=TrialResult(status="ok")))
+            rounds.trials.append(
+                Trial(point=name, round=number, seed=number, result=TrialResult(status="ok"))
+            )
     assert [sorted(names) for names in done[:2]] == [list("abcdef")] * 2
     assert done[2][-2:] == ["slow", "late"]
     assert "b" in done[2]
@@ -308,7 +372,9 @@ def test_a_slow_extra_takes_no_repeats_of_the_others():
 
 
 def test_a_round_with_time_for_one_point_is_not_begun():
-    experiment = Experiment("ladder", (Point("a", {}), Point("b", {})), lambda found: [], total=("b", "a"))
+    experiment = Experiment(
+        "ladder", (Point("a", {}), Point("b", {})), lambda found: [], total=("b", "a")
+    )
     clock = MadeUp()
     budget = Budget(2, minutes=1, repeats=None, clock=clock.clock)
     clock.now = 60 - 1.6 * budget.expected_s("a") - 1.5
@@ -317,14 +383,21 @@ def test_a_round_with_time_for_one_point_is_not_begun():
     assert sorted(due_in(1, experiment, Rounds([]), {"a", "b"}, budget)) == ["a", "b"]
 
 
-@pytest.mark.parametrize(("seconds", "shown"), [(0.2, "1 s"), (20, "20 s"), (89.4, "89 s"), (120, "2 min")])
+@pytest.mark.parametrize(
+    ("seconds", "shown"), [(0.2, "1 s"), (20, "20 s"), (89.4, "89 s"), (120, "2 min")]
+)
 def test_the_time_left_is_said_in_seconds_at_the_end(seconds, shown):
     assert time_left(seconds) == shown
 
 
 def test_everything_is_written_and_read_back(auto_config, tmp_path):
     report, place = bench(auto_config, MadeUp(), tmp_path, repeats=2)
-    assert sorted(path.name for path in place.iterdir()) == ["bench.json", "bench.svg", "table.md", "trials.jsonl"]
+    assert sorted(path.name for path in place.iterdir()) == [
+        "bench.json",
+        "bench.svg",
+        "table.md",
+        "trials.jsonl",
+    ]
     assert read(place) == report
     assert "NaN" not in (place / "bench.json").read_text()
     assert report.config["speedups"] == "auto"
@@ -336,7 +409,13 @@ def test_a_sweep_goes_the_same_way(auto_config, tmp_path):
     report, place = bench(auto_config, MadeUp(), tmp_path, sweep="prefetch", repeats=2)
     assert report.kind == "prefetch"
     assert report.total_speedup is None
-    assert [row.name for row in report.rows] == ["no prefetch", "1 step ahead", "2 steps ahead", "4 steps ahead", "8 steps ahead"]
+    assert [row.name for row in report.rows] == [
+        "no prefetch",
+        "1 step ahead",
+        "2 steps ahead",
+        "4 steps ahead",
+        "8 steps ahead",
+    ]
     assert "gain" not in (place / "table.md").read_text()
 
 
@@ -372,7 +451,9 @@ def test_a_speedup_that_breaks_its_promise_is_caught_for_real(tiny_config, tmp_p
     config = tiny_config(speedups="prefetch,alittleoff:SPEEDUP")
     report, place = run_bench(config, repeats=1, out=tmp_path / "bench", trial=quick)
     rows = {row.name: row for row in report.rows}
-    assert {row.status for row in report.rows if row.kind != "absent"} == {"ok"}, [row.reason for row in report.rows]
+    assert {row.status for row in report.rows if row.kind != "absent"} == {"ok"}, [
+        row.reason for row in report.rows
+    ]
     assert rows["+ alittleoff:SPEEDUP"].promise_kept is False
     assert rows["+ alittleoff:SPEEDUP"].loss_difference == pytest.approx(1e-5, rel=0.2)
     assert rows["+ prefetch"].promise_kept is True

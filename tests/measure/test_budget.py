@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from flatout.measure.budget import DEFAULT_SECONDS, FEWEST_SECONDS, LONGEST_TRIAL_S, MOST_SECONDS, REPEATS, USUAL_OVERHEAD_S, Budget
+from flatout.measure.budget import (
+    DEFAULT_SECONDS,
+    FEWEST_SECONDS,
+    LONGEST_TRIAL_S,
+    MOST_SECONDS,
+    REPEATS,
+    USUAL_OVERHEAD_S,
+    Budget,
+)
 
 
 class Clock:
@@ -39,16 +47,25 @@ def test_without_minutes_there_are_five_rounds_of_five_seconds():
     budget.plan(3)
     assert budget.seconds == DEFAULT_SECONDS
     assert budget.allows("anything")
-    assert budget.timeout_s("anything") == LONGEST_TRIAL_S > budget.limit_s(10) > 60, "a slow trial ends by itself before it is killed"
+    assert budget.timeout_s("anything") == LONGEST_TRIAL_S > budget.limit_s(10) > 60, (
+        "a slow trial ends by itself before it is killed"
+    )
     assert budget.fits(["a", "b"]) == ["a", "b"]
     assert budget.remaining_s(["a", "b"], 2) == 3 * 2 * (USUAL_OVERHEAD_S + DEFAULT_SECONDS)
     assert Budget(10, minutes=None, repeats=3, clock=Clock()).repeats == 3
 
 
-@pytest.mark.parametrize(("minutes", "overhead_s"), [(6, 4.0), (6, 8.0), (2, 3.0), (20, 4.0), (60, 4.0), (1, 9.0)])
+@pytest.mark.parametrize(
+    ("minutes", "overhead_s"), [(6, 4.0), (6, 8.0), (2, 3.0), (20, 4.0), (60, 4.0), (1, 9.0)]
+)
 def test_it_stays_within_its_minutes(minutes, overhead_s):
     clock, names = Clock(), [f"point {n}" for n in range(17)]
-    rounds = rounds_of(Budget(17, minutes=minutes, repeats=None, clock=clock), clock, names, cost=lambda name, seconds: overhead_s + seconds)
+    rounds = rounds_of(
+        Budget(17, minutes=minutes, repeats=None, clock=clock),
+        clock,
+        names,
+        cost=lambda name, seconds: overhead_s + seconds,
+    )
     assert clock.now <= 60 * minutes
     assert len(rounds) <= REPEATS
 
@@ -56,7 +73,9 @@ def test_it_stays_within_its_minutes(minutes, overhead_s):
 def test_six_minutes_hold_a_ladder_whose_trials_all_warm_up_as_long_as_they_may():
     clock, names = Clock(), [f"point {n}" for n in range(18)]
     budget = Budget(23, minutes=6, repeats=None, clock=clock)
-    rounds = rounds_of(budget, clock, names, cost=lambda name, seconds: 4.0 + budget.warmup_s + seconds)
+    rounds = rounds_of(
+        budget, clock, names, cost=lambda name, seconds: 4.0 + budget.warmup_s + seconds
+    )
     assert clock.now <= 360
     assert len(rounds[0]) == 18
     assert len(rounds[1]) >= 9
@@ -70,7 +89,12 @@ def test_how_long_a_trial_may_warm_up_follows_what_it_measures():
 
 def test_six_minutes_hold_two_whole_rounds_of_seventeen_points():
     clock, names = Clock(), [f"point {n}" for n in range(17)]
-    rounds = rounds_of(Budget(17, minutes=6, repeats=None, clock=clock), clock, names, cost=lambda name, seconds: 6.0 + seconds)
+    rounds = rounds_of(
+        Budget(17, minutes=6, repeats=None, clock=clock),
+        clock,
+        names,
+        cost=lambda name, seconds: 6.0 + seconds,
+    )
     assert [len(done) for done in rounds[:2]] == [17, 17]
 
 
@@ -85,7 +109,10 @@ def test_with_time_to_spare_there_are_five_rounds_and_longer_trials():
 def test_a_slow_point_gets_fewer_repeats_and_the_others_keep_theirs():
     clock, names = Clock(), [*"abcdefgh", "slow"]
     rounds = rounds_of(
-        Budget(9, minutes=5, repeats=None, clock=clock), clock, names, cost=lambda name, seconds: (110.0 if name == "slow" else 4.0) + seconds
+        Budget(9, minutes=5, repeats=None, clock=clock),
+        clock,
+        names,
+        cost=lambda name, seconds: (110.0 if name == "slow" else 4.0) + seconds,
     )
     counts = {name: sum(name in done for done in rounds) for name in names}
     assert counts["slow"] == 1
@@ -114,7 +141,9 @@ def test_no_trial_may_outlast_the_minutes():
 
 
 def test_extras_wait_for_two_rounds_only_when_there_is_little_time():
-    assert [Budget(9, minutes=5, repeats=n, clock=Clock()).extras_from for n in (1, 2, 3, None)] == [0, 1, 2, 2]
+    assert [
+        Budget(9, minutes=5, repeats=n, clock=Clock()).extras_from for n in (1, 2, 3, None)
+    ] == [0, 1, 2, 2]
     assert Budget(9, minutes=None, repeats=None, clock=Clock()).extras_from == 0
 
 

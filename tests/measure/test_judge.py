@@ -19,7 +19,9 @@ LADDER = Ladder(
         Rung("+ fused-adamw", "added", ("prefetch", "fused-adamw"), "fused-adamw", "+ prefetch"),
         Rung("all but prefetch", "left-out", ("fused-adamw",), "prefetch", "+ fused-adamw"),
         Rung("all but fused-adamw", "left-out", ("prefetch",), "fused-adamw", "+ fused-adamw"),
-        Rung("all and bf16", "put-in", ("prefetch", "fused-adamw", "bf16"), "bf16", "+ fused-adamw"),
+        Rung(
+            "all and bf16", "put-in", ("prefetch", "fused-adamw", "bf16"), "bf16", "+ fused-adamw"
+        ),
     ),
     (Absent("tf32", "cannot run here, because: it is a CPU."),),
     "+ fused-adamw",
@@ -30,30 +32,64 @@ LOSSES = [3.0, 2.5, 2.2]
 
 
 def ok(point, number, rate, losses=LOSSES, **more):
-    facts = {"step_ms": 10.0, "data_ms": 1.0, "host_ms": 2.0, "device_ms": 7.0, "rows_per_device": 4, "accumulate": 2, "warmup_steps": 9}
-    return Trial(point=point, round=number, seed=number, result=TrialResult(status="ok", tokens_per_s=rate, losses=losses, **(facts | more)))
+    facts = {
+        "step_ms": 10.0,
+        "data_ms": 1.0,
+        "host_ms": 2.0,
+        "device_ms": 7.0,
+        "rows_per_device": 4,
+        "accumulate": 2,
+        "warmup_steps": 9,
+    }
+    return Trial(
+        point=point,
+        round=number,
+        seed=number,
+        result=TrialResult(status="ok", tokens_per_s=rate, losses=losses, **(facts | more)),
+    )
 
 
 def bad(point, number=0, status="out-of-memory", reason="Out of memory at step 0."):
-    return Trial(point=point, round=number, seed=number, result=TrialResult(status=status, reason=reason))
+    return Trial(
+        point=point, round=number, seed=number, result=TrialResult(status=status, reason=reason)
+    )
 
 
 def every_round(rates, losses=None):
     losses = losses or {}
-    return [ok(point, n, rate * noise, losses.get(point, LOSSES)) for n, noise in enumerate(NOISE) for point, rate in rates.items()]
+    return [
+        ok(point, n, rate * noise, losses.get(point, LOSSES))
+        for n, noise in enumerate(NOISE)
+        for point, rate in rates.items()
+    ]
 
 
-RATES = {"baseline": 100.0, "+ prefetch": 100.0, "+ fused-adamw": 150.0, "all but prefetch": 149.9, "all and bf16": 120.0}
+RATES = {
+    "baseline": 100.0,
+    "+ prefetch": 100.0,
+    "+ fused-adamw": 150.0,
+    "all but prefetch": 149.9,
+    "all and bf16": 120.0,
+}
 
 
 def rows_of(trials, *overrides, loss_steps=3, repeats_to_the_bit=True):
     found = Measured(trials, repeats_to_the_bit=repeats_to_the_bit)
-    return {row.name: row for row in ladder_rows(LADDER, POINTS, found, load_config(None, list(overrides)), loss_steps=loss_steps)}
+    return {
+        row.name: row
+        for row in ladder_rows(
+            LADDER, POINTS, found, load_config(None, list(overrides)), loss_steps=loss_steps
+        )
+    }
 
 
 def jittered(rates):
     """Rates whose ratios are noisy too: each point has a noise of its own."""
-    return [ok(point, n, rate * NOISE[(n + shift) % 5]) for n in range(5) for shift, (point, rate) in enumerate(rates.items())]
+    return [
+        ok(point, n, rate * NOISE[(n + shift) % 5])
+        for n in range(5)
+        for shift, (point, rate) in enumerate(rates.items())
+    ]
 
 
 def test_gains_are_said_for_what_they_are():
@@ -74,15 +110,22 @@ def test_leaving_out_says_what_the_speedup_is_worth_in_the_full_set():
 
 def test_repeats_are_paired_so_that_a_drift_of_the_machine_cancels():
     drift = (1.0, 0.8, 0.6, 0.5, 0.4)
-    trials = [ok(point, n, rate * slow) for n, slow in enumerate(drift) for point, rate in RATES.items()]
+    trials = [
+        ok(point, n, rate * slow) for n, slow in enumerate(drift) for point, rate in RATES.items()
+    ]
     gain = rows_of(trials)["+ fused-adamw"].gain
     assert (gain.low, gain.median, gain.high) == pytest.approx((1.5, 1.5, 1.5))
 
 
 def test_a_rung_that_fails_is_a_row_and_the_next_is_compared_with_the_one_below():
-    trials = [trial for trial in every_round(RATES) if trial.point != "+ prefetch"] + [bad("+ prefetch")]
+    trials = [trial for trial in every_round(RATES) if trial.point != "+ prefetch"] + [
+        bad("+ prefetch")
+    ]
     rows = rows_of(trials)
-    assert (rows["+ prefetch"].status, rows["+ prefetch"].reason) == ("out-of-memory", "Out of memory at step 0.")
+    assert (rows["+ prefetch"].status, rows["+ prefetch"].reason) == (
+        "out-of-memory",
+        "Out of memory at step 0.",
+    )
     assert rows["+ fused-adamw"].against == "baseline"
     assert rows["+ fused-adamw"].gain.median == pytest.approx(1.5)
     assert rows["all but fused-adamw"].status == "out-of-memory"
@@ -90,7 +133,13 @@ def test_a_rung_that_fails_is_a_row_and_the_next_is_compared_with_the_one_below(
 
 
 def test_what_was_never_begun_or_failed_once_is_said():
-    rows = rows_of([ok("baseline", 0, 100.0), ok("+ prefetch", 0, 110.0), bad("+ prefetch", 1, "failed", "It fell over.")])
+    rows = rows_of(
+        [
+            ok("baseline", 0, 100.0),
+            ok("+ prefetch", 0, 110.0),
+            bad("+ prefetch", 1, "failed", "It fell over."),
+        ]
+    )
     assert rows["+ fused-adamw"].status == "not-measured"
     assert "time was up" in rows["+ fused-adamw"].reason
     assert rows["+ prefetch"].status == "ok"
@@ -123,11 +172,25 @@ def deterministic(point, losses, **more):
 def test_where_runs_do_not_repeat_deterministic_ones_decide_an_exact_promise():
     ten = [3.0 - 0.1 * step for step in range(10)]
     timed = every_round(RATES, NOISY)
-    rows = rows_of([*timed, deterministic("baseline", ten), deterministic("+ prefetch", ten)], repeats_to_the_bit=False)
+    rows = rows_of(
+        [*timed, deterministic("baseline", ten), deterministic("+ prefetch", ten)],
+        repeats_to_the_bit=False,
+    )
     assert rows["+ prefetch"].promise_kept is True
-    assert (rows["+ prefetch"].deterministic, rows["+ prefetch"].loss_difference, rows["+ prefetch"].compared_losses) == (True, 0.0, 10)
-    assert (rows["baseline"].repeats, rows["baseline"].tokens_per_s.median) == (5, pytest.approx(100.0)), "their figures are in no row"
-    broken = [*timed, deterministic("baseline", ten), deterministic("+ prefetch", [*ten[:-1], 2.1000001])]
+    assert (
+        rows["+ prefetch"].deterministic,
+        rows["+ prefetch"].loss_difference,
+        rows["+ prefetch"].compared_losses,
+    ) == (True, 0.0, 10)
+    assert (rows["baseline"].repeats, rows["baseline"].tokens_per_s.median) == (
+        5,
+        pytest.approx(100.0),
+    ), "their figures are in no row"
+    broken = [
+        *timed,
+        deterministic("baseline", ten),
+        deterministic("+ prefetch", [*ten[:-1], 2.1000001]),
+    ]
     row = rows_of(broken, repeats_to_the_bit=False)["+ prefetch"]
     assert (row.promise_kept, row.deterministic) == (False, True)
     assert row.loss_difference == pytest.approx(5e-8, rel=0.1)
@@ -135,14 +198,23 @@ def test_where_runs_do_not_repeat_deterministic_ones_decide_an_exact_promise():
 
 def test_where_runs_do_not_repeat_and_none_was_deterministic_nothing_is_judged():
     timed = every_round(RATES, NOISY)
-    alone, failed = deterministic("baseline", LOSSES), bad("+ prefetch", reason="It fell over.").model_copy(update={"deterministic": True})
-    for trials, said in ((timed, "no time for runs with"), ([*timed, alone], "no time for runs with"), ([*timed, alone, failed], "It fell over.")):
+    alone, failed = (
+        deterministic("baseline", LOSSES),
+        bad("+ prefetch", reason="It fell over.").model_copy(update={"deterministic": True}),
+    )
+    for trials, said in (
+        (timed, "no time for runs with"),
+        ([*timed, alone], "no time for runs with"),
+        ([*timed, alone, failed], "It fell over."),
+    ):
         row = rows_of(trials, repeats_to_the_bit=False)["+ prefetch"]
         assert (row.promise_kept, row.deterministic) == (None, False)
         assert row.loss_difference == pytest.approx(4.5e-8, rel=0.1)
         assert said in row.promise_reason
         assert row.status == "ok"
-    few = rows_of([*timed, alone, deterministic("+ prefetch", LOSSES)], repeats_to_the_bit=False)["+ prefetch"]
+    few = rows_of([*timed, alone, deterministic("+ prefetch", LOSSES)], repeats_to_the_bit=False)[
+        "+ prefetch"
+    ]
     assert (few.promise_kept, few.promise_reason) == (None, "3 of 10 losses: not judged")
 
 
@@ -152,25 +224,44 @@ def test_losses_that_are_equal_anyway_need_no_deterministic_run():
 
 
 def test_where_runs_repeat_a_deterministic_one_excuses_nothing():
-    trials = [*every_round(RATES, NOISY), deterministic("baseline", LOSSES), deterministic("+ prefetch", LOSSES)]
+    trials = [
+        *every_round(RATES, NOISY),
+        deterministic("baseline", LOSSES),
+        deterministic("+ prefetch", LOSSES),
+    ]
     assert rows_of(trials)["+ prefetch"].promise_kept is False
 
 
 def test_lengths_of_losses_may_differ_between_rounds_and_points():
-    trials = [ok("baseline", 0, 100.0, LOSSES), ok("+ prefetch", 0, 100.0, LOSSES[:2]), ok("+ fused-adamw", 0, 100.0, [])]
+    trials = [
+        ok("baseline", 0, 100.0, LOSSES),
+        ok("+ prefetch", 0, 100.0, LOSSES[:2]),
+        ok("+ fused-adamw", 0, 100.0, []),
+    ]
     rows = rows_of(trials)
-    assert (rows["+ prefetch"].promise_kept, rows["+ prefetch"].promise_reason) == (None, "2 of 3 losses: not judged")
+    assert (rows["+ prefetch"].promise_kept, rows["+ prefetch"].promise_reason) == (
+        None,
+        "2 of 3 losses: not judged",
+    )
     assert rows["+ fused-adamw"].promise_kept is None
 
 
 def test_a_promise_is_kept_only_over_all_losses_and_broken_by_any():
-    assert keeps(Promise.exact(), [(LOSSES, LOSSES)], loss_steps=20) == (None, "3 of 20 losses: not judged")
+    assert keeps(Promise.exact(), [(LOSSES, LOSSES)], loss_steps=20) == (
+        None,
+        "3 of 20 losses: not judged",
+    )
     assert keeps(Promise.exact(), [([3.0, 2.5, 2.21], LOSSES)], loss_steps=20)[0] is False
-    assert keeps(Promise.statistical(), [(LOSSES, LOSSES)] * 3, loss_steps=20) == (None, "3 of 20 losses: not judged")
+    assert keeps(Promise.statistical(), [(LOSSES, LOSSES)] * 3, loss_steps=20) == (
+        None,
+        "3 of 20 losses: not judged",
+    )
 
 
 def test_after_an_interruption_nothing_speaks_of_time():
-    row = measured_row("baseline", "baseline", "baseline", Measured([], INTERRUPTED), Spread(0.0, 0))
+    row = measured_row(
+        "baseline", "baseline", "baseline", Measured([], INTERRUPTED), Spread(0.0, 0)
+    )
     assert row.reason == "not measured: it was interrupted before its turn."
 
 
@@ -196,9 +287,14 @@ def test_a_statistical_promise_is_judged_over_seeds():
     assert keeps(Promise.statistical(), better, loss_steps=1)[0]
     assert keeps(Promise.statistical(), same, loss_steps=1)[0]
     assert not keeps(Promise.statistical(), worse, loss_steps=1)[0]
-    assert keeps(Promise.statistical(), worse[:2], loss_steps=1) == (None, "too few seeds to judge: 2 of 3")
+    assert keeps(Promise.statistical(), worse[:2], loss_steps=1) == (
+        None,
+        "too few seeds to judge: 2 of 3",
+    )
     unsure = [([2.0 + off], [2.0]) for off in (0.01, 0.02, 0.06)]
-    assert keeps(Promise.statistical(), unsure, loss_steps=1)[0], "three that lie on one side may do so by chance"
+    assert keeps(Promise.statistical(), unsure, loss_steps=1)[0], (
+        "three that lie on one side may do so by chance"
+    )
     assert "3 seeds" in keeps(Promise.statistical(), worse, loss_steps=1)[1]
 
 
@@ -208,14 +304,22 @@ def test_a_difference_is_relative():
 
 
 def test_a_row_holds_the_middle_of_its_repeats():
-    trials = [ok("baseline", n, 100.0, step_ms=step, peak_gib=gib) for n, (step, gib) in enumerate([(9.0, 1.0), (10.0, 3.0), (30.0, 2.0)])]
+    trials = [
+        ok("baseline", n, 100.0, step_ms=step, peak_gib=gib)
+        for n, (step, gib) in enumerate([(9.0, 1.0), (10.0, 3.0), (30.0, 2.0)])
+    ]
     row = measured_row("baseline", "baseline", "baseline", Measured(trials), Spread(0.0, 0))
     assert (row.step_ms, row.peak_gib, row.repeats, row.warmup_steps) == (10.0, 3.0, 3, 9)
 
 
 def test_what_leaves_one_out_is_compared_with_the_full_set_alone():
     """Beside any other set the ratio is nobody's worth; a rung that shares its trials would be compared with itself."""
-    rows = rows_of([*every_round({name: rate for name, rate in RATES.items() if name != "+ fused-adamw"}), bad("+ fused-adamw")])
+    rows = rows_of(
+        [
+            *every_round({name: rate for name, rate in RATES.items() if name != "+ fused-adamw"}),
+            bad("+ fused-adamw"),
+        ]
+    )
     for name in ("all but prefetch", "all but fused-adamw", "all and bf16"):
         assert rows[name].tokens_per_s is not None
         assert rows[name].gain is None

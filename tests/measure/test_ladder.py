@@ -9,7 +9,14 @@ from flatout.assembly.selection import all_speedups, naming, select
 from flatout.config.schema import load_config
 from flatout.hardware import Gpu, Machine
 from flatout.measure import settling
-from flatout.measure.ladder import BASELINE, in_order, make_ladder, promise_between, put_in_rung, without
+from flatout.measure.ladder import (
+    BASELINE,
+    in_order,
+    make_ladder,
+    promise_between,
+    put_in_rung,
+    without,
+)
 
 CPU = Machine("cpu", 2, 8.0, (), "3.11")
 NARROW = Machine("cpu", 2, 8.0, (), "3.11", cpu_multiplies_bf16=True)
@@ -20,7 +27,11 @@ def ladder_of(machine, *overrides, device="cpu", minutes=60.0):
     """The ladder of a machine and a device, its put-in rungs decided as training would decide them."""
     config = load_config(None, [*overrides, f"train.device={device}"])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(settling, "resolve", lambda config, **_: (config, select(config, machine, device=device, minutes=minutes)))
+        patch.setattr(
+            settling,
+            "resolve",
+            lambda config, **_: (config, select(config, machine, device=device, minutes=minutes)),
+        )
         decisions = select(config, machine, device=device, minutes=minutes)
         settled = settling.Settled(config, decisions, machine, None)
         put_in = {d.name: settling.put_in(d.name, config, settled) for d in decisions if not d.on}
@@ -52,7 +63,10 @@ def test_each_is_left_out_of_the_full_set():
     full = ladder.rung(ladder.full).speedups
     left_out = named(ladder, "left-out")
     assert [rung.speedup for rung in left_out] == list(full)
-    assert all(rung.against == ladder.full and set(full) - set(rung.speedups) == {rung.speedup} for rung in left_out)
+    assert all(
+        rung.against == ladder.full and set(full) - set(rung.speedups) == {rung.speedup}
+        for rung in left_out
+    )
 
 
 def test_what_is_off_but_could_run_is_put_in_and_takes_its_slots():
@@ -63,7 +77,11 @@ def test_what_is_off_but_could_run_is_put_in_and_takes_its_slots():
     assert "tf32" in fp16.speedups
     assert fp16.replaced == ("bf16",)
     assert fp16.name == "all, with fp16 for bf16"
-    assert all(rung.name.startswith(f"all and {rung.speedup}") for rung in named(ladder, "put-in") if not rung.replaced)
+    assert all(
+        rung.name.startswith(f"all and {rung.speedup}")
+        for rung in named(ladder, "put-in")
+        if not rung.replaced
+    )
 
 
 def test_a_rung_with_one_put_in_is_what_naming_it_and_its_needs_gives():
@@ -71,9 +89,20 @@ def test_a_rung_with_one_put_in_is_what_naming_it_and_its_needs_gives():
         ladder = ladder_of(NARROW, *overrides)
         assert named(ladder, "put-in")
         for rung in named(ladder, "put-in"):
-            own = next((word for word in overrides if word.startswith("speedups=")), "speedups=auto")
-            config = load_config(None, [*overrides, "speedups=" + naming(own.removeprefix("speedups="), settling.with_needs(rung.speedup))])
-            assert set(rung.speedups) == {d.name for d in select(config, NARROW, device="cpu", minutes=60.0) if d.on}, rung.name
+            own = next(
+                (word for word in overrides if word.startswith("speedups=")), "speedups=auto"
+            )
+            config = load_config(
+                None,
+                [
+                    *overrides,
+                    "speedups="
+                    + naming(own.removeprefix("speedups="), settling.with_needs(rung.speedup)),
+                ],
+            )
+            assert set(rung.speedups) == {
+                d.name for d in select(config, NARROW, device="cpu", minutes=60.0) if d.on
+            }, rung.name
 
 
 def test_what_fills_other_slots_of_what_gave_way_comes_back():
@@ -86,23 +115,36 @@ def test_what_fills_other_slots_of_what_gave_way_comes_back():
 def test_what_cannot_run_says_why():
     reasons = {absent.speedup: absent.reason for absent in ladder_of(CPU).absent}
     assert reasons["tf32"].startswith("cannot run here, because: TF32")
-    reasons = {absent.speedup: absent.reason for absent in ladder_of(CPU, "batch.rows_per_device=4", "batch.accumulate=2").absent}
+    reasons = {
+        absent.speedup: absent.reason
+        for absent in ladder_of(CPU, "batch.rows_per_device=4", "batch.accumulate=2").absent
+    }
     assert "batch.rows_per_device=4 is set" in reasons["micro-batch"]
 
 
 def test_every_speedup_has_a_rung_or_a_reason():
     for machine, device in ((CPU, "cpu"), (HOPPER, "cuda")):
         ladder = ladder_of(machine, device=device)
-        about = {rung.speedup for rung in ladder.rungs} | {absent.speedup for absent in ladder.absent}
+        about = {rung.speedup for rung in ladder.rungs} | {
+            absent.speedup for absent in ladder.absent
+        }
         assert about - {None} == {speedup.name for speedup in all_speedups()}
 
 
 def test_the_wish_decides_the_full_set():
     ladder = ladder_of(CPU, "speedups=auto,-compile,-prefetch")
     assert {absent.speedup for absent in ladder.absent} >= {"compile", "prefetch"}
-    assert "left out by speedups" in next(absent.reason for absent in ladder.absent if absent.speedup == "compile")
+    assert "left out by speedups" in next(
+        absent.reason for absent in ladder.absent if absent.speedup == "compile"
+    )
     listed = ladder_of(CPU, "speedups=pretokenised,micro-batch")
-    assert [rung.name for rung in listed.rungs] == [BASELINE, "+ pretokenised", "+ micro-batch", "all but pretokenised", "all but micro-batch"]
+    assert [rung.name for rung in listed.rungs] == [
+        BASELINE,
+        "+ pretokenised",
+        "+ micro-batch",
+        "all but pretokenised",
+        "all but micro-batch",
+    ]
     assert [rung.name for rung in ladder_of(CPU, "speedups=none").rungs] == [BASELINE]
 
 
@@ -138,7 +180,9 @@ def test_the_name_of_a_rung_says_what_came_and_what_went():
 
 def test_several_promises_together_are_the_loosest():
     assert promise_between(["prefetch"], []) == Promise.exact()
-    assert promise_between(["bf16", "prefetch"], ["onednn", "prefetch"]) == Promise.rounding(rtol=2e-2 + 1e-4)
+    assert promise_between(["bf16", "prefetch"], ["onednn", "prefetch"]) == Promise.rounding(
+        rtol=2e-2 + 1e-4
+    )
     assert promise_between([], []).kind == "exact"
     assert promise_between(["bf16", "fused-adamw"], ["bf16"]) == Promise.rounding(rtol=1e-4 + 2e-2)
     assert promise_between(["bf16", "prefetch"], ["bf16"]) == Promise.exact()

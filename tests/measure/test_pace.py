@@ -24,7 +24,9 @@ def test_a_constant_series_settles_after_two_windows():
 
 def test_slow_first_steps_are_part_of_the_warm_up():
     assert settles_after([30.0] + [0.25] * 40) == 1 + 2 * WINDOW_STEPS
-    assert settles_after([0.5, 30.0] + [0.25] * 40) <= 2 + 2 * WINDOW_STEPS, "one slow step does not move a median"
+    assert settles_after([0.5, 30.0] + [0.25] * 40) <= 2 + 2 * WINDOW_STEPS, (
+        "one slow step does not move a median"
+    )
 
 
 def test_a_process_that_still_speeds_up_is_waited_for():
@@ -51,13 +53,19 @@ class MadeUp:
 
     def __init__(self, step_s):
         self.now, self.step_s, self.spent_s, self.primed = 0.0, iter(step_s), 0.0, []
-        self.run = SimpleNamespace(step=0, last_step=10**6, feed=SimpleNamespace(prime=self.primed.append))
+        self.run = SimpleNamespace(
+            step=0, last_step=10**6, feed=SimpleNamespace(prime=self.primed.append)
+        )
 
     def spent(self):
         return Spent(steps=self.run.step, train_s=self.spent_s)
 
     def train(self, **limits):
-        pace = Pace(self, **{"seconds": 2.0, "loss_steps": 0, "warmup_s": 1e9, "limit_s": 1e9} | limits, clock=lambda: self.now)
+        pace = Pace(
+            self,
+            **{"seconds": 2.0, "loss_steps": 0, "warmup_s": 1e9, "limit_s": 1e9} | limits,
+            clock=lambda: self.now,
+        )
         while not pace.asked(self.run):
             took = next(self.step_s)
             self.now += took
@@ -95,7 +103,9 @@ def test_warming_up_ends_when_patience_does_and_that_is_recorded():
     pace = MadeUp([0.5] * 50).train(warmup_s=4.0)
     assert (pace.warmup_steps, pace.warmup_s, pace.is_settled) == (9, 4.5, False)
     pace = MadeUp([30.0] + [0.25] * 50).train(warmup_s=6.0)
-    assert (pace.warmup_steps, pace.is_settled) == (17, True), "what the first step takes is not held against it"
+    assert (pace.warmup_steps, pace.is_settled) == (17, True), (
+        "what the first step takes is not held against it"
+    )
 
 
 def test_a_short_run_keeps_half_of_its_steps_for_measuring():

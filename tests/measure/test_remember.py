@@ -28,7 +28,11 @@ def test_what_has_a_gain_is_kept_and_in_the_full_set_counts_most(sample_report):
     below = gains(report)
     assert set(below) == {"pretokenised", "prefetch"}
     assert below["pretokenised"].gain == 2.1
-    assert (below["pretokenised"].recipe, below["pretokenised"].commit, below["pretokenised"].torch) == ("shakespeare-char", "abc1234", "2.13.0")
+    assert (
+        below["pretokenised"].recipe,
+        below["pretokenised"].commit,
+        below["pretokenised"].torch,
+    ) == ("shakespeare-char", "abc1234", "2.13.0")
     assert below["prefetch"].where == "on the way up"
     within = gains(about(report, "all but prefetch", speedup="prefetch"))
     assert within["prefetch"].where == "in the full set"
@@ -43,7 +47,9 @@ def test_it_is_kept_for_the_gpu_that_measured(sample_report, tmp_path):
 
 
 def test_a_ladder_without_gains_leaves_nothing(sample_report, tmp_path):
-    remember(sample_report.model_copy(update={"rows": sample_report.rows[:1]}), MACHINE, "cuda", tmp_path)
+    remember(
+        sample_report.model_copy(update={"rows": sample_report.rows[:1]}), MACHINE, "cuda", tmp_path
+    )
     assert not list(tmp_path.iterdir())
 
 

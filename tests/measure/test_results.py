@@ -57,7 +57,10 @@ def test_only_the_same_bench_is_written_over(sample_report, tmp_path):
     write(sample_report.model_copy(update={"config_digest": CONFIG.digest()}), "", "", tmp_path)
     assert place_for(CONFIG, "ladder", tmp_path) == tmp_path
     for config, kind in ((CONFIG, "batch"), (CONFIG.with_values({"train.seed": 5}), "ladder")):
-        with pytest.raises(ConfigError, match=f"holds the bench of shakespeare-char .ladder, .*; this one is of shakespeare-char .{kind}") as refused:
+        with pytest.raises(
+            ConfigError,
+            match=f"holds the bench of shakespeare-char .ladder, .*; this one is of shakespeare-char .{kind}",
+        ) as refused:
             place_for(config, kind, tmp_path)
         assert "--out" in refused.value.fix
     (tmp_path / "bench.json").write_text("{}")
@@ -66,7 +69,12 @@ def test_only_the_same_bench_is_written_over(sample_report, tmp_path):
 
 
 def test_a_folder_with_the_trials_of_a_bench_that_was_killed_takes_the_same_again(tmp_path):
-    trial = results.Trial(point="baseline", round=0, seed=0, result=TrialResult(status="failed", reason="It fell over."))
+    trial = results.Trial(
+        point="baseline",
+        round=0,
+        seed=0,
+        result=TrialResult(status="failed", reason="It fell over."),
+    )
     results.keep(trial, (CONFIG.name, "ladder", CONFIG.digest()), "2026-11-20", tmp_path)
     assert place_for(CONFIG, "ladder", tmp_path) == tmp_path
     with pytest.raises(ConfigError, match=r"this one is of shakespeare-char .batch"):

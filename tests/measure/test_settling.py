@@ -45,19 +45,25 @@ def test_one_is_put_in_with_what_it_needs(tiny_config, monkeypatch):
     monkeypatch.setattr(settling, "speedup_named", made_up.__getitem__)
     assert with_needs("fancy") == ["fancy", "plainer", "plainest"]
     assert put_in("odd", tiny_config(), settled) == "cannot run here, because: It is odd."
-    assert put_in("odder", tiny_config(), settled) == "cannot run here, because odd cannot: It is odd."
+    assert (
+        put_in("odder", tiny_config(), settled) == "cannot run here, because odd cannot: It is odd."
+    )
 
 
 def test_why_not_is_asked_for_the_device_that_was_settled(tiny_config, monkeypatch):
     asked = tiny_config(train__device="auto", train__precision="auto", speedups="auto")
     monkeypatch.setattr(settling, "probe", lambda: GPU)
-    monkeypatch.setattr(settling, "pick_device", lambda wanted, machine: ("cpu", "this torch is a CPU build"))
+    monkeypatch.setattr(
+        settling, "pick_device", lambda wanted, machine: ("cpu", "this torch is a CPU build")
+    )
     found = choose(asked).put_in
     assert isinstance(found["bf16"], list)
     assert "on a GPU" not in str(found)
 
 
-def test_two_that_were_named_and_fill_one_slot_are_refused_as_training_refuses_them(tiny_config, monkeypatch):
+def test_two_that_were_named_and_fill_one_slot_are_refused_as_training_refuses_them(
+    tiny_config, monkeypatch
+):
     monkeypatch.setattr("flatout.hardware._multiplies_bf16", lambda: True)
     found = choose(tiny_config(train__precision="auto", speedups="auto,+onednn"))
     assert "both fill the slot" in found.put_in["bf16-products"]
@@ -89,7 +95,9 @@ def test_an_error_there_is_the_same_error_here(tiny_config, tmp_path):
         ask_another(tiny_config(data__path=str(tmp_path / "nowhere")))
     told = json.dumps({"kind": "ConfigError", "what": "It is wrong.", "fix": "Mend it."})
     with pytest.raises(ConfigError, match="It is wrong"):
-        ask_another(tiny_config(), command=[sys.executable, "-c", f"print({told!r}); raise SystemExit(2)"])
+        ask_another(
+            tiny_config(), command=[sys.executable, "-c", f"print({told!r}); raise SystemExit(2)"]
+        )
 
 
 def test_a_process_that_dies_is_said(tiny_config):

@@ -7,7 +7,16 @@ import math
 import numpy as np
 import pytest
 
-from flatout.measure.statistics import CONFIDENCE, Figure, Spread, left_out, mean_of, median_of, spread, student
+from flatout.measure.statistics import (
+    CONFIDENCE,
+    Figure,
+    Spread,
+    left_out,
+    mean_of,
+    median_of,
+    spread,
+    student,
+)
 
 UNKNOWN = Spread(0.0, 0)
 
@@ -70,11 +79,15 @@ def test_an_interval_holds_the_truth_as_often_as_it_says(repeats, rungs):
 
 def test_the_mean_of_differences_is_student_s():
     low, mean, high = mean_of([1.0, 2.0, 3.0])
-    assert (low, mean, high) == pytest.approx((2 - 4.303 / math.sqrt(3), 2.0, 2 + 4.303 / math.sqrt(3)))
+    assert (low, mean, high) == pytest.approx(
+        (2 - 4.303 / math.sqrt(3), 2.0, 2 + 4.303 / math.sqrt(3))
+    )
     draw = np.random.default_rng(0)
     for seeds in (3, 5):
         ends = [mean_of(draw.normal(0, 1, seeds).tolist()) for _ in range(2000)]
-        assert np.mean([low <= 0 <= high for low, _, high in ends]) == pytest.approx(0.95, abs=0.016)
+        assert np.mean([low <= 0 <= high for low, _, high in ends]) == pytest.approx(
+            0.95, abs=0.016
+        )
 
 
 def test_many_degrees_of_freedom_take_the_widest_that_is_written_down():

@@ -25,7 +25,10 @@ def swept(tiny_config):
         experiment = sweep_experiment(what, asked, settled)
         configs = {
             point.name: resolve(
-                asked.with_values({**point.values, "train.device": "cpu"}), machine=settled.machine, dataset=settled.dataset, world_size=1
+                asked.with_values({**point.values, "train.device": "cpu"}),
+                machine=settled.machine,
+                dataset=settled.dataset,
+                world_size=1,
             )[0]
             for point in experiment.points
         }
@@ -36,7 +39,12 @@ def swept(tiny_config):
 
 def test_batch_doubles_the_rows_and_keeps_the_step(swept):
     _, configs = swept("batch")
-    assert [(c.batch.rows_per_device, c.batch.accumulate) for c in configs.values()] == [(1, 8), (2, 4), (4, 2), (8, 1)]
+    assert [(c.batch.rows_per_device, c.batch.accumulate) for c in configs.values()] == [
+        (1, 8),
+        (2, 4),
+        (4, 2),
+        (8, 1),
+    ]
     assert {c.batch.tokens_per_step for c in configs.values()} == {128}
     _, configs = swept("batch", batch__tokens_per_step=16 * 12)
     assert [c.batch.rows_per_device for c in configs.values()] == [1, 2, 4, 12]
@@ -49,18 +57,29 @@ def test_seq_len_keeps_the_tokens_of_a_step_and_of_a_micro_batch(swept):
     assert {c.batch.rows_per_device * c.data.seq_len for c in configs.values()} == {64}
     experiment, configs = swept("seq_len", batch__tokens_per_step=16 * 3, batch__rows_per_device=1)
     assert "48 tokens" not in configs
-    reasons = {row.name: row.reason for row in experiment.rows(Measured([])) if row.kind == "absent"}
+    reasons = {
+        row.name: row.reason for row in experiment.rows(Measured([])) if row.kind == "absent"
+    }
     assert "not a whole number" in reasons["32 tokens"]
 
 
-def test_a_length_that_one_set_of_a_mix_is_too_short_for_is_a_row(swept, tiny_set, write_tiny, tmp_path):
+def test_a_length_that_one_set_of_a_mix_is_too_short_for_is_a_row(
+    swept, tiny_set, write_tiny, tmp_path
+):
     short = write_tiny(tmp_path / "short", num_documents=1)
     length = third_of(short)
-    mix = {"data__path": None, "data__mix": {str(tiny_set): 1, str(short): 1}, "data__seq_len": length, "batch__tokens_per_step": 4 * length}
+    mix = {
+        "data__path": None,
+        "data__mix": {str(tiny_set): 1, str(short): 1},
+        "data__seq_len": length,
+        "batch__tokens_per_step": 4 * length,
+    }
     experiment, configs = swept("seq_len", **mix, batch__rows_per_device=1)
     assert f"{length} tokens" in configs
     assert f"{4 * length} tokens" not in configs
-    reasons = {row.name: row.reason for row in experiment.rows(Measured([])) if row.kind == "absent"}
+    reasons = {
+        row.name: row.reason for row in experiment.rows(Measured([])) if row.kind == "absent"
+    }
     assert reasons[f"{4 * length} tokens"].startswith("cannot run here, because: ")
     assert "short holds" in reasons[f"{4 * length} tokens"]
 
@@ -73,7 +92,9 @@ def third_of(folder):
 def test_precision_looks_at_the_device_that_was_settled(tiny_config, monkeypatch):
     """On a machine with a GPU, `auto` may still come to the CPU."""
     asked = tiny_config(train__device="auto", train__precision="auto", speedups="auto")
-    gpu = Machine("a CPU", 2, 8.0, (Gpu("NVIDIA H200", 141.0, (9, 0), "1"),), "3.11", cpu_multiplies_bf16=True)
+    gpu = Machine(
+        "a CPU", 2, 8.0, (Gpu("NVIDIA H200", 141.0, (9, 0), "1"),), "3.11", cpu_multiplies_bf16=True
+    )
     settled = replace(settle(asked.with_values({"train.device": "cpu"})), machine=gpu)
     names = [point.name for point in sweep_experiment("precision", asked, settled).points]
     assert names == ["fp32", "bf16", "bf16-products", "fp16"]
@@ -85,7 +106,9 @@ def test_precision_changes_nothing_else(swept, monkeypatch):
     assert list(configs) == ["fp32", "bf16", "bf16-products", "fp16"]
     assert [c.train.precision for c in configs.values()] == ["fp32", "bf16", "bf16", "fp16"]
     assert "onednn" in configs["fp32"].speedups
-    others = [set(c.speedups) - {*PRECISIONS, "onednn", "fused-attention"} for c in configs.values()]
+    others = [
+        set(c.speedups) - {*PRECISIONS, "onednn", "fused-attention"} for c in configs.values()
+    ]
     assert all(other == others[0] for other in others)
 
 
@@ -110,7 +133,10 @@ def test_a_sweep_with_nothing_to_measure_is_refused(tiny_config, monkeypatch):
 
 def test_one_thing_is_singular(swept):
     assert next(iter(swept("batch")[1])) == "1 row"
-    assert list(swept("accumulation", batch__rows_per_device=2)[1])[:2] == ["1 micro-batch", "2 micro-batches"]
+    assert list(swept("accumulation", batch__rows_per_device=2)[1])[:2] == [
+        "1 micro-batch",
+        "2 micro-batches",
+    ]
     assert [counted(n, "token") for n in (1, 4)] == ["1 token", "4 tokens"]
 
 

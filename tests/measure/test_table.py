@@ -10,19 +10,27 @@ from flatout.measure.table import bars, milliseconds, table
 
 
 def line_of(text, name):
-    return next(line for line in text.splitlines() if line.startswith((f"| {name} |", f"{name} ", f"- {name}:")))
+    return next(
+        line
+        for line in text.splitlines()
+        if line.startswith((f"| {name} |", f"{name} ", f"- {name}:"))
+    )
 
 
 def test_every_kind_of_row_is_in_the_table(sample_report):
     text = table(sample_report)
-    assert text.startswith("# shakespeare-char: the ladder\n\n**The full set is 2.16 times as fast as the baseline (2.10 to 2.20).**")
+    assert text.startswith(
+        "# shakespeare-char: the ladder\n\n**The full set is 2.16 times as fast as the baseline (2.10 to 2.20).**"
+    )
     assert "13,415 (13,013 to 13,952)" in line_of(text, "baseline")
     assert "300 = 12.3 + 0.46 + 287" in line_of(text, "baseline")
     assert "| x2.10 (2.07 to 2.13) |" in line_of(text, "+ pretokenised")
     assert "equal over 20, exact kept" in line_of(text, "+ pretokenised")
     assert "no measurable gain, x1.01 (0.98 to 1.04)" in line_of(text, "+ prefetch")
     assert "3e-07 apart over 20, rounding kept" in line_of(text, "+ prefetch")
-    assert "**exact BROKEN**: 2e-01 apart over 20; 20 losses, bit-equal promised" in line_of(text, "+ wrong")
+    assert "**exact BROKEN**: 2e-01 apart over 20; 20 losses, bit-equal promised" in line_of(
+        text, "+ wrong"
+    )
     assert "x1.02, too few repeats to be sure" in line_of(text, "+ wrong")
     assert "Out of memory at step 0: it needs 91 GiB." in line_of(text, "+ huge")
     assert "not judged: two repeats" in line_of(text, "all but prefetch")
@@ -51,19 +59,30 @@ def test_every_line_of_a_table_has_its_columns(sample_report):
 
 
 def test_a_sweep_s_table_has_no_gains(sample_report):
-    points = [row.model_copy(update={"kind": "point", "gain": None}) for row in sample_report.rows if row.kind == "added"]
-    text = table(sample_report.model_copy(update={"kind": "batch", "rows": points, "total_speedup": None}))
+    points = [
+        row.model_copy(update={"kind": "point", "gain": None})
+        for row in sample_report.rows
+        if row.kind == "added"
+    ]
+    text = table(
+        sample_report.model_copy(update={"kind": "batch", "rows": points, "total_speedup": None})
+    )
     assert text.startswith("# shakespeare-char: a sweep of batch\n\n| ")
     assert "gain" not in text
     assert "losses" not in text
 
 
-@pytest.mark.parametrize(("encoding", "mark"), [("utf-8", "█"), ("ascii", "#"), ("no-such-encoding", "#")])
+@pytest.mark.parametrize(
+    ("encoding", "mark"), [("utf-8", "█"), ("ascii", "#"), ("no-such-encoding", "#")]
+)
 def test_the_bars_show_every_row(sample_report, encoding, mark):
     text = bars(sample_report, encoding=encoding)
     for row in sample_report.rows:
         assert row.is_unreached or line_of(text, row.short_name)
-    assert "\n\nNot measured, the time was up: all but wrong, all and liger.\n\nPromises\n+ wrong: exact promise broken" in text
+    assert (
+        "\n\nNot measured, the time was up: all but wrong, all and liger.\n\nPromises\n+ wrong: exact promise broken"
+        in text
+    )
     assert line_of(text, "+ wrong").count(mark) == 28
     assert line_of(text, "baseline").count(mark) == 13
     assert "PROMISE BROKEN" in line_of(text, "+ wrong")
@@ -74,18 +93,34 @@ def test_the_bars_show_every_row(sample_report, encoding, mark):
 def test_bars_of_nothing():
     from types import SimpleNamespace
 
-    empty = Row(name="baseline", kind="baseline", status="not-measured", reason="not measured: it was interrupted before its turn.")
-    shown = bars(SimpleNamespace(rows=[empty], recipe="mine", kind="ladder", total_speedup=None, notes=[]))
+    empty = Row(
+        name="baseline",
+        kind="baseline",
+        status="not-measured",
+        reason="not measured: it was interrupted before its turn.",
+    )
+    shown = bars(
+        SimpleNamespace(rows=[empty], recipe="mine", kind="ladder", total_speedup=None, notes=[])
+    )
     assert "Not measured, it was interrupted: baseline." in shown
 
 
-@pytest.mark.parametrize(("repeats", "said"), [(1, "one repeat: too few to be sure"), (3, "too few repeats to be sure")])
+@pytest.mark.parametrize(
+    ("repeats", "said"), [(1, "one repeat: too few to be sure"), (3, "too few repeats to be sure")]
+)
 def test_a_total_of_too_few_repeats_is_no_fact(sample_report, repeats, said):
-    rows = [row.model_copy(update={"repeats": repeats}) if row.repeats else row for row in sample_report.rows]
-    report = sample_report.model_copy(update={"rows": rows, "total_speedup": Figure(median=4.03, low=None, high=None)})
+    rows = [
+        row.model_copy(update={"repeats": repeats}) if row.repeats else row
+        for row in sample_report.rows
+    ]
+    report = sample_report.model_copy(
+        update={"rows": rows, "total_speedup": Figure(median=4.03, low=None, high=None)}
+    )
     assert f"**The full set is 4.03 times as fast as the baseline ({said}).**" in table(report)
 
 
-@pytest.mark.parametrize(("value", "shown"), [(None, "?"), (0.123, "0.12"), (12.34, "12.3"), (123.4, "123")])
+@pytest.mark.parametrize(
+    ("value", "shown"), [(None, "?"), (0.123, "0.12"), (12.34, "12.3"), (123.4, "123")]
+)
 def test_times_have_about_three_digits(value, shown):
     assert milliseconds(value) == shown

@@ -39,7 +39,10 @@ def test_a_process_that_a_signal_ends_is_a_row():
     assert found.status == "failed"
     assert "SIGKILL" in found.reason
     assert "memory" in found.reason
-    assert "SIGSEGV" in run_trial(SPEC, 60, command=program("import os; os.kill(os.getpid(), 11)")).reason
+    assert (
+        "SIGSEGV"
+        in run_trial(SPEC, 60, command=program("import os; os.kill(os.getpid(), 11)")).reason
+    )
 
 
 @pytest.mark.parametrize("text", ["print('garbage')", 'print(\'{"status": "splendid"}\')', "pass"])
@@ -96,15 +99,25 @@ def test_a_spec_passes_through_json():
     ("error", "status", "words"),
     [
         (ConfigError("The key is wrong.", fix="Mend it."), "failed", "The key is wrong."),
-        (RunFailed("Out of memory at step 0: too much.", fix="Less."), "out-of-memory", "Out of memory at step 0"),
         (
-            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 4000000000000000 bytes. Error code 12"),
+            RunFailed("Out of memory at step 0: too much.", fix="Less."),
+            "out-of-memory",
+            "Out of memory at step 0",
+        ),
+        (
+            RuntimeError(
+                "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 4000000000000000 bytes. Error code 12"
+            ),
             "out-of-memory",
             "it tried to take 3.6 PiB.",
         ),
         (RuntimeError("can't allocate memory"), "out-of-memory", "can't allocate"),
         (MemoryError(), "out-of-memory", "Out of memory"),
-        (ZeroDivisionError("division by zero\nmore"), "failed", "ZeroDivisionError: division by zero"),
+        (
+            ZeroDivisionError("division by zero\nmore"),
+            "failed",
+            "ZeroDivisionError: division by zero",
+        ),
     ],
 )
 def test_every_error_is_a_row(monkeypatch, error, status, words):
@@ -120,7 +133,13 @@ def test_every_error_is_a_row(monkeypatch, error, status, words):
 
 def test_a_real_trial_measures_a_tiny_run(tiny_config, tmp_path):
     """End to end: a fresh process, the plain way, and none of the user's folders touched."""
-    spec = TrialSpec(config=tiny_config(speedups="none").to_dict(), folder=str(tmp_path / "scratch"), seconds=0.05, loss_steps=12, warmup_s=0.1)
+    spec = TrialSpec(
+        config=tiny_config(speedups="none").to_dict(),
+        folder=str(tmp_path / "scratch"),
+        seconds=0.05,
+        loss_steps=12,
+        warmup_s=0.1,
+    )
     found = run_trial(spec, 240)
     assert found.status == "ok", found.reason
     assert len(found.losses) == 12

@@ -54,7 +54,9 @@ def test_saves_and_evaluations_are_not_made(tiny_config, tmp_path):
     assert "val/loss" not in (tmp_path / "metrics.jsonl").read_text()
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own compiler makes objects of its functions
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning"
+)  # torch's own compiler makes objects of its functions
 def test_no_graph_is_compiled_for_evaluations_that_are_not_made(tiny_config, tmp_path, monkeypatch):
     for_training = []
 

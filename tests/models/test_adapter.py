@@ -33,7 +33,11 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "extend.md"
 def my_gpt(tmp_path, monkeypatch):
     """The guide's module, importable as my_gpt."""
     for name in ("my_gpt.py", "my_gpt.yaml"):
-        block = re.search(rf"^```\w+\n(# {name}\n.*?)^```", DOCUMENT.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+        block = re.search(
+            rf"^```\w+\n(# {name}\n.*?)^```",
+            DOCUMENT.read_text(encoding="utf-8"),
+            re.MULTILINE | re.DOTALL,
+        )
         (tmp_path / name).write_text(block[1], encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr("flatout.trust.MEMORY", tmp_path / "trusted")
@@ -62,7 +66,9 @@ def test_it_trains_resumes_to_the_bit_is_scored_and_samples(asked, tmp_path):
     assert resumed["weights_sha256"] == whole["weights_sha256"]
     assert evaluate(tmp_path / "run").val_loss == pytest.approx(whole["val_loss"], rel=1e-6)
     loaded = load_run(tmp_path / "run")
-    assert len("".join(sample(loaded.model, loaded.tokenizer, "", max_tokens=70, temperature=1.0))) > 0  # beyond block_size
+    assert (
+        len("".join(sample(loaded.model, loaded.tokenizer, "", max_tokens=70, temperature=1.0))) > 0
+    )  # beyond block_size
 
 
 def test_windows_longer_than_the_module_takes_are_refused(asked, my_gpt, tmp_path):
@@ -86,16 +92,28 @@ def test_loss_logits_kinds_and_flops_are_the_modules(my_gpt):
     torch.testing.assert_close(loss_sum / num_valid, mean)
     torch.testing.assert_close(model.next_logits(tokens), logits[:, -1])
     kinds = model.parameter_kinds()
-    assert {kinds["module.tokens.weight"], kinds["module.output.weight"], kinds["module.block.norm1.weight"]} == {"embedding", "head", "vector"}
-    assert kinds["module.block.linear1.weight"] == kinds["module.block.self_attn.in_proj_weight"] == "hidden"
-    matrices = sum(p.numel() for name, p in model.named_parameters() if kinds[name] in ("hidden", "head"))
+    assert {
+        kinds["module.tokens.weight"],
+        kinds["module.output.weight"],
+        kinds["module.block.norm1.weight"],
+    } == {"embedding", "head", "vector"}
+    assert (
+        kinds["module.block.linear1.weight"]
+        == kinds["module.block.self_attn.in_proj_weight"]
+        == "hidden"
+    )
+    matrices = sum(
+        p.numel() for name, p in model.named_parameters() if kinds[name] in ("hidden", "head")
+    )
     attention = 2 * 2 * 5 * 8  # scores and values, every key
     assert model.flops_per_token(5).causal_exact == Fraction(3 * (2 * matrices + attention))
 
 
 def test_speedups_of_functions_that_it_never_calls_are_off(asked):
     decisions = {decision.name: decision for decision in select(asked(speedups="auto"), probe())}
-    assert not any(decisions[name].on for name in ("fused-attention", "bf16-products", "onednn", "chunked-ce"))
+    assert not any(
+        decisions[name].on for name in ("fused-attention", "bf16-products", "onednn", "chunked-ce")
+    )
     assert "calls none of the functions" in decisions["fused-attention"].reason
 
 
@@ -117,14 +135,27 @@ class Wrong(nn.Module):
         return self.made
 
 
-@pytest.mark.parametrize(("made", "found"), [(torch.zeros(()), r"\(\)"), (torch.zeros(1, 1, 7), r"\(1, 1, 7\)"), ({}, "dict"), ((), "tuple")])
+@pytest.mark.parametrize(
+    ("made", "found"),
+    [
+        (torch.zeros(()), r"\(\)"),
+        (torch.zeros(1, 1, 7), r"\(1, 1, 7\)"),
+        ({}, "dict"),
+        ((), "tuple"),
+    ],
+)
 def test_a_module_that_returns_something_else_is_named(made, found):
     def build(vocab_size: int) -> nn.Module:
         return Wrong(made)
 
     kind = adapt(build)
-    with pytest.raises(ShapeError, match=rf"forward\(\) of Wrong returned {found} where logits of shape \(1, 4, 7\) are expected"):
-        kind(kind.check({"vocab_size": 7}, seq_len=4), Ops.plain()).embed(torch.zeros(1, 4, dtype=torch.int64))
+    with pytest.raises(
+        ShapeError,
+        match=rf"forward\(\) of Wrong returned {found} where logits of shape \(1, 4, 7\) are expected",
+    ):
+        kind(kind.check({"vocab_size": 7}, seq_len=4), Ops.plain()).embed(
+            torch.zeros(1, 4, dtype=torch.int64)
+        )
 
 
 @pytest.mark.parametrize(

@@ -33,20 +33,36 @@ def alone(drive, scale):
 def test_every_document_has_the_groups_it_has_alone(case, scale):
     lengths = LENGTHS[case]
     ids = torch.cat((ids_of(lengths), ids_of(lengths[::-1])))
-    drive = torch.randn(2, sum(lengths), 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    drive = torch.randn(
+        2,
+        sum(lengths),
+        3,
+        dtype=torch.float64,
+        generator=torch.Generator().manual_seed(0),
+        requires_grad=True,
+    )
     groups = Groups.of(ids, scale)
     found = spread(averaged(drive, scale, groups), scale, groups)
     wanted = torch.stack(
-        [torch.cat([alone(part, scale) for part in row.split(cut)]) for row, cut in zip(drive, (lengths, lengths[::-1]), strict=True)]
+        [
+            torch.cat([alone(part, scale) for part in row.split(cut)])
+            for row, cut in zip(drive, (lengths, lengths[::-1]), strict=True)
+        ]
     )
     torch.testing.assert_close(found, wanted)
-    weights = torch.randn(found.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    torch.testing.assert_close(*(torch.autograd.grad((each * weights).sum(), drive)[0] for each in (found, wanted)))
+    weights = torch.randn(
+        found.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    )
+    torch.testing.assert_close(
+        *(torch.autograd.grad((each * weights).sum(), drive)[0] for each in (found, wanted))
+    )
 
 
 def test_the_document_of_a_group_is_told_from_its_neighbours():
     groups = Groups.of(torch.tensor([[7, 7, 7, 3, 7, 7, 7, 7]]), 2)
-    assert groups.document.tolist() == [[1, 3, 3, 0]], "ids may come again; a document of one token has no group"
+    assert groups.document.tolist() == [[1, 3, 3, 0]], (
+        "ids may come again; a document of one token has no group"
+    )
 
 
 def test_nothing_of_a_document_reaches_the_groups_of_another():

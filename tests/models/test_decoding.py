@@ -27,7 +27,14 @@ TRANSFORMERS = {
     "window": {"window": 5},
     "window of one": {"window": 1},
     "window over all": {"window": 1000},
-    "llama": {"norm": "rmsnorm", "activation": "swiglu", "num_kv_heads": 2, "tied_head": False, "window": 7, "qk_norm": True},
+    "llama": {
+        "norm": "rmsnorm",
+        "activation": "swiglu",
+        "num_kv_heads": 2,
+        "tied_head": False,
+        "window": 7,
+        "qk_norm": True,
+    },
     "gpt2": {"positions": "learned", "bias": True, "window": 3, "num_kv_heads": 2, "dropout": 0.5},
 }
 VOCAB, SEQ_LEN = 61, 24
@@ -53,7 +60,9 @@ def made(shape, ops=FAST, seq_len=SEQ_LEN) -> LanguageModel:
     model = model_class(model_class.check(dict(own) | {"vocab_size": VOCAB}, seq_len=seq_len), ops)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(4) if parameter.dim() > 1 else parameter.add_(0.1 * torch.randn_like(parameter))
+            parameter.mul_(4) if parameter.dim() > 1 else parameter.add_(
+                0.1 * torch.randn_like(parameter)
+            )
     return model.eval()
 
 
@@ -65,7 +74,14 @@ def same(found, wanted):
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
-CUTS = [[1] * SEQ_LEN, [SEQ_LEN], [9] + [1] * 15, [2, 11, 1, 1, 5, 4], [1, 1, 1, 20, 1], [7, 1, 8, 8]]
+CUTS = [
+    [1] * SEQ_LEN,
+    [SEQ_LEN],
+    [9] + [1] * 15,
+    [2, 11, 1, 1, 5, 4],
+    [1, 1, 1, 20, 1],
+    [7, 1, 8, 8],
+]
 
 
 @pytest.fixture
@@ -146,14 +162,18 @@ def test_a_transformer_keeps_the_keys_of_its_window_by_group(window, places):
     assert isinstance(decoder, CachedTransformer)
     for piece in drawn().split(1, dim=1):
         decoder.read(piece)
-        assert [tuple(cache._kept_2BGSC.shape) for _, cache in decoder._layers] == [(2, 3, 2, places, 8)] * 2
+        assert [tuple(cache._kept_2BGSC.shape) for _, cache in decoder._layers] == [
+            (2, 3, 2, places, 8)
+        ] * 2
 
 
 def test_a_transformer_works_on_new_tokens_alone():
     """The cost of a token is that of one token: no layer sees those before it again."""
     model = made(("transformer", tuple(SMALL.items())))
     seen = []
-    model.blocks[1].mlp.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0].shape[1]))
+    model.blocks[1].mlp.register_forward_hook(
+        lambda module, inputs, output: seen.append(inputs[0].shape[1])
+    )
     decoder = model.decoder()
     for piece in drawn().split([10, *[1] * 14], dim=1):
         decoder.read(piece)
@@ -161,7 +181,9 @@ def test_a_transformer_works_on_new_tokens_alone():
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 12])
-@pytest.mark.parametrize("pieces", [[1] * 12, [12], [3, 4, 5], [1, 6, 1, 1, 3], [7, 1, 1, 1, 1, 1]], ids=str)
+@pytest.mark.parametrize(
+    "pieces", [[1] * 12, [12], [3, 4, 5], [1, 6, 1, 1, 3], [7, 1, 1, 1, 1, 1]], ids=str
+)
 def test_a_cache_shows_the_last_keys(size, pieces, poisoned_memory):
     """In order for several new tokens; for one as a set."""
     keys = torch.arange(12.0).view(1, 1, 12, 1).expand(2, 3, 12, 4)

@@ -28,13 +28,22 @@ def tokens_of(rows, tokens):
 
 
 def magnitudes(model):
-    return torch.cat([(-module.log_rate.exp()).exp() for module in model.modules() if isinstance(module, Memory)]).detach()
+    return torch.cat(
+        [(-module.log_rate.exp()).exp() for module in model.modules() if isinstance(module, Memory)]
+    ).detach()
 
 
-@pytest.mark.parametrize("changes", [{}, {"scales": (1, 2, 4, 8)}, {"eigenvalues": "selective"}], ids=["fixed", "hierarchical", "selective"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"scales": (1, 2, 4, 8)}, {"eigenvalues": "selective"}],
+    ids=["fixed", "hierarchical", "selective"],
+)
 @pytest.mark.parametrize("chunk_size", [1, 7, 64, 1000])
 def test_no_result_depends_on_the_chunk_size(changes, chunk_size):
-    plain, chunked = made(ops=Ops.plain(), **changes).double(), made(chunk_size=chunk_size, **changes).double()
+    plain, chunked = (
+        made(ops=Ops.plain(), **changes).double(),
+        made(chunk_size=chunk_size, **changes).double(),
+    )
     tokens = tokens_of(2, 50)
     wanted, found = plain(tokens, tokens)[0], chunked(tokens, tokens)[0]
     wanted.backward()
@@ -44,11 +53,19 @@ def test_no_result_depends_on_the_chunk_size(changes, chunk_size):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.parametrize(("device", "asked", "taken"), [("cpu", "auto", 32), ("meta", "auto", 128), ("cpu", 256, 256), ("meta", 7, 7)])
+@pytest.mark.parametrize(
+    ("device", "asked", "taken"),
+    [("cpu", "auto", 32), ("meta", "auto", 128), ("cpu", 256, 256), ("meta", 7, 7)],
+)
 def test_auto_takes_chunks_that_suit_the_device(device, asked, taken):
     """Whatever is no CPU is taken for a GPU; where a run goes on elsewhere, the chunks are chosen there."""
     seen = []
-    model = made(ops=Ops.plain(scan=lambda decay, angle, drive, *, chunk_size, **_: seen.append(chunk_size) or drive), chunk_size=asked).to(device)
+    model = made(
+        ops=Ops.plain(
+            scan=lambda decay, angle, drive, *, chunk_size, **_: seen.append(chunk_size) or drive
+        ),
+        chunk_size=asked,
+    ).to(device)
     model.logits(tokens_of(1, 4).to(device))
     assert set(seen) == {taken}
 
@@ -80,7 +97,11 @@ def test_an_optimisers_step_turns_no_state_far_from_its_past():
 
 @pytest.mark.parametrize("count", [8, 64, 333, 1024])
 def test_angles_stay_apart_from_each_other_and_from_zero(count):
-    memory = next(module for module in made(num_eigenstates=count, num_heads=1).modules() if isinstance(module, Memory))
+    memory = next(
+        module
+        for module in made(num_eigenstates=count, num_heads=1).modules()
+        if isinstance(module, Memory)
+    )
     places = memory.eigenvalues(None)[1].sort().values / (2 * math.pi)
     gaps = torch.diff(places, prepend=torch.zeros(1), append=torch.ones(1))
     assert 0.3 / count < gaps.min()
@@ -113,14 +134,22 @@ def test_no_eigenvalue_ever_grows():
 
 def test_a_fresh_gate_is_nearly_shut():
     """The blanket initialiser must not overwrite what the gate begins with."""
-    gates = [parameter for name, parameter in made(bias=True).named_parameters() if name.endswith("gate.bias")]
+    gates = [
+        parameter
+        for name, parameter in made(bias=True).named_parameters()
+        if name.endswith("gate.bias")
+    ]
     assert len(gates) == 2
     assert all((gate == GATE_BIAS).all() for gate in gates)
 
 
 def test_states_have_the_variance_of_their_drive():
     """White noise of variance 1 in, variance 1 out, however long an eigenstate remembers."""
-    memory = next(module for module in made(seq_len=256, num_eigenstates=32).modules() if isinstance(module, Memory))
+    memory = next(
+        module
+        for module in made(seq_len=256, num_eigenstates=32).modules()
+        if isinstance(module, Memory)
+    )
     drive = torch.randn(4, 8192, 64, generator=torch.Generator().manual_seed(0))
     eigenvalues = memory.eigenvalues(None)
     gain = (1 - (2 * eigenvalues[0]).exp()).sqrt()
@@ -138,12 +167,16 @@ def test_a_coarse_scale_tells_nothing_before_its_group_is_complete():
     logits = model.logits(tokens_of(1, 12))
     (gradient,) = torch.autograd.grad(logits[0, 6].sum(), embedded[0])
     told_of = gradient[0].abs().sum(dim=-1) > 0
-    assert told_of.tolist() == [True] * 4 + [False, False, True] + [False] * 5, "tokens 0 to 3, a full group, and itself"
+    assert told_of.tolist() == [True] * 4 + [False, False, True] + [False] * 5, (
+        "tokens 0 to 3, a full group, and itself"
+    )
 
 
 @pytest.mark.parametrize("variant", variants(scan))
 @pytest.mark.parametrize(
-    "changes", [{"scales": (1, 2, 4, 8)}, {"scales": (3,)}, {"eigenvalues": "selective"}], ids=["hierarchical", "coarse", "selective"]
+    "changes",
+    [{"scales": (1, 2, 4, 8)}, {"scales": (3,)}, {"eigenvalues": "selective"}],
+    ids=["hierarchical", "coarse", "selective"],
 )
 def test_a_packed_document_is_the_document_alone(changes, variant):
     """To rounding: a logit, here below 0.4, passes about forty operations that each round it by at most half an eps: 40 x 0.4 x 6e-8 in fp32."""
@@ -183,7 +216,13 @@ def test_what_is_carried_does_not_grow_with_the_text():
     sizes = []
     for _ in range(40):
         reader.read(tokens_of(2, 3))
-        held = [tensor for layer in reader._carried for one in layer for tensor in (one.state, one.waiting) if tensor is not None]
+        held = [
+            tensor
+            for layer in reader._carried
+            for one in layer
+            for tensor in (one.state, one.waiting)
+            if tensor is not None
+        ]
         sizes.append(sum(tensor.numel() for tensor in held))
     assert max(sizes[4:]) == max(sizes[4:12])
     assert reader.max_tokens is None
@@ -195,9 +234,20 @@ KNOWN = 0.1
 
 def copying(initialisation, steps, distance=4096):
     """Train to say which of eight symbols stood at the start; return the losses, until it is known."""
-    shape = {"num_layers": 1, "d_ff": 16, "num_eigenstates": 32, "num_heads": 4, "chunk_size": 32, "initialisation": initialisation}
+    shape = {
+        "num_layers": 1,
+        "d_ff": 16,
+        "num_eigenstates": 32,
+        "num_heads": 4,
+        "chunk_size": 32,
+        "initialisation": initialisation,
+    }
     model = made(seq_len=distance + 1, **shape)
-    optimizers = muon.build(model, OptimConfig(kind="muon", lr=0.02, weight_decay=0.0), OptimizerParts(per_parameter, newton_schulz.reference))
+    optimizers = muon.build(
+        model,
+        OptimConfig(kind="muon", lr=0.02, weight_decay=0.0),
+        OptimizerParts(per_parameter, newton_schulz.reference),
+    )
     tokens = torch.full((8, distance + 1), 8)
     tokens[:, 0], tokens[:, -1] = torch.arange(8), 9
     losses = []
@@ -232,7 +282,9 @@ def test_of_4096_tokens_back_the_published_memory_has_no_trace():
         model = made(seq_len=4097, initialisation=initialisation)
         embedded = []
         embed = model.embed
-        model.embed = lambda tokens, embed=embed, embedded=embedded: embedded.append(embed(tokens)) or embedded[0]
+        model.embed = lambda tokens, embed=embed, embedded=embedded: (
+            embedded.append(embed(tokens)) or embedded[0]
+        )
         logits = model.logits(tokens_of(1, 4097))
         (gradient,) = torch.autograd.grad(logits[0, -1].square().sum(), embedded[0])
         traces[initialisation] = float(gradient[0, 0].norm())

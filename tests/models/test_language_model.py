@@ -26,9 +26,27 @@ SEQ_LEN = 17
 
 TRANSFORMERS = {
     "default": {},
-    "gpt2": {"norm": "layernorm", "positions": "learned", "activation": "gelu", "bias": True, "dropout": 0.1},
-    "llama": {"norm": "rmsnorm", "positions": "rotary", "activation": "swiglu", "num_kv_heads": 2, "tied_head": False},
-    "relu2, qk norm, window": {"activation": "relu2", "qk_norm": True, "window": 5, "tied_head": False, "bias": True},
+    "gpt2": {
+        "norm": "layernorm",
+        "positions": "learned",
+        "activation": "gelu",
+        "bias": True,
+        "dropout": 0.1,
+    },
+    "llama": {
+        "norm": "rmsnorm",
+        "positions": "rotary",
+        "activation": "swiglu",
+        "num_kv_heads": 2,
+        "tied_head": False,
+    },
+    "relu2, qk norm, window": {
+        "activation": "relu2",
+        "qk_norm": True,
+        "window": 5,
+        "tied_head": False,
+        "bias": True,
+    },
     "own head size": {"head_dim": 6, "num_kv_heads": 1, "d_ff": 40, "norm": "rmsnorm"},
 }
 EIGENSTATES = {
@@ -56,12 +74,16 @@ def made(shape, ops=FAST, *, seed=0, seq_len=SEQ_LEN, **changes) -> LanguageMode
     kind, own = shape
     model_class = MODELS.get(kind)
     torch.manual_seed(seed)
-    values = dict(own) | {key: value for key, value in changes.items() if key in model_class.Config.model_fields}
+    values = dict(own) | {
+        key: value for key, value in changes.items() if key in model_class.Config.model_fields
+    }
     return model_class(model_class.check(values | {"vocab_size": VOCAB}, seq_len=seq_len), ops)
 
 
 def drawn(rows=3, seq_len=SEQ_LEN, seed=1):
-    windows = torch.randint(VOCAB, (rows, seq_len + 1), generator=torch.Generator().manual_seed(seed))
+    windows = torch.randint(
+        VOCAB, (rows, seq_len + 1), generator=torch.Generator().manual_seed(seed)
+    )
     return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
 
@@ -102,7 +124,11 @@ def mixed_shapes():
         for op, module in {"attention": attention, "scan": scan}.items():
             if op in MODELS.stated(shape.values[0][0], "USES"):
                 for name, function in variants(module).items():
-                    yield pytest.param(*shape.values, (op, Ops.plain(**{op: function})), id=f"{shape.id}: {op} {name}")
+                    yield pytest.param(
+                        *shape.values,
+                        (op, Ops.plain(**{op: function})),
+                        id=f"{shape.id}: {op} {name}",
+                    )
 
 
 def through_two_documents(model, tokens, ids, poison=None):
@@ -112,14 +138,24 @@ def through_two_documents(model, tokens, ids, poison=None):
 
     def poisoned(tokens_BT):
         hidden_BTD = embed(model, tokens_BT).detach()
-        found.append((hidden_BTD if poison is None else hidden_BTD.masked_fill(ids[..., None] == 0, poison)).requires_grad_())
+        found.append(
+            (
+                hidden_BTD
+                if poison is None
+                else hidden_BTD.masked_fill(ids[..., None] == 0, poison)
+            ).requires_grad_()
+        )
         return found[-1]
 
     model.embed = poisoned
     model.zero_grad()
     logits = model.logits(tokens, ids)[:, 8:]
     logits.square().sum().backward()
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    gradients = {
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
     return logits.detach(), found[-1].grad[:, 8:], gradients
 
 
@@ -141,8 +177,14 @@ def test_packed_documents_do_not_leak(shape, mixer):
     assert torch.equal(logits, logits_after)
     assert torch.equal(inputs, inputs_after)
     assert gradients.keys() == gradients_after.keys()
-    assert [name for name, gradient in gradients.items() if not torch.equal(gradient, gradients_after[name])] == []
-    if op == "scan":  # attention weighs what it may not see with 0, and 0 x NaN is NaN, in its kernels as in its definition
+    assert [
+        name
+        for name, gradient in gradients.items()
+        if not torch.equal(gradient, gradients_after[name])
+    ] == []
+    if (
+        op == "scan"
+    ):  # attention weighs what it may not see with 0, and 0 x NaN is NaN, in its kernels as in its definition
         logits_after, inputs_after, _ = through_two_documents(model, tokens, ids, poison=math.nan)
         assert torch.equal(logits, logits_after)
         assert torch.equal(inputs, inputs_after)
@@ -168,7 +210,11 @@ def only_visible(q_BHTC, k_BGSC, v_BGSC, *, doc_ids_BT=None, window=None):
     rows = []
     for t in range(q_BHTC.shape[2]):
         seen = slice(max(0, t + 1 - (window or t + 1)), t + 1)
-        scores = q_BHTC[:, :, t : t + 1] @ k_BHSC[:, :, seen].transpose(-2, -1) / math.sqrt(q_BHTC.shape[-1])
+        scores = (
+            q_BHTC[:, :, t : t + 1]
+            @ k_BHSC[:, :, seen].transpose(-2, -1)
+            / math.sqrt(q_BHTC.shape[-1])
+        )
         rows.append(scores.softmax(-1) @ v_BHSC[:, :, seen])
     return torch.cat(rows, dim=2)
 
@@ -206,14 +252,22 @@ def test_every_parameter_has_a_kind(shape):
 def test_every_parameter_learns(shape):
     model = made(shape)
     model(*drawn())[0].backward()
-    assert [name for name, parameter in model.named_parameters() if parameter.grad is None or not parameter.grad.any()] == []
+    assert [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.grad is None or not parameter.grad.any()
+    ] == []
 
 
 @every_model
 def test_parameters_are_counted_without_memory(shape):
     model = made(shape)
-    assert MODELS.get(shape[0]).num_parameters(model.config) == sum(parameter.numel() for parameter in model.parameters())
-    assert {parameter.device.type for parameter in type(model).on_meta(model.config, FAST).parameters()} == {"meta"}
+    assert MODELS.get(shape[0]).num_parameters(model.config) == sum(
+        parameter.numel() for parameter in model.parameters()
+    )
+    assert {
+        parameter.device.type for parameter in type(model).on_meta(model.config, FAST).parameters()
+    } == {"meta"}
 
 
 @every_model
@@ -258,7 +312,9 @@ def test_ignored_targets_count_for_nothing(shape):
     half = targets.clone()
     half[:, ::2] = -1
     loss_sum, num_valid = model(tokens, half)
-    losses = nn.functional.cross_entropy(model.logits(tokens).flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
+    losses = nn.functional.cross_entropy(
+        model.logits(tokens).flatten(0, 1), targets.flatten(), reduction="none"
+    ).view_as(targets)
     assert int(num_valid) == int((half >= 0).sum())
     torch.testing.assert_close(loss_sum, losses[half >= 0].sum())
 
@@ -266,7 +322,15 @@ def test_ignored_targets_count_for_nothing(shape):
 @every_model
 @pytest.mark.parametrize("product", variants(linear))
 def test_any_product_gives_the_same_loss_and_gradients(shape, product):
-    found = made(shape, Ops.plain(attention=attention.fused, cross_entropy=cross_entropy.fused, linear=variants(linear)[product]), dropout=0.0)
+    found = made(
+        shape,
+        Ops.plain(
+            attention=attention.fused,
+            cross_entropy=cross_entropy.fused,
+            linear=variants(linear)[product],
+        ),
+        dropout=0.0,
+    )
     wanted = made(shape, PLAIN, dropout=0.0)
     losses = [model(*drawn())[0] for model in (found, wanted)]
     for loss_sum in losses:
@@ -279,7 +343,9 @@ def test_any_product_gives_the_same_loss_and_gradients(shape, product):
 def assert_close(product, found, wanted):
     """Within what the product's arithmetic allows."""
     limit = {"bf16": 3e-2}.get(product, 1e-4)
-    torch.testing.assert_close(found, wanted, rtol=limit, atol=limit * max(float(wanted.detach().abs().max()), 1))
+    torch.testing.assert_close(
+        found, wanted, rtol=limit, atol=limit * max(float(wanted.detach().abs().max()), 1)
+    )
 
 
 @every_model
@@ -309,9 +375,13 @@ def test_autocast_keeps_loss_norms_and_hidden_states_wide(shape):
     seen = []
     for module in model.modules():
         if "Norm" in type(module).__name__:
-            module.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0].dtype == output.dtype))
+            module.register_forward_hook(
+                lambda module, inputs, output: seen.append(inputs[0].dtype == output.dtype)
+            )
     for block in model.blocks:
-        block.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype == torch.float32))
+        block.register_forward_hook(
+            lambda module, inputs, output: seen.append(output.dtype == torch.float32)
+        )
     with torch.autocast("cpu", torch.bfloat16):
         loss_sum, _ = model(tokens, targets)
     loss_sum.backward()
@@ -351,7 +421,9 @@ def compiler():
     return shutil.which("g++") or shutil.which("clang++")
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own compiler still calls torch.jit
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning"
+)  # torch's own compiler still calls torch.jit
 @pytest.mark.skipif(compiler() is None, reason="torch.compile on a CPU needs a C++ compiler")
 @pytest.mark.parametrize("product", variants(linear))
 @pytest.mark.parametrize("kind", MODELS.names())
@@ -365,7 +437,16 @@ def test_compiles_whole(kind, product):
         heads=heads.fused,
         scan=scan.chunked,
     )
-    shape = (kind, tuple({key: value for key, value in (SMALL | {"num_layers": 1}).items() if key in MODELS.get(kind).Config.model_fields}.items()))
+    shape = (
+        kind,
+        tuple(
+            {
+                key: value
+                for key, value in (SMALL | {"num_layers": 1}).items()
+                if key in MODELS.get(kind).Config.model_fields
+            }.items()
+        ),
+    )
     plain, compiled = made(shape), made(shape, ops)
     call = torch.compile(compiled, fullgraph=True, dynamic=False)
     wanted, found = plain(*drawn())[0], call(*drawn())[0]
@@ -379,7 +460,10 @@ def test_compiles_whole(kind, product):
 def test_a_key_of_another_kind_is_answered_with_that_kind():
     """As when model.kind=eigenstate is stated over a recipe for a transformer."""
     eigenstate = MODELS.get("eigenstate")
-    with pytest.raises(ConfigError, match=r"has no model.activation and model.qk_norm, which the model 'transformer' has.*begin from a recipe"):
+    with pytest.raises(
+        ConfigError,
+        match=r"has no model.activation and model.qk_norm, which the model 'transformer' has.*begin from a recipe",
+    ):
         eigenstate.check({"vocab_size": 10, "activation": "relu2", "qk_norm": True}, seq_len=8)
     with pytest.raises(ConfigError, match=r"Did you mean 'model.d_model'"):
         eigenstate.check({"vocab_size": 10, "d_modle": 4}, seq_len=8)

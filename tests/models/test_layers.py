@@ -6,7 +6,9 @@ from flatout.models.layers import relu2
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_relu2_and_its_gradient_are_those_of_the_formula(dtype):
-    drawn = torch.randn(4, 9, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
+    drawn = torch.randn(4, 9, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(
+        dtype
+    )
     drawn[0, :3] = torch.tensor([0.0, -0.0, float("inf")])
     hidden, plain = (drawn.clone().requires_grad_() for _ in range(2))
     out, wanted = relu2(hidden), torch.where(plain > 0, plain, 0) ** 2

@@ -37,7 +37,9 @@ def test_every_number_comes_back_but_one_tie_which_moves_by_one_bit(bits):
     assert torch.equal(join(*split(back)).view(torch.int32), back.view(torch.int32))
 
 
-@pytest.mark.parametrize("bits", [0x3F808000, 0x3F818000, -0x407F8000, 0, -0x80000000, 0x7F7FFFFF, 0x7F800000, 1])
+@pytest.mark.parametrize(
+    "bits", [0x3F808000, 0x3F818000, -0x407F8000, 0, -0x80000000, 0x7F7FFFFF, 0x7F800000, 1]
+)
 def test_ties_zeros_infinities_and_the_smallest_number(bits):
     weight = torch.tensor([bits], dtype=torch.int32).view(torch.float32)
     assert torch.equal(split(weight)[0], weight.bfloat16())
@@ -97,7 +99,9 @@ def test_a_fused_update_of_many_in_pieces_is_that_of_all_at_once(monkeypatch):
 def test_gradients_are_fp32_and_those_of_the_joined_weight(autocast):
     found = []
     for make in (lambda w: w, made):
-        table, matrix = (torch.nn.Parameter(make(representable(*shape))) for shape in ((11, 8), (5, 8)))
+        table, matrix = (
+            torch.nn.Parameter(make(representable(*shape))) for shape in ((11, 8), (5, 8))
+        )
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             for tokens in torch.arange(12).view(2, 6) % 11:
                 rows = torch.nn.functional.embedding(tokens, table)
@@ -120,7 +124,9 @@ def test_copies_are_apart():
     assert whole(drawn(2, 2)).shape == (2, 2)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own compiler makes objects of its functions
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning"
+)  # torch's own compiler makes objects of its functions
 def test_compiled_code_takes_apart_and_joins_the_same_bits():
     """Fused, a number that goes to bfloat16 and back comes out as it went in; what lies in memory must be rounded all the same."""
 
@@ -140,7 +146,9 @@ def test_compiled_code_takes_apart_and_joins_the_same_bits():
 @pytest.mark.gpu_essential
 def test_a_gpu_takes_apart_and_joins_to_the_same_bits_and_updates_to_rounding():
     """AdamW's kernel is not torch's: tests/ops/test_split_update.py compares it with its definition, to the bit."""
-    weight = torch.arange(-(2**31), 2**31, 99_991, dtype=torch.int64).to(torch.int32).view(torch.float32)
+    weight = (
+        torch.arange(-(2**31), 2**31, 99_991, dtype=torch.int64).to(torch.int32).view(torch.float32)
+    )
     weight = weight[~weight.isnan()]
     for here, there in zip(split(weight), split(weight.cuda()), strict=True):
         assert torch.equal(here, there.cpu())
@@ -148,7 +156,9 @@ def test_a_gpu_takes_apart_and_joins_to_the_same_bits_and_updates_to_rounding():
     parts = torch.nn.Parameter(made(plain.detach()))
     for member in (plain, parts):
         with torch.autocast("cuda", torch.bfloat16):
-            torch.nn.functional.linear(drawn(32, 48).cuda(), member).float().square().mean().backward()
+            torch.nn.functional.linear(
+                drawn(32, 48).cuda(), member
+            ).float().square().mean().backward()
         torch.optim.AdamW([member], lr=0.1, fused=True).step()
     assert torch.equal(plain.grad, parts.grad)
     torch.testing.assert_close(whole(parts), plain.detach().cpu(), rtol=1e-6, atol=1e-7)

@@ -11,20 +11,28 @@ FAST = Ops.plain(attention=attention.fused, cross_entropy=cross_entropy.fused)
 
 
 def configured(seq_len=16, **own):
-    return Transformer.check({"vocab_size": 50, "num_layers": 2, "d_model": 32, "num_heads": 4} | own, seq_len=seq_len)
+    return Transformer.check(
+        {"vocab_size": 50, "num_layers": 2, "d_model": 32, "num_heads": 4} | own, seq_len=seq_len
+    )
 
 
 @pytest.mark.parametrize(
     ("own", "formula"),
     [
         # GPT-2: V D + T D embeddings, a block of 12 D^2 + 13 D, a final norm of 2 D.
-        ({"positions": "learned", "bias": True}, 50 * 32 + 16 * 32 + 2 * (12 * 32**2 + 13 * 32) + 2 * 32),
+        (
+            {"positions": "learned", "bias": True},
+            50 * 32 + 16 * 32 + 2 * (12 * 32**2 + 13 * 32) + 2 * 32,
+        ),
         # Llama: V D twice, a block of (2 H + 2 G) C D + 3 D F + 2 D, a final norm of D.
         (
             {"norm": "rmsnorm", "activation": "swiglu", "num_kv_heads": 2, "tied_head": False},
             2 * 50 * 32 + 2 * ((2 * 4 + 2 * 2) * 8 * 32 + 3 * 32 * 128 + 2 * 32) + 32,
         ),
-        ({"qk_norm": True, "d_ff": 10, "head_dim": 6}, 50 * 32 + 2 * (4 * 4 * 6 * 32 + 2 * 32 * 10 + 2 * 32 + 2 * 6) + 32),
+        (
+            {"qk_norm": True, "d_ff": 10, "head_dim": 6},
+            50 * 32 + 2 * (4 * 4 * 6 * 32 + 2 * 32 * 10 + 2 * 32 + 2 * 6) + 32,
+        ),
     ],
     ids=["gpt2", "llama", "own sizes"],
 )
@@ -33,30 +41,78 @@ def test_parameters_by_formula(own, formula):
 
 
 def test_published_sizes():
-    gpt2 = {"vocab_size": 50257, "num_layers": 12, "d_model": 768, "num_heads": 12, "positions": "learned", "bias": True}
+    gpt2 = {
+        "vocab_size": 50257,
+        "num_layers": 12,
+        "d_model": 768,
+        "num_heads": 12,
+        "positions": "learned",
+        "bias": True,
+    }
     assert Transformer.num_parameters(Transformer.check(gpt2, seq_len=1024)) == 124_439_808
-    llama = {"vocab_size": 32000, "num_layers": 32, "d_model": 4096, "num_heads": 32, "d_ff": 11008, "norm": "rmsnorm", "activation": "swiglu"}
-    assert Transformer.num_parameters(Transformer.check(llama | {"tied_head": False}, seq_len=2048)) == 6_738_415_616
+    llama = {
+        "vocab_size": 32000,
+        "num_layers": 32,
+        "d_model": 4096,
+        "num_heads": 32,
+        "d_ff": 11008,
+        "norm": "rmsnorm",
+        "activation": "swiglu",
+    }
+    assert (
+        Transformer.num_parameters(Transformer.check(llama | {"tied_head": False}, seq_len=2048))
+        == 6_738_415_616
+    )
 
 
 def test_names_stay():
     """These are the names in checkpoints."""
-    model = Transformer(configured(num_layers=1, bias=True, qk_norm=True, tied_head=False, positions="learned"), FAST)
-    both = [f"{part}.{kind}" for part in ("attention_norm", "attention.qkv", "attention.output") for kind in ("weight", "bias")]
+    model = Transformer(
+        configured(num_layers=1, bias=True, qk_norm=True, tied_head=False, positions="learned"),
+        FAST,
+    )
+    both = [
+        f"{part}.{kind}"
+        for part in ("attention_norm", "attention.qkv", "attention.output")
+        for kind in ("weight", "bias")
+    ]
     both += ["attention.query_norm.weight", "attention.key_norm.weight"]
-    both += [f"{part}.{kind}" for part in ("mlp_norm", "mlp.up", "mlp.down") for kind in ("weight", "bias")]
-    wanted = ["token_embedding.weight", "position_embedding.weight", *(f"blocks.0.{name}" for name in both)]
-    assert [name for name, _ in model.named_parameters()] == [*wanted, "final_norm.weight", "final_norm.bias", "unembedding.weight"]
+    both += [
+        f"{part}.{kind}"
+        for part in ("mlp_norm", "mlp.up", "mlp.down")
+        for kind in ("weight", "bias")
+    ]
+    wanted = [
+        "token_embedding.weight",
+        "position_embedding.weight",
+        *(f"blocks.0.{name}" for name in both),
+    ]
+    assert [name for name, _ in model.named_parameters()] == [
+        *wanted,
+        "final_norm.weight",
+        "final_norm.bias",
+        "unembedding.weight",
+    ]
     gated = Transformer(configured(num_layers=1, activation="swiglu", norm="rmsnorm"), FAST)
-    assert [name for name, _ in gated.named_parameters() if "mlp." in name] == ["blocks.0.mlp.gate_up.weight", "blocks.0.mlp.down.weight"]
+    assert [name for name, _ in gated.named_parameters() if "mlp." in name] == [
+        "blocks.0.mlp.gate_up.weight",
+        "blocks.0.mlp.down.weight",
+    ]
 
 
-@pytest.mark.parametrize("norms", [{"norm": "rmsnorm"}, {"qk_norm": True}, {"norm": "rmsnorm", "qk_norm": True}], ids=str)
+@pytest.mark.parametrize(
+    "norms", [{"norm": "rmsnorm"}, {"qk_norm": True}, {"norm": "rmsnorm", "qk_norm": True}], ids=str
+)
 def test_every_rms_norm_adds_the_eps_of_the_configuration(norms):
     """Hidden states of one size: each norm then divides by sqrt(1 + eps), where it divided by 1."""
     given = []
     model = Transformer(
-        configured(**norms, rms_norm_eps=0.5), Ops.plain(heads=lambda *tensors, **named: given.append(named["eps"]) or reference(*tensors, **named))
+        configured(**norms, rms_norm_eps=0.5),
+        Ops.plain(
+            heads=lambda *tensors, **named: (
+                given.append(named["eps"]) or reference(*tensors, **named)
+            )
+        ),
     )
     model.logits(torch.zeros(1, 4, dtype=torch.int64))
     assert given == [0.5, 0.5]
@@ -75,7 +131,9 @@ def test_fresh_weights_have_the_stated_spread():
         elif parameter.dim() == 1:
             assert (parameter == 1).all()
         else:
-            wanted = 0.02 / 4 if name.endswith(("attention.output.weight", "mlp.down.weight")) else 0.02
+            wanted = (
+                0.02 / 4 if name.endswith(("attention.output.weight", "mlp.down.weight")) else 0.02
+            )
             assert float(parameter.std()) == pytest.approx(wanted, rel=0.05)
             assert float(parameter.mean()) == pytest.approx(0, abs=wanted / 20)
 
@@ -84,10 +142,17 @@ def test_rotary_scores_depend_on_distance_alone():
     cos, sin = Transformer(configured(seq_len=64), FAST).blocks[0].attention.rotary(0, 64)
     query, key = torch.randn(2, 8, dtype=torch.float64)
     product = torch.cat((query, key, key)).expand(1, 64, -1)
-    turned_q, turned_k, _ = (heads[0, 0] for heads in reference(product, None, cos, sin, counts=(1, 1)))
+    turned_q, turned_k, _ = (
+        heads[0, 0] for heads in reference(product, None, cos, sin, counts=(1, 1))
+    )
     scores = turned_q @ turned_k.T
     for distance in range(64):
-        torch.testing.assert_close(scores.diagonal(distance), scores[0, distance].expand(64 - distance), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            scores.diagonal(distance),
+            scores[0, distance].expand(64 - distance),
+            rtol=1e-5,
+            atol=1e-5,
+        )
     assert not torch.allclose(scores[0, 1], scores[0, 2])
     torch.testing.assert_close(turned_q.norm(dim=-1), query.norm().expand(64), rtol=1e-6, atol=1e-6)
 
@@ -139,27 +204,55 @@ def test_more_tokens_than_positions_say_what_to_do():
             model.logits(torch.zeros(1, 9, dtype=torch.int64))
 
 
-FREEST = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 128, "activation": "relu2", "qk_norm": True, "norm": "rmsnorm", "tied_head": False}
-LIMITS = {"all before it": (None, False), "window": (40, False), "documents": (None, True), "window and documents": (40, True)}
+FREEST = {
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 128,
+    "activation": "relu2",
+    "qk_norm": True,
+    "norm": "rmsnorm",
+    "tied_head": False,
+}
+LIMITS = {
+    "all before it": (None, False),
+    "window": (40, False),
+    "documents": (None, True),
+    "window and documents": (40, True),
+}
 
 
 @pytest.mark.parametrize("limits", LIMITS)
 @pytest.mark.parametrize("name", variants(attention))
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own compiler makes objects of its functions
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning"
+)  # torch's own compiler makes objects of its functions
 def test_every_attention_gives_the_loss_and_the_gradients_of_the_reference(name, limits, device):
     """Grouped heads of 128, normalised queries and keys, squared ReLU, a window and documents, over more than a block of tokens."""
     window, has_documents = LIMITS[limits]
     tokens, targets = torch.randint(61, (2, 2, 300), generator=torch.Generator().manual_seed(2))
-    ids = torch.tensor([[0] * 90 + [1] * 210, [0] * 140 + [1] * 10 + [2] * 150], dtype=torch.int32) if has_documents else None
+    ids = (
+        torch.tensor([[0] * 90 + [1] * 210, [0] * 140 + [1] * 10 + [2] * 150], dtype=torch.int32)
+        if has_documents
+        else None
+    )
     results = []
     for function, where in ((variants(attention)[name], device), (attention.reference, "cpu")):
         torch.manual_seed(0)
-        config = Transformer.check(FREEST | {"vocab_size": 61, "num_layers": 2, "d_model": 32, "window": window}, seq_len=300)
+        config = Transformer.check(
+            FREEST | {"vocab_size": 61, "num_layers": 2, "d_model": 32, "window": window},
+            seq_len=300,
+        )
         model = Transformer(config, Ops.plain(attention=function)).to(where)
-        loss_sum, _ = model(tokens.to(where), targets.to(where), None if ids is None else ids.to(where))
+        loss_sum, _ = model(
+            tokens.to(where), targets.to(where), None if ids is None else ids.to(where)
+        )
         loss_sum.backward()
-        results.append([loss_sum.detach().cpu(), *(parameter.grad.cpu() for parameter in model.parameters())])
+        results.append(
+            [loss_sum.detach().cpu(), *(parameter.grad.cpu() for parameter in model.parameters())]
+        )
     limit = {"bf16": 3e-2}.get(name, 1e-4 if device == "cpu" else 1e-3)
     for found, wanted in zip(*results, strict=True):
-        torch.testing.assert_close(found, wanted, rtol=limit, atol=limit * float(wanted.abs().max()))
+        torch.testing.assert_close(
+            found, wanted, rtol=limit, atol=limit * float(wanted.abs().max())
+        )

@@ -34,10 +34,19 @@ def interpreted(monkeypatch):
         for name, function in list(vars(kernels).items()):
             if isinstance(function, jit.JITFunction):
                 interpreted = interpreter.InterpretedFunction(function.fn)
-                monkeypatch.setattr(kernels, name, interpreted.rewrite() if name.startswith("_") else interpreted)
+                monkeypatch.setattr(
+                    kernels, name, interpreted.rewrite() if name.startswith("_") else interpreted
+                )
     language = pytest.importorskip("triton.language")
-    for name, combine in (("max", "_elementwise_max"), ("sum", "_sum_combine")):  # these are written in Triton's own language
+    for name, combine in (
+        ("max", "_elementwise_max"),
+        ("sum", "_sum_combine"),
+    ):  # these are written in Triton's own language
         reduce = getattr(language.standard, combine)
-        monkeypatch.setattr(language, name, lambda tensor, axis, reduce=reduce: language.reduce(tensor, axis, reduce))
+        monkeypatch.setattr(
+            language,
+            name,
+            lambda tensor, axis, reduce=reduce: language.reduce(tensor, axis, reduce),
+        )
     for op in (cross_entropy, heads, scan):
         monkeypatch.setattr(op, "_runs_triton", lambda tensor: True)

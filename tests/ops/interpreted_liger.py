@@ -15,7 +15,9 @@ bare = interpreter._implicit_cvt
 
 def typed(given):
     if isinstance(given, float):
-        return tl.tensor(interpreter.TensorHandle(numpy.array([given], numpy.float32), tl.float32), tl.float32)
+        return tl.tensor(
+            interpreter.TensorHandle(numpy.array([given], numpy.float32), tl.float32), tl.float32
+        )
     return bare(given)
 
 
@@ -25,20 +27,32 @@ kernels.tanh = lambda x: 1 - 2 / (tl.exp(2 * x) + 1)
 
 def by_liger(hidden, weight, targets, *, softcap=None, z_loss=0.0):
     hidden, valid = cross_entropy._valid_only(hidden, weight, targets)
-    return cross_entropy._by_liger(hidden.flatten(0, 1), weight, targets.flatten(), softcap, z_loss), valid.sum()
+    return cross_entropy._by_liger(
+        hidden.flatten(0, 1), weight, targets.flatten(), softcap, z_loss
+    ), valid.sum()
 
 
 def assert_near(found, wanted):
     for got, want in zip(found, wanted, strict=True):
-        torch.testing.assert_close(got.double(), want.double(), rtol=1e-5, atol=1e-5 * max(float(want.double().abs().max()), 1))
+        torch.testing.assert_close(
+            got.double(),
+            want.double(),
+            rtol=1e-5,
+            atol=1e-5 * max(float(want.double().abs().max()), 1),
+        )
 
 
 for case in ("some ignored", "one target", "all ignored"):
     hidden, weight, targets = drawn(**CASES[case])
     for extras in EXTRAS.values():
-        wanted = with_gradients(cross_entropy.reference, hidden.double(), weight.double(), targets, **extras)
+        wanted = with_gradients(
+            cross_entropy.reference, hidden.double(), weight.double(), targets, **extras
+        )
         assert_near(with_gradients(by_liger, hidden, weight, targets, **extras), wanted)
     alone = weight.clone().requires_grad_()
     by_liger(hidden, alone, targets)[0].backward()
-    assert_near([alone.grad], [with_gradients(cross_entropy.reference, hidden.double(), weight.double(), targets)[3]])
+    assert_near(
+        [alone.grad],
+        [with_gradients(cross_entropy.reference, hidden.double(), weight.double(), targets)[3]],
+    )
 print("all agree")

@@ -25,10 +25,15 @@ def by_loops(tensors, options):
                     key
                     for key in range(at + 1)
                     if (options["window"] is None or key > at - options["window"])
-                    and (options["doc_ids_BT"] is None or options["doc_ids_BT"][row, key] == options["doc_ids_BT"][row, at])
+                    and (
+                        options["doc_ids_BT"] is None
+                        or options["doc_ids_BT"][row, key] == options["doc_ids_BT"][row, at]
+                    )
                 ]
                 group = head // (heads // groups)
-                weights = (k[row, group, seen] @ q[row, head, query] / math.sqrt(head_dim)).softmax(0)
+                weights = (k[row, group, seen] @ q[row, head, query] / math.sqrt(head_dim)).softmax(
+                    0
+                )
                 out[row, head, query] = weights @ v[row, group, seen]
     return out
 
@@ -37,7 +42,9 @@ def by_loops(tensors, options):
 def test_the_reference_is_what_its_words_say(case):
     tensors, options = drawn(**CASES[case])
     double = [tensor.double() for tensor in tensors]
-    torch.testing.assert_close(attention.reference(*double, **options), by_loops(tensors, options), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        attention.reference(*double, **options), by_loops(tensors, options), rtol=1e-12, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -48,12 +55,19 @@ def test_values_and_gradients_match_the_reference_in_fp64(name, case, poisoned_m
     found = with_gradients(VARIANTS[name], tensors, options)
     for got, want in zip(found, wanted, strict=True):
         assert got.dtype == torch.float32
-        torch.testing.assert_close(got.double(), want, rtol=CLOSE.get(name, 1e-5), atol=CLOSE.get(name, 2e-6) * max(float(want.abs().max()), 1))
+        torch.testing.assert_close(
+            got.double(),
+            want,
+            rtol=CLOSE.get(name, 1e-5),
+            atol=CLOSE.get(name, 2e-6) * max(float(want.abs().max()), 1),
+        )
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_low_precision_stays_near(name, poisoned_memory):
-    tensors, options = drawn(heads=4, groups=2, queries=33, keys=33, documents=3, dtype=torch.bfloat16)
+    tensors, options = drawn(
+        heads=4, groups=2, queries=33, keys=33, documents=3, dtype=torch.bfloat16
+    )
     wanted = with_gradients(attention.reference, [tensor.double() for tensor in tensors], options)
     for got, want in zip(with_gradients(VARIANTS[name], tensors, options), wanted, strict=True):
         assert got.dtype == torch.bfloat16
@@ -62,7 +76,9 @@ def test_low_precision_stays_near(name, poisoned_memory):
 
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize(
-    "options", [{}, {"window": 4}, {"doc_ids_BT": torch.tensor([[0] * 10 + [1] * 11] * 2)}], ids=["causal", "window", "documents"]
+    "options",
+    [{}, {"window": 4}, {"doc_ids_BT": torch.tensor([[0] * 10 + [1] * 11] * 2)}],
+    ids=["causal", "window", "documents"],
 )
 def test_masked_keys_reach_neither_outputs_nor_gradients(name, options):
     """What a masked key holds must not matter: changed to enormous values, no bit moves."""
@@ -77,15 +93,26 @@ def test_masked_keys_reach_neither_outputs_nor_gradients(name, options):
         v_all.requires_grad_()
         out = VARIANTS[name](q_seeing, k_all, v_all, **options)[:, :, seeing]
         out.square().sum().backward()
-        kept = [position for position in range(21) if position not in range(masked.start, masked.stop)]
-        results.append([out.detach(), q_seeing.grad[:, :, seeing], k_all.grad[:, :, kept], v_all.grad[:, :, kept]])
+        kept = [
+            position for position in range(21) if position not in range(masked.start, masked.stop)
+        ]
+        results.append(
+            [
+                out.detach(),
+                q_seeing.grad[:, :, seeing],
+                k_all.grad[:, :, kept],
+                v_all.grad[:, :, kept],
+            ]
+        )
         assert not k_all.grad[:, :, masked].any()
         assert not v_all.grad[:, :, masked].any()
     for plain, poisoned in zip(*results, strict=True):
         assert torch.equal(plain, poisoned)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own compiler makes objects of its functions
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning"
+)  # torch's own compiler makes objects of its functions
 @pytest.mark.parametrize("case", ["documents", "window"])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_compiler_takes_it_whole(name, case):
@@ -93,7 +120,9 @@ def test_a_compiler_takes_it_whole(name, case):
     torch._dynamo.reset()
     tensors, options = drawn(**LONG[case])
     wanted = with_gradients(VARIANTS[name], tensors, options)
-    found = with_gradients(torch.compile(VARIANTS[name], fullgraph=True, backend="aot_eager"), tensors, options)
+    found = with_gradients(
+        torch.compile(VARIANTS[name], fullgraph=True, backend="aot_eager"), tensors, options
+    )
     for got, want in zip(found, wanted, strict=True):
         torch.testing.assert_close(got, want)
 

@@ -22,29 +22,39 @@ def as_on_gpu(monkeypatch):
     monkeypatch.setattr(block_sparse, "_compiled", lambda: compiled)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own compiler makes objects of its functions
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning"
+)  # torch's own compiler makes objects of its functions
 @pytest.mark.parametrize("case", LONG)
 def test_flex_gives_the_references_values_and_gradients(case, as_on_gpu):
     tensors, options = drawn(**LONG[case])
     assert block_sparse.takes(tensors[0], tensors[1], options["doc_ids_BT"], options["window"])
     wanted = with_gradients(attention.reference, [tensor.double() for tensor in tensors], options)
     for got, want in zip(with_gradients(attention.flex, tensors, options), wanted, strict=True):
-        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=5e-6 * max(float(want.abs().max()), 1))
+        torch.testing.assert_close(
+            got.double(), want, rtol=1e-5, atol=5e-6 * max(float(want.abs().max()), 1)
+        )
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own compiler makes objects of its functions
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning"
+)  # torch's own compiler makes objects of its functions
 def test_another_first_document_moves_no_bit_of_the_others(as_on_gpu):
     (q, k, v), options = drawn(**LONG["documents"] | {"rows": 1})
     first = (options["doc_ids_BT"][0] == 0)[:, None]
     plain = with_gradients(attention.flex, (q, k, v), options)
-    other = with_gradients(attention.flex, [torch.where(first, 1e3 * tensor, tensor) for tensor in (q, k, v)], options)
+    other = with_gradients(
+        attention.flex, [torch.where(first, 1e3 * tensor, tensor) for tensor in (q, k, v)], options
+    )
     for one, two in zip(plain, other, strict=True):
         assert torch.equal(one[:, :, ~first[:, 0]], two[:, :, ~first[:, 0]])
         assert not torch.equal(one, two)
 
 
 def mask_of(options, tokens):
-    return block_sparse.block_mask(options["doc_ids_BT"], options["window"], tokens, torch.device("cpu"))
+    return block_sparse.block_mask(
+        options["doc_ids_BT"], options["window"], tokens, torch.device("cpu")
+    )
 
 
 @pytest.mark.parametrize("case", LONG)
@@ -75,7 +85,10 @@ def test_blocks_are_skipped():
     halves = (torch.arange(4096) >= 2048).int().expand(1, -1)
     device = torch.device("cpu")
     assert int(block_sparse.block_mask(None, 4096, 4096, device).to_dense().sum()) == 32 * 33 // 2
-    assert int(block_sparse.block_mask(halves, None, 4096, device).to_dense().sum()) == 2 * 16 * 17 // 2
+    assert (
+        int(block_sparse.block_mask(halves, None, 4096, device).to_dense().sum())
+        == 2 * 16 * 17 // 2
+    )
     assert int(block_sparse.block_mask(None, 128, 4096, device).to_dense().sum()) == 32 + 31
 
 
@@ -88,7 +101,9 @@ def test_layers_share_a_mask_as_long_as_the_ids_stay_what_they_are(monkeypatch):
     ids[:, 128:] = 1
     other = block_sparse.shared_block_mask(ids, None, 256, device)
     assert (int(first.to_dense().sum()), int(other.to_dense().sum())) == (3, 2)
-    assert block_sparse.shared_block_mask(None, 8, 256, device) is block_sparse.shared_block_mask(None, 8, 256, device)
+    assert block_sparse.shared_block_mask(None, 8, 256, device) is block_sparse.shared_block_mask(
+        None, 8, 256, device
+    )
     with monkeypatch.context() as capture:
         capture.setattr(block_sparse, "_is_captured", lambda device: True)
         assert block_sparse.shared_block_mask(ids, None, 256, device) is not other
@@ -99,7 +114,9 @@ def test_layers_share_a_mask_as_long_as_the_ids_stay_what_they_are(monkeypatch):
     assert len(block_sparse._KEPT) == kept - 1
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own compiler makes objects of its functions
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning"
+)  # torch's own compiler makes objects of its functions
 def test_layers_of_a_compiled_model_share_a_mask(as_on_gpu):
     """Each layer writes the mask down; the compiler's elimination of equal expressions leaves one: as many sorts as for one layer."""
     (q, k, v), options = drawn(**LONG["documents"])
@@ -115,7 +132,11 @@ def test_layers_of_a_compiled_model_share_a_mask(as_on_gpu):
                 q = attention.flex(q, k, v, **options)
             return q
 
-        backend = aot_autograd(fw_compiler=count, bw_compiler=lambda graph, inputs: graph.forward, partition_fn=min_cut_rematerialization_partition)
+        backend = aot_autograd(
+            fw_compiler=count,
+            bw_compiler=lambda graph, inputs: graph.forward,
+            partition_fn=min_cut_rematerialization_partition,
+        )
         torch.compile(model, fullgraph=True, backend=backend)(q.clone().requires_grad_())
     assert counted[1] > 0
     assert counted[2] == counted[1]
@@ -126,7 +147,9 @@ def test_what_it_cannot_take_or_would_not_skip_is_left_to_fused(monkeypatch):
     monkeypatch.setattr(attention, "_on_gpu", lambda *given: called.append(given))
     for case in CASES.values():
         tensors, options = drawn(**case)
-        torch.testing.assert_close(attention.flex(*tensors, **options), attention.fused(*tensors, **options))
+        torch.testing.assert_close(
+            attention.flex(*tensors, **options), attention.fused(*tensors, **options)
+        )
     long = {"heads": 2, "groups": 2, "queries": 256, "keys": 256, "head_dim": 16}
     for case in [
         long,

@@ -22,7 +22,12 @@ CASES = {
     "one target": {"rows": 1, "tokens": 1, "width": 4, "vocab": 3, "ignored": 0.0},
     "all ignored": {"rows": 2, "tokens": 3, "width": 4, "vocab": 9, "ignored": 1.1},
 }
-EXTRAS = {"none": {}, "softcap": {"softcap": 2.0}, "z-loss": {"z_loss": 1e-2}, "both": {"softcap": 3.0, "z_loss": 1e-1}}
+EXTRAS = {
+    "none": {},
+    "softcap": {"softcap": 2.0},
+    "z-loss": {"z_loss": 1e-2},
+    "both": {"softcap": 3.0, "z_loss": 1e-1},
+}
 
 
 @pytest.fixture(params=[False, True], ids=["one chunk", "small chunks"])
@@ -37,7 +42,13 @@ def drawn(*, rows, tokens, width, vocab, ignored):
     hidden = torch.randn(rows, tokens, width, generator=generator)
     weight = torch.randn(vocab, width, generator=generator)
     targets = torch.randint(vocab, (rows, tokens), generator=generator)
-    return hidden, weight, targets.masked_fill(torch.rand(rows, tokens, generator=generator) < ignored, cross_entropy.IGNORED)
+    return (
+        hidden,
+        weight,
+        targets.masked_fill(
+            torch.rand(rows, tokens, generator=generator) < ignored, cross_entropy.IGNORED
+        ),
+    )
 
 
 def with_gradients(function, hidden, weight, targets, **extras):
@@ -52,7 +63,9 @@ def with_gradients(function, hidden, weight, targets, **extras):
 def test_the_reference_is_what_its_words_say(case, extras):
     hidden, weight, targets = drawn(**CASES[case])
     cap, z_loss = EXTRAS[extras].get("softcap"), EXTRAS[extras].get("z_loss", 0.0)
-    loss_sum, num_valid = cross_entropy.reference(hidden.double(), weight.double(), targets, softcap=cap, z_loss=z_loss)
+    loss_sum, num_valid = cross_entropy.reference(
+        hidden.double(), weight.double(), targets, softcap=cap, z_loss=z_loss
+    )
     wanted = 0.0
     for row, target in zip(hidden.double().flatten(0, 1), targets.flatten().tolist(), strict=True):
         if target >= 0:
@@ -68,16 +81,25 @@ def test_the_reference_is_what_its_words_say(case, extras):
 @pytest.mark.parametrize("extras", EXTRAS)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", VARIANTS)
-def test_values_and_gradients_match_the_reference_in_fp64(name, case, extras, chunks, poisoned_memory):
+def test_values_and_gradients_match_the_reference_in_fp64(
+    name, case, extras, chunks, poisoned_memory
+):
     hidden, weight, targets = drawn(**CASES[case])
-    wanted = with_gradients(cross_entropy.reference, hidden.double(), weight.double(), targets, **EXTRAS[extras])
+    wanted = with_gradients(
+        cross_entropy.reference, hidden.double(), weight.double(), targets, **EXTRAS[extras]
+    )
     found = with_gradients(VARIANTS[name], hidden, weight, targets, **EXTRAS[extras])
     assert found[0].dtype == torch.float32
     assert found[0].dim() == 0
     assert torch.equal(found[1], wanted[1])
     limit = CLOSE.get(name, 1e-5)
     for got, want in zip(found, wanted, strict=True):
-        torch.testing.assert_close(got.double(), want.double(), rtol=limit, atol=limit * max(float(want.double().abs().max()), 1))
+        torch.testing.assert_close(
+            got.double(),
+            want.double(),
+            rtol=limit,
+            atol=limit * max(float(want.double().abs().max()), 1),
+        )
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, 1e30])
@@ -86,7 +108,9 @@ def test_ignored_targets_reach_neither_loss_nor_gradients(name, poison):
     hidden, weight, targets = drawn(**CASES["some ignored"])
     ignored = targets == cross_entropy.IGNORED
     plain = with_gradients(VARIANTS[name], hidden, weight, targets)
-    poisoned = with_gradients(VARIANTS[name], hidden.masked_fill(ignored[..., None], poison), weight, targets)
+    poisoned = with_gradients(
+        VARIANTS[name], hidden.masked_fill(ignored[..., None], poison), weight, targets
+    )
     for got, want in zip(poisoned, plain, strict=True):
         assert torch.equal(got, want)
     assert not poisoned[2][ignored].any()
@@ -105,17 +129,28 @@ def test_low_precision_hidden_states_give_an_fp32_loss(name):
 def test_shapes_that_do_not_fit_say_what_to_do():
     hidden, weight, targets = drawn(**CASES["plain"])
     for function in VARIANTS.values():
-        for wrong in [(hidden, weight, targets[:, :3]), (hidden, weight[:, :3], targets), (hidden[..., :3], weight, targets)]:
+        for wrong in [
+            (hidden, weight, targets[:, :3]),
+            (hidden, weight[:, :3], targets),
+            (hidden[..., :3], weight, targets),
+        ]:
             with pytest.raises(ShapeError, match="Fix:"):
                 function(*wrong)
 
 
-@pytest.mark.skipif(find_spec("liger_kernel") is None or find_spec("triton") is None, reason="needs liger-kernel, which brings Triton")
+@pytest.mark.skipif(
+    find_spec("liger_kernel") is None or find_spec("triton") is None,
+    reason="needs liger-kernel, which brings Triton",
+)
 def test_ligers_kernels_mean_what_the_reference_means():
     """In Triton's interpreter, which wants a process of its own: softcap, z-loss and ignored targets, values and gradients."""
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("interpreted_liger.py"))], env=environment, capture_output=True, text=True, timeout=250
+        [sys.executable, str(Path(__file__).with_name("interpreted_liger.py"))],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=250,
     )
     assert done.stdout.endswith("all agree\n"), done.stderr[-2000:]
 
@@ -128,7 +163,10 @@ def test_liger_that_is_not_installed_names_the_install_line(monkeypatch):
 
 
 def test_widening_never_narrows():
-    assert [at_least_fp32(torch.ones(1, dtype=kind)).dtype for kind in (torch.float16, torch.bfloat16, torch.float32, torch.float64)] == [
+    assert [
+        at_least_fp32(torch.ones(1, dtype=kind)).dtype
+        for kind in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    ] == [
         torch.float32,
         torch.float32,
         torch.float32,
@@ -143,13 +181,21 @@ def test_variants_are_the_functions_with_the_references_signature():
     assert Ops.plain(attention=attention.fused).attention is variants(attention)["fused"]
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own compiler makes objects of its functions
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning"
+)  # torch's own compiler makes objects of its functions
 def test_chunked_has_its_gradients_when_it_is_traced_for_a_compiler():
     """torch 2.11 traces some autograd functions into ones whose gradients are all zero, and says nothing."""
     found = []
-    for function in (cross_entropy.chunked, torch.compile(cross_entropy.chunked, backend="aot_eager")):
+    for function in (
+        cross_entropy.chunked,
+        torch.compile(cross_entropy.chunked, backend="aot_eager"),
+    ):
         generator = torch.Generator().manual_seed(3)
-        hidden_BTD, weight_VD = (torch.randn(size, generator=generator, requires_grad=True) for size in ((2, 8, 16), (32, 16)))
+        hidden_BTD, weight_VD = (
+            torch.randn(size, generator=generator, requires_grad=True)
+            for size in ((2, 8, 16), (32, 16))
+        )
         targets_BT = torch.randint(32, (2, 8), generator=generator)
         function(hidden_BTD, weight_VD, targets_BT)[0].backward()
         found.append((hidden_BTD.grad, weight_VD.grad))
@@ -180,18 +226,35 @@ def sure_of_their_targets(vocab=11, width=6, targets=24):
 def test_float16_keeps_small_gradients_that_the_scale_of_the_loss_saves(name, chunks):
     """6e-9 is below all that float16 holds; a loss scale of 2^15 brings it to 2e-4."""
     hidden, weight, targets = sure_of_their_targets()
-    wanted = scaled_gradients(cross_entropy.reference, hidden, weight, targets, scale=2.0**15, dtype=torch.float32)
-    found = scaled_gradients(VARIANTS[name], hidden, weight, targets, scale=2.0**15, dtype=torch.float16)
+    wanted = scaled_gradients(
+        cross_entropy.reference, hidden, weight, targets, scale=2.0**15, dtype=torch.float32
+    )
+    found = scaled_gradients(
+        VARIANTS[name], hidden, weight, targets, scale=2.0**15, dtype=torch.float16
+    )
     torch.testing.assert_close(found[1][1:, 0], wanted[1][1:, 0], rtol=1e-2, atol=0)
-    torch.testing.assert_close(found[0][..., 1:], wanted[0][..., 1:], rtol=1e-2, atol=1e-2 * float(wanted[0][..., 1:].abs().max()))
+    torch.testing.assert_close(
+        found[0][..., 1:],
+        wanted[0][..., 1:],
+        rtol=1e-2,
+        atol=1e-2 * float(wanted[0][..., 1:].abs().max()),
+    )
 
 
 def test_float16_sums_the_gradients_of_many_targets_beyond_its_own_range(chunks):
     """4,096 targets of the same token, each with a gradient of nearly 1 times what is multiplied in to keep small ones."""
-    hidden, weight, targets = torch.full((1, 4096, 4), 8.0), torch.zeros(11, 4), torch.zeros(1, 4096, dtype=torch.int64)
+    hidden, weight, targets = (
+        torch.full((1, 4096, 4), 8.0),
+        torch.zeros(11, 4),
+        torch.zeros(1, 4096, dtype=torch.int64),
+    )
     for got, want in zip(
-        scaled_gradients(cross_entropy.chunked, hidden, weight, targets, scale=1 / 4096, dtype=torch.float16),
-        scaled_gradients(cross_entropy.reference, hidden, weight, targets, scale=1 / 4096, dtype=torch.float32),
+        scaled_gradients(
+            cross_entropy.chunked, hidden, weight, targets, scale=1 / 4096, dtype=torch.float16
+        ),
+        scaled_gradients(
+            cross_entropy.reference, hidden, weight, targets, scale=1 / 4096, dtype=torch.float32
+        ),
         strict=True,
     ):
         torch.testing.assert_close(got, want, rtol=2e-3, atol=1e-6)
@@ -202,8 +265,12 @@ def test_float16_overflows_where_the_plain_loss_does(scale, chunks):
     """So that the scale is halved: a gradient of 2^14 x 8 to a hidden state is beyond 65,504."""
     hidden, weight, targets = drawn(**CASES["plain"])
     weight = 8 * weight.sign()
-    plain = scaled_gradients(cross_entropy.fused, hidden, weight, targets, scale=scale, dtype=torch.float16)
-    found = scaled_gradients(cross_entropy.chunked, hidden, weight, targets, scale=scale, dtype=torch.float16)
+    plain = scaled_gradients(
+        cross_entropy.fused, hidden, weight, targets, scale=scale, dtype=torch.float16
+    )
+    found = scaled_gradients(
+        cross_entropy.chunked, hidden, weight, targets, scale=scale, dtype=torch.float16
+    )
     assert not torch.isfinite(plain[0]).all()
     assert not torch.isfinite(found[0]).all()
     if scale == 2.0**14:  # beyond, even the gradients to the logits are, and with them all there is
@@ -214,5 +281,10 @@ def test_float16_overflows_where_the_plain_loss_does(scale, chunks):
 def test_the_gradient_of_the_loss_is_not_rounded_to_the_type_of_the_products(dtype):
     """1/3 in bfloat16 is 0.2% too large: all hidden states would get that much more than the weight."""
     hidden, weight, targets = drawn(rows=4, tokens=64, width=32, vocab=65, ignored=0.1)
-    wanted, found = (scaled_gradients(cross_entropy.chunked, hidden, weight, targets, scale=scale, dtype=dtype)[0].double() for scale in (1.0, 1 / 3))
+    wanted, found = (
+        scaled_gradients(cross_entropy.chunked, hidden, weight, targets, scale=scale, dtype=dtype)[
+            0
+        ].double()
+        for scale in (1.0, 1 / 3)
+    )
     assert float((found * wanted).sum() / wanted.square().sum()) == pytest.approx(1 / 3, rel=1e-4)

@@ -28,25 +28,58 @@ class Kernels:
     def __init__(self):
         self.called = []
 
-    def _flash_attn_fwd(self, q, k, v, qv=None, *, softmax_scale=None, causal=False, return_lse=False):
+    def _flash_attn_fwd(
+        self, q, k, v, qv=None, *, softmax_scale=None, causal=False, return_lse=False
+    ):
         assert causal
         assert return_lse
         assert q.shape[:2] == k.shape[:2] == v.shape[:2]
         assert q.stride(3) == k.stride(3) == v.stride(3) == 1
-        out = attention.reference(*(tensor.transpose(1, 2) for tensor in (q, k, v))).transpose(1, 2).contiguous()
+        out = (
+            attention.reference(*(tensor.transpose(1, 2) for tensor in (q, k, v)))
+            .transpose(1, 2)
+            .contiguous()
+        )
         self.called.append("forward")
-        return out, q.new_zeros(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32), None, None, None
+        return (
+            out,
+            q.new_zeros(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32),
+            None,
+            None,
+            None,
+        )
 
-    def _flash_attn_bwd(self, q, k, v, out, dout, lse, softmax_scale=None, causal=False, *, deterministic=False, dq=None, dk=None, dv=None):
+    def _flash_attn_bwd(
+        self,
+        q,
+        k,
+        v,
+        out,
+        dout,
+        lse,
+        softmax_scale=None,
+        causal=False,
+        *,
+        deterministic=False,
+        dq=None,
+        dk=None,
+        dv=None,
+    ):
         assert causal
         assert lse.dtype == torch.float32
         assert lse.shape == (q.shape[0], q.shape[2], q.shape[1])
         assert out.shape == dout.shape == q.shape
-        for given, like, grad in zip((dq, dk, dv), (q, k, v), by_hand(q, k, v, out, dout), strict=True):
+        for given, like, grad in zip(
+            (dq, dk, dv), (q, k, v), by_hand(q, k, v, out, dout), strict=True
+        ):
             assert given.shape == like.shape
             assert given.stride()[2:] == (q.shape[3], 1)
             given.copy_(grad)
-        assert dq.untyped_storage().data_ptr() == dk.untyped_storage().data_ptr() == dv.untyped_storage().data_ptr()
+        assert (
+            dq.untyped_storage().data_ptr()
+            == dk.untyped_storage().data_ptr()
+            == dv.untyped_storage().data_ptr()
+        )
         self.called.append(f"backward, deterministic={deterministic}")
         return dq, dk, dv
 
@@ -57,11 +90,22 @@ def by_hand(q_BTHC, k_BTGC, v_BTGC, out_BTHC, grad_BTHC):
     k_BTHC, v_BTHC = k_BTGC.repeat_interleave(each, dim=2), v_BTGC.repeat_interleave(each, dim=2)
     scale = q_BTHC.shape[3] ** -0.5
     future_TT = torch.ones(q_BTHC.shape[1], q_BTHC.shape[1], dtype=torch.bool).triu(1)
-    weights_BHTT = (torch.einsum("bthc,bshc->bhts", q_BTHC, k_BTHC) * scale).masked_fill(future_TT, float("-inf")).softmax(dim=-1)
+    weights_BHTT = (
+        (torch.einsum("bthc,bshc->bhts", q_BTHC, k_BTHC) * scale)
+        .masked_fill(future_TT, float("-inf"))
+        .softmax(dim=-1)
+    )
     along_BHT1 = (out_BTHC * grad_BTHC).sum(dim=-1).transpose(1, 2)[..., None]
-    scores_BHTT = weights_BHTT * (torch.einsum("bthc,bshc->bhts", grad_BTHC, v_BTHC) - along_BHT1) * scale
-    shared = (torch.einsum("bhts,bthc->bshc", part, given) for part, given in ((scores_BHTT, q_BTHC), (weights_BHTT, grad_BTHC)))
-    return torch.einsum("bhts,bshc->bthc", scores_BHTT, k_BTHC), *(grad.unflatten(2, (-1, each)).sum(dim=3) for grad in shared)
+    scores_BHTT = (
+        weights_BHTT * (torch.einsum("bthc,bshc->bhts", grad_BTHC, v_BTHC) - along_BHT1) * scale
+    )
+    shared = (
+        torch.einsum("bhts,bthc->bshc", part, given)
+        for part, given in ((scores_BHTT, q_BTHC), (weights_BHTT, grad_BTHC))
+    )
+    return torch.einsum("bhts,bshc->bthc", scores_BHTT, k_BTHC), *(
+        grad.unflatten(2, (-1, each)).sum(dim=3) for grad in shared
+    )
 
 
 @pytest.fixture
@@ -69,7 +113,9 @@ def kernels(monkeypatch):
     """The stand-in, called wherever it would be on a GPU, and for fp32 too."""
     found = Kernels()
     monkeypatch.setattr(attention, "_on_gpu", lambda attend, *tensors: attend(*tensors))
-    monkeypatch.setattr(flash_attention_4, "import_module", lambda name: {"flash_attn.cute.interface": found}[name])
+    monkeypatch.setattr(
+        flash_attention_4, "import_module", lambda name: {"flash_attn.cute.interface": found}[name]
+    )
     monkeypatch.setattr(flash_attention_4, "DTYPES", (torch.float32, torch.float64))
     return found
 
@@ -95,9 +141,20 @@ def test_queries_keys_and_values_are_read_where_the_product_holds_them(kernels):
 
 def test_what_it_cannot_take_is_left_to_flex(monkeypatch):
     called = []
-    monkeypatch.setattr(attention, "_on_gpu", lambda attend, *given: called.append(attend.__module__.rpartition(".")[2]))
+    monkeypatch.setattr(
+        attention,
+        "_on_gpu",
+        lambda attend, *given: called.append(attend.__module__.rpartition(".")[2]),
+    )
     monkeypatch.setattr(attention, "fused", lambda *given, **options: called.append("fused"))
-    causal = {"heads": 2, "groups": 2, "queries": 256, "keys": 256, "dtype": torch.bfloat16, "head_dim": 64}
+    causal = {
+        "heads": 2,
+        "groups": 2,
+        "queries": 256,
+        "keys": 256,
+        "dtype": torch.bfloat16,
+        "head_dim": 64,
+    }
     for change, wanted in [
         ({}, "flash_attention_4"),
         ({"window": 256}, "flash_attention_4"),
@@ -122,28 +179,50 @@ def joins(function, *inputs):
     counts, run = [], GraphLowering.run
 
     def counted(graph, *given):
-        counts.append(sum(node.target is torch.ops.aten.cat.default for node in graph.module.graph.nodes))
+        counts.append(
+            sum(node.target is torch.ops.aten.cat.default for node in graph.module.graph.nodes)
+        )
         return run(graph, *given)
 
-    with mock.patch.object(GraphLowering, "run", counted), config.patch(fx_graph_cache=False), functorch.patch(enable_autograd_cache=False):
+    with (
+        mock.patch.object(GraphLowering, "run", counted),
+        config.patch(fx_graph_cache=False),
+        functorch.patch(enable_autograd_cache=False),
+    ):
         torch.compile(function, fullgraph=True)(*inputs).sum().backward()
     return counts
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own compiler makes objects of its functions
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning"
+)  # torch's own compiler makes objects of its functions
 @pytest.mark.parametrize(("variant", "wanted"), [("flash4", 0), ("fused", 1)])
 def test_compiled_the_gradients_are_not_joined_again(variant, wanted, kernels):
     torch._dynamo.reset()
     product = torch.randn(2, 12, 3 * 4 * 8, requires_grad=True)
 
     def function(product):
-        return getattr(attention, variant)(*heads.reference(product * 2, None, None, None, counts=(4, 4))) * 3
+        return (
+            getattr(attention, variant)(
+                *heads.reference(product * 2, None, None, None, counts=(4, 4))
+            )
+            * 3
+        )
 
     assert joins(function, product)[-1] == wanted
 
 
 def test_a_model_learns_with_it(kernels):
-    config = TransformerConfig(vocab_size=64, num_layers=2, d_model=32, num_heads=2, num_kv_heads=1, head_dim=16, max_seq_len=24, qk_norm=True)
+    config = TransformerConfig(
+        vocab_size=64,
+        num_layers=2,
+        d_model=32,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=16,
+        max_seq_len=24,
+        qk_norm=True,
+    )
     tokens = torch.arange(48).view(2, 24) % 64
     found = []
     for op in (attention.reference, attention.flash4):

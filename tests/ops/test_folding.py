@@ -23,14 +23,29 @@ def drawn(gains, *, bias=True):
     def normal(*shape):
         return torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_()
 
-    return Weights(normal(2 * K, D), normal(2 * K) if bias else None, tuple(normal(*shape) for shape in gains), normal(K, J), normal(D, 2 * K))
+    return Weights(
+        normal(2 * K, D),
+        normal(2 * K) if bias else None,
+        tuple(normal(*shape) for shape in gains),
+        normal(K, J),
+        normal(D, 2 * K),
+    )
 
 
 def made(fold, dtype=torch.float64, **changes):
     """A network whose couplings are as large as its states, so that one which is left out or transposed shows."""
     torch.manual_seed(0)
-    shape = {"vocab_size": 11, "num_layers": 2, "d_model": 16, "num_eigenstates": 12, "num_heads": 3} | changes
-    model = Eigenstate(Eigenstate.check(shape, seq_len=32), Ops.plain(scan=scan.chunked, cross_entropy=cross_entropy.fused, folding=fold))
+    shape = {
+        "vocab_size": 11,
+        "num_layers": 2,
+        "d_model": 16,
+        "num_eigenstates": 12,
+        "num_heads": 3,
+    } | changes
+    model = Eigenstate(
+        Eigenstate.check(shape, seq_len=32),
+        Ops.plain(scan=scan.chunked, cross_entropy=cross_entropy.fused, folding=fold),
+    )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(("coupling", "share", "recurrence.drive.bias")):
@@ -42,14 +57,21 @@ def with_gradients(model, doc_ids):
     tokens = torch.randint(11, (2, 33), generator=torch.Generator().manual_seed(1))
     loss, _ = model(tokens[:, :-1], tokens[:, 1:], doc_ids)
     loss.backward()
-    return {"loss": loss.detach()} | {name: parameter.grad for name, parameter in model.named_parameters()}
+    return {"loss": loss.detach()} | {
+        name: parameter.grad for name, parameter in model.named_parameters()
+    }
 
 
 @pytest.mark.parametrize("documents", [False, True], ids=["one text", "documents"])
 @pytest.mark.parametrize("changes", SHAPES.values(), ids=SHAPES)
-def test_a_folded_model_has_the_loss_and_all_gradients_of_the_plain_one(changes, documents, poisoned_memory):
+def test_a_folded_model_has_the_loss_and_all_gradients_of_the_plain_one(
+    changes, documents, poisoned_memory
+):
     doc_ids = (torch.arange(64) // 13).view(2, 32) if documents else None
-    wanted, found = (with_gradients(made(fold, **changes), doc_ids) for fold in (folding.reference, folding.folded))
+    wanted, found = (
+        with_gradients(made(fold, **changes), doc_ids)
+        for fold in (folding.reference, folding.folded)
+    )
     for name in wanted:
         assert name == "loss" or wanted[name].norm() > 0, f"{name} has no part in this"
         torch.testing.assert_close(found[name], wanted[name], rtol=1e-10, atol=1e-12, msg=name)
@@ -57,23 +79,36 @@ def test_a_folded_model_has_the_loss_and_all_gradients_of_the_plain_one(changes,
 
 @pytest.mark.parametrize("changes", [{}, {"scales": (1, 2)}], ids=["fixed", "hierarchical"])
 def test_a_folded_model_decodes_what_it_reads_at_once(changes):
-    model, tokens = made(folding.folded, **changes).eval(), torch.randint(11, (1, 20), generator=torch.Generator().manual_seed(2))
+    model, tokens = (
+        made(folding.folded, **changes).eval(),
+        torch.randint(11, (1, 20), generator=torch.Generator().manual_seed(2)),
+    )
     reader = model.decoder()
     for piece in tokens.split([1, 7, 12], dim=1):
         logits = reader.read(piece)
-    torch.testing.assert_close(logits, made(folding.reference, **changes).eval().logits(tokens)[:, -1], rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(
+        logits,
+        made(folding.reference, **changes).eval().logits(tokens)[:, -1],
+        rtol=1e-10,
+        atol=1e-10,
+    )
 
 
 def test_one_gain_of_all_tokens_goes_into_the_drive():
     weights = drawn([(K,)])
     found = folding.folded(weights)
     hidden, gain = torch.randn(7, D, dtype=torch.float64), weights.gains[0]
-    torch.testing.assert_close(hidden @ found.drive.t() + found.bias, (hidden @ weights.drive.t() + weights.bias) * torch.cat((gain, gain)))
+    torch.testing.assert_close(
+        hidden @ found.drive.t() + found.bias,
+        (hidden @ weights.drive.t() + weights.bias) * torch.cat((gain, gain)),
+    )
     assert found.gains == (None,)
     assert folding.folded(drawn([(K,)], bias=False)).bias is None
 
 
-@pytest.mark.parametrize("gains", [[(2, 3, K)], [(K,), (K,)]], ids=["of each token", "of several recurrences"])
+@pytest.mark.parametrize(
+    "gains", [[(2, 3, K)], [(K,), (K,)]], ids=["of each token", "of several recurrences"]
+)
 def test_other_gains_stay(gains):
     weights = drawn(gains)
     found = folding.folded(weights)
@@ -89,9 +124,13 @@ def test_the_coupling_is_what_its_words_say():
     for part in range(2):
         for k in range(K):
             for j in range(J):
-                wanted[..., part * K + k] += RESONANCE * weights.coupling[k, j] * states[..., part * K + k // J * J + j]
+                wanted[..., part * K + k] += (
+                    RESONANCE * weights.coupling[k, j] * states[..., part * K + k // J * J + j]
+                )
     torch.testing.assert_close(folding.coupled(states, weights.coupling), wanted)
-    torch.testing.assert_close(states @ folding.folded(weights).output.t(), wanted @ weights.output.t())
+    torch.testing.assert_close(
+        states @ folding.folded(weights).output.t(), wanted @ weights.output.t()
+    )
 
 
 def test_a_drive_in_bf16_stays_so_and_the_parameters_stay_fp32():

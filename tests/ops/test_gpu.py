@@ -20,15 +20,33 @@ try:
     ABSENT = set()
 except PackageNotFoundError:
     ABSENT = {"flash4"}
-ATTENTION = {name: function for name, function in variants(attention).items() if name not in {"reference", "bf16"} | ABSENT}
+ATTENTION = {
+    name: function
+    for name, function in variants(attention).items()
+    if name not in {"reference", "bf16"} | ABSENT
+}
 """All but the definition, whose plain products round more than kernels do, the one for CPUs, and that of a package that is not installed."""
-EVERY = {f"{name} of {kind}": case for kind, cases in {"blocks": LONG, "few": CASES}.items() for name, case in cases.items()}
-ESSENTIAL = {"documents of blocks", "heads of 128 of blocks", "documents, window, grouped of few", "square of few"}
+EVERY = {
+    f"{name} of {kind}": case
+    for kind, cases in {"blocks": LONG, "few": CASES}.items()
+    for name, case in cases.items()
+}
+ESSENTIAL = {
+    "documents of blocks",
+    "heads of 128 of blocks",
+    "documents, window, grouped of few",
+    "square of few",
+}
 """Cases that are tried in bfloat16 where there is no time for all: each kernel, with all that it can do."""
 DTYPES = ((torch.float32, 1e-4), (torch.bfloat16, 1e-2), (torch.float16, 1e-2))
 COMBINATIONS = [
     pytest.param(
-        name, case, dtype, limit, marks=[pytest.mark.gpu_essential] * (case in ESSENTIAL and dtype == torch.bfloat16), id=f"{name}-{case}-{dtype}"
+        name,
+        case,
+        dtype,
+        limit,
+        marks=[pytest.mark.gpu_essential] * (case in ESSENTIAL and dtype == torch.bfloat16),
+        id=f"{name}-{case}-{dtype}",
     )
     for name in ATTENTION
     for case in EVERY
@@ -40,7 +58,9 @@ GPT2 = {"heads": 12, "groups": 12, "queries": 1024, "keys": 1024, "head_dim": 64
 
 def on_gpu(tensors, options):
     ids = options["doc_ids_BT"]
-    return [tensor.cuda() for tensor in tensors], options | {"doc_ids_BT": None if ids is None else ids.cuda()}
+    return [tensor.cuda() for tensor in tensors], options | {
+        "doc_ids_BT": None if ids is None else ids.cuda()
+    }
 
 
 def with_gradients_on_gpu(function, tensors, options):
@@ -55,9 +75,13 @@ def with_gradients_on_gpu(function, tensors, options):
 def test_values_and_gradients_match_the_reference_in_fp64(name, case, dtype, limit):
     tensors, options = drawn(**EVERY[case] | {"dtype": dtype})
     wanted = with_gradients(attention.reference, [tensor.double() for tensor in tensors], options)
-    for got, want in zip(with_gradients_on_gpu(ATTENTION[name], tensors, options), wanted, strict=True):
+    for got, want in zip(
+        with_gradients_on_gpu(ATTENTION[name], tensors, options), wanted, strict=True
+    ):
         assert got.dtype == dtype
-        torch.testing.assert_close(got.double(), want, rtol=limit, atol=limit * max(float(want.abs().max()), 1))
+        torch.testing.assert_close(
+            got.double(), want, rtol=limit, atol=limit * max(float(want.abs().max()), 1)
+        )
 
 
 @pytest.mark.gpu_essential
@@ -66,19 +90,36 @@ def test_the_shape_of_gpt2_compiled_gives_what_it_gives_eager(name):
     tensors, options = drawn(**GPT2 | {"dtype": torch.bfloat16})
     wanted = with_gradients_on_gpu(attention.fused, tensors, options)
     eager = with_gradients_on_gpu(ATTENTION[name], tensors, options)
-    compiled = with_gradients_on_gpu(torch.compile(ATTENTION[name], fullgraph=True, dynamic=False), tensors, options)
+    compiled = with_gradients_on_gpu(
+        torch.compile(ATTENTION[name], fullgraph=True, dynamic=False), tensors, options
+    )
     for found in (eager, compiled):
         for got, want in zip(found, wanted, strict=True):
-            torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-2 * max(float(want.abs().max()), 1))
+            torch.testing.assert_close(
+                got, want, rtol=1e-2, atol=1e-2 * max(float(want.abs().max()), 1)
+            )
 
 
 @pytest.mark.parametrize("name", ["flex", "varlen"])
 def test_many_shapes_in_turn_run_eager(name):
     """Evaluation, short windows and buckets come between training steps."""
     for tokens in (256, 300, 512, 300, 1000, 129, 777, 640, 2048, 333, 256):
-        tensors, options = drawn(heads=2, groups=2, queries=tokens, keys=tokens, documents=3, head_dim=64, dtype=torch.bfloat16)
+        tensors, options = drawn(
+            heads=2,
+            groups=2,
+            queries=tokens,
+            keys=tokens,
+            documents=3,
+            head_dim=64,
+            dtype=torch.bfloat16,
+        )
         found = with_gradients_on_gpu(ATTENTION[name], tensors, options)[0]
-        torch.testing.assert_close(found.double(), attention.reference(*(t.double() for t in tensors), **options), rtol=1e-2, atol=1e-2)
+        torch.testing.assert_close(
+            found.double(),
+            attention.reference(*(t.double() for t in tensors), **options),
+            rtol=1e-2,
+            atol=1e-2,
+        )
 
 
 @pytest.mark.parametrize("name", ["flex", "varlen"])
@@ -94,7 +135,9 @@ def test_a_replayed_graph_follows_the_documents(name):
         found = ATTENTION[name](q, k, v, doc_ids_BT=ids)
     ids.copy_((torch.arange(1024) // 100).int())
     graph.replay()
-    torch.testing.assert_close(found, attention.fused(q, k, v, doc_ids_BT=ids), rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(
+        found, attention.fused(q, k, v, doc_ids_BT=ids), rtol=1e-2, atol=1e-2
+    )
 
 
 @pytest.mark.gpu_essential
@@ -104,9 +147,13 @@ def test_another_first_document_does_not_move_the_second(name):
     options["doc_ids_BT"] = (torch.arange(1024) >= 300).int()[None]
     first = (torch.arange(1024) < 300)[:, None]
     plain = with_gradients_on_gpu(ATTENTION[name], (q, k, v), options)
-    other = with_gradients_on_gpu(ATTENTION[name], [torch.where(first, 1e3 * tensor, tensor) for tensor in (q, k, v)], options)
+    other = with_gradients_on_gpu(
+        ATTENTION[name], [torch.where(first, 1e3 * tensor, tensor) for tensor in (q, k, v)], options
+    )
     assert torch.equal(plain[0][:, :, 300:], other[0][:, :, 300:])
-    for one, two in zip(plain, other, strict=True):  # kernels add up the queries' gradients in no fixed order
+    for one, two in zip(
+        plain, other, strict=True
+    ):  # kernels add up the queries' gradients in no fixed order
         torch.testing.assert_close(one[:, :, 300:], two[:, :, 300:], rtol=1e-2, atol=1e-2)
 
 
@@ -120,7 +167,16 @@ def test_varlen_lets_not_even_nan_pass():
 
 def test_skipping_holds_no_mask():
     """A mask of 32,768 x 32,768 alone would be a GiB."""
-    tensors, options = drawn(heads=1, groups=1, queries=32_768, keys=32_768, head_dim=64, documents=9, rows=1, dtype=torch.bfloat16)
+    tensors, options = drawn(
+        heads=1,
+        groups=1,
+        queries=32_768,
+        keys=32_768,
+        head_dim=64,
+        documents=9,
+        rows=1,
+        dtype=torch.bfloat16,
+    )
     for name in ("flex", "varlen"):
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -130,24 +186,42 @@ def test_skipping_holds_no_mask():
 
 
 @pytest.mark.gpu_essential
-@pytest.mark.parametrize("extras", [{}, {"softcap": 30.0}, {"z_loss": 1e-2}, {"softcap": 30.0, "z_loss": 1e-2}], ids=str)
-@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-4), (torch.bfloat16, 1e-2), (torch.float16, 1e-2)], ids=str)
+@pytest.mark.parametrize(
+    "extras", [{}, {"softcap": 30.0}, {"z_loss": 1e-2}, {"softcap": 30.0, "z_loss": 1e-2}], ids=str
+)
+@pytest.mark.parametrize(
+    ("dtype", "limit"),
+    [(torch.float32, 1e-4), (torch.bfloat16, 1e-2), (torch.float16, 1e-2)],
+    ids=str,
+)
 @pytest.mark.parametrize("name", ["chunked", "triton", "liger"])
 def test_losses_that_hold_no_whole_logits_match_the_reference(name, dtype, limit, extras):
     if name == "liger":
         pytest.importorskip("liger_kernel")
     generator = torch.Generator().manual_seed(0)
-    hidden, weight = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((2, 500, 64), (3001, 64)))
+    hidden, weight = (
+        torch.randn(*shape, generator=generator).to(dtype) for shape in ((2, 500, 64), (3001, 64))
+    )
     targets = torch.randint(3001, (2, 500), generator=generator)
     targets[:, ::3] = cross_entropy.IGNORED
     results = []
-    for function, device, wide in ((variants(cross_entropy)[name], "cuda", dtype), (cross_entropy.reference, "cpu", torch.float64)):
+    for function, device, wide in (
+        (variants(cross_entropy)[name], "cuda", dtype),
+        (cross_entropy.reference, "cpu", torch.float64),
+    ):
         leaves = [tensor.to(device, wide).requires_grad_() for tensor in (hidden, weight)]
         loss_sum, num_valid = function(*leaves, targets.to(device), **extras)
         loss_sum.backward()
-        results.append([loss_sum.detach().cpu(), num_valid.cpu(), *(leaf.grad.cpu() for leaf in leaves)])
+        results.append(
+            [loss_sum.detach().cpu(), num_valid.cpu(), *(leaf.grad.cpu() for leaf in leaves)]
+        )
     for got, want in zip(*results, strict=True):
-        torch.testing.assert_close(got.double(), want.double(), rtol=limit, atol=limit * max(float(want.double().abs().max()), 1))
+        torch.testing.assert_close(
+            got.double(),
+            want.double(),
+            rtol=limit,
+            atol=limit * max(float(want.double().abs().max()), 1),
+        )
 
 
 @pytest.mark.gpu_essential
@@ -156,19 +230,39 @@ def test_torch_takes_cudnn_by_itself_on_hopper(groups):
     """What makes a speedup of our own for it needless; another order in a later torch would show here."""
     if torch.cuda.get_device_capability()[0] not in (9, 10):
         pytest.skip("torch takes flash first on other GPUs")
-    for head_dim, wanted in ((64, SDPBackend.CUDNN_ATTENTION), (128, SDPBackend.CUDNN_ATTENTION), (60, None)):
-        (q, k, v), _ = drawn(**GPT2 | {"groups": groups, "head_dim": head_dim, "dtype": torch.bfloat16})
-        chosen = torch._fused_sdp_choice(q.cuda(), k.cuda(), v.cuda(), is_causal=True, enable_gqa=groups != 12)
+    for head_dim, wanted in (
+        (64, SDPBackend.CUDNN_ATTENTION),
+        (128, SDPBackend.CUDNN_ATTENTION),
+        (60, None),
+    ):
+        (q, k, v), _ = drawn(
+            **GPT2 | {"groups": groups, "head_dim": head_dim, "dtype": torch.bfloat16}
+        )
+        chosen = torch._fused_sdp_choice(
+            q.cuda(), k.cuda(), v.cuda(), is_causal=True, enable_gqa=groups != 12
+        )
         assert (chosen == SDPBackend.CUDNN_ATTENTION.value) == (wanted is not None)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu_essential)], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu_essential)], ids=str
+)
 @pytest.mark.parametrize("case", test_heads.CASES)
 def test_the_packed_gradient_of_heads_matches_the_reference_in_fp64(case, dtype):
     counts, limit = test_heads.CASES[case]["counts"], 1e-5 if dtype == torch.float32 else 2e-2
     tensors = test_heads.drawn(**test_heads.CASES[case], dtype=dtype)
-    wanted = test_heads.with_gradients(heads.reference, tuple(None if tensor is None else tensor.double() for tensor in tensors), counts)
+    wanted = test_heads.with_gradients(
+        heads.reference,
+        tuple(None if tensor is None else tensor.double() for tensor in tensors),
+        counts,
+    )
     on_device = tuple(None if tensor is None else tensor.cuda() for tensor in tensors)
-    weighted = test_heads.with_gradients(lambda *given, counts: [part.cpu() for part in heads.packed(*given, counts=counts)], on_device, counts)
+    weighted = test_heads.with_gradients(
+        lambda *given, counts: [part.cpu() for part in heads.packed(*given, counts=counts)],
+        on_device,
+        counts,
+    )
     for got, want in zip(weighted, wanted, strict=True):
-        torch.testing.assert_close(got.cpu().double(), want, rtol=limit, atol=limit * max(float(want.abs().max()), 1))
+        torch.testing.assert_close(
+            got.cpu().double(), want, rtol=limit, atol=limit * max(float(want.abs().max()), 1)
+        )

@@ -18,18 +18,31 @@ from flatout.ops import head_kernels, head_passes  # noqa: E402
 MORE = CASES | {
     "heads of 96": {"counts": (2, 1), "head_dim": 96, "tokens": 23},
     "heads of 128, more than one program": {"counts": (1, 1), "head_dim": 128, "tokens": 150},
-    "queries and keys of other numbers": {"counts": (5, 1), "head_dim": 12, "tokens": 33, "rows": 3},
+    "queries and keys of other numbers": {
+        "counts": (5, 1),
+        "head_dim": 12,
+        "tokens": 33,
+        "rows": 3,
+    },
 }
 
 
-@pytest.mark.parametrize(("case", "eps"), [*((case, heads.EPS) for case in MORE), ("grouped, odd", 0.5)])
+@pytest.mark.parametrize(
+    ("case", "eps"), [*((case, heads.EPS) for case in MORE), ("grouped, odd", 0.5)]
+)
 def test_the_kernel_gives_the_references_gradients(case, eps, interpreted, poisoned_memory):
     tensors, counts = drawn(**MORE[case], dtype=torch.float64), MORE[case]["counts"]
     wanted = with_gradients(partial(heads.reference, eps=eps), tensors, counts)
-    found = with_gradients(partial(heads.packed, eps=eps), tuple(None if tensor is None else tensor.float() for tensor in tensors), counts)
+    found = with_gradients(
+        partial(heads.packed, eps=eps),
+        tuple(None if tensor is None else tensor.float() for tensor in tensors),
+        counts,
+    )
     for got, want in zip(found, wanted, strict=True):
         assert got.dtype == torch.float32
-        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5 * max(float(want.abs().max()), 1))
+        torch.testing.assert_close(
+            got.double(), want, rtol=1e-5, atol=1e-5 * max(float(want.abs().max()), 1)
+        )
 
 
 def test_a_program_of_several_tiles_adds_up_its_rows(interpreted, poisoned_memory, monkeypatch):
@@ -48,7 +61,9 @@ def test_narrow_types_are_rounded_once(interpreted, poisoned_memory):
     """
     tensors = drawn(counts=(4, 2), head_dim=16, tokens=30, dtype=torch.float16)
     exact = with_gradients(heads.reference, tuple(tensor.double() for tensor in tensors), (4, 2))
-    plain, found = (with_gradients(function, tensors, (4, 2)) for function in (heads.reference, heads.packed))
+    plain, found = (
+        with_gradients(function, tensors, (4, 2)) for function in (heads.reference, heads.packed)
+    )
     for got, rounded, want in zip(found[3:], plain[3:], exact[3:], strict=True):
         assert got.dtype == torch.float16
         assert (got.double() - want).square().mean() <= (rounded.double() - want).square().mean()
@@ -72,28 +87,50 @@ def test_gradients_come_in_any_layout(layout, interpreted, poisoned_memory):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own compiler makes objects of its functions
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning"
+)  # torch's own compiler makes objects of its functions
 @pytest.mark.parametrize("case", ["grouped, odd", "normalised alone", "turned alone"])
 def test_a_compiler_sees_one_op_and_no_break(case, interpreted):
     torch._dynamo.reset()  # each case with shapes of its own, not as a change of another's
     tensors, counts = drawn(**CASES[case]), CASES[case]["counts"]
     compiled = torch.compile(heads.packed, fullgraph=True)
-    for found, wanted in zip(with_gradients(compiled, tensors, counts), with_gradients(heads.reference, tensors, counts), strict=True):
+    for found, wanted in zip(
+        with_gradients(compiled, tensors, counts),
+        with_gradients(heads.reference, tensors, counts),
+        strict=True,
+    ):
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("options", [(True, True), (True, False), (False, True), (False, False)], ids=["both", "norm", "turn", "values"])
+@pytest.mark.parametrize(
+    "options",
+    [(True, True), (True, False), (False, True), (False, False)],
+    ids=["both", "norm", "turn", "values"],
+)
 @pytest.mark.parametrize("size", [64, 96, 128])
 def test_the_kernel_compiles_for_a_gpu_that_is_not_here(size, options):
     """Down to the binary for an H100 or H200, and without spilling registers."""
     kernel = head_kernels.gradient
     half = 1 << ((size + 1) // 2 - 1).bit_length()
-    constants = {"SIZE": size, "HALF": half, "EPS": 1e-5, "NORMALISED": options[0], "TURNED": options[1]}
+    constants = {
+        "SIZE": size,
+        "HALF": half,
+        "EPS": 1e-5,
+        "NORMALISED": options[0],
+        "TURNED": options[1],
+    }
     constants |= {"ROWS": head_passes.ELEMENTS // (2 * half), "TILES": head_passes.TILES}
     types = dict.fromkeys(kernel.arg_names, "i32") | dict.fromkeys(constants, "constexpr")
-    types |= dict.fromkeys(("grad_out", "product", "grad_product"), "*bf16") | dict.fromkeys(("gain", "cos", "sin", "grad_gain"), "*fp32")
-    source = triton.compiler.ASTSource(kernel, {key: types[key] for key in kernel.arg_names}, constants)
-    compiled = triton.compile(source, target=triton.backends.compiler.GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    types |= dict.fromkeys(("grad_out", "product", "grad_product"), "*bf16") | dict.fromkeys(
+        ("gain", "cos", "sin", "grad_gain"), "*fp32"
+    )
+    source = triton.compiler.ASTSource(
+        kernel, {key: types[key] for key in kernel.arg_names}, constants
+    )
+    compiled = triton.compile(
+        source, target=triton.backends.compiler.GPUTarget("cuda", 90, 32), options={"num_warps": 4}
+    )
     assert compiled.asm["cubin"]
     assert ".local" not in compiled.asm["ptx"]
 

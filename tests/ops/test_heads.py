@@ -16,19 +16,40 @@ CASES = {
     "grouped, odd": {"counts": (6, 2), "head_dim": 6, "tokens": 37},
     "normalised alone": {"counts": (3, 1), "head_dim": 7, "tokens": 5, "turned": False},
     "turned alone": {"counts": (2, 2), "head_dim": 10, "tokens": 19, "normalised": False},
-    "cut alone": {"counts": (2, 1), "head_dim": 3, "tokens": 4, "normalised": False, "turned": False},
+    "cut alone": {
+        "counts": (2, 1),
+        "head_dim": 3,
+        "tokens": 4,
+        "normalised": False,
+        "turned": False,
+    },
 }
 
 
 def drawn(*, counts, head_dim, tokens, normalised=True, turned=True, rows=2, dtype=torch.float32):
     """A product, gains and tables; the tables are of positions from 5 on."""
     generator = torch.Generator().manual_seed(head_dim * 100 + tokens)
-    product = torch.randn(rows, tokens, (counts[0] + 2 * counts[1]) * head_dim, generator=generator, dtype=torch.float64)
-    gain = torch.rand(sum(counts), head_dim, generator=generator, dtype=torch.float64) + 0.5 if normalised else None
+    product = torch.randn(
+        rows,
+        tokens,
+        (counts[0] + 2 * counts[1]) * head_dim,
+        generator=generator,
+        dtype=torch.float64,
+    )
+    gain = (
+        torch.rand(sum(counts), head_dim, generator=generator, dtype=torch.float64) + 0.5
+        if normalised
+        else None
+    )
     cos = sin = None
     if turned:
-        angle = torch.arange(5, 5 + tokens)[:, None] * torch.rand(head_dim // 2, generator=generator)
-        cos, sin = torch.cat((angle.cos(), angle.cos()), dim=-1), torch.cat((-angle.sin(), angle.sin()), dim=-1)
+        angle = torch.arange(5, 5 + tokens)[:, None] * torch.rand(
+            head_dim // 2, generator=generator
+        )
+        cos, sin = (
+            torch.cat((angle.cos(), angle.cos()), dim=-1),
+            torch.cat((-angle.sin(), angle.sin()), dim=-1),
+        )
     return product.to(dtype), None if gain is None else gain.to(dtype), cos, sin
 
 
@@ -36,7 +57,10 @@ def with_gradients(function, drawn_tensors, counts):
     product, gain, cos, sin = drawn_tensors
     leaves = [leaf.clone().requires_grad_() for leaf in (product, gain) if leaf is not None]
     found = function(leaves[0], leaves[1] if gain is not None else None, cos, sin, counts=counts)
-    weights = [torch.cos(torch.arange(out.numel(), dtype=torch.float64) + i).view(out.shape).to(out.dtype) for i, out in enumerate(found)]
+    weights = [
+        torch.cos(torch.arange(out.numel(), dtype=torch.float64) + i).view(out.shape).to(out.dtype)
+        for i, out in enumerate(found)
+    ]
     torch.autograd.backward(found, weights)
     return [*(out.detach() for out in found), *(leaf.grad for leaf in leaves)]
 
@@ -55,7 +79,9 @@ def by_loops(product, gain, cos, sin, counts, eps=1e-5):
                     vector = vector / (vector.square().mean() + eps).sqrt() * gain[head]
                 if cos is not None:
                     half = head_dim // 2
-                    pair = torch.complex(vector[:half], vector[half:]) * torch.complex(cos[token, :half], sin[token, half:]).to(torch.complex128)
+                    pair = torch.complex(vector[:half], vector[half:]) * torch.complex(
+                        cos[token, :half], sin[token, half:]
+                    ).to(torch.complex128)
                     vector = torch.cat((pair.real, pair.imag))
                 cut[row, token, head] = vector
     return [part.transpose(1, 2) for part in cut.split((counts[0], counts[1], counts[1]), dim=2)]
@@ -64,16 +90,28 @@ def by_loops(product, gain, cos, sin, counts, eps=1e-5):
 @pytest.mark.parametrize("case", CASES)
 def test_the_reference_is_what_its_words_say(case):
     tensors, counts = drawn(**CASES[case], dtype=torch.float64), CASES[case]["counts"]
-    for found, wanted in zip(heads.reference(*tensors, counts=counts), by_loops(*tensors, counts), strict=True):
+    for found, wanted in zip(
+        heads.reference(*tensors, counts=counts), by_loops(*tensors, counts), strict=True
+    ):
         torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_variant_adds_the_eps_that_is_asked_for(name):
-    tensors, counts = drawn(**CASES["grouped, odd"], dtype=torch.float64), CASES["grouped, odd"]["counts"]
-    for found, wanted in zip(VARIANTS[name](*tensors, counts=counts, eps=0.5), by_loops(*tensors, counts, eps=0.5), strict=True):
+    tensors, counts = (
+        drawn(**CASES["grouped, odd"], dtype=torch.float64),
+        CASES["grouped, odd"]["counts"],
+    )
+    for found, wanted in zip(
+        VARIANTS[name](*tensors, counts=counts, eps=0.5),
+        by_loops(*tensors, counts, eps=0.5),
+        strict=True,
+    ):
         torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
-    found, wanted = (with_gradients(partial(function, eps=0.5), tensors, counts) for function in (VARIANTS[name], heads.reference))
+    found, wanted = (
+        with_gradients(partial(function, eps=0.5), tensors, counts)
+        for function in (VARIANTS[name], heads.reference)
+    )
     for got, want in zip(found, wanted, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
 
@@ -83,10 +121,16 @@ def test_every_variant_adds_the_eps_that_is_asked_for(name):
 def test_values_and_gradients_match_the_reference_in_fp64(name, case, poisoned_memory):
     tensors, counts = drawn(**CASES[case], dtype=torch.float64), CASES[case]["counts"]
     wanted = with_gradients(heads.reference, tensors, counts)
-    found = with_gradients(VARIANTS[name], tuple(None if tensor is None else tensor.float() for tensor in tensors), counts)
+    found = with_gradients(
+        VARIANTS[name],
+        tuple(None if tensor is None else tensor.float() for tensor in tensors),
+        counts,
+    )
     for got, want in zip(found, wanted, strict=True):
         assert got.dtype == torch.float32
-        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5 * max(float(want.abs().max()), 1))
+        torch.testing.assert_close(
+            got.double(), want, rtol=1e-5, atol=1e-5 * max(float(want.abs().max()), 1)
+        )
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -94,7 +138,10 @@ def test_values_and_gradients_match_the_reference_in_fp64(name, case, poisoned_m
 def test_gradients_are_those_of_finite_differences(name, case):
     product, gain, cos, sin = drawn(**CASES[case] | {"tokens": 3}, rows=1, dtype=torch.float64)
     leaves = [leaf.requires_grad_() for leaf in (product, gain) if leaf is not None]
-    assert gradcheck(lambda *given: VARIANTS[name](given[0], gain, cos, sin, counts=CASES[case]["counts"]), tuple(leaves))
+    assert gradcheck(
+        lambda *given: VARIANTS[name](given[0], gain, cos, sin, counts=CASES[case]["counts"]),
+        tuple(leaves),
+    )
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -103,7 +150,9 @@ def test_low_precision_is_widened_inside(name, poisoned_memory):
     wanted = with_gradients(heads.reference, tuple(tensor.double() for tensor in tensors), (4, 2))
     for got, want in zip(with_gradients(VARIANTS[name], tensors, (4, 2)), wanted, strict=True):
         assert got.dtype == torch.bfloat16
-        torch.testing.assert_close(got.double(), want, rtol=2e-2, atol=2e-2 * max(float(want.abs().max()), 1))
+        torch.testing.assert_close(
+            got.double(), want, rtol=2e-2, atol=2e-2 * max(float(want.abs().max()), 1)
+        )
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -21,10 +21,15 @@ CASES = {
 
 def with_gradients(function, shape, width_in, width_out, dtype, *, bias):
     generator = torch.Generator().manual_seed(width_out)
-    drawn = [torch.randn(*size, generator=generator) for size in ((*shape, width_in), (width_out, width_in), (width_out,))]
+    drawn = [
+        torch.randn(*size, generator=generator)
+        for size in ((*shape, width_in), (width_out, width_in), (width_out,))
+    ]
     leaves = [tensor.to(dtype).requires_grad_() for tensor in drawn[: 3 if bias else 2]]
     out = function(*leaves)
-    out.backward(torch.cos(torch.arange(out.numel(), dtype=torch.float64)).view(out.shape).to(dtype))
+    out.backward(
+        torch.cos(torch.arange(out.numel(), dtype=torch.float64)).view(out.shape).to(dtype)
+    )
     return [out.detach(), *(leaf.grad for leaf in leaves)]
 
 
@@ -58,9 +63,16 @@ def test_what_lies_between_two_products_is_the_same_in_fewer_bytes(name, activat
     function, results = VARIANTS[name], []
     for inside in (True, False):
         generator = torch.Generator().manual_seed(1)
-        leaves = [torch.randn(*size, generator=generator).requires_grad_() for size in ((33, 16), (48, 16), (24, 48))]
+        leaves = [
+            torch.randn(*size, generator=generator).requires_grad_()
+            for size in ((33, 16), (48, 16), (24, 48))
+        ]
         hidden, up, down = leaves
-        between = function(hidden, up, activation=activation) if inside else activation(function(hidden, up))
+        between = (
+            function(hidden, up, activation=activation)
+            if inside
+            else activation(function(hidden, up))
+        )
         out = function(between, down)
         out.backward(torch.cos(torch.arange(out.numel())).view(out.shape))
         results.append([out.detach(), *(leaf.grad for leaf in leaves)])
@@ -71,7 +83,9 @@ def test_what_lies_between_two_products_is_the_same_in_fewer_bytes(name, activat
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_few_rows_take_what_an_activated_product_left_narrow(name):
-    assert VARIANTS[name](torch.randn(2, 4), torch.randn(3, 4), activation=gelu).dtype == torch.float32
+    assert (
+        VARIANTS[name](torch.randn(2, 4), torch.randn(3, 4), activation=gelu).dtype == torch.float32
+    )
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -79,7 +93,9 @@ def test_frozen_factors_get_no_gradient(name):
     hidden, weight = torch.randn(5, 4), torch.randn(3, 4, requires_grad=True)
     VARIANTS[name](hidden, weight).sum().backward()
     assert hidden.grad is None
-    torch.testing.assert_close(weight.grad, hidden.sum(0).expand(3, -1), rtol=CLOSE.get(name, 1e-5), atol=1e-5)
+    torch.testing.assert_close(
+        weight.grad, hidden.sum(0).expand(3, -1), rtol=CLOSE.get(name, 1e-5), atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
@@ -98,5 +114,8 @@ def test_fp8_is_near_bf16_forward_and_backward(bias):
 
 def test_fp8_leaves_alone_what_the_hardware_does_not_multiply():
     for case in (((5,), 64, 48), ((16,), 60, 48), ((16,), 64, 40)):
-        wanted, found = (with_gradients(function, *case, torch.bfloat16, bias=True) for function in (linear.reference, linear.fp8))
+        wanted, found = (
+            with_gradients(function, *case, torch.bfloat16, bias=True)
+            for function in (linear.reference, linear.fp8)
+        )
         assert all(torch.equal(got, want) for got, want in zip(found, wanted, strict=True))

@@ -5,7 +5,14 @@ import sys
 
 import pytest
 import torch
-from test_cross_entropy import CASES, EXTRAS, drawn, scaled_gradients, sure_of_their_targets, with_gradients
+from test_cross_entropy import (
+    CASES,
+    EXTRAS,
+    drawn,
+    scaled_gradients,
+    sure_of_their_targets,
+    with_gradients,
+)
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flatout.ops
@@ -18,7 +25,9 @@ triton = pytest.importorskip("triton", reason="the package triton is not install
 
 from flatout.ops import loss_kernels, loss_rows  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's NumPy, of what padding happens to hold
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::RuntimeWarning"
+)  # the interpreter's NumPy, of what padding happens to hold
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
@@ -30,30 +39,49 @@ def chunks(request, monkeypatch):
 
 def assert_near(found, wanted, limit):
     for got, want in zip(found, wanted, strict=True):
-        torch.testing.assert_close(got.double(), want.double(), rtol=limit, atol=limit * max(float(want.double().abs().max()), 1))
+        torch.testing.assert_close(
+            got.double(),
+            want.double(),
+            rtol=limit,
+            atol=limit * max(float(want.double().abs().max()), 1),
+        )
 
 
 @pytest.mark.parametrize("extras", EXTRAS)
 @pytest.mark.parametrize("case", [case for case in CASES if case != "odd"])
-def test_values_and_gradients_match_the_reference_in_fp64(interpreted, poisoned_memory, case, extras):
+def test_values_and_gradients_match_the_reference_in_fp64(
+    interpreted, poisoned_memory, case, extras
+):
     hidden, weight, targets = drawn(**CASES[case])
-    wanted = with_gradients(cross_entropy.reference, hidden.double(), weight.double(), targets, **EXTRAS[extras])
+    wanted = with_gradients(
+        cross_entropy.reference, hidden.double(), weight.double(), targets, **EXTRAS[extras]
+    )
     found = with_gradients(cross_entropy.triton, hidden, weight, targets, **EXTRAS[extras])
     assert found[0].dtype == torch.float32
     assert torch.equal(found[1], wanted[1])
     assert_near(found, wanted, 1e-5)
     with torch.no_grad():
-        assert_near(cross_entropy.triton(hidden, weight, targets, **EXTRAS[extras]), wanted[:2], 1e-5)
+        assert_near(
+            cross_entropy.triton(hidden, weight, targets, **EXTRAS[extras]), wanted[:2], 1e-5
+        )
 
 
 def test_chunks_of_odd_lengths_add_up(interpreted, poisoned_memory, chunks):
     hidden, weight, targets = drawn(**CASES["odd"])
-    wanted = with_gradients(cross_entropy.reference, hidden.double(), weight.double(), targets, **EXTRAS["both"])
-    assert_near(with_gradients(cross_entropy.triton, hidden, weight, targets, **EXTRAS["both"]), wanted, 1e-5)
+    wanted = with_gradients(
+        cross_entropy.reference, hidden.double(), weight.double(), targets, **EXTRAS["both"]
+    )
+    assert_near(
+        with_gradients(cross_entropy.triton, hidden, weight, targets, **EXTRAS["both"]),
+        wanted,
+        1e-5,
+    )
 
 
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
-def test_narrow_products_give_an_fp32_loss_and_gradients_of_the_leaves_types(interpreted, poisoned_memory, dtype):
+def test_narrow_products_give_an_fp32_loss_and_gradients_of_the_leaves_types(
+    interpreted, poisoned_memory, dtype
+):
     hidden, weight, targets = drawn(**CASES["odd"])
     hidden, weight = hidden.to(dtype), weight.to(dtype)
     wanted = with_gradients(cross_entropy.reference, hidden.double(), weight.double(), targets)
@@ -62,22 +90,37 @@ def test_narrow_products_give_an_fp32_loss_and_gradients_of_the_leaves_types(int
     assert_near(found, wanted, LIMITS[dtype])
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
         mixed = with_gradients(cross_entropy.triton, hidden.float(), weight.float(), targets)
-    assert [tensor.dtype for tensor in mixed] == [torch.float32, torch.int64, torch.float32, torch.float32]
+    assert [tensor.dtype for tensor in mixed] == [
+        torch.float32,
+        torch.int64,
+        torch.float32,
+        torch.float32,
+    ]
     assert_near(mixed, wanted, LIMITS[dtype])
 
 
-@pytest.mark.parametrize("vocab", [1, 2, 31, loss_rows.BLOCK, loss_rows.BLOCK + 1, 2 * loss_rows.BLOCK * loss_rows.AT_ONCE + 77])
+@pytest.mark.parametrize(
+    "vocab",
+    [1, 2, 31, loss_rows.BLOCK, loss_rows.BLOCK + 1, 2 * loss_rows.BLOCK * loss_rows.AT_ONCE + 77],
+)
 def test_vocabularies_that_fill_no_whole_blocks(interpreted, poisoned_memory, vocab):
     hidden, weight, targets = drawn(rows=1, tokens=5, width=4, vocab=vocab, ignored=0.2)
     extras = {"softcap": 3.0, "z_loss": 1e-2}
-    wanted = with_gradients(cross_entropy.reference, hidden.double(), weight.double(), targets, **extras)
-    assert_near(with_gradients(cross_entropy.triton, hidden, weight, targets, **extras), wanted, 1e-5)
+    wanted = with_gradients(
+        cross_entropy.reference, hidden.double(), weight.double(), targets, **extras
+    )
+    assert_near(
+        with_gradients(cross_entropy.triton, hidden, weight, targets, **extras), wanted, 1e-5
+    )
 
 
 @pytest.mark.parametrize("order", [1, -1], ids=["rising", "falling"])
 def test_logits_far_apart_neither_overflow_nor_vanish(interpreted, order):
     """A lane's largest logit so far changes with each block, or never again."""
-    hidden, weight = torch.full((1, 2, 1), 1.0), torch.linspace(-80.0 * order, 300.0 * order, 3 * loss_rows.BLOCK)[:, None]
+    hidden, weight = (
+        torch.full((1, 2, 1), 1.0),
+        torch.linspace(-80.0 * order, 300.0 * order, 3 * loss_rows.BLOCK)[:, None],
+    )
     targets = torch.tensor([[0, 3 * loss_rows.BLOCK - 1]])
     wanted = with_gradients(cross_entropy.reference, hidden.double(), weight.double(), targets)
     assert_near(with_gradients(cross_entropy.triton, hidden, weight, targets), wanted, 1e-4)
@@ -88,7 +131,9 @@ def test_ignored_targets_reach_neither_loss_nor_gradients(interpreted, poison):
     hidden, weight, targets = drawn(**CASES["some ignored"])
     ignored = targets == cross_entropy.IGNORED
     plain = with_gradients(cross_entropy.triton, hidden, weight, targets)
-    poisoned = with_gradients(cross_entropy.triton, hidden.masked_fill(ignored[..., None], poison), weight, targets)
+    poisoned = with_gradients(
+        cross_entropy.triton, hidden.masked_fill(ignored[..., None], poison), weight, targets
+    )
     for got, want in zip(poisoned, plain, strict=True):
         assert torch.equal(got, want)
 
@@ -109,7 +154,9 @@ def test_an_ignored_row_is_not_read_and_only_padding_is_touched(interpreted, str
 def test_a_number_that_is_none_is_not_hidden(interpreted, broken):
     hidden, weight, targets = drawn(**CASES["plain"])
     hidden[0, 3] = broken
-    loss_sum, _, grad_hidden, grad_weight = with_gradients(cross_entropy.triton, hidden, weight, targets)
+    loss_sum, _, grad_hidden, grad_weight = with_gradients(
+        cross_entropy.triton, hidden, weight, targets
+    )
     assert not torch.isfinite(loss_sum)
     assert not torch.isfinite(grad_hidden[0, 3]).all()
     assert not torch.isfinite(grad_weight).all()
@@ -117,10 +164,19 @@ def test_a_number_that_is_none_is_not_hidden(interpreted, broken):
 
 def test_float16_keeps_small_gradients_that_the_scale_of_the_loss_saves(interpreted, chunks):
     hidden, weight, targets = sure_of_their_targets()
-    wanted = scaled_gradients(cross_entropy.reference, hidden, weight, targets, scale=2.0**15, dtype=torch.float32)
-    found = scaled_gradients(cross_entropy.triton, hidden, weight, targets, scale=2.0**15, dtype=torch.float16)
+    wanted = scaled_gradients(
+        cross_entropy.reference, hidden, weight, targets, scale=2.0**15, dtype=torch.float32
+    )
+    found = scaled_gradients(
+        cross_entropy.triton, hidden, weight, targets, scale=2.0**15, dtype=torch.float16
+    )
     torch.testing.assert_close(found[1][1:, 0], wanted[1][1:, 0], rtol=1e-2, atol=0)
-    torch.testing.assert_close(found[0][..., 1:], wanted[0][..., 1:], rtol=1e-2, atol=1e-2 * float(wanted[0][..., 1:].abs().max()))
+    torch.testing.assert_close(
+        found[0][..., 1:],
+        wanted[0][..., 1:],
+        rtol=1e-2,
+        atol=1e-2 * float(wanted[0][..., 1:].abs().max()),
+    )
 
 
 def test_the_weights_gradient_is_not_rounded_chunk_by_chunk(interpreted, monkeypatch):
@@ -129,44 +185,75 @@ def test_the_weights_gradient_is_not_rounded_chunk_by_chunk(interpreted, monkeyp
     found = []
     for at_once in (16 * 128, 16 * 16):
         monkeypatch.setitem(loss_rows.LOGITS_AT_ONCE, "cpu", at_once)
-        found.append(loss_rows.learned(hidden[0].bfloat16(), weight.bfloat16(), targets[0], None, 0.0)[2])
+        found.append(
+            loss_rows.learned(hidden[0].bfloat16(), weight.bfloat16(), targets[0], None, 0.0)[2]
+        )
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own compiler makes objects of its functions
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning"
+)  # torch's own compiler makes objects of its functions
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_a_compiled_model_calls_one_operation_and_holds_no_whole_logits(interpreted, monkeypatch, dtype):
+def test_a_compiled_model_calls_one_operation_and_holds_no_whole_logits(
+    interpreted, monkeypatch, dtype
+):
     """40 targets of 11 logits, 110 at a time: what the kernel is given is never larger."""
     monkeypatch.setitem(loss_rows.LOGITS_AT_ONCE, "cpu", 11 * 10)
     generator = torch.Generator().manual_seed(0)
-    hidden, weight = (torch.randn(size, generator=generator).to(dtype) for size in ((1, 40, 8), (11, 8)))
+    hidden, weight = (
+        torch.randn(size, generator=generator).to(dtype) for size in ((1, 40, 8), (11, 8))
+    )
     targets, seen = torch.randint(11, (1, 40), generator=generator), []
     overwrite = loss_rows.overwrite
-    monkeypatch.setattr(loss_rows, "overwrite", lambda product_CV, *others: (seen.append(product_CV.numel()), overwrite(product_CV, *others))[1])
+    monkeypatch.setattr(
+        loss_rows,
+        "overwrite",
+        lambda product_CV, *others: (
+            seen.append(product_CV.numel()),
+            overwrite(product_CV, *others),
+        )[1],
+    )
 
     def model(hidden, weight, targets):
         loss_sum, num_valid = cross_entropy.triton(hidden * 2, weight, targets)
         return loss_sum * 3, num_valid
 
-    found, wanted = (with_gradients(function, hidden, weight, targets) for function in (torch.compile(model, fullgraph=True), model))
+    found, wanted = (
+        with_gradients(function, hidden, weight, targets)
+        for function in (torch.compile(model, fullgraph=True), model)
+    )
     assert seen == [110] * 8
     for got, want in zip(found, wanted, strict=True):
         assert got.dtype == want.dtype
         assert torch.equal(got, want)
     assert wanted[2].any()
     with torch.no_grad():
-        torch.testing.assert_close(torch.compile(model, fullgraph=True)(hidden, weight, targets)[0], wanted[0])
+        torch.testing.assert_close(
+            torch.compile(model, fullgraph=True)(hidden, weight, targets)[0], wanted[0]
+        )
 
 
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
 def test_the_operations_say_what_they_return(interpreted, dtype):
     hidden, weight, targets = drawn(**CASES["one target"])
     hidden, weight, targets = hidden.flatten(0, 1).to(dtype), weight.to(dtype), targets.flatten()
-    for operation in (loss_rows._learned, loss_rows._scored, loss_chunks._learned, loss_chunks._scored):
-        torch.library.opcheck(operation, (hidden, weight, targets, 3.0, 1e-2), test_utils=("test_schema", "test_faketensor"))
+    for operation in (
+        loss_rows._learned,
+        loss_rows._scored,
+        loss_chunks._learned,
+        loss_chunks._scored,
+    ):
+        torch.library.opcheck(
+            operation,
+            (hidden, weight, targets, 3.0, 1e-2),
+            test_utils=("test_schema", "test_faketensor"),
+        )
 
 
-@pytest.mark.parametrize(("dtype", "bytes_of_hidden"), [(torch.bfloat16, 2), (torch.float16, 4)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "bytes_of_hidden"), [(torch.bfloat16, 2), (torch.float16, 4)], ids=str
+)
 def test_logits_are_held_once_and_gradients_nowhere_else(monkeypatch, dtype, bytes_of_hidden):
     """On tensors without memory, which count as a GPU's: one chunk of logits, both gradients, and little else."""
     monkeypatch.setitem(loss_rows.LOGITS_AT_ONCE, "cuda", 2**22)
@@ -191,11 +278,17 @@ def test_the_kernel_compiles_for_a_gpu_that_is_not_here(dtype, learned, vocab, c
     constants = {"Z_LOSS": 1e-4, "SCALE": 4096.0, "GRADIENT": learned, "CAP": cap, "VOCAB": vocab}
     constants |= dict.fromkeys(("PADDED", "STRIDE"), -(-vocab // 16) * 16)
     constants |= {"AT_ONCE": loss_rows.AT_ONCE, "BLOCK": loss_rows.BLOCK}
-    types = {"product": f"*{dtype}", "targets": "*i64", "losses": "*fp32"} | dict.fromkeys(constants, "constexpr")
+    types = {"product": f"*{dtype}", "targets": "*i64", "losses": "*fp32"} | dict.fromkeys(
+        constants, "constexpr"
+    )
     aligned = {(place,): [["tt.divisibility", 16]] for place in range(3)}
-    source = triton.compiler.ASTSource(kernel, {key: types[key] for key in kernel.arg_names}, constants, aligned)
+    source = triton.compiler.ASTSource(
+        kernel, {key: types[key] for key in kernel.arg_names}, constants, aligned
+    )
     target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
-    compiled = triton.compile(source, target=target, options={"num_warps": loss_rows.BLOCK // (32 * loss_rows.PER_THREAD)})
+    compiled = triton.compile(
+        source, target=target, options={"num_warps": loss_rows.BLOCK // (32 * loss_rows.PER_THREAD)}
+    )
     assert compiled.asm["cubin"]
     assert "ld.global.L1::evict_last" in compiled.asm["ptx"]
     assert ".v4.b32" in compiled.asm["ptx"]  # 16 bytes at a time
@@ -203,7 +296,13 @@ def test_the_kernel_compiles_for_a_gpu_that_is_not_here(dtype, learned, vocab, c
 
 def test_where_triton_does_not_run_it_is_chunked():
     hidden, weight, targets = drawn(**CASES["some ignored"])
-    for found, wanted in zip(*(with_gradients(way, hidden, weight, targets) for way in (cross_entropy.triton, cross_entropy.chunked)), strict=True):
+    for found, wanted in zip(
+        *(
+            with_gradients(way, hidden, weight, targets)
+            for way in (cross_entropy.triton, cross_entropy.chunked)
+        ),
+        strict=True,
+    ):
         assert torch.equal(found, wanted)
 
 
@@ -217,12 +316,16 @@ def test_without_triton_it_says_how_to_install_it(monkeypatch):
         cross_entropy.triton(*drawn(**CASES["plain"]))
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own compiler makes objects of its functions
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning"
+)  # torch's own compiler makes objects of its functions
 def test_a_whole_compiled_model_learns_from_it(interpreted, monkeypatch):
     torch._dynamo.reset()  # other tests of this process compile the same forward
     monkeypatch.setitem(loss_rows.LOGITS_AT_ONCE, "cpu", 65 * 8)
     model = Transformer(
-        Transformer.check({"vocab_size": 65, "num_layers": 1, "d_model": 16, "num_heads": 2}, seq_len=12),
+        Transformer.check(
+            {"vocab_size": 65, "num_layers": 1, "d_model": 16, "num_heads": 2}, seq_len=12
+        ),
         Ops.plain(cross_entropy=cross_entropy.triton),
     )
     tokens = torch.randint(65, (2, 13), generator=torch.Generator().manual_seed(0))

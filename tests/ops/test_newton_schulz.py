@@ -27,13 +27,17 @@ def iterate(request):
     return VARIANTS[request.param]
 
 
-@pytest.mark.parametrize("shape", [(3, 4, 9), (1, 11, 11), (5, 1, 3), (2, 6, 2), (4, 16, 40)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(3, 4, 9), (1, 11, 11), (5, 1, 3), (2, 6, 2), (4, 16, 40)], ids=str
+)
 def test_every_variant_matches_the_reference_in_fp64(iterate, shape):
     matrices_NRC = drawn(shape, 11)
     kept_NRC = matrices_NRC.clone()
     wanted_NRC = newton_schulz.reference(matrices_NRC)
     torch.testing.assert_close(iterate(matrices_NRC), wanted_NRC, rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(iterate(matrices_NRC.float()).double(), wanted_NRC, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        iterate(matrices_NRC.float()).double(), wanted_NRC, rtol=1e-4, atol=1e-4
+    )
     assert torch.equal(matrices_NRC, kept_NRC)
 
 
@@ -53,7 +57,9 @@ def test_singular_values_land_near_one_and_vectors_stay(iterate, rows, columns, 
     exact_left, _, exact_right = torch.linalg.svd(matrix, full_matrices=False)
     assert float((found.double() - exact_left @ exact_right).norm() / math.sqrt(rows)) < 0.35
     aligned = torch.linalg.solve(matrix @ matrix.T, matrix @ found.double().T)
-    torch.testing.assert_close(aligned, aligned.T, rtol=1e-3, atol=1e-3)  # U diag V' of the same U and V
+    torch.testing.assert_close(
+        aligned, aligned.T, rtol=1e-3, atol=1e-3
+    )  # U diag V' of the same U and V
 
 
 @pytest.mark.parametrize("scale", [1e-8, 1e-3, 1e6])
@@ -66,15 +72,24 @@ def test_half_precision_is_orthogonalised_in_float32_on_the_cpu(iterate):
     assert iterate(torch.randn(1, 3, 3).bfloat16()).dtype == torch.float32
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own compiler makes objects of its functions
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning"
+)  # torch's own compiler makes objects of its functions
 def test_compiled_iterations_match_the_reference_and_compile_once_a_shape():
     torch._dynamo.reset()
     watch = CompilationWatch()
     for seed in (1, 2):
-        for dtype, rtol, atol in ((torch.float64, 1e-10, 1e-12), (torch.float32, 1e-4, 1e-4), (torch.bfloat16, 1e-4, 1e-4)):
+        for dtype, rtol, atol in (
+            (torch.float64, 1e-10, 1e-12),
+            (torch.float32, 1e-4, 1e-4),
+            (torch.bfloat16, 1e-4, 1e-4),
+        ):
             matrices_NRC = drawn((3, 4, 9), seed).to(dtype)
             matrices_NRC[1] = 0
-            found_NRC, wanted_NRC = newton_schulz.compiled(matrices_NRC), newton_schulz.reference(matrices_NRC)
+            found_NRC, wanted_NRC = (
+                newton_schulz.compiled(matrices_NRC),
+                newton_schulz.reference(matrices_NRC),
+            )
             assert found_NRC.dtype == wanted_NRC.dtype
             torch.testing.assert_close(found_NRC, wanted_NRC, rtol=rtol, atol=atol)
             assert not found_NRC[1].any()

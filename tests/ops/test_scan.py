@@ -38,7 +38,9 @@ def kernels_run_here(request):
         request.getfixturevalue("interpreted")
 
 
-def drawn(rows, tokens, eigenstates, *, selective=False, documents=False, start=False, dtype=torch.float64):
+def drawn(
+    rows, tokens, eigenstates, *, selective=False, documents=False, start=False, dtype=torch.float64
+):
     """What a recurrence is given; time constants from 1 to the length. Exactly the same numbers in every dtype."""
     generator = torch.Generator().manual_seed(tokens)
 
@@ -47,17 +49,29 @@ def drawn(rows, tokens, eigenstates, *, selective=False, documents=False, start=
 
     shape = (rows, tokens, eigenstates) if selective else (eigenstates,)
     memory = torch.exp(torch.rand(shape, generator=generator) * math.log(tokens + 1))
-    given = {"log_decay": (-1 / memory).to(dtype), "angle": (torch.rand(shape, generator=generator) * 2 * math.pi).to(dtype)}
+    given = {
+        "log_decay": (-1 / memory).to(dtype),
+        "angle": (torch.rand(shape, generator=generator) * 2 * math.pi).to(dtype),
+    }
     given["drive"] = normal(rows, tokens, 2 * eigenstates)
     if start:
         given["start"] = normal(rows, 2 * eigenstates)
-    doc_ids = (torch.rand(rows, tokens, generator=generator) < 0.1).cumsum(dim=1) if documents else None
+    doc_ids = (
+        (torch.rand(rows, tokens, generator=generator) < 0.1).cumsum(dim=1) if documents else None
+    )
     return given, doc_ids, normal(rows, tokens, 2 * eigenstates)
 
 
 def with_gradients(function, given, doc_ids, weights, chunk_size=128):
     leaves = {name: leaf.clone().requires_grad_() for name, leaf in given.items()}
-    states = function(leaves["log_decay"], leaves["angle"], leaves["drive"], doc_ids_BT=doc_ids, start_BE=leaves.get("start"), chunk_size=chunk_size)
+    states = function(
+        leaves["log_decay"],
+        leaves["angle"],
+        leaves["drive"],
+        doc_ids_BT=doc_ids,
+        start_BE=leaves.get("start"),
+        chunk_size=chunk_size,
+    )
     states.backward(weights.to(states.dtype))
     return {"states": states.detach()} | {name: leaf.grad for name, leaf in leaves.items()}
 
@@ -65,7 +79,12 @@ def with_gradients(function, given, doc_ids, weights, chunk_size=128):
 def apart(found, wanted):
     """The error of each quantity, relative to its norm."""
     assert found.keys() == wanted.keys()
-    return {name: float((found[name].double() - wanted[name]).norm() / wanted[name].norm().clamp_min(1e-30)) for name in wanted}
+    return {
+        name: float(
+            (found[name].double() - wanted[name]).norm() / wanted[name].norm().clamp_min(1e-30)
+        )
+        for name in wanted
+    }
 
 
 def by_complex_numbers(given, doc_ids):
@@ -91,19 +110,29 @@ def by_complex_numbers(given, doc_ids):
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_reference_is_what_its_words_say(kind):
     given, doc_ids, _ = drawn(2, 23, 3, **KINDS[kind])
-    found = scan.reference(given["log_decay"], given["angle"], given["drive"], doc_ids_BT=doc_ids, start_BE=given.get("start"))
+    found = scan.reference(
+        given["log_decay"],
+        given["angle"],
+        given["drive"],
+        doc_ids_BT=doc_ids,
+        start_BE=given.get("start"),
+    )
     torch.testing.assert_close(found, by_complex_numbers(given, doc_ids), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("name", "tokens", "chunk_size"), CASES)
-def test_values_and_gradients_match_the_reference_in_fp64(name, kind, tokens, chunk_size, poisoned_memory):
+def test_values_and_gradients_match_the_reference_in_fp64(
+    name, kind, tokens, chunk_size, poisoned_memory
+):
     given, doc_ids, weights = drawn(2, tokens, 3, **KINDS[kind])
     wanted = with_gradients(scan.reference, given, doc_ids, weights)
     exact = with_gradients(VARIANTS[name], given, doc_ids, weights, chunk_size)
     assert max(apart(exact, wanted).values()) < 1e-11
     narrow = {name: tensor.float() for name, tensor in given.items()}
-    for quantity, error in apart(with_gradients(VARIANTS[name], narrow, doc_ids, weights, chunk_size), wanted).items():
+    for quantity, error in apart(
+        with_gradients(VARIANTS[name], narrow, doc_ids, weights, chunk_size), wanted
+    ).items():
         assert error < LIMITS[quantity], quantity
 
 
@@ -115,8 +144,17 @@ def long_text(request):
     """Something of 32,768 tokens, and what comes of it; time constants reach over all of them, and documents over thousands."""
     given, _, weights = drawn(1, 32_768, 4, dtype=torch.float32, **LONG_TEXTS[request.param])
     doc_ids = (torch.arange(32_768) >= 9_000).int()[None] if "document" in request.param else None
-    exactly = scan.reference if request.param == "fixed" else scan.chunked  # which is the reference to 1e-11 in fp64, in a fraction of the time
-    return given, doc_ids, weights, with_gradients(exactly, {key: value.double() for key, value in given.items()}, doc_ids, weights)
+    exactly = (
+        scan.reference if request.param == "fixed" else scan.chunked
+    )  # which is the reference to 1e-11 in fp64, in a fraction of the time
+    return (
+        given,
+        doc_ids,
+        weights,
+        with_gradients(
+            exactly, {key: value.double() for key, value in given.items()}, doc_ids, weights
+        ),
+    )
 
 
 @pytest.mark.parametrize("name", sorted({*FAST} - TRITON))  # Triton's wait for a GPU
@@ -132,7 +170,9 @@ def test_eigenvalues_keep_their_gradients_over_32768_tokens(name, long_text):
 @pytest.mark.parametrize("name", VARIANTS)
 def test_bf16_comes_in_and_fp32_goes_out_but_from_the_narrow_one(name):
     given, doc_ids, weights = drawn(2, 30, 3, dtype=torch.bfloat16)
-    wanted = with_gradients(scan.reference, {key: value.double() for key, value in given.items()}, doc_ids, weights)
+    wanted = with_gradients(
+        scan.reference, {key: value.double() for key, value in given.items()}, doc_ids, weights
+    )
     found = with_gradients(VARIANTS[name], given, doc_ids, weights)
     assert found["states"].dtype == (torch.bfloat16 if name == "triton_narrow" else torch.float32)
     assert found["drive"].dtype == torch.bfloat16
@@ -178,12 +218,17 @@ def test_nothing_of_another_document_gets_through_not_even_nan(name, selective, 
 def test_gradients_are_those_of_finite_differences(name):
     given, doc_ids, _ = drawn(1, 9, 2, documents=True, start=True)
     leaves = [tensor.requires_grad_() for tensor in given.values()]
-    call = lambda decay, angle, drive, start: VARIANTS[name](decay, angle, drive, doc_ids_BT=doc_ids, start_BE=start, chunk_size=4)  # noqa: E731
+
+    def call(decay, angle, drive, start):
+        return VARIANTS[name](decay, angle, drive, doc_ids_BT=doc_ids, start_BE=start, chunk_size=4)
+
     assert gradcheck(call, leaves)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-@pytest.mark.parametrize(("dtype", "limit"), [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=["fp64", "fp32"])
+@pytest.mark.parametrize(
+    ("dtype", "limit"), [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=["fp64", "fp32"]
+)
 def test_a_text_in_pieces_is_the_text_whole(name, dtype, limit):
     given, _, _ = drawn(1, 50, 3, dtype=dtype)
     whole = VARIANTS[name](given["log_decay"], given["angle"], given["drive"])
@@ -210,18 +255,26 @@ def test_shapes_that_do_not_fit_are_refused(name, change, said):
     given["start_BE"] = None
     arguments = given | change
     with pytest.raises(ShapeError, match=said):
-        VARIANTS[name](arguments.pop("log_decay"), arguments.pop("angle"), arguments.pop("drive"), **arguments)
+        VARIANTS[name](
+            arguments.pop("log_decay"), arguments.pop("angle"), arguments.pop("drive"), **arguments
+        )
 
 
 def on_gpu(given, doc_ids, weights):
-    return {key: value.cuda() for key, value in given.items()}, None if doc_ids is None else doc_ids.cuda(), weights.cuda()
+    return (
+        {key: value.cuda() for key, value in given.items()},
+        None if doc_ids is None else doc_ids.cuda(),
+        weights.cuda(),
+    )
 
 
 LONG_SIZES = [(1_025, 128), (5_000, 2), (32_768, 256)]
 ESSENTIAL = {(37, 8), (1_025, 128), (32_768, 256)}
 """Sizes at which Triton's kernels are tried on a GPU where there is no time for all."""
 ON_GPU = [
-    pytest.param(name, *size, marks=[pytest.mark.gpu_essential] * (name == "triton" and size in ESSENTIAL))
+    pytest.param(
+        name, *size, marks=[pytest.mark.gpu_essential] * (name == "triton" and size in ESSENTIAL)
+    )
     for name in WIDE
     for size in [*SIZES, *LONG_SIZES]
 ]
@@ -232,10 +285,14 @@ ON_GPU = [
 @pytest.mark.parametrize(("name", "tokens", "chunk_size"), ON_GPU)
 def test_values_and_gradients_on_a_gpu(name, kind, tokens, chunk_size, poisoned_memory):
     given, doc_ids, weights = on_gpu(*drawn(2, tokens, 40, dtype=torch.float32, **KINDS[kind]))
-    wanted = with_gradients(scan.chunked, {key: value.double() for key, value in given.items()}, doc_ids, weights)
+    wanted = with_gradients(
+        scan.chunked, {key: value.double() for key, value in given.items()}, doc_ids, weights
+    )
     found = with_gradients(VARIANTS[name], given, doc_ids, weights, chunk_size)
     for quantity, error in apart(found, wanted).items():
-        assert error < (1e-3 if quantity in ("log_decay", "angle") and tokens > 10_000 else LIMITS[quantity]), quantity
+        assert error < (
+            1e-3 if quantity in ("log_decay", "angle") and tokens > 10_000 else LIMITS[quantity]
+        ), quantity
 
 
 @pytest.mark.gpu
@@ -243,7 +300,10 @@ def test_values_and_gradients_on_a_gpu(name, kind, tokens, chunk_size, poisoned_
 def test_eigenvalues_keep_their_gradients_over_32768_tokens_on_a_gpu(name, long_text):
     given, doc_ids, weights, wanted = long_text
     given, doc_ids, weights = on_gpu(given, doc_ids, weights)
-    errors = apart(with_gradients(VARIANTS[name], given, doc_ids, weights), {key: value.cuda() for key, value in wanted.items()})
+    errors = apart(
+        with_gradients(VARIANTS[name], given, doc_ids, weights),
+        {key: value.cuda() for key, value in wanted.items()},
+    )
     assert errors["log_decay"] < 1e-3
     assert errors["angle"] < 1e-3
     assert errors["states"] < 1e-5
@@ -252,12 +312,19 @@ def test_eigenvalues_keep_their_gradients_over_32768_tokens_on_a_gpu(name, long_
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.gpu_essential] * (name == "triton")) for name in FAST])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.gpu_essential] * (name == "triton")) for name in FAST],
+)
 def test_a_compiled_recurrence_in_bf16_on_a_gpu(name, kind):
     """Without a break in the graph, and all gradients there; twice, the same bits."""
     given, doc_ids, weights = on_gpu(*drawn(2, 1_000, 40, dtype=torch.bfloat16, **KINDS[kind]))
-    wanted = with_gradients(scan.chunked, {key: value.double() for key, value in given.items()}, doc_ids, weights)
-    compiled = torch.compile(lambda *args, **kwargs: 2 * VARIANTS[name](*args, **kwargs), fullgraph=True)
+    wanted = with_gradients(
+        scan.chunked, {key: value.double() for key, value in given.items()}, doc_ids, weights
+    )
+    compiled = torch.compile(
+        lambda *args, **kwargs: 2 * VARIANTS[name](*args, **kwargs), fullgraph=True
+    )
     with torch.autocast("cuda", dtype=torch.bfloat16):
         found, again = (with_gradients(compiled, given, doc_ids, weights / 2) for _ in range(2))
     found["states"] /= 2

@@ -32,11 +32,15 @@ def gradients(call, leaves, doc_ids):
 
 def test_eigenstates_that_fill_no_whole_blocks(interpreted):
     leaves = drawn(1, 7, scan_passes.BLOCK + 5)
-    for found, wanted in zip(gradients(scan.triton, leaves, None), gradients(scan.reference, leaves, None), strict=True):
+    for found, wanted in zip(
+        gradients(scan.triton, leaves, None), gradients(scan.reference, leaves, None), strict=True
+    ):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own compiler makes objects of its functions
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning"
+)  # torch's own compiler makes objects of its functions
 @pytest.mark.parametrize("drive_dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_a_compiler_sees_one_op_and_no_break(interpreted, drive_dtype):
     leaves, doc_ids = drawn(2, 11, 3, drive_dtype=drive_dtype), (torch.arange(22) // 5).view(2, 11)
@@ -44,7 +48,11 @@ def test_a_compiler_sees_one_op_and_no_break(interpreted, drive_dtype):
     def model(log_decay, angle, drive, **others):
         return scan.triton(-log_decay.exp(), angle, drive * 2, **others) * 3
 
-    for found, wanted in zip(gradients(torch.compile(model, fullgraph=True), leaves, doc_ids), gradients(model, leaves, doc_ids), strict=True):
+    for found, wanted in zip(
+        gradients(torch.compile(model, fullgraph=True), leaves, doc_ids),
+        gradients(model, leaves, doc_ids),
+        strict=True,
+    ):
         assert found.dtype == wanted.dtype
         torch.testing.assert_close(found, wanted)
 
@@ -53,10 +61,19 @@ def test_a_narrow_drive_is_read_as_it_is(interpreted, monkeypatch):
     leaves, read = drawn(1, 9, 2, drive_dtype=torch.bfloat16), []
     launch = scan_passes._Steps.launch
     monkeypatch.setattr(
-        scan_passes._Steps, "launch", lambda steps, *others, **constants: (read.append(steps.drive), launch(steps, *others, **constants))
+        scan_passes._Steps,
+        "launch",
+        lambda steps, *others, **constants: (
+            read.append(steps.drive),
+            launch(steps, *others, **constants),
+        ),
     )
     scan.triton(*leaves, chunk_size=4)
-    assert [tensor.data_ptr() == leaves[2].data_ptr() for tensor in read] == [True, False, True]  # what chunks are made into is new
+    assert [tensor.data_ptr() == leaves[2].data_ptr() for tensor in read] == [
+        True,
+        False,
+        True,
+    ]  # what chunks are made into is new
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -65,33 +82,51 @@ def test_narrow_states_are_the_wide_ones_rounded_as_they_are_written(interpreted
 
     The interpreter cuts bits off where a GPU rounds to the nearest bfloat16; `test_kernels_round_to_the_nearest` sees to that.
     """
-    leaves, doc_ids = drawn(2, 90, 3, drive_dtype=dtype), (torch.arange(180) >= 77).int().view(2, 90)
-    wide, narrow = (call(*leaves, doc_ids_BT=doc_ids, chunk_size=4) for call in (scan.triton, scan.triton_narrow))
+    leaves, doc_ids = (
+        drawn(2, 90, 3, drive_dtype=dtype),
+        (torch.arange(180) >= 77).int().view(2, 90),
+    )
+    wide, narrow = (
+        call(*leaves, doc_ids_BT=doc_ids, chunk_size=4)
+        for call in (scan.triton, scan.triton_narrow)
+    )
     assert narrow.dtype == dtype
     assert torch.equal(narrow, wide.to(dtype)) or dtype == torch.bfloat16
     assert ((narrow.float() - wide).abs() <= wide.abs() * torch.finfo(dtype).eps).all()
     weights = torch.randn(narrow.shape, generator=torch.Generator().manual_seed(0)).to(dtype)
-    wanted, found = torch.autograd.grad(wide, leaves, weights.float()), torch.autograd.grad(narrow, leaves, weights)
+    wanted, found = (
+        torch.autograd.grad(wide, leaves, weights.float()),
+        torch.autograd.grad(narrow, leaves, weights),
+    )
     assert torch.equal(found[2], wanted[2])  # what no state has a part in
     for one, other in zip(found[:2], wanted[:2], strict=True):
         torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2 * float(other.abs().max()))
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own compiler makes objects of its functions
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning"
+)  # torch's own compiler makes objects of its functions
 def test_a_compiler_sees_narrow_states_too(interpreted):
     leaves = drawn(2, 11, 3, drive_dtype=torch.bfloat16)
 
     def model(log_decay, angle, drive, **others):
         return scan.triton_narrow(-log_decay.exp(), angle, drive * 2, **others) * 3
 
-    for found, wanted in zip(gradients(torch.compile(model, fullgraph=True), leaves, None), gradients(model, leaves, None), strict=True):
+    for found, wanted in zip(
+        gradients(torch.compile(model, fullgraph=True), leaves, None),
+        gradients(model, leaves, None),
+        strict=True,
+    ):
         assert found.dtype == wanted.dtype
         torch.testing.assert_close(found, wanted)
 
 
 @pytest.mark.parametrize(("rows", "chunk"), [(1, scan_passes.SHORT), (4, scan_passes.LONG)])
 def test_chunks_are_short_where_a_gpu_would_not_be_full(rows, chunk):
-    eigenvalues, drive = torch.empty(rows, 32_768, 128, device="meta"), torch.empty(rows, 32_768, 256, device="meta")
+    eigenvalues, drive = (
+        torch.empty(rows, 32_768, 128, device="meta"),
+        torch.empty(rows, 32_768, 256, device="meta"),
+    )
     steps = scan_passes._steps(eigenvalues, eigenvalues, drive, None, 128, backward=False)
     assert steps.chunk == chunk
     assert rows * steps.chunks * 128 // scan_passes.BLOCK >= scan_passes.FULL
@@ -100,16 +135,35 @@ def test_chunks_are_short_where_a_gpu_would_not_be_full(rows, chunk):
 def compiled(name, form, *, narrow="*bf16", **others):
     """A kernel's binary for an H100 or H200, none of which is here; with documents, at 128 eigenstates."""
     kernel = getattr(scan_kernels, name)
-    constants = {"COUNT": 128, "ENTERED": True, "FORM": form, "CUT": True, "CHUNK": scan_passes.LONG, "AT_ONCE": scan_passes.AT_ONCE}
+    constants = {
+        "COUNT": 128,
+        "ENTERED": True,
+        "FORM": form,
+        "CUT": True,
+        "CHUNK": scan_passes.LONG,
+        "AT_ONCE": scan_passes.AT_ONCE,
+    }
     constants |= {"BLOCK": scan_passes.BLOCK} | others
-    sized = {"drive": narrow, "drive_grad": narrow, "states": narrow, "resets": "*u8", "cuts": "*u8", "steps": "i32", "chunks": "i32"}
+    sized = {
+        "drive": narrow,
+        "drive_grad": narrow,
+        "states": narrow,
+        "resets": "*u8",
+        "cuts": "*u8",
+        "steps": "i32",
+        "chunks": "i32",
+    }
     if others.get("KEEPS") == "ends":
         sized |= {"logs": "*fp64", "angles": "*fp64"}
     elif name == "walk":
         sized |= dict.fromkeys(("kept", "logs", "angles", "cuts"), narrow)
     types = dict.fromkeys(kernel.arg_names, "*fp32") | sized | dict.fromkeys(constants, "constexpr")
-    source = triton.compiler.ASTSource(kernel, {key: types[key] for key in kernel.arg_names}, constants)
-    return triton.compile(source, target=triton.backends.compiler.GPUTarget("cuda", 90, 32), options={"num_warps": 1})
+    source = triton.compiler.ASTSource(
+        kernel, {key: types[key] for key in kernel.arg_names}, constants
+    )
+    return triton.compile(
+        source, target=triton.backends.compiler.GPUTarget("cuda", 90, 32), options={"num_warps": 1}
+    )
 
 
 KERNELS = {
@@ -125,13 +179,17 @@ REGISTERS = 128
 @pytest.mark.parametrize("narrow", ["*bf16", "*fp32"])
 @pytest.mark.parametrize("form", ["fixed", "polar"])
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_kernels_compile_for_a_gpu_that_is_not_here_and_fit_its_registers(kernel, form, narrow, tmp_path):
+def test_kernels_compile_for_a_gpu_that_is_not_here_and_fit_its_registers(
+    kernel, form, narrow, tmp_path
+):
     """Nothing is put off to memory: what the stack holds belongs to CUDA's own sine of large angles."""
     name, constants = KERNELS[kernel]
     binary = tmp_path / "kernel.cubin"
     binary.write_bytes(compiled(name, form, narrow=narrow, **constants).asm["cubin"])
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    said = subprocess.run([tool, "--dump-resource-usage", binary], capture_output=True, text=True, check=True).stdout
+    said = subprocess.run(
+        [tool, "--dump-resource-usage", binary], capture_output=True, text=True, check=True
+    ).stdout
     used = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|SHARED|LOCAL):(\d+)", said)}
     assert used["REG"] <= REGISTERS
     assert used["STACK"] <= (32 if form == "polar" else 0)
@@ -142,14 +200,18 @@ def test_kernels_compile_for_a_gpu_that_is_not_here_and_fit_its_registers(kernel
 def test_kernels_round_to_the_nearest(kernel):
     """A bfloat16 that is cut off instead errs to one side, token after token."""
     name, constants = KERNELS[kernel]
-    conversions = re.findall(r"\bcvt\.\S*bf16\S*\.f32\b", compiled(name, "fixed", **constants).asm["ptx"])
+    conversions = re.findall(
+        r"\bcvt\.\S*bf16\S*\.f32\b", compiled(name, "fixed", **constants).asm["ptx"]
+    )
     assert conversions
     assert all(each.startswith("cvt.rn.") for each in conversions)
 
 
 def test_where_triton_does_not_run_it_is_chunked():
     leaves = drawn(1, 20, 2)
-    for found, wanted in zip(gradients(scan.triton, leaves, None), gradients(scan.chunked, leaves, None), strict=True):
+    for found, wanted in zip(
+        gradients(scan.triton, leaves, None), gradients(scan.chunked, leaves, None), strict=True
+    ):
         assert torch.equal(found, wanted)
 
 

@@ -8,11 +8,29 @@ from flatout.ops import attention, segments, variants
 
 PACKED = {name: case for name, case in CASES.items() if "documents" in case} | {
     "long": {"heads": 4, "groups": 2, "queries": 300, "keys": 300, "documents": 9, "head_dim": 16},
-    "wide heads": {"heads": 2, "groups": 1, "queries": 40, "keys": 40, "documents": 3, "head_dim": 128},
+    "wide heads": {
+        "heads": 2,
+        "groups": 1,
+        "queries": 40,
+        "keys": 40,
+        "documents": 3,
+        "head_dim": 128,
+    },
 }
 
 
-def looped(q_NHC, k_NGC, v_NGC, bounds_q, bounds_k, longest_q, longest_k, *, window_size=(-1, -1), enable_gqa=False):
+def looped(
+    q_NHC,
+    k_NGC,
+    v_NGC,
+    bounds_q,
+    bounds_k,
+    longest_q,
+    longest_k,
+    *,
+    window_size=(-1, -1),
+    enable_gqa=False,
+):
     """What torch's kernel is said to do, a segment at a time, with its signature; a window (w, 0) is w keys back and one's own."""
     assert bounds_q.dtype == torch.int32
     assert bounds_q is bounds_k
@@ -24,7 +42,9 @@ def looped(q_NHC, k_NGC, v_NGC, bounds_q, bounds_k, longest_q, longest_k, *, win
         if end > start:
             assert end - start <= longest_q == longest_k
             own = [tensor[None, start:end].transpose(1, 2) for tensor in (q_NHC, k_NGC, v_NGC)]
-            parts.append(attention.reference(*own, window=None if back < 0 else back + 1)[0].transpose(0, 1))
+            parts.append(
+                attention.reference(*own, window=None if back < 0 else back + 1)[0].transpose(0, 1)
+            )
     return torch.cat(parts)
 
 
@@ -39,45 +59,68 @@ def as_on_gpu(monkeypatch):
 @pytest.mark.parametrize("case", PACKED)
 def test_varlen_gives_the_references_values_and_gradients(case, as_on_gpu):
     tensors, options = drawn(**PACKED[case])
-    assert segments.takes(tensors[0], options["doc_ids_BT"], options["window"]) == (tensors[0].shape[-1] % 8 == 0)
+    assert segments.takes(tensors[0], options["doc_ids_BT"], options["window"]) == (
+        tensors[0].shape[-1] % 8 == 0
+    )
     wanted = with_gradients(attention.reference, [tensor.double() for tensor in tensors], options)
     for got, want in zip(with_gradients(attention.varlen, tensors, options), wanted, strict=True):
-        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=2e-6 * max(float(want.abs().max()), 1))
+        torch.testing.assert_close(
+            got.double(), want, rtol=1e-5, atol=2e-6 * max(float(want.abs().max()), 1)
+        )
 
 
 def test_not_even_nan_passes_from_one_document_to_another(as_on_gpu):
     (q, k, v), options = drawn(**PACKED["long"])
     first = options["doc_ids_BT"][0] == 0
     plain = with_gradients(attention.varlen, (q, k, v), options)
-    poisoned = with_gradients(attention.varlen, [tensor.masked_fill(first[None, None, :, None], torch.nan) for tensor in (q, k, v)], options)
+    poisoned = with_gradients(
+        attention.varlen,
+        [tensor.masked_fill(first[None, None, :, None], torch.nan) for tensor in (q, k, v)],
+        options,
+    )
     for one, other in zip(plain, poisoned, strict=True):
         assert torch.equal(one[0][:, ~first], other[0][:, ~first])
         assert torch.isnan(other[0][:, first]).all()
 
 
 def test_a_document_begins_at_each_row_and_where_the_number_changes():
-    ids = torch.tensor([[0, 0, 1, 2, 2, 2], [2, 2, 2, 2, 2, 2], [0, 1, 2, 3, 4, 5]], dtype=torch.int32)
+    ids = torch.tensor(
+        [[0, 0, 1, 2, 2, 2], [2, 2, 2, 2, 2, 2], [0, 1, 2, 3, 4, 5]], dtype=torch.int32
+    )
     bounds = segments.cumulative_lengths(ids)
     assert bounds.dtype == torch.int32
-    assert bounds.tolist() == [0, 2, 3, 6, 12, 13, 14, 15, 16, 17] + [18] * (segments.LEAST_ROOM + 1 - 10)
+    assert bounds.tolist() == [0, 2, 3, 6, 12, 13, 14, 15, 16, 17] + [18] * (
+        segments.LEAST_ROOM + 1 - 10
+    )
 
 
 def test_the_number_of_segments_does_not_follow_the_ids():
     """One shape for one micro-batch, whatever it holds: nothing is read back, nothing is compiled again."""
-    shapes = {segments.cumulative_lengths(torch.randint(n, (4, 2048)).sort(dim=1).values).shape for n in (1, 3, 30)}
+    shapes = {
+        segments.cumulative_lengths(torch.randint(n, (4, 2048)).sort(dim=1).values).shape
+        for n in (1, 3, 30)
+    }
     assert shapes == {(4 * 2048 // segments.FEWEST_TOKENS + 4 + 1,)}
     with torch.device("meta"):
-        assert segments.cumulative_lengths(torch.zeros(2, 64, dtype=torch.int32)).shape == (segments.LEAST_ROOM + 1,)
+        assert segments.cumulative_lengths(torch.zeros(2, 64, dtype=torch.int32)).shape == (
+            segments.LEAST_ROOM + 1,
+        )
 
 
 def test_more_documents_than_there_is_room_for_are_refused():
-    with pytest.raises(RuntimeError, match=r"room for 128 documents in 1 x 129 tokens\. Fix: leave varlen-attention out of speedups"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"room for 128 documents in 1 x 129 tokens\. Fix: leave varlen-attention out of speedups",
+    ):
         segments.cumulative_lengths(torch.arange(129)[None])
     assert segments.cumulative_lengths(torch.arange(128)[None]).tolist() == list(range(129))
 
 
 def test_a_feed_is_told_how_many_documents_there_is_room_for():
-    wanted = {variant: segments.room if variant is attention.varlen else None for variant in variants(attention).values()}
+    wanted = {
+        variant: segments.room if variant is attention.varlen else None
+        for variant in variants(attention).values()
+    }
     assert {variant: attention.most_documents(variant) for variant in wanted} == wanted
     for rows, num_tokens in [(1, 5), (1, 129), (3, 1000), (64, 1024)]:
         ids = torch.zeros(rows, num_tokens, dtype=torch.int32)
@@ -95,8 +138,20 @@ def test_as_many_documents_of_one_token_as_there_is_room_for(as_on_gpu):
 
 def test_what_it_cannot_take_is_left_to_flex(monkeypatch):
     called = []
-    monkeypatch.setattr(attention, "_on_gpu", lambda attend, *given: called.append(attend.__module__.rpartition(".")[2]))
-    packed = {"heads": 2, "groups": 2, "queries": 256, "keys": 256, "documents": 3, "dtype": torch.bfloat16, "head_dim": 64}
+    monkeypatch.setattr(
+        attention,
+        "_on_gpu",
+        lambda attend, *given: called.append(attend.__module__.rpartition(".")[2]),
+    )
+    packed = {
+        "heads": 2,
+        "groups": 2,
+        "queries": 256,
+        "keys": 256,
+        "documents": 3,
+        "dtype": torch.bfloat16,
+        "head_dim": 64,
+    }
     for change, wanted in [
         ({}, "segments"),
         ({"window": 9}, "segments"),
@@ -111,13 +166,19 @@ def test_what_it_cannot_take_is_left_to_flex(monkeypatch):
     tensors, options = drawn(**packed | {"documents": None})
     attention.varlen(*tensors, **options)
     assert called == []
-    monkeypatch.setattr(segments, "_kernel", lambda: lambda q, k, v, bounds_q, bounds_k, longest_q, longest_k, is_causal: q)
+    monkeypatch.setattr(
+        segments,
+        "_kernel",
+        lambda: lambda q, k, v, bounds_q, bounds_k, longest_q, longest_k, is_causal: q,
+    )
     tensors, options = drawn(**packed)
     attention.varlen(*tensors, **options)
     assert called == ["block_sparse"], "a torch whose kernel takes no window_size"
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own compiler makes objects of its functions
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning"
+)  # torch's own compiler makes objects of its functions
 def test_it_compiles_whole(as_on_gpu, monkeypatch):
     """With torch's own operator in the graph; its kernel is not called."""
     monkeypatch.undo()
@@ -130,7 +191,9 @@ def test_it_compiles_whole(as_on_gpu, monkeypatch):
 
     tensors, options = drawn(**PACKED["long"] | {"dtype": torch.bfloat16})
     torch.compile(attention.varlen, fullgraph=True, backend=keep)(*tensors, **options)
-    assert [str(node.target) for node in graphs[0].graph.nodes].count("torch_attn._varlen_attn") == 1
+    assert [str(node.target) for node in graphs[0].graph.nodes].count(
+        "torch_attn._varlen_attn"
+    ) == 1
 
 
 def test_torchs_kernel_has_the_parameters_that_are_passed():
@@ -138,5 +201,13 @@ def test_torchs_kernel_has_the_parameters_that_are_passed():
 
     from torch.nn.attention.varlen import varlen_attn
 
-    assert list(inspect.signature(varlen_attn).parameters)[:7] == ["query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k"]
+    assert list(inspect.signature(varlen_attn).parameters)[:7] == [
+        "query",
+        "key",
+        "value",
+        "cu_seq_q",
+        "cu_seq_k",
+        "max_q",
+        "max_k",
+    ]
     assert segments._kernel_has("window_size")

@@ -50,7 +50,10 @@ def trained(factory, dtype, gradients, rates):
 @pytest.fixture
 def gradients():
     generator = torch.Generator().manual_seed(2)
-    return {name: [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(6)] for name, shape in SHAPES.items()}
+    return {
+        name: [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(6)]
+        for name, shape in SHAPES.items()
+    }
 
 
 RATES = [0.01, 0.02, 0.02, 0.015, 0.01, 0.005]
@@ -62,11 +65,18 @@ def test_equals_the_formula(factory, gradients):
     start = {name: parameter.detach() for name, parameter in Tiny(torch.float64).named_parameters()}
     for name, kind in KINDS.items():
         decay = CONFIG.weight_decay if kind in ("hidden", "head") else 0.0
-        torch.testing.assert_close(found[name], reference(start[name], gradients[name], RATES, decay), rtol=1e-12, atol=1e-13)
+        torch.testing.assert_close(
+            found[name],
+            reference(start[name], gradients[name], RATES, decay),
+            rtol=1e-12,
+            atol=1e-13,
+        )
 
 
 def test_the_two_agree_to_rounding(gradients):
-    slow, fast = (trained(factory, torch.float32, gradients, RATES) for factory in (per_parameter, fused))
+    slow, fast = (
+        trained(factory, torch.float32, gradients, RATES) for factory in (per_parameter, fused)
+    )
     for name in KINDS:
         torch.testing.assert_close(slow[name], fast[name], rtol=1e-6, atol=1e-6)
 
@@ -76,7 +86,11 @@ def test_a_weight_without_gradient_only_decays_where_it_should(gradients):
     found = trained(per_parameter, torch.float64, still, [0.1])
     start = dict(Tiny(torch.float64).named_parameters())
     for name, kind in KINDS.items():
-        expected = start[name] * (1 - 0.1 * CONFIG.weight_decay) if kind in ("hidden", "head") else start[name]
+        expected = (
+            start[name] * (1 - 0.1 * CONFIG.weight_decay)
+            if kind in ("hidden", "head")
+            else start[name]
+        )
         torch.testing.assert_close(found[name], expected.detach(), rtol=1e-14, atol=0)
 
 

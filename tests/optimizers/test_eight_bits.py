@@ -23,7 +23,9 @@ from flatout.training.step import train_step
 MAKERS = {"torchao": eight_bits.with_torchao, "bitsandbytes": eight_bits.with_bitsandbytes}
 NAMES = {"torchao": "adamw-8bit", "bitsandbytes": "adamw-8bit-bitsandbytes"}
 KEYWORDS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8}
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own compiler makes objects of its functions
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning"
+)  # torch's own compiler makes objects of its functions
 
 
 @pytest.fixture(params=MAKERS)
@@ -40,7 +42,10 @@ def weights():
 
 def trained(make, matrix, vector, *, steps=6):
     members = [torch.nn.Parameter(matrix), torch.nn.Parameter(vector)]
-    groups = [{"params": members[:1], "weight_decay": 0.1}, {"params": members[1:], "weight_decay": 0.0}]
+    groups = [
+        {"params": members[:1], "weight_decay": 0.1},
+        {"params": members[1:], "weight_decay": 0.0},
+    ]
     optimizer = make([group | {"lr": 1e-2, "peak_lr": 1e-2} for group in groups], KEYWORDS)
     generator = torch.Generator().manual_seed(2)
     for step in range(steps):
@@ -54,7 +59,9 @@ def trained(make, matrix, vector, *, steps=6):
 
 def test_updates_are_near_those_of_fp32_moments_and_equal_for_small_tensors(package):
     (matrix, vector), optimizer = trained(MAKERS[package], *weights())
-    (plain_matrix, plain_vector), _ = trained(lambda groups, keywords: torch.optim.AdamW(groups, **keywords, fused=True), *weights())
+    (plain_matrix, plain_vector), _ = trained(
+        lambda groups, keywords: torch.optim.AdamW(groups, **keywords, fused=True), *weights()
+    )
     moved = (plain_matrix - weights()[0]).abs().mean()
     assert 0 < (matrix - plain_matrix).abs().mean() < 0.1 * moved
     torch.testing.assert_close(vector, plain_vector)
@@ -93,7 +100,9 @@ def steps(run, count):
 
 @pytest.mark.parametrize("optim", ["adamw", "muon"])
 def test_five_and_five_steps_are_ten(package, optim, build_run, tiny_config, tmp_path):
-    config = tiny_config(train__steps=10, optim__kind=optim, model__vocab_size=264, speedups=NAMES[package])
+    config = tiny_config(
+        train__steps=10, optim__kind=optim, model__vocab_size=264, speedups=NAMES[package]
+    )
     unbroken, half = build_run(config, tmp_path / "whole"), build_run(config, tmp_path / "half")
     losses = steps(unbroken, 10)
     assert steps(half, 5) == losses[:5]
@@ -112,10 +121,14 @@ KINDS = {"baseline": "none", "fused": "fused-adamw", **NAMES}
 
 @pytest.mark.parametrize("kept", KINDS)
 @pytest.mark.parametrize("stored", KINDS)
-def test_moments_of_another_kind_are_refused_before_the_first_step(stored, kept, build_run, tiny_config, tmp_path):
+def test_moments_of_another_kind_are_refused_before_the_first_step(
+    stored, kept, build_run, tiny_config, tmp_path
+):
     for name in {stored, kept} & set(NAMES):
         pytest.importorskip(name)
-    before = build_run(tiny_config(model__vocab_size=264, speedups=KINDS[stored]), tmp_path / "before")
+    before = build_run(
+        tiny_config(model__vocab_size=264, speedups=KINDS[stored]), tmp_path / "before"
+    )
     losses = steps(before, 2)
     path = read_write.save(before)
     run = build_run(tiny_config(model__vocab_size=264, speedups=KINDS[kept]), tmp_path / "after")
@@ -126,7 +139,10 @@ def test_moments_of_another_kind_are_refused_before_the_first_step(stored, kept,
     with pytest.raises(CheckpointError) as refused:
         read_write.load(run, path)
     assert refused.value.exit_code == 2
-    said, told = (re.findall(r"adamw-8bit(?:-bitsandbytes)?|fp32", text) for text in (refused.value.what, refused.value.fix))
+    said, told = (
+        re.findall(r"adamw-8bit(?:-bitsandbytes)?|fp32", text)
+        for text in (refused.value.what, refused.value.fix)
+    )
     names = [NAMES.get(kind, "fp32") for kind in (stored, kept)]
     assert said == names
     assert told[0] == (names[1] if names[0] == "fp32" else names[0])
@@ -148,8 +164,15 @@ def test_small_tensors_alone_are_fp32_in_either_kind(build_run, tiny_config, tmp
 def test_the_estimate_is_what_the_optimizer_keeps(package, build_run, tiny_config):
     run = build_run(tiny_config(speedups=NAMES[package], model__vocab_size=264))
     steps(run, 1)
-    tables = 0 if package == "bitsandbytes" else eight_bits.TABLE_BYTES  # torchao's are not in the optimizer's own state
-    kept = [value.nbytes for state in run.optimizers[0].state.values() for name, value in state.items() if name != "step"]
+    tables = (
+        0 if package == "bitsandbytes" else eight_bits.TABLE_BYTES
+    )  # torchao's are not in the optimizer's own state
+    kept = [
+        value.nbytes
+        for state in run.optimizers[0].state.values()
+        for name, value in state.items()
+        if name != "step"
+    ]
     narrowed = sum("exp_avg_scale" in state for state in run.optimizers[0].state.values())
     recipe = baseline().with_speedup(speedup_named(NAMES[package]))
     assert estimate(workload_of(run.config, recipe), 1).optimizer == sum(kept) + tables * narrowed
@@ -160,15 +183,21 @@ def test_a_package_that_is_absent_is_named_with_its_install_line(package, monkey
     for name in [name for name in sys.modules if name.partition(".")[0] == package]:
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setitem(sys.modules, f"{package}.optim", None)
-    with pytest.raises(MissingPackage, match=f"takes the package {package}, which is not installed") as raised:
+    with pytest.raises(
+        MissingPackage, match=f"takes the package {package}, which is not installed"
+    ) as raised:
         MAKERS[package]([], KEYWORDS)
     extra = "adamw-8bit" if package == "torchao" else package
     assert f'pip install "flatout[{extra}]"' in str(raised.value)
     speedup = SPEEDUPS.get(NAMES[package])
-    monkeypatch.setattr(importlib.import_module(speedup.why_not.__module__), "find_spec", lambda _: None)
+    monkeypatch.setattr(
+        importlib.import_module(speedup.why_not.__module__), "find_spec", lambda _: None
+    )
     assert f'pip install "flatout[{extra}]"' in speedup.why_not(None, tiny_config())
 
 
 def test_split_weights_are_refused(package, monkeypatch, tiny_config):
-    refused = SPEEDUPS.get(NAMES[package]).why_not(importlib.import_module("flatout.hardware").probe(), tiny_config(parallel__shard=2))
+    refused = SPEEDUPS.get(NAMES[package]).why_not(
+        importlib.import_module("flatout.hardware").probe(), tiny_config(parallel__shard=2)
+    )
     assert "parallel.shard=1" in refused

@@ -21,7 +21,12 @@ class Tiny(nn.Module):
         return self.kinds
 
 
-KINDS = {"table.weight": "embedding", "inner.weight": "hidden", "inner.bias": "vector", "head.weight": "embedding"}
+KINDS = {
+    "table.weight": "embedding",
+    "inner.weight": "hidden",
+    "inner.bias": "vector",
+    "head.weight": "embedding",
+}
 
 
 def test_a_tied_parameter_is_counted_once():
@@ -34,14 +39,18 @@ def test_frozen_parameters_are_left_out():
     assert "inner.bias" not in named_by_kind(model)
 
 
-@pytest.mark.parametrize("kinds", [{**KINDS, "inner.weight": "matrix"}, {"table.weight": "embedding"}])
+@pytest.mark.parametrize(
+    "kinds", [{**KINDS, "inner.weight": "matrix"}, {"table.weight": "embedding"}]
+)
 def test_a_model_must_state_every_kind(kinds):
     with pytest.raises(ConfigError, match=r"inner\.weight"):
         named_by_kind(Tiny(kinds))
 
 
 def test_only_matrices_of_the_hidden_layers_and_the_head_decay():
-    parameters = {kind: nn.Parameter(torch.zeros(2, 2)) for kind in ("hidden", "embedding", "head", "vector")}
+    parameters = {
+        kind: nn.Parameter(torch.zeros(2, 2)) for kind in ("hidden", "embedding", "head", "vector")
+    }
     groups = adamw_groups(parameters.items(), OptimConfig(lr=0.5, weight_decay=0.25))
     assert [group["weight_decay"] for group in groups] == [0.25, 0.0]
     assert [[id(p) for p in group["params"]] for group in groups] == [
@@ -73,7 +82,10 @@ def rateless(model, config, parts):
         (single, r"returned a single SGD, not a tuple of torch optimizers"),
         (lambda model, config, parts: None, r"returned None, not a tuple"),
         (lambda model, config, parts: (), r"returned \(\), not a tuple of torch optimizers"),
-        (lambda parameters, lr: None, r"cannot be called as build\(model, config, parts\): too many positional arguments"),
+        (
+            lambda parameters, lr: None,
+            r"cannot be called as build\(model, config, parts\): too many positional arguments",
+        ),
         (SGD, r"is a class, not a function"),
         (rateless, r"a parameter group without peak_lr"),
     ],
@@ -86,4 +98,7 @@ def test_an_optimizer_of_ones_own_that_breaks_the_contract_is_named(monkeypatch,
 
 def test_a_list_of_optimizers_is_as_good_as_a_tuple(monkeypatch):
     monkeypatch.setattr("flatout.registry.Folder.get", lambda self, name: listed)
-    assert len(optimizers_of(load_config(None, ["optim.kind=my:own"]), nn.Linear(2, 2), parts=None)) == 1
+    assert (
+        len(optimizers_of(load_config(None, ["optim.kind=my:own"]), nn.Linear(2, 2), parts=None))
+        == 1
+    )

@@ -14,7 +14,11 @@ from flatout.optimizers.adamw import fused, per_parameter
 from flatout.optimizers.groups import OptimizerParts
 from flatout.optimizers.muon import Muon, build
 
-ITERATIONS = {name: function for name, function in variants(newton_schulz).items() if name not in ("bf16", "compiled")}
+ITERATIONS = {
+    name: function
+    for name, function in variants(newton_schulz).items()
+    if name not in ("bf16", "compiled")
+}
 SHAPES = [(6, 6), (4, 10), (10, 4), (4, 10), (1, 5), (6, 6)]
 
 
@@ -47,9 +51,15 @@ def drawn(shape, seed, dtype=torch.float64):
 def test_a_batch_of_many_shapes_equals_one_matrix_at_a_time(monkeypatch, limit, variant):
     monkeypatch.setattr(muon, "STACK_ELEMENTS", limit)
     weights = [nn.Parameter(drawn(shape, 10 + i)) for i, shape in enumerate(SHAPES)]
-    gradients = [[drawn(shape, 100 * step + i) for step in range(4)] for i, shape in enumerate(SHAPES)]
-    expected = [plain_muon(w.detach(), g, 0.02, 0.3, 0.9) for w, g in zip(weights, gradients, strict=True)]
-    optimizer = Muon(weights, lr=0.02, weight_decay=0.3, momentum=0.9, newton_schulz=ITERATIONS[variant])
+    gradients = [
+        [drawn(shape, 100 * step + i) for step in range(4)] for i, shape in enumerate(SHAPES)
+    ]
+    expected = [
+        plain_muon(w.detach(), g, 0.02, 0.3, 0.9) for w, g in zip(weights, gradients, strict=True)
+    ]
+    optimizer = Muon(
+        weights, lr=0.02, weight_decay=0.3, momentum=0.9, newton_schulz=ITERATIONS[variant]
+    )
     for step in range(4):
         for weight, gradient in zip(weights, gradients, strict=True):
             weight.grad = gradient[step].clone()
@@ -66,8 +76,13 @@ def test_stacked_matrices_are_treated_as_if_they_stood_apart(monkeypatch, limit,
     whole, other = nn.Parameter(drawn((12, 6), 1)), nn.Parameter(drawn((6, 4), 2))
     apart = [nn.Parameter(part.clone()) for part in whole.detach().split(rows)]
     gradients = [drawn((12, 6), 50 + step) for step in range(4)]
-    expected = [plain_muon(part.detach(), [g.split(rows)[i] for g in gradients], 0.02, 0.3, 0.9) for i, part in enumerate(apart)]
-    stacked = Muon([whole, other], lr=0.02, weight_decay=0.3, momentum=0.9, stacked_rows={whole: rows})
+    expected = [
+        plain_muon(part.detach(), [g.split(rows)[i] for g in gradients], 0.02, 0.3, 0.9)
+        for i, part in enumerate(apart)
+    ]
+    stacked = Muon(
+        [whole, other], lr=0.02, weight_decay=0.3, momentum=0.9, stacked_rows={whole: rows}
+    )
     separate = Muon(apart, lr=0.02, weight_decay=0.3, momentum=0.9)
     for gradient in gradients:
         whole.grad, other.grad = gradient.clone(), drawn((6, 4), 3)
@@ -76,9 +91,16 @@ def test_stacked_matrices_are_treated_as_if_they_stood_apart(monkeypatch, limit,
         stacked.step()
         separate.step()
     torch.testing.assert_close(whole.detach(), torch.cat(expected), rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(whole.detach(), torch.cat([part.detach() for part in apart]), rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(
+        whole.detach(), torch.cat([part.detach() for part in apart]), rtol=1e-12, atol=1e-14
+    )
     assert stacked.state[whole]["momentum_buffer"].shape == (12, 6)
-    assert {name for group in stacked.state_dict()["param_groups"] for name in group} == {"params", "lr", "weight_decay", "momentum"}
+    assert {name for group in stacked.state_dict()["param_groups"] for name in group} == {
+        "params",
+        "lr",
+        "weight_decay",
+        "momentum",
+    }
 
 
 def test_a_zero_gradient_moves_nothing_but_the_decay():
@@ -111,13 +133,17 @@ def test_the_state_goes_on_where_it_was_saved():
             optimizer.step()
 
     whole, first = (nn.Parameter(drawn((4, 6), 9, torch.float32)) for _ in range(2))
-    whole_optimizer, first_optimizer = (Muon([{"params": [w], "peak_lr": 0.1}], lr=0.1) for w in (whole, first))
+    whole_optimizer, first_optimizer = (
+        Muon([{"params": [w], "peak_lr": 0.1}], lr=0.1) for w in (whole, first)
+    )
     steps(whole, whole_optimizer, range(6))
     steps(first, first_optimizer, range(3))
     second = nn.Parameter(first.detach().clone())
     second_optimizer = Muon([second], lr=0.5)
     second_optimizer.load_state_dict(first_optimizer.state_dict())
-    assert second_optimizer.param_groups[0]["lr"] == second_optimizer.param_groups[0]["peak_lr"] == 0.1
+    assert (
+        second_optimizer.param_groups[0]["lr"] == second_optimizer.param_groups[0]["peak_lr"] == 0.1
+    )
     steps(second, second_optimizer, range(3, 6))
     assert torch.equal(whole, second)
 
@@ -137,7 +163,13 @@ class Tiny(nn.Module):
     def __init__(self, kinds):
         super().__init__()
         self.kinds = kinds
-        shapes = {"table": (7, 4), "inner": (4, 4), "gain": (4,), "filter": (4, 4, 2), "head": (7, 4)}
+        shapes = {
+            "table": (7, 4),
+            "inner": (4, 4),
+            "gain": (4,),
+            "filter": (4, 4, 2),
+            "head": (7, 4),
+        }
         for name in kinds:
             setattr(self, name, nn.Parameter(torch.ones(shapes[name])))
 
@@ -147,13 +179,30 @@ class Tiny(nn.Module):
 
 @pytest.mark.parametrize("factory", [per_parameter, fused])
 def test_hidden_matrices_go_to_muon_and_the_rest_to_adamw(factory):
-    model = Tiny({"table": "embedding", "inner": "hidden", "gain": "vector", "filter": "hidden", "head": "head"})
-    first, second = build(model, OptimConfig(lr=0.3, momentum=0.8, weight_decay=0.2), OptimizerParts(factory, reference))
+    model = Tiny(
+        {
+            "table": "embedding",
+            "inner": "hidden",
+            "gain": "vector",
+            "filter": "hidden",
+            "head": "head",
+        }
+    )
+    first, second = build(
+        model,
+        OptimConfig(lr=0.3, momentum=0.8, weight_decay=0.2),
+        OptimizerParts(factory, reference),
+    )
     assert isinstance(first, Muon)
     assert isinstance(second, torch.optim.AdamW)
     (group,) = first.param_groups
     assert group["params"] == [model.inner]
-    assert (group["lr"], group["peak_lr"], group["momentum"], group["weight_decay"]) == (0.3, 0.3, 0.8, 0.2)
+    assert (group["lr"], group["peak_lr"], group["momentum"], group["weight_decay"]) == (
+        0.3,
+        0.3,
+        0.8,
+        0.2,
+    )
     decayed, plain = second.param_groups
     assert [id(p) for p in decayed["params"]] == [id(model.filter), id(model.head)]
     assert [id(p) for p in plain["params"]] == [id(model.table), id(model.gain)]
@@ -174,9 +223,13 @@ def test_a_model_says_which_matrices_are_stacked():
     apart.rows = (3, 1)
     one, other = weight_after_a_step(together), weight_after_a_step(apart)
     parts = [nn.Parameter(torch.ones(rows, 4)) for rows in apart.rows]
-    for part, gradient in zip(parts, drawn((4, 4), 1, torch.float32).split(apart.rows), strict=True):
+    for part, gradient in zip(
+        parts, drawn((4, 4), 1, torch.float32).split(apart.rows), strict=True
+    ):
         part.grad = gradient
-    Muon(parts, lr=0.3, weight_decay=OptimConfig().weight_decay, momentum=OptimConfig().momentum).step()
+    Muon(
+        parts, lr=0.3, weight_decay=OptimConfig().weight_decay, momentum=OptimConfig().momentum
+    ).step()
     torch.testing.assert_close(other, torch.cat([part.detach() for part in parts]))
     assert not torch.allclose(one, other)
     for rows in ((3, 2), (4, 0), (5, -1)):
@@ -186,8 +239,14 @@ def test_a_model_says_which_matrices_are_stacked():
 
 
 def test_an_optimizer_without_parameters_is_left_out():
-    assert [type(o) for o in build(Tiny({"inner": "hidden"}), OptimConfig(), OptimizerParts(fused, reference))] == [Muon]
-    assert [type(o) for o in build(Tiny({"gain": "vector"}), OptimConfig(), OptimizerParts(fused, reference))] == [torch.optim.AdamW]
+    assert [
+        type(o)
+        for o in build(Tiny({"inner": "hidden"}), OptimConfig(), OptimizerParts(fused, reference))
+    ] == [Muon]
+    assert [
+        type(o)
+        for o in build(Tiny({"gain": "vector"}), OptimConfig(), OptimizerParts(fused, reference))
+    ] == [torch.optim.AdamW]
 
 
 def test_it_learns_a_linear_map():
@@ -203,7 +262,9 @@ def test_it_learns_a_linear_map():
     assert loss.item() < 1e-2
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own compiler makes objects of its functions
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning"
+)  # torch's own compiler makes objects of its functions
 def test_the_warm_up_goes_through_every_shape_of_a_step_and_changes_nothing():
     calls = []
 
@@ -241,7 +302,11 @@ def test_a_step_is_few_calls_and_none_waits_for_the_device():
     """Without sharding nothing goes matrix by matrix: the calls do not grow with the number of matrices."""
 
     def calls_of(count):
-        weights = [nn.Parameter(drawn(shape, seed, torch.float32)) for seed in range(count) for shape in ((6, 6), (4, 10), (10, 4))]
+        weights = [
+            nn.Parameter(drawn(shape, seed, torch.float32))
+            for seed in range(count)
+            for shape in ((6, 6), (4, 10), (10, 4))
+        ]
         optimizer = Muon(weights, lr=0.02, newton_schulz=newton_schulz.batched)
         for weight in weights:
             weight.grad = torch.ones_like(weight)
@@ -251,7 +316,16 @@ def test_a_step_is_few_calls_and_none_waits_for_the_device():
         return [
             name
             for name in noted.names
-            if not name.startswith(("aten.slice", "aten.select", "aten.t.", "aten.unbind", "aten.transpose", "aten.permute"))
+            if not name.startswith(
+                (
+                    "aten.slice",
+                    "aten.select",
+                    "aten.t.",
+                    "aten.unbind",
+                    "aten.transpose",
+                    "aten.permute",
+                )
+            )
         ]
 
     few, many = calls_of(1), calls_of(8)

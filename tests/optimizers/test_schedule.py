@@ -14,7 +14,11 @@ def course(total, **keys):
     return [factor(config, PEAK, step, total) for step in range(total)]
 
 
-EVERY = list(itertools.product(SCHEDULES, [0, 1, 7, 0.1, 0.5, 0.99, 1000], [0.0, 3e-5, PEAK], [1, 2, 3, 10, 97]))
+EVERY = list(
+    itertools.product(
+        SCHEDULES, [0, 1, 7, 0.1, 0.5, 0.99, 1000], [0.0, 3e-5, PEAK], [1, 2, 3, 10, 97]
+    )
+)
 
 
 @pytest.mark.parametrize(("kind", "warmup", "min_lr", "total"), EVERY)

@@ -23,7 +23,12 @@ def launch(tmp_path_factory):
 
     def run(worker, world_size, *arguments):
         report = tmp_path_factory.mktemp("launch") / "report.json"
-        shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world_size)}
+        shared = {
+            **os.environ,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+            "WORLD_SIZE": str(world_size),
+        }
         shared |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         processes = [
             subprocess.Popen(

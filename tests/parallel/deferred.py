@@ -19,7 +19,9 @@ from flatout.parallel.mesh import make_mesh  # noqa: E402
 from flatout.parallel.rendezvous import connect, disconnect  # noqa: E402
 from flatout.speedups.deferred_sync import with_the_last  # noqa: E402
 
-SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+SCATTER = (
+    "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+)
 """What fully_shard exchanges gradients by; torch 2.13 renamed it."""
 
 
@@ -29,7 +31,9 @@ def trained(mesh, exchange, steps):
     model = wrap(core, mesh)
     exchanged, scatter = [], getattr(dist, SCATTER)
     if mesh.shard == 1:
-        model.register_comm_hook(None, lambda group, bucket: exchanged.append(1) or allreduce_hook(group, bucket))
+        model.register_comm_hook(
+            None, lambda group, bucket: exchanged.append(1) or allreduce_hook(group, bucket)
+        )
     setattr(dist, SCATTER, lambda *args, **kwargs: exchanged.append(1) or scatter(*args, **kwargs))
     for step in range(steps):
         tokens, targets = (each[mesh.rank] for each in batches(mesh.world_size, step))
@@ -49,7 +53,10 @@ def trained(mesh, exchange, steps):
 def main(report, shard):
     ranks = connect("cpu")
     mesh = make_mesh(ParallelConfig(shard=int(shard)), "cpu", ranks)
-    found = {way.__name__: dict(zip(("weights", "exchanges"), trained(mesh, way, 4), strict=True)) for way in (with_every_micro_batch, with_the_last)}
+    found = {
+        way.__name__: dict(zip(("weights", "exchanges"), trained(mesh, way, 4), strict=True))
+        for way in (with_every_micro_batch, with_the_last)
+    }
     mesh.barrier()
     disconnect()
     if mesh.is_main:

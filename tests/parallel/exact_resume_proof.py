@@ -20,7 +20,9 @@ STEPS = 4
 
 def network():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(50, 200), nn.Tanh(), nn.Linear(200, 100), nn.Tanh(), nn.Linear(100, 30))
+    return nn.Sequential(
+        nn.Linear(50, 200), nn.Tanh(), nn.Linear(200, 100), nn.Tanh(), nn.Linear(100, 30)
+    )
 
 
 def backward(model, mesh, step):
@@ -40,7 +42,12 @@ def main(report):
         fresh.load_state_dict(core.state_dict())
         backward(model, mesh, step)
         backward(wrap(fresh, mesh), mesh, step)
-        differing.append(sum(int((a.grad != b.grad).sum()) for a, b in zip(core.parameters(), fresh.parameters(), strict=True)))
+        differing.append(
+            sum(
+                int((a.grad != b.grad).sum())
+                for a, b in zip(core.parameters(), fresh.parameters(), strict=True)
+            )
+        )
         with torch.no_grad():
             for parameter in core.parameters():
                 parameter.add_(parameter.grad, alpha=-0.01)

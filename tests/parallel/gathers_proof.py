@@ -30,12 +30,22 @@ def trained(mesh, gathers):
         return plain.linear(hidden, weight, bias, activation=activation)
 
     torch.manual_seed(mesh.rank)
-    sizes = {"vocab_size": 101, "num_layers": 2, "d_model": 32, "num_heads": 2, "bias": True, "norm": "layernorm", "qk_norm": True}
+    sizes = {
+        "vocab_size": 101,
+        "num_layers": 2,
+        "d_model": 32,
+        "num_heads": 2,
+        "bias": True,
+        "norm": "layernorm",
+        "qk_norm": True,
+    }
     plain = Ops.plain()
     core = Transformer(Transformer.check(sizes, seq_len=16), replace(plain, linear=linear))
     model = wrap(core, mesh, gathers=gathers)
     optimizer = torch.optim.AdamW(core.parameters(), lr=1e-2, fused=True)
-    tokens = torch.randint(101, (ACCUMULATE, 2, 17), generator=torch.Generator().manual_seed(mesh.rank))
+    tokens = torch.randint(
+        101, (ACCUMULATE, 2, 17), generator=torch.Generator().manual_seed(mesh.rank)
+    )
     losses, gradients = [], {}
     for step in range(STEPS):
         for number, tokens_BT in enumerate(tokens, 1):
@@ -45,10 +55,14 @@ def trained(mesh, gathers):
             loss.backward()
         losses.append(loss.item())
         if step == 0:
-            gradients = {name: parameter.grad.full_tensor() for name, parameter in core.named_parameters()}
+            gradients = {
+                name: parameter.grad.full_tensor() for name, parameter in core.named_parameters()
+            }
         optimizer.step()
         optimizer.zero_grad()
-    kept = {str(tensor.dtype) for p in core.parameters() for tensor in (p, *optimizer.state[p].values())}
+    kept = {
+        str(tensor.dtype) for p in core.parameters() for tensor in (p, *optimizer.state[p].values())
+    }
     assert all(isinstance(p, DTensor) for p in optimizer.param_groups[0]["params"])
     return losses, gradients, sorted(seen), sorted(kept)
 
@@ -59,10 +73,22 @@ def main(report, shard):
     wide, narrow = (trained(mesh, gathers) for gathers in (None, torch.bfloat16))
     names = {
         "equal": sorted(name for name in wide[1] if torch.equal(wide[1][name], narrow[1][name])),
-        "other": sorted(name for name in wide[1] if not torch.equal(wide[1][name], narrow[1][name])),
+        "other": sorted(
+            name for name in wide[1] if not torch.equal(wide[1][name], narrow[1][name])
+        ),
     }
     if mesh.is_main:
-        Path(report).write_text(json.dumps(names | {"wide": wide[0], "narrow": narrow[0], "seen": [wide[2], narrow[2]], "kept": narrow[3]}))
+        Path(report).write_text(
+            json.dumps(
+                names
+                | {
+                    "wide": wide[0],
+                    "narrow": narrow[0],
+                    "seen": [wide[2], narrow[2]],
+                    "kept": narrow[3],
+                }
+            )
+        )
     mesh.barrier()
     disconnect()
 

@@ -12,8 +12,12 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 warnings.simplefilter("error")
-warnings.simplefilter("ignore", DeprecationWarning)  # torch's own compiler makes objects of its functions
-warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # and asks tensors for gradients
+warnings.simplefilter(
+    "ignore", DeprecationWarning
+)  # torch's own compiler makes objects of its functions
+warnings.filterwarnings(
+    "ignore", "The .grad attribute of a Tensor that is not a leaf"
+)  # and asks tensors for gradients
 
 from flatout.assembly.selection import speedup_named  # noqa: E402
 from flatout.config.schema import ParallelConfig  # noqa: E402
@@ -31,12 +35,21 @@ def order(mesh, compiled):
     def noted(graph, _inputs):
         return make_boxed_func(lambda *args: happened.append("backward") or graph.forward(*args))
 
-    torch.compile = partial(torch.compile, backend=aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(graph.forward), bw_compiler=noted))
-    config = Transformer.check({"vocab_size": 64, "num_layers": 4, "d_model": 128, "num_heads": 2}, seq_len=8)  # buckets hold 1 MiB and more
+    torch.compile = partial(
+        torch.compile,
+        backend=aot_autograd(
+            fw_compiler=lambda graph, _: make_boxed_func(graph.forward), bw_compiler=noted
+        ),
+    )
+    config = Transformer.check(
+        {"vocab_size": 64, "num_layers": 4, "d_model": 128, "num_heads": 2}, seq_len=8
+    )  # buckets hold 1 MiB and more
     core = Transformer(config, Ops.plain())
     compiled(core, mesh)
     model = wrap(core, mesh)
-    model.register_comm_hook(None, lambda group, bucket: happened.append("exchange") or allreduce_hook(group, bucket))
+    model.register_comm_hook(
+        None, lambda group, bucket: happened.append("exchange") or allreduce_hook(group, bucket)
+    )
     tokens_BT = torch.zeros(2, 8, dtype=torch.int64)
     core(tokens_BT, tokens_BT.clone())[0].backward()  # as the warm-up does, past DDP
     model.zero_grad()

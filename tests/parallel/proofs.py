@@ -57,7 +57,9 @@ class Tiny(nn.Module):
         return self.head(hidden)
 
     def forward(self, tokens, targets, doc_ids=None):
-        loss = nn.functional.cross_entropy(self.logits(tokens).flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="sum")
+        loss = nn.functional.cross_entropy(
+            self.logits(tokens).flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="sum"
+        )
         return loss, (targets >= 0).sum()
 
     def parameter_kinds(self):
@@ -65,7 +67,9 @@ class Tiny(nn.Module):
         return kinds | {"table.weight": "embedding", "head.weight": "head"}
 
     def stacked_rows(self):
-        return {f"blocks.{number}.up.weight": (4, 3, 2) for number in range(2)}  # the parts end inside the shards
+        return {
+            f"blocks.{number}.up.weight": (4, 3, 2) for number in range(2)
+        }  # the parts end inside the shards
 
 
 def batches(world_size, step):
@@ -117,7 +121,9 @@ def gradients(mesh, dtype):
     core = Tiny(mesh.rank, dtype)
     model = wrap(core, mesh)
     backward_together(model, mesh, 0)
-    return distance([whole(p.grad) for p in core.parameters()], [p.grad for p in alone.parameters()])
+    return distance(
+        [whole(p.grad) for p in core.parameters()], [p.grad for p in alone.parameters()]
+    )
 
 
 def averaged_naively(mesh):
@@ -135,7 +141,10 @@ def weights_after_training(mesh, builder, factory):
     """Distance of weights and of Muon's state after four steps, together and alone."""
     alone, core = Tiny(0, torch.float64), Tiny(mesh.rank, torch.float64)
     model = wrap(core, mesh)
-    pairs = [(alone, builder(alone, CONFIG, OptimizerParts(factory, batched))), (core, builder(core, CONFIG, OptimizerParts(factory, batched)))]
+    pairs = [
+        (alone, builder(alone, CONFIG, OptimizerParts(factory, batched))),
+        (core, builder(core, CONFIG, OptimizerParts(factory, batched))),
+    ]
     for step in range(4):
         backward_alone(alone, mesh.world_size, step)
         backward_together(model, mesh, step)
@@ -149,7 +158,9 @@ def weights_after_training(mesh, builder, factory):
         for optimizers in (found_optimizers, expected_optimizers)
     ]
     return {
-        "weights": distance([whole(p.detach()) for p in core.parameters()], [p.detach() for p in alone.parameters()]),
+        "weights": distance(
+            [whole(p.detach()) for p in core.parameters()], [p.detach() for p in alone.parameters()]
+        ),
         "state": distance(*states),
     }
 
@@ -158,7 +169,10 @@ def resumed_with_sharded_state(mesh):
     """Distance between two steps in a row, and one step, a state_dict, another optimiser, and a second step."""
     straight, broken = Tiny(0, torch.float64), Tiny(0, torch.float64)
     models = [wrap(straight, mesh), wrap(broken, mesh)]
-    optimizers = [muon.build(core, CONFIG, OptimizerParts(adamw.fused, batched)) for core in (straight, broken)]
+    optimizers = [
+        muon.build(core, CONFIG, OptimizerParts(adamw.fused, batched))
+        for core in (straight, broken)
+    ]
     for step in range(2):
         for model, each in zip(models, optimizers, strict=True):
             backward_together(model, mesh, step)
@@ -169,7 +183,10 @@ def resumed_with_sharded_state(mesh):
         for new, old in zip(fresh, optimizers[1], strict=True):
             new.load_state_dict(old.state_dict())
         optimizers[1] = fresh
-    return distance([whole(p.detach()) for p in broken.parameters()], [whole(p.detach()) for p in straight.parameters()])
+    return distance(
+        [whole(p.detach()) for p in broken.parameters()],
+        [whole(p.detach()) for p in straight.parameters()],
+    )
 
 
 def exchanges(mesh):

@@ -27,14 +27,18 @@ def move_off_ties(model):
 def trained(mesh, *, in_parts):
     """Losses and weights; the processes begin with weights of their own, of which the main one's count."""
     torch.manual_seed(mesh.rank)
-    config = Transformer.check({"vocab_size": 101, "num_layers": 2, "d_model": 32, "num_heads": 2}, seq_len=16)
+    config = Transformer.check(
+        {"vocab_size": 101, "num_layers": 2, "d_model": 32, "num_heads": 2}, seq_len=16
+    )
     core = Transformer(config, Ops.plain())
     if in_parts:
         split_weights(core, mesh)
     model = wrap(core, mesh)
     move_off_ties(core)
     optimizer = torch.optim.AdamW(core.parameters(), lr=1e-2, fused=True)
-    micro_batches = torch.randint(101, (ACCUMULATE, 2, 17), generator=torch.Generator().manual_seed(mesh.rank))
+    micro_batches = torch.randint(
+        101, (ACCUMULATE, 2, 17), generator=torch.Generator().manual_seed(mesh.rank)
+    )
     losses = []
     for _ in range(STEPS):
         for tokens_BT in micro_batches:
@@ -51,10 +55,18 @@ def trained(mesh, *, in_parts):
 def main(report: Path):
     ranks = connect("cpu")
     mesh = make_mesh(ParallelConfig(), "cpu", ranks)
-    (plain_losses, plain), (losses, parts) = (trained(mesh, in_parts=in_parts) for in_parts in (False, True))
-    (equal,) = mesh.sum(torch.tensor(float(all(torch.equal(one, other) for one, other in zip(plain, parts, strict=True)))))
+    (plain_losses, plain), (losses, parts) = (
+        trained(mesh, in_parts=in_parts) for in_parts in (False, True)
+    )
+    (equal,) = mesh.sum(
+        torch.tensor(
+            float(all(torch.equal(one, other) for one, other in zip(plain, parts, strict=True)))
+        )
+    )
     if mesh.is_main:
-        report.write_text(json.dumps({"losses": losses, "plain_losses": plain_losses, "equal": equal.item()}))
+        report.write_text(
+            json.dumps({"losses": losses, "plain_losses": plain_losses, "equal": equal.item()})
+        )
     disconnect()
 
 

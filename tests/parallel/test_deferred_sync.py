@@ -20,12 +20,25 @@ def test_it_is_for_several_processes_and_several_micro_batches(tiny_config):
     assert "this is one" in reason(tiny_config)
     assert "one micro-batch" in reason(tiny_config, parallel__replicate=2, batch__accumulate=1)
     assert reason(tiny_config, parallel__replicate=2, batch__accumulate=4) is None
-    assert reason(tiny_config, parallel__replicate=2) is None, "how many micro-batches is not settled yet"
+    assert reason(tiny_config, parallel__replicate=2) is None, (
+        "how many micro-batches is not settled yet"
+    )
 
 
 def test_split_weights_keep_split_gradients_unless_it_is_named(tiny_config):
-    assert "whole gradients" in reason(tiny_config, parallel__replicate=1, parallel__shard=2, batch__accumulate=4)
-    assert reason(tiny_config, parallel__replicate=1, parallel__shard=2, batch__accumulate=4, speedups="auto,+deferred-sync") is None
+    assert "whole gradients" in reason(
+        tiny_config, parallel__replicate=1, parallel__shard=2, batch__accumulate=4
+    )
+    assert (
+        reason(
+            tiny_config,
+            parallel__replicate=1,
+            parallel__shard=2,
+            batch__accumulate=4,
+            speedups="auto,+deferred-sync",
+        )
+        is None
+    )
 
 
 def test_a_model_of_one_process_has_nothing_to_exchange():

@@ -40,7 +40,9 @@ def test_weights_and_moments_stay_fp32(report):
 def test_the_first_step_is_that_of_fp32_gathers_but_for_gradients_of_norms_and_biases(report):
     """Gains begin at 1 and biases at 0, which bfloat16 holds exactly; afterwards they are rounded."""
     assert report["narrow"][0] == report["wide"][0]
-    assert not [name for name in report["other"] if "norm" not in name and not name.endswith("bias")]
+    assert not [
+        name for name in report["other"] if "norm" not in name and not name.endswith("bias")
+    ]
     assert any(name.endswith("qkv.weight") for name in report["equal"])
 
 

@@ -14,7 +14,13 @@ def test_one_process_says_everything_to_itself():
     assert mesh.sum(tensor) == (tensor,)
     assert mesh.broadcast_object("word") == "word"
     mesh.barrier()
-    assert (mesh.rank, mesh.world_size, mesh.replicate, mesh.shard, mesh.device_mesh) == (0, 1, 1, 1, None)
+    assert (mesh.rank, mesh.world_size, mesh.replicate, mesh.shard, mesh.device_mesh) == (
+        0,
+        1,
+        1,
+        1,
+        None,
+    )
     assert mesh.device == torch.device("cpu")
 
 
@@ -36,10 +42,18 @@ def test_auto_copies_what_sharding_leaves():
 @pytest.mark.parametrize(
     ("config", "world_size", "says"),
     [
-        (ParallelConfig(shard=2), 1, "parallel.shard=2 does not fit 1 process. .*--nproc-per-node 2"),
+        (
+            ParallelConfig(shard=2),
+            1,
+            "parallel.shard=2 does not fit 1 process. .*--nproc-per-node 2",
+        ),
         (ParallelConfig(shard=2), 3, "parallel.shard=2 does not fit 3 processes"),
         (ParallelConfig(replicate=2), 1, "--nproc-per-node 2"),
-        (ParallelConfig(replicate=2, shard=2), 8, "parallel.replicate=2 x parallel.shard=2 does not fit 8 processes"),
+        (
+            ParallelConfig(replicate=2, shard=2),
+            8,
+            "parallel.replicate=2 x parallel.shard=2 does not fit 8 processes",
+        ),
         (ParallelConfig(replicate=2), 4, "parallel.replicate=2 x parallel.shard=1"),
     ],
 )

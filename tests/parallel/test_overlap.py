@@ -9,4 +9,6 @@ def test_gradients_are_exchanged_before_the_backward_pass_of_a_compiled_model_is
     report = launch("overlap_proof.py", 2)
     assert report["compile"].count("exchange") > 1
     assert report["compile"].index("exchange") < last_piece(report["compile"])
-    assert "exchange" not in report["whole"][: last_piece(report["whole"])], "so the order does tell a whole graph from pieces"
+    assert "exchange" not in report["whole"][: last_piece(report["whole"])], (
+        "so the order does tell a whole graph from pieces"
+    )

@@ -10,7 +10,14 @@ import torch.distributed as dist
 
 from flatout.errors import ConfigError, RunFailed
 from flatout.parallel import rendezvous
-from flatout.parallel.rendezvous import VARIABLES, Ranks, connect, disconnect, launcher, stated_ranks
+from flatout.parallel.rendezvous import (
+    VARIABLES,
+    Ranks,
+    connect,
+    disconnect,
+    launcher,
+    stated_ranks,
+)
 
 ROOT = Path(__file__).parent.parent.parent
 UNDER_TORCHRUN = """
@@ -72,7 +79,15 @@ def test_half_an_environment_is_refused(environment, missing):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"RANK": "two"}, {"RANK": "-1"}, {"RANK": 2}, {"LOCAL_WORLD_SIZE": "all"}, {"LOCAL_WORLD_SIZE": 1}, {"LOCAL_WORLD_SIZE": 3}]
+    "wrong",
+    [
+        {"RANK": "two"},
+        {"RANK": "-1"},
+        {"RANK": 2},
+        {"LOCAL_WORLD_SIZE": "all"},
+        {"LOCAL_WORLD_SIZE": 1},
+        {"LOCAL_WORLD_SIZE": 3},
+    ],
 )
 def test_ranks_that_cannot_be_are_refused(environment, wrong):
     environment(**WHOLE | wrong)
@@ -92,9 +107,22 @@ def test_two_processes_do_not_share_one_gpu(environment, monkeypatch):
 def test_torchrun_connects_them(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(UNDER_TORCHRUN)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    environment = {name: value for name, value in os.environ.items() if name not in VARIABLES} | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(script),
+    ]
+    environment = {name: value for name, value in os.environ.items() if name not in VARIABLES} | {
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+    }
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["1", "2", "1", "2", "3", "gloo"]
 
@@ -103,7 +131,9 @@ def test_a_port_in_use_is_named(environment, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         environment(**WHOLE | {"RANK": 0, "LOCAL_RANK": 0, "MASTER_PORT": port})
-        with pytest.raises(ConfigError, match=f"MASTER_PORT={port} is in use .*torchrun --standalone"):
+        with pytest.raises(
+            ConfigError, match=f"MASTER_PORT={port} is in use .*torchrun --standalone"
+        ):
             connect("cpu")
     assert not dist.is_initialized()
 
@@ -116,15 +146,22 @@ def test_a_port_that_is_none_is_refused(environment, port):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_process_that_is_alone_says_what_it_waits_for_and_gives_up(environment, monkeypatch, capfd, rank):
+def test_a_process_that_is_alone_says_what_it_waits_for_and_gives_up(
+    environment, monkeypatch, capfd, rank
+):
     monkeypatch.setattr(rendezvous, "PATIENCE_S", 1.0)
     monkeypatch.setattr(rendezvous, "WAITING_SAID_EVERY_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     environment(**WHOLE | {"RANK": rank, "LOCAL_RANK": rank, "MASTER_PORT": port})
-    with pytest.raises(RunFailed, match=f"The 2 processes of this run did not meet at 127.0.0.1:{port} within 1 s"):
+    with pytest.raises(
+        RunFailed, match=f"The 2 processes of this run did not meet at 127.0.0.1:{port} within 1 s"
+    ):
         connect("cpu")
-    assert f"[rank {rank}] Waiting at 127.0.0.1:{port} for the other processes of 2: 0 s of 1 s" in capfd.readouterr().err
+    assert (
+        f"[rank {rank}] Waiting at 127.0.0.1:{port} for the other processes of 2: 0 s of 1 s"
+        in capfd.readouterr().err
+    )
     assert not dist.is_initialized()
 
 

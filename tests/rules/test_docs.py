@@ -30,10 +30,18 @@ def documents(root):
 def command_lines(text: str) -> list[str]:
     """Commands in shell blocks, continued lines joined and comments dropped, and those quoted in sentences, but for messages of errors."""
     text = MESSAGES.sub("", text)
-    lines = [line for block in SHELL_BLOCK.findall(text) for line in block.replace("\\\n", " ").splitlines()]
+    lines = [
+        line
+        for block in SHELL_BLOCK.findall(text)
+        for line in block.replace("\\\n", " ").splitlines()
+    ]
     lines = [re.sub(r"\s+#\s.*$", "", line.removeprefix("$ ")).strip() for line in lines]
     parts = [part.strip() for line in lines for part in line.split("&&")]
-    return [line for line in [*parts, *INLINE.findall(text)] if re.match(r"(flatout|make|torchrun|python -m flatout) ", line)]
+    return [
+        line
+        for line in [*parts, *INLINE.findall(text)]
+        if re.match(r"(flatout|make|torchrun|python -m flatout) ", line)
+    ]
 
 
 def complaint(line: str, targets: set[str]) -> str | None:
@@ -69,7 +77,11 @@ def wrong_keys(values) -> str | None:
 
 
 def test_every_command_in_the_documents_parses(root, no_offenders):
-    targets = set(re.findall(r"^([a-z][a-z-]*):", (root / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    targets = set(
+        re.findall(
+            r"^([a-z][a-z-]*):", (root / "Makefile").read_text(encoding="utf-8"), re.MULTILINE
+        )
+    )
     wrong, seen = [], 0
     for path in documents(root):
         for line in command_lines(path.read_text(encoding="utf-8")):
@@ -84,9 +96,14 @@ def test_configuration_keys_in_the_documents_exist(root, no_offenders):
     """`optim.lr` and `optim.lr=3e-4` in a sentence or a table are keys that exist, with values they take."""
     wrong = []
     sections = "|".join(key.partition(".")[0] for key in all_keys(RunConfig) if "." in key)
-    known = {*all_keys(RunConfig), *(key for kind in MODELS.names() for key in all_keys(MODELS.get(kind).Config, "model."))}
+    known = {
+        *all_keys(RunConfig),
+        *(key for kind in MODELS.names() for key in all_keys(MODELS.get(kind).Config, "model.")),
+    }
     for path in documents(root):
-        for key, value in re.findall(rf"`((?:{sections})\.[a-z_]+)(=[^`\s]+)?`", path.read_text(encoding="utf-8")):
+        for key, value in re.findall(
+            rf"`((?:{sections})\.[a-z_]+)(=[^`\s]+)?`", path.read_text(encoding="utf-8")
+        ):
             if key not in known:
                 wrong.append(f"{path.name}: {key}")
             elif value and not value[1:].isupper() and not key.startswith("model."):
@@ -95,30 +112,68 @@ def test_configuration_keys_in_the_documents_exist(root, no_offenders):
 
 
 def test_the_table_of_other_tools_names_agrees_with_the_error_messages(root, no_offenders):
-    rows = re.findall(r"^\| (.+?) \| (.+?) \|", (root / "docs" / "coming-from.md").read_text(encoding="utf-8"), re.MULTILINE)
-    pairs = [(name, here) for there, here in rows for name in re.findall(r"`(\w+)`", there) if name in NAMES_ELSEWHERE]
+    rows = re.findall(
+        r"^\| (.+?) \| (.+?) \|",
+        (root / "docs" / "coming-from.md").read_text(encoding="utf-8"),
+        re.MULTILINE,
+    )
+    pairs = [
+        (name, here)
+        for there, here in rows
+        for name in re.findall(r"`(\w+)`", there)
+        if name in NAMES_ELSEWHERE
+    ]
     assert len(pairs) > 30
-    no_offenders([f"{name}: {NAMES_ELSEWHERE[name]}, not {here}" for name, here in pairs if f"`{NAMES_ELSEWHERE[name]}`" not in here])
+    no_offenders(
+        [
+            f"{name}: {NAMES_ELSEWHERE[name]}, not {here}"
+            for name, here in pairs
+            if f"`{NAMES_ELSEWHERE[name]}`" not in here
+        ]
+    )
 
 
 def test_messages_that_troubleshooting_quotes_are_messages(root, no_offenders):
-    quoted = re.findall(r"^\| `([^`]* [^`]*)`", (root / "docs" / "troubleshooting.md").read_text(encoding="utf-8"), re.MULTILINE)
+    quoted = re.findall(
+        r"^\| `([^`]* [^`]*)`",
+        (root / "docs" / "troubleshooting.md").read_text(encoding="utf-8"),
+        re.MULTILINE,
+    )
     code = [root / "Makefile", *(root / "flatout").rglob("*.py")]
     texts = [path.read_text(encoding="utf-8") for path in code]
-    pieces = [piece.strip() for quote in quoted for piece in quote.split("...") if piece.strip() and not quote.startswith("make ")]
+    pieces = [
+        piece.strip()
+        for quote in quoted
+        for piece in quote.split("...")
+        if piece.strip() and not quote.startswith("make ")
+    ]
     assert len(pieces) > 3
     no_offenders([piece for piece in pieces if not any(piece in text for text in texts)])
 
 
 def test_quick_commands_in_the_documents_run(root, tmp_path):
-    lines = {line for path in documents(root) for line in command_lines(path.read_text(encoding="utf-8")) if PROGRAM.match(line)}
+    lines = {
+        line
+        for path in documents(root)
+        for line in command_lines(path.read_text(encoding="utf-8"))
+        if PROGRAM.match(line)
+    }
     words = sorted({tuple(shlex.split(PROGRAM.sub("", line))) for line in lines})
-    quick = [line for line in words if line[:1] in QUICK and not any(word.isupper() for word in line)]
+    quick = [
+        line for line in words if line[:1] in QUICK and not any(word.isupper() for word in line)
+    ]
     assert len(quick) > 2
     program = "import sys, json\nfrom flatout.cli import main\nfor words in json.loads(sys.argv[1]):\n    try:\n        main(words)\n"
     program += "    except SystemExit as stop:\n        assert not stop.code, words\n"
     program = f"import sys; sys.path.insert(0, {str(root)!r})\n{program}"
-    done = subprocess.run([sys.executable, "-c", program, json.dumps(quick)], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program, json.dumps(quick)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -131,7 +186,9 @@ def test_links_between_documents_lead_somewhere(root, no_offenders):
     wrong = []
     for path in documents(root):
         targets = re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", path.read_text(encoding="utf-8"))
-        wrong += [f"{path.name}: {target}" for target in targets if not (path.parent / target).exists()]
+        wrong += [
+            f"{path.name}: {target}" for target in targets if not (path.parent / target).exists()
+        ]
     no_offenders(wrong)
 
 
@@ -143,7 +200,9 @@ def test_the_readme_begins_with_what_matters(root):
     assert "make demo" in text
     assert "make test" in text
     assert re.search(r"^\|.*\|$", text, re.MULTILINE)
-    folders = sorted(p.name for p in (root / "flatout").iterdir() if p.is_dir() and p.name != "__pycache__")
+    folders = sorted(
+        p.name for p in (root / "flatout").iterdir() if p.is_dir() and p.name != "__pycache__"
+    )
     tree = text[text.index("```\nflatout/") :]
     assert [name for name in folders if not re.search(rf"\b{name}/\S*\s+\S", tree)] == []
 
@@ -166,6 +225,13 @@ def test_the_rule_sees_offenders(line, message):
 
 
 def test_command_lines_are_found():
-    block = "```sh\n$ flatout prepare a \\\n    --out b   # comment\nls\nmake demo && make test\n```\n"
+    block = (
+        "```sh\n$ flatout prepare a \\\n    --out b   # comment\nls\nmake demo && make test\n```\n"
+    )
     text = "Try `flatout list models`.\n```python\nflatout x\n```\n" + block
-    assert command_lines(text) == ["flatout prepare a      --out b", "make demo", "make test", "flatout list models"]
+    assert command_lines(text) == [
+        "flatout prepare a      --out b",
+        "make demo",
+        "make test",
+        "flatout list models",
+    ]

@@ -25,7 +25,11 @@ def is_overload(node) -> bool:
 
 def undocumented(source) -> list[str]:
     named = [("the file", source.tree), *public_definitions(source.tree.body)]
-    return [f"{source.path}: {name}" for name, node in named if not ast.get_docstring(node) and not is_overload(node)]
+    return [
+        f"{source.path}: {name}"
+        for name, node in named
+        if not ast.get_docstring(node) and not is_overload(node)
+    ]
 
 
 def without_shapes(source) -> list[str]:
@@ -33,17 +37,28 @@ def without_shapes(source) -> list[str]:
     for name, node in public_definitions(source.tree.body):
         if isinstance(node, Function):
             arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-            if any(SHAPED.match(a.arg) for a in arguments) and not re.search(r"^\s*Shapes:", ast.get_docstring(node) or "", re.MULTILINE):
+            if any(SHAPED.match(a.arg) for a in arguments) and not re.search(
+                r"^\s*Shapes:", ast.get_docstring(node) or "", re.MULTILINE
+            ):
                 wrong.append(f"{source.path}:{node.lineno} {name}")
     return wrong
 
 
 def config_classes(sources) -> list[tuple[str, ast.ClassDef]]:
     """Section and every class that derives from it, found by name through all files."""
-    classes = [(source.path, node) for source in sources for node in ast.walk(source.tree) if isinstance(node, ast.ClassDef)]
+    classes = [
+        (source.path, node)
+        for source in sources
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.ClassDef)
+    ]
     sections = {"Section"}
     while True:
-        grown = sections | {node.name for _, node in classes if {ast.unparse(base).rpartition(".")[2] for base in node.bases} & sections}
+        grown = sections | {
+            node.name
+            for _, node in classes
+            if {ast.unparse(base).rpartition(".")[2] for base in node.bases} & sections
+        }
         if grown == sections:
             return [(path, node) for path, node in classes if node.name in sections]
         sections = grown
@@ -52,9 +67,15 @@ def config_classes(sources) -> list[tuple[str, ast.ClassDef]]:
 def fields_without_help(path: str, node: ast.ClassDef) -> list[str]:
     wrong = []
     for statement, following in zip(node.body, [*node.body[1:], None], strict=True):
-        if not isinstance(statement, ast.AnnAssign) or "ClassVar" in ast.unparse(statement.annotation):
+        if not isinstance(statement, ast.AnnAssign) or "ClassVar" in ast.unparse(
+            statement.annotation
+        ):
             continue
-        is_text = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant) and isinstance(following.value.value, str)
+        is_text = (
+            isinstance(following, ast.Expr)
+            and isinstance(following.value, ast.Constant)
+            and isinstance(following.value.value, str)
+        )
         if not is_text:
             wrong.append(f"{path}:{statement.lineno} {node.name}.{ast.unparse(statement.target)}")
     return wrong
@@ -65,7 +86,14 @@ def test_every_public_definition_has_a_docstring(package, no_offenders):
 
 
 def test_every_tensor_function_states_its_shapes(package, no_offenders):
-    no_offenders([line for source in package if source.path.startswith("flatout/ops/") for line in without_shapes(source)])
+    no_offenders(
+        [
+            line
+            for source in package
+            if source.path.startswith("flatout/ops/")
+            for line in without_shapes(source)
+        ]
+    )
 
 
 def test_every_config_field_has_its_help(package, no_offenders):
@@ -75,13 +103,26 @@ def test_every_config_field_has_its_help(package, no_offenders):
 
 
 def test_the_rules_see_offenders(source):
-    assert undocumented(source("def f(): ...\nclass A:\n    def b(self): ...\n    def _c(self): ...\n")) == [
-        f"flatout/example.py: {name}" for name in ("the file", "f", "A", "A.b")
+    assert undocumented(
+        source("def f(): ...\nclass A:\n    def b(self): ...\n    def _c(self): ...\n")
+    ) == [f"flatout/example.py: {name}" for name in ("the file", "f", "A", "A.b")]
+    assert without_shapes(source('def f(hidden_BTD, *, start_BK=None):\n    """Do."""\n')) == [
+        "flatout/example.py:1 f"
     ]
-    assert without_shapes(source('def f(hidden_BTD, *, start_BK=None):\n    """Do."""\n')) == ["flatout/example.py:1 f"]
-    assert without_shapes(source('def f(hidden_BTD):\n    """Do.\n\n    Shapes: hidden_BTD (B, T, D).\n    """\ndef g(num_rows): ...\n')) == []
-    config = source('class A(Section):\n    x: int = 1\n    """Help."""\n    y: int = 2\nclass B(A):\n    z: ClassVar[int] = 1\n    w: int\n')
-    assert [line for path, node in config_classes([config]) for line in fields_without_help(path, node)] == [
+    assert (
+        without_shapes(
+            source(
+                'def f(hidden_BTD):\n    """Do.\n\n    Shapes: hidden_BTD (B, T, D).\n    """\ndef g(num_rows): ...\n'
+            )
+        )
+        == []
+    )
+    config = source(
+        'class A(Section):\n    x: int = 1\n    """Help."""\n    y: int = 2\nclass B(A):\n    z: ClassVar[int] = 1\n    w: int\n'
+    )
+    assert [
+        line for path, node in config_classes([config]) for line in fields_without_help(path, node)
+    ] == [
         "flatout/example.py:4 A.y",
         "flatout/example.py:7 B.w",
     ]

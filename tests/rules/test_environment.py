@@ -10,17 +10,41 @@ NAMES = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 
 def reads_environment(source) -> list[str]:
     nodes = list(ast.walk(source.tree))
-    uses = [node for node in nodes if isinstance(node, ast.Attribute) and node.attr in NAMES and ast.unparse(node.value) in {"os", "posix"}]
-    uses += [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module in {"os", "posix"} and {a.name for a in node.names} & NAMES]
+    uses = [
+        node
+        for node in nodes
+        if isinstance(node, ast.Attribute)
+        and node.attr in NAMES
+        and ast.unparse(node.value) in {"os", "posix"}
+    ]
+    uses += [
+        node
+        for node in nodes
+        if isinstance(node, ast.ImportFrom)
+        and node.module in {"os", "posix"}
+        and {a.name for a in node.names} & NAMES
+    ]
     lines = {node.lineno for node in uses}
     return [f"{source.path}:{line}" for line in sorted(lines)]
 
 
 def test_environment_is_read_in_two_places_only(package, no_offenders):
-    no_offenders([line for source in package if source.path not in ALLOWED for line in reads_environment(source)])
+    no_offenders(
+        [
+            line
+            for source in package
+            if source.path not in ALLOWED
+            for line in reads_environment(source)
+        ]
+    )
 
 
 def test_the_rule_sees_each_way(source):
-    for text in ("import os\nos.environ['A']", "import os\nos.getenv('A')", "#\nfrom os import environ", "import os\ndict(os.environ)"):
+    for text in (
+        "import os\nos.environ['A']",
+        "import os\nos.getenv('A')",
+        "#\nfrom os import environ",
+        "import os\ndict(os.environ)",
+    ):
         assert reads_environment(source(text)) == ["flatout/example.py:2"], text
     assert reads_environment(source("import os\nos.cpu_count()\nenviron = 3\n")) == []

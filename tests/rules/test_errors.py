@@ -7,7 +7,11 @@ import inspect
 
 import flatout.errors
 
-FAMILY = {name for name, value in vars(flatout.errors).items() if inspect.isclass(value) and issubclass(value, flatout.errors.FlatoutError)}
+FAMILY = {
+    name
+    for name, value in vars(flatout.errors).items()
+    if inspect.isclass(value) and issubclass(value, flatout.errors.FlatoutError)
+}
 NOT_FOR_USERS = {
     "Exception",
     "BaseException",
@@ -53,15 +57,30 @@ def without_fix(source) -> list[str]:
             wrong.append(f"{where} has no fix=")
         if len(node.args) != 1:
             wrong.append(f"{where} takes one positional argument: what happened")
-        endings = [words for part in [*node.args, fix] if part is not None and (words := last_words(part)) is not None]
-        wrong += [f"{where}: not a whole sentence: ...{words[-40:]!r}" for words in endings if not is_sentence(words)]
+        endings = [
+            words
+            for part in [*node.args, fix]
+            if part is not None and (words := last_words(part)) is not None
+        ]
+        wrong += [
+            f"{where}: not a whole sentence: ...{words[-40:]!r}"
+            for words in endings
+            if not is_sentence(words)
+        ]
     return wrong
 
 
 def raised_at_users(source) -> list[str]:
     """Raises of Python's own general errors, which carry no fix."""
-    raises = (node for node in ast.walk(source.tree) if isinstance(node, ast.Raise) and node.exc is not None)
-    names = ((node.lineno, ast.unparse(node.exc.func if isinstance(node.exc, ast.Call) else node.exc)) for node in raises)
+    raises = (
+        node
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Raise) and node.exc is not None
+    )
+    names = (
+        (node.lineno, ast.unparse(node.exc.func if isinstance(node.exc, ast.Call) else node.exc))
+        for node in raises
+    )
     return [f"{source.path}:{line} raises {name}" for line, name in names if name in NOT_FOR_USERS]
 
 
@@ -71,7 +90,8 @@ def swallowed(source) -> list[str]:
     return [
         f"{source.path}:{node.lineno} swallows every exception"
         for node in handlers
-        if (node.type is None or ast.unparse(node.type) in {"Exception", "BaseException"}) and all(isinstance(s, ast.Pass) for s in node.body)
+        if (node.type is None or ast.unparse(node.type) in {"Exception", "BaseException"})
+        and all(isinstance(s, ast.Pass) for s in node.body)
     ]
 
 
@@ -88,13 +108,22 @@ def test_no_exception_is_swallowed(repository, no_offenders):
 
 
 def test_the_rules_see_offenders(source):
-    assert without_fix(source("raise DataError('Broken.')")) == ["flatout/example.py:1 DataError has no fix="]
+    assert without_fix(source("raise DataError('Broken.')")) == [
+        "flatout/example.py:1 DataError has no fix="
+    ]
     assert without_fix(source("def f():\n    return errors.ConfigError(fix='Mend it.')")) == [
         "flatout/example.py:2 ConfigError takes one positional argument: what happened"
     ]
     assert len(without_fix(source("raise DataError(f'{x} is broken', fix='Mend it.')"))) == 1
-    assert without_fix(source("raise DataError(f'{x} is broken.', fix=f'Did you mean {guess!r}?')")) == []
-    assert raised_at_users(source("raise ValueError('no')")) == ["flatout/example.py:1 raises ValueError"]
-    assert raised_at_users(source("raise NotImplementedError\nraise\nraise KeyboardInterrupt")) == []
+    assert (
+        without_fix(source("raise DataError(f'{x} is broken.', fix=f'Did you mean {guess!r}?')"))
+        == []
+    )
+    assert raised_at_users(source("raise ValueError('no')")) == [
+        "flatout/example.py:1 raises ValueError"
+    ]
+    assert (
+        raised_at_users(source("raise NotImplementedError\nraise\nraise KeyboardInterrupt")) == []
+    )
     assert len(swallowed(source("try:\n    f()\nexcept Exception:\n    pass\n"))) == 1
     assert swallowed(source("try:\n    f()\nexcept KeyError:\n    pass\n")) == []

@@ -57,8 +57,16 @@ def imported(source, modules: set[str]) -> list[tuple[str, int]]:
             base = node.module or ""
             if node.level:
                 parts = source.module.split(".")
-                base = ".".join([*parts[: len(parts) - node.level + source.is_package], *filter(None, [node.module])])
-            found += [(name if (name := f"{base}.{alias.name}") in modules else base, node.lineno) for alias in node.names]
+                base = ".".join(
+                    [
+                        *parts[: len(parts) - node.level + source.is_package],
+                        *filter(None, [node.module]),
+                    ]
+                )
+            found += [
+                (name if (name := f"{base}.{alias.name}") in modules else base, node.lineno)
+                for alias in node.names
+            ]
     return [(name, line) for name, line in found if name.split(".")[0] == "flatout"]
 
 
@@ -71,7 +79,9 @@ def offenders(sources) -> list[str]:
         for target, line in imported(source, modules):
             other = place(target)
             if other != own and order.get(other, len(order)) >= order.get(own, -1):
-                wrong.append(f"{source.path}:{line} imports {target}: `{other}` does not come before `{own}`")
+                wrong.append(
+                    f"{source.path}:{line} imports {target}: `{other}` does not come before `{own}`"
+                )
     return sorted(set(wrong))
 
 
@@ -85,7 +95,14 @@ def test_every_module_has_its_place_in_the_list(package, no_offenders):
 
 def test_no_cycles_inside_a_package(package):
     modules = {source.module for source in package}
-    graph = {source.module: {name for name, _ in imported(source, modules) if name != source.module and name in modules} for source in package}
+    graph = {
+        source.module: {
+            name
+            for name, _ in imported(source, modules)
+            if name != source.module and name in modules
+        }
+        for source in package
+    }
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -104,5 +121,7 @@ def test_the_rule_sees_each_kind_of_import(source):
         "import flatout",
     ):
         assert len(offenders([below, source(text, "flatout/data/store/order.py")])) == 1, text
-    allowed = "from flatout.errors import DataError\nimport os\nfrom flatout.data.prepare import tokenize"
+    allowed = (
+        "from flatout.errors import DataError\nimport os\nfrom flatout.data.prepare import tokenize"
+    )
     assert offenders([source(allowed, "flatout/data/store/order.py")]) == []

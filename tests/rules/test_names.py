@@ -15,7 +15,11 @@ TODO_WITH_ENDING = re.compile(r"TODO\([^)]{4,}\): \S")
 
 def words(name: str) -> set[str]:
     """`DataUtils` and `data_utils` are made of `data` and `utils`."""
-    return {word.lower() for part in name.split("_") for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", part)}
+    return {
+        word.lower()
+        for part in name.split("_")
+        for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", part)
+    }
 
 
 def empty_names(source) -> list[str]:
@@ -32,9 +36,15 @@ def comments(source) -> list[tuple[int, str]]:
 
 def bad_comments(source) -> list[str]:
     """Banners, and promises without an end: a TODO is written `TODO(what ends it): what to do`."""
-    wrong = [f"{source.path}:{line} banner: {text}" for line, text in comments(source) if BANNER.search(text)]
+    wrong = [
+        f"{source.path}:{line} banner: {text}"
+        for line, text in comments(source)
+        if BANNER.search(text)
+    ]
     for line, text in comments(source):
-        if re.search(r"\b(FIXME|XXX|HACK)\b", text) or ("TODO" in text and not TODO_WITH_ENDING.search(text)):
+        if re.search(r"\b(FIXME|XXX|HACK)\b", text) or (
+            "TODO" in text and not TODO_WITH_ENDING.search(text)
+        ):
             wrong.append(f"{source.path}:{line} names nothing that ends it: {text}")
     return wrong
 
@@ -50,7 +60,13 @@ def test_no_banners_and_no_promises_without_an_end(repository, no_offenders):
 def declared(source) -> list[str] | None:
     """The names in `__all__`, None where there is none."""
     for node in source.tree.body:
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        targets = (
+            node.targets
+            if isinstance(node, ast.Assign)
+            else [node.target]
+            if isinstance(node, ast.AnnAssign)
+            else []
+        )
         if any(isinstance(target, ast.Name) and target.id == "__all__" for target in targets):
             return list(importlib.import_module(source.module).__all__)
     return None
@@ -66,7 +82,11 @@ def public_names(source) -> set[str]:
             names.update(target.id for target in node.targets if isinstance(target, ast.Name))
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             names.add(node.target.id)
-        elif isinstance(node, ast.ImportFrom) and source.is_package and (node.module or "").startswith(source.module):
+        elif (
+            isinstance(node, ast.ImportFrom)
+            and source.is_package
+            and (node.module or "").startswith(source.module)
+        ):
             names.update(alias.asname or alias.name for alias in node.names)
     return {name for name in names if not name.startswith("_")}
 
@@ -78,7 +98,9 @@ def test_all_equals_the_public_names(package):
         if source.module == "flatout":
             assert names is not None, "flatout/__init__.py declares no __all__"
             module = importlib.import_module("flatout")
-            assert {name for name in dir(module) if not name.startswith("_")} >= {name for name in names if not name.startswith("_")}
+            assert {name for name in dir(module) if not name.startswith("_")} >= {
+                name for name in names if not name.startswith("_")
+            }
             assert [name for name in names if not hasattr(module, name)] == []
         elif names is not None:
             assert set(names) == public_names(source), source.path
@@ -87,8 +109,30 @@ def test_all_equals_the_public_names(package):
 
 
 def test_the_rules_see_offenders(source):
-    assert len(empty_names(source("class RunManager: ...\ndef load_utils(): ...\n", "flatout/common.py"))) == 3
+    assert (
+        len(
+            empty_names(
+                source("class RunManager: ...\ndef load_utils(): ...\n", "flatout/common.py")
+            )
+        )
+        == 3
+    )
     assert empty_names(source("def uncommon(): ...\nclass Utility: ...\n")) == []
-    for text in ("# ------ helpers", "# =====", "##### here", "# Loading ----------", "# TODO: faster", "# FIXME", "# TODO later"):
+    for text in (
+        "# ------ helpers",
+        "# =====",
+        "##### here",
+        "# Loading ----------",
+        "# TODO: faster",
+        "# FIXME",
+        "# TODO later",
+    ):
         assert len(bad_comments(source(f"{text}\n"))) == 1, text
-    assert bad_comments(source("# a -> b, why not\n#!/usr/bin/env python\n# TODO(torch 2.12 is the oldest): drop this\nx = '# ----'\n")) == []
+    assert (
+        bad_comments(
+            source(
+                "# a -> b, why not\n#!/usr/bin/env python\n# TODO(torch 2.12 is the oldest): drop this\nx = '# ----'\n"
+            )
+        )
+        == []
+    )

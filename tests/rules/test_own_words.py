@@ -13,7 +13,9 @@ FOREIGN = re.compile(
             r"(?<![\w.$}~])/" + r"home/(?!flatout)\w",
             r"(?<![\w.$}~])/" + r"tmp/\w",
             r"\.\./" + "shared",
-            r"\b(?:py" + r"pi\.org|download\.py" + r"torch\.org|pythonhosted\.org|ghcr\.io|quay\.io|docker\.io|nvcr\.io)",
+            r"\b(?:py"
+            + r"pi\.org|download\.py"
+            + r"torch\.org|pythonhosted\.org|ghcr\.io|quay\.io|docker\.io|nvcr\.io)",
             r"\b(?i:clau" + r"de|anthro" + r"pic|chat" + r"gpt|cop" + r"ilot|sub-?" + r"agent)\b",
             r"\b(?i:work" + r"place|this ses" + r"sion)\b",
         ]
@@ -23,11 +25,26 @@ FOREIGN = re.compile(
 
 def written_files(root) -> list[str]:
     """What git tracks, or would."""
-    listed = subprocess.run(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=root, capture_output=True, check=False)
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=root,
+        capture_output=True,
+        check=False,
+    )
     if listed.returncode == 0:
-        return sorted({name for name in listed.stdout.decode().split("\0") if name and (root / name).is_file()})
+        return sorted(
+            {
+                name
+                for name in listed.stdout.decode().split("\0")
+                if name and (root / name).is_file()
+            }
+        )
     hidden = (".venv", ".git", "__pycache__")
-    return sorted(p.relative_to(root).as_posix() for p in root.rglob("*") if p.is_file() and not any(part.startswith(hidden) for part in p.parts))
+    return sorted(
+        p.relative_to(root).as_posix()
+        for p in root.rglob("*")
+        if p.is_file() and not any(part.startswith(hidden) for part in p.parts)
+    )
 
 
 def test_no_file_names_a_machine_or_an_index(root, no_offenders):
@@ -37,12 +54,28 @@ def test_no_file_names_a_machine_or_an_index(root, no_offenders):
             lines = (root / name).read_text(encoding="utf-8").splitlines()
         except UnicodeDecodeError:
             continue
-        wrong += [f"{name}:{number} {found.group()!r}" for number, line in enumerate(lines, 1) if (found := FOREIGN.search(line))]
+        wrong += [
+            f"{name}:{number} {found.group()!r}"
+            for number, line in enumerate(lines, 1)
+            if (found := FOREIGN.search(line))
+        ]
     no_offenders(wrong)
 
 
 def test_the_rule_sees_offenders():
-    for text in ("see /ro" + "ot/x", "open('/tm" + "p/a')", "from https://py" + "pi.org/simple", "made by Clau" + "de"):
+    for text in (
+        "see /ro" + "ot/x",
+        "open('/tm" + "p/a')",
+        "from https://py" + "pi.org/simple",
+        "made by Clau" + "de",
+    ):
         assert FOREIGN.search(text), text
-    for text in ("https://example.org/work/x", "runs/work/a", "~/work/x", "$HOME/tmp/x", "a network/tmp/x", "/home/flatout/data"):
+    for text in (
+        "https://example.org/work/x",
+        "runs/work/a",
+        "~/work/x",
+        "$HOME/tmp/x",
+        "a network/tmp/x",
+        "/home/flatout/data",
+    ):
         assert not FOREIGN.search(text), text

@@ -27,7 +27,14 @@ HEAVY_PARTS = {
 def modules_after(code: str, cwd) -> set[str]:
     """The modules that a fresh Python has loaded after running `code`."""
     program = f"import sys\ntry:\n    {code}\nexcept SystemExit as stop:\n    assert not stop.code, stop.code\nprint('\\n' + '\\n'.join(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", program], cwd=cwd, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     return set(done.stdout.split("\n"))
 
@@ -43,15 +50,32 @@ def test_import_flatout_is_light(root):
 def test_light_modules_import_no_torch(package, root):
     names = [source.module for source in package if not HEAVY_PARTS & set(source.module.split("."))]
     assert len(names) > 20
-    each = "importlib.import_module(name); assert 'torch' not in sys.modules, f'{name} imports torch'"
+    each = (
+        "importlib.import_module(name); assert 'torch' not in sys.modules, f'{name} imports torch'"
+    )
     program = f"import sys, importlib\nfor name in {names!r}: {each}"
-    done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr.strip().splitlines()[-1]
 
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], ["train", "--help"], ["list", "recipes"], ["list", "speedups"], ["list", "models"], ["list", "machines"], ["list", "datasets"]],
+    [
+        ["--help"],
+        ["train", "--help"],
+        ["list", "recipes"],
+        ["list", "speedups"],
+        ["list", "models"],
+        ["list", "machines"],
+        ["list", "datasets"],
+    ],
     ids=" ".join,
 )
 def test_quick_commands_import_no_torch(root, arguments):
@@ -63,10 +87,26 @@ def test_prepare_and_inspect_import_no_torch(root, tmp_path):
     text = tmp_path / "book.txt"
     text.write_text("A sentence of a book. " * 200, encoding="utf-8")
     for arguments in (
-        ["prepare", str(text), "--out", str(tmp_path / "data"), "--tokenizer", "byte", "--workers", "1"],
+        [
+            "prepare",
+            str(text),
+            "--out",
+            str(tmp_path / "data"),
+            "--tokenizer",
+            "byte",
+            "--workers",
+            "1",
+        ],
         ["inspect", str(tmp_path / "data")],
     ):
-        assert heavy(modules_after(f"sys.argv[1:] = {arguments!r}; from flatout.cli import main; main()", root)) == []
+        assert (
+            heavy(
+                modules_after(
+                    f"sys.argv[1:] = {arguments!r}; from flatout.cli import main; main()", root
+                )
+            )
+            == []
+        )
 
 
 def test_the_rule_sees_an_offender(root):

@@ -13,7 +13,9 @@ PLURAL_FOLDERS = ("datasets", "machines", "recipes")
 
 
 def run(*words: str, cwd) -> str:
-    done = subprocess.run([sys.executable, *words], cwd=cwd, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(
+        [sys.executable, *words], cwd=cwd, capture_output=True, text=True, timeout=240, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -22,19 +24,36 @@ def run(*words: str, cwd) -> str:
 def wheel(root, tmp_path_factory):
     """A wheel built offline from a copy of what git would ship, so that nothing is left behind in the sources."""
     copy = tmp_path_factory.mktemp("sources")
-    shutil.copytree(root / "flatout", copy / "flatout", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        root / "flatout", copy / "flatout", ignore=shutil.ignore_patterns("__pycache__")
+    )
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(root / name, copy)
     (copy / "tests").mkdir()
     (copy / "tests" / "test_nothing.py").write_text("")
-    run("-m", "pip", "wheel", ".", "--no-deps", "--no-build-isolation", "--quiet", "--wheel-dir", "dist", cwd=copy)
+    run(
+        "-m",
+        "pip",
+        "wheel",
+        ".",
+        "--no-deps",
+        "--no-build-isolation",
+        "--quiet",
+        "--wheel-dir",
+        "dist",
+        cwd=copy,
+    )
     (built,) = (copy / "dist").glob("flatout-*.whl")
     return built
 
 
 def test_the_wheel_holds_the_package_and_nothing_else(wheel, root):
     names = set(zipfile.ZipFile(wheel).namelist())
-    sources = {p.relative_to(root).as_posix() for p in (root / "flatout").rglob("*") if p.is_file() and "__pycache__" not in p.parts}
+    sources = {
+        p.relative_to(root).as_posix()
+        for p in (root / "flatout").rglob("*")
+        if p.is_file() and "__pycache__" not in p.parts
+    }
     assert {name for name in sources if name not in names} == set()
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"flatout"}
     assert "flatout/py.typed" in names
@@ -44,14 +63,28 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel, root):
 def test_the_installed_wheel_finds_its_entries_from_elsewhere(wheel, root, tmp_path):
     place, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
     elsewhere.mkdir()
-    run("-m", "pip", "install", "--no-deps", "--no-index", "--quiet", "--target", str(place), str(wheel), cwd=elsewhere)
+    run(
+        "-m",
+        "pip",
+        "install",
+        "--no-deps",
+        "--no-index",
+        "--quiet",
+        "--target",
+        str(place),
+        str(wheel),
+        cwd=elsewhere,
+    )
     # -I: neither this repository nor an editable install of it may answer instead.
     show = f"import sys; sys.path.insert(0, {str(place)!r}); sys.argv[1:] = {{}}; from flatout.cli import main; main()"
     for folder in PLURAL_FOLDERS:
         listed = run("-I", "-c", show.format(["list", folder]), cwd=elsewhere)
         for path in (root / "flatout" / folder).glob("*.yaml"):
             assert path.stem in listed, path
-    assert run("-I", "-c", f"import sys; sys.path.insert(0, {str(place)!r}); import flatout; print(flatout.__file__)", cwd=elsewhere).startswith(
-        str(place)
-    )
+    assert run(
+        "-I",
+        "-c",
+        f"import sys; sys.path.insert(0, {str(place)!r}); import flatout; print(flatout.__file__)",
+        cwd=elsewhere,
+    ).startswith(str(place))
     assert (place / "bin" / "flatout").exists()

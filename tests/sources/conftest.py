@@ -36,8 +36,14 @@ class WebServer:
         if path in self.statuses or content is None:
             handler.send_error(self.statuses.get(path, 404))
             return
-        asked = re.fullmatch(r"bytes=(\d+)-(\d+)", handler.headers.get("Range") or "") if self.ranges else None
-        start, end = (int(asked[1]), min(int(asked[2]) + 1, len(content))) if asked else (0, len(content))
+        asked = (
+            re.fullmatch(r"bytes=(\d+)-(\d+)", handler.headers.get("Range") or "")
+            if self.ranges
+            else None
+        )
+        start, end = (
+            (int(asked[1]), min(int(asked[2]) + 1, len(content))) if asked else (0, len(content))
+        )
         fault = None
         if body:
             self.asked.append((path, handler.headers.get("Range")))
@@ -120,10 +126,15 @@ class HubServer(WebServer):
         self.files[f"/datasets/{repository}/resolve/{commit}/{path}"] = content
 
     def answer(self, handler: BaseHTTPRequestHandler, *, body: bool) -> None:
-        found = re.fullmatch(r"/api/datasets/([^/]+/[^/]+?)(?:/(revision|tree|paths-info)/([^/]+)(?:/(.*))?)?", handler.path.partition("?")[0])
+        found = re.fullmatch(
+            r"/api/datasets/([^/]+/[^/]+?)(?:/(revision|tree|paths-info)/([^/]+)(?:/(.*))?)?",
+            handler.path.partition("?")[0],
+        )
         if found is None:
             repository = "/".join(handler.path.split("/")[2:4])
-            handler.path = handler.path.replace("/resolve/main/", f"/resolve/{self.commits.get(repository)}/")
+            handler.path = handler.path.replace(
+                "/resolve/main/", f"/resolve/{self.commits.get(repository)}/"
+            )
             if handler.path.partition("?")[0] in self.files:
                 super().answer(handler, body=body)
             else:
@@ -149,20 +160,57 @@ class HubServer(WebServer):
             self._json(handler, [self._described(root, folder + name) for name in sorted(entries)])
         elif kind == "paths-info":
             asked = handler.rfile.read(int(handler.headers["Content-Length"])).decode()
-            self._json(handler, [self._described(root, name) for name in paths if name in urllib.parse.unquote_plus(asked)])
+            self._json(
+                handler,
+                [
+                    self._described(root, name)
+                    for name in paths
+                    if name in urllib.parse.unquote_plus(asked)
+                ],
+            )
         else:
             siblings = [{"rfilename": name} for name in paths]
-            self._json(handler, {"_id": "1", "id": repository, "sha": commit, "siblings": siblings, "tags": [], "private": False})
+            self._json(
+                handler,
+                {
+                    "_id": "1",
+                    "id": repository,
+                    "sha": commit,
+                    "siblings": siblings,
+                    "tags": [],
+                    "private": False,
+                },
+            )
 
     def _described(self, root: str, name: str) -> dict[str, object]:
         content = self.files.get(root + name)
         if content is None:
-            return {"type": "directory", "oid": hashlib.sha1(name.encode()).hexdigest(), "size": 0, "path": name}
+            return {
+                "type": "directory",
+                "oid": hashlib.sha1(name.encode()).hexdigest(),
+                "size": 0,
+                "path": name,
+            }
         sha256 = hashlib.sha256(content).hexdigest()
-        large = {"lfs": {"oid": sha256, "size": len(content), "pointerSize": 130}} if name.endswith(".parquet") else {}
-        return {"type": "file", "oid": hashlib.sha1(content).hexdigest(), "size": len(content), "path": name} | large
+        large = (
+            {"lfs": {"oid": sha256, "size": len(content), "pointerSize": 130}}
+            if name.endswith(".parquet")
+            else {}
+        )
+        return {
+            "type": "file",
+            "oid": hashlib.sha1(content).hexdigest(),
+            "size": len(content),
+            "path": name,
+        } | large
 
-    def _json(self, handler: BaseHTTPRequestHandler, value: object, status: int = 200, code: str | None = None) -> None:
+    def _json(
+        self,
+        handler: BaseHTTPRequestHandler,
+        value: object,
+        status: int = 200,
+        code: str | None = None,
+    ) -> None:
         data = json.dumps(value).encode()
         handler.send_response(status)
         if code:
@@ -205,9 +253,24 @@ def ask_hub(hub, tmp_path):
     """Run a program in a Python whose hub is the HubServer, and return what it prints as JSON; the libraries read its address when imported."""
 
     def ask(program: str, *words: str) -> object:
-        home = {"HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_XET": "1"}
-        environment = os.environ | home | {"HF_ENDPOINT": hub.address, "PYTHONPATH": str(Path(__file__).parents[2])}
-        done = subprocess.run([sys.executable, "-c", program, *words], env=environment, capture_output=True, text=True, timeout=120, check=False)
+        home = {
+            "HF_HOME": str(tmp_path / "home"),
+            "HF_HUB_DISABLE_TELEMETRY": "1",
+            "HF_HUB_DISABLE_XET": "1",
+        }
+        environment = (
+            os.environ
+            | home
+            | {"HF_ENDPOINT": hub.address, "PYTHONPATH": str(Path(__file__).parents[2])}
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", program, *words],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout.splitlines()[-1])
 

@@ -26,13 +26,17 @@ TEXTS = {
 
 
 def bad_row(path):
-    (row,) = [row for part in parts_of(files, "files", {"path": str(path)}) for row in Job(part).rows()]
+    (row,) = [
+        row for part in parts_of(files, "files", {"path": str(path)}) for row in Job(part).rows()
+    ]
     assert isinstance(row, BadRow)
     return row
 
 
 def documents(path, encoding):
-    rows = [row for part in files(str(path), encoding=codec_of(encoding)) for row in Job(part).rows()]
+    rows = [
+        row for part in files(str(path), encoding=codec_of(encoding)) for row in Job(part).rows()
+    ]
     assert all(isinstance(row, Document) for row in rows), rows
     return rows
 
@@ -53,7 +57,9 @@ def test_the_encoding_is_named_with_the_option_that_reads_the_file(tmp_path, enc
 
 def test_the_guess_shows_how_the_text_reads_in_it(tmp_path):
     (tmp_path / "note.txt").write_bytes("Über alles.\nLe café est prêt\nFin.".encode("cp1252"))
-    assert bad_row(tmp_path / "note.txt").what.endswith("it looks like CP1252, in which it reads 'Le café est prêt'")
+    assert bad_row(tmp_path / "note.txt").what.endswith(
+        "it looks like CP1252, in which it reads 'Le café est prêt'"
+    )
 
 
 def test_a_codec_that_is_not_for_text_is_not_offered_again():
@@ -64,7 +70,9 @@ def test_a_codec_that_is_not_for_text_is_not_offered_again():
 
 @pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be"])
 @pytest.mark.parametrize("limit", [1 << 20, 64])
-def test_ascii_in_wide_characters_without_a_mark_is_not_read_as_utf_8(tmp_path, monkeypatch, encoding, limit):
+def test_ascii_in_wide_characters_without_a_mark_is_not_read_as_utf_8(
+    tmp_path, monkeypatch, encoding, limit
+):
     monkeypatch.setattr(module, "LONG_BYTES", limit)
     called = f"{encoding[:6]}{encoding[7:]}".upper()
     (tmp_path / "note.txt").write_bytes(("Plain English text.\n" * 9).encode(encoding))
@@ -74,11 +82,15 @@ def test_ascii_in_wide_characters_without_a_mark_is_not_read_as_utf_8(tmp_path, 
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-32-be", "cp1252", "gb18030", "iso2022_jp"])
-def test_rows_tables_pages_and_packed_and_long_text_are_read_in_the_encoding(tmp_path, monkeypatch, encoding):
+def test_rows_tables_pages_and_packed_and_long_text_are_read_in_the_encoding(
+    tmp_path, monkeypatch, encoding
+):
     word = "日本" if encoding in ("gb18030", "iso2022_jp") else "café"
     values = [f"{number} {word}" for number in range(9)]
     written = {
-        "a.jsonl": "".join(json.dumps({"text": value}, ensure_ascii=False) + "\n" for value in values),
+        "a.jsonl": "".join(
+            json.dumps({"text": value}, ensure_ascii=False) + "\n" for value in values
+        ),
         "a.json": json.dumps([{"text": value} for value in values], ensure_ascii=False),
         "a.csv": "id,text\n" + "".join(f'1,"{value}"\n' for value in values),
     }
@@ -88,7 +100,9 @@ def test_rows_tables_pages_and_packed_and_long_text_are_read_in_the_encoding(tmp
         assert texts(tmp_path / name, encoding) == values
         (tmp_path / f"{name}.gz").write_bytes(gzip.compress(text.encode(encoding)))
         assert texts(tmp_path / f"{name}.gz", encoding) == values
-    assert [row.place.where() for row in documents(tmp_path / "a.jsonl", encoding)][-1] == f"{tmp_path}/a.jsonl, line 9"
+    assert [row.place.where() for row in documents(tmp_path / "a.jsonl", encoding)][
+        -1
+    ] == f"{tmp_path}/a.jsonl, line 9"
     long = f"{word}\r\n" * 60_000
     monkeypatch.setattr(module, "LONG_BYTES", 1000)
     (tmp_path / "long.txt").write_bytes(long.encode(encoding))
@@ -108,27 +122,39 @@ def test_a_file_that_is_utf8_stays_so_among_those_that_are_not(tmp_path):
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.json", "a.csv"])
 def test_text_that_is_not_in_the_encoding_is_a_bad_row(tmp_path, name):
-    start = {"a.txt": "", "a.jsonl": '{"text": "', "a.json": '[{"text": "', "a.csv": "text\n"}[name].encode()
+    start = {"a.txt": "", "a.jsonl": '{"text": "', "a.json": '[{"text": "', "a.csv": "text\n"}[
+        name
+    ].encode()
     (tmp_path / name).write_bytes(start + b"caf\xe9 \x81")
-    *_, row = [row for part in files(str(tmp_path / name), encoding="cp1252") for row in part.rows()]
+    *_, row = [
+        row for part in files(str(tmp_path / name), encoding="cp1252") for row in part.rows()
+    ]
     assert isinstance(row, BadRow)
     assert row.what == f"is not cp1252: byte 0x81 at offset {len(start) + 5}"
     assert row.reason == "not in the encoding"
     assert bool(row.unread_bytes) == (name != "a.txt")
     (tmp_path / "cut.txt").write_bytes("text".encode("utf-16")[:-1])
-    (row,) = [row for part in files(str(tmp_path / "cut.txt"), encoding="utf-16") for row in part.rows()]
+    (row,) = [
+        row for part in files(str(tmp_path / "cut.txt"), encoding="utf-16") for row in part.rows()
+    ]
     assert row.what == "is not utf-16: byte 0x74 at offset 8"
 
 
 def test_an_encoding_has_a_name_that_is_known(parquet, tmp_path):
-    assert [codec_of(name) for name in (None, "UTF-8", "utf8", "UTF-8-SIG", "CP1252", "Latin-1")] == [None] * 4 + ["cp1252", "iso8859-1"]
-    with pytest.raises(DataError, match=r"--encoding 'cp1253x' is not a text encoding .* Did you mean cp1253\?"):
+    assert [
+        codec_of(name) for name in (None, "UTF-8", "utf8", "UTF-8-SIG", "CP1252", "Latin-1")
+    ] == [None] * 4 + ["cp1252", "iso8859-1"]
+    with pytest.raises(
+        DataError, match=r"--encoding 'cp1253x' is not a text encoding .* Did you mean cp1253\?"
+    ):
         codec_of("cp1253x")
     for name in ("base64", "rot13", "", "a\0"):
         with pytest.raises(DataError, match="is not a text encoding that Python knows"):
             codec_of(name)
     (tmp_path / "a.parquet").write_bytes(parquet({"text": ["a"]}))
-    with pytest.raises(DataError, match=r"the text in Parquet is always UTF-8\. Fix: Leave --encoding out"):
+    with pytest.raises(
+        DataError, match=r"the text in Parquet is always UTF-8\. Fix: Leave --encoding out"
+    ):
         files(str(tmp_path / "a.parquet"), encoding="cp1252")
 
 
@@ -148,5 +174,11 @@ def test_what_is_no_text_is_not_converted(tmp_path):
 def test_tokens_among_texts_are_named(tmp_path):
     (tmp_path / "a.log").write_text("text")
     (tmp_path / "train.bin").write_bytes(bytes(range(256)) * 20)
-    rows = [row for part in parts_of(files, "files", {"path": f"{tmp_path}/*"}) for row in Job(part).rows()]
-    assert [row.what for row in rows if isinstance(row, BadRow)] == ["is not UTF-8: byte 0x80 at offset 128; it is a binary file"]
+    rows = [
+        row
+        for part in parts_of(files, "files", {"path": f"{tmp_path}/*"})
+        for row in Job(part).rows()
+    ]
+    assert [row.what for row in rows if isinstance(row, BadRow)] == [
+        "is not UTF-8: byte 0x80 at offset 128; it is a binary file"
+    ]

@@ -23,8 +23,18 @@ def test_a_field_may_lie_inside_others():
         ({"a": {"b": ["x"]}}, "a.b", "'a.b' is not text", "but it is a list"),
         ({"a": {"b": {}}}, "a.b", "'a.b' is not text", "but it is an object"),
         ({"a": "x"}, "a.b", "no field 'a.b'", "--text-field a"),
-        ({"a": {"text": "long text"}, "id": "7"}, "a.txt", "no field 'a.txt'", "Did you mean --text-field a.text?"),
-        ({"deep": {"content": "the longest"}, "id": "7"}, "qqq", "no field 'qqq'", "Did you mean --text-field deep.content?"),
+        (
+            {"a": {"text": "long text"}, "id": "7"},
+            "a.txt",
+            "no field 'a.txt'",
+            "Did you mean --text-field a.text?",
+        ),
+        (
+            {"deep": {"content": "the longest"}, "id": "7"},
+            "qqq",
+            "no field 'qqq'",
+            "Did you mean --text-field deep.content?",
+        ),
         ({}, "text", "no field 'text'", "--text-field"),
         ([1], "text", "not an object", "is not a JSON object"),
     ],
@@ -41,7 +51,9 @@ def test_a_prompt_is_a_field_too():
     assert read({"q": {"ask": "why?"}, "text": "so"}, prompt="q.ask").prompt == "why?"
     assert read({"q": None, "text": "so"}, prompt="q").prompt == ""
     assert read({"q": "x", "text": "so"}).prompt == ""
-    assert read({"text": "so"}, prompt="q").reason == "no field 'q'", "a field that is nowhere is a mistake, not an empty prompt"
+    assert read({"text": "so"}, prompt="q").reason == "no field 'q'", (
+        "a field that is nowhere is a mistake, not an empty prompt"
+    )
     assert "--mask-field" in str(read({"q": 7, "text": "so"}, prompt="q").error)
 
 

@@ -20,7 +20,9 @@ def texts(path, **parameters):
 
 
 def write_rows(path: Path, values) -> Path:
-    path.write_text("".join(json.dumps({"text": value}) + "\n" for value in values), encoding="utf-8")
+    path.write_text(
+        "".join(json.dumps({"text": value}) + "\n" for value in values), encoding="utf-8"
+    )
     return path
 
 
@@ -40,7 +42,15 @@ def test_a_byte_order_mark_is_not_text(tmp_path):
 
 
 def test_a_folder_is_read_recursively_in_sorted_order(tmp_path):
-    for name in ("b.txt", "a/z.md", "a/b/c.rst", "rows.jsonl", ".hidden/x.txt", ".secret.txt", "picture.png"):
+    for name in (
+        "b.txt",
+        "a/z.md",
+        "a/b/c.rst",
+        "rows.jsonl",
+        ".hidden/x.txt",
+        ".secret.txt",
+        "picture.png",
+    ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text('{"text": "row"}' if name.endswith("jsonl") else name)
     left_out, *documents = rows(tmp_path)
@@ -48,7 +58,9 @@ def test_a_folder_is_read_recursively_in_sorted_order(tmp_path):
     assert left_out == LeftOut(".png file", str(tmp_path / "picture.png"))
 
 
-def test_files_of_a_folder_that_are_not_read_are_counted_by_their_endings_and_change_nothing_else(tmp_path):
+def test_files_of_a_folder_that_are_not_read_are_counted_by_their_endings_and_change_nothing_else(
+    tmp_path,
+):
     (tmp_path / "a.txt").write_text("a")
     (before,) = files.files(str(tmp_path))
     for number in range(25):
@@ -56,13 +68,26 @@ def test_files_of_a_folder_that_are_not_read_are_counted_by_their_endings_and_ch
     for name in ("x.py", "y.py.gz", "z.tar.GZ", "Makefile"):
         (tmp_path / name).write_text(name)
     (part,) = files.files(str(tmp_path))
-    assert (part.fingerprint, part.num_bytes, files.files_of(part)) == (before.fingerprint, before.num_bytes, files.files_of(before))
+    assert (part.fingerprint, part.num_bytes, files.files_of(part)) == (
+        before.fingerprint,
+        before.num_bytes,
+        files.files_of(before),
+    )
     left_out = [row for row in part.rows() if isinstance(row, LeftOut)]
     assert list(left_out) == list(files.passed_over_in([part]))
-    assert [row.reason for row in left_out] == [".html file"] * 10 + ["file without an ending", ".py file", ".py.gz file", ".tar.gz file"]
+    assert [row.reason for row in left_out] == [".html file"] * 10 + [
+        "file without an ending",
+        ".py file",
+        ".py.gz file",
+        ".tar.gz file",
+    ]
     assert sum(row.count for row in left_out) == 29
     (tmp_path / "y.py.gz").write_bytes(gzip.compress(b"y"))
-    assert [row.text for row in rows(tmp_path, include=["*.py"]) if isinstance(row, Document)] == ["a", "x.py", "y"]
+    assert [row.text for row in rows(tmp_path, include=["*.py"]) if isinstance(row, Document)] == [
+        "a",
+        "x.py",
+        "y",
+    ]
 
 
 @pytest.mark.parametrize("name", ["a.ipynb", "a.rtf", "a.RTF", "a.pdf", "a.docx"])
@@ -70,7 +95,9 @@ def test_documents_of_other_programs_are_refused_with_what_makes_text_of_them(tm
     (tmp_path / name).write_text('{"cells": []}')
     (tmp_path / "b.log").write_text("text")
     bad, text = rows(f"{tmp_path}/*")
-    assert re.search(rf"{name} is an? .*, not text\. Fix: Make text of it, for example with `", str(bad.error))
+    assert re.search(
+        rf"{name} is an? .*, not text\. Fix: Make text of it, for example with `", str(bad.error)
+    )
     assert text.text == "text"
 
 
@@ -104,14 +131,19 @@ def test_rows_before_a_fault_are_kept_and_the_next_file_is_read(tmp_path):
     (tmp_path / "b.txt").write_text("after")
     *before, bad, after = rows(tmp_path)
     assert len(before) > 3000
-    assert [row.text for row in before] == [f"row {number} {number**9}" for number in range(len(before))]
+    assert [row.text for row in before] == [
+        f"row {number} {number**9}" for number in range(len(before))
+    ]
     assert (bad.reason, after.text) == ("cannot be read", "after")
 
 
 def test_an_empty_file_is_left_out_and_counted(tmp_path):
     (tmp_path / "a.txt").write_text("")
     (tmp_path / "b.txt").write_text("b")
-    assert rows(tmp_path) == [LeftOut("empty document", str(tmp_path / "a.txt")), Document("b", str(tmp_path / "b.txt"))]
+    assert rows(tmp_path) == [
+        LeftOut("empty document", str(tmp_path / "a.txt")),
+        Document("b", str(tmp_path / "b.txt")),
+    ]
 
 
 @pytest.mark.parametrize("step", [1, 2, 7, 16, 17, 50, 1000])
@@ -123,7 +155,9 @@ def test_rows_cut_into_parts_are_every_row_once(tmp_path, monkeypatch, step):
     assert len(parts) == -(-path.stat().st_size // step)
     found = [row for part in parts for row in part.rows() if isinstance(row, Document)]
     assert [row.text for row in found] == values[1:]
-    assert [row.place.where() for row in found] == [f"{path}, line {number}" for number in (2, 3, 4, 5, 6)]
+    assert [row.place.where() for row in found] == [
+        f"{path}, line {number}" for number in (2, 3, 4, 5, 6)
+    ]
 
 
 def test_the_last_row_needs_no_line_end_and_blank_lines_are_no_rows(tmp_path):
@@ -185,14 +219,20 @@ def test_a_bad_row_names_its_line_and_the_next_is_still_read(tmp_path, line, rea
 
 
 @pytest.mark.parametrize("step", [7, 40, 1 << 20])
-def test_bad_rows_are_named_by_their_lines_and_the_file_is_counted_for_those_that_are_told(tmp_path, monkeypatch, step):
+def test_bad_rows_are_named_by_their_lines_and_the_file_is_counted_for_those_that_are_told(
+    tmp_path, monkeypatch, step
+):
     monkeypatch.setattr(files, "PART_BYTES", step)
     counts = []
     count = sources.line_number
-    monkeypatch.setattr(sources, "line_number", lambda *place: counts.append(place) or count(*place))
+    monkeypatch.setattr(
+        sources, "line_number", lambda *place: counts.append(place) or count(*place)
+    )
     path = tmp_path / "a.jsonl"
     path.write_text('bad\n\n{"text": "x"}\n' * 30)
-    assert [row.place.where() for row in rows(path) if isinstance(row, BadRow)] == [f"{path}, line {line}" for line in range(1, 91, 3)]
+    assert [row.place.where() for row in rows(path) if isinstance(row, BadRow)] == [
+        f"{path}, line {line}" for line in range(1, 91, 3)
+    ]
     assert len(counts) == 30
     assert len(rows(path)) == 60
     assert len(counts) == 30
@@ -215,7 +255,9 @@ def test_the_text_field_can_be_named(tmp_path):
 
 def test_a_missing_file_is_answered_with_the_nearest_name(tmp_path):
     (tmp_path / "shakespeare.txt").write_text("x")
-    with pytest.raises(DataError, match=r"There is no file .*shakspeare\.txt.*Did you mean '.*/shakespeare\.txt'"):
+    with pytest.raises(
+        DataError, match=r"There is no file .*shakspeare\.txt.*Did you mean '.*/shakespeare\.txt'"
+    ):
         rows(tmp_path / "shakspeare.txt")
     with pytest.raises(DataError, match="There is no folder"):
         rows(tmp_path / "nowhere" / "a.txt")
@@ -269,15 +311,24 @@ def test_a_large_file_is_fingerprinted_by_blocks_from_end_to_end(tmp_path):
 
 def test_a_copy_is_found_by_its_content_among_files_of_its_size(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "COMPARED_BYTES", 16_000)
-    texts = {"a": "x" * 50_000, "b": "x" * 49_999 + "y", "c": "x" * 50_001, "copy": "x" * 49_999 + "y"}
+    texts = {
+        "a": "x" * 50_000,
+        "b": "x" * 49_999 + "y",
+        "c": "x" * 50_001,
+        "copy": "x" * 49_999 + "y",
+    }
     for name, text in texts.items():
         (tmp_path / f"{name}.txt").write_text(text)
     parts = {name: files.files(str(tmp_path / f"{name}.txt")) for name in texts}
     assert files.files_of(parts["a"][0]) == [str(tmp_path / "a.txt")]
     assert files.shared_file(parts["a"], parts["b"] + parts["c"]) is None
-    assert files.shared_file(parts["a"] + parts["b"], parts["c"] + parts["copy"]) == str(tmp_path / "copy.txt")
+    assert files.shared_file(parts["a"] + parts["b"], parts["c"] + parts["copy"]) == str(
+        tmp_path / "copy.txt"
+    )
     (tmp_path / "link.txt").symlink_to(tmp_path / "a.txt")
-    assert files.shared_file(parts["a"], files.files(str(tmp_path / "link.txt"))) == str(tmp_path / "link.txt")
+    assert files.shared_file(parts["a"], files.files(str(tmp_path / "link.txt"))) == str(
+        tmp_path / "link.txt"
+    )
 
 
 def test_a_file_may_be_named_as_an_address(tmp_path):
@@ -290,4 +341,7 @@ def test_a_prompt_takes_rows(tmp_path):
     with pytest.raises(DataError, match="holds no rows, so it has no field 'prompt'"):
         rows(tmp_path, mask_field="prompt")
     (tmp_path / "b.jsonl").write_text('{"prompt": "2 + 2 =", "text": " 4"}\n')
-    assert [(row.prompt, row.text) for row in rows(tmp_path, mask_field="prompt")] == [("", "text"), ("2 + 2 =", " 4")]
+    assert [(row.prompt, row.text) for row in rows(tmp_path, mask_field="prompt")] == [
+        ("", "text"),
+        ("2 + 2 =", " 4"),
+    ]

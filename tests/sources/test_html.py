@@ -28,17 +28,26 @@ def rows(path):
     return [row for part in files(str(path)) for row in part.rows()]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("resiliparse") is None, reason="resiliparse is not installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("resiliparse") is None, reason="resiliparse is not installed"
+)
 def test_a_page_is_its_text(tmp_path):
     (tmp_path / "a.html").write_text(PAGE)
     (row,) = rows(tmp_path / "a.html")
-    assert row.text == "One\n\nIt was a dark and stormy night.\nRain & more.\n\ndef f():\n    return 1"
+    assert (
+        row.text == "One\n\nIt was a dark and stormy night.\nRain & more.\n\ndef f():\n    return 1"
+    )
 
 
 def test_pages_are_read_as_one_document_each(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_package", lambda path: Stub)
     monkeypatch.setattr(module, "PAGE_BYTES", 20)
-    for name, content in {"a.html": b"\xef\xbb\xbf<p>one", "b.HTM": b"<p>", "c.xhtml": b"<p>\xe9", "d.html": b"<p>" * 10}.items():
+    for name, content in {
+        "a.html": b"\xef\xbb\xbf<p>one",
+        "b.HTM": b"<p>",
+        "c.xhtml": b"<p>\xe9",
+        "d.html": b"<p>" * 10,
+    }.items():
         (tmp_path / name).write_bytes(content)
     one, empty, latin, long = rows(f"{tmp_path}/*")
     assert one == Document("one", f"{tmp_path}/a.html")
@@ -50,5 +59,8 @@ def test_pages_are_read_as_one_document_each(tmp_path, monkeypatch):
 def test_the_package_is_asked_for_before_anything_is_read(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "resiliparse.extract.html2text", None)
     (tmp_path / "a.html").write_text(PAGE)
-    with pytest.raises(MissingPackage, match=r'a\.html takes the package resiliparse.*pip install "flatout\[html\]"'):
+    with pytest.raises(
+        MissingPackage,
+        match=r'a\.html takes the package resiliparse.*pip install "flatout\[html\]"',
+    ):
         files(str(tmp_path / "a.html"))

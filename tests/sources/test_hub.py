@@ -32,18 +32,30 @@ def stories(hub, parquet):
     """org/stories: a training split of two files, a validation split of one."""
     pytest.importorskip("datasets")
     for number in range(2):
-        content = {"text": [f"file {number} row {row}" for row in range(3)], "meta": [{"q": f"ask {row}"} for row in range(3)]}
+        content = {
+            "text": [f"file {number} row {row}" for row in range(3)],
+            "meta": [{"q": f"ask {row}"} for row in range(3)],
+        }
         hub.put("org/stories", f"data/train-0000{number}-of-00002.parquet", parquet(content))
-    hub.put("org/stories", "data/validation-00000-of-00001.parquet", parquet({"text": ["held out", None, ""], "meta": [{"q": None}] * 3}))
+    hub.put(
+        "org/stories",
+        "data/validation-00000-of-00001.parquet",
+        parquet({"text": ["held out", None, ""], "meta": [{"q": None}] * 3}),
+    )
     return hub
 
 
 def test_a_shard_is_a_part_at_a_commit(stories, ask_hub):
     masked = {"mask_field": "meta.q"}
     validation = f"hub:org/stories:split=validation,revision={stories.COMMIT}"
-    plain, prompted, held_out = ask_hub(READ, json.dumps([["hub:org/stories", {}], ["hub:org/stories", masked], [validation, masked]]))
+    plain, prompted, held_out = ask_hub(
+        READ,
+        json.dumps([["hub:org/stories", {}], ["hub:org/stories", masked], [validation, masked]]),
+    )
     assert isinstance(plain, dict), plain
-    assert plain["parts"] == [[f"file {number} row {row}" for row in range(3)] for number in range(2)]
+    assert plain["parts"] == [
+        [f"file {number} row {row}" for row in range(3)] for number in range(2)
+    ]
     assert plain["fingerprints"] == [f"hub org/stories None train {stories.COMMIT}", ""]
     assert prompted["prompts"] == ["ask 0", "ask 1", "ask 2"] * 2
     assert held_out["parts"] == [["held out", "'text' is not text", "empty document"]]
@@ -55,8 +67,16 @@ def test_what_is_not_there_is_said(stories, ask_hub):
         ("hub:org/stories:revision=old", {}, "at revision old cannot be had"),
         ("hub:org/stories:split=tests", {}, "split tests cannot be had"),
         ("hub:org/stories:config=other", {}, "configuration other"),
-        ("hub:org/stories", {"text_field": "txt"}, "has no field 'txt'. Fix: Did you mean --text-field text?"),
-        ("hub:org/stories", {"mask_field": "q"}, "has no field 'q'. Fix: Its fields are: text, meta."),
+        (
+            "hub:org/stories",
+            {"text_field": "txt"},
+            "has no field 'txt'. Fix: Did you mean --text-field text?",
+        ),
+        (
+            "hub:org/stories",
+            {"mask_field": "q"},
+            "has no field 'q'. Fix: Its fields are: text, meta.",
+        ),
     ]
     answers = ask_hub(READ, json.dumps([[name, fields] for name, fields, _ in said]))
     for (name, _, words), answer in zip(said, answers, strict=True):
@@ -74,7 +94,10 @@ def test_a_damaged_file_does_not_end_the_stream_in_silence(stories, ask_hub):
 
 def test_a_missing_package_is_named_with_its_install_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(MissingPackage, match=r"hub:org/set takes the package huggingface_hub.*pip install \"flatout\[hub\]\""):
+    with pytest.raises(
+        MissingPackage,
+        match=r"hub:org/set takes the package huggingface_hub.*pip install \"flatout\[hub\]\"",
+    ):
         open_corpus(["hub:org/set"])
 
 

@@ -32,18 +32,35 @@ CARDS = [name for name in DATASETS.names() if load_card(name).repository]
 def test_every_card_reads_its_files_and_no_others(hub, ask_hub, parquet):
     cards = [load_card(name) for name in CARDS]
     for card in cards:
-        files = [card.files.replace("*", "a", 1).replace("*", "b"), card.files.replace("*", "b", 1).replace("*", "a")]
+        files = [
+            card.files.replace("*", "a", 1).replace("*", "b"),
+            card.files.replace("*", "b", 1).replace("*", "a"),
+        ]
         for number, path in enumerate(files):
             rows = [f"{card.files} file {number} row {row}" for row in range(3)]
-            hub.put(card.repository, path, parquet({card.text_field: rows, "other": [1, 2, 3]}), commit=card.revision)
+            hub.put(
+                card.repository,
+                path,
+                parquet({card.text_field: rows, "other": [1, 2, 3]}),
+                commit=card.revision,
+            )
         if card.validation is not None:
-            hub.put(card.repository, card.validation.replace("*", "a"), parquet({card.text_field: ["held out"]}), commit=card.revision)
+            hub.put(
+                card.repository,
+                card.validation.replace("*", "a"),
+                parquet({card.text_field: ["held out"]}),
+                commit=card.revision,
+            )
         hub.put(card.repository, "README.md", b"not text to train on", commit=card.revision)
-        hub.put(card.repository, "else/train-0.parquet", parquet({"text": ["no"]}), commit=card.revision)
+        hub.put(
+            card.repository, "else/train-0.parquet", parquet({"text": ["no"]}), commit=card.revision
+        )
     answers = ask_hub(READ, *CARDS)
     for card, answer in zip(cards, answers, strict=True):
         assert isinstance(answer, dict), answer
-        assert answer["texts"] == [f"{card.files} file {number} row {row}" for number in (0, 1) for row in range(3)]
+        assert answer["texts"] == [
+            f"{card.files} file {number} row {row}" for number in (0, 1) for row in range(3)
+        ]
         assert answer["split"] == card.split
         assert answer["validation"] == (["held out"] if card.validation else None)
         assert f"@{card.revision}/" in answer["marks"][0]

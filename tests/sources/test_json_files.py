@@ -27,14 +27,26 @@ ROWS = [{"text": f"café {number}", "more": [1, {"a": "]"}]} for number in range
         "\n".join(json.dumps(row, indent=1) for row in ROWS),
     ],
 )
-def test_arrays_and_objects_one_after_the_other_are_rows_however_they_are_laid_out(tmp_path, monkeypatch, text, chunk):
+def test_arrays_and_objects_one_after_the_other_are_rows_however_they_are_laid_out(
+    tmp_path, monkeypatch, text, chunk
+):
     monkeypatch.setattr(module, "CHUNK_BYTES", chunk)
     found = rows(tmp_path / "a.json", text)
     assert [row.text for row in found] == [row["text"] for row in ROWS]
     assert found[2].place.where() == f"{tmp_path}/a.json, value 3"
 
 
-@pytest.mark.parametrize(("text", "count"), [("", 0), ("  \n", 0), ("[]", 0), (" [ ] ", 0), ('{"text": "one"}', 1), ('{\n "text": "one"\n}\n', 1)])
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("", 0),
+        ("  \n", 0),
+        ("[]", 0),
+        (" [ ] ", 0),
+        ('{"text": "one"}', 1),
+        ('{\n "text": "one"\n}\n', 1),
+    ],
+)
 def test_few_rows(tmp_path, text, count):
     assert [row.text for row in rows(tmp_path / "a.json", text)] == ["one"] * count
 
@@ -55,7 +67,9 @@ def test_few_rows(tmp_path, text, count):
         ('{"data": [{"text": "a"}]}', "no field 'text'", 0),
     ],
 )
-def test_what_cannot_be_read_is_a_bad_row_after_what_can(tmp_path, monkeypatch, text, reason, before):
+def test_what_cannot_be_read_is_a_bad_row_after_what_can(
+    tmp_path, monkeypatch, text, reason, before
+):
     monkeypatch.setattr(module, "ROW_BYTES", 1000)
     monkeypatch.setattr(module, "CHUNK_BYTES", 200)
     *good, bad = rows(tmp_path / "a.json", text)
@@ -68,4 +82,6 @@ def test_what_cannot_be_read_is_a_bad_row_after_what_can(tmp_path, monkeypatch, 
 
 def test_numbers_that_a_piece_ends_in_are_whole(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "CHUNK_BYTES", 2)
-    assert [row.what for row in rows(tmp_path / "a.json", "[1234, 5]")] == ["is not a JSON object"] * 2
+    assert [row.what for row in rows(tmp_path / "a.json", "[1234, 5]")] == [
+        "is not a JSON object"
+    ] * 2

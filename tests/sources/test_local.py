@@ -43,7 +43,10 @@ def test_a_folder_is_searched_once_whatever_leads_to_it(tmp_path):
 def test_a_link_to_nothing_is_named(tmp_path, path):
     write(tmp_path, "texts/b.txt")
     (tmp_path / "texts" / "a.txt").symlink_to("gone.txt")
-    with pytest.raises(DataError, match=r"texts/a\.txt is a link to gone\.txt, where nothing is\. Fix: Mend the link"):
+    with pytest.raises(
+        DataError,
+        match=r"texts/a\.txt is a link to gone\.txt, where nothing is\. Fix: Mend the link",
+    ):
         found(tmp_path / path)
 
 
@@ -55,7 +58,13 @@ def test_a_link_to_nothing_that_is_not_searched_for_is_passed_over(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("path", "closed"), [("texts", "texts/closed"), ("texts/**/*.txt", "texts/closed"), ("texts/*/*.txt", "texts"), ("*", "texts")]
+    ("path", "closed"),
+    [
+        ("texts", "texts/closed"),
+        ("texts/**/*.txt", "texts/closed"),
+        ("texts/*/*.txt", "texts"),
+        ("*", "texts"),
+    ],
 )
 def test_a_folder_that_cannot_be_listed_is_named(tmp_path, monkeypatch, path, closed):
     write(tmp_path, "texts/a.txt", "texts/closed/b.txt")
@@ -93,15 +102,39 @@ def test_a_home_that_is_not_known_is_said():
 
 
 def test_a_pattern_takes_the_files_of_folders_that_match_too(tmp_path):
-    write(tmp_path, "texts/a.txt", "texts/b.py", "texts/sub/c.txt", "texts/sub/d.py", "texts/sub/.e.txt", "texts/sub/deep/f.txt")
+    write(
+        tmp_path,
+        "texts/a.txt",
+        "texts/b.py",
+        "texts/sub/c.txt",
+        "texts/sub/d.py",
+        "texts/sub/.e.txt",
+        "texts/sub/deep/f.txt",
+    )
     assert names(f"{tmp_path}/texts/*") == ["a.txt", "b.py", "c.txt", "deep/f.txt"]
     assert names(f"{tmp_path}/texts/s*") == ["c.txt", "deep/f.txt"]
-    assert [Path(file).name for file, _ in found(f"{tmp_path}/texts/**")] == ["a.txt", "b.py", "c.txt", "d.py", "f.txt"]
-    assert [Path(file.path).name for file in find_files(f"{tmp_path}/texts/**/*.py")[0]] == ["b.py", "d.py"]
+    assert [Path(file).name for file, _ in found(f"{tmp_path}/texts/**")] == [
+        "a.txt",
+        "b.py",
+        "c.txt",
+        "d.py",
+        "f.txt",
+    ]
+    assert [Path(file.path).name for file in find_files(f"{tmp_path}/texts/**/*.py")[0]] == [
+        "b.py",
+        "d.py",
+    ]
 
 
 def test_files_of_a_folder_that_are_not_read_are_listed(tmp_path):
-    write(tmp_path, "texts/a.txt", "texts/b.py", "texts/sub/c.txt", "texts/sub/d.py", "texts/sub/.e.py")
+    write(
+        tmp_path,
+        "texts/a.txt",
+        "texts/b.py",
+        "texts/sub/c.txt",
+        "texts/sub/d.py",
+        "texts/sub/.e.py",
+    )
     folder = tmp_path / "texts"
     assert find_local(str(folder), WANTED).passed_over == [f"{folder}/b.py", f"{folder}/sub/d.py"]
     assert find_local(f"{folder}/*", WANTED).passed_over == [f"{folder}/sub/d.py"]

@@ -36,7 +36,9 @@ def read(path):
 @pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
 @pytest.mark.parametrize("block", [1, 2, 3, 7, 1 << 20])
-def test_a_text_read_in_chunks_is_the_text_that_is_read_whole(tmp_path, monkeypatch, block, text, name):
+def test_a_text_read_in_chunks_is_the_text_that_is_read_whole(
+    tmp_path, monkeypatch, block, text, name
+):
     path = written(tmp_path / name, text.encode())
     held = read(path)
     monkeypatch.setattr(long, "CHUNK_BYTES", block)
@@ -44,12 +46,23 @@ def test_a_text_read_in_chunks_is_the_text_that_is_read_whole(tmp_path, monkeypa
     row = read(path)
     assert isinstance(row.text, LongText)
     assert (row.name, len(row.text), whole(row.text)) == (held.name, len(held.text), held.text)
-    assert (row.text.num_bytes, row.text.sha256) == (len(held.text.encode()), hashlib.sha256(held.text.encode()).digest())
+    assert (row.text.num_bytes, row.text.sha256) == (
+        len(held.text.encode()),
+        hashlib.sha256(held.text.encode()).digest(),
+    )
     assert whole(pickle.loads(pickle.dumps(row.text))) == held.text
 
 
 @pytest.mark.parametrize(
-    "data", [b"caf\xe9 au lait", b"abcdefgh\xe2\x82", b"\xef\xbb\xbfabcd\xff", b"ab\xed\xa0\x80cd", b"abcd\xf0\x9f\x99x", "é€".encode() * 9 + b"\xc0"]
+    "data",
+    [
+        b"caf\xe9 au lait",
+        b"abcdefgh\xe2\x82",
+        b"\xef\xbb\xbfabcd\xff",
+        b"ab\xed\xa0\x80cd",
+        b"abcd\xf0\x9f\x99x",
+        "é€".encode() * 9 + b"\xc0",
+    ],
 )
 @pytest.mark.parametrize("block", [1, 2, 5, 1 << 20])
 def test_what_is_not_utf8_is_said_as_of_a_text_that_is_held(tmp_path, monkeypatch, data, block):
@@ -95,10 +108,17 @@ def test_slices_and_first_bytes_are_those_of_text(tmp_path, monkeypatch, block):
         for stop in range(start, len(text) + 1):
             for cut in (stretch[start:stop], stretch[:stop][start:]):
                 piece = text[start:stop].encode()
-                assert (whole(cut).encode(), len(cut), cut.num_bytes, cut.sha256) == (piece, stop - start, len(piece), hashlib.sha256(piece).digest())
+                assert (whole(cut).encode(), len(cut), cut.num_bytes, cut.sha256) == (
+                    piece,
+                    stop - start,
+                    len(piece),
+                    hashlib.sha256(piece).digest(),
+                )
     for limit in range(len(text.encode()) + 3):
         assert whole(stretch.first_bytes(limit)) == text.encode()[:limit].decode(errors="ignore")
-        assert whole(stretch[3:].first_bytes(limit)) == text[3:].encode()[:limit].decode(errors="ignore")
+        assert whole(stretch[3:].first_bytes(limit)) == text[3:].encode()[:limit].decode(
+            errors="ignore"
+        )
 
 
 def test_a_file_that_shrinks_or_goes_after_it_was_measured_is_said(tmp_path):

@@ -43,7 +43,9 @@ def test_packed_text_and_rows_are_read_as_if_unpacked(tmp_path, ending):
 @pytest.mark.parametrize("ending", PACKERS)
 def test_what_is_packed_in_pieces_is_one_file(tmp_path, ending):
     path = tmp_path / f"a.txt{ending}"
-    path.write_bytes(b"".join(PACKERS[ending](piece) for piece in (b"one ", b"", b"two ", b"x" * 200_000)))
+    path.write_bytes(
+        b"".join(PACKERS[ending](piece) for piece in (b"one ", b"", b"two ", b"x" * 200_000))
+    )
     with open_bytes(str(path)) as file:
         assert file.read() == b"one two " + b"x" * 200_000
 
@@ -55,7 +57,9 @@ def test_a_file_that_is_cut_short_is_named(tmp_path, ending, kept):
     packed = PACKERS[ending](bytes(range(256)) * 40)
     path.write_bytes(packed[: min(int(kept * len(packed)), len(packed) - 1)])
     (bad,) = rows(path)
-    assert re.search(rf"a\.txt{ending} cannot be read: .*\. Fix: Check that the file is whole", str(bad.error))
+    assert re.search(
+        rf"a\.txt{ending} cannot be read: .*\. Fix: Check that the file is whole", str(bad.error)
+    )
 
 
 @pytest.mark.parametrize("ending", PACKERS)
@@ -102,7 +106,10 @@ def open_files():
 def test_a_missing_package_is_said_before_anything_is_read(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "zstandard", None)
     (tmp_path / "a.txt.zst").write_bytes(b"")
-    with pytest.raises(MissingPackage, match=r"a\.txt\.zst takes the package zstandard.*Fix: .*pip install \"flatout\[zstd\]\""):
+    with pytest.raises(
+        MissingPackage,
+        match=r"a\.txt\.zst takes the package zstandard.*Fix: .*pip install \"flatout\[zstd\]\"",
+    ):
         files.files(str(tmp_path))
     (tmp_path / "a.txt.zst").rename(tmp_path / "a.txt")
     assert files.files(str(tmp_path))

@@ -23,7 +23,10 @@ def rows(path, **parameters):
 @pytest.fixture
 def numbers(tmp_path):
     """45 rows in five row groups."""
-    return write(tmp_path / "a.parquet", {"id": list(range(45)), "text": [f"row {number}" for number in range(45)]})
+    return write(
+        tmp_path / "a.parquet",
+        {"id": list(range(45)), "text": [f"row {number}" for number in range(45)]},
+    )
 
 
 @pytest.mark.parametrize("part_bytes", [1, 400, 1 << 20])
@@ -33,12 +36,17 @@ def test_row_groups_are_every_row_once_in_order(numbers, monkeypatch, part_bytes
     assert len(parts) == {1: 5, 400: 3, 1 << 20: 1}[part_bytes]
     assert [part.fingerprint != "" for part in parts] == [True] + [False] * (len(parts) - 1)
     found = [row for part in pickle.loads(pickle.dumps(parts)) for row in part.rows()]
-    assert found == [Document(f"row {number}", f"{numbers}, row {number + 1}") for number in range(45)]
+    assert found == [
+        Document(f"row {number}", f"{numbers}, row {number + 1}") for number in range(45)
+    ]
 
 
 def test_only_the_columns_that_are_wanted_are_read(tmp_path, monkeypatch):
     path = write(
-        tmp_path / "a.parquet", {"blob": [bytes([n]) * 300_000 for n in range(40)], "text": ["x"] * 40}, compression="none", use_dictionary=False
+        tmp_path / "a.parquet",
+        {"blob": [bytes([n]) * 300_000 for n in range(40)], "text": ["x"] * 40},
+        compression="none",
+        use_dictionary=False,
     )
     read = []
     opened = parquet.open_bytes
@@ -66,13 +74,23 @@ def test_only_the_columns_that_are_wanted_are_read(tmp_path, monkeypatch):
 
 
 def test_nested_fields_and_prompts_are_columns_too(tmp_path):
-    path = write(tmp_path / "a.parquet", {"d": [{"q": "ask", "a": {"text": "answer"}}, {"q": None, "a": {"text": "x"}}], "e.f": ["flat"] * 2})
-    assert [(row.prompt, row.text) for row in rows(path, text_field="d.a.text", mask_field="d.q")] == [("ask", "answer"), ("", "x")]
+    path = write(
+        tmp_path / "a.parquet",
+        {
+            "d": [{"q": "ask", "a": {"text": "answer"}}, {"q": None, "a": {"text": "x"}}],
+            "e.f": ["flat"] * 2,
+        },
+    )
+    assert [
+        (row.prompt, row.text) for row in rows(path, text_field="d.a.text", mask_field="d.q")
+    ] == [("ask", "answer"), ("", "x")]
     assert [row.text for row in rows(path, text_field="e.f")] == ["flat"] * 2
 
 
 def test_null_empty_and_other_values_are_named_by_their_rows(tmp_path):
-    path = write(tmp_path / "a.parquet", {"text": ["a", None, "", "d"], "n": [1, 2, 3, 4], "l": [["x"]] * 4})
+    path = write(
+        tmp_path / "a.parquet", {"text": ["a", None, "", "d"], "n": [1, 2, 3, 4], "l": [["x"]] * 4}
+    )
     first, null, empty, last = rows(path)
     assert (first.text, last.text) == ("a", "d")
     assert empty == LeftOut("empty document", f"{path}, row 3")
@@ -105,12 +123,20 @@ def test_a_file_that_is_cut_short_is_one_bad_row_and_the_next_is_read(numbers, k
     *before, after = rows(numbers.parent)
     assert after.text == "after"
     assert [row.reason for row in before] == ["cannot be read"]
-    assert re.search(r"a\.parquet cannot be read: .*\. Fix: Check that the file is whole", str(before[0].error))
+    assert re.search(
+        r"a\.parquet cannot be read: .*\. Fix: Check that the file is whole", str(before[0].error)
+    )
 
 
 def test_damage_inside_is_named_by_row_and_other_row_groups_are_read(tmp_path):
     texts = [f"row {number} {number**9}" * 20 for number in range(50)]
-    path = write(tmp_path / "a.parquet", {"text": texts}, compression="zstd", use_dictionary=False, write_page_checksum=True)
+    path = write(
+        tmp_path / "a.parquet",
+        {"text": texts},
+        compression="zstd",
+        use_dictionary=False,
+        write_page_checksum=True,
+    )
     column = tables.ParquetFile(path).metadata.row_group(2).column(0)
     data = bytearray(path.read_bytes())
     data[column.data_page_offset + column.total_compressed_size - 10] ^= 0xFF
@@ -139,23 +165,37 @@ def test_a_failing_server_is_no_bad_row(numbers, web, monkeypatch):
 
 def test_a_missing_package_is_said_before_anything_is_read(numbers, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(MissingPackage, match=r"a\.parquet takes the package pyarrow.*pip install \"flatout\[parquet\]\""):
+    with pytest.raises(
+        MissingPackage,
+        match=r"a\.parquet takes the package pyarrow.*pip install \"flatout\[parquet\]\"",
+    ):
         files.files(str(numbers))
 
 
 def test_few_long_cells_are_held_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(parquet, "BATCH_BYTES", 50_000)
-    path = write(tmp_path / "a.parquet", {"text": [f"{number} " + "x" * 10_000 for number in range(40)]}, row_group_size=40, use_dictionary=False)
+    path = write(
+        tmp_path / "a.parquet",
+        {"text": [f"{number} " + "x" * 10_000 for number in range(40)]},
+        row_group_size=40,
+        use_dictionary=False,
+    )
     held = []
     dictionaries = parquet._dictionaries
-    monkeypatch.setattr(parquet, "_dictionaries", lambda batch: held.append(batch.num_rows) or dictionaries(batch))
+    monkeypatch.setattr(
+        parquet, "_dictionaries", lambda batch: held.append(batch.num_rows) or dictionaries(batch)
+    )
     assert [row.text.split()[0] for row in rows(path)] == [str(number) for number in range(40)]
     assert max(held) <= 5
 
 
 def test_a_cell_that_is_too_long_is_a_bad_row_and_the_others_are_read(tmp_path, monkeypatch):
     monkeypatch.setattr(parquet, "ROW_BYTES", 1 << 20)
-    path = write(tmp_path / "a.parquet", {"text": ["a", "x" * (2 << 20), "b", "y" * (1 << 19)]}, use_dictionary=False)
+    path = write(
+        tmp_path / "a.parquet",
+        {"text": ["a", "x" * (2 << 20), "b", "y" * (1 << 19)]},
+        use_dictionary=False,
+    )
     first, bad, *rest = rows(path)
     assert [row.text[:1] for row in (first, *rest)] == ["a", "b", "y"]
     assert (bad.reason, bad.place.where()) == ("too long", f"{path}, row 2")

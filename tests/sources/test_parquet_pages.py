@@ -24,7 +24,11 @@ def chunk_of(path):
 
 
 @pytest.mark.parametrize("compression", ["none", "snappy", "zstd", "gzip"])
-@pytest.mark.parametrize("options", [{}, {"data_page_version": "2.0"}, {"use_dictionary": False}, {"write_page_checksum": True}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"data_page_version": "2.0"}, {"use_dictionary": False}, {"write_page_checksum": True}],
+    ids=str,
+)
 def test_the_headers_account_for_the_whole_column_whatever_wrote_it(tmp_path, compression, options):
     texts = [f"row {number} " + "word " * (number % 300) for number in range(5_000)]
     tables.write_table(
@@ -47,10 +51,22 @@ def test_the_headers_account_for_the_whole_column_whatever_wrote_it(tmp_path, co
     assert [row.text for row in rows(tmp_path / "a.parquet")] == texts
 
 
-def test_a_page_that_unpacks_to_far_more_than_it_is_packed_into_is_a_bad_row_and_other_files_are_read(tmp_path, monkeypatch):
+def test_a_page_that_unpacks_to_far_more_than_it_is_packed_into_is_a_bad_row_and_other_files_are_read(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(parquet_pages, "PAGE_BYTES", 100_000)
-    tables.write_table(pyarrow.table({"text": ["a" * 200_000]}), tmp_path / "bomb.parquet", compression="zstd", use_dictionary=False)
-    tables.write_table(pyarrow.table({"text": ["a" * 200_000]}), tmp_path / "plain.parquet", compression="none", use_dictionary=False)
+    tables.write_table(
+        pyarrow.table({"text": ["a" * 200_000]}),
+        tmp_path / "bomb.parquet",
+        compression="zstd",
+        use_dictionary=False,
+    )
+    tables.write_table(
+        pyarrow.table({"text": ["a" * 200_000]}),
+        tmp_path / "plain.parquet",
+        compression="none",
+        use_dictionary=False,
+    )
     bad, document = rows(tmp_path)
     assert isinstance(bad, BadRow)
     assert "bomb.parquet has a page that unpacks to 0 MB from 0.00 MB" in str(bad.error)
@@ -58,12 +74,18 @@ def test_a_page_that_unpacks_to_far_more_than_it_is_packed_into_is_a_bad_row_and
     assert len(document.text) == 200_000
 
 
-def test_rows_that_share_a_long_value_of_a_dictionary_are_taken_few_at_a_time(tmp_path, monkeypatch):
+def test_rows_that_share_a_long_value_of_a_dictionary_are_taken_few_at_a_time(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(parquet_pages, "PAGE_BYTES", 400_000)
-    tables.write_table(pyarrow.table({"text": ["a" * 100_000] * 50}), tmp_path / "a.parquet", compression="zstd")
+    tables.write_table(
+        pyarrow.table({"text": ["a" * 100_000] * 50}), tmp_path / "a.parquet", compression="zstd"
+    )
     taken = []
     dictionaries = parquet._dictionaries
-    monkeypatch.setattr(parquet, "_dictionaries", lambda batch: taken.append(batch.num_rows) or dictionaries(batch))
+    monkeypatch.setattr(
+        parquet, "_dictionaries", lambda batch: taken.append(batch.num_rows) or dictionaries(batch)
+    )
     assert [len(row.text) for row in rows(tmp_path / "a.parquet")] == [100_000] * 50
     assert max(taken) == 3
 
@@ -73,17 +95,33 @@ def test_rows_of_ordinary_files_are_still_taken_many_at_a_time(tmp_path, monkeyp
     tables.write_table(pyarrow.table({"text": texts}), tmp_path / "a.parquet")
     taken = []
     dictionaries = parquet._dictionaries
-    monkeypatch.setattr(parquet, "_dictionaries", lambda batch: taken.append(batch.num_rows) or dictionaries(batch))
+    monkeypatch.setattr(
+        parquet, "_dictionaries", lambda batch: taken.append(batch.num_rows) or dictionaries(batch)
+    )
     rows(tmp_path / "a.parquet")
     assert taken == [256, 256, 256, 232]
 
 
 class Column:
-    data_page_offset, has_dictionary_page, dictionary_page_offset, total_compressed_size = 0, False, None, 60
+    data_page_offset, has_dictionary_page, dictionary_page_offset, total_compressed_size = (
+        0,
+        False,
+        None,
+        60,
+    )
 
 
 @pytest.mark.parametrize(
-    "data", [b"\x00" * 60, b"\x1b" * 60, b"\xff" * 60, b"\x1c" * 60, b"\x15\x00\x15\x01\x15\x02\x00" * 9, b"", b"\x18" + b"\xff" * 9 + b"\x7f"]
+    "data",
+    [
+        b"\x00" * 60,
+        b"\x1b" * 60,
+        b"\xff" * 60,
+        b"\x1c" * 60,
+        b"\x15\x00\x15\x01\x15\x02\x00" * 9,
+        b"",
+        b"\x18" + b"\xff" * 9 + b"\x7f",
+    ],
 )
 def test_what_is_no_header_ends_in_an_error_and_not_in_a_loop(data):
     with pytest.raises((Damaged, EOFError)):
@@ -110,7 +148,13 @@ print(int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]
 def test_a_small_file_takes_little_memory_whatever_it_unpacks_to(tmp_path):
     def run(program):
         environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
-        done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], env=environment, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [sys.executable, "-c", program, str(tmp_path)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         assert done.returncode == 0, done.stderr
         return done.stdout.splitlines()
 

@@ -26,13 +26,19 @@ def test_this_python_gives_real_text_in_sorted_order_twice_the_same():
     assert sum(len(row.text) for row in documents) > 5_000_000
     assert names_of(rows) == sorted(names_of(rows))
     assert not any("site-packages" in row.name for row in rows)
-    assert [row.text for row in documents if row.name == "this.py"] == [Path(parts[0].arguments[0], "this.py").read_text()]
-    assert [part.fingerprint for part in python_stdlib.python_stdlib()] == [part.fingerprint for part in parts]
+    assert [row.text for row in documents if row.name == "this.py"] == [
+        Path(parts[0].arguments[0], "this.py").read_text()
+    ]
+    assert [part.fingerprint for part in python_stdlib.python_stdlib()] == [
+        part.fingerprint for part in parts
+    ]
     assert len(parts) > 4
 
 
 def test_tests_come_in_only_until_there_is_enough(tmp_path, monkeypatch):
-    root = make(tmp_path, b="x" * 50, a__c="x" * 50, test__a="y" * 10, test__b="y" * 10, site__x="z")
+    root = make(
+        tmp_path, b="x" * 50, a__c="x" * 50, test__a="y" * 10, test__b="y" * 10, site__x="z"
+    )
     monkeypatch.setattr(python_stdlib, "ENOUGH_BYTES", 90)
     assert python_stdlib.choose(root) == ["a/c.py", "b.py", "site/x.py"]
     monkeypatch.setattr(python_stdlib, "ENOUGH_BYTES", 105)
@@ -49,7 +55,13 @@ def test_installed_packages_are_not_the_standard_library(tmp_path):
 
 
 def test_modules_are_read_in_the_encoding_they_declare(tmp_path):
-    make(tmp_path, a="# -*- coding: latin-1 -*-\n# é\n".encode("latin-1"), b=b"# coding: no-such\n", c=b"\xff\xfe", d="# é\n".encode())
+    make(
+        tmp_path,
+        a="# -*- coding: latin-1 -*-\n# é\n".encode("latin-1"),
+        b=b"# coding: no-such\n",
+        c=b"\xff\xfe",
+        d="# é\n".encode(),
+    )
     rows = list(python_stdlib.read_modules(str(tmp_path), ("a.py", "b.py", "c.py", "d.py")))
     assert rows == [
         Document("# -*- coding: latin-1 -*-\n# é\n", "a.py"),

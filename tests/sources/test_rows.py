@@ -14,9 +14,15 @@ def test_rows_that_begin_in_a_range_are_read_whole(tmp_path):
     path.write_bytes(b"".join(lines))
     size = path.stat().st_size
     for cut in range(size + 1):
-        found = [*read_rows(str(path), 0, cut, Fields()), *read_rows(str(path), cut, size, Fields())]
+        found = [
+            *read_rows(str(path), 0, cut, Fields()),
+            *read_rows(str(path), cut, size, Fields()),
+        ]
         assert [row.text for row in found] == ["one", "two", "three"], cut
-    assert [row.place.where() for row in read_rows(str(path), 17, size, Fields())] == [f"{path}, line 3", f"{path}, line 4"]
+    assert [row.place.where() for row in read_rows(str(path), 17, size, Fields())] == [
+        f"{path}, line 3",
+        f"{path}, line 4",
+    ]
 
 
 def test_nested_fields_and_prompts_are_read(tmp_path):
@@ -39,7 +45,11 @@ def test_a_number_that_is_too_long_is_named_without_a_setting_of_python(tmp_path
 @pytest.mark.parametrize("before", [0, 1, 3])
 def test_a_row_that_is_too_long_is_bad_and_the_others_are_read(tmp_path, monkeypatch, name, before):
     monkeypatch.setattr(rows, "ROW_BYTES", 1 << 20)
-    lines = [b'{"text": "a"}\n'] * before + [b'{"text": "' + b"x" * (1 << 21) + b'"}\n', b'{"text": "b"}\n', b'{"text": "' + b"y" * (3 << 20)]
+    lines = [b'{"text": "a"}\n'] * before + [
+        b'{"text": "' + b"x" * (1 << 21) + b'"}\n',
+        b'{"text": "b"}\n',
+        b'{"text": "' + b"y" * (3 << 20),
+    ]
     path = tmp_path / name
     path.write_bytes(gzip.compress(b"".join(lines)) if name.endswith("gz") else b"".join(lines))
     *good, long, after, last = read_rows(str(path), 0, 9 << 20, Fields())
@@ -54,7 +64,16 @@ def test_a_row_that_is_too_long_is_bad_and_the_others_are_read(tmp_path, monkeyp
 def test_no_more_of_a_row_is_held_than_it_may_be_long(tmp_path, monkeypatch):
     monkeypatch.setattr(rows, "ROW_BYTES", 100)
     path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"text": "' + b"x" * 88 + b'"}' + b"x" * 20_000 + b"\n" + b'{"text": "' + b"x" * 87 + b'"}\n')
+    path.write_bytes(
+        b'{"text": "'
+        + b"x" * 88
+        + b'"}'
+        + b"x" * 20_000
+        + b"\n"
+        + b'{"text": "'
+        + b"x" * 87
+        + b'"}\n'
+    )
     asked = []
     opened = rows.open_utf8
 

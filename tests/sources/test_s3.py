@@ -24,7 +24,13 @@ def test_objects_prefixes_and_patterns_are_read(bucket, monkeypatch):
     monkeypatch.setattr("flatout.sources.remote.BLOCK_BYTES", 10_000)
     monkeypatch.setattr(files, "REMOTE_PART_BYTES", 20_000)
     monkeypatch.setattr(files, "PART_BYTES", 20_000)
-    bucket.pipe({"corpus/a/rows.jsonl": ROWS, "corpus/a/b/rows.jsonl.gz": gzip.compress(ROWS), "corpus/a/picture.png": b"no"})
+    bucket.pipe(
+        {
+            "corpus/a/rows.jsonl": ROWS,
+            "corpus/a/b/rows.jsonl.gz": gzip.compress(ROWS),
+            "corpus/a/picture.png": b"no",
+        }
+    )
     assert len(files.files("s3://corpus/a/rows.jsonl")) == 4
     assert texts("s3://corpus/a/rows.jsonl") == TEXTS
     assert texts("s3://corpus/a") == TEXTS + TEXTS
@@ -62,11 +68,18 @@ def test_what_is_not_there_is_said(bucket):
 def test_what_may_not_be_read_is_said(bucket, s3_server, monkeypatch):
     """The server is told to ask who it is from the next request on."""
     bucket.pipe("corpus/a.txt", b"text")
-    request = urllib.request.Request(f"{s3_server}/moto-api/reset-auth", data=b"0", method="POST", headers={"Content-Type": "text/plain"})
+    request = urllib.request.Request(
+        f"{s3_server}/moto-api/reset-auth",
+        data=b"0",
+        method="POST",
+        headers={"Content-Type": "text/plain"},
+    )
     urllib.request.urlopen(request, timeout=5).close()
     try:
         s3fs.S3FileSystem.clear_instance_cache()
-        with pytest.raises(DataError, match=r"Reading s3://corpus/a\.txt is not allowed: .*AWS_ACCESS_KEY_ID"):
+        with pytest.raises(
+            DataError, match=r"Reading s3://corpus/a\.txt is not allowed: .*AWS_ACCESS_KEY_ID"
+        ):
             files.files("s3://corpus/a.txt")
     finally:
         request.data = b"inf"

@@ -22,8 +22,12 @@ def with_parts():
 
 def test_a_function_that_yields_strings_is_a_source():
     (part,) = parts_of(plain, "mine:plain", {"count": 3})
-    assert [(row.text, row.place.where()) for row in part.rows()] == [(f"text {n}", f"document {n}") for n in range(3)]
-    assert [row.text for row in part.rows()] == [f"text {n}" for n in range(3)], "a part can be read twice"
+    assert [(row.text, row.place.where()) for row in part.rows()] == [
+        (f"text {n}", f"document {n}") for n in range(3)
+    ]
+    assert [row.text for row in part.rows()] == [f"text {n}" for n in range(3)], (
+        "a part can be read twice"
+    )
     assert part.fingerprint != parts_of(plain, "mine:plain", {"count": 4})[0].fingerprint
 
 
@@ -41,7 +45,9 @@ def test_a_parameter_that_a_source_does_not_take_is_named():
         parts_of(plain, "plain", {"counts": 3})
 
 
-@pytest.mark.parametrize("name", [name for name in SOURCES.names() if name != "hub"])  # test_hub.py sends its parts to a worker
+@pytest.mark.parametrize(
+    "name", [name for name in SOURCES.names() if name != "hub"]
+)  # test_hub.py sends its parts to a worker
 def test_every_source_splits_into_parts_that_travel(name, tmp_path):
     (tmp_path / "a.txt").write_text("a")
     parameters = {"path": str(tmp_path)} if name == "files" else {}

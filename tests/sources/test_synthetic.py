@@ -39,7 +39,17 @@ def test_there_is_something_to_learn():
     assert top > 0.3
 
 
-@pytest.mark.parametrize("parameters", [{"documents": 0}, {"words": 0}, {"seed": -1}, {"documents": "ten"}, {"seed": 1.5}, {"documents": True}])
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"documents": 0},
+        {"words": 0},
+        {"seed": -1},
+        {"documents": "ten"},
+        {"seed": 1.5},
+        {"documents": True},
+    ],
+)
 def test_what_is_not_a_count_is_refused(parameters):
     with pytest.raises(DataError, match=f"{next(iter(parameters))}="):
         synthetic.synthetic(**parameters)

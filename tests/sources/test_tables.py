@@ -26,7 +26,9 @@ def rows(path, text, **parameters):
 def test_a_row_is_a_document_and_the_first_names_the_columns(tmp_path, name, text, lines):
     found = rows(tmp_path / name, text)
     assert [row.text for row in found] == ['one, "two"\nthree', "four"]
-    assert [row.place.where() for row in found] == [f"{tmp_path / name}, line {line}" for line in lines]
+    assert [row.place.where() for row in found] == [
+        f"{tmp_path / name}, line {line}" for line in lines
+    ]
 
 
 def test_columns_are_named_as_fields_are(tmp_path):
@@ -47,19 +49,29 @@ def test_a_bad_row_is_named_by_its_line_and_the_next_is_read(tmp_path):
     text = b'id,text\n1,"a\nb"\n2\n3,"c" d\n4,caf\xe9\n5,e\n'
     found = rows(tmp_path / "a.csv", text)
     assert [row.text for row in found if isinstance(row, Document)] == ["a\nb", "e"]
-    bad = {row.place.where().rpartition(" ")[2]: (row.reason, row.what.partition(":")[0]) for row in found if isinstance(row, BadRow)}
+    bad = {
+        row.place.where().rpartition(" ")[2]: (row.reason, row.what.partition(":")[0])
+        for row in found
+        if isinstance(row, BadRow)
+    }
     assert bad == {
         "4": ("not CSV", "has 1 columns where the first row has 2"),
         "5": ("not CSV", "is not CSV"),
         "6": ("not UTF-8", "is not UTF-8"),
     }
     assert not any(row.unread_bytes for row in found if isinstance(row, BadRow))
-    assert f"offset {text.index(0xE9)}" in next(row.what for row in found if isinstance(row, BadRow) and row.reason == "not UTF-8")
+    assert f"offset {text.index(0xE9)}" in next(
+        row.what for row in found if isinstance(row, BadRow) and row.reason == "not UTF-8"
+    )
 
 
 def test_a_quote_that_nothing_closes_counts_what_it_takes_along(tmp_path, monkeypatch):
     (good, bad) = rows(tmp_path / "a.csv", 'id,text\n1,a\n2,"b\n3,c\n4,d\n')
-    assert (good.text, bad.place.where(), bad.unread_bytes) == ("a", f"{tmp_path}/a.csv, line 3", 13)
+    assert (good.text, bad.place.where(), bad.unread_bytes) == (
+        "a",
+        f"{tmp_path}/a.csv, line 3",
+        13,
+    )
     monkeypatch.setattr(module, "ROW_BYTES", 100)
     good, bad = rows(tmp_path / "b.csv", "text\nx\n" + "y" * 200 + "\nz\n")
     assert (good.text, bad.what, bad.unread_bytes) == ("x", ", line 3 is longer than 0 MiB", 210)

@@ -68,7 +68,9 @@ def digests(folder):
         path = catalog.checkpoint_path(folder, step)
         assert catalog.verify(path) == []
         found |= {
-            (step, p.name): hashlib.sha256(p.read_bytes()).hexdigest() for p in path.iterdir() if p.name not in (catalog.STATE, catalog.MANIFEST)
+            (step, p.name): hashlib.sha256(p.read_bytes()).hexdigest()
+            for p in path.iterdir()
+            if p.name not in (catalog.STATE, catalog.MANIFEST)
         }
         state = json.loads((path / catalog.STATE).read_text())
         del state["values"]["elapsed_s"]
@@ -77,7 +79,9 @@ def digests(folder):
 
 
 @pytest.mark.parametrize("besides", ["", ",+bf16,+bf16-weights"])
-def test_a_run_leaves_what_one_that_saves_in_the_loop_leaves(tiny_config, tmp_path, slow_disk, besides):
+def test_a_run_leaves_what_one_that_saves_in_the_loop_leaves(
+    tiny_config, tmp_path, slow_disk, besides
+):
     settings = {"train__precision": "auto"} | {
         "train__steps": 9,
         "train__eval_every": 4,
@@ -85,20 +89,31 @@ def test_a_run_leaves_what_one_that_saves_in_the_loop_leaves(tiny_config, tmp_pa
         "checkpoint__keep": 9,
         "model__dropout": 0.1,
     }
-    loop = run_training(tiny_config(**settings, speedups=f"auto,-compile{besides}"), tmp_path / "loop")
+    loop = run_training(
+        tiny_config(**settings, speedups=f"auto,-compile{besides}"), tmp_path / "loop"
+    )
     beside = run_training(tiny_config(**settings, speedups=BESIDE + besides), tmp_path / "beside")
     for name in ("weights_sha256", "val_loss", "best_step", "best_val_loss", "steps", "tokens"):
         assert beside[name] == loop[name]
     assert losses(tmp_path / "beside") == losses(tmp_path / "loop")
     assert digests(tmp_path / "beside") == digests(tmp_path / "loop")
     told = {
-        name: [(event["step"], event["path"].removeprefix(str(tmp_path / name))) for event in saves(tmp_path / name)] for name in ("loop", "beside")
+        name: [
+            (event["step"], event["path"].removeprefix(str(tmp_path / name)))
+            for event in saves(tmp_path / name)
+        ]
+        for name in ("loop", "beside")
     }
     assert told["beside"] == told["loop"]
-    assert all(0 < event["blocked_ms"] <= 1e3 * event["seconds"] + 1 for event in saves(tmp_path / "beside"))
+    assert all(
+        0 < event["blocked_ms"] <= 1e3 * event["seconds"] + 1
+        for event in saves(tmp_path / "beside")
+    )
 
 
-def test_the_first_save_finds_its_room_made_before_the_first_step(tiny_config, tmp_path, monkeypatch):
+def test_the_first_save_finds_its_room_made_before_the_first_step(
+    tiny_config, tmp_path, monkeypatch
+):
     made, make_room = [], HostCopy.make_room
 
     def noted(copy, num_bytes, device):
@@ -106,7 +121,9 @@ def test_the_first_save_finds_its_room_made_before_the_first_step(tiny_config, t
         make_room(copy, num_bytes, device)
 
     monkeypatch.setattr(HostCopy, "make_room", noted)
-    run_training(tiny_config(train__steps=6, checkpoint__every_steps=3, speedups=BESIDE), tmp_path / "run")
+    run_training(
+        tiny_config(train__steps=6, checkpoint__every_steps=3, speedups=BESIDE), tmp_path / "run"
+    )
     assert made == [(made[0][0], is_there) for is_there in (False, *[True] * len(made[1:]))]
     assert len(made) > 2
     events = read_events(tmp_path / "run")
@@ -115,7 +132,9 @@ def test_the_first_save_finds_its_room_made_before_the_first_step(tiny_config, t
     assert all("blocked_ms" in event for event in events if event["event"] == "save")
 
 
-def test_a_checkpoint_is_told_when_it_is_whole_and_old_ones_go_then(tiny_config, tmp_path, slow_disk):
+def test_a_checkpoint_is_told_when_it_is_whole_and_old_ones_go_then(
+    tiny_config, tmp_path, slow_disk
+):
     """Saves at 2, 4 and 6 of 7 steps: each is whole when the next one waits for it."""
 
     class Watch(Quiet):
@@ -130,22 +149,44 @@ def test_a_checkpoint_is_told_when_it_is_whole_and_old_ones_go_then(tiny_config,
                 self.seen.append(("save", event["step"]))
 
     watch = Watch()
-    config = tiny_config(train__steps=7, checkpoint__every_steps=2, checkpoint__keep=1, speedups=BESIDE)
+    config = tiny_config(
+        train__steps=7, checkpoint__every_steps=2, checkpoint__keep=1, speedups=BESIDE
+    )
     run_training(config, tmp_path / "run", observers=[watch])
-    assert watch.seen[:9] == [(1, []), (2, []), (3, []), (4, []), ("save", 2), (5, [2]), (6, [2]), ("save", 4), (7, [4])]
+    assert watch.seen[:9] == [
+        (1, []),
+        (2, []),
+        (3, []),
+        (4, []),
+        ("save", 2),
+        (5, [2]),
+        (6, [2]),
+        ("save", 4),
+        (7, [4]),
+    ]
     assert ("save", 7) in watch.seen
     assert catalog.steps(tmp_path / "run") == [7]
 
 
 @pytest.mark.parametrize("stop", [3, 4, 5])
-def test_a_stop_ends_when_the_checkpoint_is_whole_and_goes_on_in_every_bit(tiny_config, tmp_path, slow_disk, stop):
-    settings = {"train__steps": 8, "checkpoint__every_steps": 4, "checkpoint__keep": 1, "speedups": BESIDE, "model__dropout": 0.1}
+def test_a_stop_ends_when_the_checkpoint_is_whole_and_goes_on_in_every_bit(
+    tiny_config, tmp_path, slow_disk, stop
+):
+    settings = {
+        "train__steps": 8,
+        "checkpoint__every_steps": 4,
+        "checkpoint__keep": 1,
+        "speedups": BESIDE,
+        "model__dropout": 0.1,
+    }
     whole = run_training(tiny_config(**settings), tmp_path / "whole")
     with pytest.raises(Stopped):
         run_training(tiny_config(**settings), tmp_path / "run", observers=[StopAt(stop)])
     assert read_exit_code(tmp_path / "run") == 75
     assert catalog.steps(tmp_path / "run") == [stop]
-    assert [event["step"] for event in saves(tmp_path / "run")] == sorted({4, stop} if stop >= 4 else {stop}), "no step is written twice"
+    assert [event["step"] for event in saves(tmp_path / "run")] == sorted(
+        {4, stop} if stop >= 4 else {stop}
+    ), "no step is written twice"
     resumed = run_training(tiny_config(**settings), tmp_path / "run")
     assert resumed["resumed_from"].endswith(f"step-{stop}")
     assert resumed["weights_sha256"] == whole["weights_sha256"]
@@ -159,13 +200,21 @@ def test_an_error_of_the_run_leaves_the_checkpoint_whole_and_told(tiny_config, t
                 raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        run_training(tiny_config(checkpoint__every_steps=2, speedups=BESIDE), tmp_path / "run", observers=[Broken()])
+        run_training(
+            tiny_config(checkpoint__every_steps=2, speedups=BESIDE),
+            tmp_path / "run",
+            observers=[Broken()],
+        )
     assert catalog.latest(tmp_path / "run") == catalog.checkpoint_path(tmp_path / "run", 2)
     assert [event["step"] for event in saves(tmp_path / "run")] == [2]
 
 
-def test_a_full_disk_ends_the_run_with_its_fix_and_the_next_one_goes_on(tiny_config, tmp_path, monkeypatch):
-    config = tiny_config(train__steps=12, checkpoint__every_steps=4, checkpoint__keep=1, speedups=BESIDE)
+def test_a_full_disk_ends_the_run_with_its_fix_and_the_next_one_goes_on(
+    tiny_config, tmp_path, monkeypatch
+):
+    config = tiny_config(
+        train__steps=12, checkpoint__every_steps=4, checkpoint__keep=1, speedups=BESIDE
+    )
     whole = run_training(config, tmp_path / "whole")
     write = job.write_share
 

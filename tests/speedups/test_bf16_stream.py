@@ -25,15 +25,23 @@ def test_blocks_add_to_bfloat16_and_weights_stay_fp32(build_run, tiny_config, ki
         run = build_run(tiny_config(model__kind=kind, train__precision="auto", speedups=speedups))
         types = seen.setdefault(speedups, set())
         for block in run.core.blocks:
-            block.register_forward_hook(lambda _block, given, left, types=types: types.update((given[0].dtype, left.dtype)))
+            block.register_forward_hook(
+                lambda _block, given, left, types=types: types.update((given[0].dtype, left.dtype))
+            )
         train_step(run, next(run.feed))
     assert seen == {"bf16": {torch.float32}, "bf16,bf16-stream": {torch.bfloat16}}
     assert all(parameter.dtype == torch.float32 for parameter in run.core.parameters())
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own compiler makes objects of its functions
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning"
+)  # torch's own compiler makes objects of its functions
 def test_it_is_compiled_with_the_model(build_run, tiny_config):
-    run = build_run(tiny_config(train__precision="auto", speedups="bf16,bf16-stream,compile", model__num_layers=1))
+    run = build_run(
+        tiny_config(
+            train__precision="auto", speedups="bf16,bf16-stream,compile", model__num_layers=1
+        )
+    )
     log = NoLog()
     warm_up(run, log)
     assert log.events == []

@@ -41,25 +41,42 @@ def steps(run, count, *, ties=False):
 def state_of(run):
     names = {parameter: name for name, parameter in run.core.named_parameters()}
     weights = {name: parameter.detach() + 0 for parameter, name in names.items()}
-    return weights | {f"{names[p]}/{key}": value for o in run.optimizers for p, kept in o.state.items() for key, value in kept.items()}
+    return weights | {
+        f"{names[p]}/{key}": value
+        for o in run.optimizers
+        for p, kept in o.state.items()
+        for key, value in kept.items()
+    }
 
 
 def assert_equal_states(one, other):
     assert one.keys() == other.keys()
     for key, value in one.items():
-        assert torch.equal(value, other[key]) if isinstance(value, torch.Tensor) else value == other[key], key
+        assert (
+            torch.equal(value, other[key])
+            if isinstance(value, torch.Tensor)
+            else value == other[key]
+        ), key
 
 
 @pytest.mark.parametrize("speedups", ["bf16", "bf16,fused-adamw,chunked-ce"])
 @pytest.mark.parametrize("optim", ["adamw", "muon"])
 @pytest.mark.parametrize("kind", ["transformer", "eigenstate"])
-def test_every_bit_of_a_run_is_that_of_fp32_weights(kind, optim, speedups, build_run, tiny_config, ragged_set):
+def test_every_bit_of_a_run_is_that_of_fp32_weights(
+    kind, optim, speedups, build_run, tiny_config, ragged_set
+):
     """Losses, norms, weights and moments; with clipping, accumulation and masked targets.
 
     Where AdamW's decay is a write of its own, what it leaves is moved off ties too: there the comparison goes without.
     """
     one_write = "fused-adamw" in speedups
-    config = tiny_config(model__kind=kind, optim__kind=optim, optim__clip=0.5, train__precision="auto", data__path=str(ragged_set))
+    config = tiny_config(
+        model__kind=kind,
+        optim__kind=optim,
+        optim__clip=0.5,
+        train__precision="auto",
+        data__path=str(ragged_set),
+    )
     config = config.with_values({"optim.weight_decay": 0.1 if one_write else 0.0})
     plain = build_run(config.with_values({"speedups": speedups}))
     fast = build_run(config.with_values({"speedups": f"{speedups},{SPLIT}"}))
@@ -73,7 +90,12 @@ def test_every_bit_of_a_run_is_that_of_fp32_weights(kind, optim, speedups, build
 
 @pytest.mark.parametrize("optim", ["adamw", "muon"])
 def test_five_and_five_steps_are_ten(optim, build_run, tiny_config, tmp_path):
-    config = tiny_config(optim__kind=optim, train__steps=10, train__precision="auto", speedups=f"bf16,fused-adamw,{SPLIT}")
+    config = tiny_config(
+        optim__kind=optim,
+        train__steps=10,
+        train__precision="auto",
+        speedups=f"bf16,fused-adamw,{SPLIT}",
+    )
     whole, half = build_run(config, tmp_path / "whole"), build_run(config, tmp_path / "half")
     losses = steps(whole, 10)
     assert steps(half, 5) == losses[:5]
@@ -98,13 +120,19 @@ def test_a_checkpoint_holds_fp32_weights_and_fits_both_ways(build_run, tiny_conf
     assert_equal_states(state_of(plain), state_of(fast))
     plain_saved = read_write.save(plain)
     assert read_write.weights_sha256(plain_saved) == read_write.weights_sha256(saved)
-    assert json.loads((plain_saved / "index.json").read_text())["tensors"].keys() == json.loads((saved / "index.json").read_text())["tensors"].keys()
+    assert (
+        json.loads((plain_saved / "index.json").read_text())["tensors"].keys()
+        == json.loads((saved / "index.json").read_text())["tensors"].keys()
+    )
     back = build_run(config, tmp_path / "back")
     read_write.load(back, plain_saved)
     assert steps(back, 2) == steps(fast, 2)
     begun = build_run(config, tmp_path / "begun")
     read_write.load_weights(begun, saved)
-    assert all(torch.equal(tensor.detach() + 0, stored[name]) for name, tensor in begun.core.named_parameters())
+    assert all(
+        torch.equal(tensor.detach() + 0, stored[name])
+        for name, tensor in begun.core.named_parameters()
+    )
 
 
 @pytest.mark.parametrize("kind", ["transformer", "eigenstate"])
@@ -112,8 +140,15 @@ def test_the_memory_estimate_knows_that_no_rounded_copy_is_kept(kind, build_run,
     config = tiny_config(model__kind=kind, train__precision="auto", speedups=f"bf16,{SPLIT}")
     run = build_run(config)
     recipe = baseline().with_speedup(speedup_named("bf16"))
-    plain, fast = (estimate(workload_of(run.config, made), 4) for made in (recipe, recipe.with_speedup(speedup_named(SPLIT))))
-    assert (fast.weights, fast.gradients, fast.optimizer) == (plain.weights, plain.gradients, plain.optimizer)
+    plain, fast = (
+        estimate(workload_of(run.config, made), 4)
+        for made in (recipe, recipe.with_speedup(speedup_named(SPLIT)))
+    )
+    assert (fast.weights, fast.gradients, fast.optimizer) == (
+        plain.weights,
+        plain.gradients,
+        plain.optimizer,
+    )
     in_blocks = sum(p.numel() for p in run.core.blocks.parameters() if p.ndim == 2)
     assert plain.activations - fast.activations == pytest.approx(2 * in_blocks, rel=0.1)
     assert fast.logits <= plain.logits
@@ -125,7 +160,11 @@ def test_the_memory_estimate_knows_that_no_rounded_copy_is_kept(kind, build_run,
             hidden_BTD = block(hidden_BTD)
         return hidden_BTD
 
-    parts = [part for p in run.core.parameters() for part in ((p.high, p.low) if isinstance(p, SplitTensor) else (p,))]
+    parts = [
+        part
+        for p in run.core.parameters()
+        for part in ((p.high, p.low) if isinstance(p, SplitTensor) else (p,))
+    ]
     with run.autocast():
         kept, _ = kept_bytes(to_the_last_block, apart_from=[*parts, *run.core.buffers()])
     assert fast.activations == pytest.approx(kept, rel=0.01)

@@ -36,10 +36,14 @@ class Broken(Quiet):
 
 def test_a_run_collects_at_fixed_steps_only_and_leaves_the_process_as_it_was(tiny_config, tmp_path):
     watch = Watch()
-    config = tiny_config(speedups="auto,-compile,+collector", train__steps=STEPS_BETWEEN + 2, log__every=50)
+    config = tiny_config(
+        speedups="auto,-compile,+collector", train__steps=STEPS_BETWEEN + 2, log__every=50
+    )
     run_training(config, tmp_path / "run", observers=[watch])
     assert watch.automatic == [False] * (STEPS_BETWEEN + 2)
-    assert watch.alive[STEPS_BETWEEN - 1] == STEPS_BETWEEN - 1, "nothing was collected before its step"
+    assert watch.alive[STEPS_BETWEEN - 1] == STEPS_BETWEEN - 1, (
+        "nothing was collected before its step"
+    )
     assert watch.alive[STEPS_BETWEEN] == 0
     assert gc.isenabled()
     assert gc.get_freeze_count() == 0
@@ -47,7 +51,9 @@ def test_a_run_collects_at_fixed_steps_only_and_leaves_the_process_as_it_was(tin
 
 def test_a_run_that_fails_gives_the_collector_back(tiny_config, tmp_path):
     with pytest.raises(ValueError, match="an observer fails"):
-        run_training(tiny_config(speedups="auto,-compile,+collector"), tmp_path / "run", observers=[Broken()])
+        run_training(
+            tiny_config(speedups="auto,-compile,+collector"), tmp_path / "run", observers=[Broken()]
+        )
     assert gc.isenabled()
     assert gc.get_freeze_count() == 0
 

@@ -42,7 +42,10 @@ def test_torch_knows_the_option():
 def test_whatever_compiles_the_model_hands_it_on(asked):
     assert asked("compile") == [{"dynamic": False, "options": None}]
     assert asked("coordinate-descent", "compile") == [{"dynamic": False, "options": {OPTION: True}}]
-    assert asked("coordinate-descent", "compile", "cuda-graphs")[-1]["options"] == {OPTION: True, "triton.cudagraphs": True}
+    assert asked("coordinate-descent", "compile", "cuda-graphs")[-1]["options"] == {
+        OPTION: True,
+        "triton.cudagraphs": True,
+    }
     by_block = asked("coordinate-descent", "compile-blocks")
     assert len(by_block) == 3, "two blocks and the loss"
     assert all(options == {"dynamic": False, "options": {OPTION: True}} for options in by_block)
@@ -56,12 +59,22 @@ def test_a_compiler_that_has_no_such_option_is_not_asked(asked, monkeypatch):
 def test_where_it_cannot_be(tiny_config):
     assert "makes C++" in SPEEDUP.reason_against(GPU, tiny_config())
     assert SPEEDUP.reason_against(GPU, tiny_config(train__device="cuda")) is None
-    assert "train.deterministic" in SPEEDUP.reason_against(GPU, tiny_config(train__device="cuda", train__deterministic=True))
-    decision = next(d for d in select(tiny_config(train__device="cuda", speedups="auto"), GPU, device="cuda", minutes=600) if d.name == SPEEDUP.name)
+    assert "train.deterministic" in SPEEDUP.reason_against(
+        GPU, tiny_config(train__device="cuda", train__deterministic=True)
+    )
+    decision = next(
+        d
+        for d in select(
+            tiny_config(train__device="cuda", speedups="auto"), GPU, device="cuda", minutes=600
+        )
+        if d.name == SPEEDUP.name
+    )
     assert not decision.on
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own compiler makes objects of its functions
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning"
+)  # torch's own compiler makes objects of its functions
 def test_forward_and_backward_are_tuned_and_nothing_after(monkeypatch):
     """Backward runs in a thread of its own, as on a GPU, where settings of the process do not hold in every torch."""
     seen, run = [], graph.GraphLowering.run

@@ -22,8 +22,12 @@ SPEEDUP = speedup_named("cuda-graphs")
 def test_it_says_where_it_cannot_be(tiny_config):
     assert "on the CPU" in SPEEDUP.reason_against(GPU, tiny_config())
     assert SPEEDUP.reason_against(GPU, tiny_config(train__device="cuda")) is None
-    assert "parallel.shard" in SPEEDUP.reason_against(GPU, tiny_config(train__device="cuda", parallel__shard=2))
-    assert "not tried" in SPEEDUP.reason_against(GPU, tiny_config(train__device="cuda", parallel__replicate=2))
+    assert "parallel.shard" in SPEEDUP.reason_against(
+        GPU, tiny_config(train__device="cuda", parallel__shard=2)
+    )
+    assert "not tried" in SPEEDUP.reason_against(
+        GPU, tiny_config(train__device="cuda", parallel__replicate=2)
+    )
 
 
 def test_it_needs_the_whole_model_compiled(tiny_config):
@@ -71,7 +75,12 @@ def test_losses_are_those_of_compile_alone(tiny_config, tmp_path, precision):
     found = {}
     for speedups in ("auto,+compile", "auto,+compile,+cuda-graphs"):
         folder = tmp_path / str(len(found))
-        changes = {"train__device": "cuda", "train__precision": precision, "train__eval_every": 3, "train__steps": 12}
+        changes = {
+            "train__device": "cuda",
+            "train__precision": precision,
+            "train__eval_every": 3,
+            "train__steps": 12,
+        }
         summary = run_training(tiny_config(speedups=speedups, **changes), folder)
         found[speedups] = summary["train_loss"], summary["val_loss"]
         assert summary["recompiles"] == 0

@@ -32,4 +32,6 @@ def test_it_is_for_gpus_and_not_for_runs_that_must_repeat(tiny_config):
     speedup = speedup_named("cudnn-autotune")
     assert "on the CPU" in speedup.reason_against(GPU, tiny_config())
     assert speedup.reason_against(GPU, tiny_config(train__device="cuda")) is None
-    assert "train.deterministic" in speedup.reason_against(GPU, tiny_config(train__device="cuda", train__deterministic=True))
+    assert "train.deterministic" in speedup.reason_against(
+        GPU, tiny_config(train__device="cuda", train__deterministic=True)
+    )

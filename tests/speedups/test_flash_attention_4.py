@@ -16,7 +16,9 @@ def gpu(capability):
 
 
 def reason(machine, *overrides):
-    return SPEEDUP.reason_against(machine, load_config(None, ["train.device=auto", "data.seq_len=1024", *overrides]))
+    return SPEEDUP.reason_against(
+        machine, load_config(None, ["train.device=auto", "data.seq_len=1024", *overrides])
+    )
 
 
 def missing(name):

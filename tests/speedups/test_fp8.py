@@ -42,15 +42,27 @@ def losses(run, count=20):
 
 @pytest.mark.parametrize("weights", ["bf16", "bf16,bf16-weights"])
 @pytest.mark.parametrize("kind", ["transformer", "eigenstate"])
-def test_large_products_of_the_blocks_are_taken_and_the_model_learns_as_before(kind, weights, low, build_run, tiny_config, tmp_path):
-    config = tiny_config(model__kind=kind, train__steps=20, train__precision="auto", optim__lr=2e-3, speedups=weights)
+def test_large_products_of_the_blocks_are_taken_and_the_model_learns_as_before(
+    kind, weights, low, build_run, tiny_config, tmp_path
+):
+    config = tiny_config(
+        model__kind=kind, train__steps=20, train__precision="auto", optim__lr=2e-3, speedups=weights
+    )
     plain, fast = build_run(config, tmp_path / "plain"), build_run(config, tmp_path / "fast")
     names = list(fast.core.state_dict())
     low(fast.core, fast.mesh)
     assert list(fast.core.state_dict()) == names
-    layers = {name: layer for name, layer in fast.core.named_modules() if hasattr(layer, "weight") and hasattr(layer, "ops")}
+    layers = {
+        name: layer
+        for name, layer in fast.core.named_modules()
+        if hasattr(layer, "weight") and hasattr(layer, "ops")
+    }
     taken = {name for name, layer in layers.items() if layer.ops.linear is linear.fp8}
-    assert taken == {name for name, layer in layers.items() if layer.weight.numel() >= LARGE and name.startswith("blocks.")}
+    assert taken == {
+        name
+        for name, layer in layers.items()
+        if layer.weight.numel() >= LARGE and name.startswith("blocks.")
+    }
     assert {name.rpartition(".")[2] for name in taken} >= {"up", "down"}
     assert len(taken) < len(layers)
     before, after = losses(plain), losses(fast)
@@ -63,9 +75,21 @@ def test_large_products_of_the_blocks_are_taken_and_the_model_learns_as_before(k
 @pytest.mark.parametrize(
     ("capability", "settings", "said"),
     [
-        ((8, 0), {}, "fp8 needs compute capability 8.9; the NVIDIA Test has 8.0. Use bf16 instead, which needs 8.0."),
-        ((9, 0), {"train.device": "cpu"}, "It is for GPUs that multiply fp8, and this run is on the CPU."),
-        ((9, 0), {"model.d_model": 768}, "The largest product of a block has 2.4 million weights; fp8 pays from 4.2 (model.d_model=1024)."),
+        (
+            (8, 0),
+            {},
+            "fp8 needs compute capability 8.9; the NVIDIA Test has 8.0. Use bf16 instead, which needs 8.0.",
+        ),
+        (
+            (9, 0),
+            {"train.device": "cpu"},
+            "It is for GPUs that multiply fp8, and this run is on the CPU.",
+        ),
+        (
+            (9, 0),
+            {"model.d_model": 768},
+            "The largest product of a block has 2.4 million weights; fp8 pays from 4.2 (model.d_model=1024).",
+        ),
         ((8, 9), {"model.d_model": 1024}, None),
         ((9, 0), {"model.d_model": 768, "model.d_ff": 8_192}, None),
         ((9, 0), {}, None),
@@ -80,7 +104,10 @@ def test_why_not(capability, settings, said, monkeypatch):
 def test_a_gpu_too_old_for_bf16_is_told_what_to_use():
     config = load_config().with_values({"train.device": "cuda"})
     said = speedup_named("bf16").why_not(machine((7, 5)), config)
-    assert said == "bfloat16 needs compute capability 8.0; the NVIDIA Test has 7.5. Use fp16 instead: train.precision=fp16."
+    assert (
+        said
+        == "bfloat16 needs compute capability 8.0; the NVIDIA Test has 7.5. Use fp16 instead: train.precision=fp16."
+    )
     assert speedup_named("bf16").why_not(machine((8, 0)), config) is None
 
 
@@ -107,11 +134,16 @@ def test_a_gpu_multiplies_as_emulated(compiled):
     results = []
     for device, multiply in (("cuda", function), ("cuda", linear.reference), ("cpu", linear.fp8)):
         generator.manual_seed(1)
-        hidden, weight, grad = (torch.randn(size, generator=generator).to(device, torch.bfloat16) for size in ((64, 128), (256, 128), (64, 256)))
+        hidden, weight, grad = (
+            torch.randn(size, generator=generator).to(device, torch.bfloat16)
+            for size in ((64, 128), (256, 128), (64, 256))
+        )
         hidden.requires_grad_(), weight.requires_grad_()
         product = multiply(hidden, weight)
         product.backward(grad)
-        results.append([tensor.float().cpu() for tensor in (product.detach(), hidden.grad, weight.grad)])
+        results.append(
+            [tensor.float().cpu() for tensor in (product.detach(), hidden.grad, weight.grad)]
+        )
     for native, exact, emulated in zip(*results, strict=True):
         assert (native - emulated).norm() < 1e-2 * exact.norm()
         assert 1e-3 * exact.norm() < (native - exact).norm() < 0.1 * exact.norm()

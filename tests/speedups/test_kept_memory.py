@@ -30,6 +30,10 @@ print(pages(10))
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a setting of glibc's allocator")
 def test_memory_that_was_freed_is_not_asked_for_again():
     def pages(how):
-        return int(subprocess.run([sys.executable, "-c", PROGRAM, how], capture_output=True, text=True, check=True).stdout)
+        return int(
+            subprocess.run(
+                [sys.executable, "-c", PROGRAM, how], capture_output=True, text=True, check=True
+            ).stdout
+        )
 
     assert 4 * pages("kept") < pages("as it comes")

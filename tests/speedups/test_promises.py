@@ -47,23 +47,32 @@ def plain_losses():
     return {}
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own compiler makes objects of its functions
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning"
+)  # torch's own compiler makes objects of its functions
 @pytest.mark.parametrize("kind", MODELS.names())
 @pytest.mark.parametrize("speedup", all_speedups(), ids=lambda s: s.name)
 def test_speedup_keeps_its_promise(speedup, kind, build_run, tiny_config, plain_losses):
     batch = {"batch__tokens_per_step": WINDOWS * 16, "batch__rows_per_device": "auto"}
-    config = tiny_config(train__steps=STEPS, train__precision="auto", optim__lr=2e-3, model__kind=kind, **batch)
+    config = tiny_config(
+        train__steps=STEPS, train__precision="auto", optim__lr=2e-3, model__kind=kind, **batch
+    )
     why_not = speedup.reason_against(probe(), config)
     if why_not:
         pytest.skip(why_not)
-    needs = [*speedup.needs, *(["fast-scan"] if kind == "eigenstate" and speedup.compiles else [])]  # a step a token stays uncompiled
+    needs = [
+        *speedup.needs,
+        *(["fast-scan"] if kind == "eigenstate" and speedup.compiles else []),
+    ]  # a step a token stays uncompiled
     base = ",".join(needs) or "none"
     if (kind, base) not in plain_losses:
         plain_losses[kind, base] = losses_after(build_run, config.with_values({"speedups": base}))
     fast = losses_after(build_run, config.with_values({"speedups": [*needs, speedup.name]}))
     plain = plain_losses[kind, base]
     assert plain[-1] < plain[0] - 0.1, "the run must learn, or equal losses say nothing"
-    if speedup.promise.kind == "statistical":  # whether it holds takes several seeds, which bench runs; here it has to learn
+    if (
+        speedup.promise.kind == "statistical"
+    ):  # whether it holds takes several seeds, which bench runs; here it has to learn
         assert fast[-1] < fast[0] - 0.1
         return
     assert speedup.promise.holds(fast, plain), (speedup.promise, fast, plain)

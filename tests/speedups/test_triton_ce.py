@@ -18,8 +18,14 @@ def gpu(capability):
 
 
 def decided(machine, *overrides, device="cuda"):
-    chosen = select(load_config(None, [f"train.device={device}", *overrides]), machine, device=device)
-    return {decision.name: (decision.on, decision.reason) for decision in chosen if decision.name in ("triton-ce", "chunked-ce")}
+    chosen = select(
+        load_config(None, [f"train.device={device}", *overrides]), machine, device=device
+    )
+    return {
+        decision.name: (decision.on, decision.reason)
+        for decision in chosen
+        if decision.name in ("triton-ce", "chunked-ce")
+    }
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +37,12 @@ def test_it_states_its_gain_before_it_is_measured_and_is_off_until_then():
     found = decided(gpu((9, 0)))
     assert found["chunked-ce"][0]
     assert not found["triton-ce"][0]
-    assert is_measured(triton_ce.SPEEDUP, load_config(None, ["train.device=cuda"]), gpu((9, 0)), "cuda") is False
+    assert (
+        is_measured(
+            triton_ce.SPEEDUP, load_config(None, ["train.device=cuda"]), gpu((9, 0)), "cuda"
+        )
+        is False
+    )
     assert "TB/s" in triton_ce.SPEEDUP.predicted
 
 
@@ -48,7 +59,10 @@ def test_a_cpu_is_told_that_it_is_for_gpus():
 
 
 def test_a_gpu_that_triton_does_not_know_is_named():
-    assert "Triton needs compute capability 7.0; the a GPU has 6.1" in decided(gpu((6, 1)))["triton-ce"][1]
+    assert (
+        "Triton needs compute capability 7.0; the a GPU has 6.1"
+        in decided(gpu((6, 1)))["triton-ce"][1]
+    )
 
 
 def test_without_triton_the_install_line_is_said(monkeypatch):

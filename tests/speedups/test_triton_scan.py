@@ -18,8 +18,16 @@ def gpu(capability):
 
 
 def decided(machine, *overrides, device="cuda"):
-    chosen = select(load_config(None, ["model.kind=eigenstate", f"train.device={device}", *overrides]), machine, device=device)
-    return {decision.name: (decision.on, decision.reason) for decision in chosen if decision.name in ("triton-scan", "fast-scan")}
+    chosen = select(
+        load_config(None, ["model.kind=eigenstate", f"train.device={device}", *overrides]),
+        machine,
+        device=device,
+    )
+    return {
+        decision.name: (decision.on, decision.reason)
+        for decision in chosen
+        if decision.name in ("triton-scan", "fast-scan")
+    }
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +49,10 @@ def test_on_a_cpu_fast_scan_stays():
 
 
 def test_a_gpu_that_triton_does_not_know_is_named():
-    assert decided(gpu((6, 1)))["triton-scan"] == (False, "Triton needs compute capability 7.0; the a GPU has 6.1.")
+    assert decided(gpu((6, 1)))["triton-scan"] == (
+        False,
+        "Triton needs compute capability 7.0; the a GPU has 6.1.",
+    )
 
 
 def test_without_triton_the_install_line_is_said_and_fast_scan_stays(monkeypatch):
@@ -65,4 +76,7 @@ def test_narrow_states_take_its_place_when_they_are_named():
 
 
 def test_a_transformer_has_none():
-    assert "makes no use of ops.scan" in decided(gpu((9, 0)), "model.kind=transformer")["triton-scan"][1]
+    assert (
+        "makes no use of ops.scan"
+        in decided(gpu((9, 0)), "model.kind=transformer")["triton-scan"][1]
+    )

@@ -72,5 +72,16 @@ def test_a_run_in_a_cell_ends_with_what_it_came_to(notebook):
     report.on_start(SimpleNamespace(step=0, last_step=2, steps_per_epoch=4.0, tokens_per_step=64))
     for step in (1, 2):
         report.on_tick(step, 2)
-    report.on_end({"run": "runs/a", "steps": 2, "tokens": 128, "wall_s": 3.0, "train_loss": 2.5, "val_loss": 2.0})
-    assert notebook.blocks == ["2 steps, 128 tokens in 3.0 s; training 2.5000, validation 2.0000 (perplexity 7.4)"]
+    report.on_end(
+        {
+            "run": "runs/a",
+            "steps": 2,
+            "tokens": 128,
+            "wall_s": 3.0,
+            "train_loss": 2.5,
+            "val_loss": 2.0,
+        }
+    )
+    assert notebook.blocks == [
+        "2 steps, 128 tokens in 3.0 s; training 2.5000, validation 2.0000 (perplexity 7.4)"
+    ]

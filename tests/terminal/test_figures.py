@@ -52,10 +52,22 @@ def test_printable_takes_terminal_commands_away():
     ("text", "width", "broken"),
     [
         ("short\n\n  short", 40, "short\n\n  short"),
-        ("Loss       3.1 bits of text and more", 24, "Loss       3.1 bits of\n           text and more"),
+        (
+            "Loss       3.1 bits of text and more",
+            24,
+            "Loss       3.1 bits of\n           text and more",
+        ),
         ("a first column, wide  of text", 24, "a first column, wide  of\n  text"),
-        ("  left out: 3 empty documents (first: a.txt)", 30, "  left out: 3 empty documents\n    (first: a.txt)"),
-        ("Saved runs/a-name-that-is-long/checkpoints/step-1", 20, "Saved\n  runs/a-name-that-is-long/checkpoints/step-1"),
+        (
+            "  left out: 3 empty documents (first: a.txt)",
+            30,
+            "  left out: 3 empty documents\n    (first: a.txt)",
+        ),
+        (
+            "Saved runs/a-name-that-is-long/checkpoints/step-1",
+            20,
+            "Saved\n  runs/a-name-that-is-long/checkpoints/step-1",
+        ),
         ("  | def f(): return 1", 14, "  | def f():\n  | return 1"),
     ],
 )

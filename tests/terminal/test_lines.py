@@ -24,7 +24,9 @@ def plain(clock=time.monotonic):
 
 
 def live(width=80):
-    return Terminal(Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None))
+    return Terminal(
+        Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
+    )
 
 
 def text_of(terminal):
@@ -121,10 +123,19 @@ def test_a_terminal_shows_a_task_within_a_third_of_a_second():
 
 
 @pytest.mark.parametrize(
-    ("environment", "watched"), [({"TERM": "xterm"}, True), ({"TERM": "dumb"}, False), ({"NO_COLOR": "1", "TERM": "xterm"}, True)], ids=str
+    ("environment", "watched"),
+    [
+        ({"TERM": "xterm"}, True),
+        ({"TERM": "dumb"}, False),
+        ({"NO_COLOR": "1", "TERM": "xterm"}, True),
+    ],
+    ids=str,
 )
 def test_a_dumb_terminal_gets_plain_lines(environment, watched):
-    assert Terminal(Console(file=io.StringIO(), force_terminal=True, _environ=environment)).interactive == watched
+    assert (
+        Terminal(Console(file=io.StringIO(), force_terminal=True, _environ=environment)).interactive
+        == watched
+    )
 
 
 @pytest.mark.parametrize("width", [40, 80, 120])
@@ -206,7 +217,12 @@ def test_a_log_hears_again_of_what_takes_long():
             clock.now += 0.25
             if line := terminal.plain_line():
                 terminal.say(line)
-    assert text_of(terminal).splitlines() == ["Compiling: 2.0 s", "Compiling: 17 s", "Compiling: 32 s", "Compiling: 40 s"]
+    assert text_of(terminal).splitlines() == [
+        "Compiling: 2.0 s",
+        "Compiling: 17 s",
+        "Compiling: 32 s",
+        "Compiling: 40 s",
+    ]
 
 
 def test_a_task_without_a_unit_leaves_rate_and_time_to_its_own_words():

@@ -28,7 +28,11 @@ def test_records_replace_the_clock_from_the_second_on_and_lines_without_rates_ar
     assert pace.rates() == (3.0, 290.0)
 
 
-@pytest.mark.parametrize(("rates", "median"), [([4, 4, 4, 1], 4), ([1, 1, 1, 4, 4, 4], 4)], ids=["one slow record", "a change that stays"])
+@pytest.mark.parametrize(
+    ("rates", "median"),
+    [([4, 4, 4, 1], 4), ([1, 1, 1, 4, 4, 4], 4)],
+    ids=["one slow record", "a change that stays"],
+)
 def test_the_pace_is_the_median_of_the_newest_records(rates, median):
     pace = Pace(100, lambda: 0.0)
     for steps_per_s in [99, *rates]:

@@ -29,8 +29,12 @@ def test_ascii_uses_ascii_only():
 
 
 def test_a_falling_loss_falls():
-    rows = [line[10:] for line in curve(falling(), width=40, height=6, encoding="ascii").split("\n")[:6]]
-    height_of = {column: row for row, text in enumerate(rows) for column, c in enumerate(text) if c == "*"}
+    rows = [
+        line[10:] for line in curve(falling(), width=40, height=6, encoding="ascii").split("\n")[:6]
+    ]
+    height_of = {
+        column: row for row, text in enumerate(rows) for column, c in enumerate(text) if c == "*"
+    }
     lowest = [height_of[column] for column in sorted(height_of)]
     assert len(lowest) == 40
     assert lowest == sorted(lowest)
@@ -39,7 +43,12 @@ def test_a_falling_loss_falls():
 
 def test_marks_lie_at_their_value():
     points = [(0, 4.0), (100, 0.0)]
-    rows = [line[10:] for line in curve(points, marks=[(0, 0.0), (100, 4.0)], width=21, height=5, encoding="ascii").split("\n")[:5]]
+    rows = [
+        line[10:]
+        for line in curve(
+            points, marks=[(0, 0.0), (100, 4.0)], width=21, height=5, encoding="ascii"
+        ).split("\n")[:5]
+    ]
     assert rows[0][20] == "o"
     assert rows[4][0] == "o"
 

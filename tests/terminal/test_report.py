@@ -30,11 +30,18 @@ def text_of(terminal):
 
 
 def run_at(step, last_step=10, steps_per_epoch=16.0):
-    return SimpleNamespace(step=step, last_step=last_step, steps_per_epoch=steps_per_epoch, tokens_per_step=2048)
+    return SimpleNamespace(
+        step=step, last_step=last_step, steps_per_epoch=steps_per_epoch, tokens_per_step=2048
+    )
 
 
 def window(step, steps_per_s, **more):
-    return {"step": step, "perf/steps_per_s": steps_per_s, "perf/tokens_per_s": 2048 * steps_per_s, **more}
+    return {
+        "step": step,
+        "perf/steps_per_s": steps_per_s,
+        "perf/tokens_per_s": 2048 * steps_per_s,
+        **more,
+    }
 
 
 def follow(report, steps, last, records=()):
@@ -48,7 +55,12 @@ def follow(report, steps, last, records=()):
 def test_the_line_shows_step_loss_rate_mfu_and_the_time_that_is_left(terminal):
     report = RunReport(terminal)
     report.on_start(run_at(0))
-    follow(report, range(1, 6), 10, [window(2, 1.0), window(4, 29.9, **{"train/loss": 3.14159, "perf/mfu": 0.123})])
+    follow(
+        report,
+        range(1, 6),
+        10,
+        [window(2, 1.0), window(4, 29.9, **{"train/loss": 3.14159, "perf/mfu": 0.123})],
+    )
     task = terminal._open[0]
     assert task.facts() == ["50%", "5/10 · loss 3.142 · 61.2 K tokens/s · MFU 12.3% · 0.2 s left"]
     report.on_end({})
@@ -74,7 +86,10 @@ def test_rate_and_time_left_are_one_estimate_and_know_nothing_of_compiling(termi
     assert "MFU" not in terminal._open[0].text, "the first record holds the warm-up"
     report.on_record(window(20, 0.5, **{"perf/mfu": 0.2}))
     report.on_tick(21, 400)
-    assert terminal._open[0].facts() == ["5%", "21/400 · 1,024 tokens/s · MFU 20.0% · 12 min 38 s left"]
+    assert terminal._open[0].facts() == [
+        "5%",
+        "21/400 · 1,024 tokens/s · MFU 20.0% · 12 min 38 s left",
+    ]
 
 
 def test_the_pace_follows_what_the_machine_does_of_late(terminal):
@@ -103,15 +118,34 @@ def test_a_resumed_run_counts_from_where_it_was(terminal):
 
 
 def test_a_resumed_run_says_at_which_step_of_how_many(terminal):
-    RunReport(terminal).on_event({"event": "resume", "step": 70, "last_step": 500, "from_checkpoint": "runs/a/checkpoints/step-70"})
+    RunReport(terminal).on_event(
+        {
+            "event": "resume",
+            "step": 70,
+            "last_step": 500,
+            "from_checkpoint": "runs/a/checkpoints/step-70",
+        }
+    )
     assert text_of(terminal) == "Resuming at step 70 of 500 from runs/a/checkpoints/step-70\n"
 
 
-DECISIONS = [("compile", False, "short run"), ("bf16", True, "it is faster here"), ("adamw-8bit-bitsandbytes", False, "not installed")]
+DECISIONS = [
+    ("compile", False, "short run"),
+    ("bf16", True, "it is faster here"),
+    ("adamw-8bit-bitsandbytes", False, "not installed"),
+]
 
 
 def decide(report):
-    report.on_event({"event": "start", "parameters": 1, "device": "cpu", "device_reason": "asked for", "machine": "a CPU"})
+    report.on_event(
+        {
+            "event": "start",
+            "parameters": 1,
+            "device": "cpu",
+            "device_reason": "asked for",
+            "machine": "a CPU",
+        }
+    )
     for name, on, reason in DECISIONS:
         report.on_event({"event": "speedup", "name": name, "on": on, "reason": reason})
     report.on_start(run_at(0))
@@ -120,16 +154,27 @@ def decide(report):
 def test_a_run_begins_with_one_line_about_its_speedups(terminal):
     report = RunReport(terminal)
     decide(report)
-    report.on_event({"event": "speedup", "name": "bf16", "on": False, "reason": "what changed it has said so"})
+    report.on_event(
+        {"event": "speedup", "name": "bf16", "on": False, "reason": "what changed it has said so"}
+    )
     report.on_end({})
-    assert text_of(terminal).splitlines()[1:] == ["1 of 3 optimisations on; `flatout list speedups` or --verbose shows each"]
+    assert text_of(terminal).splitlines()[1:] == [
+        "1 of 3 optimisations on; `flatout list speedups` or --verbose shows each"
+    ]
 
 
 def test_a_verbose_run_shows_each_in_columns_that_fit_the_longest_name(terminal):
     decide(RunReport(terminal, verbose=True))
     _, *lines = text_of(terminal).splitlines()
-    assert [line.split()[:2] for line in lines] == [["off", "compile"], ["on", "bf16"], ["off", "adamw-8bit-bitsandbytes"]]
-    assert len({line.index(reason) for line, (_, _, reason) in zip(lines, DECISIONS, strict=True)}) == 1
+    assert [line.split()[:2] for line in lines] == [
+        ["off", "compile"],
+        ["on", "bf16"],
+        ["off", "adamw-8bit-bitsandbytes"],
+    ]
+    assert (
+        len({line.index(reason) for line, (_, _, reason) in zip(lines, DECISIONS, strict=True)})
+        == 1
+    )
 
 
 def test_unknown_mfu_is_left_out(terminal):
@@ -144,17 +189,35 @@ def test_unknown_mfu_is_left_out(terminal):
 def test_evaluations_and_epochs_leave_a_line_each(terminal):
     report = RunReport(terminal)
     report.on_start(run_at(0))
-    follow(report, [10, 20], 40, [{"step": 10, "train/loss": 4.0, "train/epoch": 0.6}, {"step": 20, "train/loss": 2.0, "train/epoch": 1.2}])
+    follow(
+        report,
+        [10, 20],
+        40,
+        [
+            {"step": 10, "train/loss": 4.0, "train/epoch": 0.6},
+            {"step": 20, "train/loss": 2.0, "train/epoch": 1.2},
+        ],
+    )
     report.on_record({"step": 20, "val/loss": 2.5})
-    assert text_of(terminal) == "Epoch 1 done at step 20: mean training loss 3.0000\nStep 20: validation loss 2.5000\n"
+    assert (
+        text_of(terminal)
+        == "Epoch 1 done at step 20: mean training loss 3.0000\nStep 20: validation loss 2.5000\n"
+    )
 
 
 def test_quick_epochs_share_a_line(terminal):
     report = RunReport(terminal)
     report.on_start(run_at(10, last_step=200, steps_per_epoch=10.0))
     for step in range(20, 200, 10):
-        report.on_record({"step": step, "train/loss": 1.0, "train/epoch": step / 10, "wall_s": step / 10})
-    assert [line.split(" done")[0] for line in text_of(terminal).splitlines()] == ["Epoch 2", "Epochs 3 to 7", "Epochs 8 to 12", "Epochs 13 to 17"]
+        report.on_record(
+            {"step": step, "train/loss": 1.0, "train/epoch": step / 10, "wall_s": step / 10}
+        )
+    assert [line.split(" done")[0] for line in text_of(terminal).splitlines()] == [
+        "Epoch 2",
+        "Epochs 3 to 7",
+        "Epochs 8 to 12",
+        "Epochs 13 to 17",
+    ]
 
 
 def test_events_leave_lines(terminal):
@@ -178,8 +241,18 @@ def test_events_leave_lines(terminal):
 
 def test_a_recompilation_is_said_once_and_breaks_with_their_reason(terminal):
     report = RunReport(terminal)
-    compiled = {"event": "compiled", "graph_breaks": 0, "cuda_graphs_skipped": 0, "first_break": None}
-    again = {"event": "recompiled", "step": 12, "compile_s": 31.2, "reasons": ["size mismatch at index 1"]}
+    compiled = {
+        "event": "compiled",
+        "graph_breaks": 0,
+        "cuda_graphs_skipped": 0,
+        "first_break": None,
+    }
+    again = {
+        "event": "recompiled",
+        "step": 12,
+        "compile_s": 31.2,
+        "reasons": ["size mismatch at index 1"],
+    }
     report.on_event(compiled)
     assert text_of(terminal) == ""
     report.on_event(compiled | {"graph_breaks": 2, "first_break": "a loop at scan.py:3"})
@@ -220,7 +293,9 @@ SUMMARY = {
 
 
 def test_closing_tells_what_was_measured(tmp_path):
-    records = [{"step": s, "train/loss": 8 - s / 100} for s in range(0, 500, 10)] + [{"step": 500, "val/loss": 3.25}]
+    records = [{"step": s, "train/loss": 8 - s / 100} for s in range(0, 500, 10)] + [
+        {"step": 500, "val/loss": 3.25}
+    ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     events = [{"event": "sample", "step": s, "text": f"text {s}"} for s in (250, 500)]
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))
@@ -241,13 +316,18 @@ def test_closing_tells_what_was_measured(tmp_path):
 
 
 def test_closing_of_a_resumed_run_tells_the_whole_time(tmp_path):
-    text = closing(SUMMARY | {"run": str(tmp_path), "resumed_from": "step-250", "mfu": 0.4, "mfu_of": "data sheet"})
+    text = closing(
+        SUMMARY
+        | {"run": str(tmp_path), "resumed_from": "step-250", "mfu": 0.4, "mfu_of": "data sheet"}
+    )
     assert "1 min 58 s (3 min 20 s in all)" in text
     assert "40.0% of the peak (data sheet)" in text
 
 
 def lines_of(summary, tmp_path, width=120):
-    return closing(SUMMARY | {"run": str(tmp_path)} | summary, encoding="utf-8", width=width).splitlines()
+    return closing(
+        SUMMARY | {"run": str(tmp_path)} | summary, encoding="utf-8", width=width
+    ).splitlines()
 
 
 @pytest.mark.parametrize("best_step", [None, 500])
@@ -257,17 +337,26 @@ def test_the_best_loss_is_told_only_of_another_step(tmp_path, best_step):
 
 
 def test_a_reason_that_says_unknown_says_it_once(tmp_path):
-    assert "MFU        unknown: no data sheet" in lines_of({"mfu_of": "unknown: no data sheet"}, tmp_path)
-    assert "MFU        unknown: no peak rate is known for this device" in lines_of({"mfu_of": None}, tmp_path)
+    assert "MFU        unknown: no data sheet" in lines_of(
+        {"mfu_of": "unknown: no data sheet"}, tmp_path
+    )
+    assert "MFU        unknown: no peak rate is known for this device" in lines_of(
+        {"mfu_of": None}, tmp_path
+    )
 
 
 def test_the_whole_rate_of_a_compiled_run_says_so(tmp_path):
-    assert any(line.endswith("17.0 K tokens/s with evaluation, saving and compiling") for line in lines_of({"compile_s": 31.0}, tmp_path))
+    assert any(
+        line.endswith("17.0 K tokens/s with evaluation, saving and compiling")
+        for line in lines_of({"compile_s": 31.0}, tmp_path)
+    )
 
 
 @pytest.mark.parametrize("width", [40, 60, 80])
 def test_closing_fits_the_terminal_and_cuts_no_word(tmp_path, width):
-    records = [{"step": s, "train/loss": 8 - s / 100} for s in range(0, 500, 10)] + [{"step": 500, "val/loss": 3.25}]
+    records = [{"step": s, "train/loss": 8 - s / 100} for s in range(0, 500, 10)] + [
+        {"step": 500, "val/loss": 3.25}
+    ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     lines = lines_of({}, tmp_path, width)
     assert all(len(line) <= width for line in lines if str(tmp_path) not in line)
@@ -277,18 +366,40 @@ def test_closing_fits_the_terminal_and_cuts_no_word(tmp_path, width):
     assert lines[loss + 1].startswith(" " * 11) or width > 100
 
 
-NEXT_STEPS = "Try next:\n" + "\n".join(f"  thing {number}   flatout command runs/demo" for number in range(4))
-LONG = {"resumed_from": "runs/demo/checkpoints/step-400", "mfu": 0.288, "mfu_of": "data sheet: NVIDIA H100 Tensor Core GPU, SXM, without sparsity"}
+NEXT_STEPS = "Try next:\n" + "\n".join(
+    f"  thing {number}   flatout command runs/demo" for number in range(4)
+)
+LONG = {
+    "resumed_from": "runs/demo/checkpoints/step-400",
+    "mfu": 0.288,
+    "mfu_of": "data sheet: NVIDIA H100 Tensor Core GPU, SXM, without sparsity",
+}
 
 
 @pytest.mark.parametrize("summary", [{}, LONG], ids=["short", "long"])
-@pytest.mark.parametrize("text", ["one line", "\n\ndef f(x):\n\n    return x\n" * 12, "word " * 200], ids=["short", "lines", "wide"])
-def test_closing_fits_a_screen_of_24_lines_and_ends_with_what_was_measured(tmp_path, monkeypatch, text, summary):
+@pytest.mark.parametrize(
+    "text",
+    ["one line", "\n\ndef f(x):\n\n    return x\n" * 12, "word " * 200],
+    ids=["short", "lines", "wide"],
+)
+def test_closing_fits_a_screen_of_24_lines_and_ends_with_what_was_measured(
+    tmp_path, monkeypatch, text, summary
+):
     monkeypatch.chdir(tmp_path)
-    records = [{"step": s, "train/loss": 8 - s / 100} for s in range(0, 500, 10)] + [{"step": 500, "val/loss": 3.25}]
+    records = [{"step": s, "train/loss": 8 - s / 100} for s in range(0, 500, 10)] + [
+        {"step": 500, "val/loss": 3.25}
+    ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
-    (tmp_path / "events.jsonl").write_text(json.dumps({"event": "sample", "step": 500, "text": text}) + "\n")
-    closed = closing(SUMMARY | summary | {"run": "."}, next_steps=NEXT_STEPS, encoding="utf-8", width=80, height=24)
+    (tmp_path / "events.jsonl").write_text(
+        json.dumps({"event": "sample", "step": 500, "text": text}) + "\n"
+    )
+    closed = closing(
+        SUMMARY | summary | {"run": "."},
+        next_steps=NEXT_STEPS,
+        encoding="utf-8",
+        width=80,
+        height=24,
+    )
     lines = closed.splitlines()
     assert len(lines) <= 23, "the prompt needs one"
     assert all(len(line) <= 80 for line in lines)
@@ -303,12 +414,16 @@ def test_closing_fits_a_screen_of_24_lines_and_ends_with_what_was_measured(tmp_p
 
 
 def test_a_log_has_the_whole_sample(tmp_path):
-    (tmp_path / "events.jsonl").write_text(json.dumps({"event": "sample", "step": 500, "text": "a\n" * 60}) + "\n")
+    (tmp_path / "events.jsonl").write_text(
+        json.dumps({"event": "sample", "step": 500, "text": "a\n" * 60}) + "\n"
+    )
     assert lines_of({}, tmp_path).count("  | a") == 60
 
 
 def test_a_persons_terminal_breaks_lines_at_spaces():
-    terminal = Terminal(Console(file=io.StringIO(), width=40, force_terminal=True, color_system=None))
+    terminal = Terminal(
+        Console(file=io.StringIO(), width=40, force_terminal=True, color_system=None)
+    )
     terminal.say("Training 1.2 M parameters on cpu (torch sees no GPU): AMD EPYC, 2 cores")
     terminal.say("  off  compile          short runs do not pay back the minutes")
     assert text_of(terminal).splitlines() == [

@@ -31,7 +31,11 @@ def main(folder: Path, values: str):
     except Stopped:
         Transformer.forward = forward
         resumed = run.run_training(config, folder / "run")
-        found = {"ran": len(ran), "whole": whole["weights_sha256"], "resumed": resumed["weights_sha256"]}
+        found = {
+            "ran": len(ran),
+            "whole": whole["weights_sha256"],
+            "resumed": resumed["weights_sha256"],
+        }
         (folder / f"rank-{rank}.json").write_text(json.dumps(found))
 
 

@@ -43,9 +43,19 @@ def fresh(folder, mesh, seed):
 def local(run):
     """Return this rank's own bytes and draws after some more steps."""
     losses = train(run, 3)
-    tensors = [*run.core.parameters(), *(t for o in run.optimizers for p in o.state for _, t in sorted(o.state[p].items()))]
-    weights = {name: slices.local_part(t).numpy().tobytes() for name, t in run.core.state_dict().items()}
-    return losses, sorted(slices.local_part(t).numpy().tobytes() for t in tensors), weights, torch.rand(2).tolist()
+    tensors = [
+        *run.core.parameters(),
+        *(t for o in run.optimizers for p in o.state for _, t in sorted(o.state[p].items())),
+    ]
+    weights = {
+        name: slices.local_part(t).numpy().tobytes() for name, t in run.core.state_dict().items()
+    }
+    return (
+        losses,
+        sorted(slices.local_part(t).numpy().tobytes() for t in tensors),
+        weights,
+        torch.rand(2).tolist(),
+    )
 
 
 def everywhere(mesh, true):
@@ -71,11 +81,17 @@ def main(folder: Path, report: Path):
         # what one process wrote, taken up here and written again, must be the same to one process
         alone = fresh(folder / f"{layout}-again", mesh, seed=3)
         found[layout]["said"] = read_write.load(alone, folder / "alone" / "checkpoints" / "step-4")
-        found[layout]["apart"] = not everywhere(mesh, torch.rand(1).item() == mesh.broadcast_object(torch.rand(1).item()))
+        found[layout]["apart"] = not everywhere(
+            mesh, torch.rand(1).item() == mesh.broadcast_object(torch.rand(1).item())
+        )
         read_write.save(alone)
         found[layout]["failure"] = failing_save(fresh(folder / f"{layout}-fails", mesh, seed=4))
-        found[layout]["beside"] = saved_beside(fresh(folder / f"{layout}-beside", mesh, seed=1), run.mesh)
-        found[layout]["failure_beside"] = failing_save_beside(fresh(folder / f"{layout}-fails-beside", mesh, seed=4))
+        found[layout]["beside"] = saved_beside(
+            fresh(folder / f"{layout}-beside", mesh, seed=1), run.mesh
+        )
+        found[layout]["failure_beside"] = failing_save_beside(
+            fresh(folder / f"{layout}-fails-beside", mesh, seed=4)
+        )
         found[layout]["damage"] = failing_load(fresh(place, mesh, seed=5), path)
     found["stops"] = stops(mesh)
     if ranks.rank == 0:
@@ -130,12 +146,20 @@ def saved_beside(run, mesh):
         assert step > 8 or not any(run.folder.glob("checkpoints/step-3")), "rank 1 has not written"
     job.write_share = write_share
     ((step, path),) = told
-    same = {p.name: p.read_bytes() for p in path.iterdir()} == {p.name: p.read_bytes() for p in wanted.iterdir()}
+    same = {p.name: p.read_bytes() for p in path.iterdir()} == {
+        p.name: p.read_bytes() for p in wanted.iterdir()
+    }
     train(run, 1)
     saver.save(run, environment={}, keep=1)
     saver.settle()
     mesh.barrier()
-    return everywhere(mesh, same and step == mesh.broadcast_object(step) and step > 8 and read_write.steps(run.folder) == [run.step])
+    return everywhere(
+        mesh,
+        same
+        and step == mesh.broadcast_object(step)
+        and step > 8
+        and read_write.steps(run.folder) == [run.step],
+    )
 
 
 def failing_save_beside(run):

@@ -44,7 +44,13 @@ def ended(words, place, number, error):
             code = "a traceback"
             traceback.print_exc()
         disk.relent()
-    found = {"code": code, "out": out.getvalue(), "err": err.getvalue(), "operations": disk.operations(), "refused": disk.refused().decode()}
+    found = {
+        "code": code,
+        "out": out.getvalue(),
+        "err": err.getvalue(),
+        "operations": disk.operations(),
+        "refused": disk.refused().decode(),
+    }
     os.write(writing, json.dumps(found).encode())
     os._exit(0)
 
@@ -52,8 +58,14 @@ def ended(words, place, number, error):
 def result_of(run, place):
     """Return what must not depend on the disk: of a run its weights and losses, of a dataset its files."""
     result = json.loads(run["out"].splitlines()[-1])
-    files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in place.glob("data/*")}
-    return {key: result[key] for key in ("tokens", "weights_sha256", "train_loss", "val_loss") if key in result} | files
+    files = {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in place.glob("data/*")
+    }
+    return {
+        key: result[key]
+        for key in ("tokens", "weights_sha256", "train_loss", "val_loss")
+        if key in result
+    } | files
 
 
 def problems(first, codes, error):
@@ -62,7 +74,9 @@ def problems(first, codes, error):
         yield f"ended in {first['code']}: {first['err'][-2000:]}"
     elif first["code"] and "\nFix: " not in first["err"]:
         yield f"names no fix: {first['err']}"
-    if error == 5 and any(word in first["err"].lower() for word in ("free space", "make room", "with room")):
+    if error == 5 and any(
+        word in first["err"].lower() for word in ("free space", "make room", "with room")
+    ):
         yield f"asks for room on a broken disk: {first['err']}"
     if codes not in ([], [f"{first['code']}\n"]):
         yield f"ended in {first['code']}, and exit_code says {codes}"
@@ -83,7 +97,11 @@ def main():
         assert cli._guarded(words) == 0  # loads what is loaded at first use
     fresh()
     whole = ended(words, place, NOBODY, error)
-    wanted, failed, tried = result_of(whole, place), 0, range(int(start), whole["operations"], int(stride))
+    wanted, failed, tried = (
+        result_of(whole, place),
+        0,
+        range(int(start), whole["operations"], int(stride)),
+    )
     for number in tried:
         fresh()
         first = ended(words, place, number, error)
@@ -91,7 +109,9 @@ def main():
         then = ended(words, place, NOBODY, error)
         found = list(problems(first, codes, error))
         if then["code"] or result_of(then, place) != wanted:
-            found.append(f"the same command afterwards ended in {then['code']}, with another result: {then['err'][-2000:]}")
+            found.append(
+                f"the same command afterwards ended in {then['code']}, with another result: {then['err'][-2000:]}"
+            )
         failed += bool(found)
         for problem in found:
             print(f"{number}, {first['refused']}: {problem}")

@@ -71,10 +71,14 @@ def check(place, saved_step):
         assert saved_step is None, f"step {saved_step} was saved and nothing is left"
         return 0
     step = catalog.step_of(newest)
-    assert saved_step is None or step >= saved_step, f"step {saved_step} was saved, {step} is the newest"
+    assert saved_step is None or step >= saved_step, (
+        f"step {saved_step} was saved, {step} is the newest"
+    )
     for other in catalog.steps(place):
         assert catalog.verify(catalog.checkpoint_path(place, other)) == []
-    left = [path.name for path in catalog.checkpoints_folder(place).iterdir() if ".tmp-" in path.name]
+    left = [
+        path.name for path in catalog.checkpoints_folder(place).iterdir() if ".tmp-" in path.name
+    ]
     assert not left, left
     return step
 
@@ -171,4 +175,6 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     where, way, what, *numbers = sys.argv[1:]
     warm_up(Path(where) / "warm")
-    {"random": at_random, "every": everywhere, "full": full}[what](Path(where) / "run", SAVERS[way], *map(int, numbers))
+    {"random": at_random, "every": everywhere, "full": full}[what](
+        Path(where) / "run", SAVERS[way], *map(int, numbers)
+    )

@@ -57,7 +57,9 @@ class Core(nn.Module):
         self.calls += 1
         for block in self.blocks:
             x_BD = block(x_BD)
-        return torch.nn.functional.cross_entropy(self.head(x_BD), self.embedding(x_BD).argmax(-1)) * (1 + 1e-3 * self.calls)
+        return torch.nn.functional.cross_entropy(
+            self.head(x_BD), self.embedding(x_BD).argmax(-1)
+        ) * (1 + 1e-3 * self.calls)
 
 
 def build(folder: Path, *, seed=0, mesh=ALONE, scaler=True, shard=None) -> SimpleNamespace:
@@ -68,7 +70,10 @@ def build(folder: Path, *, seed=0, mesh=ALONE, scaler=True, shard=None) -> Simpl
         shard(core)
     matrices = [block.matrix.weight for block in core.blocks]
     vectors = [p for block in core.blocks for p in block.norm.parameters()]
-    groups = [{"params": matrices, "weight_decay": 0.1, "peak_lr": 0.01}, {"params": vectors, "weight_decay": 0.0, "peak_lr": 0.02}]
+    groups = [
+        {"params": matrices, "weight_decay": 0.1, "peak_lr": 0.01},
+        {"params": vectors, "weight_decay": 0.0, "peak_lr": 0.02},
+    ]
     optimizers = (
         torch.optim.AdamW(groups, lr=0.01, fused=True, foreach=False),
         torch.optim.SGD([core.embedding.weight], lr=0.05, momentum=0.9),
@@ -122,14 +127,34 @@ def outcome(run, num_steps) -> dict:
     losses = train(run, num_steps)
     return {
         "losses": losses,
-        "weights": {name: tensor.detach().cpu().numpy().tobytes() for name, tensor in run.core.state_dict().items()},
+        "weights": {
+            name: tensor.detach().cpu().numpy().tobytes()
+            for name, tensor in run.core.state_dict().items()
+        },
         "moments": [
-            [tensor.cpu().numpy().tobytes() for p in group["params"] for _, tensor in sorted(optimizer.state[p].items())]
+            [
+                tensor.cpu().numpy().tobytes()
+                for p in group["params"]
+                for _, tensor in sorted(optimizer.state[p].items())
+            ]
             for optimizer in run.optimizers
             for group in optimizer.param_groups
         ],
-        "numbers": (run.step, run.tokens, run.elapsed_s, run.best_val_loss, run.best_step, run.feed.position),
+        "numbers": (
+            run.step,
+            run.tokens,
+            run.elapsed_s,
+            run.best_val_loss,
+            run.best_step,
+            run.feed.position,
+        ),
         "scale": run.scaler and run.scaler.state_dict(),
-        "draws": (random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), torch.rand(2, device=run.mesh.device).tolist()),
+        "draws": (
+            random.random(),
+            random.gauss(0, 1),
+            np.random.rand(),
+            np.random.randn(),
+            torch.rand(2, device=run.mesh.device).tolist(),
+        ),
         "draw_cpu": torch.rand(2).tolist(),
     }

@@ -42,7 +42,12 @@ def edited(tmp_path):
 
 
 def test_an_edited_setting_comes_back_whole(edited):
-    settings = ["data.mix={data/a b: 3.0, data/c: 1.0}", "speedups=[bf16, tf32]", "name=two words; and more", "data.seq_len=32"]
+    settings = [
+        "data.mix={data/a b: 3.0, data/c: 1.0}",
+        "speedups=[bf16, tf32]",
+        "name=two words; and more",
+        "data.seq_len=32",
+    ]
     wanted = config(*settings)
     with pytest.raises(ConfigError) as refused:
         require_unedited(edited, wanted, free=())
@@ -69,7 +74,12 @@ def test_a_finished_run_and_a_longer_one_name_the_folder_whole():
     more = finished(Path(PLACE), config(), STEP, {})
     assert words(more.partition(", with")[0], "--resume") == ["--resume", PLACE, "--run", "DIR"]
     bound = longer._bound_to_its_length(Path(PLACE), config(), config("train.steps=9"), 1, 2)
-    assert words(bound.fix.partition(" in the same")[0], "--resume") == ["--resume", PLACE, "--run", f"{PLACE}-9"]
+    assert words(bound.fix.partition(" in the same")[0], "--resume") == [
+        "--resume",
+        PLACE,
+        "--run",
+        f"{PLACE}-9",
+    ]
 
 
 def test_a_contradiction_names_the_folder_whole(tmp_path, monkeypatch):
@@ -77,22 +87,41 @@ def test_a_contradiction_names_the_folder_whole(tmp_path, monkeypatch):
     monkeypatch.setattr(layout.catalog, "has_saved", lambda _: True)
     with pytest.raises(ConfigError) as refused:
         layout.stored_config(tmp_path / PLACE, config("optim.lr=0.01"))
-    assert words(refused.value.fix.partition(" starts")[0], "--resume") == ["--resume", str(tmp_path / PLACE), "--run", "DIR"]
+    assert words(refused.value.fix.partition(" starts")[0], "--resume") == [
+        "--resume",
+        str(tmp_path / PLACE),
+        "--run",
+        "DIR",
+    ]
 
 
 def test_a_dataset_that_is_not_there_or_a_file_is_named_whole(tmp_path):
     absent = tmp_path / PLACE
     with pytest.raises(DataError, match="There is no data set folder") as refused:
         read_manifest(absent)
-    assert words(refused.value.fix.rstrip("."), "flatout") == ["flatout", "prepare", "SOURCE", "--out", str(absent)]
+    assert words(refused.value.fix.rstrip("."), "flatout") == [
+        "flatout",
+        "prepare",
+        "SOURCE",
+        "--out",
+        str(absent),
+    ]
     absent.parent.mkdir()
     absent.write_text("some text")
     with pytest.raises(DataError, match="is a file") as refused:
         read_manifest(absent)
-    assert words(refused.value.fix.partition(", and")[0], "flatout") == ["flatout", "prepare", str(absent), "--out", f"data/{absent.stem}"]
+    assert words(refused.value.fix.partition(", and")[0], "flatout") == [
+        "flatout",
+        "prepare",
+        str(absent),
+        "--out",
+        f"data/{absent.stem}",
+    ]
 
 
-@pytest.mark.parametrize("holder", ['{"pid": "1; touch X", "host": "here"}', '{"pid": [1], "host": "here"}', "[1]"])
+@pytest.mark.parametrize(
+    "holder", ['{"pid": "1; touch X", "host": "here"}', '{"pid": [1], "host": "here"}', "[1]"]
+)
 def test_the_lock_of_a_stranger_gives_no_command(tmp_path, holder):
     (tmp_path / layout.LOCK).write_text(holder)
     error = layout._in_use(tmp_path)
@@ -101,12 +130,16 @@ def test_the_lock_of_a_stranger_gives_no_command(tmp_path, holder):
 
 
 @pytest.mark.parametrize("key", ["model.kind", "optim.kind", "speedups"])
-def test_code_that_an_edited_config_names_is_refused_before_advice_repeats_it(edited, key, tmp_path, monkeypatch):
+def test_code_that_an_edited_config_names_is_refused_before_advice_repeats_it(
+    edited, key, tmp_path, monkeypatch
+):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(layout.catalog, "has_saved", lambda _: True)
     section, _, name = key.partition(".")
     document = config().to_dict()
-    document[section] = {**document[section], name: "runs.gift.weights:X"} if name else ["runs.gift.weights:X"]
+    document[section] = (
+        {**document[section], name: "runs.gift.weights:X"} if name else ["runs.gift.weights:X"]
+    )
     edited.write_text(json.dumps(document))
     with pytest.raises(UntrustedCode) as refused:
         stored_config(edited.parent, config())
@@ -118,5 +151,8 @@ def test_a_disk_that_refuses_to_forget_the_last_exit_code_is_named(tmp_path, mon
         raise OSError(5, "Input/output error", str(tmp_path / "exit_code"))
 
     monkeypatch.setattr(start.layout, "clear_exit_code", refused)
-    with pytest.raises(RunFailed, match=r"Cannot write .*exit_code.*That disk has failed"), start.exit_code_kept(tmp_path):
+    with (
+        pytest.raises(RunFailed, match=r"Cannot write .*exit_code.*That disk has failed"),
+        start.exit_code_kept(tmp_path),
+    ):
         pass

@@ -26,7 +26,9 @@ def fail(error):
     raise error
 
 
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), SafetensorError("No space left on device")])
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left on device"), SafetensorError("No space left on device")]
+)
 def test_what_the_disk_refuses_is_an_error_with_a_fix(error):
     with pytest.raises(RunFailed, match=r"cannot write its files: .*No space left") as failed:
         together(ALONE, lambda: fail(error), WRITING)
@@ -62,7 +64,15 @@ class Broken(Pair):
 TOLD: list[list[float]] = []
 
 
-@pytest.mark.parametrize("error", [KeyError("state1"), RuntimeError("size mismatch"), CheckpointError("torn", fix="Take another.")], ids=repr)
+@pytest.mark.parametrize(
+    "error",
+    [
+        KeyError("state1"),
+        RuntimeError("size mismatch"),
+        CheckpointError("torn", fix="Take another."),
+    ],
+    ids=repr,
+)
 def test_whatever_fails_here_is_told_elsewhere(error):
     """The other rank would wait for this one for ever."""
     TOLD.clear()
@@ -108,7 +118,10 @@ def test_a_process_in_another_folder_is_told_so_and_the_main_one_too(tmp_path, t
     for place in (tmp_path / "elsewhere", tmp_path / "copy"):
         (tmp_path / "copy").mkdir(exist_ok=True)
         (tmp_path / "copy" / "lock").write_text("process 6 of another day")
-        with pytest.raises(RunFailed, match=f"Process 1 .* does not find the run directory of the main process, {tmp_path} on a-host.*{place.name}"):
+        with pytest.raises(
+            RunFailed,
+            match=f"Process 1 .* does not find the run directory of the main process, {tmp_path} on a-host.*{place.name}",
+        ):
             two(1, place, [True, False])
     with pytest.raises(RunFailed, match="not the run directory of all processes: not of 1"):
         two(0, tmp_path, [True, False])

@@ -25,7 +25,13 @@ FEW_KEYS, MANY_KEYS = 2, 20
 
 def paths_of(document, prefix=()):
     """Yield the path of every key and every item."""
-    items = document.items() if isinstance(document, dict) else enumerate(document[:2]) if isinstance(document, list) else ()
+    items = (
+        document.items()
+        if isinstance(document, dict)
+        else enumerate(document[:2])
+        if isinstance(document, list)
+        else ()
+    )
     for key, value in items:
         yield (*prefix, key)
         yield from paths_of(value, (*prefix, key))
@@ -48,7 +54,9 @@ def damaged(document, most_keys):
                 key = path[-1]
                 holder[chr(ord(key[0]) ^ 1) + key[1:]] = value
             elif what == "retyped":
-                holder.insert(path[-1], RETYPED[number % 5]) if isinstance(holder, list) else holder.update({path[-1]: RETYPED[number % 5]})
+                holder.insert(path[-1], RETYPED[number % 5]) if isinstance(
+                    holder, list
+                ) else holder.update({path[-1]: RETYPED[number % 5]})
             yield f"{'.'.join(map(str, path))} {what}", copied
 
 
@@ -65,7 +73,13 @@ def answered(call):
 def finished_run(tmp_path_factory, tiny_set, tiny):
     """A run with a checkpoint of each step that began from another one's, with checkpoints on another disk."""
     root = tmp_path_factory.mktemp("damage")
-    small = {"data.path": str(tiny_set), "train.steps": 2, "train.eval_every": 1, "checkpoint.every_steps": 1, "checkpoint.keep": 9}
+    small = {
+        "data.path": str(tiny_set),
+        "train.steps": 2,
+        "train.eval_every": 1,
+        "checkpoint.every_steps": 1,
+        "checkpoint.keep": 9,
+    }
     first = load_config().with_values({**tiny, **small})
     train_config(first, run=root / "first")
     config = first.with_values({"train.steps": 4, "checkpoint.dir": str(root / "disk")})
@@ -96,14 +110,20 @@ def test_a_damaged_file_is_answered(name, most_keys, finished_run, tmp_path):
     kept = tmp_path / "kept"
     shutil.copytree(root, kept, symlinks=True)
     calls = {
-        "train": lambda: train_config(config, run=run, resume=root / "first" / "checkpoints" / "step-1").summary(),
+        "train": lambda: train_config(
+            config, run=run, resume=root / "first" / "checkpoints" / "step-1"
+        ).summary(),
         "eval": lambda: evaluate(run, "last", max_tokens=32),
         "generate": lambda: generate(run, max_tokens=2),
         "runs": lambda: runs(root).summary(),
     }
     text = file.read_text()
     lines = file.suffix == ".jsonl"
-    document = yaml.safe_load(text) if file.suffix == ".yaml" else json.loads(text.splitlines()[-1] if lines else text)
+    document = (
+        yaml.safe_load(text)
+        if file.suffix == ".yaml"
+        else json.loads(text.splitlines()[-1] if lines else text)
+    )
     problems = []
     for what, changed in damaged(document, most_keys):
         for command in FILES[name]:
@@ -118,8 +138,18 @@ def test_a_damaged_file_is_answered(name, most_keys, finished_run, tmp_path):
     assert not problems
 
 
-@pytest.mark.parametrize(("old", "new"), [('"files"', '"fhles"'), ('"state.json"', '"ctate.json"'), ('"bytes"', '"bxtes"'), ('"step"', '"rtep"')])
-def test_a_flipped_bit_in_the_newest_manifest_falls_back_to_the_checkpoint_before(old, new, finished_run, tmp_path):
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"files"', '"fhles"'),
+        ('"state.json"', '"ctate.json"'),
+        ('"bytes"', '"bxtes"'),
+        ('"step"', '"rtep"'),
+    ],
+)
+def test_a_flipped_bit_in_the_newest_manifest_falls_back_to_the_checkpoint_before(
+    old, new, finished_run, tmp_path
+):
     root, _ = finished_run
     shutil.copytree(root / "disk", tmp_path / "disk")
     shutil.copytree(root / "run", tmp_path / "run")
@@ -137,7 +167,9 @@ def test_a_manifest_that_names_no_file_of_the_index_is_not_whole(finished_run, t
     manifest = json.loads((path / "manifest.json").read_text())
     del manifest["files"]["optimizer-00000.safetensors"]
     (path / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(CheckpointError, match=r"optimizer-00000\.safetensors is not in the manifest"):
+    with pytest.raises(
+        CheckpointError, match=r"optimizer-00000\.safetensors is not in the manifest"
+    ):
         catalog.require_whole(path)
 
 

@@ -28,9 +28,15 @@ def test_a_deterministic_run_trains_and_resumes_to_the_same_bits(tiny_config, tm
 def test_it_is_deterministic_before_processes_connect(tiny_config, tmp_path, monkeypatch):
     """NCCL takes its algorithms by it at that moment."""
     seen = []
-    monkeypatch.setattr("flatout.training.run.connect", lambda device: seen.append(torch.are_deterministic_algorithms_enabled()) or Ranks())
+    monkeypatch.setattr(
+        "flatout.training.run.connect",
+        lambda device: seen.append(torch.are_deterministic_algorithms_enabled()) or Ranks(),
+    )
     for deterministic in (True, False):
-        run_training(tiny_config(train__deterministic=deterministic, train__steps=1), tmp_path / str(deterministic))
+        run_training(
+            tiny_config(train__deterministic=deterministic, train__steps=1),
+            tmp_path / str(deterministic),
+        )
     assert seen == [True, False]
 
 
@@ -41,6 +47,8 @@ def test_an_operation_without_a_deterministic_form_is_named(tiny_config, tmp_pat
         torch.zeros(4).put_(torch.tensor([0]), torch.ones(1))
 
     monkeypatch.setattr("flatout.training.loop.train_step", fail)
-    with pytest.raises(RunFailed, match=r"train\.deterministic=true, and put_ has no deterministic form on cpu") as failed:
+    with pytest.raises(
+        RunFailed, match=r"train\.deterministic=true, and put_ has no deterministic form on cpu"
+    ) as failed:
         run_training(tiny_config(train__deterministic=True), tmp_path / "run")
     assert "train.deterministic=false" in str(failed.value)

@@ -45,8 +45,12 @@ def ask_in(monkeypatch):
 
 @pytest.mark.parametrize("speedups", ["auto,-compile", "none"], ids=["prefetching", "plain"])
 @pytest.mark.parametrize("micro_batch", [2, 2 * MICRO_BATCHES + 3])
-def test_the_rest_of_the_step_is_dropped_and_the_resumed_run_is_equal(tiny_config, tmp_path, monkeypatch, ask_in, micro_batch, speedups):
-    config = tiny_config(model__dropout=0.2, batch__rows_per_device=1, speedups=speedups, train__eval_every=2)
+def test_the_rest_of_the_step_is_dropped_and_the_resumed_run_is_equal(
+    tiny_config, tmp_path, monkeypatch, ask_in, micro_batch, speedups
+):
+    config = tiny_config(
+        model__dropout=0.2, batch__rows_per_device=1, speedups=speedups, train__eval_every=2
+    )
     whole = run_training(config, tmp_path / "whole")
     ran = ask_in(micro_batch)
     with pytest.raises(Stopped):
@@ -57,10 +61,16 @@ def test_the_rest_of_the_step_is_dropped_and_the_resumed_run_is_equal(tiny_confi
     monkeypatch.undo()
     resumed = run_training(config, tmp_path / "run")
     assert resumed["weights_sha256"] == whole["weights_sha256"]
-    assert (resumed["steps"], resumed["tokens"], resumed["val_loss"]) == (whole["steps"], whole["tokens"], whole["val_loss"])
+    assert (resumed["steps"], resumed["tokens"], resumed["val_loss"]) == (
+        whole["steps"],
+        whole["tokens"],
+        whole["val_loss"],
+    )
 
 
-def test_the_final_evaluation_is_dropped_and_done_on_the_next_start(tiny_config, tmp_path, monkeypatch):
+def test_the_final_evaluation_is_dropped_and_done_on_the_next_start(
+    tiny_config, tmp_path, monkeypatch
+):
     config = tiny_config(batch__rows_per_device=1)
     whole = run_training(config, tmp_path / "whole")
     forward, scored = Transformer.forward, []
@@ -103,10 +113,36 @@ def test_what_was_asked_is_said(tiny_config, tmp_path, ask_in):
 def test_two_processes_drop_the_step_together(tiny, tiny_set, tmp_path, speedups):
     """Only the second is asked, in its first micro-batch: both stop before their third, one vote later."""
     here = Path(__file__).parent
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(here / "drop_worker.py")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{here.parent.parent}:{here.parent}"}
-    values = json.dumps({**tiny, "data.path": str(tiny_set), "model.dropout": 0.2, "batch.rows_per_device": 1, "speedups": speedups})
-    done = subprocess.run([*command, str(tmp_path), values], env=environment, capture_output=True, text=True, timeout=240)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(here / "drop_worker.py"),
+    ]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": f"{here.parent.parent}:{here.parent}",
+    }
+    values = json.dumps(
+        {
+            **tiny,
+            "data.path": str(tiny_set),
+            "model.dropout": 0.2,
+            "batch.rows_per_device": 1,
+            "speedups": speedups,
+        }
+    )
+    done = subprocess.run(
+        [*command, str(tmp_path), values],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
     assert done.returncode == 0, done.stderr
     found = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)]
     assert [each["ran"] for each in found] == [2, 2]

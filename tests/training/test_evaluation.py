@@ -14,7 +14,9 @@ from flatout.training.evaluation import Evaluation, SetScore, evaluate, say_unsc
 
 def plain_loss(run, num_tokens=None):
     """Score the split window by window, the last and shorter one too, with nothing of the feed."""
-    tokens = torch.from_numpy(run.dataset.split("val").read_tokens(0, run.dataset.split("val").num_tokens).astype("int64"))
+    tokens = torch.from_numpy(
+        run.dataset.split("val").read_tokens(0, run.dataset.split("val").num_tokens).astype("int64")
+    )
     length, total, count = run.config.data.seq_len, 0.0, 0
     run.core.eval()
     for start in range(0, min(len(tokens) - 1, num_tokens or len(tokens)), length):
@@ -64,24 +66,36 @@ def mixed_run(build_run, tiny_config, tiny_set, ragged_set):
     return build_run(tiny_config(data__path=None, data__mix={str(tiny_set): 3, str(ragged_set): 1}))
 
 
-def test_each_set_of_a_mix_is_scored_by_itself_and_weighs_its_share(build_run, tiny_config, mixed_run):
+def test_each_set_of_a_mix_is_scored_by_itself_and_weighs_its_share(
+    build_run, tiny_config, mixed_run
+):
     found = evaluate(mixed_run)
     for score, part in zip(found.by_dataset, parts_of(mixed_run.dataset), strict=True):
         (alone,) = evaluate(build_run(tiny_config(data__path=str(part.dataset.path)))).by_dataset
         assert (score.name, score.share) == (part.name, part.share)
-        assert (score.loss, score.tokens, score.bits_per_byte) == (alone.loss, alone.tokens, alone.bits_per_byte)
+        assert (score.loss, score.tokens, score.bits_per_byte) == (
+            alone.loss,
+            alone.tokens,
+            alone.bits_per_byte,
+        )
     first, second = found.by_dataset
     assert first.loss != second.loss
     assert found.loss == pytest.approx(0.75 * first.loss + 0.25 * second.loss, rel=1e-12)
     assert found.tokens == first.tokens + second.tokens
-    assert found.record() == {"val/loss": found.loss, "val/loss/tiny": first.loss, "val/loss/ragged": second.loss}
+    assert found.record() == {
+        "val/loss": found.loss,
+        "val/loss/tiny": first.loss,
+        "val/loss/ragged": second.loss,
+    }
 
 
 def test_bits_per_byte_of_a_mix_are_those_of_its_stream():
     """A token of the first set stands for 4 bytes, one of the second for 2; three of four tokens are the first's."""
     scores = SetScore("a", "a", 0.75, 2.0, 100, 400), SetScore("b", "b", 0.25, 4.0, 300, 600)
     found = Evaluation(scores)
-    assert found.bits_per_byte == pytest.approx((0.75 * 2 + 0.25 * 4) / math.log(2) / (0.75 * 4 + 0.25 * 2))
+    assert found.bits_per_byte == pytest.approx(
+        (0.75 * 2 + 0.25 * 4) / math.log(2) / (0.75 * 4 + 0.25 * 2)
+    )
     assert Evaluation(scores[:1]).bits_per_byte == pytest.approx(scores[0].bits_per_byte)
     assert Evaluation((scores[0], SetScore("b", "b", 0.25, 4.0, 300, 0))).bits_per_byte is None
     assert Evaluation(scores[:1]).record() == {"val/loss": 2.0}
@@ -95,7 +109,9 @@ def test_a_part_of_the_validation_text_is_shared_out_by_weight(mixed_run):
     assert found.bits_per_byte is None
 
 
-def test_a_set_without_validation_text_has_no_part_in_the_loss(build_run, tiny_config, tiny_set, write_tiny, tmp_path):
+def test_a_set_without_validation_text_has_no_part_in_the_loss(
+    build_run, tiny_config, tiny_set, write_tiny, tmp_path
+):
     silent = write_tiny(tmp_path / "silent", num_documents=6)
     run = build_run(tiny_config(data__path=None, data__mix={str(tiny_set): 1, str(silent): 9}))
     found = evaluate(run)
@@ -103,8 +119,15 @@ def test_a_set_without_validation_text_has_no_part_in_the_loss(build_run, tiny_c
     assert found.loss == found.by_dataset[0].loss
     said = []
     say_unscored(parts_of(open_data(run.config.data)), SimpleNamespace(say=said.append))
-    assert said == ["silent has no validation text: its loss is not measured, and has no part in the validation loss."]
+    assert said == [
+        "silent has no validation text: its loss is not measured, and has no part in the validation loss."
+    ]
 
 
 def test_without_any_validation_text_there_is_no_loss(build_run, tiny_config, write_tiny, tmp_path):
-    assert evaluate(build_run(tiny_config(data__path=str(write_tiny(tmp_path / "silent", num_documents=6))))) is None
+    assert (
+        evaluate(
+            build_run(tiny_config(data__path=str(write_tiny(tmp_path / "silent", num_documents=6))))
+        )
+        is None
+    )

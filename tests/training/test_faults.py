@@ -13,8 +13,16 @@ WAYS = pytest.mark.parametrize("way", ["loop", "beside"])
 
 def saver(*arguments):
     environment = {**os.environ, "PYTHONPATH": str(HERE.parent.parent), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore::DeprecationWarning", str(HERE / "saver.py"), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280, check=False)
+    command = [
+        sys.executable,
+        "-W",
+        "ignore::DeprecationWarning",
+        str(HERE / "saver.py"),
+        *map(str, arguments),
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment, timeout=280, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -28,7 +28,9 @@ def start(tiny_config, tmp_path):
     config = first.with_values({"train.steps": 3, "checkpoint.dir": str(tmp_path / "disk")})
 
     def call(name="run"):
-        return run_training(config, tmp_path / name, resume=str(tmp_path / "first" / "checkpoints" / "step-1"))
+        return run_training(
+            config, tmp_path / name, resume=str(tmp_path / "first" / "checkpoints" / "step-1")
+        )
 
     return call
 
@@ -63,7 +65,9 @@ def test_the_same_command_completes_a_start_that_was_killed(number, start, tmp_p
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO], ids=errno.errorcode.get)
 @pytest.mark.parametrize("number", range(NUM_RENAMES))
-def test_a_start_that_the_disk_refuses_leaves_nothing_in_the_way(number, error, start, tmp_path, monkeypatch):
+def test_a_start_that_the_disk_refuses_leaves_nothing_in_the_way(
+    number, error, start, tmp_path, monkeypatch
+):
     with monkeypatch.context() as patch:
         end_at(patch, number, OSError(error, os.strerror(error)))
         with pytest.raises(FlatoutError) as failed:
@@ -76,7 +80,9 @@ def test_a_start_that_the_disk_refuses_leaves_nothing_in_the_way(number, error, 
     assert start()["steps"] == 3
 
 
-def test_a_killed_start_whose_next_one_fails_frees_the_folder_of_its_checkpoints(start, tmp_path, monkeypatch):
+def test_a_killed_start_whose_next_one_fails_frees_the_folder_of_its_checkpoints(
+    start, tmp_path, monkeypatch
+):
     with monkeypatch.context() as patch:
         patch.setattr(layout, "_clear", lambda *_: None)
         end_at(patch, 3, Killed())  # after both owner.json

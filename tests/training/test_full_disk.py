@@ -23,12 +23,24 @@ def refusing(error):
     return refuse
 
 
-def test_a_finished_run_whose_exit_code_cannot_be_written_is_finished(tiny_config, tmp_path, monkeypatch):
-    monkeypatch.setattr(layout, "write_text", lambda path, text: refusing(errno.ENOSPC)() if path.name == layout.EXIT_CODE else path.write_text(text))
+def test_a_finished_run_whose_exit_code_cannot_be_written_is_finished(
+    tiny_config, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(
+        layout,
+        "write_text",
+        lambda path, text: (
+            refusing(errno.ENOSPC)() if path.name == layout.EXIT_CODE else path.write_text(text)
+        ),
+    )
     assert run_training(tiny_config(train__steps=2), tmp_path / "run")["steps"] == 2
 
 
-@pytest.mark.parametrize(("error", "fix"), [(errno.ENOSPC, "Free space"), (errno.EIO, "failed to read or write")], ids=["full", "broken"])
+@pytest.mark.parametrize(
+    ("error", "fix"),
+    [(errno.ENOSPC, "Free space"), (errno.EIO, "failed to read or write")],
+    ids=["full", "broken"],
+)
 @pytest.mark.parametrize("name", ["append_line", "write_json"])
 def test_a_disk_that_refuses_a_record_or_the_summary_is_named_and_the_same_command_completes_the_run(
     name, error, fix, tiny_config, tmp_path, monkeypatch
@@ -54,8 +66,22 @@ def test_a_full_disk_under_the_lock_is_named_and_leaves_nothing(tiny_config, tmp
 
 HERE = Path(__file__).parent
 SMALL = [
-    *("model.num_layers=1", "model.d_model=16", "model.num_heads=1", "data.seq_len=32", "batch.rows_per_device=4", "batch.tokens_per_step=128"),
-    *("train.steps=2", "train.device=cpu", "train.eval_every=1", "train.eval_tokens=128", "log.every=1", "speedups=none"),
+    *(
+        "model.num_layers=1",
+        "model.d_model=16",
+        "model.num_heads=1",
+        "data.seq_len=32",
+        "batch.rows_per_device=4",
+        "batch.tokens_per_step=128",
+    ),
+    *(
+        "train.steps=2",
+        "train.device=cpu",
+        "train.eval_every=1",
+        "train.eval_tokens=128",
+        "log.every=1",
+        "speedups=none",
+    ),
     *("checkpoint.every_steps=1", "checkpoint.keep=1"),
 ]
 
@@ -66,14 +92,41 @@ def refusing_disk(tmp_path_factory):
     if sys.platform != "linux" or shutil.which("cc") is None:
         pytest.skip("needs Linux and a C compiler")
     library = tmp_path_factory.mktemp("disk") / "refusing_disk.so"
-    subprocess.run(["cc", "-O1", "-shared", "-fPIC", "-o", str(library), str(HERE / "refusing_disk.c"), "-ldl"], check=True)
+    subprocess.run(
+        [
+            "cc",
+            "-O1",
+            "-shared",
+            "-fPIC",
+            "-o",
+            str(library),
+            str(HERE / "refusing_disk.c"),
+            "-ldl",
+        ],
+        check=True,
+    )
     return library
 
 
 def with_each_refused(library, place, error, start, stride, *words):
-    environment = {**os.environ, "LD_PRELOAD": str(library), "PYTHONPATH": str(HERE.parent.parent), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(HERE / "refused_files.py"), str(place), str(error), str(start), str(stride), *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1700, check=False)
+    environment = {
+        **os.environ,
+        "LD_PRELOAD": str(library),
+        "PYTHONPATH": str(HERE.parent.parent),
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [
+        sys.executable,
+        str(HERE / "refused_files.py"),
+        str(place),
+        str(error),
+        str(start),
+        str(stride),
+        *map(str, words),
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment, timeout=1700, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.endswith(" operations refused, 0 with a wrong end\n"), done.stdout
     assert not done.stdout.startswith("0 ")
@@ -82,16 +135,38 @@ def with_each_refused(library, place, error, start, stride, *words):
 @pytest.mark.faults
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO], ids=errno.errorcode.get)
 @pytest.mark.parametrize("share", range(4))
-def test_a_run_ends_well_whichever_of_its_file_operations_is_refused(error, share, refusing_disk, tiny_set, tmp_path):
+def test_a_run_ends_well_whichever_of_its_file_operations_is_refused(
+    error, share, refusing_disk, tiny_set, tmp_path
+):
     place = tmp_path / "disk"
-    words = ["train", "shakespeare-char", f"data.path={tiny_set}", "--run", place / "run", "--json", *SMALL]
+    words = [
+        "train",
+        "shakespeare-char",
+        f"data.path={tiny_set}",
+        "--run",
+        place / "run",
+        "--json",
+        *SMALL,
+    ]
     with_each_refused(refusing_disk, place, error, share, 4, *words)
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO], ids=errno.errorcode.get)
-def test_a_prepare_ends_well_whichever_of_its_file_operations_is_refused(error, refusing_disk, tmp_path):
+def test_a_prepare_ends_well_whichever_of_its_file_operations_is_refused(
+    error, refusing_disk, tmp_path
+):
     (tmp_path / "book.txt").write_text("The quick brown fox jumps over the lazy dog. " * 100)
     place = tmp_path / "disk"
-    words = ["prepare", tmp_path / "book.txt", "--out", place / "data", "--tokenizer", "byte", "--workers", "1", "--json"]
+    words = [
+        "prepare",
+        tmp_path / "book.txt",
+        "--out",
+        place / "data",
+        "--tokenizer",
+        "byte",
+        "--workers",
+        "1",
+        "--json",
+    ]
     with_each_refused(refusing_disk, place, error, 0, 1, *words)

@@ -66,7 +66,10 @@ def test_train_evaluate_sample_stop_and_go_on(tiny_config, tmp_path, device):
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_a_gpu_learns_what_the_cpu_learns(tiny_config, tmp_path, precision):
     on_cpu = run_training(tiny_config(train__steps=20), tmp_path / "cpu")
-    on_gpu = run_training(tiny_config(train__steps=20, train__device="cuda", train__precision=precision), tmp_path / "gpu")
+    on_gpu = run_training(
+        tiny_config(train__steps=20, train__device="cuda", train__precision=precision),
+        tmp_path / "gpu",
+    )
     assert on_gpu["val_loss"] == pytest.approx(on_cpu["val_loss"], rel=3e-2)
 
 
@@ -83,15 +86,28 @@ SETTINGS = {
     "eager": {"speedups": "auto,-compile", "model__dropout": 0.1},
     "compiled": {"speedups": "auto,+compile"},
     "documents": {"speedups": "auto,-compile", "data__document_mask": True},
-    "flex": {"speedups": "auto,-compile,-varlen-attention,+flex-attention", "data__document_mask": True},
+    "flex": {
+        "speedups": "auto,-compile,-varlen-attention,+flex-attention",
+        "data__document_mask": True,
+    },
     "eigenstate": {"speedups": "auto,-compile", "model__kind": "eigenstate"},
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[ESSENTIAL] * (name in {"eager", "compiled"})) for name in SETTINGS])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[ESSENTIAL] * (name in {"eager", "compiled"})) for name in SETTINGS],
+)
 def test_a_deterministic_run_resumes_to_the_same_bits(tiny_config, tmp_path, name):
     """Without train.deterministic two runs of one command differ in their last bits, and so does a resumed one: that is no fault of resuming."""
-    config = tiny_config(train__device="cuda", train__precision="bf16", train__deterministic=True, train__steps=8, **LONG, **SETTINGS[name])
+    config = tiny_config(
+        train__device="cuda",
+        train__precision="bf16",
+        train__deterministic=True,
+        train__steps=8,
+        **LONG,
+        **SETTINGS[name],
+    )
     whole = run_training(config, tmp_path / "whole")
     with pytest.raises(Stopped):
         run_training(config, tmp_path / "parts", observers=[StopAt(5)])
@@ -103,13 +119,27 @@ def test_a_deterministic_run_resumes_to_the_same_bits(tiny_config, tmp_path, nam
 
 
 @ESSENTIAL
-@pytest.mark.parametrize("speedup", [speedup for speedup in all_speedups() if speedup.promise.kind == "exact"], ids=lambda s: s.name)
+@pytest.mark.parametrize(
+    "speedup",
+    [speedup for speedup in all_speedups() if speedup.promise.kind == "exact"],
+    ids=lambda s: s.name,
+)
 def test_an_exact_promise_holds_to_the_bit_in_deterministic_runs(tiny_config, tmp_path, speedup):
-    config = tiny_config(train__device="cuda", train__precision="auto", train__deterministic=True, train__steps=8, checkpoint__every_steps=4, **LONG)
+    config = tiny_config(
+        train__device="cuda",
+        train__precision="auto",
+        train__deterministic=True,
+        train__steps=8,
+        checkpoint__every_steps=4,
+        **LONG,
+    )
     why_not = speedup.reason_against(probe(), config)
     if why_not:
         pytest.skip(why_not)
-    for name, speedups in {"without": speedup.needs, "with": (*speedup.needs, speedup.name)}.items():
+    for name, speedups in {
+        "without": speedup.needs,
+        "with": (*speedup.needs, speedup.name),
+    }.items():
         run_training(config.with_values({"speedups": list(speedups) or "none"}), tmp_path / name)
     assert len(losses(tmp_path / "with")) == 8
     assert losses(tmp_path / "with") == losses(tmp_path / "without")
@@ -122,6 +152,11 @@ def test_another_way_to_carry_out_adamw_goes_on(tiny_config, tmp_path, first, se
     run_training(tiny_config(**settings, speedups=first), tmp_path / "first")
     longer = {**settings, "train__steps": 8}
     here, there = (
-        run_training(tiny_config(**longer, speedups=speedups), tmp_path / speedups, resume=str(tmp_path / "first")) for speedups in (first, second)
+        run_training(
+            tiny_config(**longer, speedups=speedups),
+            tmp_path / speedups,
+            resume=str(tmp_path / "first"),
+        )
+        for speedups in (first, second)
     )
     assert there["train_loss"] == pytest.approx(here["train_loss"], rel=1e-4)

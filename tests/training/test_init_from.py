@@ -26,14 +26,19 @@ from flatout.training.run_dir.layout import read_config, read_events
 def source(tiny_set, tiny, tmp_path_factory):
     """A run of six steps whose state says that the best one was step 4."""
     folder = tmp_path_factory.mktemp("source") / "run"
-    config = load_config().with_values({**tiny, "data.path": str(tiny_set), "train.eval_every": 2, "checkpoint.keep": 9})
+    config = load_config().with_values(
+        {**tiny, "data.path": str(tiny_set), "train.eval_every": 2, "checkpoint.keep": 9}
+    )
     run_training(config, folder)
     newest = catalog.checkpoint_path(folder, 6)
     state = json.loads((newest / "state.json").read_text())
     state["values"]["best"]["step"] = 4
     (newest / "state.json").write_text(json.dumps(state))
     manifest = json.loads((newest / "manifest.json").read_text())
-    manifest["files"]["state.json"] = {"bytes": (newest / "state.json").stat().st_size, "sha256": sha256(newest / "state.json")}
+    manifest["files"]["state.json"] = {
+        "bytes": (newest / "state.json").stat().st_size,
+        "sha256": sha256(newest / "state.json"),
+    }
     (newest / "manifest.json").write_text(json.dumps(manifest))
     return folder
 
@@ -42,18 +47,31 @@ def equal(one, two):
     return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
 
 
-def test_it_begins_with_the_best_weights_and_nothing_else(tiny_config, source, ragged_set, tmp_path):
-    config = tiny_config(train__init_from=str(source), data__path=str(ragged_set), train__steps=3, checkpoint__keep=9)
+def test_it_begins_with_the_best_weights_and_nothing_else(
+    tiny_config, source, ragged_set, tmp_path
+):
+    config = tiny_config(
+        train__init_from=str(source), data__path=str(ragged_set), train__steps=3, checkpoint__keep=9
+    )
     summary = run_training(config, tmp_path / "run")
     best = catalog.checkpoint_path(source, 4)
     assert equal(read_weights(catalog.checkpoint_path(tmp_path / "run", 0)), read_weights(best))
-    state = json.loads((catalog.checkpoint_path(tmp_path / "run", 0) / "state.json").read_text())["values"]
-    assert (state["step"], state["tokens"], state["feed"], state["best"]) == (0, 0, {"position": 0}, {"val_loss": None, "step": None})
+    state = json.loads((catalog.checkpoint_path(tmp_path / "run", 0) / "state.json").read_text())[
+        "values"
+    ]
+    assert (state["step"], state["tokens"], state["feed"], state["best"]) == (
+        0,
+        0,
+        {"position": 0},
+        {"val_loss": None, "step": None},
+    )
     assert state["optimizer"]["scalars"] == {}
     assert summary["steps"] == 3
     assert summary["resumed_from"] is None
     assert read_config(tmp_path / "run").train.init_from == str(best)
-    assert [event["init_from"] for event in read_events(tmp_path / "run") if event["event"] == "start"] == [str(best)]
+    assert [
+        event["init_from"] for event in read_events(tmp_path / "run") if event["event"] == "start"
+    ] == [str(best)]
 
 
 def test_generators_are_those_of_a_fresh_run(tiny_config, source, tmp_path, stop_at):
@@ -61,8 +79,15 @@ def test_generators_are_those_of_a_fresh_run(tiny_config, source, tmp_path, stop
     with pytest.raises(Stopped):
         run_training(tiny_config(checkpoint__keep=9), tmp_path / "fresh", observers=[stop_at(1)])
     with pytest.raises(Stopped):
-        run_training(tiny_config(train__init_from=str(source), checkpoint__keep=9), tmp_path / "from", observers=[stop_at(1)])
-    fresh, begun = (json.loads((tmp_path / name / "checkpoints" / "step-1" / "state.json").read_text()) for name in ("fresh", "from"))
+        run_training(
+            tiny_config(train__init_from=str(source), checkpoint__keep=9),
+            tmp_path / "from",
+            observers=[stop_at(1)],
+        )
+    fresh, begun = (
+        json.loads((tmp_path / name / "checkpoints" / "step-1" / "state.json").read_text())
+        for name in ("fresh", "from")
+    )
     assert fresh["ranks"] == begun["ranks"]
     assert fresh["values"]["feed"] == begun["values"]["feed"]
 
@@ -76,7 +101,9 @@ def test_a_checkpoint_can_be_named(tiny_config, source, tmp_path):
 def test_a_run_goes_on_when_its_source_is_gone(tiny_config, source, tmp_path, stop_at):
     copy = shutil.copytree(source, tmp_path / "copy")
     config = tiny_config(train__init_from=str(copy), train__steps=4)
-    whole = run_training(tiny_config(train__init_from=str(source), train__steps=4), tmp_path / "whole")
+    whole = run_training(
+        tiny_config(train__init_from=str(source), train__steps=4), tmp_path / "whole"
+    )
     with pytest.raises(Stopped):
         run_training(config, tmp_path / "run", observers=[stop_at(2)])
     shutil.rmtree(copy)
@@ -85,7 +112,9 @@ def test_a_run_goes_on_when_its_source_is_gone(tiny_config, source, tmp_path, st
     assert run_training(config, tmp_path / "run") == resumed
 
 
-def test_a_kill_before_the_first_step_has_already_taken_the_weights(tiny_config, source, tmp_path, monkeypatch):
+def test_a_kill_before_the_first_step_has_already_taken_the_weights(
+    tiny_config, source, tmp_path, monkeypatch
+):
     class Killed(Exception):
         pass
 
@@ -105,15 +134,23 @@ def test_a_kill_before_the_first_step_has_already_taken_the_weights(tiny_config,
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model__d_model": 64}, r"weight is \[32, 32\] there and \[64, 64\] here.* and 11 more\. Fix: Add these overrides: model\.d_model=32 "),
-        ({"model__num_layers": 1}, r"it has blocks\.1.* which this model lacks.*model\.num_layers=2"),
+        (
+            {"model__d_model": 64},
+            r"weight is \[32, 32\] there and \[64, 64\] here.* and 11 more\. Fix: Add these overrides: model\.d_model=32 ",
+        ),
+        (
+            {"model__num_layers": 1},
+            r"it has blocks\.1.* which this model lacks.*model\.num_layers=2",
+        ),
         ({"model__num_layers": 3}, r"it has no blocks\.2.*model\.num_layers=2"),
         ({"model__num_heads": 4}, r"model\.num_heads is 2 there and 4 here.*model\.num_heads=2"),
         ({"model__tied_head": False}, r"model\.tied_head=true"),
         ({"model__vocab_size": 320}, r"model\.vocab_size=257"),
     ],
 )
-def test_another_model_is_refused_with_the_overrides_to_paste(tiny_config, source, tmp_path, changes, message):
+def test_another_model_is_refused_with_the_overrides_to_paste(
+    tiny_config, source, tmp_path, changes, message
+):
     with pytest.raises(ConfigError, match=message) as refused:
         run_training(tiny_config(train__init_from=str(source), **changes), tmp_path / "run")
     assert refused.value.exit_code == 2
@@ -123,8 +160,12 @@ def test_another_model_is_refused_with_the_overrides_to_paste(tiny_config, sourc
 def test_learned_positions_of_another_length_are_another_model(tiny_config, tmp_path):
     run_training(tiny_config(model__positions="learned", train__steps=1), tmp_path / "source")
     longer = {"model__positions": "learned", "data__seq_len": 32, "batch__tokens_per_step": 256}
-    with pytest.raises(ConfigError, match=r"is \[16, 32\] there and \[32, 32\] here.*model\.max_seq_len=16"):
-        run_training(tiny_config(train__init_from=str(tmp_path / "source"), **longer), tmp_path / "run")
+    with pytest.raises(
+        ConfigError, match=r"is \[16, 32\] there and \[32, 32\] here.*model\.max_seq_len=16"
+    ):
+        run_training(
+            tiny_config(train__init_from=str(tmp_path / "source"), **longer), tmp_path / "run"
+        )
 
 
 def test_what_the_weights_do_not_depend_on_may_differ_and_is_said(tiny_config, source, tmp_path):
@@ -138,16 +179,38 @@ def test_what_the_weights_do_not_depend_on_may_differ_and_is_said(tiny_config, s
             self.lines.append(text)
 
     said = Said()
-    changes = {"model__dropout": 0.1, "data__seq_len": 32, "batch__tokens_per_step": 256, "train__steps": 1}
-    run_training(tiny_config(train__init_from=str(source), **changes), tmp_path / "run", progress=said)
-    assert any("model.dropout is 0.0 in the run whose weights this one begins with, and 0.1 here" in line for line in said.lines)
+    changes = {
+        "model__dropout": 0.1,
+        "data__seq_len": 32,
+        "batch__tokens_per_step": 256,
+        "train__steps": 1,
+    }
+    run_training(
+        tiny_config(train__init_from=str(source), **changes), tmp_path / "run", progress=said
+    )
+    assert any(
+        "model.dropout is 0.0 in the run whose weights this one begins with, and 0.1 here" in line
+        for line in said.lines
+    )
 
 
 def test_chunks_and_first_memories_of_another_run_are_no_other_model(tiny_config, tmp_path):
-    eigenstate = {"model__kind": "eigenstate", "model__d_model": 8, "model__num_eigenstates": 4, "model__num_heads": 2, "train__steps": 1}
-    run_training(tiny_config(**eigenstate, model__chunk_size=128, model__initialisation="published"), tmp_path / "source")
+    eigenstate = {
+        "model__kind": "eigenstate",
+        "model__d_model": 8,
+        "model__num_eigenstates": 4,
+        "model__num_heads": 2,
+        "train__steps": 1,
+    }
+    run_training(
+        tiny_config(**eigenstate, model__chunk_size=128, model__initialisation="published"),
+        tmp_path / "source",
+    )
     longer = {"data__seq_len": 32, "batch__tokens_per_step": 256}
-    summary = run_training(tiny_config(**eigenstate, **longer, train__init_from=str(tmp_path / "source")), tmp_path / "run")
+    summary = run_training(
+        tiny_config(**eigenstate, **longer, train__init_from=str(tmp_path / "source")),
+        tmp_path / "run",
+    )
     assert summary["steps"] == 1
 
 
@@ -163,14 +226,24 @@ def test_another_tokenizer_of_the_same_size_is_refused(tiny_config, source, tmp_
         folders.append(str(tmp_path / name))
     run_training(tiny_config(data__path=folders[0], train__steps=1), tmp_path / "source")
     assert read_config(tmp_path / "source").model.vocab_size == tokenizer.vocab_size
-    with pytest.raises(CheckpointError, match=r"two was prepared with another tokenizer.*--tokenizer .*source/tokenizer\.json"):
-        run_training(tiny_config(data__path=folders[1], train__init_from=str(tmp_path / "source")), tmp_path / "run")
+    with pytest.raises(
+        CheckpointError,
+        match=r"two was prepared with another tokenizer.*--tokenizer .*source/tokenizer\.json",
+    ):
+        run_training(
+            tiny_config(data__path=folders[1], train__init_from=str(tmp_path / "source")),
+            tmp_path / "run",
+        )
 
 
-def test_a_run_that_is_not_there_is_answered_with_the_nearest(tiny_config, source, tmp_path, monkeypatch):
+def test_a_run_that_is_not_there_is_answered_with_the_nearest(
+    tiny_config, source, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(source, tmp_path / "runs" / "shakespeare")
-    assert find_weights("shakespeare") == catalog.checkpoint_path(tmp_path / "runs" / "shakespeare", 4).relative_to(tmp_path)
+    assert find_weights("shakespeare") == catalog.checkpoint_path(
+        tmp_path / "runs" / "shakespeare", 4
+    ).relative_to(tmp_path)
     with pytest.raises(CheckpointError, match=r"Did you mean runs/shakespeare\?"):
         run_training(tiny_config(train__init_from="runs/shakespear"), tmp_path / "run")
     (tmp_path / "empty").mkdir()
@@ -191,14 +264,23 @@ def test_a_damaged_checkpoint_is_refused(tiny_config, source, tmp_path):
 
 def test_resume_and_init_from_exclude_each_other(tiny_config, source, tmp_path):
     with pytest.raises(ConfigError, match="Give one of the two"):
-        run_training(tiny_config(train__init_from=str(source)), tmp_path / "run", resume=str(source))
+        run_training(
+            tiny_config(train__init_from=str(source)), tmp_path / "run", resume=str(source)
+        )
     assert not (tmp_path / "run").exists()
 
 
 def test_the_run_of_a_checkpoint_is_found_wherever_it_lies(tiny_config, source, tmp_path):
     assert run_of(catalog.checkpoint_path(source, 2)) == source
-    run_training(tiny_config(train__steps=1, checkpoint__dir=str(tmp_path / "far")), tmp_path / "source")
+    run_training(
+        tiny_config(train__steps=1, checkpoint__dir=str(tmp_path / "far")), tmp_path / "source"
+    )
     assert run_of(catalog.checkpoint_path(tmp_path / "source", 1)) == tmp_path / "source"
     alone = shutil.copytree(catalog.checkpoint_path(source, 2), tmp_path / "step-2")
     assert run_of(alone) is None
-    assert run_training(tiny_config(train__init_from=str(alone), train__steps=1), tmp_path / "run")["steps"] == 1
+    assert (
+        run_training(tiny_config(train__init_from=str(alone), train__steps=1), tmp_path / "run")[
+            "steps"
+        ]
+        == 1
+    )

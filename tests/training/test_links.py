@@ -79,18 +79,24 @@ READERS = {
     "files.read_json": files.read_json,
     "files.read_lines": lambda path: list(files.read_lines(path)),
     "manifest.read_manifest": lambda path: read_manifest(path.parent),
-    "config_seal.require_unedited": lambda path: config_seal.require_unedited(path, RunConfig(), free=()),
+    "config_seal.require_unedited": lambda path: config_seal.require_unedited(
+        path, RunConfig(), free=()
+    ),
 }
 
 
 @pytest.mark.parametrize("read", READERS.values(), ids=READERS)
 def test_a_pipe_in_place_of_a_file_is_not_read(read, tmp_path):
     os.mkfifo(tmp_path / "manifest.json")
-    with pytest.raises(FlatoutError, match=r"Cannot read .*manifest\.json: it is not a regular file\."):
+    with pytest.raises(
+        FlatoutError, match=r"Cannot read .*manifest\.json: it is not a regular file\."
+    ):
         read(tmp_path / "manifest.json")
 
 
-def test_a_pipe_in_place_of_the_exit_code_or_the_metrics_does_not_stop_the_list_of_runs(tiny_config, tmp_path):
+def test_a_pipe_in_place_of_the_exit_code_or_the_metrics_does_not_stop_the_list_of_runs(
+    tiny_config, tmp_path
+):
     layout.write_config(tmp_path, tiny_config())
     for name in (layout.EXIT_CODE, layout.METRICS):
         os.mkfifo(tmp_path / name)
@@ -103,7 +109,10 @@ def test_a_file_with_a_second_hard_link_is_not_written_in_place(name, tmp_path):
     (tmp_path / "elsewhere").write_text(ELSEWHERE)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / name).hardlink_to(tmp_path / "elsewhere")
-    with pytest.raises(CheckpointError, match=f"{name} has another hard link.* Fix: .*cp .*{name}"), layout.locked(tmp_path / "run"):
+    with (
+        pytest.raises(CheckpointError, match=f"{name} has another hard link.* Fix: .*cp .*{name}"),
+        layout.locked(tmp_path / "run"),
+    ):
         layout.append_event(tmp_path / "run", "start")
     assert (tmp_path / "elsewhere").read_text() == ELSEWHERE
 

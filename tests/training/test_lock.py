@@ -28,7 +28,10 @@ def test_what_was_there_before_stays(tmp_path):
 def test_a_run_keeps_its_lock(tmp_path):
     with layout.locked(tmp_path / "run"):
         (tmp_path / "run" / layout.CONFIG).write_text("")
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [layout.CONFIG, layout.LOCK]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
+        layout.CONFIG,
+        layout.LOCK,
+    ]
 
 
 def test_a_lock_that_was_taken_away_while_another_waited_for_it_is_made_anew(tmp_path, monkeypatch):
@@ -47,7 +50,10 @@ def test_a_lock_that_was_taken_away_while_another_waited_for_it_is_made_anew(tmp
     assert held.wait(60)
     monkeypatch.setattr(layout, "LOCK_PATIENCE_S", 0.1)
     try:
-        with pytest.raises(CheckpointError, match="is in use by process"), layout.locked(tmp_path / "run"):
+        with (
+            pytest.raises(CheckpointError, match="is in use by process"),
+            layout.locked(tmp_path / "run"),
+        ):
             pass
     finally:
         done.set()
@@ -57,5 +63,8 @@ def test_a_lock_that_was_taken_away_while_another_waited_for_it_is_made_anew(tmp
 
 @pytest.mark.parametrize("name", ["n" * 300, "d/" * 3000])
 def test_a_name_that_no_disk_takes_is_named(tmp_path, name):
-    with pytest.raises(CheckpointError, match="cannot be written: File name too long"), layout.locked(tmp_path / name):
+    with (
+        pytest.raises(CheckpointError, match="cannot be written: File name too long"),
+        layout.locked(tmp_path / name),
+    ):
         pass

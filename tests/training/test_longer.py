@@ -14,11 +14,20 @@ from flatout.training.run import run_training
 from flatout.training.run_dir import layout
 
 OPEN = {"schedule__kind": "constant", "schedule__warmup": 2}
-FALLING = {"schedule__kind": "wsd", "schedule__warmup": 2, "schedule__decay": 0.5, "checkpoint__every_steps": 1}
+FALLING = {
+    "schedule__kind": "wsd",
+    "schedule__warmup": 2,
+    "schedule__decay": 0.5,
+    "checkpoint__every_steps": 1,
+}
 
 
 def steps_trained(place):
-    return [line["step"] for line in map(json.loads, (place / "metrics.jsonl").read_text().splitlines()) if "train/loss" in line]
+    return [
+        line["step"]
+        for line in map(json.loads, (place / "metrics.jsonl").read_text().splitlines())
+        if "train/loss" in line
+    ]
 
 
 def events(place, kind):
@@ -29,7 +38,11 @@ def state_of(place, step):
     """The digest of every tensor and every value of a checkpoint, but for the times in it."""
     files = catalog.read_manifest(catalog.checkpoint_path(place, step))["files"]
     state = json.loads((catalog.checkpoint_path(place, step) / catalog.STATE).read_text())
-    return {name: facts["sha256"] for name, facts in files.items() if name != catalog.STATE}, {**state["values"], "elapsed_s": 0}, state["ranks"]
+    return (
+        {name: facts["sha256"] for name, facts in files.items() if name != catalog.STATE},
+        {**state["values"], "elapsed_s": 0},
+        state["ranks"],
+    )
 
 
 @pytest.fixture
@@ -37,7 +50,9 @@ def place(tmp_path):
     return tmp_path / "runs" / "first"
 
 
-def test_a_finished_run_that_is_made_longer_equals_a_longer_one_to_the_bit(tiny_config, tmp_path, place):
+def test_a_finished_run_that_is_made_longer_equals_a_longer_one_to_the_bit(
+    tiny_config, tmp_path, place
+):
     asked = tiny_config(train__steps=6, model__dropout=0.1, **OPEN)
     whole = run_training(asked, tmp_path / "whole")
     run_training(tiny_config(train__steps=4, model__dropout=0.1, **OPEN), place)
@@ -53,8 +68,12 @@ def test_the_new_length_is_the_runs_own_from_then_on(tiny_config, place):
     run_training(tiny_config(train__steps=4, **OPEN), place)
     longer = run_training(tiny_config(train__steps=6, **OPEN), place)
     assert layout.read_config(place).train.steps == layout.read_asked(place).train.steps == 6
-    assert run_training(tiny_config(train__steps=6, **OPEN), place) == longer  # finished, its seal whole
-    assert run_training(tiny_config(train__steps=None, **OPEN), place) == longer  # no length stated: its own
+    assert (
+        run_training(tiny_config(train__steps=6, **OPEN), place) == longer
+    )  # finished, its seal whole
+    assert (
+        run_training(tiny_config(train__steps=None, **OPEN), place) == longer
+    )  # no length stated: its own
     with pytest.raises(ConfigError, match="is planned for 6 steps, and 4 are asked for"):
         run_training(tiny_config(train__steps=4, **OPEN), place)
 
@@ -63,10 +82,15 @@ def test_a_stopped_run_can_be_made_longer(tiny_config, tmp_path, place, stop_at)
     whole = run_training(tiny_config(train__steps=6, **OPEN), tmp_path / "whole")
     with pytest.raises(Stopped):
         run_training(tiny_config(train__steps=4, **OPEN), place, observers=[stop_at(2)])
-    assert run_training(tiny_config(train__steps=6, **OPEN), place)["weights_sha256"] == whole["weights_sha256"]
+    assert (
+        run_training(tiny_config(train__steps=6, **OPEN), place)["weights_sha256"]
+        == whole["weights_sha256"]
+    )
 
 
-@pytest.mark.parametrize(("stated", "steps"), [({"train__tokens": 6 * 128 - 5}, 6), ({"train__tokens": 4 * 128}, 4)])
+@pytest.mark.parametrize(
+    ("stated", "steps"), [({"train__tokens": 6 * 128 - 5}, 6), ({"train__tokens": 4 * 128}, 4)]
+)
 def test_a_length_may_be_stated_in_other_words(tiny_config, place, stated, steps):
     run_training(tiny_config(train__steps=4, **OPEN), place)
     longer = run_training(tiny_config(train__steps=None, **stated, **OPEN), place)
@@ -77,7 +101,9 @@ def test_a_warm_up_that_is_a_fraction_stays_at_its_steps(tiny_config, tmp_path, 
     whole = run_training(tiny_config(train__steps=8, **OPEN), tmp_path / "whole")
     run_training(tiny_config(train__steps=4, **OPEN | {"schedule__warmup": 0.5}), place)
     for _ in range(2):
-        longer = run_training(tiny_config(train__steps=8, **OPEN | {"schedule__warmup": 0.5}), place)
+        longer = run_training(
+            tiny_config(train__steps=8, **OPEN | {"schedule__warmup": 0.5}), place
+        )
         assert longer["weights_sha256"] == whole["weights_sha256"]
     assert layout.read_config(place).schedule.warmup == 2
 
@@ -88,16 +114,28 @@ def test_wsd_continues_from_before_its_decay(tiny_config, tmp_path, place):
     longer = run_training(tiny_config(train__steps=12, **FALLING), place)
     assert longer["resumed_from"] == str(place / "checkpoints" / "step-6")
     assert longer["weights_sha256"] == whole["weights_sha256"]
-    assert sorted(path.name.partition(".aside")[0] for path in (place / "checkpoints").glob("*.aside-*")) == ["step-7", "step-8"]
+    assert sorted(
+        path.name.partition(".aside")[0] for path in (place / "checkpoints").glob("*.aside-*")
+    ) == ["step-7", "step-8"]
 
 
-@pytest.mark.parametrize("schedule", [{"schedule__kind": "cosine"}, {**FALLING, "checkpoint__keep": 1}], ids=["cosine", "wsd"])
-def test_rates_that_depended_on_the_length_are_refused_with_what_works(tiny_config, place, schedule):
+@pytest.mark.parametrize(
+    "schedule",
+    [{"schedule__kind": "cosine"}, {**FALLING, "checkpoint__keep": 1}],
+    ids=["cosine", "wsd"],
+)
+def test_rates_that_depended_on_the_length_are_refused_with_what_works(
+    tiny_config, place, schedule
+):
     first = run_training(tiny_config(train__steps=8, **schedule), place)
     before = {path: path.read_bytes() for path in sorted(place.rglob("*")) if path.is_file()}
     with pytest.raises(ConfigError, match="cannot be made longer, 8 -> 12 steps") as refused:
         run_training(tiny_config(train__steps=12, **schedule), place)
-    assert {path: path.read_bytes() for path in sorted(place.rglob("*")) if path.is_file() and path.name != "lock"}.items() <= before.items()
+    assert {
+        path: path.read_bytes()
+        for path in sorted(place.rglob("*"))
+        if path.is_file() and path.name != "lock"
+    }.items() <= before.items()
     assert layout.read_summary(place) == first
     words = shlex.split(refused.value.fix.split("`")[1])
     assert words == ["--resume", str(place), "--run", f"{place}-12"]
@@ -114,8 +152,15 @@ def test_the_command_that_the_refusal_names_trains_on(tiny_config, place):
 
 def test_a_checkpoint_of_the_decay_that_is_named_is_refused(tiny_config, place):
     run_training(tiny_config(train__steps=8, checkpoint__keep=6, **FALLING), place)
-    with pytest.raises(ConfigError, match=r"it is at step 7, and with schedule\.kind=wsd its learning rate has depended on its length since step 7"):
-        run_training(tiny_config(train__steps=12, **FALLING), place, resume=str(place / "checkpoints" / "step-7"))
+    with pytest.raises(
+        ConfigError,
+        match=r"it is at step 7, and with schedule\.kind=wsd its learning rate has depended on its length since step 7",
+    ):
+        run_training(
+            tiny_config(train__steps=12, **FALLING),
+            place,
+            resume=str(place / "checkpoints" / "step-7"),
+        )
 
 
 def test_a_run_that_came_from_another_answers_for_its_own_steps_alone(tiny_config, tmp_path, place):
@@ -136,7 +181,9 @@ class Killed(BaseException):
         pytest.param("flatout.training.run.carry_out", marks=pytest.mark.faults),
     ],
 )
-def test_a_kill_while_the_length_is_written_loses_nothing(tiny_config, tmp_path, place, monkeypatch, killed_in):
+def test_a_kill_while_the_length_is_written_loses_nothing(
+    tiny_config, tmp_path, place, monkeypatch, killed_in
+):
     whole = run_training(tiny_config(train__steps=6, **FALLING), tmp_path / "whole")
     run_training(tiny_config(train__steps=4, checkpoint__keep=6, **FALLING), place)
 
@@ -155,5 +202,8 @@ def test_a_kill_while_the_length_is_written_loses_nothing(tiny_config, tmp_path,
 
 def test_another_setting_is_still_refused_and_named(tiny_config, place):
     run_training(tiny_config(train__steps=4, **OPEN), place)
-    with pytest.raises(ConfigError, match=r"other settings: optim\.lr: 0\.01 -> 0\.02\. Fix: .*--resume .*first --run DIR"):
+    with pytest.raises(
+        ConfigError,
+        match=r"other settings: optim\.lr: 0\.01 -> 0\.02\. Fix: .*--resume .*first --run DIR",
+    ):
         run_training(tiny_config(train__steps=6, optim__lr=0.02, **OPEN), place)

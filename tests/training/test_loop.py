@@ -26,10 +26,15 @@ LOSSES = {2: 5.0, 4: 3.0, 6: 4.0, 8: 3.0, 10: 3.5, 12: 1.0, 14: 2.0, 16: 2.0, 18
 @pytest.fixture
 def patient(tiny_config, monkeypatch):
     """Return the configuration of a run of 20 steps whose evaluations find LOSSES."""
-    monkeypatch.setattr("flatout.training.loop.evaluate", lambda run, **_: Evaluation((SetScore("tiny", "", 1.0, LOSSES[run.step], 64, 0),)))
+    monkeypatch.setattr(
+        "flatout.training.loop.evaluate",
+        lambda run, **_: Evaluation((SetScore("tiny", "", 1.0, LOSSES[run.step], 64, 0),)),
+    )
 
     def make(**changes):
-        return tiny_config(**{"train__steps": 20, "train__eval_every": 2, "train__patience": 2} | changes)
+        return tiny_config(
+            **{"train__steps": 20, "train__eval_every": 2, "train__patience": 2} | changes
+        )
 
     return make
 
@@ -40,7 +45,16 @@ def val_steps(folder):
 
 
 @pytest.mark.parametrize(
-    ("step", "best_step", "over"), [(6, 4, False), (7, 4, False), (8, 4, True), (9, 4, True), (8, None, False), (8, 8, False), (8, 6, False)]
+    ("step", "best_step", "over"),
+    [
+        (6, 4, False),
+        (7, 4, False),
+        (8, 4, True),
+        (9, 4, True),
+        (8, None, False),
+        (8, 8, False),
+        (8, 6, False),
+    ],
 )
 def test_patience_is_over_so_many_evaluations_after_the_best(step, best_step, over):
     assert out_of_patience(TrainConfig(patience=2, eval_every=2), step, best_step) is over
@@ -51,11 +65,16 @@ def test_a_run_ends_early_and_is_finished(patient, tmp_path):
     summary = run_training(patient(), tmp_path / "run")
     assert summary["steps"] == 8
     assert summary["stopped_early"] is True
-    assert summary["stopped_because"] == "No better validation loss in 2 evaluations: best 3.0000 at step 4, over at step 8 of 20."
+    assert (
+        summary["stopped_because"]
+        == "No better validation loss in 2 evaluations: best 3.0000 at step 4, over at step 8 of 20."
+    )
     assert (summary["best_step"], summary["best_val_loss"]) == (4, 3.0)
     assert summary["val_loss"] == LOSSES[8]
     assert val_steps(tmp_path / "run") == [2, 4, 6, 8]
-    assert [event["reason"] for event in read_events(tmp_path / "run") if event["event"] == "early_stop"] == [summary["stopped_because"]]
+    assert [
+        event["reason"] for event in read_events(tmp_path / "run") if event["event"] == "early_stop"
+    ] == [summary["stopped_because"]]
     assert read_summary(tmp_path / "run") == summary
     assert read_exit_code(tmp_path / "run") == 0
     assert catalog.steps(tmp_path / "run") == [4, 8]
@@ -67,7 +86,9 @@ def test_a_run_ends_early_and_is_finished(patient, tmp_path):
 def test_the_validation_text_is_scored_whole_once_at_the_end(patient, tmp_path, monkeypatch):
     """Where evaluations inside the run score all of it, the last of them is the run's; where they score a part, all of it comes after."""
     scored = []
-    monkeypatch.setattr("flatout.training.finish.evaluate", lambda run, **_: scored.append(run.step))
+    monkeypatch.setattr(
+        "flatout.training.finish.evaluate", lambda run, **_: scored.append(run.step)
+    )
     run_training(patient(), tmp_path / "run")
     assert scored == []
     run_training(patient(train__eval_tokens=64), tmp_path / "part")
@@ -75,13 +96,24 @@ def test_the_validation_text_is_scored_whole_once_at_the_end(patient, tmp_path, 
 
 
 @pytest.mark.parametrize("change", ["train.eval_tokens", "data.path"])
-def test_on_other_validation_tokens_the_count_begins_anew(patient, tmp_path, stop_at, write_tiny, change):
-    others = {"train.eval_tokens": 64, "data.path": str(write_tiny(tmp_path / "data", num_documents=48))}
+def test_on_other_validation_tokens_the_count_begins_anew(
+    patient, tmp_path, stop_at, write_tiny, change
+):
+    others = {
+        "train.eval_tokens": 64,
+        "data.path": str(write_tiny(tmp_path / "data", num_documents=48)),
+    }
     with pytest.raises(Stopped):
         run_training(patient(), tmp_path / "run", observers=[stop_at(7)])
     summary = run_training(patient().with_values({change: others[change]}), tmp_path / "run")
-    assert (summary["steps"], summary["best_step"]) == (16, 12), "3.0 at step 4 was another text's: 8 is the first, 10 no better, 12 the best"
-    said = [event["text"] for event in read_events(tmp_path / "run") if event["event"] == "difference" and "best before" in event["text"]]
+    assert (summary["steps"], summary["best_step"]) == (16, 12), (
+        "3.0 at step 4 was another text's: 8 is the first, 10 no better, 12 the best"
+    )
+    said = [
+        event["text"]
+        for event in read_events(tmp_path / "run")
+        if event["event"] == "difference" and "best before" in event["text"]
+    ]
     assert said == [
         "The validation tokens have changed: losses do not compare with the best before (3.0000 at step 4). The best, and train.patience, count anew."
     ]
@@ -98,7 +130,11 @@ def test_more_patience_trains_on(patient, tmp_path):
     whole = run_training(patient(train__patience=0), tmp_path / "whole")
     run_training(patient(), tmp_path / "run")
     summary = run_training(patient(train__patience=4), tmp_path / "run")
-    assert (summary["steps"], summary["stopped_early"], summary["stopped_because"]) == (20, False, None)
+    assert (summary["steps"], summary["stopped_early"], summary["stopped_because"]) == (
+        20,
+        False,
+        None,
+    )
     assert summary["weights_sha256"] == whole["weights_sha256"]
     assert run_training(patient(), tmp_path / "run") == summary
 
@@ -108,7 +144,10 @@ def test_the_count_survives_a_stop(patient, tmp_path, stop_at):
     with pytest.raises(Stopped):
         run_training(patient(), tmp_path / "run", observers=[stop_at(7)])
     resumed = run_training(patient(), tmp_path / "run")
-    assert (resumed["steps"], resumed["stopped_because"]) == (whole["steps"], whole["stopped_because"])
+    assert (resumed["steps"], resumed["stopped_because"]) == (
+        whole["steps"],
+        whole["stopped_because"],
+    )
     assert resumed["weights_sha256"] == whole["weights_sha256"]
 
 
@@ -132,7 +171,9 @@ def test_a_run_that_reaches_its_last_step_did_not_stop_early(patient, tmp_path):
     assert (summary["steps"], summary["stopped_early"]) == (8, False)
 
 
-def test_without_validation_text_patience_is_refused_and_evaluations_do_nothing(tiny_config, tmp_path):
+def test_without_validation_text_patience_is_refused_and_evaluations_do_nothing(
+    tiny_config, tmp_path
+):
     tokenizer = make_tokenizer("byte", lambda _: [])
     with DatasetWriter(tmp_path / "data", vocab_size=tokenizer.vocab_size) as writer:
         tokens = np.array(tokenizer.encode("a run, a loss, a model. " * 40))
@@ -142,5 +183,9 @@ def test_without_validation_text_patience_is_refused_and_evaluations_do_nothing(
     with pytest.raises(DataError, match="no validation text"):
         run_training(config.with_values({"train.patience": 1}), tmp_path / "run")
     summary = run_training(config, tmp_path / "run")
-    assert (summary["val_loss"], summary["best_val_loss"], summary["by_dataset"]) == (None, None, [])
+    assert (summary["val_loss"], summary["best_val_loss"], summary["by_dataset"]) == (
+        None,
+        None,
+        [],
+    )
     assert val_steps(tmp_path / "run") == []

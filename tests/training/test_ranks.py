@@ -36,11 +36,22 @@ def launch(world_size, *arguments):
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-    shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world_size), "OMP_NUM_THREADS": "1"}
+    shared = {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(world_size),
+        "OMP_NUM_THREADS": "1",
+    }
     shared["PYTHONPATH"] = str(HERE.parent.parent)
     command = [sys.executable, str(HERE / "ranks_worker.py"), *map(str, arguments)]
     processes = [
-        subprocess.Popen(command, env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            command,
+            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         for rank in range(world_size)
     ]
     try:
@@ -87,7 +98,12 @@ def test_every_rank_writes_a_share_and_no_byte_twice(layout):
     for tensor, entry in index.items():
         volume = sum(torch.Size(piece["shape"]).numel() for piece in entry["slices"])
         assert volume == torch.Size(entry["shape"]).numel(), tensor
-    writers = {piece["file"] for entry in index.values() for piece in entry["slices"] if piece["file"].startswith("model")}
+    writers = {
+        piece["file"]
+        for entry in index.values()
+        for piece in entry["slices"]
+        if piece["file"].startswith("model")
+    }
     assert len(writers) == LAYOUTS[name]
     assert len(json.loads((path / "state.json").read_text())["ranks"]) == LAYOUTS[name]
     assert read_write.verify(path) == []

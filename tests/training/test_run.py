@@ -67,11 +67,19 @@ def records(folder):
 
 
 def events(folder, kind):
-    return [e for e in map(json.loads, (folder / "events.jsonl").read_text().splitlines()) if e["event"] == kind]
+    return [
+        e
+        for e in map(json.loads, (folder / "events.jsonl").read_text().splitlines())
+        if e["event"] == kind
+    ]
 
 
 def train_losses(folder):
-    return [(r["step"], r["train/loss"], r["train/grad_norm"]) for r in records(folder) if "train/loss" in r]
+    return [
+        (r["step"], r["train/loss"], r["train/grad_norm"])
+        for r in records(folder)
+        if "train/loss" in r
+    ]
 
 
 def test_a_run_leaves_everything_the_run_folder_promises(tiny_config, tmp_path):
@@ -82,7 +90,15 @@ def test_a_run_leaves_everything_the_run_folder_promises(tiny_config, tmp_path):
     assert summary["train_loss"] == train_losses(folder)[-1][1]
     assert read_summary(folder) == summary
     assert read_exit_code(folder) == 0
-    for name in ("config.yaml", "metrics.jsonl", "events.jsonl", "summary.json", "checkpoints/step-6", "tensorboard", "lock"):
+    for name in (
+        "config.yaml",
+        "metrics.jsonl",
+        "events.jsonl",
+        "summary.json",
+        "checkpoints/step-6",
+        "tensorboard",
+        "lock",
+    ):
         assert (folder / name).exists(), name
     assert [r["step"] for r in records(folder) if "train/loss" in r] == [1, 2, 3, 4, 5, 6]
     assert [r["step"] for r in records(folder) if "val/loss" in r] == [2, 4, 6]
@@ -95,11 +111,19 @@ def test_a_run_leaves_everything_the_run_folder_promises(tiny_config, tmp_path):
 
 
 def test_padding_is_no_token_and_no_sample(tiny_config, tmp_path):
-    config = tiny_config(speedups="auto,-compile,+length-buckets", data__seq_len=64, batch__tokens_per_step=512, train__steps=None, train__epochs=1.0)
+    config = tiny_config(
+        speedups="auto,-compile,+length-buckets",
+        data__seq_len=64,
+        batch__tokens_per_step=512,
+        train__steps=None,
+        train__epochs=1.0,
+    )
     summary = run_training(config, tmp_path / "run")
     manifest = Dataset.open(config.data.path).manifest.splits["train"]
     assert summary["tokens"] == manifest.tokens - manifest.documents < 512 * summary["steps"]
-    records = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    records = [
+        json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    ]
     trained = [record for record in records if "perf/samples_per_s" in record]
     assert trained[-1]["train/epoch"] == 1.0
     assert [record["tokens"] for record in trained][-1] == summary["tokens"]
@@ -110,7 +134,9 @@ def test_padding_is_no_token_and_no_sample(tiny_config, tmp_path):
 
 def test_the_best_checkpoint_is_chosen_among_losses_on_the_same_tokens(tiny_config, tmp_path):
     """The beginning of the validation text may be easier than the whole: the two must not be compared."""
-    summary = run_training(tiny_config(train__eval_every=2, train__eval_tokens=64, optim__lr=1e-9), tmp_path / "run")
+    summary = run_training(
+        tiny_config(train__eval_every=2, train__eval_tokens=64, optim__lr=1e-9), tmp_path / "run"
+    )
     in_part = [r["val/loss"] for r in records(tmp_path / "run") if "val/loss" in r]
     assert len(in_part) == 3
     assert summary["best_val_loss"] == min(in_part)
@@ -119,7 +145,10 @@ def test_the_best_checkpoint_is_chosen_among_losses_on_the_same_tokens(tiny_conf
 
 
 def test_the_stored_config_is_resolved(tiny_config, tmp_path):
-    run_training(tiny_config(train__steps=None, train__tokens=300, batch__rows_per_device="auto"), tmp_path / "run")
+    run_training(
+        tiny_config(train__steps=None, train__tokens=300, batch__rows_per_device="auto"),
+        tmp_path / "run",
+    )
     stored = load_config(tmp_path / "run" / "config.yaml")
     assert stored.train.steps == 3
     assert stored.train.precision == "fp32"
@@ -200,23 +229,56 @@ def test_never_refuses_a_folder_that_holds_a_run(tiny_config, tmp_path):
 
 def test_observers_hear_of_everything_in_order(tiny_config, tmp_path):
     watch = Watch()
-    run_training(tiny_config(train__steps=2, train__sample_every=1), tmp_path / "run", observers=[watch], sample=lambda run: "words")
+    run_training(
+        tiny_config(train__steps=2, train__sample_every=1),
+        tmp_path / "run",
+        observers=[watch],
+        sample=lambda run: "words",
+    )
     calls = watch.calls
-    assert calls.index(("event", "start")) < calls.index("start") < calls.index(("tick", 1, 2)) < calls.index(("tick", 2, 2))
-    assert calls.index(("tick", 2, 2)) < calls.index(("event", "save")) < calls.index("end") == len(calls) - 1
+    assert (
+        calls.index(("event", "start"))
+        < calls.index("start")
+        < calls.index(("tick", 1, 2))
+        < calls.index(("tick", 2, 2))
+    )
+    assert (
+        calls.index(("tick", 2, 2))
+        < calls.index(("event", "save"))
+        < calls.index("end")
+        == len(calls) - 1
+    )
     assert calls.count(("event", "sample")) == 2
     assert ("record", 2) in calls
 
 
 def test_two_runs_of_one_configuration_are_equal_in_every_bit(tiny_config, tmp_path):
     first = run_training(tiny_config(model__dropout=0.2), tmp_path / "a")
-    second = run_training(tiny_config(model__dropout=0.2, train__eval_every=1, train__sample_every=2), tmp_path / "b", sample=lambda run: "")
-    assert second["weights_sha256"] == first["weights_sha256"], "evaluation and samples must not touch the course of training"
-    assert run_training(tiny_config(model__dropout=0.2, train__seed=1), tmp_path / "c")["weights_sha256"] != first["weights_sha256"]
+    second = run_training(
+        tiny_config(model__dropout=0.2, train__eval_every=1, train__sample_every=2),
+        tmp_path / "b",
+        sample=lambda run: "",
+    )
+    assert second["weights_sha256"] == first["weights_sha256"], (
+        "evaluation and samples must not touch the course of training"
+    )
+    assert (
+        run_training(tiny_config(model__dropout=0.2, train__seed=1), tmp_path / "c")[
+            "weights_sha256"
+        ]
+        != first["weights_sha256"]
+    )
 
 
 def test_a_run_that_diverges_ends_at_once_and_leaves_only_whole_weights(tiny_config, tmp_path):
-    config = tiny_config(optim__lr=1e30, optim__clip=0.0, train__steps=40, schedule__warmup=0, schedule__kind="constant", checkpoint__every_steps=1)
+    config = tiny_config(
+        optim__lr=1e30,
+        optim__clip=0.0,
+        train__steps=40,
+        schedule__warmup=0,
+        schedule__kind="constant",
+        checkpoint__every_steps=1,
+    )
     with pytest.raises(RunFailed, match="training has diverged") as failed:
         run_training(config, tmp_path / "run")
     assert read_exit_code(tmp_path / "run") == failed.value.exit_code == 1
@@ -233,7 +295,10 @@ def test_out_of_memory_says_what_was_needed_and_what_fits(tiny_config, tmp_path,
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr("flatout.training.loop.train_step", fail)
-    with pytest.raises(RunFailed, match=r"Out of memory at step 0: this run needs about .* GiB with 4 rows .* batch\.rows_per_device=3"):
+    with pytest.raises(
+        RunFailed,
+        match=r"Out of memory at step 0: this run needs about .* GiB with 4 rows .* batch\.rows_per_device=3",
+    ):
         run_training(tiny_config(), tmp_path / "run")
     assert read_exit_code(tmp_path / "run") == 1
 
@@ -243,8 +308,16 @@ def test_a_chunk_that_takes_the_memory_is_named_before_the_rows(tiny_config, tmp
         torch.empty(2**60, dtype=torch.uint8)
 
     monkeypatch.setattr("flatout.training.loop.train_step", fail)
-    wide = {"model__kind": "eigenstate", "data__seq_len": 512, "batch__tokens_per_step": 2048, "speedups": "fast-scan"}
-    with pytest.raises(RunFailed, match=r"Out of memory at step 0: .*Set model\.chunk_size=64: it changes no result"):
+    wide = {
+        "model__kind": "eigenstate",
+        "data__seq_len": 512,
+        "batch__tokens_per_step": 2048,
+        "speedups": "fast-scan",
+    }
+    with pytest.raises(
+        RunFailed,
+        match=r"Out of memory at step 0: .*Set model\.chunk_size=64: it changes no result",
+    ):
         run_training(tiny_config(**wide, model__chunk_size=512), tmp_path / "wide")
     with pytest.raises(RunFailed, match=r"Out of memory at step 0: .*Set batch\.rows_per_device=3"):
         run_training(tiny_config(**wide, model__chunk_size=32), tmp_path / "lean")
@@ -278,25 +351,40 @@ def test_the_last_steps_are_saved_before_the_last_evaluation(tiny_config, tmp_pa
 @pytest.mark.parametrize("steps", [2, 3])
 def test_a_checkpoint_past_the_last_step_of_a_new_run_is_refused(steps, tiny_config, tmp_path):
     run_training(tiny_config(train__steps=3), tmp_path / "first")
-    with pytest.raises(ConfigError, match=f"step-3 is at step 3, and this run has {steps} steps") as refused:
-        run_training(tiny_config(train__steps=steps), tmp_path / "runs" / "second", resume=str(tmp_path / "first"))
+    with pytest.raises(
+        ConfigError, match=f"step-3 is at step 3, and this run has {steps} steps"
+    ) as refused:
+        run_training(
+            tiny_config(train__steps=steps),
+            tmp_path / "runs" / "second",
+            resume=str(tmp_path / "first"),
+        )
     assert "train.steps to more than 3" in refused.value.fix
     assert [path.name for path in tmp_path.iterdir()] == ["first"]
 
 
 def test_going_on_in_another_folder_trains_at_the_rate_that_is_written_down(tiny_config, tmp_path):
     run_training(tiny_config(train__steps=3), tmp_path / "first")
-    config = tiny_config(train__steps=6, optim__lr=1e-12, schedule__kind="constant", schedule__warmup=0)
+    config = tiny_config(
+        train__steps=6, optim__lr=1e-12, schedule__kind="constant", schedule__warmup=0
+    )
     run_training(config, tmp_path / "second", resume=str(tmp_path / "first"))
     assert {r["train/lr"] for r in records(tmp_path / "second") if "train/lr" in r} == {1e-12}
-    before, after = (read_weights(tmp_path / f"{name}/checkpoints/step-{step}") for name, step in (("first", 3), ("second", 6)))
+    before, after = (
+        read_weights(tmp_path / f"{name}/checkpoints/step-{step}")
+        for name, step in (("first", 3), ("second", 6))
+    )
     assert max(float((after[name] - before[name]).abs().max()) for name in before) < 1e-10
 
 
 def test_a_checkpoint_that_does_not_fit_leaves_no_run_folder(tiny_config, tmp_path):
     run_training(tiny_config(optim__kind="muon"), tmp_path / "first")
     with pytest.raises(CheckpointError, match=r"train\.init_from") as refused:
-        run_training(tiny_config(train__steps=7), tmp_path / "runs" / "second", resume=str(tmp_path / "first"))
+        run_training(
+            tiny_config(train__steps=7),
+            tmp_path / "runs" / "second",
+            resume=str(tmp_path / "first"),
+        )
     assert refused.value.exit_code == 2
     assert [path.name for path in tmp_path.iterdir()] == ["first"]
 
@@ -323,12 +411,16 @@ def test_moved_data_is_found_where_it_is_now(tiny_config, tiny_set, tmp_path):
 
 
 def test_more_shards_than_processes_says_how_to_start_them(tiny_config, tmp_path):
-    with pytest.raises(ConfigError, match=r"parallel\.shard=2 does not fit 1 process.*torchrun --nproc-per-node 2"):
+    with pytest.raises(
+        ConfigError, match=r"parallel\.shard=2 does not fit 1 process.*torchrun --nproc-per-node 2"
+    ):
         run_training(tiny_config(parallel__shard=2), tmp_path / "run")
     assert not (tmp_path / "run" / "config.yaml").exists()
 
 
-def test_data_that_changed_meanwhile_is_said_and_another_tokenizer_refused(tiny_config, tmp_path, write_tiny):
+def test_data_that_changed_meanwhile_is_said_and_another_tokenizer_refused(
+    tiny_config, tmp_path, write_tiny
+):
     data = write_tiny(tmp_path / "data")
     config = tiny_config(data__path=str(data))
     with pytest.raises(Stopped):
@@ -349,13 +441,21 @@ def test_no_data_path_says_what_to_do(tiny_config, tmp_path):
 
 
 def test_a_corpus_smaller_than_a_step_trains_over_epochs(tiny_config, tmp_path):
-    summary = run_training(tiny_config(batch__tokens_per_step=16 * 4096, batch__rows_per_device=1024, train__steps=2), tmp_path / "run")
+    summary = run_training(
+        tiny_config(batch__tokens_per_step=16 * 4096, batch__rows_per_device=1024, train__steps=2),
+        tmp_path / "run",
+    )
     assert summary["tokens"] == 2 * 16 * 4096
     assert records(tmp_path / "run")[0]["train/epoch"] > 1
 
 
 def test_overfits_a_small_corpus(tiny_config, tmp_path):
-    summary = run_training(tiny_config(train__steps=300, batch__tokens_per_step=512, batch__rows_per_device=32, log__every=100), tmp_path / "run")
+    summary = run_training(
+        tiny_config(
+            train__steps=300, batch__tokens_per_step=512, batch__rows_per_device=32, log__every=100
+        ),
+        tmp_path / "run",
+    )
     assert summary["train_loss"] < 1.2
     assert summary["val_loss"] < 1.3
 
@@ -372,7 +472,9 @@ def test_a_trained_model_can_be_tried_without_its_data(tiny_config, tiny_set, tm
         _ = loaded.dataset
 
 
-def test_the_first_run_on_a_gpu_that_nothing_was_measured_on_says_how_to(tiny_config, tmp_path, monkeypatch):
+def test_the_first_run_on_a_gpu_that_nothing_was_measured_on_says_how_to(
+    tiny_config, tmp_path, monkeypatch
+):
     class Said(type(SILENT)):
         def say(self, line):
             lines.append(line)
@@ -382,18 +484,31 @@ def test_the_first_run_on_a_gpu_that_nothing_was_measured_on_says_how_to(tiny_co
     with pytest.raises(Stopped):
         run_training(tiny_config(), tmp_path / "none", observers=[StopAt(3)], progress=Said())
     run_training(tiny_config(), tmp_path / "none", **options)
-    assert not [line for line in lines if "SIGINT" not in line], "neither without a cache nor on resume"
+    assert not [line for line in lines if "SIGINT" not in line], (
+        "neither without a cache nor on resume"
+    )
     lines.clear()
     run_training(tiny_config(), tmp_path / "first", **options)
     (line,) = lines
-    assert line.startswith("No speedup has been measured on this GPU (NVIDIA H200); `flatout bench RECIPE --minutes ")
+    assert line.startswith(
+        "No speedup has been measured on this GPU (NVIDIA H200); `flatout bench RECIPE --minutes "
+    )
     run_training(tiny_config(), tmp_path / "second", **options)
     assert lines == [line]
 
 
-@pytest.mark.parametrize("said", ["[gloo/transport/tcp/pair.cc:544] Connection closed by peer [127.0.0.1]:1", "Connection reset by peer"])
+@pytest.mark.parametrize(
+    "said",
+    [
+        "[gloo/transport/tcp/pair.cc:544] Connection closed by peer [127.0.0.1]:1",
+        "Connection reset by peer",
+    ],
+)
 def test_another_process_that_is_gone_is_a_named_error(said):
-    with pytest.raises(RunFailed, match=r"Another process of this run has ended\."), explained(None):
+    with (
+        pytest.raises(RunFailed, match=r"Another process of this run has ended\."),
+        explained(None),
+    ):
         raise RuntimeError(said)
     with pytest.raises(RuntimeError, match="a bug"), explained(None):
         raise RuntimeError("a bug")

@@ -23,7 +23,13 @@ def recipe(ragged_set, tiny, tmp_path_factory):
     """A run of 8 steps with a ragged loss mask and micro-batches of 2 rows."""
     folder = tmp_path_factory.mktemp("several")
     document = {}
-    for key, value in {**tiny, "data.path": str(ragged_set), "train.steps": 8, "batch.rows_per_device": 2, "train.eval_every": 4}.items():
+    for key, value in {
+        **tiny,
+        "data.path": str(ragged_set),
+        "train.steps": 8,
+        "batch.rows_per_device": 2,
+        "train.eval_every": 4,
+    }.items():
         section, _, last = key.rpartition(".")
         (document.setdefault(section, {}) if section else document)[last] = value
     path = folder / "several.yaml"
@@ -32,7 +38,18 @@ def recipe(ragged_set, tiny, tmp_path_factory):
 
 
 def launch(recipe, folder, *overrides):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "flatout", "train", str(recipe)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "flatout",
+        "train",
+        str(recipe),
+    ]
     return subprocess.run(
         [*command, *overrides, "--run-dir", str(folder), "--json"],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -61,32 +78,68 @@ def test_two_processes_give_the_losses_of_one(recipe, tmp_path, overrides):
     two = torchrun(recipe, tmp_path / "two", *overrides)
     assert two["steps"] == one["steps"] == 8
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
-    assert losses(tmp_path / "two", "train/grad_norm") == pytest.approx(losses(tmp_path / "one", "train/grad_norm"), rel=1e-4)
-    assert losses(tmp_path / "two", "val/loss") == pytest.approx(losses(tmp_path / "one", "val/loss"), rel=1e-5)
+    assert losses(tmp_path / "two", "train/grad_norm") == pytest.approx(
+        losses(tmp_path / "one", "train/grad_norm"), rel=1e-4
+    )
+    assert losses(tmp_path / "two", "val/loss") == pytest.approx(
+        losses(tmp_path / "one", "val/loss"), rel=1e-5
+    )
 
 
-def test_two_processes_read_a_mix_from_the_weights_of_another_run_and_stop_early_together(recipe, tiny_set, ragged_set, tmp_path):
+def test_two_processes_read_a_mix_from_the_weights_of_another_run_and_stop_early_together(
+    recipe, tiny_set, ragged_set, tmp_path
+):
     """Everything that all ranks must agree on, split over both."""
     run_training(load_config(recipe, ["train.steps=2"]), tmp_path / "source")
     mix = f"data.mix={{{tiny_set}: 1, {ragged_set}: 1}}"
-    asked = [mix, f"train.init_from={tmp_path / 'source'}", "train.eval_every=1", "train.patience=1", "optim.lr=0.3", "schedule.warmup=0"]
+    asked = [
+        mix,
+        f"train.init_from={tmp_path / 'source'}",
+        "train.eval_every=1",
+        "train.patience=1",
+        "optim.lr=0.3",
+        "schedule.warmup=0",
+    ]
     one = run_training(load_config(recipe, asked), tmp_path / "one")
     two = torchrun(recipe, tmp_path / "two", *asked, "parallel.shard=2")
     assert one["stopped_early"]
-    assert (two["steps"], two["best_step"], two["stopped_early"]) == (one["steps"], one["best_step"], True)
+    assert (two["steps"], two["best_step"], two["stopped_early"]) == (
+        one["steps"],
+        one["best_step"],
+        True,
+    )
     for name in ("train/loss", "val/loss", "val/loss/tiny", "val/loss/ragged"):
-        assert losses(tmp_path / "two", name) == pytest.approx(losses(tmp_path / "one", name), rel=1e-4), name
+        assert losses(tmp_path / "two", name) == pytest.approx(
+            losses(tmp_path / "one", name), rel=1e-4
+        ), name
 
 
 def test_a_run_of_two_goes_on_as_one(recipe, tmp_path):
     run_training(load_config(recipe), tmp_path / "whole")
     torchrun(
-        recipe, tmp_path / "run", "parallel.shard=2", "checkpoint.every_steps=2", "checkpoint.keep=9", "speedups=auto,-compile,+async-checkpoints"
+        recipe,
+        tmp_path / "run",
+        "parallel.shard=2",
+        "checkpoint.every_steps=2",
+        "checkpoint.keep=9",
+        "speedups=auto,-compile,+async-checkpoints",
     )
-    written = [tensor for path in (tmp_path / "run").glob("checkpoints/step-4/*-00000.safetensors") for tensor in load_file(path).values()]
-    (reserved,) = [event["bytes"] for event in read_events(tmp_path / "run") if event["event"] == "reserve"]
-    assert reserved == bytes_of(written), "before the first step, each process takes the memory that its slices will need"
-    resumed = run_training(load_config(recipe), tmp_path / "one", resume=str(tmp_path / "run" / "checkpoints" / "step-4"))
+    written = [
+        tensor
+        for path in (tmp_path / "run").glob("checkpoints/step-4/*-00000.safetensors")
+        for tensor in load_file(path).values()
+    ]
+    (reserved,) = [
+        event["bytes"] for event in read_events(tmp_path / "run") if event["event"] == "reserve"
+    ]
+    assert reserved == bytes_of(written), (
+        "before the first step, each process takes the memory that its slices will need"
+    )
+    resumed = run_training(
+        load_config(recipe),
+        tmp_path / "one",
+        resume=str(tmp_path / "run" / "checkpoints" / "step-4"),
+    )
     assert resumed["steps"] == 8
     assert losses(tmp_path / "one") == pytest.approx(losses(tmp_path / "whole")[4:], rel=1e-5)
 
@@ -99,7 +152,10 @@ def test_a_run_of_two_that_exchanges_once_a_step_resumes_on_one(recipe, tmp_path
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-8")
     (tmp_path / "run" / "summary.json").unlink()
     resumed = run_training(load_config(recipe, [named]), tmp_path / "run")
-    assert (resumed["steps"], resumed["resumed_from"]) == (8, str(tmp_path / "run" / "checkpoints" / "step-4"))
+    assert (resumed["steps"], resumed["resumed_from"]) == (
+        8,
+        str(tmp_path / "run" / "checkpoints" / "step-4"),
+    )
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
 
 

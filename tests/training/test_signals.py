@@ -117,11 +117,15 @@ def test_another_listener_stays_registered():
         os.close(writer)
 
 
-def test_one_process_is_asked_before_every_micro_batch_and_several_gpus_before_every_eighth(monkeypatch):
+def test_one_process_is_asked_before_every_micro_batch_and_several_gpus_before_every_eighth(
+    monkeypatch,
+):
     with StopRequests() as stop:
         asked = []
         monkeypatch.setattr(stop, "asked", lambda run: asked.append(run) or False)
-        several = SimpleNamespace(mesh=SimpleNamespace(world_size=2, device=SimpleNamespace(type="cuda")))
+        several = SimpleNamespace(
+            mesh=SimpleNamespace(world_size=2, device=SimpleNamespace(type="cuda"))
+        )
         for number in range(2, 65):
             stop.asked_within_step(RUN, number)
             stop.asked_within_step(several, number)

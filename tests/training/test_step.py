@@ -31,7 +31,9 @@ def test_the_loss_is_the_mean_over_all_targets_of_the_step(build_run, tiny_confi
 
 
 @pytest.mark.parametrize("data", ["tiny_set", "ragged_set"])
-def test_cutting_a_step_into_micro_batches_changes_nothing_but_rounding(build_run, tiny_config, request, data):
+def test_cutting_a_step_into_micro_batches_changes_nothing_but_rounding(
+    build_run, tiny_config, request, data
+):
     path = str(request.getfixturevalue(data))
     whole = steps(build_run(tiny_config(data__path=path, batch__rows_per_device=8)))
     cut = steps(build_run(tiny_config(data__path=path, batch__rows_per_device=1)))
@@ -58,25 +60,35 @@ def test_gradients_are_those_of_the_mean_over_valid_targets(build_run, tiny_conf
     plain = torch.autograd.grad(mean, list(run.core.parameters()))
     kept = {}
     for optimizer in run.optimizers:
-        optimizer.register_step_pre_hook(lambda *_: kept.update({p: p.grad.clone() for p in run.core.parameters()}))
+        optimizer.register_step_pre_hook(
+            lambda *_: kept.update({p: p.grad.clone() for p in run.core.parameters()})
+        )
     run.feed.seek(0)
     result = train_step(run, next(run.feed))
     for parameter, gradient in zip(run.core.parameters(), plain, strict=True):
         torch.testing.assert_close(kept[parameter], gradient, rtol=1e-4, atol=1e-7)
-    assert float(result.grad_norm) == pytest.approx(float(torch.nn.utils.get_total_norm(plain)), rel=1e-5)
+    assert float(result.grad_norm) == pytest.approx(
+        float(torch.nn.utils.get_total_norm(plain)), rel=1e-5
+    )
 
 
 def test_clipping_bounds_the_gradient_and_reports_the_norm_before(build_run, tiny_config):
     run = build_run(tiny_config(optim__clip=0.01))
     seen = []
-    run.optimizers[0].register_step_pre_hook(lambda *_: seen.append(float(torch.nn.utils.get_total_norm([p.grad for p in run.core.parameters()]))))
+    run.optimizers[0].register_step_pre_hook(
+        lambda *_: seen.append(
+            float(torch.nn.utils.get_total_norm([p.grad for p in run.core.parameters()]))
+        )
+    )
     result = train_step(run, next(run.feed))
     assert float(result.grad_norm) > 0.05
     assert seen == [pytest.approx(0.01, rel=1e-3)]
 
 
 def test_the_schedule_counts_optimizer_steps_not_micro_batches(build_run, tiny_config):
-    config = tiny_config(train__steps=4, schedule__kind="cosine", schedule__warmup=0, schedule__min_lr=1e-3)
+    config = tiny_config(
+        train__steps=4, schedule__kind="cosine", schedule__warmup=0, schedule__min_lr=1e-3
+    )
     for rows in (8, 1):
         run = build_run(config.with_values({"batch.rows_per_device": rows}))
         rates = [result.learning_rate for result in steps(run)]
@@ -109,7 +121,9 @@ def test_a_step_that_overflows_is_skipped_and_the_scale_halved(build_run, tiny_c
     assert not torch.equal(next(run.core.parameters()), before[0])
 
 
-def test_a_step_whose_targets_are_all_masked_changes_no_weight_by_its_gradient(build_run, tiny_config, ragged_set):
+def test_a_step_whose_targets_are_all_masked_changes_no_weight_by_its_gradient(
+    build_run, tiny_config, ragged_set
+):
     run = build_run(tiny_config(data__path=str(ragged_set), optim__weight_decay=0.0))
     batch = next(run.feed)
     object.__setattr__(batch, "mask_ABT", torch.zeros_like(batch.mask_ABT))
@@ -132,12 +146,22 @@ def test_a_dropped_step_changes_nothing(build_run, tiny_config):
     steps(run, 1)
     rates = [group["lr"] for optimizer in run.optimizers for group in optimizer.param_groups]
     weights = {name: tensor.clone() for name, tensor in run.core.state_dict().items()}
-    generators = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    generators = (
+        random.getstate(),
+        np.random.get_state()[1].tolist(),
+        torch.get_rng_state().tolist(),
+    )
     asked = []
     with pytest.raises(StepDropped):
         train_step(run, next(run.feed), lambda _, number: asked.append(number) or number == 3)
     assert asked == [2, 3]
     assert all(p.grad is None for p in run.core.parameters())
-    assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == generators
+    assert (
+        random.getstate(),
+        np.random.get_state()[1].tolist(),
+        torch.get_rng_state().tolist(),
+    ) == generators
     assert all(torch.equal(tensor, weights[name]) for name, tensor in run.core.state_dict().items())
-    assert [group["lr"] for optimizer in run.optimizers for group in optimizer.param_groups] == rates
+    assert [
+        group["lr"] for optimizer in run.optimizers for group in optimizer.param_groups
+    ] == rates

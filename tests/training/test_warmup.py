@@ -56,7 +56,16 @@ def test_the_run_goes_on_eager_and_says_so_once(broken, build_run, tiny_config):
     events, said = Events(), Said()
     warm_up(broken, events, progress=said)
     assert said.lines == ["Compiling failed, running eager: RuntimeError: no working compiler"]
-    assert events.seen == [("speedup", {"name": "compile", "on": False, "reason": said.lines[0][0].lower() + said.lines[0][1:]})]
+    assert events.seen == [
+        (
+            "speedup",
+            {
+                "name": "compile",
+                "on": False,
+                "reason": said.lines[0][0].lower() + said.lines[0][1:],
+            },
+        )
+    ]
     assert not broken.decisions[0].on
     plain = build_run(tiny_config(model__dropout=0.1))
     losses = []
@@ -72,12 +81,19 @@ def test_warming_up_leaves_generators_gradients_and_weights_alone(broken):
     warm_up(broken, Events())
     assert torch.equal(torch.get_rng_state(), state)
     assert random.getstate() == python_state
-    assert all(p.grad is None and torch.equal(p, b) for p, b in zip(broken.core.parameters(), before, strict=True))
+    assert all(
+        p.grad is None and torch.equal(p, b)
+        for p, b in zip(broken.core.parameters(), before, strict=True)
+    )
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own compiler makes objects of its functions
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning"
+)  # torch's own compiler makes objects of its functions
 @pytest.mark.parametrize("works", ["blocks", "blocks and loss"])
-def test_by_block_and_in_muon_too_a_failure_leaves_everything_plain(build_run, tiny_config, monkeypatch, works):
+def test_by_block_and_in_muon_too_a_failure_leaves_everything_plain(
+    build_run, tiny_config, monkeypatch, works
+):
     """The compiler fails at its first graph, or not before Muon's."""
     compiled = []
 
@@ -97,12 +113,22 @@ def test_by_block_and_in_muon_too_a_failure_leaves_everything_plain(build_run, t
     events = Events()
     warm_up(run, events)
     newton_schulz._compiled_for_each_shape.cache_clear()
-    assert [fields["name"] for kind, fields in events.seen if kind == "speedup"] == ["compiled-muon", "compile-blocks"]
+    assert [fields["name"] for kind, fields in events.seen if kind == "speedup"] == [
+        "compiled-muon",
+        "compile-blocks",
+    ]
     assert not {d.name for d in run.decisions if d.on} & {"compile-blocks", "compiled-muon"}
     assert torch.equal(torch.get_rng_state(), state)
-    assert all(p.grad is None and torch.equal(p, b) for p, b in zip(run.core.parameters(), before, strict=True))
+    assert all(
+        p.grad is None and torch.equal(p, b)
+        for p, b in zip(run.core.parameters(), before, strict=True)
+    )
     compiled.clear()
-    plain = build_run(tiny_config(speedups=["pretokenised", "batched-muon"], optim__kind="muon", model__dropout=0.1))
+    plain = build_run(
+        tiny_config(
+            speedups=["pretokenised", "batched-muon"], optim__kind="muon", model__dropout=0.1
+        )
+    )
     for _ in range(2):
         losses = []
         for each in (run, plain):
@@ -129,9 +155,13 @@ def test_an_error_of_the_model_itself_is_not_blamed_on_compile(broken, monkeypat
         warm_up(broken, Events())
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own compiler makes objects of its functions
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning"
+)  # torch's own compiler makes objects of its functions
 @pytest.mark.parametrize("evaluates", [True, False])
-def test_a_graph_for_evaluation_is_compiled_where_something_is_evaluated(build_run, tiny_config, monkeypatch, evaluates):
+def test_a_graph_for_evaluation_is_compiled_where_something_is_evaluated(
+    build_run, tiny_config, monkeypatch, evaluates
+):
     training_or_not = []
 
     def noted(graph, _inputs):

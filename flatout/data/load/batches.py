@@ -134,7 +134,9 @@ class StepReader(Protocol):
     def shape_at(self, position: int) -> Shape:
         """Return the shape of the step that begins at `position`."""
 
-    def read(self, position: int, windows_NW: Array, mask_NT: Array | None, doc_ids_NT: Array | None) -> StepRead:
+    def read(
+        self, position: int, windows_NW: Array, mask_NT: Array | None, doc_ids_NT: Array | None
+    ) -> StepRead:
         """Write this rank's rows of the step that begins at `position`, and return what all ranks read.
 
         Shapes:  windows_NW (A * B, T + 1); mask_NT, doc_ids_NT (A * B, T), None where there are none.
@@ -152,7 +154,11 @@ class WindowSteps:
             raise too_short(split, plan.seq_len)
         self.plan = plan
         self.shapes = (Shape(plan.rows_per_device, plan.seq_len),)
-        self.dtype, self.has_mask, self.has_document_ids = split.dtype, split.has_mask, plan.document_mask
+        self.dtype, self.has_mask, self.has_document_ids = (
+            split.dtype,
+            split.has_mask,
+            plan.document_mask,
+        )
         self._split, self._windows = split, windows
         self._first = 0
         self._ahead = np.empty((0, plan.accumulate * plan.rows_per_device), np.int64)
@@ -172,7 +178,9 @@ class WindowSteps:
         """Return the one shape there is."""
         return self.shapes[0]
 
-    def read(self, position: int, windows_NW: Array, mask_NT: Array | None, doc_ids_NT: Array | None) -> StepRead:
+    def read(
+        self, position: int, windows_NW: Array, mask_NT: Array | None, doc_ids_NT: Array | None
+    ) -> StepRead:
         """Write this rank's windows of the step that begins at `position`, and return what all ranks read.
 
         Shapes:  windows_NW (A * B, T + 1); mask_NT, doc_ids_NT (A * B, T), None where there are none.
@@ -193,7 +201,9 @@ class WindowSteps:
         plan = self.plan
         with progress.task("Taking the text of the windows", unit="windows") as task:
             for _ in range(steps):
-                indices = self._split.windows_at(plan.positions(position), plan.seq_len, seed=plan.seed)
+                indices = self._split.windows_at(
+                    plan.positions(position), plan.seq_len, seed=plan.seed
+                )
                 more = self._windows.prime(self._split, indices, plan.seq_len)
                 task.advance(len(indices))
                 if not more:
@@ -207,7 +217,9 @@ class WindowSteps:
             own = self.plan.positions(position)
             starts = np.arange(max(WORKED_OUT // len(own), 1)) * self.plan.windows_per_step
             positions = (starts[:, np.newaxis] + own).reshape(-1)
-            self._ahead = self._split.windows_at(positions, self.plan.seq_len, seed=self.plan.seed).reshape(-1, len(own))
+            self._ahead = self._split.windows_at(
+                positions, self.plan.seq_len, seed=self.plan.seed
+            ).reshape(-1, len(own))
             self._first, step = position, 0
         indices: Array = self._ahead[step]
         return indices
@@ -223,7 +235,10 @@ def check_documents(doc_ids_BT: Array, most_documents: Callable[[int, int], int]
     if most_documents is None:
         return
     rows, seq_len = doc_ids_BT.shape
-    documents, room = int(doc_ids_BT[:, -1].sum(dtype=np.int64)) + rows, most_documents(rows, seq_len)
+    documents, room = (
+        int(doc_ids_BT[:, -1].sum(dtype=np.int64)) + rows,
+        most_documents(rows, seq_len),
+    )
     if documents > room:
         raise DataError(
             f"A micro-batch of {rows} x {seq_len} tokens has {documents:,} documents, and the attention of this run takes {room:,}.",

@@ -78,7 +78,9 @@ class StepBatch:
             yield _micro_batch(windows_BW, mask_BT, doc_ids_BT)
 
 
-def _micro_batch(windows_BW: Tensor, mask_BT: Tensor | None, doc_ids_BT: Tensor | None) -> MicroBatch:
+def _micro_batch(
+    windows_BW: Tensor, mask_BT: Tensor | None, doc_ids_BT: Tensor | None
+) -> MicroBatch:
     targets_BT = _plain(windows_BW[:, 1:])
     if mask_BT is not None:
         targets_BT.masked_fill_(~mask_BT, IGNORED)
@@ -95,13 +97,23 @@ class _Buffer:
 
     def __init__(self, steps: StepReader, *, pinned: bool) -> None:
         plan = steps.plan
-        self._steps, self._accumulate, self._device = steps, plan.accumulate, torch.device(plan.device)
+        self._steps, self._accumulate, self._device = (
+            steps,
+            plan.accumulate,
+            torch.device(plan.device),
+        )
         tokens = plan.accumulate * max(rows * seq_len for rows, seq_len in steps.shapes)
         lasts = plan.accumulate * max(rows for rows, _ in steps.shapes)
         stored = torch.uint16 if steps.dtype.itemsize == 2 else torch.int32
         self._windows = torch.empty(tokens + lasts, dtype=stored, pin_memory=pinned)
-        self._mask = torch.empty(tokens, dtype=torch.bool, pin_memory=pinned) if steps.has_mask else None
-        self._doc_ids = torch.empty(tokens, dtype=torch.int32, pin_memory=pinned) if steps.has_document_ids else None
+        self._mask = (
+            torch.empty(tokens, dtype=torch.bool, pin_memory=pinned) if steps.has_mask else None
+        )
+        self._doc_ids = (
+            torch.empty(tokens, dtype=torch.int32, pin_memory=pinned)
+            if steps.has_document_ids
+            else None
+        )
         self._copied = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
 
     def read(self, position: int) -> StepBatch:
@@ -113,13 +125,23 @@ class _Buffer:
             self._copied.synchronize()
         rows, seq_len = self._steps.shape_at(position)
         windows_NW = self._rows(self._windows, rows, seq_len + 1)
-        mask_NT, doc_ids_NT = (self._rows(flat, rows, seq_len) for flat in (self._mask, self._doc_ids))
-        mask, doc_ids = (None if tensor is None else tensor.numpy() for tensor in (mask_NT, doc_ids_NT))
+        mask_NT, doc_ids_NT = (
+            self._rows(flat, rows, seq_len) for flat in (self._mask, self._doc_ids)
+        )
+        mask, doc_ids = (
+            None if tensor is None else tensor.numpy() for tensor in (mask_NT, doc_ids_NT)
+        )
         read = self._steps.read(position, windows_NW.numpy().view(self._steps.dtype), mask, doc_ids)
         if doc_ids is not None:
             for micro_BT in doc_ids.reshape(self._accumulate, -1, seq_len):
                 check_documents(micro_BT, self._steps.plan.most_documents)
-        batch = StepBatch(self._copy(windows_NW), self._copy(mask_NT), self._copy(doc_ids_NT), **read._asdict(), wait_ms=0.0)
+        batch = StepBatch(
+            self._copy(windows_NW),
+            self._copy(mask_NT),
+            self._copy(doc_ids_NT),
+            **read._asdict(),
+            wait_ms=0.0,
+        )
         if self._copied is not None:
             self._copied.record(torch.cuda.current_stream(self._device))
         return batch
@@ -130,9 +152,13 @@ class _Buffer:
     def _copy(self, host: Any) -> Any:
         if host is None:
             return None
-        if self._device.type == "cpu":  # one plain copy: torch would wake all its threads, which costs more than the copy on busy cores
+        if (
+            self._device.type == "cpu"
+        ):  # one plain copy: torch would wake all its threads, which costs more than the copy on busy cores
             return torch.from_numpy(host.numpy().copy()).view(self._accumulate, -1, host.shape[1])
-        return host.to(self._device, non_blocking=self._copied is not None).view(self._accumulate, -1, host.shape[1])
+        return host.to(self._device, non_blocking=self._copied is not None).view(
+            self._accumulate, -1, host.shape[1]
+        )
 
 
 class _Feed:
@@ -211,7 +237,9 @@ class PrefetchFeed(_Feed):
         began = time.perf_counter()
         if self._ahead is None:
             self._ahead = _ReadAhead(self._steps, self.position)
-            self._stop = weakref.finalize(self, self._ahead.stop)  # a feed that is dropped without close() leaves no thread behind
+            self._stop = weakref.finalize(
+                self, self._ahead.stop
+            )  # a feed that is dropped without close() leaves no thread behind
         try:
             batch = self._ahead.take()
         except BaseException:
@@ -235,14 +263,18 @@ class _ReadAhead:
         self._room = threading.Semaphore(steps.plan.prefetch)
         self._ready: queue.SimpleQueue[tuple[StepBatch, Any] | BaseException] = queue.SimpleQueue()
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._read, args=(steps, position), name="flatout-feed", daemon=True)
+        self._thread = threading.Thread(
+            target=self._read, args=(steps, position), name="flatout-feed", daemon=True
+        )
         self._thread.start()
 
     def _read(self, steps: StepReader, position: int) -> None:
         try:
             on_gpu = self._device.type == "cuda"
             stream = torch.cuda.Stream(self._device) if on_gpu else None  # type: ignore[no-untyped-call]
-            buffers = itertools.cycle([_Buffer(steps, pinned=on_gpu) for _ in range(2 if on_gpu else 1)])
+            buffers = itertools.cycle(
+                [_Buffer(steps, pinned=on_gpu) for _ in range(2 if on_gpu else 1)]
+            )
             with torch.cuda.stream(stream) if stream else nullcontext():
                 while self._room.acquire() and not self._stopping.is_set():
                     batch = next(buffers).read(position)
@@ -266,14 +298,18 @@ class _ReadAhead:
             stream.wait_event(copied)
             for tensor in (batch.windows_ABW, batch.mask_ABT, batch.doc_ids_ABT):
                 if tensor is not None:
-                    tensor.record_stream(stream)  # made on another stream: not to be used again before this one is done with it
+                    tensor.record_stream(
+                        stream
+                    )  # made on another stream: not to be used again before this one is done with it
         return batch
 
     def stop(self) -> None:
         """End the thread and wait for it; a second call does nothing."""
         self._stopping.set()
         self._room.release()
-        if self._thread is not threading.current_thread():  # it is when the collector drops a forgotten feed in there
+        if (
+            self._thread is not threading.current_thread()
+        ):  # it is when the collector drops a forgotten feed in there
             self._thread.join()
 
 
@@ -299,7 +335,9 @@ def evaluation_batches(
     Shapes:  yields tokens_BT, targets_BT (rows, seq_len).
     Raises:  DataError when a batch has more documents than attention takes.
     """
-    num_targets = max(min(split.num_tokens - 1, split.num_tokens if max_tokens is None else max_tokens), 0)
+    num_targets = max(
+        min(split.num_tokens - 1, split.num_tokens if max_tokens is None else max_tokens), 0
+    )
     num_windows = -(-num_targets // seq_len)
     for first in range(0, num_windows, rows * world_size):
         indices = np.arange(first + rank * rows, first + (rank + 1) * rows)
@@ -315,13 +353,17 @@ def evaluation_batches(
         for row, window in enumerate(indices):
             start = int(window) * seq_len + 1
             stop = min(start + seq_len, num_targets + 1)
-            counts_BT[row, : stop - start] = split.read_mask_range(start, stop) if split.has_mask else True
+            counts_BT[row, : stop - start] = (
+                split.read_mask_range(start, stop) if split.has_mask else True
+            )
         doc_ids_BT = None
         if document_mask:
             doc_ids_BT = np.zeros((rows, seq_len), np.int32)
             split.read_document_ids(indices, seq_len, doc_ids_BT[: len(indices)])
             check_documents(doc_ids_BT, most_documents)
-        yield _micro_batch(*(_on_device(array, device) for array in (windows_BW, counts_BT, doc_ids_BT)))
+        yield _micro_batch(
+            *(_on_device(array, device) for array in (windows_BW, counts_BT, doc_ids_BT))
+        )
 
 
 def _on_device(array: Any, device: str) -> Any:

@@ -59,12 +59,18 @@ class BucketedSteps:
     def __init__(self, split: Split, plan: FeedPlan, _windows: object) -> None:
         starts, sizes = rows_of(split.document_ends, plan.seq_len)
         if not len(starts):
-            raise DataError(f"The {split.name} split has no document of two tokens.", fix="Prepare more text.")
+            raise DataError(
+                f"The {split.name} split has no document of two tokens.", fix="Prepare more text."
+            )
         lengths = row_lengths(plan.seq_len)
         of_bucket = np.searchsorted(lengths, sizes)
         by_bucket = np.argsort(of_bucket, kind="stable")
         self.plan, self.dtype = plan, split.dtype
-        self._split, self._starts, self._sizes = split, starts[by_bucket], sizes[by_bucket].astype(np.int32)
+        self._split, self._starts, self._sizes = (
+            split,
+            starts[by_bucket],
+            sizes[by_bucket].astype(np.int32),
+        )
         self._buckets = _buckets(lengths, np.bincount(of_bucket, minlength=len(lengths)), plan)
         self._first_step = np.cumsum([0, *(bucket.num_steps for bucket in self._buckets)])
         self.shapes = tuple(self._shape(bucket) for bucket in reversed(self._buckets))
@@ -88,7 +94,9 @@ class BucketedSteps:
         """Return the shape of the step at `position`."""
         return self._shape(self._buckets[self._step(position)[0]])
 
-    def read(self, position: int, windows_NW: Array, mask_NT: Array | None, doc_ids_NT: Array | None) -> StepRead:
+    def read(
+        self, position: int, windows_NW: Array, mask_NT: Array | None, doc_ids_NT: Array | None
+    ) -> StepRead:
         """Write this rank's rows of the step at `position`, 0 and False behind a document's end, and return what all ranks read.
 
         Shapes:  windows_NW (N, T + 1); mask_NT (N, T); doc_ids_NT None.
@@ -96,11 +104,18 @@ class BucketedSteps:
         number, group = self._step(position)
         bucket = self._buckets[number]
         first = group * bucket.rows_per_step
-        rows = self._drawn(number, position // self.num_steps, np.arange(first, min(first + bucket.rows_per_step, bucket.pool)))
+        rows = self._drawn(
+            number,
+            position // self.num_steps,
+            np.arange(first, min(first + bucket.rows_per_step, bucket.pool)),
+        )
         places = self.plan.places(self._shape(bucket).rows)
         there = places < len(rows)
         starts, sizes = np.zeros(len(places), np.int64), np.zeros(len(places), np.int64)
-        starts[there], sizes[there] = self._starts[rows[places[there]]], self._sizes[rows[places[there]]]
+        starts[there], sizes[there] = (
+            self._starts[rows[places[there]]],
+            self._sizes[rows[places[there]]],
+        )
         self._split.read_spans(starts, np.where(there, sizes + 1, 0), windows_NW)
         assert mask_NT is not None, "a bucket's rows have a mask always"
         if self._split.has_mask:
@@ -113,7 +128,9 @@ class BucketedSteps:
         """Do nothing: rows are read from the shards."""
 
     def _shape(self, bucket: _Bucket) -> Shape:
-        return Shape(self.plan.rows_per_device * (self.plan.seq_len // bucket.seq_len), bucket.seq_len)
+        return Shape(
+            self.plan.rows_per_device * (self.plan.seq_len // bucket.seq_len), bucket.seq_len
+        )
 
     def _step(self, position: int) -> tuple[int, int]:
         """Return which bucket the step at `position` is of, and which of its steps in this epoch."""
@@ -150,7 +167,9 @@ def rows_of(document_ends: Array, seq_len: int) -> tuple[Array, Array]:
     inputs = document_ends - begins - 1
     counts = -(-inputs // seq_len)
     within = (np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)) * seq_len
-    return np.repeat(begins, counts) + within, np.minimum(np.repeat(inputs, counts) - within, seq_len)
+    return np.repeat(begins, counts) + within, np.minimum(
+        np.repeat(inputs, counts) - within, seq_len
+    )
 
 
 def row_lengths(seq_len: int) -> list[int]:

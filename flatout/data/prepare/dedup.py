@@ -53,7 +53,9 @@ class Dropped:
         return int(self._flags.sum(dtype=np.int64))
 
 
-def find_duplicates(work: WorkFolder, records: Sequence[RangeRecord], *, kept: SplitName | None = None) -> Dropped:
+def find_duplicates(
+    work: WorkFolder, records: Sequence[RangeRecord], *, kept: SplitName | None = None
+) -> Dropped:
     """Return which documents of all ranges, in order, were there before; of the split that is `kept` as it is, none."""
     places: dict[tuple[int, SplitName], slice] = {}
     total = 0
@@ -72,10 +74,18 @@ def find_duplicates(work: WorkFolder, records: Sequence[RangeRecord], *, kept: S
         return Dropped(flags, places)
 
 
-def _flags(work: WorkFolder, records: Sequence[RangeRecord], places: dict[tuple[int, SplitName], slice], folder: Path, total: int) -> Array:
+def _flags(
+    work: WorkFolder,
+    records: Sequence[RangeRecord],
+    places: dict[tuple[int, SplitName], slice],
+    folder: Path,
+    total: int,
+) -> Array:
     """Return 1 for each document of the corpus that was there before, on the disk."""
     with (folder / "flags").open("wb") as file:
-        _allocate(file, max(total, 1))  # a full disk says so here; written through the map, it kills the process
+        _allocate(
+            file, max(total, 1)
+        )  # a full disk says so here; written through the map, it kills the process
     flags = np.memmap(folder / "flags", np.uint8, "r+", shape=max(total, 1))[:total]
     for path in _sorted_out(work, records, places, folder, -(-total // SORTED_AT_ONCE)):
         marks = np.fromfile(path, _SORTED)
@@ -96,7 +106,11 @@ def _allocate(file: IO[bytes], size: int) -> None:
 
 
 def _sorted_out(
-    work: WorkFolder, records: Sequence[RangeRecord], places: dict[tuple[int, SplitName], slice], folder: Path, count: int
+    work: WorkFolder,
+    records: Sequence[RangeRecord],
+    places: dict[tuple[int, SplitName], slice],
+    folder: Path,
+    count: int,
 ) -> Iterator[Path]:
     """Write the marks of all ranges to `count` files by their hash, and yield the files."""
     paths = [folder / f"marks-{number}" for number in range(max(count, 1))]
@@ -119,10 +133,16 @@ def read_marks(work: WorkFolder, record: RangeRecord, name: SplitName) -> Array:
     Shapes:  returns (documents,) of MARK.
     """
     files = record.splits[name].files
-    return np.fromfile(work.ranges / files["marks"].name, MARK) if "marks" in files else np.empty(0, MARK)
+    return (
+        np.fromfile(work.ranges / files["marks"].name, MARK)
+        if "marks" in files
+        else np.empty(0, MARK)
+    )
 
 
-def without(work: WorkFolder, records: Sequence[RangeRecord], dropped: Dropped) -> list[RangeRecord]:
+def without(
+    work: WorkFolder, records: Sequence[RangeRecord], dropped: Dropped
+) -> list[RangeRecord]:
     """Return the records with the counts that are left."""
     left = []
     for record in records:
@@ -137,7 +157,11 @@ def without(work: WorkFolder, records: Sequence[RangeRecord], dropped: Dropped) 
                 "text_bytes": int(sizes[~drops].sum()),
             }
             splits[name] = split.model_copy(update=counts)
-        cut = record.cut_documents and not dropped.of(record.number, "train")[-1] and not dropped.of(record.number, "val")[0]
+        cut = (
+            record.cut_documents
+            and not dropped.of(record.number, "train")[-1]
+            and not dropped.of(record.number, "val")[0]
+        )
         left.append(record.model_copy(update={"splits": splits, "cut_documents": int(cut)}))
     return left
 
@@ -175,7 +199,11 @@ def read_ends(work: WorkFolder, split: RangeSplit) -> Array:
 
     Shapes:  returns (documents,).
     """
-    return np.fromfile(work.ranges / split.files["ends"].name, "<i8") if "ends" in split.files else np.empty(0, "<i8")
+    return (
+        np.fromfile(work.ranges / split.files["ends"].name, "<i8")
+        if "ends" in split.files
+        else np.empty(0, "<i8")
+    )
 
 
 def runs(ends: Array, drops: Array) -> list[tuple[int, int]]:
@@ -185,6 +213,10 @@ def runs(ends: Array, drops: Array) -> list[tuple[int, int]]:
     """
     starts = np.concatenate([[0], ends[:-1]])[~drops]
     stops = ends[~drops]
-    begins = np.flatnonzero(np.concatenate([[True], starts[1:] != stops[:-1]])) if len(starts) else np.empty(0, int)
+    begins = (
+        np.flatnonzero(np.concatenate([[True], starts[1:] != stops[:-1]]))
+        if len(starts)
+        else np.empty(0, int)
+    )
     closes = np.append(begins[1:] - 1, len(stops) - 1) if len(starts) else begins
     return list(zip(starts[begins].tolist(), stops[closes].tolist(), strict=True))

@@ -40,7 +40,9 @@ def download(
     part = target.with_name(target.name + ".part")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with progress.task(f"Downloading {address}", total=num_bytes and num_bytes / 1e6, unit="MB") as task:
+        with progress.task(
+            f"Downloading {address}", total=num_bytes and num_bytes / 1e6, unit="MB"
+        ) as task:
             went_on = _fetch_all(address, part, task, pause_s, timeout_s)
             if went_on and file_sha256(part) != sha256:
                 task.note("what lay here from before does not fit; once more from the start")
@@ -50,12 +52,14 @@ def download(
         if found != sha256:
             part.unlink()
             raise DataError(
-                f"{address} gave a file with SHA-256 {found}, not {sha256}.", fix="The file there has changed: pass the right one with --from FILE."
+                f"{address} gave a file with SHA-256 {found}, not {sha256}.",
+                fix="The file there has changed: pass the right one with --from FILE.",
             )
         part.replace(target)
     except OSError as error:
         raise DataError(
-            f"Cannot write {error.filename or part}: {error.strerror or error}.", fix=unless_broken(error, "Make room, or pass the file with --from.")
+            f"Cannot write {error.filename or part}: {error.strerror or error}.",
+            fix=unless_broken(error, "Make room, or pass the file with --from."),
         ) from error
     return target
 
@@ -76,7 +80,13 @@ def _fetch_all(address: str, part: Path, task: Task, pause_s: float, timeout_s: 
                 raise unreachable(address, f"answers {error.code} {error.reason}", part) from error
             else:
                 problem = f"answers {error.code} {error.reason}"
-        except (urllib.error.URLError, http.client.HTTPException, ConnectionError, TimeoutError, ssl.SSLError) as error:
+        except (
+            urllib.error.URLError,
+            http.client.HTTPException,
+            ConnectionError,
+            TimeoutError,
+            ssl.SSLError,
+        ) as error:
             problem = f"cannot be reached ({getattr(error, 'reason', None) or error})"
         if attempt < _ATTEMPTS:
             task.note(f"{problem}; attempt {attempt + 1} of {_ATTEMPTS}")
@@ -86,8 +96,15 @@ def _fetch_all(address: str, part: Path, task: Task, pause_s: float, timeout_s: 
 
 def unreachable(address: str, problem: str, part: Path) -> DataError:
     """Return the error for an address that does not give its file."""
-    kept = f" The first {part.stat().st_size:,} bytes are kept: the next call goes on from there." if part.is_file() else ""
-    return DataError(f"{address} {problem}.{kept}", fix="Check the network and try again, or pass the file with --from FILE.")
+    kept = (
+        f" The first {part.stat().st_size:,} bytes are kept: the next call goes on from there."
+        if part.is_file()
+        else ""
+    )
+    return DataError(
+        f"{address} {problem}.{kept}",
+        fix="Check the network and try again, or pass the file with --from FILE.",
+    )
 
 
 def _fetch(address: str, part: Path, task: Task, timeout_s: float) -> None:
@@ -100,7 +117,9 @@ def _fetch(address: str, part: Path, task: Task, timeout_s: float) -> None:
     if have:
         request.add_header("Range", f"bytes={have}-")
     with urllib.request.urlopen(request, timeout=timeout_s) as answer:
-        goes_on = answer.status == 206 and (answer.headers.get("Content-Range") or "").startswith(f"bytes {have}-")
+        goes_on = answer.status == 206 and (answer.headers.get("Content-Range") or "").startswith(
+            f"bytes {have}-"
+        )
         expected = int(answer.headers.get("Content-Length") or -1)
         done = 0
         with part.open("ab" if goes_on else "wb") as file:
@@ -126,6 +145,11 @@ def check_file(path: Path, sha256: str) -> None:
     try:
         found = file_sha256(path)
     except OSError as error:
-        raise DataError(f"Cannot read {path}: {error.strerror}.", fix="Check the path given with --from.") from error
+        raise DataError(
+            f"Cannot read {path}: {error.strerror}.", fix="Check the path given with --from."
+        ) from error
     if found != sha256:
-        raise DataError(f"{path} has SHA-256 {found}, not {sha256}.", fix="Give the very file, or prepare it under its own path without --from.")
+        raise DataError(
+            f"{path} has SHA-256 {found}, not {sha256}.",
+            fix="Give the very file, or prepare it under its own path without --from.",
+        )

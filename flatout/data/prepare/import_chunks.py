@@ -82,7 +82,8 @@ def import_chunks(
     _check_stated(metadata, chunks, "chunks", len(files))
     if is_made_of_text(tokenizer):
         raise DataError(
-            f"The chunks are tokens already: --tokenizer {tokenizer} cannot be made from them.", fix="Name the one that made them: --tokenizer FILE."
+            f"The chunks are tokens already: --tokenizer {tokenizer} cannot be made from them.",
+            fix="Name the one that made them: --tokenizer FILE.",
         )
     known = existing_tokenizer(tokenizer, pattern, end_of_text, progress=progress)
     _check_stated(metadata, chunks, "ids", known.vocab_size)
@@ -101,11 +102,24 @@ def import_chunks(
         progress.say(f"{out} already holds this data set: {held.tokens:,} tokens. Nothing to do.")
         return Imported(held, len(files), time.perf_counter() - started, existed=True)
     with DatasetWriter(out, vocab_size=known.vocab_size) as writer:
-        _write(writer, files, known, _TailAfter(len(files) * (1 - fraction)), documents, metadata, progress)
+        _write(
+            writer,
+            files,
+            known,
+            _TailAfter(len(files) * (1 - fraction)),
+            documents,
+            metadata,
+            progress,
+        )
         if _stats(files) != before:
-            raise DataError(f"{chunks}: a chunk was changed during the import.", fix="Run the same command again when nothing writes there any more.")
+            raise DataError(
+                f"{chunks}: a chunk was changed during the import.",
+                fix="Run the same command again when nothing writes there any more.",
+            )
         with progress.task("Writing to the disk"):
-            manifest = writer.finish(tokenizer=known, source=source, split_rule=f"tail {fraction:g}")
+            manifest = writer.finish(
+                tokenizer=known, source=source, split_rule=f"tail {fraction:g}"
+            )
     return Imported(manifest, len(files), time.perf_counter() - started, existed=False)
 
 
@@ -115,23 +129,47 @@ def find_chunks(folder: Path) -> list[Path]:
     Raises: DataError when there are none, or numbers are missing or there twice.
     """
     known = recognise(folder)
-    if known is not None and not (folder.is_dir() and any(CHUNK_NAME.fullmatch(path.name) for path in folder.iterdir())):
+    if known is not None and not (
+        folder.is_dir() and any(CHUNK_NAME.fullmatch(path.name) for path in folder.iterdir())
+    ):
         raise DataError(known.instead_of("a folder of chunks"), fix=known.fix)
     if not folder.is_dir():
-        raise DataError(f"{folder} is not a folder.", fix="Name the folder in which the chunk_NNNNNN.pt files lie.")
-    numbered = [(int(match[1]), path) for path in folder.iterdir() if (match := CHUNK_NAME.fullmatch(path.name))]
+        raise DataError(
+            f"{folder} is not a folder.",
+            fix="Name the folder in which the chunk_NNNNNN.pt files lie.",
+        )
+    numbered = [
+        (int(match[1]), path)
+        for path in folder.iterdir()
+        if (match := CHUNK_NAME.fullmatch(path.name))
+    ]
     if not numbered:
-        raise DataError(f"{folder} has no chunk_NNNNNN.pt files.", fix="Name the folder in which they lie.")
+        raise DataError(
+            f"{folder} has no chunk_NNNNNN.pt files.", fix="Name the folder in which they lie."
+        )
     numbered.sort()
     numbers = [number for number, _ in numbered]
     twice = [number for number, times in Counter(numbers).items() if times > 1]
     if twice:
-        raise DataError(f"{folder} has more than one chunk number {twice[0]}.", fix="Remove the one that does not belong there.")
-    gaps = [(before + 1, after - 1) for before, after in itertools.pairwise([min(numbers[0], 1) - 1, *numbers]) if after > before + 1]
+        raise DataError(
+            f"{folder} has more than one chunk number {twice[0]}.",
+            fix="Remove the one that does not belong there.",
+        )
+    gaps = [
+        (before + 1, after - 1)
+        for before, after in itertools.pairwise([min(numbers[0], 1) - 1, *numbers])
+        if after > before + 1
+    ]
     if gaps:
-        named = [f"{first}" if first == last else f"{first} to {last}" for first, last in gaps[:FIRST_NAMED]]
+        named = [
+            f"{first}" if first == last else f"{first} to {last}"
+            for first, last in gaps[:FIRST_NAMED]
+        ]
         more = f" and {len(gaps) - FIRST_NAMED} more gaps" if len(gaps) > FIRST_NAMED else ""
-        raise DataError(f"{folder} has no chunk {', '.join(named)}{more}.", fix="Copy the missing files there, or number the files through.")
+        raise DataError(
+            f"{folder} has no chunk {', '.join(named)}{more}.",
+            fix="Copy the missing files there, or number the files through.",
+        )
     return [path for _, path in numbered]
 
 
@@ -165,7 +203,11 @@ def _write(
                 if len(part):
                     ends = np.flatnonzero(part == tokenizer.eot_id) + 1
                     num_ends += len(ends)
-                    split.append(part, [len(part)] if documents == "chunk" else ends, text_bytes=text_bytes.of(part))
+                    split.append(
+                        part,
+                        [len(part)] if documents == "chunk" else ends,
+                        text_bytes=text_bytes.of(part),
+                    )
             num_tokens.update({"train": cut, "val": len(tokens) - cut})
             task.advance()
     _check_stated(metadata, files[0].parent, "tokens", num_tokens.total())
@@ -173,10 +215,13 @@ def _write(
         lacking = "training" if num_tokens["val"] else "validation"
         unit = "token" if num_tokens.total() == 1 else "tokens"
         raise DataError(
-            f"{files[0].parent} holds {num_tokens.total()} {unit}, and none is for {lacking}.", fix="Set --split 'tail 0.5', or import more."
+            f"{files[0].parent} holds {num_tokens.total()} {unit}, and none is for {lacking}.",
+            fix="Set --split 'tail 0.5', or import more.",
         )
     if documents == "end-of-text" and not num_ends:
-        progress.say(f"No chunk holds end-of-text, id {tokenizer.eot_id}: each split is one document. --documents chunk makes each chunk one.")
+        progress.say(
+            f"No chunk holds end-of-text, id {tokenizer.eot_id}: each split is one document. --documents chunk makes each chunk one."
+        )
 
 
 def read_chunk(path: Path, tokenizer: Tokenizer) -> Array:
@@ -190,9 +235,14 @@ def read_chunk(path: Path, tokenizer: Tokenizer) -> Array:
     found = load_tensor(path)
     fix = "A chunk is one 1-D int64 tensor: write it again with torch.save(tokens, path)."
     if found.dtype != torch.int64:
-        raise DataError(f"{path} holds a tensor of {str(found.dtype).removeprefix('torch.')}, not of int64.", fix=fix)
+        raise DataError(
+            f"{path} holds a tensor of {str(found.dtype).removeprefix('torch.')}, not of int64.",
+            fix=fix,
+        )
     if found.dim() != 1:
-        raise DataError(f"{path} holds a tensor of shape {tuple(found.shape)}, not of one dimension.", fix=fix)
+        raise DataError(
+            f"{path} holds a tensor of shape {tuple(found.shape)}, not of one dimension.", fix=fix
+        )
     tokens: Array = found.numpy()
     wrong = np.flatnonzero((tokens < 0) | (tokens >= tokenizer.vocab_size))
     if len(wrong):
@@ -209,7 +259,9 @@ class _TextBytes:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._bytes_of = np.array([len(tokenizer.decode_bytes([index])) for index in range(tokenizer.vocab_size)])
+        self._bytes_of = np.array(
+            [len(tokenizer.decode_bytes([index])) for index in range(tokenizer.vocab_size)]
+        )
         self._bytes_of[tokenizer.eot_id] = 0
         self._known: bool | None = None
 
@@ -217,14 +269,19 @@ class _TextBytes:
         """Return the bytes of some tokens. The first ones are decoded, to see whether counting is right."""
         if self._known is None:
             shown = tokens[tokens != self._tokenizer.eot_id]
-            self._known = len(self._tokenizer.decode_bytes(shown.tolist())) == int(self._bytes_of[shown].sum())
+            self._known = len(self._tokenizer.decode_bytes(shown.tolist())) == int(
+                self._bytes_of[shown].sum()
+            )
         return int(self._bytes_of[tokens].sum()) if self._known else 0
 
 
 def _tail(split: str) -> float:
     kind, fraction = parse_rule(split)
     if kind != "tail":
-        raise DataError(f"Chunks cannot be split by {split!r}: they are tokens, and a document's hash is of its text.", fix="Set --split 'tail 0.1'.")
+        raise DataError(
+            f"Chunks cannot be split by {split!r}: they are tokens, and a document's hash is of its text.",
+            fix="Set --split 'tail 0.1'.",
+        )
     return fraction
 
 
@@ -233,13 +290,23 @@ def _metadata(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     if not path.is_file():
-        raise DataError(f"{path} is not a regular file.", fix="Take it away: nothing in it is needed.")
+        raise DataError(
+            f"{path} is not a regular file.", fix="Take it away: nothing in it is needed."
+        )
     try:
-        found = json.loads(path.read_text(encoding="utf-8"), parse_constant=str, parse_float=_finite)
+        found = json.loads(
+            path.read_text(encoding="utf-8"), parse_constant=str, parse_float=_finite
+        )
     except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{path} cannot be read: {error}.", fix="Repair it, or take it away: nothing in it is needed.") from error
+        raise DataError(
+            f"{path} cannot be read: {error}.",
+            fix="Repair it, or take it away: nothing in it is needed.",
+        ) from error
     if not isinstance(found, dict):
-        raise DataError(f"{path} is not a JSON object.", fix="Repair it, or take it away: nothing in it is needed.")
+        raise DataError(
+            f"{path} is not a JSON object.",
+            fix="Repair it, or take it away: nothing in it is needed.",
+        )
     return found
 
 
@@ -255,13 +322,20 @@ def _check_stated(metadata: Mapping[str, Any], folder: Path, what: str, found: i
         stated = metadata.get(key)
         if isinstance(stated, int) and stated != found and not (what == "ids" and stated > found):
             there = f"the tokenizer has {found}" if what == "ids" else f"there are {found}"
-            fix = "Name the tokenizer that made the chunks." if what == "ids" else f"Copy the missing chunks there, or correct {METADATA}."
+            fix = (
+                "Name the tokenizer that made the chunks."
+                if what == "ids"
+                else f"Copy the missing chunks there, or correct {METADATA}."
+            )
             raise DataError(f"{folder / METADATA} says {key} {stated}; {there}.", fix=fix)
 
 
 def _stats(files: Sequence[Path]) -> list[tuple[int, int, int, int]]:
     """Return the size, the times and the inode of each chunk: one of them changes when a chunk is written again."""
-    return [(found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino) for found in map(Path.stat, files)]
+    return [
+        (found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
+        for found in map(Path.stat, files)
+    ]
 
 
 def _fingerprint(files: Sequence[Path], stats: Sequence[tuple[int, int, int, int]]) -> str:
@@ -280,9 +354,17 @@ def _held(out: Path, source: Mapping[str, Any]) -> Manifest | None:
     if not (out / MANIFEST).is_file():
         return None
     held = Dataset.open(out).manifest
-    there, asked = ({key: value for key, value in one.items() if key != "metadata"} for one in (held.source, source))
-    said = [difference(there, asked)] + [f"{METADATA} has changed"] * (held.source.get("metadata") != source["metadata"])
+    there, asked = (
+        {key: value for key, value in one.items() if key != "metadata"}
+        for one in (held.source, source)
+    )
+    said = [difference(there, asked)] + [f"{METADATA} has changed"] * (
+        held.source.get("metadata") != source["metadata"]
+    )
     different = "; ".join(filter(None, said))
     if different:
-        raise DataError(f"{out} holds another data set: {different}.", fix="Choose another --out, or remove that folder.")
+        raise DataError(
+            f"{out} holds another data set: {different}.",
+            fix="Choose another --out, or remove that folder.",
+        )
     return held

@@ -73,7 +73,10 @@ class Card(Section):
                 fix="State address, sha256 and num_bytes, or repository, files and perhaps validation, and none of the others.",
             )
         if self.validation is not None and self.split is not None:
-            raise ConfigError("A card states a split rule or files for validation.", fix="Leave split or validation out.")
+            raise ConfigError(
+                "A card states a split rule or files for validation.",
+                fix="Leave split or validation out.",
+            )
         return self
 
     def address_of(self, files: str) -> str:
@@ -116,7 +119,10 @@ def load_card(name: str) -> Card:
         return Card.model_validate(DATASETS.get(name))
     except ValidationError as error:
         first = error.errors()[0]
-        raise DataError(f"{DATASETS.path(name)}: {'.'.join(map(str, first['loc']))}: {first['msg'].lower()}.", fix="Repair the card.") from error
+        raise DataError(
+            f"{DATASETS.path(name)}: {'.'.join(map(str, first['loc']))}: {first['msg'].lower()}.",
+            fix="Repair the card.",
+        ) from error
 
 
 def open_corpus(
@@ -144,27 +150,44 @@ def open_corpus(
     """
     if not names:
         raise DataError(
-            "No source is named.", fix="Name a file, a folder, a source or a data set, for example `flatout prepare book.txt --out data/book`."
+            "No source is named.",
+            fix="Name a file, a folder, a source or a data set, for example `flatout prepare book.txt --out data/book`.",
         )
     if [*names, *val].count(STANDARD_INPUT) > 1:
-        raise DataError("Standard input is named twice.", fix="Name `-` once: it can be read only once.")
+        raise DataError(
+            "Standard input is named twice.", fix="Name `-` once: it can be read only once."
+        )
     cards = [name for name in names if name in DATASETS.names()]
     if from_file is not None and len(cards) != 1:
         raise DataError(
-            "--from gives the file of one data set card.", fix=f"Name one of {', '.join(DATASETS.names())}, or name the file itself as the source."
+            "--from gives the file of one data set card.",
+            fix=f"Name one of {', '.join(DATASETS.names())}, or name the file itself as the source.",
         )
     for name in val:
         if name in DATASETS.names():
             raise DataError(
-                f"--val {name} is a data set card, not text.", fix=f"Name the card as the source, or ./{name} for the file or folder here."
+                f"--val {name} is a data set card, not text.",
+                fix=f"Name the card as the source, or ./{name} for the file or folder here.",
             )
-    asked = {"text_field": text_field, "mask_field": mask_field, "include": tuple(include) or None, "encoding": encoding}
+    asked = {
+        "text_field": text_field,
+        "mask_field": mask_field,
+        "include": tuple(include) or None,
+        "encoding": encoding,
+    }
     fields = {key: value for key, value in asked.items() if value is not None}
     opened = [
-        _card_parts(name, fields, from_file, cache, progress) if name in cards else _text_parts(name, fields, spool, progress) for name in names
+        _card_parts(name, fields, from_file, cache, progress)
+        if name in cards
+        else _text_parts(name, fields, spool, progress)
+        for name in names
     ]
     apart = [_text_parts(name, fields, spool, progress) for name in val]
-    moment = _moment(parts for name, parts in zip([*names, *val], [*opened, *apart], strict=True) if name not in (*cards, STANDARD_INPUT))
+    moment = _moment(
+        parts
+        for name, parts in zip([*names, *val], [*opened, *apart], strict=True)
+        if name not in (*cards, STANDARD_INPUT)
+    )
     _check_rows([*names, *val], [*chain(*opened), *chain(*apart)], text_field)
     _check_include([*chain(*opened), *chain(*apart)], include)
     for name, parts in zip([*names, *val], [*opened, *apart], strict=True):
@@ -175,8 +198,18 @@ def open_corpus(
         held_out = Corpus(tuple(val), tuple(chain.from_iterable(apart)), None)
     elif card is not None and card.validation is not None and split is None:
         address = card.address_of(card.validation)
-        held_out = Corpus((address,), tuple(_source_parts(card.source, {"path": address}, _fields_of(card) | fields)), None)
-    return Corpus(tuple(names), tuple(chain.from_iterable(opened)), split or (card.split if card is not None else None), held_out, moment)
+        held_out = Corpus(
+            (address,),
+            tuple(_source_parts(card.source, {"path": address}, _fields_of(card) | fields)),
+            None,
+        )
+    return Corpus(
+        tuple(names),
+        tuple(chain.from_iterable(opened)),
+        split or (card.split if card is not None else None),
+        held_out,
+        moment,
+    )
 
 
 def _check_include(parts: Sequence[Part], include: Sequence[str]) -> None:
@@ -186,9 +219,7 @@ def _check_include(parts: Sequence[Part], include: Sequence[str]) -> None:
     """
     for pattern in include:
         if not any(matches(path, pattern) for part in parts for path in files_of(part)):
-            fix = (
-                f"Quote the pattern, and check it with `find FOLDER -name {in_shell(pattern)}`; it takes files of folders that are named as sources."
-            )
+            fix = f"Quote the pattern, and check it with `find FOLDER -name {in_shell(pattern)}`; it takes files of folders that are named as sources."
             raise DataError(f"--include {pattern!r} fits no file.", fix=fix)
 
 
@@ -198,9 +229,15 @@ def _tell_passed_over(name: str, parts: Sequence[Part], progress: Progress) -> N
     for left_out in passed_over_in(parts):
         counts[left_out.reason] += left_out.count
     if counts:
-        kinds = ", ".join(f"{count:,} {reason.removesuffix(' file')}" for reason, count in counts.items())
-        suffix = next((reason.removesuffix(" file") for reason in counts if reason.startswith(".")), "")
-        progress.say(f"{name}: {counts.total():,} of its files are not read: {kinds}. --include '*{suffix}' takes such files too.")
+        kinds = ", ".join(
+            f"{count:,} {reason.removesuffix(' file')}" for reason, count in counts.items()
+        )
+        suffix = next(
+            (reason.removesuffix(" file") for reason in counts if reason.startswith(".")), ""
+        )
+        progress.say(
+            f"{name}: {counts.total():,} of its files are not read: {kinds}. --include '*{suffix}' takes such files too."
+        )
 
 
 def _check_rows(names: Sequence[str], parts: Sequence[Part], text_field: str | None) -> None:
@@ -217,7 +254,13 @@ def _check_rows(names: Sequence[str], parts: Sequence[Part], text_field: str | N
 
 def _moment(opened: Iterable[Sequence[Part]]) -> str:
     """Return a digest of the sizes and times of the files here that some parts read; nothing when there are none."""
-    originals = (one for parts in opened for part in parts for one in part.originals if isinstance(one, LocalFile))
+    originals = (
+        one
+        for parts in opened
+        for part in parts
+        for one in part.originals
+        if isinstance(one, LocalFile)
+    )
     found = {one.path: one for one in originals}
     marks = "".join(f"{one.size} {one.mtime_ns}\n" for one in found.values())
     return hashlib.sha256(marks.encode()).hexdigest() if marks else ""
@@ -248,29 +291,40 @@ def on_both_sides(corpus: Corpus) -> str | None:
     return shared_file(corpus.parts, corpus.validation.parts) or next(again, None)
 
 
-def _text_parts(name: str, fields: dict[str, Any], spool: Path | None, progress: Progress) -> list[Part]:
+def _text_parts(
+    name: str, fields: dict[str, Any], spool: Path | None, progress: Progress
+) -> list[Part]:
     if name != STANDARD_INPUT:
         return _named_parts(name, fields)
     file, sha256 = spool_standard_input(spool, encoding=fields.get("encoding"), progress=progress)
     return _marked(_source_parts("files", {"path": str(file)}, fields), f"standard input {sha256}")
 
 
-def _card_parts(name: str, fields: dict[str, Any], from_file: str | None, cache: Path, progress: Progress) -> list[Part]:
+def _card_parts(
+    name: str, fields: dict[str, Any], from_file: str | None, cache: Path, progress: Progress
+) -> list[Part]:
     card = load_card(name)
     fields = _fields_of(card) | fields
     if from_file is None and Path(name).exists():
-        progress.say(f"{name} is taken as the data set of that name; write ./{name} for the file or folder here.")
+        progress.say(
+            f"{name} is taken as the data set of that name; write ./{name} for the file or folder here."
+        )
     if card.address is None or card.sha256 is None:
         assert card.files is not None
         if from_file is not None:
-            raise DataError(f"{name} is not one file, so --from cannot give it.", fix=f"Name your copies of {card.files} as the source.")
+            raise DataError(
+                f"{name} is not one file, so --from cannot give it.",
+                fix=f"Name your copies of {card.files} as the source.",
+            )
         return _source_parts(card.source, {"path": card.address_of(card.files)}, fields)
     if from_file is not None:
         file = expanded(from_file)
         check_file(file, card.sha256)
     else:
         target = cache.expanduser() / name / card.address.rpartition("/")[2]
-        file = download(card.address, target, sha256=card.sha256, num_bytes=card.num_bytes, progress=progress)
+        file = download(
+            card.address, target, sha256=card.sha256, num_bytes=card.num_bytes, progress=progress
+        )
     return _marked(_source_parts(card.source, {"path": str(file)}, fields), f"{name} {card.sha256}")
 
 
@@ -280,7 +334,9 @@ def _fields_of(card: Card) -> dict[str, str]:
 
 def _marked(parts: list[Part], mark: str) -> list[Part]:
     """Return the parts of what is known by a mark of its own, wherever its file lies."""
-    return [replace(part, fingerprint=mark if index == 0 else "") for index, part in enumerate(parts)]
+    return [
+        replace(part, fingerprint=mark if index == 0 else "") for index, part in enumerate(parts)
+    ]
 
 
 def _named_parts(name: str, fields: dict[str, Any]) -> list[Part]:
@@ -292,14 +348,19 @@ def _named_parts(name: str, fields: dict[str, Any]) -> list[Part]:
         return _source_parts(key, _parameters_of(key, rest, name), fields)
     if re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*(:.*)?", name) and not os.path.exists(name):
         module, function, *given = name.split(":", 2)
-        return _source_parts(f"{module}:{function}", _parameters(given[0] if given else "", name), fields)
+        return _source_parts(
+            f"{module}:{function}", _parameters(given[0] if given else "", name), fields
+        )
     if "/" in name or Path(name).suffix or os.path.exists(expanded(name)) or glob.has_magic(name):
         return _source_parts("files", {"path": name}, fields)
     known = sorted({*DATASETS.names(), *SOURCES.names()} - {"files"})
     here = [entry.name for entry in Path().iterdir()]
     guess = nearest(name, [*known, *here])
     hint = f"Did you mean {guess!r}? " if guess else ""
-    raise DataError(f"There is no file, source or data set named {name!r}.", fix=f"{hint}Sources and data sets: {', '.join(known)}.")
+    raise DataError(
+        f"There is no file, source or data set named {name!r}.",
+        fix=f"{hint}Sources and data sets: {', '.join(known)}.",
+    )
 
 
 def _source_parts(name: str, parameters: dict[str, Any], fields: dict[str, Any]) -> list[Part]:
@@ -311,11 +372,19 @@ def _source_parts(name: str, parameters: dict[str, Any], fields: dict[str, Any])
     taken = inspect.signature(source).parameters
     for key, option in (("mask_field", "--mask-field"), ("text_field", "--text-field")):
         if key in fields and key not in taken:
-            raise DataError(f"The source {name!r} has no rows, so it has no field {fields[key]!r}.", fix=f"Leave {option} out.")
+            raise DataError(
+                f"The source {name!r} has no rows, so it has no field {fields[key]!r}.",
+                fix=f"Leave {option} out.",
+            )
     for key in ("include", "encoding"):
         if key in fields and key not in taken:
-            raise DataError(f"The source {name!r} reads no files of yours, so --{key} says nothing to it.", fix=f"Leave --{key} out.")
-    return parts_of(source, name, {key: field for key, field in fields.items() if key in taken} | parameters)
+            raise DataError(
+                f"The source {name!r} reads no files of yours, so --{key} says nothing to it.",
+                fix=f"Leave --{key} out.",
+            )
+    return parts_of(
+        source, name, {key: field for key, field in fields.items() if key in taken} | parameters
+    )
 
 
 def _parameters_of(source: str, text: str, name: str) -> dict[str, Any]:
@@ -333,7 +402,8 @@ def _parameters(text: str, name: str) -> dict[str, Any]:
         key, equals, value = item.partition("=")
         if not equals:
             raise DataError(
-                f"{name!r}: {item!r} is not a parameter.", fix="Write NAME:key=value,key=value, for example synthetic:documents=1000,seed=0."
+                f"{name!r}: {item!r} is not a parameter.",
+                fix="Write NAME:key=value,key=value, for example synthetic:documents=1000,seed=0.",
             )
         try:
             parameters[key.strip()] = parse_yaml(value, name=name)

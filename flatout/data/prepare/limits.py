@@ -83,7 +83,12 @@ class BadRowLimit:
                 fix=f"Look at these rows, or allow more with --max-bad-rows {10 * self._bad}, which keeps what is done.",
             )
         self._unread_bytes += record.unread_bytes
-        self._damaged += [place for entry in record.skipped if entry.reason == CANNOT_BE_READ for place in entry.first]
+        self._damaged += [
+            place
+            for entry in record.skipped
+            if entry.reason == CANNOT_BE_READ
+            for place in entry.first
+        ]
         if self._unread_bytes > UNREAD_SHARE * self._num_bytes:
             share = min(self._unread_bytes / max(self._num_bytes, 1), 1)
             damaged = ", ".join(place.where() for place in self._damaged[:FIRST_NAMED])

@@ -69,7 +69,9 @@ class Failure:
 class Workers(Protocol):
     """What packs ranges, wherever it has them packed."""
 
-    def pack(self, ranges: Sequence[Range], setup: Setup, tell: Tell = lambda _: None) -> Iterator[RangeRecord]:
+    def pack(
+        self, ranges: Sequence[Range], setup: Setup, tell: Tell = lambda _: None
+    ) -> Iterator[RangeRecord]:
         """Pack the ranges and yield their records in order.
 
         Raises: DataError for the first bad row in the order of the ranges.
@@ -81,7 +83,11 @@ Answer = tuple[int, RangeRecord | Failure]
 """Which of the ranges ended, counted from the first, and how."""
 
 
-def in_order(ranges: Sequence[Range], give: Callable[[Sequence[Range], int], int], answers: Callable[[], Iterable[Answer]]) -> Iterator[RangeRecord]:
+def in_order(
+    ranges: Sequence[Range],
+    give: Callable[[Sequence[Range], int], int],
+    answers: Callable[[], Iterable[Answer]],
+) -> Iterator[RangeRecord]:
     """Yield the records of ranges in order, however they end.
 
     `give(ranges, given)` gives out ranges from number `given` on while there is room, and returns the next; `answers()` waits for
@@ -126,7 +132,12 @@ class Crew:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         self.stop()
 
     def stop(self) -> None:
@@ -138,7 +149,9 @@ class Crew:
             worker.process.wait()
         self._workers = []
 
-    def pack(self, ranges: Sequence[Range], setup: Setup, tell: Tell = lambda _: None) -> Iterator[RangeRecord]:
+    def pack(
+        self, ranges: Sequence[Range], setup: Setup, tell: Tell = lambda _: None
+    ) -> Iterator[RangeRecord]:
         """Pack the ranges and yield their records in order, whatever the number of workers.
 
         Raises: DataError for the first bad row in the order of the ranges; RunFailed when a worker dies.
@@ -184,7 +197,12 @@ def _start() -> _Worker:
     ours, theirs = socket.socketpair()
     with theirs:
         boot = _BOOT.format(path=sys.path, descriptor=theirs.fileno())
-        process = subprocess.Popen([sys.executable, "-c", boot], stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], process_group=0)
+        process = subprocess.Popen(
+            [sys.executable, "-c", boot],
+            stdin=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+            process_group=0,
+        )
     return _Worker(process, Connection(ours.detach()))
 
 
@@ -224,13 +242,17 @@ def serve(descriptor: int) -> None:
             bound_pieces(setup.packing.tokenizer)
             for number in itertools.count():
                 index, work = connection.recv()
-                record = attempt(lambda work=work: pack_range(work, setup.packing, setup.folder, answer))  # type: ignore[misc]
+                record = attempt(
+                    lambda work=work: pack_range(work, setup.packing, setup.folder, answer)
+                )  # type: ignore[misc]
                 if number == 0:
                     gc.freeze()  # a vocabulary is 100,000 objects, which the collector would go through again and again
                 if isinstance(record, Failure):
                     answer((index, record))
                 else:
-                    recorder.submit(lambda index=index, record=record: answer((index, attempt(record))))  # type: ignore[misc]
+                    recorder.submit(
+                        lambda index=index, record=record: answer((index, attempt(record)))
+                    )  # type: ignore[misc]
         except (EOFError, ConnectionError):
             return
 

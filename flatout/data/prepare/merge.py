@@ -29,7 +29,15 @@ from flatout.data.store.manifest import (
     TokenizerEntry,
     token_dtype,
 )
-from flatout.files import CheckedFile, Unfinished, check_blocks, sync, write_text, write_whole, writing
+from flatout.files import (
+    CheckedFile,
+    Unfinished,
+    check_blocks,
+    sync,
+    write_text,
+    write_whole,
+    writing,
+)
 
 if TYPE_CHECKING:
     from flatout.data.tokenizers import Tokenizer
@@ -72,7 +80,10 @@ def join(
     shard_tokens = max(shard_bytes // np.dtype(dtype).itemsize, 1)
     with writing(work.out):
         work.joined.mkdir(exist_ok=True)
-        splits = {name: _Joining(work, name, records, dtype, dropped).split(shard_tokens) for name in SPLITS}
+        splits = {
+            name: _Joining(work, name, records, dtype, dropped).split(shard_tokens)
+            for name in SPLITS
+        }
         tokenizer.save(work.joined / TOKENIZER)
         sync(work.joined / TOKENIZER)
         manifest = Manifest(
@@ -100,7 +111,11 @@ def check(work: WorkFolder, records: Sequence[RangeRecord]) -> None:
     damaged = 0
     for record in records:
         entries = [entry for split in record.splits.values() for entry in split.files.values()]
-        if not all(check_blocks(work.ranges / entry.name, entry) for entry in entries if (work.ranges / entry.name).exists()):
+        if not all(
+            check_blocks(work.ranges / entry.name, entry)
+            for entry in entries
+            if (work.ranges / entry.name).exists()
+        ):
             record_path(work.ranges, record.number).unlink()
             damaged += 1
     if damaged:
@@ -108,13 +123,23 @@ def check(work: WorkFolder, records: Sequence[RangeRecord]) -> None:
 
 
 def _damaged(what: str) -> Unfinished:
-    return Unfinished(f"{what} damaged on the disk.", fix="Run the same command again: it does that again, and keeps the rest.")
+    return Unfinished(
+        f"{what} damaged on the disk.",
+        fix="Run the same command again: it does that again, and keeps the rest.",
+    )
 
 
 class _Joining:
     """One split being joined."""
 
-    def __init__(self, work: WorkFolder, name: SplitName, records: Sequence[RangeRecord], dtype: str, dropped: Dropped | None) -> None:
+    def __init__(
+        self,
+        work: WorkFolder,
+        name: SplitName,
+        records: Sequence[RangeRecord],
+        dtype: str,
+        dropped: Dropped | None,
+    ) -> None:
         self._work = work
         self._name = name
         self._dropped = dropped
@@ -127,7 +152,10 @@ class _Joining:
     def split(self, shard_tokens: int) -> SplitEntry:
         """Write the shards that are not there yet, then the document ends."""
         total = int(self._starts[-1])
-        shards = [self._shard(number, start, min(start + shard_tokens, total)) for number, start in enumerate(range(0, total, shard_tokens))]
+        shards = [
+            self._shard(number, start, min(start + shard_tokens, total))
+            for number, start in enumerate(range(0, total, shard_tokens))
+        ]
         return SplitEntry(
             tokens=total,
             documents=sum(split.documents for split in self._splits),
@@ -143,8 +171,14 @@ class _Joining:
         if recorded.is_file():
             shard = _Shard.model_validate_json(recorded.read_text(encoding="utf-8"))
         else:
-            tokens = self._copied("bin", self._work.joined / f"{stem}.bin", start, stop, self._itemsize)
-            mask = self._copied("mask", self._work.joined / f"{stem}.mask.bin", start, stop, 1) if self._masked else None
+            tokens = self._copied(
+                "bin", self._work.joined / f"{stem}.bin", start, stop, self._itemsize
+            )
+            mask = (
+                self._copied("mask", self._work.joined / f"{stem}.mask.bin", start, stop, 1)
+                if self._masked
+                else None
+            )
             shard = _Shard(tokens=tokens, mask=mask)
             sync(self._work.joined)
             write_text(recorded, shard.model_dump_json() + "\n")
@@ -162,7 +196,9 @@ class _Joining:
             last = int(np.searchsorted(self._starts[1:], stop, side="left"))
             for index in range(first, min(last + 1, len(self._splits))):
                 begins = int(self._starts[index])
-                inside = slice(max(start - begins, 0), min(stop - begins, self._splits[index].tokens))
+                inside = slice(
+                    max(start - begins, 0), min(stop - begins, self._splits[index].tokens)
+                )
                 if inside.start < inside.stop:
                     for begin, end in self._pieces(index, inside.start, inside.stop):
                         self._copy(index, kind, file, begin * itemsize, end * itemsize)
@@ -177,7 +213,10 @@ class _Joining:
             yield start, stop
             return
         before = 0
-        for begin, end in runs(read_ends(self._work, self._splits[index]), self._dropped.of(self._numbers[index], self._name)):
+        for begin, end in runs(
+            read_ends(self._work, self._splits[index]),
+            self._dropped.of(self._numbers[index], self._name),
+        ):
             first, last = max(start - before, 0), min(stop - before, end - begin)
             if first < last:
                 yield begin + first, begin + last
@@ -201,10 +240,14 @@ class _Joining:
     def _ends(self) -> FileEntry:
         file = CheckedFile(self._work.joined / f"{self._name}-documents.bin")
         try:
-            for start, number, split in zip(self._starts, self._numbers, self._splits, strict=False):
+            for start, number, split in zip(
+                self._starts, self._numbers, self._splits, strict=False
+            ):
                 ends = read_ends(self._work, split)
                 if self._dropped is not None:
-                    ends = np.cumsum(np.diff(ends, prepend=0)[~self._dropped.of(number, self._name)])
+                    ends = np.cumsum(
+                        np.diff(ends, prepend=0)[~self._dropped.of(number, self._name)]
+                    )
                 file.write((ends + start).astype("<i8"))
             return file.close()
         except BaseException:

@@ -14,7 +14,14 @@ from flatout.data.prepare.inputs import CACHE, Corpus, load_card, on_both_sides,
 from flatout.data.prepare.limits import check_space
 from flatout.data.prepare.ranges import Range, make_ranges
 from flatout.data.prepare.sample import prompts_and_texts_of, sample_texts, texts_by_hash, texts_of
-from flatout.data.prepare.split_rule import NAMED, Plan, empty, make_named_plan, make_plan, parse_rule
+from flatout.data.prepare.split_rule import (
+    NAMED,
+    Plan,
+    empty,
+    make_named_plan,
+    make_plan,
+    parse_rule,
+)
 from flatout.data.prepare.tokenize import Duplicates, Job, OnBadRow, Packing
 from flatout.data.prepare.work_dir import StoredPlan, WorkFolder, refuse_mount
 from flatout.data.tokenizers import Tokenizer, make_tokenizer, read_tokenizer, tokenizer_place
@@ -75,7 +82,13 @@ class Request:
 
 
 def open_request(
-    sources: Sequence[str], out: Path, options: Options, *, from_file: str | None = None, cache: Path = CACHE, progress: Progress = SILENT
+    sources: Sequence[str],
+    out: Path,
+    options: Options,
+    *,
+    from_file: str | None = None,
+    cache: Path = CACHE,
+    progress: Progress = SILENT,
 ) -> Request:
     """Return the request to prepare some sources.
 
@@ -112,22 +125,36 @@ def _check(options: Options) -> None:
     numbers = {"--max-documents": options.max_documents, "--max-bytes": options.max_bytes}
     for name, value in numbers.items():
         if value is not None and value < 1:
-            raise DataError(f"{name} {value} is not a number from 1 up.", fix=f"Leave {name} out, or give a larger number.")
+            raise DataError(
+                f"{name} {value} is not a number from 1 up.",
+                fix=f"Leave {name} out, or give a larger number.",
+            )
     if options.on_bad_row not in ("raise", "skip"):
-        raise DataError(f"--on-bad-row {options.on_bad_row!r} is not known.", fix="Give raise or skip.")
-    if options.duplicates not in ("keep", "drop"):
-        raise DataError(f"--duplicates {options.duplicates!r} is not known.", fix="Give keep or drop.")
-    if options.max_bad_rows is not None and (options.on_bad_row != "skip" or options.max_bad_rows < 0):
         raise DataError(
-            f"--max-bad-rows {options.max_bad_rows} is not the number of rows that may be skipped.", fix="Give 0 or more, with --on-bad-row skip."
+            f"--on-bad-row {options.on_bad_row!r} is not known.", fix="Give raise or skip."
+        )
+    if options.duplicates not in ("keep", "drop"):
+        raise DataError(
+            f"--duplicates {options.duplicates!r} is not known.", fix="Give keep or drop."
+        )
+    if options.max_bad_rows is not None and (
+        options.on_bad_row != "skip" or options.max_bad_rows < 0
+    ):
+        raise DataError(
+            f"--max-bad-rows {options.max_bad_rows} is not the number of rows that may be skipped.",
+            fix="Give 0 or more, with --on-bad-row skip.",
         )
     if options.tokenizer.endswith(".gz"):
-        raise DataError(f"The tokenizer {options.tokenizer} is packed.", fix="Unpack it first, for example with `gunzip --keep`.")
+        raise DataError(
+            f"The tokenizer {options.tokenizer} is packed.",
+            fix="Unpack it first, for example with `gunzip --keep`.",
+        )
     if options.split is not None:
         parse_rule(options.split)
         if options.val:
             raise DataError(
-                f"--val names the validation text, and --split {options.split!r} takes it from the text to train on.", fix="Leave one of the two out."
+                f"--val names the validation text, and --split {options.split!r} takes it from the text to train on.",
+                fix="Leave one of the two out.",
             )
 
 
@@ -141,7 +168,9 @@ def describe(corpus: Corpus, options: Options) -> dict[str, Any]:
         "end_of_text": options.end_of_text,
         "text_field": options.text_field or _usual_fields(corpus),
         "split": _normal("split", corpus.split) if corpus.validation is None else NAMED,
-        "val": None if corpus.validation is None else [without_secrets(name) for name in corpus.validation.names],
+        "val": None
+        if corpus.validation is None
+        else [without_secrets(name) for name in corpus.validation.names],
         "val_fingerprint": None if corpus.validation is None else corpus.validation.fingerprint,
         "max_documents": options.max_documents,
         "max_bytes": options.max_bytes,
@@ -157,7 +186,9 @@ def _usual_fields(corpus: Corpus) -> str:
     """Return which field is read where none is asked for: that of each card, and `text` of all else."""
     names = (*corpus.names, *(corpus.validation.names if corpus.validation is not None else ()))
     cards = DATASETS.names()
-    return " and ".join(sorted({load_card(name).text_field if name in cards else USUAL_FIELD for name in names}))
+    return " and ".join(
+        sorted({load_card(name).text_field if name in cards else USUAL_FIELD for name in names})
+    )
 
 
 def _normal(key: str, value: Any) -> Any:
@@ -183,15 +214,31 @@ def tokenizer_mark(spec: str) -> str:
 
 def difference(there: Mapping[str, Any], asked: Mapping[str, Any]) -> str:
     """Return how two descriptions differ, in words; nothing when they are of the same data set."""
-    values = {key: (_normal(key, there.get(key)), _normal(key, asked[key])) for key in asked if key not in ("names", "val")}
+    values = {
+        key: (_normal(key, there.get(key)), _normal(key, asked[key]))
+        for key in asked
+        if key not in ("names", "val")
+    }
     different = [key for key, (one, other) in values.items() if one != other]
-    said = [f"{key} {values[key][0]!r} there, {values[key][1]!r} asked for" for key in different if not key.endswith("fingerprint")]
+    said = [
+        f"{key} {values[key][0]!r} there, {values[key][1]!r} asked for"
+        for key in different
+        if not key.endswith("fingerprint")
+    ]
     if "fingerprint" in different:
         names, wanted = " ".join(there.get("names", [])), " ".join(asked["names"])
-        said.append("the text has changed" if names == wanted else f"the text of {names} there, of {wanted} asked for")
+        said.append(
+            "the text has changed"
+            if names == wanted
+            else f"the text of {names} there, of {wanted} asked for"
+        )
     if "val_fingerprint" in different:
         names, wanted = (" ".join(one.get("val") or ["nothing"]) for one in (there, asked))
-        said.append("the validation text has changed" if names == wanted else f"the validation text {names} there, {wanted} asked for")
+        said.append(
+            "the validation text has changed"
+            if names == wanted
+            else f"the validation text {names} there, {wanted} asked for"
+        )
     return "; ".join(said)
 
 
@@ -219,17 +266,35 @@ def _begun(work: WorkFolder, request: Request) -> Planned:
     tokenizer = _tokenizer(options.tokenizer, made, request)
     ranges = make_ranges(made.jobs)
     check_space(work.out, [job.part.num_bytes for job in made.jobs], tokenizer)
-    stored = StoredPlan.of(made, ranges, corpus.all_parts, request.source, tokenizer, moment=corpus.moment)
+    stored = StoredPlan.of(
+        made, ranges, corpus.all_parts, request.source, tokenizer, moment=corpus.moment
+    )
     there = work.begin(stored, tokenizer)
-    return _planned(made, ranges, tokenizer, options) if there == stored else _followed(work, there, request)
+    return (
+        _planned(made, ranges, tokenizer, options)
+        if there == stored
+        else _followed(work, there, request)
+    )
 
 
 def _made(request: Request) -> Plan:
     corpus, options = request.corpus, request.options
-    limits: dict[str, Any] = {"max_documents": options.max_documents, "max_bytes": options.max_bytes, "on_bad_row": options.on_bad_row}
+    limits: dict[str, Any] = {
+        "max_documents": options.max_documents,
+        "max_bytes": options.max_bytes,
+        "on_bad_row": options.on_bad_row,
+    }
     if corpus.validation is not None:
-        return make_named_plan(corpus.parts, corpus.validation.parts, progress=request.progress, **limits)
-    return make_plan(corpus.parts, split=corpus.split, progress=request.progress, name=" ".join(corpus.names), **limits)
+        return make_named_plan(
+            corpus.parts, corpus.validation.parts, progress=request.progress, **limits
+        )
+    return make_plan(
+        corpus.parts,
+        split=corpus.split,
+        progress=request.progress,
+        name=" ".join(corpus.names),
+        **limits,
+    )
 
 
 def check_same(work: WorkFolder, stored: StoredPlan, request: Request) -> None:
@@ -258,12 +323,21 @@ def _followed(work: WorkFolder, stored: StoredPlan, request: Request) -> Planned
     made, ranges = stored.restored(request.corpus.all_parts)
     tokenizer = _tokenizer(str(work.tokenizer), made, request)
     if tokenizer.digest() != stored.tokenizer:
-        raise DataError(f"{work.tokenizer} is not the tokenizer that was begun with.", fix=f"Remove the folder {work.path}, to begin again.")
+        raise DataError(
+            f"{work.tokenizer} is not the tokenizer that was begun with.",
+            fix=f"Remove the folder {work.path}, to begin again.",
+        )
     return _planned(made, ranges, tokenizer, request.options)
 
 
 def _planned(made: Plan, ranges: list[Range], tokenizer: Tokenizer, options: Options) -> Planned:
-    return Planned(ranges, Packing(tokenizer, made.assignment, options.on_bad_row, options.mask_field, options.duplicates), made.rule)
+    return Planned(
+        ranges,
+        Packing(
+            tokenizer, made.assignment, options.on_bad_row, options.mask_field, options.duplicates
+        ),
+        made.rule,
+    )
 
 
 def _tokenizer(spec: str, made: Plan, request: Request) -> Tokenizer:
@@ -271,7 +345,9 @@ def _tokenizer(spec: str, made: Plan, request: Request) -> Tokenizer:
     return make_tokenizer(
         spec,
         lambda limit: _some(sample_texts(made.jobs, limit, read), made.jobs, request),
-        train_on=lambda limit: _some(texts_by_hash(made.training_jobs, limit, read), made.training_jobs, request),
+        train_on=lambda limit: _some(
+            texts_by_hash(made.training_jobs, limit, read), made.training_jobs, request
+        ),
         pattern=request.options.pattern,
         end_of_text=request.options.end_of_text,
         cache=request.cache,

@@ -15,7 +15,14 @@ from flatout.data.prepare.limits import BadRowLimit
 from flatout.data.prepare.local_workers import Crew, Setup, Workers
 from flatout.data.prepare.merge import check, join
 from flatout.data.prepare.options import Options as Options
-from flatout.data.prepare.options import Planned, Request, check_same, difference, open_request, plan
+from flatout.data.prepare.options import (
+    Planned,
+    Request,
+    check_same,
+    difference,
+    open_request,
+    plan,
+)
 from flatout.data.prepare.ranges import Range, RangeRecord, record_path
 from flatout.data.prepare.split_rule import NAMED, empty
 from flatout.data.prepare.tokenize import Skipped, Tally, Tell
@@ -104,11 +111,17 @@ def prepare_dataset(
     started = time.perf_counter()
     check_workers(workers)
     out = expanded(out)
-    request = open_request(sources, out, options, from_file=from_file, cache=cache, progress=progress)
-    return replace(prepare_request(request, out, workers, engine), seconds=time.perf_counter() - started)
+    request = open_request(
+        sources, out, options, from_file=from_file, cache=cache, progress=progress
+    )
+    return replace(
+        prepare_request(request, out, workers, engine), seconds=time.perf_counter() - started
+    )
 
 
-def prepare_request(request: Request, out: Path, workers: int | None = None, engine: Engine = local) -> Prepared:
+def prepare_request(
+    request: Request, out: Path, workers: int | None = None, engine: Engine = local
+) -> Prepared:
     """Write the data set of a request as `prepare_dataset` does; arguments and errors are the same."""
     started = time.perf_counter()
     with WorkFolder(out) as work:
@@ -138,7 +151,9 @@ def prepare_part(
     started = time.perf_counter()
     check_workers(workers)
     out = expanded(out)
-    request = open_request(sources, out, options, from_file=from_file, cache=cache, progress=progress)
+    request = open_request(
+        sources, out, options, from_file=from_file, cache=cache, progress=progress
+    )
     with WorkFolder(out, part) as work:
         if _held_or_claimed(out, request, work) is not None:
             return PreparedPart(out, (), 0, time.perf_counter() - started)
@@ -146,11 +161,22 @@ def prepare_part(
             planned = plan(work, request)
             mine = [piece for piece in planned.ranges if part.has(piece.number)]
             records = _packed(work, planned, mine, crew, request)
-        return PreparedPart(out, tuple(records), len(planned.ranges) - len(work.done()), time.perf_counter() - started)
+        return PreparedPart(
+            out,
+            tuple(records),
+            len(planned.ranges) - len(work.done()),
+            time.perf_counter() - started,
+        )
 
 
 def join_parts(
-    sources: Sequence[str], out: Path, options: Options, *, from_file: str | None = None, cache: Path = CACHE, progress: Progress = SILENT
+    sources: Sequence[str],
+    out: Path,
+    options: Options,
+    *,
+    from_file: str | None = None,
+    cache: Path = CACHE,
+    progress: Progress = SILENT,
 ) -> Prepared:
     """Join what `prepare_part` did to the data set `out`.
 
@@ -158,14 +184,19 @@ def join_parts(
     """
     started = time.perf_counter()
     out = expanded(out)
-    request = open_request(sources, out, options, from_file=from_file, cache=cache, progress=progress)
+    request = open_request(
+        sources, out, options, from_file=from_file, cache=cache, progress=progress
+    )
     with WorkFolder(out) as work:
         held = _held(out, request, work)
         if held is not None:
             return Prepared(out, held, time.perf_counter() - started, existed=True)
         stored = work.plan()
         if stored is None:
-            raise DataError(f"No part of {out} is done.", fix="Do its parts first, with --part 1/N to --part N/N.")
+            raise DataError(
+                f"No part of {out} is done.",
+                fix="Do its parts first, with --part 1/N to --part N/N.",
+            )
         check_same(work, stored, request)
         missing = sorted(set(range(len(stored.ranges))) - set(work.done()))
         if missing:
@@ -184,7 +215,10 @@ def check_workers(workers: int | None) -> None:
     Raises: DataError.
     """
     if workers is not None and workers < 1:
-        raise DataError(f"--workers {workers} is not a number from 1 up.", fix="Leave --workers out, or give a larger number.")
+        raise DataError(
+            f"--workers {workers} is not a number from 1 up.",
+            fix="Leave --workers out, or give a larger number.",
+        )
 
 
 def usual_workers(parts: Sequence[Part]) -> int:
@@ -211,14 +245,22 @@ def _held(out: Path, request: Request, work: WorkFolder) -> Manifest | None:
     """
     if not (out / MANIFEST).is_file():
         if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-            raise DataError(f"{out} is not empty and is not a data set.", fix="Choose another --out, or remove what is there.")
+            raise DataError(
+                f"{out} is not empty and is not a data set.",
+                fix="Choose another --out, or remove what is there.",
+            )
         return None
     held = Dataset.open(out).manifest
     different = difference(held.source, request.source)
     if different:
-        raise DataError(f"{out} holds another data set: {different}.", fix="Choose another --out, or remove that folder.")
+        raise DataError(
+            f"{out} holds another data set: {different}.",
+            fix="Choose another --out, or remove that folder.",
+        )
     work.clear()
-    request.progress.say(f"{out} already holds this data set: {held.tokens:,} tokens. Nothing to do.")
+    request.progress.say(
+        f"{out} already holds this data set: {held.tokens:,} tokens. Nothing to do."
+    )
     return held
 
 
@@ -255,21 +297,27 @@ def _write(work: WorkFolder, request: Request, crew: Workers) -> Manifest:
         )
 
 
-def _packed(work: WorkFolder, planned: Planned, wanted: list[Range], crew: Workers, request: Request) -> list[RangeRecord]:
+def _packed(
+    work: WorkFolder, planned: Planned, wanted: list[Range], crew: Workers, request: Request
+) -> list[RangeRecord]:
     """Return the records of some ranges, in order; those that are not done are packed."""
     numbers = {piece.number for piece in wanted}
     done = {number: record for number, record in work.done().items() if number in numbers}
     check(work, list(done.values()))
     left = [piece for piece in wanted if piece.number not in done]
     if done:
-        request.progress.say(f"{len(done)} of {len(wanted)} ranges were done before; {len(left)} are left.")
+        request.progress.say(
+            f"{len(done)} of {len(wanted)} ranges were done before; {len(left)} are left."
+        )
     sizes = [job.part.num_bytes for piece in left for job in piece.jobs]
     total = sum(sizes) / 1e6 if all(sizes) else None
     records: list[RangeRecord] = []
     try:
         with request.progress.task("Tokenising", total=total, unit="MB") as task:
             made = crew.pack(left, Setup(planned.packing, work.ranges), _reporter(task))
-            bad_rows = BadRowLimit(request.options.max_bad_rows, sum(piece.num_bytes for piece in planned.ranges))
+            bad_rows = BadRowLimit(
+                request.options.max_bad_rows, sum(piece.num_bytes for piece in planned.ranges)
+            )
             for piece in wanted:
                 records.append(done[piece.number] if piece.number in done else next(made))
                 bad_rows.add(records[-1])
@@ -312,7 +360,9 @@ def _reporter(task: Task) -> Tell:
     return tell
 
 
-def _check_splits(records: Sequence[RangeRecord], source: Mapping[str, Any], rule: str, skipped: Skipped) -> None:
+def _check_splits(
+    records: Sequence[RangeRecord], source: Mapping[str, Any], rule: str, skipped: Skipped
+) -> None:
     """Refuse a data set that lacks a split.
 
     Raises: DataError saying which, and which rule would do.
@@ -325,4 +375,7 @@ def _check_splits(records: Sequence[RangeRecord], source: Mapping[str, Any], rul
         raise empty(" ".join(source["val"]), ())
     if not train or not val:
         lacking = "validation" if train else "training"
-        raise DataError(f"{names}: by {rule!r} none of the {train + val:,} documents is for {lacking}.", fix="Set --split 'tail 0.1'.")
+        raise DataError(
+            f"{names}: by {rule!r} none of the {train + val:,} documents is for {lacking}.",
+            fix="Set --split 'tail 0.1'.",
+        )

@@ -80,7 +80,11 @@ def _stored(place: Place) -> tuple[str, int | None]:
 
 
 def _restored(stored: Any) -> Any:
-    return stored if isinstance(stored, Place) else Place(unquote(stored[0], errors="surrogateescape"), stored[1])
+    return (
+        stored
+        if isinstance(stored, Place)
+        else Place(unquote(stored[0], errors="surrogateescape"), stored[1])
+    )
 
 
 StoredPlace = Annotated[Place, BeforeValidator(_restored), PlainSerializer(_stored)]
@@ -141,7 +145,9 @@ class RangeWriter:
         self._folder = folder
         self._number = number
         self._num_bytes = num_bytes
-        self._splits = {name: _SplitFiles(folder, f"{number:06d}.{name}", vocab_size) for name in SPLITS}
+        self._splits = {
+            name: _SplitFiles(folder, f"{number:06d}.{name}", vocab_size) for name in SPLITS
+        }
 
     def append(
         self,
@@ -171,8 +177,12 @@ class RangeWriter:
             with writing(self._folder.parent):
                 splits = {name: split.finish() for name, split in self._splits.items()}
                 record = self._record(splits, skipped or Skipped())
-                sync(self._folder)  # before the record: one that outlives a power cut finds its files, one that does not costs the range again
-                write_whole(record_path(self._folder, self._number), record.model_dump_json() + "\n")
+                sync(
+                    self._folder
+                )  # before the record: one that outlives a power cut finds its files, one that does not costs the range again
+                write_whole(
+                    record_path(self._folder, self._number), record.model_dump_json() + "\n"
+                )
         except BaseException:
             self.abandon()
             raise
@@ -183,9 +193,14 @@ class RangeWriter:
             number=self._number,
             num_bytes=self._num_bytes,
             splits=splits,
-            skipped=tuple(SkippedRows(reason=reason, count=count, first=tuple(skipped.first[reason])) for reason, count in skipped.counts.items()),
+            skipped=tuple(
+                SkippedRows(reason=reason, count=count, first=tuple(skipped.first[reason]))
+                for reason, count in skipped.counts.items()
+            ),
             bad_rows=skipped.bad,
-            first_bad=(first.place, storable(first.what)) if (first := skipped.first_bad) is not None else None,
+            first_bad=(first.place, storable(first.what))
+            if (first := skipped.first_bad) is not None
+            else None,
             unread_bytes=skipped.unread_bytes,
             cut_documents=skipped.cut_documents,
         )
@@ -213,11 +228,15 @@ class _SplitFiles:
                 f"The tokenizer gave the ids {int(tokens.min())} to {int(tokens.max())}, but says its vocabulary has {self._vocab_size}.",
                 fix="Repair the tokenizer's vocab_size.",
             )
-        assert not self._tokens or ("mask" in self._files) == (mask is not None), "a split has a mask always or never"
+        assert not self._tokens or ("mask" in self._files) == (mask is not None), (
+            "a split has a mask always or never"
+        )
         assert mask is None or len(mask) == len(tokens)
         ends = ends + self._tokens
         steps = np.diff(ends, prepend=self._last_end)
-        assert not len(steps) or (steps.min() > 0 and ends[-1] <= self._tokens + len(tokens)), "document ends must ascend within the tokens"
+        assert not len(steps) or (steps.min() > 0 and ends[-1] <= self._tokens + len(tokens)), (
+            "document ends must ascend within the tokens"
+        )
         self.write("bin", tokens.astype(self._dtype))
         self.write("ends", ends.astype("<i8"))
         if mask is not None:
@@ -239,19 +258,25 @@ class _SplitFiles:
             self._last_end = self._tokens
             self._documents += 1
         files = {kind: file.close() for kind, file in self._files.items()}
-        return RangeSplit(tokens=self._tokens, documents=self._documents, text_bytes=self._text_bytes, files=files)
+        return RangeSplit(
+            tokens=self._tokens, documents=self._documents, text_bytes=self._text_bytes, files=files
+        )
 
     def abandon(self) -> None:
         for file in self._files.values():
             file.abandon()
 
 
-def pack_range(work: Range, packing: Packing, folder: Path, tell: Tell) -> Callable[[], RangeRecord]:
+def pack_range(
+    work: Range, packing: Packing, folder: Path, tell: Tell
+) -> Callable[[], RangeRecord]:
     """Pack a range into its files in the folder, and return what syncs and records them, which another thread may call.
 
     Raises: DataError for the first row that cannot be used, unless such rows are to be skipped; Unfinished for a full disk.
     """
-    writer = RangeWriter(folder, work.number, vocab_size=packing.tokenizer.vocab_size, num_bytes=work.num_bytes)
+    writer = RangeWriter(
+        folder, work.number, vocab_size=packing.tokenizer.vocab_size, num_bytes=work.num_bytes
+    )
     try:
         skipped = pack(work.jobs, packing, writer, tell)
     except BaseException:
@@ -274,4 +299,7 @@ def read_record(path: Path) -> RangeRecord:
         return RangeRecord.model_validate_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
         folder = path.parent.parent
-        raise DataError(f"{path} cannot be read as a record of this flatout.", fix=f"Remove the folder {folder}, to begin again.") from error
+        raise DataError(
+            f"{path} cannot be read as a record of this flatout.",
+            fix=f"Remove the folder {folder}, to begin again.",
+        ) from error

@@ -58,7 +58,8 @@ def ray_package() -> Any:
         return importlib.import_module("ray")
     except ImportError as error:
         raise MissingPackage(
-            "--engine ray takes the package ray, which is not installed.", fix='Install it: `pip install "flatout[ray]"`.'
+            "--engine ray takes the package ray, which is not installed.",
+            fix='Install it: `pip install "flatout[ray]"`.',
         ) from error
 
 
@@ -81,18 +82,27 @@ class RayCrew:
     def __enter__(self) -> Self:
         if not self._ray.is_initialized():
             with contextlib.ExitStack() as around:
-                around.enter_context(contextlib.redirect_stdout(_WithoutDumps(sys.stdout, self._progress)))
+                around.enter_context(
+                    contextlib.redirect_stdout(_WithoutDumps(sys.stdout, self._progress))
+                )
                 around.callback(self._ray.shutdown)
                 before = _raylets()
                 with self._progress.task("Connecting to Ray"), _own_termination():
                     self._connect()
                 self._progress.say(
-                    "The running Ray cluster is used." if _raylets() == before else "A Ray cluster was started on this machine for this."
+                    "The running Ray cluster is used."
+                    if _raylets() == before
+                    else "A Ray cluster was started on this machine for this."
                 )
                 self._around = around.pop_all()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         with self._around:
             self._stop()
 
@@ -101,10 +111,13 @@ class RayCrew:
             self._ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR")
         except Exception as error:
             raise RunFailed(
-                f"Ray does not work here: {' '.join(str(error).split())}", fix="Check RAY_ADDRESS, and the cluster with `ray status`."
+                f"Ray does not work here: {' '.join(str(error).split())}",
+                fix="Check RAY_ADDRESS, and the cluster with `ray status`.",
             ) from error
 
-    def pack(self, ranges: Sequence[Range], setup: Setup, tell: Tell = lambda _: None) -> Iterator[RangeRecord]:
+    def pack(
+        self, ranges: Sequence[Range], setup: Setup, tell: Tell = lambda _: None
+    ) -> Iterator[RangeRecord]:
         """Pack the ranges on the cluster and yield their records in order.
 
         Raises: DataError for the first bad row in the order of the ranges; RunFailed for a cluster that cannot go on.
@@ -113,7 +126,9 @@ class RayCrew:
         mark.touch()
         try:
             order = _Order(self._ray, setup, mark)
-            yield from in_order(ranges, functools.partial(self._give, order), lambda: self._answers(order, tell))
+            yield from in_order(
+                ranges, functools.partial(self._give, order), lambda: self._answers(order, tell)
+            )
         finally:
             self._stop()
             mark.unlink(missing_ok=True)
@@ -151,18 +166,24 @@ class RayCrew:
         self._looked_at = now
         if not self._head_answers():
             if now - self._answered_at > HEAD_PATIENCE_S:
-                raise RunFailed("The head node of the Ray cluster is gone.", fix=f"Start a cluster. {GOES_ON}")
+                raise RunFailed(
+                    "The head node of the Ray cluster is gone.", fix=f"Start a cluster. {GOES_ON}"
+                )
             return self._cluster[1]
         self._answered_at = now
         alive = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
         cluster = (len(alive), int(sum(resources.get("CPU", 0) for resources in alive)))
         if cluster != self._cluster:
             self._cluster = cluster
-            self._progress.say(f"CPUs of the Ray cluster: {cluster[1]}, on {cluster[0]} node{'s' * (cluster[0] != 1)}.")
+            self._progress.say(
+                f"CPUs of the Ray cluster: {cluster[1]}, on {cluster[0]} node{'s' * (cluster[0] != 1)}."
+            )
         if cluster[1]:
             self._had_cpus_at = now
         elif now - self._had_cpus_at > NODE_PATIENCE_S:
-            raise RunFailed("No node of the Ray cluster has a CPU any more.", fix=f"Start nodes. {GOES_ON}")
+            raise RunFailed(
+                "No node of the Ray cluster has a CPU any more.", fix=f"Start nodes. {GOES_ON}"
+            )
         return cluster[1]
 
     def _head_answers(self) -> bool:
@@ -226,27 +247,56 @@ class _Order:
         try:
             node, result = self._ray.get(reference)
         except exceptions.RayTaskError as error:
-            return Failure(f"Ray could not run prepare's work: {error}", "Check that the nodes have the packages of this machine.", RunFailed)
+            return Failure(
+                f"Ray could not run prepare's work: {error}",
+                "Check that the nodes have the packages of this machine.",
+                RunFailed,
+            )
         except (exceptions.WorkerCrashedError, exceptions.OutOfMemoryError) as error:
             what = f"The process that packed range {work.number} died {RETRIES + 1} times: {_first_line(error)}"
-            return Failure(what, f"{GOES_ON} It is mostly a lack of memory: use fewer --workers.", RunFailed)
+            return Failure(
+                what, f"{GOES_ON} It is mostly a lack of memory: use fewer --workers.", RunFailed
+            )
         except exceptions.RayError as error:
-            return Failure(f"The Ray cluster gave range {work.number} up: {_first_line(error)}", GOES_ON, RunFailed)
+            return Failure(
+                f"The Ray cluster gave range {work.number} up: {_first_line(error)}",
+                GOES_ON,
+                RunFailed,
+            )
         if isinstance(result, str):
-            return Failure(f"The node {node} {result}.", f"Install flatout {_version()} on every node, as on this machine.", RunFailed)
+            return Failure(
+                f"The node {node} {result}.",
+                f"Install flatout {_version()} on every node, as on this machine.",
+                RunFailed,
+            )
         return self._judged(result, node, work) if isinstance(result, Failure) else result
 
     def _judged(self, failure: Failure, node: str, work: Range) -> Failure:
         """Return a node's failure as this machine's when the text is the cause, which is tried; else it is that node's."""
         if failure.kind is None:
             fix = "--engine local --workers 1 shows the traceback."
-            return replace(failure, what=f"A worker of prepare failed on the node {node}: {failure.what}.", fix=fix, kind=RunFailed)
+            return replace(
+                failure,
+                what=f"A worker of prepare failed on the node {node}: {failure.what}.",
+                fix=fix,
+                kind=RunFailed,
+            )
         if failure.kind is DataError:
-            here = attempt(lambda: pack_range(work, self._setup.packing, self._setup.folder, lambda _: None)())
+            here = attempt(
+                lambda: pack_range(work, self._setup.packing, self._setup.folder, lambda _: None)()
+            )
             if isinstance(here, Failure):
                 return here
-            return Failure(f"The node {node} cannot do what this machine can: {failure.what}", "Give sources that every node sees.", RunFailed)
-        return failure if failure.kind is Unfinished else replace(failure, what=f"On the node {node}: {failure.what}")
+            return Failure(
+                f"The node {node} cannot do what this machine can: {failure.what}",
+                "Give sources that every node sees.",
+                RunFailed,
+            )
+        return (
+            failure
+            if failure.kind is Unfinished
+            else replace(failure, what=f"On the node {node}: {failure.what}")
+        )
 
 
 def _raylets() -> set[int]:
@@ -269,7 +319,9 @@ def _own_termination() -> Iterator[None]:
     try:
         yield
     except SystemExit as error:
-        raise Interrupted("Terminated.", fix="Run the same command again.", signal_number=signal.SIGTERM) from error
+        raise Interrupted(
+            "Terminated.", fix="Run the same command again.", signal_number=signal.SIGTERM
+        ) from error
     finally:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, before)

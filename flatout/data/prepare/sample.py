@@ -28,7 +28,12 @@ def texts_of(job: Job) -> Iterator[Text]:
 
 def prompts_and_texts_of(job: Job) -> Iterator[Text]:
     """Yield the prompts and texts of a job's documents, each as a text of its own, as they are tokenised."""
-    return (text for row in job.rows() if isinstance(row, Document) for text in ((row.prompt, row.text) if row.prompt else (row.text,)))
+    return (
+        text
+        for row in job.rows()
+        if isinstance(row, Document)
+        for text in ((row.prompt, row.text) if row.prompt else (row.text,))
+    )
 
 
 def sample_texts(jobs: Sequence[Job], limit: int | None, read: Reading = texts_of) -> Iterator[str]:
@@ -67,7 +72,9 @@ def texts_by_hash(jobs: Sequence[Job], limit: int, read: Reading = texts_of) -> 
 
 def _read(jobs: Sequence[Job], most: int, chosen: _Chosen, read: Reading) -> Iterator[Text]:
     """Yield texts until there are `most` characters, and enough to choose from."""
-    for number in sorted(range(len(jobs)), key=lambda number: hashlib.sha256(b"%d" % number).digest()):
+    for number in sorted(
+        range(len(jobs)), key=lambda number: hashlib.sha256(b"%d" % number).digest()
+    ):
         for text in read(jobs[number]):
             if most <= 0 and chosen.is_full:
                 return

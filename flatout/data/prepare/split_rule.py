@@ -118,7 +118,9 @@ def make_named_plan(
     jobs = tuple(Job(part) for part in parts)
     if max_documents is not None or max_bytes is not None:
         with progress.task("Counting documents", unit="documents") as task:
-            jobs = _jobs(parts, _look(parts, max_documents, max_bytes, None, on_bad_row, task.advance))
+            jobs = _jobs(
+                parts, _look(parts, max_documents, max_bytes, None, on_bad_row, task.advance)
+            )
     return Plan((*held_out(validation), *jobs), NAMED, Whole("train"))
 
 
@@ -138,7 +140,10 @@ def parse_rule(text: str) -> tuple[str, float]:
     except ValueError:
         kind, fraction = "", 0.0
     if not 0 < fraction < 1:
-        raise DataError(f"{text!r} is not a split rule.", fix="Write 'tail 0.1' (the last tenth) or 'hash 0.01' (one document in a hundred).")
+        raise DataError(
+            f"{text!r} is not a split rule.",
+            fix="Write 'tail 0.1' (the last tenth) or 'hash 0.01' (one document in a hundred).",
+        )
     return kind, fraction
 
 
@@ -169,7 +174,12 @@ def _tail(fraction: float, found: _Survey, name: str) -> Assignment:
 
 
 def _look(
-    parts: Sequence[Part], max_documents: int | None, max_bytes: int | None, enough: int | None, on_bad_row: OnBadRow, count: Callable[[], None]
+    parts: Sequence[Part],
+    max_documents: int | None,
+    max_bytes: int | None,
+    enough: int | None,
+    on_bad_row: OnBadRow,
+    count: Callable[[], None],
 ) -> _Survey:
     """Read the documents, without tokenising, as far as the limits allow, or until there are `enough`."""
     found = _Survey(taken=[])
@@ -195,7 +205,9 @@ def _look(
                     return found
                 room -= size
             if found.documents in (max_documents, enough):
-                found.stopped = "at a limit" if found.documents == max_documents else "knowing enough"
+                found.stopped = (
+                    "at a limit" if found.documents == max_documents else "knowing enough"
+                )
                 return found
     return found
 
@@ -216,4 +228,7 @@ def _jobs(parts: Sequence[Part], found: _Survey) -> tuple[Job, ...]:
 def empty(names: str, left_out: Iterable[tuple[str, int]]) -> DataError:
     """Return the error for a corpus without a document."""
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in left_out)
-    return DataError(f"{names} holds no document{f' ({reasons})' if reasons else ''}.", fix="Name a file or folder with text in it.")
+    return DataError(
+        f"{names} holds no document{f' ({reasons})' if reasons else ''}.",
+        fix="Name a file or folder with text in it.",
+    )

@@ -26,13 +26,23 @@ from flatout.sources.packed import Unread
 _BLOCK = 1 << 20
 _PACKED = {b"\x1f\x8b": ".gz", b"BZh": ".bz2", b"\x28\xb5\x2f\xfd": ".zst", b"PAR1": ".parquet"}
 """How packed bytes begin, and the ending of a file that holds them."""
-_KINDS = {".txt": "one text", ".jsonl": "JSONL", ".json": "JSON", ".html": "HTML", ".parquet": "Parquet"}
+_KINDS = {
+    ".txt": "one text",
+    ".jsonl": "JSONL",
+    ".json": "JSON",
+    ".html": "HTML",
+    ".parquet": "Parquet",
+}
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _PREFIX = ".stdin-"
 
 
 def spool_standard_input(
-    folder: Path | None = None, *, stream: IO[bytes] | None = None, encoding: str | None = None, progress: Progress = SILENT
+    folder: Path | None = None,
+    *,
+    stream: IO[bytes] | None = None,
+    encoding: str | None = None,
+    progress: Progress = SILENT,
 ) -> tuple[Path, str]:
     """Write standard input to a file in `folder` and return it with its SHA-256; it is removed when the process ends.
 
@@ -49,7 +59,10 @@ def spool_standard_input(
         _sweep(folder)
         handle, part = _opened(folder)
         try:
-            with open(handle, "wb", closefd=False) as file, progress.task("Reading standard input", unit="MB") as task:
+            with (
+                open(handle, "wb", closefd=False) as file,
+                progress.task("Reading standard input", unit="MB") as task,
+            ):
                 digest, size = hashlib.sha256(), 0
                 source = sys.stdin.buffer if stream is None else stream
                 while block := source.read(_BLOCK):
@@ -58,9 +71,13 @@ def spool_standard_input(
                     size += len(block)
                     task.advance(len(block) / 1e6)
             packed = _packed(part)
-            part = part.rename(part.with_suffix(packed if packed == ".parquet" else f".txt{packed}"))
+            part = part.rename(
+                part.with_suffix(packed if packed == ".parquet" else f".txt{packed}")
+            )
             if packed != ".parquet":
-                part = part.rename(part.with_name(part.name.replace(".txt", _kind(_beginning(part, encoding)))))
+                part = part.rename(
+                    part.with_name(part.name.replace(".txt", _kind(_beginning(part, encoding))))
+                )
         except BaseException:
             _remove(part, handle)
             raise
@@ -70,7 +87,9 @@ def spool_standard_input(
             fix=unless_broken(error, "Make room there, or write the text to a file and name that."),
         ) from error
     atexit.register(_remove, part, handle)
-    progress.say(f"Standard input: {size:,} bytes, read as {_KINDS[part.suffixes[0]]}{', packed' if len(part.suffixes) > 1 else ''}.")
+    progress.say(
+        f"Standard input: {size:,} bytes, read as {_KINDS[part.suffixes[0]]}{', packed' if len(part.suffixes) > 1 else ''}."
+    )
     return part, digest.hexdigest()
 
 
@@ -79,7 +98,9 @@ def _opened(folder: Path) -> tuple[int, Path]:
     while True:
         handle, name = tempfile.mkstemp(prefix=_PREFIX, suffix=".part", dir=folder)
         fcntl.flock(handle, fcntl.LOCK_EX)
-        if os.fstat(handle).st_nlink:  # else another process took it for one that was left, before it was locked
+        if os.fstat(
+            handle
+        ).st_nlink:  # else another process took it for one that was left, before it was locked
             return handle, Path(name)
         os.close(handle)
 
@@ -105,7 +126,10 @@ def _packed(path: Path) -> str:
 
 def _beginning(path: Path, encoding: str | None) -> bytes:
     """Return some bytes from the first that is no space on; of a file that does not unpack, none: reading it says so."""
-    with contextlib.suppress(OSError, EOFError, zlib.error, Unread), open_utf8(str(path), encoding) as file:
+    with (
+        contextlib.suppress(OSError, EOFError, zlib.error, Unread),
+        open_utf8(str(path), encoding) as file,
+    ):
         block = file.read(_BLOCK).removeprefix(_BYTE_ORDER_MARK).lstrip()
         while not block and (block := file.read(_BLOCK)):
             block = block.lstrip()
@@ -119,7 +143,11 @@ def _kind(beginning: bytes) -> str:
         return ".jsonl"
     if re.match(rb"\[\s*\{", beginning):
         return ".json"
-    return ".html" if re.match(rb"(<\?xml[^>]*>\s*)?<(!doctype\s+html|html)\b", beginning, re.IGNORECASE) else ".txt"
+    return (
+        ".html"
+        if re.match(rb"(<\?xml[^>]*>\s*)?<(!doctype\s+html|html)\b", beginning, re.IGNORECASE)
+        else ".txt"
+    )
 
 
 def _remove(path: Path, handle: int) -> None:

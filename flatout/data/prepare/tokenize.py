@@ -79,7 +79,11 @@ Assignment = ByHash | ByPlace | Whole
 
 def sha256_of(text: Text) -> bytes:
     """Return the SHA-256 of the text's UTF-8."""
-    return text.sha256 if isinstance(text, LongText) else hashlib.sha256(text.encode("utf-8", errors="surrogatepass")).digest()
+    return (
+        text.sha256
+        if isinstance(text, LongText)
+        else hashlib.sha256(text.encode("utf-8", errors="surrogatepass")).digest()
+    )
 
 
 def hash_fraction(text: Text) -> float:
@@ -156,20 +160,35 @@ class Skipped:
     def entries(self) -> tuple[SkippedEntry, ...]:
         """Return them as a manifest names them, by lines, for which files are read again; names that are not UTF-8 as near as can be."""
         return tuple(
-            SkippedEntry(reason=reason, count=count, first=tuple(storable(place.where()) for place in self.first[reason]))
+            SkippedEntry(
+                reason=reason,
+                count=count,
+                first=tuple(storable(place.where()) for place in self.first[reason]),
+            )
             for reason, count in self.counts.items()
         )
 
 
 def storable(name: str) -> str:
     """Return a file's name as text, also where its bytes are not UTF-8; of an address, without its secrets."""
-    return without_secrets(name.encode("utf-8", errors="surrogateescape").decode("utf-8", errors="replace"))
+    return without_secrets(
+        name.encode("utf-8", errors="surrogateescape").decode("utf-8", errors="replace")
+    )
 
 
 class Sink(Protocol):
     """Where packed tokens go."""
 
-    def append(self, split: SplitName, tokens: Array, ends: Array, *, text_bytes: int, mask: Array | None = None, marks: Array | None = None) -> None:
+    def append(
+        self,
+        split: SplitName,
+        tokens: Array,
+        ends: Array,
+        *,
+        text_bytes: int,
+        mask: Array | None = None,
+        marks: Array | None = None,
+    ) -> None:
         """Append tokens; `ends` are the positions in `tokens` after each document's last token; `mask` is 0 where one is no target.
 
         A document may go on in the next call.
@@ -215,7 +234,10 @@ def pack(jobs: Iterable[Job], packing: Packing, sink: Sink, tell: Tell = lambda 
     told = (0, 0)
     for job in jobs:
         for num_bytes in _pack_job(job, packing, packers, skipped):
-            done = (sum(packer.documents for packer in packers.values()) - skipped.cut_documents, sum(packer.tokens for packer in packers.values()))
+            done = (
+                sum(packer.documents for packer in packers.values()) - skipped.cut_documents,
+                sum(packer.tokens for packer in packers.values()),
+            )
             tell(Tally(num_bytes, done[0] - told[0], done[1] - told[1]))
             told = done
     for packer in packers.values():
@@ -223,7 +245,9 @@ def pack(jobs: Iterable[Job], packing: Packing, sink: Sink, tell: Tell = lambda 
     return skipped
 
 
-def _pack_job(job: Job, packing: Packing, packers: dict[SplitName, _Packer], skipped: Skipped) -> Iterator[int]:
+def _pack_job(
+    job: Job, packing: Packing, packers: dict[SplitName, _Packer], skipped: Skipped
+) -> Iterator[int]:
     """Pack a job, and yield about how much of it was read, whenever it was much, and at its end."""
     left = job.part.num_bytes
     ordinal = job.first - 1
@@ -236,8 +260,13 @@ def _pack_job(job: Job, packing: Packing, packers: dict[SplitName, _Packer], ski
         else:
             ordinal += 1
             try:
-                made = [(name, text, _tokenised(text, packing)) for name, text in assignment.pieces(row.text, ordinal)]
-                prompt = _tokenised(row.prompt, packing) if row.prompt and packing.mask_field else ()
+                made = [
+                    (name, text, _tokenised(text, packing))
+                    for name, text in assignment.pieces(row.text, ordinal)
+                ]
+                prompt = (
+                    _tokenised(row.prompt, packing) if row.prompt and packing.mask_field else ()
+                )
                 for name, text, pieces in made:
                     packer = packers[name]
                     if prompt:
@@ -253,7 +282,11 @@ def _pack_job(job: Job, packing: Packing, packers: dict[SplitName, _Packer], ski
                 skipped.cut_documents += len(made) - 1
             except NotEncodable as error:
                 what = f"cannot be tokenised: {error.what.removesuffix('.')}"
-                skip_or_raise(BadRow(what, error.fix, "cannot be tokenised", row.name, row.offset), skipped, packing.on_bad_row)
+                skip_or_raise(
+                    BadRow(what, error.fix, "cannot be tokenised", row.name, row.offset),
+                    skipped,
+                    packing.on_bad_row,
+                )
     yield left
 
 
@@ -346,5 +379,12 @@ class _Packer:
             ends = np.array(self._ends, np.int64)
             marks = np.frombuffer(b"".join(self._marks), MARK) if self._marked else None
             self._flushed_tokens += self._held_tokens
-            self._sink.append(self._split, np.concatenate(self._held), ends, text_bytes=self._text_bytes, mask=mask, marks=marks)
+            self._sink.append(
+                self._split,
+                np.concatenate(self._held),
+                ends,
+                text_bytes=self._text_bytes,
+                mask=mask,
+                marks=marks,
+            )
         self._clear()

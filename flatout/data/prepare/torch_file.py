@@ -18,7 +18,9 @@ PICKLE_BYTES = 1 << 20
 """The pickle that describes a tensor takes a few hundred bytes."""
 LEGACY_PICKLES = 5
 """Before zip files, torch.save wrote so many pickles, one after the other, and then the numbers."""
-_CALLED = re.compile(r"torch\._utils _rebuild_(tensor|parameter)\w*|torch(\.storage)? \w+Storage|torch \w*\d\w*|collections OrderedDict")
+_CALLED = re.compile(
+    r"torch\._utils _rebuild_(tensor|parameter)\w*|torch(\.storage)? \w+Storage|torch \w*\d\w*|collections OrderedDict"
+)
 """What a tensor's pickle names; torch's own list also has what allocates memory of any size, such as bytearray."""
 _WRITE_AGAIN = "Copy or write the chunk again; it has to be one tensor saved with torch.save."
 
@@ -39,12 +41,19 @@ def load_tensor(path: Path) -> torch.Tensor:
     except DataError:
         raise
     except Exception as error:  # damage reaches torch's unpickler, whose errors are of any kind; its words say how to run what is in the file
-        reason = "" if "weights_only" in str(error) else f": {str(error).strip().partition(chr(10))[0].rstrip('.') or type(error).__name__}"
+        reason = (
+            ""
+            if "weights_only" in str(error)
+            else f": {str(error).strip().partition(chr(10))[0].rstrip('.') or type(error).__name__}"
+        )
         raise DataError(f"{path} cannot be read as a tensor{reason}.", fix=_WRITE_AGAIN) from error
     if not isinstance(found, torch.Tensor):
         raise DataError(f"{path} holds a {type(found).__name__}, not a tensor.", fix=_WRITE_AGAIN)
     if found.layout is not torch.strided or found.device.type != "cpu":
-        raise DataError(f"{path} holds a tensor without numbers of its own.", fix="Save tokens.to_dense().cpu().")
+        raise DataError(
+            f"{path} holds a tensor without numbers of its own.",
+            fix="Save tokens.to_dense().cpu().",
+        )
     if found.numel() * found.element_size() > found.untyped_storage().nbytes():
         raise DataError(
             f"{path} holds an expanded tensor: {found.numel():,} elements in {found.untyped_storage().nbytes():,} bytes.",
@@ -62,12 +71,21 @@ def _check(path: Path) -> None:
             return
         with zipfile.ZipFile(file) as archive:
             entries = archive.infolist()
-            if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries) or sum(entry.file_size for entry in entries) > path.stat().st_size:
-                raise DataError(f"{path} is compressed, or its entries overlap; torch.save writes neither.", fix=_WRITE_AGAIN)
+            if (
+                any(entry.compress_type != zipfile.ZIP_STORED for entry in entries)
+                or sum(entry.file_size for entry in entries) > path.stat().st_size
+            ):
+                raise DataError(
+                    f"{path} is compressed, or its entries overlap; torch.save writes neither.",
+                    fix=_WRITE_AGAIN,
+                )
             for entry in entries:
                 if entry.filename.endswith("data.pkl"):
                     if entry.file_size > PICKLE_BYTES:
-                        raise DataError(f"{path} holds a pickle of {entry.file_size:,} bytes, which is not one tensor's.", fix=_WRITE_AGAIN)
+                        raise DataError(
+                            f"{path} holds a pickle of {entry.file_size:,} bytes, which is not one tensor's.",
+                            fix=_WRITE_AGAIN,
+                        )
                     with archive.open(entry) as pickled:
                         _check_names(path, _names(pickled))
 
@@ -83,4 +101,7 @@ def _check_names(path: Path, names: Iterator[Any]) -> None:
     wrong = next((name for name in names if not _CALLED.fullmatch(name)), None)
     if wrong is not None:
         shown = wrong.replace(" ", ".")
-        raise DataError(f"{path} holds more than a tensor: it names {shown}, and code in a file is never run.", fix=_WRITE_AGAIN)
+        raise DataError(
+            f"{path} holds more than a tensor: it names {shown}, and code in a file is never run.",
+            fix=_WRITE_AGAIN,
+        )

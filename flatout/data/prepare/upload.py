@@ -25,7 +25,15 @@ from flatout.data.prepare.inputs import CACHE
 from flatout.data.prepare.options import Request, difference, open_request
 from flatout.data.prepare.pipeline import Engine, Options, check_workers, local, prepare_request
 from flatout.data.store.manifest import MANIFEST, FileEntry, Manifest, parse_manifest
-from flatout.data.store.remote import copy_of, home_of, in_cache, manifest_at, owned, stored_address, stored_blocks
+from flatout.data.store.remote import (
+    copy_of,
+    home_of,
+    in_cache,
+    manifest_at,
+    owned,
+    stored_address,
+    stored_blocks,
+)
 from flatout.data.store.shards import Dataset
 from flatout.data.store.transfers import Transfers
 from flatout.errors import DataError
@@ -96,29 +104,45 @@ def prepare_upload(
         written, claim = store.look()
         if written is None:
             store.try_writing()
-        request = open_request(sources, folder, options, from_file=from_file, cache=cache, progress=progress)
+        request = open_request(
+            sources, folder, options, from_file=from_file, cache=cache, progress=progress
+        )
         if written is not None:
-            manifest = parse_manifest(written.decode("utf-8", errors="replace"), f"{store.address}/{MANIFEST}")
+            manifest = parse_manifest(
+                written.decode("utf-8", errors="replace"), f"{store.address}/{MANIFEST}"
+            )
             _require_same(f"{store.address} holds", manifest.source, request)
-            progress.say(f"{store.address} already holds this data set: {manifest.tokens:,} tokens. Nothing to do.")
+            progress.say(
+                f"{store.address} already holds this data set: {manifest.tokens:,} tokens. Nothing to do."
+            )
         else:
             if claim is not None:
                 _require_same(f"{store.address} holds half of", claim.source, request)
-            progress.say(f"The data set is prepared in {folder.parent}, then sent to {store.address}.")
+            progress.say(
+                f"The data set is prepared in {folder.parent}, then sent to {store.address}."
+            )
             manifest = _prepared(request, folder, workers, engine)
             _send(store, folder, manifest, claim, progress)
         _keep(folder, home, written)
-    return Uploaded(store.address, manifest, time.perf_counter() - started, existed=written is not None)
+    return Uploaded(
+        store.address, manifest, time.perf_counter() - started, existed=written is not None
+    )
 
 
 def _refuse(address: str) -> NoReturn:
-    raise DataError(f"Another process on this machine is preparing or fetching {address}.", fix="Wait for it, or choose another --out.")
+    raise DataError(
+        f"Another process on this machine is preparing or fetching {address}.",
+        fix="Wait for it, or choose another --out.",
+    )
 
 
 def _require_same(place: str, there: Mapping[str, Any], request: Request) -> None:
     different = difference(there, request.source)
     if different:
-        raise DataError(f"{place} another data set: {different}.", fix="Choose another --out, or remove what is there.")
+        raise DataError(
+            f"{place} another data set: {different}.",
+            fix="Choose another --out, or remove what is there.",
+        )
 
 
 def _prepared(request: Request, folder: Path, workers: int | None, engine: Engine) -> Manifest:
@@ -153,7 +177,8 @@ class Store:
         self.address = stored_address(address)
         if protocol_of(address) in _ONLY_READ:
             raise DataError(
-                f"{address}: addresses of this kind are only read.", fix="Prepare into a folder, or at s3:// or gs://, and copy it there."
+                f"{address}: addresses of this kind are only read.",
+                fix="Prepare into a folder, or at s3:// or gs://, and copy it there.",
             )
         self._filesystem, self._path = locate(self.address, "write")
         self._options = _OPTIONS.get(protocol_of(address), {})
@@ -170,9 +195,15 @@ class Store:
             try:
                 return None, Claim.model_validate_json(read_remote(f"{self.address}/{CLAIM}"))
             except ValidationError as error:
-                raise DataError(f"{self.address}/{CLAIM} is not of this flatout.", fix="Choose another --out, or remove what is there.") from error
+                raise DataError(
+                    f"{self.address}/{CLAIM} is not of this flatout.",
+                    fix="Choose another --out, or remove what is there.",
+                ) from error
         if set(names) - {PROBE}:
-            raise DataError(f"{self.address} is not empty and is not a data set.", fix="Choose another --out, or remove what is there.")
+            raise DataError(
+                f"{self.address} is not empty and is not a data set.",
+                fix="Choose another --out, or remove what is there.",
+            )
         return None, None
 
     def files(self) -> dict[str, dict[str, Any]]:
@@ -184,13 +215,20 @@ class Store:
                 found = self._filesystem.ls(self._path, detail=True)
             except FileNotFoundError:
                 return {}
-            return {name: one for one in found if (name := one["name"].removeprefix(self._path).strip("/")) or one["type"] == "file"}
+            return {
+                name: one
+                for one in found
+                if (name := one["name"].removeprefix(self._path).strip("/"))
+                or one["type"] == "file"
+            }
 
         return patiently(self.address, find)
 
     def describe(self, name: str) -> dict[str, Any]:
         """Return how the store describes a file."""
-        return patiently(f"{self.address}/{name}", lambda: dict(self._filesystem.info(f"{self._path}/{name}")))
+        return patiently(
+            f"{self.address}/{name}", lambda: dict(self._filesystem.info(f"{self._path}/{name}"))
+        )
 
     def try_writing(self) -> None:
         """Write a tiny file there and remove it.
@@ -203,7 +241,9 @@ class Store:
             self.put(Path(file.name), PROBE)
         self.remove(PROBE)
 
-    def put(self, path: Path, name: str, advance: Callable[[int], None] = lambda num_bytes: None) -> None:
+    def put(
+        self, path: Path, name: str, advance: Callable[[int], None] = lambda num_bytes: None
+    ) -> None:
         """Send a file; `advance` is told how many bytes, less than none where they are sent again."""
         from fsspec.callbacks import Callback
 
@@ -216,7 +256,12 @@ class Store:
 
         def send() -> None:
             count(None, 0)
-            self._filesystem.put_file(str(path), f"{self._path}/{name}", callback=Callback(hooks={"sent": count}), **self._options)
+            self._filesystem.put_file(
+                str(path),
+                f"{self._path}/{name}",
+                callback=Callback(hooks={"sent": count}),
+                **self._options,
+            )
 
         patiently(self.address, send, where=f"/{name}", doing="write")
 
@@ -230,9 +275,14 @@ class Store:
         patiently(self.address, act, where=f"/{name}", doing="write")
 
 
-def _send(store: Store, folder: Path, manifest: Manifest, claim: Claim | None, progress: Progress) -> None:
+def _send(
+    store: Store, folder: Path, manifest: Manifest, claim: Claim | None, progress: Progress
+) -> None:
     """Send all files, several at once, those that an earlier call sent left out, then the manifest."""
-    own = Claim(manifest=hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest(), source=manifest.source)
+    own = Claim(
+        manifest=hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest(),
+        source=manifest.source,
+    )
     there = store.files() if claim == own else {}
     written = folder.parent / CLAIM
     with in_cache(written):
@@ -240,9 +290,20 @@ def _send(store: Store, folder: Path, manifest: Manifest, claim: Claim | None, p
     if claim != own:
         store.put(written, CLAIM)
     entries = [*manifest.files, entry_of(folder / manifest.tokenizer.file)]
-    with progress.task(f"Sending {store.address}", total=sum(entry.size_bytes for entry in entries) / 1e6, unit="MB") as task:
+    with progress.task(
+        f"Sending {store.address}",
+        total=sum(entry.size_bytes for entry in entries) / 1e6,
+        unit="MB",
+    ) as task:
         transfers = Transfers(task)
-        transfers.run([partial(_send_file, store, folder / entry.name, entry, there.get(entry.name), transfers) for entry in entries])
+        transfers.run(
+            [
+                partial(
+                    _send_file, store, folder / entry.name, entry, there.get(entry.name), transfers
+                )
+                for entry in entries
+            ]
+        )
     store.put(folder / MANIFEST, MANIFEST)
     if manifest_at(store.address) != (folder / MANIFEST).read_bytes():
         store.remove(MANIFEST)
@@ -250,7 +311,9 @@ def _send(store: Store, folder: Path, manifest: Manifest, claim: Claim | None, p
     store.remove(CLAIM)
 
 
-def _send_file(store: Store, path: Path, entry: FileEntry, there: dict[str, Any] | None, transfers: Transfers) -> None:
+def _send_file(
+    store: Store, path: Path, entry: FileEntry, there: dict[str, Any] | None, transfers: Transfers
+) -> None:
     if there is not None and _is_same(store, there, path, entry):
         transfers.advance(entry.size_bytes)
         return
@@ -261,7 +324,8 @@ def _send_file(store: Store, path: Path, entry: FileEntry, there: dict[str, Any]
 
 def _changed(store: Store, name: str) -> DataError:
     return DataError(
-        f"{store.address}/{name} is not what was sent.", fix="Run the same command again; if it stays, the store or the way to it is at fault."
+        f"{store.address}/{name} is not what was sent.",
+        fix="Run the same command again; if it stays, the store or the way to it is at fault.",
     )
 
 
@@ -270,7 +334,11 @@ def _is_same(store: Store, there: Mapping[str, Any], path: Path, entry: FileEntr
     if there.get("size") != entry.size_bytes:
         return False
     stated = _stated_md5(there)
-    return stated is None or stated in _md5s(path) or all(problem is None for _, problem in stored_blocks(store.address, entry))
+    return (
+        stated is None
+        or stated in _md5s(path)
+        or all(problem is None for _, problem in stored_blocks(store.address, entry))
+    )
 
 
 def _stated_md5(there: Mapping[str, Any]) -> str | None:

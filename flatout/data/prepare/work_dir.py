@@ -65,7 +65,14 @@ class StoredPlan(BaseModel):
 
     @classmethod
     def of(
-        cls, plan: Plan, ranges: Sequence[Range], parts: Sequence[Part], source: Mapping[str, Any], tokenizer: Tokenizer, *, moment: str = ""
+        cls,
+        plan: Plan,
+        ranges: Sequence[Range],
+        parts: Sequence[Part],
+        source: Mapping[str, Any],
+        tokenizer: Tokenizer,
+        *,
+        moment: str = "",
     ) -> Self:
         """Return what is stored of a plan."""
         return cls(
@@ -106,7 +113,10 @@ class PartOf:
         """
         index, _, count = text.partition("/")
         if not (index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count)):
-            raise DataError(f"--part {text!r} is not a part.", fix="Write I/N, for example 2/8: the second of eight.")
+            raise DataError(
+                f"--part {text!r} is not a part.",
+                fix="Write I/N, for example 2/8: the second of eight.",
+            )
         return cls(int(index), int(count))
 
     def has(self, number: int) -> bool:
@@ -139,7 +149,12 @@ class WorkFolder:
             self._own()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         if self._locks and self._part is None:
             self._sweep()
             if not any(self.ranges.glob(f"*{RECORD}")):
@@ -174,7 +189,9 @@ class WorkFolder:
 
         Raises: DataError when the work is done in another number of parts.
         """
-        write_first(self.path / _PARTS, lambda path: path.write_text(f"{part.count}\n", encoding="utf-8"))
+        write_first(
+            self.path / _PARTS, lambda path: path.write_text(f"{part.count}\n", encoding="utf-8")
+        )
         count = self._num_parts()
         if count != part.count:
             self.close()
@@ -203,7 +220,10 @@ class WorkFolder:
         Raises: DataError when another process has it, or it is a link; FileNotFoundError when its owner removed it just now.
         """
         if path.is_symlink():
-            raise DataError(f"{path} is a symbolic link: work is not written through links.", fix=f"Delete {path}, or choose another --out.")
+            raise DataError(
+                f"{path} is a symbolic link: work is not written through links.",
+                fix=f"Delete {path}, or choose another --out.",
+            )
         lock = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
         self._locks.append(lock)
         try:
@@ -211,7 +231,10 @@ class WorkFolder:
             owned = os.path.samestat(os.fstat(lock), path.stat())
         except BlockingIOError as error:
             self.close()
-            raise DataError(f"Another process is writing {self.out}.", fix="Wait for it, or choose another --out.") from error
+            raise DataError(
+                f"Another process is writing {self.out}.",
+                fix="Wait for it, or choose another --out.",
+            ) from error
         except FileNotFoundError:
             owned = False
         if not owned:
@@ -258,7 +281,10 @@ class WorkFolder:
         try:
             return StoredPlan.model_validate_json(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, ValidationError) as error:
-            raise DataError(f"{path} cannot be read as the plan of this flatout.", fix=f"Remove the folder {self.path}, to begin again.") from error
+            raise DataError(
+                f"{path} cannot be read as the plan of this flatout.",
+                fix=f"Remove the folder {self.path}, to begin again.",
+            ) from error
 
     @property
     def tokenizer(self) -> Path:
@@ -279,7 +305,10 @@ class WorkFolder:
         self.make()
         with writing(self.out):
             write_first(self.tokenizer, tokenizer.save)
-            write_first(self.path / PLAN, lambda path: path.write_text(plan.model_dump_json() + "\n", encoding="utf-8"))
+            write_first(
+                self.path / PLAN,
+                lambda path: path.write_text(plan.model_dump_json() + "\n", encoding="utf-8"),
+            )
             sync(self.path)
         there = self.plan()
         assert there is not None
@@ -328,4 +357,7 @@ def refuse_occupied(out: Path) -> None:
     """
     refuse_mount(out)
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise DataError(f"{out} already exists and is not an empty folder.", fix="Choose another --out, or remove what is there.")
+        raise DataError(
+            f"{out} already exists and is not an empty folder.",
+            fix="Choose another --out, or remove what is there.",
+        )

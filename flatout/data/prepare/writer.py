@@ -45,15 +45,35 @@ class DatasetWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         self._range.abandon()
         self._work.clear()
         self._work.close()
 
-    def finish(self, *, tokenizer: Tokenizer, source: Mapping[str, Any], split_rule: str, skipped: Sequence[SkippedEntry] = ()) -> Manifest:
+    def finish(
+        self,
+        *,
+        tokenizer: Tokenizer,
+        source: Mapping[str, Any],
+        split_rule: str,
+        skipped: Sequence[SkippedEntry] = (),
+    ) -> Manifest:
         """Sync everything, write the manifest, rename the folder into place, and return the manifest."""
         record = self._range.finish()
-        return join(self._work, [record], tokenizer, source=source, split_rule=split_rule, skipped=skipped, shard_bytes=self._shard_bytes)
+        return join(
+            self._work,
+            [record],
+            tokenizer,
+            source=source,
+            split_rule=split_rule,
+            skipped=skipped,
+            shard_bytes=self._shard_bytes,
+        )
 
 
 class SplitWriter:
@@ -63,7 +83,14 @@ class SplitWriter:
         self._writer = writer
         self._name = name
 
-    def append(self, tokens: Array, ends: Array | Sequence[int], *, text_bytes: int, mask: Array | None = None) -> None:
+    def append(
+        self,
+        tokens: Array,
+        ends: Array | Sequence[int],
+        *,
+        text_bytes: int,
+        mask: Array | None = None,
+    ) -> None:
         """Append tokens; `ends` are the positions in `tokens` after each document's last token.
 
         A document may go on in the next call. `mask` is 0 where a token is no target; a split has it always or never.

@@ -34,13 +34,22 @@ def file_problems(folder: Path, manifest: Manifest) -> Iterator[Problem]:
         size = path.stat().st_size if path.is_file() else None
         if size != entry.size_bytes:
             found = "is missing" if size is None else f"has {size} bytes"
-            yield Problem(entry.name, f"{path} {found}; the manifest says {entry.size_bytes} bytes.")
+            yield Problem(
+                entry.name, f"{path} {found}; the manifest says {entry.size_bytes} bytes."
+            )
     yield from manifest_problems(folder, manifest)
     path = folder / manifest.tokenizer.file
     try:
-        same = path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == manifest.tokenizer.digest
+        same = (
+            path.is_file()
+            and hashlib.sha256(path.read_bytes()).hexdigest() == manifest.tokenizer.digest
+        )
     except OSError as error:
-        yield Problem(path.name, f"{path} cannot be read: {error.strerror or error}.", "Check its permissions.")
+        yield Problem(
+            path.name,
+            f"{path} cannot be read: {error.strerror or error}.",
+            "Check its permissions.",
+        )
     else:
         if not same:
             yield Problem(path.name, f"{path} is not the tokenizer that made these tokens.")
@@ -52,15 +61,24 @@ def manifest_problems(place: Path | str, manifest: Manifest) -> Iterator[Problem
     for name, split in manifest.splits.items():
         for entry in (*split.shards, *split.masks, split.document_ends):
             if len(entry.block_crc32) != -(-entry.size_bytes // BLOCK_BYTES):
-                yield Problem(entry.name, f"{place}: the manifest does not have one checksum a block for {entry.name}.")
+                yield Problem(
+                    entry.name,
+                    f"{place}: the manifest does not have one checksum a block for {entry.name}.",
+                )
         sizes = {
             "tokens": (sum(entry.size_bytes for entry in split.shards), split.tokens * itemsize),
             "documents": (split.document_ends.size_bytes, split.documents * 8),
-            "mask values": (sum(entry.size_bytes for entry in split.masks), split.tokens if split.masks else 0),
+            "mask values": (
+                sum(entry.size_bytes for entry in split.masks),
+                split.tokens if split.masks else 0,
+            ),
         }
         for what, (found_bytes, wanted_bytes) in sizes.items():
             if found_bytes != wanted_bytes:
-                yield Problem(name, f"{place}: the files of {name} hold {found_bytes} bytes of {what}, not {wanted_bytes}.")
+                yield Problem(
+                    name,
+                    f"{place}: the files of {name} hold {found_bytes} bytes of {what}, not {wanted_bytes}.",
+                )
 
 
 @dataclass(frozen=True)
@@ -87,13 +105,19 @@ class Items:
 
 def tokens_of(manifest: Manifest) -> Items:
     """Return what the tokens of a dataset may be."""
-    beyond = f"the token id {{}} is beyond the vocabulary, whose ids are below {manifest.vocab_size}"
+    beyond = (
+        f"the token id {{}} is beyond the vocabulary, whose ids are below {manifest.vocab_size}"
+    )
     return Items(np.dtype(manifest.dtype), manifest.vocab_size, beyond)
 
 
 def ends_of(split: SplitEntry) -> Items:
     """Return what the document ends of a split may be."""
-    return Items(np.dtype(np.int64), split.tokens + 1, f"a document ends at {{}}, beyond the {split.tokens} tokens")
+    return Items(
+        np.dtype(np.int64),
+        split.tokens + 1,
+        f"a document ends at {{}}, beyond the {split.tokens} tokens",
+    )
 
 
 MASKS = Items(np.dtype(np.uint8), 2, "the mask holds {}, not 0 or 1")

@@ -98,7 +98,11 @@ class Manifest(_Entry):
     @property
     def files(self) -> tuple[FileEntry, ...]:
         """Every file of the folder but the tokenizer's and this one."""
-        return tuple(entry for split in self.splits.values() for entry in (*split.shards, *split.masks, split.document_ends))
+        return tuple(
+            entry
+            for split in self.splits.values()
+            for entry in (*split.shards, *split.masks, split.document_ends)
+        )
 
     @property
     def tokens(self) -> int:
@@ -135,7 +139,8 @@ def read_manifest(folder: Path) -> Manifest:
         raise _no_dataset(folder) from error
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
-            f"Cannot read {path}: {getattr(error, 'strerror', error)}.", fix="Check its permissions, or prepare the data set again."
+            f"Cannot read {path}: {getattr(error, 'strerror', error)}.",
+            fix="Check its permissions, or prepare the data set again.",
         ) from error
     return parse_manifest(text, path)
 
@@ -151,11 +156,19 @@ def _no_dataset(folder: Path) -> DataError:
     if folder.is_dir() and any(folder.iterdir()):
         fix = "Name another folder, or prepare one with `flatout prepare SOURCE --out data/mine`."
         return DataError(f"{folder} has no {MANIFEST}: it is not a whole data set.", fix=fix)
-    beside = [path.parent.name for path in folder.parent.glob(f"*/{MANIFEST}")] if folder.name else []
+    beside = (
+        [path.parent.name for path in folder.parent.glob(f"*/{MANIFEST}")] if folder.name else []
+    )
     guess = nearest(folder.name, beside)
     hint = f"Did you mean {str(folder.parent / guess)!r}? If not: prepare" if guess else "Prepare"
-    missing = f"{folder} has no {MANIFEST}: it is empty" if folder.is_dir() else f"There is no data set folder {folder}"
-    return DataError(f"{missing}.", fix=f"{hint} it with `flatout prepare SOURCE --out {in_shell(folder)}`.")
+    missing = (
+        f"{folder} has no {MANIFEST}: it is empty"
+        if folder.is_dir()
+        else f"There is no data set folder {folder}"
+    )
+    return DataError(
+        f"{missing}.", fix=f"{hint} it with `flatout prepare SOURCE --out {in_shell(folder)}`."
+    )
 
 
 def parse_manifest(text: str, path: Path | str) -> Manifest:

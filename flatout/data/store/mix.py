@@ -65,7 +65,10 @@ class MixedDataset:
         for number, dataset in enumerate(datasets):
             _require_one_tokenizer(datasets[0], dataset)
             if dataset.path.resolve() in {other.path.resolve() for other in datasets[:number]}:
-                raise ConfigError(f"data.mix names {dataset.place} twice.", fix="Name it once, with the sum of its weights.")
+                raise ConfigError(
+                    f"data.mix names {dataset.place} twice.",
+                    fix="Name it once, with the sum of its weights.",
+                )
         names = distinct_names([dataset.place for dataset in datasets])
         shares = [turn / sum(turns) for turn in turns]
         return cls([Part(*of_one) for of_one in zip(names, datasets, shares, strict=True)], turns)
@@ -83,7 +86,9 @@ class MixedDataset:
     def split(self, name: SplitName) -> MixedSplit:
         """Return `train` or `val` of all sets, in their shares."""
         if name not in self._splits:
-            self._splits[name] = MixedSplit(name, [part.dataset.split(name) for part in self.parts], self._turns)
+            self._splits[name] = MixedSplit(
+                name, [part.dataset.split(name) for part in self.parts], self._turns
+            )
         return self._splits[name]
 
 
@@ -122,7 +127,9 @@ class MixedSplit:
         windows = np.empty(len(sets), np.int64)
         for number, split in enumerate(self._splits):
             rows = np.flatnonzero(sets == number)
-            windows[rows] = first[number] + split.windows_at(own_positions[rows], seq_len, seed=seed)
+            windows[rows] = first[number] + split.windows_at(
+                own_positions[rows], seq_len, seed=seed
+            )
         return windows
 
     def read_windows(self, indices: Array, seq_len: int, out: Array) -> None:
@@ -172,7 +179,10 @@ class MixedSplit:
         first = self._first_windows(seq_len)
         sets = np.searchsorted(first, indices, side="right") - 1
         rows = {number: np.flatnonzero(sets == number) for number in np.unique(sets).tolist()}
-        return [(self._splits[number], of_set, indices[of_set] - first[number]) for number, of_set in rows.items()]
+        return [
+            (self._splits[number], of_set, indices[of_set] - first[number])
+            for number, of_set in rows.items()
+        ]
 
 
 def open_data(data: DataConfig, *, progress: Progress = SILENT) -> Dataset | MixedDataset:
@@ -192,7 +202,11 @@ def open_data(data: DataConfig, *, progress: Progress = SILENT) -> Dataset | Mix
 
 def parts_of(dataset: Dataset | MixedDataset) -> tuple[Part, ...]:
     """Return the data sets of a mix; a single one is the special case, with all of the windows."""
-    return dataset.parts if isinstance(dataset, MixedDataset) else (Part(distinct_names([dataset.place])[0], dataset, 1.0),)
+    return (
+        dataset.parts
+        if isinstance(dataset, MixedDataset)
+        else (Part(distinct_names([dataset.place])[0], dataset, 1.0),)
+    )
 
 
 def whole_turns(mix: Mapping[str, float]) -> tuple[int, ...]:
@@ -205,7 +219,9 @@ def whole_turns(mix: Mapping[str, float]) -> tuple[int, ...]:
     least = min(exact)
     if least * LONGEST_PERIOD < total:
         name, weight = min(mix.items(), key=lambda item: item[1])
-        enough = 1.006 * float((total - least) / (LONGEST_PERIOD - 1))  # enough still when it is rounded to three digits
+        enough = 1.006 * float(
+            (total - least) / (LONGEST_PERIOD - 1)
+        )  # enough still when it is rounded to three digits
         raise ConfigError(
             f"data.mix gives {name} the weight {weight:g} of {float(total):g}; the smallest share is 1 window in {LONGEST_PERIOD:,}.",
             fix=f"Give it a weight of {enough:.3g} or more, or leave it out.",
@@ -229,7 +245,9 @@ def deal(turns: tuple[int, ...]) -> Array:
     order = np.empty(period, np.int64)
     for turn in range(period):
         in_time = dealt * period < (turn + 1) * due  # one more would not be too many
-        order[turn] = np.argmin(np.where(in_time, (dealt + 1) / due, np.inf))  # whose next one is due first
+        order[turn] = np.argmin(
+            np.where(in_time, (dealt + 1) / due, np.inf)
+        )  # whose next one is due first
         dealt[order[turn]] += 1
     order.flags.writeable = False  # everybody who asks for these turns gets this array
     return order
@@ -247,7 +265,11 @@ def distinct_names(places: Sequence[str]) -> list[str]:
 
 def _require_one_tokenizer(first: Dataset, other: Dataset) -> None:
     mine, theirs = first.manifest, other.manifest
-    if (mine.tokenizer.digest, mine.vocab_size, mine.dtype) != (theirs.tokenizer.digest, theirs.vocab_size, theirs.dtype):
+    if (mine.tokenizer.digest, mine.vocab_size, mine.dtype) != (
+        theirs.tokenizer.digest,
+        theirs.vocab_size,
+        theirs.dtype,
+    ):
         raise DataError(
             f"{first.place} and {other.place} were prepared with different tokenizers, {mine.tokenizer.name} of {mine.vocab_size:,} tokens and "
             f"{theirs.tokenizer.name} of {theirs.vocab_size:,}: one model cannot read both.",

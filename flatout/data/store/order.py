@@ -16,7 +16,9 @@ ROUNDS = 8
 """Feistel rounds: four already look random, eight leave a margin and cost microseconds a step."""
 
 
-def shuffled(positions: np.ndarray[Any, np.dtype[Any]], num_windows: int, *, seed: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+def shuffled(
+    positions: np.ndarray[Any, np.dtype[Any]], num_windows: int, *, seed: int
+) -> np.ndarray[Any, np.dtype[np.int64]]:
     """Return the window at each position of an endless reading, in which every epoch is another permutation.
 
     Position p lies in epoch p // num_windows. A Feistel network on the next power of four is a permutation of more than
@@ -44,7 +46,10 @@ def _permute(values: Words, keys: Words, half_bits: int) -> Words:
     bits, low = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
     left, right = values >> bits, values & low
     for number in range(1, ROUNDS + 1):
-        left, right = right, left ^ (_mix(keys + right * np.uint64(2 * ROUNDS + 1) + np.uint64(number)) & low)
+        left, right = (
+            right,
+            left ^ (_mix(keys + right * np.uint64(2 * ROUNDS + 1) + np.uint64(number)) & low),
+        )
     return (left << bits) | right
 
 

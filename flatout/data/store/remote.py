@@ -21,13 +21,28 @@ import numpy as np
 from flatout.data.prepare.inputs import CACHE
 from flatout.data.prepare.limits import in_words
 from flatout.data.store.integrity import file_problems
-from flatout.data.store.manifest import BLOCK_BYTES, MANIFEST, FileEntry, Manifest, parse_manifest, read_manifest
+from flatout.data.store.manifest import (
+    BLOCK_BYTES,
+    MANIFEST,
+    FileEntry,
+    Manifest,
+    parse_manifest,
+    read_manifest,
+)
 from flatout.data.store.shards import Dataset
 from flatout.data.store.transfers import Transfers
 from flatout.errors import DataError, in_shell, without_secrets
 from flatout.files import PART, CheckedFile, expanded, unless_broken
 from flatout.progress import SILENT, Progress
-from flatout.sources.remote import ATTEMPTS, NothingThere, Unreachable, is_address, open_remote, protocol_of, read_remote
+from flatout.sources.remote import (
+    ATTEMPTS,
+    NothingThere,
+    Unreachable,
+    is_address,
+    open_remote,
+    protocol_of,
+    read_remote,
+)
 
 _MAKE_ROOM = "Make room there and run the same command again: it keeps what is done."
 ATTEMPTS_WITH_COPY = 1
@@ -56,7 +71,9 @@ def stored_address(address: str) -> str:
     Raises: DataError when it is a folder here, or holds a secret, which configurations and manifests would keep.
     """
     if protocol_of(address) in ("file", "local"):
-        raise DataError(f"{address} is a folder of this machine.", fix="Give its path, without file://.")
+        raise DataError(
+            f"{address} is a folder of this machine.", fix="Give its path, without file://."
+        )
     if without_secrets(address) != address:
         raise DataError(
             f"{address}: the address of a data set may hold no user, no password and no query.",
@@ -64,14 +81,20 @@ def stored_address(address: str) -> str:
         )
     place = address.rstrip("/")
     if not is_address(place) or place.endswith("://"):
-        raise DataError(f"{address} names no place in a store.", fix="Write it as s3://BUCKET/FOLDER.")
+        raise DataError(
+            f"{address} names no place in a store.", fix="Write it as s3://BUCKET/FOLDER."
+        )
     return place
 
 
 def home_of(address: str, cache: Path) -> Path:
     """Return the folder for all that is kept of an address."""
     name = address.rpartition("/")[2][-64:]
-    return cache.expanduser() / "stored" / f"{name}-{hashlib.sha256(address.encode()).hexdigest()[:16]}"
+    return (
+        cache.expanduser()
+        / "stored"
+        / f"{name}-{hashlib.sha256(address.encode()).hexdigest()[:16]}"
+    )
 
 
 def copy_of(home: Path, manifest: bytes) -> Path:
@@ -106,7 +129,10 @@ def in_cache(place: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise DataError(f"Cannot write {place}: {error.strerror or error}.", fix=unless_broken(error, _MAKE_ROOM)) from error
+        raise DataError(
+            f"Cannot write {place}: {error.strerror or error}.",
+            fix=unless_broken(error, _MAKE_ROOM),
+        ) from error
 
 
 def local_copy(address: str, *, cache: Path = CACHE, progress: Progress = SILENT) -> Path:
@@ -119,7 +145,9 @@ def local_copy(address: str, *, cache: Path = CACHE, progress: Progress = SILENT
     home = home_of(address, cache)
     held = _last_read(home)
     try:
-        written, manifest = stored_manifest(address, attempts=ATTEMPTS if held is None else ATTEMPTS_WITH_COPY)
+        written, manifest = stored_manifest(
+            address, attempts=ATTEMPTS if held is None else ATTEMPTS_WITH_COPY
+        )
     except Unreachable as error:
         if held is None:
             raise
@@ -127,10 +155,17 @@ def local_copy(address: str, *, cache: Path = CACHE, progress: Progress = SILENT
         return held
     copy = copy_of(home, written)
     if not _is_whole(copy, manifest):
-        with owned(home, lambda: progress.say(f"Another process is fetching or preparing {address}; waiting for it.")):
+        with owned(
+            home,
+            lambda: progress.say(
+                f"Another process is fetching or preparing {address}; waiting for it."
+            ),
+        ):
             if not _is_whole(copy, manifest):
                 if held is not None and held != copy:
-                    progress.say(f"{address} has changed. What it was before stays in {held}; remove it when no run reads it.")
+                    progress.say(
+                        f"{address} has changed. What it was before stays in {held}; remove it when no run reads it."
+                    )
                 _fetch(address, copy, manifest, written, progress)
     with contextlib.suppress(OSError):  # a cache that others own may be read
         os.utime(copy)
@@ -159,11 +194,17 @@ def stored_manifest(address: str, *, attempts: int = ATTEMPTS) -> tuple[bytes, M
             f"There is no data set at {address}: it has no {MANIFEST}.",
             fix=f"Prepare one with `flatout prepare SOURCE --out {in_shell(address)}`, or check the address.",
         )
-    return written, parse_manifest(written.decode("utf-8", errors="replace"), f"{address}/{MANIFEST}")
+    return written, parse_manifest(
+        written.decode("utf-8", errors="replace"), f"{address}/{MANIFEST}"
+    )
 
 
 def _last_read(home: Path) -> Path | None:
-    copies = sorted((path.parent for path in home.glob(f"*/{MANIFEST}")), key=lambda copy: copy.stat().st_mtime, reverse=True)
+    copies = sorted(
+        (path.parent for path in home.glob(f"*/{MANIFEST}")),
+        key=lambda copy: copy.stat().st_mtime,
+        reverse=True,
+    )
     for copy in copies:
         with contextlib.suppress(DataError):
             if _is_whole(copy, read_manifest(copy)):
@@ -175,7 +216,9 @@ def _is_whole(copy: Path, manifest: Manifest) -> bool:
     return (copy / MANIFEST).is_file() and next(file_problems(copy, manifest), None) is None
 
 
-def _fetch(address: str, copy: Path, manifest: Manifest, written: bytes, progress: Progress) -> None:
+def _fetch(
+    address: str, copy: Path, manifest: Manifest, written: bytes, progress: Progress
+) -> None:
     """Fetch the files that are not there yet, several at once, the manifest last."""
     with in_cache(copy):
         copy.mkdir(parents=True, exist_ok=True)
@@ -191,7 +234,12 @@ def _fetch(address: str, copy: Path, manifest: Manifest, written: bytes, progres
             )
         with progress.task(f"Fetching {address}", total=size / 1e6, unit="MB") as task:
             transfers = Transfers(task)
-            transfers.run([partial(_fetch_file, address, entry, copy / entry.name, transfers) for entry in missing])
+            transfers.run(
+                [
+                    partial(_fetch_file, address, entry, copy / entry.name, transfers)
+                    for entry in missing
+                ]
+            )
             _write(copy / manifest.tokenizer.file, stored_tokenizer(address, manifest))
             _write(copy / MANIFEST, written)
 
@@ -213,7 +261,9 @@ def stored_tokenizer(address: str, manifest: Manifest) -> bytes:
     place = f"{address}/{manifest.tokenizer.file}"
     tokenizer = read_remote(place)
     if hashlib.sha256(tokenizer).hexdigest() != manifest.tokenizer.digest:
-        raise DataError(f"{place} is not the tokenizer that made these tokens.", fix=_damaged(address))
+        raise DataError(
+            f"{place} is not the tokenizer that made these tokens.", fix=_damaged(address)
+        )
     return tokenizer
 
 
@@ -258,4 +308,9 @@ def stored_blocks(address: str, entry: FileEntry) -> Iterator[tuple[bytes, str |
         for number, crc in enumerate(entry.block_crc32):
             block = file.read(BLOCK_BYTES)
             whole = zlib.crc32(block) == crc
-            yield block, None if whole else f"{place}, byte {number * BLOCK_BYTES}: the block of {len(block)} bytes from there fails its checksum."
+            yield (
+                block,
+                None
+                if whole
+                else f"{place}, byte {number * BLOCK_BYTES}: the block of {len(block)} bytes from there fails its checksum.",
+            )

@@ -21,8 +21,22 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from flatout.data.store.integrity import MASKS, PREPARE_AGAIN, Items, ends_of, file_problems, tokens_of
-from flatout.data.store.manifest import BLOCK_BYTES, FileEntry, Manifest, SplitEntry, SplitName, read_manifest
+from flatout.data.store.integrity import (
+    MASKS,
+    PREPARE_AGAIN,
+    Items,
+    ends_of,
+    file_problems,
+    tokens_of,
+)
+from flatout.data.store.manifest import (
+    BLOCK_BYTES,
+    FileEntry,
+    Manifest,
+    SplitEntry,
+    SplitName,
+    read_manifest,
+)
 from flatout.data.store.order import shuffled
 from flatout.errors import DataError
 from flatout.files import expanded
@@ -68,9 +82,13 @@ class Dataset:
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer in the folder, loaded when first asked for."""
-        from flatout.data.tokenizers import load_tokenizer  # reading tokens alone needs no tokenizer library
+        from flatout.data.tokenizers import (
+            load_tokenizer,
+        )  # reading tokens alone needs no tokenizer library
 
-        return load_tokenizer(self.path / self.manifest.tokenizer.file, sha256=self.manifest.tokenizer.digest)
+        return load_tokenizer(
+            self.path / self.manifest.tokenizer.file, sha256=self.manifest.tokenizer.digest
+        )
 
     def split(self, name: SplitName) -> Split:
         """Return `train` or `val`; a split without documents has no tokens."""
@@ -122,7 +140,13 @@ class Split:
     """
 
     def __init__(self, folder: Path, name: SplitName, manifest: Manifest) -> None:
-        empty = SplitEntry(tokens=0, documents=0, text_bytes=0, shards=(), document_ends=FileEntry(name="none", size_bytes=0, block_crc32=()))
+        empty = SplitEntry(
+            tokens=0,
+            documents=0,
+            text_bytes=0,
+            shards=(),
+            document_ends=FileEntry(name="none", size_bytes=0, block_crc32=()),
+        )
         entry = manifest.splits.get(name, empty)
         self.folder = folder
         self.name: str = name
@@ -195,7 +219,10 @@ class Split:
         starts = indices.astype(np.int64) * seq_len
         ends = self.document_ends
         # A document that ends at position e (exclusive) makes position e the first of the next: add one from there on.
-        first, last = np.searchsorted(ends, starts, side="right"), np.searchsorted(ends, starts + seq_len - 1, side="right")
+        first, last = (
+            np.searchsorted(ends, starts, side="right"),
+            np.searchsorted(ends, starts + seq_len - 1, side="right"),
+        )
         counts = last - first
         rows = np.repeat(np.arange(len(starts)), counts)
         within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -236,9 +263,15 @@ class _Tape:
     @cached_property
     def _maps(self) -> list[mmap.mmap]:
         try:
-            return [_mapped(path, entry.size_bytes) for path, entry in zip(self._paths, self._entries, strict=True)]
+            return [
+                _mapped(path, entry.size_bytes)
+                for path, entry in zip(self._paths, self._entries, strict=True)
+            ]
         except OSError as error:
-            raise DataError(f"Cannot read the data set: {error}.", fix="Check that the folder is still there and readable.") from error
+            raise DataError(
+                f"Cannot read the data set: {error}.",
+                fix="Check that the folder is still there and readable.",
+            ) from error
 
     @cached_property
     def _files(self) -> list[memoryview]:
@@ -268,11 +301,15 @@ class _Tape:
         last_file = np.searchsorted(self._first, starts + width - 1, side="right") - 1
         self._check_sizes()
         if not self._all_checked:
-            self._check_touched(self._block_of(starts, file_of), self._block_of(starts + width - 1, last_file))
+            self._check_touched(
+                self._block_of(starts, file_of), self._block_of(starts + width - 1, last_file)
+            )
         assert out.itemsize == self._stored.itemsize, "bytes are copied as they lie"
         rows, size = out.data.cast("B"), width * out.itemsize
         begins = (starts - self._first[file_of]) * out.itemsize
-        for row, (file, last, begin) in enumerate(zip(file_of.tolist(), last_file.tolist(), begins.tolist(), strict=True)):
+        for row, (file, last, begin) in enumerate(
+            zip(file_of.tolist(), last_file.tolist(), begins.tolist(), strict=True)
+        ):
             if file == last:
                 rows[row * size : (row + 1) * size] = self._files[file][begin : begin + size]
             else:
@@ -283,7 +320,9 @@ class _Tape:
         width = out.shape[1]
         whole = starts + width <= self._first[-1]
         rows = np.empty((int(whole.sum()), width), out.dtype)
-        self.read(starts[whole], rows)  # what follows is read too: rows of one width are read at once
+        self.read(
+            starts[whole], rows
+        )  # what follows is read too: rows of one width are read at once
         out[whole] = rows
         for row in np.flatnonzero(~whole):
             self.read(starts[row : row + 1], out[row : row + 1, : lengths[row]])
@@ -294,16 +333,24 @@ class _Tape:
         while done < len(out_row):
             file = int(np.searchsorted(self._first, start + done, side="right")) - 1
             offset = start + done - int(self._first[file])
-            piece = np.frombuffer(self._files[file], self._stored)[offset : offset + len(out_row) - done]
+            piece = np.frombuffer(self._files[file], self._stored)[
+                offset : offset + len(out_row) - done
+            ]
             out_row[done : done + len(piece)] = piece
             done += len(piece)
 
     def _block_of(self, items: Array, file_of: Array) -> Array:
-        blocks: Array = self._first_block[file_of] + (items - self._first[file_of]) // self._block_items
+        blocks: Array = (
+            self._first_block[file_of] + (items - self._first[file_of]) // self._block_items
+        )
         return blocks
 
     def _check_touched(self, first: Array, last: Array) -> None:
-        touched = np.unique(np.concatenate([np.minimum(first + step, last) for step in range(int((last - first).max()) + 1)]))
+        touched = np.unique(
+            np.concatenate(
+                [np.minimum(first + step, last) for step in range(int((last - first).max()) + 1)]
+            )
+        )
         unchecked = touched[~self._checked[touched]].tolist()
         for block, problem in zip(unchecked, self._problems(unchecked), strict=True):
             if problem is not None:
@@ -334,7 +381,10 @@ class _Tape:
         """
         file = int(np.searchsorted(self._first_block, block, side="right")) - 1
         within = block - int(self._first_block[file])
-        start, size = within * BLOCK_BYTES, min(self._entries[file].size_bytes - within * BLOCK_BYTES, BLOCK_BYTES)
+        start, size = (
+            within * BLOCK_BYTES,
+            min(self._entries[file].size_bytes - within * BLOCK_BYTES, BLOCK_BYTES),
+        )
         where = f"{self._paths[file]}, byte {start}"
         room = np.empty(size, np.uint8)
         try:

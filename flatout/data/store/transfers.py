@@ -27,7 +27,10 @@ class Transfers:
         """
         with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="flatout-transfer") as pool:
             try:
-                errors = [done.exception() for done in as_completed([pool.submit(self._do, job) for job in jobs])]
+                errors = [
+                    done.exception()
+                    for done in as_completed([pool.submit(self._do, job) for job in jobs])
+                ]
             except BaseException:
                 self._ended.set()
                 raise

@@ -10,7 +10,15 @@ from pathlib import Path
 
 import numpy as np
 
-from flatout.data.store.integrity import MASKS, Items, end_problems, ends_of, file_problems, manifest_problems, tokens_of
+from flatout.data.store.integrity import (
+    MASKS,
+    Items,
+    end_problems,
+    ends_of,
+    file_problems,
+    manifest_problems,
+    tokens_of,
+)
 from flatout.data.store.manifest import FileEntry, Manifest, SplitName, read_manifest
 from flatout.data.store.remote import stored_blocks, stored_manifest, stored_tokenizer
 from flatout.data.store.shards import Split
@@ -51,7 +59,11 @@ def verify_dataset(folder: Path, *, progress: Progress = SILENT) -> Verified:
         problems += _tokenizer_problems(folder / manifest.tokenizer.file, manifest)
     entries = manifest.files
     sizes = []
-    with progress.task(f"Reading {folder}", total=sum(entry.size_bytes for entry in entries if entry.name not in damaged) / 1e6, unit="MB") as task:
+    with progress.task(
+        f"Reading {folder}",
+        total=sum(entry.size_bytes for entry in entries if entry.name not in damaged) / 1e6,
+        unit="MB",
+    ) as task:
         for name in manifest.splits:
             split = Split(folder, name, manifest)
             for num_bytes, problem in split.block_problems(but=damaged):
@@ -82,7 +94,9 @@ def verify_stored(address: str, *, progress: Progress = SILENT) -> Verified:
         start, whole = 0, True
         for block, problem in stored_blocks(address, entry):
             if block and problem is None:
-                problem = items.problem(np.frombuffer(block, np.uint8), f"{address}/{entry.name}", start)
+                problem = items.problem(
+                    np.frombuffer(block, np.uint8), f"{address}/{entry.name}", start
+                )
             start += len(block)
             problems.extend([problem] if problem else [])
             sizes.extend([len(block)] if block else [])
@@ -90,12 +104,32 @@ def verify_stored(address: str, *, progress: Progress = SILENT) -> Verified:
             blocks += [block] if split else []
             transfers.advance(len(block))
         if split and whole and split not in damaged:
-            problems.extend(end_problems(address, split, np.frombuffer(b"".join(blocks), "<i8"), manifest.splits[split].tokens))
+            problems.extend(
+                end_problems(
+                    address,
+                    split,
+                    np.frombuffer(b"".join(blocks), "<i8"),
+                    manifest.splits[split].tokens,
+                )
+            )
 
-    wanted = [partial(check, entry, tokens_of(manifest)) for split in manifest.splits.values() for entry in split.shards]
-    wanted += [partial(check, entry, MASKS) for split in manifest.splits.values() for entry in split.masks]
-    wanted += [partial(check, split.document_ends, ends_of(split), name) for name, split in manifest.splits.items()]
-    with progress.task(f"Reading {address}", total=sum(entry.size_bytes for entry in manifest.files) / 1e6, unit="MB") as task:
+    wanted = [
+        partial(check, entry, tokens_of(manifest))
+        for split in manifest.splits.values()
+        for entry in split.shards
+    ]
+    wanted += [
+        partial(check, entry, MASKS) for split in manifest.splits.values() for entry in split.masks
+    ]
+    wanted += [
+        partial(check, split.document_ends, ends_of(split), name)
+        for name, split in manifest.splits.items()
+    ]
+    with progress.task(
+        f"Reading {address}",
+        total=sum(entry.size_bytes for entry in manifest.files) / 1e6,
+        unit="MB",
+    ) as task:
         transfers = Transfers(task)
         transfers.run(wanted)
     problems += _stored_tokenizer_problems(address, manifest)

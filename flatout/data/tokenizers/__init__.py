@@ -63,7 +63,9 @@ class Tokenizer(Protocol):
     def encode_pieces(self, text: str) -> Iterator[np.ndarray[Any, np.dtype[np.uint32]]]:
         """Yield the ids of one text piece by piece, so that a long one takes less memory."""
 
-    def encode_stream(self, chunks: Iterable[str]) -> Iterator[np.ndarray[Any, np.dtype[np.uint32]]]:
+    def encode_stream(
+        self, chunks: Iterable[str]
+    ) -> Iterator[np.ndarray[Any, np.dtype[np.uint32]]]:
         """Yield the ids of one text that comes in chunks, in bounded memory; how it is chunked changes no id."""
 
     def encode(self, text: str) -> list[int]:
@@ -104,9 +106,15 @@ def make_tokenizer(
         with progress.task("Collecting characters", unit="MB") as task:
             return CharTokenizer(characters_of(sample(None), task))
     trained = is_made_of_text(spec)
-    made = _trained(spec, train_on or sample, progress) if trained else existing_tokenizer(spec, pattern, end_of_text, progress=progress)
+    made = (
+        _trained(spec, train_on or sample, progress)
+        if trained
+        else existing_tokenizer(spec, pattern, end_of_text, progress=progress)
+    )
     kept = None if trained else cache  # what is trained here is not met again
-    some = sample(2 * WORTHWHILE_CHARACTERS) if made.engines else ()  # parts without text leave some of it ungiven
+    some = (
+        sample(2 * WORTHWHILE_CHARACTERS) if made.engines else ()
+    )  # parts without text leave some of it ungiven
     return choose_engine(made, some, cache=kept, progress=progress)
 
 
@@ -115,15 +123,25 @@ def is_made_of_text(spec: str) -> bool:
     return spec == "char" or spec.startswith("train:")
 
 
-def _trained(spec: str, train_on: Callable[[int], Iterable[str]], progress: Progress) -> StoredTokenizer:
+def _trained(
+    spec: str, train_on: Callable[[int], Iterable[str]], progress: Progress
+) -> StoredTokenizer:
     size = _vocabulary_size(spec)
     tokenizer = train_bpe(train_on(TRAINING_BYTES), size, progress=progress)
     if tokenizer.vocab_size < size:
-        progress.say(f"The text gives {tokenizer.vocab_size:,} tokens, not {size:,}: no more pairs repeat in it.")
+        progress.say(
+            f"The text gives {tokenizer.vocab_size:,} tokens, not {size:,}: no more pairs repeat in it."
+        )
     return tokenizer
 
 
-def existing_tokenizer(spec: str, pattern: str | None = None, end_of_text: str | None = None, *, progress: Progress = SILENT) -> StoredTokenizer:
+def existing_tokenizer(
+    spec: str,
+    pattern: str | None = None,
+    end_of_text: str | None = None,
+    *,
+    progress: Progress = SILENT,
+) -> StoredTokenizer:
     """Return the tokenizer that `spec` names, which needs no text to be made: byte, a file, a folder, or a repository of the hub.
 
     Raises: DataError for a name that is none of these, or a file that cannot be used; MissingPackage.
@@ -134,7 +152,9 @@ def existing_tokenizer(spec: str, pattern: str | None = None, end_of_text: str |
     if path.is_file():
         return load_tokenizer(path, pattern=pattern, end_of_text=end_of_text)
     if is_repository(spec) and not path.parent.is_dir():
-        return load_tokenizer(tokenizer_file(spec, progress=progress), end_of_text=end_of_text, name=spec)
+        return load_tokenizer(
+            tokenizer_file(spec, progress=progress), end_of_text=end_of_text, name=spec
+        )
     if "/" not in spec and not path.suffix:
         guess = nearest(spec, ["char", "byte", "train:4096"])
         hint = f"Did you mean {guess!r}? " if guess else ""
@@ -142,8 +162,15 @@ def existing_tokenizer(spec: str, pattern: str | None = None, end_of_text: str |
             f"There is no tokenizer {spec!r}.",
             fix=f"{hint}Give char, byte, train:N, a tokenizer.json or .tiktoken file, or a Hugging Face repository such as openai-community/gpt2.",
         )
-    near = nearest(path.name, [entry.name for entry in path.parent.iterdir()]) if path.parent.is_dir() else None
-    raise DataError(f"There is no tokenizer file {path}.", fix=f"Did you mean {str(path.parent / near)!r}?" if near else "Check the path.")
+    near = (
+        nearest(path.name, [entry.name for entry in path.parent.iterdir()])
+        if path.parent.is_dir()
+        else None
+    )
+    raise DataError(
+        f"There is no tokenizer file {path}.",
+        fix=f"Did you mean {str(path.parent / near)!r}?" if near else "Check the path.",
+    )
 
 
 def tokenizer_place(spec: str) -> Path:
@@ -156,7 +183,11 @@ def tokenizer_place(spec: str) -> Path:
         return path
     if not (path / "tokenizer.json").is_file():
         near = sorted(entry.name for entry in path.glob("*.tiktoken"))
-        fix = f"Name the file: {str(path / near[0])!r}." if near else "Name a folder that has one, or give char, byte or train:N."
+        fix = (
+            f"Name the file: {str(path / near[0])!r}."
+            if near
+            else "Name a folder that has one, or give char, byte or train:N."
+        )
         raise DataError(f"The folder {path} has no tokenizer.json.", fix=fix)
     return path / "tokenizer.json"
 
@@ -168,12 +199,20 @@ def read_tokenizer(path: Path) -> bytes:
     """
     try:
         if path.exists() and not path.is_file() and not path.is_dir():
-            raise DataError(f"{path} is not a regular file.", fix="Name a tokenizer.json or a .tiktoken file.")
+            raise DataError(
+                f"{path} is not a regular file.", fix="Name a tokenizer.json or a .tiktoken file."
+            )
         if path.stat().st_size > LARGEST_BYTES:
-            raise DataError(f"{path} is larger than {LARGEST_BYTES >> 20} MiB, too large for a tokenizer.", fix="Check that it is the right file.")
+            raise DataError(
+                f"{path} is larger than {LARGEST_BYTES >> 20} MiB, too large for a tokenizer.",
+                fix="Check that it is the right file.",
+            )
         return path.read_bytes()
     except OSError as error:
-        raise DataError(f"Cannot read the tokenizer {path}: {error.strerror}.", fix="Check the path and its permissions.") from error
+        raise DataError(
+            f"Cannot read the tokenizer {path}: {error.strerror}.",
+            fix="Check the path and its permissions.",
+        ) from error
 
 
 def _vocabulary_size(spec: str) -> int:
@@ -187,7 +226,12 @@ def _vocabulary_size(spec: str) -> int:
 
 
 def load_tokenizer(
-    path: Path, *, pattern: str | None = None, end_of_text: str | None = None, name: str | None = None, sha256: str | None = None
+    path: Path,
+    *,
+    pattern: str | None = None,
+    end_of_text: str | None = None,
+    name: str | None = None,
+    sha256: str | None = None,
 ) -> StoredTokenizer:
     """Return the tokenizer in a file: one that `save` wrote, a Hugging Face tokenizer.json, or a .tiktoken file.
 
@@ -198,10 +242,16 @@ def load_tokenizer(
     """
     known = recognise(path)
     if known is not None:
-        raise DataError(known.instead_of("a tokenizer"), fix="Give a tokenizer.json, a .tiktoken file, or char, byte or train:N.")
+        raise DataError(
+            known.instead_of("a tokenizer"),
+            fix="Give a tokenizer.json, a .tiktoken file, or char, byte or train:N.",
+        )
     data = read_tokenizer(path)
     if sha256 is not None and hashlib.sha256(data).hexdigest() != sha256:
-        raise DataError(f"{path} is damaged, or was replaced: it is not the file that was written there.", fix=RESTORE)
+        raise DataError(
+            f"{path} is damaged, or was replaced: it is not the file that was written there.",
+            fix=RESTORE,
+        )
     if path.suffix == ".tiktoken":
         made = read_tiktoken(data, name or str(path), pattern=pattern)
         if not made.proven:
@@ -210,7 +260,9 @@ def load_tokenizer(
     return parse_tokenizer(data, name or str(path), end_of_text=end_of_text)
 
 
-def parse_tokenizer(data: bytes | str, name: str, *, end_of_text: str | None = None) -> StoredTokenizer:
+def parse_tokenizer(
+    data: bytes | str, name: str, *, end_of_text: str | None = None
+) -> StoredTokenizer:
     """Return the tokenizer in the text of a JSON file called `name`.
 
     Raises: DataError when it holds none.
@@ -219,7 +271,9 @@ def parse_tokenizer(data: bytes | str, name: str, *, end_of_text: str | None = N
     try:
         document = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{name} is not a tokenizer: it is not JSON ({parser_says(error)}).", fix=fix) from error
+        raise DataError(
+            f"{name} is not a tokenizer: it is not JSON ({parser_says(error)}).", fix=fix
+        ) from error
     if not isinstance(document, dict):
         raise DataError(f"{name} is not a tokenizer.", fix=fix)
     if not _is_proven(document):
@@ -249,15 +303,24 @@ def try_out(name: str, cpu_s: float) -> int:
         return HuggingFaceTokenizer(name, document, 0)
 
     definition = document.get("tokenizer", document)
-    parts = [] if document.get("kind") == "bpe" else [definition.get(key) for key in ("normalizer", "pre_tokenizer", "decoder")]
+    parts = (
+        []
+        if document.get("kind") == "bpe"
+        else [definition.get(key) for key in ("normalizer", "pre_tokenizer", "decoder")]
+    )
     return try_out_within_limits(load, name, strings_in(parts), cpu_s)
 
 
 def _restored(document: dict[str, Any], name: str) -> StoredTokenizer:
     version, kind = document.get("format_version"), document.get("kind")
     if not isinstance(version, int) or version > FORMAT_VERSION or kind not in _KINDS:
-        raise DataError(f"{name} holds a tokenizer of format_version {version}, kind {kind!r}.", fix="Install a newer flatout.")
+        raise DataError(
+            f"{name} holds a tokenizer of format_version {version}, kind {kind!r}.",
+            fix="Install a newer flatout.",
+        )
     try:
         return _KINDS[kind](document)
     except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
-        raise DataError(f"{name} is a damaged tokenizer file: {error!r}.", fix="Prepare the data set again.") from error
+        raise DataError(
+            f"{name} is a damaged tokenizer file: {error!r}.", fix="Prepare the data set again."
+        ) from error

@@ -84,7 +84,9 @@ class StoredTokenizer(ABC):
     def with_engine(self, engine: str) -> Self:
         """Return this tokenizer with another engine."""
         made = object.__new__(type(self))
-        made.__dict__ |= {key: value for key, value in self.__dict__.items() if key != "encoder"} | {"engine": engine}
+        made.__dict__ |= {
+            key: value for key, value in self.__dict__.items() if key != "encoder"
+        } | {"engine": engine}
         return made
 
     @final
@@ -112,7 +114,11 @@ class StoredTokenizer(ABC):
     def _cut(self, text: str, place: int, start: int) -> int | None:
         """Return where the piece that begins at `place` ends, None when the rest may be one piece."""
         longest = place + LONGEST_PIECE_CHARACTERS
-        cut = self.next_cut(text, place + PIECE_CHARACTERS, min(longest, len(text))) if place + PIECE_CHARACTERS < len(text) else None
+        cut = (
+            self.next_cut(text, place + PIECE_CHARACTERS, min(longest, len(text)))
+            if place + PIECE_CHARACTERS < len(text)
+            else None
+        )
         if cut is None and longest + AHEAD_CHARACTERS < len(text):
             raise NotEncodable(
                 f"Nowhere in the {LONGEST_PIECE_CHARACTERS:,} characters from {start} on may text be cut for the tokenizer {self.name!r}.",
@@ -141,7 +147,12 @@ class StoredTokenizer(ABC):
     @cached_property
     def text(self) -> str:
         """What `save` writes."""
-        head = {"format": FORMAT, "format_version": FORMAT_VERSION, "kind": self.kind, "name": self.name}
+        head = {
+            "format": FORMAT,
+            "format_version": FORMAT_VERSION,
+            "kind": self.kind,
+            "name": self.name,
+        }
         return json.dumps(head | self.document(), ensure_ascii=True) + "\n"
 
     @final
@@ -168,7 +179,9 @@ def _blocks(chunks: Iterable[str]) -> Iterator[str]:
     yield "".join(waiting)
 
 
-def _restored(kind: type[StoredTokenizer], document: dict[str, Any], engine: str) -> StoredTokenizer:
+def _restored(
+    kind: type[StoredTokenizer], document: dict[str, Any], engine: str
+) -> StoredTokenizer:
     return kind.from_document(document).with_engine(engine)
 
 
@@ -200,7 +213,8 @@ def require_ids(name: str, vocab_size: int) -> None:
     """
     if not 0 < vocab_size <= MOST_IDS:
         raise DataError(
-            f"The tokenizer {name!r} has the id {vocab_size - 1:,}; ids are below {MOST_IDS:,}.", fix="Number its ids from 0 on, without gaps."
+            f"The tokenizer {name!r} has the id {vocab_size - 1:,}; ids are below {MOST_IDS:,}.",
+            fix="Number its ids from 0 on, without gaps.",
         )
 
 

@@ -47,13 +47,21 @@ def require_usable(text: bytes, name: str, *, cache: Path | None) -> None:
     Raises: DataError saying what is wrong with it.
     """
     versions = [described(engine) for engine in ("tokenizers", "tiktoken")]
-    key = hashlib.sha256("\n".join([hashlib.sha256(text).hexdigest(), *versions, str(CHECK_VERSION)]).encode()).hexdigest()
+    key = hashlib.sha256(
+        "\n".join([hashlib.sha256(text).hexdigest(), *versions, str(CHECK_VERSION)]).encode()
+    ).hexdigest()
     kept = cache.expanduser() / "tokenizers" / f"{key[:32]}.json" if cache is not None else None
     if kept is not None and kept.is_file():
         return
     boot = _BOOT.format(path=sys.path, name=name, cpu_s=CPU_S)
     try:
-        tried = subprocess.run([sys.executable, "-c", boot], input=text, capture_output=True, check=False, timeout=WALL_S)
+        tried = subprocess.run(
+            [sys.executable, "-c", boot],
+            input=text,
+            capture_output=True,
+            check=False,
+            timeout=WALL_S,
+        )
     except subprocess.TimeoutExpired as error:
         raise _refused(name, f"it takes more than {WALL_S} s") from error
     if tried.returncode == _REFUSED:
@@ -67,7 +75,9 @@ def require_usable(text: bytes, name: str, *, cache: Path | None) -> None:
 
 
 def _refused(name: str, why: str, fix: str = _FIX) -> DataError:
-    return DataError(f"{name} cannot be used: loading it and encoding a few short texts fails: {why}.", fix=fix)
+    return DataError(
+        f"{name} cannot be used: loading it and encoding a few short texts fails: {why}.", fix=fix
+    )
 
 
 def bound_pieces(tokenizer: object) -> None:
@@ -77,7 +87,9 @@ def bound_pieces(tokenizer: object) -> None:
         tokenizer.bounds = partial(cpu_bounded, PIECE_CPU_S)
 
 
-def try_out_within_limits(load: Callable[[], StoredTokenizer], name: str, strings: Iterable[str], cpu_s: float) -> int:
+def try_out_within_limits(
+    load: Callable[[], StoredTokenizer], name: str, strings: Iterable[str], cpu_s: float
+) -> int:
     """Load a tokenizer and encode texts, some of them from the file's own `strings`, within limits; print what is wrong, and return the exit code."""
     bound_memory(MEMORY_BYTES)
     with cpu_bounded(cpu_s):
@@ -97,11 +109,16 @@ def _try_out(tokenizer: StoredTokenizer, name: str, strings: Iterable[str]) -> N
         except NotEncodable as error:
             if error.__cause__ is not None and is_panic(error.__cause__):
                 said = str(error.__cause__).partition("\n")[0].rstrip(".")
-                raise _refused(name, f"the library that encodes stopped at an error of its own ({said})", fix) from error
+                raise _refused(
+                    name, f"the library that encodes stopped at an error of its own ({said})", fix
+                ) from error
             continue
         back = tokenizer.decode(ids)
         if tokenizer.splits_all_text and back != text:
-            raise DataError(f"The pattern of the tokenizer {name} leaves out text: {text[:20]!a} comes back as {back[:20]!a}.", fix=fix)
+            raise DataError(
+                f"The pattern of the tokenizer {name} leaves out text: {text[:20]!a} comes back as {back[:20]!a}.",
+                fix=fix,
+            )
 
 
 def _texts(strings: Iterable[str]) -> Iterator[str]:

@@ -42,6 +42,9 @@ def confirmed_cut(encode: Encode, text: str, place: int, end: int) -> int | None
         right = text[cut : cut + AHEAD_CHARACTERS]
         right_ids = encode(right)
         lefts = (text[max(cut - AHEAD_CHARACTERS // part, 0) : cut] for part in (1, 2))
-        if all(np.array_equal(np.concatenate([encode(left), right_ids]), encode(left + right)) for left in lefts):
+        if all(
+            np.array_equal(np.concatenate([encode(left), right_ids]), encode(left + right))
+            for left in lefts
+        ):
             return cut
     return None

@@ -54,7 +54,9 @@ _LONG_CHARACTERS = 20_000
 _VERY_LONG_CHARACTERS = 100_000
 
 
-def choose_engine(tokenizer: StoredTokenizer, sample: Iterable[str], *, cache: Path | None, progress: Progress) -> StoredTokenizer:
+def choose_engine(
+    tokenizer: StoredTokenizer, sample: Iterable[str], *, cache: Path | None, progress: Progress
+) -> StoredTokenizer:
     """Return the tokenizer with the fastest engine that gives its ids, and say in one line which and why.
 
     `sample` gives text of the corpus, more than `WORTHWHILE_CHARACTERS` where there is so much; below, the tokenizer stays as it is.
@@ -76,7 +78,12 @@ def choose_engine(tokenizer: StoredTokenizer, sample: Iterable[str], *, cache: P
             verdict = error.what.rstrip(".")
         if not verdict:
             size = sum(len(text.encode()) for text in texts) / 1e6
-            progress.say(_sentence(passed_over, f"encodes with {name} (same ids as {slowest} on {size:.1f} MB of this text)."))
+            progress.say(
+                _sentence(
+                    passed_over,
+                    f"encodes with {name} (same ids as {slowest} on {size:.1f} MB of this text).",
+                )
+            )
             return candidate
         passed_over.append(verdict)
     progress.say(_sentence(passed_over, f"encodes with {slowest}."))
@@ -84,7 +91,9 @@ def choose_engine(tokenizer: StoredTokenizer, sample: Iterable[str], *, cache: P
 
 
 def _sentence(passed_over: list[str], verdict: str) -> str:
-    return "; ".join(passed_over) + f": {verdict}" if passed_over else verdict[0].upper() + verdict[1:]
+    return (
+        "; ".join(passed_over) + f": {verdict}" if passed_over else verdict[0].upper() + verdict[1:]
+    )
 
 
 def _thinned(sample: Iterable[str]) -> list[str]:
@@ -93,10 +102,16 @@ def _thinned(sample: Iterable[str]) -> list[str]:
     size = 0
     for text in sample:
         size += len(text)
-        chunks += (text[start : start + CHUNK_CHARACTERS] for start in range(0, len(text), CHUNK_CHARACTERS))
+        chunks += (
+            text[start : start + CHUNK_CHARACTERS]
+            for start in range(0, len(text), CHUNK_CHARACTERS)
+        )
     if size < WORTHWHILE_CHARACTERS:
         return []
-    return [chunk.encode(errors="ignore").decode() for chunk in chunks[:: max(size // CHECKED_CHARACTERS, 1)]]
+    return [
+        chunk.encode(errors="ignore").decode()
+        for chunk in chunks[:: max(size // CHECKED_CHARACTERS, 1)]
+    ]
 
 
 def difference(candidate: StoredTokenizer, reference: StoredTokenizer, texts: Iterable[str]) -> str:
@@ -106,7 +121,11 @@ def difference(candidate: StoredTokenizer, reference: StoredTokenizer, texts: It
         given = _ids_or_error(candidate, text)
         if isinstance(wanted, str) or isinstance(given, str):
             if type(wanted) is not type(given):
-                refused = given if isinstance(given, str) else f"not refused, as by {reference.engine}: {wanted}"
+                refused = (
+                    given
+                    if isinstance(given, str)
+                    else f"not refused, as by {reference.engine}: {wanted}"
+                )
                 return f"{candidate.engine} differs from {reference.engine} at {text[:SHOWN_CHARACTERS]!a} ({refused})"
         elif not np.array_equal(wanted, given):
             size = min(len(wanted), len(given))
@@ -131,7 +150,12 @@ def _ids_or_error(tokenizer: StoredTokenizer, text: str) -> Ids | str:
 
 def _kept(candidate: StoredTokenizer, reference: StoredTokenizer, cache: Path | None) -> str:
     """Return `difference` on the probes, from the last time when that is known."""
-    versions = [described(candidate.engine), described(reference.engine), unicodedata.unidata_version, str(PROBES_VERSION)]
+    versions = [
+        described(candidate.engine),
+        described(reference.engine),
+        unicodedata.unidata_version,
+        str(PROBES_VERSION),
+    ]
     key = hashlib.sha256("\n".join([reference.digest(), *versions]).encode()).hexdigest()
     place = cache.expanduser() / "engines" / f"{key[:32]}.json" if cache is not None else None
     try:
@@ -180,7 +204,11 @@ def literal_tokens(tokenizer: StoredTokenizer) -> list[str]:
     """Return end-of-text and the tokens that the tokenizer's file adds to its vocabulary, at most 64 of them."""
     document = tokenizer.document().get("tokenizer", {})
     added = [str(entry["content"]) for entry in document.get("added_tokens") or []]
-    return list(dict.fromkeys([tokenizer.decode([tokenizer.eot_id]), "<|endoftext|>", *added[:32], *added[-32:]]))
+    return list(
+        dict.fromkeys(
+            [tokenizer.decode([tokenizer.eot_id]), "<|endoftext|>", *added[:32], *added[-32:]]
+        )
+    )
 
 
 def _every_character() -> Iterator[str]:
@@ -201,7 +229,11 @@ def _every_character() -> Iterator[str]:
 def _vocabulary(tokenizer: StoredTokenizer) -> Iterator[str]:
     """Every piece of the vocabulary that is text, as a word of its own and in a row with its neighbours."""
     pieces = (tokenizer.decode_bytes([index]) for index in range(tokenizer.vocab_size))
-    words = [text for piece in pieces if "\ufffd" not in (text := piece.decode("utf-8", errors="replace"))]
+    words = [
+        text
+        for piece in pieces
+        if "\ufffd" not in (text := piece.decode("utf-8", errors="replace"))
+    ]
     for start in range(0, len(words), 4000):
         some = words[start : start + 4000]
         yield "\n".join(some)

@@ -59,12 +59,17 @@ def described(engine: str) -> str:
 
 def missing(engine: str) -> MissingPackage:
     """Return the error for an engine that is not installed."""
-    return MissingPackage(f"{engine} is not installed.", fix=f"Install it with `pip install {engine}`.")
+    return MissingPackage(
+        f"{engine} is not installed.", fix=f"Install it with `pip install {engine}`."
+    )
 
 
 def cannot(engine: str, why: str) -> DataError:
     """Return the error for an engine that cannot do a tokenizer's work."""
-    return DataError(f"{engine} cannot encode for this tokenizer: {why}.", fix="Let another engine encode: the ids are the same.")
+    return DataError(
+        f"{engine} cannot encode for this tokenizer: {why}.",
+        fix="Let another engine encode: the ids are the same.",
+    )
 
 
 def gigatoken_of_json(definition: Mapping[str, Any]) -> Encode:
@@ -93,7 +98,11 @@ def gigatoken_of_ranks(pieces: Sequence[bytes | None], scheme: str | None) -> En
     """
     if scheme not in GIGATOKEN_SCHEMES:
         raise cannot("gigatoken", "it does not split text by this one's pattern")
-    lines = b"".join(base64.b64encode(piece) + b" %d\n" % rank for rank, piece in enumerate(pieces) if piece is not None)
+    lines = b"".join(
+        base64.b64encode(piece) + b" %d\n" % rank
+        for rank, piece in enumerate(pieces)
+        if piece is not None
+    )
 
     def load() -> BPETokenizer:
         from gigatoken.gigatoken_rs import BPETokenizer
@@ -150,7 +159,9 @@ def tiktoken_of(name: str, ranks: Mapping[bytes, int], pattern: str) -> Encode:
 
     # Without a special token tiktoken looks for the empty one, which it finds, and passes over, at every character.
     unused = {"<|unused|>": max(ranks.values(), default=0) + 1}
-    encoding = tiktoken.Encoding(name, pat_str=delegated(pattern), mergeable_ranks=dict(ranks), special_tokens=unused)
+    encoding = tiktoken.Encoding(
+        name, pat_str=delegated(pattern), mergeable_ranks=dict(ranks), special_tokens=unused
+    )
 
     def encode(text: str) -> Ids:
         ids: Ids = encoding.encode_to_numpy(text, disallowed_special=())
@@ -169,7 +180,10 @@ def delegated(pattern: str) -> str:
     if _FLAGS.search(pattern):
         return pattern
     groups: list[str] = []
-    for easy, run in groupby(map(_without_last_hold, _alternatives(pattern)), key=lambda alternative: not _HARD.search(alternative)):
+    for easy, run in groupby(
+        map(_without_last_hold, _alternatives(pattern)),
+        key=lambda alternative: not _HARD.search(alternative),
+    ):
         held = list(run)
         groups += [f"(?:{'|'.join(held)})"] if easy and len(held) > 1 else held
     return "|".join(groups)
@@ -187,7 +201,11 @@ def _alternatives(pattern: str) -> Iterator[str]:
 
 
 def _without_last_hold(alternative: str) -> str:
-    return alternative[:-1] if _HOLDS_LAST.search(alternative) and "$" not in alternative else alternative
+    return (
+        alternative[:-1]
+        if _HOLDS_LAST.search(alternative) and "$" not in alternative
+        else alternative
+    )
 
 
 def falling_back(encode: Encode, reference: Encode) -> Encode:

@@ -9,7 +9,9 @@ from pathlib import Path
 from flatout.errors import DataError, MissingPackage
 from flatout.progress import SILENT, Progress
 
-_REPOSITORY = re.compile(r"(?P<repository>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w./-]+))?", re.ASCII)
+_REPOSITORY = re.compile(
+    r"(?P<repository>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w./-]+))?", re.ASCII
+)
 _FILE_ENDINGS = (".json", ".tiktoken", ".model", ".gz")
 
 
@@ -18,7 +20,13 @@ def is_repository(name: str) -> bool:
     return _REPOSITORY.fullmatch(name) is not None and not name.endswith(_FILE_ENDINGS)
 
 
-def tokenizer_file(name: str, *, cache: Path | None = None, endpoint: str | None = None, progress: Progress = SILENT) -> Path:
+def tokenizer_file(
+    name: str,
+    *,
+    cache: Path | None = None,
+    endpoint: str | None = None,
+    progress: Progress = SILENT,
+) -> Path:
     """Return the tokenizer.json of a repository, on this machine.
 
     What the cache holds of that revision is taken without asking the hub. `cache` and `endpoint` are those of huggingface_hub
@@ -28,7 +36,13 @@ def tokenizer_file(name: str, *, cache: Path | None = None, endpoint: str | None
     """
     try:
         from huggingface_hub import hf_hub_download
-        from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
+        from huggingface_hub.errors import (
+            EntryNotFoundError,
+            GatedRepoError,
+            LocalEntryNotFoundError,
+            RepositoryNotFoundError,
+            RevisionNotFoundError,
+        )
     except ImportError as error:
         raise MissingPackage(
             f"The tokenizer {name} lies on the Hugging Face hub, and huggingface_hub is not installed.",
@@ -40,7 +54,12 @@ def tokenizer_file(name: str, *, cache: Path | None = None, endpoint: str | None
 
     def fetched(local_files_only: bool) -> Path:
         found = hf_hub_download(
-            repository, "tokenizer.json", revision=revision, cache_dir=cache, endpoint=endpoint, local_files_only=local_files_only
+            repository,
+            "tokenizer.json",
+            revision=revision,
+            cache_dir=cache,
+            endpoint=endpoint,
+            local_files_only=local_files_only,
         )
         return Path(str(found))
 
@@ -51,20 +70,32 @@ def tokenizer_file(name: str, *, cache: Path | None = None, endpoint: str | None
         with progress.task(f"Fetching the tokenizer of {where}"):
             return fetched(local_files_only=False)
     except GatedRepoError as error:
-        raise DataError(f"{where} is only for those whom its owners let in.", fix="Ask on its page, then run `hf auth login`.") from error
+        raise DataError(
+            f"{where} is only for those whom its owners let in.",
+            fix="Ask on its page, then run `hf auth login`.",
+        ) from error
     except RepositoryNotFoundError as error:
         raise DataError(
             f"There is no file {name} here and no repository {repository} on the hub that you may read.",
             fix="Check the name, or run `hf auth login`.",
         ) from error
     except RevisionNotFoundError as error:
-        raise DataError(f"{repository} has no revision {revision}.", fix="Name a branch, a tag or a whole commit hash after the @.") from error
+        raise DataError(
+            f"{repository} has no revision {revision}.",
+            fix="Name a branch, a tag or a whole commit hash after the @.",
+        ) from error
     except LocalEntryNotFoundError as error:
         raise DataError(
             f"There is no file {name} here, the cache has no {where}, and the hub cannot be reached.",
             fix="Check the name and the connection, or name a tokenizer.json file.",
         ) from error
     except EntryNotFoundError as error:
-        raise DataError(f"{where} has no tokenizer.json.", fix="Name a repository that has one, or a tokenizer file.") from error
+        raise DataError(
+            f"{where} has no tokenizer.json.",
+            fix="Name a repository that has one, or a tokenizer file.",
+        ) from error
     except OSError as error:
-        raise DataError(f"The tokenizer of {where} could not be fetched: {error}.", fix="Check the connection, then run it again.") from error
+        raise DataError(
+            f"The tokenizer of {where} could not be fetched: {error}.",
+            fix="Check the connection, then run it again.",
+        ) from error

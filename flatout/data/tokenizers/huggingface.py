@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 
-from flatout.data.tokenizers.base import Encode, Ids, NotEncodable, StoredTokenizer, failures_named, is_panic, join_pieces, not_text, require_ids
+from flatout.data.tokenizers.base import (
+    Encode,
+    Ids,
+    NotEncodable,
+    StoredTokenizer,
+    failures_named,
+    is_panic,
+    join_pieces,
+    not_text,
+    require_ids,
+)
 from flatout.data.tokenizers.bpe import byte_level_alphabet
 from flatout.data.tokenizers.byte_level import Layout, layout_of
 from flatout.data.tokenizers.cut_points import confirmed_cut, known_cut
@@ -22,7 +32,16 @@ from flatout.registry import nearest
 if TYPE_CHECKING:
     import tokenizers
 
-USUAL_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|eot_id|>", "<|im_end|>")
+USUAL_NAMES = (
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "</s>",
+    "<eos>",
+    "<|eos|>",
+    "[EOS]",
+    "<|eot_id|>",
+    "<|im_end|>",
+)
 """What end-of-text is called, the likelier first."""
 
 
@@ -48,7 +67,11 @@ class HuggingFaceTokenizer(StoredTokenizer):
     def _largest_id(self) -> int:
         """Return the largest id; a byte-level BPE is not loaded for that, since another engine may do its work."""
         added = [int(entry["id"]) for entry in self.definition.get("added_tokens") or []]
-        known: dict[str, int] = self.layout.model["vocab"] if self.layout else self._tokenizer.get_vocab(with_added_tokens=True)
+        known: dict[str, int] = (
+            self.layout.model["vocab"]
+            if self.layout
+            else self._tokenizer.get_vocab(with_added_tokens=True)
+        )
         return max([*known.values(), *added])
 
     @cached_property
@@ -71,12 +94,22 @@ class HuggingFaceTokenizer(StoredTokenizer):
         """The tokens that text must not become; an unknown-token is what unknown text honestly becomes."""
         model = self.definition.get("model", {})
         unknown = {model.get("unk_token"), "<unk>", "[UNK]"}
-        tokens = {entry["content"]: int(entry["id"]) for entry in self.definition.get("added_tokens", []) if entry.get("special")}
+        tokens = {
+            entry["content"]: int(entry["id"])
+            for entry in self.definition.get("added_tokens", [])
+            if entry.get("special")
+        }
         ends = {self._token_of(self.eot_id): self.eot_id}
-        return {content: index for content, index in tokens.items() if content not in unknown} | ends
+        return {
+            content: index for content, index in tokens.items() if content not in unknown
+        } | ends
 
     def _token_of(self, index: int) -> str:
-        named = (entry["content"] for entry in self.definition.get("added_tokens") or [] if int(entry["id"]) == index)
+        named = (
+            entry["content"]
+            for entry in self.definition.get("added_tokens") or []
+            if int(entry["id"]) == index
+        )
         return next(named, None) or str(self._tokenizer.id_to_token(index))
 
     def encode_piece(self, text: str, start: int) -> Ids:
@@ -88,7 +121,9 @@ class HuggingFaceTokenizer(StoredTokenizer):
             raise not_text(error, start) from error
         if not self._has_special(ids):
             return ids
-        literal = "|".join(re.escape(content) for content in sorted(self._special, key=len, reverse=True))
+        literal = "|".join(
+            re.escape(content) for content in sorted(self._special, key=len, reverse=True)
+        )
         cuts = [0, *(match.start() + 1 for match in re.finditer(literal, text)), len(text)]
         pieces = [text[start:end] for start, end in itertools.pairwise(cuts)]
         ids = np.concatenate([self.encoder(piece) for piece in pieces])
@@ -110,7 +145,9 @@ class HuggingFaceTokenizer(StoredTokenizer):
 
     def _has_special(self, ids: Ids) -> bool:
         """Return whether a special token is among the ids; mostly they are the last of a vocabulary, so that the largest id tells."""
-        return bool(ids.max(initial=0) >= self._lowest_special) and bool(np.isin(ids, list(self._special.values())).any())
+        return bool(ids.max(initial=0) >= self._lowest_special) and bool(
+            np.isin(ids, list(self._special.values())).any()
+        )
 
     @cached_property
     def _bytes(self) -> list[bytes] | None:
@@ -123,7 +160,9 @@ class HuggingFaceTokenizer(StoredTokenizer):
         table = [b"\xef\xbf\xbd"] * self.vocab_size
         for piece, index in self._tokenizer.get_vocab(with_added_tokens=True).items():
             plain = index in added or not all(character in byte_of for character in piece)
-            table[index] = piece.encode() if plain else bytes(byte_of[character] for character in piece)
+            table[index] = (
+                piece.encode() if plain else bytes(byte_of[character] for character in piece)
+            )
         return table
 
     def next_cut(self, text: str, place: int, end: int) -> int | None:
@@ -152,7 +191,9 @@ class HuggingFaceTokenizer(StoredTokenizer):
         return cls(str(document["name"]), dict(document["tokenizer"]), int(document["eot_id"]))
 
     @classmethod
-    def from_file(cls, definition: dict[str, Any], name: str, *, end_of_text: str | None = None) -> HuggingFaceTokenizer:
+    def from_file(
+        cls, definition: dict[str, Any], name: str, *, end_of_text: str | None = None
+    ) -> HuggingFaceTokenizer:
         """Return the tokenizer of a parsed tokenizer.json.
 
         Raises: DataError when it is not one, or end-of-text is neither named nor called by a usual name.
@@ -162,10 +203,17 @@ class HuggingFaceTokenizer(StoredTokenizer):
         if token is None or token not in vocabulary:
             guess = nearest(token, vocabulary) if token else None
             raise DataError(
-                f"{name} has no token {token!r}." if token else f"{name} has none of the usual end-of-text tokens.",
-                fix=f"Did you mean {guess!r}?" if guess else "Name its end-of-text token with --end-of-text.",
+                f"{name} has no token {token!r}."
+                if token
+                else f"{name} has none of the usual end-of-text tokens.",
+                fix=f"Did you mean {guess!r}?"
+                if guess
+                else "Name its end-of-text token with --end-of-text.",
             )
-        added = [entry | {"special": True} if entry["content"] == token else entry for entry in definition.get("added_tokens") or []]
+        added = [
+            entry | {"special": True} if entry["content"] == token else entry
+            for entry in definition.get("added_tokens") or []
+        ]
         stem = name.rpartition("/")[2].removesuffix(".json")
         return cls(stem, definition | {"added_tokens": added}, vocabulary[token])
 
@@ -181,7 +229,8 @@ def vocabulary_of(definition: dict[str, Any], name: str) -> dict[str, int]:
         if not isinstance(error, Exception) and not is_panic(error):
             raise
         raise DataError(
-            f"{name} is not a tokenizer: {error}.", fix="Give a file that flatout saved, a Hugging Face tokenizer.json, or a .tiktoken file."
+            f"{name} is not a tokenizer: {error}.",
+            fix="Give a file that flatout saved, a Hugging Face tokenizer.json, or a .tiktoken file.",
         ) from error
     return vocabulary
 
@@ -190,7 +239,9 @@ def _loaded(definition: dict[str, Any]) -> tokenizers.Tokenizer:
     from tokenizers import Tokenizer
 
     # What surrounds a text changes no id, and may be nested without end.
-    return Tokenizer.from_str(json.dumps(definition | {"post_processor": None, "truncation": None, "padding": None}))
+    return Tokenizer.from_str(
+        json.dumps(definition | {"post_processor": None, "truncation": None, "padding": None})
+    )
 
 
 def is_proven(definition: Any) -> bool:

@@ -7,7 +7,14 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from flatout.data.tokenizers.base import END_OF_TEXT, Ids, NotEncodable, StoredTokenizer, join_pieces, not_text
+from flatout.data.tokenizers.base import (
+    END_OF_TEXT,
+    Ids,
+    NotEncodable,
+    StoredTokenizer,
+    join_pieces,
+    not_text,
+)
 from flatout.errors import DataError
 from flatout.progress import Task
 
@@ -113,7 +120,10 @@ def characters_of(texts: Iterable[str], task: Task) -> str:
         seen[_code_points(text, errors="ignore")] = True
         task.advance(len(text) / 1e6)
     if not seen.any():
-        raise DataError("The corpus is empty: it has no character to make a vocabulary of.", fix="Name a file or folder with text in it.")
+        raise DataError(
+            "The corpus is empty: it has no character to make a vocabulary of.",
+            fix="Name a file or folder with text in it.",
+        )
     return "".join(chr(code) for code in np.flatnonzero(seen))
 
 

@@ -17,7 +17,10 @@ def cpu_bounded(seconds: float) -> Iterator[None]:
     """Let the system end this process with SIGXCPU when the block takes more CPU time, the time of all its threads together."""
     soft, hard = before = resource.getrlimit(resource.RLIMIT_CPU)
     ends = math.ceil(time.process_time() + seconds)
-    resource.setrlimit(resource.RLIMIT_CPU, (min([ends, *(limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY)]), hard))
+    resource.setrlimit(
+        resource.RLIMIT_CPU,
+        (min([ends, *(limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY)]), hard),
+    )
     try:
         yield
     finally:
@@ -29,10 +32,15 @@ def bound_memory(num_bytes: int) -> None:
     held = getattr(psutil.Process().memory_info(), "data", None)
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     if held is not None:
-        limits = [held + num_bytes, *(limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY)]
+        limits = [
+            held + num_bytes,
+            *(limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY),
+        ]
         resource.setrlimit(resource.RLIMIT_DATA, (min(limits), hard))
 
 
 def end_of(code: int) -> str:
     """Return how a process with such a limit ended by its exit code, as a sentence continues: it took too much time, or else memory."""
-    return "takes too much CPU time" if code == -signal.SIGXCPU else "crashes or takes too much memory"
+    return (
+        "takes too much CPU time" if code == -signal.SIGXCPU else "crashes or takes too much memory"
+    )

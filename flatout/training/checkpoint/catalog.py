@@ -66,7 +66,10 @@ def checkpoints_folder(run_folder: Path) -> Path:
     section = read_document(config).get("checkpoint") if config.exists() else None
     directory = section.get("dir") if isinstance(section, dict) else None
     if directory is not None and not isinstance(directory, str):
-        raise ConfigError(f"{config}: checkpoint.dir: {directory!r} is not a path.", fix="Restore config.yaml from a copy.")
+        raise ConfigError(
+            f"{config}: checkpoint.dir: {directory!r} is not a path.",
+            fix="Restore config.yaml from a copy.",
+        )
     return place_in(directory, run_folder)
 
 
@@ -87,13 +90,21 @@ def claim(run_folder: Path, place: Path) -> None:
     try:
         if not mine.exists():
             run_folder.mkdir(parents=True, exist_ok=True)
-            write_json(mine, {"id": secrets.token_hex(16), "run": str(run_folder.absolute()), "place": str(place.absolute())})
+            write_json(
+                mine,
+                {
+                    "id": secrets.token_hex(16),
+                    "run": str(run_folder.absolute()),
+                    "place": str(place.absolute()),
+                },
+            )
         if not theirs.exists():
             place.mkdir(parents=True, exist_ok=True)
             write_json(theirs, read_json(mine))
     except OSError as error:
         raise CheckpointError(
-            f"checkpoint.dir: {place} cannot be written: {error.strerror}.", fix="Set checkpoint.dir to a folder you may write to."
+            f"checkpoint.dir: {place} cannot be written: {error.strerror}.",
+            fix="Set checkpoint.dir to a folder you may write to.",
         ) from error
 
 
@@ -146,7 +157,10 @@ def step_of(checkpoint: Path) -> int:
     """Return N of a checkpoint folder `step-N`."""
     match = _STEP.fullmatch(checkpoint.name)
     if match is None:
-        raise CheckpointError(f"{checkpoint} is not a checkpoint.", fix="Name a folder such as RUN/checkpoints/step-100.")
+        raise CheckpointError(
+            f"{checkpoint} is not a checkpoint.",
+            fix="Name a folder such as RUN/checkpoints/step-100.",
+        )
     return int(match[1])
 
 
@@ -155,13 +169,19 @@ def steps(run_folder: Path) -> list[int]:
     folder = checkpoints_folder(run_folder)
     if not folder.is_dir():
         return []
-    return sorted(int(match[1]) for path in folder.iterdir() if (match := _STEP.fullmatch(path.name)) and path.is_dir())
+    return sorted(
+        int(match[1])
+        for path in folder.iterdir()
+        if (match := _STEP.fullmatch(path.name)) and path.is_dir()
+    )
 
 
 def has_saved(run_folder: Path) -> bool:
     """Say whether the run has ever saved, as far as its folder shows: checkpoints whole or not, set aside, or being replaced."""
     folder = checkpoints_folder(run_folder)
-    return bool(steps(run_folder)) or any(True for kind in ("tmp-old", "aside") for _ in folder.glob(f"step-*.{kind}-*"))
+    return bool(steps(run_folder)) or any(
+        True for kind in ("tmp-old", "aside") for _ in folder.glob(f"step-*.{kind}-*")
+    )
 
 
 def checkpoint_path(run_folder: Path, step: int) -> Path:
@@ -179,11 +199,14 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     version = document.get("format_version") if isinstance(document, dict) else None
     if isinstance(version, int) and version > FORMAT_VERSION:
         raise CheckpointError(
-            f"{checkpoint} has format_version {version}; this flatout reads up to {FORMAT_VERSION}.", fix="Install a newer flatout."
+            f"{checkpoint} has format_version {version}; this flatout reads up to {FORMAT_VERSION}.",
+            fix="Install a newer flatout.",
         )
     manifest = read_model(path, Manifest, fix="Use another checkpoint.")
     if manifest.step != step:
-        raise CheckpointError(f"{path} is damaged: it is of step {manifest.step}.", fix="Use another checkpoint.")
+        raise CheckpointError(
+            f"{path} is damaged: it is of step {manifest.step}.", fix="Use another checkpoint."
+        )
     return manifest.model_dump()
 
 
@@ -198,13 +221,21 @@ def verify(checkpoint: Path, *, only: str = "", progress: Progress = SILENT) -> 
         return [error.what]
     problems = []
     wanted = {name: facts for name, facts in files.items() if name.startswith(only)}
-    with progress.task(f"Checking {checkpoint.name}", total=sum(facts["bytes"] for facts in wanted.values()), unit="bytes") as task:
+    with progress.task(
+        f"Checking {checkpoint.name}",
+        total=sum(facts["bytes"] for facts in wanted.values()),
+        unit="bytes",
+    ) as task:
         for name, facts in wanted.items():
             problem = check_file(checkpoint / name, facts)
             if problem:
                 problems.append(problem)
             task.advance(facts["bytes"])
-    return problems or [f"{checkpoint / name} is not in the manifest." for name in sorted(_needed(checkpoint) - set(files)) if name.startswith(only)]
+    return problems or [
+        f"{checkpoint / name} is not in the manifest."
+        for name in sorted(_needed(checkpoint) - set(files))
+        if name.startswith(only)
+    ]
 
 
 def tokenizer_of(checkpoint: Path) -> str | None:
@@ -224,7 +255,15 @@ def _needed(checkpoint: Path) -> set[str]:
     if not path.is_file():
         return {INDEX, STATE}
     with understanding(path):
-        return {INDEX, STATE, *(piece["file"] for entry in read_json(path)["tensors"].values() for piece in entry["slices"])}
+        return {
+            INDEX,
+            STATE,
+            *(
+                piece["file"]
+                for entry in read_json(path)["tensors"].values()
+                for piece in entry["slices"]
+            ),
+        }
 
 
 def check_size(path: Path, facts: dict[str, Any]) -> str | None:
@@ -249,7 +288,10 @@ def check_file(path: Path, facts: dict[str, Any]) -> str | None:
 
 def is_checkpoint(folder: Path) -> bool:
     """Say whether a folder is a checkpoint, whole or damaged, by its name or its manifest."""
-    return folder.is_dir() and (_STEP.fullmatch(folder.name) is not None or all((folder / name).exists() for name in (MANIFEST, INDEX)))
+    return folder.is_dir() and (
+        _STEP.fullmatch(folder.name) is not None
+        or all((folder / name).exists() for name in (MANIFEST, INDEX))
+    )
 
 
 def require_whole(checkpoint: Path, *, progress: Progress = SILENT) -> None:
@@ -259,10 +301,15 @@ def require_whole(checkpoint: Path, *, progress: Progress = SILENT) -> None:
     """
     problems = verify(checkpoint, progress=progress)
     if problems:
-        raise CheckpointError(problems[0], fix=f"Use another checkpoint than {checkpoint}, or restore that file from a copy.")
+        raise CheckpointError(
+            problems[0],
+            fix=f"Use another checkpoint than {checkpoint}, or restore that file from a copy.",
+        )
 
 
-def latest(run_folder: Path, *, but: Collection[int] = (), progress: Progress = SILENT) -> Path | None:
+def latest(
+    run_folder: Path, *, but: Collection[int] = (), progress: Progress = SILENT
+) -> Path | None:
     """Return the newest whole checkpoint, or None when there is no checkpoint at all. One that is not whole is passed over aloud.
 
     The steps of `but` do not count.

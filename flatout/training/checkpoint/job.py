@@ -106,7 +106,9 @@ class Saving:
         """Checkpoints of later steps, of a course that was left, under the names they were given."""
         self._mesh = run.mesh
         self._start = start
-        self._temporary = self.path.with_name(run.mesh.broadcast_object(f"{self.path.name}.tmp-{secrets.token_hex(4)}"))
+        self._temporary = self.path.with_name(
+            run.mesh.broadcast_object(f"{self.path.name}.tmp-{secrets.token_hex(4)}")
+        )
         taken: list[Snapshot] = []
 
         def make() -> None:
@@ -130,7 +132,9 @@ class Saving:
         except BaseException:
             self._give_up()
             raise
-        self._left: list[Work] = [both] if run.mesh.world_size == 1 else [write, join if run.mesh.is_main else nothing]
+        self._left: list[Work] = (
+            [both] if run.mesh.world_size == 1 else [write, join if run.mesh.is_main else nothing]
+        )
         self._job = start(self._left.pop(0))
 
     def is_ready(self) -> bool:
@@ -142,7 +146,9 @@ class Saving:
         try:
             together(self._mesh, self._job.result, WRITING)
         except BaseException:
-            if self._job.is_done():  # an interrupt leaves the thread at work: the next start of the run sweeps up
+            if (
+                self._job.is_done()
+            ):  # an interrupt leaves the thread at work: the next start of the run sweeps up
                 self._give_up()
             raise
         if not self._left:

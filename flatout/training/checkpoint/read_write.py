@@ -39,7 +39,9 @@ if TYPE_CHECKING:
     from flatout.assembly.run import Run
 
 
-def save(run: Run, *, environment: Mapping[str, Any] | None = None, progress: Progress = SILENT) -> Path:
+def save(
+    run: Run, *, environment: Mapping[str, Any] | None = None, progress: Progress = SILENT
+) -> Path:
     """Write the run's state as `step-N`, N being `run.step`, and return that folder. Every rank calls it.
 
     A kill at any moment leaves the checkpoints before untouched. `environment` (`hardware.fingerprint()`) is stored, so that
@@ -96,7 +98,9 @@ def read_weights(checkpoint: Path, *, progress: Progress = SILENT) -> dict[str, 
     Raises: CheckpointError when a file is missing or damaged.
     """
     index, aliases, manifest = _read_index(checkpoint, catalog.check_file)
-    targets = {name: tensors.empty(entry) for name, entry in index.items() if name.startswith("model/")}
+    targets = {
+        name: tensors.empty(entry) for name, entry in index.items() if name.startswith("model/")
+    }
     with progress.task(f"Loading the weights of {checkpoint.name}") as task:
         _check(checkpoint, manifest, tensors.files_needed(targets, index), catalog.check_file, task)
         tensors.fill(targets, index, checkpoint, task)
@@ -104,7 +108,9 @@ def read_weights(checkpoint: Path, *, progress: Progress = SILENT) -> dict[str, 
     return {name.removeprefix("model/"): tensor for name, tensor in weights.items()}
 
 
-def load_weights(run: Run, checkpoint: Path, *, check: Check = catalog.check_file, progress: Progress = SILENT) -> None:
+def load_weights(
+    run: Run, checkpoint: Path, *, check: Check = catalog.check_file, progress: Progress = SILENT
+) -> None:
     """Put the weights of a checkpoint into a freshly built run, and nothing else of it. Every rank calls it; `check` as in `load`.
 
     Raises: CheckpointError, before the weights are touched, when a file is missing or damaged, or does not fit this run.
@@ -141,7 +147,9 @@ def weights_sha256(checkpoint: Path) -> str:
     return digest.hexdigest()
 
 
-def _read_index(checkpoint: Path, check: Check) -> tuple[dict[str, Entry], dict[str, str], dict[str, Any]]:
+def _read_index(
+    checkpoint: Path, check: Check
+) -> tuple[dict[str, Entry], dict[str, str], dict[str, Any]]:
     manifest = catalog.read_manifest(checkpoint)["files"]
     _check(checkpoint, manifest, {catalog.INDEX}, check, None)
     document = read_json(checkpoint / catalog.INDEX)
@@ -152,16 +160,27 @@ def _read_index(checkpoint: Path, check: Check) -> tuple[dict[str, Entry], dict[
         return index, document["aliases"], manifest
 
 
-def _check(checkpoint: Path, manifest: Mapping[str, Any], names: set[str], check: Check, task: Task | None) -> None:
+def _check(
+    checkpoint: Path, manifest: Mapping[str, Any], names: set[str], check: Check, task: Task | None
+) -> None:
     for name in sorted(names):
-        problem = check(checkpoint / name, manifest[name]) if name in manifest else f"{checkpoint / name} is not in the manifest."
+        problem = (
+            check(checkpoint / name, manifest[name])
+            if name in manifest
+            else f"{checkpoint / name} is not in the manifest."
+        )
         if problem:
-            raise CheckpointError(problem, fix=f"Use another checkpoint than {checkpoint}, or restore that file from a copy.")
+            raise CheckpointError(
+                problem,
+                fix=f"Use another checkpoint than {checkpoint}, or restore that file from a copy.",
+            )
         if task:
             task.note(f"{name} is whole")
 
 
-def _open(run: Run, checkpoint: Path, check: Check, task: Task) -> tuple[dict[str, Entry], dict[str, Any], list[Part], dict[str, Tensor]]:
+def _open(
+    run: Run, checkpoint: Path, check: Check, task: Task
+) -> tuple[dict[str, Entry], dict[str, Any], list[Part], dict[str, Tensor]]:
     """Check everything this rank will read, and make room for it: index, state, the parts to put back, the tensors to fill."""
     index, _, manifest = _read_index(checkpoint, check)
     _check(checkpoint, manifest, {catalog.STATE}, check, task)
@@ -170,11 +189,19 @@ def _open(run: Run, checkpoint: Path, check: Check, task: Task) -> tuple[dict[st
         version = int(state["version"])
         stored = {*state["values"], *state["ranks"][0]}
     if version > VERSION:
-        raise CheckpointError(f"The state in {checkpoint} has version {version}; this flatout reads up to {VERSION}.", fix="Install a newer flatout.")
-    parts = [part for part in STATE if part.used(run) and (part.name in stored or not _may_lack(part))]
+        raise CheckpointError(
+            f"The state in {checkpoint} has version {version}; this flatout reads up to {VERSION}.",
+            fix="Install a newer flatout.",
+        )
+    parts = [
+        part for part in STATE if part.used(run) and (part.name in stored or not _may_lack(part))
+    ]
     for part in parts:
         if part.name not in stored:
-            raise CheckpointError(f"{checkpoint} has no {part.name}.", fix="Use another checkpoint, or the flatout that wrote this one.")
+            raise CheckpointError(
+                f"{checkpoint} has no {part.name}.",
+                fix="Use another checkpoint, or the flatout that wrote this one.",
+            )
     targets: dict[str, Tensor] = {}
     for part in parts:
         if part.targets and part.prefix:
@@ -201,26 +228,40 @@ def _restore(run: Run, part: Part, state: Mapping[str, Any]) -> None:
         part.reseed(run, int.from_bytes(hashlib.sha256(origin.encode()).digest()[:6], "big"))
 
 
-def _differences(run: Run, state: Mapping[str, Any], environment: Mapping[str, Any] | None) -> list[str]:
+def _differences(
+    run: Run, state: Mapping[str, Any], environment: Mapping[str, Any] | None
+) -> list[str]:
     """Return, a sentence each, what may keep this run from going on in every bit as the saved one would have."""
     said = []
     if state["world_size"] != run.mesh.world_size:
-        saved, here = (f"{n} process{'es' if n > 1 else ''}" for n in (state["world_size"], run.mesh.world_size))
-        said.append(f"The checkpoint was written by {saved} and is read by {here}: dropout and the last bits of sums will differ.")
+        saved, here = (
+            f"{n} process{'es' if n > 1 else ''}"
+            for n in (state["world_size"], run.mesh.world_size)
+        )
+        said.append(
+            f"The checkpoint was written by {saved} and is read by {here}: dropout and the last bits of sums will differ."
+        )
     stored = {*state["values"], *state["ranks"][0]}
     used = {part.name for part in STATE if part.used(run)}
     said += [f"The checkpoint has no {name}: it starts afresh." for name in sorted(used - stored)]
-    said += [f"The checkpoint's {name} has no place in this run and is dropped." for name in sorted(stored - used)]
+    said += [
+        f"The checkpoint's {name} has no place in this run and is dropped."
+        for name in sorted(stored - used)
+    ]
     if environment is not None:
         old = state["environment"]
-        changed = [key for key in sorted({*old, *environment}) if old.get(key) != environment.get(key)]
+        changed = [
+            key for key in sorted({*old, *environment}) if old.get(key) != environment.get(key)
+        ]
         said += [
             f"{key} has changed from {old.get(key)} to {environment.get(key)}: the last bits of results may differ."
             for key in changed
             if key not in {"data", "validation", "tokenizer"}
         ]
         if "data" in changed:
-            said.append("The data set holds other tokens than when the checkpoint was written: the run goes on, on another text.")
+            said.append(
+                "The data set holds other tokens than when the checkpoint was written: the run goes on, on another text."
+            )
     return said
 
 
@@ -231,4 +272,6 @@ def _forget_best(run: Run, state: Mapping[str, Any], environment: Mapping[str, A
         return []
     best = f"{run.best_val_loss:.4f} at step {run.best_step}"
     run.best_val_loss = run.best_step = None
-    return [f"The validation tokens have changed: losses do not compare with the best before ({best}). The best, and train.patience, count anew."]
+    return [
+        f"The validation tokens have changed: losses do not compare with the best before ({best}). The best, and train.patience, count anew."
+    ]

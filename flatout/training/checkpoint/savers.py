@@ -47,14 +47,20 @@ class InTheLoop:
         """Make room for a copy of the state before training begins, and return its bytes: there is none."""
         return 0
 
-    def save(self, run: Run, *, environment: Mapping[str, Any], keep: int, progress: Progress = SILENT) -> None:
+    def save(
+        self, run: Run, *, environment: Mapping[str, Any], keep: int, progress: Progress = SILENT
+    ) -> None:
         """Write the state, and drop the checkpoints that are no longer kept: all but the newest `keep` and the best.
 
         Raises: RunFailed, CheckpointError, as `checkpoint.save`.
         """
         began_s = time.perf_counter()
         path = save(run, environment=environment, progress=progress)
-        together(run.mesh, lambda: prune(run.folder, keep, run.best_step) if run.mesh.is_main else None, WRITING)
+        together(
+            run.mesh,
+            lambda: prune(run.folder, keep, run.best_step) if run.mesh.is_main else None,
+            WRITING,
+        )
         seconds = time.perf_counter() - began_s
         self.newest_step = run.step
         self._whole.append(Saved(run.step, path, seconds, seconds))
@@ -99,13 +105,17 @@ class InBackground:
         """
         tensors = tensors_to_save(run)
         num_bytes = bytes_of(tensors) if tensors is not None else 0
-        if not num_bytes or not self._copy.has_room(num_bytes, run.machine, run.mesh.local_world_size):
+        if not num_bytes or not self._copy.has_room(
+            num_bytes, run.machine, run.mesh.local_world_size
+        ):
             return 0
         with progress.task("Making room for copies of the state"):
             self._copy.make_room(num_bytes, run.mesh.device)
         return num_bytes
 
-    def save(self, run: Run, *, environment: Mapping[str, Any], keep: int, progress: Progress = SILENT) -> None:
+    def save(
+        self, run: Run, *, environment: Mapping[str, Any], keep: int, progress: Progress = SILENT
+    ) -> None:
         """Copy the state and begin to write it; drop the checkpoints that are no longer kept when it is whole.
 
         Raises: RunFailed, CheckpointError, as `checkpoint.save`, and for the save before as well.
@@ -115,14 +125,24 @@ class InBackground:
         self._began_s, self._blocked_s = time.perf_counter(), 0.0
 
         def copied(snapshot: Snapshot) -> Snapshot:
-            self._has_copy = self._copy.has_room(bytes_of(snapshot.all_tensors), run.machine, run.mesh.local_world_size)
+            self._has_copy = self._copy.has_room(
+                bytes_of(snapshot.all_tensors), run.machine, run.mesh.local_world_size
+            )
             if self._has_copy:
                 return self._copy.of(snapshot, run.mesh.device)
-            progress.say("The host has no memory for a copy of the state: the loop waits until it is written.")
+            progress.say(
+                "The host has no memory for a copy of the state: the loop waits until it is written."
+            )
             return snapshot
 
         self._mesh, self._vote = run.mesh, None
-        self._saving = Saving(run, environment, start=self._start, copied=copied, afterwards=lambda: prune(run.folder, keep, best_step))
+        self._saving = Saving(
+            run,
+            environment,
+            start=self._start,
+            copied=copied,
+            afterwards=lambda: prune(run.folder, keep, best_step),
+        )
         self.newest_step = run.step
         self._blocked_s += time.perf_counter() - self._began_s
 
@@ -194,6 +214,8 @@ class InBackground:
             self._note(saving, progress)
 
     def _note(self, saving: Saving, progress: Progress) -> None:
-        self._whole.append(Saved(saving.step, saving.path, time.perf_counter() - self._began_s, self._blocked_s))
+        self._whole.append(
+            Saved(saving.step, saving.path, time.perf_counter() - self._began_s, self._blocked_s)
+        )
         for path in saving.aside:
             progress.say(set_aside_line(path))

@@ -64,12 +64,20 @@ def take(run: Run, environment: Mapping[str, Any]) -> Snapshot:
     entries: dict[str, Entry] = {}
     buffers: set[str] = set()
     for part in STATE:
-        mine = slices.owned(part.tensors(run), rank=rank, world_size=world_size) if part.tensors else {}
+        mine = (
+            slices.owned(part.tensors(run), rank=rank, world_size=world_size)
+            if part.tensors
+            else {}
+        )
         if mine:
             file = data_file(part, rank)
             tensors[file] = {name: slices.local_part(tensor) for name, tensor in mine.items()}
             entries |= slices.entries(file, mine)
-            buffers |= {name for name, tensor in mine.items() if part.name == "weights" and not isinstance(tensor, nn.Parameter)}
+            buffers |= {
+                name
+                for name, tensor in mine.items()
+                if part.name == "weights" and not isinstance(tensor, nn.Parameter)
+            }
     return Snapshot(
         folder=run.folder,
         step=run.step,
@@ -78,7 +86,11 @@ def take(run: Run, environment: Mapping[str, Any]) -> Snapshot:
         tensors=tensors,
         buffers=frozenset(buffers),
         entries=entries,
-        values={part.name: part.read(run) for part in STATE if part.used(run) and (part.reseed or run.mesh.is_main)},
+        values={
+            part.name: part.read(run)
+            for part in STATE
+            if part.used(run) and (part.reseed or run.mesh.is_main)
+        },
         aliases=weights_and_aliases(run.core)[1],
         environment=dict(environment),
     )
@@ -95,7 +107,10 @@ def tensors_to_save(run: Run) -> list[Tensor] | None:
         if to_come is None:
             return None
         tensors = (part.tensors(run) if part.tensors else {}) | to_come
-        found += map(slices.local_part, slices.owned(tensors, rank=run.mesh.rank, world_size=run.mesh.world_size).values())
+        found += map(
+            slices.local_part,
+            slices.owned(tensors, rank=run.mesh.rank, world_size=run.mesh.world_size).values(),
+        )
     return found
 
 
@@ -108,7 +123,10 @@ def write_share(snapshot: Snapshot, temporary: Path) -> None:
         sync(path)
         files[name] = facts(path)
     entries = {name: entry.to_dict() for name, entry in snapshot.entries.items()}
-    put(_share(temporary, snapshot.rank), {"tensors": entries, "files": files, "values": snapshot.values})
+    put(
+        _share(temporary, snapshot.rank),
+        {"tensors": entries, "files": files, "values": snapshot.values},
+    )
 
 
 def complete(snapshot: Snapshot, temporary: Path) -> list[Path]:
@@ -118,7 +136,10 @@ def complete(snapshot: Snapshot, temporary: Path) -> list[Path]:
     """
     paths = [_share(temporary, rank) for rank in range(snapshot.world_size)]
     shares = [read_json(path) for path in paths]
-    index = slices.merge({name: Entry.from_dict(entry) for name, entry in share["tensors"].items()} for share in shares)
+    index = slices.merge(
+        {name: Entry.from_dict(entry) for name, entry in share["tensors"].items()}
+        for share in shares
+    )
     own = {part.name for part in STATE if part.reseed}
     state = {
         "version": VERSION,
@@ -126,15 +147,27 @@ def complete(snapshot: Snapshot, temporary: Path) -> list[Path]:
         "world_size": snapshot.world_size,
         "environment": snapshot.environment,
         "values": {name: value for name, value in shares[0]["values"].items() if name not in own},
-        "ranks": [{name: value for name, value in share["values"].items() if name in own} for share in shares],
+        "ranks": [
+            {name: value for name, value in share["values"].items() if name in own}
+            for share in shares
+        ],
     }
-    put(temporary / catalog.INDEX, {"tensors": {name: entry.to_dict() for name, entry in index.items()}, "aliases": snapshot.aliases})
+    put(
+        temporary / catalog.INDEX,
+        {
+            "tensors": {name: entry.to_dict() for name, entry in index.items()},
+            "aliases": snapshot.aliases,
+        },
+    )
     put(temporary / catalog.STATE, state)
     for path in paths:
         path.unlink()
     files = {name: of_file for share in shares for name, of_file in share["files"].items()}
     files |= {name: facts(temporary / name) for name in (catalog.INDEX, catalog.STATE)}
-    put(temporary / catalog.MANIFEST, {"format_version": catalog.FORMAT_VERSION, "step": snapshot.step, "files": files})
+    put(
+        temporary / catalog.MANIFEST,
+        {"format_version": catalog.FORMAT_VERSION, "step": snapshot.step, "files": files},
+    )
     sync(temporary)
     aside = catalog.set_aside(snapshot.folder, after=snapshot.step)
     catalog.put_in_place(temporary, snapshot.final)

@@ -47,7 +47,9 @@ class HostCopy:
         self.make_room(bytes_of(snapshot.all_tensors), device)
         copies: dict[str, dict[str, Tensor]] = {}
         pairs: list[tuple[str, Tensor, Tensor]] = []
-        for (file, name, tensor), (begin, end) in zip(_tensors(snapshot), _places(snapshot), strict=True):
+        for (file, name, tensor), (begin, end) in zip(
+            _tensors(snapshot), _places(snapshot), strict=True
+        ):
             copy = self._block[begin:end].view(tensor.dtype).view(tensor.shape)
             copies.setdefault(file, {})[name] = copy
             pairs.append((name, copy, tensor))
@@ -72,7 +74,9 @@ class HostCopy:
         if self._copied is not None:
             self._copied.wait()
 
-    def _copy_beside(self, pairs: list[tuple[str, Tensor, Tensor]], buffers: frozenset[str], device: torch.device) -> None:
+    def _copy_beside(
+        self, pairs: list[tuple[str, Tensor, Tensor]], buffers: frozenset[str], device: torch.device
+    ) -> None:
         """Copy on a stream of its own. The next forward pass waits for what it may change: buffers, which are small."""
         now = torch.cuda.current_stream(device)
         self._stream = self._stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -95,7 +99,9 @@ class HostCopy:
             self._unpin()
         self._block = torch.empty(0, dtype=torch.uint8)  # given back before more is taken
         self._block = torch.empty(num_bytes, dtype=torch.uint8)
-        self._block[::PAGE] = 0  # the system gives memory when it is written to, and to several threads faster than to the driver's one
+        self._block[::PAGE] = (
+            0  # the system gives memory when it is written to, and to several threads faster than to the driver's one
+        )
         if device.type == "cuda" and _pin(self._block, device):
             self._unpin = weakref.finalize(self, _unpin, self._block.data_ptr())
             self._unpin.atexit = False  # the system takes back what a process has pinned
@@ -111,7 +117,10 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
 
 def free_bytes(machine: Machine) -> int:
     """Return what the host's memory still has for this process, as far as the system and a container's limit tell."""
-    return min(psutil.virtual_memory().available, int(machine.memory_gib * GIB) - psutil.Process().memory_info().rss)
+    return min(
+        psutil.virtual_memory().available,
+        int(machine.memory_gib * GIB) - psutil.Process().memory_info().rss,
+    )
 
 
 def _tensors(snapshot: Snapshot) -> Iterator[tuple[str, str, Tensor]]:
@@ -135,7 +144,10 @@ def _aligned(num_bytes: int) -> int:
 
 def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
     for copy, tensor in pairs:
-        copy.copy_(join(tensor.high, tensor.low) if isinstance(tensor, SplitTensor) else tensor, non_blocking=True)
+        copy.copy_(
+            join(tensor.high, tensor.low) if isinstance(tensor, SplitTensor) else tensor,
+            non_blocking=True,
+        )
 
 
 def _pin(block: Tensor, device: torch.device) -> bool:
@@ -146,7 +158,9 @@ def _pin(block: Tensor, device: torch.device) -> bool:
     with torch.cuda.device(device):
         refused = int(_driver().cudaHostRegister(block.data_ptr(), block.numel(), PORTABLE))
         if refused:
-            with suppress(RuntimeError):  # the driver reports its refusal once more, at the next launch
+            with suppress(
+                RuntimeError
+            ):  # the driver reports its refusal once more, at the next launch
                 torch.zeros(1, device=device)
     return not refused
 

@@ -90,7 +90,10 @@ def weights_and_aliases(core: nn.Module) -> tuple[dict[str, Tensor], dict[str, s
     first_name: dict[int, str] = {}
     for name, tensor in core.state_dict(keep_vars=True).items():
         if not isinstance(tensor, Tensor):
-            raise CheckpointError(f"The model keeps {name} as extra state, which a checkpoint cannot hold.", fix="Make it a buffer.")
+            raise CheckpointError(
+                f"The model keeps {name} as extra state, which a checkpoint cannot hold.",
+                fix="Make it a buffer.",
+            )
         key = f"model/{plain_name(name)}"
         if id(tensor) in first_name:
             aliases[key] = first_name[id(tensor)]
@@ -116,13 +119,20 @@ def _optimizer_fields(run: Run) -> Iterator[tuple[int, Tensor, str, str, Any]]:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter not in names:
-                    raise CheckpointError("An optimizer updates a tensor that is no parameter of the model.", fix="Give it model.parameters().")
+                    raise CheckpointError(
+                        "An optimizer updates a tensor that is no parameter of the model.",
+                        fix="Give it model.parameters().",
+                    )
                 for field, value in optimizer.state.get(parameter, {}).items():
                     yield number, parameter, names[parameter], field, value
 
 
 def _optimizer_tensors(run: Run) -> dict[str, Tensor]:
-    return {f"optimizer/{n}/{name}/{field}": value for n, _, name, field, value in _optimizer_fields(run) if isinstance(value, Tensor)}
+    return {
+        f"optimizer/{n}/{name}/{field}": value
+        for n, _, name, field, value in _optimizer_fields(run)
+        if isinstance(value, Tensor)
+    }
 
 
 def _optimizer_tensors_to_come(run: Run) -> dict[str, Tensor] | None:
@@ -130,12 +140,23 @@ def _optimizer_tensors_to_come(run: Run) -> dict[str, Tensor] | None:
     names, one_number = _names(run), torch.zeros(())
     found: dict[str, Tensor] = {}
     for number, optimizer in enumerate(run.optimizers):
-        for parameter in (p for group in optimizer.param_groups for p in group["params"] if not optimizer.state.get(p)):
+        for parameter in (
+            p
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if not optimizer.state.get(p)
+        ):
             kept = kept_by(optimizer, parameter)
-            if kept is None or kept.like_the_parameter is None or parameter.element_size() != torch.float32.itemsize:
+            if (
+                kept is None
+                or kept.like_the_parameter is None
+                or parameter.element_size() != torch.float32.itemsize
+            ):
                 return None
             key = f"optimizer/{number}/{names[parameter]}"
-            found |= {f"{key}/{field}": parameter for field in kept.like_the_parameter} | {f"{key}/{field}": one_number for field in kept.numbers}
+            found |= {f"{key}/{field}": parameter for field in kept.like_the_parameter} | {
+                f"{key}/{field}": one_number for field in kept.numbers
+            }
     return found
 
 
@@ -157,7 +178,10 @@ def _optimizer_value(run: Run) -> dict[str, Any]:
                 fix="Keep tensors, numbers or text in optimizer.state.",
             )
     groups = [
-        [{"parameters": [names[p] for p in group["params"]], "numbers": _numbers(group)} for group in optimizer.param_groups]
+        [
+            {"parameters": [names[p] for p in group["params"]], "numbers": _numbers(group)}
+            for group in optimizer.param_groups
+        ]
         for optimizer in run.optimizers
     ]
     return {"scalars": scalars, "on_cpu": on_cpu, "groups": groups}
@@ -169,28 +193,44 @@ def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in group.items():
         plain = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
         items = plain if isinstance(plain, (list, tuple)) else [plain]
-        if key != "params" and all(isinstance(item, (int, float)) and not isinstance(item, bool) for item in items):
+        if key != "params" and all(
+            isinstance(item, (int, float)) and not isinstance(item, bool) for item in items
+        ):
             found[key] = plain
     return found
 
 
-def _optimizer_targets(run: Run, index: Mapping[str, Entry], value: Mapping[str, Any]) -> dict[str, Tensor]:
+def _optimizer_targets(
+    run: Run, index: Mapping[str, Entry], value: Mapping[str, Any]
+) -> dict[str, Tensor]:
     """Make the optimizers' tensors anew, as they were laid out when they were saved."""
     places = [
-        {name: p for p, name in _names(run).items() if any(p is q for group in optimizer.param_groups for q in group["params"])}
+        {
+            name: p
+            for p, name in _names(run).items()
+            if any(p is q for group in optimizer.param_groups for q in group["params"])
+        }
         for optimizer in run.optimizers
     ]
-    keys = [(key, _place(key, places)) for key in (*value["scalars"], *(name for name in index if name.startswith("optimizer/")))]
+    keys = [
+        (key, _place(key, places))
+        for key in (*value["scalars"], *(name for name in index if name.startswith("optimizer/")))
+    ]
     _require_same_moments(run, [place for _, place in keys])
     for optimizer in run.optimizers:
         optimizer.state.clear()
     on_cpu, targets = set(value["on_cpu"]), {}
-    groups = [{p: group for group in optimizer.param_groups for p in group["params"]} for optimizer in run.optimizers]
+    groups = [
+        {p: group for group in optimizer.param_groups for p in group["params"]}
+        for optimizer in run.optimizers
+    ]
     for key, (number, parameter, field) in keys:
         if key in value["scalars"]:
             kept: Any = value["scalars"][key]
         else:
-            device = _device_of(field, groups[number][parameter], parameter, saved_on_cpu=key in on_cpu)
+            device = _device_of(
+                field, groups[number][parameter], parameter, saved_on_cpu=key in on_cpu
+            )
             kept = targets[key] = _kept_beside(parameter, index[key], device)
         run.optimizers[number].state[parameter][field] = kept
     return targets
@@ -213,7 +253,9 @@ def _require_same_moments(run: Run, places: list[tuple[int, Tensor, str]]) -> No
     fields: dict[tuple[int, Tensor], set[str]] = {}
     for number, parameter, field in places:
         fields.setdefault((number, parameter), set()).add(field)
-    for (number, parameter), found in sorted(fields.items(), key=lambda item: -item[0][1].numel()):  # small ones may be fp32 in every kind
+    for (number, parameter), found in sorted(
+        fields.items(), key=lambda item: -item[0][1].numel()
+    ):  # small ones may be fp32 in every kind
         stored, kept = stored_as(found), kept_by(run.optimizers[number], parameter)
         if kept is not None and kept != stored:
             raise CheckpointError(
@@ -222,9 +264,15 @@ def _require_same_moments(run: Run, places: list[tuple[int, Tensor, str]]) -> No
             )
 
 
-def _device_of(field: str, group: Mapping[str, Any], parameter: Tensor, *, saved_on_cpu: bool) -> torch.device:
+def _device_of(
+    field: str, group: Mapping[str, Any], parameter: Tensor, *, saved_on_cpu: bool
+) -> torch.device:
     """Return where a tensor is kept: where it was saved from, but for the step, which torch's fused kernels read on the device."""
-    on_cpu = not (group["fused"] or group.get("capturable")) if field == "step" and group.get("fused") is not None else saved_on_cpu
+    on_cpu = (
+        not (group["fused"] or group.get("capturable"))
+        if field == "step" and group.get("fused") is not None
+        else saved_on_cpu
+    )
     return torch.device("cpu") if on_cpu else parameter.device
 
 
@@ -233,7 +281,9 @@ def _kept_beside(parameter: Tensor, entry: Entry, device: torch.device) -> Tenso
 
     Shapes: the entry's.
     """
-    if entry.shape == tuple(parameter.shape) and (device == parameter.device or isinstance(parameter, DTensor)):
+    if entry.shape == tuple(parameter.shape) and (
+        device == parameter.device or isinstance(parameter, DTensor)
+    ):
         return torch.empty_like(parameter, dtype=dtype_of(entry), requires_grad=False)
     return torch.empty(entry.shape, dtype=dtype_of(entry), device=device)
 
@@ -241,7 +291,9 @@ def _kept_beside(parameter: Tensor, entry: Entry, device: torch.device) -> Tenso
 def _restore_groups(run: Run, value: Mapping[str, Any]) -> None:
     names = _names(run)
     for number, optimizer in enumerate(run.optimizers):
-        stored = {frozenset(group["parameters"]): group["numbers"] for group in value["groups"][number]}
+        stored = {
+            frozenset(group["parameters"]): group["numbers"] for group in value["groups"][number]
+        }
         for group in optimizer.param_groups:
             members = frozenset(names[p] for p in group["params"])
             if members not in stored:
@@ -280,12 +332,20 @@ def _numpy_rng(_run: Run) -> dict[str, Any]:
     state: Any = np.random.get_state(legacy=False)
     words, position = state["state"]["key"], state["state"]["pos"]
     kind, has_gauss, gauss = state["bit_generator"], state["has_gauss"], state["gauss"]
-    return {"kind": kind, "words": words.tolist(), "position": position, "has_gauss": has_gauss, "gauss": gauss}
+    return {
+        "kind": kind,
+        "words": words.tolist(),
+        "position": position,
+        "has_gauss": has_gauss,
+        "gauss": gauss,
+    }
 
 
 def _set_numpy_rng(_run: Run, value: Mapping[str, Any]) -> None:
     words = np.array(value["words"], dtype=np.uint32)
-    np.random.set_state((value["kind"], words, value["position"], value["has_gauss"], value["gauss"]))
+    np.random.set_state(
+        (value["kind"], words, value["position"], value["has_gauss"], value["gauss"])
+    )
 
 
 def _bytes_of(state: Tensor) -> str:
@@ -301,7 +361,12 @@ def _on_cuda(run: Run) -> bool:
 
 
 STATE: tuple[Part, ...] = (
-    Part("weights", prefix="model/", tensors=_weights, targets=lambda run, index, value: _weights(run)),
+    Part(
+        "weights",
+        prefix="model/",
+        tensors=_weights,
+        targets=lambda run, index, value: _weights(run),
+    ),
     Part(
         "optimizer",
         _optimizer_value,
@@ -313,12 +378,25 @@ STATE: tuple[Part, ...] = (
     ),
     Part("step", lambda run: run.step, lambda run, value: setattr(run, "step", value)),
     Part("tokens", lambda run: run.tokens, lambda run, value: setattr(run, "tokens", value)),
-    Part("elapsed_s", lambda run: run.elapsed_s, lambda run, value: setattr(run, "elapsed_s", value)),
+    Part(
+        "elapsed_s", lambda run: run.elapsed_s, lambda run, value: setattr(run, "elapsed_s", value)
+    ),
     Part("best", lambda run: {"val_loss": run.best_val_loss, "step": run.best_step}, _set_best),
-    Part("scaler", lambda run: run.scaler and run.scaler.state_dict(), _set_scaler, used=lambda run: run.scaler is not None),
-    Part("feed", lambda run: {"position": int(run.feed.position)}, lambda run, value: run.feed.seek(value["position"])),
+    Part(
+        "scaler",
+        lambda run: run.scaler and run.scaler.state_dict(),
+        _set_scaler,
+        used=lambda run: run.scaler is not None,
+    ),
+    Part(
+        "feed",
+        lambda run: {"position": int(run.feed.position)},
+        lambda run, value: run.feed.seek(value["position"]),
+    ),
     Part("rng_python", _python_rng, _set_python_rng, reseed=lambda _, seed: random.seed(seed)),
-    Part("rng_numpy", _numpy_rng, _set_numpy_rng, reseed=lambda _, seed: np.random.seed(seed % 2**32)),
+    Part(
+        "rng_numpy", _numpy_rng, _set_numpy_rng, reseed=lambda _, seed: np.random.seed(seed % 2**32)
+    ),
     Part(
         "rng_torch",
         lambda _: _bytes_of(torch.get_rng_state()),
@@ -330,7 +408,9 @@ STATE: tuple[Part, ...] = (
         lambda run: _bytes_of(torch.cuda.get_rng_state(run.mesh.device)),
         lambda run, value: torch.cuda.set_rng_state(_state_of(value), run.mesh.device),
         used=_on_cuda,
-        reseed=lambda run, seed: torch.cuda.default_generators[run.mesh.device.index or 0].manual_seed(seed),
+        reseed=lambda run, seed: torch.cuda.default_generators[
+            run.mesh.device.index or 0
+        ].manual_seed(seed),
     ),
 )
 """In the order in which it is put back: generators last, so that nothing before them draws from them unseen."""

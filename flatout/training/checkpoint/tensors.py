@@ -51,7 +51,10 @@ class Entry:
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> Entry:
         """Return the entry that `to_dict` described."""
-        slices = tuple(Slice(str(s["file"]), _sizes(s["offset"]), _sizes(s["shape"])) for s in document["slices"])
+        slices = tuple(
+            Slice(str(s["file"]), _sizes(s["offset"]), _sizes(s["shape"]))
+            for s in document["slices"]
+        )
         return cls(str(document["dtype"]), _sizes(document["shape"]), slices)
 
 
@@ -60,8 +63,13 @@ def _sizes(values: Sequence[Any]) -> tuple[int, ...]:
 
     Raises: CheckpointError when one is no number from 0 up.
     """
-    if not isinstance(values, (list, tuple)) or any(type(value) is not int or value < 0 for value in values):
-        raise CheckpointError(f"The index of the checkpoint is damaged: {values!r} is not a shape.", fix="Use another checkpoint.")
+    if not isinstance(values, (list, tuple)) or any(
+        type(value) is not int or value < 0 for value in values
+    ):
+        raise CheckpointError(
+            f"The index of the checkpoint is damaged: {values!r} is not a shape.",
+            fix="Use another checkpoint.",
+        )
     return tuple(values)
 
 
@@ -80,7 +88,9 @@ def offset_of(tensor: Tensor) -> tuple[int, ...]:
     Shapes: tensor of any shape; one number a dimension.
     """
     if isinstance(tensor, DTensor):
-        _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        _, offset = compute_local_shape_and_global_offset(
+            tensor.shape, tensor.device_mesh, tensor.placements
+        )
         return tuple(offset)
     return (0,) * tensor.dim()
 
@@ -114,7 +124,11 @@ def entries(file: str, tensors: Mapping[str, Tensor]) -> dict[str, Entry]:
     Shapes: tensors of any shape.
     """
     return {
-        name: Entry(_dtype_name(tensor), tuple(tensor.shape), (Slice(file, offset_of(tensor), tuple(local_part(tensor).shape)),))
+        name: Entry(
+            _dtype_name(tensor),
+            tuple(tensor.shape),
+            (Slice(file, offset_of(tensor), tuple(local_part(tensor).shape)),),
+        )
         for name, tensor in tensors.items()
     }
 
@@ -133,7 +147,11 @@ def merge(parts: Iterable[Mapping[str, Entry]]) -> dict[str, Entry]:
     for part in parts:
         for name, entry in part.items():
             known = merged.get(name)
-            merged[name] = entry if known is None else Entry(entry.dtype, entry.shape, known.slices + entry.slices)
+            merged[name] = (
+                entry
+                if known is None
+                else Entry(entry.dtype, entry.shape, known.slices + entry.slices)
+            )
     return merged
 
 
@@ -145,11 +163,15 @@ def files_needed(targets: Mapping[str, Tensor], index: Mapping[str, Entry]) -> s
     files: set[str] = set()
     for name, target in targets.items():
         start, shape = offset_of(target), local_part(target).shape
-        files.update(piece.file for piece in index[name].slices if _overlap(start, shape, piece) is not None)
+        files.update(
+            piece.file for piece in index[name].slices if _overlap(start, shape, piece) is not None
+        )
     return files
 
 
-def check_fits(targets: Mapping[str, Tensor], index: Mapping[str, Entry], *, prefix: str, source: Path) -> None:
+def check_fits(
+    targets: Mapping[str, Tensor], index: Mapping[str, Entry], *, prefix: str, source: Path
+) -> None:
     """Do nothing when the tensors stored under `prefix` are exactly `targets`, in shape and dtype.
 
     Shapes: targets of any shape.
@@ -164,11 +186,14 @@ def check_fits(targets: Mapping[str, Tensor], index: Mapping[str, Entry], *, pre
         entry = index[name]
         if (entry.shape, entry.dtype) != (tuple(target.shape), _dtype_name(target)):
             raise CheckpointError(
-                f"{name} is {entry.dtype} {list(entry.shape)} in {source} and {_dtype_name(target)} {list(target.shape)} in this run.", fix=fix
+                f"{name} is {entry.dtype} {list(entry.shape)} in {source} and {_dtype_name(target)} {list(target.shape)} in this run.",
+                fix=fix,
             )
 
 
-def fill(targets: Mapping[str, Tensor], index: Mapping[str, Entry], folder: Path, task: Task) -> None:
+def fill(
+    targets: Mapping[str, Tensor], index: Mapping[str, Entry], folder: Path, task: Task
+) -> None:
     """Copy the stored values into this rank's parts of `targets`, in place, reading only the slices that overlap them.
 
     Shapes: targets of any shape, equal to the stored ones.
@@ -185,13 +210,25 @@ def fill(targets: Mapping[str, Tensor], index: Mapping[str, Entry], folder: Path
                     continue
                 if piece.file not in files:
                     files[piece.file] = stack.enter_context(_opened(folder / piece.file))
-                here = tuple(slice(low - s, high - s) for (low, high), s in zip(box, start, strict=True))
-                there = tuple(slice(low - s, high - s) for (low, high), s in zip(box, piece.offset, strict=True))
-                values = files[piece.file].get_slice(name)[there] if there else files[piece.file].get_tensor(name)
+                here = tuple(
+                    slice(low - s, high - s) for (low, high), s in zip(box, start, strict=True)
+                )
+                there = tuple(
+                    slice(low - s, high - s)
+                    for (low, high), s in zip(box, piece.offset, strict=True)
+                )
+                values = (
+                    files[piece.file].get_slice(name)[there]
+                    if there
+                    else files[piece.file].get_tensor(name)
+                )
                 part[here].copy_(values)
                 covered += values.numel()
             if covered != part.numel():
-                raise CheckpointError(f"The slices of {name} in {folder} do not cover it.", fix="Use another checkpoint.")
+                raise CheckpointError(
+                    f"The slices of {name} in {folder} do not cover it.",
+                    fix="Use another checkpoint.",
+                )
             task.advance(part.numel() * part.element_size())
 
 
@@ -219,7 +256,10 @@ def dtype_of(entry: Entry) -> torch.dtype:
     """
     dtype = getattr(torch, entry.dtype, None)
     if not isinstance(dtype, torch.dtype):
-        raise CheckpointError(f"The checkpoint holds tensors of type {entry.dtype}, which this torch lacks.", fix="Install a newer torch.")
+        raise CheckpointError(
+            f"The checkpoint holds tensors of type {entry.dtype}, which this torch lacks.",
+            fix="Install a newer torch.",
+        )
     return dtype
 
 
@@ -227,7 +267,9 @@ def _copy_of(tensor: DTensor) -> tuple[int, int]:
     """Return which of how many equal copies of a DTensor's part this rank holds."""
     copy, copies = 0, 1
     place = tensor.device_mesh.get_coordinate() or [0] * tensor.device_mesh.ndim
-    for size, coordinate, placement in zip(tensor.device_mesh.shape, place, tensor.placements, strict=True):
+    for size, coordinate, placement in zip(
+        tensor.device_mesh.shape, place, tensor.placements, strict=True
+    ):
         if placement.is_replicate():
             copy, copies = copy * size + coordinate, copies * size
     return copy, copies
@@ -237,9 +279,14 @@ def _dtype_name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _overlap(start: tuple[int, ...], shape: tuple[int, ...], piece: Slice) -> list[tuple[int, int]] | None:
+def _overlap(
+    start: tuple[int, ...], shape: tuple[int, ...], piece: Slice
+) -> list[tuple[int, int]] | None:
     """Return what a box of the whole tensor and a slice have in common, as bounds a dimension; None when that is nothing."""
     lows = [max(a, b) for a, b in zip(start, piece.offset, strict=True)]
-    highs = [min(a + m, b + n) for a, m, b, n in zip(start, shape, piece.offset, piece.shape, strict=True)]
+    highs = [
+        min(a + m, b + n)
+        for a, m, b, n in zip(start, shape, piece.offset, piece.shape, strict=True)
+    ]
     box = list(zip(lows, highs, strict=True))
     return box if all(low < high for low, high in box) else None

@@ -29,7 +29,10 @@ class Board:
         self._file: IO[bytes] | None = None
         try:
             folder.mkdir(exist_ok=True)
-            path = folder / f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
+            path = (
+                folder
+                / f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
+            )
             self._file = os.fdopen(open_own(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab")
         except OSError as error:
             failed(error)
@@ -57,7 +60,9 @@ class Board:
         if self._file is None:
             return
         try:
-            RecordWriter(self._file).write(Event(wall_time=time.time(), **fields).SerializeToString())
+            RecordWriter(self._file).write(
+                Event(wall_time=time.time(), **fields).SerializeToString()
+            )
             self._file.flush()
         except OSError as error:
             self.close()

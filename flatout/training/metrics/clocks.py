@@ -44,7 +44,12 @@ class Spent:
 
     def step_figures(self) -> dict[str, float]:
         """Return the means a step under the names of metrics.jsonl."""
-        seconds = {"step": self.train_s, "data_wait": self.wait_s, "host": self.host_s, "device": self.device_s}
+        seconds = {
+            "step": self.train_s,
+            "data_wait": self.wait_s,
+            "host": self.host_s,
+            "device": self.device_s,
+        }
         return {f"perf/{name}_ms": 1e3 * total_s / self.steps for name, total_s in seconds.items()}
 
 
@@ -140,7 +145,9 @@ class Window:
 
     def spent(self, now_s: float) -> Spent:
         """Return where the window's time went, as far as the host knows it: all but the device's own."""
-        return Spent(self.steps, self.train_s(now_s), self.wait_ms * 1e-3, self.blocked_s, tokens=self.tokens)
+        return Spent(
+            self.steps, self.train_s(now_s), self.wait_ms * 1e-3, self.blocked_s, tokens=self.tokens
+        )
 
 
 def step_clock(device: torch.device) -> CpuClock | CudaClock:

@@ -54,17 +54,31 @@ class CompilationWatch:
     def look(self) -> Compilations:
         """Return what is new, and begin again from here."""
         now, skipped = counts(), _skipped()
-        new = Counts(*(max(after - before, 0) for after, before in zip(now, self._seen, strict=True)))
-        events = list(itertools.takewhile(lambda event: event is not self._last_event, reversed(_events())))[::-1]
+        new = Counts(
+            *(max(after - before, 0) for after, before in zip(now, self._seen, strict=True))
+        )
+        events = list(
+            itertools.takewhile(lambda event: event is not self._last_event, reversed(_events()))
+        )[::-1]
         found = Compilations(
             graphs=new.graphs,
             graph_breaks=new.breaks,
             first_break=_first_break(new.breaks),
-            reasons=tuple(dict.fromkeys(_reason(event) for event in events if event.recompile_reason or event.fail_reason)),
+            reasons=tuple(
+                dict.fromkeys(
+                    _reason(event)
+                    for event in events
+                    if event.recompile_reason or event.fail_reason
+                )
+            ),
             compile_s=sum(float(event.duration_us or 0) * 1e-6 for event in events),
             cuda_graphs_skipped=max(skipped - self._skipped, 0),
         )
-        self._seen, self._skipped, self._last_event = now, skipped, events[-1] if events else self._last_event
+        self._seen, self._skipped, self._last_event = (
+            now,
+            skipped,
+            events[-1] if events else self._last_event,
+        )
         return found
 
 
@@ -74,7 +88,11 @@ def counts() -> Counts:
     if compiler is None:
         return Counts()
     kept = compiler.counters
-    return Counts(kept["stats"]["unique_graphs"], sum(kept["graph_break"].values()), sum(kept["unimplemented"].values()))
+    return Counts(
+        kept["stats"]["unique_graphs"],
+        sum(kept["graph_break"].values()),
+        sum(kept["unimplemented"].values()),
+    )
 
 
 def _skipped() -> int:
@@ -91,7 +109,11 @@ def _events() -> list[Any]:
 def _reason(event: Any) -> str:
     """Why one was compiled again, in the compiler's words."""
     why = str(event.recompile_reason or event.fail_reason)
-    limit = "; the compiler's limit is reached, and this runs uncompiled" if "recompile limit" in str(event.fail_reason) else ""
+    limit = (
+        "; the compiler's limit is reached, and this runs uncompiled"
+        if "recompile limit" in str(event.fail_reason)
+        else ""
+    )
     return shortened(why) + limit
 
 

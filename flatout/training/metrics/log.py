@@ -111,7 +111,9 @@ class Log:
         window.flops += batch.tokens * self._flops_of(batch.seq_len)
         self._last = result
         if result.skipped:
-            self.event("skip", reason="float16 overflowed: the loss scale is halved, the weights stay")
+            self.event(
+                "skip", reason="float16 overflowed: the loss scale is halved, the weights stay"
+            )
         due = run.step % run.config.log.every == 0 or run.step == run.last_step
         figures = {"train/loss": result.loss, "train/grad_norm": result.grad_norm}
         with self.clock.reading():
@@ -140,7 +142,11 @@ class Log:
         """Append a line to events.jsonl and tell the observers."""
         if not self._run.mesh.is_main:
             return
-        event = append_event(self._run.folder, kind, **{"step": self._run.step, "wall_s": round(self.wall_s, 3), **fields})
+        event = append_event(
+            self._run.folder,
+            kind,
+            **{"step": self._run.step, "wall_s": round(self.wall_s, 3), **fields},
+        )
         for observer in self._observers:
             observer.on_event(event)
 
@@ -172,7 +178,9 @@ class Log:
         if self._last is None:
             return
         figures = (
-            {"training loss": self._last.loss} if self._run.scaler else {"training loss": self._last.loss, "gradient norm": self._last.grad_norm}
+            {"training loss": self._last.loss}
+            if self._run.scaler
+            else {"training loss": self._last.loss, "gradient norm": self._last.grad_norm}
         )
         for name, figure in figures.items():
             if not math.isfinite(value := float(figure)):
@@ -233,15 +241,26 @@ class Log:
         path = self._run.folder / METRICS
         if path.exists():
             with os.fdopen(open_own(path, os.O_RDONLY), encoding="utf-8") as file:
-                kept = [line for line in file.read().splitlines() if _step_of(line) <= self._run.step]
+                kept = [
+                    line for line in file.read().splitlines() if _step_of(line) <= self._run.step
+                ]
             write_text(path, "".join(line + "\n" for line in kept))
-            losses = [record["train/loss"] for record in map(json.loads, kept) if "train/loss" in record]
+            losses = [
+                record["train/loss"] for record in map(json.loads, kept) if "train/loss" in record
+            ]
             self.train_loss = losses[-1] if losses else None
-        return os.fdopen(open_own(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "a", encoding="utf-8")
+        return os.fdopen(
+            open_own(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "a", encoding="utf-8"
+        )
 
     def _position(self) -> dict[str, float]:
         run = self._run
-        return {"step": run.step, "tokens": run.tokens, "wall_s": round(self.wall_s, 3), "elapsed_s": round(self._elapsed_before_s + self.wall_s, 3)}
+        return {
+            "step": run.step,
+            "tokens": run.tokens,
+            "wall_s": round(self.wall_s, 3),
+            "elapsed_s": round(self._elapsed_before_s + self.wall_s, 3),
+        }
 
     def _wait_for_device(self) -> None:
         if self._run.mesh.device.type == "cuda":
@@ -282,7 +301,9 @@ class Log:
     def _flops_of(self, seq_len: int) -> float:
         """Return the causal-exact training FLOPs of a token in a row of `seq_len`."""
         if seq_len not in self._flops_per_token:
-            self._flops_per_token[seq_len] = float(self._run.core.flops_per_token(seq_len).causal_exact)
+            self._flops_per_token[seq_len] = float(
+                self._run.core.flops_per_token(seq_len).causal_exact
+            )
         return self._flops_per_token[seq_len]
 
     def mfu(self, flops_per_s: float) -> float | None:
@@ -297,7 +318,11 @@ class Log:
 
     def steady_rates(self) -> Rates | None:
         """Return the medians over the windows after the first, or the first's own where there is no other."""
-        return Rates(*map(statistics.median, zip(*self.steady, strict=True))) if self.steady else self.first_window
+        return (
+            Rates(*map(statistics.median, zip(*self.steady, strict=True)))
+            if self.steady
+            else self.first_window
+        )
 
     def _read_back(self, *, flush: bool) -> None:
         """Write the records whose device figures have arrived; with `flush`, wait for all."""
@@ -315,13 +340,17 @@ class Log:
                 raise diverged("training loss", self.train_loss, step)
 
     def _write(self, record: dict[str, float]) -> None:
-        record = {name: value for name, value in record.items() if math.isfinite(value)}  # JSON has no infinity
+        record = {
+            name: value for name, value in record.items() if math.isfinite(value)
+        }  # JSON has no infinity
         if not self._metrics:
             return
         self._metrics.write(json.dumps(record) + "\n")
         self._metrics.flush()
         if self._board:
-            self._board.write(int(record["step"]), {name: value for name, value in record.items() if "/" in name})
+            self._board.write(
+                int(record["step"]), {name: value for name, value in record.items() if "/" in name}
+            )
         for observer in self._observers:
             observer.on_record(record)
 
@@ -358,7 +387,10 @@ def gpu_figures(device: torch.device) -> dict[str, float]:
     import pynvml
 
     found = {}
-    for name, measure, unit in (("gpu/util_pct", torch.cuda.utilization, 1.0), ("gpu/power_w", torch.cuda.power_draw, 1e-3)):
+    for name, measure, unit in (
+        ("gpu/util_pct", torch.cuda.utilization, 1.0),
+        ("gpu/power_w", torch.cuda.power_draw, 1e-3),
+    ):
         try:
             found[name] = measure(device) * unit
         except (pynvml.NVMLError, RuntimeError):

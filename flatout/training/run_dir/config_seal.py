@@ -18,10 +18,19 @@ from flatout.files import write_text
 from flatout.recognised import read_regular
 
 COPY = "config.copy.yaml"
-OF_THE_MODEL = ("model.", "data.seq_len", "data.document_mask", "data.mix", "train.precision", "speedups")
+OF_THE_MODEL = (
+    "model.",
+    "data.seq_len",
+    "data.document_mask",
+    "data.mix",
+    "train.precision",
+    "speedups",
+)
 """Beginnings of the keys that decide what a trained model computes."""
 _LOST_COPY = f"and {COPY}, which shows what it was, is missing or damaged."
-_SEAL = re.compile(r"\A(?P<text>.*\n)# sha256 of the lines above: (?P<digest>[0-9a-f]{64})\n\Z", re.DOTALL)
+_SEAL = re.compile(
+    r"\A(?P<text>.*\n)# sha256 of the lines above: (?P<digest>[0-9a-f]{64})\n\Z", re.DOTALL
+)
 
 
 def write_sealed(path: Path, text: str) -> None:
@@ -50,7 +59,11 @@ def require_unedited(path: Path, config: RunConfig, *, free: Iterable[str]) -> N
         )
     changed = {key: line for key, line in edits.items() if not key.startswith(tuple(free))}
     if changed:
-        settings = " ".join(in_shell(f"{key}={_word(_value(config, key))}") for key in changed if _value(config, key) is not None)
+        settings = " ".join(
+            in_shell(f"{key}={_word(_value(config, key))}")
+            for key in changed
+            if _value(config, key) is not None
+        )
         raise ConfigError(
             f"{there}: {'; '.join(changed.values())}.",
             fix=f"Restore it with `{_restoring(path)}`. "
@@ -67,7 +80,10 @@ def require_as_trained(path: Path, config: RunConfig) -> None:
     edits = _edits(path, config)
     on_purpose = f"To use the model with the file as it is, delete {COPY} beside it and the last line of {path.name}, which is a digest."
     if edits is None:
-        raise ConfigError(f"{path} was changed after the run had started, {_LOST_COPY}", fix=f"Restore the file. {on_purpose}")
+        raise ConfigError(
+            f"{path} was changed after the run had started, {_LOST_COPY}",
+            fix=f"Restore the file. {on_purpose}",
+        )
     changed = [line for key, line in edits.items() if key.startswith(OF_THE_MODEL)]
     if changed:
         raise ConfigError(
@@ -84,7 +100,10 @@ def _edits(path: Path, config: RunConfig) -> dict[str, str] | None:
     if not _is_whole(copy):
         return None
     written = validate(parse_yaml(copy, name=str(path.with_name(COPY))), file=path.with_name(COPY))
-    keys = dict.fromkeys(line.partition(": ")[0] for line in (*difference(written, config), *difference(config, written)))
+    keys = dict.fromkeys(
+        line.partition(": ")[0]
+        for line in (*difference(written, config), *difference(config, written))
+    )
     return {key: f"{key}: {_value(written, key)} -> {_value(config, key)}" for key in keys}
 
 
@@ -96,7 +115,11 @@ def _restoring(path: Path) -> str:
 def _value(config: RunConfig, key: str) -> object:
     """Return the value at a dotted key; None where a model's own key is missing."""
     section, _, own = key.partition(".")
-    return config.model.own().get(own) if section == "model" and own != "kind" and own != "vocab_size" else config.value(key)
+    return (
+        config.model.own().get(own)
+        if section == "model" and own != "kind" and own != "vocab_size"
+        else config.value(key)
+    )
 
 
 def _is_whole(sealed: str) -> bool:
@@ -108,7 +131,10 @@ def _read(path: Path) -> str:
     try:
         return read_regular(path, errors="replace") if path.exists() else ""
     except OSError as error:
-        raise ConfigError(f"Cannot read {path}: {error.strerror}.", fix="Check its permissions, or restore it from a copy.") from error
+        raise ConfigError(
+            f"Cannot read {path}: {error.strerror}.",
+            fix="Check its permissions, or restore it from a copy.",
+        ) from error
 
 
 def _digest(text: str) -> str:

@@ -33,7 +33,9 @@ def stored_config(place: Path, asked: RunConfig, *, trust_code: bool = False) ->
     if moved is None:
         return layout.stored_config(place, asked, trust_code=trust_code)
     first = layout.read_asked(place) or known
-    stored = layout.stored_config(place, asked.with_values(_where(first.data)), trust_code=trust_code)
+    stored = layout.stored_config(
+        place, asked.with_values(_where(first.data)), trust_code=trust_code
+    )
     return stored.with_values(moved) if stored else None
 
 
@@ -80,11 +82,16 @@ def found_again(data: DataConfig, run_folder: Path, checkpoint: Path) -> DataCon
 
     It is looked for by the end of its path in every folder above the run, and is the data that the checkpoint was trained on.
     """
-    found = {place: place if _is_there(place) else _moved_with(place, run_folder) for place in _places(data)}
+    found = {
+        place: place if _is_there(place) else _moved_with(place, run_folder)
+        for place in _places(data)
+    }
     if None in found.values():
         return None
     moved = data.model_copy(
-        update={"mix": {found[place]: weight for place, weight in data.mix.items()}} if data.mix else {"path": found[data.path or ""]}
+        update={"mix": {found[place]: weight for place, weight in data.mix.items()}}
+        if data.mix
+        else {"path": found[data.path or ""]}
     )
     with understanding(checkpoint):
         trained_on = read_json(checkpoint / catalog.STATE)["environment"].get("data")
@@ -98,7 +105,10 @@ def is_there(data: DataConfig) -> bool:
 
 def data_digest(dataset: Dataset | MixedDataset) -> str:
     """Return a short digest of what the tokens of data sets are, wherever they are kept."""
-    return digest(part.dataset.manifest.model_dump_json(include={"vocab_size", "dtype", "splits"}) for part in parts_of(dataset))
+    return digest(
+        part.dataset.manifest.model_dump_json(include={"vocab_size", "dtype", "splits"})
+        for part in parts_of(dataset)
+    )
 
 
 def digest(texts: Iterable[str]) -> str:
@@ -120,7 +130,9 @@ def _moved_with(place: str, run_folder: Path) -> str | None:
     return next((str(path) for path in there if (path / MANIFEST).is_file()), None)
 
 
-def require_tokenizer(run_folder: Path, dataset: Dataset | MixedDataset, checkpoint: Path | None = None) -> None:
+def require_tokenizer(
+    run_folder: Path, dataset: Dataset | MixedDataset, checkpoint: Path | None = None
+) -> None:
     """Check that the dataset has the tokenizer that the run was trained with, which its checkpoint knows for certain.
 
     Raises: CheckpointError when its ids would mean something else to the model, or the run's own copy of the tokenizer is damaged.
@@ -129,7 +141,10 @@ def require_tokenizer(run_folder: Path, dataset: Dataset | MixedDataset, checkpo
     found = hashlib.sha256(read_tokenizer(kept)).hexdigest() if kept.exists() else None
     known = (catalog.tokenizer_of(checkpoint) if checkpoint is not None else None) or found
     if found not in (known, None):
-        raise CheckpointError(f"{kept} is damaged, or was replaced: the model was trained with another tokenizer.", fix=RESTORE)
+        raise CheckpointError(
+            f"{kept} is damaged, or was replaced: the model was trained with another tokenizer.",
+            fix=RESTORE,
+        )
     if known not in (data.manifest.tokenizer.digest, None):
         raise CheckpointError(
             f"{data.place} was prepared with another tokenizer than {run_folder} was trained with: its tokens would mean something else.",

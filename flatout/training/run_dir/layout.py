@@ -37,12 +37,33 @@ from flatout.config.schema import RunConfig, difference, flat, validate
 from flatout.data.store.manifest import TOKENIZER
 from flatout.documents import read_document
 from flatout.errors import CheckpointError, ConfigError, HardwareError, in_shell
-from flatout.files import append_line, folder_bytes, open_own, read_json, read_lines, refuse_links, write_json, write_text, writing_run
+from flatout.files import (
+    append_line,
+    folder_bytes,
+    open_own,
+    read_json,
+    read_lines,
+    refuse_links,
+    write_json,
+    write_text,
+    writing_run,
+)
 from flatout.progress import SILENT, Progress
 from flatout.recognised import read_regular, recognise
 from flatout.training.checkpoint import catalog
-from flatout.training.run_dir.config_seal import COPY, require_as_trained, require_unedited, write_sealed
-from flatout.training.run_dir.origin import ORIGIN, begun_from, read_origin, steps_before, write_origin
+from flatout.training.run_dir.config_seal import (
+    COPY,
+    require_as_trained,
+    require_unedited,
+    write_sealed,
+)
+from flatout.training.run_dir.origin import (
+    ORIGIN,
+    begun_from,
+    read_origin,
+    steps_before,
+    write_origin,
+)
 
 FREE_KEYS = (
     "log.",
@@ -62,9 +83,30 @@ LENGTH_KEYS = ("train.steps", "train.tokens", "train.epochs")
 NAMELESS_KEYS = (*FREE_KEYS, "checkpoint.dir")
 """Beginnings of the keys that do not count in a run's name; where its checkpoints lie is settled with the first of them."""
 
-CONFIG, ASKED, EVENTS, SUMMARY, EXIT_CODE, LOCK = "config.yaml", "asked.yaml", "events.jsonl", "summary.json", "exit_code", "lock"
+CONFIG, ASKED, EVENTS, SUMMARY, EXIT_CODE, LOCK = (
+    "config.yaml",
+    "asked.yaml",
+    "events.jsonl",
+    "summary.json",
+    "exit_code",
+    "lock",
+)
 METRICS, BOARD = "metrics.jsonl", "tensorboard"
-WRITTEN = (CONFIG, COPY, ASKED, TOKENIZER, EVENTS, METRICS, SUMMARY, EXIT_CODE, "checkpoints", BOARD, ORIGIN, catalog.OWNER, LOCK)
+WRITTEN = (
+    CONFIG,
+    COPY,
+    ASKED,
+    TOKENIZER,
+    EVENTS,
+    METRICS,
+    SUMMARY,
+    EXIT_CODE,
+    "checkpoints",
+    BOARD,
+    ORIGIN,
+    catalog.OWNER,
+    LOCK,
+)
 """What a run writes in its directory. None of it may be a link: a run that came from elsewhere must not write to other places."""
 STARTED = (COPY, ASKED, ORIGIN, catalog.OWNER)
 """What a first start writes before config.yaml, which makes a folder a run's."""
@@ -78,7 +120,11 @@ def run_name(config: RunConfig) -> str:
     NAMELESS_KEYS do not count, so that the same command with another `log.every` finds its run again.
     """
     plain = RunConfig()
-    free = {key: plain.value(key) for key in _flat_keys(plain.to_dict()) if key.startswith(NAMELESS_KEYS)}
+    free = {
+        key: plain.value(key)
+        for key in _flat_keys(plain.to_dict())
+        if key.startswith(NAMELESS_KEYS)
+    }
     stem = re.sub(r"[^A-Za-z0-9._-]+", "-", config.name).strip(".-") or "run"
     return f"{stem}-{config.with_values(free).digest()[:8]}"
 
@@ -139,7 +185,9 @@ def stored_config(folder: Path, wanted: RunConfig, *, trust_code: bool = False) 
     catalog.require_own(folder)
     if not catalog.has_saved(folder) and not (folder / SUMMARY).exists():
         return None
-    trust.require_trusted(folder, stored.references(), named=wanted.references(), trust_code=trust_code)
+    trust.require_trusted(
+        folder, stored.references(), named=wanted.references(), trust_code=trust_code
+    )
     require_unedited(folder / CONFIG, stored, free=(*NAMELESS_KEYS, "data.path"))
     free = (*FREE_KEYS, *LENGTH_KEYS)
     contradictions = difference(stored, wanted, free=free)
@@ -151,8 +199,12 @@ def stored_config(folder: Path, wanted: RunConfig, *, trust_code: bool = False) 
             f"{folder} holds a run with other settings: {'; '.join(contradictions)}.",
             fix=f"Keep the stored settings, or start another run; `--resume {in_shell(folder)} --run DIR` starts it from this one.",
         )
-    keys = (key for key in _flat_keys(wanted.to_dict()) if key.startswith(FREE_KEYS) and key != "name")
-    return stored.with_values({key: value for key in keys if (value := wanted.value(key)) is not None})
+    keys = (
+        key for key in _flat_keys(wanted.to_dict()) if key.startswith(FREE_KEYS) and key != "name"
+    )
+    return stored.with_values(
+        {key: value for key in keys if (value := wanted.value(key)) is not None}
+    )
 
 
 @contextmanager
@@ -168,12 +220,20 @@ def locked(folder: Path, *, progress: Progress = SILENT) -> Iterator[None]:
         lock = _lock(folder, progress)
     except OSError as error:
         why = "it is a file" if os.path.isfile(folder) else error.strerror
-        raise CheckpointError(f"The run folder {folder} cannot be written: {why}.", fix="Choose a folder that can be, with --run DIR.") from error
+        raise CheckpointError(
+            f"The run folder {folder} cannot be written: {why}.",
+            fix="Choose a folder that can be, with --run DIR.",
+        ) from error
     with lock as file:
         try:
             with writing_run(folder):
                 os.ftruncate(file.fileno(), 0)
-                os.write(file.fileno(), json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}).encode())
+                os.write(
+                    file.fileno(),
+                    json.dumps(
+                        {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
+                    ).encode(),
+                )
             yield
         finally:
             if not (folder / CONFIG).exists():
@@ -184,11 +244,15 @@ def _lock(folder: Path, progress: Progress) -> TextIO:
     """Return the lock file, held; one that another start took away, while this one waited for it, is made anew."""
     while True:
         folder.mkdir(parents=True, exist_ok=True)
-        file = os.fdopen(open_own(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_APPEND), "a+", encoding="utf-8")
+        file = os.fdopen(
+            open_own(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_APPEND), "a+", encoding="utf-8"
+        )
         if not _take(file, fcntl.LOCK_EX, patience_s=LOCK_PATIENCE_S, progress=progress):
             file.close()
             raise _in_use(folder)
-        if (folder / LOCK).exists() and os.path.samestat(os.fstat(file.fileno()), (folder / LOCK).stat()):
+        if (folder / LOCK).exists() and os.path.samestat(
+            os.fstat(file.fileno()), (folder / LOCK).stat()
+        ):
             return file
         file.close()
 
@@ -221,7 +285,11 @@ def resume_from(folder: Path, resume: str = "auto", *, progress: Progress = SILE
     Raises: CheckpointError.
     """
     if resume == "never":
-        found = sorted(path.name for path in folder.iterdir() if path.name not in (LOCK, catalog.OWNER)) if folder.is_dir() else []
+        found = (
+            sorted(path.name for path in folder.iterdir() if path.name not in (LOCK, catalog.OWNER))
+            if folder.is_dir()
+            else []
+        )
         if found:
             raise CheckpointError(
                 f"--resume never would write over {folder}, which holds {', '.join(found[:4])}.",
@@ -242,7 +310,9 @@ def resume_from(folder: Path, resume: str = "auto", *, progress: Progress = SILE
     if origin and path in (origin.asked, origin.checkpoint):
         newest = catalog.latest(folder, but=steps_before(folder, origin), progress=progress)
         if newest is not None:
-            progress.say(f"Resuming from {newest.name} of {folder}, which continues {origin.checkpoint}.")
+            progress.say(
+                f"Resuming from {newest.name} of {folder}, which continues {origin.checkpoint}."
+            )
             return newest
     checkpoint = _checkpoint_at(Path(resume), progress)
     if checkpoint.resolve().parent != catalog.checkpoints_folder(folder).resolve():
@@ -257,11 +327,17 @@ def _checkpoint_at(path: Path, progress: Progress) -> Path:
     if known is not None and path.is_file():
         raise CheckpointError(known.instead_of("a checkpoint"), fix=known.fix)
     if not path.is_dir():
-        raise CheckpointError(f"There is no checkpoint {path}.", fix="Name a folder such as RUN/checkpoints/step-100, or a run folder.")
+        raise CheckpointError(
+            f"There is no checkpoint {path}.",
+            fix="Name a folder such as RUN/checkpoints/step-100, or a run folder.",
+        )
     if (path / CONFIG).exists() or (path / "checkpoints").is_dir():
         newest = catalog.latest(path, progress=progress)
         if newest is None:
-            raise CheckpointError(f"The run {path} has no checkpoint.", fix="Name another run, or a folder such as RUN/checkpoints/step-100.")
+            raise CheckpointError(
+                f"The run {path} has no checkpoint.",
+                fix="Name another run, or a folder such as RUN/checkpoints/step-100.",
+            )
         return newest
     catalog.step_of(path)
     catalog.require_whole(path, progress=progress)
@@ -307,7 +383,10 @@ def read_settings(folder: Path) -> dict[str, Any]:
 def damaged_summary(folder: Path) -> CheckpointError:
     """Return the error for a summary that is not what a run wrote."""
     path = folder / SUMMARY
-    return CheckpointError(f"{path} is damaged.", fix=f"Delete {path} and run the same command again: the run is evaluated again.")
+    return CheckpointError(
+        f"{path} is damaged.",
+        fix=f"Delete {path} and run the same command again: the run is evaluated again.",
+    )
 
 
 def write_exit_code(folder: Path, code: int) -> None:
@@ -341,7 +420,11 @@ def require_free_disk(folder: Path, needed_bytes: int, *, directory: str | None 
         place = place.parent
     free = shutil.disk_usage(place).free
     if free + held < needed_bytes:
-        ways = "lower checkpoint.keep" if there else "lower checkpoint.keep, or set checkpoint.dir to a larger disk"
+        ways = (
+            "lower checkpoint.keep"
+            if there
+            else "lower checkpoint.keep, or set checkpoint.dir to a larger disk"
+        )
         raise HardwareError(
             f"The checkpoints of this run need {_size(needed_bytes - held)} more; the disk of {place} has {_size(free)} free.",
             fix=f"Free space there, or {ways}.",
@@ -352,7 +435,9 @@ def list_runs(root: Path) -> list[Path]:
     """Return the run folders in `root` and one folder further down, oldest first; `root` itself when it is one."""
     if (root / CONFIG).exists():
         return [root]
-    found = [path.parent for pattern in (f"*/{CONFIG}", f"*/*/{CONFIG}") for path in root.glob(pattern)]
+    found = [
+        path.parent for pattern in (f"*/{CONFIG}", f"*/*/{CONFIG}") for path in root.glob(pattern)
+    ]
     return sorted(found, key=lambda path: ((path / CONFIG).stat().st_mtime, path))
 
 
@@ -369,7 +454,9 @@ def _take(file: TextIO, kind: int, *, patience_s: float, progress: Progress = SI
         except OSError as error:
             if error.errno not in {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}:
                 raise
-            progress.say("This file system has no locks: nothing stops a second process from training in the same run folder.")
+            progress.say(
+                "This file system has no locks: nothing stops a second process from training in the same run folder."
+            )
             return True
 
 
@@ -379,11 +466,17 @@ def _in_use(folder: Path) -> CheckpointError:
         who, stop = f"process {holder['pid']} on {holder['host']}", f"kill {int(holder['pid'])}"
     except (ValueError, KeyError, TypeError):
         who, stop = "another process", "kill it"
-    return CheckpointError(f"{folder} is in use by {who}.", fix=f"Wait until it is done, stop it ({stop}), or choose another folder with --run DIR.")
+    return CheckpointError(
+        f"{folder} is in use by {who}.",
+        fix=f"Wait until it is done, stop it ({stop}), or choose another folder with --run DIR.",
+    )
 
 
 def _size(num_bytes: int) -> str:
-    unit, name = next(((unit, name) for unit, name in ((2**30, "GiB"), (2**20, "MiB")) if num_bytes >= unit), (2**10, "KiB"))
+    unit, name = next(
+        ((unit, name) for unit, name in ((2**30, "GiB"), (2**20, "MiB")) if num_bytes >= unit),
+        (2**10, "KiB"),
+    )
     return f"{num_bytes / unit:.1f} {name}"
 
 

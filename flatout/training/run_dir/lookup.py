@@ -27,16 +27,22 @@ def find_run(run: str | Path) -> Path:
     above, step = Path(run).parent.parent, Path(run).name.removeprefix("step-")
     if step.isdecimal() and (above / layout.CONFIG).exists():
         raise CheckpointError(
-            f"{run} is a checkpoint of the run {above}.", fix=f"Name {in_shell(above)}, with --checkpoint {step} where that can be given."
+            f"{run} is a checkpoint of the run {above}.",
+            fix=f"Name {in_shell(above)}, with --checkpoint {step} where that can be given.",
         )
-    found = next((found for place in (Path(run), RUNS / run) if str(run) and (found := recognise(place))), None)
+    found = next(
+        (found for place in (Path(run), RUNS / run) if str(run) and (found := recognise(place))),
+        None,
+    )
     if found is not None:
         raise CheckpointError(found.instead_of("a run folder"), fix=found.fix)
     known = [path.name for path in layout.list_runs(RUNS)] if RUNS.is_dir() else []
     guess = nearest(Path(run).name, known)
     raise CheckpointError(
         f"{str(run) or 'An empty name'} is not a run folder: it has no config.yaml.",
-        fix=f"Did you mean {in_shell(RUNS / guess)}?" if guess else "`flatout runs` shows the runs there are; `flatout demo` makes one.",
+        fix=f"Did you mean {in_shell(RUNS / guess)}?"
+        if guess
+        else "`flatout runs` shows the runs there are; `flatout demo` makes one.",
     )
 
 
@@ -50,7 +56,10 @@ def run_or_newest(run: str | Path | None, *, progress: Progress = SILENT) -> Pat
     known = layout.list_runs(RUNS) if RUNS.is_dir() else []
     newest = next((path for path in reversed(known) if _has_checkpoint(path)), None)
     if newest is None:
-        raise CheckpointError(f"No run under {RUNS}/ has a checkpoint.", fix="Name a run folder, or train one: `flatout demo` takes a few minutes.")
+        raise CheckpointError(
+            f"No run under {RUNS}/ has a checkpoint.",
+            fix="Name a run folder, or train one: `flatout demo` takes a few minutes.",
+        )
     progress.say(f"The newest run: {newest}")
     return newest
 
@@ -76,7 +85,9 @@ def resume_place(resume: str) -> str:
         raise CheckpointError(f"There is no checkpoint {resume}.", fix=error.fix) from error
 
 
-def find_checkpoint(run_folder: Path, checkpoint: str = "best", *, progress: Progress = SILENT) -> Path:
+def find_checkpoint(
+    run_folder: Path, checkpoint: str = "best", *, progress: Progress = SILENT
+) -> Path:
     """Return the checkpoint folder that `best`, `last` or a step names; `best` is the last one while no loss is known.
 
     Raises: CheckpointError when there is none, or it is not whole; ConfigError when `checkpoint` is none of these.
@@ -86,14 +97,20 @@ def find_checkpoint(run_folder: Path, checkpoint: str = "best", *, progress: Pro
         found = found or catalog.latest(run_folder, progress=progress)
         if found is None:
             raise CheckpointError(
-                f"The run {run_folder} has no checkpoint yet.", fix="Train it first: `flatout train` saves every ten minutes and at the end."
+                f"The run {run_folder} has no checkpoint yet.",
+                fix="Train it first: `flatout train` saves every ten minutes and at the end.",
             )
         return found
     if not checkpoint.isdecimal():
-        raise ConfigError(f"{checkpoint!r} is not a checkpoint.", fix="Use best, last, or the number of a step.")
+        raise ConfigError(
+            f"{checkpoint!r} is not a checkpoint.", fix="Use best, last, or the number of a step."
+        )
     path = catalog.checkpoint_path(run_folder, int(checkpoint))
     if not path.is_dir():
         known = ", ".join(str(step) for step in catalog.steps(run_folder)) or "none"
-        raise CheckpointError(f"The run {run_folder} has no checkpoint of step {checkpoint}.", fix=f"Steps that have one: {known}.")
+        raise CheckpointError(
+            f"The run {run_folder} has no checkpoint of step {checkpoint}.",
+            fix=f"Steps that have one: {known}.",
+        )
     catalog.require_whole(path, progress=progress)
     return path

@@ -31,13 +31,21 @@ def read_origin(folder: Path) -> Origin | None:
     Raises: CheckpointError when the file is damaged.
     """
     path = folder / ORIGIN
-    return read_model(path, Origin, fix=f"Delete {path}: the run then resumes from its own checkpoints.") if path.exists() else None
+    return (
+        read_model(
+            path, Origin, fix=f"Delete {path}: the run then resumes from its own checkpoints."
+        )
+        if path.exists()
+        else None
+    )
 
 
 def write_origin(folder: Path, *, asked: str, checkpoint: Path) -> None:
     """Write down the checkpoint that a run begins from, and which checkpoints its directory holds by then."""
     before = {str(step): _mark(folder, step) for step in catalog.steps(folder)}
-    write_json(folder / ORIGIN, {"asked": asked, "checkpoint": str(checkpoint.resolve()), "before": before})
+    write_json(
+        folder / ORIGIN, {"asked": asked, "checkpoint": str(checkpoint.resolve()), "before": before}
+    )
 
 
 def begun_from(folder: Path, origin: Origin, progress: Progress) -> Path:
@@ -51,7 +59,9 @@ def begun_from(folder: Path, origin: Origin, progress: Progress) -> Path:
             f"{folder} was begun from {path}, which is no longer there, and has saved nothing since.",
             fix=f"Name another with --resume PATH, or delete {folder / ORIGIN} to begin without one.",
         )
-    progress.say(f"Resuming from {path}, where this run started. To start without it, delete {folder / ORIGIN}.")
+    progress.say(
+        f"Resuming from {path}, where this run started. To start without it, delete {folder / ORIGIN}."
+    )
     catalog.require_whole(path, progress=progress)
     return path
 
@@ -59,7 +69,11 @@ def begun_from(folder: Path, origin: Origin, progress: Progress) -> Path:
 def steps_before(folder: Path, origin: Origin | None) -> list[int]:
     """Return the steps whose checkpoints lay in the folder before the run took up its origin: another course left them."""
     before = origin.before if origin else {}
-    return [step for step in catalog.steps(folder) if str(step) in before and before[str(step)] == _mark(folder, step)]
+    return [
+        step
+        for step in catalog.steps(folder)
+        if str(step) in before and before[str(step)] == _mark(folder, step)
+    ]
 
 
 def _mark(folder: Path, step: int) -> str | None:

@@ -20,7 +20,10 @@ def read(windows, split, indices, seq_len=8):
 def test_the_windows_are_the_very_same(train_split, stub_tokenizer):
     split = train_split(TOKENS)
     indices = np.random.default_rng(1).permutation(50)
-    assert np.array_equal(read(TokenisingWindows(stub_tokenizer), split, indices), read(ShardWindows(), split, indices))
+    assert np.array_equal(
+        read(TokenisingWindows(stub_tokenizer), split, indices),
+        read(ShardWindows(), split, indices),
+    )
 
 
 @pytest.mark.parametrize("feed_class", [DirectFeed, PrefetchFeed])
@@ -49,13 +52,24 @@ def test_a_primed_text_is_not_decoded_again(train_split, stub_tokenizer, monkeyp
     windows = TokenisingWindows(stub_tokenizer)
     windows.prime(split, np.array([1, 5]), 8)
     assert stub_tokenizer.encoded == []
-    monkeypatch.setattr(stub_tokenizer, "decode", lambda ids: pytest.fail("decoded inside the step"))
+    monkeypatch.setattr(
+        stub_tokenizer, "decode", lambda ids: pytest.fail("decoded inside the step")
+    )
     read(windows, split, [5, 1, 5])
     assert len(stub_tokenizer.encoded) == 3
 
 
 def feed_plan(**changes):
-    values = {"seq_len": 8, "rows_per_device": 2, "accumulate": 2, "rank": 0, "world_size": 1, "seed": 3, "document_mask": False, "prefetch": 2}
+    values = {
+        "seq_len": 8,
+        "rows_per_device": 2,
+        "accumulate": 2,
+        "rank": 0,
+        "world_size": 1,
+        "seed": 3,
+        "document_mask": False,
+        "prefetch": 2,
+    }
     return FeedPlan(**{**values, "device": "cpu", **changes})
 
 
@@ -75,11 +89,19 @@ class CountingWindows(TokenisingWindows):
 
 
 @pytest.mark.parametrize("feed_class", [DirectFeed, PrefetchFeed])
-@pytest.mark.parametrize(("start", "rank", "world_size"), [(0, 0, 1), (44, 0, 1), (36, 1, 2)], ids=["new", "resumed", "second of two"])
-def test_a_primed_feed_decodes_nothing_inside_its_steps(train_split, stub_tokenizer, feed_class, start, rank, world_size):
+@pytest.mark.parametrize(
+    ("start", "rank", "world_size"),
+    [(0, 0, 1), (44, 0, 1), (36, 1, 2)],
+    ids=["new", "resumed", "second of two"],
+)
+def test_a_primed_feed_decodes_nothing_inside_its_steps(
+    train_split, stub_tokenizer, feed_class, start, rank, world_size
+):
     """Over an end of an epoch too: 50 windows, 5 steps of 4 of each rank."""
     windows = CountingWindows(stub_tokenizer)
-    with feed_class(WindowSteps(train_split(TOKENS), feed_plan(rank=rank, world_size=world_size), windows)) as feed:
+    with feed_class(
+        WindowSteps(train_split(TOKENS), feed_plan(rank=rank, world_size=world_size), windows)
+    ) as feed:
         feed.seek(start)
         feed.prime(5)
         ahead = windows.decoded
@@ -92,7 +114,9 @@ def test_a_primed_feed_decodes_nothing_inside_its_steps(train_split, stub_tokeni
         assert windows.decoded == ahead
 
 
-def test_priming_ends_where_every_window_or_as_many_as_are_kept_are_there(train_split, stub_tokenizer, monkeypatch):
+def test_priming_ends_where_every_window_or_as_many_as_are_kept_are_there(
+    train_split, stub_tokenizer, monkeypatch
+):
     windows = CountingWindows(stub_tokenizer)
     DirectFeed(WindowSteps(train_split(TOKENS), feed_plan(), windows)).prime(10**9)
     assert windows.decoded == 50
@@ -124,7 +148,10 @@ def test_scoring_the_validation_text_drops_no_training_text(write_set, stub_toke
 @pytest.mark.parametrize("feed_class", [DirectFeed, PrefetchFeed])
 def test_plain_windows_need_no_priming(train_split, feed_class, monkeypatch):
     split = train_split(TOKENS)
-    with feed_class(WindowSteps(split, feed_plan(), ShardWindows())) as feed, monkeypatch.context() as patched:
+    with (
+        feed_class(WindowSteps(split, feed_plan(), ShardWindows())) as feed,
+        monkeypatch.context() as patched,
+    ):
         patched.setattr(type(split), "read_tokens", lambda *args: pytest.fail("read"))
         patched.setattr(type(split), "read_windows", lambda *args: pytest.fail("read"))
         feed.prime(10**9)

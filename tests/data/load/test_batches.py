@@ -10,7 +10,14 @@ TOKENS = np.arange(8 * 37 + 3)
 
 
 def plan(**changes):
-    values = {"seq_len": 8, "rows_per_device": 2, "accumulate": 3, "rank": 0, "world_size": 1, "seed": 7}
+    values = {
+        "seq_len": 8,
+        "rows_per_device": 2,
+        "accumulate": 3,
+        "rank": 0,
+        "world_size": 1,
+        "seed": 7,
+    }
     return FeedPlan(**{**values, "document_mask": False, "prefetch": 2, "device": "cpu", **changes})
 
 
@@ -25,14 +32,24 @@ def first_tokens(reader, position):
 
 @pytest.mark.parametrize("worked_out", [1, 13, 4096])
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_what_is_worked_out_at_once_changes_nothing(train_split, monkeypatch, worked_out, world_size):
+def test_what_is_worked_out_at_once_changes_nothing(
+    train_split, monkeypatch, worked_out, world_size
+):
     monkeypatch.setattr(batches, "WORKED_OUT", worked_out)
     split = train_split(TOKENS)
     for rank in range(world_size):
         own = plan(world_size=world_size, rank=rank)
         reader = WindowSteps(split, own, ShardWindows())
         a_step = own.windows_per_step
-        for position in (*range(0, 20 * a_step, a_step), 3 * a_step, 5, 10**12, 10**12 + a_step, 4, 0):
+        for position in (
+            *range(0, 20 * a_step, a_step),
+            3 * a_step,
+            5,
+            10**12,
+            10**12 + a_step,
+            4,
+            0,
+        ):
             wanted = shuffled(own.positions(position), 37, seed=7).tolist()
             assert first_tokens(reader, position) == (wanted, position + a_step)
 
@@ -43,7 +60,10 @@ def test_the_order_is_asked_for_once_in_many_steps(train_split, monkeypatch):
     monkeypatch.setattr(
         split,
         "windows_at",
-        lambda positions, *rest, **options: asked.append(len(positions)) or type(split).windows_at(split, positions, *rest, **options),
+        lambda positions, *rest, **options: (
+            asked.append(len(positions))
+            or type(split).windows_at(split, positions, *rest, **options)
+        ),
     )
     reader = WindowSteps(split, plan(), ShardWindows())
     position = 0

@@ -19,7 +19,14 @@ FEEDS = [DirectFeed, PrefetchFeed]
 
 
 def plan(**changes):
-    values = {"seq_len": 8, "rows_per_device": 2, "accumulate": 3, "rank": 0, "world_size": 1, "seed": 7}
+    values = {
+        "seq_len": 8,
+        "rows_per_device": 2,
+        "accumulate": 3,
+        "rank": 0,
+        "world_size": 1,
+        "seed": 7,
+    }
     return FeedPlan(**{**values, "document_mask": False, "prefetch": 2, "device": "cpu", **changes})
 
 
@@ -70,9 +77,13 @@ def test_micro_batches_shift_once_and_are_contiguous_int64(train_split, feed_cla
 
 
 def test_ids_above_two_and_four_bytes_survive(train_split):
-    (small,) = read_steps(DirectFeed, train_split(np.full(100, 65_535), vocab_size=65_536, name="small"), 1)
+    (small,) = read_steps(
+        DirectFeed, train_split(np.full(100, 65_535), vocab_size=65_536, name="small"), 1
+    )
     assert next(small.micro_batches()).targets_BT.unique().tolist() == [65_535]
-    (large,) = read_steps(DirectFeed, train_split(np.full(100, 200_000), vocab_size=200_001, name="large"), 1)
+    (large,) = read_steps(
+        DirectFeed, train_split(np.full(100, 200_000), vocab_size=200_001, name="large"), 1
+    )
     assert large.windows_ABW.dtype == torch.int32
     assert next(large.micro_batches()).targets_BT.unique().tolist() == [200_000]
 
@@ -83,7 +94,15 @@ def test_any_number_of_ranks_reads_the_same_windows_a_step(train_split, feed_cla
     split = train_split(np.arange(8 * 50 + 1), vocab_size=500)
     rows, accumulate, steps = 2, 8 // world_size, 7
     ranks = [
-        read_steps(feed_class, split, steps, world_size=world_size, rank=rank, rows_per_device=rows, accumulate=accumulate)
+        read_steps(
+            feed_class,
+            split,
+            steps,
+            world_size=world_size,
+            rank=rank,
+            rows_per_device=rows,
+            accumulate=accumulate,
+        )
         for rank in range(world_size)
     ]
     order = shuffled(np.arange(steps * 16), 50, seed=7)
@@ -131,9 +150,16 @@ def test_what_was_handed_out_stays(train_split, feed_class):
         for _ in range(9):
             next(feed)
     for batch, copy in zip(held, copies, strict=True):
-        assert all(torch.equal(mine, kept) for mine, kept in zip((batch.windows_ABW, batch.mask_ABT, batch.doc_ids_ABT), copy, strict=True))
+        assert all(
+            torch.equal(mine, kept)
+            for mine, kept in zip(
+                (batch.windows_ABW, batch.mask_ABT, batch.doc_ids_ABT), copy, strict=True
+            )
+        )
     order = shuffled(np.arange(6), 100, seed=7)
-    assert held[0].windows_ABW.reshape(6, 9).tolist() == [tokens[w * 8 : w * 8 + 9].tolist() for w in order]
+    assert held[0].windows_ABW.reshape(6, 9).tolist() == [
+        tokens[w * 8 : w * 8 + 9].tolist() for w in order
+    ]
 
 
 @pytest.mark.parametrize("feed_class", FEEDS)
@@ -148,14 +174,23 @@ def test_masks_and_documents(train_split, feed_class):
         for b, window in enumerate(order[a]):
             inputs, targets = np.arange(8) + window * 8, np.arange(8) + window * 8 + 1
             assert micro.tokens_BT[b].tolist() == tokens[inputs].tolist()
-            assert micro.targets_BT[b].tolist() == np.where(mask[targets] != 0, tokens[targets], -1).tolist()
-            assert micro.doc_ids_BT[b].tolist() == (documents[inputs] - documents[inputs[0]]).tolist()
+            assert (
+                micro.targets_BT[b].tolist()
+                == np.where(mask[targets] != 0, tokens[targets], -1).tolist()
+            )
+            assert (
+                micro.doc_ids_BT[b].tolist() == (documents[inputs] - documents[inputs[0]]).tolist()
+            )
     assert micro.doc_ids_BT.dtype == torch.int32
 
 
 @pytest.mark.parametrize("feed_class", FEEDS)
-def test_a_micro_batch_with_more_documents_than_attention_takes_is_refused_on_the_host(train_split, feed_class):
-    ends = np.concatenate([np.arange(16, 1121, 16), np.arange(1121, 1201)])  # long documents, then some of one token
+def test_a_micro_batch_with_more_documents_than_attention_takes_is_refused_on_the_host(
+    train_split, feed_class
+):
+    ends = np.concatenate(
+        [np.arange(16, 1121, 16), np.arange(1121, 1201)]
+    )  # long documents, then some of one token
     split = train_split(np.arange(1200) % 300, ends=ends)
     asked = []
 
@@ -163,16 +198,27 @@ def test_a_micro_batch_with_more_documents_than_attention_takes_is_refused_on_th
         asked.append((rows, seq_len))
         return 5
 
-    with feed_class(WindowSteps(split, plan(document_mask=True, most_documents=five, accumulate=1), ShardWindows())) as feed:
+    with feed_class(
+        WindowSteps(
+            split, plan(document_mask=True, most_documents=five, accumulate=1), ShardWindows()
+        )
+    ) as feed:
         accepted = []
-        with pytest.raises(DataError, match=r"A micro-batch of 2 x 8 tokens has \d+ documents, .* takes 5\. Fix: .*flex-attention"):
+        with pytest.raises(
+            DataError,
+            match=r"A micro-batch of 2 x 8 tokens has \d+ documents, .* takes 5\. Fix: .*flex-attention",
+        ):
             accepted.extend(feed)
     assert set(asked) == {(2, 8)}
     counts = [len(row.unique()) for batch in accepted for row in batch.doc_ids_ABT[0]]
     assert counts
     assert all(one + other <= 5 for one, other in zip(counts[::2], counts[1::2], strict=True))
-    with feed_class(WindowSteps(split, plan(document_mask=True, accumulate=1), ShardWindows())) as feed:
-        assert any(len(next(feed).doc_ids_ABT.flatten().unique()) == 8 for _ in range(75)), "without a limit they are read"
+    with feed_class(
+        WindowSteps(split, plan(document_mask=True, accumulate=1), ShardWindows())
+    ) as feed:
+        assert any(len(next(feed).doc_ids_ABT.flatten().unique()) == 8 for _ in range(75)), (
+            "without a limit they are read"
+        )
 
 
 @pytest.mark.parametrize("feed_class", FEEDS)
@@ -185,7 +231,10 @@ def test_a_corpus_smaller_than_a_step_trains_over_epochs(train_split, feed_class
 
 @pytest.mark.parametrize("feed_class", FEEDS)
 def test_a_corpus_shorter_than_one_window(train_split, feed_class):
-    with pytest.raises(DataError, match=r"train split holds 8 tokens; one window of data.seq_len=8 needs 9.*data.seq_len=7"):
+    with pytest.raises(
+        DataError,
+        match=r"train split holds 8 tokens; one window of data.seq_len=8 needs 9.*data.seq_len=7",
+    ):
         feed_class(WindowSteps(train_split(np.arange(8)), plan(), ShardWindows()))
     feed_class(WindowSteps(train_split(np.arange(9), name="enough"), plan(), ShardWindows()))
 
@@ -233,10 +282,15 @@ def test_a_block_that_goes_bad_in_the_middle_of_a_run_is_named_at_its_step(write
         shard.seek(bad % 3 * BLOCK_BYTES + 9)
         shard.write(b"\1")
     good = int(np.flatnonzero((blocks == bad).any(axis=0))[0])
-    with feed_class(WindowSteps(split, plan(seq_len=8191, rows_per_device=1, accumulate=1), ShardWindows())) as feed:
+    with feed_class(
+        WindowSteps(split, plan(seq_len=8191, rows_per_device=1, accumulate=1), ShardWindows())
+    ) as feed:
         for _ in range(good):
             next(feed)
-        with pytest.raises(DataError, match=rf"train-0000{bad // 3}\.bin, byte {bad % 3 * BLOCK_BYTES}: the block of .* fails its checksum"):
+        with pytest.raises(
+            DataError,
+            match=rf"train-0000{bad // 3}\.bin, byte {bad % 3 * BLOCK_BYTES}: the block of .* fails its checksum",
+        ):
             next(feed)
         assert feed.position == good >= 4
 
@@ -308,7 +362,13 @@ plan = FeedPlan(seq_len=8, rows_per_device=2, accumulate=1, rank=0, world_size=1
 feed = PrefetchFeed(WindowSteps(Dataset.open({str(write_set(np.arange(300)))!r}).split("train"), plan, ShardWindows()))
 print(next(feed).position)
 """
-    done = subprocess.run([sys.executable, "-W", "error", "-c", code], check=False, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "2\n", "")
 
 
@@ -316,7 +376,12 @@ print(next(feed).position)
 @pytest.mark.gpu_essential
 @pytest.mark.parametrize("feed_class", FEEDS)
 def test_the_device_gets_what_the_host_reads(train_split, feed_class):
-    split = train_split(RNG.integers(0, 65_536, 80_001), ends=np.arange(1, 80_002, 100), mask=RNG.integers(0, 2, 80_001), vocab_size=65_536)
+    split = train_split(
+        RNG.integers(0, 65_536, 80_001),
+        ends=np.arange(1, 80_002, 100),
+        mask=RNG.integers(0, 2, 80_001),
+        vocab_size=65_536,
+    )
     wanted = read_steps(DirectFeed, split, 60, seq_len=64, document_mask=True)
     found = read_steps(feed_class, split, 60, seq_len=64, document_mask=True, device="cuda")
     for host, device in zip(wanted, found, strict=True):
@@ -337,7 +402,10 @@ def test_a_feed_is_an_endless_iterator(train_split, feed_class):
 def evaluated(split, world_size=1, **kwargs):
     """All ranks' batches, each list as long as the others."""
     values = {"seq_len": 8, "rows": 3, "device": "cpu", "windows": ShardWindows(), **kwargs}
-    ranks = [list(evaluation_batches(split, rank=rank, world_size=world_size, **values)) for rank in range(world_size)]
+    ranks = [
+        list(evaluation_batches(split, rank=rank, world_size=world_size, **values))
+        for rank in range(world_size)
+    ]
     assert len({len(batches) for batches in ranks}) == 1
     return [micro for together in zip(*ranks, strict=True) for micro in together]
 
@@ -348,7 +416,10 @@ def test_evaluation_takes_every_target_once(train_split, num_tokens, world_size)
     tokens = RNG.integers(0, 300, num_tokens)
     batches = evaluated(train_split(tokens), world_size)
     assert {tuple(micro.tokens_BT.shape) for micro in batches} == {(3, 8)}
-    counted = [(micro.tokens_BT[micro.targets_BT >= 0], micro.targets_BT[micro.targets_BT >= 0]) for micro in batches]
+    counted = [
+        (micro.tokens_BT[micro.targets_BT >= 0], micro.targets_BT[micro.targets_BT >= 0])
+        for micro in batches
+    ]
     assert torch.cat([inputs for inputs, _ in counted]).tolist() == tokens[:-1].tolist()
     assert torch.cat([targets for _, targets in counted]).tolist() == tokens[1:].tolist()
     assert all((micro.tokens_BT >= 0).all() for micro in batches)
@@ -358,7 +429,9 @@ def test_evaluation_takes_every_target_once(train_split, num_tokens, world_size)
 def test_evaluation_of_the_beginning(train_split, max_tokens):
     tokens = RNG.integers(0, 300, 100)
     for world_size in (1, 2):
-        batches = evaluated(train_split(tokens, name=f"set{world_size}"), world_size, max_tokens=max_tokens)
+        batches = evaluated(
+            train_split(tokens, name=f"set{world_size}"), world_size, max_tokens=max_tokens
+        )
         targets = torch.cat([micro.targets_BT[micro.targets_BT >= 0] for micro in batches])
         assert targets.tolist() == tokens[1 : max_tokens + 1].tolist()
 
@@ -385,4 +458,7 @@ def test_evaluation_obeys_the_mask_and_the_documents(train_split):
     documents = np.searchsorted(ends, np.arange(60), side="right")
     doc_ids = torch.cat([micro.doc_ids_BT for micro in batches])[:7]
     for window in range(7):
-        assert doc_ids[window].tolist() == (documents[window * 8 : window * 8 + 8] - documents[window * 8]).tolist()
+        assert (
+            doc_ids[window].tolist()
+            == (documents[window * 8 : window * 8 + 8] - documents[window * 8]).tolist()
+        )

@@ -11,7 +11,14 @@ RNG = np.random.default_rng(0)
 
 
 def plan(**changes):
-    values = {"seq_len": T, "rows_per_device": 2, "accumulate": 2, "rank": 0, "world_size": 1, "seed": 7}
+    values = {
+        "seq_len": T,
+        "rows_per_device": 2,
+        "accumulate": 2,
+        "rank": 0,
+        "world_size": 1,
+        "seed": 7,
+    }
     return FeedPlan(**{**values, "document_mask": False, "prefetch": 2, "device": "cpu", **changes})
 
 
@@ -43,7 +50,12 @@ def targets_of(reader, epoch):
 
 
 LENGTHS = RNG.integers(1, 200, 300)
-WANTED = np.concatenate([np.arange(end - length + 1, end) for length, end in zip(LENGTHS, np.cumsum(LENGTHS), strict=True)])
+WANTED = np.concatenate(
+    [
+        np.arange(end - length + 1, end)
+        for length, end in zip(LENGTHS, np.cumsum(LENGTHS), strict=True)
+    ]
+)
 
 
 @pytest.mark.parametrize("shard_bytes", [1 << 20, 1000])
@@ -55,11 +67,19 @@ def test_every_target_once_an_epoch_in_another_order(documents, shard_bytes):
     assert not np.array_equal(epochs[0], epochs[1])
 
 
-@pytest.mark.parametrize("lengths", [[2], [1, 1, 2], [T + 1] * 9, [T + 2] * 3, [17] * 1000, [2, 500], [1, 33, 34, 65, 66, 129]])
+@pytest.mark.parametrize(
+    "lengths",
+    [[2], [1, 1, 2], [T + 1] * 9, [T + 2] * 3, [17] * 1000, [2, 500], [1, 33, 34, 65, 66, 129]],
+)
 @pytest.mark.parametrize("seq_len", [64, 20, 9])
 def test_every_target_once_whatever_the_lengths(documents, lengths, seq_len):
     reader = BucketedSteps(documents(lengths), plan(seq_len=seq_len), None)
-    wanted = np.concatenate([np.arange(end - length + 1, end) for length, end in zip(lengths, np.cumsum(lengths), strict=True)])
+    wanted = np.concatenate(
+        [
+            np.arange(end - length + 1, end)
+            for length, end in zip(lengths, np.cumsum(lengths), strict=True)
+        ]
+    )
     assert np.array_equal(np.sort(targets_of(reader, 1)), wanted)
 
 
@@ -88,13 +108,19 @@ def test_few_shapes_all_of_one_size(documents):
 
 def test_only_the_last_step_of_the_longest_rows_is_not_full(documents):
     reader = BucketedSteps(documents(LENGTHS), plan(), None)
-    empty = [int((~mask.any(axis=1)).sum()) for _, mask in (reading(reader, position) for position in range(reader.num_steps))]
+    empty = [
+        int((~mask.any(axis=1)).sum())
+        for _, mask in (reading(reader, position) for position in range(reader.num_steps))
+    ]
     assert sum(count > 0 for count in empty) <= 1
 
 
 def test_short_documents_take_short_rows(documents):
     reader = BucketedSteps(documents(RNG.integers(2, 128, 900)), plan(seq_len=128), None)
-    filled = [mask.mean() for _, mask in (reading(reader, position) for position in range(reader.num_steps))]
+    filled = [
+        mask.mean()
+        for _, mask in (reading(reader, position) for position in range(reader.num_steps))
+    ]
     assert np.mean(filled) > 0.72, "padded to the longest it would be half"
 
 
@@ -102,7 +128,12 @@ def test_short_documents_take_short_rows(documents):
 def test_any_number_of_ranks_reads_the_same_rows_a_step(documents, world_size):
     split = documents(LENGTHS)
     alone = BucketedSteps(split, plan(accumulate=4), None)
-    ranks = [BucketedSteps(split, plan(accumulate=4 // world_size, world_size=world_size, rank=rank), None) for rank in range(world_size)]
+    ranks = [
+        BucketedSteps(
+            split, plan(accumulate=4 // world_size, world_size=world_size, rank=rank), None
+        )
+        for rank in range(world_size)
+    ]
     for position in range(2 * alone.num_steps):
         whole, _ = reading(alone, position)
         shared = np.concatenate([reading(reader, position)[0] for reader in ranks])
@@ -112,7 +143,9 @@ def test_any_number_of_ranks_reads_the_same_rows_a_step(documents, world_size):
 def test_every_rank_says_what_all_of_them_read(documents):
     split = documents(LENGTHS, mask=RNG.integers(0, 2, LENGTHS.sum()))
     alone, *ranks = (
-        BucketedSteps(split, plan(accumulate=4 // world_size, world_size=world_size, rank=rank), None)
+        BucketedSteps(
+            split, plan(accumulate=4 // world_size, world_size=world_size, rank=rank), None
+        )
         for world_size, rank in ((1, 0), (2, 0), (2, 1))
     )
 
@@ -122,13 +155,17 @@ def test_every_rank_says_what_all_of_them_read(documents):
         return reader.read(position, windows, np.empty((len(windows), seq_len), np.bool_), None)
 
     whole = [read(alone, position) for position in range(alone.num_steps)]
-    assert [[read(reader, position) for position in range(alone.num_steps)] for reader in ranks] == [whole, whole]
+    assert [
+        [read(reader, position) for position in range(alone.num_steps)] for reader in ranks
+    ] == [whole, whole]
     assert sum(step.tokens for step in whole) == len(WANTED) == alone.tokens_per_epoch
     assert alone.steps_per_epoch == len(whole)
 
 
 def test_the_plan_never_changes_silently(documents):
-    reader = BucketedSteps(documents([5, 40, 70, 12, 30, 64, 90, 3, 20, 33]), plan(rows_per_device=1), None)
+    reader = BucketedSteps(
+        documents([5, 40, 70, 12, 30, 64, 90, 3, 20, 33]), plan(rows_per_device=1), None
+    )
     found = [reading(reader, position)[0][:, 0].tolist() for position in range(reader.num_steps)]
     assert found == FROZEN
 
@@ -144,9 +181,17 @@ def test_the_feed_takes_any_shape_and_can_seek(documents, feed_class):
         again = next(feed)
     assert again.windows_ABW.tolist() == whole[5].windows_ABW.tolist()
     assert [batch.position for batch in whole] == list(range(1, reader.num_steps + 4))
-    assert {tuple(batch.windows_ABW.shape) for batch in whole} == {(2, 2, 65), (2, 4, 33), (2, 8, 17)}
+    assert {tuple(batch.windows_ABW.shape) for batch in whole} == {
+        (2, 2, 65),
+        (2, 4, 33),
+        (2, 8, 17),
+    }
     targets = np.concatenate(
-        [micro.targets_BT[micro.targets_BT >= 0].numpy() for batch in whole[: reader.num_steps] for micro in batch.micro_batches()]
+        [
+            micro.targets_BT[micro.targets_BT >= 0].numpy()
+            for batch in whole[: reader.num_steps]
+            for micro in batch.micro_batches()
+        ]
     )
     assert np.array_equal(np.sort(targets), WANTED[mask[WANTED] != 0])
     assert all(micro.doc_ids_BT is None for micro in again.micro_batches())

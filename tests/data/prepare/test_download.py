@@ -56,7 +56,9 @@ class Server:
         body = self.content[start:]
         handler.send_response(206 if start else 200)
         if start:
-            handler.send_header("Content-Range", f"bytes {start}-{len(self.content) - 1}/{len(self.content)}")
+            handler.send_header(
+                "Content-Range", f"bytes {start}-{len(self.content) - 1}/{len(self.content)}"
+            )
         handler.send_header("Content-Length", str(len(body)))
         handler.end_headers()
         handler.wfile.write(body[: self.breaks.pop(0)] if self.breaks else body)
@@ -64,7 +66,9 @@ class Server:
 
 def fetch(server, target, sha256=SHA256):
     with server.running() as address:
-        return download(address, target, sha256=sha256, num_bytes=len(CONTENT), pause_s=0.001, timeout_s=5)
+        return download(
+            address, target, sha256=sha256, num_bytes=len(CONTENT), pause_s=0.001, timeout_s=5
+        )
 
 
 def names(folder):

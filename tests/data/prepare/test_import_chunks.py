@@ -24,7 +24,12 @@ def chunks(tmp_path):
         folder = tmp_path / name
         folder.mkdir()
         for number, tokens in by_number.items():
-            torch.save(tokens if isinstance(tokens, torch.Tensor) else torch.tensor(np.asarray(tokens), dtype=torch.int64), path(folder, number))
+            torch.save(
+                tokens
+                if isinstance(tokens, torch.Tensor)
+                else torch.tensor(np.asarray(tokens), dtype=torch.int64),
+                path(folder, number),
+            )
         if metadata is not None:
             (folder / "metadata.json").write_text(json.dumps(metadata))
         return folder
@@ -49,7 +54,10 @@ def of_split(folder, name):
 def test_tokens_come_over_as_they_are(chunks, first):
     whole = RNG.integers(0, 256, 1000)
     whole[[99, 150, 420, 949]] = EOT
-    folder = chunks({first + number: whole[number * 100 : number * 100 + 100] for number in range(10)}, {"num_chunks": 10, "seq_len": 100})
+    folder = chunks(
+        {first + number: whole[number * 100 : number * 100 + 100] for number in range(10)},
+        {"num_chunks": 10, "seq_len": 100},
+    )
     made = bring_in(folder, split="tail 0.25")
     assert of_split(folder, "train") == (whole[:750].tolist(), [100, 151, 421, 750])
     assert of_split(folder, "val") == (whole[750:].tolist(), [200, 250])
@@ -78,7 +86,9 @@ def test_importing_again_does_nothing_and_another_set_is_refused(chunks):
     bring_in(folder)
     assert bring_in(folder).existed
     assert bring_in(folder, split="tail 0.10").existed
-    with pytest.raises(DataError, match=r"holds another data set: split 'tail 0\.1' there, 'tail 0\.2' asked for"):
+    with pytest.raises(
+        DataError, match=r"holds another data set: split 'tail 0\.1' there, 'tail 0\.2' asked for"
+    ):
         bring_in(folder, split="tail 0.2")
     with pytest.raises(DataError, match=r"documents 'end-of-text' there, 'chunk' asked for"):
         bring_in(folder, documents="chunk")
@@ -96,9 +106,14 @@ def hub_file(folder):
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     made = Tokenizer(models.BPE())
-    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    made.pre_tokenizer, made.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made.train_from_iterator(TEXTS, trainers.BpeTrainer(vocab_size=280, initial_alphabet=alphabet, show_progress=False))
+    made.train_from_iterator(
+        TEXTS, trainers.BpeTrainer(vocab_size=280, initial_alphabet=alphabet, show_progress=False)
+    )
     made.add_special_tokens([AddedToken("<|endoftext|>", special=True, normalized=False)])
     snapshot = folder / "snapshots" / "0123"
     snapshot.mkdir(parents=True)
@@ -110,7 +125,9 @@ def hub_file(folder):
 
 def tiktoken_file(folder):
     pieces = [piece for piece in train_bpe(TEXTS, 280).pieces if piece is not None]
-    (folder / "small.tiktoken").write_bytes(b"".join(base64.b64encode(piece) + b" %d\n" % rank for rank, piece in enumerate(pieces)))
+    (folder / "small.tiktoken").write_bytes(
+        b"".join(base64.b64encode(piece) + b" %d\n" % rank for rank, piece in enumerate(pieces))
+    )
     return folder / "small.tiktoken"
 
 
@@ -125,14 +142,28 @@ def test_chunks_of_every_kind_of_tokenizer_file_come_over(chunks, tmp_path, kind
     documents = [[*known.encode(text), known.eot_id] for text in TEXTS]
     whole = [token for document in documents for token in document]
     third = len(whole) // 3
-    folder = chunks({0: whole[:third], 1: whole[third : 2 * third], 2: whole[2 * third :]}, {"vocab_size": 50_304, "total_tokens": len(whole)})
-    made = bring_in(folder, tokenizer=str(path.parent if kind == "folder" else path), split="tail 0.25", **options)
+    folder = chunks(
+        {0: whole[:third], 1: whole[third : 2 * third], 2: whole[2 * third :]},
+        {"vocab_size": 50_304, "total_tokens": len(whole)},
+    )
+    made = bring_in(
+        folder,
+        tokenizer=str(path.parent if kind == "folder" else path),
+        split="tail 0.25",
+        **options,
+    )
     train, ends = of_split(folder, "train")
     assert train + of_split(folder, "val")[0] == whole
-    assert ends[: len(ends) - 1] == np.cumsum([len(document) for document in documents])[: len(ends) - 1].tolist()
+    assert (
+        ends[: len(ends) - 1]
+        == np.cumsum([len(document) for document in documents])[: len(ends) - 1].tolist()
+    )
     dataset = Dataset.open(folder.parent / "out")
     assert dataset.tokenizer.decode(train) == known.decode(train)
-    assert (made.manifest.vocab_size, made.manifest.text_bytes) == (known.vocab_size, sum(len(text) for text in TEXTS))
+    assert (made.manifest.vocab_size, made.manifest.text_bytes) == (
+        known.vocab_size,
+        sum(len(text) for text in TEXTS),
+    )
 
 
 def test_an_unknown_tiktoken_file_is_imported_with_its_pattern(chunks, tmp_path):
@@ -148,7 +179,11 @@ def test_what_json_has_no_number_for_is_kept_as_text_and_compares(chunks):
     folder = chunks({0: np.arange(200)})
     (folder / "metadata.json").write_text('{"loss": NaN, "most": -Infinity, "large": [1e999, 1.5]}')
     made = bring_in(folder)
-    assert made.manifest.source["metadata"] == {"loss": "NaN", "most": "-Infinity", "large": ["1e999", 1.5]}
+    assert made.manifest.source["metadata"] == {
+        "loss": "NaN",
+        "most": "-Infinity",
+        "large": ["1e999", 1.5],
+    }
     assert bring_in(folder).existed
     (folder / "metadata.json").write_text('{"loss": 1}')
     with pytest.raises(DataError, match=r"holds another data set: metadata\.json has changed\."):
@@ -186,13 +221,19 @@ class Evil:
         (torch.tensor([1.0]), "holds a tensor of float32"),
         (torch.zeros(3, 4, dtype=torch.int64), r"of shape \(3, 4\), not of one dimension"),
         (torch.tensor(4), r"of shape \(\), not of one dimension"),
-        (torch.tensor([1, 2, 257]), "token 2: the id 257 is beyond the vocabulary of .*, whose ids are below 257"),
+        (
+            torch.tensor([1, 2, 257]),
+            "token 2: the id 257 is beyond the vocabulary of .*, whose ids are below 257",
+        ),
         (torch.tensor([1, -1, 2]), "token 1: the id -1 is beyond the vocabulary"),
         ({"tokens": torch.tensor([1])}, "holds a dict, not a tensor"),
         (Evil(), r"holds more than a tensor: it names \w+\.print, and code in a file is never run"),
         (b"no pickle", "cannot be read as a tensor: "),
         (b"", "cannot be read as a tensor: "),
-        (torch.zeros(1, dtype=torch.int64).expand(1 << 40), "holds an expanded tensor: 1,099,511,627,776 elements in 8 bytes"),
+        (
+            torch.zeros(1, dtype=torch.int64).expand(1 << 40),
+            "holds an expanded tensor: 1,099,511,627,776 elements in 8 bytes",
+        ),
         (torch.zeros(4, dtype=torch.int64).to_sparse(), "holds "),
         (torch.empty(1 << 40, dtype=torch.int64, device="meta"), "holds "),
         (bytearray(9), r"holds more than a tensor: it names \w+\.bytearray"),
@@ -225,7 +266,9 @@ def test_metadata_that_does_not_fit(chunks, metadata, wanted):
 
 
 def test_a_padded_vocabulary_and_keys_of_no_interest_are_fine(chunks):
-    bring_in(chunks({0: [1, 2], 1: [3, 4]}, {"vocab_size": 50_304, "total_tokens": 4, "author": None}))
+    bring_in(
+        chunks({0: [1, 2], 1: [3, 4]}, {"vocab_size": 50_304, "total_tokens": 4, "author": None})
+    )
 
 
 def test_metadata_that_is_no_json(chunks):

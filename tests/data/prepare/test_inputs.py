@@ -53,7 +53,9 @@ def cards(monkeypatch):
 def test_every_card_is_a_card(name):
     card = load_card(name)
     assert (card.address or "https://").startswith("https://")
-    assert card.repository is None or re.fullmatch("[0-9a-f]{40}", card.revision), "a branch moves, a commit stays"
+    assert card.repository is None or re.fullmatch("[0-9a-f]{40}", card.revision), (
+        "a branch moves, a commit stays"
+    )
     assert card.license
     assert card.validation or parse_rule(card.split)
     assert DATASETS.describe(name)
@@ -93,19 +95,37 @@ def test_a_card_names_one_file_or_a_repository(cards, change):
 
 
 def test_a_card_of_a_repository_is_read_at_its_address(cards, monkeypatch):
-    cards["web"] = {"repository": "org/web", "revision": "a" * 40, "files": "data/*.parquet", "license": "x", "text_field": "content"}
+    cards["web"] = {
+        "repository": "org/web",
+        "revision": "a" * 40,
+        "files": "data/*.parquet",
+        "license": "x",
+        "text_field": "content",
+    }
     asked = []
     monkeypatch.setattr(corpus, "_source_parts", lambda *words: asked.append(words) or [])
     open_corpus(["web"])
     open_corpus(["web"], text_field="title", mask_field="q")
     address = {"path": f"hf://datasets/org/web@{'a' * 40}/data/*.parquet"}
-    assert asked == [("files", address, {"text_field": "content"}), ("files", address, {"text_field": "title", "mask_field": "q"})]
+    assert asked == [
+        ("files", address, {"text_field": "content"}),
+        ("files", address, {"text_field": "title", "mask_field": "q"}),
+    ]
     with pytest.raises(DataError, match="web is not one file, so --from cannot give it"):
         open_corpus(["web"], from_file="mine.parquet")
 
 
-def test_a_card_may_name_files_for_validation_and_a_rule_or_others_go_before_them(cards, tmp_path, monkeypatch):
-    cards["web"] = {"repository": "org/web", "revision": "a" * 40, "files": "train/*", "validation": "valid/*", "license": "x", "text_field": "body"}
+def test_a_card_may_name_files_for_validation_and_a_rule_or_others_go_before_them(
+    cards, tmp_path, monkeypatch
+):
+    cards["web"] = {
+        "repository": "org/web",
+        "revision": "a" * 40,
+        "files": "train/*",
+        "validation": "valid/*",
+        "license": "x",
+        "text_field": "body",
+    }
     (tmp_path / "mine.txt").write_text(TEXT)
     asked = []
     reading = corpus._source_parts
@@ -116,13 +136,22 @@ def test_a_card_may_name_files_for_validation_and_a_rule_or_others_go_before_the
 
     monkeypatch.setattr(corpus, "_source_parts", read)
     own = open_corpus(["web"])
-    assert (own.split, own.validation.names) == (None, (f"hf://datasets/org/web@{'a' * 40}/valid/*",))
+    assert (own.split, own.validation.names) == (
+        None,
+        (f"hf://datasets/org/web@{'a' * 40}/valid/*",),
+    )
     open_corpus(["web"], text_field="title")
-    assert asked == [(name, {"text_field": field}) for field in ("body", "title") for name in ("train/*", "valid/*")]
+    assert asked == [
+        (name, {"text_field": field})
+        for field in ("body", "title")
+        for name in ("train/*", "valid/*")
+    ]
     asked.clear()
     by_rule = open_corpus(["web"], split="hash 0.1")
     assert (by_rule.split, by_rule.validation) == ("hash 0.1", None)
-    assert open_corpus(["web", str(tmp_path / "mine.txt")]).validation is None, "several sources have no validation text of one"
+    assert open_corpus(["web", str(tmp_path / "mine.txt")]).validation is None, (
+        "several sources have no validation text of one"
+    )
     other = open_corpus(["web"], val=[str(tmp_path / "mine.txt")])
     assert texts(other.validation) == [TEXT]
     assert "valid/*" not in [name for name, _ in asked]
@@ -135,7 +164,11 @@ def test_validation_text_is_whatever_text_may_be_but_a_card(cards, tmp_path, mon
     (tmp_path / "a.txt").write_text("a")
     (tmp_path / "b.txt").write_text("b")
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"typed")))
-    opened = open_corpus([str(tmp_path / "a.txt")], val=["-", str(tmp_path / "b.txt"), "synthetic:documents=1,words=2"], spool=tmp_path)
+    opened = open_corpus(
+        [str(tmp_path / "a.txt")],
+        val=["-", str(tmp_path / "b.txt"), "synthetic:documents=1,words=2"],
+        spool=tmp_path,
+    )
     assert texts(opened.validation)[:2] == ["typed", "b"]
     assert len(opened.all_parts) == len(opened.parts) + len(opened.validation.parts) == 4
     assert opened.all_parts[-1:] == opened.parts
@@ -147,7 +180,14 @@ def test_validation_text_is_whatever_text_may_be_but_a_card(cards, tmp_path, mon
 
 
 def test_what_is_on_both_sides_is_found_by_content_or_mark(tmp_path):
-    for name, text in (("rows/a.txt", "one"), ("rows/b.txt", "two"), ("rows/c.txt", ""), ("d.txt", "two"), ("e.txt", "six"), ("f.txt", "")):
+    for name, text in (
+        ("rows/a.txt", "one"),
+        ("rows/b.txt", "two"),
+        ("rows/c.txt", ""),
+        ("d.txt", "two"),
+        ("e.txt", "six"),
+        ("f.txt", ""),
+    ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
 
@@ -157,7 +197,9 @@ def test_what_is_on_both_sides_is_found_by_content_or_mark(tmp_path):
     folder = str(tmp_path / "rows")
     assert twice(folder) is None
     assert twice(folder, str(tmp_path / "e.txt"), str(tmp_path / "f.txt")) is None
-    assert twice(folder, str(tmp_path / "e.txt"), str(tmp_path / "d.txt")) == str(tmp_path / "d.txt")
+    assert twice(folder, str(tmp_path / "e.txt"), str(tmp_path / "d.txt")) == str(
+        tmp_path / "d.txt"
+    )
     assert twice(folder, f"{folder}/a.txt") == f"{folder}/a.txt"
     assert twice("synthetic:documents=5", "synthetic:documents=5,seed=1") is None
     assert "synthetic" in twice("synthetic:documents=5", "synthetic:documents=5")
@@ -219,7 +261,10 @@ def test_an_address_is_read_where_it_is():
     try:
         opened = open_corpus(["memory://corpus/*.jsonl"], mask_field="q")
         before = opened.fingerprint
-        assert [(row.prompt, row.text) for part in opened.parts for row in part.rows()] == [("ask", "one"), ("", "two")]
+        assert [(row.prompt, row.text) for part in opened.parts for row in part.rows()] == [
+            ("ask", "one"),
+            ("", "two"),
+        ]
         filesystem.pipe("/corpus/a.jsonl", b'{"text": "one"}\n')
         assert open_corpus(["memory://corpus/*.jsonl"]).fingerprint != before
     finally:
@@ -232,15 +277,22 @@ def test_a_source_is_given_the_fields_it_takes(tmp_path, monkeypatch):
     assert texts(open_corpus(["fielded:rows"])) == ["body"]
     assert texts(open_corpus(["fielded:rows"], text_field="content")) == ["content"]
     assert texts(open_corpus(["fielded:rows:text_field=own"], text_field="content")) == ["own"]
-    with pytest.raises(DataError, match=r"'fielded:rows' has no rows, so it has no field 'q'.*Leave --mask-field out"):
+    with pytest.raises(
+        DataError,
+        match=r"'fielded:rows' has no rows, so it has no field 'q'.*Leave --mask-field out",
+    ):
         open_corpus(["fielded:rows"], mask_field="q")
 
 
 def test_standard_input_is_a_source(tmp_path, monkeypatch):
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b'\n {"text": "one"}\n{"text": "two"}\n')))
+    monkeypatch.setattr(
+        "sys.stdin", io.TextIOWrapper(io.BytesIO(b'\n {"text": "one"}\n{"text": "two"}\n'))
+    )
     opened = open_corpus(["-"], spool=tmp_path)
     assert texts(opened) == texts(opened) == ["one", "two"]
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b'\n {"text": "one"}\n{"text": "two"}\n')))
+    monkeypatch.setattr(
+        "sys.stdin", io.TextIOWrapper(io.BytesIO(b'\n {"text": "one"}\n{"text": "two"}\n'))
+    )
     (tmp_path / "else").mkdir()
     assert open_corpus(["-"], spool=tmp_path / "else").fingerprint == opened.fingerprint
     with pytest.raises(DataError, match="Standard input is named twice"):
@@ -267,7 +319,9 @@ def test_a_source_may_be_written_with_either_dash():
 
 
 def test_a_users_own_source_is_found(tmp_path, monkeypatch):
-    (tmp_path / "own_source.py").write_text("def lines(count=2):\n    for n in range(count):\n        yield f'line {n}'\n")
+    (tmp_path / "own_source.py").write_text(
+        "def lines(count=2):\n    for n in range(count):\n        yield f'line {n}'\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     assert texts(open_corpus(["own_source:lines"])) == ["line 0", "line 1"]
     assert texts(open_corpus(["own_source:lines:count=3"])) == ["line 0", "line 1", "line 2"]
@@ -277,7 +331,10 @@ def test_a_users_own_source_is_found(tmp_path, monkeypatch):
 
 def test_an_unknown_name_is_answered_with_the_nearest(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(DataError, match=r"no file, source or data set named 'shakespear'.*Did you mean 'shakespeare'"):
+    with pytest.raises(
+        DataError,
+        match=r"no file, source or data set named 'shakespear'.*Did you mean 'shakespeare'",
+    ):
         open_corpus(["shakespear"])
     (tmp_path / "novels").mkdir()
     with pytest.raises(DataError, match="Did you mean 'novels'"):
@@ -335,12 +392,22 @@ def test_a_field_is_refused_where_no_row_has_one(tmp_path):
     (tmp_path / "rows.txt").write_text('{"body": "a"}\n')
     (tmp_path / "rows.json").write_text('{"body": "a"}\n')
     (tmp_path / "rows.jsonl").write_text('{"body": "a"}\n')
-    with pytest.raises(DataError, match=r"rows\.txt holds no rows, so it has no field 'body'\. Fix: .*end in \.jsonl"):
+    with pytest.raises(
+        DataError,
+        match=r"rows\.txt holds no rows, so it has no field 'body'\. Fix: .*end in \.jsonl",
+    ):
         open_corpus([str(tmp_path / "rows.txt")], text_field="body")
-    with pytest.raises(DataError, match=r"'synthetic' has no rows, so it has no field 'body'\. Fix: Leave --text-field out"):
+    with pytest.raises(
+        DataError,
+        match=r"'synthetic' has no rows, so it has no field 'body'\. Fix: Leave --text-field out",
+    ):
         open_corpus(["synthetic:documents=3"], text_field="body")
-    assert open_corpus([str(tmp_path / "rows.json"), str(tmp_path / "rows.jsonl")], text_field="body").parts
-    assert open_corpus([str(tmp_path / "rows.json")], val=[str(tmp_path / "rows.jsonl")], text_field="body").parts
+    assert open_corpus(
+        [str(tmp_path / "rows.json"), str(tmp_path / "rows.jsonl")], text_field="body"
+    ).parts
+    assert open_corpus(
+        [str(tmp_path / "rows.json")], val=[str(tmp_path / "rows.jsonl")], text_field="body"
+    ).parts
 
 
 class Listener(type(SILENT)):
@@ -356,7 +423,9 @@ def test_files_of_a_folder_that_are_not_read_are_told(tmp_path):
         (tmp_path / name).write_text("text")
     listener = Listener()
     open_corpus([str(tmp_path), "synthetic:documents=3"], progress=listener)
-    assert listener.said == [f"{tmp_path}: 4 of its files are not read: 2 .html, 1 .html.gz, 1 .py. --include '*.html' takes such files too."]
+    assert listener.said == [
+        f"{tmp_path}: 4 of its files are not read: 2 .html, 1 .html.gz, 1 .py. --include '*.html' takes such files too."
+    ]
     listener = Listener()
     open_corpus([f"{tmp_path}/*.txt"], progress=listener)
     assert listener.said == []
@@ -368,9 +437,16 @@ def test_a_pattern_of_files_to_include_fits_some(tmp_path):
         (tmp_path / name).write_text("text")
     folders = [str(tmp_path / "one"), str(tmp_path / "two")]
     corpus = open_corpus(folders, include=["*.py"])
-    assert [row.name for part in corpus.parts for row in part.rows()] == [f"{folders[0]}/a.txt", f"{folders[1]}/b.py", f"{folders[1]}/b.txt"]
+    assert [row.name for part in corpus.parts for row in part.rows()] == [
+        f"{folders[0]}/a.txt",
+        f"{folders[1]}/b.py",
+        f"{folders[1]}/b.txt",
+    ]
     with pytest.raises(DataError, match=r"--include '\*\.pi' fits no file\."):
         open_corpus(folders, include=["*.py", "*.pi"])
     for parameters in ({"include": ["*.py"]}, {"encoding": "cp1252"}):
-        with pytest.raises(DataError, match=rf"'synthetic' reads no files of yours.*Leave --{next(iter(parameters))} out"):
+        with pytest.raises(
+            DataError,
+            match=rf"'synthetic' reads no files of yours.*Leave --{next(iter(parameters))} out",
+        ):
             open_corpus(["synthetic:documents=3"], **parameters)

@@ -59,12 +59,17 @@ def source(tmp_path, monkeypatch):
 @pytest.fixture
 def setup(tmp_path):
     (tmp_path / "ranges").mkdir()
-    return Setup(Packing(make_tokenizer("byte", lambda limit: ()), ByHash(0.3), "raise"), tmp_path / "ranges")
+    return Setup(
+        Packing(make_tokenizer("byte", lambda limit: ()), ByHash(0.3), "raise"), tmp_path / "ranges"
+    )
 
 
 def ranges(*parts):
     """A range a part: a function of the source, and its arguments."""
-    return [Range(number, (Job(Part(read, arguments, "x")),)) for number, (read, *arguments) in enumerate(parts)]
+    return [
+        Range(number, (Job(Part(read, arguments, "x")),))
+        for number, (read, *arguments) in enumerate(parts)
+    ]
 
 
 def pack(work, setup, count, tell=lambda _: None):
@@ -82,7 +87,9 @@ def content(work, setup, count):
 
 
 def test_any_number_of_workers_writes_the_same_files(source, setup):
-    work = ranges(*[(source.numbered, index * 10, index % 4, 0.02 * (index % 3)) for index in range(17)])
+    work = ranges(
+        *[(source.numbered, index * 10, index % 4, 0.02 * (index % 3)) for index in range(17)]
+    )
     alone = content(work, setup, 1)
     assert sum(name.endswith(".json") for name in alone) == 17
     assert content(work, setup, 2) == alone
@@ -108,7 +115,11 @@ def test_the_first_bad_row_in_the_order_of_the_ranges_is_the_one_raised(source, 
 
 def test_what_is_done_before_a_bad_row_is_recorded(source, setup):
     with pytest.raises(DataError, match="row is bad"):
-        pack(ranges((source.numbered, 0, 3, 0.2), (source.bad, "row", 0.0), (source.numbered, 0, 3)), setup, 2)
+        pack(
+            ranges((source.numbered, 0, 3, 0.2), (source.bad, "row", 0.0), (source.numbered, 0, 3)),
+            setup,
+            2,
+        )
     assert read_record(record_path(setup.folder, 0)).documents == 3
 
 
@@ -135,7 +146,11 @@ def test_a_disk_that_refuses_is_said_by_a_worker_as_by_this_process(source, setu
 def test_what_is_given_out_ahead_is_bounded(source, setup, monkeypatch):
     held = []
     send = local_workers._send
-    monkeypatch.setattr(local_workers, "_send", lambda worker, message: (held.append(len(worker.held)), send(worker, message)))
+    monkeypatch.setattr(
+        local_workers,
+        "_send",
+        lambda worker, message: (held.append(len(worker.held)), send(worker, message)),
+    )
     with Crew(2) as crew:
         assert len(list(crew.pack(ranges(*[(source.numbered, 0, 1)] * 40), setup))) == 40
     assert max(held) == local_workers.QUEUED
@@ -172,7 +187,9 @@ def test_workers_end_when_the_caller_is_killed(tmp_path, source, setup):
         f"next(Crew(2).pack(ranges, Setup(packing, Path({str(setup.folder)!r})))); print('ready', flush=True)\n"
         "import time; time.sleep(600)\n"
     )
-    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as caller:
+    with subprocess.Popen(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, text=True
+    ) as caller:
         assert caller.stdout.readline() == "ready\n", "a script without a main guard works"
         children = psutil.Process(caller.pid).children()
         assert len(children) == 2
@@ -184,7 +201,9 @@ def test_workers_end_when_the_caller_is_killed(tmp_path, source, setup):
 def test_bad_rows_and_what_is_done_travel(source, setup):
     skipping = Setup(Packing(setup.packing.tokenizer, ByHash(0.3), "skip"), setup.folder)
     told = []
-    records = pack(ranges(*[(source.bad, f"row {index}", 0.0) for index in range(4)]), skipping, 2, told.append)
+    records = pack(
+        ranges(*[(source.bad, f"row {index}", 0.0) for index in range(4)]), skipping, 2, told.append
+    )
     assert [(entry.reason, entry.first) for record in records for entry in record.skipped] == [
         ("bad", (Place(f"row {index}"),)) for index in range(4)
     ]

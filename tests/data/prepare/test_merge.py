@@ -30,9 +30,17 @@ def write_ranges(work, cuts, mask=None):
         writer = RangeWriter(work.ranges, number, vocab_size=300)
         if last > first:
             inside = ENDS[(first < ENDS) & (last >= ENDS)] - first
-            writer.append("train", TOKENS[first:last], inside, text_bytes=last - first, mask=None if mask is None else mask[first:last])
+            writer.append(
+                "train",
+                TOKENS[first:last],
+                inside,
+                text_bytes=last - first,
+                mask=None if mask is None else mask[first:last],
+            )
         if last == 1000:
-            writer.append("val", TOKENS[900:], [100], text_bytes=7, mask=None if mask is None else mask[900:])
+            writer.append(
+                "val", TOKENS[900:], [100], text_bytes=7, mask=None if mask is None else mask[900:]
+            )
         records.append(writer.finish())
     return records
 
@@ -49,7 +57,11 @@ def joined(work, records, tokenizer):
 @pytest.mark.parametrize("mask", [None, MASK], ids=["plain", "masked"])
 def test_the_bytes_do_not_depend_on_the_ranges(tmp_path, stub_tokenizer, mask):
     made = []
-    for name, cuts in {"one": [1000], "documents": [100, 350, 351, 999, 1000], "empty ranges": [100, 100, 351, 351, 999, 1000]}.items():
+    for name, cuts in {
+        "one": [1000],
+        "documents": [100, 350, 351, 999, 1000],
+        "empty ranges": [100, 100, 351, 351, 999, 1000],
+    }.items():
         with WorkFolder(tmp_path / name) as work:
             work.make()
             made.append(joined(work, write_ranges(work, cuts, mask), stub_tokenizer))
@@ -62,7 +74,9 @@ def test_the_bytes_do_not_depend_on_the_ranges(tmp_path, stub_tokenizer, mask):
         assert np.array_equal(dataset.split("train").read_mask_range(0, 1000), mask)
 
 
-def test_a_join_that_is_stopped_goes_on_and_makes_the_same(work, stub_tokenizer, monkeypatch, tmp_path):
+def test_a_join_that_is_stopped_goes_on_and_makes_the_same(
+    work, stub_tokenizer, monkeypatch, tmp_path
+):
     cuts = [100, 351, 999, 1000]
     with WorkFolder(tmp_path / "whole") as other:
         other.make()
@@ -80,7 +94,9 @@ def test_a_join_that_is_stopped_goes_on_and_makes_the_same(work, stub_tokenizer,
     times = 0
     for after in range(1, 40):
         closed.clear()
-        monkeypatch.setattr(joining.CheckedFile, "close", lambda file, after=after: stops(file, after))
+        monkeypatch.setattr(
+            joining.CheckedFile, "close", lambda file, after=after: stops(file, after)
+        )
         with contextlib.suppress(Unfinished):
             join(work, records, stub_tokenizer, source={}, split_rule="none", shard_bytes=256)
             break
@@ -116,7 +132,9 @@ def test_a_damaged_range_is_done_again(work, stub_tokenizer):
     assert sorted(work.done()) == [0, 2, 3]
 
 
-@pytest.mark.parametrize("spoil", [lambda path: path.unlink(), lambda path: path.write_bytes(path.read_bytes()[:50])])
+@pytest.mark.parametrize(
+    "spoil", [lambda path: path.unlink(), lambda path: path.write_bytes(path.read_bytes()[:50])]
+)
 def test_a_range_that_is_gone_is_done_again(work, stub_tokenizer, spoil):
     records = write_ranges(work, [100, 351, 999, 1000])
     spoil(work.ranges / "000001.train.bin")

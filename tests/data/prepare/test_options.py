@@ -20,20 +20,30 @@ def book(tmp_path):
 @pytest.fixture
 def rows(tmp_path):
     path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps({"text": f"Sentence {number} of the book."}) + "\n" for number in range(200)))
+    path.write_text(
+        "".join(
+            json.dumps({"text": f"Sentence {number} of the book."}) + "\n" for number in range(200)
+        )
+    )
     return path
 
 
 @pytest.mark.parametrize("older", [{}, {"text_field": None, "split": "tail  0.20"}])
 def test_the_same_in_other_words_is_the_same_data_set(rows, tmp_path, older):
-    made = prepare_dataset([str(rows)], tmp_path / "out", Options(tokenizer="byte", split="tail 0.20"))
+    made = prepare_dataset(
+        [str(rows)], tmp_path / "out", Options(tokenizer="byte", split="tail 0.20")
+    )
     manifest = json.loads((made.path / "manifest.json").read_text())
     manifest["source"] |= older
     (made.path / "manifest.json").write_text(json.dumps(manifest))
     seal(made.path / "manifest.json")
     for text_field in (None, "text"):
         for split in ("tail 0.2", "tail:2e-1", "tail 0.20"):
-            assert prepare_dataset([str(rows)], made.path, Options(tokenizer="byte", split=split, text_field=text_field)).existed
+            assert prepare_dataset(
+                [str(rows)],
+                made.path,
+                Options(tokenizer="byte", split=split, text_field=text_field),
+            ).existed
     with pytest.raises(DataError, match=r"split 'tail 0\.2' there, 'tail 0\.2000001' asked for"):
         prepare_dataset([str(rows)], made.path, Options(tokenizer="byte", split="tail 0.2000001"))
 
@@ -49,7 +59,9 @@ def test_a_home_folder_is_written_out(book, tmp_path, monkeypatch):
     assert not (tmp_path / "~").exists()
     for call in (
         lambda: prepare_dataset([str(book)], "~nosuch/x", Options(tokenizer="byte")),
-        lambda: prepare_dataset([str(book)], tmp_path / "out", Options(tokenizer="~nosuch/tok.json")),
+        lambda: prepare_dataset(
+            [str(book)], tmp_path / "out", Options(tokenizer="~nosuch/tok.json")
+        ),
         lambda: Dataset.open("~nosuch/x"),
     ):
         with pytest.raises(DataError, match="no home folder is known for '~nosuch'"):

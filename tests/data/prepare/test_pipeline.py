@@ -43,7 +43,9 @@ class Listener:
 
 
 def write_rows(path, values):
-    path.write_text("".join(json.dumps({"text": value}) + "\n" for value in values), encoding="utf-8")
+    path.write_text(
+        "".join(json.dumps({"text": value}) + "\n" for value in values), encoding="utf-8"
+    )
     return path
 
 
@@ -58,7 +60,10 @@ def documents(folder, name):
     tokens = split.read_tokens(0, split.num_tokens)
     starts = [0, *split.document_ends[:-1]]
     assert all(tokens[end - 1] == dataset.tokenizer.eot_id for end in split.document_ends)
-    return [dataset.tokenizer.decode(tokens[start : end - 1]) for start, end in zip(starts, split.document_ends, strict=True)]
+    return [
+        dataset.tokenizer.decode(tokens[start : end - 1])
+        for start, end in zip(starts, split.document_ends, strict=True)
+    ]
 
 
 @pytest.fixture
@@ -70,18 +75,24 @@ def book(tmp_path):
 
 @pytest.fixture
 def rows(tmp_path):
-    return write_rows(tmp_path / "rows.jsonl", [f"row {number} " * (number % 5 + 1) for number in range(300)])
+    return write_rows(
+        tmp_path / "rows.jsonl", [f"row {number} " * (number % 5 + 1) for number in range(300)]
+    )
 
 
 def test_one_text_is_cut_by_the_tail_exactly(book, tmp_path):
     text = book.read_text()
-    made = prepare_dataset([str(book)], tmp_path / "out", Options(tokenizer="char", split="tail 0.1"))
+    made = prepare_dataset(
+        [str(book)], tmp_path / "out", Options(tokenizer="char", split="tail 0.1")
+    )
     cut = int(len(text) * 0.9)
     assert documents(made.path, "train") == [text[:cut]]
     assert documents(made.path, "val") == [text[cut:]]
     train = Dataset.open(made.path).split("train")
     characters = sorted(set(text))
-    assert train.read_tokens(0, cut).tolist() == [characters.index(character) for character in text[:cut]]
+    assert train.read_tokens(0, cut).tolist() == [
+        characters.index(character) for character in text[:cut]
+    ]
     assert made.manifest.text_bytes == len(text)
     assert made.manifest.vocab_size == len(characters) + 1
     assert made.manifest.split_rule == "tail 0.1"
@@ -90,7 +101,9 @@ def test_one_text_is_cut_by_the_tail_exactly(book, tmp_path):
 @pytest.mark.parametrize("tokenizer", ["char", "byte", "train:300"])
 def test_rows_come_back_whole_and_in_order(rows, tmp_path, tokenizer):
     values = [json.loads(line)["text"] for line in rows.read_text().splitlines()]
-    made = prepare_dataset([str(rows)], tmp_path / "out", Options(tokenizer=tokenizer, split="tail 0.1"))
+    made = prepare_dataset(
+        [str(rows)], tmp_path / "out", Options(tokenizer=tokenizer, split="tail 0.1")
+    )
     assert documents(made.path, "train") == values[:272]
     assert documents(made.path, "val") == values[272:]
     assert (made.manifest.documents, made.manifest.splits["val"].documents) == (300, 28)
@@ -106,7 +119,9 @@ def test_any_number_of_workers_writes_the_same_bytes(rows, tmp_path, monkeypatch
     assert content(tmp_path / "out1") == content(tmp_path / "out2") == content(tmp_path / "out3")
 
 
-def test_the_tail_of_a_short_and_a_long_text_cuts_the_long_one_for_any_number_of_workers(tmp_path, monkeypatch):
+def test_the_tail_of_a_short_and_a_long_text_cuts_the_long_one_for_any_number_of_workers(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(files, "PART_BYTES", 500)
     monkeypatch.setattr(ranges, "RANGE_BYTES", 1200)
     folder = tmp_path / "texts"
@@ -115,7 +130,12 @@ def test_the_tail_of_a_short_and_a_long_text_cuts_the_long_one_for_any_number_of
     (folder / "a.txt").write_text(short)
     (folder / "b.txt").write_text(long)
     for count in (1, 2):
-        prepare_dataset([str(folder)], tmp_path / f"out{count}", Options(tokenizer="char", split="tail 0.1"), workers=count)
+        prepare_dataset(
+            [str(folder)],
+            tmp_path / f"out{count}",
+            Options(tokenizer="char", split="tail 0.1"),
+            workers=count,
+        )
     assert content(tmp_path / "out1") == content(tmp_path / "out2")
     cut = int((len(short) + len(long)) * 0.9) - len(short)
     assert documents(tmp_path / "out1", "train") == [short, long[:cut]]
@@ -126,7 +146,9 @@ def test_preparing_again_does_nothing_and_says_so(book, tmp_path):
     first = prepare_dataset([str(book)], tmp_path / "out", Options(tokenizer="byte"))
     before = {path: path.stat().st_mtime_ns for path in first.path.iterdir()}
     listener = Listener()
-    again = prepare_dataset([str(book)], tmp_path / "out", Options(tokenizer="byte"), progress=listener)
+    again = prepare_dataset(
+        [str(book)], tmp_path / "out", Options(tokenizer="byte"), progress=listener
+    )
     assert again.existed
     assert again.manifest == first.manifest
     assert {path: path.stat().st_mtime_ns for path in first.path.iterdir()} == before
@@ -176,8 +198,12 @@ def test_a_tokenizer_file_is_told_by_its_content(book, tmp_path):
     second = prepare_dataset([str(book)], tmp_path / "second", options)
     assert content(first.path)["train-00000.bin"] == content(second.path)["train-00000.bin"]
     assert content(first.path)["tokenizer.json"] == content(second.path)["tokenizer.json"]
-    assert prepare_dataset([str(book)], tmp_path / "second", Options(tokenizer=str(first.path))).existed
-    other = prepare_dataset(["synthetic:documents=20"], tmp_path / "other", Options(tokenizer="train:300"))
+    assert prepare_dataset(
+        [str(book)], tmp_path / "second", Options(tokenizer=str(first.path))
+    ).existed
+    other = prepare_dataset(
+        ["synthetic:documents=20"], tmp_path / "other", Options(tokenizer="train:300")
+    )
     with pytest.raises(DataError, match="tokenizer 'sha256:"):
         prepare_dataset([str(book)], tmp_path / "second", Options(tokenizer=str(other.path)))
 
@@ -193,7 +219,12 @@ def test_a_folder_with_something_else_in_it_is_refused_before_any_work(book, tmp
     with pytest.raises(DataError, match="is not empty"):
         prepare_dataset([str(book)], book, Options())
     (tmp_path / "empty").mkdir()
-    assert prepare_dataset([str(book)], tmp_path / "empty", Options(tokenizer="byte")).manifest.documents == 1
+    assert (
+        prepare_dataset(
+            [str(book)], tmp_path / "empty", Options(tokenizer="byte")
+        ).manifest.documents
+        == 1
+    )
 
 
 def test_a_torn_data_set_there_is_said(book, tmp_path):
@@ -215,16 +246,24 @@ def test_bad_rows_raise_by_name_or_are_counted_in_the_manifest(tmp_path):
     with pytest.raises(DataError, match=r"rows\.jsonl, line 1 is not JSON"):
         prepare_dataset([str(path)], tmp_path / "out", Options(tokenizer="byte"))
     assert [entry.name for entry in tmp_path.iterdir()] == ["rows.jsonl"]
-    made = prepare_dataset([str(path)], tmp_path / "out", Options(tokenizer="byte", on_bad_row="skip", split="tail 0.5"))
+    made = prepare_dataset(
+        [str(path)],
+        tmp_path / "out",
+        Options(tokenizer="byte", on_bad_row="skip", split="tail 0.5"),
+    )
     skipped = {entry.reason: entry for entry in made.manifest.skipped}
     assert skipped["not JSON"].count == 12
-    assert skipped["not JSON"].first == tuple(f"{path}, line {number}" for number in range(1, 21, 2))
+    assert skipped["not JSON"].first == tuple(
+        f"{path}, line {number}" for number in range(1, 21, 2)
+    )
     assert skipped["cannot be tokenised"].first == (f"{path}, line 32",)
     assert skipped["empty document"].count == 1
     assert made.manifest.documents == 26
     lines[0:24:2] = [json.dumps({"text": "good"})] * 12
     path.write_text("\n".join(lines))
-    with pytest.raises(DataError, match=r"rows\.jsonl, line 32 cannot be tokenised: Character 5 is U\+D800"):
+    with pytest.raises(
+        DataError, match=r"rows\.jsonl, line 32 cannot be tokenised: Character 5 is U\+D800"
+    ):
         prepare_dataset([str(path)], tmp_path / "raises", Options(tokenizer="byte"))
 
 
@@ -241,7 +280,9 @@ def test_a_split_that_would_be_empty_is_said_and_leaves_nothing(rows, tmp_path):
     with pytest.raises(DataError, match=r"none of the 300 documents is for validation.*tail 0\.1"):
         prepare_dataset([str(rows)], tmp_path / "out", Options(tokenizer="byte", split="hash 1e-9"))
     with pytest.raises(DataError, match="for training"):
-        prepare_dataset([str(rows)], tmp_path / "out", Options(tokenizer="byte", split="hash 0.9999999"))
+        prepare_dataset(
+            [str(rows)], tmp_path / "out", Options(tokenizer="byte", split="hash 0.9999999")
+        )
     assert [entry.name for entry in tmp_path.iterdir()] == ["rows.jsonl"]
 
 
@@ -251,15 +292,28 @@ def test_limits_take_the_beginning(rows, tmp_path, monkeypatch):
     values = [json.loads(line)["text"] for line in rows.read_text().splitlines()]
     for count in (1, 2):
         out = tmp_path / f"documents{count}"
-        prepare_dataset([str(rows)], out, Options(tokenizer="byte", split="tail 0.5", max_documents=100), workers=count)
+        prepare_dataset(
+            [str(rows)],
+            out,
+            Options(tokenizer="byte", split="tail 0.5", max_documents=100),
+            workers=count,
+        )
         assert documents(out, "train") + documents(out, "val") == values[:100]
         out = tmp_path / f"bytes{count}"
-        made = prepare_dataset([str(rows)], out, Options(tokenizer="byte", split="tail 0.5", max_bytes=1000), workers=count)
+        made = prepare_dataset(
+            [str(rows)],
+            out,
+            Options(tokenizer="byte", split="tail 0.5", max_bytes=1000),
+            workers=count,
+        )
         assert made.manifest.text_bytes == 1000
         assert "".join(documents(out, "train") + documents(out, "val")) == "".join(values)[:1000]
 
 
-@pytest.mark.parametrize("options", [{"max_documents": 0}, {"max_bytes": -1}, {"split": "half"}, {"on_bad_row": "ignore"}])
+@pytest.mark.parametrize(
+    "options",
+    [{"max_documents": 0}, {"max_bytes": -1}, {"split": "half"}, {"on_bad_row": "ignore"}],
+)
 def test_values_that_cannot_be_meant_are_refused_before_reading(tmp_path, options):
     with pytest.raises(DataError, match=r"max-documents|max-bytes|split rule|on-bad-row"):
         prepare_dataset([str(tmp_path / "missing.txt")], tmp_path / "out", Options(**options))
@@ -320,15 +374,21 @@ def test_ctrl_c_keeps_what_is_done_and_leaves_no_process(tmp_path):
         f"out = Path({str(tmp_path / 'out_parent' / 'out')!r})\n"
         "prepare_dataset(['slow_source:slow'], out, Options(tokenizer='byte', split='hash 0.1'), workers=2)\n"
     )
-    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         pids = [int(pid) for pid in process.stdout.readline().split()[1:]]
         assert len(pids) == 2
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=30)
     assert "KeyboardInterrupt" in errors
     assert errors.count("Traceback") == 1, "workers say nothing"
-    assert [path.name for path in (tmp_path / "out_parent").iterdir()] == [".out.part"], "what is done stays"
-    assert sorted(path.name for path in tmp_path.glob("out_parent/.out.part/ranges/*.json"))[:1] == ["000000.json"]
+    assert [path.name for path in (tmp_path / "out_parent").iterdir()] == [".out.part"], (
+        "what is done stays"
+    )
+    assert sorted(path.name for path in tmp_path.glob("out_parent/.out.part/ranges/*.json"))[
+        :1
+    ] == ["000000.json"]
     assert list(tmp_path.rglob("*.part")) == [tmp_path / "out_parent" / ".out.part"]
     for pid in pids:
         with pytest.raises(ProcessLookupError):
@@ -347,8 +407,15 @@ def test_long_steps_are_said_and_counted_to_the_end(rows, tmp_path, monkeypatch)
     monkeypatch.setattr(files, "PART_BYTES", 500)
     monkeypatch.setattr(ranges, "RANGE_BYTES", 1200)
     listener = Listener()
-    prepare_dataset([str(rows)], tmp_path / "out", Options(tokenizer="train:300"), progress=listener)
-    assert [task.split()[0] for task in listener.tasks] == ["Counting", "Training", "Tokenising", "Writing"]
+    prepare_dataset(
+        [str(rows)], tmp_path / "out", Options(tokenizer="train:300"), progress=listener
+    )
+    assert [task.split()[0] for task in listener.tasks] == [
+        "Counting",
+        "Training",
+        "Tokenising",
+        "Writing",
+    ]
     assert listener.done["Counting documents"] == 300
     assert listener.done["Tokenising"] == pytest.approx(rows.stat().st_size / 1e6)
 
@@ -372,26 +439,48 @@ def test_tokens_are_stored_in_16_bits_when_they_fit(book, tmp_path):
 @pytest.mark.parametrize("tokenizer", ["char", "train:300"])
 def test_a_tokenizer_is_made_from_prompts_too(tmp_path, tokenizer):
     path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps({"prompt": f"QUESTION {number}?", "text": f"answer {number}"}) + "\n" for number in range(40)))
-    made = prepare_dataset([str(path)], tmp_path / "out", Options(tokenizer=tokenizer, split="tail 0.5", mask_field="prompt"), workers=1)
+    path.write_text(
+        "".join(
+            json.dumps({"prompt": f"QUESTION {number}?", "text": f"answer {number}"}) + "\n"
+            for number in range(40)
+        )
+    )
+    made = prepare_dataset(
+        [str(path)],
+        tmp_path / "out",
+        Options(tokenizer=tokenizer, split="tail 0.5", mask_field="prompt"),
+        workers=1,
+    )
     assert documents(made.path, "train")[0].startswith("QUESTION 0?answer 0")
     known = Dataset.open(made.path).tokenizer
     if tokenizer != "char":
         assert len(known.encode("QUESTION")) < len("QUESTION"), "prompts have merges of their own"
-    plain = prepare_dataset([str(path)], tmp_path / "plain", Options(tokenizer=tokenizer, split="tail 0.5"), workers=1)
+    plain = prepare_dataset(
+        [str(path)], tmp_path / "plain", Options(tokenizer=tokenizer, split="tail 0.5"), workers=1
+    )
     assert "Q" not in getattr(Dataset.open(plain.path).tokenizer, "characters", "")
     if tokenizer != "char":
-        assert len(Dataset.open(plain.path).tokenizer.encode("QUESTION")) == len("QUESTION"), "what is not packed is not learned"
+        assert len(Dataset.open(plain.path).tokenizer.encode("QUESTION")) == len("QUESTION"), (
+            "what is not packed is not learned"
+        )
 
 
 def test_a_mask_field_is_packed_and_not_learned_from(tmp_path):
     path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps({"ask": {"q": f"question {number}"}, "text": f"answer {number}"}) + "\n" for number in range(40)))
+    path.write_text(
+        "".join(
+            json.dumps({"ask": {"q": f"question {number}"}, "text": f"answer {number}"}) + "\n"
+            for number in range(40)
+        )
+    )
     options = Options(tokenizer="byte", split="tail 0.5", mask_field="ask.q")
     made = prepare_dataset([str(path)], tmp_path / "out", options, workers=1)
     split = Dataset.open(made.path).split("val")
     assert documents(made.path, "val")[0].startswith("question 2")
-    tokens, mask = split.read_tokens(0, split.num_tokens), split.read_mask_range(0, split.num_tokens)
+    tokens, mask = (
+        split.read_tokens(0, split.num_tokens),
+        split.read_mask_range(0, split.num_tokens),
+    )
     assert bytes(tokens[mask & (tokens < 256)].astype("u1")).startswith(b"answer 2")
     assert b"question" not in bytes(tokens[mask & (tokens < 256)].astype("u1"))
     assert made.manifest.source["mask_field"] == "ask.q"

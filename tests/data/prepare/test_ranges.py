@@ -11,7 +11,12 @@ def test_where_rows_are_survives_the_disk_whatever_the_file_is_called(tmp_path):
     odd = os.fsdecode(b"/text/caf\xe9 100%41, a.jsonl")
     places = (Place(odd, 7), Place("é.parquet, row 3"))
     record = RangeRecord(
-        number=0, num_bytes=9, splits={}, skipped=(SkippedRows(reason="bad", count=3, first=places),), bad_rows=1, first_bad=(places[0], "is bad")
+        number=0,
+        num_bytes=9,
+        splits={},
+        skipped=(SkippedRows(reason="bad", count=3, first=places),),
+        bad_rows=1,
+        first_bad=(places[0], "is bad"),
     )
     path = tmp_path / "000000.json"
     path.write_text(record.model_dump_json())
@@ -19,7 +24,9 @@ def test_where_rows_are_survives_the_disk_whatever_the_file_is_called(tmp_path):
 
 
 def test_a_secret_in_an_address_is_not_written_down():
-    (place,) = SkippedRows(reason="bad", count=1, first=(Place("https://me:word@host/a.jsonl?key=1", 7),)).model_dump()["first"]
+    (place,) = SkippedRows(
+        reason="bad", count=1, first=(Place("https://me:word@host/a.jsonl?key=1", 7),)
+    ).model_dump()["first"]
     assert place == ("https://host/a.jsonl", 7)
 
 
@@ -27,5 +34,8 @@ def test_a_record_of_another_flatout_is_named(tmp_path):
     path = tmp_path / ".out.part" / "ranges" / "000000.json"
     path.parent.mkdir(parents=True)
     path.write_text('{"number": 0, "num_bytes": 1, "splits": {}, "first_bad": "row 7 is bad"}')
-    with pytest.raises(DataError, match=r"000000\.json cannot be read as a record.*Remove the folder .*\.out\.part,"):
+    with pytest.raises(
+        DataError,
+        match=r"000000\.json cannot be read as a record.*Remove the folder .*\.out\.part,",
+    ):
         read_record(path)

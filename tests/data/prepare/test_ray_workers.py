@@ -32,7 +32,11 @@ class StandIn:
         self.ends = lambda references: references[0]
         self.cancelled = []
         self.exceptions = SimpleNamespace(
-            **{name: type(name, (RayError,), {}) for name in ("RayTaskError", "WorkerCrashedError", "OutOfMemoryError")}, RayError=RayError
+            **{
+                name: type(name, (RayError,), {})
+                for name in ("RayTaskError", "WorkerCrashedError", "OutOfMemoryError")
+            },
+            RayError=RayError,
         )
         self._address = address
         self._calls = {}
@@ -45,7 +49,10 @@ class StandIn:
 
     def nodes(self):
         gone = {"Alive": False, "Resources": {"CPU": 64.0}}
-        return [gone, *[{"Alive": True, "Resources": {"CPU": 1.0} if cpu else {}} for cpu in self.cpus]]
+        return [
+            gone,
+            *[{"Alive": True, "Resources": {"CPU": 1.0} if cpu else {}} for cpu in self.cpus],
+        ]
 
     def put(self, value):
         reference = next(NUMBERS)
@@ -54,7 +61,9 @@ class StandIn:
 
     def remote(self, **options):
         assert options == {"num_cpus": 1, "max_retries": ray_workers.RETRIES}
-        return lambda function: SimpleNamespace(remote=lambda *arguments: self._begun(function, arguments))
+        return lambda function: SimpleNamespace(
+            remote=lambda *arguments: self._begun(function, arguments)
+        )
 
     def _begun(self, function, arguments):
         reference = next(NUMBERS)
@@ -90,7 +99,9 @@ def ray(monkeypatch):
 @pytest.fixture
 def setup(tmp_path):
     (tmp_path / "ranges").mkdir()
-    return Setup(Packing(make_tokenizer("byte", lambda limit: ()), ByHash(0.3), "raise"), tmp_path / "ranges")
+    return Setup(
+        Packing(make_tokenizer("byte", lambda limit: ()), ByHash(0.3), "raise"), tmp_path / "ranges"
+    )
 
 
 def numbered(first):
@@ -123,7 +134,10 @@ def bad_the_first_time(tries):
 
 
 def ranges(*parts):
-    return [Range(number, (Job(Part(read, arguments, "x")),)) for number, (read, *arguments) in enumerate(parts)]
+    return [
+        Range(number, (Job(Part(read, arguments, "x")),))
+        for number, (read, *arguments) in enumerate(parts)
+    ]
 
 
 def pack(work, setup, limit=None):
@@ -151,14 +165,19 @@ def test_what_is_told_is_what_was_done(ray, setup):
     told = []
     with RayCrew() as crew:
         records = list(crew.pack(ranges((numbered, 0), (numbered, 3)), setup, told.append))
-    assert [(tally.documents, tally.tokens) for tally in told] == [(3, record.tokens) for record in records]
+    assert [(tally.documents, tally.tokens) for tally in told] == [
+        (3, record.tokens) for record in records
+    ]
 
 
 def test_the_first_bad_row_in_the_order_of_the_ranges_is_raised_and_the_rest_cancelled(ray, setup):
     ray.ends = lambda references: references[-1]
     with pytest.raises(DataError, match="late is bad"):
         pack(ranges((numbered, 0), (bad, "late"), (bad, "early"), (numbered, 0)), setup)
-    assert sorted(path.name for path in setup.folder.glob("*.json")) == ["000000.json", "000003.json"]
+    assert sorted(path.name for path in setup.folder.glob("*.json")) == [
+        "000000.json",
+        "000003.json",
+    ]
     ray.ends = lambda references: references[0]
     with RayCrew() as crew:
         next(crew.pack(ranges((numbered, 0), (numbered, 1), (numbered, 2)), setup))
@@ -167,15 +186,22 @@ def test_the_first_bad_row_in_the_order_of_the_ranges_is_raised_and_the_rest_can
 
 
 def test_what_a_node_alone_cannot_do_is_its_own_fault(ray, setup, tmp_path):
-    with pytest.raises(RunFailed, match=r"The node .* cannot do what this machine can: here is bad\. Fix: Give sources that every node sees"):
+    with pytest.raises(
+        RunFailed,
+        match=r"The node .* cannot do what this machine can: here is bad\. Fix: Give sources that every node sees",
+    ):
         pack(ranges((bad_the_first_time, str(tmp_path / "tries"))), setup)
 
 
 def test_errors_on_a_node_are_named_with_it(ray, setup):
-    with pytest.raises(RunFailed, match=r"failed on the node .*: ZeroDivisionError.*--engine local --workers 1") as caught:
+    with pytest.raises(
+        RunFailed, match=r"failed on the node .*: ZeroDivisionError.*--engine local --workers 1"
+    ) as caught:
         pack(ranges((breaks,)), setup)
     assert "in breaks" in "".join(caught.value.__notes__)
-    with pytest.raises(MissingPackage, match=r"On the node .*: It takes a package\. Fix: Install it\."):
+    with pytest.raises(
+        MissingPackage, match=r"On the node .*: It takes a package\. Fix: Install it\."
+    ):
         pack(ranges((lacks,)), setup)
     with pytest.raises(Unfinished, match=r"^The disk is full\."):
         pack(ranges((fills,)), setup)
@@ -188,7 +214,9 @@ def test_what_ray_gives_up_is_said(ray, setup):
         "RayError": r"gave range 0 up: Gone\. Fix: Run the same",
     }.items():
         kind = getattr(ray.exceptions, name)
-        ray._begun = lambda function, arguments, kind=kind: ray.put(None) if ray._calls.update({-1: lambda: raised(kind)}) else -1
+        ray._begun = lambda function, arguments, kind=kind: (
+            ray.put(None) if ray._calls.update({-1: lambda: raised(kind)}) else -1
+        )
         with pytest.raises(RunFailed, match=words):
             pack(ranges((numbered, 0)), setup)
 
@@ -199,7 +227,10 @@ def raised(kind):
 
 def test_another_flatout_on_a_node_is_said(ray, setup, monkeypatch):
     monkeypatch.setattr(ray_workers, "_version", lambda: "9.9")
-    with pytest.raises(RunFailed, match=r"The node .* has flatout .*, this machine 9\.9.*Install flatout 9\.9 on every node"):
+    with pytest.raises(
+        RunFailed,
+        match=r"The node .* has flatout .*, this machine 9\.9.*Install flatout 9\.9 on every node",
+    ):
         pack(ranges((numbered, 0)), setup)
 
 
@@ -224,7 +255,10 @@ def test_a_node_without_flatout_is_said(ray, setup, monkeypatch):
 
 def test_a_node_that_does_not_see_the_work_folder_is_said(ray, setup, monkeypatch):
     monkeypatch.setattr(ray_workers.Path, "touch", lambda path: None)
-    with pytest.raises(RunFailed, match=r"On the node .*: It does not see the folder .*ranges.*--out on a disk that every node has"):
+    with pytest.raises(
+        RunFailed,
+        match=r"On the node .*: It does not see the folder .*ranges.*--out on a disk that every node has",
+    ):
         pack(ranges((numbered, 0)), setup)
     assert not list(setup.folder.iterdir())
 
@@ -233,11 +267,16 @@ def test_a_cluster_that_is_gone_is_given_up_after_a_while(ray, setup, monkeypatc
     monkeypatch.setattr(ray_workers, "WAIT_S", 0.01)
     ray.cpus = [0]
     monkeypatch.setattr(ray_workers, "NODE_PATIENCE_S", 0.05)
-    with pytest.raises(RunFailed, match=r"No node of the Ray cluster has a CPU any more\. Fix: Start nodes\. .*it keeps what is done"):
+    with pytest.raises(
+        RunFailed,
+        match=r"No node of the Ray cluster has a CPU any more\. Fix: Start nodes\. .*it keeps what is done",
+    ):
         pack(ranges((numbered, 0)), setup)
     monkeypatch.setattr(ray_workers.RayCrew, "_head_answers", lambda crew: False)
     monkeypatch.setattr(ray_workers, "HEAD_PATIENCE_S", 0.05)
-    with pytest.raises(RunFailed, match=r"The head node of the Ray cluster is gone\. .*it keeps what is done"):
+    with pytest.raises(
+        RunFailed, match=r"The head node of the Ray cluster is gone\. .*it keeps what is done"
+    ):
         pack(ranges((numbered, 0)), setup)
 
 
@@ -247,12 +286,18 @@ def test_a_node_at_fault_does_not_take_what_is_done_with_it(ray, tmp_path, monke
     (tmp_path / "valid.txt").write_text("held out")
     options = Options(tokenizer="byte", val=(str(tmp_path / "valid.txt"),))
     with monkeypatch.context() as patch:
-        patch.setattr(ray_workers, "pack_here", lambda *_: ray_workers.Failure("It does not see the folder.", "Mount it.", RunFailed))
+        patch.setattr(
+            ray_workers,
+            "pack_here",
+            lambda *_: ray_workers.Failure("It does not see the folder.", "Mount it.", RunFailed),
+        )
         with pytest.raises(RunFailed, match="does not see the folder"):
             prepare_dataset([str(rows)], tmp_path / "out", options, engine=engine_named("ray"))
     prepare_dataset([str(rows)], tmp_path / "out", options, engine=engine_named("ray"))
     prepare_dataset([str(rows)], tmp_path / "local", options)
-    assert (tmp_path / "out/manifest.json").read_bytes() == (tmp_path / "local/manifest.json").read_bytes()
+    assert (tmp_path / "out/manifest.json").read_bytes() == (
+        tmp_path / "local/manifest.json"
+    ).read_bytes()
 
 
 def test_of_what_ray_prints_the_first_sentence_is_said(capsys):
@@ -267,12 +312,16 @@ def test_of_what_ray_prints_the_first_sentence_is_said(capsys):
 
 def test_without_ray_its_install_line_is_given(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(MissingPackage, match=r'takes the package ray.*pip install "flatout\[ray\]"'):
+    with pytest.raises(
+        MissingPackage, match=r'takes the package ray.*pip install "flatout\[ray\]"'
+    ):
         engine_named("ray")
 
 
 def test_an_unknown_engine_is_refused_with_the_nearest_name():
-    with pytest.raises(ConfigError, match=r"no engine named 'rey'.*Did you mean 'ray'\? Known: local, ray"):
+    with pytest.raises(
+        ConfigError, match=r"no engine named 'rey'.*Did you mean 'ray'\? Known: local, ray"
+    ):
         engine_named("rey")
 
 
@@ -281,7 +330,11 @@ def test_ray_that_cannot_be_reached_and_a_signal_meanwhile_are_said(ray, monkeyp
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "shutdown", lambda: shut.append(True), raising=False)
     for error, kind, words in (
-        (ConnectionError("Failed to connect\n  to 10.0.0.1"), RunFailed, "Ray does not work here: Failed to connect to 10.0.0.1.*RAY_ADDRESS"),
+        (
+            ConnectionError("Failed to connect\n  to 10.0.0.1"),
+            RunFailed,
+            "Ray does not work here: Failed to connect to 10.0.0.1.*RAY_ADDRESS",
+        ),
         (SystemExit(15), Interrupted, "Terminated"),
     ):
         before = signal.getsignal(signal.SIGTERM)

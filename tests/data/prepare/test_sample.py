@@ -19,7 +19,11 @@ def jobs(*groups):
     """Jobs of the given rows; a number stands for so many documents."""
     made, count = [], 0
     for group in groups:
-        rows = [f"document {count + index}" for index in range(group)] if isinstance(group, int) else group
+        rows = (
+            [f"document {count + index}" for index in range(group)]
+            if isinstance(group, int)
+            else group
+        )
         count += len(rows)
         made.append(Job(Part(read, (tuple(rows),), "x")))
     return made
@@ -27,7 +31,10 @@ def jobs(*groups):
 
 def draw_texts(seed, count=300, longest=400):
     draw = random.Random(seed)
-    return [f"{number} " + "".join(draw.choices("ab \n", k=draw.randrange(longest))) for number in range(count)]
+    return [
+        f"{number} " + "".join(draw.choices("ab \n", k=draw.randrange(longest)))
+        for number in range(count)
+    ]
 
 
 def test_all_of_the_sample_is_all_of_the_corpus():
@@ -76,7 +83,9 @@ def test_documents_are_chosen_by_their_hash_whatever_their_order_and_parts(limit
         draw = random.Random(seed)
         draw.shuffle(texts)
         cuts = sorted(draw.sample(range(1, len(texts)), 7))
-        groups = [texts[start:stop] for start, stop in zip([0, *cuts], [*cuts, len(texts)], strict=True)]
+        groups = [
+            texts[start:stop] for start, stop in zip([0, *cuts], [*cuts, len(texts)], strict=True)
+        ]
         assert list(texts_by_hash(jobs(*groups), limit)) == wanted
 
 

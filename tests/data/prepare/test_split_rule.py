@@ -18,9 +18,20 @@ def parts(*groups):
     """Parts of the given rows; a number stands for so many documents."""
     made, count = [], 0
     for group in groups:
-        rows = [f"document {count + index}" for index in range(group)] if isinstance(group, int) else group
+        rows = (
+            [f"document {count + index}" for index in range(group)]
+            if isinstance(group, int)
+            else group
+        )
         count += len(rows)
-        made.append(Part(read, (tuple(rows),), "x", num_bytes=sum(len(row) for row in rows if isinstance(row, str))))
+        made.append(
+            Part(
+                read,
+                (tuple(rows),),
+                "x",
+                num_bytes=sum(len(row) for row in rows if isinstance(row, str)),
+            )
+        )
     return made
 
 
@@ -30,14 +41,24 @@ def texts(plan):
 
 @pytest.mark.parametrize(
     ("count", "rule"),
-    [(1, "tail 0.1"), (2, "tail 0.1"), (99, "tail 0.1"), (100, "hash 0.05"), (999, "hash 0.05"), (1000, "hash 0.01"), (5000, "hash 0.01")],
+    [
+        (1, "tail 0.1"),
+        (2, "tail 0.1"),
+        (99, "tail 0.1"),
+        (100, "hash 0.05"),
+        (999, "hash 0.05"),
+        (1000, "hash 0.01"),
+        (5000, "hash 0.01"),
+    ],
 )
 def test_the_usual_rule_follows_the_number_of_documents(count, rule):
     assert make_plan(parts(count // 2, count - count // 2), split=None).rule == rule
 
 
 def test_a_hash_that_would_leave_validation_empty_is_not_the_usual_rule():
-    same = [f"text {number}" for number in range(3000) if hash_fraction(f"text {number}") >= 0.05][:200]
+    same = [f"text {number}" for number in range(3000) if hash_fraction(f"text {number}") >= 0.05][
+        :200
+    ]
     assert make_plan(parts(same), split=None).rule == "tail 0.1"
 
 
@@ -72,7 +93,13 @@ def test_characters_are_not_bytes():
     ],
 )
 def test_the_tail_of_several_documents_is_the_last_of_their_text(lengths, place):
-    assert make_plan(parts([chr(0x100 + number) * length for number, length in enumerate(lengths)]), split="tail 0.1").assignment == place
+    assert (
+        make_plan(
+            parts([chr(0x100 + number) * length for number, length in enumerate(lengths)]),
+            split="tail 0.1",
+        ).assignment
+        == place
+    )
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -89,7 +116,10 @@ def test_the_tail_has_the_share_that_was_asked_for(seed, fraction):
     assert abs(share - fraction) <= 0.05 * fraction + 1.1 / total
 
 
-@pytest.mark.parametrize(("limits", "count"), [({}, 5), ({"max_documents": 3}, 3), ({"max_bytes": 15}, 2), ({"max_documents": 99}, 5)])
+@pytest.mark.parametrize(
+    ("limits", "count"),
+    [({}, 5), ({"max_documents": 3}, 3), ({"max_bytes": 15}, 2), ({"max_documents": 99}, 5)],
+)
 def test_validation_text_of_its_own_is_taken_whole_and_comes_first(limits, count):
     plan = make_named_plan(parts(2, 3), parts(["v" * 100, "w"], ["x"]), **limits)
     assert plan.rule == "named"
@@ -109,10 +139,14 @@ def test_without_limits_no_text_is_read_to_plan_a_named_split():
 
 
 def test_ordinals_run_through_the_parts_and_count_documents_only():
-    plan = make_plan(parts(3, ["", BAD, "x"], [LeftOut("dull", "y")], 2), split="tail 0.3", on_bad_row="skip")
+    plan = make_plan(
+        parts(3, ["", BAD, "x"], [LeftOut("dull", "y")], 2), split="tail 0.3", on_bad_row="skip"
+    )
     assert [job.first for job in plan.jobs] == [0, 3, 4, 4]
     assert plan.assignment == ByPlace(4, 4)
-    assert [job.take for job in plan.jobs] == [None] * 4, "rows left out at the end are still counted"
+    assert [job.take for job in plan.jobs] == [None] * 4, (
+        "rows left out at the end are still counted"
+    )
 
 
 def test_a_hash_rule_needs_no_first_look():
@@ -136,7 +170,9 @@ def test_a_first_look_goes_no_further_than_it_must():
     plan = make_plan([Part(endless, (), "x"), Part(explode, (), "y")], split=None)
     assert plan.rule == "hash 0.01"
     assert [job.take for job in plan.jobs] == [None, None]
-    limited = make_plan([Part(endless, (), "x"), Part(explode, (), "y")], split="hash 0.1", max_documents=7)
+    limited = make_plan(
+        [Part(endless, (), "x"), Part(explode, (), "y")], split="hash 0.1", max_documents=7
+    )
     assert len(texts(limited)) == 7
 
 
@@ -168,7 +204,22 @@ def test_a_text_too_short_to_split_is_said(groups):
         make_plan(parts(*groups), split="tail 0.9")
 
 
-@pytest.mark.parametrize("text", ["", "tail", "tail 0", "tail 1", "tail 1.5", "head 0.1", "hash x", "hash -0.1", "0.1", "tail 0.1.2", "tail nan"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "tail",
+        "tail 0",
+        "tail 1",
+        "tail 1.5",
+        "head 0.1",
+        "hash x",
+        "hash -0.1",
+        "0.1",
+        "tail 0.1.2",
+        "tail nan",
+    ],
+)
 def test_what_is_no_rule_is_refused(text):
     with pytest.raises(DataError, match="is not a split rule"):
         parse_rule(text)
@@ -182,7 +233,9 @@ def test_a_rule_may_be_written_in_a_few_ways(text):
 def test_a_bad_row_is_raised_at_the_first_look_unless_skipped():
     with pytest.raises(DataError, match="row is bad"):
         make_plan(parts(["a", BAD]), split=None)
-    assert make_plan(parts(["a", BAD, "b"]), split=None, on_bad_row="skip").assignment == ByPlace(1, 0)
+    assert make_plan(parts(["a", BAD, "b"]), split=None, on_bad_row="skip").assignment == ByPlace(
+        1, 0
+    )
 
 
 def test_a_corpus_without_documents_has_a_plan_too():

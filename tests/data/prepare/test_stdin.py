@@ -48,7 +48,9 @@ def test_what_it_holds_is_told_by_how_it_begins(tmp_path, data, ending):
 
 
 def test_it_is_looked_at_in_its_encoding(tmp_path):
-    path, _ = spool_standard_input(tmp_path, stream=io.BytesIO(ROWS.decode().encode("utf-16")), encoding="utf-16")
+    path, _ = spool_standard_input(
+        tmp_path, stream=io.BytesIO(ROWS.decode().encode("utf-16")), encoding="utf-16"
+    )
     assert path.suffix == ".jsonl"
 
 
@@ -68,13 +70,22 @@ def test_it_is_said_what_it_is_read_as(tmp_path):
 def test_it_is_gone_when_the_process_ends(tmp_path):
     program = "import sys\nfrom pathlib import Path\nfrom flatout.data.prepare.stdin import spool_standard_input\n"
     program += "print(spool_standard_input(Path(sys.argv[1]))[0].read_bytes())"
-    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], input=ROWS, cwd=ROOT, capture_output=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)],
+        input=ROWS,
+        cwd=ROOT,
+        capture_output=True,
+        timeout=60,
+        check=True,
+    )
     assert done.stdout.decode().strip() == repr(ROWS)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_same_text_twice_is_two_files(tmp_path):
-    (one, mark), (two, same) = (spool_standard_input(tmp_path, stream=io.BytesIO(ROWS)) for _ in range(2))
+    (one, mark), (two, same) = (
+        spool_standard_input(tmp_path, stream=io.BytesIO(ROWS)) for _ in range(2)
+    )
     assert one != two
     assert mark == same
     assert one.read_bytes() == two.read_bytes() == ROWS
@@ -124,6 +135,8 @@ def test_no_room_is_said_and_nothing_stays(tmp_path):
         def read(self, count=-1):
             raise OSError(28, "No space left on device")
 
-    with pytest.raises(DataError, match=r"Cannot keep standard input in .*: No space left on device.*Make room"):
+    with pytest.raises(
+        DataError, match=r"Cannot keep standard input in .*: No space left on device.*Make room"
+    ):
         spool_standard_input(tmp_path, stream=Full())
     assert list(tmp_path.iterdir()) == []

@@ -1,7 +1,18 @@
 import pytest
 
 from flatout.data.prepare import tokenize as stage
-from flatout.data.prepare.tokenize import FIRST_NAMED, ByHash, ByPlace, Job, Packing, Skipped, Tally, Whole, cut_to_bytes, hash_fraction
+from flatout.data.prepare.tokenize import (
+    FIRST_NAMED,
+    ByHash,
+    ByPlace,
+    Job,
+    Packing,
+    Skipped,
+    Tally,
+    Whole,
+    cut_to_bytes,
+    hash_fraction,
+)
 from flatout.data.store.manifest import SPLITS
 from flatout.data.tokenizers import make_tokenizer
 from flatout.errors import DataError
@@ -105,7 +116,9 @@ def test_an_empty_part_packs_to_nothing(tokenizer):
 def test_a_bad_row_raises_or_is_counted(tokenizer):
     with pytest.raises(DataError, match="row 7 is bad"):
         pack(job("a", BAD, "b"), tokenizer, ByPlace(9, 0), "raise")
-    packed = pack(job("a", BAD, LeftOut("too dull", "row 8"), "b"), tokenizer, ByPlace(9, 0), "skip")
+    packed = pack(
+        job("a", BAD, LeftOut("too dull", "row 8"), "b"), tokenizer, ByPlace(9, 0), "skip"
+    )
     assert byte_tokens(packed, "train") == "a|b|"
     assert packed.skipped.counts == {"bad": 1, "too dull": 1}
     assert packed.skipped.first == {"bad": [Place("row 7")], "too dull": [Place("row 8")]}
@@ -138,7 +151,10 @@ def test_a_document_that_is_cut_keeps_its_prompt():
     assert cut == Document("te", "x", 7, prompt="ask")
 
 
-@pytest.mark.parametrize(("text", "limit", "kept"), [("aé🙂", 7, "aé🙂"), ("aé🙂", 6, "aé"), ("aé🙂", 3, "aé"), ("aé🙂", 2, "a"), ("é", 1, "")])
+@pytest.mark.parametrize(
+    ("text", "limit", "kept"),
+    [("aé🙂", 7, "aé🙂"), ("aé🙂", 6, "aé"), ("aé🙂", 3, "aé"), ("aé🙂", 2, "a"), ("é", 1, "")],
+)
 def test_text_is_cut_between_characters(text, limit, kept):
     assert cut_to_bytes(text, limit) == kept
 
@@ -157,26 +173,41 @@ def test_what_is_held_is_bounded_and_a_document_is_never_split_from_its_end(toke
     monkeypatch.setattr(stage, "HELD_TOKENS", 5)
     pieces = pack(job("abc", "de", "f" * 9, "g"), tokenizer, ByPlace(9, 0), "raise")
     assert (whole.calls, pieces.calls) == (1, 3)
-    assert (pieces.tokens, pieces.ends, pieces.text_bytes) == (whole.tokens, whole.ends, whole.text_bytes)
+    assert (pieces.tokens, pieces.ends, pieces.text_bytes) == (
+        whole.tokens,
+        whole.ends,
+        whole.text_bytes,
+    )
 
 
 def test_what_is_done_is_told_job_by_job(tokenizer):
     told = []
     sink = Kept()
-    stage.pack([job("ab", "c"), job("def")], Packing(tokenizer, ByPlace(9, 0), "raise"), sink, told.append)
+    stage.pack(
+        [job("ab", "c"), job("def")], Packing(tokenizer, ByPlace(9, 0), "raise"), sink, told.append
+    )
     assert told == [Tally(9, 2, 5), Tally(9, 1, 4)]
 
 
 @pytest.mark.parametrize("held", [1, 1 << 20])
 def test_prompts_are_packed_before_the_text_and_masked(tokenizer, monkeypatch, held):
     monkeypatch.setattr(stage, "HELD_TOKENS", held)
-    rows = [Document("yes", "x", prompt="ok?"), Document("plain", "x"), Document("abcd", "x", prompt="é")]
+    rows = [
+        Document("yes", "x", prompt="ok?"),
+        Document("plain", "x"),
+        Document("abcd", "x", prompt="é"),
+    ]
     masked, plain = Kept(), Kept()
     stage.pack([job(*rows)], Packing(tokenizer, ByPlace(2, 2), "raise", "prompt"), masked)
     assert byte_tokens(masked, "train") == "ok?yes|plain|Ã©ab|"
     assert byte_tokens(masked, "val") == "cd|"
-    assert masked.masks == {"train": [0] * 3 + [1] * 4 + [1] * 6 + [0] * 2 + [1] * 3, "val": [1] * 3}
-    assert masked.text_bytes == {"train": 10, "val": 2}, "what is not learned from has no bits per byte"
+    assert masked.masks == {
+        "train": [0] * 3 + [1] * 4 + [1] * 6 + [0] * 2 + [1] * 3,
+        "val": [1] * 3,
+    }
+    assert masked.text_bytes == {"train": 10, "val": 2}, (
+        "what is not learned from has no bits per byte"
+    )
     assert masked.ends == {"train": [7, 13, 18], "val": [3]}
     stage.pack([job(*rows)], Packing(tokenizer, ByPlace(9, 0), "raise"), plain)
     assert byte_tokens(plain, "train") == "yes|plain|abcd|"

@@ -20,9 +20,15 @@ def saved(path, what=TOKENS, **options):
 
 
 @pytest.mark.parametrize("zipped", [True, False])
-@pytest.mark.parametrize("tensor", [TOKENS, TOKENS[3:20], TOKENS[::2], TOKENS.float(), torch.nn.Parameter(TOKENS.double())], ids=str)
+@pytest.mark.parametrize(
+    "tensor",
+    [TOKENS, TOKENS[3:20], TOKENS[::2], TOKENS.float(), torch.nn.Parameter(TOKENS.double())],
+    ids=str,
+)
 def test_a_tensor_comes_back(tmp_path, zipped, tensor):
-    assert load_tensor(saved(tmp_path / "a.pt", tensor, _use_new_zipfile_serialization=zipped)).equal(tensor)
+    assert load_tensor(
+        saved(tmp_path / "a.pt", tensor, _use_new_zipfile_serialization=zipped)
+    ).equal(tensor)
 
 
 @pytest.mark.parametrize("zipped", [True, False])
@@ -32,7 +38,9 @@ def test_any_changed_byte_gives_a_tensor_or_a_named_error(tmp_path, zipped):
     said = []
     for offset in range(start - 2, start + 140):
         for bits in (0x01, 0x40, 0xFF):
-            (tmp_path / "a.pt").write_bytes(whole[:offset] + bytes([whole[offset] ^ bits]) + whole[offset + 1 :])
+            (tmp_path / "a.pt").write_bytes(
+                whole[:offset] + bytes([whole[offset] ^ bits]) + whole[offset + 1 :]
+            )
             try:
                 load_tensor(tmp_path / "a.pt")
             except DataError as error:
@@ -51,18 +59,30 @@ class Calls:
 
 @pytest.mark.parametrize("zipped", [True, False])
 @pytest.mark.parametrize(
-    "call", [(bytearray, 1 << 40), (torch.LongTensor, 1 << 40), (set, (1,)), (os.system, "true")], ids=lambda call: call[0].__name__
+    "call",
+    [(bytearray, 1 << 40), (torch.LongTensor, 1 << 40), (set, (1,)), (os.system, "true")],
+    ids=lambda call: call[0].__name__,
 )
 def test_nothing_is_called_that_allocates_by_a_number_in_the_file(tmp_path, zipped, call):
     path = saved(tmp_path / "a.pt", [Calls(*call)], _use_new_zipfile_serialization=zipped)
-    with pytest.raises(DataError, match=rf"holds more than a tensor: it names \w+\.{call[0].__name__}, and code in a file is never run"):
+    with pytest.raises(
+        DataError,
+        match=rf"holds more than a tensor: it names \w+\.{call[0].__name__}, and code in a file is never run",
+    ):
         load_tensor(path)
 
 
 @pytest.mark.parametrize("zipped", [True, False])
 def test_an_expanded_tensor_is_not_written_out(tmp_path, zipped):
-    path = saved(tmp_path / "a.pt", torch.zeros(1, dtype=torch.int64).expand(1 << 44), _use_new_zipfile_serialization=zipped)
-    with pytest.raises(DataError, match=r"expanded tensor: 17,592,186,044,416 elements in 8 bytes.*tokens\.clone\(\)"):
+    path = saved(
+        tmp_path / "a.pt",
+        torch.zeros(1, dtype=torch.int64).expand(1 << 44),
+        _use_new_zipfile_serialization=zipped,
+    )
+    with pytest.raises(
+        DataError,
+        match=r"expanded tensor: 17,592,186,044,416 elements in 8 bytes.*tokens\.clone\(\)",
+    ):
         load_tensor(path)
 
 
@@ -86,7 +106,13 @@ def test_a_packed_archive_is_not_unpacked(tmp_path):
 
 def test_a_pickle_that_is_larger_than_a_tensors_is_not_loaded(tmp_path):
     path = saved(tmp_path / "a.pt")
-    rewritten(path, lambda name, content: (pickle.dumps([0] * 600_000) if name.endswith("data.pkl") else content, zipfile.ZIP_STORED))
+    rewritten(
+        path,
+        lambda name, content: (
+            pickle.dumps([0] * 600_000) if name.endswith("data.pkl") else content,
+            zipfile.ZIP_STORED,
+        ),
+    )
     with pytest.raises(DataError, match="holds a pickle of 1,2"):
         load_tensor(path)
 

@@ -17,7 +17,11 @@ def read(*texts):
 
 @pytest.fixture
 def parts():
-    return [Part(read, ("abc", "de"), "one", num_bytes=5), Part(read, ("f" * 20,), "two", num_bytes=20), Part(read, ("g",), "three", num_bytes=1)]
+    return [
+        Part(read, ("abc", "de"), "one", num_bytes=5),
+        Part(read, ("f" * 20,), "two", num_bytes=20),
+        Part(read, ("g",), "three", num_bytes=1),
+    ]
 
 
 def stored(parts, tokenizer, **limits):
@@ -26,8 +30,13 @@ def stored(parts, tokenizer, **limits):
     return plan, ranges, StoredPlan.of(plan, ranges, parts, {"fingerprint": "x"}, tokenizer)
 
 
-@pytest.mark.parametrize("limits", [{}, {"split": "hash 0.5"}, {"max_documents": 3}, {"max_bytes": 9}, {"max_documents": 1}])
-def test_a_plan_that_is_read_back_is_the_plan_that_was_written(tmp_path, parts, stub_tokenizer, limits):
+@pytest.mark.parametrize(
+    "limits",
+    [{}, {"split": "hash 0.5"}, {"max_documents": 3}, {"max_bytes": 9}, {"max_documents": 1}],
+)
+def test_a_plan_that_is_read_back_is_the_plan_that_was_written(
+    tmp_path, parts, stub_tokenizer, limits
+):
     plan, ranges, wanted = stored(parts, stub_tokenizer, **limits)
     with WorkFolder(tmp_path / "out") as work:
         assert work.plan() is None
@@ -42,12 +51,17 @@ def test_a_plan_that_is_read_back_is_the_plan_that_was_written(tmp_path, parts, 
 
 
 @pytest.mark.parametrize("limits", [{}, {"max_documents": 1}, {"max_bytes": 2}])
-def test_a_plan_with_validation_text_of_its_own_is_read_back_too(tmp_path, parts, stub_tokenizer, limits):
+def test_a_plan_with_validation_text_of_its_own_is_read_back_too(
+    tmp_path, parts, stub_tokenizer, limits
+):
     plan = make_named_plan(parts[:2], parts[2:], **limits)
     ranges = make_ranges(plan.jobs)
     packed = [*parts[2:], *parts[:2]]
     with WorkFolder(tmp_path / "out") as work:
-        work.begin(StoredPlan.of(plan, ranges, packed, {"fingerprint": "x"}, stub_tokenizer), stub_tokenizer)
+        work.begin(
+            StoredPlan.of(plan, ranges, packed, {"fingerprint": "x"}, stub_tokenizer),
+            stub_tokenizer,
+        )
         found = work.plan()
     assert found.restored(packed) == (plan, ranges)
     assert (found.assignment, found.validation_jobs) == (Whole("train"), 1)
@@ -74,7 +88,9 @@ def test_what_is_half_written_goes_and_what_is_recorded_stays(tmp_path, parts, s
         work.begin(wanted, stub_tokenizer)
         RangeWriter(work.ranges, 0, vocab_size=300).finish()
         (work.ranges / "000001.train.bin.1234.part").write_bytes(b"torn")
-    assert sorted(path.name for path in (tmp_path / ".out.part" / "ranges").iterdir()) == ["000000.json"]
+    assert sorted(path.name for path in (tmp_path / ".out.part" / "ranges").iterdir()) == [
+        "000000.json"
+    ]
 
 
 def test_a_folder_that_another_process_owns_is_refused(tmp_path):
@@ -82,7 +98,10 @@ def test_a_folder_that_another_process_owns_is_refused(tmp_path):
     other = os.open(tmp_path / ".out.part", os.O_RDONLY)
     fcntl.flock(other, fcntl.LOCK_EX)
     try:
-        with pytest.raises(DataError, match=r"Another process is writing .*out"), WorkFolder(tmp_path / "out"):
+        with (
+            pytest.raises(DataError, match=r"Another process is writing .*out"),
+            WorkFolder(tmp_path / "out"),
+        ):
             pass
     finally:
         os.close(other)
@@ -106,7 +125,10 @@ def test_a_folder_that_its_owner_removes_meanwhile_is_not_owned(tmp_path, monkey
         monkeypatch.setattr(fcntl, "flock", late)
         work.claim()
         assert path.exists(), "made again"
-        with pytest.raises(DataError, match="Another process is writing"), WorkFolder(tmp_path / "out"):
+        with (
+            pytest.raises(DataError, match="Another process is writing"),
+            WorkFolder(tmp_path / "out"),
+        ):
             pass
     assert not path.exists()
 
@@ -137,7 +159,9 @@ def test_parts_work_side_by_side_each_alone(tmp_path, parts, stub_tokenizer):
     with WorkFolder(out, PartOf(1, 2)) as first, WorkFolder(out, PartOf(2, 2)) as second:
         assert first.begin(wanted, stub_tokenizer) == wanted
         other = wanted.model_copy(update={"rule": "another"})
-        assert second.begin(other, stub_tokenizer) == wanted, "the plan of the one who was first stays"
+        assert second.begin(other, stub_tokenizer) == wanted, (
+            "the plan of the one who was first stays"
+        )
         with pytest.raises(DataError, match="Another process"), WorkFolder(out, PartOf(2, 2)):
             pass
         with pytest.raises(DataError, match="Another process"), WorkFolder(out):
@@ -155,7 +179,13 @@ def test_parts_of_another_count_are_refused(tmp_path, parts, stub_tokenizer):
     with WorkFolder(out, PartOf(1, 2)) as work:
         work.begin(wanted, stub_tokenizer)
         before = sorted(work.path.rglob("*"))
-        with pytest.raises(DataError, match=r"--part 2/3: the work in .* was begun in parts of 2\. .*--part I/2"), WorkFolder(out, PartOf(2, 3)):
+        with (
+            pytest.raises(
+                DataError,
+                match=r"--part 2/3: the work in .* was begun in parts of 2\. .*--part I/2",
+            ),
+            WorkFolder(out, PartOf(2, 3)),
+        ):
             pass
         assert sorted(work.path.rglob("*")) == before
     with WorkFolder(out, PartOf(2, 2)) as work:

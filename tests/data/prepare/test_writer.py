@@ -17,7 +17,9 @@ RNG = np.random.default_rng(0)
 
 
 def finish(writer, tokenizer, **kwargs):
-    return writer.finish(tokenizer=tokenizer, source={"kind": "test"}, split_rule="tail 0.1", **kwargs)
+    return writer.finish(
+        tokenizer=tokenizer, source={"kind": "test"}, split_rule="tail 0.1", **kwargs
+    )
 
 
 def contents(folder):
@@ -32,8 +34,17 @@ def test_the_folder_holds_what_was_written(tmp_path, stub_tokenizer):
         manifest = finish(writer, stub_tokenizer, skipped=skipped)
     dataset = Dataset.open(tmp_path / "a" / "b")
     assert dataset.manifest == manifest
-    assert (manifest.tokens, manifest.documents, manifest.text_bytes, manifest.vocab_size) == (8, 3, 18, 300)
-    assert (manifest.source, manifest.split_rule, manifest.skipped) == ({"kind": "test"}, "tail 0.1", tuple(skipped))
+    assert (manifest.tokens, manifest.documents, manifest.text_bytes, manifest.vocab_size) == (
+        8,
+        3,
+        18,
+        300,
+    )
+    assert (manifest.source, manifest.split_rule, manifest.skipped) == (
+        {"kind": "test"},
+        "tail 0.1",
+        tuple(skipped),
+    )
     assert (manifest.tokenizer.name, manifest.tokenizer.digest) == ("stub", stub_tokenizer.digest())
     assert sorted(contents(dataset.path)) == [
         "manifest.json", "tokenizer.json", "train-00000.bin", "train-documents.bin", "val-00000.bin", "val-documents.bin",
@@ -49,11 +60,19 @@ def test_how_the_tokens_are_handed_over_does_not_matter(tmp_path, stub_tokenizer
         with DatasetWriter(tmp_path / name, vocab_size=300, shard_bytes=128) as writer:
             for first, last in pairwise(cuts):
                 inside = ends[(ends > first) & (ends <= last)] - first
-                writer.train.append(tokens[first:last], inside, text_bytes=last - first, mask=mask[first:last])
+                writer.train.append(
+                    tokens[first:last], inside, text_bytes=last - first, mask=mask[first:last]
+                )
             finish(writer, stub_tokenizer)
     assert contents(tmp_path / "whole") == contents(tmp_path / "pieces")
     split = Dataset.open(tmp_path / "pieces").split("train")
-    assert split.document_ends.tolist() == [100, 350, 351, 999, 1000]  # what follows the last end is a document too
+    assert split.document_ends.tolist() == [
+        100,
+        350,
+        351,
+        999,
+        1000,
+    ]  # what follows the last end is a document too
     assert np.array_equal(split.read_tokens(0, 1000), tokens)
     assert np.array_equal(split.read_mask_range(0, 1000), mask)
 
@@ -84,7 +103,9 @@ def test_the_folder_is_absent_until_it_is_whole(tmp_path, stub_tokenizer, monkey
     out = tmp_path / "set"
     seen = []
     original = joining.write_whole
-    monkeypatch.setattr(joining, "write_whole", lambda *args: seen.append(out.exists()) or original(*args))
+    monkeypatch.setattr(
+        joining, "write_whole", lambda *args: seen.append(out.exists()) or original(*args)
+    )
     with DatasetWriter(out, vocab_size=300) as writer:
         writer.train.append(np.arange(5), [5], text_bytes=5)
         assert not out.exists()
@@ -149,5 +170,8 @@ def test_a_full_disk(tmp_path, stub_tokenizer, monkeypatch):
 
 @pytest.mark.parametrize("token", [300, -1])
 def test_an_id_outside_the_vocabulary(tmp_path, token):
-    with pytest.raises(DataError, match="its vocabulary has 300"), DatasetWriter(tmp_path / "set", vocab_size=300) as writer:
+    with (
+        pytest.raises(DataError, match="its vocabulary has 300"),
+        DatasetWriter(tmp_path / "set", vocab_size=300) as writer,
+    ):
         writer.train.append(np.array([1, token]), [2], text_bytes=2)

@@ -30,6 +30,11 @@ def test_a_tokenizer_that_may_not_be_read_is_a_problem_of_its_own(tmp_path, monk
     monkeypatch.setattr(Path, "read_bytes", closed)
     (problem,) = file_problems(tmp_path / "set", manifest)
     assert (problem.name, problem.fix) == ("tokenizer.json", "Check its permissions.")
-    assert verify_dataset(tmp_path / "set").problems == (f"{tmp_path}/set/tokenizer.json cannot be read: Permission denied.",)
-    with pytest.raises(DataError, match=r"tokenizer\.json cannot be read: Permission denied\. Fix: Check its permissions\."):
+    assert verify_dataset(tmp_path / "set").problems == (
+        f"{tmp_path}/set/tokenizer.json cannot be read: Permission denied.",
+    )
+    with pytest.raises(
+        DataError,
+        match=r"tokenizer\.json cannot be read: Permission denied\. Fix: Check its permissions\.",
+    ):
         Dataset.open(tmp_path / "set")

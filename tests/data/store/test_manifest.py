@@ -14,16 +14,25 @@ def test_it_reads_back_as_written(write_set):
     manifest = read_manifest(folder)
     assert manifest.model_dump(mode="json") == json.loads((folder / "manifest.json").read_text())
     assert [path.name for path in folder.glob("manifest*")] == ["manifest.json"]
-    assert (manifest.format_version, manifest.tokens, manifest.documents, manifest.text_bytes) == (2, 15, 2, 60)
+    assert (manifest.format_version, manifest.tokens, manifest.documents, manifest.text_bytes) == (
+        2,
+        15,
+        2,
+        60,
+    )
 
 
-@pytest.mark.parametrize(("vocab_size", "dtype"), [(1, "uint16"), (65_536, "uint16"), (65_537, "uint32")])
+@pytest.mark.parametrize(
+    ("vocab_size", "dtype"), [(1, "uint16"), (65_536, "uint16"), (65_537, "uint32")]
+)
 def test_the_stored_type_holds_every_id(vocab_size, dtype):
     assert token_dtype(vocab_size) == dtype
 
 
 def test_no_manifest_says_how_to_prepare(tmp_path):
-    with pytest.raises(DataError, match=r"no data set folder .*Fix: Prepare it with `flatout prepare"):
+    with pytest.raises(
+        DataError, match=r"no data set folder .*Fix: Prepare it with `flatout prepare"
+    ):
         Dataset.open(tmp_path / "absent")
     with pytest.raises(DataError, match=r"no manifest\.json.*flatout prepare"):
         Dataset.open(tmp_path)
@@ -59,7 +68,9 @@ def test_a_torn_manifest(write_set):
 def test_a_manifest_that_is_not_text(write_set):
     path = write_set(np.arange(10)) / "manifest.json"
     path.write_bytes(b"\xff\xfe")
-    with pytest.raises(DataError, match=r"Cannot read .*manifest\.json: .*prepare the data set again"):
+    with pytest.raises(
+        DataError, match=r"Cannot read .*manifest\.json: .*prepare the data set again"
+    ):
         Dataset.open(path.parent)
 
 
@@ -72,7 +83,11 @@ def test_a_manifest_cannot_name_a_file_elsewhere(write_set):
 
 @pytest.mark.parametrize(
     ("old", "new"),
-    [('"vocab_size": 300', '"vocab_size": 301'), ('"text_bytes": 40', '"text_bytes": 41'), ('"split_rule": "', '"split_rule": "n')],
+    [
+        ('"vocab_size": 300', '"vocab_size": 301'),
+        ('"text_bytes": 40', '"text_bytes": 41'),
+        ('"split_rule": "', '"split_rule": "n'),
+    ],
 )
 def test_a_changed_value_is_found_wherever_a_manifest_is_read(write_set, old, new):
     path = write_set(np.arange(10), np.arange(5)) / "manifest.json"
@@ -80,14 +95,20 @@ def test_a_changed_value_is_found_wherever_a_manifest_is_read(write_set, old, ne
     assert old in text
     path.write_text(text.replace(old, new, 1))
     for read in (Dataset.open, verify_dataset):
-        with pytest.raises(DataError, match=r"manifest\.json is damaged: its content does not match its digest"):
+        with pytest.raises(
+            DataError, match=r"manifest\.json is damaged: its content does not match its digest"
+        ):
             read(path.parent)
 
 
 def test_every_bit_of_the_digest_counts_and_it_cannot_be_left_out(write_set):
     path = write_set(np.arange(10)) / "manifest.json"
     document = json.loads(path.read_text())
-    for changed in (document | {"sha256": "0" * 64}, document | {"sha256": None}, {k: v for k, v in document.items() if k != "sha256"}):
+    for changed in (
+        document | {"sha256": "0" * 64},
+        document | {"sha256": None},
+        {k: v for k, v in document.items() if k != "sha256"},
+    ):
         path.write_text(json.dumps(changed))
         with pytest.raises(DataError, match="is damaged"):
             Dataset.open(path.parent)

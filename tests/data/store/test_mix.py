@@ -12,7 +12,15 @@ from flatout.config.schema import DataConfig
 from flatout.data.load.baseline import TokenisingWindows
 from flatout.data.load.batches import FeedPlan, ShardWindows, WindowSteps
 from flatout.data.load.feed import DirectFeed, PrefetchFeed
-from flatout.data.store.mix import LONGEST_PERIOD, MixedDataset, deal, distinct_names, open_data, parts_of, whole_turns
+from flatout.data.store.mix import (
+    LONGEST_PERIOD,
+    MixedDataset,
+    deal,
+    distinct_names,
+    open_data,
+    parts_of,
+    whole_turns,
+)
 from flatout.data.store.shards import Dataset
 from flatout.errors import ConfigError, DataError
 
@@ -20,7 +28,16 @@ T = 8
 
 
 def plan(**changes):
-    values = {"seq_len": T, "rows_per_device": 2, "accumulate": 2, "rank": 0, "world_size": 1, "seed": 3, "document_mask": True, "prefetch": 2}
+    values = {
+        "seq_len": T,
+        "rows_per_device": 2,
+        "accumulate": 2,
+        "rank": 0,
+        "world_size": 1,
+        "seed": 3,
+        "document_mask": True,
+        "prefetch": 2,
+    }
     return FeedPlan(**{**values, "device": "cpu", **changes})
 
 
@@ -67,7 +84,14 @@ def test_turns_are_in_the_ratio_of_the_weights(weights):
 
 @pytest.mark.parametrize(
     ("weights", "turns"),
-    [([3, 1], (3, 1)), ([0.7, 0.3], (7, 3)), ([1e-2, 2e-2], (1, 2)), ([50, 50, 50], (1, 1, 1)), ([2.5], (1,)), ([0.1, 0.2, 0.7], (1, 2, 7))],
+    [
+        ([3, 1], (3, 1)),
+        ([0.7, 0.3], (7, 3)),
+        ([1e-2, 2e-2], (1, 2)),
+        ([50, 50, 50], (1, 1, 1)),
+        ([2.5], (1,)),
+        ([0.1, 0.2, 0.7], (1, 2, 7)),
+    ],
 )
 def test_plain_ratios_are_exact(weights, turns):
     assert whole_turns(named(weights)) == turns
@@ -77,14 +101,21 @@ def test_an_odd_ratio_is_rounded():
     assert sum(whole_turns(named([123_457, 7_654_321]))) == LONGEST_PERIOD
 
 
-@pytest.mark.parametrize(("least", "others"), [(1e-9, 1.0), (1, 65_536), (1, 1e6), (1e-12, 3e-7), (0.5, 7e9)])
+@pytest.mark.parametrize(
+    ("least", "others"), [(1e-9, 1.0), (1, 65_536), (1, 1e6), (1e-12, 3e-7), (0.5, 7e9)]
+)
 def test_a_share_too_small_to_be_kept_is_refused_with_a_weight_that_is_not(least, others):
-    with pytest.raises(ConfigError, match=r"data/least the weight .* smallest share is 1 window in 65,536\.") as refused:
+    with pytest.raises(
+        ConfigError, match=r"data/least the weight .* smallest share is 1 window in 65,536\."
+    ) as refused:
         whole_turns({"data/least": least, "data/most": others})
     enough = float(refused.value.fix.split()[5])
     assert least < enough
     assert whole_turns({"data/least": enough, "data/most": others})[0] == 1
-    assert whole_turns({"data/least": 1, "data/most": LONGEST_PERIOD - 1}) == (1, LONGEST_PERIOD - 1)
+    assert whole_turns({"data/least": 1, "data/most": LONGEST_PERIOD - 1}) == (
+        1,
+        LONGEST_PERIOD - 1,
+    )
 
 
 def test_the_order_never_changes_silently():
@@ -108,9 +139,14 @@ def test_each_set_is_read_in_its_own_order_by_its_own_epochs(three):
 def test_a_position_does_not_depend_on_what_is_asked_with_it(three):
     split = MixedDataset.open(three).split("train")
     together = split.windows_at(np.arange(100), T, seed=9)
-    assert together.tolist() == [int(split.windows_at(np.array([p]), T, seed=9)[0]) for p in range(100)]
+    assert together.tolist() == [
+        int(split.windows_at(np.array([p]), T, seed=9)[0]) for p in range(100)
+    ]
     far = np.arange(10**12, 10**12 + 16)
-    assert split.windows_at(far, T, seed=9)[5:].tolist() == split.windows_at(far[5:], T, seed=9).tolist()
+    assert (
+        split.windows_at(far, T, seed=9)[5:].tolist()
+        == split.windows_at(far[5:], T, seed=9).tolist()
+    )
     assert split.windows_at(far, T, seed=9).max() < split.num_windows(T) == 45
 
 
@@ -124,7 +160,9 @@ def test_a_mix_of_one_is_that_set(three):
 
 @pytest.mark.parametrize("feed_class", [DirectFeed, PrefetchFeed])
 def test_masks_and_documents_follow_their_windows(three, feed_class):
-    with feed_class(WindowSteps(MixedDataset.open(three).split("train"), plan(), ShardWindows())) as feed:
+    with feed_class(
+        WindowSteps(MixedDataset.open(three).split("train"), plan(), ShardWindows())
+    ) as feed:
         batches = [next(feed) for _ in range(12)]
     windows = torch.cat([batch.windows_ABW.flatten(0, 1).int() for batch in batches]).numpy()
     mask = torch.cat([batch.mask_ABT.flatten(0, 1) for batch in batches]).numpy()
@@ -133,25 +171,38 @@ def test_masks_and_documents_follow_their_windows(three, feed_class):
     assert mask[~of_second].all()
     assert np.array_equal(mask[of_second], (windows[of_second, 1:] - 1000) % 3 > 0)
     inputs = windows[:, :-1]
-    assert np.array_equal(doc_ids, np.where((inputs >= 1020) & (inputs < 2000) & (inputs[:, :1] < 1020), 1, 0))
+    assert np.array_equal(
+        doc_ids, np.where((inputs >= 1020) & (inputs < 2000) & (inputs[:, :1] < 1020), 1, 0)
+    )
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_any_number_of_ranks_reads_the_same_windows_a_step(three, world_size):
     split = MixedDataset.open(three).split("train")
     feeds = [
-        DirectFeed(WindowSteps(split, plan(world_size=world_size, rank=rank, accumulate=4 // world_size), ShardWindows()))
+        DirectFeed(
+            WindowSteps(
+                split,
+                plan(world_size=world_size, rank=rank, accumulate=4 // world_size),
+                ShardWindows(),
+            )
+        )
         for rank in range(world_size)
     ]
     for step in range(9):
-        seen = torch.cat([next(feed).windows_ABW.flatten(0, 1)[:, 0].int() for feed in feeds]).tolist()
+        seen = torch.cat(
+            [next(feed).windows_ABW.flatten(0, 1)[:, 0].int() for feed in feeds]
+        ).tolist()
         expected = read(split, split.windows_at(np.arange(step * 8, step * 8 + 8), T, seed=3))[:, 0]
         assert sorted(seen) == sorted(expected.tolist())
 
 
 def test_the_feed_can_seek(three):
     split = MixedDataset.open(three).split("train")
-    with PrefetchFeed(WindowSteps(split, plan(), ShardWindows())) as whole, PrefetchFeed(WindowSteps(split, plan(), ShardWindows())) as rest:
+    with (
+        PrefetchFeed(WindowSteps(split, plan(), ShardWindows())) as whole,
+        PrefetchFeed(WindowSteps(split, plan(), ShardWindows())) as rest,
+    ):
         steps = [next(whole).windows_ABW for _ in range(10)]
         rest.seek(5 * 4)
         assert all(torch.equal(next(rest).windows_ABW, step) for step in steps[5:])
@@ -160,7 +211,10 @@ def test_the_feed_can_seek(three):
 def test_text_tokenised_in_the_step_gives_the_very_same_windows(three, stub_tokenizer):
     split = MixedDataset.open(three).split("train")
     windows = TokenisingWindows(stub_tokenizer)
-    with DirectFeed(WindowSteps(split, plan(), windows)) as slow, DirectFeed(WindowSteps(split, plan(), ShardWindows())) as fast:
+    with (
+        DirectFeed(WindowSteps(split, plan(), windows)) as slow,
+        DirectFeed(WindowSteps(split, plan(), ShardWindows())) as fast,
+    ):
         slow.prime(5)
         for _ in range(5):
             assert torch.equal(next(slow).windows_ABW, next(fast).windows_ABW)
@@ -175,7 +229,10 @@ def test_a_set_too_short_for_one_window_is_named(three):
 
 def test_another_tokenizer_is_refused_with_the_way_to_make_them_one(write_set, three):
     path = write_set(np.arange(100), vocab_size=300, name="other")
-    with pytest.raises(DataError, match=r"different tokenizers.*Prepare the second again with the first's: --tokenizer .*a/tokenizer\.json"):
+    with pytest.raises(
+        DataError,
+        match=r"different tokenizers.*Prepare the second again with the first's: --tokenizer .*a/tokenizer\.json",
+    ):
         MixedDataset.open({**three, str(path): 1})
 
 
@@ -188,12 +245,17 @@ def test_one_folder_named_twice_is_refused(three):
 def test_what_a_configuration_names_is_opened(three):
     path = next(iter(three))
     assert [part.name for part in parts_of(open_data(DataConfig(mix=three)))] == ["a", "b", "c"]
-    assert [(part.name, part.share) for part in parts_of(open_data(DataConfig(path=path)))] == [("a", 1.0)]
+    assert [(part.name, part.share) for part in parts_of(open_data(DataConfig(path=path)))] == [
+        ("a", 1.0)
+    ]
     with pytest.raises(ConfigError, match="nothing to train on"):
         open_data(DataConfig())
 
 
 def test_names_are_as_long_as_it_takes(tmp_path):
     assert distinct_names([tmp_path / "book", tmp_path / "code"]) == ["book", "code"]
-    assert distinct_names([tmp_path / "x" / "train", tmp_path / "y" / "train"]) == ["x/train", "y/train"]
+    assert distinct_names([tmp_path / "x" / "train", tmp_path / "y" / "train"]) == [
+        "x/train",
+        "y/train",
+    ]
     assert distinct_names([tmp_path]) == [tmp_path.name]

@@ -14,7 +14,9 @@ def epoch(number, num_windows, seed=0):
 def test_every_epoch_is_a_permutation_for_small_sizes():
     for num_windows in range(1, 201):
         for number in (0, 1, 17):
-            assert np.array_equal(np.sort(epoch(number, num_windows)), np.arange(num_windows)), num_windows
+            assert np.array_equal(np.sort(epoch(number, num_windows)), np.arange(num_windows)), (
+                num_windows
+            )
 
 
 @pytest.mark.parametrize("num_windows", [1009, 4096, 4097, 65_535, 65_536, 65_537, 99_991])
@@ -33,7 +35,11 @@ def test_large_primes_stay_in_range_and_never_collide(num_windows):
 
 
 def test_epochs_and_seeds_differ():
-    orders = [tuple(epoch(number, 1000, seed).tolist()) for number in range(5) for seed in (0, 1, 2, 2**40, 2**63)]
+    orders = [
+        tuple(epoch(number, 1000, seed).tolist())
+        for number in range(5)
+        for seed in (0, 1, 2, 2**40, 2**63)
+    ]
     assert len(set(orders)) == len(orders)
     assert tuple(range(1000)) not in orders
 
@@ -51,8 +57,12 @@ def test_a_position_does_not_depend_on_what_is_asked_with_it():
 @pytest.mark.parametrize("num_windows", [7, 12, 100])
 def test_every_window_is_equally_likely_at_every_position(num_windows):
     epochs = 20_000
-    table = shuffled(np.arange(num_windows * epochs), num_windows, seed=0).reshape(epochs, num_windows)
-    counts = np.stack([np.bincount(table[:, place], minlength=num_windows) for place in range(num_windows)])
+    table = shuffled(np.arange(num_windows * epochs), num_windows, seed=0).reshape(
+        epochs, num_windows
+    )
+    counts = np.stack(
+        [np.bincount(table[:, place], minlength=num_windows) for place in range(num_windows)]
+    )
     expected = epochs / num_windows
     chi_square, freedom = ((counts - expected) ** 2 / expected).sum(), (num_windows - 1) ** 2
     assert abs(chi_square - freedom) < 5 * np.sqrt(2 * freedom)
@@ -69,7 +79,11 @@ def test_neighbours_in_the_order_are_not_neighbours_in_the_text():
 def test_seeking_far_costs_no_more_than_reading_the_beginning(monkeypatch):
     evaluated = []
     original = order._permute
-    monkeypatch.setattr(order, "_permute", lambda values, *rest: evaluated.append(len(values)) or original(values, *rest))
+    monkeypatch.setattr(
+        order,
+        "_permute",
+        lambda values, *rest: evaluated.append(len(values)) or original(values, *rest),
+    )
     tracemalloc.start()
     windows = shuffled(np.arange(10**9, 10**9 + 256), 10**9 + 7, seed=0)
     peak_bytes = tracemalloc.get_traced_memory()[1]
@@ -81,7 +95,12 @@ def test_seeking_far_costs_no_more_than_reading_the_beginning(monkeypatch):
 
 def test_the_order_never_changes_silently():
     assert shuffled(np.arange(12), 10, seed=0).tolist() == [1, 6, 5, 9, 0, 7, 2, 4, 3, 8, 2, 6]
-    assert shuffled(np.arange(10**9, 10**9 + 4), 10**9 + 7, seed=3).tolist() == [897301123, 653655384, 383652067, 372728842]
+    assert shuffled(np.arange(10**9, 10**9 + 4), 10**9 + 7, seed=3).tolist() == [
+        897301123,
+        653655384,
+        383652067,
+        372728842,
+    ]
     assert shuffled(np.arange(6), 3, seed=2**63).tolist() == [2, 0, 1, 1, 0, 2]
     assert shuffled(np.arange(3) + 5 * 97, 97, seed=1234).tolist() == [61, 64, 70]
 

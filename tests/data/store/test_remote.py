@@ -12,7 +12,14 @@ import pytest
 
 from flatout.config.schema import DataConfig
 from flatout.data.store.mix import open_data, parts_of
-from flatout.data.store.remote import absolute_place, copy_of, home_of, local_copy, open_place, stored_address
+from flatout.data.store.remote import (
+    absolute_place,
+    copy_of,
+    home_of,
+    local_copy,
+    open_place,
+    stored_address,
+)
 from flatout.data.store.shards import Dataset
 from flatout.errors import ConfigError, DataError
 from flatout.sources.remote import Unreachable
@@ -70,21 +77,31 @@ def test_a_configuration_may_name_addresses(uploaded, upload, write_set, tmp_pat
     alone = open_data(DataConfig(path=ADDRESS))
     assert [(part.name, part.dataset.place) for part in parts_of(alone)] == [("set", ADDRESS)]
     mixed = open_data(DataConfig(mix={ADDRESS: 1, "faulty://bucket/other": 1, str(uploaded): 2}))
-    assert [part.name for part in mixed.parts] == ["bucket/set", "bucket/other", f"{tmp_path.name}/set"]
+    assert [part.name for part in mixed.parts] == [
+        "bucket/set",
+        "bucket/other",
+        f"{tmp_path.name}/set",
+    ]
     with pytest.raises(ConfigError, match=f"names {ADDRESS} twice"):
         open_data(DataConfig(mix={f"{ADDRESS}/": 1, ADDRESS: 1}))
 
 
-def test_a_changed_data_set_is_noticed_and_the_old_copy_stays(uploaded, upload, write_set, tmp_path, said):
+def test_a_changed_data_set_is_noticed_and_the_old_copy_stays(
+    uploaded, upload, write_set, tmp_path, said
+):
     old = local_copy(ADDRESS, cache=tmp_path / "cache")
     upload(write_set([5, 6, 7], name="new"))
     new = local_copy(ADDRESS, cache=tmp_path / "cache", progress=said)
     assert Dataset.open(new).split("train").read_tokens(0, 3).tolist() == [5, 6, 7]
     assert contents(old) == contents(uploaded)
-    assert said.lines == [f"{ADDRESS} has changed. What it was before stays in {old}; remove it when no run reads it."]
+    assert said.lines == [
+        f"{ADDRESS} has changed. What it was before stays in {old}; remove it when no run reads it."
+    ]
 
 
-def test_where_the_store_does_not_answer_the_copy_is_read_and_that_is_said(uploaded, store, upload, write_set, tmp_path, said):
+def test_where_the_store_does_not_answer_the_copy_is_read_and_that_is_said(
+    uploaded, store, upload, write_set, tmp_path, said
+):
     store.faults[:] = [OSError("no route")] * 5
     with pytest.raises(Unreachable, match=r"set/manifest\.json: no route \(5 attempts\)"):
         local_copy(ADDRESS, cache=tmp_path / "cache")
@@ -94,7 +111,9 @@ def test_where_the_store_does_not_answer_the_copy_is_read_and_that_is_said(uploa
     second = local_copy(ADDRESS, cache=tmp_path / "cache")
     store.faults[:] = [OSError("no route")]
     assert local_copy(ADDRESS, cache=tmp_path / "cache", progress=said) == second
-    assert said.lines == [f"Cannot read {ADDRESS}/manifest.json: no route (1 attempt). The copy of it in {second} is read."]
+    assert said.lines == [
+        f"Cannot read {ADDRESS}/manifest.json: no route (1 attempt). The copy of it in {second} is read."
+    ]
     (second / "train-00000.bin").unlink()
     (second.parent / "broken").mkdir()
     (second.parent / "broken" / "manifest.json").write_text("{")
@@ -105,11 +124,16 @@ def test_where_the_store_does_not_answer_the_copy_is_read_and_that_is_said(uploa
 def test_a_fetch_that_broke_off_goes_on_by_file(uploaded, store, tmp_path, monkeypatch):
     monkeypatch.setattr("flatout.data.store.transfers.AT_ONCE", 1)
     store.faults[:] = [None, None, None, *[OSError("it broke")] * 5]
-    with pytest.raises(Unreachable, match=r"Cannot read faulty://bucket/set/train-00002\.bin at byte 0: it broke \(5 attempts\)"):
+    with pytest.raises(
+        Unreachable,
+        match=r"Cannot read faulty://bucket/set/train-00002\.bin at byte 0: it broke \(5 attempts\)",
+    ):
         local_copy(ADDRESS, cache=tmp_path / "cache")
     (copy,) = (path for path in home_of(ADDRESS, tmp_path / "cache").iterdir() if path.is_dir())
     there = {path.name for path in copy.iterdir()}
-    assert {"train-00000.bin", "train-00001.bin"} <= there, "what was queued behind the one that failed may have come too"
+    assert {"train-00000.bin", "train-00001.bin"} <= there, (
+        "what was queued behind the one that failed may have come too"
+    )
     assert "train-00002.bin" not in there
     (copy / "train-00002.bin.0a0a0a0a.part").write_bytes(b"torn")
     store.asked.clear()
@@ -126,18 +150,25 @@ def test_a_file_that_is_damaged_or_short_at_the_store_is_named(uploaded, store, 
     whole = (uploaded / "train-00001.bin").read_bytes()
     store.pipe_file(f"{ADDRESS}/train-00001.bin", whole[:-1] + b"\xff")
     with pytest.raises(
-        DataError, match=r"set/train-00001\.bin, byte 0: the block of 200 bytes from there fails its checksum\. Fix: .*flatout verify"
+        DataError,
+        match=r"set/train-00001\.bin, byte 0: the block of 200 bytes from there fails its checksum\. Fix: .*flatout verify",
     ):
         local_copy(ADDRESS, cache=tmp_path / "cache")
     store.pipe_file(f"{ADDRESS}/train-00001.bin", whole[:-1])
-    with pytest.raises(DataError, match=r"set/train-00001\.bin has 199 bytes; the manifest says 200 bytes"):
+    with pytest.raises(
+        DataError, match=r"set/train-00001\.bin has 199 bytes; the manifest says 200 bytes"
+    ):
         local_copy(ADDRESS, cache=tmp_path / "cache")
     store.rm_file(f"{ADDRESS}/train-00001.bin")
-    with pytest.raises(DataError, match=r"set/train-00001\.bin is missing; the manifest says 200 bytes"):
+    with pytest.raises(
+        DataError, match=r"set/train-00001\.bin is missing; the manifest says 200 bytes"
+    ):
         local_copy(ADDRESS, cache=tmp_path / "cache")
     store.pipe_file(f"{ADDRESS}/train-00001.bin", whole)
     store.pipe_file(f"{ADDRESS}/tokenizer.json", b"{}")
-    with pytest.raises(DataError, match=r"set/tokenizer\.json is not the tokenizer that made these tokens"):
+    with pytest.raises(
+        DataError, match=r"set/tokenizer\.json is not the tokenizer that made these tokens"
+    ):
         local_copy(ADDRESS, cache=tmp_path / "cache")
 
 
@@ -147,11 +178,16 @@ def test_a_damaged_copy_is_mended(uploaded, store, tmp_path):
     (copy / "tokenizer.json").write_bytes(b"{}")
     store.asked.clear()
     assert contents(local_copy(ADDRESS, cache=tmp_path / "cache")) == contents(uploaded)
-    assert sorted(store.asked) == [f"get /bucket/set/{name}" for name in ("manifest.json", "tokenizer.json", "train-00001.bin")]
+    assert sorted(store.asked) == [
+        f"get /bucket/set/{name}" for name in ("manifest.json", "tokenizer.json", "train-00001.bin")
+    ]
 
 
 def test_what_is_no_data_set_is_said(uploaded, store, tmp_path):
-    with pytest.raises(DataError, match=r"There is no data set at faulty://bucket/none: it has no manifest\.json.*--out faulty://bucket/none"):
+    with pytest.raises(
+        DataError,
+        match=r"There is no data set at faulty://bucket/none: it has no manifest\.json.*--out faulty://bucket/none",
+    ):
         local_copy("faulty://bucket/none", cache=tmp_path)
     store.pipe_file(f"{ADDRESS}/manifest.json", b"\xff{")
     with pytest.raises(DataError, match=r"faulty://bucket/set/manifest\.json is not a manifest"):
@@ -160,7 +196,9 @@ def test_what_is_no_data_set_is_said(uploaded, store, tmp_path):
     with pytest.raises(DataError, match=r"set/manifest\.json has format_version 99"):
         local_copy(ADDRESS, cache=tmp_path)
     store.faults[:] = [PermissionError("Access Denied")]
-    with pytest.raises(DataError, match=r"Reading faulty://bucket/set/manifest\.json is not allowed: Access Denied"):
+    with pytest.raises(
+        DataError, match=r"Reading faulty://bucket/set/manifest\.json is not allowed: Access Denied"
+    ):
         local_copy(ADDRESS, cache=tmp_path)
 
 
@@ -180,7 +218,10 @@ def test_addresses_of_data_sets_hold_no_secrets(tmp_path):
 
 def test_a_full_disk_is_told_before_anything_is_fetched(uploaded, store, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=100))
-    with pytest.raises(DataError, match=r"Fetching faulty://bucket/set takes 0\.0 MB, and 0\.0 MB are free in .*cache"):
+    with pytest.raises(
+        DataError,
+        match=r"Fetching faulty://bucket/set takes 0\.0 MB, and 0\.0 MB are free in .*cache",
+    ):
         local_copy(ADDRESS, cache=tmp_path / "cache")
     assert store.asked == ["get /bucket/set/manifest.json"]
 
@@ -199,7 +240,9 @@ def test_of_two_processes_one_fetches_and_the_other_waits(uploaded, store, tmp_p
     lock = os.open(home / "lock", os.O_RDWR | os.O_CREAT)
     fcntl.flock(lock, fcntl.LOCK_EX)
     found = []
-    thread = threading.Thread(target=lambda: found.append(local_copy(ADDRESS, cache=tmp_path / "cache", progress=said)))
+    thread = threading.Thread(
+        target=lambda: found.append(local_copy(ADDRESS, cache=tmp_path / "cache", progress=said))
+    )
     thread.start()
     while not said.lines:
         thread.join(0.01)

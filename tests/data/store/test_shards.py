@@ -35,9 +35,17 @@ def test_windows_are_the_tokens_wherever_the_shards_end(train_split, shard_bytes
     assert np.array_equal(windows(split, seq_len, indices), wanted)
 
 
-@pytest.mark.parametrize(("num_tokens", "seq_len", "wanted"), [(0, 4, 0), (1, 4, 0), (4, 4, 0), (5, 4, 1), (8, 4, 1), (9, 4, 2)])
+@pytest.mark.parametrize(
+    ("num_tokens", "seq_len", "wanted"),
+    [(0, 4, 0), (1, 4, 0), (4, 4, 0), (5, 4, 1), (8, 4, 1), (9, 4, 2)],
+)
 def test_only_whole_windows_count(train_split, num_tokens, seq_len, wanted):
-    assert train_split(np.zeros(num_tokens, int), ends=[num_tokens] if num_tokens else []).num_windows(seq_len) == wanted
+    assert (
+        train_split(np.zeros(num_tokens, int), ends=[num_tokens] if num_tokens else []).num_windows(
+            seq_len
+        )
+        == wanted
+    )
 
 
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(65_536, np.uint16), (65_537, np.uint32)])
@@ -49,7 +57,12 @@ def test_the_smallest_type_that_holds_the_vocabulary(train_split, vocab_size, dt
 
 def test_counts_and_ranges(train_split):
     split = train_split(np.arange(100), ends=[10, 40, 100], shard_bytes=64)
-    assert (split.num_tokens, split.num_documents, split.text_bytes, split.has_mask) == (100, 3, 400, False)
+    assert (split.num_tokens, split.num_documents, split.text_bytes, split.has_mask) == (
+        100,
+        3,
+        400,
+        False,
+    )
     assert split.document_ends.tolist() == [10, 40, 100]
     assert split.read_tokens(30, 70).tolist() == list(range(30, 70))
     assert split.read_tokens(100, 100).tolist() == []
@@ -57,7 +70,12 @@ def test_counts_and_ranges(train_split):
 
 def test_a_missing_split_is_empty(write_set):
     val = Dataset.open(write_set(np.arange(10))).split("val")
-    assert (val.num_tokens, val.num_documents, val.num_windows(4), val.document_ends.tolist()) == (0, 0, 0, [])
+    assert (val.num_tokens, val.num_documents, val.num_windows(4), val.document_ends.tolist()) == (
+        0,
+        0,
+        0,
+        [],
+    )
 
 
 def test_reading_beyond_the_end_is_refused(train_split):
@@ -87,7 +105,9 @@ def test_document_ids_count_from_zero_in_each_window(train_split):
         out = np.full((len(indices), seq_len), -9, np.int32)
         split.read_document_ids(indices, seq_len, out)
         documents = np.searchsorted(ends, np.arange(1001), side="right")
-        wanted = [documents[i * seq_len : i * seq_len + seq_len] - documents[i * seq_len] for i in indices]
+        wanted = [
+            documents[i * seq_len : i * seq_len + seq_len] - documents[i * seq_len] for i in indices
+        ]
         assert np.array_equal(out, np.stack(wanted))
 
 
@@ -97,7 +117,10 @@ def test_sizes_are_checked_when_opened(write_set, name):
     whole = (folder / name).read_bytes()
     for torn in (whole[:-1], whole + b"x"):
         (folder / name).write_bytes(torn)
-        with pytest.raises(DataError, match=rf"{name} has {len(torn)} bytes; the manifest says {len(whole)}.*flatout prepare"):
+        with pytest.raises(
+            DataError,
+            match=rf"{name} has {len(torn)} bytes; the manifest says {len(whole)}.*flatout prepare",
+        ):
             Dataset.open(folder)
     (folder / name).unlink()
     with pytest.raises(DataError, match=f"{name} is missing"):
@@ -119,9 +142,13 @@ def test_a_damaged_block_is_named_when_it_is_first_read(write_set):
     flip(folder / "train-00001.bin", BLOCK_BYTES + 7)  # block 3 of the split, block 1 of its shard
     split = Dataset.open(folder).split("train")
     assert np.array_equal(split.read_tokens(0, 3 * per_block), tokens[: 3 * per_block])
-    with pytest.raises(DataError, match=rf"train-00001\.bin, byte {BLOCK_BYTES}: .*checksum.*flatout prepare"):
+    with pytest.raises(
+        DataError, match=rf"train-00001\.bin, byte {BLOCK_BYTES}: .*checksum.*flatout prepare"
+    ):
         split.read_tokens(3 * per_block - 1, 3 * per_block + 1)
-    with pytest.raises(DataError, match="checksum"):  # and again: a failed block never counts as checked
+    with pytest.raises(
+        DataError, match="checksum"
+    ):  # and again: a failed block never counts as checked
         split.read_tokens(0, len(tokens))
 
 
@@ -132,7 +159,10 @@ def test_a_read_over_many_blocks_checks_those_in_the_middle(write_set):
         Dataset.open(folder).split("train").read_tokens(0, 2 * BLOCK_BYTES)
 
 
-@pytest.mark.parametrize(("name", "read"), [("documents", lambda s: s.document_ends), ("00000.mask", lambda s: s.read_mask_range(0, 2))])
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [("documents", lambda s: s.document_ends), ("00000.mask", lambda s: s.read_mask_range(0, 2))],
+)
 def test_document_ends_and_masks_are_checked_too(write_set, name, read):
     folder = write_set(np.arange(100), mask=np.ones(100))
     flip(folder / f"train-{name}.bin", 0)
@@ -144,7 +174,9 @@ def test_each_block_is_checked_once(write_set, monkeypatch):
     split = Dataset.open(write_set(np.zeros(BLOCK_BYTES, int), vocab_size=10)).split("train")
     checked = []
     original = shards.zlib.crc32
-    monkeypatch.setattr(shards.zlib, "crc32", lambda data: checked.append(len(data)) or original(data))
+    monkeypatch.setattr(
+        shards.zlib, "crc32", lambda data: checked.append(len(data)) or original(data)
+    )
     for _ in range(3):
         windows(split, 1000, [0, 1, 2])
     assert len(checked) == 1
@@ -165,14 +197,18 @@ def test_the_first_of_several_damaged_blocks_is_the_one_named(write_set):
 
 @pytest.mark.parametrize("length", [0, 10, BLOCK_BYTES + 10, 2 * BLOCK_BYTES + 2])
 @pytest.mark.parametrize("touched", [True, False], ids=["in use", "not yet touched"])
-def test_a_shard_that_changes_its_size_while_it_is_open_is_named(write_set, length, touched, monkeypatch):
+def test_a_shard_that_changes_its_size_while_it_is_open_is_named(
+    write_set, length, touched, monkeypatch
+):
     monkeypatch.setattr(shards, "SIZES_EVERY_S", 0.0)
     folder = write_set(np.zeros(BLOCK_BYTES, int))
     split = Dataset.open(folder).split("train")
     if touched:
         windows(split, 1000)
     os.truncate(folder / "train-00000.bin", length)
-    with pytest.raises(DataError, match=rf"train-00000\.bin has {length} bytes now; it had {2 * BLOCK_BYTES} when"):
+    with pytest.raises(
+        DataError, match=rf"train-00000\.bin has {length} bytes now; it had {2 * BLOCK_BYTES} when"
+    ):
         windows(split, 1000)
 
 
@@ -209,7 +245,10 @@ def test_a_block_that_the_disk_does_not_give_is_named(train_split, monkeypatch):
         return shards_open(path, mode, **options)
 
     monkeypatch.setattr(type(split.folder), "open", failing)
-    with pytest.raises(DataError, match=r"train-00000\.bin, byte 0: the block of 200 bytes from there cannot be read: Input/output error"):
+    with pytest.raises(
+        DataError,
+        match=r"train-00000\.bin, byte 0: the block of 200 bytes from there cannot be read: Input/output error",
+    ):
         windows(split, 10)
 
 
@@ -218,7 +257,10 @@ def test_a_token_beyond_the_vocabulary_is_named(write_set):
     path = folder / "manifest.json"
     path.write_text(path.read_text().replace('"vocab_size": 300', '"vocab_size": 299'))
     seal(path)
-    with pytest.raises(DataError, match=r"train-00000\.bin, byte 4: the token id 299 is beyond the vocabulary, whose ids are below 299"):
+    with pytest.raises(
+        DataError,
+        match=r"train-00000\.bin, byte 4: the token id 299 is beyond the vocabulary, whose ids are below 299",
+    ):
         windows(Dataset.open(folder).split("train"), 2)
 
 

@@ -19,7 +19,9 @@ TOKENS = BLOCK_BYTES // 2 + 1000
 def folder(tmp_path):
     tokenizer = make_tokenizer("byte", lambda _: iter([]))
     out = tmp_path / "set"
-    with DatasetWriter(out, vocab_size=tokenizer.vocab_size, shard_bytes=BLOCK_BYTES + 4096) as writer:
+    with DatasetWriter(
+        out, vocab_size=tokenizer.vocab_size, shard_bytes=BLOCK_BYTES + 4096
+    ) as writer:
         for split, size in ((writer.train, TOKENS + 5000), (writer.val, 300)):
             tokens = RNG.integers(0, 257, size)
             split.append(tokens, [10, size], text_bytes=size, mask=RNG.integers(0, 2, size))
@@ -48,7 +50,11 @@ def problems(folder):
 def test_a_whole_folder_is_read_whole(folder):
     found = verify_dataset(folder)
     assert found.problems == ()
-    entries = [entry for split in read_manifest(folder).splits.values() for entry in (*split.shards, *split.masks, split.document_ends)]
+    entries = [
+        entry
+        for split in read_manifest(folder).splits.values()
+        for entry in (*split.shards, *split.masks, split.document_ends)
+    ]
     assert found.num_bytes == sum(entry.size_bytes for entry in entries)
     assert found.blocks == sum(len(entry.block_crc32) for entry in entries)
     assert found.files == len(entries) + 1 == len(list(folder.iterdir())) - 1
@@ -78,18 +84,29 @@ def test_every_damage_is_listed_at_once(folder):
 def test_ids_beyond_the_vocabulary(folder):
     edit(folder, lambda document: document.update(vocab_size=256))
     found = problems(folder)
-    assert any("tokenizer.json has 257 tokens; the manifest says 256." in problem for problem in found)
+    assert any(
+        "tokenizer.json has 257 tokens; the manifest says 256." in problem for problem in found
+    )
     assert any("the token id 256 is beyond the vocabulary" in problem for problem in found)
 
 
 @pytest.mark.parametrize(
     ("ends", "wanted"),
-    [([10, 9], "document 1 of val ends at 9, not after"), ([0, 300], "document 0 of val ends at 0"), ([10, 299], "end at 299, its tokens at 300")],
+    [
+        ([10, 9], "document 1 of val ends at 9, not after"),
+        ([0, 300], "document 0 of val ends at 0"),
+        ([10, 299], "end at 299, its tokens at 300"),
+    ],
 )
 def test_document_ends_ascend_to_the_end_of_the_tokens(folder, ends, wanted):
     data = np.array(ends, "<i8").tobytes()
     (folder / "val-documents.bin").write_bytes(data)
-    edit(folder, lambda document: document["splits"]["val"]["document_ends"].update(block_crc32=[zlib.crc32(data)]))
+    edit(
+        folder,
+        lambda document: document["splits"]["val"]["document_ends"].update(
+            block_crc32=[zlib.crc32(data)]
+        ),
+    )
     (problem,) = problems(folder)
     assert wanted in problem
 
@@ -129,7 +146,9 @@ def address(folder, store):
     return "faulty://bucket/set"
 
 
-def test_what_lies_at_an_address_is_read_through_and_not_kept(folder, address, store, tmp_path, monkeypatch):
+def test_what_lies_at_an_address_is_read_through_and_not_kept(
+    folder, address, store, tmp_path, monkeypatch
+):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert verify_stored(address) == verify_dataset(folder)
     assert not (tmp_path / "home").exists()
@@ -156,12 +175,19 @@ def test_what_is_wrong_at_an_address_is_listed(folder, address, store):
 
 def test_an_address_is_checked_as_strictly_as_a_folder(folder, address, store):
     """Checksums, sizes and the manifest's digest all fit here: what they are of is wrong."""
-    files = {"train-00000.bin": (100, b"\xff\xff"), "val-00000.mask.bin": (7, b"\x02"), "val-documents.bin": (0, b"\x00")}
+    files = {
+        "train-00000.bin": (100, b"\xff\xff"),
+        "val-00000.mask.bin": (7, b"\x02"),
+        "val-documents.bin": (0, b"\x00"),
+    }
     for name, (start, data) in files.items():
         whole = bytearray((folder / name).read_bytes())
         whole[start : start + len(data)] = data
         (folder / name).write_bytes(whole)
-    crcs = {name: [zlib.crc32(block) for block in blocks((folder / name).read_bytes())] for name in files}
+    crcs = {
+        name: [zlib.crc32(block) for block in blocks((folder / name).read_bytes())]
+        for name in files
+    }
 
     def state(document):
         document["vocab_size"] = 258
@@ -173,7 +199,9 @@ def test_an_address_is_checked_as_strictly_as_a_folder(folder, address, store):
     edit(folder, state)
     for path in folder.iterdir():
         store.put_file(str(path), f"{address}/{path.name}")
-    found = sorted(problem.replace(str(folder), address) for problem in verify_dataset(folder).problems)
+    found = sorted(
+        problem.replace(str(folder), address) for problem in verify_dataset(folder).problems
+    )
     assert len(found) == 5
     assert list(verify_stored(address).problems) == found
 

@@ -16,9 +16,17 @@ from flatout.data.tokenizers.engines import delegated
 @pytest.mark.parametrize("known", KNOWN.values(), ids=lambda known: known.name)
 def test_no_known_pattern_has_a_token_across_a_cut(known, monkeypatch):
     """Every run of characters is a piece here, so that a token across a cut would show."""
-    text = "".join(random.Random(1).choices(["a", "Z", "é", "7", "²", "_", ".", " ", "\n", "\r", "\t", "'s", "/"], k=3000))
-    merged = dict.fromkeys(text[place : place + length].encode() for place in range(3000) for length in (1, 2, 3, 4))
-    pieces = [bytes([value]) for value in range(256)] + [piece for piece in merged if len(piece) > 1]
+    text = "".join(
+        random.Random(1).choices(
+            ["a", "Z", "é", "7", "²", "_", ".", " ", "\n", "\r", "\t", "'s", "/"], k=3000
+        )
+    )
+    merged = dict.fromkeys(
+        text[place : place + length].encode() for place in range(3000) for length in (1, 2, 3, 4)
+    )
+    pieces = [bytes([value]) for value in range(256)] + [
+        piece for piece in merged if len(piece) > 1
+    ]
     made = bpe.RankTokenizer(known.name, pieces, known.pattern, len(pieces))
     whole = made.encode(text)
     monkeypatch.setattr(base, "PIECE_CHARACTERS", 3)
@@ -48,20 +56,58 @@ def test_a_pattern_whose_alternatives_are_grouped_splits_the_same(name):
     """Every run of characters is a piece here, so that another split would show."""
     stream = random.Random(2)
     text = "".join(
-        stream.choice(["a", "Z", "é", "7", "²", "_", ".", " ", "  ", "\n", "\r", "\t", "'s", "'LL", "/", "+", "|", "b", "c", ")"])
+        stream.choice(
+            [
+                "a",
+                "Z",
+                "é",
+                "7",
+                "²",
+                "_",
+                ".",
+                " ",
+                "  ",
+                "\n",
+                "\r",
+                "\t",
+                "'s",
+                "'LL",
+                "/",
+                "+",
+                "|",
+                "b",
+                "c",
+                ")",
+            ]
+        )
         for _ in range(3000)
     )
-    merged = dict.fromkeys(text[place : place + length].encode() for place in range(3000) for length in (1, 2, 3, 4))
-    ranks = {piece: rank for rank, piece in enumerate([*(bytes([value]) for value in range(256)), *(piece for piece in merged if len(piece) > 1)])}
+    merged = dict.fromkeys(
+        text[place : place + length].encode() for place in range(3000) for length in (1, 2, 3, 4)
+    )
+    ranks = {
+        piece: rank
+        for rank, piece in enumerate(
+            [
+                *(bytes([value]) for value in range(256)),
+                *(piece for piece in merged if len(piece) > 1),
+            ]
+        )
+    }
     plain, fast = (
-        tiktoken.Encoding("x", pat_str=pattern, mergeable_ranks=ranks, special_tokens={}) for pattern in (PATTERNS[name], delegated(PATTERNS[name]))
+        tiktoken.Encoding("x", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+        for pattern in (PATTERNS[name], delegated(PATTERNS[name]))
     )
     assert fast.encode_ordinary(text) == plain.encode_ordinary(text)
 
 
 def test_alternatives_that_look_around_or_hold_on_stay_alone():
-    assert delegated(r"a|[b|]c|(d|e)++|\s++$|\s+(?!\S)|\s") == r"(?:a|[b|]c|(d|e)+)|\s++$|\s+(?!\S)|\s"
-    assert delegated(GPT2_PATTERN).startswith(r"(?:'(?:[sdmt]|ll|re|ve)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+)|")
+    assert (
+        delegated(r"a|[b|]c|(d|e)++|\s++$|\s+(?!\S)|\s") == r"(?:a|[b|]c|(d|e)+)|\s++$|\s+(?!\S)|\s"
+    )
+    assert delegated(GPT2_PATTERN).startswith(
+        r"(?:'(?:[sdmt]|ll|re|ve)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+)|"
+    )
     for unchanged in (r"(?i)a|b", r"a?+b|c", r"\p{L}+", r"\++"):
         assert delegated(unchanged) == unchanged
 
@@ -82,10 +128,14 @@ def test_training_splits_text_as_its_pattern_does():
     reference = Tokenizer(models.BPE())
     reference.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    reference.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=320, initial_alphabet=alphabet, show_progress=False))
+    reference.train_from_iterator(
+        CORPUS, trainers.BpeTrainer(vocab_size=320, initial_alphabet=alphabet, show_progress=False)
+    )
     ranks = {index: piece for piece, index in reference.get_vocab(with_added_tokens=False).items()}
     byte_of = byte_level_alphabet()
-    pieces = [bytes(byte_of[character] for character in ranks[index]) for index in range(len(ranks))]
+    pieces = [
+        bytes(byte_of[character] for character in ranks[index]) for index in range(len(ranks))
+    ]
     ours = bpe.RankTokenizer("x", pieces, GPT2_PATTERN, len(pieces))
     for text in CORPUS + STRANGE:
         assert ours.encode(text) == reference.encode(text).ids
@@ -104,7 +154,9 @@ def test_the_byte_level_alphabet_is_the_one_in_use():
 
 @pytest.mark.parametrize("known", KNOWN.values(), ids=lambda known: known.name)
 def test_every_known_pattern_compiles_and_loses_nothing(known):
-    made = bpe.RankTokenizer(known.name, [bytes([value]) for value in range(256)], known.pattern, known.eot_id)
+    made = bpe.RankTokenizer(
+        known.name, [bytes([value]) for value in range(256)], known.pattern, known.eot_id
+    )
     for text in CORPUS + STRANGE:
         assert made.decode(made.encode(text)) == text
 
@@ -133,11 +185,17 @@ def test_known_patterns_equal_those_in_the_field():
 
     for name in ("r50k_base", "p50k_base", "cl100k_base", "o200k_base"):
         pieces, pattern, eot = definition(name)
-        ours = next(known for known in KNOWN.values() if known.name in (name, {"r50k_base": "gpt2"}.get(name)))
+        ours = next(
+            known
+            for known in KNOWN.values()
+            if known.name in (name, {"r50k_base": "gpt2"}.get(name))
+        )
         assert ours.eot_id == eot
         text = "".join(CORPUS + STRANGE)
         words = sorted(set(re.findall(r"\s?\S{2,6}", text)))
-        merged = pieces + [word.encode()[:length] for word in words for length in range(2, len(word.encode()) + 1)]
+        merged = pieces + [
+            word.encode()[:length] for word in words for length in range(2, len(word.encode()) + 1)
+        ]
         merged = list(dict.fromkeys(merged))
         theirs_tokenizer = bpe.RankTokenizer("theirs", merged, pattern, len(merged))
         ours_tokenizer = bpe.RankTokenizer("ours", merged, ours.pattern, len(merged))

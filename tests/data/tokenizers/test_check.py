@@ -20,8 +20,19 @@ from flatout.data.tokenizers.plain import ByteTokenizer
 from flatout.errors import DataError
 
 VOCABULARY = {"<unk>": 0, "<|endoftext|>": 1, "a": 2, "b": 3}
-END = {"id": 1, "content": "<|endoftext|>", "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-DOUBLING = {"type": "Sequence", "normalizers": [{"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}] * 30}
+END = {
+    "id": 1,
+    "content": "<|endoftext|>",
+    "single_word": False,
+    "lstrip": False,
+    "rstrip": False,
+    "normalized": False,
+    "special": True,
+}
+DOUBLING = {
+    "type": "Sequence",
+    "normalizers": [{"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}] * 30,
+}
 BYTES = [bytes([value]) for value in range(256)]
 
 
@@ -43,7 +54,14 @@ def no_process(monkeypatch):
 
 def definition(**parts):
     model = {"type": "BPE", "unk_token": "<unk>", "vocab": VOCABULARY, "merges": []}
-    return {"version": "1.0", "added_tokens": [END], "normalizer": None, "pre_tokenizer": None, "decoder": None, "model": model} | parts
+    return {
+        "version": "1.0",
+        "added_tokens": [END],
+        "normalizer": None,
+        "pre_tokenizer": None,
+        "decoder": None,
+        "model": model,
+    } | parts
 
 
 def hub_file(tmp_path, **parts):
@@ -53,7 +71,10 @@ def hub_file(tmp_path, **parts):
 
 def tiktoken_file(tmp_path, more=b""):
     path = tmp_path / "own.tiktoken"
-    path.write_bytes(b"".join(base64.b64encode(piece) + b" %d\n" % rank for rank, piece in enumerate(BYTES)) + more)
+    path.write_bytes(
+        b"".join(base64.b64encode(piece) + b" %d\n" % rank for rank, piece in enumerate(BYTES))
+        + more
+    )
     return path
 
 
@@ -65,7 +86,10 @@ def charsmap(data):
     ("parts", "said"),
     [
         ({"normalizer": charsmap(b"\x08\0\0\0" + b"\xff" * 8 + b"abc")}, "index out of bounds"),
-        ({"normalizer": charsmap(b"\xff\xff\xff\x7fabc")}, r"crashes or takes too much memory \(the limits are 30 s and 2 GiB\)"),
+        (
+            {"normalizer": charsmap(b"\xff\xff\xff\x7fabc")},
+            r"crashes or takes too much memory \(the limits are 30 s and 2 GiB\)",
+        ),
         ({"normalizer": DOUBLING}, r"takes too much CPU time|takes too much memory"),
         ({"pre_tokenizer": {"type": "FixedLength", "length": 0}}, "chunk size must be non-zero"),
     ],
@@ -75,7 +99,10 @@ def test_a_file_that_hurts_is_named_in_bounded_time(tmp_path, monkeypatch, parts
     if DOUBLING in parts.values():
         monkeypatch.setattr(check, "CPU_S", 0)
     path = hub_file(tmp_path, **parts)
-    with pytest.raises(DataError, match=rf"tokenizer\.json cannot be used: loading it and encoding a few short texts fails: .*({said})") as caught:
+    with pytest.raises(
+        DataError,
+        match=rf"tokenizer\.json cannot be used: loading it and encoding a few short texts fails: .*({said})",
+    ) as caught:
         load_tokenizer(path)
     assert "another tokenizer" in caught.value.fix
     assert not (tmp_path / "cache").exists()
@@ -93,9 +120,13 @@ def test_a_file_that_passes_is_tried_once(tmp_path, cache, monkeypatch):
 
 
 def test_a_saved_one_is_tried_too(tmp_path, monkeypatch):
-    load_tokenizer(hub_file(tmp_path, pre_tokenizer={"type": "Whitespace"})).save(tmp_path / "saved.json")
+    load_tokenizer(hub_file(tmp_path, pre_tokenizer={"type": "Whitespace"})).save(
+        tmp_path / "saved.json"
+    )
     tried = []
-    monkeypatch.setattr(tokenizers, "require_usable", lambda text, name, *, cache: tried.append(name))
+    monkeypatch.setattr(
+        tokenizers, "require_usable", lambda text, name, *, cache: tried.append(name)
+    )
     load_tokenizer(tmp_path / "saved.json")
     assert tried == [str(tmp_path / "saved.json")]
 
@@ -103,13 +134,28 @@ def test_a_saved_one_is_tried_too(tmp_path, monkeypatch):
 def test_the_usual_kinds_start_no_process(tmp_path, no_process):
     alphabet = {character: index + 2 for index, character in enumerate(tokenizer_alphabet())}
     model = {"type": "BPE", "vocab": {"<|endoftext|>": 0} | alphabet, "merges": []}
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    made = load_tokenizer(hub_file(tmp_path, model=model, added_tokens=[END | {"id": 0}], pre_tokenizer=level, decoder=level))
+    level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": True,
+    }
+    made = load_tokenizer(
+        hub_file(
+            tmp_path,
+            model=model,
+            added_tokens=[END | {"id": 0}],
+            pre_tokenizer=level,
+            decoder=level,
+        )
+    )
     assert made.proven
     made.save(tmp_path / "saved.json")
     assert load_tokenizer(tmp_path / "saved.json").proven
     for kind in ("byte", "char", "train:300"):
-        make_tokenizer(kind, lambda _: ["the cat sat on the mat"], cache=None).save(tmp_path / "kind.json")
+        make_tokenizer(kind, lambda _: ["the cat sat on the mat"], cache=None).save(
+            tmp_path / "kind.json"
+        )
         assert load_tokenizer(tmp_path / "kind.json").proven
     assert load_tokenizer(tiktoken_file(tmp_path), pattern=GPT2_PATTERN).proven
 
@@ -123,7 +169,10 @@ def tokenizer_alphabet():
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (b"YWI= 1099511627776\n", "line 257: the rank 1,099,511,627,776 is not between 0 and 16,777,215"),
+        (
+            b"YWI= 1099511627776\n",
+            "line 257: the rank 1,099,511,627,776 is not between 0 and 16,777,215",
+        ),
         (b"YWI= -1\n", "line 257: the rank -1 is not between"),
         (b"YWI= 9\n", "line 257: the rank 9 is there twice"),
         (b"YW!= 256\n", "line 257 is not `BASE64 RANK`"),
@@ -138,7 +187,12 @@ def test_ranks_that_no_table_can_hold_are_named(tmp_path, no_process, more, said
 
 def test_an_id_that_no_table_can_hold_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(tokenizers, "require_usable", lambda *_, **__: None)
-    model = {"type": "BPE", "unk_token": "<unk>", "vocab": VOCABULARY | {"z": 2**32 - 2}, "merges": []}
+    model = {
+        "type": "BPE",
+        "unk_token": "<unk>",
+        "vocab": VOCABULARY | {"z": 2**32 - 2},
+        "merges": [],
+    }
     with pytest.raises(DataError, match="has the id 4,294,967,294; ids are below 16,777,216"):
         load_tokenizer(hub_file(tmp_path, model=model))
     with pytest.raises(DataError, match="ids are below"):
@@ -169,7 +223,9 @@ def test_patterns_that_split_all_text_pass():
 
 
 def test_a_pattern_that_is_none_is_named_where_the_file_is_loaded(tmp_path):
-    with pytest.raises(DataError, match=r"The pattern of the tokenizer 'own' cannot be used: .* Correct --pattern"):
+    with pytest.raises(
+        DataError, match=r"The pattern of the tokenizer 'own' cannot be used: .* Correct --pattern"
+    ):
         load_tokenizer(tiktoken_file(tmp_path), pattern="(")
 
 
@@ -181,10 +237,15 @@ def test_an_empty_pattern_is_named(tmp_path):
 def test_a_text_that_a_tokenizer_fails_on_is_a_bad_row(tmp_path, monkeypatch):
     monkeypatch.setattr(tokenizers, "require_usable", lambda *_, **__: None)
     model = {"type": "WordLevel", "vocab": VOCABULARY, "unk_token": "nothing"}
-    with pytest.raises(NotEncodable, match=r"The tokenizer 'tokenizer' fails: WordLevel error: Missing \[UNK\] token"):
+    with pytest.raises(
+        NotEncodable,
+        match=r"The tokenizer 'tokenizer' fails: WordLevel error: Missing \[UNK\] token",
+    ):
         load_tokenizer(hub_file(tmp_path, model=model)).encode("c")
     broken = load_tokenizer(hub_file(tmp_path, pre_tokenizer={"type": "FixedLength", "length": 0}))
-    with pytest.raises(NotEncodable, match="The tokenizer 'tokenizer' fails: chunk size must be non-zero"):
+    with pytest.raises(
+        NotEncodable, match="The tokenizer 'tokenizer' fails: chunk size must be non-zero"
+    ):
         broken.encode("a")
 
 
@@ -196,7 +257,9 @@ def test_a_file_that_is_no_tokenizers_is_not_read(tmp_path, kind):
     else:
         path.touch()
         os.truncate(path, 1 << 40)
-    with pytest.raises(DataError, match="is not a regular file" if kind == "fifo" else "is larger than 128 MiB"):
+    with pytest.raises(
+        DataError, match="is not a regular file" if kind == "fifo" else "is larger than 128 MiB"
+    ):
         load_tokenizer(path)
 
 
@@ -217,7 +280,11 @@ def test_workers_have_limits_for_tokenizers_that_are_not_proven(monkeypatch):
     assert bounded == [check.PIECE_BYTES]
     limits = []
     encode = other.encode_piece
-    monkeypatch.setattr(other, "encode_piece", lambda *given: limits.append(resource.getrlimit(resource.RLIMIT_CPU)) or encode(*given))
+    monkeypatch.setattr(
+        other,
+        "encode_piece",
+        lambda *given: limits.append(resource.getrlimit(resource.RLIMIT_CPU)) or encode(*given),
+    )
     assert other.encode("ab") == [97, 98]
     assert limits[0][0] != resource.RLIM_INFINITY
 

@@ -15,13 +15,23 @@ import pytest
 from flatout.data.prepare.pipeline import Options, prepare_dataset
 from flatout.data.tokenizers import engine_choice, load_tokenizer, make_tokenizer, parse_tokenizer
 from flatout.data.tokenizers import engines as fast_path_engines
-from flatout.data.tokenizers.bpe import GPT2_PATTERN, KNOWN, RankTokenizer, byte_level_alphabet, train_bpe
+from flatout.data.tokenizers.bpe import (
+    GPT2_PATTERN,
+    KNOWN,
+    RankTokenizer,
+    byte_level_alphabet,
+    train_bpe,
+)
 from flatout.data.tokenizers.engine_choice import choose_engine, difference, probes
 from flatout.data.tokenizers.plain import ByteTokenizer
 from flatout.errors import DataError
 from flatout.progress import SILENT
 
-TEXTS = ["The cat sat on the mat. It's 12345 cats!\n", "Ein Käfer fliegt. 日本語のテキスト 🙂\n", "plain words and the cat, the mat; "] * 30
+TEXTS = [
+    "The cat sat on the mat. It's 12345 cats!\n",
+    "Ein Käfer fliegt. 日本語のテキスト 🙂\n",
+    "plain words and the cat, the mat; ",
+] * 30
 
 
 class Listener:
@@ -61,7 +71,9 @@ def from_json(trained):
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made.train_from_iterator(TEXTS, trainers.BpeTrainer(vocab_size=330, initial_alphabet=alphabet, show_progress=False))
+    made.train_from_iterator(
+        TEXTS, trainers.BpeTrainer(vocab_size=330, initial_alphabet=alphabet, show_progress=False)
+    )
     made.add_special_tokens([AddedToken("<|endoftext|>", special=True, normalized=False)])
     return parse_tokenizer(made.to_str(), "tokenizer.json")
 
@@ -81,7 +93,10 @@ def test_the_fastest_is_taken_and_said(trained, from_json, listener):
     for tokenizer, slowest in ((trained, "tiktoken"), (from_json, "tokenizers")):
         chosen = choose_engine(tokenizer, TEXTS, cache=None, progress=listener)
         assert chosen.engine == "gigatoken"
-        assert listener.said.pop() == f"Encodes with gigatoken {metadata.version('gigatoken')} (same ids as {slowest} on 0.0 MB of this text)."
+        assert (
+            listener.said.pop()
+            == f"Encodes with gigatoken {metadata.version('gigatoken')} (same ids as {slowest} on 0.0 MB of this text)."
+        )
         assert tokenizer.engine == slowest, "a tokenizer is a value"
 
 
@@ -149,17 +164,27 @@ def test_absent_engines_are_passed_over_aloud(from_json, listener, monkeypatch, 
 def test_a_vocabulary_that_gigatoken_cannot_read_says_why(trained, listener):
     odd = RankTokenizer("odd", trained.pieces, r"\S+|\s+", trained.eot_id)
     assert choose_engine(odd, TEXTS, cache=None, progress=listener).engine == "tiktoken"
-    assert listener.said[0].startswith("gigatoken cannot encode for this tokenizer: it does not split text by this one's pattern: encodes")
-    gap = RankTokenizer("gap", [*trained.pieces[:-3], None, *trained.pieces[-2:]], GPT2_PATTERN, trained.eot_id)
+    assert listener.said[0].startswith(
+        "gigatoken cannot encode for this tokenizer: it does not split text by this one's pattern: encodes"
+    )
+    gap = RankTokenizer(
+        "gap", [*trained.pieces[:-3], None, *trained.pieces[-2:]], GPT2_PATTERN, trained.eot_id
+    )
     chosen = choose_engine(gap, TEXTS, cache=None, progress=listener)
     assert chosen.encode("The cat 日本") == gap.encode("The cat 日本")
 
 
-def test_the_verdict_on_the_probes_is_kept_and_the_corpus_tried_each_time(trained, listener, monkeypatch, tmp_path):
+def test_the_verdict_on_the_probes_is_kept_and_the_corpus_tried_each_time(
+    trained, listener, monkeypatch, tmp_path
+):
     calls = []
-    monkeypatch.setattr(engine_choice, "probes", lambda tokenizer: calls.append(tokenizer) or ["a", "b"])
+    monkeypatch.setattr(
+        engine_choice, "probes", lambda tokenizer: calls.append(tokenizer) or ["a", "b"]
+    )
     for _ in range(2):
-        assert choose_engine(trained, TEXTS, cache=tmp_path, progress=listener).engine == "gigatoken"
+        assert (
+            choose_engine(trained, TEXTS, cache=tmp_path, progress=listener).engine == "gigatoken"
+        )
     (kept,) = (tmp_path / "engines").iterdir()
     assert len(calls) == 1
     assert json.loads(kept.read_text())["difference"] == ""
@@ -175,17 +200,25 @@ def test_the_verdict_on_the_probes_is_kept_and_the_corpus_tried_each_time(traine
 
 def test_a_cache_that_cannot_be_written_stops_nothing(trained, listener, tmp_path):
     (tmp_path / "file").write_text("")
-    assert choose_engine(trained, TEXTS, cache=tmp_path / "file", progress=listener).engine == "gigatoken"
+    assert (
+        choose_engine(trained, TEXTS, cache=tmp_path / "file", progress=listener).engine
+        == "gigatoken"
+    )
 
 
-def test_little_text_and_tokenizers_that_need_no_engine_are_left_as_they_are(trained, listener, monkeypatch):
+def test_little_text_and_tokenizers_that_need_no_engine_are_left_as_they_are(
+    trained, listener, monkeypatch
+):
     assert choose_engine(ByteTokenizer(), TEXTS, cache=None, progress=listener).engine == ""
     assert choose_engine(trained, TEXTS[:1], cache=None, progress=listener).engine == "tiktoken"
     assert listener.said == []
 
 
 def test_text_that_is_none_is_left_to_packing(trained, listener):
-    assert choose_engine(trained, [*TEXTS, "a\ud800b"], cache=None, progress=listener).engine == "gigatoken"
+    assert (
+        choose_engine(trained, [*TEXTS, "a\ud800b"], cache=None, progress=listener).engine
+        == "gigatoken"
+    )
 
 
 def test_a_difference_is_shown_where_it_is(trained, monkeypatch):
@@ -196,13 +229,25 @@ def test_a_difference_is_shown_where_it_is(trained, monkeypatch):
 
 def test_making_a_tokenizer_chooses_its_engine(tmp_path, trained, from_json, listener):
     path = tmp_path / "small.tiktoken"
-    path.write_bytes(b"".join(base64.b64encode(piece) + b" %d\n" % rank for rank, piece in enumerate(trained.pieces)))
+    path.write_bytes(
+        b"".join(
+            base64.b64encode(piece) + b" %d\n" % rank for rank, piece in enumerate(trained.pieces)
+        )
+    )
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "tokenizer.json").write_text(json.dumps(from_json.definition))
     for spec in (str(path), str(tmp_path / "folder"), "train:300"):
-        made = make_tokenizer(spec, lambda limit: TEXTS, pattern=GPT2_PATTERN, cache=tmp_path / "cache", progress=listener)
+        made = make_tokenizer(
+            spec,
+            lambda limit: TEXTS,
+            pattern=GPT2_PATTERN,
+            cache=tmp_path / "cache",
+            progress=listener,
+        )
         assert made.engine == "gigatoken"
-    assert len(list((tmp_path / "cache" / "engines").iterdir())) == 2, "a vocabulary trained here is not met again"
+    assert len(list((tmp_path / "cache" / "engines").iterdir())) == 2, (
+        "a vocabulary trained here is not met again"
+    )
     assert load_tokenizer(path, pattern=GPT2_PATTERN).engine == "tiktoken"
 
 
@@ -221,8 +266,13 @@ def crossing():
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    texts = ["".join(stream.choices([*" \n\rabB1é日.'/", "'s", "  ", "12", "the"], k=400)) for _ in range(20)]
-    made.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=900, initial_alphabet=alphabet, show_progress=False))
+    texts = [
+        "".join(stream.choices([*" \n\rabB1é日.'/", "'s", "  ", "12", "the"], k=400))
+        for _ in range(20)
+    ]
+    made.train_from_iterator(
+        texts, trainers.BpeTrainer(vocab_size=900, initial_alphabet=alphabet, show_progress=False)
+    )
     byte_of = byte_level_alphabet()
     by_id = sorted(made.get_vocab().items(), key=lambda item: item[1])
     return [bytes(byte_of[character] for character in piece) for piece, _ in by_id]
@@ -270,22 +320,32 @@ def test_refusals_say_what_to_do():
 
 def test_the_data_set_is_the_same_whichever_engine_ran(tmp_path, from_json, listener, monkeypatch):
     text = tmp_path / "text.jsonl"
-    rows = [{"text": f"{number} {TEXTS[number % len(TEXTS)]}<|endoftext|>"} for number in range(300)]
+    rows = [
+        {"text": f"{number} {TEXTS[number % len(TEXTS)]}<|endoftext|>"} for number in range(300)
+    ]
     text.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(from_json.definition), encoding="utf-8")
     options = Options(tokenizer=str(path))
 
     def prepared(name):
-        out = prepare_dataset([str(text)], tmp_path / name, options, workers=1, progress=listener).path
+        out = prepare_dataset(
+            [str(text)], tmp_path / name, options, workers=1, progress=listener
+        ).path
         return {file.name: file.read_bytes() for file in out.iterdir()}
 
-    monkeypatch.setattr(engine_choice, "_kept", lambda candidate, reference, cache: "")  # nothing of a test is kept in the user's folder
+    monkeypatch.setattr(
+        engine_choice, "_kept", lambda candidate, reference, cache: ""
+    )  # nothing of a test is kept in the user's folder
     fast = prepared("fast")
     wrong(monkeypatch)
     middle = prepared("middle")
     monkeypatch.setattr(engine_choice, "WORTHWHILE_CHARACTERS", 10**9)
     slow = prepared("slow")
-    engines = [line.split(" (")[0].rpartition("ncodes with ")[2].split()[0] for line in listener.said if "ncodes with" in line]
+    engines = [
+        line.split(" (")[0].rpartition("ncodes with ")[2].split()[0]
+        for line in listener.said
+        if "ncodes with" in line
+    ]
     assert engines == ["gigatoken", "tiktoken"]
     assert fast == middle == slow

@@ -27,7 +27,9 @@ def content():
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made.train_from_iterator(TEXTS, trainers.BpeTrainer(vocab_size=270, initial_alphabet=alphabet, show_progress=False))
+    made.train_from_iterator(
+        TEXTS, trainers.BpeTrainer(vocab_size=270, initial_alphabet=alphabet, show_progress=False)
+    )
     made.add_special_tokens(["<|endoftext|>"])
     return made.to_str().encode()
 
@@ -79,13 +81,36 @@ def hub(content):
     server.server_close()
 
 
-@pytest.mark.parametrize("name", ["openai-community/gpt2", "org/na.me-1", "org/name@main", f"org/name@{COMMIT}", "org/name@refs/pr/1"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "openai-community/gpt2",
+        "org/na.me-1",
+        "org/name@main",
+        f"org/name@{COMMIT}",
+        "org/name@refs/pr/1",
+    ],
+)
 def test_names_of_repositories(name):
     assert is_repository(name)
 
 
 @pytest.mark.parametrize(
-    "name", ["gpt2", "byte", "a/b/c", "./a/b", "/a/b", "~/a", "../a", "a/tokenizer.json", "a/b.tiktoken", "a/", "org/name@", "a b/c"]
+    "name",
+    [
+        "gpt2",
+        "byte",
+        "a/b/c",
+        "./a/b",
+        "/a/b",
+        "~/a",
+        "../a",
+        "a/tokenizer.json",
+        "a/b.tiktoken",
+        "a/",
+        "org/name@",
+        "a b/c",
+    ],
 )
 def test_other_names(name):
     assert not is_repository(name)
@@ -97,7 +122,10 @@ def test_a_repository_is_fetched_once(hub, tmp_path, content):
     assert hub.asked
     hub.asked.clear()
     assert tokenizer_file("org/small", cache=tmp_path, endpoint=hub.address) == path
-    assert tokenizer_file(f"org/small@{COMMIT}", cache=tmp_path, endpoint=hub.address).read_bytes() == content
+    assert (
+        tokenizer_file(f"org/small@{COMMIT}", cache=tmp_path, endpoint=hub.address).read_bytes()
+        == content
+    )
     assert hub.asked == [], "what is in the cache is taken without asking"
 
 
@@ -128,7 +156,9 @@ def test_a_hub_that_cannot_be_reached_is_said(tmp_path, monkeypatch):
 
 def test_a_cache_that_cannot_be_written_is_said(hub, tmp_path):
     (tmp_path / "cache").write_text("a file")
-    with pytest.raises(DataError, match=r"org/small could not be fetched: .*Not a directory|File exists"):
+    with pytest.raises(
+        DataError, match=r"org/small could not be fetched: .*Not a directory|File exists"
+    ):
         tokenizer_file("org/small", cache=tmp_path / "cache", endpoint=hub.address)
 
 
@@ -142,7 +172,11 @@ def test_without_the_package_it_says_what_to_install(tmp_path, monkeypatch):
 
 def test_a_tokenizer_is_made_by_name(hub, tmp_path, monkeypatch, content):
     monkeypatch.setattr(
-        tokenizer_module, "tokenizer_file", lambda name, progress: tokenizer_file(name, cache=tmp_path, endpoint=hub.address, progress=progress)
+        tokenizer_module,
+        "tokenizer_file",
+        lambda name, progress: tokenizer_file(
+            name, cache=tmp_path, endpoint=hub.address, progress=progress
+        ),
     )
     monkeypatch.chdir(tmp_path)
     made = make_tokenizer("org/small", lambda limit: TEXTS)

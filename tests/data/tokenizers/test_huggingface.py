@@ -13,7 +13,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
 
 from flatout.data.tokenizers import base, cut_points, parse_tokenizer
 from flatout.data.tokenizers.byte_level import layout_of
@@ -25,13 +34,26 @@ from flatout.errors import DataError
 LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 END = {"gpt2": "<|endoftext|>", "llama3": "<|end_of_text|>", "qwen2": "<|endoftext|>"}
-SPECIAL = {"gpt2": [], "llama3": ["<|begin_of_text|>", "<|eot_id|>"], "qwen2": ["<|im_start|>", "<|im_end|>"]}
+SPECIAL = {
+    "gpt2": [],
+    "llama3": ["<|begin_of_text|>", "<|eot_id|>"],
+    "qwen2": ["<|im_start|>", "<|im_end|>"],
+}
 KEPT = {"gpt2": [], "llama3": [], "qwen2": ["<tool_call>", "</tool_call>", "|>", "<tool_call>>"]}
 TEXT = [
     "The cat sat on the mat. It's 12345 cats, isn't it?\n\n  def f(x):\n\treturn x + 1\n",
     "Ein Käfer fliegt über das Land. 日本語のテキスト。\n中文测试 🙂🙂 привет мир 안녕\n",
 ] * 20
-LITERALS = ["<|endoftext|>", "<|end_of_text|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>", "|>", "<|eot_id|>"]
+LITERALS = [
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<tool_call>",
+    "</tool_call>",
+    "|>",
+    "<|eot_id|>",
+]
 ENGINES = ["gigatoken", "tiktoken"]
 
 
@@ -39,14 +61,25 @@ def definition(style: str) -> dict:
     """A small tokenizer.json in the layout of the real one."""
     made = Tokenizer(models.BPE(ignore_merges=style == "llama3"))
     level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=style == "gpt2")
-    split = None if style == "gpt2" else pre_tokenizers.Split(Regex(LLAMA3 if style == "llama3" else QWEN2), "isolated")
+    split = (
+        None
+        if style == "gpt2"
+        else pre_tokenizers.Split(Regex(LLAMA3 if style == "llama3" else QWEN2), "isolated")
+    )
     made.pre_tokenizer = level if split is None else pre_tokenizers.Sequence([split, level])
     if style == "qwen2":
         made.normalizer = normalizers.NFC()
     made.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made.train_from_iterator(TEXT, trainers.BpeTrainer(vocab_size=500, initial_alphabet=alphabet, show_progress=False))
-    made.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in [END[style], *SPECIAL[style]]])
+    made.train_from_iterator(
+        TEXT, trainers.BpeTrainer(vocab_size=500, initial_alphabet=alphabet, show_progress=False)
+    )
+    made.add_special_tokens(
+        [
+            AddedToken(token, special=True, normalized=False)
+            for token in [END[style], *SPECIAL[style]]
+        ]
+    )
     made.add_tokens([AddedToken(token, special=False, normalized=False) for token in KEPT[style]])
     return json.loads(made.to_str())
 
@@ -111,7 +144,9 @@ def test_special_tokens_written_out_are_text(tokenizer, style):
     special = [END[style], *SPECIAL[style]]
     text = "".join(f"{token}a {token}{token}" for token in special)
     assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert not {reference(style).token_to_id(token) for token in special} & set(tokenizer.encode(text))
+    assert not {reference(style).token_to_id(token) for token in special} & set(
+        tokenizer.encode(text)
+    )
 
 
 def test_added_tokens_that_are_not_special_stay_tokens():
@@ -119,8 +154,12 @@ def test_added_tokens_that_are_not_special_stay_tokens():
         tokenizer = made("qwen2").with_engine(engine)
         call, end = (reference("qwen2").token_to_id(token) for token in ("<tool_call>", "|>"))
         assert tokenizer.encode("<tool_call>")[0] == call
-        assert tokenizer.encode("<tool_call>\u0338x") == ids_of("qwen2", "<tool_call>\u0338x"), "normalised apart from the token"
-        assert end not in tokenizer.encode("<|im_end|>"), "a special token that is text hides what overlaps it"
+        assert tokenizer.encode("<tool_call>\u0338x") == ids_of("qwen2", "<tool_call>\u0338x"), (
+            "normalised apart from the token"
+        )
+        assert end not in tokenizer.encode("<|im_end|>"), (
+            "a special token that is text hides what overlaps it"
+        )
         assert end in tokenizer.encode("a|>")
 
 
@@ -148,7 +187,10 @@ def test_a_worker_with_another_engine_needs_no_tokenizers(style, monkeypatch):
     assert pickle.loads(data).encode("The cat sat") == wanted
 
 
-LONG = "".join(TEXT) + "one\n two\n\nthree.\n\t4\n5\r\n six \n。\n日 <tool_call>x</tool_call> a\u0301 \u0301b\n/c.\n/d <|endoftext|> "
+LONG = (
+    "".join(TEXT)
+    + "one\n two\n\nthree.\n\t4\n5\r\n six \n。\n日 <tool_call>x</tool_call> a\u0301 \u0301b\n/c.\n/d <|endoftext|> "
+)
 
 
 @pytest.mark.parametrize("size", [1, 7, 100])
@@ -187,7 +229,14 @@ def test_a_text_with_nowhere_to_cut_it_is_refused_from_a_length_on(tokenizer, mo
 
 def test_another_pre_tokeniser_is_cut_where_trying_shows_no_difference(monkeypatch):
     model = Tokenizer(
-        models.Unigram([("<unk>", -9.0), ("</s>", -9.0), *[(piece, -2.0 - len(piece)) for piece in ("▁", *"abc", "▁ab", "bc")]], unk_id=0)
+        models.Unigram(
+            [
+                ("<unk>", -9.0),
+                ("</s>", -9.0),
+                *[(piece, -2.0 - len(piece)) for piece in ("▁", *"abc", "▁ab", "bc")],
+            ],
+            unk_id=0,
+        )
     )
     model.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
     model.add_special_tokens(["</s>"])
@@ -200,7 +249,9 @@ def test_another_pre_tokeniser_is_cut_where_trying_shows_no_difference(monkeypat
     assert len(pieces) > 5
     for size in (1, 7, 21, 50, 100):
         chunks = [text[start : start + size] for start in range(0, len(text), size)]
-        assert [ids.tolist() for ids in tokenizer.encode_stream(chunks)] == pieces, "what is not read yet must not decide where a text is cut"
+        assert [ids.tolist() for ids in tokenizer.encode_stream(chunks)] == pieces, (
+            "what is not read yet must not decide where a text is cut"
+        )
     assert tokenizer.encode(text) == model.encode(text, add_special_tokens=False).ids
     model.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
     always = parse_tokenizer(model.to_str(), "tokenizer.json")
@@ -218,7 +269,14 @@ def test_a_tokenizer_without_pre_tokeniser_is_cut_nowhere():
     [
         {"normalizer": {"type": "Lowercase"}},
         {"pre_tokenizer": None},
-        {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True, "use_regex": True, "trim_offsets": True}},
+        {
+            "pre_tokenizer": {
+                "type": "ByteLevel",
+                "add_prefix_space": True,
+                "use_regex": True,
+                "trim_offsets": True,
+            }
+        },
         {"added_tokens": [{"id": 1, "content": "<x>", "special": False, "lstrip": True}]},
         {"model": {"type": "BPE", "vocab": {}, "merges": [], "dropout": 0.1}},
         {"model": {"type": "WordPiece", "vocab": {}}},
@@ -233,7 +291,10 @@ def test_other_layouts_are_left_to_tokenizers(change):
 def test_a_vocabulary_whose_ids_do_not_grow_along_its_merges_is_not_for_tiktoken():
     shuffled = definition("gpt2")
     vocabulary = shuffled["model"]["vocab"]
-    first, last = (("".join(merge)) for merge in (shuffled["model"]["merges"][0], shuffled["model"]["merges"][-1]))
+    first, last = (
+        ("".join(merge))
+        for merge in (shuffled["model"]["merges"][0], shuffled["model"]["merges"][-1])
+    )
     vocabulary[first], vocabulary[last] = vocabulary[last], vocabulary[first]
     tokenizer = parse_tokenizer(json.dumps(shuffled), "tokenizer.json").with_engine("tiktoken")
     with pytest.raises(DataError, match="do not grow along its merges"):
@@ -241,7 +302,11 @@ def test_a_vocabulary_whose_ids_do_not_grow_along_its_merges_is_not_for_tiktoken
 
 
 def test_what_counts_as_never_changed_by_nfc_is():
-    kept = [character for code in range(0x30000) if re.fullmatch(f"[{NEVER_CHANGED_BY_NFC}]", character := chr(code))]
+    kept = [
+        character
+        for code in range(0x30000)
+        if re.fullmatch(f"[{NEVER_CHANGED_BY_NFC}]", character := chr(code))
+    ]
     assert len(kept) > 30_000
     normalise = normalizers.NFC().normalize_str
     text = "".join(kept)
@@ -255,16 +320,26 @@ def test_text_is_normalised_as_tokenizers_does():
     encode = after_nfc(lambda text: seen.append(text) or np.zeros(0, np.uint32))
     stream = random.Random(3)
     characters = [chr(code) for code in range(0x30000) if not 0xD800 <= code < 0xE000]
-    joining = [*"aA<=> é日가", *map(chr, range(0x300, 0x370)), *map(chr, range(0x1100, 0x1200)), *map(chr, range(0x1AB0, 0x1AD0)), "\u0344", "\u212b"]
+    joining = [
+        *"aA<=> é日가",
+        *map(chr, range(0x300, 0x370)),
+        *map(chr, range(0x1100, 0x1200)),
+        *map(chr, range(0x1AB0, 0x1AD0)),
+        "\u0344",
+        "\u212b",
+    ]
     for number in range(3000):
-        text = "".join(stream.choices(joining if number % 2 else characters, k=stream.randrange(20)))
+        text = "".join(
+            stream.choices(joining if number % 2 else characters, k=stream.randrange(20))
+        )
         encode(text)
         assert seen.pop() == normalizers.NFC().normalize_str(text)
 
 
 def test_the_longest_added_token_wins_and_one_that_is_text_hides_others():
     encode = around_added_tokens(
-        lambda text: np.frombuffer(text.encode(), np.uint8).astype(np.uint32), {"ab": 1000, "abc": 1001, "bcd": 1002, "<ab>": None}
+        lambda text: np.frombuffer(text.encode(), np.uint8).astype(np.uint32),
+        {"ab": 1000, "abc": 1001, "bcd": 1002, "<ab>": None},
     )
     assert encode("abcd").tolist() == [1001, ord("d")]
     assert encode("<ab>ab").tolist() == [*b"<ab>", 1000]

@@ -22,7 +22,9 @@ def give(limit):
 
 def tiktoken_file(path: Path, merges=("th", "he", "the", "in", " t", " the")) -> Path:
     pieces = [bytes([value]) for value in range(256)] + [merge.encode() for merge in merges]
-    path.write_bytes(b"".join(base64.b64encode(piece) + b" %d\n" % rank for rank, piece in enumerate(pieces)))
+    path.write_bytes(
+        b"".join(base64.b64encode(piece) + b" %d\n" % rank for rank, piece in enumerate(pieces))
+    )
     return path
 
 
@@ -33,7 +35,11 @@ def huggingface_file(path: Path, end_of_text="<|endoftext|>", special=True) -> P
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=320, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
     made.train_from_iterator(CORPUS, trainer)
     made.add_tokens([AddedToken(end_of_text, special=special, normalized=False)])
     path.write_text(made.to_str(), encoding="utf-8")
@@ -105,7 +111,9 @@ def test_half_a_surrogate_pair_is_a_clean_error(tokenizer):
         tokenizer.encode("ok \ud800")
 
 
-def test_bytes_that_are_no_text_and_ids_that_are_none_decode_to_the_replacement_character(tokenizer):
+def test_bytes_that_are_no_text_and_ids_that_are_none_decode_to_the_replacement_character(
+    tokenizer,
+):
     assert tokenizer.decode([tokenizer.vocab_size + 5]) in ("\ufffd", "")
     ids = tokenizer.encode("🙂")
     if len(ids) > 1:
@@ -170,7 +178,9 @@ def test_a_corpus_too_small_for_the_vocabulary_gives_a_smaller_one_aloud():
     assert "not 4,096" in said[0]
 
 
-@pytest.mark.parametrize("spec", ["train:", "train:x", "train:257", "train:-5", "train:1e4", "train:99999999"])
+@pytest.mark.parametrize(
+    "spec", ["train:", "train:x", "train:257", "train:-5", "train:1e4", "train:99999999"]
+)
 def test_a_vocabulary_size_that_is_none_is_refused(spec):
     with pytest.raises(DataError, match="does not name a vocabulary size"):
         make_tokenizer(spec, give)
@@ -192,7 +202,10 @@ def test_a_missing_file_is_answered_with_the_nearest(tmp_path):
     huggingface_file(tmp_path / "tokenizer.json")
     with pytest.raises(DataError, match=r"Did you mean '.*/tokenizer\.json'"):
         make_tokenizer(str(tmp_path / "tokeniser.json"), give)
-    assert make_tokenizer(str(tmp_path), give).vocab_size == load_tokenizer(tmp_path / "tokenizer.json").vocab_size
+    assert (
+        make_tokenizer(str(tmp_path), give).vocab_size
+        == load_tokenizer(tmp_path / "tokenizer.json").vocab_size
+    )
 
 
 def test_an_unknown_tiktoken_file_asks_for_its_pattern(tmp_path):
@@ -248,7 +261,15 @@ def test_end_of_text_that_the_file_does_not_call_special_is_special_here(tmp_pat
 def test_a_special_token_among_the_pieces_of_a_unigram_model_is_not_reached_by_text(tmp_path):
     from tokenizers import Tokenizer, decoders, models
 
-    scores = [("<unk>", -1.0), ("</s>", 0.0), ("<", -2.0), ("/", -2.0), ("s", -2.0), (">", -2.0), ("a", -2.0)]
+    scores = [
+        ("<unk>", -1.0),
+        ("</s>", 0.0),
+        ("<", -2.0),
+        ("/", -2.0),
+        ("s", -2.0),
+        (">", -2.0),
+        ("a", -2.0),
+    ]
     made = Tokenizer(models.Unigram(scores, unk_id=0))
     made.decoder = decoders.Fuse()
     made.add_special_tokens(["<unk>", "</s>"])
@@ -267,7 +288,8 @@ def test_what_a_tokenizer_file_adds_around_a_text_is_left_off(tmp_path):
     plain = load_tokenizer(path).encode("The cat said 12")
     made = Tokenizer.from_file(str(path))
     made.post_processor = processors.TemplateProcessing(
-        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", made.token_to_id("<|endoftext|>"))]
+        single="<|endoftext|> $A",
+        special_tokens=[("<|endoftext|>", made.token_to_id("<|endoftext|>"))],
     )
     made.enable_truncation(2)
     made.enable_padding(length=40)
@@ -282,7 +304,16 @@ def test_a_tokenizer_file_that_cannot_be_read_is_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "content", ["", "{", "[]", "{}", '{"model": 3}', '"text"', '{"format": "flatout-tokenizer", "format_version": 1, "kind": "char"}']
+    "content",
+    [
+        "",
+        "{",
+        "[]",
+        "{}",
+        '{"model": 3}',
+        '"text"',
+        '{"format": "flatout-tokenizer", "format_version": 1, "kind": "char"}',
+    ],
 )
 def test_a_file_that_is_no_tokenizer_is_refused(tmp_path, content):
     (tmp_path / "tokenizer.json").write_text(content)
@@ -314,7 +345,9 @@ def test_a_long_text_is_looked_through_once_however_small_its_chunks(monkeypatch
     """Where nothing can be cut, each new chunk must not mean another look at all that waits."""
     made = train_bpe(CORPUS, 260)
     asked = []
-    monkeypatch.setattr(type(made), "next_cut", lambda self, text, place, end: asked.append(len(text)))
+    monkeypatch.setattr(
+        type(made), "next_cut", lambda self, text, place, end: asked.append(len(text))
+    )
     monkeypatch.setattr(base, "PIECE_CHARACTERS", 1000)
     (ids,) = made.encode_stream("a" for _ in range(20_000))
     assert len(ids) == len(made.encode("a" * 20_000))
@@ -322,7 +355,10 @@ def test_a_long_text_is_looked_through_once_however_small_its_chunks(monkeypatch
 
 
 def test_a_folder_without_a_tokenizer_is_said(tmp_path):
-    with pytest.raises(DataError, match=rf"The folder {tmp_path} has no tokenizer\.json\. Fix: Name a folder that has one"):
+    with pytest.raises(
+        DataError,
+        match=rf"The folder {tmp_path} has no tokenizer\.json\. Fix: Name a folder that has one",
+    ):
         make_tokenizer(str(tmp_path), give)
     tiktoken_file(tmp_path / "own.tiktoken")
     with pytest.raises(DataError, match=r"Name the file: '.*own\.tiktoken'\."):
@@ -337,5 +373,7 @@ def test_a_file_that_may_not_be_read_is_said(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Path, "read_bytes", closed)
     for call in (lambda: make_tokenizer(str(path), give), lambda: tokenizer_mark(str(path))):
-        with pytest.raises(DataError, match=r"Cannot read the tokenizer .*tokenizer\.json: Permission denied\."):
+        with pytest.raises(
+            DataError, match=r"Cannot read the tokenizer .*tokenizer\.json: Permission denied\."
+        ):
             call()

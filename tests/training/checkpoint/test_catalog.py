@@ -12,15 +12,24 @@ def make(run, step, *, best=None):
     path = run / "checkpoints" / f"step-{step}"
     path.mkdir(parents=True)
     (path / "model-00000.safetensors").write_bytes(b"weights")
-    (path / "state.json").write_text(json.dumps({"values": {"best": {"val_loss": 1.0, "step": best}}}))
+    (path / "state.json").write_text(
+        json.dumps({"values": {"best": {"val_loss": 1.0, "step": best}}})
+    )
     (path / "index.json").write_text('{"tensors": {}, "aliases": {}}')
     names = ("model-00000.safetensors", "state.json", "index.json")
-    listed = {name: {"bytes": (path / name).stat().st_size, "sha256": files.sha256(path / name)} for name in names}
-    (path / "manifest.json").write_text(json.dumps({"format_version": 1, "step": step, "files": listed}))
+    listed = {
+        name: {"bytes": (path / name).stat().st_size, "sha256": files.sha256(path / name)}
+        for name in names
+    }
+    (path / "manifest.json").write_text(
+        json.dumps({"format_version": 1, "step": step, "files": listed})
+    )
     return path
 
 
-@pytest.mark.parametrize("name", ["step-", "step-01", "step-5.tmp-a", "step-5.aside-a", "checkpoint-5", "step--1"])
+@pytest.mark.parametrize(
+    "name", ["step-", "step-01", "step-5.tmp-a", "step-5.aside-a", "checkpoint-5", "step--1"]
+)
 def test_only_step_n_is_a_checkpoint(tmp_path, name):
     (tmp_path / "checkpoints" / name).mkdir(parents=True)
     make(tmp_path, 0)
@@ -68,7 +77,10 @@ def test_best_that_is_gone_or_damaged_is_none(tmp_path):
     assert catalog.best(tmp_path) is None
 
 
-@pytest.mark.parametrize(("keep", "best", "left"), [(1, None, [4]), (2, None, [3, 4]), (1, 1, [1, 4]), (2, 4, [3, 4]), (9, None, [1, 2, 3, 4])])
+@pytest.mark.parametrize(
+    ("keep", "best", "left"),
+    [(1, None, [4]), (2, None, [3, 4]), (1, 1, [1, 4]), (2, 4, [3, 4]), (9, None, [1, 2, 3, 4])],
+)
 def test_prune(tmp_path, keep, best, left):
     for step in (1, 2, 3, 4):
         make(tmp_path, step)

@@ -39,7 +39,9 @@ def test_a_thread_is_done_when_its_work_is():
 def test_a_checkpoint_is_whole_when_its_last_stage_is_done_and_something_follows_it(tmp_path):
     run, followed = build(tmp_path / "run"), []
     train(run, 2)
-    made = Saving(run, {}, start=AtOnce, afterwards=lambda: followed.append(catalog.steps(run.folder)))
+    made = Saving(
+        run, {}, start=AtOnce, afterwards=lambda: followed.append(catalog.steps(run.folder))
+    )
     assert made.is_ready()
     assert made.advance()
     assert (made.step, made.path, made.aside) == (2, catalog.checkpoint_path(run.folder, 2), [])

@@ -57,8 +57,16 @@ def test_loading_replaces_what_the_run_had_begun(tmp_path):
 def test_no_file_is_a_pickle_and_every_file_is_in_the_manifest(tmp_path):
     _, path = saved(tmp_path)
     names = {p.name for p in path.iterdir()}
-    assert names == {"model-00000.safetensors", "optimizer-00000.safetensors", "index.json", "state.json", "manifest.json"}
-    assert set(json.loads((path / "manifest.json").read_text())["files"]) == names - {"manifest.json"}
+    assert names == {
+        "model-00000.safetensors",
+        "optimizer-00000.safetensors",
+        "index.json",
+        "state.json",
+        "manifest.json",
+    }
+    assert set(json.loads((path / "manifest.json").read_text())["files"]) == names - {
+        "manifest.json"
+    }
 
 
 def test_tensor_names_are_those_of_the_model(tmp_path):
@@ -78,7 +86,12 @@ def test_optimizer_state_is_found_by_name_not_by_order(tmp_path):
     for p, q in zip(run.core.parameters(), again.core.parameters(), strict=True):
         assert torch.equal(p, q)
         for number in range(2):
-            assert all(torch.equal(run.optimizers[number].state[p][f], again.optimizers[number].state[q][f]) for f in run.optimizers[number].state[p])
+            assert all(
+                torch.equal(
+                    run.optimizers[number].state[p][f], again.optimizers[number].state[q][f]
+                )
+                for f in run.optimizers[number].state[p]
+            )
     assert again.optimizers[0].param_groups[1]["weight_decay"] == 0.1
 
 
@@ -94,7 +107,10 @@ def test_read_weights_fills_a_model_strictly_with_tied_names(tmp_path):
     weights = read_write.read_weights(path)
     model = Core()
     model.load_state_dict(weights)
-    assert all(torch.equal(a, b) for a, b in zip(run.core.state_dict().values(), model.state_dict().values(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(run.core.state_dict().values(), model.state_dict().values(), strict=True)
+    )
     assert weights["head.weight"] is weights["embedding.weight"]
 
 
@@ -114,7 +130,9 @@ def test_weights_sha256_follows_the_weights_alone(tmp_path):
     assert read_write.weights_sha256(read_write.save(run)) != digest
 
 
-@pytest.mark.parametrize("name", ["model-00000.safetensors", "optimizer-00000.safetensors", "index.json", "state.json"])
+@pytest.mark.parametrize(
+    "name", ["model-00000.safetensors", "optimizer-00000.safetensors", "index.json", "state.json"]
+)
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
 def test_a_damaged_file_is_refused_by_name_before_anything_changes(tmp_path, name, damage):
     _, path = saved(tmp_path)
@@ -135,7 +153,9 @@ def test_a_damaged_file_is_refused_by_name_before_anything_changes(tmp_path, nam
     assert any(name in problem for problem in read_write.verify(path))
 
 
-def test_what_was_just_verified_is_not_read_twice_and_its_sizes_are_still_checked(tmp_path, monkeypatch):
+def test_what_was_just_verified_is_not_read_twice_and_its_sizes_are_still_checked(
+    tmp_path, monkeypatch
+):
     run, path = saved(tmp_path)
     unbroken = outcome(run, 2)
     again = build(tmp_path / "run", seed=5)
@@ -211,8 +231,13 @@ def test_another_division_between_optimizers_is_refused(tmp_path):
 def test_differences_of_the_machine_are_said(tmp_path):
     run = build(tmp_path / "run")
     path = read_write.save(run, environment={"torch": "2.11", "threads": 2})
-    assert read_write.load(build(tmp_path / "run"), path, environment={"torch": "2.11", "threads": 2}) == []
-    (said,) = read_write.load(build(tmp_path / "run"), path, environment={"torch": "2.13", "threads": 2})
+    assert (
+        read_write.load(build(tmp_path / "run"), path, environment={"torch": "2.11", "threads": 2})
+        == []
+    )
+    (said,) = read_write.load(
+        build(tmp_path / "run"), path, environment={"torch": "2.13", "threads": 2}
+    )
     assert "torch has changed from 2.11 to 2.13" in said
 
 
@@ -229,7 +254,10 @@ def test_tensor_hyperparameters_and_plain_numbers_of_optimizers_come_back(tmp_pa
     def with_tensor_lr(folder):
         run = build(folder)
         weight = run.core.embedding.weight
-        run.optimizers = (run.optimizers[0], torch.optim.Adam([weight], lr=torch.tensor(0.01), capturable=False, foreach=False))
+        run.optimizers = (
+            run.optimizers[0],
+            torch.optim.Adam([weight], lr=torch.tensor(0.01), capturable=False, foreach=False),
+        )
         return run
 
     run = with_tensor_lr(tmp_path / "run")
@@ -252,7 +280,9 @@ def test_state_that_a_checkpoint_cannot_hold_is_refused_at_the_save(tmp_path):
     assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.int16, torch.bool, torch.uint8])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float64, torch.int16, torch.bool, torch.uint8]
+)
 def test_every_dtype_survives(tmp_path, dtype):
     run = build(tmp_path / "run")
     values = torch.arange(-6, 6).reshape(3, 4).to(dtype)
@@ -301,7 +331,9 @@ def test_a_full_disk_is_an_error_that_leaves_the_checkpoints_before(tmp_path, mo
     def full(*_args, **_kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(read_write.tensors, "write", full) if kind == "tensors" else monkeypatch.setattr(snapshot, "put", full)
+    monkeypatch.setattr(
+        read_write.tensors, "write", full
+    ) if kind == "tensors" else monkeypatch.setattr(snapshot, "put", full)
     with pytest.raises(RunFailed, match="No space left"):
         read_write.save(run)
     assert [p.name for p in path.parent.iterdir()] == ["step-5"]
@@ -324,7 +356,9 @@ def with_dir(folder, directory, **kwargs):
 
 def test_runs_of_one_name_that_share_a_folder_do_not_touch_each_others_checkpoints(tmp_path):
     path = read_write.save(with_dir(tmp_path / "a" / "run", tmp_path / "big"))
-    with pytest.raises(CheckpointError, match=r"big/run holds .* of another run, .*/a/run, not those of .*/b/run"):
+    with pytest.raises(
+        CheckpointError, match=r"big/run holds .* of another run, .*/a/run, not those of .*/b/run"
+    ):
         with_dir(tmp_path / "b" / "run", tmp_path / "big")
     assert list((tmp_path / "b" / "run").iterdir()) == []
     run = build(tmp_path / "b" / "run", seed=1)
@@ -336,7 +370,9 @@ def test_runs_of_one_name_that_share_a_folder_do_not_touch_each_others_checkpoin
     assert read_write.verify(path) == []
 
 
-def test_a_run_with_checkpoints_elsewhere_can_be_moved_and_a_lost_disk_does_not_start_it_over(tmp_path):
+def test_a_run_with_checkpoints_elsewhere_can_be_moved_and_a_lost_disk_does_not_start_it_over(
+    tmp_path,
+):
     path = read_write.save(with_dir(tmp_path / "a" / "run", tmp_path / "big"))
     shutil.move(tmp_path / "a", tmp_path / "c")
     assert resume_from(tmp_path / "c" / "run") == path

@@ -120,7 +120,9 @@ def test_a_save_is_told_once_and_old_ones_go_when_it_is_whole(tmp_path, make):
 
 
 @pytest.mark.parametrize("make", [InTheLoop, InBackground])
-def test_an_old_checkpoint_that_cannot_be_deleted_is_an_error_with_a_fix_and_the_new_one_is_whole(tmp_path, monkeypatch, make):
+def test_an_old_checkpoint_that_cannot_be_deleted_is_an_error_with_a_fix_and_the_new_one_is_whole(
+    tmp_path, monkeypatch, make
+):
     run, saver = build(tmp_path / "run"), make()
 
     def refused(*_):
@@ -178,13 +180,17 @@ def once_more(run, saver):
 
 
 @pytest.mark.parametrize("moment", [later, settled, once_more])
-def test_what_fails_in_the_thread_is_raised_in_the_loop_and_costs_nothing_older(tmp_path, monkeypatch, moment):
+def test_what_fails_in_the_thread_is_raised_in_the_loop_and_costs_nothing_older(
+    tmp_path, monkeypatch, moment
+):
     run, saver = build(tmp_path / "run"), InBackground()
     path = read_write.save(run)
     train(run, 1)
     monkeypatch.setattr(tensors, "write", full)
     save(saver, run, keep=1)
-    with pytest.raises(RunFailed, match=r"A checkpoint cannot write its files: .*No space left") as failed:
+    with pytest.raises(
+        RunFailed, match=r"A checkpoint cannot write its files: .*No space left"
+    ) as failed:
         moment(run, saver)
     assert failed.value.fix == "Free space on that disk, then run the same command again."
     assert [p.name for p in path.parent.iterdir()] == ["step-0"]
@@ -245,7 +251,9 @@ def test_the_copy_is_made_in_the_same_memory_every_time(tmp_path):
         blocks.add(saver._copy._block.data_ptr())
         train(run, 1)
     assert len(blocks) == 1
-    state_bytes = sum(len(content) for content in files(catalog.checkpoint_path(run.folder, 3)).values())
+    state_bytes = sum(
+        len(content) for content in files(catalog.checkpoint_path(run.folder, 3)).values()
+    )
     assert saver._copy._block.numel() < state_bytes + 64 * 40
 
 
@@ -258,7 +266,9 @@ WITH_MOMENTS = {
 
 @pytest.mark.parametrize("changes", WITH_MOMENTS.values(), ids=WITH_MOMENTS)
 @pytest.mark.parametrize("rank", [None, 0, 1])
-def test_what_is_reserved_before_the_first_step_is_what_a_save_after_it_takes(build_run, tiny_config, monkeypatch, changes, rank):
+def test_what_is_reserved_before_the_first_step_is_what_a_save_after_it_takes(
+    build_run, tiny_config, monkeypatch, changes, rank
+):
     """Of two processes that hold the same weights each copies what it will write."""
     run, saver = build_run(tiny_config(**changes)), InBackground()
     alone, mesh = run.mesh, run.mesh if rank is None else replace(run.mesh, rank=rank, world_size=2)
@@ -273,10 +283,14 @@ def test_what_is_reserved_before_the_first_step_is_what_a_save_after_it_takes(bu
     block = saver._copy._block.data_ptr()
     saver._copy.of(snapshot, run.mesh.device)
     assert saver._copy._block.data_ptr() == block
-    assert saver.reserve(run) == reserved, "a run that goes on from a checkpoint has its moments already"
+    assert saver.reserve(run) == reserved, (
+        "a run that goes on from a checkpoint has its moments already"
+    )
 
 
-def test_where_sizes_or_memory_are_missing_nothing_is_reserved(tmp_path, build_run, tiny_config, monkeypatch):
+def test_where_sizes_or_memory_are_missing_nothing_is_reserved(
+    tmp_path, build_run, tiny_config, monkeypatch
+):
     assert InBackground().reserve(build(tmp_path / "run")) == 0, "nothing says what SGD will keep"
     run = build_run(tiny_config())
     assert InTheLoop().reserve(run) == 0
@@ -304,7 +318,9 @@ def test_without_memory_for_a_copy_the_loop_writes_the_state_itself(tmp_path, mo
     wanted = saved_in_the_loop(run, tmp_path / "wanted")
     saver.save(run, environment=ENVIRONMENT, keep=9, progress=progress)
     train(run, 1)
-    assert progress.said == ["The host has no memory for a copy of the state: the loop waits until it is written."]
+    assert progress.said == [
+        "The host has no memory for a copy of the state: the loop waits until it is written."
+    ]
     assert [saved.step for saved in saver.finished()] == [1]
     assert files(catalog.checkpoint_path(run.folder, 1)) == wanted
 
@@ -325,8 +341,15 @@ def test_a_course_that_was_left_is_set_aside_and_said(tmp_path, gate):
 
 def test_every_dtype_and_shape_is_copied(tmp_path):
     values = torch.arange(-6, 6)
-    odd = {f"is_{dtype}".replace("torch.", ""): values.reshape(3, 4).to(dtype) for dtype in (torch.bfloat16, torch.float64, torch.int8, torch.bool)}
-    odd |= {"none": torch.zeros(0, 3), "turned": torch.arange(12.0).reshape(3, 4).T, "single": torch.tensor(3.5)}
+    odd = {
+        f"is_{dtype}".replace("torch.", ""): values.reshape(3, 4).to(dtype)
+        for dtype in (torch.bfloat16, torch.float64, torch.int8, torch.bool)
+    }
+    odd |= {
+        "none": torch.zeros(0, 3),
+        "turned": torch.arange(12.0).reshape(3, 4).T,
+        "single": torch.tensor(3.5),
+    }
     paths = []
     for name, saver in {"loop": InTheLoop(), "beside": InBackground()}.items():
         run = build(tmp_path / name)
@@ -338,4 +361,7 @@ def test_every_dtype_and_shape_is_copied(tmp_path):
     assert files(paths[0]) == files(paths[1])
     weights = read_write.read_weights(paths[1])
     assert all(torch.equal(weights[key], tensor) for key, tensor in odd.items())
-    assert json.loads((paths[1] / "index.json").read_text())["tensors"]["model/none"]["shape"] == [0, 3]
+    assert json.loads((paths[1] / "index.json").read_text())["tensors"]["model/none"]["shape"] == [
+        0,
+        3,
+    ]

@@ -16,7 +16,9 @@ def test_a_snapshot_is_the_runs_own_memory_and_knows_what_a_forward_pass_may_cha
     weight = snapshot.tensors["model-00000.safetensors"]["model/embedding.weight"]
     assert weight.data_ptr() == run.core.embedding.weight.data_ptr()
     assert snapshot.buffers == {"model/calls"}
-    assert set(snapshot.entries) == {name for tensors in snapshot.tensors.values() for name in tensors}
+    assert set(snapshot.entries) == {
+        name for tensors in snapshot.tensors.values() for name in tensors
+    }
     assert snapshot.aliases == {"model/head.weight": "model/embedding.weight"}
 
 
@@ -24,7 +26,13 @@ def test_with_copied_tensors_it_is_written_as_the_run_was(tmp_path):
     run = build(tmp_path / "run")
     train(run, 3)
     taken = take(run, {})
-    snapshot = replace(taken, tensors={file: {name: t.clone() for name, t in tensors.items()} for file, tensors in taken.tensors.items()})
+    snapshot = replace(
+        taken,
+        tensors={
+            file: {name: t.clone() for name, t in tensors.items()}
+            for file, tensors in taken.tensors.items()
+        },
+    )
     unbroken = outcome(run, 3)
     temporary = tmp_path / "run" / "checkpoints" / "step-3.tmp-1"
     temporary.mkdir(parents=True)

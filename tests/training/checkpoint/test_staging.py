@@ -84,7 +84,10 @@ def test_the_update_and_the_thread_wait_for_the_last_copy(tmp_path, notes):
     copy.wait()
     copy.of(take(build(tmp_path / "run"), {}), CUDA)
     assert copy._copied == "beside 2"
-    copy._copied = SimpleNamespace(wait=lambda: calls.append("the stream waits"), synchronize=lambda: calls.append("the thread waits"))
+    copy._copied = SimpleNamespace(
+        wait=lambda: calls.append("the stream waits"),
+        synchronize=lambda: calls.append("the thread waits"),
+    )
     copy.before_update()
     copy.wait()
     assert calls == ["the stream waits", "the thread waits"]
@@ -94,23 +97,43 @@ def test_a_copy_keeps_its_values_and_takes_no_more_than_the_state(tmp_path):
     run = build(tmp_path / "run")
     train(run, 2)
     snapshot = take(run, {})
-    before = {name: tensor.clone() for tensors in snapshot.tensors.values() for name, tensor in tensors.items()}
+    before = {
+        name: tensor.clone()
+        for tensors in snapshot.tensors.values()
+        for name, tensor in tensors.items()
+    }
     copied = HostCopy().of(snapshot, run.mesh.device)
     train(run, 1)
-    copies = {name: tensor for tensors in copied.tensors.values() for name, tensor in tensors.items()}
+    copies = {
+        name: tensor for tensors in copied.tensors.values() for name, tensor in tensors.items()
+    }
     assert all(torch.equal(copies[name], tensor) for name, tensor in before.items())
-    assert not all(torch.equal(tensor, before[name]) for tensors in snapshot.tensors.values() for name, tensor in tensors.items())
+    assert not all(
+        torch.equal(tensor, before[name])
+        for tensors in snapshot.tensors.values()
+        for name, tensor in tensors.items()
+    )
     state_bytes = sum(tensor.numel() * tensor.element_size() for tensor in before.values())
-    assert state_bytes <= bytes_of(snapshot.all_tensors) <= state_bytes + staging.ALIGNMENT * len(before)
+    assert (
+        state_bytes
+        <= bytes_of(snapshot.all_tensors)
+        <= state_bytes + staging.ALIGNMENT * len(before)
+    )
 
 
 def test_room_is_what_the_system_and_the_container_leave(tmp_path, monkeypatch):
     snapshot, machine = take(build(tmp_path / "run"), {}), SimpleNamespace(memory_gib=64)
     resident = SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=63 * 2**30))
     monkeypatch.setattr(staging.psutil, "Process", lambda: resident)
-    monkeypatch.setattr(staging.psutil, "virtual_memory", lambda: SimpleNamespace(available=900 * 2**30))
+    monkeypatch.setattr(
+        staging.psutil, "virtual_memory", lambda: SimpleNamespace(available=900 * 2**30)
+    )
     assert free_bytes(machine) == 2**30
-    monkeypatch.setattr(staging.psutil, "virtual_memory", lambda: SimpleNamespace(available=2 * bytes_of(snapshot.all_tensors)))
+    monkeypatch.setattr(
+        staging.psutil,
+        "virtual_memory",
+        lambda: SimpleNamespace(available=2 * bytes_of(snapshot.all_tensors)),
+    )
     assert HostCopy().has_room(bytes_of(snapshot.all_tensors), machine, local_world_size=2)
     assert not HostCopy().has_room(bytes_of(snapshot.all_tensors), machine, local_world_size=3)
 
@@ -126,7 +149,18 @@ def test_on_a_gpu_the_copy_is_of_the_values_before_the_update(pinned, monkeypatc
     copy = HostCopy()
     for _ in range(3):
         wanted = weight.cpu(), buffer.cpu()
-        snapshot = staging.Snapshot(None, 0, 0, 1, {"f": {"weight": weight, "buffer": buffer}}, frozenset({"buffer"}), {}, {}, {}, {})
+        snapshot = staging.Snapshot(
+            None,
+            0,
+            0,
+            1,
+            {"f": {"weight": weight, "buffer": buffer}},
+            frozenset({"buffer"}),
+            {},
+            {},
+            {},
+            {},
+        )
         copied = copy.of(snapshot, device)
         buffer += 1
         for _ in range(3):

@@ -22,12 +22,21 @@ GPU = Mesh(0, 1, 0, 1, 1, torch.device("cuda", 0)) if ON_GPU else None
 def transplant(part, donor, path):
     """Replace one name of the checkpoint `path` by the donor's, and set the manifest right again."""
     index, facts = (json.loads((path / name).read_text()) for name in ("index.json", "state.json"))
-    donor_index, donor_facts = (json.loads((donor / name).read_text()) for name in ("index.json", "state.json"))
+    donor_index, donor_facts = (
+        json.loads((donor / name).read_text()) for name in ("index.json", "state.json")
+    )
     if part.prefix:
-        index["tensors"] = {n: e for n, e in index["tensors"].items() if not n.startswith(part.prefix)}
-        index["tensors"] |= {n: e for n, e in donor_index["tensors"].items() if n.startswith(part.prefix)}
+        index["tensors"] = {
+            n: e for n, e in index["tensors"].items() if not n.startswith(part.prefix)
+        }
+        index["tensors"] |= {
+            n: e for n, e in donor_index["tensors"].items() if n.startswith(part.prefix)
+        }
         shutil.copy(donor / snapshot.data_file(part, 0), path)
-    for here, there in ((facts["values"], donor_facts["values"]), (facts["ranks"][0], donor_facts["ranks"][0])):
+    for here, there in (
+        (facts["values"], donor_facts["values"]),
+        (facts["ranks"][0], donor_facts["ranks"][0]),
+    ):
         if part.name in there:
             here[part.name] = there[part.name]
     (path / "index.json").write_text(json.dumps(index))
@@ -77,10 +86,24 @@ def test_every_name_changes_the_resumed_run(part, checkpoints, tmp_path):
 def real_outcome(run, num_steps):
     """Return what a real run comes to: losses, weights, optimizers, counters, and what its generators draw next."""
     losses = real_train(run, num_steps)
-    groups = [(optimizer, group) for optimizer in run.optimizers for group in optimizer.param_groups]
-    moments = [value for optimizer, group in groups for p in group["params"] for _, value in sorted(optimizer.state[p].items())]
+    groups = [
+        (optimizer, group) for optimizer in run.optimizers for group in optimizer.param_groups
+    ]
+    moments = [
+        value
+        for optimizer, group in groups
+        for p in group["params"]
+        for _, value in sorted(optimizer.state[p].items())
+    ]
     tensors = [*run.core.state_dict().values(), *moments]
-    numbers = (run.step, run.tokens, run.elapsed_s, run.best_val_loss, run.best_step, int(run.feed.position))
+    numbers = (
+        run.step,
+        run.tokens,
+        run.elapsed_s,
+        run.best_val_loss,
+        run.best_step,
+        int(run.feed.position),
+    )
     draws = (random.random(), np.random.rand(), torch.rand(2).tolist())
     return losses, [tensor.numpy().tobytes() for tensor in tensors], numbers, draws
 
@@ -101,7 +124,10 @@ def test_every_name_changes_a_resumed_run_of_the_product(build_run, tiny_config,
     """Muon, AdamW and dropout over a real data set. The stand-in has what one such run never has at once."""
 
     def fresh(seed):
-        return build_run(tiny_config(train__steps=20, train__seed=seed, model__dropout=0.1, optim__kind="muon"), tmp_path / str(seed))
+        return build_run(
+            tiny_config(train__steps=20, train__seed=seed, model__dropout=0.1, optim__kind="muon"),
+            tmp_path / str(seed),
+        )
 
     donor = fresh(1)
     real_train(donor, 7)
@@ -130,7 +156,11 @@ def test_a_checkpoint_holds_exactly_the_names_of_the_list(checkpoints):
     assert {*stored["values"], *stored["ranks"][0]} == {part.name for part in STATE} - {"rng_cuda"}
 
 
-@pytest.mark.parametrize("part", [part for part in STATE if part.name not in {"rng_cuda", "scaler"}], ids=lambda part: part.name)
+@pytest.mark.parametrize(
+    "part",
+    [part for part in STATE if part.name not in {"rng_cuda", "scaler"}],
+    ids=lambda part: part.name,
+)
 def test_a_checkpoint_without_a_name_is_refused(part, checkpoints, tmp_path):
     copy = tmp_path / "step-5"
     shutil.copytree(checkpoints["cpu"][0], copy)
@@ -182,17 +212,27 @@ def test_switches_of_an_optimizer_are_not_state(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_what_the_configuration_states_of_an_optimizer_is_not_state(kind, build_run, tiny_config, tmp_path):
+def test_what_the_configuration_states_of_an_optimizer_is_not_state(
+    kind, build_run, tiny_config, tmp_path
+):
     """A run that goes on from another's checkpoint learns at its own rate, with its own decay."""
     stated = {"lr": 1e-4, "weight_decay": 0.3, "betas": (0.7, 0.8), "eps": 1e-5, "momentum": 0.5}
     run = build_run(tiny_config(optim__kind=kind), tmp_path / "first")
     real_train(run, 2)
     path = read_write.save(run)
-    again = build_run(tiny_config(optim__kind=kind, **{f"optim__{key}": value for key, value in stated.items()}), tmp_path / "second")
+    again = build_run(
+        tiny_config(optim__kind=kind, **{f"optim__{key}": value for key, value in stated.items()}),
+        tmp_path / "second",
+    )
     groups = [group for optimizer in again.optimizers for group in optimizer.param_groups]
-    fresh = [{key: value for key, value in group.items() if key not in {"params", "lr"}} for group in groups]
+    fresh = [
+        {key: value for key, value in group.items() if key not in {"params", "lr"}}
+        for group in groups
+    ]
     read_write.load(again, path)
-    assert [{key: group[key] for key in kept} for group, kept in zip(groups, fresh, strict=True)] == fresh
+    assert [
+        {key: group[key] for key in kept} for group, kept in zip(groups, fresh, strict=True)
+    ] == fresh
     assert {group["peak_lr"] for group in groups} == {1e-4}
     result = train_step(again, next(again.feed))
     assert {group["lr"] for group in groups} == {result.learning_rate}
@@ -221,5 +261,7 @@ def test_numbers_that_no_configuration_states_come_back(tmp_path):
 )
 def test_the_step_lies_where_this_runs_kernels_read_it(field, switches, device, saved_on_cpu):
     """A fused AdamW reads it on the device, the loop over parameters on the host, whichever of them saved it. None: as it was saved."""
-    found = state._device_of(field, switches, torch.empty(2, device="meta"), saved_on_cpu=saved_on_cpu)
+    found = state._device_of(
+        field, switches, torch.empty(2, device="meta"), saved_on_cpu=saved_on_cpu
+    )
     assert found.type == (device or ("cpu" if saved_on_cpu else "meta"))

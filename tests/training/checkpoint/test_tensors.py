@@ -28,7 +28,15 @@ def written(folder, whole, boxes):
         piece = whole[tuple(slice(low, high) for low, high in box)]
         entry = stored(folder / f"{number}.safetensors", piece)["x"]
         offset = tuple(low for low, _ in box)
-        parts.append({"x": Entry(entry.dtype, tuple(whole.shape), (Slice(entry.slices[0].file, offset, tuple(piece.shape)),))})
+        parts.append(
+            {
+                "x": Entry(
+                    entry.dtype,
+                    tuple(whole.shape),
+                    (Slice(entry.slices[0].file, offset, tuple(piece.shape)),),
+                )
+            }
+        )
     return slices.merge(parts)
 
 
@@ -56,7 +64,9 @@ def test_a_box_that_is_missing_is_told(tmp_path):
 def test_only_overlapping_files_are_needed(tmp_path, monkeypatch):
     whole = torch.arange(35.0).reshape(5, 7)
     index = written(tmp_path, whole, [((0, 2), (0, 7)), ((2, 4), (0, 7)), ((4, 5), (0, 7))])
-    monkeypatch.setattr(slices, "offset_of", lambda tensor: (1, 0))  # as a rank that holds rows 1 to 3
+    monkeypatch.setattr(
+        slices, "offset_of", lambda tensor: (1, 0)
+    )  # as a rank that holds rows 1 to 3
     part = torch.zeros(2, 7)
     assert slices.files_needed({"x": part}, index) == {"0.safetensors", "1.safetensors"}
     (tmp_path / "2.safetensors").unlink()
@@ -65,11 +75,15 @@ def test_only_overlapping_files_are_needed(tmp_path, monkeypatch):
 
 def test_a_disk_that_refuses_to_open_a_file_of_tensors_is_named(tmp_path, monkeypatch):
     def refused(path, **_):
-        raise RuntimeError(f"unable to open file <{path}> in read-only mode: Input/output error (5)")
+        raise RuntimeError(
+            f"unable to open file <{path}> in read-only mode: Input/output error (5)"
+        )
 
     monkeypatch.setattr(slices, "safe_open", refused)
     index = stored(tmp_path / "model.safetensors", torch.zeros(2))
-    with pytest.raises(CheckpointError, match=r"Cannot read .*model\.safetensors.*That disk has failed"):
+    with pytest.raises(
+        CheckpointError, match=r"Cannot read .*model\.safetensors.*That disk has failed"
+    ):
         fill(torch.zeros(2), index, tmp_path)
 
 
@@ -90,7 +104,9 @@ def test_filling_is_in_place_and_keeps_the_gradient_flag(tmp_path):
 
 
 def test_whole_tensors_are_dealt_out_once_and_evenly():
-    tensors = {f"t{size}": torch.zeros(size) for size in (100, 60, 50, 10, 0)} | {"scalar": torch.zeros(())}
+    tensors = {f"t{size}": torch.zeros(size) for size in (100, 60, 50, 10, 0)} | {
+        "scalar": torch.zeros(())
+    }
     shares = [slices.owned(tensors, rank=rank, world_size=3) for rank in range(3)]
     assert sorted(name for share in shares for name in share) == sorted(tensors)
     assert [sum(t.numel() for t in share.values()) for share in shares] == [100, 61, 60]
@@ -109,7 +125,13 @@ def test_a_dtype_of_the_future_is_refused():
 
 
 def test_copies_of_a_sharded_tensor_take_turns():
-    replicate, shard = SimpleNamespace(is_replicate=lambda: True), SimpleNamespace(is_replicate=lambda: False)
+    replicate, shard = (
+        SimpleNamespace(is_replicate=lambda: True),
+        SimpleNamespace(is_replicate=lambda: False),
+    )
     for place, wanted in {(0, 0): (0, 2), (0, 3): (0, 2), (1, 0): (1, 2)}.items():
         mesh = SimpleNamespace(shape=(2, 4), ndim=2, get_coordinate=lambda place=place: list(place))
-        assert slices._copy_of(SimpleNamespace(device_mesh=mesh, placements=(replicate, shard))) == wanted
+        assert (
+            slices._copy_of(SimpleNamespace(device_mesh=mesh, placements=(replicate, shard)))
+            == wanted
+        )

@@ -17,7 +17,10 @@ from flatout.training.run_dir.layout import read_events
 def curves(folder):
     found = EventAccumulator(str(folder))
     found.Reload()
-    return {name: [(event.step, event.value) for event in found.Scalars(name)] for name in found.Tags()["scalars"]}
+    return {
+        name: [(event.step, event.value) for event in found.Scalars(name)]
+        for name in found.Tags()["scalars"]
+    }
 
 
 def test_tensorboard_reads_the_figures_and_leaves_out_steps_of_before_a_resume(tmp_path):
@@ -28,7 +31,10 @@ def test_tensorboard_reads_the_figures_and_leaves_out_steps_of_before_a_resume(t
     second = Board(tmp_path / "board", 2, pytest.fail)
     second.write(3, {"train/loss": 8.0})
     second.close()
-    assert curves(tmp_path / "board") == {"train/loss": [(1, 0.5), (2, 1.0), (3, 8.0)], "perf/mfu": [(1, 0.25), (2, 0.25)]}
+    assert curves(tmp_path / "board") == {
+        "train/loss": [(1, 0.5), (2, 1.0), (3, 8.0)],
+        "perf/mfu": [(1, 0.25), (2, 0.25)],
+    }
 
 
 class Refusing:
@@ -43,12 +49,28 @@ class Refusing:
 
 
 @pytest.mark.parametrize("where", ["open", "write"])
-def test_a_disk_that_refuses_the_event_file_does_not_end_the_run(where, tiny_config, tmp_path, monkeypatch):
+def test_a_disk_that_refuses_the_event_file_does_not_end_the_run(
+    where, tiny_config, tmp_path, monkeypatch
+):
     if where == "open":
-        monkeypatch.setattr(board, "open_own", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, os.strerror(errno.EIO))))
+        monkeypatch.setattr(
+            board,
+            "open_own",
+            lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, os.strerror(errno.EIO))),
+        )
     else:
         fdopen = os.fdopen
-        monkeypatch.setattr(os, "fdopen", lambda file, mode, **more: Refusing(fdopen(file, mode)) if mode == "ab" else fdopen(file, mode, **more))
+        monkeypatch.setattr(
+            os,
+            "fdopen",
+            lambda file, mode, **more: (
+                Refusing(fdopen(file, mode)) if mode == "ab" else fdopen(file, mode, **more)
+            ),
+        )
     assert run_training(tiny_config(train__steps=2, log__every=1), tmp_path / "run")["steps"] == 2
-    events = [event for event in read_events(tmp_path / "run") if event["event"] == "no_tensorboard"]
-    assert [event["reason"] for event in events] == [os.strerror(errno.EIO if where == "open" else errno.ENOSPC)]
+    events = [
+        event for event in read_events(tmp_path / "run") if event["event"] == "no_tensorboard"
+    ]
+    assert [event["reason"] for event in events] == [
+        os.strerror(errno.EIO if where == "open" else errno.ENOSPC)
+    ]

@@ -46,7 +46,9 @@ def take_step(log, run, clock, *, work_s, wait_s=0.0, rest_s=0.0):
 def test_on_a_cpu_the_parts_add_up_to_the_step():
     spent = Spent(steps=4, train_s=2.0, wait_s=0.5, blocked_s=1.2, device_s=1.2)
     figures = spent.step_figures()
-    assert figures == pytest.approx({"perf/step_ms": 500, "perf/data_wait_ms": 125, "perf/host_ms": 75, "perf/device_ms": 300})
+    assert figures == pytest.approx(
+        {"perf/step_ms": 500, "perf/data_wait_ms": 125, "perf/host_ms": 75, "perf/device_ms": 300}
+    )
     assert figures["perf/step_ms"] == pytest.approx(sum(figures.values()) - figures["perf/step_ms"])
     assert spent - spent == Spent()
     assert spent + Spent() == spent
@@ -73,7 +75,9 @@ def test_every_record_says_where_its_steps_went(build_run, tiny_config, tmp_path
     assert [record["perf/step_ms"] for record in records] == pytest.approx([450, 700])
 
 
-def test_the_total_can_be_asked_for_at_any_step_and_spoils_no_record(build_run, tiny_config, tmp_path, clock):
+def test_the_total_can_be_asked_for_at_any_step_and_spoils_no_record(
+    build_run, tiny_config, tmp_path, clock
+):
     (tmp_path / "run").mkdir()
     run = build_run(tiny_config(log__every=2, train__steps=8))
     records = []
@@ -84,8 +88,16 @@ def test_the_total_can_be_asked_for_at_any_step_and_spoils_no_record(build_run, 
         for _ in range(3):
             take_step(log, run, clock, work_s=0.5, wait_s=0.2)
         spent = log.spent() - before
-    assert (before.steps, before.train_s, before.device_s, before.host_s) == pytest.approx((1, 0.4, 0.3, 0.1))
-    assert (spent.steps, spent.train_s, spent.wait_s, spent.device_s, spent.host_s) == pytest.approx((3, 2.1, 0.6, 1.5, 0.0), abs=1e-6)
+    assert (before.steps, before.train_s, before.device_s, before.host_s) == pytest.approx(
+        (1, 0.4, 0.3, 0.1)
+    )
+    assert (
+        spent.steps,
+        spent.train_s,
+        spent.wait_s,
+        spent.device_s,
+        spent.host_s,
+    ) == pytest.approx((3, 2.1, 0.6, 1.5, 0.0), abs=1e-6)
     assert [record["perf/device_ms"] for record in records] == pytest.approx([400, 500])
 
 

@@ -17,7 +17,9 @@ from flatout.training.run import run_training
 from flatout.training.step import train_step
 from flatout.training.warmup import warm_up
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own compiler makes objects of its functions
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning"
+)  # torch's own compiler makes objects of its functions
 
 
 @pytest.fixture(autouse=True)
@@ -59,9 +61,18 @@ def step(run, log):
 
 
 @pytest.mark.parametrize("rows", [1, 4])
-def test_training_and_evaluation_find_what_the_warm_up_compiled(tiny_config, tmp_path, ragged_set, rows):
-    changes = {"train__eval_every": 2, "train__steps": 4, "model__num_layers": 1, "batch__rows_per_device": rows}
-    config = tiny_config(data__path=str(ragged_set), speedups=["pretokenised", "compile"], **changes)
+def test_training_and_evaluation_find_what_the_warm_up_compiled(
+    tiny_config, tmp_path, ragged_set, rows
+):
+    changes = {
+        "train__eval_every": 2,
+        "train__steps": 4,
+        "model__num_layers": 1,
+        "batch__rows_per_device": rows,
+    }
+    config = tiny_config(
+        data__path=str(ragged_set), speedups=["pretokenised", "compile"], **changes
+    )
     summary = run_training(config, tmp_path / "run")
     (compiled,) = events(tmp_path / "run", "compiled")
     assert compiled["step"] == 0
@@ -99,7 +110,12 @@ def test_a_batch_of_another_shape_is_named_at_its_step(compiled_run, tmp_path):
 
 def test_buckets_of_lengths_are_all_compiled_beforehand(compiled_run, tmp_path):
     run, log = compiled_run(
-        "compile", "length-buckets", model__num_layers=1, data__seq_len=256, batch__tokens_per_step=1024, batch__rows_per_device=2
+        "compile",
+        "length-buckets",
+        model__num_layers=1,
+        data__seq_len=256,
+        batch__tokens_per_step=1024,
+        batch__rows_per_device=2,
     )
     assert len(run.feed.shapes) > 1
     for _ in range(6):
@@ -110,18 +126,49 @@ def test_buckets_of_lengths_are_all_compiled_beforehand(compiled_run, tmp_path):
 
 SHAPES = {
     "gpt2": {"model__positions": "learned", "model__bias": True},
-    "llama": {"model__norm": "rmsnorm", "model__activation": "swiglu", "model__qk_norm": True, "data__document_mask": True},
-    "eigenstate": {"model__kind": "eigenstate", "model__scales": [1, 2], "data__document_mask": True},
-    "selective": {"model__kind": "eigenstate", "model__eigenvalues": "selective", "data__document_mask": True},
+    "llama": {
+        "model__norm": "rmsnorm",
+        "model__activation": "swiglu",
+        "model__qk_norm": True,
+        "data__document_mask": True,
+    },
+    "eigenstate": {
+        "model__kind": "eigenstate",
+        "model__scales": [1, 2],
+        "data__document_mask": True,
+    },
+    "selective": {
+        "model__kind": "eigenstate",
+        "model__eigenvalues": "selective",
+        "data__document_mask": True,
+    },
 }
 """Models that between them go through every op that `auto` takes on a GPU."""
 
 
-@pytest.mark.parametrize(("shape", "way"), [("gpt2", "compile"), ("llama", "compile"), ("eigenstate", "compile"), ("selective", "compile-blocks")])
+@pytest.mark.parametrize(
+    ("shape", "way"),
+    [
+        ("gpt2", "compile"),
+        ("llama", "compile"),
+        ("eigenstate", "compile"),
+        ("selective", "compile-blocks"),
+    ],
+)
 def test_nothing_breaks_a_graph(compiled_run, tmp_path, monkeypatch, way, shape):
-    monkeypatch.setitem(loss_chunks.LOGITS_AT_ONCE, "cpu", 257 * 20)  # 4 rows of 16 tokens are several chunks
+    monkeypatch.setitem(
+        loss_chunks.LOGITS_AT_ONCE, "cpu", 257 * 20
+    )  # 4 rows of 16 tokens are several chunks
     mixing = "fast-scan" if "model__kind" in SHAPES[shape] else "fused-attention"
-    run, log = compiled_run(mixing, "chunked-ce", "bf16", way, model__num_layers=1, train__precision="auto", **SHAPES[shape])
+    run, log = compiled_run(
+        mixing,
+        "chunked-ce",
+        "bf16",
+        way,
+        model__num_layers=1,
+        train__precision="auto",
+        **SHAPES[shape],
+    )
     (compiled,) = events(tmp_path / "run", "compiled")
     assert compiled["graph_breaks"] == 0, compiled["first_break"]
     step(run, log)
@@ -140,7 +187,9 @@ def test_equal_blocks_share_one_graph(compiled_run, tmp_path, kind):
 
 
 def test_a_break_is_counted_with_its_reason_and_line(compiled_run, tmp_path):
-    compiled_run("compile", model__kind="eigenstate")  # the recurrence token by token is kept from the compiler
+    compiled_run(
+        "compile", model__kind="eigenstate"
+    )  # the recurrence token by token is kept from the compiler
     (compiled,) = events(tmp_path / "run", "compiled")
     assert compiled["graph_breaks"] > 0
     assert "scan.py:" in compiled["first_break"]
@@ -149,7 +198,9 @@ def test_a_break_is_counted_with_its_reason_and_line(compiled_run, tmp_path):
 def test_whole_model_and_each_block_refuse_each_other(build_run, tiny_config):
     from flatout.errors import ConfigError
 
-    with pytest.raises(ConfigError, match="'compile' and 'compile-blocks' both fill the slot 'compilation'"):
+    with pytest.raises(
+        ConfigError, match="'compile' and 'compile-blocks' both fill the slot 'compilation'"
+    ):
         build_run(tiny_config(speedups=["compile", "compile-blocks"]))
 
 

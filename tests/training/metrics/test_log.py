@@ -40,7 +40,10 @@ def test_a_figure_is_the_step_s_own_though_its_tensor_changes_later():
 @pytest.mark.parametrize(("system", "factor"), [("linux", 1024), ("darwin", 1)])
 def test_the_peak_of_a_process_is_bytes_on_every_system(monkeypatch, system, factor):
     monkeypatch.setattr("flatout.training.metrics.log.sys.platform", system)
-    monkeypatch.setattr("flatout.training.metrics.log.resource.getrusage", lambda _who: SimpleNamespace(ru_maxrss=5000))
+    monkeypatch.setattr(
+        "flatout.training.metrics.log.resource.getrusage",
+        lambda _who: SimpleNamespace(ru_maxrss=5000),
+    )
     assert process_peak_bytes() == 5000 * factor
 
 
@@ -69,7 +72,10 @@ def test_evaluation_does_not_slow_the_tokens_per_second(build_run, tiny_config, 
         step(log, run)
         log.close()
     assert log.first_window.tokens_per_s == pytest.approx(128 / 9)
-    assert [rates.tokens_per_s for rates in log.steady] == [pytest.approx(128 / 2), pytest.approx(128 / 4)]
+    assert [rates.tokens_per_s for rates in log.steady] == [
+        pytest.approx(128 / 2),
+        pytest.approx(128 / 4),
+    ]
     assert log.wall_s == pytest.approx(55.0)
 
 
@@ -84,7 +90,9 @@ def test_the_share_of_the_peak_is_unknown_rather_than_above_one(build_run, tiny_
         assert log.mfu(500.0) is None
 
 
-def test_rates_count_the_tokens_and_rows_that_are_there_at_the_cost_of_their_length(build_run, tiny_config, tmp_path, clock):
+def test_rates_count_the_tokens_and_rows_that_are_there_at_the_cost_of_their_length(
+    build_run, tiny_config, tmp_path, clock
+):
     (tmp_path / "run").mkdir()
     run = build_run(tiny_config(train__steps=2))
     flops = {seq_len: float(run.core.flops_per_token(seq_len).causal_exact) for seq_len in (4, 16)}
@@ -132,7 +140,9 @@ def test_a_run_that_is_killed_after_a_save_has_every_record_up_to_it(tiny_config
     assert [record["step"] for record in records if "train/loss" in record] == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_kill_in_the_final_evaluation_leaves_the_training_loss_known(tiny_config, tmp_path, monkeypatch):
+def test_a_kill_in_the_final_evaluation_leaves_the_training_loss_known(
+    tiny_config, tmp_path, monkeypatch
+):
     def killed(*_, **__):
         raise Killed
 

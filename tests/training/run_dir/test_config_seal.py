@@ -45,12 +45,16 @@ def edit(folder, key, value):
         ("data.seq_len", 32),
     ],
 )
-def test_an_edited_setting_is_refused_with_the_difference_and_the_way_to_change_it(tiny_config, stopped, key, value):
+def test_an_edited_setting_is_refused_with_the_difference_and_the_way_to_change_it(
+    tiny_config, stopped, key, value
+):
     written = yaml.safe_load((stopped / "config.yaml").read_text())
     before = written[key.split(".")[0]][key.split(".")[1]]
     edit(stopped, key, value)
     difference = re.escape(f"{key}: {before} -> {value}")
-    with pytest.raises(ConfigError, match=rf"config\.yaml was changed after the run had started: {difference}\.") as refused:
+    with pytest.raises(
+        ConfigError, match=rf"config\.yaml was changed after the run had started: {difference}\."
+    ) as refused:
         run_training(tiny_config(), stopped)
     assert f"--resume {stopped} --run DIR {key}={value}" in refused.value.fix
 
@@ -58,7 +62,13 @@ def test_an_edited_setting_is_refused_with_the_difference_and_the_way_to_change_
 @pytest.mark.parametrize("key", ["lr", "steps"])
 def test_a_setting_that_was_removed_is_refused(tiny_config, stopped, key):
     path = stopped / "config.yaml"
-    path.write_text("".join(line for line in path.read_text().splitlines(keepends=True) if not line.startswith(f"  {key}: ")))
+    path.write_text(
+        "".join(
+            line
+            for line in path.read_text().splitlines(keepends=True)
+            if not line.startswith(f"  {key}: ")
+        )
+    )
     with pytest.raises(ConfigError, match=rf"was changed after the run had started: \w+\.{key}: "):
         run_training(tiny_config(), stopped)
 
@@ -86,12 +96,18 @@ def test_a_damaged_digest_alone_is_harmless(tiny_config, stopped):
 def test_without_the_copy_an_edit_is_still_refused(tiny_config, stopped):
     edit(stopped, "optim.lr", 0.02)
     (stopped / COPY).unlink()
-    with pytest.raises(ConfigError, match=r"config\.copy\.yaml, which shows what it was, is missing or damaged"):
+    with pytest.raises(
+        ConfigError, match=r"config\.copy\.yaml, which shows what it was, is missing or damaged"
+    ):
         run_training(tiny_config(), stopped)
 
 
 def test_a_run_of_an_earlier_version_opens(tiny_config, stopped):
     path = stopped / "config.yaml"
-    path.write_text("".join(line for line in path.read_text().splitlines(keepends=True) if not line.startswith("#")))
+    path.write_text(
+        "".join(
+            line for line in path.read_text().splitlines(keepends=True) if not line.startswith("#")
+        )
+    )
     (stopped / COPY).unlink()
     assert run_training(tiny_config(), stopped)["steps"] == 6

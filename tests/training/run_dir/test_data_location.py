@@ -35,11 +35,15 @@ def mixed_config(tiny_config, mix):
 
 def train_losses(folder):
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [(r["step"], r["train/loss"], r["train/grad_norm"]) for r in records if "train/loss" in r]
+    return [
+        (r["step"], r["train/loss"], r["train/grad_norm"]) for r in records if "train/loss" in r
+    ]
 
 
 @pytest.mark.parametrize("document_mask", [False, True])
-def test_ten_steps_of_a_mix_equal_five_and_five_in_every_bit(mixed_config, tmp_path, stop_at, document_mask):
+def test_ten_steps_of_a_mix_equal_five_and_five_in_every_bit(
+    mixed_config, tmp_path, stop_at, document_mask
+):
     config = mixed_config(train__steps=10, data__document_mask=document_mask, train__eval_every=5)
     whole = run_training(config, tmp_path / "whole")
     with pytest.raises(Stopped, match="step 5 of 10"):
@@ -57,9 +61,13 @@ def test_the_micro_batch_the_prefetch_and_the_baseline_read_the_same_mix(mixed_c
         assert found["train_loss"] == pytest.approx(plain["train_loss"], rel=1e-5), changes
 
 
-def test_a_mix_is_stored_with_absolute_paths_and_its_shares_are_said(mixed_config, tiny_set, ragged_set, tmp_path, monkeypatch):
+def test_a_mix_is_stored_with_absolute_paths_and_its_shares_are_said(
+    mixed_config, tiny_set, ragged_set, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tiny_set.parent)
-    summary = run_training(mixed_config(data__mix={"tiny": 6, str(ragged_set): 2}), tmp_path / "run")
+    summary = run_training(
+        mixed_config(data__mix={"tiny": 6, str(ragged_set): 2}), tmp_path / "run"
+    )
     stored = read_config(tmp_path / "run")
     assert list(stored.data.mix) == [str(tiny_set), str(ragged_set)]
     assert stored.data.path is None
@@ -67,19 +75,27 @@ def test_a_mix_is_stored_with_absolute_paths_and_its_shares_are_said(mixed_confi
     assert [(one["name"], one["share"]) for one in said] == [("tiny", 0.75), ("ragged", 0.25)]
     dataset = open_data(stored.data)
     for one, part in zip(said, dataset.parts, strict=True):
-        assert one["passes"] == pytest.approx(one["share"] * summary["tokens"] / (part.dataset.split("train").num_windows(16) * 16))
+        assert one["passes"] == pytest.approx(
+            one["share"] * summary["tokens"] / (part.dataset.split("train").num_windows(16) * 16)
+        )
 
 
 def test_an_epoch_of_a_mix_is_as_many_tokens_as_all_its_sets_have(mixed_config, mix, tmp_path):
     summary = run_training(mixed_config(train__steps=None, train__epochs=0.5), tmp_path / "run")
-    tokens = sum(part.dataset.split("train").num_windows(16) * 16 for part in open_data(mixed_config().data).parts)
+    tokens = sum(
+        part.dataset.split("train").num_windows(16) * 16
+        for part in open_data(mixed_config().data).parts
+    )
     assert summary["steps"] == -(-tokens // 2 // 128)
 
 
 def test_sets_may_be_named_in_any_order_and_move(mixed_config, mix, tmp_path, stop_at):
     """The order of the sets belongs to what is read: it stays the stored one. Weights may be written otherwise, not be others."""
     whole = run_training(mixed_config(), tmp_path / "whole")
-    moved = {str(shutil.copytree(path, tmp_path / "before" / path.rpartition("/")[2])): weight for path, weight in mix.items()}
+    moved = {
+        str(shutil.copytree(path, tmp_path / "before" / path.rpartition("/")[2])): weight
+        for path, weight in mix.items()
+    }
     with pytest.raises(Stopped):
         run_training(mixed_config(data__mix=moved), tmp_path / "run", observers=[stop_at(2)])
     backwards = {path: weight / 4 for path, weight in reversed(moved.items())}
@@ -93,7 +109,9 @@ def test_sets_may_be_named_in_any_order_and_move(mixed_config, mix, tmp_path, st
     assert not [event for event in read_events(tmp_path / "run") if event["event"] == "difference"]
 
 
-def test_another_mix_in_the_same_folder_is_refused_with_the_difference(mixed_config, tiny_config, mix, tmp_path):
+def test_another_mix_in_the_same_folder_is_refused_with_the_difference(
+    mixed_config, tiny_config, mix, tmp_path
+):
     run_training(mixed_config(), tmp_path / "run")
     first, second = mix
     for changes in ({first: 1, second: 1}, {first: 3}, {first: 1, second: 3}):
@@ -103,7 +121,9 @@ def test_another_mix_in_the_same_folder_is_refused_with_the_difference(mixed_con
         run_training(tiny_config(), tmp_path / "run")
 
 
-def test_bad_mixes_are_refused_before_anything_is_written(mixed_config, tiny_set, write_tiny, tmp_path):
+def test_bad_mixes_are_refused_before_anything_is_written(
+    mixed_config, tiny_set, write_tiny, tmp_path
+):
     short = write_tiny(tmp_path / "short", num_documents=1)
     for mix, seq_len, message in (
         ({str(tiny_set): 1, str(tmp_path / "nowhere"): 1}, 16, "nowhere"),
@@ -111,7 +131,12 @@ def test_bad_mixes_are_refused_before_anything_is_written(mixed_config, tiny_set
         ({str(tiny_set): 1, str(short): 1}, 1024, "short holds .* tokens"),
     ):
         with pytest.raises((ConfigError, DataError), match=message):
-            run_training(mixed_config(data__mix=mix, data__seq_len=seq_len, batch__tokens_per_step=8 * seq_len), tmp_path / "run")
+            run_training(
+                mixed_config(
+                    data__mix=mix, data__seq_len=seq_len, batch__tokens_per_step=8 * seq_len
+                ),
+                tmp_path / "run",
+            )
     assert not (tmp_path / "run").exists()
 
 
@@ -129,10 +154,14 @@ def test_another_tokenizer_is_refused_and_none_kept_passes(mixed_config, tmp_pat
 
 def test_the_order_of_a_mix_survives_its_file(mixed_config, tmp_path):
     run_training(mixed_config(), tmp_path / "run")
-    assert list(yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["data"]["mix"]) == list(mixed_config().data.mix)
+    assert list(
+        yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["data"]["mix"]
+    ) == list(mixed_config().data.mix)
 
 
-def test_data_may_lie_at_an_address_and_move_there(tiny_config, tiny_set, tmp_path, stop_at, monkeypatch):
+def test_data_may_lie_at_an_address_and_move_there(
+    tiny_config, tiny_set, tmp_path, stop_at, monkeypatch
+):
     """The stored configuration keeps the address, from whatever folder the run was begun."""
     monkeypatch.setenv("HOME", str(tmp_path))
     address = "memory://runs/tiny"
@@ -144,7 +173,12 @@ def test_data_may_lie_at_an_address_and_move_there(tiny_config, tiny_set, tmp_pa
         run_training(tiny_config(train__steps=6), tmp_path / "parts", observers=[stop_at(3)])
     moved = run_training(tiny_config(train__steps=6, data__path=address), tmp_path / "parts")
     assert moved["weights_sha256"] == whole["weights_sha256"]
-    assert run_training(tiny_config(train__steps=6, data__path=address), tmp_path / "far")["weights_sha256"] == whole["weights_sha256"]
+    assert (
+        run_training(tiny_config(train__steps=6, data__path=address), tmp_path / "far")[
+            "weights_sha256"
+        ]
+        == whole["weights_sha256"]
+    )
     assert read_config(tmp_path / "far").data.path == address
     mixed = RunConfig(data={"mix": {address: 1, "near": 3}})
     assert list(anywhere(mixed).data.mix) == [address, str(Path("near").absolute())]

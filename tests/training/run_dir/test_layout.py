@@ -55,8 +55,13 @@ def fake_checkpoint(run, step, content=b"x", *, inside="checkpoints"):
     path.mkdir(parents=True)
     (path / "state.json").write_bytes(content)
     (path / "index.json").write_text('{"tensors": {}, "aliases": {}}')
-    facts = {name: {"bytes": (path / name).stat().st_size, "sha256": files.sha256(path / name)} for name in ("state.json", "index.json")}
-    (path / "manifest.json").write_text(json.dumps({"format_version": 1, "step": step, "files": facts}))
+    facts = {
+        name: {"bytes": (path / name).stat().st_size, "sha256": files.sha256(path / name)}
+        for name in ("state.json", "index.json")
+    }
+    (path / "manifest.json").write_text(
+        json.dumps({"format_version": 1, "step": step, "files": facts})
+    )
     return path
 
 
@@ -69,7 +74,16 @@ def test_a_run_is_named_after_its_recipe_and_its_settings():
     assert layout.run_name(load_config(None, ["name=demo", "optim.lr=4e-4"])) != name
 
 
-@pytest.mark.parametrize("override", ["log.every=3", "checkpoint.every_steps=7", "checkpoint.dir=/x", "parallel.shard=2", "train.sample_prompt=hi"])
+@pytest.mark.parametrize(
+    "override",
+    [
+        "log.every=3",
+        "checkpoint.every_steps=7",
+        "checkpoint.dir=/x",
+        "parallel.shard=2",
+        "train.sample_prompt=hi",
+    ],
+)
 def test_free_keys_do_not_rename_a_run(override):
     assert layout.run_name(load_config(None, [override])) == layout.run_name(RunConfig())
 
@@ -80,7 +94,15 @@ def test_a_name_that_is_no_folder_name_is_made_one(name, stem):
 
 
 def test_the_stored_configuration_comes_back_equal(tmp_path):
-    config = load_config(None, ["model.num_layers=2", "optim.eps=1e-8", "train.sample_prompt='ünï: #1'", "speedups=[bf16]"])
+    config = load_config(
+        None,
+        [
+            "model.num_layers=2",
+            "optim.eps=1e-8",
+            "train.sample_prompt='ünï: #1'",
+            "speedups=[bf16]",
+        ],
+    )
     layout.write_config(tmp_path / "run", config)
     assert layout.read_config(tmp_path / "run") == config
 
@@ -93,10 +115,18 @@ def test_a_contradiction_is_refused_and_named(tmp_path):
 
 
 def test_free_keys_are_taken_from_what_is_wanted_and_the_rest_from_what_is_stored(tmp_path):
-    stored = load_config(None, ["train.steps=10", "checkpoint.every_minutes=5", "batch.rows_per_device=4", "name=old"])
+    stored = load_config(
+        None,
+        ["train.steps=10", "checkpoint.every_minutes=5", "batch.rows_per_device=4", "name=old"],
+    )
     layout.write_config(tmp_path, stored)
     fake_checkpoint(tmp_path, 5)
-    config = layout.stored_config(tmp_path, load_config(None, ["train.steps=10", "checkpoint.every_steps=3", "log.every=2", "name=new"]))
+    config = layout.stored_config(
+        tmp_path,
+        load_config(
+            None, ["train.steps=10", "checkpoint.every_steps=3", "log.every=2", "name=new"]
+        ),
+    )
     assert config.checkpoint.every_steps == 3
     assert config.checkpoint.every_minutes is None
     assert config.log.every == 2
@@ -116,7 +146,9 @@ def test_the_same_question_is_no_contradiction_to_its_own_answer(tmp_path):
     layout.write_config(tmp_path, resolved, asked=asked)
     fake_checkpoint(tmp_path, 5)
     assert layout.stored_config(tmp_path, asked) == resolved
-    assert layout.stored_config(tmp_path, asked.with_values({"train.epochs": 3})) == resolved  # a length is compared with the data at hand
+    assert (
+        layout.stored_config(tmp_path, asked.with_values({"train.epochs": 3})) == resolved
+    )  # a length is compared with the data at hand
     with pytest.raises(ConfigError, match=r"speedups"):
         layout.stored_config(tmp_path, asked.with_values({"speedups": "none"}))
 
@@ -125,12 +157,21 @@ def test_the_place_of_the_checkpoints_cannot_change(tmp_path):
     layout.write_config(tmp_path / "run", load_config(None, [f"checkpoint.dir={tmp_path / 'one'}"]))
     fake_checkpoint(tmp_path / "one" / "run", 5, inside="")
     with pytest.raises(ConfigError, match=r"checkpoint\.dir: .*/one -> .*/two"):
-        layout.stored_config(tmp_path / "run", load_config(None, [f"checkpoint.dir={tmp_path / 'two'}"]))
-    assert layout.stored_config(tmp_path / "run", RunConfig()).checkpoint.dir == str(tmp_path / "one")
+        layout.stored_config(
+            tmp_path / "run", load_config(None, [f"checkpoint.dir={tmp_path / 'two'}"])
+        )
+    assert layout.stored_config(tmp_path / "run", RunConfig()).checkpoint.dir == str(
+        tmp_path / "one"
+    )
 
 
 @pytest.mark.parametrize(
-    ("asked", "wanted"), [([], (1, "auto")), (["parallel.shard=4"], (4, "auto")), (["parallel.shard=2", "parallel.replicate=3"], (2, 3))]
+    ("asked", "wanted"),
+    [
+        ([], (1, "auto")),
+        (["parallel.shard=4"], (4, "auto")),
+        (["parallel.shard=2", "parallel.replicate=3"], (2, 3)),
+    ],
 )
 def test_a_run_may_go_on_over_another_number_of_processes(tmp_path, asked, wanted):
     layout.write_config(tmp_path, load_config(None, ["parallel.shard=2", "parallel.replicate=2"]))
@@ -168,7 +209,9 @@ def test_a_summary_binds_a_run_whose_checkpoints_were_deleted(tmp_path):
 
 def test_a_second_process_is_refused_with_the_first_ones_pid(tmp_path):
     run = tmp_path / "run"
-    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(run)], stdout=subprocess.PIPE, text=True)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(run)], stdout=subprocess.PIPE, text=True
+    )
     try:
         assert holder.stdout.readline() == "held\n"
         assert layout.is_locked(run)
@@ -188,7 +231,9 @@ def test_a_second_process_is_refused_with_the_first_ones_pid(tmp_path):
 def test_looking_at_a_run_does_not_keep_it_from_starting(tmp_path):
     with layout.locked(tmp_path):
         pass
-    looking = subprocess.Popen([sys.executable, "-c", LOOK, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    looking = subprocess.Popen(
+        [sys.executable, "-c", LOOK, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
     try:
         assert looking.stdout.readline() == "looking\n"
         for _ in range(50):
@@ -281,7 +326,10 @@ def test_the_same_resume_from_elsewhere_goes_on_from_what_came_of_it(tmp_path, a
 
 def test_another_origin_is_another_course(tmp_path):
     new = tmp_path / "new"
-    first, second = fake_checkpoint(tmp_path / "one", 10), fake_checkpoint(tmp_path / "two", 12, b"2")
+    first, second = (
+        fake_checkpoint(tmp_path / "one", 10),
+        fake_checkpoint(tmp_path / "two", 12, b"2"),
+    )
     assert layout.resume_from(new, str(first)) == first
     fake_checkpoint(new, 25)
     for _ in range(2):
@@ -294,14 +342,19 @@ def test_another_origin_is_another_course(tmp_path):
     assert layout.resume_from(new, str(second)) == came
 
 
-def test_a_run_begun_elsewhere_and_killed_before_its_first_save_does_not_begin_from_nothing(tmp_path):
+def test_a_run_begun_elsewhere_and_killed_before_its_first_save_does_not_begin_from_nothing(
+    tmp_path,
+):
     origin, new, ear = fake_checkpoint(tmp_path / "old", 10), tmp_path / "new", Ear()
     layout.resume_from(new, str(tmp_path / "old"))
     fake_checkpoint(tmp_path / "old", 20)
     assert layout.resume_from(new, progress=ear) == origin
     assert str(new / "origin.json") in ear.lines[0]
     shutil.rmtree(origin)
-    with pytest.raises(CheckpointError, match=r"was begun from .*step-10, which is no longer there.*delete .*origin\.json"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"was begun from .*step-10, which is no longer there.*delete .*origin\.json",
+    ):
         layout.resume_from(new)
     (new / "origin.json").unlink()
     assert layout.resume_from(new) is None
@@ -335,7 +388,9 @@ def test_events_are_lines_and_a_torn_one_spoils_no_other(tmp_path):
 
 def test_json_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
     layout.write_summary(tmp_path, {"val_loss": 0.1 + 0.2})
-    monkeypatch.setattr(files.os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    monkeypatch.setattr(
+        files.os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    )
     with pytest.raises(OSError, match="No space"):
         layout.write_summary(tmp_path, {"val_loss": 1.0})
     assert layout.read_summary(tmp_path) == {"val_loss": 0.1 + 0.2}
@@ -358,7 +413,9 @@ def test_the_exit_code_is_kept_and_cleared(tmp_path):
 
 def test_too_small_a_disk_is_said_before_the_run(tmp_path):
     layout.require_free_disk(tmp_path / "runs" / "not-yet", 1)
-    with pytest.raises(HardwareError, match=r"need 1073741824\.0 GiB more.*Fix: Free space.*checkpoint\.dir"):
+    with pytest.raises(
+        HardwareError, match=r"need 1073741824\.0 GiB more.*Fix: Free space.*checkpoint\.dir"
+    ):
         layout.require_free_disk(tmp_path, 2**60)
 
 
@@ -367,7 +424,10 @@ def test_checkpoints_that_are_there_already_are_room_for_those_to_come(tmp_path,
     step = fake_checkpoint(tmp_path, 5, bytes(2**20))
     size = files.folder_bytes(step)
     layout.require_free_disk(tmp_path, size + 600 * 1024)
-    with pytest.raises(HardwareError, match=r"need 1\.5 MiB more; .* has 600\.0 KiB free.*Fix: Free space there, or lower checkpoint\.keep\.$"):
+    with pytest.raises(
+        HardwareError,
+        match=r"need 1\.5 MiB more; .* has 600\.0 KiB free.*Fix: Free space there, or lower checkpoint\.keep\.$",
+    ):
         layout.require_free_disk(tmp_path, size + 1536 * 1024)
     step.rename(tmp_path / "checkpoints" / "step-5.aside-a")
     with pytest.raises(HardwareError):

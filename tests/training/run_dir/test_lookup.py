@@ -47,7 +47,12 @@ def test_a_checkpoint_is_not_taken_for_a_run(fox_run):
 def test_resuming_takes_a_run_by_its_name(fox_run, monkeypatch):
     monkeypatch.chdir(fox_run[0])
     assert resume_place("fox") == "runs/fox"
-    assert [resume_place(given) for given in ("auto", "never", "gone/run", "runs")] == ["auto", "never", "gone/run", "runs"]
+    assert [resume_place(given) for given in ("auto", "never", "gone/run", "runs")] == [
+        "auto",
+        "never",
+        "gone/run",
+        "runs",
+    ]
     with pytest.raises(CheckpointError, match=r"There is no checkpoint foxx.*runs/fox"):
         resume_place("foxx")
 
@@ -77,7 +82,9 @@ def test_without_a_name_the_newest_run_with_a_checkpoint_is_taken(tmp_path, monk
 
 
 @pytest.mark.parametrize("trained", [False, True], ids=["no runs", "none saved"])
-def test_without_a_name_and_without_a_run_the_fix_says_how_to_get_one(tmp_path, monkeypatch, trained):
+def test_without_a_name_and_without_a_run_the_fix_says_how_to_get_one(
+    tmp_path, monkeypatch, trained
+):
     monkeypatch.chdir(tmp_path)
     if trained:
         layout.write_config(Path("runs/a"), RunConfig())
