@@ -1,12 +1,14 @@
-"""What hidden states in two bytes between blocks do to the loss of a whole run: `bf16` with and without `bf16-stream`, over seeds.
+"""What hidden states in two bytes between blocks do to the loss of a whole run: `bf16` with and
+without `bf16-stream`, over seeds.
 
     OMP_NUM_THREADS=1 python benchmarks/bf16_stream.py --text shakespeare.txt
 
-Characters of one text, trained on the CPU under autocast in bfloat16. The two runs of a seed begin with the same weights and see
-the same batches in the same order; the figure is the difference of their losses on the whole validation split, with Student's
-interval over the seeds. Three small models: a transformer, one that is deep and narrow, and an eigenstate network. Each run is
-written down in WORK/runs.jsonl as it ends, and the same code does not run it again. Writes benchmarks/results/bf16_stream.json
-and .md. Figures are losses, not times: the machine may be busy.
+Characters of one text, trained on the CPU under autocast in bfloat16. The two runs of a seed begin
+with the same weights and see the same batches in the same order; the figure is the difference of
+their losses on the whole validation split, with Student's interval over the seeds. Three small
+models: a transformer, one that is deep and narrow, and an eigenstate network. Each run is written
+down in WORK/runs.jsonl as it ends, and the same code does not run it again. Writes
+benchmarks/results/bf16_stream.json and .md. Figures are losses, not times: the machine may be busy.
 """
 
 from __future__ import annotations
@@ -176,7 +178,9 @@ def measure(case: Case, dataset: Dataset, seeds: range, cache: Path) -> dict[str
 
 
 def remembered(case: Case, dataset: Dataset, way: str, seed: int, cache: Path) -> dict[str, Any]:
-    """Return a run's losses: from the cache when this code has run it before, else it is run now and written there."""
+    """Return a run's losses: from the cache when this code has run it before, else it is run now
+    and written there.
+    """
     key = {"case": asdict(case), "shared": SHARED, "way": way, "seed": seed, "code": code_state()}
     if cache.exists():
         for text in cache.read_text().splitlines():
@@ -214,7 +218,8 @@ def configured(case: Case, dataset: Dataset, way: str, seed: int) -> RunConfig:
 
 
 def trained(config: RunConfig, dataset: Dataset) -> dict[str, Any]:
-    """Train a run to its end; return the training loss of each step, and the loss on the whole validation split.
+    """Train a run to its end; return the training loss of each step, and the loss on the whole
+    validation split.
 
     Raises: SystemExit when it diverges.
     """

@@ -2,12 +2,15 @@
 
     OMP_NUM_THREADS=1 python benchmarks/checkpoints.py --repeats 5 [--out DIR]
 
-trains a transformer of about 57 million parameters (0.7 GB of weights and moments) on random tokens in a temporary folder, turn by
-turn with `speedups=auto,-async-checkpoints` and `auto,+async-checkpoints`, and saves every few steps. Of each save, the event says
-how long the loop was blocked and when the checkpoint was whole. The last save of a run, for which it waits either way, is not
-counted. The first save stands apart: beside training it finds its room made before the first step, and that time has a column of its
-own. The wall time of both is told too: a thread that writes takes its share of the cores. Medians over all other saves of all
-repeats; the ratio is that of the medians of each repeat. Prints a table; writes checkpoints.json and .md where --out names a folder.
+trains a transformer of about 57 million parameters (0.7 GB of weights and moments) on random tokens
+in a temporary folder, turn by turn with `speedups=auto,-async-checkpoints` and
+`auto,+async-checkpoints`, and saves every few steps. Of each save, the event says how long the loop
+was blocked and when the checkpoint was whole. The last save of a run, for which it waits either
+way, is not counted. The first save stands apart: beside training it finds its room made before the
+first step, and that time has a column of its own. The wall time of both is told too: a thread that
+writes takes its share of the cores. Medians over all other saves of all repeats; the ratio is that
+of the medians of each repeat. Prints a table; writes checkpoints.json and .md where --out names a
+folder.
 """
 
 from __future__ import annotations

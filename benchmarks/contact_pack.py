@@ -1,4 +1,6 @@
-"""What a bare machine lacks, collected in a folder that travels with the tree: packages, nanoGPT's model, and the commit."""
+"""What a bare machine lacks, collected in a folder that travels with the tree: packages, nanoGPT's
+model, and the commit.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,13 @@ PACKAGES = (
     "torchao",
     "liger_kernel",
 )
-"""What a machine with torch, Triton and the common packages of machine learning does not have. The first of a name that it has wins: ours."""
+"""What a machine with torch, Triton and the common packages of machine learning does not have. The
+first of a name that it has wins: ours.
+"""
 NEEDLESS = ("torchao/*.so", "torchao/testing/**", "torchao/prototype/mx_formats/**/*.so")
-"""Parts of the wheels that stay here: torchao's kernels, which are built for another torch and none of which fp8 training uses."""
+"""Parts of the wheels that stay here: torchao's kernels, which are built for another torch and none
+of which fp8 training uses.
+"""
 PYTHON = "3.12"
 PLATFORMS = tuple(
     f"manylinux{glibc}_x86_64"
@@ -39,9 +45,11 @@ MANIFEST = "manifest.json"
 
 
 def pack(folder: Path, *, nanogpt: Path | None, commit: str | None, code: str) -> list[str]:
-    """Fill a folder with what a bare machine lacks; return what is in it, and the commands of the calls. `code` is the code's digest.
+    """Fill a folder with what a bare machine lacks; return what is in it, and the commands of the
+    calls. `code` is the code's digest.
 
-    Raises: SystemExit when nanoGPT is not there, a package cannot be had, or the tree and the folder are too large to travel.
+    Raises: SystemExit when nanoGPT is not there, a package cannot be had, or the tree and the
+            folder are too large to travel.
     """
     if nanogpt is not None:
         check_nanogpt(nanogpt)
@@ -111,7 +119,9 @@ def check_nanogpt(folder: Path) -> None:
 
 
 def commit_of(folder: Path | None, *, code: str) -> str | None:
-    """Return the commit that was packed, with + when the code has another digest by now; None where nothing was packed."""
+    """Return the commit that was packed, with + when the code has another digest by now; None where
+    nothing was packed.
+    """
     path = None if folder is None else folder / MANIFEST
     if path is None or not path.exists():
         return None
@@ -192,7 +202,9 @@ def size_of(folder: Path) -> int:
 
 
 def tree_bytes(folder: Path) -> int:
-    """Return the bytes of the files that travel with the tree: those that git tracks or would, without the packed folder."""
+    """Return the bytes of the files that travel with the tree: those that git tracks or would,
+    without the packed folder.
+    """
     listed = git("ls-files", "-z", "--cached", "--others", "--exclude-standard")
     paths = (
         [ROOT / name for name in listed.split("\0") if name] if listed else list(ROOT.rglob("*"))

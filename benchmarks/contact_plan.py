@@ -1,7 +1,9 @@
-"""What the calls of first_contact.py do, in which order, and how long each part of it is expected to take.
+"""What the calls of first_contact.py do, in which order, and how long each part of it is expected
+to take.
 
-A call names its entries as `--only` of throughput.py does, what matters most first. A step is one of them at one batch, or the
-environment, the tests, a profile, the ladder. Nothing here imports torch.
+A call names its entries as `--only` of throughput.py does, what matters most first. A step is one
+of them at one batch, or the environment, the tests, a profile, the ladder. Nothing here imports
+torch.
 """
 
 from __future__ import annotations
@@ -58,7 +60,9 @@ class Call:
     more: tuple[str, ...] = ()
     """Entries for the time that is left."""
     ladder: bool = False
-    """Whether the rest of the call is the ladder's, once nothing that matters is left of the other calls."""
+    """Whether the rest of the call is the ladder's, once nothing that matters is left of the other
+    calls.
+    """
 
 
 CALLS = {
@@ -128,7 +132,9 @@ WORK_S = {
     "gpt2-124m-32k-wide-heads": 90.0,
     "eigenstate-small-32k": 90.0,
 }
-"""Seconds that a compiled entry of a work may take in all, before anything has been measured. Most of them compile."""
+"""Seconds that a compiled entry of a work may take in all, before anything has been measured. Most
+of them compile.
+"""
 SHARE = {
     "nanogpt": 0.8,
     "recipe": 1.2,
@@ -173,7 +179,9 @@ def is_profiled(step: Step) -> bool:
 
 @dataclass
 class Estimates:
-    """What steps take on this machine, from those that have ended: {"step", "entry", "guess_s", "seconds", "status"} each."""
+    """What steps take on this machine, from those that have ended: {"step", "entry", "guess_s",
+    "seconds", "status"} each.
+    """
 
     spent: list[dict[str, Any]]
 
@@ -184,7 +192,9 @@ class Estimates:
 
     @property
     def scale(self) -> float:
-        """How many times its guess a measurement takes here; of those that were stopped at least what they had taken."""
+        """How many times its guess a measurement takes here; of those that were stopped at least
+        what they had taken.
+        """
         ratios = [
             row["seconds"] / row["guess_s"]
             for row in self.spent
@@ -204,7 +214,8 @@ class Estimates:
         )
 
     def expected_s(self, step: Step) -> float:
-        """Return the seconds that a step is expected to take: as long as its entry's longest, else the guess at this machine's pace.
+        """Return the seconds that a step is expected to take: as long as its entry's longest, else
+        the guess at this machine's pace.
 
         Of a step that was stopped before, a fifth more than it had.
         """
@@ -248,7 +259,8 @@ def matching(pattern: str, is_asked: Callable[[Entry, str], bool]) -> list[Entry
 def steps(
     call: Call, batches: Batches, is_asked: Callable[[Entry, str], bool]
 ) -> tuple[list[Step], list[Step]]:
-    """Return the steps of a call that are known beforehand: those that matter, then those for the time that is left.
+    """Return the steps of a call that are known beforehand: those that matter, then those for the
+    time that is left.
 
     Repeats come between the two.
     """
@@ -289,7 +301,9 @@ def missing(call: Call, is_asked: Callable[[Entry, str], bool]) -> list[str]:
 
 
 def plan_lines(batches: Batches, is_asked: Callable[[Entry, str], bool]) -> Iterator[str]:
-    """Yield what each call does, with the seconds that its steps are expected to take before anything is measured."""
+    """Yield what each call does, with the seconds that its steps are expected to take before
+    anything is measured.
+    """
     for number, call in CALLS.items():
         core, later = steps(call, batches, is_asked)
         waits = [step for step in core if step.kind != "profile"] + [

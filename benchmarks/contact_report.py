@@ -1,4 +1,6 @@
-"""What the calls of first_contact.py came to, on one screen: each target beside its prediction, where the time goes, what is left."""
+"""What the calls of first_contact.py came to, on one screen: each target beside its prediction,
+where the time goes, what is left.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +86,9 @@ def summary(found: Measurements, results: Results, *, call: int, left: Sequence[
 
 
 def shortened(lines: list[str]) -> list[str]:
-    """Return 40 lines at most: targets that nothing has been measured of go first, then what comes last."""
+    """Return 40 lines at most: targets that nothing has been measured of go first, then what comes
+    last.
+    """
     empty = [line for line in lines if line.startswith("| ") and line.endswith("|  |  |  |")]
     gone = set(empty[: max(len(lines) - LINES, 0)])
     kept = [line for line in lines if line not in gone]
@@ -136,7 +140,9 @@ def target_lines(found: Measurements) -> Iterator[str]:
 
 
 def times_nanogpt(found: Measurements, target: Target) -> str:
-    """Return the best of ours over nanoGPT at its best batch, for a rate; nothing where either has not been measured."""
+    """Return the best of ours over nanoGPT at its best batch, for a rate; nothing where either has
+    not been measured.
+    """
     ours = best_of_ours(found, target)
     peers = [
         made

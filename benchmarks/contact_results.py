@@ -1,4 +1,6 @@
-"""The folder of results of first_contact.py: a few small files, each written whole after every step, which can be carried."""
+"""The folder of results of first_contact.py: a few small files, each written whole after every
+step, which can be carried.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ NAME = "contact"
 
 
 class Results:
-    """What is known beside the measurements of throughput.json: contact.json, and the table, contact.md."""
+    """What is known beside the measurements of throughput.json: contact.json, and the table,
+    contact.md.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

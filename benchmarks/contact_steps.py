@@ -1,4 +1,6 @@
-"""The steps of first_contact.py that are no measurements: what the machine is, and the tests that need a GPU."""
+"""The steps of first_contact.py that are no measurements: what the machine is, and the tests that
+need a GPU.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +95,9 @@ print(json.dumps(found))
 
 
 def environment(limit_s: float, *, tiny: bool) -> dict[str, Any]:
-    """Return what the machine is: GPU, versions, the bandwidth of a copy on the device, and whether the command line starts."""
+    """Return what the machine is: GPU, versions, the bandwidth of a copy on the device, and whether
+    the command line starts.
+    """
     found: dict[str, Any] = {"status": "ok"}
     code, out, err = finished([sys.executable, "-c", TELL], limit_s)
     if code:
@@ -110,7 +114,8 @@ def environment(limit_s: float, *, tiny: bool) -> dict[str, Any]:
 
 
 def gpu_tests(limit_s: float, *, tiny: bool) -> dict[str, Any]:
-    """Run the essential GPU tests; return how many passed, failed and were skipped, and the names of those that failed.
+    """Run the essential GPU tests; return how many passed, failed and were skipped, and the names
+    of those that failed.
 
     After `limit_s` they are stopped, and those that had ended by then are counted.
     """
@@ -147,7 +152,9 @@ def gpu_tests(limit_s: float, *, tiny: bool) -> dict[str, Any]:
 
 
 def marked_files() -> list[str]:
-    """Return the files that have such tests: the others need not be read, nor the packages that they import be there."""
+    """Return the files that have such tests: the others need not be read, nor the packages that
+    they import be there.
+    """
     files = sorted((ROOT / "tests").rglob("test_*.py"))
     return [
         str(path.relative_to(ROOT))
@@ -164,7 +171,9 @@ def profile_steps(*, tiny: bool) -> int:
 def finished(
     command: list[str], limit_s: float, *, settings: Mapping[str, str] | None = None
 ) -> tuple[int | None, str, str]:
-    """Run a command in the repository, with `settings` in its environment; return its exit code, None when it was stopped, and its output."""
+    """Run a command in the repository, with `settings` in its environment; return its exit code,
+    None when it was stopped, and its output.
+    """
     from flatout.measure.trial import end_group
 
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:

@@ -1,11 +1,14 @@
-"""The eigenstate network's copy task: say which of eight symbols stood at the start of a text, thousands of equal tokens before.
+"""The eigenstate network's copy task: say which of eight symbols stood at the start of a text,
+thousands of equal tokens before.
 
     OMP_NUM_THREADS=1 python benchmarks/copy_task.py
 
-A row is a symbol, filler, and a token that asks for the symbol; the loss is that of the one answer. There is a row for each of
-the eight symbols, so a step sees the whole task and chance is a loss of log 8 = 2.079. One layer is trained by Muon from each
-initialisation and each seed, for all the steps or until every answer is right with a loss below 0.02. Writes
-benchmarks/results/copy_task.json and .md. Figures are losses and steps, not times: the machine may be busy.
+A row is a symbol, filler, and a token that asks for the symbol; the loss is that of the one answer.
+There is a row for each of the eight symbols, so a step sees the whole task and chance is a loss of
+log 8 = 2.079. One layer is trained by Muon from each initialisation and each seed, for all the
+steps or until every answer is right with a loss below 0.02. Writes
+benchmarks/results/copy_task.json and .md. Figures are losses and steps, not times: the machine may
+be busy.
 """
 
 from __future__ import annotations
@@ -45,7 +48,9 @@ FAR = 4096
 
 
 def forms(distance: int) -> dict[str, dict]:
-    """Return the forms of the network that are tried at a distance, and the keys under `model.` that make them."""
+    """Return the forms of the network that are tried at a distance, and the keys under `model.`
+    that make them.
+    """
     beside = (
         {"hierarchical": {"scales": [1, 2, 4, 8]}, "selective": {"eigenvalues": "selective"}}
         if distance <= FAR
@@ -106,7 +111,9 @@ def rows_of(distance: int) -> Tensor:
 
 
 def trained(distance: int, keys: dict, seed: int, steps: int) -> dict:
-    """Train one model; return its last loss and accuracy, and after how many steps all answers were right (None: never)."""
+    """Train one model; return its last loss and accuracy, and after how many steps all answers were
+    right (None: never).
+    """
     torch.manual_seed(seed)
     ops = Ops.plain(scan=scan.chunked, cross_entropy=cross_entropy.fused)
     model = Eigenstate(Eigenstate.check(SHAPE | keys, seq_len=distance + 1), ops)

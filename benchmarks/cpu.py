@@ -1,8 +1,10 @@
-"""The ladder of `shakespeare-char` on this machine's CPU: what each optimisation gains, at equal loss.
+"""The ladder of `shakespeare-char` on this machine's CPU: what each optimisation gains, at equal
+loss.
 
     python benchmarks/cpu.py --text shakespeare.txt --repeats 5
 
-prepares the text and runs `flatout bench shakespeare-char` on it; writes benchmarks/results/cpu.json, .md and .svg.
+prepares the text and runs `flatout bench shakespeare-char` on it; writes
+benchmarks/results/cpu.json, .md and .svg.
 """
 
 from __future__ import annotations

@@ -1,15 +1,19 @@
-"""What the fast forms of an eigenstate network are worth on a CPU, at equal losses: layers of `eigenstate-small-32k` on 4,096 tokens.
+"""What the fast forms of an eigenstate network are worth on a CPU, at equal losses: layers of
+`eigenstate-small-32k` on 4,096 tokens.
 
     OMP_NUM_THREADS=2 python benchmarks/eigenstate_cpu.py --rounds 5
 
-takes layers of that shape (d 1024, 128 eigenstates, MLP 4096), one row of 4,096 tokens, forward and backward, and exchanges one
-thing at a time: (a) the recurrence alone, token by token or in chunks; (b) it in whole layers, and there the products in bfloat16 for
-those in fp32; (c) whole layers evaluated one token after the other, as decoding does, with the gradient through all of them, against
-layers with everything fast. Layers are alike: two of them stand for all, and (c) takes minutes even so.
+takes layers of that shape (d 1024, 128 eigenstates, MLP 4096), one row of 4,096 tokens, forward and
+backward, and exchanges one thing at a time: (a) the recurrence alone, token by token or in chunks;
+(b) it in whole layers, and there the products in bfloat16 for those in fp32; (c) whole layers
+evaluated one token after the other, as decoding does, with the gradient through all of them,
+against layers with everything fast. Layers are alike: two of them stand for all, and (c) takes
+minutes even so.
 
-All ways of a comparison run turn by turn in every round, so ratios are of the same round. Their losses and input gradients are
-compared in the same run; it fails where they differ by more than 1e-4, with products in bfloat16 by more than 2e-2. Writes
-benchmarks/results/eigenstate_cpu.json and .md.
+All ways of a comparison run turn by turn in every round, so ratios are of the same round. Their
+losses and input gradients are compared in the same run; it fails where they differ by more than
+1e-4, with products in bfloat16 by more than 2e-2. Writes benchmarks/results/eigenstate_cpu.json and
+.md.
 """
 
 from __future__ import annotations
@@ -89,7 +93,9 @@ def main() -> None:
 
 
 def shape(layers: int, **smaller: int) -> dict[str, Any]:
-    """Return the recipe's own model keys with so many layers, and no vocabulary to speak of: the head is not measured."""
+    """Return the recipe's own model keys with so many layers, and no vocabulary to speak of: the
+    head is not measured.
+    """
     return {**load_config(RECIPE).model.own(), "num_layers": layers, "vocab_size": 8, **smaller}
 
 
@@ -173,7 +179,8 @@ def at_once(model: Eigenstate, hidden_BTD: Tensor) -> Tensor:
 
 
 def token_by_token(model: Eigenstate, hidden_BTD: Tensor) -> Tensor:
-    """Put one token after the other through every layer, each layer's state carried along, as decoding does.
+    """Put one token after the other through every layer, each layer's state carried along, as
+    decoding does.
 
     Shapes:  hidden_BTD (B, T, D).
     """
@@ -190,7 +197,8 @@ def token_by_token(model: Eigenstate, hidden_BTD: Tensor) -> Tensor:
 def passed(
     model: torch.nn.Module, walk: Callable[[Tensor], Tensor], hidden_BTD: Tensor, wanted_BTD: Tensor
 ) -> tuple[float, Tensor]:
-    """Return the loss, a mean squared distance from what is wanted, and the gradient of the input; every weight gets its own too.
+    """Return the loss, a mean squared distance from what is wanted, and the gradient of the input;
+    every weight gets its own too.
 
     Shapes:  hidden_BTD, wanted_BTD (B, T, D).
     """
@@ -203,7 +211,9 @@ def passed(
 
 
 def alone(function: Callable[..., Tensor], config: Any, tokens: int) -> Evaluate:
-    """Return the recurrence by itself, on eigenvalues as a fresh layer has them and on a drive that it would scale so."""
+    """Return the recurrence by itself, on eigenvalues as a fresh layer has them and on a drive that
+    it would scale so.
+    """
     generator = torch.Generator().manual_seed(1)
     count = config.num_eigenstates
     rate_K = torch.exp(
@@ -233,9 +243,11 @@ def alone(function: Callable[..., Tensor], config: Any, tokens: int) -> Evaluate
 
 
 def measure(every: list[Comparison], rounds: int, *, minutes: float = 60.0) -> dict[str, Any]:
-    """Return the seconds of every way in every round, and how far apart their losses and gradients are.
+    """Return the seconds of every way in every round, and how far apart their losses and gradients
+    are.
 
-    A round that would not end within the minutes is not begun. One turn before the first is not counted: it is where losses are compared.
+    A round that would not end within the minutes is not begun. One turn before the first is not
+    counted: it is where losses are compared.
     """
     began_s = time.perf_counter()
     found: dict[str, Any] = {comparison.name: compared(comparison) for comparison in every}
@@ -260,7 +272,9 @@ def measure(every: list[Comparison], rounds: int, *, minutes: float = 60.0) -> d
 
 
 def compared(comparison: Comparison) -> dict[str, Any]:
-    """Evaluate every way once; return the losses and the differences. Ends the program where they are not equal."""
+    """Evaluate every way once; return the losses and the differences. Ends the program where they
+    are not equal.
+    """
     results = {name: evaluate() for name, evaluate in comparison.ways.items()}
     plain_loss, plain_grad = next(iter(results.values()))
     apart = {}

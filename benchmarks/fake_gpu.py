@@ -1,12 +1,15 @@
-"""Every set of throughput.py, traced as it would run on an H200, on a machine that has none: graph breaks, wrong branches, refused shapes.
+"""Every set of throughput.py, traced as it would run on an H200, on a machine that has none: graph
+breaks, wrong branches, refused shapes.
 
     python benchmarks/fake_gpu.py                       # every entry of ours; about 20 s each
     python benchmarks/fake_gpu.py --only gpt2-124m/set
 
-It takes a CUDA build of torch, without a GPU. Tensors have shapes, types and a CUDA device, but no storage (torch's FakeTensorMode), and
-fake_gpu_driver.c answers the questions that torch asks of the driver. The model is compiled with `fullgraph`, so that a graph break is an
-error, up to the graphs that Inductor would be given; backward and the optimizer's step are traced too. Shapes are the real ones, with
-two layers. Printed for each entry: the graphs, and which attention, loss, scan and low-precision operations are in them.
+It takes a CUDA build of torch, without a GPU. Tensors have shapes, types and a CUDA device, but no
+storage (torch's FakeTensorMode), and fake_gpu_driver.c answers the questions that torch asks of the
+driver. The model is compiled with `fullgraph`, so that a graph break is an error, up to the graphs
+that Inductor would be given; backward and the optimizer's step are traced too. Shapes are the real
+ones, with two layers. Printed for each entry: the graphs, and which attention, loss, scan and
+low-precision operations are in them.
 
 What it cannot show: Inductor's own work, and anything about a kernel's result or speed.
 """
@@ -43,11 +46,15 @@ SMALLER = {"model.num_layers": 2}
 MAX_ROWS = 4
 LIMIT_S = 600
 READ_BACK = ("liger-ce",)
-"""Speedups that break the graph by design: Liger's loss asks the device how many targets count, and fake tensors hold no answer."""
+"""Speedups that break the graph by design: Liger's loss asks the device how many targets count, and
+fake tensors hold no answer.
+"""
 ERROR = re.compile(r"[\w.]*(Error|Exception|Exit|Unsupported)\b: ")
 """How Python names an error; torch's compiler adds lines of advice after it."""
 TOLD = ("attention", "flatout", "_scaled_mm", "torchao")
-"""Parts of the names of operations that are worth a line: those that a branch on the device chooses."""
+"""Parts of the names of operations that are worth a line: those that a branch on the device
+chooses.
+"""
 
 
 def main() -> None:
@@ -88,7 +95,9 @@ def why_not() -> str | None:
 
 
 def build_driver(folder: Path) -> Path:
-    """Compile fake_gpu_driver.c against the headers of the CUDA packages that torch brought; return the library."""
+    """Compile fake_gpu_driver.c against the headers of the CUDA packages that torch brought; return
+    the library.
+    """
     includes = [
         path
         for name in ("nvidia", "triton")
@@ -173,7 +182,9 @@ def traced(name: str) -> dict[str, Any]:
 
 
 def trace(config: RunConfig, rows: int) -> list[list[str]]:
-    """Trace one training step; return the operations of each graph that a compiler would have been given."""
+    """Trace one training step; return the operations of each graph that a compiler would have been
+    given.
+    """
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -212,7 +223,9 @@ def trace(config: RunConfig, rows: int) -> list[list[str]]:
 
 @contextmanager
 def recorded_compiler() -> Iterator[list[list[str]]]:
-    """Have torch.compile trace whole graphs and write down their operations, forward and backward, in place of generating code."""
+    """Have torch.compile trace whole graphs and write down their operations, forward and backward,
+    in place of generating code.
+    """
     import torch
     import torch.cuda.amp.common
     from torch._dynamo.backends.common import aot_autograd
@@ -236,7 +249,8 @@ def recorded_compiler() -> Iterator[list[list[str]]]:
         )
 
     torch.compile = traced_compile
-    # Without this the first fake tensor would make a real one, to start the driver; autocast must believe in the GPU all the same.
+    # Without this the first fake tensor would make a real one, to start the driver; autocast must
+    # believe in the GPU all the same.
     torch.cuda.is_available = lambda: False
     torch.cuda.amp.common.amp_definitely_not_available = lambda: False
     torch.cuda.is_bf16_supported = lambda *_: True

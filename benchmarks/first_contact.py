@@ -1,14 +1,18 @@
-"""The first half hour on a GPU: every figure of docs/gpu.md in three short calls, on a machine that may be bare and offline.
+"""The first half hour on a GPU: every figure of docs/gpu.md in three short calls, on a machine that
+may be bare and offline.
 
-    python benchmarks/first_contact.py --plan                                  # what the calls do, and how long it may take
-    python benchmarks/first_contact.py --pack .kit --nanogpt path/to/nanoGPT   # collect what a bare machine lacks; prints the calls
-    python benchmarks/first_contact.py --call next --kit .kit --results FOLDER # one call: the first that is not done
-    python benchmarks/first_contact.py --call 1 --tiny --results FOLDER        # at toy shapes on a CPU: proves that it runs
+    python benchmarks/first_contact.py --plan                                  # what the calls do,
+    and how long it may take python benchmarks/first_contact.py --pack .kit --nanogpt
+    path/to/nanoGPT   # collect what a bare machine lacks; prints the calls python
+    benchmarks/first_contact.py --call next --kit .kit --results FOLDER # one call: the first that
+    is not done python benchmarks/first_contact.py --call 1 --tiny --results FOLDER        # at toy
+    shapes on a CPU: proves that it runs
 
-A call ends within --minutes and begins nothing that would not: what a step takes is learned from those before it. Results are
-written after each step, so a call may be killed at any time; the same call, or another, goes on where it stopped, on another
-machine too when the folder of the results is brought along. Figures that were made with other code of flatout are kept, with their
-commit; only what failed is tried again. A call whose steps are done goes on with those of the others.
+A call ends within --minutes and begins nothing that would not: what a step takes is learned from
+those before it. Results are written after each step, so a call may be killed at any time; the same
+call, or another, goes on where it stopped, on another machine too when the folder of the results is
+brought along. Figures that were made with other code of flatout are kept, with their commit; only
+what failed is tried again. A call whose steps are done goes on with those of the others.
 """
 
 from __future__ import annotations
@@ -181,7 +185,8 @@ def check(arguments: argparse.Namespace) -> None:
 
 @contextmanager
 def held(folder: Path) -> Iterator[None]:
-    """Hold the folder of the results for this call; the system lets go of it when the process ends, however it ends.
+    """Hold the folder of the results for this call; the system lets go of it when the process ends,
+    however it ends.
 
     Raises: SystemExit when another call holds it, or it cannot be written.
     """
@@ -211,7 +216,9 @@ def held(folder: Path) -> Iterator[None]:
 
 
 def sow(seed: Path, folder: Path) -> None:
-    """Copy the results of calls before, each file whole or not at all, to where there are none; a copy that was cut short is completed."""
+    """Copy the results of calls before, each file whole or not at all, to where there are none; a
+    copy that was cut short is completed.
+    """
     for path in sorted(seed.iterdir()):
         if path.is_file() and not path.name.endswith(PART) and not (folder / path.name).exists():
             copy = folder / f"{path.name}{PART}"
@@ -220,7 +227,9 @@ def sow(seed: Path, folder: Path) -> None:
 
 
 def session(arguments: argparse.Namespace, scratch: Path) -> throughput.Session:
-    """Return what measures an entry: throughput.py's own, with the peer and the commit that were packed."""
+    """Return what measures an entry: throughput.py's own, with the peer and the commit that were
+    packed.
+    """
     packed = arguments.kit / "nanoGPT" if arguments.kit else None
     nanogpt = arguments.nanogpt or (packed if packed and packed.is_dir() else None)
     commit = arguments.commit or commit_of(arguments.kit, code=throughput.code_digest(ours=True))
@@ -430,7 +439,9 @@ class Contact:
         ]
 
     def is_done(self, step: Step) -> bool:
-        """Say whether nothing is left to do of a step; what failed with other code, or while it was profiled, is tried again."""
+        """Say whether nothing is left to do of a step; what failed with other code, or while it was
+        profiled, is tried again.
+        """
         if step.kind == "ladder":
             held = self.results.of("ladder")
             return bool(held) and (held["status"] == "ok" or held["code"] == self.identity["code"])
@@ -463,7 +474,9 @@ class Contact:
         return row["code"] == self.session.identity(entry)["code"] and not row.get("profiled")
 
     def was_stopped(self, step: Step) -> bool:
-        """Say whether a step was stopped before because it took too long, and not because its call was over."""
+        """Say whether a step was stopped before because it took too long, and not because its call
+        was over.
+        """
         ends = [row for row in self.results.spent if row["step"] == step.name]
         return bool(ends) and ends[-1]["status"] == "timed-out" and not ends[-1]["cut"]
 

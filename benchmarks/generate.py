@@ -2,9 +2,10 @@
 
     OMP_NUM_THREADS=1 python benchmarks/generate.py --repeats 5
 
-takes a small transformer with fresh weights, reads a text that fills its context but for the tokens that are then drawn, and
-draws them, with the cache and without, turn by turn in one process on one thread. Writes benchmarks/results/generate.json and
-.md. Rates are medians over the repeats, with the smallest and the largest; the tokens drawn are compared, too.
+takes a small transformer with fresh weights, reads a text that fills its context but for the tokens
+that are then drawn, and draws them, with the cache and without, turn by turn in one process on one
+thread. Writes benchmarks/results/generate.json and .md. Rates are medians over the repeats, with
+the smallest and the largest; the tokens drawn are compared, too.
 """
 
 from __future__ import annotations
@@ -63,7 +64,9 @@ def main() -> None:
 
 
 def measure(context: int, num_tokens: int, repeats: int) -> list[dict]:
-    """Return, for each repeat, the rate with and without the cache and the seconds to the first token."""
+    """Return, for each repeat, the rate with and without the cache and the seconds to the first
+    token.
+    """
     torch.manual_seed(0)
     model = Transformer(
         Transformer.check(SHAPE, seq_len=context),
@@ -92,7 +95,9 @@ def measure(context: int, num_tokens: int, repeats: int) -> list[dict]:
 
 
 def timed(model: LanguageModel, prompt: list[int], num_tokens: int) -> tuple[dict, list[int]]:
-    """Draw tokens after a prompt; return the first one's seconds and the rate of the others, and the tokens."""
+    """Draw tokens after a prompt; return the first one's seconds and the rate of the others, and
+    the tokens.
+    """
     times, drawn = [time.perf_counter()], []
     for token in islice(
         tokens_after(model, prompt, lambda logits_V: int(logits_V.argmax())), num_tokens

@@ -1,11 +1,14 @@
-"""How fast windows are read from packed shards in random order, how soon the first batch comes, and what seeking costs.
+"""How fast windows are read from packed shards in random order, how soon the first batch comes, and
+what seeking costs.
 
     OMP_NUM_THREADS=1 python benchmarks/loader.py --repeats 5
 
-writes a data set of 100 shards of random tokens into a temporary folder (or takes --data DIR), reads it once so that it lies in
-the page cache, and reads windows of 1,024 and of 32,768 tokens, 262,144 tokens a batch, in the caller's thread. Each repeat opens
-the data set anew. The first batch is counted from there: sizes, the tokenizer, and the checksum of every block that it touches.
-Seeking goes to the last of 10^9 windows and reads on. Writes benchmarks/results/loader.json and .md; medians over the repeats.
+writes a data set of 100 shards of random tokens into a temporary folder (or takes --data DIR),
+reads it once so that it lies in the page cache, and reads windows of 1,024 and of 32,768 tokens,
+262,144 tokens a batch, in the caller's thread. Each repeat opens the data set anew. The first batch
+is counted from there: sizes, the tokenizer, and the checksum of every block that it touches.
+Seeking goes to the last of 10^9 windows and reads on. Writes benchmarks/results/loader.json and
+.md; medians over the repeats.
 """
 
 from __future__ import annotations
@@ -106,7 +109,9 @@ def measure(
 
 
 def read(data: Path, seq_len: int, batch_tokens: int, steps: int) -> dict:
-    """Open the data set, read batches until each block has been checked, then time the rest; seconds and tokens a second."""
+    """Open the data set, read batches until each block has been checked, then time the rest;
+    seconds and tokens a second.
+    """
     began = time.perf_counter()
     feed = DirectFeed(
         WindowSteps(
@@ -162,7 +167,9 @@ class ManyWindows:
 
 
 def seek() -> float:
-    """Return the seconds that it takes to go to the last of 10^9 windows and have a batch of one window from there."""
+    """Return the seconds that it takes to go to the last of 10^9 windows and have a batch of one
+    window from there.
+    """
     feed = DirectFeed(WindowSteps(ManyWindows(), plan(1_024, 1), ShardWindows()))
     next(feed)
     began = time.perf_counter()

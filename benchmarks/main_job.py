@@ -2,12 +2,13 @@
 
     python benchmarks/main_job.py --text shakespeare.txt --repeats 5
 
-prepares the text once a repeat (characters, the last tenth for validation), trains the recipe `shakespeare-char` with
-`speedups=none` and as it comes, turn by turn in fresh processes, and writes benchmarks/results/main_job.json and .md.
-The plain way is fp32, eager, an optimizer that loops over parameters, text tokenised in the step, and the micro-batch that
-people write: the most rows up to 12 that divide the step.
-Rates are medians over the repeats, with the smallest and the largest. The losses are those of the same steps on the same
-windows: both runs have the same number of steps there.
+prepares the text once a repeat (characters, the last tenth for validation), trains the recipe
+`shakespeare-char` with `speedups=none` and as it comes, turn by turn in fresh processes, and writes
+benchmarks/results/main_job.json and .md. The plain way is fp32, eager, an optimizer that loops over
+parameters, text tokenised in the step, and the micro-batch that people write: the most rows up to
+12 that divide the step. Rates are medians over the repeats, with the smallest and the largest. The
+losses are those of the same steps on the same windows: both runs have the same number of steps
+there.
 """
 
 from __future__ import annotations
@@ -141,7 +142,9 @@ def flatout(*words: str) -> dict:
 
 
 def commit() -> str:
-    """Return the commit that is checked out, short, with + when the package was changed since; "unknown" without git or a checkout."""
+    """Return the commit that is checked out, short, with + when the package was changed since;
+    "unknown" without git or a checkout.
+    """
     return commit_of_package() or "unknown"
 
 

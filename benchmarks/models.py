@@ -1,18 +1,22 @@
-"""Which model to choose: a transformer and an eigenstate network of equal size, trained on equal tokens, by the length of a sequence.
+"""Which model to choose: a transformer and an eigenstate network of equal size, trained on equal
+tokens, by the length of a sequence.
 
     OMP_NUM_THREADS=1 python benchmarks/models.py --part loss --text shakespeare.txt
     python benchmarks/models.py --part speed --text shakespeare.txt
 
-Both models have 0.8 M parameters (4 layers, d 128; the eigenstates fill up to what attention takes), and every step sees 4,096 tokens
-of characters, whatever the length. The learning rate of each model with each optimizer is tuned at one length, on a seed of its own,
-over a grid of factors of two that grows while the best rate is at its edge; that rate is then used at every length, with other seeds.
-At the longest length half and twice the rate are tried too, to see whether the choice carries over, and at the shortest one run takes
-four times the steps.
+Both models have 0.8 M parameters (4 layers, d 128; the eigenstates fill up to what attention
+takes), and every step sees 4,096 tokens of characters, whatever the length. The learning rate of
+each model with each optimizer is tuned at one length, on a seed of its own, over a grid of factors
+of two that grows while the best rate is at its edge; that rate is then used at every length, with
+other seeds. At the longest length half and twice the rate are tried too, to see whether the choice
+carries over, and at the shortest one run takes four times the steps.
 
-`loss` compares validation losses: the machine may be busy. It takes about 45 minutes of one core. Each run is written to
-WORK/models.jsonl as it ends, and the same code does not run it again. `speed` times training steps of 16,384 tokens in fresh processes,
-turn by turn, with the memory that a process takes at most beyond what it had before its first step: nothing else may run meanwhile.
-Each part writes its own section of benchmarks/results/models.json, and models.md from both, after every run.
+`loss` compares validation losses: the machine may be busy. It takes about 45 minutes of one core.
+Each run is written to WORK/models.jsonl as it ends, and the same code does not run it again.
+`speed` times training steps of 16,384 tokens in fresh processes, turn by turn, with the memory that
+a process takes at most beyond what it had before its first step: nothing else may run meanwhile.
+Each part writes its own section of benchmarks/results/models.json, and models.md from both, after
+every run.
 """
 
 from __future__ import annotations
@@ -178,7 +182,9 @@ def keep(part: str, found: dict[str, Any]) -> None:
 def remembered(
     key: dict[str, Any], cache: Path, run: Callable[[], dict[str, Any]]
 ) -> dict[str, Any]:
-    """Return what came of a run: from the cache when this code has run it before, else it runs now and is written there."""
+    """Return what came of a run: from the cache when this code has run it before, else it runs now
+    and is written there.
+    """
     key = {**key, "shared": SHARED, "shapes": SHAPES, "code": code_state()}
     for text in cache.read_text().splitlines() if cache.exists() else ():
         if (known := json.loads(text))["key"] == json.loads(json.dumps(key)):
@@ -243,7 +249,9 @@ def fitted(trial: Trial, dataset: Dataset) -> dict[str, Any]:
 
 
 def tuned(model: str, optimizer: str, run: Run) -> float:
-    """Return the learning rate that ends lowest on the tuning seed, from a grid that reaches beyond it on both sides."""
+    """Return the learning rate that ends lowest on the tuning seed, from a grid that reaches beyond
+    it on both sides.
+    """
     first = Trial(model, optimizer, 0.0, TUNED_AT, TUNING_SEED)
     losses = {rate: loss_of(run(replace(first, lr=rate))) for rate in RATES[optimizer]}
     while True:
@@ -260,7 +268,9 @@ def loss_of(row: dict[str, Any]) -> float:
 
 
 def measure_speed(words: list[str], rounds: int, cache: Path) -> None:
-    """Time both models at every length, turn by turn in fresh processes; the figures so far are written after every one."""
+    """Time both models at every length, turn by turn in fresh processes; the figures so far are
+    written after every one.
+    """
     rows: list[dict[str, Any]] = []
     for number, seq_len in itertools.product(range(rounds), SPEED_LENGTHS):
         for model in list(SHAPES)[:: -1 if number % 2 else 1]:

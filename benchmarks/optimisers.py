@@ -1,15 +1,20 @@
-"""Muon against AdamW: how many tokens Muon needs to reach the loss that AdamW reaches with all of them.
+"""Muon against AdamW: how many tokens Muon needs to reach the loss that AdamW reaches with all of
+them.
 
-    python benchmarks/optimisers.py --text shakespeare.txt --prose prose.jsonl --work data/optimisers
+    python benchmarks/optimisers.py --text shakespeare.txt --prose prose.jsonl --work
+    data/optimisers
 
-Two corpora (characters of one text, bytes of another), a small model each, the same model, windows, batch, warm-up, clipping and
-schedule for both optimisers; every run has the whole schedule of its own length. Tuned on one seed, over the same grid: AdamW with
-all the tokens, Muon with 0.65 of them; besides, AdamW is tried with another beta2, Muon with another momentum. Then three fresh
-seeds: both with their best setting, at several fractions of the tokens. All results, in the order they came, are in
-benchmarks/results/optimisers.json, the table and the picture beside it are made of them.
+Two corpora (characters of one text, bytes of another), a small model each, the same model, windows,
+batch, warm-up, clipping and schedule for both optimisers; every run has the whole schedule of its
+own length. Tuned on one seed, over the same grid: AdamW with all the tokens, Muon with 0.65 of
+them; besides, AdamW is tried with another beta2, Muon with another momentum. Then three fresh
+seeds: both with their best setting, at several fractions of the tokens. All results, in the order
+they came, are in benchmarks/results/optimisers.json, the table and the picture beside it are made
+of them.
 
-Each run is written down in WORK/runs.jsonl as it ends, and is not run again by the same code (`code_state`). It takes about an hour of one core.
-`--cost` measures something else, on a machine that does nothing else: how long a step of each takes.
+Each run is written down in WORK/runs.jsonl as it ends, and is not run again by the same code
+(`code_state`). It takes about an hour of one core. `--cost` measures something else, on a machine
+that does nothing else: how long a step of each takes.
 """
 
 from __future__ import annotations
@@ -52,7 +57,9 @@ SHARED = {
     "train.precision": "fp32",
     "speedups": "auto,-compile",
 }
-"""What both optimisers and both corpora share; dropout is 0, the rest are the defaults of flatout/config/schema.py."""
+"""What both optimisers and both corpora share; dropout is 0, the rest are the defaults of
+flatout/config/schema.py.
+"""
 
 RATES = (1e-3, 2e-3, 4e-3, 8e-3, 16e-3)
 """Learning rates tried; more, by factors of two, while the best is the first or the last."""
@@ -181,7 +188,9 @@ def prepared(corpus: Corpus, source: Path, out: Path) -> Dataset:
 
 @functools.cache
 def code_state(root: Path = RESULTS.parents[1]) -> str:
-    """Return the commit that last changed what a run computes with; `+` and a digest follow where those files differ from it now."""
+    """Return the commit that last changed what a run computes with; `+` and a digest follow where
+    those files differ from it now.
+    """
     files = ("flatout", "benchmarks/optimisers.py")
 
     def git(*words: str) -> list[str]:
@@ -220,7 +229,9 @@ def facts() -> dict[str, Any]:
 
 
 def measure(corpus: Corpus, dataset: Dataset, cache: Path) -> dict[str, Any]:
-    """Tune both optimisers, run the seeds, and return every run of the corpus with what they come to."""
+    """Tune both optimisers, run the seeds, and return every run of the corpus with what they come
+    to.
+    """
     rows: list[dict[str, Any]] = []
 
     def trial(setting: Setting, fraction: float, seed: int) -> dict[str, Any]:
@@ -310,7 +321,9 @@ def configured(
 def remembered(
     corpus: Corpus, dataset: Dataset, setting: Setting, fraction: float, seed: int, cache: Path
 ) -> dict[str, Any]:
-    """Return the row of a run: from the cache when this code has run it before, else it is run now and written there."""
+    """Return the row of a run: from the cache when this code has run it before, else it is run now
+    and written there.
+    """
     asked = {**asdict(setting), "fraction": fraction, "seed": seed}
     key = {"corpus": asdict(corpus), "shared": SHARED, "code": code_state(), **asked}
     if cache.exists():
@@ -341,7 +354,9 @@ def built(config: RunConfig, dataset: Dataset) -> Run:
 
 
 def trained(run: Run, eval_tokens: int | None) -> dict[str, Any]:
-    """Train a run to its end; return its validation loss and the mean training loss of its last twentieth, None when it diverged."""
+    """Train a run to its end; return its validation loss and the mean training loss of its last
+    twentieth, None when it diverged.
+    """
     losses = []
     for batch in run.feed:
         losses.append(float(train_step(run, batch).loss))
@@ -361,7 +376,9 @@ def trained(run: Run, eval_tokens: int | None) -> dict[str, Any]:
 def step_ms(
     corpus: Corpus, dataset: Dataset, *, rounds: int = 15, steps: int = 20
 ) -> dict[str, Any]:
-    """Return the median time of a step of each optimiser: by turns, so that both see the same machine."""
+    """Return the median time of a step of each optimiser: by turns, so that both see the same
+    machine.
+    """
     runs = {
         kind: built(configured(corpus, dataset, Setting(kind, 1e-3, 0.1), 1.0, 0), dataset)
         for kind in ("adamw", "muon")

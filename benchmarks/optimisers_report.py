@@ -20,9 +20,11 @@ WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 460, 330, 60, 40, 20, 50
 def summary(
     rows: list[dict[str, Any]], settings: dict[str, dict[str, Any]], seeds: Sequence[int]
 ) -> dict[str, Any]:
-    """Return the losses of the seeds by optimiser and fraction, and the fraction of the tokens that Muon needs, by seed and over all.
+    """Return the losses of the seeds by optimiser and fraction, and the fraction of the tokens that
+    Muon needs, by seed and over all.
 
-    A seed fixes the weights at the start and the order of the windows, so seed by seed both optimisers do the same task.
+    A seed fixes the weights at the start and the order of the windows, so seed by seed both
+    optimisers do the same task.
     """
     curves: dict[str, dict[float, list[float]]] = {}
     for kind, setting in settings.items():
@@ -57,7 +59,8 @@ def summary(
 
 
 def crossing(points: Sequence[tuple[float, float]], target: float) -> float | None:
-    """Return where a falling curve of (fraction, loss) reaches `target`, straight in the logarithm of the fraction between points.
+    """Return where a falling curve of (fraction, loss) reaches `target`, straight in the logarithm
+    of the fraction between points.
 
     None when it does not within them.
     """

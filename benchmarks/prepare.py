@@ -1,12 +1,16 @@
-"""Preparing text beside other tools, and what tokenising in the training loop costs in place of preparing.
+"""Preparing text beside other tools, and what tokenising in the training loop costs in place of
+preparing.
 
-    python benchmarks/prepare.py --rows prose.jsonl --ranks gpt2.tiktoken --vocabulary tokenizer.json --peers .venv/peers/bin/python
+    python benchmarks/prepare.py --rows prose.jsonl --ranks gpt2.tiktoken --vocabulary
+    tokenizer.json --peers .venv/peers/bin/python
 
-makes a folder of at least 150 MB of JSONL from copies of the rows, and turns it into packed tokens in turn by every way of
-benchmarks/prepare_ways.py: fresh processes, fresh folders, 2 workers, everything counted from the start of Python to its end.
-`--peers` names the Python of an environment with `datasets tiktoken datatrove litdata tokenizers`; nothing is installed here, and
-what is missing there is said. A first turn, which fills the page cache, is dropped. Then a feed reads windows of the result in one
-thread, with each window's text tokenised in the step and without. Writes benchmarks/results/prepare.json and .md.
+makes a folder of at least 150 MB of JSONL from copies of the rows, and turns it into packed tokens
+in turn by every way of benchmarks/prepare_ways.py: fresh processes, fresh folders, 2 workers,
+everything counted from the start of Python to its end. `--peers` names the Python of an environment
+with `datasets tiktoken datatrove litdata tokenizers`; nothing is installed here, and what is
+missing there is said. A first turn, which fills the page cache, is dropped. Then a feed reads
+windows of the result in one thread, with each window's text tokenised in the step and without.
+Writes benchmarks/results/prepare.json and .md.
 """
 
 from __future__ import annotations
@@ -128,7 +132,9 @@ def make_corpus(folder: Path, rows: Path) -> Path:
 
 
 def run(way: str, corpus: Path, out: Path, arguments: argparse.Namespace) -> dict:
-    """Run a way once; return the seconds of the whole process, the tokens, and the peak of what its processes hold."""
+    """Run a way once; return the seconds of the whole process, the tokens, and the peak of what its
+    processes hold.
+    """
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir()
     python = sys.executable if way in (OURS, ALONE) else arguments.peers
@@ -166,7 +172,9 @@ def run(way: str, corpus: Path, out: Path, arguments: argparse.Namespace) -> dic
 
 
 def _watch(process: subprocess.Popen[str], peak: list[int]) -> None:
-    """Keep the largest sum of what the process and those that it started hold, looked at five times a second."""
+    """Keep the largest sum of what the process and those that it started hold, looked at five times
+    a second.
+    """
     while process.poll() is None:
         with contextlib.suppress(psutil.Error):  # it has just ended
             top = psutil.Process(process.pid)
@@ -184,7 +192,9 @@ def _resident(process: psutil.Process) -> int:
 
 
 def feed_rates(data: Path, vocabulary: Path, ranks: Path, repeats: int) -> dict[str, list[float]]:
-    """Return tokens a second of one thread that feeds steps: each window tokenised in the step, by three engines, and read from the shards."""
+    """Return tokens a second of one thread that feeds steps: each window tokenised in the step, by
+    three engines, and read from the shards.
+    """
     plain, fast = load_tokenizer(vocabulary, end_of_text="<|endoftext|>"), load_tokenizer(ranks)
     readers: dict[str, tuple[int, Callable[[], WindowReader]]] = {
         "tokenised in the loop, tokenizers": (

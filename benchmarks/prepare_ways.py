@@ -1,11 +1,13 @@
-"""Ways to turn a folder of JSONL into packed tokens, each as its own documentation does it, and to feed a step.
+"""Ways to turn a folder of JSONL into packed tokens, each as its own documentation does it, and to
+feed a step.
 
 `benchmarks/prepare.py` runs each in a fresh process, as
 
-    python benchmarks/prepare_ways.py WAY CORPUS OUT --ranks gpt2.tiktoken --vocabulary tokenizer.json --workers 2
+    python benchmarks/prepare_ways.py WAY CORPUS OUT --ranks gpt2.tiktoken --vocabulary
+    tokenizer.json --workers 2
 
-and counts everything, from the start of Python on. A way ends with the number of tokens it wrote, end-of-text counted, as the
-last line; with exit code 3 when its package is not installed.
+and counts everything, from the start of Python on. A way ends with the number of tokens it wrote,
+end-of-text counted, as the last line; with exit code 3 when its package is not installed.
 """
 
 from __future__ import annotations
@@ -61,7 +63,9 @@ def encoding(ranks: Path) -> Any:
 
 
 def datasets_map(arguments: argparse.Namespace) -> int:
-    """`datasets.map` and tiktoken, a document a call, then a memory map: how nanoGPT prepares OpenWebText."""
+    """`datasets.map` and tiktoken, a document a call, then a memory map: how nanoGPT prepares
+    OpenWebText.
+    """
     import datasets
 
     files = sorted(map(str, arguments.corpus.glob("*.jsonl")))
@@ -97,7 +101,9 @@ def _written(rows: Any, path: Path, batches: int = 1024) -> int:
 
 
 def datatrove(arguments: argparse.Namespace) -> int:
-    """datatrove's tokenisation, a task a worker; its tasks' files are not merged here, which would take longer."""
+    """datatrove's tokenisation, a task a worker; its tasks' files are not merged here, which would
+    take longer.
+    """
     from datatrove.executor import LocalPipelineExecutor
     from datatrove.pipeline.readers import JsonlReader
     from datatrove.pipeline.tokens import DocumentTokenizer

@@ -1,13 +1,16 @@
-"""What the recurrence of an eigenstate network costs, forward and backward, in every variant of flatout/ops/scan.py.
+"""What the recurrence of an eigenstate network costs, forward and backward, in every variant of
+flatout/ops/scan.py.
 
     python benchmarks/scan.py --out benchmarks/results
 
-draws 128 eigenstates with time constants up to the length of the text and an fp32 drive, and times states and all gradients. On a GPU
-a variant is captured into a CUDA graph and replayed, so that the host does not count; `chunked` also compiled, as training runs it. The
-reference, a step a token, is timed as it is called, up to 4,096 tokens and at most 5 times. Times are medians over the repeats, with
-the smallest and the largest. Bytes are those that any way has to move: drive in, states out; their gradient and the states in, the
-drive's gradient out. Their rate is compared with that of copying a large tensor, here and now. What fits a GPU's cache can be faster.
---out DIR writes scan-DEVICE.json and .md there after each measurement; without it the table is only printed.
+draws 128 eigenstates with time constants up to the length of the text and an fp32 drive, and times
+states and all gradients. On a GPU a variant is captured into a CUDA graph and replayed, so that the
+host does not count; `chunked` also compiled, as training runs it. The reference, a step a token, is
+timed as it is called, up to 4,096 tokens and at most 5 times. Times are medians over the repeats,
+with the smallest and the largest. Bytes are those that any way has to move: drive in, states out;
+their gradient and the states in, the drive's gradient out. Their rate is compared with that of
+copying a large tensor, here and now. What fits a GPU's cache can be faster. --out DIR writes
+scan-DEVICE.json and .md there after each measurement; without it the table is only printed.
 """
 
 from __future__ import annotations
@@ -77,7 +80,9 @@ def measure(
     eigenstates: int = EIGENSTATES,
     out: Path | None = None,
 ) -> dict:
-    """Return every time of every way, at each size; with `out`, write them there as each is measured."""
+    """Return every time of every way, at each size; with `out`, write them there as each is
+    measured.
+    """
     found: dict = {
         "device": device_name(device),
         "machine": probe().describe(),

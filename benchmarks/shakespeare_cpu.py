@@ -1,11 +1,13 @@
-"""Validation loss against wall seconds on the characters of Shakespeare, on a CPU: the recipe `shakespeare-char`, beside nanoGPT.
+"""Validation loss against wall seconds on the characters of Shakespeare, on a CPU: the recipe
+`shakespeare-char`, beside nanoGPT.
 
     python benchmarks/shakespeare_cpu.py --text shakespeare.txt --nanogpt path/to/nanoGPT
 
-trains the recipe as it stands and again with few steps, turn by turn in fresh processes, and with `--nanogpt` that project's
-own recipe for a CPU (its README, "I only have a macbook"). Every second is counted, from the start of the process: importing,
-building, training, each evaluation, saving. flatout scores the whole validation split, the last tenth of the characters;
-nanoGPT its own estimate of it. Writes benchmarks/results/shakespeare_cpu.json, .md and .svg.
+trains the recipe as it stands and again with few steps, turn by turn in fresh processes, and with
+`--nanogpt` that project's own recipe for a CPU (its README, "I only have a macbook"). Every second
+is counted, from the start of the process: importing, building, training, each evaluation, saving.
+flatout scores the whole validation split, the last tenth of the characters; nanoGPT its own
+estimate of it. Writes benchmarks/results/shakespeare_cpu.json, .md and .svg.
 """
 
 from __future__ import annotations
@@ -131,7 +133,9 @@ def train(run: Path, data: Path, *overrides: str) -> dict[str, Any]:
 
 
 def nanogpt(source: Path, place: Path, text: Path, *, seed: int) -> dict[str, Any]:
-    """Train nanoGPT's recipe in a copy of its folder; return the validation losses it prints over the seconds since its process began."""
+    """Train nanoGPT's recipe in a copy of its folder; return the validation losses it prints over
+    the seconds since its process began.
+    """
     shutil.copytree(source, place)
     shutil.copyfile(text, place / "data" / "shakespeare_char" / "input.txt")
     subprocess.run(
@@ -200,7 +204,9 @@ def table(found: dict[str, Any]) -> str:
 
 
 def picture(found: dict[str, Any]) -> str:
-    """Return loss against wall seconds as SVG: every repeat a thin line, every evaluation a dot, the targets as crosses."""
+    """Return loss against wall seconds as SVG: every repeat a thin line, every evaluation a dot,
+    the targets as crosses.
+    """
     width, height, left, top, right, bottom = 720, 400, 60, 30, 20, 50
     curves = [(name, run["curve"]) for name, repeats in found["runs"].items() for run in repeats]
     last = max(

@@ -1,13 +1,17 @@
-"""What updating weights in two parts costs (bf16-weights), against torch's operations on them and against fp32 weights.
+"""What updating weights in two parts costs (bf16-weights), against torch's operations on them and
+against fp32 weights.
 
     python benchmarks/split_update.py --out benchmarks/results
 
-takes the matrices of GPT-2 at 124M and at 700M, random gradients, and times: AdamW's whole step on split weights by the kernel of
-flatout/ops/split_update.py, by torch's operations (as before there was a kernel), and torch's fused AdamW on fp32 weights; Muon's decay and
-addition of its bf16 steps to the hidden matrices, likewise. Times are medians over the repeats, with the smallest and the largest. GB/s is
-28 bytes a weight over the time for AdamW, 10 for Muon, whatever a way really moves: what it moves more shows as a lower rate. `equal` is the
-share of weights that come out with the bits of torch's operations after one step. --tiny takes a few weights, to see that it runs; on a CPU,
-where Triton does not run, both ways of split weights are torch's. --out DIR writes split-update-DEVICE.json and .md there.
+takes the matrices of GPT-2 at 124M and at 700M, random gradients, and times: AdamW's whole step on
+split weights by the kernel of flatout/ops/split_update.py, by torch's operations (as before there
+was a kernel), and torch's fused AdamW on fp32 weights; Muon's decay and addition of its bf16 steps
+to the hidden matrices, likewise. Times are medians over the repeats, with the smallest and the
+largest. GB/s is 28 bytes a weight over the time for AdamW, 10 for Muon, whatever a way really
+moves: what it moves more shows as a lower rate. `equal` is the share of weights that come out with
+the bits of torch's operations after one step. --tiny takes a few weights, to see that it runs; on a
+CPU, where Triton does not run, both ways of split weights are torch's. --out DIR writes
+split-update-DEVICE.json and .md there.
 """
 
 from __future__ import annotations
@@ -117,7 +121,9 @@ def adamw_rows(
 def muon_rows(
     device: str, repeats: int, model: str, _vocabulary: int, layers: int, width: int
 ) -> list[dict]:
-    """Return the times of adding Muon's steps in each way; fp32 weights take steps of their own type."""
+    """Return the times of adding Muon's steps in each way; fp32 weights take steps of their own
+    type.
+    """
     shapes = hidden(layers, width)
 
     def made(way: str) -> tuple[list[torch.Tensor], Callable[[], None]]:

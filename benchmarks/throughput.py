@@ -1,19 +1,24 @@
 """Tokens a second of every shape that counts on one GPU, ours and peers', in one run.
 
     python benchmarks/throughput.py --nanogpt path/to/nanoGPT --only gpt2-124m --minutes 9
-    python benchmarks/throughput.py --tiny --out FOLDER       # every entry at toy shapes on a CPU: proves that it runs
+    python benchmarks/throughput.py --tiny --out FOLDER       # every entry at toy shapes on a CPU:
+    proves that it runs
 
-Ours is measured through the real path: the recipe, its speedups, a packed data set, the feed, the loop. A peer's model takes the same
-step (forward, backward, clip at 1.0, its fused AdamW) on random tokens of the same shape that lie on the GPU already. Each measurement
-is a process of its own: the median of 20 steps after 8. Every entry is tried at several batches in the first round; the best, and what
-comes within 3% of it, go on in the rounds that follow, all entries in turn. MFU counts 6 N_matmul + 6 L T d FLOPs a token against the
-rate of a bf16 product of 8192 cubed, measured in the same process.
+Ours is measured through the real path: the recipe, its speedups, a packed data set, the feed, the
+loop. A peer's model takes the same step (forward, backward, clip at 1.0, its fused AdamW) on random
+tokens of the same shape that lie on the GPU already. Each measurement is a process of its own: the
+median of 20 steps after 8. Every entry is tried at several batches in the first round; the best,
+and what comes within 3% of it, go on in the rounds that follow, all entries in turn. MFU counts 6
+N_matmul + 6 L T d FLOPs a token against the rate of a bf16 product of 8192 cubed, measured in the
+same process.
 
-Tokens are random, drawn from half of the vocabulary: a model that trains learns which half, so its loss must have fallen by 1% at the
-end, on batches that it has not seen. An entry whose loss does not is a failed one.
+Tokens are random, drawn from half of the vocabulary: a model that trains learns which half, so its
+loss must have fallen by 1% at the end, on batches that it has not seen. An entry whose loss does
+not is a failed one.
 
-OUT/throughput.json is written as each measurement ends; the same command goes on where it stopped, and what was measured with other
-code, on another machine or with another torch is measured anew. Nothing is installed: a peer that is missing is left out, aloud.
+OUT/throughput.json is written as each measurement ends; the same command goes on where it stopped,
+and what was measured with other code, on another machine or with another torch is measured anew.
+Nothing is installed: a peer that is missing is left out, aloud.
 """
 
 from __future__ import annotations
@@ -67,7 +72,9 @@ TOKENS, TINY_TOKENS = 1 << 23, 1 << 15
 LIMIT_S = 300.0
 """A measurement that has not ended by then is stopped, and its row says so."""
 FIRST_GUESS_S = 75.0
-"""What a measurement is expected to take as long as none of its entry has been made: most of it compiles."""
+"""What a measurement is expected to take as long as none of its entry has been made: most of it
+compiles.
+"""
 ADD = {
     "nanogpt": "git clone https://github.com/karpathy/nanoGPT, then --nanogpt nanoGPT",
     "huggingface": "pip install transformers",
@@ -185,9 +192,11 @@ class Session:
     def round(
         self, number: int, ready: dict[str, tuple[Entry, RunConfig]], found: Measurements
     ) -> int:
-        """Measure one work's entries once, each at its batches; return how many the time did not suffice for.
+        """Measure one work's entries once, each at its batches; return how many the time did not
+        suffice for.
 
-        The first batches of all come before the second ones: where the time ends early, there is something to compare.
+        The first batches of all come before the second ones: where the time ends early, there is
+        something to compare.
         """
         left = 0
         order = in_turn(list(ready), number)
@@ -228,7 +237,9 @@ class Session:
         limit_s: float,
         **more: Any,
     ) -> dict[str, Any]:
-        """Measure an entry at one batch and return the row; `more` goes into what the worker is told."""
+        """Measure an entry at one batch and return the row; `more` goes into what the worker is
+        told.
+        """
         batch = (
             {}
             if rows is None
@@ -291,7 +302,9 @@ class Session:
         )
 
     def configured(self, entry: Entry, config: RunConfig) -> RunConfig | None:
-        """Return the configuration of an entry; None, with a message, when it cannot be measured here."""
+        """Return the configuration of an entry; None, with a message, when it cannot be measured
+        here.
+        """
         name = f"{entry.work}/{entry.name}"
         config = config.with_values(dict(entry.values))
         if entry.kind != "flatout":
@@ -324,7 +337,9 @@ class Session:
         )
 
     def able(self, entry: Entry, config: RunConfig) -> tuple[list[str], list[str]]:
-        """Return which of the speedups that an entry adds can be added here, each with what it needs, and why the others cannot."""
+        """Return which of the speedups that an entry adds can be added here, each with what it
+        needs, and why the others cannot.
+        """
         able: list[str] = []
         reasons: list[str] = []
         for added in entry.adds:
@@ -374,7 +389,9 @@ class Session:
         return random_data(place, tokens=TINY_TOKENS if tiny else TOKENS, vocabulary=vocabulary)
 
     def identity(self, entry: Entry) -> dict[str, str]:
-        """Return what a figure depends on: with another one it is measured anew. A peer does not depend on flatout's code."""
+        """Return what a figure depends on: with another one it is measured anew. A peer does not
+        depend on flatout's code.
+        """
         device = (
             self.machine.gpus[0].name
             if self.machine.gpus and not self.arguments.tiny
@@ -454,7 +471,9 @@ def is_asked(entry: Entry, only: str) -> bool:
 
 @functools.cache
 def code_digest(*, ours: bool) -> str:
-    """Return a digest of the code that measures, and of flatout's own when the figure depends on it."""
+    """Return a digest of the code that measures, and of flatout's own when the figure depends on
+    it.
+    """
     digest = hashlib.sha256()
     for path in code_files(ours):
         digest.update(path.name.encode() + path.read_bytes())
@@ -474,7 +493,9 @@ def code_files(ours: bool) -> Iterator[Path]:
 def run_apart(
     spec: dict[str, Any], timeout_s: float, *, command: list[str] | None = None
 ) -> dict[str, Any]:
-    """Measure in a fresh process; return what came of it, even if it was killed, hung, or printed nonsense. `command` replaces it, for tests."""
+    """Measure in a fresh process; return what came of it, even if it was killed, hung, or printed
+    nonsense. `command` replaces it, for tests.
+    """
     program = f"import sys; sys.path[:] = {[str(HERE), *sys.path]!r}; from throughput_worker import main; main()"
     pipe = subprocess.PIPE
     process = subprocess.Popen(

@@ -19,8 +19,9 @@ LENGTHS = (200, 1800)
 def random_data(out: Path, *, tokens: int, vocabulary: int, val_tokens: int = 4_096) -> Path:
     """Write a packed data set of random tokens in documents of random lengths; return its folder.
 
-    Each token is drawn evenly from the first half of the vocabulary: that half of it never comes is what there is to learn, so a
-    model that trains falls from about ln V towards ln(V / 2). An id stands for one character, so that the tokens have a text.
+    Each token is drawn evenly from the first half of the vocabulary: that half of it never comes is
+    what there is to learn, so a model that trains falls from about ln V towards ln(V / 2). An id
+    stands for one character, so that the tokens have a text.
     """
     tokenizer = CharTokenizer(
         "".join(map(chr, range(FIRST_CHARACTER, FIRST_CHARACTER + vocabulary - 1)))
@@ -38,7 +39,8 @@ def random_data(out: Path, *, tokens: int, vocabulary: int, val_tokens: int = 4_
 
 
 def text_data(out: Path, *, vocabulary: int, max_bytes: int | None = None) -> Path:
-    """Prepare Python's own standard library with a vocabulary trained on it, as many ids as the random tokens have; return the folder.
+    """Prepare Python's own standard library with a vocabulary trained on it, as many ids as the
+    random tokens have; return the folder.
 
     It is for runs that tokenise text in the step, whose cost random tokens would not show.
     """

@@ -1,7 +1,9 @@
-"""What throughput.py measures: the works, the ways of training each, and what is asked of them. Nothing here imports torch.
+"""What throughput.py measures: the works, the ways of training each, and what is asked of them.
+Nothing here imports torch.
 
-A work is a shape. An entry is one way of training it: a recipe of ours with a set of speedups, or a peer. A shape is stated once,
-by the recipe; peers are given the recipe's. Where a recipe does not exist, the overrides of another say the same.
+A work is a shape. An entry is one way of training it: a recipe of ours with a set of speedups, or a
+peer. A shape is stated once, by the recipe; peers are given the recipe's. Where a recipe does not
+exist, the overrides of another say the same.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ SAME = {
     "optim.lr": 3e-4,
     "optim.clip": 1.0,
 }
-"""The update that all make: so few steps show that the loss falls only when the rate does not begin near zero."""
+"""The update that all make: so few steps show that the loss falls only when the rate does not begin
+near zero.
+"""
 TINY_TOKENS = {1_024: 32, 32_768: 64}
 """Window lengths in place of the real ones at toy shapes."""
 TINY_MODEL = {
@@ -79,7 +83,8 @@ class Entry:
     kind: str = "flatout"
     """flatout, or a function of throughput_peers."""
     role: Role = "ours"
-    """ours: what the targets are asked of; peer: what it is compared with, be it a recipe of ours."""
+    """ours: what the targets are asked of; peer: what it is compared with, be it a recipe of ours.
+    """
     adds: tuple[str, ...] = ()
     """Speedups named besides auto. Those that do not exist are left out with a message."""
     drops: tuple[str, ...] = ()
@@ -89,7 +94,9 @@ class Entry:
     without: str | None = None
     """The speedup that it is measured without: where that cannot run there is no such entry."""
     micro_batch: int | None = None
-    """Rows of a micro-batch where the step is the recipe's own, as it is for Muon, whose update is as large whatever the batch."""
+    """Rows of a micro-batch where the step is the recipe's own, as it is for Muon, whose update is
+    as large whatever the batch.
+    """
     plain: bool = False
     """speedups=none in place of auto."""
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -135,15 +142,23 @@ WORKS = (
 )
 
 FAST = ("compile", "collector", "bf16-stream")
-"""What every set of ours adds to auto. Its weights are fp32: bf16-weights is measured beside it, not in it."""
+"""What every set of ours adds to auto. Its weights are fp32: bf16-weights is measured beside it,
+not in it.
+"""
 AUTO = "flatout, auto"
 NO_BIAS: Mapping[str, Any] = {"model.bias": False}
-"""The peers' published figures are of models without biases, so both sides leave them out; `-bias` is the same with them, on both sides."""
+"""The peers' published figures are of models without biases, so both sides leave them out; `-bias`
+is the same with them, on both sides.
+"""
 ONE_TEXT = {"data.document_mask": False}
 SWITCHES = ("triton-ce",)
-"""Speedups whose gain is predicted but not measured: each is measured on top of a set alone, and all of them together."""
+"""Speedups whose gain is predicted but not measured: each is measured on top of a set alone, and
+all of them together.
+"""
 ALONE = ("bf16-weights", "cuda-graphs", "liger-ce", "coordinate-descent")
-"""Measured on top of a set alone: they exclude one of the others, or take minutes of compiling, as coordinate-descent does."""
+"""Measured on top of a set alone: they exclude one of the others, or take minutes of compiling, as
+coordinate-descent does.
+"""
 
 
 def _ours(
@@ -156,7 +171,9 @@ def _ours(
     optional: tuple[str, ...] = (),
     micro_batch: int | None = None,
 ) -> tuple[Entry, ...]:
-    """The recipe as it stands, a set of speedups at several batches, and what else may pay on top of it, or does without a part, at one."""
+    """The recipe as it stands, a set of speedups at several batches, and what else may pay on top
+    of it, or does without a part, at one.
+    """
     added = (*FAST, *extra)
     plus = (*(switches if len(switches) > 1 else ()), *optional, *ALONE)
     blocks = tuple(
@@ -196,7 +213,9 @@ def _peer(
 
 
 OWN_BIASES = ("huggingface", "nanochat")
-"""Peers whose models have biases or none whatever is asked for: Hugging Face's GPT-2 always, nanochat's never."""
+"""Peers whose models have biases or none whatever is asked for: Hugging Face's GPT-2 always,
+nanochat's never.
+"""
 
 
 def _eigenstate(work: str) -> tuple[Entry, ...]:
@@ -303,7 +322,9 @@ ENTRIES = (
 
 
 TARGET_GPU, TARGET_TFLOPS = "NVIDIA H200", 790.0
-"""The device that targets are for, and its bf16 matrix-product rate: it measured 781 to 803 TFLOP/s."""
+"""The device that targets are for, and its bf16 matrix-product rate: it measured 781 to 803
+TFLOP/s.
+"""
 
 
 @dataclass(frozen=True)
@@ -348,7 +369,9 @@ TARGETS = (
 
 
 def shape(work: Work, *, tiny: bool) -> RunConfig:
-    """Return the configuration of a work with the update that all make; at toy shapes, on the CPU, when `tiny`."""
+    """Return the configuration of a work with the update that all make; at toy shapes, on the CPU,
+    when `tiny`.
+    """
     config = work.config().with_values(SAME)
     if not tiny:
         return config

@@ -1,4 +1,6 @@
-"""The ladder of GPT-2 124M, from the plain way (micro-batches of 8 rows) to the full set: `flatout bench` on text made here."""
+"""The ladder of GPT-2 124M, from the plain way (micro-batches of 8 rows) to the full set: `flatout
+bench` on text made here.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from throughput_entries import TINY_VOCABULARY, VOCABULARY, WORKS, shape
 from flatout.files import write_text
 
 TOKENS_PER_STEP = 32_768
-"""Fewer than the recipe's: the plain way takes seconds for them, 8 rows at a time, and a trial must end."""
+"""Fewer than the recipe's: the plain way takes seconds for them, 8 rows at a time, and a trial must
+end.
+"""
 
 LEAST_MINUTES = 1.0
 
@@ -24,8 +28,8 @@ def ladder(
 ) -> None:
     """Measure the ladder and write OUT/throughput_ladder.json and .md.
 
-    The data set is text, Python's own library: its first rung tokenises in the step, which random tokens would make too cheap.
-    Preparing it counts among the minutes.
+    The data set is text, Python's own library: its first rung tokenises in the step, which random
+    tokens would make too cheap. Preparing it counts among the minutes.
     """
     began_s = time.monotonic()
     config = shape(WORKS[0], tiny=tiny)

@@ -1,7 +1,9 @@
-"""Other projects' models in the training step that throughput.py measures. They are imported where they are, never copied.
+"""Other projects' models in the training step that throughput.py measures. They are imported where
+they are, never copied.
 
-Each function builds one at a shape of ours and returns its loss and its optimiser, set up as its own project does; products in
-bfloat16 by autocast, but for the way people write it, and for nanochat, which narrows by itself.
+Each function builds one at a shape of ours and returns its loss and its optimiser, set up as its
+own project does; products in bfloat16 by autocast, but for the way people write it, and for
+nanochat, which narrows by itself.
 """
 
 from __future__ import annotations
@@ -94,7 +96,8 @@ def huggingface(order: Order) -> Peer:
     )
     model = transformers.GPT2LMHeadModel(config).to(order.device).train()
     called = _called(model, order)
-    # It shifts the labels by itself: what it is given are the inputs, and the last token has no target.
+    # It shifts the labels by itself: what it is given are the inputs, and the last token has no
+    # target.
     return Peer(
         list(model.parameters()),
         lambda tokens, _: called(input_ids=tokens, labels=tokens).loss,
@@ -104,7 +107,9 @@ def huggingface(order: Order) -> Peer:
 
 
 def litgpt(order: Order) -> Peer:
-    """Return litgpt's model with learned norms, biases and a GELU MLP, the nearest it has to GPT-2, and the fused AdamW."""
+    """Return litgpt's model with learned norms, biases and a GELU MLP, the nearest it has to GPT-2,
+    and the fused AdamW.
+    """
     with _found_in(order.folder):
         found: Any = importlib.import_module("litgpt.model")
         settings: Any = importlib.import_module("litgpt.config")
@@ -141,7 +146,9 @@ def litgpt(order: Order) -> Peer:
 
 
 def nanochat(order: Order) -> Peer:
-    """Return nanochat's own model of this depth and width, heads of 128 where they fit, with its own Muon and rates."""
+    """Return nanochat's own model of this depth and width, heads of 128 where they fit, with its
+    own Muon and rates.
+    """
     with _found_in(order.folder):
         module: Any = importlib.import_module("nanochat.gpt")
     shape = order.shape
@@ -169,7 +176,9 @@ def nanochat(order: Order) -> Peer:
 
 
 def people(order: Order) -> Peer:
-    """Return the way people write it: fp32, eager, attention with its whole matrix, AdamW parameter by parameter, `.item()` a step."""
+    """Return the way people write it: fp32, eager, attention with its whole matrix, AdamW parameter
+    by parameter, `.item()` a step.
+    """
     torch.set_float32_matmul_precision("highest")
     model = Transformer(order.shape, Ops.plain(cross_entropy=fused)).to(order.device)
     optimizer = torch.optim.AdamW(
@@ -198,7 +207,8 @@ PEERS: dict[str, Callable[[Order], Peer]] = {
 
 
 def step(peer: Peer, tokens_BT: Tensor, targets_BT: Tensor, clip: float) -> Tensor:
-    """Take one training step as people write it: forward, backward, clip, update; return the loss, still on the device.
+    """Take one training step as people write it: forward, backward, clip, update; return the loss,
+    still on the device.
 
     Shapes:  tokens_BT, targets_BT (B, T) int64.
     """

@@ -1,7 +1,9 @@
-"""Where the device's time goes in a step: the kernels of a few profiled steps, grouped by what they do.
+"""Where the device's time goes in a step: the kernels of a few profiled steps, grouped by what they
+do.
 
-Kernels are told apart by name, those of the update by the range they were launched in. The names are those that cuBLAS, cuDNN,
-flash-attention, Inductor and torch's own kernels have on an NVIDIA GPU; on a CPU the outermost operators take their place.
+Kernels are told apart by name, those of the update by the range they were launched in. The names
+are those that cuBLAS, cuDNN, flash-attention, Inductor and torch's own kernels have on an NVIDIA
+GPU; on a CPU the outermost operators take their place.
 """
 
 from __future__ import annotations
@@ -51,14 +53,18 @@ RULES = tuple(
         ),
     )
 )
-"""The first that matches decides. Inductor names a fused kernel after all its operators, so that its kernels are known before attention's."""
+"""The first that matches decides. Inductor names a fused kernel after all its operators, so that
+its kernels are known before attention's.
+"""
 MOST_NAMES = 8
 
 Event = dict[str, Any]
 
 
 class ProfiledSteps:
-    """Stands where a run asks whether to stop: profiles so many steps after the warm-up, then says to stop."""
+    """Stands where a run asks whether to stop: profiles so many steps after the warm-up, then says
+    to stop.
+    """
 
     def __init__(self, device: torch.device, warmup_steps: int, steps: int) -> None:
         self._device, self._first, self._most = device, warmup_steps, warmup_steps + steps
@@ -102,8 +108,8 @@ def in_range(update: Callable[..., Any]) -> Callable[..., Any]:
 def grouped(events: Sequence[Event], *, steps: int, on_device: bool = True) -> dict[str, Any]:
     """Return the milliseconds of each group in a step, and of the whole, and the longest kernels.
 
-    The whole lasts from the first kernel's begin to the last one's end; idle is what no kernel covers of it. Kernels that run at
-    once count in each of their groups.
+    The whole lasts from the first kernel's begin to the last one's end; idle is what no kernel
+    covers of it. Kernels that run at once count in each of their groups.
     """
     complete = [event for event in events if event.get("ph") == "X"]
     work = (
@@ -160,7 +166,9 @@ def group_of(name: str) -> str:
 
 
 def launched_in_updates(events: Iterable[Event]) -> set[int]:
-    """Return the correlations of what was launched inside a range of an update, on the range's own thread."""
+    """Return the correlations of what was launched inside a range of an update, on the range's own
+    thread.
+    """
     ranges: dict[Any, list[tuple[float, float]]] = defaultdict(list)
     launches: list[Event] = []
     for event in events:

@@ -1,4 +1,6 @@
-"""What the measurements of throughput.py come to: medians with their spread, the best batch, and each target, kept or missed."""
+"""What the measurements of throughput.py come to: medians with their spread, the best batch, and
+each target, kept or missed.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from typing import Any
 from throughput_entries import ENTRIES, TARGET_GPU, TARGET_TFLOPS, TARGETS, WORKS, Entry, Target
 
 NEAR = 0.97
-"""A batch whose median comes this near to the best one's is measured again: the first round may have misjudged it."""
+"""A batch whose median comes this near to the best one's is measured again: the first round may
+have misjudged it.
+"""
 
 Row = dict[str, Any]
 
@@ -95,7 +99,9 @@ def best_rows(found: Measurements, entry: Entry) -> list[int | None]:
 def best(
     found: Measurements, entry: Entry, *, rows: int | None = None, most_gib: float | None = None
 ) -> Best | None:
-    """Return an entry at its best batch, or at that of `rows`, within so much memory; None when it has no figures there."""
+    """Return an entry at its best batch, or at that of `rows`, within so much memory; None when it
+    has no figures there.
+    """
     groups = [
         Best(entry, group)
         for batch, group in by_batch(found, entry).items()
@@ -123,7 +129,9 @@ def best_of_ours(found: Measurements, target: Target) -> Best | None:
 
 
 def ratio(ours: Best, theirs: Best) -> tuple[float, float, float]:
-    """Return (median, low, high) of ours over theirs: of the same rounds where both have them, else of the medians."""
+    """Return (median, low, high) of ours over theirs: of the same rounds where both have them, else
+    of the medians.
+    """
     rates = {row["round"]: row["tokens_per_s"] for row in theirs.rows}
     ratios = [
         row["tokens_per_s"] / rates[row["round"]] for row in ours.rows if row["round"] in rates
@@ -138,9 +146,11 @@ def verdicts(found: Measurements) -> list[Row]:
 
 
 def verdict(found: Measurements, target: Target) -> Row:
-    """Return a target, the figure, by which entry, and whether it is kept; None where there is no figure, or it is of another GPU.
+    """Return a target, the figure, by which entry, and whether it is kept; None where there is no
+    figure, or it is of another GPU.
 
-    `per_tflops` is a rate over the target's, each divided by its GPU's own matrix-product rate: what can be compared between GPUs.
+    `per_tflops` is a rate over the target's, each divided by its GPU's own matrix-product rate:
+    what can be compared between GPUs.
     """
     ours = best_of_ours(found, target)
     theirs = None if target.against is None else best(found, entry_against(target))
@@ -246,7 +256,9 @@ def table(found: Measurements) -> str:
 
 
 def judged(row: Row, *, tiny: bool) -> str:
-    """Say whether a target is kept and an aim reached. Toy shapes are not judged; nor are other GPUs, whose rates are put in proportion."""
+    """Say whether a target is kept and an aim reached. Toy shapes are not judged; nor are other
+    GPUs, whose rates are put in proportion.
+    """
     if tiny or row["measured"] is None:
         return "not judged" if tiny else "not measured"
     if row["device"] != TARGET_GPU:

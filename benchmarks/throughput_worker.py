@@ -1,8 +1,10 @@
-"""One measurement of throughput.py, in a process of its own: a spec as JSON comes in, figures go out.
+"""One measurement of throughput.py, in a process of its own: a spec as JSON comes in, figures go
+out.
 
-Ours is the run that `flatout train` makes, trained by its own loop; a peer's model takes the same step on random tokens that lie on
-the device already. The time of a step is from where it begins on the device to where the next one does, so what the device waits
-for is in it, and nothing waits for the measuring.
+Ours is the run that `flatout train` makes, trained by its own loop; a peer's model takes the same
+step on random tokens that lie on the device already. The time of a step is from where it begins on
+the device to where the next one does, so what the device waits for is in it, and nothing waits for
+the measuring.
 """
 
 from __future__ import annotations
@@ -44,7 +46,9 @@ LEAST_FALL = 0.01
 
 
 class StepTimes:
-    """Stands where a run asks whether to stop, and marks where each step begins; says to stop when there are enough of them."""
+    """Stands where a run asks whether to stop, and marks where each step begins; says to stop when
+    there are enough of them.
+    """
 
     def __init__(self, device: torch.device, warmup_steps: int, steps: int) -> None:
         self._device, self._warmup_steps, self._most = device, warmup_steps, warmup_steps + steps
@@ -72,7 +76,9 @@ class StepTimes:
 
 
 def main() -> None:
-    """Read a spec from standard input, measure, print the figures. Whatever else prints goes to standard error."""
+    """Read a spec from standard input, measure, print the figures. Whatever else prints goes to
+    standard error.
+    """
     results = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
@@ -103,7 +109,8 @@ def first_line(error: BaseException) -> str:
 
 
 def measure(spec: dict[str, Any]) -> dict[str, Any]:
-    """Return the figures of one entry at one batch; with `profile_steps` also where the time of so many more steps goes.
+    """Return the figures of one entry at one batch; with `profile_steps` also where the time of so
+    many more steps goes.
 
     Raises: whatever building and training raise; out of memory too.
     """
@@ -139,7 +146,9 @@ def matmul_tflops(device: str) -> float:
 
 
 def flops_per_token(config: RunConfig) -> float:
-    """Return the FLOPs a token that MFU counts: 6 N_matmul + 6 L T d, every query against the keys it may see; no product in a recurrence."""
+    """Return the FLOPs a token that MFU counts: 6 N_matmul + 6 L T d, every query against the keys
+    it may see; no product in a recurrence.
+    """
     return float(
         MODELS.get(config.model.kind)
         .count_flops(model_config(config), config.data.seq_len)
@@ -155,7 +164,9 @@ def model_config(config: RunConfig) -> Any:
 
 
 def unless_it_trains(losses: Sequence[float]) -> dict[str, Any]:
-    """Return nothing when the losses are finite and fall from fresh batch to fresh batch; else what makes the row a failed one."""
+    """Return nothing when the losses are finite and fall from fresh batch to fresh batch; else what
+    makes the row a failed one.
+    """
     lost = next((number for number, loss in enumerate(losses, 1) if not math.isfinite(loss)), None)
     if lost is not None:
         return {"status": "failed", "reason": f"The loss of step {lost} is {losses[lost - 1]}."}
@@ -219,7 +230,9 @@ def train_ours(
 
 
 def profile_of(run: Run, log: Log, spec: dict[str, Any]) -> dict[str, Any]:
-    """Return where the time of the next steps goes; an error is no reason to lose what was measured before."""
+    """Return where the time of the next steps goes; an error is no reason to lose what was measured
+    before.
+    """
     steps = ProfiledSteps(run.mesh.device, 1, spec["profile_steps"])
     for optimizer in run.optimizers:
         optimizer.step = in_range(optimizer.step)  # type: ignore[method-assign]

@@ -1,8 +1,9 @@
 """flatout trains language models at the limit of the hardware, and proves it.
 
-Every command is a function here (`flatout.prepare`, `flatout.train`, `flatout.evaluate`, ...), beside what a model, a source or
-an observer of one's own is built from. Names are loaded when they are first used: `import flatout` never imports torch.
-In a notebook they show their progress in the cell; elsewhere they are silent unless they are given `progress` and `observers`.
+Every command is a function here (`flatout.prepare`, `flatout.train`, `flatout.evaluate`, ...),
+beside what a model, a source or an observer of one's own is built from. Names are loaded when they
+are first used: `import flatout` never imports torch. In a notebook they show their progress in the
+cell; elsewhere they are silent unless they are given `progress` and `observers`.
 """
 
 from __future__ import annotations
@@ -90,7 +91,8 @@ _HOMES = {
 }
 """Where each public name lives: a module, with `:attribute` where it has another name there.
 
-The command `generate` is `sample` here, because `flatout.inference.generate` is the module it calls.
+The command `generate` is `sample` here, because `flatout.inference.generate` is the module it
+calls.
 """
 
 

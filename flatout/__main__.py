@@ -1,13 +1,17 @@
-"""`python -m flatout` is the program `flatout`, and like it does not import from the current folder what only happens to lie there."""
+"""`python -m flatout` is the program `flatout`, and like it does not import from the current folder
+what only happens to lie there.
+"""
 
 import os
 import sys
 
 
 def leave_current_folder(path: list[str]) -> list[str]:
-    """Return Python's search path without the current folder, which `python -m` puts first; last, where flatout itself lies there.
+    """Return Python's search path without the current folder, which `python -m` puts first; last,
+    where flatout itself lies there.
 
-    Else any file in it named like a package, `torchao.py` or `yaml.py`, would be imported in its place.
+    Else any file in it named like a package, `torchao.py` or `yaml.py`, would be imported in its
+    place.
     """
     try:
         here = os.path.realpath(os.curdir)

@@ -1,7 +1,9 @@
-"""The command line: finds the commands, prints what they return, turns errors into one sentence, a fix and an exit code.
+"""The command line: finds the commands, prints what they return, turns errors into one sentence, a
+fix and an exit code.
 
-Standard output holds results alone; progress and errors go to standard error. With `--json` the last line of standard output
-is one JSON object. Exit codes: 0 done, 1 failed, 2 wrong usage, 75 stopped and saved, 130 or 143 interrupted before a save.
+Standard output holds results alone; progress and errors go to standard error. With `--json` the
+last line of standard output is one JSON object. Exit codes: 0 done, 1 failed, 2 wrong usage, 75
+stopped and saved, 130 or 143 interrupted before a save.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ if TYPE_CHECKING:
 MOST_NAME_BYTES = 255
 """The longest file name of nearly all file systems."""
 OTHER_RANKS_WAIT_S = 3.0
-"""How long other processes than the main one keep a wrong command or input to themselves: it is mostly the main one's too, and once that
+"""How long other processes than the main one keep a wrong command or input to themselves: it is
+mostly the main one's too, and once that
 has said so and ended, torchrun ends the others. What is wrong with one of them alone, in another folder, is said."""
 HELP = """\
 Usage: flatout COMMAND [ARGUMENTS] [section.key=value ...]
@@ -83,7 +86,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 class _Tolerant(io.FileIO):
-    """Standard error that drops what it cannot take, so that a full disk or a reader that has left ends no run."""
+    """Standard error that drops what it cannot take, so that a full disk or a reader that has left
+    ends no run.
+    """
 
     def write(self, data: Any, /) -> int:
         try:
@@ -93,7 +98,9 @@ class _Tolerant(io.FileIO):
 
 
 def _open_streams() -> None:
-    """Open what was closed (`2>&-`) on nothing: else the next file to be opened would be standard error to every library."""
+    """Open what was closed (`2>&-`) on nothing: else the next file to be opened would be standard
+    error to every library.
+    """
     for number in range(3):
         try:
             os.fstat(number)
@@ -129,7 +136,9 @@ def _written(write: Callable[[], object]) -> bool:
 
 
 def _drop_output() -> None:
-    """Let standard output go nowhere from here on: Python would complain once more when it closes it."""
+    """Let standard output go nowhere from here on: Python would complain once more when it closes
+    it.
+    """
     with contextlib.suppress(OSError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
@@ -137,7 +146,8 @@ def _drop_output() -> None:
 
 
 def build(name: str, finish: Callable[[Command, dict[str, Any]], object] | None = None) -> Any:
-    """Return the typer command of `flatout NAME`; parsing alone runs nothing, invoking it calls `finish`.
+    """Return the typer command of `flatout NAME`; parsing alone runs nothing, invoking it calls
+    `finish`.
 
     Raises: ConfigError with the nearest name when there is no such command.
     """
@@ -190,7 +200,9 @@ def _too_long(path: str) -> ConfigError:
 
 
 def _with_flag(error: UntrustedCode, name: str, *words: str) -> UntrustedCode:
-    """Return the error with the very command that allows the code; a command without the flag takes recipes, which a copy makes one's own."""
+    """Return the error with the very command that allows the code; a command without the flag takes
+    recipes, which a copy makes one's own.
+    """
     has_flag = "trust_code" in inspect.signature(COMMANDS.get(name).call).parameters
     line = shlex.join(["flatout", name, "--trust-code", *words])
     way = (
@@ -203,7 +215,9 @@ def _with_flag(error: UntrustedCode, name: str, *words: str) -> UntrustedCode:
 
 @contextlib.contextmanager
 def _terminated_like_interrupted() -> Iterator[None]:
-    """Let SIGTERM unwind the program as Ctrl+C does, so that what is half written is taken away; a run has its own handlers."""
+    """Let SIGTERM unwind the program as Ctrl+C does, so that what is half written is taken away; a
+    run has its own handlers.
+    """
 
     def stop(_number: int, _frame: FrameType | None) -> None:
         raise Interrupted(
@@ -265,7 +279,9 @@ def _refuse_broken(words: list[str]) -> None:
 
 
 def _parse_and_call(name: str, words: list[str]) -> int:
-    """Parse first and call afterwards, outside the parser: it has habits of its own with exceptions."""
+    """Parse first and call afterwards, outside the parser: it has habits of its own with
+    exceptions.
+    """
     import typer
 
     parsed: list[tuple[Command, dict[str, Any]]] = []
@@ -283,7 +299,9 @@ def _parse_and_call(name: str, words: list[str]) -> int:
 
 
 def _click_exception(known: type) -> type:
-    """Return the base of the parser's errors: typer carries its own copy of click in some versions and imports it in others."""
+    """Return the base of the parser's errors: typer carries its own copy of click in some versions
+    and imports it in others.
+    """
     return next(base for base in known.__mro__ if base.__name__ == "ClickException")
 
 
@@ -315,7 +333,9 @@ def _explained(error: Any, name: str, parser: Any) -> ConfigError:
 
 
 def _key_meant(option: str, parser: Any) -> str | None:
-    """Return the configuration key that was written as an option, where the command takes overrides; None when it is none."""
+    """Return the configuration key that was written as an option, where the command takes
+    overrides; None when it is none.
+    """
     if "overrides" not in {parameter.name for parameter in parser.params}:
         return None
     from flatout.config.messages import all_keys, same_key
@@ -326,7 +346,9 @@ def _key_meant(option: str, parser: Any) -> str | None:
 
 
 def _help_text(command: Command) -> str:
-    """Return the part of the function's docstring that is for a person: what comes before `Raises:` and its like."""
+    """Return the part of the function's docstring that is for a person: what comes before `Raises:`
+    and its like.
+    """
     text = inspect.getdoc(command.call) or ""
     return text.split("\nRaises:")[0].split("\nReturns:")[0].strip()
 
@@ -334,7 +356,9 @@ def _help_text(command: Command) -> str:
 def _typed_for_typer(
     command: Command, finish: Callable[[Command, dict[str, Any]], object] | None
 ) -> Callable[..., Any]:
-    """Return a function with the command's typer parameters, `--json` and for runs `--verbose`, which hands the parsed values to `finish`."""
+    """Return a function with the command's typer parameters, `--json` and for runs `--verbose`,
+    which hands the parsed values to `finish`.
+    """
     import typer
 
     def parsed(**values: Any) -> Any:
@@ -367,7 +391,9 @@ def _typed_for_typer(
 
 
 def _line_parameters(function: Callable[..., Any]) -> Iterator[inspect.Parameter]:
-    """Yield the parameters that carry typer's metadata, their annotations evaluated; the others exist in Python only."""
+    """Yield the parameters that carry typer's metadata, their annotations evaluated; the others
+    exist in Python only.
+    """
     for parameter in inspect.signature(function).parameters.values():
         annotation = parameter.annotation
         if isinstance(annotation, str):
@@ -381,7 +407,9 @@ def _line_parameters(function: Callable[..., Any]) -> Iterator[inspect.Parameter
 
 
 def _on_the_line(kind: Any) -> Any:
-    """Return the type that typer makes of a word: of those that Python may give, as `Path | str`, the first; None stays."""
+    """Return the type that typer makes of a word: of those that Python may give, as `Path | str`,
+    the first; None stays.
+    """
     if get_origin(kind) not in (Union, UnionType):
         return kind
     first, *others = get_args(kind)
@@ -389,7 +417,9 @@ def _on_the_line(kind: Any) -> Any:
 
 
 def _call(command: Command, values: dict[str, Any]) -> int:
-    """Call the command with the terminal's own progress, print its result, and return its exit code."""
+    """Call the command with the terminal's own progress, print its result, and return its exit
+    code.
+    """
     from flatout.terminal import Terminal
 
     as_json, verbose = values.pop("as_json"), values.pop("verbose", False)
@@ -418,7 +448,9 @@ def _call(command: Command, values: dict[str, Any]) -> int:
 def _python_parameters(
     command: Command, terminal: Terminal, speaks: bool, as_json: bool, verbose: bool
 ) -> dict[str, Any]:
-    """Return what a command's Python-only parameters are on the command line: the terminal's own, or nothing on other ranks."""
+    """Return what a command's Python-only parameters are on the command line: the terminal's own,
+    or nothing on other ranks.
+    """
     from flatout.terminal import RunReport, printable
 
     stream = sys.stderr if as_json else sys.stdout

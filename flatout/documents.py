@@ -1,4 +1,6 @@
-"""YAML as flatout reads it: `3e-4` is a number, only true and false are truth values, a repeated key is an error, and errors name file and line."""
+"""YAML as flatout reads it: `3e-4` is a number, only true and false are truth values, a repeated
+key is an error, and errors name file and line.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from flatout.recognised import read_regular, recognise
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 reads 3e-4 as text, on and no as truth values, and takes the last of two equal keys in silence. None of it here."""
+    """YAML 1.1 reads 3e-4 as text, on and no as truth values, and takes the last of two equal keys
+    in silence. None of it here.
+    """
 
 
 def _unique_mapping(loader: _Loader, node: yaml.MappingNode, deep: bool = False) -> dict[str, Any]:
@@ -50,7 +54,9 @@ _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _unique_
 
 
 def parser_says(error: Exception) -> str:
-    """Return what a parser of YAML or JSON says; Python's own words for a long number name a setting that users do not have."""
+    """Return what a parser of YAML or JSON says; Python's own words for a long number name a
+    setting that users do not have.
+    """
     too_long = "integer string conversion" in str(error)
     return (
         f"a number has more than {sys.get_int_max_str_digits():,} digits"
@@ -60,7 +66,8 @@ def parser_says(error: Exception) -> str:
 
 
 def parse_yaml(text: str, *, name: str) -> Any:
-    """Parse YAML in which `3e-4` is a number and a repeated key is an error; `name` stands in the message.
+    """Parse YAML in which `3e-4` is a number and a repeated key is an error; `name` stands in the
+    message.
 
     Raises: ConfigError with the line that could not be read.
     """

@@ -29,7 +29,9 @@ _QUERY = re.compile(r"""([^\s?'"]*|[^?'"\n]*(?=\?[^\s'"]*=))\?([^\s'"]*)""")
 
 
 def without_secrets(text: str) -> str:
-    """Return a text in which addresses have no user, no password and, on the web, no query: what may be shown and stored."""
+    """Return a text in which addresses have no user, no password and, on the web, no query: what
+    may be shown and stored.
+    """
     before, *found = _SCHEME.split(text)
     return before + "".join(
         scheme + _bare(scheme, rest) for scheme, rest in zip(found[::2], found[1::2], strict=True)
@@ -53,19 +55,24 @@ def _past(pattern: re.Pattern[str], text: str) -> str:
 
 
 def on_one_line(text: str) -> str:
-    """Return text with its control characters escaped, newlines too: a name cannot clear the terminal, turn the writing around, or begin a line."""
+    """Return text with its control characters escaped, newlines too: a name cannot clear the
+    terminal, turn the writing around, or begin a line.
+    """
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def in_shell(word: object) -> str:
-    """Return a path, a name or an override as one word of a command that the user can paste into a shell."""
+    """Return a path, a name or an override as one word of a command that the user can paste into a
+    shell.
+    """
     return shlex.quote(str(word))
 
 
 class FlatoutError(Exception):
     """Something the user can repair. Reads as: what happened, then the fix.
 
-    `what` names the thing that is wrong, `fix` what to do about it; both are whole sentences, each on one line, without the secrets of addresses.
+    `what` names the thing that is wrong, `fix` what to do about it; both are whole sentences, each
+    on one line, without the secrets of addresses.
     """
 
     exit_code = 1
@@ -97,7 +104,9 @@ class CheckpointError(UsageError):
 
 
 class UntrustedCode(UsageError):
-    """A run directory names code of its own to import, which this user has neither named nor allowed; nothing was imported."""
+    """A run directory names code of its own to import, which this user has neither named nor
+    allowed; nothing was imported.
+    """
 
 
 class HardwareError(UsageError):

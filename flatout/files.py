@@ -1,4 +1,6 @@
-"""Files that are whole or absent: durable writes, checksums, JSON, lines, links; and what a disk says when it refuses."""
+"""Files that are whole or absent: durable writes, checksums, JSON, lines, links; and what a disk
+says when it refuses.
+"""
 
 from __future__ import annotations
 
@@ -63,11 +65,15 @@ class FileEntry(BaseModel):
 
 
 class Unfinished(DataError):
-    """Stopped half way by something other than the text: what is done stays, and the same command goes on from there."""
+    """Stopped half way by something other than the text: what is done stays, and the same command
+    goes on from there.
+    """
 
 
 class CheckedFile:
-    """A file being written under a temporary name, with a CRC-32 for every 4 MiB block; `close` gives it its own."""
+    """A file being written under a temporary name, with a CRC-32 for every 4 MiB block; `close`
+    gives it its own.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -114,7 +120,8 @@ class CheckedFile:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Put `text` in `path` so that a reader, a kill or a power cut at any moment finds what was there before or all of it, never a part.
+    """Put `text` in `path` so that a reader, a kill or a power cut at any moment finds what was
+    there before or all of it, never a part.
 
     After a power cut it may be what was there before, until the folder is synced.
     """
@@ -133,7 +140,9 @@ def copy_whole(source: Path, path: Path) -> None:
 
 
 def _put(path: Path, write: Callable[[Path], object]) -> None:
-    """Have a file written under a temporary name, and give it its own; where the disk refuses, the temporary one goes again."""
+    """Have a file written under a temporary name, and give it its own; where the disk refuses, the
+    temporary one goes again.
+    """
     temporary = _temporary(path)
     try:
         write(temporary)
@@ -146,7 +155,9 @@ def _put(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def write_first(path: Path, write: Callable[[Path], object]) -> None:
-    """Have a small file written whole, unless it is there: of several processes that do this at once, one does."""
+    """Have a small file written whole, unless it is there: of several processes that do this at
+    once, one does.
+    """
     temporary = _temporary(path)
     write(temporary)
     sync(temporary)
@@ -176,7 +187,9 @@ def entry_of(path: Path) -> FileEntry:
 
 @contextlib.contextmanager
 def writing(out: Path | str) -> Iterator[None]:
-    """Turn what the disk refuses into a DataError that names the folder; what is done is kept where the disk is full or fails."""
+    """Turn what the disk refuses into a DataError that names the folder; what is done is kept where
+    the disk is full or fails.
+    """
     try:
         yield
     except OSError as error:
@@ -240,9 +253,11 @@ def read_json(path: Path) -> Any:
 
 
 def read_model(path: Path, model: type[Document], *, fix: str = RESTORE) -> Document:
-    """Return the JSON document in `path` as a `model`; nothing is converted, and keys it does not know are left out.
+    """Return the JSON document in `path` as a `model`; nothing is converted, and keys it does not
+    know are left out.
 
-    Raises: CheckpointError naming the file and the key when it is missing, is not JSON, or is not such a document.
+    Raises: CheckpointError naming the file and the key when it is missing, is not JSON, or is not
+            such a document.
     """
     try:
         return model.model_validate(read_json(path), strict=True)
@@ -272,7 +287,9 @@ def writing_run(folder: Path) -> Iterator[None]:
 
 
 def way_out(error: Exception) -> str:
-    """Return what to do when a disk refuses to read or write; safetensors and torch tell the system's number in their text alone."""
+    """Return what to do when a disk refuses to read or write; safetensors and torch tell the
+    system's number in their text alone.
+    """
     told = re.search(r"(?:os error |\()(\d+)\)", str(error))
     number = int(told[1]) if told else getattr(error, "errno", None)
     if number == errno.EIO:
@@ -288,7 +305,8 @@ def way_out(error: Exception) -> str:
 
 @contextmanager
 def understanding(path: Path) -> Iterator[None]:
-    """Name `path` when what was read from it lacks a key, or has a value of another kind or nesting than was written.
+    """Name `path` when what was read from it lacks a key, or has a value of another kind or nesting
+    than was written.
 
     Raises: CheckpointError.
     """
@@ -301,9 +319,11 @@ def understanding(path: Path) -> Iterator[None]:
 
 
 def open_own(path: Path, flags: int) -> int:
-    """Open a file of a run directory and return its descriptor; a link is not followed, and a pipe is not waited for.
+    """Open a file of a run directory and return its descriptor; a link is not followed, and a pipe
+    is not waited for.
 
-    Raises: CheckpointError when it is a link, not a regular file, or to be written while it has a second hard link; OSError.
+    Raises: CheckpointError when it is a link, not a regular file, or to be written while it has a
+            second hard link; OSError.
     """
     try:
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
@@ -348,7 +368,9 @@ def _is_a_link(path: Path) -> CheckpointError:
 
 
 def append_line(path: Path, document: Mapping[str, Any]) -> None:
-    """Add one JSON line to `path`. A line that a kill left unfinished is closed first, so that it spoils no other."""
+    """Add one JSON line to `path`. A line that a kill left unfinished is closed first, so that it
+    spoils no other.
+    """
     line = json.dumps(document).encode() + b"\n"
     with os.fdopen(open_own(path, os.O_RDWR | os.O_CREAT | os.O_APPEND), "a+b") as file:
         if file.tell() and _last_byte(path) != b"\n":
@@ -357,7 +379,8 @@ def append_line(path: Path, document: Mapping[str, Any]) -> None:
 
 
 def read_lines(path: Path, *, tail_bytes: int | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the JSON lines of `path` (only those that begin in its last `tail_bytes`); an unfinished line is left out.
+    """Yield the JSON lines of `path` (only those that begin in its last `tail_bytes`); an
+    unfinished line is left out.
 
     Raises: CheckpointError when it cannot be read.
     """

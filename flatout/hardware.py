@@ -1,4 +1,5 @@
-"""This machine: what it has, what its data sheet promises, what it reaches here and now. What is not known is said to be unknown.
+"""This machine: what it has, what its data sheet promises, what it reaches here and now. What is
+not known is said to be unknown.
 
 Nothing here imports torch before a function that needs it is called.
 """
@@ -38,7 +39,9 @@ class Figure(Section):
 
 
 class MachineRow(Section):
-    """One file of machines/*.yaml: what a GPU's data sheet states. Rates are dense, without sparsity."""
+    """One file of machines/*.yaml: what a GPU's data sheet states. Rates are dense, without
+    sparsity.
+    """
 
     name: str
     """The file's name."""
@@ -49,7 +52,9 @@ class MachineRow(Section):
     bandwidth_gb_per_s: Figure
     """Memory bandwidth."""
     peak_tflops: dict[str, Figure]
-    """Dense matrix-product rate for fp32, tf32, fp16, bf16, fp8; what is missing the GPU has no units for."""
+    """Dense matrix-product rate for fp32, tf32, fp16, bf16, fp8; what is missing the GPU has no
+    units for.
+    """
 
 
 @dataclass(frozen=True)
@@ -101,7 +106,9 @@ class Peak:
 
 @functools.cache
 def row_of(gpu_name: str) -> MachineRow | None:
-    """Return the row of machines/*.yaml for a GPU's exact name, or None: a guessed peak is worse than an unknown one."""
+    """Return the row of machines/*.yaml for a GPU's exact name, or None: a guessed peak is worse
+    than an unknown one.
+    """
     for name in MACHINES.names():
         document = MACHINES.get(name)
         if gpu_name in document["gpu_names"]:
@@ -110,7 +117,9 @@ def row_of(gpu_name: str) -> MachineRow | None:
 
 
 def probe() -> Machine:
-    """Return what this process may use: affinity and container limits count, not the board's totals."""
+    """Return what this process may use: affinity and container limits count, not the board's
+    totals.
+    """
     cgroup_cores, cgroup_bytes = cgroup_limits()
     memory_bytes = min(psutil.virtual_memory().total, cgroup_bytes or 2**63)
     cores = min(usable_cores(), cgroup_cores or 2**31)
@@ -125,14 +134,18 @@ def probe() -> Machine:
 
 
 def _multiplies_bf16() -> bool:
-    """As Linux says it of an x86 processor; Arm has such instructions too, and what they gain there is not measured."""
+    """As Linux says it of an x86 processor; Arm has such instructions too, and what they gain there
+    is not measured.
+    """
     return bool({"avx512_bf16", "amx_bf16"} & set(_read(Path("/proc/cpuinfo")).split()))
 
 
 def cgroup_limits(
     root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
 ) -> tuple[int | None, int | None]:
-    """Return (cores, bytes) a container allows, None where it sets no limit. Reads both versions of control groups."""
+    """Return (cores, bytes) a container allows, None where it sets no limit. Reads both versions of
+    control groups.
+    """
     paths = {"": "/"}
     for line in _read(membership).splitlines():
         _, controllers, path = line.split(":", 2)
@@ -205,7 +218,8 @@ def check_device_name(wanted: str) -> None:
 
 
 def measure_roof(device: str, dtype: str) -> float:
-    """Return the TFLOP/s of a square matrix product here and now: the best of several, in at most about half a second.
+    """Return the TFLOP/s of a square matrix product here and now: the best of several, in at most
+    about half a second.
 
     Raises: HardwareError when `dtype` is none of fp32, tf32, fp16, bf16.
     """
@@ -213,9 +227,11 @@ def measure_roof(device: str, dtype: str) -> float:
 
 
 def peak_tflops(machine: Machine, device: str, dtype: str) -> Peak | None:
-    """Return the rate that 100% stands for: the data sheet's where this GPU has a row, else one measured here.
+    """Return the rate that 100% stands for: the data sheet's where this GPU has a row, else one
+    measured here.
 
-    None, unknown, is left for a dtype that no plain matrix product can measure (fp8) on a GPU without a row.
+    None, unknown, is left for a dtype that no plain matrix product can measure (fp8) on a GPU
+    without a row.
     """
     row = _row_of_device(machine, device) if device.startswith("cuda") else None
     if row is not None and dtype in row.peak_tflops:
@@ -228,7 +244,9 @@ def peak_tflops(machine: Machine, device: str, dtype: str) -> Peak | None:
 
 
 def fingerprint(device: str = "cpu") -> dict[str, str | int]:
-    """Return what a bit-exact resume depends on; two runs with different fingerprints may differ in the last bits."""
+    """Return what a bit-exact resume depends on; two runs with different fingerprints may differ in
+    the last bits.
+    """
     import torch
 
     found: dict[str, str | int] = {
@@ -249,7 +267,9 @@ ROOF_DTYPES = ("fp32", "tf32", "fp16", "bf16")
 
 
 def _roof(device: str, dtype: str) -> tuple[float, int]:
-    """The matrices grow until one product takes a fair share of the time; their values are random, since zeros draw less power."""
+    """The matrices grow until one product takes a fair share of the time; their values are random,
+    since zeros draw less power.
+    """
     import torch
 
     if dtype not in ROOF_DTYPES:
@@ -294,7 +314,9 @@ def _matmul_s(device: str, dtype: str, size: int, repeats: int) -> float:
 
 
 def _products(device: str, dtype: str) -> list[Callable[[Any, Any], Any]]:
-    """The ways torch has to multiply two matrices; on a CPU fp32 goes to MKL, and on request to oneDNN, which can be twice as fast."""
+    """The ways torch has to multiply two matrices; on a CPU fp32 goes to MKL, and on request to
+    oneDNN, which can be twice as fast.
+    """
     import torch
 
     if device == "cpu" and dtype == "fp32" and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
@@ -334,7 +356,9 @@ def _cudnn_version(cudnn: Any) -> int:
 
 
 def _row_of_device(machine: Machine, device: str) -> MachineRow | None:
-    """Torch numbers GPUs as CUDA_VISIBLE_DEVICES says, the driver as the board does: ask torch where it can answer."""
+    """Torch numbers GPUs as CUDA_VISIBLE_DEVICES says, the driver as the board does: ask torch
+    where it can answer.
+    """
     import torch
 
     return row_of(torch.cuda.get_device_name(device)) if torch.cuda.is_available() else machine.row

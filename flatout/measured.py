@@ -1,7 +1,7 @@
 """What `bench` has measured on each GPU of this machine: one small file a GPU in flatout's cache.
 
-`list speedups` shows it, and the first run on a GPU without one says how to get it. It changes none of auto's decisions yet:
-those are the table's, `speedups/auto.yaml`.
+`list speedups` shows it, and the first run on a GPU without one says how to get it. It changes none
+of auto's decisions yet: those are the table's, `speedups/auto.yaml`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from flatout.hardware import Machine
 
 FORMAT_VERSION = 1
 MINUTES = 30
-"""What `bench` is told to take on a GPU: a ladder there has about 40 trials, assumed to take 20 s each, start and compiling included; two rounds."""
+"""What `bench` is told to take on a GPU: a ladder there has about 40 trials, assumed to take 20 s
+each, start and compiling included; two rounds.
+"""
 
 
 class Gain(BaseModel):
@@ -69,14 +71,18 @@ class MeasuredGpu(BaseModel):
 
 
 def gpu_name(machine: Machine, device: str) -> str | None:
-    """Return what the driver calls the GPU of a run on `device`; None for a CPU, and for a GPU that is not here."""
+    """Return what the driver calls the GPU of a run on `device`; None for a CPU, and for a GPU that
+    is not here.
+    """
     kind, _, index = device.partition(":")
     number = int(index or 0)
     return machine.gpus[number].name if kind == "cuda" and number < len(machine.gpus) else None
 
 
 def read(gpu: str, cache: Path) -> MeasuredGpu | None:
-    """Return what has been measured on a GPU of that name; None where there is no file, or none that this version reads."""
+    """Return what has been measured on a GPU of that name; None where there is no file, or none
+    that this version reads.
+    """
     try:
         found = MeasuredGpu.model_validate(
             json.loads(_path(gpu, cache).read_text(encoding="utf-8"))
@@ -87,7 +93,8 @@ def read(gpu: str, cache: Path) -> MeasuredGpu | None:
 
 
 def keep(gpu: str, gains: Mapping[str, Gain], cache: Path) -> Path:
-    """Add gains to what has been measured on a GPU, each in place of the speedup's earlier one; return the file.
+    """Add gains to what has been measured on a GPU, each in place of the speedup's earlier one;
+    return the file.
 
     Raises: OSError when the cache cannot be written.
     """
@@ -99,7 +106,9 @@ def keep(gpu: str, gains: Mapping[str, Gain], cache: Path) -> Path:
 
 
 def advice(gpu: str, recipe: str, cache: Path) -> str | None:
-    """Return the line for the first run on a GPU on which no speedup has been measured; None where one was, or the line was returned before."""
+    """Return the line for the first run on a GPU on which no speedup has been measured; None where
+    one was, or the line was returned before.
+    """
     if read(gpu, cache) is not None:
         return None
     with suppress(OSError):  # it is said again the next time

@@ -1,4 +1,6 @@
-"""What other packages log while they are imported about parts of theirs that nothing here calls: exactly these lines are not shown."""
+"""What other packages log while they are imported about parts of theirs that nothing here calls:
+exactly these lines are not shown.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ NOISE = {
     "torch.utils._pytree": r"<enum 'KernelPreference'> is an Enum subclass and is now natively supported",
     "bitsandbytes.backends.cpu.ops": r"Failed to load CPU gemm_4bit_forward from kernels-community: ",
 }
-"""Loggers, and how what they say begins: torchao's kernels for other versions of Python and for formats that are not used, a
+"""Loggers, and how what they say begins: torchao's kernels for other versions of Python and for
+formats that are not used, a
 deprecation between torchao and torch, and bitsandbytes' kernel for weights of four bits."""
 
 

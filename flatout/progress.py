@@ -1,4 +1,6 @@
-"""How a long step says what it is doing. The work calls these; what a person sees is decided above (`terminal.py`)."""
+"""How a long step says what it is doing. The work calls these; what a person sees is decided above
+(`terminal.py`).
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,16 @@ class Task(Protocol):
 
 
 class Progress(Protocol):
-    """Where long steps report. `task` is a context manager, so that a step that fails is closed too."""
+    """Where long steps report. `task` is a context manager, so that a step that fails is closed
+    too.
+    """
 
     def task(
         self, what: str, *, total: float | None = None, unit: str = ""
     ) -> AbstractContextManager[Task]:
-        """Open a step called `what`; `total` units when that can be known, so that time left can be said."""
+        """Open a step called `what`; `total` units when that can be known, so that time left can be
+        said.
+        """
 
     def say(self, line: str) -> None:
         """Print one line that stays."""

@@ -1,4 +1,6 @@
-"""What a path of this machine holds when it is no text: what other programs and flatout itself write, and the command that takes it. No torch."""
+"""What a path of this machine holds when it is no text: what other programs and flatout itself
+write, and the command that takes it. No torch.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ MOST_ENTRIES = 1000
 _LEGACY_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 """What torch.save began a file with before it wrote zip files: a pickled number."""
 _LLM_C = {struct.pack("<i", 20240520): "uint16", struct.pack("<i", 20240801): "uint32"}
-"""What a token file of llm.c begins with, for GPT-2 and for Llama 3, and the type of its tokens; the header is 256 numbers of four bytes."""
+"""What a token file of llm.c begins with, for GPT-2 and for Llama 3, and the type of its tokens;
+the header is 256 numbers of four bytes.
+"""
 ADDRESS_FIX = "Name a path of this machine; it may lie where the store is mounted."
 _WEIGHTS = "flatout cannot load weights that other programs saved: train.init_from takes a run or a checkpoint that `flatout train` wrote."
 _TORCH_SUFFIXES = frozenset({".pt", ".pth", ".ckpt"})
@@ -52,7 +56,8 @@ class Recognised:
 def require_local(
     place: Path | str, option: str = "", *, error: type[UsageError] = UsageError
 ) -> None:
-    """Refuse an address where a path of this machine is needed: it would become a folder called `s3:`. `option` is what the place was given as.
+    """Refuse an address where a path of this machine is needed: it would become a folder called
+    `s3:`. `option` is what the place was given as.
 
     Raises: UsageError, or the kind of it that is stated.
     """
@@ -71,7 +76,9 @@ def require_local(
 
 
 def recognise(path: Path) -> Recognised | None:
-    """Return what a file or folder is; None for text, for what is not known, and where nothing is or may be read."""
+    """Return what a file or folder is; None for text, for what is not known, and where nothing is
+    or may be read.
+    """
     try:
         if path.is_dir():
             return _folder(path)
@@ -85,7 +92,8 @@ class NotRegular(OSError):
 
 
 def open_regular(path: Path) -> int:
-    """Open a regular file for reading and return its descriptor; a named pipe is refused, not waited for.
+    """Open a regular file for reading and return its descriptor; a named pipe is refused, not
+    waited for.
 
     Raises: OSError, also for what is not a regular file.
     """
@@ -145,7 +153,9 @@ def _folder(path: Path) -> Recognised | None:
 
 
 def _files_in(folder: Path) -> Iterator[Path]:
-    """Yield the first files of a folder that are not hidden, those called as chunks whatever their number."""
+    """Yield the first files of a folder that are not hidden, those called as chunks whatever their
+    number.
+    """
     with os.scandir(folder) as entries:
         for number, entry in enumerate(entries):
             if (
@@ -219,7 +229,9 @@ def _archive(path: Path) -> Recognised | None:
 
 
 def _binary_tokens(path: Path, head: bytes) -> str:
-    """Return how a .bin file becomes chunks; only llm.c's have a header that tells the type of the tokens."""
+    """Return how a .bin file becomes chunks; only llm.c's have a header that tells the type of the
+    tokens.
+    """
     if dtype := _LLM_C.get(head[:4]):
         return _as_chunks(
             path, f"numpy.memmap(sys.argv[1], '{dtype}', 'r', offset=1024)", "in llm.c's format"
@@ -252,7 +264,9 @@ def _import_it(folder: Path) -> str:
 
 
 def _as_chunks(path: Path, tokens: str, kind: str = "") -> str:
-    """Return how tokens that are read by an expression become chunks, in pieces, because they may be larger than memory."""
+    """Return how tokens that are read by an expression become chunks, in pieces, because they may
+    be larger than memory.
+    """
     parts = f"enumerate(numpy.array_split({tokens}, 64))"
     save = f"[torch.save(torch.from_numpy(part.astype('int64')), f'chunks/chunk_{{n:06d}}.pt') for n, part in {parts}]"
     command = f'mkdir chunks && python -c "import numpy, sys, torch; {save}" {in_shell(path)}'

@@ -1,4 +1,6 @@
-"""Which recipe suits a dataset on this machine, for how many steps, and about how long that takes. No torch."""
+"""Which recipe suits a dataset on this machine, for how many steps, and about how long that takes.
+No torch.
+"""
 
 from __future__ import annotations
 
@@ -40,10 +42,12 @@ class Recommendation:
 def recommend(
     path: str, tokens: int, vocab_size: int, machine: Machine, runs: Path = Path("runs")
 ) -> Recommendation | None:
-    """Return a run for the dataset at `path`, which has so many training tokens; None where that is too little text for any recipe.
+    """Return a run for the dataset at `path`, which has so many training tokens; None where that is
+    too little text for any recipe.
 
-    It is the largest model that the text can feed with TOKENS_PER_PARAMETER tokens in MOST_EPOCHS passes, or the smallest there is. The
-    time is that of a finished run in `runs` with the same model, else it follows from the GPU's data sheet.
+    It is the largest model that the text can feed with TOKENS_PER_PARAMETER tokens in MOST_EPOCHS
+    passes, or the smallest there is. The time is that of a finished run in `runs` with the same
+    model, else it follows from the GPU's data sheet.
     """
     name = _recipe(tokens, vocab_size, machine)
     config = load_config(name)
@@ -69,7 +73,9 @@ def _recipe(tokens: int, vocab_size: int, machine: Machine) -> str:
 
 
 def _parameters(config: RunConfig, vocab_size: int) -> int:
-    """Return how many parameters a transformer of this shape has, less vectors: the recipes above are such."""
+    """Return how many parameters a transformer of this shape has, less vectors: the recipes above
+    are such.
+    """
     own = config.model.own()
     width = int(own["d_model"])
     return 12 * int(own["num_layers"]) * width**2 + (config.model.vocab_size or vocab_size) * width
@@ -95,7 +101,9 @@ def _time(
 
 
 def _measured(config: RunConfig, vocab_size: int, runs: Path) -> tuple[Path, float] | None:
-    """Return the newest finished run of the recipe's model and vocabulary, and its tokens a second; None where there is none."""
+    """Return the newest finished run of the recipe's model and vocabulary, and its tokens a second;
+    None where there is none.
+    """
     for summary in sorted(
         runs.glob("*/summary.json"), key=lambda path: path.stat().st_mtime, reverse=True
     ):

@@ -1,9 +1,10 @@
 """Names to objects. A plural folder is an open list: drop in a file and it exists.
 
-An entry is a file. Python folders hold one object a file, under the folder's one attribute name (`models/transformer.py`
-holds `MODEL`); YAML folders hold one document a file. Names are file names with `-` for `_`. Listing reads the files and
-imports nothing, so it is fast and never loads torch; `get` imports the one file it is asked for. Wherever a Python entry's
-name is accepted, `package.module:attribute` reaches an object of the user's own.
+An entry is a file. Python folders hold one object a file, under the folder's one attribute name
+(`models/transformer.py` holds `MODEL`); YAML folders hold one document a file. Names are file names
+with `-` for `_`. Listing reads the files and imports nothing, so it is fast and never loads torch;
+`get` imports the one file it is asked for. Wherever a Python entry's name is accepted,
+`package.module:attribute` reaches an object of the user's own.
 """
 
 from __future__ import annotations
@@ -28,11 +29,12 @@ SHORTEST_PART = 3
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name that `name` most likely meant, or None when none is near: a list then helps more than a guess.
+    """Return the known name that `name` most likely meant, or None when none is near: a list then
+    helps more than a guess.
 
-    Near is a name with more than four fifths of the letters in common, or a single slip away, the longest that `name` begins with, one
-    with more than two thirds of the letters in common, or the only one that begins with `name`. Case, leading dashes, and - or _ make
-    no difference.
+    Near is a name with more than four fifths of the letters in common, or a single slip away, the
+    longest that `name` begins with, one with more than two thirds of the letters in common, or the
+    only one that begins with `name`. Case, leading dashes, and - or _ make no difference.
     """
     by_word = {_word(k): k for k in known}
     word = _word(name)
@@ -58,7 +60,9 @@ def _word(name: str) -> str:
 
 
 def _one_slip(word: str, other: str) -> bool:
-    """Say whether one letter more, less or changed, or two letters swapped, make one word the other."""
+    """Say whether one letter more, less or changed, or two letters swapped, make one word the
+    other.
+    """
     start = _shared(word, other)
     word, other = word[start:], other[start:]
     end = _shared(word[::-1], other[::-1])
@@ -83,9 +87,11 @@ def unknown_name(noun: str, name: str, known: Iterable[str]) -> ConfigError:
 
 
 def load_reference(reference: str) -> Any:
-    """Import `package.module:attribute`; for a user's own, the current folder is searched too, after all that is installed.
+    """Import `package.module:attribute`; for a user's own, the current folder is searched too,
+    after all that is installed.
 
-    flatout's own parts never bring the current folder into the search: a file in it named like an optional package would be imported.
+    flatout's own parts never bring the current folder into the search: a file in it named like an
+    optional package would be imported.
     Raises: ConfigError when the module or the attribute does not exist.
     """
     module_name, _, attribute = reference.partition(":")
@@ -116,7 +122,9 @@ def load_reference(reference: str) -> Any:
 
 @dataclass(frozen=True)
 class Folder:
-    """An open list of Python entries: every file of `flatout/FOLDER` that assigns `attribute` at its top level."""
+    """An open list of Python entries: every file of `flatout/FOLDER` that assigns `attribute` at
+    its top level.
+    """
 
     folder: str
     attribute: str
@@ -148,7 +156,8 @@ class Folder:
         return docstring.split("\n", 1)[0]
 
     def stated(self, name: str, constant: str) -> Any:
-        """Return the value of a literal that the entry's file assigns to `constant` at its top level, without importing it; None without one.
+        """Return the value of a literal that the entry's file assigns to `constant` at its top
+        level, without importing it; None without one.
 
         Of a `package.module:attribute` it is the module's, which is imported.
         """
@@ -159,7 +168,8 @@ class Folder:
         return _literal(self._files[name.replace("_", "-")], constant)
 
     def require(self, name: str) -> None:
-        """Do nothing when there is such an entry, or `name` is a `package.module:attribute`, which only importing can check.
+        """Do nothing when there is such an entry, or `name` is a `package.module:attribute`, which
+        only importing can check.
 
         Raises: ConfigError with the nearest name.
         """
@@ -169,7 +179,8 @@ class Folder:
     def get(self, name: str) -> Any:
         """Import and return the entry `name`, or the object `package.module:attribute`.
 
-        Raises: ConfigError with the nearest name when there is no such entry, or when the object is something else.
+        Raises: ConfigError with the nearest name when there is no such entry, or when the object is
+                something else.
         """
         if ":" in name:
             found = load_reference(name)
@@ -225,7 +236,9 @@ class YamlFolder:
 
 @cache
 def _literal(path: Path, constant: str) -> Any:
-    """Return the value of a literal that a file assigns at its top level, None without one; every speedup asks for the same few."""
+    """Return the value of a literal that a file assigns at its top level, None without one; every
+    speedup asks for the same few.
+    """
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and any(
             isinstance(target, ast.Name) and target.id == constant for target in node.targets

@@ -1,8 +1,10 @@
-"""Which run directories may import code of their own: those whose references this user named, here, or allowed with --trust-code.
+"""Which run directories may import code of their own: those whose references this user named, here,
+or allowed with --trust-code.
 
-A run's config.yaml can name objects to import, `package.module:attribute`, and a run directory can come from anywhere. What was
-allowed is remembered outside of it, in MEMORY, one file a run directory: under its real path, with the digest of its config.yaml,
-the references, and the digest of the code in the directory. A copy, a replacement or an edited file is a stranger again.
+A run's config.yaml can name objects to import, `package.module:attribute`, and a run directory can
+come from anywhere. What was allowed is remembered outside of it, in MEMORY, one file a run
+directory: under its real path, with the digest of its config.yaml, the references, and the digest
+of the code in the directory. A copy, a replacement or an edited file is a stranger again.
 """
 
 from __future__ import annotations
@@ -22,9 +24,13 @@ from typing import Any
 from flatout.errors import UntrustedCode
 
 MEMORY = Path("~/.cache/flatout/trusted")
-"""Where it is remembered which run directories are trusted; readable and writable by the user alone."""
+"""Where it is remembered which run directories are trusted; readable and writable by the user
+alone.
+"""
 REFERENCES = (("model", "kind"), ("optim", "kind"), ("speedups",))
-"""Keys of a configuration whose value is looked up in the registry, where `package.module:attribute` imports code of the user's own."""
+"""Keys of a configuration whose value is looked up in the registry, where
+`package.module:attribute` imports code of the user's own.
+"""
 BY_ARGUMENT = "pass trust_code=True (on the command line: --trust-code)"
 """How code is allowed, as Python says it; the command line puts the very command in its place."""
 CONFIG = "config.yaml"
@@ -34,7 +40,9 @@ MOST_BYTES = 1 << 20
 
 
 def references_in(document: Mapping[str, Any]) -> frozenset[str]:
-    """Return every `package.module:attribute` that a configuration, or one layer of it, names under a key of REFERENCES."""
+    """Return every `package.module:attribute` that a configuration, or one layer of it, names under
+    a key of REFERENCES.
+    """
     found: set[str] = set()
     for keys in REFERENCES:
         value: Any = document
@@ -58,10 +66,12 @@ def require_trusted(
     named: Set[str] = frozenset(),
     trust_code: bool = False,
 ) -> None:
-    """Do nothing when every reference may be imported: `named` on this command line or in a recipe, allowed now, or remembered.
+    """Do nothing when every reference may be imported: `named` on this command line or in a recipe,
+    allowed now, or remembered.
 
     `trust_code` allows all of them, and is remembered.
-    Raises: UntrustedCode naming the references, and the files they would be imported from, without importing anything.
+    Raises: UntrustedCode naming the references, and the files they would be imported from, without
+            importing anything.
     """
     if references <= named:
         return
@@ -89,9 +99,11 @@ def require_trusted(
 
 
 def remember(run_folder: Path, references: Iterable[str]) -> bool:
-    """Remember that a run directory, as it is now, may import these references; return whether that could be written.
+    """Remember that a run directory, as it is now, may import these references; return whether that
+    could be written.
 
-    Of several processes that do this at once, the last one's word stands. What cannot be written is asked for again another time.
+    Of several processes that do this at once, the last one's word stands. What cannot be written is
+    asked for again another time.
     """
     if not (wanted := sorted(references)):
         return True
@@ -120,7 +132,9 @@ def is_run_folder(folder: Path) -> bool:
 
 
 def source_of(reference: str) -> Path | None:
-    """Return the file that a reference would be imported from, or None when it cannot be found; nothing is imported."""
+    """Return the file that a reference would be imported from, or None when it cannot be found;
+    nothing is imported.
+    """
     parts = reference.partition(":")[0].split(".")
     if not all(part.isidentifier() for part in parts):
         return None
@@ -167,7 +181,8 @@ def _state_of(run_folder: Path) -> dict[str, str]:
 
 
 def _digest_of_code(run_folder: Path) -> str:
-    """Return one digest of every file under a folder that Python could import, and of every link to a folder.
+    """Return one digest of every file under a folder that Python could import, and of every link to
+    a folder.
 
     What Python compiled itself does not count: it appears when the code is imported.
     """
@@ -195,7 +210,9 @@ def _place(run_folder: Path) -> Path:
 
 
 def _read(run_folder: Path) -> dict[str, Any] | None:
-    """Return what is remembered of a run directory; None for nothing, and for a file that is damaged or that others could have written."""
+    """Return what is remembered of a run directory; None for nothing, and for a file that is
+    damaged or that others could have written.
+    """
     try:
         place = _place(run_folder)
         if not _is_private(place.parent.lstat(), stat.S_ISDIR):
@@ -219,7 +236,9 @@ def _read(run_folder: Path) -> dict[str, Any] | None:
 
 
 def _is_private(facts: os.stat_result, is_kind: Any) -> bool:
-    """Say whether a file or folder is what it should be, this user's own, and writable by nobody else."""
+    """Say whether a file or folder is what it should be, this user's own, and writable by nobody
+    else.
+    """
     return is_kind(facts.st_mode) and facts.st_uid == os.getuid() and not facts.st_mode & 0o022
 
 

@@ -22,13 +22,16 @@ from flatout.data.prepare.writer import DatasetWriter
 from flatout.data.tokenizers import make_tokenizer
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # A shell starts background jobs with Ctrl+C ignored, and their children inherit that; the tests that press it need it heard.
+    # A shell starts background jobs with Ctrl+C ignored, and their children inherit that; the tests
+    # that press it need it heard.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
 def tokenizers_are_trusted(monkeypatch):
-    """Try no tokenizer out in a process of its own, which takes a second and is kept in the user's cache; its own tests do."""
+    """Try no tokenizer out in a process of its own, which takes a second and is kept in the user's
+    cache; its own tests do.
+    """
     monkeypatch.setattr("flatout.data.tokenizers.require_usable", lambda text, name, *, cache: None)
 
 
@@ -41,7 +44,9 @@ def pytest_addoption(parser):
 
 
 def pytest_make_parametrize_id(val, argname):
-    """Name a case of bytes by its argument: what is packed holds the second of its packing, and all processes must agree on a name."""
+    """Name a case of bytes by its argument: what is packed holds the second of its packing, and all
+    processes must agree on a name.
+    """
     return argname if isinstance(val, bytes) else None
 
 
@@ -51,7 +56,9 @@ def is_for_gpu(item):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Compilers, kernels and drivers warn of their own doings, each version of others: of a GPU's tests alone that is no reason to fail."""
+    """Compilers, kernels and drivers warn of their own doings, each version of others: of a GPU's
+    tests alone that is no reason to fail.
+    """
     for item in items:
         if item.get_closest_marker("gpu_essential"):
             item.add_marker("gpu")
@@ -60,7 +67,9 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_runtest_setup(item):
-    """Let a GPU's test begin as in a fresh process: one that trained before it in this one has left its own settings."""
+    """Let a GPU's test begin as in a fresh process: one that trained before it in this one has left
+    its own settings.
+    """
     if not is_for_gpu(item):
         return
     import torch
@@ -75,7 +84,9 @@ def pytest_runtest_setup(item):
 
 @cache
 def share_memory():
-    """Take no more than this process's share, where several of `pytest -n` use one GPU; a tenth is for their contexts."""
+    """Take no more than this process's share, where several of `pytest -n` use one GPU; a tenth is
+    for their contexts.
+    """
     import torch
 
     torch.cuda.set_per_process_memory_fraction(
@@ -129,11 +140,15 @@ TINY = {
     "speedups": "auto,-compile",
     "name": "tiny",
 }
-"""Two layers, 16 tokens, 8 windows a step in two micro-batches, 6 steps: a tenth of a second. In fp32 on every processor, so that runs compare."""
+"""Two layers, 16 tokens, 8 windows a step in two micro-batches, 6 steps: a tenth of a second. In
+fp32 on every processor, so that runs compare.
+"""
 
 
 def write_tiny_set(out: Path, *, num_documents: int = 40, masked: bool = False) -> Path:
-    """Write sentences of made-up text as bytes; with `masked`, about a third of the targets do not count."""
+    """Write sentences of made-up text as bytes; with `masked`, about a third of the targets do not
+    count.
+    """
     draw = random.Random(7)
     tokenizer = make_tokenizer("byte", lambda _: [])
     with DatasetWriter(out, vocab_size=tokenizer.vocab_size) as writer:
@@ -220,7 +235,9 @@ def build_run(tmp_path):
 
 @pytest.fixture(scope="session")
 def fox_run(tmp_path_factory):
-    """A folder with a run of three steps over one sentence, a checkpoint at each; and the run's result."""
+    """A folder with a run of three steps over one sentence, a checkpoint at each; and the run's
+    result.
+    """
     from flatout.commands.train import train_config
     from flatout.data.prepare.pipeline import Options, prepare_dataset
 
@@ -257,7 +274,9 @@ def fox_run(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def s3_server():
-    """The address of a server that speaks S3; a test that asks for it is skipped where the packages for that are not installed."""
+    """The address of a server that speaks S3; a test that asks for it is skipped where the packages
+    for that are not installed.
+    """
     pytest.importorskip("s3fs")
     pytest.importorskip("moto.server")
     with socket.socket() as listener:

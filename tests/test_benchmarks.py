@@ -1,6 +1,7 @@
 """The tables in the documents are the ones a benchmark wrote, to the letter.
 
-`python -m pytest tests/test_benchmarks.py --write-tables` copies them from benchmarks/results after a measurement.
+`python -m pytest tests/test_benchmarks.py --write-tables` copies them from benchmarks/results after
+a measurement.
 """
 
 from __future__ import annotations

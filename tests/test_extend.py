@@ -1,4 +1,6 @@
-"""docs/extend.md does what it says: its files, written into a copy of the package, are found, listed and used. So is the Python of the documents."""
+"""docs/extend.md does what it says: its files, written into a copy of the package, are found,
+listed and used. So is the Python of the documents.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What lies in the current folder is not imported in the place of a package, however flatout is started."""
+"""What lies in the current folder is not imported in the place of a package, however flatout is
+started.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ def the_program(*words, cwd, module=False):
 
 @pytest.mark.parametrize("module", [False, True], ids=["the console script", "python -m flatout"])
 def test_files_in_the_current_folder_are_not_imported_for_packages(fox_run, tmp_path, module):
-    """Named like what flatout imports, needed or optional, in the current folder and in the run's; with a plug-in found by its metadata."""
+    """Named like what flatout imports, needed or optional, in the current folder and in the run's;
+    with a plug-in found by its metadata.
+    """
     run = shutil.copytree(fox_run[0] / "runs" / "fox", tmp_path / "runs" / "gift")
     marker = tmp_path / "imported"
     for place in (tmp_path, run):
@@ -88,7 +92,9 @@ def test_files_in_the_current_folder_are_not_imported_for_packages(fox_run, tmp_
 def test_a_speedup_of_flatout_takes_its_package_from_where_packages_are_installed(
     fox_run, tmp_path
 ):
-    """No reference is needed to reach a file in the current folder when that is searched: a speedup's own package will do."""
+    """No reference is needed to reach a file in the current folder when that is searched: a
+    speedup's own package will do.
+    """
     run = shutil.copytree(fox_run[0] / "runs" / "fox", tmp_path / "runs" / "gift")
     (tmp_path / "torchao.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w')\n")
     stored = layout.read_config(run).with_values({"speedups": ["adamw-8bit"], "train.steps": 9})

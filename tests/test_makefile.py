@@ -1,4 +1,6 @@
-"""What `make` shows while pip and mypy work, and the one environment that the demo and the tests share."""
+"""What `make` shows while pip and mypy work, and the one environment that the demo and the tests
+share.
+"""
 
 import subprocess
 from pathlib import Path

@@ -140,7 +140,9 @@ def test_the_command_that_is_given_makes_chunks_of_tokens(tmp_path, name):
 
 
 def in_python(command, place, monkeypatch):
-    """Do here what the advised command has Python do, and return the tokens of the chunks that it writes."""
+    """Do here what the advised command has Python do, and return the tokens of the chunks that it
+    writes.
+    """
     *_, code, path = shlex.split(command)
     monkeypatch.setattr(sys, "argv", ["-c", path])
     monkeypatch.chdir(place)

@@ -1,4 +1,6 @@
-"""Opening a run, a checkpoint, a data set or a recipe from elsewhere imports nothing that nobody here named or allowed."""
+"""Opening a run, a checkpoint, a data set or a recipe from elsewhere imports nothing that nobody
+here named or allowed.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,9 @@ class Gift:
         (place / "weights.py").write_text(CODE.format(marker=str(self.marker)))
 
     def names(self, layer: dict) -> Gift:
-        """Write a layer into config.yaml; asked.yaml stays as it was, so that what a user asks for contradicts nothing."""
+        """Write a layer into config.yaml; asked.yaml stays as it was, so that what a user asks for
+        contradicts nothing.
+        """
         document = yaml.safe_load((self.place / "config.yaml").read_text())
         for key, value in layer.items():
             document[key] = document[key] | value if isinstance(value, dict) else value
@@ -100,7 +104,9 @@ def gift(tmp_path, fox_run):
 
 
 def the_program(*words, cwd):
-    """Run the program as its own process, as the console script does: without the current folder on the search path."""
+    """Run the program as its own process, as the console script does: without the current folder on
+    the search path.
+    """
     program = f"import sys; sys.path[:1] = [{str(ROOT)!r}]; from flatout.cli import main; main()"
     kept = {key: value for key, value in os.environ.items() if key not in {"RANK", "PYTHONPATH"}}
     return subprocess.run(
@@ -488,7 +494,9 @@ def test_every_key_that_can_name_code_is_looked_at():
 
 
 def test_who_reads_a_stored_configuration_is_known():
-    """Whatever uses one has to go through `trusted_config`, or ask `require_trusted`; the others look and import nothing."""
+    """Whatever uses one has to go through `trusted_config`, or ask `require_trusted`; the others
+    look and import nothing.
+    """
     wanted = re.compile(r"(?:^|\.)(?:read_config|stored_config|load_reference)$")
     found = set()
     for path in (ROOT / "flatout").rglob("*.py"):

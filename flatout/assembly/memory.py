@@ -1,9 +1,10 @@
 """What a run will need, part by part, found without a GPU and without the memory itself.
 
-The model runs forward and backward on tensors that have shapes and no storage, and what autograd keeps is added up. So the
-figures hold for any model, op and precision with no formula of their own. They are those of eager mode; a compiled model keeps
-less. Not in them: the device's own context (about half a GiB on a GPU), kernels' scratch space, what the allocator cannot reuse, and
-the copy of weights and optimizer state that `async-checkpoints` keeps in the host's memory.
+The model runs forward and backward on tensors that have shapes and no storage, and what autograd
+keeps is added up. So the figures hold for any model, op and precision with no formula of their own.
+They are those of eager mode; a compiled model keeps less. Not in them: the device's own context
+(about half a GiB on a GPU), kernels' scratch space, what the allocator cannot reuse, and the copy
+of weights and optimizer state that `async-checkpoints` keeps in the host's memory.
 """
 
 from __future__ import annotations
@@ -73,11 +74,15 @@ class MemoryEstimate:
     optimizer: int
     """The optimizer's tensors."""
     activations: int
-    """What embedding and blocks keep between forward and backward, low-precision copies of the weights included."""
+    """What embedding and blocks keep between forward and backward, low-precision copies of the
+    weights included.
+    """
     logits: int
     """Most that final norm, output weight and loss hold at once, the logits' gradient included."""
     workspace: int
-    """What one block's backward holds beyond `logits`, and the whole weights that sharded processes gather."""
+    """What one block's backward holds beyond `logits`, and the whole weights that sharded processes
+    gather.
+    """
 
     @property
     def total(self) -> int:
@@ -137,7 +142,8 @@ def rows_that_fit(workload: Workload, available: int) -> int:
 
 
 def kept_bytes(run: Callable[[], Any], *, apart_from: Iterable[Tensor]) -> tuple[int, Any]:
-    """Return the bytes autograd keeps for the backward pass of `run()`, each storage once, and what it returned.
+    """Return the bytes autograd keeps for the backward pass of `run()`, each storage once, and what
+    it returned.
 
     Storages of `apart_from` (parameters, the input of a block) are not counted.
     """
@@ -184,7 +190,9 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _through_blocks(model: LanguageModel, workload: Workload, rows: int) -> tuple[int, int]:
-    """What embedding and blocks keep, and the most that one block's backward holds beyond what it kept."""
+    """What embedding and blocks keep, and the most that one block's backward holds beyond what it
+    kept.
+    """
     tokens_BT = torch.zeros(rows, workload.seq_len, dtype=torch.int64)
     doc_ids_BT = (
         torch.zeros(rows, workload.seq_len, dtype=torch.int32) if workload.document_mask else None
@@ -229,7 +237,9 @@ def _precision(workload: Workload) -> AbstractContextManager[Any]:
 
 
 def _gathered(model: LanguageModel, num_shards: int) -> int:
-    """Whole weights at hand while sharded: those outside the blocks, two blocks (one ahead), and one block's gradients."""
+    """Whole weights at hand while sharded: those outside the blocks, two blocks (one ahead), and
+    one block's gradients.
+    """
     if num_shards == 1:
         return 0
     blocks = [_bytes_of(block.parameters()) for block in model.blocks]
@@ -259,7 +269,9 @@ def _bytes_of(tensors: Iterable[Tensor]) -> int:
 
 
 def _parts(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Yield the tensors among some values: what holds their numbers, where a tensor is made of others."""
+    """Yield the tensors among some values: what holds their numbers, where a tensor is made of
+    others.
+    """
     for value in values:
         if is_traceable_wrapper_subclass(value):
             yield from (getattr(value, name) for name in value.__tensor_flatten__()[0])

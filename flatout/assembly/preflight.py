@@ -1,4 +1,6 @@
-"""What can be said before torch is loaded, which takes seconds: of a configuration its names and its data, of a sample its settings."""
+"""What can be said before torch is loaded, which takes seconds: of a configuration its names and
+its data, of a sample its settings.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,8 @@ def check_places(config: RunConfig) -> None:
 def open_dataset(config: RunConfig, *, progress: Progress = SILENT) -> Dataset | MixedDataset:
     """Open what a configuration names to train on; what lies at an address is fetched first.
 
-    Raises: ConfigError when it names nothing; DataError when one is no data set, cannot be fetched, or holds not one window for training.
+    Raises: ConfigError when it names nothing; DataError when one is no data set, cannot be fetched,
+            or holds not one window for training.
     """
     data, seq_len = open_data(config.data, progress=progress), config.data.seq_len
     for part in parts_of(data):

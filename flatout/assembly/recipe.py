@@ -1,8 +1,9 @@
 """Recipe: the exchangeable parts of a run.
 
-A run is a set of slots, each with one value, and an ordered tuple of model transforms. `baseline()` fills every slot the
-plain way people write it. A `Speedup` is one value that fills slots or adds a transform; `with_speedup` lays it over a
-recipe. Nothing here imports torch: parts that need it are named with `lazy` and loaded when the run is built.
+A run is a set of slots, each with one value, and an ordered tuple of model transforms. `baseline()`
+fills every slot the plain way people write it. A `Speedup` is one value that fills slots or adds a
+transform; `with_speedup` lays it over a recipe. Nothing here imports torch: parts that need it are
+named with `lazy` and loaded when the run is built.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ class Lazy:
 
 
 def lazy(reference: str) -> Any:
-    """Name a part that needs torch; typed as the part itself, which it becomes when the run is built."""
+    """Name a part that needs torch; typed as the part itself, which it becomes when the run is
+    built.
+    """
     return Lazy(reference)
 
 
@@ -79,7 +82,9 @@ FP32 = Precision("fp32")
 
 
 class ImmediateReadback:
-    """Reads a step's figures from the device at once, every step: plain, and the device waits for the host."""
+    """Reads a step's figures from the device at once, every step: plain, and the device waits for
+    the host.
+    """
 
     def __init__(self) -> None:
         self._read: list[tuple[int, dict[str, float]]] = []
@@ -91,13 +96,16 @@ class ImmediateReadback:
             self._read.append((step, figures))
 
     def ready(self, *, flush: bool = False) -> list[tuple[int, dict[str, float]]]:
-        """Return what has been read since the last call; nothing is ever pending here, so `flush` changes nothing."""
+        """Return what has been read since the last call; nothing is ever pending here, so `flush`
+        changes nothing.
+        """
         read, self._read = self._read, []
         return read
 
 
 PLAIN_ROWS, PLAIN_TOKENS = 12, 131_072
-"""The micro-batch that people write: nanoGPT's 12 rows, and no more tokens than 4 rows of 32,768."""
+"""The micro-batch that people write: nanoGPT's 12 rows, and no more tokens than 4 rows of 32,768.
+"""
 USED_MEMORY = 0.8
 """Share of the memory that the estimate of a micro-batch may fill."""
 
@@ -114,7 +122,9 @@ class MicroBatchPlan:
     """What one rank may use, all of it."""
 
     def divisors(self, at_most: int) -> Iterator[int]:
-        """Yield the rows, `at_most` and fewer, that divide a rank's share of the step, the most first."""
+        """Yield the rows, `at_most` and fewer, that divide a rank's share of the step, the most
+        first.
+        """
         yield from (
             rows
             for rows in range(min(self.rows_per_rank, at_most), 0, -1)
@@ -129,7 +139,9 @@ class MicroBatchPlan:
 
 
 def rows_people_write(plan: MicroBatchPlan) -> int:
-    """Return the most rows, up to 12 and to 131,072 tokens, that divide the step and fit the memory; one row is never refused."""
+    """Return the most rows, up to 12 and to 131,072 tokens, that divide the step and fit the
+    memory; one row is never refused.
+    """
     at_most = max(min(PLAIN_ROWS, PLAIN_TOKENS // plan.workload.seq_len), 1)
     return next(rows for rows in plan.divisors(at_most) if rows == 1 or plan.fits(rows))
 
@@ -151,7 +163,9 @@ def dropped(parameters: Iterable[Any]) -> None:
 
 @contextmanager
 def as_python_collects() -> Iterator[Callable[[int], None]]:
-    """Leave Python's collector of cycles as it is; what is yielded is told of every step, and does nothing."""
+    """Leave Python's collector of cycles as it is; what is yielded is told of every step, and does
+    nothing.
+    """
     yield lambda _step: None
 
 
@@ -186,17 +200,19 @@ PLAIN: Mapping[str, Any] = MappingProxyType(
 )
 """Every slot with its plain value.
 
-windows: where a window's tokens come from. batching: which rows make a step. feed: how they reach the device. micro_batch: rows per device when
-`auto`. matmul: torch's float32 matmul precision. precision: of the products. ops.*: the model's functions and Muon's; the plain
-loss is torch's own cross_entropy on whole logits, which is what people write. optimizer: how AdamW's update is carried out.
-moments: the bytes that AdamW keeps for a tensor of so many weights.
-activations: what blocks keep between forward and backward, in words; a transform sees to it. compilation: what is compiled as one, likewise.
-gathers: the torch dtype in which fully_shard collects the blocks' weights; None is their own.
-exchange: (model, is it the step's last micro-batch) -> the context of a micro-batch, in which processes exchange gradients or wait with it.
-gradients: clears those of the parameters it is given, after each step. logging: when figures are read from the device.
-checkpointing: whether the loop waits while its state is written. allocator: called once, before anything is built.
-collector: the context of the loop, which yields what is called after every step.
-convolutions: the context of the loop in which cuDNN chooses its algorithms.
+windows: where a window's tokens come from. batching: which rows make a step. feed: how they reach
+the device. micro_batch: rows per device when `auto`. matmul: torch's float32 matmul precision.
+precision: of the products. ops.*: the model's functions and Muon's; the plain loss is torch's own
+cross_entropy on whole logits, which is what people write. optimizer: how AdamW's update is carried
+out. moments: the bytes that AdamW keeps for a tensor of so many weights. activations: what blocks
+keep between forward and backward, in words; a transform sees to it. compilation: what is compiled
+as one, likewise. gathers: the torch dtype in which fully_shard collects the blocks' weights; None
+is their own. exchange: (model, is it the step's last micro-batch) -> the context of a micro-batch,
+in which processes exchange gradients or wait with it. gradients: clears those of the parameters it
+is given, after each step. logging: when figures are read from the device. checkpointing: whether
+the loop waits while its state is written. allocator: called once, before anything is built.
+collector: the context of the loop, which yields what is called after every step. convolutions: the
+context of the loop in which cuDNN chooses its algorithms.
 """
 
 
@@ -219,7 +235,9 @@ class Promise:
 
     @classmethod
     def exact(cls) -> Promise:
-        """Bit-equal losses on the same batches, wherever two runs of one command have them: on a GPU with train.deterministic=true."""
+        """Bit-equal losses on the same batches, wherever two runs of one command have them: on a
+        GPU with train.deterministic=true.
+        """
         return cls("exact")
 
     @classmethod
@@ -235,8 +253,9 @@ class Promise:
     def holds(self, fast: Sequence[float], plain: Sequence[float]) -> bool:
         """Say whether two runs' losses, step by step, keep an exact or a rounding promise.
 
-        An exact one is judged by runs that repeat to the bit: on a CPU, or with train.deterministic=true. A statistical promise
-        cannot be judged from two runs; the comparison over seeds is `bench`'s.
+        An exact one is judged by runs that repeat to the bit: on a CPU, or with
+        train.deterministic=true. A statistical promise cannot be judged from two runs; the
+        comparison over seeds is `bench`'s.
         """
         if len(fast) != len(plain):
             return False
@@ -258,7 +277,9 @@ def uses_gpu(machine: Machine, config: RunConfig) -> bool:
 
 
 def gpu_below(machine: Machine, capability: tuple[int, int], what: str) -> str | None:
-    """Return why `what`, which needs at least a compute capability, cannot run on this machine's oldest GPU; None when it can."""
+    """Return why `what`, which needs at least a compute capability, cannot run on this machine's
+    oldest GPU; None when it can.
+    """
     too_old = [gpu for gpu in machine.gpus if gpu.compute_capability < capability]
     if not too_old:
         return None
@@ -283,14 +304,22 @@ class Speedup:
     needs: tuple[str, ...] = ()
     """Speedups without which it does not work."""
     compiles: bool = False
-    """Whether it hands code to torch.compile, which is then called once before training: where that fails, all that compile are off."""
+    """Whether it hands code to torch.compile, which is then called once before training: where that
+    fails, all that compile are off.
+    """
     why_not: Callable[[Machine, RunConfig], str | None] = always
-    """A sentence on why it cannot or should not run here, or None. Whether the model has a use for it is found apart from that."""
+    """A sentence on why it cannot or should not run here, or None. Whether the model has a use for
+    it is found apart from that.
+    """
     predicted: str | None = None
-    """The gain expected from arithmetic, up to the first colon or full stop; then that arithmetic. Written before anything is measured."""
+    """The gain expected from arithmetic, up to the first colon or full stop; then that arithmetic.
+    Written before anything is measured.
+    """
 
     def reason_against(self, machine: Machine, config: RunConfig) -> str | None:
-        """Return why it cannot or should not run here: all it fills are functions that the model never calls, or `why_not`."""
+        """Return why it cannot or should not run here: all it fills are functions that the model
+        never calls, or `why_not`.
+        """
         used = MODELS.stated(config.model.kind, "USES")
         if used == () and (MODEL_OPS | {"ops.cross_entropy"}) & self.fills.keys():
             return f"The model {config.model.kind!r} calls none of the functions that it exchanges."

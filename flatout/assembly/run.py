@@ -1,4 +1,6 @@
-"""Run: a recipe made real. `resolve` settles every `auto` once; `build` makes model, optimizers and feed from the result."""
+"""Run: a recipe made real. `resolve` settles every `auto` once; `build` makes model, optimizers and
+feed from the result.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ known_peak = functools.cache(peak_tflops)
 
 @dataclass
 class Run:
-    """One run at work. Its settled parts come first; then what training changes, all of it saved by a checkpoint."""
+    """One run at work. Its settled parts come first; then what training changes, all of it saved by
+    a checkpoint.
+    """
 
     config: RunConfig
     """Fully resolved."""
@@ -77,7 +81,8 @@ class Run:
     saver: Any
     peak: Peak | None
     exchange: Callable[[nn.Module, bool], AbstractContextManager[Any]] = with_every_micro_batch
-    """(model, is it the last) -> the context of a micro-batch: when processes exchange gradients."""
+    """(model, is it the last) -> the context of a micro-batch: when processes exchange gradients.
+    """
     clear_gradients: Callable[[Iterable[nn.Parameter]], None] = dropped
     """Called after each step."""
     collector: Callable[[], AbstractContextManager[Callable[[int], None]]] = as_python_collects
@@ -103,7 +108,9 @@ class Run:
         return self.config.batch.tokens_per_step or 0
 
     def trained(self) -> list[nn.Parameter]:
-        """Return what the optimisers hold: under fully_shard the split weights, though the model may show gathered ones at the moment."""
+        """Return what the optimisers hold: under fully_shard the split weights, though the model
+        may show gathered ones at the moment.
+        """
         return [
             parameter
             for optimizer in self.optimizers
@@ -118,7 +125,9 @@ class Run:
 
     @property
     def steps_per_epoch(self) -> float:
-        """Optimiser steps that read as many tokens as the training split has, or all sets of a mix together."""
+        """Optimiser steps that read as many tokens as the training split has, or all sets of a mix
+        together.
+        """
         return self.feed.steps_per_epoch
 
     @property
@@ -147,7 +156,8 @@ def resolve(
 ) -> tuple[RunConfig, list[Decision]]:
     """Settle everything a configuration leaves open, and the speedups with their reasons.
 
-    `config.train.device` must be settled already. Of the processes, `local_world_size` are on this machine; None is all.
+    `config.train.device` must be settled already. Of the processes, `local_world_size` are on this
+    machine; None is all.
     Raises: ConfigError when sizes contradict each other.
     """
     config = _resolve_model(config, dataset)
@@ -189,7 +199,9 @@ def resolve(
 def steps_stated(
     config: RunConfig, asked: TrainConfig, recipe: Recipe, dataset: Dataset | MixedDataset
 ) -> int:
-    """Return the optimiser steps of a length that is stated as steps, tokens or epochs, in a run that is resolved otherwise."""
+    """Return the optimiser steps of a length that is stated as steps, tokens or epochs, in a run
+    that is resolved otherwise.
+    """
     config = config.with_values(
         {f"train.{key}": getattr(asked, key) for key in ("steps", "tokens", "epochs")}
     )
@@ -203,7 +215,9 @@ def steps_stated(
 
 
 def expected_minutes(config: RunConfig, tflops: float) -> float | None:
-    """Return how long the matrix products of a run take at a rate over all its processes; None where its length follows from the data."""
+    """Return how long the matrix products of a run take at a rate over all its processes; None
+    where its length follows from the data.
+    """
     config = _resolve_batch(config, 1) if config.batch.tokens_per_step is None else config
     tokens = (
         config.train.tokens
@@ -225,7 +239,9 @@ def expected_minutes(config: RunConfig, tflops: float) -> float | None:
 
 
 def workload_of(config: RunConfig, recipe: Recipe) -> Workload:
-    """Return what the need for memory of a resolved configuration follows from, but the number of rows."""
+    """Return what the need for memory of a resolved configuration follows from, but the number of
+    rows.
+    """
     model_class = MODELS.get(config.model.kind)
     model_config = model_class.check(
         config.model.own() | {"vocab_size": config.model.vocab_size}, seq_len=config.data.seq_len
@@ -256,7 +272,9 @@ def workload_of(config: RunConfig, recipe: Recipe) -> Workload:
 
 
 def memory_bytes(machine: Machine, device: str, local_world_size: int) -> int:
-    """Return what one rank may use: what is free on its GPU, or its share of the memory of a machine whose processes compute on the CPU."""
+    """Return what one rank may use: what is free on its GPU, or its share of the memory of a
+    machine whose processes compute on the CPU.
+    """
     if device.startswith("cuda") and torch.cuda.is_available():
         return int(torch.cuda.mem_get_info(device)[0])
     gib = (
@@ -273,7 +291,9 @@ def ops_of(recipe: Recipe) -> Ops:
 
 
 def _resolve_model(config: RunConfig, dataset: Dataset | MixedDataset) -> RunConfig:
-    """Take the vocabulary from the data where none is stated, and write out the model's own defaults."""
+    """Take the vocabulary from the data where none is stated, and write out the model's own
+    defaults.
+    """
     vocab_size = config.model.vocab_size or dataset.vocab_size
     if vocab_size < dataset.vocab_size:
         raise ConfigError(
@@ -323,7 +343,9 @@ def _resolve_batch(config: RunConfig, world_size: int) -> RunConfig:
 
 
 def epoch_tokens(dataset: Dataset | MixedDataset, seq_len: int) -> int:
-    """Return the tokens of one pass over the training split, of a mix those of all its sets: whole windows only."""
+    """Return the tokens of one pass over the training split, of a mix those of all its sets: whole
+    windows only.
+    """
     return dataset.split("train").num_windows(seq_len) * seq_len
 
 
@@ -339,7 +361,9 @@ def _resolve_length(config: RunConfig, dataset: Dataset | MixedDataset) -> RunCo
 def _length_as_read(
     config: RunConfig, asked: TrainConfig, recipe: Recipe, dataset: Dataset | MixedDataset
 ) -> RunConfig:
-    """Turn tokens or epochs into optimiser steps of a reader that has its own: padded ones, which hold fewer tokens."""
+    """Turn tokens or epochs into optimiser steps of a reader that has its own: padded ones, which
+    hold fewer tokens.
+    """
     windows = (config.batch.tokens_per_step or 0) // config.data.seq_len
     plan = FeedPlan(
         config.data.seq_len,
@@ -358,7 +382,8 @@ def _length_as_read(
 
 
 def for_world_size(config: RunConfig, world_size: int) -> RunConfig:
-    """Return a resolved configuration for another number of processes: the same steps, cut differently.
+    """Return a resolved configuration for another number of processes: the same steps, cut
+    differently.
 
     The micro-batch keeps its rows, or takes the most that divide a process's smaller share.
     Raises: ConfigError when a step's windows cannot be shared out.
@@ -396,7 +421,8 @@ def build(
 ) -> Run:
     """Make the run that a resolved configuration describes, at step 0.
 
-    Weights are drawn with train.seed on every rank alike; afterwards each rank's generators are seeded apart.
+    Weights are drawn with train.seed on every rank alike; afterwards each rank's generators are
+    seeded apart.
     """
     recipe = assemble(decisions)
     recipe.part("allocator")()

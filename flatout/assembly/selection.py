@@ -1,8 +1,10 @@
-"""Which speedups a run uses: what the configuration wishes, what the machine allows, and a reason for each.
+"""Which speedups a run uses: what the configuration wishes, what the machine allows, and a reason
+for each.
 
-`auto` is a table, `speedups/auto.yaml`: by speedup and device, on, off, on for runs of at least so many minutes, on only with one
-of others, or on unless one of others is; and whether that was measured. A speedup without a row is off under `auto` and on when
-it is named. What `bench` measured on this very GPU (flatout/measured.py) is shown beside a decision and does not change it yet.
+`auto` is a table, `speedups/auto.yaml`: by speedup and device, on, off, on for runs of at least so
+many minutes, on only with one of others, or on unless one of others is; and whether that was
+measured. A speedup without a row is off under `auto` and on when it is named. What `bench` measured
+on this very GPU (flatout/measured.py) is shown beside a decision and does not change it yet.
 """
 
 from __future__ import annotations
@@ -20,11 +22,15 @@ from flatout.hardware import Machine
 from flatout.registry import PACKAGE_DIR, SPEEDUPS, unknown_name
 
 PRECISIONS = {"bf16": ("bf16-products", "bf16"), "fp16": ("fp16",)}
-"""train.precision to the speedups that bring it about, the first that works is taken; fp32 needs none."""
+"""train.precision to the speedups that bring it about, the first that works is taken; fp32 needs
+none.
+"""
 
 
 MICRO_BATCH = "micro-batch"
-"""The speedup whose work is done once a run is resolved: it chooses the rows, which are written down."""
+"""The speedup whose work is done once a run is resolved: it chooses the rows, which are written
+down.
+"""
 
 
 @dataclass(frozen=True)
@@ -46,7 +52,8 @@ class Wish:
 
 
 def speedup_named(name: str) -> Speedup:
-    """Return the speedup of that name; one of the user's own, `package.module:attribute`, goes by that reference whatever it calls itself.
+    """Return the speedup of that name; one of the user's own, `package.module:attribute`, goes by
+    that reference whatever it calls itself.
 
     Raises: ConfigError with the nearest name when there is none.
     """
@@ -55,7 +62,9 @@ def speedup_named(name: str) -> Speedup:
 
 
 def all_speedups() -> list[Speedup]:
-    """Return every speedup in the folder, in the order of the ladder: the table's order, then by name."""
+    """Return every speedup in the folder, in the order of the ladder: the table's order, then by
+    name.
+    """
     order = list(auto_table())
     found = [SPEEDUPS.get(name) for name in SPEEDUPS.names()]
     return sorted(
@@ -129,7 +138,8 @@ def select(
 ) -> list[Decision]:
     """Decide every speedup for a run on `device` that will last about `minutes` (None: not known).
 
-    Raises: ConfigError when the wish contradicts itself; HardwareError when a speedup that was named cannot run here.
+    Raises: ConfigError when the wish contradicts itself; HardwareError when a speedup that was
+            named cannot run here.
     """
     wish = _with_precision(parse_wish(config.speedups), config, machine)
     known = all_speedups() + [speedup_named(name) for name in wish.named if ":" in name]
@@ -144,9 +154,11 @@ def select(
 def settled(
     config: RunConfig, machine: Machine, *, asked: RunConfig | None = None
 ) -> list[Decision]:
-    """Return the decisions that a resolved configuration already holds: a resumed run chooses nothing again.
+    """Return the decisions that a resolved configuration already holds: a resumed run chooses
+    nothing again.
 
-    `asked` is the configuration that the run was started with, which tells a micro-batch that was chosen from one that was stated.
+    `asked` is the configuration that the run was started with, which tells a micro-batch that was
+    chosen from one that was stated.
     """
     on = parse_wish(config.speedups).named
     known = all_speedups() + [speedup_named(name) for name in on if ":" in name]
@@ -180,7 +192,9 @@ def assemble(decisions: Iterable[Decision]) -> Recipe:
 
 
 def _with_precision(wish: Wish, config: RunConfig, machine: Machine) -> Wish:
-    """`train.precision` is a wish too: a precision that is stated names its speedup, the one that another needs or that works, and drops the rest."""
+    """`train.precision` is a wish too: a precision that is stated names its speedup, the one that
+    another needs or that works, and drops the rest.
+    """
     precision = config.train.precision
     if precision == "auto":
         return wish
@@ -243,7 +257,9 @@ def _less(name: str, speedups: str | Sequence[str]) -> str:
 
 
 def _without(name: str, config: RunConfig) -> str:
-    """Return the setting that is the user's own but for `name`, which speedups names, or else train.precision brings."""
+    """Return the setting that is the user's own but for `name`, which speedups names, or else
+    train.precision brings.
+    """
     named = name in map(_meant, _words(config.speedups))
     return f"speedups={_less(name, config.speedups)}" if named else "train.precision=auto"
 
@@ -281,7 +297,8 @@ def longest_wait() -> float:
 
 
 def is_measured(speedup: Speedup, config: RunConfig, machine: Machine, device: str) -> bool | None:
-    """Say whether a measurement on such a device stands behind what `auto` does with a speedup there.
+    """Say whether a measurement on such a device stands behind what `auto` does with a speedup
+    there.
 
     Returns: None where its table has no row and needs none, because the speedup cannot run there.
     """
@@ -343,7 +360,9 @@ def _accompanied(decisions: list[Decision], wish: Wish, device: str) -> list[Dec
 def _with_room(
     decisions: list[Decision], speedups: dict[str, Speedup], wish: Wish, config: RunConfig
 ) -> list[Decision]:
-    """A speedup that was named takes its slots from those that `auto` chose; two that were named for one slot are refused."""
+    """A speedup that was named takes its slots from those that `auto` chose; two that were named
+    for one slot are refused.
+    """
     taken: dict[str, str] = {}
     for name in wish.named:
         for slot in speedups[name].fills:
@@ -396,7 +415,9 @@ def _with_needs(
 def _lacking(
     name: str, need: Speedup, reason: str, wish: Wish, config: RunConfig, machine: Machine
 ) -> ConfigError:
-    """Return the error that what was named lacks what it needs: with what stands in the way, and with what to leave out or to add."""
+    """Return the error that what was named lacks what it needs: with what stands in the way, and
+    with what to leave out or to add.
+    """
     rival = next(
         (
             other

@@ -29,9 +29,13 @@ class BenchResult(Result):
     kind: str
     """ladder, or what was swept."""
     rungs: list[dict[str, Any]]
-    """One object a line of the table: name, status, reason, tokens_per_s and gain with their intervals, the promise, a step's parts, peak_gib."""
+    """One object a line of the table: name, status, reason, tokens_per_s and gain with their
+    intervals, the promise, a step's parts, peak_gib.
+    """
     total_speedup: float | None
-    """How many times as fast as the baseline the full set is; null in a sweep, or when one of the two gave no figures."""
+    """How many times as fast as the baseline the full set is; null in a sweep, or when one of the
+    two gave no figures.
+    """
     total_speedup_low: float | None
     """Lower end of its 94% interval; null: too few repeats to say."""
     total_speedup_high: float | None
@@ -83,12 +87,14 @@ def bench(
 ) -> BenchResult:
     """Measure what each optimisation gains on this machine, or what a size costs.
 
-    The ladder adds one speedup at a time to the plain way of training, up to the set that `train` would use; then leaves each
-    out of it, and puts those into it that are off. Every trial is a process of its own; repeats are interleaved. Ctrl+C ends the
-    measuring and shows what there is. Each trial is in trials.jsonl as soon as it ends. What each speedup gained on a GPU is kept
-    for `flatout list speedups`.
+    The ladder adds one speedup at a time to the plain way of training, up to the set that `train`
+    would use; then leaves each out of it, and puts those into it that are off. Every trial is a
+    process of its own; repeats are interleaved. Ctrl+C ends the measuring and shows what there is.
+    Each trial is in trials.jsonl as soon as it ends. What each speedup gained on a GPU is kept for
+    `flatout list speedups`.
 
-    Raises: UsageError before anything was measured; RunFailed when nothing could be; Interrupted when nothing was by then.
+    Raises: UsageError before anything was measured; RunFailed when nothing could be; Interrupted
+            when nothing was by then.
     """
     from flatout.measure.bench import run_bench
 
@@ -125,7 +131,8 @@ def check(
     out: Path | None = None,
     progress: Progress = SILENT,
 ) -> None:
-    """Do nothing when nothing is wrong with the words of a command line that can be told without torch; data at an address is fetched.
+    """Do nothing when nothing is wrong with the words of a command line that can be told without
+    torch; data at an address is fetched.
 
     Raises: UsageError.
     """

@@ -49,7 +49,8 @@ FIXES = {
     "holds another data set": "Remove that folder.",
     "is not a data set": "Remove that folder, or move it away.",
 }
-"""What repairs an error of prepare where its options are not at hand, by a few words of the error."""
+"""What repairs an error of prepare where its options are not at hand, by a few words of the error.
+"""
 TRY_S = 4.0
 """How long steps are timed."""
 
@@ -78,7 +79,9 @@ class DemoResult(Result):
 
 
 def _next(run: str, width: int) -> str:
-    """Return what to try next, as lines that can be copied: commands beside what they show, or below it where they are too long."""
+    """Return what to try next, as lines that can be copied: commands beside what they show, or
+    below it where they are too long.
+    """
     steps = {
         "more of its writing": f"flatout generate {run} --num-samples 3",
         "its scores": f"flatout eval {run}",
@@ -94,7 +97,9 @@ def _next(run: str, width: int) -> str:
 
 
 def _folded(command: str, width: int) -> str:
-    """Return a command on several lines of a shell when it is too long for one; a quoted path stays as it is."""
+    """Return a command on several lines of a shell when it is too long for one; a quoted path stays
+    as it is.
+    """
     if len(command) <= width or "'" in command:
         return command
     return " \\\n      ".join(
@@ -159,7 +164,8 @@ def demo(
 
 
 def _own_config(run: Path) -> RunConfig | None:
-    """Return the configuration of a demo that was begun here; one that names code of its own is none.
+    """Return the configuration of a demo that was begun here; one that names code of its own is
+    none.
 
     Raises: CheckpointError.
     """
@@ -174,7 +180,8 @@ def _own_config(run: Path) -> RunConfig | None:
 
 
 def check(file: Path | None, minutes: float) -> None:
-    """Do nothing when nothing is wrong with the words of a command line that can be told without torch.
+    """Do nothing when nothing is wrong with the words of a command line that can be told without
+    torch.
 
     Raises: ConfigError or DataError.
     """
@@ -216,7 +223,9 @@ def require_text_file(file: Path) -> None:
 
 
 def about_python(device: str) -> Subject:
-    """Return the demo's own subject: the standard library of this Python, which is on every machine."""
+    """Return the demo's own subject: the standard library of this Python, which is on every
+    machine.
+    """
     name = f"python-{platform.python_version()}"
     recipe = "demo-gpu" if device.startswith("cuda") else "demo"
     return Subject(
@@ -313,7 +322,9 @@ def fit_text(config: RunConfig, dataset: Dataset) -> RunConfig:
 
 
 def with_length(config: RunConfig, dataset: Dataset, step_s: float, minutes: float) -> RunConfig:
-    """Return the configuration with as many steps as fit into `minutes`, its schedule ending with the last one."""
+    """Return the configuration with as many steps as fit into `minutes`, its schedule ending with
+    the last one.
+    """
     tokens_per_step = config.batch.tokens_per_step or 1
     evaluation_s = FORWARD_SHARE * step_s * dataset.split("val").num_tokens / tokens_per_step
     by_time = int((USED_SHARE * minutes * 60 - EVALUATIONS * evaluation_s) / step_s)
@@ -329,7 +340,9 @@ def with_length(config: RunConfig, dataset: Dataset, step_s: float, minutes: flo
 
 
 def seconds_per_step(config: RunConfig, dataset: Dataset, machine: Machine) -> float:
-    """Return the time of one optimiser step of this very model, measured on a copy of the run that is thrown away."""
+    """Return the time of one optimiser step of this very model, measured on a copy of the run that
+    is thrown away.
+    """
     import torch
 
     from flatout.assembly.run import build, resolve

@@ -56,7 +56,9 @@ class EvalResult(Result):
     """Each data set by itself; a single one too."""
 
     def summary(self) -> str:
-        """Return the scores, a line each; of several data sets, a table with a line for each above the total."""
+        """Return the scores, a line each; of several data sets, a table with a line for each above
+        the total.
+        """
         head = f"{self.checkpoint}, {self.tokens:,} validation tokens"
         if len(self.by_dataset) > 1:
             return f"{head}\n{score_table(self.by_dataset, self)}"
@@ -126,9 +128,11 @@ def evaluate(
     *,
     progress: Progress = SILENT,
 ) -> EvalResult:
-    """Score a trained model on its validation text, each data set of a mix by itself, in the precision that it was trained in.
+    """Score a trained model on its validation text, each data set of a mix by itself, in the
+    precision that it was trained in.
 
-    Raises: CheckpointError when the run has no such checkpoint; DataError when a data set cannot be read; UntrustedCode.
+    Raises: CheckpointError when the run has no such checkpoint; DataError when a data set cannot be
+            read; UntrustedCode.
     """
     from flatout.inference import evaluate as scoring
     from flatout.inference import load

@@ -71,12 +71,15 @@ def generate(
 ) -> GenerateResult:
     """Write text with a trained model, shown as it is written.
 
-    A model with attention sees at most as many tokens as the windows it was trained on have, and a longer text goes on from their
-    second half; an eigenstate network goes on for ever, with what it remembers of all it has read. Several samples follow one another.
+    A model with attention sees at most as many tokens as the windows it was trained on have, and a
+    longer text goes on from their second half; an eigenstate network goes on for ever, with what it
+    remembers of all it has read. Several samples follow one another.
 
     Returns: each text, its prompt first; `write` is handed the pieces as they come.
-    Raises: CheckpointError when the run has no such checkpoint; ConfigError when a setting is out of range; DataError when the
-    model's tokenizer cannot write the prompt; UntrustedCode when the run names code of its own that nobody allowed.
+    Raises: CheckpointError when the run has no such checkpoint; ConfigError when a setting is out
+            of range; DataError when the
+    model's tokenizer cannot write the prompt; UntrustedCode when the run names code of its own that
+    nobody allowed.
     """
     check(run, temperature, top_k, top_p, seed, num_samples, max_tokens, stop, trust_code)
     from flatout.inference.generate import sample
@@ -128,7 +131,8 @@ def check(
     stop: list[str] | None,
     trust_code: bool = False,
 ) -> None:
-    """Do nothing when there is such a run and the settings make sense, as far as that can be told without torch.
+    """Do nothing when there is such a run and the settings make sense, as far as that can be told
+    without torch.
 
     Raises: CheckpointError with the nearest run; ConfigError naming the setting; UntrustedCode.
     """

@@ -74,7 +74,8 @@ def import_chunks(
 ) -> ImportResult:
     """Import tokens that another pipeline wrote: a folder of chunk_NNNNNN.pt files.
 
-    A metadata.json beside them is kept in the manifest; where it states chunks, tokens or a vocabulary size, these must be right.
+    A metadata.json beside them is kept in the manifest; where it states chunks, tokens or a
+    vocabulary size, these must be right.
 
     Raises: DataError naming the chunk that is missing or cannot be used.
     """

@@ -61,7 +61,9 @@ class InspectResult(Result):
         return next((fact.value for fact in self.items if fact.name == name), None)
 
     def summary(self) -> str:
-        """Return the facts as text: short ones a line each, then the document lengths as bars and the beginning of the text."""
+        """Return the facts as text: short ones a line each, then the document lengths as bars and
+        the beginning of the text.
+        """
         own_place = {"document_lengths", "beginning"}
         plain = [fact for fact in self.items if fact.name not in own_place]
         width = max(len(fact.name) for fact in plain)
@@ -96,7 +98,8 @@ def inspect(
     *,
     progress: Progress = SILENT,
 ) -> InspectResult:
-    """Show a data set's size, documents, tokens, vocabulary, splits, document lengths, special tokens, skipped rows and first tokens.
+    """Show a data set's size, documents, tokens, vocabulary, splits, document lengths, special
+    tokens, skipped rows and first tokens.
 
     What lies at an address is fetched, unless it is in the cache.
 
@@ -140,7 +143,9 @@ def _recipe(dataset: Dataset) -> dict[str, Any] | str:
 
 
 def _whereabouts(dataset: Dataset) -> dict[str, Any]:
-    """Return since when the folder is there; what lies at an address may be older than its copy here."""
+    """Return since when the folder is there; what lies at an address may be older than its copy
+    here.
+    """
     since = (
         datetime.fromtimestamp((dataset.path / MANIFEST).stat().st_mtime)
         .astimezone()
@@ -175,7 +180,9 @@ def _targets(dataset: Dataset, progress: Progress) -> int | None:
 
 
 def _overview(dataset: Dataset, targets: int | None) -> dict[str, Any]:
-    """Return sizes and origin; the bytes of text are those of what is learned from, so they are divided by those tokens."""
+    """Return sizes and origin; the bytes of text are those of what is learned from, so they are
+    divided by those tokens.
+    """
     manifest = dataset.manifest
     counted = manifest.tokens if targets is None else targets
     return {

@@ -38,7 +38,9 @@ FOLDERS: dict[str, Folder | YamlFolder] = {
 
 
 LABELS = {True: "measured", False: "not measured", None: ""}
-"""Whether a measurement stands behind what `auto` does with a speedup; None: nothing is to be measured, it is not for this device."""
+"""Whether a measurement stands behind what `auto` does with a speedup; None: nothing is to be
+measured, it is not for this device.
+"""
 LABEL_WIDTH = max(map(len, LABELS.values()))
 
 
@@ -48,11 +50,14 @@ class ListResult(Result):
     kind: str
     """datasets, models, speedups, recipes, machines, sources or optimizers."""
     note: str | None = None
-    """Of speedups: that they are decided for a GPU which is not here, and for a run of which length; None where there is nothing to say."""
+    """Of speedups: that they are decided for a GPU which is not here, and for a run of which
+    length; None where there is nothing to say.
+    """
     items: list[dict[str, Any]]
     """One object an entry: its `name` and its `description`.
 
-    For speedups also whether it is `on` here and the `reason`; whether that is `measured` on such a device (null: it is not for
+    For speedups also whether it is `on` here and the `reason`; whether that is `measured` on such a
+    device (null: it is not for
     this device); the `gain` that bench measured on this very GPU, and the one that was `predicted`, in words or null."""
 
     def summary(self) -> str:
@@ -83,7 +88,9 @@ class ListResult(Result):
 
 
 def gain_alone(predicted: str) -> str:
-    """Return a predicted gain without the arithmetic that follows its first colon or full stop; docs/speedups.md has both."""
+    """Return a predicted gain without the arithmetic that follows its first colon or full stop;
+    docs/speedups.md has both.
+    """
     return re.split(r"[.:;] ", predicted, maxsplit=1)[0]
 
 
@@ -103,7 +110,8 @@ def list_entries(
 ) -> ListResult:
     """Show what there is: data sets, models, speedups, recipes, machines.
 
-    Speedups are shown on or off as a run on this machine would have them, with the reason, and whether that was measured.
+    Speedups are shown on or off as a run on this machine would have them, with the reason, and
+    whether that was measured.
 
     Raises: ConfigError for an unknown kind or recipe, with the nearest name.
     """
@@ -161,10 +169,12 @@ def _speedups(recipe: str | Path | None, progress: Progress) -> ListResult:
 def _expected_length(
     config: RunConfig, machine: Machine, progress: Progress
 ) -> tuple[float | None, str | None]:
-    """Return about how many minutes a run takes on one GPU, with a sentence on how that is known; nothing where it is not known.
+    """Return about how many minutes a run takes on one GPU, with a sentence on how that is known;
+    nothing where it is not known.
 
-    On a GPU that is here it is what `train` goes by. For one that is not here, no run is shorter than on the fastest GPU at its full
-    rate: where even that is long enough for every speedup that pays from some length, that is known, and else nothing.
+    On a GPU that is here it is what `train` goes by. For one that is not here, no run is shorter
+    than on the fastest GPU at its full rate: where even that is long enough for every speedup that
+    pays from some length, that is known, and else nothing.
     """
     if config.train.steps is None and config.train.tokens is None:
         return None, None

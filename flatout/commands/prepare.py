@@ -295,7 +295,9 @@ def _closing(path: Path | str, manifest: Manifest, seconds: float, existed: bool
 
 
 def _counted(reason: str, count: int) -> str:
-    """Return a reason in the plural where it names the kind of what was left out, such as `.py file`."""
+    """Return a reason in the plural where it names the kind of what was left out, such as `.py
+    file`.
+    """
     return reason if count == 1 else re.sub(r"^(\S+ )?(file|document)\b", r"\g<0>s", reason)
 
 

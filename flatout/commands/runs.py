@@ -1,4 +1,6 @@
-"""Show the runs there are, with state, step, loss, size, age, and the settings in which they differ."""
+"""Show the runs there are, with state, step, loss, size, age, and the settings in which they
+differ.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ class RunItem(BaseModel):
     run: str
     """The run folder."""
     state: str
-    """running; finished; stopped (saved, the same command goes on); interrupted; failed; killed (no word of its end); new; damaged."""
+    """running; finished; stopped (saved, the same command goes on); interrupted; failed; killed (no
+    word of its end); new; damaged.
+    """
     step: int
     """Optimiser steps taken, as far as it is written."""
     last_step: int | None
@@ -50,7 +54,9 @@ class RunItem(BaseModel):
     age_s: float
     """Seconds since something was last written."""
     settings: dict[str, Any]
-    """Its recipe's `name`, where several are listed, and the keys in which runs of that recipe differ; as they were asked for."""
+    """Its recipe's `name`, where several are listed, and the keys in which runs of that recipe
+    differ; as they were asked for.
+    """
 
 
 class RunsResult(Result):
@@ -87,7 +93,8 @@ def runs(
         Path | str, typer.Argument(help="Folder that holds run folders, or one of them.")
     ] = DEFAULT_ROOT,
 ) -> RunsResult:
-    """Show the runs there are, with state, step, loss, size, age, and the settings in which they differ.
+    """Show the runs there are, with state, step, loss, size, age, and the settings in which they
+    differ.
 
     Raises: CheckpointError when `root` is given and does not exist.
     """
@@ -110,7 +117,9 @@ def runs(
 
 
 def differing(configurations: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return, of each configuration, its recipe's name and the keys that have another value in another run of the same recipe."""
+    """Return, of each configuration, its recipe's name and the keys that have another value in
+    another run of the same recipe.
+    """
     values: dict[tuple[str, str], set[str]] = {}
     for one in configurations:
         for key, value in one.items():

@@ -35,9 +35,12 @@ class TrainResult(Result):
     train_loss: float | None
     """Loss of the last recorded step, in nats a token."""
     val_loss: float | None
-    """Loss on the whole validation split, in nats a token; of a mix, each set's loss in its share."""
+    """Loss on the whole validation split, in nats a token; of a mix, each set's loss in its share.
+    """
     best_val_loss: float | None
-    """Lowest loss on the validation tokens that evaluations inside the run score; `generate --checkpoint best` takes that step."""
+    """Lowest loss on the validation tokens that evaluations inside the run score; `generate
+    --checkpoint best` takes that step.
+    """
     best_step: int | None
     """The step of that loss."""
     bits_per_byte: float | None
@@ -59,7 +62,8 @@ class TrainResult(Result):
     peak_gib: float | None
     """Most memory used."""
     compile_s: float | None = None
-    """Seconds that compiling took, before the first step and after; None when nothing was compiled."""
+    """Seconds that compiling took, before the first step and after; None when nothing was compiled.
+    """
     recompiles: int | None = None
     """Graphs compiled after the warm-up: each held training up, and events.jsonl says why."""
     wall_s: float
@@ -105,7 +109,8 @@ def train(
     """Train a recipe; a run folder that holds a checkpoint goes on from it.
 
     Returns: the run's summary; of a finished run, the one it already has.
-    Raises: UsageError before anything was changed, UntrustedCode among them; Stopped when a signal ended the run after a save.
+    Raises: UsageError before anything was changed, UntrustedCode among them; Stopped when a signal
+            ended the run after a save.
     """
     config = load_config(recipe, overrides or (), trust_code=trust_code)
     return train_config(
@@ -126,7 +131,8 @@ def check(
     progress: Progress = SILENT,
     trust_code: bool = False,
 ) -> None:
-    """Do nothing when nothing is wrong with the words of a command line that can be told without torch; data at an address is fetched.
+    """Do nothing when nothing is wrong with the words of a command line that can be told without
+    torch; data at an address is fetched.
 
     Raises: UsageError.
     """

@@ -62,7 +62,8 @@ def verify(
 ) -> VerifyResult:
     """Check a prepared data set: every file's size, every block's checksum, every id and count.
 
-    What lies at an address is read through, as it comes, and not kept. The exit code is 1 when something is wrong.
+    What lies at an address is read through, as it comes, and not kept. The exit code is 1 when
+    something is wrong.
 
     Raises: DataError when it is no data set, or the store does not answer.
     """

@@ -1,1 +1,3 @@
-"""A run's configuration: its schema, `section.key=value` overrides, and the messages that answer a mistake."""
+"""A run's configuration: its schema, `section.key=value` overrides, and the messages that answer a
+mistake.
+"""

@@ -1,4 +1,6 @@
-"""Words for what is wrong with a configuration: which key was meant, what its value should have been, and its help."""
+"""Words for what is wrong with a configuration: which key was meant, what its value should have
+been, and its help.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +87,9 @@ NAMES_ELSEWHERE: Mapping[str, str] = {
     "num_key_value_heads": "model.num_kv_heads",
     "n_kv_heads": "model.num_kv_heads",
 }
-"""What other training scripts and tools call a key of flatout, so that a mistyped or borrowed key finds its own."""
+"""What other training scripts and tools call a key of flatout, so that a mistyped or borrowed key
+finds its own.
+"""
 
 _KINDS = {
     "int": "a whole number",
@@ -100,7 +104,9 @@ _KINDS = {
 
 
 def explain(error: ValidationError, section: type[BaseModel], prefix: str = "") -> ConfigError:
-    """Turn pydantic's complaints about the first wrong key into one sentence about it and one about the fix."""
+    """Turn pydantic's complaints about the first wrong key into one sentence about it and one about
+    the fix.
+    """
     problems = error.errors()
     first = problems[0]
     key = _key_of(first, prefix)
@@ -130,7 +136,9 @@ def explain(error: ValidationError, section: type[BaseModel], prefix: str = "") 
 
 
 def unknown_key(key: str, known: list[str]) -> ConfigError:
-    """Return the error for a configuration key that does not exist, with the one that was most likely meant."""
+    """Return the error for a configuration key that does not exist, with the one that was most
+    likely meant.
+    """
     section, _, last = key.rpartition(".")
     by_last = _by_last(known)
     siblings = {
@@ -150,7 +158,9 @@ def unknown_key(key: str, known: list[str]) -> ConfigError:
 
 
 def same_key(name: str, known: list[str]) -> str | None:
-    """Return the key that is called `name` in its section or in another tool; None when there is none."""
+    """Return the key that is called `name` in its section or in another tool; None when there is
+    none.
+    """
     plain = name.lower().replace("-", "_")
     return _by_last(known).get(plain) or NAMES_ELSEWHERE.get(plain)
 
@@ -189,7 +199,9 @@ def _default(field: FieldInfo | None) -> Any:
 
 
 def _key_of(problem: Mapping[str, Any], prefix: str) -> str:
-    """Return the dotted key of one of pydantic's complaints, which also names list positions and branches of a union."""
+    """Return the dotted key of one of pydantic's complaints, which also names list positions and
+    branches of a union.
+    """
     tags = ("literal[", "tuple[", "constrained-", "function-")
     parts = (
         part

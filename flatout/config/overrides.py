@@ -31,7 +31,9 @@ def parse_overrides(overrides: Iterable[str], section: type[BaseModel]) -> dict[
 
 
 def _value(section: type[BaseModel], key: str, text: str, name: str) -> Any:
-    """Read an override's value as YAML; what belongs to a text key stays text, whatever YAML would make of it."""
+    """Read an override's value as YAML; what belongs to a text key stays text, whatever YAML would
+    make of it.
+    """
     field = field_at(section, key)
     if field is None or field.annotation not in (str, str | None):
         try:

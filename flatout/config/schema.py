@@ -1,8 +1,9 @@
 """RunConfig: everything a run depends on, as frozen sections in which an unknown key is an error.
 
-A configuration is layered: the defaults here, then a recipe's YAML, then `section.key=value` overrides. Keys that state one
-thing in different ways (`train.steps`, `train.tokens`, `train.epochs`) replace each other between layers. Names of models,
-optimizers and speedups are only looked up when the run is built. `auto` is resolved once, when a run starts (`recipe.py`).
+A configuration is layered: the defaults here, then a recipe's YAML, then `section.key=value`
+overrides. Keys that state one thing in different ways (`train.steps`, `train.tokens`,
+`train.epochs`) replace each other between layers. Names of models, optimizers and speedups are only
+looked up when the run is built. `auto` is resolved once, when a run starts (`recipe.py`).
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ BATCH_SIZES = {"tokens_per_step", "rows_per_device", "accumulate"}
 
 
 class Section(BaseModel):
-    """Base of all configuration values: frozen, unknown keys refused, the text under a field is its help."""
+    """Base of all configuration values: frozen, unknown keys refused, the text under a field is its
+    help.
+    """
 
     model_config = ConfigDict(
         frozen=True,
@@ -86,10 +89,14 @@ class DataConfig(Section):
     """What is read, and how it is cut into windows."""
 
     path: str | None = None
-    """Folder written by `flatout prepare`, or its address, such as s3://bucket/data. State it or mix."""
+    """Folder written by `flatout prepare`, or its address, such as s3://bucket/data. State it or
+    mix.
+    """
     mix: dict[str, float] | None = None
-    """Several such folders or addresses prepared with one tokenizer, and the weight of each: {data/book: 3, data/code: 1} reads three windows
-    of the first for one of the second, in every beginning of the run to less than one window (odd ratios: as rounded to 1 in 65,536, which
+    """Several such folders or addresses prepared with one tokenizer, and the weight of each:
+    {data/book: 3, data/code: 1} reads three windows
+    of the first for one of the second, in every beginning of the run to less than one window (odd
+    ratios: as rounded to 1 in 65,536, which
     is the smallest share). Each set is read by its own epochs and scored by itself; the validation loss is the mean by these weights."""
     seq_len: int = Field(256, ge=1)
     """Tokens in one training window (T)."""
@@ -190,11 +197,14 @@ class TrainConfig(Section):
     tokens: int | None = Field(None, ge=1)
     """Training tokens, rounded up to whole steps."""
     epochs: float | None = Field(None, gt=0)
-    """Passes over the training tokens, in a mix those of all its sets together, rounded up to whole steps."""
+    """Passes over the training tokens, in a mix those of all its sets together, rounded up to whole
+    steps.
+    """
     seed: int = Field(0, ge=0, lt=2**62)
     """Seeds the weights, the order of the data and dropout."""
     deterministic: bool = False
-    """Use only operations whose result is the same in every run, and refuse the others. On a GPU that is slower, and the only way to get
+    """Use only operations whose result is the same in every run, and refuse the others. On a GPU
+    that is slower, and the only way to get
     two runs, or a run and a resumed one, that are equal in every bit."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
@@ -205,10 +215,13 @@ class TrainConfig(Section):
     eval_tokens: Annotated[int, Field(ge=1)] | Literal["all"] = "all"
     """Validation tokens per evaluation inside the run; the last one always takes all."""
     patience: int = Field(0, ge=0)
-    """Evaluations in a row without a better validation loss after which the run ends, finished; 0 never ends it early. The learning rate
+    """Evaluations in a row without a better validation loss after which the run ends, finished; 0
+    never ends it early. The learning rate
     is planned for the whole run: an early end leaves it high."""
     init_from: str | None = None
-    """Run folder (its best checkpoint) or checkpoint folder whose weights this run begins with; data, schedule, optimiser and step are new."""
+    """Run folder (its best checkpoint) or checkpoint folder whose weights this run begins with;
+    data, schedule, optimiser and step are new.
+    """
     sample_every: int = Field(0, ge=0)
     """Steps between samples; 0 samples once, at the end."""
     sample_prompt: str = ""
@@ -337,9 +350,11 @@ class RunConfig(Section):
 def load_config(
     recipe: str | Path | None = None, overrides: Iterable[str] = (), *, trust_code: bool = False
 ) -> RunConfig:
-    """Return the configuration of a recipe (a name or a YAML path; None is the defaults) with overrides on top.
+    """Return the configuration of a recipe (a name or a YAML path; None is the defaults) with
+    overrides on top.
 
-    A recipe in a run directory is part of that run: code of its own that it names takes `trust_code`, as the run does.
+    A recipe in a run directory is part of that run: code of its own that it names takes
+    `trust_code`, as the run does.
     Raises: ConfigError for an unknown recipe, key or value, with the nearest name; UntrustedCode.
     """
     document: dict[str, Any] = {}
@@ -365,7 +380,9 @@ def load_config(
 
 
 def _placed(error: ConfigError, path: Path | None) -> ConfigError:
-    """Return the error with the recipe's file in it, when the mistake is in there and not in an override."""
+    """Return the error with the recipe's file in it, when the mistake is in there and not in an
+    override.
+    """
     try:
         validate(read_document(path) if path else {}, file=path)
     except ConfigError as own:
@@ -374,7 +391,9 @@ def _placed(error: ConfigError, path: Path | None) -> ConfigError:
 
 
 def merge(document: dict[str, Any], layer: Mapping[str, Any], prefix: str = "") -> None:
-    """Lay `layer` over `document` in place; a key that states the same as others clears theirs of the layers below."""
+    """Lay `layer` over `document` in place; a key that states the same as others clears theirs of
+    the layers below.
+    """
     for key, value in layer.items():
         dotted = f"{prefix}{key}"
         if isinstance(value, Mapping) and dotted not in MAPPINGS:
@@ -392,7 +411,8 @@ def merge(document: dict[str, Any], layer: Mapping[str, Any], prefix: str = "") 
 def validate(document: Mapping[str, Any], *, file: Path | None = None) -> RunConfig:
     """Return the checked configuration; a section left empty is its defaults.
 
-    Raises: ConfigError naming the key, the nearest known one when it is unknown, and the file in which it stands when that is given.
+    Raises: ConfigError naming the key, the nearest known one when it is unknown, and the file in
+            which it stands when that is given.
     """
     try:
         return _checked(document)
@@ -414,7 +434,8 @@ def _checked(document: Mapping[str, Any]) -> RunConfig:
 def difference(stored: RunConfig, wanted: RunConfig, *, free: Iterable[str] = ()) -> list[str]:
     """Return the keys in which `wanted` contradicts `stored`, as `key: stored -> wanted`.
 
-    What `wanted` leaves open (None, auto) contradicts nothing, nor do keys that begin with an entry of `free`.
+    What `wanted` leaves open (None, auto) contradicts nothing, nor do keys that begin with an entry
+    of `free`.
     """
     old, new = flat(stored.to_dict()), flat(wanted.to_dict())
     changed = (

@@ -27,10 +27,13 @@ def evaluate(
     max_tokens: int | None = None,
     progress: Progress = SILENT,
 ) -> Evaluation:
-    """Score the validation text as the run itself evaluates: of its own data, or of the data sets `data`, each token of which counts alike.
+    """Score the validation text as the run itself evaluates: of its own data, or of the data sets
+    `data`, each token of which counts alike.
 
-    The model computes in the precision that it was loaded in: with `load_run(run, precision="trained")` the loss is the run's own.
-    Raises: DataError when there is no validation text; CheckpointError when it was prepared with another tokenizer than the model's.
+    The model computes in the precision that it was loaded in: with `load_run(run,
+    precision="trained")` the loss is the run's own.
+    Raises: DataError when there is no validation text; CheckpointError when it was prepared with
+            another tokenizer than the model's.
     """
     parts = other_parts(data, progress=progress) if data else parts_of(loaded.dataset)
     for part in parts:
@@ -62,7 +65,9 @@ def evaluate(
 
 
 def other_parts(data: Sequence[str | Path], *, progress: Progress = SILENT) -> list[Part]:
-    """Open data sets that the run was not trained on; their shares are those of their validation tokens."""
+    """Open data sets that the run was not trained on; their shares are those of their validation
+    tokens.
+    """
     datasets = [open_place(place, progress=progress) for place in data]
     folders = [dataset.path.resolve() for dataset in datasets]
     twice = next(

@@ -37,11 +37,13 @@ def sample(
     stop: Sequence[str] = (),
     window: int | None = None,
 ) -> Iterator[str]:
-    """Yield the text that follows `prompt` (empty: a new document), piece by piece, never half a character.
+    """Yield the text that follows `prompt` (empty: a new document), piece by piece, never half a
+    character.
 
-    Ends at the end of the document, before a `stop` string, or after `max_tokens`. It draws from a generator of its own, so
-    a run that samples trains on as if it had not. The model sees at most `window` tokens, as `tokens_after` says: give the
-    length of the windows it was trained on, where it could take more than it has learned to.
+    Ends at the end of the document, before a `stop` string, or after `max_tokens`. It draws from a
+    generator of its own, so a run that samples trains on as if it had not. The model sees at most
+    `window` tokens, as `tokens_after` says: give the length of the windows it was trained on, where
+    it could take more than it has learned to.
     Raises: ConfigError when a setting is out of range; DataError when the prompt cannot be encoded.
     """
     check_sampling(temperature, top_k, top_p, max_tokens, stop)
@@ -79,12 +81,13 @@ def tokens_after(
     *,
     window: int | None = None,
 ) -> Iterator[int]:
-    """Yield token after token, without end, each as `choose` picks it from the scores (V,) of what follows all those before.
+    """Yield token after token, without end, each as `choose` picks it from the scores (V,) of what
+    follows all those before.
 
-    The model sees the text from its beginning, or the last `window` tokens of a longer `ids`; None is as many as it takes.
-    Once it has seen that many, it goes on from the second half of them, read anew from position 0: so a token costs that of
-    one token, and two on average when the text is long. A model without a limit of its own, such as a recurrent one, never
-    starts anew.
+    The model sees the text from its beginning, or the last `window` tokens of a longer `ids`; None
+    is as many as it takes. Once it has seen that many, it goes on from the second half of them,
+    read anew from position 0: so a token costs that of one token, and two on average when the text
+    is long. A model without a limit of its own, such as a recurrent one, never starts anew.
     """
     device = next(model.parameters()).device
     decoder = model.decoder(window)
@@ -142,9 +145,10 @@ def _evaluating(model: LanguageModel) -> Iterator[None]:
 class _WrittenText:
     """The text of ids that come one by one, after those of a prompt.
 
-    What an id stands for can depend on its neighbours: a word's space is left out at the beginning of a text, bytes make a
-    character only together. So an id is decoded with those before it, and what could still change is held back: U+FFFD at
-    the end. Ids long past are forgotten, once the text of the rest is known to be the same without them.
+    What an id stands for can depend on its neighbours: a word's space is left out at the beginning
+    of a text, bytes make a character only together. So an id is decoded with those before it, and
+    what could still change is held back: U+FFFD at the end. Ids long past are forgotten, once the
+    text of the rest is known to be the same without them.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
@@ -186,7 +190,9 @@ class _WrittenText:
 
 
 class _StoppedText:
-    """Text that ends before a stop string, which may arrive in several pieces: what could be its beginning is held back."""
+    """Text that ends before a stop string, which may arrive in several pieces: what could be its
+    beginning is held back.
+    """
 
     def __init__(self, stop: Sequence[str]) -> None:
         self._stop = tuple(stop)

@@ -33,7 +33,9 @@ if TYPE_CHECKING:
 ONLY_IN_TRAINING = frozenset({"compile"})
 """Speedups that cost more than they save when a model is called a few times."""
 Arithmetic = Literal["fp32", "trained"]
-"""What a loaded model computes in: fp32, or the precision that the run was trained and evaluated in."""
+"""What a loaded model computes in: fp32, or the precision that the run was trained and evaluated
+in.
+"""
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,8 @@ class LoadedRun:
 
     @cached_property
     def dataset(self) -> Dataset | MixedDataset:
-        """The data it was trained on, which may have been moved together with the run; sampling does not need it.
+        """The data it was trained on, which may have been moved together with the run; sampling
+        does not need it.
 
         Raises: DataError when it is no longer there, or cannot be fetched.
         """
@@ -79,12 +82,15 @@ def load_run(
     trust_code: bool = False,
     progress: Progress = SILENT,
 ) -> LoadedRun:
-    """Return the model of a run with the weights of a checkpoint (`best`, `last` or a step), its tokenizer and its data set.
+    """Return the model of a run with the weights of a checkpoint (`best`, `last` or a step), its
+    tokenizer and its data set.
 
-    It has the speedups it was trained with, as far as they work here, but none that compiles. With `precision="fp32"` it has none that
-    narrows its arithmetic either; `"trained"` keeps those, so that `scoring.evaluate` finds the loss that the run found.
-    `trust_code` lets it import code of its own that its config.yaml names, now and later.
-    Raises: CheckpointError, DataError or ConfigError when one of them cannot be used; UntrustedCode, before anything is imported.
+    It has the speedups it was trained with, as far as they work here, but none that compiles. With
+    `precision="fp32"` it has none that narrows its arithmetic either; `"trained"` keeps those, so
+    that `scoring.evaluate` finds the loss that the run found. `trust_code` lets it import code of
+    its own that its config.yaml names, now and later.
+    Raises: CheckpointError, DataError or ConfigError when one of them cannot be used;
+            UntrustedCode, before anything is imported.
     """
     folder = find_run(run)
     config = trusted_config(folder, trust_code=trust_code)
@@ -119,7 +125,9 @@ def load_run(
 
 
 def _usable_speedups(config: RunConfig, precision: Arithmetic) -> Iterator[Decision]:
-    """Yield the run's own speedups that also work here: a model trained on a GPU can be tried on a laptop."""
+    """Yield the run's own speedups that also work here: a model trained on a GPU can be tried on a
+    laptop.
+    """
     machine = probe()
     names = () if isinstance(config.speedups, str) else config.speedups
     for name in names:
@@ -131,7 +139,9 @@ def _usable_speedups(config: RunConfig, precision: Arithmetic) -> Iterator[Decis
 
 
 def _narrows(speedup: Speedup) -> bool:
-    """Say whether a speedup sets a precision below fp32, or needs one that does: it works in that precision only."""
+    """Say whether a speedup sets a precision below fp32, or needs one that does: it works in that
+    precision only.
+    """
     return "precision" in speedup.fills or any(
         _narrows(SPEEDUPS.get(name)) for name in speedup.needs
     )

@@ -1,1 +1,3 @@
-"""What a run costs and what each optimisation gains, measured: every figure with its repeats and its interval."""
+"""What a run costs and what each optimisation gains, measured: every figure with its repeats and
+its interval.
+"""

@@ -1,4 +1,6 @@
-"""Measure a ladder or a sweep: repeats interleaved over the points, each in a fresh process, within the minutes there are."""
+"""Measure a ladder or a sweep: repeats interleaved over the points, each in a fresh process, within
+the minutes there are.
+"""
 
 from __future__ import annotations
 
@@ -85,11 +87,14 @@ def run_bench(
     trial: RunTrial = run_trial,
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[Report, Path]:
-    """Measure the ladder of a recipe, or a sweep, and write bench.json, table.md and bench.svg; return the report and its folder.
+    """Measure the ladder of a recipe, or a sweep, and write bench.json, table.md and bench.svg;
+    return the report and its folder.
 
-    Each trial is added to trials.jsonl as it ends. An interruption ends the measuring; what has been measured by then is judged
-    and written. The gains on a GPU are kept in `cache` too (None: nowhere).
-    Raises: UsageError before anything was measured; RunFailed when nothing could be; Interrupted when nothing was by then.
+    Each trial is added to trials.jsonl as it ends. An interruption ends the measuring; what has
+    been measured by then is judged and written. The gains on a GPU are kept in `cache` too (None:
+    nowhere).
+    Raises: UsageError before anything was measured; RunFailed when nothing could be; Interrupted
+            when nothing was by then.
     """
     began_s, began = clock(), datetime.now().astimezone()
     if stated_ranks().world_size > 1:
@@ -262,10 +267,12 @@ def measure(
     progress: Progress,
     keep: Callable[[Trial], None],
 ) -> Rounds:
-    """Measure every point once a round, until the rounds or the time are over, or somebody interrupts; `keep` gets each trial as it ends.
+    """Measure every point once a round, until the rounds or the time are over, or somebody
+    interrupts; `keep` gets each trial as it ends.
 
-    Round r trains every point with the recipe's seed + r, so that the losses of a round can be compared. A point that fails in
-    its first round is not tried again. Runs that settle an exact promise come after a round in which everything takes part.
+    Round r trains every point with the recipe's seed + r, so that the losses of a round can be
+    compared. A point that fails in its first round is not tried again. Runs that settle an exact
+    promise come after a round in which everything takes part.
     """
     rounds, points = (
         Rounds([]),
@@ -345,7 +352,9 @@ def prove(
     task: Task,
     take: Callable[..., TrialResult],
 ) -> None:
-    """Run what an exact promise needs that its timed losses did not settle, as far as there is time: each point once, a few steps."""
+    """Run what an exact promise needs that its timed losses did not settle, as far as there is
+    time: each point once, a few steps.
+    """
     found = Measured(rounds.trials)
     open_pairs = [pair for pair in experiment.exact if exactness.differ(found.loss_pairs(*pair))]
     names = [
@@ -368,7 +377,9 @@ def prove(
 
 
 def takes_losses(number: int, name: str, experiment: Experiment, budget: Budget) -> bool:
-    """Say whether a trial takes the losses that are compared: in the first round, and of the extras in theirs, with what they go on top of."""
+    """Say whether a trial takes the losses that are compared: in the first round, and of the extras
+    in theirs, with what they go on top of.
+    """
     if number == 0 or name in experiment.losses_each_round:
         return True
     compared = {*(point.name for point in experiment.extras), *(experiment.total or ())[:1]}
@@ -378,9 +389,11 @@ def takes_losses(number: int, name: str, experiment: Experiment, budget: Budget)
 def due_in(
     number: int, experiment: Experiment, rounds: Rounds, alive: Collection[str], budget: Budget
 ) -> list[str]:
-    """Return what round `number` measures, in its order: all that fits into the time, the extras last.
+    """Return what round `number` measures, in its order: all that fits into the time, the extras
+    last.
 
-    An extra that was never tried goes before further repeats of the others, but for the full set that it is compared with.
+    An extra that was never tried goes before further repeats of the others, but for the full set
+    that it is compared with.
     """
     points = [point.name for point in experiment.points if point.name in alive]
     extras = [
@@ -408,10 +421,11 @@ def time_left(seconds: float) -> str:
 
 
 def in_turn(names: Sequence[str], number: int) -> list[str]:
-    """Return the order of round `number`: neighbours stay neighbours, so that what is compared is measured close together.
+    """Return the order of round `number`: neighbours stay neighbours, so that what is compared is
+    measured close together.
 
-    Every round begins at another point, and every other one goes backwards, so that a machine that slows down over the
-    minutes, or within a round, favours none of them.
+    Every round begins at another point, and every other one goes backwards, so that a machine that
+    slows down over the minutes, or within a round, favours none of them.
     """
     if not names:
         return []
@@ -421,7 +435,9 @@ def in_turn(names: Sequence[str], number: int) -> list[str]:
 
 
 def total_speedup(experiment: Experiment, found: Measured) -> Figure | None:
-    """Return how many times faster the full set is than the baseline; None when one of them gave no figures."""
+    """Return how many times faster the full set is than the baseline; None when one of them gave no
+    figures.
+    """
     if experiment.total is None:
         return None
     ratios = found.ratios(*experiment.total)

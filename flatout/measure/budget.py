@@ -1,4 +1,6 @@
-"""How many seconds each measurement may take, so that the whole stays within the minutes that were given."""
+"""How many seconds each measurement may take, so that the whole stays within the minutes that were
+given.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ DEFAULT_SECONDS, FEWEST_SECONDS, MOST_SECONDS = 5.0, 1.0, 15.0
 START_S = 4.0
 """What a process needs before it trains, about."""
 USUAL_OVERHEAD_S = START_S + 3.0
-"""What a trial is assumed to need besides, until one has been seen: its start, and a warm-up of two seconds and a few steps."""
+"""What a trial is assumed to need besides, until one has been seen: its start, and a warm-up of two
+seconds and a few steps.
+"""
 WARMUP_SHARE, FEWEST_WARMUP_S, MOST_WARMUP_S = 3.0, 6.0, 20.0
 """How long a trial may warm up: so many times what it measures, at least, at most."""
 LONGEST_TRIAL_S = 900.0
@@ -29,10 +33,12 @@ SHORTEST_LIMIT_S = 3.0
 
 
 class Budget:
-    """Minutes shared out over rounds of trials. Without minutes, `repeats` rounds of five seconds each.
+    """Minutes shared out over rounds of trials. Without minutes, `repeats` rounds of five seconds
+    each.
 
-    With minutes, at least two rounds are wanted and at most `repeats`; the seconds of a trial shrink until they fit, and what
-    a trial needs besides is learnt from those before it. What does not fit into a round is left out of it, from the end.
+    With minutes, at least two rounds are wanted and at most `repeats`; the seconds of a trial
+    shrink until they fit, and what a trial needs besides is learnt from those before it. What does
+    not fit into a round is left out of it, from the end.
     """
 
     def __init__(
@@ -57,7 +63,9 @@ class Budget:
 
     @property
     def extras_from(self) -> int:
-        """The round from which what is measured last takes part: with little time, after two rounds of everything else."""
+        """The round from which what is measured last takes part: with little time, after two rounds
+        of everything else.
+        """
         return 0 if math.isinf(self._total_s) else min(2, self.repeats - 1)
 
     @property
@@ -71,7 +79,9 @@ class Budget:
         return self._total_s - CLOSING_S - (self._clock() - self._began_s)
 
     def plan(self, rounds_done: int) -> None:
-        """Choose the seconds of the next round's trials: as many rounds as leave enough for each, two in all if it must be."""
+        """Choose the seconds of the next round's trials: as many rounds as leave enough for each,
+        two in all if it must be.
+        """
         if math.isinf(self._total_s):
             return
         overhead_s = (
@@ -107,20 +117,26 @@ class Budget:
         return self._overheads.get(name, self._usual_overhead()) + self.seconds
 
     def timeout_s(self, name: str) -> float:
-        """Return when a trial is killed: an unknown one may take a quarter of the minutes, none more than is left."""
+        """Return when a trial is killed: an unknown one may take a quarter of the minutes, none
+        more than is left.
+        """
         if math.isinf(self._total_s):
             return LONGEST_TRIAL_S
         patience_s = max(self._total_s / 4, 3 * self.expected_s(name))
         return max(min(patience_s, self.left_s), 1.0)
 
     def limit_s(self, trials_left: int) -> float:
-        """Return when a trial ends its steps although it lacks losses or seconds, so that `trials_left` more find time too."""
+        """Return when a trial ends its steps although it lacks losses or seconds, so that
+        `trials_left` more find time too.
+        """
         if math.isinf(self._total_s):
             return LONGEST_TRIAL_S / 3
         return max(min(SHARE / max(trials_left, 1), 1.0) * self.left_s - START_S, SHORTEST_LIMIT_S)
 
     def remaining_s(self, names: Sequence[str], rounds_after: int) -> float:
-        """Return what is left: the trials of `names` and as many rounds of the same after them, or the minutes if they end before."""
+        """Return what is left: the trials of `names` and as many rounds of the same after them, or
+        the minutes if they end before.
+        """
         return min(sum(map(self.expected_s, names)) * (1 + rounds_after), self.left_s)
 
     def record(self, name: str, trial_s: float) -> None:

@@ -1,8 +1,10 @@
 """How an exact promise is judged where two runs of one command differ in their last bits.
 
-On a GPU they do: attention and the embedding add up gradients in no fixed order. So where the losses of two sets of speedups differ
-there although they are promised to be equal, both sets run once more, untimed, with train.deterministic=true, and those losses decide.
-Comparing the difference with that between repeats was the alternative: it takes more runs, and cannot tell a small error from noise.
+On a GPU they do: attention and the embedding add up gradients in no fixed order. So where the
+losses of two sets of speedups differ there although they are promised to be equal, both sets run
+once more, untimed, with train.deterministic=true, and those losses decide. Comparing the difference
+with that between repeats was the alternative: it takes more runs, and cannot tell a small error
+from noise.
 """
 
 from __future__ import annotations
@@ -13,12 +15,16 @@ from flatout.config.schema import RunConfig
 from flatout.measure.spec import TrialResult
 
 STEPS = 10
-"""Losses that are compared: more than the steps that any speedup holds ready, so that each of its buffers comes round again."""
+"""Losses that are compared: more than the steps that any speedup holds ready, so that each of its
+buffers comes round again.
+"""
 Losses = Sequence[float]
 
 
 def repeats_to_the_bit(config: RunConfig) -> bool:
-    """Say whether two runs of a resolved configuration give losses that are equal in every bit: on a CPU, or with train.deterministic."""
+    """Say whether two runs of a resolved configuration give losses that are equal in every bit: on
+    a CPU, or with train.deterministic.
+    """
     return config.train.device == "cpu" or config.train.deterministic
 
 

@@ -34,13 +34,19 @@ class Experiment:
     losses_each_round: frozenset[str] = frozenset()
     """Points that take them in every round: a statistical promise is judged over seeds."""
     exact: tuple[tuple[str, str], ...] = ()
-    """Pairs of points whose losses are promised to be equal, on a device whose runs do not repeat to the bit."""
+    """Pairs of points whose losses are promised to be equal, on a device whose runs do not repeat
+    to the bit.
+    """
     extras: tuple[Point, ...] = ()
-    """Measured last in a round, and with little time only once the others have their repeats: one of them may be slow."""
+    """Measured last in a round, and with little time only once the others have their repeats: one
+    of them may be slow.
+    """
     total: tuple[str, str] | None = None
     """The fastest and the slowest point, whose ratio is the total speedup."""
 
 
 def with_speedups(names: Iterable[str]) -> dict[str, Any]:
-    """Return the configuration keys that switch on these speedups and no others; a precision is one of them."""
+    """Return the configuration keys that switch on these speedups and no others; a precision is one
+    of them.
+    """
     return {"speedups": list(names) or "none", "train.precision": "auto"}

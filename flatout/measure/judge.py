@@ -15,7 +15,9 @@ from flatout.measure.spec import TrialResult
 from flatout.measure.statistics import FEWEST_SEEDS, Spread, mean_of, median_of, spread
 
 FINAL_LOSSES = 5
-"""Last losses whose mean stands for the final loss: one alone is noisier than the difference that is looked for."""
+"""Last losses whose mean stands for the final loss: one alone is noisier than the difference that
+is looked for.
+"""
 
 
 @dataclass(frozen=True)
@@ -37,14 +39,18 @@ class Measured:
         return next((trial.result for trial in self._timed(point) if not trial.result.is_ok), None)
 
     def deterministic(self, point: str) -> TrialResult | None:
-        """Return the result of the point's run with train.deterministic=true; None when there was none."""
+        """Return the result of the point's run with train.deterministic=true; None when there was
+        none.
+        """
         return next(
             (trial.result for trial in self.trials if trial.point == point and trial.deterministic),
             None,
         )
 
     def loss_pairs(self, one: str, other: str) -> list[tuple[list[float], list[float]]]:
-        """Return the losses of two points on the same batches, cut to one length, a pair each round in which both have some."""
+        """Return the losses of two points on the same batches, cut to one length, a pair each round
+        in which both have some.
+        """
         these, those = self.ok(one), self.ok(other)
         return exactness.paired(
             (these[r].losses, those[r].losses) for r in sorted(these.keys() & those.keys())
@@ -58,7 +64,9 @@ class Measured:
         return [result.tokens_per_s or 0.0 for result in self.ok(point).values()]
 
     def ratios(self, fast: str, slow: str) -> list[float]:
-        """Return how many times faster one point was than another, a round each in which both were measured."""
+        """Return how many times faster one point was than another, a round each in which both were
+        measured.
+        """
         one, other = self.ok(fast), self.ok(slow)
         return [
             (one[r].tokens_per_s or 0.0) / (other[r].tokens_per_s or 1.0)
@@ -110,7 +118,9 @@ def ladder_rows(
     *,
     loss_steps: int,
 ) -> list[Row]:
-    """Return the lines of a ladder; `points` names the point whose trials a rung shares, `loss_steps` are the losses that judge a promise."""
+    """Return the lines of a ladder; `points` names the point whose trials a rung shares,
+    `loss_steps` are the losses that judge a promise.
+    """
     pairs = {
         rung.name: against
         for rung in ladder.rungs
@@ -160,7 +170,8 @@ def ladder_rows(
 def measured_against(
     rung: Rung, ladder: Ladder, points: Mapping[str, str], found: Measured
 ) -> Rung | None:
-    """Return the rung that `rung` is compared with: of an added one the nearest below it that gave figures, else the full set alone.
+    """Return the rung that `rung` is compared with: of an added one the nearest below it that gave
+    figures, else the full set alone.
 
     What leaves one out of the full set says nothing beside any other set.
     """
@@ -174,7 +185,9 @@ def measured_against(
 
 
 def gains(rung: Rung, against: Rung, points: Mapping[str, str], found: Measured) -> list[float]:
-    """Return how many times faster the rung's speedup makes it, a round each; leaving it out is the other way round."""
+    """Return how many times faster the rung's speedup makes it, a round each; leaving it out is the
+    other way round.
+    """
     fast, slow = points[rung.name], points[against.name]
     return found.ratios(slow, fast) if rung.kind == "left-out" else found.ratios(fast, slow)
 
@@ -229,11 +242,12 @@ def keeps(
     loss_steps: int,
     dropout: float = 0.0,
 ) -> tuple[bool | None, str]:
-    """Say whether losses, (with, without) a repeat each on the same batches, keep a promise, and how that was judged.
+    """Say whether losses, (with, without) a repeat each on the same batches, keep a promise, and
+    how that was judged.
 
-    Exact and rounding must hold in every repeat. A statistical promise is kept unless the interval over at least three seeds of
-    the difference of the final losses lies above 0. Returns None where it cannot be judged, as with fewer than `loss_steps`
-    losses that break nothing.
+    Exact and rounding must hold in every repeat. A statistical promise is kept unless the interval
+    over at least three seeds of the difference of the final losses lies above 0. Returns None where
+    it cannot be judged, as with fewer than `loss_steps` losses that break nothing.
     """
     steps = max(len(fast) for fast, _ in pairs)
     too_few = f"{steps} of {loss_steps} losses: not judged"

@@ -1,8 +1,10 @@
 """Which sets of speedups are measured, and what each is compared with.
 
-The ladder begins at `baseline()`, with the micro-batch that people write (`recipe.rows_people_write`), and adds one speedup at a
-time until it is the full set, the one that `train` would use; `micro-batch` is one of them. Then each is left out of the full set,
-and each that is off under `auto` but could run here is put in: that rung is what naming it besides makes of the full set.
+The ladder begins at `baseline()`, with the micro-batch that people write
+(`recipe.rows_people_write`), and adds one speedup at a time until it is the full set, the one that
+`train` would use; `micro-batch` is one of them. Then each is left out of the full set, and each
+that is off under `auto` but could run here is put in: that rung is what naming it besides makes of
+the full set.
 """
 
 from __future__ import annotations
@@ -65,8 +67,9 @@ def make_ladder(
 ) -> Ladder:
     """Return the ladder for the speedups that `decisions` has on.
 
-    A speedup that is off is put in when `speedups` leaves the choice to auto, does not drop it, and nothing stands against it;
-    a list of speedups is measured as it stands. `put_in` says what is on then, or why that cannot be.
+    A speedup that is off is put in when `speedups` leaves the choice to auto, does not drop it, and
+    nothing stands against it; a list of speedups is measured as it stands. `put_in` says what is on
+    then, or why that cannot be.
     """
     known = {
         speedup.name: speedup
@@ -98,7 +101,9 @@ def make_ladder(
 
 
 def put_in_rung(name: str, speedups: tuple[str, ...], full: Sequence[str], top: str) -> Rung:
-    """Return the rung of `speedups`, the full set with one put in; its name says what came with it and what that replaced."""
+    """Return the rung of `speedups`, the full set with one put in; its name says what came with it
+    and what that replaced.
+    """
     replaced = tuple(other for other in full if other not in speedups)
     came = " and ".join(
         [name, *(other for other in speedups if other not in full and other != name)]
@@ -139,10 +144,11 @@ def reason_to_leave(decision: Decision, config: RunConfig) -> str | None:
 
 
 def promise_between(one: Iterable[str], other: Iterable[str]) -> Promise:
-    """Return what may differ between the losses of two sets: the loosest kind of what they do not share, and all its rounding.
+    """Return what may differ between the losses of two sets: the loosest kind of what they do not
+    share, and all its rounding.
 
-    Where that rounds, so does what they share: a difference in the last bit of fp32 turns some of the roundings to bfloat16 that
-    follow, and they are what the losses then differ by.
+    Where that rounds, so does what they share: a difference in the last bit of fp32 turns some of
+    the roundings to bfloat16 that follow, and they are what the losses then differ by.
     """
     alike, unlike = set(one) & set(other), set(one) ^ set(other)
     promises = [SPEEDUPS.get(name).promise for name in unlike]

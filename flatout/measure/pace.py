@@ -21,9 +21,10 @@ FEWEST_STEPS = 3
 def settled(step_s: Sequence[float]) -> bool:
     """Say whether the step time stands still: the warm-up is over.
 
-    The first step never counts: it compiles, allocates and opens. After it, the medians of the last window and of the one
-    before it must agree within 2%. A window is the fewest steps that are at least eight and take at least a second, so that
-    neither a few quick steps nor a process that is still speeding up pass for steady.
+    The first step never counts: it compiles, allocates and opens. After it, the medians of the last
+    window and of the one before it must agree within 2%. A window is the fewest steps that are at
+    least eight and take at least a second, so that neither a few quick steps nor a process that is
+    still speeding up pass for steady.
     """
     last = window_ending(step_s, len(step_s))
     before = window_ending(step_s, len(step_s) - len(last)) if last else ()
@@ -35,7 +36,9 @@ def settled(step_s: Sequence[float]) -> bool:
 
 
 def window_ending(step_s: Sequence[float], end: int) -> Sequence[float]:
-    """Return the window of the steps before `end`, the first step left out; an empty one when they are too few or too short."""
+    """Return the window of the steps before `end`, the first step left out; an empty one when they
+    are too few or too short.
+    """
     seconds = 0.0
     for begin in range(end - 1, 0, -1):
         seconds += step_s[begin]
@@ -45,13 +48,15 @@ def window_ending(step_s: Sequence[float], end: int) -> Sequence[float]:
 
 
 class Pace:
-    """Stands where a run asks whether to stop: finds the end of the warm-up, then lets `seconds` of steps be measured.
+    """Stands where a run asks whether to stop: finds the end of the warm-up, then lets `seconds` of
+    steps be measured.
 
-    While it warms up, every step is waited for, so that its time is its own; the steps that are measured are queued as in any
-    run, and waited for once, at the end. Warming up ends at the latest `warmup_s` seconds after the first step, or with half of
-    `limit_s` or of the run's steps; `is_settled` says whether it ended by itself. A trial goes on until it has also taken
-    `loss_steps` steps, or until `limit_s` after its first: it then makes do with three measured steps, and after twice as long
-    with one.
+    While it warms up, every step is waited for, so that its time is its own; the steps that are
+    measured are queued as in any run, and waited for once, at the end. Warming up ends at the
+    latest `warmup_s` seconds after the first step, or with half of `limit_s` or of the run's steps;
+    `is_settled` says whether it ended by itself. A trial goes on until it has also taken
+    `loss_steps` steps, or until `limit_s` after its first: it then makes do with three measured
+    steps, and after twice as long with one.
     """
 
     def __init__(
@@ -104,7 +109,9 @@ class Pace:
         self.measured = self._log.spent() - self._before
 
     def _warm_up(self, run: Run) -> None:
-        """Take the time of the step before, and begin to measure once there is nothing more to wait for."""
+        """Take the time of the step before, and begin to measure once there is nothing more to wait
+        for.
+        """
         before = self._log.spent()
         now_s = self._clock()
         if before.steps == 0:

@@ -1,4 +1,6 @@
-"""A report as a picture: a bar a row, a whisker for its interval, its gain beside it. SVG, written by hand."""
+"""A report as a picture: a bar a row, a whisker for its interval, its gain beside it. SVG, written
+by hand.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,15 @@ from flatout.measure.table import (
 )
 
 MARGIN, BAR, BESIDE, ROW, HEADING = 24, 400, 396, 26, 40
-"""Pixels: the border, the longest bar, the least that the words beside it take, the height of a row, of a heading."""
+"""Pixels: the border, the longest bar, the least that the words beside it take, the height of a
+row, of a heading.
+"""
 SHORTEST_NAMES = 260
 """Pixels: the least that the names take."""
 LETTER_EM = 0.66
-"""Width of a letter, in font sizes: the mean of the widest of the usual fonts, DejaVu Sans Bold, since the reader's is unknown."""
+"""Width of a letter, in font sizes: the mean of the widest of the usual fonts, DejaVu Sans Bold,
+since the reader's is unknown.
+"""
 COLOURS = {
     "baseline": "#9aa4b2",
     "added": "#2f6fde",
@@ -87,7 +93,9 @@ def picture(report: Report) -> str:
 
 
 def row_parts(row: Row, y: float, per_pixel: float, left: float, room: float) -> list[str]:
-    """Return one row's elements: its name up to `left`, its bar with the whisker, its rate and its gain; or, in `room`, why it has none."""
+    """Return one row's elements: its name up to `left`, its bar with the whisker, its rate and its
+    gain; or, in `room`, why it has none.
+    """
     middle = y + ROW / 2
     name = text(left - 10, middle + 4, row.short_name, size=13, anchor="end")
     if row.tokens_per_s is None:

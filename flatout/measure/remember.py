@@ -10,13 +10,17 @@ from flatout.measured import Gain, gpu_name, keep
 from flatout.progress import SILENT, Progress
 
 WHERE = {"added": "on the way up", "put-in": "put into the full set", "left-out": "in the full set"}
-"""What a line of the ladder says of a speedup; of several lines about one the last of these counts, which is nearest to what a run uses."""
+"""What a line of the ladder says of a speedup; of several lines about one the last of these counts,
+which is nearest to what a run uses.
+"""
 
 
 def remember(
     report: Report, machine: Machine, device: str, cache: Path, *, progress: Progress = SILENT
 ) -> None:
-    """Keep what a ladder measured on a GPU, for `flatout list speedups`; nothing of a sweep, nor of a CPU."""
+    """Keep what a ladder measured on a GPU, for `flatout list speedups`; nothing of a sweep, nor of
+    a CPU.
+    """
     gpu, found = gpu_name(machine, device), gains(report)
     if gpu is None or not found:
         return

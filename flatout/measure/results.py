@@ -1,4 +1,6 @@
-"""What a bench writes down: every trial's figures, and what they come to. bench.json holds one `Report`."""
+"""What a bench writes down: every trial's figures, and what they come to. bench.json holds one
+`Report`.
+"""
 
 from __future__ import annotations
 
@@ -47,11 +49,15 @@ class Trial(Written):
     result: TrialResult
     """What came of it."""
     deterministic: bool = False
-    """Whether it ran with train.deterministic=true to judge an exact promise: its losses count, and no figure of it is in a row."""
+    """Whether it ran with train.deterministic=true to judge an exact promise: its losses count, and
+    no figure of it is in a row.
+    """
 
 
 class Row(Written):
-    """One line of the table: a rung of the ladder, a size of a sweep, or what could not be measured."""
+    """One line of the table: a rung of the ladder, a size of a sweep, or what could not be
+    measured.
+    """
 
     name: str
     """What the line is about."""
@@ -74,7 +80,9 @@ class Row(Written):
     tokens_per_s: Figure | None = None
     """Tokens of a measured second."""
     gain: Figure | None = None
-    """How many times faster this speedup makes it, from the paired repeats; of `left-out`, faster than without it."""
+    """How many times faster this speedup makes it, from the paired repeats; of `left-out`, faster
+    than without it.
+    """
     verdict: str = ""
     """The gain in words."""
     loss_difference: float | None = None
@@ -82,7 +90,9 @@ class Row(Written):
     compared_losses: int | None = None
     """First steps whose losses were compared."""
     deterministic: bool = False
-    """Whether those are losses of runs with train.deterministic=true, because those of the timed runs do not repeat to the bit."""
+    """Whether those are losses of runs with train.deterministic=true, because those of the timed
+    runs do not repeat to the bit.
+    """
     promise: str | None = None
     """exact, rounding or statistical."""
     promise_kept: bool | None = None
@@ -159,7 +169,9 @@ class Report(Written):
 
 
 def commit_of_package() -> str | None:
-    """Return the commit that the package runs from, with + when files were changed since; None when it is not from a checkout."""
+    """Return the commit that the package runs from, with + when files were changed since; None when
+    it is not from a checkout.
+    """
 
     def git(*words: str) -> str | None:
         try:
@@ -180,9 +192,11 @@ def commit_of_package() -> str | None:
 
 
 def place_for(config: RunConfig, kind: str, out: Path | None) -> Path:
-    """Return the folder of a bench's results: `out`, or the next free bench/RECIPE-DIGEST. Nothing is made yet.
+    """Return the folder of a bench's results: `out`, or the next free bench/RECIPE-DIGEST. Nothing
+    is made yet.
 
-    Raises: ConfigError when `out` holds something else: other files, or the bench of another configuration or of another kind.
+    Raises: ConfigError when `out` holds something else: other files, or the bench of another
+            configuration or of another kind.
     """
     if out is not None:
         if out.exists() and not out.is_dir():
@@ -201,7 +215,8 @@ def place_for(config: RunConfig, kind: str, out: Path | None) -> Path:
 
 
 def require_same(out: Path, config: RunConfig, kind: str) -> None:
-    """Do nothing when a bench of `config` and `kind` may take the place of the one that `out` holds, ended or killed.
+    """Do nothing when a bench of `config` and `kind` may take the place of the one that `out`
+    holds, ended or killed.
 
     Raises: ConfigError when that is another one, or something else.
     """
@@ -249,7 +264,8 @@ def claim(place: Path) -> None:
 
 
 def keep(trial: Trial, bench: Sequence[str], began: str, place: Path) -> None:
-    """Add a trial that has just ended to trials.jsonl, so that nothing that happens to this process loses it.
+    """Add a trial that has just ended to trials.jsonl, so that nothing that happens to this process
+    loses it.
 
     The file only grows: `bench`, its label, and `began` say which bench a line is of.
 
@@ -269,7 +285,9 @@ def keep(trial: Trial, bench: Sequence[str], began: str, place: Path) -> None:
 
 
 def is_less(report: Report, place: Path) -> bool:
-    """Say whether the folder holds more trials of this bench than a report that was interrupted, which then does not take its place."""
+    """Say whether the folder holds more trials of this bench than a report that was interrupted,
+    which then does not take its place.
+    """
     return (
         not report.complete
         and (place / JSON).exists()

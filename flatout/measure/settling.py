@@ -1,7 +1,7 @@
 """A recipe on this machine, with everything that it leaves open decided as `train` decides it.
 
-On a GPU that takes a context on it, whose memory the trials would lack. So the process that starts the trials, and stays while
-they run, asks another one, which ends with its answer.
+On a GPU that takes a context on it, whose memory the trials would lack. So the process that starts
+the trials, and stays while they run, asks another one, which ends with its answer.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ class Choice(BaseModel):
     decisions: list[Decision]
     """Every speedup, on or off, with the reason."""
     put_in: dict[str, list[str] | str]
-    """For each speedup that is off where `auto` decides: what is on when it is named besides, or why it cannot be."""
+    """For each speedup that is off where `auto` decides: what is on when it is named besides, or
+    why it cannot be.
+    """
 
 
 def settle(asked: RunConfig) -> Settled:
@@ -85,7 +87,9 @@ def choose(asked: RunConfig) -> Choice:
 
 
 def put_in(name: str, asked: RunConfig, settled: Settled) -> list[str] | str:
-    """Return what is on when `name`, with what it needs, is named on top of what was asked for; or why it cannot be."""
+    """Return what is on when `name`, with what it needs, is named on top of what was asked for; or
+    why it cannot be.
+    """
     stated = asked.with_values({"train.device": settled.config.train.device})
     wanted = with_needs(name)
     for part in wanted:

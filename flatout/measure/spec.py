@@ -38,7 +38,9 @@ class TrialResult(BaseModel):
     reason: str | None = None
     """Why it is not ok, as a sentence."""
     tokens_per_s: float | None = None
-    """Tokens of all measured steps over their whole time: what happens every so many steps is in it. Repeats take care of outliers."""
+    """Tokens of all measured steps over their whole time: what happens every so many steps is in
+    it. Repeats take care of outliers.
+    """
     step_ms: float | None = None
     """Mean time of a measured step."""
     data_ms: float | None = None
@@ -56,7 +58,9 @@ class TrialResult(BaseModel):
     warmup_s: float | None = None
     """Seconds that they took."""
     settled: bool | None = None
-    """Whether the step time stood still by then; false: the time for it was up, and the figures may be too low."""
+    """Whether the step time stood still by then; false: the time for it was up, and the figures may
+    be too low.
+    """
     measured_steps: int | None = None
     """Steps that were measured."""
     rows_per_device: int | None = None

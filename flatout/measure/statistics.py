@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from pydantic import BaseModel, ConfigDict
 
 CONFIDENCE = 0.9375
-"""Share of intervals, at least, that hold what they are about: what the range of five repeats gives, and five are usual."""
+"""Share of intervals, at least, that hold what they are about: what the range of five repeats
+gives, and five are usual.
+"""
 ENOUGH = 5
 """Repeats from which their own spread is taken; with fewer, that of all rungs together."""
 FEWEST_FREEDOM = 4
@@ -40,7 +42,9 @@ STUDENT = (
     2.110,
     2.101,
 )
-"""Student's t for 95%, two-sided, of 1 to 18 degrees of freedom; that of 18 serves for more, and is 7% too wide at most."""
+"""Student's t for 95%, two-sided, of 1 to 18 degrees of freedom; that of 18 serves for more, and is
+7% too wide at most.
+"""
 MEDIAN_DEVIATION = {2: 0.7071, 3: 0.6698, 4: 0.5460}
 """Standard deviation of the median of so many normal draws."""
 
@@ -101,10 +105,11 @@ def spread(groups: Iterable[Sequence[float]]) -> Spread:
 def median_of(values: Sequence[float], *, shared: Spread) -> Figure:
     """Return the median of positive `values` with its interval.
 
-    Of five repeats or more it is that of the sign test, which holds whatever the noise is like: of five, their range. Fewer say
-    too little of their own spread (two repeats fall on one side of the truth half of the time), so it is Student's, from the
-    noise of all rungs; where that rests on too few as well it is unknown. One repeat alone may be anything: a machine's load can
-    change between the two that are compared.
+    Of five repeats or more it is that of the sign test, which holds whatever the noise is like: of
+    five, their range. Fewer say too little of their own spread (two repeats fall on one side of the
+    truth half of the time), so it is Student's, from the noise of all rungs; where that rests on
+    too few as well it is unknown. One repeat alone may be anything: a machine's load can change
+    between the two that are compared.
     """
     logs = sorted(map(math.log, values))
     median = statistics.median(logs)
@@ -128,7 +133,9 @@ def left_out(repeats: int) -> int:
 
 
 def mean_of(differences: Sequence[float]) -> tuple[float, float, float]:
-    """Return the mean of paired differences between its ends, (low, mean, high), by Student's t; three differences at least."""
+    """Return the mean of paired differences between its ends, (low, mean, high), by Student's t;
+    three differences at least.
+    """
     mean = statistics.fmean(differences)
     half = (
         student(len(differences) - 1) * statistics.stdev(differences) / math.sqrt(len(differences))

@@ -24,7 +24,8 @@ MOST_ACCUMULATE = 8
 
 
 def sweep_experiment(what: str, asked: RunConfig, settled: Settled) -> Experiment:
-    """Return the points of `flatout bench --sweep WHAT`, all with the speedups of the full set that apply.
+    """Return the points of `flatout bench --sweep WHAT`, all with the speedups of the full set that
+    apply.
 
     Raises: ConfigError when there is no such sweep, or nothing to measure in it.
     """
@@ -72,7 +73,9 @@ def batch(
 def accumulation(
     asked: RunConfig, settled: Settled, full: list[str]
 ) -> tuple[dict[str, dict[str, Any]], Refused]:
-    """Micro-batches of a step, doubled from 1 to 8, each of the recipe's rows: the step grows. (`batch` keeps the step.)"""
+    """Micro-batches of a step, doubled from 1 to 8, each of the recipe's rows: the step grows.
+    (`batch` keeps the step.)
+    """
     rows, seq_len = int(settled.config.batch.rows_per_device), settled.config.data.seq_len
     counts = [2**power for power in range(MOST_ACCUMULATE.bit_length())]
     return {
@@ -85,7 +88,9 @@ def accumulation(
 def seq_len(
     asked: RunConfig, settled: Settled, full: list[str]
 ) -> tuple[dict[str, dict[str, Any]], Refused]:
-    """Tokens of a window, from a quarter to four times the recipe's; the tokens of a step and of a micro-batch stay the same."""
+    """Tokens of a window, from a quarter to four times the recipe's; the tokens of a step and of a
+    micro-batch stay the same.
+    """
     config, tokens = settled.config, settled.config.batch.tokens_per_step or 0
     model_class = MODELS.get(config.model.kind)
     values: dict[str, dict[str, Any]] = {}
@@ -119,7 +124,9 @@ def seq_len(
 def precision(
     asked: RunConfig, settled: Settled, full: list[str]
 ) -> tuple[dict[str, dict[str, Any]], Refused]:
-    """The arithmetic of the matrix products: fp32, and each speedup that changes it, in place of what fills its slots."""
+    """The arithmetic of the matrix products: fp32, and each speedup that changes it, in place of
+    what fills its slots.
+    """
     plain = [name for name in full if name not in PRECISIONS]
     asked = asked.with_values({"train.device": settled.config.train.device})
     wish = parse_wish(asked.speedups)
@@ -185,7 +192,9 @@ SWEEPS: Mapping[
 
 
 def rows_of(rows: int, settled: Settled, full: list[str]) -> dict[str, Any]:
-    """Return the keys that state a micro-batch's rows; the speedup that chooses them has then nothing to do."""
+    """Return the keys that state a micro-batch's rows; the speedup that chooses them has then
+    nothing to do.
+    """
     stated = {
         "batch.tokens_per_step": settled.config.batch.tokens_per_step,
         "batch.rows_per_device": rows,

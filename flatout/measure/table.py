@@ -85,7 +85,9 @@ def total_words(report: Report) -> str:
 
 
 def baseline_words(report: Report) -> str:
-    """Return what a ladder's baseline is, with its micro-batch; an empty text where it gave no figures."""
+    """Return what a ladder's baseline is, with its micro-batch; an empty text where it gave no
+    figures.
+    """
     row = next((row for row in report.rows if row.kind == "baseline" and row.rows_per_device), None)
     if row is None:
         return ""
@@ -223,7 +225,9 @@ def between(figure: Figure, digits: str) -> str:
 
 
 def bars(report: Report, *, encoding: str = "utf-8") -> str:
-    """Return the report for a terminal: a bar a row, its rate, its gain; then what broke a promise and what was not measured."""
+    """Return the report for a terminal: a bar a row, its rate, its gain; then what broke a promise
+    and what was not measured.
+    """
     most = max((row.tokens_per_s.median for row in report.rows if row.tokens_per_s), default=1.0)
     width = max((len(row.short_name) for _, rows in groups(report) for row in rows), default=0)
     full = "█" if can_show("█", encoding) else "#"

@@ -1,8 +1,10 @@
-"""One measurement in a process of its own: what is compiled, cached or leaked there ends with it, and so does its death.
+"""One measurement in a process of its own: what is compiled, cached or leaked there ends with it,
+and so does its death.
 
-`run_trial` starts a Python of its own that calls `main`, hands it a `TrialSpec` as JSON and reads a `TrialResult` back. Whatever
-happens to the process, a result comes of it. The trial itself builds its run with the functions that training uses and
-trains in their loop; it saves nothing, and writes into a scratch folder alone.
+`run_trial` starts a Python of its own that calls `main`, hands it a `TrialSpec` as JSON and reads a
+`TrialResult` back. Whatever happens to the process, a result comes of it. The trial itself builds
+its run with the functions that training uses and trains in their loop; it saves nothing, and writes
+into a scratch folder alone.
 """
 
 from __future__ import annotations
@@ -30,9 +32,11 @@ BINARY_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 def run_trial(
     spec: TrialSpec, timeout_s: float, *, command: list[str] | None = None
 ) -> TrialResult:
-    """Measure in a fresh process, and return what came of it, even if it was killed, hung, or printed nonsense.
+    """Measure in a fresh process, and return what came of it, even if it was killed, hung, or
+    printed nonsense.
 
-    A process that goes on after `timeout_s` is killed, with all that it started. `command` replaces the program, for tests.
+    A process that goes on after `timeout_s` is killed, with all that it started. `command` replaces
+    the program, for tests.
     """
     began_s = time.monotonic()
     # The new process finds what this one finds, wherever that was started from.
@@ -95,7 +99,9 @@ def read_result(code: int, out: str, err: str) -> TrialResult:
 
 
 def main() -> None:
-    """Read a spec from standard input, measure, print the result. Whatever else prints goes to standard error."""
+    """Read a spec from standard input, measure, print the result. Whatever else prints goes to
+    standard error.
+    """
     results = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
@@ -105,7 +111,9 @@ def main() -> None:
 
 
 def end_with(parent: int) -> None:
-    """End this process and all that it started once its parent has: a killed bench leaves nothing behind."""
+    """End this process and all that it started once its parent has: a killed bench leaves nothing
+    behind.
+    """
     while os.getppid() == parent:
         time.sleep(PARENT_LOOK_S)
     os.killpg(0, signal.SIGKILL)

@@ -1,4 +1,6 @@
-"""A trial at work: the run of a recipe, built and trained by the functions that training itself uses, and timed."""
+"""A trial at work: the run of a recipe, built and trained by the functions that training itself
+uses, and timed.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ from flatout.training.out_of_memory import explained
 from flatout.training.warmup import warm_up
 
 FEWEST_RUN_STEPS = 2_000
-"""A recipe that is shorter is stretched to this in a trial, so that it can warm up and be measured."""
+"""A recipe that is shorter is stretched to this in a trial, so that it can warm up and be measured.
+"""
 LEAST_S = 1.0
 """A trial has this long for its steps, whatever it took to begin: one cold step says nothing."""
 QUIET = {
@@ -36,7 +39,9 @@ QUIET = {
 
 
 class FirstLosses:
-    """A run's readback, which keeps the first losses as they pass: still on the device, so nothing waits for them."""
+    """A run's readback, which keeps the first losses as they pass: still on the device, so nothing
+    waits for them.
+    """
 
     def __init__(self, readback: Any, most: int) -> None:
         self._readback, self._most = readback, most

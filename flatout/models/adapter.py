@@ -1,4 +1,5 @@
-"""A torch module of the user's own as a language model, without rewriting it: `MODEL = adapt(build)`.
+"""A torch module of the user's own as a language model, without rewriting it: `MODEL =
+adapt(build)`.
 
 Letters: B rows, T tokens, V vocabulary.
 """
@@ -26,7 +27,8 @@ EXAMPLE = "def build(vocab_size: int, block_size: int = 256, width: int = 64): r
 
 
 class AdaptedModel(LanguageModel):
-    """Runs a module whose `forward(idx, targets)`, or `forward(idx)`, returns logits, alone or first in a tuple.
+    """Runs a module whose `forward(idx, targets)`, or `forward(idx)`, returns logits, alone or
+    first in a tuple.
 
     The loss is computed from the logits; one that the module returns is not used.
     """
@@ -76,11 +78,13 @@ class AdaptedModel(LanguageModel):
     def embed(self, tokens_BT: Tensor) -> Tensor:
         """Return the module's logits.
 
-        Modules such as nanoGPT's give the logits of all positions only with targets: the tokens stand in for them.
+        Modules such as nanoGPT's give the logits of all positions only with targets: the tokens
+        stand in for them.
 
         Shapes:  tokens_BT (B, T) integers.
         Returns: logits_BTV.
-        Raises:  ShapeError when T is more than the module takes, or it returns something else than logits.
+        Raises:  ShapeError when T is more than the module takes, or it returns something else than
+                 logits.
         """
         if tokens_BT.shape[1] > self.max_seq_len:
             raise ShapeError(
@@ -131,7 +135,8 @@ class AdaptedModel(LanguageModel):
     def flops_per_token(self, seq_len: int) -> Flops:
         """Return what torch's own counter finds in the module's forward pass, times 3 for training.
 
-        It counts products and attention, masked scores included: both figures are PaLM's convention. Kernels of one's own are not counted.
+        It counts products and attention, masked scores included: both figures are PaLM's
+        convention. Kernels of one's own are not counted.
         """
         twin = type(self).on_meta(self.config, self.ops)
         with FlopCounterMode(display=False) as counter:
@@ -140,7 +145,9 @@ class AdaptedModel(LanguageModel):
         return Flops(palm=round(per_token), causal_exact=per_token)
 
     def parameter_kinds(self) -> dict[str, ParameterKind]:
-        """Return each parameter's kind by what holds it: tables are embeddings, an untied output of V rows is the head."""
+        """Return each parameter's kind by what holds it: tables are embeddings, an untied output of
+        V rows is the head.
+        """
         kinds: dict[str, ParameterKind] = {}
         for name, parameter in self.named_parameters():
             holder = self.get_submodule(name.rpartition(".")[0])
@@ -181,8 +188,9 @@ def _loss_of_logits(
 def adapt(build: Callable[..., nn.Module], *, limit: str | None = None) -> type[LanguageModel]:
     """Return the model that `build` makes, for `model.kind=my_module:MODEL`.
 
-    `build` is called with the keys under `model.`: its parameters, of which `vocab_size` is one and all others have a default. `limit`
-    names the one that says how many tokens the module takes in a row, such as block_size; None: any number.
+    `build` is called with the keys under `model.`: its parameters, of which `vocab_size` is one and
+    all others have a default. `limit` names the one that says how many tokens the module takes in a
+    row, such as block_size; None: any number.
     Raises: ConfigError when the parameters of `build` are others.
     """
     parameters = inspect.signature(build, eval_str=True).parameters

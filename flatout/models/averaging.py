@@ -1,7 +1,9 @@
-"""Averages of several tokens, for a recurrence that takes coarser steps: groups of `scale` tokens that restart at every document.
+"""Averages of several tokens, for a recurrence that takes coarser steps: groups of `scale` tokens
+that restart at every document.
 
 A group is known from its last token on. What is left over at the end of a document makes no group.
-Letters: B rows, T tokens, N groups that a row has room for, S tokens of a group (the scale), E components.
+Letters: B rows, T tokens, N groups that a row has room for, S tokens of a group (the scale), E
+         components.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from flatout.ops import at_least_fp32
 
 @dataclass(frozen=True)
 class Groups:
-    """Where the groups of packed documents are. A row has room for T // S of them, filled from the left: no shape depends on the documents."""
+    """Where the groups of packed documents are. A row has room for T // S of them, filled from the
+    left: no shape depends on the documents.
+    """
 
     row: Tensor
     """Each row's own number (B, 1)."""
@@ -27,7 +31,9 @@ class Groups:
     document: Tensor
     """The document of each group (B, N), counted from 1 in its row; 0 where there is no group."""
     known: Tensor
-    """The last group that is complete with each token, times S, plus the tokens since (B, T): no two tokens share a number."""
+    """The last group that is complete with each token, times S, plus the tokens since (B, T): no
+    two tokens share a number.
+    """
     is_known: Tensor
     """Whether there is such a group in the token's own document (B, T)."""
 
@@ -59,9 +65,11 @@ class Groups:
 
 
 def averaged(drive_BTE: Tensor, scale: int, groups: Groups | None) -> Tensor:
-    """Return the mean of every group, at least in fp32; zero where a row has room for one and there is none.
+    """Return the mean of every group, at least in fp32; zero where a row has room for one and there
+    is none.
 
-    Shapes:  drive_BTE (B, T, E); groups None where a row is one document: its groups then follow each other from its first token on.
+    Shapes:  drive_BTE (B, T, E); groups None where a row is one document: its groups then follow
+             each other from its first token on.
     Returns: means_BNE, N = T // scale.
     """
     drive_BTE = at_least_fp32(drive_BTE)
@@ -73,7 +81,8 @@ def averaged(drive_BTE: Tensor, scale: int, groups: Groups | None) -> Tensor:
 
 
 def spread(states_BNE: Tensor, scale: int, groups: Groups) -> Tensor:
-    """Return, for each token, the state of the last group of its document that is complete with it; zero before the first.
+    """Return, for each token, the state of the last group of its document that is complete with it;
+    zero before the first.
 
     Shapes:  states_BNE (B, N, E).
     Returns: known_BTE.
@@ -83,7 +92,8 @@ def spread(states_BNE: Tensor, scale: int, groups: Groups) -> Tensor:
 
 
 def repeated(states_BNE: Tensor, scale: int) -> Tensor:
-    """Return every state `scale` times over, one after the other. Backward is a sum in one order, unlike that of an index that repeats.
+    """Return every state `scale` times over, one after the other. Backward is a sum in one order,
+    unlike that of an index that repeats.
 
     Shapes:  states_BNE (B, N, E).
     Returns: (B, N * scale, E).

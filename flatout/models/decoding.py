@@ -1,4 +1,5 @@
-"""Going on with a text: what a model keeps of the tokens it has read, so that one token more costs one token's work.
+"""Going on with a text: what a model keeps of the tokens it has read, so that one token more costs
+one token's work.
 
 Letters: B rows, T tokens, V vocabulary, G key and value heads, S places for keys, C head size.
 """
@@ -16,9 +17,11 @@ from flatout.errors import ShapeError
 
 
 class Decoder(ABC):
-    """A text that a model reads piece by piece; after each piece it says what comes next. `LanguageModel.decoder` makes one.
+    """A text that a model reads piece by piece; after each piece it says what comes next.
+    `LanguageModel.decoder` makes one.
 
-    What is kept in between is the model's affair: keys and values, a recurrent state of constant size, or the tokens alone.
+    What is kept in between is the model's affair: keys and values, a recurrent state of constant
+    size, or the tokens alone.
     """
 
     max_tokens: int | None
@@ -38,7 +41,8 @@ class Decoder(ABC):
     @final
     @torch.no_grad()
     def read(self, tokens_BT: Tensor) -> Tensor:
-        """Read more of the text, and return the scores of the token that follows: those of a whole pass over all that was read.
+        """Read more of the text, and return the scores of the token that follows: those of a whole
+        pass over all that was read.
 
         Shapes:  tokens_BT (B, T) integers, T at least 1; every call has the same rows.
         Returns: logits_BV.
@@ -56,7 +60,8 @@ class Decoder(ABC):
 
     @abstractmethod
     def scores_after(self, tokens_BT: Tensor) -> Tensor:
-        """Read on, and return the scores of what follows; `num_tokens` is still the count of the tokens before these.
+        """Read on, and return the scores of what follows; `num_tokens` is still the count of the
+        tokens before these.
 
         Shapes:  tokens_BT (B, T) integers.
         Returns: logits_BV.
@@ -65,7 +70,9 @@ class Decoder(ABC):
 
 @final
 class Recomputing(Decoder):
-    """Keeps the tokens and computes them all for each one more: right for every model, at the cost of a whole pass a token."""
+    """Keeps the tokens and computes them all for each one more: right for every model, at the cost
+    of a whole pass a token.
+    """
 
     def __init__(self, next_logits: Callable[[Tensor], Tensor], max_tokens: int) -> None:
         super().__init__(max_tokens)
@@ -84,12 +91,15 @@ class Recomputing(Decoder):
 
 @final
 class KeyValueCache:
-    """Keys and values of the last `size` tokens of one attention layer, in memory that is taken once, at the first use.
+    """Keys and values of the last `size` tokens of one attention layer, in memory that is taken
+    once, at the first use.
 
-    The token at position p lies at place p modulo `size`: until that many have come the places are in order, afterwards each
-    new token takes the place of the oldest. Keys are kept as the scores need them, turned by their positions.
+    The token at position p lies at place p modulo `size`: until that many have come the places are
+    in order, afterwards each new token takes the place of the oldest. Keys are kept as the scores
+    need them, turned by their positions.
 
-    Memory: 2 B G size C elements of the keys' dtype. All layers of GPT-2 124M hold 36 MiB a row at 1,024 tokens in bf16.
+    Memory: 2 B G size C elements of the keys' dtype. All layers of GPT-2 124M hold 36 MiB a row at
+            1,024 tokens in bf16.
     """
 
     def __init__(self, size: int) -> None:
@@ -97,11 +107,13 @@ class KeyValueCache:
         self._kept_2BGSC: Tensor | None = None
 
     def extend(self, k_BGTC: Tensor, v_BGTC: Tensor, start: int) -> tuple[Tensor, Tensor]:
-        """Keep the keys and values of the tokens from position `start` on, and return those that the new tokens may see.
+        """Keep the keys and values of the tokens from position `start` on, and return those that
+        the new tokens may see.
 
         Shapes:  k_BGTC, v_BGTC (B, G, T, C).
-        Returns: (k_BGSC, v_BGSC): up to `size` tokens before the new ones and they themselves, in order; for one new token
-                 the last `size`, itself included, in any order, which one query cannot tell.
+        Returns: (k_BGSC, v_BGSC): up to `size` tokens before the new ones and they themselves, in
+                 order; for one new token the last `size`, itself included, in any order, which one
+                 query cannot tell.
         """
         new_2BGTC = torch.stack((k_BGTC, v_BGTC))
         if self._kept_2BGSC is None:

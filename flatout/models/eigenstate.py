@@ -1,6 +1,8 @@
-"""Temporal eigenstate network: a diagonal linear recurrence in place of attention. Work grows with the tokens, memory of a text does not.
+"""Temporal eigenstate network: a diagonal linear recurrence in place of attention. Work grows with
+the tokens, memory of a text does not.
 
-Letters: B rows, T tokens, D width, V vocabulary, L layers, K eigenstates, E = 2 K, H heads of resonance, F width inside the MLP.
+Letters: B rows, T tokens, D width, V vocabulary, L layers, K eigenstates, E = 2 K, H heads of
+         resonance, F width inside the MLP.
 """
 
 from __future__ import annotations
@@ -36,11 +38,15 @@ INIT_STD = 0.02
 GATE_BIAS = -2.0
 """A fresh gate lets an eighth through, so that a block begins close to doing nothing."""
 AUTO_CHUNK = {"cpu": 32, "cuda": 128}
-"""Tokens of a chunk that suit a device: products with small matrices are slow on a GPU, and large ones are more work on a CPU."""
+"""Tokens of a chunk that suit a device: products with small matrices are slow on a GPU, and large
+ones are more work on a CPU.
+"""
 LEAN_CHUNK = 64
 """Tokens of a chunk whose matrices of powers are small beside the states."""
 GOLDEN = (math.sqrt(5) - 1) / 2
-"""Multiples of this share of a circle stay apart from each other and from zero, however many there are."""
+"""Multiples of this share of a circle stay apart from each other and from zero, however many there
+are.
+"""
 UNLIMITED = 2**40
 """Tokens in a row that it takes: more than there are."""
 
@@ -57,13 +63,21 @@ class EigenstateConfig(LanguageModelConfig):
     num_heads: int = Field(4, ge=1)
     """Groups of eigenstates that are coupled among themselves (H), a divisor of num_eigenstates."""
     chunk_size: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
-    """Tokens that the fast recurrence takes at once; auto takes 32 on a CPU and 128 on a GPU, wherever the run is. It changes no result."""
+    """Tokens that the fast recurrence takes at once; auto takes 32 on a CPU and 128 on a GPU,
+    wherever the run is. It changes no result.
+    """
     eigenvalues: Literal["fixed", "selective"] = "fixed"
-    """fixed (learned, one for all tokens) or selective (how long an eigenstate remembers depends on the token)."""
+    """fixed (learned, one for all tokens) or selective (how long an eigenstate remembers depends on
+    the token).
+    """
     scales: tuple[int, ...] = (1,)
-    """Tokens that are averaged before a recurrence sees them, for each of several beside each other: [1, 2, 4, 8] is the hierarchical form."""
+    """Tokens that are averaged before a recurrence sees them, for each of several beside each
+    other: [1, 2, 4, 8] is the hierarchical form.
+    """
     initialisation: Literal["long-memory", "published"] = "long-memory"
-    """long-memory (time constants log-uniform up to `memory` tokens) or published (a factor of at most one half: 7 tokens)."""
+    """long-memory (time constants log-uniform up to `memory` tokens) or published (a factor of at
+    most one half: 7 tokens).
+    """
     memory: int | None = Field(None, ge=2)
     """Longest time constant of a fresh model, in tokens; None takes data.seq_len."""
     d_ff: int | None = Field(None, ge=1)
@@ -144,9 +158,11 @@ class Eigenstate(LanguageModel):
         return UNLIMITED
 
     def decoder(self, max_tokens: int | None = None) -> Decoder:
-        """Return a reader of one text a row that carries each layer's state: constant memory and no limit, however long the text.
+        """Return a reader of one text a row that carries each layer's state: constant memory and no
+        limit, however long the text.
 
-        Memory: 2 L B K fp32 numbers for each of `model.scales`, and the drive of as many tokens as the largest of them.
+        Memory: 2 L B K fp32 numbers for each of `model.scales`, and the drive of as many tokens as
+                the largest of them.
         """
         return Carrying(self)
 
@@ -168,10 +184,11 @@ class Eigenstate(LanguageModel):
         return self.final_norm(hidden_BTD), output.weight
 
     def init_weights(self) -> None:
-        """Fill every parameter anew: matrices normal(0, 0.02), biases 0, norms 1, gates' biases -2, eigenvalues as `model.initialisation` says.
+        """Fill every parameter anew: matrices normal(0, 0.02), biases 0, norms 1, gates' biases -2,
+        eigenvalues as `model.initialisation` says.
 
-        The two matrices of a block that add to the hidden states get 0.02 / sqrt(2 L), as in GPT-2; the drive's, which follows a norm,
-        gets 1 / sqrt(D): a drive of unit variance at any width.
+        The two matrices of a block that add to the hidden states get 0.02 / sqrt(2 L), as in GPT-2;
+        the drive's, which follows a norm, gets 1 / sqrt(D): a drive of unit variance at any width.
         """
         added_std = INIT_STD / math.sqrt(2 * self.config.num_layers)
         stds = {
@@ -196,9 +213,11 @@ class Eigenstate(LanguageModel):
                 module.init_eigenvalues(self.config)
 
     def flops_per_token(self, seq_len: int) -> Flops:
-        """Return the training FLOPs a token: 6 N over the hidden matrices and the head, whatever the length of the window.
+        """Return the training FLOPs a token: 6 N over the hidden matrices and the head, whatever
+        the length of the window.
 
-        The coupling of eigenstates is multiplied with real and imaginary parts. The recurrence itself is no matrix product by its definition.
+        The coupling of eigenstates is multiplied with real and imaginary parts. The recurrence
+        itself is no matrix product by its definition.
         """
         config = self.config
         kinds = self.parameter_kinds()
@@ -211,7 +230,9 @@ class Eigenstate(LanguageModel):
         return Flops(palm=total, causal_exact=Fraction(total))
 
     def parameter_kinds(self) -> dict[str, ParameterKind]:
-        """Return the kind of every parameter by its name; eigenvalues are vectors, a tied head is an embedding."""
+        """Return the kind of every parameter by its name; eigenvalues are vectors, a tied head is
+        an embedding.
+        """
         return {name: kind_by_name(name, parameter) for name, parameter in self.named_parameters()}
 
     def stacked_rows(self) -> dict[str, tuple[int, ...]]:
@@ -250,7 +271,8 @@ class Block(nn.Module):
         )
 
     def decode(self, hidden_BTD: Tensor, carried: list[Carried], start: int) -> Tensor:
-        """Return the hidden states after this block of tokens that go on from what is carried, and carry on.
+        """Return the hidden states after this block of tokens that go on from what is carried, and
+        carry on.
 
         Shapes:  hidden_BTD (B, T, D), at the positions from `start` on.
         Returns: hidden_BTD.
@@ -308,7 +330,9 @@ class Recurrence(nn.Module):
         )
 
     def _told(self, hidden_BTD: Tensor, remembering: list[Callable[..., Tensor]]) -> Tensor:
-        """Go from the hidden states to the drive, through each memory, and back. A pace says how much faster than usual it forgets: 0 to 2 times."""
+        """Go from the hidden states to the drive, through each memory, and back. A pace says how
+        much faster than usual it forgets: 0 to 2 times.
+        """
         pace_BTK = (
             None
             if self.selection is None
@@ -332,9 +356,8 @@ class Recurrence(nn.Module):
         states_BTE = coupled(states_BTE, weights.coupling)
         if states_BTE.dtype.itemsize > hidden_BTD.dtype.itemsize:
             states_BTE = states_BTE.to(hidden_BTD.dtype)
-        return self.gate(hidden_BTD).sigmoid() * self.ops.linear(
-            states_BTE, weights.output, self.output.bias
-        )  # type: ignore[no-any-return]
+        gate_BTD: Tensor = self.gate(hidden_BTD).sigmoid()
+        return gate_BTD * self.ops.linear(states_BTE, weights.output, self.output.bias)
 
 
 @dataclass
@@ -348,7 +371,9 @@ class Carried:
 
 
 class Memory(nn.Module):
-    """Eigenstates that are driven by every `scale` tokens' average, and known from the last of these tokens on."""
+    """Eigenstates that are driven by every `scale` tokens' average, and known from the last of
+    these tokens on.
+    """
 
     def __init__(self, config: EigenstateConfig, scale: int, ops: Ops) -> None:
         super().__init__()
@@ -356,9 +381,13 @@ class Memory(nn.Module):
         self.chunk_size = config.chunk_size
         self.ops = ops
         self.log_rate = nn.Parameter(torch.zeros(config.num_eigenstates))
-        """Logarithm of what is forgotten a step: |eigenvalue| = exp(-exp(log_rate)), below 1 whatever is learned."""
+        """Logarithm of what is forgotten a step: |eigenvalue| = exp(-exp(log_rate)), below 1
+        whatever is learned.
+        """
         self.detuning = nn.Parameter(torch.zeros(config.num_eigenstates))
-        """Angle beyond the eigenstate's place on the circle, in units of what is forgotten a step: see `eigenvalues`."""
+        """Angle beyond the eigenstate's place on the circle, in units of what is forgotten a step:
+        see `eigenvalues`.
+        """
 
     @torch.no_grad()
     def init_eigenvalues(self, config: EigenstateConfig) -> None:
@@ -379,7 +408,8 @@ class Memory(nn.Module):
     ) -> Tensor:
         """Return the states that each token may know of, the drive multiplied by `gain`.
 
-        Shapes:  drive_BTE (B, T, E); gain (K,) or (B, T, K), None is 1; eigenvalues as `eigenvalues` returns them; doc_ids_BT (B, T) integers.
+        Shapes:  drive_BTE (B, T, E); gain (K,) or (B, T, K), None is 1; eigenvalues as
+                 `eigenvalues` returns them; doc_ids_BT (B, T) integers.
         Returns: states_BTE, in the type that `ops.scan` gives.
         """
         tokens = drive_BTE.shape[1]
@@ -404,9 +434,11 @@ class Memory(nn.Module):
         carried: Carried,
         start: int,
     ) -> Tensor:
-        """Return the same for tokens that go on from what is carried, and carry on; at least in fp32, whatever `ops.scan` would give.
+        """Return the same for tokens that go on from what is carried, and carry on; at least in
+        fp32, whatever `ops.scan` would give.
 
-        Shapes:  drive_BTE (B, T, E), at the positions from `start` on; gain and eigenvalues as in `forward`.
+        Shapes:  drive_BTE (B, T, E), at the positions from `start` on; gain and eigenvalues as in
+                 `forward`.
         Returns: states_BTE.
         """
         tokens = drive_BTE.shape[1]
@@ -429,10 +461,12 @@ class Memory(nn.Module):
         return drive_BTE if self.scale == 1 else averaged(drive_BTE, self.scale, None)
 
     def eigenvalues(self, pace_BTK: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return logarithms of magnitudes, and angles. Angles are places all round the circle, moved in units of what is forgotten a step.
+        """Return logarithms of magnitudes, and angles. Angles are places all round the circle,
+        moved in units of what is forgotten a step.
 
-        Were they learned in radians, one step of an optimiser would turn what was said long ago by whole circles. An angle near zero
-        would add up what every token says alike, and drown what one of them said.
+        Were they learned in radians, one step of an optimiser would turn what was said long ago by
+        whole circles. An angle near zero would add up what every token says alike, and drown what
+        one of them said.
 
         Shapes:  pace_BTK (B, T, K), None is 1.
         Returns: (log_decay, angle), both (K,), or (B, T, K) with a pace.
@@ -469,7 +503,9 @@ class Memory(nn.Module):
     def _known(
         self, states_BNE: Tensor, before_BE: Tensor | None, start: int, tokens: int
     ) -> Tensor:
-        """For each token from `start` on, the state of the last group that is complete with it; `before_BE`, or zero, before the first."""
+        """For each token from `start` on, the state of the last group that is complete with it;
+        `before_BE`, or zero, before the first.
+        """
         if self.scale == 1:
             return states_BNE
         first_BE = (
@@ -491,7 +527,8 @@ class Carrying(Decoder):
         self._carried = [[Carried() for _ in model.config.scales] for _ in model.blocks]
 
     def scores_after(self, tokens_BT: Tensor) -> Tensor:
-        """Return the scores after these tokens, from them and from the states that those before left.
+        """Return the scores after these tokens, from them and from the states that those before
+        left.
 
         Shapes:  tokens_BT (B, T) integers.
         Returns: logits_BV.

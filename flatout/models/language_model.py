@@ -1,4 +1,5 @@
-"""What every language model is: one forward that holds the loss, made of parts that can be taken apart.
+"""What every language model is: one forward that holds the loss, made of parts that can be taken
+apart.
 
 Letters: B rows, T tokens, D width, V vocabulary.
 """
@@ -24,15 +25,21 @@ from flatout.ops.cross_entropy import capped
 from flatout.registry import MODELS
 
 ParameterKind = Literal["hidden", "embedding", "head", "vector"]
-"""hidden: a matrix between activations; embedding: a table of rows; head: the output weight; vector: a norm or a bias."""
+"""hidden: a matrix between activations; embedding: a table of rows; head: the output weight;
+vector: a norm or a bias.
+"""
 
 
 @dataclass(frozen=True)
 class Flops:
-    """Training FLOPs a token: the forward pass and its backward pass, which costs twice as much. Matrix products only."""
+    """Training FLOPs a token: the forward pass and its backward pass, which costs twice as much.
+    Matrix products only.
+    """
 
     palm: int
-    """Every query against all T keys: the convention MFU is usually given in (Chowdhery et al. 2022, arXiv:2204.02311, appendix B)."""
+    """Every query against all T keys: the convention MFU is usually given in (Chowdhery et al.
+    2022, arXiv:2204.02311, appendix B).
+    """
     causal_exact: Fraction
     """Every query against the keys it may see: the least a causal model can do."""
 
@@ -45,11 +52,15 @@ class LanguageModelConfig(Section):
     logit_softcap: float | None = Field(None, gt=0)
     """Logits are held within plus and minus this by a tanh; None leaves them."""
     z_loss: float = Field(0.0, ge=0)
-    """Weight in training of the square of the logarithm of the softmax's denominator; a small one, such as 1e-4, keeps logits from drifting."""
+    """Weight in training of the square of the logarithm of the softmax's denominator; a small one,
+    such as 1e-4, keeps logits from drifting.
+    """
 
 
 class LanguageModel(nn.Module, ABC):
-    """Embedding, blocks, head. `forward` contains the loss and is the only thing that is compiled, wrapped and called in training."""
+    """Embedding, blocks, head. `forward` contains the loss and is the only thing that is compiled,
+    wrapped and called in training.
+    """
 
     Config: ClassVar[type[LanguageModelConfig]]
     """The model's own configuration keys."""
@@ -57,7 +68,9 @@ class LanguageModel(nn.Module, ABC):
     blocks: nn.ModuleList
     """Called in order, each as block(hidden_BTD, doc_ids_BT) -> hidden_BTD."""
     compiler_options: Mapping[str, bool] = MappingProxyType({})
-    """What the compiler is asked for besides, where the model is compiled: options of torch.compile's own backend."""
+    """What the compiler is asked for besides, where the model is compiled: options of
+    torch.compile's own backend.
+    """
 
     def __init__(self, config: LanguageModelConfig, ops: Ops) -> None:
         super().__init__()
@@ -66,7 +79,8 @@ class LanguageModel(nn.Module, ABC):
 
     @classmethod
     def check(cls, values: Mapping[str, Any], *, seq_len: int) -> LanguageModelConfig:
-        """Return the checked configuration of this model from the keys under `model.`, for windows of `seq_len` tokens.
+        """Return the checked configuration of this model from the keys under `model.`, for windows
+        of `seq_len` tokens.
 
         Raises: ConfigError naming the key, and the nearest known one when it is unknown.
         """
@@ -78,14 +92,17 @@ class LanguageModel(nn.Module, ABC):
     @classmethod
     @abstractmethod
     def fitted(cls, config: Any, seq_len: int) -> LanguageModelConfig:
-        """Return the configuration with what it leaves open settled for windows of `seq_len` tokens.
+        """Return the configuration with what it leaves open settled for windows of `seq_len`
+        tokens.
 
         Raises: ConfigError with the key to set when the model could not hold such a window.
         """
 
     @classmethod
     def leanest(cls, config: Any) -> Mapping[str, Any]:
-        """Return the keys whose values take more memory than they must and change no result, with values that take little."""
+        """Return the keys whose values take more memory than they must and change no result, with
+        values that take little.
+        """
         return {}
 
     @classmethod
@@ -110,7 +127,8 @@ class LanguageModel(nn.Module, ABC):
     ) -> tuple[Tensor, Tensor]:
         """Return the summed loss of the targets and how many of them counted.
 
-        Shapes:  tokens_BT (B, T) integers; targets_BT (B, T) int64, -1 where nothing is to be predicted; doc_ids_BT (B, T) integers.
+        Shapes:  tokens_BT (B, T) integers; targets_BT (B, T) int64, -1 where nothing is to be
+                 predicted; doc_ids_BT (B, T) integers.
         Returns: (loss_sum, num_valid), as `flatout.ops.cross_entropy.reference`.
         """
         hidden_BTD, weight_VD = self.head(self._through_blocks(tokens_BT, doc_ids_BT))
@@ -120,7 +138,8 @@ class LanguageModel(nn.Module, ABC):
         )
 
     def logits(self, tokens_BT: Tensor, doc_ids_BT: Tensor | None = None) -> Tensor:
-        """Return the scores of every next token at every position; for sampling and tests, never in training.
+        """Return the scores of every next token at every position; for sampling and tests, never in
+        training.
 
         Shapes:  tokens_BT (B, T) integers; doc_ids_BT (B, T) integers.
         Returns: logits_BTV.
@@ -129,7 +148,8 @@ class LanguageModel(nn.Module, ABC):
         return capped(nn.functional.linear(hidden_BTD, weight_VD), self.config.logit_softcap)
 
     def next_logits(self, tokens_BT: Tensor) -> Tensor:
-        """Return the scores of the token after the last: `logits` without the positions sampling throws away.
+        """Return the scores of the token after the last: `logits` without the positions sampling
+        throws away.
 
         Shapes:  tokens_BT (B, T) integers.
         Returns: logits_BV.
@@ -146,10 +166,12 @@ class LanguageModel(nn.Module, ABC):
         return capped(nn.functional.linear(hidden_B1D[:, 0], weight_VD), self.config.logit_softcap)
 
     def decoder(self, max_tokens: int | None = None) -> Decoder:
-        """Return a reader of one text a row, of at most `max_tokens` tokens; None is as many as the model takes.
+        """Return a reader of one text a row, of at most `max_tokens` tokens; None is as many as the
+        model takes.
 
-        This one works for any model and computes every token anew for each. A model that can keep what it has read returns a
-        decoder of its own; one with a recurrent state need not limit how much it reads.
+        This one works for any model and computes every token anew for each. A model that can keep
+        what it has read returns a decoder of its own; one with a recurrent state need not limit how
+        much it reads.
         """
         return Recomputing(self.next_logits, self.at_most(max_tokens))
 
@@ -174,7 +196,8 @@ class LanguageModel(nn.Module, ABC):
 
     @abstractmethod
     def head(self, hidden_BTD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the normalised hidden states and the output weight; the loss multiplies them, so that whole logits need not exist.
+        """Return the normalised hidden states and the output weight; the loss multiplies them, so
+        that whole logits need not exist.
 
         Shapes:  hidden_BTD (B, T, D).
         Returns: (hidden_BTD, weight_VD).
@@ -182,7 +205,9 @@ class LanguageModel(nn.Module, ABC):
 
     @abstractmethod
     def init_weights(self) -> None:
-        """Fill every parameter anew from torch's generator; a model made on the meta device needs it after `to_empty`."""
+        """Fill every parameter anew from torch's generator; a model made on the meta device needs
+        it after `to_empty`.
+        """
 
     @property
     @abstractmethod
@@ -198,12 +223,15 @@ class LanguageModel(nn.Module, ABC):
         """Return the kind of every parameter by its name."""
 
     def stacked_rows(self) -> dict[str, tuple[int, ...]]:
-        """Return, for each hidden matrix that is several stacked ones, the rows of each: what treats a matrix as a whole splits it so."""
+        """Return, for each hidden matrix that is several stacked ones, the rows of each: what
+        treats a matrix as a whole splits it so.
+        """
         return {}
 
 
 def kind_by_name(name: str, parameter: Tensor) -> ParameterKind:
-    """Return what a parameter is where names follow the house: tables end in `embedding`, the untied output is `unembedding`.
+    """Return what a parameter is where names follow the house: tables end in `embedding`, the
+    untied output is `unembedding`.
 
     Shapes:  parameter any.
     """
@@ -215,7 +243,9 @@ def kind_by_name(name: str, parameter: Tensor) -> ParameterKind:
 
 
 def _of_another_kind(error: ValidationError) -> ConfigError | None:
-    """The answer to keys of another model of the registry: as when `model.kind` is stated over a recipe for that one."""
+    """The answer to keys of another model of the registry: as when `model.kind` is stated over a
+    recipe for that one.
+    """
     unknown = [str(one["loc"][0]) for one in error.errors() if one["type"] == "extra_forbidden"]
     others = [
         kind

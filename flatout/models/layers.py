@@ -1,6 +1,7 @@
 """Parts that models share: norms, rotary positions, attention, MLPs, the pre-norm block.
 
-Letters: B rows, T tokens, D width, H query heads, G key and value heads, C head size, F width inside the MLP, E = H C.
+Letters: B rows, T tokens, D width, H query heads, G key and value heads, C head size, F width
+         inside the MLP, E = H C.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from flatout.ops.heads import rms_normed
 
 
 class Linear(nn.Linear):
-    """torch's linear layer with its product from `ops.linear`; its weights are the model's to fill, not drawn twice."""
+    """torch's linear layer with its product from `ops.linear`; its weights are the model's to fill,
+    not drawn twice.
+    """
 
     def __init__(
         self,
@@ -38,7 +41,8 @@ class Linear(nn.Linear):
         """Leave the weights to `LanguageModel.init_weights`."""
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return the activations times the weight, plus the bias, through this layer's activation if it has one.
+        """Return the activations times the weight, plus the bias, through this layer's activation
+        if it has one.
 
         Shapes:  hidden (..., width_in).
         Returns: (..., width_out).
@@ -54,7 +58,8 @@ class Embedding(nn.Embedding):
 
 
 class LayerNorm(nn.Module):
-    """Subtract the mean, divide by the standard deviation, scale, and shift if there is a bias; in fp32, returned in the input's dtype.
+    """Subtract the mean, divide by the standard deviation, scale, and shift if there is a bias; in
+    fp32, returned in the input's dtype.
 
     Source: Ba et al. 2016, arXiv:1607.06450.
     """
@@ -77,7 +82,8 @@ class LayerNorm(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """Divide by the root of the mean square plus `eps`, and scale; in fp32, returned in the input's dtype.
+    """Divide by the root of the mean square plus `eps`, and scale; in fp32, returned in the input's
+    dtype.
 
     Source: Zhang and Sennrich 2019, arXiv:1910.07467.
     """
@@ -97,10 +103,11 @@ class RMSNorm(nn.Module):
 
 
 class Rotary(nn.Module):
-    """Turn pairs of a head's components by an angle that grows with the position, so that scores depend on distance alone.
+    """Turn pairs of a head's components by an angle that grows with the position, so that scores
+    depend on distance alone.
 
-    Component i is paired with i + C/2. The tables follow from the sizes: they are fp32 whatever the model's dtype, made anew
-    wherever the model is moved, and stand in no checkpoint.
+    Component i is paired with i + C/2. The tables follow from the sizes: they are fp32 whatever the
+    model's dtype, made anew wherever the model is moved, and stand in no checkpoint.
 
     Source: Su et al. 2021, arXiv:2104.09864.
     """
@@ -119,7 +126,9 @@ class Rotary(nn.Module):
             self.register_buffer(name, table, persistent=False)
 
     def _tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Cosines twice over, and sines with the first half negated: what a vector and its swapped halves are multiplied by."""
+        """Cosines twice over, and sines with the first half negated: what a vector and its swapped
+        halves are multiplied by.
+        """
         exponent = (
             torch.arange(0, self.head_dim, 2, device=device, dtype=torch.float64) / self.head_dim
         )
@@ -146,7 +155,9 @@ class Rotary(nn.Module):
 
 
 class Attention(nn.Module):
-    """Queries, keys and values from one matrix, through `ops.attention`, and back to the model's width."""
+    """Queries, keys and values from one matrix, through `ops.attention`, and back to the model's
+    width.
+    """
 
     def __init__(
         self,
@@ -183,7 +194,8 @@ class Attention(nn.Module):
         return self._gathered(*self._heads(hidden_BTD), doc_ids_BT)
 
     def decode(self, hidden_BTD: Tensor, cache: KeyValueCache, start: int) -> Tensor:
-        """Return what each token gathers from itself and from those before it, whose keys and values the cache keeps.
+        """Return what each token gathers from itself and from those before it, whose keys and
+        values the cache keeps.
 
         Shapes:  hidden_BTD (B, T, D), at the positions from `start` on.
         Returns: hidden_BTD.
@@ -344,7 +356,8 @@ class Block(nn.Module):
 
 
 def dropped(hidden_BTD: Tensor, share: float, training: bool) -> Tensor:
-    """Return the hidden states with a share of components zeroed and the rest scaled up; untouched outside training.
+    """Return the hidden states with a share of components zeroed and the rest scaled up; untouched
+    outside training.
 
     Shapes:  hidden_BTD (B, T, D).
     Returns: hidden_BTD.

@@ -1,8 +1,11 @@
-"""Weights of 32 bits in two parts: their bfloat16, which products read as it is, and what rounding to it took off.
+"""Weights of 32 bits in two parts: their bfloat16, which products read as it is, and what rounding
+to it took off.
 
-Under autocast a weight is rounded to bfloat16 for every product, in every micro-batch, and the rounded copy is kept for backward.
-Here the rounded weight is the weight; the other 16 bits lie beside it, for everything that needs them: the optimiser's update,
-rows of an embedding, a checkpoint. Nothing but the storage changes: to all code it is a tensor of fp32, and so is its gradient.
+Under autocast a weight is rounded to bfloat16 for every product, in every micro-batch, and the
+rounded copy is kept for backward. Here the rounded weight is the weight; the other 16 bits lie
+beside it, for everything that needs them: the optimiser's update, rows of an embedding, a
+checkpoint. Nothing but the storage changes: to all code it is a tensor of fp32, and so is its
+gradient.
 """
 
 from __future__ import annotations
@@ -24,7 +27,9 @@ from flatout.ops.split import join as join
 from flatout.ops.split import split as split
 
 JOINED_AT_ONCE = 2**24
-"""Weights of which an update of many tensors holds the fp32 value at once, in number: enough for full rate, 64 MiB."""
+"""Weights of which an update of many tensors holds the fp32 value at once, in number: enough for
+full rate, 64 MiB.
+"""
 
 _aten = torch.ops.aten
 _ALIKE_IN_BOTH_PARTS = {
@@ -54,9 +59,10 @@ def _own_digest() -> str:
 class SplitTensor(Tensor):
     """An fp32 tensor that lies in memory as `high` (bfloat16) and `low` (int16).
 
-    A conversion to bfloat16 is `high` itself. Rows of an embedding are looked up in both and joined. What only moves numbers is done
-    to both. Torch's fused AdamW is one kernel on a GPU (`flatout.ops.split_update`). All else is done to the joined fp32 tensor, and
-    what that writes is split again.
+    A conversion to bfloat16 is `high` itself. Rows of an embedding are looked up in both and
+    joined. What only moves numbers is done to both. Torch's fused AdamW is one kernel on a GPU
+    (`flatout.ops.split_update`). All else is done to the joined fp32 tensor, and what that writes
+    is split again.
     """
 
     high: Tensor
@@ -90,7 +96,9 @@ class SplitTensor(Tensor):
         return SplitTensor(parts["high"], parts["low"])
 
     def _stable_hash_for_caching(self) -> str:
-        """Return what torch's compiler files its results under: what it compiled for another version of these files is not for this one."""
+        """Return what torch's compiler files its results under: what it compiled for another
+        version of these files is not for this one.
+        """
         return _own_digest()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -137,7 +145,8 @@ class SplitTensor(Tensor):
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return a split tensor joined, on the CPU, where it takes no memory of the device; any other tensor itself.
+    """Return a split tensor joined, on the CPU, where it takes no memory of the device; any other
+    tensor itself.
 
     Shapes:  any.
     """
@@ -149,9 +158,11 @@ def whole(tensor: Tensor) -> Tensor:
 def decay_and_add(
     weights: Sequence[Tensor], steps: Sequence[Tensor], *, kept: float, alpha: float
 ) -> None:
-    """Replace each weight by kept * weight + alpha * step, in place; a split weight is read and written once.
+    """Replace each weight by kept * weight + alpha * step, in place; a split weight is read and
+    written once.
 
-    Shapes:  one tensor each in both lists, of one shape; weights are split or plain, and plain ones of their steps' type.
+    Shapes:  one tensor each in both lists, of one shape; weights are split or plain, and plain ones
+             of their steps' type.
     """
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
     plain: list[tuple[Tensor, Tensor]] = []
@@ -171,7 +182,9 @@ def decay_and_add(
 
 
 def _after_adamw(args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[Any]:
-    """Update what the kernel of `split_update.adamw` can, of the tensors of torch's fused AdamW; return the arguments for the others."""
+    """Update what the kernel of `split_update.adamw` can, of the tensors of torch's fused AdamW;
+    return the arguments for the others.
+    """
     weights, gradients, exp_avgs, exp_avg_sqs, _, steps = args
     if (
         kwargs["amsgrad"]
@@ -202,7 +215,9 @@ def _after_adamw(args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[Any]:
 
 
 def _on_joined(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Carry out an operation on fp32 numbers; what it writes to goes back into its parts, and comes back as it was given."""
+    """Carry out an operation on fp32 numbers; what it writes to goes back into its parts, and comes
+    back as it was given.
+    """
     written: dict[int, tuple[SplitTensor, Tensor]] = {}
 
     def joined(value: Any) -> Any:
@@ -220,7 +235,9 @@ def _on_joined(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _in_pieces(args: Sequence[Any]) -> Iterator[list[Any]]:
-    """Cut the lists of an operation on many tensors into runs of bounded size; each of its lists has one entry a tensor, or none."""
+    """Cut the lists of an operation on many tensors into runs of bounded size; each of its lists
+    has one entry a tensor, or none.
+    """
     count = len(args[0])
     start, weights = 0, 0
     for stop, tensor in enumerate(args[0], start=1):
@@ -234,7 +251,9 @@ def _in_pieces(args: Sequence[Any]) -> Iterator[list[Any]]:
 
 
 def split_weights(model: LanguageModel, _mesh: Any) -> LanguageModel:
-    """Split every matrix of the model in place; norms, biases and eigenvalues are too few to matter."""
+    """Split every matrix of the model in place; norms, biases and eigenvalues are too few to
+    matter.
+    """
     kinds = model.parameter_kinds()
     for name, parameter in list(model.named_parameters()):
         if kinds[name] != "vector" and parameter.dtype == torch.float32:

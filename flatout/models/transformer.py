@@ -1,6 +1,7 @@
 """Decoder-only transformer: GPT-2 and Llama shapes, and what lies between, by configuration.
 
-Letters: B rows, T tokens, D width, V vocabulary, L layers, H query heads, G key and value heads, C head size, F width inside the MLP.
+Letters: B rows, T tokens, D width, V vocabulary, L layers, H query heads, G key and value heads, C
+         head size, F width inside the MLP.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ INIT_STD = 0.02
 
 
 class TransformerConfig(LanguageModelConfig):
-    """The model's shape. The defaults are small and plain; GPT-2 and Llama differ in the five keys from `norm` on."""
+    """The model's shape. The defaults are small and plain; GPT-2 and Llama differ in the five keys
+    from `norm` on.
+    """
 
     num_layers: int = Field(6, ge=1)
     """Blocks, each one attention and one MLP (L)."""
@@ -43,13 +46,17 @@ class TransformerConfig(LanguageModelConfig):
     head_dim: int | None = Field(None, ge=1)
     """Components of a head (C); None is d_model / num_heads."""
     d_ff: int | None = Field(None, ge=1)
-    """Width inside the MLP (F); None is 4 d_model, and 8/3 d_model up to the next multiple of 64 for swiglu."""
+    """Width inside the MLP (F); None is 4 d_model, and 8/3 d_model up to the next multiple of 64
+    for swiglu.
+    """
     max_seq_len: int | None = Field(None, ge=1)
     """Positions the model has; windows and prompts may be shorter. None takes data.seq_len."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     """layernorm or rmsnorm; before attention, before the MLP and after the last block."""
     positions: Literal["learned", "rotary"] = "rotary"
-    """learned (a vector a position, added to the embedding) or rotary (queries and keys are turned)."""
+    """learned (a vector a position, added to the embedding) or rotary (queries and keys are
+    turned).
+    """
     activation: Literal["gelu", "swiglu", "relu2"] = "gelu"
     """gelu (tanh formula), swiglu (gated SiLU) or relu2 (squared ReLU)."""
     bias: bool = False
@@ -61,7 +68,9 @@ class TransformerConfig(LanguageModelConfig):
     qk_norm: bool = False
     """RMSNorm on each query and key head, before rotary."""
     rms_norm_eps: float = Field(1e-5, gt=0)
-    """Added to the mean square in every RMSNorm, those of queries and keys included; many Llama-shaped checkpoints use 1e-6."""
+    """Added to the mean square in every RMSNorm, those of queries and keys included; many
+    Llama-shaped checkpoints use 1e-6.
+    """
     window: int | None = Field(None, ge=1)
     """Keys a query sees, its own included; None is all before it."""
     dropout: float = Field(0.0, ge=0, lt=1)
@@ -138,7 +147,8 @@ class Transformer(LanguageModel):
 
     @classmethod
     def fitted(cls, config: TransformerConfig, seq_len: int) -> TransformerConfig:
-        """Return the configuration with as many positions as a window has tokens, where it states none.
+        """Return the configuration with as many positions as a window has tokens, where it states
+        none.
 
         Raises: ConfigError when it states fewer.
         """
@@ -157,14 +167,17 @@ class Transformer(LanguageModel):
         return self.config.num_positions
 
     def decoder(self, max_tokens: int | None = None) -> Decoder:
-        """Return a reader of one text a row that keeps each layer's keys and values, those of its window where it has one.
+        """Return a reader of one text a row that keeps each layer's keys and values, those of its
+        window where it has one.
 
-        Memory: 2 L B G C elements a token, for at most `max_tokens` or model.window tokens; taken at the first read.
+        Memory: 2 L B G C elements a token, for at most `max_tokens` or model.window tokens; taken
+                at the first read.
         """
         return CachedTransformer(self, self.at_most(max_tokens))
 
     def embed(self, tokens_BT: Tensor, start: int = 0) -> Tensor:
-        """Return each token's vector, with its position's when positions are learned; the first position is `start`.
+        """Return each token's vector, with its position's when positions are learned; the first
+        position is `start`.
 
         Shapes:  tokens_BT (B, T) integers.
         Returns: hidden_BTD.
@@ -189,8 +202,9 @@ class Transformer(LanguageModel):
     def init_weights(self) -> None:
         """Fill every parameter anew: matrices normal(0, 0.02), biases 0, norms 1.
 
-        The two matrices of a block that add to the hidden states get 0.02 / sqrt(2 L), so that their sum over the blocks does not
-        grow with the number of them. Source: GPT-2 (Radford et al. 2019, section 2.3).
+        The two matrices of a block that add to the hidden states get 0.02 / sqrt(2 L), so that
+        their sum over the blocks does not grow with the number of them. Source: GPT-2 (Radford et
+        al. 2019, section 2.3).
         """
         residual_std = INIT_STD / math.sqrt(2 * self.config.num_layers)
         for name, parameter in self.named_parameters():
@@ -209,9 +223,11 @@ class Transformer(LanguageModel):
     def flops_per_token(self, seq_len: int) -> Flops:
         """Return the training FLOPs a token in windows of `seq_len`.
 
-        A weight of a matrix product costs 2 FLOPs forward and 4 backward: 6 N, N over the hidden matrices and the head, tied or not;
-        the embedding's look-up is no product. Scores and values cost 4 H C a visible key forward, 12 H C in training. The first
-        layer's input gradient counts in full, since the embedding below it is trained; so do the loss's products with the output weight.
+        A weight of a matrix product costs 2 FLOPs forward and 4 backward: 6 N, N over the hidden
+        matrices and the head, tied or not; the embedding's look-up is no product. Scores and values
+        cost 4 H C a visible key forward, 12 H C in training. The first layer's input gradient
+        counts in full, since the embedding below it is trained; so do the loss's products with the
+        output weight.
         """
         config = self.config
         counted = sum(
@@ -261,7 +277,8 @@ class CachedTransformer(Decoder):
         ]
 
     def scores_after(self, tokens_BT: Tensor) -> Tensor:
-        """Return the scores after these tokens, computed from them and from what is kept of those before.
+        """Return the scores after these tokens, computed from them and from what is kept of those
+        before.
 
         Shapes:  tokens_BT (B, T) integers.
         Returns: logits_BV.

@@ -1,4 +1,6 @@
-"""Tensor functions. Each file holds one plain reference and any number of fast variants that must match it."""
+"""Tensor functions. Each file holds one plain reference and any number of fast variants that must
+match it.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ class Ops:
 
 
 def variants(op: ModuleType) -> dict[str, Callable[..., Any]]:
-    """Return every function of `op` that can stand in for its `reference`: the public ones with the same signature, by name."""
+    """Return every function of `op` that can stand in for its `reference`: the public ones with the
+    same signature, by name.
+    """
     wanted = inspect.signature(op.reference)
     public = {
         name: value

@@ -18,7 +18,9 @@ from flatout.errors import ShapeError
 from flatout.ops import at_least_fp32, block_sparse, flash_attention_4, segments
 
 FEWEST_QUERIES = 8
-"""Below, rounding the factors costs more than their product: a model that writes one token at a time."""
+"""Below, rounding the factors costs more than their product: a model that writes one token at a
+time.
+"""
 MOST_KEYS = 512
 """Beyond, the scores of a micro-batch leave the caches."""
 
@@ -33,17 +35,20 @@ def reference(
 ) -> Tensor:
     """Softmax of the scaled scores over the keys a query may see, times their values.
 
-    The queries are the last T of the S positions. A query sees itself and what came before it: with `window`, itself and the
-    window - 1 before it; with `doc_ids_BT`, only positions of its own document. Query head h reads key head h // (H / G).
-    What a query may not see counts for nothing as long as it is finite: its weight is 0, and 0 x NaN is NaN.
-    These plain matmuls over the whole square are the definition; every variant must match it, gradients included.
+    The queries are the last T of the S positions. A query sees itself and what came before it: with
+    `window`, itself and the window - 1 before it; with `doc_ids_BT`, only positions of its own
+    document. Query head h reads key head h // (H / G). What a query may not see counts for nothing
+    as long as it is finite: its weight is 0, and 0 x NaN is NaN. These plain matmuls over the whole
+    square are the definition; every variant must match it, gradients included.
 
-    Shapes:  q_BHTC (B, H, T, C); k_BGSC, v_BGSC (B, G, S, C), G divides H, S >= T; doc_ids_BT (B, T) integers, then S = T.
+    Shapes:  q_BHTC (B, H, T, C); k_BGSC, v_BGSC (B, G, S, C), G divides H, S >= T; doc_ids_BT (B,
+             T) integers, then S = T.
     Returns: out_BHTC in the dtype of v; scores and softmax are fp32 (fp64 for fp64).
     Units:   window counts keys, the query's own included.
     Cost:    4 B H T S C FLOP forward, twice that backward; B H T S scores are kept for backward.
     Raises:  ShapeError when the shapes do not fit or the window is below 1.
-    Source:  Vaswani et al. 2017, arXiv:1706.03762; grouped heads: Ainslie et al. 2023, arXiv:2305.13245.
+    Source:  Vaswani et al. 2017, arXiv:1706.03762; grouped heads: Ainslie et al. 2023,
+             arXiv:2305.13245.
     """
     _check(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT, window)
     heads_per_group = q_BHTC.shape[1] // k_BGSC.shape[1]
@@ -63,12 +68,14 @@ def fused(
     doc_ids_BT: Tensor | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """`reference` through torch's scaled_dot_product_attention: flash or cuDNN kernels, the scores are never whole.
+    """`reference` through torch's scaled_dot_product_attention: flash or cuDNN kernels, the scores
+    are never whole.
 
-    torch itself tries cuDNN first on GPUs of capability 9.x and 10.x (from cuDNN 9.15.1 on, as torch 2.11 to 2.13 come with), flash
-    elsewhere, and takes the next kernel where one cannot: heads above 128 and of no multiple of 8 are not for cuDNN.
-    Without documents and with a window that covers all, one query, or as many as keys, need no mask; otherwise a boolean mask
-    (T, S), or (B, 1, T, S) with documents, is built and the kernel skips nothing.
+    torch itself tries cuDNN first on GPUs of capability 9.x and 10.x (from cuDNN 9.15.1 on, as
+    torch 2.11 to 2.13 come with), flash elsewhere, and takes the next kernel where one cannot:
+    heads above 128 and of no multiple of 8 are not for cuDNN. Without documents and with a window
+    that covers all, one query, or as many as keys, need no mask; otherwise a boolean mask (T, S),
+    or (B, 1, T, S) with documents, is built and the kernel skips nothing.
 
     Shapes:  as `reference`.
     Returns: out_BHTC, laid out in memory as (B, T, H, C).
@@ -101,14 +108,17 @@ def flex(
     doc_ids_BT: Tensor | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """`reference` through FlexAttention: blocks of 128 tokens in which a document's or the window's bounds leave nothing are skipped.
+    """`reference` through FlexAttention: blocks of 128 tokens in which a document's or the window's
+    bounds leave nothing are skipped.
 
-    For GPUs: it has no backward on a CPU. That, and what it could not take or would skip nothing of (windows of 128 tokens and
-    fewer, as many keys as a query sees, more keys than queries, heads below 16 or above 256), is left to `fused`.
+    For GPUs: it has no backward on a CPU. That, and what it could not take or would skip nothing of
+    (windows of 128 tokens and fewer, as many keys as a query sees, more keys than queries, heads
+    below 16 or above 256), is left to `fused`.
 
     Shapes:  as `reference`.
     Returns: out_BHTC.
-    Cost:    as `reference`, of the blocks that are not skipped; keeps B H T log-sums besides its inputs and its output.
+    Cost:    as `reference`, of the blocks that are not skipped; keeps B H T log-sums besides its
+             inputs and its output.
     Raises:  ShapeError as `reference`.
     Source:  Dong et al. 2024, arXiv:2412.05496.
     """
@@ -126,16 +136,20 @@ def varlen(
     doc_ids_BT: Tensor | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """`reference` through torch's flash attention of segments: all rows are one line, cut where a document ends.
+    """`reference` through torch's flash attention of segments: all rows are one line, cut where a
+    document ends.
 
-    For GPUs and bf16 or fp16, with documents; all else, and heads that the kernel does not take (above 192 or no multiple of 8), is
-    left to `flex`. The tokens of a document stand side by side, and a row holds at most T / 64 + 1 documents on average: the feed,
-    which numbers the documents on the host, refuses a micro-batch with more (`most_documents`) before it reaches the device.
+    For GPUs and bf16 or fp16, with documents; all else, and heads that the kernel does not take
+    (above 192 or no multiple of 8), is left to `flex`. The tokens of a document stand side by side,
+    and a row holds at most T / 64 + 1 documents on average: the feed, which numbers the documents
+    on the host, refuses a micro-batch with more (`most_documents`) before it reaches the device.
 
     Shapes:  as `reference`.
     Returns: out_BHTC, laid out in memory as (B, T, H, C).
-    Cost:    as `reference`, of the pairs within a document; keeps H B T log-sums besides its inputs and its output.
-    Raises:  ShapeError as `reference`; without that feed, a failed assertion of the device when there are more documents.
+    Cost:    as `reference`, of the pairs within a document; keeps H B T log-sums besides its inputs
+             and its output.
+    Raises:  ShapeError as `reference`; without that feed, a failed assertion of the device when
+             there are more documents.
     Source:  Dao 2023, arXiv:2307.08691.
     """
     _check(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT, window)
@@ -152,15 +166,19 @@ def flash4(
     doc_ids_BT: Tensor | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """`reference` through FlashAttention 4, for NVIDIA GPUs of capability 9.0 and more and the package flash-attn-4.
+    """`reference` through FlashAttention 4, for NVIDIA GPUs of capability 9.0 and more and the
+    package flash-attn-4.
 
-    For bf16 and fp16, heads up to 128 of a multiple of 8, and nothing masked but the future; all else is left to `flex`.
+    For bf16 and fp16, heads up to 128 of a multiple of 8, and nothing masked but the future; all
+    else is left to `flex`.
 
     Shapes:  as `reference`.
     Returns: out_BHTC, laid out in memory as (B, T, H, C).
-    Cost:    as `reference`, of the pairs that are visible; keeps B H T log-sums besides its inputs and its output.
+    Cost:    as `reference`, of the pairs that are visible; keeps B H T log-sums besides its inputs
+             and its output.
     Raises:  ShapeError as `reference`; MissingPackage.
-    Source:  Zadouri et al. 2026, arXiv:2603.05451; on Hopper its kernels follow Shah et al. 2024, arXiv:2407.08608.
+    Source:  Zadouri et al. 2026, arXiv:2603.05451; on Hopper its kernels follow Shah et al. 2024,
+             arXiv:2407.08608.
     """
     _check(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT, window)
     if not flash_attention_4.takes(q_BHTC, k_BGSC, doc_ids_BT, window):
@@ -169,7 +187,9 @@ def flash4(
 
 
 def most_documents(attend: Callable[..., Tensor]) -> Callable[[int, int], int] | None:
-    """Return, of a variant, (rows, tokens of a row) -> the documents that it has room for; None where that is any number."""
+    """Return, of a variant, (rows, tokens of a row) -> the documents that it has room for; None
+    where that is any number.
+    """
     return segments.room if attend is varlen else None
 
 
@@ -181,7 +201,9 @@ def _on_gpu(
     doc_ids_BT: Tensor | None,
     window: int | None,
 ) -> Tensor:
-    """Call a kernel of GPUs; elsewhere `fused`, and where only bytes are counted, that without the mask which the kernel does not make."""
+    """Call a kernel of GPUs; elsewhere `fused`, and where only bytes are counted, that without the
+    mask which the kernel does not make.
+    """
     if q_BHTC.is_cuda:
         return attend(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT, window)
     if isinstance(q_BHTC, FakeTensor):
@@ -197,10 +219,11 @@ def bf16(
     doc_ids_BT: Tensor | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """`reference` with its products in bfloat16 and the softmax in fp32: for CPUs that multiply bfloat16.
+    """`reference` with its products in bfloat16 and the softmax in fp32: for CPUs that multiply
+    bfloat16.
 
-    On those it is faster than the fused kernel as long as the scores stay in the caches: longer windows, other types than fp32 and
-    few queries are left to `fused`.
+    On those it is faster than the fused kernel as long as the scores stay in the caches: longer
+    windows, other types than fp32 and few queries are left to `fused`.
 
     Shapes:  as `reference`.
     Returns: out_BHTC.

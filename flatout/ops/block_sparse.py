@@ -14,13 +14,19 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils.weak import WeakTensorKeyDictionary
 
 BLOCK_TOKENS = 128
-"""Tokens of a block: the unit that is computed or skipped, the one that FlexAttention's kernels are tuned for."""
+"""Tokens of a block: the unit that is computed or skipped, the one that FlexAttention's kernels are
+tuned for.
+"""
 HEAD_SIZES = (16, 256)
-"""The smallest and the largest C: Triton multiplies no narrower tiles, and wider ones overflow a multiprocessor's memory."""
+"""The smallest and the largest C: Triton multiplies no narrower tiles, and wider ones overflow a
+multiprocessor's memory.
+"""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _KEPT = WeakTensorKeyDictionary()
-"""Document ids to their version and window, and the mask made of them: in eager mode each layer asks for the same."""
+"""Document ids to their version and window, and the mask made of them: in eager mode each layer
+asks for the same.
+"""
 
 
 def takes(q_BHTC: Tensor, k_BGSC: Tensor, doc_ids_BT: Tensor | None, window: int | None) -> bool:
@@ -42,9 +48,11 @@ def takes(q_BHTC: Tensor, k_BGSC: Tensor, doc_ids_BT: Tensor | None, window: int
 def attend(
     q_BHTC: Tensor, k_BGTC: Tensor, v_BGTC: Tensor, doc_ids_BT: Tensor | None, window: int | None
 ) -> Tensor:
-    """Return causal attention within documents and window; what is not being compiled already is compiled here.
+    """Return causal attention within documents and window; what is not being compiled already is
+    compiled here.
 
-    Eager mode compiles for the first shape, and once more for all others: each has its own kernel, so few are best.
+    Eager mode compiles for the first shape, and once more for all others: each has its own kernel,
+    so few are best.
 
     Shapes:  q_BHTC (B, H, T, C); k_BGTC, v_BGTC (B, G, T, C); doc_ids_BT (B, T) integers.
     Returns: out_BHTC in the dtype of q, narrowed under autocast.
@@ -80,11 +88,13 @@ def _compiled() -> Any:
 def block_mask(
     doc_ids_BT: Tensor | None, window: int | None, num_tokens: int, device: torch.device
 ) -> BlockMask:
-    """Return FlexAttention's BlockMask: which blocks of keys a block of queries must look at, and which of those without asking.
+    """Return FlexAttention's BlockMask: which blocks of keys a block of queries must look at, and
+    which of those without asking.
 
-    It follows from each block's first and last position and its smallest and largest document id, so that no mask of T x T is ever
-    made. A block is passed over only where no pair in it is visible; the converse holds where ids do not fall along a row, as
-    packing numbers them. The last block is never taken whole unless it is full.
+    It follows from each block's first and last position and its smallest and largest document id,
+    so that no mask of T x T is ever made. A block is passed over only where no pair in it is
+    visible; the converse holds where ids do not fall along a row, as packing numbers them. The last
+    block is never taken whole unless it is full.
 
     Shapes:  doc_ids_BT (B, T) integers.
     Cost:    B N^2 comparisons; keeps 8 B N^2 integers of 4 bytes.
@@ -111,9 +121,11 @@ def block_mask(
 def shared_block_mask(
     doc_ids_BT: Tensor | None, window: int | None, num_tokens: int, device: torch.device
 ) -> BlockMask:
-    """Return `block_mask`, made once for all layers: kept as long as the document ids live and stay as they are.
+    """Return `block_mask`, made once for all layers: kept as long as the document ids live and stay
+    as they are.
 
-    While a CUDA graph is captured none is kept: a replay finds other ids in the same place, and must make its mask of them.
+    While a CUDA graph is captured none is kept: a replay finds other ids in the same place, and
+    must make its mask of them.
 
     Shapes:  doc_ids_BT (B, T) integers.
     """
@@ -140,7 +152,9 @@ def _window_mask(window: int | None, num_tokens: int, device: torch.device) -> B
 def _touched_and_whole(
     doc_ids_BT: Tensor | None, window: int | None, num_tokens: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Of blocks of queries against blocks of keys: in which a pair is visible, and in which all are."""
+    """Of blocks of queries against blocks of keys: in which a pair is visible, and in which all
+    are.
+    """
     num_blocks = -(-num_tokens // BLOCK_TOKENS)
     first_N = torch.arange(num_blocks, device=device) * BLOCK_TOKENS
     last_N = (first_N + BLOCK_TOKENS - 1).clamp_max(num_tokens - 1)
@@ -177,7 +191,9 @@ def _touched_and_whole(
 
 
 def _listed(is_wanted_BNN: Tensor) -> tuple[Tensor, Tensor]:
-    """How many blocks of keys each block of queries wants, and their numbers, those first; for all heads."""
+    """How many blocks of keys each block of queries wants, and their numbers, those first; for all
+    heads.
+    """
     wanted_B1NN = is_wanted_BNN[:, None].to(torch.int32)
     order_B1NN = wanted_B1NN.argsort(dim=-1, descending=True, stable=True)
     return wanted_B1NN.sum(dim=-1, dtype=torch.int32), order_B1NN.to(torch.int32)

@@ -25,18 +25,23 @@ def reference(
     softcap: float | None = None,
     z_loss: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Summed negative log-likelihood of the targets under softmax(hidden @ weight^T), and how many targets counted.
+    """Summed negative log-likelihood of the targets under softmax(hidden @ weight^T), and how many
+    targets counted.
 
-    A target of -1 is ignored: whatever its hidden state holds, NaN included, reaches neither the loss nor a gradient. With `softcap` c
-    the logits are c tanh(logits / c); with `z_loss` z, z times the square of each target's logarithm of the softmax's denominator is added.
-    Whole logits and plain functions are the definition; every variant must match it, gradients included.
+    A target of -1 is ignored: whatever its hidden state holds, NaN included, reaches neither the
+    loss nor a gradient. With `softcap` c the logits are c tanh(logits / c); with `z_loss` z, z
+    times the square of each target's logarithm of the softmax's denominator is added. Whole logits
+    and plain functions are the definition; every variant must match it, gradients included.
 
     Shapes:  hidden_BTD (B, T, D); weight_VD (V, D); targets_BT (B, T) int64 in [-1, V).
-    Returns: (loss_sum, num_valid): scalars, fp32 (fp64 for fp64) and int64. Both are 0 when nothing counts.
+    Returns: (loss_sum, num_valid): scalars, fp32 (fp64 for fp64) and int64. Both are 0 when nothing
+             counts.
     Units:   loss in nats, summed, not averaged.
-    Cost:    2 B T D V FLOP forward, twice that backward; logits and their log-softmax (fp32) are kept for backward.
+    Cost:    2 B T D V FLOP forward, twice that backward; logits and their log-softmax (fp32) are
+             kept for backward.
     Raises:  ShapeError when the shapes do not fit.
-    Source:  softcap: Gemma Team 2024, arXiv:2408.00118; z-loss: Chowdhery et al. 2022, arXiv:2204.02311, section 5.
+    Source:  softcap: Gemma Team 2024, arXiv:2408.00118; z-loss: Chowdhery et al. 2022,
+             arXiv:2204.02311, section 5.
     """
     hidden_BTD, valid_BT = _valid_only(hidden_BTD, weight_VD, targets_BT)
     logits_BTV = capped(at_least_fp32(functional.linear(hidden_BTD, weight_VD)), softcap)
@@ -118,11 +123,13 @@ def chunked(
     softcap: float | None = None,
     z_loss: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """`reference`, a few thousand targets at a time: logits are never whole, and the gradients are made with them, before backward asks.
+    """`reference`, a few thousand targets at a time: logits are never whole, and the gradients are
+    made with them, before backward asks.
 
     Shapes:  as `reference`.
     Returns: as `reference`.
-    Cost:    6 B T D V FLOP, all of it forward; keeps the gradients of hidden states and weight, the latter in fp32.
+    Cost:    6 B T D V FLOP, all of it forward; keeps the gradients of hidden states and weight, the
+             latter in fp32.
     Raises:  ShapeError as `reference`.
     """
     hidden_BTD, valid_BT = _valid_only(hidden_BTD, weight_VD, targets_BT)
@@ -145,15 +152,19 @@ def triton(
     softcap: float | None = None,
     z_loss: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """`chunked`, with a kernel that turns logits into their gradient in place, and with products that sum the weight's gradient in fp32.
+    """`chunked`, with a kernel that turns logits into their gradient in place, and with products
+    that sum the weight's gradient in fp32.
 
-    For GPUs, with the package triton; on a CPU, and in fp64, it is `chunked`. It never waits for the device, and gives the same bits every time.
+    For GPUs, with the package triton; on a CPU, and in fp64, it is `chunked`. It never waits for
+    the device, and gives the same bits every time.
 
     Shapes:  as `reference`.
     Returns: as `reference`.
-    Cost:    as `chunked`; a chunk's logits are read twice, once out of the cache, and written over once.
+    Cost:    as `chunked`; a chunk's logits are read twice, once out of the cache, and written over
+             once.
     Raises:  ShapeError as `reference`; MissingPackage.
-    Source:  the running maximum of the logits: Milakov and Gimelshein 2018, arXiv:1805.02867; gradients in place: Hsu et al. 2024, arXiv:2410.10989.
+    Source:  the running maximum of the logits: Milakov and Gimelshein 2018, arXiv:1805.02867;
+             gradients in place: Hsu et al. 2024, arXiv:2410.10989.
     """
     if torch.float64 in (hidden_BTD.dtype, weight_VD.dtype) or not _runs_triton(hidden_BTD):
         return chunked(hidden_BTD, weight_VD, targets_BT, softcap=softcap, z_loss=z_loss)
@@ -171,10 +182,12 @@ def liger(
     softcap: float | None = None,
     z_loss: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """`reference` through Liger's kernel, which turns logits into gradients in place, a few hundred targets at a time; sums in fp32.
+    """`reference` through Liger's kernel, which turns logits into gradients in place, a few hundred
+    targets at a time; sums in fp32.
 
-    For GPUs, with the package liger-kernel; on a CPU, and in fp64, it is `chunked`. It reads the number of targets back, in each
-    call, and so waits for the device. A compiler leaves it as it is.
+    For GPUs, with the package liger-kernel; on a CPU, and in fp64, it is `chunked`. It reads the
+    number of targets back, in each call, and so waits for the device. A compiler leaves it as it
+    is.
 
     Shapes:  as `reference`.
     Returns: as `reference`.
@@ -207,7 +220,8 @@ def _by_liger(
             hidden_ND.detach().requires_grad_()
         )  # the kernel makes no gradient of the weight alone
     function: Any = LigerFusedLinearCrossEntropyFunction
-    # bias, class weights, ignored target, z-loss, smoothing, reduction, cap, z-loss apart, type of the weight's gradient while it is summed
+    # bias, class weights, ignored target, z-loss, smoothing, reduction, cap, z-loss apart, type of
+    # the weight's gradient while it is summed
     options = (None, None, IGNORED, z_loss, 0.0, "sum", softcap, False, torch.float32)
     loss_sum: Tensor = function.apply(hidden_ND, weight_VD, targets_N, *options)[0]
     return loss_sum
@@ -222,7 +236,9 @@ def _in_parts(
     softcap: float | None,
     z_loss: float,
 ) -> Tensor:
-    """Return the summed loss by a module with `learned` and `scored`; `function` is that with gradients."""
+    """Return the summed loss by a module with `learned` and `scored`; `function` is that with
+    gradients.
+    """
     if torch.is_grad_enabled() and (hidden_ND.requires_grad or weight_VD.requires_grad):
         learned: Tensor = function.apply(hidden_ND, weight_VD, targets_N, softcap, z_loss)  # type: ignore[no-untyped-call]
         return learned
@@ -299,7 +315,8 @@ def _learned(
 def _kept_times(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
     """Return the kept gradients times that of the loss, multiplied in fp32 at least.
 
-    That of the hidden states is rounded as their product with the weight was: what is beyond float16 is infinite there.
+    That of the hidden states is rounded as their product with the weight was: what is beyond
+    float16 is infinite there.
     """
     kept_ND, kept_VD = ctx.saved_tensors
     hidden_dtype, weight_dtype = ctx.dtypes
@@ -309,7 +326,9 @@ def _kept_times(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _runs_triton(tensor: Tensor) -> bool:
-    """Return whether Triton's kernels run where the tensor is, or stand in for those that do where only bytes are counted."""
+    """Return whether Triton's kernels run where the tensor is, or stand in for those that do where
+    only bytes are counted.
+    """
     return loss_chunks.on_gpu(tensor)
 
 

@@ -1,8 +1,11 @@
-"""Causal attention by the kernels of the package flash-attn-4, with the three gradients in one packed tensor.
+"""Causal attention by the kernels of the package flash-attn-4, with the three gradients in one
+packed tensor.
 
-torch has a hook that puts these kernels in the place of its own, but it unpacks two values where the package returns five from 4.0.0b20 on, and
-hands back three gradients of their own. Here the kernels write the gradients next to each other; where the model cuts its heads out of one
-product and neither turns nor normalises them, Inductor then finds a cut and a join that undo each other, and drops both.
+torch has a hook that puts these kernels in the place of its own, but it unpacks two values where
+the package returns five from 4.0.0b20 on, and hands back three gradients of their own. Here the
+kernels write the gradients next to each other; where the model cuts its heads out of one product
+and neither turns nor normalises them, Inductor then finds a cut and a join that undo each other,
+and drops both.
 
 Letters: B rows, T tokens, H query heads, G key and value heads, C head size, M = H + 2 G.
 """
@@ -25,7 +28,8 @@ DTYPES = (torch.bfloat16, torch.float16)
 
 
 def takes(q_BHTC: Tensor, k_BGSC: Tensor, doc_ids_BT: Tensor | None, window: int | None) -> bool:
-    """Say whether the kernels can take these shapes and types: as many queries as keys, and nothing masked but the future.
+    """Say whether the kernels can take these shapes and types: as many queries as keys, and nothing
+    masked but the future.
 
     Shapes:  as `flatout.ops.attention.reference`.
     """
@@ -43,7 +47,8 @@ def takes(q_BHTC: Tensor, k_BGSC: Tensor, doc_ids_BT: Tensor | None, window: int
 def attend(
     q_BHTC: Tensor, k_BGTC: Tensor, v_BGTC: Tensor, doc_ids_BT: Tensor | None, window: int | None
 ) -> Tensor:
-    """Return causal attention; `doc_ids_BT` and `window` are those that `takes` allows, which mask nothing.
+    """Return causal attention; `doc_ids_BT` and `window` are those that `takes` allows, which mask
+    nothing.
 
     Shapes:  q_BHTC (B, H, T, C); k_BGTC, v_BGTC (B, G, T, C).
     Returns: out_BHTC, narrowed under autocast, laid out in memory as (B, T, H, C).
@@ -81,7 +86,9 @@ def _backward(
     out_BTHC: Tensor,
     log_sums_BHT: Tensor,
 ) -> Tensor:
-    """Return the gradients of queries, keys and values, the kernels' own outputs, as one tensor (B, T, M, C)."""
+    """Return the gradients of queries, keys and values, the kernels' own outputs, as one tensor (B,
+    T, M, C).
+    """
     grad_BTMC = _packed_like(q_BTHC, k_BTGC)
     outputs = dict(zip(("dq", "dk", "dv"), _cut(grad_BTMC, q_BTHC, k_BTGC), strict=True))
     deterministic = torch.are_deterministic_algorithms_enabled()

@@ -1,6 +1,8 @@
-"""Where an eigenstate network applies the gain of its drive and the coupling of its states: to the activations, or to the weights beside them.
+"""Where an eigenstate network applies the gain of its drive and the coupling of its states: to the
+activations, or to the weights beside them.
 
-Letters: D width, K eigenstates, E = 2 K: K real parts, then K imaginary ones; H heads of resonance, I and J eigenstates of a head.
+Letters: D width, K eigenstates, E = 2 K: K real parts, then K imaginary ones; H heads of resonance,
+         I and J eigenstates of a head.
 """
 
 from __future__ import annotations
@@ -22,28 +24,36 @@ class Weights(NamedTuple):
     bias: Tensor | None
     """Added to the drive (E,)."""
     gains: tuple[Tensor | None, ...]
-    """What each recurrence multiplies its drive by, (K,) or one for each token (B, T, K); None is 1."""
+    """What each recurrence multiplies its drive by, (K,) or one for each token (B, T, K); None is
+    1.
+    """
     coupling: Tensor | None
-    """What each eigenstate takes from the others of its head (K, J), in units of RESONANCE; None is nothing."""
+    """What each eigenstate takes from the others of its head (K, J), in units of RESONANCE; None is
+    nothing.
+    """
     output: Tensor
     """From the states back to the hidden states (D, E)."""
 
 
 def reference(weights: Weights) -> Weights:
-    """Return the maps as they are: the model applies the gains to the drive and the coupling to the states.
+    """Return the maps as they are: the model applies the gains to the drive and the coupling to the
+    states.
 
     Shapes:  as in `Weights`.
     Returns: the same.
-    Cost:    none here; the drive and the states, (B, T, E), are read and written once more for each of the two, and again backward.
+    Cost:    none here; the drive and the states, (B, T, E), are read and written once more for each
+             of the two, and again backward.
     """
     return weights
 
 
 def folded(weights: Weights) -> Weights:
-    """Return maps that give the same, with the coupling in the output weight and the gain in the drive's weight and bias.
+    """Return maps that give the same, with the coupling in the output weight and the gain in the
+    drive's weight and bias.
 
-    Both maps are linear and the same for every token. Recurrences that share one drive keep their own gains, and so does a recurrence
-    whose eigenvalues depend on the token; the coupling is always folded. The gradients reach the parameters through the folded weights.
+    Both maps are linear and the same for every token. Recurrences that share one drive keep their
+    own gains, and so does a recurrence whose eigenvalues depend on the token; the coupling is
+    always folded. The gradients reach the parameters through the folded weights.
 
     Shapes:  as in `Weights`.
     Returns: weights of the same shapes; the coupling is None, and so is a gain that was folded.
@@ -69,7 +79,8 @@ def folded(weights: Weights) -> Weights:
 
 
 def scaled(drive_BTE: Tensor, gain: Tensor | None) -> Tensor:
-    """Return the drive times its gain, in the wider of their types; as it is where the gain is None.
+    """Return the drive times its gain, in the wider of their types; as it is where the gain is
+    None.
 
     Shapes:  drive_BTE (B, T, E); gain (K,) or (B, T, K).
     Returns: drive_BTE.
@@ -78,7 +89,8 @@ def scaled(drive_BTE: Tensor, gain: Tensor | None) -> Tensor:
 
 
 def coupled(states_BTE: Tensor, coupling_KJ: Tensor | None) -> Tensor:
-    """Return each eigenstate with a little of the others of its head; as they are where the coupling is None.
+    """Return each eigenstate with a little of the others of its head; as they are where the
+    coupling is None.
 
     Shapes:  states_BTE (B, T, E); coupling_KJ (K, J), J eigenstates a head.
     Returns: states_BTE.

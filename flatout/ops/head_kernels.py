@@ -1,7 +1,8 @@
 """The gradient of ops/heads.py in Triton's language; ops/head_passes.py launches it.
 
-A program takes one head of some rows, in registers from the incoming gradient to the packed one. A vector is two halves of SIZE / 2
-components, which rotary positions pair; each half is padded to HALF, a power of two.
+A program takes one head of some rows, in registers from the incoming gradient to the packed one. A
+vector is two halves of SIZE / 2 components, which rotary positions pair; each half is padded to
+HALF, a power of two.
 
 Letters: r the rows of a tile, i the components of a half.
 """
@@ -26,9 +27,11 @@ def gradient(
     SIZE: tl.constexpr, HALF: tl.constexpr, EPS: tl.constexpr, NORMALISED: tl.constexpr, TURNED: tl.constexpr,
     ROWS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Turn the gradient of one head back, carry it through the norm, and write it to its place in the gradient of the whole product.
+    """Turn the gradient of one head back, carry it through the norm, and write it to its place in
+    the gradient of the whole product.
 
-    What this program's rows add to the gain's gradient goes to a place of its own: the sum over programs is taken afterwards, in one order.
+    What this program's rows add to the gain's gradient goes to a place of its own: the sum over
+    programs is taken afterwards, in one order.
     """
     head = tl.program_id(1)
     column = (first_head + head) * SIZE

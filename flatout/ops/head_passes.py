@@ -1,6 +1,8 @@
-"""The gradient of ops/heads.py by the kernel of ops/head_kernels.py, one launch each for queries, keys and values.
+"""The gradient of ops/heads.py by the kernel of ops/head_kernels.py, one launch each for queries,
+keys and values.
 
-Letters: B rows, T tokens, H query heads, G key and value heads, N = H + G, C head size, E = (H + 2 G) C; P programs along B T.
+Letters: B rows, T tokens, H query heads, G key and value heads, N = H + G, C head size, E = (H + 2
+         G) C; P programs along B T.
 """
 
 from __future__ import annotations
@@ -27,12 +29,14 @@ def gradient(
     sin_TC: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the product and of the gains, an op of its own, which a compiled model calls as it is.
+    """Return the gradients of the product and of the gains, an op of its own, which a compiled
+    model calls as it is.
 
-    Shapes:  grad_q_BHTC (B, H, T, C); grad_k_BGTC, grad_v_BGTC (B, G, T, C), in any layout; product_BTE (B, T, E); gain_NC (N, C); tables (T, C).
+    Shapes:  grad_q_BHTC (B, H, T, C); grad_k_BGTC, grad_v_BGTC (B, G, T, C), in any layout;
+             product_BTE (B, T, E); gain_NC (N, C); tables (T, C).
     Returns: (grad_BTE in the product's dtype, grad_gain_NC in fp32, of no rows without a gain).
-    Cost:    reads the three gradients, and with a gain the queries' and keys' part of the product; writes the packed gradient; nothing else
-             is as long as the text.
+    Cost:    reads the three gradients, and with a gain the queries' and keys' part of the product;
+             writes the packed gradient; nothing else is as long as the text.
     """
     product_BTE = product_BTE.contiguous()
     grad_BTE = torch.empty_like(product_BTE)
@@ -86,7 +90,8 @@ def _launch(
     first: int,
     eps: float,
 ) -> Tensor:
-    """Write the gradient of some heads, the product's from `first` on, and return that of their gains (H, C), or of none (0, C).
+    """Write the gradient of some heads, the product's from `first` on, and return that of their
+    gains (H, C), or of none (0, C).
 
     A tensor that the kernel does not look at is stood in for.
     """

@@ -1,6 +1,8 @@
-"""Query, key and value heads from one product: normalised, turned by their positions, and laid out for attention.
+"""Query, key and value heads from one product: normalised, turned by their positions, and laid out
+for attention.
 
-Letters: B rows, T tokens, H query heads, G key and value heads, N = H + G heads that are turned, C head size.
+Letters: B rows, T tokens, H query heads, G key and value heads, N = H + G heads that are turned, C
+         head size.
 """
 
 from __future__ import annotations
@@ -30,18 +32,23 @@ def reference(
     counts: tuple[int, int],
     eps: float = EPS,
 ) -> Heads:
-    """Cut the product into heads; divide queries and keys by their root mean square, times a gain a head; turn them by their positions.
+    """Cut the product into heads; divide queries and keys by their root mean square, times a gain a
+    head; turn them by their positions.
 
-    Component i is paired with i + C/2 and the pair is turned by an angle whose cosine and sine the tables hold: cosines twice over,
-    sines with the first half negated. Without a gain nothing is normalised, without tables nothing is turned. In fp32, returned in
-    the product's dtype. These lines are the definition; every variant must match it, gradients included.
+    Component i is paired with i + C/2 and the pair is turned by an angle whose cosine and sine the
+    tables hold: cosines twice over, sines with the first half negated. Without a gain nothing is
+    normalised, without tables nothing is turned. In fp32, returned in the product's dtype. These
+    lines are the definition; every variant must match it, gradients included.
 
-    Shapes:  qkv_BTE (B, T, (H + 2 G) C), queries first, then keys, then values; gain_NC (N, C); cos_TC, sin_TC (T, C).
+    Shapes:  qkv_BTE (B, T, (H + 2 G) C), queries first, then keys, then values; gain_NC (N, C);
+             cos_TC, sin_TC (T, C).
     Returns: (q_BHTC, k_BGTC, v_BGTC), laid out in memory as (B, T, heads, C).
     Units:   counts is (H, G); eps is added to the mean square.
     Cost:    about 10 B T N C FLOP forward, one pass over memory each.
-    Raises:  ShapeError when the product does not divide into heads or gain and tables do not fit them.
-    Source:  rotary positions: Su et al. 2021, arXiv:2104.09864; normalised queries and keys: Henry et al. 2020, arXiv:2010.04245.
+    Raises:  ShapeError when the product does not divide into heads or gain and tables do not fit
+             them.
+    Source:  rotary positions: Su et al. 2021, arXiv:2104.09864; normalised queries and keys: Henry
+             et al. 2020, arXiv:2010.04245.
     """
     qkv_BTMC = _cut(qkv_BTE, gain_NC, cos_TC, sin_TC, counts)
     if gain_NC is None and cos_TC is None:  # cut once, so that backward joins once
@@ -68,13 +75,15 @@ def fused(
     counts: tuple[int, int],
     eps: float = EPS,
 ) -> Heads:
-    """`reference` with its gradient by hand: norm, gain and turn share their passes, and all gradients are written where they belong.
+    """`reference` with its gradient by hand: norm, gain and turn share their passes, and all
+    gradients are written where they belong.
 
     A compiled model takes `reference`, whose passes the compiler joins by itself.
 
     Shapes:  as `reference`.
     Returns: as `reference`.
-    Cost:    as `reference`, about half the passes over memory forward and a third backward; keeps the product and B T N scales.
+    Cost:    as `reference`, about half the passes over memory forward and a third backward; keeps
+             the product and B T N scales.
     Raises:  ShapeError as `reference`.
     """
     if torch.compiler.is_compiling() or (gain_NC is None and cos_TC is None):
@@ -93,15 +102,18 @@ def packed(
     counts: tuple[int, int],
     eps: float = EPS,
 ) -> Heads:
-    """`reference` with its gradient in one pass of a Triton kernel on an NVIDIA GPU, from three gradients to the packed one.
+    """`reference` with its gradient in one pass of a Triton kernel on an NVIDIA GPU, from three
+    gradients to the packed one.
 
-    Compiled or not; forward it is `reference` when compiled, whose passes the compiler joins, and `fused` when not. Where nothing is
-    normalised or turned, on a CPU, where Triton does not run, and in fp64 it is `fused` both ways.
+    Compiled or not; forward it is `reference` when compiled, whose passes the compiler joins, and
+    `fused` when not. Where nothing is normalised or turned, on a CPU, where Triton does not run,
+    and in fp64 it is `fused` both ways.
 
     Shapes:  as `reference`.
     Returns: as `reference`.
-    Cost:    as `reference`; backward reads the gradients and, with a gain, the product once and writes the packed gradient once. What Inductor
-             makes of `reference` also writes and reads 4 B T N C bytes and reads the product twice, for the gains' gradient.
+    Cost:    as `reference`; backward reads the gradients and, with a gain, the product once and
+             writes the packed gradient once. What Inductor makes of `reference` also writes and
+             reads 4 B T N C bytes and reads the product twice, for the gains' gradient.
     Raises:  ShapeError as `reference`; MissingPackage on a GPU without Triton.
     """
     if (
@@ -115,9 +127,11 @@ def packed(
 
 
 def rms_normed(hidden: Tensor, gain: Tensor, eps: float) -> Tensor:
-    """Return the hidden states divided by their root mean square over the last axis, times `gain`; in fp32, returned in the input's dtype.
+    """Return the hidden states divided by their root mean square over the last axis, times `gain`;
+    in fp32, returned in the input's dtype.
 
-    Shapes:  hidden (..., C); gain (C,), or with the last axes of hidden, such as (N, C) for one a head.
+    Shapes:  hidden (..., C); gain (C,), or with the last axes of hidden, such as (N, C) for one a
+             head.
     Returns: the shape of hidden.
     Source:  Zhang and Sennrich 2019, arXiv:1910.07467.
     """
@@ -127,7 +141,9 @@ def rms_normed(hidden: Tensor, gain: Tensor, eps: float) -> Tensor:
 
 
 class _Turned(torch.autograd.Function):
-    """Queries and keys normalised and turned, and the values as they are, from one tensor to one gradient."""
+    """Queries and keys normalised and turned, and the values as they are, from one tensor to one
+    gradient.
+    """
 
     @staticmethod
     def forward(

@@ -30,9 +30,11 @@ def reference(
     *,
     activation: Activation | None = None,
 ) -> Tensor:
-    """Each row of the activations times the transposed weight, plus the bias: torch's own linear, and the definition.
+    """Each row of the activations times the transposed weight, plus the bias: torch's own linear,
+    and the definition.
 
-    `activation` is applied to the result; it is here so that a variant may keep what lies between two products in fewer bytes.
+    `activation` is applied to the result; it is here so that a variant may keep what lies between
+    two products in fewer bytes.
 
     Shapes:  hidden (..., I); weight_OI (O, I); bias_O (O,).
     Returns: (..., O).
@@ -48,10 +50,12 @@ def onednn(
     *,
     activation: Activation | None = None,
 ) -> Tensor:
-    """`reference` through oneDNN's fp32 products on a CPU, forward and backward; anything else is left to `reference`.
+    """`reference` through oneDNN's fp32 products on a CPU, forward and backward; anything else is
+    left to `reference`.
 
-    torch takes fp32 products on a CPU to MKL, which uses 256-bit vectors on processors that are not Intel's; oneDNN uses the
-    512-bit ones where they exist. Both are in torch. The sums are in another order: equal to rounding.
+    torch takes fp32 products on a CPU to MKL, which uses 256-bit vectors on processors that are not
+    Intel's; oneDNN uses the 512-bit ones where they exist. Both are in torch. The sums are in
+    another order: equal to rounding.
 
     Shapes:  as `reference`.
     Returns: as `reference`.
@@ -71,11 +75,13 @@ def bf16(
     *,
     activation: Activation | None = None,
 ) -> Tensor:
-    """`reference` with fp32 factors rounded to bfloat16 and results widened again, forward and backward: for CPUs that multiply bfloat16.
+    """`reference` with fp32 factors rounded to bfloat16 and results widened again, forward and
+    backward: for CPUs that multiply bfloat16.
 
-    Factors and results are rounded, sums are not. Unlike autocast, only the products are narrow: all else stays fp32, which is
-    what a CPU does well. An activated result without a bias stays in bfloat16 for the product that follows, which would round it
-    anyway; so does its gradient. Factors of other types, and few rows, are left to `reference`.
+    Factors and results are rounded, sums are not. Unlike autocast, only the products are narrow:
+    all else stays fp32, which is what a CPU does well. An activated result without a bias stays in
+    bfloat16 for the product that follows, which would round it anyway; so does its gradient.
+    Factors of other types, and few rows, are left to `reference`.
 
     Shapes:  as `reference`.
     Returns: as `reference`; in bfloat16 when activated, without a bias.
@@ -106,14 +112,17 @@ def fp8(
     *,
     activation: Activation | None = None,
 ) -> Tensor:
-    """`reference` with its factors rounded to 8 bits, forward and backward: activations and weight to e4m3, gradients to e5m2, by torchao.
+    """`reference` with its factors rounded to 8 bits, forward and backward: activations and weight
+    to e4m3, gradients to e5m2, by torchao.
 
-    Each factor has one scale, from its own largest component (torchao's tensorwise recipe). Products of sizes that the hardware does
-    not multiply are left to `reference`, as are those outside bfloat16. Without a GPU it computes what one would.
+    Each factor has one scale, from its own largest component (torchao's tensorwise recipe).
+    Products of sizes that the hardware does not multiply are left to `reference`, as are those
+    outside bfloat16. Without a GPU it computes what one would.
 
     Shapes:  as `reference`.
     Returns: as `reference`; in bfloat16.
-    Cost:    as `reference`, at up to twice the rate of bfloat16, and three passes over each factor, which a compiler joins.
+    Cost:    as `reference`, at up to twice the rate of bfloat16, and three passes over each factor,
+             which a compiler joins.
     Raises:  MissingPackage with the install line.
     """
     device = hidden.device.type
@@ -130,7 +139,8 @@ def fp8(
 
 
 def onednn_fits(hidden: Tensor, weight_OI: Tensor) -> bool:
-    """Say whether `onednn_product` takes these: fp32 on a CPU whose torch has oneDNN's linear, outside autocast, and enough rows.
+    """Say whether `onednn_product` takes these: fp32 on a CPU whose torch has oneDNN's linear,
+    outside autocast, and enough rows.
 
     Shapes:  hidden (..., I); weight_OI (O, I).
     """
@@ -144,7 +154,8 @@ def onednn_fits(hidden: Tensor, weight_OI: Tensor) -> bool:
 
 
 def onednn_product(left_NI: Tensor, right_OI: Tensor) -> Tensor:
-    """Return left times right transposed, by oneDNN; `onednn_fits` says whether it can. Gives no gradients.
+    """Return left times right transposed, by oneDNN; `onednn_fits` says whether it can. Gives no
+    gradients.
 
     Shapes:  left_NI (N, I); right_OI (O, I), either may be a transposed view.
     Returns: (N, O).
@@ -158,7 +169,9 @@ def onednn_product(left_NI: Tensor, right_OI: Tensor) -> Tensor:
 
 @torch.library.custom_op("flatout::onednn_product", mutates_args=())
 def _opaque_product(left_NI: Tensor, right_OI: Tensor) -> Tensor:
-    """An op of its own, so that a compiled model calls it as it is: the compiler's rules for oneDNN's ops know inference only."""
+    """An op of its own, so that a compiled model calls it as it is: the compiler's rules for
+    oneDNN's ops know inference only.
+    """
     return torch.ops.mkldnn._linear_pointwise(left_NI, right_OI, None, "none", [], "")  # type: ignore[no-any-return]
 
 
@@ -203,7 +216,8 @@ class _Bf16(torch.autograd.Function):
         ctx.save_for_backward(narrow_NI, narrow_OI)
         ctx.hidden_dtype = hidden_NI.dtype
         product_NO = functional.linear(narrow_NI, narrow_OI)
-        # A conversion that converts nothing would return another name of the product, and torch 2.11 compiles that without a gradient.
+        # A conversion that converts nothing would return another name of the product, and torch
+        # 2.11 compiles that without a gradient.
         return product_NO if product_NO.dtype == result else product_NO.to(result)
 
     @staticmethod
@@ -219,7 +233,8 @@ class _Bf16(torch.autograd.Function):
 
 
 def fp8_product(hidden: Tensor, weight_OI: Tensor, *, emulate: bool) -> Tensor:
-    """Return the product of factors in bfloat16 by torchao, on the GPU's units for fp8 or in bfloat16 with the same roundings.
+    """Return the product of factors in bfloat16 by torchao, on the GPU's units for fp8 or in
+    bfloat16 with the same roundings.
 
     Shapes:  hidden (..., I); weight_OI (O, I).
     Returns: (..., O), in bfloat16.
@@ -235,7 +250,8 @@ _FP8: dict[bool, tuple[Any, Any, Any]] = {}
 
 
 def load_fp8(*, emulate: bool) -> tuple[Any, Any, Any]:
-    """Load and return what torchao's own Float8Linear calls, and its settings; before anything is compiled, which cannot look into it.
+    """Load and return what torchao's own Float8Linear calls, and its settings; before anything is
+    compiled, which cannot look into it.
 
     Raises: MissingPackage with the install line.
     """

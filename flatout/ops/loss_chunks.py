@@ -1,6 +1,8 @@
-"""The loss of ops/cross_entropy.py with logits of a part of the targets at a time, as operations that a compiled model calls as they are.
+"""The loss of ops/cross_entropy.py with logits of a part of the targets at a time, as operations
+that a compiled model calls as they are.
 
-Written out inside a compiled model, the parts would be reordered: all their products first, which is the whole logits again.
+Written out inside a compiled model, the parts would be reordered: all their products first, which
+is the whole logits again.
 
 Letters: N targets, C targets of a chunk, D width, V vocabulary.
 """
@@ -18,19 +20,24 @@ from torch._subclasses.fake_tensor import FakeTensor
 IGNORED = -1
 """The target that counts for nothing."""
 LOGITS_AT_ONCE = {"cuda": 2**29, "cpu": 2**24}
-"""Logits that are held at once, in number: enough rows for a product to run at full rate, few enough to be worth it."""
+"""Logits that are held at once, in number: enough rows for a product to run at full rate, few
+enough to be worth it.
+"""
 SCALES = {torch.float16: 2.0**12}
-"""What the gradients to the logits are multiplied by before they are rounded to a type, and divided by in fp32 afterwards.
+"""What the gradients to the logits are multiplied by before they are rounded to a type, and divided
+by in fp32 afterwards.
 
-They are made before the scale of the loss is known, and float16 holds nothing below 6e-8. With 2^12 it holds them down to 1.5e-11, in full
-precision from 1.5e-8. They are at most 1 + 2 z_loss log_sum: with a z_loss of 1e-4 not even logits of 65,504 bring them beyond its range.
+They are made before the scale of the loss is known, and float16 holds nothing below 6e-8. With 2^12
+it holds them down to 1.5e-11, in full precision from 1.5e-8. They are at most 1 + 2 z_loss log_sum:
+with a z_loss of 1e-4 not even logits of 65,504 bring them beyond its range.
 """
 
 
 def losses(
     product_CV: Tensor, targets_C: Tensor, softcap: float | None, z_loss: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return each target's loss, 0 where it is ignored; the logits within their cap, and the logarithm of the sum of their exponentials.
+    """Return each target's loss, 0 where it is ignored; the logits within their cap, and the
+    logarithm of the sum of their exponentials.
 
     Shapes:  product_CV (C, V) in any type; targets_C (C,).
     Returns: (losses_C, capped_CV, log_sum_C), at least fp32.
@@ -48,9 +55,11 @@ def losses(
 def losses_and_gradient(
     product_CV: Tensor, targets_C: Tensor, softcap: float | None, z_loss: float, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the sum of the losses, and its gradient to the logits, times `scale`, in their own type.
+    """Return the sum of the losses, and its gradient to the logits, times `scale`, in their own
+    type.
 
-    The target's place is found by comparing, not by writing to it: a compiler then makes the gradient in one pass.
+    The target's place is found by comparing, not by writing to it: a compiler then makes the
+    gradient in one pass.
 
     Shapes:  product_CV (C, V); targets_C (C,).
     Returns: (loss_sum, grad_CV).
@@ -83,12 +92,16 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 def learned(
     hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, softcap: float | None, z_loss: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the summed loss and its gradients to hidden states and weight, the latter summed in fp32.
+    """Return the summed loss and its gradients to hidden states and weight, the latter summed in
+    fp32.
 
-    Inside a compiled model what is done to a chunk's logits is compiled too, and the loop over chunks stays as it is.
+    Inside a compiled model what is done to a chunk's logits is compiled too, and the loop over
+    chunks stays as it is.
 
-    Shapes:  hidden_ND (N, D) and weight_VD (V, D) of one type, that of the products; targets_N (N,).
-    Returns: (loss_sum, grad_hidden_ND, grad_weight_VD); grad_hidden_ND in the type of the products, in fp32 when that is float16.
+    Shapes:  hidden_ND (N, D) and weight_VD (V, D) of one type, that of the products; targets_N
+             (N,).
+    Returns: (loss_sum, grad_hidden_ND, grad_weight_VD); grad_hidden_ND in the type of the products,
+             in fp32 when that is float16.
     """
     if torch.compiler.is_compiling():
         opaque: tuple[Tensor, Tensor, Tensor] = _learned(
@@ -190,7 +203,8 @@ def _score(
 
 
 def sums(hidden_ND: Tensor, weight_VD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what `learned` fills: a loss of 0, a gradient to the hidden states yet to be written, and one of 0 to the weight.
+    """Return what `learned` fills: a loss of 0, a gradient to the hidden states yet to be written,
+    and one of 0 to the weight.
 
     Shapes:  as `learned`.
     """
@@ -211,7 +225,8 @@ def _gradient_of(hidden_ND: Tensor) -> Tensor:
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor, *, alpha: float, beta: float) -> None:
-    """Make `total` beta total + alpha left @ right, in one pass over it; summed and rounded once, in its own type, which may be wider.
+    """Make `total` beta total + alpha left @ right, in one pass over it; summed and rounded once,
+    in its own type, which may be wider.
 
     A CPU has no such product of narrow factors and widens them first.
 
@@ -233,7 +248,8 @@ def add_product(total: Tensor, left: Tensor, right: Tensor, *, alpha: float, bet
 def chunks(
     hidden_ND: Tensor, targets_N: Tensor, vocab_size: int, logits_at_once: Mapping[str, int]
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yield chunks of the halves of the targets, or of halves of these, and so on: of few lengths, which share what is compiled for them.
+    """Yield chunks of the halves of the targets, or of halves of these, and so on: of few lengths,
+    which share what is compiled for them.
 
     Shapes:  as `learned`; yields (rows, chunk_CD, targets_C).
     """
@@ -247,7 +263,8 @@ def chunks(
 
 
 def on_gpu(tensor: Tensor) -> bool:
-    """Return whether the tensor is on a GPU. Where only bytes are counted they are those of a GPU: that is where memory runs out.
+    """Return whether the tensor is on a GPU. Where only bytes are counted they are those of a GPU:
+    that is where memory runs out.
 
     Shapes:  any.
     """

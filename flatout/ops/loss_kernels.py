@@ -1,7 +1,8 @@
 """A row of logits to its loss and its gradient, in Triton's language; ops/loss_rows.py launches it.
 
-A program has one row to itself: it reads it once for the logarithm of the sum of its exponentials, and once more, out of the cache, to write
-the gradient over it. No program adds to what another wrote: every time the same bits.
+A program has one row to itself: it reads it once for the logarithm of the sum of its exponentials,
+and once more, out of the cache, to write the gradient over it. No program adds to what another
+wrote: every time the same bits.
 
 Letters: v the places in the vocabulary that are at hand.
 """
@@ -30,7 +31,9 @@ def _blocks(
     row, begin, v, BEYOND: tl.constexpr, POLICY: tl.constexpr,
     CAP: tl.constexpr, VOCAB: tl.constexpr, PADDED: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Load AT_ONCE blocks one after the other, before the first is used; BEYOND the vocabulary that. POLICY: how long they stay in the cache."""
+    """Load AT_ONCE blocks one after the other, before the first is used; BEYOND the vocabulary
+    that. POLICY: how long they stay in the cache.
+    """
     loaded, logits = (), ()
     for i in tl.static_range(AT_ONCE):
         at = begin + i * BLOCK + v
@@ -53,7 +56,9 @@ def _log_sum(
     AT_ONCE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The logarithm of the sum of a row's exponentials, each lane with a largest logit of its own until the end."""
+    """The logarithm of the sum of a row's exponentials, each lane with a largest logit of its own
+    until the end.
+    """
     largest, total = tl.full((BLOCK,), LEAST, tl.float32), tl.full((BLOCK,), 0.0, tl.float32)
     for begin in range(0, VOCAB, BLOCK * AT_ONCE):
         blocks = _blocks(
@@ -76,9 +81,11 @@ def losses_and_gradient(
     Z_LOSS: tl.constexpr, SCALE: tl.constexpr, GRADIENT: tl.constexpr, CAP: tl.constexpr,
     VOCAB: tl.constexpr, PADDED: tl.constexpr, STRIDE: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write a row's loss, and with GRADIENT its gradient times SCALE over the row. An ignored target's row is not read.
+    """Write a row's loss, and with GRADIENT its gradient times SCALE over the row. An ignored
+    target's row is not read.
 
-    STRIDE logits lie from one row to the next; those up to PADDED are the row's own, and hold nothing.
+    STRIDE logits lie from one row to the next; those up to PADDED are the row's own, and hold
+    nothing.
     """
     number = tl.program_id(0)
     row, v = product + number.to(tl.int64) * STRIDE, tl.arange(0, BLOCK)

@@ -1,7 +1,9 @@
-"""The loss of ops/loss_chunks.py with the kernel of ops/loss_kernels.py, which writes the gradient over the logits, row by row.
+"""The loss of ops/loss_chunks.py with the kernel of ops/loss_kernels.py, which writes the gradient
+over the logits, row by row.
 
-So a chunk may be twice as long in the same memory; all chunks take turns in one buffer. The weight's gradient is summed by the products
-themselves, in fp32. Here too a compiled model calls the whole loop as one operation.
+So a chunk may be twice as long in the same memory; all chunks take turns in one buffer. The
+weight's gradient is summed by the products themselves, in fp32. Here too a compiled model calls the
+whole loop as one operation.
 
 Letters: N targets, C targets of a chunk, D width, V vocabulary.
 """
@@ -16,23 +18,32 @@ from flatout.ops import loss_chunks
 from flatout.ops import loss_kernels as kernels
 
 LOGITS_AT_ONCE = {"cuda": 2**30, "cpu": 2**24}
-"""Logits that are held at once, in number: twice those of ops/loss_chunks.py, which holds their gradients beside them."""
+"""Logits that are held at once, in number: twice those of ops/loss_chunks.py, which holds their
+gradients beside them.
+"""
 BLOCK = 4_096
-"""Logits that a program takes at a time: 8, which are 16 bytes of bfloat16, for each of 512 threads.
+"""Logits that a program takes at a time: 8, which are 16 bytes of bfloat16, for each of 512
+threads.
 
-Two such programs fit a multiprocessor. All their rows, 27 MB on an H200 for a vocabulary of 50,304, fit its cache until they are read again.
+Two such programs fit a multiprocessor. All their rows, 27 MB on an H200 for a vocabulary of 50,304,
+fit its cache until they are read again.
 """
 PER_THREAD = 8
 AT_ONCE = 4
-"""Blocks that are loaded together: enough bytes under way to keep the memory busy, and registers for two programs a multiprocessor."""
+"""Blocks that are loaded together: enough bytes under way to keep the memory busy, and registers
+for two programs a multiprocessor.
+"""
 ALIGNED = 16
-"""Logits from one row to the next are a multiple of this many, so that products and loads need no special case for odd vocabularies."""
+"""Logits from one row to the next are a multiple of this many, so that products and loads need no
+special case for odd vocabularies.
+"""
 
 
 def learned(
     hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, softcap: float | None, z_loss: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the summed loss and its gradients to hidden states and weight, the latter summed in fp32.
+    """Return the summed loss and its gradients to hidden states and weight, the latter summed in
+    fp32.
 
     Shapes:  as `flatout.ops.loss_chunks.learned`; not in fp64.
     Returns: as `flatout.ops.loss_chunks.learned`.
@@ -104,7 +115,8 @@ def _buffer(hidden_ND: Tensor, vocab_size: int) -> Tensor:
 def overwrite(
     product_CV: Tensor, targets_C: Tensor, softcap: float | None, z_loss: float, scale: float | None
 ) -> Tensor:
-    """Return each target's loss, 0 where it is ignored, and write its gradient to the logits, times `scale`, over these; without a scale write none.
+    """Return each target's loss, 0 where it is ignored, and write its gradient to the logits, times
+    `scale`, over these; without a scale write none.
 
     What lies between two rows is taken for padding, and may be written to.
 

@@ -1,4 +1,5 @@
-"""Newton-Schulz iterations: the nearest thing to an orthogonal matrix that matrix products alone can reach.
+"""Newton-Schulz iterations: the nearest thing to an orthogonal matrix that matrix products alone
+can reach.
 
 Letters: N matrices of one shape, R rows, C columns.
 """
@@ -14,18 +15,23 @@ from torch import Tensor
 from flatout.ops import at_least_fp32, linear
 
 QUINTIC = (3.4445, -4.7750, 2.0315)
-"""Coefficients of X, XX'X and XX'XX'X: steep at 0, so that small singular values grow fast; they end near 1, not at it."""
+"""Coefficients of X, XX'X and XX'XX'X: steep at 0, so that small singular values grow fast; they
+end near 1, not at it.
+"""
 ITERATIONS = 5
 SMALLEST_NORM = 1e-12
 
 
 def reference(matrices_NRC: Tensor) -> Tensor:
-    """Each matrix with every singular value brought near 1 (about 0.7 to 1.2), its singular vectors kept; one matrix after the other.
+    """Each matrix with every singular value brought near 1 (about 0.7 to 1.2), its singular vectors
+    kept; one matrix after the other.
 
-    Five times X becomes aX + (bG + cGG)X with G = XX', from X divided by its norm. This is the definition.
+    Five times X becomes aX + (bG + cGG)X with G = XX', from X divided by its norm. This is the
+    definition.
 
     Shapes:  matrices_NRC (N, R, C), R <= C is the cheaper way round.
-    Returns: (N, R, C) in bfloat16 on CUDA, else in the input's dtype and at least float32; zero matrices stay zero.
+    Returns: (N, R, C) in bfloat16 on CUDA, else in the input's dtype and at least float32; zero
+             matrices stay zero.
     Cost:    5 N (4 R R C + 2 R R R) FLOP, in 15 N products.
     Source:  Jordan et al. 2024, kellerjordan.github.io/posts/muon.
     """
@@ -50,7 +56,8 @@ def batched(matrices_NRC: Tensor) -> Tensor:
 
 
 def compiled(matrices_NRC: Tensor) -> Tensor:
-    """`batched` through torch.compile: what lies between the products is fused, and a stack of matrices is one call.
+    """`batched` through torch.compile: what lies between the products is fused, and a stack of
+    matrices is one call.
 
     Each shape is compiled when it is first seen.
 

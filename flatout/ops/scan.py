@@ -1,6 +1,7 @@
 """A diagonal linear recurrence with complex eigenvalues: the memory of an eigenstate network.
 
-Letters: B rows, T tokens, K eigenstates, E = 2 K: K real parts, then K imaginary ones; C tokens of a chunk, N chunks, M = B N 2.
+Letters: B rows, T tokens, K eigenstates, E = 2 K: K real parts, then K imaginary ones; C tokens of
+         a chunk, N chunks, M = B N 2.
 """
 
 from __future__ import annotations
@@ -18,10 +19,14 @@ from flatout.errors import MissingPackage, ShapeError
 from flatout.ops import at_least_fp32
 
 Solve = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
-"""(log_decay, angle, drive_BT2K, resets_BT) -> states_BT2K from a state of zero on; autograd does not look inside."""
+"""(log_decay, angle, drive_BT2K, resets_BT) -> states_BT2K from a state of zero on; autograd does
+not look inside.
+"""
 
 SMALLEST_CARRY = 64
-"""States are carried from chunk to chunk in chunks of at least so many chunks, however small the chunks are."""
+"""States are carried from chunk to chunk in chunks of at least so many chunks, however small the
+chunks are.
+"""
 
 
 def reference(
@@ -33,15 +38,20 @@ def reference(
     start_BE: Tensor | None = None,
     chunk_size: int = 128,
 ) -> Tensor:
-    """State after each token: s[t] = exp(log_decay + i angle) * s[t-1] + drive[t], with s[-1] = start.
+    """State after each token: s[t] = exp(log_decay + i angle) * s[t-1] + drive[t], with s[-1] =
+    start.
 
-    Where the document changes, s[t-1] counts as zero. Eigenvalues are one for all tokens, or each token has its own (selective).
-    This loop is the definition. Every variant must match it, gradients included.
+    Where the document changes, s[t-1] counts as zero. Eigenvalues are one for all tokens, or each
+    token has its own (selective). This loop is the definition. Every variant must match it,
+    gradients included.
 
-    Shapes:  log_decay, angle (K,), or both (B, T, K); drive_BTE (B, T, 2 K); doc_ids_BT (B, T) integers; start_BE (B, 2 K), zeros when None.
+    Shapes:  log_decay, angle (K,), or both (B, T, K); drive_BTE (B, T, 2 K); doc_ids_BT (B, T)
+             integers; start_BE (B, 2 K), zeros when None.
     Returns: states_BTE, fp32 (fp64 for fp64); the last state is states_BTE[:, -1].
-    Units:   log_decay is the logarithm of a factor a token, finite and at most 0; angle is in radians a token.
-    Cost:    8 B T K FLOP; T steps that cannot overlap. chunk_size is for variants that work in chunks: no result depends on it.
+    Units:   log_decay is the logarithm of a factor a token, finite and at most 0; angle is in
+             radians a token.
+    Cost:    8 B T K FLOP; T steps that cannot overlap. chunk_size is for variants that work in
+             chunks: no result depends on it.
     Raises:  ShapeError when the shapes do not fit, or chunk_size is below 1.
     Source:  diagonal linear recurrence, Orvieto et al. 2023, arXiv:2303.06349.
     """
@@ -83,15 +93,18 @@ def chunked(
     start_BE: Tensor | None = None,
     chunk_size: int = 128,
 ) -> Tensor:
-    """`reference` in chunks of `chunk_size` tokens: inside one, products with the matrix of powers of i - j; states carried between.
+    """`reference` in chunks of `chunk_size` tokens: inside one, products with the matrix of powers
+    of i - j; states carried between.
 
-    These are a real and an imaginary triangular matrix for each eigenstate, the same for all chunks. What is carried from chunk to chunk is
-    the same recurrence, solved likewise.
-    With documents or eigenvalues of each token's own there is no such matrix: the chunks then go token by token, side by side.
+    These are a real and an imaginary triangular matrix for each eigenstate, the same for all
+    chunks. What is carried from chunk to chunk is the same recurrence, solved likewise. With
+    documents or eigenvalues of each token's own there is no such matrix: the chunks then go token
+    by token, side by side.
 
     Shapes:  as `reference`.
     Returns: as `reference`.
-    Cost:    8 C B T K FLOP forward, as much backward; the states are kept for backward, and the eigenvalues where each token has its own.
+    Cost:    8 C B T K FLOP forward, as much backward; the states are kept for backward, and the
+             eigenvalues where each token has its own.
     Raises:  ShapeError as `reference`.
     """
     _check(log_decay, angle, drive_BTE, doc_ids_BT, start_BE, chunk_size)
@@ -114,7 +127,8 @@ def fft(
     start_BE: Tensor | None = None,
     chunk_size: int = 128,
 ) -> Tensor:
-    """`reference` as a convolution by Fourier transforms, padded to 2 T so that nothing wraps around: to compare with.
+    """`reference` as a convolution by Fourier transforms, padded to 2 T so that nothing wraps
+    around: to compare with.
 
     With documents or eigenvalues of each token's own it is `chunked`.
 
@@ -136,15 +150,17 @@ def triton(
     start_BE: Tensor | None = None,
     chunk_size: int = 128,
 ) -> Tensor:
-    """`reference` in Triton's kernels on an NVIDIA GPU, forward and backward: `flatout.ops.scan_passes` says how.
+    """`reference` in Triton's kernels on an NVIDIA GPU, forward and backward:
+    `flatout.ops.scan_passes` says how.
 
-    A drive in bf16 or fp16 is read as it is. On a CPU, where Triton does not run, and in fp64 it is `chunked`. The same numbers come
-    out every time: no program adds to what another wrote.
+    A drive in bf16 or fp16 is read as it is. On a CPU, where Triton does not run, and in fp64 it is
+    `chunked`. The same numbers come out every time: no program adds to what another wrote.
 
     Shapes:  as `reference`.
     Returns: as `reference`.
-    Cost:    as `reference`; the drive is read twice and the states are written once; backward, the gradient is read twice, the states
-             are read once and the drive's gradient is written once. The states are kept, and the eigenvalues.
+    Cost:    as `reference`; the drive is read twice and the states are written once; backward, the
+             gradient is read twice, the states are read once and the drive's gradient is written
+             once. The states are kept, and the eigenvalues.
     Raises:  ShapeError as `reference`; MissingPackage on a GPU without Triton.
     """
     wide = torch.promote_types(drive_BTE.dtype, torch.float32)
@@ -160,13 +176,16 @@ def triton_narrow(
     start_BE: Tensor | None = None,
     chunk_size: int = 128,
 ) -> Tensor:
-    """`triton` with each state rounded to the drive's type as it is written, and read in that type backward; elsewhere `chunked`, rounded.
+    """`triton` with each state rounded to the drive's type as it is written, and read in that type
+    backward; elsewhere `chunked`, rounded.
 
-    The recurrence itself, and what is carried from chunk to chunk, stay fp32: no rounding is carried on from token to token.
+    The recurrence itself, and what is carried from chunk to chunk, stay fp32: no rounding is
+    carried on from token to token.
 
     Shapes:  as `reference`.
     Returns: states_BTE, in the drive's type.
-    Cost:    as `triton`: 8 B T K numbers move forward and 16 B T K backward, of two bytes for a drive in bf16.
+    Cost:    as `triton`: 8 B T K numbers move forward and 16 B T K backward, of two bytes for a
+             drive in bf16.
     Raises:  as `triton`.
     """
     return _by_kernels(
@@ -232,7 +251,9 @@ def _differentiable(
     doc_ids_BT: Tensor | None,
     start_BE: Tensor | None,
 ) -> Tensor:
-    """Return the states by a solver, with the gradients that follow from it; in fp32 whatever autocast says."""
+    """Return the states by a solver, with the gradients that follow from it; in fp32 whatever
+    autocast says.
+    """
     with torch.autocast(drive_BTE.device.type, enabled=False):
         drive_BT2K = _pairs(drive_BTE)
         if start_BE is not None:
@@ -246,7 +267,9 @@ def _differentiable(
 
 
 class _Scan(torch.autograd.Function):
-    """States from a state of zero on. The gradient of a recurrence is the same recurrence, with conjugate eigenvalues, from the end back."""
+    """States from a state of zero on. The gradient of a recurrence is the same recurrence, with
+    conjugate eigenvalues, from the end back.
+    """
 
     @staticmethod
     def forward(
@@ -290,7 +313,9 @@ class _Scan(torch.autograd.Function):
 def _conjugate_products(
     states_BT2K: Tensor, grad_BT2K: Tensor, resets_BT: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Real and imaginary part of each token's gradient times the conjugate of the state that it goes on from; zero where it goes on from none."""
+    """Real and imaginary part of each token's gradient times the conjugate of the state that it
+    goes on from; zero where it goes on from none.
+    """
     before_BT2K, grad_BT2K = states_BT2K[:, :-1], grad_BT2K[:, 1:]
     along_BTK = (grad_BT2K * before_BT2K).sum(dim=-2)
     across_BTK = (
@@ -321,9 +346,11 @@ def _by_products(
 
 
 def _in_chunks(log_decay_K: Tensor, angle_K: Tensor, drive_BT2K: Tensor, chunk_size: int) -> Tensor:
-    """Return the states by four products for each eigenstate; the powers are worked out in fp64, since the angle of many tokens is a large number.
+    """Return the states by four products for each eigenstate; the powers are worked out in fp64,
+    since the angle of many tokens is a large number.
 
-    Eigenstates come first in memory while it works: a product then reads and writes what lies side by side.
+    Eigenstates come first in memory while it works: a product then reads and writes what lies side
+    by side.
     """
     rows, tokens, _, num_eigenstates = drive_BT2K.shape
     size = min(chunk_size, tokens)
@@ -367,7 +394,9 @@ def _in_chunks(log_decay_K: Tensor, angle_K: Tensor, drive_BT2K: Tensor, chunk_s
 
 
 def _toeplitz(powers_KC: Tensor) -> Tensor:
-    """Matrices (K, C, C) that hold at [j, i] the power i - j, and zero where that is negative: a row of drives times one is sums over the past."""
+    """Matrices (K, C, C) that hold at [j, i] the power i - j, and zero where that is negative: a
+    row of drives times one is sums over the past.
+    """
     size = powers_KC.shape[1]
     return functional.pad(powers_KC, (size - 1, 0)).unfold(1, size, 1).flip(1)
 
@@ -375,10 +404,12 @@ def _toeplitz(powers_KC: Tensor) -> Tensor:
 def _side_by_side(
     log_decay: Tensor, angle: Tensor, drive_BT2K: Tensor, resets_BT: Tensor | None
 ) -> Tensor:
-    """Return the states of about sqrt(T) chunks that go token by token at the same time, then what each is handed by those before.
+    """Return the states of about sqrt(T) chunks that go token by token at the same time, then what
+    each is handed by those before.
 
-    It is done in fp64: an eigenvalue that is rounded once is wrong ten thousand times over for a state that lasts as many tokens.
-    What a document leaves is never multiplied by zero, which would let its NaN through: it is replaced by zero.
+    It is done in fp64: an eigenvalue that is rounded once is wrong ten thousand times over for a
+    state that lasts as many tokens. What a document leaves is never multiplied by zero, which would
+    let its NaN through: it is replaced by zero.
     """
     tokens = drive_BT2K.shape[1]
     size = math.isqrt(tokens - 1) + 1
@@ -447,7 +478,9 @@ def _pairs(parts: Tensor) -> Tensor:
 
 
 def _eigenvalues(log_decay: Tensor, angle: Tensor, dtype: torch.dtype, *, dim: int = -2) -> Tensor:
-    """Real and imaginary parts of exp(log_decay + i angle); never a complex power, since 0 ** 0 has no gradient."""
+    """Real and imaginary parts of exp(log_decay + i angle); never a complex power, since 0 ** 0 has
+    no gradient.
+    """
     log_decay, angle = at_least_fp32(log_decay), at_least_fp32(angle)
     magnitude = log_decay.exp()
     return torch.stack((magnitude * angle.cos(), magnitude * angle.sin()), dim=dim).to(dtype)

@@ -1,7 +1,9 @@
-"""The diagonal complex recurrence of ops/scan.py in Triton's language; ops/scan_passes.py says how these make the whole.
+"""The diagonal complex recurrence of ops/scan.py in Triton's language; ops/scan_passes.py says how
+these make the whole.
 
-A program walks one chunk of one row for a block of eigenstates, the state in registers. Complex numbers are K real parts, then K
-imaginary ones. What a program loads does not depend on its state: the loads of several steps are under way before the first is used.
+A program walks one chunk of one row for a block of eigenstates, the state in registers. Complex
+numbers are K real parts, then K imaginary ones. What a program loads does not depend on its state:
+the loads of several steps are under way before the first is used.
 
 Letters: k the eigenstates of a program; `at` counts steps over all rows.
 """
@@ -12,7 +14,9 @@ import triton.language as tl
 
 @triton.jit
 def _exp(x):
-    """The exponential to the last bits near 1, where a GPU's own errs to one side, token after token."""
+    """The exponential to the last bits near 1, where a GPU's own errs to one side, token after
+    token.
+    """
     near = 1.0 + x * (1.0 + x / 2 * (1.0 + x / 3 * (1.0 + x / 4 * (1.0 + x / 5 * (1.0 + x / 6)))))
     return tl.where(tl.abs(x) < 0.25, near, tl.exp(x))
 
@@ -25,7 +29,9 @@ def _times(a, b, c, d):
 
 @triton.jit
 def _replaced(one, other, reset, CUT: tl.constexpr):
-    """Zero where a document begins: put in the place of what was, which is not multiplied by zero, so that a NaN stays in its document."""
+    """Zero where a document begins: put in the place of what was, which is not multiplied by zero,
+    so that a NaN stays in its document.
+    """
     if CUT:
         one, other = tl.where(reset, 0.0, one), tl.where(reset, 0.0, other)
     return one, other
@@ -67,7 +73,9 @@ def _place(chunks, COUNT: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _factor(real, imaginary, log_decay, angle, FORM: tl.constexpr, BACKWARD: tl.constexpr):
-    """What the state is multiplied by: the one factor that is `fixed`, or what a step's own logarithm and angle say; going back, its conjugate."""
+    """What the state is multiplied by: the one factor that is `fixed`, or what a step's own
+    logarithm and angle say; going back, its conjugate.
+    """
     if FORM == "polar":
         magnitude = _exp(log_decay)
         real, imaginary = (
@@ -116,7 +124,9 @@ def _step(
     FORM: tl.constexpr,
     CUT: tl.constexpr,
 ):
-    """Load a step: its place, whether there is one, what it adds, its logarithm and angle, whether a document begins with it."""
+    """Load a step: its place, whether there is one, what it adds, its logarithm and angle, whether
+    a document begins with it.
+    """
     at, mask = row * steps + step, inside & (step < steps)
     real, imaginary = _pair(drive, at, k, mask, COUNT)
     log_decay, angle, reset = real, imaginary, step < 0
@@ -134,7 +144,9 @@ def _step(
 def powers(
     log_decay, angle, table, COUNT: tl.constexpr, LOG2_CHUNK: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Eigenvalues to the number of tokens in one step of each level; in fp64, since the angle of many tokens is a large number."""
+    """Eigenvalues to the number of tokens in one step of each level; in fp64, since the angle of
+    many tokens is a large number.
+    """
     level, k = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = k < COUNT
     tokens = (tl.full((BLOCK,), 1, tl.int64) << (level * LOG2_CHUNK)).to(tl.float64)
@@ -151,7 +163,8 @@ def walk(
 ):  # fmt: skip
     """Walk a chunk; keep the state `after` each step, `before` each, or where the chunk `ends`.
 
-    With an end go the sums of the steps' own logarithms and angles, in fp64: a product of rounded factors would be wrong many times over.
+    With an end go the sums of the steps' own logarithms and angles, in fp64: a product of rounded
+    factors would be wrong many times over.
     """
     row, chunk, k = _place(chunks, COUNT, BLOCK)
     inside, here = k < COUNT, row * chunks + chunk
@@ -199,10 +212,12 @@ def gradients(
     STARTED: tl.constexpr, COUNT: tl.constexpr, ENTERED: tl.constexpr, FORM: tl.constexpr,
     CUT: tl.constexpr, CHUNK: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Walk a chunk back from what enters it, and keep all gradients; those of fixed eigenvalues summed over the chunk.
+    """Walk a chunk back from what enters it, and keep all gradients; those of fixed eigenvalues
+    summed over the chunk.
 
-    The gradient g of a state, times the conjugate eigenvalue, is what goes to the state before, s; times the conjugate of s it is also
-    the gradient of the eigenvalue's logarithm: real part for log_decay, imaginary part for angle.
+    The gradient g of a state, times the conjugate eigenvalue, is what goes to the state before, s;
+    times the conjugate of s it is also the gradient of the eigenvalue's logarithm: real part for
+    log_decay, imaginary part for angle.
     """
     row, chunk, k = _place(chunks, COUNT, BLOCK)
     inside, here = k < COUNT, row * chunks + chunk

@@ -1,11 +1,13 @@
 """The diagonal complex recurrence of ops/scan.py by the kernels of ops/scan_kernels.py.
 
-Three passes: each program walks one chunk from a state of zero and keeps where that ends; what enters each chunk is the same
-recurrence over these ends, solved likewise; then each walks again from what enters, and keeps every state. Backward is the same
-from the end back with conjugate eigenvalues, and the gradients of the eigenvalues fall out of its last pass. The drive and the
+Three passes: each program walks one chunk from a state of zero and keeps where that ends; what
+enters each chunk is the same recurrence over these ends, solved likewise; then each walks again
+from what enters, and keeps every state. Backward is the same from the end back with conjugate
+eigenvalues, and the gradients of the eigenvalues fall out of its last pass. The drive and the
 gradient are read twice, states and results are written once; nothing else is as long as the text.
 
-Letters: B rows, T tokens, K eigenstates, E = 2 K: K real parts, then K imaginary ones; S steps: tokens, or chunks of them; N chunks of steps;
+Letters: B rows, T tokens, K eigenstates, E = 2 K: K real parts, then K imaginary ones; S steps:
+         tokens, or chunks of them; N chunks of steps;
 F levels: tokens, chunks, chunks of chunks.
 """
 
@@ -24,9 +26,13 @@ BLOCK = 32
 AT_ONCE = 8
 """Steps that are loaded together."""
 SHORT, LONG = 32, 64
-"""Steps a chunk. An eigenvalue is multiplied by itself at most so often, and its rounding does not add up over a long text."""
+"""Steps a chunk. An eigenvalue is multiplied by itself at most so often, and its rounding does not
+add up over a long text.
+"""
 FULL = 4_096
-"""Programs, of one warp each, that keep a large GPU busy: 132 multiprocessors hold 32 each. Chunks are short where there would be fewer."""
+"""Programs, of one warp each, that keep a large GPU busy: 132 multiprocessors hold 32 each. Chunks
+are short where there would be fewer.
+"""
 
 
 @dataclass(frozen=True)
@@ -46,7 +52,9 @@ class _Steps:
     backward: bool
     """From the last step to the first, with conjugate eigenvalues."""
     adds_first: bool
-    """A state is multiplied after its step is added, not before: a gradient on its way to the token before."""
+    """A state is multiplied after its step is added, not before: a gradient on its way to the token
+    before.
+    """
 
     @property
     def chunks(self) -> int:
@@ -55,7 +63,9 @@ class _Steps:
     def launch(
         self, kernel: Any, entering_BNE: Tensor | None, *others: Tensor, **constants: Any
     ) -> None:
-        """Run a kernel with a program for each row, chunk and block of eigenstates; a tensor that it does not look at is stood in for."""
+        """Run a kernel with a program for each row, chunk and block of eigenstates; a tensor that
+        it does not look at is stood in for.
+        """
         drive_BSE, resets_BS = self.drive, self.resets
         rows, steps, count = drive_BSE.shape[0], drive_BSE.shape[1], drive_BSE.shape[2] // 2
         kernel[(rows * self.chunks * -(-count // BLOCK),)](
@@ -74,7 +84,9 @@ class _Steps:
         return kept_BSE
 
     def above(self) -> _Steps:
-        """Return the same recurrence over chunks: each adds where it ends when nothing enters it, and multiplies by all its eigenvalues."""
+        """Return the same recurrence over chunks: each adds where it ends when nothing enters it,
+        and multiplies by all its eigenvalues.
+        """
         rows, _, parts = self.drive.shape
         ends_BNE = self.drive.new_empty(rows, self.chunks, parts, dtype=torch.float32)
         cuts_BN = None if self.resets is None else self.resets.new_empty(rows, self.chunks)
@@ -164,8 +176,10 @@ def states(
 ) -> Tensor:
     """Return the state after each token; an op of its own, which a compiled model calls as it is.
 
-    Shapes:  log_decay, angle (K,) or (B, T, K), fp32; drive_BTE (B, T, 2 K) in fp32, bf16 or fp16; resets_BT (B, T) bool; start_BE (B, 2 K) fp32.
-    Returns: states_BTE, in fp32 or rounded to `states_dtype` as they are written; what one chunk hands to the next is fp32.
+    Shapes:  log_decay, angle (K,) or (B, T, K), fp32; drive_BTE (B, T, 2 K) in fp32, bf16 or fp16;
+             resets_BT (B, T) bool; start_BE (B, 2 K) fp32.
+    Returns: states_BTE, in fp32 or rounded to `states_dtype` as they are written; what one chunk
+             hands to the next is fp32.
     Cost:    as `flatout.ops.scan.reference`; a program walks at most `chunk_size` tokens, or two.
     """
     with torch.cuda.device_of(drive_BTE):  # type: ignore[no-untyped-call]
@@ -201,7 +215,9 @@ def _backward(
     drive_dtype: torch.dtype,
     chunk_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of log_decay, angle, drive_BTE and start_BE. No program adds to what another wrote: every time the same bits."""
+    """Return the gradients of log_decay, angle, drive_BTE and start_BE. No program adds to what
+    another wrote: every time the same bits.
+    """
     with torch.cuda.device_of(grad_BTE):  # type: ignore[no-untyped-call]
         steps = _steps(log_decay, angle, grad_BTE, resets_BT, chunk_size, backward=True)
         rows, tokens, parts = grad_BTE.shape

@@ -1,6 +1,8 @@
-"""Attention of packed documents as one line of segments: what `flatout.ops.attention.varlen` does on a GPU.
+"""Attention of packed documents as one line of segments: what `flatout.ops.attention.varlen` does
+on a GPU.
 
-Letters: B rows, T tokens, N = B T tokens of all rows, H query heads, G key and value heads, C head size, S segments and one more.
+Letters: B rows, T tokens, N = B T tokens of all rows, H query heads, G key and value heads, C head
+         size, S segments and one more.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ from torch.nn import functional
 from flatout.ops.block_sparse import narrowed
 
 FEWEST_TOKENS = 64
-"""Of a document, on average over a micro-batch: the kernel's grid has room for so many segments, and is the same whatever the documents."""
+"""Of a document, on average over a micro-batch: the kernel's grid has room for so many segments,
+and is the same whatever the documents.
+"""
 LEAST_ROOM = 128
 """Segments there is room for however few the tokens."""
 LARGEST_HEAD = 192
@@ -24,7 +28,8 @@ DTYPES = (torch.bfloat16, torch.float16)
 
 
 def takes(q_BHTC: Tensor, doc_ids_BT: Tensor | None, window: int | None) -> bool:
-    """Say whether the flash kernel of segments can take these shapes and types, and has documents to keep apart.
+    """Say whether the flash kernel of segments can take these shapes and types, and has documents
+    to keep apart.
 
     Shapes:  as `flatout.ops.attention.reference`.
     """
@@ -58,14 +63,17 @@ def room(rows: int, num_tokens: int) -> int:
 
 
 def cumulative_lengths(doc_ids_BT: Tensor) -> Tensor:
-    """Return where each document begins in the line of all rows, in order, and then the line's length, over and over.
+    """Return where each document begins in the line of all rows, in order, and then the line's
+    length, over and over.
 
-    As many as there is room for, whatever the ids: the shape is static and the device is not waited for.
+    As many as there is room for, whatever the ids: the shape is static and the device is not waited
+    for.
 
     Shapes:  doc_ids_BT (B, T) integers; a document's tokens stand side by side.
     Returns: bounds_S int32, S = room(B, T) + 1.
-    Raises:  RuntimeError, on a GPU a failed assertion of the device, when there are more documents: ids that did not come through
-             flatout's feed, which refuses them on the host. Without it the rest of the line would be read from unwritten memory.
+    Raises:  RuntimeError, on a GPU a failed assertion of the device, when there are more documents:
+             ids that did not come through flatout's feed, which refuses them on the host. Without
+             it the rest of the line would be read from unwritten memory.
     """
     rows, num_tokens = doc_ids_BT.shape
     most = room(rows, num_tokens)
@@ -87,5 +95,7 @@ def _kernel() -> Any:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _kernel_has(parameter: str) -> bool:
-    """Torch changes this signature: before 2.11 no window, and before 2.12 or 2.13 key heads are shared unasked."""
+    """Torch changes this signature: before 2.11 no window, and before 2.12 or 2.13 key heads are
+    shared unasked.
+    """
     return parameter in inspect.signature(_kernel()).parameters

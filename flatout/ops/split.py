@@ -7,11 +7,13 @@ from torch import Tensor
 
 
 def split(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the nearest bfloat16 of each number, ties to even, and how far its bits are from there, in 16 bits.
+    """Return the nearest bfloat16 of each number, ties to even, and how far its bits are from
+    there, in 16 bits.
 
-    An even bfloat16 is the nearest of 65,537 fp32 numbers, and 16 bits tell 65,536 apart: that halfway to the next larger one in
-    magnitude is moved by one unit in the last place, towards the bfloat16. All others are kept to the bit. What is taken off is the
-    lower half of the bits as a signed number: from half on, rounding went up.
+    An even bfloat16 is the nearest of 65,537 fp32 numbers, and 16 bits tell 65,536 apart: that
+    halfway to the next larger one in magnitude is moved by one unit in the last place, towards the
+    bfloat16. All others are kept to the bit. What is taken off is the lower half of the bits as a
+    signed number: from half on, rounding went up.
 
     Shapes:  any, fp32.
     Returns: (high, low): bfloat16 and int16, of the same shape.
@@ -22,7 +24,8 @@ def split(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join(high: Tensor, low: Tensor) -> Tensor:
-    """Return the fp32 numbers that `split` took apart: by their bits, since compilers take a number to bfloat16 and back for the number.
+    """Return the fp32 numbers that `split` took apart: by their bits, since compilers take a number
+    to bfloat16 and back for the number.
 
     Shapes:  high (bfloat16) and low (int16), of one shape.
     Returns: a tensor of that shape.

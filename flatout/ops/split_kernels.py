@@ -1,8 +1,10 @@
 """Updates of weights in two parts in Triton's language; ops/split_update.py says what they compute.
 
-One launch updates many tensors: `table` has a row of 64-bit numbers for each, its number of weights, then the addresses of its parts.
-Programs along axis 1 are tensors; those along axis 0 take turns at the blocks of one. A weight is read once and written once, whatever
-is done to it in between. No operation is fused with another (enable_fp_fusion=False): each rounds once, as torch's own do one by one.
+One launch updates many tensors: `table` has a row of 64-bit numbers for each, its number of
+weights, then the addresses of its parts. Programs along axis 1 are tensors; those along axis 0 take
+turns at the blocks of one. A weight is read once and written once, whatever is done to it in
+between. No operation is fused with another (enable_fp_fusion=False): each rounds once, as torch's
+own do one by one.
 """
 
 import triton
@@ -11,7 +13,9 @@ import triton.language as tl
 
 @triton.jit
 def _address(row, FIELD: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """The tensor whose address a row has in a field; ALIGNED promises a multiple of 16 bytes, without which each number is loaded by itself."""
+    """The tensor whose address a row has in a field; ALIGNED promises a multiple of 16 bytes,
+    without which each number is loaded by itself.
+    """
     address = tl.load(row + FIELD).to(tl.pointer_type(DTYPE))
     if ALIGNED:
         address = tl.multiple_of(address, 16)
@@ -20,7 +24,9 @@ def _address(row, FIELD: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexp
 
 @triton.jit
 def _count(row, ALIGNED: tl.constexpr):
-    """The number of weights of a row's tensor; ALIGNED promises a multiple of 16, so that vectors are loaded whole or not at all."""
+    """The number of weights of a row's tensor; ALIGNED promises a multiple of 16, so that vectors
+    are loaded whole or not at all.
+    """
     count = tl.load(row)
     if ALIGNED:
         count = tl.multiple_of(count, 16)
@@ -45,7 +51,9 @@ def _joined(high, low, at, mask):
 
 @triton.jit
 def _keep_split(high, low, at, mask, weight):
-    """Store `flatout.ops.split.split` of a number, by its bits: without the lower half, as a signed number, they are its bfloat16."""
+    """Store `flatout.ops.split.split` of a number, by its bits: without the lower half, as a signed
+    number, they are its bfloat16.
+    """
     bits = tl.where(
         weight == weight, weight.to(tl.int32, bitcast=True), 0x7FC00000
     )  # a NaN's bits could carry over into an infinity or a zero
@@ -57,7 +65,9 @@ def _keep_split(high, low, at, mask, weight):
 
 @triton.jit
 def adamw(table, numbers, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
-    """AdamW. A row: weights, high, low, gradient, exp_avg, exp_avg_sq, step. `numbers` in fp64: see `split_update.adamw`."""
+    """AdamW. A row: weights, high, low, gradient, exp_avg, exp_avg_sq, step. `numbers` in fp64: see
+    `split_update.adamw`.
+    """
     row = table + tl.program_id(1) * 7
     count = _count(row, ALIGNED)
     high, low = _address(row, 1, tl.int16, ALIGNED), _address(row, 2, tl.int16, ALIGNED)
@@ -86,7 +96,9 @@ def adamw(table, numbers, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def decay_and_add(table, numbers, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr):
-    """kept * weight + alpha * step. A row: weights, high, low, step, which is of DTYPE. `numbers` in fp64: kept, alpha."""
+    """kept * weight + alpha * step. A row: weights, high, low, step, which is of DTYPE. `numbers`
+    in fp64: kept, alpha.
+    """
     row = table + tl.program_id(1) * 4
     count = _count(row, ALIGNED)
     high, low, steps = (

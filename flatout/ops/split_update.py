@@ -1,8 +1,9 @@
 """Updates of weights in two parts (`flatout.ops.split`) that read and write each part once.
 
-Torch's operations would join, compute and split: a dozen passes and 102 bytes a weight for AdamW. Each function
-here has a `_reference`, which is the definition, and a variant in Triton's kernels (`flatout.ops.split_kernels`): the same operations in the
-same order, each rounded to fp32 by itself, so the same bits.
+Torch's operations would join, compute and split: a dozen passes and 102 bytes a weight for AdamW.
+Each function here has a `_reference`, which is the definition, and a variant in Triton's kernels
+(`flatout.ops.split_kernels`): the same operations in the same order, each rounded to fp32 by
+itself, so the same bits.
 """
 
 from __future__ import annotations
@@ -19,24 +20,33 @@ from torch import Tensor
 from flatout.ops.split import join, split
 
 BLOCK = 512
-"""Weights that a program updates at a time: 4 for each of its 128 threads, 16 bytes of fp32. With 8, parts would change threads on the way."""
+"""Weights that a program updates at a time: 4 for each of its 128 threads, 16 bytes of fp32. With
+8, parts would change threads on the way.
+"""
 PROGRAMS = 1_024
-"""Most programs a tensor: enough to fill 132 multiprocessors, few enough that what each works out for its tensor does not count."""
+"""Most programs a tensor: enough to fill 132 multiprocessors, few enough that what each works out
+for its tensor does not count.
+"""
 ADAMW_BYTES = {"high": 2 + 2, "low": 2 + 2, "gradient": 4, "exp_avg": 4 + 4, "exp_avg_sq": 4 + 4}
-"""What `adamw` reads and writes of a weight, 28 bytes. A test counts the kernel's loads and stores."""
+"""What `adamw` reads and writes of a weight, 28 bytes. A test counts the kernel's loads and stores.
+"""
 
 
 def adamw_reference(
     highs: Sequence[Tensor], lows: Sequence[Tensor], gradients: Sequence[Tensor], exp_avgs: Sequence[Tensor], exp_avg_sqs: Sequence[Tensor],
     steps: Sequence[Tensor], *, lr: float, beta1: float, beta2: float, weight_decay: float, eps: float,
 ) -> None:  # fmt: skip
-    """Update weights in two parts, and their moments, by AdamW in place; `steps` count this update already.
+    """Update weights in two parts, and their moments, by AdamW in place; `steps` count this update
+    already.
 
-    This loop is the definition. The two bias corrections are computed in fp64; all else is fp32, each operation rounded by itself.
+    This loop is the definition. The two bias corrections are computed in fp64; all else is fp32,
+    each operation rounded by itself.
 
-    Shapes:  one tensor a weight in each list: high (bfloat16), low (int16), the others fp32, all of one shape; steps 0-D, fp32.
+    Shapes:  one tensor a weight in each list: high (bfloat16), low (int16), the others fp32, all of
+             one shape; steps 0-D, fp32.
     Cost:    28 bytes a weight where each is read and written once (`ADAMW_BYTES`); here about 260.
-    Source:  Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 2, with torch.optim.AdamW's names.
+    Source:  Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 2, with torch.optim.AdamW's
+             names.
     """
     for high, low, gradient, mean, square, step in zip(
         highs, lows, gradients, exp_avgs, exp_avg_sqs, steps, strict=True
@@ -56,7 +66,8 @@ def adamw(
     highs: Sequence[Tensor], lows: Sequence[Tensor], gradients: Sequence[Tensor], exp_avgs: Sequence[Tensor], exp_avg_sqs: Sequence[Tensor],
     steps: Sequence[Tensor], *, lr: float, beta1: float, beta2: float, weight_decay: float, eps: float,
 ) -> None:  # fmt: skip
-    """`adamw_reference` in Triton: one launch for all tensors, or two where some are of odd sizes. `fits` says of which it can be asked.
+    """`adamw_reference` in Triton: one launch for all tensors, or two where some are of odd sizes.
+    `fits` says of which it can be asked.
 
     Nothing waits for the device: the steps are read there.
 
@@ -87,9 +98,11 @@ def decay_and_add_reference(
     kept: float,
     alpha: float,
 ) -> None:
-    """Replace each weight by kept * weight + alpha * step, in place; each operation rounded to fp32 by itself.
+    """Replace each weight by kept * weight + alpha * step, in place; each operation rounded to fp32
+    by itself.
 
-    Shapes:  one tensor a weight in each list: high (bfloat16), low (int16), step (fp32 or bfloat16), all of one shape.
+    Shapes:  one tensor a weight in each list: high (bfloat16), low (int16), step (fp32 or
+             bfloat16), all of one shape.
     Cost:    8 bytes a weight and the step, where each is read and written once.
     """
     for high, low, step in zip(highs, lows, steps, strict=True):
@@ -106,7 +119,8 @@ def decay_and_add(
 ) -> None:
     """`decay_and_add_reference` in Triton, as `adamw` is.
 
-    Shapes:  as `decay_and_add_reference`, steps of one type; a step laid out otherwise than its weight is copied first.
+    Shapes:  as `decay_and_add_reference`, steps of one type; a step laid out otherwise than its
+             weight is copied first.
     Cost:    8 bytes a weight and the step.
     """
     alike = [_laid_out_like(high, step) for high, step in zip(highs, steps, strict=True)]
@@ -119,7 +133,8 @@ def decay_and_add(
 
 
 def fits(high: Tensor, low: Tensor, *kept: Tensor) -> bool:
-    """Return whether the kernels can update a weight: on a GPU, without gaps, both parts and what is kept beside them in one layout.
+    """Return whether the kernels can update a weight: on a GPU, without gaps, both parts and what
+    is kept beside them in one layout.
 
     Shapes:  high (bfloat16) and low (int16); kept fp32, of the same shape.
     """
@@ -135,7 +150,9 @@ def fits(high: Tensor, low: Tensor, *kept: Tensor) -> bool:
 def _launch(
     kernel: Any, columns: Sequence[Sequence[Tensor]], numbers: list[float], **constants: Any
 ) -> None:
-    """Run a kernel on tensors, each a row of `columns`: once for those that are loaded as vectors, once for the others."""
+    """Run a kernel on tensors, each a row of `columns`: once for those that are loaded as vectors,
+    once for the others.
+    """
     device = columns[0][0].device
     rows: dict[bool, list[list[int]]] = {True: [], False: []}
     for tensors in zip(*columns, strict=True):

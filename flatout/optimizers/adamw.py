@@ -12,7 +12,8 @@ from flatout.optimizers.groups import OptimizerParts, adamw_groups, named_by_kin
 
 
 def build(model: nn.Module, config: OptimConfig, parts: OptimizerParts) -> tuple[Optimizer, ...]:
-    """Return the optimisers of a run: one AdamW, made by `parts.adamw`. The loop sets lr = peak_lr * factor(step) in each group.
+    """Return the optimisers of a run: one AdamW, made by `parts.adamw`. The loop sets lr = peak_lr
+    * factor(step) in each group.
 
     Raises: ConfigError when the model does not state what a parameter is.
     """

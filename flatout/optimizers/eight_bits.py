@@ -1,4 +1,5 @@
-"""AdamW whose moments take a byte a weight: eight bits and a scale a block of 256. Moments of small tensors stay fp32.
+"""AdamW whose moments take a byte a weight: eight bits and a scale a block of 256. Moments of small
+tensors stay fp32.
 
 Source: Dettmers et al. 2022, arXiv:2110.02861.
 """
@@ -31,7 +32,8 @@ MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
 
 
 def with_torchao(groups: list[dict[str, Any]], keywords: dict[str, Any]) -> Optimizer:
-    """Return torchao's AdamW, one compiled kernel for each shape of a large parameter; compiling takes seconds a shape, at the first step.
+    """Return torchao's AdamW, one compiled kernel for each shape of a large parameter; compiling
+    takes seconds a shape, at the first step.
 
     Raises: MissingPackage with the install line.
     """
@@ -39,9 +41,11 @@ def with_torchao(groups: list[dict[str, Any]], keywords: dict[str, Any]) -> Opti
 
 
 def with_bitsandbytes(groups: list[dict[str, Any]], keywords: dict[str, Any]) -> Optimizer:
-    """Return bitsandbytes' AdamW, one call of a kernel of its own for each parameter, after which it waits for the device.
+    """Return bitsandbytes' AdamW, one call of a kernel of its own for each parameter, after which
+    it waits for the device.
 
-    Raises: MissingPackage with the install line; ConfigError for weights in two parts, which its kernels cannot read.
+    Raises: MissingPackage with the install line; ConfigError for weights in two parts, which its
+            kernels cannot read.
     """
     if any(isinstance(parameter, SplitTensor) for group in groups for parameter in group["params"]):
         raise ConfigError(
@@ -51,7 +55,9 @@ def with_bitsandbytes(groups: list[dict[str, Any]], keywords: dict[str, Any]) ->
     base: Any = _package("bitsandbytes.optim", "adamw-8bit-bitsandbytes").AdamW8bit
 
     class OwnTables(base):  # type: ignore[misc]
-        """bitsandbytes gives the moments of all parameters one table of codes; a checkpoint's tensors are each their own."""
+        """bitsandbytes gives the moments of all parameters one table of codes; a checkpoint's
+        tensors are each their own.
+        """
 
         def moments_of(self, _parameter: Tensor) -> Moments:
             """Return what is kept for a parameter.
@@ -89,10 +95,12 @@ def bitsandbytes_bytes(num_weights: int) -> int:
 
 
 class AdamW8bit(Optimizer):
-    """torchao's AdamW for the tensors it narrows, torch's fused one for the rest; one state of plain tensors, as a checkpoint holds them.
+    """torchao's AdamW for the tensors it narrows, torch's fused one for the rest; one state of
+    plain tensors, as a checkpoint holds them.
 
-    A narrowed moment is its codes, under torch's own name for it, and their scales, under NAME_scale; the tables of codes follow from the
-    package. The rate goes to the compiled kernels as a tensor, so that another rate compiles nothing anew.
+    A narrowed moment is its codes, under torch's own name for it, and their scales, under
+    NAME_scale; the tables of codes follow from the package. The rate goes to the compiled kernels
+    as a tensor, so that another rate compiles nothing anew.
     """
 
     def __init__(

@@ -15,12 +15,15 @@ from flatout.errors import ConfigError
 from flatout.registry import OPTIMIZERS
 
 AdamWFactory = Callable[[list[dict[str, Any]], dict[str, Any]], Optimizer]
-"""(parameter groups, keywords lr, betas, eps) -> an AdamW. Each group states its own weight_decay."""
+"""(parameter groups, keywords lr, betas, eps) -> an AdamW. Each group states its own weight_decay.
+"""
 
 
 @dataclass(frozen=True)
 class OptimizerParts:
-    """What an optimiser is made of besides its rule: how its work is carried out, which speedups exchange."""
+    """What an optimiser is made of besides its rule: how its work is carried out, which speedups
+    exchange.
+    """
 
     adamw: AdamWFactory
     """Makes the AdamW of an optimiser, or of what it leaves to AdamW."""
@@ -36,7 +39,8 @@ def optimizers_of(
 ) -> tuple[Optimizer, ...]:
     """Return the optimizers of a run, made by the function that `optim.kind` names.
 
-    Raises: ConfigError when it is called otherwise, or returns something else than a tuple of torch optimizers with peak_lr in each group.
+    Raises: ConfigError when it is called otherwise, or returns something else than a tuple of torch
+            optimizers with peak_lr in each group.
     """
     kind, build = config.optim.kind, OPTIMIZERS.get(config.optim.kind)
     as_documented = (
@@ -86,7 +90,8 @@ DECAYED = ("hidden", "head")
 def named_by_kind(model: nn.Module) -> dict[str, tuple[str, nn.Parameter]]:
     """Return {name: (kind, parameter)} of what trains, each parameter once.
 
-    Raises: ConfigError when the model does not state the kind of a parameter, or states an unknown kind.
+    Raises: ConfigError when the model does not state the kind of a parameter, or states an unknown
+            kind.
     """
     stated: Any = model  # a LanguageModel, or whatever says the same of its parameters
     kinds = stated.parameter_kinds()
@@ -106,7 +111,9 @@ def named_by_kind(model: nn.Module) -> dict[str, tuple[str, nn.Parameter]]:
 def adamw_groups(
     members: Iterable[tuple[str, nn.Parameter]], config: OptimConfig
 ) -> list[dict[str, Any]]:
-    """Return AdamW's groups for (kind, parameter) pairs: those that decay, those that do not; empty ones are left out."""
+    """Return AdamW's groups for (kind, parameter) pairs: those that decay, those that do not; empty
+    ones are left out.
+    """
     decayed: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []
     for kind, parameter in members:

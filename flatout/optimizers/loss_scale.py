@@ -1,8 +1,9 @@
 """Dynamic loss scaling for float16.
 
-The loss is multiplied by a scale so that small gradients do not vanish, and the gradients are divided by it again before
-they are clipped. A step whose gradients are not finite is skipped and the scale halved; after `growth_interval` good steps
-in a row the scale doubles. Source: Micikevicius et al. 2018, arXiv:1710.03740, section 3.2.
+The loss is multiplied by a scale so that small gradients do not vanish, and the gradients are
+divided by it again before they are clipped. A step whose gradients are not finite is skipped and
+the scale halved; after `growth_interval` good steps in a row the scale doubles. Source:
+Micikevicius et al. 2018, arXiv:1710.03740, section 3.2.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""What kinds of optimisers keep for a parameter. A checkpoint of one kind is no other's, and each is told by the fields it stores."""
+"""What kinds of optimisers keep for a parameter. A checkpoint of one kind is no other's, and each
+is told by the fields it stores.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from torch.optim import AdamW, Optimizer
 
 @dataclass(frozen=True)
 class Moments:
-    """A kind of what is kept for one parameter. Tensors too small for eight bits are of the kind FP32 under torchao."""
+    """A kind of what is kept for one parameter. Tensors too small for eight bits are of the kind
+    FP32 under torchao.
+    """
 
     what: str
     """In words."""
@@ -20,7 +24,9 @@ class Moments:
     speedup: str | None = None
     """Which speedup keeps it so; None where plain optimisers do."""
     like_the_parameter: tuple[str, ...] | None = None
-    """The fields that are fp32 tensors of the parameter's shape; None where what is kept is laid out otherwise."""
+    """The fields that are fp32 tensors of the parameter's shape; None where what is kept is laid
+    out otherwise.
+    """
     numbers: tuple[str, ...] = ()
     """The fields that are tensors of one number, beside those."""
 
@@ -43,7 +49,8 @@ KINDS = (TORCHAO, BITSANDBYTES, FP32, MOMENTUM)
 
 
 def kept_by(optimizer: Optimizer, parameter: Tensor) -> Moments | None:
-    """Return what an optimiser keeps for a parameter from its first step on: its own `moments_of(parameter)` says so. None is not known.
+    """Return what an optimiser keeps for a parameter from its first step on: its own
+    `moments_of(parameter)` says so. None is not known.
 
     Shapes: parameter of any shape.
     """
@@ -61,7 +68,9 @@ def stored_as(fields: Collection[str]) -> Moments:
 
 
 def way_to_go_on(stored: Moments, kept: Moments) -> str:
-    """Return which optimiser goes on from `stored`, where this run would keep `kept`, as words after "Resume"."""
+    """Return which optimiser goes on from `stored`, where this run would keep `kept`, as words
+    after "Resume".
+    """
     if stored.speedup is not None:
         return f"with {stored.speedup} in speedups"
     if stored == FP32 and kept.speedup is not None:

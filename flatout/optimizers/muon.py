@@ -1,7 +1,7 @@
 """Muon for the matrices of the hidden layers: momentum, orthogonalised; AdamW for everything else.
 
-A parameter that the model declares to be several matrices on top of each other, as a fused query-key-value weight, is
-orthogonalised part by part: each part has its own singular values.
+A parameter that the model declares to be several matrices on top of each other, as a fused
+query-key-value weight, is orthogonalised part by part: each part has its own singular values.
 
 Letters: N matrices of one shape, R rows, C columns.
 """
@@ -28,15 +28,20 @@ from flatout.optimizers.groups import OptimizerParts, adamw_groups, named_by_kin
 from flatout.optimizers.moments import MOMENTUM, Moments
 
 RMS_LIKE_ADAMW = 0.2
-"""An orthogonal matrix has entries of RMS 1/sqrt(max(R, C)), AdamW's updates one of about 0.2: with this scale both share a learning rate."""
+"""An orthogonal matrix has entries of RMS 1/sqrt(max(R, C)), AdamW's updates one of about 0.2: with
+this scale both share a learning rate.
+"""
 STACK_ELEMENTS = 2**27
-"""Largest number of entries orthogonalised at once, so that the stack stays small beside the model."""
+"""Largest number of entries orthogonalised at once, so that the stack stays small beside the model.
+"""
 
 
 def build(model: nn.Module, config: OptimConfig, parts: OptimizerParts) -> tuple[Optimizer, ...]:
-    """Return Muon for the two-dimensional hidden weights, and an AdamW for the rest, made by `parts.adamw`; either may be missing.
+    """Return Muon for the two-dimensional hidden weights, and an AdamW for the rest, made by
+    `parts.adamw`; either may be missing.
 
-    Raises: ConfigError when the model does not state what a parameter is, or states parts that do not make it up.
+    Raises: ConfigError when the model does not state what a parameter is, or states parts that do
+            not make it up.
     """
     stated: Any = model
     rows_by_name = stated.stacked_rows() if hasattr(model, "stacked_rows") else {}
@@ -100,14 +105,17 @@ class _Matrix:
 
 
 class Muon(Optimizer):
-    """Nesterov momentum, orthogonalised by Newton-Schulz iterations, with decoupled weight decay. Takes matrices only.
+    """Nesterov momentum, orthogonalised by Newton-Schulz iterations, with decoupled weight decay.
+    Takes matrices only.
 
-    `stacked_rows` gives the rows of each part of a parameter that is several matrices on top of each other; its momentum is one.
-    `newton_schulz` is a function of `flatout.ops.newton_schulz`: how the iterations are carried out.
-    Matrices of one shape, or of one shape and its transpose, go to the iterations together. A sharded matrix is
-    gathered, orthogonalised on every rank, and each rank keeps its own part; momentum stays sharded.
+    `stacked_rows` gives the rows of each part of a parameter that is several matrices on top of
+    each other; its momentum is one. `newton_schulz` is a function of `flatout.ops.newton_schulz`:
+    how the iterations are carried out. Matrices of one shape, or of one shape and its transpose, go
+    to the iterations together. A sharded matrix is gathered, orthogonalised on every rank, and each
+    rank keeps its own part; momentum stays sharded.
 
-    Source: Jordan et al. 2024, kellerjordan.github.io/posts/muon; scale and decay of Liu et al. 2025, arXiv:2502.16982.
+    Source: Jordan et al. 2024, kellerjordan.github.io/posts/muon; scale and decay of Liu et al.
+            2025, arXiv:2502.16982.
     """
 
     def __init__(
@@ -146,7 +154,9 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def warm_up(self) -> None:
-        """Carry the iterations out once on zeros in every shape that a step will have; nothing is changed."""
+        """Carry the iterations out once on zeros in every shape that a step will have; nothing is
+        changed.
+        """
         for group in self.param_groups:
             for batch in _batches(self._matrices([p for p in group["params"] if p.requires_grad])):
                 self._newton_schulz(_empty_stack(batch, group["params"]).zero_())
@@ -181,7 +191,9 @@ class Muon(Optimizer):
                 yield _Matrix(index, start, stop, parameter.shape[1], parameter.dtype)
 
     def _directions(self, parameters: list[nn.Parameter], momentum: float) -> list[Tensor]:
-        """Advance each momentum buffer and return where Nesterov's rule points, sharded as the parameters are."""
+        """Advance each momentum buffer and return where Nesterov's rule points, sharded as the
+        parameters are.
+        """
         gradients = [_gradient(p) for p in parameters]
         for p, gradient in zip(parameters, gradients, strict=True):
             if "momentum_buffer" not in self.state[p]:
@@ -219,7 +231,9 @@ def _empty_stack(batch: list[_Matrix], like: list[Any]) -> Tensor:
 
 
 def _stack(batch: list[_Matrix], directions: list[Tensor]) -> Tensor:
-    """The batch's matrices, lying down; a sharded parameter is gathered once for all its parts in the batch, one at a time."""
+    """The batch's matrices, lying down; a sharded parameter is gathered once for all its parts in
+    the batch, one at a time.
+    """
     stack_NRC = _empty_stack(batch, directions)
     if not isinstance(directions[batch[0].index], DTensor):
         torch._foreach_copy_(
@@ -242,7 +256,9 @@ def _add_batch(
     kept: float,
     alpha: float,
 ) -> None:
-    """Decay each matrix and add alpha times its step: all of a batch in a few kernels, for which both have one layout. Shards are decayed before."""
+    """Decay each matrix and add alpha times its step: all of a batch in a few kernels, for which
+    both have one layout. Shards are decayed before.
+    """
     lies = [matrix.shape[0] <= matrix.shape[1] for matrix in batch]
     if isinstance(parameters[batch[0].index], DTensor):
         for matrix, step_RC, lying in zip(batch, steps_NRC, lies, strict=True):

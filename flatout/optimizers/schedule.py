@@ -1,7 +1,8 @@
-"""The learning rate as a pure function of the optimiser step: nothing to save, nothing to advance, the same on every resume.
+"""The learning rate as a pure function of the optimiser step: nothing to save, nothing to advance,
+the same on every resume.
 
-Steps count from 0 to total_steps - 1. After a linear warm-up the rate stands at its peak; `cosine` and `wsd` reach `min_lr` at
-the last step. A run of one step trains at the peak.
+Steps count from 0 to total_steps - 1. After a linear warm-up the rate stands at its peak; `cosine`
+and `wsd` reach `min_lr` at the last step. A run of one step trains at the peak.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from flatout.registry import unknown_name
 
 
 def factor(config: ScheduleConfig, peak_lr: float, step: int, total_steps: int) -> float:
-    """Return what the peak learning rate is multiplied with at `step`, above 0 and at most 1 before the last step.
+    """Return what the peak learning rate is multiplied with at `step`, above 0 and at most 1 before
+    the last step.
 
     Steps past the end keep the last step's factor.
 
@@ -33,7 +35,9 @@ def factor(config: ScheduleConfig, peak_lr: float, step: int, total_steps: int) 
 
 
 def warmup_steps(config: ScheduleConfig, total_steps: int) -> int:
-    """Return the steps before the peak. A warm-up longer than the run is shortened so that the peak and the last step fit."""
+    """Return the steps before the peak. A warm-up longer than the run is shortened so that the peak
+    and the last step fit.
+    """
     steps = (
         round(config.warmup * total_steps) if isinstance(config.warmup, float) else config.warmup
     )
@@ -46,7 +50,9 @@ def cosine(config: ScheduleConfig, floor: float, step: int, last: int) -> float:
 
 
 def wsd(config: ScheduleConfig, floor: float, step: int, last: int) -> float:
-    """Warm-up, stable, decay: the peak, then a straight line to `floor` over the last `decay` of the steps after the warm-up."""
+    """Warm-up, stable, decay: the peak, then a straight line to `floor` over the last `decay` of
+    the steps after the warm-up.
+    """
     falling = min(last, max(1, round(config.decay * last)))
     return floor + (1 - floor) * min(1.0, (last - step) / falling)
 
@@ -61,4 +67,6 @@ SCHEDULES: dict[str, Callable[[ScheduleConfig, float, int, int], float]] = {
     "wsd": wsd,
     "constant": constant,
 }
-"""Each gives the factor `step` steps after the warm-up, of `last` such steps; `floor` is min_lr / peak."""
+"""Each gives the factor `step` steps after the warm-up, of `last` such steps; `floor` is min_lr /
+peak.
+"""

@@ -1,4 +1,6 @@
-"""Data parallelism: every process has its share of the batch; the model is copied (DDP), split (fully_shard), or both (HSDP)."""
+"""Data parallelism: every process has its share of the batch; the model is copied (DDP), split
+(fully_shard), or both (HSDP).
+"""
 
 from __future__ import annotations
 
@@ -14,25 +16,32 @@ from torch.nn.parallel import DistributedDataParallel
 from flatout.parallel.mesh import Mesh
 
 BESIDE_FORWARD = ("logits",)
-"""Methods of a model that are called from outside and must find whole weights too. Every process must call them together."""
+"""Methods of a model that are called from outside and must find whole weights too. Every process
+must call them together.
+"""
 
 _BUFFER_SWITCH = (
     "forward_sync_buffers"
     if "forward_sync_buffers" in signature(DistributedDataParallel.__init__).parameters
     else "broadcast_buffers"
 )
-"""Buffers are tables here, the same everywhere: nothing to exchange in each forward. torch 2.13 renamed the switch."""
+"""Buffers are tables here, the same everywhere: nothing to exchange in each forward. torch 2.13
+renamed the switch.
+"""
 
 
 def wrap(model: nn.Module, mesh: Mesh, *, gathers: torch.dtype | None = None) -> nn.Module:
-    """Return what training calls in place of `model`, whose weights become those of the main process everywhere.
+    """Return what training calls in place of `model`, whose weights become those of the main
+    process everywhere.
 
-    Alone, the model itself. Copied: DDP around it. Split: the model itself, its `blocks` and the rest of it sharded in place, so
-    that optimisers must be made afterwards. Both average gradients over all processes.
+    Alone, the model itself. Copied: DDP around it. Split: the model itself, its `blocks` and the
+    rest of it sharded in place, so that optimisers must be made afterwards. Both average gradients
+    over all processes.
 
-    With `gathers` the blocks' weights travel and are used in that type, under an autocast to it; hidden states keep theirs, gradients
-    are summed in fp32, and each process keeps its share of the weights as it was. The embedding, the final norm and the output weight
-    are gathered as they are: a narrow embedding would make all hidden states narrow.
+    With `gathers` the blocks' weights travel and are used in that type, under an autocast to it;
+    hidden states keep theirs, gradients are summed in fp32, and each process keeps its share of the
+    weights as it was. The embedding, the final norm and the output weight are gathered as they are:
+    a narrow embedding would make all hidden states narrow.
     """
     if mesh.world_size == 1:
         return model
@@ -60,7 +69,9 @@ def wrap(model: nn.Module, mesh: Mesh, *, gathers: torch.dtype | None = None) ->
 
 
 class _Untouched(nn.Module):
-    """A loss that does not depend on the weights. Gradients arrive as in a backward pass of the model: those of its last weights first."""
+    """A loss that does not depend on the weights. Gradients arrive as in a backward pass of the
+    model: those of its last weights first.
+    """
 
     def __init__(self, weights: list[nn.Parameter]) -> None:
         super().__init__()
@@ -75,9 +86,10 @@ class _Untouched(nn.Module):
 def _settle_buckets(copied: DistributedDataParallel, device: torch.device) -> None:
     """Bring DDP's buckets into their final order, by one exchange of zero gradients.
 
-    DDP exchanges its first gradients in one bucket, and all later ones in buckets ordered as those first gradients arrived. Three or more
-    processes sum a number in an order that depends on its place in a bucket, so the first step after a resume would round otherwise than
-    the same step of a run that was never stopped.
+    DDP exchanges its first gradients in one bucket, and all later ones in buckets ordered as those
+    first gradients arrived. Three or more processes sum a number in an order that depends on its
+    place in a bucket, so the first step after a resume would round otherwise than the same step of
+    a run that was never stopped.
     """
     model, weights = (
         copied.module,

@@ -1,7 +1,9 @@
-"""The mesh: how the processes of a run are laid out, and the few things they say to each other outside the model.
+"""The mesh: how the processes of a run are laid out, and the few things they say to each other
+outside the model.
 
-Processes stand in a rectangle of `replicate` rows and `shard` columns: a row holds one copy of the model between its
-processes. Every process has its own share of the batch, so sums of losses and counts go over all of them.
+Processes stand in a rectangle of `replicate` rows and `shard` columns: a row holds one copy of the
+model between its processes. Every process has its own share of the batch, so sums of losses and
+counts go over all of them.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ class Mesh:
         return self.rank == 0
 
     def sum(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Return the sums over all processes, the same on each; one exchange in float64, so counts stay exact up to 2^53.
+        """Return the sums over all processes, the same on each; one exchange in float64, so counts
+        stay exact up to 2^53.
 
         Shapes:  any; meant for a step's few figures.
         Returns: as many tensors, shaped and typed as given.
@@ -72,7 +75,8 @@ class Mesh:
 
 
 def make_mesh(config: ParallelConfig, device: str, ranks: Ranks | None = None) -> Mesh:
-    """Return the mesh for `parallel.replicate` and `parallel.shard`; `rendezvous.connect` comes first.
+    """Return the mesh for `parallel.replicate` and `parallel.shard`; `rendezvous.connect` comes
+    first.
 
     Raises: ConfigError when their product is not the number of processes.
     """

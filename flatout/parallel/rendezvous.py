@@ -1,4 +1,6 @@
-"""How the processes of one run find each other: torchrun's environment variables; without them, one process and no group."""
+"""How the processes of one run find each other: torchrun's environment variables; without them, one
+process and no group.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,8 @@ class Ranks:
 
 
 def stated_ranks() -> Ranks:
-    """Return what the environment says, without connecting. Where LOCAL_WORLD_SIZE is missing, all processes are taken to be on this machine.
+    """Return what the environment says, without connecting. Where LOCAL_WORLD_SIZE is missing, all
+    processes are taken to be on this machine.
 
     Raises: ConfigError when it says only a part, or something that is not a number.
     """
@@ -80,9 +83,11 @@ def stated_ranks() -> Ranks:
 
 
 def connect(device: str) -> Ranks:
-    """Join the other processes: NCCL for `cuda`, Gloo for `cpu`. A process that is alone joins nothing.
+    """Join the other processes: NCCL for `cuda`, Gloo for `cpu`. A process that is alone joins
+    nothing.
 
-    Raises: ConfigError when several processes are to share one GPU, the environment is incomplete, or MASTER_PORT is taken; RunFailed when
+    Raises: ConfigError when several processes are to share one GPU, the environment is incomplete,
+            or MASTER_PORT is taken; RunFailed when
     the others do not come.
     """
     ranks = stated_ranks()
@@ -109,7 +114,9 @@ def connect(device: str) -> Ranks:
 
 
 def launcher() -> int | None:
-    """Return the id of the process by which torchrun started this one; None when something else did, which may end before its processes."""
+    """Return the id of the process by which torchrun started this one; None when something else
+    did, which may end before its processes.
+    """
     return os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
 
 
@@ -140,7 +147,9 @@ def _join(backend: str, ranks: Ranks, **options: Any) -> None:
 
 @contextmanager
 def _waiting_said(ranks: Ranks, place: str) -> Iterator[None]:
-    """Say every few seconds that this process waits for others, from a thread: each process for itself, since the main one may be missing."""
+    """Say every few seconds that this process waits for others, from a thread: each process for
+    itself, since the main one may be missing.
+    """
     met = threading.Event()
 
     def say() -> None:
@@ -162,8 +171,9 @@ def _waiting_said(ranks: Ranks, place: str) -> Iterator[None]:
 def disconnect() -> None:
     """Leave the group, if this process joined one.
 
-    Gloo cannot be shut down: its threads let go of their last tensors a moment after the exchange is over, and one that does so
-    while Python is ending aborts the process ("terminate called without an active exception"). They are given that moment.
+    Gloo cannot be shut down: its threads let go of their last tensors a moment after the exchange
+    is over, and one that does so while Python is ending aborts the process ("terminate called
+    without an active exception"). They are given that moment.
     """
     if not dist.is_initialized():
         return

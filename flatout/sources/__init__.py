@@ -1,8 +1,9 @@
 """Where text comes from: one file a source.
 
-A source is a function of keyword parameters, held by its file as `SOURCE`. It either yields documents (or plain strings), or
-returns a list of `Part`s, so that several processes can read it. Parts come in a fixed order, and a part read twice yields
-the same documents: the order of documents is part of a data set.
+A source is a function of keyword parameters, held by its file as `SOURCE`. It either yields
+documents (or plain strings), or returns a list of `Part`s, so that several processes can read it.
+Parts come in a fixed order, and a part read twice yields the same documents: the order of documents
+is part of a data set.
 """
 
 from __future__ import annotations
@@ -57,7 +58,9 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class BadRow:
-    """A row that should have been a document; `prepare --on-bad-row` says whether it raises or is skipped and counted."""
+    """A row that should have been a document; `prepare --on-bad-row` says whether it raises or is
+    skipped and counted.
+    """
 
     what: str
     """What is wrong with it, as a sentence goes on that begins with where it is: `is not JSON`."""
@@ -70,7 +73,9 @@ class BadRow:
     offset: int | None = None
     """First byte of the row, when it is one row of the file `name`."""
     unread_bytes: int = 0
-    """About how much text is lost with it, of that which its part holds: where it stands for the rest of something that is damaged."""
+    """About how much text is lost with it, of that which its part holds: where it stands for the
+    rest of something that is damaged.
+    """
 
     @classmethod
     def of(
@@ -120,7 +125,9 @@ Row = Document | BadRow | LeftOut
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of a source that one process reads alone; it travels to that process, so `read` is a module's function."""
+    """A piece of a source that one process reads alone; it travels to that process, so `read` is a
+    module's function.
+    """
 
     read: Callable[..., Iterable[Row | str]]
     arguments: tuple[Any, ...]
@@ -145,7 +152,8 @@ Source = Callable[..., Sequence[Part] | Iterable[Row | str]]
 
 
 def parts_of(source: Source, name: str, parameters: dict[str, Any]) -> list[Part]:
-    """Return the parts of a source called with `parameters`; one that yields documents is a single part.
+    """Return the parts of a source called with `parameters`; one that yields documents is a single
+    part.
 
     Raises: DataError when the source does not take these parameters.
     """
@@ -168,7 +176,9 @@ def _call(source: Source, parameters: dict[str, Any]) -> Iterable[Row | str]:
 
 
 def row_place(name: str, offset: int) -> str:
-    """Return `FILE, line N` for the row that begins at byte `offset`; `FILE, byte N` where the file is remote or gone."""
+    """Return `FILE, line N` for the row that begins at byte `offset`; `FILE, byte N` where the file
+    is remote or gone.
+    """
     try:
         return (
             f"{name}, byte {offset}"

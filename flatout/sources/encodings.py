@@ -1,4 +1,6 @@
-"""Text in another encoding than UTF-8: read as the one that is stated, and which one it probably is where none was."""
+"""Text in another encoding than UTF-8: read as the one that is stated, and which one it probably is
+where none was.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from flatout.sources.packed import Unread, open_bytes
 from flatout.sources.remote import is_address
 
 SAMPLE_BYTES = 2048
-"""So much text around the first byte that is not UTF-8 is looked at: more takes longer and hardly tells more."""
+"""So much text around the first byte that is not UTF-8 is looked at: more takes longer and hardly
+tells more.
+"""
 SHOWN_BYTES = 32
 """So much of it a message shows."""
 _MARKS = (
@@ -43,13 +47,17 @@ _NAMES = {
 """Encodings that are looked for, as Python and as people call them."""
 _LATIN = {"cp1250", "cp1254"}
 FEW_BYTES = 16
-"""With fewer bytes beyond ASCII than this, the Latin encodings cannot be told apart, and the usual one is named."""
+"""With fewer bytes beyond ASCII than this, the Latin encodings cannot be told apart, and the usual
+one is named.
+"""
 OR_SKIP = ", or skip such documents with --on-bad-row skip"
 """What ends a fix where prepare's options are at hand."""
 
 
 def explain(path: str, offset: int) -> tuple[str, str]:
-    """Return what more is known of a file that is not UTF-8 from a byte on, `; it looks like CP1252`, and the fix."""
+    """Return what more is known of a file that is not UTF-8 from a byte on, `; it looks like
+    CP1252`, and the fix.
+    """
     known = None if is_address(path) else recognise(Path(path))
     if known is not None:
         return f"; it is {known.name}", known.fix
@@ -65,7 +73,9 @@ def explain(path: str, offset: int) -> tuple[str, str]:
 
 
 def _as_read(path: str, offset: int, encoding: str) -> str:
-    """Return how the text around a byte reads in an encoding, so that a person sees whether it is the right one; nothing for wide characters."""
+    """Return how the text around a byte reads in an encoding, so that a person sees whether it is
+    the right one; nothing for wide characters.
+    """
     if encoding.startswith("UTF"):
         return ""
     with open_bytes(path) as file:
@@ -105,9 +115,11 @@ class WrongEncoding(Unread):
 
 
 def open_utf8(path: str, encoding: str | None) -> IO[bytes]:
-    """Open a file of text, packed or not, for reading as UTF-8: as it is without an encoding, else as `encoding`, unless it is UTF-8 already.
+    """Open a file of text, packed or not, for reading as UTF-8: as it is without an encoding, else
+    as `encoding`, unless it is UTF-8 already.
 
-    It is UTF-8 already when it is valid and holds more than ASCII. One that is not has no other places to read from than its beginning.
+    It is UTF-8 already when it is valid and holds more than ASCII. One that is not has no other
+    places to read from than its beginning.
 
     Raises: as open_bytes; reading raises WrongEncoding where the text is not in that encoding.
     """
@@ -186,7 +198,9 @@ class _AsUtf8(io.RawIOBase):
 
 
 def encoding_of(path: str, offset: int) -> str | None:
-    """Return the probable encoding of a file that is not UTF-8 from a byte on; `binary` for what is no text, None for no idea."""
+    """Return the probable encoding of a file that is not UTF-8 from a byte on; `binary` for what is
+    no text, None for no idea.
+    """
     try:
         with open_bytes(path) as file:
             head = file.read(4)

@@ -11,7 +11,9 @@ from flatout.registry import nearest
 from flatout.sources import BadRow, Document, Place, Row
 
 ROW_BYTES = 8 << 20
-"""A row is held whole while it is read, several times over and in up to four bytes a character; a longer one is a bad row."""
+"""A row is held whole while it is read, several times over and in up to four bytes a character; a
+longer one is a bad row.
+"""
 _MISSING = object()
 _KINDS = {
     type(None): "null",
@@ -26,7 +28,9 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class Fields:
-    """The fields of a row that are read. `a.b` is field `b` inside `a`, unless a field is called `a.b`."""
+    """The fields of a row that are read. `a.b` is field `b` inside `a`, unless a field is called
+    `a.b`.
+    """
 
     text: str = "text"
     """Holds the text."""
@@ -35,7 +39,9 @@ class Fields:
 
 
 def value_at(row: dict[str, Any], field: str) -> Any:
-    """Return the value of a field, None inside a null, or a mark of its own when there is no such field."""
+    """Return the value of a field, None inside a null, or a mark of its own when there is no such
+    field.
+    """
     if field in row:
         return row[field]
     value: Any = row
@@ -49,7 +55,9 @@ def value_at(row: dict[str, Any], field: str) -> Any:
 
 
 def document(row: Any, fields: Fields, name: str, offset: int | None = None) -> Row:
-    """Return the document of the row of this name, or at this byte of this file; the bad row when a field is not as it should be."""
+    """Return the document of the row of this name, or at this byte of this file; the bad row when a
+    field is not as it should be.
+    """
     if not isinstance(row, dict):
         return BadRow(
             "is not a JSON object",
@@ -70,7 +78,9 @@ def document(row: Any, fields: Fields, name: str, offset: int | None = None) -> 
 
 
 def no_field(place: Place, field: str, names: list[str], option: str) -> BadRow:
-    """Return the bad row for a field that is not there; `names` are those that could be meant, the likeliest first."""
+    """Return the bad row for a field that is not there; `names` are those that could be meant, the
+    likeliest first.
+    """
     guess = nearest(field, names) or (names[0] if names else None)
     fix = (
         f"Did you mean {option} {in_shell(guess)}?"

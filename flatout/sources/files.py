@@ -1,4 +1,6 @@
-"""Files: text and HTML (a file is a document), JSONL, JSON, CSV and Parquet (a row is a document), packed or not; here or at an address."""
+"""Files: text and HTML (a file is a document), JSONL, JSON, CSV and Parquet (a row is a document),
+packed or not; here or at an address.
+"""
 
 from __future__ import annotations
 
@@ -44,10 +46,14 @@ PART_BYTES = 4 << 20
 LONG_BYTES = 8 << 20
 """A text file with more text is not held, but read in chunks."""
 REMOTE_PART_BYTES = 32 << 20
-"""The same of a remote file: a part of it reads up to a block too much, and Parquet's index once more."""
+"""The same of a remote file: a part of it reads up to a block too much, and Parquet's index once
+more.
+"""
 TEXT_SUFFIXES = {".txt", ".text", ".md", ".markdown", ".rst", ".tex"}
 ROW_SUFFIXES = {".jsonl", ".ndjson"}
-"""With Parquet, what a folder is searched for. A file named outright, or by a glob, may have any name; rows are read of these alone."""
+"""With Parquet, what a folder is searched for. A file named outright, or by a glob, may have any
+name; rows are read of these alone.
+"""
 _SEARCHED_SUFFIXES = frozenset(TEXT_SUFFIXES | ROW_SUFFIXES | PARQUET_SUFFIXES)
 _CONVERTED = {
     ".ipynb": ("a Jupyter notebook", "`jupyter nbconvert --to markdown FILE`"),
@@ -62,7 +68,9 @@ FINGERPRINT_BYTES = 256 << 20
 COMPARED_BYTES = 1 << 20
 """So much of a file is read at most to tell whether another is its copy."""
 OPENED_AT_ONCE = 16
-"""Parquet files whose row groups are looked up at the same time: what takes long is waiting for a server."""
+"""Parquet files whose row groups are looked up at the same time: what takes long is waiting for a
+server.
+"""
 
 
 @dataclass(frozen=True)
@@ -74,14 +82,17 @@ class Found:
     """Its name inside the folder or pattern, or its address."""
     size: int
     mark: str = ""
-    """What tells its content from another, at an address; of a file here, that is still to be read."""
+    """What tells its content from another, at an address; of a file here, that is still to be read.
+    """
     stat: os.stat_result | None = None
     """Of a file here."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """Bytes of one file that a part reads: the whole of a text file, the rows of JSONL that begin in [start, end)."""
+    """Bytes of one file that a part reads: the whole of a text file, the rows of JSONL that begin
+    in [start, end).
+    """
 
     path: str
     start: int
@@ -105,11 +116,14 @@ def files(
     include: Sequence[str] = (),
     encoding: str | None = None,
 ) -> list[Part]:
-    """Return the parts of a file, a folder (searched recursively, in sorted order), a glob, or an address of any of these.
+    """Return the parts of a file, a folder (searched recursively, in sorted order), a glob, or an
+    address of any of these.
 
-    `include` are patterns of names that are taken from folders besides those that always are; `encoding` is that of text that is not UTF-8.
+    `include` are patterns of names that are taken from folders besides those that always are;
+    `encoding` is that of text that is not UTF-8.
 
-    Raises: DataError when nothing is there, with the nearest name that is; MissingPackage when reading takes one.
+    Raises: DataError when nothing is there, with the nearest name that is; MissingPackage when
+            reading takes one.
     """
     fields = Fields(text_field, mask_field)
     found, passed_over = find_files(path, tuple(include))
@@ -140,7 +154,9 @@ SOURCE = files
 
 
 def _counted(passed_over: Sequence[str]) -> tuple[LeftOut, ...]:
-    """Return files that are not read as what is left out, by the endings of their names, the first of each named."""
+    """Return files that are not read as what is left out, by the endings of their names, the first
+    of each named.
+    """
     by_suffix: dict[str, list[str]] = {}
     for name in passed_over:
         by_suffix.setdefault(full_suffix_of(name), []).append(name)
@@ -204,7 +220,8 @@ def _parts(cut: list[tuple[Found, Original, list[Piece]]], fields: Fields) -> It
 
 
 def find_files(path: str, include: tuple[str, ...] = ()) -> tuple[list[Found], list[str]]:
-    """Return every file that `path` stands for, sorted, and those of the folders it names that are passed over for their names.
+    """Return every file that `path` stands for, sorted, and those of the folders it names that are
+    passed over for their names.
 
     Raises: DataError when there is none.
     """
@@ -245,7 +262,9 @@ def is_parquet(name: str) -> bool:
 
 
 def _original(file: Found, asked: str, limit: int) -> Original:
-    """Return the file as it was found, with a digest of its content, or of a remote file with what its server says."""
+    """Return the file as it was found, with a digest of its content, or of a remote file with what
+    its server says.
+    """
     if file.stat is None:
         return RemoteFile(file.path, asked, file.size, file.mark)
     digest = fingerprint(Path(file.path), file.size, limit)
@@ -261,12 +280,15 @@ def _original(file: Found, asked: str, limit: int) -> Original:
 
 
 def _mark(file: Found, original: Original) -> str:
-    """Return what changes when the file does: its name, its size, and its digest, or of a remote file what its server says."""
+    """Return what changes when the file does: its name, its size, and its digest, or of a remote
+    file what its server says.
+    """
     return f"{file.name} {file.size} {original.digest if isinstance(original, LocalFile) else original.mark}"
 
 
 def first_changed(parts: Iterable[Part]) -> str | None:
-    """Return the first file that is no longer what it was when the parts were made; None when all are. Web pages are not asked again.
+    """Return the first file that is no longer what it was when the parts were made; None when all
+    are. Web pages are not asked again.
 
     Raises: Unreachable when a store does not answer.
     """
@@ -294,7 +316,9 @@ def first_changed(parts: Iterable[Part]) -> str | None:
 
 
 def files_of(part: Part) -> list[str]:
-    """Return the files that a part reads, here or at addresses; none of a source other than this one."""
+    """Return the files that a part reads, here or at addresses; none of a source other than this
+    one.
+    """
     return [piece.path for piece in part.arguments[0]] if part.read is read_pieces else []
 
 
@@ -304,10 +328,11 @@ def has_rows(part: Part) -> bool:
 
 
 def shared_file(some: Iterable[Part], others: Iterable[Part]) -> str | None:
-    """Return the first file that parts of `others` read and parts of `some` too; None when there is none.
+    """Return the first file that parts of `others` read and parts of `some` too; None when there is
+    none.
 
-    Files at addresses are told by these, files here by their content, whatever they are called: by size and, of those of one size,
-    by a digest of sixteen blocks. Empty ones are passed over.
+    Files at addresses are told by these, files here by their content, whatever they are called: by
+    size and, of those of one size, by a digest of sixteen blocks. Empty ones are passed over.
     """
     first, second = (
         [path for part in parts for path in files_of(part)] for parts in (some, others)
@@ -339,7 +364,8 @@ def read_pieces(
 
     What is damaged is one bad row, which counts the piece as lost: nobody knows how much there was.
 
-    Raises: DataError when a server or the system does not hand a file out, which is no fault of the text.
+    Raises: DataError when a server or the system does not hand a file out, which is no fault of the
+            text.
     """
     yield from passed_over
     for piece in pieces:
@@ -363,7 +389,9 @@ def read_pieces(
 
 
 def _read(piece: Span, fields: Fields) -> Iterable[Row]:
-    """Return the documents of a piece, read as the ending of its name says; a file of any other name is a text."""
+    """Return the documents of a piece, read as the ending of its name says; a file of any other
+    name is a text.
+    """
     path, suffix = piece.path, suffix_of(piece.path)
     if suffix in ROW_SUFFIXES:
         return read_rows(path, piece.start, piece.end, fields, piece.encoding)

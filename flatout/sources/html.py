@@ -1,6 +1,8 @@
-"""HTML: its text, without markup, scripts and styles, paragraphs and preformatted text kept; takes the package resiliparse.
+"""HTML: its text, without markup, scripts and styles, paragraphs and preformatted text kept; takes
+the package resiliparse.
 
-Chosen because it is made for training corpora, keeps blocks apart, bounds the time that deeply nested pages take, and is Apache-2.0.
+Chosen because it is made for training corpora, keeps blocks apart, bounds the time that deeply
+nested pages take, and is Apache-2.0.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""A Hugging Face data set by its name, streamed by the package datasets: `hub:ORG/NAME:config=...,split=...,revision=...`."""
+"""A Hugging Face data set by its name, streamed by the package datasets:
+`hub:ORG/NAME:config=...,split=...,revision=...`.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ def hub(
 ) -> list[Part]:
     """Return the parts of a data set, one a shard, all of the commit that `revision` is now.
 
-    Raises: DataError when there is no such data set, configuration, split or field, naming those there are; MissingPackage.
+    Raises: DataError when there is no such data set, configuration, split or field, naming those
+            there are; MissingPackage.
     """
     commit = _commit(name, revision)
     stream = _stream(name, config, split, commit)

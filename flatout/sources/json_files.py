@@ -1,4 +1,6 @@
-"""JSON: the objects of an array, or one after the other, are rows; a file that holds one object is one row."""
+"""JSON: the objects of an array, or one after the other, are rows; a file that holds one object is
+one row.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What a path of this machine stands for: a file, a folder, a glob. Nothing that is meant is passed over without a word."""
+"""What a path of this machine stands for: a file, a folder, a glob. Nothing that is meant is passed
+over without a word.
+"""
 
 from __future__ import annotations
 
@@ -41,11 +43,15 @@ class Search(NamedTuple):
     files: list[tuple[Path, str]]
     """The files to read, each with its name in the folder or pattern."""
     passed_over: list[str]
-    """Files of the folders that were searched which are not of the names that are wanted; hidden ones are not among them."""
+    """Files of the folders that were searched which are not of the names that are wanted; hidden
+    ones are not among them.
+    """
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Return whether a pattern such as `*.py` or `src/*.py` fits the end of a file's path, packed or not."""
+    """Return whether a pattern such as `*.py` or `src/*.py` fits the end of a file's path, packed
+    or not.
+    """
     return any(fnmatchcase(f"/{one}", f"*/{pattern}") for one in (name, unpacked_name(name)))
 
 
@@ -73,7 +79,9 @@ def find_local(path: str, wanted: Wanted) -> Search:
 
 
 def missing(place: Path) -> DataError:
-    """Return the error for a path where nothing is: the nearest name in that folder, or the folder that is missing."""
+    """Return the error for a path where nothing is: the nearest name in that folder, or the folder
+    that is missing.
+    """
     if not place.parent.is_dir():
         return DataError(f"There is no folder {place.parent}.", fix="Check the path.")
     guess = nearest(place.name, [entry.name for entry in place.parent.iterdir()])
@@ -84,17 +92,23 @@ def missing(place: Path) -> DataError:
 
 
 def suffix_of(name: str) -> str:
-    """Return the ending of a file's name, in small letters and less the one that says how it is packed."""
+    """Return the ending of a file's name, in small letters and less the one that says how it is
+    packed.
+    """
     return Path(unpacked_name(name.lower())).suffix
 
 
 def full_suffix_of(name: str) -> str:
-    """Return the ending of a file's name in small letters, with the one that says how it is packed: `.tar.gz`."""
+    """Return the ending of a file's name in small letters, with the one that says how it is packed:
+    `.tar.gz`.
+    """
     return suffix_of(name) + (Path(name_of(name).lower()).suffix if is_packed(name) else "")
 
 
 def is_hidden(name: str) -> bool:
-    """Return whether a file of this name is passed over in a folder: its own begins with a dot, or that of a folder around it."""
+    """Return whether a file of this name is passed over in a folder: its own begins with a dot, or
+    that of a folder around it.
+    """
     return any(piece.startswith(".") for piece in name.split("/"))
 
 
@@ -142,7 +156,9 @@ def _checked(file: Path, name: str) -> tuple[Path, str]:
 
 
 def _walk(folder: Path, searched: set[str]) -> Iterator[Path]:
-    """Yield what is no folder in a folder and those inside it, less what is hidden; links to folders come last, so that they rename nothing."""
+    """Yield what is no folder in a folder and those inside it, less what is hidden; links to
+    folders come last, so that they rename nothing.
+    """
     inside, linked = [folder], list[Path]()
     while inside or linked:
         place = inside.pop() if inside else linked.pop(0)
@@ -161,7 +177,9 @@ def _walk(folder: Path, searched: set[str]) -> Iterator[Path]:
 
 
 def _matching(pattern: str, wanted: Wanted) -> Search:
-    """Return the files that match, whatever they are called, and of folders that do what these are searched for; each once, by its shortest path."""
+    """Return the files that match, whatever they are called, and of folders that do what these are
+    searched for; each once, by its shortest path.
+    """
     _require_listed(pattern)
     matching = sorted(
         (Path(name) for name in glob.glob(pattern, recursive=True)),
@@ -193,7 +211,8 @@ def _matching(pattern: str, wanted: Wanted) -> Search:
 
 
 def _require_text(files: list[Path], wanted: Wanted) -> None:
-    """Refuse files of which each one is known to be no text; some among others are bad documents, which have a rule of their own.
+    """Refuse files of which each one is known to be no text; some among others are bad documents,
+    which have a rule of their own.
 
     Raises: DataError naming the first and the command that takes it.
     """
@@ -212,7 +231,8 @@ def _identity(file: Path) -> tuple[str, str]:
 
 
 def _require_listed(pattern: str) -> None:
-    """Do nothing when every folder that is searched for a pattern can be: glob takes one that cannot for an empty one.
+    """Do nothing when every folder that is searched for a pattern can be: glob takes one that
+    cannot for an empty one.
 
     Raises: OSError for the first that cannot.
     """

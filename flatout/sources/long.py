@@ -1,4 +1,6 @@
-"""Text that is too long to be held: it stays in its file, and is read in chunks whenever it is asked for."""
+"""Text that is too long to be held: it stays in its file, and is read in chunks whenever it is
+asked for.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ class NotUtf8(Unread):
 
 @dataclass(frozen=True, slots=True)
 class LongText:
-    """A stretch of a file's text. It has a length and slices as text has; a slice is measured by reading it."""
+    """A stretch of a file's text. It has a length and slices as text has; a slice is measured by
+    reading it.
+    """
 
     path: str
     start: int
@@ -157,7 +161,8 @@ def decoded(data: bytes, path: str) -> str:
 
 
 def _require_text(path: str, text: str) -> None:
-    """Check that a file does not begin as UTF-16 or UTF-32 without a byte order mark does: in ASCII that is valid UTF-8, and full of NULs.
+    """Check that a file does not begin as UTF-16 or UTF-32 without a byte order mark does: in ASCII
+    that is valid UTF-8, and full of NULs.
 
     Raises: NotUtf8.
     """
@@ -172,6 +177,8 @@ def _require_text(path: str, text: str) -> None:
 
 
 def not_utf8(path: str, offset: int, byte: int) -> NotUtf8:
-    """Return the error for bytes that are not UTF-8, naming the first such byte of the file and what the file seems to be."""
+    """Return the error for bytes that are not UTF-8, naming the first such byte of the file and
+    what the file seems to be.
+    """
     more, fix = explain(path, offset)
     return NotUtf8(f"{path} is not UTF-8: byte 0x{byte:02x} at offset {offset}{more}.", fix=fix)

@@ -1,4 +1,6 @@
-"""Files that text is read from, as they were when a source listed them: whether they are still the same when all of it has been read."""
+"""Files that text is read from, as they were when a source listed them: whether they are still the
+same when all of it has been read.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ class LocalFile:
     def has_changed(self) -> bool:
         """Say whether the file has another size, modification time or content, or is gone.
 
-        Its content is read again only where something has touched the file and put the modification time back, or a copy has replaced it.
+        Its content is read again only where something has touched the file and put the modification
+        time back, or a copy has replaced it.
         """
         try:
             now = Path(self.path).stat()
@@ -54,7 +57,9 @@ Original = LocalFile | RemoteFile
 
 
 def fingerprint(file: Path, size: int, limit: int) -> str:
-    """Return a digest of the content; of a file over `limit` bytes, of sixteen blocks spread evenly over it."""
+    """Return a digest of the content; of a file over `limit` bytes, of sixteen blocks spread evenly
+    over it.
+    """
     digest = hashlib.sha256()
     try:
         with file.open("rb") as stream:

@@ -14,7 +14,9 @@ from flatout.sources.remote import is_address, name_of, open_remote
 
 _BLOCK = 1 << 16
 _FED_BYTES = 1 << 10
-"""Packed bytes given to zstandard at a time: it returns all that they unpack to, which may be 32,768 times as much."""
+"""Packed bytes given to zstandard at a time: it returns all that they unpack to, which may be
+32,768 times as much.
+"""
 _READ_BYTES = 1 << 18
 """Asked of the system at a time: rows are often longer than its usual 8 KiB."""
 CANNOT_BE_READ = "cannot be read"
@@ -33,13 +35,16 @@ class Unread(DataError):
 
 
 class NotHandedOut(DataError):
-    """A file that the system does not hand out: no fault of the text, so no bad row; another time it may."""
+    """A file that the system does not hand out: no fault of the text, so no bad row; another time
+    it may.
+    """
 
 
 def open_bytes(path: str) -> IO[bytes]:
     """Open a file, here or at an address, for reading; what is packed comes unpacked.
 
-    Raises: MissingPackage when it takes a package that is not installed; DataError when the address does not give it.
+    Raises: MissingPackage when it takes a package that is not installed; DataError when the address
+            does not give it.
     """
     opener = next(
         (opener for ending, opener in _OPENERS.items() if name_of(path).lower().endswith(ending)),
@@ -72,7 +77,9 @@ def require_opener(path: str) -> None:
 
 
 def unreadable(path: str, error: Exception) -> DataError:
-    """Return the error for a file that the system does not hand out, which is NotHandedOut, or that does not unpack."""
+    """Return the error for a file that the system does not hand out, which is NotHandedOut, or that
+    does not unpack.
+    """
     of_system = isinstance(error, OSError) and error.errno is not None
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     kind = NotHandedOut if of_system else DataError
@@ -99,7 +106,9 @@ def _zstandard(path: str) -> Any:
 
 
 class _ZstdReader(io.RawIOBase):
-    """The content of a .zst file, frame by frame. The package's own reader takes a file that is cut short for a shorter one."""
+    """The content of a .zst file, frame by frame. The package's own reader takes a file that is cut
+    short for a shorter one.
+    """
 
     def __init__(self, file: IO[bytes], zstandard: Any) -> None:
         self._zstandard = zstandard

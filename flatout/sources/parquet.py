@@ -1,4 +1,6 @@
-"""Parquet: a row a document, read by row groups and of the columns that are wanted alone; takes the package pyarrow."""
+"""Parquet: a row a document, read by row groups and of the columns that are wanted alone; takes the
+package pyarrow.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ _PAGE_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class RowGroups:
-    """Row groups [start, end) of a file, `end` None for all there are; one that cannot be read is such a whole."""
+    """Row groups [start, end) of a file, `end` None for all there are; one that cannot be read is
+    such a whole.
+    """
 
     path: str
     start: int
@@ -34,7 +38,8 @@ class RowGroups:
 
 
 def cut_parquet(path: str, size: int, fields: Fields, limit: int) -> list[RowGroups]:
-    """Return a file's row groups, as many together as hold up to `limit` bytes of what is wanted; at least one.
+    """Return a file's row groups, as many together as hold up to `limit` bytes of what is wanted;
+    at least one.
 
     A file that is damaged or lacks a column is left whole: reading it says what is wrong.
 
@@ -81,7 +86,9 @@ def _columns_of(group: Any, asked: list[str]) -> list[Any]:
 
 
 def read_row_groups(groups: RowGroups, fields: Fields) -> Iterator[Row]:
-    """Yield the rows of some row groups; where one cannot be read on, its rest is one bad row, and so is a file that cannot be read at all."""
+    """Yield the rows of some row groups; where one cannot be read on, its rest is one bad row, and
+    so is a file that cannot be read at all.
+    """
     try:
         with open_bytes(groups.path) as file:
             parquet = _opened(groups.path, file)
@@ -135,7 +142,9 @@ def _read_row_group(
 
 
 def _too_large(page: Page, where: str, num_bytes: int) -> BadRow:
-    """Return the bad row for rows of which a page is packed so small and unpacks so large that it is not unpacked."""
+    """Return the bad row for rows of which a page is packed so small and unpacks so large that it
+    is not unpacked.
+    """
     what = f"has a page that unpacks to {page.num_bytes / 1e6:,.0f} MB from {page.packed_bytes / 1e6:,.2f} MB"
     limit = f"at most {PAGE_BYTES >> 20} MiB, or {PAGE_RATIO} times its packed size, is unpacked"
     fix = "Write the file again with smaller pages or without compression, or skip these rows with --on-bad-row skip."
@@ -172,7 +181,9 @@ def _row(row: dict[str, Any] | UnicodeDecodeError | None, fields: Fields, where:
 
 
 def _dictionaries(batch: Any) -> Iterator[dict[str, Any] | UnicodeDecodeError | None]:
-    """Yield the rows of a batch; one whose bytes are not UTF-8 as the error, and None for one that is too long."""
+    """Yield the rows of a batch; one whose bytes are not UTF-8 as the error, and None for one that
+    is too long.
+    """
     failed: UnicodeDecodeError | None = None
     if batch.nbytes <= ROW_BYTES:
         try:
@@ -188,7 +199,9 @@ def _dictionaries(batch: Any) -> Iterator[dict[str, Any] | UnicodeDecodeError | 
 
 
 def _lacking(schema: Any, fields: Fields) -> tuple[str, list[str], str] | None:
-    """Return a field that the file has no column for, the columns that hold text, and the option that names it."""
+    """Return a field that the file has no column for, the columns that hold text, and the option
+    that names it.
+    """
     names = list(_columns(schema))
     for field, option in ((fields.text, "--text-field"), (fields.prompt, "--mask-field")):
         if field is not None and not any(_inside(name, field) for name, _ in names):

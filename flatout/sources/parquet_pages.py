@@ -1,6 +1,8 @@
-"""How large the pages of a Parquet column are when they are unpacked, read from their headers: pyarrow unpacks a page whole, whatever its size.
+"""How large the pages of a Parquet column are when they are unpacked, read from their headers:
+pyarrow unpacks a page whole, whatever its size.
 
-A header is a struct in Thrift's compact encoding; the footer repeats none of it, so only the headers bound what reading takes.
+A header is a struct in Thrift's compact encoding; the footer repeats none of it, so only the
+headers bound what reading takes.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ class Page:
 
     @property
     def rows_in_bounds(self) -> int:
-        """How many rows of a batch may come from such pages without taking much more than PAGE_BYTES."""
+        """How many rows of a batch may come from such pages without taking much more than
+        PAGE_BYTES.
+        """
         values = (
             1 if self.is_dictionary else self.num_values
         )  # a dictionary's value may be as long as the dictionary, in every row
@@ -46,7 +50,8 @@ class Page:
 
 
 def pages_at(path: str, column: Any) -> list[Page]:
-    """Return the pages of one column chunk of the file at a path; one page for all of it where reading the headers would read everything twice.
+    """Return the pages of one column chunk of the file at a path; one page for all of it where
+    reading the headers would read everything twice.
 
     Raises: Damaged where the bytes are not page headers; OSError.
     """
@@ -96,7 +101,9 @@ def _struct(file: IO[bytes]) -> dict[int, Any]:
 
 
 def _value(file: IO[bytes], kind: int, *, inside: bool = False) -> Any:
-    """Read a value of a type; true and false are types of fields, and bytes `inside` lists. What no size is in is passed over."""
+    """Read a value of a type; true and false are types of fields, and bytes `inside` lists. What no
+    size is in is passed over.
+    """
     if kind in (1, 2):
         return _byte(file) if inside else kind
     if kind == 3:

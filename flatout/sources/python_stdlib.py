@@ -1,4 +1,6 @@
-"""The running Python's own standard library: about 12 MB of real code and prose that is on every machine."""
+"""The running Python's own standard library: about 12 MB of real code and prose that is on every
+machine.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ SOURCE = python_stdlib
 
 
 def choose(root: Path) -> list[str]:
-    """Return the files to take, relative to `root`, sorted: the library, and tests only as far as it is too small."""
+    """Return the files to take, relative to `root`, sorted: the library, and tests only as far as
+    it is too small.
+    """
     names = []
     for folder, inside, files in os.walk(root):
         inside[:] = [name for name in inside if name not in _OUTSIDE]
@@ -85,7 +89,9 @@ def _part(root: Path, names: list[str]) -> Part:
 
 
 def read_modules(root: str, names: tuple[str, ...]) -> Iterator[Row]:
-    """Yield modules as documents, in the encoding each declares; those that cannot be decoded are left out."""
+    """Yield modules as documents, in the encoding each declares; those that cannot be decoded are
+    left out.
+    """
     for name in names:
         try:
             with tokenize.open(str(Path(root, name))) as file:

@@ -1,4 +1,6 @@
-"""Remote files, through fsspec: read in blocks, each checked for its length and asked for again when it does not come whole."""
+"""Remote files, through fsspec: read in blocks, each checked for its length and asked for again
+when it does not come whole.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "http": {"headers": {"Accept-Encoding": "identity"}},
     "https": {"headers": {"Accept-Encoding": "identity"}},
 }
-"""What makes a filesystem give the bytes asked for and no others: no reading ahead, no ranges of a packed answer."""
+"""What makes a filesystem give the bytes asked for and no others: no reading ahead, no ranges of a
+packed answer.
+"""
 _CREDENTIALS = {
     "s3": "Give AWS credentials, for example by AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or by a profile.",
     "gs": "Log in with `gcloud auth application-default login`.",
@@ -45,7 +49,9 @@ _MARKS = tuple(
 )
 """Keys of a file's description that change with its content, the surest first."""
 _INTERPRETING = {"reference"}
-"""Filesystems that carry out what a file says: fsspec before 2026 fills in the templates of `reference://` with whole Jinja, which can run code."""
+"""Filesystems that carry out what a file says: fsspec before 2026 fills in the templates of
+`reference://` with whole Jinja, which can run code.
+"""
 _PLAIN = "Name the address itself: of one store, without `::`."
 T = TypeVar("T")
 
@@ -69,7 +75,9 @@ class RemoteEntry:
     address: str
     size: int
     mark: str
-    """Checksum or date, with the key it stands under: changes when the content does, as far as the server says."""
+    """Checksum or date, with the key it stands under: changes when the content does, as far as the
+    server says.
+    """
 
 
 def is_address(name: str) -> bool:
@@ -95,9 +103,11 @@ def open_remote(address: str) -> IO[bytes]:
 
 
 class RemoteFile(io.RawIOBase):
-    """A remote file that can be read from anywhere. An answer that is short is no end of file: it is asked for again.
+    """A remote file that can be read from anywhere. An answer that is short is no end of file: it
+    is asked for again.
 
-    Raises: DataError when it is not there, must not be read, or, with the byte, when the server fails for good.
+    Raises: DataError when it is not there, must not be read, or, with the byte, when the server
+            fails for good.
     """
 
     def __init__(self, address: str, *, sleep: Callable[[float], None] = time.sleep) -> None:
@@ -165,9 +175,11 @@ class RemoteFile(io.RawIOBase):
 def find_remote(
     address: str, wanted: Callable[[str], bool], *, sleep: Callable[[float], None] = time.sleep
 ) -> list[RemoteEntry]:
-    """Return the files that an address stands for, sorted: itself, those its pattern matches, or those `wanted` by name in its folder.
+    """Return the files that an address stands for, sorted: itself, those its pattern matches, or
+    those `wanted` by name in its folder.
 
-    Raises: DataError when there is none, or they must not be read, or the server fails; MissingPackage.
+    Raises: DataError when there is none, or they must not be read, or the server fails;
+            MissingPackage.
     """
     filesystem, path = locate(address)
     filesystem.invalidate_cache()
@@ -227,7 +239,8 @@ def read_remote(
 ) -> bytes:
     """Return what a small remote file holds.
 
-    Raises: NothingThere; Unreachable when every attempt failed; DataError when it must not be read; MissingPackage.
+    Raises: NothingThere; Unreachable when every attempt failed; DataError when it must not be read;
+            MissingPackage.
     """
     filesystem, path = locate(address)
 
@@ -241,7 +254,8 @@ def read_remote(
 def locate(address: str, doing: Doing = "read") -> tuple[Any, str]:
     """Return the filesystem of an address and the path in it.
 
-    Raises: MissingPackage; DataError for an address that no filesystem is for; Unreachable where its server has to answer first.
+    Raises: MissingPackage; DataError for an address that no filesystem is for; Unreachable where
+            its server has to answer first.
     """
     import fsspec
 
@@ -284,7 +298,8 @@ def patiently(
 ) -> T:
     """Return what the action returns; when it fails in a way that may pass, try again a few times.
 
-    Raises: Unreachable when every attempt failed; NothingThere, or another DataError, when trying again cannot help.
+    Raises: Unreachable when every attempt failed; NothingThere, or another DataError, when trying
+            again cannot help.
     """
     for attempt in range(attempts):
         if attempt:
@@ -304,7 +319,9 @@ def patiently(
 
 
 def _cause(address: str, error: Exception) -> Exception:
-    """Return the error that matters: for a web page, the filesystem calls everything that goes wrong at first a missing file."""
+    """Return the error that matters: for a web page, the filesystem calls everything that goes
+    wrong at first a missing file.
+    """
     cause = error.__cause__
     if (
         protocol_of(address) in ("http", "https")

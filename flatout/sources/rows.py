@@ -18,7 +18,8 @@ from flatout.sources.packed import is_packed
 def read_rows(
     path: str, start: int, end: int, fields: Fields, encoding: str | None = None
 ) -> Iterator[Row]:
-    """Yield the rows of a JSONL file that begin in [start, end), all when it is packed or of another encoding; blank lines are no rows.
+    """Yield the rows of a JSONL file that begin in [start, end), all when it is packed or of
+    another encoding; blank lines are no rows.
 
     Raises: WrongEncoding.
     """
@@ -79,7 +80,9 @@ def _not_json(what: str, path: str, offset: int) -> BadRow:
 
 
 def _complaint(error: ValueError) -> str:
-    """Return what the JSON parser says, with the place in the line alone: the line is named already."""
+    """Return what the JSON parser says, with the place in the line alone: the line is named
+    already.
+    """
     return (
         f"{error.msg} at column {error.pos + 1}"
         if isinstance(error, json.JSONDecodeError)

@@ -1,4 +1,6 @@
-"""Made-up documents from a seed, `synthetic:documents=1000,words=200,seed=0`: for trials, where no text is at hand."""
+"""Made-up documents from a seed, `synthetic:documents=1000,words=200,seed=0`: for trials, where no
+text is at hand.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ _ENDS = ["", "", "", "n", "r", "s", "l", "nd"]
 
 
 def synthetic(documents: int = 1000, words: int = 200, seed: int = 0) -> list[Part]:
-    """Return the parts of `documents` texts of about `words` words; equal parameters give equal texts everywhere.
+    """Return the parts of `documents` texts of about `words` words; equal parameters give equal
+    texts everywhere.
 
     Raises: DataError when a parameter is not a whole number, or is out of range.
     """
@@ -63,8 +66,8 @@ SOURCE = synthetic
 def write_documents(first: int, last: int, words: int, seed: int) -> Iterator[Document]:
     """Yield the documents with the numbers `first` to `last`, less the last.
 
-    Words are drawn from a vocabulary of 800 with frequencies as in natural text; a word is often followed by the one that
-    always follows it, so that there is something to learn.
+    Words are drawn from a vocabulary of 800 with frequencies as in natural text; a word is often
+    followed by the one that always follows it, so that there is something to learn.
     """
     vocabulary = _vocabulary(random.Random(f"words {seed}"))
     for number in range(first, last):

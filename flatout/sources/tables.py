@@ -15,7 +15,9 @@ from flatout.sources.long import not_utf8
 from flatout.sources.packed import Unread
 
 _DELIMITERS = {".csv": ",;\t|", ".tsv": "\t,;|"}
-"""What may separate columns, by the ending of the name: the one that gives the first row most columns, the first of equals."""
+"""What may separate columns, by the ending of the name: the one that gives the first row most
+columns, the first of equals.
+"""
 TABLE_SUFFIXES = frozenset(_DELIMITERS)
 
 

@@ -1,4 +1,6 @@
-"""Checkpoints written beside training: the loop copies the state to the host's memory, a thread writes the copy."""
+"""Checkpoints written beside training: the loop copies the state to the host's memory, a thread
+writes the copy.
+"""
 
 from __future__ import annotations
 

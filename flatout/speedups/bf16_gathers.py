@@ -1,7 +1,9 @@
-"""Under parallel.shard the blocks' weights travel between GPUs in bfloat16, two bytes a weight instead of four.
+"""Under parallel.shard the blocks' weights travel between GPUs in bfloat16, two bytes a weight
+instead of four.
 
-Products under autocast round their weights to bfloat16 anyway, so for them nothing changes but the place where it is done. What a norm
-multiplies by is rounded as well, which autocast alone leaves in fp32: that is what the promise allows for. Gradients are summed in fp32.
+Products under autocast round their weights to bfloat16 anyway, so for them nothing changes but the
+place where it is done. What a norm multiplies by is rounded as well, which autocast alone leaves in
+fp32: that is what the promise allows for. Gradients are summed in fp32.
 """
 
 from __future__ import annotations
@@ -11,7 +13,9 @@ from flatout.config.schema import RunConfig
 from flatout.hardware import Machine
 
 NARROW_ENOUGH = ("transformer",)
-"""Models whose blocks hold matrices, biases and gains alone. The eigenvalues of `eigenstate` lie close to 1, where bfloat16 has steps of 1/256."""
+"""Models whose blocks hold matrices, biases and gains alone. The eigenvalues of `eigenstate` lie
+close to 1, where bfloat16 has steps of 1/256.
+"""
 
 
 def _why_not(machine: Machine, config: RunConfig) -> str | None:

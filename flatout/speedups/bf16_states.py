@@ -1,4 +1,6 @@
-"""The states of an eigenstate network in bfloat16 between the recurrence and the product that follows."""
+"""The states of an eigenstate network in bfloat16 between the recurrence and the product that
+follows.
+"""
 
 from __future__ import annotations
 
@@ -24,4 +26,6 @@ SPEEDUP = Speedup(
         "or 1.2 ms at 4.3 TB/s, of 225 ms a micro-batch; and about 1 GB less to keep for backward"
     ),
 )
-"""The product that follows rounds the states to bfloat16 anyway: what changes is the gradient of the eigenvalues, by the states that it reads."""
+"""The product that follows rounds the states to bfloat16 anyway: what changes is the gradient of
+the eigenvalues, by the states that it reads.
+"""

@@ -8,7 +8,9 @@ from flatout.assembly.recipe import Promise, Speedup, Transform
 
 
 def _narrow(model: Any, mesh: Any) -> Any:
-    """Narrow what the embedding gives; blocks add to it in its type, and norms compute in fp32 whatever it is."""
+    """Narrow what the embedding gives; blocks add to it in its type, and norms compute in fp32
+    whatever it is.
+    """
     import torch
 
     embed = model.embed

@@ -1,6 +1,8 @@
-"""Weights that lie in memory as bfloat16, with what rounding took off beside them, so that the update is that of fp32.
+"""Weights that lie in memory as bfloat16, with what rounding took off beside them, so that the
+update is that of fp32.
 
-With fused-adamw, and for Muon's matrices, the update on a GPU reads and writes both parts once (`flatout.ops.split_update`).
+With fused-adamw, and for Muon's matrices, the update on a GPU reads and writes both parts once
+(`flatout.ops.split_update`).
 """
 
 from __future__ import annotations

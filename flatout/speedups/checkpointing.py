@@ -1,4 +1,6 @@
-"""Activation checkpointing, full: a block keeps its input alone, and computes the rest again when backward comes to it."""
+"""Activation checkpointing, full: a block keeps its input alone, and computes the rest again when
+backward comes to it.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ from flatout.assembly.recipe import Promise, Speedup, Transform
 
 
 def recompute_blocks(model: Any, **options: Any) -> Any:
-    """Let each block forget what it computed, as torch's `checkpoint` does with these options; names of parameters stay."""
+    """Let each block forget what it computed, as torch's `checkpoint` does with these options;
+    names of parameters stay.
+    """
     from torch.utils.checkpoint import checkpoint
 
     for block in model.blocks:

@@ -9,14 +9,18 @@ from contextlib import contextmanager
 from flatout.assembly.recipe import Promise, Speedup
 
 STEPS_BETWEEN = 100
-"""A cycle that holds tensors keeps their memory for at most so many steps; what is frozen is not looked through, so that one collection is short."""
+"""A cycle that holds tensors keeps their memory for at most so many steps; what is frozen is not
+looked through, so that one collection is short.
+"""
 
 
 @contextmanager
 def at_fixed_steps() -> Iterator[Callable[[int], None]]:
-    """Freeze what there is, turn automatic collection off, and yield what collects at every hundredth step; afterwards all is as before.
+    """Freeze what there is, turn automatic collection off, and yield what collects at every
+    hundredth step; afterwards all is as before.
 
-    What somebody froze before stays frozen, and then what was frozen here does too: Python knows no other way.
+    What somebody froze before stays frozen, and then what was frozen here does too: Python knows no
+    other way.
     """
     was_on, frozen_before = gc.isenabled(), gc.get_freeze_count()
     gc.collect()

@@ -11,10 +11,11 @@ from flatout.speedups.compile_blocks import compile_blocks, without_compiler
 def _compile(model: Any, mesh: Any) -> Any:
     """Compile in place, so that parameter names stay; by block where there are several processes.
 
-    The hooks of fully_shard break a whole graph. Beside DDP its backward pass is one piece: all gradients are there only at its end, and
-    their exchange overlaps with nothing; by block it begins with the last block's. Torch's own remedy (`optimize_ddp`) cuts the graph
-    of what is compiled inside DDP's forward, which the warm-up keeps out of, and no graph with a higher-order operation in it, as
-    flex-attention is.
+    The hooks of fully_shard break a whole graph. Beside DDP its backward pass is one piece: all
+    gradients are there only at its end, and their exchange overlaps with nothing; by block it
+    begins with the last block's. Torch's own remedy (`optimize_ddp`) cuts the graph of what is
+    compiled inside DDP's forward, which the warm-up keeps out of, and no graph with a higher-order
+    operation in it, as flex-attention is.
     """
     if mesh.world_size > 1:
         return compile_blocks(model, mesh)

@@ -1,4 +1,6 @@
-"""torch.compile by block: blocks of one shape share one graph, so that compiling takes no longer for a deep model."""
+"""torch.compile by block: blocks of one shape share one graph, so that compiling takes no longer
+for a deep model.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,11 @@ from flatout.hardware import Machine
 
 
 def compile_blocks(model: Any, mesh: Any) -> Any:
-    """Compile each block in place, and the loss from the last hidden states on; embedding and final norm stay as they are.
+    """Compile each block in place, and the loss from the last hidden states on; embedding and final
+    norm stay as they are.
 
-    The loss is handed its weight, so that no graph looks after a parameter that fully_shard gathers and drops.
+    The loss is handed its weight, so that no graph looks after a parameter that fully_shard gathers
+    and drops.
     """
     import torch
 

@@ -1,10 +1,12 @@
-"""Inductor tries block sizes and warps around its own choice for each kernel that it makes, and keeps the fastest.
+"""Inductor tries block sizes and warps around its own choice for each kernel that it makes, and
+keeps the fastest.
 
-The option is handed to the compiler with the model, so nothing else in the process is tuned: not what is compiled inside an
-operation that the compiler does not look into, such as the parts of `chunked-ce`, nor Muon's iterations. (Set for the process, it
-would not reach the backward pass either: from torch 2.13 on a setting holds in one thread, and on a GPU backward is compiled in
-another.) `coordinate_descent_check_all_directions` stays off: it tries every combination of neighbours, 3 to the power of 3 or 4,
-after the descent has ended.
+The option is handed to the compiler with the model, so nothing else in the process is tuned: not
+what is compiled inside an operation that the compiler does not look into, such as the parts of
+`chunked-ce`, nor Muon's iterations. (Set for the process, it would not reach the backward pass
+either: from torch 2.13 on a setting holds in one thread, and on a GPU backward is compiled in
+another.) `coordinate_descent_check_all_directions` stays off: it tries every combination of
+neighbours, 3 to the power of 3 or 4, after the descent has ended.
 """
 
 from __future__ import annotations

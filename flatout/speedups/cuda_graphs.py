@@ -13,9 +13,10 @@ from flatout.hardware import Machine
 def _record(model: Any, mesh: Any) -> Any:
     """Compile the whole model in place, as compile does, with the compiler's CUDA graphs.
 
-    A graph writes its results to the same memory each time it is launched, so the compiler must be told when those of the time
-    before are done with: at every call of the model. By then a step has added the last loss to its sum, in the order of the stream,
-    and gradients have been added to memory that no graph owns (`zeroed`).
+    A graph writes its results to the same memory each time it is launched, so the compiler must be
+    told when those of the time before are done with: at every call of the model. By then a step has
+    added the last loss to its sum, in the order of the stream, and gradients have been added to
+    memory that no graph owns (`zeroed`).
     """
     import torch
 
@@ -34,8 +35,8 @@ def _record(model: Any, mesh: Any) -> Any:
 def zeroed(parameters: Iterable[Any]) -> None:
     """Set the gradients to zero where they lie, and make those that are missing.
 
-    Autograd makes the first gradient that it finds into the parameter's own; one that a graph wrote would be overwritten by the
-    next micro-batch. Into a gradient that is there already it adds.
+    Autograd makes the first gradient that it finds into the parameter's own; one that a graph wrote
+    would be overwritten by the next micro-batch. Into a gradient that is there already it adds.
     """
     import torch
 

@@ -1,4 +1,6 @@
-"""Gradients are exchanged between processes once a step, with its last micro-batch, instead of with each."""
+"""Gradients are exchanged between processes once a step, with its last micro-batch, instead of with
+each.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,11 @@ from flatout.hardware import Machine
 
 @contextmanager
 def with_the_last(model: Any, is_last: bool) -> Iterator[None]:
-    """Let gradients add up in each process until the last micro-batch: DDP and fully_shard each have a switch for it.
+    """Let gradients add up in each process until the last micro-batch: DDP and fully_shard each
+    have a switch for it.
 
-    A run of several processes may resume on one, where the model is bare and there is nothing to exchange.
+    A run of several processes may resume on one, where the model is bare and there is nothing to
+    exchange.
     """
     if hasattr(model, "set_requires_gradient_sync"):
         model.set_requires_gradient_sync(is_last)

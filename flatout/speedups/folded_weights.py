@@ -1,4 +1,6 @@
-"""What an eigenstate network does to its drive and its states by fixed factors, done to the weights beside them once a micro-batch."""
+"""What an eigenstate network does to its drive and its states by fixed factors, done to the weights
+beside them once a micro-batch.
+"""
 
 from __future__ import annotations
 
@@ -14,4 +16,6 @@ SPEEDUP = Speedup(
         "times 131,072 tokens and 8 layers is 13.4 GB, or 3.1 ms at 4.3 TB/s, of 228 ms a micro-batch at 575,000 tokens/s"
     ),
 )
-"""The promise is for bf16, which rounds folded weights in other places than it rounds drive and states; in fp64 both agree to 1e-10."""
+"""The promise is for bf16, which rounds folded weights in other places than it rounds drive and
+states; in fp64 both agree to 1e-10.
+"""

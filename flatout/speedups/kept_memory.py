@@ -1,4 +1,6 @@
-"""Keep freed memory in the process, on a CPU: the next step uses it again instead of asking the system for fresh pages."""
+"""Keep freed memory in the process, on a CPU: the next step uses it again instead of asking the
+system for fresh pages.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ PAD_BYTES = 64 << 20
 
 
 def keep_freed_memory() -> None:
-    """Tell glibc's allocator to give nothing back, for the rest of this process; under another C library nothing happens.
+    """Tell glibc's allocator to give nothing back, for the rest of this process; under another C
+    library nothing happens.
 
     By itself it maps each large tensor anew, and the system clears every page of it at first touch.
     Cost: the process keeps the most memory that it ever used.

@@ -1,4 +1,6 @@
-"""As many rows in a micro-batch as the device uses well and holds, in place of the up to 12 that people write."""
+"""As many rows in a micro-batch as the device uses well and holds, in place of the up to 12 that
+people write.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +9,15 @@ from flatout.config.schema import RunConfig
 from flatout.hardware import Machine
 
 ENOUGH_TOKENS = {"cuda": 65_536, "cpu": 4_096}
-"""Tokens of a micro-batch that suffice: on a CPU the caches are full beyond (LOG.md); on a GPU the kernels are, not measured yet."""
+"""Tokens of a micro-batch that suffice: on a CPU the caches are full beyond (LOG.md); on a GPU the
+kernels are, not measured yet.
+"""
 
 
 def largest_useful(plan: MicroBatchPlan) -> int:
-    """Return the most rows that divide a rank's share of the step, fit the memory, and are not more than enough."""
+    """Return the most rows that divide a rank's share of the step, fit the memory, and are not more
+    than enough.
+    """
     from flatout.assembly.memory import rows_that_fit
 
     enough = max(ENOUGH_TOKENS[plan.device.partition(":")[0]] // plan.workload.seq_len, 1)

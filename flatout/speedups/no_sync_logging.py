@@ -10,14 +10,18 @@ from flatout.assembly.recipe import Promise, Speedup
 
 
 class DelayedReadback:
-    """Starts the copy of a due step's figures when the step is queued, and reads it when the next one is."""
+    """Starts the copy of a due step's figures when the step is queued, and reads it when the next
+    one is.
+    """
 
     def __init__(self) -> None:
         self._pending: deque[tuple[int, list[str], Any, Any]] = deque()
         self._newest = 0
 
     def push(self, step: int, values: Mapping[str, Any], *, due: bool) -> None:
-        """Queue the copy of `values` (name to 0-D tensor) to the host; a step that is not due costs nothing."""
+        """Queue the copy of `values` (name to 0-D tensor) to the host; a step that is not due costs
+        nothing.
+        """
         self._newest = step
         if not due:
             return
@@ -34,7 +38,9 @@ class DelayedReadback:
         self._pending.append((step, list(values), stacked, copied))
 
     def ready(self, *, flush: bool = False) -> list[tuple[int, dict[str, float]]]:
-        """Return the figures of all due steps but the one just queued; with `flush`, of that one too."""
+        """Return the figures of all due steps but the one just queued; with `flush`, of that one
+        too.
+        """
         read = []
         while self._pending and (flush or self._pending[0][0] < self._newest):
             step, names, values, copied = self._pending.popleft()

@@ -1,4 +1,6 @@
-"""The gradient of query, key and value heads in one pass of a Triton kernel, written where the product's gradient is wanted."""
+"""The gradient of query, key and value heads in one pass of a Triton kernel, written where the
+product's gradient is wanted.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Activation checkpointing, selective: products and attention are kept, what lies between them is computed again."""
+"""Activation checkpointing, selective: products and attention are kept, what lies between them is
+computed again.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ def _recompute(model: Any, mesh: Any) -> Any:
 
 
 def _kept_operations() -> list[Any]:
-    """What costs much to compute again for the bytes it takes: matrix products and attention, of whatever kernel."""
+    """What costs much to compute again for the bytes it takes: matrix products and attention, of
+    whatever kernel.
+    """
     import torch
     from torch.nn.attention import varlen  # noqa: F401  # it registers its operation
 

@@ -1,4 +1,6 @@
-"""The loss and its gradients a part of the targets at a time, in a Triton kernel that turns logits into their gradients in place."""
+"""The loss and its gradients a part of the targets at a time, in a Triton kernel that turns logits
+into their gradients in place.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The recurrence of an eigenstate network in Triton's kernels: in registers from token to token, chunks side by side."""
+"""The recurrence of an eigenstate network in Triton's kernels: in registers from token to token,
+chunks side by side.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A notebook's cell: one block of output, rewritten in place. IPython is there wherever this is used; nothing else needs it."""
+"""A notebook's cell: one block of output, rewritten in place. IPython is there wherever this is
+used; nothing else needs it.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ CELL_COLUMNS = 100
 
 
 class CellBlock:
-    """Lines that stay, and below them the steps under way. Another cell, or the same one run again, begins another block."""
+    """Lines that stay, and below them the steps under way. Another cell, or the same one run again,
+    begins another block.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -45,7 +45,9 @@ def amount(number: float, unit: str = "") -> str:
 
 
 def printable(text: str) -> str:
-    """Return text without the control characters that move a cursor or change a terminal; a model may write any."""
+    """Return text without the control characters that move a cursor or change a terminal; a model
+    may write any.
+    """
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
 
@@ -75,8 +77,8 @@ def _terminal_size() -> os.terminal_size | None:
 def wrapped(text: str, width: int, *, hanging: int | None = None) -> str:
     """Return text whose longer lines are broken at spaces; a word, such as a path, is never cut.
 
-    A line goes on under its second column where it has one, else a little to the right of its beginning; a line of a block
-    (`  | `) goes on as one.
+    A line goes on under its second column where it has one, else a little to the right of its
+    beginning; a line of a block (`  | `) goes on as one.
     """
     return "\n".join(
         _broken(line, width, hanging) if len(line) > width else line for line in text.split("\n")

@@ -83,7 +83,9 @@ class _OpenTask:
         return (self.done - done_then) / seconds if seconds > 0.3 else 0.0
 
     def facts(self) -> list[str]:
-        """Return what a line says after the step's name; without a unit, the rate and the time left are for its own words to say."""
+        """Return what a line says after the step's name; without a unit, the rate and the time left
+        are for its own words to say.
+        """
         rate = self.rate() if self.unit else 0.0
         found = [f"{self.share:.0%}"] if self.share is not None else []
         if self.text:
@@ -103,7 +105,9 @@ class _OpenTask:
 
 
 class Terminal:
-    """The progress of long steps, on a person's terminal, in a notebook's cell or as plain lines in a log. Implements `progress.Progress`."""
+    """The progress of long steps, on a person's terminal, in a notebook's cell or as plain lines in
+    a log. Implements `progress.Progress`.
+    """
 
     def __init__(
         self, console: Console | None = None, *, clock: Callable[[], float] = time.monotonic
@@ -132,7 +136,9 @@ class Terminal:
     def task(
         self, what: str, *, total: float | None = None, unit: str = "", done: float = 0.0
     ) -> Iterator[Task]:
-        """Open a step called `what`; `total` units when that can be known, so that time left can be said; `done` of them were done before."""
+        """Open a step called `what`; `total` units when that can be known, so that time left can be
+        said; `done` of them were done before.
+        """
         task = _OpenTask(what, total, unit, done, self.clock)
         with self._lock:
             outermost = not self._open

@@ -1,4 +1,6 @@
-"""What a call shows in a notebook when it is not told where to: its progress, and its run as it goes."""
+"""What a call shows in a notebook when it is not told where to: its progress, and its run as it
+goes.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from flatout.terminal.report import RunReport
 
 
 def shown_in_cell(function: Any) -> Any:
-    """Return `function` as it is called in a notebook: it reports to the cell unless it is given `progress` or `observers`.
+    """Return `function` as it is called in a notebook: it reports to the cell unless it is given
+    `progress` or `observers`.
 
     Outside of a notebook, and where it takes no `progress`, it is returned as it is.
     """

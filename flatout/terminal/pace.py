@@ -21,10 +21,11 @@ class Rates(NamedTuple):
 
 
 class Pace:
-    """The pace of one process's steps: compiling, the first step and whatever happens between steps do not count.
+    """The pace of one process's steps: compiling, the first step and whatever happens between steps
+    do not count.
 
-    It comes from the run's own records, but for the first, which holds the warm-up; until there is a second, from a clock that starts
-    when the first step is over.
+    It comes from the run's own records, but for the first, which holds the warm-up; until there is
+    a second, from a clock that starts when the first step is over.
     """
 
     def __init__(self, tokens_per_step: int, clock: Callable[[], float]) -> None:

@@ -14,9 +14,11 @@ def curve(
     height: int = 8,
     encoding: str = "utf-8",
 ) -> str:
-    """Return a small picture of losses over steps: `points` as a line, `marks` (validation losses) as dots on it.
+    """Return a small picture of losses over steps: `points` as a line, `marks` (validation losses)
+    as dots on it.
 
-    Points are (step, loss); what is not finite is left out. Braille characters, or plain ASCII where `encoding` cannot show them.
+    Points are (step, loss); what is not finite is left out. Braille characters, or plain ASCII
+    where `encoding` cannot show them.
     """
     line = [(x, y) for x, y in sorted(points) if math.isfinite(y)]
     dots = [(x, y) for x, y in sorted(marks) if math.isfinite(y)]
@@ -51,7 +53,9 @@ def _can_show(text: str, encoding: str) -> bool:
 def _columns(
     line: list[tuple[float, float]], first: float, last: float, count: int
 ) -> list[float | None]:
-    """Average the points that fall into each column, and join the columns between by straight lines."""
+    """Average the points that fall into each column, and join the columns between by straight
+    lines.
+    """
     sums: list[list[float]] = [[] for _ in range(count)]
     for x, y in line:
         sums[round((x - first) / ((last - first) or 1) * (count - 1))].append(y)

@@ -23,7 +23,9 @@ BESIDE_PICTURE = 11
 UNDER_PICTURE = 3
 """Lines: the axis, its figures, and an empty one."""
 SHORT_SAMPLE, SHORTEST_SAMPLE = 4, 3
-"""Lines that are kept for it, and where there are too few even for that: its title, its text, and an empty one."""
+"""Lines that are kept for it, and where there are too few even for that: its title, its text, and
+an empty one.
+"""
 FACT_NAMES = 11
 """Columns of the names of what was measured."""
 EPOCH_LINES_EVERY_S = 5.0
@@ -31,9 +33,11 @@ EPOCH_LINES_EVERY_S = 5.0
 
 
 class RunReport:
-    """A run as it goes: one calm line for the steps, one that stays for each evaluation, epoch, sample and save.
+    """A run as it goes: one calm line for the steps, one that stays for each evaluation, epoch,
+    sample and save.
 
-    With `verbose` each speedup has a line too, on or off, with the reason. Implements the observer of `training/metrics/observers.py`.
+    With `verbose` each speedup has a line too, on or off, with the reason. Implements the observer
+    of `training/metrics/observers.py`.
     """
 
     def __init__(self, terminal: Terminal, *, verbose: bool = False) -> None:
@@ -53,7 +57,9 @@ class RunReport:
         self._pace = Pace(0, terminal.clock)
 
     def on_start(self, run: Any) -> None:
-        """Say how many speedups are on, and open the line of the steps: the first one can take long."""
+        """Say how many speedups are on, and open the line of the steps: the first one can take
+        long.
+        """
         width = self.terminal.console.width if self.terminal.interactive else None
         for line in (
             _every_speedup(self._decisions, width)
@@ -141,7 +147,9 @@ class RunReport:
         return found
 
     def _recompiled_line(self, event: Mapping[str, Any]) -> str | None:
-        """Return what to say of the first time that something was compiled again; all of them are in events.jsonl."""
+        """Return what to say of the first time that something was compiled again; all of them are
+        in events.jsonl.
+        """
         if self._recompiled:
             return None
         self._recompiled = True
@@ -214,12 +222,14 @@ def closing(
     width: int | None = None,
     height: int | None = None,
 ) -> str:
-    """Return the closing lines of a run: its last sample, `next_steps`, its loss curve, and last of all what was measured.
+    """Return the closing lines of a run: its last sample, `next_steps`, its loss curve, and last of
+    all what was measured.
 
     `summary` is the run's summary.json; the curve and the sample come from the run folder it names.
-    The curve uses characters that `encoding` (None: standard output's) has, and nothing is wider than `width` (None: the
-    terminal's) but what cannot be broken, such as a path. Where `height` (None: the terminal's, if there is one) is short of lines, the
-    curve is drawn lower and the sample cut, so that a screen shows all of it.
+    The curve uses characters that `encoding` (None: standard output's) has, and nothing is wider
+    than `width` (None: the terminal's) but what cannot be broken, such as a path. Where `height`
+    (None: the terminal's, if there is one) is short of lines, the curve is drawn lower and the
+    sample cut, so that a screen shows all of it.
     """
     width, height = width or columns(), height or rows()
     encoding = encoding or sys.stdout.encoding or "ascii"
@@ -255,7 +265,9 @@ def closing(
 
 
 def _readable(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a file of the run; none where the disk refuses to read it: a finished run does not fail for want of a picture."""
+    """Return the lines of a file of the run; none where the disk refuses to read it: a finished run
+    does not fail for want of a picture.
+    """
     try:
         return list(read_lines(path))
     except CheckpointError:
@@ -272,7 +284,9 @@ def _within(bounds: tuple[int, int], value: float) -> int:
 
 
 def _cut(sample: str, room: float) -> str:
-    """Return the first lines of a sample that has no more room than that; the whole of it is in events.jsonl."""
+    """Return the first lines of a sample that has no more room than that; the whole of it is in
+    events.jsonl.
+    """
     if _num_lines(sample) <= room:
         return sample
     lines = [line for line in sample.split("\n") if line != "  |"]
@@ -280,7 +294,9 @@ def _cut(sample: str, room: float) -> str:
 
 
 def _closing_facts(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield (name, text) for what the summary holds; what was not measured is left out, an unknown MFU says why."""
+    """Yield (name, text) for what the summary holds; what was not measured is left out, an unknown
+    MFU says why.
+    """
     value: Callable[[str], Any] = summary.get
     yield "Run", str(summary["run"])
     total = (

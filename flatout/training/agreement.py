@@ -1,6 +1,8 @@
-"""How the ranks of a run do the same at the same step: work that fails on all of them when it fails on one, and votes.
+"""How the ranks of a run do the same at the same step: work that fails on all of them when it fails
+on one, and votes.
 
-The collectives of a run are called by its loop alone, in one order on every rank; threads beside it call none.
+The collectives of a run are called by its loop alone, in one order on every rank; threads beside it
+call none.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ def together(mesh: Mesh, work: Callable[[], object], what: str) -> None:
     """Do one rank's part of WRITING or READING a checkpoint, and wait for the others.
 
     When it fails anywhere, it fails everywhere, so that no rank waits for one that is gone.
-    Raises: RunFailed when the disk refuses; what else `work` raises; RunFailed where another rank failed.
+    Raises: RunFailed when the disk refuses; what else `work` raises; RunFailed where another rank
+            failed.
     """
     error: Exception | None = None
     try:
@@ -62,7 +65,8 @@ def together(mesh: Mesh, work: Callable[[], object], what: str) -> None:
 def require_shared(
     ranks: Ranks, run_folder: Path, *, patience_s: float = SHARED_PATIENCE_S
 ) -> None:
-    """Check that every process finds the main one's run directory, whose lock file tells it from others of that name.
+    """Check that every process finds the main one's run directory, whose lock file tells it from
+    others of that name.
 
     Raises: RunFailed.
     """
@@ -98,7 +102,9 @@ def require_shared(
 
 
 def _text(path: Path) -> str:
-    """Return what a lock file holds; nothing of one that cannot be read, or that another machine has not sent yet."""
+    """Return what a lock file holds; nothing of one that cannot be read, or that another machine
+    has not sent yet.
+    """
     try:
         return path.read_text(encoding="utf-8")
     except OSError:
@@ -106,9 +112,11 @@ def _text(path: Path) -> str:
 
 
 class Vote:
-    """One wish of each rank, counted on the device. Every rank casts it at the same place, and reads it a step later.
+    """One wish of each rank, counted on the device. Every rank casts it at the same place, and
+    reads it a step later.
 
-    A rank that asked all others and waited would stall its GPU; a step later the device has long counted.
+    A rank that asked all others and waited would stall its GPU; a step later the device has long
+    counted.
     """
 
     def __init__(self, mesh: Mesh, wanted: bool) -> None:

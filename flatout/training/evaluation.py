@@ -36,7 +36,9 @@ class SetScore:
     tokens: int
     """Targets that were scored."""
     text_bytes: int
-    """Bytes of the text these targets came from; 0 when a part was scored, or the data set does not say."""
+    """Bytes of the text these targets came from; 0 when a part was scored, or the data set does not
+    say.
+    """
 
     @property
     def perplexity(self) -> float:
@@ -45,7 +47,9 @@ class SetScore:
 
     @property
     def bits_per_byte(self) -> float | None:
-        """The loss as bits a byte of text, which compares between tokenizers; None unless the whole split was scored."""
+        """The loss as bits a byte of text, which compares between tokenizers; None unless the whole
+        split was scored.
+        """
         return self.loss * self.tokens / math.log(2) / self.text_bytes if self.text_bytes else None
 
     def to_dict(self) -> dict[str, Any]:
@@ -67,7 +71,9 @@ class Evaluation:
 
     @property
     def loss(self) -> float:
-        """Mean loss a token, in nats: what a token of the mix costs, each set's loss weighted by its share."""
+        """Mean loss a token, in nats: what a token of the mix costs, each set's loss weighted by
+        its share.
+        """
         return sum(score.share * score.loss for score in self.by_dataset) / sum(
             score.share for score in self.by_dataset
         )
@@ -84,7 +90,9 @@ class Evaluation:
 
     @property
     def bits_per_byte(self) -> float | None:
-        """The loss as bits a byte of the mix's text; None unless every set was scored whole and says its bytes."""
+        """The loss as bits a byte of the mix's text; None unless every set was scored whole and
+        says its bytes.
+        """
         if not all(score.text_bytes and score.tokens for score in self.by_dataset):
             return None
         bytes_per_token = sum(
@@ -98,7 +106,9 @@ class Evaluation:
         )
 
     def record(self) -> dict[str, float]:
-        """Return the figures for metrics.jsonl: `val/loss`, and of a mix `val/loss/NAME` for each set."""
+        """Return the figures for metrics.jsonl: `val/loss`, and of a mix `val/loss/NAME` for each
+        set.
+        """
         sets = {f"val/loss/{score.name}": score.loss for score in self.by_dataset}
         return {"val/loss": self.loss} | (sets if len(sets) > 1 else {})
 
@@ -128,12 +138,15 @@ class Judge:
     most_documents: Callable[[int, int], int] | None = None
     """As in `flatout.data.load.batches.FeedPlan`."""
     drop: Callable[[int], bool] | None = None
-    """Asked before every batch but a split's first, with its number counted from 1: whether to raise EvaluationDropped."""
+    """Asked before every batch but a split's first, with its number counted from 1: whether to
+    raise EvaluationDropped.
+    """
 
     def score(
         self, parts: Sequence[Part], *, max_tokens: int | None = None, progress: Progress = SILENT
     ) -> Evaluation | None:
-        """Score each data set's validation split, or its share of `max_tokens` from its beginning; None where there is no validation text.
+        """Score each data set's validation split, or its share of `max_tokens` from its beginning;
+        None where there is no validation text.
 
         Sets without validation text have no part in the mean.
         """
@@ -207,9 +220,11 @@ def evaluate(
     drop: Callable[[Run, int], bool] | None = None,
     progress: Progress = SILENT,
 ) -> Evaluation | None:
-    """Score the validation text of the run's data, or `max_tokens` of it, with the model as it stands; None where there is none.
+    """Score the validation text of the run's data, or `max_tokens` of it, with the model as it
+    stands; None where there is none.
 
-    Raises: EvaluationDropped when `drop`, asked between batches, says yes; the model is then still in evaluation mode.
+    Raises: EvaluationDropped when `drop`, asked between batches, says yes; the model is then still
+            in evaluation mode.
     """
     data = run.config.data
     judge = Judge(
@@ -227,7 +242,9 @@ def evaluate(
 
 
 def batch_shapes(run: Run) -> list[tuple[int, int]]:
-    """Return rows and tokens of the micro-batches in which `evaluate` calls the model; none where there is no validation text."""
+    """Return rows and tokens of the micro-batches in which `evaluate` calls the model; none where
+    there is no validation text.
+    """
     is_scored = any(part.dataset.split("val").num_tokens > 1 for part in parts_of(run.dataset))
     return [(run.rows_per_device, run.config.data.seq_len)] if is_scored else []
 

@@ -33,9 +33,11 @@ def finish(
     *,
     drop: Drop | None = None,
 ) -> dict[str, Any]:
-    """Save, evaluate on the whole validation split, sample, write the summary and return it. Every rank calls it.
+    """Save, evaluate on the whole validation split, sample, write the summary and return it. Every
+    rank calls it.
 
-    Raises: EvaluationDropped when `drop`, asked between the batches of the evaluation, says yes; the state is saved by then.
+    Raises: EvaluationDropped when `drop`, asked between the batches of the evaluation, says yes;
+            the state is saved by then.
     """
     if reason := why_early(run):
         log.event("early_stop", reason=reason)
@@ -59,9 +61,11 @@ def finish(
 def last_evaluation(
     run: Run, log: Log, progress: Progress, drop: Drop | None = None
 ) -> Evaluation | None:
-    """Score the whole validation text, if there is any; where the run scored a part of it, that part first, for the best checkpoint.
+    """Score the whole validation text, if there is any; where the run scored a part of it, that
+    part first, for the best checkpoint.
 
-    A run that ends early has just scored that part, or all of it; what was scored whole at the last step is not scored again.
+    A run that ends early has just scored that part, or all of it; what was scored whole at the last
+    step is not scored again.
     """
     if (
         eval_tokens(run) is None
@@ -127,7 +131,9 @@ def summarise(run: Run, log: Log, evaluation: Evaluation | None) -> dict[str, An
 
 
 def best_peak(run: Run, log: Log) -> Peak | None:
-    """Return the run's peak; one that was measured is measured again, and the better counts: a busy machine looks slow."""
+    """Return the run's peak; one that was measured is measured again, and the better counts: a busy
+    machine looks slow.
+    """
     if run.peak is None or not run.peak.source.startswith("measured"):
         return run.peak
     again = peak_tflops(run.machine, str(run.mesh.device), run.arithmetic)

@@ -1,4 +1,6 @@
-"""`train.init_from`: a run that begins with the weights of another. Data, schedule, optimiser, step and generators are new."""
+"""`train.init_from`: a run that begins with the weights of another. Data, schedule, optimiser, step
+and generators are new.
+"""
 
 from __future__ import annotations
 
@@ -35,21 +37,26 @@ FREE_OF_WEIGHTS = (
     "rotary_base",
     "window",
 )
-"""Keys of a model that may be others than those its weights were trained with, as long as the shapes agree: a continued run may read
-longer windows, drop more, or state how fresh weights would be drawn. Any other key that differs would make other functions of the same
+"""Keys of a model that may be others than those its weights were trained with, as long as the
+shapes agree: a continued run may read
+longer windows, drop more, or state how fresh weights would be drawn. Any other key that differs
+would make other functions of the same
 weights."""
 MOST_NAMED = 3
 _BY_HAND = {
     False: "Set the keys of the model as they were there.",
     True: "Its model is code of its own, which nothing here has imported: read that code, then set model.kind yourself.",
 }
-"""What to do about other weights, by whether they are of a model whose code is not flatout's: that is never given to be pasted."""
+"""What to do about other weights, by whether they are of a model whose code is not flatout's: that
+is never given to be pasted.
+"""
 
 
 def begin_from(
     config: RunConfig, dataset: Dataset | MixedDataset, ops: Ops, *, progress: Progress = SILENT
 ) -> RunConfig:
-    """Return the resolved configuration with the checkpoint that `train.init_from` names, once it is known to fit model and tokenizer.
+    """Return the resolved configuration with the checkpoint that `train.init_from` names, once it
+    is known to fit model and tokenizer.
 
     Raises: CheckpointError or ConfigError, with what does not fit and the keys to set.
     """
@@ -69,7 +76,8 @@ def begin_from(
 
 
 def find_weights(init_from: str, *, progress: Progress = SILENT) -> Path:
-    """Return the whole checkpoint that `init_from` is, or the best one of the run that it is (the last one, while no loss is known).
+    """Return the whole checkpoint that `init_from` is, or the best one of the run that it is (the
+    last one, while no loss is known).
 
     Raises: CheckpointError when there is none.
     """
@@ -106,9 +114,11 @@ def run_of(checkpoint: Path) -> Path | None:
 def require_fit(
     config: RunConfig, checkpoint: Path, run_folder: Path | None, ops: Ops, progress: Progress
 ) -> None:
-    """Do nothing when the checkpoint has this model's tensors, in name and shape, and was trained as this model.
+    """Do nothing when the checkpoint has this model's tensors, in name and shape, and was trained
+    as this model.
 
-    Raises: ConfigError naming the first that differ, and the `model.` keys to set, as they can be pasted.
+    Raises: ConfigError naming the first that differ, and the `model.` keys to set, as they can be
+            pasted.
     """
     model_class = MODELS.get(config.model.kind)
     own = model_class.check(

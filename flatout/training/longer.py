@@ -1,4 +1,6 @@
-"""A run that is to be longer than it was planned: it continues in its own folder where its learning rates allow that."""
+"""A run that is to be longer than it was planned: it continues in its own folder where its learning
+rates allow that.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +37,11 @@ class Longer:
     """All of this in one line for a person."""
 
     def store(self, run_folder: Path, *, progress: Progress = SILENT) -> None:
-        """Write the new length down. A kill at any moment leaves a run that the same command makes longer.
+        """Write the new length down. A kill at any moment leaves a run that the same command makes
+        longer.
 
-        Checkpoints after the one it continues from are set aside first: the new configuration must never be joined with their rates.
+        Checkpoints after the one it continues from are set aside first: the new configuration must
+        never be joined with their rates.
         """
         for path in (
             catalog.set_aside(run_folder, after=catalog.step_of(self.checkpoint))
@@ -61,11 +65,14 @@ def lengthened(
     machine: Machine,
     progress: Progress = SILENT,
 ) -> Longer | None:
-    """Return the run with the length that `asked` states, or None where that is the length it has; nothing is written yet.
+    """Return the run with the length that `asked` states, or None where that is the length it has;
+    nothing is written yet.
 
-    It may continue from a checkpoint up to which a run of the new length would have had the same learning rates: any one with a
-    constant rate, one from before the decay with wsd. A warm-up that is a fraction of the run stays at its number of steps.
-    Raises: ConfigError, with what works instead, when it would be shorter, or has no such checkpoint.
+    It may continue from a checkpoint up to which a run of the new length would have had the same
+    learning rates: any one with a constant rate, one from before the decay with wsd. A warm-up that
+    is a fraction of the run stays at its number of steps.
+    Raises: ConfigError, with what works instead, when it would be shorter, or has no such
+            checkpoint.
     """
     first = layout.read_asked(place) or stored
     if _length(asked) in ((None, None, None), _length(first)):
@@ -131,7 +138,9 @@ def require_steps_left(place: Path, config: RunConfig, checkpoint: Path | None) 
 
 
 def equal_rates(one: RunConfig, other: RunConfig, *, since: int = 0) -> int:
-    """Return the first step from `since` on at which two configurations train at different rates, or the length of the shorter one."""
+    """Return the first step from `since` on at which two configurations train at different rates,
+    or the length of the shorter one.
+    """
     lengths = one.train.steps or 0, other.train.steps or 0
 
     def rates(step: int) -> tuple[float, float]:
@@ -147,7 +156,9 @@ def equal_rates(one: RunConfig, other: RunConfig, *, since: int = 0) -> int:
 def _bound_to_its_length(
     place: Path, stored: RunConfig, longer: RunConfig, equal: int, done: int
 ) -> ConfigError:
-    """Return the refusal of a run whose rates have followed from its length, with the command that trains on at the new ones."""
+    """Return the refusal of a run whose rates have followed from its length, with the command that
+    trains on at the new ones.
+    """
     before, steps, peak = stored.train.steps or 0, longer.train.steps or 0, stored.optim.lr
     rates = (
         peak * factor(stored.schedule, peak, done - 1, before),

@@ -38,10 +38,11 @@ def fit(
     sample: Callable[[Run], str] | None = None,
     progress: Progress = SILENT,
 ) -> Run:
-    """Train from run.step to run.last_step, or until its patience is over or a signal asks to stop, and return the run.
+    """Train from run.step to run.last_step, or until its patience is over or a signal asks to stop,
+    and return the run.
 
-    `stop` is asked after each step, `drop` between a step's micro-batches (see `train_step`): a step that is dropped leaves the run as
-    it was before, and ends the training.
+    `stop` is asked after each step, `drop` between a step's micro-batches (see `train_step`): a
+    step that is dropped leaves the run as it was before, and ends the training.
     """
     saves = SaveTimes(run, log)
     with run.convolutions(), run.collector() as collect:
@@ -71,12 +72,16 @@ def fit(
 
 
 def ends_early(run: Run) -> bool:
-    """Say whether the run is over before its last step. Every rank has the same losses, so every rank says the same."""
+    """Say whether the run is over before its last step. Every rank has the same losses, so every
+    rank says the same.
+    """
     return run.step < run.last_step and out_of_patience(run.config.train, run.step, run.best_step)
 
 
 def out_of_patience(train: TrainConfig, step: int, best_step: int | None) -> bool:
-    """Say whether `train.patience` evaluations have come and gone by `step` since the best one; it follows from these numbers alone."""
+    """Say whether `train.patience` evaluations have come and gone by `step` since the best one; it
+    follows from these numbers alone.
+    """
     return (
         bool(train.patience)
         and best_step is not None
@@ -85,7 +90,9 @@ def out_of_patience(train: TrainConfig, step: int, best_step: int | None) -> boo
 
 
 def due(every: int, run: Run) -> bool:
-    """Say whether something that happens every `every` steps (0: never) happens now; the last step has its own place."""
+    """Say whether something that happens every `every` steps (0: never) happens now; the last step
+    has its own place.
+    """
     return every > 0 and run.step % every == 0 and run.step < run.last_step
 
 
@@ -102,10 +109,13 @@ def take_evaluation(
     drop: Callable[[Run, int], bool] | None = None,
     progress: Progress = SILENT,
 ) -> Evaluation | None:
-    """Evaluate, write the record, and save when the loss is the best so far; without validation text, do nothing.
+    """Evaluate, write the record, and save when the loss is the best so far; without validation
+    text, do nothing.
 
-    Only losses on the same tokens compare: those that evaluations inside the run score decide which checkpoint is the best.
-    Raises: RunFailed when the loss is not a number: the weights are lost, the checkpoints before are not. EvaluationDropped, as `evaluate`.
+    Only losses on the same tokens compare: those that evaluations inside the run score decide which
+    checkpoint is the best.
+    Raises: RunFailed when the loss is not a number: the weights are lost, the checkpoints before
+            are not. EvaluationDropped, as `evaluate`.
     """
     evaluation = evaluate(run, max_tokens=max_tokens, drop=drop, progress=progress)
     if evaluation is None:
@@ -121,13 +131,17 @@ def take_evaluation(
 
 
 def draw_sample(run: Run, log: Log, sample: Callable[[Run], str] | None) -> None:
-    """Let the main rank write a sample; with sharded weights no rank holds the model, so there is none."""
+    """Let the main rank write a sample; with sharded weights no rank holds the model, so there is
+    none.
+    """
     if sample and run.mesh.is_main and run.mesh.shard == 1:
         log.event("sample", text=sample(run))
 
 
 def reserve(run: Run, log: Log, *, progress: Progress = SILENT) -> None:
-    """Let the saver take the memory that it needs now, rather than inside the loop at the first save; say how much, and how long it took."""
+    """Let the saver take the memory that it needs now, rather than inside the loop at the first
+    save; say how much, and how long it took.
+    """
     began_s = time.perf_counter()
     num_bytes = run.saver.reserve(run, progress)
     if num_bytes:
@@ -135,9 +149,11 @@ def reserve(run: Run, log: Log, *, progress: Progress = SILENT) -> None:
 
 
 def write_checkpoint(run: Run, log: Log, *, progress: Progress = SILENT) -> None:
-    """Save the run's state, drop the checkpoints that are no longer kept, and say so; `run.saver` decides what of it is done now.
+    """Save the run's state, drop the checkpoints that are no longer kept, and say so; `run.saver`
+    decides what of it is done now.
 
-    Raises: RunFailed, before anything is written, when the last step's figures are not numbers: the weights are lost.
+    Raises: RunFailed, before anything is written, when the last step's figures are not numbers: the
+            weights are lost.
     """
     log.require_finite()
     log.write_pending()  # a run that is killed after this save and resumes from it has every record up to its step
@@ -159,7 +175,9 @@ def note_saves(run: Run, log: Log, *, progress: Progress = SILENT) -> None:
 
 
 def keep_last(run: Run, log: Log, *, progress: Progress = SILENT) -> None:
-    """Have the state of this very step in a checkpoint that is whole, before the run says that it is over."""
+    """Have the state of this very step in a checkpoint that is whole, before the run says that it
+    is over.
+    """
     path = catalog.checkpoint_path(run.folder, run.step)
     if run.saver.newest_step != run.step and run.resumed_from != str(path):
         write_checkpoint(run, log, progress=progress)
@@ -177,7 +195,9 @@ def settle_saves(run: Run, log: Log, *, progress: Progress = SILENT) -> None:
 
 @contextmanager
 def saves_ended(run: Run, log: Log, *, progress: Progress = SILENT) -> Iterator[None]:
-    """Leave, whatever happened inside, only when nothing is being written any more: the folder is then another process's to take."""
+    """Leave, whatever happened inside, only when nothing is being written any more: the folder is
+    then another process's to take.
+    """
     try:
         yield
     finally:
@@ -186,7 +206,9 @@ def saves_ended(run: Run, log: Log, *, progress: Progress = SILENT) -> Iterator[
 
 
 def environment_of(run: Run) -> dict[str, Any]:
-    """Return what bit-exact resuming depends on, with `validation` what the best loss does, and with `tokenizer` what tokens mean."""
+    """Return what bit-exact resuming depends on, with `validation` what the best loss does, and
+    with `tokenizer` what tokens mean.
+    """
     parts = parts_of(run.dataset)
     scored = [
         f"{part.share} {part.dataset.manifest.model_dump_json(include={'splits': {'val'}})}"

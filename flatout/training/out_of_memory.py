@@ -1,4 +1,6 @@
-"""What to say when the memory does not suffice, or an operation is refused: what the run needs, what is there, and which setting fits."""
+"""What to say when the memory does not suffice, or an operation is refused: what the run needs,
+what is there, and which setting fits.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,13 @@ from flatout.errors import HardwareError, RunFailed
 
 GIB = 2**30
 ON_THE_CPU = "DefaultCPUAllocator"
-"""Torch's allocator for a CPU, by which its messages name itself: it raises no error type of its own."""
+"""Torch's allocator for a CPU, by which its messages name itself: it raises no error type of its
+own.
+"""
 NOT_DETERMINISTIC = " does not have a deterministic implementation"
-"""What torch says of an operation that use_deterministic_algorithms refuses; its name stands before."""
+"""What torch says of an operation that use_deterministic_algorithms refuses; its name stands
+before.
+"""
 PEER_LEFT = ("Connection closed by peer", "Connection reset by peer")
 """What Gloo says when another process is gone."""
 WORTH_SAYING = 0.95
@@ -26,7 +32,8 @@ WORTH_SAYING = 0.95
 
 @contextmanager
 def explained(run: Run) -> Iterator[None]:
-    """Turn running out of memory, an operation that train.deterministic refuses, and the end of another process into an error with its fix.
+    """Turn running out of memory, an operation that train.deterministic refuses, and the end of
+    another process into an error with its fix.
 
     Raises: RunFailed.
     """
@@ -57,7 +64,9 @@ def not_deterministic(run: Run, said: str) -> RunFailed:
 
 
 def out_of_memory(run: Run) -> RunFailed:
-    """Return the error for a run that has just run out of memory, with what to set: the model's leaner keys, or fewer rows."""
+    """Return the error for a run that has just run out of memory, with what to set: the model's
+    leaner keys, or fewer rows.
+    """
     workload = workload_of(run.config, assemble(run.decisions))
     need = estimate(workload, run.rows_per_device).total
     there = memory_bytes(run.machine, run.config.train.device, run.mesh.local_world_size)
@@ -74,7 +83,9 @@ def out_of_memory(run: Run) -> RunFailed:
 
 
 def _leaner_keys(workload: Workload, rows: int) -> str:
-    """The advice to take the model's leanest settings, which change no result; none where they save little."""
+    """The advice to take the model's leanest settings, which change no result; none where they save
+    little.
+    """
     settings = workload.model_class.leanest(workload.model_config)
     if not settings:
         return ""

@@ -1,4 +1,6 @@
-"""A run from its configuration to its summary: settle, build, resume, train, evaluate, save, sum up."""
+"""A run from its configuration to its summary: settle, build, resume, train, evaluate, save, sum
+up.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,9 @@ class Plan:
     checkpoint: Path | None
     device_reason: str
     asked: RunConfig | None = None
-    """Of a run that begins: the configuration as it was asked for. None where the folder holds the run already."""
+    """Of a run that begins: the configuration as it was asked for. None where the folder holds the
+    run already.
+    """
     longer: Longer | None = None
     """Of a run that is made longer: what is written down once it is known that it can continue."""
     finished: dict[str, Any] | None = None
@@ -92,10 +96,12 @@ def run_training(
     cache: Path | None = None,
     progress: Progress = SILENT,
 ) -> dict[str, Any]:
-    """Train the run that `asked` describes in the folder `place`, from its newest checkpoint if it has one; return its summary.
+    """Train the run that `asked` describes in the folder `place`, from its newest checkpoint if it
+    has one; return its summary.
 
     In `cache` is what has been measured on this machine's GPUs; None: say nothing of that.
-    Raises: Stopped when a signal ended it after a save; UsageError before anything was changed; RunFailed.
+    Raises: Stopped when a signal ended it after a save; UsageError before anything was changed;
+            RunFailed.
     """
     check_places(asked)
     machine = probe()
@@ -147,7 +153,9 @@ def run_training(
 
 
 def warn_of_others(machine: Machine, progress: Progress) -> None:
-    """Say so when other processes use the cores: threads that wait for each other make that many times slower, not just slower."""
+    """Say so when other processes use the cores: threads that wait for each other make that many
+    times slower, not just slower.
+    """
     busy_cores = psutil.cpu_percent(interval=0.2) / 100 * machine.cores
     if torch.get_num_threads() > 1 and busy_cores > 0.4:
         progress.say(
@@ -158,7 +166,9 @@ def warn_of_others(machine: Machine, progress: Progress) -> None:
 
 @contextmanager
 def exit_code_kept(place: Path) -> Iterator[None]:
-    """Say in the run folder how the process ended, as schedulers need it; one that is killed, or never began a run, leaves nothing."""
+    """Say in the run folder how the process ended, as schedulers need it; one that is killed, or
+    never began a run, leaves nothing.
+    """
     with writing_run(place):
         layout.clear_exit_code(place)
     try:
@@ -178,7 +188,9 @@ def exit_code_kept(place: Path) -> Iterator[None]:
 
 
 def agree(ranks: Ranks, decide: Callable[[], Plan]) -> Plan:
-    """Let the main rank decide, and return its plan on every rank: clocks and measurements differ, plans must not."""
+    """Let the main rank decide, and return its plan on every rank: clocks and measurements differ,
+    plans must not.
+    """
     if ranks.world_size == 1:
         return decide()
     box: list[Plan | None] = [None]
@@ -207,9 +219,11 @@ def settle(
     dataset: Dataset | MixedDataset,
     progress: Progress,
 ) -> Plan:
-    """Decide, under the lock, what is run: the stored configuration when the folder holds a run, else a new one.
+    """Decide, under the lock, what is run: the stored configuration when the folder holds a run,
+    else a new one.
 
-    Raises: ConfigError when `asked` contradicts the stored configuration; UntrustedCode when that names code which `asked` does not.
+    Raises: ConfigError when `asked` contradicts the stored configuration; UntrustedCode when that
+            names code which `asked` does not.
     """
     own_folder(place)
     stored = stored_config(place, asked, trust_code=trust_code) if resume != "never" else None
@@ -273,7 +287,8 @@ def resumed(
     dataset: Dataset | MixedDataset,
     progress: Progress,
 ) -> Plan:
-    """Return the plan of a run that its folder holds already: it resumes, is made longer, or is finished.
+    """Return the plan of a run that its folder holds already: it resumes, is made longer, or is
+    finished.
 
     Raises: ConfigError when `asked` states a length that it cannot have.
     """
@@ -319,7 +334,9 @@ def resumed(
 def finished(
     place: Path, stored: RunConfig, checkpoint: Path, summary: Mapping[str, Any]
 ) -> str | None:
-    """Return how a run that is finished could be trained on; None when it is not: there are steps, and patience, left."""
+    """Return how a run that is finished could be trained on; None when it is not: there are steps,
+    and patience, left.
+    """
     step = catalog.step_of(checkpoint)
     if step >= (stored.train.steps or 0):
         if stored.schedule.kind == "cosine":
@@ -337,9 +354,11 @@ def finished(
 
 
 def keep(run: Run, plan: Plan, progress: Progress = SILENT) -> None:
-    """Write down what a run that begins was settled to be: nothing is, before it is known that it can begin.
+    """Write down what a run that begins was settled to be: nothing is, before it is known that it
+    can begin.
 
-    Raises: HardwareError when the disk is too full; CheckpointError when the folder of its checkpoints is another run's.
+    Raises: HardwareError when the disk is too full; CheckpointError when the folder of its
+            checkpoints is another run's.
     """
     parameters = sum(p.numel() for p in run.core.parameters())
     needed_bytes = DISK_BYTES_PER_PARAMETER * parameters * (run.config.checkpoint.keep + 2)
@@ -354,7 +373,9 @@ def keep(run: Run, plan: Plan, progress: Progress = SILENT) -> None:
 
 
 def say_unmeasured(run: Run, plan: Plan, cache: Path | None, progress: Progress) -> None:
-    """Say of a run that begins on a GPU on which nothing has been measured how that is done; once a GPU."""
+    """Say of a run that begins on a GPU on which nothing has been measured how that is done; once a
+    GPU.
+    """
     gpu = gpu_name(run.machine, str(run.mesh.device))
     if cache is None or gpu is None or plan.checkpoint is not None:
         return
@@ -364,7 +385,8 @@ def say_unmeasured(run: Run, plan: Plan, cache: Path | None, progress: Progress)
 
 
 def own_folder(place: Path) -> None:
-    """Check that the folder is empty, a run's, or that of a first start which was killed before there was a run.
+    """Check that the folder is empty, a run's, or that of a first start which was killed before
+    there was a run.
 
     Raises: CheckpointError when it holds other files: a run is not mixed with them.
     """
@@ -382,7 +404,8 @@ def own_folder(place: Path) -> None:
 
 
 def take_up(run: Run, checkpoint: Path | None, progress: Progress) -> list[str]:
-    """Put into a run that is built what it begins from, if anything, and return the differences that should be said aloud.
+    """Put into a run that is built what it begins from, if anything, and return the differences
+    that should be said aloud.
 
     Raises: CheckpointError when it does not fit; nothing is written by then.
     """
@@ -466,7 +489,9 @@ def carry_out(
 
 
 def shares(run: Run) -> Iterator[dict[str, Any]]:
-    """Yield, for each data set of a mix, its share of the windows and how often the whole run reads it through."""
+    """Yield, for each data set of a mix, its share of the windows and how often the whole run reads
+    it through.
+    """
     if isinstance(run.dataset, MixedDataset):
         for part in run.dataset.parts:
             own_tokens = epoch_tokens(part.dataset, run.config.data.seq_len)

@@ -1,10 +1,12 @@
-"""Stopping on request: SIGINT and SIGTERM ask, the loop answers between micro-batches, and all ranks give the same answer.
+"""Stopping on request: SIGINT and SIGTERM ask, the loop answers between micro-batches, and all
+ranks give the same answer.
 
-Several ranks must stop at the same micro-batch. So each rank casts votes (`agreement.py`) and reads the one before: nobody waits, and
-a request takes effect one vote late. A single rank needs no vote.
+Several ranks must stop at the same micro-batch. So each rank casts votes (`agreement.py`) and reads
+the one before: nobody waits, and a request takes effect one vote late. A single rank needs no vote.
 
-Python runs a signal's handler only between two of its own instructions, and the backward pass of a micro-batch is one of them. The
-interpreter writes the signal's number to a pipe at once, so a thread that reads the pipe can say that the request has arrived.
+Python runs a signal's handler only between two of its own instructions, and the backward pass of a
+micro-batch is one of them. The interpreter writes the signal's number to a pipe at once, so a
+thread that reads the pipe can say that the request has arrived.
 """
 
 from __future__ import annotations
@@ -24,16 +26,21 @@ if TYPE_CHECKING:
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SAME_REQUEST_S = 1.0
-"""A second SIGINT within this time is the first once more: a terminal and a launcher both pass it on."""
+"""A second SIGINT within this time is the first once more: a terminal and a launcher both pass it
+on.
+"""
 MICRO_BATCHES_BETWEEN_VOTES = {"cuda": 8}
-"""Several ranks vote before each micro-batch, on a GPU before every eighth: reading a vote waits for the work that was queued before it,
+"""Several ranks vote before each micro-batch, on a GPU before every eighth: reading a vote waits
+for the work that was queued before it,
 and the host must be free to queue ahead."""
 
 
 class StopRequests:
-    """A context in which SIGINT and SIGTERM ask the loop to stop. A second SIGINT interrupts at once.
+    """A context in which SIGINT and SIGTERM ask the loop to stop. A second SIGINT interrupts at
+    once.
 
-    The handlers of before come back at the end. Only a program's main thread may set handlers; elsewhere nothing is changed.
+    The handlers of before come back at the end. Only a program's main thread may set handlers;
+    elsewhere nothing is changed.
     """
 
     def __init__(
@@ -45,7 +52,8 @@ class StopRequests:
     ) -> None:
         """Call `say`, from a thread, with one line as soon as a request arrives; None: say nothing.
 
-        `launcher` is the process that started this one and must outlive it: when it has ended, that is a request as well.
+        `launcher` is the process that started this one and must outlive it: when it has ended, that
+        is a request as well.
         """
         self.signal_number: int | None = None
         """The signal that asked first, on this rank."""
@@ -79,7 +87,9 @@ class StopRequests:
         self._before.clear()
 
     def asked(self, run: Run) -> bool:
-        """Say whether to stop now. Every rank calls it at the same places, and all get the same answer."""
+        """Say whether to stop now. Every rank calls it at the same places, and all get the same
+        answer.
+        """
         wanted = self.signal_number is not None or self._launcher_ended()
         if run.mesh.world_size == 1:
             return wanted
@@ -87,7 +97,9 @@ class StopRequests:
         return before is not None and before.count() > 0
 
     def asked_within_step(self, run: Run, number: int) -> bool:
-        """Say whether to drop the step before its micro-batch `number`, counted from 1. All ranks get the same answer."""
+        """Say whether to drop the step before its micro-batch `number`, counted from 1. All ranks
+        get the same answer.
+        """
         if run.mesh.world_size > 1 and (number - 1) % MICRO_BATCHES_BETWEEN_VOTES.get(
             run.mesh.device.type, 1
         ):
@@ -95,7 +107,9 @@ class StopRequests:
         return self.asked(run)
 
     def _launcher_ended(self) -> bool:
-        """A killed torchrun takes no process with it, and nobody would restart or stop what it has left."""
+        """A killed torchrun takes no process with it, and nobody would restart or stop what it has
+        left.
+        """
         if self._launcher is None or os.getppid() == self._launcher:
             return False
         if self._say is not None:
@@ -126,9 +140,11 @@ class StopRequests:
 
 
 class _Listener:
-    """A thread that passes on the first stop signal as soon as it arrives, whatever the main thread is doing.
+    """A thread that passes on the first stop signal as soon as it arrives, whatever the main thread
+    is doing.
 
-    Only the main thread may make one. While another listener is registered (asyncio has one), it is left in place and nothing is heard.
+    Only the main thread may make one. While another listener is registered (asyncio has one), it is
+    left in place and nothing is heard.
     """
 
     def __init__(self, heard: Callable[[int], object]) -> None:

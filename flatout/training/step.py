@@ -1,4 +1,5 @@
-"""One optimiser step: forward and backward of every micro-batch, one correction of the gradients, one update.
+"""One optimiser step: forward and backward of every micro-batch, one correction of the gradients,
+one update.
 
 Nothing here waits for the device, except that float16 must know whether its gradients are finite.
 """
@@ -46,12 +47,14 @@ def train_step(
 ) -> StepResult:
     """Take one optimiser step on this rank's share of a global batch.
 
-    Each micro-batch's loss sum is divided by the step's nominal number of tokens, a constant; `correct_gradients` puts the
-    number of valid tokens, which is known only at the end, in its place. So the result does not depend on how the step is
-    cut into micro-batches and ranks.
+    Each micro-batch's loss sum is divided by the step's nominal number of tokens, a constant;
+    `correct_gradients` puts the number of valid tokens, which is known only at the end, in its
+    place. So the result does not depend on how the step is cut into micro-batches and ranks.
 
-    `drop` is asked before every micro-batch but the first, with its number counted from 1; all ranks must get the same answer.
-    Raises: StepDropped when it says yes: gradients are cleared, and generators and buffers are as they were before the step.
+    `drop` is asked before every micro-batch but the first, with its number counted from 1; all
+    ranks must get the same answer.
+    Raises: StepDropped when it says yes: gradients are cleared, and generators and buffers are as
+            they were before the step.
     """
     start = StepStart(run) if drop is not None and batch.num_micro_batches > 1 else None
     nominal = run.tokens_per_step
@@ -100,10 +103,11 @@ def set_learning_rate(run: Run) -> float:
 
 
 def correct_gradients(run: Run, num_valid: Tensor, loss_scale: float) -> Tensor:
-    """Make the gradients those of the mean loss over the step's valid tokens, clip them, and return their norm.
+    """Make the gradients those of the mean loss over the step's valid tokens, clip them, and return
+    their norm.
 
-    DDP and fully_shard average over ranks, so the factor is world_size * nominal / (num_valid * loss_scale). Scaling and
-    clipping are one pass over the gradients.
+    DDP and fully_shard average over ranks, so the factor is world_size * nominal / (num_valid *
+    loss_scale). Scaling and clipping are one pass over the gradients.
     """
     gradients = [p.grad for p in run.core.parameters() if p.grad is not None]
     correction = run.mesh.world_size * run.tokens_per_step / (num_valid.clamp(min=1) * loss_scale)

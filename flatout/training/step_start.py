@@ -1,4 +1,6 @@
-"""What a step that is dropped puts back: random generators and buffers as they were before its first micro-batch."""
+"""What a step that is dropped puts back: random generators and buffers as they were before its
+first micro-batch.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,12 @@ if TYPE_CHECKING:
 
 
 class StepStart:
-    """The state that forward and backward passes change, copied before a step; weights and optimizers change only at its end.
+    """The state that forward and backward passes change, copied before a step; weights and
+    optimizers change only at its end.
 
-    These are the generators of `state.STATE` and the model's persistent buffers. Cost: about 30 microseconds of the host, and a queued
-    copy of each persistent buffer; nothing waits for the device.
+    These are the generators of `state.STATE` and the model's persistent buffers. Cost: about 30
+    microseconds of the host, and a queued copy of each persistent buffer; nothing waits for the
+    device.
     """
 
     def __init__(self, run: Run) -> None:

@@ -1,4 +1,6 @@
-"""The first call of whatever is compiled, made before training so that its cost is named and its failure is harmless."""
+"""The first call of whatever is compiled, made before training so that its cost is named and its
+failure is harmless.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from flatout.training.metrics.log import Log
 PASSES = 2
 """Of training, in each shape: CUDA graphs are recorded at the second call."""
 SHAPES_COMPILED = 64
-"""Most static shapes of one function; torch's own limit of 8 is fewer than a run with buckets of lengths has."""
+"""Most static shapes of one function; torch's own limit of 8 is fewer than a run with buckets of
+lengths has.
+"""
 
 
 @runtime_checkable
@@ -37,12 +41,14 @@ class WarmedUp(Protocol):
 def warm_up(
     run: Run, log: Log, *, eval_shapes: Sequence[tuple[int, int]] = (), progress: Progress = SILENT
 ) -> None:
-    """Compile now: passes of training and of evaluation in the run's own shapes, leaving RNG, weights and gradients as they were.
+    """Compile now: passes of training and of evaluation in the run's own shapes, leaving RNG,
+    weights and gradients as they were.
 
-    `eval_shapes` are those of `evaluation.batch_shapes`; a run that never evaluates gives none, and compiles no graph for it.
+    `eval_shapes` are those of `evaluation.batch_shapes`; a run that never evaluates gives none, and
+    compiles no graph for it.
 
-    torch.compile is lazy: its errors come at the first call. If that call fails on any rank and the plain code works, the
-    run goes on without anything compiled, and says so.
+    torch.compile is lazy: its errors come at the first call. If that call fails on any rank and the
+    plain code works, the run goes on without anything compiled, and says so.
     """
     compiled = [d.name for d in run.decisions if d.on and speedup_named(d.name).compiles]
     if not compiled:
@@ -73,7 +79,9 @@ def warm_up(
 
 @contextmanager
 def _compiling() -> Iterator[None]:
-    """Let the compiler take as many shapes as a run has, and keep a warning to itself that is about its own doing."""
+    """Let the compiler take as many shapes as a run has, and keep a warning to itself that is about
+    its own doing.
+    """
     with torch._dynamo.config.patch(recompile_limit=SHAPES_COMPILED), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
         yield
@@ -96,7 +104,8 @@ def _give_up_compiling(run: Run) -> None:
 def _try_step(run: Run, eval_shapes: Sequence[tuple[int, int]]) -> Exception | None:
     """Return what passes on made-up tokens raised, or None.
 
-    The core is called past DDP's wrapper, so that a rank that fails leaves no other waiting for its gradients.
+    The core is called past DDP's wrapper, so that a rank that fails leaves no other waiting for its
+    gradients.
     """
     device = run.mesh.device
     try:
@@ -122,7 +131,9 @@ def _try_step(run: Run, eval_shapes: Sequence[tuple[int, int]]) -> Exception | N
 
 
 def _loss(run: Run, rows: int, seq_len: int) -> Tensor:
-    """The loss of made-up tokens. Inputs and targets are two tensors, as in training: the compiler looks at that."""
+    """The loss of made-up tokens. Inputs and targets are two tensors, as in training: the compiler
+    looks at that.
+    """
     tokens_BT, targets_BT = (
         torch.zeros(rows, seq_len, dtype=torch.int64, device=run.mesh.device) for _ in range(2)
     )

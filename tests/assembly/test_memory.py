@@ -64,7 +64,9 @@ def test_activations_are_what_autograd_keeps(shape, ops, autocast, document_mask
 
 @pytest.mark.parametrize("name", ["checkpointing", "selective-checkpointing"])
 def test_what_is_computed_again_is_not_kept(name):
-    """Of a full checkpoint a block's input alone stays; a selective one keeps less than all, and what it keeps is foreseen."""
+    """Of a full checkpoint a block's input alone stays; a selective one keeps less than all, and
+    what it keeps is foreseen.
+    """
     transform = SPEEDUPS.get(name).transform.apply
     whole = workload(seq_len=64)
     work = replace(whole, transforms=(transform,))
@@ -86,7 +88,9 @@ def test_what_is_computed_again_is_not_kept(name):
 @pytest.mark.parametrize("ops", OPS)
 @pytest.mark.parametrize("vocab_size", [16, 3000])
 def test_the_fullest_moment_is_that_of_a_real_step(ops, vocab_size):
-    """Within 15%: from the first block's forward to the last gradient, real tensors; whichever of head and blocks is larger."""
+    """Within 15%: from the first block's forward to the last gradient, real tensors; whichever of
+    head and blocks is larger.
+    """
     work = workload(ops, vocab_size=vocab_size)
     model, tokens_BT, targets_BT = real(work, 8)
     with _Live() as live:
@@ -110,7 +114,9 @@ def test_the_fused_ops_mask_of_documents_is_counted():
 
 @pytest.mark.parametrize("name", ["flex", "varlen"])
 def test_attention_that_skips_what_is_masked_keeps_no_mask(name, monkeypatch):
-    """On the GPU that it is for; what is counted is what the kernel keeps there, not what stands in for it on a CPU."""
+    """On the GPU that it is for; what is counted is what the kernel keeps there, not what stands in
+    for it on a CPU.
+    """
     monkeypatch.setitem(
         OPS, name, Ops.plain(attention=variants(attention)[name], cross_entropy=cross_entropy.fused)
     )
@@ -199,7 +205,9 @@ def test_more_of_anything_needs_more():
 
 
 def test_a_model_too_large_for_this_machine_is_estimated_all_the_same():
-    """GPT-2 124M, fp32, plain ops, T = 1024: 3.4 GiB at one row and 16.7 GiB at eight were measured on a GPU."""
+    """GPT-2 124M, fp32, plain ops, T = 1024: 3.4 GiB at one row and 16.7 GiB at eight were measured
+    on a GPU.
+    """
     own = {
         "vocab_size": 50257,
         "num_layers": 12,

@@ -203,7 +203,9 @@ def contents(place: Path) -> dict[str, bytes | None]:
 
 
 def _is_lock(name: str, before: dict[str, bytes | None]) -> bool:
-    """Say whether this is a run's lock that was there before: it names the last process that held it."""
+    """Say whether this is a run's lock that was there before: it names the last process that held
+    it.
+    """
     return name in before and name.endswith("/lock")
 
 

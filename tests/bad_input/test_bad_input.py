@@ -1,6 +1,8 @@
-"""Every bad input is answered: exit code 2, one sentence that names the thing, one that names the fix, nothing lost, nothing left half made.
+"""Every bad input is answered: exit code 2, one sentence that names the thing, one that names the
+fix, nothing lost, nothing left half made.
 
-docs/troubleshooting.md shows the answers; `python -m pytest tests/bad_input --write-tables` writes them there.
+docs/troubleshooting.md shows the answers; `python -m pytest tests/bad_input --write-tables` writes
+them there.
 """
 
 import json

@@ -1,4 +1,6 @@
-"""The benchmark of saving measures what it says, and refuses two ways that do not train the same weights."""
+"""The benchmark of saving measures what it says, and refuses two ways that do not train the same
+weights.
+"""
 
 from __future__ import annotations
 

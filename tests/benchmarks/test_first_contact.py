@@ -1,4 +1,6 @@
-"""Three calls of nine minutes hold what matters, nothing that was measured is lost, and what a call learns decides what it begins."""
+"""Three calls of nine minutes hold what matters, nothing that was measured is lost, and what a call
+learns decides what it begins.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The kit as a bare machine runs it: the tree as `git archive` gives it, no git, killed at random moments, its results carried on."""
+"""The kit as a bare machine runs it: the tree as `git archive` gives it, no git, killed at random
+moments, its results carried on.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,8 @@ def figures(results):
 def kill_and_carry(
     folder, *, nanogpt, python=sys.executable, site="", seconds=(3, 60), kills=6, only="*", seed=0
 ):
-    """Make the first three calls at toy shapes, each in a fresh tree with the results of those before; kill the first `kills` processes.
+    """Make the first three calls at toy shapes, each in a fresh tree with the results of those
+    before; kill the first `kills` processes.
 
     Returns: the folder of the last results, and what the last process of each call said.
     """

@@ -1,4 +1,6 @@
-"""Both models are of one size and tuned alike, and a measurement that is cut off continues where it was."""
+"""Both models are of one size and tuned alike, and a measurement that is cut off continues where it
+was.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def toy(benchmark, monkeypatch):
 
 
 def bowl(trial):
-    """What a run comes to: lowest at one rate of each model, lower with the seed, and for the eigenstate network with the length."""
+    """What a run comes to: lowest at one rate of each model, lower with the seed, and for the
+    eigenstate network with the length.
+    """
     best = {"transformer": 0.004, "eigenstate": 0.064}[trial.model]
     loss = (
         abs(math.log2(trial.lr / best))

@@ -23,7 +23,9 @@ def benchmark(monkeypatch):
 
 
 def bowl(best_rate, seen):
-    """A trial whose loss is lowest at `best_rate`, without decay, with the larger beta2 and the smaller momentum; the largest rates diverge."""
+    """A trial whose loss is lowest at `best_rate`, without decay, with the larger beta2 and the
+    smaller momentum; the largest rates diverge.
+    """
 
     def trial(setting, fraction, seed):
         loss = (

@@ -26,7 +26,9 @@ def row(kind, lr, fraction, seed, loss):
 
 
 def falling(first, *, adamw=2.0):
-    """Runs in which Muon's loss falls from `first` by 0.4 with every doubling, and AdamW ends at `adamw`; a tuning run would spoil both."""
+    """Runs in which Muon's loss falls from `first` by 0.4 with every doubling, and AdamW ends at
+    `adamw`; a tuning run would spoil both.
+    """
     rows = [row("adamw", 0.004, 1.0, 7, 1.0), row("muon", 0.016, 0.5, 1, 1.0)]
     for n, seed in enumerate((1, 2, 3)):
         rows += [

@@ -1,4 +1,6 @@
-"""Every entry of the throughput benchmark runs at toy shapes, and what is measured goes on, is judged, and is never lost."""
+"""Every entry of the throughput benchmark runs at toy shapes, and what is measured goes on, is
+judged, and is never lost.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,9 @@ def nanogpt(tmp_path):
 
 @pytest.fixture
 def on_gpu(benchmark, monkeypatch, tmp_path):
-    """A machine with a GPU on which nothing is really measured: figures follow from what is asked for."""
+    """A machine with a GPU on which nothing is really measured: figures follow from what is asked
+    for.
+    """
     monkeypatch.setattr(benchmark, "probe", lambda: H200)
     monkeypatch.setattr(benchmark, "random_data", lambda place, **_: place)
     monkeypatch.setattr(benchmark, "text_data", lambda place, **_: place)

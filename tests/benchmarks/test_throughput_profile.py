@@ -1,4 +1,6 @@
-"""Kernels are grouped by what they do: names as they are on NVIDIA GPUs, the update by its range, idle by what nothing covers."""
+"""Kernels are grouped by what they do: names as they are on NVIDIA GPUs, the update by its range,
+idle by what nothing covers.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What throughput.py makes of its measurements: the best batch, ratios of like with like, targets judged on the device they are for."""
+"""What throughput.py makes of its measurements: the best batch, ratios of like with like, targets
+judged on the device they are for.
+"""
 
 from __future__ import annotations
 

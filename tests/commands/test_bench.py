@@ -1,4 +1,6 @@
-"""`flatout bench`: what the command line returns and refuses; what it measures is tested in tests/measure."""
+"""`flatout bench`: what the command line returns and refuses; what it measures is tested in
+tests/measure.
+"""
 
 from __future__ import annotations
 

@@ -42,7 +42,9 @@ def test_a_single_set_is_one_entry(tiny_run):
 
 @pytest.fixture(scope="module")
 def mixed_run(tiny_run, tmp_path_factory):
-    """A run on the tiny run's data and on other text of the same tokenizer, three to one; and the folder of the other."""
+    """A run on the tiny run's data and on other text of the same tokenizer, three to one; and the
+    folder of the other.
+    """
     root = tmp_path_factory.mktemp("mixed")
     (root / "tale.txt").write_text(
         "It fell; the night in torrents and a stormy dark rain was. " * 150

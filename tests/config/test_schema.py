@@ -362,7 +362,9 @@ def test_what_is_written_reads_back_equal():
 
 
 def test_the_digest_is_stable_and_depends_on_every_value():
-    """The digest names run folders: the same settings must lead to the same folder, today and later."""
+    """The digest names run folders: the same settings must lead to the same folder, today and
+    later.
+    """
     config = load_config()
     assert (
         config.digest()

@@ -46,7 +46,8 @@ class StubTokenizer:
 
 
 class FaultyStore(MemoryFileSystem):
-    """A store in this process's memory, at faulty://. `faults` are used up, one a request: an error to raise, or None; `asked` are the requests.
+    """A store in this process's memory, at faulty://. `faults` are used up, one a request: an error
+    to raise, or None; `asked` are the requests.
 
     `tags` says what the description of a file has besides its size.
     """
@@ -127,7 +128,9 @@ def stub_tokenizer():
 
 @pytest.fixture
 def write_set(tmp_path):
-    """Write train (and val) tokens into a folder and return it; `ends` default to one document a split."""
+    """Write train (and val) tokens into a folder and return it; `ends` default to one document a
+    split.
+    """
 
     def write(
         train, val=(), *, ends=None, mask=None, vocab_size=300, shard_bytes=1 << 27, name="set"

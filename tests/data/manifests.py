@@ -1,4 +1,6 @@
-"""Manifests that were changed on purpose, with the digest of what they say now: for tests of what other checks find."""
+"""Manifests that were changed on purpose, with the digest of what they say now: for tests of what
+other checks find.
+"""
 
 from flatout.data.store.manifest import Manifest
 

@@ -1,4 +1,5 @@
-"""A program for tests: prepare a file into a folder, with small ranges and shards, perhaps with files that may not grow large.
+"""A program for tests: prepare a file into a folder, with small ranges and shards, perhaps with
+files that may not grow large.
 
 python preparing.py SOURCE OUT WORKERS [LARGEST_FILE]
 """

@@ -14,7 +14,9 @@ from flatout.errors import CheckpointError, DataError
 
 @pytest.fixture
 def done(monkeypatch):
-    """What the disk was told, in order: sync, rename or unlink, and the name that the file is to have."""
+    """What the disk was told, in order: sync, rename or unlink, and the name that the file is to
+    have.
+    """
     told = []
     fsync, replace, unlink = os.fsync, Path.replace, Path.unlink
 

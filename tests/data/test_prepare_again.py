@@ -53,7 +53,9 @@ def rows(tmp_path):
 
 
 def stopping_source(folder, monkeypatch):
-    """Six parts of two documents; reads are logged, and part 4 kills its process, once something is done, while `stop` is there."""
+    """Six parts of two documents; reads are logged, and part 4 kills its process, once something is
+    done, while `stop` is there.
+    """
     (folder / "stopping_source.py").write_text(
         "import os, signal, time\nfrom pathlib import Path\nfrom flatout.sources import Part\n"
         f"folder = Path({str(folder)!r})\n"

@@ -1,4 +1,6 @@
-"""Text that is written again while it is being prepared: no dataset of both versions, whatever its size and times say."""
+"""Text that is written again while it is being prepared: no dataset of both versions, whatever its
+size and times say.
+"""
 
 import json
 import os
@@ -43,7 +45,9 @@ def replace_with_its_time(path):
 
 
 def once_packed(change):
-    """Return an engine that calls `change` when all ranges are packed: nothing is read any more, so that only a comparison can tell."""
+    """Return an engine that calls `change` when all ranges are packed: nothing is read any more, so
+    that only a comparison can tell.
+    """
 
     class Changing(Crew):
         def pack(self, *arguments):

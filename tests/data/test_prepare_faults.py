@@ -1,4 +1,6 @@
-"""prepare with its processes killed and its disk full. A few here; many more behind the marker `faults`."""
+"""prepare with its processes killed and its disk full. A few here; many more behind the marker
+`faults`.
+"""
 
 import contextlib
 import json
@@ -73,7 +75,9 @@ def records(out):
 
 
 def kill_and_go_on(rows, tmp_path, kills, seed):
-    """Kill the parent or a worker at random moments of a prepare that goes on each time; return how often it was under way."""
+    """Kill the parent or a worker at random moments of a prepare that goes on each time; return how
+    often it was under way.
+    """
     assert finish(start(rows, tmp_path / "whole")) == (0, "")
     out = tmp_path / "out"
     draw = random.Random(seed)

@@ -78,7 +78,9 @@ def corpus(tmp_path):
 
 @pytest.fixture
 def in_chunks(monkeypatch):
-    """From this call on, what is longer than 1,000 bytes is read in chunks, tokenised in small pieces and written in many calls."""
+    """From this call on, what is longer than 1,000 bytes is read in chunks, tokenised in small
+    pieces and written in many calls.
+    """
 
     def begin(chunk=100):
         monkeypatch.setattr(files, "LONG_BYTES", 1_000)
@@ -298,7 +300,9 @@ print(json.dumps([own / 1024, resource.getrusage(resource.RUSAGE_CHILDREN).ru_ma
 
 
 def peaks_mib(source, out, **options):
-    """The most memory that this process and the largest of its workers had, in a prepare with two workers."""
+    """The most memory that this process and the largest of its workers had, in a prepare with two
+    workers.
+    """
     program = [sys.executable, "-c", PEAKS, str(source), str(out), json.dumps(options)]
     environment = {
         "PYTHONPATH": str(Path(__file__).parents[2]),

@@ -28,7 +28,9 @@ OPTIONS = Options(tokenizer="byte", split="hash 0.1")
 
 
 class Between:
-    """Hands requests on to a server. Of those whose method and path match `failing`, `times` are answered with `status`; `asked` are all."""
+    """Hands requests on to a server. Of those whose method and path match `failing`, `times` are
+    answered with `status`; `asked` are all.
+    """
 
     def __init__(self, server):
         self.server = server
@@ -82,7 +84,9 @@ class Between:
 
 @pytest.fixture
 def between(s3_server, bucket, monkeypatch):
-    """A running Between, which s3fs finds in place of the server; nobody waits long between two requests."""
+    """A running Between, which s3fs finds in place of the server; nobody waits long between two
+    requests.
+    """
     import s3fs
 
     outer = Between(s3_server)
@@ -145,7 +149,9 @@ def test_it_goes_there_and_comes_back(send, bucket, tmp_path, text):
 
 
 def test_a_file_that_goes_in_parts_is_known_by_the_checksum_of_its_parts(between, bucket, tmp_path):
-    """The store says another number of such a file; where it is the one expected, nothing is read back."""
+    """The store says another number of such a file; where it is the one expected, nothing is read
+    back.
+    """
     (tmp_path / "long.jsonl").write_text((json.dumps({"text": "word " * 20_000}) + "\n") * 250)
     made = prepare_upload(
         [str(tmp_path / "long.jsonl")],

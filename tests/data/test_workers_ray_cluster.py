@@ -64,7 +64,9 @@ ONE_LEFT = "CPUs of the Ray cluster: 1, on 1 node."
 
 
 def started(num_cpus):
-    """A cluster of one node, which finds within two seconds that another one is gone, not within 15."""
+    """A cluster of one node, which finds within two seconds that another one is gone, not within
+    15.
+    """
     watchful = {
         "health_check_initial_delay_ms": 0,
         "health_check_period_ms": 500,
@@ -141,7 +143,9 @@ def pack(work, setup, crew, tell=lambda _: None):
 
 
 def content(folder):
-    """What whole files hold; those half written by what was killed are swept by the owner of the folder."""
+    """What whole files hold; those half written by what was killed are swept by the owner of the
+    folder.
+    """
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix != ".part"}
 
 
@@ -157,7 +161,9 @@ def raylet(node):
 
 
 def kill(cluster, node, processes):
-    """Kill a node, then those of its processes: left alone they would do some more before they notice."""
+    """Kill a node, then those of its processes: left alone they would do some more before they
+    notice.
+    """
     cluster.remove_node(node, allow_graceful=False)
     for process in processes:
         with contextlib.suppress(ProcessLookupError):
@@ -165,7 +171,9 @@ def kill(cluster, node, processes):
 
 
 def once_held(folder, by, count, act):
-    """Start a thread that, when `count` processes of the node `by` hold a range, does `act(process ids)`, then lets all go on."""
+    """Start a thread that, when `count` processes of the node `by` hold a range, does `act(process
+    ids)`, then lets all go on.
+    """
 
     def run():
         until = time.monotonic() + 120

@@ -1,4 +1,6 @@
-"""Sampling: whole characters, stops, limits, a generator of its own; the same text whatever a model keeps of what it has read."""
+"""Sampling: whole characters, stops, limits, a generator of its own; the same text whatever a model
+keeps of what it has read.
+"""
 
 import math
 import random
@@ -62,7 +64,9 @@ def test_a_character_cut_by_the_limit_is_marked_not_dropped():
 
 
 def metaspace():
-    """Words that begin with U+2581, and bytes for what is in no word, as in Llama 2's tokenizer.json."""
+    """Words that begin with U+2581, and bytes for what is in no word, as in Llama 2's
+    tokenizer.json.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     pieces = ["<unk>", "</s>", *(f"<0x{value:02X}>" for value in range(256)), *SPACED, "\u2581"]

@@ -125,7 +125,9 @@ def test_a_checkpoint_of_an_earlier_version_says_nothing_of_its_tokenizer(copied
 def test_data_with_another_tokenizer_than_the_model_was_trained_with_is_refused(
     copied_run, fox_run, tmp_path
 ):
-    """In the data of the run itself, which was prepared again, and by a new run that goes on from its checkpoint."""
+    """In the data of the run itself, which was prepared again, and by a new run that goes on from
+    its checkpoint.
+    """
     shutil.copytree(fox_run[0] / "data", tmp_path / "data")
     config = load.trusted_config(copied_run).with_values({"data.path": str(tmp_path / "data")})
     shutil.rmtree(tmp_path / "data")
@@ -146,7 +148,9 @@ def test_data_with_another_tokenizer_than_the_model_was_trained_with_is_refused(
 
 @pytest.fixture
 def narrow_run(tiny_config, tmp_path, monkeypatch):
-    """Return a function that trains a run with a speedup that narrows its arithmetic on a CPU, and returns its folder and summary."""
+    """Return a function that trains a run with a speedup that narrows its arithmetic on a CPU, and
+    returns its folder and summary.
+    """
     machine = replace(probe(), cpu_multiplies_bf16=True)
     monkeypatch.setattr("flatout.inference.load.probe", lambda: machine)
     monkeypatch.setattr("flatout.training.run.probe", lambda: machine)

@@ -37,7 +37,9 @@ def row(name, kind, rate, gain=None, **more):
 
 @pytest.fixture(scope="session")
 def sample_report():
-    """A ladder with a gain, none, a loss, a broken promise, a failure, too little time and an absence."""
+    """A ladder with a gain, none, a loss, a broken promise, a failure, too little time and an
+    absence.
+    """
     gain, none, slower = (Figure(median=m, low=m - 0.03, high=m + 0.03) for m in (2.1, 1.01, 0.87))
     rows = [
         row("baseline", "baseline", 13_415.0),

@@ -25,7 +25,9 @@ SLOW = {"pretokenised": 1.3, "micro-batch": 2.0, "onednn": 1.2}
 
 
 class MadeUp:
-    """Trials of a made-up machine, on its own clock. `fails` gives results of its own to sets that hold a speedup; on a GPU no run repeats."""
+    """Trials of a made-up machine, on its own clock. `fails` gives results of its own to sets that
+    hold a speedup; on a GPU no run repeats.
+    """
 
     def __init__(
         self,
@@ -169,7 +171,9 @@ def test_only_the_first_round_takes_all_losses_but_for_what_is_judged_over_seeds
 
 @pytest.fixture
 def on_a_gpu(monkeypatch):
-    """The configuration is settled here; the trials are those of a machine that repeats nothing to the bit."""
+    """The configuration is settled here; the trials are those of a machine that repeats nothing to
+    the bit.
+    """
     monkeypatch.setattr(exactness, "repeats_to_the_bit", lambda config: config.train.deterministic)
 
 
@@ -438,7 +442,9 @@ def test_the_order_changes_and_neighbours_stay_neighbours():
 
 
 def test_a_speedup_that_breaks_its_promise_is_caught_for_real(tiny_config, tmp_path, monkeypatch):
-    """Real trials, in this process (tests of the trial start one of their own): a loss that is a little off, promised to be exact."""
+    """Real trials, in this process (tests of the trial start one of their own): a loss that is a
+    little off, promised to be exact.
+    """
     (tmp_path / "alittleoff.py").write_text(
         "from flatout.ops.cross_entropy import fused\n"
         "from flatout.assembly.recipe import Promise, Speedup\n"

@@ -313,7 +313,9 @@ def test_a_row_holds_the_middle_of_its_repeats():
 
 
 def test_what_leaves_one_out_is_compared_with_the_full_set_alone():
-    """Beside any other set the ratio is nobody's worth; a rung that shares its trials would be compared with itself."""
+    """Beside any other set the ratio is nobody's worth; a rung that shares its trials would be
+    compared with itself.
+    """
     rows = rows_of(
         [
             *every_round({name: rate for name, rate in RATES.items() if name != "+ fused-adamw"}),

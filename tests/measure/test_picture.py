@@ -37,7 +37,9 @@ def test_names_gains_and_reasons_are_written_out(sample_report):
 
 
 DEJAVU_EM = 0.6
-"""Mean width of a letter in DejaVu Sans, in font sizes: what a browser on Linux takes for Helvetica. Its bold is wider by a tenth."""
+"""Mean width of a letter in DejaVu Sans, in font sizes: what a browser on Linux takes for
+Helvetica. Its bold is wider by a tenth.
+"""
 LONG = " ".join(
     [
         "in words that never end, wherever they are written, of a machine whose name is as long as its list of parts"

@@ -71,7 +71,9 @@ def test_the_spread_is_that_of_one_measurement():
 @pytest.mark.parametrize("repeats", [2, 3, 4, 5, 7, 10])
 @pytest.mark.parametrize("rungs", [4, 20])
 def test_an_interval_holds_the_truth_as_often_as_it_says(repeats, rungs):
-    """Over 2,000 benches of noise alone the share is known to within 1%; three times that is allowed, on one side."""
+    """Over 2,000 benches of noise alone the share is known to within 1%; three times that is
+    allowed, on one side.
+    """
     noise = np.exp(np.random.default_rng(repeats).normal(0, 0.05, (2000, rungs, repeats))).tolist()
     found = [median_of(bench[0], shared=spread(bench)) for bench in noise]
     assert np.mean([figure.low <= 1 <= figure.high for figure in found]) > CONFIDENCE - 0.016

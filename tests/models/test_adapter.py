@@ -1,4 +1,6 @@
-"""A torch module of one's own, adapted as docs/extend.md shows: it trains, resumes, is scored and sampled; what does not fit is named."""
+"""A torch module of one's own, adapted as docs/extend.md shows: it trains, resumes, is scored and
+sampled; what does not fit is named.
+"""
 
 from __future__ import annotations
 

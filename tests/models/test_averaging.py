@@ -1,4 +1,6 @@
-"""Groups restart at every document, and everything about them is a fixed shape. Letters: as in models/averaging.py."""
+"""Groups restart at every document, and everything about them is a fixed shape. Letters: as in
+models/averaging.py.
+"""
 
 import pytest
 import torch
@@ -19,7 +21,9 @@ def ids_of(lengths):
 
 
 def alone(drive, scale):
-    """The same by a loop, for one document: the mean of every full group, spread from its last token on."""
+    """The same by a loop, for one document: the mean of every full group, spread from its last
+    token on.
+    """
     known, latest = [], 0 * drive[0]
     for t in range(len(drive)):
         if (t + 1) % scale == 0:

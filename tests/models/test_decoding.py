@@ -1,4 +1,5 @@
-"""What a decoder says next is what the whole forward pass says, whatever it keeps and however the text is cut.
+"""What a decoder says next is what the whole forward pass says, whatever it keeps and however the
+text is cut.
 
 Letters: B rows, T tokens, V vocabulary, G key and value heads, S places for keys, C head size.
 """

@@ -1,4 +1,6 @@
-"""What is the eigenstate network's alone; what every model must pass is in test_language_model.py and test_decoding.py."""
+"""What is the eigenstate network's alone; what every model must pass is in test_language_model.py
+and test_decoding.py.
+"""
 
 import math
 
@@ -58,7 +60,9 @@ def test_no_result_depends_on_the_chunk_size(changes, chunk_size):
     [("cpu", "auto", 32), ("meta", "auto", 128), ("cpu", 256, 256), ("meta", 7, 7)],
 )
 def test_auto_takes_chunks_that_suit_the_device(device, asked, taken):
-    """Whatever is no CPU is taken for a GPU; where a run goes on elsewhere, the chunks are chosen there."""
+    """Whatever is no CPU is taken for a GPU; where a run goes on elsewhere, the chunks are chosen
+    there.
+    """
     seen = []
     model = made(
         ops=Ops.plain(
@@ -85,7 +89,9 @@ def test_fresh_memories_last_from_one_token_to_the_window():
 
 
 def test_an_optimisers_step_turns_no_state_far_from_its_past():
-    """Were angles learned in radians, a step of 0.01 would turn what was said 4,096 tokens ago six times round."""
+    """Were angles learned in radians, a step of 0.01 would turn what was said 4,096 tokens ago six
+    times round.
+    """
     model = made(seq_len=4096, num_eigenstates=64)
     for memory in (module for module in model.modules() if isinstance(module, Memory)):
         log_decay, before = memory.eigenvalues(None)
@@ -159,7 +165,9 @@ def test_states_have_the_variance_of_their_drive():
 
 
 def test_a_coarse_scale_tells_nothing_before_its_group_is_complete():
-    """Averaged over four tokens and spread over four again, the future would leak; here a group is known from its last token on."""
+    """Averaged over four tokens and spread over four again, the future would leak; here a group is
+    known from its last token on.
+    """
     model = made(scales=(4,)).double()
     embedded = []
     embed = model.embed
@@ -179,7 +187,9 @@ def test_a_coarse_scale_tells_nothing_before_its_group_is_complete():
     ids=["hierarchical", "coarse", "selective"],
 )
 def test_a_packed_document_is_the_document_alone(changes, variant):
-    """To rounding: a logit, here below 0.4, passes about forty operations that each round it by at most half an eps: 40 x 0.4 x 6e-8 in fp32."""
+    """To rounding: a logit, here below 0.4, passes about forty operations that each round it by at
+    most half an eps: 40 x 0.4 x 6e-8 in fp32.
+    """
     model = made(ops=Ops.plain(scan=variants(scan)[variant]), **changes)
     lengths = (5, 1, 11, 8)
     tokens = tokens_of(1, sum(lengths))
@@ -270,7 +280,9 @@ def test_a_token_4096_back_is_learned():
 
 
 def test_a_token_4096_back_is_not_learned_through_the_published_memory():
-    """There is not even a gradient: see the next test. Sixty steps are what the other needs to begin."""
+    """There is not even a gradient: see the next test. Sixty steps are what the other needs to
+    begin.
+    """
     losses, _ = copying("published", steps=60)
     assert min(losses) > math.log(8) - 0.01, "which of the eight it was is not known"
     assert losses[-1] < math.log(8) + 0.1, "that it was one of the eight is"

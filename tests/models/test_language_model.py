@@ -1,4 +1,5 @@
-"""What every model must pass. A model is any file of flatout/models that holds MODEL; a new one is tested with nothing added here.
+"""What every model must pass. A model is any file of flatout/models that holds MODEL; a new one is
+tested with nothing added here.
 
 Letters: B rows, T tokens, D width, V vocabulary.
 """
@@ -59,7 +60,9 @@ SMALL = {"num_layers": 2, "d_model": 32, "num_heads": 4}
 
 
 def shapes():
-    """Every model of the registry in its shapes; one of which none are known as it is by default, with what it shares of SMALL."""
+    """Every model of the registry in its shapes; one of which none are known as it is by default,
+    with what it shares of SMALL.
+    """
     for kind in MODELS.names():
         known = MODELS.get(kind).Config.model_fields
         small = {key: value for key, value in SMALL.items() if key in known}
@@ -103,7 +106,9 @@ def test_uses_names_the_functions_that_it_calls(shape):
 
 @every_model
 def test_causal_proved_from_gradients(shape):
-    """What is predicted at t depends on every token up to t (within a window, over the layers) and on none after it."""
+    """What is predicted at t depends on every token up to t (within a window, over the layers) and
+    on none after it.
+    """
     model = made(shape, dropout=0.0).double()
     reach = (getattr(model.config, "window", None) or SEQ_LEN) * len(model.blocks)
     tokens, _ = drawn(rows=1)
@@ -119,7 +124,9 @@ def test_causal_proved_from_gradients(shape):
 
 
 def mixed_shapes():
-    """Every model in its shapes, with every variant of what carries something from token to token in it."""
+    """Every model in its shapes, with every variant of what carries something from token to token
+    in it.
+    """
     for shape in shapes():
         for op, module in {"attention": attention, "scan": scan}.items():
             if op in MODELS.stated(shape.values[0][0], "USES"):
@@ -132,7 +139,9 @@ def mixed_shapes():
 
 
 def through_two_documents(model, tokens, ids, poison=None):
-    """Return the second document's logits and what its loss changes: the second's embedded tokens, and every parameter."""
+    """Return the second document's logits and what its loss changes: the second's embedded tokens,
+    and every parameter.
+    """
     found = []
     embed = type(model).embed
 
@@ -161,7 +170,9 @@ def through_two_documents(model, tokens, ids, poison=None):
 
 @pytest.mark.parametrize(("shape", "mixer"), list(mixed_shapes()))
 def test_packed_documents_do_not_leak(shape, mixer):
-    """With ids, another first document moves no bit of the second one's logits and gradients; without, it does."""
+    """With ids, another first document moves no bit of the second one's logits and gradients;
+    without, it does.
+    """
     op, ops = mixer
     model = made(shape, ops).eval()
     tokens, _ = drawn()
@@ -222,7 +233,9 @@ def only_visible(q_BHTC, k_BGSC, v_BGSC, *, doc_ids_BT=None, window=None):
 @every_model
 @pytest.mark.parametrize("seq_len", [1, 4, SEQ_LEN])
 def test_flops_are_those_that_torch_counts(shape, seq_len):
-    """The square against the reference attention, the causal count against one that multiplies visible keys only; both exactly."""
+    """The square against the reference attention, the causal count against one that multiplies
+    visible keys only; both exactly.
+    """
     rows = 2
     counted = {}
     for name, ops in {"palm": PLAIN, "causal_exact": Ops.plain(attention=only_visible)}.items():

@@ -128,7 +128,9 @@ def test_copies_are_apart():
     "ignore::DeprecationWarning"
 )  # torch's own compiler makes objects of its functions
 def test_compiled_code_takes_apart_and_joins_the_same_bits():
-    """Fused, a number that goes to bfloat16 and back comes out as it went in; what lies in memory must be rounded all the same."""
+    """Fused, a number that goes to bfloat16 and back comes out as it went in; what lies in memory
+    must be rounded all the same.
+    """
 
     def update(tensor, other):
         tensor.copy_(tensor - 0.125 * other)
@@ -145,7 +147,9 @@ def test_compiled_code_takes_apart_and_joins_the_same_bits():
 @pytest.mark.gpu
 @pytest.mark.gpu_essential
 def test_a_gpu_takes_apart_and_joins_to_the_same_bits_and_updates_to_rounding():
-    """AdamW's kernel is not torch's: tests/ops/test_split_update.py compares it with its definition, to the bit."""
+    """AdamW's kernel is not torch's: tests/ops/test_split_update.py compares it with its
+    definition, to the bit.
+    """
     weight = (
         torch.arange(-(2**31), 2**31, 99_991, dtype=torch.int64).to(torch.int32).view(torch.float32)
     )

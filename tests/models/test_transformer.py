@@ -228,7 +228,9 @@ LIMITS = {
     "ignore::DeprecationWarning"
 )  # torch's own compiler makes objects of its functions
 def test_every_attention_gives_the_loss_and_the_gradients_of_the_reference(name, limits, device):
-    """Grouped heads of 128, normalised queries and keys, squared ReLU, a window and documents, over more than a block of tokens."""
+    """Grouped heads of 128, normalised queries and keys, squared ReLU, a window and documents, over
+    more than a block of tokens.
+    """
     window, has_documents = LIMITS[limits]
     tokens, targets = torch.randint(61, (2, 2, 300), generator=torch.Generator().manual_seed(2))
     ids = (

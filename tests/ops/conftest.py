@@ -22,9 +22,11 @@ def poisoned_memory():
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    """Triton's kernels run in its interpreter, on the CPU. No variable is set, so the compiler that torch makes of Triton stays as it is.
+    """Triton's kernels run in its interpreter, on the CPU. No variable is set, so the compiler that
+    torch makes of Triton stays as it is.
 
-    Those that kernels call are rewritten once: called as they are, the interpreter would look through all of Triton at each call.
+    Those that kernels call are rewritten once: called as they are, the interpreter would look
+    through all of Triton at each call.
     """
     jit = pytest.importorskip("triton.runtime.jit", reason="the package triton is not installed")
     interpreter = pytest.importorskip("triton.runtime.interpreter")

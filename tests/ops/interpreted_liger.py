@@ -1,4 +1,6 @@
-"""Liger's kernels in Triton's interpreter against the reference; says "all agree" when they do. A process of its own, with TRITON_INTERPRET=1."""
+"""Liger's kernels in Triton's interpreter against the reference; says "all agree" when they do. A
+process of its own, with TRITON_INTERPRET=1.
+"""
 
 import liger_kernel.ops.cross_entropy as kernels
 import numpy

@@ -9,7 +9,9 @@ from flatout.ops import attention, variants
 
 VARIANTS = variants(attention)
 CLOSE = {"bf16": 2e-2}
-"""How far from fp64 a variant's results are, relative to the largest; rounding of fp32 where nothing is said."""
+"""How far from fp64 a variant's results are, relative to the largest; rounding of fp32 where
+nothing is said.
+"""
 
 
 def by_loops(tensors, options):

@@ -1,4 +1,6 @@
-"""FlexAttention's blocks. No CPU has its backward, so its own plain formula, which asks the mask of every pair, stands in for the kernel."""
+"""FlexAttention's blocks. No CPU has its backward, so its own plain formula, which asks the mask of
+every pair, stands in for the kernel.
+"""
 
 import gc
 
@@ -118,7 +120,9 @@ def test_layers_share_a_mask_as_long_as_the_ids_stay_what_they_are(monkeypatch):
     "ignore::DeprecationWarning"
 )  # torch's own compiler makes objects of its functions
 def test_layers_of_a_compiled_model_share_a_mask(as_on_gpu):
-    """Each layer writes the mask down; the compiler's elimination of equal expressions leaves one: as many sorts as for one layer."""
+    """Each layer writes the mask down; the compiler's elimination of equal expressions leaves one:
+    as many sorts as for one layer.
+    """
     (q, k, v), options = drawn(**LONG["documents"])
     counted = {}
     for layers in (1, 2):

@@ -13,7 +13,8 @@ from flatout.ops import Ops, at_least_fp32, attention, cross_entropy, loss_chunk
 
 VARIANTS = variants(cross_entropy)
 CLOSE = {"bf16": 2e-2}
-"""How far from fp64 a variant's results are, relative to the largest; 1e-5 where nothing is said."""
+"""How far from fp64 a variant's results are, relative to the largest; 1e-5 where nothing is said.
+"""
 
 CASES = {
     "plain": {"rows": 2, "tokens": 8, "width": 16, "vocab": 11, "ignored": 0.0},
@@ -143,7 +144,9 @@ def test_shapes_that_do_not_fit_say_what_to_do():
     reason="needs liger-kernel, which brings Triton",
 )
 def test_ligers_kernels_mean_what_the_reference_means():
-    """In Triton's interpreter, which wants a process of its own: softcap, z-loss and ignored targets, values and gradients."""
+    """In Triton's interpreter, which wants a process of its own: softcap, z-loss and ignored
+    targets, values and gradients.
+    """
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("interpreted_liger.py"))],
@@ -185,7 +188,9 @@ def test_variants_are_the_functions_with_the_references_signature():
     "ignore::DeprecationWarning"
 )  # torch's own compiler makes objects of its functions
 def test_chunked_has_its_gradients_when_it_is_traced_for_a_compiler():
-    """torch 2.11 traces some autograd functions into ones whose gradients are all zero, and says nothing."""
+    """torch 2.11 traces some autograd functions into ones whose gradients are all zero, and says
+    nothing.
+    """
     found = []
     for function in (
         cross_entropy.chunked,
@@ -204,7 +209,9 @@ def test_chunked_has_its_gradients_when_it_is_traced_for_a_compiler():
 
 
 def scaled_gradients(function, hidden, weight, targets, *, scale, dtype):
-    """Gradients of fp32 leaves where products are in `dtype` and the loss is multiplied by `scale` before backward, as in a step."""
+    """Gradients of fp32 leaves where products are in `dtype` and the loss is multiplied by `scale`
+    before backward, as in a step.
+    """
     hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
         loss_sum, _ = function(hidden, weight, targets)
@@ -213,7 +220,9 @@ def scaled_gradients(function, hidden, weight, targets, *, scale, dtype):
 
 
 def sure_of_their_targets(vocab=11, width=6, targets=24):
-    """Hidden states that give all other tokens a probability of e^-19 (6e-9), in a direction that reaches neither gradient of interest."""
+    """Hidden states that give all other tokens a probability of e^-19 (6e-9), in a direction that
+    reaches neither gradient of interest.
+    """
     generator = torch.Generator().manual_seed(1)
     weight = torch.randn(vocab, width, generator=generator)
     weight[:, 0], weight[0] = 0.0, torch.eye(width)[0]
@@ -242,7 +251,9 @@ def test_float16_keeps_small_gradients_that_the_scale_of_the_loss_saves(name, ch
 
 
 def test_float16_sums_the_gradients_of_many_targets_beyond_its_own_range(chunks):
-    """4,096 targets of the same token, each with a gradient of nearly 1 times what is multiplied in to keep small ones."""
+    """4,096 targets of the same token, each with a gradient of nearly 1 times what is multiplied in
+    to keep small ones.
+    """
     hidden, weight, targets = (
         torch.full((1, 4096, 4), 8.0),
         torch.zeros(11, 4),
@@ -279,7 +290,9 @@ def test_float16_overflows_where_the_plain_loss_does(scale, chunks):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_the_gradient_of_the_loss_is_not_rounded_to_the_type_of_the_products(dtype):
-    """1/3 in bfloat16 is 0.2% too large: all hidden states would get that much more than the weight."""
+    """1/3 in bfloat16 is 0.2% too large: all hidden states would get that much more than the
+    weight.
+    """
     hidden, weight, targets = drawn(rows=4, tokens=64, width=32, vocab=65, ignored=0.1)
     wanted, found = (
         scaled_gradients(cross_entropy.chunked, hidden, weight, targets, scale=scale, dtype=dtype)[

@@ -1,4 +1,5 @@
-"""FlashAttention 4. Its kernels need a GPU and the package: plain attention with the signatures of its 4.0.0b36 stands in for them.
+"""FlashAttention 4. Its kernels need a GPU and the package: plain attention with the signatures of
+its 4.0.0b36 stands in for them.
 
 Letters: B rows, T tokens, H query heads, G key and value heads, C head size.
 """

@@ -33,7 +33,9 @@ def drawn(gains, *, bias=True):
 
 
 def made(fold, dtype=torch.float64, **changes):
-    """A network whose couplings are as large as its states, so that one which is left out or transposed shows."""
+    """A network whose couplings are as large as its states, so that one which is left out or
+    transposed shows.
+    """
     torch.manual_seed(0)
     shape = {
         "vocab_size": 11,
@@ -118,7 +120,9 @@ def test_other_gains_stay(gains):
 
 
 def test_the_coupling_is_what_its_words_say():
-    """State j takes from the others of its head, real parts from real ones and imaginary ones from imaginary ones."""
+    """State j takes from the others of its head, real parts from real ones and imaginary ones from
+    imaginary ones.
+    """
     weights, states = drawn([(K,)]), torch.randn(1, 1, 2 * K, dtype=torch.float64)
     wanted = states.clone()
     for part in range(2):
@@ -134,7 +138,9 @@ def test_the_coupling_is_what_its_words_say():
 
 
 def test_a_drive_in_bf16_stays_so_and_the_parameters_stay_fp32():
-    """What the folded model gains: under autocast nothing as long as the text is widened before the recurrence."""
+    """What the folded model gains: under autocast nothing as long as the text is widened before the
+    recurrence.
+    """
     seen = []
 
     def noting(log_decay, angle, drive_BTE, **others):

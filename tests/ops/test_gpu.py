@@ -25,7 +25,9 @@ ATTENTION = {
     for name, function in variants(attention).items()
     if name not in {"reference", "bf16"} | ABSENT
 }
-"""All but the definition, whose plain products round more than kernels do, the one for CPUs, and that of a package that is not installed."""
+"""All but the definition, whose plain products round more than kernels do, the one for CPUs, and
+that of a package that is not installed.
+"""
 EVERY = {
     f"{name} of {kind}": case
     for kind, cases in {"blocks": LONG, "few": CASES}.items()
@@ -37,7 +39,9 @@ ESSENTIAL = {
     "documents, window, grouped of few",
     "square of few",
 }
-"""Cases that are tried in bfloat16 where there is no time for all: each kernel, with all that it can do."""
+"""Cases that are tried in bfloat16 where there is no time for all: each kernel, with all that it
+can do.
+"""
 DTYPES = ((torch.float32, 1e-4), (torch.bfloat16, 1e-2), (torch.float16, 1e-2))
 COMBINATIONS = [
     pytest.param(
@@ -227,7 +231,9 @@ def test_losses_that_hold_no_whole_logits_match_the_reference(name, dtype, limit
 @pytest.mark.gpu_essential
 @pytest.mark.parametrize("groups", [12, 4])
 def test_torch_takes_cudnn_by_itself_on_hopper(groups):
-    """What makes a speedup of our own for it needless; another order in a later torch would show here."""
+    """What makes a speedup of our own for it needless; another order in a later torch would show
+    here.
+    """
     if torch.cuda.get_device_capability()[0] not in (9, 10):
         pytest.skip("torch takes flash first on other GPUs")
     for head_dim, wanted in (

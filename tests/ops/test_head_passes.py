@@ -1,4 +1,6 @@
-"""What is Triton's own about the gradient of heads; test_heads.py tries `packed` as it is on a CPU. Letters: as in ops/heads.py."""
+"""What is Triton's own about the gradient of heads; test_heads.py tries `packed` as it is on a CPU.
+Letters: as in ops/heads.py.
+"""
 
 import sys
 from functools import partial
@@ -55,7 +57,8 @@ def test_a_program_of_several_tiles_adds_up_its_rows(interpreted, poisoned_memor
 
 
 def test_narrow_types_are_rounded_once(interpreted, poisoned_memory):
-    """In fp32 from the incoming gradient to the packed one: nearer to fp64 than the reference, which rounds between norm and turn.
+    """In fp32 from the incoming gradient to the packed one: nearer to fp64 than the reference,
+    which rounds between norm and turn.
 
     Tried in fp16: the interpreter cuts off what bf16 cannot hold, which a GPU rounds.
     """

@@ -8,7 +8,8 @@ from flatout.ops import linear, variants
 
 VARIANTS = variants(linear)
 CLOSE = {"bf16": 2e-2}
-"""How far from fp64 a variant's results are, relative to the largest; 1e-5 where nothing is said."""
+"""How far from fp64 a variant's results are, relative to the largest; 1e-5 where nothing is said.
+"""
 CASES = {
     "plain": ((2, 8), 16, 11),
     "odd": ((3, 7), 5, 65),
@@ -59,7 +60,9 @@ def test_other_types_and_autocast_are_served_too(name):
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("activation", [relu2, gelu], ids=["relu2", "gelu"])
 def test_what_lies_between_two_products_is_the_same_in_fewer_bytes(name, activation):
-    """Activated inside or outside, wide or narrow: the second product and all gradients agree to the bit."""
+    """Activated inside or outside, wide or narrow: the second product and all gradients agree to
+    the bit.
+    """
     function, results = VARIANTS[name], []
     for inside in (True, False):
         generator = torch.Generator().manual_seed(1)

@@ -1,4 +1,6 @@
-"""What is the operations' alone; that values and gradients are right is in test_cross_entropy.py. Letters: N targets, D width, V vocabulary."""
+"""What is the operations' alone; that values and gradients are right is in test_cross_entropy.py.
+Letters: N targets, D width, V vocabulary.
+"""
 
 import pytest
 import torch

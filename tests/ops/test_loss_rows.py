@@ -1,4 +1,6 @@
-"""The loss by Triton's kernel, in its interpreter against the reference. Letters: N targets, C targets of a chunk, D width, V vocabulary."""
+"""The loss by Triton's kernel, in its interpreter against the reference. Letters: N targets, C
+targets of a chunk, D width, V vocabulary.
+"""
 
 import math
 import sys
@@ -180,7 +182,9 @@ def test_float16_keeps_small_gradients_that_the_scale_of_the_loss_saves(interpre
 
 
 def test_the_weights_gradient_is_not_rounded_chunk_by_chunk(interpreted, monkeypatch):
-    """Rows give the same gradients to the logits however they are cut; in bfloat16 each chunk's product would be rounded to 8 bits."""
+    """Rows give the same gradients to the logits however they are cut; in bfloat16 each chunk's
+    product would be rounded to 8 bits.
+    """
     hidden, weight, targets = drawn(rows=1, tokens=128, width=8, vocab=16, ignored=0.0)
     found = []
     for at_once in (16 * 128, 16 * 16):
@@ -255,7 +259,9 @@ def test_the_operations_say_what_they_return(interpreted, dtype):
     ("dtype", "bytes_of_hidden"), [(torch.bfloat16, 2), (torch.float16, 4)], ids=str
 )
 def test_logits_are_held_once_and_gradients_nowhere_else(monkeypatch, dtype, bytes_of_hidden):
-    """On tensors without memory, which count as a GPU's: one chunk of logits, both gradients, and little else."""
+    """On tensors without memory, which count as a GPU's: one chunk of logits, both gradients, and
+    little else.
+    """
     monkeypatch.setitem(loss_rows.LOGITS_AT_ONCE, "cuda", 2**22)
     with FakeTensorMode():
         hidden, weight = torch.empty(1, 4096, 64, dtype=dtype), torch.empty(4099, 64, dtype=dtype)

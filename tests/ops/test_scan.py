@@ -26,13 +26,17 @@ KINDS = {
 SIZES = [(1, 4), (5, 128), (37, 8), (64, 64), (100, 1), (129, 128), (300, 7)]
 """Tokens and chunk size: odd lengths, and chunks that do not divide them."""
 INTERPRETED = [(1, 4), (5, 128), (23, 4)]
-"""What Triton's interpreter does in a second or two: one token, one chunk, chunks of chunks of chunks. A GPU does the rest."""
+"""What Triton's interpreter does in a second or two: one token, one chunk, chunks of chunks of
+chunks. A GPU does the rest.
+"""
 CASES = [(name, *size) for name in VARIANTS for size in (INTERPRETED if name in TRITON else SIZES)]
 
 
 @pytest.fixture(autouse=True)
 def kernels_run_here(request):
-    """Triton's variants run in the interpreter, wherever a test is for all variants and not for a GPU."""
+    """Triton's variants run in the interpreter, wherever a test is for all variants and not for a
+    GPU.
+    """
     cases = request.node.callspec.params if hasattr(request.node, "callspec") else {}
     if cases.get("name") in TRITON and not request.node.get_closest_marker("gpu"):
         request.getfixturevalue("interpreted")
@@ -41,7 +45,9 @@ def kernels_run_here(request):
 def drawn(
     rows, tokens, eigenstates, *, selective=False, documents=False, start=False, dtype=torch.float64
 ):
-    """What a recurrence is given; time constants from 1 to the length. Exactly the same numbers in every dtype."""
+    """What a recurrence is given; time constants from 1 to the length. Exactly the same numbers in
+    every dtype.
+    """
     generator = torch.Generator().manual_seed(tokens)
 
     def normal(*shape):
@@ -141,7 +147,9 @@ LONG_TEXTS = {"fixed": {}, "one document, then another": {}, "selective": {"sele
 
 @pytest.fixture(scope="module", params=LONG_TEXTS)
 def long_text(request):
-    """Something of 32,768 tokens, and what comes of it; time constants reach over all of them, and documents over thousands."""
+    """Something of 32,768 tokens, and what comes of it; time constants reach over all of them, and
+    documents over thousands.
+    """
     given, _, weights = drawn(1, 32_768, 4, dtype=torch.float32, **LONG_TEXTS[request.param])
     doc_ids = (torch.arange(32_768) >= 9_000).int()[None] if "document" in request.param else None
     exactly = (

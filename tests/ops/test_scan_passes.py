@@ -1,4 +1,6 @@
-"""What is Triton's own about the recurrence; that it is right, test_scan.py shows. Letters: B rows, T tokens, K eigenstates."""
+"""What is Triton's own about the recurrence; that it is right, test_scan.py shows. Letters: B rows,
+T tokens, K eigenstates.
+"""
 
 import re
 import subprocess
@@ -78,9 +80,11 @@ def test_a_narrow_drive_is_read_as_it_is(interpreted, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_narrow_states_are_the_wide_ones_rounded_as_they_are_written(interpreted, dtype):
-    """Through chunks of chunks of chunks: were the rounding carried from token to token, it would add up.
+    """Through chunks of chunks of chunks: were the rounding carried from token to token, it would
+    add up.
 
-    The interpreter cuts bits off where a GPU rounds to the nearest bfloat16; `test_kernels_round_to_the_nearest` sees to that.
+    The interpreter cuts bits off where a GPU rounds to the nearest bfloat16;
+    `test_kernels_round_to_the_nearest` sees to that.
     """
     leaves, doc_ids = (
         drawn(2, 90, 3, drive_dtype=dtype),
@@ -133,7 +137,9 @@ def test_chunks_are_short_where_a_gpu_would_not_be_full(rows, chunk):
 
 
 def compiled(name, form, *, narrow="*bf16", **others):
-    """A kernel's binary for an H100 or H200, none of which is here; with documents, at 128 eigenstates."""
+    """A kernel's binary for an H100 or H200, none of which is here; with documents, at 128
+    eigenstates.
+    """
     kernel = getattr(scan_kernels, name)
     constants = {
         "COUNT": 128,
@@ -173,7 +179,9 @@ KERNELS = {
     "gradients": ("gradients", {"STARTED": True}),
 }
 REGISTERS = 128
-"""What a thread may use before fewer than 16 warps fit a multiprocessor, each with 4 KiB on its way."""
+"""What a thread may use before fewer than 16 warps fit a multiprocessor, each with 4 KiB on its
+way.
+"""
 
 
 @pytest.mark.parametrize("narrow", ["*bf16", "*fp32"])
@@ -182,7 +190,9 @@ REGISTERS = 128
 def test_kernels_compile_for_a_gpu_that_is_not_here_and_fit_its_registers(
     kernel, form, narrow, tmp_path
 ):
-    """Nothing is put off to memory: what the stack holds belongs to CUDA's own sine of large angles."""
+    """Nothing is put off to memory: what the stack holds belongs to CUDA's own sine of large
+    angles.
+    """
     name, constants = KERNELS[kernel]
     binary = tmp_path / "kernel.cubin"
     binary.write_bytes(compiled(name, form, narrow=narrow, **constants).asm["cubin"])

@@ -1,4 +1,6 @@
-"""Documents as segments of one line. The flash kernel needs a GPU: a loop over the segments stands in for it."""
+"""Documents as segments of one line. The flash kernel needs a GPU: a loop over the segments stands
+in for it.
+"""
 
 import pytest
 import torch
@@ -31,7 +33,9 @@ def looped(
     window_size=(-1, -1),
     enable_gqa=False,
 ):
-    """What torch's kernel is said to do, a segment at a time, with its signature; a window (w, 0) is w keys back and one's own."""
+    """What torch's kernel is said to do, a segment at a time, with its signature; a window (w, 0)
+    is w keys back and one's own.
+    """
     assert bounds_q.dtype == torch.int32
     assert bounds_q is bounds_k
     assert enable_gqa == (q_NHC.shape[1] != k_NGC.shape[1])
@@ -95,7 +99,9 @@ def test_a_document_begins_at_each_row_and_where_the_number_changes():
 
 
 def test_the_number_of_segments_does_not_follow_the_ids():
-    """One shape for one micro-batch, whatever it holds: nothing is read back, nothing is compiled again."""
+    """One shape for one micro-batch, whatever it holds: nothing is read back, nothing is compiled
+    again.
+    """
     shapes = {
         segments.cumulative_lengths(torch.randint(n, (4, 2048)).sort(dim=1).values).shape
         for n in (1, 3, 30)

@@ -1,4 +1,6 @@
-"""Updates of weights in two parts: Triton's kernels against the definition, to the bit, and what they read and write, counted."""
+"""Updates of weights in two parts: Triton's kernels against the definition, to the bit, and what
+they read and write, counted.
+"""
 
 import copy
 from functools import partial
@@ -19,7 +21,9 @@ from flatout.ops import split_kernels  # noqa: E402
 
 NUMBERS = {"lr": 0.01, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1, "eps": 1e-8}
 SHAPES = [(32, 48), (7, 5), (1, 1), (3, 1031), (64, 16), (1, 16), (0, 4), (16, 520)]
-"""Whole vectors and odd numbers, less than a block, several blocks, one of them partly filled, and nothing at all."""
+"""Whole vectors and odd numbers, less than a block, several blocks, one of them partly filled, and
+nothing at all.
+"""
 
 
 @pytest.fixture
@@ -40,14 +44,18 @@ def interpreted(monkeypatch):
 
 
 def counting_with_any_numpy(patch, tensor, scope):
-    """Triton 3.6 takes the ends of a loop, arrays of one number, for numbers, which numpy no longer does."""
+    """Triton 3.6 takes the ends of a loop, arrays of one number, for numbers, which numpy no longer
+    does.
+    """
     patch(tensor, scope)
     scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
 
 @pytest.fixture
 def bytes_moved(interpreted, monkeypatch):
-    """What the kernels load and store of tensors, in bytes: every number that is not masked, the tables and scalars apart."""
+    """What the kernels load and store of tensors, in bytes: every number that is not masked, the
+    tables and scalars apart.
+    """
     moved = {"loaded": 0, "stored": 0}
     builder = interpreter.InterpreterBuilder
     load, store = builder.create_masked_load, builder.create_masked_store
@@ -151,7 +159,9 @@ def test_a_decayed_sum_is_the_definition_to_the_bit(interpreted, dtype):
 
 
 def test_what_is_stored_is_split_as_split_does_it(interpreted):
-    """Ties, signed zeros, infinities, the smallest and the largest numbers and NaNs; what is added is zero."""
+    """Ties, signed zeros, infinities, the smallest and the largest numbers and NaNs; what is added
+    is zero.
+    """
     patterns = [
         0x3F808000,
         0x3F818000,
@@ -196,7 +206,9 @@ def test_a_nan_stays_a_nan_in_both_forms(interpreted, pattern):
 
 
 def test_nothing_beside_a_tensor_is_touched(interpreted):
-    """Each part lies inside a larger tensor of NaN and ones, which are neither read into a weight nor written."""
+    """Each part lies inside a larger tensor of NaN and ones, which are neither read into a weight
+    nor written.
+    """
     counts = (512, 37, 16)
     plain = lists([(count,) for count in counts])
     columns = []
@@ -319,7 +331,9 @@ class Trained:
 
 
 def test_torchs_adamw_goes_through_the_kernel_and_agrees_to_rounding(interpreted, monkeypatch):
-    """Decayed and not, transposed, odd, many small ones, and plain parameters beside them, which torch's own kernel updates."""
+    """Decayed and not, transposed, odd, many small ones, and plain parameters beside them, which
+    torch's own kernel updates.
+    """
     by_kernel = Trained()
     by_kernel.step(range(5))
     assert {key for state in by_kernel.optimizer.state.values() for key in state} == {
@@ -439,7 +453,9 @@ def test_a_decayed_sum_of_split_and_plain_weights_is_that_of_fp32(
     ("name", "constants"), [("adamw", {}), ("decay_and_add", {"DTYPE": triton.language.bfloat16})]
 )
 def test_kernels_compile_for_a_gpu_that_is_not_here(name, constants, aligned):
-    """Down to the binary for an H100 or H200: vectors where promised, each operation rounded by itself, nothing exchanged between threads."""
+    """Down to the binary for an H100 or H200: vectors where promised, each operation rounded by
+    itself, nothing exchanged between threads.
+    """
     kernel = getattr(split_kernels, name)
     constants = {"ALIGNED": aligned, "BLOCK": split_update.BLOCK} | constants
     types = {"table": "*i64", "numbers": "*fp64"} | dict.fromkeys(constants, "constexpr")

@@ -299,7 +299,9 @@ def test_batches_are_as_equal_as_can_be(monkeypatch):
 
 
 def test_a_step_is_few_calls_and_none_waits_for_the_device():
-    """Without sharding nothing goes matrix by matrix: the calls do not grow with the number of matrices."""
+    """Without sharding nothing goes matrix by matrix: the calls do not grow with the number of
+    matrices.
+    """
 
     def calls_of(count):
         weights = [

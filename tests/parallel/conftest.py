@@ -19,7 +19,9 @@ def free_port():
 
 @pytest.fixture(scope="session")
 def launch(tmp_path_factory):
-    """Run a file of this folder as several processes, as torchrun would, and return what the main one reported."""
+    """Run a file of this folder as several processes, as torchrun would, and return what the main
+    one reported.
+    """
 
     def run(worker, world_size, *arguments):
         report = tmp_path_factory.mktemp("launch") / "report.json"

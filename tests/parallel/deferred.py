@@ -1,4 +1,6 @@
-"""Run as one of several processes: accumulation with and without an exchange of gradients in every micro-batch."""
+"""Run as one of several processes: accumulation with and without an exchange of gradients in every
+micro-batch.
+"""
 
 import json
 import sys
@@ -26,7 +28,9 @@ SCATTER = (
 
 
 def trained(mesh, exchange, steps):
-    """The weights after some steps of gradient descent, and how often gradients were exchanged in the last of them."""
+    """The weights after some steps of gradient descent, and how often gradients were exchanged in
+    the last of them.
+    """
     core = Tiny(0, torch.float32)
     model = wrap(core, mesh)
     exchanged, scatter = [], getattr(dist, SCATTER)

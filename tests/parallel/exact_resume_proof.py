@@ -1,4 +1,6 @@
-"""Run as one of several processes: gradients of a model in training, against those of the same weights in a fresh DDP."""
+"""Run as one of several processes: gradients of a model in training, against those of the same
+weights in a fresh DDP.
+"""
 
 import json
 import sys

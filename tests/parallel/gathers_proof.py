@@ -1,4 +1,6 @@
-"""Run as one of several processes: a sharded model whose weights are gathered in bfloat16, against one whose weights are gathered as they are."""
+"""Run as one of several processes: a sharded model whose weights are gathered in bfloat16, against
+one whose weights are gathered as they are.
+"""
 
 import json
 import sys

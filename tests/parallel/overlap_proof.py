@@ -1,4 +1,6 @@
-"""Run as one of several processes: the order in which a compiled model's backward pieces run and its gradients are exchanged."""
+"""Run as one of several processes: the order in which a compiled model's backward pieces run and
+its gradients are exchanged.
+"""
 
 import json
 import sys
@@ -29,7 +31,9 @@ from flatout.parallel.rendezvous import connect, disconnect  # noqa: E402
 
 
 def order(mesh, compiled):
-    """What happened in one backward pass: "backward" of a compiled piece, "exchange" of a bucket of gradients."""
+    """What happened in one backward pass: "backward" of a compiled piece, "exchange" of a bucket of
+    gradients.
+    """
     happened = []
 
     def noted(graph, _inputs):

@@ -1,4 +1,6 @@
-"""Run as one of several processes: what they compute together against what one process computes alone."""
+"""Run as one of several processes: what they compute together against what one process computes
+alone.
+"""
 
 import json
 import sys
@@ -73,7 +75,9 @@ class Tiny(nn.Module):
 
 
 def batches(world_size, step):
-    """Per rank and micro-batch tokens and targets; how many targets count differs widely, and once none does."""
+    """Per rank and micro-batch tokens and targets; how many targets count differs widely, and once
+    none does.
+    """
     generator = torch.Generator().manual_seed(100 + step)
     shape = (world_size, ACCUMULATE, ROWS, TOKENS)
     tokens = torch.randint(VOCABULARY, shape, generator=generator)
@@ -166,7 +170,9 @@ def weights_after_training(mesh, builder, factory):
 
 
 def resumed_with_sharded_state(mesh):
-    """Distance between two steps in a row, and one step, a state_dict, another optimiser, and a second step."""
+    """Distance between two steps in a row, and one step, a state_dict, another optimiser, and a
+    second step.
+    """
     straight, broken = Tiny(0, torch.float64), Tiny(0, torch.float64)
     models = [wrap(straight, mesh), wrap(broken, mesh)]
     optimizers = [

@@ -1,4 +1,6 @@
-"""Run as one of several processes: copies of a model whose weights lie in two parts, against copies whose weights are moved off the same ties."""
+"""Run as one of several processes: copies of a model whose weights lie in two parts, against copies
+whose weights are moved off the same ties.
+"""
 
 import json
 import sys
@@ -25,7 +27,9 @@ def move_off_ties(model):
 
 
 def trained(mesh, *, in_parts):
-    """Losses and weights; the processes begin with weights of their own, of which the main one's count."""
+    """Losses and weights; the processes begin with weights of their own, of which the main one's
+    count.
+    """
     torch.manual_seed(mesh.rank)
     config = Transformer.check(
         {"vocab_size": 101, "num_layers": 2, "d_model": 32, "num_heads": 2}, seq_len=16

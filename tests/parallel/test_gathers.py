@@ -1,4 +1,6 @@
-"""Weights that travel in bfloat16 are used as autocast would have rounded them, and stay fp32 where they are kept."""
+"""Weights that travel in bfloat16 are used as autocast would have rounded them, and stay fp32 where
+they are kept.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The documents are true: commands exist with these options and keys, make targets too, links lead somewhere, numbers have a source."""
+"""The documents are true: commands exist with these options and keys, make targets too, links lead
+somewhere, numbers have a source.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def documents(root):
 
 
 def command_lines(text: str) -> list[str]:
-    """Commands in shell blocks, continued lines joined and comments dropped, and those quoted in sentences, but for messages of errors."""
+    """Commands in shell blocks, continued lines joined and comments dropped, and those quoted in
+    sentences, but for messages of errors.
+    """
     text = MESSAGES.sub("", text)
     lines = [
         line
@@ -93,7 +97,9 @@ def test_every_command_in_the_documents_parses(root, no_offenders):
 
 
 def test_configuration_keys_in_the_documents_exist(root, no_offenders):
-    """`optim.lr` and `optim.lr=3e-4` in a sentence or a table are keys that exist, with values they take."""
+    """`optim.lr` and `optim.lr=3e-4` in a sentence or a table are keys that exist, with values they
+    take.
+    """
     wrong = []
     sections = "|".join(key.partition(".")[0] for key in all_keys(RunConfig) if "." in key)
     known = {

@@ -1,4 +1,6 @@
-"""Every public function, class and method says what it is; every tensor function says its shapes; every config field is its help."""
+"""Every public function, class and method says what it is; every tensor function says its shapes;
+every config field is its help.
+"""
 
 from __future__ import annotations
 

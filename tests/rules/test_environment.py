@@ -1,4 +1,6 @@
-"""Environment variables are read in two places only, so that nothing else depends on what a shell happens to hold."""
+"""Environment variables are read in two places only, so that nothing else depends on what a shell
+happens to hold.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Every error of ours says what happened and how to repair it; nothing else is raised at a user; nothing is swallowed."""
+"""Every error of ours says what happened and how to repair it; nothing else is raised at a user;
+nothing is swallowed.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Imports only point up the list: a module may import the modules before it, and those of its own package in one direction.
+"""Imports only point up the list: a module may import the modules before it, and those of its own
+package in one direction.
 
 Every import counts: at the top of a file, inside a function, under TYPE_CHECKING.
 """
@@ -42,7 +43,9 @@ HOUSE = (
 
 
 def place(module: str) -> str:
-    """The entry of the list that `flatout.data.store.order` belongs to: `data`. The package's own file is `flatout`."""
+    """The entry of the list that `flatout.data.store.order` belongs to: `data`. The package's own
+    file is `flatout`.
+    """
     parts = module.split(".")
     return parts[1] if len(parts) > 1 else "flatout"
 

@@ -92,7 +92,9 @@ def public_names(source) -> set[str]:
 
 
 def test_all_equals_the_public_names(package):
-    """The face of the package declares them; its names may be lazy, so it is asked itself. So does any file that hands names on."""
+    """The face of the package declares them; its names may be lazy, so it is asked itself. So does
+    any file that hands names on.
+    """
     for source in package:
         names = declared(source)
         if source.module == "flatout":

@@ -1,4 +1,6 @@
-"""The project speaks of itself alone: no machine's paths, no package index's address, nothing of who wrote it where."""
+"""The project speaks of itself alone: no machine's paths, no package index's address, nothing of
+who wrote it where.
+"""
 
 from __future__ import annotations
 

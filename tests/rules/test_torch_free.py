@@ -1,4 +1,6 @@
-"""`import flatout`, `--help`, `list`, `prepare` and `inspect` never import torch: it takes seconds, and they need none of it."""
+"""`import flatout`, `--help`, `list`, `prepare` and `inspect` never import torch: it takes seconds,
+and they need none of it.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ HEAVY_PARTS = {
     "baseline",
     "__main__",
 }
-"""These work with tensors. All others must load without torch, so that listing, preparing and inspecting never wait for it."""
+"""These work with tensors. All others must load without torch, so that listing, preparing and
+inspecting never wait for it.
+"""
 
 
 def modules_after(code: str, cwd) -> set[str]:

@@ -22,7 +22,9 @@ def run(*words: str, cwd) -> str:
 
 @pytest.fixture(scope="module")
 def wheel(root, tmp_path_factory):
-    """A wheel built offline from a copy of what git would ship, so that nothing is left behind in the sources."""
+    """A wheel built offline from a copy of what git would ship, so that nothing is left behind in
+    the sources.
+    """
     copy = tmp_path_factory.mktemp("sources")
     shutil.copytree(
         root / "flatout", copy / "flatout", ignore=shutil.ignore_patterns("__pycache__")

@@ -1,4 +1,6 @@
-"""Servers on loopback: of the web, with ranges and told to fail; of Hugging Face data sets, with the layout of the real one."""
+"""Servers on loopback: of the web, with ranges and told to fail; of Hugging Face data sets, with
+the layout of the real one.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ import pytest
 
 
 class WebServer:
-    """Serves `files` by path. `faults` are used up, one an asked-for body: a status to answer, or how many bytes to break off after."""
+    """Serves `files` by path. `faults` are used up, one an asked-for body: a status to answer, or
+    how many bytes to break off after.
+    """
 
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}
@@ -113,7 +117,9 @@ def memory():
 
 
 class HubServer(WebServer):
-    """A Hugging Face hub of data sets: `put` a file into a repository. Each repository has one commit, which its `main` is."""
+    """A Hugging Face hub of data sets: `put` a file into a repository. Each repository has one
+    commit, which its `main` is.
+    """
 
     COMMIT = "c0ffee" + "0" * 34
 
@@ -250,7 +256,9 @@ def hub():
 
 @pytest.fixture
 def ask_hub(hub, tmp_path):
-    """Run a program in a Python whose hub is the HubServer, and return what it prints as JSON; the libraries read its address when imported."""
+    """Run a program in a Python whose hub is the HubServer, and return what it prints as JSON; the
+    libraries read its address when imported.
+    """
 
     def ask(program: str, *words: str) -> object:
         home = {

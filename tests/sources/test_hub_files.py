@@ -1,4 +1,6 @@
-"""Files of Hugging Face data sets, hf://, and the cards that name some: the very code that reads the real hub, on a hub of its layout."""
+"""Files of Hugging Face data sets, hf://, and the cards that name some: the very code that reads
+the real hub, on a hub of its layout.
+"""
 
 import pytest
 

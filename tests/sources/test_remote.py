@@ -267,7 +267,9 @@ def test_the_fingerprint_is_what_the_server_says(web):
     ],
 )
 def test_what_would_follow_instructions_in_a_file_is_not_opened(address, tmp_path):
-    """Older fsspec renders the templates of reference:// with whole Jinja, whose expressions reach any function."""
+    """Older fsspec renders the templates of reference:// with whole Jinja, whose expressions reach
+    any function.
+    """
     (tmp_path / "refs.json").write_text(
         json.dumps(HOSTILE_REFERENCES).replace("MARKER", str(tmp_path / "ran"))
     )

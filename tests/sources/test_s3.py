@@ -1,4 +1,6 @@
-"""Text at s3://, read from a server that speaks S3, which s3fs finds by the variables it always reads."""
+"""Text at s3://, read from a server that speaks S3, which s3fs finds by the variables it always
+reads.
+"""
 
 import gzip
 import urllib.request

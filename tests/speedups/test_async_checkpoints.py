@@ -22,7 +22,9 @@ BESIDE = "auto,-compile,+async-checkpoints"
 
 @pytest.fixture
 def slow_disk(monkeypatch):
-    """Let a thread write only while the loop waits for it, so that every save is under way as long as it can be."""
+    """Let a thread write only while the loop waits for it, so that every save is under way as long
+    as it can be.
+    """
     waited_for, write_share = threading.Event(), job.write_share
     join = threading.Thread.join
 

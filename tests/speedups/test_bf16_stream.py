@@ -1,4 +1,6 @@
-"""That the losses are kept is in test_promises.py; here what it narrows, and that a compiler takes it."""
+"""That the losses are kept is in test_promises.py; here what it narrows, and that a compiler takes
+it.
+"""
 
 import pytest
 import torch

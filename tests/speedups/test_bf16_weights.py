@@ -1,4 +1,6 @@
-"""bf16 weights with the fp32 update: equal in every bit to fp32 weights under autocast that are moved off the same ties."""
+"""bf16 weights with the fp32 update: equal in every bit to fp32 weights under autocast that are
+moved off the same ties.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,8 @@ def test_every_bit_of_a_run_is_that_of_fp32_weights(
 ):
     """Losses, norms, weights and moments; with clipping, accumulation and masked targets.
 
-    Where AdamW's decay is a write of its own, what it leaves is moved off ties too: there the comparison goes without.
+    Where AdamW's decay is a write of its own, what it leaves is moved off ties too: there the
+    comparison goes without.
     """
     one_write = "fused-adamw" in speedups
     config = tiny_config(

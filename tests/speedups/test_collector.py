@@ -1,4 +1,6 @@
-"""Python collects at fixed steps while the loop runs, and as before when it has ended, however it ends."""
+"""Python collects at fixed steps while the loop runs, and as before when it has ended, however it
+ends.
+"""
 
 from __future__ import annotations
 

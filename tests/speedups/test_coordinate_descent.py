@@ -76,7 +76,9 @@ def test_where_it_cannot_be(tiny_config):
     "ignore::DeprecationWarning"
 )  # torch's own compiler makes objects of its functions
 def test_forward_and_backward_are_tuned_and_nothing_after(monkeypatch):
-    """Backward runs in a thread of its own, as on a GPU, where settings of the process do not hold in every torch."""
+    """Backward runs in a thread of its own, as on a GPU, where settings of the process do not hold
+    in every torch.
+    """
     seen, run = [], graph.GraphLowering.run
 
     def watched(lowering, *inputs):

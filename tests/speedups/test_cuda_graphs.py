@@ -71,7 +71,9 @@ def test_what_is_not_trained_gets_no_gradient():
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_losses_are_those_of_compile_alone(tiny_config, tmp_path, precision):
-    """Two micro-batches a step, evaluation in between: what overwrites a gradient or a loss shows here."""
+    """Two micro-batches a step, evaluation in between: what overwrites a gradient or a loss shows
+    here.
+    """
     found = {}
     for speedups in ("auto,+compile", "auto,+compile,+cuda-graphs"):
         folder = tmp_path / str(len(found))

@@ -1,4 +1,6 @@
-"""fp8: which products are taken, that a model in it still learns, and where it says no. Without a GPU the roundings are emulated."""
+"""fp8: which products are taken, that a model in it still learns, and where it says no. Without a
+GPU the roundings are emulated.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from flatout.training.checkpoint import read_write
 from flatout.training.step import train_step
 
 LARGE = 4_096
-"""Weights from which the tests take a product: the MLPs' of the tiny models, and not the smaller ones."""
+"""Weights from which the tests take a product: the MLPs' of the tiny models, and not the smaller
+ones.
+"""
 
 
 def machine(capability):

@@ -1,4 +1,6 @@
-"""Every speedup keeps the promise it makes, found through the registry: a new file is tested with no new test code."""
+"""Every speedup keeps the promise it makes, found through the registry: a new file is tested with
+no new test code.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""docs/speedups.md lists every speedup; `python -m pytest tests/speedups --write-tables` writes the list there."""
+"""docs/speedups.md lists every speedup; `python -m pytest tests/speedups --write-tables` writes the
+list there.
+"""
 
 from __future__ import annotations
 

@@ -12,7 +12,9 @@ from flatout.terminal import RunReport, Terminal
 
 
 class Notebook:
-    """A stand-in for IPython: what each block of output shows now, in the order in which they appeared."""
+    """A stand-in for IPython: what each block of output shows now, in the order in which they
+    appeared.
+    """
 
     def __init__(self):
         self.execution_count = 1

@@ -1,4 +1,6 @@
-"""Progress: a live line on a terminal, plain lines at most every five seconds elsewhere, nothing left behind."""
+"""Progress: a live line on a terminal, plain lines at most every five seconds elsewhere, nothing
+left behind.
+"""
 
 import io
 import itertools

@@ -1,4 +1,6 @@
-"""The loss curve: falls from the upper left to the lower right, labelled, in characters the terminal has."""
+"""The loss curve: falls from the upper left to the lower right, labelled, in characters the
+terminal has.
+"""
 
 import math
 

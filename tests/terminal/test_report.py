@@ -68,7 +68,9 @@ def test_the_line_shows_step_loss_rate_mfu_and_the_time_that_is_left(terminal):
 
 
 def test_rate_and_time_left_are_one_estimate_and_know_nothing_of_compiling(terminal):
-    """A first step that compiles for five minutes, an evaluation of a minute: neither is in the pace of the steps."""
+    """A first step that compiles for five minutes, an evaluation of a minute: neither is in the
+    pace of the steps.
+    """
     report = RunReport(terminal)
     report.on_start(run_at(0, last_step=400))
     terminal.clock.now += 300

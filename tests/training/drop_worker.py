@@ -1,4 +1,6 @@
-"""One of several processes, of which the last is asked to stop in the middle of a step: drop_worker.py FOLDER VALUES."""
+"""One of several processes, of which the last is asked to stop in the middle of a step:
+drop_worker.py FOLDER VALUES.
+"""
 
 import json
 import os

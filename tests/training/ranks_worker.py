@@ -1,4 +1,6 @@
-"""One of several processes that save and load: python ranks_worker.py FOLDER REPORT. RANK and the rest come as from torchrun."""
+"""One of several processes that save and load: python ranks_worker.py FOLDER REPORT. RANK and the
+rest come as from torchrun.
+"""
 
 import json
 import sys
@@ -121,7 +123,9 @@ def failing_save(run):
 
 
 def saved_beside(run, mesh):
-    """Ranks that write at different speeds, while training goes on: what a save in the loop writes, told on all at the same step."""
+    """Ranks that write at different speeds, while training goes on: what a save in the loop writes,
+    told on all at the same step.
+    """
     train(run, 3)
     own, run.folder = run.folder, run.folder.with_name(f"{run.folder.name}-loop")
     wanted = read_write.save(run)

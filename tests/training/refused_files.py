@@ -1,6 +1,8 @@
-"""Runs a command once for each file operation that it does, each time with another one refused by the disk, and then on a sound disk.
+"""Runs a command once for each file operation that it does, each time with another one refused by
+the disk, and then on a sound disk.
 
-python refused_files.py FOLDER ERRNO START STRIDE WORDS..., with refusing_disk.so preloaded. What the command writes is in FOLDER.
+python refused_files.py FOLDER ERRNO START STRIDE WORDS..., with refusing_disk.so preloaded. What
+the command writes is in FOLDER.
 """
 
 import contextlib
@@ -25,7 +27,9 @@ NOBODY = 1 << 30
 
 
 def ended(words, place, number, error):
-    """Run a command in a child, its operation of that number refused; return its exit code, output and operations, and which was refused."""
+    """Run a command in a child, its operation of that number refused; return its exit code, output
+    and operations, and which was refused.
+    """
     reading, writing = os.pipe()
     pid = os.fork()
     if pid:
@@ -56,7 +60,9 @@ def ended(words, place, number, error):
 
 
 def result_of(run, place):
-    """Return what must not depend on the disk: of a run its weights and losses, of a dataset its files."""
+    """Return what must not depend on the disk: of a run its weights and losses, of a dataset its
+    files.
+    """
     result = json.loads(run["out"].splitlines()[-1])
     files = {
         path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in place.glob("data/*")

@@ -117,7 +117,9 @@ def at_random(place, make_saver, kills, seed):
 
 
 def everywhere(place, make_saver, stride, start):
-    """Kill a save, a save over it, and a deletion at every `stride`-th thing they do to the file system."""
+    """Kill a save, a save over it, and a deletion at every `stride`-th thing they do to the file
+    system.
+    """
     moment, done, saved_step = start, False, None
     while not done:
 

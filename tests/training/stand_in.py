@@ -42,7 +42,9 @@ class Block(nn.Module):
 
 
 class Core(nn.Module):
-    """Embedding and head share their weight; a buffer counts the calls; sizes that two ranks cannot share evenly."""
+    """Embedding and head share their weight; a buffer counts the calls; sizes that two ranks cannot
+    share evenly.
+    """
 
     def __init__(self):
         super().__init__()
@@ -123,7 +125,9 @@ def train(run, num_steps) -> list[float]:
 
 
 def outcome(run, num_steps) -> dict:
-    """Return what a continued run comes to, with no help of state.py: all of it must be equal in every bit after a resume."""
+    """Return what a continued run comes to, with no help of state.py: all of it must be equal in
+    every bit after a resume.
+    """
     losses = train(run, num_steps)
     return {
         "losses": losses,

@@ -1,4 +1,6 @@
-"""Commands in advice: a folder or a setting that a shell would split or execute reaches flatout whole when the command is pasted."""
+"""Commands in advice: a folder or a setting that a shell would split or execute reaches flatout
+whole when the command is pasted.
+"""
 
 from __future__ import annotations
 

@@ -97,7 +97,9 @@ def test_votes_are_counted_over_all_ranks():
 
 @pytest.fixture
 def two(tmp_path, monkeypatch):
-    """Return what require_shared says on a process whose main one runs in tmp_path, where the processes' answers are as given."""
+    """Return what require_shared says on a process whose main one runs in tmp_path, where the
+    processes' answers are as given.
+    """
     (tmp_path / "lock").write_text("process 7")
 
     def check(rank, place, answers):

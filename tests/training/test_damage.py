@@ -1,4 +1,6 @@
-"""Each key of each JSON and YAML file of a run is deleted, renamed and retyped: what follows is an answer, never a traceback."""
+"""Each key of each JSON and YAML file of a run is deleted, renamed and retyped: what follows is an
+answer, never a traceback.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ def damaged(document, most_keys):
 
 
 def answered(call):
-    """Call, and return whether it worked or was refused by an error of ours; anything else is raised."""
+    """Call, and return whether it worked or was refused by an error of ours; anything else is
+    raised.
+    """
     try:
         call()
     except FlatoutError:
@@ -71,7 +75,9 @@ def answered(call):
 
 @pytest.fixture(scope="module")
 def finished_run(tmp_path_factory, tiny_set, tiny):
-    """A run with a checkpoint of each step that began from another one's, with checkpoints on another disk."""
+    """A run with a checkpoint of each step that began from another one's, with checkpoints on
+    another disk.
+    """
     root = tmp_path_factory.mktemp("damage")
     small = {
         "data.path": str(tiny_set),

@@ -1,4 +1,6 @@
-"""train.deterministic: every run the same, and what has no such form is refused by name. tests/training/test_gpu.py does it on a GPU."""
+"""train.deterministic: every run the same, and what has no such form is refused by name.
+tests/training/test_gpu.py does it on a GPU.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A signal in the middle of an optimizer step: the step is dropped, and the run resumes as if it had never begun."""
+"""A signal in the middle of an optimizer step: the step is dropped, and the run resumes as if it
+had never begun.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ MICRO_BATCHES = 8
 
 @pytest.fixture
 def ask_in(monkeypatch):
-    """Return a function that has a signal sent in the micro-batch of that number, counted over the run, and a list of those that ran."""
+    """Return a function that has a signal sent in the micro-batch of that number, counted over the
+    run, and a list of those that ran.
+    """
     ran = []
 
     def ask(number, kind=signal.SIGTERM):
@@ -111,7 +115,9 @@ def test_what_was_asked_is_said(tiny_config, tmp_path, ask_in):
 
 @pytest.mark.parametrize("speedups", ["auto,-compile", "auto,-compile,-deferred-sync"])
 def test_two_processes_drop_the_step_together(tiny, tiny_set, tmp_path, speedups):
-    """Only the second is asked, in its first micro-batch: both stop before their third, one vote later."""
+    """Only the second is asked, in its first micro-batch: both stop before their third, one vote
+    later.
+    """
     here = Path(__file__).parent
     command = [
         sys.executable,

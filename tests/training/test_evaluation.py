@@ -1,4 +1,6 @@
-"""The validation loss is the plain mean over all targets, whatever the batches, and leaves the run as it was."""
+"""The validation loss is the plain mean over all targets, whatever the batches, and leaves the run
+as it was.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +92,9 @@ def test_each_set_of_a_mix_is_scored_by_itself_and_weighs_its_share(
 
 
 def test_bits_per_byte_of_a_mix_are_those_of_its_stream():
-    """A token of the first set stands for 4 bytes, one of the second for 2; three of four tokens are the first's."""
+    """A token of the first set stands for 4 bytes, one of the second for 2; three of four tokens
+    are the first's.
+    """
     scores = SetScore("a", "a", 0.75, 2.0, 100, 400), SetScore("b", "b", 0.25, 4.0, 300, 600)
     found = Evaluation(scores)
     assert found.bits_per_byte == pytest.approx(

@@ -1,4 +1,6 @@
-"""A first start that is killed, or that the disk refuses, before there is a run: the same command completes it."""
+"""A first start that is killed, or that the disk refuses, before there is a run: the same command
+completes it.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ class Killed(BaseException):
 
 @pytest.fixture
 def start(tiny_config, tmp_path):
-    """Start one and the same run: from a checkpoint elsewhere, with its checkpoints on another disk."""
+    """Start one and the same run: from a checkpoint elsewhere, with its checkpoints on another
+    disk.
+    """
     first = tiny_config(train__steps=2, checkpoint__every_steps=1, checkpoint__keep=9)
     run_training(first, tmp_path / "first")
     config = first.with_values({"train.steps": 3, "checkpoint.dir": str(tmp_path / "disk")})
@@ -36,7 +40,9 @@ def start(tiny_config, tmp_path):
 
 
 def end_at(monkeypatch, number, error):
-    """Let the rename of that number, counted from 0, end in an error; return the renames there were."""
+    """Let the rename of that number, counted from 0, end in an error; return the renames there
+    were.
+    """
     replace, seen = Path.replace, []
 
     def replace_or_end(self, target):

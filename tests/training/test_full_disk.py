@@ -1,4 +1,6 @@
-"""A disk that refuses a run's small files ends it with a sentence; the marker of its end alone never does."""
+"""A disk that refuses a run's small files ends it with a sentence; the marker of its end alone
+never does.
+"""
 
 from __future__ import annotations
 

@@ -99,7 +99,9 @@ SETTINGS = {
     [pytest.param(name, marks=[ESSENTIAL] * (name in {"eager", "compiled"})) for name in SETTINGS],
 )
 def test_a_deterministic_run_resumes_to_the_same_bits(tiny_config, tmp_path, name):
-    """Without train.deterministic two runs of one command differ in their last bits, and so does a resumed one: that is no fault of resuming."""
+    """Without train.deterministic two runs of one command differ in their last bits, and so does a
+    resumed one: that is no fault of resuming.
+    """
     config = tiny_config(
         train__device="cuda",
         train__precision="bf16",

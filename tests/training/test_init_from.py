@@ -1,4 +1,6 @@
-"""`train.init_from`: the weights of another run and nothing else of it; what does not fit is refused with the keys to set."""
+"""`train.init_from`: the weights of another run and nothing else of it; what does not fit is
+refused with the keys to set.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A run does not write through links: a run directory that came from elsewhere must not change files in other places."""
+"""A run does not write through links: a run directory that came from elsewhere must not change
+files in other places.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What a start leaves behind that comes to nothing, and what another start that waited for its lock then holds."""
+"""What a start leaves behind that comes to nothing, and what another start that waited for its lock
+then holds.
+"""
 
 import threading
 import time

@@ -1,4 +1,6 @@
-"""A run that is made longer equals one that had that length from the start, and is refused where its rates depended on the length."""
+"""A run that is made longer equals one that had that length from the start, and is refused where
+its rates depended on the length.
+"""
 
 from __future__ import annotations
 

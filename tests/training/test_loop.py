@@ -1,4 +1,6 @@
-"""`train.patience`: the run ends, finished, so many evaluations after its best one, whatever stopped it meanwhile."""
+"""`train.patience`: the run ends, finished, so many evaluations after its best one, whatever
+stopped it meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from flatout.training.run import run_training
 from flatout.training.run_dir.layout import read_events, read_exit_code, read_summary
 
 LOSSES = {2: 5.0, 4: 3.0, 6: 4.0, 8: 3.0, 10: 3.5, 12: 1.0, 14: 2.0, 16: 2.0, 18: 2.0, 20: 0.5}
-"""What evaluations find: the best in the first dozen steps at 4, which 8 equals and does not better."""
+"""What evaluations find: the best in the first dozen steps at 4, which 8 equals and does not
+better.
+"""
 
 
 @pytest.fixture
@@ -84,7 +88,9 @@ def test_a_run_ends_early_and_is_finished(patient, tmp_path):
 
 
 def test_the_validation_text_is_scored_whole_once_at_the_end(patient, tmp_path, monkeypatch):
-    """Where evaluations inside the run score all of it, the last of them is the run's; where they score a part, all of it comes after."""
+    """Where evaluations inside the run score all of it, the last of them is the run's; where they
+    score a part, all of it comes after.
+    """
     scored = []
     monkeypatch.setattr(
         "flatout.training.finish.evaluate", lambda run, **_: scored.append(run.step)

@@ -1,4 +1,6 @@
-"""Checkpoints of several processes: split or copied weights, written by some number of ranks and read by another."""
+"""Checkpoints of several processes: split or copied weights, written by some number of ranks and
+read by another.
+"""
 
 import json
 import os
@@ -74,7 +76,9 @@ def test_the_same_ranks_go_on_in_every_bit(layout):
 
 
 def test_one_process_reads_what_ranks_wrote_and_they_what_it_wrote(layout):
-    """One process wrote, the ranks read it and wrote again, one process reads that: every tensor is as it was."""
+    """One process wrote, the ranks read it and wrote again, one process reads that: every tensor is
+    as it was.
+    """
     folder, name, _ = layout
     there = folder / "alone" / "checkpoints" / "step-4"
     back = folder / f"{name}-again" / "checkpoints" / "step-4"

@@ -133,7 +133,9 @@ def test_padding_is_no_token_and_no_sample(tiny_config, tmp_path):
 
 
 def test_the_best_checkpoint_is_chosen_among_losses_on_the_same_tokens(tiny_config, tmp_path):
-    """The beginning of the validation text may be easier than the whole: the two must not be compared."""
+    """The beginning of the validation text may be easier than the whole: the two must not be
+    compared.
+    """
     summary = run_training(
         tiny_config(train__eval_every=2, train__eval_tokens=64, optim__lr=1e-9), tmp_path / "run"
     )

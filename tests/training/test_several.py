@@ -1,4 +1,6 @@
-"""`torchrun --nproc-per-node 2 -m flatout train` gives one process's losses, copied (DDP) and split (fully_shard)."""
+"""`torchrun --nproc-per-node 2 -m flatout train` gives one process's losses, copied (DDP) and split
+(fully_shard).
+"""
 
 from __future__ import annotations
 
@@ -145,7 +147,9 @@ def test_a_run_of_two_goes_on_as_one(recipe, tmp_path):
 
 
 def test_a_run_of_two_that_exchanges_once_a_step_resumes_on_one(recipe, tmp_path):
-    """The micro-batches of both processes are then one process's, between which there is nothing to exchange."""
+    """The micro-batches of both processes are then one process's, between which there is nothing to
+    exchange.
+    """
     run_training(load_config(recipe), tmp_path / "whole")
     named = "speedups=auto,-compile,+deferred-sync"
     torchrun(recipe, tmp_path / "run", named, "checkpoint.every_steps=4", "checkpoint.keep=9")

@@ -83,7 +83,9 @@ def test_outside_the_main_thread_nothing_is_changed():
 
 
 def test_a_request_is_said_at_once_although_the_main_thread_answers_later():
-    """The handler that Python runs in the main thread stands for one that is still waiting for a backward pass."""
+    """The handler that Python runs in the main thread stands for one that is still waiting for a
+    backward pass.
+    """
     said, heard = [], threading.Event()
 
     def say(line):

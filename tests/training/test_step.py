@@ -1,4 +1,6 @@
-"""The loss arithmetic: how a step is cut does not matter, targets that do not count do not count, clipping clips."""
+"""The loss arithmetic: how a step is cut does not matter, targets that do not count do not count,
+clipping clips.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ def test_masked_targets_do_not_count(build_run, tiny_config, ragged_set):
 
 
 def test_gradients_are_those_of_the_mean_over_valid_targets(build_run, tiny_config, ragged_set):
-    """What autograd says of the plain mean over the step, against what the step leaves for the optimizer."""
+    """What autograd says of the plain mean over the step, against what the step leaves for the
+    optimizer.
+    """
     run = build_run(tiny_config(data__path=str(ragged_set), optim__clip=0.0))
     batch = next(run.feed)
     micro = list(batch.micro_batches())
@@ -134,7 +138,9 @@ def test_a_step_whose_targets_are_all_masked_changes_no_weight_by_its_gradient(
 
 
 def test_a_dropped_step_changes_nothing(build_run, tiny_config):
-    """Generators that its micro-batches drew from, buffers that they counted in, gradients, learning rates."""
+    """Generators that its micro-batches drew from, buffers that they counted in, gradients,
+    learning rates.
+    """
     run = build_run(tiny_config(batch__rows_per_device=2))
     run.core.register_buffer("calls", torch.zeros((), dtype=torch.int64))
 

@@ -139,7 +139,9 @@ def test_by_block_and_in_muon_too_a_failure_leaves_everything_plain(
 
 
 def test_the_gradients_that_go_are_the_optimizers_own(broken, monkeypatch):
-    """Under fully_shard the model shows other tensors after an evaluation than those that are trained."""
+    """Under fully_shard the model shows other tensors after an evaluation than those that are
+    trained.
+    """
     monkeypatch.setattr(broken.core, "parameters", lambda: iter(()))
     warm_up(broken, Events())
     assert broken.trained()

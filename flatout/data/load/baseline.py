@@ -18,11 +18,13 @@ KEPT_TEXTS = 65_536
 
 
 class TokenisingWindows:
-    """Tokenises the text of each window when it is read, one window after the other, as a plain training script does.
+    """Tokenises the text of each window when it is read, one window after the other, as a plain
+    training script does.
 
-    What is handed out are the packed tokens themselves: a window cut anywhere need not tokenise back to the same ids, and
-    the losses of two runs can only be compared over the same windows. The text comes from `prime`, so that taking it is not
-    measured as tokenising; a window that was not primed is decoded when it is first read.
+    What is handed out are the packed tokens themselves: a window cut anywhere need not tokenise
+    back to the same ids, and the losses of two runs can only be compared over the same windows. The
+    text comes from `prime`, so that taking it is not measured as tokenising; a window that was not
+    primed is decoded when it is first read.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -32,7 +34,8 @@ class TokenisingWindows:
         """Tokens the tokenizer made inside `read` so far."""
 
     def prime(self, split: Windowed, indices: Array, seq_len: int) -> bool:
-        """Take the text of windows that will be read, as long as there is room for it; return whether more can be taken.
+        """Take the text of windows that will be read, as long as there is room for it; return
+        whether more can be taken.
 
         Shapes:  indices (N,).
         """

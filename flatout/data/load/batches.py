@@ -1,6 +1,8 @@
-"""What a step reads: rows of tokens in an order that can be sought. numpy alone; loader.py makes tensors of it.
+"""What a step reads: rows of tokens in an order that can be sought. numpy alone; loader.py makes
+tensors of it.
 
-Letters in names: A micro-batches, B rows of one, T tokens of one row, W = T + 1, N = A * B rows of a rank's step.
+Letters in names: A micro-batches, B rows of one, T tokens of one row, W = T + 1, N = A * B rows of
+a rank's step.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ class WindowReader(Protocol):
 
 @runtime_checkable
 class PrimedWindowReader(WindowReader, Protocol):
-    """A reader that needs something of the windows before they are read, so that getting it is not part of a step."""
+    """A reader that needs something of the windows before they are read, so that getting it is not
+    part of a step.
+    """
 
     def prime(self, split: Windowed, indices: Array, seq_len: int) -> bool:
         """Get ready to read windows `indices`; return whether there is room for more.
@@ -67,7 +71,9 @@ class FeedPlan:
     prefetch: int
     device: str
     most_documents: Callable[[int, int], int] | None = None
-    """(rows, tokens of a row) -> the most documents that attention takes in a micro-batch; None is any number."""
+    """(rows, tokens of a row) -> the most documents that attention takes in a micro-batch; None is
+    any number.
+    """
 
     @property
     def windows_per_step(self) -> int:
@@ -82,10 +88,11 @@ class FeedPlan:
         return start + self.places(self.rows_per_device)
 
     def places(self, rows: int) -> Array:
-        """Return the places of this rank's rows among all rows of a step that has `rows` in a micro-batch.
+        """Return the places of this rank's rows among all rows of a step that has `rows` in a
+        micro-batch.
 
-        Row b of micro-batch a on rank r has the place (a * world_size + r) * rows + b: whatever the number of ranks, the
-        step as a whole reads the same rows.
+        Row b of micro-batch a on rank r has the place (a * world_size + r) * rows + b: whatever the
+        number of ranks, the step as a whole reads the same rows.
 
         Shapes:  returns (A * B,).
         """
@@ -137,9 +144,11 @@ class StepReader(Protocol):
     def read(
         self, position: int, windows_NW: Array, mask_NT: Array | None, doc_ids_NT: Array | None
     ) -> StepRead:
-        """Write this rank's rows of the step that begins at `position`, and return what all ranks read.
+        """Write this rank's rows of the step that begins at `position`, and return what all ranks
+        read.
 
-        Shapes:  windows_NW (A * B, T + 1); mask_NT, doc_ids_NT (A * B, T), None where there are none.
+        Shapes:  windows_NW (A * B, T + 1); mask_NT, doc_ids_NT (A * B, T), None where there are
+                 none.
         """
 
     def prime(self, position: int, steps: int, progress: Progress) -> None:
@@ -147,7 +156,9 @@ class StepReader(Protocol):
 
 
 class WindowSteps:
-    """Steps of windows, all of one shape, cut out of the packed line. A position counts windows over all epochs and ranks."""
+    """Steps of windows, all of one shape, cut out of the packed line. A position counts windows
+    over all epochs and ranks.
+    """
 
     def __init__(self, split: Windowed, plan: FeedPlan, windows: WindowReader) -> None:
         if not split.num_windows(plan.seq_len):
@@ -181,9 +192,11 @@ class WindowSteps:
     def read(
         self, position: int, windows_NW: Array, mask_NT: Array | None, doc_ids_NT: Array | None
     ) -> StepRead:
-        """Write this rank's windows of the step that begins at `position`, and return what all ranks read.
+        """Write this rank's windows of the step that begins at `position`, and return what all
+        ranks read.
 
-        Shapes:  windows_NW (A * B, T + 1); mask_NT, doc_ids_NT (A * B, T), None where there are none.
+        Shapes:  windows_NW (A * B, T + 1); mask_NT, doc_ids_NT (A * B, T), None where there are
+                 none.
         """
         indices, seq_len = self._indices(position), self.plan.seq_len
         self._windows.read(self._split, indices, windows_NW)
@@ -195,7 +208,9 @@ class WindowSteps:
         return StepRead(position + windows, windows * seq_len, windows)
 
     def prime(self, position: int, steps: int, progress: Progress = SILENT) -> None:
-        """Let a reader that needs it get ready for the windows of the next `steps` steps, as many as it keeps."""
+        """Let a reader that needs it get ready for the windows of the next `steps` steps, as many
+        as it keeps.
+        """
         if not isinstance(self._windows, PrimedWindowReader):
             return
         plan = self.plan
@@ -226,7 +241,8 @@ class WindowSteps:
 
 
 def check_documents(doc_ids_BT: Array, most_documents: Callable[[int, int], int] | None) -> None:
-    """Check that a micro-batch has no more documents than attention takes: here the ids are on the host, and nothing waits for the device.
+    """Check that a micro-batch has no more documents than attention takes: here the ids are on the
+    host, and nothing waits for the device.
 
     Shapes:  doc_ids_BT (B, T), numbered from 0 in each row.
     Cost:    reads B numbers.

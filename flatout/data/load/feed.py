@@ -1,6 +1,8 @@
-"""The feed: from the rows that a step reads to tensors on the device, ahead of time or when they are asked for.
+"""The feed: from the rows that a step reads to tensors on the device, ahead of time or when they
+are asked for.
 
-Letters in names: A micro-batches, B rows of one, T tokens of one row, W = T + 1, N = A * B rows of a rank's step.
+Letters in names: A micro-batches, B rows of one, T tokens of one row, W = T + 1, N = A * B rows of
+a rank's step.
 """
 
 # ruff: noqa: N815  fields carry shape suffixes in capitals, as all tensors do
@@ -38,15 +40,21 @@ class MicroBatch:
     targets_BT: Tensor
     """int64, contiguous: the next token, -1 where it does not count."""
     doc_ids_BT: Tensor | None
-    """int32: which document of its window a position belongs to; None when attention crosses documents."""
+    """int32: which document of its window a position belongs to; None when attention crosses
+    documents.
+    """
 
 
 @dataclass(frozen=True)
 class StepBatch:
-    """One optimiser step's share of one rank, on the device. The tensors belong to whoever holds the batch."""
+    """One optimiser step's share of one rank, on the device. The tensors belong to whoever holds
+    the batch.
+    """
 
     windows_ABW: Tensor
-    """uint16, or int32 for a vocabulary above 65,536: a quarter or half of what int64 would send to the device."""
+    """uint16, or int32 for a vocabulary above 65,536: a quarter or half of what int64 would send to
+    the device.
+    """
     mask_ABT: Tensor | None
     """bool, True where the target counts; None when all do."""
     doc_ids_ABT: Tensor | None
@@ -88,12 +96,16 @@ def _micro_batch(
 
 
 def _plain(tokens_BT: Tensor) -> Tensor:
-    """int64 with the strides of a fresh tensor: of a single row torch would keep those of the window, for which a compiler compiles anew."""
+    """int64 with the strides of a fresh tensor: of a single row torch would keep those of the
+    window, for which a compiler compiles anew.
+    """
     return tokens_BT.to(torch.int64, memory_format=torch.contiguous_format)
 
 
 class _Buffer:
-    """Host memory for one step, filled again and again; pinned when a GPU is to copy from it by itself."""
+    """Host memory for one step, filled again and again; pinned when a GPU is to copy from it by
+    itself.
+    """
 
     def __init__(self, steps: StepReader, *, pinned: bool) -> None:
         plan = steps.plan
@@ -117,9 +129,11 @@ class _Buffer:
         self._copied = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
 
     def read(self, position: int) -> StepBatch:
-        """Read this rank's rows of the step that begins at `position`; return a copy on the device, which the next step does not touch.
+        """Read this rank's rows of the step that begins at `position`; return a copy on the device,
+        which the next step does not touch.
 
-        On a GPU the copy is queued on the current stream, and this memory is filled again only when it has ended.
+        On a GPU the copy is queued on the current stream, and this memory is filled again only when
+        it has ended.
         """
         if self._copied is not None:
             self._copied.synchronize()
@@ -189,9 +203,11 @@ class _Feed:
         return tuple(dict.fromkeys((rows, seq_len) for rows, seq_len in self._steps.shapes))
 
     def prime(self, steps: int, *, progress: Progress = SILENT) -> None:
-        """Let the reader get ready for the rows of the next `steps` steps, as many as it keeps; most readers need not.
+        """Let the reader get ready for the rows of the next `steps` steps, as many as it keeps;
+        most readers need not.
 
-        To be called before the first step: what a reader needs beforehand is then in no step's time.
+        To be called before the first step: what a reader needs beforehand is then in no step's
+        time.
         """
         self._steps.prime(self.position, steps, progress)
 
@@ -218,9 +234,11 @@ class DirectFeed(_Feed):
 
 
 class PrefetchFeed(_Feed):
-    """Reads the next `prefetch` steps in one background thread; on a GPU their copies run on a stream of their own, from two pinned buffers.
+    """Reads the next `prefetch` steps in one background thread; on a GPU their copies run on a
+    stream of their own, from two pinned buffers.
 
-    The thread starts at the first step that is asked for. An error in it is raised where that step is asked for.
+    The thread starts at the first step that is asked for. An error in it is raised where that step
+    is asked for.
     """
 
     def __init__(self, steps: StepReader) -> None:
@@ -284,7 +302,9 @@ class _ReadAhead:
             self._ready.put(error)
 
     def take(self) -> StepBatch:
-        """Wait for the next step; raise what went wrong in the thread. The caller's stream waits for the copy, the caller does not."""
+        """Wait for the next step; raise what went wrong in the thread. The caller's stream waits
+        for the copy, the caller does not.
+        """
         found = self._ready.get()
         if isinstance(found, BaseException):
             try:
@@ -326,11 +346,13 @@ def evaluation_batches(
     document_mask: bool = False,
     most_documents: Callable[[int, int], int] | None = None,
 ) -> Iterator[MicroBatch]:
-    """Yield this rank's share of a split read in order: every token but the first is a target exactly once.
+    """Yield this rank's share of a split read in order: every token but the first is a target
+    exactly once.
 
-    All batches have one shape and all ranks get the same number of them: what is missing of the last window, and windows
-    that are missing, are padded with token 0 and the target -1. `max_tokens` takes the first so many targets only. A split
-    of fewer than two tokens has no target and yields nothing. `most_documents` is as in `FeedPlan`.
+    All batches have one shape and all ranks get the same number of them: what is missing of the
+    last window, and windows that are missing, are padded with token 0 and the target -1.
+    `max_tokens` takes the first so many targets only. A split of fewer than two tokens has no
+    target and yields nothing. `most_documents` is as in `FeedPlan`.
 
     Shapes:  yields tokens_BT, targets_BT (rows, seq_len).
     Raises:  DataError when a batch has more documents than attention takes.

@@ -1,12 +1,14 @@
-"""Documents read one a row, in batches of rows of about the same length: for data that is not to be packed.
+"""Documents read one a row, in batches of rows of about the same length: for data that is not to be
+packed.
 
-A document longer than data.seq_len is cut into rows of that many inputs. Rows are padded to one of a few lengths, seq_len and its
-halves, and the rows of a step all have one of them: twice as many where they are half as long, so that every step has the same
-number of positions. What is left over of a length at the end of an epoch goes into the next longer rows; only the last step of
-the longest may have empty ones. Every target of the split is read once an epoch.
+A document longer than data.seq_len is cut into rows of that many inputs. Rows are padded to one of
+a few lengths, seq_len and its halves, and the rows of a step all have one of them: twice as many
+where they are half as long, so that every step has the same number of positions. What is left over
+of a length at the end of an epoch goes into the next longer rows; only the last step of the longest
+may have empty ones. Every target of the split is read once an epoch.
 
-An epoch's plan, which rows make which step and in what order, is a function of (seed, epoch, lengths), evaluated where it is asked for.
-A position is an index into the plans of all epochs.
+An epoch's plan, which rows make which step and in what order, is a function of (seed, epoch,
+lengths), evaluated where it is asked for. A position is an index into the plans of all epochs.
 
 Letters in names: N rows of a rank's step, T tokens of a row, W = T + 1.
 """
@@ -47,7 +49,8 @@ class _Bucket(NamedTuple):
 
 
 class BucketedSteps:
-    """Steps of documents, one a row, of a few fixed shapes. A position counts steps over all epochs.
+    """Steps of documents, one a row, of a few fixed shapes. A position counts steps over all
+    epochs.
 
     Memory: 12 bytes a row.
     """
@@ -97,7 +100,8 @@ class BucketedSteps:
     def read(
         self, position: int, windows_NW: Array, mask_NT: Array | None, doc_ids_NT: Array | None
     ) -> StepRead:
-        """Write this rank's rows of the step at `position`, 0 and False behind a document's end, and return what all ranks read.
+        """Write this rank's rows of the step at `position`, 0 and False behind a document's end,
+        and return what all ranks read.
 
         Shapes:  windows_NW (N, T + 1); mask_NT (N, T); doc_ids_NT None.
         """
@@ -139,7 +143,8 @@ class BucketedSteps:
         return number, step - int(self._first_step[number])
 
     def _drawn(self, number: int, epoch: int, items: Array) -> Array:
-        """Return the rows at places `items` of a bucket's order in an epoch; those left over of the shorter one are behind its own.
+        """Return the rows at places `items` of a bucket's order in an epoch; those left over of the
+        shorter one are behind its own.
 
         Shapes:  items (rows,), below the bucket's pool; returns (rows,).
         """
@@ -159,7 +164,8 @@ class BucketedSteps:
 
 
 def rows_of(document_ends: Array, seq_len: int) -> tuple[Array, Array]:
-    """Return where each row starts and how many inputs it has: a document's tokens but the last, at most seq_len of them.
+    """Return where each row starts and how many inputs it has: a document's tokens but the last, at
+    most seq_len of them.
 
     Shapes:  document_ends (documents,), ascending; returns (rows,) and (rows,).
     """

@@ -1,9 +1,11 @@
-"""Documents that are there twice: found by a hash of their text, in memory that does not grow with the corpus.
+"""Documents that are there twice: found by a hash of their text, in memory that does not grow with
+the corpus.
 
-Each range that is packed with `--duplicates drop` has marks: of every document a hash and its size. Marks go to files by
-their hash, a million or so each, and each file is sorted alone. Of equal documents the first of the corpus stays: training
-before validation, so that nothing is validated on that was trained on. Where validation is text of its own, it stays as it
-is, and training loses what it has too.
+Each range that is packed with `--duplicates drop` has marks: of every document a hash and its size.
+Marks go to files by their hash, a million or so each, and each file is sorted alone. Of equal
+documents the first of the corpus stays: training before validation, so that nothing is validated on
+that was trained on. Where validation is text of its own, it stays as it is, and training loses what
+it has too.
 """
 
 from __future__ import annotations
@@ -56,7 +58,9 @@ class Dropped:
 def find_duplicates(
     work: WorkFolder, records: Sequence[RangeRecord], *, kept: SplitName | None = None
 ) -> Dropped:
-    """Return which documents of all ranges, in order, were there before; of the split that is `kept` as it is, none."""
+    """Return which documents of all ranges, in order, were there before; of the split that is
+    `kept` as it is, none.
+    """
     places: dict[tuple[int, SplitName], slice] = {}
     total = 0
     for name in sorted(SPLITS, key=lambda name: name != kept):
@@ -167,9 +171,11 @@ def without(
 
 
 def where_dropped(ranges: Sequence[Range], assignment: Assignment, dropped: Dropped) -> list[Place]:
-    """Return where the first documents that are left out are, in the order of the corpus. Their ranges are read again for it.
+    """Return where the first documents that are left out are, in the order of the corpus. Their
+    ranges are read again for it.
 
-    A range in which a document could not be tokenised is passed over: the others cannot be counted off.
+    A range in which a document could not be tokenised is passed over: the others cannot be counted
+    off.
     """
     named: list[Place] = []
     for work in ranges:

@@ -1,4 +1,6 @@
-"""One file from a public address: goes on where it broke off, checked against its SHA-256, whole or absent."""
+"""One file from a public address: goes on where it broke off, checked against its SHA-256, whole or
+absent.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +32,11 @@ def download(
 ) -> Path:
     """Return `target` holding the file at `address`; nothing is fetched when it is there already.
 
-    A broken connection is taken up again where it broke; what was fetched stays in `target.part` for the next call.
-    `pause_s` is the wait before the second attempt; it doubles each time.
+    A broken connection is taken up again where it broke; what was fetched stays in `target.part`
+    for the next call. `pause_s` is the wait before the second attempt; it doubles each time.
 
-    Raises: DataError when the address does not answer, or gives another file than the checksum says.
+    Raises: DataError when the address does not answer, or gives another file than the checksum
+            says.
     """
     if target.is_file() and file_sha256(target) == sha256:
         return target
@@ -65,7 +68,9 @@ def download(
 
 
 def _fetch_all(address: str, part: Path, task: Task, pause_s: float, timeout_s: float) -> bool:
-    """Fetch to the end in a few attempts, and return whether the first one went on from an older beginning."""
+    """Fetch to the end in a few attempts, and return whether the first one went on from an older
+    beginning.
+    """
     went_on = part.is_file() and part.stat().st_size > 0
     for attempt in range(1, _ATTEMPTS + 1):
         try:

@@ -1,4 +1,6 @@
-"""Tokens of another pipeline, a folder of `chunk_NNNNNN.pt` files of one tensor each, to a data set folder."""
+"""Tokens of another pipeline, a folder of `chunk_NNNNNN.pt` files of one tensor each, to a data set
+folder.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ STATED = {
     "tokens": ("num_tokens", "total_tokens", "n_tokens"),
     "ids": ("vocab_size", "vocabulary_size"),
 }
-"""What a metadata.json may state of the chunks, and the names it goes by; the rest is nobody's to check."""
+"""What a metadata.json may state of the chunks, and the names it goes by; the rest is nobody's to
+check.
+"""
 FIRST_NAMED = 10
 """How many gaps in the numbers are named."""
 
@@ -67,11 +71,12 @@ def import_chunks(
 ) -> Imported:
     """Write the data set of a folder of chunks, streamed one at a time, to the folder `out`.
 
-    The tokens stay as they are. A document ends with an end-of-text token, across chunks, or with each chunk. A folder that
-    holds this very data set is left as it is.
+    The tokens stay as they are. A document ends with an end-of-text token, across chunks, or with
+    each chunk. A folder that holds this very data set is left as it is.
 
     Memory: one chunk.
-    Raises: DataError naming the chunk that is missing or cannot be used, and the token that the vocabulary does not have.
+    Raises: DataError naming the chunk that is missing or cannot be used, and the token that the
+            vocabulary does not have.
     """
     started = time.perf_counter()
     chunks, out = expanded(chunks), expanded(out)
@@ -255,7 +260,9 @@ def read_chunk(path: Path, tokenizer: Tokenizer) -> Array:
 
 
 class _TextBytes:
-    """Counts the UTF-8 bytes of the text that tokens came from, where each token stands for its own bytes; 0, unknown, elsewhere."""
+    """Counts the UTF-8 bytes of the text that tokens came from, where each token stands for its own
+    bytes; 0, unknown, elsewhere.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -266,7 +273,9 @@ class _TextBytes:
         self._known: bool | None = None
 
     def of(self, tokens: Array) -> int:
-        """Return the bytes of some tokens. The first ones are decoded, to see whether counting is right."""
+        """Return the bytes of some tokens. The first ones are decoded, to see whether counting is
+        right.
+        """
         if self._known is None:
             shown = tokens[tokens != self._tokenizer.eot_id]
             self._known = len(self._tokenizer.decode_bytes(shown.tolist())) == int(
@@ -311,13 +320,17 @@ def _metadata(path: Path) -> dict[str, Any]:
 
 
 def _finite(text: str) -> float | str:
-    """Return a number as the manifest can hold it; one too large stays text, as NaN does: neither is in JSON, nor equal to what is read back."""
+    """Return a number as the manifest can hold it; one too large stays text, as NaN does: neither
+    is in JSON, nor equal to what is read back.
+    """
     number = float(text)
     return number if math.isfinite(number) else text
 
 
 def _check_stated(metadata: Mapping[str, Any], folder: Path, what: str, found: int) -> None:
-    """Refuse chunks that are not those their metadata speaks of; a vocabulary may have been padded by ids that no text yields."""
+    """Refuse chunks that are not those their metadata speaks of; a vocabulary may have been padded
+    by ids that no text yields.
+    """
     for key in STATED[what]:
         stated = metadata.get(key)
         if isinstance(stated, int) and stated != found and not (what == "ids" and stated > found):
@@ -331,7 +344,9 @@ def _check_stated(metadata: Mapping[str, Any], folder: Path, what: str, found: i
 
 
 def _stats(files: Sequence[Path]) -> list[tuple[int, int, int, int]]:
-    """Return the size, the times and the inode of each chunk: one of them changes when a chunk is written again."""
+    """Return the size, the times and the inode of each chunk: one of them changes when a chunk is
+    written again.
+    """
     return [
         (found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
         for found in map(Path.stat, files)
@@ -347,7 +362,8 @@ def _fingerprint(files: Sequence[Path], stats: Sequence[tuple[int, int, int, int
 
 
 def _held(out: Path, source: Mapping[str, Any]) -> Manifest | None:
-    """Return the manifest of the folder when it was made of these very chunks; None when it is no data set.
+    """Return the manifest of the folder when it was made of these very chunks; None when it is no
+    data set.
 
     Raises: DataError when it holds another, naming the difference.
     """

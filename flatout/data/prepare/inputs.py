@@ -1,4 +1,6 @@
-"""What `prepare SOURCE...` names: a path, a glob, an address, standard input, a source, a data set card, or a source of the user's own."""
+"""What `prepare SOURCE...` names: a path, a glob, an address, standard input, a source, a data set
+card, or a source of the user's own.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ CACHE = Path("~/.cache/flatout")
 
 
 class Card(Section):
-    """A named corpus: `flatout/datasets/NAME.yaml`. Either one file, fetched once, or files of a Hugging Face data set, read where they are."""
+    """A named corpus: `flatout/datasets/NAME.yaml`. Either one file, fetched once, or files of a
+    Hugging Face data set, read where they are.
+    """
 
     address: str | None = None
     """Where its one file is."""
@@ -95,7 +99,8 @@ class Corpus:
     validation: Corpus | None = None
     """Text for validation alone; with it, no rule is followed."""
     moment: str = ""
-    """What changes when a file here is written again, in validation text too: a digest of sizes and times. Nothing where there is none, but for
+    """What changes when a file here is written again, in validation text too: a digest of sizes and
+    times. Nothing where there is none, but for
     standard input and what a card has, which a checksum of their own marks."""
 
     @property
@@ -139,12 +144,15 @@ def open_corpus(
     spool: Path | None = None,
     progress: Progress = SILENT,
 ) -> Corpus:
-    """Return the parts of everything named; a card's file is fetched unless it is in the cache or given as `from_file`.
+    """Return the parts of everything named; a card's file is fetched unless it is in the cache or
+    given as `from_file`.
 
-    `val` names text for validation alone; without it and without a `split` rule, a card's own is taken when the corpus is one card.
-    `text_field` holds the text of a row, `mask_field` what comes before it and is not learned from. `include` are patterns of files that
-    are taken from folders besides those that always are; `encoding` is that of text that is not UTF-8. Standard input, `-`, is kept in
-    the folder `spool` until the process ends; None is the system's folder for such files.
+    `val` names text for validation alone; without it and without a `split` rule, a card's own is
+    taken when the corpus is one card. `text_field` holds the text of a row, `mask_field` what comes
+    before it and is not learned from. `include` are patterns of files that are taken from folders
+    besides those that always are; `encoding` is that of text that is not UTF-8. Standard input,
+    `-`, is kept in the folder `spool` until the process ends; None is the system's folder for such
+    files.
 
     Raises: DataError when a name is none of what can be named, or names nothing.
     """
@@ -253,7 +261,9 @@ def _check_rows(names: Sequence[str], parts: Sequence[Part], text_field: str | N
 
 
 def _moment(opened: Iterable[Sequence[Part]]) -> str:
-    """Return a digest of the sizes and times of the files here that some parts read; nothing when there are none."""
+    """Return a digest of the sizes and times of the files here that some parts read; nothing when
+    there are none.
+    """
     originals = (
         one
         for parts in opened
@@ -267,7 +277,8 @@ def _moment(opened: Iterable[Sequence[Part]]) -> str:
 
 
 def require_unchanged(corpus: Corpus) -> None:
-    """Check that the files of a corpus that has been read are those that were listed when it was opened.
+    """Check that the files of a corpus that has been read are those that were listed when it was
+    opened.
 
     Raises: DataError naming the first that is not; Unreachable.
     """
@@ -280,9 +291,11 @@ def require_unchanged(corpus: Corpus) -> None:
 
 
 def on_both_sides(corpus: Corpus) -> str | None:
-    """Return the first file or source of the validation text that is in the text to train on too; None when there is none.
+    """Return the first file or source of the validation text that is in the text to train on too;
+    None when there is none.
 
-    Files here are told by their content, whatever they are called, those at addresses by these, other sources by their fingerprints.
+    Files here are told by their content, whatever they are called, those at addresses by these,
+    other sources by their fingerprints.
     """
     if corpus.validation is None:
         return None
@@ -388,7 +401,9 @@ def _source_parts(name: str, parameters: dict[str, Any], fields: dict[str, Any])
 
 
 def _parameters_of(source: str, text: str, name: str) -> dict[str, Any]:
-    """Return the parameters in `ORG/NAME:split=train` for a source that takes a `name`, else those in `documents=1000,seed=0`."""
+    """Return the parameters in `ORG/NAME:split=train` for a source that takes a `name`, else those
+    in `documents=1000,seed=0`.
+    """
     first, _, rest = text.partition(":")
     if "name" in inspect.signature(SOURCES.get(source)).parameters and first and "=" not in first:
         return {"name": first} | _parameters(rest, name)

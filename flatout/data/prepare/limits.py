@@ -32,7 +32,8 @@ TEXT_BYTES_PER_TOKEN = 3.0
 
 
 def check_space(out: Path, part_bytes: Sequence[int], tokenizer: Tokenizer) -> None:
-    """Do nothing when there is room for the data set, as far as its size can be told, or when it cannot.
+    """Do nothing when there is room for the data set, as far as its size can be told, or when it
+    cannot.
 
     Raises: DataError saying what it takes and what there is.
     """
@@ -53,9 +54,11 @@ def in_words(size: int) -> str:
 
 
 class BadRowLimit:
-    """Counts the bad rows of ranges in order, and stops at too many; None stands for the usual limit.
+    """Counts the bad rows of ranges in order, and stops at too many; None stands for the usual
+    limit.
 
-    What is damaged is one row, however much is lost in it: that much of the text is counted too, of which there are `num_bytes` in all.
+    What is damaged is one row, however much is lost in it: that much of the text is counted too, of
+    which there are `num_bytes` in all.
     """
 
     def __init__(self, most: int | None, num_bytes: int) -> None:
@@ -68,7 +71,8 @@ class BadRowLimit:
     def add(self, record: RangeRecord) -> None:
         """Count those of the next range.
 
-        Raises: Unfinished saying how many rows are bad, and what is wrong with the first; DataError when more is damaged than may be:
+        Raises: Unfinished saying how many rows are bad, and what is wrong with the first; DataError
+                when more is damaged than may be:
         what would do is another text.
         """
         self._rows += record.documents + sum(entry.count for entry in record.skipped)

@@ -1,7 +1,9 @@
-"""Packing ranges in several processes, which write them themselves and send back what they recorded.
+"""Packing ranges in several processes, which write them themselves and send back what they
+recorded.
 
-Each worker is a fresh interpreter on a socket of its own: it inherits no thread, lock or CUDA context, does not import the
-caller's script again, and ends when the socket closes, however the caller ends. Terminal interrupts go to the caller alone.
+Each worker is a fresh interpreter on a socket of its own: it inherits no thread, lock or CUDA
+context, does not import the caller's script again, and ends when the socket closes, however the
+caller ends. Terminal interrupts go to the caller alone.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
@@ -90,8 +93,8 @@ def in_order(
 ) -> Iterator[RangeRecord]:
     """Yield the records of ranges in order, however they end.
 
-    `give(ranges, given)` gives out ranges from number `given` on while there is room, and returns the next; `answers()` waits for
-    some that ended. Nothing is given out after a range that failed.
+    `give(ranges, given)` gives out ranges from number `given` on while there is room, and returns
+    the next; `answers()` waits for some that ended. Nothing is given out after a range that failed.
 
     Raises: the error of the first range that failed.
     """
@@ -118,7 +121,9 @@ class _Worker:
 
 
 class Crew:
-    """Some worker processes, which start at once and are ready when there is something to pack; one is this process."""
+    """Some worker processes, which start at once and are ready when there is something to pack; one
+    is this process.
+    """
 
     def __init__(self, count: int) -> None:
         self._workers: list[_Worker] = []
@@ -154,7 +159,8 @@ class Crew:
     ) -> Iterator[RangeRecord]:
         """Pack the ranges and yield their records in order, whatever the number of workers.
 
-        Raises: DataError for the first bad row in the order of the ranges; RunFailed when a worker dies.
+        Raises: DataError for the first bad row in the order of the ranges; RunFailed when a worker
+                dies.
         """
         if not self._workers:
             for work in ranges:
@@ -228,7 +234,9 @@ def _died(worker: _Worker) -> RunFailed:
 
 
 def serve(descriptor: int) -> None:
-    """Be a worker: pack ranges from the socket until it closes. Syncing and recording one overlaps with packing the next."""
+    """Be a worker: pack ranges from the socket until it closes. Syncing and recording one overlaps
+    with packing the next.
+    """
     connection = Connection(descriptor)
     sending = threading.Lock()
 
@@ -242,17 +250,15 @@ def serve(descriptor: int) -> None:
             bound_pieces(setup.packing.tokenizer)
             for number in itertools.count():
                 index, work = connection.recv()
-                record = attempt(
-                    lambda work=work: pack_range(work, setup.packing, setup.folder, answer)
-                )  # type: ignore[misc]
+                record = attempt(partial(pack_range, work, setup.packing, setup.folder, answer))
                 if number == 0:
                     gc.freeze()  # a vocabulary is 100,000 objects, which the collector would go through again and again
                 if isinstance(record, Failure):
                     answer((index, record))
                 else:
                     recorder.submit(
-                        lambda index=index, record=record: answer((index, attempt(record)))
-                    )  # type: ignore[misc]
+                        lambda index=index, record=record: answer((index, attempt(record)))  # type: ignore[misc]
+                    )
         except (EOFError, ConnectionError):
             return
 

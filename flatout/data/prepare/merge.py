@@ -1,8 +1,8 @@
 """Ranges to a data set: their tokens one after another, in order, in shards of 128 MiB.
 
-Where a shard begins depends on the tokens alone, so the bytes are the same however the work was split. A shard is recorded
-when it is whole, then the ranges that lie in it are removed: joining takes the room of one shard more than the tokens, and
-goes on where it was killed.
+Where a shard begins depends on the tokens alone, so the bytes are the same however the work was
+split. A shard is recorded when it is whole, then the ranges that lie in it are removed: joining
+takes the room of one shard more than the tokens, and goes on where it was killed.
 """
 
 from __future__ import annotations
@@ -69,10 +69,11 @@ def join(
     dropped: Dropped | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> Manifest:
-    """Write the data set that all ranges, in order, make, let it take its place, and return its manifest.
+    """Write the data set that all ranges, in order, make, let it take its place, and return its
+    manifest.
 
-    Documents that are `dropped` are left out; the records count what stays. Files of ranges that another process wrote should be
-    checked first (`check`).
+    Documents that are `dropped` are left out; the records count what stays. Files of ranges that
+    another process wrote should be checked first (`check`).
 
     Raises: Unfinished for a full disk.
     """
@@ -102,7 +103,8 @@ def join(
 
 
 def check(work: WorkFolder, records: Sequence[RangeRecord]) -> None:
-    """Look whether the files of some ranges are as they were recorded; a range whose files are not is no longer done.
+    """Look whether the files of some ranges are as they were recorded; a range whose files are not
+    is no longer done.
 
     Files that are not there are passed over: their tokens may be in a shard.
 
@@ -208,7 +210,9 @@ class _Joining:
             raise
 
     def _pieces(self, index: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Yield where in a range's files the tokens from `start` up to `stop` of those that stay are."""
+        """Yield where in a range's files the tokens from `start` up to `stop` of those that stay
+        are.
+        """
         if self._dropped is None:
             yield start, stop
             return

@@ -1,4 +1,6 @@
-"""What prepare is asked for, and the plan that follows from it: made once and written down, then followed until the data set is whole."""
+"""What prepare is asked for, and the plan that follows from it: made once and written down, then
+followed until the data set is whole.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ class Options:
     duplicates: Duplicates = "keep"
     """What becomes of a document whose prompt and text were there before."""
     val: tuple[str, ...] = ()
-    """Text for validation alone, named as any other; nothing leaves it to the card or the split rule."""
+    """Text for validation alone, named as any other; nothing leaves it to the card or the split
+    rule.
+    """
     include: tuple[str, ...] = ()
     """Patterns of files that are taken from folders besides those that always are."""
     encoding: str | None = None
@@ -92,7 +96,8 @@ def open_request(
 ) -> Request:
     """Return the request to prepare some sources.
 
-    Raises: DataError for options and a folder that cannot be meant, before anything is read, and for sources that cannot.
+    Raises: DataError for options and a folder that cannot be meant, before anything is read, and
+            for sources that cannot.
     """
     _check(options)
     options = replace(options, encoding=codec_of(options.encoding))
@@ -159,7 +164,9 @@ def _check(options: Options) -> None:
 
 
 def describe(corpus: Corpus, options: Options) -> dict[str, Any]:
-    """Return what the manifest says of the text: two data sets of which this is equal are the same, but for the names."""
+    """Return what the manifest says of the text: two data sets of which this is equal are the same,
+    but for the names.
+    """
     return {
         "names": [without_secrets(name) for name in corpus.names],
         "fingerprint": corpus.fingerprint,
@@ -183,7 +190,9 @@ def describe(corpus: Corpus, options: Options) -> dict[str, Any]:
 
 
 def _usual_fields(corpus: Corpus) -> str:
-    """Return which field is read where none is asked for: that of each card, and `text` of all else."""
+    """Return which field is read where none is asked for: that of each card, and `text` of all
+    else.
+    """
     names = (*corpus.names, *(corpus.validation.names if corpus.validation is not None else ()))
     cards = DATASETS.names()
     return " and ".join(
@@ -192,7 +201,9 @@ def _usual_fields(corpus: Corpus) -> str:
 
 
 def _normal(key: str, value: Any) -> Any:
-    """Return a value of a description as all that mean the same are written; older manifests hold what was typed."""
+    """Return a value of a description as all that mean the same are written; older manifests hold
+    what was typed.
+    """
     if key == "text_field":
         return value or USUAL_FIELD
     if key == "split" and value not in (None, NAMED):
@@ -254,7 +265,8 @@ class Planned:
 def plan(work: WorkFolder, request: Request) -> Planned:
     """Return the plan that is being followed in the work folder, or make one and write it down.
 
-    Raises: DataError when it is the plan of another data set, naming the difference, or none can be made.
+    Raises: DataError when it is the plan of another data set, naming the difference, or none can be
+            made.
     """
     stored = work.plan()
     return _begun(work, request) if stored is None else _followed(work, stored, request)

@@ -1,4 +1,6 @@
-"""Stage 1, whole: text in, a data set folder out. Tokenised once, in parallel, the same bytes for any number of workers."""
+"""Stage 1, whole: text in, a data set folder out. Tokenised once, in parallel, the same bytes for
+any number of workers.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,8 @@ Engine = Callable[[Request, int | None], AbstractContextManager[Workers]]
 def engine_named(name: str) -> Engine:
     """Return the engine of this name: local or ray.
 
-    Raises: ConfigError with the nearest name; MissingPackage when it takes a package that is not installed.
+    Raises: ConfigError with the nearest name; MissingPackage when it takes a package that is not
+            installed.
     """
     if name not in ("local", "ray"):
         raise unknown_name("engine", name, ("local", "ray"))
@@ -102,7 +105,8 @@ def prepare_dataset(
     cache: Path = CACHE,
     progress: Progress = SILENT,
 ) -> Prepared:
-    """Write the data set of some sources to the folder `out`, which is then whole, or as it was before.
+    """Write the data set of some sources to the folder `out`, which is then whole, or as it was
+    before.
 
     A folder that holds this very data set is left as it is.
 
@@ -144,7 +148,8 @@ def prepare_part(
     cache: Path = CACHE,
     progress: Progress = SILENT,
 ) -> PreparedPart:
-    """Do a part of the work for the data set `out`, while other processes, on this machine or others, do other parts of it.
+    """Do a part of the work for the data set `out`, while other processes, on this machine or
+    others, do other parts of it.
 
     Raises: DataError as `prepare_dataset` does, and when another process does this part.
     """
@@ -230,7 +235,9 @@ def usual_workers(parts: Sequence[Part]) -> int:
 
 
 def _held_or_claimed(out: Path, request: Request, work: WorkFolder) -> Manifest | None:
-    """Return what `_held` does; where that is None, the work folder is this process's, and nobody else wrote the data set until then."""
+    """Return what `_held` does; where that is None, the work folder is this process's, and nobody
+    else wrote the data set until then.
+    """
     held = _held(out, request, work)
     if held is None:
         work.claim()
@@ -239,7 +246,8 @@ def _held_or_claimed(out: Path, request: Request, work: WorkFolder) -> Manifest 
 
 
 def _held(out: Path, request: Request, work: WorkFolder) -> Manifest | None:
-    """Return the manifest of the folder when it holds this very data set, None when there is room for it.
+    """Return the manifest of the folder when it holds this very data set, None when there is room
+    for it.
 
     Raises: DataError when it holds anything else, naming the difference.
     """
@@ -265,7 +273,9 @@ def _held(out: Path, request: Request, work: WorkFolder) -> Manifest | None:
 
 
 def _write(work: WorkFolder, request: Request, crew: Workers) -> Manifest:
-    """Pack the ranges that are not done, and join them all; text that cannot be used takes what is done with it."""
+    """Pack the ranges that are not done, and join them all; text that cannot be used takes what is
+    done with it.
+    """
     planned = plan(work, request)
     records = _packed(work, planned, planned.ranges, crew, request)
     skipped = Skipped()
@@ -330,7 +340,8 @@ def _packed(
 
 
 def _require_unchanged(work: WorkFolder, packed: Sequence[Range], request: Request) -> None:
-    """Check that the text is still what it was when this process began; else what was packed of it is no longer done.
+    """Check that the text is still what it was when this process began; else what was packed of it
+    is no longer done.
 
     Raises: DataError naming a file that was changed; Unreachable.
     """

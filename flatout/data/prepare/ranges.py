@@ -1,7 +1,9 @@
-"""Ranges: the pieces the work is split into, each packed by one process into files of its own and recorded when they are whole.
+"""Ranges: the pieces the work is split into, each packed by one process into files of its own and
+recorded when they are whole.
 
-A range's files are `NNNNNN.{train,val}.{bin,ends,mask,marks}`: tokens, the positions after each document's last token counted
-from the range's first, the loss mask, and what duplicates are found by. Its record, `NNNNNN.json`, comes last: a range that has one is done for good.
+A range's files are `NNNNNN.{train,val}.{bin,ends,mask,marks}`: tokens, the positions after each
+document's last token counted from the range's first, the loss mask, and what duplicates are found
+by. Its record, `NNNNNN.json`, comes last: a range that has one is done for good.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ from flatout.sources import Place
 Array = np.ndarray[Any, np.dtype[Any]]
 
 RANGE_BYTES = 8 << 20
-"""About how much there is to read in one range: little is lost when it is interrupted, and many cores share the work evenly."""
+"""About how much there is to read in one range: little is lost when it is interrupted, and many
+cores share the work evenly.
+"""
 
 RECORD = ".json"
 
@@ -44,7 +48,9 @@ class Range:
 
 
 def make_ranges(jobs: Sequence[Job]) -> list[Range]:
-    """Return the jobs in ranges of about `RANGE_BYTES`; one whose size is not known is a range of its own."""
+    """Return the jobs in ranges of about `RANGE_BYTES`; one whose size is not known is a range of
+    its own.
+    """
     groups: list[list[Job]] = []
     room = 0
     for job in jobs:
@@ -71,7 +77,9 @@ class RangeSplit(_Record):
     text_bytes: int = Field(0, ge=0)
     """UTF-8 bytes of their text."""
     files: dict[str, FileEntry] = {}
-    """Its files by kind: bin and ends, and mask or marks where they were asked for; none when there are no tokens."""
+    """Its files by kind: bin and ends, and mask or marks where they were asked for; none when there
+    are no tokens.
+    """
 
 
 def _stored(place: Place) -> tuple[str, int | None]:
@@ -88,7 +96,8 @@ def _restored(stored: Any) -> Any:
 
 
 StoredPlace = Annotated[Place, BeforeValidator(_restored), PlainSerializer(_stored)]
-"""Where a row is. Its line is looked up for the few that are told of, not for every range's first."""
+"""Where a row is. Its line is looked up for the few that are told of, not for every range's first.
+"""
 
 
 class SkippedRows(_Record):
@@ -159,11 +168,14 @@ class RangeWriter:
         mask: Array | None = None,
         marks: Array | None = None,
     ) -> None:
-        """Append tokens of a split; `ends` are the positions in `tokens` after each document's last token.
+        """Append tokens of a split; `ends` are the positions in `tokens` after each document's last
+        token.
 
-        A document may go on in the next call. `mask` is 0 where a token is no target; a split has it always or never.
+        A document may go on in the next call. `mask` is 0 where a token is no target; a split has
+        it always or never.
 
-        Shapes:  tokens (T,), any integer type; ends (documents,), ascending, at most T; mask (T,); marks (documents,) of MARK.
+        Shapes:  tokens (T,), any integer type; ends (documents,), ascending, at most T; mask (T,);
+                 marks (documents,) of MARK.
         Raises: DataError for an id the vocabulary does not have.
         """
         with writing(self._folder.parent):
@@ -172,7 +184,9 @@ class RangeWriter:
                 self._splits[split].write("marks", marks)
 
     def finish(self, skipped: Skipped | None = None) -> RangeRecord:
-        """Sync and rename the files, then write the record, and return it; tokens after the last end are one more document."""
+        """Sync and rename the files, then write the record, and return it; tokens after the last
+        end are one more document.
+        """
         try:
             with writing(self._folder.parent):
                 splits = {name: split.finish() for name, split in self._splits.items()}
@@ -270,9 +284,11 @@ class _SplitFiles:
 def pack_range(
     work: Range, packing: Packing, folder: Path, tell: Tell
 ) -> Callable[[], RangeRecord]:
-    """Pack a range into its files in the folder, and return what syncs and records them, which another thread may call.
+    """Pack a range into its files in the folder, and return what syncs and records them, which
+    another thread may call.
 
-    Raises: DataError for the first row that cannot be used, unless such rows are to be skipped; Unfinished for a full disk.
+    Raises: DataError for the first row that cannot be used, unless such rows are to be skipped;
+            Unfinished for a full disk.
     """
     writer = RangeWriter(
         folder, work.number, vocab_size=packing.tokenizer.vocab_size, num_bytes=work.num_bytes

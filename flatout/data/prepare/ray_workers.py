@@ -1,7 +1,8 @@
 """Packing ranges on a Ray cluster, whose nodes write them into the one work folder.
 
-A range is a task. One whose process or node dies is done again elsewhere, under temporary names of its own, so that two
-attempts at one range cannot tear each other's files. What comes back of a range is its record.
+A range is a task. One whose process or node dies is done again elsewhere, under temporary names of
+its own, so that two attempts at one range cannot tear each other's files. What comes back of a
+range is its record.
 """
 
 from __future__ import annotations
@@ -41,9 +42,13 @@ RETRIES = 3
 WAIT_S = 1.0
 """How long to wait for a range before looking whether the cluster is still there."""
 NODE_PATIENCE_S = 300.0
-"""How long to wait for a node with a CPU when there is none: one that is started on demand takes minutes."""
+"""How long to wait for a node with a CPU when there is none: one that is started on demand takes
+minutes.
+"""
 HEAD_PATIENCE_S = 30.0
-"""How long to wait for the head node; after 60 seconds Ray ends this process without a word of ours."""
+"""How long to wait for the head node; after 60 seconds Ray ends this process without a word of
+ours.
+"""
 _BY_RAY = re.compile(r"(?:\x1b\[\d+m)?\(raylet[^)]*\)(?:\x1b\[\d+m)? *")
 _SENTENCE_END = re.compile(r"\.(?:\s|$)|\n")
 GOES_ON = "Run the same command again: it keeps what is done."
@@ -64,7 +69,8 @@ def ray_package() -> Any:
 
 
 class RayCrew:
-    """The running Ray cluster, or one that is started on this machine for as long as this is open. Use as a context manager.
+    """The running Ray cluster, or one that is started on this machine for as long as this is open.
+    Use as a context manager.
 
     `limit` bounds the ranges that are packed at a time; None stands for all CPUs of the cluster.
     """
@@ -120,7 +126,8 @@ class RayCrew:
     ) -> Iterator[RangeRecord]:
         """Pack the ranges on the cluster and yield their records in order.
 
-        Raises: DataError for the first bad row in the order of the ranges; RunFailed for a cluster that cannot go on.
+        Raises: DataError for the first bad row in the order of the ranges; RunFailed for a cluster
+                that cannot go on.
         """
         mark = setup.folder / f"{uuid.uuid4().hex}{PART}"
         mark.touch()
@@ -196,7 +203,9 @@ class RayCrew:
         return True
 
     def _stop(self) -> None:
-        """End what is running; its processes are gone when this returns, so that nobody writes any more."""
+        """End what is running; its processes are gone when this returns, so that nobody writes any
+        more.
+        """
         if self._running and self._ray.is_initialized():
             for reference in self._running:
                 self._ray.cancel(reference, force=True)
@@ -205,7 +214,9 @@ class RayCrew:
 
 
 class _WithoutDumps(io.TextIOBase):
-    """Standard output, less the pages that Ray prints there about a process or a node that died: a sentence is said of each."""
+    """Standard output, less the pages that Ray prints there about a process or a node that died: a
+    sentence is said of each.
+    """
 
     def __init__(self, plain: TextIO, progress: Progress) -> None:
         self._plain = plain
@@ -238,7 +249,9 @@ class _Order:
         self._around = (_version(), sys.path, os.getcwd(), str(mark))
 
     def send(self, work: Range) -> Any:
-        """Return the reference of the range's task; what it holds is read by the nodes only once they are known to be of one version."""
+        """Return the reference of the range's task; what it holds is read by the nodes only once
+        they are known to be of one version.
+        """
         return self._task.remote(*self._around, pickle.dumps(work), [self._reference])
 
     def result(self, reference: Any, work: Range) -> RangeRecord | Failure:
@@ -272,7 +285,9 @@ class _Order:
         return self._judged(result, node, work) if isinstance(result, Failure) else result
 
     def _judged(self, failure: Failure, node: str, work: Range) -> Failure:
-        """Return a node's failure as this machine's when the text is the cause, which is tried; else it is that node's."""
+        """Return a node's failure as this machine's when the text is the cause, which is tried;
+        else it is that node's.
+        """
         if failure.kind is None:
             fix = "--engine local --workers 1 shows the traceback."
             return replace(
@@ -328,7 +343,9 @@ def _own_termination() -> Iterator[None]:
 
 
 def _errand() -> Callable[..., tuple[str, Any]]:
-    """Return what a node runs. It is made here so that it travels as code: the node may have no flatout, or another."""
+    """Return what a node runs. It is made here so that it travels as code: the node may have no
+    flatout, or another.
+    """
 
     def errand(version: str, search_path: list[str], *rest: Any) -> tuple[str, Any]:
         import importlib
@@ -349,7 +366,9 @@ def _errand() -> Callable[..., tuple[str, Any]]:
 
 
 def pack_here(folder: str, mark: str, work: bytes, setup: list[Any]) -> RangeRecord | Failure:
-    """Pack a range on a node: from the caller's current folder, where there is one, into the work folder that has the mark."""
+    """Pack a range on a node: from the caller's current folder, where there is one, into the work
+    folder that has the mark.
+    """
     if not Path(mark).exists():
         return Failure(
             f"It does not see the folder {Path(mark).parent}, or another one of that name.",

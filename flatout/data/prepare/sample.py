@@ -12,9 +12,13 @@ from flatout.sources.long import Text, chunks_of
 
 SPREAD_PARTS = 64
 STRIPES = 8
-"""Of a document, places that are taken; and documents, at least, that a sample is of when none is short."""
+"""Of a document, places that are taken; and documents, at least, that a sample is of when none is
+short.
+"""
 READ_PER_BYTE = 16
-"""To choose a byte of text by hash, so many are read at most: choosing from all of a corpus takes reading all of it."""
+"""To choose a byte of text by hash, so many are read at most: choosing from all of a corpus takes
+reading all of it.
+"""
 
 
 Reading = Callable[[Job], Iterator[Text]]
@@ -27,7 +31,9 @@ def texts_of(job: Job) -> Iterator[Text]:
 
 
 def prompts_and_texts_of(job: Job) -> Iterator[Text]:
-    """Yield the prompts and texts of a job's documents, each as a text of its own, as they are tokenised."""
+    """Yield the prompts and texts of a job's documents, each as a text of its own, as they are
+    tokenised.
+    """
     return (
         text
         for row in job.rows()
@@ -37,7 +43,8 @@ def prompts_and_texts_of(job: Job) -> Iterator[Text]:
 
 
 def sample_texts(jobs: Sequence[Job], limit: int | None, read: Reading = texts_of) -> Iterator[str]:
-    """Yield the documents' texts, long ones in chunks; with a limit, about so much, from parts and places spread evenly over the corpus.
+    """Yield the documents' texts, long ones in chunks; with a limit, about so much, from parts and
+    places spread evenly over the corpus.
 
     Rows that cannot be used are passed over: packing them says so.
     """
@@ -58,11 +65,13 @@ def sample_texts(jobs: Sequence[Job], limit: int | None, read: Reading = texts_o
 
 
 def texts_by_hash(jobs: Sequence[Job], limit: int, read: Reading = texts_of) -> Iterator[str]:
-    """Yield the documents, or, where they have more than `limit` characters, about so much of those whose texts' hashes are the lowest.
+    """Yield the documents, or, where they have more than `limit` characters, about so much of those
+    whose texts' hashes are the lowest.
 
-    Those that are longer than an eighth of it, and than a fair share, give stripes from evenly spread places. So the sample follows
-    from the documents alone, in whatever order and parts they come. That holds for a corpus of `READ_PER_BYTE` times the limit; of a
-    larger one so much is read, parts in the order of a hash of their places, and the sample chosen from that.
+    Those that are longer than an eighth of it, and than a fair share, give stripes from evenly
+    spread places. So the sample follows from the documents alone, in whatever order and parts they
+    come. That holds for a corpus of `READ_PER_BYTE` times the limit; of a larger one so much is
+    read, parts in the order of a hash of their places, and the sample chosen from that.
     """
     chosen = _Chosen(limit)
     for text in _read(jobs, READ_PER_BYTE * limit, chosen, read):
@@ -83,7 +92,9 @@ def _read(jobs: Sequence[Job], most: int, chosen: _Chosen, read: Reading) -> Ite
 
 
 class _Chosen:
-    """The documents with the lowest hashes, as many as fill the limit when none counts for more than its share of it."""
+    """The documents with the lowest hashes, as many as fill the limit when none counts for more
+    than its share of it.
+    """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -112,7 +123,9 @@ class _Chosen:
         return min(len(candidate[1]), self._share)
 
     def shares(self) -> Iterator[str]:
-        """Yield what there is to be of each, the shortest first: what they leave of the limit goes to the longer ones."""
+        """Yield what there is to be of each, the shortest first: what they leave of the limit goes
+        to the longer ones.
+        """
         room = self._limit
         texts = sorted((text for _, text in self._held), key=lambda text: (len(text), text))
         for left, text in zip(range(len(texts), 0, -1), texts, strict=True):

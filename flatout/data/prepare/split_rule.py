@@ -1,4 +1,6 @@
-"""What is packed, and how it is split, decided before any text is tokenised: limits, the split rule."""
+"""What is packed, and how it is split, decided before any text is tokenised: limits, the split
+rule.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ FEW_DOCUMENTS = 100
 SMALL_FRACTION = 0.05
 """In between, one in twenty."""
 NEAR = 0.05
-"""A tail begins with a whole document when that changes its share by at most this part of it; else a document is cut."""
+"""A tail begins with a whole document when that changes its share by at most this part of it; else
+a document is cut.
+"""
 
 
 @dataclass(frozen=True)
@@ -81,12 +85,14 @@ def make_plan(
 ) -> Plan:
     """Return the plan for some parts, which are called `name` in messages.
 
-    `split` is `tail F` or `hash F`. `tail F` takes the end, from character int(n * (1 - F)) on, n the characters of all
-    documents; the document it falls into is cut there, unless its beginning or its end would do as well (`NEAR`). `hash F`
-    takes a fraction F of the documents by their text. Not stated, it is `tail 0.1` below 100 documents, `hash 0.05` below
-    1,000, `hash 0.01` from there on.
+    `split` is `tail F` or `hash F`. `tail F` takes the end, from character int(n * (1 - F)) on, n
+    the characters of all documents; the document it falls into is cut there, unless its beginning
+    or its end would do as well (`NEAR`). `hash F` takes a fraction F of the documents by their
+    text. Not stated, it is `tail 0.1` below 100 documents, `hash 0.05` below 1,000, `hash 0.01`
+    from there on.
 
-    Documents are taken in order, up to `max_documents`, and until their text reaches `max_bytes`; the last one is cut there.
+    Documents are taken in order, up to `max_documents`, and until their text reaches `max_bytes`;
+    the last one is cut there.
 
     Raises: DataError when the rule is not one, there is no document, or a split would be empty.
     """
@@ -114,7 +120,9 @@ def make_named_plan(
     on_bad_row: OnBadRow = "raise",
     progress: Progress = SILENT,
 ) -> Plan:
-    """Return the plan for some parts to train on, up to the limits that `make_plan` knows, and others to validate on, which are taken whole."""
+    """Return the plan for some parts to train on, up to the limits that `make_plan` knows, and
+    others to validate on, which are taken whole.
+    """
     jobs = tuple(Job(part) for part in parts)
     if max_documents is not None or max_bytes is not None:
         with progress.task("Counting documents", unit="documents") as task:
@@ -156,7 +164,9 @@ def _usual_rule(found: _Survey) -> tuple[str, float]:
 
 
 def _tail(fraction: float, found: _Survey, name: str) -> Assignment:
-    """Return the assignment of `tail F`; the product is the usual int(n * 0.9), so that figures compare with others'."""
+    """Return the assignment of `tail F`; the product is the usual int(n * 0.9), so that figures
+    compare with others'.
+    """
     total = sum(found.lengths)
     first_val = int(total * (1 - fraction))
     if not 0 < first_val < total:
@@ -181,7 +191,9 @@ def _look(
     on_bad_row: OnBadRow,
     count: Callable[[], None],
 ) -> _Survey:
-    """Read the documents, without tokenising, as far as the limits allow, or until there are `enough`."""
+    """Read the documents, without tokenising, as far as the limits allow, or until there are
+    `enough`.
+    """
     found = _Survey(taken=[])
     room = max_bytes
     for part in parts:

@@ -1,6 +1,8 @@
-"""Standard input, kept in a file: it can be read only once, and preparing reads its text more often, from several processes.
+"""Standard input, kept in a file: it can be read only once, and preparing reads its text more
+often, from several processes.
 
-The file is the process's own, whatever it holds, and locked while the process lives: one that nobody locks was left by a kill.
+The file is the process's own, whatever it holds, and locked while the process lives: one that
+nobody locks was left by a kill.
 """
 
 from __future__ import annotations
@@ -44,12 +46,13 @@ def spool_standard_input(
     encoding: str | None = None,
     progress: Progress = SILENT,
 ) -> tuple[Path, str]:
-    """Write standard input to a file in `folder` and return it with its SHA-256; it is removed when the process ends.
+    """Write standard input to a file in `folder` and return it with its SHA-256; it is removed when
+    the process ends.
 
     Files that killed processes left there are removed.
 
-    Its name ends as what it holds: Parquet, or packed or plain JSONL, JSON or HTML when it begins as these do, else one text. `encoding`
-    is that of text that is not UTF-8.
+    Its name ends as what it holds: Parquet, or packed or plain JSONL, JSON or HTML when it begins
+    as these do, else one text. `encoding` is that of text that is not UTF-8.
 
     Raises: DataError when there is no room for it, or what it begins with does not unpack.
     """
@@ -94,7 +97,9 @@ def spool_standard_input(
 
 
 def _opened(folder: Path) -> tuple[int, Path]:
-    """Return a new file of this process alone, open and locked until it is closed, which the system does when the process ends."""
+    """Return a new file of this process alone, open and locked until it is closed, which the system
+    does when the process ends.
+    """
     while True:
         handle, name = tempfile.mkstemp(prefix=_PREFIX, suffix=".part", dir=folder)
         fcntl.flock(handle, fcntl.LOCK_EX)
@@ -118,14 +123,18 @@ def _sweep(folder: Path) -> None:
 
 
 def _packed(path: Path) -> str:
-    """Return the ending of a name that says how the file is packed; Parquet is a kind of its own, and what is plain has none."""
+    """Return the ending of a name that says how the file is packed; Parquet is a kind of its own,
+    and what is plain has none.
+    """
     with path.open("rb") as file:
         beginning = file.read(4)
     return next((ending for magic, ending in _PACKED.items() if beginning.startswith(magic)), "")
 
 
 def _beginning(path: Path, encoding: str | None) -> bytes:
-    """Return some bytes from the first that is no space on; of a file that does not unpack, none: reading it says so."""
+    """Return some bytes from the first that is no space on; of a file that does not unpack, none:
+    reading it says so.
+    """
     with (
         contextlib.suppress(OSError, EOFError, zlib.error, Unread),
         open_utf8(str(path), encoding) as file,

@@ -23,21 +23,27 @@ OnBadRow = Literal["raise", "skip"]
 Duplicates = Literal["keep", "drop"]
 
 MARK = np.dtype([("hash", "<u8", 2), ("text_bytes", "<i8")])
-"""What tells a document from others: half the SHA-256 of its prompt's length, prompt and text; and the bytes of its text."""
+"""What tells a document from others: half the SHA-256 of its prompt's length, prompt and text; and
+the bytes of its text.
+"""
 
 HELD_TOKENS = 1 << 20
 """So many tokens of a split are held at most before they are written, whatever there is to pack."""
 HELD_CHARACTERS = 1 << 20
-"""A text up to so long is tokenised whole before any of it is packed; of a longer one, piece by piece."""
+"""A text up to so long is tokenised whole before any of it is packed; of a longer one, piece by
+piece.
+"""
 PIECES_TOLD = 32
 """Progress is told after so many pieces of a text."""
 
 
 @dataclass(frozen=True)
 class ByHash:
-    """`hash F`: a document is validation when the first 8 bytes of its text's SHA-256, as a fraction of 2^64, are below F.
+    """`hash F`: a document is validation when the first 8 bytes of its text's SHA-256, as a
+    fraction of 2^64, are below F.
 
-    It depends on the text alone: equal documents share a split, and a document keeps its split when others come or go.
+    It depends on the text alone: equal documents share a split, and a document keeps its split when
+    others come or go.
     """
 
     fraction: float
@@ -49,7 +55,9 @@ class ByHash:
 
 @dataclass(frozen=True)
 class ByPlace:
-    """`tail F`: validation begins in document number `document`, at its character `character`; each side of a cut is a document."""
+    """`tail F`: validation begins in document number `document`, at its character `character`; each
+    side of a cut is a document.
+    """
 
     document: int
     character: int
@@ -149,7 +157,8 @@ class Skipped:
     unread_bytes: int = 0
     """About how much text was lost with those that stand for something damaged."""
     cut_documents: int = 0
-    """Documents that were not left out but cut where validation begins: each split has counted one."""
+    """Documents that were not left out but cut where validation begins: each split has counted one.
+    """
 
     def add(self, reason: str, places: Sequence[Place], count: int = 1) -> None:
         """Count rows, the first of which are at these places."""
@@ -158,7 +167,9 @@ class Skipped:
         named.extend(places[: FIRST_NAMED - len(named)])
 
     def entries(self) -> tuple[SkippedEntry, ...]:
-        """Return them as a manifest names them, by lines, for which files are read again; names that are not UTF-8 as near as can be."""
+        """Return them as a manifest names them, by lines, for which files are read again; names
+        that are not UTF-8 as near as can be.
+        """
         return tuple(
             SkippedEntry(
                 reason=reason,
@@ -170,7 +181,9 @@ class Skipped:
 
 
 def storable(name: str) -> str:
-    """Return a file's name as text, also where its bytes are not UTF-8; of an address, without its secrets."""
+    """Return a file's name as text, also where its bytes are not UTF-8; of an address, without its
+    secrets.
+    """
     return without_secrets(
         name.encode("utf-8", errors="surrogateescape").decode("utf-8", errors="replace")
     )
@@ -189,7 +202,8 @@ class Sink(Protocol):
         mask: Array | None = None,
         marks: Array | None = None,
     ) -> None:
-        """Append tokens; `ends` are the positions in `tokens` after each document's last token; `mask` is 0 where one is no target.
+        """Append tokens; `ends` are the positions in `tokens` after each document's last token;
+        `mask` is 0 where one is no target.
 
         A document may go on in the next call.
 
@@ -219,9 +233,13 @@ class Packing:
     """The split rule, for jobs that state none of their own."""
     on_bad_row: OnBadRow
     mask_field: str | None = None
-    """Where a row's prompt was; with one, prompts are packed before the text, and a mask says that they are no targets."""
+    """Where a row's prompt was; with one, prompts are packed before the text, and a mask says that
+    they are no targets.
+    """
     duplicates: Duplicates = "keep"
-    """What becomes of a document that was there before; to drop it, documents are marked here and found when all are packed."""
+    """What becomes of a document that was there before; to drop it, documents are marked here and
+    found when all are packed.
+    """
 
 
 def pack(jobs: Iterable[Job], packing: Packing, sink: Sink, tell: Tell = lambda _: None) -> Skipped:
@@ -293,7 +311,8 @@ def _pack_job(
 def _tokenised(text: Text, packing: Packing) -> Iterable[Array]:
     """Return the ids of a text, piece by piece; those of a long one are made as they are asked for.
 
-    Raises: NotEncodable when it cannot be tokenised; for a long one only where that would be skipped: it is all or nothing.
+    Raises: NotEncodable when it cannot be tokenised; for a long one only where that would be
+            skipped: it is all or nothing.
     """
     if isinstance(text, str) and len(text) <= HELD_CHARACTERS:
         return list(packing.tokenizer.encode_stream(chunks_of(text)))
@@ -314,7 +333,9 @@ def skip_or_raise(row: BadRow, skipped: Skipped, on_bad_row: OnBadRow) -> None:
 
 
 class _Packer:
-    """Gathers the documents of one split, one after the other, and hands them to the sink before they take much memory."""
+    """Gathers the documents of one split, one after the other, and hands them to the sink before
+    they take much memory.
+    """
 
     def __init__(self, split: SplitName, packing: Packing, sink: Sink) -> None:
         self._split = split

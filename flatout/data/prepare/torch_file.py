@@ -1,4 +1,6 @@
-"""The tensor in a file that torch.save wrote, in memory bounded by the file's size, whatever the file says of itself."""
+"""The tensor in a file that torch.save wrote, in memory bounded by the file's size, whatever the
+file says of itself.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ LEGACY_PICKLES = 5
 _CALLED = re.compile(
     r"torch\._utils _rebuild_(tensor|parameter)\w*|torch(\.storage)? \w+Storage|torch \w*\d\w*|collections OrderedDict"
 )
-"""What a tensor's pickle names; torch's own list also has what allocates memory of any size, such as bytearray."""
+"""What a tensor's pickle names; torch's own list also has what allocates memory of any size, such
+as bytearray.
+"""
 _WRITE_AGAIN = "Copy or write the chunk again; it has to be one tensor saved with torch.save."
 
 
@@ -29,7 +33,8 @@ def load_tensor(path: Path) -> torch.Tensor:
     """Return the tensor in a file of torch.save; no code in the file is run.
 
     Shapes:  returns what was saved, any shape.
-    Raises: DataError when the file cannot be read, holds something else, or a tensor with more elements than the file.
+    Raises: DataError when the file cannot be read, holds something else, or a tensor with more
+            elements than the file.
     """
     import torch
 

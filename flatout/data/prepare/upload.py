@@ -1,7 +1,8 @@
-"""A data set to an address: prepared in the cache, in the home of the address (fetch.py), then sent file by file, the manifest last.
+"""A data set to an address: prepared in the cache, in the home of the address (fetch.py), then sent
+file by file, the manifest last.
 
-An address that has a manifest is whole. Before that, `upload.json` there says whose half it is. What was sent becomes this machine's
-copy of the address.
+An address that has a manifest is whole. Before that, `upload.json` there says whose half it is.
+What was sent becomes this machine's copy of the address.
 """
 
 from __future__ import annotations
@@ -89,11 +90,14 @@ def prepare_upload(
     cache: Path = CACHE,
     progress: Progress = SILENT,
 ) -> Uploaded:
-    """Prepare the data set of some sources and send it to an address, which then holds all of it, or has no manifest.
+    """Prepare the data set of some sources and send it to an address, which then holds all of it,
+    or has no manifest.
 
-    Both go on where an earlier call was stopped. An address that holds this very data set is left as it is.
+    Both go on where an earlier call was stopped. An address that holds this very data set is left
+    as it is.
 
-    Raises: DataError before anything is prepared when the address cannot be written or holds anything else; MissingPackage.
+    Raises: DataError before anything is prepared when the address cannot be written or holds
+            anything else; MissingPackage.
     """
     started = time.perf_counter()
     check_workers(workers)
@@ -146,7 +150,9 @@ def _require_same(place: str, there: Mapping[str, Any], request: Request) -> Non
 
 
 def _prepared(request: Request, folder: Path, workers: int | None, engine: Engine) -> Manifest:
-    """Return the manifest of the folder, in which the data set is prepared unless it is there from a call that could not send it."""
+    """Return the manifest of the folder, in which the data set is prepared unless it is there from
+    a call that could not send it.
+    """
     if not (folder / MANIFEST).is_file():
         return prepare_request(request, folder, workers, engine).manifest
     manifest = Dataset.open(folder).manifest
@@ -156,7 +162,9 @@ def _prepared(request: Request, folder: Path, workers: int | None, engine: Engin
 
 
 def _keep(folder: Path, home: Path, written: bytes | None) -> None:
-    """Let what was prepared become this machine's copy of the address, unless there is one, or another manifest is `written` there."""
+    """Let what was prepared become this machine's copy of the address, unless there is one, or
+    another manifest is `written` there.
+    """
     with in_cache(home):
         if (folder / MANIFEST).is_file():
             own = (folder / MANIFEST).read_bytes()
@@ -207,7 +215,9 @@ class Store:
         return None, None
 
     def files(self) -> dict[str, dict[str, Any]]:
-        """Return how the store describes what is in the folder, by name; nothing of a folder that is not there."""
+        """Return how the store describes what is in the folder, by name; nothing of a folder that
+        is not there.
+        """
 
         def find() -> dict[str, dict[str, Any]]:
             self._filesystem.invalidate_cache()
@@ -330,7 +340,9 @@ def _changed(store: Store, name: str) -> DataError:
 
 
 def _is_same(store: Store, there: Mapping[str, Any], path: Path, entry: FileEntry) -> bool:
-    """Say whether the store holds this file: by its size and, where it gives one, its MD5. Some encrypt, and give another number: then it is read."""
+    """Say whether the store holds this file: by its size and, where it gives one, its MD5. Some
+    encrypt, and give another number: then it is read.
+    """
     if there.get("size") != entry.size_bytes:
         return False
     stated = _stated_md5(there)
@@ -350,7 +362,9 @@ def _stated_md5(there: Mapping[str, Any]) -> str | None:
 
 
 def _md5s(path: Path) -> set[str]:
-    """Return the MD5 of a file, and S3's of one that is sent in parts: that of its parts' MD5s, and how many."""
+    """Return the MD5 of a file, and S3's of one that is sent in parts: that of its parts' MD5s, and
+    how many.
+    """
     whole, parts = hashlib.md5(usedforsecurity=False), []
     with path.open("rb") as file:
         while part := file.read(PART_BYTES):

@@ -1,7 +1,9 @@
-"""The work folder of a prepare, `.OUT.part/` beside OUT: what is done of it, so that a killed one goes on.
+"""The work folder of a prepare, `.OUT.part/` beside OUT: what is done of it, so that a killed one
+goes on.
 
-It holds `plan.json`, `tokenizer.json`, `ranges/` (ranges.py), and, while they are joined, `joined/` (join.py), which becomes
-OUT. One process owns it at a time. It goes when OUT is whole, and when there is nothing in it worth going on from.
+It holds `plan.json`, `tokenizer.json`, `ranges/` (ranges.py), and, while they are joined, `joined/`
+(join.py), which becomes OUT. One process owns it at a time. It goes when OUT is whole, and when
+there is nothing in it worth going on from.
 """
 
 from __future__ import annotations
@@ -51,15 +53,20 @@ class StoredPlan(BaseModel):
     rule: str
     """The split rule, as the manifest states it."""
     assignment: Assignment
-    """How documents are told apart into train and val; those of validation text of its own are not."""
+    """How documents are told apart into train and val; those of validation text of its own are not.
+    """
     validation_jobs: int = 0
     """How many of the jobs, from the first on, are of validation text of its own."""
     moment: str = ""
-    """What changes when a file of the text is written again; nothing in plans that older versions made."""
+    """What changes when a file of the text is written again; nothing in plans that older versions
+    made.
+    """
     part_bytes: tuple[int, ...]
     """About how much there is to read in each part of the corpus."""
     jobs: tuple[tuple[int, int | None, int | None], ...]
-    """Of each part that is packed, from the first on: its first document's number, documents to take, bytes of the last."""
+    """Of each part that is packed, from the first on: its first document's number, documents to
+    take, bytes of the last.
+    """
     ranges: tuple[int, ...]
     """How many of the jobs each range has."""
 
@@ -100,7 +107,9 @@ class StoredPlan(BaseModel):
 
 @dataclass(frozen=True)
 class PartOf:
-    """Which ranges one of several processes does: every `count`-th, from the `index`-th on, counted from 1."""
+    """Which ranges one of several processes does: every `count`-th, from the `index`-th on, counted
+    from 1.
+    """
 
     index: int
     count: int
@@ -125,7 +134,8 @@ class PartOf:
 
 
 class WorkFolder:
-    """The work folder of `out`. Use as a context manager, which owns it, or one part of it, if it is there; `claim` makes it.
+    """The work folder of `out`. Use as a context manager, which owns it, or one part of it, if it
+    is there; `claim` makes it.
 
     Raises: DataError when another process owns it, or the disk refuses.
     """
@@ -164,7 +174,9 @@ class WorkFolder:
         self.close()
 
     def claim(self) -> None:
-        """Own the folder from here on, which is made where there is none: others are refused before any work is done twice."""
+        """Own the folder from here on, which is made where there is none: others are refused before
+        any work is done twice.
+        """
         with writing(self.out):
             while not self._locks:
                 self._parents += [folder for folder in self.path.parents if not folder.exists()]
@@ -173,7 +185,9 @@ class WorkFolder:
                     self._own()
 
     def _own(self) -> None:
-        """Lock the folder, which the system undoes when the process ends however it ends: alone, or with those that do other parts."""
+        """Lock the folder, which the system undoes when the process ends however it ends: alone, or
+        with those that do other parts.
+        """
         if self._part is None:
             self._lock(self.path, fcntl.LOCK_EX)
             self._sweep()
@@ -217,7 +231,8 @@ class WorkFolder:
     def _lock(self, path: Path, how: int) -> None:
         """Lock a folder or a file.
 
-        Raises: DataError when another process has it, or it is a link; FileNotFoundError when its owner removed it just now.
+        Raises: DataError when another process has it, or it is a link; FileNotFoundError when its
+                owner removed it just now.
         """
         if path.is_symlink():
             raise DataError(
@@ -263,7 +278,9 @@ class WorkFolder:
                 folder.rmdir()
 
     def give_up(self, error: DataError) -> DataError:
-        """Remove the folder, whose text cannot be used, and return the error; where others work in it, with what they have to do."""
+        """Remove the folder, whose text cannot be used, and return the error; where others work in
+        it, with what they have to do.
+        """
         if self._part is None:
             self.clear()
             return error
@@ -301,7 +318,9 @@ class WorkFolder:
             self.ranges.mkdir(exist_ok=True)
 
     def begin(self, plan: StoredPlan, tokenizer: Tokenizer) -> StoredPlan:
-        """Make the folder, write down the plan, and return it; or another process's, which was there first."""
+        """Make the folder, write down the plan, and return it; or another process's, which was
+        there first.
+        """
         self.make()
         with writing(self.out):
             write_first(self.tokenizer, tokenizer.save)
@@ -320,7 +339,9 @@ class WorkFolder:
         return {record.number: record for record in records}
 
     def whose(self, missing: Sequence[int]) -> str:
-        """Return which parts these ranges are of, as words after a sentence; nothing where that is not known."""
+        """Return which parts these ranges are of, as words after a sentence; nothing where that is
+        not known.
+        """
         count = self._num_parts()
         if count is None:
             return ""

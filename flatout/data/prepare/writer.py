@@ -1,4 +1,6 @@
-"""Writes a data set folder from tokens at hand, for data that does not come from text: one range, joined as `prepare` joins many."""
+"""Writes a data set folder from tokens at hand, for data that does not come from text: one range,
+joined as `prepare` joins many.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ class DatasetWriter:
         writer.train.append(tokens, ends, text_bytes=...)
         manifest = writer.finish(tokenizer=..., source=..., split_rule=...)
 
-    Raises: DataError when `out` already holds something, another process writes it, or the disk refuses.
+    Raises: DataError when `out` already holds something, another process writes it, or the disk
+            refuses.
     """
 
     def __init__(self, out: Path | str, *, vocab_size: int, shard_bytes: int = SHARD_BYTES) -> None:
@@ -63,7 +66,9 @@ class DatasetWriter:
         split_rule: str,
         skipped: Sequence[SkippedEntry] = (),
     ) -> Manifest:
-        """Sync everything, write the manifest, rename the folder into place, and return the manifest."""
+        """Sync everything, write the manifest, rename the folder into place, and return the
+        manifest.
+        """
         record = self._range.finish()
         return join(
             self._work,
@@ -93,7 +98,8 @@ class SplitWriter:
     ) -> None:
         """Append tokens; `ends` are the positions in `tokens` after each document's last token.
 
-        A document may go on in the next call. `mask` is 0 where a token is no target; a split has it always or never.
+        A document may go on in the next call. `mask` is 0 where a token is no target; a split has
+        it always or never.
 
         Shapes:  tokens (T,), any integer type; ends (documents,), ascending, at most T; mask (T,).
         Raises: DataError for an id the vocabulary does not have.

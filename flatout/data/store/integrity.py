@@ -56,7 +56,9 @@ def file_problems(folder: Path, manifest: Manifest) -> Iterator[Problem]:
 
 
 def manifest_problems(place: Path | str, manifest: Manifest) -> Iterator[Problem]:
-    """Yield where the sizes, counts and checksums in the manifest of a dataset contradict each other."""
+    """Yield where the sizes, counts and checksums in the manifest of a dataset contradict each
+    other.
+    """
     itemsize = np.dtype(manifest.dtype).itemsize
     for name, split in manifest.splits.items():
         for entry in (*split.shards, *split.masks, split.document_ends):
@@ -92,7 +94,8 @@ class Items:
     """What is wrong with one that is not, which stands for the braces."""
 
     def problem(self, block: Array, place: Path | str, start: int) -> str | None:
-        """Return what is wrong with a block of the file `place` that begins at byte `start`; None when nothing is.
+        """Return what is wrong with a block of the file `place` that begins at byte `start`; None
+        when nothing is.
 
         Shapes:  block (bytes,), uint8.
         """
@@ -125,7 +128,8 @@ MASKS = Items(np.dtype(np.uint8), 2, "the mask holds {}, not 0 or 1")
 
 
 def end_problems(place: Path | str, name: str, ends: Array, num_tokens: int) -> Iterator[str]:
-    """Yield what is wrong with the document ends of a split, each of which is in range: they ascend, and the last is the end of the tokens.
+    """Yield what is wrong with the document ends of a split, each of which is in range: they
+    ascend, and the last is the end of the tokens.
 
     Shapes:  ends (documents,), int64.
     """

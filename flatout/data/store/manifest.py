@@ -1,4 +1,6 @@
-"""manifest.json: what a data set folder holds. It is written last, so a folder that has one is whole."""
+"""manifest.json: what a data set folder holds. It is written last, so a folder that has one is
+whole.
+"""
 
 from __future__ import annotations
 
@@ -128,7 +130,8 @@ def token_dtype(vocab_size: int) -> Literal["uint16", "uint32"]:
 def read_manifest(folder: Path) -> Manifest:
     """Return the manifest of a data set folder.
 
-    Raises: DataError when there is none, it cannot be read, or its format is newer than this flatout.
+    Raises: DataError when there is none, it cannot be read, or its format is newer than this
+            flatout.
     """
     path = folder / MANIFEST
     if (folder / "index.json").is_file():  # a checkpoint, whose manifest is another
@@ -146,7 +149,9 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _no_dataset(folder: Path) -> DataError:
-    """Return the error for a path that is no data set: what is there instead, and how to come to one."""
+    """Return the error for a path that is no data set: what is there instead, and how to come to
+    one.
+    """
     known = recognise(folder)
     if known is not None:
         return DataError(known.instead_of("a prepared dataset"), fix=known.fix)
@@ -194,7 +199,8 @@ def parse_manifest(text: str, path: Path | str) -> Manifest:
 
 
 def _require_own_digest(manifest: Manifest, text: str, path: Path | str) -> None:
-    """Check that what a manifest says is what was written; one of format 1 may have no digest that tells.
+    """Check that what a manifest says is what was written; one of format 1 may have no digest that
+    tells.
 
     Raises: DataError.
     """

@@ -1,9 +1,10 @@
 """Several data sets read as one, each with its share of the windows, in closed form.
 
-Turns are dealt out in a period that repeats: with weights 3 and 1 it has four turns, three of the first set and one of the
-other. Within it the quota method puts every set's turns where no beginning of the reading, however short, gives a set a window
-too many or too few. So position n belongs to turn n mod period, and its set reads its own permutation on, by its own epochs:
-a set in a mix is read in the same order as alone, and a position is still one integer.
+Turns are dealt out in a period that repeats: with weights 3 and 1 it has four turns, three of the
+first set and one of the other. Within it the quota method puts every set's turns where no beginning
+of the reading, however short, gives a set a window too many or too few. So position n belongs to
+turn n mod period, and its set reads its own permutation on, by its own epochs: a set in a mix is
+read in the same order as alone, and a position is still one integer.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, np.dtype[Any]]
 
 LONGEST_PERIOD = 65_536
-"""Weights whose ratios need more turns than this are rounded to it: a share is then kept to 1 in 65,536, and none may be smaller."""
+"""Weights whose ratios need more turns than this are rounded to it: a share is then kept to 1 in
+65,536, and none may be smaller.
+"""
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,8 @@ class MixedDataset:
     def open(cls, mix: Mapping[str, float], *, progress: Progress = SILENT) -> Self:
         """Open the folders or addresses of a mix, each with its weight.
 
-        Raises: ConfigError when a set is named twice or its share is too small; DataError when one is no data set, or two have
+        Raises: ConfigError when a set is named twice or its share is too small; DataError when one
+                is no data set, or two have
         different tokenizers.
         """
         turns = whole_turns(mix)
@@ -93,7 +97,9 @@ class MixedDataset:
 
 
 class MixedSplit:
-    """One split of several data sets. Their windows are numbered through: those of the first set come first."""
+    """One split of several data sets. Their windows are numbered through: those of the first set
+    come first.
+    """
 
     def __init__(self, name: SplitName, splits: Sequence[Split], turns: Sequence[int]) -> None:
         self.name: str = name
@@ -116,7 +122,8 @@ class MixedSplit:
         return int(self._first_windows(seq_len)[-1])
 
     def windows_at(self, positions: Array, seq_len: int, *, seed: int) -> Array:
-        """Return the index of the window at each position of the endless reading: which set's turn it is, then where that set stands.
+        """Return the index of the window at each position of the endless reading: which set's turn
+        it is, then where that set stands.
 
         Shapes:  positions (N,), integers from 0; returns (N,).
         """
@@ -154,7 +161,8 @@ class MixedSplit:
             out[rows] = mask
 
     def read_document_ids(self, indices: Array, seq_len: int, out: Array) -> None:
-        """Number the documents within each window's inputs: 0 for the one it begins in, then 1, 2, ...
+        """Number the documents within each window's inputs: 0 for the one it begins in, then 1, 2,
+        ...
 
         Shapes:  indices (N,), out (N, T) int32.
         """
@@ -175,7 +183,9 @@ class MixedSplit:
         return np.cumsum([0, *counts])
 
     def _by_set(self, indices: Array, seq_len: int) -> list[tuple[Split, Array, Array]]:
-        """Return each set that has one of the windows, with the places of its windows in `indices` and their own indices."""
+        """Return each set that has one of the windows, with the places of its windows in `indices`
+        and their own indices.
+        """
         first = self._first_windows(seq_len)
         sets = np.searchsorted(first, indices, side="right") - 1
         rows = {number: np.flatnonzero(sets == number) for number in np.unique(sets).tolist()}
@@ -188,7 +198,8 @@ class MixedSplit:
 def open_data(data: DataConfig, *, progress: Progress = SILENT) -> Dataset | MixedDataset:
     """Open what `data.path` or `data.mix` names.
 
-    Raises: ConfigError when neither is stated; DataError when there is no data set, or it cannot be fetched.
+    Raises: ConfigError when neither is stated; DataError when there is no data set, or it cannot be
+            fetched.
     """
     if data.mix is not None:
         return MixedDataset.open(data.mix, progress=progress)
@@ -210,7 +221,8 @@ def parts_of(dataset: Dataset | MixedDataset) -> tuple[Part, ...]:
 
 
 def whole_turns(mix: Mapping[str, float]) -> tuple[int, ...]:
-    """Return the smallest whole numbers in the ratio of the weights, or the nearest that add up to about LONGEST_PERIOD.
+    """Return the smallest whole numbers in the ratio of the weights, or the nearest that add up to
+    about LONGEST_PERIOD.
 
     Raises: ConfigError naming the set whose share is below 1 in LONGEST_PERIOD.
     """
@@ -234,7 +246,8 @@ def whole_turns(mix: Mapping[str, float]) -> tuple[int, ...]:
 
 @cache
 def deal(turns: tuple[int, ...]) -> Array:
-    """Return which set each turn of the period goes to: set k has turns[k] of them, at every moment less than one off its due share.
+    """Return which set each turn of the period goes to: set k has turns[k] of them, at every moment
+    less than one off its due share.
 
     Shapes:  returns (sum of turns,).
     Cost:    O(period), half a second for the longest; once a process.
@@ -254,7 +267,9 @@ def deal(turns: tuple[int, ...]) -> Array:
 
 
 def distinct_names(places: Sequence[str]) -> list[str]:
-    """Return the last part of each path or address, or as many parts as it takes to tell them apart."""
+    """Return the last part of each path or address, or as many parts as it takes to tell them
+    apart.
+    """
     whole = [Path(place).absolute().parts for place in places]
     for depth in range(1, max(len(parts) for parts in whole) + 1):
         names = ["/".join(parts[-depth:]) for parts in whole]

@@ -1,7 +1,9 @@
-"""The order in which windows are read: a closed form of (seed, epoch, index), so that a position is one integer.
+"""The order in which windows are read: a closed form of (seed, epoch, index), so that a position is
+one integer.
 
-Nothing is stored and nothing is shuffled in memory: an epoch is a keyed permutation of range(num_windows), evaluated where
-it is asked for. Seeking costs nothing, and any number of ranks sees the same order.
+Nothing is stored and nothing is shuffled in memory: an epoch is a keyed permutation of
+range(num_windows), evaluated where it is asked for. Seeking costs nothing, and any number of ranks
+sees the same order.
 """
 
 from __future__ import annotations
@@ -19,11 +21,13 @@ ROUNDS = 8
 def shuffled(
     positions: np.ndarray[Any, np.dtype[Any]], num_windows: int, *, seed: int
 ) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return the window at each position of an endless reading, in which every epoch is another permutation.
+    """Return the window at each position of an endless reading, in which every epoch is another
+    permutation.
 
-    Position p lies in epoch p // num_windows. A Feistel network on the next power of four is a permutation of more than
-    num_windows numbers; walking on until the answer is below num_windows makes it one of exactly those. These figures are
-    part of the format of a run: changing any of them changes what a resumed run reads next.
+    Position p lies in epoch p // num_windows. A Feistel network on the next power of four is a
+    permutation of more than num_windows numbers; walking on until the answer is below num_windows
+    makes it one of exactly those. These figures are part of the format of a run: changing any of
+    them changes what a resumed run reads next.
 
     Shapes:  positions (N,), integers from 0; returns (N,).
     Cost:    O(1) a position, whatever num_windows is.

@@ -1,7 +1,9 @@
-"""A data set at an address such as s3://bucket/data: fetched once into the cache, every block checked, then read as any folder is.
+"""A data set at an address such as s3://bucket/data: fetched once into the cache, every block
+checked, then read as any folder is.
 
-What is read of one address on this machine lies in its home, `~/.cache/flatout/stored/NAME-DIGEST/`: a copy for each state of the
-data set that was read, named by its manifest's digest. A copy that has a manifest is whole.
+What is read of one address on this machine lies in its home,
+`~/.cache/flatout/stored/NAME-DIGEST/`: a copy for each state of the data set that was read, named
+by its manifest's digest. A copy that has a manifest is whole.
 """
 
 from __future__ import annotations
@@ -46,11 +48,14 @@ from flatout.sources.remote import (
 
 _MAKE_ROOM = "Make room there and run the same command again: it keeps what is done."
 ATTEMPTS_WITH_COPY = 1
-"""So often a store is asked where a copy can be read when it does not answer; the packages that ask try again by themselves."""
+"""So often a store is asked where a copy can be read when it does not answer; the packages that ask
+try again by themselves.
+"""
 
 
 def open_place(place: str | Path, *, cache: Path = CACHE, progress: Progress = SILENT) -> Dataset:
-    """Open a data set: a folder, or what lies at an address, which is fetched unless it is in the cache.
+    """Open a data set: a folder, or what lies at an address, which is fetched unless it is in the
+    cache.
 
     Raises: DataError when there is none, it is not whole, or it cannot be fetched; MissingPackage.
     """
@@ -68,7 +73,8 @@ def absolute_place(place: str) -> str:
 def stored_address(address: str) -> str:
     """Return the address of a data set without a slash at its end.
 
-    Raises: DataError when it is a folder here, or holds a secret, which configurations and manifests would keep.
+    Raises: DataError when it is a folder here, or holds a secret, which configurations and
+            manifests would keep.
     """
     if protocol_of(address) in ("file", "local"):
         raise DataError(
@@ -104,7 +110,8 @@ def copy_of(home: Path, manifest: bytes) -> Path:
 
 @contextlib.contextmanager
 def owned(home: Path, busy: Callable[[], None]) -> Iterator[None]:
-    """Make the home of an address and own it; `busy` is called when another process does, and what it does not refuse waits.
+    """Make the home of an address and own it; `busy` is called when another process does, and what
+    it does not refuse waits.
 
     Raises: DataError when the cache cannot be written.
     """
@@ -136,7 +143,8 @@ def in_cache(place: Path) -> Iterator[None]:
 
 
 def local_copy(address: str, *, cache: Path = CACHE, progress: Progress = SILENT) -> Path:
-    """Return a folder that holds the data set as it is at the address now; of processes that ask at once, one fetches it.
+    """Return a folder that holds the data set as it is at the address now; of processes that ask at
+    once, one fetches it.
 
     Where the store cannot be reached, that is the copy that was read last, and said.
 
@@ -289,7 +297,8 @@ def _fetch_file(address: str, entry: FileEntry, target: Path, transfers: Transfe
 
 
 def stored_blocks(address: str, entry: FileEntry) -> Iterator[tuple[bytes, str | None]]:
-    """Yield the blocks of one of a data set's files, as the store gives them, each with what is wrong with it, if anything.
+    """Yield the blocks of one of a data set's files, as the store gives them, each with what is
+    wrong with it, if anything.
 
     Raises: DataError when the file cannot be read.
     """

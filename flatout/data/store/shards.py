@@ -1,8 +1,9 @@
 """Tokens on disk: opens a data set folder (`writer.py` makes one) and cuts windows out of it.
 
-A folder is `manifest.json`, `tokenizer.json`, `{train,val}-NNNNN.bin` (flat tokens), `{train,val}-documents.bin` (int64
-ends) and, with a loss mask, `{train,val}-NNNNN.mask.bin` (uint8). Every 4 MiB block has a CRC-32: sizes are checked when a
-folder is opened and whenever a file is read, a block when something in it is first read.
+A folder is `manifest.json`, `tokenizer.json`, `{train,val}-NNNNN.bin` (flat tokens),
+`{train,val}-documents.bin` (int64 ends) and, with a loss mask, `{train,val}-NNNNN.mask.bin`
+(uint8). Every 4 MiB block has a CRC-32: sizes are checked when a folder is opened and whenever a
+file is read, a block when something in it is first read.
 
 Letters in names: N windows, T tokens of one window, W = T + 1 (a window and its last target).
 """
@@ -47,9 +48,13 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, np.dtype[Any]]
 
 CHECKERS = 4
-"""Threads that check blocks, where several are touched for the first time together: as the first step of a run does."""
+"""Threads that check blocks, where several are touched for the first time together: as the first
+step of a run does.
+"""
 SIZES_EVERY_S = 1.0
-"""How often the sizes of the files in use are looked at: each look costs as much as reading some windows."""
+"""How often the sizes of the files in use are looked at: each look costs as much as reading some
+windows.
+"""
 
 
 class Dataset:
@@ -64,9 +69,11 @@ class Dataset:
 
     @classmethod
     def open(cls, path: Path | str, *, place: str | None = None) -> Dataset:
-        """Open the folder; its manifest, its tokenizer and every file's size are checked, tokens are not read.
+        """Open the folder; its manifest, its tokenizer and every file's size are checked, tokens
+        are not read.
 
-        Raises: DataError when it is no data set, or a file is missing, has another size, or is another tokenizer.
+        Raises: DataError when it is no data set, or a file is missing, has another size, or is
+                another tokenizer.
         """
         folder = expanded(path)
         dataset = cls(folder, read_manifest(folder), place=place)
@@ -136,7 +143,8 @@ class Windowed(Protocol):
 class Split:
     """One split's tokens as one long line, from which windows are cut.
 
-    Window i covers the tokens i*T to i*T + T, both included: T inputs and, one further on, T targets.
+    Window i covers the tokens i*T to i*T + T, both included: T inputs and, one further on, T
+    targets.
     """
 
     def __init__(self, folder: Path, name: SplitName, manifest: Manifest) -> None:
@@ -164,7 +172,8 @@ class Split:
         return max(self.num_tokens - 1, 0) // seq_len
 
     def windows_at(self, positions: Array, seq_len: int, *, seed: int) -> Array:
-        """Return the index of the window at each position of an endless reading, in which every epoch is another permutation.
+        """Return the index of the window at each position of an endless reading, in which every
+        epoch is another permutation.
 
         Shapes:  positions (N,), integers from 0; returns (N,).
         """
@@ -185,14 +194,16 @@ class Split:
         return out
 
     def read_spans(self, starts: Array, lengths: Array, out: Array) -> None:
-        """Copy lengths[n] tokens from starts[n] on to the beginning of out[n], and write 0 behind them.
+        """Copy lengths[n] tokens from starts[n] on to the beginning of out[n], and write 0 behind
+        them.
 
         Shapes:  starts, lengths (N,), lengths at most W; out (N, W).
         """
         self._tokens.read_spans(starts, lengths, out)
 
     def read_mask_spans(self, starts: Array, lengths: Array, out: Array) -> None:
-        """Copy the mask of lengths[n] tokens from starts[n] on to the beginning of out[n], and write False behind them.
+        """Copy the mask of lengths[n] tokens from starts[n] on to the beginning of out[n], and
+        write False behind them.
 
         Shapes:  starts, lengths (N,), lengths at most W; out (N, W) bool.
         """
@@ -212,13 +223,15 @@ class Split:
         return out
 
     def read_document_ids(self, indices: Array, seq_len: int, out: Array) -> None:
-        """Number the documents within each window's inputs: 0 for the one it begins in, then 1, 2, ...
+        """Number the documents within each window's inputs: 0 for the one it begins in, then 1, 2,
+        ...
 
         Shapes:  indices (N,), out (N, T) int32.
         """
         starts = indices.astype(np.int64) * seq_len
         ends = self.document_ends
-        # A document that ends at position e (exclusive) makes position e the first of the next: add one from there on.
+        # A document that ends at position e (exclusive) makes position e the first of the next: add
+        # one from there on.
         first, last = (
             np.searchsorted(ends, starts, side="right"),
             np.searchsorted(ends, starts + seq_len - 1, side="right"),
@@ -231,7 +244,9 @@ class Split:
         np.cumsum(out, axis=1, out=out)
 
     def block_problems(self, *, but: Container[str] = ()) -> Iterator[tuple[int, str | None]]:
-        """Check every block of every file, but the files that are named; yield its size in bytes and what is wrong with it, if anything."""
+        """Check every block of every file, but the files that are named; yield its size in bytes
+        and what is wrong with it, if anything.
+        """
         for tape in (self._tokens, self._masks, self._ends):
             yield from tape.block_problems(but=but)
 
@@ -244,7 +259,9 @@ class Split:
 
 
 class _Tape:
-    """Several files read as one long array; each 4 MiB block is checked when something in it is first read."""
+    """Several files read as one long array; each 4 MiB block is checked when something in it is
+    first read.
+    """
 
     def __init__(self, folder: Path, entries: Sequence[FileEntry], items: Items) -> None:
         dtype = items.dtype
@@ -278,7 +295,9 @@ class _Tape:
         return [memoryview(found) for found in self._maps]
 
     def _check_sizes(self) -> None:
-        """Refuse a file that was cut or grown under us: what is read beyond its end would end the process, without a word."""
+        """Refuse a file that was cut or grown under us: what is read beyond its end would end the
+        process, without a word.
+        """
         if time.monotonic() < self._sizes_due_s:
             return
         for path, entry, found in zip(self._paths, self._entries, self._maps, strict=True):
@@ -288,7 +307,9 @@ class _Tape:
         self._sizes_due_s = time.monotonic() + SIZES_EVERY_S
 
     def read(self, starts: Array, out: Array) -> None:
-        """Copy `out.shape[1]` items from each start into the rows of `out`, which lie one behind the other."""
+        """Copy `out.shape[1]` items from each start into the rows of `out`, which lie one behind
+        the other.
+        """
         width = out.shape[1]
         if not len(starts) or not width:
             return
@@ -316,7 +337,9 @@ class _Tape:
                 self._read_across(int(starts[row]), out[row])
 
     def read_spans(self, starts: Array, lengths: Array, out: Array) -> None:
-        """Copy lengths[n] items from starts[n] on to the beginning of out[n], and write 0 behind them."""
+        """Copy lengths[n] items from starts[n] on to the beginning of out[n], and write 0 behind
+        them.
+        """
         width = out.shape[1]
         whole = starts + width <= self._first[-1]
         rows = np.empty((int(whole.sum()), width), out.dtype)
@@ -359,7 +382,9 @@ class _Tape:
         self._all_checked = bool(self._checked.all())
 
     def block_problems(self, *, but: Container[str]) -> Iterator[tuple[int, str | None]]:
-        """Check every block of the files, but those that are named; yield each one's size in bytes and what is wrong with it, if anything."""
+        """Check every block of the files, but those that are named; yield each one's size in bytes
+        and what is wrong with it, if anything.
+        """
         for file, entry in enumerate(self._entries):
             if entry.name not in but:
                 blocks = range(int(self._first_block[file]), int(self._first_block[file + 1]))
@@ -367,7 +392,9 @@ class _Tape:
                     yield min(entry.size_bytes - within * BLOCK_BYTES, BLOCK_BYTES), problem
 
     def _problems(self, blocks: Sequence[int]) -> Iterator[str | None]:
-        """Yield what is wrong with each block, in their order; several threads read and sum, which is all the work there is."""
+        """Yield what is wrong with each block, in their order; several threads read and sum, which
+        is all the work there is.
+        """
         if len(blocks) < 2:
             yield from map(self._problem, blocks)
             return
@@ -375,9 +402,11 @@ class _Tape:
             yield from pool.map(self._problem, blocks)
 
     def _problem(self, block: int) -> str | None:
-        """Read a block and say what is wrong with it, with its file and the byte; None when it is whole.
+        """Read a block and say what is wrong with it, with its file and the byte; None when it is
+        whole.
 
-        It is read and not mapped: what the disk refuses is an error then, and not the end of the process.
+        It is read and not mapped: what the disk refuses is an error then, and not the end of the
+        process.
         """
         file = int(np.searchsorted(self._first_block, block, side="right")) - 1
         within = block - int(self._first_block[file])

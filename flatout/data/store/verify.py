@@ -45,7 +45,8 @@ class Verified:
 
 
 def verify_dataset(folder: Path, *, progress: Progress = SILENT) -> Verified:
-    """Check every file, block and count of a data set folder: sizes, checksums, token ids, mask values, document ends, the tokenizer.
+    """Check every file, block and count of a data set folder: sizes, checksums, token ids, mask
+    values, document ends, the tokenizer.
 
     Memory: one block, and the document ends.
     Raises: DataError when the folder has no manifest that can be read.
@@ -76,7 +77,8 @@ def verify_dataset(folder: Path, *, progress: Progress = SILENT) -> Verified:
 
 
 def verify_stored(address: str, *, progress: Progress = SILENT) -> Verified:
-    """Check what is at an address, as it comes, for all that `verify_dataset` checks a folder for. Nothing is kept.
+    """Check what is at an address, as it comes, for all that `verify_dataset` checks a folder for.
+    Nothing is kept.
 
     Memory: a block of each file under way, and the document ends.
     Raises: DataError when there is no manifest that can be read, or the store does not answer.

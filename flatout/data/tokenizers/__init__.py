@@ -1,8 +1,10 @@
-"""Text to tokens and back. Five kinds: characters, bytes, a BPE trained on the corpus, a tokenizer.json (of a file, a folder or a
+"""Text to tokens and back. Five kinds: characters, bytes, a BPE trained on the corpus, a
+tokenizer.json (of a file, a folder or a
 repository of the Hugging Face hub), a .tiktoken file.
 
-Whatever it came from, a tokenizer saves to one self-contained JSON file, which lies in the data set's folder and in nothing
-else's care: loading it needs no network, no other file and no package but the one that encodes.
+Whatever it came from, a tokenizer saves to one self-contained JSON file, which lies in the data
+set's folder and in nothing else's care: loading it needs no network, no other file and no package
+but the one that encodes.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ from flatout.recognised import recognise
 from flatout.registry import nearest
 
 TRAINING_BYTES = 8_000_000
-"""Text a BPE is trained on: a few seconds' work, and more hardly changes a vocabulary of this size."""
+"""Text a BPE is trained on: a few seconds' work, and more hardly changes a vocabulary of this size.
+"""
 
 RESTORE = "Restore it from a copy: a dataset and the runs that were trained on it have the same tokenizer.json."
 """What to do about a tokenizer that is not the one that was kept."""
@@ -51,7 +54,9 @@ _KINDS: dict[str, Callable[[dict[str, Any]], StoredTokenizer]] = {
 
 
 class Tokenizer(Protocol):
-    """What turns text into ids below `vocab_size`. Text never yields `eot_id` or another special id."""
+    """What turns text into ids below `vocab_size`. Text never yields `eot_id` or another special
+    id.
+    """
 
     name: str
     vocab_size: int
@@ -66,7 +71,9 @@ class Tokenizer(Protocol):
     def encode_stream(
         self, chunks: Iterable[str]
     ) -> Iterator[np.ndarray[Any, np.dtype[np.uint32]]]:
-        """Yield the ids of one text that comes in chunks, in bounded memory; how it is chunked changes no id."""
+        """Yield the ids of one text that comes in chunks, in bounded memory; how it is chunked
+        changes no id.
+        """
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of one text."""
@@ -94,13 +101,16 @@ def make_tokenizer(
     cache: Path | None = CACHE,
     progress: Progress = SILENT,
 ) -> Tokenizer:
-    """Return the tokenizer that `spec` names, with the fastest engine that gives its ids on text of the corpus.
+    """Return the tokenizer that `spec` names, with the fastest engine that gives its ids on text of
+    the corpus.
 
-    `spec` is char, byte, train:N, a file, a folder, or a repository of the Hugging Face hub, `ORG/NAME` or `ORG/NAME@REVISION`.
-    `train_on` gives what train:N learns from, about so much of the corpus; None takes it of `sample`. `cache` is where verdicts on
-    engines are kept; None keeps none.
+    `spec` is char, byte, train:N, a file, a folder, or a repository of the Hugging Face hub,
+    `ORG/NAME` or `ORG/NAME@REVISION`. `train_on` gives what train:N learns from, about so much of
+    the corpus; None takes it of `sample`. `cache` is where verdicts on engines are kept; None keeps
+    none.
 
-    Raises: DataError for a name that is none of these, a file that cannot be used, or an empty sample; MissingPackage.
+    Raises: DataError for a name that is none of these, a file that cannot be used, or an empty
+            sample; MissingPackage.
     """
     if spec == "char":
         with progress.task("Collecting characters", unit="MB") as task:
@@ -142,9 +152,11 @@ def existing_tokenizer(
     *,
     progress: Progress = SILENT,
 ) -> StoredTokenizer:
-    """Return the tokenizer that `spec` names, which needs no text to be made: byte, a file, a folder, or a repository of the hub.
+    """Return the tokenizer that `spec` names, which needs no text to be made: byte, a file, a
+    folder, or a repository of the hub.
 
-    Raises: DataError for a name that is none of these, or a file that cannot be used; MissingPackage.
+    Raises: DataError for a name that is none of these, or a file that cannot be used;
+            MissingPackage.
     """
     if spec == "byte":
         return ByteTokenizer()
@@ -233,10 +245,12 @@ def load_tokenizer(
     name: str | None = None,
     sha256: str | None = None,
 ) -> StoredTokenizer:
-    """Return the tokenizer in a file: one that `save` wrote, a Hugging Face tokenizer.json, or a .tiktoken file.
+    """Return the tokenizer in a file: one that `save` wrote, a Hugging Face tokenizer.json, or a
+    .tiktoken file.
 
-    `pattern` splits text for a .tiktoken file that is not a known one; `end_of_text` names that token of a tokenizer.json;
-    `name` is what messages call the file, its path unless stated; `sha256` is the digest that it must have.
+    `pattern` splits text for a .tiktoken file that is not a known one; `end_of_text` names that
+    token of a tokenizer.json; `name` is what messages call the file, its path unless stated;
+    `sha256` is the digest that it must have.
 
     Raises: DataError when the file cannot be read, is none of these, or has another digest.
     """
@@ -293,7 +307,9 @@ def _is_proven(document: dict[str, Any]) -> bool:
 
 
 def try_out(name: str, cpu_s: float) -> int:
-    """Load the tokenizer on standard input and encode texts within limits; return the exit code. `tokenizers_check` runs this in a process."""
+    """Load the tokenizer on standard input and encode texts within limits; return the exit code.
+    `tokenizers_check` runs this in a process.
+    """
     document = json.load(sys.stdin.buffer)
 
     def load() -> StoredTokenizer:

@@ -22,20 +22,26 @@ END_OF_TEXT = "<|endoftext|>"
 PIECE_CHARACTERS = 1 << 18
 """Longer texts are encoded a piece at a time, which takes less memory."""
 LONGEST_PIECE_CHARACTERS = 1 << 20
-"""A text with no place to cut it for so long is refused: what encoding it takes would not be bounded."""
+"""A text with no place to cut it for so long is refused: what encoding it takes would not be
+bounded.
+"""
 
 AHEAD_CHARACTERS = 4096
 """How far ahead of a place a tokenizer may look to see whether text may be cut there."""
 
 MOST_IDS = 1 << 24
-"""Ids of a vocabulary: tables of them are held. The largest vocabularies in use have a few hundred thousand."""
+"""Ids of a vocabulary: tables of them are held. The largest vocabularies in use have a few hundred
+thousand.
+"""
 
 Ids = np.ndarray[Any, np.dtype[np.uint32]]
 Encode = Callable[[str], Ids]
 
 
 class NotEncodable(DataError):
-    """A text that a tokenizer has no ids for: the text's fault, so that the document may be skipped."""
+    """A text that a tokenizer has no ids for: the text's fault, so that the document may be
+    skipped.
+    """
 
 
 class StoredTokenizer(ABC):
@@ -43,33 +49,44 @@ class StoredTokenizer(ABC):
 
     kind: ClassVar[str]
     engines: tuple[str, ...]
-    """The packages that may encode for it, the fastest first; the last one's ids are the right ones. None where numpy does."""
+    """The packages that may encode for it, the fastest first; the last one's ids are the right
+    ones. None where numpy does.
+    """
     engine: str
     """The one that does. It changes no id and is not part of what is saved."""
     name: str
     vocab_size: int
     eot_id: int
     proven = True
-    """Whether every text is encoded in a time and memory that its length bounds; else it depends on what is in the file."""
+    """Whether every text is encoded in a time and memory that its length bounds; else it depends on
+    what is in the file.
+    """
     splits_all_text = False
-    """Whether its pattern has to match all of a text, which then comes back as it was; other tokenizers may normalise it."""
+    """Whether its pattern has to match all of a text, which then comes back as it was; other
+    tokenizers may normalise it.
+    """
     bounds: Callable[[], AbstractContextManager[None]] = nullcontext
     """What surrounds the work on each piece of a text."""
 
     @abstractmethod
     def encode_piece(self, text: str, start: int) -> Ids:
-        """Return the ids of a piece of text, none of them special; `start` is its place in the document, for messages.
+        """Return the ids of a piece of text, none of them special; `start` is its place in the
+        document, for messages.
 
         Raises: NotEncodable when the text cannot be written in this vocabulary.
         """
 
     @abstractmethod
     def next_cut(self, text: str, place: int, end: int) -> int | None:
-        """Return the first place from `place` up to `end` where cutting the text does not change its ids; None when there is none."""
+        """Return the first place from `place` up to `end` where cutting the text does not change
+        its ids; None when there is none.
+        """
 
     @abstractmethod
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
-        """Return the bytes of some ids, which may end inside a character; an unknown id becomes U+FFFD."""
+        """Return the bytes of some ids, which may end inside a character; an unknown id becomes
+        U+FFFD.
+        """
 
     @abstractmethod
     def document(self) -> dict[str, Any]:
@@ -91,9 +108,11 @@ class StoredTokenizer(ABC):
 
     @final
     def encode_stream(self, chunks: Iterable[str]) -> Iterator[Ids]:
-        """Yield the ids of one text that comes in chunks, piece by piece, in bounded memory; how it is chunked changes no id.
+        """Yield the ids of one text that comes in chunks, piece by piece, in bounded memory; how it
+        is chunked changes no id.
 
-        Raises: NotEncodable when the text cannot be written in this vocabulary, or has no place to cut it for too long.
+        Raises: NotEncodable when the text cannot be written in this vocabulary, or has no place to
+                cut it for too long.
         """
         held, start = "", 0
         for block in _blocks(chunks):
@@ -186,13 +205,16 @@ def _restored(
 
 
 def is_panic(error: BaseException) -> bool:
-    """Return whether an error is a panic in Rust, which is no Exception; each package has a class of its own for it."""
+    """Return whether an error is a panic in Rust, which is no Exception; each package has a class
+    of its own for it.
+    """
     return type(error).__name__ == "PanicException"
 
 
 @contextmanager
 def failures_named(name: str) -> Iterator[None]:
-    """Turn what the engine of a tokenizer raises for a text, a bare Exception or a panic, into an error that names the tokenizer.
+    """Turn what the engine of a tokenizer raises for a text, a bare Exception or a panic, into an
+    error that names the tokenizer.
 
     Raises: NotEncodable.
     """
@@ -225,7 +247,9 @@ def join_pieces(table: Sequence[bytes], ids: Sequence[int]) -> bytes:
 
 
 def not_text(error: UnicodeEncodeError, start: int = 0) -> NotEncodable:
-    """Return the error for half a surrogate pair: a code point that is no character, so no encoding has it."""
+    """Return the error for half a surrogate pair: a code point that is no character, so no encoding
+    has it.
+    """
     code = ord(error.object[error.start])
     return NotEncodable(
         f"Character {start + error.start} is U+{code:04X}, half of a surrogate pair, which is not text.",

@@ -1,4 +1,6 @@
-"""Byte-level BPE by ranks, encoded by tiktoken: trained on the corpus here, or read from a .tiktoken file."""
+"""Byte-level BPE by ranks, encoded by tiktoken: trained on the corpus here, or read from a
+.tiktoken file.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ from flatout.errors import DataError
 from flatout.progress import SILENT, Progress
 
 GPT2_PATTERN = r"'(?:[sdmt]|ll|re|ve)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
-"""Where GPT-2 splits text before merging, with possessive quantifiers, so that long runs need no backtracking."""
+"""Where GPT-2 splits text before merging, with possessive quantifiers, so that long runs need no
+backtracking.
+"""
 
 _CL100K = r"'(?i:[sdmt]|ll|re|ve)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
 _O200K_END = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
@@ -78,7 +82,8 @@ KNOWN = {
 
 
 class RankTokenizer(StoredTokenizer):
-    """Byte-level BPE: text is split by a pattern, then adjacent pieces merge, the lowest resulting id first.
+    """Byte-level BPE: text is split by a pattern, then adjacent pieces merge, the lowest resulting
+    id first.
 
     `pieces` holds the bytes of each id; None where an id is not used, as for end-of-text.
     """
@@ -135,7 +140,9 @@ class RankTokenizer(StoredTokenizer):
             ) from error
 
     def next_cut(self, text: str, place: int, end: int) -> int | None:
-        """Return the next place that no token crosses: by the known patterns, or as tried out for another."""
+        """Return the next place that no token crosses: by the known patterns, or as tried out for
+        another.
+        """
         return (
             known_cut(text, place, end)
             if self.pattern in SCHEMES
@@ -213,10 +220,11 @@ def read_tiktoken(data: bytes, name: str, *, pattern: str | None = None) -> Rank
 def train_bpe(
     texts: Iterable[str], vocab_size: int, *, progress: Progress = SILENT
 ) -> RankTokenizer:
-    """Return a byte-level BPE of at most `vocab_size` ids, end-of-text included, trained on the texts.
+    """Return a byte-level BPE of at most `vocab_size` ids, end-of-text included, trained on the
+    texts.
 
-    The 256 bytes come first, then the merges in the order found, end-of-text last. Text is split as GPT-2 does. Equal texts
-    give equal vocabularies.
+    The 256 bytes come first, then the merges in the order found, end-of-text last. Text is split as
+    GPT-2 does. Equal texts give equal vocabularies.
 
     Raises: DataError when there is no text.
     """
@@ -248,9 +256,11 @@ def train_bpe(
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """Yield the text in pieces that split as the whole does; where it cannot be cut, no more than a piece may be long.
+    """Yield the text in pieces that split as the whole does; where it cannot be cut, no more than a
+    piece may be long.
 
-    The trainer takes a hundred bytes for each character of a piece, and for a word the square of its length in time.
+    The trainer takes a hundred bytes for each character of a piece, and for a word the square of
+    its length in time.
     """
     place = 0
     while (cut := known_cut(text, place + TRAINING_PIECE_CHARACTERS, len(text))) is not None:
@@ -260,7 +270,9 @@ def _pieces(text: str) -> Iterator[str]:
 
 
 def byte_level_alphabet() -> dict[str, int]:
-    """Return the byte behind each character of a byte-level vocabulary: printable Latin-1 stands for itself, the rest from U+0100 on."""
+    """Return the byte behind each character of a byte-level vocabulary: printable Latin-1 stands
+    for itself, the rest from U+0100 on.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     rest = [value for value in range(256) if value not in printable]
     return {chr(value): value for value in printable} | {

@@ -1,4 +1,6 @@
-"""What of a tokenizer.json decides its ids, where it is a byte-level BPE of the kind that GPT-2, Llama 3 and Qwen have."""
+"""What of a tokenizer.json decides its ids, where it is a byte-level BPE of the kind that GPT-2,
+Llama 3 and Qwen have.
+"""
 
 from __future__ import annotations
 
@@ -44,12 +46,16 @@ class Layout:
 
     @property
     def splits_in_bounds(self) -> bool:
-        """Whether the pattern is one of the usual ones, whose time and memory a text's length bounds."""
+        """Whether the pattern is one of the usual ones, whose time and memory a text's length
+        bounds.
+        """
         return self.pattern in CUT_PATTERNS
 
     @property
     def cuts_are_known(self) -> bool:
-        """Whether `tokenizers_cuts` proves where a text may be cut: by the pattern, and as no kept token holds white space."""
+        """Whether `tokenizers_cuts` proves where a text may be cut: by the pattern, and as no kept
+        token holds white space.
+        """
         kept = [
             content
             for added in (self.raw_added, self.normalized_added)
@@ -79,7 +85,8 @@ class Layout:
         )
 
     def tiktoken(self) -> Encode:
-        """Return tiktoken for it: ids taken as ranks, which they are when they grow along the merges.
+        """Return tiktoken for it: ids taken as ranks, which they are when they grow along the
+        merges.
 
         Raises: MissingPackage; DataError when it cannot be used.
         """
@@ -156,7 +163,9 @@ def layout_of(definition: Mapping[str, Any]) -> Layout | None:
 
 
 def _pattern(pre_tokenizer: Mapping[str, Any]) -> str | None:
-    """Return what a pre-tokeniser splits by; None when it is not one that splits by one pattern and then writes bytes."""
+    """Return what a pre-tokeniser splits by; None when it is not one that splits by one pattern and
+    then writes bytes.
+    """
     if (
         pre_tokenizer.get("type") == "ByteLevel"
         and not pre_tokenizer.get("add_prefix_space")

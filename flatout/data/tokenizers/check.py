@@ -1,7 +1,9 @@
-"""A tokenizer file of unknown kind is first tried out in a process of its own, with limits on CPU time and memory.
+"""A tokenizer file of unknown kind is first tried out in a process of its own, with limits on CPU
+time and memory.
 
-Its regular expressions may backtrack without end, its normalizers may double a text over and over, and damage in it may end the
-process. What passes is kept by the file's digest. Trying proves nothing about other text, so the workers of prepare have limits too.
+Its regular expressions may backtrack without end, its normalizers may double a text over and over,
+and damage in it may end the process. What passes is kept by the file's digest. Trying proves
+nothing about other text, so the workers of prepare have limits too.
 """
 
 from __future__ import annotations
@@ -22,14 +24,18 @@ from flatout.data.tokenizers.process_limits import bound_memory, cpu_bounded, en
 from flatout.errors import DataError
 
 CPU_S = 30
-"""CPU time that loading a tokenizer and encoding the texts it is tried on may take; one of 256,000 tokens takes about 4 s."""
+"""CPU time that loading a tokenizer and encoding the texts it is tried on may take; one of 256,000
+tokens takes about 4 s.
+"""
 MEMORY_BYTES = 2 << 30
 WALL_S = 600
 CHECK_VERSION = 1
 """Counts up with every change of what is tried."""
 LONG_CHARACTERS = 5_000
 PIECE_CPU_S = 300
-"""CPU time that a worker of prepare may take for one piece of a text, which has at most a million characters,"""
+"""CPU time that a worker of prepare may take for one piece of a text, which has at most a million
+characters,
+"""
 PIECE_BYTES = 8 << 30
 """and the memory that it may take on top of what it has at first."""
 OWN_TEXTS = 256
@@ -42,7 +48,8 @@ _PATTERN_FIX = "Correct --pattern: it has to match every part of a text, and nev
 
 
 def require_usable(text: bytes, name: str, *, cache: Path | None) -> None:
-    """Do nothing when the tokenizer in the text of a JSON file can be loaded and encodes a few texts within the limits.
+    """Do nothing when the tokenizer in the text of a JSON file can be loaded and encodes a few
+    texts within the limits.
 
     Raises: DataError saying what is wrong with it.
     """
@@ -81,7 +88,9 @@ def _refused(name: str, why: str, fix: str = _FIX) -> DataError:
 
 
 def bound_pieces(tokenizer: object) -> None:
-    """Let the system end this process when a tokenizer that is not proven takes too long for a piece of text, or too much memory."""
+    """Let the system end this process when a tokenizer that is not proven takes too long for a
+    piece of text, or too much memory.
+    """
     if isinstance(tokenizer, StoredTokenizer) and not tokenizer.proven:
         bound_memory(PIECE_BYTES)
         tokenizer.bounds = partial(cpu_bounded, PIECE_CPU_S)
@@ -90,7 +99,9 @@ def bound_pieces(tokenizer: object) -> None:
 def try_out_within_limits(
     load: Callable[[], StoredTokenizer], name: str, strings: Iterable[str], cpu_s: float
 ) -> int:
-    """Load a tokenizer and encode texts, some of them from the file's own `strings`, within limits; print what is wrong, and return the exit code."""
+    """Load a tokenizer and encode texts, some of them from the file's own `strings`, within limits;
+    print what is wrong, and return the exit code.
+    """
     bound_memory(MEMORY_BYTES)
     with cpu_bounded(cpu_s):
         try:

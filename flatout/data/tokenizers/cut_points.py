@@ -1,13 +1,15 @@
 """Where a text may be cut without changing its ids.
 
-The known ways to split text (GPT-2's, cl100k's and its kin in Llama 3 and Qwen 2, o200k's) look ahead and never back, so the
-right side of a cut splits as it did when a split falls there; the left side does when its end looks the same to its last
-piece. Both hold in three places, by the patterns: before a space after anything that is no space, since no alternative goes on
-from one to the other; before a line end after an ASCII letter or digit, for the same reason; after a line end that stands
-alone and before what is neither a space nor a slash, since only o200k goes on after a line end, and only with a slash.
+The known ways to split text (GPT-2's, cl100k's and its kin in Llama 3 and Qwen 2, o200k's) look
+ahead and never back, so the right side of a cut splits as it did when a split falls there; the left
+side does when its end looks the same to its last piece. Both hold in three places, by the patterns:
+before a space after anything that is no space, since no alternative goes on from one to the other;
+before a line end after an ASCII letter or digit, for the same reason; after a line end that stands
+alone and before what is neither a space nor a slash, since only o200k goes on after a line end, and
+only with a slash.
 
-For other ways, the same places are tried, and one is taken where encoding the sides apart and together gives the same ids,
-seen from two beginnings.
+For other ways, the same places are tried, and one is taken where encoding the sides apart and
+together gives the same ids, seen from two beginnings.
 """
 
 from __future__ import annotations
@@ -27,15 +29,19 @@ TRIED = 64
 
 
 def known_cut(text: str, place: int, end: int) -> int | None:
-    """Return the first place from `place` up to `end` where no known way to split text joins what is on either side."""
+    """Return the first place from `place` up to `end` where no known way to split text joins what
+    is on either side.
+    """
     found = PLACE.search(text, place, end)
     return found.start() if found else None
 
 
 def confirmed_cut(encode: Encode, text: str, place: int, end: int) -> int | None:
-    """Return the first place where encoding both sides apart gives the ids of both together, from two beginnings.
+    """Return the first place where encoding both sides apart gives the ids of both together, from
+    two beginnings.
 
-    Only places far enough from the end are looked at, so that what comes after the end decides nothing.
+    Only places far enough from the end are looked at, so that what comes after the end decides
+    nothing.
     """
     for found in islice(PLACE.finditer(text, place, min(end, len(text) - AHEAD_CHARACTERS)), TRIED):
         cut = found.start()

@@ -1,7 +1,9 @@
-"""Which engine encodes: the fastest whose ids are those of the slowest, on strings made to tell them apart and on text of the very corpus.
+"""Which engine encodes: the fastest whose ids are those of the slowest, on strings made to tell
+them apart and on text of the very corpus.
 
-The strings are tried once for a tokenizer and an engine of these versions, and the verdict is kept; the corpus is tried every
-time. An engine that is absent, fails or differs is passed over aloud, and is never an error.
+The strings are tried once for a tokenizer and an engine of these versions, and the verdict is kept;
+the corpus is tried every time. An engine that is absent, fails or differs is passed over aloud, and
+is never an error.
 """
 
 from __future__ import annotations
@@ -57,10 +59,11 @@ _VERY_LONG_CHARACTERS = 100_000
 def choose_engine(
     tokenizer: StoredTokenizer, sample: Iterable[str], *, cache: Path | None, progress: Progress
 ) -> StoredTokenizer:
-    """Return the tokenizer with the fastest engine that gives its ids, and say in one line which and why.
+    """Return the tokenizer with the fastest engine that gives its ids, and say in one line which
+    and why.
 
-    `sample` gives text of the corpus, more than `WORTHWHILE_CHARACTERS` where there is so much; below, the tokenizer stays as it is.
-    `cache` is where verdicts are kept, None keeps none.
+    `sample` gives text of the corpus, more than `WORTHWHILE_CHARACTERS` where there is so much;
+    below, the tokenizer stays as it is. `cache` is where verdicts are kept, None keeps none.
     """
     texts = _thinned(sample) if tokenizer.engines else []
     if not texts:
@@ -97,7 +100,9 @@ def _sentence(passed_over: list[str], verdict: str) -> str:
 
 
 def _thinned(sample: Iterable[str]) -> list[str]:
-    """Return evenly spread chunks of the sample; none when it is too little. What is no text is left to packing, which says so."""
+    """Return evenly spread chunks of the sample; none when it is too little. What is no text is
+    left to packing, which says so.
+    """
     chunks: list[str] = []
     size = 0
     for text in sample:
@@ -137,7 +142,9 @@ def difference(candidate: StoredTokenizer, reference: StoredTokenizer, texts: It
 
 
 def _ids_or_error(tokenizer: StoredTokenizer, text: str) -> Ids | str:
-    """Return the ids, or why there are none. A panic in Rust is no Exception, and must not end what a slower engine can do."""
+    """Return the ids, or why there are none. A panic in Rust is no Exception, and must not end what
+    a slower engine can do.
+    """
     try:
         return tokenizer.encode_piece(text, 0)
     except (KeyboardInterrupt, SystemExit, MemoryError):
@@ -183,7 +190,9 @@ def keep(place: Path, verdict: dict[str, object]) -> None:
 
 
 def probes(tokenizer: StoredTokenizer) -> Iterator[str]:
-    """Yield strings on which engines part ways if they ever do, some of them from the tokenizer's own vocabulary."""
+    """Yield strings on which engines part ways if they ever do, some of them from the tokenizer's
+    own vocabulary.
+    """
     yield from CORNERS
     yield "".join(CORNERS)
     yield from _literals(tokenizer)
@@ -201,7 +210,9 @@ def _literals(tokenizer: StoredTokenizer) -> Iterator[str]:
 
 
 def literal_tokens(tokenizer: StoredTokenizer) -> list[str]:
-    """Return end-of-text and the tokens that the tokenizer's file adds to its vocabulary, at most 64 of them."""
+    """Return end-of-text and the tokens that the tokenizer's file adds to its vocabulary, at most
+    64 of them.
+    """
     document = tokenizer.document().get("tokenizer", {})
     added = [str(entry["content"]) for entry in document.get("added_tokens") or []]
     return list(
@@ -212,7 +223,9 @@ def literal_tokens(tokenizer: StoredTokenizer) -> list[str]:
 
 
 def _every_character() -> Iterator[str]:
-    """Every assigned character in words, in numbers and at line ends; of large uniform blocks, one in sixteen."""
+    """Every assigned character in words, in numbers and at line ends; of large uniform blocks, one
+    in sixteen.
+    """
     held: list[str] = []
     for code in chain(range(_SAMPLED_FROM), range(_SAMPLED_FROM, 0x110000, 251)):
         character = chr(code)
@@ -227,7 +240,9 @@ def _every_character() -> Iterator[str]:
 
 
 def _vocabulary(tokenizer: StoredTokenizer) -> Iterator[str]:
-    """Every piece of the vocabulary that is text, as a word of its own and in a row with its neighbours."""
+    """Every piece of the vocabulary that is text, as a word of its own and in a row with its
+    neighbours.
+    """
     pieces = (tokenizer.decode_bytes([index]) for index in range(tokenizer.vocab_size))
     words = [
         text

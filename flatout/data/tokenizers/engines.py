@@ -1,6 +1,8 @@
-"""The packages that turn text into ids. Which one runs changes the time, never the ids: `fast_path` sees to that.
+"""The packages that turn text into ids. Which one runs changes the time, never the ids: `fast_path`
+sees to that.
 
-An encoder takes text and returns its ids. It knows no special tokens, and raises UnicodeEncodeError for half a surrogate pair.
+An encoder takes text and returns its ids. It knows no special tokens, and raises UnicodeEncodeError
+for half a surrogate pair.
 """
 
 from __future__ import annotations
@@ -26,13 +28,17 @@ if TYPE_CHECKING:
 LOOKED_AT_BYTES = 1_000_000
 """Text after which the growth of the process is looked at again."""
 GROWN_BYTES = 32 << 20
-"""gigatoken remembers every word it meets and forgets none: when the process has grown by so much, it is loaded anew."""
+"""gigatoken remembers every word it meets and forgets none: when the process has grown by so much,
+it is loaded anew.
+"""
 
 NEVER_CHANGED_BY_NFC = (
     "\x00-\u02ff\u0400-\u0482\u048a-\u052f\u0531-\u0556\u05d0-\u05ea\u0620-\u064a"
     "\u2010-\u2027\u2030-\u205e\u2190-\u2328\u3001-\u3029\u3041-\u3096\u309b-\u30fe\u4e00-\u9fa5\uac00-\ud7a3\uff01-\uff5e"
 )
-"""Characters that NFC never changes or joins to what stands before them, as ranges of a regular expression."""
+"""Characters that NFC never changes or joins to what stands before them, as ranges of a regular
+expression.
+"""
 
 _PARTS = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|[()|]", re.DOTALL)
 """An escape, a class, or what cuts and nests alternatives."""
@@ -88,11 +94,13 @@ def gigatoken_of_json(definition: Mapping[str, Any]) -> Encode:
 
 
 GIGATOKEN_SCHEMES = ("gpt2", "gpt4", "o200k")
-"""Ways to split text that gigatoken knows by name, among those that a .tiktoken file may ask for."""
+"""Ways to split text that gigatoken knows by name, among those that a .tiktoken file may ask for.
+"""
 
 
 def gigatoken_of_ranks(pieces: Sequence[bytes | None], scheme: str | None) -> Encode:
-    """Return gigatoken for the pieces of a .tiktoken file, in order of their ids, split by the scheme of this name.
+    """Return gigatoken for the pieces of a .tiktoken file, in order of their ids, split by the
+    scheme of this name.
 
     Raises: MissingPackage; DataError when gigatoken cannot read them.
     """
@@ -157,7 +165,8 @@ def tiktoken_of(name: str, ranks: Mapping[bytes, int], pattern: str) -> Encode:
     except ImportError as error:
         raise missing("tiktoken") from error
 
-    # Without a special token tiktoken looks for the empty one, which it finds, and passes over, at every character.
+    # Without a special token tiktoken looks for the empty one, which it finds, and passes over, at
+    # every character.
     unused = {"<|unused|>": max(ranks.values(), default=0) + 1}
     encoding = tiktoken.Encoding(
         name, pat_str=delegated(pattern), mergeable_ranks=dict(ranks), special_tokens=unused
@@ -171,11 +180,13 @@ def tiktoken_of(name: str, ranks: Mapping[bytes, int], pattern: str) -> Encode:
 
 
 def delegated(pattern: str) -> str:
-    """Return the pattern with neighbouring alternatives in one group wherever none looks around or holds on to what it matched.
+    """Return the pattern with neighbouring alternatives in one group wherever none looks around or
+    holds on to what it matched.
 
-    It matches the same: alternatives are tried in the same order. But tiktoken's engine hands such a group to a faster one, whole,
-    where it would try alternatives one by one; half as much text more is encoded a second. A possessive `+` at the end of an
-    alternative, where nothing follows that could want a character back, is dropped for that.
+    It matches the same: alternatives are tried in the same order. But tiktoken's engine hands such
+    a group to a faster one, whole, where it would try alternatives one by one; half as much text
+    more is encoded a second. A possessive `+` at the end of an alternative, where nothing follows
+    that could want a character back, is dropped for that.
     """
     if _FLAGS.search(pattern):
         return pattern
@@ -223,9 +234,11 @@ def falling_back(encode: Encode, reference: Encode) -> Encode:
 
 
 def around_added_tokens(encode: Encode, tokens: Mapping[str, int | None]) -> Encode:
-    """Return an encoder that gives added tokens in a text their own ids and `encode` what lies between them.
+    """Return an encoder that gives added tokens in a text their own ids and `encode` what lies
+    between them.
 
-    The longest token wins at each place. One without an id is text, but what overlaps it is text too: so does `tokenizers`.
+    The longest token wins at each place. One without an id is text, but what overlaps it is text
+    too: so does `tokenizers`.
     """
     if not any(index is not None for index in tokens.values()):
         return encode
@@ -254,9 +267,11 @@ def around_added_tokens(encode: Encode, tokens: Mapping[str, int | None]) -> Enc
 
 
 def after_nfc(encode: Encode) -> Encode:
-    """Return an encoder of NFC-normalised text, normalised by `tokenizers` itself: others follow newer versions of Unicode.
+    """Return an encoder of NFC-normalised text, normalised by `tokenizers` itself: others follow
+    newer versions of Unicode.
 
-    It sees only the runs of characters that may change, each with the one before, to which the run may be joined.
+    It sees only the runs of characters that may change, each with the one before, to which the run
+    may be joined.
     """
     from tokenizers import normalizers
 

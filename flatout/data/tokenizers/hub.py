@@ -1,4 +1,6 @@
-"""The tokenizer.json of a repository of the Hugging Face hub: from the hub's cache on this machine, else fetched into it."""
+"""The tokenizer.json of a repository of the Hugging Face hub: from the hub's cache on this machine,
+else fetched into it.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ _FILE_ENDINGS = (".json", ".tiktoken", ".model", ".gz")
 
 
 def is_repository(name: str) -> bool:
-    """Return whether a name has the form of a repository, `ORG/NAME` or `ORG/NAME@REVISION`, and not of a file."""
+    """Return whether a name has the form of a repository, `ORG/NAME` or `ORG/NAME@REVISION`, and
+    not of a file.
+    """
     return _REPOSITORY.fullmatch(name) is not None and not name.endswith(_FILE_ENDINGS)
 
 
@@ -29,10 +33,11 @@ def tokenizer_file(
 ) -> Path:
     """Return the tokenizer.json of a repository, on this machine.
 
-    What the cache holds of that revision is taken without asking the hub. `cache` and `endpoint` are those of huggingface_hub
-    unless stated.
+    What the cache holds of that revision is taken without asking the hub. `cache` and `endpoint`
+    are those of huggingface_hub unless stated.
 
-    Raises: MissingPackage; DataError when there is no such repository, revision or file, or the hub cannot be reached.
+    Raises: MissingPackage; DataError when there is no such repository, revision or file, or the hub
+            cannot be reached.
     """
     try:
         from huggingface_hub import hf_hub_download

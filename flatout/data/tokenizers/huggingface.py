@@ -1,4 +1,6 @@
-"""A Hugging Face tokenizer.json, of any model: the ids of `tokenizers`, by whichever engine gives the same."""
+"""A Hugging Face tokenizer.json, of any model: the ids of `tokenizers`, by whichever engine gives
+the same.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,8 @@ USUAL_NAMES = (
 
 
 class HuggingFaceTokenizer(StoredTokenizer):
-    """The tokenizer of a tokenizer.json, without what it adds around a text (a beginning token, truncation, padding).
+    """The tokenizer of a tokenizer.json, without what it adds around a text (a beginning token,
+    truncation, padding).
 
     Special tokens written out in a text are text: they are split like any other words.
     """
@@ -65,7 +68,9 @@ class HuggingFaceTokenizer(StoredTokenizer):
         require_ids(name, self.vocab_size)
 
     def _largest_id(self) -> int:
-        """Return the largest id; a byte-level BPE is not loaded for that, since another engine may do its work."""
+        """Return the largest id; a byte-level BPE is not loaded for that, since another engine may
+        do its work.
+        """
         added = [int(entry["id"]) for entry in self.definition.get("added_tokens") or []]
         known: dict[str, int] = (
             self.layout.model["vocab"]
@@ -91,7 +96,9 @@ class HuggingFaceTokenizer(StoredTokenizer):
 
     @cached_property
     def _special(self) -> dict[str, int]:
-        """The tokens that text must not become; an unknown-token is what unknown text honestly becomes."""
+        """The tokens that text must not become; an unknown-token is what unknown text honestly
+        becomes.
+        """
         model = self.definition.get("model", {})
         unknown = {model.get("unk_token"), "<unk>", "[UNK]"}
         tokens = {
@@ -144,14 +151,18 @@ class HuggingFaceTokenizer(StoredTokenizer):
         return min(self._special.values())
 
     def _has_special(self, ids: Ids) -> bool:
-        """Return whether a special token is among the ids; mostly they are the last of a vocabulary, so that the largest id tells."""
+        """Return whether a special token is among the ids; mostly they are the last of a
+        vocabulary, so that the largest id tells.
+        """
         return bool(ids.max(initial=0) >= self._lowest_special) and bool(
             np.isin(ids, list(self._special.values())).any()
         )
 
     @cached_property
     def _bytes(self) -> list[bytes] | None:
-        """The bytes of each id, when the model writes bytes; other models only decode whole sequences."""
+        """The bytes of each id, when the model writes bytes; other models only decode whole
+        sequences.
+        """
         decoder = self.definition.get("decoder") or {}
         if decoder.get("type") != "ByteLevel":
             return None
@@ -166,7 +177,9 @@ class HuggingFaceTokenizer(StoredTokenizer):
         return table
 
     def next_cut(self, text: str, place: int, end: int) -> int | None:
-        """Return the next place that no token crosses, by a known way to split text or as tried out; None without a pre-tokeniser."""
+        """Return the next place that no token crosses, by a known way to split text or as tried
+        out; None without a pre-tokeniser.
+        """
         if self.layout is not None and self.layout.cuts_are_known:
             return known_cut(text, place, end)
         if not self.definition.get("pre_tokenizer"):
@@ -196,7 +209,8 @@ class HuggingFaceTokenizer(StoredTokenizer):
     ) -> HuggingFaceTokenizer:
         """Return the tokenizer of a parsed tokenizer.json.
 
-        Raises: DataError when it is not one, or end-of-text is neither named nor called by a usual name.
+        Raises: DataError when it is not one, or end-of-text is neither named nor called by a usual
+                name.
         """
         vocabulary = vocabulary_of(definition, name)
         token = end_of_text or next((usual for usual in USUAL_NAMES if usual in vocabulary), None)
@@ -245,7 +259,9 @@ def _loaded(definition: dict[str, Any]) -> tokenizers.Tokenizer:
 
 
 def is_proven(definition: Any) -> bool:
-    """Return whether a tokenizer.json is of a kind whose time and memory a text's length bounds: as GPT-2, Llama 3 and Qwen have."""
+    """Return whether a tokenizer.json is of a kind whose time and memory a text's length bounds: as
+    GPT-2, Llama 3 and Qwen have.
+    """
     try:
         layout, decoder = layout_of(definition), definition.get("decoder") or {}
         return layout is not None and layout.splits_in_bounds and decoder.get("type") == "ByteLevel"

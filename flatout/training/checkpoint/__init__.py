@@ -1,1 +1,3 @@
-"""Checkpoints: the state that a resume needs, its tensors on disk, saving beside training, and which checkpoints there are."""
+"""Checkpoints: the state that a resume needs, its tensors on disk, saving beside training, and
+which checkpoints there are.
+"""

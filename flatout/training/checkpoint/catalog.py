@@ -1,8 +1,8 @@
 """Which checkpoints a run has, and whether they are whole. No torch, so that listing them is quick.
 
-Every function takes the run folder; `checkpoint.dir` in its config.yaml says where the checkpoints lie. A checkpoint is the
-folder `step-N`. What is being written or deleted has `.tmp-` in its name, and what was left behind has `.aside-`; neither
-counts as a checkpoint.
+Every function takes the run folder; `checkpoint.dir` in its config.yaml says where the checkpoints
+lie. A checkpoint is the folder `step-N`. What is being written or deleted has `.tmp-` in its name,
+and what was left behind has `.aside-`; neither counts as a checkpoint.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from flatout.progress import SILENT, Progress
 FORMAT_VERSION = 1
 MANIFEST, INDEX, STATE = "manifest.json", "index.json", "state.json"
 OWNER = "owner.json"
-"""In a folder of checkpoints outside its run, and in the run folder: one random id, which says that the two belong together."""
+"""In a folder of checkpoints outside its run, and in the run folder: one random id, which says that
+the two belong together.
+"""
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 
 
@@ -61,7 +63,9 @@ class Manifest(BaseModel):
 
 
 def checkpoints_folder(run_folder: Path) -> Path:
-    """Return where the run's checkpoints lie: RUN/checkpoints, or DIR/RUN's name where `checkpoint.dir` is DIR."""
+    """Return where the run's checkpoints lie: RUN/checkpoints, or DIR/RUN's name where
+    `checkpoint.dir` is DIR.
+    """
     config = run_folder / "config.yaml"
     section = read_document(config).get("checkpoint") if config.exists() else None
     directory = section.get("dir") if isinstance(section, dict) else None
@@ -79,7 +83,8 @@ def place_in(directory: str | None, run_folder: Path) -> Path:
 
 
 def claim(run_folder: Path, place: Path) -> None:
-    """Make `place` the folder of this run's checkpoints. Runs of one name that share `checkpoint.dir` would take each other's.
+    """Make `place` the folder of this run's checkpoints. Runs of one name that share
+    `checkpoint.dir` would take each other's.
 
     Raises: CheckpointError when it is another run's, or cannot be written.
     """
@@ -109,7 +114,9 @@ def claim(run_folder: Path, place: Path) -> None:
 
 
 def release(run_folder: Path) -> None:
-    """Undo `claim` for a run that came to nothing: another start may claim the place. Where checkpoints lie, the claim stays."""
+    """Undo `claim` for a run that came to nothing: another start may claim the place. Where
+    checkpoints lie, the claim stays.
+    """
     mine = run_folder / OWNER
     if not mine.exists():
         return
@@ -128,7 +135,8 @@ def release(run_folder: Path) -> None:
 def require_own(run_folder: Path) -> None:
     """Do nothing when the folder of the run's checkpoints is this run's, or nobody's yet.
 
-    Raises: CheckpointError when it is another run's, or when it has gone: a disk that is not mounted must not start a run over.
+    Raises: CheckpointError when it is another run's, or when it has gone: a disk that is not
+            mounted must not start a run over.
     """
     place = checkpoints_folder(run_folder)
     if place == run_folder / "checkpoints":
@@ -177,7 +185,9 @@ def steps(run_folder: Path) -> list[int]:
 
 
 def has_saved(run_folder: Path) -> bool:
-    """Say whether the run has ever saved, as far as its folder shows: checkpoints whole or not, set aside, or being replaced."""
+    """Say whether the run has ever saved, as far as its folder shows: checkpoints whole or not, set
+    aside, or being replaced.
+    """
     folder = checkpoints_folder(run_folder)
     return bool(steps(run_folder)) or any(
         True for kind in ("tmp-old", "aside") for _ in folder.glob(f"step-*.{kind}-*")
@@ -239,7 +249,8 @@ def verify(checkpoint: Path, *, only: str = "", progress: Progress = SILENT) -> 
 
 
 def tokenizer_of(checkpoint: Path) -> str | None:
-    """Return the digest of the tokenizer that the model in a checkpoint was trained with; None where an earlier version wrote it.
+    """Return the digest of the tokenizer that the model in a checkpoint was trained with; None
+    where an earlier version wrote it.
 
     Raises: CheckpointError when the state cannot be read.
     """
@@ -250,7 +261,9 @@ def tokenizer_of(checkpoint: Path) -> str | None:
 
 
 def _needed(checkpoint: Path) -> set[str]:
-    """Return the files without which a checkpoint cannot be read; those that its index names only where there is an index."""
+    """Return the files without which a checkpoint cannot be read; those that its index names only
+    where there is an index.
+    """
     path = checkpoint / INDEX
     if not path.is_file():
         return {INDEX, STATE}
@@ -310,10 +323,12 @@ def require_whole(checkpoint: Path, *, progress: Progress = SILENT) -> None:
 def latest(
     run_folder: Path, *, but: Collection[int] = (), progress: Progress = SILENT
 ) -> Path | None:
-    """Return the newest whole checkpoint, or None when there is no checkpoint at all. One that is not whole is passed over aloud.
+    """Return the newest whole checkpoint, or None when there is no checkpoint at all. One that is
+    not whole is passed over aloud.
 
     The steps of `but` do not count.
-    Raises: CheckpointError when there are checkpoints and none is whole: starting over must be a decision.
+    Raises: CheckpointError when there are checkpoints and none is whole: starting over must be a
+            decision.
     """
     problems: list[str] = []
     for step in sorted({*steps(run_folder)} - {*but}, reverse=True):
@@ -332,7 +347,9 @@ def latest(
 
 
 def best(run_folder: Path, *, progress: Progress = SILENT) -> Path | None:
-    """Return the whole checkpoint with the lowest validation loss, or None when none is known or it is no longer there."""
+    """Return the whole checkpoint with the lowest validation loss, or None when none is known or it
+    is no longer there.
+    """
     newest = latest(run_folder, progress=progress)
     if newest is None:
         return None
@@ -345,7 +362,8 @@ def best(run_folder: Path, *, progress: Progress = SILENT) -> Path | None:
 
 
 def prune(run_folder: Path, keep: int, best_step: int | None = None) -> list[int]:
-    """Delete all but the newest `keep` checkpoints and the best one; return the steps that were deleted.
+    """Delete all but the newest `keep` checkpoints and the best one; return the steps that were
+    deleted.
 
     Each disappears under one rename, so that a kill leaves no half of a checkpoint behind.
     """
@@ -360,9 +378,11 @@ def prune(run_folder: Path, keep: int, best_step: int | None = None) -> list[int
 
 
 def clean(run_folder: Path) -> list[str]:
-    """Remove what killed saves and deletions left behind; return its names. Only for the process that holds the lock.
+    """Remove what killed saves and deletions left behind; return its names. Only for the process
+    that holds the lock.
 
-    A whole checkpoint that was being replaced by another of the same step (`.tmp-old-`) is put back when the new one did not come.
+    A whole checkpoint that was being replaced by another of the same step (`.tmp-old-`) is put back
+    when the new one did not come.
     """
     folder = checkpoints_folder(run_folder)
     removed = []
@@ -377,9 +397,11 @@ def clean(run_folder: Path) -> list[str]:
 
 
 def set_aside(run_folder: Path, *, after: int) -> list[Path]:
-    """Rename checkpoints of later steps than `after`, so that they no longer count; return their new names.
+    """Rename checkpoints of later steps than `after`, so that they no longer count; return their
+    new names.
 
-    They belong to a course that the run left when it was resumed from an earlier step. Nothing is deleted.
+    They belong to a course that the run left when it was resumed from an earlier step. Nothing is
+    deleted.
     """
     moved = []
     for step in steps(run_folder):
@@ -390,7 +412,9 @@ def set_aside(run_folder: Path, *, after: int) -> list[Path]:
 
 
 def put_in_place(temporary: Path, final: Path) -> None:
-    """Give a complete checkpoint its name in one rename; one that has the name already makes room first."""
+    """Give a complete checkpoint its name in one rename; one that has the name already makes room
+    first.
+    """
     old = final.with_name(f"{final.name}.tmp-old-{secrets.token_hex(4)}")
     replaces = final.exists()
     if replaces:

@@ -1,6 +1,8 @@
-"""A checkpoint on its way from a run to its folder: taken in the loop, written by each rank, joined by the main one.
+"""A checkpoint on its way from a run to its folder: taken in the loop, written by each rank, joined
+by the main one.
 
-Between any two of these all ranks agree, in the loop; whether the work itself is done there or in a thread is the caller's choice.
+Between any two of these all ranks agree, in the loop; whether the work itself is done there or in a
+thread is the caller's choice.
 """
 
 from __future__ import annotations
@@ -53,7 +55,9 @@ class AtOnce:
 
 
 class InThread:
-    """Work that a thread does. A process that ends does not wait for it: what is half written does not count."""
+    """Work that a thread does. A process that ends does not wait for it: what is half written does
+    not count.
+    """
 
     def __init__(self, work: Work) -> None:
         self._outcome: AtOnce | None = None
@@ -84,10 +88,12 @@ def nothing() -> None:
 
 
 class Saving:
-    """One checkpoint being made. Every rank makes one at the same step, and calls `advance` at the same places.
+    """One checkpoint being made. Every rank makes one at the same step, and calls `advance` at the
+    same places.
 
-    A kill at any moment leaves the checkpoints before untouched. Raises, here and in `advance`, on every rank: RunFailed when a
-    file cannot be written; CheckpointError when the state holds what a checkpoint cannot, or the folder is another run's.
+    A kill at any moment leaves the checkpoints before untouched. Raises, here and in `advance`, on
+    every rank: RunFailed when a file cannot be written; CheckpointError when the state holds what a
+    checkpoint cannot, or the folder is another run's.
     """
 
     def __init__(
@@ -103,7 +109,8 @@ class Saving:
         self.path = catalog.checkpoint_path(run.folder, run.step)
         """Where the checkpoint lies once it is whole."""
         self.aside: list[Path] = []
-        """Checkpoints of later steps, of a course that was left, under the names they were given."""
+        """Checkpoints of later steps, of a course that was left, under the names they were given.
+        """
         self._mesh = run.mesh
         self._start = start
         self._temporary = self.path.with_name(
@@ -142,7 +149,9 @@ class Saving:
         return self._job.is_done()
 
     def advance(self) -> bool:
-        """Wait until every rank has done what it is at, start what comes next, and say whether the checkpoint is whole."""
+        """Wait until every rank has done what it is at, start what comes next, and say whether the
+        checkpoint is whole.
+        """
         try:
             together(self._mesh, self._job.result, WRITING)
         except BaseException:
@@ -157,7 +166,8 @@ class Saving:
         return False
 
     def wait_alone(self) -> bool:
-        """Wait for this rank's own work when the others can no longer be asked; say whether the checkpoint is whole.
+        """Wait for this rank's own work when the others can no longer be asked; say whether the
+        checkpoint is whole.
 
         Raises: what the work raised.
         """

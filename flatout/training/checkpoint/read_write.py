@@ -4,11 +4,13 @@ checkpoints/step-N/
 ├── model-RRRRR.safetensors       rank R's slices of the weights
 ├── optimizer-RRRRR.safetensors   rank R's slices of the optimizers' tensors
 ├── index.json                    every tensor's dtype and shape, and where each slice of it lies
-├── state.json                    the other values of state.STATE, those of each rank apart, and the environment
-└── manifest.json                 bytes and SHA-256 of every file; written last, then the folder gets its name in one rename
+├── state.json                    the other values of state.STATE, those of each rank apart, and the
+environment └── manifest.json                 bytes and SHA-256 of every file; written last, then
+the folder gets its name in one rename
 
-One rank is the special case of several; they share one file system. No pickle is ever read or written. What needs no torch
-(`latest`, `best`, `steps`, `prune`, `verify`) lives in catalog.py and is handed on here.
+One rank is the special case of several; they share one file system. No pickle is ever read or
+written. What needs no torch (`latest`, `best`, `steps`, `prune`, `verify`) lives in catalog.py and
+is handed on here.
 """
 
 from __future__ import annotations
@@ -42,10 +44,12 @@ if TYPE_CHECKING:
 def save(
     run: Run, *, environment: Mapping[str, Any] | None = None, progress: Progress = SILENT
 ) -> Path:
-    """Write the run's state as `step-N`, N being `run.step`, and return that folder. Every rank calls it.
+    """Write the run's state as `step-N`, N being `run.step`, and return that folder. Every rank
+    calls it.
 
-    A kill at any moment leaves the checkpoints before untouched. `environment` (`hardware.fingerprint()`) is stored, so that
-    `load` can say what has changed. Checkpoints of later steps, from a course that was left, are set aside.
+    A kill at any moment leaves the checkpoints before untouched. `environment`
+    (`hardware.fingerprint()`) is stored, so that `load` can say what has changed. Checkpoints of
+    later steps, from a course that was left, are set aside.
     Raises: RunFailed when a file cannot be written, on every rank.
     """
     with progress.task(f"Saving step {run.step}"):
@@ -63,7 +67,9 @@ def set_aside_line(path: Path) -> str:
 
 
 Check = Callable[[Path, dict[str, Any]], str | None]
-"""Says what is wrong with a file, given its line in the manifest: `catalog.check_file`, or the quick `catalog.check_size`."""
+"""Says what is wrong with a file, given its line in the manifest: `catalog.check_file`, or the
+quick `catalog.check_size`.
+"""
 
 
 def load(
@@ -74,11 +80,14 @@ def load(
     check: Check = catalog.check_file,
     progress: Progress = SILENT,
 ) -> list[str]:
-    """Put a checkpoint's state into a freshly built run, and return the differences that should be said aloud. Every rank calls it.
+    """Put a checkpoint's state into a freshly built run, and return the differences that should be
+    said aloud. Every rank calls it.
 
-    Any number of ranks, however sharded, reads what any other wrote; each reads and checks only the files it needs. A checkpoint that
-    `folder.resume_from` has just returned was read whole by its checksums: `check=catalog.check_size` spares reading it twice.
-    Raises: CheckpointError, before the weights are touched, when a file is missing or damaged, or does not fit this run.
+    Any number of ranks, however sharded, reads what any other wrote; each reads and checks only the
+    files it needs. A checkpoint that `folder.resume_from` has just returned was read whole by its
+    checksums: `check=catalog.check_size` spares reading it twice.
+    Raises: CheckpointError, before the weights are touched, when a file is missing or damaged, or
+            does not fit this run.
     """
     found: list[Any] = []
     with progress.task(f"Loading {checkpoint.name}") as task:
@@ -92,7 +101,8 @@ def load(
 
 
 def read_weights(checkpoint: Path, *, progress: Progress = SILENT) -> dict[str, Tensor]:
-    """Return every weight whole, by the name that the model's own state_dict uses, whatever number of ranks wrote it.
+    """Return every weight whole, by the name that the model's own state_dict uses, whatever number
+    of ranks wrote it.
 
     Shapes: as in the model.
     Raises: CheckpointError when a file is missing or damaged.
@@ -111,9 +121,11 @@ def read_weights(checkpoint: Path, *, progress: Progress = SILENT) -> dict[str, 
 def load_weights(
     run: Run, checkpoint: Path, *, check: Check = catalog.check_file, progress: Progress = SILENT
 ) -> None:
-    """Put the weights of a checkpoint into a freshly built run, and nothing else of it. Every rank calls it; `check` as in `load`.
+    """Put the weights of a checkpoint into a freshly built run, and nothing else of it. Every rank
+    calls it; `check` as in `load`.
 
-    Raises: CheckpointError, before the weights are touched, when a file is missing or damaged, or does not fit this run.
+    Raises: CheckpointError, before the weights are touched, when a file is missing or damaged, or
+            does not fit this run.
     """
     found: list[dict[str, Entry]] = []
     targets = weights_and_aliases(run.core)[0]
@@ -139,7 +151,9 @@ def stored_shapes(checkpoint: Path) -> dict[str, tuple[int, ...]]:
 
 
 def weights_sha256(checkpoint: Path) -> str:
-    """Return one digest of all weights: equal for equal weights, whatever number of ranks wrote them."""
+    """Return one digest of all weights: equal for equal weights, whatever number of ranks wrote
+    them.
+    """
     digest = hashlib.sha256()
     for name, tensor in sorted(read_weights(checkpoint).items()):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
@@ -181,7 +195,9 @@ def _check(
 def _open(
     run: Run, checkpoint: Path, check: Check, task: Task
 ) -> tuple[dict[str, Entry], dict[str, Any], list[Part], dict[str, Tensor]]:
-    """Check everything this rank will read, and make room for it: index, state, the parts to put back, the tensors to fill."""
+    """Check everything this rank will read, and make room for it: index, state, the parts to put
+    back, the tensors to fill.
+    """
     index, _, manifest = _read_index(checkpoint, check)
     _check(checkpoint, manifest, {catalog.STATE}, check, task)
     state = read_json(checkpoint / catalog.STATE)
@@ -214,7 +230,9 @@ def _open(
 
 
 def _may_lack(part: Part) -> bool:
-    """Say whether a run that has this part can go on from one that had not: a GPU's generator, coming from a CPU."""
+    """Say whether a run that has this part can go on from one that had not: a GPU's generator,
+    coming from a CPU.
+    """
     return part.name == "rng_cuda"
 
 
@@ -231,7 +249,9 @@ def _restore(run: Run, part: Part, state: Mapping[str, Any]) -> None:
 def _differences(
     run: Run, state: Mapping[str, Any], environment: Mapping[str, Any] | None
 ) -> list[str]:
-    """Return, a sentence each, what may keep this run from going on in every bit as the saved one would have."""
+    """Return, a sentence each, what may keep this run from going on in every bit as the saved one
+    would have.
+    """
     said = []
     if state["world_size"] != run.mesh.world_size:
         saved, here = (
@@ -266,7 +286,9 @@ def _differences(
 
 
 def _forget_best(run: Run, state: Mapping[str, Any], environment: Mapping[str, Any]) -> list[str]:
-    """Let the best begin anew where its loss was measured on other validation tokens, and return the sentence that says so."""
+    """Let the best begin anew where its loss was measured on other validation tokens, and return
+    the sentence that says so.
+    """
     before, here = state["environment"].get("validation"), environment.get("validation")
     if run.best_step is None or before is None or here is None or before == here:
         return []

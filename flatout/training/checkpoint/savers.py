@@ -1,4 +1,5 @@
-"""The two ways of saving a run's state: in the loop, which waits for the disk, or in a thread beside it.
+"""The two ways of saving a run's state: in the loop, which waits for the disk, or in a thread
+beside it.
 
 What comes to lie on the disk is the same. Every rank calls every method, and at the same places.
 """
@@ -44,13 +45,16 @@ class InTheLoop:
         self._whole: list[Saved] = []
 
     def reserve(self, run: Run, progress: Progress = SILENT) -> int:
-        """Make room for a copy of the state before training begins, and return its bytes: there is none."""
+        """Make room for a copy of the state before training begins, and return its bytes: there is
+        none.
+        """
         return 0
 
     def save(
         self, run: Run, *, environment: Mapping[str, Any], keep: int, progress: Progress = SILENT
     ) -> None:
-        """Write the state, and drop the checkpoints that are no longer kept: all but the newest `keep` and the best.
+        """Write the state, and drop the checkpoints that are no longer kept: all but the newest
+        `keep` and the best.
 
         Raises: RunFailed, CheckpointError, as `checkpoint.save`.
         """
@@ -81,9 +85,11 @@ class InTheLoop:
 
 
 class InBackground:
-    """Copies the state in the loop and writes it in a thread, one checkpoint at a time: a second waits for the first.
+    """Copies the state in the loop and writes it in a thread, one checkpoint at a time: a second
+    waits for the first.
 
-    Memory: one copy of this rank's share of the state, on the host, from `reserve` or the first save to the end of the run. Where the
+    Memory: one copy of this rank's share of the state, on the host, from `reserve` or the first
+            save to the end of the run. Where the
     host has no room for it, the state is written in the loop.
     """
 
@@ -99,9 +105,11 @@ class InBackground:
         self._mesh: Any = None
 
     def reserve(self, run: Run, progress: Progress = SILENT) -> int:
-        """Make room for the copy before training begins, so that the first save takes no longer than the next; return its bytes.
+        """Make room for the copy before training begins, so that the first save takes no longer
+        than the next; return its bytes.
 
-        Where the size is not known before the first step, or the host has no room, nothing is done: the first save sees to it.
+        Where the size is not known before the first step, or the host has no room, nothing is done:
+        the first save sees to it.
         """
         tensors = tensors_to_save(run)
         num_bytes = bytes_of(tensors) if tensors is not None else 0
@@ -116,7 +124,8 @@ class InBackground:
     def save(
         self, run: Run, *, environment: Mapping[str, Any], keep: int, progress: Progress = SILENT
     ) -> None:
-        """Copy the state and begin to write it; drop the checkpoints that are no longer kept when it is whole.
+        """Copy the state and begin to write it; drop the checkpoints that are no longer kept when
+        it is whole.
 
         Raises: RunFailed, CheckpointError, as `checkpoint.save`, and for the save before as well.
         """
@@ -147,7 +156,8 @@ class InBackground:
         self._blocked_s += time.perf_counter() - self._began_s
 
     def finished(self, progress: Progress = SILENT) -> list[Saved]:
-        """Return the checkpoints that have become whole since the last call. The loop asks after every step.
+        """Return the checkpoints that have become whole since the last call. The loop asks after
+        every step.
 
         Raises: as `save`: what went wrong in the thread.
         """
@@ -173,7 +183,9 @@ class InBackground:
             self._copy.before_update()
 
     def close(self, progress: Progress = SILENT) -> None:
-        """Wait for what is being written, without asking other ranks: the run ends by an error. A failure here is said, not raised."""
+        """Wait for what is being written, without asking other ranks: the run ends by an error. A
+        failure here is said, not raised.
+        """
         saving, self._saving = self._saving, None
         if saving is None:
             return

@@ -1,4 +1,5 @@
-"""What one checkpoint will hold, taken from a run at one step; and how it becomes a folder, with no further look at the run.
+"""What one checkpoint will hold, taken from a run at one step; and how it becomes a folder, with no
+further look at the run.
 
 So the loop may go on while a snapshot is written, if its tensors are copies (`host_copy.py`).
 """
@@ -39,7 +40,9 @@ class Snapshot:
     entries: Mapping[str, Entry]
     """What the index says of them."""
     values: Mapping[str, Any]
-    """The other values: on the main rank all of them, on the others those that each rank has of its own."""
+    """The other values: on the main rank all of them, on the others those that each rank has of its
+    own.
+    """
     aliases: Mapping[str, str]
     environment: Mapping[str, Any]
 
@@ -55,7 +58,8 @@ class Snapshot:
 
 
 def take(run: Run, environment: Mapping[str, Any]) -> Snapshot:
-    """Return this rank's share of the state as it is now. Its tensors are the run's own: training changes them.
+    """Return this rank's share of the state as it is now. Its tensors are the run's own: training
+    changes them.
 
     Raises: CheckpointError when the state holds something that a checkpoint cannot.
     """
@@ -97,7 +101,8 @@ def take(run: Run, environment: Mapping[str, Any]) -> Snapshot:
 
 
 def tensors_to_save(run: Run) -> list[Tensor] | None:
-    """Return this rank's parts of the tensors that a save after the next step will hold, stand-ins of the same sizes for those yet to come.
+    """Return this rank's parts of the tensors that a save after the next step will hold, stand-ins
+    of the same sizes for those yet to come.
 
     None where the sizes are not known before the first step.
     """
@@ -130,7 +135,8 @@ def write_share(snapshot: Snapshot, temporary: Path) -> None:
 
 
 def complete(snapshot: Snapshot, temporary: Path) -> list[Path]:
-    """Join what all ranks wrote into one checkpoint, and give it its name. Only the main rank, after every rank has written.
+    """Join what all ranks wrote into one checkpoint, and give it its name. Only the main rank,
+    after every rank has written.
 
     Returns: what checkpoints of later steps are called now, which were set aside.
     """

@@ -1,7 +1,9 @@
-"""A copy of a run's state in the host's memory, kept from save to save, so that training may go on while it is written.
+"""A copy of a run's state in the host's memory, kept from save to save, so that training may go on
+while it is written.
 
-From a GPU it is made on a stream of its own, into memory that the driver has pinned: forward and backward run beside it, and
-the optimizer's next step waits for it, on the GPU. On a CPU it is made at once.
+From a GPU it is made on a stream of its own, into memory that the driver has pinned: forward and
+backward run beside it, and the optimizer's next step waits for it, on the GPU. On a CPU it is made
+at once.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ class HostCopy:
     def of(self, snapshot: Snapshot, device: torch.device) -> Snapshot:
         """Return the snapshot with copies of its tensors, in place of those of the last one.
 
-        On a GPU they hold their values after `wait`, and the weights must not be changed before `before_update`.
+        On a GPU they hold their values after `wait`, and the weights must not be changed before
+        `before_update`.
         """
         self.make_room(bytes_of(snapshot.all_tensors), device)
         copies: dict[str, dict[str, Tensor]] = {}
@@ -77,7 +80,9 @@ class HostCopy:
     def _copy_beside(
         self, pairs: list[tuple[str, Tensor, Tensor]], buffers: frozenset[str], device: torch.device
     ) -> None:
-        """Copy on a stream of its own. The next forward pass waits for what it may change: buffers, which are small."""
+        """Copy on a stream of its own. The next forward pass waits for what it may change: buffers,
+        which are small.
+        """
         now = torch.cuda.current_stream(device)
         self._stream = self._stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._stream.wait_stream(now)
@@ -89,9 +94,11 @@ class HostCopy:
         self._sources = pairs  # their memory must not go to others before it is copied
 
     def make_room(self, num_bytes: int, device: torch.device) -> None:
-        """Take so much memory from the system, and for a GPU have it pinned, where there is less so far.
+        """Take so much memory from the system, and for a GPU have it pinned, where there is less so
+        far.
 
-        Cost: about half a second a gigabyte. A first copy that had to do it would hold the loop for as long.
+        Cost: about half a second a gigabyte. A first copy that had to do it would hold the loop for
+              as long.
         """
         if num_bytes <= self._block.numel():
             return
@@ -116,7 +123,9 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
 
 
 def free_bytes(machine: Machine) -> int:
-    """Return what the host's memory still has for this process, as far as the system and a container's limit tell."""
+    """Return what the host's memory still has for this process, as far as the system and a
+    container's limit tell.
+    """
     return min(
         psutil.virtual_memory().available,
         int(machine.memory_gib * GIB) - psutil.Process().memory_info().rss,
@@ -151,9 +160,11 @@ def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
 
 
 def _pin(block: Tensor, device: torch.device) -> bool:
-    """Have the driver pin the block, and say whether it did; where it will not, copies take longer and are no less right.
+    """Have the driver pin the block, and say whether it did; where it will not, copies take longer
+    and are no less right.
 
-    Pinned by torch's own allocator, a block would take up to twice the memory: that rounds sizes up to a power of two.
+    Pinned by torch's own allocator, a block would take up to twice the memory: that rounds sizes up
+    to a power of two.
     """
     with torch.cuda.device(device):
         refused = int(_driver().cudaHostRegister(block.data_ptr(), block.numel(), PORTABLE))

@@ -1,7 +1,9 @@
-"""STATE: the list of what a resume needs, each name with how it is read from a run and how it is put back.
+"""STATE: the list of what a resume needs, each name with how it is read from a run and how it is
+put back.
 
-A checkpoint holds exactly this. What is not listed here must follow from the configuration alone: the learning rate is a pure
-function of the step, the order of the data one of the seed and the position.
+A checkpoint holds exactly this. What is not listed here must follow from the configuration alone:
+the learning rate is a pure function of the step, the order of the data one of the seed and the
+position.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 """What compile and activation checkpointing put into the names of parameters."""
 
 STATED = ("peak_lr", "weight_decay", "betas", "eps", "momentum")
-"""What the configuration states of a group: that of the run that goes on counts, not that of the run that saved."""
+"""What the configuration states of a group: that of the run that goes on counts, not that of the
+run that saved.
+"""
 WEIGHTS_ALONE = "or begin with its weights alone: train.init_from=RUN in place of --resume RUN"
 
 
@@ -52,7 +56,9 @@ def _leave(_run: Run, _value: Any) -> None:
 
 @dataclass(frozen=True)
 class Part:
-    """One name of the state. Its value is JSON; its tensors, if it has any, are safetensors under `prefix`."""
+    """One name of the state. Its value is JSON; its tensors, if it has any, are safetensors under
+    `prefix`.
+    """
 
     name: str
     read: Callable[[Run], Any] = _nothing
@@ -64,7 +70,9 @@ class Part:
     tensors: Callable[[Run], dict[str, Tensor]] | None = None
     """Return the tensors to write."""
     to_come: Callable[[Run], dict[str, Tensor] | None] = _no_tensors
-    """Return stand-ins of the same sizes for the tensors that the first step will add; None where they are not known."""
+    """Return stand-ins of the same sizes for the tensors that the first step will add; None where
+    they are not known.
+    """
     targets: Callable[[Run, Mapping[str, Entry], Any], dict[str, Tensor]] | None = None
     """Return the tensors to fill, given what is stored and the value."""
     used: Callable[[Run], bool] = _always
@@ -81,7 +89,8 @@ def plain_name(name: str) -> str:
 
 
 def weights_and_aliases(core: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return every parameter and saved buffer once, and the further names of those that have several (a tied head).
+    """Return every parameter and saved buffer once, and the further names of those that have
+    several (a tied head).
 
     Shapes: as in the model.
     """
@@ -113,7 +122,9 @@ def _names(run: Run) -> dict[Tensor, str]:
 
 
 def _optimizer_fields(run: Run) -> Iterator[tuple[int, Tensor, str, str, Any]]:
-    """Yield optimizer number, parameter, its name, field and value of everything that optimizers keep a parameter."""
+    """Yield optimizer number, parameter, its name, field and value of everything that optimizers
+    keep a parameter.
+    """
     names = _names(run)
     for number, optimizer in enumerate(run.optimizers):
         for group in optimizer.param_groups:
@@ -161,7 +172,9 @@ def _optimizer_tensors_to_come(run: Run) -> dict[str, Tensor] | None:
 
 
 def _optimizer_value(run: Run) -> dict[str, Any]:
-    """Return what optimizers keep beside tensors: plain numbers a parameter, and the numbers of each group."""
+    """Return what optimizers keep beside tensors: plain numbers a parameter, and the numbers of
+    each group.
+    """
     names = _names(run)
     scalars: dict[str, Any] = {}
     on_cpu: list[str] = []
@@ -237,7 +250,9 @@ def _optimizer_targets(
 
 
 def _place(key: str, places: list[dict[str, Tensor]]) -> tuple[int, Tensor, str]:
-    """Return the optimizer number, parameter and field that `optimizer/NUMBER/PARAMETER/FIELD` names."""
+    """Return the optimizer number, parameter and field that `optimizer/NUMBER/PARAMETER/FIELD`
+    names.
+    """
     _, number, rest = key.split("/", 2)
     name, _, field = rest.rpartition("/")
     if int(number) >= len(places) or name not in places[int(number)]:
@@ -267,7 +282,9 @@ def _require_same_moments(run: Run, places: list[tuple[int, Tensor, str]]) -> No
 def _device_of(
     field: str, group: Mapping[str, Any], parameter: Tensor, *, saved_on_cpu: bool
 ) -> torch.device:
-    """Return where a tensor is kept: where it was saved from, but for the step, which torch's fused kernels read on the device."""
+    """Return where a tensor is kept: where it was saved from, but for the step, which torch's fused
+    kernels read on the device.
+    """
     on_cpu = (
         not (group["fused"] or group.get("capturable"))
         if field == "step" and group.get("fused") is not None
@@ -277,7 +294,8 @@ def _device_of(
 
 
 def _kept_beside(parameter: Tensor, entry: Entry, device: torch.device) -> Tensor:
-    """Return an unfilled tensor: laid out like the parameter where the shape is its own, whole on `device` otherwise.
+    """Return an unfilled tensor: laid out like the parameter where the shape is its own, whole on
+    `device` otherwise.
 
     Shapes: the entry's.
     """
@@ -413,4 +431,6 @@ STATE: tuple[Part, ...] = (
         ].manual_seed(seed),
     ),
 )
-"""In the order in which it is put back: generators last, so that nothing before them draws from them unseen."""
+"""In the order in which it is put back: generators last, so that nothing before them draws from
+them unseen.
+"""

@@ -1,7 +1,9 @@
-"""Tensors as slices in safetensors files: each rank writes its own part, and any number of ranks reads what it needs.
+"""Tensors as slices in safetensors files: each rank writes its own part, and any number of ranks
+reads what it needs.
 
-A tensor has one dtype and one global shape; a slice is a box of it, given by offset and shape. DTensors are cut as they lie on
-the ranks; of equal copies one rank writes each, so that the work is shared.
+A tensor has one dtype and one global shape; a slice is a box of it, given by offset and shape.
+DTensors are cut as they lie on the ranks; of equal copies one rank writes each, so that the work is
+shared.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-# The public API tells a DTensor's local part, but not where it lies in the whole; torch's own checkpoints use this too.
+# The public API tells a DTensor's local part, but not where it lies in the whole; torch's own
+# checkpoints use this too.
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from flatout.errors import CheckpointError
@@ -96,9 +99,11 @@ def offset_of(tensor: Tensor) -> tuple[int, ...]:
 
 
 def owned(tensors: Mapping[str, Tensor], *, rank: int, world_size: int) -> dict[str, Tensor]:
-    """Return the tensors of which this rank writes its part: each byte of each tensor is written by exactly one rank.
+    """Return the tensors of which this rank writes its part: each byte of each tensor is written by
+    exactly one rank.
 
-    The copies of DTensors take turns; whole tensors, which every rank holds alike, are dealt out by size.
+    The copies of DTensors take turns; whole tensors, which every rank holds alike, are dealt out by
+    size.
 
     Shapes: tensors of any shape, unchanged.
     """
@@ -134,7 +139,8 @@ def entries(file: str, tensors: Mapping[str, Tensor]) -> dict[str, Entry]:
 
 
 def write(path: Path, parts: Mapping[str, Tensor]) -> None:
-    """Write this rank's parts of tensors to one file, those that lie in memory in two parts joined. Lets other threads go on meanwhile.
+    """Write this rank's parts of tensors to one file, those that lie in memory in two parts joined.
+    Lets other threads go on meanwhile.
 
     Shapes: parts of any shape.
     """
@@ -194,7 +200,8 @@ def check_fits(
 def fill(
     targets: Mapping[str, Tensor], index: Mapping[str, Entry], folder: Path, task: Task
 ) -> None:
-    """Copy the stored values into this rank's parts of `targets`, in place, reading only the slices that overlap them.
+    """Copy the stored values into this rank's parts of `targets`, in place, reading only the slices
+    that overlap them.
 
     Shapes: targets of any shape, equal to the stored ones.
     Raises: CheckpointError when the slices of a tensor leave a part of it uncovered.
@@ -282,7 +289,9 @@ def _dtype_name(tensor: Tensor) -> str:
 def _overlap(
     start: tuple[int, ...], shape: tuple[int, ...], piece: Slice
 ) -> list[tuple[int, int]] | None:
-    """Return what a box of the whole tensor and a slice have in common, as bounds a dimension; None when that is nothing."""
+    """Return what a box of the whole tensor and a slice have in common, as bounds a dimension; None
+    when that is nothing.
+    """
     lows = [max(a, b) for a, b in zip(start, piece.offset, strict=True)]
     highs = [
         min(a + m, b + n)

@@ -1,4 +1,6 @@
-"""The figures of metrics.jsonl as a TensorBoard event file. A disk that refuses it does not end the run, which has them elsewhere."""
+"""The figures of metrics.jsonl as a TensorBoard event file. A disk that refuses it does not end the
+run, which has them elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,11 @@ _VERSION = "brain.Event:2"
 
 
 class Board:
-    """An event file of a run that starts at, or resumes from, a step; TensorBoard leaves out what older files hold of later steps.
+    """An event file of a run that starts at, or resumes from, a step; TensorBoard leaves out what
+    older files hold of later steps.
 
-    `failed` is called, once, with what the disk says when it refuses: nothing more is written then. TensorBoard's own writer works in a
-    thread, whose errors end in tracebacks.
+    `failed` is called, once, with what the disk says when it refuses: nothing more is written then.
+    TensorBoard's own writer works in a thread, whose errors end in tracebacks.
     """
 
     def __init__(self, folder: Path, step: int, failed: Callable[[OSError], object]) -> None:

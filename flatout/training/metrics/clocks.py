@@ -1,7 +1,8 @@
 """Where a step's time goes: waiting for data, the device's work, the rest of the host's.
 
-On a CPU the device is the host, and the three add up to the step. On a GPU host and device work at the same time; what a step
-takes is the longer of the two, and nothing here makes either wait for the other.
+On a CPU the device is the host, and the three add up to the step. On a GPU host and device work at
+the same time; what a step takes is the longer of the two, and nothing here makes either wait for
+the other.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ class Spent:
     wait_s: float = 0.0
     """The host waited for data."""
     blocked_s: float = 0.0
-    """The host waited for the device: for the step's work itself on a CPU, for figures to be read back on a GPU."""
+    """The host waited for the device: for the step's work itself on a CPU, for figures to be read
+    back on a GPU.
+    """
     device_s: float = 0.0
     """The device was at a step's work."""
     tokens: int = 0
@@ -54,7 +57,9 @@ class Spent:
 
 
 class CpuClock:
-    """Times the steps' work on a CPU: entered around `train_step`, since the device is the host. Under 2 microseconds a step in all."""
+    """Times the steps' work on a CPU: entered around `train_step`, since the device is the host.
+    Under 2 microseconds a step in all.
+    """
 
     def __init__(self) -> None:
         self._spans_s: list[float] = []
@@ -81,10 +86,12 @@ class CpuClock:
 
 
 class CudaClock:
-    """Times the steps' work on a GPU: from an event before it to one after it on the stream. Nothing waits for them.
+    """Times the steps' work on a GPU: from an event before it to one after it on the stream.
+    Nothing waits for them.
 
-    So a GPU that idles because the host queues too slowly counts as at work; `perf/host_ms` then comes near `perf/step_ms`. So
-    it does when the queue of launches is full: `perf/host_ms` is the most that the host may have needed.
+    So a GPU that idles because the host queues too slowly counts as at work; `perf/host_ms` then
+    comes near `perf/step_ms`. So it does when the queue of launches is full: `perf/host_ms` is the
+    most that the host may have needed.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -116,7 +123,9 @@ class CudaClock:
         return taken
 
     def seconds(self, spans: list[tuple[torch.cuda.Event, torch.cuda.Event]]) -> float:
-        """Return the device's seconds in `spans`, all of whose steps have ended: a later readback has waited for them."""
+        """Return the device's seconds in `spans`, all of whose steps have ended: a later readback
+        has waited for them.
+        """
         return 1e-3 * sum(float(begin.elapsed_time(end)) for begin, end in spans)
 
     def _event(self) -> torch.cuda.Event:
@@ -144,7 +153,9 @@ class Window:
         return max(now_s - self.started_s - self.aside_s, 1e-9)
 
     def spent(self, now_s: float) -> Spent:
-        """Return where the window's time went, as far as the host knows it: all but the device's own."""
+        """Return where the window's time went, as far as the host knows it: all but the device's
+        own.
+        """
         return Spent(
             self.steps, self.train_s(now_s), self.wait_ms * 1e-3, self.blocked_s, tokens=self.tokens
         )

@@ -1,6 +1,8 @@
-"""What torch.compile has done in this process since it was last asked: graphs, breaks, reasons, seconds.
+"""What torch.compile has done in this process since it was last asked: graphs, breaks, reasons,
+seconds.
 
-Nothing is hooked into the compiler: its own counters are read, which costs a step less than two microseconds.
+Nothing is hooked into the compiler: its own counters are read, which costs a step less than two
+microseconds.
 """
 
 from __future__ import annotations
@@ -129,6 +131,8 @@ def _first_break(number: int) -> str | None:
 
 
 def shortened(text: str) -> str:
-    """Return the first line of a compiler's explanation, with single spaces, cut where it is very long."""
+    """Return the first line of a compiler's explanation, with single spaces, cut where it is very
+    long.
+    """
     line = " ".join((text.strip().splitlines() or [""])[0].split("#")[0].split())
     return line if len(line) <= LONGEST_REASON else line[: LONGEST_REASON - 3] + "..."

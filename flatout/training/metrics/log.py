@@ -1,7 +1,9 @@
-"""What a run measures about itself: metrics.jsonl, TensorBoard, and the observers, all from one record.
+"""What a run measures about itself: metrics.jsonl, TensorBoard, and the observers, all from one
+record.
 
-A record is host figures taken when a step is queued, joined with device figures when they have been read back. Time spent on
-evaluation, samples and saves is measured apart, so that tokens/s means training; `clocks.py` says where the rest of a step goes.
+A record is host figures taken when a step is queued, joined with device figures when they have been
+read back. Time spent on evaluation, samples and saves is measured apart, so that tokens/s means
+training; `clocks.py` says where the rest of a step goes.
 """
 
 from __future__ import annotations
@@ -58,8 +60,8 @@ class Waiting:
 class Log:
     """Writes a run's figures on its main rank; on the others it only keeps their clocks.
 
-    Every `log.every` steps, and at the last one, a record is due. `close` flushes what is still being read back; leaving the
-    context closes the files, whatever happened.
+    Every `log.every` steps, and at the last one, a record is due. `close` flushes what is still
+    being read back; leaving the context closes the files, whatever happened.
     """
 
     def __init__(self, run: Run, observers: Sequence[Observer] = ()) -> None:
@@ -81,7 +83,9 @@ class Log:
         self._last: StepResult | None = None
         self._compilation = CompilationWatch()
         self.compile_s: float | None = None
-        """Seconds that compiling took, before the first step and after; None when nothing was compiled."""
+        """Seconds that compiling took, before the first step and after; None when nothing was
+        compiled.
+        """
         self.recompiles = 0
         """Graphs that were compiled after the warm-up."""
         self.first_tokens = run.tokens
@@ -133,7 +137,9 @@ class Log:
         self.last_evaluation = self._run.step, evaluation
 
     def compiled(self, seconds: float) -> None:
-        """Take note of what the warm-up compiled, in how many seconds; whatever is compiled from now on was not foreseen."""
+        """Take note of what the warm-up compiled, in how many seconds; whatever is compiled from
+        now on was not foreseen.
+        """
         found = self._compilation.look()
         self.compile_s = seconds
         self.event("compiled", **asdict(found) | {"compile_s": round(seconds, 3)})
@@ -164,7 +170,9 @@ class Log:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Keep what is done inside out of the training clock; steps that are still queued on a GPU belong to training."""
+        """Keep what is done inside out of the training clock; steps that are still queued on a GPU
+        belong to training.
+        """
         self._wait_for_device()
         begun_s = time.perf_counter()
         yield
@@ -225,7 +233,9 @@ class Log:
             observer.on_end(summary)
 
     def spent(self) -> Spent:
-        """Return where the time of all steps of this process went, from the log's beginning to now. Waits for the device."""
+        """Return where the time of all steps of this process went, from the log's beginning to now.
+        Waits for the device.
+        """
         self._wait_for_device()
         self._read_back(flush=True)
         self._gather()
@@ -307,9 +317,11 @@ class Log:
         return self._flops_per_token[seq_len]
 
     def mfu(self, flops_per_s: float) -> float | None:
-        """Return the share of the peak that `flops_per_s` is, of the model's own causal-exact FLOPs over all ranks.
+        """Return the share of the peak that `flops_per_s` is, of the model's own causal-exact FLOPs
+        over all ranks.
 
-        None when no peak is known, or when the share is above 1: then the peak was measured while the machine was busy.
+        None when no peak is known, or when the share is above 1: then the peak was measured while
+        the machine was busy.
         """
         if self._run.peak is None:
             return None
@@ -317,7 +329,9 @@ class Log:
         return share if share <= 1 else None
 
     def steady_rates(self) -> Rates | None:
-        """Return the medians over the windows after the first, or the first's own where there is no other."""
+        """Return the medians over the windows after the first, or the first's own where there is no
+        other.
+        """
         return (
             Rates(*map(statistics.median, zip(*self.steady, strict=True)))
             if self.steady
@@ -356,7 +370,9 @@ class Log:
 
 
 def diverged(what: str, value: float, step: int) -> RunFailed:
-    """Return the error for a run whose figures are no longer numbers. Every rank has the same figures, so every rank raises it."""
+    """Return the error for a run whose figures are no longer numbers. Every rank has the same
+    figures, so every rank raises it.
+    """
     return RunFailed(
         f"The {what} is {value} at step {step}: training has diverged.",
         fix="Lower optim.lr or raise schedule.warmup, and start another run with --run DIR; the checkpoints saved before are from before.",
@@ -375,7 +391,9 @@ def memory_gib(device: torch.device) -> dict[str, float]:
 
 
 def process_peak_bytes() -> int:
-    """Return the most memory that this process has had resident: macOS counts it in bytes, other systems in KiB."""
+    """Return the most memory that this process has had resident: macOS counts it in bytes, other
+    systems in KiB.
+    """
     unit_bytes = 1 if sys.platform == "darwin" else 2**10
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes
 

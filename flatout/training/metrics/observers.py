@@ -1,4 +1,6 @@
-"""What the loop tells whoever watches it. Injected from above, so that training knows nothing of terminals or reports."""
+"""What the loop tells whoever watches it. Injected from above, so that training knows nothing of
+terminals or reports.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,14 @@ class Observer(Protocol):
         """Take note that the run is built, and resumed where it was; the first step comes next."""
 
     def on_tick(self, step: int, last_step: int) -> None:
-        """Take note that step `step` of `last_step` has been queued. Called every step, carries no figures."""
+        """Take note that step `step` of `last_step` has been queued. Called every step, carries no
+        figures.
+        """
 
     def on_record(self, record: Mapping[str, float]) -> None:
-        """Take one line of metrics.jsonl: `step`, `tokens`, `wall_s`, `elapsed_s` and what was measured."""
+        """Take one line of metrics.jsonl: `step`, `tokens`, `wall_s`, `elapsed_s` and what was
+        measured.
+        """
 
     def on_event(self, event: Mapping[str, Any]) -> None:
         """Take one line of events.jsonl: `event` names its kind."""

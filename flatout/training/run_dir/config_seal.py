@@ -1,6 +1,8 @@
-"""config.yaml protected against silent changes: a digest in its last line, and a copy that says what was changed. No torch.
+"""config.yaml protected against silent changes: a digest in its last line, and a copy that says
+what was changed. No torch.
 
-The digest is in the file itself, so that the two cannot be apart after a kill. The copy has the same text, digest included.
+The digest is in the file itself, so that the two cannot be apart after a kill. The copy has the
+same text, digest included.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ def write_sealed(path: Path, text: str) -> None:
 
 
 def require_unedited(path: Path, config: RunConfig, *, free: Iterable[str]) -> None:
-    """Check that `config`, read from `path`, has the settings that were written there. Keys that begin with an entry of `free` may differ.
+    """Check that `config`, read from `path`, has the settings that were written there. Keys that
+    begin with an entry of `free` may differ.
 
     A file with neither digest nor copy was written by an earlier version, and is accepted.
     Raises: ConfigError with the changed settings and the way to train with them on purpose.
@@ -72,9 +75,11 @@ def require_unedited(path: Path, config: RunConfig, *, free: Iterable[str]) -> N
 
 
 def require_as_trained(path: Path, config: RunConfig) -> None:
-    """Check that `config`, read from `path`, describes the model that was trained: else its weights give other text and other losses.
+    """Check that `config`, read from `path`, describes the model that was trained: else its weights
+    give other text and other losses.
 
-    Settings that matter in training alone may differ, and so may the whole file of an earlier version, as in `require_unedited`.
+    Settings that matter in training alone may differ, and so may the whole file of an earlier
+    version, as in `require_unedited`.
     Raises: ConfigError with the changed settings and the way to use the model with them on purpose.
     """
     edits = _edits(path, config)
@@ -93,7 +98,9 @@ def require_as_trained(path: Path, config: RunConfig) -> None:
 
 
 def _edits(path: Path, config: RunConfig) -> dict[str, str] | None:
-    """Return each setting that is not what was written, with both values in words; None where nothing tells what was written."""
+    """Return each setting that is not what was written, with both values in words; None where
+    nothing tells what was written.
+    """
     sealed, copy = _read(path), _read(path.with_name(COPY))
     if _is_whole(sealed) or (_SEAL.match(sealed) is None and not copy):
         return {}

@@ -1,4 +1,6 @@
-"""The data of a run that goes on: it may have moved, its mix may not have changed, nor its tokenizer."""
+"""The data of a run that goes on: it may have moved, its mix may not have changed, nor its
+tokenizer.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,13 @@ from flatout.training.run_dir import layout
 
 
 def stored_config(place: Path, asked: RunConfig, *, trust_code: bool = False) -> RunConfig | None:
-    """Return the configuration the run was begun with, on the data that is asked for now; None when there is no run yet.
+    """Return the configuration the run was begun with, on the data that is asked for now; None when
+    there is no run yet.
 
-    Data may be moved. Another tokenizer is refused, other tokens are said: `require_tokenizer`, `environment_of`.
-    Raises: ConfigError when `asked` contradicts it, the sets of a mix and their weights included; UntrustedCode before that.
+    Data may be moved. Another tokenizer is refused, other tokens are said: `require_tokenizer`,
+    `environment_of`.
+    Raises: ConfigError when `asked` contradicts it, the sets of a mix and their weights included;
+            UntrustedCode before that.
     """
     known = layout.read_config(place)
     if known is None:
@@ -40,9 +45,11 @@ def stored_config(place: Path, asked: RunConfig, *, trust_code: bool = False) ->
 
 
 def _moved(known: DataConfig, asked: DataConfig) -> dict[str, Any] | None:
-    """Return where the data lies now; None when it is not one folder as before, or not the same mix.
+    """Return where the data lies now; None when it is not one folder as before, or not the same
+    mix.
 
-    Sets of a mix are told by their folders, or, where those have changed, by their order: it belongs to what a run reads.
+    Sets of a mix are told by their folders, or, where those have changed, by their order: it
+    belongs to what a run reads.
     """
     if known.path is not None and asked.path is not None:
         return {"data.path": absolute_place(asked.path)}
@@ -71,16 +78,20 @@ def absolute(mix: dict[str, float]) -> dict[str, float]:
 
 
 def anywhere(config: RunConfig) -> RunConfig:
-    """Return the configuration with absolute paths of its data, so that a run can be scored from any folder."""
+    """Return the configuration with absolute paths of its data, so that a run can be scored from
+    any folder.
+    """
     if config.data.mix is not None:
         return config.with_values({"data.mix": absolute(config.data.mix)})
     return config.with_values({"data.path": absolute_place(config.data.path or "")})
 
 
 def found_again(data: DataConfig, run_folder: Path, checkpoint: Path) -> DataConfig | None:
-    """Return where data is now that was moved together with its run, as a project's folder that was renamed; None when it is not found.
+    """Return where data is now that was moved together with its run, as a project's folder that was
+    renamed; None when it is not found.
 
-    It is looked for by the end of its path in every folder above the run, and is the data that the checkpoint was trained on.
+    It is looked for by the end of its path in every folder above the run, and is the data that the
+    checkpoint was trained on.
     """
     found = {
         place: place if _is_there(place) else _moved_with(place, run_folder)
@@ -133,9 +144,11 @@ def _moved_with(place: str, run_folder: Path) -> str | None:
 def require_tokenizer(
     run_folder: Path, dataset: Dataset | MixedDataset, checkpoint: Path | None = None
 ) -> None:
-    """Check that the dataset has the tokenizer that the run was trained with, which its checkpoint knows for certain.
+    """Check that the dataset has the tokenizer that the run was trained with, which its checkpoint
+    knows for certain.
 
-    Raises: CheckpointError when its ids would mean something else to the model, or the run's own copy of the tokenizer is damaged.
+    Raises: CheckpointError when its ids would mean something else to the model, or the run's own
+            copy of the tokenizer is damaged.
     """
     kept, data = run_folder / TOKENIZER, parts_of(dataset)[0].dataset
     found = hashlib.sha256(read_tokenizer(kept)).hexdigest() if kept.exists() else None

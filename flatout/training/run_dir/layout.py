@@ -77,11 +77,15 @@ FREE_KEYS = (
     "train.sample_prompt",
     "name",
 )
-"""Beginnings of the keys that may change when a run goes on: none of them changes what is computed, but for the last bits of sums."""
+"""Beginnings of the keys that may change when a run goes on: none of them changes what is computed,
+but for the last bits of sums.
+"""
 LENGTH_KEYS = ("train.steps", "train.tokens", "train.epochs")
 """Of which one states how long a run is; training/longer.py says when that may grow."""
 NAMELESS_KEYS = (*FREE_KEYS, "checkpoint.dir")
-"""Beginnings of the keys that do not count in a run's name; where its checkpoints lie is settled with the first of them."""
+"""Beginnings of the keys that do not count in a run's name; where its checkpoints lie is settled
+with the first of them.
+"""
 
 CONFIG, ASKED, EVENTS, SUMMARY, EXIT_CODE, LOCK = (
     "config.yaml",
@@ -107,17 +111,22 @@ WRITTEN = (
     catalog.OWNER,
     LOCK,
 )
-"""What a run writes in its directory. None of it may be a link: a run that came from elsewhere must not write to other places."""
+"""What a run writes in its directory. None of it may be a link: a run that came from elsewhere must
+not write to other places.
+"""
 STARTED = (COPY, ASKED, ORIGIN, catalog.OWNER)
 """What a first start writes before config.yaml, which makes a folder a run's."""
 LOCK_PATIENCE_S = 1.0
-"""How long a starting run waits for the lock: `flatout runs` holds it for an instant when it looks."""
+"""How long a starting run waits for the lock: `flatout runs` holds it for an instant when it looks.
+"""
 
 
 def run_name(config: RunConfig) -> str:
-    """Return the folder name of a run: its recipe and eight characters of the digest of the configuration as asked for.
+    """Return the folder name of a run: its recipe and eight characters of the digest of the
+    configuration as asked for.
 
-    NAMELESS_KEYS do not count, so that the same command with another `log.every` finds its run again.
+    NAMELESS_KEYS do not count, so that the same command with another `log.every` finds its run
+    again.
     """
     plain = RunConfig()
     free = {
@@ -130,7 +139,8 @@ def run_name(config: RunConfig) -> str:
 
 
 def write_config(folder: Path, config: RunConfig, *, asked: RunConfig | None = None) -> None:
-    """Store the resolved configuration, and beside it the one that was asked for. Code of one's own that it names is trusted from here on.
+    """Store the resolved configuration, and beside it the one that was asked for. Code of one's own
+    that it names is trusted from here on.
 
     Raises: CheckpointError when the folder of its checkpoints is another run's.
     """
@@ -143,13 +153,16 @@ def write_config(folder: Path, config: RunConfig, *, asked: RunConfig | None = N
 
 
 def replace_config(folder: Path, config: RunConfig, *, asked: RunConfig) -> None:
-    """Store another resolved configuration of a run that exists. The one that was asked for comes last: until then, the same command repeats this."""
+    """Store another resolved configuration of a run that exists. The one that was asked for comes
+    last: until then, the same command repeats this.
+    """
     write_config(folder, config)
     write_text(folder / ASKED, _yaml(asked))
 
 
 def trusted_config(folder: Path, *, trust_code: bool = False) -> RunConfig | None:
-    """Return what `read_config` does, of a run that is about to be used: code of its own must be trusted (flatout/trust.py).
+    """Return what `read_config` does, of a run that is about to be used: code of its own must be
+    trusted (flatout/trust.py).
 
     Raises: UntrustedCode; ConfigError when the model in it was changed after the run had started.
     """
@@ -161,23 +174,30 @@ def trusted_config(folder: Path, *, trust_code: bool = False) -> RunConfig | Non
 
 
 def read_config(folder: Path) -> RunConfig | None:
-    """Return the resolved configuration stored in a run folder, to look at, or None when it holds none; `trusted_config` is for use."""
+    """Return the resolved configuration stored in a run folder, to look at, or None when it holds
+    none; `trusted_config` is for use.
+    """
     path = folder / CONFIG
     return validate(read_document(path), file=path) if path.exists() else None
 
 
 def read_asked(folder: Path) -> RunConfig | None:
-    """Return the configuration that a run was started with, before `auto` was settled; None where an earlier version wrote none."""
+    """Return the configuration that a run was started with, before `auto` was settled; None where
+    an earlier version wrote none.
+    """
     path = folder / ASKED
     return validate(read_document(path), file=path) if path.exists() else None
 
 
 def stored_config(folder: Path, wanted: RunConfig, *, trust_code: bool = False) -> RunConfig | None:
-    """Return the run's stored configuration with the free keys of `wanted` laid over it; None when the folder holds no run.
+    """Return the run's stored configuration with the free keys of `wanted` laid over it; None when
+    the folder holds no run.
 
-    A run that has never saved has nothing to go on from: the next start is a new run, with settings of its own. The length that is stored
-    stays, whatever `wanted` states: whether a run can be made longer takes its data (training/longer.py).
-    Raises: UntrustedCode, before advice can repeat what config.yaml names; ConfigError for an edited config.yaml, and keys that contradict it.
+    A run that has never saved has nothing to go on from: the next start is a new run, with settings
+    of its own. The length that is stored stays, whatever `wanted` states: whether a run can be made
+    longer takes its data (training/longer.py).
+    Raises: UntrustedCode, before advice can repeat what config.yaml names; ConfigError for an
+            edited config.yaml, and keys that contradict it.
     """
     stored = read_config(folder)
     if stored is None:
@@ -209,10 +229,13 @@ def stored_config(folder: Path, wanted: RunConfig, *, trust_code: bool = False) 
 
 @contextmanager
 def locked(folder: Path, *, progress: Progress = SILENT) -> Iterator[None]:
-    """Hold the run folder for this process; the system lets go of it when the process ends, however it ends.
+    """Hold the run folder for this process; the system lets go of it when the process ends, however
+    it ends.
 
-    One process of a run takes it: the main rank. When no run came of it, what was made for it goes again.
-    Raises: CheckpointError naming the process that holds it, a link among its files, or why the folder cannot be written.
+    One process of a run takes it: the main rank. When no run came of it, what was made for it goes
+    again.
+    Raises: CheckpointError naming the process that holds it, a link among its files, or why the
+            folder cannot be written.
     """
     try:
         refuse_links([*(folder / name for name in WRITTEN), *folder.glob("checkpoints/step-*")])
@@ -241,7 +264,9 @@ def locked(folder: Path, *, progress: Progress = SILENT) -> Iterator[None]:
 
 
 def _lock(folder: Path, progress: Progress) -> TextIO:
-    """Return the lock file, held; one that another start took away, while this one waited for it, is made anew."""
+    """Return the lock file, held; one that another start took away, while this one waited for it,
+    is made anew.
+    """
     while True:
         folder.mkdir(parents=True, exist_ok=True)
         file = os.fdopen(
@@ -258,7 +283,9 @@ def _lock(folder: Path, progress: Progress) -> TextIO:
 
 
 def _clear(folder: Path, made: Sequence[Path]) -> None:
-    """Take away what a start left that came to nothing, and the folders it made, those that are empty."""
+    """Take away what a start left that came to nothing, and the folders it made, those that are
+    empty.
+    """
     catalog.release(folder)
     for name in (ORIGIN, LOCK) if folder not in made else (ORIGIN, COPY, ASKED, LOCK):
         (folder / name).unlink(missing_ok=True)
@@ -277,11 +304,13 @@ def is_locked(folder: Path) -> bool:
 
 
 def resume_from(folder: Path, resume: str = "auto", *, progress: Progress = SILENT) -> Path | None:
-    """Return the checkpoint to go on from, or None to begin; leftovers of killed saves are removed. Only under the lock.
+    """Return the checkpoint to go on from, or None to begin; leftovers of killed saves are removed.
+    Only under the lock.
 
-    `auto` is the newest whole checkpoint of this run, or the beginning when it has none; `never` begins, and refuses a folder
-    in which something lies; anything else is a checkpoint or a run folder to go on from. One from elsewhere is written down as this
-    run's origin: the same call again, or `auto`, takes what the run has saved since, and the origin as long as that is nothing.
+    `auto` is the newest whole checkpoint of this run, or the beginning when it has none; `never`
+    begins, and refuses a folder in which something lies; anything else is a checkpoint or a run
+    folder to go on from. One from elsewhere is written down as this run's origin: the same call
+    again, or `auto`, takes what the run has saved since, and the origin as long as that is nothing.
     Raises: CheckpointError.
     """
     if resume == "never":
@@ -345,7 +374,9 @@ def _checkpoint_at(path: Path, progress: Progress) -> Path:
 
 
 def append_event(folder: Path, event: str, /, **fields: Any) -> dict[str, Any]:
-    """Add one line to events.jsonl, and return it: `event`, `time` (seconds since 1970), then the fields."""
+    """Add one line to events.jsonl, and return it: `event`, `time` (seconds since 1970), then the
+    fields.
+    """
     line = {"event": event, "time": time.time(), **fields}
     append_line(folder / EVENTS, line)
     return line
@@ -373,7 +404,8 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """Return a run's configuration as it was asked for, under dotted keys; nothing of what it names is imported.
+    """Return a run's configuration as it was asked for, under dotted keys; nothing of what it names
+    is imported.
 
     Raises: ConfigError when it cannot be read.
     """
@@ -390,7 +422,9 @@ def damaged_summary(folder: Path) -> CheckpointError:
 
 
 def write_exit_code(folder: Path, code: int) -> None:
-    """Say in the run folder how this process ended, where the disk takes it: a full one must not change how it ended."""
+    """Say in the run folder how this process ended, where the disk takes it: a full one must not
+    change how it ended.
+    """
     with suppress(OSError):
         write_text(folder / EXIT_CODE, f"{code}\n")
 
@@ -408,7 +442,8 @@ def clear_exit_code(folder: Path) -> None:
 
 
 def require_free_disk(folder: Path, needed_bytes: int, *, directory: str | None = None) -> None:
-    """Do nothing when checkpoints of `needed_bytes` in all fit where the run's go; those it already has there count as room.
+    """Do nothing when checkpoints of `needed_bytes` in all fit where the run's go; those it already
+    has there count as room.
 
     `directory` is the run's `checkpoint.dir`.
     Raises: HardwareError with both figures.
@@ -432,7 +467,9 @@ def require_free_disk(folder: Path, needed_bytes: int, *, directory: str | None 
 
 
 def list_runs(root: Path) -> list[Path]:
-    """Return the run folders in `root` and one folder further down, oldest first; `root` itself when it is one."""
+    """Return the run folders in `root` and one folder further down, oldest first; `root` itself
+    when it is one.
+    """
     if (root / CONFIG).exists():
         return [root]
     found = [

@@ -1,4 +1,6 @@
-"""Runs and checkpoints by the names that people give them. No torch, so that a misspelt name is answered at once."""
+"""Runs and checkpoints by the names that people give them. No torch, so that a misspelt name is
+answered at once.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,8 @@ def find_run(run: str | Path) -> Path:
 
 
 def run_or_newest(run: str | Path | None, *, progress: Progress = SILENT) -> Path:
-    """Return the run folder that `run` names; None is the newest run under `runs/` that has a checkpoint, and `progress` says which.
+    """Return the run folder that `run` names; None is the newest run under `runs/` that has a
+    checkpoint, and `progress` says which.
 
     Raises: CheckpointError when there is none.
     """
@@ -72,7 +75,8 @@ def _has_checkpoint(run_folder: Path) -> bool:
 
 
 def resume_place(resume: str) -> str:
-    """Return what `--resume` names: auto, never and paths as they are, a bare name as the run of that name under `runs/`.
+    """Return what `--resume` names: auto, never and paths as they are, a bare name as the run of
+    that name under `runs/`.
 
     Raises: CheckpointError with the nearest run there is.
     """
@@ -88,9 +92,11 @@ def resume_place(resume: str) -> str:
 def find_checkpoint(
     run_folder: Path, checkpoint: str = "best", *, progress: Progress = SILENT
 ) -> Path:
-    """Return the checkpoint folder that `best`, `last` or a step names; `best` is the last one while no loss is known.
+    """Return the checkpoint folder that `best`, `last` or a step names; `best` is the last one
+    while no loss is known.
 
-    Raises: CheckpointError when there is none, or it is not whole; ConfigError when `checkpoint` is none of these.
+    Raises: CheckpointError when there is none, or it is not whole; ConfigError when `checkpoint` is
+            none of these.
     """
     if checkpoint in {"best", "last"}:
         found = catalog.best(run_folder, progress=progress) if checkpoint == "best" else None

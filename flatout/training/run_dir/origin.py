@@ -22,11 +22,14 @@ class Origin(BaseModel):
     checkpoint: str
     """The checkpoint that this was."""
     before: dict[str, str | None] = {}
-    """The steps of which the folder held checkpoints by then, with the digest of each one's manifest."""
+    """The steps of which the folder held checkpoints by then, with the digest of each one's
+    manifest.
+    """
 
 
 def read_origin(folder: Path) -> Origin | None:
-    """Return what origin.json of a run directory says; None when the run began without a checkpoint.
+    """Return what origin.json of a run directory says; None when the run began without a
+    checkpoint.
 
     Raises: CheckpointError when the file is damaged.
     """
@@ -41,7 +44,9 @@ def read_origin(folder: Path) -> Origin | None:
 
 
 def write_origin(folder: Path, *, asked: str, checkpoint: Path) -> None:
-    """Write down the checkpoint that a run begins from, and which checkpoints its directory holds by then."""
+    """Write down the checkpoint that a run begins from, and which checkpoints its directory holds
+    by then.
+    """
     before = {str(step): _mark(folder, step) for step in catalog.steps(folder)}
     write_json(
         folder / ORIGIN, {"asked": asked, "checkpoint": str(checkpoint.resolve()), "before": before}
@@ -67,7 +72,9 @@ def begun_from(folder: Path, origin: Origin, progress: Progress) -> Path:
 
 
 def steps_before(folder: Path, origin: Origin | None) -> list[int]:
-    """Return the steps whose checkpoints lay in the folder before the run took up its origin: another course left them."""
+    """Return the steps whose checkpoints lay in the folder before the run took up its origin:
+    another course left them.
+    """
     before = origin.before if origin else {}
     return [
         step

@@ -24,7 +24,9 @@ def plan(**changes):
 
 @pytest.fixture
 def documents(train_split):
-    """Return a split of documents of some lengths; token i has the id i, so that a row says where it came from."""
+    """Return a split of documents of some lengths; token i has the id i, so that a row says where
+    it came from.
+    """
 
     def make(lengths, **options):
         ends = np.cumsum(lengths)

@@ -14,7 +14,9 @@ SHA256 = hashlib.sha256(CONTENT).hexdigest()
 
 
 class Server:
-    """A file server on loopback: `ranges` it honours or not, connections it breaks after `break_after` bytes, `statuses` it answers first."""
+    """A file server on loopback: `ranges` it honours or not, connections it breaks after
+    `break_after` bytes, `statuses` it answers first.
+    """
 
     def __init__(self, *, content=CONTENT, ranges=True, breaks=(), statuses=()):
         self.content = content

@@ -102,7 +102,9 @@ TEXTS = ["The cat sat on the mat. ", "It's 12345 cats, isn't it?\n"] * 20
 
 
 def hub_file(folder):
-    """Write a small tokenizer laid out as GPT-2's, end-of-text last, as a snapshot of the hub holds it: a link to a blob."""
+    """Write a small tokenizer laid out as GPT-2's, end-of-text last, as a snapshot of the hub holds
+    it: a link to a blob.
+    """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     made = Tokenizer(models.BPE())

@@ -1,4 +1,6 @@
-"""The order and the bounds of ranges on Ray, and what a node can answer, with a stand-in for Ray; test_workers_ray_cluster.py has the real one."""
+"""The order and the bounds of ranges on Ray, and what a node can answer, with a stand-in for Ray;
+test_workers_ray_cluster.py has the real one.
+"""
 
 import itertools
 import json
@@ -24,7 +26,9 @@ NUMBERS = itertools.count()
 
 
 class StandIn:
-    """As much of the package ray as is used: a task runs when its result is asked for, and `ends` says whose is next."""
+    """As much of the package ray as is used: a task runs when its result is asked for, and `ends`
+    says whose is next.
+    """
 
     def __init__(self, cpus, address):
         self.cpus = cpus

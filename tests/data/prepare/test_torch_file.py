@@ -1,4 +1,6 @@
-"""A file of torch.save takes no more memory than it has bytes, and whatever is wrong with it has a name."""
+"""A file of torch.save takes no more memory than it has bytes, and whatever is wrong with it has a
+name.
+"""
 
 import os
 import pickle
@@ -87,7 +89,9 @@ def test_an_expanded_tensor_is_not_written_out(tmp_path, zipped):
 
 
 def rewritten(path, change):
-    """Write the archive anew, entry by entry, as `change` makes each: its content and how it is packed."""
+    """Write the archive anew, entry by entry, as `change` makes each: its content and how it is
+    packed.
+    """
     with zipfile.ZipFile(path) as archive:
         entries = {name: archive.read(name) for name in archive.namelist()}
     with zipfile.ZipFile(path, "w") as archive:

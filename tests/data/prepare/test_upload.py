@@ -1,4 +1,6 @@
-"""A data set prepared to an address: sent whole or without a manifest, gone on with, refused early, the same bytes as in a folder."""
+"""A data set prepared to an address: sent whole or without a manifest, gone on with, refused early,
+the same bytes as in a folder.
+"""
 
 import base64
 import hashlib
@@ -189,7 +191,9 @@ def test_text_that_cannot_be_used_leaves_the_place_empty(send, store, tmp_path):
 def test_a_send_that_broke_off_goes_on_and_sends_nothing_twice(
     send, store, monkeypatch, tags, tmp_path, said
 ):
-    """With a store that says nothing of its files but their sizes, their MD5, that of their parts, Google's, or a number of another kind."""
+    """With a store that says nothing of its files but their sizes, their MD5, that of their parts,
+    Google's, or a number of another kind.
+    """
     monkeypatch.setattr("flatout.data.store.transfers.AT_ONCE", 1)
     monkeypatch.setattr(upload, "PART_BYTES", 6_000)
     tellers = {

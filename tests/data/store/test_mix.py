@@ -1,4 +1,6 @@
-"""Mixes: every share exact at every moment, every set in its own order, masks and documents where they belong."""
+"""Mixes: every share exact at every moment, every set in its own order, masks and documents where
+they belong.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def plan(**changes):
 
 @pytest.fixture
 def three(write_set):
-    """Three sets whose tokens tell which set and which window they are of: 30 + 10 + 5 windows; the second has a mask and two documents."""
+    """Three sets whose tokens tell which set and which window they are of: 30 + 10 + 5 windows; the
+    second has a mask and two documents.
+    """
     first, second, third = np.arange(241), 1000 + np.arange(81), 2000 + np.arange(41)
     mask = (np.arange(81) % 3 > 0).astype(np.uint8)
     return {

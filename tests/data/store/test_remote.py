@@ -1,4 +1,6 @@
-"""A data set at an address is read as the folder it was: fetched once, checked, gone on with where it broke off."""
+"""A data set at an address is read as the folder it was: fetched once, checked, gone on with where
+it broke off.
+"""
 
 import fcntl
 import json

@@ -162,7 +162,9 @@ def test_every_known_pattern_compiles_and_loses_nothing(known):
 
 
 def test_known_patterns_equal_those_in_the_field():
-    """Digests, end-of-text, and token boundaries as tiktoken's own definitions give them, on text with every kind of boundary."""
+    """Digests, end-of-text, and token boundaries as tiktoken's own definitions give them, on text
+    with every kind of boundary.
+    """
     import re
 
     import tiktoken_ext.openai_public as public

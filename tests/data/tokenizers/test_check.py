@@ -1,4 +1,6 @@
-"""Tokenizer files made to hurt: each ends in bounded time and memory, in an error that names the file."""
+"""Tokenizer files made to hurt: each ends in bounded time and memory, in an error that names the
+file.
+"""
 
 import base64
 import json

@@ -1,4 +1,6 @@
-"""The fastest engine whose ids are right is taken; one that is absent, wrong or fails is passed over aloud."""
+"""The fastest engine whose ids are right is taken; one that is absent, wrong or fails is passed
+over aloud.
+"""
 
 from __future__ import annotations
 

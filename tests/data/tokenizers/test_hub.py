@@ -1,4 +1,6 @@
-"""A repository of the hub by name: the real loading code against a server on loopback that answers as the hub does."""
+"""A repository of the hub by name: the real loading code against a server on loopback that answers
+as the hub does.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def content():
 
 @pytest.fixture
 def hub(content):
-    """A hub with one repository, `org/small`, that has a tokenizer.json on main; `asked` is what it was asked for."""
+    """A hub with one repository, `org/small`, that has a tokenizer.json on main; `asked` is what it
+    was asked for.
+    """
     asked = []
 
     class Handler(BaseHTTPRequestHandler):

@@ -1,4 +1,6 @@
-"""Tokenizers laid out as those of GPT-2, Llama 3 and Qwen: every engine gives the ids of `tokenizers`, which reads special tokens as text."""
+"""Tokenizers laid out as those of GPT-2, Llama 3 and Qwen: every engine gives the ids of
+`tokenizers`, which reads special tokens as text.
+"""
 
 from __future__ import annotations
 
@@ -177,7 +179,9 @@ def test_the_engine_travels_and_is_not_saved(tokenizer):
 
 
 def test_a_worker_with_another_engine_needs_no_tokenizers(style, monkeypatch):
-    """Loading a large tokenizer.json into `tokenizers` takes a second, which no worker should wait for."""
+    """Loading a large tokenizer.json into `tokenizers` takes a second, which no worker should wait
+    for.
+    """
     import tokenizers
 
     wanted = ids_of(style, "The cat sat")

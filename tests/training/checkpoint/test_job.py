@@ -1,4 +1,6 @@
-"""One checkpoint on its way: work done at once or in a thread, and what is left when it fails; whole saves in test_savers.py."""
+"""One checkpoint on its way: work done at once or in a thread, and what is left when it fails;
+whole saves in test_savers.py.
+"""
 
 import threading
 

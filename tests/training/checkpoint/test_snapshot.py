@@ -1,4 +1,6 @@
-"""What is taken from a run, and that it is enough: a snapshot becomes a checkpoint with no further look at the run."""
+"""What is taken from a run, and that it is enough: a snapshot becomes a checkpoint with no further
+look at the run.
+"""
 
 from dataclasses import replace
 

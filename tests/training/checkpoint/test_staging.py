@@ -1,4 +1,6 @@
-"""The copy of the state: what waits for what on a GPU, told by a driver that only notes it; the values themselves where there is one."""
+"""The copy of the state: what waits for what on a GPU, told by a driver that only notes it; the
+values themselves where there is one.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Every name of STATE must matter: replaced on disk by another run's, it must change what the resumed run comes to."""
+"""Every name of STATE must matter: replaced on disk by another run's, it must change what the
+resumed run comes to.
+"""
 
 import json
 import random
@@ -52,7 +54,9 @@ def set_manifest_right(path):
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    """A run's checkpoint, what the run comes to from there, and the checkpoint of another run that differs in every name."""
+    """A run's checkpoint, what the run comes to from there, and the checkpoint of another run that
+    differs in every name.
+    """
     made = {}
     for kind, mesh in {"cpu": None, "gpu": GPU}.items():
         if kind == "gpu" and mesh is None:
@@ -84,7 +88,9 @@ def test_every_name_changes_the_resumed_run(part, checkpoints, tmp_path):
 
 
 def real_outcome(run, num_steps):
-    """Return what a real run comes to: losses, weights, optimizers, counters, and what its generators draw next."""
+    """Return what a real run comes to: losses, weights, optimizers, counters, and what its
+    generators draw next.
+    """
     losses = real_train(run, num_steps)
     groups = [
         (optimizer, group) for optimizer in run.optimizers for group in optimizer.param_groups
@@ -121,7 +127,9 @@ def real_train(run, num_steps):
 
 
 def test_every_name_changes_a_resumed_run_of_the_product(build_run, tiny_config, tmp_path):
-    """Muon, AdamW and dropout over a real data set. The stand-in has what one such run never has at once."""
+    """Muon, AdamW and dropout over a real data set. The stand-in has what one such run never has at
+    once.
+    """
 
     def fresh(seed):
         return build_run(
@@ -260,7 +268,9 @@ def test_numbers_that_no_configuration_states_come_back(tmp_path):
     ],
 )
 def test_the_step_lies_where_this_runs_kernels_read_it(field, switches, device, saved_on_cpu):
-    """A fused AdamW reads it on the device, the loop over parameters on the host, whichever of them saved it. None: as it was saved."""
+    """A fused AdamW reads it on the device, the loop over parameters on the host, whichever of them
+    saved it. None: as it was saved.
+    """
     found = state._device_of(
         field, switches, torch.empty(2, device="meta"), saved_on_cpu=saved_on_cpu
     )

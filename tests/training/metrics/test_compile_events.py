@@ -1,4 +1,6 @@
-"""What is compiled is counted, and what is compiled again is named with the step and the compiler's reason."""
+"""What is compiled is counted, and what is compiled again is named with the step and the compiler's
+reason.
+"""
 
 from __future__ import annotations
 

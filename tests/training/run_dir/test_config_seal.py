@@ -1,4 +1,6 @@
-"""An edited config.yaml: resume refuses it with the difference, and says how to change a setting on purpose."""
+"""An edited config.yaml: resume refuses it with the difference, and says how to change a setting on
+purpose.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A run on a mix: the same course whatever stops it, moves its data or shares it; another mix is another run."""
+"""A run on a mix: the same course whatever stops it, moves its data or shares it; another mix is
+another run.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +92,9 @@ def test_an_epoch_of_a_mix_is_as_many_tokens_as_all_its_sets_have(mixed_config, 
 
 
 def test_sets_may_be_named_in_any_order_and_move(mixed_config, mix, tmp_path, stop_at):
-    """The order of the sets belongs to what is read: it stays the stored one. Weights may be written otherwise, not be others."""
+    """The order of the sets belongs to what is read: it stays the stored one. Weights may be
+    written otherwise, not be others.
+    """
     whole = run_training(mixed_config(), tmp_path / "whole")
     moved = {
         str(shutil.copytree(path, tmp_path / "before" / path.rpartition("/")[2])): weight
