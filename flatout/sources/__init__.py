@@ -1,7 +1,7 @@
 """Where text comes from: one file a source.
 
 A source is a function of keyword parameters, held by its file as `SOURCE`. It either yields
-documents (or plain strings), or returns a list of `Part`s, so that several processes can read it.
+documents (or plain strings), or returns a list of `ReadTask`s, so that several processes can read it.
 Parts come in a fixed order, and a part read twice yields the same documents: the order of documents
 is part of a data set.
 """
@@ -124,22 +124,20 @@ Row = Document | BadRow | LeftOut
 
 
 @dataclass(frozen=True)
-class Part:
-    """A piece of a source that one process reads alone; it travels to that process, so `read` is a
-    module's function.
-    """
+class ReadTask:
+    """The part of a source that one process reads; it is pickled, so `read` is a module's function."""
 
     read: Callable[..., Iterable[Row | str]]
     arguments: tuple[Any, ...]
     fingerprint: str
-    """Changes when the documents change; empty when an earlier part speaks for this one too."""
+    """Changes when the documents change; empty when an earlier task's fingerprint covers them."""
     num_bytes: int = 0
-    """About how much there is to read; 0 when that is not known."""
+    """Approximate bytes to read; 0 when unknown."""
     originals: tuple[Original, ...] = ()
-    """The files whose fingerprints it has, as they were when they were listed."""
+    """The files that the fingerprint covers, as they were when listed."""
 
     def rows(self) -> Iterator[Row]:
-        """Yield what the part holds, in order; empty documents are left out."""
+        """Yield the rows in order; a document without text becomes a `LeftOut`."""
         for index, row in enumerate(self.read(*self.arguments)):
             document = Document(row, f"document {index}") if isinstance(row, str) else row
             if isinstance(document, Document) and not document.text:
@@ -148,10 +146,10 @@ class Part:
                 yield document
 
 
-Source = Callable[..., Sequence[Part] | Iterable[Row | str]]
+Source = Callable[..., Sequence[ReadTask] | Iterable[Row | str]]
 
 
-def parts_of(source: Source, name: str, parameters: dict[str, Any]) -> list[Part]:
+def read_tasks_of(source: Source, name: str, parameters: dict[str, Any]) -> list[ReadTask]:
     """Return the parts of a source called with `parameters`; one that yields documents is a single
     part.
 
@@ -166,13 +164,15 @@ def parts_of(source: Source, name: str, parameters: dict[str, Any]) -> list[Part
         ) from error
     if not inspect.isgeneratorfunction(source):
         made = source(**parameters)
-        if isinstance(made, (list, tuple)) and all(isinstance(part, Part) for part in made):
+        if isinstance(made, (list, tuple)) and all(isinstance(part, ReadTask) for part in made):
             return list(made)
-    return [Part(_call, (source, parameters), fingerprint=f"{name} {sorted(parameters.items())}")]
+    return [
+        ReadTask(_call, (source, parameters), fingerprint=f"{name} {sorted(parameters.items())}")
+    ]
 
 
 def _call(source: Source, parameters: dict[str, Any]) -> Iterable[Row | str]:
-    return source(**parameters)  # type: ignore[return-value]  # not a list of parts: parts_of looked
+    return source(**parameters)  # type: ignore[return-value]  # not a list of parts: read_tasks_of looked
 
 
 def row_place(name: str, offset: int) -> str:

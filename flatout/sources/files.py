@@ -14,7 +14,7 @@ from itertools import chain
 from pathlib import Path
 
 from flatout.errors import DataError
-from flatout.sources import FIRST_NAMED, BadRow, Document, LeftOut, Part, Row
+from flatout.sources import FIRST_NAMED, BadRow, Document, LeftOut, ReadTask, Row
 from flatout.sources.encodings import open_utf8
 from flatout.sources.fields import Fields
 from flatout.sources.html import HTML_SUFFIXES, read_html, require_html
@@ -115,7 +115,7 @@ def files(
     mask_field: str | None = None,
     include: Sequence[str] = (),
     encoding: str | None = None,
-) -> list[Part]:
+) -> list[ReadTask]:
     """Return the parts of a file, a folder (searched recursively, in sorted order), a glob, or an
     address of any of these.
 
@@ -171,7 +171,7 @@ def _counted(passed_over: Sequence[str]) -> tuple[LeftOut, ...]:
     )
 
 
-def passed_over_in(parts: Iterable[Part]) -> tuple[LeftOut, ...]:
+def passed_over_in(parts: Iterable[ReadTask]) -> tuple[LeftOut, ...]:
     """Return the files that were passed over where the files of some parts were searched for."""
     return tuple(
         chain.from_iterable(
@@ -194,7 +194,7 @@ def _cut(file: Found, fields: Fields, encoding: str | None) -> list[Piece]:
     ]
 
 
-def _parts(cut: list[tuple[Found, Original, list[Piece]]], fields: Fields) -> Iterator[Part]:
+def _parts(cut: list[tuple[Found, Original, list[Piece]]], fields: Fields) -> Iterator[ReadTask]:
     """Yield parts of about PART_BYTES; a file's mark goes with its first piece."""
     held: list[Piece] = []
     marks: list[str] = []
@@ -203,7 +203,7 @@ def _parts(cut: list[tuple[Found, Original, list[Piece]]], fields: Fields) -> It
     for file, original, pieces in cut:
         for index, piece in enumerate(pieces):
             if held and held_bytes + piece.num_bytes > PART_BYTES:
-                yield Part(
+                yield ReadTask(
                     read_pieces,
                     (tuple(held), fields),
                     "\n".join(marks),
@@ -216,7 +216,9 @@ def _parts(cut: list[tuple[Found, Original, list[Piece]]], fields: Fields) -> It
             if index == 0:
                 marks.append(_mark(file, original))
                 originals.append(original)
-    yield Part(read_pieces, (tuple(held), fields), "\n".join(marks), held_bytes, tuple(originals))
+    yield ReadTask(
+        read_pieces, (tuple(held), fields), "\n".join(marks), held_bytes, tuple(originals)
+    )
 
 
 def find_files(path: str, include: tuple[str, ...] = ()) -> tuple[list[Found], list[str]]:
@@ -286,7 +288,7 @@ def _mark(file: Found, original: Original) -> str:
     return f"{file.name} {file.size} {original.digest if isinstance(original, LocalFile) else original.mark}"
 
 
-def first_changed(parts: Iterable[Part]) -> str | None:
+def first_changed(parts: Iterable[ReadTask]) -> str | None:
     """Return the first file that is no longer what it was when the parts were made; None when all
     are. Web pages are not asked again.
 
@@ -315,19 +317,19 @@ def first_changed(parts: Iterable[Part]) -> str | None:
     return None
 
 
-def files_of(part: Part) -> list[str]:
+def files_of(part: ReadTask) -> list[str]:
     """Return the files that a part reads, here or at addresses; none of a source other than this
     one.
     """
     return [piece.path for piece in part.arguments[0]] if part.read is read_pieces else []
 
 
-def has_rows(part: Part) -> bool:
+def has_rows(part: ReadTask) -> bool:
     """Return whether a part may hold rows: one of files only where their names say so."""
     return part.read is not read_pieces or any(_holds_rows(path) for path in files_of(part))
 
 
-def shared_file(some: Iterable[Part], others: Iterable[Part]) -> str | None:
+def shared_file(some: Iterable[ReadTask], others: Iterable[ReadTask]) -> str | None:
     """Return the first file that parts of `others` read and parts of `some` too; None when there is
     none.
 

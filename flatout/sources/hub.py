@@ -11,7 +11,7 @@ from typing import Any
 
 from flatout.errors import DataError, MissingPackage, in_shell
 from flatout.registry import nearest
-from flatout.sources import Part, Row
+from flatout.sources import ReadTask, Row
 from flatout.sources.fields import Fields, document
 
 _INSTALL = 'Install it: `pip install "flatout[hub]"`.'
@@ -24,7 +24,7 @@ def hub(
     revision: str = "main",
     text_field: str = "text",
     mask_field: str | None = None,
-) -> list[Part]:
+) -> list[ReadTask]:
     """Return the parts of a data set, one a shard, all of the commit that `revision` is now.
 
     Raises: DataError when there is no such data set, configuration, split or field, naming those
@@ -36,7 +36,9 @@ def hub(
     _check_fields(f"{name}, {split}", list(stream.column_names or []), fields)
     mark = f"hub {name} {config} {split} {commit}"
     return [
-        Part(read_shard, (name, config, split, commit, shard, fields), mark if shard == 0 else "")
+        ReadTask(
+            read_shard, (name, config, split, commit, shard, fields), mark if shard == 0 else ""
+        )
         for shard in range(stream.num_shards)
     ]
 

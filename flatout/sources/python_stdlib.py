@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from flatout.errors import DataError
-from flatout.sources import Document, LeftOut, Part, Row
+from flatout.sources import Document, LeftOut, ReadTask, Row
 
 PART_BYTES = 1 << 20
 ENOUGH_BYTES = 12_000_000
@@ -21,7 +21,7 @@ _OUTSIDE = {"site-packages", "dist-packages", "__pycache__"}
 _TESTS = {"test", "tests", "idle_test"}
 
 
-def python_stdlib() -> list[Part]:
+def python_stdlib() -> list[ReadTask]:
     """Return the parts of the standard library, one document a module, in sorted order.
 
     Raises: DataError when this Python comes without its sources.
@@ -33,7 +33,7 @@ def python_stdlib() -> list[Part]:
             f"{root} holds no Python sources.",
             fix="Use a Python that comes with its standard library, or name a text file.",
         )
-    parts: list[Part] = []
+    parts: list[ReadTask] = []
     held: list[str] = []
     held_bytes = 0
     for name in names:
@@ -76,11 +76,11 @@ def _size(root: Path, name: str) -> int:
     return (root / name).stat().st_size
 
 
-def _part(root: Path, names: list[str]) -> Part:
+def _part(root: Path, names: list[str]) -> ReadTask:
     digest = hashlib.sha256()
     for name in names:
         digest.update(name.encode() + b"\0" + (root / name).read_bytes() + b"\0")
-    return Part(
+    return ReadTask(
         read_modules,
         (str(root), tuple(names)),
         fingerprint=digest.hexdigest(),

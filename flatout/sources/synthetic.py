@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Iterator
 
 from flatout.errors import DataError
-from flatout.sources import Document, Part
+from flatout.sources import Document, ReadTask
 
 DOCUMENTS_PER_PART = 1000
 _ONSETS = [
@@ -35,7 +35,7 @@ _VOWELS = ["a", "e", "i", "o", "u", "ai", "ou"]
 _ENDS = ["", "", "", "n", "r", "s", "l", "nd"]
 
 
-def synthetic(documents: int = 1000, words: int = 200, seed: int = 0) -> list[Part]:
+def synthetic(documents: int = 1000, words: int = 200, seed: int = 0) -> list[ReadTask]:
     """Return the parts of `documents` texts of about `words` words; equal parameters give equal
     texts everywhere.
 
@@ -50,7 +50,7 @@ def synthetic(documents: int = 1000, words: int = 200, seed: int = 0) -> list[Pa
     starts = range(0, documents, DOCUMENTS_PER_PART)
     bounds = [(start, min(start + DOCUMENTS_PER_PART, documents)) for start in starts]
     return [
-        Part(
+        ReadTask(
             write_documents,
             (first, last, words, seed),
             fingerprint=f"synthetic {first} {last} {words} {seed}",

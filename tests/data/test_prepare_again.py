@@ -57,7 +57,7 @@ def stopping_source(folder, monkeypatch):
     done, while `stop` is there.
     """
     (folder / "stopping_source.py").write_text(
-        "import os, signal, time\nfrom pathlib import Path\nfrom flatout.sources import Part\n"
+        "import os, signal, time\nfrom pathlib import Path\nfrom flatout.sources import ReadTask\n"
         f"folder = Path({str(folder)!r})\n"
         "def read(number):\n"
         "    with (folder / 'log').open('a') as log:\n        log.write(f'{number}\\n')\n"
@@ -65,7 +65,7 @@ def stopping_source(folder, monkeypatch):
         "        while not any(folder.rglob('ranges/*.json')):\n            time.sleep(0.01)\n"
         "        os.kill(os.getpid(), signal.SIGKILL)\n"
         "    yield f'document {number}'\n    yield f'and {number}'\n"
-        "def stopping(more=''):\n    return [Part(read, (number,), f'{number}{more}') for number in range(6)]\n"
+        "def stopping(more=''):\n    return [ReadTask(read, (number,), f'{number}{more}') for number in range(6)]\n"
     )
     monkeypatch.syspath_prepend(folder)
     monkeypatch.delitem(sys.modules, "stopping_source", raising=False)
@@ -74,12 +74,12 @@ def stopping_source(folder, monkeypatch):
 @pytest.mark.parametrize("error", [Unreachable, NotHandedOut], ids=lambda error: error.__name__)
 def test_what_is_done_stays_when_a_server_or_the_system_refuses(tmp_path, monkeypatch, error):
     (tmp_path / "failing_source.py").write_text(
-        f"from pathlib import Path\nfrom flatout.sources import Part\nfrom {error.__module__} import {error.__name__} as Refused\n"
+        f"from pathlib import Path\nfrom flatout.sources import ReadTask\nfrom {error.__module__} import {error.__name__} as Refused\n"
         f"down = Path({str(tmp_path / 'down')!r})\n"
         "def read(number):\n"
         "    if number == 4 and down.exists():\n        raise Refused('The server does not answer.', fix='Ask again.')\n"
         "    yield f'document {number}'\n    yield f'and {number}'\n"
-        "def failing():\n    return [Part(read, (number,), f'{number}') for number in range(6)]\n"
+        "def failing():\n    return [ReadTask(read, (number,), f'{number}') for number in range(6)]\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "failing_source", raising=False)

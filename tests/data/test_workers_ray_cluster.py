@@ -20,7 +20,7 @@ from flatout.data.prepare.ray_workers import RayCrew
 from flatout.data.prepare.tokenize import ByHash, Job, Packing
 from flatout.data.tokenizers import make_tokenizer
 from flatout.errors import DataError, RunFailed
-from flatout.sources import Part, files
+from flatout.sources import ReadTask, files
 
 ray = pytest.importorskip("ray")
 cluster_utils = pytest.importorskip("ray.cluster_utils")
@@ -132,7 +132,7 @@ class Said:
 def ranges(*parts):
     """A range a part: a function of the source, and its arguments."""
     return [
-        Range(number, (Job(Part(read, arguments, "x")),))
+        Range(number, (Job(ReadTask(read, arguments, "x")),))
         for number, (read, *arguments) in enumerate(parts)
     ]
 

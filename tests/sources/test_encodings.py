@@ -5,7 +5,7 @@ import pytest
 
 from flatout.data.prepare.tokenize import Job
 from flatout.errors import DataError
-from flatout.sources import BadRow, Document, parts_of
+from flatout.sources import BadRow, Document, read_tasks_of
 from flatout.sources import files as module
 from flatout.sources.encodings import codec_of, encoding_of
 from flatout.sources.files import files
@@ -27,7 +27,9 @@ TEXTS = {
 
 def bad_row(path):
     (row,) = [
-        row for part in parts_of(files, "files", {"path": str(path)}) for row in Job(part).rows()
+        row
+        for part in read_tasks_of(files, "files", {"path": str(path)})
+        for row in Job(part).rows()
     ]
     assert isinstance(row, BadRow)
     return row
@@ -176,7 +178,7 @@ def test_tokens_among_texts_are_named(tmp_path):
     (tmp_path / "train.bin").write_bytes(bytes(range(256)) * 20)
     rows = [
         row
-        for part in parts_of(files, "files", {"path": f"{tmp_path}/*"})
+        for part in read_tasks_of(files, "files", {"path": f"{tmp_path}/*"})
         for row in Job(part).rows()
     ]
     assert [row.what for row in rows if isinstance(row, BadRow)] == [

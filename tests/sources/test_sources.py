@@ -4,7 +4,7 @@ import pytest
 
 from flatout.errors import DataError
 from flatout.registry import SOURCES
-from flatout.sources import Document, LeftOut, Part, parts_of, row_place
+from flatout.sources import Document, LeftOut, ReadTask, read_tasks_of, row_place
 
 
 def plain(count: int = 2):
@@ -17,32 +17,35 @@ def with_documents():
 
 
 def with_parts():
-    return [Part(plain, (1,), "x"), Part(plain, (2,), "y")]
+    return [ReadTask(plain, (1,), "x"), ReadTask(plain, (2,), "y")]
 
 
 def test_a_function_that_yields_strings_is_a_source():
-    (part,) = parts_of(plain, "mine:plain", {"count": 3})
+    (part,) = read_tasks_of(plain, "mine:plain", {"count": 3})
     assert [(row.text, row.place.where()) for row in part.rows()] == [
         (f"text {n}", f"document {n}") for n in range(3)
     ]
     assert [row.text for row in part.rows()] == [f"text {n}" for n in range(3)], (
         "a part can be read twice"
     )
-    assert part.fingerprint != parts_of(plain, "mine:plain", {"count": 4})[0].fingerprint
+    assert part.fingerprint != read_tasks_of(plain, "mine:plain", {"count": 4})[0].fingerprint
 
 
 def test_a_function_that_returns_documents_is_a_source():
-    (part,) = parts_of(with_documents, "mine:docs", {})
+    (part,) = read_tasks_of(with_documents, "mine:docs", {})
     assert list(part.rows()) == [Document("a", "first"), LeftOut("empty document", "second")]
 
 
 def test_a_function_that_returns_parts_is_a_source():
-    assert [len(list(part.rows())) for part in parts_of(with_parts, "mine:parts", {})] == [1, 2]
+    assert [len(list(part.rows())) for part in read_tasks_of(with_parts, "mine:parts", {})] == [
+        1,
+        2,
+    ]
 
 
 def test_a_parameter_that_a_source_does_not_take_is_named():
     with pytest.raises(DataError, match=r"'counts'.*Its parameters are: count"):
-        parts_of(plain, "plain", {"counts": 3})
+        read_tasks_of(plain, "plain", {"counts": 3})
 
 
 @pytest.mark.parametrize(
@@ -51,7 +54,7 @@ def test_a_parameter_that_a_source_does_not_take_is_named():
 def test_every_source_splits_into_parts_that_travel(name, tmp_path):
     (tmp_path / "a.txt").write_text("a")
     parameters = {"path": str(tmp_path)} if name == "files" else {}
-    parts = parts_of(SOURCES.get(name), name, parameters)
+    parts = read_tasks_of(SOURCES.get(name), name, parameters)
     for part in (parts[0], parts[-1]):
         assert list(pickle.loads(pickle.dumps(part)).rows()) == list(part.rows())
 

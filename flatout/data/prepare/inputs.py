@@ -26,7 +26,7 @@ from flatout.errors import ConfigError, DataError, in_shell
 from flatout.files import expanded
 from flatout.progress import SILENT, Progress
 from flatout.registry import DATASETS, SOURCES, nearest
-from flatout.sources import Part, parts_of
+from flatout.sources import ReadTask, read_tasks_of
 from flatout.sources.files import files_of, first_changed, has_rows, passed_over_in, shared_file
 from flatout.sources.local import matches
 from flatout.sources.originals import LocalFile
@@ -93,7 +93,7 @@ class Corpus:
     """Every part of what was named, in the order named."""
 
     names: tuple[str, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[ReadTask, ...]
     split: str | None
     """The split rule that is asked for, or that of the card when the corpus is one card."""
     validation: Corpus | None = None
@@ -104,7 +104,7 @@ class Corpus:
     standard input and what a card has, which a checksum of their own marks."""
 
     @property
-    def all_parts(self) -> tuple[Part, ...]:
+    def all_parts(self) -> tuple[ReadTask, ...]:
         """Every part, those for validation first: the order they are packed in."""
         return self.parts if self.validation is None else (*self.validation.parts, *self.parts)
 
@@ -220,7 +220,7 @@ def open_corpus(
     )
 
 
-def _check_include(parts: Sequence[Part], include: Sequence[str]) -> None:
+def _check_include(parts: Sequence[ReadTask], include: Sequence[str]) -> None:
     """Refuse a pattern that no file fits.
 
     Raises: DataError.
@@ -231,7 +231,7 @@ def _check_include(parts: Sequence[Part], include: Sequence[str]) -> None:
             raise DataError(f"--include {pattern!r} fits no file.", fix=fix)
 
 
-def _tell_passed_over(name: str, parts: Sequence[Part], progress: Progress) -> None:
+def _tell_passed_over(name: str, parts: Sequence[ReadTask], progress: Progress) -> None:
     """Say which files of a folder are not read, before the work is done without them."""
     counts: Counter[str] = Counter()
     for left_out in passed_over_in(parts):
@@ -248,7 +248,7 @@ def _tell_passed_over(name: str, parts: Sequence[Part], progress: Progress) -> N
         )
 
 
-def _check_rows(names: Sequence[str], parts: Sequence[Part], text_field: str | None) -> None:
+def _check_rows(names: Sequence[str], parts: Sequence[ReadTask], text_field: str | None) -> None:
     """Refuse a field where there are no rows to have it.
 
     Raises: DataError.
@@ -260,7 +260,7 @@ def _check_rows(names: Sequence[str], parts: Sequence[Part], text_field: str | N
         )
 
 
-def _moment(opened: Iterable[Sequence[Part]]) -> str:
+def _moment(opened: Iterable[Sequence[ReadTask]]) -> str:
     """Return a digest of the sizes and times of the files here that some parts read; nothing when
     there are none.
     """
@@ -306,7 +306,7 @@ def on_both_sides(corpus: Corpus) -> str | None:
 
 def _text_parts(
     name: str, fields: dict[str, Any], spool: Path | None, progress: Progress
-) -> list[Part]:
+) -> list[ReadTask]:
     if name != STANDARD_INPUT:
         return _named_parts(name, fields)
     file, sha256 = spool_standard_input(spool, encoding=fields.get("encoding"), progress=progress)
@@ -315,7 +315,7 @@ def _text_parts(
 
 def _card_parts(
     name: str, fields: dict[str, Any], from_file: str | None, cache: Path, progress: Progress
-) -> list[Part]:
+) -> list[ReadTask]:
     card = load_card(name)
     fields = _fields_of(card) | fields
     if from_file is None and Path(name).exists():
@@ -345,14 +345,14 @@ def _fields_of(card: Card) -> dict[str, str]:
     return {"text_field": card.text_field} if "text_field" in card.model_fields_set else {}
 
 
-def _marked(parts: list[Part], mark: str) -> list[Part]:
+def _marked(parts: list[ReadTask], mark: str) -> list[ReadTask]:
     """Return the parts of what is known by a mark of its own, wherever its file lies."""
     return [
         replace(part, fingerprint=mark if index == 0 else "") for index, part in enumerate(parts)
     ]
 
 
-def _named_parts(name: str, fields: dict[str, Any]) -> list[Part]:
+def _named_parts(name: str, fields: dict[str, Any]) -> list[ReadTask]:
     if is_address(name):
         return _source_parts("files", {"path": name}, fields)
     source, _, rest = name.partition(":")
@@ -376,7 +376,7 @@ def _named_parts(name: str, fields: dict[str, Any]) -> list[Part]:
     )
 
 
-def _source_parts(name: str, parameters: dict[str, Any], fields: dict[str, Any]) -> list[Part]:
+def _source_parts(name: str, parameters: dict[str, Any], fields: dict[str, Any]) -> list[ReadTask]:
     """Return the parts of a source, which is given what was asked for of rows and files.
 
     Raises: DataError for a field where there are no rows to have it, and where it reads no files.
@@ -395,7 +395,7 @@ def _source_parts(name: str, parameters: dict[str, Any], fields: dict[str, Any])
                 f"The source {name!r} reads no files of yours, so --{key} says nothing to it.",
                 fix=f"Leave --{key} out.",
             )
-    return parts_of(
+    return read_tasks_of(
         source, name, {key: field for key, field in fields.items() if key in taken} | parameters
     )
 

@@ -36,7 +36,7 @@ from flatout.files import Unfinished, expanded
 from flatout.hardware import cgroup_limits, usable_cores
 from flatout.progress import SILENT, Progress, Task
 from flatout.registry import unknown_name
-from flatout.sources import Part
+from flatout.sources import ReadTask
 from flatout.sources.packed import NotHandedOut
 from flatout.sources.remote import Unreachable
 
@@ -226,7 +226,7 @@ def check_workers(workers: int | None) -> None:
         )
 
 
-def usual_workers(parts: Sequence[Part]) -> int:
+def usual_workers(parts: Sequence[ReadTask]) -> int:
     """Return how many processes to use: one a usable core, fewer for little text."""
     sizes = [part.num_bytes for part in parts]
     useful = len(sizes) if 0 in sizes else sum(sizes) // BYTES_PER_WORKER

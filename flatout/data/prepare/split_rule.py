@@ -27,7 +27,7 @@ from flatout.data.prepare.tokenize import (
 )
 from flatout.errors import DataError
 from flatout.progress import SILENT, Progress
-from flatout.sources import BadRow, LeftOut, Part
+from flatout.sources import BadRow, LeftOut, ReadTask
 
 NAMED = "named"
 """The split rule where validation is text of its own."""
@@ -74,7 +74,7 @@ class _Survey:
 
 
 def make_plan(
-    parts: Sequence[Part],
+    parts: Sequence[ReadTask],
     *,
     split: str | None,
     max_documents: int | None = None,
@@ -112,8 +112,8 @@ def make_plan(
 
 
 def make_named_plan(
-    parts: Sequence[Part],
-    validation: Sequence[Part],
+    parts: Sequence[ReadTask],
+    validation: Sequence[ReadTask],
     *,
     max_documents: int | None = None,
     max_bytes: int | None = None,
@@ -132,7 +132,7 @@ def make_named_plan(
     return Plan((*held_out(validation), *jobs), NAMED, Whole("train"))
 
 
-def held_out(parts: Sequence[Part]) -> tuple[Job, ...]:
+def held_out(parts: Sequence[ReadTask]) -> tuple[Job, ...]:
     """Return the jobs of text that is for validation alone."""
     return tuple(Job(part, assignment=Whole("val")) for part in parts)
 
@@ -184,7 +184,7 @@ def _tail(fraction: float, found: _Survey, name: str) -> Assignment:
 
 
 def _look(
-    parts: Sequence[Part],
+    parts: Sequence[ReadTask],
     max_documents: int | None,
     max_bytes: int | None,
     enough: int | None,
@@ -224,7 +224,7 @@ def _look(
     return found
 
 
-def _jobs(parts: Sequence[Part], found: _Survey) -> tuple[Job, ...]:
+def _jobs(parts: Sequence[ReadTask], found: _Survey) -> tuple[Job, ...]:
     if found.stopped == "knowing enough":
         return tuple(Job(part) for part in parts)
     jobs: list[Job] = []

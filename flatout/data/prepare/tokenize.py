@@ -12,7 +12,7 @@ import numpy as np
 from flatout.data.store.manifest import SPLITS, SkippedEntry, SplitName
 from flatout.data.tokenizers.base import PIECE_CHARACTERS, NotEncodable
 from flatout.errors import without_secrets
-from flatout.sources import FIRST_NAMED, BadRow, Document, LeftOut, Part, Place, Row
+from flatout.sources import FIRST_NAMED, BadRow, Document, LeftOut, Place, ReadTask, Row
 from flatout.sources.long import LongText, Text, chunks_of
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def hash_fraction(text: Text) -> float:
 class Job:
     """What one process is to pack: a part, or the beginning of it."""
 
-    part: Part
+    part: ReadTask
     first: int = 0
     """Number of the part's first document in the corpus; only `tail` asks for it."""
     take: int | None = None

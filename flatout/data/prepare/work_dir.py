@@ -27,7 +27,7 @@ from flatout.data.prepare.tokenize import Assignment, Job
 from flatout.data.store.manifest import MANIFEST, TOKENIZER
 from flatout.errors import DataError, in_shell
 from flatout.files import PART, sync, write_first, writing
-from flatout.sources import Part
+from flatout.sources import ReadTask
 
 if TYPE_CHECKING:
     from flatout.data.tokenizers import Tokenizer
@@ -75,7 +75,7 @@ class StoredPlan(BaseModel):
         cls,
         plan: Plan,
         ranges: Sequence[Range],
-        parts: Sequence[Part],
+        parts: Sequence[ReadTask],
         source: Mapping[str, Any],
         tokenizer: Tokenizer,
         *,
@@ -94,7 +94,7 @@ class StoredPlan(BaseModel):
             ranges=tuple(len(work.jobs) for work in ranges),
         )
 
-    def restored(self, parts: Sequence[Part]) -> tuple[Plan, list[Range]]:
+    def restored(self, parts: Sequence[ReadTask]) -> tuple[Plan, list[Range]]:
         """Return the plan and the ranges for the very parts it was made of."""
         taken = [Job(part, *stored) for part, stored in zip(parts, self.jobs, strict=False)]
         jobs = [*held_out(parts[: self.validation_jobs]), *taken[self.validation_jobs :]]

@@ -12,7 +12,7 @@ from flatout.data.prepare.ranges import Range, read_record, record_path
 from flatout.data.prepare.tokenize import ByHash, Job, Packing
 from flatout.data.tokenizers import make_tokenizer
 from flatout.errors import DataError, RunFailed
-from flatout.sources import Part, Place
+from flatout.sources import Place, ReadTask
 
 SOURCE = """
 import os, signal, time
@@ -67,7 +67,7 @@ def setup(tmp_path):
 def ranges(*parts):
     """A range a part: a function of the source, and its arguments."""
     return [
-        Range(number, (Job(Part(read, arguments, "x")),))
+        Range(number, (Job(ReadTask(read, arguments, "x")),))
         for number, (read, *arguments) in enumerate(parts)
     ]
 
@@ -181,9 +181,9 @@ def test_workers_end_when_the_caller_is_killed(tmp_path, source, setup):
         "from flatout.data.prepare.ranges import Range\n"
         "from flatout.data.tokenizers import make_tokenizer\n"
         "from flatout.data.prepare.local_workers import Crew, Setup\n"
-        "from flatout.sources import Part\n"
+        "from flatout.sources import ReadTask\n"
         "packing = Packing(make_tokenizer('byte', lambda limit: ()), ByHash(0.3), 'raise')\n"
-        "ranges = [Range(number, (Job(Part(source.numbered, (0, 1), 'x')),)) for number in range(4)]\n"
+        "ranges = [Range(number, (Job(ReadTask(source.numbered, (0, 1), 'x')),)) for number in range(4)]\n"
         f"next(Crew(2).pack(ranges, Setup(packing, Path({str(setup.folder)!r})))); print('ready', flush=True)\n"
         "import time; time.sleep(600)\n"
     )

@@ -13,7 +13,7 @@ from flatout.data.prepare import ranges
 from flatout.data.prepare.pipeline import Options, prepare_dataset
 from flatout.data.store.shards import Dataset
 from flatout.errors import DataError
-from flatout.sources import Part, files
+from flatout.sources import ReadTask, files
 
 
 class Listener:
@@ -354,9 +354,9 @@ def test_a_disk_that_fills_up_leaves_nothing(rows, tmp_path, monkeypatch):
 
 def test_ctrl_c_keeps_what_is_done_and_leaves_no_process(tmp_path):
     (tmp_path / "slow_source.py").write_text(
-        "import time\nfrom flatout.sources import Part\n"
+        "import time\nfrom flatout.sources import ReadTask\n"
         "def read(number):\n    yield f'document {number}'\n    time.sleep(600 if number > 1 else 0)\n"
-        "def slow():\n    return [Part(read, (number,), str(number)) for number in range(6)]\n"
+        "def slow():\n    return [ReadTask(read, (number,), str(number)) for number in range(6)]\n"
     )
     (tmp_path / "out_parent").mkdir()
     script = tmp_path / "script.py"
@@ -424,7 +424,7 @@ def test_little_text_is_not_worth_a_process(rows, monkeypatch):
     monkeypatch.setattr(stage, "usable_cores", lambda: 64)
     monkeypatch.setattr(stage, "cgroup_limits", lambda: (None, None))
     assert stage.usual_workers(files.files(str(rows))) == 1
-    large = [Part(list, (), "x", num_bytes=10**9)]
+    large = [ReadTask(list, (), "x", num_bytes=10**9)]
     assert stage.usual_workers(large) == 64
     monkeypatch.setattr(stage, "cgroup_limits", lambda: (3, None))
     assert stage.usual_workers(large) == 3, "a container's limit counts"

@@ -20,7 +20,7 @@ from flatout.data.prepare.tokenize import ByHash, Job, Packing
 from flatout.data.tokenizers import make_tokenizer
 from flatout.errors import ConfigError, DataError, Interrupted, MissingPackage, RunFailed
 from flatout.files import Unfinished
-from flatout.sources import BadRow, Part
+from flatout.sources import BadRow, ReadTask
 
 NUMBERS = itertools.count()
 
@@ -139,7 +139,7 @@ def bad_the_first_time(tries):
 
 def ranges(*parts):
     return [
-        Range(number, (Job(Part(read, arguments, "x")),))
+        Range(number, (Job(ReadTask(read, arguments, "x")),))
         for number, (read, *arguments) in enumerate(parts)
     ]
 

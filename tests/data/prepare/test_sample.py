@@ -6,7 +6,7 @@ import pytest
 from flatout.data.prepare import sample
 from flatout.data.prepare.sample import sample_texts, texts_by_hash
 from flatout.data.prepare.tokenize import Job, hash_fraction
-from flatout.sources import BadRow, LeftOut, Part, files
+from flatout.sources import BadRow, LeftOut, ReadTask, files
 
 BAD = BadRow("is bad", "Mend it.", "bad", "row")
 
@@ -25,7 +25,7 @@ def jobs(*groups):
             else group
         )
         count += len(rows)
-        made.append(Job(Part(read, (tuple(rows),), "x")))
+        made.append(Job(ReadTask(read, (tuple(rows),), "x")))
     return made
 
 
@@ -133,7 +133,7 @@ def test_so_much_is_read_and_no_more_and_it_is_from_all_over(monkeypatch):
         seen.append(number)
         yield f"{number:<100}"
 
-    corpus = [Job(Part(one, (number,), "x")) for number in range(1000)]
+    corpus = [Job(ReadTask(one, (number,), "x")) for number in range(1000)]
     chosen = list(texts_by_hash(corpus, 2_000))
     assert len(chosen) == 20
     assert 80 <= len(seen) <= 82

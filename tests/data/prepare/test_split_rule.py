@@ -5,7 +5,7 @@ import pytest
 from flatout.data.prepare.split_rule import make_named_plan, make_plan, parse_rule
 from flatout.data.prepare.tokenize import ByHash, ByPlace, Whole, hash_fraction
 from flatout.errors import DataError
-from flatout.sources import BadRow, Document, LeftOut, Part
+from flatout.sources import BadRow, Document, LeftOut, ReadTask
 
 BAD = BadRow("is bad", "Mend it.", "bad", "row")
 
@@ -25,7 +25,7 @@ def parts(*groups):
         )
         count += len(rows)
         made.append(
-            Part(
+            ReadTask(
                 read,
                 (tuple(rows),),
                 "x",
@@ -134,7 +134,7 @@ def test_without_limits_no_text_is_read_to_plan_a_named_split():
     def explode():
         raise AssertionError("read")
 
-    plan = make_named_plan([Part(explode, (), "x")], [Part(explode, (), "y")])
+    plan = make_named_plan([ReadTask(explode, (), "x")], [ReadTask(explode, (), "y")])
     assert [job.part.fingerprint for job in plan.jobs] == ["y", "x"]
 
 
@@ -153,7 +153,7 @@ def test_a_hash_rule_needs_no_first_look():
     def explode():
         raise AssertionError("read")
 
-    plan = make_plan([Part(explode, (), "x")], split="hash 0.3")
+    plan = make_plan([ReadTask(explode, (), "x")], split="hash 0.3")
     assert (plan.rule, plan.assignment) == ("hash 0.3", ByHash(0.3))
 
 
@@ -167,11 +167,11 @@ def test_a_first_look_goes_no_further_than_it_must():
     def explode():
         raise AssertionError("read")
 
-    plan = make_plan([Part(endless, (), "x"), Part(explode, (), "y")], split=None)
+    plan = make_plan([ReadTask(endless, (), "x"), ReadTask(explode, (), "y")], split=None)
     assert plan.rule == "hash 0.01"
     assert [job.take for job in plan.jobs] == [None, None]
     limited = make_plan(
-        [Part(endless, (), "x"), Part(explode, (), "y")], split="hash 0.1", max_documents=7
+        [ReadTask(endless, (), "x"), ReadTask(explode, (), "y")], split="hash 0.1", max_documents=7
     )
     assert len(texts(limited)) == 7
 

@@ -16,7 +16,7 @@ from flatout.data.prepare.tokenize import (
 from flatout.data.store.manifest import SPLITS
 from flatout.data.tokenizers import make_tokenizer
 from flatout.errors import DataError
-from flatout.sources import BadRow, Document, LeftOut, Part, Place
+from flatout.sources import BadRow, Document, LeftOut, Place, ReadTask
 
 BAD = BadRow("is bad", "Mend it.", "bad", "row 7")
 
@@ -26,7 +26,7 @@ def read(rows):
 
 
 def job(*rows, **limits):
-    return Job(Part(read, (list(rows),), "x", num_bytes=9), **limits)
+    return Job(ReadTask(read, (list(rows),), "x", num_bytes=9), **limits)
 
 
 class Kept:
@@ -141,9 +141,9 @@ def test_a_job_takes_only_so_many_documents_and_reads_no_further(tokenizer):
         yield "bcd"
         raise AssertionError("read too far")
 
-    limited = Job(Part(endless, (), "x"), take=2, last_bytes=2)
+    limited = Job(ReadTask(endless, (), "x"), take=2, last_bytes=2)
     assert byte_tokens(pack(limited, tokenizer, ByPlace(9, 0), "skip"), "train") == "a|bc|"
-    assert list(Job(Part(endless, (), "x"), take=0).rows()) == []
+    assert list(Job(ReadTask(endless, (), "x"), take=0).rows()) == []
 
 
 def test_a_document_that_is_cut_keeps_its_prompt():

@@ -8,7 +8,7 @@ from flatout.data.prepare.split_rule import make_named_plan, make_plan
 from flatout.data.prepare.tokenize import ByHash, ByPlace, Whole
 from flatout.data.prepare.work_dir import PartOf, StoredPlan, WorkFolder
 from flatout.errors import DataError
-from flatout.sources import Part
+from flatout.sources import ReadTask
 
 
 def read(*texts):
@@ -18,9 +18,9 @@ def read(*texts):
 @pytest.fixture
 def parts():
     return [
-        Part(read, ("abc", "de"), "one", num_bytes=5),
-        Part(read, ("f" * 20,), "two", num_bytes=20),
-        Part(read, ("g",), "three", num_bytes=1),
+        ReadTask(read, ("abc", "de"), "one", num_bytes=5),
+        ReadTask(read, ("f" * 20,), "two", num_bytes=20),
+        ReadTask(read, ("g",), "three", num_bytes=1),
     ]
 
 
