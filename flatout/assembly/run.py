@@ -35,14 +35,13 @@ from flatout.data.store.mix import MixedDataset, parts_of
 from flatout.data.store.shards import Dataset
 from flatout.errors import ConfigError, HardwareError
 from flatout.hardware import ASSUMED_MFU, Machine, Peak, peak_tflops
-from flatout.models.language_model import LanguageModel
+from flatout.models.language_model import LanguageModel, model_of
 from flatout.ops import Ops, scan
 from flatout.ops.attention import most_documents
 from flatout.optimizers.groups import OptimizerParts, optimizers_of
 from flatout.optimizers.loss_scale import LossScaler
 from flatout.parallel.data import wrap
 from flatout.parallel.mesh import Mesh, replicas
-from flatout.registry import MODELS
 
 if TYPE_CHECKING:
     from flatout.data.load.batches import WindowReader
@@ -226,26 +225,16 @@ def expected_minutes(config: RunConfig, tflops: float) -> float | None:
     )
     if tokens is None:
         return None
-    model_class, seq_len = MODELS.get(config.model.kind), config.data.seq_len
-    model_config = model_class.check(
-        config.model.own() | {"vocab_size": config.model.vocab_size or 1}, seq_len=seq_len
-    )
-    return (
-        float(model_class.count_flops(model_config, seq_len).causal_exact)
-        * tokens
-        / (tflops * 1e12)
-        / 60
-    )
+    model_class, model_config = model_of(config, vocab_size=config.model.vocab_size or 1)
+    flops = model_class.count_flops(model_config, config.data.seq_len)
+    return float(flops.causal_exact) * tokens / (tflops * 1e12) / 60
 
 
 def workload_of(config: RunConfig, recipe: Recipe) -> Workload:
     """Return what the need for memory of a resolved configuration follows from, but the number of
     rows.
     """
-    model_class = MODELS.get(config.model.kind)
-    model_config = model_class.check(
-        config.model.own() | {"vocab_size": config.model.vocab_size}, seq_len=config.data.seq_len
-    )
+    model_class, model_config = model_of(config)
     dtype = recipe.part("precision").dtype()
     ops = ops_of(recipe)
     if (
@@ -300,12 +289,9 @@ def _resolve_model(config: RunConfig, dataset: Dataset | MixedDataset) -> RunCon
             f"model.vocab_size={vocab_size} is smaller than the vocabulary of {parts_of(dataset)[0].dataset.place}, {dataset.vocab_size}.",
             fix="Leave model.vocab_size out, or prepare the data with the model's own tokenizer.",
         )
-    model_class = MODELS.get(config.model.kind)
-    own = model_class.check(
-        config.model.own() | {"vocab_size": vocab_size}, seq_len=config.data.seq_len
-    )
+    _, model_config = model_of(config, vocab_size=vocab_size)
     return config.with_values(
-        {f"model.{key}": value for key, value in own.model_dump(mode="json").items()}
+        {f"model.{key}": value for key, value in model_config.model_dump(mode="json").items()}
     )
 
 
@@ -465,10 +451,7 @@ def build(
 def _model(
     config: RunConfig, recipe: Recipe, machine: Machine, mesh: Mesh
 ) -> tuple[LanguageModel, nn.Module]:
-    model_class = MODELS.get(config.model.kind)
-    model_config = model_class.check(
-        config.model.own() | {"vocab_size": config.model.vocab_size}, seq_len=config.data.seq_len
-    )
+    model_class, model_config = model_of(config)
     _require_room(
         4 * model_class.num_parameters(model_config),
         memory_bytes(machine, config.train.device, mesh.local_world_size),

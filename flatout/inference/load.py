@@ -18,9 +18,9 @@ from flatout.data.store.shards import Dataset
 from flatout.data.tokenizers import load_tokenizer
 from flatout.errors import CheckpointError, DataError, in_shell
 from flatout.hardware import pick_device, probe
-from flatout.models.language_model import LanguageModel
+from flatout.models.language_model import LanguageModel, model_of
 from flatout.progress import SILENT, Progress
-from flatout.registry import MODELS, SPEEDUPS
+from flatout.registry import SPEEDUPS
 from flatout.training.checkpoint.catalog import tokenizer_of
 from flatout.training.checkpoint.read_write import read_weights
 from flatout.training.run_dir.data_location import found_again, is_there
@@ -30,8 +30,6 @@ from flatout.training.run_dir.lookup import find_checkpoint, find_run
 if TYPE_CHECKING:
     from flatout.data.tokenizers import Tokenizer
 
-ONLY_IN_TRAINING = frozenset({"compile"})
-"""Speedups that cost more than they save when a model is called a few times."""
 Arithmetic = Literal["fp32", "trained"]
 """What a loaded model computes in: fp32, or the precision that the run was trained and evaluated
 in.
@@ -103,12 +101,8 @@ def load_run(
     where, _ = pick_device(device, probe())
     with progress.task(f"Loading {path.name} of {folder.name}"):
         recipe = assemble(_usable_speedups(config, precision))
-        model_class = MODELS.get(config.model.kind)
-        own = model_class.check(
-            config.model.own() | {"vocab_size": config.model.vocab_size},
-            seq_len=config.data.seq_len,
-        )
-        model: LanguageModel = model_class(own, ops_of(recipe))
+        model_class, model_config = model_of(config)
+        model = model_class(model_config, ops_of(recipe))
         try:
             model.load_state_dict(read_weights(path))
         except (
@@ -131,9 +125,7 @@ def _usable_speedups(config: RunConfig, precision: Arithmetic) -> Iterator[Decis
     machine = probe()
     names = () if isinstance(config.speedups, str) else config.speedups
     for name in names:
-        left_out = name in ONLY_IN_TRAINING or (
-            precision == "fp32" and _narrows(SPEEDUPS.get(name))
-        )
+        left_out = precision == "fp32" and _narrows(SPEEDUPS.get(name))
         if not left_out and SPEEDUPS.get(name).reason_against(machine, config) is None:
             yield Decision(name, True, "as trained")
 

@@ -13,7 +13,8 @@ from flatout.measure.judge import Measured, measured_row
 from flatout.measure.results import Row
 from flatout.measure.settling import Settled
 from flatout.measure.statistics import spread
-from flatout.registry import MODELS, SPEEDUPS, unknown_name
+from flatout.models.language_model import model_of
+from flatout.registry import SPEEDUPS, unknown_name
 
 Refused = dict[str, str]
 """Points that cannot be measured, with the reason."""
@@ -92,7 +93,6 @@ def seq_len(
     micro-batch stay the same.
     """
     config, tokens = settled.config, settled.config.batch.tokens_per_step or 0
-    model_class = MODELS.get(config.model.kind)
     values: dict[str, dict[str, Any]] = {}
     refused: Refused = {}
     for length in (config.data.seq_len * factor // 4 for factor in (1, 2, 4, 8, 16)):
@@ -108,9 +108,7 @@ def seq_len(
                     "cannot run here, because the training text is shorter than one such window."
                 )
                 continue
-            model_class.check(
-                asked.model.own() | {"vocab_size": config.model.vocab_size}, seq_len=length
-            )
+            model_of(asked, vocab_size=config.model.vocab_size, seq_len=length)
         except FlatoutError as error:
             refused[name] = f"cannot run here, because: {error.what}"
             continue

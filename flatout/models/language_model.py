@@ -17,7 +17,7 @@ import torch
 from pydantic import Field, ValidationError
 from torch import Tensor, nn
 
-from flatout.config.schema import Section, explain
+from flatout.config.schema import RunConfig, Section, explain
 from flatout.errors import ConfigError
 from flatout.models.decoding import Decoder, Recomputing
 from flatout.ops import Ops
@@ -227,6 +227,19 @@ class LanguageModel(nn.Module, ABC):
         treats a matrix as a whole splits it so.
         """
         return {}
+
+
+def model_of(
+    config: RunConfig, *, vocab_size: int | None = None, seq_len: int | None = None
+) -> tuple[type[LanguageModel], LanguageModelConfig]:
+    """Return the class that `model.kind` names and its checked configuration.
+
+    `vocab_size` and `seq_len` replace model.vocab_size and data.seq_len.
+    Raises: ConfigError as `LanguageModel.check`.
+    """
+    model_class: type[LanguageModel] = MODELS.get(config.model.kind)
+    keys = config.model.own() | {"vocab_size": vocab_size or config.model.vocab_size}
+    return model_class, model_class.check(keys, seq_len=seq_len or config.data.seq_len)
 
 
 def kind_by_name(name: str, parameter: Tensor) -> ParameterKind:

@@ -14,11 +14,10 @@ from flatout.data.store.mix import MixedDataset
 from flatout.data.store.shards import Dataset
 from flatout.errors import CheckpointError, ConfigError
 from flatout.files import read_model
-from flatout.models.language_model import LanguageModel
+from flatout.models.language_model import model_of
 from flatout.ops import Ops
 from flatout.progress import SILENT, Progress
 from flatout.recognised import recognise, require_local
-from flatout.registry import MODELS
 from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint.read_write import stored_shapes
 from flatout.training.checkpoint.state import weights_and_aliases
@@ -120,11 +119,8 @@ def require_fit(
     Raises: ConfigError naming the first that differ, and the `model.` keys to set, as they can be
             pasted.
     """
-    model_class = MODELS.get(config.model.kind)
-    own = model_class.check(
-        config.model.own() | {"vocab_size": config.model.vocab_size}, seq_len=config.data.seq_len
-    )
-    model: LanguageModel = model_class.on_meta(own, ops)
+    model_class, model_config = model_of(config)
+    model = model_class.on_meta(model_config, ops)
     here = {name: tuple(tensor.shape) for name, tensor in weights_and_aliases(model)[0].items()}
     differ = list(_shapes_that_differ(stored_shapes(checkpoint), here))
     source = layout.read_config(run_folder) if run_folder else None
