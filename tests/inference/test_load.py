@@ -30,9 +30,7 @@ def test_different_checkpoints_have_different_weights(fox_run):
 
 def test_the_runs_own_speedups_that_do_not_work_here_are_left_out(fox_run):
     config = load.load_run(fox_run[0] / "runs" / "fox", device="cpu").config
-    wanted = config.with_values(
-        {"speedups": ["tf32", "fused-attention"], "train.device": "cpu"}
-    )
+    wanted = config.with_values({"speedups": ["tf32", "fused-attention"], "train.device": "cpu"})
     assert [decision.name for decision in load._usable_speedups(wanted, "trained")] == [
         "fused-attention"
     ]
