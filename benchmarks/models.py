@@ -43,7 +43,7 @@ from optimisers import built, code_state, trained
 from flatout import Dataset, load_config, prepare
 from flatout.config.schema import RunConfig
 from flatout.hardware import probe
-from flatout.training.metrics.log import GIB, process_peak_bytes
+from flatout.training.metrics.device import GIB, process_peak_bytes
 from flatout.training.step import train_step
 
 SHARED = {

@@ -36,7 +36,8 @@ from flatout.measure.workload import QUIET, FirstLosses
 from flatout.parallel.mesh import make_mesh
 from flatout.registry import MODELS
 from flatout.training.loop import fit
-from flatout.training.metrics.log import Log, memory_gib
+from flatout.training.metrics.device import memory_gib
+from flatout.training.metrics.log import Log
 from flatout.training.warmup import warm_up
 
 BATCHES = 32
@@ -207,7 +208,7 @@ def train_ours(
             run.feed.prime(steps + 1)
             warm_up(run, log)
             fit(run, log, times)
-            log.spent()
+            log.time_breakdown()
             peak_gib = memory_gib(device)["mem/peak_gib"]
             profiled = profile_of(run, log, spec) if spec.get("profile_steps") else {}
     finally:

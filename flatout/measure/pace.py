@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from flatout.assembly.run import Run
-from flatout.training.metrics.clocks import Spent
+from flatout.training.metrics.clocks import TimeBreakdown
 from flatout.training.metrics.log import Log
 
 WINDOW_STEPS, WINDOW_S = 8, 1.0
@@ -75,7 +75,7 @@ class Pace:
         """Seconds that they took."""
         self.is_settled = False
         """Whether the step time stood still by then."""
-        self.measured = Spent()
+        self.measured = TimeBreakdown()
         """Where the time of the measured steps went."""
         self._log, self._clock = log, clock
         self._seconds, self._loss_steps, self._most_warmup_s, self._limit_s = (
@@ -86,7 +86,7 @@ class Pace:
         )
         self._step_s: list[float] = []
         self._began_s = self._last_s = 0.0
-        self._before = Spent()
+        self._before = TimeBreakdown()
 
     def asked(self, run: Run) -> bool:
         """Say whether the trial is over. The loop calls it before each step."""
@@ -106,13 +106,13 @@ class Pace:
 
     def finish(self) -> None:
         """Close the measurement; the loop has ended."""
-        self.measured = self._log.spent() - self._before
+        self.measured = self._log.time_breakdown() - self._before
 
     def _warm_up(self, run: Run) -> None:
         """Take the time of the step before, and begin to measure once there is nothing more to wait
         for.
         """
-        before = self._log.spent()
+        before = self._log.time_breakdown()
         now_s = self._clock()
         if before.steps == 0:
             self._began_s = self._last_s = now_s
@@ -130,5 +130,5 @@ class Pace:
         self.warmup_steps = before.steps
         ahead = int(1.5 * self._seconds / max(self._step_s[-1], 1e-6)) + FEWEST_STEPS
         run.feed.prime(min(max(ahead, self._loss_steps), run.last_step))
-        self._before = self._log.spent()
+        self._before = self._log.time_breakdown()
         self._last_s = self._clock()

@@ -4,7 +4,6 @@ uses, and timed.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +19,7 @@ from flatout.measure.settling import settle
 from flatout.measure.spec import TrialResult, TrialSpec
 from flatout.parallel.mesh import make_mesh
 from flatout.training.loop import fit
-from flatout.training.metrics.log import Log, diverged
+from flatout.training.metrics.log import Log, require_finite
 from flatout.training.out_of_memory import explained
 from flatout.training.warmup import warm_up
 
@@ -110,9 +109,8 @@ def timed(run: Run, spec: TrialSpec, began_s: float) -> TrialResult:
         spent = pace.measured
         peak_gib = log.peak_gib()
     first = losses.losses()
-    lost = next((step for step, loss in enumerate(first, 1) if not math.isfinite(loss)), None)
-    if lost is not None:
-        raise diverged("training loss", first[lost - 1], lost)
+    for step, loss in enumerate(first, 1):
+        require_finite("training loss", loss, step)
     dropped = [
         decision for decision in run.decisions if decision.name in wanted and not decision.on
     ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from flatout.hardware import fingerprint
 from flatout.progress import SILENT, Progress
 from flatout.training.checkpoint import catalog
 from flatout.training.evaluation import Evaluation, evaluate
-from flatout.training.metrics.log import Log, diverged
+from flatout.training.metrics.log import Log, require_finite
 from flatout.training.run_dir.data_location import data_digest, digest
 from flatout.training.step import StepDropped, train_step
 
@@ -121,8 +120,7 @@ def take_evaluation(
     if evaluation is None:
         return None
     log.evaluation(evaluation)
-    if not math.isfinite(evaluation.loss):
-        raise diverged("validation loss", evaluation.loss, run.step)
+    require_finite("validation loss", evaluation.loss, run.step)
     comparable = max_tokens == eval_tokens(run) or not run.config.train.eval_every
     if comparable and (run.best_val_loss is None or evaluation.loss < run.best_val_loss):
         run.best_val_loss, run.best_step = evaluation.loss, run.step
@@ -155,7 +153,7 @@ def write_checkpoint(run: Run, log: Log, *, progress: Progress = SILENT) -> None
     Raises: RunFailed, before anything is written, when the last step's figures are not numbers: the
             weights are lost.
     """
-    log.require_finite()
+    log.require_finite_step()
     log.write_pending()  # a run that is killed after this save and resumes from it has every record up to its step
     log.keep_clock()
     run.saver.save(

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from flatout.measure.pace import WINDOW_STEPS, Pace, settled
-from flatout.training.metrics.clocks import Spent
+from flatout.training.metrics.clocks import TimeBreakdown
 
 
 def settles_after(series):
@@ -57,8 +57,8 @@ class MadeUp:
             step=0, last_step=10**6, feed=SimpleNamespace(prime=self.primed.append)
         )
 
-    def spent(self):
-        return Spent(steps=self.run.step, train_s=self.spent_s)
+    def time_breakdown(self):
+        return TimeBreakdown(steps=self.run.step, train_s=self.spent_s)
 
     def train(self, **limits):
         pace = Pace(

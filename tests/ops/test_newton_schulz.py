@@ -93,7 +93,7 @@ def test_compiled_iterations_match_the_reference_and_compile_once_a_shape():
             assert found_NRC.dtype == wanted_NRC.dtype
             torch.testing.assert_close(found_NRC, wanted_NRC, rtol=rtol, atol=atol)
             assert not found_NRC[1].any()
-    found = watch.look()
+    found = watch.poll()
     assert (found.graphs, found.graph_breaks) == (3, 0)
 
 

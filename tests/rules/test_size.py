@@ -31,7 +31,6 @@ TO_SPLIT = frozenset(
         "flatout/ops/scan.py",
         "flatout/training/checkpoint/catalog.py",
         "flatout/training/checkpoint/state.py",
-        "flatout/training/metrics/log.py",
         "flatout/training/run.py",
         "flatout/training/run_dir/layout.py",
         "tests/assembly/test_selection.py",

@@ -1,4 +1,4 @@
-"""Makes the stand-in run importable, in spawned processes too."""
+"""Fixtures for tests of training; puts their helper modules on the path, for child processes too."""
 
 import os
 import signal
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from flatout.training.metrics import clocks, log
 from flatout.training.metrics.observers import Quiet
 
 sys.path.append(str(Path(__file__).parent))
@@ -14,7 +15,7 @@ sys.path.append(str(Path(__file__).parent))
 
 @pytest.fixture
 def stop_at():
-    """Return an observer that asks this process to stop after a step, as Ctrl+C would."""
+    """Return an observer class that interrupts this process after a step, as Ctrl+C does."""
 
     class StopAt(Quiet):
         def __init__(self, step):
@@ -28,7 +29,7 @@ def stop_at():
 
 
 class Clock:
-    """A clock that goes only when it is told to."""
+    """A clock that only advances when a test sets `now`."""
 
     now = 100.0
 
@@ -42,6 +43,6 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr("flatout.training.metrics.log.time", clock)
-    monkeypatch.setattr("flatout.training.metrics.clocks.time", clock)
+    monkeypatch.setattr(log, "time", clock)
+    monkeypatch.setattr(clocks, "time", clock)
     return clock

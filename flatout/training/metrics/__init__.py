@@ -1,1 +1,1 @@
-"""What a run measures of itself: the log, clocks, observers, compilations."""
+"""What a run measures about itself: records, step times, compilations, and who observes them."""

@@ -1,6 +1,4 @@
-"""The figures of metrics.jsonl as a TensorBoard event file. A disk that refuses it does not end the
-run, which has them elsewhere.
-"""
+"""TensorBoard's copy of metrics.jsonl. A run survives a disk that refuses this file."""
 
 from __future__ import annotations
 
@@ -18,27 +16,25 @@ _VERSION = "brain.Event:2"
 
 
 class Board:
-    """An event file of a run that starts at, or resumes from, a step; TensorBoard leaves out what
-    older files hold of later steps.
+    """A TensorBoard event file, for a run that starts at or resumes from `step`.
 
-    `failed` is called, once, with what the disk says when it refuses: nothing more is written then.
-    TensorBoard's own writer works in a thread, whose errors end in tracebacks.
+    TensorBoard then ignores later steps in older event files. When the disk refuses a write,
+    `on_failure` is called once with the error and nothing more is written. TensorBoard's own writer
+    is not used: it runs in a thread and prints a traceback for each error.
     """
 
-    def __init__(self, folder: Path, step: int, failed: Callable[[OSError], object]) -> None:
+    def __init__(self, folder: Path, step: int, on_failure: Callable[[OSError], object]) -> None:
         from tensorboard.compat.proto.event_pb2 import SessionLog
 
-        self._failed = failed
+        self._on_failure = on_failure
         self._file: IO[bytes] | None = None
+        name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
         try:
             folder.mkdir(exist_ok=True)
-            path = (
-                folder
-                / f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
-            )
-            self._file = os.fdopen(open_own(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab")
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+            self._file = os.fdopen(open_own(folder / name, flags), "ab")
         except OSError as error:
-            failed(error)
+            on_failure(error)
         self._add(file_version=_VERSION)
         if step:
             self._add(step=step + 1, session_log=SessionLog(status=SessionLog.START))
@@ -62,12 +58,11 @@ class Board:
 
         if self._file is None:
             return
+        event = Event(wall_time=time.time(), **fields).SerializeToString()
         try:
-            RecordWriter(self._file).write(
-                Event(wall_time=time.time(), **fields).SerializeToString()
-            )
+            RecordWriter(self._file).write(event)
             self._file.flush()
         except OSError as error:
             self.close()
             self._file = None
-            self._failed(error)
+            self._on_failure(error)

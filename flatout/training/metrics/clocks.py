@@ -1,52 +1,55 @@
-"""Where a step's time goes: waiting for data, the device's work, the rest of the host's.
+"""Where the time of a training step goes: waiting for data, device work, other host work.
 
-On a CPU the device is the host, and the three add up to the step. On a GPU host and device work at
-the same time; what a step takes is the longer of the two, and nothing here makes either wait for
-the other.
+On a CPU the device is the host, and the three add up to the step. On a GPU, host and device work
+concurrently, a step takes the longer of the two, and neither waits for the other to be timed.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
-from typing import Any
+from functools import partial
 
 import torch
 
+Span = Callable[[], float]
+"""Returns the device time of one step in seconds; the step must have finished."""
+
 
 @dataclass(frozen=True)
-class Spent:
-    """Where the time of some steps went, in seconds over all of them."""
+class TimeBreakdown:
+    """Where the time of some steps went, in seconds summed over the steps."""
 
     steps: int = 0
     train_s: float = 0.0
-    """Wall time of training."""
+    """Wall-clock time of training."""
     wait_s: float = 0.0
-    """The host waited for data."""
+    """Time in which the host waited for data."""
     blocked_s: float = 0.0
-    """The host waited for the device: for the step's work itself on a CPU, for figures to be read
-    back on a GPU.
-    """
+    """Time in which the host waited for the device: the step itself on a CPU, readbacks on a GPU."""
     device_s: float = 0.0
-    """The device was at a step's work."""
+    """Time in which the device worked on a step."""
     tokens: int = 0
-    """Targets of the steps, padding not counted."""
+    """Targets in the steps, without padding."""
 
     @property
     def host_s(self) -> float:
-        """What the host needed for itself: queueing the work (on a GPU), the loop, logging."""
+        """Time of the host's own work: queueing kernels (on a GPU), the loop, logging."""
         return max(self.train_s - self.wait_s - self.blocked_s, 0.0)
 
-    def __add__(self, other: Spent) -> Spent:
-        return Spent(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(Spent)))
+    def __add__(self, other: TimeBreakdown) -> TimeBreakdown:
+        names = [f.name for f in fields(self)]
+        return TimeBreakdown(*(getattr(self, name) + getattr(other, name) for name in names))
 
-    def __sub__(self, other: Spent) -> Spent:
-        return Spent(*(getattr(self, f.name) - getattr(other, f.name) for f in fields(Spent)))
+    def __sub__(self, other: TimeBreakdown) -> TimeBreakdown:
+        names = [f.name for f in fields(self)]
+        return TimeBreakdown(*(getattr(self, name) - getattr(other, name) for name in names))
 
     def step_figures(self) -> dict[str, float]:
-        """Return the means a step under the names of metrics.jsonl."""
+        """Return the means per step, under the names that metrics.jsonl uses."""
         seconds = {
             "step": self.train_s,
             "data_wait": self.wait_s,
@@ -56,111 +59,116 @@ class Spent:
         return {f"perf/{name}_ms": 1e3 * total_s / self.steps for name, total_s in seconds.items()}
 
 
-class CpuClock:
-    """Times the steps' work on a CPU: entered around `train_step`, since the device is the host.
-    Under 2 microseconds a step in all.
-    """
+class StepClock(ABC):
+    """Times device work and the host's waits for it; enter the clock around `train_step`."""
 
     def __init__(self) -> None:
-        self._spans_s: list[float] = []
-        self._began_s = 0.0
+        self._blocked_s = 0.0
+        self._spans: list[Span] = []
+
+    @abstractmethod
+    def __enter__(self) -> None:
+        """Start timing a step."""
+
+    @abstractmethod
+    def __exit__(self, *_: object) -> None:
+        """Stop timing the step."""
+
+    @abstractmethod
+    def reading(self) -> AbstractContextManager[None]:
+        """Return a context that counts its time as waiting for the device."""
+
+    def take(self) -> tuple[float, list[Span]]:
+        """Return the host's blocked seconds and the steps' spans since the last call."""
+        taken = self._blocked_s, self._spans
+        self._blocked_s, self._spans = 0.0, []
+        return taken
+
+
+class CpuClock(StepClock):
+    """The clock of a CPU, where the whole step is device work. Costs under 2 microseconds a step."""
 
     def __enter__(self) -> None:
         self._began_s = time.perf_counter()
 
     def __exit__(self, *_: object) -> None:
-        self._spans_s.append(time.perf_counter() - self._began_s)
+        elapsed_s = time.perf_counter() - self._began_s
+        self._blocked_s += elapsed_s
+        self._spans.append(lambda: elapsed_s)
 
     def reading(self) -> AbstractContextManager[None]:
-        """Return a context for reading figures back, which waits for nothing here."""
+        """Return a context that counts nothing: figures are already in host memory."""
         return nullcontext()
 
-    def take(self) -> tuple[float, list[float]]:
-        """Return the seconds the host was blocked and the steps' spans, since the last call."""
-        spans, self._spans_s = self._spans_s, []
-        return sum(spans), spans
 
-    def seconds(self, spans: list[float]) -> float:
-        """Return the device's seconds in `spans`."""
-        return sum(spans)
+class CudaClock(StepClock):
+    """The clock of a GPU: an event before the step and one after it on the stream, without waiting.
 
-
-class CudaClock:
-    """Times the steps' work on a GPU: from an event before it to one after it on the stream.
-    Nothing waits for them.
-
-    So a GPU that idles because the host queues too slowly counts as at work; `perf/host_ms` then
-    comes near `perf/step_ms`. So it does when the queue of launches is full: `perf/host_ms` is the
-    most that the host may have needed.
+    A GPU that idles because the host queues too slowly therefore counts as busy; `perf/host_ms` is
+    then close to `perf/step_ms`. The same happens when the launch queue is full, so `perf/host_ms`
+    is an upper bound on what the host needed.
     """
 
     def __init__(self, device: torch.device) -> None:
+        super().__init__()
         self._stream = torch.cuda.current_stream(device)
-        self._spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self._blocked_s = 0.0
-        self._begin = self._event()
 
     def __enter__(self) -> None:
-        self._begin = self._event()
-        self._begin.record(self._stream)
+        self._begin = self._record()
 
     def __exit__(self, *_: object) -> None:
-        end = self._event()
-        end.record(self._stream)
-        self._spans.append((self._begin, end))
+        self._spans.append(partial(_elapsed_s, self._begin, self._record()))
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Count what is spent inside as waiting for the device."""
+        """Count the time spent inside as waiting for the device."""
         began_s = time.perf_counter()
         yield
         self._blocked_s += time.perf_counter() - began_s
 
-    def take(self) -> tuple[float, list[tuple[torch.cuda.Event, torch.cuda.Event]]]:
-        """Return the seconds the host was blocked and the steps' spans, since the last call."""
-        taken = self._blocked_s, self._spans
-        self._blocked_s, self._spans = 0.0, []
-        return taken
+    def _record(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(self._stream)
+        return event
 
-    def seconds(self, spans: list[tuple[torch.cuda.Event, torch.cuda.Event]]) -> float:
-        """Return the device's seconds in `spans`, all of whose steps have ended: a later readback
-        has waited for them.
-        """
-        return 1e-3 * sum(float(begin.elapsed_time(end)) for begin, end in spans)
 
-    def _event(self) -> torch.cuda.Event:
-        return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+def _elapsed_s(begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+    return 1e-3 * float(begin.elapsed_time(end))
+
+
+def device_seconds(spans: Iterable[Span]) -> float:
+    """Return the device's seconds in `spans`; a later readback has waited for their steps."""
+    return sum(span() for span in spans)
 
 
 @dataclass
-class Window:
-    """Steps since the last record."""
+class Interval:
+    """The steps since the last record."""
 
     started_s: float
     steps: int = 0
     wait_ms: float = 0.0
     aside_s: float = 0.0
+    """Time spent on evaluation, samples and saves, which is not training."""
     blocked_s: float = 0.0
     tokens: int = 0
     samples: int = 0
     flops: float = 0.0
-    """What the tokens cost, causal-exact."""
-    spans: list[Any] = field(default_factory=list)
-    """The device's work, a span a step, in its clock's own terms."""
+    """Causal-exact training FLOPs of the tokens."""
+    spans: list[Span] = field(default_factory=list)
+    """Device work, one span per step."""
 
     def train_s(self, now_s: float) -> float:
-        """Seconds of training in the window: what was spent aside does not count."""
+        """Return the seconds of training in the interval."""
         return max(now_s - self.started_s - self.aside_s, 1e-9)
 
-    def spent(self, now_s: float) -> Spent:
-        """Return where the window's time went, as far as the host knows it: all but the device's
-        own.
-        """
-        return Spent(
+    def host_times(self, now_s: float) -> TimeBreakdown:
+        """Return where the time went as far as the host knows: everything but the device's time."""
+        return TimeBreakdown(
             self.steps, self.train_s(now_s), self.wait_ms * 1e-3, self.blocked_s, tokens=self.tokens
         )
 
 
-def step_clock(device: torch.device) -> CpuClock | CudaClock:
+def step_clock(device: torch.device) -> StepClock:
     """Return the clock of a device."""
     return CudaClock(device) if device.type == "cuda" else CpuClock()

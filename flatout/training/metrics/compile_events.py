@@ -1,8 +1,6 @@
-"""What torch.compile has done in this process since it was last asked: graphs, breaks, reasons,
-seconds.
+"""What torch.compile has done in this process since the last poll: graphs, breaks, reasons, time.
 
-Nothing is hooked into the compiler: its own counters are read, which costs a step less than two
-microseconds.
+Nothing hooks into the compiler. Reading its own counters costs under 2 microseconds per step.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 LONGEST_REASON = 300
-"""Characters of a reason that are kept."""
+"""A reason is cut to this many characters."""
 
 
 class Counts(NamedTuple):
@@ -22,117 +20,105 @@ class Counts(NamedTuple):
     graphs: int = 0
     breaks: int = 0
     refused: int = 0
-    """Calls that it gave up on, its limit of recompilations among the reasons."""
+    """Calls it gave up on, for example because the recompile limit was reached."""
 
 
 @dataclass(frozen=True)
 class Compilations:
-    """What was compiled in some span of time."""
+    """What was compiled between two polls."""
 
     graphs: int
-    """Graphs of a forward pass; their backward passes come with them."""
+    """Forward graphs; backward graphs are not counted."""
     graph_breaks: int
     first_break: str | None
-    """Why the first of them was, and at which line; None where there was none."""
+    """Reason and source line of the first break; None when there was none."""
     reasons: tuple[str, ...]
-    """Why what had been compiled already was compiled again."""
+    """Why code was compiled again."""
     compile_s: float
     cuda_graphs_skipped: int
     """Graphs that could not become CUDA graphs."""
 
 
 class CompilationWatch:
-    """Tells what is new since the last look."""
+    """Reports what was compiled since the last poll."""
 
     def __init__(self) -> None:
-        self._seen = counts()
+        self._counts = counts()
         self._skipped = _skipped()
         self._last_event = next(reversed(_events()), None)
 
     def changed(self) -> bool:
-        """Say whether anything was compiled, or given up on, since the last look."""
-        return counts() != self._seen
+        """Say whether anything was compiled, or given up on, since the last poll."""
+        return counts() != self._counts
 
-    def look(self) -> Compilations:
-        """Return what is new, and begin again from here."""
+    def poll(self) -> Compilations:
+        """Return what was compiled since the last poll."""
         now, skipped = counts(), _skipped()
-        new = Counts(
-            *(max(after - before, 0) for after, before in zip(now, self._seen, strict=True))
-        )
-        events = list(
-            itertools.takewhile(lambda event: event is not self._last_event, reversed(_events()))
-        )[::-1]
+        pairs = zip(now, self._counts, strict=True)
+        new = Counts(*(max(after - before, 0) for after, before in pairs))
+        last = self._last_event
+        events = list(itertools.takewhile(lambda e: e is not last, reversed(_events())))[::-1]
+        recompiled = [event for event in events if event.recompile_reason or event.fail_reason]
         found = Compilations(
             graphs=new.graphs,
             graph_breaks=new.breaks,
             first_break=_first_break(new.breaks),
-            reasons=tuple(
-                dict.fromkeys(
-                    _reason(event)
-                    for event in events
-                    if event.recompile_reason or event.fail_reason
-                )
-            ),
+            reasons=tuple(dict.fromkeys(map(_reason, recompiled))),
             compile_s=sum(float(event.duration_us or 0) * 1e-6 for event in events),
             cuda_graphs_skipped=max(skipped - self._skipped, 0),
         )
-        self._seen, self._skipped, self._last_event = (
-            now,
-            skipped,
-            events[-1] if events else self._last_event,
-        )
+        self._counts, self._skipped = now, skipped
+        self._last_event = events[-1] if events else self._last_event
         return found
 
 
 def counts() -> Counts:
-    """Return the counters as they stand; zeros while the compiler has not even been imported."""
-    compiler: Any = sys.modules.get("torch._dynamo.utils")
+    """Return the counters; zeros when the compiler was never imported."""
+    compiler = _compiler()
     if compiler is None:
         return Counts()
     kept = compiler.counters
-    return Counts(
-        kept["stats"]["unique_graphs"],
-        sum(kept["graph_break"].values()),
-        sum(kept["unimplemented"].values()),
-    )
+    breaks, refused = sum(kept["graph_break"].values()), sum(kept["unimplemented"].values())
+    return Counts(kept["stats"]["unique_graphs"], breaks, refused)
+
+
+def _compiler() -> Any:
+    """Return the compiler's module, or None when it was never imported."""
+    return sys.modules.get("torch._dynamo.utils")
 
 
 def _skipped() -> int:
-    compiler: Any = sys.modules.get("torch._dynamo.utils")
-    return 0 if compiler is None else int(compiler.counters["inductor"]["cudagraph_skips"])
+    compiler = _compiler()
+    return int(compiler.counters["inductor"]["cudagraph_skips"]) if compiler else 0
 
 
 def _events() -> list[Any]:
-    """The compiler's records of its last few dozen compilations, forward, backward and refused."""
-    compiler: Any = sys.modules.get("torch._dynamo.utils")
-    return [] if compiler is None else compiler.get_compilation_metrics()
+    """Return the compiler's records of its last few dozen compilations, refused ones included."""
+    compiler = _compiler()
+    return compiler.get_compilation_metrics() if compiler else []
 
 
 def _reason(event: Any) -> str:
-    """Why one was compiled again, in the compiler's words."""
-    why = str(event.recompile_reason or event.fail_reason)
-    limit = (
-        "; the compiler's limit is reached, and this runs uncompiled"
-        if "recompile limit" in str(event.fail_reason)
-        else ""
-    )
-    return shortened(why) + limit
+    """Return why code was compiled again, in the compiler's words."""
+    reason = first_line(str(event.recompile_reason or event.fail_reason))
+    if "recompile limit" in str(event.fail_reason):
+        reason += "; the compiler's limit is reached, and this runs uncompiled"
+    return reason
 
 
-def _first_break(number: int) -> str | None:
-    """Why the first of the last `number` breaks was, and where."""
-    compiler: Any = sys.modules.get("torch._dynamo.utils")
-    if not number or not compiler.graph_break_reasons:
+def _first_break(num_breaks: int) -> str | None:
+    """Return the reason and source line of the first of the last `num_breaks` graph breaks."""
+    compiler = _compiler()
+    if not num_breaks or not compiler.graph_break_reasons:
         return None
-    first = compiler.graph_break_reasons[-number:][0]
-    place = first.user_stack[-1] if first.user_stack else None
-    where = f" at {place.filename}:{place.lineno}" if place is not None else ""
-    return shortened(first.reason) + where
+    first = compiler.graph_break_reasons[-num_breaks:][0]
+    if not first.user_stack:
+        return first_line(first.reason)
+    frame = first.user_stack[-1]
+    return f"{first_line(first.reason)} at {frame.filename}:{frame.lineno}"
 
 
-def shortened(text: str) -> str:
-    """Return the first line of a compiler's explanation, with single spaces, cut where it is very
-    long.
-    """
+def first_line(text: str) -> str:
+    """Return the first line of a compiler's explanation, with single spaces, truncated if long."""
     line = " ".join((text.strip().splitlines() or [""])[0].split("#")[0].split())
     return line if len(line) <= LONGEST_REASON else line[: LONGEST_REASON - 3] + "..."

@@ -1,5 +1,6 @@
-"""What the loop tells whoever watches it. Injected from above, so that training knows nothing of
-terminals or reports.
+"""What the loop tells its observers.
+
+Observers are passed in from above, so training knows nothing about terminals or reports.
 """
 
 from __future__ import annotations
@@ -12,42 +13,23 @@ if TYPE_CHECKING:
 
 
 class Observer(Protocol):
-    """Watches one run on its main rank. Every method returns quickly: the device may be waiting."""
+    """Watches one run on its main rank. Every method must return fast: the device may be idle."""
 
     def on_start(self, run: Run) -> None:
-        """Take note that the run is built, and resumed where it was; the first step comes next."""
+        """Receive the run, built and restored, right before its first step."""
 
     def on_tick(self, step: int, last_step: int) -> None:
-        """Take note that step `step` of `last_step` has been queued. Called every step, carries no
-        figures.
-        """
+        """Note that step `step` of `last_step` was queued. Called every step, without figures."""
 
     def on_record(self, record: Mapping[str, float]) -> None:
-        """Take one line of metrics.jsonl: `step`, `tokens`, `wall_s`, `elapsed_s` and what was
-        measured.
-        """
+        """Receive a line of metrics.jsonl: the run's position and the figures that were measured."""
 
     def on_event(self, event: Mapping[str, Any]) -> None:
-        """Take one line of events.jsonl: `event` names its kind."""
+        """Receive a line of events.jsonl; its `event` is the kind."""
 
     def on_end(self, summary: Mapping[str, Any]) -> None:
-        """Take the run's summary.json."""
+        """Receive the contents of summary.json."""
 
 
-class Quiet:
-    """An observer that does nothing, to derive from when only one method matters."""
-
-    def on_start(self, run: Run) -> None:
-        """Do nothing."""
-
-    def on_tick(self, step: int, last_step: int) -> None:
-        """Do nothing."""
-
-    def on_record(self, record: Mapping[str, float]) -> None:
-        """Do nothing."""
-
-    def on_event(self, event: Mapping[str, Any]) -> None:
-        """Do nothing."""
-
-    def on_end(self, summary: Mapping[str, Any]) -> None:
-        """Do nothing."""
+class Quiet(Observer):
+    """An observer that ignores everything: derive from it and override the methods you need."""

@@ -1,4 +1,4 @@
-"""The TensorBoard event file: what TensorBoard reads of it, and a disk that refuses it."""
+"""The TensorBoard event file: TensorBoard reads it, and a disk that refuses it is survived."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def curves(folder):
     }
 
 
-def test_tensorboard_reads_the_figures_and_leaves_out_steps_of_before_a_resume(tmp_path):
+def test_tensorboard_reads_the_figures_and_drops_steps_repeated_after_a_resume(tmp_path):
     first = Board(tmp_path / "board", 0, pytest.fail)
     for step in (1, 2, 3):
         first.write(step, {"train/loss": step / 2, "perf/mfu": 0.25})
@@ -37,7 +37,7 @@ def test_tensorboard_reads_the_figures_and_leaves_out_steps_of_before_a_resume(t
     }
 
 
-class Refusing:
+class FullDisk:
     def __init__(self, opened):
         self.opened = opened
 
@@ -49,7 +49,7 @@ class Refusing:
 
 
 @pytest.mark.parametrize("where", ["open", "write"])
-def test_a_disk_that_refuses_the_event_file_does_not_end_the_run(
+def test_a_run_survives_a_disk_that_refuses_the_event_file(
     where, tiny_config, tmp_path, monkeypatch
 ):
     if where == "open":
@@ -64,7 +64,7 @@ def test_a_disk_that_refuses_the_event_file_does_not_end_the_run(
             os,
             "fdopen",
             lambda file, mode, **more: (
-                Refusing(fdopen(file, mode)) if mode == "ab" else fdopen(file, mode, **more)
+                FullDisk(fdopen(file, mode)) if mode == "ab" else fdopen(file, mode, **more)
             ),
         )
     assert run_training(tiny_config(train__steps=2, log__every=1), tmp_path / "run")["steps"] == 2

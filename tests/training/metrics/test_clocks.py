@@ -1,4 +1,4 @@
-"""Data, host and device: what each is, that they add up on a CPU, and that nothing waits on a GPU."""
+"""Time for data, host and device: it adds up to the step on a CPU, and nothing waits on a GPU."""
 
 from __future__ import annotations
 
@@ -7,13 +7,21 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from flatout.training.metrics.clocks import CpuClock, CudaClock, Spent, Window, step_clock
+from flatout.training.loop import fit
+from flatout.training.metrics.clocks import (
+    CpuClock,
+    CudaClock,
+    Interval,
+    TimeBreakdown,
+    device_seconds,
+    step_clock,
+)
 from flatout.training.metrics.log import Log
 from flatout.training.step import StepResult
 
 
 class Event:
-    """A CUDA event of a device that runs a second behind the host."""
+    """A CUDA event that reads the time of the `stream` fixture."""
 
     def __init__(self, enable_timing=False):
         self.at_s = None
@@ -43,51 +51,47 @@ def take_step(log, run, clock, *, work_s, wait_s=0.0, rest_s=0.0):
     log.step(batch, StepResult(torch.tensor(1.0), torch.tensor(1.0), torch.tensor(128.0), 0.1))
 
 
-def test_on_a_cpu_the_parts_add_up_to_the_step():
-    spent = Spent(steps=4, train_s=2.0, wait_s=0.5, blocked_s=1.2, device_s=1.2)
-    figures = spent.step_figures()
+def test_parts_add_up_to_the_step_on_a_cpu():
+    times = TimeBreakdown(steps=4, train_s=2.0, wait_s=0.5, blocked_s=1.2, device_s=1.2)
+    figures = times.step_figures()
     assert figures == pytest.approx(
         {"perf/step_ms": 500, "perf/data_wait_ms": 125, "perf/host_ms": 75, "perf/device_ms": 300}
     )
     assert figures["perf/step_ms"] == pytest.approx(sum(figures.values()) - figures["perf/step_ms"])
-    assert spent - spent == Spent()
-    assert spent + Spent() == spent
+    assert times - times == TimeBreakdown()
+    assert times + TimeBreakdown() == times
 
 
-def test_a_window_leaves_out_what_was_spent_aside():
-    window = Window(started_s=10.0, steps=2, wait_ms=500.0, aside_s=3.0, blocked_s=1.0, tokens=7)
-    assert window.spent(15.0) == Spent(steps=2, train_s=2.0, wait_s=0.5, blocked_s=1.0, tokens=7)
+def test_an_interval_excludes_time_spent_aside():
+    interval = Interval(10.0, steps=2, wait_ms=500.0, aside_s=3.0, blocked_s=1.0, tokens=7)
+    assert interval.host_times(15.0) == TimeBreakdown(
+        steps=2, train_s=2.0, wait_s=0.5, blocked_s=1.0, tokens=7
+    )
 
 
-def test_every_record_says_where_its_steps_went(build_run, tiny_config, tmp_path, clock):
-    (tmp_path / "run").mkdir()
-    run = build_run(tiny_config(log__every=2, speedups="none"))
-    records = []
-    with Log(run) as log:
-        log._write = records.append
+def test_every_record_breaks_down_its_step_time(start_run, collector, clock):
+    run = start_run(log__every=2, speedups="none")
+    with Log(run, [collector]) as log:
         for _ in range(2):
             take_step(log, run, clock, work_s=0.3, wait_s=0.1, rest_s=0.05)
         for _ in range(2):
             take_step(log, run, clock, work_s=0.7)
-    assert [record["perf/device_ms"] for record in records] == pytest.approx([300, 700])
-    assert [record["perf/host_ms"] for record in records] == pytest.approx([50, 0])
-    assert [record["perf/data_wait_ms"] for record in records] == pytest.approx([100, 0])
-    assert [record["perf/step_ms"] for record in records] == pytest.approx([450, 700])
+    assert [record["perf/device_ms"] for record in collector.records] == pytest.approx([300, 700])
+    assert [record["perf/host_ms"] for record in collector.records] == pytest.approx([50, 0])
+    assert [record["perf/data_wait_ms"] for record in collector.records] == pytest.approx([100, 0])
+    assert [record["perf/step_ms"] for record in collector.records] == pytest.approx([450, 700])
 
 
-def test_the_total_can_be_asked_for_at_any_step_and_spoils_no_record(
-    build_run, tiny_config, tmp_path, clock
+def test_the_total_breakdown_is_available_at_any_step_and_leaves_records_intact(
+    start_run, collector, clock
 ):
-    (tmp_path / "run").mkdir()
-    run = build_run(tiny_config(log__every=2, train__steps=8))
-    records = []
-    with Log(run) as log:
-        log._write = records.append
+    run = start_run(log__every=2, train__steps=8)
+    with Log(run, [collector]) as log:
         take_step(log, run, clock, work_s=0.3, rest_s=0.1)
-        before = log.spent()
+        before = log.time_breakdown()
         for _ in range(3):
             take_step(log, run, clock, work_s=0.5, wait_s=0.2)
-        spent = log.spent() - before
+        spent = log.time_breakdown() - before
     assert (before.steps, before.train_s, before.device_s, before.host_s) == pytest.approx(
         (1, 0.4, 0.3, 0.1)
     )
@@ -98,27 +102,22 @@ def test_the_total_can_be_asked_for_at_any_step_and_spoils_no_record(
         spent.device_s,
         spent.host_s,
     ) == pytest.approx((3, 2.1, 0.6, 1.5, 0.0), abs=1e-6)
-    assert [record["perf/device_ms"] for record in records] == pytest.approx([400, 500])
+    assert [record["perf/device_ms"] for record in collector.records] == pytest.approx([400, 500])
 
 
-def test_a_run_s_own_records_add_up(build_run, tiny_config, tmp_path):
-    from flatout.training.loop import fit
-
-    (tmp_path / "run").mkdir()
-    run = build_run(tiny_config(log__every=3))
-    records = []
-    with Log(run) as log:
-        log._write = records.append
+def test_the_records_of_a_run_add_up(start_run, collector):
+    run = start_run(log__every=3)
+    with Log(run, [collector]) as log:
         fit(run, log, SimpleNamespace(asked=lambda _: False))
         log.close()
-    assert [record["step"] for record in records] == [3, 6]
-    for record in records:
+    assert [record["step"] for record in collector.records] == [3, 6]
+    for record in collector.records:
         parts = record["perf/data_wait_ms"] + record["perf/host_ms"] + record["perf/device_ms"]
         assert parts == pytest.approx(record["perf/step_ms"])
         assert record["perf/device_ms"] > 0
 
 
-def test_on_a_gpu_the_device_s_time_is_the_stream_s_and_only_reading_back_blocks(stream, clock):
+def test_a_gpu_clock_reads_the_stream_and_counts_only_readbacks_as_blocked(stream, clock):
     cuda = CudaClock(torch.device("cuda", 0))
     for _ in range(3):
         with cuda:
@@ -128,18 +127,18 @@ def test_on_a_gpu_the_device_s_time_is_the_stream_s_and_only_reading_back_blocks
             clock.now += 0.2
     blocked_s, spans = cuda.take()
     assert blocked_s == pytest.approx(0.6)
-    assert cuda.seconds(spans) == pytest.approx(0.75)
+    assert device_seconds(spans) == pytest.approx(0.75)
     assert cuda.take() == (0.0, [])
 
 
-def test_each_device_has_its_clock(stream):
+def test_each_device_type_has_its_clock(stream):
     assert isinstance(step_clock(torch.device("cpu")), CpuClock)
     assert isinstance(step_clock(torch.device("cuda", 0)), CudaClock)
 
 
 @pytest.mark.gpu
 @pytest.mark.gpu_essential
-def test_a_real_gpu_is_timed_without_being_waited_for():
+def test_a_real_gpu_is_timed_without_waiting_for_it():
     device = torch.device("cuda", 0)
     cuda = step_clock(device)
     matrix = torch.randn(4096, 4096, device=device)
@@ -150,4 +149,4 @@ def test_a_real_gpu_is_timed_without_being_waited_for():
         torch.cuda.synchronize()
     blocked_s, spans = cuda.take()
     assert blocked_s > 0
-    assert cuda.seconds(spans) > 0
+    assert device_seconds(spans) > 0

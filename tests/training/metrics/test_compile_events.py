@@ -1,32 +1,31 @@
-"""What is compiled is counted, and what is compiled again is named with the step and the compiler's
-reason.
-"""
+"""Compilations are counted; recompilations are logged with their step and the compiler's reason."""
 
 from __future__ import annotations
 
 import json
+import sys
 from functools import partial
 
 import pytest
 import torch
 
+from flatout.errors import ConfigError
 from flatout.ops import loss_chunks
 from flatout.training.evaluation import batch_shapes
 from flatout.training.loop import take_evaluation
-from flatout.training.metrics.compile_events import CompilationWatch, counts, shortened
+from flatout.training.metrics.compile_events import CompilationWatch, counts, first_line
 from flatout.training.metrics.log import Log
 from flatout.training.run import run_training
 from flatout.training.step import train_step
 from flatout.training.warmup import warm_up
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning"
-)  # torch's own compiler makes objects of its functions
+# torch's compiler instantiates its own deprecated functions
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
 @pytest.fixture(autouse=True)
-def without_code(monkeypatch):
-    """Trace as ever, and make no C++ of it: that is not what is looked at here."""
+def without_codegen(monkeypatch):
+    """Trace, but generate no C++: these tests only look at what is traced."""
     torch._dynamo.reset()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     yield
@@ -40,7 +39,7 @@ def events(folder, kind):
 
 @pytest.fixture
 def compiled_run(build_run, tiny_config, tmp_path):
-    """Return a run that is warmed up, and its log."""
+    """Return a function that builds and warms up a run, and returns it with its log."""
     (tmp_path / "run").mkdir()
     logs = []
 
@@ -63,7 +62,7 @@ def step(run, log):
 
 
 @pytest.mark.parametrize("rows", [1, 4])
-def test_training_and_evaluation_find_what_the_warm_up_compiled(
+def test_training_and_evaluation_use_what_the_warm_up_compiled(
     tiny_config, tmp_path, ragged_set, rows
 ):
     changes = {
@@ -78,21 +77,21 @@ def test_training_and_evaluation_find_what_the_warm_up_compiled(
     summary = run_training(config, tmp_path / "run")
     (compiled,) = events(tmp_path / "run", "compiled")
     assert compiled["step"] == 0
-    assert compiled["graphs"] == 2, "one of training, one of evaluation"
+    assert compiled["graphs"] == 2, "one for training, one for evaluation"
     assert compiled["graph_breaks"] == 0
     assert events(tmp_path / "run", "recompiled") == []
     assert summary["recompiles"] == 0
     assert summary["compile_s"] == pytest.approx(compiled["compile_s"], abs=1e-3)
 
 
-def test_a_run_that_compiles_nothing_says_nothing_of_it(tiny_config, tmp_path):
+def test_a_run_that_compiles_nothing_reports_no_compilation(tiny_config, tmp_path):
     summary = run_training(tiny_config(), tmp_path / "run")
     assert summary["compile_s"] is None
     assert summary["recompiles"] is None
     assert events(tmp_path / "run", "compiled") == []
 
 
-def test_a_batch_of_another_shape_is_named_at_its_step(compiled_run, tmp_path):
+def test_a_batch_of_a_new_shape_is_logged_at_its_step(compiled_run, tmp_path):
     run, log = compiled_run("compile")
     step(run, log)
     batch = next(run.feed)
@@ -110,7 +109,7 @@ def test_a_batch_of_another_shape_is_named_at_its_step(compiled_run, tmp_path):
     assert len(events(tmp_path / "run", "recompiled")) == 1
 
 
-def test_buckets_of_lengths_are_all_compiled_beforehand(compiled_run, tmp_path):
+def test_all_length_buckets_are_compiled_in_the_warm_up(compiled_run, tmp_path):
     run, log = compiled_run(
         "compile",
         "length-buckets",
@@ -145,7 +144,7 @@ SHAPES = {
         "data__document_mask": True,
     },
 }
-"""Models that between them go through every op that `auto` takes on a GPU."""
+"""Models that together use every op that `auto` selects on a GPU."""
 
 
 @pytest.mark.parametrize(
@@ -157,10 +156,9 @@ SHAPES = {
         ("selective", "compile-blocks"),
     ],
 )
-def test_nothing_breaks_a_graph(compiled_run, tmp_path, monkeypatch, way, shape):
-    monkeypatch.setitem(
-        loss_chunks.LOGITS_AT_ONCE, "cpu", 257 * 20
-    )  # 4 rows of 16 tokens are several chunks
+def test_no_model_breaks_a_graph(compiled_run, tmp_path, monkeypatch, way, shape):
+    # makes several chunks of 4 rows of 16 tokens
+    monkeypatch.setitem(loss_chunks.LOGITS_AT_ONCE, "cpu", 257 * 20)
     mixing = "fast-scan" if "model__kind" in SHAPES[shape] else "fused-attention"
     run, log = compiled_run(
         mixing,
@@ -178,56 +176,53 @@ def test_nothing_breaks_a_graph(compiled_run, tmp_path, monkeypatch, way, shape)
 
 
 @pytest.mark.parametrize("kind", ["transformer", "eigenstate"])
-def test_equal_blocks_share_one_graph(compiled_run, tmp_path, kind):
+def test_identical_blocks_share_one_graph(compiled_run, tmp_path, kind):
     fast = ["fast-scan"] if kind == "eigenstate" else []
     run, log = compiled_run("compile-blocks", *fast, model__kind=kind, model__num_layers=4)
     (compiled,) = events(tmp_path / "run", "compiled")
-    assert compiled["graphs"] == 4, "a block and the loss, in training and in evaluation"
+    assert compiled["graphs"] == 4, (
+        "one for a block and one for the loss, in training and in evaluation"
+    )
     step(run, log)
     take_evaluation(run, log, max_tokens=None)
     assert events(tmp_path / "run", "recompiled") == []
 
 
-def test_a_break_is_counted_with_its_reason_and_line(compiled_run, tmp_path):
-    compiled_run(
-        "compile", model__kind="eigenstate"
-    )  # the recurrence token by token is kept from the compiler
+def test_a_graph_break_is_counted_with_its_reason_and_line(compiled_run, tmp_path):
+    # the token-by-token recurrence is excluded from compilation
+    compiled_run("compile", model__kind="eigenstate")
     (compiled,) = events(tmp_path / "run", "compiled")
     assert compiled["graph_breaks"] > 0
     assert "scan.py:" in compiled["first_break"]
 
 
-def test_whole_model_and_each_block_refuse_each_other(build_run, tiny_config):
-    from flatout.errors import ConfigError
-
+def test_compiling_the_model_and_its_blocks_at_once_is_refused(build_run, tiny_config):
     with pytest.raises(
         ConfigError, match="'compile' and 'compile-blocks' both fill the slot 'compilation'"
     ):
         build_run(tiny_config(speedups=["compile", "compile-blocks"]))
 
 
-def test_the_limit_of_recompilations_is_said(monkeypatch):
+def test_reaching_the_recompile_limit_is_reported():
     watch = CompilationWatch()
     double = torch.compile(lambda row: row * 2, dynamic=False)
     with torch._dynamo.config.patch(recompile_limit=1):
         double(torch.ones(2))
         double(torch.ones(3))
     assert watch.changed()
-    found = watch.look()
+    found = watch.poll()
     assert found.graphs == 1
     assert "size mismatch" in found.reasons[0]
     assert found.reasons[0].endswith("the compiler's limit is reached, and this runs uncompiled")
     assert not watch.changed()
 
 
-def test_counting_needs_no_compiler(monkeypatch):
-    import sys
-
+def test_counting_does_not_import_the_compiler(monkeypatch):
     monkeypatch.delitem(sys.modules, "torch._dynamo.utils", raising=False)
     assert counts() == (0, 0, 0)
     assert not CompilationWatch().changed()
 
 
 def test_reasons_are_one_short_line():
-    assert shortened("  tensor 'x'   size mismatch # file\nand more") == "tensor 'x' size mismatch"
-    assert len(shortened("a" * 1000)) == 300
+    assert first_line("  tensor 'x'   size mismatch # file\nand more") == "tensor 'x' size mismatch"
+    assert len(first_line("a" * 1000)) == 300

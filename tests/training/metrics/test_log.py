@@ -1,4 +1,4 @@
-"""Readback one step late, clocks that leave evaluation out, rates that mean training."""
+"""The log: delayed readback, clocks that exclude evaluation, and rates of training."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ import torch
 
 from flatout.hardware import Peak
 from flatout.speedups.no_sync_logging import DelayedReadback
-from flatout.training.metrics.clocks import Window
-from flatout.training.metrics.log import Log, Rates, process_peak_bytes
+from flatout.training import finish
+from flatout.training.metrics import device
+from flatout.training.metrics.clocks import Interval
+from flatout.training.metrics.log import Log, Rates
 from flatout.training.metrics.observers import Quiet
 from flatout.training.run import run_training
 from flatout.training.step import StepResult
 
 
-def test_figures_are_read_one_step_late_and_in_order():
+def test_figures_are_read_back_one_step_late_and_in_order():
     readback = DelayedReadback()
     readback.push(1, {"loss": torch.tensor(3.0)}, due=True)
     assert readback.ready() == []
@@ -29,7 +31,7 @@ def test_figures_are_read_one_step_late_and_in_order():
     assert readback.ready(flush=True) == []
 
 
-def test_a_figure_is_the_step_s_own_though_its_tensor_changes_later():
+def test_a_figure_keeps_its_value_when_its_tensor_changes_later():
     readback = DelayedReadback()
     loss = torch.tensor(3.0)
     readback.push(1, {"loss": loss}, due=True)
@@ -38,18 +40,15 @@ def test_a_figure_is_the_step_s_own_though_its_tensor_changes_later():
 
 
 @pytest.mark.parametrize(("system", "factor"), [("linux", 1024), ("darwin", 1)])
-def test_the_peak_of_a_process_is_bytes_on_every_system(monkeypatch, system, factor):
-    monkeypatch.setattr("flatout.training.metrics.log.sys.platform", system)
-    monkeypatch.setattr(
-        "flatout.training.metrics.log.resource.getrusage",
-        lambda _who: SimpleNamespace(ru_maxrss=5000),
-    )
-    assert process_peak_bytes() == 5000 * factor
+def test_the_peak_of_a_process_is_in_bytes_on_every_system(monkeypatch, system, factor):
+    usage = SimpleNamespace(ru_maxrss=5000)
+    monkeypatch.setattr(device.sys, "platform", system)
+    monkeypatch.setattr(device.resource, "getrusage", lambda _who: usage)
+    assert device.process_peak_bytes() == 5000 * factor
 
 
 def test_time_spent_aside_is_not_training_time():
-    window = Window(started_s=10.0, aside_s=3.0)
-    assert window.train_s(15.0) == 2.0
+    assert Interval(started_s=10.0, aside_s=3.0).train_s(15.0) == 2.0
 
 
 def step(log, run, *, tokens=128, samples=8, seq_len=16):
@@ -58,9 +57,8 @@ def step(log, run, *, tokens=128, samples=8, seq_len=16):
     log.step(batch, StepResult(torch.tensor(1.0), torch.tensor(1.0), torch.tensor(128.0), 0.1))
 
 
-def test_evaluation_does_not_slow_the_tokens_per_second(build_run, tiny_config, tmp_path, clock):
-    (tmp_path / "run").mkdir()
-    run = build_run(tiny_config(train__steps=3))
+def test_evaluation_does_not_lower_the_tokens_per_second(start_run, clock):
+    run = start_run(train__steps=3)
     with Log(run) as log:
         clock.now += 9.0
         step(log, run)
@@ -71,7 +69,7 @@ def test_evaluation_does_not_slow_the_tokens_per_second(build_run, tiny_config, 
         clock.now += 4.0
         step(log, run)
         log.close()
-    assert log.first_window.tokens_per_s == pytest.approx(128 / 9)
+    assert log.first_interval.tokens_per_s == pytest.approx(128 / 9)
     assert [rates.tokens_per_s for rates in log.steady] == [
         pytest.approx(128 / 2),
         pytest.approx(128 / 4),
@@ -79,9 +77,8 @@ def test_evaluation_does_not_slow_the_tokens_per_second(build_run, tiny_config, 
     assert log.wall_s == pytest.approx(55.0)
 
 
-def test_the_share_of_the_peak_is_unknown_rather_than_above_one(build_run, tiny_config, tmp_path):
-    (tmp_path / "run").mkdir()
-    run = build_run(tiny_config())
+def test_mfu_is_unknown_when_it_would_exceed_one(start_run):
+    run = start_run()
     with Log(run) as log:
         run.peak = Peak(tflops=1e-9, source="made up")
         assert log.mfu(500.0) == pytest.approx(0.5)
@@ -90,11 +87,10 @@ def test_the_share_of_the_peak_is_unknown_rather_than_above_one(build_run, tiny_
         assert log.mfu(500.0) is None
 
 
-def test_rates_count_the_tokens_and_rows_that_are_there_at_the_cost_of_their_length(
-    build_run, tiny_config, tmp_path, clock
+def test_rates_count_real_tokens_and_rows_and_flops_follow_the_row_length(
+    start_run, tmp_path, clock
 ):
-    (tmp_path / "run").mkdir()
-    run = build_run(tiny_config(train__steps=2))
+    run = start_run(train__steps=2)
     flops = {seq_len: float(run.core.flops_per_token(seq_len).causal_exact) for seq_len in (4, 16)}
     assert flops[4] < flops[16]
     run.peak = Peak(tflops=flops[4] * 20 * 1e-12, source="made up")
@@ -109,12 +105,11 @@ def test_rates_count_the_tokens_and_rows_that_are_there_at_the_cost_of_their_len
     assert log.steady == [pytest.approx((10.0, 10 * flops[4]))]
 
 
-def test_steady_rates_leave_the_first_window_out(build_run, tiny_config, tmp_path):
-    (tmp_path / "run").mkdir()
-    run = build_run(tiny_config())
+def test_steady_rates_exclude_the_first_interval(start_run):
+    run = start_run()
     with Log(run) as log:
         assert log.steady_rates() is None
-        log.first_window = Rates(5.0, 1.0)
+        log.first_interval = Rates(5.0, 1.0)
         assert log.steady_rates() == (5.0, 1.0)
         log.steady = [Rates(100.0, 4.0), Rates(300.0, 6.0), Rates(200.0, 9.0)]
         assert log.steady_rates() == (200.0, 6.0)
@@ -125,7 +120,7 @@ class Killed(Exception):
 
 
 @pytest.mark.parametrize("saving", ["+async-checkpoints", "-async-checkpoints"])
-def test_a_run_that_is_killed_after_a_save_has_every_record_up_to_it(tiny_config, tmp_path, saving):
+def test_a_run_killed_after_a_save_has_every_record_up_to_it(tiny_config, tmp_path, saving):
     config = tiny_config(checkpoint__every_steps=3, speedups=f"auto,-compile,{saving}")
 
     class KillAtSave(Quiet):
@@ -140,7 +135,7 @@ def test_a_run_that_is_killed_after_a_save_has_every_record_up_to_it(tiny_config
     assert [record["step"] for record in records if "train/loss" in record] == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_kill_in_the_final_evaluation_leaves_the_training_loss_known(
+def test_the_training_loss_survives_a_kill_during_the_final_evaluation(
     tiny_config, tmp_path, monkeypatch
 ):
     def killed(*_, **__):
@@ -148,7 +143,7 @@ def test_a_kill_in_the_final_evaluation_leaves_the_training_loss_known(
 
     whole = run_training(tiny_config(), tmp_path / "whole")
     with monkeypatch.context() as patched:
-        patched.setattr("flatout.training.finish.take_evaluation", killed)
+        patched.setattr(finish, "take_evaluation", killed)
         with pytest.raises(Killed):
             run_training(tiny_config(), tmp_path / "run")
     summary = run_training(tiny_config(), tmp_path / "run")

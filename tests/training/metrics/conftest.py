@@ -1,0 +1,32 @@
+"""A run that can be logged, and an observer that collects its records."""
+
+from __future__ import annotations
+
+import pytest
+
+from flatout.training.metrics.observers import Quiet
+
+
+@pytest.fixture
+def start_run(build_run, tiny_config, tmp_path):
+    """Return a function that builds a tiny run and creates its run directory."""
+
+    def start(**changes):
+        (tmp_path / "run").mkdir()
+        return build_run(tiny_config(**changes))
+
+    return start
+
+
+@pytest.fixture
+def collector():
+    """Return an observer whose `records` are those of the run."""
+
+    class Collector(Quiet):
+        def __init__(self):
+            self.records = []
+
+        def on_record(self, record):
+            self.records.append(record)
+
+    return Collector()
