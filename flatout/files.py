@@ -6,12 +6,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
 import stat
+import time
 import uuid
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -62,6 +65,10 @@ class FileEntry(BaseModel):
     """Exact size."""
     block_crc32: tuple[int, ...]
     """CRC-32 of each 4 MiB block, in order."""
+
+
+class LocksUnsupported(OSError):
+    """The file system has no locks."""
 
 
 class Unfinished(DataError):
@@ -217,6 +224,42 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def lock(descriptor: int, *, shared: bool = False, wait_s: float = 0.0) -> None:
+    """Lock an open file or folder until its descriptor is closed, at the latest when the process
+    ends.
+
+    An exclusive lock excludes all others; shared locks exclude only exclusive ones. A shared lock
+    becomes an exclusive one when the same descriptor is locked again. `wait_s` may be `math.inf`.
+    Raises: BlockingIOError when another process still holds the lock after `wait_s` seconds;
+            LocksUnsupported; OSError.
+    """
+    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+    give_up = time.monotonic() + wait_s
+    while True:
+        try:
+            fcntl.flock(descriptor, kind if wait_s == math.inf else kind | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() >= give_up:
+                raise
+            time.sleep(0.05)
+        except OSError as error:
+            if error.errno in {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}:
+                raise LocksUnsupported(*error.args) from error
+            raise
+
+
+def is_open_at(path: Path, descriptor: int) -> bool:
+    """Return whether `path` still names the open file or folder.
+
+    A process that waited for a lock may hold it on a file that its owner has deleted.
+    """
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def expanded(path: Path | str) -> Path:

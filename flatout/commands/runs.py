@@ -22,6 +22,7 @@ from flatout.recognised import require_local
 from flatout.terminal import amount
 from flatout.training.checkpoint import catalog
 from flatout.training.run_dir import layout
+from flatout.training.run_dir.lock import is_locked
 
 DEFAULT_ROOT = Path("runs")
 TAIL_BYTES = 256 * 1024
@@ -201,7 +202,7 @@ def _item(path: Path, settings: dict[str, Any]) -> RunItem:
 
 
 def _state(path: Path) -> str:
-    if layout.is_locked(path):
+    if is_locked(path):
         return "running"
     code = layout.read_exit_code(path)
     if code is None:

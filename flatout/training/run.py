@@ -58,6 +58,7 @@ from flatout.training.metrics.observers import Observer
 from flatout.training.out_of_memory import explained
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.data_location import anywhere, require_tokenizer, stored_config
+from flatout.training.run_dir.lock import hold_lock
 from flatout.training.run_dir.lookup import resume_place
 from flatout.training.signals import StopRequests
 from flatout.training.warmup import warm_up
@@ -115,7 +116,7 @@ def run_training(
         if device[0] == "cpu" and ranks.world_size == 1:  # several ranks are busy beside each other
             warn_of_others(machine, progress)
         if ranks.rank == 0:
-            stack.enter_context(layout.locked(place, progress=progress))
+            stack.enter_context(hold_lock(place, progress=progress))
         dataset = open_dataset(asked, progress=progress)
         plan = agree(
             ranks,

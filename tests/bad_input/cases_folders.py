@@ -5,7 +5,7 @@ from collections import namedtuple
 
 from asking import Case, World
 
-from flatout.training.run_dir.layout import locked
+from flatout.training.run_dir.lock import hold_lock
 
 FULL = namedtuple("usage", "total used free")(10**12, 10**12, 1000)
 
@@ -39,7 +39,7 @@ def foreign_code(world: World) -> None:
 
 
 def hold(world: World) -> None:
-    world.stack.enter_context(locked(world.path / "runs/first"))
+    world.stack.enter_context(hold_lock(world.path / "runs/first"))
 
 
 CASES = [

@@ -11,6 +11,7 @@ from flatout.config.schema import RunConfig, load_config
 from flatout.errors import CheckpointError
 from flatout.files import append_line
 from flatout.training.run_dir import layout
+from flatout.training.run_dir.lock import hold_lock
 
 
 def make(path, *, steps=100, records=(), code=None, summary=None, event="start"):
@@ -46,7 +47,7 @@ def test_the_state_is_told_from_the_folder(tmp_path, given, state):
 
 def test_a_run_at_work_is_running(tmp_path):
     make(tmp_path / "run", code=75)
-    with layout.locked(tmp_path / "run"):
+    with hold_lock(tmp_path / "run"):
         assert runs(tmp_path).items[0].state == "running"
     assert runs(tmp_path).items[0].state == "stopped"
 

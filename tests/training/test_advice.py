@@ -19,6 +19,7 @@ from flatout.training.run import finished
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.config_seal import require_as_trained, require_unedited, write_sealed
 from flatout.training.run_dir.data_location import stored_config
+from flatout.training.run_dir.lock import in_use
 
 PLACE = "my runs/$(touch X) it's"
 STEP = Path("checkpoints/step-2")
@@ -126,7 +127,7 @@ def test_a_dataset_that_is_not_there_or_a_file_is_named_whole(tmp_path):
 )
 def test_the_lock_of_a_stranger_gives_no_command(tmp_path, holder):
     (tmp_path / layout.LOCK).write_text(holder)
-    error = layout._in_use(tmp_path)
+    error = in_use(tmp_path)
     assert isinstance(error, CheckpointError)
     assert "(kill it)" in error.fix
 

@@ -12,7 +12,8 @@ import pytest
 
 from flatout.errors import CheckpointError, FlatoutError
 from flatout.training.run import run_training
-from flatout.training.run_dir import layout
+from flatout.training.run_dir import layout, lock
+from flatout.training.run_dir.lock import hold_lock
 
 NUM_RENAMES = 6
 """origin.json, owner.json twice, asked.yaml, config.yaml, tokenizer.json."""
@@ -59,7 +60,9 @@ def end_at(monkeypatch, number, error):
 def test_the_same_command_completes_a_start_that_was_killed(number, start, tmp_path, monkeypatch):
     whole = start("whole")
     with monkeypatch.context() as patch:
-        patch.setattr(layout, "_clear", lambda *_: None)  # a killed process clears nothing
+        patch.setattr(
+            lock, "_remove_failed_start", lambda *_: None
+        )  # a killed process clears nothing
         seen = end_at(patch, number, Killed())
         with pytest.raises(Killed):
             start()
@@ -90,11 +93,11 @@ def test_a_killed_start_whose_next_one_fails_frees_the_folder_of_its_checkpoints
     start, tmp_path, monkeypatch
 ):
     with monkeypatch.context() as patch:
-        patch.setattr(layout, "_clear", lambda *_: None)
+        patch.setattr(lock, "_remove_failed_start", lambda *_: None)
         end_at(patch, 3, Killed())  # after both owner.json
         with pytest.raises(Killed):
             start()
-    with pytest.raises(ZeroDivisionError), layout.locked(tmp_path / "run"):
+    with pytest.raises(ZeroDivisionError), hold_lock(tmp_path / "run"):
         raise ZeroDivisionError
     assert start()["steps"] == 3
 
@@ -102,7 +105,7 @@ def test_a_killed_start_whose_next_one_fails_frees_the_folder_of_its_checkpoints
 def test_never_resume_takes_a_folder_that_holds_a_killed_claim_alone(start, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "owner.json").write_text('{"id": "a", "run": "b"}')
-    with layout.locked(tmp_path / "run"):
+    with hold_lock(tmp_path / "run"):
         assert layout.resume_from(tmp_path / "run", "never") is None
 
 

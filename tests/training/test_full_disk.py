@@ -59,7 +59,7 @@ def test_a_disk_that_refuses_a_record_or_the_summary_is_named_and_the_same_comma
 def test_a_full_disk_under_the_lock_is_named_and_leaves_nothing(tiny_config, tmp_path, monkeypatch):
     config = tiny_config(train__steps=2)
     with monkeypatch.context() as patch:
-        patch.setattr(layout.os, "write", refusing(errno.ENOSPC))
+        patch.setattr(os, "write", refusing(errno.ENOSPC))
         with pytest.raises(RunFailed, match="Cannot write"):
             run_training(config, tmp_path / "run")
     assert not (tmp_path / "run").exists()

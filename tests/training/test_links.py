@@ -18,7 +18,8 @@ from flatout.errors import CheckpointError, DataError, FlatoutError
 from flatout.files import append_line
 from flatout.training.metrics.log import Log
 from flatout.training.run import run_training
-from flatout.training.run_dir import config_seal, layout
+from flatout.training.run_dir import config_seal, layout, lock
+from flatout.training.run_dir.lock import hold_lock, is_locked
 
 ELSEWHERE = "what was there before\n"
 
@@ -42,20 +43,20 @@ def test_a_checkpoint_that_is_a_link_is_refused(tiny_config, tmp_path):
     run_training(tiny_config(train__steps=2), tmp_path / "run")
     (tmp_path / "run" / "checkpoints" / "step-2").rename(tmp_path / "elsewhere")
     (tmp_path / "run" / "checkpoints" / "step-2").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(CheckpointError, match="symbolic link"), layout.locked(tmp_path / "run"):
+    with pytest.raises(CheckpointError, match="symbolic link"), hold_lock(tmp_path / "run"):
         pass
 
 
 def test_a_link_that_appears_after_the_check_is_not_followed_either(tmp_path, monkeypatch):
-    monkeypatch.setattr(layout, "refuse_links", list)
+    monkeypatch.setattr(lock, "refuse_links", list)
     (tmp_path / "elsewhere").write_text(ELSEWHERE)
     (tmp_path / "run").mkdir()
     for name in (layout.LOCK, layout.EVENTS):
         (tmp_path / "run" / name).symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(CheckpointError, match="symbolic link"), layout.locked(tmp_path / "run"):
+    with pytest.raises(CheckpointError, match="symbolic link"), hold_lock(tmp_path / "run"):
         pass
     with pytest.raises(CheckpointError, match="symbolic link"):
-        layout.is_locked(tmp_path / "run")
+        is_locked(tmp_path / "run")
     with pytest.raises(CheckpointError, match="symbolic link"):
         layout.append_event(tmp_path / "run", "start")
     assert (tmp_path / "elsewhere").read_text() == ELSEWHERE
@@ -113,7 +114,7 @@ def test_a_file_with_a_second_hard_link_is_not_written_in_place(name, tmp_path):
     (tmp_path / "run" / name).hardlink_to(tmp_path / "elsewhere")
     with (
         pytest.raises(CheckpointError, match=f"{name} has another hard link.* Fix: .*cp .*{name}"),
-        layout.locked(tmp_path / "run"),
+        hold_lock(tmp_path / "run"),
     ):
         layout.append_event(tmp_path / "run", "start")
     assert (tmp_path / "elsewhere").read_text() == ELSEWHERE

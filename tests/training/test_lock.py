@@ -8,27 +8,28 @@ import time
 import pytest
 
 from flatout.errors import CheckpointError
-from flatout.training.run_dir import layout
+from flatout.training.run_dir import layout, lock
+from flatout.training.run_dir.lock import hold_lock, is_locked
 
 
 def test_a_start_that_came_to_nothing_leaves_nothing(tmp_path):
-    with layout.locked(tmp_path / "runs" / "new"):
+    with hold_lock(tmp_path / "runs" / "new"):
         (tmp_path / "runs" / "new" / layout.ORIGIN).write_text("{}")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_what_was_there_before_stays(tmp_path):
     (tmp_path / "mine").mkdir()
-    with layout.locked(tmp_path / "mine" / "run"):
+    with hold_lock(tmp_path / "mine" / "run"):
         pass
     (tmp_path / "mine" / "a.txt").write_text("a")
-    with layout.locked(tmp_path / "mine"):
-        assert layout.is_locked(tmp_path / "mine")
+    with hold_lock(tmp_path / "mine"):
+        assert is_locked(tmp_path / "mine")
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["a.txt"]
 
 
 def test_a_run_keeps_its_lock(tmp_path):
-    with layout.locked(tmp_path / "run"):
+    with hold_lock(tmp_path / "run"):
         (tmp_path / "run" / layout.CONFIG).write_text("")
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
         layout.CONFIG,
@@ -37,24 +38,24 @@ def test_a_run_keeps_its_lock(tmp_path):
 
 
 def test_a_lock_that_was_taken_away_while_another_waited_for_it_is_made_anew(tmp_path, monkeypatch):
-    monkeypatch.setattr(layout, "LOCK_PATIENCE_S", 30.0)
+    monkeypatch.setattr(lock, "LOCK_WAIT_S", 30.0)
     held, done = threading.Event(), threading.Event()
 
     def wait_for_it():
-        with layout.locked(tmp_path / "run"):
+        with hold_lock(tmp_path / "run"):
             held.set()
             done.wait(60)
 
     other = threading.Thread(target=wait_for_it)
-    with layout.locked(tmp_path / "run"):
+    with hold_lock(tmp_path / "run"):
         other.start()
         time.sleep(0.2)  # it now waits for the lock that goes
     assert held.wait(60)
-    monkeypatch.setattr(layout, "LOCK_PATIENCE_S", 0.1)
+    monkeypatch.setattr(lock, "LOCK_WAIT_S", 0.1)
     try:
         with (
             pytest.raises(CheckpointError, match="is in use by process"),
-            layout.locked(tmp_path / "run"),
+            hold_lock(tmp_path / "run"),
         ):
             pass
     finally:
@@ -67,6 +68,6 @@ def test_a_lock_that_was_taken_away_while_another_waited_for_it_is_made_anew(tmp
 def test_a_name_that_no_disk_takes_is_named(tmp_path, name):
     with (
         pytest.raises(CheckpointError, match="cannot be written: File name too long"),
-        layout.locked(tmp_path / name),
+        hold_lock(tmp_path / name),
     ):
         pass

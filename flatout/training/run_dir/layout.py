@@ -17,18 +17,13 @@ RUN/
 
 from __future__ import annotations
 
-import errno
-import fcntl
-import json
-import os
 import re
 import shutil
-import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import yaml
 
@@ -40,13 +35,10 @@ from flatout.errors import CheckpointError, ConfigError, HardwareError, in_shell
 from flatout.files import (
     append_line,
     folder_bytes,
-    open_own,
     read_json,
     read_lines,
-    refuse_links,
     write_json,
     write_text,
-    writing_run,
 )
 from flatout.progress import SILENT, Progress
 from flatout.recognised import read_regular, recognise
@@ -116,9 +108,6 @@ not write to other places.
 """
 STARTED = (COPY, ASKED, ORIGIN, catalog.OWNER)
 """What a first start writes before config.yaml, which makes a folder a run's."""
-LOCK_PATIENCE_S = 1.0
-"""How long a starting run waits for the lock: `flatout runs` holds it for an instant when it looks.
-"""
 
 
 def run_name(config: RunConfig) -> str:
@@ -225,82 +214,6 @@ def stored_config(folder: Path, wanted: RunConfig, *, trust_code: bool = False) 
     return stored.with_values(
         {key: value for key in keys if (value := wanted.value(key)) is not None}
     )
-
-
-@contextmanager
-def locked(folder: Path, *, progress: Progress = SILENT) -> Iterator[None]:
-    """Hold the run folder for this process; the system lets go of it when the process ends, however
-    it ends.
-
-    One process of a run takes it: the main rank. When no run came of it, what was made for it goes
-    again.
-    Raises: CheckpointError naming the process that holds it, a link among its files, or why the
-            folder cannot be written.
-    """
-    try:
-        refuse_links([*(folder / name for name in WRITTEN), *folder.glob("checkpoints/step-*")])
-        missing = [path for path in (folder, *folder.parents) if not path.exists()]
-        lock = _lock(folder, progress)
-    except OSError as error:
-        why = "it is a file" if os.path.isfile(folder) else error.strerror
-        raise CheckpointError(
-            f"The run folder {folder} cannot be written: {why}.",
-            fix="Choose a folder that can be, with --run DIR.",
-        ) from error
-    with lock as file:
-        try:
-            with writing_run(folder):
-                os.ftruncate(file.fileno(), 0)
-                os.write(
-                    file.fileno(),
-                    json.dumps(
-                        {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
-                    ).encode(),
-                )
-            yield
-        finally:
-            if not (folder / CONFIG).exists():
-                _clear(folder, missing)
-
-
-def _lock(folder: Path, progress: Progress) -> TextIO:
-    """Return the lock file, held; one that another start took away, while this one waited for it,
-    is made anew.
-    """
-    while True:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = os.fdopen(
-            open_own(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_APPEND), "a+", encoding="utf-8"
-        )
-        if not _take(file, fcntl.LOCK_EX, patience_s=LOCK_PATIENCE_S, progress=progress):
-            file.close()
-            raise _in_use(folder)
-        if (folder / LOCK).exists() and os.path.samestat(
-            os.fstat(file.fileno()), (folder / LOCK).stat()
-        ):
-            return file
-        file.close()
-
-
-def _clear(folder: Path, made: Sequence[Path]) -> None:
-    """Take away what a start left that came to nothing, and the folders it made, those that are
-    empty.
-    """
-    catalog.release(folder)
-    for name in (ORIGIN, LOCK) if folder not in made else (ORIGIN, COPY, ASKED, LOCK):
-        (folder / name).unlink(missing_ok=True)
-    with suppress(OSError):
-        for path in made:
-            path.rmdir()
-
-
-def is_locked(folder: Path) -> bool:
-    """Say whether a process is at work in the run folder."""
-    path = folder / LOCK
-    if not path.exists():
-        return False
-    with os.fdopen(open_own(path, os.O_RDONLY), encoding="utf-8") as file:
-        return not _take(file, fcntl.LOCK_SH, patience_s=0)
 
 
 def resume_from(folder: Path, resume: str = "auto", *, progress: Progress = SILENT) -> Path | None:
@@ -476,37 +389,6 @@ def list_runs(root: Path) -> list[Path]:
         path.parent for pattern in (f"*/{CONFIG}", f"*/*/{CONFIG}") for path in root.glob(pattern)
     ]
     return sorted(found, key=lambda path: ((path / CONFIG).stat().st_mtime, path))
-
-
-def _take(file: TextIO, kind: int, *, patience_s: float, progress: Progress = SILENT) -> bool:
-    give_up = time.monotonic() + patience_s
-    while True:
-        try:
-            fcntl.flock(file, kind | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            if time.monotonic() >= give_up:
-                return False
-            time.sleep(0.05)
-        except OSError as error:
-            if error.errno not in {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}:
-                raise
-            progress.say(
-                "This file system has no locks: nothing stops a second process from training in the same run folder."
-            )
-            return True
-
-
-def _in_use(folder: Path) -> CheckpointError:
-    try:
-        holder = json.loads((folder / LOCK).read_text(encoding="utf-8"))
-        who, stop = f"process {holder['pid']} on {holder['host']}", f"kill {int(holder['pid'])}"
-    except (ValueError, KeyError, TypeError):
-        who, stop = "another process", "kill it"
-    return CheckpointError(
-        f"{folder} is in use by {who}.",
-        fix=f"Wait until it is done, stop it ({stop}), or choose another folder with --run DIR.",
-    )
 
 
 def _size(num_bytes: int) -> str:

@@ -13,12 +13,13 @@ from flatout import files
 from flatout.config.schema import RunConfig, load_config
 from flatout.errors import CheckpointError, ConfigError, HardwareError
 from flatout.training.run_dir import layout
+from flatout.training.run_dir.lock import hold_lock, is_locked
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from flatout.training.run_dir.layout import locked
-with locked(Path(sys.argv[1])):
+from flatout.training.run_dir.lock import hold_lock
+with hold_lock(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(60)
 """
@@ -26,7 +27,7 @@ with locked(Path(sys.argv[1])):
 LOOK = """
 import sys, time
 from pathlib import Path
-from flatout.training.run_dir.layout import is_locked
+from flatout.training.run_dir.lock import is_locked
 print("looking", flush=True)
 while True:
     is_locked(Path(sys.argv[1]))
@@ -214,22 +215,22 @@ def test_a_second_process_is_refused_with_the_first_ones_pid(tmp_path):
     )
     try:
         assert holder.stdout.readline() == "held\n"
-        assert layout.is_locked(run)
-        with pytest.raises(CheckpointError, match=f"process {holder.pid} on "), layout.locked(run):
+        assert is_locked(run)
+        with pytest.raises(CheckpointError, match=f"process {holder.pid} on "), hold_lock(run):
             pass
     finally:
         holder.send_signal(signal.SIGKILL)
         holder.wait()
         holder.stdout.close()
-    assert not layout.is_locked(run)
-    with layout.locked(run):
-        assert layout.is_locked(run)
+    assert not is_locked(run)
+    with hold_lock(run):
+        assert is_locked(run)
         assert json.loads((run / "lock").read_text())["pid"] == os.getpid()
-    assert not layout.is_locked(run)
+    assert not is_locked(run)
 
 
 def test_looking_at_a_run_does_not_keep_it_from_starting(tmp_path):
-    with layout.locked(tmp_path):
+    with hold_lock(tmp_path):
         pass
     looking = subprocess.Popen(
         [sys.executable, "-c", LOOK, str(tmp_path)], stdout=subprocess.PIPE, text=True
@@ -237,7 +238,7 @@ def test_looking_at_a_run_does_not_keep_it_from_starting(tmp_path):
     try:
         assert looking.stdout.readline() == "looking\n"
         for _ in range(50):
-            with layout.locked(tmp_path):
+            with hold_lock(tmp_path):
                 pass
     finally:
         looking.kill()
@@ -246,7 +247,7 @@ def test_looking_at_a_run_does_not_keep_it_from_starting(tmp_path):
 
 
 def test_a_folder_nobody_trained_in_is_not_locked(tmp_path):
-    assert not layout.is_locked(tmp_path)
+    assert not is_locked(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -292,7 +293,7 @@ def test_a_checkpoint_caught_while_being_replaced_is_put_back(tmp_path):
 
 
 def test_resume_never_refuses_a_folder_in_which_something_lies(tmp_path):
-    with layout.locked(tmp_path):
+    with hold_lock(tmp_path):
         assert layout.resume_from(tmp_path, "never") is None
     assert layout.resume_from(tmp_path / "none", "never") is None
     layout.write_config(tmp_path, RunConfig())
@@ -448,6 +449,6 @@ def test_runs_are_listed_oldest_first_and_nothing_else(tmp_path):
 @pytest.mark.parametrize("place", ["file.txt", "file.txt/run"])
 def test_a_place_that_cannot_be_a_run_folder_is_named(tmp_path, place):
     (tmp_path / "file.txt").write_text("mine")
-    with pytest.raises(CheckpointError, match="cannot be written"), layout.locked(tmp_path / place):
+    with pytest.raises(CheckpointError, match="cannot be written"), hold_lock(tmp_path / place):
         pass
     assert (tmp_path / "file.txt").read_text() == "mine"

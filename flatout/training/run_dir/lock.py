@@ -1,0 +1,113 @@
+"""The lock of a run directory: one process trains in it at a time. No torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from io import FileIO
+from pathlib import Path
+
+from flatout.errors import CheckpointError
+from flatout.files import LocksUnsupported, is_open_at, lock, open_own, refuse_links, writing_run
+from flatout.progress import SILENT, Progress
+from flatout.training.checkpoint import catalog
+from flatout.training.run_dir.config_seal import COPY
+from flatout.training.run_dir.layout import ASKED, CONFIG, LOCK, WRITTEN
+from flatout.training.run_dir.origin import ORIGIN
+
+LOCK_WAIT_S = 1.0
+"""How long a starting run waits for the lock; `flatout runs` holds it for an instant to test it."""
+
+
+@contextmanager
+def hold_lock(folder: Path, *, progress: Progress = SILENT) -> Iterator[None]:
+    """Hold the lock of a run directory, which is created if necessary; only the main rank does.
+
+    The system releases the lock when the process ends, however it ends. If no run has started by
+    then, the files and folders created for it are deleted.
+    Raises: CheckpointError when another process holds the lock (naming it), when a file of the run
+            is a link, or when the folder cannot be written.
+    """
+    try:
+        refuse_links([*(folder / name for name in WRITTEN), *folder.glob("checkpoints/step-*")])
+        missing = [path for path in (folder, *folder.parents) if not path.exists()]
+        file = _acquire(folder, progress)
+    except OSError as error:
+        why = "it is a file" if os.path.isfile(folder) else error.strerror
+        raise CheckpointError(
+            f"The run folder {folder} cannot be written: {why}.",
+            fix="Choose a folder that can be, with --run DIR.",
+        ) from error
+    owner = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
+    with file:
+        try:
+            with writing_run(folder):
+                os.ftruncate(file.fileno(), 0)
+                os.write(file.fileno(), json.dumps(owner).encode())
+            yield
+        finally:
+            if not (folder / CONFIG).exists():
+                _remove_failed_start(folder, missing)
+
+
+def is_locked(folder: Path) -> bool:
+    """Return whether a process holds the lock of a run directory."""
+    if not (folder / LOCK).exists():
+        return False
+    with os.fdopen(open_own(folder / LOCK, os.O_RDONLY), "rb") as file:
+        try:
+            lock(file.fileno(), shared=True)
+        except BlockingIOError:
+            return True
+        except LocksUnsupported:
+            pass
+    return False
+
+
+def _acquire(folder: Path, progress: Progress) -> FileIO:
+    """Return the lock file, open and locked.
+
+    A failed start deletes its lock file, so a process that waited for it tries again on a new one.
+    """
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = FileIO(open_own(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_APPEND), "a+")
+        try:
+            lock(file.fileno(), wait_s=LOCK_WAIT_S)
+        except BlockingIOError:
+            file.close()
+            raise in_use(folder) from None
+        except LocksUnsupported:
+            progress.say(
+                "This file system has no locks: nothing stops a second process from training in the same run folder."
+            )
+        if is_open_at(folder / LOCK, file.fileno()):
+            return file
+        file.close()
+
+
+def _remove_failed_start(folder: Path, created: Sequence[Path]) -> None:
+    """Delete the files of a start that failed before config.yaml, and the folders it created."""
+    catalog.release(folder)
+    for name in (ORIGIN, LOCK) if folder not in created else (ORIGIN, COPY, ASKED, LOCK):
+        (folder / name).unlink(missing_ok=True)
+    with suppress(OSError):
+        for path in created:
+            path.rmdir()
+
+
+def in_use(folder: Path) -> CheckpointError:
+    """Return the error that names the process which holds the lock of a run directory."""
+    try:
+        owner = json.loads((folder / LOCK).read_text(encoding="utf-8"))
+        who, stop = f"process {owner['pid']} on {owner['host']}", f"kill {int(owner['pid'])}"
+    except (ValueError, KeyError, TypeError):
+        who, stop = "another process", "kill it"
+    return CheckpointError(
+        f"{folder} is in use by {who}.",
+        fix=f"Wait until it is done, stop it ({stop}), or choose another folder with --run DIR.",
+    )
