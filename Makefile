@@ -11,7 +11,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test check format test-gpu test-faults test-extras test-oldest wheel clean
+.PHONY: help demo test check format docs test-gpu test-faults test-extras test-oldest wheel clean
 
 NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 ifeq ($(origin PYTHON),undefined)
@@ -38,6 +38,7 @@ help:
 	@echo "make test          check the code, then run the tests"
 	@echo "make check         ruff and mypy"
 	@echo "make format        lay the code out with ruff"
+	@echo "make docs          build the documentation site into site/"
 	@echo "make test-gpu      the tests that need an NVIDIA GPU, several at a time; GPU=gpu_essential: two minutes of them"
 	@echo "make test-faults   the tests that kill the process and fill the disk, at length"
 	@echo "make test-extras   the tests with every optional package installed"
@@ -87,6 +88,9 @@ check: .venv/test/.installed
 format: .venv/test/.installed
 	@.venv/test/bin/ruff format . && .venv/test/bin/ruff check --fix .
 
+docs: .venv/test/.installed
+	@.venv/test/bin/python docs/tools/build_site.py && echo "Open site/index.html"
+
 test: check
 	@echo "pytest: finding the tests takes about half a minute"
 	@OMP_NUM_THREADS=1 .venv/test/bin/python $(PYTEST) $(ARGS)
@@ -110,4 +114,4 @@ wheel: .venv/test/.installed
 
 clean:
 	@rm -rf .venv/test .venv/extras .venv/oldest .venv/oldest-constraints.txt .venv/making.log && { [ ! -d .venv ] || rmdir --ignore-fail-on-non-empty .venv; }
-	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache && find . -path ./.venv -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+	@rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache && find . -path ./.venv -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -4,6 +4,7 @@ somewhere, numbers have a source.
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import shlex
@@ -12,6 +13,7 @@ import sys
 
 import pytest
 
+import flatout
 from flatout.cli import build
 from flatout.config.messages import NAMES_ELSEWHERE, all_keys
 from flatout.config.schema import RunConfig, load_config
@@ -26,7 +28,7 @@ QUICK = {("list",), ("runs",), ("--help",), ("--version",)}
 
 
 def documents(root):
-    return [root / "README.md", root / "CHANGELOG.md", *sorted((root / "docs").glob("*.md"))]
+    return [root / "README.md", root / "CHANGELOG.md", *sorted((root / "docs").rglob("*.md"))]
 
 
 def command_lines(text: str) -> list[str]:
@@ -196,6 +198,21 @@ def test_links_between_documents_lead_somewhere(root, no_offenders):
             f"{path.name}: {target}" for target in targets if not (path.parent / target).exists()
         ]
     no_offenders(wrong)
+
+
+def test_the_api_page_documents_every_public_name(root, no_offenders):
+    text = (root / "docs" / "reference" / "api.md").read_text(encoding="utf-8")
+    documented = re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE)
+    public = {f"flatout.{name}" for name in flatout.__all__ if not name.startswith("_")}
+    no_offenders([f"docs/reference/api.md lacks {name}" for name in public - set(documented)])
+    no_offenders(
+        [f"docs/reference/api.md: {name} is gone" for name in documented if not found(name)]
+    )
+
+
+def found(name: str) -> bool:
+    module, _, attribute = name.rpartition(".")
+    return hasattr(importlib.import_module(module), attribute)
 
 
 def test_the_readme_begins_with_what_matters(root):

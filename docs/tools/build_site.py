@@ -1,0 +1,214 @@
+"""Build the documentation site into site/: `make docs`, or `python docs/tools/build_site.py`.
+
+The pages are docs/ and the Markdown files of the repository's root, copied to build/docs with their
+links rewritten. The references of configuration keys and commands are generated from the code.
+Zensical builds strictly: a broken link, a missing anchor or an unknown name on the API page is an
+error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import yaml
+
+ROOT = Path(__file__).parents[2]
+PAGES = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "LOG.md": "log.md",
+    "SECURITY.md": "security.md",
+}
+"""Files of the repository's root, and the pages they become."""
+LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)#:\s]+)(#[^)\s]*)?\)")
+GENERATED = "<!-- generated -->"
+HELP_COLUMNS = 88
+
+
+def pages() -> dict[Path, str]:
+    """Return every source file with the path of its page."""
+    found = {ROOT / name: page for name, page in PAGES.items() if (ROOT / name).exists()}
+    docs = ROOT / "docs"
+    return found | {path: path.relative_to(docs).as_posix() for path in docs.rglob("*.md")}
+
+
+def with_site_links(text: str, source: Path, staged: dict[Path, str], assets: Path) -> str:
+    """Return a page's text with its relative links pointing into the site.
+
+    A linked picture is copied to `assets`. A link to any other file that is not a page leads to the
+    repository; while pyproject.toml names no repository, only its text stays.
+    """
+    page = Path(staged[source])
+
+    def rewritten(found: re.Match[str]) -> str:
+        bang, label, target, anchor = found.groups(default="")
+        file = (source.parent / target).resolve()
+        if file in staged:
+            address = os.path.relpath(staged[file], page.parent)
+        elif file.suffix in {".svg", ".png"}:
+            shutil.copyfile(file, assets / file.name)
+            address = os.path.relpath(f"assets/{file.name}", page.parent)
+        elif url := repository_url():
+            return f"[{label}]({url}/blob/main/{file.relative_to(ROOT).as_posix()}{anchor})"
+        else:
+            return label
+        return f"{bang}[{label}]({address}{anchor})"
+
+    return LINK.sub(rewritten, text)
+
+
+def repository_url() -> str | None:
+    """Return the address of the repository in pyproject.toml, None when it states none."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    urls = {name.lower(): url for name, url in project.get("urls", {}).items()}
+    url = urls.get("repository") or urls.get("source")
+    return url.rstrip("/") if url else None
+
+
+def config_reference() -> Iterator[str]:
+    """Yield the lines of the configuration reference, section by section, then each model's keys."""
+    from flatout.config.schema import RunConfig, Section
+    from flatout.registry import MODELS
+
+    top = {}
+    for name, field in RunConfig.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            yield from section_reference(name, field.annotation)
+        else:
+            top[name] = field
+    yield from ["## Keys outside a section", ""]
+    for name, field in top.items():
+        yield from key_reference(name, field)
+    for kind in MODELS.names():
+        yield from section_reference("model", MODELS.get(kind).Config, title=f"model.kind={kind}")
+
+
+def section_reference(name: str, section: Any, *, title: str | None = None) -> Iterator[str]:
+    """Yield a section's heading, its description and its keys."""
+    yield from [f"## {title or name}", "", (section.__doc__ or "").strip(), ""]
+    for key, field in section.model_fields.items():
+        yield from key_reference(f"{name}.{key}", field)
+
+
+def key_reference(key: str, field: Any) -> Iterator[str]:
+    """Yield one key as a definition: its type, its default, its help."""
+    bounds = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
+    limits = [
+        f"{words} {getattr(bound, name):,}"
+        for bound in field.metadata
+        for name, words in bounds.items()
+        if getattr(bound, name, None) is not None
+    ]
+    default = [] if field.is_required() else [f"default `{shown(field.get_default())}`"]
+    facts = ", ".join([f"`{type_name(field.annotation)}`", *limits, *default])
+    yield from [f"`{key}`", f":   {facts}", ""]
+    yield from [f"    {' '.join((field.description or '').split())}", ""]
+
+
+def shown(value: Any) -> str:
+    """Return a default as it is written in YAML."""
+    value = list(value) if isinstance(value, tuple) else value
+    return yaml.safe_dump(value, default_flow_style=True).removesuffix("\n...\n").strip()
+
+
+def type_name(annotation: Any) -> str:
+    """Return a type as a reader writes it: `int or auto`, without the None of what may be left out."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return type_name(arguments[0])
+    if origin is Literal:
+        return " or ".join(str(argument) for argument in arguments)
+    if origin in (Union, types.UnionType):
+        return " or ".join(type_name(one) for one in arguments if one is not type(None))
+    if origin is not None:
+        return f"{origin.__name__}[{', '.join(type_name(one) for one in arguments)}]"
+    return "..." if annotation is Ellipsis else annotation.__name__
+
+
+def command_reference() -> Iterator[str]:
+    """Yield the help of every command, as `flatout COMMAND --help` prints it."""
+    from flatout.registry import COMMANDS
+
+    for words in [[], *([name] for name in COMMANDS.names())]:
+        yield from [f"## {' '.join(['flatout', *words])}", "", "```text"]
+        yield from [help_text(words).strip(), "```", ""]
+
+
+def help_text(words: list[str]) -> str:
+    """Return what a command prints for `--help`."""
+    from flatout.cli import main
+
+    os.environ.update(COLUMNS=str(HELP_COLUMNS), NO_COLOR="1", TERM="dumb")
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+        main([*words, "--help"])
+    return printed.getvalue()
+
+
+REFERENCES = {"reference/config.md": config_reference, "reference/commands.md": command_reference}
+
+
+def stage(folder: Path) -> Path:
+    """Write the pages to FOLDER/docs and the configuration beside them; return its path."""
+    pages_dir = folder / "docs"
+    shutil.rmtree(pages_dir, ignore_errors=True)
+    shutil.copytree(ROOT / "docs" / "assets", pages_dir / "assets")
+    staged = pages()
+    for source, page in staged.items():
+        text = source.read_text(encoding="utf-8")
+        text = with_site_links(text, source, staged, pages_dir / "assets")
+        if page in REFERENCES:
+            text = text.partition(GENERATED)[0] + "\n".join(REFERENCES[page]())
+        (pages_dir / page).parent.mkdir(parents=True, exist_ok=True)
+        (pages_dir / page).write_text(text, encoding="utf-8")
+    config = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    config["nav"] = [with_folder(entry, set(staged.values())) for entry in config["nav"]]
+    [handlers] = [p["mkdocstrings"]["handlers"] for p in config["plugins"] if "mkdocstrings" in p]
+    handlers["python"]["paths"] = [str(ROOT)]
+    handlers["python"]["options"]["extensions"] = [str(Path(__file__).with_name("docstrings.py"))]
+    config |= {"repo_url": url} if (url := repository_url()) else {}
+    path = folder / "mkdocs.yml"
+    path.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
+    return path
+
+
+def with_folder(entry: dict[str, Any], known: set[str]) -> dict[str, Any]:
+    """Return a navigation entry with a folder replaced by its pages, newest first."""
+    [(title, target)] = entry.items()
+    if not isinstance(target, str) or not target.endswith("/"):
+        return entry
+    inside = sorted((page for page in known if page.startswith(target)), reverse=True)
+    index = [page for page in inside if Path(page).name in {"index.md", "README.md"}]
+    return {title: [*index, *(page for page in inside if page not in index)]}
+
+
+def build(folder: Path) -> int:
+    """Stage the pages in a folder, build FOLDER/site from them, and return the exit code."""
+    command = [sys.executable, "-m", "zensical", "build", "--strict", "--clean", "--config-file"]
+    return subprocess.run([*command, str(stage(folder))], cwd=folder, check=False).returncode
+
+
+def main() -> int:
+    """Build the site, and move it to site/ when nothing is wrong with it."""
+    sys.path.insert(0, str(ROOT))
+    if code := build(ROOT / "build"):
+        return code
+    shutil.rmtree(ROOT / "site", ignore_errors=True)
+    shutil.move(ROOT / "build" / "site", ROOT / "site")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,72 @@
+"""The documentation site builds strictly; its links and docstrings are rewritten as they should be."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TOOLS = ROOT / "docs" / "tools"
+
+
+@pytest.fixture
+def tool(monkeypatch):
+    monkeypatch.syspath_prepend(str(TOOLS))
+    return importlib.import_module
+
+
+def test_the_site_builds_without_a_warning(tool, tmp_path):
+    assert tool("build_site").build(tmp_path) == 0
+    site = tmp_path / "site"
+    assert "flatout.train" in (site / "reference" / "api.html").read_text(encoding="utf-8")
+    assert "optim.lr" in (site / "reference" / "config.html").read_text(encoding="utf-8")
+    assert "--out" in (site / "reference" / "commands.html").read_text(encoding="utf-8")
+
+
+def test_a_broken_link_stops_the_build(tool, tmp_path, monkeypatch, capfd):
+    site = tool("build_site")
+    page = tmp_path / "page.md"
+    page.write_text("# Page\n\n[nowhere](#nowhere)\n", encoding="utf-8")
+    monkeypatch.setattr(site, "pages", lambda: {page: "page.md"})
+    assert site.build(tmp_path / "built") != 0
+    assert "anchor does not exist" in capfd.readouterr().err
+
+
+def test_links_lead_to_pages_pictures_and_the_repository(tool, tmp_path, monkeypatch):
+    site = tool("build_site")
+    staged = {
+        ROOT / "README.md": "index.md",
+        ROOT / "docs" / "reference" / "api.md": "reference/api.md",
+    }
+    source = ROOT / "docs" / "reference" / "api.md"
+
+    def rewritten(text):
+        return site.with_site_links(text, source, staged, tmp_path)
+
+    assert rewritten("[start](../../README.md#start)") == "[start](../index.md#start)"
+    assert (
+        rewritten("[here](#below), [far](https://a.org)") == "[here](#below), [far](https://a.org)"
+    )
+    picture = rewritten("![run](../assets/terminal.svg)")
+    assert picture == "![run](../assets/terminal.svg)"
+    assert (tmp_path / "terminal.svg").exists()
+    monkeypatch.setattr(site, "repository_url", lambda: None)
+    assert rewritten("the [licence](../../LICENSE)") == "the licence"
+    monkeypatch.setattr(site, "repository_url", lambda: "https://host/flatout")
+    assert rewritten("[it](../../LICENSE)") == "[it](https://host/flatout/blob/main/LICENSE)"
+
+
+def test_contracts_become_list_items(tool):
+    text = "Return the sum.\n\nShapes:  a (B, T);\n         b (B,).\nRaises:  ShapeError."
+    expected = "Return the sum.\n\n- **Shapes**: a (B, T); b (B,).\n- **Raises**: ShapeError.\n"
+    assert tool("docstrings").with_contract_items(text) == expected
+
+
+def test_types_are_written_as_a_reader_writes_them(tool):
+    site = tool("build_site")
+    assert site.type_name(int | None) == "int"
+    assert site.type_name(tuple[float, float]) == "tuple[float, float]"
+    assert site.shown((0.9, 0.95)) == "[0.9, 0.95]"
+    assert site.shown(None) == "null"
