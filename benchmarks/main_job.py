@@ -117,7 +117,7 @@ def train(run: Path, data: Path, steps: int, wish: str) -> dict:
         "train.eval_every=0",
         "log.every=1",
     ]
-    found = flatout(*words, "--run", str(run))
+    found = flatout(*words, "--run-dir", str(run))
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     found["losses"] = [record["train/loss"] for record in records if "train/loss" in record]
     batch = load_config(str(run / "config.yaml")).batch

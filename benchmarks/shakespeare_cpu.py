@@ -111,7 +111,7 @@ def train(run: Path, data: Path, *overrides: str) -> dict[str, Any]:
     """Train the recipe; return its validation losses over the seconds since the process began."""
     began = time.time()
     summary = flatout(
-        "train", "shakespeare-char", f"data.path={data}", *overrides, "--run", str(run)
+        "train", "shakespeare-char", f"data.path={data}", *overrides, "--run-dir", str(run)
     )
     start = json.loads((run / "events.jsonl").read_text().splitlines()[0])
     before_s = (

@@ -338,11 +338,11 @@ def way_out(error: Exception) -> str:
     if number == errno.EIO:
         return "That disk has failed to read or write (the system's log, `dmesg`, says more): check it, or copy the run directory to another disk."
     if number in {errno.EACCES, errno.EPERM, errno.EROFS}:
-        return "Make that place writable, then run the same command again; or choose another folder with --run DIR."
+        return "Make that place writable, then run the same command again; or choose another folder with --run-dir DIR."
     if number in {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}:
         return "Keep the run directory where it is while the run trains, the same one for all its processes; then run the same command again."
     if number == errno.ENAMETOOLONG:
-        return "Choose a shorter path with --run DIR."
+        return "Choose a shorter path with --run-dir DIR."
     return "Free space on that disk, then run the same command again."
 
 
@@ -379,7 +379,7 @@ def open_own(path: Path, flags: int) -> int:
         os.close(descriptor)
         raise CheckpointError(
             f"{path} is not a regular file.",
-            fix=f"Delete {path}, or choose another folder with --run DIR.",
+            fix=f"Delete {path}, or choose another folder with --run-dir DIR.",
         )
     if found.st_nlink > 1 and flags & (os.O_WRONLY | os.O_RDWR):
         os.close(descriptor)
@@ -387,7 +387,7 @@ def open_own(path: Path, flags: int) -> int:
         raise CheckpointError(
             f"{path} has another hard link: what a run writes to it would change the other file too.",
             fix=f"Replace it with a copy, `cp {in_shell(path)} {in_shell(copy)} && mv {in_shell(copy)} {in_shell(path)}`, "
-            "or choose another folder with --run DIR.",
+            "or choose another folder with --run-dir DIR.",
         )
     return descriptor
 

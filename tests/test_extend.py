@@ -128,8 +128,8 @@ def test_a_model_an_optimiser_and_optimisations_train(place):
     prepare = "prepare counting:documents=300 --out data/trained --tokenizer byte --workers 1"
     common = "data.path=data/trained train.device=cpu --json"
     speedups = "speedups=pretokenised,foreach-adamw,row-by-row-loss"
-    own = f"train small-bigram {common} --run runs/bigram"
-    theirs = f"train shakespeare-char {common} {speedups} train.steps=2 batch.tokens_per_step=256 optim.kind=adamw --run runs/transformer"
+    own = f"train small-bigram {common} --run-dir runs/bigram"
+    theirs = f"train shakespeare-char {common} {speedups} train.steps=2 batch.tokens_per_step=256 optim.kind=adamw --run-dir runs/transformer"
     shown = flatout(place, prepare, own, theirs)
     for line in (own, theirs):
         result = json.loads(shown[line].strip().splitlines()[-1])

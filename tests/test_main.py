@@ -77,7 +77,7 @@ def test_files_in_the_current_folder_are_not_imported_for_packages(fox_run, tmp_
         )
     config = layout.read_config(run).with_values({"speedups": "none"}).to_dict()
     (tmp_path / "my.yaml").write_text(yaml.safe_dump(config))
-    train = ["train", str(tmp_path / "my.yaml"), "--run"]
+    train = ["train", str(tmp_path / "my.yaml"), "--run-dir"]
     lines = [
         ["generate", str(run), "--max-tokens", "4"],
         ["list", "speedups"],
@@ -105,7 +105,7 @@ def test_a_speedup_of_flatout_takes_its_package_from_where_packages_are_installe
     (tmp_path / "my.yaml").write_text(
         yaml.safe_dump(asked.to_dict() | {"batch": {"tokens_per_step": 128}})
     )
-    done = the_program("train", "my.yaml", "--run", "runs/gift", cwd=tmp_path)
+    done = the_program("train", "my.yaml", "--run-dir", "runs/gift", cwd=tmp_path)
     assert done.returncode != 0
     assert "torchao" in done.stderr
     assert not (tmp_path / "imported").exists()

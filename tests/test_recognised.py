@@ -263,8 +263,8 @@ def test_one_binary_file_among_texts_is_left_to_the_rule_for_bad_documents(tmp_p
 )
 @pytest.mark.parametrize("kind", [str, Path])
 def test_an_address_is_refused_as_it_was_written(address, kind):
-    with pytest.raises(UsageError, match=re.escape(f"--run {address} is an address")):
-        require_local(kind(address), "--run ")
+    with pytest.raises(UsageError, match=re.escape(f"--run-dir {address} is an address")):
+        require_local(kind(address), "--run-dir ")
 
 
 def test_a_recipe_at_an_address_is_called_one():

@@ -411,7 +411,7 @@ def test_what_a_reference_says_cannot_steer_the_terminal(gift):
     [
         "generate runs/gift",
         "eval runs/gift",
-        "train my.yaml --run runs/gift",
+        "train my.yaml --run-dir runs/gift",
         "train runs/gift/config.yaml",
     ],
 )

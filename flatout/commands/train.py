@@ -93,9 +93,9 @@ def train(
     run: Annotated[
         Path | str | None,
         typer.Option(
-            "--run",
             "--run-dir",
-            help="Run folder; by default runs/RECIPE-DIGEST. torchrun takes --run for its own: write --run-dir there.",
+            "--run",
+            help="Run directory; runs/RECIPE-DIGEST by default. torchrun rejects the short form --run.",
         ),
     ] = None,
     resume: Annotated[
@@ -145,7 +145,7 @@ def require_local_run(run: Path | str | None, resume: str) -> None:
 
     Raises: UsageError.
     """
-    require_local(run or "", "--run ")
+    require_local(run or "", "--run-dir ")
     require_local(resume, "--resume ")
 
 

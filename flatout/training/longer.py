@@ -86,7 +86,7 @@ def lengthened(
     if steps < before:
         raise ConfigError(
             f"{place} is planned for {before} steps, and {steps} are asked for.",
-            fix=f"Set train.steps={before}, or more to make it longer. For a shorter run, choose another folder with --run DIR.",
+            fix=f"Set train.steps={before}, or more to make it longer. For a shorter run, choose another folder with --run-dir DIR.",
         )
     warmup = warmup_steps(stored.schedule, before)
     kept = {"schedule.warmup": warmup} if warmup != warmup_steps(stored.schedule, steps) else {}
@@ -168,7 +168,7 @@ def _bound_to_its_length(
     return ConfigError(
         f"{place} cannot be made longer, {before} -> {steps} steps: it is at step {done}, and with schedule.kind={stored.schedule.kind} its "
         f"learning rate has depended on its length since step {equal + 1}.",
-        fix=f"Use `--resume {in_shell(place)} --run {in_shell(other)}` in the same command: another run, which continues with the state of "
+        fix=f"Use `--resume {in_shell(place)} --run-dir {in_shell(other)}` in the same command: another run, which continues with the state of "
         f"step {done} at the rates of a run of {steps} steps, so that the rate goes from {rates[0]:.3g} to {rates[1]:.3g}.",
     )
 

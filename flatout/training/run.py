@@ -341,7 +341,7 @@ def finished(
     step = catalog.step_of(checkpoint)
     if step >= (stored.train.steps or 0):
         if stored.schedule.kind == "cosine":
-            return f"start another run: --resume {in_shell(place)} --run DIR, with a larger train.steps"
+            return f"start another run: --resume {in_shell(place)} --run-dir DIR, with a larger train.steps"
         return f"set train.steps to more than {stored.train.steps}"
     with understanding(place / layout.SUMMARY):
         waited = (
@@ -400,7 +400,7 @@ def own_folder(place: Path) -> None:
     ):
         raise CheckpointError(
             f"{place} is not a run folder; it holds {', '.join(others[:4])}.",
-            fix="Choose a new folder with --run DIR.",
+            fix="Choose a new folder with --run-dir DIR.",
         )
 
 

@@ -118,7 +118,7 @@ def make_world(path: Path) -> Path:
     world.write("my.yaml", RECIPE)
     for line in (
         "prepare book.txt --out data/book --tokenizer byte",
-        "train my.yaml --run runs/first",
+        "train my.yaml --run-dir runs/first",
     ):
         assert ask(line, path).code == 0
     return path

@@ -12,7 +12,7 @@ CASES = [
         "an option that the command does not have",
         "train my.yaml --dry-run",
         ("--dry-run",),
-        ("Known: --run, ", "flatout train --help"),
+        ("Known: --run-dir, ", "flatout train --help"),
     ),
     Case(
         "a command without what it needs",

@@ -55,7 +55,7 @@ def test_an_edited_setting_comes_back_whole(edited):
     with pytest.raises(ConfigError) as refused:
         require_unedited(edited, wanted, free=())
     resume, place, run, folder_name, *overrides = words(refused.value.fix, "--resume")
-    assert (resume, place, run, folder_name) == ("--resume", str(edited.parent), "--run", "DIR")
+    assert (resume, place, run, folder_name) == ("--resume", str(edited.parent), "--run-dir", "DIR")
     assert config(*overrides) == wanted
     restoring = refused.value.fix.split("`")[1]
     assert shlex.split(restoring) == ["cp", str(edited.with_name("config.copy.yaml")), str(edited)]
@@ -75,12 +75,12 @@ def test_the_ways_to_go_on_name_the_folder_whole(edited):
 
 def test_a_finished_run_and_a_longer_one_name_the_folder_whole():
     more = finished(Path(PLACE), config(), STEP, {})
-    assert words(more.partition(", with")[0], "--resume") == ["--resume", PLACE, "--run", "DIR"]
+    assert words(more.partition(", with")[0], "--resume") == ["--resume", PLACE, "--run-dir", "DIR"]
     bound = longer._bound_to_its_length(Path(PLACE), config(), config("train.steps=9"), 1, 2)
     assert words(bound.fix.partition(" in the same")[0], "--resume") == [
         "--resume",
         PLACE,
-        "--run",
+        "--run-dir",
         f"{PLACE}-9",
     ]
 
@@ -93,7 +93,7 @@ def test_a_contradiction_names_the_folder_whole(tmp_path, monkeypatch):
     assert words(refused.value.fix.partition(" starts")[0], "--resume") == [
         "--resume",
         str(tmp_path / PLACE),
-        "--run",
+        "--run-dir",
         "DIR",
     ]
 

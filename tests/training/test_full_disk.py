@@ -145,7 +145,7 @@ def test_a_run_ends_well_whichever_of_its_file_operations_is_refused(
         "train",
         "shakespeare-char",
         f"data.path={tiny_set}",
-        "--run",
+        "--run-dir",
         place / "run",
         "--json",
         *SMALL,

@@ -140,7 +140,7 @@ def test_rates_that_depended_on_the_length_are_refused_with_what_works(
     }.items() <= before.items()
     assert layout.read_summary(place) == first
     words = shlex.split(refused.value.fix.split("`")[1])
-    assert words == ["--resume", str(place), "--run", f"{place}-12"]
+    assert words == ["--resume", str(place), "--run-dir", f"{place}-12"]
 
 
 def test_the_command_that_the_refusal_names_trains_on(tiny_config, place):
@@ -206,6 +206,6 @@ def test_another_setting_is_still_refused_and_named(tiny_config, place):
     run_training(tiny_config(train__steps=4, **OPEN), place)
     with pytest.raises(
         ConfigError,
-        match=r"other settings: optim\.lr: 0\.01 -> 0\.02\. Fix: .*--resume .*first --run DIR",
+        match=r"other settings: optim\.lr: 0\.01 -> 0\.02\. Fix: .*--resume .*first --run-dir DIR",
     ):
         run_training(tiny_config(train__steps=6, optim__lr=0.02, **OPEN), place)

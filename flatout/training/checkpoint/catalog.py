@@ -157,7 +157,7 @@ def _require_not_foreign(run_folder: Path, place: Path) -> None:
     if not mine.exists() or read_model(mine, Owner).id != owner.id:
         raise CheckpointError(
             f"{place} holds the checkpoints of another run, {owner.run}, not those of {run_folder}.",
-            fix="Give this run a folder of another name with --run DIR, set another checkpoint.dir, or delete what lies there.",
+            fix="Give this run a folder of another name with --run-dir DIR, set another checkpoint.dir, or delete what lies there.",
         )
 
 

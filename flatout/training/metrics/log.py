@@ -324,6 +324,6 @@ def require_finite(name: str, value: float, step: int) -> None:
     if not math.isfinite(value):
         raise RunFailed(
             f"The {name} is {value} at step {step}: training has diverged.",
-            fix="Lower optim.lr or raise schedule.warmup, and start another run with --run DIR; "
+            fix="Lower optim.lr or raise schedule.warmup, and start another run with --run-dir DIR; "
             "earlier checkpoints are not affected.",
         )

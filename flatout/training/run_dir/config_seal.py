@@ -58,7 +58,7 @@ def require_unedited(path: Path, config: RunConfig, *, free: Iterable[str]) -> N
         raise ConfigError(
             f"{there}, {_LOST_COPY}",
             fix="Restore the file. To train with it as it is, start another run: "
-            f"--resume {in_shell(path.parent)} --run DIR, with the settings you want.",
+            f"--resume {in_shell(path.parent)} --run-dir DIR, with the settings you want.",
         )
     changed = {key: line for key, line in edits.items() if not key.startswith(tuple(free))}
     if changed:
@@ -70,7 +70,7 @@ def require_unedited(path: Path, config: RunConfig, *, free: Iterable[str]) -> N
         raise ConfigError(
             f"{there}: {'; '.join(changed.values())}.",
             fix=f"Restore it with `{_restoring(path)}`. "
-            f"To change settings on purpose, restore it and start another run: --resume {in_shell(path.parent)} --run DIR {settings}",
+            f"To change settings on purpose, restore it and start another run: --resume {in_shell(path.parent)} --run-dir DIR {settings}",
         )
 
 

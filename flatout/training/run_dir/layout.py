@@ -206,7 +206,7 @@ def stored_config(folder: Path, wanted: RunConfig, *, trust_code: bool = False) 
     if contradictions:
         raise ConfigError(
             f"{folder} holds a run with other settings: {'; '.join(contradictions)}.",
-            fix=f"Keep the stored settings, or start another run; `--resume {in_shell(folder)} --run DIR` starts it from this one.",
+            fix=f"Keep the stored settings, or start another run; `--resume {in_shell(folder)} --run-dir DIR` starts it from this one.",
         )
     keys = (
         key for key in _flat_keys(wanted.to_dict()) if key.startswith(FREE_KEYS) and key != "name"
@@ -235,7 +235,7 @@ def resume_from(folder: Path, resume: str = "auto", *, progress: Progress = SILE
         if found:
             raise CheckpointError(
                 f"--resume never would write over {folder}, which holds {', '.join(found[:4])}.",
-                fix="Choose another folder with --run DIR, delete this one, or go on with --resume auto.",
+                fix="Choose another folder with --run-dir DIR, delete this one, or go on with --resume auto.",
             )
         return None
     catalog.require_own(folder)

@@ -58,7 +58,7 @@ def test_an_edited_setting_is_refused_with_the_difference_and_the_way_to_change_
         ConfigError, match=rf"config\.yaml was changed after the run had started: {difference}\."
     ) as refused:
         run_training(tiny_config(), stopped)
-    assert f"--resume {stopped} --run DIR {key}={value}" in refused.value.fix
+    assert f"--resume {stopped} --run-dir DIR {key}={value}" in refused.value.fix
 
 
 @pytest.mark.parametrize("key", ["lr", "steps"])

@@ -111,7 +111,7 @@ def test_the_stored_configuration_comes_back_equal(tmp_path):
 def test_a_contradiction_is_refused_and_named(tmp_path):
     layout.write_config(tmp_path, load_config(None, ["train.steps=10", "optim.lr=0.001"]))
     fake_checkpoint(tmp_path, 5)
-    with pytest.raises(ConfigError, match=r"optim\.lr: 0\.001 -> 0\.01.*Fix.*--run"):
+    with pytest.raises(ConfigError, match=r"optim\.lr: 0\.001 -> 0\.01.*Fix.*--run-dir"):
         layout.stored_config(tmp_path, load_config(None, ["train.steps=10", "optim.lr=0.01"]))
 
 
