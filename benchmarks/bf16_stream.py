@@ -30,7 +30,7 @@ from flatout import Dataset, load_config, prepare
 from flatout.config.schema import RunConfig
 from flatout.hardware import probe
 from flatout.measure.statistics import mean_of
-from flatout.training.evaluation import evaluate
+from flatout.training.evaluation import score
 from flatout.training.step import train_step
 
 SHARED = {
@@ -231,7 +231,7 @@ def trained(config: RunConfig, dataset: Dataset) -> dict[str, Any]:
         if run.step == run.last_step:
             break
     run.feed.close()
-    val_loss = evaluate(run).loss
+    val_loss = score(run).loss
     if not math.isfinite(val_loss):
         raise SystemExit(f"Diverged: {config.to_dict()}")
     return {"losses": losses, "val_loss": val_loss}

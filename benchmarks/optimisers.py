@@ -42,7 +42,7 @@ from flatout.assembly.run import Run, build, resolve
 from flatout.config.schema import RunConfig
 from flatout.hardware import probe
 from flatout.parallel.mesh import make_mesh
-from flatout.training.evaluation import evaluate
+from flatout.training.evaluation import score
 from flatout.training.step import train_step
 
 SHARED = {
@@ -364,7 +364,7 @@ def trained(run: Run, eval_tokens: int | None) -> dict[str, Any]:
         if run.step == run.last_step or not math.isfinite(losses[-1]):
             break
     run.feed.close()
-    val_loss = evaluate(run, max_tokens=eval_tokens).loss
+    val_loss = score(run, max_tokens=eval_tokens).loss
     if not math.isfinite(losses[-1]) or not math.isfinite(val_loss):
         return {"val_loss": None, "train_loss": None}
     return {

@@ -134,18 +134,18 @@ def evaluate(
     Raises: CheckpointError when the run has no such checkpoint; DataError when a data set cannot be
             read; UntrustedCode.
     """
-    from flatout.inference import evaluate as scoring
-    from flatout.inference import load
+    from flatout.inference.load import load_run
+    from flatout.inference.scoring import score
 
-    loaded = load.load_run(
+    loaded = load_run(
         run_or_newest(run, progress=progress),
         checkpoint,
         precision="trained",
         trust_code=trust_code,
         progress=progress,
     )
-    score = scoring.evaluate(loaded, data=data or (), max_tokens=max_tokens, progress=progress)
-    return _result(loaded.folder, loaded.checkpoint, score)
+    found = score(loaded, data=data or (), max_tokens=max_tokens, progress=progress)
+    return _result(loaded.folder, loaded.checkpoint, found)
 
 
 def check(run: str | Path | None, trust_code: bool = False) -> None:
@@ -156,15 +156,15 @@ def check(run: str | Path | None, trust_code: bool = False) -> None:
     trusted_config(run_or_newest(run), trust_code=trust_code)
 
 
-def _result(run_folder: Path, checkpoint: Path, score: Evaluation) -> EvalResult:
+def _result(run_folder: Path, checkpoint: Path, found: Evaluation) -> EvalResult:
     return EvalResult(
         run=str(run_folder),
         checkpoint=str(checkpoint),
-        val_loss=score.loss,
-        perplexity=score.perplexity,
-        bits_per_byte=score.bits_per_byte,
-        tokens=score.tokens,
-        by_dataset=[DatasetScore(**one.to_dict()) for one in score.by_dataset],
+        val_loss=found.loss,
+        perplexity=found.perplexity,
+        bits_per_byte=found.bits_per_byte,
+        tokens=found.tokens,
+        by_dataset=[DatasetScore(**one.to_dict()) for one in found.by_dataset],
     )
 
 

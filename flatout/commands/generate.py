@@ -106,7 +106,7 @@ def generate(
             seed=seed + number,
             max_tokens=max_tokens,
             stop=stop or (),
-            window=loaded.config.data.seq_len,
+            max_context=loaded.config.data.seq_len,
         )
         try:
             for piece in written:

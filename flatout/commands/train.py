@@ -201,7 +201,7 @@ def sample_text(run: Run) -> str:
         top_k=200,
         seed=run.step,
         max_tokens=SAMPLE_TOKENS,
-        window=run.config.data.seq_len,
+        max_context=run.config.data.seq_len,
     )
     return prompt + "".join(pieces)
 

@@ -1,1 +1,1 @@
-"""What is done with a finished run: load it, evaluate it, generate text."""
+"""What you do with a trained run: load it, score it, generate text."""

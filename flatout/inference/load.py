@@ -1,4 +1,4 @@
-"""From a run folder to its model: which run, which checkpoint, with which weights."""
+"""Load a run directory: its config, the weights of one checkpoint, its tokenizer."""
 
 from __future__ import annotations
 
@@ -31,14 +31,12 @@ if TYPE_CHECKING:
     from flatout.data.tokenizers import Tokenizer
 
 Arithmetic = Literal["fp32", "trained"]
-"""What a loaded model computes in: fp32, or the precision that the run was trained and evaluated
-in.
-"""
+"""What a loaded model computes in: fp32, or the precision that the run was trained in."""
 
 
 @dataclass(frozen=True)
 class LoadedRun:
-    """A trained model with what it needs to read and write text."""
+    """A trained model with its tokenizer and config."""
 
     model: LanguageModel
     tokenizer: Tokenizer
@@ -47,14 +45,13 @@ class LoadedRun:
     folder: Path
     checkpoint: Path
     progress: Progress = SILENT
-    """Where fetching its data reports."""
+    """Where `dataset` reports a download."""
 
     @cached_property
     def dataset(self) -> Dataset | MixedDataset:
-        """The data it was trained on, which may have been moved together with the run; sampling
-        does not need it.
+        """The data it was trained on, opened on first use; it may have moved together with the run.
 
-        Raises: DataError when it is no longer there, or cannot be fetched.
+        Raises: DataError when it is missing or cannot be downloaded.
         """
         try:
             return open_data(self.config.data, progress=self.progress)
@@ -63,11 +60,11 @@ class LoadedRun:
                 raise
             moved = found_again(self.config.data, self.folder, self.checkpoint)
             if moved is None:
-                name = f"If the data was moved, name it: `flatout eval {in_shell(self.folder)} --data PATH`."
-                raise DataError(error.what, fix=f"{error.fix} {name}") from error
-            self.progress.say(
-                f"{error.what} The same data was found at {', '.join(moved.mix or [moved.path or ''])}."
-            )
+                command = f"flatout eval {in_shell(self.folder)} --data PATH"
+                fix = f"{error.fix} If the data was moved, name it: `{command}`."
+                raise DataError(error.what, fix=fix) from error
+            paths = ", ".join(moved.mix or [moved.path or ""])
+            self.progress.say(f"{error.what} The same data was found at {paths}.")
             return open_data(moved, progress=self.progress)
 
 
@@ -80,60 +77,56 @@ def load_run(
     trust_code: bool = False,
     progress: Progress = SILENT,
 ) -> LoadedRun:
-    """Return the model of a run with the weights of a checkpoint (`best`, `last` or a step), its
-    tokenizer and its data set.
+    """Return a run's model with the weights of a checkpoint (`best`, `last` or a step).
 
-    It has the speedups it was trained with, as far as they work here, but none that compiles. With
-    `precision="fp32"` it has none that narrows its arithmetic either; `"trained"` keeps those, so
-    that `scoring.evaluate` finds the loss that the run found. `trust_code` lets it import code of
-    its own that its config.yaml names, now and later.
-    Raises: CheckpointError, DataError or ConfigError when one of them cannot be used;
-            UntrustedCode, before anything is imported.
+    The model uses the run's speedups that work on this machine, and is never compiled. With
+    `precision="fp32"` it also skips those that lower the precision; `"trained"` keeps them, so that
+    `flatout.evaluate` reproduces the run's own loss. `trust_code` allows the run's own code, named
+    in its config.yaml, to be imported now and later.
+    Raises: CheckpointError, DataError or ConfigError when the run, checkpoint or tokenizer cannot
+            be used; UntrustedCode before any of the run's own code is imported.
     """
     folder = find_run(run)
     config = trusted_config(folder, trust_code=trust_code)
     if config is None or (config.data.path is None and config.data.mix is None):
         raise CheckpointError(
-            f"{folder}/config.yaml names no data set.",
-            fix="Use the folder of a run that `flatout train` made.",
+            f"{folder}/config.yaml names no dataset.",
+            fix="Use a run directory that `flatout train` wrote.",
         )
     path = find_checkpoint(folder, checkpoint, progress=progress)
-    where, _ = pick_device(device, probe())
+    device, _ = pick_device(device, probe())
     with progress.task(f"Loading {path.name} of {folder.name}"):
         recipe = assemble(_usable_speedups(config, precision))
         model_class, model_config = model_of(config)
         model = model_class(model_config, ops_of(recipe))
         try:
             model.load_state_dict(read_weights(path))
-        except (
-            RuntimeError
-        ) as error:  # torch lists every tensor; the first line below its heading is enough
+        except RuntimeError as error:
+            # torch lists every tensor under a heading; the first one is enough
             first = str(error).partition("\n")[2].partition("\n")[0].strip() or str(error)
             raise CheckpointError(
-                f"The weights of {path} are not those of the model in {folder}/config.yaml: {first}",
+                f"The weights of {path} do not fit the model in {folder}/config.yaml: {first}",
                 fix="Restore config.yaml from a copy.",
             ) from error
-        model.to(where).eval()
+        model.to(device).eval()
         tokenizer = load_tokenizer(folder / TOKENIZER, sha256=tokenizer_of(path))
     return LoadedRun(model, tokenizer, config, recipe, folder, path, progress)
 
 
 def _usable_speedups(config: RunConfig, precision: Arithmetic) -> Iterator[Decision]:
-    """Yield the run's own speedups that also work here: a model trained on a GPU can be tried on a
-    laptop.
-    """
+    """Yield the run's speedups that also work here: a laptop can load a model trained on a GPU."""
     machine = probe()
     names = () if isinstance(config.speedups, str) else config.speedups
     for name in names:
-        left_out = precision == "fp32" and _narrows(SPEEDUPS.get(name))
-        if not left_out and SPEEDUPS.get(name).reason_against(machine, config) is None:
+        speedup = SPEEDUPS.get(name)
+        if precision == "fp32" and _lowers_precision(speedup):
+            continue
+        if speedup.reason_against(machine, config) is None:
             yield Decision(name, True, "as trained")
 
 
-def _narrows(speedup: Speedup) -> bool:
-    """Say whether a speedup sets a precision below fp32, or needs one that does: it works in that
-    precision only.
-    """
+def _lowers_precision(speedup: Speedup) -> bool:
+    """Say whether a speedup sets a precision below fp32, or needs one that does."""
     return "precision" in speedup.fills or any(
-        _narrows(SPEEDUPS.get(name)) for name in speedup.needs
+        _lowers_precision(SPEEDUPS.get(name)) for name in speedup.needs
     )

@@ -1,20 +1,22 @@
-"""Validation loss, in the run's own precision."""
+"""The validation loss, computed in the run's own precision."""
 
 from __future__ import annotations
 
 import functools
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from flatout.assembly.recipe import Precision
+from flatout.config.schema import RunConfig
 from flatout.data.load.batches import WindowReader
 from flatout.data.load.feed import evaluation_batches
 from flatout.data.store.mix import Part, parts_of
+from flatout.ops import Ops
 from flatout.ops.attention import most_documents
 from flatout.parallel.mesh import Mesh
 from flatout.progress import SILENT, Progress
@@ -24,21 +26,19 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class SetScore:
-    """Loss over the validation split of one data set, or over its beginning."""
+class SplitScore:
+    """The loss on the validation split of one dataset, or on its beginning."""
 
     name: str
     path: str
     share: float
-    """Its weight in the mean over all sets."""
+    """Its weight in the mean over all datasets."""
     loss: float
-    """Mean loss a token, in nats."""
+    """Mean loss per token, in nats."""
     tokens: int
     """Targets that were scored."""
     text_bytes: int
-    """Bytes of the text these targets came from; 0 when a part was scored, or the data set does not
-    say.
-    """
+    """Bytes of text behind these targets; 0 when only the beginning was scored, or it is unknown."""
 
     @property
     def perplexity(self) -> float:
@@ -47,36 +47,31 @@ class SetScore:
 
     @property
     def bits_per_byte(self) -> float | None:
-        """The loss as bits a byte of text, which compares between tokenizers; None unless the whole
-        split was scored.
-        """
+        """The loss in bits per byte of text, comparable between tokenizers; None when unknown."""
         return self.loss * self.tokens / math.log(2) / self.text_bytes if self.text_bytes else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values, named as everywhere."""
-        figures = {
+        """Return the figures under the names that commands print."""
+        return {
+            "name": self.name,
+            "path": self.path,
             "val_loss": self.loss,
             "perplexity": self.perplexity,
             "bits_per_byte": self.bits_per_byte,
             "tokens": self.tokens,
         }
-        return {"name": self.name, "path": self.path} | figures
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Validation loss, by data set and in the mean by their shares; one set is the special case."""
+    """The validation loss, per dataset and as the mean weighted by their shares."""
 
-    by_dataset: tuple[SetScore, ...]
+    by_dataset: tuple[SplitScore, ...]
 
     @property
     def loss(self) -> float:
-        """Mean loss a token, in nats: what a token of the mix costs, each set's loss weighted by
-        its share.
-        """
-        return sum(score.share * score.loss for score in self.by_dataset) / sum(
-            score.share for score in self.by_dataset
-        )
+        """Mean loss per token of the mix, in nats."""
+        return sum(score.share * score.loss for score in self.by_dataset) / self._total_share
 
     @property
     def tokens(self) -> int:
@@ -90,98 +85,88 @@ class Evaluation:
 
     @property
     def bits_per_byte(self) -> float | None:
-        """The loss as bits a byte of the mix's text; None unless every set was scored whole and
-        says its bytes.
-        """
+        """The loss in bits per byte of the mix's text; None when one dataset's is unknown."""
         if not all(score.text_bytes and score.tokens for score in self.by_dataset):
             return None
         bytes_per_token = sum(
             score.share * score.text_bytes / score.tokens for score in self.by_dataset
         )
-        return (
-            self.loss
-            * sum(score.share for score in self.by_dataset)
-            / math.log(2)
-            / bytes_per_token
-        )
+        return self.loss * self._total_share / math.log(2) / bytes_per_token
 
     def record(self) -> dict[str, float]:
-        """Return the figures for metrics.jsonl: `val/loss`, and of a mix `val/loss/NAME` for each
-        set.
-        """
-        sets = {f"val/loss/{score.name}": score.loss for score in self.by_dataset}
-        return {"val/loss": self.loss} | (sets if len(sets) > 1 else {})
+        """Return the figures for metrics.jsonl: `val/loss`, and `val/loss/NAME` in a mix."""
+        by_name = {f"val/loss/{score.name}": score.loss for score in self.by_dataset}
+        return {"val/loss": self.loss} | (by_name if len(by_name) > 1 else {})
+
+    @property
+    def _total_share(self) -> float:
+        return sum(score.share for score in self.by_dataset)
 
 
 def perplexity(loss: float) -> float:
-    """Return exp(loss), of a loss in nats; as much as a float holds where it would be more."""
+    """Return exp(loss) for a loss in nats, capped where a float would overflow."""
     return math.exp(min(loss, 700.0))
 
 
 class EvaluationDropped(Exception):
-    """An evaluation was given up between two batches."""
+    """An evaluation was abandoned between two batches."""
 
 
 @dataclass(frozen=True)
-class Judge:
-    """What scoring takes, besides the text."""
+class Evaluator:
+    """Scores datasets with one model, in batches of the run's micro-batch size."""
 
+    config: RunConfig
+    """Gives the shape of a batch, and whether attention is masked by document."""
     model: nn.Module
-    """What is called; put into evaluation mode and back."""
+    """The model to call, as it is wrapped; evaluation mode is set and restored."""
+    ops: Ops
+    """The functions that the model was built with."""
     mesh: Mesh
     windows: WindowReader
-    autocast: Callable[[], AbstractContextManager[Any]]
-    """The context the model is called in: the run's own precision."""
-    seq_len: int
-    rows: int
-    document_mask: bool
-    most_documents: Callable[[int, int], int] | None = None
-    """As in `flatout.data.load.batches.FeedPlan`."""
+    precision: Precision
     drop: Callable[[int], bool] | None = None
-    """Asked before every batch but a split's first, with its number counted from 1: whether to
-    raise EvaluationDropped.
+    """Called before every batch of a split but the first, with its number counted from 1; raises
+    EvaluationDropped when it returns True.
     """
 
     def score(
         self, parts: Sequence[Part], *, max_tokens: int | None = None, progress: Progress = SILENT
     ) -> Evaluation | None:
-        """Score each data set's validation split, or its share of `max_tokens` from its beginning;
-        None where there is no validation text.
+        """Score each dataset's validation split, or its share of `max_tokens` from the beginning.
 
-        Sets without validation text have no part in the mean.
+        Datasets without validation text do not count; None when no dataset has any.
         """
-        scored = [part for part in parts if part.dataset.split("val").num_tokens > 1]
+        scored = with_validation(parts)
         total = sum(part.share for part in scored)
-        limits = [
-            None if max_tokens is None else max(round(max_tokens * part.share / total), 1)
-            for part in scored
-        ]
-        scores = [
-            self._score(part, limit, progress) for part, limit in zip(scored, limits, strict=True)
-        ]
+        scores = []
+        for part in scored:
+            limit = max_tokens and max(round(max_tokens * part.share / total), 1)
+            scores.append(self._score_split(part, limit, progress))
         return Evaluation(tuple(scores)) if scores else None
 
     @torch.no_grad()
-    def _score(self, part: Part, max_tokens: int | None, progress: Progress) -> SetScore:
-        """Score one split, or its first `max_tokens` targets, shared over the ranks.
+    def _score_split(self, part: Part, max_tokens: int | None, progress: Progress) -> SplitScore:
+        """Score a split, or its first `max_tokens` targets, together with the other ranks.
 
-        Every token but the split's first is a target once. Cost: one forward pass a token.
+        Every token but the split's first is a target once. Cost: one forward pass per token.
         """
         split, device, world_size = (
             part.dataset.split("val"),
             self.mesh.device,
             self.mesh.world_size,
         )
+        data, rows = self.config.data, int(self.config.batch.rows_per_device)
         batches = evaluation_batches(
             split,
-            self.seq_len,
-            self.rows,
+            data.seq_len,
+            rows,
             device=str(device),
             rank=self.mesh.rank,
             world_size=world_size,
             max_tokens=max_tokens,
-            document_mask=self.document_mask,
-            most_documents=self.most_documents,
+            document_mask=data.document_mask,
+            most_documents=most_documents(self.ops.attention),
             windows=self.windows,
         )
         loss_sum = torch.zeros((), dtype=torch.float64, device=device)
@@ -189,70 +174,66 @@ class Judge:
         total = min(max_tokens or split.num_tokens, split.num_tokens)
         was_training = self.model.training
         self.model.eval()
-        what = "Evaluating" if part.share == 1 else f"Evaluating {part.name}"
-        with progress.task(what, total=total, unit="tokens") as task:
+        title = "Evaluating" if part.share == 1 else f"Evaluating {part.name}"
+        with progress.task(title, total=total, unit="tokens") as task:
             for number, micro in enumerate(batches, 1):
                 if number > 1 and self.drop is not None and self.drop(number):
                     raise EvaluationDropped
-                with self.autocast():
+                with self.precision.context(device.type):
                     loss, valid = self.model(micro.tokens_BT, micro.targets_BT, micro.doc_ids_BT)
                 loss_sum += loss
                 num_valid += valid
-                task.advance(self.rows * self.seq_len * world_size)
+                task.advance(rows * data.seq_len * world_size)
         self.model.train(was_training)
         loss_sum, num_valid = self.mesh.sum(loss_sum, num_valid)
-        mean = float(loss_sum / num_valid.clamp(min=1))
-        whole = max_tokens is None or max_tokens >= split.num_tokens - 1
-        return SetScore(
+        is_whole = max_tokens is None or max_tokens >= split.num_tokens - 1
+        return SplitScore(
             part.name,
             part.dataset.place,
             part.share,
-            mean,
-            int(num_valid),
-            split.text_bytes if whole else 0,
+            loss=float(loss_sum / num_valid.clamp(min=1)),
+            tokens=int(num_valid),
+            text_bytes=split.text_bytes if is_whole else 0,
         )
 
 
-def evaluate(
+def score(
     run: Run,
     *,
     max_tokens: int | None = None,
     drop: Callable[[Run, int], bool] | None = None,
     progress: Progress = SILENT,
 ) -> Evaluation | None:
-    """Score the validation text of the run's data, or `max_tokens` of it, with the model as it
-    stands; None where there is none.
+    """Score the validation text of the run's data, or `max_tokens` of it; None when it has none.
 
-    Raises: EvaluationDropped when `drop`, asked between batches, says yes; the model is then still
-            in evaluation mode.
+    Raises: EvaluationDropped when `drop`, called between batches, returns True; the model is then
+            still in evaluation mode.
     """
-    data = run.config.data
-    judge = Judge(
+    evaluator = Evaluator(
+        run.config,
         run.model,
+        run.core.ops,
         run.mesh,
         run.windows,
-        run.autocast,
-        data.seq_len,
-        run.rows_per_device,
-        data.document_mask,
-        most_documents(run.core.ops.attention),
+        run.precision,
         drop and functools.partial(drop, run),
     )
-    return judge.score(parts_of(run.dataset), max_tokens=max_tokens, progress=progress)
+    return evaluator.score(parts_of(run.dataset), max_tokens=max_tokens, progress=progress)
 
 
 def batch_shapes(run: Run) -> list[tuple[int, int]]:
-    """Return rows and tokens of the micro-batches in which `evaluate` calls the model; none where
-    there is no validation text.
-    """
-    is_scored = any(part.dataset.split("val").num_tokens > 1 for part in parts_of(run.dataset))
-    return [(run.rows_per_device, run.config.data.seq_len)] if is_scored else []
+    """Return the (rows, tokens) of `score`'s batches; empty when there is no validation text."""
+    shape = run.rows_per_device, run.config.data.seq_len
+    return [shape] if with_validation(parts_of(run.dataset)) else []
 
 
-def say_unscored(parts: Sequence[Part], progress: Progress) -> None:
-    """Say of which data sets of a mix there is no validation text."""
+def with_validation(parts: Sequence[Part]) -> list[Part]:
+    """Return the datasets whose validation split has at least one target."""
+    return [part for part in parts if part.dataset.split("val").num_tokens > 1]
+
+
+def warn_of_unscored(parts: Sequence[Part], progress: Progress) -> None:
+    """Name the datasets of a mix that have no validation text."""
     for part in parts:
-        if len(parts) > 1 and part.dataset.split("val").num_tokens < 2:
-            progress.say(
-                f"{part.name} has no validation text: its loss is not measured, and has no part in the validation loss."
-            )
+        if len(parts) > 1 and part not in with_validation(parts):
+            progress.say(f"{part.name} has no validation text and does not count towards the loss.")

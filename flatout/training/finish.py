@@ -10,7 +10,7 @@ from flatout.hardware import Peak, peak_tflops
 from flatout.progress import SILENT, Progress
 from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint.read_write import weights_sha256
-from flatout.training.evaluation import Evaluation, evaluate
+from flatout.training.evaluation import Evaluation, score
 from flatout.training.loop import (
     draw_sample,
     ends_early,
@@ -78,9 +78,7 @@ def last_evaluation(
         found = take_evaluation(run, log, max_tokens=max_tokens, drop=drop, progress=progress)
         if found is None or eval_tokens(run) is None or not run.config.train.eval_every:
             return found
-    whole = evaluate(
-        run, drop=drop, progress=progress
-    )  # not a record: the curve is that of the part
+    whole = score(run, drop=drop, progress=progress)  # not a record: the curve is that of the part
     if whole is not None:
         log.event("evaluation", loss=whole.loss, tokens=whole.tokens)
     return whole
@@ -113,7 +111,7 @@ def summarise(run: Run, log: Log, evaluation: Evaluation | None) -> dict[str, An
         "best_val_loss": run.best_val_loss,
         "best_step": run.best_step,
         "bits_per_byte": evaluation.bits_per_byte if evaluation else None,
-        "by_dataset": [score.to_dict() for score in evaluation.by_dataset] if evaluation else [],
+        "by_dataset": [split.to_dict() for split in evaluation.by_dataset] if evaluation else [],
         "stopped_early": ends_early(run),
         "stopped_because": why_early(run),
         "tokens_per_s": steady.tokens_per_s if steady else None,

@@ -13,7 +13,7 @@ from flatout.data.store.mix import parts_of
 from flatout.hardware import fingerprint
 from flatout.progress import SILENT, Progress
 from flatout.training.checkpoint import catalog
-from flatout.training.evaluation import Evaluation, evaluate
+from flatout.training.evaluation import Evaluation, score
 from flatout.training.metrics.log import Log, require_finite
 from flatout.training.run_dir.data_location import data_digest, digest
 from flatout.training.step import StepDropped, train_step
@@ -114,9 +114,9 @@ def take_evaluation(
     Only losses on the same tokens compare: those that evaluations inside the run score decide which
     checkpoint is the best.
     Raises: RunFailed when the loss is not a number: the weights are lost, the checkpoints before
-            are not. EvaluationDropped, as `evaluate`.
+            are not. EvaluationDropped, as `score`.
     """
-    evaluation = evaluate(run, max_tokens=max_tokens, drop=drop, progress=progress)
+    evaluation = score(run, max_tokens=max_tokens, drop=drop, progress=progress)
     if evaluation is None:
         return None
     log.evaluation(evaluation)

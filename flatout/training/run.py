@@ -40,7 +40,12 @@ from flatout.registry import RECIPES
 from flatout.training.agreement import require_shared
 from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint.read_write import load, load_weights
-from flatout.training.evaluation import EvaluationDropped, batch_shapes, say_unscored
+from flatout.training.evaluation import (
+    EvaluationDropped,
+    batch_shapes,
+    warn_of_unscored,
+    with_validation,
+)
 from flatout.training.finish import finish
 from flatout.training.init_from import begin_from, run_of
 from flatout.training.longer import Longer, lengthened, require_steps_left
@@ -259,9 +264,7 @@ def settle(
             world_size=ranks.world_size,
             local_world_size=ranks.local_world_size,
         )
-    if asked.train.patience and not any(
-        part.dataset.split("val").num_tokens > 1 for part in parts_of(dataset)
-    ):
+    if asked.train.patience and not with_validation(parts_of(dataset)):
         raise DataError(
             "train.patience waits for a better validation loss, and there is no validation text.",
             fix="Leave train.patience out.",
@@ -466,7 +469,7 @@ def carry_out(
             progress.say(
                 f"{part['name']}: {part['share']:.1%} of the windows; the whole run reads its text {part['passes']:.3g} times."
             )
-        say_unscored(parts_of(run.dataset), progress)
+        warn_of_unscored(parts_of(run.dataset), progress)
         if plan.checkpoint is None and run.config.train.init_from is not None:
             with log.aside():
                 keep_last(

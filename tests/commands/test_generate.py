@@ -183,7 +183,7 @@ def test_checkpoints(fox_run, typed):
         loaded = load_run(folder, name, device="cpu")
         texts[name] = text_of(typed(folder, "--checkpoint", name, "--max-tokens", 30))
         assert texts[name] == "".join(
-            sample(loaded.model, loaded.tokenizer, max_tokens=30, window=32)
+            sample(loaded.model, loaded.tokenizer, max_tokens=30, max_context=32)
         )
     assert texts["last"] == texts["3"]
     assert len(set(texts.values())) > 1

@@ -1,4 +1,4 @@
-"""A run's folder turned back into its model."""
+"""Loading a run directory: checkpoints, speedups, changed settings, tokenizers, precision."""
 
 import shutil
 from dataclasses import replace
@@ -15,6 +15,7 @@ from flatout.hardware import probe
 from flatout.inference import load
 from flatout.ops import Ops
 from flatout.registry import SPEEDUPS
+from flatout.training import run as training
 from flatout.training.run import run_training
 from flatout.training.run_dir.config_seal import COPY
 from flatout.training.run_dir.layout import trusted_config, write_config
@@ -28,7 +29,7 @@ def test_different_checkpoints_have_different_weights(fox_run):
     assert any(not torch.equal(first[name], last[name]) for name in first)
 
 
-def test_the_runs_own_speedups_that_do_not_work_here_are_left_out(fox_run):
+def test_speedups_that_do_not_work_here_are_skipped(fox_run):
     config = load.load_run(fox_run[0] / "runs" / "fox", device="cpu").config
     wanted = config.with_values({"speedups": ["tf32", "fused-attention"], "train.device": "cpu"})
     assert [decision.name for decision in load._usable_speedups(wanted, "trained")] == [
@@ -36,7 +37,7 @@ def test_the_runs_own_speedups_that_do_not_work_here_are_left_out(fox_run):
     ]
 
 
-def test_a_config_that_describes_another_model_than_the_weights_is_refused(fox_run, tmp_path):
+def test_a_config_that_does_not_fit_the_weights_is_refused(fox_run, tmp_path):
     folder = tmp_path / "fox"
     shutil.copytree(fox_run[0] / "runs" / "fox", folder)
     config = folder / "config.yaml"
@@ -44,8 +45,8 @@ def test_a_config_that_describes_another_model_than_the_weights_is_refused(fox_r
     config.write_text(
         config.read_text().rpartition("# sha256")[0].replace("num_layers: 1", "num_layers: 2")
     )
-    (folder / COPY).unlink()  # as an earlier version wrote it
-    with pytest.raises(CheckpointError, match=r"not those of the model in .*config\.yaml"):
+    (folder / COPY).unlink()  # earlier versions wrote none
+    with pytest.raises(CheckpointError, match=r"do not fit the model in .*config\.yaml"):
         load.load_run(folder, device="cpu")
 
 
@@ -71,9 +72,7 @@ def edit(path, old, new):
 @pytest.mark.parametrize(
     "use", [load.load_run, evaluate, generate, trusted_config], ids=lambda use: use.__name__
 )
-def test_a_changed_setting_of_the_model_is_named_wherever_a_run_is_used(
-    copied_run, use, old, new, named
-):
+def test_a_changed_model_setting_is_named_by_every_use_of_the_run(copied_run, use, old, new, named):
     edit(copied_run / "config.yaml", old, new)
     with pytest.raises(
         ConfigError, match=f"was changed after the run had started: {named}"
@@ -82,7 +81,7 @@ def test_a_changed_setting_of_the_model_is_named_wherever_a_run_is_used(
     assert f"cp {copied_run / COPY} {copied_run / 'config.yaml'}" in refused.value.fix
 
 
-def test_a_model_can_be_used_with_other_settings_on_purpose_as_the_message_says(copied_run):
+def test_changed_settings_are_accepted_after_the_steps_that_the_message_gives(copied_run):
     config = copied_run / "config.yaml"
     edit(config, "\n  seq_len: 32", "\n  seq_len: 16")
     (copied_run / COPY).unlink()
@@ -95,12 +94,12 @@ def test_a_model_can_be_used_with_other_settings_on_purpose_as_the_message_says(
     assert load.load_run(copied_run, device="cpu").config.data.seq_len == 16
 
 
-def test_settings_that_matter_in_training_alone_do_not_keep_a_model_from_use(copied_run):
+def test_changed_training_settings_do_not_prevent_loading(copied_run):
     edit(copied_run / "config.yaml", "lr: 0.1", "lr: 0.2")
     load.load_run(copied_run, device="cpu")
 
 
-def test_one_flipped_bit_in_the_tokenizer_of_a_run_is_found_wherever_it_is_read(copied_run):
+def test_a_damaged_tokenizer_is_detected_by_every_use_of_the_run(copied_run):
     path = copied_run / "tokenizer.json"
     edit(path, "Tab", "Uab")
     for use in (load.load_run, evaluate, generate):
@@ -109,23 +108,19 @@ def test_one_flipped_bit_in_the_tokenizer_of_a_run_is_found_wherever_it_is_read(
     config = load.trusted_config(copied_run)
     with pytest.raises(CheckpointError, match=r"tokenizer\.json is damaged, or was replaced"):
         run_training(config, copied_run)
-    begun = config.with_values({"train.init_from": str(copied_run)})
+    started = config.with_values({"train.init_from": str(copied_run)})
     with pytest.raises(CheckpointError, match=r"tokenizer\.json is damaged, or was replaced"):
-        run_training(begun, copied_run.parent / "begun")
+        run_training(started, copied_run.parent / "started")
 
 
-def test_a_checkpoint_of_an_earlier_version_says_nothing_of_its_tokenizer(copied_run, monkeypatch):
+def test_a_checkpoint_without_a_tokenizer_digest_still_loads(copied_run, monkeypatch):
     monkeypatch.setattr(load, "tokenizer_of", lambda _: None)
     edit(copied_run / "tokenizer.json", "Tab", "Uab")
     load.load_run(copied_run, device="cpu")
 
 
-def test_data_with_another_tokenizer_than_the_model_was_trained_with_is_refused(
-    copied_run, fox_run, tmp_path
-):
-    """In the data of the run itself, which was prepared again, and by a new run that goes on from
-    its checkpoint.
-    """
+def test_data_prepared_with_another_tokenizer_is_refused(copied_run, fox_run, tmp_path):
+    """Both for the run's own data, prepared again, and for a run that resumes its checkpoint."""
     shutil.copytree(fox_run[0] / "data", tmp_path / "data")
     config = load.trusted_config(copied_run).with_values({"data.path": str(tmp_path / "data")})
     shutil.rmtree(tmp_path / "data")
@@ -146,12 +141,13 @@ def test_data_with_another_tokenizer_than_the_model_was_trained_with_is_refused(
 
 @pytest.fixture
 def narrow_run(tiny_config, tmp_path, monkeypatch):
-    """Return a function that trains a run with a speedup that narrows its arithmetic on a CPU, and
-    returns its folder and summary.
+    """Return a function that trains a run with a low-precision speedup on a CPU.
+
+    It returns the run directory and the summary.
     """
     machine = replace(probe(), cpu_multiplies_bf16=True)
-    monkeypatch.setattr("flatout.inference.load.probe", lambda: machine)
-    monkeypatch.setattr("flatout.training.run.probe", lambda: machine)
+    monkeypatch.setattr(load, "probe", lambda: machine)
+    monkeypatch.setattr(training, "probe", lambda: machine)
 
     def train(name):
         config = tiny_config(speedups=f"auto,-compile,+{name}", train__precision="bf16")
@@ -161,15 +157,12 @@ def narrow_run(tiny_config, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["bf16-products", "bf16"])
-def test_a_run_is_loaded_in_fp32_and_scored_in_the_precision_it_was_trained_in(narrow_run, name):
+def test_a_run_loads_in_fp32_and_is_scored_in_its_training_precision(narrow_run, name):
     folder, summary = narrow_run(name)
     tokens_BT = torch.arange(16)[None] % 50
-    loaded, trained = (
-        load.load_run(folder, "last"),
-        load.load_run(folder, "last", precision="trained"),
-    )
-    plain_class = type(loaded.model)
-    plain = plain_class(loaded.model.config, Ops.plain())
+    loaded = load.load_run(folder, "last")
+    trained = load.load_run(folder, "last", precision="trained")
+    plain = type(loaded.model)(loaded.model.config, Ops.plain())
     plain.load_state_dict(loaded.model.state_dict())
 
     def logits(model):
@@ -182,8 +175,8 @@ def test_a_run_is_loaded_in_fp32_and_scored_in_the_precision_it_was_trained_in(n
     assert evaluate(folder, "last").val_loss == pytest.approx(summary["val_loss"], rel=1e-6)
 
 
-def test_what_works_in_a_narrow_precision_only_is_left_out_with_it():
-    narrow = {name for name in SPEEDUPS.names() if load._narrows(SPEEDUPS.get(name))}
+def test_speedups_that_need_a_low_precision_are_skipped_with_it():
+    narrow = {name for name in SPEEDUPS.names() if load._lowers_precision(SPEEDUPS.get(name))}
     assert {"bf16", "fp16", "fp8", "bf16-products", "bf16-states", "bf16-weights"} <= narrow
     assert (
         not {"fused-attention", "triton-scan", "folded-weights", "chunked-ce", "compile"} & narrow

@@ -41,7 +41,6 @@ TO_SPLIT = frozenset(
         "tests/data/load/test_feed.py",
         "tests/data/prepare/test_inputs.py",
         "tests/data/prepare/test_pipeline.py",
-        "tests/inference/test_generate.py",
         "tests/measure/test_bench.py",
         "tests/models/test_language_model.py",
         "tests/ops/test_split_update.py",

@@ -11,6 +11,7 @@ import threading
 import pytest
 
 from flatout.errors import RunFailed, Stopped
+from flatout.training import loop
 from flatout.training.checkpoint import catalog, job
 from flatout.training.checkpoint.staging import HostCopy
 from flatout.training.metrics.observers import Quiet
@@ -246,6 +247,6 @@ def test_the_last_steps_are_whole_before_the_last_evaluation(tiny_config, tmp_pa
         assert catalog.steps(tmp_path / "run") == [6]
         raise Killed
 
-    monkeypatch.setattr("flatout.training.loop.evaluate", killed)
+    monkeypatch.setattr(loop, "score", killed)
     with pytest.raises(Killed):
         run_training(tiny_config(speedups=BESIDE), tmp_path / "run")

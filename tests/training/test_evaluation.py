@@ -1,6 +1,4 @@
-"""The validation loss is the plain mean over all targets, whatever the batches, and leaves the run
-as it was.
-"""
+"""The validation loss is the mean over all targets for any batch size; the run is unaffected."""
 
 from __future__ import annotations
 
@@ -11,14 +9,13 @@ import pytest
 import torch
 
 from flatout.data.store.mix import open_data, parts_of
-from flatout.training.evaluation import Evaluation, SetScore, evaluate, say_unscored
+from flatout.training.evaluation import Evaluation, SplitScore, score, warn_of_unscored
 
 
 def plain_loss(run, num_tokens=None):
-    """Score the split window by window, the last and shorter one too, with nothing of the feed."""
-    tokens = torch.from_numpy(
-        run.dataset.split("val").read_tokens(0, run.dataset.split("val").num_tokens).astype("int64")
-    )
+    """Score the split one sequence at a time, without the feed."""
+    split = run.dataset.split("val")
+    tokens = torch.from_numpy(split.read_tokens(0, split.num_tokens).astype("int64"))
     length, total, count = run.config.data.seq_len, 0.0, 0
     run.core.eval()
     for start in range(0, min(len(tokens) - 1, num_tokens or len(tokens)), length):
@@ -34,48 +31,48 @@ def plain_loss(run, num_tokens=None):
 def test_every_target_counts_once_for_any_number_of_rows(build_run, tiny_config, rows):
     run = build_run(tiny_config(batch__rows_per_device=rows, model__dropout=0.5))
     expected, count = plain_loss(run)
-    found = evaluate(run)
+    found = score(run)
     assert found.loss == pytest.approx(expected, rel=1e-6)
     assert found.tokens == count == run.dataset.split("val").num_tokens - 1
     assert found.bits_per_byte is not None
 
 
-def test_a_part_of_the_split_is_its_beginning(build_run, tiny_config):
+def test_max_tokens_scores_the_beginning_of_the_split(build_run, tiny_config):
     run = build_run(tiny_config())
-    found = evaluate(run, max_tokens=48)
+    found = score(run, max_tokens=48)
     expected, count = plain_loss(run, num_tokens=48)
     assert (found.loss, found.tokens) == (pytest.approx(expected, rel=1e-6), count)
     assert found.bits_per_byte is None
 
 
-def test_evaluation_leaves_mode_generators_and_feed_alone(build_run, tiny_config):
+def test_scoring_leaves_mode_generators_and_feed_unchanged(build_run, tiny_config):
     run = build_run(tiny_config(model__dropout=0.5))
     state, position = torch.get_rng_state(), run.feed.position
-    evaluate(run)
+    score(run)
     assert run.core.training
     assert torch.equal(torch.get_rng_state(), state)
     assert run.feed.position == position
 
 
-def test_perplexity_is_the_exponential(build_run, tiny_config):
-    found = evaluate(build_run(tiny_config()))
+def test_perplexity_is_the_exponential_of_the_loss(build_run, tiny_config):
+    found = score(build_run(tiny_config()))
     assert found.perplexity == pytest.approx(torch.tensor(found.loss).exp().item(), rel=1e-6)
 
 
 @pytest.fixture
 def mixed_run(build_run, tiny_config, tiny_set, ragged_set):
-    """A run on three parts of the plain set and one of the set with a loss mask."""
+    """Return a run whose mix takes 3/4 of `tiny` and 1/4 of `ragged`, which has a loss mask."""
     return build_run(tiny_config(data__path=None, data__mix={str(tiny_set): 3, str(ragged_set): 1}))
 
 
-def test_each_set_of_a_mix_is_scored_by_itself_and_weighs_its_share(
+def test_each_dataset_of_a_mix_is_scored_separately_and_weighted_by_its_share(
     build_run, tiny_config, mixed_run
 ):
-    found = evaluate(mixed_run)
-    for score, part in zip(found.by_dataset, parts_of(mixed_run.dataset), strict=True):
-        (alone,) = evaluate(build_run(tiny_config(data__path=str(part.dataset.path)))).by_dataset
-        assert (score.name, score.share) == (part.name, part.share)
-        assert (score.loss, score.tokens, score.bits_per_byte) == (
+    found = score(mixed_run)
+    for split, part in zip(found.by_dataset, parts_of(mixed_run.dataset), strict=True):
+        (alone,) = score(build_run(tiny_config(data__path=str(part.dataset.path)))).by_dataset
+        assert (split.name, split.share) == (part.name, part.share)
+        assert (split.loss, split.tokens, split.bits_per_byte) == (
             alone.loss,
             alone.tokens,
             alone.bits_per_byte,
@@ -91,47 +88,39 @@ def test_each_set_of_a_mix_is_scored_by_itself_and_weighs_its_share(
     }
 
 
-def test_bits_per_byte_of_a_mix_are_those_of_its_stream():
-    """A token of the first set stands for 4 bytes, one of the second for 2; three of four tokens
-    are the first's.
-    """
-    scores = SetScore("a", "a", 0.75, 2.0, 100, 400), SetScore("b", "b", 0.25, 4.0, 300, 600)
+def test_bits_per_byte_of_a_mix_use_the_weighted_bytes_per_token():
+    """A token is 4 bytes in the first dataset, which has 3/4 of the tokens, and 2 in the second."""
+    scores = SplitScore("a", "a", 0.75, 2.0, 100, 400), SplitScore("b", "b", 0.25, 4.0, 300, 600)
     found = Evaluation(scores)
     assert found.bits_per_byte == pytest.approx(
         (0.75 * 2 + 0.25 * 4) / math.log(2) / (0.75 * 4 + 0.25 * 2)
     )
     assert Evaluation(scores[:1]).bits_per_byte == pytest.approx(scores[0].bits_per_byte)
-    assert Evaluation((scores[0], SetScore("b", "b", 0.25, 4.0, 300, 0))).bits_per_byte is None
+    assert Evaluation((scores[0], SplitScore("b", "b", 0.25, 4.0, 300, 0))).bits_per_byte is None
     assert Evaluation(scores[:1]).record() == {"val/loss": 2.0}
 
 
-def test_a_part_of_the_validation_text_is_shared_out_by_weight(mixed_run):
-    found = evaluate(mixed_run, max_tokens=400)
+def test_max_tokens_is_divided_over_a_mix_by_weight(mixed_run):
+    found = score(mixed_run, max_tokens=400)
     first, second = found.by_dataset
     assert first.tokens == 300
-    assert second.tokens < 100, "of a hundred targets its mask leaves some"
+    assert second.tokens < 100, "its mask excludes some of the hundred targets"
     assert found.bits_per_byte is None
 
 
-def test_a_set_without_validation_text_has_no_part_in_the_loss(
+def test_a_dataset_without_validation_text_does_not_count(
     build_run, tiny_config, tiny_set, write_tiny, tmp_path
 ):
     silent = write_tiny(tmp_path / "silent", num_documents=6)
     run = build_run(tiny_config(data__path=None, data__mix={str(tiny_set): 1, str(silent): 9}))
-    found = evaluate(run)
-    assert [score.name for score in found.by_dataset] == ["tiny"]
+    found = score(run)
+    assert [split.name for split in found.by_dataset] == ["tiny"]
     assert found.loss == found.by_dataset[0].loss
     said = []
-    say_unscored(parts_of(open_data(run.config.data)), SimpleNamespace(say=said.append))
-    assert said == [
-        "silent has no validation text: its loss is not measured, and has no part in the validation loss."
-    ]
+    warn_of_unscored(parts_of(open_data(run.config.data)), SimpleNamespace(say=said.append))
+    assert said == ["silent has no validation text and does not count towards the loss."]
 
 
-def test_without_any_validation_text_there_is_no_loss(build_run, tiny_config, write_tiny, tmp_path):
-    assert (
-        evaluate(
-            build_run(tiny_config(data__path=str(write_tiny(tmp_path / "silent", num_documents=6))))
-        )
-        is None
-    )
+def test_there_is_no_loss_without_validation_text(build_run, tiny_config, write_tiny, tmp_path):
+    silent = write_tiny(tmp_path / "silent", num_documents=6)
+    assert score(build_run(tiny_config(data__path=str(silent)))) is None

@@ -15,8 +15,9 @@ from flatout.data.prepare.writer import DatasetWriter
 from flatout.data.tokenizers import make_tokenizer
 from flatout.errors import DataError, Stopped
 from flatout.inference.load import load_run
+from flatout.training import finish, loop
 from flatout.training.checkpoint import catalog
-from flatout.training.evaluation import Evaluation, SetScore
+from flatout.training.evaluation import Evaluation, SplitScore
 from flatout.training.loop import out_of_patience
 from flatout.training.run import run_training
 from flatout.training.run_dir.layout import read_events, read_exit_code, read_summary
@@ -31,8 +32,9 @@ better.
 def patient(tiny_config, monkeypatch):
     """Return the configuration of a run of 20 steps whose evaluations find LOSSES."""
     monkeypatch.setattr(
-        "flatout.training.loop.evaluate",
-        lambda run, **_: Evaluation((SetScore("tiny", "", 1.0, LOSSES[run.step], 64, 0),)),
+        loop,
+        "score",
+        lambda run, **_: Evaluation((SplitScore("tiny", "", 1.0, LOSSES[run.step], 64, 0),)),
     )
 
     def make(**changes):
@@ -92,9 +94,7 @@ def test_the_validation_text_is_scored_whole_once_at_the_end(patient, tmp_path, 
     score a part, all of it comes after.
     """
     scored = []
-    monkeypatch.setattr(
-        "flatout.training.finish.evaluate", lambda run, **_: scored.append(run.step)
-    )
+    monkeypatch.setattr(finish, "score", lambda run, **_: scored.append(run.step))
     run_training(patient(), tmp_path / "run")
     assert scored == []
     run_training(patient(train__eval_tokens=64), tmp_path / "part")
@@ -165,7 +165,7 @@ def test_a_kill_while_it_finishes_finishes_on_the_next_start(patient, tmp_path, 
         raise Killed
 
     with monkeypatch.context() as patched:
-        patched.setattr("flatout.training.finish.evaluate", killed)
+        patched.setattr(finish, "score", killed)
         with pytest.raises(Killed):
             run_training(patient(train__eval_tokens=64), tmp_path / "run")
     summary = run_training(patient(train__eval_tokens=64), tmp_path / "run")

@@ -17,6 +17,7 @@ from flatout.errors import CheckpointError, ConfigError, DataError, RunFailed, S
 from flatout.inference.generate import sample
 from flatout.inference.load import load_run
 from flatout.progress import SILENT
+from flatout.training import loop
 from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint.read_write import read_weights
 from flatout.training.metrics.observers import Quiet
@@ -342,7 +343,7 @@ def test_the_last_steps_are_saved_before_the_last_evaluation(tiny_config, tmp_pa
     def killed(*_, **__):
         raise Killed
 
-    monkeypatch.setattr("flatout.training.loop.evaluate", killed)
+    monkeypatch.setattr(loop, "score", killed)
     with pytest.raises(Killed):
         run_training(tiny_config(), tmp_path / "run")
     assert (tmp_path / "run" / "checkpoints" / "step-6").is_dir()

@@ -10,7 +10,7 @@ import torch
 
 from flatout.assembly.selection import Decision
 from flatout.ops import newton_schulz
-from flatout.training.evaluation import batch_shapes, evaluate
+from flatout.training.evaluation import batch_shapes, score
 from flatout.training.step import train_step
 from flatout.training.warmup import warm_up
 
@@ -180,7 +180,7 @@ def test_a_graph_for_evaluation_is_compiled_where_something_is_evaluated(
     else:
         warm_up(run, Events())
         assert training_or_not == [True]
-    evaluate(run, max_tokens=32)
+    score(run, max_tokens=32)
     assert training_or_not == [True, False]
 
 

@@ -1,0 +1,67 @@
+"""How well a loaded run predicts text it was not trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from flatout.config.schema import ParallelConfig
+from flatout.data.load.batches import ShardWindows
+from flatout.data.store.mix import Part, distinct_names, parts_of
+from flatout.data.store.remote import open_place
+from flatout.errors import ConfigError, DataError
+from flatout.inference.load import LoadedRun
+from flatout.parallel.mesh import make_mesh
+from flatout.parallel.rendezvous import Ranks
+from flatout.progress import SILENT, Progress
+from flatout.training.evaluation import Evaluation, Evaluator, warn_of_unscored
+from flatout.training.run_dir.data_location import require_tokenizer
+
+
+def score(
+    loaded: LoadedRun,
+    *,
+    data: Sequence[str | Path] = (),
+    max_tokens: int | None = None,
+    progress: Progress = SILENT,
+) -> Evaluation:
+    """Score the validation text of the run's own data, or of `data`, where all tokens weigh alike.
+
+    The model computes in the precision it was loaded with: after `load_run(run,
+    precision="trained")` the loss is the one that the run itself measured.
+    Raises: DataError when there is no validation text; CheckpointError when the data was prepared
+            with another tokenizer than the model's.
+    """
+    parts = open_datasets(data, progress=progress) if data else parts_of(loaded.dataset)
+    for part in parts:
+        require_tokenizer(loaded.folder, part.dataset, loaded.checkpoint)
+    model = loaded.model
+    mesh = make_mesh(ParallelConfig(), str(next(model.parameters()).device), Ranks())
+    precision = loaded.recipe.part("precision")
+    evaluator = Evaluator(loaded.config, model, model.ops, mesh, ShardWindows(), precision)
+    warn_of_unscored(parts, progress)
+    found = evaluator.score(parts, max_tokens=max_tokens, progress=progress)
+    if found is None:
+        raise DataError(
+            f"{', '.join(part.dataset.place for part in parts)}: no validation text.",
+            fix="Prepare it with a larger share, for example --split 'tail 0.1'.",
+        )
+    return found
+
+
+def open_datasets(data: Sequence[str | Path], *, progress: Progress = SILENT) -> list[Part]:
+    """Open datasets that the run was not trained on, weighted by their validation tokens.
+
+    Raises: ConfigError when one is named twice; DataError when one cannot be opened.
+    """
+    datasets = [open_place(path, progress=progress) for path in data]
+    folders = [dataset.path.resolve() for dataset in datasets]
+    for dataset, folder in zip(datasets, folders, strict=True):
+        if folders.count(folder) > 1:
+            raise ConfigError(f"--data names {dataset.place} twice.", fix="Name each dataset once.")
+    tokens = [max(dataset.split("val").num_tokens - 1, 0) for dataset in datasets]
+    names = distinct_names([dataset.place for dataset in datasets])
+    return [
+        Part(name, dataset, count / max(sum(tokens), 1))
+        for name, dataset, count in zip(names, datasets, tokens, strict=True)
+    ]
