@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from flatout.terminal import RunReport, Terminal
     from flatout.training.metrics.observers import Observer, Quiet
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Dataset",

@@ -39,7 +39,7 @@ HOUSE = (
     "cli",
     "__main__",
 )
-"""The list. docs/why.md says how it came to be."""
+"""The list. docs/decisions/0001-imports-point-down.md says why."""
 
 
 def place(module: str) -> str:
