@@ -188,7 +188,7 @@ def trace(config: RunConfig, rows: int) -> list[list[str]]:
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from flatout.assembly.run import ops_of
+    from flatout.assembly.resolve import ops_of
     from flatout.assembly.selection import assemble, select
     from flatout.optimizers.groups import OptimizerParts
     from flatout.registry import MODELS, OPTIMIZERS
@@ -207,13 +207,13 @@ def trace(config: RunConfig, rows: int) -> list[list[str]]:
         core = model = model_class(model_config, ops_of(recipe))
         for transform in recipe.ordered_transforms():
             model = transform.apply(model, mesh)
-        parts = OptimizerParts(recipe.part("optimizer"), recipe.part("ops.newton_schulz"))
+        parts = OptimizerParts(recipe.optimizer, recipe.ops.newton_schulz)
         optimizers = OPTIMIZERS.get(config.optim.kind)(core, config.optim, parts)
         tokens_BT, targets_BT = (torch.zeros(rows, seq_len, dtype=torch.int64) for _ in range(2))
         doc_ids_BT = (
             torch.zeros(rows, seq_len, dtype=torch.int32) if config.data.document_mask else None
         )
-        with recipe.part("precision").context("cuda"):
+        with recipe.precision.context("cuda"):
             loss_sum, _ = model(tokens_BT, targets_BT, doc_ids_BT)
         loss_sum.backward()
         for optimizer in optimizers:

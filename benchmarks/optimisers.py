@@ -38,7 +38,9 @@ from main_job import RESULTS
 from optimisers_report import picture, summary, table
 
 from flatout import Dataset, load_config, prepare
-from flatout.assembly.run import Run, build, resolve
+from flatout.assembly.build import build
+from flatout.assembly.resolve import resolve
+from flatout.assembly.run import Run
 from flatout.config.schema import RunConfig
 from flatout.hardware import probe
 from flatout.parallel.mesh import make_mesh

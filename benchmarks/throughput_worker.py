@@ -26,7 +26,8 @@ import torch
 from throughput_peers import PEERS, Order, step
 from throughput_profile import ProfiledSteps, in_range
 
-from flatout.assembly.run import Run, build
+from flatout.assembly.build import build
+from flatout.assembly.run import Run
 from flatout.config.schema import RunConfig, validate
 from flatout.errors import FlatoutError
 from flatout.hardware import fingerprint, measure_roof

@@ -206,7 +206,8 @@ def tiny_config(tiny_set):
 @pytest.fixture
 def build_run(tmp_path):
     """Return a run of one process, resolved and built, at step 0."""
-    from flatout.assembly.run import build, resolve
+    from flatout.assembly.build import build
+    from flatout.assembly.resolve import resolve
     from flatout.data.store.mix import open_data
     from flatout.hardware import probe
     from flatout.parallel.mesh import make_mesh

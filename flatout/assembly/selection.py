@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
+from flatout.assembly.parts import Decision
 from flatout.assembly.recipe import Recipe, Speedup, baseline
 from flatout.config.schema import RunConfig
 from flatout.documents import read_document
@@ -31,15 +32,6 @@ MICRO_BATCH = "micro-batch"
 """The speedup whose work is done once a run is resolved: it chooses the rows, which are written
 down.
 """
-
-
-@dataclass(frozen=True)
-class Decision:
-    """One speedup, on or off, and why."""
-
-    name: str
-    on: bool
-    reason: str
 
 
 @dataclass(frozen=True)

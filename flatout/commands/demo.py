@@ -345,7 +345,8 @@ def seconds_per_step(config: RunConfig, dataset: Dataset, machine: Machine) -> f
     """
     import torch
 
-    from flatout.assembly.run import build, resolve
+    from flatout.assembly.build import build
+    from flatout.assembly.resolve import resolve
     from flatout.parallel.mesh import make_mesh
     from flatout.training.step import train_step
 

@@ -181,7 +181,7 @@ def _expected_length(
     if machine.gpus and (machine.row is None or "bf16" not in machine.row.peak_tflops):
         return None, None
     with progress.task("Loading torch"):
-        from flatout.assembly.run import expected_minutes
+        from flatout.assembly.resolve import expected_minutes
     if machine.row is not None:
         minutes = expected_minutes(config, machine.row.peak_tflops["bf16"].value * ASSUMED_MFU)
         how = f"at {ASSUMED_MFU:.0%} of the peak of one {machine.gpus[0].name}"

@@ -8,9 +8,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from flatout.assembly.parts import Decision
 from flatout.assembly.recipe import Recipe, Speedup
-from flatout.assembly.run import ops_of
-from flatout.assembly.selection import Decision, assemble
+from flatout.assembly.resolve import ops_of
+from flatout.assembly.selection import assemble
 from flatout.config.schema import RunConfig
 from flatout.data.store.manifest import TOKENIZER
 from flatout.data.store.mix import MixedDataset, open_data

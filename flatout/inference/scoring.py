@@ -37,7 +37,7 @@ def score(
         require_tokenizer(loaded.folder, part.dataset, loaded.checkpoint)
     model = loaded.model
     mesh = make_mesh(ParallelConfig(), str(next(model.parameters()).device), Ranks())
-    precision = loaded.recipe.part("precision")
+    precision = loaded.recipe.precision
     evaluator = Evaluator(loaded.config, model, model.ops, mesh, ShardWindows(), precision)
     warn_of_unscored(parts, progress)
     found = evaluator.score(parts, max_tokens=max_tokens, progress=progress)

@@ -16,10 +16,11 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from flatout import errors
+from flatout.assembly.parts import Decision
 from flatout.assembly.preflight import open_dataset
 from flatout.assembly.recipe import uses_gpu
-from flatout.assembly.run import resolve
-from flatout.assembly.selection import Decision, assemble, naming, parse_wish, speedup_named
+from flatout.assembly.resolve import resolve
+from flatout.assembly.selection import assemble, naming, parse_wish, speedup_named
 from flatout.config.schema import RunConfig, validate
 from flatout.data.store.mix import MixedDataset
 from flatout.data.store.shards import Dataset

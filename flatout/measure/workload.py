@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from flatout.assembly.run import Run, build
+from flatout.assembly.build import build
+from flatout.assembly.run import Run
 from flatout.config.schema import validate
 from flatout.hardware import fingerprint
 from flatout.measure.pace import Pace

@@ -8,7 +8,7 @@ from flatout.assembly.recipe import Promise, Speedup, lazy
 
 SPEEDUP = Speedup(
     name="async-checkpoints",
-    fills={"checkpointing": lazy("flatout.training.checkpoint.savers:InBackground")},
+    fills={"state_saver": lazy("flatout.training.checkpoint.savers:InBackground")},
     saves="time: the loop waits for a copy of the state, not for the disk; costs the host's memory one copy of it",
     promise=Promise.exact(),
 )

@@ -28,7 +28,7 @@ def _why_not(machine: Machine, config: RunConfig) -> str | None:
 
 SPEEDUP = Speedup(
     name="bf16-gathers",
-    fills={"gathers": lazy("torch:bfloat16")},
+    fills={"gather_dtype": lazy("torch:bfloat16")},
     saves="time and memory under parallel.shard: the blocks' weights are gathered in two bytes, and no rounded copy of them is made",
     promise=Promise.rounding(rtol=2e-2),
     needs=("bf16",),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from flatout.assembly.recipe import Precision, Promise, Speedup, lazy, uses_gpu
+from flatout.assembly.parts import Precision
+from flatout.assembly.recipe import Promise, Speedup, lazy, uses_gpu
 from flatout.config.schema import RunConfig
 from flatout.hardware import Machine
 

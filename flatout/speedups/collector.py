@@ -42,7 +42,7 @@ def _collect(step: int) -> None:
 
 SPEEDUP = Speedup(
     name="collector",
-    fills={"collector": at_fixed_steps},
+    fills={"gc": at_fixed_steps},
     saves="time: no step is held up by a search through every object of the process, and several processes pause at the same steps",
     promise=Promise.exact(),
 )

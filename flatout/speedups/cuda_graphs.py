@@ -63,7 +63,7 @@ def _why_not(machine: Machine, config: RunConfig) -> str | None:
 
 SPEEDUP = Speedup(
     name="cuda-graphs",
-    fills={"gradients": zeroed},
+    fills={"zero_grad": zeroed},
     transform=Transform("cuda-graphs", _record),
     saves="time where kernels are short: the host launches one graph, not hundreds of kernels; gradients and activations keep their memory",
     promise=Promise.rounding(rtol=1e-3),

@@ -35,7 +35,7 @@ def _why_not(machine: Machine, config: RunConfig) -> str | None:
 
 SPEEDUP = Speedup(
     name="cudnn-autotune",
-    fills={"convolutions": trying_algorithms},
+    fills={"cudnn_benchmark": trying_algorithms},
     saves="time where a model of your own has convolutions; the models here have none, and are expected to gain nothing",
     promise=Promise.rounding(rtol=1e-3),
     why_not=_why_not,

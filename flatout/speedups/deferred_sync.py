@@ -42,7 +42,7 @@ def _why_not(machine: Machine, config: RunConfig) -> str | None:
 
 SPEEDUP = Speedup(
     name="deferred-sync",
-    fills={"exchange": with_the_last},
+    fills={"grad_sync": with_the_last},
     saves="time: with N micro-batches a step gradients travel between GPUs once, not N times",
     promise=Promise.rounding(rtol=1e-4),
     why_not=_why_not,

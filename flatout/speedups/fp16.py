@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from flatout.assembly.recipe import Precision, Promise, Speedup
+from flatout.assembly.parts import Precision
+from flatout.assembly.recipe import Promise, Speedup
 
 SPEEDUP = Speedup(
     name="fp16",

@@ -4,7 +4,8 @@ people write.
 
 from __future__ import annotations
 
-from flatout.assembly.recipe import USED_MEMORY, MicroBatchPlan, Promise, Speedup, lazy
+from flatout.assembly.plain import USED_MEMORY, MicroBatchPlan
+from flatout.assembly.recipe import Promise, Speedup, lazy
 from flatout.config.schema import RunConfig
 from flatout.hardware import Machine
 

@@ -52,7 +52,7 @@ class DelayedReadback:
 
 SPEEDUP = Speedup(
     name="no-sync-logging",
-    fills={"logging": DelayedReadback},
+    fills={"readback": DelayedReadback},
     saves="time: the device does not idle while the host asks for the loss",
     promise=Promise.exact(),
 )

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from flatout.assembly.run import steps_stated
+from flatout.assembly.resolve import steps_stated
 from flatout.assembly.selection import assemble, settled
 from flatout.config.schema import RunConfig
 from flatout.data.store.mix import MixedDataset

@@ -44,7 +44,7 @@ def fit(
     step that is dropped leaves the run as it was before, and ends the training.
     """
     saves = SaveTimes(run, log)
-    with run.convolutions(), run.collector() as collect:
+    with run.cudnn_benchmark(), run.gc() as collect:
         while run.step < run.last_step and not ends_early(run) and not stop.asked(run):
             position, batch = run.feed.position, next(run.feed)
             try:
@@ -187,7 +187,7 @@ def settle_saves(run: Run, log: Log, *, progress: Progress = SILENT) -> None:
 
     Raises: RunFailed, CheckpointError when it cannot be.
     """
-    run.saver.settle(progress)
+    run.saver.wait(progress)
     note_saves(run, log, progress=progress)
 
 

@@ -11,7 +11,8 @@ from dataclasses import replace
 import torch
 
 from flatout.assembly.memory import Workload, estimate, rows_that_fit
-from flatout.assembly.run import Run, memory_bytes, workload_of
+from flatout.assembly.resolve import memory_bytes, workload_of
+from flatout.assembly.run import Run
 from flatout.assembly.selection import assemble
 from flatout.errors import HardwareError, RunFailed
 

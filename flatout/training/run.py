@@ -14,9 +14,12 @@ from typing import Any, NoReturn
 import psutil
 import torch
 
+from flatout.assembly.build import build
+from flatout.assembly.parts import Decision
 from flatout.assembly.preflight import check_places, open_dataset
-from flatout.assembly.run import Run, build, epoch_tokens, for_world_size, ops_of, resolve
-from flatout.assembly.selection import Decision, assemble, settled
+from flatout.assembly.resolve import epoch_tokens, for_world_size, ops_of, resolve
+from flatout.assembly.run import Run
+from flatout.assembly.selection import assemble, settled
 from flatout.config.schema import RunConfig
 from flatout.data.store.manifest import TOKENIZER
 from flatout.data.store.mix import MixedDataset, parts_of

@@ -65,7 +65,7 @@ def train_step(
         if number > 1 and start is not None and drop is not None and drop(run, number):
             start.restore()
             raise StepDropped
-        with run.exchange(run.model, number == batch.num_micro_batches):
+        with run.grad_sync(run.model, number == batch.num_micro_batches):
             with run.autocast():
                 micro_loss, micro_valid = run.model(
                     micro.tokens_BT, micro.targets_BT, micro.doc_ids_BT
@@ -83,7 +83,7 @@ def train_step(
             optimizer.step()
     if run.scaler:
         run.scaler.update(finite)
-    run.clear_gradients(run.trained())
+    run.zero_grad(run.trained())
     return StepResult(
         loss_sum / num_valid.clamp(min=1),
         grad_norm,

@@ -39,7 +39,7 @@ class StepStart:
     def restore(self) -> None:
         """Clear the gradients, and put the generators and buffers back."""
         run = self._run
-        run.clear_gradients(run.trained())
+        run.zero_grad(run.trained())
         with torch.no_grad():
             for buffer, before in self._buffers:
                 buffer.copy_(before)

@@ -14,8 +14,9 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from flatout.assembly.parts import Decision
 from flatout.assembly.run import Run
-from flatout.assembly.selection import Decision, speedup_named
+from flatout.assembly.selection import speedup_named
 from flatout.progress import SILENT, Progress
 from flatout.training.metrics.log import Log
 
@@ -126,7 +127,7 @@ def _try_step(run: Run, eval_shapes: Sequence[tuple[int, int]]) -> Exception | N
         return error
     finally:
         run.core.train()
-        run.clear_gradients(run.trained())
+        run.zero_grad(run.trained())
     return None
 
 

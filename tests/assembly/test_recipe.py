@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
 
+from flatout.assembly import recipe as recipe_module
+from flatout.assembly.plain import ImmediateReadback, MicroBatchPlan, rows_people_write
 from flatout.assembly.recipe import (
-    PLAIN,
+    SLOTS,
     STAGES,
-    ImmediateReadback,
     Lazy,
-    MicroBatchPlan,
     Promise,
+    Recipe,
     Speedup,
     Transform,
     baseline,
     gpu_below,
-    rows_people_write,
     uses_gpu,
 )
 from flatout.config.schema import load_config
@@ -61,23 +64,45 @@ def test_the_plain_micro_batch_is_what_people_write_and_the_memory_holds(
     )
 
 
-def test_baseline_fills_every_slot_the_plain_way():
-    recipe = baseline()
-    assert dict(recipe.slots) == dict(PLAIN)
-    assert not recipe.filled_by
-    assert not recipe.transforms
+def stored(recipe: Recipe) -> dict[str, object]:
+    """The value of every slot, lazy ones not imported."""
+    values = {**vars(recipe), **{f"ops.{name}": op for name, op in vars(recipe.ops).items()}}
+    return {slot: values[slot] for slot in SLOTS}
 
 
-@pytest.mark.parametrize("slot", [slot for slot, value in PLAIN.items() if isinstance(value, Lazy)])
+def test_baseline_fills_no_slot_and_has_no_transforms():
+    assert not baseline().filled_by
+    assert not baseline().transforms
+
+
+@pytest.mark.parametrize(
+    "slot", [slot for slot, value in stored(baseline()).items() if isinstance(value, Lazy)]
+)
 def test_every_lazy_part_of_the_baseline_exists(slot):
-    assert callable(baseline().part(slot))
+    found = baseline()
+    for name in slot.split("."):
+        found = getattr(found, name)
+    assert callable(found)
+
+
+def test_every_slot_and_every_op_has_a_docstring_of_its_own():
+    tree = ast.parse(inspect.getsource(recipe_module))
+    for name in ("Recipe", "OpSlots"):
+        body = next(node for node in tree.body if getattr(node, "name", "") == name).body
+        for field, after in pairwise(body):
+            if isinstance(field, ast.AnnAssign):
+                assert isinstance(after, ast.Expr), f"{name}.{field.target.id}"
 
 
 def test_a_speedup_replaces_its_slots_and_no_other():
-    recipe = baseline().with_speedup(speedup("a", "matmul"))
-    assert recipe.part("matmul") == "a"
-    assert {slot for slot in PLAIN if recipe.slots[slot] != PLAIN[slot]} == {"matmul"}
-    assert baseline().part("matmul") == "highest"
+    recipe = baseline().with_speedup(speedup("a", "matmul", "ops.scan"))
+    plain = stored(baseline())
+    assert recipe.matmul == recipe.ops.scan == "a"
+    assert {slot for slot, value in stored(recipe).items() if value != plain[slot]} == {
+        "matmul",
+        "ops.scan",
+    }
+    assert baseline().matmul == "highest"
 
 
 def test_two_that_fill_one_slot_are_refused_by_name():
@@ -86,8 +111,8 @@ def test_two_that_fill_one_slot_are_refused_by_name():
 
 
 def test_a_slot_that_does_not_exist_is_refused():
-    with pytest.raises(ConfigError, match="'nowhere', which is no slot"):
-        baseline().with_speedup(speedup("a", "nowhere"))
+    with pytest.raises(ConfigError, match="'nowhere', which is not a slot"):
+        speedup("a", "nowhere")
 
 
 def test_transforms_wrap_in_the_one_right_order_however_they_were_added():

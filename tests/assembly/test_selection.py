@@ -6,8 +6,8 @@ import re
 
 import pytest
 
+from flatout.assembly.parts import Decision
 from flatout.assembly.selection import (
-    Decision,
     all_speedups,
     assemble,
     auto_table,
@@ -404,7 +404,7 @@ def test_a_speedup_of_ones_own_goes_by_its_reference(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     assert on("my_own:FAST") == {"my_own:FAST"}
     decisions = select(load_config(None, ["speedups=auto,+my_own:FAST"]), CPU)
-    assert assemble(decisions).part("matmul") == "high"
+    assert assemble(decisions).matmul == "high"
     assert {
         d.name for d in settled(load_config(None, ["speedups=[my_own:FAST]"]), CPU) if d.on
     } == {"my_own:FAST"}

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flatout.assembly.recipe import FP32
+from flatout.assembly.parts import FP32
 from flatout.commands.eval import evaluate
 from flatout.commands.generate import generate
 from flatout.data.prepare.pipeline import Options, prepare_dataset
@@ -169,9 +169,9 @@ def test_a_run_loads_in_fp32_and_is_scored_in_its_training_precision(narrow_run,
         with torch.no_grad():
             return model(tokens_BT, tokens_BT)[0]
 
-    assert loaded.recipe.part("precision") == FP32
+    assert loaded.recipe.precision == FP32
     torch.testing.assert_close(logits(loaded.model), logits(plain.eval()), rtol=1e-6, atol=0)
-    assert trained.recipe.part("precision").name == "bf16"
+    assert trained.recipe.precision.name == "bf16"
     assert evaluate(folder, "last").val_loss == pytest.approx(summary["val_loss"], rel=1e-6)
 
 

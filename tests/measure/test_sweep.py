@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from flatout.assembly.run import resolve
+from flatout.assembly.resolve import resolve
 from flatout.data.store.shards import Dataset
 from flatout.errors import ConfigError
 from flatout.hardware import Gpu, Machine

@@ -14,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 warnings.simplefilter("error")
 
-from flatout.assembly.recipe import with_every_micro_batch  # noqa: E402
+from flatout.assembly.plain import sync_every_micro_batch  # noqa: E402
 from flatout.config.schema import ParallelConfig  # noqa: E402
 from flatout.parallel.data import wrap  # noqa: E402
 from flatout.parallel.mesh import make_mesh  # noqa: E402
@@ -59,7 +59,7 @@ def main(report, shard):
     mesh = make_mesh(ParallelConfig(shard=int(shard)), "cpu", ranks)
     found = {
         way.__name__: dict(zip(("weights", "exchanges"), trained(mesh, way, 4), strict=True))
-        for way in (with_every_micro_batch, with_the_last)
+        for way in (sync_every_micro_batch, with_the_last)
     }
     mesh.barrier()
     disconnect()

@@ -52,7 +52,7 @@ def test_a_model_of_one_process_has_nothing_to_exchange():
 @pytest.mark.parametrize("shard", [1, 2], ids=["ddp", "fully_shard"])
 def test_the_weights_are_the_same_and_the_exchanges_fewer(launch, shard):
     report = launch("deferred.py", 2, shard)
-    always, last = report["with_every_micro_batch"], report["with_the_last"]
+    always, last = report["sync_every_micro_batch"], report["with_the_last"]
     for found, expected in zip(last["weights"], always["weights"], strict=True):
         assert found == [pytest.approx(row, rel=1e-5, abs=1e-7) for row in expected]
     assert last["exchanges"] > 0

@@ -11,7 +11,7 @@ import torch
 
 from flatout.assembly.memory import estimate, kept_bytes
 from flatout.assembly.recipe import baseline
-from flatout.assembly.run import workload_of
+from flatout.assembly.resolve import workload_of
 from flatout.assembly.selection import speedup_named
 from flatout.models.split_weights import SplitTensor, join, split
 from flatout.training.checkpoint import read_write

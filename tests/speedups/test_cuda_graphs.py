@@ -52,7 +52,7 @@ def test_each_call_of_the_model_is_a_step_of_its_graphs(monkeypatch):
 def test_gradients_keep_their_memory_and_accumulate(build_run, tiny_config):
     """As on a GPU, but for the graphs: the losses are those of gradients that are dropped."""
     plain, kept = build_run(tiny_config()), build_run(tiny_config())
-    kept.clear_gradients = zeroed
+    kept.zero_grad = zeroed
     zeroed(kept.core.parameters())
     places = [p.grad.data_ptr() for p in kept.core.parameters()]
     for _ in range(3):

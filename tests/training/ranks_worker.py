@@ -155,7 +155,7 @@ def saved_beside(run, mesh):
     }
     train(run, 1)
     saver.save(run, environment={}, keep=1)
-    saver.settle()
+    saver.wait()
     mesh.barrier()
     return everywhere(
         mesh,

@@ -137,10 +137,10 @@ def everywhere(place, make_saver, stride, start):
             run, saver = resumed(place), make_saver()
             train(run, 1)
             saver.save(run, environment={}, keep=2)
-            saver.settle()
+            saver.wait()
             tell(saver, pipe)
             saver.save(run, environment={}, keep=1)
-            saver.settle()
+            saver.wait()
 
         pid, reading = forked(work)
         _, status = os.waitpid(pid, 0)
@@ -165,7 +165,7 @@ def full(place, make_saver):
     try:
         saver.save(run, environment={}, keep=1)
         train(run, 3)
-        saver.settle()
+        saver.wait()
     except RunFailed as error:
         print(error)
     resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))

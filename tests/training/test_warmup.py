@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from flatout.assembly.selection import Decision
+from flatout.assembly.parts import Decision
 from flatout.ops import newton_schulz
 from flatout.training.evaluation import batch_shapes, score
 from flatout.training.step import train_step

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flatout.assembly.run import Saved
 from flatout.progress import SILENT, Progress
 from flatout.training.agreement import WRITING, Vote, together
 from flatout.training.checkpoint.catalog import prune
@@ -22,18 +21,6 @@ from flatout.training.checkpoint.staging import HostCopy, bytes_of
 
 if TYPE_CHECKING:
     from flatout.assembly.run import Run
-
-
-@dataclass(frozen=True)
-class Saved:
-    """A checkpoint that is whole."""
-
-    step: int
-    path: Path
-    seconds: float
-    """From the loop's call until it was whole."""
-    blocked_s: float
-    """Of these, what the loop spent on it or waited for it."""
 
 
 class InTheLoop:
@@ -74,7 +61,7 @@ class InTheLoop:
         whole, self._whole = self._whole, []
         return whole
 
-    def settle(self, progress: Progress = SILENT) -> None:
+    def wait(self, progress: Progress = SILENT) -> None:
         """Wait for what is being written: nothing ever is."""
 
     def before_update(self) -> None:
@@ -129,7 +116,7 @@ class InBackground:
 
         Raises: RunFailed, CheckpointError, as `checkpoint.save`, and for the save before as well.
         """
-        self.settle(progress)
+        self.wait(progress)
         best_step = run.best_step  # of this checkpoint: a later best is not on the disk yet
         self._began_s, self._blocked_s = time.perf_counter(), 0.0
 
@@ -166,7 +153,7 @@ class InBackground:
         whole, self._whole = self._whole, []
         return whole
 
-    def settle(self, progress: Progress = SILENT) -> None:
+    def wait(self, progress: Progress = SILENT) -> None:
         """Wait until the checkpoint that is being written, if there is one, is whole.
 
         Raises: as `save`: what went wrong in the thread.

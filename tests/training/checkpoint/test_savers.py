@@ -79,7 +79,7 @@ def test_what_is_written_while_training_goes_on_is_what_a_save_at_that_step_writ
     train(run, 4)
     assert saver.finished() == []
     gate.set()
-    saver.settle()
+    saver.wait()
     (saved,) = saver.finished()
     assert (saved.step, saved.path) == (3, tmp_path / "beside" / "checkpoints" / "step-3")
     assert files(saved.path) == wanted
@@ -95,7 +95,7 @@ def test_training_goes_on_as_if_nobody_saved(tmp_path):
     for _ in range(6):
         save(saver, run)
         train(run, 1)
-    saver.settle()
+    saver.wait()
     assert outcome(run, 3) == unbroken
     again = build(tmp_path / "run", seed=9)
     read_write.load(again, catalog.checkpoint_path(run.folder, 5))
@@ -112,7 +112,7 @@ def test_a_save_is_told_once_and_old_ones_go_when_it_is_whole(tmp_path, make):
         run.best_step = 2
         save(saver, run, keep=1)
         assert saver.newest_step == run.step
-        saver.settle()
+        saver.wait()
         told += saver.finished()
     assert [saved.step for saved in told] == [1, 2, 3, 4, 5]
     assert catalog.steps(run.folder) == [2, 5]
@@ -132,7 +132,7 @@ def test_an_old_checkpoint_that_cannot_be_deleted_is_an_error_with_a_fix_and_the
 
     def save_and_settle():
         save(saver, run)
-        saver.settle()
+        saver.wait()
 
     with pytest.raises(RunFailed, match="Permission denied"):
         save_and_settle()
@@ -148,7 +148,7 @@ def test_a_second_save_waits_for_the_first(tmp_path, gate):
     saver.save(run, environment={}, keep=9, progress=progress)
     assert progress.steps == ["Saving step 1"]
     assert 1 in catalog.steps(run.folder)
-    saver.settle()
+    saver.wait()
     assert [saved.step for saved in saver.finished()] == [1, 2]
 
 
@@ -160,7 +160,7 @@ def test_a_best_that_is_not_on_the_disk_yet_does_not_cost_the_one_before(tmp_pat
     save(saver, run, keep=1)
     run.best_step = 4
     gate.set()
-    saver.settle()
+    saver.wait()
     assert catalog.steps(run.folder) == [1, 3]
 
 
@@ -172,7 +172,7 @@ def later(run, saver):
 
 
 def settled(run, saver):
-    saver.settle()
+    saver.wait()
 
 
 def once_more(run, saver):
@@ -195,7 +195,7 @@ def test_what_fails_in_the_thread_is_raised_in_the_loop_and_costs_nothing_older(
     assert failed.value.fix == "Free space on that disk, then run the same command again."
     assert [p.name for p in path.parent.iterdir()] == ["step-0"]
     assert resume_from(run.folder) == path
-    saver.settle()
+    saver.wait()
     assert saver.finished() == []
 
 
@@ -208,7 +208,7 @@ def test_a_folder_that_is_gone_is_the_same_error(tmp_path, gate):
     temporary.rename(tmp_path / "gone")
     gate.set()
     with pytest.raises(RunFailed, match="cannot write its files"):
-        saver.settle()
+        saver.wait()
     assert catalog.latest(run.folder) == path
 
 
@@ -247,7 +247,7 @@ def test_the_copy_is_made_in_the_same_memory_every_time(tmp_path):
     blocks = set()
     for _ in range(3):
         save(saver, run)
-        saver.settle()
+        saver.wait()
         blocks.add(saver._copy._block.data_ptr())
         train(run, 1)
     assert len(blocks) == 1
@@ -305,7 +305,7 @@ def test_a_state_that_grows_finds_more_room(tmp_path):
     train(run, 2)
     save(saver, run)
     unbroken = outcome(run, 3)
-    saver.settle()
+    saver.wait()
     again = build(tmp_path / "run", seed=5)
     read_write.load(again, catalog.checkpoint_path(run.folder, 2))
     assert outcome(again, 3) == unbroken
@@ -330,10 +330,10 @@ def test_a_course_that_was_left_is_set_aside_and_said(tmp_path, gate):
     run.step = 7
     gate.set()
     save(saver, run)
-    saver.settle()
+    saver.wait()
     run.step = 3
     save(saver, run)
-    saver.settle(progress)
+    saver.wait(progress)
     (line,) = progress.said
     assert line.startswith("Set step-7.aside-")
     assert catalog.steps(run.folder) == [3]
@@ -356,7 +356,7 @@ def test_every_dtype_and_shape_is_copied(tmp_path):
         for key, tensor in odd.items():
             run.core.register_buffer(key, tensor)
         save(saver, run)
-        saver.settle()
+        saver.wait()
         paths += [saved.path for saved in saver.finished()]
     assert files(paths[0]) == files(paths[1])
     weights = read_write.read_weights(paths[1])

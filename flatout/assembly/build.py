@@ -1,0 +1,136 @@
+"""Build: make the model, the optimisers and the feed of a resolved configuration."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import nn
+
+from flatout.assembly.parts import Decision
+from flatout.assembly.recipe import Recipe, Transform
+from flatout.assembly.resolve import known_peak, memory_bytes, ops_of
+from flatout.assembly.run import Run
+from flatout.assembly.selection import assemble
+from flatout.config.schema import RunConfig
+from flatout.data.load.batches import FeedPlan, WindowReader
+from flatout.data.store.mix import MixedDataset
+from flatout.data.store.shards import Dataset
+from flatout.errors import HardwareError
+from flatout.hardware import Machine
+from flatout.models.language_model import LanguageModel, model_of
+from flatout.ops.attention import most_documents
+from flatout.optimizers.groups import OptimizerParts, optimizers_of
+from flatout.optimizers.loss_scale import LossScaler
+from flatout.parallel.data import wrap
+from flatout.parallel.mesh import Mesh
+
+if TYPE_CHECKING:
+    from flatout.data.load.feed import DirectFeed, PrefetchFeed
+
+
+def build(
+    config: RunConfig,
+    *,
+    machine: Machine,
+    mesh: Mesh,
+    dataset: Dataset | MixedDataset,
+    folder: Path,
+    decisions: Sequence[Decision],
+) -> Run:
+    """Return the run that a resolved configuration describes, at step 0.
+
+    Weights are drawn with train.seed, equal on every rank; then each rank's generators get a seed
+    of their own.
+    """
+    recipe = assemble(decisions)
+    recipe.allocator()
+    precision = recipe.precision
+    _seed(config.train.seed)
+    torch.use_deterministic_algorithms(config.train.deterministic)
+    torch.set_float32_matmul_precision(recipe.matmul)
+    core, model = _model(config, recipe, machine, mesh)
+    parts = OptimizerParts(recipe.optimizer, recipe.ops.newton_schulz)
+    optimizers = optimizers_of(config, core, parts)
+    windows, feed = _feed(config, recipe, mesh, dataset)
+    _seed(config.train.seed + 1_000_003 * (mesh.rank + 1))
+    run = Run(
+        config=config,
+        machine=machine,
+        mesh=mesh,
+        dataset=dataset,
+        folder=folder,
+        decisions=decisions,
+        precision=precision,
+        core=core,
+        model=model,
+        optimizers=optimizers,
+        windows=windows,
+        feed=feed,
+        readback=recipe.readback(),
+        saver=recipe.state_saver(),
+        peak=None,
+        grad_sync=recipe.grad_sync,
+        zero_grad=recipe.zero_grad,
+        gc=recipe.gc,
+        cudnn_benchmark=recipe.cudnn_benchmark,
+        scaler=LossScaler(precision.loss_scale) if precision.loss_scale else None,
+    )
+    run.zero_grad(run.trained())
+    run.peak = known_peak(machine, str(mesh.device), run.arithmetic)
+    return run
+
+
+def _model(
+    config: RunConfig, recipe: Recipe, machine: Machine, mesh: Mesh
+) -> tuple[LanguageModel, nn.Module]:
+    model_class, model_config = model_of(config)
+    _require_room(
+        4 * model_class.num_parameters(model_config),
+        memory_bytes(machine, config.train.device, mesh.local_world_size),
+    )
+    core = model_class(model_config, ops_of(recipe)).to(mesh.device)
+    shard = Transform("shard", functools.partial(wrap, gathers=recipe.gather_dtype))
+    model = core
+    for transform in [*recipe.ordered_transforms(), shard]:
+        model = transform.apply(model, mesh)
+    return core, model
+
+
+def _require_room(weights_bytes: int, free_bytes: int) -> None:
+    if weights_bytes > free_bytes:
+        raise HardwareError(
+            f"The model's weights alone take {weights_bytes / 2**30:,.1f} GiB, "
+            f"and there are {free_bytes / 2**30:,.1f} GiB.",
+            fix="Choose a smaller model: lower model.num_layers, model.d_model or model.vocab_size.",
+        )
+
+
+def _feed(
+    config: RunConfig, recipe: Recipe, mesh: Mesh, dataset: Dataset | MixedDataset
+) -> tuple[WindowReader, DirectFeed | PrefetchFeed]:
+    plan = FeedPlan(
+        seq_len=config.data.seq_len,
+        rows_per_device=int(config.batch.rows_per_device),
+        accumulate=config.batch.accumulate or 1,
+        rank=mesh.rank,
+        world_size=mesh.world_size,
+        seed=config.train.seed,
+        document_mask=config.data.document_mask,
+        prefetch=config.data.prefetch,
+        device=str(mesh.device),
+        most_documents=most_documents(recipe.ops.attention),
+    )
+    reader = recipe.reader(dataset.tokenizer)
+    return reader, recipe.feed(recipe.batching(dataset.split("train"), plan, reader))
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)

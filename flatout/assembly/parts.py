@@ -1,0 +1,62 @@
+"""Types of the parts of a run that a recipe and a run share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Decision:
+    """One speedup, on or off, and why."""
+
+    name: str
+    on: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Arithmetic of the matrix products. Weights, gradients and optimiser state stay fp32."""
+
+    name: Literal["fp32", "bf16", "fp16"]
+    """What train.precision is in the resolved config."""
+    autocast: str | None = None
+    """torch dtype of the products; None leaves them in fp32."""
+    loss_scale: float | None = None
+    """Initial loss scale; None where gradients cannot underflow."""
+
+    def dtype(self) -> torch.dtype | None:
+        """Return the torch dtype of the products, or None."""
+        import torch
+
+        found: torch.dtype | None = getattr(torch, self.autocast) if self.autocast else None
+        return found
+
+    def context(self, device_type: str) -> AbstractContextManager[Any]:
+        """Return the context in which a model is called on `cpu` or `cuda`."""
+        import torch
+
+        return torch.autocast(device_type, dtype=self.dtype()) if self.autocast else nullcontext()
+
+
+FP32 = Precision("fp32")
+
+
+class Readback(Protocol):
+    """Brings metrics from the device to the host."""
+
+    def push(self, step: int, values: Mapping[str, Tensor], *, due: bool) -> None:
+        """Take the metrics of a step (name to 0-D tensor); only those that are `due` are kept.
+
+        Shapes: each value is 0-D.
+        """
+
+    def ready(self, *, flush: bool = False) -> list[tuple[int, dict[str, float]]]:
+        """Return the metrics that are on the host by now; with `flush`, wait for all of them."""

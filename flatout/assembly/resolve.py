@@ -1,0 +1,270 @@
+"""Resolve: turn a configuration into one with nothing left open, once, before a run is built."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+
+from flatout.assembly.memory import Workload
+from flatout.assembly.parts import Decision
+from flatout.assembly.plain import MicroBatchPlan
+from flatout.assembly.preflight import check_names
+from flatout.assembly.recipe import Recipe
+from flatout.assembly.selection import assemble, select
+from flatout.config.schema import RunConfig, TrainConfig
+from flatout.data.load.batches import FeedPlan
+from flatout.data.store.mix import MixedDataset, parts_of
+from flatout.data.store.shards import Dataset
+from flatout.errors import ConfigError
+from flatout.hardware import ASSUMED_MFU, Machine, peak_tflops
+from flatout.models.language_model import model_of
+from flatout.ops import Ops, scan
+from flatout.parallel.mesh import replicas
+
+DEFAULT_TOKENS_PER_STEP = 65_536
+"""Tokens per optimiser step if the configuration sets none of the three batch keys."""
+known_peak = functools.cache(peak_tflops)
+"""The peak, measured at most once per process."""
+
+
+def resolve(
+    config: RunConfig,
+    *,
+    machine: Machine,
+    dataset: Dataset | MixedDataset,
+    world_size: int,
+    local_world_size: int | None = None,
+) -> tuple[RunConfig, list[Decision]]:
+    """Return the configuration with nothing left open, and a decision for every speedup.
+
+    `config.train.device` must be resolved already. `local_world_size` is the number of processes on
+    this machine; None means all of them.
+    Raises: ConfigError when sizes contradict each other.
+    """
+    config = _resolve_model(config, dataset)
+    config = _resolve_batch(config, world_size)
+    asked, config = config.train, _resolve_length(config, dataset)
+    check_names(config)
+    peak = known_peak(
+        machine, config.train.device, "fp32" if config.train.device == "cpu" else "bf16"
+    )
+    minutes = expected_minutes(config, world_size * peak.tflops * ASSUMED_MFU) if peak else None
+    config = config.with_values({"parallel.replicate": replicas(config.parallel, world_size)})
+    decisions = select(config, machine, device=config.train.device, minutes=minutes)
+    recipe = assemble(decisions)
+    if asked.steps is None and "batching" in recipe.filled_by:
+        config = _resolve_length_as_batched(config, asked, recipe, dataset)
+    on = {decision.name for decision in decisions if decision.on}
+    batch: dict[str, int] = {}
+    if config.batch.rows_per_device == "auto":
+        rows_per_rank = (config.batch.tokens_per_step or 0) // (config.data.seq_len * world_size)
+        plan = MicroBatchPlan(
+            workload_of(config, recipe),
+            rows_per_rank,
+            config.train.device,
+            memory_bytes(machine, config.train.device, local_world_size or world_size),
+        )
+        rows = recipe.micro_batch(plan)
+        batch = {"batch.rows_per_device": rows, "batch.accumulate": rows_per_rank // rows}
+        # The rows are in the config now: the speedup that chose them has nothing left to do.
+        on.discard(recipe.filled_by.get("micro_batch", ""))
+    resolved = {
+        "train.precision": recipe.precision.name,
+        "speedups": [d.name for d in decisions if d.name in on] or "none",
+    }
+    return config.with_values(batch | resolved), decisions
+
+
+def steps_stated(
+    config: RunConfig, asked: TrainConfig, recipe: Recipe, dataset: Dataset | MixedDataset
+) -> int:
+    """Return the optimiser steps of the length that `asked` states, for a resolved run."""
+    config = config.with_values(
+        {f"train.{key}": getattr(asked, key) for key in ("steps", "tokens", "epochs")}
+    )
+    config = (
+        _resolve_length_as_batched(config, asked, recipe, dataset)
+        if asked.steps is None and "batching" in recipe.filled_by
+        else _resolve_length(config, dataset)
+    )
+    return config.train.steps or 1
+
+
+def expected_minutes(config: RunConfig, tflops: float) -> float | None:
+    """Return how many minutes a run's matrix products take, or None if the length depends on data.
+
+    Units:  tflops is the rate of all processes together.
+    """
+    config = _resolve_batch(config, 1) if config.batch.tokens_per_step is None else config
+    tokens = (
+        config.train.tokens
+        if config.train.steps is None
+        else config.train.steps * (config.batch.tokens_per_step or 0)
+    )
+    if tokens is None:
+        return None
+    model_class, model_config = model_of(config, vocab_size=config.model.vocab_size or 1)
+    flops = model_class.count_flops(model_config, config.data.seq_len)
+    return float(flops.causal_exact) * tokens / (tflops * 1e12) / 60
+
+
+def workload_of(config: RunConfig, recipe: Recipe) -> Workload:
+    """Return everything that the memory of a resolved configuration depends on, except the rows."""
+    model_class, model_config = model_of(config)
+    ops = ops_of(recipe)
+    if ops.scan is scan.reference:
+        # Stepping through 16,384 tokens takes minutes; the chunked scan keeps only 2% less memory.
+        ops = replace(ops, scan=scan.chunked)
+    return Workload(
+        model_class,
+        model_config,
+        config.data.seq_len,
+        ops,
+        recipe.precision.dtype(),
+        moments=recipe.moments,
+        with_momentum=frozenset({"hidden"} if config.optim.kind == "muon" else ()),
+        num_shards=config.parallel.shard,
+        whole_gradients="grad_sync" in recipe.filled_by,
+        transforms=tuple(
+            transform.apply
+            for transform in recipe.ordered_transforms()
+            if transform.stage in ("low-precision", "checkpointing")
+        ),
+        document_mask=config.data.document_mask,
+    )
+
+
+def memory_bytes(machine: Machine, device: str, local_world_size: int) -> int:
+    """Return the memory that one rank may use.
+
+    On a GPU it is what is free; on a CPU, the machine's memory divided by its processes.
+    """
+    if device.startswith("cuda") and torch.cuda.is_available():
+        return int(torch.cuda.mem_get_info(device)[0])
+    gib = (
+        machine.gpus[0].memory_gib
+        if device.startswith("cuda") and machine.gpus
+        else machine.memory_gib / local_world_size
+    )
+    return int(gib * 2**30)
+
+
+def ops_of(recipe: Recipe) -> Ops:
+    """Return the functions that a model is built with."""
+    return Ops(**{field.name: getattr(recipe.ops, field.name) for field in fields(Ops)})
+
+
+def _resolve_model(config: RunConfig, dataset: Dataset | MixedDataset) -> RunConfig:
+    """Return the configuration with the data's vocabulary size and the model's defaults filled in."""
+    vocab_size = config.model.vocab_size or dataset.vocab_size
+    if vocab_size < dataset.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size={vocab_size} is smaller than the vocabulary of "
+            f"{parts_of(dataset)[0].dataset.place}, {dataset.vocab_size}.",
+            fix="Leave model.vocab_size out, or prepare the data with the model's own tokenizer.",
+        )
+    _, model_config = model_of(config, vocab_size=vocab_size)
+    return config.with_values(
+        {f"model.{key}": value for key, value in model_config.model_dump(mode="json").items()}
+    )
+
+
+def _resolve_batch(config: RunConfig, world_size: int) -> RunConfig:
+    """Compute the third of tokens_per_step, rows_per_device and accumulate from the other two."""
+    batch, seq_len = config.batch, config.data.seq_len
+    tokens, rows, accumulate = batch.tokens_per_step, batch.rows_per_device, batch.accumulate
+    row_tokens = seq_len * world_size
+    if tokens is None and rows != "auto":
+        tokens = rows * (accumulate or 1) * row_tokens
+    if tokens is None:
+        tokens = max(DEFAULT_TOKENS_PER_STEP // row_tokens, 1) * row_tokens * (accumulate or 1)
+    per_micro_batch = (
+        row_tokens * (1 if rows == "auto" else rows) * (1 if accumulate is None else accumulate)
+    )
+    all_stated = accumulate and rows != "auto"
+    if tokens % per_micro_batch or (all_stated and tokens != per_micro_batch):
+        nearest = (
+            per_micro_batch
+            if all_stated
+            else max(round(tokens / per_micro_batch), 1) * per_micro_batch
+        )
+        parts = f"data.seq_len={seq_len}" + (f" x {world_size} processes" if world_size > 1 else "")
+        parts += f" x batch.rows_per_device={rows}" if rows != "auto" else ""
+        parts += f" x batch.accumulate={accumulate}" if accumulate else ""
+        raise ConfigError(
+            f"batch.tokens_per_step={tokens} does not fit {parts}.",
+            fix=f"Set batch.tokens_per_step={nearest}.",
+        )
+    if rows == "auto" and accumulate is not None:
+        rows = tokens // (row_tokens * accumulate)
+    values: dict[str, Any] = {"batch.tokens_per_step": tokens, "batch.rows_per_device": rows}
+    if rows != "auto":
+        values["batch.accumulate"] = tokens // (row_tokens * rows)
+    return config.with_values(values)
+
+
+def epoch_tokens(dataset: Dataset | MixedDataset, seq_len: int) -> int:
+    """Return the tokens of one pass over the training split, or all of a mix, in whole sequences."""
+    return dataset.split("train").num_windows(seq_len) * seq_len
+
+
+def _resolve_length(config: RunConfig, dataset: Dataset | MixedDataset) -> RunConfig:
+    """Convert tokens or epochs to optimiser steps."""
+    train, tokens_per_step = config.train, config.batch.tokens_per_step or 1
+    if train.steps is not None:
+        return config
+    tokens = train.tokens or (train.epochs or 1.0) * epoch_tokens(dataset, config.data.seq_len)
+    return config.with_values({"train.steps": max(math.ceil(tokens / tokens_per_step), 1)})
+
+
+def _resolve_length_as_batched(
+    config: RunConfig, asked: TrainConfig, recipe: Recipe, dataset: Dataset | MixedDataset
+) -> RunConfig:
+    """Convert tokens or epochs to optimiser steps that are padded, and so hold fewer tokens."""
+    plan = FeedPlan(
+        config.data.seq_len,
+        (config.batch.tokens_per_step or 0) // config.data.seq_len,
+        1,
+        rank=0,
+        world_size=1,
+        seed=0,
+        document_mask=False,
+        prefetch=0,
+        device="cpu",
+    )
+    steps = recipe.batching(dataset.split("train"), plan, None)
+    epochs = asked.tokens / steps.tokens_per_epoch if asked.tokens else asked.epochs or 1.0
+    return config.with_values({"train.steps": max(math.ceil(epochs * steps.steps_per_epoch), 1)})
+
+
+def for_world_size(config: RunConfig, world_size: int) -> RunConfig:
+    """Return a resolved configuration for another number of processes, with the same steps.
+
+    The micro-batch keeps its rows, or takes the most that divide a process's smaller share.
+    Raises: ConfigError when the sequences of a step cannot be divided.
+    """
+    sequences = (config.batch.tokens_per_step or 0) // config.data.seq_len
+    if sequences % world_size or world_size % config.parallel.shard:
+        raise ConfigError(
+            f"A step of {sequences} sequences cannot be divided among {world_size} processes "
+            f"with parallel.shard={config.parallel.shard}.",
+            fix=f"Use a number of processes that divides {sequences} "
+            "and is a multiple of parallel.shard.",
+        )
+    share = sequences // world_size
+    rows = next(
+        rows
+        for rows in range(min(int(config.batch.rows_per_device), share), 0, -1)
+        if share % rows == 0
+    )
+    return config.with_values(
+        {
+            "batch.rows_per_device": rows,
+            "batch.accumulate": share // rows,
+            "parallel.replicate": world_size // config.parallel.shard,
+        }
+    )
