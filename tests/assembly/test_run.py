@@ -209,7 +209,7 @@ def test_another_number_of_processes_cuts_the_same_step(settle):
         two.batch.accumulate,
         two.parallel.replicate,
     ) == (256, 4, 2, 2)
-    with pytest.raises(ConfigError, match="cannot be shared by 3 processes"):
+    with pytest.raises(ConfigError, match="cannot be divided among 3 processes"):
         for_world_size(config, 3)
 
 
