@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from main_job import RESULTS, commit, spread
 
-from flatout.data.load.batches import FeedPlan, ShardWindows, WindowSteps
+from flatout.data.load.batches import BatchPlan, SequenceSteps, ShardReader
 from flatout.data.load.feed import DirectFeed
 from flatout.data.prepare.writer import DatasetWriter
 from flatout.data.store.order import shuffled
@@ -114,10 +114,10 @@ def read(data: Path, seq_len: int, batch_tokens: int, steps: int) -> dict:
     """
     began = time.perf_counter()
     feed = DirectFeed(
-        WindowSteps(
+        SequenceSteps(
             Dataset.open(data).split("train"),
             plan(seq_len, batch_tokens // seq_len),
-            ShardWindows(),
+            ShardReader(),
         )
     )
     next(feed)
@@ -133,9 +133,9 @@ def read(data: Path, seq_len: int, batch_tokens: int, steps: int) -> dict:
     }
 
 
-def plan(seq_len: int, rows: int) -> FeedPlan:
+def plan(seq_len: int, rows: int) -> BatchPlan:
     """Return the plan of one process that reads `rows` windows a step."""
-    return FeedPlan(
+    return BatchPlan(
         seq_len=seq_len,
         rows_per_device=rows,
         accumulate=1,
@@ -153,15 +153,15 @@ class ManyWindows:
 
     name, num_tokens, has_mask, dtype = "train", WINDOWS, False, np.dtype(np.uint16)
 
-    def num_windows(self, seq_len: int) -> int:
+    def num_sequences(self, seq_len: int) -> int:
         """Return how many there are."""
         return WINDOWS
 
-    def windows_at(self, positions: Any, seq_len: int, *, seed: int) -> Any:
+    def sequences_at(self, positions: Any, seq_len: int, *, seed: int) -> Any:
         """Return the window at each position."""
         return shuffled(positions, WINDOWS, seed=seed)
 
-    def read_windows(self, indices: Any, seq_len: int, out: Any) -> None:
+    def read_sequences(self, indices: Any, seq_len: int, out: Any) -> None:
         """Write zeros."""
         out[:] = 0
 
@@ -170,7 +170,7 @@ def seek() -> float:
     """Return the seconds that it takes to go to the last of 10^9 windows and have a batch of one
     window from there.
     """
-    feed = DirectFeed(WindowSteps(ManyWindows(), plan(1_024, 1), ShardWindows()))
+    feed = DirectFeed(SequenceSteps(ManyWindows(), plan(1_024, 1), ShardReader()))
     next(feed)
     began = time.perf_counter()
     feed.seek(WINDOWS - 1)

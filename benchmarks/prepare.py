@@ -34,8 +34,8 @@ from loader import plan
 from main_job import RESULTS, commit, spread
 from prepare_ways import NOT_INSTALLED, WAYS
 
-from flatout.data.load.baseline import TokenisingWindows
-from flatout.data.load.batches import ShardWindows, WindowReader, WindowSteps
+from flatout.data.load.baseline import TokenisingReader
+from flatout.data.load.batches import SequenceReader, SequenceSteps, ShardReader
 from flatout.data.load.feed import DirectFeed
 from flatout.data.store.shards import Dataset
 from flatout.data.tokenizers import load_tokenizer
@@ -196,26 +196,26 @@ def feed_rates(data: Path, vocabulary: Path, ranks: Path, repeats: int) -> dict[
     three engines, and read from the shards.
     """
     plain, fast = load_tokenizer(vocabulary, end_of_text="<|endoftext|>"), load_tokenizer(ranks)
-    readers: dict[str, tuple[int, Callable[[], WindowReader]]] = {
+    readers: dict[str, tuple[int, Callable[[], SequenceReader]]] = {
         "tokenised in the loop, tokenizers": (
             300,
-            lambda: TokenisingWindows(plain.with_engine("tokenizers")),
+            lambda: TokenisingReader(plain.with_engine("tokenizers")),
         ),
         "tokenised in the loop, tiktoken": (
             300,
-            lambda: TokenisingWindows(fast.with_engine("tiktoken")),
+            lambda: TokenisingReader(fast.with_engine("tiktoken")),
         ),
         "tokenised in the loop, gigatoken": (
             1_000,
-            lambda: TokenisingWindows(fast.with_engine("gigatoken")),
+            lambda: TokenisingReader(fast.with_engine("gigatoken")),
         ),
-        "packed before": (50_000, ShardWindows),
+        "packed before": (50_000, ShardReader),
     }
     rates: dict[str, list[float]] = {name: [] for name in readers}
     for _ in range(repeats):
         for name, (steps, reader) in readers.items():
             feed = DirectFeed(
-                WindowSteps(Dataset.open(data).split("train"), plan(SEQ_LEN, ROWS), reader())
+                SequenceSteps(Dataset.open(data).split("train"), plan(SEQ_LEN, ROWS), reader())
             )
             feed.prime(steps + 1)
             next(feed)

@@ -55,3 +55,8 @@ class _Silent:
 
 SILENT: Progress = _Silent()
 """Reports to nobody: the default of every Python call."""
+
+
+def readable_size(num_bytes: int) -> str:
+    """Return a number of bytes in MB or GB, for a message."""
+    return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:,.1f} MB"

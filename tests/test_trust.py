@@ -19,9 +19,9 @@ import yaml
 
 import flatout
 from flatout import trust
+from flatout.cache import CACHE
 from flatout.commands.train import train_config
 from flatout.config.schema import RunConfig, load_config
-from flatout.data.prepare.inputs import CACHE
 from flatout.errors import CheckpointError, ConfigError, UntrustedCode
 from flatout.inference.load import load_run
 from flatout.training.run_dir import layout

@@ -18,7 +18,7 @@ from flatout.assembly.resolve import known_peak, memory_bytes, ops_of
 from flatout.assembly.run import Run
 from flatout.assembly.selection import assemble
 from flatout.config.schema import RunConfig
-from flatout.data.load.batches import FeedPlan, WindowReader
+from flatout.data.load.batches import BatchPlan, SequenceReader
 from flatout.data.store.mix import MixedDataset
 from flatout.data.store.shards import Dataset
 from flatout.errors import HardwareError
@@ -113,8 +113,8 @@ def _require_room(weights_bytes: int, free_bytes: int) -> None:
 
 def _feed(
     config: RunConfig, recipe: Recipe, mesh: Mesh, dataset: Dataset | MixedDataset
-) -> tuple[WindowReader, DirectFeed | PrefetchFeed]:
-    plan = FeedPlan(
+) -> tuple[SequenceReader, DirectFeed | PrefetchFeed]:
+    plan = BatchPlan(
         seq_len=config.data.seq_len,
         rows_per_device=int(config.batch.rows_per_device),
         accumulate=config.batch.accumulate or 1,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from flatout.assembly.selection import parse_wish
 from flatout.config.schema import RunConfig
-from flatout.data.store.mix import MixedDataset, open_data, parts_of
+from flatout.data.store.mix import MixedDataset, members_of, open_data
 from flatout.data.store.shards import Dataset
 from flatout.errors import ConfigError, DataError
 from flatout.hardware import check_device_name
@@ -57,11 +57,11 @@ def open_dataset(config: RunConfig, *, progress: Progress = SILENT) -> Dataset |
             or holds not one window for training.
     """
     data, seq_len = open_data(config.data, progress=progress), config.data.seq_len
-    for part in parts_of(data):
+    for part in members_of(data):
         tokens = part.dataset.split("train").num_tokens
         if tokens <= seq_len:
             raise DataError(
-                f"{part.dataset.place} holds {tokens:,} tokens for training; one window of data.seq_len={seq_len} needs {seq_len + 1:,}.",
+                f"{part.dataset.origin} holds {tokens:,} tokens for training; one window of data.seq_len={seq_len} needs {seq_len + 1:,}.",
                 fix=f"Set data.seq_len={_shorter(tokens)}, or prepare more text."
                 if tokens > 1
                 else "Prepare more text.",

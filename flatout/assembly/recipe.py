@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from flatout.assembly.run import StateSaver
-    from flatout.data.load.batches import FeedPlan, StepReader, WindowReader
+    from flatout.data.load.batches import BatchPlan, SequenceReader, StepReader
     from flatout.data.load.feed import DirectFeed, PrefetchFeed
     from flatout.data.store.mix import MixedSplit
     from flatout.data.store.shards import Split
@@ -99,12 +99,12 @@ class OpSlots(_LoadsLazily):
 class Recipe(_LoadsLazily):
     """A value for every slot, plain unless a speedup filled it, and the transforms."""
 
-    reader: Callable[[Tokenizer], WindowReader] = lazy(
-        "flatout.data.load.baseline:TokenisingWindows"
+    reader: Callable[[Tokenizer], SequenceReader] = lazy(
+        "flatout.data.load.baseline:TokenisingReader"
     )
     """Makes what reads the tokens of a sequence, given the dataset's tokenizer."""
-    batching: Callable[[Split | MixedSplit, FeedPlan, WindowReader | None], StepReader] = lazy(
-        "flatout.data.load.batches:WindowSteps"
+    batching: Callable[[Split | MixedSplit, BatchPlan, SequenceReader | None], StepReader] = lazy(
+        "flatout.data.load.batches:SequenceSteps"
     )
     """Makes what decides which rows form a step."""
     feed: Callable[[StepReader], DirectFeed | PrefetchFeed] = lazy(

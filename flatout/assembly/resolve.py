@@ -16,8 +16,8 @@ from flatout.assembly.preflight import check_names
 from flatout.assembly.recipe import Recipe
 from flatout.assembly.selection import assemble, select
 from flatout.config.schema import RunConfig, TrainConfig
-from flatout.data.load.batches import FeedPlan
-from flatout.data.store.mix import MixedDataset, parts_of
+from flatout.data.load.batches import BatchPlan
+from flatout.data.store.mix import MixedDataset, members_of
 from flatout.data.store.shards import Dataset
 from flatout.errors import ConfigError
 from flatout.hardware import ASSUMED_MFU, Machine, peak_tflops
@@ -164,7 +164,7 @@ def _resolve_model(config: RunConfig, dataset: Dataset | MixedDataset) -> RunCon
     if vocab_size < dataset.vocab_size:
         raise ConfigError(
             f"model.vocab_size={vocab_size} is smaller than the vocabulary of "
-            f"{parts_of(dataset)[0].dataset.place}, {dataset.vocab_size}.",
+            f"{members_of(dataset)[0].dataset.origin}, {dataset.vocab_size}.",
             fix="Leave model.vocab_size out, or prepare the data with the model's own tokenizer.",
         )
     _, model_config = model_of(config, vocab_size=vocab_size)
@@ -209,7 +209,7 @@ def _resolve_batch(config: RunConfig, world_size: int) -> RunConfig:
 
 def epoch_tokens(dataset: Dataset | MixedDataset, seq_len: int) -> int:
     """Return the tokens of one pass over the training split, or all of a mix, in whole sequences."""
-    return dataset.split("train").num_windows(seq_len) * seq_len
+    return dataset.split("train").num_sequences(seq_len) * seq_len
 
 
 def _resolve_length(config: RunConfig, dataset: Dataset | MixedDataset) -> RunConfig:
@@ -225,7 +225,7 @@ def _resolve_length_as_batched(
     config: RunConfig, asked: TrainConfig, recipe: Recipe, dataset: Dataset | MixedDataset
 ) -> RunConfig:
     """Convert tokens or epochs to optimiser steps that are padded, and so hold fewer tokens."""
-    plan = FeedPlan(
+    plan = BatchPlan(
         config.data.seq_len,
         (config.batch.tokens_per_step or 0) // config.data.seq_len,
         1,

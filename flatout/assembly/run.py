@@ -23,7 +23,7 @@ from flatout.parallel.mesh import Mesh
 from flatout.progress import SILENT, Progress
 
 if TYPE_CHECKING:
-    from flatout.data.load.batches import WindowReader
+    from flatout.data.load.batches import SequenceReader
     from flatout.data.load.feed import DirectFeed, PrefetchFeed
 
 
@@ -92,7 +92,7 @@ class Run:
     model: nn.Module
     """What training calls: the core, compiled and wrapped."""
     optimizers: tuple[torch.optim.Optimizer, ...]
-    windows: WindowReader
+    windows: SequenceReader
     feed: DirectFeed | PrefetchFeed
     readback: Readback
     saver: StateSaver

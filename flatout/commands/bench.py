@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flatout.cache import CACHE
 from flatout.commands import Command, Result, train
 from flatout.config.schema import load_config
-from flatout.data.prepare.inputs import CACHE
 from flatout.errors import ConfigError
 from flatout.progress import SILENT, Progress
 from flatout.recognised import require_local

@@ -14,13 +14,13 @@ from pydantic import BaseModel, ConfigDict
 
 from flatout.commands import Command, Result
 from flatout.data.store.manifest import MANIFEST, Manifest
-from flatout.data.store.remote import open_place
+from flatout.data.store.remote import open_dataset
 from flatout.data.store.shards import Dataset, Split
 from flatout.data.tokenizers import Tokenizer
 from flatout.hardware import probe
 from flatout.progress import SILENT, Progress
 from flatout.recommended import recommend
-from flatout.sources.remote import is_address
+from flatout.transfer.urls import is_url
 
 BAR_WIDTH = 40
 MASK_READ = 1 << 24
@@ -105,7 +105,7 @@ def inspect(
 
     Raises: DataError when it is not a whole data set.
     """
-    dataset = open_place(data, progress=progress)
+    dataset = open_dataset(data, progress=progress)
     with progress.task(f"Reading document lengths of {data}"):
         lengths = np.concatenate(
             [
@@ -126,14 +126,17 @@ def inspect(
         "beginning": _beginning(dataset, tokens),
     }
     return InspectResult(
-        path=dataset.place, items=[Fact(name=name, value=value) for name, value in facts.items()]
+        path=dataset.origin, items=[Fact(name=name, value=value) for name, value in facts.items()]
     )
 
 
 def _recipe(dataset: Dataset) -> dict[str, Any] | str:
     """Return a run to begin with on this machine."""
     found = recommend(
-        dataset.place, dataset.manifest.splits["train"].tokens, dataset.manifest.vocab_size, probe()
+        dataset.origin,
+        dataset.manifest.splits["train"].tokens,
+        dataset.manifest.vocab_size,
+        probe(),
     )
     return (
         "too little text to train on: prepare a few kilobytes or more"
@@ -153,7 +156,7 @@ def _whereabouts(dataset: Dataset) -> dict[str, Any]:
     )
     return (
         {"copy": str(dataset.path), "copied": since}
-        if is_address(dataset.place)
+        if is_url(dataset.origin)
         else {"prepared": since}
     )
 
@@ -165,7 +168,7 @@ def _targets(dataset: Dataset, progress: Progress) -> int | None:
         return None
     found = 0
     with progress.task(
-        f"Reading the mask of {dataset.place}", total=dataset.manifest.tokens, unit="tokens"
+        f"Reading the mask of {dataset.origin}", total=dataset.manifest.tokens, unit="tokens"
     ) as task:
         for split in splits:
             for start in range(0, split.num_tokens, MASK_READ):

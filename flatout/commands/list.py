@@ -9,9 +9,9 @@ from typing import Annotated, Any
 import typer
 
 from flatout.assembly.selection import all_speedups, is_measured, longest_wait, select
+from flatout.cache import CACHE
 from flatout.commands import Command, Result
 from flatout.config.schema import RunConfig, load_config
-from flatout.data.prepare.inputs import CACHE
 from flatout.hardware import ASSUMED_MFU, Machine, probe
 from flatout.measured import gpu_name, read
 from flatout.progress import SILENT, Progress

@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal
 import typer
 from pydantic import Field
 
+from flatout.cache import CACHE
 from flatout.commands import Command, Result
-from flatout.data.prepare.inputs import CACHE
 from flatout.data.prepare.pipeline import (
     Options,
     Prepared,
@@ -28,7 +28,7 @@ from flatout.data.prepare.work_dir import PartOf
 from flatout.data.store.manifest import Manifest
 from flatout.errors import UsageError
 from flatout.progress import SILENT, Progress
-from flatout.sources.remote import is_address
+from flatout.transfer.urls import is_url
 
 
 class PrepareResult(Result):
@@ -196,7 +196,7 @@ def prepare(
         "progress": progress,
     }
     _check_ways(part, join, engine, str(out))
-    if is_address(str(out)):
+    if is_url(str(out)):
         return _result(
             prepare_upload(
                 names, str(out), options, workers=workers, engine=engine_named(engine), **given
@@ -233,7 +233,7 @@ def _check_ways(part: str | None, join: bool, engine: str, out: str) -> None:
             f"--engine {engine} does the whole work; {other} is another way to share it out.",
             fix="Leave one of the two out.",
         )
-    if is_address(out) and (part is not None or join):
+    if is_url(out) and (part is not None or join):
         raise UsageError(
             f"{'--join' if part is None else '--part'} works in a folder that all parts share, and {out} is an address.",
             fix="Name a shared folder with --out, or leave out --part and --join.",

@@ -10,10 +10,10 @@ import typer
 from pydantic import ValidationError
 
 from flatout.assembly import preflight
+from flatout.cache import CACHE
 from flatout.commands import TRUST_CODE, Command, Result
 from flatout.commands.eval import DatasetScore, score_table
 from flatout.config.schema import RunConfig, load_config
-from flatout.data.prepare.inputs import CACHE
 from flatout.progress import SILENT, Progress
 from flatout.recognised import require_local
 from flatout.training.run_dir.lookup import RUNS

@@ -8,10 +8,10 @@ from typing import Annotated
 import typer
 
 from flatout.commands import Command, Result
-from flatout.data.store.remote import stored_address
+from flatout.data.store.remote import dataset_url
 from flatout.data.store.verify import verify_dataset, verify_stored
 from flatout.progress import SILENT, Progress
-from flatout.sources.remote import is_address
+from flatout.transfer.urls import is_url
 
 
 class VerifyResult(Result):
@@ -69,8 +69,8 @@ def verify(
     """
     place = str(data)
     found = (
-        verify_stored(stored_address(place), progress=progress)
-        if is_address(place)
+        verify_stored(dataset_url(place), progress=progress)
+        if is_url(place)
         else verify_dataset(Path(place), progress=progress)
     )
     return VerifyResult(

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flatout.config.schema import ParallelConfig
-from flatout.data.load.batches import ShardWindows
-from flatout.data.store.mix import Part, distinct_names, parts_of
-from flatout.data.store.remote import open_place
+from flatout.data.load.batches import ShardReader
+from flatout.data.store.mix import Member, distinct_names, members_of
+from flatout.data.store.remote import open_dataset
 from flatout.errors import ConfigError, DataError
 from flatout.inference.load import LoadedRun
 from flatout.parallel.mesh import make_mesh
@@ -32,36 +32,38 @@ def score(
     Raises: DataError when there is no validation text; CheckpointError when the data was prepared
             with another tokenizer than the model's.
     """
-    parts = open_datasets(data, progress=progress) if data else parts_of(loaded.dataset)
+    parts = open_datasets(data, progress=progress) if data else members_of(loaded.dataset)
     for part in parts:
         require_tokenizer(loaded.folder, part.dataset, loaded.checkpoint)
     model = loaded.model
     mesh = make_mesh(ParallelConfig(), str(next(model.parameters()).device), Ranks())
     precision = loaded.recipe.precision
-    evaluator = Evaluator(loaded.config, model, model.ops, mesh, ShardWindows(), precision)
+    evaluator = Evaluator(loaded.config, model, model.ops, mesh, ShardReader(), precision)
     warn_of_unscored(parts, progress)
     found = evaluator.score(parts, max_tokens=max_tokens, progress=progress)
     if found is None:
         raise DataError(
-            f"{', '.join(part.dataset.place for part in parts)}: no validation text.",
+            f"{', '.join(part.dataset.origin for part in parts)}: no validation text.",
             fix="Prepare it with a larger share, for example --split 'tail 0.1'.",
         )
     return found
 
 
-def open_datasets(data: Sequence[str | Path], *, progress: Progress = SILENT) -> list[Part]:
+def open_datasets(data: Sequence[str | Path], *, progress: Progress = SILENT) -> list[Member]:
     """Open datasets that the run was not trained on, weighted by their validation tokens.
 
     Raises: ConfigError when one is named twice; DataError when one cannot be opened.
     """
-    datasets = [open_place(path, progress=progress) for path in data]
+    datasets = [open_dataset(path, progress=progress) for path in data]
     folders = [dataset.path.resolve() for dataset in datasets]
     for dataset, folder in zip(datasets, folders, strict=True):
         if folders.count(folder) > 1:
-            raise ConfigError(f"--data names {dataset.place} twice.", fix="Name each dataset once.")
+            raise ConfigError(
+                f"--data names {dataset.origin} twice.", fix="Name each dataset once."
+            )
     tokens = [max(dataset.split("val").num_tokens - 1, 0) for dataset in datasets]
-    names = distinct_names([dataset.place for dataset in datasets])
+    names = distinct_names([dataset.origin for dataset in datasets])
     return [
-        Part(name, dataset, count / max(sum(tokens), 1))
+        Member(name, dataset, count / max(sum(tokens), 1))
         for name, dataset, count in zip(names, datasets, tokens, strict=True)
     ]

@@ -103,7 +103,7 @@ def seq_len(
             )
             continue
         try:
-            if not settled.dataset.split("train").num_windows(length):
+            if not settled.dataset.split("train").num_sequences(length):
                 refused[name] = (
                     "cannot run here, because the training text is shorter than one such window."
                 )

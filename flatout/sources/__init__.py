@@ -18,14 +18,14 @@ from flatout.errors import DataError, without_secrets
 from flatout.sources.long import Text
 from flatout.sources.originals import Original
 from flatout.sources.packed import open_bytes
-from flatout.sources.remote import is_address
+from flatout.transfer.urls import is_url
 
 FIRST_NAMED = 10
 """Of the rows left out for one reason, so many are named."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RowLocation:
     """Where a row is. To name it by its line its file is read again: only where a person is told."""
 
     name: str
@@ -34,8 +34,8 @@ class Place:
     """First byte of the row, when it is one row of the file `name`."""
 
     def where(self) -> str:
-        """Return the place as a person looks it up; a row is named by its line."""
-        return self.name if self.offset is None else row_place(self.name, self.offset)
+        """Return the location for a message; a row is named by its line."""
+        return self.name if self.offset is None else row_location(self.name, self.offset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +51,9 @@ class Document:
     """What comes before the text and is not learned from."""
 
     @property
-    def place(self) -> Place:
+    def location(self) -> RowLocation:
         """Where it is."""
-        return Place(self.name, self.offset)
+        return RowLocation(self.name, self.offset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,14 +92,14 @@ class BadRow:
         return cls(what, error.fix, reason, name, offset, unread_bytes)
 
     @property
-    def place(self) -> Place:
+    def location(self) -> RowLocation:
         """Where it is."""
-        return Place(self.name, self.offset)
+        return RowLocation(self.name, self.offset)
 
     @property
     def error(self) -> DataError:
         """What to raise."""
-        return DataError(f"{self.place.where()} {self.what}.", fix=self.fix)
+        return DataError(f"{self.location.where()} {self.what}.", fix=self.fix)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +115,9 @@ class LeftOut:
     """How many like it are left out with it, itself included."""
 
     @property
-    def place(self) -> Place:
+    def location(self) -> RowLocation:
         """Where it is."""
-        return Place(self.name, self.offset)
+        return RowLocation(self.name, self.offset)
 
 
 Row = Document | BadRow | LeftOut
@@ -175,14 +175,14 @@ def _call(source: Source, parameters: dict[str, Any]) -> Iterable[Row | str]:
     return source(**parameters)  # type: ignore[return-value]  # not a list of parts: read_tasks_of looked
 
 
-def row_place(name: str, offset: int) -> str:
+def row_location(name: str, offset: int) -> str:
     """Return `FILE, line N` for the row that begins at byte `offset`; `FILE, byte N` where the file
     is remote or gone.
     """
     try:
         return (
             f"{name}, byte {offset}"
-            if is_address(name)
+            if is_url(name)
             else f"{name}, line {line_number(name, offset)}"
         )
     except (OSError, EOFError, zlib.error):

@@ -14,7 +14,7 @@ from flatout.errors import DataError
 from flatout.recognised import recognise
 from flatout.registry import nearest
 from flatout.sources.packed import Unread, open_bytes
-from flatout.sources.remote import is_address
+from flatout.transfer.urls import is_url
 
 SAMPLE_BYTES = 2048
 """So much text around the first byte that is not UTF-8 is looked at: more takes longer and hardly
@@ -58,10 +58,10 @@ def explain(path: str, offset: int) -> tuple[str, str]:
     """Return what more is known of a file that is not UTF-8 from a byte on, `; it looks like
     CP1252`, and the fix.
     """
-    known = None if is_address(path) else recognise(Path(path))
+    known = None if is_url(path) else recognise(Path(path))
     if known is not None:
         return f"; it is {known.name}", known.fix
-    encoding = None if is_address(path) else encoding_of(path, offset)
+    encoding = None if is_url(path) else encoding_of(path, offset)
     if encoding == "binary":
         return "; it looks like a binary file", f"Name files of text alone{OR_SKIP}."
     if encoding is None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from flatout.errors import in_shell
 from flatout.registry import nearest
-from flatout.sources import BadRow, Document, Place, Row
+from flatout.sources import BadRow, Document, Row, RowLocation
 
 ROW_BYTES = 8 << 20
 """A row is held whole while it is read, several times over and in up to four bytes a character; a
@@ -68,16 +68,16 @@ def document(row: Any, fields: Fields, name: str, offset: int | None = None) -> 
         )
     text = value_at(row, fields.text)
     if not isinstance(text, str):
-        return _unusable(row, text, Place(name, offset), fields.text, "--text-field")
+        return _unusable(row, text, RowLocation(name, offset), fields.text, "--text-field")
     if fields.prompt is None:
         return Document(text, name, offset)
     prompt = value_at(row, fields.prompt)
     if prompt is None or isinstance(prompt, str):
         return Document(text, name, offset, prompt or "")
-    return _unusable(row, prompt, Place(name, offset), fields.prompt, "--mask-field")
+    return _unusable(row, prompt, RowLocation(name, offset), fields.prompt, "--mask-field")
 
 
-def no_field(place: Place, field: str, names: list[str], option: str) -> BadRow:
+def no_field(place: RowLocation, field: str, names: list[str], option: str) -> BadRow:
     """Return the bad row for a field that is not there; `names` are those that could be meant, the
     likeliest first.
     """
@@ -90,13 +90,15 @@ def no_field(place: Place, field: str, names: list[str], option: str) -> BadRow:
     return BadRow(f"has no field {field!r}", fix, f"no field {field!r}", place.name, place.offset)
 
 
-def too_long(place: Place, limit: int) -> BadRow:
+def too_long(place: RowLocation, limit: int) -> BadRow:
     """Return the bad row for one that is longer than may be held."""
     fix = "Write its text to a text file of its own, which may have any length, or skip such rows with --on-bad-row skip."
     return BadRow(f"is longer than {limit >> 20} MiB", fix, "too long", place.name, place.offset)
 
 
-def _unusable(row: dict[str, Any], value: Any, place: Place, field: str, option: str) -> BadRow:
+def _unusable(
+    row: dict[str, Any], value: Any, place: RowLocation, field: str, option: str
+) -> BadRow:
     if value is _MISSING:
         texts = dict(_texts(row))
         return no_field(

@@ -37,9 +37,10 @@ from flatout.sources.parquet import (
     read_row_groups,
     require_parquet,
 )
-from flatout.sources.remote import find_remote, is_address, protocol_of
 from flatout.sources.rows import read_rows
 from flatout.sources.tables import TABLE_SUFFIXES, read_table
+from flatout.transfer.reading import find_remote
+from flatout.transfer.urls import is_url, protocol_of
 
 PART_BYTES = 4 << 20
 """About how much text one part holds; a text file is never cut, one of rows is."""
@@ -183,7 +184,7 @@ def passed_over_in(parts: Iterable[ReadTask]) -> tuple[LeftOut, ...]:
 
 
 def _cut(file: Found, fields: Fields, encoding: str | None) -> list[Piece]:
-    limit = REMOTE_PART_BYTES if is_address(file.path) else PART_BYTES
+    limit = REMOTE_PART_BYTES if is_url(file.path) else PART_BYTES
     if is_parquet(file.name):
         return list(cut_parquet(file.path, file.size, fields, limit))
     whole = max(file.size, 1)
@@ -228,9 +229,9 @@ def find_files(path: str, include: tuple[str, ...] = ()) -> tuple[list[Found], l
     Raises: DataError when there is none.
     """
     wanted = Wanted(_SEARCHED_SUFFIXES, include)
-    if is_address(path) and protocol_of(path) == "file":
+    if is_url(path) and protocol_of(path) == "file":
         path = urllib.parse.unquote(urllib.parse.urlsplit(path).path)
-    if is_address(path):
+    if is_url(path):
         passed_over: dict[str, None] = {}
 
         def takes(name: str) -> bool:
@@ -239,7 +240,7 @@ def find_files(path: str, include: tuple[str, ...] = ()) -> tuple[list[Found], l
             return not is_hidden(name) and wanted.takes(name)
 
         return [
-            Found(entry.address, entry.address, entry.size, entry.mark)
+            Found(entry.url, entry.url, entry.size, entry.mark)
             for entry in find_remote(path, takes)
         ], sorted(passed_over)
     search = find_local(path, wanted)
@@ -306,8 +307,7 @@ def first_changed(parts: Iterable[ReadTask]) -> str | None:
             "https",
         ):  # servers behind one name may describe a page differently
             now = {
-                (entry.address, entry.size, entry.mark)
-                for entry in find_remote(asked, lambda _: True)
+                (entry.url, entry.size, entry.mark) for entry in find_remote(asked, lambda _: True)
             }
             changed = (
                 one.address for one in before if (one.address, one.size, one.mark) not in now
@@ -348,12 +348,12 @@ def shared_file(some: Iterable[ReadTask], others: Iterable[ReadTask]) -> str | N
 
 
 def _sizes(paths: list[str]) -> set[int]:
-    return {Path(path).stat().st_size for path in paths if not is_address(path)} - {0}
+    return {Path(path).stat().st_size for path in paths if not is_url(path)} - {0}
 
 
 def _told_by(path: str, sizes: set[int]) -> str | None:
     """Return what tells a file from others, None for one here that is of none of these sizes."""
-    if is_address(path):
+    if is_url(path):
         return path
     size = Path(path).stat().st_size
     return f"{size} {fingerprint(Path(path), size, COMPARED_BYTES)}" if size in sizes else None

@@ -11,7 +11,7 @@ import importlib
 from typing import Any
 
 from flatout.errors import MissingPackage
-from flatout.sources import Document, Place, Row
+from flatout.sources import Document, Row, RowLocation
 from flatout.sources.encodings import open_utf8
 from flatout.sources.fields import too_long
 from flatout.sources.long import decoded
@@ -26,7 +26,7 @@ def read_html(path: str, encoding: str | None) -> Row:
     with open_utf8(path, encoding) as file:
         data = file.read(PAGE_BYTES + 1)
     if len(data) > PAGE_BYTES:
-        return too_long(Place(path), PAGE_BYTES)
+        return too_long(RowLocation(path), PAGE_BYTES)
     return Document(_package(path).extract_plain_text(decoded(data, path), alt_texts=False), path)
 
 

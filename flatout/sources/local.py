@@ -18,7 +18,7 @@ from flatout.files import expanded
 from flatout.recognised import Recognised, recognise
 from flatout.registry import nearest
 from flatout.sources.packed import is_packed, unpacked_name, unreadable
-from flatout.sources.remote import name_of
+from flatout.transfer.urls import name_in
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def full_suffix_of(name: str) -> str:
     """Return the ending of a file's name in small letters, with the one that says how it is packed:
     `.tar.gz`.
     """
-    return suffix_of(name) + (Path(name_of(name).lower()).suffix if is_packed(name) else "")
+    return suffix_of(name) + (Path(name_in(name).lower()).suffix if is_packed(name) else "")
 
 
 def is_hidden(name: str) -> bool:

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from typing import IO, Any, cast
 
 from flatout.errors import DataError, MissingPackage
-from flatout.sources.remote import is_address, name_of, open_remote
+from flatout.transfer.reading import open_remote
+from flatout.transfer.urls import is_url, name_in
 
 _BLOCK = 1 << 16
 _FED_BYTES = 1 << 10
@@ -47,24 +48,24 @@ def open_bytes(path: str) -> IO[bytes]:
             does not give it.
     """
     opener = next(
-        (opener for ending, opener in _OPENERS.items() if name_of(path).lower().endswith(ending)),
+        (opener for ending, opener in _OPENERS.items() if name_in(path).lower().endswith(ending)),
         None,
     )
     return opener(path) if opener else _open_plain(path)
 
 
 def _open_plain(path: str) -> IO[bytes]:
-    return open_remote(path) if is_address(path) else open(path, "rb", buffering=_READ_BYTES)
+    return open_remote(path) if is_url(path) else open(path, "rb", buffering=_READ_BYTES)
 
 
 def is_packed(name: str) -> bool:
     """Return whether a file of this name is packed."""
-    return name_of(name).lower().endswith(tuple(_OPENERS))
+    return name_in(name).lower().endswith(tuple(_OPENERS))
 
 
 def unpacked_name(name: str) -> str:
     """Return the name less the ending that says how it is packed."""
-    return name_of(name).rpartition(".")[0] if is_packed(name) else name_of(name)
+    return name_in(name).rpartition(".")[0] if is_packed(name) else name_in(name)
 
 
 def require_opener(path: str) -> None:
@@ -72,7 +73,7 @@ def require_opener(path: str) -> None:
 
     Raises: MissingPackage with its install line.
     """
-    if name_of(path).lower().endswith(".zst"):
+    if name_in(path).lower().endswith(".zst"):
         _zstandard(path)
 
 
@@ -162,10 +163,8 @@ class _ZstdReader(io.RawIOBase):
 _OPENERS: dict[str, Callable[[str], IO[bytes]]] = {
     ".gz": lambda path: cast(
         IO[bytes],
-        gzip.GzipFile(fileobj=open_remote(path)) if is_address(path) else gzip.GzipFile(path),
+        gzip.GzipFile(fileobj=open_remote(path)) if is_url(path) else gzip.GzipFile(path),
     ),
-    ".bz2": lambda path: cast(
-        IO[bytes], bz2.BZ2File(open_remote(path) if is_address(path) else path)
-    ),
+    ".bz2": lambda path: cast(IO[bytes], bz2.BZ2File(open_remote(path) if is_url(path) else path)),
     ".zst": _open_zstd,
 }

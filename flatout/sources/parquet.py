@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from flatout.errors import MissingPackage
-from flatout.sources import BadRow, Place, Row
+from flatout.sources import BadRow, Row, RowLocation
 from flatout.sources.fields import ROW_BYTES, Fields, document, no_field, too_long
 from flatout.sources.packed import CANNOT_BE_READ, NotHandedOut, open_bytes, unreadable
 from flatout.sources.parquet_pages import PAGE_BYTES, PAGE_RATIO, Page, pages_at
@@ -94,7 +94,7 @@ def read_row_groups(groups: RowGroups, fields: Fields) -> Iterator[Row]:
             parquet = _opened(groups.path, file)
             lacking = _lacking(parquet.schema_arrow, fields)
             if lacking is not None:
-                yield no_field(Place(groups.path), *lacking)
+                yield no_field(RowLocation(groups.path), *lacking)
                 return
             rows = groups.first_row
             for group in range(
@@ -169,7 +169,7 @@ def _asked(fields: Fields) -> list[str]:
 
 def _row(row: dict[str, Any] | UnicodeDecodeError | None, fields: Fields, where: str) -> Row:
     if row is None:
-        return too_long(Place(where), ROW_BYTES)
+        return too_long(RowLocation(where), ROW_BYTES)
     if isinstance(row, UnicodeDecodeError):
         return BadRow(
             f"is not UTF-8: {row.reason}",

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 from flatout.sources.packed import Damaged, is_packed
-from flatout.sources.remote import is_address
+from flatout.transfer.urls import is_url
 
 PAGE_BYTES = 64 << 20
 """A page may unpack to this much whatever it is packed into,"""
@@ -55,7 +55,7 @@ def pages_at(path: str, column: Any) -> list[Page]:
 
     Raises: Damaged where the bytes are not page headers; OSError.
     """
-    if is_address(path) or is_packed(path):
+    if is_url(path) or is_packed(path):
         return [
             Page(
                 column.total_uncompressed_size,

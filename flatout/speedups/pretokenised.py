@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 from flatout.assembly.recipe import Promise, Speedup
 
 if TYPE_CHECKING:
-    from flatout.data.load.batches import WindowReader
+    from flatout.data.load.batches import SequenceReader
     from flatout.data.tokenizers import Tokenizer
 
 
-def shard_reader(_tokenizer: Tokenizer) -> WindowReader:
+def shard_reader(_tokenizer: Tokenizer) -> SequenceReader:
     """Return the reader of the tokens as they were packed, which needs no tokenizer."""
-    from flatout.data.load.batches import ShardWindows
+    from flatout.data.load.batches import ShardReader
 
-    return ShardWindows()
+    return ShardReader()
 
 
 SPEEDUP = Speedup(

@@ -13,9 +13,9 @@ from torch import nn
 
 from flatout.assembly.parts import Precision
 from flatout.config.schema import RunConfig
-from flatout.data.load.batches import WindowReader
+from flatout.data.load.batches import SequenceReader
 from flatout.data.load.feed import evaluation_batches
-from flatout.data.store.mix import Part, parts_of
+from flatout.data.store.mix import Member, members_of
 from flatout.ops import Ops
 from flatout.ops.attention import most_documents
 from flatout.parallel.mesh import Mesh
@@ -123,7 +123,7 @@ class Evaluator:
     ops: Ops
     """The functions that the model was built with."""
     mesh: Mesh
-    windows: WindowReader
+    windows: SequenceReader
     precision: Precision
     drop: Callable[[int], bool] | None = None
     """Called before every batch of a split but the first, with its number counted from 1; raises
@@ -131,7 +131,7 @@ class Evaluator:
     """
 
     def score(
-        self, parts: Sequence[Part], *, max_tokens: int | None = None, progress: Progress = SILENT
+        self, parts: Sequence[Member], *, max_tokens: int | None = None, progress: Progress = SILENT
     ) -> Evaluation | None:
         """Score each dataset's validation split, or its share of `max_tokens` from the beginning.
 
@@ -146,7 +146,7 @@ class Evaluator:
         return Evaluation(tuple(scores)) if scores else None
 
     @torch.no_grad()
-    def _score_split(self, part: Part, max_tokens: int | None, progress: Progress) -> SplitScore:
+    def _score_split(self, part: Member, max_tokens: int | None, progress: Progress) -> SplitScore:
         """Score a split, or its first `max_tokens` targets, together with the other ranks.
 
         Every token but the split's first is a target once. Cost: one forward pass per token.
@@ -189,7 +189,7 @@ class Evaluator:
         is_whole = max_tokens is None or max_tokens >= split.num_tokens - 1
         return SplitScore(
             part.name,
-            part.dataset.place,
+            part.dataset.origin,
             part.share,
             loss=float(loss_sum / num_valid.clamp(min=1)),
             tokens=int(num_valid),
@@ -218,21 +218,21 @@ def score(
         run.precision,
         drop and functools.partial(drop, run),
     )
-    return evaluator.score(parts_of(run.dataset), max_tokens=max_tokens, progress=progress)
+    return evaluator.score(members_of(run.dataset), max_tokens=max_tokens, progress=progress)
 
 
 def batch_shapes(run: Run) -> list[tuple[int, int]]:
     """Return the (rows, tokens) of `score`'s batches; empty when there is no validation text."""
     shape = run.rows_per_device, run.config.data.seq_len
-    return [shape] if with_validation(parts_of(run.dataset)) else []
+    return [shape] if with_validation(members_of(run.dataset)) else []
 
 
-def with_validation(parts: Sequence[Part]) -> list[Part]:
+def with_validation(parts: Sequence[Member]) -> list[Member]:
     """Return the datasets whose validation split has at least one target."""
     return [part for part in parts if part.dataset.split("val").num_tokens > 1]
 
 
-def warn_of_unscored(parts: Sequence[Part], progress: Progress) -> None:
+def warn_of_unscored(parts: Sequence[Member], progress: Progress) -> None:
     """Name the datasets of a mix that have no validation text."""
     for part in parts:
         if len(parts) > 1 and part not in with_validation(parts):

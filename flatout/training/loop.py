@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from flatout.assembly.run import Run
 from flatout.config.schema import TrainConfig
-from flatout.data.store.mix import parts_of
+from flatout.data.store.mix import members_of
 from flatout.hardware import fingerprint
 from flatout.progress import SILENT, Progress
 from flatout.training.checkpoint import catalog
@@ -207,7 +207,7 @@ def environment_of(run: Run) -> dict[str, Any]:
     """Return what bit-exact resuming depends on, with `validation` what the best loss does, and
     with `tokenizer` what tokens mean.
     """
-    parts = parts_of(run.dataset)
+    parts = members_of(run.dataset)
     scored = [
         f"{part.share} {part.dataset.manifest.model_dump_json(include={'splits': {'val'}})}"
         for part in parts

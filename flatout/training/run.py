@@ -22,7 +22,7 @@ from flatout.assembly.run import Run
 from flatout.assembly.selection import assemble, settled
 from flatout.config.schema import RunConfig
 from flatout.data.store.manifest import TOKENIZER
-from flatout.data.store.mix import MixedDataset, parts_of
+from flatout.data.store.mix import MixedDataset, members_of
 from flatout.data.store.shards import Dataset
 from flatout.errors import (
     CheckpointError,
@@ -267,7 +267,7 @@ def settle(
             world_size=ranks.world_size,
             local_world_size=ranks.local_world_size,
         )
-    if asked.train.patience and not with_validation(parts_of(dataset)):
+    if asked.train.patience and not with_validation(members_of(dataset)):
         raise DataError(
             "train.patience waits for a better validation loss, and there is no validation text.",
             fix="Leave train.patience out.",
@@ -375,7 +375,7 @@ def keep(run: Run, plan: Plan, progress: Progress = SILENT) -> None:
     if plan.asked is not None:
         layout.write_config(run.folder, plan.config, asked=plan.asked)
         copy_whole(
-            parts_of(run.dataset)[0].dataset.path / TOKENIZER, run.folder / TOKENIZER
+            members_of(run.dataset)[0].dataset.path / TOKENIZER, run.folder / TOKENIZER
         )  # a trained model can be tried without its data
 
 
@@ -472,7 +472,7 @@ def carry_out(
             progress.say(
                 f"{part['name']}: {part['share']:.1%} of the windows; the whole run reads its text {part['passes']:.3g} times."
             )
-        warn_of_unscored(parts_of(run.dataset), progress)
+        warn_of_unscored(members_of(run.dataset), progress)
         if plan.checkpoint is None and run.config.train.init_from is not None:
             with log.aside():
                 keep_last(
@@ -500,12 +500,12 @@ def shares(run: Run) -> Iterator[dict[str, Any]]:
     it through.
     """
     if isinstance(run.dataset, MixedDataset):
-        for part in run.dataset.parts:
+        for part in run.dataset.members:
             own_tokens = epoch_tokens(part.dataset, run.config.data.seq_len)
             passes = part.share * run.last_step * run.tokens_per_step / own_tokens
             yield {
                 "name": part.name,
-                "path": part.dataset.place,
+                "path": part.dataset.origin,
                 "share": part.share,
                 "passes": passes,
             }

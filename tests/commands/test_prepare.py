@@ -5,7 +5,7 @@ import pytest
 
 from flatout.commands.inspect import inspect
 from flatout.commands.prepare import COMMAND, prepare
-from flatout.data.store.remote import open_place
+from flatout.data.store.remote import open_dataset
 from flatout.data.store.shards import Dataset
 from flatout.errors import DataError, UsageError
 
@@ -203,7 +203,7 @@ def test_out_may_be_an_address(book, tmp_path, monkeypatch):
     result = prepare([str(book)], address, tokenizer="char")
     assert json.loads(result.model_dump_json())["path"] == address
     assert f"{address}  written in" in result.summary()
-    assert open_place(address).manifest.tokens == result.tokens
+    assert open_dataset(address).manifest.tokens == result.tokens
     assert "was there already" in prepare([str(book)], f"{address}/", tokenizer="char").summary()
     for parameters in ({"part": "1/2"}, {"join": True}):
         with pytest.raises(

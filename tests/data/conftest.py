@@ -94,7 +94,7 @@ class FaultyStore(MemoryFileSystem):
 def store(monkeypatch):
     """An empty FaultyStore; nobody waits between two requests."""
     fsspec.register_implementation("faulty", FaultyStore, clobber=True)
-    monkeypatch.setattr("flatout.sources.remote.FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr("flatout.transfer.connection.FIRST_PAUSE_S", 0.0)
     yield FaultyStore()
     for left in (FaultyStore.store, FaultyStore.faults, FaultyStore.asked):
         left.clear()

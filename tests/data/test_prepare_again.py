@@ -16,7 +16,7 @@ from flatout.errors import DataError, RunFailed
 from flatout.progress import SILENT
 from flatout.sources import files
 from flatout.sources.packed import NotHandedOut
-from flatout.sources.remote import Unreachable
+from flatout.transfer.connection import Unreachable
 
 
 class Listener:

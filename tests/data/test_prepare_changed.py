@@ -13,7 +13,7 @@ from flatout.data.prepare.local_workers import Crew
 from flatout.data.prepare.pipeline import Options, join_parts, prepare_dataset, prepare_part
 from flatout.data.prepare.work_dir import PartOf
 from flatout.errors import DataError
-from flatout.sources.remote import Unreachable
+from flatout.transfer.connection import Unreachable
 
 OPTIONS = Options(tokenizer="byte")
 

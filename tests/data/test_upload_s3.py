@@ -18,12 +18,13 @@ import pytest
 from flatout.cli import main
 from flatout.data.prepare.merge import join
 from flatout.data.prepare.pipeline import Options, prepare_dataset
-from flatout.data.prepare.upload import PART_BYTES, prepare_upload
-from flatout.data.store.remote import open_place
+from flatout.data.prepare.upload import prepare_upload
+from flatout.data.store.remote import open_dataset
 from flatout.data.store.verify import verify_stored
 from flatout.errors import DataError
+from flatout.transfer.sending import PART_BYTES
 
-ADDRESS = "s3://corpus/sets/rows"
+URL = "s3://corpus/sets/rows"
 OPTIONS = Options(tokenizer="byte", split="hash 0.1")
 
 
@@ -102,7 +103,7 @@ def between(s3_server, bucket, monkeypatch):
         def log_message(self, *words):
             pass
 
-    monkeypatch.setattr("flatout.sources.remote.FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr("flatout.transfer.connection.FIRST_PAUSE_S", 0.0)
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         server.handle_error = lambda *_: None  # a client that was killed takes no answer
@@ -126,10 +127,10 @@ def text(tmp_path):
 
 @pytest.fixture
 def send(text, tmp_path, monkeypatch):
-    """Prepare the text to ADDRESS."""
+    """Prepare the text at URL."""
     monkeypatch.setattr("flatout.data.prepare.pipeline.join", partial(join, shard_bytes=12_000))
-    return lambda address=ADDRESS, options=OPTIONS: prepare_upload(
-        [str(text)], address, options, workers=1, cache=tmp_path / "cache"
+    return lambda url=URL, options=OPTIONS: prepare_upload(
+        [str(text)], url, options, workers=1, cache=tmp_path / "cache"
     )
 
 
@@ -139,12 +140,12 @@ def test_it_goes_there_and_comes_back(send, bucket, tmp_path, text):
         made.manifest.splits
         == prepare_dataset([str(text)], tmp_path / "local", OPTIONS, workers=1).manifest.splits
     )
-    fetched = open_place(ADDRESS, cache=tmp_path / "other")
+    fetched = open_dataset(URL, cache=tmp_path / "other")
     assert fetched.manifest == made.manifest
     assert sorted(bucket.find("corpus")) == sorted(
         f"corpus/sets/rows/{path.name}" for path in fetched.path.iterdir()
     )
-    assert verify_stored(ADDRESS).problems == ()
+    assert verify_stored(URL).problems == ()
     assert send().existed
 
 
@@ -155,13 +156,13 @@ def test_a_file_that_goes_in_parts_is_known_by_the_checksum_of_its_parts(between
     (tmp_path / "long.jsonl").write_text((json.dumps({"text": "word " * 20_000}) + "\n") * 250)
     made = prepare_upload(
         [str(tmp_path / "long.jsonl")],
-        ADDRESS,
+        URL,
         Options(tokenizer="byte", split="tail 0.1"),
         workers=1,
         cache=tmp_path / "cache",
     )
     entry = made.manifest.splits["train"].shards[0]
-    assert bucket.info(f"{ADDRESS}/{entry.name}")["ETag"].endswith(
+    assert bucket.info(f"{URL}/{entry.name}")["ETag"].endswith(
         f'-{-(-entry.size_bytes // PART_BYTES)}"'
     )
     assert not [line for line in between.asked if line.startswith("GET") and entry.name in line]
@@ -172,7 +173,7 @@ def test_a_server_that_fails_for_a_while_is_asked_again(send, between, tmp_path)
     made = send()
     assert between.times == 0
     between.failing, between.times = r"GET .*train-00001\.bin", 2
-    assert open_place(ADDRESS, cache=tmp_path / "other").manifest == made.manifest
+    assert open_dataset(URL, cache=tmp_path / "other").manifest == made.manifest
     assert between.times == 0
 
 
@@ -183,7 +184,7 @@ def test_a_server_that_fails_for_good_is_named_and_the_rest_is_sent_later(send, 
         match=r"Cannot write s3://corpus/sets/rows/train-00002\.bin: .*(500|InternalError|sorry).* \(5 attempts\)",
     ):
         send()
-    assert not bucket.exists(f"{ADDRESS}/manifest.json")
+    assert not bucket.exists(f"{URL}/manifest.json")
     between.failing = ""
     there = {path.rpartition("/")[2] for path in bucket.find("corpus")}
     between.asked.clear()
@@ -195,7 +196,7 @@ def test_a_server_that_fails_for_good_is_named_and_the_rest_is_sent_later(send, 
     }
     assert sent.isdisjoint(there - {"upload.json"})
     assert "train-00002.bin" in sent
-    assert verify_stored(ADDRESS).problems == ()
+    assert verify_stored(URL).problems == ()
 
 
 def test_a_bucket_that_is_not_there_and_rights_that_are_missing_are_said_first(
@@ -205,7 +206,7 @@ def test_a_bucket_that_is_not_there_and_rights_that_are_missing_are_said_first(
     with pytest.raises(
         DataError, match=r"There is nothing at s3://nobody/set.*bucket does not exist"
     ):
-        nothing(address="s3://nobody/set")
+        nothing(url="s3://nobody/set")
     request = urllib.request.Request(
         f"{s3_server}/moto-api/reset-auth",
         data=b"0",
@@ -216,12 +217,12 @@ def test_a_bucket_that_is_not_there_and_rights_that_are_missing_are_said_first(
     try:
         type(bucket).clear_instance_cache()
         with pytest.raises(DataError, match=r"is not allowed: .*AWS_ACCESS_KEY_ID"):
-            nothing(address=ADDRESS)
+            nothing(url=URL)
         with pytest.raises(
             DataError,
             match=r"Reading s3://corpus/sets/rows/manifest\.json is not allowed: .*AWS_ACCESS_KEY_ID",
         ):
-            open_place(ADDRESS, cache=tmp_path)
+            open_dataset(URL, cache=tmp_path)
     finally:
         request.data = b"inf"
         urllib.request.urlopen(request, timeout=5).close()
@@ -235,7 +236,7 @@ def test_killed_while_it_sends_it_goes_on(between, text, bucket, tmp_path, monke
         "prepare",
         str(text),
         "--out",
-        ADDRESS,
+        URL,
         "--tokenizer",
         "byte",
         "--split",
@@ -253,10 +254,10 @@ def test_killed_while_it_sends_it_goes_on(between, text, bucket, tmp_path, monke
         time.sleep(0.02)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    assert not bucket.exists(f"{ADDRESS}/manifest.json")
+    assert not bucket.exists(f"{URL}/manifest.json")
     between.failing = ""
     with pytest.raises(SystemExit) as done:
         main([*words, "--json"])
     assert done.value.code in (0, None)
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["path"] == ADDRESS
-    assert verify_stored(ADDRESS).problems == ()
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["path"] == URL
+    assert verify_stored(URL).problems == ()

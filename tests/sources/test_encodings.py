@@ -102,7 +102,7 @@ def test_rows_tables_pages_and_packed_and_long_text_are_read_in_the_encoding(
         assert texts(tmp_path / name, encoding) == values
         (tmp_path / f"{name}.gz").write_bytes(gzip.compress(text.encode(encoding)))
         assert texts(tmp_path / f"{name}.gz", encoding) == values
-    assert [row.place.where() for row in documents(tmp_path / "a.jsonl", encoding)][
+    assert [row.location.where() for row in documents(tmp_path / "a.jsonl", encoding)][
         -1
     ] == f"{tmp_path}/a.jsonl, line 9"
     long = f"{word}\r\n" * 60_000

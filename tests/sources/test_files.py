@@ -155,7 +155,7 @@ def test_rows_cut_into_parts_are_every_row_once(tmp_path, monkeypatch, step):
     assert len(parts) == -(-path.stat().st_size // step)
     found = [row for part in parts for row in part.rows() if isinstance(row, Document)]
     assert [row.text for row in found] == values[1:]
-    assert [row.place.where() for row in found] == [
+    assert [row.location.where() for row in found] == [
         f"{path}, line {number}" for number in (2, 3, 4, 5, 6)
     ]
 
@@ -215,7 +215,7 @@ def test_a_bad_row_names_its_line_and_the_next_is_still_read(tmp_path, line, rea
     assert after.text == "c"
     assert bad.reason == reason
     assert said in str(bad.error)
-    assert bad.place.where() == f"{path}, line 2"
+    assert bad.location.where() == f"{path}, line 2"
 
 
 @pytest.mark.parametrize("step", [7, 40, 1 << 20])
@@ -230,7 +230,7 @@ def test_bad_rows_are_named_by_their_lines_and_the_file_is_counted_for_those_tha
     )
     path = tmp_path / "a.jsonl"
     path.write_text('bad\n\n{"text": "x"}\n' * 30)
-    assert [row.place.where() for row in rows(path) if isinstance(row, BadRow)] == [
+    assert [row.location.where() for row in rows(path) if isinstance(row, BadRow)] == [
         f"{path}, line {line}" for line in range(1, 91, 3)
     ]
     assert len(counts) == 30
@@ -270,7 +270,7 @@ def test_what_is_there_and_is_no_file_is_not_guessed_at():
 
 def test_empty_rows_are_named_by_their_lines(tmp_path):
     path = write_rows(tmp_path / "a.jsonl", ["x", "", *[""] * 20, "y"])
-    left_out = [row.place.where() for row in rows(path) if isinstance(row, LeftOut)]
+    left_out = [row.location.where() for row in rows(path) if isinstance(row, LeftOut)]
     assert left_out[:10] == [f"{path}, line {line}" for line in range(2, 12)]
     assert len(left_out) == 21
 

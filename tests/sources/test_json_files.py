@@ -33,7 +33,7 @@ def test_arrays_and_objects_one_after_the_other_are_rows_however_they_are_laid_o
     monkeypatch.setattr(module, "CHUNK_BYTES", chunk)
     found = rows(tmp_path / "a.json", text)
     assert [row.text for row in found] == [row["text"] for row in ROWS]
-    assert found[2].place.where() == f"{tmp_path}/a.json, value 3"
+    assert found[2].location.where() == f"{tmp_path}/a.json, value 3"
 
 
 @pytest.mark.parametrize(

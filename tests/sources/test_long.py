@@ -143,4 +143,4 @@ def test_documents_are_alike_however_their_text_is_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "LONG_BYTES", 2)
     path = written(tmp_path / "a.txt", b"long")
     assert read(path) == Document(measure(str(path)), str(path))
-    assert read(path).place.where() == str(path)
+    assert read(path).location.where() == str(path)

@@ -23,7 +23,7 @@ def texts(address):
 
 
 def test_objects_prefixes_and_patterns_are_read(bucket, monkeypatch):
-    monkeypatch.setattr("flatout.sources.remote.BLOCK_BYTES", 10_000)
+    monkeypatch.setattr("flatout.transfer.reading.BLOCK_BYTES", 10_000)
     monkeypatch.setattr(files, "REMOTE_PART_BYTES", 20_000)
     monkeypatch.setattr(files, "PART_BYTES", 20_000)
     bucket.pipe(

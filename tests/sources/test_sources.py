@@ -4,7 +4,7 @@ import pytest
 
 from flatout.errors import DataError
 from flatout.registry import SOURCES
-from flatout.sources import Document, LeftOut, ReadTask, read_tasks_of, row_place
+from flatout.sources import Document, LeftOut, ReadTask, read_tasks_of, row_location
 
 
 def plain(count: int = 2):
@@ -22,7 +22,7 @@ def with_parts():
 
 def test_a_function_that_yields_strings_is_a_source():
     (part,) = read_tasks_of(plain, "mine:plain", {"count": 3})
-    assert [(row.text, row.place.where()) for row in part.rows()] == [
+    assert [(row.text, row.location.where()) for row in part.rows()] == [
         (f"text {n}", f"document {n}") for n in range(3)
     ]
     assert [row.text for row in part.rows()] == [f"text {n}" for n in range(3)], (
@@ -63,5 +63,5 @@ def test_a_row_is_named_by_its_line_in_large_files(tmp_path):
     path = tmp_path / "rows.jsonl"
     line = b'{"text": "' + b"x" * 1000 + b'"}\n'
     path.write_bytes(line * 3000)
-    assert row_place(str(path), 0) == f"{path}, line 1"
-    assert row_place(str(path), len(line) * 2999) == f"{path}, line 3000"
+    assert row_location(str(path), 0) == f"{path}, line 1"
+    assert row_location(str(path), len(line) * 2999) == f"{path}, line 3000"

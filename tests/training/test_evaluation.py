@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from flatout.data.store.mix import open_data, parts_of
+from flatout.data.store.mix import members_of, open_data
 from flatout.training.evaluation import Evaluation, SplitScore, score, warn_of_unscored
 
 
@@ -69,7 +69,7 @@ def test_each_dataset_of_a_mix_is_scored_separately_and_weighted_by_its_share(
     build_run, tiny_config, mixed_run
 ):
     found = score(mixed_run)
-    for split, part in zip(found.by_dataset, parts_of(mixed_run.dataset), strict=True):
+    for split, part in zip(found.by_dataset, members_of(mixed_run.dataset), strict=True):
         (alone,) = score(build_run(tiny_config(data__path=str(part.dataset.path)))).by_dataset
         assert (split.name, split.share) == (part.name, part.share)
         assert (split.loss, split.tokens, split.bits_per_byte) == (
@@ -117,7 +117,7 @@ def test_a_dataset_without_validation_text_does_not_count(
     assert [split.name for split in found.by_dataset] == ["tiny"]
     assert found.loss == found.by_dataset[0].loss
     said = []
-    warn_of_unscored(parts_of(open_data(run.config.data)), SimpleNamespace(say=said.append))
+    warn_of_unscored(members_of(open_data(run.config.data)), SimpleNamespace(say=said.append))
     assert said == ["silent has no validation text and does not count towards the loss."]
 
 

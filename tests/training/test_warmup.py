@@ -186,7 +186,7 @@ def test_a_graph_for_evaluation_is_compiled_where_something_is_evaluated(
 
 def test_without_validation_text_nothing_is_evaluated(build_run, tiny_config, monkeypatch):
     run = build_run(tiny_config())
-    monkeypatch.setattr("flatout.training.evaluation.parts_of", lambda dataset: [])
+    monkeypatch.setattr("flatout.training.evaluation.members_of", lambda dataset: [])
     assert batch_shapes(run) == []
 
 

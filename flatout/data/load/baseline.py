@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flatout.data.store.shards import Windowed
+from flatout.data.store.shards import SplitReader
 
 if TYPE_CHECKING:
     from flatout.data.tokenizers import Tokenizer
@@ -17,7 +17,7 @@ KEPT_TEXTS = 65_536
 """Windows of a split whose text is kept; above it the oldest go."""
 
 
-class TokenisingWindows:
+class TokenisingReader:
     """Tokenises the text of each window when it is read, one window after the other, as a plain
     training script does.
 
@@ -29,25 +29,25 @@ class TokenisingWindows:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._texts: dict[tuple[Windowed, int], dict[int, str]] = {}
+        self._texts: dict[tuple[SplitReader, int], dict[int, str]] = {}
         self.tokens_encoded = 0
         """Tokens the tokenizer made inside `read` so far."""
 
-    def prime(self, split: Windowed, indices: Array, seq_len: int) -> bool:
+    def prime(self, split: SplitReader, indices: Array, seq_len: int) -> bool:
         """Take the text of windows that will be read, as long as there is room for it; return
         whether more can be taken.
 
         Shapes:  indices (N,).
         """
         texts = self._texts_of(split, seq_len)
-        most = min(KEPT_TEXTS, split.num_windows(seq_len))
+        most = min(KEPT_TEXTS, split.num_sequences(seq_len))
         for index in indices.tolist():
             if len(texts) >= most:
                 return False
             self._text(split, index, seq_len)
         return len(texts) < most
 
-    def read(self, split: Windowed, indices: Array, out: Array) -> None:
+    def read(self, split: SplitReader, indices: Array, out: Array) -> None:
         """Tokenise the text of each window, then write window indices[n] of `split` into out[n].
 
         Shapes:  indices (N,), out (N, W), dtype of the split.
@@ -55,16 +55,16 @@ class TokenisingWindows:
         seq_len = out.shape[1] - 1
         for index in indices.tolist():
             self.tokens_encoded += len(self._tokenizer.encode(self._text(split, index, seq_len)))
-        split.read_windows(indices, seq_len, out)
+        split.read_sequences(indices, seq_len, out)
 
-    def _texts_of(self, split: Windowed, seq_len: int) -> dict[int, str]:
+    def _texts_of(self, split: SplitReader, seq_len: int) -> dict[int, str]:
         return self._texts.setdefault((split, seq_len), {})
 
-    def _text(self, split: Windowed, index: int, seq_len: int) -> str:
+    def _text(self, split: SplitReader, index: int, seq_len: int) -> str:
         texts = self._texts_of(split, seq_len)
         if index not in texts:
             window_1W = np.empty((1, seq_len + 1), split.dtype)
-            split.read_windows(np.array([index]), seq_len, window_1W)
+            split.read_sequences(np.array([index]), seq_len, window_1W)
             tokens = window_1W[0]
             if len(texts) >= KEPT_TEXTS:
                 del texts[next(iter(texts))]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from flatout.data.store.shards import Windowed
+from flatout.data.store.shards import SplitReader
 from flatout.errors import DataError
 from flatout.progress import SILENT, Progress
 
@@ -23,10 +23,10 @@ WORKED_OUT = 4096
 """Windows whose place in the order is worked out at once: a few cost nearly what a thousand do."""
 
 
-class WindowReader(Protocol):
+class SequenceReader(Protocol):
     """How the windows of a step are read."""
 
-    def read(self, split: Windowed, indices: Array, out: Array) -> None:
+    def read(self, split: SplitReader, indices: Array, out: Array) -> None:
         """Write window indices[n] of `split` into out[n].
 
         Shapes:  indices (N,), out (N, W), dtype of the split.
@@ -34,31 +34,31 @@ class WindowReader(Protocol):
 
 
 @runtime_checkable
-class PrimedWindowReader(WindowReader, Protocol):
+class PrimedReader(SequenceReader, Protocol):
     """A reader that needs something of the windows before they are read, so that getting it is not
     part of a step.
     """
 
-    def prime(self, split: Windowed, indices: Array, seq_len: int) -> bool:
+    def prime(self, split: SplitReader, indices: Array, seq_len: int) -> bool:
         """Get ready to read windows `indices`; return whether there is room for more.
 
         Shapes:  indices (N,).
         """
 
 
-class ShardWindows:
+class ShardReader:
     """Windows copied straight from the shards."""
 
-    def read(self, split: Windowed, indices: Array, out: Array) -> None:
+    def read(self, split: SplitReader, indices: Array, out: Array) -> None:
         """Write window indices[n] of `split` into out[n].
 
         Shapes:  indices (N,), out (N, W), dtype of the split.
         """
-        split.read_windows(indices, out.shape[1] - 1, out)
+        split.read_sequences(indices, out.shape[1] - 1, out)
 
 
 @dataclass(frozen=True)
-class FeedPlan:
+class BatchPlan:
     """What a feed reads: the shape of a step, this rank's place in it, and the seed of the order."""
 
     seq_len: int
@@ -76,7 +76,7 @@ class FeedPlan:
     """
 
     @property
-    def windows_per_step(self) -> int:
+    def sequences_per_step(self) -> int:
         """Windows of one optimiser step over all ranks."""
         return self.accumulate * self.world_size * self.rows_per_device
 
@@ -123,7 +123,7 @@ class StepRead(NamedTuple):
 class StepReader(Protocol):
     """What a feed asks for the rows of a step."""
 
-    plan: FeedPlan
+    plan: BatchPlan
     shapes: tuple[Shape, ...]
     """Every shape that a step can have."""
     dtype: np.dtype[Any]
@@ -142,12 +142,12 @@ class StepReader(Protocol):
         """Return the shape of the step that begins at `position`."""
 
     def read(
-        self, position: int, windows_NW: Array, mask_NT: Array | None, doc_ids_NT: Array | None
+        self, position: int, sequences_NW: Array, mask_NT: Array | None, doc_ids_NT: Array | None
     ) -> StepRead:
         """Write this rank's rows of the step that begins at `position`, and return what all ranks
         read.
 
-        Shapes:  windows_NW (A * B, T + 1); mask_NT, doc_ids_NT (A * B, T), None where there are
+        Shapes:  sequences_NW (A * B, T + 1); mask_NT, doc_ids_NT (A * B, T), None where there are
                  none.
         """
 
@@ -155,13 +155,13 @@ class StepReader(Protocol):
         """Get ready for the rows of the next `steps` steps, as far as the reading needs it."""
 
 
-class WindowSteps:
+class SequenceSteps:
     """Steps of windows, all of one shape, cut out of the packed line. A position counts windows
     over all epochs and ranks.
     """
 
-    def __init__(self, split: Windowed, plan: FeedPlan, windows: WindowReader) -> None:
-        if not split.num_windows(plan.seq_len):
+    def __init__(self, split: SplitReader, plan: BatchPlan, windows: SequenceReader) -> None:
+        if not split.num_sequences(plan.seq_len):
             raise too_short(split, plan.seq_len)
         self.plan = plan
         self.shapes = (Shape(plan.rows_per_device, plan.seq_len),)
@@ -178,61 +178,61 @@ class WindowSteps:
     @property
     def steps_per_epoch(self) -> float:
         """Steps that read every window once: not a whole number, an epoch begins inside a step."""
-        return self._split.num_windows(self.plan.seq_len) / self.plan.windows_per_step
+        return self._split.num_sequences(self.plan.seq_len) / self.plan.sequences_per_step
 
     @property
     def tokens_per_epoch(self) -> int:
         """Targets of all windows."""
-        return self._split.num_windows(self.plan.seq_len) * self.plan.seq_len
+        return self._split.num_sequences(self.plan.seq_len) * self.plan.seq_len
 
     def shape_at(self, position: int) -> Shape:
         """Return the one shape there is."""
         return self.shapes[0]
 
     def read(
-        self, position: int, windows_NW: Array, mask_NT: Array | None, doc_ids_NT: Array | None
+        self, position: int, sequences_NW: Array, mask_NT: Array | None, doc_ids_NT: Array | None
     ) -> StepRead:
         """Write this rank's windows of the step that begins at `position`, and return what all
         ranks read.
 
-        Shapes:  windows_NW (A * B, T + 1); mask_NT, doc_ids_NT (A * B, T), None where there are
+        Shapes:  sequences_NW (A * B, T + 1); mask_NT, doc_ids_NT (A * B, T), None where there are
                  none.
         """
         indices, seq_len = self._indices(position), self.plan.seq_len
-        self._windows.read(self._split, indices, windows_NW)
+        self._windows.read(self._split, indices, sequences_NW)
         if mask_NT is not None:
             self._split.read_mask(indices, seq_len, mask_NT)
         if doc_ids_NT is not None:
             self._split.read_document_ids(indices, seq_len, doc_ids_NT)
-        windows = self.plan.windows_per_step
+        windows = self.plan.sequences_per_step
         return StepRead(position + windows, windows * seq_len, windows)
 
     def prime(self, position: int, steps: int, progress: Progress = SILENT) -> None:
         """Let a reader that needs it get ready for the windows of the next `steps` steps, as many
         as it keeps.
         """
-        if not isinstance(self._windows, PrimedWindowReader):
+        if not isinstance(self._windows, PrimedReader):
             return
         plan = self.plan
         with progress.task("Taking the text of the windows", unit="windows") as task:
             for _ in range(steps):
-                indices = self._split.windows_at(
+                indices = self._split.sequences_at(
                     plan.positions(position), plan.seq_len, seed=plan.seed
                 )
                 more = self._windows.prime(self._split, indices, plan.seq_len)
                 task.advance(len(indices))
                 if not more:
                     break
-                position += plan.windows_per_step
+                position += plan.sequences_per_step
 
     def _indices(self, position: int) -> Array:
         """Return the windows of one step, worked out for many steps at a time."""
-        step, rest = divmod(position - self._first, self.plan.windows_per_step)
+        step, rest = divmod(position - self._first, self.plan.sequences_per_step)
         if rest or not 0 <= step < len(self._ahead):
             own = self.plan.positions(position)
-            starts = np.arange(max(WORKED_OUT // len(own), 1)) * self.plan.windows_per_step
+            starts = np.arange(max(WORKED_OUT // len(own), 1)) * self.plan.sequences_per_step
             positions = (starts[:, np.newaxis] + own).reshape(-1)
-            self._ahead = self._split.windows_at(
+            self._ahead = self._split.sequences_at(
                 positions, self.plan.seq_len, seed=self.plan.seed
             ).reshape(-1, len(own))
             self._first, step = position, 0
@@ -262,7 +262,7 @@ def check_documents(doc_ids_BT: Array, most_documents: Callable[[int, int], int]
         )
 
 
-def too_short(split: Windowed, seq_len: int) -> DataError:
+def too_short(split: SplitReader, seq_len: int) -> DataError:
     """Return the error for a split without one window."""
     return DataError(
         f"The {split.name} split holds {split.num_tokens} tokens; one window of data.seq_len={seq_len} needs {seq_len + 1}.",

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flatout.data.load.batches import StepReader, WindowReader, check_documents
+from flatout.data.load.batches import SequenceReader, StepReader, check_documents
 from flatout.data.store.shards import Split
 from flatout.progress import SILENT, Progress
 
@@ -51,7 +51,7 @@ class StepBatch:
     the batch.
     """
 
-    windows_ABW: Tensor
+    sequences_ABW: Tensor
     """uint16, or int32 for a vocabulary above 65,536: a quarter or half of what int64 would send to
     the device.
     """
@@ -71,28 +71,28 @@ class StepBatch:
     @property
     def seq_len(self) -> int:
         """Inputs of a row."""
-        return self.windows_ABW.shape[2] - 1
+        return self.sequences_ABW.shape[2] - 1
 
     @property
     def num_micro_batches(self) -> int:
         """How many micro-batches the step has."""
-        return len(self.windows_ABW)
+        return len(self.sequences_ABW)
 
     def micro_batches(self) -> Iterator[MicroBatch]:
         """Yield the step's micro-batches; tokens become int64 here, on the device."""
-        for a, windows_BW in enumerate(self.windows_ABW):
+        for a, sequences_BW in enumerate(self.sequences_ABW):
             mask_BT = None if self.mask_ABT is None else self.mask_ABT[a]
             doc_ids_BT = None if self.doc_ids_ABT is None else self.doc_ids_ABT[a]
-            yield _micro_batch(windows_BW, mask_BT, doc_ids_BT)
+            yield _micro_batch(sequences_BW, mask_BT, doc_ids_BT)
 
 
 def _micro_batch(
-    windows_BW: Tensor, mask_BT: Tensor | None, doc_ids_BT: Tensor | None
+    sequences_BW: Tensor, mask_BT: Tensor | None, doc_ids_BT: Tensor | None
 ) -> MicroBatch:
-    targets_BT = _plain(windows_BW[:, 1:])
+    targets_BT = _plain(sequences_BW[:, 1:])
     if mask_BT is not None:
         targets_BT.masked_fill_(~mask_BT, IGNORED)
-    return MicroBatch(_plain(windows_BW[:, :-1]), targets_BT, doc_ids_BT)
+    return MicroBatch(_plain(sequences_BW[:, :-1]), targets_BT, doc_ids_BT)
 
 
 def _plain(tokens_BT: Tensor) -> Tensor:
@@ -138,19 +138,21 @@ class _Buffer:
         if self._copied is not None:
             self._copied.synchronize()
         rows, seq_len = self._steps.shape_at(position)
-        windows_NW = self._rows(self._windows, rows, seq_len + 1)
+        sequences_NW = self._rows(self._windows, rows, seq_len + 1)
         mask_NT, doc_ids_NT = (
             self._rows(flat, rows, seq_len) for flat in (self._mask, self._doc_ids)
         )
         mask, doc_ids = (
             None if tensor is None else tensor.numpy() for tensor in (mask_NT, doc_ids_NT)
         )
-        read = self._steps.read(position, windows_NW.numpy().view(self._steps.dtype), mask, doc_ids)
+        read = self._steps.read(
+            position, sequences_NW.numpy().view(self._steps.dtype), mask, doc_ids
+        )
         if doc_ids is not None:
             for micro_BT in doc_ids.reshape(self._accumulate, -1, seq_len):
                 check_documents(micro_BT, self._steps.plan.most_documents)
         batch = StepBatch(
-            self._copy(windows_NW),
+            self._copy(sequences_NW),
             self._copy(mask_NT),
             self._copy(doc_ids_NT),
             **read._asdict(),
@@ -316,7 +318,7 @@ class _ReadAhead:
         if copied is not None:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(copied)
-            for tensor in (batch.windows_ABW, batch.mask_ABT, batch.doc_ids_ABT):
+            for tensor in (batch.sequences_ABW, batch.mask_ABT, batch.doc_ids_ABT):
                 if tensor is not None:
                     tensor.record_stream(
                         stream
@@ -339,7 +341,7 @@ def evaluation_batches(
     rows: int,
     *,
     device: str,
-    windows: WindowReader,
+    windows: SequenceReader,
     rank: int = 0,
     world_size: int = 1,
     max_tokens: int | None = None,
@@ -352,7 +354,7 @@ def evaluation_batches(
     All batches have one shape and all ranks get the same number of them: what is missing of the
     last window, and windows that are missing, are padded with token 0 and the target -1.
     `max_tokens` takes the first so many targets only. A split of fewer than two tokens has no
-    target and yields nothing. `most_documents` is as in `FeedPlan`.
+    target and yields nothing. `most_documents` is as in `BatchPlan`.
 
     Shapes:  yields tokens_BT, targets_BT (rows, seq_len).
     Raises:  DataError when a batch has more documents than attention takes.
@@ -360,18 +362,18 @@ def evaluation_batches(
     num_targets = max(
         min(split.num_tokens - 1, split.num_tokens if max_tokens is None else max_tokens), 0
     )
-    num_windows = -(-num_targets // seq_len)
-    for first in range(0, num_windows, rows * world_size):
+    num_sequences = -(-num_targets // seq_len)
+    for first in range(0, num_sequences, rows * world_size):
         indices = np.arange(first + rank * rows, first + (rank + 1) * rows)
-        indices = indices[indices < num_windows]
-        windows_BW = np.zeros((rows, seq_len + 1), split.dtype)
+        indices = indices[indices < num_sequences]
+        sequences_BW = np.zeros((rows, seq_len + 1), split.dtype)
         counts_BT = np.zeros((rows, seq_len), np.bool_)
-        whole = int((indices < split.num_windows(seq_len)).sum())
+        whole = int((indices < split.num_sequences(seq_len)).sum())
         if whole:
-            windows.read(split, indices[:whole], windows_BW[:whole])
+            windows.read(split, indices[:whole], sequences_BW[:whole])
         if whole < len(indices):
             last = split.read_tokens(int(indices[-1]) * seq_len, split.num_tokens)
-            windows_BW[whole, : len(last)] = last
+            sequences_BW[whole, : len(last)] = last
         for row, window in enumerate(indices):
             start = int(window) * seq_len + 1
             stop = min(start + seq_len, num_targets + 1)
@@ -384,7 +386,7 @@ def evaluation_batches(
             split.read_document_ids(indices, seq_len, doc_ids_BT[: len(indices)])
             check_documents(doc_ids_BT, most_documents)
         yield _micro_batch(
-            *(_on_device(array, device) for array in (windows_BW, counts_BT, doc_ids_BT))
+            *(_on_device(array, device) for array in (sequences_BW, counts_BT, doc_ids_BT))
         )
 
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flatout.data.load.batches import FeedPlan, Shape, StepRead
+from flatout.data.load.batches import BatchPlan, Shape, StepRead
 from flatout.data.store.order import shuffled
 from flatout.data.store.shards import Split
 from flatout.errors import DataError
@@ -59,7 +59,7 @@ class BucketedSteps:
     has_document_ids = False
     """A row is one document, so attention has nothing to keep apart."""
 
-    def __init__(self, split: Split, plan: FeedPlan, _windows: object) -> None:
+    def __init__(self, split: Split, plan: BatchPlan, _windows: object) -> None:
         starts, sizes = rows_of(split.document_ends, plan.seq_len)
         if not len(starts):
             raise DataError(
@@ -98,12 +98,12 @@ class BucketedSteps:
         return self._shape(self._buckets[self._step(position)[0]])
 
     def read(
-        self, position: int, windows_NW: Array, mask_NT: Array | None, doc_ids_NT: Array | None
+        self, position: int, sequences_NW: Array, mask_NT: Array | None, doc_ids_NT: Array | None
     ) -> StepRead:
         """Write this rank's rows of the step at `position`, 0 and False behind a document's end,
         and return what all ranks read.
 
-        Shapes:  windows_NW (N, T + 1); mask_NT (N, T); doc_ids_NT None.
+        Shapes:  sequences_NW (N, T + 1); mask_NT (N, T); doc_ids_NT None.
         """
         number, group = self._step(position)
         bucket = self._buckets[number]
@@ -120,7 +120,7 @@ class BucketedSteps:
             self._starts[rows[places[there]]],
             self._sizes[rows[places[there]]],
         )
-        self._split.read_spans(starts, np.where(there, sizes + 1, 0), windows_NW)
+        self._split.read_spans(starts, np.where(there, sizes + 1, 0), sequences_NW)
         assert mask_NT is not None, "a bucket's rows have a mask always"
         if self._split.has_mask:
             self._split.read_mask_spans(starts + 1, sizes, mask_NT)
@@ -186,10 +186,10 @@ def row_lengths(seq_len: int) -> list[int]:
     return lengths
 
 
-def _buckets(lengths: list[int], counts: Array, plan: FeedPlan) -> list[_Bucket]:
+def _buckets(lengths: list[int], counts: Array, plan: BatchPlan) -> list[_Bucket]:
     found, first, carried = [], 0, 0
     for seq_len, own in zip(lengths, counts.tolist(), strict=True):
-        rows_per_step = plan.windows_per_step * (plan.seq_len // seq_len)
+        rows_per_step = plan.sequences_per_step * (plan.seq_len // seq_len)
         pool = own + carried
         num_steps, carried = divmod(pool, rows_per_step)
         if seq_len == plan.seq_len and carried:

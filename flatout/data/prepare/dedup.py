@@ -23,7 +23,7 @@ from flatout.data.prepare.tokenize import MARK, Assignment
 from flatout.data.prepare.work_dir import WorkFolder
 from flatout.data.store.manifest import SPLITS, SplitName
 from flatout.files import writing
-from flatout.sources import FIRST_NAMED, Document, Place
+from flatout.sources import FIRST_NAMED, Document, RowLocation
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -170,14 +170,16 @@ def without(
     return left
 
 
-def where_dropped(ranges: Sequence[Range], assignment: Assignment, dropped: Dropped) -> list[Place]:
+def where_dropped(
+    ranges: Sequence[Range], assignment: Assignment, dropped: Dropped
+) -> list[RowLocation]:
     """Return where the first documents that are left out are, in the order of the corpus. Their
     ranges are read again for it.
 
     A range in which a document could not be tokenised is passed over: the others cannot be counted
     off.
     """
-    named: list[Place] = []
+    named: list[RowLocation] = []
     for work in ranges:
         drops = {name: dropped.of(work.number, name) for name in SPLITS}
         if any(drop.any() for drop in drops.values()):
@@ -187,15 +189,17 @@ def where_dropped(ranges: Sequence[Range], assignment: Assignment, dropped: Drop
     return named[:FIRST_NAMED]
 
 
-def _where(work: Range, assignment: Assignment, drops: Mapping[SplitName, Array]) -> list[Place]:
-    found: list[Place] = []
+def _where(
+    work: Range, assignment: Assignment, drops: Mapping[SplitName, Array]
+) -> list[RowLocation]:
+    found: list[RowLocation] = []
     counts = dict.fromkeys(SPLITS, 0)
     for job in work.jobs:
         documents = (row for row in job.rows() if isinstance(row, Document))
         for ordinal, row in enumerate(documents, job.first):
             for name, _ in (job.assignment or assignment).pieces(row.text, ordinal):
                 if drops[name][counts[name] : counts[name] + 1].any() and len(found) < FIRST_NAMED:
-                    found.append(row.place)
+                    found.append(row.location)
                 counts[name] += 1
     return found if all(counts[name] == len(drops[name]) for name in SPLITS) else []
 

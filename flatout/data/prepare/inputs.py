@@ -18,8 +18,8 @@ from typing import Any, Self
 
 from pydantic import Field, ValidationError, model_validator
 
+from flatout.cache import CACHE
 from flatout.config.schema import Section
-from flatout.data.prepare.download import check_file, download
 from flatout.data.prepare.stdin import spool_standard_input
 from flatout.documents import parse_yaml
 from flatout.errors import ConfigError, DataError, in_shell
@@ -30,11 +30,10 @@ from flatout.sources import ReadTask, read_tasks_of
 from flatout.sources.files import files_of, first_changed, has_rows, passed_over_in, shared_file
 from flatout.sources.local import matches
 from flatout.sources.originals import LocalFile
-from flatout.sources.remote import is_address
+from flatout.transfer.download import check_file, download
+from flatout.transfer.urls import is_url
 
 STANDARD_INPUT = "-"
-CACHE = Path("~/.cache/flatout")
-"""Where cards' files are kept."""
 
 
 class Card(Section):
@@ -353,7 +352,7 @@ def _marked(parts: list[ReadTask], mark: str) -> list[ReadTask]:
 
 
 def _named_parts(name: str, fields: dict[str, Any]) -> list[ReadTask]:
-    if is_address(name):
+    if is_url(name):
         return _source_parts("files", {"path": name}, fields)
     source, _, rest = name.partition(":")
     key = source.replace("_", "-")

@@ -14,7 +14,8 @@ from flatout.data.prepare.ranges import RangeRecord
 from flatout.data.store.manifest import token_dtype
 from flatout.errors import DataError
 from flatout.files import Unfinished
-from flatout.sources import FIRST_NAMED, Place
+from flatout.progress import readable_size
+from flatout.sources import FIRST_NAMED, RowLocation
 from flatout.sources.packed import CANNOT_BE_READ
 
 if TYPE_CHECKING:
@@ -43,14 +44,9 @@ def check_space(out: Path, part_bytes: Sequence[int], tokenizer: Tokenizer) -> N
     needed, free = int(size + min(size, SHARD_BYTES)), shutil.disk_usage(place).free
     if all(part_bytes) and needed > free:
         raise DataError(
-            f"The data set takes about {in_words(needed)} while it is made, and {in_words(free)} are free in {place}.",
+            f"The data set takes about {readable_size(needed)} while it is made, and {readable_size(free)} are free in {place}.",
             fix="Make room there, choose another --out, or take less text with --max-bytes.",
         )
-
-
-def in_words(size: int) -> str:
-    """Return a number of bytes in a person's unit."""
-    return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"
 
 
 class BadRowLimit:
@@ -65,8 +61,8 @@ class BadRowLimit:
         self._most = most
         self._num_bytes = num_bytes
         self._rows = self._bad = self._unread_bytes = 0
-        self._first: tuple[Place, str] | None = None
-        self._damaged: list[Place] = []
+        self._first: tuple[RowLocation, str] | None = None
+        self._damaged: list[RowLocation] = []
 
     def add(self, record: RangeRecord) -> None:
         """Count those of the next range.

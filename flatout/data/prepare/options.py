@@ -12,7 +12,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from flatout.data.prepare.inputs import CACHE, Corpus, load_card, on_both_sides, open_corpus
+from flatout.cache import CACHE
+from flatout.data.prepare.inputs import Corpus, load_card, on_both_sides, open_corpus
 from flatout.data.prepare.limits import check_space
 from flatout.data.prepare.ranges import Range, make_ranges
 from flatout.data.prepare.sample import prompts_and_texts_of, sample_texts, texts_by_hash, texts_of

@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from flatout.cache import CACHE
 from flatout.data.prepare.dedup import find_duplicates, where_dropped, without
-from flatout.data.prepare.inputs import CACHE, require_unchanged
+from flatout.data.prepare.inputs import require_unchanged
 from flatout.data.prepare.limits import BadRowLimit
 from flatout.data.prepare.local_workers import Crew, Setup, Workers
 from flatout.data.prepare.merge import check, join
@@ -38,7 +39,7 @@ from flatout.progress import SILENT, Progress, Task
 from flatout.registry import unknown_name
 from flatout.sources import ReadTask
 from flatout.sources.packed import NotHandedOut
-from flatout.sources.remote import Unreachable
+from flatout.transfer.connection import Unreachable
 
 BYTES_PER_WORKER = 8_000_000
 """Below so much text each, another process costs more than it saves."""

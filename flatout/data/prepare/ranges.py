@@ -22,7 +22,7 @@ from flatout.data.prepare.tokenize import Job, Packing, Skipped, Tell, pack, sto
 from flatout.data.store.manifest import SPLITS, FileEntry, SplitName, token_dtype
 from flatout.errors import DataError, without_secrets
 from flatout.files import CheckedFile, sync, write_whole, writing
-from flatout.sources import Place
+from flatout.sources import RowLocation
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -82,7 +82,7 @@ class RangeSplit(_Record):
     """
 
 
-def _stored(place: Place) -> tuple[str, int | None]:
+def _stored(place: RowLocation) -> tuple[str, int | None]:
     """Return a place as JSON can hold it, also where the file's name is not UTF-8."""
     return quote(without_secrets(place.name), safe="/:, ", errors="surrogateescape"), place.offset
 
@@ -90,12 +90,12 @@ def _stored(place: Place) -> tuple[str, int | None]:
 def _restored(stored: Any) -> Any:
     return (
         stored
-        if isinstance(stored, Place)
-        else Place(unquote(stored[0], errors="surrogateescape"), stored[1])
+        if isinstance(stored, RowLocation)
+        else RowLocation(unquote(stored[0], errors="surrogateescape"), stored[1])
     )
 
 
-StoredPlace = Annotated[Place, BeforeValidator(_restored), PlainSerializer(_stored)]
+StoredPlace = Annotated[RowLocation, BeforeValidator(_restored), PlainSerializer(_stored)]
 """Where a row is. Its line is looked up for the few that are told of, not for every range's first.
 """
 
@@ -212,7 +212,7 @@ class RangeWriter:
                 for reason, count in skipped.counts.items()
             ),
             bad_rows=skipped.bad,
-            first_bad=(first.place, storable(first.what))
+            first_bad=(first.location, storable(first.what))
             if (first := skipped.first_bad) is not None
             else None,
             unread_bytes=skipped.unread_bytes,

@@ -12,7 +12,7 @@ import numpy as np
 from flatout.data.store.manifest import SPLITS, SkippedEntry, SplitName
 from flatout.data.tokenizers.base import PIECE_CHARACTERS, NotEncodable
 from flatout.errors import without_secrets
-from flatout.sources import FIRST_NAMED, BadRow, Document, LeftOut, Place, ReadTask, Row
+from flatout.sources import FIRST_NAMED, BadRow, Document, LeftOut, ReadTask, Row, RowLocation
 from flatout.sources.long import LongText, Text, chunks_of
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ class Skipped:
     """Rows left out, counted by reason, the first of each named."""
 
     counts: dict[str, int] = field(default_factory=dict)
-    first: dict[str, list[Place]] = field(default_factory=dict)
+    first: dict[str, list[RowLocation]] = field(default_factory=dict)
     bad: int = 0
     """How many of them were bad rows; the others a source left out by its own rule."""
     first_bad: BadRow | None = None
@@ -160,7 +160,7 @@ class Skipped:
     """Documents that were not left out but cut where validation begins: each split has counted one.
     """
 
-    def add(self, reason: str, places: Sequence[Place], count: int = 1) -> None:
+    def add(self, reason: str, places: Sequence[RowLocation], count: int = 1) -> None:
         """Count rows, the first of which are at these places."""
         self.counts[reason] = self.counts.get(reason, 0) + count
         named = self.first.setdefault(reason, [])
@@ -272,7 +272,7 @@ def _pack_job(
     assignment = job.assignment or packing.assignment
     for row in job.rows():
         if isinstance(row, LeftOut):
-            skipped.add(row.reason, [row.place], row.count)
+            skipped.add(row.reason, [row.location], row.count)
         elif isinstance(row, BadRow):
             skip_or_raise(row, skipped, packing.on_bad_row)
         else:
@@ -329,7 +329,7 @@ def skip_or_raise(row: BadRow, skipped: Skipped, on_bad_row: OnBadRow) -> None:
     skipped.bad += 1
     skipped.first_bad = skipped.first_bad or row
     skipped.unread_bytes += row.unread_bytes
-    skipped.add(row.reason, [row.place])
+    skipped.add(row.reason, [row.location])
 
 
 class _Packer:

@@ -1,20 +1,16 @@
-"""A data set to an address: prepared in the cache, in the home of the address (fetch.py), then sent
-file by file, the manifest last.
+"""Prepares a dataset in the cache and sends it to a URL, the manifest last.
 
-An address that has a manifest is whole. Before that, `upload.json` there says whose half it is.
-What was sent becomes this machine's copy of the address.
+A URL that has a manifest holds a complete dataset. Until then `upload.json` there says which dataset
+is being sent. What was sent becomes this machine's copy of the URL.
 """
 
 from __future__ import annotations
 
-import base64
-import contextlib
 import hashlib
-import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,52 +18,46 @@ from typing import Any, NoReturn
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from flatout.data.prepare.inputs import CACHE
+from flatout.cache import CACHE
 from flatout.data.prepare.options import Request, difference, open_request
 from flatout.data.prepare.pipeline import Engine, Options, check_workers, local, prepare_request
 from flatout.data.store.manifest import MANIFEST, FileEntry, Manifest, parse_manifest
 from flatout.data.store.remote import (
-    copy_of,
-    home_of,
-    in_cache,
-    manifest_at,
-    owned,
-    stored_address,
-    stored_blocks,
+    cache_dir_of,
+    copy_dir_of,
+    dataset_url,
+    explaining_cache_errors,
+    locked,
+    manifest_bytes,
 )
 from flatout.data.store.shards import Dataset
-from flatout.data.store.transfers import Transfers
 from flatout.errors import DataError
 from flatout.files import entry_of, write_text
 from flatout.progress import SILENT, Progress
-from flatout.sources.remote import locate, patiently, protocol_of, read_remote
+from flatout.transfer.parallel import Transfers
+from flatout.transfer.reading import Description, read_remote
+from flatout.transfer.sending import RemoteFolder
 
 CLAIM = "upload.json"
 PROBE = ".flatout-probe"
 FORMAT_VERSION = 1
-PART_BYTES = 8 << 20
-"""Larger files go in parts of this size; S3 makes the checksum it states of the parts'."""
-_OPTIONS: dict[str, dict[str, Any]] = {
-    **{protocol: {"chunksize": PART_BYTES, "max_concurrency": 1} for protocol in ("s3", "s3a")},
-    **{protocol: {"chunksize": PART_BYTES} for protocol in ("gs", "gcs")},
-}
-_ONLY_READ = ("http", "https", "hf")
+_CHOOSE_ANOTHER = "Choose another --out, or remove what is there."
 
 
 @dataclass(frozen=True)
 class Uploaded:
-    """A data set at an address, and what it took."""
+    """A dataset at a URL, and how it got there."""
 
     path: str
-    """The address."""
+    """The URL."""
     manifest: Manifest
     seconds: float
     existed: bool
-    """Whether the address held this very data set before."""
+    """Whether the URL already held this dataset."""
 
 
 class Claim(BaseModel):
-    """upload.json: which data set is being sent to an address."""
+    """upload.json: which dataset is being sent to a URL."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -76,12 +66,12 @@ class Claim(BaseModel):
     manifest: str
     """SHA-256 of the manifest that comes last."""
     source: dict[str, Any]
-    """What the manifest says of the text."""
+    """The source entry of that manifest."""
 
 
 def prepare_upload(
     sources: Sequence[str],
-    address: str,
+    url: str,
     options: Options,
     *,
     from_file: str | None = None,
@@ -90,218 +80,133 @@ def prepare_upload(
     cache: Path = CACHE,
     progress: Progress = SILENT,
 ) -> Uploaded:
-    """Prepare the data set of some sources and send it to an address, which then holds all of it,
-    or has no manifest.
+    """Prepare a dataset and send it to a URL, which then holds all of it or has no manifest.
 
-    Both go on where an earlier call was stopped. An address that holds this very data set is left
-    as it is.
+    Both steps resume where an earlier call stopped. A URL that already holds this dataset is left
+    unchanged.
 
-    Raises: DataError before anything is prepared when the address cannot be written or holds
-            anything else; MissingPackage.
+    Raises: DataError before anything is prepared when the URL cannot be written or holds anything
+            else; MissingPackage.
     """
     started = time.perf_counter()
     check_workers(workers)
-    store = Store(address)
-    home = home_of(store.address, cache)
-    folder = home / "work" / home.name.rpartition("-")[0]
-    with owned(home, partial(_refuse, store.address)):
-        written, claim = store.look()
-        if written is None:
-            store.try_writing()
+    remote = RemoteFolder(dataset_url(url))
+    cache_dir = cache_dir_of(remote.url, cache)
+    folder = cache_dir / "work" / cache_dir.name.rpartition("-")[0]
+    with locked(cache_dir, partial(_refuse, remote.url)):
+        uploaded, claim = _state_of(remote)
+        if uploaded is None:
+            _probe(remote)
         request = open_request(
             sources, folder, options, from_file=from_file, cache=cache, progress=progress
         )
-        if written is not None:
+        if uploaded is not None:
             manifest = parse_manifest(
-                written.decode("utf-8", errors="replace"), f"{store.address}/{MANIFEST}"
+                uploaded.decode("utf-8", errors="replace"), f"{remote.url}/{MANIFEST}"
             )
-            _require_same(f"{store.address} holds", manifest.source, request)
+            _require_same(f"{remote.url} contains a", manifest.source, request)
             progress.say(
-                f"{store.address} already holds this data set: {manifest.tokens:,} tokens. Nothing to do."
+                f"{remote.url} already contains this dataset: {manifest.tokens:,} tokens. Nothing to do."
             )
         else:
             if claim is not None:
-                _require_same(f"{store.address} holds half of", claim.source, request)
+                _require_same(f"{remote.url} contains an unfinished,", claim.source, request)
             progress.say(
-                f"The data set is prepared in {folder.parent}, then sent to {store.address}."
+                f"Preparing the dataset in {folder.parent}, then sending it to {remote.url}."
             )
-            manifest = _prepared(request, folder, workers, engine)
-            _send(store, folder, manifest, claim, progress)
-        _keep(folder, home, written)
+            manifest = _prepare(request, folder, workers, engine)
+            _send(remote, folder, manifest, claim, progress)
+        _keep(folder, cache_dir, uploaded)
     return Uploaded(
-        store.address, manifest, time.perf_counter() - started, existed=written is not None
+        remote.url, manifest, time.perf_counter() - started, existed=uploaded is not None
     )
 
 
-def _refuse(address: str) -> NoReturn:
+def _refuse(url: str) -> NoReturn:
     raise DataError(
-        f"Another process on this machine is preparing or fetching {address}.",
+        f"Another process on this machine is preparing or fetching {url}.",
         fix="Wait for it, or choose another --out.",
     )
 
 
-def _require_same(place: str, there: Mapping[str, Any], request: Request) -> None:
-    different = difference(there, request.source)
+def _require_same(holder: str, source: Mapping[str, Any], request: Request) -> None:
+    different = difference(source, request.source)
     if different:
-        raise DataError(
-            f"{place} another data set: {different}.",
-            fix="Choose another --out, or remove what is there.",
-        )
+        raise DataError(f"{holder} different dataset: {different}.", fix=_CHOOSE_ANOTHER)
 
 
-def _prepared(request: Request, folder: Path, workers: int | None, engine: Engine) -> Manifest:
-    """Return the manifest of the folder, in which the data set is prepared unless it is there from
-    a call that could not send it.
-    """
+def _prepare(request: Request, folder: Path, workers: int | None, engine: Engine) -> Manifest:
+    """Prepare the dataset in `folder`, unless an earlier call did, and return its manifest."""
     if not (folder / MANIFEST).is_file():
         return prepare_request(request, folder, workers, engine).manifest
     manifest = Dataset.open(folder).manifest
-    _require_same(f"{folder} waits to be sent and holds", manifest.source, request)
-    request.progress.say(f"{folder} was prepared before.")
+    _require_same(f"{folder}, which waits to be sent, contains a", manifest.source, request)
+    request.progress.say(f"{folder} was already prepared.")
     return manifest
 
 
-def _keep(folder: Path, home: Path, written: bytes | None) -> None:
-    """Let what was prepared become this machine's copy of the address, unless there is one, or
-    another manifest is `written` there.
-    """
-    with in_cache(home):
+def _keep(folder: Path, cache_dir: Path, uploaded: bytes | None) -> None:
+    """Make what was prepared this machine's copy of the URL, unless another manifest is there."""
+    with explaining_cache_errors(cache_dir):
         if (folder / MANIFEST).is_file():
             own = (folder / MANIFEST).read_bytes()
-            copy = copy_of(home, own)
-            if written in (None, own) and not (copy / MANIFEST).is_file():
+            copy = copy_dir_of(cache_dir, own)
+            if uploaded in (None, own) and not (copy / MANIFEST).is_file():
                 shutil.rmtree(copy, ignore_errors=True)
                 folder.replace(copy)
         shutil.rmtree(folder.parent, ignore_errors=True)
 
 
-class Store:
-    """A folder of a store, to write a data set to.
+def _state_of(remote: RemoteFolder) -> tuple[bytes | None, Claim | None]:
+    """Return the manifest and the claim at a URL, None for each that is not there.
 
-    Raises: DataError when that kind of address is only read; MissingPackage.
+    Raises: DataError when anything else is there, or it cannot be read.
     """
-
-    def __init__(self, address: str) -> None:
-        self.address = stored_address(address)
-        if protocol_of(address) in _ONLY_READ:
+    names = remote.files()
+    if MANIFEST in names:
+        return manifest_bytes(remote.url), None
+    if CLAIM in names:
+        try:
+            return None, Claim.model_validate_json(read_remote(f"{remote.url}/{CLAIM}"))
+        except ValidationError as error:
             raise DataError(
-                f"{address}: addresses of this kind are only read.",
-                fix="Prepare into a folder, or at s3:// or gs://, and copy it there.",
-            )
-        self._filesystem, self._path = locate(self.address, "write")
-        self._options = _OPTIONS.get(protocol_of(address), {})
+                f"{remote.url}/{CLAIM} was not written by this version of flatout.",
+                fix=_CHOOSE_ANOTHER,
+            ) from error
+    if set(names) - {PROBE}:
+        raise DataError(f"{remote.url} is not empty and is not a dataset.", fix=_CHOOSE_ANOTHER)
+    return None, None
 
-    def look(self) -> tuple[bytes | None, Claim | None]:
-        """Return the manifest and the claim that are there, each None when it is not.
 
-        Raises: DataError when anything else is there, or nothing may be known of it.
-        """
-        names = self.files()
-        if MANIFEST in names:
-            return manifest_at(self.address), None
-        if CLAIM in names:
-            try:
-                return None, Claim.model_validate_json(read_remote(f"{self.address}/{CLAIM}"))
-            except ValidationError as error:
-                raise DataError(
-                    f"{self.address}/{CLAIM} is not of this flatout.",
-                    fix="Choose another --out, or remove what is there.",
-                ) from error
-        if set(names) - {PROBE}:
-            raise DataError(
-                f"{self.address} is not empty and is not a data set.",
-                fix="Choose another --out, or remove what is there.",
-            )
-        return None, None
+def _probe(remote: RemoteFolder) -> None:
+    """Write a small file at the URL and remove it.
 
-    def files(self) -> dict[str, dict[str, Any]]:
-        """Return how the store describes what is in the folder, by name; nothing of a folder that
-        is not there.
-        """
-
-        def find() -> dict[str, dict[str, Any]]:
-            self._filesystem.invalidate_cache()
-            try:
-                found = self._filesystem.ls(self._path, detail=True)
-            except FileNotFoundError:
-                return {}
-            return {
-                name: one
-                for one in found
-                if (name := one["name"].removeprefix(self._path).strip("/"))
-                or one["type"] == "file"
-            }
-
-        return patiently(self.address, find)
-
-    def describe(self, name: str) -> dict[str, Any]:
-        """Return how the store describes a file."""
-        return patiently(
-            f"{self.address}/{name}", lambda: dict(self._filesystem.info(f"{self._path}/{name}"))
-        )
-
-    def try_writing(self) -> None:
-        """Write a tiny file there and remove it.
-
-        Raises: DataError when the store does not let that be done.
-        """
-        with tempfile.NamedTemporaryFile("w", prefix=PROBE) as file:
-            file.write("flatout looks whether it may write here\n")
-            file.flush()
-            self.put(Path(file.name), PROBE)
-        self.remove(PROBE)
-
-    def put(
-        self, path: Path, name: str, advance: Callable[[int], None] = lambda num_bytes: None
-    ) -> None:
-        """Send a file; `advance` is told how many bytes, less than none where they are sent again."""
-        from fsspec.callbacks import Callback
-
-        sent = 0
-
-        def count(size: int | None, value: int, **_: object) -> None:
-            nonlocal sent
-            advance(value - sent)
-            sent = value
-
-        def send() -> None:
-            count(None, 0)
-            self._filesystem.put_file(
-                str(path),
-                f"{self._path}/{name}",
-                callback=Callback(hooks={"sent": count}),
-                **self._options,
-            )
-
-        patiently(self.address, send, where=f"/{name}", doing="write")
-
-    def remove(self, name: str) -> None:
-        """Remove a file."""
-
-        def act() -> None:
-            with contextlib.suppress(FileNotFoundError):
-                self._filesystem.rm_file(f"{self._path}/{name}")
-
-        patiently(self.address, act, where=f"/{name}", doing="write")
+    Raises: DataError when the store does not allow it.
+    """
+    with tempfile.NamedTemporaryFile("w", prefix=PROBE) as file:
+        file.write("flatout checks whether it may write here\n")
+        file.flush()
+        remote.put(Path(file.name), PROBE)
+    remote.remove(PROBE)
 
 
 def _send(
-    store: Store, folder: Path, manifest: Manifest, claim: Claim | None, progress: Progress
+    remote: RemoteFolder, folder: Path, manifest: Manifest, claim: Claim | None, progress: Progress
 ) -> None:
-    """Send all files, several at once, those that an earlier call sent left out, then the manifest."""
+    """Send the files that an earlier call did not, several at once, then the manifest."""
     own = Claim(
         manifest=hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest(),
         source=manifest.source,
     )
-    there = store.files() if claim == own else {}
-    written = folder.parent / CLAIM
-    with in_cache(written):
-        write_text(written, own.model_dump_json() + "\n")
+    sent = remote.files() if claim == own else {}
+    claim_path = folder.parent / CLAIM
+    with explaining_cache_errors(claim_path):
+        write_text(claim_path, own.model_dump_json() + "\n")
     if claim != own:
-        store.put(written, CLAIM)
+        remote.put(claim_path, CLAIM)
     entries = [*manifest.files, entry_of(folder / manifest.tokenizer.file)]
     with progress.task(
-        f"Sending {store.address}",
+        f"Sending {remote.url}",
         total=sum(entry.size_bytes for entry in entries) / 1e6,
         unit="MB",
     ) as task:
@@ -309,66 +214,35 @@ def _send(
         transfers.run(
             [
                 partial(
-                    _send_file, store, folder / entry.name, entry, there.get(entry.name), transfers
+                    _send_file, remote, folder / entry.name, entry, sent.get(entry.name), transfers
                 )
                 for entry in entries
             ]
         )
-    store.put(folder / MANIFEST, MANIFEST)
-    if manifest_at(store.address) != (folder / MANIFEST).read_bytes():
-        store.remove(MANIFEST)
-        raise _changed(store, MANIFEST)
-    store.remove(CLAIM)
+    remote.put(folder / MANIFEST, MANIFEST)
+    if manifest_bytes(remote.url) != (folder / MANIFEST).read_bytes():
+        remote.remove(MANIFEST)
+        raise _altered(remote, MANIFEST)
+    remote.remove(CLAIM)
 
 
 def _send_file(
-    store: Store, path: Path, entry: FileEntry, there: dict[str, Any] | None, transfers: Transfers
+    remote: RemoteFolder,
+    path: Path,
+    entry: FileEntry,
+    sent: Description | None,
+    transfers: Transfers,
 ) -> None:
-    if there is not None and _is_same(store, there, path, entry):
+    if sent is not None and remote.holds(path, entry, sent):
         transfers.advance(entry.size_bytes)
         return
-    store.put(path, entry.name, transfers.advance)
-    if not _is_same(store, store.describe(entry.name), path, entry):
-        raise _changed(store, entry.name)
+    remote.put(path, entry.name, transfers.advance)
+    if not remote.holds(path, entry, remote.describe(entry.name)):
+        raise _altered(remote, entry.name)
 
 
-def _changed(store: Store, name: str) -> DataError:
+def _altered(remote: RemoteFolder, name: str) -> DataError:
     return DataError(
-        f"{store.address}/{name} is not what was sent.",
-        fix="Run the same command again; if it stays, the store or the way to it is at fault.",
+        f"{remote.url}/{name} is not what was sent.",
+        fix="Run the same command again; if this repeats, the store or the network alters files.",
     )
-
-
-def _is_same(store: Store, there: Mapping[str, Any], path: Path, entry: FileEntry) -> bool:
-    """Say whether the store holds this file: by its size and, where it gives one, its MD5. Some
-    encrypt, and give another number: then it is read.
-    """
-    if there.get("size") != entry.size_bytes:
-        return False
-    stated = _stated_md5(there)
-    return (
-        stated is None
-        or stated in _md5s(path)
-        or all(problem is None for _, problem in stored_blocks(store.address, entry))
-    )
-
-
-def _stated_md5(there: Mapping[str, Any]) -> str | None:
-    """Return the MD5 in a file's description, in S3's form; None where there is none."""
-    tag = str(there.get("ETag", "")).strip('"')
-    if re.fullmatch(r"[0-9a-f]{32}(-\d+)?", tag):
-        return tag
-    return base64.b64decode(there["md5Hash"]).hex() if there.get("md5Hash") else None
-
-
-def _md5s(path: Path) -> set[str]:
-    """Return the MD5 of a file, and S3's of one that is sent in parts: that of its parts' MD5s, and
-    how many.
-    """
-    whole, parts = hashlib.md5(usedforsecurity=False), []
-    with path.open("rb") as file:
-        while part := file.read(PART_BYTES):
-            whole.update(part)
-            parts.append(hashlib.md5(part, usedforsecurity=False).digest())
-    joined = hashlib.md5(b"".join(parts), usedforsecurity=False).hexdigest()
-    return {whole.hexdigest(), f"{joined}-{len(parts)}"}

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from flatout.data.store.manifest import SplitName
-from flatout.data.store.remote import open_place
+from flatout.data.store.remote import open_dataset
 from flatout.data.store.shards import Dataset, Split
 from flatout.errors import ConfigError, DataError, in_shell
 from flatout.progress import SILENT, Progress
@@ -38,7 +38,7 @@ LONGEST_PERIOD = 65_536
 
 
 @dataclass(frozen=True)
-class Part:
+class Member:
     """One data set and its share of the windows."""
 
     name: str
@@ -51,8 +51,8 @@ class Part:
 class MixedDataset:
     """Several data sets of one tokenizer, opened for reading as one."""
 
-    def __init__(self, parts: Sequence[Part], turns: Sequence[int]) -> None:
-        self.parts = tuple(parts)
+    def __init__(self, members: Sequence[Member], turns: Sequence[int]) -> None:
+        self.members = tuple(members)
         self._turns = tuple(turns)
         self._splits: dict[str, MixedSplit] = {}
 
@@ -65,33 +65,33 @@ class MixedDataset:
         different tokenizers.
         """
         turns = whole_turns(mix)
-        datasets = [open_place(place, progress=progress) for place in mix]
+        datasets = [open_dataset(place, progress=progress) for place in mix]
         for number, dataset in enumerate(datasets):
             _require_one_tokenizer(datasets[0], dataset)
             if dataset.path.resolve() in {other.path.resolve() for other in datasets[:number]}:
                 raise ConfigError(
-                    f"data.mix names {dataset.place} twice.",
+                    f"data.mix names {dataset.origin} twice.",
                     fix="Name it once, with the sum of its weights.",
                 )
-        names = distinct_names([dataset.place for dataset in datasets])
+        names = distinct_names([dataset.origin for dataset in datasets])
         shares = [turn / sum(turns) for turn in turns]
-        return cls([Part(*of_one) for of_one in zip(names, datasets, shares, strict=True)], turns)
+        return cls([Member(*of_one) for of_one in zip(names, datasets, shares, strict=True)], turns)
 
     @property
     def vocab_size(self) -> int:
         """Token ids are below this."""
-        return self.parts[0].dataset.vocab_size
+        return self.members[0].dataset.vocab_size
 
     @property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of all of them."""
-        return self.parts[0].dataset.tokenizer
+        return self.members[0].dataset.tokenizer
 
     def split(self, name: SplitName) -> MixedSplit:
         """Return `train` or `val` of all sets, in their shares."""
         if name not in self._splits:
             self._splits[name] = MixedSplit(
-                name, [part.dataset.split(name) for part in self.parts], self._turns
+                name, [part.dataset.split(name) for part in self.members], self._turns
             )
         return self._splits[name]
 
@@ -114,14 +114,14 @@ class MixedSplit:
         for number in range(len(splits)):
             self._earlier[self._set_at == number] = np.arange(self._turns[number])
 
-    def num_windows(self, seq_len: int) -> int:
+    def num_sequences(self, seq_len: int) -> int:
         """Return how many whole windows of seq_len + 1 tokens all sets have together.
 
         Raises: DataError when one has none: it cannot have its share.
         """
         return int(self._first_windows(seq_len)[-1])
 
-    def windows_at(self, positions: Array, seq_len: int, *, seed: int) -> Array:
+    def sequences_at(self, positions: Array, seq_len: int, *, seed: int) -> Array:
         """Return the index of the window at each position of the endless reading: which set's turn
         it is, then where that set stands.
 
@@ -134,19 +134,19 @@ class MixedSplit:
         windows = np.empty(len(sets), np.int64)
         for number, split in enumerate(self._splits):
             rows = np.flatnonzero(sets == number)
-            windows[rows] = first[number] + split.windows_at(
+            windows[rows] = first[number] + split.sequences_at(
                 own_positions[rows], seq_len, seed=seed
             )
         return windows
 
-    def read_windows(self, indices: Array, seq_len: int, out: Array) -> None:
+    def read_sequences(self, indices: Array, seq_len: int, out: Array) -> None:
         """Copy windows into `out`.
 
         Shapes:  indices (N,), out (N, T + 1).
         """
         for split, rows, own in self._by_set(indices, seq_len):
             windows = np.empty((len(rows), out.shape[1]), split.dtype)
-            split.read_windows(own, seq_len, windows)
+            split.read_sequences(own, seq_len, windows)
             out[rows] = windows
 
     def read_mask(self, indices: Array, seq_len: int, out: Array) -> None:
@@ -173,7 +173,7 @@ class MixedSplit:
 
     def _first_windows(self, seq_len: int) -> Array:
         """Return the number of each set's first window, and one more: how many there are."""
-        counts = [split.num_windows(seq_len) for split in self._splits]
+        counts = [split.num_sequences(seq_len) for split in self._splits]
         for split, count in zip(self._splits, counts, strict=True):
             if not count:
                 raise DataError(
@@ -204,19 +204,19 @@ def open_data(data: DataConfig, *, progress: Progress = SILENT) -> Dataset | Mix
     if data.mix is not None:
         return MixedDataset.open(data.mix, progress=progress)
     if data.path is not None:
-        return open_place(data.path, progress=progress)
+        return open_dataset(data.path, progress=progress)
     raise ConfigError(
         "data.path is not set: there is nothing to train on.",
         fix="Prepare text with `flatout prepare FILE --out data/mine`, then add data.path=data/mine.",
     )
 
 
-def parts_of(dataset: Dataset | MixedDataset) -> tuple[Part, ...]:
+def members_of(dataset: Dataset | MixedDataset) -> tuple[Member, ...]:
     """Return the data sets of a mix; a single one is the special case, with all of the windows."""
     return (
-        dataset.parts
+        dataset.members
         if isinstance(dataset, MixedDataset)
-        else (Part(distinct_names([dataset.place])[0], dataset, 1.0),)
+        else (Member(distinct_names([dataset.origin])[0], dataset, 1.0),)
     )
 
 
@@ -286,7 +286,7 @@ def _require_one_tokenizer(first: Dataset, other: Dataset) -> None:
         theirs.dtype,
     ):
         raise DataError(
-            f"{first.place} and {other.place} were prepared with different tokenizers, {mine.tokenizer.name} of {mine.vocab_size:,} tokens and "
+            f"{first.origin} and {other.origin} were prepared with different tokenizers, {mine.tokenizer.name} of {mine.vocab_size:,} tokens and "
             f"{theirs.tokenizer.name} of {theirs.vocab_size:,}: one model cannot read both.",
             fix=f"Prepare the second again with the first's: --tokenizer {in_shell(first.path / mine.tokenizer.file)}.",
         )

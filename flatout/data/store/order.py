@@ -2,7 +2,7 @@
 one integer.
 
 Nothing is stored and nothing is shuffled in memory: an epoch is a keyed permutation of
-range(num_windows), evaluated where it is asked for. Seeking costs nothing, and any number of ranks
+range(num_sequences), evaluated where it is asked for. Seeking costs nothing, and any number of ranks
 sees the same order.
 """
 
@@ -19,29 +19,29 @@ ROUNDS = 8
 
 
 def shuffled(
-    positions: np.ndarray[Any, np.dtype[Any]], num_windows: int, *, seed: int
+    positions: np.ndarray[Any, np.dtype[Any]], num_sequences: int, *, seed: int
 ) -> np.ndarray[Any, np.dtype[np.int64]]:
     """Return the window at each position of an endless reading, in which every epoch is another
     permutation.
 
-    Position p lies in epoch p // num_windows. A Feistel network on the next power of four is a
-    permutation of more than num_windows numbers; walking on until the answer is below num_windows
+    Position p lies in epoch p // num_sequences. A Feistel network on the next power of four is a
+    permutation of more than num_sequences numbers; walking on until the answer is below num_sequences
     makes it one of exactly those. These figures are part of the format of a run: changing any of
     them changes what a resumed run reads next.
 
     Shapes:  positions (N,), integers from 0; returns (N,).
-    Cost:    O(1) a position, whatever num_windows is.
+    Cost:    O(1) a position, whatever num_sequences is.
     Source:  cycle walking, Black and Rogaway 2002, "Ciphers with arbitrary finite domains".
     """
     flat = np.asarray(positions).astype(np.uint64)
-    epochs, indices = np.divmod(flat, np.uint64(num_windows))
-    half_bits = (max(num_windows - 1, 0).bit_length() + 1) // 2
+    epochs, indices = np.divmod(flat, np.uint64(num_sequences))
+    half_bits = (max(num_sequences - 1, 0).bit_length() + 1) // 2
     keys = _mix(_mix(np.full_like(epochs, seed % (1 << 64))) + epochs)
     windows = _permute(indices, keys, half_bits)
-    outside = np.flatnonzero(windows >= num_windows)
+    outside = np.flatnonzero(windows >= num_sequences)
     while len(outside):
         windows[outside] = _permute(windows[outside], keys[outside], half_bits)
-        outside = outside[windows[outside] >= num_windows]
+        outside = outside[windows[outside] >= num_sequences]
     return windows.astype(np.int64)
 
 

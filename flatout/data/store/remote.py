@@ -1,9 +1,7 @@
-"""A data set at an address such as s3://bucket/data: fetched once into the cache, every block
-checked, then read as any folder is.
+"""Reads a dataset at a URL such as s3://bucket/data: fetched once into the cache, every block checked.
 
-What is read of one address on this machine lies in its home,
-`~/.cache/flatout/stored/NAME-DIGEST/`: a copy for each state of the data set that was read, named
-by its manifest's digest. A copy that has a manifest is whole.
+All that is kept of one URL lies in `~/.cache/flatout/stored/NAME-DIGEST/`: a copy for each version
+of the dataset that was read, named by its manifest's digest. A copy with a manifest is complete.
 """
 
 from __future__ import annotations
@@ -13,117 +11,96 @@ import fcntl
 import hashlib
 import os
 import shutil
-import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from flatout.data.prepare.inputs import CACHE
-from flatout.data.prepare.limits import in_words
+from flatout.cache import CACHE
 from flatout.data.store.integrity import file_problems
-from flatout.data.store.manifest import (
-    BLOCK_BYTES,
-    MANIFEST,
-    FileEntry,
-    Manifest,
-    parse_manifest,
-    read_manifest,
-)
+from flatout.data.store.manifest import MANIFEST, Manifest, parse_manifest, read_manifest
 from flatout.data.store.shards import Dataset
-from flatout.data.store.transfers import Transfers
 from flatout.errors import DataError, in_shell, without_secrets
 from flatout.files import PART, CheckedFile, expanded, unless_broken
-from flatout.progress import SILENT, Progress
-from flatout.sources.remote import (
-    ATTEMPTS,
-    NothingThere,
-    Unreachable,
-    is_address,
-    open_remote,
-    protocol_of,
-    read_remote,
-)
+from flatout.progress import SILENT, Progress, readable_size
+from flatout.transfer.connection import ATTEMPTS, NothingThere, Unreachable
+from flatout.transfer.parallel import Transfers
+from flatout.transfer.reading import fetch_file, read_remote
+from flatout.transfer.urls import is_url, protocol_of
 
-_MAKE_ROOM = "Make room there and run the same command again: it keeps what is done."
 ATTEMPTS_WITH_COPY = 1
-"""So often a store is asked where a copy can be read when it does not answer; the packages that ask
-try again by themselves.
-"""
+"""Attempts to reach a store when a copy can be read instead; the client packages retry on their own."""
 
 
-def open_place(place: str | Path, *, cache: Path = CACHE, progress: Progress = SILENT) -> Dataset:
-    """Open a data set: a folder, or what lies at an address, which is fetched unless it is in the
-    cache.
+def open_dataset(
+    path_or_url: str | Path, *, cache: Path = CACHE, progress: Progress = SILENT
+) -> Dataset:
+    """Open a dataset in a folder or at a URL; a remote one is fetched unless the cache has it.
 
-    Raises: DataError when there is none, it is not whole, or it cannot be fetched; MissingPackage.
+    Raises: DataError when there is none, it is incomplete, or it cannot be fetched; MissingPackage.
     """
-    if not is_address(str(place)):
-        return Dataset.open(place)
-    address = stored_address(str(place))
-    return Dataset.open(local_copy(address, cache=cache, progress=progress), place=address)
+    if not is_url(str(path_or_url)):
+        return Dataset.open(path_or_url)
+    url = dataset_url(str(path_or_url))
+    return Dataset.open(fetch_dataset(url, cache=cache, progress=progress), origin=url)
 
 
-def absolute_place(place: str) -> str:
-    """Return an address as it is, and a path from the root on."""
-    return place if is_address(place) else str(expanded(place).absolute())
+def absolute_path_or_url(path_or_url: str) -> str:
+    """Return a URL unchanged, and a path as an absolute path."""
+    return path_or_url if is_url(path_or_url) else str(expanded(path_or_url).absolute())
 
 
-def stored_address(address: str) -> str:
-    """Return the address of a data set without a slash at its end.
+def dataset_url(url: str) -> str:
+    """Return the URL of a dataset without a trailing slash.
 
-    Raises: DataError when it is a folder here, or holds a secret, which configurations and
-            manifests would keep.
+    Raises: DataError when it names a local folder, or contains a secret, which configurations and
+            manifests would store.
     """
-    if protocol_of(address) in ("file", "local"):
+    if protocol_of(url) in ("file", "local"):
         raise DataError(
-            f"{address} is a folder of this machine.", fix="Give its path, without file://."
+            f"{url} is a folder on this machine.", fix="Give its path, without file://."
         )
-    if without_secrets(address) != address:
+    if without_secrets(url) != url:
         raise DataError(
-            f"{address}: the address of a data set may hold no user, no password and no query.",
-            fix="Give credentials as its kind of store takes them: by the environment, a profile or a login.",
+            f"{url}: the URL of a dataset must not contain a user, a password or a query.",
+            fix="Give credentials as the store expects them: environment variables, a profile or a login.",
         )
-    place = address.rstrip("/")
-    if not is_address(place) or place.endswith("://"):
+    bare = url.rstrip("/")
+    if not is_url(bare) or bare.endswith("://"):
         raise DataError(
-            f"{address} names no place in a store.", fix="Write it as s3://BUCKET/FOLDER."
+            f"{url} does not name a folder in a store.", fix="Write it as s3://BUCKET/FOLDER."
         )
-    return place
+    return bare
 
 
-def home_of(address: str, cache: Path) -> Path:
-    """Return the folder for all that is kept of an address."""
-    name = address.rpartition("/")[2][-64:]
-    return (
-        cache.expanduser()
-        / "stored"
-        / f"{name}-{hashlib.sha256(address.encode()).hexdigest()[:16]}"
-    )
+def cache_dir_of(url: str, cache: Path) -> Path:
+    """Return the folder for all that is kept of a URL."""
+    name = url.rpartition("/")[2][-64:]
+    digest = hashlib.sha256(url.encode()).hexdigest()[:16]
+    return cache.expanduser() / "stored" / f"{name}-{digest}"
 
 
-def copy_of(home: Path, manifest: bytes) -> Path:
-    """Return the folder for the data set that has this manifest."""
-    return home / hashlib.sha256(manifest).hexdigest()[:16]
+def copy_dir_of(cache_dir: Path, manifest: bytes) -> Path:
+    """Return the folder for the copy of the dataset that has this manifest."""
+    return cache_dir / hashlib.sha256(manifest).hexdigest()[:16]
 
 
 @contextlib.contextmanager
-def owned(home: Path, busy: Callable[[], None]) -> Iterator[None]:
-    """Make the home of an address and own it; `busy` is called when another process does, and what
-    it does not refuse waits.
+def locked(cache_dir: Path, when_taken: Callable[[], None]) -> Iterator[None]:
+    """Create and lock a URL's cache folder; `when_taken` is called before waiting, and may raise.
 
     Raises: DataError when the cache cannot be written.
     """
-    with in_cache(home):
-        home.mkdir(parents=True, exist_ok=True)
-        lock = os.open(home / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    with explaining_cache_errors(cache_dir):
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        lock = os.open(cache_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     try:
-        with in_cache(home):
+        with explaining_cache_errors(cache_dir):
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                busy()
+                when_taken()
                 fcntl.flock(lock, fcntl.LOCK_EX)
         yield
     finally:
@@ -131,195 +108,153 @@ def owned(home: Path, busy: Callable[[], None]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def in_cache(place: Path) -> Iterator[None]:
-    """Turn what the disk refuses into a DataError that names the place."""
+def explaining_cache_errors(path: Path) -> Iterator[None]:
+    """Turn an OSError into a DataError that names the path."""
     try:
         yield
     except OSError as error:
         raise DataError(
-            f"Cannot write {place}: {error.strerror or error}.",
-            fix=unless_broken(error, _MAKE_ROOM),
+            f"Cannot write {path}: {error.strerror or error}.",
+            fix=unless_broken(
+                error, "Free some space and run the same command again: finished work is kept."
+            ),
         ) from error
 
 
-def local_copy(address: str, *, cache: Path = CACHE, progress: Progress = SILENT) -> Path:
-    """Return a folder that holds the data set as it is at the address now; of processes that ask at
-    once, one fetches it.
+def fetch_dataset(url: str, *, cache: Path = CACHE, progress: Progress = SILENT) -> Path:
+    """Return a folder that holds the dataset as it is at the URL now; one process at a time fetches.
 
-    Where the store cannot be reached, that is the copy that was read last, and said.
+    When the store cannot be reached, the copy that was read last is returned, with a message.
 
-    Raises: DataError when there is no data set, no room, or no way to it; MissingPackage.
+    Raises: DataError when there is no dataset, no space, or no connection; MissingPackage.
     """
-    home = home_of(address, cache)
-    held = _last_read(home)
+    cache_dir = cache_dir_of(url, cache)
+    last = _last_read(cache_dir)
     try:
-        written, manifest = stored_manifest(
-            address, attempts=ATTEMPTS if held is None else ATTEMPTS_WITH_COPY
+        content, manifest = remote_manifest(
+            url, attempts=ATTEMPTS if last is None else ATTEMPTS_WITH_COPY
         )
     except Unreachable as error:
-        if held is None:
+        if last is None:
             raise
-        progress.say(f"{error.what} The copy of it in {held} is read.")
-        return held
-    copy = copy_of(home, written)
-    if not _is_whole(copy, manifest):
-        with owned(
-            home,
-            lambda: progress.say(
-                f"Another process is fetching or preparing {address}; waiting for it."
-            ),
-        ):
-            if not _is_whole(copy, manifest):
-                if held is not None and held != copy:
+        progress.say(f"{error.what} Reading the copy in {last}.")
+        return last
+    copy = copy_dir_of(cache_dir, content)
+    waiting = f"Another process is fetching or preparing {url}; waiting for it."
+    if not _is_complete(copy, manifest):
+        with locked(cache_dir, lambda: progress.say(waiting)):
+            if not _is_complete(copy, manifest):
+                if last is not None and last != copy:
                     progress.say(
-                        f"{address} has changed. What it was before stays in {held}; remove it when no run reads it."
+                        f"{url} has changed. The earlier version stays in {last}; remove it when no run reads it."
                     )
-                _fetch(address, copy, manifest, written, progress)
-    with contextlib.suppress(OSError):  # a cache that others own may be read
+                _fetch(url, copy, manifest, content, progress)
+    with contextlib.suppress(OSError):  # the cache may belong to another user
         os.utime(copy)
     return copy
 
 
-def manifest_at(address: str, *, attempts: int = ATTEMPTS) -> bytes | None:
-    """Return the manifest at an address as it is written there; None when there is none.
+def manifest_bytes(url: str, *, attempts: int = ATTEMPTS) -> bytes | None:
+    """Return the content of the manifest at a URL; None when there is none.
 
     Raises: Unreachable when the store does not answer; DataError when it refuses; MissingPackage.
     """
     try:
-        return read_remote(f"{address}/{MANIFEST}", attempts=attempts)
+        return read_remote(f"{url}/{MANIFEST}", attempts=attempts)
     except NothingThere:
         return None
 
 
-def stored_manifest(address: str, *, attempts: int = ATTEMPTS) -> tuple[bytes, Manifest]:
-    """Return the manifest at an address, as it is written there and as what it says.
+def remote_manifest(url: str, *, attempts: int = ATTEMPTS) -> tuple[bytes, Manifest]:
+    """Return the manifest at a URL, as its bytes and parsed.
 
     Raises: DataError when there is none, it cannot be read, or the store does not answer.
     """
-    written = manifest_at(address, attempts=attempts)
-    if written is None:
+    content = manifest_bytes(url, attempts=attempts)
+    if content is None:
         raise DataError(
-            f"There is no data set at {address}: it has no {MANIFEST}.",
-            fix=f"Prepare one with `flatout prepare SOURCE --out {in_shell(address)}`, or check the address.",
+            f"There is no dataset at {url}: it has no {MANIFEST}.",
+            fix=f"Prepare one with `flatout prepare SOURCE --out {in_shell(url)}`, or check the URL.",
         )
-    return written, parse_manifest(
-        written.decode("utf-8", errors="replace"), f"{address}/{MANIFEST}"
-    )
+    return content, parse_manifest(content.decode("utf-8", errors="replace"), f"{url}/{MANIFEST}")
 
 
-def _last_read(home: Path) -> Path | None:
+def _last_read(cache_dir: Path) -> Path | None:
     copies = sorted(
-        (path.parent for path in home.glob(f"*/{MANIFEST}")),
+        (path.parent for path in cache_dir.glob(f"*/{MANIFEST}")),
         key=lambda copy: copy.stat().st_mtime,
         reverse=True,
     )
     for copy in copies:
         with contextlib.suppress(DataError):
-            if _is_whole(copy, read_manifest(copy)):
+            if _is_complete(copy, read_manifest(copy)):
                 return copy
     return None
 
 
-def _is_whole(copy: Path, manifest: Manifest) -> bool:
+def _is_complete(copy: Path, manifest: Manifest) -> bool:
     return (copy / MANIFEST).is_file() and next(file_problems(copy, manifest), None) is None
 
 
-def _fetch(
-    address: str, copy: Path, manifest: Manifest, written: bytes, progress: Progress
-) -> None:
-    """Fetch the files that are not there yet, several at once, the manifest last."""
-    with in_cache(copy):
+def _fetch(url: str, copy: Path, manifest: Manifest, content: bytes, progress: Progress) -> None:
+    """Fetch the missing files, several at once, then write the manifest."""
+    with explaining_cache_errors(copy):
         copy.mkdir(parents=True, exist_ok=True)
         for torn in copy.glob(f"*{PART}"):
             torn.unlink()
-        missing = [entry for entry in manifest.files if not _is_there(copy / entry.name, entry)]
+        missing = [
+            entry
+            for entry in manifest.files
+            if not (path := copy / entry.name).is_file() or path.stat().st_size != entry.size_bytes
+        ]
         size = sum(entry.size_bytes for entry in missing)
         free = shutil.disk_usage(copy).free
         if size > free:
             raise DataError(
-                f"Fetching {address} takes {in_words(size)}, and {in_words(free)} are free in {copy}.",
-                fix="Make room there, or make ~/.cache/flatout a link to a folder on a larger disk.",
+                f"Fetching {url} needs {readable_size(size)}, and {readable_size(free)} are free in {copy}.",
+                fix="Free some space there, or make ~/.cache/flatout a link to a folder on a larger disk.",
             )
-        with progress.task(f"Fetching {address}", total=size / 1e6, unit="MB") as task:
+        with progress.task(f"Fetching {url}", total=size / 1e6, unit="MB") as task:
             transfers = Transfers(task)
             transfers.run(
                 [
-                    partial(_fetch_file, address, entry, copy / entry.name, transfers)
+                    partial(
+                        fetch_file,
+                        f"{url}/{entry.name}",
+                        entry,
+                        copy / entry.name,
+                        transfers.advance,
+                        fix=_verify_fix(url),
+                    )
                     for entry in missing
                 ]
             )
-            _write(copy / manifest.tokenizer.file, stored_tokenizer(address, manifest))
-            _write(copy / MANIFEST, written)
+            _write(copy / manifest.tokenizer.file, remote_tokenizer(url, manifest))
+            _write(copy / MANIFEST, content)
 
 
-def _write(path: Path, data: bytes) -> None:
+def _write(path: Path, content: bytes) -> None:
     file = CheckedFile(path)
     try:
-        file.write(np.frombuffer(data, np.uint8))
+        file.write(np.frombuffer(content, np.uint8))
         file.close()
     finally:
         file.abandon()
 
 
-def stored_tokenizer(address: str, manifest: Manifest) -> bytes:
-    """Return the tokenizer at an address.
+def remote_tokenizer(url: str, manifest: Manifest) -> bytes:
+    """Return the tokenizer file of a dataset at a URL.
 
     Raises: DataError when it cannot be read, or is not the one that made the tokens.
     """
-    place = f"{address}/{manifest.tokenizer.file}"
-    tokenizer = read_remote(place)
+    file_url = f"{url}/{manifest.tokenizer.file}"
+    tokenizer = read_remote(file_url)
     if hashlib.sha256(tokenizer).hexdigest() != manifest.tokenizer.digest:
         raise DataError(
-            f"{place} is not the tokenizer that made these tokens.", fix=_damaged(address)
+            f"{file_url} is not the tokenizer that made these tokens.", fix=_verify_fix(url)
         )
     return tokenizer
 
 
-def _damaged(address: str) -> str:
-    return f"Look at all of it with `flatout verify {in_shell(address)}`, and prepare it again at another address."
-
-
-def _is_there(path: Path, entry: FileEntry) -> bool:
-    return path.is_file() and path.stat().st_size == entry.size_bytes
-
-
-def _fetch_file(address: str, entry: FileEntry, target: Path, transfers: Transfers) -> None:
-    file = CheckedFile(target)
-    try:
-        for block, problem in stored_blocks(address, entry):
-            if problem:
-                raise DataError(problem, fix=_damaged(address))
-            file.write(np.frombuffer(block, np.uint8))
-            transfers.advance(len(block))
-        file.close()
-    finally:
-        file.abandon()
-
-
-def stored_blocks(address: str, entry: FileEntry) -> Iterator[tuple[bytes, str | None]]:
-    """Yield the blocks of one of a data set's files, as the store gives them, each with what is
-    wrong with it, if anything.
-
-    Raises: DataError when the file cannot be read.
-    """
-    place = f"{address}/{entry.name}"
-    try:
-        file = open_remote(place)
-    except NothingThere:
-        yield b"", f"{place} is missing; the manifest says {entry.size_bytes} bytes."
-        return
-    with file:
-        size = file.seek(0, os.SEEK_END)
-        if size != entry.size_bytes:
-            yield b"", f"{place} has {size} bytes; the manifest says {entry.size_bytes} bytes."
-            return
-        file.seek(0)
-        for number, crc in enumerate(entry.block_crc32):
-            block = file.read(BLOCK_BYTES)
-            whole = zlib.crc32(block) == crc
-            yield (
-                block,
-                None
-                if whole
-                else f"{place}, byte {number * BLOCK_BYTES}: the block of {len(block)} bytes from there fails its checksum.",
-            )
+def _verify_fix(url: str) -> str:
+    return f"Check all of it with `flatout verify {in_shell(url)}`, and prepare it again at another URL."

@@ -60,15 +60,15 @@ windows.
 class Dataset:
     """A prepared data set folder, opened for reading."""
 
-    def __init__(self, path: Path, manifest: Manifest, *, place: str | None = None) -> None:
+    def __init__(self, path: Path, manifest: Manifest, *, origin: str | None = None) -> None:
         self.path = path
-        self.place = str(path) if place is None else place
-        """What it is called: the folder, or the address that this folder is a copy of."""
+        self.origin = str(path) if origin is None else origin
+        """The folder, or the URL that this folder is a copy of."""
         self.manifest = manifest
         self._splits: dict[str, Split] = {}
 
     @classmethod
-    def open(cls, path: Path | str, *, place: str | None = None) -> Dataset:
+    def open(cls, path: Path | str, *, origin: str | None = None) -> Dataset:
         """Open the folder; its manifest, its tokenizer and every file's size are checked, tokens
         are not read.
 
@@ -76,7 +76,7 @@ class Dataset:
                 another tokenizer.
         """
         folder = expanded(path)
-        dataset = cls(folder, read_manifest(folder), place=place)
+        dataset = cls(folder, read_manifest(folder), origin=origin)
         for problem in file_problems(folder, dataset.manifest):
             raise DataError(problem.what, fix=problem.fix)
         return dataset
@@ -104,7 +104,7 @@ class Dataset:
         return self._splits[name]
 
 
-class Windowed(Protocol):
+class SplitReader(Protocol):
     """What a feed reads, window by window: a split, or several in a mix."""
 
     name: str
@@ -112,16 +112,16 @@ class Windowed(Protocol):
     has_mask: bool
     dtype: np.dtype[Any]
 
-    def num_windows(self, seq_len: int) -> int:
+    def num_sequences(self, seq_len: int) -> int:
         """Return how many windows of seq_len + 1 tokens there are; their indices are below it."""
 
-    def windows_at(self, positions: Array, seq_len: int, *, seed: int) -> Array:
+    def sequences_at(self, positions: Array, seq_len: int, *, seed: int) -> Array:
         """Return the index of the window at each position of the endless reading that `seed` names.
 
         Shapes:  positions (N,), integers from 0; returns (N,).
         """
 
-    def read_windows(self, indices: Array, seq_len: int, out: Array) -> None:
+    def read_sequences(self, indices: Array, seq_len: int, out: Array) -> None:
         """Copy windows into `out`.
 
         Shapes:  indices (N,), out (N, T + 1).
@@ -167,19 +167,19 @@ class Split:
         self._masks = _Tape(folder, entry.masks, MASKS)
         self._ends = _Tape(folder, (entry.document_ends,), ends_of(entry))
 
-    def num_windows(self, seq_len: int) -> int:
+    def num_sequences(self, seq_len: int) -> int:
         """Return how many whole windows of seq_len + 1 tokens there are."""
         return max(self.num_tokens - 1, 0) // seq_len
 
-    def windows_at(self, positions: Array, seq_len: int, *, seed: int) -> Array:
+    def sequences_at(self, positions: Array, seq_len: int, *, seed: int) -> Array:
         """Return the index of the window at each position of an endless reading, in which every
         epoch is another permutation.
 
         Shapes:  positions (N,), integers from 0; returns (N,).
         """
-        return shuffled(positions, self.num_windows(seq_len), seed=seed)
+        return shuffled(positions, self.num_sequences(seq_len), seed=seed)
 
-    def read_windows(self, indices: Array, seq_len: int, out: Array) -> None:
+    def read_sequences(self, indices: Array, seq_len: int, out: Array) -> None:
         """Copy windows into `out`, which has the shards' dtype.
 
         Shapes:  indices (N,), out (N, T + 1).
@@ -316,7 +316,7 @@ class _Tape:
         if starts.min() < 0 or starts.max() + width > self._first[-1]:
             raise DataError(
                 f"Items {int(starts.min())} to {int(starts.max()) + width} were asked for; there are {int(self._first[-1])}.",
-                fix="Ask for windows below num_windows(seq_len).",
+                fix="Ask for windows below num_sequences(seq_len).",
             )
         file_of = np.searchsorted(self._first, starts, side="right") - 1
         last_file = np.searchsorted(self._first, starts + width - 1, side="right") - 1

@@ -20,14 +20,15 @@ from flatout.data.store.integrity import (
     tokens_of,
 )
 from flatout.data.store.manifest import FileEntry, Manifest, SplitName, read_manifest
-from flatout.data.store.remote import stored_blocks, stored_manifest, stored_tokenizer
+from flatout.data.store.remote import remote_manifest, remote_tokenizer
 from flatout.data.store.shards import Split
-from flatout.data.store.transfers import Transfers
 from flatout.data.tokenizers import load_tokenizer
 from flatout.errors import DataError, FlatoutError
 from flatout.files import expanded
 from flatout.progress import SILENT, Progress
-from flatout.sources.remote import Unreachable
+from flatout.transfer.connection import Unreachable
+from flatout.transfer.parallel import Transfers
+from flatout.transfer.reading import checked_blocks
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ def verify_stored(address: str, *, progress: Progress = SILENT) -> Verified:
     Memory: a block of each file under way, and the document ends.
     Raises: DataError when there is no manifest that can be read, or the store does not answer.
     """
-    _, manifest = stored_manifest(address)
+    _, manifest = remote_manifest(address)
     contradictions = list(manifest_problems(address, manifest))
     problems = [problem.what for problem in contradictions]
     damaged = {problem.name for problem in contradictions}
@@ -94,7 +95,7 @@ def verify_stored(address: str, *, progress: Progress = SILENT) -> Verified:
             return
         blocks: list[bytes] = []
         start, whole = 0, True
-        for block, problem in stored_blocks(address, entry):
+        for block, problem in checked_blocks(f"{address}/{entry.name}", entry):
             if block and problem is None:
                 problem = items.problem(
                     np.frombuffer(block, np.uint8), f"{address}/{entry.name}", start
@@ -140,7 +141,7 @@ def verify_stored(address: str, *, progress: Progress = SILENT) -> Verified:
 
 def _stored_tokenizer_problems(address: str, manifest: Manifest) -> list[str]:
     try:
-        data = stored_tokenizer(address, manifest)
+        data = remote_tokenizer(address, manifest)
     except Unreachable:
         raise
     except DataError as error:

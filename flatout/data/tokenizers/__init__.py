@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from flatout.data.prepare.inputs import CACHE
+from flatout.cache import CACHE
 from flatout.data.tokenizers.base import FORMAT, FORMAT_VERSION, StoredTokenizer
 from flatout.data.tokenizers.bpe import SCHEMES, RankTokenizer, read_tiktoken, train_bpe
 from flatout.data.tokenizers.check import require_usable, strings_in, try_out_within_limits

@@ -11,15 +11,15 @@ from typing import Any
 
 from flatout.config.schema import DataConfig, RunConfig
 from flatout.data.store.manifest import MANIFEST, TOKENIZER
-from flatout.data.store.mix import MixedDataset, open_data, parts_of, whole_turns
-from flatout.data.store.remote import absolute_place
+from flatout.data.store.mix import MixedDataset, members_of, open_data, whole_turns
+from flatout.data.store.remote import absolute_path_or_url
 from flatout.data.store.shards import Dataset
 from flatout.data.tokenizers import RESTORE, read_tokenizer
 from flatout.errors import CheckpointError, in_shell
 from flatout.files import read_json, understanding
-from flatout.sources.remote import is_address
 from flatout.training.checkpoint import catalog
 from flatout.training.run_dir import layout
+from flatout.transfer.urls import is_url
 
 
 def stored_config(place: Path, asked: RunConfig, *, trust_code: bool = False) -> RunConfig | None:
@@ -52,7 +52,7 @@ def _moved(known: DataConfig, asked: DataConfig) -> dict[str, Any] | None:
     belongs to what a run reads.
     """
     if known.path is not None and asked.path is not None:
-        return {"data.path": absolute_place(asked.path)}
+        return {"data.path": absolute_path_or_url(asked.path)}
     if known.mix is None or asked.mix is None:
         return None
     before, now = _turns_by_place(known.mix), _turns_by_place(asked.mix)
@@ -64,7 +64,7 @@ def _moved(known: DataConfig, asked: DataConfig) -> dict[str, Any] | None:
 
 
 def _turns_by_place(mix: dict[str, float]) -> dict[str, int]:
-    places = (place if is_address(place) else str(Path(place).resolve()) for place in mix)
+    places = (place if is_url(place) else str(Path(place).resolve()) for place in mix)
     return dict(zip(places, whole_turns(mix), strict=True))
 
 
@@ -74,7 +74,7 @@ def _where(data: DataConfig) -> dict[str, Any]:
 
 def absolute(mix: dict[str, float]) -> dict[str, float]:
     """Return a mix with absolute paths."""
-    return {absolute_place(place): weight for place, weight in mix.items()}
+    return {absolute_path_or_url(place): weight for place, weight in mix.items()}
 
 
 def anywhere(config: RunConfig) -> RunConfig:
@@ -83,7 +83,7 @@ def anywhere(config: RunConfig) -> RunConfig:
     """
     if config.data.mix is not None:
         return config.with_values({"data.mix": absolute(config.data.mix)})
-    return config.with_values({"data.path": absolute_place(config.data.path or "")})
+    return config.with_values({"data.path": absolute_path_or_url(config.data.path or "")})
 
 
 def found_again(data: DataConfig, run_folder: Path, checkpoint: Path) -> DataConfig | None:
@@ -118,7 +118,7 @@ def data_digest(dataset: Dataset | MixedDataset) -> str:
     """Return a short digest of what the tokens of data sets are, wherever they are kept."""
     return digest(
         part.dataset.manifest.model_dump_json(include={"vocab_size", "dtype", "splits"})
-        for part in parts_of(dataset)
+        for part in members_of(dataset)
     )
 
 
@@ -132,7 +132,7 @@ def _places(data: DataConfig) -> list[str]:
 
 
 def _is_there(place: str) -> bool:
-    return is_address(place) or (Path(place) / MANIFEST).exists()
+    return is_url(place) or (Path(place) / MANIFEST).exists()
 
 
 def _moved_with(place: str, run_folder: Path) -> str | None:
@@ -150,7 +150,7 @@ def require_tokenizer(
     Raises: CheckpointError when its ids would mean something else to the model, or the run's own
             copy of the tokenizer is damaged.
     """
-    kept, data = run_folder / TOKENIZER, parts_of(dataset)[0].dataset
+    kept, data = run_folder / TOKENIZER, members_of(dataset)[0].dataset
     found = hashlib.sha256(read_tokenizer(kept)).hexdigest() if kept.exists() else None
     known = (catalog.tokenizer_of(checkpoint) if checkpoint is not None else None) or found
     if found not in (known, None):
@@ -160,6 +160,6 @@ def require_tokenizer(
         )
     if known not in (data.manifest.tokenizer.digest, None):
         raise CheckpointError(
-            f"{data.place} was prepared with another tokenizer than {run_folder} was trained with: its tokens would mean something else.",
+            f"{data.origin} was prepared with another tokenizer than {run_folder} was trained with: its tokens would mean something else.",
             fix=f"Prepare the text with --tokenizer {in_shell(kept)}.",
         )

@@ -3,8 +3,8 @@ import pytest
 import torch
 
 from flatout.data.load import baseline
-from flatout.data.load.baseline import TokenisingWindows
-from flatout.data.load.batches import FeedPlan, ShardWindows, WindowSteps
+from flatout.data.load.baseline import TokenisingReader
+from flatout.data.load.batches import BatchPlan, SequenceSteps, ShardReader
 from flatout.data.load.feed import DirectFeed, PrefetchFeed
 from flatout.data.store.shards import Dataset
 
@@ -21,8 +21,8 @@ def test_the_windows_are_the_very_same(train_split, stub_tokenizer):
     split = train_split(TOKENS)
     indices = np.random.default_rng(1).permutation(50)
     assert np.array_equal(
-        read(TokenisingWindows(stub_tokenizer), split, indices),
-        read(ShardWindows(), split, indices),
+        read(TokenisingReader(stub_tokenizer), split, indices),
+        read(ShardReader(), split, indices),
     )
 
 
@@ -30,16 +30,16 @@ def test_the_windows_are_the_very_same(train_split, stub_tokenizer):
 def test_both_feeds_hand_out_the_same_steps(train_split, stub_tokenizer, feed_class):
     split = train_split(TOKENS)
     with (
-        feed_class(WindowSteps(split, feed_plan(), TokenisingWindows(stub_tokenizer))) as slow,
-        feed_class(WindowSteps(split, feed_plan(), ShardWindows())) as fast,
+        feed_class(SequenceSteps(split, feed_plan(), TokenisingReader(stub_tokenizer))) as slow,
+        feed_class(SequenceSteps(split, feed_plan(), ShardReader())) as fast,
     ):
         for _ in range(15):
-            assert torch.equal(next(slow).windows_ABW, next(fast).windows_ABW)
+            assert torch.equal(next(slow).sequences_ABW, next(fast).sequences_ABW)
 
 
 def test_it_tokenises_the_text_of_each_window_in_every_call(train_split, stub_tokenizer):
     split = train_split(np.arange(1, 201))
-    windows = TokenisingWindows(stub_tokenizer)
+    windows = TokenisingReader(stub_tokenizer)
     for call in (1, 2):
         read(windows, split, [3, 0])
         assert len(stub_tokenizer.encoded) == 2 * call
@@ -49,7 +49,7 @@ def test_it_tokenises_the_text_of_each_window_in_every_call(train_split, stub_to
 
 def test_a_primed_text_is_not_decoded_again(train_split, stub_tokenizer, monkeypatch):
     split = train_split(TOKENS)
-    windows = TokenisingWindows(stub_tokenizer)
+    windows = TokenisingReader(stub_tokenizer)
     windows.prime(split, np.array([1, 5]), 8)
     assert stub_tokenizer.encoded == []
     monkeypatch.setattr(
@@ -70,10 +70,10 @@ def feed_plan(**changes):
         "document_mask": False,
         "prefetch": 2,
     }
-    return FeedPlan(**{**values, "device": "cpu", **changes})
+    return BatchPlan(**{**values, "device": "cpu", **changes})
 
 
-class CountingWindows(TokenisingWindows):
+class CountingWindows(TokenisingReader):
     """Says which windows were decoded, and how often."""
 
     def __init__(self, tokenizer):
@@ -100,7 +100,7 @@ def test_a_primed_feed_decodes_nothing_inside_its_steps(
     """Over an end of an epoch too: 50 windows, 5 steps of 4 of each rank."""
     windows = CountingWindows(stub_tokenizer)
     with feed_class(
-        WindowSteps(train_split(TOKENS), feed_plan(rank=rank, world_size=world_size), windows)
+        SequenceSteps(train_split(TOKENS), feed_plan(rank=rank, world_size=world_size), windows)
     ) as feed:
         feed.seek(start)
         feed.prime(5)
@@ -118,11 +118,11 @@ def test_priming_ends_where_every_window_or_as_many_as_are_kept_are_there(
     train_split, stub_tokenizer, monkeypatch
 ):
     windows = CountingWindows(stub_tokenizer)
-    DirectFeed(WindowSteps(train_split(TOKENS), feed_plan(), windows)).prime(10**9)
+    DirectFeed(SequenceSteps(train_split(TOKENS), feed_plan(), windows)).prime(10**9)
     assert windows.decoded == 50
     monkeypatch.setattr(baseline, "KEPT_TEXTS", 10)
     windows = CountingWindows(stub_tokenizer)
-    feed = DirectFeed(WindowSteps(train_split(TOKENS, name="other"), feed_plan(), windows))
+    feed = DirectFeed(SequenceSteps(train_split(TOKENS, name="other"), feed_plan(), windows))
     feed.prime(10**9)
     assert windows.decoded == 10
     next(feed)
@@ -136,7 +136,7 @@ def test_scoring_the_validation_text_drops_no_training_text(write_set, stub_toke
     monkeypatch.setattr(baseline, "KEPT_TEXTS", 12)
     dataset = Dataset.open(write_set(TOKENS, val=TOKENS[:200]))
     windows = CountingWindows(stub_tokenizer)
-    feed = DirectFeed(WindowSteps(dataset.split("train"), feed_plan(), windows))
+    feed = DirectFeed(SequenceSteps(dataset.split("train"), feed_plan(), windows))
     feed.prime(3)
     read(windows, dataset.split("val"), range(20))
     before = windows.decoded
@@ -149,17 +149,17 @@ def test_scoring_the_validation_text_drops_no_training_text(write_set, stub_toke
 def test_plain_windows_need_no_priming(train_split, feed_class, monkeypatch):
     split = train_split(TOKENS)
     with (
-        feed_class(WindowSteps(split, feed_plan(), ShardWindows())) as feed,
+        feed_class(SequenceSteps(split, feed_plan(), ShardReader())) as feed,
         monkeypatch.context() as patched,
     ):
         patched.setattr(type(split), "read_tokens", lambda *args: pytest.fail("read"))
-        patched.setattr(type(split), "read_windows", lambda *args: pytest.fail("read"))
+        patched.setattr(type(split), "read_sequences", lambda *args: pytest.fail("read"))
         feed.prime(10**9)
         assert feed.position == 0
 
 
 def test_end_of_text_is_not_spelled_out(train_split, stub_tokenizer):
-    windows = TokenisingWindows(stub_tokenizer)
+    windows = TokenisingReader(stub_tokenizer)
     split = train_split([5, 6, 0, 7, 8])
     assert read(windows, split, [0], seq_len=4).tolist() == [[5, 6, 0, 7, 8]]
     assert stub_tokenizer.encoded == [stub_tokenizer.decode([5, 6, 7, 8])]
@@ -167,7 +167,7 @@ def test_end_of_text_is_not_spelled_out(train_split, stub_tokenizer):
 
 def test_the_kept_texts_are_bounded(train_split, stub_tokenizer, monkeypatch):
     monkeypatch.setattr(baseline, "KEPT_TEXTS", 3)
-    windows = TokenisingWindows(stub_tokenizer)
+    windows = TokenisingReader(stub_tokenizer)
     split = train_split(TOKENS)
     for _ in range(2):
         read(windows, split, range(10))

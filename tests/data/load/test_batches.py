@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from flatout.data.load import batches
-from flatout.data.load.batches import FeedPlan, Shape, ShardWindows, WindowSteps
+from flatout.data.load.batches import BatchPlan, SequenceSteps, Shape, ShardReader
 from flatout.data.store.order import shuffled
 from flatout.errors import DataError
 
@@ -18,16 +18,18 @@ def plan(**changes):
         "world_size": 1,
         "seed": 7,
     }
-    return FeedPlan(**{**values, "document_mask": False, "prefetch": 2, "device": "cpu", **changes})
+    return BatchPlan(
+        **{**values, "document_mask": False, "prefetch": 2, "device": "cpu", **changes}
+    )
 
 
 def first_tokens(reader, position):
     rows, seq_len = reader.shape_at(position)
-    windows_NW = np.empty((rows * reader.plan.accumulate, seq_len + 1), reader.dtype)
-    read = reader.read(position, windows_NW, None, None)
-    windows = reader.plan.windows_per_step
+    sequences_NW = np.empty((rows * reader.plan.accumulate, seq_len + 1), reader.dtype)
+    read = reader.read(position, sequences_NW, None, None)
+    windows = reader.plan.sequences_per_step
     assert (read.tokens, read.samples) == (8 * windows, windows)
-    return (windows_NW[:, 0] // 8).tolist(), read.position
+    return (sequences_NW[:, 0] // 8).tolist(), read.position
 
 
 @pytest.mark.parametrize("worked_out", [1, 13, 4096])
@@ -39,8 +41,8 @@ def test_what_is_worked_out_at_once_changes_nothing(
     split = train_split(TOKENS)
     for rank in range(world_size):
         own = plan(world_size=world_size, rank=rank)
-        reader = WindowSteps(split, own, ShardWindows())
-        a_step = own.windows_per_step
+        reader = SequenceSteps(split, own, ShardReader())
+        a_step = own.sequences_per_step
         for position in (
             *range(0, 20 * a_step, a_step),
             3 * a_step,
@@ -59,13 +61,13 @@ def test_the_order_is_asked_for_once_in_many_steps(train_split, monkeypatch):
     asked = []
     monkeypatch.setattr(
         split,
-        "windows_at",
+        "sequences_at",
         lambda positions, *rest, **options: (
             asked.append(len(positions))
-            or type(split).windows_at(split, positions, *rest, **options)
+            or type(split).sequences_at(split, positions, *rest, **options)
         ),
     )
-    reader = WindowSteps(split, plan(), ShardWindows())
+    reader = SequenceSteps(split, plan(), ShardReader())
     position = 0
     for _ in range(682):
         position = first_tokens(reader, position)[1]
@@ -75,7 +77,7 @@ def test_the_order_is_asked_for_once_in_many_steps(train_split, monkeypatch):
 
 
 def test_one_shape(train_split):
-    reader = WindowSteps(train_split(TOKENS), plan(), ShardWindows())
+    reader = SequenceSteps(train_split(TOKENS), plan(), ShardReader())
     assert (reader.steps_per_epoch, reader.tokens_per_epoch) == (37 / 6, 37 * 8)
     assert reader.shapes == (Shape(2, 8),)
     assert reader.shape_at(12345) == Shape(2, 8)
@@ -90,4 +92,4 @@ def test_places_are_shared_out_whatever_the_rows():
 
 def test_a_split_that_is_too_short(train_split):
     with pytest.raises(DataError, match=r"holds 8 tokens; one window of data\.seq_len=8 needs 9"):
-        WindowSteps(train_split(np.arange(8)), plan(), ShardWindows())
+        SequenceSteps(train_split(np.arange(8)), plan(), ShardReader())

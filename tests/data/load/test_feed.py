@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from flatout.data.load.batches import FeedPlan, ShardWindows, WindowSteps
+from flatout.data.load.batches import BatchPlan, SequenceSteps, ShardReader
 from flatout.data.load.feed import DirectFeed, PrefetchFeed, evaluation_batches
 from flatout.data.store.manifest import BLOCK_BYTES
 from flatout.data.store.order import shuffled
@@ -27,11 +27,13 @@ def plan(**changes):
         "world_size": 1,
         "seed": 7,
     }
-    return FeedPlan(**{**values, "document_mask": False, "prefetch": 2, "device": "cpu", **changes})
+    return BatchPlan(
+        **{**values, "document_mask": False, "prefetch": 2, "device": "cpu", **changes}
+    )
 
 
 def read_steps(feed_class, split, steps, start=0, **changes):
-    with feed_class(WindowSteps(split, plan(**changes), ShardWindows())) as feed:
+    with feed_class(SequenceSteps(split, plan(**changes), ShardReader())) as feed:
         feed.seek(start)
         return [next(feed) for _ in range(steps)]
 
@@ -53,7 +55,7 @@ def test_steps_follow_the_closed_form_order(train_split, feed_class):
     batches = read_steps(feed_class, split, 30)  # 180 windows of 100: two epochs
     order = shuffled(np.arange(180), 100, seed=7)
     wanted = np.stack([tokens[w * 8 : w * 8 + 9] for w in order]).reshape(30, 3, 2, 9)
-    assert np.array_equal(torch.stack([b.windows_ABW for b in batches]).numpy(), wanted)
+    assert np.array_equal(torch.stack([b.sequences_ABW for b in batches]).numpy(), wanted)
     assert [b.position for b in batches] == list(range(6, 181, 6))
     assert all(b.wait_ms >= 0 for b in batches)
     assert all(b.mask_ABT is None and b.doc_ids_ABT is None for b in batches)
@@ -63,7 +65,7 @@ def test_steps_follow_the_closed_form_order(train_split, feed_class):
 def test_micro_batches_shift_once_and_are_contiguous_int64(train_split, feed_class):
     split = train_split(np.arange(300))
     (batch,) = read_steps(feed_class, split, 1)
-    assert batch.windows_ABW.dtype == torch.uint16
+    assert batch.sequences_ABW.dtype == torch.uint16
     micro = list(batch.micro_batches())
     assert len(micro) == 3
     for a, one in enumerate(micro):
@@ -73,7 +75,7 @@ def test_micro_batches_shift_once_and_are_contiguous_int64(train_split, feed_cla
         assert one.targets_BT.is_contiguous()
         assert one.doc_ids_BT is None
         assert torch.equal(one.targets_BT, one.tokens_BT + 1)
-        assert torch.equal(one.tokens_BT, batch.windows_ABW[a, :, :-1].long())
+        assert torch.equal(one.tokens_BT, batch.sequences_ABW[a, :, :-1].long())
 
 
 def test_ids_above_two_and_four_bytes_survive(train_split):
@@ -84,7 +86,7 @@ def test_ids_above_two_and_four_bytes_survive(train_split):
     (large,) = read_steps(
         DirectFeed, train_split(np.full(100, 200_000), vocab_size=200_001, name="large"), 1
     )
-    assert large.windows_ABW.dtype == torch.int32
+    assert large.sequences_ABW.dtype == torch.int32
     assert next(large.micro_batches()).targets_BT.unique().tolist() == [200_000]
 
 
@@ -113,7 +115,7 @@ def test_any_number_of_ranks_reads_the_same_windows_a_step(train_split, feed_cla
             for a in range(accumulate):
                 for b in range(rows):
                     place = step * 16 + (a * world_size + rank) * rows + b
-                    assert int(batches[step].windows_ABW[a, b, 0]) == order[place] * 8
+                    assert int(batches[step].sequences_ABW[a, b, 0]) == order[place] * 8
                     seen.append(place)
         assert sorted(seen) == list(range(step * 16, step * 16 + 16))
 
@@ -124,7 +126,7 @@ def test_seeking_continues_exactly(train_split, feed_class):
     whole = read_steps(feed_class, split, 12)
     rest = read_steps(feed_class, split, 7, start=whole[4].position)
     for one, other in zip(whole[5:], rest, strict=True):
-        assert torch.equal(one.windows_ABW, other.windows_ABW)
+        assert torch.equal(one.sequences_ABW, other.sequences_ABW)
         assert one.position == other.position
 
 
@@ -132,11 +134,11 @@ def test_seeking_continues_exactly(train_split, feed_class):
 def test_seeking_while_reading_ahead(train_split, feed_class):
     split = train_split(RNG.integers(0, 300, 801))
     whole = read_steps(feed_class, split, 6)
-    with feed_class(WindowSteps(split, plan(), ShardWindows())) as feed:
+    with feed_class(SequenceSteps(split, plan(), ShardReader())) as feed:
         for step in (5, 0, 3, 3, 1):
             feed.seek(step * 6)
             assert feed.position == step * 6
-            assert torch.equal(next(feed).windows_ABW, whole[step].windows_ABW)
+            assert torch.equal(next(feed).sequences_ABW, whole[step].sequences_ABW)
             assert feed.position == step * 6 + 6
 
 
@@ -144,20 +146,22 @@ def test_seeking_while_reading_ahead(train_split, feed_class):
 def test_what_was_handed_out_stays(train_split, feed_class):
     tokens = RNG.integers(0, 300, 801)
     split = train_split(tokens, ends=[100, 801], mask=RNG.integers(0, 2, 801))
-    with feed_class(WindowSteps(split, plan(document_mask=True), ShardWindows())) as feed:
+    with feed_class(SequenceSteps(split, plan(document_mask=True), ShardReader())) as feed:
         held = [next(feed) for _ in range(9)]
-        copies = [(b.windows_ABW.clone(), b.mask_ABT.clone(), b.doc_ids_ABT.clone()) for b in held]
+        copies = [
+            (b.sequences_ABW.clone(), b.mask_ABT.clone(), b.doc_ids_ABT.clone()) for b in held
+        ]
         for _ in range(9):
             next(feed)
     for batch, copy in zip(held, copies, strict=True):
         assert all(
             torch.equal(mine, kept)
             for mine, kept in zip(
-                (batch.windows_ABW, batch.mask_ABT, batch.doc_ids_ABT), copy, strict=True
+                (batch.sequences_ABW, batch.mask_ABT, batch.doc_ids_ABT), copy, strict=True
             )
         )
     order = shuffled(np.arange(6), 100, seed=7)
-    assert held[0].windows_ABW.reshape(6, 9).tolist() == [
+    assert held[0].sequences_ABW.reshape(6, 9).tolist() == [
         tokens[w * 8 : w * 8 + 9].tolist() for w in order
     ]
 
@@ -199,8 +203,8 @@ def test_a_micro_batch_with_more_documents_than_attention_takes_is_refused_on_th
         return 5
 
     with feed_class(
-        WindowSteps(
-            split, plan(document_mask=True, most_documents=five, accumulate=1), ShardWindows()
+        SequenceSteps(
+            split, plan(document_mask=True, most_documents=five, accumulate=1), ShardReader()
         )
     ) as feed:
         accepted = []
@@ -214,7 +218,7 @@ def test_a_micro_batch_with_more_documents_than_attention_takes_is_refused_on_th
     assert counts
     assert all(one + other <= 5 for one, other in zip(counts[::2], counts[1::2], strict=True))
     with feed_class(
-        WindowSteps(split, plan(document_mask=True, accumulate=1), ShardWindows())
+        SequenceSteps(split, plan(document_mask=True, accumulate=1), ShardReader())
     ) as feed:
         assert any(len(next(feed).doc_ids_ABT.flatten().unique()) == 8 for _ in range(75)), (
             "without a limit they are read"
@@ -225,7 +229,7 @@ def test_a_micro_batch_with_more_documents_than_attention_takes_is_refused_on_th
 def test_a_corpus_smaller_than_a_step_trains_over_epochs(train_split, feed_class):
     split = train_split(np.arange(8 * 4 + 1))
     batches = read_steps(feed_class, split, 2)  # 6 windows a step, 4 an epoch
-    first = torch.cat([b.windows_ABW[..., 0].flatten() for b in batches]).tolist()
+    first = torch.cat([b.sequences_ABW[..., 0].flatten() for b in batches]).tolist()
     assert [sorted(first[at : at + 4]) for at in (0, 4, 8)] == [[0, 8, 16, 24]] * 3
 
 
@@ -235,17 +239,17 @@ def test_a_corpus_shorter_than_one_window(train_split, feed_class):
         DataError,
         match=r"train split holds 8 tokens; one window of data.seq_len=8 needs 9.*data.seq_len=7",
     ):
-        feed_class(WindowSteps(train_split(np.arange(8)), plan(), ShardWindows()))
-    feed_class(WindowSteps(train_split(np.arange(9), name="enough"), plan(), ShardWindows()))
+        feed_class(SequenceSteps(train_split(np.arange(8)), plan(), ShardReader()))
+    feed_class(SequenceSteps(train_split(np.arange(9), name="enough"), plan(), ShardReader()))
 
 
 @pytest.mark.parametrize("feed_class", FEEDS)
 def test_an_empty_split(train_split, feed_class):
     with pytest.raises(DataError, match="the train split is empty"):
-        feed_class(WindowSteps(train_split([], ends=[]), plan(), ShardWindows()))
+        feed_class(SequenceSteps(train_split([], ends=[]), plan(), ShardReader()))
 
 
-class Failing(ShardWindows):
+class Failing(ShardReader):
     def __init__(self, good):
         self.good = good
 
@@ -258,7 +262,7 @@ class Failing(ShardWindows):
 
 def test_an_error_in_the_thread_is_raised_at_its_step(train_split):
     windows = Failing(good=3)
-    with PrefetchFeed(WindowSteps(train_split(np.arange(300)), plan(), windows)) as feed:
+    with PrefetchFeed(SequenceSteps(train_split(np.arange(300)), plan(), windows)) as feed:
         for _ in range(3):
             next(feed)
         for _ in range(2):
@@ -275,7 +279,7 @@ def test_a_block_that_goes_bad_in_the_middle_of_a_run_is_named_at_its_step(write
     per_block = BLOCK_BYTES // 2
     folder = write_set(np.zeros(6 * per_block, int), shard_bytes=3 * BLOCK_BYTES)
     split = Dataset.open(folder).split("train")
-    windows = shuffled(np.arange(200), split.num_windows(8191), seed=7) * 8191
+    windows = shuffled(np.arange(200), split.num_sequences(8191), seed=7) * 8191
     blocks = np.stack([windows // per_block, (windows + 8191) // per_block])
     bad = int(next(block for block in range(6) if block not in blocks[:, :4]))
     with (folder / f"train-0000{bad // 3}.bin").open("r+b") as shard:
@@ -283,7 +287,7 @@ def test_a_block_that_goes_bad_in_the_middle_of_a_run_is_named_at_its_step(write
         shard.write(b"\1")
     good = int(np.flatnonzero((blocks == bad).any(axis=0))[0])
     with feed_class(
-        WindowSteps(split, plan(seq_len=8191, rows_per_device=1, accumulate=1), ShardWindows())
+        SequenceSteps(split, plan(seq_len=8191, rows_per_device=1, accumulate=1), ShardReader())
     ) as feed:
         for _ in range(good):
             next(feed)
@@ -295,7 +299,7 @@ def test_a_block_that_goes_bad_in_the_middle_of_a_run_is_named_at_its_step(write
         assert feed.position == good >= 4
 
 
-class Gate(ShardWindows):
+class Gate(ShardReader):
     """Lets a test count, and hold back, the thread's reads."""
 
     def __init__(self):
@@ -313,7 +317,7 @@ class Gate(ShardWindows):
 def test_reads_ahead_in_one_thread_and_no_further_than_asked(train_split):
     gate = Gate()
     gate.open.set()
-    with PrefetchFeed(WindowSteps(train_split(np.arange(300)), plan(prefetch=3), gate)) as feed:
+    with PrefetchFeed(SequenceSteps(train_split(np.arange(300)), plan(prefetch=3), gate)) as feed:
         assert feed_threads() == []  # nothing happens before the first step is asked for
         next(feed)
         for _ in range(4):  # the one handed out, and three more
@@ -325,7 +329,7 @@ def test_reads_ahead_in_one_thread_and_no_further_than_asked(train_split):
 
 def test_waiting_is_measured(train_split):
     gate = Gate()
-    with PrefetchFeed(WindowSteps(train_split(np.arange(300)), plan(), gate)) as feed:
+    with PrefetchFeed(SequenceSteps(train_split(np.arange(300)), plan(), gate)) as feed:
         timer = threading.Timer(0.05, gate.open.set)
         timer.start()
         assert next(feed).wait_ms > 20
@@ -334,7 +338,7 @@ def test_waiting_is_measured(train_split):
 
 def test_closing_ends_the_thread_and_reading_goes_on_after(train_split):
     split = train_split(np.arange(300))
-    feed = PrefetchFeed(WindowSteps(split, plan(), ShardWindows()))
+    feed = PrefetchFeed(SequenceSteps(split, plan(), ShardReader()))
     feed.close()
     next(feed)
     feed.close()
@@ -345,7 +349,7 @@ def test_closing_ends_the_thread_and_reading_goes_on_after(train_split):
 
 
 def test_a_feed_that_is_dropped_leaves_no_thread(train_split):
-    feed = PrefetchFeed(WindowSteps(train_split(np.arange(300)), plan(), ShardWindows()))
+    feed = PrefetchFeed(SequenceSteps(train_split(np.arange(300)), plan(), ShardReader()))
     next(feed)
     assert len(feed_threads()) == 1
     del feed
@@ -357,9 +361,9 @@ def test_a_program_that_never_closes_its_feed_ends(write_set):
     code = f"""
 from flatout.data.load.feed import PrefetchFeed
 from flatout.data.store.shards import Dataset
-from flatout.data.load.batches import FeedPlan, ShardWindows, WindowSteps
-plan = FeedPlan(seq_len=8, rows_per_device=2, accumulate=1, rank=0, world_size=1, seed=0, document_mask=False, prefetch=2, device="cpu")
-feed = PrefetchFeed(WindowSteps(Dataset.open({str(write_set(np.arange(300)))!r}).split("train"), plan, ShardWindows()))
+from flatout.data.load.batches import BatchPlan, ShardReader, SequenceSteps
+plan = BatchPlan(seq_len=8, rows_per_device=2, accumulate=1, rank=0, world_size=1, seed=0, document_mask=False, prefetch=2, device="cpu")
+feed = PrefetchFeed(SequenceSteps(Dataset.open({str(write_set(np.arange(300)))!r}).split("train"), plan, ShardReader()))
 print(next(feed).position)
 """
     done = subprocess.run(
@@ -385,8 +389,8 @@ def test_the_device_gets_what_the_host_reads(train_split, feed_class):
     wanted = read_steps(DirectFeed, split, 60, seq_len=64, document_mask=True)
     found = read_steps(feed_class, split, 60, seq_len=64, document_mask=True, device="cuda")
     for host, device in zip(wanted, found, strict=True):
-        assert device.windows_ABW.is_cuda
-        assert device.windows_ABW.dtype == torch.uint16
+        assert device.sequences_ABW.is_cuda
+        assert device.sequences_ABW.dtype == torch.uint16
         for one, other in zip(host.micro_batches(), device.micro_batches(), strict=True):
             for name in ("tokens_BT", "targets_BT", "doc_ids_BT"):
                 assert torch.equal(getattr(one, name), getattr(other, name).cpu())
@@ -394,14 +398,14 @@ def test_the_device_gets_what_the_host_reads(train_split, feed_class):
 
 @pytest.mark.parametrize("feed_class", FEEDS)
 def test_a_feed_is_an_endless_iterator(train_split, feed_class):
-    with feed_class(WindowSteps(train_split(np.arange(300)), plan(), ShardWindows())) as feed:
+    with feed_class(SequenceSteps(train_split(np.arange(300)), plan(), ShardReader())) as feed:
         for _, batch in zip(range(20), feed, strict=False):
-            assert batch.windows_ABW.shape == (3, 2, 9)
+            assert batch.sequences_ABW.shape == (3, 2, 9)
 
 
 def evaluated(split, world_size=1, **kwargs):
     """All ranks' batches, each list as long as the others."""
-    values = {"seq_len": 8, "rows": 3, "device": "cpu", "windows": ShardWindows(), **kwargs}
+    values = {"seq_len": 8, "rows": 3, "device": "cpu", "windows": ShardReader(), **kwargs}
     ranks = [
         list(evaluation_batches(split, rank=rank, world_size=world_size, **values))
         for rank in range(world_size)

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from flatout.data.load.batches import FeedPlan, Shape, StepRead
+from flatout.data.load.batches import BatchPlan, Shape, StepRead
 from flatout.data.load.feed import DirectFeed, PrefetchFeed
 from flatout.data.load.length_buckets import BucketedSteps, row_lengths, rows_of
 from flatout.errors import DataError
@@ -19,7 +19,9 @@ def plan(**changes):
         "world_size": 1,
         "seed": 7,
     }
-    return FeedPlan(**{**values, "document_mask": False, "prefetch": 2, "device": "cpu", **changes})
+    return BatchPlan(
+        **{**values, "document_mask": False, "prefetch": 2, "device": "cpu", **changes}
+    )
 
 
 @pytest.fixture
@@ -181,9 +183,9 @@ def test_the_feed_takes_any_shape_and_can_seek(documents, feed_class):
         whole = [next(feed) for _ in range(reader.num_steps + 3)]
         feed.seek(5)
         again = next(feed)
-    assert again.windows_ABW.tolist() == whole[5].windows_ABW.tolist()
+    assert again.sequences_ABW.tolist() == whole[5].sequences_ABW.tolist()
     assert [batch.position for batch in whole] == list(range(1, reader.num_steps + 4))
-    assert {tuple(batch.windows_ABW.shape) for batch in whole} == {
+    assert {tuple(batch.sequences_ABW.shape) for batch in whole} == {
         (2, 2, 65),
         (2, 4, 33),
         (2, 8, 17),

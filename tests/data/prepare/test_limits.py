@@ -14,7 +14,7 @@ from flatout.data.prepare.ranges import RangeRecord, RangeSplit, SkippedRows
 from flatout.data.tokenizers import make_tokenizer
 from flatout.errors import DataError
 from flatout.files import Unfinished
-from flatout.sources import Place, files
+from flatout.sources import RowLocation, files
 
 USAGE = namedtuple("usage", "total used free")
 
@@ -63,7 +63,7 @@ def record(documents, bad, left_out=0, first="row"):
         splits=splits,
         skipped=skipped,
         bad_rows=bad,
-        first_bad=(Place(first), "is bad"),
+        first_bad=(RowLocation(first), "is bad"),
     )
 
 

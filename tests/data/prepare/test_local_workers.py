@@ -12,7 +12,7 @@ from flatout.data.prepare.ranges import Range, read_record, record_path
 from flatout.data.prepare.tokenize import ByHash, Job, Packing
 from flatout.data.tokenizers import make_tokenizer
 from flatout.errors import DataError, RunFailed
-from flatout.sources import Place, ReadTask
+from flatout.sources import ReadTask, RowLocation
 
 SOURCE = """
 import os, signal, time
@@ -205,7 +205,7 @@ def test_bad_rows_and_what_is_done_travel(source, setup):
         ranges(*[(source.bad, f"row {index}", 0.0) for index in range(4)]), skipping, 2, told.append
     )
     assert [(entry.reason, entry.first) for record in records for entry in record.skipped] == [
-        ("bad", (Place(f"row {index}"),)) for index in range(4)
+        ("bad", (RowLocation(f"row {index}"),)) for index in range(4)
     ]
     assert [record.bad_rows for record in records] == [1] * 4
     assert len(told) == 4

@@ -4,12 +4,12 @@ import pytest
 
 from flatout.data.prepare.ranges import RangeRecord, SkippedRows, read_record
 from flatout.errors import DataError
-from flatout.sources import Place
+from flatout.sources import RowLocation
 
 
 def test_where_rows_are_survives_the_disk_whatever_the_file_is_called(tmp_path):
     odd = os.fsdecode(b"/text/caf\xe9 100%41, a.jsonl")
-    places = (Place(odd, 7), Place("é.parquet, row 3"))
+    places = (RowLocation(odd, 7), RowLocation("é.parquet, row 3"))
     record = RangeRecord(
         number=0,
         num_bytes=9,
@@ -25,7 +25,7 @@ def test_where_rows_are_survives_the_disk_whatever_the_file_is_called(tmp_path):
 
 def test_a_secret_in_an_address_is_not_written_down():
     (place,) = SkippedRows(
-        reason="bad", count=1, first=(Place("https://me:word@host/a.jsonl?key=1", 7),)
+        reason="bad", count=1, first=(RowLocation("https://me:word@host/a.jsonl?key=1", 7),)
     ).model_dump()["first"]
     assert place == ("https://host/a.jsonl", 7)
 

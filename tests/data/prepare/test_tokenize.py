@@ -16,7 +16,7 @@ from flatout.data.prepare.tokenize import (
 from flatout.data.store.manifest import SPLITS
 from flatout.data.tokenizers import make_tokenizer
 from flatout.errors import DataError
-from flatout.sources import BadRow, Document, LeftOut, Place, ReadTask
+from flatout.sources import BadRow, Document, LeftOut, ReadTask, RowLocation
 
 BAD = BadRow("is bad", "Mend it.", "bad", "row 7")
 
@@ -121,7 +121,10 @@ def test_a_bad_row_raises_or_is_counted(tokenizer):
     )
     assert byte_tokens(packed, "train") == "a|b|"
     assert packed.skipped.counts == {"bad": 1, "too dull": 1}
-    assert packed.skipped.first == {"bad": [Place("row 7")], "too dull": [Place("row 8")]}
+    assert packed.skipped.first == {
+        "bad": [RowLocation("row 7")],
+        "too dull": [RowLocation("row 8")],
+    }
     assert packed.skipped.bad == 1, "what a source leaves out is not bad"
 
 
@@ -162,7 +165,7 @@ def test_text_is_cut_between_characters(text, limit, kept):
 def test_the_first_rows_left_out_are_named_in_order():
     whole = Skipped()
     for part in range(3):
-        whole.add("bad", [Place(f"{part}.{row}") for row in range(7)], 7)
+        whole.add("bad", [RowLocation(f"{part}.{row}") for row in range(7)], 7)
     (entry,) = whole.entries()
     assert (entry.reason, entry.count) == ("bad", 21)
     assert entry.first == tuple(f"{row // 7}.{row % 7}" for row in range(FIRST_NAMED))

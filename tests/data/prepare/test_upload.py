@@ -1,5 +1,5 @@
-"""A data set prepared to an address: sent whole or without a manifest, gone on with, refused early,
-the same bytes as in a folder.
+"""A dataset prepared at a URL: complete or without a manifest, resumed, refused early, and the same
+bytes as in a folder.
 """
 
 import base64
@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from flatout.data.prepare import upload
 from flatout.data.prepare.merge import join
 from flatout.data.prepare.pipeline import Options, prepare_dataset
-from flatout.data.prepare.upload import CLAIM, prepare_upload
-from flatout.data.store.remote import home_of, open_place
+from flatout.data.prepare.upload import CLAIM, PROBE, prepare_upload
+from flatout.data.store.remote import cache_dir_of, open_dataset
 from flatout.errors import DataError, MissingPackage
-from flatout.sources.remote import Unreachable
+from flatout.transfer import sending
+from flatout.transfer.connection import Unreachable
 
-ADDRESS = "faulty://bucket/set"
+URL = "faulty://bucket/set"
 OPTIONS = Options(tokenizer="byte", split="hash 0.1")
 
 
@@ -40,12 +40,12 @@ def small_shards(monkeypatch):
 
 @pytest.fixture
 def send(text, tmp_path, store, small_shards):
-    """Prepare the text to ADDRESS."""
+    """Prepare the text at URL."""
 
-    def prepare(options=OPTIONS, address=ADDRESS, sources=None, **parameters):
+    def prepare(options=OPTIONS, url=URL, sources=None, **parameters):
         return prepare_upload(
             sources or [str(text)],
-            address,
+            url,
             options,
             workers=1,
             cache=tmp_path / "cache",
@@ -63,7 +63,7 @@ def stored(store):
 
 def folders(tmp_path):
     return sorted(
-        path.name for path in home_of(ADDRESS, tmp_path / "cache").iterdir() if path.is_dir()
+        path.name for path in cache_dir_of(URL, tmp_path / "cache").iterdir() if path.is_dir()
     )
 
 
@@ -79,47 +79,49 @@ def puts(store):
     return [Path(name.removeprefix("put ")).name for name in store.asked if name.startswith("put ")]
 
 
-def test_it_is_what_a_folder_would_hold_and_the_manifest_comes_last(
+def test_the_files_are_those_of_a_folder_and_the_manifest_comes_last(
     send, text, store, tmp_path, said
 ):
     made = send(progress=said)
     local = prepare_dataset([str(text)], tmp_path / "local", OPTIONS, workers=1)
     assert stored(store) == {path.name: path.read_bytes() for path in local.path.iterdir()}
-    assert (made.path, made.existed, made.manifest) == (ADDRESS, False, local.manifest)
-    assert puts(store)[:2] == [upload.PROBE, CLAIM]
+    assert (made.path, made.existed, made.manifest) == (URL, False, local.manifest)
+    assert puts(store)[:2] == [PROBE, CLAIM]
     assert puts(store)[-1] == "manifest.json"
     assert said.lines == [
-        f"The data set is prepared in {home_of(ADDRESS, tmp_path / 'cache') / 'work'}, then sent to {ADDRESS}."
+        f"Preparing the dataset in {cache_dir_of(URL, tmp_path / 'cache') / 'work'}, then sending it to {URL}."
     ]
 
 
-def test_what_was_sent_is_this_machines_copy(send, store, tmp_path):
+def test_the_uploaded_dataset_becomes_this_machines_copy(send, store, tmp_path):
     made = send()
     assert len(folders(tmp_path)) == 1
     store.asked.clear()
-    dataset = open_place(ADDRESS, cache=tmp_path / "cache")
+    dataset = open_dataset(URL, cache=tmp_path / "cache")
     assert dataset.manifest == made.manifest
     assert store.asked == ["get /bucket/set/manifest.json"]
 
 
-def test_asked_again_it_is_left_and_another_data_set_is_refused(send, store, tmp_path, said):
+def test_the_same_dataset_is_left_unchanged_and_a_different_one_is_refused(
+    send, store, tmp_path, said
+):
     made = send()
     store.asked.clear()
     again = send(progress=said)
     assert (again.existed, again.manifest) == (True, made.manifest)
     assert store.asked == ["get /bucket/set/manifest.json"]
     assert said.lines == [
-        f"{ADDRESS} already holds this data set: {made.manifest.tokens:,} tokens. Nothing to do."
+        f"{URL} already contains this dataset: {made.manifest.tokens:,} tokens. Nothing to do."
     ]
     with pytest.raises(
         DataError,
-        match=r"faulty://bucket/set holds another data set: max_documents None there, 5 asked for",
+        match=r"faulty://bucket/set contains a different dataset: max_documents None there, 5 asked for",
     ):
         send(Options(tokenizer="byte", split="hash 0.1", max_documents=5))
     assert puts(store) == []
 
 
-def test_validation_text_goes_along_and_other_is_refused(send, store, tmp_path):
+def test_validation_text_is_sent_too_and_a_different_one_is_refused(send, store, tmp_path):
     for name in ("valid", "other"):
         (tmp_path / f"{name}.txt").write_text(f"{name} text")
     options = Options(tokenizer="byte", val=(str(tmp_path / "valid.txt"),))
@@ -131,15 +133,15 @@ def test_validation_text_goes_along_and_other_is_refused(send, store, tmp_path):
         send(Options(tokenizer="byte", val=(str(tmp_path / "other.txt"),)))
 
 
-def test_a_place_with_other_files_is_refused_before_the_text_is_read(send, store):
-    store.pipe_file(f"{ADDRESS}/picture.png", b"png")
-    for address in (ADDRESS, f"{ADDRESS}/picture.png"):
-        with pytest.raises(DataError, match=f"{address} is not empty and is not a data set"):
-            send(address=address, sources=["nothing.txt"])
+def test_a_url_with_other_files_is_refused_before_the_text_is_read(send, store):
+    store.pipe_file(f"{URL}/picture.png", b"png")
+    for url in (URL, f"{URL}/picture.png"):
+        with pytest.raises(DataError, match=f"{url} is not empty and is not a dataset"):
+            send(url=url, sources=["nothing.txt"])
     assert puts(store) == []
 
 
-def test_a_place_that_cannot_be_written_is_refused_before_the_text_is_read(send, store):
+def test_a_url_that_cannot_be_written_is_refused_before_the_text_is_read(send, store):
     store.faults[:] = [PermissionError("Access Denied")]
     with pytest.raises(
         DataError, match="Writing faulty://bucket/set is not allowed: Access Denied"
@@ -153,33 +155,33 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_text_is_read(send,
         send(sources=["nothing.txt"])
     store.faults[:] = [NotImplementedError()]
     with pytest.raises(
-        DataError, match="Writing faulty://bucket/set is not possible: nothing does that for faulty"
+        DataError, match="Writing faulty://bucket/set is not possible: faulty does not support it"
     ):
         send(sources=["nothing.txt"])
-    for address in ("https://host/set", "hf://datasets/org/name/set"):
-        with pytest.raises(DataError, match="are only read"):
-            send(address=address, sources=["nothing.txt"])
-    with pytest.raises(DataError, match="no user, no password"):
-        send(address="s3://key:hidden@bucket/set", sources=["nothing.txt"])
+    for url in ("https://host/set", "hf://datasets/org/name/set"):
+        with pytest.raises(DataError, match="are read-only"):
+            send(url=url, sources=["nothing.txt"])
+    with pytest.raises(DataError, match="must not contain a user, a password"):
+        send(url="s3://key:hidden@bucket/set", sources=["nothing.txt"])
     with pytest.raises(DataError, match="Protocol not known: s4"):
-        send(address="s4://bucket/set", sources=["nothing.txt"])
+        send(url="s4://bucket/set", sources=["nothing.txt"])
 
 
 def test_a_missing_package_is_named_with_its_extra(send, monkeypatch):
     import fsspec
 
-    def missing(address):
+    def missing(url):
         raise ImportError("Install s3fs to access S3")
 
     monkeypatch.setattr(fsspec.core, "url_to_fs", missing)
     with pytest.raises(
         MissingPackage,
-        match=r'Writing s3://bucket/set takes the package s3fs.*pip install "flatout\[s3\]"',
+        match=r'Writing s3://bucket/set needs the package s3fs.*pip install "flatout\[s3\]"',
     ):
-        send(address="s3://bucket/set", sources=["nothing.txt"])
+        send(url="s3://bucket/set", sources=["nothing.txt"])
 
 
-def test_text_that_cannot_be_used_leaves_the_place_empty(send, store, tmp_path):
+def test_unusable_text_leaves_the_url_empty(send, store, tmp_path):
     (tmp_path / "empty.txt").write_text("")
     with pytest.raises(DataError, match="holds no document"):
         send(sources=[str(tmp_path / "empty.txt")])
@@ -188,15 +190,15 @@ def test_text_that_cannot_be_used_leaves_the_place_empty(send, store, tmp_path):
 
 
 @pytest.mark.parametrize("tags", ["none", "whole", "parts", "gcs", "encrypted"])
-def test_a_send_that_broke_off_goes_on_and_sends_nothing_twice(
+def test_an_interrupted_upload_resumes_and_sends_nothing_twice(
     send, store, monkeypatch, tags, tmp_path, said
 ):
-    """With a store that says nothing of its files but their sizes, their MD5, that of their parts,
-    Google's, or a number of another kind.
+    """With a store that reports only sizes, an MD5, S3's MD5 of parts, Google's MD5, or a number of
+    another kind.
     """
-    monkeypatch.setattr("flatout.data.store.transfers.AT_ONCE", 1)
-    monkeypatch.setattr(upload, "PART_BYTES", 6_000)
-    tellers = {
+    monkeypatch.setattr("flatout.transfer.parallel.MAX_PARALLEL", 1)
+    monkeypatch.setattr(sending, "PART_BYTES", 6_000)
+    reports = {
         "none": lambda content: {},
         "whole": lambda content: {"ETag": f'"{hashlib.md5(content).hexdigest()}"'},
         "parts": partial(md5_of_parts, size=6_000),
@@ -206,7 +208,7 @@ def test_a_send_that_broke_off_goes_on_and_sends_nothing_twice(
         },
         "encrypted": lambda content: {"ETag": hashlib.md5(content + b"key").hexdigest()},
     }
-    monkeypatch.setattr(type(store), "tags", tellers[tags])
+    monkeypatch.setattr(type(store), "tags", reports[tags])
     first = [f"train-0000{number}.bin" for number in range(2)]
     gets = [None] * 2 if tags == "encrypted" else []
     store.faults[:] = [None, None, *[None] * 2, *gets, *[OSError("500")] * 5]
@@ -222,32 +224,32 @@ def test_a_send_that_broke_off_goes_on_and_sends_nothing_twice(
         tags == "encrypted"
     )
     assert sorted(stored(store)) == sorted(
-        path.name for path in open_place(ADDRESS, cache=tmp_path / "cache").path.iterdir()
+        path.name for path in open_dataset(URL, cache=tmp_path / "cache").path.iterdir()
     )
-    assert any("was prepared before" in line for line in said.lines)
+    assert any("was already prepared" in line for line in said.lines)
     assert made.manifest.documents == 300
 
 
-def test_half_a_data_set_is_gone_on_with_by_the_same_alone(send, store):
+def test_an_unfinished_upload_is_resumed_only_by_the_same_dataset(send, store):
     store.faults[:] = [None, None, *[OSError("500")] * 99]
     with pytest.raises(Unreachable):
         send()
     store.faults.clear()
     with pytest.raises(
         DataError,
-        match="faulty://bucket/set holds half of another data set: max_documents None there, 5 asked for",
+        match="faulty://bucket/set contains an unfinished, different dataset: max_documents None there, 5 asked for",
     ):
         send(Options(tokenizer="byte", split="hash 0.1", max_documents=5))
-    store.rm_file(f"{ADDRESS}/{CLAIM}")
+    store.rm_file(f"{URL}/{CLAIM}")
     with pytest.raises(
         DataError,
-        match=r"work/set waits to be sent and holds another data set: max_documents None there",
+        match=r"work/set, which waits to be sent, contains a different dataset: max_documents None there",
     ):
         send(Options(tokenizer="byte", split="hash 0.1", max_documents=5))
     assert not send().existed
 
 
-def test_what_arrives_changed_is_not_called_whole(send, store, monkeypatch):
+def test_a_file_that_arrives_altered_is_an_error(send, store, monkeypatch):
     monkeypatch.setattr(
         type(store), "tags", lambda content: {"ETag": hashlib.md5(content + b"key").hexdigest()}
     )
@@ -269,7 +271,7 @@ def test_what_arrives_changed_is_not_called_whole(send, store, monkeypatch):
     assert not send().existed
 
 
-def test_a_manifest_that_arrives_changed_does_not_stay(send, store, monkeypatch):
+def test_a_manifest_that_arrives_altered_is_removed(send, store, monkeypatch):
     put_file = type(store).put_file
 
     def damaging(self, lpath, rpath, **kwargs):
@@ -283,7 +285,7 @@ def test_a_manifest_that_arrives_changed_does_not_stay(send, store, monkeypatch)
     assert "manifest.json" not in stored(store)
 
 
-def test_what_fails_once_is_sent_again_and_counted_once(send, store):
+def test_failed_sends_are_retried_and_counted_once(send, store):
     counted = []
 
     class Counting:
@@ -315,23 +317,25 @@ def test_what_fails_once_is_sent_again_and_counted_once(send, store):
     )
 
 
-def test_a_process_at_work_is_named(send, tmp_path):
+def test_a_second_process_is_refused(send, tmp_path):
     import fcntl
 
-    home = home_of(ADDRESS, tmp_path / "cache")
+    home = cache_dir_of(URL, tmp_path / "cache")
     home.mkdir(parents=True)
     lock = os.open(home / "lock", os.O_RDWR | os.O_CREAT)
     fcntl.flock(lock, fcntl.LOCK_EX)
     with pytest.raises(
         DataError,
-        match=re.escape(f"Another process on this machine is preparing or fetching {ADDRESS}."),
+        match=re.escape(f"Another process on this machine is preparing or fetching {URL}."),
     ):
         send()
     os.close(lock)
     assert not send().existed
 
 
-def test_a_claim_of_another_flatout_is_refused(send, store):
-    store.pipe_file(f"{ADDRESS}/{CLAIM}", b'{"format_version": 2}')
-    with pytest.raises(DataError, match=r"set/upload\.json is not of this flatout"):
+def test_a_claim_of_another_version_is_refused(send, store):
+    store.pipe_file(f"{URL}/{CLAIM}", b'{"format_version": 2}')
+    with pytest.raises(
+        DataError, match=r"set/upload\.json was not written by this version of flatout"
+    ):
         send()

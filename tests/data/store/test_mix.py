@@ -11,16 +11,16 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from flatout.config.schema import DataConfig
-from flatout.data.load.baseline import TokenisingWindows
-from flatout.data.load.batches import FeedPlan, ShardWindows, WindowSteps
+from flatout.data.load.baseline import TokenisingReader
+from flatout.data.load.batches import BatchPlan, SequenceSteps, ShardReader
 from flatout.data.load.feed import DirectFeed, PrefetchFeed
 from flatout.data.store.mix import (
     LONGEST_PERIOD,
     MixedDataset,
     deal,
     distinct_names,
+    members_of,
     open_data,
-    parts_of,
     whole_turns,
 )
 from flatout.data.store.shards import Dataset
@@ -40,7 +40,7 @@ def plan(**changes):
         "document_mask": True,
         "prefetch": 2,
     }
-    return FeedPlan(**{**values, "device": "cpu", **changes})
+    return BatchPlan(**{**values, "device": "cpu", **changes})
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def named(weights):
 
 def read(split, indices):
     out = np.empty((len(indices), T + 1), split.dtype)
-    split.read_windows(np.asarray(indices), T, out)
+    split.read_sequences(np.asarray(indices), T, out)
     return out
 
 
@@ -132,43 +132,43 @@ def test_each_set_is_read_in_its_own_order_by_its_own_epochs(three):
     """What a mix reads of one set is what a run on that set alone reads, window after window."""
     mixed = MixedDataset.open(three)
     split = mixed.split("train")
-    windows = read(split, split.windows_at(np.arange(800), T, seed=3))
-    for part, start, count in zip(mixed.parts, (0, 1000, 2000), (500, 200, 100), strict=True):
+    windows = read(split, split.sequences_at(np.arange(800), T, seed=3))
+    for part, start, count in zip(mixed.members, (0, 1000, 2000), (500, 200, 100), strict=True):
         mine = windows[windows[:, 0] // 1000 == start // 1000]
         alone = part.dataset.split("train")
         assert len(mine) == count == round(800 * part.share)
-        assert np.array_equal(mine, read(alone, alone.windows_at(np.arange(count), T, seed=3)))
+        assert np.array_equal(mine, read(alone, alone.sequences_at(np.arange(count), T, seed=3)))
 
 
 def test_a_position_does_not_depend_on_what_is_asked_with_it(three):
     split = MixedDataset.open(three).split("train")
-    together = split.windows_at(np.arange(100), T, seed=9)
+    together = split.sequences_at(np.arange(100), T, seed=9)
     assert together.tolist() == [
-        int(split.windows_at(np.array([p]), T, seed=9)[0]) for p in range(100)
+        int(split.sequences_at(np.array([p]), T, seed=9)[0]) for p in range(100)
     ]
     far = np.arange(10**12, 10**12 + 16)
     assert (
-        split.windows_at(far, T, seed=9)[5:].tolist()
-        == split.windows_at(far[5:], T, seed=9).tolist()
+        split.sequences_at(far, T, seed=9)[5:].tolist()
+        == split.sequences_at(far[5:], T, seed=9).tolist()
     )
-    assert split.windows_at(far, T, seed=9).max() < split.num_windows(T) == 45
+    assert split.sequences_at(far, T, seed=9).max() < split.num_sequences(T) == 45
 
 
 def test_a_mix_of_one_is_that_set(three):
     path = next(iter(three))
     mixed, alone = MixedDataset.open({path: 0.3}).split("train"), Dataset.open(path).split("train")
     at = np.arange(90)
-    assert np.array_equal(mixed.windows_at(at, T, seed=1), alone.windows_at(at, T, seed=1))
+    assert np.array_equal(mixed.sequences_at(at, T, seed=1), alone.sequences_at(at, T, seed=1))
     assert np.array_equal(read(mixed, np.arange(30)), read(alone, np.arange(30)))
 
 
 @pytest.mark.parametrize("feed_class", [DirectFeed, PrefetchFeed])
 def test_masks_and_documents_follow_their_windows(three, feed_class):
     with feed_class(
-        WindowSteps(MixedDataset.open(three).split("train"), plan(), ShardWindows())
+        SequenceSteps(MixedDataset.open(three).split("train"), plan(), ShardReader())
     ) as feed:
         batches = [next(feed) for _ in range(12)]
-    windows = torch.cat([batch.windows_ABW.flatten(0, 1).int() for batch in batches]).numpy()
+    windows = torch.cat([batch.sequences_ABW.flatten(0, 1).int() for batch in batches]).numpy()
     mask = torch.cat([batch.mask_ABT.flatten(0, 1) for batch in batches]).numpy()
     doc_ids = torch.cat([batch.doc_ids_ABT.flatten(0, 1) for batch in batches]).numpy()
     of_second = windows[:, 0] // 1000 == 1
@@ -185,50 +185,52 @@ def test_any_number_of_ranks_reads_the_same_windows_a_step(three, world_size):
     split = MixedDataset.open(three).split("train")
     feeds = [
         DirectFeed(
-            WindowSteps(
+            SequenceSteps(
                 split,
                 plan(world_size=world_size, rank=rank, accumulate=4 // world_size),
-                ShardWindows(),
+                ShardReader(),
             )
         )
         for rank in range(world_size)
     ]
     for step in range(9):
         seen = torch.cat(
-            [next(feed).windows_ABW.flatten(0, 1)[:, 0].int() for feed in feeds]
+            [next(feed).sequences_ABW.flatten(0, 1)[:, 0].int() for feed in feeds]
         ).tolist()
-        expected = read(split, split.windows_at(np.arange(step * 8, step * 8 + 8), T, seed=3))[:, 0]
+        expected = read(split, split.sequences_at(np.arange(step * 8, step * 8 + 8), T, seed=3))[
+            :, 0
+        ]
         assert sorted(seen) == sorted(expected.tolist())
 
 
 def test_the_feed_can_seek(three):
     split = MixedDataset.open(three).split("train")
     with (
-        PrefetchFeed(WindowSteps(split, plan(), ShardWindows())) as whole,
-        PrefetchFeed(WindowSteps(split, plan(), ShardWindows())) as rest,
+        PrefetchFeed(SequenceSteps(split, plan(), ShardReader())) as whole,
+        PrefetchFeed(SequenceSteps(split, plan(), ShardReader())) as rest,
     ):
-        steps = [next(whole).windows_ABW for _ in range(10)]
+        steps = [next(whole).sequences_ABW for _ in range(10)]
         rest.seek(5 * 4)
-        assert all(torch.equal(next(rest).windows_ABW, step) for step in steps[5:])
+        assert all(torch.equal(next(rest).sequences_ABW, step) for step in steps[5:])
 
 
 def test_text_tokenised_in_the_step_gives_the_very_same_windows(three, stub_tokenizer):
     split = MixedDataset.open(three).split("train")
-    windows = TokenisingWindows(stub_tokenizer)
+    windows = TokenisingReader(stub_tokenizer)
     with (
-        DirectFeed(WindowSteps(split, plan(), windows)) as slow,
-        DirectFeed(WindowSteps(split, plan(), ShardWindows())) as fast,
+        DirectFeed(SequenceSteps(split, plan(), windows)) as slow,
+        DirectFeed(SequenceSteps(split, plan(), ShardReader())) as fast,
     ):
         slow.prime(5)
         for _ in range(5):
-            assert torch.equal(next(slow).windows_ABW, next(fast).windows_ABW)
+            assert torch.equal(next(slow).sequences_ABW, next(fast).sequences_ABW)
     assert windows.tokens_encoded == 5 * 4 * (T + 1)
 
 
 def test_a_set_too_short_for_one_window_is_named(three):
     split = MixedDataset.open(three).split("train")
     with pytest.raises(DataError, match=r"/c holds 41 tokens.*data\.seq_len=64.*Leave it out"):
-        split.num_windows(64)
+        split.num_sequences(64)
 
 
 def test_another_tokenizer_is_refused_with_the_way_to_make_them_one(write_set, three):
@@ -248,8 +250,8 @@ def test_one_folder_named_twice_is_refused(three):
 
 def test_what_a_configuration_names_is_opened(three):
     path = next(iter(three))
-    assert [part.name for part in parts_of(open_data(DataConfig(mix=three)))] == ["a", "b", "c"]
-    assert [(part.name, part.share) for part in parts_of(open_data(DataConfig(path=path)))] == [
+    assert [part.name for part in members_of(open_data(DataConfig(mix=three)))] == ["a", "b", "c"]
+    assert [(part.name, part.share) for part in members_of(open_data(DataConfig(path=path)))] == [
         ("a", 1.0)
     ]
     with pytest.raises(ConfigError, match="nothing to train on"):

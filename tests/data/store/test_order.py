@@ -7,30 +7,30 @@ from flatout.data.store import order
 from flatout.data.store.order import shuffled
 
 
-def epoch(number, num_windows, seed=0):
-    return shuffled(np.arange(num_windows) + number * num_windows, num_windows, seed=seed)
+def epoch(number, num_sequences, seed=0):
+    return shuffled(np.arange(num_sequences) + number * num_sequences, num_sequences, seed=seed)
 
 
 def test_every_epoch_is_a_permutation_for_small_sizes():
-    for num_windows in range(1, 201):
+    for num_sequences in range(1, 201):
         for number in (0, 1, 17):
-            assert np.array_equal(np.sort(epoch(number, num_windows)), np.arange(num_windows)), (
-                num_windows
-            )
+            assert np.array_equal(
+                np.sort(epoch(number, num_sequences)), np.arange(num_sequences)
+            ), num_sequences
 
 
-@pytest.mark.parametrize("num_windows", [1009, 4096, 4097, 65_535, 65_536, 65_537, 99_991])
-def test_every_epoch_is_a_permutation_for_larger_sizes(num_windows):
-    assert np.array_equal(np.sort(epoch(3, num_windows, seed=5)), np.arange(num_windows))
+@pytest.mark.parametrize("num_sequences", [1009, 4096, 4097, 65_535, 65_536, 65_537, 99_991])
+def test_every_epoch_is_a_permutation_for_larger_sizes(num_sequences):
+    assert np.array_equal(np.sort(epoch(3, num_sequences, seed=5)), np.arange(num_sequences))
 
 
-@pytest.mark.parametrize("num_windows", [1_000_000_007, 2_147_483_647, 1_099_511_627_791])
-def test_large_primes_stay_in_range_and_never_collide(num_windows):
+@pytest.mark.parametrize("num_sequences", [1_000_000_007, 2_147_483_647, 1_099_511_627_791])
+def test_large_primes_stay_in_range_and_never_collide(num_sequences):
     rng = np.random.default_rng(0)
-    positions = np.unique(rng.integers(0, num_windows, 200_000))
-    windows = shuffled(positions, num_windows, seed=1)
+    positions = np.unique(rng.integers(0, num_sequences, 200_000))
+    windows = shuffled(positions, num_sequences, seed=1)
     assert windows.min() >= 0
-    assert windows.max() < num_windows
+    assert windows.max() < num_sequences
     assert len(np.unique(windows)) == len(positions)
 
 
@@ -54,25 +54,25 @@ def test_a_position_does_not_depend_on_what_is_asked_with_it():
     assert together.tolist() == alone
 
 
-@pytest.mark.parametrize("num_windows", [7, 12, 100])
-def test_every_window_is_equally_likely_at_every_position(num_windows):
+@pytest.mark.parametrize("num_sequences", [7, 12, 100])
+def test_every_window_is_equally_likely_at_every_position(num_sequences):
     epochs = 20_000
-    table = shuffled(np.arange(num_windows * epochs), num_windows, seed=0).reshape(
-        epochs, num_windows
+    table = shuffled(np.arange(num_sequences * epochs), num_sequences, seed=0).reshape(
+        epochs, num_sequences
     )
     counts = np.stack(
-        [np.bincount(table[:, place], minlength=num_windows) for place in range(num_windows)]
+        [np.bincount(table[:, place], minlength=num_sequences) for place in range(num_sequences)]
     )
-    expected = epochs / num_windows
-    chi_square, freedom = ((counts - expected) ** 2 / expected).sum(), (num_windows - 1) ** 2
+    expected = epochs / num_sequences
+    chi_square, freedom = ((counts - expected) ** 2 / expected).sum(), (num_sequences - 1) ** 2
     assert abs(chi_square - freedom) < 5 * np.sqrt(2 * freedom)
 
 
 def test_neighbours_in_the_order_are_not_neighbours_in_the_text():
-    num_windows = 100_003
-    windows = epoch(0, num_windows)
-    steps = np.diff(windows) % num_windows
-    assert (steps == 1).mean() < 5 / num_windows * 2
+    num_sequences = 100_003
+    windows = epoch(0, num_sequences)
+    steps = np.diff(windows) % num_sequences
+    assert (steps == 1).mean() < 5 / num_sequences * 2
     assert abs(np.corrcoef(windows[:-1], windows[1:])[0, 1]) < 0.02
 
 

@@ -19,9 +19,9 @@ def flip(path, byte):
 
 
 def windows(split, seq_len, indices=None):
-    indices = np.arange(split.num_windows(seq_len)) if indices is None else np.asarray(indices)
+    indices = np.arange(split.num_sequences(seq_len)) if indices is None else np.asarray(indices)
     out = np.empty((len(indices), seq_len + 1), split.dtype)
-    split.read_windows(indices, seq_len, out)
+    split.read_sequences(indices, seq_len, out)
     return out
 
 
@@ -30,7 +30,7 @@ def windows(split, seq_len, indices=None):
 def test_windows_are_the_tokens_wherever_the_shards_end(train_split, shard_bytes, seq_len):
     tokens = RNG.integers(0, 300, 301)
     split = train_split(tokens, shard_bytes=shard_bytes)
-    indices = RNG.permutation(split.num_windows(seq_len))
+    indices = RNG.permutation(split.num_sequences(seq_len))
     wanted = np.stack([tokens[i * seq_len : i * seq_len + seq_len + 1] for i in indices])
     assert np.array_equal(windows(split, seq_len, indices), wanted)
 
@@ -41,9 +41,9 @@ def test_windows_are_the_tokens_wherever_the_shards_end(train_split, shard_bytes
 )
 def test_only_whole_windows_count(train_split, num_tokens, seq_len, wanted):
     assert (
-        train_split(np.zeros(num_tokens, int), ends=[num_tokens] if num_tokens else []).num_windows(
-            seq_len
-        )
+        train_split(
+            np.zeros(num_tokens, int), ends=[num_tokens] if num_tokens else []
+        ).num_sequences(seq_len)
         == wanted
     )
 
@@ -70,7 +70,12 @@ def test_counts_and_ranges(train_split):
 
 def test_a_missing_split_is_empty(write_set):
     val = Dataset.open(write_set(np.arange(10))).split("val")
-    assert (val.num_tokens, val.num_documents, val.num_windows(4), val.document_ends.tolist()) == (
+    assert (
+        val.num_tokens,
+        val.num_documents,
+        val.num_sequences(4),
+        val.document_ends.tolist(),
+    ) == (
         0,
         0,
         0,
@@ -82,7 +87,7 @@ def test_reading_beyond_the_end_is_refused(train_split):
     split = train_split(np.arange(100))
     with pytest.raises(DataError, match="there are 100"):
         windows(split, 10, [9, 10])
-    with pytest.raises(DataError, match="num_windows"):
+    with pytest.raises(DataError, match="num_sequences"):
         windows(split, 10, [-1])
 
 
@@ -101,7 +106,7 @@ def test_document_ids_count_from_zero_in_each_window(train_split):
     ends = np.unique(np.append(RNG.integers(1, 1000, 120), 1001))
     split = train_split(np.zeros(1001, int), ends=ends)
     for seq_len in (1, 7, 50, 1000):
-        indices = RNG.permutation(split.num_windows(seq_len))
+        indices = RNG.permutation(split.num_sequences(seq_len))
         out = np.full((len(indices), seq_len), -9, np.int32)
         split.read_document_ids(indices, seq_len, out)
         documents = np.searchsorted(ends, np.arange(1001), side="right")

@@ -211,7 +211,7 @@ def blocks(data):
 
 
 def test_a_store_that_does_not_answer_is_no_damage(address, store):
-    with pytest.raises(DataError, match="There is no data set at"):
+    with pytest.raises(DataError, match="There is no dataset at"):
         verify_stored("faulty://bucket/none")
     store.faults[:] = [None] + [OSError("no route")] * 99
     with pytest.raises(DataError, match="no route"):

@@ -95,7 +95,7 @@ def test_a_batch_of_a_new_shape_is_logged_at_its_step(compiled_run, tmp_path):
     run, log = compiled_run("compile")
     step(run, log)
     batch = next(run.feed)
-    object.__setattr__(batch, "windows_ABW", batch.windows_ABW[:, :, :-4])
+    object.__setattr__(batch, "sequences_ABW", batch.sequences_ABW[:, :, :-4])
     result = train_step(run, batch)
     run.step += 1
     log.step(batch, result)

@@ -76,17 +76,17 @@ def test_a_mix_is_stored_with_absolute_paths_and_its_shares_are_said(
     said = [event for event in read_events(tmp_path / "run") if event["event"] == "data"]
     assert [(one["name"], one["share"]) for one in said] == [("tiny", 0.75), ("ragged", 0.25)]
     dataset = open_data(stored.data)
-    for one, part in zip(said, dataset.parts, strict=True):
+    for one, part in zip(said, dataset.members, strict=True):
         assert one["passes"] == pytest.approx(
-            one["share"] * summary["tokens"] / (part.dataset.split("train").num_windows(16) * 16)
+            one["share"] * summary["tokens"] / (part.dataset.split("train").num_sequences(16) * 16)
         )
 
 
 def test_an_epoch_of_a_mix_is_as_many_tokens_as_all_its_sets_have(mixed_config, mix, tmp_path):
     summary = run_training(mixed_config(train__steps=None, train__epochs=0.5), tmp_path / "run")
     tokens = sum(
-        part.dataset.split("train").num_windows(16) * 16
-        for part in open_data(mixed_config().data).parts
+        part.dataset.split("train").num_sequences(16) * 16
+        for part in open_data(mixed_config().data).members
     )
     assert summary["steps"] == -(-tokens // 2 // 128)
 
@@ -109,7 +109,7 @@ def test_sets_may_be_named_in_any_order_and_move(mixed_config, mix, tmp_path, st
     after = {path.replace("/before/", "/after/"): weight for path, weight in moved.items()}
     resumed = run_training(mixed_config(data__mix=after), tmp_path / "run")
     assert resumed["weights_sha256"] == whole["weights_sha256"]
-    assert load_run(tmp_path / "run").dataset.parts[0].dataset.path.parent == tmp_path / "after"
+    assert load_run(tmp_path / "run").dataset.members[0].dataset.path.parent == tmp_path / "after"
     assert not [event for event in read_events(tmp_path / "run") if event["event"] == "difference"]
 
 

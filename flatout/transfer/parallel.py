@@ -1,4 +1,4 @@
-"""Files between here and a store, several at once."""
+"""Runs several transfers at once; the first that fails stops the others."""
 
 from __future__ import annotations
 
@@ -8,51 +8,51 @@ from threading import Event, Lock
 
 from flatout.progress import Task
 
-AT_ONCE = 8
-"""Files under way at the same time; what takes long is waiting for a server."""
+MAX_PARALLEL = 8
+"""Files in flight at the same time: a transfer mostly waits for a server."""
 
 
 class Transfers:
-    """Jobs that each move one file; the first that fails ends the others at their next block."""
+    """Jobs that each move one file; the first that fails stops the others at their next block."""
 
     def __init__(self, task: Task) -> None:
         self._task = task
         self._lock = Lock()
-        self._ended = Event()
+        self._stopped = Event()
 
     def run(self, jobs: Sequence[Callable[[], object]]) -> None:
-        """Do all jobs.
+        """Run all jobs.
 
-        Raises: what the first one raised that failed.
+        Raises: the error of the first job that failed.
         """
-        with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="flatout-transfer") as pool:
+        with ThreadPoolExecutor(MAX_PARALLEL, thread_name_prefix="flatout-transfer") as pool:
             try:
                 errors = [
                     done.exception()
-                    for done in as_completed([pool.submit(self._do, job) for job in jobs])
+                    for done in as_completed([pool.submit(self._run_job, job) for job in jobs])
                 ]
             except BaseException:
-                self._ended.set()
+                self._stopped.set()
                 raise
         for error in errors:
             if error is not None and not isinstance(error, CancelledError):
                 raise error
 
-    def _do(self, job: Callable[[], object]) -> None:
-        if self._ended.is_set():
+    def _run_job(self, job: Callable[[], object]) -> None:
+        if self._stopped.is_set():
             raise CancelledError
         try:
             job()
         except BaseException:
-            self._ended.set()
+            self._stopped.set()
             raise
 
     def advance(self, num_bytes: int) -> None:
-        """Count bytes as moved; jobs call this.
+        """Count bytes as moved; called by the jobs.
 
         Raises: CancelledError when another job has failed.
         """
-        if self._ended.is_set():
+        if self._stopped.is_set():
             raise CancelledError
         with self._lock:
             self._task.advance(num_bytes / 1e6)

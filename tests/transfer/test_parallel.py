@@ -3,7 +3,7 @@ from concurrent.futures import CancelledError
 
 import pytest
 
-from flatout.data.store.transfers import AT_ONCE, Transfers
+from flatout.transfer.parallel import MAX_PARALLEL, Transfers
 
 
 class Counted:
@@ -20,15 +20,15 @@ class Counted:
 def test_jobs_run_beside_each_other_and_their_bytes_add_up():
     task = Counted()
     transfers = Transfers(task)
-    together = threading.Barrier(AT_ONCE)
+    together = threading.Barrier(MAX_PARALLEL)
 
     def job():
         together.wait(60)
         for _ in range(100):
             transfers.advance(10_000)
 
-    transfers.run([job] * AT_ONCE)
-    assert task.megabytes == pytest.approx(AT_ONCE)
+    transfers.run([job] * MAX_PARALLEL)
+    assert task.megabytes == pytest.approx(MAX_PARALLEL)
 
 
 def test_the_first_that_fails_ends_the_others_and_is_raised():

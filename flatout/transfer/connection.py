@@ -1,0 +1,189 @@
+"""Opens the fsspec filesystem of a URL, retries what may pass, and explains what does not."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import CancelledError
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from flatout.errors import DataError, FlatoutError, MissingPackage
+from flatout.transfer.urls import is_web, protocol_of
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
+T = TypeVar("T")
+Access = Literal["read", "write"]
+
+ATTEMPTS = 5
+FIRST_PAUSE_S = 0.5
+"""Wait before the second attempt; it doubles each time."""
+CONNECT_TIMEOUT_S = 30.0
+STALL_TIMEOUT_S = 60.0
+"""A web server that sends nothing for this long is asked again."""
+
+_PACKAGES = {
+    "s3": ("s3fs", "s3"),
+    "s3a": ("s3fs", "s3"),
+    "gs": ("gcsfs", "gcs"),
+    "gcs": ("gcsfs", "gcs"),
+    "hf": ("huggingface_hub", "hub"),
+    "http": ("aiohttp", "http"),
+    "https": ("aiohttp", "http"),
+}
+"""Package and extra that a protocol needs."""
+_CREDENTIALS = {
+    "s3": "Give AWS credentials, for example by AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or by a profile.",
+    "gs": "Log in with `gcloud auth application-default login`.",
+    "hf": "Log in with `hf auth login`, and accept the terms on the repository's page if it has any.",
+}
+_INTERPRETING = {"reference"}
+"""Filesystems that execute what a file says: fsspec before 2026 renders the templates of
+`reference://` with full Jinja, which can run code.
+"""
+_CHECK_NETWORK = "Check the network and the server, then run the same command again."
+_PRESENT_PARTICIPLE = {"read": "Reading", "write": "Writing"}
+
+
+class Unreachable(DataError):
+    """A server failed on every attempt; it may answer later."""
+
+
+class NothingThere(DataError):
+    """A server answered that a URL does not exist."""
+
+
+def open_filesystem(url: str, access: Access = "read") -> tuple[AbstractFileSystem, str]:
+    """Return the filesystem of a URL and the path inside it.
+
+    Raises: MissingPackage; DataError for a URL that no filesystem serves; Unreachable when its
+            server has to answer first and does not.
+    """
+    import fsspec
+
+    protocol = protocol_of(url)
+    if "::" in url or protocol in _INTERPRETING:
+        raise DataError(
+            f"{url} would be read through another filesystem, which may execute instructions in what it reads.",
+            fix="Name the URL itself, on a single store, without `::`.",
+        )
+    try:
+        filesystem, path = fsspec.core.url_to_fs(
+            f"{protocol}://{url.partition('://')[2]}", **_connection_options(url)
+        )
+    except ImportError as error:
+        package, extra = _PACKAGES.get(protocol, (str(error.name or protocol), ""))
+        line = f'pip install "flatout[{extra}]"' if extra else f"pip install {package}"
+        raise MissingPackage(
+            f"{_PRESENT_PARTICIPLE[access]} {url} needs the package {package}, which is not installed.",
+            fix=f"Install it: `{line}`.",
+        ) from error
+    except ValueError as error:
+        raise DataError(
+            f"{url}: {str(error).rstrip('.')}.",
+            fix="Supported protocols include file, gs, hf, http, https and s3.",
+        ) from error
+    except OSError as error:
+        raise Unreachable(
+            f"Cannot {access} {url}: {_message_of(error)}.", fix=_CHECK_NETWORK
+        ) from error
+    return filesystem, str(path)
+
+
+def _connection_options(url: str) -> dict[str, Any]:
+    if not is_web(url):
+        return {}
+    import aiohttp
+
+    timeout = aiohttp.ClientTimeout(sock_connect=CONNECT_TIMEOUT_S, sock_read=STALL_TIMEOUT_S)
+    return {"client_kwargs": {"trust_env": True, "timeout": timeout}}  # proxies as for other tools
+
+
+def with_retries(
+    url: str,
+    action: Callable[[], T],
+    *,
+    access: Access = "read",
+    where: str = "",
+    attempts: int = ATTEMPTS,
+    sleep: Callable[[float], None] = time.sleep,
+) -> T:
+    """Return the result of `action`; an error that may pass is retried with growing pauses.
+
+    Raises: Unreachable when every attempt failed; NothingThere, or another DataError, when a retry
+            cannot help.
+    """
+    import tenacity
+
+    def attempt() -> T:
+        try:
+            return action()
+        except Exception as error:  # every filesystem has its own family of errors
+            permanent = _permanent_error(url, error, access) if _may_pass(error) else None
+            if permanent is not None:
+                raise permanent from error
+            raise
+
+    try:
+        return tenacity.Retrying(
+            stop=tenacity.stop_after_attempt(attempts),
+            wait=tenacity.wait_exponential(multiplier=FIRST_PAUSE_S),
+            retry=tenacity.retry_if_exception(_may_pass),
+            sleep=sleep,
+            reraise=True,
+        )(attempt)
+    except Exception as error:
+        if not _may_pass(error):
+            raise
+        cause = _root_cause(url, error)
+        raise Unreachable(
+            f"Cannot {access} {url}{where}: {_message_of(cause) or type(cause).__name__} ({attempts} attempt{'s' * (attempts > 1)}).",
+            fix=_CHECK_NETWORK,
+        ) from cause
+
+
+def _may_pass(error: BaseException) -> bool:
+    return isinstance(error, Exception) and not isinstance(error, FlatoutError | CancelledError)
+
+
+def _root_cause(url: str, error: Exception) -> Exception:
+    """Return the error that matters: for HTTP, fsspec first reports any failure as a missing file."""
+    cause = error.__cause__
+    is_wrapped = is_web(url) and isinstance(error, FileNotFoundError)
+    return cause if is_wrapped and isinstance(cause, Exception) else error
+
+
+def _message_of(error: Exception) -> str:
+    """Return an error's message on one line; for an HTTP error its status and reason."""
+    if hasattr(error, "status") and hasattr(error, "message"):
+        return f"{error.status} {error.message}".strip()
+    return next((line for line in str(error).splitlines() if line.strip()), "").strip().rstrip(".")
+
+
+def _permanent_error(url: str, error: Exception, access: Access) -> DataError | None:
+    """Return the error to raise when a retry cannot help, else None."""
+    error = _root_cause(url, error)
+    status = getattr(error, "status", None) or getattr(
+        getattr(error, "response", None), "status_code", None
+    )
+    message = _message_of(error)
+    doing = _PRESENT_PARTICIPLE[access]
+    if (
+        isinstance(error, PermissionError)
+        or status in (401, 403)
+        or type(error).__name__ == "NoCredentialsError"
+    ):
+        fix = _CREDENTIALS.get(protocol_of(url), "Check the URL and your permissions there.")
+        return DataError(f"{doing} {url} is not allowed: {message or 'forbidden'}.", fix=fix)
+    if isinstance(error, FileNotFoundError) or status in (404, 410):
+        reason = f" ({message})" if message and message not in url else ""
+        return NothingThere(f"There is nothing at {url}{reason}.", fix="Check the URL.")
+    if isinstance(error, NotImplementedError):
+        return DataError(
+            f"{doing} {url} is not possible: {protocol_of(url)} does not support it.",
+            fix="Use a URL of another kind.",
+        )
+    if isinstance(status, int) and 400 <= status < 500 and status not in (408, 425, 429):
+        return DataError(f"The server refuses {url}: {message}.", fix="Check the URL.")
+    return None

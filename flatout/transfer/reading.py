@@ -1,0 +1,252 @@
+"""Reads remote files in blocks; a block that arrives short or fails is requested again."""
+
+from __future__ import annotations
+
+import glob
+import io
+import os
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import IO, TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from flatout.errors import DataError
+from flatout.files import BLOCK_BYTES as CHECKED_BLOCK_BYTES
+from flatout.files import CheckedFile, FileEntry
+from flatout.transfer.connection import ATTEMPTS, NothingThere, open_filesystem, with_retries
+from flatout.transfer.urls import name_in, protocol_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from fsspec import AbstractFileSystem
+
+BLOCK_BYTES = 2 << 20
+"""Size of one request."""
+
+_UNPACKED = {"headers": {"Accept-Encoding": "identity"}}
+_READ_OPTIONS: dict[str, dict[str, Any]] = {
+    "hf": {"cache_type": "none"},
+    "http": _UNPACKED,
+    "https": _UNPACKED,
+}
+"""Makes a filesystem return exactly the requested bytes: no read-ahead, no ranges of a compressed
+response.
+"""
+_MARKS = tuple(
+    "ETag etag lfs blob_id md5Hash crc32c content_md5 Content-MD5 Digest Last-Modified LastModified mtime updated created".split()  # noqa: SIM905
+)
+"""Keys of a file's description that change with its content, the most reliable first."""
+_DOWNLOAD_IT = "Download it, and name the file."
+
+Description = dict[str, Any]
+"""A file as fsspec describes it: `name`, `size`, `type`, and the server's own keys."""
+
+
+class NotSeekable(DataError):
+    """A URL that can only be downloaded in one request."""
+
+
+@dataclass(frozen=True)
+class RemoteEntry:
+    """One remote file, as its server describes it."""
+
+    url: str
+    size: int
+    mark: str
+    """Checksum or date and the key it was found under: changes when the content changes, as far as
+    the server says.
+    """
+
+
+def open_remote(url: str) -> IO[bytes]:
+    """Open a remote file for reading.
+
+    Raises: DataError when it does not exist, may not be read, or the server fails; MissingPackage.
+    """
+    return cast(IO[bytes], io.BufferedReader(RemoteFile(url), buffer_size=1 << 16))
+
+
+class RemoteFile(io.RawIOBase):
+    """A seekable remote file. A short response is not the end of the file: it is requested again.
+
+    Raises: DataError when it does not exist or may not be read, or, with the byte, when the server
+            keeps failing.
+    """
+
+    def __init__(self, url: str, *, sleep: Callable[[float], None] = time.sleep) -> None:
+        self._url = url
+        self._sleep = sleep
+        self._filesystem, self._path = open_filesystem(url)
+        description = with_retries(url, lambda: self._filesystem.info(self._path), sleep=sleep)
+        self.size = _entry(url, description).size
+        self._options = _READ_OPTIONS.get(protocol_of(url), {})
+        self._position = 0
+        self._start = 0
+        self._block = b""
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        """Move to a byte and return its offset."""
+        origin = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self.size}[whence]
+        self._position = max(origin + offset, 0)
+        return self._position
+
+    def tell(self) -> int:
+        """Return the offset of the next byte."""
+        return self._position
+
+    def readinto(self, buffer: Any, /) -> int:
+        """Copy the next bytes into `buffer` and return their number, 0 at the end."""
+        if self._position >= self.size or not len(buffer):
+            return 0
+        if not self._start <= self._position < self._start + len(self._block):
+            self._start = self._position
+            self._block = self._fetch(self._start, min(self._start + BLOCK_BYTES, self.size))
+        offset = self._position - self._start
+        piece = memoryview(self._block)[offset : offset + len(buffer)]
+        buffer[: len(piece)] = piece
+        self._position += len(piece)
+        return len(piece)
+
+    def _fetch(self, start: int, end: int) -> bytes:
+        def fetch() -> bytes:
+            block: bytes = self._filesystem.cat_file(
+                self._path, start=start, end=end, **self._options
+            )
+            if len(block) == end - start:
+                return block
+            if len(block) == self.size:
+                raise NotSeekable(
+                    f"{self._url} cannot be read in blocks: the server ignores ranges.",
+                    fix=_DOWNLOAD_IT,
+                )
+            raise EOFError(f"got {len(block):,} bytes of {end - start:,}")
+
+        return with_retries(self._url, fetch, where=f" at byte {start:,}", sleep=self._sleep)
+
+
+def find_remote(
+    url: str, wanted: Callable[[str], bool], *, sleep: Callable[[float], None] = time.sleep
+) -> list[RemoteEntry]:
+    """Return the files a URL stands for, sorted: a file, the matches of a pattern, or a folder's.
+
+    Of a folder, those whose name inside it is `wanted` are returned; a pattern takes any file.
+
+    Raises: DataError when there is none, they may not be read, or the server fails; MissingPackage.
+    """
+    filesystem, path = open_filesystem(url)
+    filesystem.invalidate_cache()
+
+    def search() -> list[RemoteEntry]:
+        if glob.has_magic(name_in(url)):
+            return list(_entries(filesystem, filesystem.glob(path, detail=True), lambda _: True))
+        found = filesystem.info(path)
+        if found["type"] != "directory":
+            return [_entry(url, found)]
+        return list(
+            _entries(
+                filesystem,
+                filesystem.find(path, detail=True),
+                lambda name: wanted(name.removeprefix(found["name"])),
+            )
+        )
+
+    entries = sorted(with_retries(url, search, sleep=sleep), key=lambda entry: entry.url)
+    if not entries:
+        raise DataError(
+            f"No file matches {url}.",
+            fix="Check the URL; a folder is searched for text, a pattern matches any file.",
+        )
+    return entries
+
+
+def _entries(
+    filesystem: AbstractFileSystem, found: dict[str, Description], wanted: Callable[[str], bool]
+) -> Iterator[RemoteEntry]:
+    for path, description in found.items():
+        if description["type"] == "file" and wanted(path):
+            yield _entry(filesystem.unstrip_protocol(path), description)
+
+
+def _entry(url: str, description: Description) -> RemoteEntry:
+    if description["type"] == "directory":
+        raise DataError(f"{url} is a folder.", fix="Name a file in it, or a pattern.")
+    if description.get("size") is None:
+        raise NotSeekable(f"The server does not report the size of {url}.", fix=_DOWNLOAD_IT)
+    key = next((key for key in _MARKS if description.get(key)), None)
+    value = description[key] if key is not None else None
+    return RemoteEntry(
+        url, int(description["size"]), f"{key}={getattr(value, 'sha256', value)}" if key else ""
+    )
+
+
+def read_remote(
+    url: str, *, attempts: int = ATTEMPTS, sleep: Callable[[float], None] = time.sleep
+) -> bytes:
+    """Return the content of a small remote file.
+
+    Raises: NothingThere; Unreachable when every attempt failed; DataError when it may not be read;
+            MissingPackage.
+    """
+    filesystem, path = open_filesystem(url)
+
+    def read() -> bytes:
+        content: bytes = filesystem.cat_file(path, **_READ_OPTIONS.get(protocol_of(url), {}))
+        return content
+
+    return with_retries(url, read, attempts=attempts, sleep=sleep)
+
+
+def checked_blocks(url: str, entry: FileEntry) -> Iterator[tuple[bytes, str | None]]:
+    """Yield the blocks of a remote file, each with what is wrong with it by its entry, or None.
+
+    Raises: DataError when the file cannot be read.
+    """
+    expected = f"the manifest says {entry.size_bytes} bytes"
+    try:
+        file = open_remote(url)
+    except NothingThere:
+        yield b"", f"{url} is missing; {expected}."
+        return
+    with file:
+        size = file.seek(0, os.SEEK_END)
+        if size != entry.size_bytes:
+            yield b"", f"{url} has {size} bytes; {expected}."
+            return
+        file.seek(0)
+        for number, crc in enumerate(entry.block_crc32):
+            block = file.read(CHECKED_BLOCK_BYTES)
+            start = number * CHECKED_BLOCK_BYTES
+            problem = f"{url}, byte {start}: the block of {len(block)} bytes from there fails its checksum."
+            yield block, None if zlib.crc32(block) == crc else problem
+
+
+def fetch_file(
+    url: str, entry: FileEntry, target: Path, advance: Callable[[int], None], *, fix: str
+) -> None:
+    """Copy a remote file to `target`, each block checked; `advance` receives the bytes of each.
+
+    Raises: DataError with `fix` when a block fails its checksum; DataError when the file cannot be
+            read; OSError.
+    """
+    file = CheckedFile(target)
+    try:
+        for block, problem in checked_blocks(url, entry):
+            if problem:
+                raise DataError(problem, fix=fix)
+            file.write(np.frombuffer(block, np.uint8))
+            advance(len(block))
+        file.close()
+    finally:
+        file.abandon()

@@ -1,0 +1,137 @@
+"""Writes files to a folder at a URL, and checks what arrived."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flatout.errors import DataError
+from flatout.files import FileEntry
+from flatout.transfer.connection import open_filesystem, with_retries
+from flatout.transfer.reading import Description, checked_blocks
+from flatout.transfer.urls import protocol_of
+
+if TYPE_CHECKING:
+    from fsspec.callbacks import Callback
+
+PART_BYTES = 8 << 20
+"""Larger files are sent in parts of this size; the checksum S3 reports is made of theirs."""
+_S3_OPTIONS: dict[str, Any] = {"chunksize": PART_BYTES, "max_concurrency": 1}
+_GCS_OPTIONS: dict[str, Any] = {"chunksize": PART_BYTES}
+_WRITE_OPTIONS = {"s3": _S3_OPTIONS, "s3a": _S3_OPTIONS, "gs": _GCS_OPTIONS, "gcs": _GCS_OPTIONS}
+_READ_ONLY = ("http", "https", "hf")
+
+
+def byte_counter(advance: Callable[[int], None]) -> Callback:
+    """Return an fsspec callback that passes on each new number of bytes, negative after a restart."""
+    from fsspec.callbacks import Callback
+
+    counted = 0
+
+    def count(size: int | None, value: int, **_: object) -> None:
+        nonlocal counted
+        advance(value - counted)
+        counted = value
+
+    return Callback(hooks={"count": count})
+
+
+class RemoteFolder:
+    """A folder at a URL that files are written to.
+
+    Raises: DataError when URLs of that kind are read-only; MissingPackage.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        if protocol_of(url) in _READ_ONLY:
+            raise DataError(
+                f"{url}: URLs of this kind are read-only.",
+                fix="Prepare into a folder, or at s3:// or gs://, and copy it there.",
+            )
+        self._filesystem, self._path = open_filesystem(url, "write")
+        self._options = _WRITE_OPTIONS.get(protocol_of(url), {})
+
+    def files(self) -> dict[str, Description]:
+        """Return the descriptions of the folder's files by name; none when it does not exist."""
+
+        def list_files() -> dict[str, Description]:
+            self._filesystem.invalidate_cache()
+            try:
+                found = self._filesystem.ls(self._path, detail=True)
+            except FileNotFoundError:
+                return {}
+            return {
+                name: one
+                for one in found
+                if (name := one["name"].removeprefix(self._path).strip("/"))
+                or one["type"] == "file"
+            }
+
+        return with_retries(self.url, list_files)
+
+    def describe(self, name: str) -> Description:
+        """Return how the store describes a file."""
+        return with_retries(
+            f"{self.url}/{name}", lambda: dict(self._filesystem.info(f"{self._path}/{name}"))
+        )
+
+    def put(self, path: Path, name: str, advance: Callable[[int], None] = lambda _: None) -> None:
+        """Send a file; `advance` receives the bytes sent, a negative number before a retry."""
+        counter = byte_counter(advance)
+
+        def send() -> None:
+            counter.absolute_update(0)
+            self._filesystem.put_file(
+                str(path), f"{self._path}/{name}", callback=counter, **self._options
+            )
+
+        with_retries(self.url, send, where=f"/{name}", access="write")
+
+    def remove(self, name: str) -> None:
+        """Remove a file if it exists."""
+
+        def remove() -> None:
+            with contextlib.suppress(FileNotFoundError):
+                self._filesystem.rm_file(f"{self._path}/{name}")
+
+        with_retries(self.url, remove, where=f"/{name}", access="write")
+
+    def holds(self, path: Path, entry: FileEntry, description: Description) -> bool:
+        """Return whether the described remote file has the size and the content of a local one.
+
+        The content is compared by the MD5 that the store reports; a store that encrypts reports
+        another number, and then the file is read back.
+        """
+        if description.get("size") != entry.size_bytes:
+            return False
+        reported = _reported_md5(description)
+        return (
+            reported is None
+            or reported in _md5s(path)
+            or all(p is None for _, p in checked_blocks(f"{self.url}/{entry.name}", entry))
+        )
+
+
+def _reported_md5(description: Description) -> str | None:
+    """Return the MD5 in a file's description, in S3's form; None when there is none."""
+    tag = str(description.get("ETag", "")).strip('"')
+    if re.fullmatch(r"[0-9a-f]{32}(-\d+)?", tag):
+        return tag
+    return base64.b64decode(description["md5Hash"]).hex() if description.get("md5Hash") else None
+
+
+def _md5s(path: Path) -> set[str]:
+    """Return a file's MD5, and S3's for a multipart upload: the MD5 of its parts' MD5s, and how many."""
+    whole, parts = hashlib.md5(usedforsecurity=False), []
+    with path.open("rb") as file:
+        while part := file.read(PART_BYTES):
+            whole.update(part)
+            parts.append(hashlib.md5(part, usedforsecurity=False).digest())
+    joined = hashlib.md5(b"".join(parts), usedforsecurity=False).hexdigest()
+    return {whole.hexdigest(), f"{joined}-{len(parts)}"}

@@ -1,0 +1,8 @@
+"""Makes the web server importable, and its fixtures available."""
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parent))
+
+from web_server import memory, web  # noqa: F401
