@@ -386,7 +386,7 @@ CASES = [
         "an address where nothing is",
         f"prepare memory://nowhere/a.txt {NEW}",
         ("memory://nowhere/a.txt",),
-        ("Check the address",),
+        ("Check the URL",),
     ),
     Case(
         "an option that the hub has not",
