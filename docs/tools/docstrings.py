@@ -29,7 +29,7 @@ class Contracts(griffe.Extension):
 def with_contract_items(text: str) -> str:
     """Return a docstring with a list item for each contract line and its continuation."""
     items = CONTRACT.sub(lambda found: f"\n- **{found[1]}**: {' '.join(found[2].split())}\n", text)
-    return re.sub(r"(?m)^(- \*\*.*)\n\n(?=- \*\*)", r"\1\n", items)
+    return re.sub(r"(?m)^(- \*\*.*)\n\n(?=- \*\*)", r"\1\n", re.sub(r"\n{3,}", "\n\n", items))
 
 
 def plain_options(function: griffe.Function) -> Iterator[tuple[str, str]]:
