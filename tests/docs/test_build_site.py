@@ -70,3 +70,16 @@ def test_types_are_written_as_a_reader_writes_them(tool):
     assert site.type_name(tuple[float, float]) == "tuple[float, float]"
     assert site.shown((0.9, 0.95)) == "[0.9, 0.95]"
     assert site.shown(None) == "null"
+
+
+def test_the_picture_shows_the_last_screen(tool):
+    picture = tool("terminal_picture")
+    output = (
+        "one\r\n\x1b[36m50%\x1b[0m\r\n  left\r\x1b[2K\x1b[1A\x1b[2K\x1b[36m100%\x1b[0m\r\ndone\r\n"
+    )
+    lines = picture.screen(output)
+    assert lines == ["one", "\x1b[36m100%\x1b[0m", "done", ""]
+    drawn = picture.svg(lines, "$ demo")
+    assert drawn.startswith("<svg")
+    assert "100%" in drawn
+    assert "50%" not in drawn

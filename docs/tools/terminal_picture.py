@@ -1,0 +1,96 @@
+"""Draw a command's last screen as docs/assets/terminal.svg: `python docs/tools/terminal_picture.py`.
+
+The command runs in a terminal of its own, and what it leaves on the screen is exported by rich. By
+default that is `flatout demo`, which takes about three minutes.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import re
+import struct
+import sys
+import tempfile
+from fcntl import ioctl
+from pathlib import Path
+from termios import TIOCSWINSZ
+
+from rich.console import Console
+from rich.terminal_theme import MONOKAI
+from rich.text import Text
+
+PICTURE = Path(__file__).parents[1] / "assets" / "terminal.svg"
+COLUMNS, ROWS = 92, 60
+LONGEST = 40
+"""Lines of the picture; the middle of a longer screen is left out."""
+CONTROL = re.compile(r"(\x1b\[[0-9;?]*[A-Za-z]|\r|\n)")
+
+
+def output_of(words: list[str]) -> str:
+    """Run a command in a pseudo-terminal, and return everything that it wrote."""
+    written = []
+
+    def read(file: int) -> bytes:
+        data = os.read(file, 65_536)
+        written.append(data)
+        return data
+
+    process, terminal = pty.fork()
+    if process == 0:
+        ioctl(1, TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
+        os.execvp(words[0], words)
+    try:
+        while read(terminal):
+            pass
+    except OSError:  # Linux reports the end of a pseudo-terminal as an error
+        pass
+    os.waitpid(process, 0)
+    return b"".join(written).decode()
+
+
+def screen(output: str) -> list[str]:
+    """Return the lines that stay on the screen, with their colours.
+
+    Of the control sequences it knows those that rich's progress display uses.
+    """
+    lines, row = [""], 0
+    for part in CONTROL.split(output):
+        if part == "\n":
+            row += 1
+            lines += [""] * (row + 1 - len(lines))
+        elif found := re.fullmatch(r"\x1b\[(\d*)A", part):
+            row = max(0, row - int(found[1] or 1))
+        elif part == "\x1b[2K":
+            lines[row] = ""
+        elif (part.endswith("m") and part.startswith("\x1b[")) or not CONTROL.fullmatch(part):
+            lines[row] += part
+    return [line.rstrip() for line in lines]
+
+
+def svg(lines: list[str], title: str) -> str:
+    """Return the picture of a terminal that shows these lines."""
+    if len(lines) > LONGEST:
+        lines = [*lines[: LONGEST // 2], "[...]", *lines[-(LONGEST // 2) :]]
+    console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True)
+    for line in lines:
+        console.print(Text.from_ansi(line), soft_wrap=True)
+    return console.export_svg(title=title, theme=MONOKAI, unique_id="terminal")
+
+
+def main() -> None:
+    """Run the command given, or the demo, and write the picture."""
+    words = sys.argv[1:] or ["flatout", "demo"]
+    program = [sys.executable, "-m", *words] if words[0] == "flatout" else words
+    os.environ["PYTHONPATH"] = str(PICTURE.parents[2])
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        lines = screen(output_of(program))
+    while lines and not re.sub(r"\x1b\[[0-9;]*m", "", lines[-1]):
+        lines.pop()
+    PICTURE.write_text(svg(lines, f"$ {' '.join(words)}"), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
