@@ -73,7 +73,7 @@ def repository_url() -> str | None:
     """Return the address of the repository in pyproject.toml, None when it states none."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     urls = {name.lower(): url for name, url in project.get("urls", {}).items()}
-    url = urls.get("repository") or urls.get("source")
+    url = urls.get("repository") or urls.get("homepage")
     return url.rstrip("/") if url else None
 
 
@@ -174,7 +174,6 @@ def stage(folder: Path) -> Path:
         (pages_dir / page).parent.mkdir(parents=True, exist_ok=True)
         (pages_dir / page).write_text(text, encoding="utf-8")
     config = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
-    config["nav"] = [with_folder(entry, set(staged.values())) for entry in config["nav"]]
     [handlers] = [p["mkdocstrings"]["handlers"] for p in config["plugins"] if "mkdocstrings" in p]
     handlers["python"]["paths"] = [str(ROOT)]
     handlers["python"]["options"]["extensions"] = [str(Path(__file__).with_name("docstrings.py"))]
@@ -182,16 +181,6 @@ def stage(folder: Path) -> Path:
     path = folder / "mkdocs.yml"
     path.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
     return path
-
-
-def with_folder(entry: dict[str, Any], known: set[str]) -> dict[str, Any]:
-    """Return a navigation entry with a folder replaced by its pages, newest first."""
-    [(title, target)] = entry.items()
-    if not isinstance(target, str) or not target.endswith("/"):
-        return entry
-    inside = sorted((page for page in known if page.startswith(target)), reverse=True)
-    index = [page for page in inside if Path(page).name in {"index.md", "README.md"}]
-    return {title: [*index, *(page for page in inside if page not in index)]}
 
 
 def build(folder: Path) -> int:
