@@ -1,7 +1,7 @@
-"""What `bench` has measured on each GPU of this machine: one small file a GPU in flatout's cache.
+"""What `bench` has measured on this hardware: one small file per GPU or CPU in flatout's cache.
 
-`list speedups` shows it, and the first run on a GPU without one says how to get it. It changes none
-of auto's decisions yet: those are the table's, `speedups/auto.yaml`.
+`auto` prefers these results to the defaults in the speedups' own files, and `list speedups` shows
+them. The first run on a GPU without a file says how to get one.
 """
 
 from __future__ import annotations
@@ -10,17 +10,18 @@ import json
 import re
 from collections.abc import Mapping
 from contextlib import suppress
+from importlib.metadata import version
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from flatout.files import write_text
 from flatout.hardware import Machine
 
 FORMAT_VERSION = 1
 MINUTES = 30
-"""What `bench` is told to take on a GPU: a ladder there has about 40 trials, assumed to take 20 s
-each, start and compiling included; two rounds.
+"""Suggested --minutes on a GPU: about 40 trials, assumed to take 20 s each with start and
+compilation; two rounds.
 """
 
 
@@ -30,21 +31,31 @@ class Gain(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     gain: float
-    """How many times faster it makes training."""
+    """How many times faster training is with it."""
     low: float | None
-    """Lower end of its 94% interval; null: too few repeats to say."""
+    """Lower end of its 94% interval; null: too few repeats to tell."""
     high: float | None
     """Upper end."""
     where: str
     """What it was added to or left out of."""
     recipe: str
-    """Whose ladder it was."""
+    """Recipe of that ladder."""
     date: str
-    """When that began."""
+    """When the ladder started."""
     commit: str | None
-    """Of flatout; null where it does not run from a checkout."""
+    """Commit of flatout; null outside a checkout."""
     torch: str
-    """Its version."""
+    """Version of torch."""
+
+    @property
+    def is_faster(self) -> bool:
+        """Whether the whole interval lies above 1."""
+        return self.low is not None and self.low > 1
+
+    @property
+    def is_slower(self) -> bool:
+        """Whether the whole interval lies below 1."""
+        return self.high is not None and self.high < 1
 
     def describe(self) -> str:
         """Return one line for a person."""
@@ -57,71 +68,90 @@ class Gain(BaseModel):
         return f"x{self.gain:.2f} ({spread}), {self.where} of {self.recipe}, {self.date[:10]}{at}"
 
 
-class MeasuredGpu(BaseModel):
-    """One GPU's file."""
+class MeasuredHere(BaseModel):
+    """The file of one GPU or CPU."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, populate_by_name=True
+    )
 
     format_version: int = FORMAT_VERSION
     """Version of this file's format."""
-    gpu: str
-    """What its driver calls it."""
+    hardware: str = Field(alias="gpu")
+    """The GPU as its driver names it, or the CPU and its cores. The key on disk is `gpu`."""
     speedups: dict[str, Gain] = {}
-    """By name; empty where nothing has been measured, and somebody has been told so."""
+    """By name; empty if nothing has been measured and the user has been told so."""
 
 
 def gpu_name(machine: Machine, device: str) -> str | None:
-    """Return what the driver calls the GPU of a run on `device`; None for a CPU, and for a GPU that
-    is not here.
-    """
+    """Return the GPU of a run on `device` as its driver names it; None for a CPU or absent GPU."""
     kind, _, index = device.partition(":")
     number = int(index or 0)
     return machine.gpus[number].name if kind == "cuda" and number < len(machine.gpus) else None
 
 
-def read(gpu: str, cache: Path) -> MeasuredGpu | None:
-    """Return what has been measured on a GPU of that name; None where there is no file, or none
-    that this version reads.
-    """
+def hardware_name(machine: Machine, device: str) -> str | None:
+    """Return the GPU of a run on `device`, or the CPU with its cores; None for an absent GPU."""
+    if device.startswith("cuda"):
+        return gpu_name(machine, device)
+    return f"{machine.cpu_name}, {machine.cores} cores"
+
+
+def read(hardware: str, cache: Path) -> MeasuredHere | None:
+    """Return what was measured on this hardware; None without a file that this version reads."""
     try:
-        found = MeasuredGpu.model_validate(
-            json.loads(_path(gpu, cache).read_text(encoding="utf-8"))
+        found = MeasuredHere.model_validate(
+            json.loads(_path(hardware, cache).read_text(encoding="utf-8"))
         )
     except (OSError, ValueError, ValidationError):
         return None
-    return found if found.gpu == gpu and found.format_version == FORMAT_VERSION else None
+    return found if found.hardware == hardware and found.format_version == FORMAT_VERSION else None
 
 
-def keep(gpu: str, gains: Mapping[str, Gain], cache: Path) -> Path:
-    """Add gains to what has been measured on a GPU, each in place of the speedup's earlier one;
-    return the file.
+def gains_here(machine: Machine, device: str, cache: Path | None) -> dict[str, Gain]:
+    """Return the gains measured on the hardware of `device` with the torch in use, by speedup.
+
+    Without a `cache` there are none.
+    """
+    hardware = hardware_name(machine, device)
+    found = read(hardware, cache) if hardware and cache else None
+    if found is None:
+        return {}
+    torch = _release(version("torch"))
+    return {name: gain for name, gain in found.speedups.items() if _release(gain.torch) == torch}
+
+
+def keep(hardware: str, gains: Mapping[str, Gain], cache: Path) -> Path:
+    """Store gains in the file of this hardware, replacing earlier ones, and return its path.
 
     Raises: OSError when the cache cannot be written.
     """
-    path, before = _path(gpu, cache), read(gpu, cache)
-    found = MeasuredGpu(gpu=gpu, speedups={**(before.speedups if before else {}), **gains})
+    path, before = _path(hardware, cache), read(hardware, cache)
+    found = MeasuredHere(
+        hardware=hardware, speedups={**(before.speedups if before else {}), **gains}
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, json.dumps(found.model_dump(mode="json"), indent=1) + "\n")
+    write_text(path, json.dumps(found.model_dump(mode="json", by_alias=True), indent=1) + "\n")
     return path
 
 
 def advice(gpu: str, recipe: str, cache: Path) -> str | None:
-    """Return the line for the first run on a GPU on which no speedup has been measured; None where
-    one was, or the line was returned before.
-    """
+    """Return the hint for the first run on a GPU without measurements; None from the second on."""
     if read(gpu, cache) is not None:
         return None
-    with suppress(OSError):  # it is said again the next time
+    with suppress(OSError):  # the hint is then repeated at the next run
         keep(gpu, {}, cache)
     return (
-        f"No speedup has been measured on this GPU ({gpu}); `flatout bench {recipe} --minutes {MINUTES}`, with this run's settings, "
-        f"measures them and takes about {MINUTES} minutes."
+        f"No speedup has been measured on this GPU ({gpu}); `flatout bench {recipe} --minutes "
+        f"{MINUTES}`, with this run's settings, measures them in about {MINUTES} minutes."
     )
 
 
-def _path(gpu: str, cache: Path) -> Path:
-    return (
-        cache.expanduser()
-        / "measured"
-        / f"{re.sub(r'[^a-z0-9]+', '-', gpu.lower()).strip('-')}.json"
-    )
+def _release(torch_version: str) -> str:
+    """Return a version without its build: 2.13.0+cu130 and 2.13.0+cpu are the same release."""
+    return torch_version.partition("+")[0]
+
+
+def _path(hardware: str, cache: Path) -> Path:
+    name = re.sub(r"[^a-z0-9]+", "-", hardware.lower()).strip("-")
+    return cache.expanduser() / "measured" / f"{name}.json"

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from functools import cache
@@ -33,6 +34,24 @@ def tokenizers_are_trusted(monkeypatch):
     cache; its own tests do.
     """
     monkeypatch.setattr("flatout.data.tokenizers.require_usable", lambda text, name, *, cache: None)
+
+
+def pytest_configure(config):
+    """Give the tests a home directory of their own: they never read what was measured, trusted or
+    downloaded in the user's. Other programs keep theirs.
+    """
+    home = Path.home()
+    for name, folder in {
+        "GIT_CONFIG_GLOBAL": ".gitconfig",
+        "HF_HOME": ".cache/huggingface",
+        "PYTHONUSERBASE": ".local",
+        "TRITON_CACHE_DIR": ".triton/cache",
+    }.items():
+        os.environ.setdefault(name, str(home / folder))
+    own = tempfile.TemporaryDirectory(prefix="flatout-home-")
+    os.environ["HOME"] = own.name
+    config.add_cleanup(lambda: os.environ.update(HOME=str(home)))
+    config.add_cleanup(own.cleanup)
 
 
 def pytest_addoption(parser):

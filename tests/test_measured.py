@@ -1,13 +1,25 @@
-"""What bench found on a GPU is kept in a file of that GPU, and asked for once where there is none."""
+"""Gains are stored per GPU and CPU; the hint on how to measure them is given once per GPU."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from importlib.metadata import version
 
 import pytest
 
 from flatout.hardware import Gpu, Machine
-from flatout.measured import FORMAT_VERSION, MINUTES, Gain, advice, gpu_name, keep, read
+from flatout.measured import (
+    FORMAT_VERSION,
+    MINUTES,
+    Gain,
+    advice,
+    gains_here,
+    gpu_name,
+    hardware_name,
+    keep,
+    read,
+)
 
 H200 = "NVIDIA H200"
 GAIN = Gain(
@@ -22,7 +34,7 @@ GAIN = Gain(
 )
 
 
-def test_gains_are_added_and_the_newer_one_counts(tmp_path):
+def test_a_newer_gain_replaces_the_older_one(tmp_path):
     keep(H200, {"bf16": GAIN, "compile": GAIN}, tmp_path)
     keep(H200, {"bf16": GAIN.model_copy(update={"gain": 1.5})}, tmp_path)
     assert {name: gain.gain for name, gain in read(H200, tmp_path).speedups.items()} == {
@@ -32,7 +44,7 @@ def test_gains_are_added_and_the_newer_one_counts(tmp_path):
     assert read("NVIDIA H200 NVL", tmp_path) is None
 
 
-def test_a_gain_is_one_line():
+def test_a_gain_is_described_in_one_line():
     assert (
         GAIN.describe()
         == "x1.12 (1.05 to 1.20), in the full set of gpt2-124m, 2026-11-22, commit abc1234"
@@ -54,13 +66,13 @@ def test_a_gain_is_one_line():
         json.dumps({"gpu": H200, "format_version": FORMAT_VERSION + 1}),
     ],
 )
-def test_a_file_that_cannot_be_read_is_none(tmp_path, text):
+def test_an_unreadable_file_counts_as_none(tmp_path, text):
     path = keep(H200, {"bf16": GAIN}, tmp_path)
     path.write_text(text)
     assert read(H200, tmp_path) is None
 
 
-def test_the_advice_is_given_once_a_gpu(tmp_path):
+def test_the_hint_is_given_once_per_gpu(tmp_path):
     line = advice(H200, "gpt2-124m", tmp_path)
     assert line.startswith(
         f"No speedup has been measured on this GPU ({H200}); `flatout bench gpt2-124m --minutes {MINUTES}`"
@@ -70,26 +82,58 @@ def test_the_advice_is_given_once_a_gpu(tmp_path):
     assert advice("NVIDIA L4", "RECIPE", tmp_path) is not None
 
 
-def test_no_advice_where_something_was_measured(tmp_path):
+def test_no_hint_where_something_was_measured(tmp_path):
     keep(H200, {"bf16": GAIN}, tmp_path)
     assert advice(H200, "gpt2-124m", tmp_path) is None
 
 
-def test_a_cache_that_cannot_be_written_costs_nothing_but_the_memory_of_it(tmp_path):
+def test_a_cache_that_cannot_be_written_only_repeats_the_hint(tmp_path):
     (tmp_path / "measured").write_text("a file")
     assert advice(H200, "gpt2-124m", tmp_path) == advice(H200, "gpt2-124m", tmp_path)
     with pytest.raises(OSError, match="measured"):
         keep(H200, {}, tmp_path)
 
 
-def test_the_gpu_of_a_device():
-    machine = Machine(
-        "a CPU",
-        2,
-        8.0,
-        tuple(Gpu(name, 141.0, (9, 0), "1") for name in (H200, "NVIDIA L4")),
-        "3.11",
-    )
-    assert [
-        gpu_name(machine, device) for device in ("cpu", "cuda", "cuda:0", "cuda:1", "cuda:2")
-    ] == [None, H200, H200, "NVIDIA L4", None]
+MACHINE = Machine(
+    "AMD EPYC 7B13",
+    2,
+    8.0,
+    tuple(Gpu(name, 141.0, (9, 0), "1") for name in (H200, "NVIDIA L4")),
+    "3.11",
+)
+
+
+def test_the_hardware_of_a_device():
+    devices = ("cpu", "cuda", "cuda:0", "cuda:1", "cuda:2")
+    assert [gpu_name(MACHINE, d) for d in devices] == [None, H200, H200, "NVIDIA L4", None]
+    assert [hardware_name(MACHINE, d) for d in devices] == [
+        "AMD EPYC 7B13, 2 cores",
+        H200,
+        H200,
+        "NVIDIA L4",
+        None,
+    ]
+
+
+def test_only_gains_of_the_torch_in_use_and_of_this_hardware_count(tmp_path):
+    here = GAIN.model_copy(update={"torch": version("torch").partition("+")[0] + "+cu130"})
+    keep("AMD EPYC 7B13, 2 cores", {"bf16": here, "compile": GAIN}, tmp_path)
+    assert gains_here(MACHINE, "cpu", tmp_path) == {"bf16": here}
+    assert gains_here(replace(MACHINE, cores=4), "cpu", tmp_path) == {}
+    assert gains_here(MACHINE, "cuda", tmp_path) == {}
+    assert gains_here(MACHINE, "cpu", None) == {}
+
+
+def test_the_key_on_disk_is_that_of_the_first_format(tmp_path):
+    path = keep(H200, {"bf16": GAIN}, tmp_path)
+    assert list(json.loads(path.read_text())) == ["format_version", "gpu", "speedups"]
+
+
+def test_an_interval_beside_1_is_faster_or_slower():
+    def judged(low, high):
+        gain = GAIN.model_copy(update={"low": low, "high": high})
+        return gain.is_faster, gain.is_slower
+
+    assert judged(1.01, 1.2) == (True, False)
+    assert judged(0.8, 0.99) == (False, True)
+    assert judged(0.9, 1.1) == judged(None, None) == (False, False)

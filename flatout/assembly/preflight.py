@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from flatout.assembly.selection import parse_wish
+from flatout.assembly.request import parse_request
 from flatout.config.schema import RunConfig
 from flatout.data.store.mix import MixedDataset, members_of, open_data
 from flatout.data.store.shards import Dataset
@@ -38,7 +38,7 @@ def check_names(config: RunConfig) -> None:
     MODELS.require(config.model.kind)
     OPTIMIZERS.require(config.optim.kind)
     factor(config.schedule, config.optim.lr, 0, config.train.steps or 1)
-    parse_wish(config.speedups)
+    parse_request(config.speedups)
 
 
 def check_places(config: RunConfig) -> None:

@@ -18,7 +18,7 @@ from flatout.assembly.plain import MicroBatchPlan
 from flatout.config.schema import RunConfig
 from flatout.errors import ConfigError
 from flatout.hardware import Machine
-from flatout.registry import MODELS, load_reference
+from flatout.registry import MODELS, SPEEDUPS, load_reference
 
 if TYPE_CHECKING:
     import torch
@@ -265,6 +265,40 @@ def gpu_below(machine: Machine, capability: tuple[int, int], what: str) -> str |
 
 
 @dataclass(frozen=True)
+class On:
+    """A default of `auto`: on, except as the fields say."""
+
+    because: str | None = None
+    """The reason, in words; None: what the speedup saves."""
+    from_minutes: float = 0
+    """Shortest run for which it is on."""
+    with_any: tuple[str, ...] = ()
+    """It is on only if one of these is."""
+    unless: tuple[str, ...] = ()
+    """It is on unless one of these is."""
+    measured: bool = False
+    """Whether a measurement on such a device is behind it (LOG.md, docs/numbers.md); if not, it
+    follows arithmetic and the field's measurements.
+    """
+
+
+@dataclass(frozen=True)
+class Off:
+    """A default of `auto`: off unless named, or measured faster on this hardware."""
+
+    because: str
+    """The reason, in words."""
+    from_minutes: float = 0
+    """Shortest run for which a measured gain turns it on."""
+    measured: bool = False
+    """As in `On`."""
+
+
+UNRANKED = 10_000
+"""Rank of a speedup that states none: behind all others on the ladder."""
+
+
+@dataclass(frozen=True)
 class Speedup:
     """One optimisation: one value in one file or folder of flatout/speedups."""
 
@@ -295,6 +329,11 @@ class Speedup:
     Written before anything is measured.
     """
 
+    rank: int = UNRANKED
+    """Position on the ladder of `bench`: lower ranks are added first, equal ones by name."""
+    auto: Mapping[Literal["cpu", "cuda"], On | Off] = field(default_factory=dict)
+    """What `speedups=auto` does with it on each device; off where nothing is stated."""
+
     def __post_init__(self) -> None:
         for slot in self.fills:
             if slot not in SLOTS:
@@ -306,8 +345,13 @@ class Speedup:
     def reason_against(self, machine: Machine, config: RunConfig) -> str | None:
         """Return why it cannot or should not run here, or None.
 
-        Either the model calls none of the functions it fills, or `why_not` gives the reason.
+        The reason is a need that does not exist, a model that calls none of the functions it
+        fills, or that of `why_not`.
         """
+        known = SPEEDUPS.names()
+        for need in self.needs:
+            if ":" not in need and need not in known:
+                return f"It needs {need}, which is not among the speedups."
         used = MODELS.stated(config.model.kind, "USES")
         if used == () and (MODEL_OPS | {"ops.cross_entropy"}) & self.fills.keys():
             return f"The model {config.model.kind!r} calls none of the functions that it exchanges."

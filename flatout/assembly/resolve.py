@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from flatout.data.store.mix import MixedDataset, members_of
 from flatout.data.store.shards import Dataset
 from flatout.errors import ConfigError
 from flatout.hardware import ASSUMED_MFU, Machine, peak_tflops
+from flatout.measured import Gain
 from flatout.models.language_model import model_of
 from flatout.ops import Ops, scan
 from flatout.parallel.mesh import replicas
@@ -38,11 +40,13 @@ def resolve(
     dataset: Dataset | MixedDataset,
     world_size: int,
     local_world_size: int | None = None,
+    measured: Mapping[str, Gain] | None = None,
 ) -> tuple[RunConfig, list[Decision]]:
     """Return the configuration with nothing left open, and a decision for every speedup.
 
     `config.train.device` must be resolved already. `local_world_size` is the number of processes on
-    this machine; None means all of them.
+    this machine; None means all of them. `measured` has the gains that `bench` measured on this
+    hardware.
     Raises: ConfigError when sizes contradict each other.
     """
     config = _resolve_model(config, dataset)
@@ -54,7 +58,9 @@ def resolve(
     )
     minutes = expected_minutes(config, world_size * peak.tflops * ASSUMED_MFU) if peak else None
     config = config.with_values({"parallel.replicate": replicas(config.parallel, world_size)})
-    decisions = select(config, machine, device=config.train.device, minutes=minutes)
+    decisions = select(
+        config, machine, device=config.train.device, minutes=minutes, measured=measured
+    )
     recipe = assemble(decisions)
     if asked.steps is None and "batching" in recipe.filled_by:
         config = _resolve_length_as_batched(config, asked, recipe, dataset)

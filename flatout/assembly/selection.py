@@ -1,51 +1,27 @@
-"""Which speedups a run uses: what the configuration wishes, what the machine allows, and a reason
-for each.
+"""Selection: which speedups a run uses, given the configuration and the machine, and why.
 
-`auto` is a table, `speedups/auto.yaml`: by speedup and device, on, off, on for runs of at least so
-many minutes, on only with one of others, or on unless one of others is; and whether that was
-measured. A speedup without a row is off under `auto` and on when it is named. What `bench` measured
-on this very GPU (flatout/measured.py) is shown beside a decision and does not change it yet.
+A speedup is on if the configuration names it. Under `auto`, the default in the speedup's own file
+decides, or what `bench` measured on this hardware (`flatout.assembly.auto`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import Any
 
-from flatout.assembly.parts import Decision
-from flatout.assembly.recipe import Recipe, Speedup, baseline
+from flatout.assembly.auto import all_speedups, decide, default_of, overrides
+from flatout.assembly.parts import Decision, Precision
+from flatout.assembly.recipe import On, Recipe, Speedup, baseline, both_fill
+from flatout.assembly.request import Request, adding, mentions, parse_request, removing
 from flatout.config.schema import RunConfig
-from flatout.documents import read_document
 from flatout.errors import ConfigError, HardwareError
 from flatout.hardware import Machine
-from flatout.registry import PACKAGE_DIR, SPEEDUPS, unknown_name
-
-PRECISIONS = {"bf16": ("bf16-products", "bf16"), "fp16": ("fp16",)}
-"""train.precision to the speedups that bring it about, the first that works is taken; fp32 needs
-none.
-"""
-
-
-MICRO_BATCH = "micro-batch"
-"""The speedup whose work is done once a run is resolved: it chooses the rows, which are written
-down.
-"""
-
-
-@dataclass(frozen=True)
-class Wish:
-    """What `config.speedups` asks for."""
-
-    auto: bool
-    named: tuple[str, ...]
-    dropped: tuple[str, ...]
+from flatout.measured import Gain
+from flatout.registry import SPEEDUPS
 
 
 def speedup_named(name: str) -> Speedup:
-    """Return the speedup of that name; one of the user's own, `package.module:attribute`, goes by
-    that reference whatever it calls itself.
+    """Return the speedup `name`; one of the user's, `package.module:attribute`, keeps that name.
 
     Raises: ConfigError with the nearest name when there is none.
     """
@@ -53,122 +29,17 @@ def speedup_named(name: str) -> Speedup:
     return replace(found, name=name) if ":" in name else found
 
 
-def all_speedups() -> list[Speedup]:
-    """Return every speedup in the folder, in the order of the ladder: the table's order, then by
-    name.
+def providers() -> dict[str, list[str]]:
+    """Return the speedups that provide each train.precision but fp32, preferred ones first.
+
+    Of several that can run, the last on the ladder is preferred.
     """
-    order = list(auto_table())
-    found = [SPEEDUPS.get(name) for name in SPEEDUPS.names()]
-    return sorted(
-        found, key=lambda s: (order.index(s.name) if s.name in order else len(order), s.name)
-    )
-
-
-@cache
-def auto_table() -> dict[str, dict[str, Any]]:
-    """Return speedups/auto.yaml."""
-    return read_document(PACKAGE_DIR / "speedups" / "auto.yaml")
-
-
-def parse_wish(speedups: str | Sequence[str]) -> Wish:
-    """Read auto, none, a list of names, or edits of auto such as `auto,-compile,+fused-adamw`.
-
-    Raises: ConfigError for a name that is no speedup, with the nearest one.
-    """
-    words = _words(speedups)
-    named: list[str] = []
-    dropped: list[str] = []
-    edits = any(word[0] in "+-" for word in words)
-    auto = "auto" in words or edits
-    for word in words:
-        if word in ("auto", "none"):
-            continue
-        name = _meant(word)
-        if ":" not in name and name not in SPEEDUPS.names():
-            raise unknown_name("speedup", name, SPEEDUPS.names())
-        (dropped if word.startswith("-") else named).append(name)
-    if "none" in words and (auto or named):
-        raise ConfigError(
-            f"speedups={','.join(words)} asks for none and for some.",
-            fix="Write none alone, or leave it out.",
-        )
-    both = next((name for name in named if name in dropped), None)
-    if both:
-        raise ConfigError(
-            f"speedups={','.join(words)} asks for {both!r} and leaves it out.",
-            fix=f"Write {both} once, with + or with -.",
-        )
-    return Wish(auto, tuple(named), tuple(dropped))
-
-
-def _words(speedups: str | Sequence[str]) -> list[str]:
-    return [
-        word.strip()
-        for word in (speedups.split(",") if isinstance(speedups, str) else speedups)
-        if word.strip()
-    ]
-
-
-def _meant(word: str) -> str:
-    """Return the speedup that a word of a wish names."""
-    name = word.lstrip("+-")
-    return name if ":" in name else name.replace("_", "-")
-
-
-def naming(speedups: str | Sequence[str], names: Iterable[str]) -> str:
-    """Return a wish that names these besides, and leaves none of them out."""
-    added = list(names)
-    sign = "+" if parse_wish(speedups).auto else ""
-    kept = [
-        word for word in _words(speedups) if not (word.startswith("-") and _meant(word) in added)
-    ]
-    return ",".join([*kept, *(sign + name for name in added)])
-
-
-def select(
-    config: RunConfig, machine: Machine, *, device: str = "cpu", minutes: float | None = None
-) -> list[Decision]:
-    """Decide every speedup for a run on `device` that will last about `minutes` (None: not known).
-
-    Raises: ConfigError when the wish contradicts itself; HardwareError when a speedup that was
-            named cannot run here.
-    """
-    wish = _with_precision(parse_wish(config.speedups), config, machine)
-    known = all_speedups() + [speedup_named(name) for name in wish.named if ":" in name]
-    decisions = [_decide(speedup, wish, config, machine, device, minutes) for speedup in known]
-    by_name = {speedup.name: speedup for speedup in known}
-    settled = _yielding(
-        _accompanied(_with_room(decisions, by_name, wish, config), wish, device), wish, device
-    )
-    return _with_needs(settled, by_name, wish, config, machine)
-
-
-def settled(
-    config: RunConfig, machine: Machine, *, asked: RunConfig | None = None
-) -> list[Decision]:
-    """Return the decisions that a resolved configuration already holds: a resumed run chooses
-    nothing again.
-
-    `asked` is the configuration that the run was started with, which tells a micro-batch that was
-    chosen from one that was stated.
-    """
-    on = parse_wish(config.speedups).named
-    known = all_speedups() + [speedup_named(name) for name in on if ":" in name]
-    again = "as when the run began"
-    reasons = {s.name: s.reason_against(machine, config) for s in known}
-    words = {
-        name: f"{again}; but now: {reason}" if name in on and reason else reason or again
-        for name, reason in reasons.items()
-    }
-    if (
-        asked is not None
-        and asked.batch.rows_per_device == "auto"
-        and asked.batch.accumulate is None
-    ):
-        words[MICRO_BATCH] = (
-            f"the micro-batch was chosen when the run started (batch.rows_per_device={config.batch.rows_per_device})"
-        )
-    return [Decision(s.name, s.name in on, words[s.name]) for s in known]
+    found: dict[str, list[str]] = {}
+    for speedup in reversed(all_speedups()):
+        precision = speedup.fills.get("precision")
+        if isinstance(precision, Precision):
+            found.setdefault(precision.name, []).append(speedup.name)
+    return found
 
 
 def assemble(decisions: Iterable[Decision]) -> Recipe:
@@ -183,252 +54,260 @@ def assemble(decisions: Iterable[Decision]) -> Recipe:
     return recipe
 
 
-def _with_precision(wish: Wish, config: RunConfig, machine: Machine) -> Wish:
-    """`train.precision` is a wish too: a precision that is stated names its speedup, the one that
-    another needs or that works, and drops the rest.
+def select(
+    config: RunConfig,
+    machine: Machine,
+    *,
+    device: str = "cpu",
+    minutes: float | None = None,
+    measured: Mapping[str, Gain] | None = None,
+) -> list[Decision]:
+    """Decide every speedup for a run on `device` that lasts about `minutes` (None: unknown).
+
+    `measured` has the gains that `bench` measured on this hardware, by name.
+    Raises: ConfigError when the request contradicts itself; HardwareError when a speedup that was
+            named cannot run here.
+    """
+    request = _with_precision(parse_request(config.speedups), config, machine)
+    chosen = _Selection(config, machine, device, request, minutes, measured or {})
+    for step in (chosen.free_slots, chosen.drop_alone, chosen.yield_to_better, chosen.check_needs):
+        step()
+    return chosen.decisions
+
+
+def stored_decisions(
+    config: RunConfig, machine: Machine, *, asked: RunConfig | None = None
+) -> list[Decision]:
+    """Return the decisions that a resolved configuration holds; a resumed run makes no new ones.
+
+    `asked` is the configuration that the run was started with, which tells whether its micro-batch
+    was chosen or stated.
+    """
+    on = parse_request(config.speedups).named
+    before = "as when the run began"
+    rows_were_chosen = (
+        asked is not None
+        and asked.batch.rows_per_device == "auto"
+        and asked.batch.accumulate is None
+    )
+    decisions = []
+    for speedup in _known(on):
+        against = speedup.reason_against(machine, config)
+        reason = against or before
+        if speedup.name in on and against:
+            reason = f"{before}; but now: {against}"
+        if rows_were_chosen and "micro_batch" in speedup.fills:
+            rows = config.batch.rows_per_device
+            reason = (
+                f"the micro-batch was chosen when the run started (batch.rows_per_device={rows})"
+            )
+        decisions.append(Decision(speedup.name, speedup.name in on, reason))
+    return decisions
+
+
+def _known(named: Sequence[str]) -> list[Speedup]:
+    return all_speedups() + [speedup_named(name) for name in named if ":" in name]
+
+
+def _with_precision(request: Request, config: RunConfig, machine: Machine) -> Request:
+    """Return the request with the speedup that provides train.precision named, and rivals dropped.
+
+    Of several, it is the one named, else one that something named needs, else one that can run.
     """
     precision = config.train.precision
     if precision == "auto":
-        return wish
-    ways = PRECISIONS.get(precision, ())
-    every = [name for names in PRECISIONS.values() for name in names]
-    contrary = [name for name in wish.named if name in every and name not in ways]
+        return request
+    by_precision = providers()
+    able_to = by_precision.get(precision, [])
+    if precision != "fp32" and not able_to:
+        raise ConfigError(
+            f"No speedup provides train.precision={precision}.", fix="Set train.precision=auto."
+        )
+    every = [name for names in by_precision.values() for name in names]
+    contrary = [name for name in request.named if name in every and name not in able_to]
     if contrary:
-        meant = next(key for key, names in PRECISIONS.items() if contrary[0] in names)
+        meant = next(key for key, names in by_precision.items() if contrary[0] in names)
         raise ConfigError(
             f"train.precision={precision} and speedups={contrary[0]} contradict each other.",
             fix=f"Set train.precision={meant}, or leave {contrary[0]!r} out of speedups.",
         )
-    needed = {need for name in wish.named for need in speedup_named(name).needs}
-    able = [name for name in ways if SPEEDUPS.get(name).reason_against(machine, config) is None]
-    preferred = [name for name in ways if name in needed]
-    named = [name for name in ways if name in wish.named] or [*preferred, *able, *ways][:1]
+    needed = {need for name in request.named for need in speedup_named(name).needs}
+    runs = [name for name in able_to if SPEEDUPS.get(name).reason_against(machine, config) is None]
+    preferred = [name for name in able_to if name in needed]
+    named = [n for n in able_to if n in request.named] or [*preferred, *runs, *able_to][:1]
     others = tuple(name for name in every if name not in named)
-    return Wish(wish.auto, tuple(dict.fromkeys([*wish.named, *named])), wish.dropped + others)
-
-
-def _decide(
-    speedup: Speedup,
-    wish: Wish,
-    config: RunConfig,
-    machine: Machine,
-    device: str,
-    minutes: float | None,
-) -> Decision:
-    name = speedup.name
-    if name in wish.named:
-        why_not = speedup.reason_against(machine, config)
-        if why_not:
-            raise HardwareError(
-                f"The speedup {name!r} cannot be used: {why_not}",
-                fix=f"Leave it out: {_without(name, config)}.",
-            )
-        return Decision(name, True, "asked for")
-    if name in wish.dropped:
-        stated = config.train.precision != "auto" and any(
-            name in ways for ways in PRECISIONS.values()
-        )
-        return Decision(
-            name,
-            False,
-            f"train.precision={config.train.precision}" if stated else "left out by speedups",
-        )
-    if not wish.auto:
-        return Decision(name, False, "not among speedups")
-    why_not = speedup.reason_against(machine, config)
-    if why_not:
-        return Decision(name, False, why_not)
-    return _by_table(speedup, device, minutes)
-
-
-def _less(name: str, speedups: str | Sequence[str]) -> str:
-    """Return a wish that says nothing of `name`."""
-    left = [word for word in _words(speedups) if _meant(word) != name]
-    still_edits = parse_wish(left).auto or not parse_wish(speedups).auto
-    return ",".join(left if still_edits else ["auto", *left]) or "none"
+    return Request(
+        request.auto,
+        tuple(dict.fromkeys([*request.named, *named])),
+        request.dropped + others,
+    )
 
 
 def _without(name: str, config: RunConfig) -> str:
-    """Return the setting that is the user's own but for `name`, which speedups names, or else
-    train.precision brings.
-    """
-    named = name in map(_meant, _words(config.speedups))
-    return f"speedups={_less(name, config.speedups)}" if named else "train.precision=auto"
+    """Return the user's own setting without `name`, which speedups names or train.precision brings."""
+    if mentions(name, config.speedups):
+        return f"speedups={removing(name, config.speedups)}"
+    return "train.precision=auto"
 
 
-def _by_table(speedup: Speedup, device: str, minutes: float | None) -> Decision:
-    entry = _table_entry(speedup.name, device)
-    if not entry:
-        return Decision(speedup.name, False, "off unless named: auto has no measurement for it")
-    reason = str(entry.get("because", speedup.saves))
-    least = entry.get("from_minutes")
-    if not entry.get("on", False) and least is None:
-        return Decision(speedup.name, False, reason)
-    if least is not None and minutes is None:
-        return Decision(
-            speedup.name,
-            False,
-            f"pays from {least:g} minutes, and how long the run takes is not known: {reason}",
-        )
-    if least is not None and minutes is not None and minutes < least:
-        return Decision(
-            speedup.name,
-            False,
-            f"this run lasts about {minutes:.1f} minutes; pays from {least:g}: {reason}",
-        )
-    return Decision(speedup.name, True, reason)
+def _taken_by(rival: str, *, named: bool = True) -> str:
+    how = "was named" if named else "measured faster here"
+    return f"{rival}, which {how}, takes its place"
 
 
-def longest_wait() -> float:
-    """Return the minutes from which every speedup pays that the table has on for long runs."""
-    return max(
-        float(entry.get("from_minutes", 0))
-        for row in auto_table().values()
-        for entry in row.values()
-    )
+@dataclass
+class _Selection:
+    """The decisions on all speedups, each made alone at first; then their relations are applied."""
 
+    config: RunConfig
+    machine: Machine
+    device: str
+    request: Request
+    minutes: float | None
+    measured: Mapping[str, Gain]
 
-def is_measured(speedup: Speedup, config: RunConfig, machine: Machine, device: str) -> bool | None:
-    """Say whether a measurement on such a device stands behind what `auto` does with a speedup
-    there.
+    def __post_init__(self) -> None:
+        self.speedups = {speedup.name: speedup for speedup in _known(self.request.named)}
+        self.decisions = [self._alone(speedup) for speedup in self.speedups.values()]
 
-    Returns: None where its table has no row and needs none, because the speedup cannot run there.
-    """
-    entry = _table_entry(speedup.name, device)
-    if not entry and speedup.reason_against(machine, config):
-        return None
-    return bool(entry.get("measured", False))
-
-
-def _table_entry(name: str, device: str) -> dict[str, Any]:
-    entry: dict[str, Any] = auto_table().get(name, {}).get(device.partition(":")[0], {})
-    return entry
-
-
-def _yielding(decisions: list[Decision], wish: Wish, device: str) -> list[Decision]:
-    """A speedup that the table has on unless another one is: off when that is on."""
-    by_name = {decision.name: decision for decision in decisions}
-
-    def rival(name: str) -> str | None:
-        """Return what `name`, on so far, yields to."""
-        preferred = [] if name in wish.named else _table_entry(name, device).get("unless", [])
-        return next(
-            (other for other in preferred if by_name[other].on and rival(other) is None), None
-        )
-
-    yielding = {
-        decision.name: other
-        for decision in decisions
-        if decision.on and (other := rival(decision.name))
-    }
-    return [
-        Decision(d.name, False, f"{yielding[d.name]} is on and does the same, better")
-        if d.name in yielding
-        else d
-        for d in decisions
-    ]
-
-
-def _accompanied(decisions: list[Decision], wish: Wish, device: str) -> list[Decision]:
-    """A speedup that the table has on only with one of others: off when all of them are."""
-    on = {decision.name for decision in decisions if decision.on}
-    settled = []
-    for decision in decisions:
-        company = (
-            []
-            if decision.name in wish.named
-            else _table_entry(decision.name, device).get("with", [])
-        )
-        if decision.on and company and not on.intersection(company):
-            decision = Decision(
-                decision.name,
-                False,
-                f"it is for runs with {' or '.join(company)}, and this one is without",
-            )
-        settled.append(decision)
-    return settled
-
-
-def _with_room(
-    decisions: list[Decision], speedups: dict[str, Speedup], wish: Wish, config: RunConfig
-) -> list[Decision]:
-    """A speedup that was named takes its slots from those that `auto` chose; two that were named
-    for one slot are refused.
-    """
-    taken: dict[str, str] = {}
-    for name in wish.named:
-        for slot in speedups[name].fills:
-            first = taken.setdefault(slot, name)
-            if first != name:
-                raise ConfigError(
-                    f"The speedups {first!r} and {name!r} both fill the slot {slot!r}.",
-                    fix=f"Leave out one of the two: {_without(name, config)} or {_without(first, config)}.",
+    def _alone(self, speedup: Speedup) -> Decision:
+        name, request = speedup.name, self.request
+        if name in request.named:
+            if against := speedup.reason_against(self.machine, self.config):
+                raise HardwareError(
+                    f"The speedup {name!r} cannot be used: {against}",
+                    fix=f"Leave it out: {_without(name, self.config)}.",
                 )
-    settled = []
-    for decision in decisions:
-        rivals = [
-            taken[slot]
-            for slot in speedups[decision.name].fills
-            if slot in taken and decision.name not in wish.named
+            return Decision(name, True, "asked for")
+        precision = self.config.train.precision
+        if name in request.dropped and precision != "auto" and "precision" in speedup.fills:
+            return Decision(name, False, f"train.precision={precision}")
+        if name in request.dropped:
+            return Decision(name, False, "left out by speedups")
+        if not request.auto:
+            return Decision(name, False, "not among speedups")
+        if against := speedup.reason_against(self.machine, self.config):
+            return Decision(name, False, against)
+        return decide(speedup, self.device, self.minutes, self.measured.get(name))
+
+    @property
+    def _on(self) -> set[str]:
+        return {decision.name for decision in self.decisions if decision.on}
+
+    def _turn_off(self, reasons: Mapping[str, str]) -> None:
+        self.decisions = [
+            Decision(d.name, False, reasons[d.name]) if d.name in reasons else d
+            for d in self.decisions
         ]
-        if decision.on and rivals:
-            decision = Decision(decision.name, False, _taken_by(rivals[0]))
-        settled.append(decision)
-    return settled
 
+    def _default(self, name: str) -> On:
+        """Return what a speedup that is on yields to and depends on: nothing, if it was named."""
+        default = default_of(self.speedups[name], self.device)
+        return default if isinstance(default, On) and name not in self.request.named else On()
 
-def _taken_by(rival: str) -> str:
-    return f"{rival}, which was named, takes its place"
+    def free_slots(self) -> None:
+        """Turn off what fills the slots of a speedup that was named, or that measured faster here.
 
+        Two that were named for one slot are refused. Of two that measured faster than what is on by
+        default, the one with the larger gain stays.
+        """
+        taken: dict[str, str] = {}
+        for name in self.request.named:
+            for slot in self.speedups[name].fills:
+                first = taken.setdefault(slot, name)
+                if first != name:
+                    ways = f": {_without(name, self.config)} or {_without(first, self.config)}"
+                    raise both_fill(first, name, slot, ways)
+        for name in self._measured_on():
+            if not taken.keys() & self.speedups[name].fills.keys():
+                taken |= dict.fromkeys(self.speedups[name].fills, name)
+        rivals = {
+            name: taken[slot]
+            for name in self._on - {*self.request.named}
+            for slot in reversed([*self.speedups[name].fills])
+            if taken.get(slot, name) != name
+        }
+        self._turn_off(
+            {
+                name: _taken_by(rival, named=rival in self.request.named)
+                for name, rival in rivals.items()
+            }
+        )
 
-def _with_needs(
-    decisions: list[Decision],
-    speedups: dict[str, Speedup],
-    wish: Wish,
-    config: RunConfig,
-    machine: Machine,
-) -> list[Decision]:
-    """A speedup whose need is off is off too; one that was named is refused."""
-    on = {decision.name for decision in decisions if decision.on}
-    reasons = {decision.name: decision.reason for decision in decisions}
-    settled = []
-    for decision in decisions:
-        missing = [need for need in speedups[decision.name].needs if need not in on]
-        if decision.on and missing:
-            if decision.name in wish.named:
-                raise _lacking(
-                    decision.name, speedups[missing[0]], reasons[missing[0]], wish, config, machine
+    def _measured_on(self) -> list[str]:
+        """Return what is on only because it measured faster here, the largest gain first."""
+        found = [
+            name
+            for name in self._on - {*self.request.named}
+            if not isinstance(default_of(self.speedups[name], self.device), On)
+            and overrides(self.speedups[name], self.measured.get(name))
+        ]
+        return sorted(found, key=lambda name: (-self.measured[name].gain, name))
+
+    def drop_alone(self) -> None:
+        """Turn off what is on by default only together with one of others, if none of these is on."""
+        on, reasons = self._on, {}
+        for name in on:
+            others = self._default(name).with_any
+            if others and not on.intersection(others):
+                reasons[name] = (
+                    f"it is for runs with {' or '.join(others)}, and this one is without"
                 )
-            decision = Decision(decision.name, False, f"needs {missing[0]}, which is off")
-        settled.append(decision)
-    return settled
+        self._turn_off(reasons)
 
+    def yield_to_better(self) -> None:
+        """Turn off what is on by default unless another one is, if that one is on."""
+        on = self._on
 
-def _lacking(
-    name: str, need: Speedup, reason: str, wish: Wish, config: RunConfig, machine: Machine
-) -> ConfigError:
-    """Return the error that what was named lacks what it needs: with what stands in the way, and
-    with what to leave out or to add.
-    """
-    rival = next(
-        (
-            other
-            for other in wish.named
-            if other != name and speedup_named(other).fills.keys() & need.fills.keys()
-        ),
-        None,
-    )
-    brings = next((key for key, ways in PRECISIONS.items() if need.name in ways), None)
-    leave_out = f"leave {name} out: {_without(name, config)}"
-    if need.reason_against(machine, config):
-        fix = f"{leave_out[0].upper()}{leave_out[1:]}."
-    elif brings and config.train.precision not in ("auto", brings):
-        fix = f"Set train.precision={brings}, or {leave_out}."
-    elif rival:
-        reason = _taken_by(rival)
-        fix = f"Put {need.name} in its place: speedups={naming(_less(rival, config.speedups), [need.name])}, or {leave_out}."
-    else:
-        fix = f"Add {need.name}: speedups={naming(config.speedups, [need.name])}, or {leave_out}."
-    return ConfigError(
-        f"The speedup {name!r} needs {need.name!r}, which is off: {reason.rstrip('.')}.", fix=fix
-    )
+        def better(name: str) -> str | None:
+            """Return the speedup to which `name` yields, and which does not yield itself."""
+            others = self._default(name).unless
+            return next((one for one in others if one in on and better(one) is None), None)
+
+        found = {name: better(name) for name in on}
+        self._turn_off(
+            {name: f"{one} is on and does the same, better" for name, one in found.items() if one}
+        )
+
+    def check_needs(self) -> None:
+        """Turn off what needs a speedup that is off; one that was named is refused."""
+        on, reasons = self._on, {}
+        for decision in self.decisions:
+            missing = [need for need in self.speedups[decision.name].needs if need not in on]
+            if decision.on and missing:
+                if decision.name in self.request.named:
+                    raise self._lacking(decision.name, speedup_named(missing[0]))
+                reasons[decision.name] = f"needs {missing[0]}, which is off"
+        self._turn_off(reasons)
+
+    def _lacking(self, name: str, need: Speedup) -> ConfigError:
+        """Return the error for a named speedup whose need is off: why, and what to change."""
+        config = self.config
+        reasons = {decision.name: decision.reason for decision in self.decisions}
+        reason = reasons.get(need.name, "not among speedups")
+        rival = next(
+            (
+                other
+                for other in self.request.named
+                if other != name and self.speedups[other].fills.keys() & need.fills.keys()
+            ),
+            None,
+        )
+        precision = need.fills.get("precision")
+        brings = precision.name if isinstance(precision, Precision) else None
+        leave_out = f"leave {name} out: {_without(name, config)}"
+        if need.reason_against(self.machine, config):
+            fix = f"{leave_out[0].upper()}{leave_out[1:]}."
+        elif brings and config.train.precision not in ("auto", brings):
+            fix = f"Set train.precision={brings}, or {leave_out}."
+        elif rival:
+            reason = _taken_by(rival)
+            instead = adding(removing(rival, config.speedups), [need.name])
+            fix = f"Put {need.name} in its place: speedups={instead}, or {leave_out}."
+        else:
+            added = adding(config.speedups, [need.name])
+            fix = f"Add {need.name}: speedups={added}, or {leave_out}."
+        return ConfigError(
+            f"The speedup {name!r} needs {need.name!r}, which is off: {reason.rstrip('.')}.",
+            fix=fix,
+        )

@@ -8,12 +8,13 @@ from typing import Annotated, Any
 
 import typer
 
-from flatout.assembly.selection import all_speedups, is_measured, longest_wait, select
+from flatout.assembly.auto import all_speedups, is_measured, longest_wait
+from flatout.assembly.selection import select
 from flatout.cache import CACHE
 from flatout.commands import Command, Result
 from flatout.config.schema import RunConfig, load_config
 from flatout.hardware import ASSUMED_MFU, Machine, probe
-from flatout.measured import gpu_name, read
+from flatout.measured import gains_here
 from flatout.progress import SILENT, Progress
 from flatout.registry import (
     DATASETS,
@@ -58,7 +59,7 @@ class ListResult(Result):
 
     For speedups also whether it is `on` here and the `reason`; whether that is `measured` on such a
     device (null: it is not for
-    this device); the `gain` that bench measured on this very GPU, and the one that was `predicted`, in words or null."""
+    this device); the `gain` that bench measured on this hardware, and the one that was `predicted`, in words or null."""
 
     def summary(self) -> str:
         """Return a line an entry."""
@@ -75,7 +76,8 @@ class ListResult(Result):
             return f"{item['name']:<{width}}  {item['description']}"
         label = LABELS[item["measured"]]
         under = [] if item["reason"] == item["description"] else [f"saves {item['description']}"]
-        under += [f"measured on this GPU: {item['gain']}"] if item["gain"] else []
+        gain = item["gain"]
+        under += [f"measured here: {gain}"] if gain and gain not in item["reason"] else []
         under += (
             [f"predicted: {gain_alone(item['predicted'])}"]
             if item["predicted"] and not item["gain"]
@@ -138,11 +140,10 @@ def _speedups(recipe: str | Path | None, progress: Progress) -> ListResult:
     minutes, length = (
         _expected_length(config, machine, progress) if device.startswith("cuda") else (None, None)
     )
-    gpu = gpu_name(machine, device)
-    kept = read(gpu, CACHE) if gpu else None
+    gains = gains_here(machine, device, CACHE)
     items = []
-    for decision in select(config, machine, device=device, minutes=minutes):
-        speedup, gain = speedups[decision.name], kept.speedups.get(decision.name) if kept else None
+    for decision in select(config, machine, device=device, minutes=minutes, measured=gains):
+        speedup, gain = speedups[decision.name], gains.get(decision.name)
         items.append(
             {
                 "name": decision.name,

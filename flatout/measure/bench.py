@@ -91,7 +91,7 @@ def run_bench(
     return the report and its folder.
 
     Each trial is added to trials.jsonl as it ends. An interruption ends the measuring; what has
-    been measured by then is judged and written. The gains on a GPU are kept in `cache` too (None:
+    been measured by then is judged and written. The gains are kept in `cache` too (None:
     nowhere).
     Raises: UsageError before anything was measured; RunFailed when nothing could be; Interrupted
             when nothing was by then.
@@ -106,7 +106,7 @@ def run_bench(
         require_sweep(sweep)
     place = place_for(asked, sweep or LADDER, out)
     with progress.task("Settling the configuration"):
-        settled, put_in = settle_apart(asked)
+        settled, put_in = settle_apart(asked, cache)
     if settled.config.train.device == "cpu":
         warn_of_others(settled.machine, progress)
     experiment = (

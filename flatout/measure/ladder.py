@@ -13,9 +13,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from flatout.assembly.auto import all_speedups
 from flatout.assembly.parts import Decision
 from flatout.assembly.recipe import Promise, Speedup
-from flatout.assembly.selection import all_speedups, parse_wish, speedup_named
+from flatout.assembly.request import parse_request
+from flatout.assembly.selection import speedup_named
 from flatout.config.schema import RunConfig
 from flatout.registry import SPEEDUPS
 
@@ -136,7 +138,7 @@ def without(full: Sequence[str], name: str, known: dict[str, Speedup]) -> tuple[
 
 def reason_to_leave(decision: Decision, config: RunConfig) -> str | None:
     """Return why a speedup that could run is not tried, None when it is."""
-    wish = parse_wish(config.speedups)
+    wish = parse_request(config.speedups)
     if decision.name in wish.dropped or not wish.auto:
         return f"not measured: {decision.reason}."
     if config.train.precision != "auto" and "precision" in SPEEDUPS.get(decision.name).fills:

@@ -1,4 +1,4 @@
-"""From a ladder to what this machine keeps of it: the last gain of each speedup on its GPU."""
+"""Keep the last measured gain of each speedup in the cache, where `auto` and `list` find it."""
 
 from __future__ import annotations
 
@@ -6,38 +6,39 @@ from pathlib import Path
 
 from flatout.hardware import Machine
 from flatout.measure.results import Report
-from flatout.measured import Gain, gpu_name, keep
+from flatout.measured import Gain, hardware_name, keep
 from flatout.progress import SILENT, Progress
 
 WHERE = {"added": "on the way up", "put-in": "put into the full set", "left-out": "in the full set"}
-"""What a line of the ladder says of a speedup; of several lines about one the last of these counts,
-which is nearest to what a run uses.
+"""What a kind of row says about a speedup. The last of these counts: it is closest to a real run.
 """
 
 
 def remember(
     report: Report, machine: Machine, device: str, cache: Path, *, progress: Progress = SILENT
 ) -> None:
-    """Keep what a ladder measured on a GPU, for `flatout list speedups`; nothing of a sweep, nor of
-    a CPU.
-    """
-    gpu, found = gpu_name(machine, device), gains(report)
-    if gpu is None or not found:
+    """Store what a ladder measured on this hardware; a sweep measures no gains."""
+    hardware, found = hardware_name(machine, device), gains(report)
+    if hardware is None or not found:
         return
     try:
-        keep(gpu, found, cache)
+        keep(hardware, found, cache)
     except OSError as error:
         progress.say(
-            f"Cannot write {cache}: {error.strerror or error}. `flatout list speedups` will not show what was measured."
+            f"Cannot write {cache}: {error.strerror or error}. "
+            "`auto` and `flatout list speedups` will not know what was measured."
         )
 
 
 def gains(report: Report) -> dict[str, Gain]:
-    """Return what each speedup of a ladder gained, by name; without those that gave no figures."""
+    """Return the gain of each speedup of a ladder, by name.
+
+    Speedups without figures are left out, and those whose losses broke their promise.
+    """
     found: dict[str, Gain] = {}
     for kind, where in WHERE.items():
         for row in report.rows:
-            if row.kind == kind and row.speedup and row.gain:
+            if row.kind == kind and row.speedup and row.gain and row.promise_kept is not False:
                 found[row.speedup] = Gain(
                     gain=row.gain.median,
                     low=row.gain.low,

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from flatout.assembly.selection import parse_wish, select
+from flatout.assembly.auto import all_speedups
+from flatout.assembly.request import parse_request
+from flatout.assembly.selection import providers, select
 from flatout.config.schema import RunConfig
 from flatout.errors import ConfigError, FlatoutError
 from flatout.measure.experiment import Experiment, Point, with_speedups
@@ -19,8 +21,6 @@ from flatout.registry import SPEEDUPS, unknown_name
 Refused = dict[str, str]
 """Points that cannot be measured, with the reason."""
 
-PRECISIONS = ("tf32", "bf16", "bf16-products", "fp16")
-"""Speedups that change what products are computed in; without them it is fp32."""
 MOST_ACCUMULATE = 8
 
 
@@ -125,13 +125,14 @@ def precision(
     """The arithmetic of the matrix products: fp32, and each speedup that changes it, in place of
     what fills its slots.
     """
-    plain = [name for name in full if name not in PRECISIONS]
+    choices = precisions()
+    plain = [name for name in full if name not in choices]
     asked = asked.with_values({"train.device": settled.config.train.device})
-    wish = parse_wish(asked.speedups)
+    wish = parse_request(asked.speedups)
     if wish.auto:
         edits = [
             *(f"-{name}" for name in wish.dropped),
-            *(f"+{name}" for name in wish.named if name not in PRECISIONS),
+            *(f"+{name}" for name in wish.named if name not in choices),
         ]
         stated = asked.with_values(
             {"train.precision": "fp32", "speedups": ",".join(["auto", *edits])}
@@ -143,7 +144,7 @@ def precision(
         ]
     values = {"fp32": with_speedups(plain)}
     refused: Refused = {}
-    for name in PRECISIONS:
+    for name in choices:
         speedup = SPEEDUPS.get(name)
         why_not = speedup.reason_against(
             settled.machine, asked.with_values({"train.precision": "auto"})
@@ -168,13 +169,29 @@ def prefetch(
     asked: RunConfig, settled: Settled, full: list[str]
 ) -> tuple[dict[str, dict[str, Any]], Refused]:
     """Steps that the feed reads ahead: none, 1, 2, 4, 8."""
-    others = [name for name in full if name != "prefetch"]
+    feeds = filling("feed")
+    others = [name for name in full if name not in feeds]
     ahead = {
         f"{counted(steps, 'step')} ahead": {"data.prefetch": steps}
-        | with_speedups([*others, "prefetch"])
+        | with_speedups([*others, feeds[0]])
         for steps in (1, 2, 4, 8)
+        if feeds
     }
     return {"no prefetch": with_speedups(others)} | ahead, {}
+
+
+def filling(slot: str) -> list[str]:
+    """Return the speedups that fill a slot, in the order of the ladder."""
+    return [speedup.name for speedup in all_speedups() if slot in speedup.fills]
+
+
+def precisions() -> list[str]:
+    """Return the speedups that change the arithmetic of the products, those of one precision together."""
+    return filling("matmul") + [
+        name
+        for names in providers().values()
+        for name in sorted(names, key=filling("precision").index)
+    ]
 
 
 SWEEPS: Mapping[
@@ -198,7 +215,7 @@ def rows_of(rows: int, settled: Settled, full: list[str]) -> dict[str, Any]:
         "batch.rows_per_device": rows,
         "batch.accumulate": None,
     }
-    choosers = {name for name in full if "micro_batch" in SPEEDUPS.get(name).fills}
+    choosers = filling("micro_batch")
     return stated | with_speedups(name for name in full if name not in choosers)
 
 

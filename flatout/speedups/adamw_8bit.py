@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from importlib.util import find_spec
 
-from flatout.assembly.recipe import Promise, Speedup, lazy, uses_gpu
+from flatout.assembly.recipe import Off, Promise, Speedup, lazy, uses_gpu
 from flatout.config.schema import RunConfig
 from flatout.hardware import Machine
 
@@ -29,4 +29,9 @@ SPEEDUP = Speedup(
     saves="memory: AdamW's moments take 2 bytes a weight instead of 8; those of small tensors stay fp32",
     promise=Promise.statistical(),
     why_not=_why_not,
+    rank=720,
+    auto={
+        "cpu": Off("it costs time on a CPU: name it where memory is short"),
+        "cuda": Off("name it where memory is short"),
+    },
 )

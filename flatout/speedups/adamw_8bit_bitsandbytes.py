@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from flatout.assembly.recipe import Promise, Speedup, lazy
+from flatout.assembly.recipe import Off, Promise, Speedup, lazy
 from flatout.config.schema import RunConfig
 from flatout.hardware import Machine
 
@@ -26,4 +26,9 @@ SPEEDUP = Speedup(
     saves="memory: as adamw-8bit, and nothing is compiled; but it waits for the device after every parameter",
     promise=Promise.statistical(),
     why_not=_why_not,
+    rank=730,
+    auto={
+        "cpu": Off("it costs time on a CPU: name adamw-8bit where memory is short"),
+        "cuda": Off("name it where memory is short and compiling is not wanted"),
+    },
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flatout.assembly.recipe import Promise, Speedup, lazy
+from flatout.assembly.recipe import On, Promise, Speedup, lazy
 from flatout.config.schema import RunConfig
 from flatout.hardware import Machine
 
@@ -21,4 +21,9 @@ SPEEDUP = Speedup(
     saves="time: 15 products a shape in a step instead of 15 for every matrix",
     promise=Promise.rounding(rtol=1e-4),
     why_not=_why_not,
+    rank=310,
+    auto={
+        "cpu": On(unless=("bf16-products", "onednn"), measured=True),
+        "cuda": On(unless=("compiled-muon",)),
+    },
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flatout.assembly.parts import Precision
-from flatout.assembly.recipe import Promise, Speedup, gpu_below, uses_gpu
+from flatout.assembly.recipe import Off, On, Promise, Speedup, gpu_below, uses_gpu
 from flatout.config.schema import RunConfig
 from flatout.hardware import Machine
 
@@ -19,4 +19,12 @@ SPEEDUP = Speedup(
     saves="time and memory: products on tensor cores, activations in two bytes; it has fp32's range, so no loss scaling",
     promise=Promise.rounding(rtol=2e-2),
     why_not=_why_not,
+    rank=220,
+    auto={
+        "cpu": Off(
+            "autocast narrows what a CPU does better in fp32 (LOG.md); bf16-products narrows the products alone",
+            measured=True,
+        ),
+        "cuda": On(),
+    },
 )

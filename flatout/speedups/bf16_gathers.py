@@ -8,7 +8,7 @@ fp32: that is what the promise allows for. Gradients are summed in fp32.
 
 from __future__ import annotations
 
-from flatout.assembly.recipe import Promise, Speedup, lazy
+from flatout.assembly.recipe import Off, Promise, Speedup, lazy
 from flatout.config.schema import RunConfig
 from flatout.hardware import Machine
 
@@ -39,4 +39,9 @@ SPEEDUP = Speedup(
         "that NCCL reaches over NVLink is 71 ms less traffic a micro-batch, hidden behind products while these take longer; and the rounding of "
         "7.5 billion weights, 6 bytes each, 10 ms at 4.3 TB/s, shrinks to an eighth"
     ),
+    rank=260,
+    auto={
+        "cpu": Off("it needs bf16, which is off on a CPU"),
+        "cuda": Off("name it where parallel.shard waits for weights"),
+    },
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flatout.assembly.parts import Precision
-from flatout.assembly.recipe import Promise, Speedup, lazy, uses_gpu
+from flatout.assembly.recipe import On, Promise, Speedup, lazy, uses_gpu
 from flatout.config.schema import RunConfig
 from flatout.hardware import Machine
 
@@ -30,4 +30,6 @@ SPEEDUP = Speedup(
     saves="time: products run at twice the rate of fp32; unlike autocast, nothing else is narrowed, which a CPU would pay for",
     promise=Promise.rounding(rtol=2e-2),
     why_not=_why_not,
+    rank=280,
+    auto={"cpu": On(measured=True)},
 )

@@ -4,7 +4,7 @@ follows.
 
 from __future__ import annotations
 
-from flatout.assembly.recipe import Promise, Speedup, lazy, uses_gpu
+from flatout.assembly.recipe import Off, Promise, Speedup, lazy, uses_gpu
 from flatout.config.schema import RunConfig
 from flatout.hardware import Machine
 from flatout.speedups.triton_scan import SPEEDUP as TRITON_SCAN
@@ -25,6 +25,11 @@ SPEEDUP = Speedup(
         "0.5% on eigenstate-small-32k: 5.1 KB fewer a token and layer (8.7 to 3.6 KB), times 131,072 tokens and 8 layers is 5.4 GB, "
         "or 1.2 ms at 4.3 TB/s, of 225 ms a micro-batch; and about 1 GB less to keep for backward"
     ),
+    rank=520,
+    auto={
+        "cpu": Off("it needs bf16, which is off on a CPU"),
+        "cuda": Off("what it does to the loss of a long run is open"),
+    },
 )
 """The product that follows rounds the states to bfloat16 anyway: what changes is the gradient of
 the eigenvalues, by the states that it reads.

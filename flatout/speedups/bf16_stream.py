@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from flatout.assembly.recipe import Promise, Speedup, Transform
+from flatout.assembly.recipe import Off, Promise, Speedup, Transform
 
 
 def _narrow(model: Any, mesh: Any) -> Any:
@@ -32,4 +32,11 @@ SPEEDUP = Speedup(
         "2.3% at GPT-2 124M, compiled: in a block's forward the sum is read and written at both norms, in backward it is read there and its "
         "gradient read and written; two bytes less each are 20 x d a token and layer, 12 GB in a step of 65,536 tokens, 2.8 ms of 120 at 4.3 TB/s."
     ),
+    rank=250,
+    auto={
+        "cpu": Off("it needs bf16, which is off on a CPU"),
+        "cuda": Off(
+            "its gain is predicted, not timed; three small models trained on a CPU ended with no loss difference that three seeds could tell (docs/numbers.md)"
+        ),
+    },
 )

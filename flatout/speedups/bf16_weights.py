@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from flatout.assembly.recipe import Promise, Speedup, Transform
+from flatout.assembly.recipe import Off, Promise, Speedup, Transform
 from flatout.config.schema import RunConfig
 from flatout.hardware import Machine
 
@@ -39,4 +39,9 @@ SPEEDUP = Speedup(
         "6 B x 759 M / 4.3 TB/s = 1.06 ms of 154 ms (16,384 tokens at 106 K/s). "
         "The update moves 28 bytes a weight with it and without it: 0.8 ms and 4.9 ms a step."
     ),
+    rank=230,
+    auto={
+        "cpu": Off("it needs bf16, which is off on a CPU"),
+        "cuda": Off("name it where memory is short"),
+    },
 )

@@ -7,7 +7,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from flatout.assembly.recipe import Promise, Speedup, Transform
+from flatout.assembly.recipe import Off, Promise, Speedup, Transform
 
 
 def recompute_blocks(model: Any, **options: Any) -> Any:
@@ -31,4 +31,9 @@ SPEEDUP = Speedup(
     transform=Transform("checkpointing", _recompute),
     saves="memory: between forward and backward a block holds one tensor a token, for a third more work",
     promise=Promise.exact(),
+    rank=1010,
+    auto={
+        "cpu": Off("it costs a third more work: name it where memory is short"),
+        "cuda": Off("it costs a third more work: name it where memory is short"),
+    },
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flatout.assembly.recipe import Promise, Speedup, always, lazy
+from flatout.assembly.recipe import Off, On, Promise, Speedup, always, lazy
 
 SPEEDUP = Speedup(
     name="chunked-ce",
@@ -10,4 +10,11 @@ SPEEDUP = Speedup(
     saves="memory: logits of all tokens (6.6 GB in fp32 for 32,768 tokens of a 50,304 vocabulary) and their gradients never exist at once",
     promise=Promise.rounding(rtol=1e-4),
     why_not=always,
+    rank=610,
+    auto={
+        "cpu": Off(
+            "bf16-products and onednn multiply for the loss too: name it where memory is short"
+        ),
+        "cuda": On(),
+    },
 )

@@ -6,7 +6,7 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from flatout.assembly.recipe import Promise, Speedup
+from flatout.assembly.recipe import Off, On, Promise, Speedup
 
 STEPS_BETWEEN = 100
 """A cycle that holds tensors keeps their memory for at most so many steps; what is frozen is not
@@ -45,4 +45,12 @@ SPEEDUP = Speedup(
     fills={"gc": at_fixed_steps},
     saves="time: no step is held up by a search through every object of the process, and several processes pause at the same steps",
     promise=Promise.exact(),
+    rank=820,
+    auto={
+        "cpu": Off(
+            "counted: in 380 steps Python collected 7 times, and never looked through everything",
+            measured=True,
+        ),
+        "cuda": On("it costs nothing, and pauses of half a second are known"),
+    },
 )

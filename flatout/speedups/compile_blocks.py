@@ -8,7 +8,7 @@ import shutil
 from dataclasses import replace
 from typing import Any
 
-from flatout.assembly.recipe import Promise, Speedup, Transform, uses_gpu
+from flatout.assembly.recipe import Off, Promise, Speedup, Transform, uses_gpu
 from flatout.config.schema import RunConfig
 from flatout.hardware import Machine
 
@@ -47,4 +47,15 @@ SPEEDUP = Speedup(
     promise=Promise.rounding(rtol=1e-3),
     compiles=True,
     why_not=without_compiler,
+    rank=940,
+    auto={
+        "cpu": Off(
+            "compile fuses more; name it where compiling a deep model takes too long",
+            from_minutes=2,
+        ),
+        "cuda": Off(
+            "compile fuses more: name it where compiling a deep model takes too long",
+            from_minutes=2,
+        ),
+    },
 )

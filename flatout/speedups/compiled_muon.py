@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flatout.assembly.recipe import Promise, Speedup, lazy
+from flatout.assembly.recipe import Off, On, Promise, Speedup, lazy
 from flatout.config.schema import RunConfig
 from flatout.hardware import Machine
 from flatout.speedups.compile_blocks import without_compiler
@@ -23,4 +23,13 @@ SPEEDUP = Speedup(
     promise=Promise.rounding(rtol=1e-3),
     compiles=True,
     why_not=_why_not,
+    rank=320,
+    auto={
+        "cpu": Off("compiling takes long on a CPU", from_minutes=2),
+        "cuda": On(
+            "what compile fuses in the model it fuses here",
+            from_minutes=2,
+            with_any=("compile", "compile-blocks"),
+        ),
+    },
 )

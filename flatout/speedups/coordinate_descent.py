@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from flatout.assembly.recipe import Promise, Speedup, Transform, uses_gpu
+from flatout.assembly.recipe import Off, Promise, Speedup, Transform, uses_gpu
 from flatout.config.schema import RunConfig
 from flatout.hardware import Machine
 
@@ -52,4 +52,11 @@ SPEEDUP = Speedup(
         "about 140 bytes x d a token and layer, 85 GB in all, 20 ms at 4.3 TB/s. If their first blocks reach 85% of that rate and tuned ones "
         "92%, 23.1 ms become 21.4. The eigenstate network spends about 43% of a step outside products: 0.43 x (1 - 85/92)."
     ),
+    rank=930,
+    auto={
+        "cuda": Off(
+            "it tries variants of every kernel for minutes at the first start: name it for runs of hours",
+            from_minutes=60,
+        )
+    },
 )

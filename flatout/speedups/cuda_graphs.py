@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from flatout.assembly.recipe import Promise, Speedup, Transform, uses_gpu
+from flatout.assembly.recipe import Off, Promise, Speedup, Transform, uses_gpu
 from flatout.config.schema import RunConfig
 from flatout.hardware import Machine
 
@@ -70,4 +70,8 @@ SPEEDUP = Speedup(
     needs=("compile",),
     compiles=True,
     why_not=_why_not,
+    rank=920,
+    auto={
+        "cuda": Off("nobody has shown a gain from them at 100M parameters and more", from_minutes=2)
+    },
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from flatout.assembly.recipe import Promise, Speedup, uses_gpu
+from flatout.assembly.recipe import Off, Promise, Speedup, uses_gpu
 from flatout.config.schema import RunConfig
 from flatout.hardware import Machine
 
@@ -39,4 +39,6 @@ SPEEDUP = Speedup(
     saves="time where a model of your own has convolutions; the models here have none, and are expected to gain nothing",
     promise=Promise.rounding(rtol=1e-3),
     why_not=_why_not,
+    rank=950,
+    auto={"cuda": Off("for convolutions, which the models here do not have")},
 )

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from flatout.assembly.recipe import Promise, Speedup
+from flatout.assembly.recipe import On, Promise, Speedup
 from flatout.config.schema import RunConfig
 from flatout.hardware import Machine
 
@@ -46,4 +46,6 @@ SPEEDUP = Speedup(
     saves="time: with N micro-batches a step gradients travel between GPUs once, not N times",
     promise=Promise.rounding(rtol=1e-4),
     why_not=_why_not,
+    rank=830,
+    auto={"cpu": On(), "cuda": On("gradients travel once a step, not once a micro-batch")},
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
-from flatout.assembly.recipe import Promise, Speedup, gpu_below, lazy, uses_gpu
+from flatout.assembly.recipe import Off, Promise, Speedup, gpu_below, lazy, uses_gpu
 from flatout.config.schema import RunConfig
 from flatout.hardware import Machine
 
@@ -42,4 +42,9 @@ SPEEDUP = Speedup(
         "as equal. At 1,024 tokens 1.7 ms of 65,536 tokens (1.4%), where nothing is turned or normalised: no copy of the gradients, "
         "302 MB read and 302 MB written in each of 12 layers / 4.3 TB/s."
     ),
+    rank=410,
+    auto={
+        "cpu": Off("it is for GPUs"),
+        "cuda": Off("its package is still in beta: name it for long sequences"),
+    },
 )

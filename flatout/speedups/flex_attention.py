@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from flatout.assembly.recipe import Promise, Speedup, gpu_below, lazy, uses_gpu
+from flatout.assembly.recipe import On, Promise, Speedup, gpu_below, lazy, uses_gpu
 from flatout.config.schema import RunConfig
 from flatout.hardware import Machine
 
@@ -26,4 +26,6 @@ SPEEDUP = Speedup(
     saves="time and memory: blocks of tokens in other documents or beyond the window are not computed, and no mask of T x T is made",
     promise=Promise.rounding(rtol=1e-3),
     why_not=_why_not,
+    rank=430,
+    auto={"cuda": On("it skips what is masked, which fused-attention computes")},
 )

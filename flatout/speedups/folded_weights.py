@@ -4,7 +4,7 @@ beside them once a micro-batch.
 
 from __future__ import annotations
 
-from flatout.assembly.recipe import Promise, Speedup, lazy
+from flatout.assembly.recipe import Off, Promise, Speedup, lazy
 
 SPEEDUP = Speedup(
     name="folded-weights",
@@ -15,6 +15,11 @@ SPEEDUP = Speedup(
         "1.4% on eigenstate-small-32k: 12.8 KB fewer a token and layer (21.5 to 8.7 KB between the two products, forward and backward, E = 256), "
         "times 131,072 tokens and 8 layers is 13.4 GB, or 3.1 ms at 4.3 TB/s, of 228 ms a micro-batch at 575,000 tokens/s"
     ),
+    rank=540,
+    auto={
+        "cpu": Off("what it gains on a CPU is open"),
+        "cuda": Off("name it for eigenstate networks"),
+    },
 )
 """The promise is for bf16, which rounds folded weights in other places than it rounds drive and
 states; in fp64 both agree to 1e-10.

@@ -6,7 +6,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
-from flatout.assembly.recipe import Promise, Speedup, Transform, gpu_below, uses_gpu
+from flatout.assembly.recipe import Off, Promise, Speedup, Transform, gpu_below, uses_gpu
 from flatout.config.schema import RunConfig
 from flatout.hardware import Machine
 
@@ -59,4 +59,6 @@ SPEEDUP = Speedup(
     promise=Promise.statistical(),
     needs=("bf16", "compile"),
     why_not=_why_not,
+    rank=240,
+    auto={"cuda": Off("name it for models of width 1,536 and more")},
 )

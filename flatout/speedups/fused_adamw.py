@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from flatout.assembly.recipe import Promise, Speedup, lazy
+from flatout.assembly.recipe import On, Promise, Speedup, lazy
 
 SPEEDUP = Speedup(
     name="fused-adamw",
     fills={"optimizer": lazy("flatout.optimizers.adamw:fused")},
     saves="time: weights, gradients and moments are read and written once a step",
     promise=Promise.rounding(rtol=1e-4),
+    rank=710,
+    auto={"cpu": On(measured=True), "cuda": On()},
 )

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from flatout.assembly.recipe import Promise, Speedup, lazy
+from flatout.assembly.recipe import On, Promise, Speedup, lazy
 
 SPEEDUP = Speedup(
     name="fused-attention",
     fills={"ops.attention": lazy("flatout.ops.attention:fused")},
     saves="time and memory: the scores of T x T tokens a head are never written out",
     promise=Promise.rounding(rtol=1e-4),
+    rank=440,
+    auto={
+        "cpu": On(unless=("bf16-products",), measured=True),
+        "cuda": On(unless=("flex-attention",)),
+    },
 )

@@ -7,7 +7,7 @@ from __future__ import annotations
 import ctypes
 import platform
 
-from flatout.assembly.recipe import Promise, Speedup, uses_gpu
+from flatout.assembly.recipe import On, Promise, Speedup, uses_gpu
 from flatout.config.schema import RunConfig
 from flatout.hardware import Machine
 
@@ -49,4 +49,6 @@ SPEEDUP = Speedup(
     saves="time: no page of memory is asked for, cleared and given back in every step",
     promise=Promise.exact(),
     why_not=_why_not,
+    rank=810,
+    auto={"cpu": On(measured=True)},
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from flatout.assembly.recipe import Promise, Speedup, gpu_below, lazy, uses_gpu
+from flatout.assembly.recipe import Off, Promise, Speedup, gpu_below, lazy, uses_gpu
 from flatout.config.schema import RunConfig
 from flatout.hardware import Machine
 
@@ -23,4 +23,10 @@ SPEEDUP = Speedup(
     saves="memory: logits of all tokens never exist at once, and a chunk's become their gradients in one kernel",
     promise=Promise.rounding(rtol=1e-4),
     why_not=_why_not,
+    rank=630,
+    auto={
+        "cuda": Off(
+            "chunked-ce does the same and never waits for the device; which of the two is faster is open"
+        )
+    },
 )

@@ -5,7 +5,7 @@ people write.
 from __future__ import annotations
 
 from flatout.assembly.plain import USED_MEMORY, MicroBatchPlan
-from flatout.assembly.recipe import Promise, Speedup, lazy
+from flatout.assembly.recipe import On, Promise, Speedup, lazy
 from flatout.config.schema import RunConfig
 from flatout.hardware import Machine
 
@@ -44,4 +44,6 @@ SPEEDUP = Speedup(
     saves="time: as many rows in a micro-batch as the device uses well, in place of the up to 12 that people write",
     promise=Promise.rounding(rtol=1e-4),
     why_not=_why_not,
+    rank=140,
+    auto={"cpu": On(measured=True), "cuda": On()},
 )

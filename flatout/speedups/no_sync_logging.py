@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from flatout.assembly.recipe import Promise, Speedup
+from flatout.assembly.recipe import On, Promise, Speedup
 
 
 class DelayedReadback:
@@ -55,4 +55,6 @@ SPEEDUP = Speedup(
     fills={"readback": DelayedReadback},
     saves="time: the device does not idle while the host asks for the loss",
     promise=Promise.exact(),
+    rank=130,
+    auto={"cpu": On(measured=True), "cuda": On()},
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flatout.assembly.recipe import Promise, Speedup, lazy, uses_gpu
+from flatout.assembly.recipe import On, Promise, Speedup, lazy, uses_gpu
 from flatout.config.schema import RunConfig
 from flatout.hardware import Machine
 
@@ -24,4 +24,6 @@ SPEEDUP = Speedup(
     saves="time: products use 512-bit vectors on processors on which torch's MKL stays at 256 bits",
     promise=Promise.rounding(rtol=1e-4),
     why_not=_why_not,
+    rank=290,
+    auto={"cpu": On(unless=("bf16-products",), measured=True)},
 )

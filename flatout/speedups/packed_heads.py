@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from flatout.assembly.recipe import Promise, Speedup, gpu_below, lazy, uses_gpu
+from flatout.assembly.recipe import Off, Promise, Speedup, gpu_below, lazy, uses_gpu
 from flatout.config.schema import RunConfig
 from flatout.hardware import Machine
 
@@ -34,4 +34,6 @@ SPEEDUP = Speedup(
         "values 101 + 101, the result 201), this 805 MB (302 + 201 read, 302 written); 1,013 MB x 12 layers / 4.3 TB/s. "
         "Rotary alone: 1,410 MB and 604 MB, 2.2 ms."
     ),
+    rank=460,
+    auto={"cuda": Off("name it where queries and keys are normalised or turned")},
 )

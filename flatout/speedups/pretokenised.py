@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from flatout.assembly.recipe import Promise, Speedup
+from flatout.assembly.recipe import On, Promise, Speedup
 
 if TYPE_CHECKING:
     from flatout.data.load.batches import SequenceReader
@@ -23,4 +23,6 @@ SPEEDUP = Speedup(
     fills={"reader": shard_reader},
     saves="time: text is tokenised once, before training, and not again in every step of every epoch",
     promise=Promise.exact(),
+    rank=110,
+    auto={"cpu": On(measured=True), "cuda": On()},
 )

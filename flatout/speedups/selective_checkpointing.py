@@ -7,7 +7,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from flatout.assembly.recipe import Promise, Speedup, Transform
+from flatout.assembly.recipe import Off, Promise, Speedup, Transform
 from flatout.speedups.checkpointing import recompute_blocks
 
 
@@ -49,4 +49,9 @@ SPEEDUP = Speedup(
     transform=Transform("checkpointing", _recompute),
     saves="memory: norms, activations and sums are not kept; nearly all of the work is done once",
     promise=Promise.exact(),
+    rank=1020,
+    auto={
+        "cpu": Off("it costs some work: name it where memory is short"),
+        "cuda": Off("it costs some work: name it where memory is short"),
+    },
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flatout.assembly.recipe import Promise, Speedup, gpu_below, uses_gpu
+from flatout.assembly.recipe import On, Promise, Speedup, gpu_below, uses_gpu
 from flatout.config.schema import RunConfig
 from flatout.hardware import Machine
 
@@ -19,4 +19,6 @@ SPEEDUP = Speedup(
     saves="time: matrix products that stay fp32 run on tensor cores; those in bf16 or fp16 gain nothing more",
     promise=Promise.rounding(rtol=5e-3),
     why_not=_why_not,
+    rank=210,
+    auto={"cuda": On()},
 )

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from flatout.assembly.recipe import Promise, Speedup, gpu_below, lazy, uses_gpu
+from flatout.assembly.recipe import Off, Promise, Speedup, gpu_below, lazy, uses_gpu
 from flatout.config.schema import RunConfig
 from flatout.hardware import Machine
 
@@ -33,4 +33,6 @@ SPEEDUP = Speedup(
         "chunks of 16,384 targets, not eight of 8,192: the hidden states' gradient fills 2.9 rounds of 132 multiprocessors in 3, not 1.5 in 2, "
         "with tiles of 128 x 256; its 5.1 TFLOP at 790 TFLOP/s take 6.6, not 8.5 ms: 0 to 2 ms, since cuBLAS may split such products already."
     ),
+    rank=620,
+    auto={"cuda": Off("when it is named it takes the place of chunked-ce")},
 )

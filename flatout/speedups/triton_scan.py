@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from flatout.assembly.recipe import Promise, Speedup, gpu_below, lazy, uses_gpu
+from flatout.assembly.recipe import On, Promise, Speedup, gpu_below, lazy, uses_gpu
 from flatout.config.schema import RunConfig
 from flatout.hardware import Machine
 
@@ -25,4 +25,6 @@ SPEEDUP = Speedup(
     saves="time and memory: the drive is read twice and the states are written once, in the drive's own type, and nothing lies between",
     promise=Promise.rounding(rtol=1e-4),
     why_not=_why_not,
+    rank=510,
+    auto={"cuda": On("of all ways it moves the fewest bytes", unless=("bf16-states",))},
 )

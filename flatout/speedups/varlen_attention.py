@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flatout.assembly.recipe import Promise, Speedup, gpu_below, lazy, uses_gpu
+from flatout.assembly.recipe import Off, Promise, Speedup, gpu_below, lazy, uses_gpu
 from flatout.config.schema import RunConfig
 from flatout.hardware import Machine
 
@@ -25,4 +25,10 @@ SPEEDUP = Speedup(
     saves="time and memory: pairs of tokens in different documents are not computed, and no mask of T x T is made",
     promise=Promise.rounding(rtol=2e-2),
     why_not=_why_not,
+    rank=420,
+    auto={
+        "cuda": Off(
+            "flex-attention does the same and takes windows and any documents; which of the two is faster is open"
+        )
+    },
 )

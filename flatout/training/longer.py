@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flatout.assembly.resolve import steps_stated
-from flatout.assembly.selection import assemble, settled
+from flatout.assembly.selection import assemble, stored_decisions
 from flatout.config.schema import RunConfig
 from flatout.data.store.mix import MixedDataset
 from flatout.data.store.shards import Dataset
@@ -79,7 +79,7 @@ def lengthened(
         return None
     before, steps = (
         stored.train.steps or 0,
-        steps_stated(stored, asked.train, assemble(settled(stored, machine)), dataset),
+        steps_stated(stored, asked.train, assemble(stored_decisions(stored, machine)), dataset),
     )
     if steps == before:
         return None

@@ -19,7 +19,7 @@ from flatout.assembly.parts import Decision
 from flatout.assembly.preflight import check_places, open_dataset
 from flatout.assembly.resolve import epoch_tokens, for_world_size, ops_of, resolve
 from flatout.assembly.run import Run
-from flatout.assembly.selection import assemble, settled
+from flatout.assembly.selection import assemble, stored_decisions
 from flatout.config.schema import RunConfig
 from flatout.data.store.manifest import TOKENIZER
 from flatout.data.store.mix import MixedDataset, members_of
@@ -35,7 +35,7 @@ from flatout.errors import (
 )
 from flatout.files import PART, copy_whole, understanding, writing_run
 from flatout.hardware import Machine, pick_device, probe
-from flatout.measured import advice, gpu_name
+from flatout.measured import advice, gains_here, gpu_name
 from flatout.parallel.mesh import make_mesh
 from flatout.parallel.rendezvous import Ranks, connect, disconnect, launcher
 from flatout.progress import SILENT, Progress
@@ -108,7 +108,7 @@ def run_training(
     """Train the run that `asked` describes in the folder `place`, from its newest checkpoint if it
     has one; return its summary.
 
-    In `cache` is what has been measured on this machine's GPUs; None: say nothing of that.
+    `cache` holds what was measured on this hardware, which `auto` goes by; None: nothing.
     Raises: Stopped when a signal ended it after a save; UsageError before anything was changed;
             RunFailed.
     """
@@ -129,7 +129,7 @@ def run_training(
         plan = agree(
             ranks,
             lambda: settle(
-                asked, place, resume, trust_code, machine, ranks, device, dataset, progress
+                asked, place, resume, trust_code, machine, ranks, device, dataset, cache, progress
             ),
         )
         if plan.finished is not None:
@@ -226,6 +226,7 @@ def settle(
     ranks: Ranks,
     device: tuple[str, str],
     dataset: Dataset | MixedDataset,
+    cache: Path | None,
     progress: Progress,
 ) -> Plan:
     """Decide, under the lock, what is run: the stored configuration when the folder holds a run,
@@ -266,6 +267,7 @@ def settle(
             dataset=dataset,
             world_size=ranks.world_size,
             local_world_size=ranks.local_world_size,
+            measured=gains_here(machine, device[0], cache),
         )
     if asked.train.patience and not with_validation(members_of(dataset)):
         raise DataError(
@@ -320,7 +322,11 @@ def resumed(
     ):
         progress.say(f"{place} is finished; its results are below. To train on, {how_to_go_on}.")
         return Plan(
-            stored, settled(stored, machine, asked=first), checkpoint, device[1], finished=summary
+            stored,
+            stored_decisions(stored, machine, asked=first),
+            checkpoint,
+            device[1],
+            finished=summary,
         )
     if longer is not None:
         progress.say(longer.said)
@@ -335,7 +341,9 @@ def resumed(
     ):
         layout.write_config(place, stored)  # moved data is found by `eval` too
     config = for_world_size(stored.with_values({"train.device": device[0]}), ranks.world_size)
-    return Plan(config, settled(config, machine, asked=first), checkpoint, device[1], longer=longer)
+    return Plan(
+        config, stored_decisions(config, machine, asked=first), checkpoint, device[1], longer=longer
+    )
 
 
 def finished(

@@ -1,4 +1,4 @@
-"""Wish, machine and table give every speedup a decision and a reason."""
+"""The request, the machine and the defaults give every speedup a decision and a reason."""
 
 from __future__ import annotations
 
@@ -6,17 +6,9 @@ import re
 
 import pytest
 
+from flatout.assembly.auto import all_speedups
 from flatout.assembly.parts import Decision
-from flatout.assembly.selection import (
-    all_speedups,
-    assemble,
-    auto_table,
-    is_measured,
-    naming,
-    parse_wish,
-    select,
-    settled,
-)
+from flatout.assembly.selection import assemble, select, stored_decisions
 from flatout.config.schema import load_config
 from flatout.errors import ConfigError, HardwareError
 from flatout.hardware import Gpu, Machine
@@ -28,15 +20,12 @@ HOPPER = Machine("a CPU", 2, 8.0, (Gpu("NVIDIA H200", 141.0, (9, 0), "1"),), "3.
 TURING = Machine("a CPU", 2, 8.0, (Gpu("Tesla T4", 16.0, (7, 5), "1"),), "3.11")
 
 
-def on(wish: str, machine: Machine = CPU, *more: str, **facts: object) -> set[str]:
-    return {
-        d.name
-        for d in select(load_config(None, [f"speedups={wish}", *more]), machine, **facts)
-        if d.on
-    }
+def on(request: str, machine: Machine = CPU, *more: str, **facts: object) -> set[str]:
+    config = load_config(None, [f"speedups={request}", *more])
+    return {decision.name for decision in select(config, machine, **facts) if decision.on}
 
 
-def test_every_file_is_one_speedup_of_that_name_with_a_decision_and_a_reason():
+def test_every_entry_is_a_speedup_with_a_decision_and_a_reason():
     decisions = select(load_config(), CPU)
     assert (
         sorted(d.name for d in decisions)
@@ -44,26 +33,6 @@ def test_every_file_is_one_speedup_of_that_name_with_a_decision_and_a_reason():
         == sorted(s.name for s in all_speedups())
     )
     assert all(d.reason for d in decisions)
-
-
-def test_the_table_of_auto_names_only_speedups_and_devices_that_exist():
-    assert set(auto_table()) <= set(SPEEDUPS.names())
-    for row in auto_table().values():
-        assert set(row) <= {"cpu", "cuda"}
-        for entry in row.values():
-            assert set(entry) <= {"on", "measured", "from_minutes", "because", "unless", "with"}
-            assert entry.get("measured", True) is True, "what is not measured has no such key"
-            assert {*entry.get("unless", ()), *entry.get("with", ())} <= set(SPEEDUPS.names())
-
-
-def test_no_row_for_gpus_is_measured_and_what_cannot_run_there_needs_no_row():
-    found = {s.name: is_measured(s, load_config(), HOPPER, "cuda") for s in all_speedups()}
-    assert {name for name, row in auto_table().items() if "cuda" in row} <= {
-        name for name, measured in found.items() if measured is False
-    }
-    assert found["bf16-products"] is None
-    assert is_measured(SPEEDUPS.get("kept-memory"), load_config(), CPU, "cpu") is True
-    assert is_measured(SPEEDUPS.get("async-checkpoints"), load_config(), CPU, "cpu") is False
 
 
 def test_none_is_the_baseline():
@@ -81,33 +50,6 @@ def test_edits_change_auto_by_what_they_name():
     assert on("-fused-adamw") == auto - {"fused-adamw"}
 
 
-def test_a_wish_is_named_upon():
-    assert (
-        naming("auto,-fused_adamw,-bf16", ["fused-adamw", "compile"])
-        == "auto,-bf16,+fused-adamw,+compile"
-    )
-    assert naming(("bf16",), ["compile"]) == "bf16,compile"
-    assert on(naming("-fused-adamw", ["fused-adamw"])) == on("auto")
-
-
-def test_underscores_are_as_good_as_hyphens():
-    assert parse_wish("fused_adamw").named == ("fused-adamw",)
-
-
-@pytest.mark.parametrize(
-    ("wish", "message"),
-    [
-        ("auto,-fusedadamw", "Did you mean 'fused-adamw'"),
-        ("none,bf16", "none and for some"),
-        ("compile,-compile", "'compile' and leaves it out"),
-        ("auto,-fused_adamw,+fused-adamw", "'fused-adamw' and leaves it out"),
-    ],
-)
-def test_a_wish_that_cannot_be_read_is_refused(wish, message):
-    with pytest.raises(ConfigError, match=message):
-        parse_wish(wish)
-
-
 def test_what_cannot_run_is_off_under_auto_and_refused_when_named():
     off = next(d for d in select(load_config(), CPU) if d.name == "tf32")
     assert not off.on
@@ -116,16 +58,7 @@ def test_what_cannot_run_is_off_under_auto_and_refused_when_named():
         on("tf32")
 
 
-def test_a_gpu_without_bfloat16_is_told_so():
-    assert on("auto", TURING, device="cuda") & {"bf16", "fp16"} == {"fp16"}, (
-        "float16 is the next best"
-    )
-    assert on("auto", HOPPER, device="cuda") & {"bf16", "fp16"} == {"bf16"}
-    with pytest.raises(HardwareError, match=r"bfloat16 needs compute capability 8\.0"):
-        on("bf16", TURING, device="cuda")
-
-
-def test_attention_that_skips_is_taken_where_there_is_something_to_skip():
+def test_flex_attention_is_on_where_documents_or_a_window_mask():
     ways = {"flex-attention", "varlen-attention", "fused-attention"}
     packed, windowed = "data.document_mask=true", "model.window=64"
     assert on("auto", HOPPER, device="cuda") & ways == {"fused-attention"}
@@ -161,42 +94,13 @@ def test_long_runs_compile_and_short_ones_do_not():
     assert "compile" not in on("auto", CPU, minutes=600.0)
 
 
-def test_the_precision_key_is_a_wish_too():
-    assert "bf16" in on("auto", CPU, "train.precision=bf16")
-    assert "bf16" in on("none", CPU, "train.precision=bf16")
-    assert "bf16" not in on("auto", HOPPER, "train.precision=fp32", device="cuda")
-    assert on("auto", HOPPER, "train.precision=fp16", device="cuda") & {"bf16", "fp16"} == {"fp16"}
-
-
-def test_a_cpu_that_multiplies_bfloat16_narrows_the_products_alone():
-    ways = {"bf16", "bf16-products", "onednn"}
-    assert (
-        on("auto", NARROW) & ways
-        == on("auto", NARROW, "train.precision=bf16") & ways
-        == {"bf16-products"}
-    )
-    assert on("auto", NARROW, "train.precision=fp32") & ways == on("auto", CPU) & ways == {"onednn"}
-    assert on("auto,+onednn", NARROW) & ways == {"onednn"}
-    assert on("none", NARROW, "train.precision=bf16") == {"bf16-products"}
-    assert on("bf16", NARROW, "train.precision=bf16") == {"bf16"}
-    with pytest.raises(HardwareError, match="AVX512-BF16"):
-        on("bf16-products", CPU)
-    with pytest.raises(HardwareError, match="on a GPU"):
-        on("bf16-products", HOPPER)
-
-
-def test_what_is_on_unless_others_are_comes_back_when_they_go():
+def test_a_speedup_that_yields_comes_back_when_its_rival_is_off():
     ways = {"bf16", "bf16-products", "onednn", "batched-muon"}
     assert on("auto", NARROW, "optim.kind=muon") & ways == {"bf16-products"}
     assert on("auto,-bf16-products", NARROW, "optim.kind=muon") & ways == {"onednn"}
     assert on("auto,-bf16-products,-onednn", NARROW, "optim.kind=muon") & ways == {"batched-muon"}
     assert on("auto,+bf16", NARROW, "optim.kind=muon") & ways == {"bf16", "onednn"}
     assert on("auto,+batched-muon", NARROW, "optim.kind=muon") & ways == {"batched-muon"}
-
-
-def test_precision_and_speedups_may_not_contradict_each_other():
-    with pytest.raises(ConfigError, match="contradict"):
-        on("auto,+bf16", CPU, "train.precision=fp32")
 
 
 def test_a_named_speedup_takes_its_slot_from_one_that_auto_chose():
@@ -209,7 +113,7 @@ def test_a_named_speedup_takes_its_slot_from_one_that_auto_chose():
 
 
 @pytest.mark.parametrize(
-    ("wish", "fix"),
+    ("request_", "fix"),
     [
         ("bf16,fp16", "speedups=fp16 or speedups=bf16."),
         (
@@ -220,9 +124,9 @@ def test_a_named_speedup_takes_its_slot_from_one_that_auto_chose():
         ("+bf16,+fp16", "speedups=+fp16 or speedups=+bf16."),
     ],
 )
-def test_of_two_named_for_one_slot_one_is_to_be_left_out_of_the_users_own_words(wish, fix):
+def test_two_named_for_one_slot_are_refused_with_a_request_for_each(request_, fix):
     with pytest.raises(ConfigError, match="both fill the slot 'precision'") as refused:
-        on(wish, HOPPER, device="cuda")
+        on(request_, HOPPER, device="cuda")
     (first, _, second) = (
         refused.value.fix.removeprefix("Leave out one of the two: ")
         .removesuffix(".")
@@ -233,15 +137,8 @@ def test_of_two_named_for_one_slot_one_is_to_be_left_out_of_the_users_own_words(
         assert len(on(way.removeprefix("speedups="), HOPPER, device="cuda") & {"bf16", "fp16"}) == 1
 
 
-def test_of_a_precision_that_is_stated_and_a_speedup_for_its_slot_one_is_to_be_left_out():
-    with pytest.raises(ConfigError, match=r"both fill the slot 'ops\.cross_entropy'") as refused:
-        on("auto,+chunked-ce", NARROW, "train.precision=bf16")
-    assert "speedups=auto" in refused.value.fix
-    assert "train.precision=auto" in refused.value.fix
-
-
 @pytest.mark.parametrize(
-    ("wish", "fix"),
+    ("request_", "fix"),
     [
         ("tf32", "speedups=none"),
         ("auto,+tf32", "speedups=auto"),
@@ -249,23 +146,14 @@ def test_of_a_precision_that_is_stated_and_a_speedup_for_its_slot_one_is_to_be_l
         ("prefetch,tf32", "speedups=prefetch"),
     ],
 )
-def test_what_cannot_be_used_is_left_out_of_the_users_own_words(wish, fix):
+def test_the_fix_leaves_out_what_cannot_run(request_, fix):
     with pytest.raises(HardwareError, match="'tf32' cannot be used") as refused:
-        on(wish)
+        on(request_)
     assert refused.value.fix == f"Leave it out: {fix}."
 
 
-def test_a_precision_is_brought_about_by_what_something_named_needs():
-    ways = {"bf16", "bf16-products", "bf16-weights"}
-    assert on("auto,+bf16-weights", NARROW, "train.precision=bf16") & ways == {
-        "bf16",
-        "bf16-weights",
-    }
-    assert on("auto", NARROW, "train.precision=bf16") & ways == {"bf16-products"}
-
-
 @pytest.mark.parametrize(
-    ("machine", "wish", "precision", "why", "fix"),
+    ("machine", "request_", "precision", "why", "fix"),
     [
         (
             HOPPER,
@@ -325,10 +213,10 @@ def test_a_precision_is_brought_about_by_what_something_named_needs():
         ),
     ],
 )
-def test_a_need_that_is_off_is_said_with_what_stands_in_the_way(machine, wish, precision, why, fix):
+def test_a_need_that_is_off_is_reported_with_a_working_fix(machine, request_, precision, why, fix):
     device = "cuda" if machine.gpus else "cpu"
     with pytest.raises(ConfigError, match=f"needs '[a-z0-9]+', which is off: .*{why}") as refused:
-        on(wish, machine, f"train.precision={precision}", device=device)
+        on(request_, machine, f"train.precision={precision}", device=device)
     assert refused.value.fix == fix
     for way in re.findall(r"speedups=([^ ]+?)(?:[,.:] |\.?$)", fix):
         other = (
@@ -342,8 +230,8 @@ def test_a_need_that_is_off_is_said_with_what_stands_in_the_way(machine, wish, p
 def test_muon_is_compiled_where_the_model_is():
     ways = {"compiled-muon", "batched-muon"}
 
-    def muon(wish: str) -> set[str]:
-        return on(wish, HOPPER, "optim.kind=muon", device="cuda", minutes=600.0) & ways
+    def muon(request_: str) -> set[str]:
+        return on(request_, HOPPER, "optim.kind=muon", device="cuda", minutes=600.0) & ways
 
     assert muon("auto") == muon("auto,-compile,+compile-blocks") == {"compiled-muon"}
     assert muon("auto,-compile") == {"batched-muon"}
@@ -366,7 +254,7 @@ def test_a_demo_compiles_nothing(recipe):
         assert not [d.name for d in decisions if d.on and SPEEDUPS.get(d.name).compiles]
 
 
-def test_two_that_are_on_for_one_slot_are_refused():
+def test_two_stored_speedups_for_one_slot_are_refused():
     with pytest.raises(ConfigError, match="both fill the slot 'precision'"):
         assemble([Decision("bf16", True, ""), Decision("fp16", True, "")])
 
@@ -376,9 +264,9 @@ def test_a_micro_batch_that_is_stated_is_not_chosen():
     assert "micro-batch" in on("auto", CPU)
 
 
-def test_a_stored_choice_is_not_made_again():
+def test_stored_decisions_are_not_made_again():
     config = load_config(None, ["speedups=[tf32,micro-batch]", "batch.rows_per_device=4"])
-    assert {d.name for d in settled(config, CPU) if d.on} == {"tf32", "micro-batch"}
+    assert {d.name for d in stored_decisions(config, CPU) if d.on} == {"tf32", "micro-batch"}
 
 
 @pytest.mark.parametrize(
@@ -388,15 +276,15 @@ def test_a_stored_choice_is_not_made_again():
         (["batch.rows_per_device=64"], "batch.rows_per_device=64 is set."),
     ],
 )
-def test_a_resumed_run_says_whether_its_micro_batch_was_stated_or_chosen(stated, reason):
+def test_stored_decisions_tell_a_stated_micro_batch_from_a_chosen_one(stated, reason):
     stored = load_config(
         None, ["batch.rows_per_device=64", "batch.accumulate=1", "speedups=[tf32]"]
     )
-    decisions = {d.name: d for d in settled(stored, CPU, asked=load_config(None, stated))}
+    decisions = {d.name: d for d in stored_decisions(stored, CPU, asked=load_config(None, stated))}
     assert decisions["micro-batch"].reason == reason
 
 
-def test_a_speedup_of_ones_own_goes_by_its_reference(tmp_path, monkeypatch):
+def test_a_users_speedup_is_named_by_its_reference(tmp_path, monkeypatch):
     (tmp_path / "my_own.py").write_text(
         "from flatout.assembly.recipe import Promise, Speedup\n"
         'FAST = Speedup(name="fast", saves="time", promise=Promise.exact(), fills={"matmul": "high"})\n'
@@ -406,11 +294,11 @@ def test_a_speedup_of_ones_own_goes_by_its_reference(tmp_path, monkeypatch):
     decisions = select(load_config(None, ["speedups=auto,+my_own:FAST"]), CPU)
     assert assemble(decisions).matmul == "high"
     assert {
-        d.name for d in settled(load_config(None, ["speedups=[my_own:FAST]"]), CPU) if d.on
+        d.name for d in stored_decisions(load_config(None, ["speedups=[my_own:FAST]"]), CPU) if d.on
     } == {"my_own:FAST"}
 
 
-def test_a_function_that_the_model_never_calls_is_not_exchanged():
+def test_a_speedup_for_ops_that_the_model_does_not_call_is_off():
     reasons = {d.name: d for d in select(load_config(None, ["model.kind=eigenstate"]), CPU)}
     assert "'eigenstate' makes no use of ops.attention" in reasons["fused-attention"].reason
     assert reasons["fast-scan"].on
@@ -423,7 +311,7 @@ def test_a_function_that_the_model_never_calls_is_not_exchanged():
         on("auto,+fused-heads", CPU, "model.kind=eigenstate")
 
 
-def test_a_model_of_ones_own_that_does_not_say_what_it_calls_may_take_all(tmp_path, monkeypatch):
+def test_a_users_model_without_uses_may_use_every_op(tmp_path, monkeypatch):
     (tmp_path / "own_model.py").write_text("class Mine: ...\n")
     monkeypatch.syspath_prepend(tmp_path)
     assert "fused-attention" in on("fused-attention,fast-scan", CPU, "model.kind=own_model:Mine")

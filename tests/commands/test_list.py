@@ -1,10 +1,11 @@
 """`flatout list`: every open folder, and speedups with whether and why."""
 
 from dataclasses import replace
+from importlib.metadata import version
 
 import pytest
 
-from flatout.assembly.selection import all_speedups, auto_table
+from flatout.assembly.auto import all_speedups
 from flatout.commands.list import FOLDERS, list_entries
 from flatout.errors import ConfigError
 from flatout.hardware import Gpu, probe
@@ -19,7 +20,7 @@ GAIN = Gain(
     recipe="gpt2-124m",
     date="2026-11-22T08:00:00",
     commit="abc1234",
-    torch="2.11.0",
+    torch=version("torch"),
 )
 
 
@@ -100,10 +101,8 @@ def test_what_is_not_measured_on_a_gpu_is_labelled(monkeypatch, tmp_path):
     monkeypatch.setattr("flatout.commands.list.probe", lambda: replace(probe(), gpus=(gpu,)))
     monkeypatch.setattr("flatout.commands.list.CACHE", tmp_path)
     before = {item["name"]: item for item in list_entries("speedups").items}
-    rows = {name for name, row in auto_table().items() if "cuda" in row}
-    assert {name for name in rows if not auto_table()[name]["cuda"].get("measured")} <= {
-        n for n, item in before.items() if item["measured"] is False
-    }
+    rows = {speedup.name for speedup in all_speedups() if "cuda" in speedup.auto}
+    assert rows <= {name for name, item in before.items() if item["measured"] is False}
     lines = {
         line.split()[3]: line
         for line in list_entries("speedups").summary().splitlines()
@@ -112,15 +111,21 @@ def test_what_is_not_measured_on_a_gpu_is_labelled(monkeypatch, tmp_path):
     assert rows <= set(lines)
     assert lines["bf16"].startswith("on   not measured  bf16 ")
 
-    keep(gpu.name, {"bf16": GAIN}, tmp_path)
+    slower = GAIN.model_copy(update={"gain": 0.9, "low": 0.85, "high": 0.95})
+    other = GAIN.model_copy(update={"torch": "1.0.0"})
+    gains = {"bf16": GAIN, "fused-adamw": slower, "tf32": other, "checkpointing": GAIN}
+    keep(gpu.name, gains, tmp_path)
     result = list_entries("speedups")
     after = {item["name"]: item for item in result.items}
-    assert after["bf16"] == before["bf16"] | {"measured": True, "gain": GAIN.describe()}
-    assert {name for name in after if after[name] != before[name]} == {"bf16"}, (
-        "what bench measured decides nothing yet"
-    )
+    reason = f"measured here: {GAIN.describe()}"
+    here = {"measured": True, "gain": GAIN.describe(), "reason": reason}
+    assert after["bf16"] == before["bf16"] | here
+    assert after["checkpointing"] == before["checkpointing"] | here | {"on": True}
+    assert (after["fused-adamw"]["on"], before["fused-adamw"]["on"]) == (False, True)
+    changed = {name for name in after if after[name] != before[name]}
+    assert changed == {"bf16", "fused-adamw", "checkpointing"}, "tf32 is of another torch"
     assert "on   measured      bf16 " in result.summary()
-    assert f"measured on this GPU: {GAIN.describe()}" in result.summary()
+    assert result.summary().count(reason) == 2
 
 
 def test_the_predicted_gain_is_shown_until_one_is_measured(monkeypatch, tmp_path):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from flatout.assembly.auto import all_speedups
 from flatout.assembly.recipe import Promise, Speedup
-from flatout.assembly.selection import all_speedups, naming, select
+from flatout.assembly.request import adding
+from flatout.assembly.selection import select
 from flatout.config.schema import load_config
 from flatout.hardware import Gpu, Machine
 from flatout.measure import settling
@@ -97,7 +99,7 @@ def test_a_rung_with_one_put_in_is_what_naming_it_and_its_needs_gives():
                 [
                     *overrides,
                     "speedups="
-                    + naming(own.removeprefix("speedups="), settling.with_needs(rung.speedup)),
+                    + adding(own.removeprefix("speedups="), settling.with_needs(rung.speedup)),
                 ],
             )
             assert set(rung.speedups) == {

@@ -1,4 +1,4 @@
-"""The last gain of each speedup of a ladder is kept for its GPU."""
+"""The last gain of each speedup of a ladder is stored for the GPU or CPU that measured it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def about(report, name, **changes):
     return report.model_copy(update={"rows": rows})
 
 
-def test_what_has_a_gain_is_kept_and_in_the_full_set_counts_most(sample_report):
+def test_the_gain_in_the_full_set_counts_most(sample_report):
     report = about(sample_report, "+ prefetch", speedup="prefetch")
     below = gains(report)
     assert set(below) == {"pretokenised", "prefetch"}
@@ -38,22 +38,27 @@ def test_what_has_a_gain_is_kept_and_in_the_full_set_counts_most(sample_report):
     assert within["prefetch"].where == "in the full set"
 
 
-def test_it_is_kept_for_the_gpu_that_measured(sample_report, tmp_path):
-    for device in ("cpu", "cuda:1"):
+def test_it_is_stored_for_the_hardware_that_measured(sample_report, tmp_path):
+    remember(sample_report, MACHINE, "cuda:1", tmp_path)
+    assert not list(tmp_path.iterdir()), "there is one GPU"
+    for device, hardware in (("cuda", "NVIDIA H200"), ("cpu", "a CPU, 2 cores")):
         remember(sample_report, MACHINE, device, tmp_path)
-        assert not list(tmp_path.iterdir())
-    remember(sample_report, MACHINE, "cuda", tmp_path)
-    assert set(read("NVIDIA H200", tmp_path).speedups) == {"pretokenised"}
+        assert set(read(hardware, tmp_path).speedups) == {"pretokenised"}
 
 
-def test_a_ladder_without_gains_leaves_nothing(sample_report, tmp_path):
+def test_a_gain_with_a_broken_promise_is_not_stored(sample_report):
+    report = about(sample_report, "+ prefetch", speedup="prefetch", promise_kept=False)
+    assert set(gains(report)) == {"pretokenised"}
+
+
+def test_a_ladder_without_gains_stores_nothing(sample_report, tmp_path):
     remember(
         sample_report.model_copy(update={"rows": sample_report.rows[:1]}), MACHINE, "cuda", tmp_path
     )
     assert not list(tmp_path.iterdir())
 
 
-def test_a_cache_that_cannot_be_written_is_said(sample_report, tmp_path):
+def test_a_cache_that_cannot_be_written_is_reported(sample_report, tmp_path):
     said, cache = Said(), tmp_path / "file"
     cache.write_text("")
     remember(sample_report, MACHINE, "cuda", cache, progress=said)

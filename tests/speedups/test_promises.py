@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flatout.assembly.selection import all_speedups
+from flatout.assembly.auto import all_speedups
 from flatout.hardware import probe
 from flatout.registry import MODELS
 from flatout.training.step import train_step

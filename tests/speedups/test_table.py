@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flatout.assembly.selection import all_speedups
+from flatout.assembly.auto import all_speedups
 
 PAGE = Path(__file__).parents[2] / "docs" / "speedups.md"
 BEGIN, END = (

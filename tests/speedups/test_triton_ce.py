@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from flatout.assembly.selection import is_measured, select
+from flatout.assembly.auto import is_measured
+from flatout.assembly.selection import select
 from flatout.config.schema import load_config
 from flatout.errors import HardwareError
 from flatout.hardware import Gpu, Machine

@@ -9,7 +9,7 @@ import signal
 import pytest
 import torch
 
-from flatout.assembly.selection import all_speedups
+from flatout.assembly.auto import all_speedups
 from flatout.errors import Stopped
 from flatout.hardware import probe
 from flatout.inference.generate import sample

@@ -1,0 +1,85 @@
+"""What `speedups=auto` decides for one speedup: its file's default, unless measured otherwise here."""
+
+from __future__ import annotations
+
+from flatout.assembly.parts import Decision
+from flatout.assembly.recipe import Off, On, Speedup
+from flatout.config.schema import RunConfig
+from flatout.hardware import Machine
+from flatout.measured import Gain
+from flatout.registry import SPEEDUPS
+
+
+def all_speedups() -> list[Speedup]:
+    """Return every speedup in the folder in the order of the ladder: by rank, then by name."""
+    found = [SPEEDUPS.get(name) for name in SPEEDUPS.names()]
+    return sorted(found, key=lambda speedup: (speedup.rank, speedup.name))
+
+
+def default_of(speedup: Speedup, device: str) -> On | Off | None:
+    """Return the default that a speedup's file states for `cpu` or `cuda`, or None."""
+    return speedup.auto.get("cuda" if device.startswith("cuda") else "cpu")
+
+
+def overrides(speedup: Speedup, gain: Gain | None) -> bool | None:
+    """Return whether a gain measured here turns a speedup on or off; None leaves the default.
+
+    Its interval must lie entirely above or below 1. A speedup with a statistical promise is never
+    turned on: a measured rate says nothing about the loss.
+    """
+    if gain is None or not (gain.is_faster or gain.is_slower):
+        return None
+    if gain.is_faster and speedup.promise.kind == "statistical":
+        return None
+    return gain.is_faster
+
+
+def decide(
+    speedup: Speedup, device: str, minutes: float | None, gain: Gain | None = None
+) -> Decision:
+    """Return what `auto` decides for a speedup that can run, on a run of `minutes` (None: unknown).
+
+    `gain` was measured on this hardware.
+    """
+    default, override = default_of(speedup, device), overrides(speedup, gain)
+    if default is None and override is None:
+        return Decision(speedup.name, False, "off unless named: auto has no measurement for it")
+    reason = (default.because if default else None) or speedup.saves
+    if override is not None and gain is not None:
+        reason = f"measured here: {gain.describe()}"
+    if not (isinstance(default, On) if override is None else override):
+        return Decision(speedup.name, False, reason)
+    from_minutes = default.from_minutes if default else 0
+    if from_minutes and minutes is None:
+        reason = (
+            f"pays from {from_minutes:g} minutes, and how long the run takes is not known: {reason}"
+        )
+    elif minutes is not None and minutes < from_minutes:
+        reason = f"this run lasts about {minutes:.1f} minutes; pays from {from_minutes:g}: {reason}"
+    else:
+        return Decision(speedup.name, True, reason)
+    return Decision(speedup.name, False, reason)
+
+
+def is_measured(speedup: Speedup, config: RunConfig, machine: Machine, device: str) -> bool | None:
+    """Return whether a measurement on such a device is behind the default of a speedup.
+
+    Returns: None where no default is stated because the speedup cannot run there.
+    """
+    default = default_of(speedup, device)
+    if default is None and speedup.reason_against(machine, config):
+        return None
+    return default is not None and default.measured
+
+
+def longest_wait() -> float:
+    """Return the minutes from which every speedup is on that is on by default for long runs only."""
+    return max(
+        (
+            default.from_minutes
+            for speedup in all_speedups()
+            for default in speedup.auto.values()
+            if isinstance(default, On)
+        ),
+        default=0,
+    )

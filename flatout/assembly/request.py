@@ -1,0 +1,84 @@
+"""What `speedups` in a configuration asks for, and how to change it in the user's own words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from flatout.errors import ConfigError
+from flatout.registry import SPEEDUPS, unknown_name
+
+
+@dataclass(frozen=True)
+class Request:
+    """The value of `config.speedups`, parsed."""
+
+    auto: bool
+    """Whether `auto` decides the speedups that are not mentioned."""
+    named: tuple[str, ...]
+    dropped: tuple[str, ...]
+
+
+def parse_request(speedups: str | Sequence[str]) -> Request:
+    """Parse auto, none, a list of names, or edits of auto such as `auto,-compile,+fused-adamw`.
+
+    Raises: ConfigError for an unknown name, with the nearest one, or for a contradiction.
+    """
+    words = _words(speedups)
+    named: list[str] = []
+    dropped: list[str] = []
+    auto = "auto" in words or any(word[0] in "+-" for word in words)
+    for word in words:
+        if word in ("auto", "none"):
+            continue
+        name = _name(word)
+        if ":" not in name and name not in SPEEDUPS.names():
+            raise unknown_name("speedup", name, SPEEDUPS.names())
+        (dropped if word.startswith("-") else named).append(name)
+    if "none" in words and (auto or named):
+        raise ConfigError(
+            f"speedups={','.join(words)} asks for none and for some.",
+            fix="Write none alone, or leave it out.",
+        )
+    both = next((name for name in named if name in dropped), None)
+    if both:
+        raise ConfigError(
+            f"speedups={','.join(words)} asks for {both!r} and leaves it out.",
+            fix=f"Write {both} once, with + or with -.",
+        )
+    return Request(auto, tuple(named), tuple(dropped))
+
+
+def adding(speedups: str | Sequence[str], names: Iterable[str]) -> str:
+    """Return the request with `names` added, and none of them left out."""
+    added = list(names)
+    sign = "+" if parse_request(speedups).auto else ""
+    kept = [
+        word for word in _words(speedups) if not (word.startswith("-") and _name(word) in added)
+    ]
+    return ",".join([*kept, *(sign + name for name in added)])
+
+
+def removing(name: str, speedups: str | Sequence[str]) -> str:
+    """Return the request without any mention of `name`."""
+    kept = [word for word in _words(speedups) if _name(word) != name]
+    still_edits = parse_request(kept).auto or not parse_request(speedups).auto
+    return ",".join(kept if still_edits else ["auto", *kept]) or "none"
+
+
+def mentions(name: str, speedups: str | Sequence[str]) -> bool:
+    """Return whether the request mentions `name`, with or without a sign."""
+    return name in map(_name, _words(speedups))
+
+
+def _words(speedups: str | Sequence[str]) -> list[str]:
+    return [
+        word.strip()
+        for word in (speedups.split(",") if isinstance(speedups, str) else speedups)
+        if word.strip()
+    ]
+
+
+def _name(word: str) -> str:
+    name = word.lstrip("+-")
+    return name if ":" in name else name.replace("_", "-")

@@ -1,0 +1,166 @@
+"""`auto` goes by the default in each speedup's file, and by what was measured on this hardware."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from flatout.assembly.auto import all_speedups, decide, is_measured, longest_wait
+from flatout.assembly.recipe import Off, On, Promise, Speedup
+from flatout.assembly.selection import assemble, select
+from flatout.config.schema import load_config
+from flatout.hardware import Gpu, Machine
+from flatout.measured import Gain
+from flatout.registry import SPEEDUPS
+
+CPU = Machine("a CPU", 2, 8.0, (), "3.11")
+HOPPER = Machine("a CPU", 2, 8.0, (Gpu("NVIDIA H200", 141.0, (9, 0), "1"),), "3.11")
+
+
+def gain(low: float | None, high: float | None, mean: float = 1.0) -> Gain:
+    return Gain(
+        gain=mean,
+        low=low,
+        high=high,
+        where="put into the full set",
+        recipe="gpt2-124m",
+        date="2026-11-22T08:00:00",
+        commit=None,
+        torch="2.13.0",
+    )
+
+
+FASTER, SLOWER, UNCLEAR, UNSURE = gain(1.1, 1.2), gain(0.8, 0.9), gain(0.9, 1.1), gain(None, None)
+
+
+def chosen(measured: dict[str, Gain], *more: str, machine=HOPPER, device="cuda", minutes=60.0):
+    config = load_config(None, [*more])
+    decisions = select(config, machine, device=device, minutes=minutes, measured=measured)
+    assemble(decisions)
+    return {decision.name: decision for decision in decisions}
+
+
+def speedup(default: On | Off | None, promise: Promise = Promise.exact()) -> Speedup:  # noqa: B008
+    return Speedup("new", "time", promise, auto={"cpu": default} if default else {})
+
+
+def test_ranks_order_the_ladder_and_are_unique():
+    ranks = [speedup.rank for speedup in all_speedups()]
+    assert ranks == sorted(ranks)
+    assert len(set(ranks)) == len(ranks)
+
+
+def test_every_default_names_speedups_that_exist_and_a_reason():
+    for one in all_speedups():
+        for default in one.auto.values():
+            if isinstance(default, On):
+                assert {*default.unless, *default.with_any} <= {*SPEEDUPS.names()}
+            else:
+                assert default.because
+            assert default.from_minutes or not one.compiles, "compiling takes minutes"
+
+
+def test_no_default_for_gpus_is_measured():
+    found = {s.name: is_measured(s, load_config(), HOPPER, "cuda") for s in all_speedups()}
+    for one in all_speedups():
+        if "cuda" in one.auto:
+            assert found[one.name] is False
+    assert found["bf16-products"] is None
+    assert is_measured(SPEEDUPS.get("kept-memory"), load_config(), CPU, "cpu") is True
+    assert is_measured(SPEEDUPS.get("async-checkpoints"), load_config(), CPU, "cpu") is False
+
+
+def test_the_longest_wait_counts_what_is_on_for_long_runs_only():
+    assert longest_wait() == 2
+
+
+@pytest.mark.parametrize(
+    ("default", "measured", "on"),
+    [
+        (On(), None, True),
+        (On(), SLOWER, False),
+        (On(), UNCLEAR, True),
+        (On(), UNSURE, True),
+        (Off("no gain"), None, False),
+        (Off("no gain"), FASTER, True),
+        (Off("no gain"), UNCLEAR, False),
+        (Off("no gain"), UNSURE, False),
+        (None, None, False),
+        (None, FASTER, True),
+    ],
+)
+def test_an_interval_beside_1_overrides_the_default(default, measured, on):
+    assert decide(speedup(default), "cpu", None, measured).on is on
+
+
+def test_the_reason_says_that_it_was_measured_here_when_and_by_which_recipe():
+    on, off = (
+        decide(speedup(Off("x")), "cpu", None, FASTER),
+        decide(speedup(On()), "cpu", 1, SLOWER),
+    )
+    where = "put into the full set of gpt2-124m, 2026-11-22"
+    assert on.reason == f"measured here: x1.00 (1.10 to 1.20), {where}"
+    assert off.reason == f"measured here: x1.00 (0.80 to 0.90), {where}"
+
+
+def test_a_rate_does_not_turn_on_what_may_change_the_loss():
+    assert not decide(speedup(Off("x"), Promise.statistical()), "cpu", None, FASTER).on
+    assert not chosen({"fp8": FASTER, "length-buckets": FASTER})["fp8"].on
+
+
+def test_a_measured_gain_still_needs_a_long_run_where_compiling_takes_minutes():
+    default = Off("slow to compile", from_minutes=2)
+    assert decide(speedup(default), "cpu", 3.0, FASTER).on
+    assert not decide(speedup(default), "cpu", 1.0, FASTER).on
+    unknown = decide(speedup(default), "cpu", None, FASTER)
+    assert not unknown.on
+    assert unknown.reason.startswith("pays from 2 minutes, and how long the run takes is not known")
+
+
+def test_what_measured_faster_takes_its_slot_from_the_default():
+    found = chosen({"triton-ce": FASTER}, machine=replace(HOPPER))
+    if found["triton-ce"].on:  # triton may be missing here
+        assert (
+            found["chunked-ce"].reason == "triton-ce, which measured faster here, takes its place"
+        )
+    found = chosen({"compile-blocks": FASTER})
+    assert found["compile-blocks"].on
+    assert not found["compile"].on
+
+
+def test_of_two_that_measured_faster_the_larger_gain_takes_the_slot():
+    measured = {
+        "checkpointing": gain(1.01, 1.2, 1.1),
+        "selective-checkpointing": gain(1.1, 1.3, 1.2),
+    }
+    found = chosen(measured)
+    assert found["selective-checkpointing"].on
+    assert found["checkpointing"].reason == (
+        "selective-checkpointing, which measured faster here, takes its place"
+    )
+
+
+def test_a_named_speedup_keeps_its_slot():
+    found = chosen({"compile-blocks": FASTER}, "speedups=auto,+compile")
+    assert found["compile"].on
+    assert not found["compile-blocks"].on
+
+
+def test_what_was_dropped_or_cannot_run_stays_off():
+    found = chosen({"compile-blocks": FASTER, "onednn": FASTER}, "speedups=auto,-compile-blocks")
+    assert found["compile-blocks"].reason == "left out by speedups"
+    assert "on a GPU" in found["onednn"].reason
+
+
+def test_unless_with_and_needs_still_hold():
+    found = chosen({"bf16": SLOWER, "bf16-stream": FASTER})
+    assert not found["bf16"].on
+    assert found["fp16"].on, "it is on unless bf16 is"
+    assert found["bf16-stream"].reason == "needs bf16, which is off"
+    found = chosen({"compiled-muon": FASTER, "compile": SLOWER}, "optim.kind=muon")
+    assert "compile or compile-blocks" in found["compiled-muon"].reason
+    assert found["batched-muon"].on
+    found = chosen({"onednn": FASTER}, machine=replace(CPU, cpu_multiplies_bf16=True), device="cpu")
+    assert found["bf16-products"].on
+    assert found["onednn"].reason == "bf16-products is on and does the same, better"
