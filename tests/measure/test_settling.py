@@ -35,18 +35,19 @@ def test_what_is_off_is_named_besides_only_where_auto_decides(tiny_config):
 
 def test_one_is_put_in_with_what_it_needs(tiny_config, monkeypatch):
     made_up = {
-        "fancy": Speedup("fancy", "", Promise.exact(), needs=("plainer",)),
-        "plainer": Speedup("plainer", "", Promise.exact(), needs=("plainest",)),
-        "plainest": Speedup("plainest", "", Promise.exact()),
-        "odder": Speedup("odder", "", Promise.exact(), needs=("odd",)),
-        "odd": Speedup("odd", "", Promise.exact(), why_not=lambda machine, config: "It is odd."),
+        "fp8": Speedup("fp8", "", Promise.exact(), needs=("compile",)),
+        "compile": Speedup("compile", "", Promise.exact(), needs=("bf16",)),
+        "bf16": Speedup("bf16", "", Promise.exact()),
+        "bf16-stream": Speedup("bf16-stream", "", Promise.exact(), needs=("fp16",)),
+        "fp16": Speedup("fp16", "", Promise.exact(), why_not=lambda machine, config: "It is odd."),
     }
     settled = settle(tiny_config())
     monkeypatch.setattr(settling, "speedup_named", made_up.__getitem__)
-    assert with_needs("fancy") == ["fancy", "plainer", "plainest"]
-    assert put_in("odd", tiny_config(), settled) == "cannot run here, because: It is odd."
+    assert with_needs("fp8") == ["fp8", "compile", "bf16"]
+    assert put_in("fp16", tiny_config(), settled) == "cannot run here, because: It is odd."
     assert (
-        put_in("odder", tiny_config(), settled) == "cannot run here, because odd cannot: It is odd."
+        put_in("bf16-stream", tiny_config(), settled)
+        == "cannot run here, because fp16 cannot: It is odd."
     )
 
 
@@ -83,7 +84,7 @@ def test_on_a_gpu_another_process_settles_and_this_one_touches_nothing(tiny_conf
     monkeypatch.setattr(settling, "probe", lambda: GPU)
     for name in ("pick_device", "resolve"):
         monkeypatch.setattr(settling, name, touch)
-    monkeypatch.setattr(settling, "ask_another", lambda config: answer)
+    monkeypatch.setattr(settling, "ask_another", lambda config, cache: answer)
     settled, found = settle_apart(asked)
     assert (settled.config.to_dict(), found) == (answer.config, answer.put_in)
     with pytest.raises(AssertionError):
