@@ -321,13 +321,8 @@ def resumed(
         and (how_to_go_on := finished(place, stored, checkpoint, summary))
     ):
         progress.say(f"{place} is finished; its results are below. To train on, {how_to_go_on}.")
-        return Plan(
-            stored,
-            stored_decisions(stored, machine, asked=first),
-            checkpoint,
-            device[1],
-            finished=summary,
-        )
+        kept = stored_decisions(stored, machine, asked=first)
+        return Plan(stored, kept, checkpoint, device[1], finished=summary)
     if longer is not None:
         progress.say(longer.said)
     if device[0].partition(":")[0] != stored.train.device.partition(":")[0]:
@@ -341,9 +336,8 @@ def resumed(
     ):
         layout.write_config(place, stored)  # moved data is found by `eval` too
     config = for_world_size(stored.with_values({"train.device": device[0]}), ranks.world_size)
-    return Plan(
-        config, stored_decisions(config, machine, asked=first), checkpoint, device[1], longer=longer
-    )
+    kept = stored_decisions(config, machine, asked=first)
+    return Plan(config, kept, checkpoint, device[1], longer=longer)
 
 
 def finished(
