@@ -1,6 +1,4 @@
-"""docs/extend.md does what it says: its files, written into a copy of the package, are found,
-listed and used. So is the Python of the documents.
-"""
+"""The examples of docs/extend.md work: written into a copy of the package, they are listed and used."""
 
 from __future__ import annotations
 
@@ -40,8 +38,8 @@ def written_files() -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    """A folder that holds a copy of the package, with the guide's files in it, and some text."""
+def folder(tmp_path_factory):
+    """Return a folder with a copy of the package, the guide's files in it, and some text."""
     folder = tmp_path_factory.mktemp("extended")
     shutil.copytree(
         ROOT / "flatout", folder / "flatout", ignore=shutil.ignore_patterns("__pycache__")
@@ -54,12 +52,12 @@ def place(tmp_path_factory):
     return folder
 
 
-def python(place: Path, program: str, *arguments: str) -> str:
-    """Run a program in a fresh Python that sees the copy first, whatever is installed."""
-    program = f"import sys; sys.path.insert(0, {str(place)!r})\n{program}\nimport flatout; assert flatout.__file__.startswith({str(place)!r})"
+def python(folder: Path, program: str, *arguments: str) -> str:
+    """Run a program in a new Python process that imports the copy, and return its output."""
+    program = f"import sys; sys.path.insert(0, {str(folder)!r})\n{program}\nimport flatout; assert flatout.__file__.startswith({str(folder)!r})"
     done = subprocess.run(
         [sys.executable, "-c", program, *arguments],
-        cwd=place,
+        cwd=folder,
         capture_output=True,
         text=True,
         timeout=240,
@@ -69,15 +67,15 @@ def python(place: Path, program: str, *arguments: str) -> str:
     return done.stdout
 
 
-def flatout(place: Path, *lines: str) -> dict[str, str]:
-    """Run command lines one after the other, and return what each printed."""
-    output = python(place, PROGRAM, json.dumps([line.split() for line in lines]))
+def flatout(folder: Path, *lines: str) -> dict[str, str]:
+    """Run command lines in order, and return the output of each."""
+    output = python(folder, PROGRAM, json.dumps([line.split() for line in lines]))
     shown = [part.partition("\n")[::2] for part in output.split(">>> ")[1:]]
     assert [line for line, _ in shown] == list(lines)
     return dict(shown)
 
 
-def test_the_guide_has_a_file_for_each_kind_of_entry():
+def test_the_guide_has_an_example_of_every_kind_of_entry():
     folders = {Path(name).parent.name for name in written_files()}
     kinds = {
         path.name
@@ -87,9 +85,9 @@ def test_the_guide_has_a_file_for_each_kind_of_entry():
     assert folders == kinds - {"ops"}
 
 
-def test_the_lists_pick_them_up(place):
+def test_every_list_shows_its_new_entry(folder):
     shown = flatout(
-        place,
+        folder,
         *(
             f"list {kind}"
             for kind in (
@@ -111,9 +109,9 @@ def test_the_lists_pick_them_up(place):
         ), name
 
 
-def test_a_command_a_data_set_and_a_source_work(place):
+def test_a_new_command_dataset_and_source_work(folder):
     shown = flatout(
-        place,
+        folder,
         "words book.txt --json",
         "prepare rain --from rain.txt --out data/rain --tokenizer char --workers 1 --json",
         "prepare counting:documents=300 --out data/counting --tokenizer byte --workers 1 --json",
@@ -124,22 +122,22 @@ def test_a_command_a_data_set_and_a_source_work(place):
     assert results[2]["documents"] == 300
 
 
-def test_a_model_an_optimiser_and_optimisations_train(place):
+def test_a_new_model_optimizer_and_speedups_train(folder):
     prepare = "prepare counting:documents=300 --out data/trained --tokenizer byte --workers 1"
     common = "data.path=data/trained train.device=cpu --json"
     speedups = "speedups=pretokenised,foreach-adamw,row-by-row-loss"
     own = f"train small-bigram {common} --run-dir runs/bigram"
     theirs = f"train shakespeare-char {common} {speedups} train.steps=2 batch.tokens_per_step=256 optim.kind=adamw --run-dir runs/transformer"
-    shown = flatout(place, prepare, own, theirs)
+    shown = flatout(folder, prepare, own, theirs)
     for line in (own, theirs):
         result = json.loads(shown[line].strip().splitlines()[-1])
         assert 0 < result["val_loss"] < 8
-    config = (place / "runs" / "bigram" / "config.yaml").read_text(encoding="utf-8")
+    config = (folder / "runs" / "bigram" / "config.yaml").read_text(encoding="utf-8")
     assert "bigram" in config
     assert "sgd" in config
 
 
-def test_the_kernel_matches_the_reference(place):
+def test_the_new_kernel_matches_the_reference(folder):
     program = """
 import torch
 from flatout.ops.cross_entropy import reference
@@ -158,18 +156,31 @@ for function in (reference, kernel):
 for a, b in zip(*results):
     torch.testing.assert_close(a, b)
 """
-    python(place, program)
+    python(folder, program)
 
 
-def test_the_machine_is_known(place):
+def test_the_new_machine_is_known(folder):
     python(
-        place,
+        folder,
         "from flatout.hardware import row_of\nassert row_of('NVIDIA Example 1000').peak_tflops['bf16'].value == 200",
     )
 
 
+def test_a_new_tokenizer_prepares(folder):
+    [program] = [
+        block
+        for block in blocks("extend.md", "python")
+        if block.startswith("# make_tokenizer.py\n")
+    ]
+    python(folder, program)
+    line = "prepare book.txt --tokenizer tokenizer.json --out data/own --workers 1 --json"
+    result = json.loads(flatout(folder, line)[line].strip().splitlines()[-1])
+    assert result["bytes"] == len(RAIN)
+    assert 0 < result["tokens"] < len(RAIN)
+
+
 @pytest.mark.parametrize("document", ["quickstart.md", "extend.md"])
-def test_the_python_of_the_documents_runs(place, document):
+def test_the_python_examples_run(folder, document):
     programs = [
         block for block in blocks(document, "python") if not re.match(r"# \S+\.py\n", block)
     ]
@@ -182,4 +193,4 @@ def test_the_python_of_the_documents_runs(place, document):
         first, _, rest = short.partition("\n")
         assert first == "import flatout"
         assert short != block
-        python(place, f"{first}\n{prepare}{rest}")
+        python(folder, f"{first}\n{prepare}{rest}")
