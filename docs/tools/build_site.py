@@ -169,6 +169,8 @@ def stage(folder: Path) -> Path:
     for source, page in staged.items():
         text = source.read_text(encoding="utf-8")
         text = with_site_links(text, source, staged, pages_dir / "assets")
+        if page == "index.md":  # its comparison table needs the width
+            text = f"---\nhide: [toc]\n---\n\n{text}"
         if page in REFERENCES:
             text = text.partition(GENERATED)[0] + "\n".join(REFERENCES[page]())
         (pages_dir / page).parent.mkdir(parents=True, exist_ok=True)
@@ -177,7 +179,6 @@ def stage(folder: Path) -> Path:
     [handlers] = [p["mkdocstrings"]["handlers"] for p in config["plugins"] if "mkdocstrings" in p]
     handlers["python"]["paths"] = [str(ROOT)]
     handlers["python"]["options"]["extensions"] = [str(Path(__file__).with_name("docstrings.py"))]
-    config |= {"repo_url": url} if (url := repository_url()) else {}
     path = folder / "mkdocs.yml"
     path.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
     return path
