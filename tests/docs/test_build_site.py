@@ -17,6 +17,7 @@ def tool(monkeypatch):
     return importlib.import_module
 
 
+@pytest.mark.slow
 def test_the_site_builds_without_a_warning(tool, tmp_path):
     assert tool("build_site").build(tmp_path) == 0
     site = tmp_path / "site"
@@ -25,6 +26,7 @@ def test_the_site_builds_without_a_warning(tool, tmp_path):
     assert "--out" in (site / "reference" / "commands.html").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_a_broken_link_stops_the_build(tool, tmp_path, monkeypatch, capfd):
     site = tool("build_site")
     page = tmp_path / "page.md"

@@ -1,6 +1,4 @@
-"""The documents are true: commands exist with these options and keys, make targets too, links lead
-somewhere, numbers have a source.
-"""
+"""Commands, options, keys, make targets, links and names in the documentation exist."""
 
 from __future__ import annotations
 
@@ -28,12 +26,14 @@ QUICK = {("list",), ("runs",), ("--help",), ("--version",)}
 
 
 def documents(root):
-    return [root / "README.md", root / "CHANGELOG.md", *sorted((root / "docs").rglob("*.md"))]
+    names = ("README.md", "CHANGELOG.md", "LOG.md", "SECURITY.md")
+    return [*(root / name for name in names), *sorted((root / "docs").rglob("*.md"))]
 
 
 def command_lines(text: str) -> list[str]:
-    """Commands in shell blocks, continued lines joined and comments dropped, and those quoted in
-    sentences, but for messages of errors.
+    """Return the commands in shell blocks and in inline code, except in generated error tables.
+
+    Continued lines are joined and comments dropped.
     """
     text = MESSAGES.sub("", text)
     lines = [
@@ -50,8 +50,8 @@ def command_lines(text: str) -> list[str]:
     ]
 
 
-def complaint(line: str, targets: set[str]) -> str | None:
-    """What is wrong with one command line, or None."""
+def problem_of(line: str, targets: set[str]) -> str | None:
+    """Return what is wrong with one command line, or None."""
     if line.startswith("make "):
         words = [word for word in shlex.split(line)[1:] if "=" not in word]
         return next((f"no make target {word!r}" for word in words if word not in targets), None)
@@ -82,7 +82,7 @@ def wrong_keys(values) -> str | None:
     return None
 
 
-def test_every_command_in_the_documents_parses(root, no_offenders):
+def test_every_command_parses(root, no_offenders):
     targets = set(
         re.findall(
             r"^([a-z][a-z-]*):", (root / "Makefile").read_text(encoding="utf-8"), re.MULTILINE
@@ -92,16 +92,14 @@ def test_every_command_in_the_documents_parses(root, no_offenders):
     for path in documents(root):
         for line in command_lines(path.read_text(encoding="utf-8")):
             seen += 1
-            if message := complaint(line, targets):
+            if message := problem_of(line, targets):
                 wrong.append(f"{path.name}: {line}: {message}")
     assert seen > 20
     no_offenders(wrong)
 
 
-def test_configuration_keys_in_the_documents_exist(root, no_offenders):
-    """`optim.lr` and `optim.lr=3e-4` in a sentence or a table are keys that exist, with values they
-    take.
-    """
+def test_every_configuration_key_exists(root, no_offenders):
+    """A key in inline code exists, and takes the value that it is given there."""
     wrong = []
     sections = "|".join(key.partition(".")[0] for key in all_keys(RunConfig) if "." in key)
     known = {
@@ -119,7 +117,7 @@ def test_configuration_keys_in_the_documents_exist(root, no_offenders):
     no_offenders(wrong)
 
 
-def test_the_table_of_other_tools_names_agrees_with_the_error_messages(root, no_offenders):
+def test_the_names_of_other_tools_agree_with_the_error_messages(root, no_offenders):
     rows = re.findall(
         r"^\| (.+?) \| (.+?) \|",
         (root / "docs" / "coming-from.md").read_text(encoding="utf-8"),
@@ -141,7 +139,7 @@ def test_the_table_of_other_tools_names_agrees_with_the_error_messages(root, no_
     )
 
 
-def test_messages_that_troubleshooting_quotes_are_messages(root, no_offenders):
+def test_quoted_messages_exist_in_the_code(root, no_offenders):
     quoted = re.findall(
         r"^\| `([^`]* [^`]*)`",
         (root / "docs" / "troubleshooting.md").read_text(encoding="utf-8"),
@@ -159,7 +157,7 @@ def test_messages_that_troubleshooting_quotes_are_messages(root, no_offenders):
     no_offenders([piece for piece in pieces if not any(piece in text for text in texts)])
 
 
-def test_quick_commands_in_the_documents_run(root, tmp_path):
+def test_quick_commands_run(root, tmp_path):
     lines = {
         line
         for path in documents(root)
@@ -185,14 +183,16 @@ def test_quick_commands_in_the_documents_run(root, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def test_every_command_shows_an_example_that_parses(no_offenders):
+def test_the_example_of_every_command_parses(no_offenders):
     examples = [COMMANDS.get(name).example for name in COMMANDS.names()]
-    no_offenders([f"{line}: {message}" for line in examples if (message := complaint(line, set()))])
+    no_offenders(
+        [f"{line}: {message}" for line in examples if (message := problem_of(line, set()))]
+    )
 
 
-def test_links_between_documents_lead_somewhere(root, no_offenders):
+def test_every_relative_link_has_a_target(root, no_offenders):
     wrong = []
-    for path in documents(root):
+    for path in [*documents(root), *root.glob("*.md")]:
         targets = re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", path.read_text(encoding="utf-8"))
         wrong += [
             f"{path.name}: {target}" for target in targets if not (path.parent / target).exists()
@@ -246,8 +246,8 @@ def test_the_readme_describes_every_folder(root):
         ("torchrun --nproc-per-node 2 -m flatout list models", None),
     ],
 )
-def test_the_rule_sees_offenders(line, message):
-    found = complaint(line, {"demo"})
+def test_problems_are_found(line, message):
+    found = problem_of(line, {"demo"})
     assert (found is None) if message is None else (message in found)
 
 
