@@ -1,9 +1,9 @@
 """flatout trains language models at the limit of the hardware, and proves it.
 
 Every command is a function here (`flatout.prepare`, `flatout.train`, `flatout.evaluate`, ...),
-beside what a model, a source or an observer of one's own is built from. Names are loaded when they
-are first used: `import flatout` never imports torch. In a notebook they show their progress in the
-cell; elsewhere they are silent unless they are given `progress` and `observers`.
+together with the base classes for your own models, sources and observers. Names are loaded on first
+use, so `import flatout` never imports torch. In a notebook the functions show their progress in the
+cell; elsewhere they are silent unless `progress` and `observers` are passed.
 """
 
 from __future__ import annotations
@@ -89,9 +89,9 @@ _HOMES = {
     "train": "flatout.commands.train",
     "verify": "flatout.commands.verify",
 }
-"""Where each public name lives: a module, with `:attribute` where it has another name there.
+"""The module of each public name, with `:attribute` if the name differs there.
 
-The command `generate` is `sample` here, because `flatout.inference.generate` is the module it
+The command `generate` is called `sample`, because `flatout.inference.generate` is the module it
 calls.
 """
 

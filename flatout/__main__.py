@@ -1,21 +1,18 @@
-"""`python -m flatout` is the program `flatout`, and like it does not import from the current folder
-what only happens to lie there.
-"""
+"""`python -m flatout` runs the program `flatout`, and imports nothing from the current directory."""
 
 import os
 import sys
 
 
 def leave_current_folder(path: list[str]) -> list[str]:
-    """Return Python's search path without the current folder, which `python -m` puts first; last,
-    where flatout itself lies there.
+    """Return Python's search path without the current directory, which `python -m` puts first.
 
-    Else any file in it named like a package, `torchao.py` or `yaml.py`, would be imported in its
-    place.
+    Otherwise a file in it named like a package, such as `torchao.py`, would be imported instead of
+    the package. If flatout itself is in that directory, it moves to the end of the path.
     """
     try:
         here = os.path.realpath(os.curdir)
-    except OSError:  # it was deleted
+    except OSError:  # the directory was deleted
         return path
     if sys.flags.safe_path or not path or os.path.realpath(path[0]) != here:
         return path

@@ -99,6 +99,14 @@ class DataError(UsageError):
     """Text, a data set or a tokenizer cannot be used."""
 
 
+class TooLittleText(DataError):
+    """There are too few documents, or too little text, for the requested dataset."""
+
+
+class OutputInUse(DataError):
+    """The output path of a dataset contains something else."""
+
+
 class CheckpointError(UsageError):
     """A run folder or a checkpoint cannot be used."""
 

@@ -10,29 +10,28 @@ from typing import Protocol
 
 
 class Task(Protocol):
-    """One long step under way."""
+    """One long operation in progress."""
 
     def advance(self, amount: float = 1) -> None:
-        """Count `amount` more units as done."""
+        """Add `amount` units to those done."""
 
     def note(self, text: str) -> None:
-        """Show a few words beside the step, in place of the last ones."""
+        """Show a short text beside the operation, replacing the previous one."""
 
 
 class Progress(Protocol):
-    """Where long steps report. `task` is a context manager, so that a step that fails is closed
-    too.
+    """Where long operations report.
+
+    `task` is a context manager, so that a failed operation is closed too.
     """
 
     def task(
         self, what: str, *, total: float | None = None, unit: str = ""
     ) -> AbstractContextManager[Task]:
-        """Open a step called `what`; `total` units when that can be known, so that time left can be
-        said.
-        """
+        """Start an operation called `what`; with a known `total`, the time left is shown."""
 
     def say(self, line: str) -> None:
-        """Print one line that stays."""
+        """Print one permanent line."""
 
 
 class _SilentTask:
@@ -46,7 +45,7 @@ class _SilentTask:
 class _Silent:
     @contextmanager
     def task(self, what: str, *, total: float | None = None, unit: str = "") -> Iterator[Task]:
-        """Open a step that nobody sees."""
+        """Start an operation that is not shown."""
         yield _SilentTask()
 
     def say(self, line: str) -> None:
@@ -54,7 +53,7 @@ class _Silent:
 
 
 SILENT: Progress = _Silent()
-"""Reports to nobody: the default of every Python call."""
+"""Reports nothing: the default of every Python call."""
 
 
 def readable_size(num_bytes: int) -> str:

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Annotated
 
 import pytest
-import typer
 
-from flatout import cli, errors
-from flatout.commands import Command, Result
+from flatout import cli, errors, parser
+from flatout.commands import Argument, Command, Option, Result
 from flatout.progress import SILENT
 
 ROOT = Path(__file__).parent.parent
@@ -33,9 +32,9 @@ class Shout(Result):
 
 
 def shout(
-    words: Annotated[list[str], typer.Argument(help="What to shout.")],
-    times: Annotated[int, typer.Option(help="How often.")] = 1,
-    loss: Annotated[float, typer.Option(help="A figure.")] = 0.5,
+    words: Annotated[list[str], Argument("What to shout.")],
+    times: Annotated[int, Option("How often.")] = 1,
+    loss: Annotated[float, Option("A figure.")] = 0.5,
     *,
     write=None,
     observers=(),
@@ -80,7 +79,8 @@ class Fakes:
 
 @pytest.fixture
 def run(monkeypatch, capsys):
-    monkeypatch.setattr(cli, "COMMANDS", Fakes())
+    for module in (cli, parser):
+        monkeypatch.setattr(module, "COMMANDS", Fakes())
     monkeypatch.delenv("RANK", raising=False)
 
     def call(*words):
@@ -177,8 +177,9 @@ def test_an_error_under_json_is_json_too(run):
     assert err.endswith("It went wrong.\nFix: Do it right.\n")
 
 
-def test_our_own_mistakes_keep_their_traceback(monkeypatch):
-    monkeypatch.setattr(cli, "COMMANDS", Fakes())
+def test_bugs_keep_their_traceback(monkeypatch):
+    for module in (cli, parser):
+        monkeypatch.setattr(module, "COMMANDS", Fakes())
     with pytest.raises(ZeroDivisionError):
         cli.main(["shout", "crash"])
 
@@ -244,7 +245,7 @@ def test_help_of_a_command_has_its_options_and_an_example(run):
 @pytest.mark.parametrize("name", cli.COMMANDS.names())
 def test_help_speaks_of_the_command_line_alone(name):
     parameters = inspect.signature(cli.COMMANDS.get(name).call).parameters.values()
-    text = cli._help_text(cli.COMMANDS.get(name))
+    text = parser.help_text(cli.COMMANDS.get(name))
     assert not [
         parameter.name
         for parameter in parameters
@@ -256,7 +257,7 @@ def test_help_speaks_of_the_command_line_alone(name):
     ("mode", "fix"),
     [
         ("0", "Set PYTHONUTF8=1."),
-        ("1", "Write it in UTF-8; a file of that name has to be renamed."),
+        ("1", "Write it in UTF-8; rename a file of that name."),
     ],
 )
 def test_words_that_are_no_text_are_no_traceback(mode, fix):
@@ -333,7 +334,7 @@ def test_light_commands_never_import_torch(words):
 
 
 def test_help_imports_next_to_nothing():
-    program = "import sys\ntry:\n from flatout.cli import main; main(['--help'])\nexcept SystemExit:\n print({'typer', 'rich', 'numpy'} & set(sys.modules))"
+    program = "import sys\ntry:\n from flatout.cli import main; main(['--help'])\nexcept SystemExit:\n print({'click', 'rich', 'numpy'} & set(sys.modules))"
     assert python("-c", program).stdout.splitlines()[-1].endswith("set()")
 
 
@@ -392,7 +393,8 @@ def test_a_name_that_no_disk_takes_is_a_sentence(words, what, capsys):
 SHOUTER = """
 import sys, test_cli
 from flatout import cli
-cli.COMMANDS = test_cli.Fakes()
+from flatout import parser
+cli.COMMANDS = parser.COMMANDS = test_cli.Fakes()
 cli.main(sys.argv[1:])
 """
 
@@ -442,7 +444,7 @@ def test_what_is_streamed_to_a_full_disk_is_a_named_error():
         1,
         [
             "Standard output cannot be written: No space left on device.",
-            "Fix: Write it to another place.",
+            "Fix: Redirect it to another file or disk.",
         ],
     )
 
@@ -475,16 +477,16 @@ def test_a_system_without_file_locks_is_told_in_a_sentence(words, monkeypatch, c
 @pytest.mark.parametrize("name", cli.COMMANDS.names())
 def test_every_command_is_whole(name):
     command = cli.COMMANDS.get(name)
-    parser = cli.build(name)
+    options = parser.build(name)
     assert command.example.startswith(f"flatout {name}")
     assert cli.COMMANDS.describe(name)
-    assert all(getattr(parameter, "help", None) for parameter in parser.params), (
+    assert all(getattr(parameter, "help", None) for parameter in options.params), (
         "every argument and option has a help text"
     )
 
 
 def test_a_crash_below_python_says_where_it_was():
-    program = "import os, signal\nfrom flatout import cli\ncli._guarded = lambda words: os.kill(os.getpid(), signal.SIGBUS)\ncli.main([])"
+    program = "import os, signal\nfrom flatout import cli\ncli.execute = lambda words: os.kill(os.getpid(), signal.SIGBUS)\ncli.main([])"
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False
     )

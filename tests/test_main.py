@@ -29,7 +29,7 @@ PLANTED = (
     "sitecustomize",
     "yaml",
     "torch",
-    "typer",
+    "click",
     "numpy",
 )
 

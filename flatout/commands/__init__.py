@@ -1,53 +1,95 @@
-"""One file a command: typed arguments, a call, a typed result.
+"""One file per command: typed arguments, a call, a typed result.
 
-A command's function is the Python API as well as the command line. Parameters annotated with
-`typer.Argument` or `typer.Option` are the command line, where a word becomes the first type of
-several (`Path | str`: a path, which Python may give as text); the others (`progress`, `observers`)
-exist in Python, and `cli.py` fills them in.
+A command's function is the Python API and the command line in one. Parameters annotated with
+`Argument` or `Option` form the command line; the others (`progress`, `observers`) exist in Python
+only, and `cli.py` fills them in.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
-import typer
 from pydantic import BaseModel, ConfigDict
 
-__all__ = ["TRUST_CODE", "Command", "Result"]
+__all__ = [
+    "Argument",
+    "CheckpointName",
+    "Command",
+    "EndOfText",
+    "Option",
+    "Overrides",
+    "Pattern",
+    "RecipeName",
+    "Result",
+    "RunName",
+    "TrustCode",
+]
 
-TRUST_CODE: Any = typer.Option(
-    "--trust-code",
-    help="Import the code of its own that a run from elsewhere names, and remember that it may (SECURITY.md).",
-)
-"""The option of every command that opens a run."""
+
+class Argument:
+    """Marks a parameter as a positional argument of the command line."""
+
+    def __init__(self, help: str) -> None:
+        self.help = help
+
+
+class Option:
+    """Marks a parameter as an option of the command line."""
+
+    def __init__(self, help: str, *names: str, min: float | None = None) -> None:
+        self.help = help
+        self.names = names
+        """Its names, when they are not the parameter's; a short one (`-v`) comes last."""
+        self.min = min
+        """The smallest number it accepts."""
+
+
+RecipeName = Annotated[str | Path, Argument("A recipe's name, or a YAML file.")]
+Overrides = Annotated[list[str] | None, Argument("section.key=value; overrides the recipe.")]
+RunName = Annotated[
+    str | Path | None,
+    Argument("A run directory, or its name under runs/; the newest run there by default."),
+]
+CheckpointName = Annotated[str, Option("best, last, or a step.")]
+TrustCode = Annotated[
+    bool,
+    Option(
+        "Allow a run from elsewhere to import the code it names; the answer is remembered "
+        "(SECURITY.md)."
+    ),
+]
+Pattern = Annotated[
+    str | None,
+    Option("Regular expression that splits text, for a .tiktoken file that is not a known one."),
+]
+EndOfText = Annotated[
+    str | None, Option("End-of-text token of a tokenizer.json, if it is not a usual one.")
+]
 
 
 class Result(BaseModel):
-    """What a command returns: its fields are those of `--json`, its `summary` is what a person
-    reads at the end.
-    """
+    """What a command returns: its fields are those of `--json`, its `summary` is for people."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=()
     )
 
     def summary(self) -> str:
-        """Return the closing lines for a person, as plain text; a line a field when a command says
-        nothing better.
-        """
+        """Return the closing lines as plain text: one line per field, unless overridden."""
         fields = self.model_dump(mode="json")
         width = max((len(name) for name in fields), default=0)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in fields.items())
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """Show a notebook, and IPython, what a person reads at the end."""
+        """Show the summary in IPython and notebooks."""
         printer.text(self.summary() or repr(self))
 
     @property
     def exit_code(self) -> int:
-        """The program's exit code once the result is printed: 0, unless a command says otherwise."""
+        """The program's exit code after the result is printed."""
         return 0
 
 
@@ -56,18 +98,18 @@ class Command:
     """One command of the program, found in its file of `flatout/commands` as `COMMAND`."""
 
     call: Callable[..., Result]
-    """The function; its first docstring line is the command's help."""
+    """The function; the first line of its docstring is the command's help."""
     example: str
-    """One command line that shows its use, for example `flatout prepare book.txt --out data/book`.
-    """
+    """A command line that shows its use, such as `flatout prepare book.txt --out data/book`."""
     check: Callable[..., object] | None = None
-    """Called first by the command line, with what it takes of the values and `progress`, and
-    without torch: simple mistakes are answered at once.
+    """Called first, without torch, so that simple mistakes are reported at once.
+
+    It takes those of the command's values (and `progress`) that it names as parameters.
     """
     needs_torch: bool = False
-    """Whether calling it imports torch; the command line then says so, because that takes seconds.
-    """
+    """Whether the call imports torch, which takes seconds and is therefore announced."""
     writes_files: bool = False
-    """Whether its result is in files. If not, its output is all of it: where that cannot be
-    written, the command line exits with 1.
+    """Whether the result is in files.
+
+    If not, standard output is all there is, and failing to write it is exit code 1.
     """

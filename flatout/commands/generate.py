@@ -2,84 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterable
 from typing import Annotated
 
-import typer
-
 from flatout.assembly.preflight import check_sampling
-from flatout.commands import TRUST_CODE, Command, Result
+from flatout.commands import CheckpointName, Command, Option, Result, RunName, TrustCode
 from flatout.errors import ConfigError, Interrupted
 from flatout.progress import SILENT, Progress
 from flatout.training.run_dir.layout import trusted_config
 from flatout.training.run_dir.lookup import run_or_newest
 
+MAX_SEED = 2**62
+"""The largest seed of a random generator, with room for those of several samples."""
+
+Prompt = Annotated[str, Option("Text to continue; empty starts a new document.")]
+Temperature = Annotated[
+    float, Option("0 always takes the most likely token; 1 samples the model's distribution.")
+]
+TopK = Annotated[int | None, Option("Sample from the K most likely tokens only.")]
+TopP = Annotated[
+    float | None, Option("Sample from the most likely tokens that together reach this probability.")
+]
+MaxTokens = Annotated[
+    int, Option("Longest text, in tokens; it may exceed the sequence length used in training.")
+]
+Stop = Annotated[list[str] | None, Option("End before this text; repeatable.")]
+
 
 class GenerateResult(Result):
-    """What a model wrote."""
+    """The text that a model wrote."""
 
     samples: list[str]
-    """Each sample, its prompt first."""
+    """Each sample, starting with its prompt."""
 
     def summary(self) -> str:
-        """Return nothing: the samples were shown as they were written."""
+        """Return an empty text: the samples were printed while they were written."""
         return ""
 
 
-MOST_SEED = 2**62
-"""What random generators take as a seed, with room for those of several samples."""
-
-
 def generate(
-    run: Annotated[
-        str | Path | None,
-        typer.Argument(
-            help="A run folder, or its name under runs/; by default the newest run there."
-        ),
-    ] = None,
-    prompt: Annotated[
-        str, typer.Option(help="Text to go on from; empty begins a new document.")
-    ] = "",
-    temperature: Annotated[
-        float,
-        typer.Option(help="0 always takes the likeliest token; 1 draws as the model believes."),
-    ] = 0.8,
-    top_k: Annotated[
-        int | None, typer.Option(help="Draw from the K likeliest tokens only.")
-    ] = None,
-    top_p: Annotated[
-        float | None,
-        typer.Option(help="Draw from the likeliest tokens that together have this probability."),
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Equal seeds write equal text.")] = 0,
-    num_samples: Annotated[int, typer.Option(help="How many texts to write.")] = 1,
-    max_tokens: Annotated[
-        int,
-        typer.Option(
-            help="Longest text, in tokens; it may be longer than the windows that the model was trained on."
-        ),
-    ] = 256,
-    stop: Annotated[
-        list[str] | None, typer.Option(help="End before this text; may be given several times.")
-    ] = None,
-    checkpoint: Annotated[str, typer.Option(help="best, last, or a step.")] = "best",
-    trust_code: Annotated[bool, TRUST_CODE] = False,
+    run: RunName = None,
+    prompt: Prompt = "",
+    temperature: Temperature = 0.8,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    seed: Annotated[int, Option("Equal seeds give equal text.")] = 0,
+    num_samples: Annotated[int, Option("How many texts to write.")] = 1,
+    max_tokens: MaxTokens = 256,
+    stop: Stop = None,
+    checkpoint: CheckpointName = "best",
+    trust_code: TrustCode = False,
     *,
     write: Callable[[str], object] | None = None,
     progress: Progress = SILENT,
 ) -> GenerateResult:
-    """Write text with a trained model, shown as it is written.
+    """Write text with a trained model, printed while it is written.
 
-    A model with attention sees at most as many tokens as the windows it was trained on have, and a
-    longer text goes on from their second half; an eigenstate network goes on for ever, with what it
-    remembers of all it has read. Several samples follow one another.
+    A model with attention sees at most as many tokens as its training sequences had; a longer text
+    continues from the second half of them. An eigenstate network has no such limit: its state
+    summarises everything it has read. Several samples follow one another.
 
-    Returns: each text, its prompt first; `write` is handed the pieces as they come.
+    Returns: each text, starting with its prompt; `write` receives the pieces as they are written.
     Raises: CheckpointError when the run has no such checkpoint; ConfigError when a setting is out
-            of range; DataError when the
-    model's tokenizer cannot write the prompt; UntrustedCode when the run names code of its own that
-    nobody allowed.
+            of range; DataError when the model's tokenizer cannot encode the prompt; UntrustedCode
+            when the run names code that nobody has allowed.
     """
     check(run, temperature, top_k, top_p, seed, num_samples, max_tokens, stop, trust_code)
     from flatout.inference.generate import sample
@@ -88,15 +74,12 @@ def generate(
     loaded = load_run(
         run_or_newest(run, progress=progress), checkpoint, trust_code=trust_code, progress=progress
     )
-    loaded.tokenizer.encode(
-        prompt
-    )  # a prompt that it cannot write is refused before anything is shown
+    loaded.tokenizer.encode(prompt)  # refuses a bad prompt before anything is printed
     show = write or (lambda _piece: None)
     samples = []
     for number in range(num_samples):
-        pieces = [prompt]
         show(prompt if num_samples == 1 else f"--- sample {number + 1} ---\n{prompt}")
-        written = sample(
+        pieces = sample(
             loaded.model,
             loaded.tokenizer,
             prompt,
@@ -108,20 +91,26 @@ def generate(
             stop=stop or (),
             max_context=loaded.config.data.seq_len,
         )
-        try:
-            for piece in written:
-                show(piece)
-                pieces.append(piece)
-        except (KeyboardInterrupt, Interrupted):
-            show("\n")  # what is said of it begins a line
-            raise
-        samples.append("".join(pieces))
-        show("\n")
+        samples.append(prompt + _shown(pieces, show))
     return GenerateResult(samples=samples)
 
 
+def _shown(pieces: Iterable[str], show: Callable[[str], object]) -> str:
+    """Show the pieces of a text as they are written, end the line, and return the text."""
+    text = []
+    try:
+        for piece in pieces:
+            show(piece)
+            text.append(piece)
+    except (KeyboardInterrupt, Interrupted):
+        show("\n")  # the message starts on a line of its own
+        raise
+    show("\n")
+    return "".join(text)
+
+
 def check(
-    run: str | Path | None,
+    run: RunName,
     temperature: float,
     top_k: int | None,
     top_p: float | None,
@@ -131,16 +120,15 @@ def check(
     stop: list[str] | None,
     trust_code: bool = False,
 ) -> None:
-    """Do nothing when there is such a run and the settings make sense, as far as that can be told
-    without torch.
+    """Check that the run exists and the settings are valid, as far as possible without torch.
 
     Raises: CheckpointError with the nearest run; ConfigError naming the setting; UntrustedCode.
     """
     check_sampling(temperature, top_k, top_p, max_tokens, stop or ())
     if num_samples < 1:
         raise ConfigError(f"num-samples {num_samples} asks for no text.", fix="Use 1 or more.")
-    if abs(seed) >= MOST_SEED:
-        raise ConfigError(f"seed {seed} is too large.", fix=f"Use a number below {MOST_SEED}.")
+    if abs(seed) >= MAX_SEED:
+        raise ConfigError(f"seed {seed} is too large.", fix=f"Use a number below {MAX_SEED}.")
     trusted_config(run_or_newest(run), trust_code=trust_code)
 
 

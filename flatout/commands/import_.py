@@ -1,25 +1,42 @@
-"""Import tokens that another pipeline wrote: a folder of chunk_NNNNNN.pt files."""
+"""Import tokens that another pipeline wrote: a directory of chunk_NNNNNN.pt files."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from flatout.commands import Command, Result
+from flatout.commands import Argument, Command, EndOfText, Option, Pattern, Result
 from flatout.data.prepare.import_chunks import Documents, find_chunks
 from flatout.data.prepare.import_chunks import import_chunks as write_chunks
 from flatout.files import expanded
 from flatout.progress import SILENT, Progress
 from flatout.recognised import require_local
 
+Chunks = Annotated[
+    Path | str, Argument("Directory of chunk_NNNNNN.pt files, one 1-D int64 tensor each.")
+]
+Out = Annotated[
+    Path | str,
+    Option("Directory to write; it must be absent, empty, or contain this same dataset."),
+]
+TokenizerName = Annotated[
+    str | Path,
+    Option(
+        "The tokenizer that made the tokens: a tokenizer.json, a .tiktoken file, a Hugging Face "
+        "repository, or byte."
+    ),
+]
+DocumentEnds = Annotated[
+    Documents, Option("What ends a document: an end-of-text token, or the end of each chunk.")
+]
+Split = Annotated[str, Option("'tail F': the fraction, at the end, used for validation.")]
+
 
 class ImportResult(Result):
-    """What `import` wrote."""
+    """The dataset that `import` wrote."""
 
     path: str
-    """The data set folder."""
+    """The dataset directory."""
     chunks: int
     """Files that were read."""
     documents: int
@@ -29,59 +46,36 @@ class ImportResult(Result):
     seconds: float
     """Wall time of this call."""
     tokens_per_s: float
-    """Tokens divided by that time; 0 when the folder was there already."""
+    """Tokens divided by that time; 0 when the dataset already existed."""
 
     def summary(self) -> str:
-        """Return the closing lines for a person."""
-        verb = f"written in {self.seconds:.1f} s" if self.tokens_per_s else "was there already"
-        return f"{self.path}  {verb}\n  {self.tokens:,} tokens of {self.documents:,} documents, from {self.chunks:,} chunks"
+        """Return the path, the time and the counts."""
+        verb = f"written in {self.seconds:.1f} s" if self.tokens_per_s else "already exists"
+        counts = f"{self.tokens:,} tokens of {self.documents:,} documents"
+        return f"{self.path}  {verb}\n  {counts}, from {self.chunks:,} chunks"
 
 
 def import_chunks(
-    chunks: Annotated[
-        Path | str,
-        typer.Argument(help="Folder of chunk_NNNNNN.pt files, one 1-D int64 tensor each."),
-    ],
-    out: Annotated[
-        Path | str,
-        typer.Option(help="Folder to write; it must be empty, absent, or hold this very data set."),
-    ],
-    tokenizer: Annotated[
-        str | Path,
-        typer.Option(
-            help="The tokenizer that made the tokens: a tokenizer.json, a .tiktoken file, a Hugging Face repository, or byte."
-        ),
-    ],
-    pattern: Annotated[
-        str | None,
-        typer.Option(
-            help="Regular expression that splits text, for a .tiktoken file that is not a known one."
-        ),
-    ] = None,
-    end_of_text: Annotated[
-        str | None,
-        typer.Option(help="End-of-text token of a tokenizer.json, when it is not a usual one."),
-    ] = None,
-    documents: Annotated[
-        Documents,
-        typer.Option(help="What ends a document: an end-of-text token, or each chunk's end."),
-    ] = "end-of-text",
-    split: Annotated[
-        str, typer.Option(help="'tail F': which fraction, from the end, is for validation.")
-    ] = "tail 0.1",
+    chunks: Chunks,
+    out: Out,
+    tokenizer: TokenizerName,
+    pattern: Pattern = None,
+    end_of_text: EndOfText = None,
+    documents: DocumentEnds = "end-of-text",
+    split: Split = "tail 0.1",
     *,
     progress: Progress = SILENT,
 ) -> ImportResult:
-    """Import tokens that another pipeline wrote: a folder of chunk_NNNNNN.pt files.
+    """Import tokens that another pipeline wrote: a directory of chunk_NNNNNN.pt files.
 
-    A metadata.json beside them is kept in the manifest; where it states chunks, tokens or a
-    vocabulary size, these must be right.
+    A metadata.json beside them is copied into the manifest; the chunks, tokens and vocabulary size
+    that it states must be right.
 
-    Raises: DataError naming the chunk that is missing or cannot be used.
+    Raises: DataError naming the chunk that is missing or unusable.
     """
-    chunks, out = expanded(chunks), expanded(out)
+    out = expanded(out)
     made = write_chunks(
-        chunks,
+        expanded(chunks),
         out,
         tokenizer=str(tokenizer),
         pattern=pattern,
@@ -101,9 +95,9 @@ def import_chunks(
 
 
 def check(chunks: Path, out: Path) -> None:
-    """Do nothing when all chunks are there.
+    """Check that no chunk is missing.
 
-    Raises: DataError with those that are not.
+    Raises: DataError naming the missing ones.
     """
     require_local(out, "--out ")
     find_chunks(expanded(chunks))

@@ -1,4 +1,4 @@
-"""Show what a prepared data set holds."""
+"""Show what a prepared dataset contains."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
-import typer
 from pydantic import BaseModel, ConfigDict
 
-from flatout.commands import Command, Result
+from flatout.commands import Argument, Command, Option, Result
 from flatout.data.store.manifest import MANIFEST, Manifest
 from flatout.data.store.remote import open_dataset
-from flatout.data.store.shards import Dataset, Split
+from flatout.data.store.shards import Dataset
 from flatout.data.tokenizers import Tokenizer
 from flatout.hardware import probe
 from flatout.progress import SILENT, Progress
 from flatout.recommended import recommend
+from flatout.terminal import printable
 from flatout.transfer.urls import is_url
 
 BAR_WIDTH = 40
-MASK_READ = 1 << 24
-"""Mask values that are read at a time."""
-NOT_LEARNED = "«{}»"
-"""How text that is read but not learned from is marked."""
+MASK_CHUNK = 1 << 24
+"""Mask values read at a time."""
+MASKED = "«{}»"
+"""Marks text that is read but not learned from."""
 
 
 class LengthBin(NamedTuple):
-    """How many documents have a length from `shortest` to `longest`, in tokens."""
+    """The number of documents with a length from `shortest` to `longest` tokens."""
 
     shortest: int
     longest: int
@@ -38,21 +38,21 @@ class LengthBin(NamedTuple):
 
 
 class Fact(BaseModel):
-    """One thing that is known about the data set."""
+    """One fact about the dataset."""
 
     model_config = ConfigDict(frozen=True)
 
     name: str
-    """What it is; the unit is in the name."""
+    """The name, with the unit."""
     value: Any
-    """A number, a text, or a list or mapping of them."""
+    """A number, a text, or a list or mapping of these."""
 
 
 class InspectResult(Result):
-    """What a data set folder holds."""
+    """What a dataset contains."""
 
     path: str
-    """The folder, or the address."""
+    """The directory, or the URL."""
     items: list[Fact]
     """The facts, in reading order."""
 
@@ -61,49 +61,43 @@ class InspectResult(Result):
         return next((fact.value for fact in self.items if fact.name == name), None)
 
     def summary(self) -> str:
-        """Return the facts as text: short ones a line each, then the document lengths as bars and
-        the beginning of the text.
-        """
-        own_place = {"document_lengths", "beginning"}
-        plain = [fact for fact in self.items if fact.name not in own_place]
+        """Return the facts, one per line, the document lengths as bars, and the first text."""
+        drawn = {"document_lengths", "beginning"}
+        plain = [fact for fact in self.items if fact.name not in drawn]
         width = max(len(fact.name) for fact in plain)
         lines = [
-            f"Data set {self.path}",
+            f"Dataset {self.path}",
             "",
             *(f"  {fact.name:<{width}}  {_one_line(fact.value)}" for fact in plain),
         ]
         if self.value("document_lengths"):
-            lines += ["", "  tokens in a document", *_bars(self.value("document_lengths"))]
+            lines += ["", "  tokens per document", *_bars(self.value("document_lengths"))]
         if self.value("beginning"):
             marked = (
-                f"; what is in {NOT_LEARNED.format('')} is not learned from"
+                f"; text in {MASKED.format('')} is not learned from"
                 if self.value("targets") is not None
                 else ""
             )
             lines += [
                 "",
-                f"  it begins{marked}",
-                *(f"  | {line}" for line in _printable(self.value("beginning")).splitlines()),
+                f"  first text{marked}",
+                *(f"  | {line}" for line in printable(self.value("beginning")).splitlines()),
             ]
         return "\n".join(lines)
 
 
 def inspect(
-    data: Annotated[
-        str | Path, typer.Argument(help="Folder written by `flatout prepare`, or its address.")
-    ],
-    tokens: Annotated[
-        int, typer.Option(help="How many of the first tokens to show as text.", min=0)
-    ] = 64,
+    data: Annotated[str | Path, Argument("Directory written by `flatout prepare`, or its URL.")],
+    tokens: Annotated[int, Option("How many of the first tokens to show as text.", min=0)] = 64,
     *,
     progress: Progress = SILENT,
 ) -> InspectResult:
-    """Show a data set's size, documents, tokens, vocabulary, splits, document lengths, special
-    tokens, skipped rows and first tokens.
+    """Show the size, splits, vocabulary, document lengths and first tokens of a dataset.
 
-    What lies at an address is fetched, unless it is in the cache.
+    It also shows special tokens, skipped rows, and a recipe for this machine. A dataset at a URL is
+    downloaded, unless it is in the cache.
 
-    Raises: DataError when it is not a whole data set.
+    Raises: DataError when it is not a complete dataset.
     """
     dataset = open_dataset(data, progress=progress)
     with progress.task(f"Reading document lengths of {data}"):
@@ -115,7 +109,7 @@ def inspect(
         )
     targets = _targets(dataset, progress)
     facts = {
-        **_whereabouts(dataset),
+        **_origin(dataset),
         **_overview(dataset, targets),
         **_splits(dataset),
         **_length_facts(lengths),
@@ -131,38 +125,27 @@ def inspect(
 
 
 def _recipe(dataset: Dataset) -> dict[str, Any] | str:
-    """Return a run to begin with on this machine."""
+    """Return a run to start with on this machine."""
     found = recommend(
         dataset.origin,
         dataset.manifest.splits["train"].tokens,
         dataset.manifest.vocab_size,
         probe(),
     )
-    return (
-        "too little text to train on: prepare a few kilobytes or more"
-        if found is None
-        else asdict(found)
-    )
+    return asdict(found) if found else "too little text to train on: use a few kilobytes or more"
 
 
-def _whereabouts(dataset: Dataset) -> dict[str, Any]:
-    """Return since when the folder is there; what lies at an address may be older than its copy
-    here.
-    """
-    since = (
-        datetime.fromtimestamp((dataset.path / MANIFEST).stat().st_mtime)
-        .astimezone()
-        .isoformat(timespec="seconds")
-    )
-    return (
-        {"copy": str(dataset.path), "copied": since}
-        if is_url(dataset.origin)
-        else {"prepared": since}
-    )
+def _origin(dataset: Dataset) -> dict[str, Any]:
+    """Return when the directory was written; a remote dataset may be older than its local copy."""
+    written = datetime.fromtimestamp((dataset.path / MANIFEST).stat().st_mtime).astimezone()
+    since = written.isoformat(timespec="seconds")
+    if is_url(dataset.origin):
+        return {"copy": str(dataset.path), "copied": since}
+    return {"prepared": since}
 
 
 def _targets(dataset: Dataset, progress: Progress) -> int | None:
-    """Return how many tokens are learned from; None where all are."""
+    """Return how many tokens are learned from; None for all of them."""
     splits = [dataset.split(name) for name in dataset.manifest.splits]
     if not any(split.has_mask for split in splits):
         return None
@@ -171,8 +154,8 @@ def _targets(dataset: Dataset, progress: Progress) -> int | None:
         f"Reading the mask of {dataset.origin}", total=dataset.manifest.tokens, unit="tokens"
     ) as task:
         for split in splits:
-            for start in range(0, split.num_tokens, MASK_READ):
-                stop = min(start + MASK_READ, split.num_tokens)
+            for start in range(0, split.num_tokens, MASK_CHUNK):
+                stop = min(start + MASK_CHUNK, split.num_tokens)
                 found += (
                     int(split.read_mask_range(start, stop).sum())
                     if split.has_mask
@@ -183,8 +166,9 @@ def _targets(dataset: Dataset, progress: Progress) -> int | None:
 
 
 def _overview(dataset: Dataset, targets: int | None) -> dict[str, Any]:
-    """Return sizes and origin; the bytes of text are those of what is learned from, so they are
-    divided by those tokens.
+    """Return sizes and origin.
+
+    text_bytes counts the text that is learned from, so it is divided by the tokens of that text.
     """
     manifest = dataset.manifest
     counted = manifest.tokens if targets is None else targets
@@ -244,11 +228,10 @@ def _length_facts(lengths: np.ndarray[Any, Any]) -> dict[str, Any]:
 
 
 def _special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
-    """Return the tokens that no text becomes, end-of-text first."""
+    """Return the tokens that text never encodes to, end-of-text first."""
     end = {tokenizer.decode([tokenizer.eot_id]): tokenizer.eot_id}
-    definition: dict[str, Any] = getattr(
-        tokenizer, "definition", {}
-    )  # of a tokenizer.json, which may have more of them
+    # a tokenizer.json may have more of them
+    definition: dict[str, Any] = getattr(tokenizer, "definition", {})
     return end | {
         entry["content"]: int(entry["id"])
         for entry in definition.get("added_tokens", [])
@@ -257,9 +240,8 @@ def _special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
 
 
 def _beginning(dataset: Dataset, tokens: int) -> str:
-    split: Split = (
-        dataset.split("train") if dataset.split("train").num_tokens else dataset.split("val")
-    )
+    train = dataset.split("train")
+    split = train if train.num_tokens else dataset.split("val")
     shown = min(tokens, split.num_tokens)
     ids, decode = split.read_tokens(0, shown), dataset.tokenizer.decode
     if not split.has_mask or not shown:
@@ -267,7 +249,7 @@ def _beginning(dataset: Dataset, tokens: int) -> str:
     learned = split.read_mask_range(0, shown)
     spans = np.split(np.arange(shown), np.flatnonzero(np.diff(learned)) + 1)
     pieces = ((decode(ids[span].tolist()), bool(learned[span[0]])) for span in spans)
-    return "".join(text if is_learned else NOT_LEARNED.format(text) for text, is_learned in pieces)
+    return "".join(text if is_learned else MASKED.format(text) for text, is_learned in pieces)
 
 
 def _one_line(value: Any) -> str:
@@ -275,7 +257,7 @@ def _one_line(value: Any) -> str:
         return f"{value:,}"
     if isinstance(value, dict):
         return ", ".join(f"{key}: {_one_line(inner)}" for key, inner in value.items()) or "none"
-    return _printable(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+    return printable(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
 
 
 def _bars(bins: list[dict[str, int]]) -> list[str]:
@@ -290,13 +272,6 @@ def _bars(bins: list[dict[str, int]]) -> list[str]:
         f"  {text:>{width}}  {bar} {entry['documents']:,}"
         for text, bar, entry in zip(ranges, bars, bins, strict=True)
     ]
-
-
-def _printable(text: str) -> str:
-    """Text from outside may hold control characters, which a terminal would obey."""
-    return "".join(
-        c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text
-    )
 
 
 COMMAND = Command(call=inspect, example="flatout inspect data/book")

@@ -1,4 +1,4 @@
-"""Show what there is: data sets, models, speedups, recipes, machines."""
+"""List the available datasets, models, speedups, recipes, machines, sources or optimizers."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ import re
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from flatout.assembly.auto import all_speedups, is_measured, longest_wait
 from flatout.assembly.selection import select
 from flatout.cache import CACHE
-from flatout.commands import Command, Result
+from flatout.commands import Argument, Command, Option, Result
 from flatout.config.schema import RunConfig, load_config
 from flatout.hardware import ASSUMED_MFU, Machine, probe
 from flatout.measured import gains_here
@@ -39,30 +37,29 @@ FOLDERS: dict[str, Folder | YamlFolder] = {
 
 
 LABELS = {True: "measured", False: "not measured", None: ""}
-"""Whether a measurement stands behind what `auto` does with a speedup; None: nothing is to be
-measured, it is not for this device.
+"""Whether the choice of `auto` for a speedup rests on a measurement.
+
+None: there is nothing to measure, the speedup is not for this device.
 """
 LABEL_WIDTH = max(map(len, LABELS.values()))
 
 
 class ListResult(Result):
-    """What there is of one kind."""
+    """The entries of one kind."""
 
     kind: str
     """datasets, models, speedups, recipes, machines, sources or optimizers."""
     note: str | None = None
-    """Of speedups: that they are decided for a GPU which is not here, and for a run of which
-    length; None where there is nothing to say.
-    """
+    """For speedups: the run length they are decided for, and whether the GPU is not present."""
     items: list[dict[str, Any]]
-    """One object an entry: its `name` and its `description`.
+    """One object per entry, with its `name` and its `description`.
 
-    For speedups also whether it is `on` here and the `reason`; whether that is `measured` on such a
-    device (null: it is not for
-    this device); the `gain` that bench measured on this hardware, and the one that was `predicted`, in words or null."""
+    A speedup also has `on` with the `reason`; whether that was `measured` on such a device (null:
+    it is not for this device); the `gain` that bench measured on this hardware; and the `predicted` gain,
+    as text or null."""
 
     def summary(self) -> str:
-        """Return a line an entry."""
+        """Return one line per entry, and more lines for a speedup with figures."""
         width = max((len(item["name"]) for item in self.items), default=0)
         lines = [self._line(item, width) for item in self.items]
         return (
@@ -90,30 +87,24 @@ class ListResult(Result):
 
 
 def gain_alone(predicted: str) -> str:
-    """Return a predicted gain without the arithmetic that follows its first colon or full stop;
-    docs/speedups.md has both.
-    """
+    """Return a predicted gain up to its first colon or full stop; docs/speedups.md has the rest."""
     return re.split(r"[.:;] ", predicted, maxsplit=1)[0]
 
 
 def list_entries(
     kind: Annotated[
-        str,
-        typer.Argument(
-            help="datasets, models, speedups, recipes, machines, sources or optimizers."
-        ),
+        str, Argument("datasets, models, speedups, recipes, machines, sources or optimizers.")
     ],
     recipe: Annotated[
-        str | Path | None,
-        typer.Option(help="Speedups: decide for this recipe instead of the defaults."),
+        str | Path | None, Option("For speedups: decide for this recipe, not the defaults.")
     ] = None,
     *,
     progress: Progress = SILENT,
 ) -> ListResult:
-    """Show what there is: data sets, models, speedups, recipes, machines.
+    """List the available datasets, models, speedups, recipes, machines, sources or optimizers.
 
-    Speedups are shown on or off as a run on this machine would have them, with the reason, and
-    whether that was measured.
+    Speedups are shown as a run on this machine would use them: on or off, the reason, and whether
+    that was measured.
 
     Raises: ConfigError for an unknown kind or recipe, with the nearest name.
     """
@@ -158,7 +149,8 @@ def _speedups(recipe: str | Path | None, progress: Progress) -> ListResult:
         )
     elsewhere = device.startswith("cuda") and not machine.gpus
     note = (
-        f"This recipe asks for a GPU (train.device={device}), which is not here; this is what it would use on one."
+        f"This recipe needs a GPU (train.device={device}), and there is none here; on a GPU it "
+        "would use:"
         if elsewhere
         else None
     )
@@ -170,12 +162,11 @@ def _speedups(recipe: str | Path | None, progress: Progress) -> ListResult:
 def _expected_length(
     config: RunConfig, machine: Machine, progress: Progress
 ) -> tuple[float | None, str | None]:
-    """Return about how many minutes a run takes on one GPU, with a sentence on how that is known;
-    nothing where it is not known.
+    """Return the expected minutes of a run on one GPU, and a sentence on how they were estimated.
 
-    On a GPU that is here it is what `train` goes by. For one that is not here, no run is shorter
-    than on the fastest GPU at its full rate: where even that is long enough for every speedup that
-    pays from some length, that is known, and else nothing.
+    Both are None when they are unknown. On a GPU that is present, `train` uses the same estimate.
+    Without one, no run is shorter than on the fastest known GPU at its peak rate; if even that is
+    long enough for every speedup that pays off only in long runs, it is returned, otherwise None.
     """
     if config.train.steps is None and config.train.tokens is None:
         return None, None
@@ -186,7 +177,7 @@ def _expected_length(
     if machine.row is not None:
         minutes = expected_minutes(config, machine.row.peak_tflops["bf16"].value * ASSUMED_MFU)
         how = f"at {ASSUMED_MFU:.0%} of the peak of one {machine.gpus[0].name}"
-        return minutes, f"A run is taken to last about {duration((minutes or 0) * 60)}: {how}."
+        return minutes, f"Estimated length of a run: {duration((minutes or 0) * 60)}, {how}."
     tflops, fastest = max(
         (row["peak_tflops"].get("bf16", {}).get("value", 0), name)
         for name in MACHINES.names()
@@ -197,12 +188,13 @@ def _expected_length(
         return None, None
     return (
         least,
-        f"A run lasts at least {duration(least * 60)}: that is the fastest GPU known, one {fastest}, at its full rate.",
+        f"A run takes at least {duration(least * 60)}: one {fastest}, the fastest GPU known, "
+        "at its peak rate.",
     )
 
 
 def _machines(machine: Machine) -> list[dict[str, Any]]:
-    """Every data sheet, this machine's first."""
+    """Return this machine, and the data sheet of each known GPU."""
     here = machine.row.name if machine.row else None
     items = [{"name": "(this machine)", "description": machine.describe()}]
     for name in MACHINES.names():

@@ -1,4 +1,4 @@
-"""Tokenise text once: pack it into a data set folder that training reads."""
+"""Tokenise text once, and pack it into a dataset that training reads."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import typer
 from pydantic import Field
 
 from flatout.cache import CACHE
-from flatout.commands import Command, Result
+from flatout.commands import Argument, Command, EndOfText, Option, Pattern, Result
 from flatout.data.prepare.pipeline import (
     Options,
     Prepared,
@@ -30,26 +29,104 @@ from flatout.errors import UsageError
 from flatout.progress import SILENT, Progress
 from flatout.transfer.urls import is_url
 
+Paths = list[str] | list[Path] | str | Path
+"""One or several, as text or as paths; the command line gives a list of text."""
+Sources = Annotated[
+    Paths,
+    Argument(
+        "Files, directories, quoted globs, URLs (s3://, https://), - (standard input), sources, "
+        "datasets."
+    ),
+]
+Out = Annotated[
+    str | Path,
+    Option(
+        "Directory or URL (s3://, gs://) to write; it must be absent, empty, or contain this same "
+        "dataset."
+    ),
+]
+TokenizerName = Annotated[
+    str | Path,
+    Option(
+        "char, byte, train:N, a tokenizer.json or .tiktoken file, or a Hugging Face repository, "
+        "ORG/NAME[@REVISION]."
+    ),
+]
+TextField = Annotated[
+    str | None, Option("Field or column of a row that contains the text; 'text' by default.")
+]
+Include = Annotated[
+    Paths | None,
+    Option(
+        "Files that a directory contributes in addition to text and rows, such as '*.py'; "
+        "repeatable."
+    ),
+]
+Encoding = Annotated[
+    str | None, Option("Encoding of files that are not UTF-8, such as CP1252 or UTF-16.")
+]
+Split = Annotated[
+    str | None,
+    Option("'tail F' or 'hash F': the fraction used for validation, from the end or by document."),
+]
+Val = Annotated[
+    Paths | None, Option("Text for validation only, exempt from the limits; repeatable.")
+]
+MaxDocuments = Annotated[int | None, Option("Take at most this many documents of SOURCES.")]
+MaxBytes = Annotated[
+    int | None, Option("Take at most this many bytes of text; the last document is cut there.")
+]
+OnBadRow = Annotated[Literal["raise", "skip"], Option("What to do with an unusable row.")]
+MaxBadRows = Annotated[
+    int | None,
+    Option("With --on-bad-row skip, fail above this many; 1% by default, but at least 100."),
+]
+MaskField = Annotated[
+    str | None,
+    Option("Field of a row that precedes the text and is not learned from, such as prompt."),
+]
+Duplicates = Annotated[
+    Literal["keep", "drop"], Option("Keep a document that occurred before, or drop and count it.")
+]
+FromFile = Annotated[
+    str | Path | None, Option("The dataset's file, for a machine without network.", "--from")
+]
+NumWorkers = Annotated[int | None, Option("Processes; one per usable core by default.")]
+Part = Annotated[
+    str | None,
+    Option(
+        "I/N: do only this part of the work, beside other processes that share the directory, as "
+        "in a Slurm array; then --join."
+    ),
+]
+Join = Annotated[bool, Option("Join what was done with --part; reports missing parts.")]
+EngineName = Annotated[
+    str,
+    Option(
+        "local, or ray: a Ray cluster whose nodes all see --out and the sources by the same names."
+    ),
+]
+
 
 class PrepareResult(Result):
-    """What `prepare` wrote."""
+    """The dataset that `prepare` wrote."""
 
     path: Path | str
-    """The data set folder, or the address."""
+    """The dataset directory, or the URL."""
     documents: int
-    """Documents of both splits; one that was cut where validation begins is one."""
+    """Documents of both splits; one that is cut where validation begins counts once."""
     tokens: int
-    """Tokens of both splits, an end-of-text token a document included."""
+    """Tokens of both splits, including one end-of-text token per document."""
     bytes: int
     """UTF-8 bytes of the text."""
     seconds: float
-    """Wall time of this call, the tokenizer's training included."""
+    """Wall time of this call, including the training of a tokenizer."""
     tokens_per_s: float
-    """Tokens divided by that time; 0 when the folder was there already."""
+    """Tokens divided by that time; 0 when the dataset already existed."""
     skipped: int
-    """Rows and files left out; the folder's manifest says which and why."""
+    """Rows and files left out; the manifest says which and why."""
     skipped_by_reason: dict[str, int]
-    """The same by reason, such as `.png file`, a file of a folder that is not read."""
+    """The same by reason, such as `.png file` for a file that directories do not contribute."""
     closing: str = Field(exclude=True, repr=False)
     """The summary, as text."""
 
@@ -58,185 +135,77 @@ class PrepareResult(Result):
         return self.closing
 
 
-Places = list[str] | list[Path] | str | Path
-"""One or several, as text or as paths; a command line gives a list of text."""
-
-
 def prepare(
-    sources: Annotated[
-        Places,
-        typer.Argument(
-            help="Files, folders, quoted globs, addresses (s3://, https://), - (standard input), sources, data sets."
-        ),
-    ],
-    out: Annotated[
-        str | Path,
-        typer.Option(
-            help="Folder or address (s3://, gs://) to write; it must be empty, absent, or hold this very data set."
-        ),
-    ],
-    tokenizer: Annotated[
-        str | Path,
-        typer.Option(
-            help="char, byte, train:N, a tokenizer.json or .tiktoken file, or a Hugging Face repository, ORG/NAME[@REVISION]."
-        ),
-    ] = "train:4096",
-    pattern: Annotated[
-        str | None,
-        typer.Option(
-            help="Regular expression that splits text, for a .tiktoken file that is not a known one."
-        ),
-    ] = None,
-    end_of_text: Annotated[
-        str | None,
-        typer.Option(help="End-of-text token of a tokenizer.json, when it is not a usual one."),
-    ] = None,
-    text_field: Annotated[
-        str | None,
-        typer.Option(help="Field or column of a row that holds the text; text when not given."),
-    ] = None,
-    include: Annotated[
-        Places | None,
-        typer.Option(
-            help="Files that folders give besides text and rows, such as '*.py'; may be repeated."
-        ),
-    ] = None,
-    encoding: Annotated[
-        str | None,
-        typer.Option(help="Encoding of the files that are not UTF-8, such as CP1252 or UTF-16."),
-    ] = None,
-    split: Annotated[
-        str | None,
-        typer.Option(
-            help="'tail F' or 'hash F': which fraction is for validation, from the end or by document."
-        ),
-    ] = None,
-    val: Annotated[
-        Places | None,
-        typer.Option(
-            help="Text for validation alone, whole whatever the limits; may be given several times."
-        ),
-    ] = None,
-    max_documents: Annotated[
-        int | None, typer.Option(help="Take at most so many documents of SOURCE.")
-    ] = None,
-    max_bytes: Annotated[
-        int | None,
-        typer.Option(
-            help="Take at most so many bytes of text of SOURCE; the last document is cut there."
-        ),
-    ] = None,
-    on_bad_row: Annotated[
-        Literal["raise", "skip"], typer.Option(help="What to do with a row that cannot be used.")
-    ] = "raise",
-    max_bad_rows: Annotated[
-        int | None,
-        typer.Option(
-            help="With --on-bad-row skip, stop at more than so many; 1%, at least 100, by default."
-        ),
-    ] = None,
-    mask_field: Annotated[
-        str | None,
-        typer.Option(
-            help="Field of a row that is packed before the text and not learned from, such as prompt."
-        ),
-    ] = None,
-    duplicates: Annotated[
-        Literal["keep", "drop"],
-        typer.Option(help="Keep a document that was there before, or drop it, counted."),
-    ] = "keep",
-    from_file: Annotated[
-        str | Path | None,
-        typer.Option("--from", help="The data set's file, where there is no network."),
-    ] = None,
-    workers: Annotated[
-        int | None, typer.Option(help="Processes; one a usable core when not given.")
-    ] = None,
-    part: Annotated[
-        str | None,
-        typer.Option(
-            help="I/N: do only this part of the work, beside others in the same folder, as in a Slurm array; then --join."
-        ),
-    ] = None,
-    join: Annotated[
-        bool,
-        typer.Option(
-            "--join", help="Join what was done with --part; it says which parts are missing."
-        ),
-    ] = False,
-    engine: Annotated[
-        str,
-        typer.Option(
-            help="local, or ray: a Ray cluster whose nodes all see the folder of --out and the sources by the same names."
-        ),
-    ] = "local",
+    sources: Sources,
+    out: Out,
+    tokenizer: TokenizerName = "train:4096",
+    pattern: Pattern = None,
+    end_of_text: EndOfText = None,
+    text_field: TextField = None,
+    include: Include = None,
+    encoding: Encoding = None,
+    split: Split = None,
+    val: Val = None,
+    max_documents: MaxDocuments = None,
+    max_bytes: MaxBytes = None,
+    on_bad_row: OnBadRow = "raise",
+    max_bad_rows: MaxBadRows = None,
+    mask_field: MaskField = None,
+    duplicates: Duplicates = "keep",
+    from_file: FromFile = None,
+    workers: NumWorkers = None,
+    part: Part = None,
+    join: Join = False,
+    engine: EngineName = "local",
     *,
     cache: Path | str = CACHE,
     progress: Progress = SILENT,
 ) -> PrepareResult:
-    """Tokenise text once and pack it into a folder, here or at an address, that training reads."""
-    names, apart = _names(sources), (_names(val or ()), _names(include or ()), encoding)
+    """Tokenise text once and pack it into a dataset, local or at a URL, that training reads."""
+    # fmt: off
     options = Options(
-        str(tokenizer),
-        pattern,
-        end_of_text,
-        text_field,
-        split,
-        max_documents,
-        max_bytes,
-        on_bad_row,
-        max_bad_rows,
-        mask_field,
-        duplicates,
-        *apart,
+        str(tokenizer), pattern, end_of_text, text_field, split, max_documents, max_bytes,
+        on_bad_row, max_bad_rows, mask_field, duplicates,
+        _names(val or ()), _names(include or ()), encoding,
     )
-    given: dict[str, Any] = {
-        "from_file": None if from_file is None else str(from_file),
-        "cache": Path(cache),
-        "progress": progress,
-    }
-    _check_ways(part, join, engine, str(out))
-    if is_url(str(out)):
-        return _result(
-            prepare_upload(
-                names, str(out), options, workers=workers, engine=engine_named(engine), **given
-            )
-        )
+    # fmt: on
+    file = None if from_file is None else str(from_file)
+    shared: dict[str, Any] = {"from_file": file, "cache": Path(cache), "progress": progress}
+    _check_work_sharing(part, join, engine, str(out))
+    names = _names(sources)
+    if join:
+        return _result(join_parts(names, Path(out), options, **shared))
+    shared["workers"] = workers
     if part is not None:
         share = PartOf.parse(part)
-        return _part_result(
-            prepare_part(names, Path(out), options, share, workers=workers, **given), share
-        )
-    if join:
-        return _result(join_parts(names, Path(out), options, **given))
-    return _result(
-        prepare_dataset(
-            names, Path(out), options, workers=workers, engine=engine_named(engine), **given
-        )
-    )
+        return _part_result(prepare_part(names, Path(out), options, share, **shared), share)
+    shared["engine"] = engine_named(engine)
+    if is_url(str(out)):
+        return _result(prepare_upload(names, str(out), options, **shared))
+    return _result(prepare_dataset(names, Path(out), options, **shared))
 
 
 def _names(given: Sequence[str | Path] | str | Path) -> tuple[str, ...]:
     return tuple(str(name) for name in ([given] if isinstance(given, str | Path) else given))
 
 
-def _check_ways(part: str | None, join: bool, engine: str, out: str) -> None:
-    """Refuse two ways to share the work out at once, and parts that share no folder."""
+def _check_work_sharing(part: str | None, join: bool, engine: str, out: str) -> None:
+    """Refuse two ways of sharing the work at once, and parts that share no directory."""
     if part is not None and join:
         raise UsageError(
             "--part and --join are two steps.",
             fix="Do every part with --part I/N, then --join once, without --part.",
         )
+    other = "--join" if part is None else "--part"
     if engine != "local" and (part is not None or join):
-        other = "--join" if part is None else "--part"
         raise UsageError(
-            f"--engine {engine} does the whole work; {other} is another way to share it out.",
+            f"--engine {engine} does the whole work; {other} is another way to share it.",
             fix="Leave one of the two out.",
         )
     if is_url(out) and (part is not None or join):
         raise UsageError(
-            f"{'--join' if part is None else '--part'} works in a folder that all parts share, and {out} is an address.",
-            fix="Name a shared folder with --out, or leave out --part and --join.",
+            f"{other} needs a directory that all parts share, and {out} is a URL.",
+            fix="Name a shared directory with --out, or leave out --part and --join.",
         )
 
 
@@ -256,15 +225,15 @@ def _result(made: Prepared | Uploaded) -> PrepareResult:
 
 
 def _part_result(made: PreparedPart, part: PartOf) -> PrepareResult:
-    """Return what one part holds; the folder comes with --join."""
+    """Return the result of one part; --join completes the dataset."""
     tokens = sum(record.tokens for record in made.records)
     skipped: Counter[str] = Counter()
     for entry in chain.from_iterable(record.skipped for record in made.records):
         skipped[entry.reason] += entry.count
     left = (
-        f"{made.left:,} are left to other parts"
+        f"{made.left:,} are left for other parts"
         if made.left
-        else "all parts are done: join them with --join"
+        else "all parts are done; join them with --join"
     )
     return PrepareResult(
         path=made.path,
@@ -275,39 +244,38 @@ def _part_result(made: PreparedPart, part: PartOf) -> PrepareResult:
         tokens_per_s=round(tokens / made.seconds, 1),
         skipped=skipped.total(),
         skipped_by_reason=dict(skipped),
-        closing=f"{made.path}  part {part.index}/{part.count} done in {made.seconds:.1f} s: {len(made.records):,} ranges; {left}",
+        closing=f"{made.path}  part {part.index}/{part.count} done in {made.seconds:.1f} s: "
+        f"{len(made.records):,} ranges; {left}",
     )
 
 
 def _closing(path: Path | str, manifest: Manifest, seconds: float, existed: bool) -> str:
-    verb = "was there already" if existed else f"written in {seconds:.1f} s"
+    verb = "already exists" if existed else f"written in {seconds:.1f} s"
+    splits = ", ".join(f"{name} {split.tokens:,}" for name, split in manifest.splits.items())
     lines = [
         f"{path}  {verb}",
-        f"  {manifest.tokens:,} tokens of {_documents(manifest)}, {manifest.text_bytes / 1e6:,.2f} MB of text",
-        f"  tokenizer {manifest.tokenizer.name}, vocabulary {manifest.vocab_size:,}; split by {manifest.split_rule}: "
-        + ", ".join(f"{name} {split.tokens:,}" for name, split in manifest.splits.items()),
+        f"  {manifest.tokens:,} tokens of {_documents(manifest)}, "
+        f"{manifest.text_bytes / 1e6:,.2f} MB of text",
+        f"  tokenizer {manifest.tokenizer.name}, vocabulary {manifest.vocab_size:,}; "
+        f"split by {manifest.split_rule}: {splits}",
     ]
-    lines += [
-        f"  left out: {entry.count:,} {_counted(entry.reason, entry.count)}{f' (first: {entry.first[0]})' if entry.first else ''}"
-        for entry in manifest.skipped
-    ]
+    for entry in manifest.skipped:
+        first = f" (first: {entry.first[0]})" if entry.first else ""
+        lines.append(f"  left out: {entry.count:,} {_plural(entry.reason, entry.count)}{first}")
     return "\n".join(lines)
 
 
-def _counted(reason: str, count: int) -> str:
-    """Return a reason in the plural where it names the kind of what was left out, such as `.py
-    file`.
-    """
+def _plural(reason: str, count: int) -> str:
+    """Return a reason in the plural if it names a kind of thing, such as `.py file`."""
     return reason if count == 1 else re.sub(r"^(\S+ )?(file|document)\b", r"\g<0>s", reason)
 
 
 def _documents(manifest: Manifest) -> str:
-    count = f"{manifest.documents:,} document{'' if manifest.documents == 1 else 's'}"
-    return (
-        f"{count} ({'its' if manifest.documents == 1 else 'of one, the'} end is for validation)"
-        if manifest.cut_documents
-        else count
-    )
+    one = manifest.documents == 1
+    count = f"{manifest.documents:,} document{'' if one else 's'}"
+    if not manifest.cut_documents:
+        return count
+    return f"{count} ({'its' if one else 'of one, the'} end is for validation)"
 
 
 COMMAND = Command(

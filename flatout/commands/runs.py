@@ -1,6 +1,4 @@
-"""Show the runs there are, with state, step, loss, size, age, and the settings in which they
-differ.
-"""
+"""List runs: their state, step, loss, size, age, and the settings in which they differ."""
 
 from __future__ import annotations
 
@@ -12,10 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
 from pydantic import BaseModel, ConfigDict
 
-from flatout.commands import Command, Result
+from flatout.commands import Argument, Command, Result
 from flatout.errors import CheckpointError, FlatoutError
 from flatout.files import folder_bytes, read_lines
 from flatout.recognised import require_local
@@ -26,7 +23,7 @@ from flatout.training.run_dir.lock import is_locked
 
 DEFAULT_ROOT = Path("runs")
 TAIL_BYTES = 256 * 1024
-"""How much of metrics.jsonl is read, from its end: the last losses stand there."""
+"""How much of metrics.jsonl is read: its end has the last losses."""
 
 
 class RunItem(BaseModel):
@@ -35,41 +32,40 @@ class RunItem(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     run: str
-    """The run folder."""
+    """The run directory."""
     state: str
-    """running; finished; stopped (saved, the same command goes on); interrupted; failed; killed (no
-    word of its end); new; damaged.
-    """
+    """running, finished, stopped (saved; the same command resumes it), interrupted, failed, killed
+    (it recorded no end), new or damaged."""
     step: int
-    """Optimiser steps taken, as far as it is written."""
+    """Last recorded optimiser step."""
     last_step: int | None
     """Optimiser steps of the whole run."""
     train_loss: float | None
-    """Last training loss written, in nats a token."""
+    """Last recorded training loss, in nats per token."""
     val_loss: float | None
-    """Last validation loss written, in nats a token."""
+    """Last recorded validation loss, in nats per token."""
     checkpoints: list[int]
     """Steps that have a checkpoint."""
     bytes: int
-    """Size of the run folder and its checkpoints."""
+    """Size of the run directory and its checkpoints."""
     age_s: float
-    """Seconds since something was last written."""
+    """Seconds since the last write."""
     settings: dict[str, Any]
-    """Its recipe's `name`, where several are listed, and the keys in which runs of that recipe
-    differ; as they were asked for.
-    """
+    """The keys in which runs of its recipe differ, and the recipe's `name` if several are listed.
+
+    Values are as the user gave them."""
 
 
 class RunsResult(Result):
-    """The runs there are, oldest first."""
+    """All runs, oldest first."""
 
     items: list[RunItem]
-    """One object a run."""
+    """One object per run."""
 
     def summary(self) -> str:
-        """Return a table: a line a run, and below it the settings in which it differs from others."""
+        """Return a table with one line per run, and below it the settings that set it apart."""
         if not self.items:
-            return "There are no runs yet. `flatout demo` makes one."
+            return "There are no runs yet. `flatout demo` starts one."
         base = os.path.commonpath([os.path.dirname(item.run) for item in self.items])
         head = ("run", "state", "step", "loss", "val loss", "size", "age")
         rows = [
@@ -78,9 +74,7 @@ class RunsResult(Result):
         ]
         widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
         lines = ["  ".join(_padded(row, widths)).rstrip() for row in rows]
-        below = [
-            f"    {words}" if words else "" for words in ("", *map(_settings_words, self.items))
-        ]
+        below = [f"    {text}" if text else "" for text in ("", *map(_settings_text, self.items))]
         return "\n".join(
             [
                 f"In {base or '.'}:",
@@ -91,11 +85,10 @@ class RunsResult(Result):
 
 def runs(
     root: Annotated[
-        Path | str, typer.Argument(help="Folder that holds run folders, or one of them.")
+        Path | str, Argument("Directory that contains run directories, or one of them.")
     ] = DEFAULT_ROOT,
 ) -> RunsResult:
-    """Show the runs there are, with state, step, loss, size, age, and the settings in which they
-    differ.
+    """List runs: their state, step, loss, size, age, and the settings in which they differ.
 
     Raises: CheckpointError when `root` is given and does not exist.
     """
@@ -103,23 +96,18 @@ def runs(
     root = Path(root)
     if not root.is_dir() and root != DEFAULT_ROOT:
         raise CheckpointError(
-            f"There is no folder {root}.",
-            fix="Name a folder of runs; without one, `flatout runs` shows those in ./runs.",
+            f"There is no directory {root}.",
+            fix="Name a directory of runs; without one, `flatout runs` lists those in ./runs.",
         )
     paths = layout.list_runs(root)
-    return RunsResult(
-        items=[
-            _item(path, settings)
-            for path, settings in zip(
-                paths, differing([_settings(path) for path in paths]), strict=True
-            )
-        ]
-    )
+    settings = differing([_settings(path) for path in paths])
+    return RunsResult(items=list(map(_item, paths, settings)))
 
 
 def differing(configurations: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return, of each configuration, its recipe's name and the keys that have another value in
-    another run of the same recipe.
+    """Return the keys of each configuration in which runs of the same recipe differ.
+
+    The recipe's name is included if there are several recipes.
     """
     values: dict[tuple[str, str], set[str]] = {}
     for one in configurations:
@@ -141,25 +129,25 @@ def _settings(path: Path) -> dict[str, Any]:
     try:
         settings = layout.read_settings(path)
         return settings | {"name": str(settings.get("name", path.name))}
-    except FlatoutError:  # its state says that it is damaged
+    except FlatoutError:  # its state is shown as damaged
         return {}
 
 
-def _settings_words(item: RunItem) -> str:
-    """Return a run's settings; its recipe only where the folder's name does not begin with it."""
-    told = {
+def _settings_text(item: RunItem) -> str:
+    """Return a run's settings as text; its recipe only if the directory's name does not show it."""
+    shown = {
         key: value
         for key, value in item.settings.items()
         if key != "name" or not os.path.basename(item.run).startswith(str(value))
     }
     return ", ".join(
         f"{key}={value if isinstance(value, str) else json.dumps(value, default=str)}"
-        for key, value in told.items()
+        for key, value in shown.items()
     )
 
 
 def _age(seconds: float) -> str:
-    """Return an age as a person says it: in its largest unit."""
+    """Return an age in its largest unit."""
     units = ((86_400, "d"), (3600, "h"), (60, "min"))
     return next(
         (f"{seconds // length:.0f} {unit}" for length, unit in units if seconds >= length),
@@ -172,8 +160,8 @@ def _item(path: Path, settings: dict[str, Any]) -> RunItem:
         config = layout.read_config(path)
         checkpoints, state = catalog.steps(path), _state(path)
         size = folder_bytes(path)
-        place = catalog.checkpoints_folder(path)
-        size += 0 if place.is_relative_to(path) else folder_bytes(place)
+        checkpoints_dir = catalog.checkpoints_folder(path)
+        size += 0 if checkpoints_dir.is_relative_to(path) else folder_bytes(checkpoints_dir)
         records = list(read_lines(path / "metrics.jsonl", tail_bytes=TAIL_BYTES))
     except FlatoutError:
         config, checkpoints, state, size, records = None, [], "damaged", folder_bytes(path), []
@@ -235,7 +223,7 @@ def _row(item: RunItem) -> tuple[str, ...]:
 
 
 def _padded(row: tuple[str, ...], widths: list[int]) -> list[str]:
-    """Text to the left, numbers to the right."""
+    """Return the cells padded to the widths: text to the left, numbers to the right."""
     return [
         cell.ljust(width) if column < 2 else cell.rjust(width)
         for column, (cell, width) in enumerate(zip(row, widths, strict=True))

@@ -1,58 +1,59 @@
-"""Train a recipe; a run folder that holds a checkpoint goes on from it."""
+"""Train a recipe; a run directory that holds a checkpoint resumes from it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
-import typer
 from pydantic import ValidationError
 
 from flatout.assembly import preflight
 from flatout.cache import CACHE
-from flatout.commands import TRUST_CODE, Command, Result
+from flatout.commands import Command, Option, Overrides, RecipeName, Result, TrustCode
 from flatout.commands.eval import DatasetScore, score_table
 from flatout.config.schema import RunConfig, load_config
 from flatout.progress import SILENT, Progress
 from flatout.recognised import require_local
+from flatout.training.metrics.observers import Observer
 from flatout.training.run_dir.lookup import RUNS
 
 if TYPE_CHECKING:
     from flatout.assembly.run import Run
-    from flatout.training.metrics.observers import Observer
+
+SAMPLE_TOKENS = 160
+"""Length of a sample inside a run."""
 
 
 class TrainResult(Result):
-    """What a run came to."""
+    """The summary of a run."""
 
     run: str
-    """The run folder."""
+    """The run directory."""
     steps: int
     """Optimiser steps."""
     tokens: int
     """Tokens trained on, over all resumes."""
     train_loss: float | None
-    """Loss of the last recorded step, in nats a token."""
+    """Loss of the last recorded step, in nats per token."""
     val_loss: float | None
-    """Loss on the whole validation split, in nats a token; of a mix, each set's loss in its share.
-    """
+    """Loss on the whole validation split, in nats per token; of a mix, weighted by its shares."""
     best_val_loss: float | None
-    """Lowest loss on the validation tokens that evaluations inside the run score; `generate
-    --checkpoint best` takes that step.
-    """
+    """Lowest loss on the validation tokens that evaluations inside the run score.
+
+    `generate --checkpoint best` takes that step."""
     best_step: int | None
     """The step of that loss."""
     bits_per_byte: float | None
-    """Validation loss as bits a byte of text."""
+    """Validation loss in bits per byte of text."""
     by_dataset: tuple[DatasetScore, ...] = ()
-    """Each data set of a mix by itself, as `eval` shows it."""
+    """The score on each dataset of a mix, as `eval` shows it."""
     stopped_early: bool = False
     """Whether train.patience ended it before its last step."""
     stopped_because: str | None = None
     """Why it ended before its last step."""
     tokens_per_s: float | None
-    """Steady rate of training: median after the warm-up."""
+    """Steady rate of training: the median after the warm-up."""
     wall_tokens_per_s: float | None
     """Tokens over this process's whole time, evaluation and saving included."""
     mfu: float | None
@@ -62,21 +63,20 @@ class TrainResult(Result):
     peak_gib: float | None
     """Most memory used."""
     compile_s: float | None = None
-    """Seconds that compiling took, before the first step and after; None when nothing was compiled.
-    """
+    """Seconds spent compiling, before the first step and after; null when nothing was compiled."""
     recompiles: int | None = None
-    """Graphs compiled after the warm-up: each held training up, and events.jsonl says why."""
+    """Graphs compiled after the warm-up; events.jsonl has the reason for each."""
     wall_s: float
     """Seconds of this process, from the first step to the summary."""
     elapsed_s: float
     """Seconds over all resumes."""
     resumed_from: str | None
-    """Checkpoint this process went on from."""
+    """Checkpoint that this process resumed from."""
     weights_sha256: str
     """Digest of the final weights: equal runs have equal digests."""
 
     def summary(self) -> str:
-        """Return what the run came to, its curve and its last sample."""
+        """Return the last sample, the loss curve and the figures of the run."""
         from flatout.terminal import closing
 
         parts = [closing(self.model_dump())]
@@ -85,36 +85,36 @@ class TrainResult(Result):
         return "\n\n".join(parts)
 
 
+RunDir = Annotated[
+    Path | str | None,
+    Option(
+        "Run directory; runs/RECIPE-DIGEST by default. torchrun rejects the short form --run.",
+        "--run-dir",
+        "--run",
+    ),
+]
+
+
 def train(
-    recipe: Annotated[str | Path, typer.Argument(help="A recipe's name, or a YAML file.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(help="section.key=value, over the recipe.")
-    ] = None,
-    run: Annotated[
-        Path | str | None,
-        typer.Option(
-            "--run-dir",
-            "--run",
-            help="Run directory; runs/RECIPE-DIGEST by default. torchrun rejects the short form --run.",
-        ),
-    ] = None,
+    recipe: RecipeName,
+    overrides: Overrides = None,
+    run: RunDir = None,
     resume: Annotated[
-        str | Path, typer.Option(help="auto, never, or a checkpoint's or run's folder.")
+        str | Path, Option("auto, never, or the path of a checkpoint or a run directory.")
     ] = "auto",
-    trust_code: Annotated[bool, TRUST_CODE] = False,
+    trust_code: TrustCode = False,
     *,
     observers: Sequence[Observer] = (),
     progress: Progress = SILENT,
 ) -> TrainResult:
-    """Train a recipe; a run folder that holds a checkpoint goes on from it.
+    """Train a recipe; a run directory that holds a checkpoint resumes from it.
 
-    Returns: the run's summary; of a finished run, the one it already has.
-    Raises: UsageError before anything was changed, UntrustedCode among them; Stopped when a signal
+    Returns: the run's summary; for a finished run, the one it already has.
+    Raises: UsageError, UntrustedCode among them, before anything is changed; Stopped when a signal
             ended the run after a save.
     """
-    config = load_config(recipe, overrides or (), trust_code=trust_code)
     return train_config(
-        config,
+        load_config(recipe, overrides or (), trust_code=trust_code),
         run=run,
         resume=resume,
         trust_code=trust_code,
@@ -131,8 +131,7 @@ def check(
     progress: Progress = SILENT,
     trust_code: bool = False,
 ) -> None:
-    """Do nothing when nothing is wrong with the words of a command line that can be told without
-    torch; data at an address is fetched.
+    """Check the command line as far as that is possible without torch; remote data is fetched.
 
     Raises: UsageError.
     """
@@ -141,7 +140,7 @@ def check(
 
 
 def require_local_run(run: Path | str | None, resume: str) -> None:
-    """Do nothing when the folders that a run is written to and resumed from are of this machine.
+    """Check that a run is written to, and resumed from, paths on this machine.
 
     Raises: UsageError.
     """
@@ -158,15 +157,15 @@ def train_config(
     observers: Sequence[Observer] = (),
     progress: Progress = SILENT,
 ) -> TrainResult:
-    """Train a configuration made in Python. Arguments, result and errors as `train`."""
+    """Train a configuration built in Python; arguments, result and errors are those of `train`."""
     from flatout.training.run import run_training
     from flatout.training.run_dir.layout import damaged_summary, run_name
 
     require_local_run(run, str(resume))
-    place = RUNS / run_name(config) if run is None else Path(run)
+    run_dir = RUNS / run_name(config) if run is None else Path(run)
     summary = run_training(
         config,
-        place,
+        run_dir,
         resume=str(resume),
         trust_code=trust_code,
         observers=observers,
@@ -174,27 +173,24 @@ def train_config(
         cache=CACHE,
         progress=progress,
     )
-    fields = TrainResult.model_fields.items()
+    fields = {
+        name: summary.get(name)
+        for name, field in TrainResult.model_fields.items()
+        if name in summary or field.is_required()
+    }
     try:
-        return TrainResult(
-            **{
-                name: summary.get(name)
-                for name, field in fields
-                if name in summary or field.is_required()
-            }
-        )
+        return TrainResult(**fields)
     except ValidationError as error:
-        raise damaged_summary(place) from error
+        raise damaged_summary(run_dir) from error
 
 
 def sample_text(run: Run) -> str:
-    """Return a few lines in the model's own words."""
+    """Return a short text generated by the model as it is now."""
     from flatout.inference.generate import sample
 
-    core: Any = run.core
     prompt = run.config.train.sample_prompt
     pieces = sample(
-        core,
+        run.core,
         run.dataset.tokenizer,
         prompt,
         temperature=0.8,
@@ -205,9 +201,6 @@ def sample_text(run: Run) -> str:
     )
     return prompt + "".join(pieces)
 
-
-SAMPLE_TOKENS = 160
-"""Length of a sample inside a run."""
 
 COMMAND = Command(
     train,

@@ -1,13 +1,11 @@
-"""Check a prepared data set, every block and count."""
+"""Check a prepared dataset: every block and every count."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from flatout.commands import Command, Result
+from flatout.commands import Argument, Command, Result
 from flatout.data.store.remote import dataset_url
 from flatout.data.store.verify import verify_dataset, verify_stored
 from flatout.progress import SILENT, Progress
@@ -18,17 +16,17 @@ class VerifyResult(Result):
     """What `verify` found."""
 
     path: str
-    """The folder, or the address."""
+    """The directory, or the URL."""
     ok: bool
     """Whether nothing is wrong."""
     problems: list[str]
-    """A sentence each, with the file and the byte where there is one."""
+    """One sentence per problem, with the file and the offset where there is one."""
     files: int
     """Files that the manifest names."""
     blocks: int
     """Blocks that were read, of up to 4 MiB."""
     bytes: int
-    """Their bytes."""
+    """Their size."""
 
     @property
     def exit_code(self) -> int:
@@ -36,45 +34,37 @@ class VerifyResult(Result):
         return 0 if self.ok else 1
 
     def summary(self) -> str:
-        """Return one line when all is well, or the problems and what to do."""
+        """Return one line when the dataset is intact, or the problems and the fix."""
         read = f"{self.blocks:,} blocks of {self.files:,} files read, {self.bytes / 1e6:,.1f} MB"
         if self.ok:
-            return f"{self.path} is whole: {read}."
+            return f"{self.path} is intact: {read}."
         count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems):,} problems"
-        return "\n".join(
-            [
-                f"{self.path} is damaged: {count}; {read}.",
-                *self.problems,
-                "Fix: delete it and run `flatout prepare` again, or copy it again.",
-            ]
-        )
+        fix = "Fix: delete it and run `flatout prepare` again, or copy it again."
+        return "\n".join([f"{self.path} is damaged: {count}; {read}.", *self.problems, fix])
 
 
 def verify(
     data: Annotated[
         str | Path,
-        typer.Argument(
-            help="Folder written by `flatout prepare` or `flatout import`, or its address."
-        ),
+        Argument("Directory written by `flatout prepare` or `flatout import`, or its URL."),
     ],
     *,
     progress: Progress = SILENT,
 ) -> VerifyResult:
-    """Check a prepared data set: every file's size, every block's checksum, every id and count.
+    """Check a prepared dataset: the size of every file, every block's checksum, all ids and counts.
 
-    What lies at an address is read through, as it comes, and not kept. The exit code is 1 when
-    something is wrong.
+    A dataset at a URL is read as a stream and not kept. The exit code is 1 when something is wrong.
 
-    Raises: DataError when it is no data set, or the store does not answer.
+    Raises: DataError when it is not a dataset, or the store does not answer.
     """
-    place = str(data)
+    path = str(data)
     found = (
-        verify_stored(dataset_url(place), progress=progress)
-        if is_url(place)
-        else verify_dataset(Path(place), progress=progress)
+        verify_stored(dataset_url(path), progress=progress)
+        if is_url(path)
+        else verify_dataset(Path(path), progress=progress)
     )
     return VerifyResult(
-        path=str(data),
+        path=path,
         ok=not found.problems,
         problems=list(found.problems),
         files=found.files,

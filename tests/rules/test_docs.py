@@ -12,10 +12,10 @@ import sys
 import pytest
 
 import flatout
-from flatout.cli import build
 from flatout.config.messages import NAMES_ELSEWHERE, all_keys
 from flatout.config.schema import RunConfig, load_config
 from flatout.errors import ConfigError
+from flatout.parser import parse
 from flatout.registry import COMMANDS, MODELS, RECIPES
 
 SHELL_BLOCK = re.compile(r"^```(?:sh|bash|console)\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -65,7 +65,7 @@ def problem_of(line: str, targets: set[str]) -> str | None:
     if "--help" in words[1:]:
         return None
     try:
-        values = build(words[0]).main(args=words[1:], standalone_mode=False)
+        values = parse(words[0], words[1:])
     except Exception as error:
         return str(getattr(error, "message", error))
     return wrong_keys(values) if words[0] == "train" else None

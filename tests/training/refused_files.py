@@ -43,7 +43,7 @@ def ended(words, place, number, error):
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         disk.refuse(os.fsencode(place), number, error)
         try:
-            code = cli._guarded(words)
+            code = cli.execute(words)
         except BaseException:
             code = "a traceback"
             traceback.print_exc()
@@ -100,7 +100,7 @@ def main():
 
     fresh()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        assert cli._guarded(words) == 0  # loads what is loaded at first use
+        assert cli.execute(words) == 0  # loads what is loaded at first use
     fresh()
     whole = ended(words, place, NOBODY, error)
     wanted, failed, tried = (

@@ -32,7 +32,7 @@ from flatout.data.prepare.tokenize import Skipped, Tally, Tell
 from flatout.data.prepare.work_dir import PartOf, WorkFolder
 from flatout.data.store.manifest import MANIFEST, SPLITS, Manifest
 from flatout.data.store.shards import Dataset
-from flatout.errors import DataError
+from flatout.errors import DataError, OutputInUse
 from flatout.files import Unfinished, expanded
 from flatout.hardware import cgroup_limits, usable_cores
 from flatout.progress import SILENT, Progress, Task
@@ -254,7 +254,7 @@ def _held(out: Path, request: Request, work: WorkFolder) -> Manifest | None:
     """
     if not (out / MANIFEST).is_file():
         if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-            raise DataError(
+            raise OutputInUse(
                 f"{out} is not empty and is not a data set.",
                 fix="Choose another --out, or remove what is there.",
             )
@@ -262,7 +262,7 @@ def _held(out: Path, request: Request, work: WorkFolder) -> Manifest | None:
     held = Dataset.open(out).manifest
     different = difference(held.source, request.source)
     if different:
-        raise DataError(
+        raise OutputInUse(
             f"{out} holds another data set: {different}.",
             fix="Choose another --out, or remove that folder.",
         )

@@ -25,7 +25,7 @@ from flatout.data.prepare.tokenize import (
     num_bytes_of,
     skip_or_raise,
 )
-from flatout.errors import DataError
+from flatout.errors import DataError, TooLittleText
 from flatout.progress import SILENT, Progress
 from flatout.sources import BadRow, LeftOut, ReadTask
 
@@ -171,7 +171,7 @@ def _tail(fraction: float, found: _Survey, name: str) -> Assignment:
     first_val = int(total * (1 - fraction))
     if not 0 < first_val < total:
         unit = "character" if total == 1 else "characters"
-        raise DataError(
+        raise TooLittleText(
             f"{name}: {total} {unit} cannot be split by 'tail {fraction:g}', one side would be empty.",
             fix="Add text, or set --split 'tail 0.5'." if total > 1 else "Add text.",
         )
@@ -240,7 +240,7 @@ def _jobs(parts: Sequence[ReadTask], found: _Survey) -> tuple[Job, ...]:
 def empty(names: str, left_out: Iterable[tuple[str, int]]) -> DataError:
     """Return the error for a corpus without a document."""
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in left_out)
-    return DataError(
+    return TooLittleText(
         f"{names} holds no document{f' ({reasons})' if reasons else ''}.",
         fix="Name a file or folder with text in it.",
     )
