@@ -96,7 +96,7 @@ def _time(
         flops_per_s = machine.row.peak_tflops["bf16"].value * 1e12 * ASSUMED_MFU
         seconds = tokens * (6 * parameters + attention) / flops_per_s
         return f"about {duration(seconds)} at {ASSUMED_MFU:.0%} of the peak of {machine.row.name}"
-    return "unknown: no finished run here has this model; train shows the time left once it runs"
+    return "unknown before a run: train shows the time left once it has started"
 
 
 def _measured(config: RunConfig, vocab_size: int, runs: Path) -> tuple[Path, float] | None:

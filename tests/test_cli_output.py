@@ -1,4 +1,4 @@
-"""The command line where standard output takes nothing: a full disk, a reader that has left."""
+"""The command line when standard output cannot be written: a full disk, a closed pipe."""
 
 import errno
 import io
@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from flatout import cli
+from flatout import cli, parser
 from flatout.commands import Command, Result
 from flatout.registry import COMMANDS
 
@@ -15,14 +15,14 @@ LOST = "The result could not be written to standard output: No space left on dev
 
 
 class Told(Result):
-    """What was told."""
+    """A greeting."""
 
     words: str = "hello"
-    """The words."""
+    """The text."""
 
 
 def tell() -> Told:
-    """Tell something."""
+    """Say hello."""
     return Told()
 
 
@@ -36,14 +36,14 @@ class OneCommand:
         return ["tell"]
 
     def describe(self, name):
-        return "Tell something."
+        return "Say hello."
 
     def get(self, name):
         return self.command
 
 
 class Refusing(io.StringIO):
-    """Standard output that takes nothing."""
+    """Standard output that rejects every write."""
 
     def __init__(self, number):
         super().__init__()
@@ -65,10 +65,11 @@ class Refusing(io.StringIO):
         (["tell", "--json"], False, errno.EPIPE, 0),
     ],
 )
-def test_lost_output_fails_where_it_is_all_there_is(
+def test_lost_output_is_a_failure_when_there_are_no_files(
     words, writes_files, number, code, monkeypatch, capsys
 ):
-    monkeypatch.setattr(cli, "COMMANDS", OneCommand(writes_files))
+    for module in (cli, parser):
+        monkeypatch.setattr(module, "COMMANDS", OneCommand(writes_files))
     monkeypatch.setattr(sys, "stdout", Refusing(number))
     with pytest.raises(SystemExit) as stopped:
         cli.main(words)
@@ -78,7 +79,7 @@ def test_lost_output_fails_where_it_is_all_there_is(
     )
 
 
-def test_only_commands_that_write_files_keep_their_exit_code_when_output_is_lost():
+def test_lost_output_keeps_the_exit_code_of_commands_that_write_files():
     assert {name for name in COMMANDS.names() if COMMANDS.get(name).writes_files} == {
         "bench",
         "demo",

@@ -5,7 +5,7 @@ import pytest
 
 from flatout.config.schema import load_config
 from flatout.hardware import Gpu, Machine
-from flatout.recommended import MOST_EPOCHS, recommend
+from flatout.recommended import MAX_EPOCHS, recommend
 
 CPU = Machine("a processor", 2, 8.0, (), "3.12")
 H100 = replace(CPU, gpus=(Gpu("NVIDIA H100 80GB HBM3", 80.0, (9, 0), "570"),))
@@ -33,7 +33,7 @@ def test_the_recipe_is_the_largest_that_the_text_feeds(
     assert found.command == f"flatout train {recipe} data.path='data/my text' train.steps={steps}"
     config = load_config(recipe, ["data.path=x", f"train.steps={steps}"])
     assert found.epochs == round(steps * config.batch.tokens_per_step / tokens, 1)
-    assert found.epochs <= MOST_EPOCHS + 0.5
+    assert found.epochs <= MAX_EPOCHS + 0.5
     assert (
         steps * config.batch.tokens_per_step <= 20 * found.parameters + config.batch.tokens_per_step
     )
@@ -61,9 +61,9 @@ def test_the_parameters_are_those_of_the_model(tmp_path):
 
 
 def test_the_time_is_measured_or_assumed_or_left_out(tmp_path):
-    assert recommend("data", 1_000_000, 65, CPU, tmp_path).time.startswith("not known before a run")
+    assert recommend("data", 1_000_000, 65, CPU, tmp_path).time.startswith("unknown before a run")
     assert recommend("data", 1_000_000, 65, UNKNOWN, tmp_path).time.startswith(
-        "not known before a run"
+        "unknown before a run"
     )
     assert "if it reaches 30% of h100" in recommend("data", 10**10, 50_257, H100, tmp_path).time
     own = load_config("demo-char").model.own() | {"kind": "transformer"}

@@ -1,4 +1,4 @@
-"""`flatout demo`: the whole job on a small text, again on a finished run, and its choices."""
+"""`flatout demo`: on a small text, on a finished run, and the choices it makes."""
 
 import signal
 from pathlib import Path
@@ -17,13 +17,13 @@ from flatout.training.run_dir.layout import read_config, read_summary
 @pytest.fixture
 def quick(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(module, "LEAST_STEPS", 3)
-    monkeypatch.setattr(module, "TRY_S", 0.05)
+    monkeypatch.setattr(module, "MIN_STEPS", 3)
+    monkeypatch.setattr(module, "TIMING_S", 0.05)
     return tmp_path
 
 
 class Said:
-    """Progress that keeps what was said."""
+    """Progress that records its lines."""
 
     def __init__(self):
         self.lines = []
@@ -42,7 +42,7 @@ class Said:
     ["The cat sat on the mat. " * 150, "Zażółć gęślą jaźń 日本語 😀\n" * 100, "x" * 60],
     ids=["plain", "unicode", "tiny"],
 )
-def test_demo_of_a_small_text_of_ones_own(quick, text):
+def test_demo_of_a_small_text_file(quick, text):
     (quick / "my book.txt").write_text(text, encoding="utf-8")
     result = demo(quick / "my book.txt", minutes=0.001)
     assert set(result.model_dump()) == {"run", "val_loss", "tokens_per_s", "wall_s"}
@@ -67,7 +67,7 @@ def test_demo_of_a_small_text_of_ones_own(quick, text):
 
 @pytest.mark.parametrize("width", [30, 40, 80])
 def test_what_to_try_next_can_be_copied_from_any_terminal(width):
-    text = module._next("runs/demo-book-0123", width)
+    text = module._next_steps("runs/demo-book-0123", width)
     assert max(map(len, text.splitlines())) <= width
     commands = text.replace(" \\\n     ", "")
     assert all(
@@ -105,7 +105,7 @@ def test_a_long_text_gets_a_trained_vocabulary(quick, monkeypatch):
 
 
 @pytest.mark.parametrize("recipe", ["demo", "demo-char", "demo-gpu"])
-def test_recipes_are_whole(recipe):
+def test_recipes_have_whole_sequences_and_no_length(recipe):
     config = load_config(recipe)
     assert config.batch.tokens_per_step % config.data.seq_len == 0
     assert config.train.steps is None
@@ -127,7 +127,7 @@ class FakeData:
 
 
 @pytest.mark.parametrize("tokens", [16, 100, 1000, 10_000, 10_000_000])
-def test_windows_fit_the_text(tokens):
+def test_sequences_fit_the_text(tokens):
     config = fit_text(load_config("demo-char"), FakeData(tokens))
     assert config.data.seq_len < tokens
     assert config.batch.tokens_per_step % config.data.seq_len == 0
@@ -146,10 +146,10 @@ def test_length_fits_the_time_and_the_text():
     assert long.train.steps * 0.5 + evaluating_s == pytest.approx(0.95 * 120, abs=0.5)
     assert module.EVALUATIONS - 1 <= long.train.steps / long.train.eval_every <= module.EVALUATIONS
     short = with_length(config, FakeData(40_960), step_s=1e-6, minutes=2)
-    assert short.train.steps == module.MOST_EPOCHS * 20
+    assert short.train.steps == module.MAX_EPOCHS * 20
     assert (
         with_length(config, FakeData(100), step_s=100.0, minutes=0.01).train.steps
-        == module.LEAST_STEPS
+        == module.MIN_STEPS
     )
 
 
@@ -164,7 +164,7 @@ class InterruptsAt(Quiet):
             signal.raise_signal(signal.SIGINT)
 
 
-def test_a_stopped_demo_goes_on_with_the_length_it_had(quick, monkeypatch):
+def test_a_stopped_demo_resumes_with_its_length(quick, monkeypatch):
     (quick / "a.txt").write_text("a text of some length. " * 100)
     with pytest.raises(Stopped):
         demo(quick / "a.txt", minutes=0.001, observers=[InterruptsAt(2)])
@@ -197,23 +197,23 @@ def test_files_that_cannot_be_used(quick, content, message, fix):
     assert "--" not in raised.value.fix
 
 
-def test_what_is_no_file_is_told_apart(quick):
-    with pytest.raises(DataError, match="is a folder; demo takes one text file"):
+def test_paths_that_are_not_text_files_are_refused(quick):
+    with pytest.raises(DataError, match="is a directory; demo takes one text file"):
         demo(quick)
     with pytest.raises(DataError, match="/dev/null is not a regular file"):
         demo(Path("/dev/null"))
-    with pytest.raises(DataError, match="is an address; demo takes one text file"):
+    with pytest.raises(DataError, match="is a URL; demo takes one text file"):
         demo(Path("https://example.org/book.txt"))
 
 
-def test_fixes_with_options_of_prepare_lead_there(quick):
+def test_fixes_with_options_of_prepare_refer_to_prepare(quick):
     (quick / "a.jsonl").write_text('{"body": "x"}\n')
     with pytest.raises(DataError, match="has no field 'text'") as raised:
         demo(quick / "a.jsonl")
     assert raised.value.fix.startswith("`flatout prepare` can do more")
 
 
-def test_the_reason_for_the_device_is_the_machines_and_not_a_wish(quick):
+def test_the_device_is_chosen_by_the_machine(quick):
     (quick / "a.txt").write_text("a text of some length. " * 100)
     result = demo(quick / "a.txt", minutes=0.001)
     (start,) = (
@@ -224,6 +224,6 @@ def test_the_reason_for_the_device_is_the_machines_and_not_a_wish(quick):
     assert start["device_reason"] != "asked for"
 
 
-def test_no_time():
-    with pytest.raises(ConfigError, match="no time to train"):
+def test_minutes_must_be_positive():
+    with pytest.raises(ConfigError, match="not a training time"):
         demo(minutes=0)

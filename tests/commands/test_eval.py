@@ -89,7 +89,7 @@ def test_each_set_of_a_mix_has_its_line_and_there_is_a_total(mixed_run):
         [one.val_loss for one in result.by_dataset], rel=1e-6
     )
     lines = result.summary().splitlines()
-    assert [line.split()[0] for line in lines[1:]] == ["data", "data", "tale", "total"]
+    assert [line.split()[0] for line in lines[1:]] == ["dataset", "data", "tale", "total"]
     for line, one in zip(lines[2:], [*result.by_dataset, result], strict=True):
         assert f"{one.val_loss:.4f}" in line
         assert f"{one.bits_per_byte:.4f}" in line

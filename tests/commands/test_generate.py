@@ -16,18 +16,18 @@ from flatout.inference.generate import sample
 from flatout.inference.load import load_run
 
 
-def test_samples_begin_with_the_prompt_and_differ(tiny_run):
+def test_samples_start_with_the_prompt_and_differ(tiny_run):
     samples = generate(str(tiny_run), "It was", num_samples=2, max_tokens=20).samples
     assert len(samples) == 2
     assert all(sample.startswith("It was") for sample in samples)
     assert samples[0] != samples[1]
 
 
-def test_the_help_says_of_each_kind_of_model_how_a_long_text_goes_on():
-    transformer, eigenstate = generate.__doc__.split("Several samples")[0].split(";")
+def test_the_help_describes_long_texts_for_each_kind_of_model():
+    transformer, eigenstate = generate.__doc__.split("Several samples")[0].split("them.")
     assert "A model with attention" in transformer
     assert "second half" in transformer
-    assert "an eigenstate network goes on for ever" in eigenstate
+    assert "An eigenstate network has no such limit" in eigenstate
 
 
 def test_equal_seeds_write_equal_text(tiny_run):

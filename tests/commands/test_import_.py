@@ -20,12 +20,12 @@ def folder(tmp_path):
     return tmp_path / "chunks"
 
 
-def test_chunks_become_a_data_set(folder):
+def test_chunks_become_a_dataset(folder):
     result = import_chunks(folder, folder.parent / "set", "byte")
     assert (result.chunks, result.tokens, result.documents) == (5, 300, 100)
     assert result.tokens_per_s > 0
     assert "300 tokens of 100 documents, from 5 chunks" in result.summary()
-    assert "was there already" in import_chunks(folder, folder.parent / "set", "byte").summary()
+    assert "already exists" in import_chunks(folder, folder.parent / "set", "byte").summary()
 
 
 def test_the_command_is_called_import(folder):
@@ -48,7 +48,7 @@ def test_the_command_is_called_import(folder):
     assert json.loads(done.stdout.splitlines()[-1])["tokens"] == 300
 
 
-def test_a_home_folder_is_written_out(folder, monkeypatch):
+def test_a_home_directory_is_expanded(folder, monkeypatch):
     monkeypatch.setenv("HOME", str(folder.parent))
     check(Path("~") / folder.name, Path("~/set"))
     made = import_chunks(f"~/{folder.name}", "~/set", tokenizer="byte")
@@ -56,7 +56,7 @@ def test_a_home_folder_is_written_out(folder, monkeypatch):
     assert (folder.parent / "set" / "manifest.json").exists()
 
 
-def test_a_missing_chunk_is_answered_before_torch_is_loaded(folder):
+def test_a_missing_chunk_is_reported_before_torch_is_loaded(folder):
     (folder / "chunk_000002.pt").unlink()
     code = (
         f"import sys\nfrom flatout.cli import main\ntry:\n main(['import', {str(folder)!r}, '--out', 'x', '--tokenizer', 'byte'])\n"

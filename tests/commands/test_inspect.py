@@ -90,7 +90,7 @@ def test_masked_text_is_marked_and_divides_no_bytes(tmp_path):
     assert result.value("beginning").startswith(
         "«Käfer 0?»answer 0.<|endoftext|>«Käfer 1?»answer 1."
     )
-    assert "it begins; what is in «» is not learned from" in result.summary()
+    assert "first text; text in «» is not learned from" in result.summary()
     assert inspect(tmp_path / "set", tokens=0).value("beginning") == ""
 
 
@@ -128,7 +128,7 @@ def test_document_lengths_fall_into_powers_of_two(folder):
 
 def test_the_summary_is_for_a_person(folder):
     lines = inspect(folder).summary().splitlines()
-    assert lines[0] == f"Data set {folder}"
+    assert lines[0] == f"Dataset {folder}"
     assert any(line.split() == ["vocab_size", "257"] for line in lines)
     assert any("not UTF-8: 1,234" in line for line in lines)
     assert any(line.strip().startswith("32 to 63") and line.endswith("█ 1") for line in lines)
@@ -145,7 +145,7 @@ def test_json_is_path_and_items(folder):
 
 def test_how_much_of_the_text_is_shown(folder):
     assert inspect(folder, tokens=5).value("beginning") == "Hello"
-    assert "it begins" not in inspect(folder, tokens=0).summary()
+    assert "first text" not in inspect(folder, tokens=0).summary()
 
 
 def test_text_cannot_command_the_terminal(tmp_path):

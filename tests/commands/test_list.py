@@ -49,13 +49,15 @@ def test_speedups_of_a_recipe(tmp_path):
     assert not any(item["on"] for item in list_entries("speedups", str(recipe)).items)
 
 
-def test_a_gpu_that_a_recipe_asks_for_and_is_not_here_is_said_first(tmp_path, monkeypatch):
+def test_a_missing_gpu_is_noted_first(tmp_path, monkeypatch):
     monkeypatch.setattr("flatout.commands.list.probe", lambda: replace(probe(), gpus=()))
     recipe = tmp_path / "mine.yaml"
     recipe.write_text("train: {device: cuda}\n")
     elsewhere, here = list_entries("speedups", str(recipe)), list_entries("speedups")
     assert elsewhere.summary().splitlines()[0] == elsewhere.note
-    assert "asks for a GPU (train.device=cuda), which is not here" in elsewhere.model_dump()["note"]
+    assert (
+        "needs a GPU (train.device=cuda), and there is none here" in elsewhere.model_dump()["note"]
+    )
     assert next(item["on"] for item in elsewhere.items if item["name"] == "bf16")
     assert here.note is None
     assert here.summary().splitlines()[0][:3] in {"on ", "off"}
@@ -65,13 +67,13 @@ def test_a_long_recipe_shows_what_its_run_would_use(monkeypatch):
     monkeypatch.setattr("flatout.commands.list.probe", lambda: replace(probe(), gpus=()))
     listed = list_entries("speedups", "gpt2-124m")
     assert next(item["on"] for item in listed.items if item["name"] == "compile")
-    assert "A run lasts at least 53 min" in listed.note
+    assert "A run takes at least 53 min" in listed.note
 
 
 @pytest.mark.parametrize(
     ("steps", "on", "said"), [(2, False, "this run lasts about 0."), (100_000, True, "time: ")]
 )
-def test_a_gpu_that_is_here_decides_by_its_own_rate(monkeypatch, tmp_path, steps, on, said):
+def test_the_rate_of_a_present_gpu_decides(monkeypatch, tmp_path, steps, on, said):
     gpu = Gpu("NVIDIA H200", 141.0, (9, 0), "1")
     monkeypatch.setattr("flatout.commands.list.probe", lambda: replace(probe(), gpus=(gpu,)))
     monkeypatch.setattr("flatout.commands.list.CACHE", tmp_path)

@@ -41,7 +41,7 @@ def test_the_result_has_the_fields_of_the_command_line(book, tmp_path):
     assert fields["tokens_per_s"] == pytest.approx(fields["tokens"] / fields["seconds"], rel=0.1)
 
 
-def test_the_summary_says_what_was_made(book, tmp_path):
+def test_the_summary_describes_the_dataset(book, tmp_path):
     (tmp_path / "empty.txt").write_text("")
     result = prepare([str(book), str(tmp_path / "empty.txt")], tmp_path / "out", tokenizer="char")
     assert f"{tmp_path / 'out'}  written in" in result.summary()
@@ -53,7 +53,7 @@ def test_the_summary_says_what_was_made(book, tmp_path):
     assert "left out: 1 empty document" in result.summary()
     assert result.skipped == 1
     again = prepare([str(book), str(tmp_path / "empty.txt")], tmp_path / "out", tokenizer="char")
-    assert "was there already" in again.summary()
+    assert "already exists" in again.summary()
     assert (again.tokens, again.tokens_per_s) == (result.tokens, 0.0)
 
 
@@ -87,7 +87,7 @@ def test_files_that_are_not_read_are_in_the_result_the_summary_and_the_manifest(
         prepare(texts, tmp_path / "code", tokenizer="byte", split="tail 0.5", max_documents=1)
 
 
-def test_the_encoding_is_part_of_what_makes_a_data_set(tmp_path):
+def test_the_encoding_identifies_a_dataset(tmp_path):
     (tmp_path / "a.txt").write_bytes("café. ".encode("cp1252") * 100)
     made = prepare(str(tmp_path / "a.txt"), tmp_path / "out", tokenizer="char", encoding="CP1252")
     assert made.bytes == 700
@@ -102,7 +102,7 @@ def test_the_encoding_is_part_of_what_makes_a_data_set(tmp_path):
         prepare(str(tmp_path / "a.txt"), tmp_path / "out", tokenizer="char", encoding="cp1251")
 
 
-def test_every_option_reaches_the_data_set(tmp_path):
+def test_every_option_reaches_the_dataset(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text(
         "".join(json.dumps({"body": f"row {number}"}) + "\n" for number in range(50)) + "{"
@@ -125,9 +125,7 @@ def test_every_option_reaches_the_data_set(tmp_path):
     assert Dataset.open(tmp_path / "out").manifest.split_rule == "tail 0.5"
 
 
-def test_validation_text_may_be_named_once_or_often_and_another_copy_of_training_text_is_dropped(
-    book, tmp_path
-):
+def test_val_is_repeatable_and_duplicates_of_training_text_are_dropped(book, tmp_path):
     for name in ("a", "b"):
         (tmp_path / f"{name}.txt").write_text(f"It was {name} day.")
     one = prepare([str(book)], tmp_path / "one", tokenizer="char", val=str(tmp_path / "a.txt"))
@@ -162,7 +160,7 @@ def test_duplicates_are_counted_in_the_summary(tmp_path):
     assert result.summary().endswith(f"left out: 20 duplicate documents (first: {path}, line 31)")
 
 
-def test_an_engine_is_local_or_ray_and_shares_the_work_out_alone(book, tmp_path):
+def test_the_engine_is_local_or_ray_and_excludes_parts(book, tmp_path):
     with pytest.raises(UsageError, match=r"no engine named 'rai'.*Did you mean 'ray'"):
         prepare([str(book)], tmp_path / "out", tokenizer="byte", engine="rai")
     for given in ({"part": "1/2"}, {"join": True}):
@@ -174,7 +172,7 @@ def test_an_engine_is_local_or_ray_and_shares_the_work_out_alone(book, tmp_path)
     assert prepare([str(book)], tmp_path / "out", tokenizer="byte", engine="local").documents == 1
 
 
-def test_a_document_that_is_cut_for_validation_is_one_document(book, tmp_path):
+def test_a_document_cut_for_validation_counts_once(book, tmp_path):
     said = tmp_path / "said.jsonl"
     said.write_text('{"text": "abab"}\n' + '{"text": "cc"}\n' * 2)
     for split, duplicates, documents in (
@@ -191,24 +189,24 @@ def test_a_document_that_is_cut_for_validation_is_one_document(book, tmp_path):
     assert inspect(tmp_path / "tail 0.25-keep").value("cut_documents") is None
 
 
-def test_the_example_is_the_commands_own():
+def test_the_example_names_the_command():
     assert COMMAND.example.startswith("flatout prepare ")
     assert COMMAND.call is prepare
     assert not COMMAND.needs_torch
 
 
-def test_out_may_be_an_address(book, tmp_path, monkeypatch):
+def test_out_may_be_a_url(book, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     address = "memory://commands/book"
     result = prepare([str(book)], address, tokenizer="char")
     assert json.loads(result.model_dump_json())["path"] == address
     assert f"{address}  written in" in result.summary()
     assert open_dataset(address).manifest.tokens == result.tokens
-    assert "was there already" in prepare([str(book)], f"{address}/", tokenizer="char").summary()
+    assert "already exists" in prepare([str(book)], f"{address}/", tokenizer="char").summary()
     for parameters in ({"part": "1/2"}, {"join": True}):
         with pytest.raises(
             UsageError,
-            match="in a folder that all parts share, and memory://commands/book is an address",
+            match="needs a directory that all parts share, and memory://commands/book is a URL",
         ):
             prepare([str(book)], address, **parameters)
     fsspec.filesystem("memory").rm("/commands", recursive=True)

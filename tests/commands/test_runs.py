@@ -165,11 +165,11 @@ def test_a_table_of_usual_runs_fits_80_columns(tmp_path):
     assert len(line) <= 80
 
 
-def test_no_runs_yet_is_no_error_and_a_wrong_folder_is(tmp_path, monkeypatch):
+def test_no_runs_is_not_an_error_but_a_wrong_directory_is(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert runs().items == []
     assert "flatout demo" in runs().summary()
-    with pytest.raises(CheckpointError, match="There is no folder nowhere"):
+    with pytest.raises(CheckpointError, match="There is no directory nowhere"):
         runs(tmp_path.__class__("nowhere"))
 
 

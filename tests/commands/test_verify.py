@@ -26,7 +26,7 @@ def test_a_whole_data_set(folder):
     result = verify(folder)
     assert result.ok
     assert result.exit_code == 0
-    assert result.summary().startswith(f"{folder} is whole: 4 blocks of 5 files read")
+    assert result.summary().startswith(f"{folder} is intact: 4 blocks of 5 files read")
 
 
 def test_a_damaged_one_is_exit_code_1_with_the_list(folder):
@@ -50,8 +50,8 @@ def test_a_damaged_one_is_exit_code_1_with_the_list(folder):
 
 def test_a_data_set_at_an_address(folder):
     result = verify(in_memory(folder))
-    assert result.summary().startswith("memory://verify/set is whole: 4 blocks of 5 files read")
-    with pytest.raises(DataError, match="no user, no password"):
+    assert result.summary().startswith("memory://verify/set is intact: 4 blocks of 5 files read")
+    with pytest.raises(DataError, match="must not contain a user, a password"):
         verify("s3://key:hidden@bucket/set")
 
 

@@ -15,7 +15,7 @@ import flatout
 from flatout.config.messages import NAMES_ELSEWHERE, all_keys
 from flatout.config.schema import RunConfig, load_config
 from flatout.errors import ConfigError
-from flatout.parser import parse
+from flatout.parser import build
 from flatout.registry import COMMANDS, MODELS, RECIPES
 
 SHELL_BLOCK = re.compile(r"^```(?:sh|bash|console)\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -65,7 +65,7 @@ def problem_of(line: str, targets: set[str]) -> str | None:
     if "--help" in words[1:]:
         return None
     try:
-        values = parse(words[0], words[1:])
+        values = build(words[0]).make_context(words[0], words[1:]).params
     except Exception as error:
         return str(getattr(error, "message", error))
     return wrong_keys(values) if words[0] == "train" else None
