@@ -74,7 +74,7 @@ def _click_parameter(
     return click.Option(
         [name, *(words or [f"--{name.replace('_', '-')}"]), *(metadata.names[len(words) :])],
         help=metadata.help,
-        is_flag=kind is bool,
+        is_flag=True if kind is bool else None,
         multiple=multiple,
         show_default=default not in (None, False, ""),
         **shared,

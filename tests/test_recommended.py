@@ -65,7 +65,7 @@ def test_the_time_is_measured_or_assumed_or_left_out(tmp_path):
     assert recommend("data", 1_000_000, 65, UNKNOWN, tmp_path).time.startswith(
         "unknown before a run"
     )
-    assert "if it reaches 30% of h100" in recommend("data", 10**10, 50_257, H100, tmp_path).time
+    assert "at 30% of the peak of h100" in recommend("data", 10**10, 50_257, H100, tmp_path).time
     own = load_config("demo-char").model.own() | {"kind": "transformer"}
     for number, (vocab_size, rate) in enumerate([(65, 1000.0), (66, 9.0), (65, None)]):
         run = tmp_path / f"run-{number}"

@@ -17,7 +17,7 @@ CASES = [
     Case(
         "a command without what it needs",
         "train",
-        ("flatout train", "'recipe'"),
+        ("flatout train", "'RECIPE'"),
         ("flatout train shakespeare-char",),
     ),
     Case("an option without its value", "prepare book.txt --out", ("--out",), ("--out data/book",)),

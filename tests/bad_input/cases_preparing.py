@@ -433,7 +433,7 @@ CASES = [
         "parts of a data set at an address",
         "prepare book.txt --out s3://bucket/new --part 1/2",
         ("--part", "s3://bucket/new"),
-        ("shared folder",),
+        ("shared directory",),
     ),
     Case(
         "a secret in the address of a data set",

@@ -26,7 +26,7 @@ def with_texts(world: World) -> None:
 
 
 CASES = [
-    Case("no source", "prepare --out data/new", ("'sources'",), ("flatout prepare book.txt",)),
+    Case("no source", "prepare --out data/new", ("'SOURCES...'",), ("flatout prepare book.txt",)),
     Case("a file that is not there", f"prepare bok.txt {NEW}", ("bok.txt",), ("book.txt",)),
     Case(
         "a folder that is not there", f"prepare texts/a.txt {NEW}", ("texts",), ("Check the path",)

@@ -40,7 +40,7 @@ def hold_lock(folder: Path, *, progress: Progress = SILENT) -> Iterator[None]:
         why = "it is a file" if os.path.isfile(folder) else error.strerror
         raise CheckpointError(
             f"The run folder {folder} cannot be written: {why}.",
-            fix="Choose a folder that can be, with --run DIR.",
+            fix="Choose a folder that can be, with --run-dir DIR.",
         ) from error
     owner = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
     with file:
@@ -109,5 +109,5 @@ def in_use(folder: Path) -> CheckpointError:
         who, stop = "another process", "kill it"
     return CheckpointError(
         f"{folder} is in use by {who}.",
-        fix=f"Wait until it is done, stop it ({stop}), or choose another folder with --run DIR.",
+        fix=f"Wait until it is done, stop it ({stop}), or choose another folder with --run-dir DIR.",
     )
