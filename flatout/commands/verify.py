@@ -7,7 +7,7 @@ from typing import Annotated
 
 from flatout.commands import Argument, Command, Result
 from flatout.data.store.remote import dataset_url
-from flatout.data.store.verify import verify_dataset, verify_stored
+from flatout.data.store.verify import verify_dataset, verify_remote
 from flatout.progress import SILENT, Progress
 from flatout.transfer.urls import is_url
 
@@ -59,7 +59,7 @@ def verify(
     """
     path = str(data)
     found = (
-        verify_stored(dataset_url(path), progress=progress)
+        verify_remote(dataset_url(path), progress=progress)
         if is_url(path)
         else verify_dataset(Path(path), progress=progress)
     )

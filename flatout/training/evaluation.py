@@ -167,7 +167,7 @@ class Evaluator:
             max_tokens=max_tokens,
             document_mask=data.document_mask,
             most_documents=most_documents(self.ops.attention),
-            windows=self.windows,
+            reader=self.windows,
         )
         loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         num_valid = torch.zeros((), dtype=torch.int64, device=device)

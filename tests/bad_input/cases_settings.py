@@ -126,7 +126,7 @@ CASES = [
     Case(
         "a share of a mix too small to be kept",
         "train my.yaml 'data.mix={data/book: 1e6, data/code: 1}'",
-        ("data/code", "the smallest share is 1 window in 65,536"),
+        ("data/code", "the smallest share is 1 sequence in 65,536"),
         ("15.4 or more",),
     ),
     Case(

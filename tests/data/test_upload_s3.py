@@ -20,7 +20,7 @@ from flatout.data.prepare.merge import join
 from flatout.data.prepare.pipeline import Options, prepare_dataset
 from flatout.data.prepare.upload import prepare_upload
 from flatout.data.store.remote import open_dataset
-from flatout.data.store.verify import verify_stored
+from flatout.data.store.verify import verify_remote
 from flatout.errors import DataError
 from flatout.transfer.sending import PART_BYTES
 
@@ -145,7 +145,7 @@ def test_it_goes_there_and_comes_back(send, bucket, tmp_path, text):
     assert sorted(bucket.find("corpus")) == sorted(
         f"corpus/sets/rows/{path.name}" for path in fetched.path.iterdir()
     )
-    assert verify_stored(URL).problems == ()
+    assert verify_remote(URL).problems == ()
     assert send().existed
 
 
@@ -196,7 +196,7 @@ def test_a_server_that_fails_for_good_is_named_and_the_rest_is_sent_later(send, 
     }
     assert sent.isdisjoint(there - {"upload.json"})
     assert "train-00002.bin" in sent
-    assert verify_stored(URL).problems == ()
+    assert verify_remote(URL).problems == ()
 
 
 def test_a_bucket_that_is_not_there_and_rights_that_are_missing_are_said_first(
@@ -260,4 +260,4 @@ def test_killed_while_it_sends_it_goes_on(between, text, bucket, tmp_path, monke
         main([*words, "--json"])
     assert done.value.code in (0, None)
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["path"] == URL
-    assert verify_stored(URL).problems == ()
+    assert verify_remote(URL).problems == ()

@@ -1,1 +1,1 @@
-"""What feeds every step: batches in order, the feed, length buckets."""
+"""What a training step reads: batches in a seekable order, and the feeds that deliver them."""

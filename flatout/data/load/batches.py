@@ -1,5 +1,4 @@
-"""What a step reads: rows of tokens in an order that can be sought. numpy alone; loader.py makes
-tensors of it.
+"""What a step reads: rows of tokens in a seekable order, as numpy arrays; feed.py makes tensors.
 
 Letters in names: A micro-batches, B rows of one, T tokens of one row, W = T + 1, N = A * B rows of
 a rank's step.
@@ -13,53 +12,51 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
+from flatout.data.store.integrity import Array
 from flatout.data.store.shards import SplitReader
 from flatout.errors import DataError
 from flatout.progress import SILENT, Progress
 
-Array = np.ndarray[Any, np.dtype[Any]]
-
-WORKED_OUT = 4096
-"""Windows whose place in the order is worked out at once: a few cost nearly what a thousand do."""
+LOOKAHEAD = 4096
+"""Sequences whose place in the order is computed at once: a few cost almost as much as a thousand.
+"""
 
 
 class SequenceReader(Protocol):
-    """How the windows of a step are read."""
+    """How the sequences of a step are read."""
 
-    def read(self, split: SplitReader, indices: Array, out: Array) -> None:
-        """Write window indices[n] of `split` into out[n].
+    def read(self, split: SplitReader, indices: Array, seq_len: int, out: Array) -> None:
+        """Write sequence indices[n] of `split` into out[n].
 
-        Shapes:  indices (N,), out (N, W), dtype of the split.
+        Shapes:  indices (N,), out (N, T + 1), dtype of the split.
         """
 
 
 @runtime_checkable
 class PrimedReader(SequenceReader, Protocol):
-    """A reader that needs something of the windows before they are read, so that getting it is not
-    part of a step.
-    """
+    """A reader that prepares sequences in advance, so that this is not part of a step."""
 
     def prime(self, split: SplitReader, indices: Array, seq_len: int) -> bool:
-        """Get ready to read windows `indices`; return whether there is room for more.
+        """Prepare to read the sequences `indices`; return whether there is room for more.
 
         Shapes:  indices (N,).
         """
 
 
 class ShardReader:
-    """Windows copied straight from the shards."""
+    """Copies sequences straight from the shards."""
 
-    def read(self, split: SplitReader, indices: Array, out: Array) -> None:
-        """Write window indices[n] of `split` into out[n].
+    def read(self, split: SplitReader, indices: Array, seq_len: int, out: Array) -> None:
+        """Write sequence indices[n] of `split` into out[n].
 
-        Shapes:  indices (N,), out (N, W), dtype of the split.
+        Shapes:  indices (N,), out (N, T + 1), dtype of the split.
         """
-        split.read_sequences(indices, out.shape[1] - 1, out)
+        split.read_sequences(indices, seq_len, out)
 
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """What a feed reads: the shape of a step, this rank's place in it, and the seed of the order."""
+    """What a feed reads: the shape of a step, this rank's share of it, and the seed of the order."""
 
     seq_len: int
     rows_per_device: int
@@ -71,28 +68,26 @@ class BatchPlan:
     prefetch: int
     device: str
     most_documents: Callable[[int, int], int] | None = None
-    """(rows, tokens of a row) -> the most documents that attention takes in a micro-batch; None is
-    any number.
+    """(rows, seq_len) -> the most documents that attention takes in a micro-batch; None: no limit.
     """
 
     @property
     def sequences_per_step(self) -> int:
-        """Windows of one optimiser step over all ranks."""
+        """Sequences of one optimiser step over all ranks."""
         return self.accumulate * self.world_size * self.rows_per_device
 
     def positions(self, start: int) -> Array:
-        """Return the positions of this rank's windows in the step that begins at `start`.
+        """Return the positions of this rank's sequences in the step that begins at `start`.
 
         Shapes:  returns (A * B,).
         """
-        return start + self.places(self.rows_per_device)
+        return start + self.row_indices(self.rows_per_device)
 
-    def places(self, rows: int) -> Array:
-        """Return the places of this rank's rows among all rows of a step that has `rows` in a
-        micro-batch.
+    def row_indices(self, rows: int) -> Array:
+        """Return the indices of this rank's rows in a step with `rows` per micro-batch.
 
-        Row b of micro-batch a on rank r has the place (a * world_size + r) * rows + b: whatever the
-        number of ranks, the step as a whole reads the same rows.
+        Row b of micro-batch a on rank r has the index (a * world_size + r) * rows + b: the step as
+        a whole reads the same rows for any number of ranks.
 
         Shapes:  returns (A * B,).
         """
@@ -104,24 +99,24 @@ class Shape(NamedTuple):
     """The shape of a step's micro-batches."""
 
     rows: int
-    """Rows of one (B)."""
+    """Rows of a micro-batch (B)."""
     seq_len: int
     """Tokens of a row (T)."""
 
 
 class StepRead(NamedTuple):
-    """What was read for a step, over all ranks; every rank says the same."""
+    """What was read for a step, over all ranks; the same on every rank."""
 
     position: int
     """Where the next step begins."""
     tokens: int
-    """Targets that are text; padding does not count."""
+    """Targets, without padding."""
     samples: int
-    """Rows with any."""
+    """Rows with at least one target."""
 
 
 class StepReader(Protocol):
-    """What a feed asks for the rows of a step."""
+    """What a feed reads the rows of a step from."""
 
     plan: BatchPlan
     shapes: tuple[Shape, ...]
@@ -136,7 +131,7 @@ class StepReader(Protocol):
 
     @property
     def tokens_per_epoch(self) -> int:
-        """Targets that they read; padding does not count."""
+        """Targets in those steps, without padding."""
 
     def shape_at(self, position: int) -> Shape:
         """Return the shape of the step that begins at `position`."""
@@ -144,93 +139,85 @@ class StepReader(Protocol):
     def read(
         self, position: int, sequences_NW: Array, mask_NT: Array | None, doc_ids_NT: Array | None
     ) -> StepRead:
-        """Write this rank's rows of the step that begins at `position`, and return what all ranks
-        read.
+        """Write this rank's rows of the step at `position`, and return what all ranks read.
 
-        Shapes:  sequences_NW (A * B, T + 1); mask_NT, doc_ids_NT (A * B, T), None where there are
-                 none.
+        Shapes:  sequences_NW (A * B, T + 1); mask_NT, doc_ids_NT (A * B, T) or None.
         """
 
     def prime(self, position: int, steps: int, progress: Progress) -> None:
-        """Get ready for the rows of the next `steps` steps, as far as the reading needs it."""
+        """Prepare the rows of the next `steps` steps, if the reader needs it."""
 
 
 class SequenceSteps:
-    """Steps of windows, all of one shape, cut out of the packed line. A position counts windows
-    over all epochs and ranks.
+    """Steps of one shape, read as consecutive sequences of the packed tokens.
+
+    A position counts sequences over all epochs and ranks.
     """
 
-    def __init__(self, split: SplitReader, plan: BatchPlan, windows: SequenceReader) -> None:
+    def __init__(self, split: SplitReader, plan: BatchPlan, reader: SequenceReader) -> None:
         if not split.num_sequences(plan.seq_len):
             raise too_short(split, plan.seq_len)
         self.plan = plan
         self.shapes = (Shape(plan.rows_per_device, plan.seq_len),)
-        self.dtype, self.has_mask, self.has_document_ids = (
-            split.dtype,
-            split.has_mask,
-            plan.document_mask,
-        )
-        self._split, self._windows = split, windows
+        self.dtype, self.has_mask = split.dtype, split.has_mask
+        self.has_document_ids = plan.document_mask
+        self._split, self._reader = split, reader
         self._first = 0
         self._ahead = np.empty((0, plan.accumulate * plan.rows_per_device), np.int64)
-        """The windows of the steps from position `_first` on."""
+        """The sequences of the steps from position `_first` on."""
 
     @property
     def steps_per_epoch(self) -> float:
-        """Steps that read every window once: not a whole number, an epoch begins inside a step."""
+        """Steps that read every sequence once; fractional, because an epoch ends inside a step."""
         return self._split.num_sequences(self.plan.seq_len) / self.plan.sequences_per_step
 
     @property
     def tokens_per_epoch(self) -> int:
-        """Targets of all windows."""
+        """Targets of all sequences."""
         return self._split.num_sequences(self.plan.seq_len) * self.plan.seq_len
 
     def shape_at(self, position: int) -> Shape:
-        """Return the one shape there is."""
+        """Return the only shape."""
         return self.shapes[0]
 
     def read(
         self, position: int, sequences_NW: Array, mask_NT: Array | None, doc_ids_NT: Array | None
     ) -> StepRead:
-        """Write this rank's windows of the step that begins at `position`, and return what all
-        ranks read.
+        """Write this rank's rows of the step at `position`, and return what all ranks read.
 
-        Shapes:  sequences_NW (A * B, T + 1); mask_NT, doc_ids_NT (A * B, T), None where there are
-                 none.
+        Shapes:  sequences_NW (A * B, T + 1); mask_NT, doc_ids_NT (A * B, T) or None.
         """
         indices, seq_len = self._indices(position), self.plan.seq_len
-        self._windows.read(self._split, indices, sequences_NW)
+        self._reader.read(self._split, indices, seq_len, sequences_NW)
         if mask_NT is not None:
             self._split.read_mask(indices, seq_len, mask_NT)
         if doc_ids_NT is not None:
             self._split.read_document_ids(indices, seq_len, doc_ids_NT)
-        windows = self.plan.sequences_per_step
-        return StepRead(position + windows, windows * seq_len, windows)
+        sequences = self.plan.sequences_per_step
+        return StepRead(position + sequences, sequences * seq_len, sequences)
 
     def prime(self, position: int, steps: int, progress: Progress = SILENT) -> None:
-        """Let a reader that needs it get ready for the windows of the next `steps` steps, as many
-        as it keeps.
-        """
-        if not isinstance(self._windows, PrimedReader):
+        """Let the reader prepare the sequences of the next `steps` steps, as many as it keeps."""
+        if not isinstance(self._reader, PrimedReader):
             return
         plan = self.plan
-        with progress.task("Taking the text of the windows", unit="windows") as task:
+        with progress.task("Reading the text of the sequences", unit="sequences") as task:
             for _ in range(steps):
                 indices = self._split.sequences_at(
                     plan.positions(position), plan.seq_len, seed=plan.seed
                 )
-                more = self._windows.prime(self._split, indices, plan.seq_len)
+                more = self._reader.prime(self._split, indices, plan.seq_len)
                 task.advance(len(indices))
                 if not more:
                     break
                 position += plan.sequences_per_step
 
     def _indices(self, position: int) -> Array:
-        """Return the windows of one step, worked out for many steps at a time."""
+        """Return the sequences of one step, computed for many steps at a time."""
         step, rest = divmod(position - self._first, self.plan.sequences_per_step)
         if rest or not 0 <= step < len(self._ahead):
             own = self.plan.positions(position)
-            starts = np.arange(max(WORKED_OUT // len(own), 1)) * self.plan.sequences_per_step
+            starts = np.arange(max(LOOKAHEAD // len(own), 1)) * self.plan.sequences_per_step
             positions = (starts[:, np.newaxis] + own).reshape(-1)
             self._ahead = self._split.sequences_at(
                 positions, self.plan.seq_len, seed=self.plan.seed
@@ -241,31 +228,28 @@ class SequenceSteps:
 
 
 def check_documents(doc_ids_BT: Array, most_documents: Callable[[int, int], int] | None) -> None:
-    """Check that a micro-batch has no more documents than attention takes: here the ids are on the
-    host, and nothing waits for the device.
+    """Check on the host that a micro-batch has no more documents than attention takes.
 
     Shapes:  doc_ids_BT (B, T), numbered from 0 in each row.
-    Cost:    reads B numbers.
+    Cost:    reads B numbers; nothing waits for the device.
     Raises:  DataError.
     """
     if most_documents is None:
         return
     rows, seq_len = doc_ids_BT.shape
-    documents, room = (
-        int(doc_ids_BT[:, -1].sum(dtype=np.int64)) + rows,
-        most_documents(rows, seq_len),
-    )
-    if documents > room:
+    documents = int(doc_ids_BT[:, -1].sum(dtype=np.int64)) + rows
+    limit = most_documents(rows, seq_len)
+    if documents > limit:
         raise DataError(
-            f"A micro-batch of {rows} x {seq_len} tokens has {documents:,} documents, and the attention of this run takes {room:,}.",
+            f"A micro-batch of {rows} x {seq_len} tokens has {documents:,} documents, and the attention of this run takes {limit:,}.",
             fix="Set speedups=auto,-varlen-attention,+flex-attention, which takes any number; the run continues from its last checkpoint.",
         )
 
 
 def too_short(split: SplitReader, seq_len: int) -> DataError:
-    """Return the error for a split without one window."""
+    """Return the error for a split without a single sequence."""
     return DataError(
-        f"The {split.name} split holds {split.num_tokens} tokens; one window of data.seq_len={seq_len} needs {seq_len + 1}.",
+        f"The {split.name} split holds {split.num_tokens} tokens; one sequence of data.seq_len={seq_len} needs {seq_len + 1}.",
         fix=f"Set data.seq_len={split.num_tokens - 1} or less, or prepare more text."
         if split.num_tokens > 1
         else f"Prepare more text: the {split.name} split is empty.",

@@ -1,5 +1,4 @@
-"""The feed: from the rows that a step reads to tensors on the device, ahead of time or when they
-are asked for.
+"""The feed: delivers the rows of each step as tensors on the device, on demand or ahead of time.
 
 Letters in names: A micro-batches, B rows of one, T tokens of one row, W = T + 1, N = A * B rows of
 a rank's step.
@@ -17,15 +16,20 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from functools import partial
+from typing import Self, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from flatout.data.load.batches import SequenceReader, StepReader, check_documents
+from flatout.data.store.integrity import Array
 from flatout.data.store.shards import Split
 from flatout.progress import SILENT, Progress
+
+X = TypeVar("X")
+Y = TypeVar("Y")
 
 IGNORED = -1
 """The target of a position that does not count."""
@@ -33,49 +37,43 @@ IGNORED = -1
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one call of the model takes."""
+    """The inputs of one call of the model."""
 
     tokens_BT: Tensor
     """int64, contiguous."""
     targets_BT: Tensor
     """int64, contiguous: the next token, -1 where it does not count."""
     doc_ids_BT: Tensor | None
-    """int32: which document of its window a position belongs to; None when attention crosses
-    documents.
-    """
+    """int32: the document of a position within its sequence; None without a document mask."""
 
 
 @dataclass(frozen=True)
 class StepBatch:
-    """One optimiser step's share of one rank, on the device. The tensors belong to whoever holds
-    the batch.
+    """One rank's share of one optimiser step, on the device.
+
+    The tensors are not reused: they belong to the holder of the batch.
     """
 
     sequences_ABW: Tensor
-    """uint16, or int32 for a vocabulary above 65,536: a quarter or half of what int64 would send to
-    the device.
-    """
+    """uint16, or int32 for a vocabulary above 65,536: a quarter or half of the bytes of int64."""
     mask_ABT: Tensor | None
     """bool, True where the target counts; None when all do."""
     doc_ids_ABT: Tensor | None
-    """int32; None when attention crosses documents."""
+    """int32; None without a document mask."""
+    seq_len: int
+    """Input tokens of a row (T)."""
     position: int
-    """Where the reading of all ranks stands after this batch."""
+    """Position of all ranks after this batch."""
     tokens: int
-    """Targets that all ranks have in this step; padding does not count."""
+    """Targets of all ranks in this step, without padding."""
     samples: int
-    """Rows that all ranks have in this step, less those of padding alone."""
+    """Rows of all ranks in this step, without rows of padding alone."""
     wait_ms: float
-    """How long the caller was kept waiting for it."""
-
-    @property
-    def seq_len(self) -> int:
-        """Inputs of a row."""
-        return self.sequences_ABW.shape[2] - 1
+    """How long the caller waited for it."""
 
     @property
     def num_micro_batches(self) -> int:
-        """How many micro-batches the step has."""
+        """Micro-batches of the step (A)."""
         return len(self.sequences_ABW)
 
     def micro_batches(self) -> Iterator[MicroBatch]:
@@ -89,35 +87,36 @@ class StepBatch:
 def _micro_batch(
     sequences_BW: Tensor, mask_BT: Tensor | None, doc_ids_BT: Tensor | None
 ) -> MicroBatch:
-    targets_BT = _plain(sequences_BW[:, 1:])
+    targets_BT = _to_int64(sequences_BW[:, 1:])
     if mask_BT is not None:
         targets_BT.masked_fill_(~mask_BT, IGNORED)
-    return MicroBatch(_plain(sequences_BW[:, :-1]), targets_BT, doc_ids_BT)
+    return MicroBatch(_to_int64(sequences_BW[:, :-1]), targets_BT, doc_ids_BT)
 
 
-def _plain(tokens_BT: Tensor) -> Tensor:
-    """int64 with the strides of a fresh tensor: of a single row torch would keep those of the
-    window, for which a compiler compiles anew.
+def _to_int64(tokens_BT: Tensor) -> Tensor:
+    """Return int64 tokens with the strides of a fresh tensor.
+
+    For a single row torch would keep the strides of the sequence, and a compiler would compile
+    again.
     """
     return tokens_BT.to(torch.int64, memory_format=torch.contiguous_format)
 
 
+def _apply(function: Callable[[X], Y], value: X | None) -> Y | None:
+    return None if value is None else function(value)
+
+
 class _Buffer:
-    """Host memory for one step, filled again and again; pinned when a GPU is to copy from it by
-    itself.
-    """
+    """Reusable host memory for one step, pinned when a GPU copies from it asynchronously."""
 
     def __init__(self, steps: StepReader, *, pinned: bool) -> None:
         plan = steps.plan
-        self._steps, self._accumulate, self._device = (
-            steps,
-            plan.accumulate,
-            torch.device(plan.device),
-        )
+        self._steps, self._accumulate = steps, plan.accumulate
+        self._device = torch.device(plan.device)
         tokens = plan.accumulate * max(rows * seq_len for rows, seq_len in steps.shapes)
         lasts = plan.accumulate * max(rows for rows, _ in steps.shapes)
         stored = torch.uint16 if steps.dtype.itemsize == 2 else torch.int32
-        self._windows = torch.empty(tokens + lasts, dtype=stored, pin_memory=pinned)
+        self._sequences = torch.empty(tokens + lasts, dtype=stored, pin_memory=pinned)
         self._mask = (
             torch.empty(tokens, dtype=torch.bool, pin_memory=pinned) if steps.has_mask else None
         )
@@ -129,22 +128,20 @@ class _Buffer:
         self._copied = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
 
     def read(self, position: int) -> StepBatch:
-        """Read this rank's rows of the step that begins at `position`; return a copy on the device,
-        which the next step does not touch.
+        """Read this rank's rows of the step at `position`, and return a copy on the device.
 
-        On a GPU the copy is queued on the current stream, and this memory is filled again only when
-        it has ended.
+        On a GPU the copy is queued on the current stream, and this memory is reused only after it
+        has finished.
         """
         if self._copied is not None:
             self._copied.synchronize()
         rows, seq_len = self._steps.shape_at(position)
-        sequences_NW = self._rows(self._windows, rows, seq_len + 1)
+        sequences_NW = self._rows(self._sequences, rows, seq_len + 1)
         mask_NT, doc_ids_NT = (
-            self._rows(flat, rows, seq_len) for flat in (self._mask, self._doc_ids)
+            _apply(lambda flat: self._rows(flat, rows, seq_len), flat)
+            for flat in (self._mask, self._doc_ids)
         )
-        mask, doc_ids = (
-            None if tensor is None else tensor.numpy() for tensor in (mask_NT, doc_ids_NT)
-        )
+        mask, doc_ids = _apply(Tensor.numpy, mask_NT), _apply(Tensor.numpy, doc_ids_NT)
         read = self._steps.read(
             position, sequences_NW.numpy().view(self._steps.dtype), mask, doc_ids
         )
@@ -153,8 +150,9 @@ class _Buffer:
                 check_documents(micro_BT, self._steps.plan.most_documents)
         batch = StepBatch(
             self._copy(sequences_NW),
-            self._copy(mask_NT),
-            self._copy(doc_ids_NT),
+            _apply(self._copy, mask_NT),
+            _apply(self._copy, doc_ids_NT),
+            seq_len,
             **read._asdict(),
             wait_ms=0.0,
         )
@@ -162,15 +160,11 @@ class _Buffer:
             self._copied.record(torch.cuda.current_stream(self._device))
         return batch
 
-    def _rows(self, flat: Any, rows: int, width: int) -> Any:
-        return None if flat is None else flat[: self._accumulate * rows * width].view(-1, width)
+    def _rows(self, flat: Tensor, rows: int, width: int) -> Tensor:
+        return flat[: self._accumulate * rows * width].view(-1, width)
 
-    def _copy(self, host: Any) -> Any:
-        if host is None:
-            return None
-        if (
-            self._device.type == "cpu"
-        ):  # one plain copy: torch would wake all its threads, which costs more than the copy on busy cores
+    def _copy(self, host: Tensor) -> Tensor:
+        if self._device.type == "cpu":  # waking torch's threads would cost more than the copy
             return torch.from_numpy(host.numpy().copy()).view(self._accumulate, -1, host.shape[1])
         return host.to(self._device, non_blocking=self._copied is not None).view(
             self._accumulate, -1, host.shape[1]
@@ -178,11 +172,11 @@ class _Buffer:
 
 
 class _Feed:
-    """What both feeds share: where the reading stands. It never ends."""
+    """What both feeds share: an endless iterator with a position."""
 
     def __init__(self, steps: StepReader) -> None:
         self.position: int = 0
-        """Where the next step begins, as the steps' reader counts, over all epochs and ranks."""
+        """Where the next step begins, in units of the step reader, over all epochs and ranks."""
         self._steps = steps
 
     def __iter__(self) -> Self:
@@ -196,36 +190,34 @@ class _Feed:
 
     @property
     def steps_per_epoch(self) -> float:
-        """Steps that read the split once, all sets of a mix together."""
+        """Steps that read the split once, all datasets of a mix together."""
         return self._steps.steps_per_epoch
 
     @property
     def shapes(self) -> tuple[tuple[int, int], ...]:
-        """Every (rows, tokens of a row) that a micro-batch may have, each once."""
+        """Every (rows, seq_len) that a micro-batch can have, without repeats."""
         return tuple(dict.fromkeys((rows, seq_len) for rows, seq_len in self._steps.shapes))
 
     def prime(self, steps: int, *, progress: Progress = SILENT) -> None:
-        """Let the reader get ready for the rows of the next `steps` steps, as many as it keeps;
-        most readers need not.
+        """Let the reader prepare the rows of the next `steps` steps, as many as it keeps.
 
-        To be called before the first step: what a reader needs beforehand is then in no step's
-        time.
+        Call it before the first step, so that no step's time includes the preparation.
         """
         self._steps.prime(self.position, steps, progress)
 
     def close(self) -> None:
-        """Give back what the feed holds; reading on afterwards opens it again."""
+        """Release what the feed holds; reading again reopens it."""
 
 
 class DirectFeed(_Feed):
-    """Reads each step when it is asked for, in the caller's thread."""
+    """Reads each step on demand, in the caller's thread."""
 
     def __init__(self, steps: StepReader) -> None:
         super().__init__(steps)
         self._buffer = _Buffer(steps, pinned=False)
 
     def seek(self, position: int) -> None:
-        """Go on at another position."""
+        """Continue at another position."""
         self.position = position
 
     def __next__(self) -> StepBatch:
@@ -236,11 +228,10 @@ class DirectFeed(_Feed):
 
 
 class PrefetchFeed(_Feed):
-    """Reads the next `prefetch` steps in one background thread; on a GPU their copies run on a
-    stream of their own, from two pinned buffers.
+    """Reads the next `prefetch` steps in a background thread.
 
-    The thread starts at the first step that is asked for. An error in it is raised where that step
-    is asked for.
+    On a GPU, copies run on a separate stream from two pinned buffers. The thread starts at the
+    first requested step; its error is raised at the step where it occurred.
     """
 
     def __init__(self, steps: StepReader) -> None:
@@ -248,7 +239,7 @@ class PrefetchFeed(_Feed):
         self._ahead: _ReadAhead | None = None
 
     def seek(self, position: int) -> None:
-        """Go on at another position; what was read ahead is dropped."""
+        """Continue at another position; steps read ahead are dropped."""
         if position != self.position:
             self.close()
             self.position = position
@@ -257,9 +248,8 @@ class PrefetchFeed(_Feed):
         began = time.perf_counter()
         if self._ahead is None:
             self._ahead = _ReadAhead(self._steps, self.position)
-            self._stop = weakref.finalize(
-                self, self._ahead.stop
-            )  # a feed that is dropped without close() leaves no thread behind
+            # A feed that is dropped without close() leaves no thread behind.
+            self._stop = weakref.finalize(self, self._ahead.stop)
         try:
             batch = self._ahead.take()
         except BaseException:
@@ -269,19 +259,21 @@ class PrefetchFeed(_Feed):
         return replace(batch, wait_ms=(time.perf_counter() - began) * 1e3)
 
     def close(self) -> None:
-        """End the background thread; reading on afterwards starts another at the same position."""
+        """Stop the background thread; reading again starts another at the same position."""
         if self._ahead is not None:
             self._stop()
             self._ahead = None
 
 
 class _ReadAhead:
-    """One background thread that reads steps in order, from a position on, until it is stopped."""
+    """A background thread that reads steps in order from a position, until it is stopped."""
 
     def __init__(self, steps: StepReader, position: int) -> None:
         self._device = torch.device(steps.plan.device)
         self._room = threading.Semaphore(steps.plan.prefetch)
-        self._ready: queue.SimpleQueue[tuple[StepBatch, Any] | BaseException] = queue.SimpleQueue()
+        self._ready: queue.SimpleQueue[
+            tuple[StepBatch, torch.cuda.Event | None] | BaseException
+        ] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._thread = threading.Thread(
             target=self._read, args=(steps, position), name="flatout-feed", daemon=True
@@ -300,19 +292,17 @@ class _ReadAhead:
                     batch = next(buffers).read(position)
                     position = batch.position
                     self._ready.put((batch, stream.record_event() if stream else None))
-        except BaseException as error:  # it is the caller's: it is raised there, whatever it is
+        except BaseException as error:  # raised in the caller
             self._ready.put(error)
 
     def take(self) -> StepBatch:
-        """Wait for the next step; raise what went wrong in the thread. The caller's stream waits
-        for the copy, the caller does not.
-        """
+        """Wait for the next step, or raise the thread's error; only the stream waits for the copy."""
         found = self._ready.get()
         if isinstance(found, BaseException):
             try:
                 raise found
             finally:
-                del found  # the error holds this frame; without this the two would hold each other
+                del found  # breaks the reference cycle between the error and this frame
         self._room.release()
         batch, copied = found
         if copied is not None:
@@ -320,18 +310,16 @@ class _ReadAhead:
             stream.wait_event(copied)
             for tensor in (batch.sequences_ABW, batch.mask_ABT, batch.doc_ids_ABT):
                 if tensor is not None:
-                    tensor.record_stream(
-                        stream
-                    )  # made on another stream: not to be used again before this one is done with it
+                    # Allocated on another stream: not to be reused before this one is done with it.
+                    tensor.record_stream(stream)
         return batch
 
     def stop(self) -> None:
-        """End the thread and wait for it; a second call does nothing."""
+        """Stop the thread and wait for it; a second call does nothing."""
         self._stopping.set()
         self._room.release()
-        if (
-            self._thread is not threading.current_thread()
-        ):  # it is when the collector drops a forgotten feed in there
+        # Garbage collection may drop a forgotten feed inside the thread itself.
+        if self._thread is not threading.current_thread():
             self._thread.join()
 
 
@@ -341,20 +329,18 @@ def evaluation_batches(
     rows: int,
     *,
     device: str,
-    windows: SequenceReader,
+    reader: SequenceReader,
     rank: int = 0,
     world_size: int = 1,
     max_tokens: int | None = None,
     document_mask: bool = False,
     most_documents: Callable[[int, int], int] | None = None,
 ) -> Iterator[MicroBatch]:
-    """Yield this rank's share of a split read in order: every token but the first is a target
-    exactly once.
+    """Yield this rank's share of a split, in order: every token but the first is a target once.
 
-    All batches have one shape and all ranks get the same number of them: what is missing of the
-    last window, and windows that are missing, are padded with token 0 and the target -1.
-    `max_tokens` takes the first so many targets only. A split of fewer than two tokens has no
-    target and yields nothing. `most_documents` is as in `BatchPlan`.
+    All batches have one shape and all ranks get the same number: the end of the last sequence, and
+    missing sequences, are padded with token 0 and target -1. `max_tokens` limits the number of
+    targets. A split of fewer than two tokens yields nothing. `most_documents` is as in `BatchPlan`.
 
     Shapes:  yields tokens_BT, targets_BT (rows, seq_len).
     Raises:  DataError when a batch has more documents than attention takes.
@@ -370,12 +356,12 @@ def evaluation_batches(
         counts_BT = np.zeros((rows, seq_len), np.bool_)
         whole = int((indices < split.num_sequences(seq_len)).sum())
         if whole:
-            windows.read(split, indices[:whole], sequences_BW[:whole])
+            reader.read(split, indices[:whole], seq_len, sequences_BW[:whole])
         if whole < len(indices):
             last = split.read_tokens(int(indices[-1]) * seq_len, split.num_tokens)
             sequences_BW[whole, : len(last)] = last
-        for row, window in enumerate(indices):
-            start = int(window) * seq_len + 1
+        for row, index in enumerate(indices):
+            start = int(index) * seq_len + 1
             stop = min(start + seq_len, num_targets + 1)
             counts_BT[row, : stop - start] = (
                 split.read_mask_range(start, stop) if split.has_mask else True
@@ -386,11 +372,11 @@ def evaluation_batches(
             split.read_document_ids(indices, seq_len, doc_ids_BT[: len(indices)])
             check_documents(doc_ids_BT, most_documents)
         yield _micro_batch(
-            *(_on_device(array, device) for array in (sequences_BW, counts_BT, doc_ids_BT))
+            _on_device(sequences_BW, device),
+            _on_device(counts_BT, device),
+            _apply(partial(_on_device, device=device), doc_ids_BT),
         )
 
 
-def _on_device(array: Any, device: str) -> Any:
-    if array is None:
-        return None
+def _on_device(array: Array, device: str) -> Tensor:
     return torch.from_numpy(array.view(np.int32) if array.dtype == np.uint32 else array).to(device)

@@ -113,7 +113,7 @@ class BucketedSteps:
             position // self.num_steps,
             np.arange(first, min(first + bucket.rows_per_step, bucket.pool)),
         )
-        places = self.plan.places(self._shape(bucket).rows)
+        places = self.plan.row_indices(self._shape(bucket).rows)
         there = places < len(rows)
         starts, sizes = np.zeros(len(places), np.int64), np.zeros(len(places), np.int64)
         starts[there], sizes[there] = (

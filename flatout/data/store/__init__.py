@@ -1,1 +1,1 @@
-"""The dataset on disk: manifest, shards, order, mixes, verification, copies at an address."""
+"""The dataset format on disk: manifest, shards, order, mixes, verification, copies of URLs."""

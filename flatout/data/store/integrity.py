@@ -1,8 +1,9 @@
-"""What is wrong with a dataset: as far as sizes tell, and with the items of one block of a file."""
+"""Checks a dataset: file sizes, the manifest, and the values in a block of a file."""
 
 from __future__ import annotations
 
 import hashlib
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flatout.data.store.manifest import BLOCK_BYTES, Manifest, SplitEntry
+from flatout.data.store.manifest import BLOCK_BYTES, FileEntry, Manifest, SplitEntry
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -18,17 +19,17 @@ PREPARE_AGAIN = "The folder is damaged: delete it and run `flatout prepare` agai
 
 
 class Problem(NamedTuple):
-    """What is wrong with a file of a data set."""
+    """What is wrong with a file or a split of a dataset."""
 
     name: str
-    """The file's, or its split's."""
+    """Name of the file or the split."""
     what: str
     """A sentence."""
     fix: str = PREPARE_AGAIN
 
 
 def file_problems(folder: Path, manifest: Manifest) -> Iterator[Problem]:
-    """Yield what is wrong with a folder's files as far as their sizes tell, and with its tokenizer."""
+    """Yield what is wrong with a folder's file sizes, its manifest and its tokenizer."""
     for entry in manifest.files:
         path = folder / entry.name
         size = path.stat().st_size if path.is_file() else None
@@ -40,32 +41,24 @@ def file_problems(folder: Path, manifest: Manifest) -> Iterator[Problem]:
     yield from manifest_problems(folder, manifest)
     path = folder / manifest.tokenizer.file
     try:
-        same = (
-            path.is_file()
-            and hashlib.sha256(path.read_bytes()).hexdigest() == manifest.tokenizer.digest
-        )
+        digest = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
     except OSError as error:
-        yield Problem(
-            path.name,
-            f"{path} cannot be read: {error.strerror or error}.",
-            "Check its permissions.",
-        )
+        what = f"{path} cannot be read: {error.strerror or error}."
+        yield Problem(path.name, what, "Check its permissions.")
     else:
-        if not same:
+        if digest != manifest.tokenizer.digest:
             yield Problem(path.name, f"{path} is not the tokenizer that made these tokens.")
 
 
-def manifest_problems(place: Path | str, manifest: Manifest) -> Iterator[Problem]:
-    """Yield where the sizes, counts and checksums in the manifest of a dataset contradict each
-    other.
-    """
+def manifest_problems(origin: Path | str, manifest: Manifest) -> Iterator[Problem]:
+    """Yield contradictions between the sizes, counts and checksums in a dataset's manifest."""
     itemsize = np.dtype(manifest.dtype).itemsize
     for name, split in manifest.splits.items():
         for entry in (*split.shards, *split.masks, split.document_ends):
             if len(entry.block_crc32) != -(-entry.size_bytes // BLOCK_BYTES):
                 yield Problem(
                     entry.name,
-                    f"{place}: the manifest does not have one checksum a block for {entry.name}.",
+                    f"{origin}: the manifest does not have one checksum per block for {entry.name}.",
                 )
         sizes = {
             "tokens": (sum(entry.size_bytes for entry in split.shards), split.tokens * itemsize),
@@ -75,67 +68,80 @@ def manifest_problems(place: Path | str, manifest: Manifest) -> Iterator[Problem
                 split.tokens if split.masks else 0,
             ),
         }
-        for what, (found_bytes, wanted_bytes) in sizes.items():
-            if found_bytes != wanted_bytes:
+        for what, (found_bytes, expected_bytes) in sizes.items():
+            if found_bytes != expected_bytes:
                 yield Problem(
                     name,
-                    f"{place}: the files of {name} hold {found_bytes} bytes of {what}, not {wanted_bytes}.",
+                    f"{origin}: the files of {name} hold {found_bytes} bytes of {what}, not {expected_bytes}.",
                 )
 
 
+def local_blocks(path: Path, entry: FileEntry) -> Iterator[tuple[bytes, str | None]]:
+    """Yield the blocks of a file, each with what is wrong with it by its entry, or None."""
+    for number, crc in enumerate(entry.block_crc32):
+        start = number * BLOCK_BYTES
+        size = min(entry.size_bytes - start, BLOCK_BYTES)
+        where = f"{path}, byte {start}: the block of {size} bytes from there"
+        try:
+            with path.open("rb") as file:
+                file.seek(start)
+                block = file.read(size)
+        except OSError as error:
+            yield b"", f"{where} cannot be read: {error.strerror or error}."
+        else:
+            yield block, None if zlib.crc32(block) == crc else f"{where} fails its checksum."
+
+
 @dataclass(frozen=True)
-class Items:
-    """What the items of a file may be: tokens, mask values or document ends."""
+class ValueCheck:
+    """The range of the values in a file: tokens, mask values or document ends."""
 
     dtype: np.dtype[Any]
-    below: int
-    """They are at least 0 and below this."""
+    limit: int
+    """Values are at least 0 and below this."""
     complaint: str
-    """What is wrong with one that is not, which stands for the braces."""
+    """What is wrong with a value outside the range, which replaces the braces."""
 
-    def problem(self, block: Array, place: Path | str, start: int) -> str | None:
-        """Return what is wrong with a block of the file `place` that begins at byte `start`; None
-        when nothing is.
+    def problem(self, block: Array, path: Path | str, start: int) -> str | None:
+        """Return what is wrong with the block of a file that begins at byte `start`, or None.
 
         Shapes:  block (bytes,), uint8.
         """
-        items = block.view(self.dtype.newbyteorder("<"))
-        largest = int(items.max())
-        if largest < self.below:
+        values = block.view(self.dtype.newbyteorder("<"))
+        largest = int(values.max())
+        if largest < self.limit:
             return None
-        return f"{place}, byte {start + int(items.argmax()) * items.itemsize}: {self.complaint.format(largest)}."
+        offset = start + int(values.argmax()) * values.itemsize
+        return f"{path}, byte {offset}: {self.complaint.format(largest)}."
 
 
-def tokens_of(manifest: Manifest) -> Items:
-    """Return what the tokens of a dataset may be."""
-    beyond = (
+MASK_VALUES = ValueCheck(np.dtype(np.uint8), 2, "the mask holds {}, not 0 or 1")
+"""The range of a mask's values."""
+
+
+def token_check(manifest: Manifest) -> ValueCheck:
+    """Return the range of a dataset's tokens."""
+    complaint = (
         f"the token id {{}} is beyond the vocabulary, whose ids are below {manifest.vocab_size}"
     )
-    return Items(np.dtype(manifest.dtype), manifest.vocab_size, beyond)
+    return ValueCheck(np.dtype(manifest.dtype), manifest.vocab_size, complaint)
 
 
-def ends_of(split: SplitEntry) -> Items:
-    """Return what the document ends of a split may be."""
-    return Items(
-        np.dtype(np.int64),
-        split.tokens + 1,
-        f"a document ends at {{}}, beyond the {split.tokens} tokens",
-    )
+def document_end_check(split: SplitEntry) -> ValueCheck:
+    """Return the range of a split's document ends."""
+    complaint = f"a document ends at {{}}, beyond the {split.tokens} tokens"
+    return ValueCheck(np.dtype(np.int64), split.tokens + 1, complaint)
 
 
-MASKS = Items(np.dtype(np.uint8), 2, "the mask holds {}, not 0 or 1")
-"""What the mask of a split may be."""
+def end_problems(origin: str, name: str, ends: Array, num_tokens: int) -> Iterator[str]:
+    """Yield what is wrong with a split's document ends: they ascend to the number of tokens.
 
-
-def end_problems(place: Path | str, name: str, ends: Array, num_tokens: int) -> Iterator[str]:
-    """Yield what is wrong with the document ends of a split, each of which is in range: they
-    ascend, and the last is the end of the tokens.
-
-    Shapes:  ends (documents,), int64.
+    Shapes:  ends (documents,), int64, each in range.
     """
     wrong = np.flatnonzero(np.diff(ends, prepend=0) <= 0)
+    last = int(ends[-1]) if len(ends) else 0
     if len(wrong):
         number = int(wrong[0])
-        yield f"{place}: document {number} of {name} ends at {int(ends[number])}, not after the one before it."
-    elif num_tokens != (int(ends[-1]) if len(ends) else 0):
-        yield f"{place}: the documents of {name} end at {int(ends[-1]) if len(ends) else 0}, its tokens at {num_tokens}."
+        yield f"{origin}: document {number} of {name} ends at {int(ends[number])}, not after the one before it."
+    elif num_tokens != last:
+        yield f"{origin}: the documents of {name} end at {last}, its tokens at {num_tokens}."

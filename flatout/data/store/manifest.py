@@ -1,6 +1,4 @@
-"""manifest.json: what a data set folder holds. It is written last, so a folder that has one is
-whole.
-"""
+"""manifest.json: what a dataset folder contains. It is written last: a folder with one is complete."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from flatout.recognised import read_regular, recognise
 from flatout.registry import nearest
 
 FORMAT_VERSION = 2
-"""From 2 on a manifest has a digest of its own content."""
+"""Since version 2 a manifest contains a digest of its own content."""
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 
@@ -31,53 +29,53 @@ class _Entry(BaseModel):
 
 
 class SplitEntry(_Entry):
-    """One split: its shards of tokens, where its documents end, and the optional loss mask."""
+    """One split: its token shards, where its documents end, and the optional loss mask."""
 
     tokens: int = Field(ge=0)
-    """Tokens, end-of-text tokens included."""
+    """Tokens, including end-of-text tokens."""
     documents: int = Field(ge=0)
     """Documents."""
     text_bytes: int = Field(ge=0)
-    """UTF-8 bytes of the text the tokens came from: what bits per byte divides by."""
+    """UTF-8 bytes of the text before tokenisation: the denominator of bits per byte."""
     shards: tuple[FileEntry, ...]
     """Token files, in order."""
     document_ends: FileEntry
     """Little-endian int64: the position after each document's last token."""
     masks: tuple[FileEntry, ...] = ()
-    """One uint8 a token, 0 where a target does not count: one file a shard, or none at all."""
+    """One uint8 per token, 0 where a target does not count: one file per shard, or none at all."""
 
 
 class TokenizerEntry(_Entry):
-    """The tokenizer, which lies in the folder."""
+    """The tokenizer file in the folder."""
 
     name: str
-    """What it is called."""
+    """Name of the tokenizer."""
     file: str = Field(TOKENIZER, pattern=r"^\w[\w.-]*$")
-    """Its file inside the folder."""
+    """File name inside the folder."""
     digest: str
     """SHA-256 of that file."""
 
 
 class SkippedEntry(_Entry):
-    """Rows of the source that were left out, by reason."""
+    """Rows of the source that were left out for one reason."""
 
     reason: str
-    """Why."""
+    """The reason."""
     count: int = Field(ge=1)
-    """How many."""
+    """Number of rows."""
     first: tuple[str, ...] = ()
-    """Where the first of them were."""
+    """Locations of the first of them."""
 
 
 class Manifest(_Entry):
-    """A data set folder, whole."""
+    """What a complete dataset folder contains."""
 
     format_version: int = FORMAT_VERSION
-    """Version of this folder's format."""
+    """Version of the folder's format."""
     dtype: Literal["uint16", "uint32"]
-    """How one token is stored, little-endian."""
+    """Type of a stored token, little-endian."""
     vocab_size: int = Field(ge=1)
-    """Token ids are below this."""
+    """Number of token ids; every id is below it."""
     tokenizer: TokenizerEntry
     """The tokenizer that made the tokens."""
     splits: dict[SplitName, SplitEntry]
@@ -85,13 +83,13 @@ class Manifest(_Entry):
     source: dict[str, Any]
     """Where the text came from, with every parameter that shaped it."""
     split_rule: str
-    """How documents were told apart into train and val."""
+    """How documents were divided into train and val."""
     skipped: tuple[SkippedEntry, ...] = ()
     """What was left out."""
     cut_documents: int = Field(0, ge=0)
-    """Documents that were cut where validation begins; both splits count them."""
+    """Documents cut where validation begins; both splits count them."""
     sha256: str | None = None
-    """Digest of all the rest of this document; none in format 1."""
+    """Digest of the rest of this document; None in format 1."""
 
     def sealed(self) -> Self:
         """Return this manifest with its digest."""
@@ -99,7 +97,7 @@ class Manifest(_Entry):
 
     @property
     def files(self) -> tuple[FileEntry, ...]:
-        """Every file of the folder but the tokenizer's and this one."""
+        """Every file of the folder except the tokenizer's and the manifest."""
         return tuple(
             entry
             for split in self.splits.values()
@@ -113,7 +111,7 @@ class Manifest(_Entry):
 
     @property
     def documents(self) -> int:
-        """Documents of all splits; one that was cut is one."""
+        """Documents of all splits; one that was cut counts once."""
         return sum(split.documents for split in self.splits.values()) - self.cut_documents
 
     @property
@@ -128,10 +126,10 @@ def token_dtype(vocab_size: int) -> Literal["uint16", "uint32"]:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Return the manifest of a data set folder.
+    """Return the manifest of a dataset folder.
 
     Raises: DataError when there is none, it cannot be read, or its format is newer than this
-            flatout.
+            version of flatout.
     """
     path = folder / MANIFEST
     if (folder / "index.json").is_file():  # a checkpoint, whose manifest is another
@@ -143,24 +141,22 @@ def read_manifest(folder: Path) -> Manifest:
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
             f"Cannot read {path}: {getattr(error, 'strerror', error)}.",
-            fix="Check its permissions, or prepare the data set again.",
+            fix="Check its permissions, or prepare the dataset again.",
         ) from error
     return parse_manifest(text, path)
 
 
 def _no_dataset(folder: Path) -> DataError:
-    """Return the error for a path that is no data set: what is there instead, and how to come to
-    one.
-    """
+    """Return the error for a path that is not a dataset: what it is, and how to get a dataset."""
     known = recognise(folder)
     if known is not None:
         return DataError(known.instead_of("a prepared dataset"), fix=known.fix)
     if folder.is_file():
         fix = f"Prepare it with `flatout prepare {in_shell(folder)} --out {in_shell(f'data/{folder.stem}')}`, and name that folder."
-        return DataError(f"{folder} is a file, not a data set folder.", fix=fix)
+        return DataError(f"{folder} is a file, not a dataset folder.", fix=fix)
     if folder.is_dir() and any(folder.iterdir()):
         fix = "Name another folder, or prepare one with `flatout prepare SOURCE --out data/mine`."
-        return DataError(f"{folder} has no {MANIFEST}: it is not a whole data set.", fix=fix)
+        return DataError(f"{folder} has no {MANIFEST}: it is not a complete dataset.", fix=fix)
     beside = (
         [path.parent.name for path in folder.parent.glob(f"*/{MANIFEST}")] if folder.name else []
     )
@@ -169,7 +165,7 @@ def _no_dataset(folder: Path) -> DataError:
     missing = (
         f"{folder} has no {MANIFEST}: it is empty"
         if folder.is_dir()
-        else f"There is no data set folder {folder}"
+        else f"There is no dataset folder {folder}"
     )
     return DataError(
         f"{missing}.", fix=f"{hint} it with `flatout prepare SOURCE --out {in_shell(folder)}`."
@@ -177,9 +173,10 @@ def _no_dataset(folder: Path) -> DataError:
 
 
 def parse_manifest(text: str, path: Path | str) -> Manifest:
-    """Return the manifest that a file holds.
+    """Return the manifest in a file's text.
 
-    Raises: DataError naming the file when it is none, or its format is newer than this flatout.
+    Raises: DataError naming the file when it is not a manifest, or its format is newer than this
+            version of flatout.
     """
     try:
         version = _Version.model_validate_json(text).format_version
@@ -191,16 +188,15 @@ def parse_manifest(text: str, path: Path | str) -> Manifest:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         what = f"{path} is not a manifest: {where + ': ' if where else ''}{first['msg'].lower()}."
-        raise DataError(what, fix="Prepare the data set again into another folder.") from error
+        raise DataError(what, fix="Prepare the dataset again into another folder.") from error
     raise DataError(
-        f"{path} has format_version {version}; this flatout reads up to {FORMAT_VERSION}.",
-        fix="Install a newer flatout, or prepare the data set again.",
+        f"{path} has format_version {version}; this version of flatout reads up to {FORMAT_VERSION}.",
+        fix="Install a newer flatout, or prepare the dataset again.",
     )
 
 
 def _require_own_digest(manifest: Manifest, text: str, path: Path | str) -> None:
-    """Check that what a manifest says is what was written; one of format 1 may have no digest that
-    tells.
+    """Check that a manifest matches its own digest, which format 1 may lack.
 
     Raises: DataError.
     """
@@ -208,12 +204,12 @@ def _require_own_digest(manifest: Manifest, text: str, path: Path | str) -> None
     if sealed and _digest(json.loads(text)) != manifest.sha256:
         raise DataError(
             f"{path} is damaged: its content does not match its digest.",
-            fix="Restore it from a copy, or prepare the data set again into another folder.",
+            fix="Restore it from a copy, or prepare the dataset again into another folder.",
         )
 
 
 def _digest(document: dict[str, Any]) -> str:
-    """Return the digest of a manifest's document, but for the digest in it."""
+    """Return the digest of a manifest's document, without the digest in it."""
     rest = {key: value for key, value in document.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 

@@ -1,10 +1,10 @@
-"""Several data sets read as one, each with its share of the windows, in closed form.
+"""Reads several datasets as one, each with its share of the sequences, in closed form.
 
-Turns are dealt out in a period that repeats: with weights 3 and 1 it has four turns, three of the
-first set and one of the other. Within it the quota method puts every set's turns where no beginning
-of the reading, however short, gives a set a window too many or too few. So position n belongs to
-turn n mod period, and its set reads its own permutation on, by its own epochs: a set in a mix is
-read in the same order as alone, and a position is still one integer.
+Sequences are dealt out in a repeating period: with weights 3 and 1 it has four turns, three of the
+first dataset and one of the other. Within it the quota method places each dataset's turns so that no
+beginning of the run, however short, gives a dataset a whole sequence too many or too few. Position n
+belongs to turn n mod period, and each dataset follows its own permutation, by its own epochs: a
+dataset in a mix is read in the same order as alone, and a position is still one integer.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
+from flatout.data.store.integrity import Array
 from flatout.data.store.manifest import SplitName
 from flatout.data.store.remote import open_dataset
 from flatout.data.store.shards import Dataset, Split
@@ -29,27 +30,23 @@ if TYPE_CHECKING:
     from flatout.config.schema import DataConfig
     from flatout.data.tokenizers import Tokenizer
 
-Array = np.ndarray[Any, np.dtype[Any]]
-
 LONGEST_PERIOD = 65_536
-"""Weights whose ratios need more turns than this are rounded to it: a share is then kept to 1 in
-65,536, and none may be smaller.
-"""
+"""Weights whose ratio needs a longer period are rounded to this one; the smallest share is 1 in it."""
 
 
 @dataclass(frozen=True)
 class Member:
-    """One data set and its share of the windows."""
+    """One dataset of a mix and its share of the sequences."""
 
     name: str
-    """The end of its path, as much of it as tells it from the others."""
+    """The end of its path, as much as distinguishes it from the others."""
     dataset: Dataset
     share: float
-    """Of 1."""
+    """Between 0 and 1."""
 
 
 class MixedDataset:
-    """Several data sets of one tokenizer, opened for reading as one."""
+    """Several datasets with the same tokenizer, opened as one."""
 
     def __init__(self, members: Sequence[Member], turns: Sequence[int]) -> None:
         self.members = tuple(members)
@@ -58,16 +55,15 @@ class MixedDataset:
 
     @classmethod
     def open(cls, mix: Mapping[str, float], *, progress: Progress = SILENT) -> Self:
-        """Open the folders or addresses of a mix, each with its weight.
+        """Open the folders or URLs of a mix, each with its weight.
 
-        Raises: ConfigError when a set is named twice or its share is too small; DataError when one
-                is no data set, or two have
-        different tokenizers.
+        Raises: ConfigError when a dataset is named twice or its share is too small; DataError when
+                one is not a dataset, or two have different tokenizers.
         """
         turns = whole_turns(mix)
-        datasets = [open_dataset(place, progress=progress) for place in mix]
+        datasets = [open_dataset(path_or_url, progress=progress) for path_or_url in mix]
         for number, dataset in enumerate(datasets):
-            _require_one_tokenizer(datasets[0], dataset)
+            _require_same_tokenizer(datasets[0], dataset)
             if dataset.path.resolve() in {other.path.resolve() for other in datasets[:number]}:
                 raise ConfigError(
                     f"data.mix names {dataset.origin} twice.",
@@ -79,27 +75,25 @@ class MixedDataset:
 
     @property
     def vocab_size(self) -> int:
-        """Token ids are below this."""
+        """Number of token ids; every id is below it."""
         return self.members[0].dataset.vocab_size
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer of all of them."""
+        """The tokenizer of all datasets."""
         return self.members[0].dataset.tokenizer
 
     def split(self, name: SplitName) -> MixedSplit:
-        """Return `train` or `val` of all sets, in their shares."""
+        """Return `train` or `val` of all datasets, in their shares."""
         if name not in self._splits:
             self._splits[name] = MixedSplit(
-                name, [part.dataset.split(name) for part in self.members], self._turns
+                name, [member.dataset.split(name) for member in self.members], self._turns
             )
         return self._splits[name]
 
 
 class MixedSplit:
-    """One split of several data sets. Their windows are numbered through: those of the first set
-    come first.
-    """
+    """One split of several datasets; sequence indices run on from each dataset to the next."""
 
     def __init__(self, name: SplitName, splits: Sequence[Split], turns: Sequence[int]) -> None:
         self.name: str = name
@@ -108,97 +102,95 @@ class MixedSplit:
         self.dtype = splits[0].dtype
         self._splits = tuple(splits)
         self._turns = np.asarray(turns, np.int64)
-        self._set_at = deal(tuple(turns))
-        self._earlier = np.zeros(len(self._set_at), np.int64)
-        """At each turn of the period, how many earlier ones of it are the same set's."""
+        self._split_of_turn = deal_turns(tuple(turns))
+        self._earlier = np.zeros(len(self._split_of_turn), np.int64)
+        """For each turn of the period, how many earlier ones belong to the same dataset."""
         for number in range(len(splits)):
-            self._earlier[self._set_at == number] = np.arange(self._turns[number])
+            self._earlier[self._split_of_turn == number] = np.arange(self._turns[number])
 
     def num_sequences(self, seq_len: int) -> int:
-        """Return how many whole windows of seq_len + 1 tokens all sets have together.
+        """Return the number of whole sequences of seq_len + 1 tokens in all datasets.
 
-        Raises: DataError when one has none: it cannot have its share.
+        Raises: DataError when a dataset has none, and so cannot have its share.
         """
-        return int(self._first_windows(seq_len)[-1])
+        return int(self._first_sequences(seq_len)[-1])
 
     def sequences_at(self, positions: Array, seq_len: int, *, seed: int) -> Array:
-        """Return the index of the window at each position of the endless reading: which set's turn
-        it is, then where that set stands.
+        """Return the index of the sequence at each position of the endless order.
 
         Shapes:  positions (N,), integers from 0; returns (N,).
         """
-        first = self._first_windows(seq_len)
-        periods, turn = np.divmod(np.asarray(positions, np.int64), len(self._set_at))
-        sets = self._set_at[turn]
-        own_positions = periods * self._turns[sets] + self._earlier[turn]
-        windows = np.empty(len(sets), np.int64)
+        first = self._first_sequences(seq_len)
+        periods, turn = np.divmod(np.asarray(positions, np.int64), len(self._split_of_turn))
+        split_of = self._split_of_turn[turn]
+        own_positions = periods * self._turns[split_of] + self._earlier[turn]
+        sequences = np.empty(len(split_of), np.int64)
         for number, split in enumerate(self._splits):
-            rows = np.flatnonzero(sets == number)
-            windows[rows] = first[number] + split.sequences_at(
-                own_positions[rows], seq_len, seed=seed
-            )
-        return windows
+            rows = np.flatnonzero(split_of == number)
+            own = split.sequences_at(own_positions[rows], seq_len, seed=seed)
+            sequences[rows] = first[number] + own
+        return sequences
 
     def read_sequences(self, indices: Array, seq_len: int, out: Array) -> None:
-        """Copy windows into `out`.
+        """Copy sequences into `out`.
 
         Shapes:  indices (N,), out (N, T + 1).
         """
-        for split, rows, own in self._by_set(indices, seq_len):
-            windows = np.empty((len(rows), out.shape[1]), split.dtype)
-            split.read_sequences(own, seq_len, windows)
-            out[rows] = windows
+        for split, rows, own in self._by_split(indices, seq_len):
+            sequences = np.empty((len(rows), out.shape[1]), split.dtype)
+            split.read_sequences(own, seq_len, sequences)
+            out[rows] = sequences
 
     def read_mask(self, indices: Array, seq_len: int, out: Array) -> None:
-        """Write True where a window's target counts: everywhere, in a set without a mask.
+        """Write True where a sequence's target counts: everywhere, in a dataset without a mask.
 
         Shapes:  indices (N,), out (N, T) bool.
         """
-        for split, rows, own in self._by_set(indices, seq_len):
+        for split, rows, own in self._by_split(indices, seq_len):
             mask = np.ones((len(rows), out.shape[1]), np.bool_)
             if split.has_mask:
                 split.read_mask(own, seq_len, mask)
             out[rows] = mask
 
     def read_document_ids(self, indices: Array, seq_len: int, out: Array) -> None:
-        """Number the documents within each window's inputs: 0 for the one it begins in, then 1, 2,
-        ...
+        """Number the documents within each sequence's inputs, from 0 for the one it begins in.
 
         Shapes:  indices (N,), out (N, T) int32.
         """
-        for split, rows, own in self._by_set(indices, seq_len):
+        for split, rows, own in self._by_split(indices, seq_len):
             doc_ids = np.empty((len(rows), out.shape[1]), out.dtype)
             split.read_document_ids(own, seq_len, doc_ids)
             out[rows] = doc_ids
 
-    def _first_windows(self, seq_len: int) -> Array:
-        """Return the number of each set's first window, and one more: how many there are."""
+    def _first_sequences(self, seq_len: int) -> Array:
+        """Return the index of each dataset's first sequence, and the total number at the end."""
         counts = [split.num_sequences(seq_len) for split in self._splits]
         for split, count in zip(self._splits, counts, strict=True):
             if not count:
                 raise DataError(
-                    f"{split.folder} holds {split.num_tokens} tokens of {self.name}; one window of data.seq_len={seq_len} needs {seq_len + 1}.",
+                    f"{split.folder} holds {split.num_tokens} tokens of {self.name}; one sequence of data.seq_len={seq_len} needs {seq_len + 1}.",
                     fix="Leave it out of data.mix, set a smaller data.seq_len, or prepare more text.",
                 )
         return np.cumsum([0, *counts])
 
-    def _by_set(self, indices: Array, seq_len: int) -> list[tuple[Split, Array, Array]]:
-        """Return each set that has one of the windows, with the places of its windows in `indices`
-        and their own indices.
-        """
-        first = self._first_windows(seq_len)
-        sets = np.searchsorted(first, indices, side="right") - 1
-        rows = {number: np.flatnonzero(sets == number) for number in np.unique(sets).tolist()}
+    def _by_split(self, indices: Array, seq_len: int) -> list[tuple[Split, Array, Array]]:
+        """Return each split that has one of the sequences, their rows, and their indices in it."""
+        first = self._first_sequences(seq_len)
+        split_of = np.searchsorted(first, indices, side="right") - 1
         return [
-            (self._splits[number], of_set, indices[of_set] - first[number])
-            for number, of_set in rows.items()
+            (
+                self._splits[number],
+                rows := np.flatnonzero(split_of == number),
+                indices[rows] - first[number],
+            )
+            for number in np.unique(split_of).tolist()
         ]
 
 
 def open_data(data: DataConfig, *, progress: Progress = SILENT) -> Dataset | MixedDataset:
     """Open what `data.path` or `data.mix` names.
 
-    Raises: ConfigError when neither is stated; DataError when there is no data set, or it cannot be
+    Raises: ConfigError when neither is set; DataError when there is no dataset, or it cannot be
             fetched.
     """
     if data.mix is not None:
@@ -212,30 +204,26 @@ def open_data(data: DataConfig, *, progress: Progress = SILENT) -> Dataset | Mix
 
 
 def members_of(dataset: Dataset | MixedDataset) -> tuple[Member, ...]:
-    """Return the data sets of a mix; a single one is the special case, with all of the windows."""
-    return (
-        dataset.members
-        if isinstance(dataset, MixedDataset)
-        else (Member(distinct_names([dataset.origin])[0], dataset, 1.0),)
-    )
+    """Return the members of a mix; a single dataset is its own only member."""
+    if isinstance(dataset, MixedDataset):
+        return dataset.members
+    return (Member(distinct_names([dataset.origin])[0], dataset, 1.0),)
 
 
 def whole_turns(mix: Mapping[str, float]) -> tuple[int, ...]:
-    """Return the smallest whole numbers in the ratio of the weights, or the nearest that add up to
-    about LONGEST_PERIOD.
+    """Return the smallest integers in the ratio of the weights, or nearly, in a period at the limit.
 
-    Raises: ConfigError naming the set whose share is below 1 in LONGEST_PERIOD.
+    Raises: ConfigError naming the dataset whose share is below 1 in LONGEST_PERIOD.
     """
     exact = [Fraction(repr(float(weight))) for weight in mix.values()]
     total = sum(exact)
     least = min(exact)
     if least * LONGEST_PERIOD < total:
         name, weight = min(mix.items(), key=lambda item: item[1])
-        enough = 1.006 * float(
-            (total - least) / (LONGEST_PERIOD - 1)
-        )  # enough still when it is rounded to three digits
+        # 1.006: still enough after rounding to three digits
+        enough = 1.006 * float((total - least) / (LONGEST_PERIOD - 1))
         raise ConfigError(
-            f"data.mix gives {name} the weight {weight:g} of {float(total):g}; the smallest share is 1 window in {LONGEST_PERIOD:,}.",
+            f"data.mix gives {name} the weight {weight:g} of {float(total):g}; the smallest share is 1 sequence in {LONGEST_PERIOD:,}.",
             fix=f"Give it a weight of {enough:.3g} or more, or leave it out.",
         )
     scale = math.lcm(*((weight / total).denominator for weight in exact))
@@ -245,32 +233,29 @@ def whole_turns(mix: Mapping[str, float]) -> tuple[int, ...]:
 
 
 @cache
-def deal(turns: tuple[int, ...]) -> Array:
-    """Return which set each turn of the period goes to: set k has turns[k] of them, at every moment
-    less than one off its due share.
+def deal_turns(turns: tuple[int, ...]) -> Array:
+    """Return which dataset each turn of the period belongs to: dataset k has turns[k] of them.
+
+    At every turn each dataset is less than one turn from its share.
 
     Shapes:  returns (sum of turns,).
-    Cost:    O(period), half a second for the longest; once a process.
+    Cost:    O(period), half a second for the longest; once per process.
     Source:  the quota method, Balinski and Young 1975, "The quota method of apportionment".
     """
     due = np.asarray(turns, np.int64)
     period, dealt = int(due.sum()), np.zeros(len(due), np.int64)
     order = np.empty(period, np.int64)
     for turn in range(period):
-        in_time = dealt * period < (turn + 1) * due  # one more would not be too many
-        order[turn] = np.argmin(
-            np.where(in_time, (dealt + 1) / due, np.inf)
-        )  # whose next one is due first
+        within_quota = dealt * period < (turn + 1) * due  # one more would not be too many
+        order[turn] = np.argmin(np.where(within_quota, (dealt + 1) / due, np.inf))  # next one due
         dealt[order[turn]] += 1
-    order.flags.writeable = False  # everybody who asks for these turns gets this array
+    order.flags.writeable = False  # the cached array is shared by all callers
     return order
 
 
-def distinct_names(places: Sequence[str]) -> list[str]:
-    """Return the last part of each path or address, or as many parts as it takes to tell them
-    apart.
-    """
-    whole = [Path(place).absolute().parts for place in places]
+def distinct_names(paths_or_urls: Sequence[str]) -> list[str]:
+    """Return the last part of each path or URL, or as many parts as distinguish them."""
+    whole = [Path(path_or_url).absolute().parts for path_or_url in paths_or_urls]
     for depth in range(1, max(len(parts) for parts in whole) + 1):
         names = ["/".join(parts[-depth:]) for parts in whole]
         if len(set(names)) == len(names):
@@ -278,7 +263,7 @@ def distinct_names(places: Sequence[str]) -> list[str]:
     return names
 
 
-def _require_one_tokenizer(first: Dataset, other: Dataset) -> None:
+def _require_same_tokenizer(first: Dataset, other: Dataset) -> None:
     mine, theirs = first.manifest, other.manifest
     if (mine.tokenizer.digest, mine.vocab_size, mine.dtype) != (
         theirs.tokenizer.digest,

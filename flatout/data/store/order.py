@@ -1,9 +1,8 @@
-"""The order in which windows are read: a closed form of (seed, epoch, index), so that a position is
-one integer.
+"""The order in which sequences are read: a closed form of (seed, epoch, index).
 
 Nothing is stored and nothing is shuffled in memory: an epoch is a keyed permutation of
-range(num_sequences), evaluated where it is asked for. Seeking costs nothing, and any number of ranks
-sees the same order.
+range(num_sequences), evaluated on demand. A position is one integer, seeking is free, and any
+number of ranks sees the same order.
 """
 
 from __future__ import annotations
@@ -15,34 +14,33 @@ import numpy as np
 Words = np.ndarray[Any, np.dtype[np.uint64]]
 
 ROUNDS = 8
-"""Feistel rounds: four already look random, eight leave a margin and cost microseconds a step."""
+"""Feistel rounds: four already look random; eight leave a margin and cost microseconds per step."""
 
 
 def shuffled(
     positions: np.ndarray[Any, np.dtype[Any]], num_sequences: int, *, seed: int
 ) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return the window at each position of an endless reading, in which every epoch is another
-    permutation.
+    """Return the sequence at each position of an endless order; each epoch is another permutation.
 
-    Position p lies in epoch p // num_sequences. A Feistel network on the next power of four is a
-    permutation of more than num_sequences numbers; walking on until the answer is below num_sequences
-    makes it one of exactly those. These figures are part of the format of a run: changing any of
-    them changes what a resumed run reads next.
+    Position p is in epoch p // num_sequences. A Feistel network on the next power of four permutes
+    at least num_sequences numbers; repeating it until the result is below num_sequences makes it a
+    permutation of exactly those. These constants are part of a run's format: changing one changes
+    what a resumed run reads next.
 
     Shapes:  positions (N,), integers from 0; returns (N,).
-    Cost:    O(1) a position, whatever num_sequences is.
+    Cost:    O(1) per position, for any num_sequences.
     Source:  cycle walking, Black and Rogaway 2002, "Ciphers with arbitrary finite domains".
     """
     flat = np.asarray(positions).astype(np.uint64)
     epochs, indices = np.divmod(flat, np.uint64(num_sequences))
     half_bits = (max(num_sequences - 1, 0).bit_length() + 1) // 2
     keys = _mix(_mix(np.full_like(epochs, seed % (1 << 64))) + epochs)
-    windows = _permute(indices, keys, half_bits)
-    outside = np.flatnonzero(windows >= num_sequences)
+    sequences = _permute(indices, keys, half_bits)
+    outside = np.flatnonzero(sequences >= num_sequences)
     while len(outside):
-        windows[outside] = _permute(windows[outside], keys[outside], half_bits)
-        outside = outside[windows[outside] >= num_sequences]
-    return windows.astype(np.int64)
+        sequences[outside] = _permute(sequences[outside], keys[outside], half_bits)
+        outside = outside[sequences[outside] >= num_sequences]
+    return sequences.astype(np.int64)
 
 
 def _permute(values: Words, keys: Words, half_bits: int) -> Words:

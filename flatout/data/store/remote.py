@@ -7,8 +7,8 @@ of the dataset that was read, named by its manifest's digest. A copy with a mani
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ from flatout.data.store.integrity import file_problems
 from flatout.data.store.manifest import MANIFEST, Manifest, parse_manifest, read_manifest
 from flatout.data.store.shards import Dataset
 from flatout.errors import DataError, in_shell, without_secrets
-from flatout.files import PART, CheckedFile, expanded, unless_broken
+from flatout.files import PART, CheckedFile, expanded, lock, unless_broken
 from flatout.progress import SILENT, Progress, readable_size
 from flatout.transfer.connection import ATTEMPTS, NothingThere, Unreachable
 from flatout.transfer.parallel import Transfers
@@ -94,17 +94,17 @@ def locked(cache_dir: Path, when_taken: Callable[[], None]) -> Iterator[None]:
     """
     with explaining_cache_errors(cache_dir):
         cache_dir.mkdir(parents=True, exist_ok=True)
-        lock = os.open(cache_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        descriptor = os.open(cache_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     try:
         with explaining_cache_errors(cache_dir):
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock(descriptor)
             except BlockingIOError:
                 when_taken()
-                fcntl.flock(lock, fcntl.LOCK_EX)
+                lock(descriptor, wait_s=math.inf)
         yield
     finally:
-        os.close(lock)
+        os.close(descriptor)
 
 
 @contextlib.contextmanager

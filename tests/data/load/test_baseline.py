@@ -1,23 +1,24 @@
 import numpy as np
 import pytest
 import torch
+from plans import batch_plan
 
 from flatout.data.load import baseline
 from flatout.data.load.baseline import TokenisingReader
-from flatout.data.load.batches import BatchPlan, SequenceSteps, ShardReader
+from flatout.data.load.batches import SequenceSteps, ShardReader
 from flatout.data.load.feed import DirectFeed, PrefetchFeed
 from flatout.data.store.shards import Dataset
 
 TOKENS = np.random.default_rng(0).integers(0, 300, 401)
 
 
-def read(windows, split, indices, seq_len=8):
+def read(reader, split, indices, seq_len=8):
     out = np.empty((len(indices), seq_len + 1), split.dtype)
-    windows.read(split, np.asarray(indices), out)
+    reader.read(split, np.asarray(indices), seq_len, out)
     return out
 
 
-def test_the_windows_are_the_very_same(train_split, stub_tokenizer):
+def test_the_sequences_are_the_same(train_split, stub_tokenizer):
     split = train_split(TOKENS)
     indices = np.random.default_rng(1).permutation(50)
     assert np.array_equal(
@@ -27,54 +28,40 @@ def test_the_windows_are_the_very_same(train_split, stub_tokenizer):
 
 
 @pytest.mark.parametrize("feed_class", [DirectFeed, PrefetchFeed])
-def test_both_feeds_hand_out_the_same_steps(train_split, stub_tokenizer, feed_class):
+def test_both_feeds_deliver_the_same_steps(train_split, stub_tokenizer, feed_class):
     split = train_split(TOKENS)
     with (
-        feed_class(SequenceSteps(split, feed_plan(), TokenisingReader(stub_tokenizer))) as slow,
-        feed_class(SequenceSteps(split, feed_plan(), ShardReader())) as fast,
+        feed_class(SequenceSteps(split, batch_plan(), TokenisingReader(stub_tokenizer))) as slow,
+        feed_class(SequenceSteps(split, batch_plan(), ShardReader())) as fast,
     ):
         for _ in range(15):
             assert torch.equal(next(slow).sequences_ABW, next(fast).sequences_ABW)
 
 
-def test_it_tokenises_the_text_of_each_window_in_every_call(train_split, stub_tokenizer):
+def test_the_text_of_each_sequence_is_tokenised_in_every_call(train_split, stub_tokenizer):
     split = train_split(np.arange(1, 201))
-    windows = TokenisingReader(stub_tokenizer)
+    reader = TokenisingReader(stub_tokenizer)
     for call in (1, 2):
-        read(windows, split, [3, 0])
+        read(reader, split, [3, 0])
         assert len(stub_tokenizer.encoded) == 2 * call
-        assert windows.tokens_encoded == 2 * 9 * call
+        assert reader.tokens_encoded == 2 * 9 * call
     assert stub_tokenizer.encoded[0] == stub_tokenizer.decode(split.read_tokens(24, 33).tolist())
 
 
 def test_a_primed_text_is_not_decoded_again(train_split, stub_tokenizer, monkeypatch):
     split = train_split(TOKENS)
-    windows = TokenisingReader(stub_tokenizer)
-    windows.prime(split, np.array([1, 5]), 8)
+    reader = TokenisingReader(stub_tokenizer)
+    reader.prime(split, np.array([1, 5]), 8)
     assert stub_tokenizer.encoded == []
     monkeypatch.setattr(
         stub_tokenizer, "decode", lambda ids: pytest.fail("decoded inside the step")
     )
-    read(windows, split, [5, 1, 5])
+    read(reader, split, [5, 1, 5])
     assert len(stub_tokenizer.encoded) == 3
 
 
-def feed_plan(**changes):
-    values = {
-        "seq_len": 8,
-        "rows_per_device": 2,
-        "accumulate": 2,
-        "rank": 0,
-        "world_size": 1,
-        "seed": 3,
-        "document_mask": False,
-        "prefetch": 2,
-    }
-    return BatchPlan(**{**values, "device": "cpu", **changes})
-
-
-class CountingWindows(TokenisingReader):
-    """Says which windows were decoded, and how often."""
+class CountingReader(TokenisingReader):
+    """Counts the sequences that were decoded."""
 
     def __init__(self, tokenizer):
         super().__init__(tokenizer)
@@ -97,59 +84,59 @@ class CountingWindows(TokenisingReader):
 def test_a_primed_feed_decodes_nothing_inside_its_steps(
     train_split, stub_tokenizer, feed_class, start, rank, world_size
 ):
-    """Over an end of an epoch too: 50 windows, 5 steps of 4 of each rank."""
-    windows = CountingWindows(stub_tokenizer)
+    """Over an end of an epoch too: 50 reader, 5 steps of 4 of each rank."""
+    reader = CountingReader(stub_tokenizer)
     with feed_class(
-        SequenceSteps(train_split(TOKENS), feed_plan(rank=rank, world_size=world_size), windows)
+        SequenceSteps(train_split(TOKENS), batch_plan(rank=rank, world_size=world_size), reader)
     ) as feed:
         feed.seek(start)
         feed.prime(5)
-        ahead = windows.decoded
+        ahead = reader.decoded
         assert 0 < ahead <= 20
         assert stub_tokenizer.encoded == []
         assert feed.position == start
         for _ in range(5 - 2 * (feed_class is PrefetchFeed)):
             next(feed)
         feed.close()
-        assert windows.decoded == ahead
+        assert reader.decoded == ahead
 
 
-def test_priming_ends_where_every_window_or_as_many_as_are_kept_are_there(
+def test_priming_ends_when_every_sequence_is_cached_or_the_cache_is_full(
     train_split, stub_tokenizer, monkeypatch
 ):
-    windows = CountingWindows(stub_tokenizer)
-    DirectFeed(SequenceSteps(train_split(TOKENS), feed_plan(), windows)).prime(10**9)
-    assert windows.decoded == 50
+    reader = CountingReader(stub_tokenizer)
+    DirectFeed(SequenceSteps(train_split(TOKENS), batch_plan(), reader)).prime(10**9)
+    assert reader.decoded == 50
     monkeypatch.setattr(baseline, "KEPT_TEXTS", 10)
-    windows = CountingWindows(stub_tokenizer)
-    feed = DirectFeed(SequenceSteps(train_split(TOKENS, name="other"), feed_plan(), windows))
+    reader = CountingReader(stub_tokenizer)
+    feed = DirectFeed(SequenceSteps(train_split(TOKENS, name="other"), batch_plan(), reader))
     feed.prime(10**9)
-    assert windows.decoded == 10
+    assert reader.decoded == 10
     next(feed)
     next(feed)
-    assert windows.decoded == 10, "the first steps are those that were primed"
+    assert reader.decoded == 10, "the first steps are the primed ones"
     next(feed)
-    assert windows.decoded == 12, "two of its four windows were"
+    assert reader.decoded == 12, "two of its four sequences were primed"
 
 
 def test_scoring_the_validation_text_drops_no_training_text(write_set, stub_tokenizer, monkeypatch):
     monkeypatch.setattr(baseline, "KEPT_TEXTS", 12)
     dataset = Dataset.open(write_set(TOKENS, val=TOKENS[:200]))
-    windows = CountingWindows(stub_tokenizer)
-    feed = DirectFeed(SequenceSteps(dataset.split("train"), feed_plan(), windows))
+    reader = CountingReader(stub_tokenizer)
+    feed = DirectFeed(SequenceSteps(dataset.split("train"), batch_plan(), reader))
     feed.prime(3)
-    read(windows, dataset.split("val"), range(20))
-    before = windows.decoded
+    read(reader, dataset.split("val"), range(20))
+    before = reader.decoded
     for _ in range(3):
         next(feed)
-    assert windows.decoded == before
+    assert reader.decoded == before
 
 
 @pytest.mark.parametrize("feed_class", [DirectFeed, PrefetchFeed])
-def test_plain_windows_need_no_priming(train_split, feed_class, monkeypatch):
+def test_a_shard_reader_needs_no_priming(train_split, feed_class, monkeypatch):
     split = train_split(TOKENS)
     with (
-        feed_class(SequenceSteps(split, feed_plan(), ShardReader())) as feed,
+        feed_class(SequenceSteps(split, batch_plan(), ShardReader())) as feed,
         monkeypatch.context() as patched,
     ):
         patched.setattr(type(split), "read_tokens", lambda *args: pytest.fail("read"))
@@ -159,16 +146,16 @@ def test_plain_windows_need_no_priming(train_split, feed_class, monkeypatch):
 
 
 def test_end_of_text_is_not_spelled_out(train_split, stub_tokenizer):
-    windows = TokenisingReader(stub_tokenizer)
+    reader = TokenisingReader(stub_tokenizer)
     split = train_split([5, 6, 0, 7, 8])
-    assert read(windows, split, [0], seq_len=4).tolist() == [[5, 6, 0, 7, 8]]
+    assert read(reader, split, [0], seq_len=4).tolist() == [[5, 6, 0, 7, 8]]
     assert stub_tokenizer.encoded == [stub_tokenizer.decode([5, 6, 7, 8])]
 
 
-def test_the_kept_texts_are_bounded(train_split, stub_tokenizer, monkeypatch):
+def test_the_cached_texts_are_bounded(train_split, stub_tokenizer, monkeypatch):
     monkeypatch.setattr(baseline, "KEPT_TEXTS", 3)
-    windows = TokenisingReader(stub_tokenizer)
+    reader = TokenisingReader(stub_tokenizer)
     split = train_split(TOKENS)
     for _ in range(2):
-        read(windows, split, range(10))
-    assert [len(texts) for texts in windows._texts.values()] == [3]
+        read(reader, split, range(10))
+    assert [len(texts) for texts in reader._texts.values()] == [3]

@@ -1,8 +1,9 @@
 import numpy as np
 import pytest
+from plans import batch_plan
 
 from flatout.data.load import batches
-from flatout.data.load.batches import BatchPlan, SequenceSteps, Shape, ShardReader
+from flatout.data.load.batches import SequenceSteps, Shape, ShardReader
 from flatout.data.store.order import shuffled
 from flatout.errors import DataError
 
@@ -10,34 +11,22 @@ TOKENS = np.arange(8 * 37 + 3)
 
 
 def plan(**changes):
-    values = {
-        "seq_len": 8,
-        "rows_per_device": 2,
-        "accumulate": 3,
-        "rank": 0,
-        "world_size": 1,
-        "seed": 7,
-    }
-    return BatchPlan(
-        **{**values, "document_mask": False, "prefetch": 2, "device": "cpu", **changes}
-    )
+    return batch_plan(**{"accumulate": 3} | changes)
 
 
 def first_tokens(reader, position):
     rows, seq_len = reader.shape_at(position)
     sequences_NW = np.empty((rows * reader.plan.accumulate, seq_len + 1), reader.dtype)
     read = reader.read(position, sequences_NW, None, None)
-    windows = reader.plan.sequences_per_step
-    assert (read.tokens, read.samples) == (8 * windows, windows)
+    sequences = reader.plan.sequences_per_step
+    assert (read.tokens, read.samples) == (8 * sequences, sequences)
     return (sequences_NW[:, 0] // 8).tolist(), read.position
 
 
-@pytest.mark.parametrize("worked_out", [1, 13, 4096])
+@pytest.mark.parametrize("lookahead", [1, 13, 4096])
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_what_is_worked_out_at_once_changes_nothing(
-    train_split, monkeypatch, worked_out, world_size
-):
-    monkeypatch.setattr(batches, "WORKED_OUT", worked_out)
+def test_the_lookahead_changes_nothing(train_split, monkeypatch, lookahead, world_size):
+    monkeypatch.setattr(batches, "LOOKAHEAD", lookahead)
     split = train_split(TOKENS)
     for rank in range(world_size):
         own = plan(world_size=world_size, rank=rank)
@@ -56,7 +45,7 @@ def test_what_is_worked_out_at_once_changes_nothing(
             assert first_tokens(reader, position) == (wanted, position + a_step)
 
 
-def test_the_order_is_asked_for_once_in_many_steps(train_split, monkeypatch):
+def test_the_order_is_computed_once_for_many_steps(train_split, monkeypatch):
     split = train_split(TOKENS)
     asked = []
     monkeypatch.setattr(
@@ -83,11 +72,11 @@ def test_one_shape(train_split):
     assert reader.shape_at(12345) == Shape(2, 8)
 
 
-def test_places_are_shared_out_whatever_the_rows():
+def test_row_indices_are_divided_among_ranks_for_any_rows():
     for rows in (1, 2, 5):
-        places = [plan(world_size=2, rank=rank).places(rows) for rank in range(2)]
-        assert sorted(np.concatenate(places).tolist()) == list(range(3 * 2 * rows))
-        assert places[1][:rows].tolist() == list(range(rows, 2 * rows))
+        indices = [plan(world_size=2, rank=rank).row_indices(rows) for rank in range(2)]
+        assert sorted(np.concatenate(indices).tolist()) == list(range(3 * 2 * rows))
+        assert indices[1][:rows].tolist() == list(range(rows, 2 * rows))
 
 
 def test_a_split_that_is_too_short(train_split):

@@ -6,9 +6,10 @@ import threading
 import numpy as np
 import pytest
 import torch
+from plans import batch_plan
 
-from flatout.data.load.batches import BatchPlan, SequenceSteps, ShardReader
-from flatout.data.load.feed import DirectFeed, PrefetchFeed, evaluation_batches
+from flatout.data.load.batches import SequenceSteps, ShardReader
+from flatout.data.load.feed import DirectFeed, PrefetchFeed
 from flatout.data.store.manifest import BLOCK_BYTES
 from flatout.data.store.order import shuffled
 from flatout.data.store.shards import Dataset
@@ -19,17 +20,7 @@ FEEDS = [DirectFeed, PrefetchFeed]
 
 
 def plan(**changes):
-    values = {
-        "seq_len": 8,
-        "rows_per_device": 2,
-        "accumulate": 3,
-        "rank": 0,
-        "world_size": 1,
-        "seed": 7,
-    }
-    return BatchPlan(
-        **{**values, "document_mask": False, "prefetch": 2, "device": "cpu", **changes}
-    )
+    return batch_plan(**{"accumulate": 3} | changes)
 
 
 def read_steps(feed_class, split, steps, start=0, **changes):
@@ -52,7 +43,7 @@ def _no_thread_is_left():
 def test_steps_follow_the_closed_form_order(train_split, feed_class):
     tokens = RNG.integers(0, 300, 801)
     split = train_split(tokens, shard_bytes=300)
-    batches = read_steps(feed_class, split, 30)  # 180 windows of 100: two epochs
+    batches = read_steps(feed_class, split, 30)  # 180 sequences of 100: two epochs
     order = shuffled(np.arange(180), 100, seed=7)
     wanted = np.stack([tokens[w * 8 : w * 8 + 9] for w in order]).reshape(30, 3, 2, 9)
     assert np.array_equal(torch.stack([b.sequences_ABW for b in batches]).numpy(), wanted)
@@ -92,7 +83,7 @@ def test_ids_above_two_and_four_bytes_survive(train_split):
 
 @pytest.mark.parametrize("feed_class", FEEDS)
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_any_number_of_ranks_reads_the_same_windows_a_step(train_split, feed_class, world_size):
+def test_any_number_of_ranks_reads_the_same_sequences_per_step(train_split, feed_class, world_size):
     split = train_split(np.arange(8 * 50 + 1), vocab_size=500)
     rows, accumulate, steps = 2, 8 // world_size, 7
     ranks = [
@@ -114,9 +105,9 @@ def test_any_number_of_ranks_reads_the_same_windows_a_step(train_split, feed_cla
         for rank, batches in enumerate(ranks):
             for a in range(accumulate):
                 for b in range(rows):
-                    place = step * 16 + (a * world_size + rank) * rows + b
-                    assert int(batches[step].sequences_ABW[a, b, 0]) == order[place] * 8
-                    seen.append(place)
+                    index = step * 16 + (a * world_size + rank) * rows + b
+                    assert int(batches[step].sequences_ABW[a, b, 0]) == order[index] * 8
+                    seen.append(index)
         assert sorted(seen) == list(range(step * 16, step * 16 + 16))
 
 
@@ -143,7 +134,7 @@ def test_seeking_while_reading_ahead(train_split, feed_class):
 
 
 @pytest.mark.parametrize("feed_class", FEEDS)
-def test_what_was_handed_out_stays(train_split, feed_class):
+def test_delivered_batches_are_not_overwritten(train_split, feed_class):
     tokens = RNG.integers(0, 300, 801)
     split = train_split(tokens, ends=[100, 801], mask=RNG.integers(0, 2, 801))
     with feed_class(SequenceSteps(split, plan(document_mask=True), ShardReader())) as feed:
@@ -175,8 +166,8 @@ def test_masks_and_documents(train_split, feed_class):
     documents = np.searchsorted(ends, np.arange(81), side="right")
     order = shuffled(np.arange(10), 10, seed=7).reshape(5, 2)
     for a, micro in enumerate(batch.micro_batches()):
-        for b, window in enumerate(order[a]):
-            inputs, targets = np.arange(8) + window * 8, np.arange(8) + window * 8 + 1
+        for b, index in enumerate(order[a]):
+            inputs, targets = np.arange(8) + index * 8, np.arange(8) + index * 8 + 1
             assert micro.tokens_BT[b].tolist() == tokens[inputs].tolist()
             assert (
                 micro.targets_BT[b].tolist()
@@ -189,9 +180,7 @@ def test_masks_and_documents(train_split, feed_class):
 
 
 @pytest.mark.parametrize("feed_class", FEEDS)
-def test_a_micro_batch_with_more_documents_than_attention_takes_is_refused_on_the_host(
-    train_split, feed_class
-):
+def test_more_documents_than_attention_takes_are_refused_on_the_host(train_split, feed_class):
     ends = np.concatenate(
         [np.arange(16, 1121, 16), np.arange(1121, 1201)]
     )  # long documents, then some of one token
@@ -221,30 +210,30 @@ def test_a_micro_batch_with_more_documents_than_attention_takes_is_refused_on_th
         SequenceSteps(split, plan(document_mask=True, accumulate=1), ShardReader())
     ) as feed:
         assert any(len(next(feed).doc_ids_ABT.flatten().unique()) == 8 for _ in range(75)), (
-            "without a limit they are read"
+            "without a limit it is read"
         )
 
 
 @pytest.mark.parametrize("feed_class", FEEDS)
 def test_a_corpus_smaller_than_a_step_trains_over_epochs(train_split, feed_class):
     split = train_split(np.arange(8 * 4 + 1))
-    batches = read_steps(feed_class, split, 2)  # 6 windows a step, 4 an epoch
+    batches = read_steps(feed_class, split, 2)  # 6 sequences per step, 4 per epoch
     first = torch.cat([b.sequences_ABW[..., 0].flatten() for b in batches]).tolist()
     assert [sorted(first[at : at + 4]) for at in (0, 4, 8)] == [[0, 8, 16, 24]] * 3
 
 
 @pytest.mark.parametrize("feed_class", FEEDS)
-def test_a_corpus_shorter_than_one_window(train_split, feed_class):
+def test_a_corpus_shorter_than_one_sequence_is_refused(train_split, feed_class):
     with pytest.raises(
         DataError,
-        match=r"train split holds 8 tokens; one window of data.seq_len=8 needs 9.*data.seq_len=7",
+        match=r"train split holds 8 tokens; one sequence of data.seq_len=8 needs 9.*data.seq_len=7",
     ):
         feed_class(SequenceSteps(train_split(np.arange(8)), plan(), ShardReader()))
     feed_class(SequenceSteps(train_split(np.arange(9), name="enough"), plan(), ShardReader()))
 
 
 @pytest.mark.parametrize("feed_class", FEEDS)
-def test_an_empty_split(train_split, feed_class):
+def test_an_empty_split_is_refused(train_split, feed_class):
     with pytest.raises(DataError, match="the train split is empty"):
         feed_class(SequenceSteps(train_split([], ends=[]), plan(), ShardReader()))
 
@@ -253,16 +242,16 @@ class Failing(ShardReader):
     def __init__(self, good):
         self.good = good
 
-    def read(self, split, indices, out):
+    def read(self, split, indices, seq_len, out):
         self.good -= 1
         if self.good < 0:
             raise DataError("The disk is gone.", fix="Put it back.")
-        super().read(split, indices, out)
+        super().read(split, indices, seq_len, out)
 
 
 def test_an_error_in_the_thread_is_raised_at_its_step(train_split):
-    windows = Failing(good=3)
-    with PrefetchFeed(SequenceSteps(train_split(np.arange(300)), plan(), windows)) as feed:
+    reader = Failing(good=3)
+    with PrefetchFeed(SequenceSteps(train_split(np.arange(300)), plan(), reader)) as feed:
         for _ in range(3):
             next(feed)
         for _ in range(2):
@@ -270,17 +259,17 @@ def test_an_error_in_the_thread_is_raised_at_its_step(train_split):
                 next(feed)
             assert feed_threads() == []
             assert feed.position == 18
-        windows.good = 100
+        reader.good = 100
         assert next(feed).position == 24
 
 
 @pytest.mark.parametrize("feed_class", FEEDS)
-def test_a_block_that_goes_bad_in_the_middle_of_a_run_is_named_at_its_step(write_set, feed_class):
+def test_a_block_damaged_during_a_run_is_named_at_its_step(write_set, feed_class):
     per_block = BLOCK_BYTES // 2
     folder = write_set(np.zeros(6 * per_block, int), shard_bytes=3 * BLOCK_BYTES)
     split = Dataset.open(folder).split("train")
-    windows = shuffled(np.arange(200), split.num_sequences(8191), seed=7) * 8191
-    blocks = np.stack([windows // per_block, (windows + 8191) // per_block])
+    starts = shuffled(np.arange(200), split.num_sequences(8191), seed=7) * 8191
+    blocks = np.stack([starts // per_block, (starts + 8191) // per_block])
     bad = int(next(block for block in range(6) if block not in blocks[:, :4]))
     with (folder / f"train-0000{bad // 3}.bin").open("r+b") as shard:
         shard.seek(bad % 3 * BLOCK_BYTES + 9)
@@ -300,34 +289,34 @@ def test_a_block_that_goes_bad_in_the_middle_of_a_run_is_named_at_its_step(write
 
 
 class Gate(ShardReader):
-    """Lets a test count, and hold back, the thread's reads."""
+    """Counts the thread's reads, and can hold them back."""
 
     def __init__(self):
         self.reads = 0
         self.open = threading.Event()
         self.entered = threading.Semaphore(0)
 
-    def read(self, split, indices, out):
+    def read(self, split, indices, seq_len, out):
         self.reads += 1
         self.entered.release()
         self.open.wait(10)
-        super().read(split, indices, out)
+        super().read(split, indices, seq_len, out)
 
 
-def test_reads_ahead_in_one_thread_and_no_further_than_asked(train_split):
+def test_prefetch_reads_in_one_thread_and_no_further_than_asked(train_split):
     gate = Gate()
     gate.open.set()
     with PrefetchFeed(SequenceSteps(train_split(np.arange(300)), plan(prefetch=3), gate)) as feed:
-        assert feed_threads() == []  # nothing happens before the first step is asked for
+        assert feed_threads() == []  # nothing happens before the first step is requested
         next(feed)
-        for _ in range(4):  # the one handed out, and three more
+        for _ in range(4):  # the one delivered, and three more
             assert gate.entered.acquire(timeout=10)
         assert len(feed_threads()) == 1
         assert not gate.entered.acquire(timeout=0.05)
         assert gate.reads == 4
 
 
-def test_waiting_is_measured(train_split):
+def test_the_wait_is_measured(train_split):
     gate = Gate()
     with PrefetchFeed(SequenceSteps(train_split(np.arange(300)), plan(), gate)) as feed:
         timer = threading.Timer(0.05, gate.open.set)
@@ -336,7 +325,7 @@ def test_waiting_is_measured(train_split):
         timer.join()
 
 
-def test_closing_ends_the_thread_and_reading_goes_on_after(train_split):
+def test_closing_ends_the_thread_and_reading_can_continue(train_split):
     split = train_split(np.arange(300))
     feed = PrefetchFeed(SequenceSteps(split, plan(), ShardReader()))
     feed.close()
@@ -379,7 +368,7 @@ print(next(feed).position)
 @pytest.mark.gpu
 @pytest.mark.gpu_essential
 @pytest.mark.parametrize("feed_class", FEEDS)
-def test_the_device_gets_what_the_host_reads(train_split, feed_class):
+def test_the_device_receives_what_the_host_reads(train_split, feed_class):
     split = train_split(
         RNG.integers(0, 65_536, 80_001),
         ends=np.arange(1, 80_002, 100),
@@ -401,68 +390,3 @@ def test_a_feed_is_an_endless_iterator(train_split, feed_class):
     with feed_class(SequenceSteps(train_split(np.arange(300)), plan(), ShardReader())) as feed:
         for _, batch in zip(range(20), feed, strict=False):
             assert batch.sequences_ABW.shape == (3, 2, 9)
-
-
-def evaluated(split, world_size=1, **kwargs):
-    """All ranks' batches, each list as long as the others."""
-    values = {"seq_len": 8, "rows": 3, "device": "cpu", "windows": ShardReader(), **kwargs}
-    ranks = [
-        list(evaluation_batches(split, rank=rank, world_size=world_size, **values))
-        for rank in range(world_size)
-    ]
-    assert len({len(batches) for batches in ranks}) == 1
-    return [micro for together in zip(*ranks, strict=True) for micro in together]
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("num_tokens", [2, 3, 8, 9, 10, 17, 24, 25, 26, 100, 193, 200])
-def test_evaluation_takes_every_target_once(train_split, num_tokens, world_size):
-    tokens = RNG.integers(0, 300, num_tokens)
-    batches = evaluated(train_split(tokens), world_size)
-    assert {tuple(micro.tokens_BT.shape) for micro in batches} == {(3, 8)}
-    counted = [
-        (micro.tokens_BT[micro.targets_BT >= 0], micro.targets_BT[micro.targets_BT >= 0])
-        for micro in batches
-    ]
-    assert torch.cat([inputs for inputs, _ in counted]).tolist() == tokens[:-1].tolist()
-    assert torch.cat([targets for _, targets in counted]).tolist() == tokens[1:].tolist()
-    assert all((micro.tokens_BT >= 0).all() for micro in batches)
-
-
-@pytest.mark.parametrize("max_tokens", [1, 7, 8, 9, 50, 98, 99, 100, 1000])
-def test_evaluation_of_the_beginning(train_split, max_tokens):
-    tokens = RNG.integers(0, 300, 100)
-    for world_size in (1, 2):
-        batches = evaluated(
-            train_split(tokens, name=f"set{world_size}"), world_size, max_tokens=max_tokens
-        )
-        targets = torch.cat([micro.targets_BT[micro.targets_BT >= 0] for micro in batches])
-        assert targets.tolist() == tokens[1 : max_tokens + 1].tolist()
-
-
-@pytest.mark.parametrize("num_tokens", [0, 1])
-def test_evaluation_of_nothing(train_split, num_tokens):
-    assert evaluated(train_split(np.zeros(num_tokens, int), ends=[1] * num_tokens)) == []
-
-
-def test_evaluation_refuses_more_documents_than_attention_takes(train_split):
-    split = train_split(np.arange(100), ends=np.arange(1, 101))
-    limits = {"document_mask": True, "most_documents": lambda rows, seq_len: rows * seq_len}
-    assert len(evaluated(split, **limits)) == 5
-    with pytest.raises(DataError, match=r"3 x 8 tokens has 24 documents, .* takes 23"):
-        evaluated(split, **limits | {"most_documents": lambda rows, seq_len: rows * seq_len - 1})
-
-
-def test_evaluation_obeys_the_mask_and_the_documents(train_split):
-    tokens, mask = RNG.integers(0, 300, 60), RNG.integers(0, 2, 60)
-    ends = np.array([5, 30, 44, 60])
-    batches = evaluated(train_split(tokens, ends=ends, mask=mask), document_mask=True)
-    targets = torch.cat([micro.targets_BT.flatten() for micro in batches])[:59]
-    assert targets.tolist() == np.where(mask[1:] != 0, tokens[1:], -1).tolist()
-    documents = np.searchsorted(ends, np.arange(60), side="right")
-    doc_ids = torch.cat([micro.doc_ids_BT for micro in batches])[:7]
-    for window in range(7):
-        assert (
-            doc_ids[window].tolist()
-            == (documents[window * 8 : window * 8 + 8] - documents[window * 8]).tolist()
-        )

@@ -1,4 +1,4 @@
-"""What test_shards.py and test_verify.py do not have: a folder that is sound and may not be read."""
+"""Beyond test_shards.py and test_verify.py: an intact folder that may not be read."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from flatout.data.tokenizers import make_tokenizer
 from flatout.errors import DataError
 
 
-def test_a_tokenizer_that_may_not_be_read_is_a_problem_of_its_own(tmp_path, monkeypatch):
+def test_a_tokenizer_without_read_permission_is_a_separate_problem(tmp_path, monkeypatch):
     tokenizer = make_tokenizer("byte", lambda _: iter([]))
     with DatasetWriter(tmp_path / "set", vocab_size=tokenizer.vocab_size) as writer:
         for split in (writer.train, writer.val):

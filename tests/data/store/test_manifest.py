@@ -9,7 +9,7 @@ from flatout.data.store.verify import verify_dataset
 from flatout.errors import DataError
 
 
-def test_it_reads_back_as_written(write_set):
+def test_a_manifest_reads_back_as_written(write_set):
     folder = write_set(np.arange(10), np.arange(5), mask=np.ones(10))
     manifest = read_manifest(folder)
     assert manifest.model_dump(mode="json") == json.loads((folder / "manifest.json").read_text())
@@ -29,9 +29,9 @@ def test_the_stored_type_holds_every_id(vocab_size, dtype):
     assert token_dtype(vocab_size) == dtype
 
 
-def test_no_manifest_says_how_to_prepare(tmp_path):
+def test_a_missing_manifest_names_the_prepare_command(tmp_path):
     with pytest.raises(
-        DataError, match=r"no data set folder .*Fix: Prepare it with `flatout prepare"
+        DataError, match=r"no dataset folder .*Fix: Prepare it with `flatout prepare"
     ):
         Dataset.open(tmp_path / "absent")
     with pytest.raises(DataError, match=r"no manifest\.json.*flatout prepare"):
@@ -51,30 +51,30 @@ def test_no_manifest_says_how_to_prepare(tmp_path):
         (lambda m: [m], "not a manifest"),
     ],
 )
-def test_a_manifest_that_cannot_be_used(write_set, edit, message):
+def test_an_unusable_manifest_is_refused(write_set, edit, message):
     path = write_set(np.arange(10)) / "manifest.json"
     path.write_text(json.dumps(edit(json.loads(path.read_text()))))
     with pytest.raises(DataError, match=message):
         Dataset.open(path.parent)
 
 
-def test_a_torn_manifest(write_set):
+def test_a_truncated_manifest_is_refused(write_set):
     path = write_set(np.arange(10)) / "manifest.json"
     path.write_text(path.read_text()[:100])
     with pytest.raises(DataError, match="not a manifest"):
         Dataset.open(path.parent)
 
 
-def test_a_manifest_that_is_not_text(write_set):
+def test_a_manifest_that_is_not_text_is_refused(write_set):
     path = write_set(np.arange(10)) / "manifest.json"
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(
-        DataError, match=r"Cannot read .*manifest\.json: .*prepare the data set again"
+        DataError, match=r"Cannot read .*manifest\.json: .*prepare the dataset again"
     ):
         Dataset.open(path.parent)
 
 
-def test_a_manifest_cannot_name_a_file_elsewhere(write_set):
+def test_a_manifest_cannot_name_a_file_outside_its_folder(write_set):
     path = write_set(np.arange(10)) / "manifest.json"
     path.write_text(path.read_text().replace("train-00000.bin", "../train-00000.bin"))
     with pytest.raises(DataError, match="not a manifest"):
@@ -89,7 +89,7 @@ def test_a_manifest_cannot_name_a_file_elsewhere(write_set):
         ('"split_rule": "', '"split_rule": "n'),
     ],
 )
-def test_a_changed_value_is_found_wherever_a_manifest_is_read(write_set, old, new):
+def test_a_changed_value_is_noticed_by_every_reader(write_set, old, new):
     path = write_set(np.arange(10), np.arange(5)) / "manifest.json"
     text = path.read_text()
     assert old in text
@@ -101,7 +101,7 @@ def test_a_changed_value_is_found_wherever_a_manifest_is_read(write_set, old, ne
             read(path.parent)
 
 
-def test_every_bit_of_the_digest_counts_and_it_cannot_be_left_out(write_set):
+def test_every_character_of_the_digest_counts_and_it_is_required(write_set):
     path = write_set(np.arange(10)) / "manifest.json"
     document = json.loads(path.read_text())
     for changed in (
@@ -117,7 +117,7 @@ def test_every_bit_of_the_digest_counts_and_it_cannot_be_left_out(write_set):
         Dataset.open(path.parent)
 
 
-def test_a_manifest_of_format_1_has_no_digest_and_opens(write_set):
+def test_a_manifest_of_format_1_opens_without_a_digest(write_set):
     path = write_set(np.arange(10)) / "manifest.json"
     document = json.loads(path.read_text())
     del document["sha256"]
@@ -125,7 +125,7 @@ def test_a_manifest_of_format_1_has_no_digest_and_opens(write_set):
     assert Dataset.open(path.parent).manifest.sha256 is None
 
 
-def test_a_manifest_written_in_another_layout_is_the_same(write_set):
+def test_the_layout_of_the_json_does_not_matter(write_set):
     path = write_set(np.arange(10)) / "manifest.json"
     path.write_text(json.dumps(json.loads(path.read_text()), sort_keys=True))
     Dataset.open(path.parent)

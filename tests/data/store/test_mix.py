@@ -1,6 +1,4 @@
-"""Mixes: every share exact at every moment, every set in its own order, masks and documents where
-they belong.
-"""
+"""Mixes: exact shares, each dataset in its own order, masks and documents where they belong."""
 
 from __future__ import annotations
 
@@ -9,15 +7,16 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from plans import batch_plan
 
 from flatout.config.schema import DataConfig
 from flatout.data.load.baseline import TokenisingReader
-from flatout.data.load.batches import BatchPlan, SequenceSteps, ShardReader
+from flatout.data.load.batches import SequenceSteps, ShardReader
 from flatout.data.load.feed import DirectFeed, PrefetchFeed
 from flatout.data.store.mix import (
     LONGEST_PERIOD,
     MixedDataset,
-    deal,
+    deal_turns,
     distinct_names,
     members_of,
     open_data,
@@ -30,24 +29,12 @@ T = 8
 
 
 def plan(**changes):
-    values = {
-        "seq_len": T,
-        "rows_per_device": 2,
-        "accumulate": 2,
-        "rank": 0,
-        "world_size": 1,
-        "seed": 3,
-        "document_mask": True,
-        "prefetch": 2,
-    }
-    return BatchPlan(**{**values, "device": "cpu", **changes})
+    return batch_plan(**{"document_mask": True, "seed": 3} | changes)
 
 
 @pytest.fixture
 def three(write_set):
-    """Three sets whose tokens tell which set and which window they are of: 30 + 10 + 5 windows; the
-    second has a mask and two documents.
-    """
+    """Three datasets of 30, 10 and 5 sequences, told apart by their tokens; the second has a mask."""
     first, second, third = np.arange(241), 1000 + np.arange(81), 2000 + np.arange(41)
     mask = (np.arange(81) % 3 > 0).astype(np.uint8)
     return {
@@ -69,8 +56,8 @@ def read(split, indices):
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=9))
 @settings(deadline=None)
-def test_no_set_is_ever_a_whole_window_off_its_share(turns):
-    order = deal(tuple(turns))
+def test_no_dataset_is_ever_a_whole_sequence_off_its_share(turns):
+    order = deal_turns(tuple(turns))
     counts = np.cumsum(order[:, np.newaxis] == np.arange(len(turns)), axis=0)
     due = np.arange(1, len(order) + 1)[:, np.newaxis] * np.asarray(turns) / sum(turns)
     assert counts[-1].tolist() == list(turns)
@@ -108,9 +95,9 @@ def test_an_odd_ratio_is_rounded():
 @pytest.mark.parametrize(
     ("least", "others"), [(1e-9, 1.0), (1, 65_536), (1, 1e6), (1e-12, 3e-7), (0.5, 7e9)]
 )
-def test_a_share_too_small_to_be_kept_is_refused_with_a_weight_that_is_not(least, others):
+def test_a_share_that_is_too_small_is_refused_with_a_sufficient_weight(least, others):
     with pytest.raises(
-        ConfigError, match=r"data/least the weight .* smallest share is 1 window in 65,536\."
+        ConfigError, match=r"data/least the weight .* smallest share is 1 sequence in 65,536\."
     ) as refused:
         whole_turns({"data/least": least, "data/most": others})
     enough = float(refused.value.fix.split()[5])
@@ -123,13 +110,13 @@ def test_a_share_too_small_to_be_kept_is_refused_with_a_weight_that_is_not(least
 
 
 def test_the_order_never_changes_silently():
-    assert deal((3, 1)).tolist() == [0, 0, 0, 1]
-    assert deal((5, 2, 1)).tolist() == [0, 0, 1, 0, 0, 1, 0, 2]
-    assert deal((1, 1, 1)).tolist() == [0, 1, 2]
+    assert deal_turns((3, 1)).tolist() == [0, 0, 0, 1]
+    assert deal_turns((5, 2, 1)).tolist() == [0, 0, 1, 0, 0, 1, 0, 2]
+    assert deal_turns((1, 1, 1)).tolist() == [0, 1, 2]
 
 
-def test_each_set_is_read_in_its_own_order_by_its_own_epochs(three):
-    """What a mix reads of one set is what a run on that set alone reads, window after window."""
+def test_each_dataset_keeps_its_own_order_and_epochs(three):
+    """A mix reads a dataset in the order in which a run on that dataset alone reads it."""
     mixed = MixedDataset.open(three)
     split = mixed.split("train")
     windows = read(split, split.sequences_at(np.arange(800), T, seed=3))
@@ -140,7 +127,7 @@ def test_each_set_is_read_in_its_own_order_by_its_own_epochs(three):
         assert np.array_equal(mine, read(alone, alone.sequences_at(np.arange(count), T, seed=3)))
 
 
-def test_a_position_does_not_depend_on_what_is_asked_with_it(three):
+def test_a_position_does_not_depend_on_the_others_in_the_call(three):
     split = MixedDataset.open(three).split("train")
     together = split.sequences_at(np.arange(100), T, seed=9)
     assert together.tolist() == [
@@ -154,7 +141,7 @@ def test_a_position_does_not_depend_on_what_is_asked_with_it(three):
     assert split.sequences_at(far, T, seed=9).max() < split.num_sequences(T) == 45
 
 
-def test_a_mix_of_one_is_that_set(three):
+def test_a_mix_of_one_dataset_is_that_dataset(three):
     path = next(iter(three))
     mixed, alone = MixedDataset.open({path: 0.3}).split("train"), Dataset.open(path).split("train")
     at = np.arange(90)
@@ -163,7 +150,7 @@ def test_a_mix_of_one_is_that_set(three):
 
 
 @pytest.mark.parametrize("feed_class", [DirectFeed, PrefetchFeed])
-def test_masks_and_documents_follow_their_windows(three, feed_class):
+def test_masks_and_documents_follow_their_sequences(three, feed_class):
     with feed_class(
         SequenceSteps(MixedDataset.open(three).split("train"), plan(), ShardReader())
     ) as feed:
@@ -181,7 +168,7 @@ def test_masks_and_documents_follow_their_windows(three, feed_class):
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_any_number_of_ranks_reads_the_same_windows_a_step(three, world_size):
+def test_any_number_of_ranks_reads_the_same_sequences_per_step(three, world_size):
     split = MixedDataset.open(three).split("train")
     feeds = [
         DirectFeed(
@@ -214,7 +201,7 @@ def test_the_feed_can_seek(three):
         assert all(torch.equal(next(rest).sequences_ABW, step) for step in steps[5:])
 
 
-def test_text_tokenised_in_the_step_gives_the_very_same_windows(three, stub_tokenizer):
+def test_text_tokenised_in_the_step_gives_the_same_sequences(three, stub_tokenizer):
     split = MixedDataset.open(three).split("train")
     windows = TokenisingReader(stub_tokenizer)
     with (
@@ -227,13 +214,13 @@ def test_text_tokenised_in_the_step_gives_the_very_same_windows(three, stub_toke
     assert windows.tokens_encoded == 5 * 4 * (T + 1)
 
 
-def test_a_set_too_short_for_one_window_is_named(three):
+def test_a_dataset_shorter_than_one_sequence_is_named(three):
     split = MixedDataset.open(three).split("train")
     with pytest.raises(DataError, match=r"/c holds 41 tokens.*data\.seq_len=64.*Leave it out"):
         split.num_sequences(64)
 
 
-def test_another_tokenizer_is_refused_with_the_way_to_make_them_one(write_set, three):
+def test_different_tokenizers_are_refused_with_the_command_that_unifies_them(write_set, three):
     path = write_set(np.arange(100), vocab_size=300, name="other")
     with pytest.raises(
         DataError,
@@ -248,7 +235,7 @@ def test_one_folder_named_twice_is_refused(three):
         MixedDataset.open({path: 1, f"{path}/../a": 1})
 
 
-def test_what_a_configuration_names_is_opened(three):
+def test_the_configured_datasets_are_opened(three):
     path = next(iter(three))
     assert [part.name for part in members_of(open_data(DataConfig(mix=three)))] == ["a", "b", "c"]
     assert [(part.name, part.share) for part in members_of(open_data(DataConfig(path=path)))] == [
@@ -258,7 +245,7 @@ def test_what_a_configuration_names_is_opened(three):
         open_data(DataConfig())
 
 
-def test_names_are_as_long_as_it_takes(tmp_path):
+def test_names_are_as_long_as_needed_to_differ(tmp_path):
     assert distinct_names([tmp_path / "book", tmp_path / "code"]) == ["book", "code"]
     assert distinct_names([tmp_path / "x" / "train", tmp_path / "y" / "train"]) == [
         "x/train",

@@ -25,7 +25,7 @@ def test_every_epoch_is_a_permutation_for_larger_sizes(num_sequences):
 
 
 @pytest.mark.parametrize("num_sequences", [1_000_000_007, 2_147_483_647, 1_099_511_627_791])
-def test_large_primes_stay_in_range_and_never_collide(num_sequences):
+def test_large_primes_stay_in_range_without_collisions(num_sequences):
     rng = np.random.default_rng(0)
     positions = np.unique(rng.integers(0, num_sequences, 200_000))
     windows = shuffled(positions, num_sequences, seed=1)
@@ -48,14 +48,14 @@ def test_seed_and_epoch_are_not_interchangeable():
     assert not np.array_equal(epoch(1, 1000, seed=0), epoch(0, 1000, seed=1))
 
 
-def test_a_position_does_not_depend_on_what_is_asked_with_it():
+def test_a_position_does_not_depend_on_the_others_in_the_call():
     together = shuffled(np.arange(300), 100, seed=9)
     alone = [int(shuffled(np.array([p]), 100, seed=9)[0]) for p in range(300)]
     assert together.tolist() == alone
 
 
 @pytest.mark.parametrize("num_sequences", [7, 12, 100])
-def test_every_window_is_equally_likely_at_every_position(num_sequences):
+def test_every_sequence_is_equally_likely_at_every_position(num_sequences):
     epochs = 20_000
     table = shuffled(np.arange(num_sequences * epochs), num_sequences, seed=0).reshape(
         epochs, num_sequences
@@ -76,7 +76,7 @@ def test_neighbours_in_the_order_are_not_neighbours_in_the_text():
     assert abs(np.corrcoef(windows[:-1], windows[1:])[0, 1]) < 0.02
 
 
-def test_seeking_far_costs_no_more_than_reading_the_beginning(monkeypatch):
+def test_seeking_far_costs_no_more_than_reading_the_start(monkeypatch):
     evaluated = []
     original = order._permute
     monkeypatch.setattr(
@@ -105,6 +105,6 @@ def test_the_order_never_changes_silently():
     assert shuffled(np.arange(3) + 5 * 97, 97, seed=1234).tolist() == [61, 64, 70]
 
 
-def test_no_positions_and_one_window():
+def test_no_positions_and_one_sequence():
     assert shuffled(np.array([], np.int64), 10, seed=0).tolist() == []
     assert shuffled(np.arange(5), 1, seed=0).tolist() == [0] * 5

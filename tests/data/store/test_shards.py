@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from manifests import seal
 
-from flatout.data.store import shards
+from flatout.data.store import sharded_array
 from flatout.data.store.manifest import BLOCK_BYTES
 from flatout.data.store.shards import Dataset
 from flatout.errors import DataError
@@ -18,7 +18,7 @@ def flip(path, byte):
     path.write_bytes(data)
 
 
-def windows(split, seq_len, indices=None):
+def read(split, seq_len, indices=None):
     indices = np.arange(split.num_sequences(seq_len)) if indices is None else np.asarray(indices)
     out = np.empty((len(indices), seq_len + 1), split.dtype)
     split.read_sequences(indices, seq_len, out)
@@ -27,19 +27,19 @@ def windows(split, seq_len, indices=None):
 
 @pytest.mark.parametrize("shard_bytes", [1 << 20, 200, 30, 10])
 @pytest.mark.parametrize("seq_len", [1, 7, 10, 64])
-def test_windows_are_the_tokens_wherever_the_shards_end(train_split, shard_bytes, seq_len):
+def test_sequences_hold_the_tokens_wherever_the_shards_end(train_split, shard_bytes, seq_len):
     tokens = RNG.integers(0, 300, 301)
     split = train_split(tokens, shard_bytes=shard_bytes)
     indices = RNG.permutation(split.num_sequences(seq_len))
     wanted = np.stack([tokens[i * seq_len : i * seq_len + seq_len + 1] for i in indices])
-    assert np.array_equal(windows(split, seq_len, indices), wanted)
+    assert np.array_equal(read(split, seq_len, indices), wanted)
 
 
 @pytest.mark.parametrize(
     ("num_tokens", "seq_len", "wanted"),
     [(0, 4, 0), (1, 4, 0), (4, 4, 0), (5, 4, 1), (8, 4, 1), (9, 4, 2)],
 )
-def test_only_whole_windows_count(train_split, num_tokens, seq_len, wanted):
+def test_only_whole_sequences_count(train_split, num_tokens, seq_len, wanted):
     assert (
         train_split(
             np.zeros(num_tokens, int), ends=[num_tokens] if num_tokens else []
@@ -52,7 +52,7 @@ def test_only_whole_windows_count(train_split, num_tokens, seq_len, wanted):
 def test_the_smallest_type_that_holds_the_vocabulary(train_split, vocab_size, dtype):
     split = train_split([0, vocab_size - 1, 5], vocab_size=vocab_size)
     assert split.dtype == dtype
-    assert windows(split, 2).tolist() == [[0, vocab_size - 1, 5]]
+    assert read(split, 2).tolist() == [[0, vocab_size - 1, 5]]
 
 
 def test_counts_and_ranges(train_split):
@@ -86,13 +86,13 @@ def test_a_missing_split_is_empty(write_set):
 def test_reading_beyond_the_end_is_refused(train_split):
     split = train_split(np.arange(100))
     with pytest.raises(DataError, match="there are 100"):
-        windows(split, 10, [9, 10])
+        read(split, 10, [9, 10])
     with pytest.raises(DataError, match="num_sequences"):
-        windows(split, 10, [-1])
+        read(split, 10, [-1])
 
 
 @pytest.mark.parametrize("shard_bytes", [1 << 20, 32])
-def test_mask_is_that_of_the_targets(train_split, shard_bytes):
+def test_the_mask_is_that_of_the_targets(train_split, shard_bytes):
     mask = RNG.integers(0, 2, 101).astype(np.uint8)
     split = train_split(np.arange(101), mask=mask, shard_bytes=shard_bytes)
     assert split.has_mask
@@ -102,7 +102,7 @@ def test_mask_is_that_of_the_targets(train_split, shard_bytes):
     assert split.read_mask_range(5, 20).tolist() == (mask[5:20] != 0).tolist()
 
 
-def test_document_ids_count_from_zero_in_each_window(train_split):
+def test_document_ids_count_from_zero_in_each_sequence(train_split):
     ends = np.unique(np.append(RNG.integers(1, 1000, 120), 1001))
     split = train_split(np.zeros(1001, int), ends=ends)
     for seq_len in (1, 7, 50, 1000):
@@ -117,7 +117,7 @@ def test_document_ids_count_from_zero_in_each_window(train_split):
 
 
 @pytest.mark.parametrize("name", ["train-00001.bin", "train-documents.bin", "train-00002.mask.bin"])
-def test_sizes_are_checked_when_opened(write_set, name):
+def test_sizes_are_checked_when_a_folder_is_opened(write_set, name):
     folder = write_set(np.arange(100), mask=np.ones(100), shard_bytes=64)
     whole = (folder / name).read_bytes()
     for torn in (whole[:-1], whole + b"x"):
@@ -132,7 +132,7 @@ def test_sizes_are_checked_when_opened(write_set, name):
         Dataset.open(folder)
 
 
-def test_counts_that_do_not_fit_the_files(write_set):
+def test_counts_that_do_not_match_the_files_are_refused(write_set):
     path = write_set(np.arange(100)) / "manifest.json"
     path.write_text(path.read_text().replace('"tokens": 100', '"tokens": 101'))
     seal(path)
@@ -140,7 +140,7 @@ def test_counts_that_do_not_fit_the_files(write_set):
         Dataset.open(path.parent)
 
 
-def test_a_damaged_block_is_named_when_it_is_first_read(write_set):
+def test_a_damaged_block_is_named_when_first_read(write_set):
     per_block = BLOCK_BYTES // 2
     tokens = RNG.integers(0, 300, 3 * per_block + 11)
     folder = write_set(tokens, shard_bytes=2 * BLOCK_BYTES)
@@ -157,7 +157,7 @@ def test_a_damaged_block_is_named_when_it_is_first_read(write_set):
         split.read_tokens(0, len(tokens))
 
 
-def test_a_read_over_many_blocks_checks_those_in_the_middle(write_set):
+def test_a_read_across_blocks_checks_those_in_the_middle(write_set):
     folder = write_set(np.zeros(2 * BLOCK_BYTES, int))
     flip(folder / "train-00000.bin", BLOCK_BYTES + 5)
     with pytest.raises(DataError, match=f"byte {BLOCK_BYTES}:"):
@@ -178,69 +178,67 @@ def test_document_ends_and_masks_are_checked_too(write_set, name, read):
 def test_each_block_is_checked_once(write_set, monkeypatch):
     split = Dataset.open(write_set(np.zeros(BLOCK_BYTES, int), vocab_size=10)).split("train")
     checked = []
-    original = shards.zlib.crc32
+    original = sharded_array.zlib.crc32
     monkeypatch.setattr(
-        shards.zlib, "crc32", lambda data: checked.append(len(data)) or original(data)
+        sharded_array.zlib, "crc32", lambda data: checked.append(len(data)) or original(data)
     )
     for _ in range(3):
-        windows(split, 1000, [0, 1, 2])
+        read(split, 1000, [0, 1, 2])
     assert len(checked) == 1
-    windows(split, 1000)
-    windows(split, 1000)
+    read(split, 1000)
+    read(split, 1000)
     assert len(checked) == 2
 
 
-def test_the_first_of_several_damaged_blocks_is_the_one_named(write_set):
+def test_the_first_of_several_damaged_blocks_is_named(write_set):
     folder = write_set(np.zeros(2 * BLOCK_BYTES, int), shard_bytes=BLOCK_BYTES)
     for number in (3, 1):
         flip(folder / f"train-0000{number}.bin", 5)
     split = Dataset.open(folder).split("train")
     for _ in range(2):
         with pytest.raises(DataError, match=r"train-00001\.bin, byte 0"):
-            windows(split, 1000)
+            read(split, 1000)
 
 
 @pytest.mark.parametrize("length", [0, 10, BLOCK_BYTES + 10, 2 * BLOCK_BYTES + 2])
 @pytest.mark.parametrize("touched", [True, False], ids=["in use", "not yet touched"])
-def test_a_shard_that_changes_its_size_while_it_is_open_is_named(
-    write_set, length, touched, monkeypatch
-):
-    monkeypatch.setattr(shards, "SIZES_EVERY_S", 0.0)
+def test_a_shard_resized_while_open_is_named(write_set, length, touched, monkeypatch):
+    monkeypatch.setattr(sharded_array, "SIZE_CHECK_INTERVAL_S", 0.0)
     folder = write_set(np.zeros(BLOCK_BYTES, int))
     split = Dataset.open(folder).split("train")
     if touched:
-        windows(split, 1000)
+        read(split, 1000)
     os.truncate(folder / "train-00000.bin", length)
     with pytest.raises(
-        DataError, match=rf"train-00000\.bin has {length} bytes now; it had {2 * BLOCK_BYTES} when"
+        DataError, match=rf"train-00000\.bin now has {length} bytes; it had {2 * BLOCK_BYTES} when"
     ):
-        windows(split, 1000)
+        read(split, 1000)
 
 
-def test_a_small_shard_inside_a_window_that_is_cut_off_is_named(train_split, monkeypatch):
-    monkeypatch.setattr(shards, "SIZES_EVERY_S", 0.0)
+def test_a_truncated_small_shard_inside_a_sequence_is_named(train_split, monkeypatch):
+    monkeypatch.setattr(sharded_array, "SIZE_CHECK_INTERVAL_S", 0.0)
     split = train_split(np.arange(100), shard_bytes=20)
-    windows(split, 99)
+    read(split, 99)
     os.truncate(split.folder / "train-00002.bin", 2)
-    with pytest.raises(DataError, match=r"train-00002\.bin has 2 bytes now; it had 20"):
-        windows(split, 99)
+    with pytest.raises(DataError, match=r"train-00002\.bin now has 2 bytes; it had 20"):
+        read(split, 99)
 
 
-def test_a_shard_that_is_gone_while_it_is_open_is_still_read(train_split):
+def test_a_shard_deleted_while_open_is_still_read(train_split):
     split = train_split(np.arange(100))
-    before = windows(split, 10)
+    before = read(split, 10)
     (split.folder / "train-00000.bin").unlink()
-    assert np.array_equal(windows(split, 10), before)
+    assert np.array_equal(read(split, 10), before)
 
 
-def test_a_shard_that_is_gone_before_it_is_touched_is_named(train_split):
+def test_a_shard_deleted_before_it_is_opened_is_named(train_split):
     split = train_split(np.arange(100))
     (split.folder / "train-00000.bin").unlink()
     with pytest.raises(DataError, match=r"No such file.*train-00000\.bin"):
-        windows(split, 10)
+        read(split, 10)
 
 
-def test_a_block_that_the_disk_does_not_give_is_named(train_split, monkeypatch):
+def test_a_block_that_cannot_be_read_is_named(train_split, monkeypatch):
     split = train_split(np.arange(100))
     shards_open = type(split.folder).open
 
@@ -254,7 +252,7 @@ def test_a_block_that_the_disk_does_not_give_is_named(train_split, monkeypatch):
         DataError,
         match=r"train-00000\.bin, byte 0: the block of 200 bytes from there cannot be read: Input/output error",
     ):
-        windows(split, 10)
+        read(split, 10)
 
 
 def test_a_token_beyond_the_vocabulary_is_named(write_set):
@@ -266,10 +264,10 @@ def test_a_token_beyond_the_vocabulary_is_named(write_set):
         DataError,
         match=r"train-00000\.bin, byte 4: the token id 299 is beyond the vocabulary, whose ids are below 299",
     ):
-        windows(Dataset.open(folder).split("train"), 2)
+        read(Dataset.open(folder).split("train"), 2)
 
 
-def test_another_tokenizer_in_the_folder_is_refused(write_set):
+def test_a_different_tokenizer_in_the_folder_is_refused(write_set):
     folder = write_set(np.arange(10))
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(DataError, match="not the tokenizer that made these tokens"):

@@ -7,7 +7,7 @@ from manifests import seal
 
 from flatout.data.prepare.writer import DatasetWriter
 from flatout.data.store.manifest import BLOCK_BYTES, read_manifest
-from flatout.data.store.verify import verify_dataset, verify_stored
+from flatout.data.store.verify import verify_dataset, verify_remote
 from flatout.data.tokenizers import make_tokenizer
 from flatout.errors import DataError
 
@@ -47,7 +47,7 @@ def problems(folder):
     return list(verify_dataset(folder).problems)
 
 
-def test_a_whole_folder_is_read_whole(folder):
+def test_an_intact_folder_is_read_completely(folder):
     found = verify_dataset(folder)
     assert found.problems == ()
     entries = [
@@ -60,7 +60,7 @@ def test_a_whole_folder_is_read_whole(folder):
     assert found.files == len(entries) + 1 == len(list(folder.iterdir())) - 1
 
 
-def test_every_damage_is_listed_at_once(folder):
+def test_all_damage_is_listed(folder):
     flip(folder / "train-00000.bin", BLOCK_BYTES + 3)
     flip(folder / "train-00000.mask.bin", 3)
     flip(folder / "val-documents.bin", 0)
@@ -111,13 +111,13 @@ def test_document_ends_ascend_to_the_end_of_the_tokens(folder, ends, wanted):
     assert wanted in problem
 
 
-def test_counts_that_do_not_fit(folder):
+def test_counts_that_contradict_each_other(folder):
     edit(folder, lambda document: document["splits"]["val"].update(documents=3))
     (problem,) = problems(folder)
     assert "hold 16 bytes of documents, not 24" in problem
 
 
-def test_a_block_that_the_disk_refuses_is_named(folder, monkeypatch):
+def test_a_block_that_cannot_be_read_is_named(folder, monkeypatch):
     from pathlib import Path
 
     opened = Path.open
@@ -133,48 +133,46 @@ def test_a_block_that_the_disk_refuses_is_named(folder, monkeypatch):
     assert "Input/output error" in problem
 
 
-def test_no_data_set(tmp_path):
+def test_a_folder_without_a_dataset_is_refused(tmp_path):
     with pytest.raises(DataError, match="no manifest"):
         verify_dataset(tmp_path)
 
 
 @pytest.fixture
-def address(folder, store):
-    """Where the folder's files are, too."""
+def url(folder, store):
+    """A URL that holds the same files as the folder."""
     for path in folder.iterdir():
         store.put_file(str(path), f"faulty://bucket/set/{path.name}")
     return "faulty://bucket/set"
 
 
-def test_what_lies_at_an_address_is_read_through_and_not_kept(
-    folder, address, store, tmp_path, monkeypatch
-):
+def test_a_remote_dataset_is_read_without_being_stored(folder, url, store, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert verify_stored(address) == verify_dataset(folder)
+    assert verify_remote(url) == verify_dataset(folder)
     assert not (tmp_path / "home").exists()
 
 
-def test_what_is_wrong_at_an_address_is_listed(folder, address, store):
+def test_all_damage_at_a_url_is_listed(folder, url, store):
     flip(folder / "train-00000.bin", 5)
     flip(folder / "train-00000.bin", BLOCK_BYTES + 5)
     (folder / "val-00000.bin").write_bytes(b"short")
     for name in ("train-00000.bin", "val-00000.bin"):
-        store.put_file(str(folder / name), f"{address}/{name}")
-    store.pipe_file(f"{address}/tokenizer.json", b"{}")
-    store.rm_file(f"{address}/train-00000.mask.bin")
-    found = verify_stored(address)
+        store.put_file(str(folder / name), f"{url}/{name}")
+    store.pipe_file(f"{url}/tokenizer.json", b"{}")
+    store.rm_file(f"{url}/train-00000.mask.bin")
+    found = verify_remote(url)
     size = (folder / "train-00000.bin").stat().st_size - BLOCK_BYTES
     assert found.problems == (
-        f"{address}/tokenizer.json is not the tokenizer that made these tokens.",
-        f"{address}/train-00000.bin, byte 0: the block of {BLOCK_BYTES} bytes from there fails its checksum.",
-        f"{address}/train-00000.bin, byte {BLOCK_BYTES}: the block of {size} bytes from there fails its checksum.",
-        f"{address}/train-00000.mask.bin is missing; the manifest says {(BLOCK_BYTES + 4096) // 2} bytes.",
-        f"{address}/val-00000.bin has 5 bytes; the manifest says 600 bytes.",
+        f"{url}/tokenizer.json is not the tokenizer that made these tokens.",
+        f"{url}/train-00000.bin, byte 0: the block of {BLOCK_BYTES} bytes from there fails its checksum.",
+        f"{url}/train-00000.bin, byte {BLOCK_BYTES}: the block of {size} bytes from there fails its checksum.",
+        f"{url}/train-00000.mask.bin is missing; the manifest says {(BLOCK_BYTES + 4096) // 2} bytes.",
+        f"{url}/val-00000.bin has 5 bytes; the manifest says 600 bytes.",
     )
 
 
-def test_an_address_is_checked_as_strictly_as_a_folder(folder, address, store):
-    """Checksums, sizes and the manifest's digest all fit here: what they are of is wrong."""
+def test_a_url_is_checked_as_strictly_as_a_folder(folder, url, store):
+    """Checksums, sizes and the manifest's digest all match; the values they cover are wrong."""
     files = {
         "train-00000.bin": (100, b"\xff\xff"),
         "val-00000.mask.bin": (7, b"\x02"),
@@ -198,21 +196,19 @@ def test_an_address_is_checked_as_strictly_as_a_folder(folder, address, store):
 
     edit(folder, state)
     for path in folder.iterdir():
-        store.put_file(str(path), f"{address}/{path.name}")
-    found = sorted(
-        problem.replace(str(folder), address) for problem in verify_dataset(folder).problems
-    )
+        store.put_file(str(path), f"{url}/{path.name}")
+    found = [problem.replace(str(folder), url) for problem in verify_dataset(folder).problems]
     assert len(found) == 5
-    assert list(verify_stored(address).problems) == found
+    assert list(verify_remote(url).problems) == found
 
 
 def blocks(data):
     return [data[start : start + BLOCK_BYTES] for start in range(0, len(data), BLOCK_BYTES)]
 
 
-def test_a_store_that_does_not_answer_is_no_damage(address, store):
+def test_a_store_that_does_not_answer_is_an_error_not_damage(url, store):
     with pytest.raises(DataError, match="There is no dataset at"):
-        verify_stored("faulty://bucket/none")
+        verify_remote("faulty://bucket/none")
     store.faults[:] = [None] + [OSError("no route")] * 99
     with pytest.raises(DataError, match="no route"):
-        verify_stored(address)
+        verify_remote(url)

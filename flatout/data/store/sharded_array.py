@@ -1,0 +1,175 @@
+"""Reads several files as one array; each 4 MiB block is checked when something in it is first read."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from flatout.data.store.integrity import PREPARE_AGAIN, Array, ValueCheck
+from flatout.errors import DataError
+from flatout.files import BLOCK_BYTES, FileEntry
+
+CHECK_THREADS = 4
+"""Threads that check blocks when several are first read together, as in the first step of a run."""
+SIZE_CHECK_INTERVAL_S = 1.0
+"""How often the sizes of open files are checked: a check costs as much as reading a few sequences."""
+
+
+class ShardedArray:
+    """Several files, memory-mapped and read as one long array."""
+
+    def __init__(self, folder: Path, entries: Sequence[FileEntry], check: ValueCheck) -> None:
+        itemsize = check.dtype.itemsize
+        self._check = check
+        self._entries = [entry for entry in entries if entry.size_bytes]
+        self._paths = [folder / entry.name for entry in self._entries]
+        self._stored = check.dtype.newbyteorder("<")
+        lengths = [entry.size_bytes // itemsize for entry in self._entries]
+        self._first = np.cumsum([0, *lengths])
+        self._first_block = np.cumsum([0, *(len(entry.block_crc32) for entry in self._entries)])
+        self._block_items = BLOCK_BYTES // itemsize
+        self._checked = np.zeros(self._first_block[-1], np.bool_)
+        self._all_checked = False
+        self._next_size_check_s = 0.0
+
+    @cached_property
+    def _maps(self) -> list[mmap.mmap]:
+        try:
+            return [
+                _map_file(path, entry.size_bytes)
+                for path, entry in zip(self._paths, self._entries, strict=True)
+            ]
+        except OSError as error:
+            raise DataError(
+                f"Cannot read the dataset: {error}.",
+                fix="Check that the folder still exists and is readable.",
+            ) from error
+
+    @cached_property
+    def _files(self) -> list[memoryview]:
+        return [memoryview(mapped) for mapped in self._maps]
+
+    def read(self, starts: Array, out: Array) -> None:
+        """Copy `out.shape[1]` items from each start into the rows of `out`, a contiguous array."""
+        width = out.shape[1]
+        if not len(starts) or not width:
+            return
+        if starts.min() < 0 or starts.max() + width > self._first[-1]:
+            raise DataError(
+                f"Items {int(starts.min())} to {int(starts.max()) + width} were requested; there are {int(self._first[-1])}.",
+                fix="Read sequences below num_sequences(seq_len).",
+            )
+        file_of = np.searchsorted(self._first, starts, side="right") - 1
+        last_file = np.searchsorted(self._first, starts + width - 1, side="right") - 1
+        self._check_sizes()
+        if not self._all_checked:
+            self._check_blocks(
+                self._block_of(starts, file_of), self._block_of(starts + width - 1, last_file)
+            )
+        assert out.itemsize == self._stored.itemsize, "bytes are copied without conversion"
+        rows, size = out.data.cast("B"), width * out.itemsize
+        begins = (starts - self._first[file_of]) * out.itemsize
+        for row, (file, last, begin) in enumerate(
+            zip(file_of.tolist(), last_file.tolist(), begins.tolist(), strict=True)
+        ):
+            if file == last:
+                rows[row * size : (row + 1) * size] = self._files[file][begin : begin + size]
+            else:
+                self._read_across_files(int(starts[row]), out[row])
+
+    def read_spans(self, starts: Array, lengths: Array, out: Array) -> None:
+        """Copy lengths[n] items from starts[n] to the beginning of out[n], and pad it with 0."""
+        width = out.shape[1]
+        whole = starts + width <= self._first[-1]
+        rows = np.empty((int(whole.sum()), width), out.dtype)
+        self.read(starts[whole], rows)  # reads past the end of a span: equal widths are one call
+        out[whole] = rows
+        for row in np.flatnonzero(~whole):
+            self.read(starts[row : row + 1], out[row : row + 1, : lengths[row]])
+        out[np.arange(width) >= lengths[:, np.newaxis]] = 0
+
+    def _read_across_files(self, start: int, out_row: Array) -> None:
+        done = 0
+        while done < len(out_row):
+            file = int(np.searchsorted(self._first, start + done, side="right")) - 1
+            offset = start + done - int(self._first[file])
+            stored = np.frombuffer(self._files[file], self._stored)
+            piece = stored[offset : offset + len(out_row) - done]
+            out_row[done : done + len(piece)] = piece
+            done += len(piece)
+
+    def _check_sizes(self) -> None:
+        """Refuse a file that was resized while mapped: reading past its end would kill the process."""
+        if time.monotonic() < self._next_size_check_s:
+            return
+        for path, entry, mapped in zip(self._paths, self._entries, self._maps, strict=True):
+            _require_size(path, mapped.size(), entry.size_bytes)
+        self._next_size_check_s = time.monotonic() + SIZE_CHECK_INTERVAL_S
+
+    def _block_of(self, items: Array, file_of: Array) -> Array:
+        blocks: Array = (
+            self._first_block[file_of] + (items - self._first[file_of]) // self._block_items
+        )
+        return blocks
+
+    def _check_blocks(self, first: Array, last: Array) -> None:
+        steps = range(int((last - first).max()) + 1)
+        touched = np.unique(np.concatenate([np.minimum(first + step, last) for step in steps]))
+        unchecked = touched[~self._checked[touched]].tolist()
+        for block, problem in zip(unchecked, self._problems(unchecked), strict=True):
+            if problem is not None:
+                raise DataError(problem, fix=PREPARE_AGAIN)
+            self._checked[block] = True
+        self._all_checked = bool(self._checked.all())
+
+    def _problems(self, blocks: Sequence[int]) -> Iterator[str | None]:
+        """Yield what is wrong with each block, in order; several are checked by several threads."""
+        if len(blocks) < 2:
+            yield from map(self._problem, blocks)
+            return
+        with ThreadPoolExecutor(CHECK_THREADS, thread_name_prefix="flatout-check") as pool:
+            yield from pool.map(self._problem, blocks)
+
+    def _problem(self, block: int) -> str | None:
+        """Return what is wrong with a block, naming its file and byte; None when it is intact.
+
+        It is read instead of mapped: a failing disk is then an error, not the end of the process.
+        """
+        file = int(np.searchsorted(self._first_block, block, side="right")) - 1
+        number = block - int(self._first_block[file])
+        path, entry = self._paths[file], self._entries[file]
+        start = number * BLOCK_BYTES
+        content = np.empty(min(entry.size_bytes - start, BLOCK_BYTES), np.uint8)
+        where = f"{path}, byte {start}: the block of {len(content)} bytes from there"
+        try:
+            with path.open("rb") as opened:
+                opened.seek(start)
+                if opened.readinto(content.data) != len(content):
+                    return f"{where} ends early."
+        except OSError as error:
+            return f"{where} cannot be read: {error.strerror or error}."
+        if zlib.crc32(content.data) != entry.block_crc32[number]:
+            return f"{where} fails its checksum."
+        return self._check.problem(content, path, start)
+
+
+def _map_file(path: Path, size: int) -> mmap.mmap:
+    with path.open("rb") as file:
+        _require_size(path, os.fstat(file.fileno()).st_size, size)
+        return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
+
+
+def _require_size(path: Path, found: int, size: int) -> None:
+    if found != size:
+        raise DataError(
+            f"{path} now has {found} bytes; it had {size} when the dataset was opened.",
+            fix="Restore the file, or prepare the dataset again; then run the same command: a run resumes from its last checkpoint.",
+        )
