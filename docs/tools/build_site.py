@@ -9,6 +9,7 @@ error.
 from __future__ import annotations
 
 import contextlib
+import html
 import io
 import os
 import re
@@ -33,6 +34,8 @@ PAGES = {
 }
 """Files of the repository's root, and the pages they become."""
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)#:\s]+)(#[^)\s]*)?\)")
+ESCAPE = "\\|"
+ESCAPED_BAR = re.compile(r"`([^`\n]*\\\|[^`\n]*)`")
 GENERATED = "<!-- generated -->"
 HELP_COLUMNS = 88
 
@@ -67,6 +70,16 @@ def with_site_links(text: str, source: Path, staged: dict[Path, str], assets: Pa
         return f"{bang}[{label}]({address}{anchor})"
 
     return LINK.sub(rewritten, text)
+
+
+def with_bars_in_code(text: str) -> str:
+    r"""Return a page with code that contains an escaped bar, `\|`, as HTML.
+
+    In a table GitHub drops the backslash and Python-Markdown shows it.
+    """
+    return ESCAPED_BAR.sub(
+        lambda found: f"<code>{html.escape(found[1]).replace(ESCAPE, '&#124;')}</code>", text
+    )
 
 
 def repository_url() -> str | None:
@@ -168,7 +181,7 @@ def stage(folder: Path) -> Path:
     staged = pages()
     for source, page in staged.items():
         text = source.read_text(encoding="utf-8")
-        text = with_site_links(text, source, staged, pages_dir / "assets")
+        text = with_site_links(with_bars_in_code(text), source, staged, pages_dir / "assets")
         if page == "index.md":  # its comparison table needs the width
             text = f"---\nhide: [toc]\n---\n\n{text}"
         if page in REFERENCES:

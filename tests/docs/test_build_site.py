@@ -60,6 +60,13 @@ def test_links_lead_to_pages_pictures_and_the_repository(tool, tmp_path, monkeyp
     assert rewritten("[it](../../LICENSE)") == "[it](https://host/flatout/blob/main/LICENSE)"
 
 
+def test_a_bar_in_code_loses_its_escape(tool):
+    table = "| `a \\| b <c>` | `d` |"
+    assert (
+        tool("build_site").with_bars_in_code(table) == "| <code>a &#124; b &lt;c&gt;</code> | `d` |"
+    )
+
+
 def test_contracts_become_list_items(tool):
     text = "Return the sum.\n\nShapes:  a (B, T);\n         b (B,).\nRaises:  ShapeError."
     expected = "Return the sum.\n\n- **Shapes**: a (B, T); b (B,).\n- **Raises**: ShapeError.\n"
