@@ -123,7 +123,7 @@ def draw_token(
         # on the CPU: a GPU has no deterministic cumsum
         before_K = shares_K.cpu().cumsum(-1).to(shares_K.device) - shares_K
         ids_K = ids_K[before_K < top_p]
-    # sorted by id, so that two shares swapped by rounding leave every other token's chance unchanged
+    # sorted by id: two shares swapped by rounding must not affect any other token
     ids_K = ids_K.sort().values
     return int(ids_K[torch.multinomial(shares_V[ids_K], 1, generator=generator)])
 

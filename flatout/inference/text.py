@@ -1,4 +1,4 @@
-"""From token ids to text, while they are being generated: whole characters, ended by stop strings."""
+"""Text of tokens while they are being generated: whole characters, up to a stop string."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ from flatout.measure.table import table
 from flatout.measure.trial import run_trial
 from flatout.parallel.rendezvous import stated_ranks
 from flatout.progress import SILENT, Progress, Task
-from flatout.training.run import warn_of_others
+from flatout.training.run import warn_of_busy_cores
 
 LOSS_STEPS = 20
 """First losses that are compared."""
@@ -108,7 +108,7 @@ def run_bench(
     with progress.task("Settling the configuration"):
         settled, put_in = settle_apart(asked, cache)
     if settled.config.train.device == "cpu":
-        warn_of_others(settled.machine, progress)
+        warn_of_busy_cores(settled.machine, progress)
     experiment = (
         sweep_experiment(sweep, asked, settled)
         if sweep

@@ -1,1 +1,1 @@
-"""Stage 2: the step, the loop, the state and what is written about them."""
+"""Stage 2: train. The loop and its step, the state that a checkpoint holds, and what is logged."""

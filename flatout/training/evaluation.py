@@ -38,7 +38,7 @@ class SplitScore:
     tokens: int
     """Targets that were scored."""
     text_bytes: int
-    """Bytes of text behind these targets; 0 when only the beginning was scored, or it is unknown."""
+    """Bytes of text behind these targets; 0 when unknown, or not the whole split was scored."""
 
     @property
     def perplexity(self) -> float:

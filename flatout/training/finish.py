@@ -1,4 +1,4 @@
-"""The end of a run: the last state saved, the whole validation split scored, a sample, the summary."""
+"""The end of a run: the last save, the final evaluation, a sample, the summary."""
 
 from __future__ import annotations
 
@@ -7,48 +7,33 @@ from typing import Any
 
 from flatout.assembly.run import Run
 from flatout.hardware import Peak, peak_tflops
-from flatout.progress import SILENT, Progress
 from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint.read_write import weights_sha256
 from flatout.training.evaluation import Evaluation, score
-from flatout.training.loop import (
-    draw_sample,
-    ends_early,
-    eval_tokens,
-    keep_last,
-    settle_saves,
-    take_evaluation,
-)
+from flatout.training.loop import ends_early, eval_tokens, log_evaluation, log_sample
 from flatout.training.metrics.log import Log
 from flatout.training.run_dir import layout
-
-Drop = Callable[[Run, int], bool]
+from flatout.training.saving import save_last, wait_for_saves
+from flatout.training.step import Drop
 
 
 def finish(
-    run: Run,
-    log: Log,
-    sample: Callable[[Run], str] | None,
-    progress: Progress = SILENT,
-    *,
-    drop: Drop | None = None,
+    run: Run, log: Log, sample: Callable[[Run], str] | None, *, drop: Drop | None = None
 ) -> dict[str, Any]:
-    """Save, evaluate on the whole validation split, sample, write the summary and return it. Every
-    rank calls it.
+    """Save, evaluate on the whole validation split, sample, and write and return the summary.
 
-    Raises: EvaluationDropped when `drop`, asked between the batches of the evaluation, says yes;
+    Every rank calls it.
+    Raises: EvaluationDropped when `drop`, called between the evaluation's batches, returns True;
             the state is saved by then.
     """
-    if reason := why_early(run):
+    if reason := early_stop_reason(run):
         log.event("early_stop", reason=reason)
-        progress.say(reason)
+        log.progress.say(reason)
     with log.aside():
-        keep_last(
-            run, log, progress=progress
-        )  # first: a signal during the evaluation must not cost the last steps
-        evaluation = last_evaluation(run, log, progress, drop)
-        settle_saves(run, log, progress=progress)
-        draw_sample(run, log, sample)
+        save_last(run, log)  # first: a signal during the evaluation must not lose the last steps
+        evaluation = final_evaluation(run, log, drop)
+        wait_for_saves(run, log)
+        log_sample(run, log, sample)
     log.close()
     log.keep_clock()
     summary = summarise(run, log, evaluation)
@@ -58,50 +43,45 @@ def finish(
     return summary
 
 
-def last_evaluation(
-    run: Run, log: Log, progress: Progress, drop: Drop | None = None
-) -> Evaluation | None:
-    """Score the whole validation text, if there is any; where the run scored a part of it, that
-    part first, for the best checkpoint.
+def final_evaluation(run: Run, log: Log, drop: Drop | None = None) -> Evaluation | None:
+    """Score the whole validation split; None when there is no validation text.
 
-    A run that ends early has just scored that part, or all of it; what was scored whole at the last
+    When evaluations of this run score only the beginning, that is scored first, to find the best
+    checkpoint, unless the run ends early and just did. A whole split that was scored at the last
     step is not scored again.
     """
-    if (
-        eval_tokens(run) is None
-        and log.last_evaluation is not None
-        and log.last_evaluation[0] == run.step
-    ):
+    is_partial = eval_tokens(run) is not None
+    if not is_partial and log.last_evaluation and log.last_evaluation[0] == run.step:
         return log.last_evaluation[1]
     if not ends_early(run):
-        max_tokens = eval_tokens(run) if run.config.train.eval_every else None
-        found = take_evaluation(run, log, max_tokens=max_tokens, drop=drop, progress=progress)
-        if found is None or eval_tokens(run) is None or not run.config.train.eval_every:
-            return found
-    whole = score(run, drop=drop, progress=progress)  # not a record: the curve is that of the part
-    if whole is not None:
-        log.event("evaluation", loss=whole.loss, tokens=whole.tokens)
-    return whole
+        evaluation = log_evaluation(run, log, drop=drop)
+        if evaluation is None or not is_partial:
+            return evaluation
+    evaluation = score(run, drop=drop, progress=log.progress)
+    if evaluation is not None:  # not as a record: the curve shows the beginning's loss
+        log.event("evaluation", loss=evaluation.loss, tokens=evaluation.tokens)
+    return evaluation
 
 
-def why_early(run: Run) -> str | None:
-    """Return why the run ends before its last step, None when it does not."""
+def early_stop_reason(run: Run) -> str | None:
+    """Return why the run ends before its last step; None when it does not."""
     if not ends_early(run):
         return None
-    best = f"best {run.best_val_loss:.4f} at step {run.best_step}"
-    return f"No better validation loss in {run.config.train.patience} evaluations: {best}, over at step {run.step} of {run.last_step}."
+    return (
+        f"No better validation loss in {run.config.train.patience} evaluations: "
+        f"best {run.best_val_loss:.4f} at step {run.best_step}, "
+        f"stopped at step {run.step} of {run.last_step}."
+    )
 
 
 def summarise(run: Run, log: Log, evaluation: Evaluation | None) -> dict[str, Any]:
-    """Return what the run came to: all of it measured, what was not is None."""
+    """Return the run's results; what was not measured is None."""
     wall_s = log.wall_s
     run.peak = best_peak(run, log)
     steady = log.steady_rates()
     mfu = log.mfu(steady.flops_per_s) if steady else None
     tokens_here = run.tokens - log.first_tokens
-    digest = (
-        weights_sha256(catalog.checkpoint_path(run.folder, run.step)) if run.mesh.is_main else ""
-    )
+    last = catalog.checkpoint_path(run.folder, run.step)
     return {
         "run": str(run.folder),
         "steps": run.step,
@@ -113,38 +93,43 @@ def summarise(run: Run, log: Log, evaluation: Evaluation | None) -> dict[str, An
         "bits_per_byte": evaluation.bits_per_byte if evaluation else None,
         "by_dataset": [split.to_dict() for split in evaluation.by_dataset] if evaluation else [],
         "stopped_early": ends_early(run),
-        "stopped_because": why_early(run),
+        "stopped_because": early_stop_reason(run),
         "tokens_per_s": steady.tokens_per_s if steady else None,
         "wall_tokens_per_s": tokens_here / wall_s if tokens_here else None,
         "mfu": mfu,
-        "mfu_of": run.peak.source if run.peak and mfu else _why_unknown(run),
+        "mfu_of": run.peak.source if run.peak and mfu else _why_mfu_is_unknown(run),
         "peak_gib": log.peak_gib(),
         "compile_s": log.compile_s,
         "recompiles": None if log.compile_s is None else log.recompiles,
         "wall_s": wall_s,
         "elapsed_s": run.elapsed_s,
         "resumed_from": run.resumed_from,
-        "weights_sha256": run.mesh.broadcast_object(digest),
+        "weights_sha256": run.mesh.broadcast_object(
+            weights_sha256(last) if run.mesh.is_main else ""
+        ),
     }
 
 
 def best_peak(run: Run, log: Log) -> Peak | None:
-    """Return the run's peak; one that was measured is measured again, and the better counts: a busy
-    machine looks slow.
+    """Return the run's peak; a measured one is measured again, and the higher of the two counts.
+
+    A busy machine measures too low a peak.
     """
-    if run.peak is None or not run.peak.source.startswith("measured"):
-        return run.peak
+    peak = run.peak
+    if peak is None or not peak.source.startswith("measured"):
+        return peak
     again = peak_tflops(run.machine, str(run.mesh.device), run.arithmetic)
-    if again is None or again.tflops <= run.peak.tflops:
-        return run.peak
-    log.event("peak", tflops=again.tflops, source=again.source, before_tflops=run.peak.tflops)
-    return Peak(
-        again.tflops,
-        f"{again.source}, at the end" if again.tflops > 1.1 * run.peak.tflops else again.source,
-    )
+    if again is None or again.tflops <= peak.tflops:
+        return peak
+    log.event("peak", tflops=again.tflops, source=again.source, before_tflops=peak.tflops)
+    is_higher = again.tflops > 1.1 * peak.tflops
+    return Peak(again.tflops, f"{again.source}, at the end" if is_higher else again.source)
 
 
-def _why_unknown(run: Run) -> str:
+def _why_mfu_is_unknown(run: Run) -> str:
     if run.peak is None:
-        return "unknown: no data sheet has this device's rate, and it cannot be measured with a plain matrix product"
-    return f"unknown: training was faster than the roof ({run.peak.source}), so that was measured while the machine was busy"
+        return "unknown: there is no data sheet for this device, and its peak cannot be measured"
+    return (
+        f"unknown: training was faster than the peak ({run.peak.source}), "
+        "so that was measured while the machine was busy"
+    )

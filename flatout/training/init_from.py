@@ -1,6 +1,4 @@
-"""`train.init_from`: a run that begins with the weights of another. Data, schedule, optimiser, step
-and generators are new.
-"""
+"""`train.init_from`: a new run that starts with the weights of another, and nothing else of it."""
 
 from __future__ import annotations
 
@@ -36,28 +34,25 @@ FREE_OF_WEIGHTS = (
     "rotary_base",
     "window",
 )
-"""Keys of a model that may be others than those its weights were trained with, as long as the
-shapes agree: a continued run may read
-longer windows, drop more, or state how fresh weights would be drawn. Any other key that differs
-would make other functions of the same
-weights."""
-MOST_NAMED = 3
-_BY_HAND = {
-    False: "Set the keys of the model as they were there.",
-    True: "Its model is code of its own, which nothing here has imported: read that code, then set model.kind yourself.",
-}
-"""What to do about other weights, by whether they are of a model whose code is not flatout's: that
-is never given to be pasted.
+"""Model keys that may differ from those the weights were trained with, as long as shapes agree.
+
+The new run may read longer sequences, drop out more, or state how fresh weights would be
+initialised. With any other key changed, the same weights would compute another function.
 """
+MOST_NAMED = 3
+SET_KEYS = "Set the keys of the model as they are there."
+READ_CODE = (
+    "That model is its own code, which was not imported: read it, then set model.kind yourself."
+)
+"""The fix for such a model: a name of code is never offered for pasting."""
 
 
-def begin_from(
+def resolve_init_from(
     config: RunConfig, dataset: Dataset | MixedDataset, ops: Ops, *, progress: Progress = SILENT
 ) -> RunConfig:
-    """Return the resolved configuration with the checkpoint that `train.init_from` names, once it
-    is known to fit model and tokenizer.
+    """Return the config with the checkpoint that `train.init_from` names, after checking it.
 
-    Raises: CheckpointError or ConfigError, with what does not fit and the keys to set.
+    Raises: CheckpointError, ConfigError when model or tokenizer differ, with the keys to set.
     """
     if config.train.init_from is None:
         return config
@@ -65,47 +60,43 @@ def begin_from(
     run_folder = run_of(checkpoint)
     if run_folder is None:
         progress.say(
-            f"{checkpoint} does not lie in its run's folder: whether its tokenizer is that of the data cannot be told."
+            f"{checkpoint} is not in its run directory: "
+            "its tokenizer cannot be compared with that of the data."
         )
     else:
         require_tokenizer(run_folder, dataset, checkpoint)
     require_fit(config, checkpoint, run_folder, ops, progress)
-    progress.say(f"Beginning with the weights of {checkpoint}.")
+    progress.say(f"Starting with the weights of {checkpoint}.")
     return config.with_values({"train.init_from": str(checkpoint.absolute())})
 
 
 def find_weights(init_from: str, *, progress: Progress = SILENT) -> Path:
-    """Return the whole checkpoint that `init_from` is, or the best one of the run that it is (the
-    last one, while no loss is known).
+    """Return the checkpoint that `init_from` names, or the best (else last) one of that run.
 
     Raises: CheckpointError when there is none.
     """
     require_local(init_from, "train.init_from=", error=CheckpointError)
-    for place in (Path(init_from), RUNS / init_from):
-        if catalog.is_checkpoint(place):
-            catalog.require_whole(place, progress=progress)
-            return place
+    for path in (Path(init_from), RUNS / init_from):
+        if catalog.is_checkpoint(path):
+            catalog.require_whole(path, progress=progress)
+            return path
     try:
         run_folder = find_run(init_from)
     except CheckpointError as error:
+        what, fix = "there is no such run or checkpoint.", error.fix
         known = recognise(Path(init_from))
-        what = (
-            known.instead_of("a run or a checkpoint")
-            if known
-            else "there is no such run or checkpoint."
-        )
-        raise CheckpointError(
-            f"train.init_from={init_from}: {what}", fix=known.fix if known else error.fix
-        ) from error
+        if known:
+            what, fix = known.instead_of("a run or a checkpoint"), known.fix
+        raise CheckpointError(f"train.init_from={init_from}: {what}", fix=fix) from error
     return find_checkpoint(run_folder, progress=progress)
 
 
 def run_of(checkpoint: Path) -> Path | None:
-    """Return the run folder that a checkpoint belongs to, None where it cannot be found."""
-    place = checkpoint.absolute().parent
-    if (place.parent / layout.CONFIG).exists():
-        return place.parent
-    owner = place / catalog.OWNER
+    """Return the run directory that a checkpoint belongs to, or None."""
+    folder = checkpoint.absolute().parent
+    if (folder.parent / layout.CONFIG).exists():
+        return folder.parent
+    owner = folder / catalog.OWNER
     run_folder = Path(read_model(owner, catalog.Owner).run) if owner.exists() else None
     return run_folder if run_folder and (run_folder / layout.CONFIG).exists() else None
 
@@ -113,38 +104,40 @@ def run_of(checkpoint: Path) -> Path | None:
 def require_fit(
     config: RunConfig, checkpoint: Path, run_folder: Path | None, ops: Ops, progress: Progress
 ) -> None:
-    """Do nothing when the checkpoint has this model's tensors, in name and shape, and was trained
-    as this model.
+    """Check that the checkpoint has this model's tensors, and was trained with the same model keys.
 
-    Raises: ConfigError naming the first that differ, and the `model.` keys to set, as they can be
-            pasted.
+    Raises: ConfigError with the first differences, and the `model.` overrides to paste.
     """
     model_class, model_config = model_of(config)
     model = model_class.on_meta(model_config, ops)
     here = {name: tuple(tensor.shape) for name, tensor in weights_and_aliases(model)[0].items()}
-    differ = list(_shapes_that_differ(stored_shapes(checkpoint), here))
+    shapes = list(_shapes_that_differ(stored_shapes(checkpoint), here))
     source = layout.read_config(run_folder) if run_folder else None
     if run_folder and source:
         require_as_trained(run_folder / layout.CONFIG, source)
     keys = _keys_that_differ(source, config) if source else {}
     wrong = [key for key in keys if key.removeprefix("model.") not in FREE_OF_WEIGHTS]
-    if differ or wrong:
-        named = differ[:MOST_NAMED] or [
-            f"{key} is {keys[key]} there and {config.value(key)} here" for key in wrong[:MOST_NAMED]
-        ]
-        more = len(differ or wrong) - len(named)
-        code = references_in({"model": {"kind": keys.get("model.kind")}})
-        paste = "" if code else " ".join(f"{key}={_word(keys[key])}" for key in (wrong or keys))
+    values = [f"{key} is {keys[key]} there and {config.value(key)} here" for key in wrong]
+    if differences := shapes or values:
+        listed = "; ".join(differences[:MOST_NAMED])
+        if len(differences) > MOST_NAMED:
+            listed += f"; and {len(differences) - MOST_NAMED} more"
         raise ConfigError(
-            f"The weights of {checkpoint} are of another model: {'; '.join(named)}{f'; and {more} more' if more > 0 else ''}.",
-            fix=f"Add these overrides: {paste} (as it was there)."
-            if paste
-            else _BY_HAND[bool(code)],
+            f"The weights of {checkpoint} are of another model: {listed}.",
+            fix=_overrides({key: keys[key] for key in (wrong or keys)}),
         )
     for key, value in keys.items():
         progress.say(
-            f"{key} is {value} in the run whose weights this one begins with, and {config.value(key)} here."
+            f"{key} is {value} in the run that the weights are from, and {config.value(key)} here."
         )
+
+
+def _overrides(keys: Mapping[str, Any]) -> str:
+    """Return the fix that sets these model keys."""
+    if references_in({"model": {"kind": keys.get("model.kind")}}):
+        return READ_CODE
+    overrides = " ".join(f"{key}={_word(value)}" for key, value in keys.items())
+    return f"Add these overrides: {overrides} (as it was there)." if keys else SET_KEYS
 
 
 def _shapes_that_differ(
@@ -161,13 +154,13 @@ def _shapes_that_differ(
 
 
 def _keys_that_differ(source: RunConfig, config: RunConfig) -> dict[str, Any]:
-    """Return the `model.` keys of the source, with its values, that this run has otherwise."""
+    """Return the `model.` keys whose values differ, with the source's values."""
     there, here = source.model.model_dump(mode="json"), config.model.model_dump(mode="json")
     return {f"model.{key}": value for key, value in there.items() if here.get(key) != value}
 
 
 def _word(value: Any) -> str:
-    """Return a value as an override is written."""
+    """Return a value as it is written in an override."""
     if isinstance(value, (list, dict)):
         return f"'{value}'"
     return value if isinstance(value, str) else json.dumps(value)

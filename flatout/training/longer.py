@@ -1,6 +1,4 @@
-"""A run that is to be longer than it was planned: it continues in its own folder where its learning
-rates allow that.
-"""
+"""Make a stored run longer: it continues in place if its learning rates allow that."""
 
 from __future__ import annotations
 
@@ -10,166 +8,163 @@ from pathlib import Path
 from flatout.assembly.resolve import steps_stated
 from flatout.assembly.selection import assemble, stored_decisions
 from flatout.config.schema import RunConfig
-from flatout.data.store.mix import MixedDataset
-from flatout.data.store.shards import Dataset
 from flatout.errors import ConfigError, in_shell
-from flatout.hardware import Machine
 from flatout.optimizers.schedule import factor, warmup_steps
 from flatout.progress import SILENT, Progress
 from flatout.training.checkpoint import catalog
+from flatout.training.request import RunRequest
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.origin import read_origin, steps_before
 
 
 @dataclass(frozen=True)
 class Longer:
-    """What a run becomes when its length grows."""
+    """A run whose length grows."""
 
     config: RunConfig
     """The resolved configuration with the new length."""
-    asked: RunConfig
-    """The configuration as it was asked for, with the new length."""
+    requested: RunConfig
+    """The configuration as requested, with the new length."""
     checkpoint: Path | None
-    """Where it continues; None begins, where a run has lost its checkpoints."""
+    """Where it continues; None is step 0, for a run that has lost its checkpoints."""
     steps_before: int
-    """The steps that it was planned for."""
-    said: str
-    """All of this in one line for a person."""
+    """The number of steps it was planned for."""
+    message: str
+    """A line that describes all of this."""
 
     def store(self, run_folder: Path, *, progress: Progress = SILENT) -> None:
-        """Write the new length down. A kill at any moment leaves a run that the same command makes
-        longer.
+        """Write the new length. If this is killed, the same command makes the run longer again.
 
-        Checkpoints after the one it continues from are set aside first: the new configuration must
-        never be joined with their rates.
+        Later checkpoints are set aside first: they must not be resumed with the new configuration,
+        since their learning rates followed the old one.
         """
-        for path in (
-            catalog.set_aside(run_folder, after=catalog.step_of(self.checkpoint))
-            if self.checkpoint
-            else ()
-        ):
-            progress.say(
-                f"Set {path.name.partition('.')[0]} aside: its learning rates were those of {self.steps_before} steps."
-            )
-        layout.replace_config(run_folder, self.config, asked=self.asked)
+        if self.checkpoint is not None:
+            for path in catalog.set_aside(run_folder, after=catalog.step_of(self.checkpoint)):
+                progress.say(
+                    f"Set {path.name.partition('.')[0]} aside: "
+                    f"its learning rates were those of {self.steps_before} steps."
+                )
+        layout.replace_config(run_folder, self.config, asked=self.requested)
 
 
-def lengthened(
-    place: Path,
-    stored: RunConfig,
-    asked: RunConfig,
-    checkpoint: Path | None,
-    *,
-    resume: str,
-    dataset: Dataset | MixedDataset,
-    machine: Machine,
-    progress: Progress = SILENT,
+def lengthen(
+    request: RunRequest, stored: RunConfig, resume: str, checkpoint: Path | None
 ) -> Longer | None:
-    """Return the run with the length that `asked` states, or None where that is the length it has;
-    nothing is written yet.
+    """Return the run with the length that was requested; None when it has that length already.
 
-    It may continue from a checkpoint up to which a run of the new length would have had the same
-    learning rates: any one with a constant rate, one from before the decay with wsd. A warm-up that
-    is a fraction of the run stays at its number of steps.
-    Raises: ConfigError, with what works instead, when it would be shorter, or has no such
+    Nothing is written yet. The run may continue from a checkpoint up to which the new length gives
+    the same learning rates: any one with a constant schedule, one from before the decay with wsd. A
+    warm-up stated as a fraction keeps its number of steps.
+    Raises: ConfigError, with an alternative, when the run would become shorter or has no such
             checkpoint.
     """
-    first = layout.read_asked(place) or stored
-    if _length(asked) in ((None, None, None), _length(first)):
+    folder = request.folder
+    requested = layout.read_asked(folder) or stored
+    if _length(request.config) in ((None, None, None), _length(requested)):
         return None
-    before, steps = (
-        stored.train.steps or 0,
-        steps_stated(stored, asked.train, assemble(stored_decisions(stored, machine)), dataset),
-    )
+    recipe = assemble(stored_decisions(stored, request.machine))
+    before = stored.train.steps or 0
+    steps = steps_stated(stored, request.config.train, recipe, request.dataset)
     if steps == before:
         return None
     if steps < before:
         raise ConfigError(
-            f"{place} is planned for {before} steps, and {steps} are asked for.",
-            fix=f"Set train.steps={before}, or more to make it longer. For a shorter run, choose another folder with --run-dir DIR.",
+            f"{folder} is planned for {before} steps, and {steps} were requested.",
+            fix=f"Set train.steps={before}, or more to make it longer. "
+            "For a shorter run, choose another directory with --run-dir DIR.",
         )
     warmup = warmup_steps(stored.schedule, before)
-    kept = {"schedule.warmup": warmup} if warmup != warmup_steps(stored.schedule, steps) else {}
-    config = stored.with_values({"train.steps": steps, **kept})
-    origin = read_origin(place)
-    equal = equal_rates(
-        stored, config, since=catalog.step_of(Path(origin.checkpoint)) if origin else 0
+    keeps_warmup = warmup != warmup_steps(stored.schedule, steps)
+    config = stored.with_values(
+        {"train.steps": steps} | ({"schedule.warmup": warmup} if keeps_warmup else {})
     )
-    newest = checkpoint
-    if (
-        checkpoint
-        and catalog.step_of(checkpoint) > equal
-        and Path(resume).resolve() != checkpoint.resolve()
-    ):
-        later = [step for step in catalog.steps(place) if step > equal]
-        checkpoint = catalog.latest(
-            place, but=[*later, *steps_before(place, origin)], progress=progress
-        )
-    if newest and (checkpoint is None or catalog.step_of(checkpoint) > equal):
-        raise _bound_to_its_length(place, stored, config, equal, catalog.step_of(newest))
-    said = f"{place} was planned for {before} steps and now trains to step {steps}"
-    said += (
-        f", from step {catalog.step_of(checkpoint)}, before its rate begins to fall"
-        if checkpoint and checkpoint != newest
-        else ""
-    )
-    said += f". Its warm-up stays at {warmup} steps." if kept else "."
-    return Longer(config, first.with_values(_stated(asked)), checkpoint, before, said)
+    start = _checkpoint_with_equal_rates(request, stored, config, resume, checkpoint)
+    message = f"{folder} was planned for {before} steps and now trains to step {steps}"
+    if start is not None and start != checkpoint:
+        message += f", from step {catalog.step_of(start)}, before its learning rate starts to fall"
+    message += f". Its warm-up stays at {warmup} steps." if keeps_warmup else "."
+    requested = requested.with_values(_stated(request.config))
+    return Longer(config, requested, start, before, message)
 
 
-def require_steps_left(place: Path, config: RunConfig, checkpoint: Path | None) -> None:
+def _checkpoint_with_equal_rates(
+    request: RunRequest,
+    stored: RunConfig,
+    longer: RunConfig,
+    resume: str,
+    checkpoint: Path | None,
+) -> Path | None:
+    """Return the newest checkpoint up to which both lengths have the same learning rates.
+
+    One that `--resume` names is the only candidate.
+    Raises: ConfigError when there is none.
+    """
+    if checkpoint is None:
+        return None
+    folder, origin = request.folder, read_origin(request.folder)
+    since = catalog.step_of(Path(origin.checkpoint)) if origin else 0
+    equal = equal_rates(stored, longer, since=since)
+    done = catalog.step_of(checkpoint)
+    if done <= equal:
+        return checkpoint
+    if Path(resume).resolve() != checkpoint.resolve():
+        later = [step for step in catalog.steps(folder) if step > equal]
+        skipped = [*later, *steps_before(folder, origin)]
+        found = catalog.latest(folder, but=skipped, progress=request.progress)
+        if found is not None and catalog.step_of(found) <= equal:
+            return found
+    raise _bound_to_its_length(folder, stored, longer, equal, done)
+
+
+def require_steps_left(folder: Path, config: RunConfig, checkpoint: Path | None) -> None:
     """Check that a new run has steps left after the checkpoint of another run that it starts from.
 
     Raises: ConfigError with both steps.
     """
-    if (
-        checkpoint is None
-        or checkpoint.resolve().parent == catalog.checkpoints_folder(place).resolve()
-    ):
+    own = catalog.checkpoints_folder(folder).resolve()
+    if checkpoint is None or checkpoint.resolve().parent == own:
         return
     step, steps = catalog.step_of(checkpoint), config.train.steps or 0
     if step < steps:
         return
     raise ConfigError(
-        f"{checkpoint} is at step {step}, and this run has {steps} steps: there is nothing left to train.",
-        fix=f"Set train.steps to more than {step}, resume from an earlier checkpoint, or use train.init_from={in_shell(checkpoint)} "
-        "in place of --resume: a run from step 0 that starts with its weights alone.",
+        f"{checkpoint} is at step {step}, and this run has {steps} steps: "
+        "nothing is left to train.",
+        fix=f"Set train.steps to more than {step}, resume from an earlier checkpoint, or replace "
+        f"--resume by train.init_from={in_shell(checkpoint)}, "
+        "which starts at step 0 with its weights.",
     )
 
 
 def equal_rates(one: RunConfig, other: RunConfig, *, since: int = 0) -> int:
-    """Return the first step from `since` on at which two configurations train at different rates,
-    or the length of the shorter one.
+    """Return the first step from `since` on at which two configurations have different rates.
+
+    It is the length of the shorter one when they never differ.
     """
     lengths = one.train.steps or 0, other.train.steps or 0
-
-    def rates(step: int) -> tuple[float, float]:
-        return factor(one.schedule, one.optim.lr, step, lengths[0]), factor(
+    for step in range(since, min(lengths)):
+        if factor(one.schedule, one.optim.lr, step, lengths[0]) != factor(
             other.schedule, other.optim.lr, step, lengths[1]
-        )
-
-    return next(
-        (step for step in range(since, min(lengths)) if len(set(rates(step))) > 1), min(lengths)
-    )
+        ):
+            return step
+    return min(lengths)
 
 
 def _bound_to_its_length(
-    place: Path, stored: RunConfig, longer: RunConfig, equal: int, done: int
+    folder: Path, stored: RunConfig, longer: RunConfig, equal: int, done: int
 ) -> ConfigError:
-    """Return the refusal of a run whose rates have followed from its length, with the command that
-    trains on at the new ones.
-    """
+    """Return the error for a run whose rates already depend on its length, with another command."""
     before, steps, peak = stored.train.steps or 0, longer.train.steps or 0, stored.optim.lr
-    rates = (
-        peak * factor(stored.schedule, peak, done - 1, before),
-        peak * factor(longer.schedule, peak, done, steps),
-    )
-    other = place.with_name(f"{place.name}-{steps}")
+    last_rate = peak * factor(stored.schedule, peak, done - 1, before)
+    next_rate = peak * factor(longer.schedule, peak, done, steps)
+    other = folder.with_name(f"{folder.name}-{steps}")
     return ConfigError(
-        f"{place} cannot be made longer, {before} -> {steps} steps: it is at step {done}, and with schedule.kind={stored.schedule.kind} its "
-        f"learning rate has depended on its length since step {equal + 1}.",
-        fix=f"Use `--resume {in_shell(place)} --run-dir {in_shell(other)}` in the same command: another run, which continues with the state of "
-        f"step {done} at the rates of a run of {steps} steps, so that the rate goes from {rates[0]:.3g} to {rates[1]:.3g}.",
+        f"{folder} cannot be made longer, {before} -> {steps} steps: it is at step {done}, and "
+        f"with schedule.kind={stored.schedule.kind} its learning rate has depended on its length "
+        f"since step {equal + 1}.",
+        fix=f"Add `--resume {in_shell(folder)} --run-dir {in_shell(other)}` to the same command: "
+        f"another run then continues with the state of step {done} at the rates of a run of "
+        f"{steps} steps, so that the rate goes from {last_rate:.3g} to {next_rate:.3g}.",
     )
 
 

@@ -1,12 +1,11 @@
-"""Stopping on request: SIGINT and SIGTERM ask, the loop answers between micro-batches, and all
-ranks give the same answer.
+"""Stopping on request: after SIGINT or SIGTERM, all ranks stop between the same two micro-batches.
 
-Several ranks must stop at the same micro-batch. So each rank casts votes (`agreement.py`) and reads
-the one before: nobody waits, and a request takes effect one vote late. A single rank needs no vote.
+Several ranks cast a vote (`agreement.py`) at each opportunity and read the previous one: no rank
+waits, and a request takes effect one vote late. A single rank needs no vote.
 
-Python runs a signal's handler only between two of its own instructions, and the backward pass of a
-micro-batch is one of them. The interpreter writes the signal's number to a pipe at once, so a
-thread that reads the pipe can say that the request has arrived.
+Python runs a signal handler only between two of its own instructions, and the backward pass of a
+micro-batch is one instruction. But the interpreter writes the signal's number to a pipe at once, so
+a thread that reads the pipe can announce the request.
 """
 
 from __future__ import annotations
@@ -26,21 +25,19 @@ if TYPE_CHECKING:
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SAME_REQUEST_S = 1.0
-"""A second SIGINT within this time is the first once more: a terminal and a launcher both pass it
-on.
-"""
+"""A second SIGINT within this time repeats the first: a terminal and a launcher both send it."""
 MICRO_BATCHES_BETWEEN_VOTES = {"cuda": 8}
-"""Several ranks vote before each micro-batch, on a GPU before every eighth: reading a vote waits
-for the work that was queued before it,
-and the host must be free to queue ahead."""
+"""Several ranks vote before each micro-batch, but on a GPU before every eighth.
+
+Reading a vote waits for the work queued before it, and the host must be free to queue ahead.
+"""
 
 
 class StopRequests:
-    """A context in which SIGINT and SIGTERM ask the loop to stop. A second SIGINT interrupts at
-    once.
+    """A context in which SIGINT and SIGTERM stop the loop; a second SIGINT interrupts at once.
 
-    The handlers of before come back at the end. Only a program's main thread may set handlers;
-    elsewhere nothing is changed.
+    The previous handlers are restored at the end. Only the main thread may set handlers; in another
+    one, nothing changes.
     """
 
     def __init__(
@@ -50,29 +47,28 @@ class StopRequests:
         launcher: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Call `say`, from a thread, with one line as soon as a request arrives; None: say nothing.
+        """`say` is called from a thread with one line as soon as a request arrives.
 
-        `launcher` is the process that started this one and must outlive it: when it has ended, that
-        is a request as well.
+        `launcher` is the process that started this one; if it ends first, that is a request too.
         """
         self.signal_number: int | None = None
-        """The signal that asked first, on this rank."""
+        """The first signal that this rank received."""
         self.waits_for = "the preparations of the first step"
-        """What must end before a request takes effect, for the line that is said."""
+        """What must end before a request takes effect, for the announcement."""
         self._say = say
         self._launcher = launcher
         self._listener: _Listener | None = None
         self._clock = clock
         self._first_sigint_s: float | None = None
-        self._before: dict[signal.Signals, Any] = {}
+        self._previous: dict[signal.Signals, Any] = {}
         self._vote: Vote | None = None
 
     def __enter__(self) -> Self:
         try:
             for number in SIGNALS:
-                self._before[number] = signal.signal(number, self._receive)
+                self._previous[number] = signal.signal(number, self._receive)
         except ValueError:  # not the main thread
-            self._before.clear()
+            self._previous.clear()
             return self
         if self._say is not None:
             self._listener = _Listener(self._announce)
@@ -82,34 +78,30 @@ class StopRequests:
         if self._listener is not None:
             self._listener.close()
             self._listener = None
-        for number, handler in self._before.items():
+        for number, handler in self._previous.items():
             signal.signal(number, handler)
-        self._before.clear()
+        self._previous.clear()
 
     def asked(self, run: Run) -> bool:
-        """Say whether to stop now. Every rank calls it at the same places, and all get the same
-        answer.
-        """
-        wanted = self.signal_number is not None or self._launcher_ended()
+        """Say whether to stop now. All ranks call it at the same points and get the same answer."""
+        asked = self.signal_number is not None or self._launcher_ended()
         if run.mesh.world_size == 1:
-            return wanted
-        before, self._vote = self._vote, Vote(run.mesh, wanted)
-        return before is not None and before.count() > 0
+            return asked
+        previous, self._vote = self._vote, Vote(run.mesh, asked)
+        return previous is not None and previous.count() > 0
 
     def asked_within_step(self, run: Run, number: int) -> bool:
-        """Say whether to drop the step before its micro-batch `number`, counted from 1. All ranks
-        get the same answer.
+        """Say whether to drop the step before its micro-batch `number`, counted from 1.
+
+        All ranks get the same answer.
         """
-        if run.mesh.world_size > 1 and (number - 1) % MICRO_BATCHES_BETWEEN_VOTES.get(
-            run.mesh.device.type, 1
-        ):
+        every = MICRO_BATCHES_BETWEEN_VOTES.get(run.mesh.device.type, 1)
+        if run.mesh.world_size > 1 and (number - 1) % every:
             return False
         return self.asked(run)
 
     def _launcher_ended(self) -> bool:
-        """A killed torchrun takes no process with it, and nobody would restart or stop what it has
-        left.
-        """
+        """Say whether the launcher has ended: a killed torchrun leaves its processes running."""
         if self._launcher is None or os.getppid() == self._launcher:
             return False
         if self._say is not None:
@@ -118,14 +110,11 @@ class StopRequests:
         return True
 
     def _announce(self, number: int) -> None:
-        assert self._say is not None, "there is a listener only where there is somebody to tell"
-        again = (
-            " Press Ctrl+C again to leave at once, without saving."
-            if number == signal.SIGINT
-            else ""
-        )
+        assert self._say is not None, "a listener exists only when there is something to call"
+        again = " Press Ctrl+C again to leave at once, without saving."
         self._say(
-            f"{signal.Signals(number).name} received: the run waits for {self.waits_for}, then saves and stops.{again}"
+            f"{signal.Signals(number).name} received: the run waits for {self.waits_for}, "
+            f"then saves and stops.{again if number == signal.SIGINT else ''}"
         )
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
@@ -140,34 +129,33 @@ class StopRequests:
 
 
 class _Listener:
-    """A thread that passes on the first stop signal as soon as it arrives, whatever the main thread
-    is doing.
+    """A thread that reports the first stop signal at once, whatever the main thread is doing.
 
-    Only the main thread may make one. While another listener is registered (asyncio has one), it is
-    left in place and nothing is heard.
+    Only the main thread may create one. If another listener is registered, such as asyncio's, it
+    stays, and this one hears nothing.
     """
 
-    def __init__(self, heard: Callable[[int], object]) -> None:
-        self._heard = heard
+    def __init__(self, on_signal: Callable[[int], object]) -> None:
+        self._on_signal = on_signal
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
-        self._before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        if self._before != -1:
-            signal.set_wakeup_fd(self._before)
+        self._previous = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        if self._previous != -1:
+            signal.set_wakeup_fd(self._previous)
         self._thread = threading.Thread(target=self._listen, name="flatout-signals", daemon=True)
         self._thread.start()
 
     def _listen(self) -> None:
-        told = False
+        reported = False
         while arrived := os.read(self._reader, 64):
             for number in arrived:
-                if number in SIGNALS and not told:
-                    told = True
-                    self._heard(number)
+                if number in SIGNALS and not reported:
+                    reported = True
+                    self._on_signal(number)
 
     def close(self) -> None:
-        """Stop listening, and wait for the thread."""
-        if self._before == -1:
+        """Stop listening and wait for the thread."""
+        if self._previous == -1:
             signal.set_wakeup_fd(-1)
         os.close(self._writer)
         self._thread.join()

@@ -1,29 +1,31 @@
-"""One optimiser step: forward and backward of every micro-batch, one correction of the gradients,
-one update.
+"""One optimiser step: every micro-batch forward and backward, then one update.
 
 Nothing here waits for the device, except that float16 must know whether its gradients are finite.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from flatout.optimizers.schedule import factor
 from flatout.training.step_start import StepStart
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from flatout.assembly.run import Run
     from flatout.data.load.feed import StepBatch
 
+Drop = Callable[["Run", int], bool]
+"""(run, number of the next batch, from 2) -> whether to drop the work. Equal on all ranks."""
+
 
 class StepDropped(Exception):
-    """A step was given up between two micro-batches, and has changed nothing."""
+    """A step was abandoned between two micro-batches, and has changed nothing."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class StepResult:
     """What one step measured, still on the device."""
 
     loss: Tensor
-    """Mean loss a valid token over all micro-batches and ranks, in nats."""
+    """Mean loss per valid token over all micro-batches and ranks, in nats."""
     grad_norm: Tensor
     """Norm of the whole gradient before clipping."""
     num_valid: Tensor
@@ -39,22 +41,20 @@ class StepResult:
     learning_rate: float
     """Peak learning rate times the schedule's factor."""
     skipped: bool = False
-    """Whether float16 overflowed, and nothing was updated."""
+    """Whether float16 overflowed, so that nothing was updated."""
 
 
-def train_step(
-    run: Run, batch: StepBatch, drop: Callable[[Run, int], bool] | None = None
-) -> StepResult:
+def train_step(run: Run, batch: StepBatch, drop: Drop | None = None) -> StepResult:
     """Take one optimiser step on this rank's share of a global batch.
 
-    Each micro-batch's loss sum is divided by the step's nominal number of tokens, a constant;
-    `correct_gradients` puts the number of valid tokens, which is known only at the end, in its
-    place. So the result does not depend on how the step is cut into micro-batches and ranks.
+    Each micro-batch's loss sum is divided by the step's nominal number of tokens, a constant. The
+    number of valid tokens is only known at the end, when `correct_gradients` replaces the nominal
+    one by it. The result therefore does not depend on how the step is divided into micro-batches
+    and ranks.
 
-    `drop` is asked before every micro-batch but the first, with its number counted from 1; all
-    ranks must get the same answer.
-    Raises: StepDropped when it says yes: gradients are cleared, and generators and buffers are as
-            they were before the step.
+    `drop` is called before every micro-batch but the first.
+    Raises: StepDropped when it returns True: gradients are cleared, and generators and buffers are
+            what they were before the step.
     """
     start = StepStart(run) if drop is not None and batch.num_micro_batches > 1 else None
     nominal = run.tokens_per_step
@@ -75,7 +75,7 @@ def train_step(
         num_valid += micro_valid
     loss_sum, num_valid = run.mesh.sum(loss_sum, num_valid)
     grad_norm = correct_gradients(run, num_valid, loss_scale)
-    factor_of_peak = set_learning_rate(run)
+    learning_rate = run.config.optim.lr * set_learning_rate(run)
     finite = bool(torch.isfinite(grad_norm)) if run.scaler else True
     if finite:
         run.saver.before_update()
@@ -84,17 +84,12 @@ def train_step(
     if run.scaler:
         run.scaler.update(finite)
     run.zero_grad(run.trained())
-    return StepResult(
-        loss_sum / num_valid.clamp(min=1),
-        grad_norm,
-        num_valid,
-        factor_of_peak * run.config.optim.lr,
-        skipped=not finite,
-    )
+    loss = loss_sum / num_valid.clamp(min=1)
+    return StepResult(loss, grad_norm, num_valid, learning_rate, skipped=not finite)
 
 
 def set_learning_rate(run: Run) -> float:
-    """Set every parameter group's rate for this step, and return it as a fraction of the peak."""
+    """Set the learning rate of every parameter group; return it as a fraction of the peak."""
     share = factor(run.config.schedule, run.config.optim.lr, run.step, run.last_step)
     for optimizer in run.optimizers:
         for group in optimizer.param_groups:
@@ -103,23 +98,23 @@ def set_learning_rate(run: Run) -> float:
 
 
 def correct_gradients(run: Run, num_valid: Tensor, loss_scale: float) -> Tensor:
-    """Make the gradients those of the mean loss over the step's valid tokens, clip them, and return
-    their norm.
+    """Turn the gradients into those of the mean loss per valid token, clip them; return their norm.
 
-    DDP and fully_shard average over ranks, so the factor is world_size * nominal / (num_valid *
-    loss_scale). Scaling and clipping are one pass over the gradients.
+    DDP and fully_shard average over ranks, so the factor is
+    world_size * nominal / (num_valid * loss_scale). Scaling and clipping are one pass over the
+    gradients.
+
+    Shapes:  num_valid and the norm are 0-D.
     """
     gradients = [p.grad for p in run.core.parameters() if p.grad is not None]
     correction = run.mesh.world_size * run.tokens_per_step / (num_valid.clamp(min=1) * loss_scale)
     norm = torch.nn.utils.get_total_norm(gradients)
-    if isinstance(norm, torch.distributed.tensor.DTensor):
+    if isinstance(norm, DTensor):
         norm = norm.full_tensor()
     norm = norm * correction
     multiplier = correction
     if run.config.optim.clip > 0:
         multiplier = correction * (run.config.optim.clip / (norm + 1e-6)).clamp(max=1.0)
-    local = [
-        g.to_local() if isinstance(g, torch.distributed.tensor.DTensor) else g for g in gradients
-    ]
+    local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
     torch._foreach_mul_(local, multiplier)
     return norm

@@ -1,6 +1,4 @@
-"""What a step that is dropped puts back: random generators and buffers as they were before its
-first micro-batch.
-"""
+"""What a dropped step restores: random generators and buffers, as before its first micro-batch."""
 
 from __future__ import annotations
 
@@ -16,12 +14,11 @@ if TYPE_CHECKING:
 
 
 class StepStart:
-    """The state that forward and backward passes change, copied before a step; weights and
-    optimizers change only at its end.
+    """A copy of the state that forward and backward passes change, made before a step.
 
-    These are the generators of `state.STATE` and the model's persistent buffers. Cost: about 30
-    microseconds of the host, and a queued copy of each persistent buffer; nothing waits for the
-    device.
+    It holds the generators in `state.STATE` and the model's persistent buffers; weights and
+    optimizers change only at the end of a step. Cost: about 30 microseconds of the host, and a
+    queued copy of each persistent buffer; nothing waits for the device.
     """
 
     def __init__(self, run: Run) -> None:
@@ -29,15 +26,12 @@ class StepStart:
         self._python = random.getstate()
         self._numpy = np.random.get_state(legacy=False)
         self._torch = torch.get_rng_state()
-        self._cuda = (
-            torch.cuda.get_rng_state(run.mesh.device) if run.mesh.device.type == "cuda" else None
-        )
-        self._buffers = [
-            (buffer, buffer.detach().clone()) for buffer in persistent_buffers(run.core)
-        ]
+        device = run.mesh.device
+        self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        self._buffers = [(each, each.detach().clone()) for each in persistent_buffers(run.core)]
 
     def restore(self) -> None:
-        """Clear the gradients, and put the generators and buffers back."""
+        """Clear the gradients, and restore the generators and buffers."""
         run = self._run
         run.zero_grad(run.trained())
         with torch.no_grad():
@@ -51,7 +45,7 @@ class StepStart:
 
 
 def persistent_buffers(model: nn.Module) -> list[Tensor]:
-    """Return the buffers that a checkpoint holds; the others are made anew with the model.
+    """Return the buffers that a checkpoint holds; a new model recreates the others.
 
     Shapes: any.
     """

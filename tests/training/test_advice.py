@@ -14,12 +14,12 @@ from flatout.config.schema import load_config
 from flatout.data.store.manifest import read_manifest
 from flatout.errors import CheckpointError, ConfigError, DataError, RunFailed, UntrustedCode
 from flatout.training import longer
-from flatout.training import run as start
-from flatout.training.run import finished
+from flatout.training import run as training
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.config_seal import require_as_trained, require_unedited, write_sealed
 from flatout.training.run_dir.data_location import stored_config
 from flatout.training.run_dir.lock import in_use
+from flatout.training.run_plan import how_to_train_on
 
 PLACE = "my runs/$(touch X) it's"
 STEP = Path("checkpoints/step-2")
@@ -74,10 +74,10 @@ def test_the_ways_to_go_on_name_the_folder_whole(edited):
 
 
 def test_a_finished_run_and_a_longer_one_name_the_folder_whole():
-    more = finished(Path(PLACE), config(), STEP, {})
+    more = how_to_train_on(Path(PLACE), config(), STEP, {})
     assert words(more.partition(", with")[0], "--resume") == ["--resume", PLACE, "--run-dir", "DIR"]
     bound = longer._bound_to_its_length(Path(PLACE), config(), config("train.steps=9"), 1, 2)
-    assert words(bound.fix.partition(" in the same")[0], "--resume") == [
+    assert words(bound.fix.partition(" to the same")[0], "--resume") == [
         "--resume",
         PLACE,
         "--run-dir",
@@ -153,9 +153,9 @@ def test_a_disk_that_refuses_to_forget_the_last_exit_code_is_named(tmp_path, mon
     def refused(_folder):
         raise OSError(5, "Input/output error", str(tmp_path / "exit_code"))
 
-    monkeypatch.setattr(start.layout, "clear_exit_code", refused)
+    monkeypatch.setattr(layout, "clear_exit_code", refused)
     with (
         pytest.raises(RunFailed, match=r"Cannot write .*exit_code.*That disk has failed"),
-        start.exit_code_kept(tmp_path),
+        training.recorded_exit_code(tmp_path),
     ):
         pass

@@ -9,6 +9,8 @@ import torch
 
 from flatout.errors import RunFailed, Stopped
 from flatout.parallel.rendezvous import Ranks
+from flatout.training import loop
+from flatout.training import run as training
 from flatout.training.run import run_training
 
 
@@ -31,7 +33,8 @@ def test_it_is_deterministic_before_processes_connect(tiny_config, tmp_path, mon
     """NCCL takes its algorithms by it at that moment."""
     seen = []
     monkeypatch.setattr(
-        "flatout.training.run.connect",
+        training,
+        "connect",
         lambda device: seen.append(torch.are_deterministic_algorithms_enabled()) or Ranks(),
     )
     for deterministic in (True, False):
@@ -48,7 +51,7 @@ def test_an_operation_without_a_deterministic_form_is_named(tiny_config, tmp_pat
     def fail(run, batch, drop):
         torch.zeros(4).put_(torch.tensor([0]), torch.ones(1))
 
-    monkeypatch.setattr("flatout.training.loop.train_step", fail)
+    monkeypatch.setattr(loop, "train_step", fail)
     with pytest.raises(
         RunFailed, match=r"train\.deterministic=true, and put_ has no deterministic form on cpu"
     ) as failed:

@@ -17,6 +17,7 @@ from flatout.data.tokenizers import make_tokenizer
 from flatout.errors import CheckpointError, ConfigError, Stopped
 from flatout.files import sha256
 from flatout.progress import SILENT
+from flatout.training import run as training
 from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint.read_write import read_weights, weights_sha256
 from flatout.training.init_from import find_weights, run_of
@@ -125,7 +126,7 @@ def test_a_kill_before_the_first_step_has_already_taken_the_weights(
 
     copy = shutil.copytree(source, tmp_path / "copy")
     config = tiny_config(train__init_from=str(copy), train__steps=1)
-    monkeypatch.setattr("flatout.training.run.warm_up", killed)
+    monkeypatch.setattr(training, "warm_up", killed)
     with pytest.raises(Killed):
         run_training(config, tmp_path / "run")
     monkeypatch.undo()
@@ -191,7 +192,7 @@ def test_what_the_weights_do_not_depend_on_may_differ_and_is_said(tiny_config, s
         tiny_config(train__init_from=str(source), **changes), tmp_path / "run", progress=said
     )
     assert any(
-        "model.dropout is 0.0 in the run whose weights this one begins with, and 0.1 here" in line
+        "model.dropout is 0.0 in the run that the weights are from, and 0.1 here" in line
         for line in said.lines
     )
 
@@ -265,7 +266,7 @@ def test_a_damaged_checkpoint_is_refused(tiny_config, source, tmp_path):
 
 
 def test_resume_and_init_from_exclude_each_other(tiny_config, source, tmp_path):
-    with pytest.raises(ConfigError, match="Give one of the two"):
+    with pytest.raises(ConfigError, match="Use one of the two"):
         run_training(
             tiny_config(train__init_from=str(source)), tmp_path / "run", resume=str(source)
         )

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from flatout.errors import ConfigError, Stopped
+from flatout.training import run as training
 from flatout.training.checkpoint import catalog
 from flatout.training.run import run_training
 from flatout.training.run_dir import layout
@@ -76,7 +77,7 @@ def test_the_new_length_is_the_runs_own_from_then_on(tiny_config, place):
     assert (
         run_training(tiny_config(train__steps=None, **OPEN), place) == longer
     )  # no length stated: its own
-    with pytest.raises(ConfigError, match="is planned for 6 steps, and 4 are asked for"):
+    with pytest.raises(ConfigError, match="is planned for 6 steps, and 4 were requested"):
         run_training(tiny_config(train__steps=4, **OPEN), place)
 
 
@@ -178,9 +179,9 @@ class Killed(BaseException):
 @pytest.mark.parametrize(
     "killed_in",
     [
-        "flatout.training.run_dir.layout.write_text",
-        pytest.param("flatout.training.run_dir.layout.write_config", marks=pytest.mark.faults),
-        pytest.param("flatout.training.run.carry_out", marks=pytest.mark.faults),
+        (layout, "write_text"),
+        pytest.param((layout, "write_config"), marks=pytest.mark.faults),
+        pytest.param((training, "execute"), marks=pytest.mark.faults),
     ],
 )
 def test_a_kill_while_the_length_is_written_loses_nothing(
@@ -193,8 +194,8 @@ def test_a_kill_while_the_length_is_written_loses_nothing(
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(killed_in, kill)
-        patch.setattr("flatout.training.run_dir.layout.write_exit_code", lambda *_: None)
+        patch.setattr(*killed_in, kill)
+        patch.setattr(layout, "write_exit_code", lambda *_: None)
         with pytest.raises(Killed):
             run_training(tiny_config(train__steps=6, **FALLING), place)
     assert list((place / "checkpoints").glob("step-4.aside-*"))

@@ -73,7 +73,7 @@ def test_a_run_ends_early_and_is_finished(patient, tmp_path):
     assert summary["stopped_early"] is True
     assert (
         summary["stopped_because"]
-        == "No better validation loss in 2 evaluations: best 3.0000 at step 4, over at step 8 of 20."
+        == "No better validation loss in 2 evaluations: best 3.0000 at step 4, stopped at step 8 of 20."
     )
     assert (summary["best_step"], summary["best_val_loss"]) == (4, 3.0)
     assert summary["val_loss"] == LOSSES[8]

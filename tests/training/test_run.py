@@ -18,6 +18,7 @@ from flatout.inference.generate import sample
 from flatout.inference.load import load_run
 from flatout.progress import SILENT
 from flatout.training import loop
+from flatout.training import run as training
 from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint.read_write import read_weights
 from flatout.training.metrics.observers import Quiet
@@ -297,7 +298,7 @@ def test_out_of_memory_says_what_was_needed_and_what_fits(tiny_config, tmp_path,
     def fail(run, batch, drop):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr("flatout.training.loop.train_step", fail)
+    monkeypatch.setattr(loop, "train_step", fail)
     with pytest.raises(
         RunFailed,
         match=r"Out of memory at step 0: this run needs about .* GiB with 4 rows .* batch\.rows_per_device=3",
@@ -310,7 +311,7 @@ def test_a_chunk_that_takes_the_memory_is_named_before_the_rows(tiny_config, tmp
     def fail(run, batch, drop):
         torch.empty(2**60, dtype=torch.uint8)
 
-    monkeypatch.setattr("flatout.training.loop.train_step", fail)
+    monkeypatch.setattr(loop, "train_step", fail)
     wide = {
         "model__kind": "eigenstate",
         "data__seq_len": 512,
@@ -394,7 +395,7 @@ def test_a_checkpoint_that_does_not_fit_leaves_no_run_folder(tiny_config, tmp_pa
 
 def test_a_folder_of_other_files_is_not_made_a_run(tiny_config, tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(CheckpointError, match=r"is not a run folder; it holds notes\.txt"):
+    with pytest.raises(CheckpointError, match=r"is not a run directory; it holds notes\.txt"):
         run_training(tiny_config(), tmp_path)
     assert not (tmp_path / "config.yaml").exists()
 
@@ -482,7 +483,7 @@ def test_the_first_run_on_a_gpu_that_nothing_was_measured_on_says_how_to(
         def say(self, line):
             lines.append(line)
 
-    monkeypatch.setattr("flatout.training.run.gpu_name", lambda machine, device: "NVIDIA H200")
+    monkeypatch.setattr(training, "gpu_name", lambda machine, device: "NVIDIA H200")
     lines, options = [], {"cache": tmp_path / "cache", "progress": Said()}
     with pytest.raises(Stopped):
         run_training(tiny_config(), tmp_path / "none", observers=[StopAt(3)], progress=Said())

@@ -10,14 +10,19 @@ import torch
 
 from flatout.assembly.parts import Decision
 from flatout.ops import newton_schulz
+from flatout.progress import SILENT
+from flatout.training import evaluation
 from flatout.training.evaluation import batch_shapes, score
 from flatout.training.step import train_step
 from flatout.training.warmup import warm_up
 
 
 class Events:
+    """A log that keeps its events, and what it reported."""
+
     def __init__(self):
         self.seen = []
+        self.progress = Said()
 
     def event(self, kind, **fields):
         self.seen.append((kind, fields))
@@ -31,8 +36,6 @@ class Said:
         self.lines = []
 
     def task(self, what, **_):
-        from flatout.progress import SILENT
-
         return SILENT.task(what)
 
     def say(self, line):
@@ -53,8 +56,9 @@ def broken(build_run, tiny_config):
 
 
 def test_the_run_goes_on_eager_and_says_so_once(broken, build_run, tiny_config):
-    events, said = Events(), Said()
-    warm_up(broken, events, progress=said)
+    events = Events()
+    said = events.progress
+    warm_up(broken, events)
     assert said.lines == ["Compiling failed, running eager: RuntimeError: no working compiler"]
     assert events.seen == [
         (
@@ -186,11 +190,14 @@ def test_a_graph_for_evaluation_is_compiled_where_something_is_evaluated(
 
 def test_without_validation_text_nothing_is_evaluated(build_run, tiny_config, monkeypatch):
     run = build_run(tiny_config())
-    monkeypatch.setattr("flatout.training.evaluation.members_of", lambda dataset: [])
+    monkeypatch.setattr(evaluation, "members_of", lambda dataset: [])
     assert batch_shapes(run) == []
 
 
-def test_without_compile_there_is_nothing_to_warm(build_run, tiny_config, monkeypatch):
+def test_a_run_that_compiles_nothing_is_not_warmed_up(build_run, tiny_config):
     run = build_run(tiny_config())
-    monkeypatch.setattr(run, "model", None)
-    warm_up(run, Events())
+    called = []
+    run.core.register_forward_pre_hook(lambda *_: called.append("forward"))
+    events = Events()
+    warm_up(run, events, eval_shapes=batch_shapes(run))
+    assert (called, events.seen) == ([], [])

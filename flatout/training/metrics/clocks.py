@@ -29,7 +29,7 @@ class TimeBreakdown:
     wait_s: float = 0.0
     """Time in which the host waited for data."""
     blocked_s: float = 0.0
-    """Time in which the host waited for the device: the step itself on a CPU, readbacks on a GPU."""
+    """Time in which the host waited for the device: the step on a CPU, readbacks on a GPU."""
     device_s: float = 0.0
     """Time in which the device worked on a step."""
     tokens: int = 0
@@ -86,7 +86,7 @@ class StepClock(ABC):
 
 
 class CpuClock(StepClock):
-    """The clock of a CPU, where the whole step is device work. Costs under 2 microseconds a step."""
+    """The clock of a CPU, where the whole step is device work. Costs under 2 us per step."""
 
     def __enter__(self) -> None:
         self._began_s = time.perf_counter()

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import torch
 
 from flatout.errors import RunFailed
+from flatout.progress import SILENT, Progress
 from flatout.training.metrics.clocks import (
     Interval,
     Span,
@@ -63,7 +64,11 @@ class Log:
     leaving the context closes the files, even after an error.
     """
 
-    def __init__(self, run: Run, observers: Sequence[Observer] = ()) -> None:
+    def __init__(
+        self, run: Run, observers: Sequence[Observer] = (), progress: Progress = SILENT
+    ) -> None:
+        self.progress = progress
+        """Where the run reports what a person should see."""
         self._run = run
         self._observers = observers if run.mesh.is_main else ()
         self._started_s = time.perf_counter()
@@ -140,7 +145,7 @@ class Log:
         self.last_evaluation = self._run.step, evaluation
 
     def compiled(self, seconds: float) -> None:
-        """Log what the warm-up compiled in `seconds`; later compilations count as recompilations."""
+        """Log what the warm-up compiled in `seconds`; anything later is a recompilation."""
         self.compile_s = seconds
         self.event(
             "compiled", **asdict(self._compilation.poll()) | {"compile_s": round(seconds, 3)}
@@ -317,13 +322,13 @@ class Log:
 
 
 def require_finite(name: str, value: float, step: int) -> None:
-    """Check that a figure is a number. All ranks have the same figures, so they fail together.
+    """Check that a figure is a number. All ranks have the same figures, so all of them fail.
 
     Raises: RunFailed when it is not.
     """
     if not math.isfinite(value):
         raise RunFailed(
             f"The {name} is {value} at step {step}: training has diverged.",
-            fix="Lower optim.lr or raise schedule.warmup, and start another run with --run-dir DIR; "
-            "earlier checkpoints are not affected.",
+            fix="Lower optim.lr or raise schedule.warmup, and start another run with "
+            "--run-dir DIR; earlier checkpoints are not affected.",
         )

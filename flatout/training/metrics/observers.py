@@ -22,7 +22,7 @@ class Observer(Protocol):
         """Note that step `step` of `last_step` was queued. Called every step, without figures."""
 
     def on_record(self, record: Mapping[str, float]) -> None:
-        """Receive a line of metrics.jsonl: the run's position and the figures that were measured."""
+        """Receive a line of metrics.jsonl: the run's position and what was measured."""
 
     def on_event(self, event: Mapping[str, Any]) -> None:
         """Receive a line of events.jsonl; its `event` is the kind."""

@@ -12,7 +12,7 @@ import torch
 from flatout.errors import ConfigError
 from flatout.ops import loss_chunks
 from flatout.training.evaluation import batch_shapes
-from flatout.training.loop import take_evaluation
+from flatout.training.loop import log_evaluation
 from flatout.training.metrics.compile_events import CompilationWatch, counts, first_line
 from flatout.training.metrics.log import Log
 from flatout.training.run import run_training
@@ -184,7 +184,7 @@ def test_identical_blocks_share_one_graph(compiled_run, tmp_path, kind):
         "one for a block and one for the loss, in training and in evaluation"
     )
     step(run, log)
-    take_evaluation(run, log, max_tokens=None)
+    log_evaluation(run, log)
     assert events(tmp_path / "run", "recompiled") == []
 
 

@@ -143,7 +143,7 @@ def test_the_training_loss_survives_a_kill_during_the_final_evaluation(
 
     whole = run_training(tiny_config(), tmp_path / "whole")
     with monkeypatch.context() as patched:
-        patched.setattr(finish, "take_evaluation", killed)
+        patched.setattr(finish, "log_evaluation", killed)
         with pytest.raises(Killed):
             run_training(tiny_config(), tmp_path / "run")
     summary = run_training(tiny_config(), tmp_path / "run")

@@ -1,0 +1,189 @@
+"""The run plan: what to train and where to start, decided on the main rank before building."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flatout.assembly.parts import Decision
+from flatout.assembly.resolve import for_world_size, ops_of, resolve
+from flatout.assembly.selection import assemble, stored_decisions
+from flatout.config.schema import RunConfig
+from flatout.data.store.mix import members_of
+from flatout.errors import CheckpointError, ConfigError, DataError, RunFailed, in_shell
+from flatout.measured import gains_here
+from flatout.files import PART, understanding, writing_run
+from flatout.training.checkpoint import catalog
+from flatout.training.evaluation import with_validation
+from flatout.training.init_from import resolve_init_from, run_of
+from flatout.training.longer import Longer, lengthen, require_steps_left
+from flatout.training.loop import out_of_patience
+from flatout.training.request import RunRequest
+from flatout.training.run_dir import layout
+from flatout.training.run_dir.data_location import anywhere, require_tokenizer, stored_config
+from flatout.training.run_dir.lookup import resume_place
+from flatout.trust import remember
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What every rank must agree on before the run is built."""
+
+    config: RunConfig
+    decisions: list[Decision]
+    checkpoint: Path | None
+    requested: RunConfig | None = None
+    """The configuration as requested, of a new run; None when the run directory has one already."""
+    longer: Longer | None = None
+    """The new length to store, once it is known that the run can continue."""
+    summary: dict[str, Any] | None = None
+    """The summary of a run that is finished."""
+
+
+def agree_on_plan(request: RunRequest) -> RunPlan:
+    """Return the main rank's plan on every rank: clocks and measurements differ between ranks.
+
+    Raises: on the main rank, as `plan_run`; on the others, RunFailed when that failed.
+    """
+    if request.ranks.world_size == 1:
+        return plan_run(request)
+    box: list[RunPlan | None] = [None]
+    try:
+        if request.ranks.rank == 0:
+            box[0] = plan_run(request)
+    finally:
+        # even when the main rank failed: the others would wait forever
+        torch.distributed.broadcast_object_list(box, src=0)
+    if box[0] is None:
+        raise RunFailed("The main process could not start the run.", fix="See its own message.")
+    return box[0]
+
+
+def plan_run(request: RunRequest) -> RunPlan:
+    """Return the plan of the run in the run directory, which is locked, or of a new run.
+
+    Raises: CheckpointError, DataError when something cannot be read; ConfigError when the request
+            contradicts the stored configuration; UntrustedCode when that names code which the
+            request does not.
+    """
+    folder, dataset = request.folder, request.dataset
+    require_run_directory(folder)
+    stored = None
+    if request.resume != "never":
+        stored = stored_config(folder, request.config, trust_code=request.trust_code)
+    if stored is not None:
+        remember(folder, stored.references())
+    resume = resume_place(request.resume)
+    with writing_run(folder):
+        checkpoint = layout.resume_from(folder, resume, progress=request.progress)
+    if stored is not None:
+        require_tokenizer(folder, dataset, checkpoint)
+        return _plan_stored(request, stored, resume, checkpoint)
+    if checkpoint is not None:
+        require_tokenizer(run_of(checkpoint) or folder, dataset, checkpoint)
+    return _plan_new(request, checkpoint)
+
+
+def _plan_new(request: RunRequest, checkpoint: Path | None) -> RunPlan:
+    """Return the plan of a new run, from step 0 or from the checkpoint of another run."""
+    dataset, ranks = request.dataset, request.ranks
+    with request.progress.task("Resolving the configuration"):
+        config, decisions = resolve(
+            request.config.with_values({"train.device": request.device}),
+            machine=request.machine,
+            dataset=dataset,
+            world_size=ranks.world_size,
+            local_world_size=ranks.local_world_size,
+            measured=gains_here(request.machine, request.device, request.cache),
+        )
+    if config.train.patience and not with_validation(members_of(dataset)):
+        raise DataError(
+            "train.patience needs a validation loss, and there is no validation text.",
+            fix="Leave train.patience out.",
+        )
+    if checkpoint is not None and config.train.init_from is not None:
+        raise ConfigError(
+            "--resume takes everything from another run, train.init_from only its weights.",
+            fix="Use one of the two.",
+        )
+    require_steps_left(request.folder, config, checkpoint)
+    ops = ops_of(assemble(decisions))
+    config = resolve_init_from(config, dataset, ops, progress=request.progress)
+    return RunPlan(anywhere(config), decisions, checkpoint, requested=request.config)
+
+
+def _plan_stored(
+    request: RunRequest, config: RunConfig, resume: str, checkpoint: Path | None
+) -> RunPlan:
+    """Return the plan of a stored run: it resumes, possibly made longer, or is finished.
+
+    Raises: ConfigError when the requested length is not possible.
+    """
+    folder, progress = request.folder, request.progress
+    summary, requested = layout.read_summary(folder), layout.read_asked(folder)
+    longer = lengthen(request, config, resume, checkpoint)
+    if longer is not None:
+        config, checkpoint = longer.config, longer.checkpoint
+    if summary is not None and checkpoint is not None:
+        advice = how_to_train_on(folder, config, checkpoint, summary)
+        if advice is not None:
+            progress.say(f"{folder} is finished; its results are below. To train on, {advice}.")
+            decisions = stored_decisions(config, request.machine, asked=requested)
+            return RunPlan(config, decisions, checkpoint, summary=summary)
+    if longer is not None:
+        progress.say(longer.message)
+    trained_on = config.train.device
+    if _device_type(request.device) != _device_type(trained_on):
+        progress.say(
+            f"This run started on {trained_on} and resumes on {request.device}: "
+            "losses will differ in the last bits."
+        )
+    known = layout.read_config(folder)
+    if longer is None and known is not None and config.data != known.data:
+        layout.write_config(folder, config)  # so that `eval` also finds data that was moved
+    config = config.with_values({"train.device": request.device})
+    config = for_world_size(config, request.ranks.world_size)
+    decisions = stored_decisions(config, request.machine, asked=requested)
+    return RunPlan(config, decisions, checkpoint, longer=longer)
+
+
+def how_to_train_on(
+    folder: Path, config: RunConfig, checkpoint: Path, summary: Mapping[str, Any]
+) -> str | None:
+    """Return how to train a finished run further; None when it has steps and patience left."""
+    train, step = config.train, catalog.step_of(checkpoint)
+    if step >= (train.steps or 0):
+        if config.schedule.kind == "cosine":
+            other = f"--resume {in_shell(folder)} --run-dir DIR"
+            return f"start another run: {other}, with a larger train.steps"
+        return f"set train.steps to more than {train.steps}"
+    with understanding(folder / layout.SUMMARY):
+        stopped_early = summary.get("stopped_early") and step == summary["steps"]
+        if stopped_early and out_of_patience(train, step, summary["best_step"]):
+            return f"set train.patience to more than {train.patience}, or to 0"
+    return None
+
+
+def require_run_directory(folder: Path) -> None:
+    """Check that `folder` is empty, or holds a run or what a killed first start left behind.
+
+    Raises: CheckpointError when it holds other files: a run is not mixed with them.
+    """
+    for name in layout.WRITTEN:
+        for unfinished in folder.glob(f"{name}.*{PART}"):
+            unfinished.unlink()
+    found = sorted(path.name for path in folder.iterdir() if path.name != layout.LOCK)
+    others = [name for name in found if name not in layout.STARTED]
+    if others and not {layout.CONFIG, layout.ASKED}.intersection(found):
+        raise CheckpointError(
+            f"{folder} is not a run directory; it holds {', '.join(others[:4])}.",
+            fix="Choose a new directory with --run-dir DIR.",
+        )
+
+
+def _device_type(device: str) -> str:
+    return device.partition(":")[0]
