@@ -5,11 +5,14 @@ it.
 import pytest
 import torch
 
+from flatout.progress import SILENT
 from flatout.training.step import train_step
 from flatout.training.warmup import warm_up
 
 
 class NoLog:
+    progress = SILENT
+
     def __init__(self):
         self.events = []
 

@@ -9,6 +9,7 @@ import torch
 
 from flatout.assembly.auto import all_speedups
 from flatout.hardware import probe
+from flatout.progress import SILENT
 from flatout.registry import MODELS
 from flatout.training.step import train_step
 from flatout.training.warmup import warm_up
@@ -20,6 +21,8 @@ WINDOWS = 16
 
 class NoLog:
     """Takes events and keeps them."""
+
+    progress = SILENT
 
     def __init__(self):
         self.events = []

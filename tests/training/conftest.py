@@ -1,12 +1,15 @@
-"""Fixtures for tests of training; puts their helper modules on the path, for child processes too."""
+"""Fixtures for tests of training, whose helper modules they make importable."""
 
+import json
 import os
 import signal
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from flatout.progress import SILENT
 from flatout.training.metrics import clocks, log
 from flatout.training.metrics.observers import Quiet
 
@@ -15,17 +18,74 @@ sys.path.append(str(Path(__file__).parent))
 
 @pytest.fixture
 def stop_at():
-    """Return an observer class that interrupts this process after a step, as Ctrl+C does."""
+    """Return an observer class that signals this process after a step, as Ctrl+C does."""
 
     class StopAt(Quiet):
-        def __init__(self, step):
-            self.step = step
+        def __init__(self, step, number=signal.SIGINT):
+            self.step, self.number = step, number
 
         def on_tick(self, step, last_step):
             if step == self.step:
-                os.kill(os.getpid(), signal.SIGINT)
+                os.kill(os.getpid(), self.number)
 
     return StopAt
+
+
+class Killed(Exception):
+    """Stands for a kill: nothing handles it."""
+
+
+@pytest.fixture
+def killed_in(monkeypatch):
+    """Return a context manager in which the run is killed when it calls `module.name`."""
+
+    @contextmanager
+    def killing(module, name):
+        def kill(*_, **__):
+            raise Killed
+
+        with monkeypatch.context() as patched:
+            patched.setattr(module, name, kill)
+            try:
+                yield
+            except Killed:
+                return
+        pytest.fail(f"{name} was not called")
+
+    return killing
+
+
+@pytest.fixture
+def said():
+    """Return a progress whose `lines` are what was said to it."""
+
+    class Said(type(SILENT)):
+        def __init__(self):
+            self.lines = []
+
+        def say(self, line):
+            self.lines.append(line)
+
+    return Said()
+
+
+@pytest.fixture
+def records():
+    """Return a function that reads the records of a run."""
+    return lambda run: [
+        json.loads(line) for line in (run / "metrics.jsonl").read_text().split("\n")[:-1]
+    ]
+
+
+@pytest.fixture
+def events():
+    """Return a function that reads the events of one kind of a run."""
+
+    def read(run, kind):
+        found = map(json.loads, (run / "events.jsonl").read_text().splitlines())
+        return [event for event in found if event["event"] == kind]
+
+    return read
 
 
 class Clock:

@@ -1,6 +1,4 @@
-"""Commands in advice: a folder or a setting that a shell would split or execute reaches flatout
-whole when the command is pasted.
-"""
+"""Commands in advice quote paths and settings that a shell would split or execute."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ STEP = Path("checkpoints/step-2")
 
 
 def words(advice, first):
-    """Return the words that a shell would make of the advice from `first` on."""
+    """Split the advice from `first` on as a shell does."""
     return shlex.split(advice[advice.index(first) :].replace("`", " "))
 
 
@@ -36,7 +34,7 @@ def config(*settings):
 
 @pytest.fixture
 def edited(tmp_path):
-    """Return a config.yaml that was edited after the run had started."""
+    """Return a config.yaml that was edited after the run started."""
     path = tmp_path / PLACE / "config.yaml"
     path.parent.mkdir(parents=True)
     write_sealed(path, json.dumps(config().to_dict()) + "\n")
@@ -44,7 +42,7 @@ def edited(tmp_path):
     return path
 
 
-def test_an_edited_setting_comes_back_whole(edited):
+def test_edited_settings_are_quoted(edited):
     settings = [
         "data.mix={data/a b: 3.0, data/c: 1.0}",
         "speedups=[bf16, tf32]",
@@ -61,7 +59,7 @@ def test_an_edited_setting_comes_back_whole(edited):
     assert shlex.split(restoring) == ["cp", str(edited.with_name("config.copy.yaml")), str(edited)]
 
 
-def test_the_ways_to_go_on_name_the_folder_whole(edited):
+def test_commands_after_an_edited_config_quote_the_path(edited):
     edited.with_name("config.copy.yaml").unlink()
     write_sealed(edited, "{}\n")
     edited.write_text(edited.read_text().replace("{}", "{ }"))
@@ -73,7 +71,7 @@ def test_the_ways_to_go_on_name_the_folder_whole(edited):
         require_as_trained(edited, config())
 
 
-def test_a_finished_run_and_a_longer_one_name_the_folder_whole():
+def test_commands_for_finished_and_longer_runs_quote_the_path():
     more = how_to_train_on(Path(PLACE), config(), STEP, {})
     assert words(more.partition(", with")[0], "--resume") == ["--resume", PLACE, "--run-dir", "DIR"]
     bound = longer._bound_to_its_length(Path(PLACE), config(), config("train.steps=9"), 1, 2)
@@ -85,7 +83,7 @@ def test_a_finished_run_and_a_longer_one_name_the_folder_whole():
     ]
 
 
-def test_a_contradiction_names_the_folder_whole(tmp_path, monkeypatch):
+def test_the_command_after_a_contradiction_quotes_the_path(tmp_path, monkeypatch):
     layout.write_config(tmp_path / PLACE, config("optim.lr=0.001"))
     monkeypatch.setattr(layout.catalog, "has_saved", lambda _: True)
     with pytest.raises(ConfigError) as refused:
@@ -98,7 +96,7 @@ def test_a_contradiction_names_the_folder_whole(tmp_path, monkeypatch):
     ]
 
 
-def test_a_dataset_that_is_not_there_or_a_file_is_named_whole(tmp_path):
+def test_commands_for_a_missing_dataset_quote_the_path(tmp_path):
     absent = tmp_path / PLACE
     with pytest.raises(DataError, match="There is no data set folder") as refused:
         read_manifest(absent)
@@ -125,7 +123,7 @@ def test_a_dataset_that_is_not_there_or_a_file_is_named_whole(tmp_path):
 @pytest.mark.parametrize(
     "holder", ['{"pid": "1; touch X", "host": "here"}', '{"pid": [1], "host": "here"}', "[1]"]
 )
-def test_the_lock_of_a_stranger_gives_no_command(tmp_path, holder):
+def test_a_foreign_lock_gives_no_command(tmp_path, holder):
     (tmp_path / layout.LOCK).write_text(holder)
     error = in_use(tmp_path)
     assert isinstance(error, CheckpointError)
@@ -149,7 +147,7 @@ def test_code_that_an_edited_config_names_is_refused_before_advice_repeats_it(
     assert "=runs.gift" not in refused.value.fix
 
 
-def test_a_disk_that_refuses_to_forget_the_last_exit_code_is_named(tmp_path, monkeypatch):
+def test_a_disk_that_refuses_to_delete_the_exit_code_is_named(tmp_path, monkeypatch):
     def refused(_folder):
         raise OSError(5, "Input/output error", str(tmp_path / "exit_code"))
 

@@ -20,7 +20,7 @@ def back_to_any_algorithm():
     torch.use_deterministic_algorithms(False)
 
 
-def test_a_deterministic_run_trains_and_resumes_to_the_same_bits(tiny_config, tmp_path, stop_at):
+def test_a_deterministic_run_resumes_bit_for_bit(tiny_config, tmp_path, stop_at):
     config = tiny_config(train__deterministic=True, speedups="none")
     whole = run_training(config, tmp_path / "whole")
     assert torch.are_deterministic_algorithms_enabled()
@@ -29,8 +29,10 @@ def test_a_deterministic_run_trains_and_resumes_to_the_same_bits(tiny_config, tm
     assert run_training(config, tmp_path / "parts")["weights_sha256"] == whole["weights_sha256"]
 
 
-def test_it_is_deterministic_before_processes_connect(tiny_config, tmp_path, monkeypatch):
-    """NCCL takes its algorithms by it at that moment."""
+def test_deterministic_algorithms_are_set_before_processes_connect(
+    tiny_config, tmp_path, monkeypatch
+):
+    """NCCL chooses its algorithms when they connect."""
     seen = []
     monkeypatch.setattr(
         training,
@@ -46,7 +48,7 @@ def test_it_is_deterministic_before_processes_connect(tiny_config, tmp_path, mon
 
 
 def test_an_operation_without_a_deterministic_form_is_named(tiny_config, tmp_path, monkeypatch):
-    """Torch's own refusal, of an operation that has none on a CPU either."""
+    """This operation has none on a CPU either, so torch itself refuses it."""
 
     def fail(run, batch, drop):
         torch.zeros(4).put_(torch.tensor([0]), torch.ones(1))

@@ -1,6 +1,4 @@
-"""A signal in the middle of an optimizer step: the step is dropped, and the run resumes as if it
-had never begun.
-"""
+"""A signal during an optimiser step drops the step, and the run resumes as if it never started."""
 
 from __future__ import annotations
 
@@ -16,7 +14,6 @@ import torch
 
 from flatout.errors import Stopped
 from flatout.models.transformer import Transformer
-from flatout.progress import SILENT
 from flatout.training.checkpoint import catalog
 from flatout.training.run import run_training
 from flatout.training.run_dir.layout import read_exit_code
@@ -25,13 +22,14 @@ MICRO_BATCHES = 8
 
 
 @pytest.fixture
-def ask_in(monkeypatch):
-    """Return a function that has a signal sent in the micro-batch of that number, counted over the
-    run, and a list of those that ran.
+def signal_in(monkeypatch):
+    """Return a function that signals this process in a micro-batch, counted over the run.
+
+    It returns the list of micro-batches that ran.
     """
     ran = []
 
-    def ask(number, kind=signal.SIGTERM):
+    def send(number, kind=signal.SIGTERM):
         forward = Transformer.forward
 
         def counted(self, *arguments):
@@ -44,22 +42,22 @@ def ask_in(monkeypatch):
         monkeypatch.setattr(Transformer, "forward", counted)
         return ran
 
-    return ask
+    return send
 
 
 @pytest.mark.parametrize("speedups", ["auto,-compile", "none"], ids=["prefetching", "plain"])
 @pytest.mark.parametrize("micro_batch", [2, 2 * MICRO_BATCHES + 3])
-def test_the_rest_of_the_step_is_dropped_and_the_resumed_run_is_equal(
-    tiny_config, tmp_path, monkeypatch, ask_in, micro_batch, speedups
+def test_the_rest_of_the_step_is_dropped_and_the_run_resumes_exactly(
+    tiny_config, tmp_path, monkeypatch, signal_in, micro_batch, speedups
 ):
     config = tiny_config(
         model__dropout=0.2, batch__rows_per_device=1, speedups=speedups, train__eval_every=2
     )
     whole = run_training(config, tmp_path / "whole")
-    ran = ask_in(micro_batch)
+    ran = signal_in(micro_batch)
     with pytest.raises(Stopped):
         run_training(config, tmp_path / "run")
-    assert ran == list(range(1, micro_batch + 1)), "no micro-batch begins after the signal"
+    assert ran == list(range(1, micro_batch + 1)), "no micro-batch starts after the signal"
     assert catalog.steps(tmp_path / "run")[-1] == micro_batch // MICRO_BATCHES
     assert read_exit_code(tmp_path / "run") == 75
     monkeypatch.undo()
@@ -72,7 +70,7 @@ def test_the_rest_of_the_step_is_dropped_and_the_resumed_run_is_equal(
     )
 
 
-def test_the_final_evaluation_is_dropped_and_done_on_the_next_start(
+def test_the_final_evaluation_is_dropped_and_repeated_by_the_next_start(
     tiny_config, tmp_path, monkeypatch
 ):
     config = tiny_config(batch__rows_per_device=1)
@@ -97,27 +95,19 @@ def test_the_final_evaluation_is_dropped_and_done_on_the_next_start(
     ]
 
 
-def test_what_was_asked_is_said(tiny_config, tmp_path, ask_in):
-    said = []
-
-    class Told(type(SILENT)):
-        def say(self, line):
-            said.append(line)
-
-    ask_in(3, signal.SIGINT)
+def test_the_request_is_announced(tiny_config, tmp_path, signal_in, said):
+    signal_in(3, signal.SIGINT)
     with pytest.raises(Stopped):
-        run_training(tiny_config(batch__rows_per_device=1), tmp_path / "run", progress=Told())
-    assert [line for line in said if "SIGINT" in line] == [
-        "SIGINT received: the run waits for the micro-batch, evaluation or save in progress, then saves and stops. "
-        "Press Ctrl+C again to leave at once, without saving."
+        run_training(tiny_config(batch__rows_per_device=1), tmp_path / "run", progress=said)
+    assert [line for line in said.lines if "SIGINT" in line] == [
+        "SIGINT received: the run waits for the micro-batch, evaluation or save in progress, "
+        "then saves and stops. Press Ctrl+C again to leave at once, without saving."
     ]
 
 
 @pytest.mark.parametrize("speedups", ["auto,-compile", "auto,-compile,-deferred-sync"])
 def test_two_processes_drop_the_step_together(tiny, tiny_set, tmp_path, speedups):
-    """Only the second is asked, in its first micro-batch: both stop before their third, one vote
-    later.
-    """
+    """Only the second gets the signal, in its first micro-batch; both stop before their third."""
     here = Path(__file__).parent
     command = [
         sys.executable,

@@ -1,6 +1,4 @@
-"""A first start that is killed, or that the disk refuses, before there is a run: the same command
-completes it.
-"""
+"""The same command completes a first start that was killed, or refused by the disk."""
 
 from __future__ import annotations
 
@@ -25,9 +23,7 @@ class Killed(BaseException):
 
 @pytest.fixture
 def start(tiny_config, tmp_path):
-    """Start one and the same run: from a checkpoint elsewhere, with its checkpoints on another
-    disk.
-    """
+    """Return a function that starts a run from another's checkpoint, saving to another disk."""
     first = tiny_config(train__steps=2, checkpoint__every_steps=1, checkpoint__keep=9)
     run_training(first, tmp_path / "first")
     config = first.with_values({"train.steps": 3, "checkpoint.dir": str(tmp_path / "disk")})
@@ -41,9 +37,7 @@ def start(tiny_config, tmp_path):
 
 
 def end_at(monkeypatch, number, error):
-    """Let the rename of that number, counted from 0, end in an error; return the renames there
-    were.
-    """
+    """Fail a rename, counted from 0, with an error; return the list of renames."""
     replace, seen = Path.replace, []
 
     def replace_or_end(self, target):
@@ -57,12 +51,10 @@ def end_at(monkeypatch, number, error):
 
 
 @pytest.mark.parametrize("number", range(NUM_RENAMES))
-def test_the_same_command_completes_a_start_that_was_killed(number, start, tmp_path, monkeypatch):
+def test_the_same_command_completes_a_killed_start(number, start, tmp_path, monkeypatch):
     whole = start("whole")
     with monkeypatch.context() as patch:
-        patch.setattr(
-            lock, "_remove_failed_start", lambda *_: None
-        )  # a killed process clears nothing
+        patch.setattr(lock, "_remove_failed_start", lambda *_: None)  # a kill cleans nothing up
         seen = end_at(patch, number, Killed())
         with pytest.raises(Killed):
             start()
@@ -74,7 +66,7 @@ def test_the_same_command_completes_a_start_that_was_killed(number, start, tmp_p
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO], ids=errno.errorcode.get)
 @pytest.mark.parametrize("number", range(NUM_RENAMES))
-def test_a_start_that_the_disk_refuses_leaves_nothing_in_the_way(
+def test_a_start_refused_by_the_disk_leaves_nothing_behind(
     number, error, start, tmp_path, monkeypatch
 ):
     with monkeypatch.context() as patch:
@@ -89,7 +81,7 @@ def test_a_start_that_the_disk_refuses_leaves_nothing_in_the_way(
     assert start()["steps"] == 3
 
 
-def test_a_killed_start_whose_next_one_fails_frees_the_folder_of_its_checkpoints(
+def test_a_failed_start_after_a_killed_one_releases_the_checkpoint_directory(
     start, tmp_path, monkeypatch
 ):
     with monkeypatch.context() as patch:
@@ -102,17 +94,17 @@ def test_a_killed_start_whose_next_one_fails_frees_the_folder_of_its_checkpoints
     assert start()["steps"] == 3
 
 
-def test_never_resume_takes_a_folder_that_holds_a_killed_claim_alone(start, tmp_path):
+def test_resume_never_accepts_a_directory_with_only_a_killed_claim(start, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "owner.json").write_text('{"id": "a", "run": "b"}')
     with hold_lock(tmp_path / "run"):
         assert layout.resume_from(tmp_path / "run", "never") is None
 
 
-def test_a_folder_of_other_files_is_no_killed_start(start, tmp_path):
+def test_a_directory_with_other_files_is_not_a_killed_start(start, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "origin.json").write_text("{}")
     (tmp_path / "run" / "mine.part").write_text("mine")
-    with pytest.raises(CheckpointError, match="not a run folder"):
+    with pytest.raises(CheckpointError, match="not a run directory"):
         start()
     assert (tmp_path / "run" / "mine.part").exists()

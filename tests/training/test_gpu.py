@@ -1,10 +1,8 @@
-"""The whole way on one GPU, as `auto` takes it: what runs nowhere else."""
+"""Whole runs on one GPU with the speedups that `auto` selects there."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
 
 import pytest
 import torch
@@ -14,7 +12,6 @@ from flatout.errors import Stopped
 from flatout.hardware import probe
 from flatout.inference.generate import sample
 from flatout.inference.load import load_run
-from flatout.training.metrics.observers import Quiet
 from flatout.training.run import run_training
 
 pytestmark = pytest.mark.gpu
@@ -22,26 +19,17 @@ pytestmark = pytest.mark.gpu
 DEVICES = [f"cuda:{number}" for number in range(min(torch.cuda.device_count(), 2))]
 ESSENTIAL = pytest.mark.gpu_essential
 LONG = {"data__seq_len": 256, "batch__tokens_per_step": 1024, "batch__rows_per_device": 2}
-"""Windows over which kernels add up the gradients of several blocks, two micro-batches a step."""
+"""Sequences long enough for kernels to sum gradients over several blocks; two micro-batches."""
 
 
 def losses(folder):
-    """The training loss of every step, as it was logged: to the last bit."""
+    """Return the logged training loss of every step."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [line["train/loss"] for line in lines if "train/loss" in line]
 
 
-class StopAt(Quiet):
-    def __init__(self, step):
-        self.step = step
-
-    def on_tick(self, step, last_step):
-        if step == self.step:
-            os.kill(os.getpid(), signal.SIGINT)
-
-
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=ESSENTIAL), *DEVICES])
-def test_train_evaluate_sample_stop_and_go_on(tiny_config, tmp_path, device):
+def test_a_run_trains_evaluates_samples_stops_and_resumes(tiny_config, tmp_path, device, stop_at):
     config = tiny_config(
         train__device=device,
         train__steps=12,
@@ -53,7 +41,7 @@ def test_train_evaluate_sample_stop_and_go_on(tiny_config, tmp_path, device):
     )
     whole = run_training(config, tmp_path / "whole", sample=lambda run: "")
     with pytest.raises(Stopped):
-        run_training(config, tmp_path / "parts", observers=[StopAt(7)])
+        run_training(config, tmp_path / "parts", observers=[stop_at(7)])
     parts = run_training(config, tmp_path / "parts")
     assert parts["steps"] == whole["steps"] == 12
     assert parts["val_loss"] == pytest.approx(whole["val_loss"], rel=1e-2)
@@ -75,7 +63,7 @@ def test_a_gpu_learns_what_the_cpu_learns(tiny_config, tmp_path, precision):
 
 @ESSENTIAL
 @pytest.mark.parametrize("kind", ["transformer", "eigenstate"])
-def test_a_compiled_run_gives_the_losses_of_an_eager_one(tiny_config, tmp_path, kind):
+def test_a_compiled_run_has_the_losses_of_an_eager_one(tiny_config, tmp_path, kind):
     settings = {"train__device": "cuda", "train__precision": "fp32", "model__kind": kind}
     eager = run_training(tiny_config(**settings, speedups="auto,-compile"), tmp_path / "eager")
     fast = run_training(tiny_config(**settings, speedups="auto,+compile"), tmp_path / "fast")
@@ -98,10 +86,8 @@ SETTINGS = {
     "name",
     [pytest.param(name, marks=[ESSENTIAL] * (name in {"eager", "compiled"})) for name in SETTINGS],
 )
-def test_a_deterministic_run_resumes_to_the_same_bits(tiny_config, tmp_path, name):
-    """Without train.deterministic two runs of one command differ in their last bits, and so does a
-    resumed one: that is no fault of resuming.
-    """
+def test_a_deterministic_run_resumes_bit_for_bit(tiny_config, tmp_path, name, stop_at):
+    """Without train.deterministic, even two equal runs differ in their last bits."""
     config = tiny_config(
         train__device="cuda",
         train__precision="bf16",
@@ -112,7 +98,7 @@ def test_a_deterministic_run_resumes_to_the_same_bits(tiny_config, tmp_path, nam
     )
     whole = run_training(config, tmp_path / "whole")
     with pytest.raises(Stopped):
-        run_training(config, tmp_path / "parts", observers=[StopAt(5)])
+        run_training(config, tmp_path / "parts", observers=[stop_at(5)])
     parts = run_training(config, tmp_path / "parts")
     assert parts["resumed_from"].endswith("step-5")
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
@@ -126,7 +112,7 @@ def test_a_deterministic_run_resumes_to_the_same_bits(tiny_config, tmp_path, nam
     [speedup for speedup in all_speedups() if speedup.promise.kind == "exact"],
     ids=lambda s: s.name,
 )
-def test_an_exact_promise_holds_to_the_bit_in_deterministic_runs(tiny_config, tmp_path, speedup):
+def test_an_exact_promise_holds_bit_for_bit_in_deterministic_runs(tiny_config, tmp_path, speedup):
     config = tiny_config(
         train__device="cuda",
         train__precision="auto",
@@ -148,8 +134,8 @@ def test_an_exact_promise_holds_to_the_bit_in_deterministic_runs(tiny_config, tm
 
 
 @pytest.mark.parametrize(("first", "second"), [("none", "fused-adamw"), ("fused-adamw", "none")])
-def test_another_way_to_carry_out_adamw_goes_on(tiny_config, tmp_path, first, second):
-    """The one keeps its step on the host, the other on the device."""
+def test_a_run_resumes_with_another_adamw(tiny_config, tmp_path, first, second):
+    """One keeps its step count on the host, the other on the device."""
     settings = {"train__device": "cuda", "train__steps": 4}
     run_training(tiny_config(**settings, speedups=first), tmp_path / "first")
     longer = {**settings, "train__steps": 8}

@@ -1,6 +1,4 @@
-"""`train.init_from`: the weights of another run and nothing else of it; what does not fit is
-refused with the keys to set.
-"""
+"""`train.init_from` takes only another run's weights, and refuses models that do not fit."""
 
 from __future__ import annotations
 
@@ -16,18 +14,17 @@ from flatout.data.prepare.writer import DatasetWriter
 from flatout.data.tokenizers import make_tokenizer
 from flatout.errors import CheckpointError, ConfigError, Stopped
 from flatout.files import sha256
-from flatout.progress import SILENT
 from flatout.training import run as training
 from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint.read_write import read_weights, weights_sha256
 from flatout.training.init_from import find_weights, run_of
 from flatout.training.run import run_training
-from flatout.training.run_dir.layout import read_config, read_events
+from flatout.training.run_dir.layout import read_config
 
 
 @pytest.fixture(scope="module")
 def source(tiny_set, tiny, tmp_path_factory):
-    """A run of six steps whose state says that the best one was step 4."""
+    """Return a run of six steps whose state names step 4 as the best."""
     folder = tmp_path_factory.mktemp("source") / "run"
     config = load_config().with_values(
         {**tiny, "data.path": str(tiny_set), "train.eval_every": 2, "checkpoint.keep": 9}
@@ -50,8 +47,8 @@ def equal(one, two):
     return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
 
 
-def test_it_begins_with_the_best_weights_and_nothing_else(
-    tiny_config, source, ragged_set, tmp_path
+def test_a_run_starts_with_the_best_weights_and_nothing_else(
+    tiny_config, source, ragged_set, tmp_path, events
 ):
     config = tiny_config(
         train__init_from=str(source), data__path=str(ragged_set), train__steps=3, checkpoint__keep=9
@@ -59,26 +56,19 @@ def test_it_begins_with_the_best_weights_and_nothing_else(
     summary = run_training(config, tmp_path / "run")
     best = catalog.checkpoint_path(source, 4)
     assert equal(read_weights(catalog.checkpoint_path(tmp_path / "run", 0)), read_weights(best))
-    state = json.loads((catalog.checkpoint_path(tmp_path / "run", 0) / "state.json").read_text())[
-        "values"
-    ]
-    assert (state["step"], state["tokens"], state["feed"], state["best"]) == (
-        0,
-        0,
-        {"position": 0},
-        {"val_loss": None, "step": None},
-    )
+    first = catalog.checkpoint_path(tmp_path / "run", 0) / "state.json"
+    state = json.loads(first.read_text())["values"]
+    assert (state["step"], state["tokens"], state["feed"]) == (0, 0, {"position": 0})
+    assert state["best"] == {"val_loss": None, "step": None}
     assert state["optimizer"]["scalars"] == {}
     assert summary["steps"] == 3
     assert summary["resumed_from"] is None
     assert read_config(tmp_path / "run").train.init_from == str(best)
-    assert [
-        event["init_from"] for event in read_events(tmp_path / "run") if event["event"] == "start"
-    ] == [str(best)]
+    assert [event["init_from"] for event in events(tmp_path / "run", "start")] == [str(best)]
 
 
 def test_generators_are_those_of_a_fresh_run(tiny_config, source, tmp_path, stop_at):
-    """With the same seed the windows and the dropout are those of any other run."""
+    """With the same seed, sequences and dropout are those of any other run."""
     with pytest.raises(Stopped):
         run_training(tiny_config(checkpoint__keep=9), tmp_path / "fresh", observers=[stop_at(1)])
     with pytest.raises(Stopped):
@@ -87,12 +77,12 @@ def test_generators_are_those_of_a_fresh_run(tiny_config, source, tmp_path, stop
             tmp_path / "from",
             observers=[stop_at(1)],
         )
-    fresh, begun = (
+    fresh, started = (
         json.loads((tmp_path / name / "checkpoints" / "step-1" / "state.json").read_text())
         for name in ("fresh", "from")
     )
-    assert fresh["ranks"] == begun["ranks"]
-    assert fresh["values"]["feed"] == begun["values"]["feed"]
+    assert fresh["ranks"] == started["ranks"]
+    assert fresh["values"]["feed"] == started["values"]["feed"]
 
 
 def test_a_checkpoint_can_be_named(tiny_config, source, tmp_path):
@@ -101,7 +91,7 @@ def test_a_checkpoint_can_be_named(tiny_config, source, tmp_path):
     assert weights_sha256(catalog.checkpoint_path(tmp_path / "run", 0)) == weights_sha256(chosen)
 
 
-def test_a_run_goes_on_when_its_source_is_gone(tiny_config, source, tmp_path, stop_at):
+def test_a_run_resumes_after_its_source_was_deleted(tiny_config, source, tmp_path, stop_at):
     copy = shutil.copytree(source, tmp_path / "copy")
     config = tiny_config(train__init_from=str(copy), train__steps=4)
     whole = run_training(
@@ -115,21 +105,11 @@ def test_a_run_goes_on_when_its_source_is_gone(tiny_config, source, tmp_path, st
     assert run_training(config, tmp_path / "run") == resumed
 
 
-def test_a_kill_before_the_first_step_has_already_taken_the_weights(
-    tiny_config, source, tmp_path, monkeypatch
-):
-    class Killed(Exception):
-        pass
-
-    def killed(*_, **__):
-        raise Killed
-
+def test_the_weights_are_taken_before_the_first_step(tiny_config, source, tmp_path, killed_in):
     copy = shutil.copytree(source, tmp_path / "copy")
     config = tiny_config(train__init_from=str(copy), train__steps=1)
-    monkeypatch.setattr(training, "warm_up", killed)
-    with pytest.raises(Killed):
+    with killed_in(training, "warm_up"):
         run_training(config, tmp_path / "run")
-    monkeypatch.undo()
     shutil.rmtree(copy)
     assert run_training(config, tmp_path / "run")["steps"] == 1
 
@@ -139,7 +119,8 @@ def test_a_kill_before_the_first_step_has_already_taken_the_weights(
     [
         (
             {"model__d_model": 64},
-            r"weight is \[32, 32\] there and \[64, 64\] here.* and 11 more\. Fix: Add these overrides: model\.d_model=32 ",
+            r"weight is \[32, 32\] there and \[64, 64\] here.* and 11 more\. "
+            r"Fix: Add these overrides: model\.d_model=32 ",
         ),
         (
             {"model__num_layers": 1},
@@ -160,7 +141,7 @@ def test_another_model_is_refused_with_the_overrides_to_paste(
     assert not (tmp_path / "run").exists()
 
 
-def test_learned_positions_of_another_length_are_another_model(tiny_config, tmp_path):
+def test_learned_positions_of_another_length_are_refused(tiny_config, tmp_path):
     run_training(tiny_config(model__positions="learned", train__steps=1), tmp_path / "source")
     longer = {"model__positions": "learned", "data__seq_len": 32, "batch__tokens_per_step": 256}
     with pytest.raises(
@@ -171,17 +152,9 @@ def test_learned_positions_of_another_length_are_another_model(tiny_config, tmp_
         )
 
 
-def test_what_the_weights_do_not_depend_on_may_differ_and_is_said(tiny_config, source, tmp_path):
-    class Said:
-        task = SILENT.task
-
-        def __init__(self):
-            self.lines = []
-
-        def say(self, text):
-            self.lines.append(text)
-
-    said = Said()
+def test_keys_that_do_not_affect_the_weights_may_differ_and_are_reported(
+    tiny_config, source, tmp_path, said
+):
     changes = {
         "model__dropout": 0.1,
         "data__seq_len": 32,
@@ -197,7 +170,7 @@ def test_what_the_weights_do_not_depend_on_may_differ_and_is_said(tiny_config, s
     )
 
 
-def test_chunks_and_first_memories_of_another_run_are_no_other_model(tiny_config, tmp_path):
+def test_other_chunks_and_first_memories_are_the_same_model(tiny_config, tmp_path):
     eigenstate = {
         "model__kind": "eigenstate",
         "model__d_model": 8,
@@ -239,9 +212,7 @@ def test_another_tokenizer_of_the_same_size_is_refused(tiny_config, source, tmp_
         )
 
 
-def test_a_run_that_is_not_there_is_answered_with_the_nearest(
-    tiny_config, source, tmp_path, monkeypatch
-):
+def test_a_missing_run_is_refused_with_the_nearest_name(tiny_config, source, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(source, tmp_path / "runs" / "shakespeare")
     assert find_weights("shakespeare") == catalog.checkpoint_path(
@@ -273,7 +244,7 @@ def test_resume_and_init_from_exclude_each_other(tiny_config, source, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_the_run_of_a_checkpoint_is_found_wherever_it_lies(tiny_config, source, tmp_path):
+def test_the_run_of_a_checkpoint_is_found_wherever_the_checkpoint_is(tiny_config, source, tmp_path):
     assert run_of(catalog.checkpoint_path(source, 2)) == source
     run_training(
         tiny_config(train__steps=1, checkpoint__dir=str(tmp_path / "far")), tmp_path / "source"
@@ -281,9 +252,5 @@ def test_the_run_of_a_checkpoint_is_found_wherever_it_lies(tiny_config, source, 
     assert run_of(catalog.checkpoint_path(tmp_path / "source", 1)) == tmp_path / "source"
     alone = shutil.copytree(catalog.checkpoint_path(source, 2), tmp_path / "step-2")
     assert run_of(alone) is None
-    assert (
-        run_training(tiny_config(train__init_from=str(alone), train__steps=1), tmp_path / "run")[
-            "steps"
-        ]
-        == 1
-    )
+    config = tiny_config(train__init_from=str(alone), train__steps=1)
+    assert run_training(config, tmp_path / "run")["steps"] == 1

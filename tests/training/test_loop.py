@@ -1,6 +1,4 @@
-"""`train.patience`: the run ends, finished, so many evaluations after its best one, whatever
-stopped it meanwhile.
-"""
+"""`train.patience`: a run ends that many evaluations after its best one, also across stops."""
 
 from __future__ import annotations
 
@@ -20,17 +18,15 @@ from flatout.training.checkpoint import catalog
 from flatout.training.evaluation import Evaluation, SplitScore
 from flatout.training.loop import out_of_patience
 from flatout.training.run import run_training
-from flatout.training.run_dir.layout import read_events, read_exit_code, read_summary
+from flatout.training.run_dir.layout import read_exit_code, read_summary
 
 LOSSES = {2: 5.0, 4: 3.0, 6: 4.0, 8: 3.0, 10: 3.5, 12: 1.0, 14: 2.0, 16: 2.0, 18: 2.0, 20: 0.5}
-"""What evaluations find: the best in the first dozen steps at 4, which 8 equals and does not
-better.
-"""
+"""Validation losses by step: step 4 is the best of the first 11, and step 8 only equals it."""
 
 
 @pytest.fixture
 def patient(tiny_config, monkeypatch):
-    """Return the configuration of a run of 20 steps whose evaluations find LOSSES."""
+    """Return a function for configurations of 20 steps, whose evaluations return LOSSES."""
     monkeypatch.setattr(
         loop,
         "score",
@@ -62,25 +58,24 @@ def val_steps(folder):
         (8, 6, False),
     ],
 )
-def test_patience_is_over_so_many_evaluations_after_the_best(step, best_step, over):
+def test_patience_runs_out_that_many_evaluations_after_the_best(step, best_step, over):
     assert out_of_patience(TrainConfig(patience=2, eval_every=2), step, best_step) is over
     assert not out_of_patience(TrainConfig(patience=0, eval_every=2), step, best_step)
 
 
-def test_a_run_ends_early_and_is_finished(patient, tmp_path):
+def test_a_run_that_ends_early_is_finished(patient, tmp_path, events):
     summary = run_training(patient(), tmp_path / "run")
     assert summary["steps"] == 8
     assert summary["stopped_early"] is True
-    assert (
-        summary["stopped_because"]
-        == "No better validation loss in 2 evaluations: best 3.0000 at step 4, stopped at step 8 of 20."
+    assert summary["stopped_because"] == (
+        "No better validation loss in 2 evaluations: "
+        "best 3.0000 at step 4, stopped at step 8 of 20."
     )
     assert (summary["best_step"], summary["best_val_loss"]) == (4, 3.0)
     assert summary["val_loss"] == LOSSES[8]
     assert val_steps(tmp_path / "run") == [2, 4, 6, 8]
-    assert [
-        event["reason"] for event in read_events(tmp_path / "run") if event["event"] == "early_stop"
-    ] == [summary["stopped_because"]]
+    reasons = [event["reason"] for event in events(tmp_path / "run", "early_stop")]
+    assert reasons == [summary["stopped_because"]]
     assert read_summary(tmp_path / "run") == summary
     assert read_exit_code(tmp_path / "run") == 0
     assert catalog.steps(tmp_path / "run") == [4, 8]
@@ -89,10 +84,8 @@ def test_a_run_ends_early_and_is_finished(patient, tmp_path):
     assert load_run(tmp_path / "run").checkpoint == catalog.checkpoint_path(tmp_path / "run", 4)
 
 
-def test_the_validation_text_is_scored_whole_once_at_the_end(patient, tmp_path, monkeypatch):
-    """Where evaluations inside the run score all of it, the last of them is the run's; where they
-    score a part, all of it comes after.
-    """
+def test_the_whole_validation_split_is_scored_once_at_the_end(patient, tmp_path, monkeypatch):
+    """The last evaluation is reused if it scored the whole split; else the whole is scored too."""
     scored = []
     monkeypatch.setattr(finish, "score", lambda run, **_: scored.append(run.step))
     run_training(patient(), tmp_path / "run")
@@ -102,8 +95,8 @@ def test_the_validation_text_is_scored_whole_once_at_the_end(patient, tmp_path, 
 
 
 @pytest.mark.parametrize("change", ["train.eval_tokens", "data.path"])
-def test_on_other_validation_tokens_the_count_begins_anew(
-    patient, tmp_path, stop_at, write_tiny, change
+def test_other_validation_tokens_restart_the_count(
+    patient, tmp_path, stop_at, write_tiny, change, events
 ):
     others = {
         "train.eval_tokens": 64,
@@ -113,26 +106,23 @@ def test_on_other_validation_tokens_the_count_begins_anew(
         run_training(patient(), tmp_path / "run", observers=[stop_at(7)])
     summary = run_training(patient().with_values({change: others[change]}), tmp_path / "run")
     assert (summary["steps"], summary["best_step"]) == (16, 12), (
-        "3.0 at step 4 was another text's: 8 is the first, 10 no better, 12 the best"
+        "step 4 scored other text: step 8 counts first, and step 12 is the best"
     )
-    said = [
-        event["text"]
-        for event in read_events(tmp_path / "run")
-        if event["event"] == "difference" and "best before" in event["text"]
-    ]
-    assert said == [
-        "The validation tokens have changed: losses do not compare with the best before (3.0000 at step 4). The best, and train.patience, count anew."
+    texts = [event["text"] for event in events(tmp_path / "run", "difference")]
+    assert [text for text in texts if "best before" in text] == [
+        "The validation tokens have changed: losses do not compare with the best before "
+        "(3.0000 at step 4). The best, and train.patience, count anew."
     ]
 
 
-def test_the_same_command_prints_the_summary(patient, tmp_path):
+def test_the_same_command_returns_the_summary(patient, tmp_path):
     first = run_training(patient(), tmp_path / "run")
     before = (tmp_path / "run" / "events.jsonl").read_text()
     assert run_training(patient(), tmp_path / "run") == first
     assert (tmp_path / "run" / "events.jsonl").read_text() == before
 
 
-def test_more_patience_trains_on(patient, tmp_path):
+def test_more_patience_resumes_training(patient, tmp_path):
     whole = run_training(patient(train__patience=0), tmp_path / "whole")
     run_training(patient(), tmp_path / "run")
     summary = run_training(patient(train__patience=4), tmp_path / "run")
@@ -157,17 +147,9 @@ def test_the_count_survives_a_stop(patient, tmp_path, stop_at):
     assert resumed["weights_sha256"] == whole["weights_sha256"]
 
 
-def test_a_kill_while_it_finishes_finishes_on_the_next_start(patient, tmp_path, monkeypatch):
-    class Killed(Exception):
-        pass
-
-    def killed(*_, **__):
-        raise Killed
-
-    with monkeypatch.context() as patched:
-        patched.setattr(finish, "score", killed)
-        with pytest.raises(Killed):
-            run_training(patient(train__eval_tokens=64), tmp_path / "run")
+def test_a_kill_during_the_end_is_completed_by_the_next_start(patient, tmp_path, killed_in):
+    with killed_in(finish, "score"):
+        run_training(patient(train__eval_tokens=64), tmp_path / "run")
     summary = run_training(patient(train__eval_tokens=64), tmp_path / "run")
     assert (summary["steps"], summary["stopped_early"]) == (8, True)
 
@@ -177,7 +159,7 @@ def test_a_run_that_reaches_its_last_step_did_not_stop_early(patient, tmp_path):
     assert (summary["steps"], summary["stopped_early"]) == (8, False)
 
 
-def test_without_validation_text_patience_is_refused_and_evaluations_do_nothing(
+def test_without_validation_text_patience_is_refused_and_nothing_is_evaluated(
     tiny_config, tmp_path
 ):
     tokenizer = make_tokenizer("byte", lambda _: [])

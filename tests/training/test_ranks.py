@@ -1,6 +1,4 @@
-"""Checkpoints of several processes: split or copied weights, written by some number of ranks and
-read by another.
-"""
+"""Checkpoints of several processes, sharded or replicated, read by another number of processes."""
 
 import json
 import os
@@ -21,7 +19,7 @@ LAYOUTS = {"ddp": 2, "fsdp": 2, "fsdp4": 4, "hsdp": 4}
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """Return the reports of the layouts of 2 and of 4 processes, and the folder of all their runs."""
+    """Return the directory of all runs, and the reports of 2 and of 4 processes."""
     folder = tmp_path_factory.mktemp("ranks")
     alone = build(folder / "alone", seed=11)
     train(alone, 4)
@@ -70,15 +68,13 @@ def layout(request, ranks):
     return folder, request.param, reports[LAYOUTS[request.param]]
 
 
-def test_the_same_ranks_go_on_in_every_bit(layout):
+def test_the_same_ranks_resume_bit_for_bit(layout):
     _, name, report = layout
     assert report[name]["exact"]
 
 
-def test_one_process_reads_what_ranks_wrote_and_they_what_it_wrote(layout):
-    """One process wrote, the ranks read it and wrote again, one process reads that: every tensor is
-    as it was.
-    """
+def test_one_process_and_several_read_each_others_checkpoints(layout):
+    """One process writes, the ranks read and write again, one process reads: nothing changes."""
     folder, name, _ = layout
     there = folder / "alone" / "checkpoints" / "step-4"
     back = folder / f"{name}-again" / "checkpoints" / "step-4"
@@ -95,7 +91,7 @@ def test_one_process_reads_what_ranks_wrote_and_they_what_it_wrote(layout):
         assert one[key] == two[key], key
 
 
-def test_every_rank_writes_a_share_and_no_byte_twice(layout):
+def test_every_rank_writes_its_share_and_no_byte_twice(layout):
     folder, name, _ = layout
     path = folder / name / "checkpoints" / "step-3"
     index = json.loads((path / "index.json").read_text())["tensors"]
@@ -113,24 +109,24 @@ def test_every_rank_writes_a_share_and_no_byte_twice(layout):
     assert read_write.verify(path) == []
 
 
-def test_ranks_that_have_no_generators_stored_draw_apart(layout):
+def test_ranks_without_stored_generators_draw_different_numbers(layout):
     _, name, report = layout
     assert report[name]["apart"]
     assert "written by 1 process and" in report[name]["said"][0]
 
 
-def test_a_failure_of_one_rank_is_everyones(layout):
+def test_a_failure_on_one_rank_fails_all_ranks(layout):
     _, name, report = layout
     assert report[name]["failure"]
     assert report[name]["failure_beside"]
     assert report[name]["damage"]
 
 
-def test_ranks_write_beside_training_what_they_write_in_the_loop(layout):
+def test_background_saves_write_what_the_loop_writes(layout):
     _, name, report = layout
     assert report[name]["beside"]
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_all_ranks_stop_after_the_same_step_one_after_it_was_asked(ranks, world_size):
+def test_all_ranks_stop_one_step_after_the_request(ranks, world_size):
     assert ranks[1][world_size]["stops"] == [6.0] * world_size

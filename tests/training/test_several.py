@@ -1,6 +1,4 @@
-"""`torchrun --nproc-per-node 2 -m flatout train` gives one process's losses, copied (DDP) and split
-(fully_shard).
-"""
+"""Two processes started by torchrun have the losses of one, with DDP and with fully_shard."""
 
 from __future__ import annotations
 
@@ -17,12 +15,11 @@ from safetensors.torch import load_file
 from flatout.config.schema import load_config
 from flatout.training.checkpoint.staging import bytes_of
 from flatout.training.run import run_training
-from flatout.training.run_dir.layout import read_events
 
 
 @pytest.fixture(scope="module")
 def recipe(ragged_set, tiny, tmp_path_factory):
-    """A run of 8 steps with a ragged loss mask and micro-batches of 2 rows."""
+    """Return the recipe of 8 steps on data with a loss mask, in micro-batches of 2 rows."""
     folder = tmp_path_factory.mktemp("several")
     document = {}
     for key, value in {
@@ -65,7 +62,7 @@ def torchrun(recipe, folder, *overrides):
     done = launch(recipe, folder, *overrides)
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line.strip()]
-    assert len(lines) == 1, "only the main rank speaks"
+    assert len(lines) == 1, "only the main rank prints"
     return json.loads(lines[0])
 
 
@@ -75,7 +72,7 @@ def losses(folder, name="train/loss"):
 
 
 @pytest.mark.parametrize("overrides", [(), ("parallel.shard=2",)], ids=["ddp", "fully-shard"])
-def test_two_processes_give_the_losses_of_one(recipe, tmp_path, overrides):
+def test_two_processes_have_the_losses_of_one(recipe, tmp_path, overrides):
     one = run_training(load_config(recipe), tmp_path / "one")
     two = torchrun(recipe, tmp_path / "two", *overrides)
     assert two["steps"] == one["steps"] == 8
@@ -88,13 +85,13 @@ def test_two_processes_give_the_losses_of_one(recipe, tmp_path, overrides):
     )
 
 
-def test_two_processes_read_a_mix_from_the_weights_of_another_run_and_stop_early_together(
+def test_two_processes_agree_on_a_mix_init_from_and_early_stop(
     recipe, tiny_set, ragged_set, tmp_path
 ):
-    """Everything that all ranks must agree on, split over both."""
+    """Everything that ranks must agree on, with sharded weights."""
     run_training(load_config(recipe, ["train.steps=2"]), tmp_path / "source")
     mix = f"data.mix={{{tiny_set}: 1, {ragged_set}: 1}}"
-    asked = [
+    overrides = [
         mix,
         f"train.init_from={tmp_path / 'source'}",
         "train.eval_every=1",
@@ -102,8 +99,8 @@ def test_two_processes_read_a_mix_from_the_weights_of_another_run_and_stop_early
         "optim.lr=0.3",
         "schedule.warmup=0",
     ]
-    one = run_training(load_config(recipe, asked), tmp_path / "one")
-    two = torchrun(recipe, tmp_path / "two", *asked, "parallel.shard=2")
+    one = run_training(load_config(recipe, overrides), tmp_path / "one")
+    two = torchrun(recipe, tmp_path / "two", *overrides, "parallel.shard=2")
     assert one["stopped_early"]
     assert (two["steps"], two["best_step"], two["stopped_early"]) == (
         one["steps"],
@@ -116,7 +113,7 @@ def test_two_processes_read_a_mix_from_the_weights_of_another_run_and_stop_early
         ), name
 
 
-def test_a_run_of_two_goes_on_as_one(recipe, tmp_path):
+def test_a_run_of_two_processes_resumes_on_one(recipe, tmp_path, events):
     run_training(load_config(recipe), tmp_path / "whole")
     torchrun(
         recipe,
@@ -131,12 +128,8 @@ def test_a_run_of_two_goes_on_as_one(recipe, tmp_path):
         for path in (tmp_path / "run").glob("checkpoints/step-4/*-00000.safetensors")
         for tensor in load_file(path).values()
     ]
-    (reserved,) = [
-        event["bytes"] for event in read_events(tmp_path / "run") if event["event"] == "reserve"
-    ]
-    assert reserved == bytes_of(written), (
-        "before the first step, each process takes the memory that its slices will need"
-    )
+    (reserved,) = events(tmp_path / "run", "reserve")
+    assert reserved["bytes"] == bytes_of(written), "each process reserves memory for its slices"
     resumed = run_training(
         load_config(recipe),
         tmp_path / "one",
@@ -146,10 +139,8 @@ def test_a_run_of_two_goes_on_as_one(recipe, tmp_path):
     assert losses(tmp_path / "one") == pytest.approx(losses(tmp_path / "whole")[4:], rel=1e-5)
 
 
-def test_a_run_of_two_that_exchanges_once_a_step_resumes_on_one(recipe, tmp_path):
-    """The micro-batches of both processes are then one process's, between which there is nothing to
-    exchange.
-    """
+def test_a_run_of_two_with_deferred_sync_resumes_on_one(recipe, tmp_path):
+    """One process then has all micro-batches, and no gradients to synchronise."""
     run_training(load_config(recipe), tmp_path / "whole")
     named = "speedups=auto,-compile,+deferred-sync"
     torchrun(recipe, tmp_path / "run", named, "checkpoint.every_steps=4", "checkpoint.keep=9")
@@ -163,7 +154,7 @@ def test_a_run_of_two_that_exchanges_once_a_step_resumes_on_one(recipe, tmp_path
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
 
 
-def test_a_run_that_cannot_start_ends_on_every_rank_with_the_reason(recipe, tmp_path):
+def test_a_run_that_cannot_start_ends_on_every_rank(recipe, tmp_path):
     done = launch(recipe, tmp_path / "run", "optim.kind=adam")
     assert done.returncode != 0
     assert "There is no optimizer named 'adam'" in done.stderr

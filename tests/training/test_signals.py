@@ -1,3 +1,5 @@
+"""Stop requests: signals, repeated signals, announcements, votes, a launcher that ends."""
+
 import os
 import signal
 import threading
@@ -12,7 +14,7 @@ RUN = SimpleNamespace(mesh=ALONE)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_asks_and_interrupts_nothing(number):
+def test_a_signal_requests_a_stop_without_an_interrupt(number):
     with StopRequests() as stop:
         assert not stop.asked(RUN)
         os.kill(os.getpid(), number)
@@ -30,8 +32,8 @@ def test_a_second_sigint_interrupts_at_once():
         assert stop.asked(RUN)
 
 
-def test_one_request_that_arrives_twice_is_one():
-    """A terminal sends SIGINT to the whole group, and a launcher passes its own on."""
+def test_a_request_that_arrives_twice_counts_once():
+    """A terminal sends SIGINT to the whole group, and a launcher forwards its own."""
     now = [100.0]
     with StopRequests(clock=lambda: now[0]) as stop:
         os.kill(os.getpid(), signal.SIGINT)
@@ -42,7 +44,7 @@ def test_one_request_that_arrives_twice_is_one():
         assert stop.signal_number == signal.SIGINT
 
 
-def test_a_sigterm_may_come_any_number_of_times():
+def test_repeated_sigterm_does_not_interrupt():
     now = [100.0]
     with StopRequests(clock=lambda: now[0]) as stop:
         for _ in range(3):
@@ -51,9 +53,9 @@ def test_a_sigterm_may_come_any_number_of_times():
         assert stop.asked(RUN)
 
 
-def test_the_handlers_of_before_come_back_even_after_an_error():
+def test_previous_handlers_are_restored_even_after_an_error():
     def mine(*_):
-        """Stand for a handler of the program's own."""
+        """A handler that the program installed."""
 
     before = signal.signal(signal.SIGTERM, mine)
     try:
@@ -67,7 +69,7 @@ def test_the_handlers_of_before_come_back_even_after_an_error():
         signal.signal(signal.SIGTERM, before)
 
 
-def test_outside_the_main_thread_nothing_is_changed():
+def test_nothing_changes_outside_the_main_thread():
     before = signal.getsignal(signal.SIGTERM)
     asked = []
 
@@ -82,10 +84,8 @@ def test_outside_the_main_thread_nothing_is_changed():
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_a_request_is_said_at_once_although_the_main_thread_answers_later():
-    """The handler that Python runs in the main thread stands for one that is still waiting for a
-    backward pass.
-    """
+def test_a_request_is_announced_before_the_main_thread_handles_it():
+    """A replaced handler stands in for a main thread that is busy in a backward pass."""
     said, heard = [], threading.Event()
 
     def say(line):
@@ -119,7 +119,7 @@ def test_another_listener_stays_registered():
         os.close(writer)
 
 
-def test_one_process_is_asked_before_every_micro_batch_and_several_gpus_before_every_eighth(
+def test_several_gpus_vote_before_every_eighth_micro_batch_and_one_process_before_each(
     monkeypatch,
 ):
     with StopRequests() as stop:
@@ -135,7 +135,7 @@ def test_one_process_is_asked_before_every_micro_batch_and_several_gpus_before_e
     assert asked.count(several) == 7
 
 
-def test_a_launcher_that_is_killed_is_a_request_to_stop(monkeypatch):
+def test_a_killed_launcher_is_a_request_to_stop(monkeypatch):
     said = []
     stop = StopRequests(say=said.append, launcher=os.getppid())
     assert not stop.asked(RUN)
@@ -144,4 +144,4 @@ def test_a_launcher_that_is_killed_is_a_request_to_stop(monkeypatch):
     assert stop.asked_within_step(RUN, 2)
     assert len(said) == 1
     assert said[0].startswith("torchrun, process ")
-    assert not StopRequests().asked(RUN), "a shell may end before what it started"
+    assert not StopRequests().asked(RUN), "without a launcher, the parent process may end first"

@@ -1,6 +1,4 @@
-"""The loss arithmetic: how a step is cut does not matter, targets that do not count do not count,
-clipping clips.
-"""
+"""The arithmetic of a step: micro-batches, masked targets, clipping, loss scaling, dropping."""
 
 from __future__ import annotations
 
@@ -33,13 +31,13 @@ def test_the_loss_is_the_mean_over_all_targets_of_the_step(build_run, tiny_confi
 
 
 @pytest.mark.parametrize("data", ["tiny_set", "ragged_set"])
-def test_cutting_a_step_into_micro_batches_changes_nothing_but_rounding(
+def test_dividing_a_step_into_micro_batches_changes_only_rounding(
     build_run, tiny_config, request, data
 ):
     path = str(request.getfixturevalue(data))
     whole = steps(build_run(tiny_config(data__path=path, batch__rows_per_device=8)))
-    cut = steps(build_run(tiny_config(data__path=path, batch__rows_per_device=1)))
-    for one, many in zip(whole, cut, strict=True):
+    divided = steps(build_run(tiny_config(data__path=path, batch__rows_per_device=1)))
+    for one, many in zip(whole, divided, strict=True):
         assert float(many.loss) == pytest.approx(float(one.loss), rel=2e-5)
         assert float(many.grad_norm) == pytest.approx(float(one.grad_norm), rel=2e-4)
         assert float(many.num_valid) == float(one.num_valid)
@@ -53,9 +51,7 @@ def test_masked_targets_do_not_count(build_run, tiny_config, ragged_set):
 
 
 def test_gradients_are_those_of_the_mean_over_valid_targets(build_run, tiny_config, ragged_set):
-    """What autograd says of the plain mean over the step, against what the step leaves for the
-    optimizer.
-    """
+    """The step leaves the optimizer the gradients that autograd computes for the plain mean."""
     run = build_run(tiny_config(data__path=str(ragged_set), optim__clip=0.0))
     batch = next(run.feed)
     micro = list(batch.micro_batches())
@@ -101,7 +97,7 @@ def test_the_schedule_counts_optimizer_steps_not_micro_batches(build_run, tiny_c
         assert rates == sorted(rates, reverse=True)
 
 
-def test_float16_scales_the_loss_and_not_the_result(build_run, tiny_config):
+def test_float16_scales_the_loss_but_not_the_result(build_run, tiny_config):
     plain = steps(build_run(tiny_config(train__precision="fp32")))
     scaled_run = build_run(tiny_config(train__precision="fp16"))
     scaled = steps(scaled_run)
@@ -125,9 +121,7 @@ def test_a_step_that_overflows_is_skipped_and_the_scale_halved(build_run, tiny_c
     assert not torch.equal(next(run.core.parameters()), before[0])
 
 
-def test_a_step_whose_targets_are_all_masked_changes_no_weight_by_its_gradient(
-    build_run, tiny_config, ragged_set
-):
+def test_a_step_with_only_masked_targets_has_no_gradient(build_run, tiny_config, ragged_set):
     run = build_run(tiny_config(data__path=str(ragged_set), optim__weight_decay=0.0))
     batch = next(run.feed)
     object.__setattr__(batch, "mask_ABT", torch.zeros_like(batch.mask_ABT))
@@ -138,9 +132,7 @@ def test_a_step_whose_targets_are_all_masked_changes_no_weight_by_its_gradient(
 
 
 def test_a_dropped_step_changes_nothing(build_run, tiny_config):
-    """Generators that its micro-batches drew from, buffers that they counted in, gradients,
-    learning rates.
-    """
+    """Generators, buffers, gradients, weights and learning rates stay what they were."""
     run = build_run(tiny_config(batch__rows_per_device=2))
     run.core.register_buffer("calls", torch.zeros((), dtype=torch.int64))
 
@@ -157,10 +149,10 @@ def test_a_dropped_step_changes_nothing(build_run, tiny_config):
         np.random.get_state()[1].tolist(),
         torch.get_rng_state().tolist(),
     )
-    asked = []
+    numbers = []
     with pytest.raises(StepDropped):
-        train_step(run, next(run.feed), lambda _, number: asked.append(number) or number == 3)
-    assert asked == [2, 3]
+        train_step(run, next(run.feed), lambda _, number: numbers.append(number) or number == 3)
+    assert numbers == [2, 3]
     assert all(p.grad is None for p in run.core.parameters())
     assert (
         random.getstate(),

@@ -1,4 +1,4 @@
-"""A compile that fails is said once, and the run goes on as if it had never been asked for."""
+"""A failed compilation is reported once, and the run continues as if it was never enabled."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ from flatout.training.evaluation import batch_shapes, score
 from flatout.training.step import train_step
 from flatout.training.warmup import warm_up
 
+# torch's compiler instantiates its own deprecated functions
+COMPILES = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
 
 class Events:
-    """A log that keeps its events, and what it reported."""
+    """A log that keeps its events."""
 
-    def __init__(self):
+    def __init__(self, progress=SILENT):
         self.seen = []
-        self.progress = Said()
+        self.progress = progress
 
     def event(self, kind, **fields):
         self.seen.append((kind, fields))
@@ -31,22 +34,11 @@ class Events:
         self.seen.append(("compiled", {}))
 
 
-class Said:
-    def __init__(self):
-        self.lines = []
-
-    def task(self, what, **_):
-        return SILENT.task(what)
-
-    def say(self, line):
-        self.lines.append(line)
-
-
 @pytest.fixture
 def broken(build_run, tiny_config):
-    """A run whose compiled model fails at its first call, as a missing compiler does."""
+    """Return a run whose compiled model fails at its first call, as without a compiler."""
     run = build_run(tiny_config(model__dropout=0.1))
-    run.decisions = [Decision("compile", True, "asked for")]
+    run.decisions = [Decision("compile", True, "requested")]
 
     def fail(*_):
         raise RuntimeError("no working compiler\nand a long story")
@@ -55,21 +47,12 @@ def broken(build_run, tiny_config):
     return run
 
 
-def test_the_run_goes_on_eager_and_says_so_once(broken, build_run, tiny_config):
-    events = Events()
-    said = events.progress
+def test_the_run_continues_eager_and_reports_it_once(broken, build_run, tiny_config, said):
+    events = Events(said)
     warm_up(broken, events)
     assert said.lines == ["Compiling failed, running eager: RuntimeError: no working compiler"]
-    assert events.seen == [
-        (
-            "speedup",
-            {
-                "name": "compile",
-                "on": False,
-                "reason": said.lines[0][0].lower() + said.lines[0][1:],
-            },
-        )
-    ]
+    reason = said.lines[0][0].lower() + said.lines[0][1:]
+    assert events.seen == [("speedup", {"name": "compile", "on": False, "reason": reason})]
     assert not broken.decisions[0].on
     plain = build_run(tiny_config(model__dropout=0.1))
     losses = []
@@ -79,7 +62,7 @@ def test_the_run_goes_on_eager_and_says_so_once(broken, build_run, tiny_config):
     assert losses[0] == losses[1]
 
 
-def test_warming_up_leaves_generators_gradients_and_weights_alone(broken):
+def test_warming_up_changes_no_generator_gradient_or_weight(broken):
     state, python_state = torch.get_rng_state(), random.getstate()
     before = [p.detach().clone() for p in broken.core.parameters()]
     warm_up(broken, Events())
@@ -91,14 +74,12 @@ def test_warming_up_leaves_generators_gradients_and_weights_alone(broken):
     )
 
 
-@pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning"
-)  # torch's own compiler makes objects of its functions
+@COMPILES
 @pytest.mark.parametrize("works", ["blocks", "blocks and loss"])
-def test_by_block_and_in_muon_too_a_failure_leaves_everything_plain(
+def test_a_failure_in_a_block_or_in_muon_leaves_everything_uncompiled(
     build_run, tiny_config, monkeypatch, works
 ):
-    """The compiler fails at its first graph, or not before Muon's."""
+    """The compiler fails at its first graph, or only at Muon's."""
     compiled = []
 
     def failing(graph, _inputs):
@@ -142,17 +123,15 @@ def test_by_block_and_in_muon_too_a_failure_leaves_everything_plain(
     assert compiled == []
 
 
-def test_the_gradients_that_go_are_the_optimizers_own(broken, monkeypatch):
-    """Under fully_shard the model shows other tensors after an evaluation than those that are
-    trained.
-    """
+def test_the_optimizers_own_gradients_are_cleared(broken, monkeypatch):
+    """Under fully_shard, the model may show other tensors than the trained ones."""
     monkeypatch.setattr(broken.core, "parameters", lambda: iter(()))
     warm_up(broken, Events())
     assert broken.trained()
     assert all(parameter.grad is None for parameter in broken.trained())
 
 
-def test_an_error_of_the_model_itself_is_not_blamed_on_compile(broken, monkeypatch):
+def test_an_error_of_the_model_is_not_blamed_on_compile(broken, monkeypatch):
     def fail(*_):
         raise ValueError("the model is wrong")
 
@@ -161,17 +140,15 @@ def test_an_error_of_the_model_itself_is_not_blamed_on_compile(broken, monkeypat
         warm_up(broken, Events())
 
 
-@pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning"
-)  # torch's own compiler makes objects of its functions
+@COMPILES
 @pytest.mark.parametrize("evaluates", [True, False])
-def test_a_graph_for_evaluation_is_compiled_where_something_is_evaluated(
+def test_evaluation_is_compiled_only_if_something_is_evaluated(
     build_run, tiny_config, monkeypatch, evaluates
 ):
-    training_or_not = []
+    grad_enabled = []
 
     def noted(graph, _inputs):
-        training_or_not.append(torch.is_grad_enabled())
+        grad_enabled.append(torch.is_grad_enabled())
         return graph.forward
 
     torch._dynamo.reset()
@@ -180,15 +157,17 @@ def test_a_graph_for_evaluation_is_compiled_where_something_is_evaluated(
     assert batch_shapes(run) == [(4, 16)]
     if evaluates:
         warm_up(run, Events(), eval_shapes=batch_shapes(run))
-        assert training_or_not == [True, False]
+        assert grad_enabled == [True, False]
     else:
         warm_up(run, Events())
-        assert training_or_not == [True]
+        assert grad_enabled == [True]
     score(run, max_tokens=32)
-    assert training_or_not == [True, False]
+    assert grad_enabled == [True, False]
 
 
-def test_without_validation_text_nothing_is_evaluated(build_run, tiny_config, monkeypatch):
+def test_without_validation_text_there_are_no_evaluation_shapes(
+    build_run, tiny_config, monkeypatch
+):
     run = build_run(tiny_config())
     monkeypatch.setattr(evaluation, "members_of", lambda dataset: [])
     assert batch_shapes(run) == []

@@ -115,13 +115,14 @@ def test_steady_rates_exclude_the_first_interval(start_run):
         assert log.steady_rates() == (200.0, 6.0)
 
 
-class Killed(Exception):
-    pass
-
-
 @pytest.mark.parametrize("saving", ["+async-checkpoints", "-async-checkpoints"])
-def test_a_run_killed_after_a_save_has_every_record_up_to_it(tiny_config, tmp_path, saving):
+def test_a_run_killed_after_a_save_has_every_record_up_to_it(
+    tiny_config, tmp_path, saving, records
+):
     config = tiny_config(checkpoint__every_steps=3, speedups=f"auto,-compile,{saving}")
+
+    class Killed(Exception):
+        pass
 
     class KillAtSave(Quiet):
         def on_event(self, event):
@@ -131,21 +132,22 @@ def test_a_run_killed_after_a_save_has_every_record_up_to_it(tiny_config, tmp_pa
     with pytest.raises(Killed):
         run_training(config, tmp_path, observers=[KillAtSave()])
     run_training(config, tmp_path)
-    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [record["step"] for record in records if "train/loss" in record] == [1, 2, 3, 4, 5, 6]
+    assert [record["step"] for record in records(tmp_path) if "train/loss" in record] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+    ]
 
 
 def test_the_training_loss_survives_a_kill_during_the_final_evaluation(
-    tiny_config, tmp_path, monkeypatch
+    tiny_config, tmp_path, killed_in
 ):
-    def killed(*_, **__):
-        raise Killed
-
     whole = run_training(tiny_config(), tmp_path / "whole")
-    with monkeypatch.context() as patched:
-        patched.setattr(finish, "log_evaluation", killed)
-        with pytest.raises(Killed):
-            run_training(tiny_config(), tmp_path / "run")
+    with killed_in(finish, "log_evaluation"):
+        run_training(tiny_config(), tmp_path / "run")
     summary = run_training(tiny_config(), tmp_path / "run")
     assert summary["train_loss"] == whole["train_loss"]
     assert summary["steps"] == whole["steps"]

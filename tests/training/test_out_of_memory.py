@@ -1,0 +1,60 @@
+"""Torch's errors in a run become ours, with a fix."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flatout.errors import RunFailed
+from flatout.training import loop
+from flatout.training.out_of_memory import explained
+from flatout.training.run import run_training
+from flatout.training.run_dir.layout import read_exit_code
+
+
+def test_out_of_memory_reports_the_need_and_what_fits(tiny_config, tmp_path, monkeypatch):
+    def fail(run, batch, drop):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(loop, "train_step", fail)
+    message = (
+        r"Out of memory at step 0: this run needs about .* GiB with 4 rows .*rows_per_device=3"
+    )
+    with pytest.raises(RunFailed, match=message):
+        run_training(tiny_config(), tmp_path / "run")
+    assert read_exit_code(tmp_path / "run") == 1
+
+
+def test_a_large_chunk_is_named_before_the_rows(tiny_config, tmp_path, monkeypatch):
+    def fail(run, batch, drop):
+        torch.empty(2**60, dtype=torch.uint8)
+
+    monkeypatch.setattr(loop, "train_step", fail)
+    wide = {
+        "model__kind": "eigenstate",
+        "data__seq_len": 512,
+        "batch__tokens_per_step": 2048,
+        "speedups": "fast-scan",
+    }
+    with pytest.raises(RunFailed, match=r"Set model\.chunk_size=64: it changes no result"):
+        run_training(tiny_config(**wide, model__chunk_size=512), tmp_path / "wide")
+    with pytest.raises(RunFailed, match=r"Out of memory at step 0: .*Set batch\.rows_per_device=3"):
+        run_training(tiny_config(**wide, model__chunk_size=32), tmp_path / "lean")
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "[gloo/transport/tcp/pair.cc:544] Connection closed by peer [127.0.0.1]:1",
+        "Connection reset by peer",
+    ],
+)
+def test_the_end_of_another_process_is_named(message):
+    error = pytest.raises(RunFailed, match=r"Another process of this run has ended\.")
+    with error, explained(None):
+        raise RuntimeError(message)
+
+
+def test_other_errors_pass_unchanged():
+    with pytest.raises(RuntimeError, match="a bug"), explained(None):
+        raise RuntimeError("a bug")
