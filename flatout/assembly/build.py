@@ -57,7 +57,7 @@ def build(
     core, model = _model(config, recipe, machine, mesh)
     parts = OptimizerParts(recipe.optimizer, recipe.ops.newton_schulz)
     optimizers = optimizers_of(config, core, parts)
-    windows, feed = _feed(config, recipe, mesh, dataset)
+    reader, feed = _feed(config, recipe, mesh, dataset)
     _seed(config.train.seed + 1_000_003 * (mesh.rank + 1))
     run = Run(
         config=config,
@@ -70,7 +70,7 @@ def build(
         core=core,
         model=model,
         optimizers=optimizers,
-        windows=windows,
+        reader=reader,
         feed=feed,
         readback=recipe.readback(),
         saver=recipe.state_saver(),

@@ -92,7 +92,7 @@ class Run:
     model: nn.Module
     """What training calls: the core, compiled and wrapped."""
     optimizers: tuple[torch.optim.Optimizer, ...]
-    windows: SequenceReader
+    reader: SequenceReader
     feed: DirectFeed | PrefetchFeed
     readback: Readback
     saver: StateSaver

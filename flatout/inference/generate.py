@@ -6,7 +6,6 @@ Letters: B rows, V vocabulary, K tokens that may be drawn.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -17,6 +16,7 @@ from torch import Tensor
 from flatout.assembly.preflight import check_sampling
 from flatout.inference.text import DecodedText, StoppedText
 from flatout.models.language_model import LanguageModel
+from flatout.training.evaluation import evaluating
 
 if TYPE_CHECKING:
     from flatout.data.tokenizers import Tokenizer
@@ -55,7 +55,7 @@ def sample(
     prompt_ids = tokenizer.encode(prompt)
     decoded, text = DecodedText(tokenizer, prompt_ids), StoppedText(stop)
     ids = prompt_ids or [tokenizer.eot_id]
-    with _evaluating(model):
+    with evaluating(model):
         for token in islice(tokens_after(model, ids, choose, max_context=max_context), max_tokens):
             if token == tokenizer.eot_id:
                 break
@@ -126,13 +126,3 @@ def draw_token(
     # sorted by id: two shares swapped by rounding must not affect any other token
     ids_K = ids_K.sort().values
     return int(ids_K[torch.multinomial(shares_V[ids_K], 1, generator=generator)])
-
-
-@contextmanager
-def _evaluating(model: LanguageModel) -> Iterator[None]:
-    was_training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(was_training)

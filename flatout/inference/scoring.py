@@ -32,18 +32,18 @@ def score(
     Raises: DataError when there is no validation text; CheckpointError when the data was prepared
             with another tokenizer than the model's.
     """
-    parts = open_datasets(data, progress=progress) if data else members_of(loaded.dataset)
-    for part in parts:
-        require_tokenizer(loaded.folder, part.dataset, loaded.checkpoint)
+    members = open_datasets(data, progress=progress) if data else members_of(loaded.dataset)
+    for member in members:
+        require_tokenizer(loaded.folder, member.dataset, loaded.checkpoint)
     model = loaded.model
     mesh = make_mesh(ParallelConfig(), str(next(model.parameters()).device), Ranks())
     precision = loaded.recipe.precision
     evaluator = Evaluator(loaded.config, model, model.ops, mesh, ShardReader(), precision)
-    warn_of_unscored(parts, progress)
-    found = evaluator.score(parts, max_tokens=max_tokens, progress=progress)
+    warn_of_unscored(members, progress)
+    found = evaluator.score(members, max_tokens=max_tokens, progress=progress)
     if found is None:
         raise DataError(
-            f"{', '.join(part.dataset.origin for part in parts)}: no validation text.",
+            f"{', '.join(member.dataset.origin for member in members)}: no validation text.",
             fix="Prepare it with a larger share, for example --split 'tail 0.1'.",
         )
     return found

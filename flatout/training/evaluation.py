@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -123,7 +124,7 @@ class Evaluator:
     ops: Ops
     """The functions that the model was built with."""
     mesh: Mesh
-    windows: SequenceReader
+    reader: SequenceReader
     precision: Precision
     drop: Callable[[int], bool] | None = None
     """Called before every batch of a split but the first, with its number counted from 1; raises
@@ -131,70 +132,81 @@ class Evaluator:
     """
 
     def score(
-        self, parts: Sequence[Member], *, max_tokens: int | None = None, progress: Progress = SILENT
+        self,
+        members: Sequence[Member],
+        *,
+        max_tokens: int | None = None,
+        progress: Progress = SILENT,
     ) -> Evaluation | None:
         """Score each dataset's validation split, or its share of `max_tokens` from the beginning.
 
         Datasets without validation text do not count; None when no dataset has any.
         """
-        scored = with_validation(parts)
-        total = sum(part.share for part in scored)
+        scored = with_validation(members)
+        total = sum(member.share for member in scored)
         scores = []
-        for part in scored:
-            limit = max_tokens and max(round(max_tokens * part.share / total), 1)
-            scores.append(self._score_split(part, limit, progress))
+        for member in scored:
+            limit = max_tokens and max(round(max_tokens * member.share / total), 1)
+            scores.append(self._score_split(member, limit, progress))
         return Evaluation(tuple(scores)) if scores else None
 
     @torch.no_grad()
-    def _score_split(self, part: Member, max_tokens: int | None, progress: Progress) -> SplitScore:
+    def _score_split(
+        self, member: Member, max_tokens: int | None, progress: Progress
+    ) -> SplitScore:
         """Score a split, or its first `max_tokens` targets, together with the other ranks.
 
         Every token but the split's first is a target once. Cost: one forward pass per token.
         """
-        split, device, world_size = (
-            part.dataset.split("val"),
-            self.mesh.device,
-            self.mesh.world_size,
-        )
+        split, mesh = member.dataset.split("val"), self.mesh
         data, rows = self.config.data, int(self.config.batch.rows_per_device)
         batches = evaluation_batches(
             split,
             data.seq_len,
             rows,
-            device=str(device),
-            rank=self.mesh.rank,
-            world_size=world_size,
+            device=str(mesh.device),
+            rank=mesh.rank,
+            world_size=mesh.world_size,
             max_tokens=max_tokens,
             document_mask=data.document_mask,
             most_documents=most_documents(self.ops.attention),
-            reader=self.windows,
+            reader=self.reader,
         )
-        loss_sum = torch.zeros((), dtype=torch.float64, device=device)
-        num_valid = torch.zeros((), dtype=torch.int64, device=device)
+        loss_sum = torch.zeros((), dtype=torch.float64, device=mesh.device)
+        num_valid = torch.zeros((), dtype=torch.int64, device=mesh.device)
         total = min(max_tokens or split.num_tokens, split.num_tokens)
-        was_training = self.model.training
-        self.model.eval()
-        title = "Evaluating" if part.share == 1 else f"Evaluating {part.name}"
-        with progress.task(title, total=total, unit="tokens") as task:
+        title = "Evaluating" if member.share == 1 else f"Evaluating {member.name}"
+        task = progress.task(title, total=total, unit="tokens")
+        with evaluating(self.model), task as done:
             for number, micro in enumerate(batches, 1):
                 if number > 1 and self.drop is not None and self.drop(number):
                     raise EvaluationDropped
-                with self.precision.context(device.type):
+                with self.precision.context(mesh.device.type):
                     loss, valid = self.model(micro.tokens_BT, micro.targets_BT, micro.doc_ids_BT)
                 loss_sum += loss
                 num_valid += valid
-                task.advance(rows * data.seq_len * world_size)
-        self.model.train(was_training)
-        loss_sum, num_valid = self.mesh.sum(loss_sum, num_valid)
+                done.advance(rows * data.seq_len * mesh.world_size)
+        loss_sum, num_valid = mesh.sum(loss_sum, num_valid)
         is_whole = max_tokens is None or max_tokens >= split.num_tokens - 1
         return SplitScore(
-            part.name,
-            part.dataset.origin,
-            part.share,
+            member.name,
+            member.dataset.origin,
+            member.share,
             loss=float(loss_sum / num_valid.clamp(min=1)),
             tokens=int(num_valid),
             text_bytes=split.text_bytes if is_whole else 0,
         )
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode, and back at the end."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
 
 
 def score(
@@ -206,15 +218,14 @@ def score(
 ) -> Evaluation | None:
     """Score the validation text of the run's data, or `max_tokens` of it; None when it has none.
 
-    Raises: EvaluationDropped when `drop`, called between batches, returns True; the model is then
-            still in evaluation mode.
+    Raises: EvaluationDropped when `drop`, called between batches, returns True.
     """
     evaluator = Evaluator(
         run.config,
         run.model,
         run.core.ops,
         run.mesh,
-        run.windows,
+        run.reader,
         run.precision,
         drop and functools.partial(drop, run),
     )
@@ -227,13 +238,15 @@ def batch_shapes(run: Run) -> list[tuple[int, int]]:
     return [shape] if with_validation(members_of(run.dataset)) else []
 
 
-def with_validation(parts: Sequence[Member]) -> list[Member]:
+def with_validation(members: Sequence[Member]) -> list[Member]:
     """Return the datasets whose validation split has at least one target."""
-    return [part for part in parts if part.dataset.split("val").num_tokens > 1]
+    return [member for member in members if member.dataset.split("val").num_tokens > 1]
 
 
-def warn_of_unscored(parts: Sequence[Member], progress: Progress) -> None:
+def warn_of_unscored(members: Sequence[Member], progress: Progress) -> None:
     """Name the datasets of a mix that have no validation text."""
-    for part in parts:
-        if len(parts) > 1 and part not in with_validation(parts):
-            progress.say(f"{part.name} has no validation text and does not count towards the loss.")
+    for member in members:
+        if len(members) > 1 and member not in with_validation(members):
+            progress.say(
+                f"{member.name} has no validation text and does not count towards the loss."
+            )

@@ -15,8 +15,8 @@ from flatout.assembly.selection import assemble, stored_decisions
 from flatout.config.schema import RunConfig
 from flatout.data.store.mix import members_of
 from flatout.errors import CheckpointError, ConfigError, DataError, RunFailed, in_shell
-from flatout.measured import gains_here
 from flatout.files import PART, understanding, writing_run
+from flatout.measured import gains_here
 from flatout.training.checkpoint import catalog
 from flatout.training.evaluation import with_validation
 from flatout.training.init_from import resolve_init_from, run_of

@@ -108,14 +108,14 @@ def environment_of(run: Run) -> dict[str, Any]:
     Bit-exact resuming depends on all of it, the best loss on `validation`, and the meaning of token
     ids on `tokenizer`.
     """
-    parts, tokens = members_of(run.dataset), run.config.train.eval_tokens
+    members, tokens = members_of(run.dataset), run.config.train.eval_tokens
     scored = [
-        f"{part.share} {part.dataset.manifest.model_dump_json(include={'splits': {'val'}})}"
-        for part in parts
+        f"{member.share} {member.dataset.manifest.model_dump_json(include={'splits': {'val'}})}"
+        for member in members
     ]
     return {
         **fingerprint(str(run.mesh.device)),
         "data": data_digest(run.dataset),
         "validation": digest([*scored, str(None if tokens == "all" else tokens)]),
-        "tokenizer": parts[0].dataset.manifest.tokenizer.digest,
+        "tokenizer": members[0].dataset.manifest.tokenizer.digest,
     }
