@@ -1,5 +1,6 @@
-"""One of several processes that save and load: python ranks_worker.py FOLDER REPORT. RANK and the
-rest come as from torchrun.
+"""One of several processes that save and load: python ranks_worker.py FOLDER REPORT.
+
+RANK and the other variables are set as by torchrun.
 """
 
 import json
@@ -43,7 +44,7 @@ def fresh(folder, mesh, seed):
 
 
 def local(run):
-    """Return this rank's own bytes and draws after some more steps."""
+    """Return this rank's losses, bytes and random numbers after more steps."""
     losses = train(run, 3)
     tensors = [
         *run.core.parameters(),
@@ -80,7 +81,7 @@ def main(folder: Path, report: Path):
         again = fresh(place, mesh, seed=2)
         said = read_write.load(again, path)
         found[layout] = {"exact": everywhere(mesh, local(again) == unbroken and said == [])}
-        # what one process wrote, taken up here and written again, must be the same to one process
+        # one process must read back what it wrote and these ranks loaded and saved again
         alone = fresh(folder / f"{layout}-again", mesh, seed=3)
         found[layout]["said"] = read_write.load(alone, folder / "alone" / "checkpoints" / "step-4")
         found[layout]["apart"] = not everywhere(
@@ -102,7 +103,7 @@ def main(folder: Path, report: Path):
 
 
 def failing_save(run):
-    """The disk of one rank is full: all fail, nothing is left."""
+    """Say whether all ranks fail, and leave no file, when one rank's disk is full."""
     write = slices.write
 
     def full(path, tensors):
@@ -123,8 +124,9 @@ def failing_save(run):
 
 
 def saved_beside(run, mesh):
-    """Ranks that write at different speeds, while training goes on: what a save in the loop writes,
-    told on all at the same step.
+    """Say whether a background save by ranks of different speed equals one in the loop.
+
+    All ranks must learn at the same step that it is complete.
     """
     train(run, 3)
     own, run.folder = run.folder, run.folder.with_name(f"{run.folder.name}-loop")
@@ -139,17 +141,17 @@ def saved_beside(run, mesh):
     job.write_share = gated
     saver = InBackground()
     saver.save(run, environment={}, keep=1)
-    told = []
+    reported = []
     for step in range(4, 2000):
         train(run, 1)
-        told += [(step, saved.path) for saved in saver.finished()]
-        if told:
+        reported += [(step, saved.path) for saved in saver.finished()]
+        if reported:
             break
         if step == 8:
             gate.set()
         assert step > 8 or not any(run.folder.glob("checkpoints/step-3")), "rank 1 has not written"
     job.write_share = write_share
-    ((step, path),) = told
+    ((step, path),) = reported
     same = {p.name: p.read_bytes() for p in path.iterdir()} == {
         p.name: p.read_bytes() for p in wanted.iterdir()
     }
@@ -167,7 +169,7 @@ def saved_beside(run, mesh):
 
 
 def failing_save_beside(run):
-    """The disk of one rank is full: all learn it at the same step, and nothing is left."""
+    """Say whether all ranks learn at the same step that one disk is full, and leave no file."""
     write_share = job.write_share
 
     def full(snapshot, temporary):
@@ -193,7 +195,7 @@ def failing_save_beside(run):
 
 
 def failing_load(run, path):
-    """A file that some rank reads is damaged: every rank refuses."""
+    """Say whether every rank refuses a checkpoint with a file that one rank finds damaged."""
     run.mesh.barrier()
     file = path / f"model-{run.mesh.world_size - 1:05d}.safetensors"
     if run.mesh.is_main and not file.exists():
@@ -216,7 +218,7 @@ def failing_load(run, path):
 
 
 def stops(mesh):
-    """One rank is asked to stop; return after which step each stopped."""
+    """Return the step after which each rank stops when one is asked to."""
     requests = StopRequests()
     run = SimpleNamespace(mesh=mesh)
     for step in range(20):
@@ -224,9 +226,9 @@ def stops(mesh):
             requests.signal_number = 15
         if requests.asked(run):
             break
-    place = torch.zeros(mesh.world_size)
-    place[mesh.rank] = step
-    return mesh.sum(place)[0].tolist()
+    stopped = torch.zeros(mesh.world_size)
+    stopped[mesh.rank] = step
+    return mesh.sum(stopped)[0].tolist()
 
 
 if __name__ == "__main__":
