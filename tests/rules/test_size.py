@@ -42,13 +42,6 @@ TO_SPLIT = frozenset(
         "tests/test_trust.py",
         "tests/training/checkpoint/test_read_write.py",
         "tests/training/run_dir/test_layout.py",
-<<<<<<< HEAD
-        "tests/training/test_run.py",
-=======
-        "flatout/commands/generate.py:generate",
-        "flatout/commands/import_.py:import_chunks",
-        "flatout/commands/prepare.py:prepare",
->>>>>>> 0a1beb5 (Evaluation and generation share the switch to evaluation mode)
         "flatout/data/prepare/import_chunks.py:import_chunks",
         "flatout/data/prepare/inputs.py:open_corpus",
         "flatout/data/tokenizers/hub.py:tokenizer_file",
