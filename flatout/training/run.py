@@ -67,8 +67,7 @@ def run_training(
     check_places(config)
     machine = probe()
     device, device_reason = pick_device(config.train.device, machine)
-    # before connecting: NCCL then chooses its algorithms
-    torch.use_deterministic_algorithms(config.train.deterministic)
+    torch.use_deterministic_algorithms(config.train.deterministic)  # NCCL reads it on connecting
     ranks = connect(device)
     with ExitStack() as stack:
         stack.callback(disconnect)
@@ -101,8 +100,7 @@ def run_training(
                 differences = restore(run, plan.checkpoint, progress)
                 if run.mesh.is_main:
                     store_plan(run, plan, progress)
-                    if cache is not None and plan.checkpoint is None:
-                        suggest_bench(run, cache, progress)
+                    suggest_bench(run, plan, cache, progress)
                 with writing_run(folder):
                     return execute(run, request, plan, differences, observers, sample)
 
@@ -195,10 +193,10 @@ def num_parameters(run: Run) -> int:
     return sum(parameter.numel() for parameter in run.core.parameters())
 
 
-def suggest_bench(run: Run, cache: Path, progress: Progress) -> None:
+def suggest_bench(run: Run, plan: RunPlan, cache: Path | None, progress: Progress) -> None:
     """Suggest `bench` for a new run on a GPU on which nothing was measured yet; once per GPU."""
     gpu = gpu_name(run.machine, str(run.mesh.device))
-    if gpu is None:
+    if cache is None or gpu is None or plan.checkpoint is not None:
         return
     recipe = run.config.name if run.config.name in RECIPES.names() else "RECIPE"
     line = advice(gpu, recipe, cache)
