@@ -22,8 +22,8 @@ from flatout.data.prepare.pipeline import (
     prepare_dataset,
     prepare_part,
 )
+from flatout.data.prepare.plan.work_dir import WorkPart
 from flatout.data.prepare.upload import Uploaded, prepare_upload
-from flatout.data.prepare.work_dir import PartOf
 from flatout.data.store.manifest import Manifest
 from flatout.errors import UsageError
 from flatout.progress import SILENT, Progress
@@ -177,7 +177,7 @@ def prepare(
         return _result(join_parts(names, Path(out), options, **shared))
     shared["workers"] = workers
     if part is not None:
-        share = PartOf.parse(part)
+        share = WorkPart.parse(part)
         return _part_result(prepare_part(names, Path(out), options, share, **shared), share)
     shared["engine"] = engine_named(engine)
     if is_url(str(out)):
@@ -224,7 +224,7 @@ def _result(made: Prepared | Uploaded) -> PrepareResult:
     )
 
 
-def _part_result(made: PreparedPart, part: PartOf) -> PrepareResult:
+def _part_result(made: PreparedPart, part: WorkPart) -> PrepareResult:
     """Return the result of one part; --join completes the dataset."""
     tokens = sum(record.tokens for record in made.records)
     skipped: Counter[str] = Counter()

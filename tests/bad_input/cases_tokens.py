@@ -62,12 +62,12 @@ CASES = [
         ("a path of this machine",),
         lambda w: tensor(w, [1]),
     ),
-    Case("chunks that are not there", IMPORT, ("chunks", "not a folder"), ("chunk_NNNNNN.pt",)),
+    Case("chunks that are not there", IMPORT, ("chunks", "not a directory"), ("chunk_NNNNNN.pt",)),
     Case(
         "a folder without chunks",
         "import data --out data/new --tokenizer byte",
         ("data", "chunk_NNNNNN.pt"),
-        ("Name the folder",),
+        ("Name the directory",),
     ),
     Case(
         "weights of another program to begin with",
@@ -192,7 +192,7 @@ CASES = [
     Case(
         "an import into a folder that holds another",
         f"{IMPORT} --split 'tail 0.5'",
-        ("data/new", "split 'tail 0.1' there, 'tail 0.5' asked for"),
+        ("data/new", "split is 'tail 0.1', and 'tail 0.5' is requested"),
         ("another --out",),
         lambda w: (tensor(w, [1, 2, 256] * 10), imported(w)),
     ),

@@ -16,6 +16,7 @@ import cases_machine
 import cases_names
 import cases_preparing
 import cases_settings
+import cases_sources
 import cases_text
 import cases_tokens
 import pytest
@@ -27,6 +28,7 @@ TOPICS = (
     cases_settings,
     cases_text,
     cases_preparing,
+    cases_sources,
     cases_tokens,
     cases_folders,
     cases_machine,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from flatout import files
-from flatout.data.prepare.ranges import RangeWriter
+from flatout.data.prepare.pack.range_files import RangeWriter
 from flatout.errors import CheckpointError, DataError
 
 
@@ -66,7 +66,7 @@ def test_only_one_of_the_two_is_there_for_certain(tmp_path, done):
 
 def test_a_record_that_outlives_a_power_cut_finds_its_files(tmp_path, done):
     writer = RangeWriter(tmp_path, 3, vocab_size=10)
-    writer.append("train", np.arange(10), [4, 10], text_bytes=5)
+    writer.splits["train"].append(np.arange(10), [4, 10], text_bytes=5)
     writer.finish()
     folder = ("sync", tmp_path.name)
     for name in ("000003.train.bin", "000003.train.ends"):

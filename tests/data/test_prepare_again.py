@@ -8,9 +8,9 @@ from contextlib import contextmanager
 import pytest
 
 from flatout.data.prepare import pipeline as stage
-from flatout.data.prepare import ranges
+from flatout.data.prepare.pack import jobs
 from flatout.data.prepare.pipeline import Options, join_parts, prepare_dataset, prepare_part
-from flatout.data.prepare.work_dir import PartOf, WorkFolder
+from flatout.data.prepare.plan.work_dir import WorkDir, WorkPart
 from flatout.data.prepare.writer import DatasetWriter
 from flatout.errors import DataError, RunFailed
 from flatout.progress import SILENT
@@ -100,7 +100,7 @@ def test_a_prepare_that_is_killed_goes_on_and_does_nothing_twice(tmp_path, monke
     whole = prepare_dataset(["stopping_source:stopping"], tmp_path / "whole", options, workers=2)
     (tmp_path / "log").unlink()
     (tmp_path / "stop").touch()
-    with pytest.raises(RunFailed, match="it keeps what is done"):
+    with pytest.raises(RunFailed, match="it continues where it stopped"):
         prepare_dataset(["stopping_source:stopping"], tmp_path / "out", options, workers=2)
     done = {path.stem for path in (tmp_path / ".out.part" / "ranges").glob("*.json")}
     assert done
@@ -115,7 +115,7 @@ def test_a_prepare_that_is_killed_goes_on_and_does_nothing_twice(tmp_path, monke
     assert sorted(again) == sorted(
         str(number) for number in range(6) if f"{number:06d}" not in done
     )
-    assert listener.said == [f"{len(done)} of 6 ranges were done before; {6 - len(done)} are left."]
+    assert listener.said == [f"{len(done)} of 6 ranges are done; {6 - len(done)} remain."]
     assert made.manifest == whole.manifest
     assert content(tmp_path / "out") == content(tmp_path / "whole")
     assert not (tmp_path / ".out.part").exists()
@@ -126,10 +126,10 @@ def test_a_prepare_that_is_killed_goes_on_and_does_nothing_twice(tmp_path, monke
     [
         (
             {"sources": ["stopping_source:stopping:more=x"]},
-            "the text of stopping_source:stopping there",
+            "its text is stopping_source:stopping, and",
         ),
-        ({"tokenizer": "char"}, "tokenizer 'byte' there, 'char' asked for"),
-        ({"split": "hash 0.4"}, "split 'hash 0.3' there, 'hash 0.4' asked for"),
+        ({"tokenizer": "char"}, "tokenizer is 'byte', and 'char' is requested"),
+        ({"split": "hash 0.4"}, "split is 'hash 0.3', and 'hash 0.4' is requested"),
     ],
 )
 def test_half_of_another_data_set_is_refused_with_the_difference(
@@ -154,7 +154,7 @@ def test_half_of_another_data_set_is_refused_with_the_difference(
 
 def test_a_trained_tokenizer_is_kept_by_what_goes_on(rows, tmp_path, monkeypatch):
     monkeypatch.setattr(files, "PART_BYTES", 700)
-    monkeypatch.setattr(ranges, "RANGE_BYTES", 1400)
+    monkeypatch.setattr(jobs, "RANGE_BYTES", 1400)
     whole = prepare_dataset(
         [str(rows)], tmp_path / "whole", Options(tokenizer="train:300"), workers=1
     )
@@ -203,14 +203,14 @@ def test_a_data_set_that_is_there_by_the_time_the_folder_is_owned_is_left_as_it_
     rows, tmp_path, monkeypatch
 ):
     options = Options(tokenizer="byte")
-    claim = WorkFolder.claim
+    claim = WorkDir.claim
 
     def late(work):
-        monkeypatch.setattr(WorkFolder, "claim", claim)
+        monkeypatch.setattr(WorkDir, "claim", claim)
         prepare_dataset([str(rows)], tmp_path / "out", options)
         claim(work)
 
-    monkeypatch.setattr(WorkFolder, "claim", late)
+    monkeypatch.setattr(WorkDir, "claim", late)
     listener = Listener()
     assert prepare_dataset([str(rows)], tmp_path / "out", options, progress=listener).existed
     assert "Nothing to do" in listener.said[-1]
@@ -222,7 +222,7 @@ def test_what_comes_to_nothing_leaves_no_folder(rows, tmp_path):
     out = tmp_path / "far" / "away" / "out"
     for call in (
         lambda: prepare_dataset([str(rows)], out, Options(tokenizer="nosuch")),
-        lambda: prepare_part([str(rows)], out, Options(tokenizer="nosuch"), PartOf(1, 2)),
+        lambda: prepare_part([str(rows)], out, Options(tokenizer="nosuch"), WorkPart(1, 2)),
     ):
         with pytest.raises(DataError, match="nosuch"):
             call()
@@ -255,9 +255,9 @@ def test_text_that_was_written_again_is_noticed_where_its_fingerprint_is_the_sam
 ):
     monkeypatch.setattr(files, "fingerprint", lambda *_: "of blocks that are the same")
     monkeypatch.setattr(files, "PART_BYTES", 700)
-    monkeypatch.setattr(ranges, "RANGE_BYTES", 1400)
+    monkeypatch.setattr(jobs, "RANGE_BYTES", 1400)
     options, work = Options(tokenizer="byte", split="hash 0.1"), tmp_path / ".out.part"
-    prepare_part([str(rows)], tmp_path / "out", options, PartOf(1, 2))
+    prepare_part([str(rows)], tmp_path / "out", options, WorkPart(1, 2))
     if older:
         plan = json.loads((work / "plan.json").read_text())
         del plan["moment"]
@@ -267,14 +267,14 @@ def test_text_that_was_written_again_is_noticed_where_its_fingerprint_is_the_sam
     os.utime(rows, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
     assert rows.stat().st_size == before.st_size
     calls = (
-        lambda: prepare_part([str(rows)], tmp_path / "out", options, PartOf(2, 2)),
+        lambda: prepare_part([str(rows)], tmp_path / "out", options, WorkPart(2, 2)),
         lambda: join_parts([str(rows)], tmp_path / "out", options),
         lambda: prepare_dataset([str(rows)], tmp_path / "out", options),
     )
     for call in calls[: 0 if older else 3]:
         with pytest.raises(
             DataError,
-            match=rf"The text has changed since the work in {work} was begun.*remove the folder {work}",
+            match=rf"The text has changed since the work in {work} started.*remove the directory {work}",
         ):
             call()
     os.utime(rows, ns=(before.st_atime_ns, before.st_mtime_ns + older))

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 import pytest
 
 from flatout.data.prepare.import_chunks import import_chunks
-from flatout.data.prepare.local_workers import Crew
 from flatout.data.prepare.pipeline import Options, join_parts, prepare_dataset, prepare_part
-from flatout.data.prepare.work_dir import PartOf
+from flatout.data.prepare.plan.work_dir import WorkPart
+from flatout.data.prepare.workers.local import LocalWorkers
 from flatout.errors import DataError
 from flatout.transfer.connection import Unreachable
 
@@ -49,7 +49,7 @@ def once_packed(change):
     that only a comparison can tell.
     """
 
-    class Changing(Crew):
+    class Changing(LocalWorkers):
         def pack(self, *arguments):
             made = list(super().pack(*arguments))
             change()
@@ -101,7 +101,7 @@ def test_validation_text_is_compared_too(rows, tmp_path):
 
 
 def test_a_part_of_the_work_does_what_it_did_of_changed_text_again(rows, tmp_path, monkeypatch):
-    pack = Crew.pack
+    pack = LocalWorkers.pack
 
     def changing(self, *arguments):
         made = list(pack(self, *arguments))
@@ -110,9 +110,9 @@ def test_a_part_of_the_work_does_what_it_did_of_changed_text_again(rows, tmp_pat
 
     text, before = rows.read_text(), rows.stat()
     with monkeypatch.context() as patch:
-        patch.setattr(Crew, "pack", changing)
+        patch.setattr(LocalWorkers, "pack", changing)
         with pytest.raises(DataError, match=r"b\.jsonl was changed"):
-            prepare_part([str(rows.parent)], tmp_path / "out", OPTIONS, PartOf(1, 1))
+            prepare_part([str(rows.parent)], tmp_path / "out", OPTIONS, WorkPart(1, 1))
     rows.write_text(text)
     os.utime(rows, ns=(before.st_atime_ns, before.st_mtime_ns))
     with pytest.raises(DataError, match="1 of 1 ranges"):

@@ -189,5 +189,5 @@ def test_a_source_that_changed_after_a_kill_is_refused(rows, tmp_path):
     rows.write_text(rows.read_text().replace("row 7 ", "row X "))
     code, said = finish(start(rows, tmp_path / "out"))
     assert code == 1
-    assert "holds half of another data set: the text has changed" in said
+    assert "holds an unfinished, different dataset: the text has changed" in said
     assert str(tmp_path / ".out.part") in said

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from flatout import files as disk
-from flatout.data.prepare import ranges, tokenize
+from flatout.data.prepare.pack import jobs, tokenize
+from flatout.data.prepare.pack.assignment import ByHash
 from flatout.data.prepare.pipeline import Options, prepare_dataset
 from flatout.data.tokenizers import base, cut_points
 from flatout.errors import DataError
@@ -87,7 +88,7 @@ def in_chunks(monkeypatch):
         monkeypatch.setattr(long, "CHUNK_BYTES", chunk)
         monkeypatch.setattr(tokenize, "HELD_CHARACTERS", 500)
         monkeypatch.setattr(tokenize, "HELD_TOKENS", 64)
-        monkeypatch.setattr(tokenize, "PIECES_TOLD", 2)
+        monkeypatch.setattr(tokenize, "PIECES_PER_REPORT", 2)
         monkeypatch.setattr(base, "PIECE_CHARACTERS", 40)
         monkeypatch.setattr(cut_points, "AHEAD_CHARACTERS", 20)
 
@@ -242,7 +243,7 @@ def test_a_full_disk_in_the_middle_of_a_long_text_is_gone_on_after(
     corpus, tmp_path, in_chunks, monkeypatch
 ):
     monkeypatch.setattr(files, "PART_BYTES", 1_000)
-    monkeypatch.setattr(ranges, "RANGE_BYTES", 1_000)
+    monkeypatch.setattr(jobs, "RANGE_BYTES", 1_000)
     options = Options(tokenizer="byte", split="tail 0.1")
     prepare_dataset([str(corpus)], tmp_path / "whole", options, workers=1)
     in_chunks()
@@ -278,8 +279,9 @@ def test_what_is_done_of_a_long_text_is_told(corpus, in_chunks):
 
     from flatout.data.tokenizers import make_tokenizer
 
-    packing = tokenize.Packing(make_tokenizer("byte", lambda _: ()), tokenize.ByHash(0.5), "raise")
-    tokenize.pack([tokenize.Job(parts[0])], packing, Nowhere(), told.append)
+    packing = tokenize.Packing(make_tokenizer("byte", lambda _: ()), ByHash(0.5), "raise")
+    sinks = {"train": Nowhere(), "val": Nowhere()}
+    tokenize.pack([tokenize.Job(parts[0])], packing, sinks, told.append)
     size = (corpus / "a.txt").stat().st_size
     assert len(told) > 5
     assert sum(tally.num_bytes for tally in told) == size

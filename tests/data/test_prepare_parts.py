@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from flatout.commands.prepare import prepare
-from flatout.data.prepare import ranges
-from flatout.data.prepare.inputs import open_corpus
+from flatout.data.prepare.pack import jobs
 from flatout.data.prepare.pipeline import Options, join_parts, prepare_dataset, prepare_part
-from flatout.data.prepare.work_dir import PartOf
+from flatout.data.prepare.plan.work_dir import WorkPart
+from flatout.data.prepare.request.inputs import open_corpus
 from flatout.errors import DataError, UsageError
 from flatout.sources import files
 
@@ -21,7 +21,7 @@ OPTIONS = Options(tokenizer="train:300", split="hash 0.2")
 @pytest.fixture
 def rows(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "PART_BYTES", 700)
-    monkeypatch.setattr(ranges, "RANGE_BYTES", 1_400)
+    monkeypatch.setattr(jobs, "RANGE_BYTES", 1_400)
     path = tmp_path / "rows.jsonl"
     path.write_text(
         "".join(
@@ -41,52 +41,52 @@ def test_parts_and_a_join_make_the_same_bytes(rows, tmp_path):
     out = tmp_path / "out"
     left = []
     for index in (3, 1):
-        done = prepare_part([rows], out, OPTIONS, PartOf(index, 3), workers=index)
+        done = prepare_part([rows], out, OPTIONS, WorkPart(index, 3), workers=index)
         left.append(done.left)
     assert left[0] > left[1] > 0
     with pytest.raises(DataError, match=r"\d of \d+ ranges of .*out are not done: part 2/3\."):
         join_parts([rows], out, OPTIONS)
-    assert prepare_part([rows], out, OPTIONS, PartOf(2, 3)).left == 0
-    again = prepare_part([rows], out, OPTIONS, PartOf(2, 3))
+    assert prepare_part([rows], out, OPTIONS, WorkPart(2, 3)).left == 0
+    again = prepare_part([rows], out, OPTIONS, WorkPart(2, 3))
     assert again.left == 0
     assert not out.exists()
     made = join_parts([rows], out, OPTIONS)
     assert content(out) == content(tmp_path / "whole")
     assert not made.existed
     assert join_parts([rows], out, OPTIONS).existed
-    assert prepare_part([rows], out, OPTIONS, PartOf(2, 3)).records == ()
+    assert prepare_part([rows], out, OPTIONS, WorkPart(2, 3)).records == ()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "rows.jsonl", "whole"]
 
 
 def test_another_tokenizer_in_the_work_folder_is_refused(rows, tmp_path):
-    prepare_part([rows], tmp_path / "out", OPTIONS, PartOf(1, 2))
+    prepare_part([rows], tmp_path / "out", OPTIONS, WorkPart(1, 2))
     work = tmp_path / ".out.part"
-    prepare_part([rows], tmp_path / "other", replace(OPTIONS, tokenizer="byte"), PartOf(1, 2))
+    prepare_part([rows], tmp_path / "other", replace(OPTIONS, tokenizer="byte"), WorkPart(1, 2))
     shutil.copy(tmp_path / ".other.part/tokenizer.json", work)
     with pytest.raises(
         DataError,
-        match=rf"{work}/tokenizer\.json is not the tokenizer that was begun with.*Remove the folder {work}",
+        match=rf"{work}/tokenizer\.json is not the tokenizer that this work started with.*Remove the directory {work}",
     ):
-        prepare_part([rows], tmp_path / "out", OPTIONS, PartOf(2, 2))
+        prepare_part([rows], tmp_path / "out", OPTIONS, WorkPart(2, 2))
 
 
 def test_what_parts_left_can_be_finished_by_one(rows, tmp_path):
     prepare_dataset([rows], tmp_path / "whole", OPTIONS)
-    prepare_part([rows], tmp_path / "out", OPTIONS, PartOf(2, 2))
+    prepare_part([rows], tmp_path / "out", OPTIONS, WorkPart(2, 2))
     prepare_dataset([rows], tmp_path / "out", OPTIONS)
     assert content(tmp_path / "out") == content(tmp_path / "whole")
 
 
 def test_parts_of_another_data_set_are_refused(rows, tmp_path):
-    prepare_part([rows], tmp_path / "out", OPTIONS, PartOf(1, 2))
+    prepare_part([rows], tmp_path / "out", OPTIONS, WorkPart(1, 2))
     other = Options(tokenizer="byte", split="hash 0.2")
     for call in (
-        lambda: prepare_part([rows], tmp_path / "out", other, PartOf(2, 2)),
+        lambda: prepare_part([rows], tmp_path / "out", other, WorkPart(2, 2)),
         lambda: prepare_dataset([rows], tmp_path / "out", other),
     ):
         with pytest.raises(
             DataError,
-            match=r"half of another data set: tokenizer 'train:300' there, 'byte' asked for",
+            match=r"an unfinished, different dataset: tokenizer is 'train:300', and 'byte' is requested",
         ):
             call()
 
@@ -98,32 +98,34 @@ def test_a_bad_row_of_one_part_keeps_all_from_being_joined_and_says_how_to_go_on
     for workers in (1, 2):
         with pytest.raises(
             DataError,
-            match=rf"rows\.jsonl.*151.*Other text or options make it another data set: remove the folder {work}, .* run every part again\.",
+            match=rf"rows\.jsonl.*151.*Other text or options make it a different dataset: remove the directory {work}, .* run every part again\.",
         ):
             prepare_part([rows], out, OPTIONS, part_of(rows, 150), workers=workers)
-    assert prepare_part([rows], out, OPTIONS, PartOf(part_of(rows, 150).index % 3 + 1, 3)).left > 0
+    assert (
+        prepare_part([rows], out, OPTIONS, WorkPart(part_of(rows, 150).index % 3 + 1, 3)).left > 0
+    )
     with pytest.raises(DataError, match=r"are not done: part .*Run those parts again"):
         join_parts([rows], out, OPTIONS)
     skipping = replace(OPTIONS, on_bad_row="skip")
     with pytest.raises(
         DataError,
-        match=rf"half of another data set: on_bad_row 'raise' there, 'skip' asked for.*remove the folder {work}",
+        match=rf"an unfinished, different dataset: on_bad_row is 'raise', and 'skip' is requested.*remove the directory {work}",
     ):
-        prepare_part([rows], out, skipping, PartOf(1, 3))
+        prepare_part([rows], out, skipping, WorkPart(1, 3))
     Path(rows).write_text(good)
     for call in (
         lambda: join_parts([rows], out, OPTIONS),
-        lambda: prepare_part([rows], out, OPTIONS, PartOf(1, 3)),
+        lambda: prepare_part([rows], out, OPTIONS, WorkPart(1, 3)),
     ):
         with pytest.raises(
             DataError,
-            match=rf"half of another data set: the text has changed.*remove the folder {work}",
+            match=rf"an unfinished, different dataset: the text has changed.*remove the directory {work}",
         ):
             call()
     assert not out.exists()
     shutil.rmtree(work)
     for index in (1, 2, 3):
-        prepare_part([rows], out, OPTIONS, PartOf(index, 3))
+        prepare_part([rows], out, OPTIONS, WorkPart(index, 3))
     join_parts([rows], out, OPTIONS)
     prepare_dataset([rows], tmp_path / "whole", OPTIONS)
     assert content(out) == content(tmp_path / "whole")
@@ -132,11 +134,11 @@ def test_a_bad_row_of_one_part_keeps_all_from_being_joined_and_says_how_to_go_on
 def part_of(rows, number):
     """The part of three in which a row is."""
     line = 0
-    parts = open_corpus([rows]).parts
-    for piece in ranges.make_ranges([ranges.Job(part) for part in parts]):
+    parts = open_corpus([rows]).read_tasks
+    for piece in jobs.make_ranges([jobs.Job(part) for part in parts]):
         line += sum(1 for job in piece.jobs for _ in job.rows())
         if number < line:
-            return PartOf(piece.number % 3 + 1, 3)
+            return WorkPart(piece.number % 3 + 1, 3)
     raise AssertionError(number)
 
 

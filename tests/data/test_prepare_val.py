@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 from manifests import seal
 
-from flatout.data.prepare import options as request
-from flatout.data.prepare import ranges
+from flatout.data.prepare.pack import jobs
+from flatout.data.prepare.pack.range_files import RangeWriter
 from flatout.data.prepare.pipeline import Options, join_parts, prepare_dataset, prepare_part
-from flatout.data.prepare.work_dir import PartOf, WorkFolder
+from flatout.data.prepare.plan import make as request
+from flatout.data.prepare.plan.work_dir import WorkDir, WorkPart
 from flatout.data.store.shards import Dataset
 from flatout.errors import DataError
 from flatout.sources import files
@@ -41,7 +42,7 @@ def documents(folder, name):
 @pytest.fixture
 def train(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "PART_BYTES", 500)
-    monkeypatch.setattr(ranges, "RANGE_BYTES", 1_200)
+    monkeypatch.setattr(jobs, "RANGE_BYTES", 1_200)
     return write(tmp_path / "train.jsonl", TRAIN)
 
 
@@ -131,24 +132,24 @@ def test_asked_again_it_is_left_and_other_validation_text_is_refused(train, val,
     for asked, said in (
         (
             Options(tokenizer="byte", val=(other,)),
-            f"another data set: the validation text {val} there, {other} asked for",
+            f"a different dataset: its validation text is {val}, and {other} is requested",
         ),
         (
             Options(tokenizer="byte", val=(val, moved)),
-            f"the validation text {val} there, {val} {moved} asked for",
+            f"its validation text is {val}, and {val} {moved} is requested",
         ),
         (
             Options(tokenizer="byte"),
-            f"split 'named' there, None asked for; the validation text {val} there, nothing asked for",
+            f"split is 'named', and None is requested; its validation text is {val}, and nothing is requested",
         ),
     ):
         with pytest.raises(DataError, match=said):
             prepare_dataset([train], tmp_path / "out", asked)
     write(tmp_path / "valid.jsonl", [*VAL, "one more"])
-    with pytest.raises(DataError, match="another data set: the validation text has changed"):
+    with pytest.raises(DataError, match="a different dataset: the validation text has changed"):
         prepare_dataset([train], tmp_path / "out", options)
     prepare_dataset([train], tmp_path / "plain", Options(tokenizer="byte"))
-    with pytest.raises(DataError, match=f"the validation text nothing there, {val} asked for"):
+    with pytest.raises(DataError, match=f"its validation text is nothing, and {val} is requested"):
         prepare_dataset([train], tmp_path / "plain", options)
 
 
@@ -178,9 +179,9 @@ def test_a_split_rule_and_validation_text_are_two_ways(train, val, tmp_path):
 def test_a_side_without_text_is_named_and_leaves_nothing(train, val, tmp_path, tokenizer):
     empty = write(tmp_path / "empty.jsonl", [""])
     before = sorted(tmp_path.iterdir())
-    with pytest.raises(DataError, match=r"empty.jsonl holds no document\."):
+    with pytest.raises(DataError, match=r"empty.jsonl contains no documents\."):
         prepare_dataset([train], tmp_path / "out", Options(tokenizer=tokenizer, val=(empty,)))
-    with pytest.raises(DataError, match=r"empty.jsonl holds no document \(1 empty document\)"):
+    with pytest.raises(DataError, match=r"empty.jsonl contains no documents \(1 empty document\)"):
         prepare_dataset([empty], tmp_path / "out", Options(tokenizer=tokenizer, val=(val,)))
     assert sorted(tmp_path.iterdir()) == before
 
@@ -203,11 +204,11 @@ def test_parts_and_a_join_make_the_same_bytes(train, val, tmp_path):
     options = Options(tokenizer="train:300", val=(val,), max_documents=250)
     prepare_dataset([train], tmp_path / "whole", options)
     for index in (2, 3, 1):
-        prepare_part([train], tmp_path / "out", options, PartOf(index, 3), workers=1)
+        prepare_part([train], tmp_path / "out", options, WorkPart(index, 3), workers=1)
     other = write(tmp_path / "other.jsonl", ["other"])
     with pytest.raises(
         DataError,
-        match=f"half of another data set: the validation text {val} there, {other} asked for",
+        match=f"an unfinished, different dataset: its validation text is {val}, and {other} is requested",
     ):
         join_parts(
             [train],
@@ -224,7 +225,7 @@ def test_what_was_interrupted_goes_on_and_does_nothing_twice(
 ):
     options = Options(tokenizer="train:300", val=(val,), max_bytes=4_000)
     whole = prepare_dataset([train], tmp_path / "whole", options, workers=1)
-    finishing = ranges.RangeWriter.finish
+    finishing = RangeWriter.finish
     left = iter(range(done))
 
     def finish(writer, skipped=None):
@@ -233,17 +234,17 @@ def test_what_was_interrupted_goes_on_and_does_nothing_twice(
             raise KeyboardInterrupt
         return finishing(writer, skipped)
 
-    monkeypatch.setattr(ranges.RangeWriter, "finish", finish)
+    monkeypatch.setattr(RangeWriter, "finish", finish)
     with pytest.raises(KeyboardInterrupt):
         prepare_dataset([train], tmp_path / "out", options, workers=1)
     written = []
     monkeypatch.setattr(
-        ranges.RangeWriter,
+        RangeWriter,
         "finish",
         lambda writer, skipped=None: written.append(writer) or finishing(writer, skipped),
     )
-    monkeypatch.setattr(request, "make_named_plan", partial(pytest.fail, "planned again"))
-    with WorkFolder(tmp_path / "out") as work:
+    monkeypatch.setattr(request, "make_plan", partial(pytest.fail, "planned again"))
+    with WorkDir(tmp_path / "out") as work:
         there, count = len(work.done()), len(work.plan().ranges)
     prepare_dataset([train], tmp_path / "out", options, workers=1)
     assert 0 < there < count

@@ -16,7 +16,7 @@ from threading import Thread
 import pytest
 
 from flatout.cli import main
-from flatout.data.prepare.merge import join
+from flatout.data.prepare.join.shards import join
 from flatout.data.prepare.pipeline import Options, prepare_dataset
 from flatout.data.prepare.upload import prepare_upload
 from flatout.data.store.remote import open_dataset

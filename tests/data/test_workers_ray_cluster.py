@@ -11,13 +11,16 @@ from functools import partial
 
 import pytest
 
-from flatout.data.prepare import ranges as ranges_module
-from flatout.data.prepare import ray_workers
-from flatout.data.prepare.local_workers import Crew, Setup
+from flatout.data.prepare.pack import jobs
+from flatout.data.prepare.pack.assignment import ByHash
+from flatout.data.prepare.pack.jobs import Job, Range
+from flatout.data.prepare.pack.tokenize import Packing
 from flatout.data.prepare.pipeline import Options, engine_named, prepare_dataset
-from flatout.data.prepare.ranges import Range
-from flatout.data.prepare.ray_workers import RayCrew
-from flatout.data.prepare.tokenize import ByHash, Job, Packing
+from flatout.data.prepare.workers import ray as ray_workers
+from flatout.data.prepare.workers import ray_tasks
+from flatout.data.prepare.workers.local import LocalWorkers
+from flatout.data.prepare.workers.protocol import Setup
+from flatout.data.prepare.workers.ray import RayWorkers
 from flatout.data.tokenizers import make_tokenizer
 from flatout.errors import DataError, RunFailed
 from flatout.sources import ReadTask, files
@@ -196,7 +199,7 @@ def held_ranges(source, tmp_path, count):
 
 def test_the_data_set_is_the_same_as_with_local_workers(other, tmp_path, monkeypatch):
     monkeypatch.setattr(files, "PART_BYTES", 2_000)
-    monkeypatch.setattr(ranges_module, "RANGE_BYTES", 4_000)
+    monkeypatch.setattr(jobs, "RANGE_BYTES", 4_000)
     rows = tmp_path / "rows.jsonl"
     rows.write_text(
         "".join(
@@ -228,7 +231,7 @@ def test_a_node_that_dies_costs_its_ranges_only(cluster, other, source, setup, t
         1,
         lambda found: (kill(cluster, other, found), said.wait(ONE_LEFT)),
     )
-    records = pack(work, setup, RayCrew(progress=said), told.append)
+    records = pack(work, setup, RayWorkers(progress=said), told.append)
     killer.join()
     assert ONE_LEFT in said.lines
     assert [record.number for record in records] == list(range(12))
@@ -236,7 +239,7 @@ def test_a_node_that_dies_costs_its_ranges_only(cluster, other, source, setup, t
     for path in setup.folder.glob("*.part"):
         path.unlink()
     of_cluster = taken(setup.folder)
-    pack(work, setup, Crew(1))
+    pack(work, setup, LocalWorkers(1))
     assert of_cluster == content(setup.folder)
 
 
@@ -245,17 +248,18 @@ def test_a_process_that_is_killed_costs_its_range_only(other, source, setup, tmp
     killer = once_held(
         tmp_path / "held", raylet(other), 1, lambda found: os.kill(found[0], signal.SIGKILL)
     )
-    assert sum(record.documents for record in pack(work, setup, RayCrew())) == 60
+    assert sum(record.documents for record in pack(work, setup, RayWorkers())) == 60
     killer.join()
     assert capfd.readouterr().out == "", "standard output is for results"
 
 
 def test_a_range_that_kills_every_process_is_named(other, source, setup, monkeypatch):
-    monkeypatch.setattr(ray_workers, "RETRIES", 1)
+    monkeypatch.setattr(ray_tasks, "RETRIES", 1)
     with pytest.raises(
-        RunFailed, match=r"packed range 1 died 2 times.*it keeps what is done.*fewer --workers"
+        RunFailed,
+        match=r"packed range 1 died 2 times.*it continues where it stopped.*fewer --workers",
     ):
-        pack(ranges((source.numbered, 0, 3), (source.dies,)), setup, RayCrew())
+        pack(ranges((source.numbered, 0, 3), (source.dies,)), setup, RayWorkers())
 
 
 def test_the_first_bad_row_in_the_order_of_the_ranges_is_the_one_raised(other, source, setup):
@@ -263,7 +267,7 @@ def test_the_first_bad_row_in_the_order_of_the_ranges_is_the_one_raised(other, s
         pack(
             ranges((source.numbered, 0, 500), (source.bad, "late"), (source.bad, "early")),
             setup,
-            RayCrew(),
+            RayWorkers(),
         )
     assert caught.value.fix == "Mend it."
     assert [path.name for path in setup.folder.glob("*.json")] == ["000000.json"]
@@ -274,15 +278,16 @@ def test_a_node_that_does_not_see_a_source_is_told_from_bad_text(other, source, 
     with pytest.raises(
         RunFailed, match=r"The node .* cannot do what this machine can: There is no such file"
     ):
-        pack(ranges((source.elsewhere, os.getpid())), setup, RayCrew())
+        pack(ranges((source.elsewhere, os.getpid())), setup, RayWorkers())
 
 
 def test_a_node_that_does_not_see_the_work_folder_is_said(other, source, setup, monkeypatch):
     monkeypatch.setattr(ray_workers.Path, "touch", lambda path: None)
     with pytest.raises(
-        RunFailed, match=r"does not see the folder .*ranges.*--out on a disk that every node has"
+        RunFailed,
+        match=r"does not see the directory .*ranges.*--out on a disk that every node sees",
     ):
-        pack(ranges((source.numbered, 0, 3)), setup, RayCrew())
+        pack(ranges((source.numbered, 0, 3)), setup, RayWorkers())
     assert list(setup.folder.iterdir()) == []
 
 
@@ -296,9 +301,10 @@ def test_a_cluster_without_a_cpu_is_given_up(cluster, source, setup, tmp_path, m
         killer = once_held(tmp_path / "held", raylet(node), 1, partial(kill, mine, node))
         work = held_ranges(source, tmp_path, 3)
         with pytest.raises(
-            RunFailed, match=r"No node of the Ray cluster has a CPU any more.*it keeps what is done"
+            RunFailed,
+            match=r"No node of the Ray cluster has a CPU any more.*it continues where it stopped",
         ):
-            pack(work, setup, RayCrew())
+            pack(work, setup, RayWorkers())
         killer.join()
     finally:
         mine.shutdown()
@@ -307,7 +313,7 @@ def test_a_cluster_without_a_cpu_is_given_up(cluster, source, setup, tmp_path, m
 def test_a_cluster_that_is_in_use_is_left_running(other, source, setup):
     ray.init(log_to_driver=False, logging_level="ERROR")
     try:
-        pack(ranges((source.numbered, 0, 3)), setup, RayCrew(1))
+        pack(ranges((source.numbered, 0, 3)), setup, RayWorkers(1))
         assert ray.is_initialized()
     finally:
         ray.shutdown()

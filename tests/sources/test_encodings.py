@@ -3,7 +3,7 @@ import json
 
 import pytest
 
-from flatout.data.prepare.tokenize import Job
+from flatout.data.prepare.pack.jobs import Job
 from flatout.errors import DataError
 from flatout.sources import BadRow, Document, read_tasks_of
 from flatout.sources import files as module

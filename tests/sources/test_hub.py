@@ -5,22 +5,23 @@ import sys
 
 import pytest
 
-from flatout.data.prepare.inputs import open_corpus
+from flatout.data.prepare.request.inputs import open_corpus
 from flatout.errors import DataError, MissingPackage
 
 READ = """
 import json, pickle, sys
-from flatout.data.prepare.inputs import open_corpus
+from flatout.data.prepare.request.inputs import open_corpus
+from flatout.data.prepare.request.options import Options
 from flatout.errors import DataError
 answers = []
 for name, fields in json.loads(sys.argv[1]):
     try:
-        opened = open_corpus([name], **fields)
-        parts = [list(pickle.loads(pickle.dumps(part)).rows()) for part in opened.parts]
+        opened = open_corpus([name], Options(**fields))
+        parts = [list(pickle.loads(pickle.dumps(part)).rows()) for part in opened.read_tasks]
         answers.append({
             "parts": [[getattr(row, "text", None) or row.reason for row in rows] for rows in parts],
             "prompts": [getattr(row, "prompt", None) for rows in parts for row in rows],
-            "fingerprints": [part.fingerprint for part in opened.parts]})
+            "fingerprints": [part.fingerprint for part in opened.read_tasks]})
     except DataError as error:
         answers.append(str(error))
 print(json.dumps(answers))

@@ -4,22 +4,22 @@ the real hub, on a hub of its layout.
 
 import pytest
 
-from flatout.data.prepare.inputs import load_card
+from flatout.data.prepare.request.cards import load_card
 from flatout.registry import DATASETS
 
 pytest.importorskip("huggingface_hub")
 
 READ = """
 import json, sys
-from flatout.data.prepare import inputs as corpus
+from flatout.data.prepare.request import inputs as corpus
 from flatout.errors import DataError
 def texts(opened):
-    return [row.text for part in opened.parts for row in part.rows()]
+    return [row.text for part in opened.read_tasks for row in part.rows()]
 answers = []
 for name in sys.argv[1:]:
     try:
         opened = corpus.open_corpus([name])
-        marks = [part.fingerprint for part in opened.parts]
+        marks = [part.fingerprint for part in opened.read_tasks]
         validation = opened.validation and texts(opened.validation)
         answers.append({"texts": texts(opened), "split": opened.split, "fingerprint": opened.fingerprint, "marks": marks, "validation": validation})
     except DataError as error:

@@ -11,7 +11,7 @@ import pytest
 from flatout import files
 from flatout.commands.runs import runs
 from flatout.config.schema import RunConfig
-from flatout.data.prepare.work_dir import PartOf, WorkFolder
+from flatout.data.prepare.plan.work_dir import WorkDir, WorkPart
 from flatout.data.store.manifest import read_manifest
 from flatout.documents import read_document
 from flatout.errors import CheckpointError, DataError, FlatoutError
@@ -132,11 +132,11 @@ def test_files_that_are_replaced_may_have_a_second_hard_link(tiny_config, build_
     assert (tmp_path / "elsewhere").read_text() == '{"step": 1}\n'
 
 
-@pytest.mark.parametrize("part", [None, PartOf(1, 2)], ids=["alone", "in-parts"])
+@pytest.mark.parametrize("part", [None, WorkPart(1, 2)], ids=["alone", "in-parts"])
 def test_work_on_a_dataset_is_not_written_through_a_link(part, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "mine.part").write_text(ELSEWHERE)
     (tmp_path / ".set.part").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(DataError, match="symbolic link"), WorkFolder(tmp_path / "set", part):
+    with pytest.raises(DataError, match="symbolic link"), WorkDir(tmp_path / "set", part):
         pass
     assert (tmp_path / "elsewhere" / "mine.part").read_text() == ELSEWHERE

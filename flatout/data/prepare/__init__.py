@@ -1,1 +1,4 @@
-"""From text to packed shards, once: inputs, tokenizing in workers, merging."""
+"""From text to packed shards: request, plan, workers that pack ranges, join.
+
+`pipeline.py`, `upload.py`, `import_chunks.py` and `writer.py` are the entry points.
+"""

@@ -1,82 +1,79 @@
-"""Stage 1, whole: text in, a data set folder out. Tokenised once, in parallel, the same bytes for
-any number of workers.
+"""Preparing a dataset from text: tokenised once, in parallel, with the same bytes for any number of
+workers.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Unpack
 
-from flatout.cache import CACHE
-from flatout.data.prepare.dedup import find_duplicates, where_dropped, without
-from flatout.data.prepare.inputs import require_unchanged
-from flatout.data.prepare.limits import BadRowLimit
-from flatout.data.prepare.local_workers import Crew, Setup, Workers
-from flatout.data.prepare.merge import check, join
-from flatout.data.prepare.options import Options as Options
-from flatout.data.prepare.options import (
-    Planned,
-    Request,
-    check_same,
-    difference,
-    open_request,
-    plan,
-)
-from flatout.data.prepare.ranges import Range, RangeRecord, record_path
-from flatout.data.prepare.split_rule import NAMED, empty
-from flatout.data.prepare.tokenize import Skipped, Tally, Tell
-from flatout.data.prepare.work_dir import PartOf, WorkFolder
-from flatout.data.store.manifest import MANIFEST, SPLITS, Manifest
-from flatout.data.store.shards import Dataset
-from flatout.errors import DataError, OutputInUse
+from flatout.data.prepare.join.duplicates import find_duplicates, first_dropped, without_dropped
+from flatout.data.prepare.join.shards import check_files, join
+from flatout.data.prepare.pack.jobs import Range
+from flatout.data.prepare.pack.records import RangeRecord, record_path
+from flatout.data.prepare.pack.skipped import Skipped, no_documents
+from flatout.data.prepare.pack.tokenize import Packing, Report, Tally
+from flatout.data.prepare.plan.limits import BadRowLimit
+from flatout.data.prepare.plan.make import check_same, plan_work
+from flatout.data.prepare.plan.work_dir import WorkDir, WorkPart
+from flatout.data.prepare.plan.work_plan import WorkPlan
+from flatout.data.prepare.request.destination import existing_dataset
+from flatout.data.prepare.request.inputs import require_unchanged
+from flatout.data.prepare.request.options import Options as Options
+from flatout.data.prepare.request.options import not_positive
+from flatout.data.prepare.request.request import Access, Request, open_request
+from flatout.data.prepare.request.split_rule import NAMED
+from flatout.data.prepare.workers.local import LocalWorkers
+from flatout.data.prepare.workers.protocol import Setup, Workers
+from flatout.data.store.manifest import SPLITS, Manifest
+from flatout.errors import DataError
 from flatout.files import Unfinished, expanded
 from flatout.hardware import cgroup_limits, usable_cores
-from flatout.progress import SILENT, Progress, Task
+from flatout.progress import Task
 from flatout.registry import unknown_name
 from flatout.sources import ReadTask
 from flatout.sources.packed import NotHandedOut
 from flatout.transfer.connection import Unreachable
 
 BYTES_PER_WORKER = 8_000_000
-"""Below so much text each, another process costs more than it saves."""
+"""Minimum text per worker: for less, another process costs more than it saves."""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A data set folder, and what it took."""
+    """A dataset directory, and how long it took."""
 
     path: Path
     manifest: Manifest
     seconds: float
     existed: bool
-    """Whether the folder held this very data set before."""
+    """Whether the directory contained this dataset before."""
 
 
 @dataclass(frozen=True)
 class PreparedPart:
-    """What one process did of a data set, and what is left for others."""
+    """What one process did of a dataset, and what is left for others."""
 
     path: Path
     records: tuple[RangeRecord, ...]
     """Its ranges."""
     left: int
-    """Ranges that no process has done yet."""
+    """Ranges that no process has packed yet."""
     seconds: float
 
 
 Engine = Callable[[Request, int | None], AbstractContextManager[Workers]]
-"""What finds workers for a request, so many as are asked for or as are usual."""
+"""Provides workers for a request: the number asked for, or the default."""
 
 
 def engine_named(name: str) -> Engine:
     """Return the engine of this name: local or ray.
 
-    Raises: ConfigError with the nearest name; MissingPackage when it takes a package that is not
-            installed.
+    Raises: ConfigError with the nearest name; MissingPackage when its package is not installed.
     """
     if name not in ("local", "ray"):
         raise unknown_name("engine", name, ("local", "ray"))
@@ -84,15 +81,15 @@ def engine_named(name: str) -> Engine:
 
 
 def local(request: Request, workers: int | None) -> AbstractContextManager[Workers]:
-    """Return processes on this machine."""
-    return Crew(workers or usual_workers(request.corpus.all_parts))
+    """Return worker processes on this machine."""
+    return LocalWorkers(workers or default_workers(request.corpus.all_read_tasks))
 
 
 def _ray_engine() -> Engine:
-    from flatout.data.prepare.ray_workers import RayCrew, ray_package
+    from flatout.data.prepare.workers.ray import RayWorkers, ray_package
 
     ray_package()
-    return lambda request, workers: RayCrew(workers, progress=request.progress)
+    return lambda request, workers: RayWorkers(workers, progress=request.progress)
 
 
 def prepare_dataset(
@@ -100,199 +97,154 @@ def prepare_dataset(
     out: Path,
     options: Options,
     *,
-    from_file: str | None = None,
     workers: int | None = None,
     engine: Engine = local,
-    cache: Path = CACHE,
-    progress: Progress = SILENT,
+    **access: Unpack[Access],
 ) -> Prepared:
-    """Write the data set of some sources to the folder `out`, which is then whole, or as it was
-    before.
+    """Prepare the dataset of some sources in the directory `out`, completely or not at all.
 
-    A folder that holds this very data set is left as it is.
+    A directory that contains this dataset is left as it is.
 
-    Raises: DataError for text, a tokenizer or a folder that cannot be used.
+    Raises: DataError for unusable text, options, tokenizer or `out`.
     """
     started = time.perf_counter()
     check_workers(workers)
     out = expanded(out)
-    request = open_request(
-        sources, out, options, from_file=from_file, cache=cache, progress=progress
-    )
-    return replace(
-        prepare_request(request, out, workers, engine), seconds=time.perf_counter() - started
-    )
+    prepared = prepare_request(open_request(sources, out, options, **access), out, workers, engine)
+    return replace(prepared, seconds=time.perf_counter() - started)
 
 
 def prepare_request(
     request: Request, out: Path, workers: int | None = None, engine: Engine = local
 ) -> Prepared:
-    """Write the data set of a request as `prepare_dataset` does; arguments and errors are the same."""
+    """Prepare the dataset of a request as `prepare_dataset` does."""
     started = time.perf_counter()
-    with WorkFolder(out) as work:
-        held = _held_or_claimed(out, request, work)
-        if held is not None:
-            return Prepared(out, held, time.perf_counter() - started, existed=True)
-        with engine(request, workers) as crew:
-            manifest = _write(work, request, crew)
-    return Prepared(out, manifest, time.perf_counter() - started, existed=False)
+    with WorkDir(out) as work:
+        manifest = _existing_or_claimed(request, work)
+        existed = manifest is not None
+        if manifest is None:
+            with engine(request, workers) as crew:
+                manifest = _write(work, request, crew)
+    return Prepared(out, manifest, time.perf_counter() - started, existed)
 
 
 def prepare_part(
     sources: Sequence[str],
     out: Path,
     options: Options,
-    part: PartOf,
+    part: WorkPart,
     *,
-    from_file: str | None = None,
     workers: int | None = None,
-    cache: Path = CACHE,
-    progress: Progress = SILENT,
+    **access: Unpack[Access],
 ) -> PreparedPart:
-    """Do a part of the work for the data set `out`, while other processes, on this machine or
-    others, do other parts of it.
+    """Do one part of the work for the dataset `out`, while other processes, on any machine, do others.
 
     Raises: DataError as `prepare_dataset` does, and when another process does this part.
     """
     started = time.perf_counter()
     check_workers(workers)
     out = expanded(out)
-    request = open_request(
-        sources, out, options, from_file=from_file, cache=cache, progress=progress
-    )
-    with WorkFolder(out, part) as work:
-        if _held_or_claimed(out, request, work) is not None:
-            return PreparedPart(out, (), 0, time.perf_counter() - started)
-        with local(request, workers) as crew:
-            planned = plan(work, request)
-            mine = [piece for piece in planned.ranges if part.has(piece.number)]
-            records = _packed(work, planned, mine, crew, request)
-        return PreparedPart(
-            out,
-            tuple(records),
-            len(planned.ranges) - len(work.done()),
-            time.perf_counter() - started,
-        )
+    request = open_request(sources, out, options, **access)
+    records: list[RangeRecord] = []
+    left = 0
+    with WorkDir(out, part) as work:
+        if _existing_or_claimed(request, work) is None:
+            with local(request, workers) as crew:
+                plan, packing = plan_work(work, request)
+                own = [one for one in plan.ranges if part.has(one.number)]
+                records = _pack(work, plan, packing, own, crew, request)
+            left = len(plan.ranges) - len(work.done())
+    return PreparedPart(out, tuple(records), left, time.perf_counter() - started)
 
 
 def join_parts(
-    sources: Sequence[str],
-    out: Path,
-    options: Options,
-    *,
-    from_file: str | None = None,
-    cache: Path = CACHE,
-    progress: Progress = SILENT,
+    sources: Sequence[str], out: Path, options: Options, **access: Unpack[Access]
 ) -> Prepared:
-    """Join what `prepare_part` did to the data set `out`.
+    """Join the parts that `prepare_part` did to the dataset `out`.
 
-    Raises: DataError when something is missing, saying which parts are.
+    Raises: DataError naming the parts that are missing.
     """
     started = time.perf_counter()
     out = expanded(out)
-    request = open_request(
-        sources, out, options, from_file=from_file, cache=cache, progress=progress
-    )
-    with WorkFolder(out) as work:
-        held = _held(out, request, work)
-        if held is not None:
-            return Prepared(out, held, time.perf_counter() - started, existed=True)
-        stored = work.plan()
-        if stored is None:
-            raise DataError(
-                f"No part of {out} is done.",
-                fix="Do its parts first, with --part 1/N to --part N/N.",
-            )
-        check_same(work, stored, request)
-        missing = sorted(set(range(len(stored.ranges))) - set(work.done()))
-        if missing:
-            raise DataError(
-                f"{len(missing)} of {len(stored.ranges)} ranges of {out} are not done{work.whose(missing)}.",
-                fix="Run those parts again, then --join.",
-            )
-        with Crew(1) as crew:
-            manifest = _write(work, request, crew)
-    return Prepared(out, manifest, time.perf_counter() - started, existed=False)
+    request = open_request(sources, out, options, **access)
+    with WorkDir(out) as work:
+        manifest = existing_dataset(out, request.source, request.progress)
+        existed = manifest is not None
+        if manifest is None:
+            _check_parts(work, request)
+            manifest = _write(work, request, LocalWorkers(1))
+        else:
+            work.clear()
+    return Prepared(out, manifest, time.perf_counter() - started, existed)
 
 
-def check_workers(workers: int | None) -> None:
-    """Refuse a number of processes that cannot be meant.
+def _check_parts(work: WorkDir, request: Request) -> None:
+    """Check that all parts of this dataset are done.
 
     Raises: DataError.
     """
-    if workers is not None and workers < 1:
+    stored = work.plan()
+    if stored is None:
         raise DataError(
-            f"--workers {workers} is not a number from 1 up.",
-            fix="Leave --workers out, or give a larger number.",
+            f"No part of {work.out} is done.",
+            fix="Do its parts first, with --part 1/N to --part N/N.",
+        )
+    check_same(work, stored, request)
+    missing = sorted(set(range(len(stored.ranges))) - set(work.done()))
+    if missing:
+        raise DataError(
+            f"{len(missing)} of {len(stored.ranges)} ranges of {work.out} are not done"
+            f"{work.parts_of(missing)}.",
+            fix="Run those parts again, then --join.",
         )
 
 
-def usual_workers(parts: Sequence[ReadTask]) -> int:
-    """Return how many processes to use: one a usable core, fewer for little text."""
-    sizes = [part.num_bytes for part in parts]
+def check_workers(workers: int | None) -> None:
+    """Check the number of worker processes.
+
+    Raises: DataError when it is less than 1.
+    """
+    if workers is not None and workers < 1:
+        raise not_positive("--workers", workers)
+
+
+def default_workers(tasks: Sequence[ReadTask]) -> int:
+    """Return how many processes to use: one per usable core, fewer for little text."""
+    sizes = [task.num_bytes for task in tasks]
     useful = len(sizes) if 0 in sizes else sum(sizes) // BYTES_PER_WORKER
     cores = min(usable_cores(), cgroup_limits()[0] or useful)
     return max(1, min(cores, useful))
 
 
-def _held_or_claimed(out: Path, request: Request, work: WorkFolder) -> Manifest | None:
-    """Return what `_held` does; where that is None, the work folder is this process's, and nobody
-    else wrote the data set until then.
-    """
-    held = _held(out, request, work)
-    if held is None:
-        work.claim()
-        held = _held(out, request, work)
-    return held
+def _existing_or_claimed(request: Request, work: WorkDir) -> Manifest | None:
+    """Return the manifest of an existing dataset; None once this process owns the work directory."""
+    manifest = existing_dataset(work.out, request.source, request.progress)
+    if manifest is None:
+        work.claim()  # another process may have finished the dataset until now
+        manifest = existing_dataset(work.out, request.source, request.progress)
+    if manifest is not None:
+        work.clear()
+    return manifest
 
 
-def _held(out: Path, request: Request, work: WorkFolder) -> Manifest | None:
-    """Return the manifest of the folder when it holds this very data set, None when there is room
-    for it.
-
-    Raises: DataError when it holds anything else, naming the difference.
-    """
-    if not (out / MANIFEST).is_file():
-        if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-            raise OutputInUse(
-                f"{out} is not empty and is not a data set.",
-                fix="Choose another --out, or remove what is there.",
-            )
-        return None
-    held = Dataset.open(out).manifest
-    different = difference(held.source, request.source)
-    if different:
-        raise OutputInUse(
-            f"{out} holds another data set: {different}.",
-            fix="Choose another --out, or remove that folder.",
-        )
-    work.clear()
-    request.progress.say(
-        f"{out} already holds this data set: {held.tokens:,} tokens. Nothing to do."
-    )
-    return held
-
-
-def _write(work: WorkFolder, request: Request, crew: Workers) -> Manifest:
-    """Pack the ranges that are not done, and join them all; text that cannot be used takes what is
-    done with it.
-    """
-    planned = plan(work, request)
-    records = _packed(work, planned, planned.ranges, crew, request)
+def _write(work: WorkDir, request: Request, crew: Workers) -> Manifest:
+    """Pack the ranges that are not done, and join all; unusable text discards the work."""
+    plan, packing = plan_work(work, request)
+    records = _pack(work, plan, packing, plan.ranges, crew, request)
     skipped = Skipped()
     for record in records:
-        for entry in record.skipped:
-            skipped.add(entry.reason, entry.first, entry.count)
+        for rows in record.skipped:
+            skipped.add(rows.reason, rows.first, rows.count)
     dropped = None
     if request.options.duplicates == "drop":
         with request.progress.task("Looking for duplicates"):
-            dropped = find_duplicates(work, records, kept="val" if planned.rule == NAMED else None)
-            named = where_dropped(planned.ranges, planned.packing.assignment, dropped)
-            records = without(work, records, dropped)
+            dropped = find_duplicates(work, records, plan)
+            first = first_dropped(plan, dropped)
+            records = without_dropped(work, records, dropped)
         if dropped.count:
-            skipped.add("duplicate document", named, dropped.count)
+            skipped.add("duplicate document", first, dropped.count)
     try:
-        _check_splits(records, request.source, planned.rule, skipped)
+        _check_splits(records, request, plan.rule, skipped)
     except DataError:
         work.clear()
         raise
@@ -300,68 +252,68 @@ def _write(work: WorkFolder, request: Request, crew: Workers) -> Manifest:
         return join(
             work,
             records,
-            planned.packing.tokenizer,
+            packing.tokenizer,
             source=request.source,
-            split_rule=planned.rule,
+            split_rule=plan.rule,
             skipped=skipped.entries(),
             dropped=dropped,
         )
 
 
-def _packed(
-    work: WorkFolder, planned: Planned, wanted: list[Range], crew: Workers, request: Request
+def _pack(
+    work: WorkDir,
+    plan: WorkPlan,
+    packing: Packing,
+    wanted: Sequence[Range],
+    crew: Workers,
+    request: Request,
 ) -> list[RangeRecord]:
     """Return the records of some ranges, in order; those that are not done are packed."""
-    numbers = {piece.number for piece in wanted}
+    numbers = {one.number for one in wanted}
     done = {number: record for number, record in work.done().items() if number in numbers}
-    check(work, list(done.values()))
-    left = [piece for piece in wanted if piece.number not in done]
+    check_files(work, list(done.values()))
+    left = [one for one in wanted if one.number not in done]
     if done:
-        request.progress.say(
-            f"{len(done)} of {len(wanted)} ranges were done before; {len(left)} are left."
-        )
-    sizes = [job.part.num_bytes for piece in left for job in piece.jobs]
+        request.progress.say(f"{len(done)} of {len(wanted)} ranges are done; {len(left)} remain.")
+    sizes = [job.read_task.num_bytes for one in left for job in one.jobs]
     total = sum(sizes) / 1e6 if all(sizes) else None
+    limit = BadRowLimit(request.options.max_bad_rows, sum(one.num_bytes for one in plan.ranges))
     records: list[RangeRecord] = []
     try:
         with request.progress.task("Tokenising", total=total, unit="MB") as task:
-            made = crew.pack(left, Setup(planned.packing, work.ranges), _reporter(task))
-            bad_rows = BadRowLimit(
-                request.options.max_bad_rows, sum(piece.num_bytes for piece in planned.ranges)
-            )
-            for piece in wanted:
-                records.append(done[piece.number] if piece.number in done else next(made))
-                bad_rows.add(records[-1])
+            packed = crew.pack(left, Setup(packing, work.ranges), _reporter(task))
+            for one in wanted:
+                records.append(done[one.number] if one.number in done else next(packed))
+                limit.add(records[-1])
         _require_unchanged(work, left, request)
-    except (Unfinished, NotHandedOut, Unreachable):  # no fault of the text
+    except (Unfinished, NotHandedOut, Unreachable):  # not the fault of the text
         raise
     except DataError as error:
-        raise work.give_up(error) from error
+        raise work.discard(error) from error
     return records
 
 
-def _require_unchanged(work: WorkFolder, packed: Sequence[Range], request: Request) -> None:
-    """Check that the text is still what it was when this process began; else what was packed of it
-    is no longer done.
+def _require_unchanged(work: WorkDir, packed: Sequence[Range], request: Request) -> None:
+    """Check that the text did not change since the start; ranges packed since then are forgotten.
 
-    Raises: DataError naming a file that was changed; Unreachable.
+    Raises: DataError naming a file that changed; Unreachable.
     """
     try:
         require_unchanged(request.corpus)
     except Unreachable:
         raise
     except DataError:
-        for piece in packed:
-            record_path(work.ranges, piece.number).unlink(missing_ok=True)
+        for one in packed:
+            record_path(work.ranges, one.number).unlink(missing_ok=True)
         raise
 
 
-def _reporter(task: Task) -> Tell:
-    """Return what shows the work as it is done: bytes, documents, tokens a second."""
+def _reporter(task: Task) -> Report:
+    """Return what shows progress: bytes, documents, tokens per second."""
     started = time.perf_counter()
     documents = tokens = 0
 
-    def tell(tally: Tally) -> None:
+    def report(tally: Tally) -> None:
         nonlocal documents, tokens
         documents += tally.documents
         tokens += tally.tokens
@@ -369,25 +321,25 @@ def _reporter(task: Task) -> Tell:
         task.note(f"{documents:,} documents, {rate:,.0f} tokens/s")
         task.advance(tally.num_bytes / 1e6)
 
-    return tell
+    return report
 
 
 def _check_splits(
-    records: Sequence[RangeRecord], source: Mapping[str, Any], rule: str, skipped: Skipped
+    records: Sequence[RangeRecord], request: Request, rule: str, skipped: Skipped
 ) -> None:
-    """Refuse a data set that lacks a split.
+    """Check that both splits have documents.
 
-    Raises: DataError saying which, and which rule would do.
+    Raises: DataError naming the empty one, and a rule that works.
     """
-    names = " ".join(source["names"])
     train, val = (sum(record.splits[name].documents for record in records) for name in SPLITS)
     if not train and (rule == NAMED or not val):
-        raise empty(names, skipped.counts.items())
+        raise no_documents(" ".join(request.source["names"]), skipped.rows.values())
     if rule == NAMED and not val:
-        raise empty(" ".join(source["val"]), ())
+        raise no_documents(" ".join(request.source["val"]))
     if not train or not val:
         lacking = "validation" if train else "training"
         raise DataError(
-            f"{names}: by {rule!r} none of the {train + val:,} documents is for {lacking}.",
+            f"{' '.join(request.source['names'])}: the split rule {rule!r} leaves none of the "
+            f"{train + val:,} documents for {lacking}.",
             fix="Set --split 'tail 0.1'.",
         )

@@ -19,8 +19,9 @@ from typing import Any, NoReturn
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from flatout.cache import CACHE
-from flatout.data.prepare.options import Request, difference, open_request
 from flatout.data.prepare.pipeline import Engine, Options, check_workers, local, prepare_request
+from flatout.data.prepare.request.identity import difference
+from flatout.data.prepare.request.request import Request, open_request
 from flatout.data.store.manifest import MANIFEST, FileEntry, Manifest, parse_manifest
 from flatout.data.store.remote import (
     cache_dir_of,

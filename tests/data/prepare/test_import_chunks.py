@@ -87,13 +87,14 @@ def test_importing_again_does_nothing_and_another_set_is_refused(chunks):
     assert bring_in(folder).existed
     assert bring_in(folder, split="tail 0.10").existed
     with pytest.raises(
-        DataError, match=r"holds another data set: split 'tail 0\.1' there, 'tail 0\.2' asked for"
+        DataError,
+        match=r"contains a different dataset: split is 'tail 0\.1', and 'tail 0\.2' is requested",
     ):
         bring_in(folder, split="tail 0.2")
-    with pytest.raises(DataError, match=r"documents 'end-of-text' there, 'chunk' asked for"):
+    with pytest.raises(DataError, match=r"documents is 'end-of-text', and 'chunk' is requested"):
         bring_in(folder, documents="chunk")
     torch.save(torch.arange(200) + 1, path(folder, 0))
-    with pytest.raises(DataError, match="holds another data set: the text has changed"):
+    with pytest.raises(DataError, match="contains a different dataset: the text has changed"):
         bring_in(folder)
 
 
@@ -188,7 +189,9 @@ def test_what_json_has_no_number_for_is_kept_as_text_and_compares(chunks):
     }
     assert bring_in(folder).existed
     (folder / "metadata.json").write_text('{"loss": 1}')
-    with pytest.raises(DataError, match=r"holds another data set: metadata\.json has changed\."):
+    with pytest.raises(
+        DataError, match=r"contains a different dataset: metadata\.json has changed\."
+    ):
         bring_in(folder)
 
 
@@ -219,26 +222,29 @@ class Evil:
 @pytest.mark.parametrize(
     ("content", "wanted"),
     [
-        (torch.tensor([1, 2], dtype=torch.int32), "holds a tensor of int32, not of int64"),
-        (torch.tensor([1.0]), "holds a tensor of float32"),
+        (torch.tensor([1, 2], dtype=torch.int32), "contains a tensor of int32, not of int64"),
+        (torch.tensor([1.0]), "contains a tensor of float32"),
         (torch.zeros(3, 4, dtype=torch.int64), r"of shape \(3, 4\), not of one dimension"),
         (torch.tensor(4), r"of shape \(\), not of one dimension"),
         (
             torch.tensor([1, 2, 257]),
-            "token 2: the id 257 is beyond the vocabulary of .*, whose ids are below 257",
+            "token 2: the id 257 is outside the vocabulary of .*, whose ids are below 257",
         ),
-        (torch.tensor([1, -1, 2]), "token 1: the id -1 is beyond the vocabulary"),
-        ({"tokens": torch.tensor([1])}, "holds a dict, not a tensor"),
-        (Evil(), r"holds more than a tensor: it names \w+\.print, and code in a file is never run"),
+        (torch.tensor([1, -1, 2]), "token 1: the id -1 is outside the vocabulary"),
+        ({"tokens": torch.tensor([1])}, "contains a dict, not a tensor"),
+        (
+            Evil(),
+            r"contains more than a tensor: it names \w+\.print, and code in a file is never run",
+        ),
         (b"no pickle", "cannot be read as a tensor: "),
         (b"", "cannot be read as a tensor: "),
         (
             torch.zeros(1, dtype=torch.int64).expand(1 << 40),
-            "holds an expanded tensor: 1,099,511,627,776 elements in 8 bytes",
+            "contains an expanded tensor: 1,099,511,627,776 elements in 8 bytes",
         ),
-        (torch.zeros(4, dtype=torch.int64).to_sparse(), "holds "),
-        (torch.empty(1 << 40, dtype=torch.int64, device="meta"), "holds "),
-        (bytearray(9), r"holds more than a tensor: it names \w+\.bytearray"),
+        (torch.zeros(4, dtype=torch.int64).to_sparse(), "contains "),
+        (torch.empty(1 << 40, dtype=torch.int64, device="meta"), "contains "),
+        (bytearray(9), r"contains more than a tensor: it names \w+\.bytearray"),
     ],
 )
 def test_a_chunk_that_cannot_be_used_is_named_and_nothing_stays(chunks, capsys, content, wanted):
@@ -295,12 +301,12 @@ def test_what_chunks_cannot_be(chunks, options, wanted):
 
 
 def test_too_few_tokens_for_two_splits(chunks):
-    with pytest.raises(DataError, match="holds 1 token, and none is for training"):
+    with pytest.raises(DataError, match="contains 1 token, and none is for training"):
         bring_in(chunks({0: [1]}))
 
 
 def test_nothing_there(tmp_path):
     with pytest.raises(DataError, match=r"has no chunk_NNNNNN\.pt files"):
         bring_in(tmp_path)
-    with pytest.raises(DataError, match="is not a folder"):
+    with pytest.raises(DataError, match="is not a directory"):
         bring_in(tmp_path / "absent")

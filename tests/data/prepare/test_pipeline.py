@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from flatout.data.prepare import pipeline as stage
-from flatout.data.prepare import ranges
+from flatout.data.prepare.pack import jobs
 from flatout.data.prepare.pipeline import Options, prepare_dataset
 from flatout.data.store.shards import Dataset
 from flatout.errors import DataError
@@ -112,7 +112,7 @@ def test_rows_come_back_whole_and_in_order(rows, tmp_path, tokenizer):
 
 def test_any_number_of_workers_writes_the_same_bytes(rows, tmp_path, monkeypatch):
     monkeypatch.setattr(files, "PART_BYTES", 500)
-    monkeypatch.setattr(ranges, "RANGE_BYTES", 1200)
+    monkeypatch.setattr(jobs, "RANGE_BYTES", 1200)
     options = Options(tokenizer="train:300", split="hash 0.2")
     for count in (1, 2, 3):
         prepare_dataset([str(rows)], tmp_path / f"out{count}", options, workers=count)
@@ -123,7 +123,7 @@ def test_the_tail_of_a_short_and_a_long_text_cuts_the_long_one_for_any_number_of
     tmp_path, monkeypatch
 ):
     monkeypatch.setattr(files, "PART_BYTES", 500)
-    monkeypatch.setattr(ranges, "RANGE_BYTES", 1200)
+    monkeypatch.setattr(jobs, "RANGE_BYTES", 1200)
     folder = tmp_path / "texts"
     folder.mkdir()
     short, long = "short é " * 25, "long text " * 1_000
@@ -152,7 +152,7 @@ def test_preparing_again_does_nothing_and_says_so(book, tmp_path):
     assert again.existed
     assert again.manifest == first.manifest
     assert {path: path.stat().st_mtime_ns for path in first.path.iterdir()} == before
-    assert "already holds this data set" in listener.said[0]
+    assert "already contains this dataset" in listener.said[0]
     assert listener.tasks == []
 
 
@@ -167,10 +167,10 @@ def test_the_same_text_in_another_place_is_the_same_data_set(book, tmp_path):
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"tokenizer": "char"}, "tokenizer 'byte' there, 'char' asked for"),
-        ({"split": "tail 0.5"}, "split None there, 'tail 0.5' asked for"),
-        ({"max_documents": 5}, "max_documents None there, 5 asked for"),
-        ({"text_field": "body"}, "text_field 'text' there, 'body' asked for"),
+        ({"tokenizer": "char"}, "tokenizer is 'byte', and 'char' is requested"),
+        ({"split": "tail 0.5"}, "split is None, and 'tail 0.5' is requested"),
+        ({"max_documents": 5}, "max_documents is None, and 5 is requested"),
+        ({"text_field": "body"}, "text_field is 'text', and 'body' is requested"),
     ],
 )
 def test_another_data_set_there_is_refused_and_kept(tmp_path, changed, said):
@@ -188,7 +188,7 @@ def test_text_that_has_changed_is_another_data_set(book, tmp_path):
     book.write_text(book.read_text().replace("Sentence 7 ", "Sentence X "))
     with pytest.raises(DataError, match="the text has changed"):
         prepare_dataset([str(book)], tmp_path / "out", Options(tokenizer="byte"))
-    with pytest.raises(DataError, match=r"the text of .*book\.txt there, of synthetic asked for"):
+    with pytest.raises(DataError, match=r"its text is .*book\.txt, and synthetic is requested"):
         prepare_dataset(["synthetic"], tmp_path / "out", Options(tokenizer="byte"))
 
 
@@ -204,7 +204,7 @@ def test_a_tokenizer_file_is_told_by_its_content(book, tmp_path):
     other = prepare_dataset(
         ["synthetic:documents=20"], tmp_path / "other", Options(tokenizer="train:300")
     )
-    with pytest.raises(DataError, match="tokenizer 'sha256:"):
+    with pytest.raises(DataError, match="tokenizer is 'sha256:"):
         prepare_dataset([str(book)], tmp_path / "second", Options(tokenizer=str(other.path)))
 
 
@@ -212,11 +212,11 @@ def test_a_folder_with_something_else_in_it_is_refused_before_any_work(book, tmp
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.txt").write_text("precious")
     listener = Listener()
-    with pytest.raises(DataError, match="is not empty and is not a data set"):
+    with pytest.raises(DataError, match="is not an empty directory"):
         prepare_dataset([str(book)], tmp_path / "out", Options(), progress=listener)
     assert content(tmp_path / "out") == {"thesis.txt": b"precious"}
     assert listener.tasks == []
-    with pytest.raises(DataError, match="is not empty"):
+    with pytest.raises(DataError, match="is not an empty"):
         prepare_dataset([str(book)], book, Options())
     (tmp_path / "empty").mkdir()
     assert (
@@ -271,13 +271,13 @@ def test_bad_rows_raise_by_name_or_are_counted_in_the_manifest(tmp_path):
 @pytest.mark.parametrize("name", ["empty.txt", "blank.jsonl"])
 def test_an_empty_corpus_is_said_and_leaves_nothing(tmp_path, tokenizer, name):
     (tmp_path / name).write_text("\n\n" if name.endswith("l") else "")
-    with pytest.raises(DataError, match=r"holds no document|corpus is empty"):
+    with pytest.raises(DataError, match=r"contains no documents|corpus is empty"):
         prepare_dataset([str(tmp_path / name)], tmp_path / "out", Options(tokenizer=tokenizer))
     assert [entry.name for entry in tmp_path.iterdir()] == [name]
 
 
 def test_a_split_that_would_be_empty_is_said_and_leaves_nothing(rows, tmp_path):
-    with pytest.raises(DataError, match=r"none of the 300 documents is for validation.*tail 0\.1"):
+    with pytest.raises(DataError, match=r"none of the 300 documents for validation.*tail 0\.1"):
         prepare_dataset([str(rows)], tmp_path / "out", Options(tokenizer="byte", split="hash 1e-9"))
     with pytest.raises(DataError, match="for training"):
         prepare_dataset(
@@ -288,7 +288,7 @@ def test_a_split_that_would_be_empty_is_said_and_leaves_nothing(rows, tmp_path):
 
 def test_limits_take_the_beginning(rows, tmp_path, monkeypatch):
     monkeypatch.setattr(files, "PART_BYTES", 700)
-    monkeypatch.setattr(ranges, "RANGE_BYTES", 700)
+    monkeypatch.setattr(jobs, "RANGE_BYTES", 700)
     values = [json.loads(line)["text"] for line in rows.read_text().splitlines()]
     for count in (1, 2):
         out = tmp_path / f"documents{count}"
@@ -322,9 +322,9 @@ def test_values_that_cannot_be_meant_are_refused_before_reading(tmp_path, option
 
 
 def test_a_packed_tokenizer_is_to_be_unpacked(book, tmp_path):
-    with pytest.raises(DataError, match=r"x\.json\.gz is packed") as raised:
+    with pytest.raises(DataError, match=r"x\.json\.gz is compressed") as raised:
         prepare_dataset([str(book)], tmp_path / "out", Options(tokenizer="x.json.gz"))
-    assert raised.value.fix.startswith("Unpack it first")
+    assert raised.value.fix.startswith("Decompress it first")
 
 
 def test_a_row_left_out_of_a_file_whose_name_is_not_utf8_is_written_down(tmp_path):
@@ -364,13 +364,13 @@ def test_ctrl_c_keeps_what_is_done_and_leaves_no_process(tmp_path):
         f"import sys; sys.path[:] = {[str(tmp_path), *sys.path]!r}\n"
         "from pathlib import Path\n"
         "from flatout.data.prepare.pipeline import Options, prepare_dataset\n"
-        "from flatout.data.prepare.local_workers import Crew\n"
-        "pack = Crew.pack\n"
+        "from flatout.data.prepare.workers.local import LocalWorkers\n"
+        "pack = LocalWorkers.pack\n"
         "def told(crew, ranges, setup, tell):\n"
         "    for item in pack(crew, ranges, setup, tell):\n"
         "        print('pids', *[worker.process.pid for worker in crew._workers], flush=True)\n"
         "        yield item\n"
-        "Crew.pack = told\n"
+        "LocalWorkers.pack = told\n"
         f"out = Path({str(tmp_path / 'out_parent' / 'out')!r})\n"
         "prepare_dataset(['slow_source:slow'], out, Options(tokenizer='byte', split='hash 0.1'), workers=2)\n"
     )
@@ -405,7 +405,7 @@ def test_what_a_killed_prepare_left_does_not_disturb_the_next(book, tmp_path):
 
 def test_long_steps_are_said_and_counted_to_the_end(rows, tmp_path, monkeypatch):
     monkeypatch.setattr(files, "PART_BYTES", 500)
-    monkeypatch.setattr(ranges, "RANGE_BYTES", 1200)
+    monkeypatch.setattr(jobs, "RANGE_BYTES", 1200)
     listener = Listener()
     prepare_dataset(
         [str(rows)], tmp_path / "out", Options(tokenizer="train:300"), progress=listener
@@ -423,11 +423,11 @@ def test_long_steps_are_said_and_counted_to_the_end(rows, tmp_path, monkeypatch)
 def test_little_text_is_not_worth_a_process(rows, monkeypatch):
     monkeypatch.setattr(stage, "usable_cores", lambda: 64)
     monkeypatch.setattr(stage, "cgroup_limits", lambda: (None, None))
-    assert stage.usual_workers(files.files(str(rows))) == 1
+    assert stage.default_workers(files.files(str(rows))) == 1
     large = [ReadTask(list, (), "x", num_bytes=10**9)]
-    assert stage.usual_workers(large) == 64
+    assert stage.default_workers(large) == 64
     monkeypatch.setattr(stage, "cgroup_limits", lambda: (3, None))
-    assert stage.usual_workers(large) == 3, "a container's limit counts"
+    assert stage.default_workers(large) == 3, "a container's limit counts"
 
 
 def test_tokens_are_stored_in_16_bits_when_they_fit(book, tmp_path):
@@ -485,5 +485,5 @@ def test_a_mask_field_is_packed_and_not_learned_from(tmp_path):
     assert b"question" not in bytes(tokens[mask & (tokens < 256)].astype("u1"))
     assert made.manifest.source["mask_field"] == "ask.q"
     assert Dataset.open(made.path).split("train").has_mask
-    with pytest.raises(DataError, match=r"mask_field 'ask\.q' there, None asked for"):
+    with pytest.raises(DataError, match=r"mask_field is 'ask\.q', and None is requested"):
         prepare_dataset([str(path)], tmp_path / "out", Options(tokenizer="byte", split="tail 0.5"))

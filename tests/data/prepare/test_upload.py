@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from flatout.data.prepare.merge import join
+from flatout.data.prepare.join.shards import join
 from flatout.data.prepare.pipeline import Options, prepare_dataset
 from flatout.data.prepare.upload import CLAIM, PROBE, prepare_upload
 from flatout.data.store.remote import cache_dir_of, open_dataset
@@ -115,7 +115,7 @@ def test_the_same_dataset_is_left_unchanged_and_a_different_one_is_refused(
     ]
     with pytest.raises(
         DataError,
-        match=r"faulty://bucket/set contains a different dataset: max_documents None there, 5 asked for",
+        match=r"faulty://bucket/set contains a different dataset: max_documents is None, and 5 is requested",
     ):
         send(Options(tokenizer="byte", split="hash 0.1", max_documents=5))
     assert puts(store) == []
@@ -128,7 +128,7 @@ def test_validation_text_is_sent_too_and_a_different_one_is_refused(send, store,
     assert send(options).manifest.splits["val"].documents == 1
     assert send(options).existed
     with pytest.raises(
-        DataError, match=r"the validation text .*valid.txt there, .*other.txt asked for"
+        DataError, match=r"its validation text is .*valid.txt, and .*other.txt is requested"
     ):
         send(Options(tokenizer="byte", val=(str(tmp_path / "other.txt"),)))
 
@@ -183,7 +183,7 @@ def test_a_missing_package_is_named_with_its_extra(send, monkeypatch):
 
 def test_unusable_text_leaves_the_url_empty(send, store, tmp_path):
     (tmp_path / "empty.txt").write_text("")
-    with pytest.raises(DataError, match="holds no document"):
+    with pytest.raises(DataError, match="contains no documents"):
         send(sources=[str(tmp_path / "empty.txt")])
     assert stored(store) == {}
     assert send().manifest.documents == 300
@@ -237,13 +237,13 @@ def test_an_unfinished_upload_is_resumed_only_by_the_same_dataset(send, store):
     store.faults.clear()
     with pytest.raises(
         DataError,
-        match="faulty://bucket/set contains an unfinished, different dataset: max_documents None there, 5 asked for",
+        match="faulty://bucket/set contains an unfinished, different dataset: max_documents is None, and 5 is requested",
     ):
         send(Options(tokenizer="byte", split="hash 0.1", max_documents=5))
     store.rm_file(f"{URL}/{CLAIM}")
     with pytest.raises(
         DataError,
-        match=r"work/set, which waits to be sent, contains a different dataset: max_documents None there",
+        match=r"work/set, which waits to be sent, contains a different dataset: max_documents is None",
     ):
         send(Options(tokenizer="byte", split="hash 0.1", max_documents=5))
     assert not send().existed

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from flatout import files
-from flatout.data.prepare import merge as joining
+from flatout.data.prepare.join import shards as joining
 from flatout.data.prepare.writer import DatasetWriter
 from flatout.data.store.manifest import BLOCK_BYTES, SkippedEntry
 from flatout.data.store.shards import Dataset
@@ -137,7 +137,7 @@ def test_two_writers_of_one_folder(tmp_path):
 def test_a_folder_that_holds_something_is_left_alone(tmp_path, stub_tokenizer):
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "mine.txt").write_text("mine")
-    with pytest.raises(DataError, match="not an empty folder"):
+    with pytest.raises(DataError, match="not an empty directory"):
         DatasetWriter(tmp_path / "set", vocab_size=300)
     assert contents(tmp_path / "set") == {"mine.txt": b"mine"}
 
@@ -171,7 +171,7 @@ def test_a_full_disk(tmp_path, stub_tokenizer, monkeypatch):
 @pytest.mark.parametrize("token", [300, -1])
 def test_an_id_outside_the_vocabulary(tmp_path, token):
     with (
-        pytest.raises(DataError, match="its vocabulary has 300"),
+        pytest.raises(DataError, match="states a vocabulary of 300"),
         DatasetWriter(tmp_path / "set", vocab_size=300) as writer,
     ):
         writer.train.append(np.array([1, token]), [2], text_bytes=2)

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from flatout.data import tokenizers
-from flatout.data.prepare import local_workers
+from flatout.data.prepare.workers import local as local_workers
 from flatout.data.tokenizers import check, load_tokenizer, make_tokenizer, process_limits
 from flatout.data.tokenizers.base import NotEncodable
 from flatout.data.tokenizers.bpe import GPT2_PATTERN, RankTokenizer
@@ -295,7 +295,7 @@ def test_a_worker_that_ran_out_of_cpu_time_names_the_tokenizer():
     code = "import time; from flatout.data.tokenizers.process_limits import cpu_bounded\nwith cpu_bounded(0):\n  while True: pass"
     environment = {"PYTHONPATH": os.pathsep.join(sys.path)}
     process = subprocess.Popen([sys.executable, "-c", code], env=environment)
-    error = local_workers._died(SimpleNamespace(process=process))
+    error = local_workers._Worker(process, None).death()
     assert "The tokenizer took more than 300 s of CPU time for one piece of text" in str(error)
 
 

@@ -1,0 +1,1 @@
+"""Chunks of tokens that another pipeline saved: finding them, their metadata, reading tensors."""

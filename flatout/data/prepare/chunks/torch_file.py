@@ -1,0 +1,115 @@
+"""The tensor in a file that torch.save wrote, read in memory bounded by the file's size, whatever
+the file claims.
+"""
+
+from __future__ import annotations
+
+import pickletools
+import re
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+from flatout.errors import DataError
+
+if TYPE_CHECKING:
+    import torch
+
+PICKLE_BYTES = 1 << 20
+"""Maximum size of the pickle that describes a tensor, which takes a few hundred bytes."""
+LEGACY_PICKLES = 5
+"""Before zip files, torch.save wrote this many pickles, one after the other, and then the numbers."""
+_CALLED = re.compile(
+    r"torch\._utils _rebuild_(tensor|parameter)\w*|torch(\.storage)? \w+Storage"
+    r"|torch \w*\d\w*|collections OrderedDict"
+)
+"""Names in a tensor's pickle; torch's own list also allows some, such as bytearray, that allocate
+memory of any size.
+"""
+
+
+def load_tensor(path: Path) -> torch.Tensor:
+    """Return the tensor in a file of torch.save, without running any code in the file.
+
+    Shapes:  returns what was saved, any shape.
+    Raises: DataError when the file cannot be read, contains something else, or a tensor with more
+            elements than the file.
+    """
+    import torch
+
+    if not path.is_file():
+        raise _error(f"{path} is not a regular file.")
+    try:
+        _check(path)
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except DataError:
+        raise
+    except Exception as error:  # torch's unpickler raises errors of any kind for a damaged file
+        text = str(error).strip().partition("\n")[0].rstrip(".")
+        # torch's message about weights_only tells users how to run the file's code
+        reason = "" if "weights_only" in str(error) else f": {text or type(error).__name__}"
+        raise _error(f"{path} cannot be read as a tensor{reason}.") from error
+    if not isinstance(found, torch.Tensor):
+        raise _error(f"{path} contains a {type(found).__name__}, not a tensor.")
+    if found.layout is not torch.strided or found.device.type != "cpu":
+        raise DataError(
+            f"{path} contains a tensor without its own numbers.",
+            fix="Save tokens.to_dense().cpu().",
+        )
+    num_bytes = found.untyped_storage().nbytes()
+    if found.numel() * found.element_size() > num_bytes:
+        raise DataError(
+            f"{path} contains an expanded tensor: {found.numel():,} elements in {num_bytes:,} "
+            "bytes.",
+            fix="Save tokens.clone(), which holds every element.",
+        )
+    return found
+
+
+def _error(what: str) -> DataError:
+    fix = "Copy or write the chunk again; it must be one tensor saved with torch.save."
+    return DataError(what, fix=fix)
+
+
+def _check(path: Path) -> None:
+    """Refuse a file for which torch could need more memory or time than its size justifies."""
+    with path.open("rb") as file:
+        if file.read(4) != b"PK\x03\x04":
+            file.seek(0)
+            _check_names(path, (name for _ in range(LEGACY_PICKLES) for name in _names(file)))
+            return
+        with zipfile.ZipFile(file) as archive:
+            entries = archive.infolist()
+            if (
+                any(entry.compress_type != zipfile.ZIP_STORED for entry in entries)
+                or sum(entry.file_size for entry in entries) > path.stat().st_size
+            ):
+                raise _error(
+                    f"{path} is compressed, or its entries overlap; torch.save writes neither."
+                )
+            for entry in entries:
+                if entry.filename.endswith("data.pkl"):
+                    if entry.file_size > PICKLE_BYTES:
+                        raise _error(
+                            f"{path} contains a pickle of {entry.file_size:,} bytes, too large "
+                            "for one tensor's."
+                        )
+                    with archive.open(entry) as pickled:
+                        _check_names(path, _names(pickled))
+
+
+def _names(file: IO[bytes]) -> Iterator[str]:
+    """Yield what the next pickle of a file names, `MODULE NAME`."""
+    for opcode, argument, _ in pickletools.genops(file):
+        if opcode.name in ("GLOBAL", "STACK_GLOBAL", "INST"):
+            yield str(argument)
+
+
+def _check_names(path: Path, names: Iterator[str]) -> None:
+    wrong = next((name for name in names if not _CALLED.fullmatch(name)), None)
+    if wrong is not None:
+        raise _error(
+            f"{path} contains more than a tensor: it names {wrong.replace(' ', '.')}, and code in "
+            "a file is never run."
+        )

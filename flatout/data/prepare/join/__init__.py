@@ -1,0 +1,1 @@
+"""Packed ranges to a dataset: duplicates dropped, tokens joined into shards."""

@@ -1,0 +1,179 @@
+"""Duplicate documents, found by a hash of their text in bounded memory.
+
+A range packed with `--duplicates drop` has marks: a hash and a size for each document. Marks are
+distributed to files by their hash, about a million each, and each file is sorted alone. The first of
+equal documents stays, training before validation, so that no validation document was trained on.
+Separate validation text stays complete, and training loses the documents it shares with it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from flatout.data.prepare.pack.jobs import Range
+from flatout.data.prepare.pack.records import RangeRecord
+from flatout.data.prepare.plan.work_dir import WorkDir
+from flatout.data.prepare.plan.work_plan import WorkPlan
+from flatout.data.prepare.request.split_rule import NAMED
+from flatout.data.store.manifest import SPLITS, SplitName
+from flatout.files import writing
+from flatout.sources import FIRST_NAMED, Document, RowLocation
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+ZEROS_AT_ONCE = 1 << 20
+SORTED_AT_ONCE = 1 << 20
+"""Approximate number of marks that are sorted in memory."""
+
+_SORTED = np.dtype([("hash", "<u8", 2), ("document", "<i8")])
+
+
+class Dropped:
+    """The documents of each range that are left out."""
+
+    def __init__(self, flags: Array, slices: dict[tuple[int, SplitName], slice]) -> None:
+        self._flags = flags
+        self._slices = slices
+
+    def of(self, number: int, name: SplitName) -> Array:
+        """Return True for each document of a split of a range that is left out.
+
+        Shapes:  returns (documents,) bool.
+        """
+        dropped: Array = self._flags[self._slices[number, name]] != 0
+        return dropped
+
+    @property
+    def count(self) -> int:
+        """Number of documents left out."""
+        return int(self._flags.sum(dtype=np.int64))
+
+
+def find_duplicates(work: WorkDir, records: Sequence[RangeRecord], plan: WorkPlan) -> Dropped:
+    """Return which documents of all ranges, in order, occurred before.
+
+    Separate validation text comes first and keeps its own duplicates.
+    """
+    kept: SplitName | None = "val" if plan.rule == NAMED else None
+    slices: dict[tuple[int, SplitName], slice] = {}
+    total = 0
+    for name in sorted(SPLITS, key=lambda name: name != kept):
+        for record in records:
+            slices[record.number, name] = slice(total, total + record.splits[name].documents)
+            total += record.splits[name].documents
+    folder = work.path / "duplicates"
+    with writing(work.out):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        flags = _zeros(folder / "flags", total)
+        for path in _distribute(work, records, slices, folder, -(-total // SORTED_AT_ONCE)):
+            marks = np.fromfile(path, _SORTED)
+            order = np.lexsort((marks["document"], marks["hash"][:, 1], marks["hash"][:, 0]))
+            hashes = marks["hash"][order]
+            again = np.flatnonzero((hashes[1:] == hashes[:-1]).all(axis=1)) + 1
+            flags[marks["document"][order[again]]] = 1
+            path.unlink()
+        if kept is not None:
+            for record in records:
+                flags[slices[record.number, kept]] = 0
+        return Dropped(flags, slices)
+
+
+def _zeros(path: Path, total: int) -> Array:
+    """Return a zero flag for each document, on disk."""
+    size = max(total, 1)
+    with path.open("wb") as file:
+        _allocate(file, size)  # reports a full disk, which kills a process that writes to the map
+    return np.memmap(path, np.uint8, "r+", shape=size)[:total]
+
+
+def _allocate(file: IO[bytes], size: int) -> None:
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(file.fileno(), 0, size)
+        return
+    for start in range(0, size, ZEROS_AT_ONCE):  # macOS
+        file.write(bytes(min(ZEROS_AT_ONCE, size - start)))
+
+
+def _distribute(
+    work: WorkDir,
+    records: Sequence[RangeRecord],
+    slices: dict[tuple[int, SplitName], slice],
+    folder: Path,
+    count: int,
+) -> Iterator[Path]:
+    """Write the marks of all ranges to `count` files by their hash, and yield the files."""
+    paths = [folder / f"marks-{number}" for number in range(max(count, 1))]
+    for record in records:
+        for name, split in record.splits.items():
+            marks = split.read(work.ranges, "marks")
+            sortable = np.empty(len(marks), _SORTED)
+            sortable["hash"] = marks["hash"]
+            sortable["document"] = np.arange(len(marks)) + slices[record.number, name].start
+            target = sortable["hash"][:, 0] % len(paths)
+            for number in np.unique(target):
+                with paths[number].open("ab") as file:
+                    file.write(sortable[target == number].tobytes())
+    return (path for path in paths if path.exists())
+
+
+def without_dropped(
+    work: WorkDir, records: Sequence[RangeRecord], dropped: Dropped
+) -> list[RangeRecord]:
+    """Return the records with the counts that remain."""
+    remaining = []
+    for record in records:
+        splits = {}
+        for name, split in record.splits.items():
+            keep = ~dropped.of(record.number, name)
+            lengths = np.diff(split.read(work.ranges, "ends"), prepend=0)
+            sizes = split.read(work.ranges, "marks")["text_bytes"]
+            counts = {
+                "tokens": int(lengths[keep].sum()),
+                "documents": int(keep.sum()),
+                "text_bytes": int(sizes[keep].sum()),
+            }
+            splits[name] = split.model_copy(update=counts)
+        is_cut = (
+            record.cut_documents
+            and not dropped.of(record.number, "train")[-1]
+            and not dropped.of(record.number, "val")[0]
+        )
+        update = {"splits": splits, "cut_documents": int(is_cut)}
+        remaining.append(record.model_copy(update=update))
+    return remaining
+
+
+def first_dropped(plan: WorkPlan, dropped: Dropped) -> list[RowLocation]:
+    """Return where the first dropped documents are; their ranges are read again for this.
+
+    A range with a document that could not be tokenised is passed over: its documents cannot be
+    counted off.
+    """
+    found: list[RowLocation] = []
+    for work in plan.ranges:
+        flags = {name: dropped.of(work.number, name) for name in SPLITS}
+        if any(flag.any() for flag in flags.values()):
+            found += _places_in(work, plan, flags)
+        if len(found) >= FIRST_NAMED:
+            break
+    return found[:FIRST_NAMED]
+
+
+def _places_in(work: Range, plan: WorkPlan, flags: Mapping[SplitName, Array]) -> list[RowLocation]:
+    found: list[RowLocation] = []
+    counts = dict.fromkeys(SPLITS, 0)
+    for job in work.jobs:
+        documents = (row for row in job.rows() if isinstance(row, Document))
+        for index, row in enumerate(documents, job.first):
+            for name, _ in (job.assignment or plan.assignment).assign(row.text, index):
+                if flags[name][counts[name] : counts[name] + 1].any() and len(found) < FIRST_NAMED:
+                    found.append(row.location)
+                counts[name] += 1
+    return found if all(counts[name] == len(flags[name]) for name in SPLITS) else []

@@ -1,0 +1,261 @@
+"""Joining ranges to a dataset: their tokens in order, in shards of 128 MiB.
+
+Where a shard begins depends on the tokens alone, so the bytes are the same for any division of the
+work. A complete shard is recorded, then the ranges inside it are removed: joining needs space for
+one shard more than the tokens, and continues where it was killed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict
+
+from flatout.data.prepare.join.duplicates import Dropped
+from flatout.data.prepare.pack.records import RECORD, RangeRecord, record_path
+from flatout.data.prepare.plan.limits import SHARD_BYTES
+from flatout.data.prepare.plan.work_dir import WorkDir
+from flatout.data.store.manifest import (
+    MANIFEST,
+    SPLITS,
+    TOKENIZER,
+    FileEntry,
+    Manifest,
+    SkippedEntry,
+    SplitEntry,
+    SplitName,
+    TokenizerEntry,
+    token_dtype,
+)
+from flatout.files import (
+    CheckedFile,
+    Unfinished,
+    check_blocks,
+    sync,
+    write_text,
+    write_whole,
+    writing,
+)
+
+if TYPE_CHECKING:
+    from flatout.data.tokenizers import Tokenizer
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+_COPIED = 4 << 20
+"""Bytes copied at a time."""
+
+
+class _Shard(BaseModel):
+    """The record of a complete shard."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    tokens: FileEntry
+    mask: FileEntry | None
+
+
+def join(
+    work: WorkDir,
+    records: Sequence[RangeRecord],
+    tokenizer: Tokenizer,
+    *,
+    source: Mapping[str, Any],
+    split_rule: str,
+    skipped: Sequence[SkippedEntry] = (),
+    dropped: Dropped | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> Manifest:
+    """Join all ranges, in order, to the dataset, publish it, and return its manifest.
+
+    Documents that are `dropped` are left out; the records count the others. Files of ranges that
+    another process wrote should be checked first (`check_files`).
+
+    Raises: Unfinished for a full disk.
+    """
+    dtype = token_dtype(tokenizer.vocab_size)
+    shard_tokens = max(shard_bytes // np.dtype(dtype).itemsize, 1)
+    with writing(work.out):
+        work.joined.mkdir(exist_ok=True)
+        splits = {
+            name: _SplitJoiner(work, name, records, dtype, dropped).join(shard_tokens)
+            for name in SPLITS
+        }
+        tokenizer.save(work.joined / TOKENIZER)
+        sync(work.joined / TOKENIZER)
+        manifest = Manifest(
+            dtype=dtype,
+            vocab_size=tokenizer.vocab_size,
+            tokenizer=TokenizerEntry(name=tokenizer.name, digest=tokenizer.digest()),
+            splits=splits,
+            source=dict(source),
+            split_rule=split_rule,
+            skipped=tuple(skipped),
+            cut_documents=sum(record.cut_documents for record in records),
+        ).sealed()
+        write_whole(work.joined / MANIFEST, manifest.model_dump_json(indent=1) + "\n")
+    work.publish()
+    return manifest
+
+
+def check_files(work: WorkDir, records: Sequence[RangeRecord]) -> None:
+    """Check the files of some ranges; a range whose files are damaged will be packed again.
+
+    Missing files are passed over: their tokens may be in a shard.
+
+    Raises: Unfinished with the number of damaged ranges.
+    """
+    damaged = 0
+    for record in records:
+        entries = (entry for split in record.splits.values() for entry in split.files.values())
+        if not all(
+            check_blocks(work.ranges / entry.name, entry)
+            for entry in entries
+            if (work.ranges / entry.name).exists()
+        ):
+            record_path(work.ranges, record.number).unlink()
+            damaged += 1
+    if damaged:
+        raise _damaged(f"{damaged} of {len(records)} ranges in {work.path} were")
+
+
+def _damaged(what: str) -> Unfinished:
+    return Unfinished(
+        f"{what} damaged on the disk.",
+        fix="Run the same command again: it packs them again, and keeps the rest.",
+    )
+
+
+class _SplitJoiner:
+    """Joins one split."""
+
+    def __init__(
+        self,
+        work: WorkDir,
+        name: SplitName,
+        records: Sequence[RangeRecord],
+        dtype: str,
+        dropped: Dropped | None,
+    ) -> None:
+        self._work = work
+        self._name = name
+        self._dropped = dropped
+        self._numbers = [record.number for record in records]
+        self._splits = [record.splits[name] for record in records]
+        self._starts = np.cumsum([0, *(split.tokens for split in self._splits)])
+        self._itemsizes = {"bin": np.dtype(dtype).itemsize}
+        if any("mask" in split.files for split in self._splits):
+            self._itemsizes["mask"] = 1
+
+    def join(self, shard_tokens: int) -> SplitEntry:
+        """Write the shards that are missing, then the document ends."""
+        total = int(self._starts[-1])
+        shards = [
+            self._shard(number, start, min(start + shard_tokens, total))
+            for number, start in enumerate(range(0, total, shard_tokens))
+        ]
+        return SplitEntry(
+            tokens=total,
+            documents=sum(split.documents for split in self._splits),
+            text_bytes=sum(split.text_bytes for split in self._splits),
+            shards=tuple(shard.tokens for shard in shards),
+            document_ends=self._write_ends(),
+            masks=tuple(shard.mask for shard in shards if shard.mask is not None),
+        )
+
+    def _shard(self, number: int, start: int, stop: int) -> _Shard:
+        stem = f"{self._name}-{number:05d}"
+        record = self._work.path / f"{stem}{RECORD}"
+        if record.is_file():
+            shard = _Shard.model_validate_json(record.read_text(encoding="utf-8"))
+        else:
+            files = {kind: self._write_shard(kind, stem, start, stop) for kind in self._itemsizes}
+            shard = _Shard(tokens=files["bin"], mask=files.get("mask"))
+            sync(self._work.joined)
+            write_text(record, shard.model_dump_json() + "\n")
+        for split in self._splits[: int(np.searchsorted(self._starts[1:], stop, side="right"))]:
+            for kind in self._itemsizes:
+                if kind in split.files:
+                    (self._work.ranges / split.files[kind].name).unlink(missing_ok=True)
+        return shard
+
+    def _write_shard(self, kind: str, stem: str, start: int, stop: int) -> FileEntry:
+        """Write the tokens from `start` up to `stop`, or their mask, to a file."""
+        suffix = "bin" if kind == "bin" else f"{kind}.bin"
+        file = CheckedFile(self._work.joined / f"{stem}.{suffix}")
+        try:
+            first = int(np.searchsorted(self._starts[1:], start, side="right"))
+            last = int(np.searchsorted(self._starts[1:], stop, side="left"))
+            for index in range(first, min(last + 1, len(self._splits))):
+                offset = int(self._starts[index])
+                inside_start = max(start - offset, 0)
+                inside_stop = min(stop - offset, self._splits[index].tokens)
+                if inside_start < inside_stop:
+                    for begin, end in self._kept(index, inside_start, inside_stop):
+                        self._copy(index, kind, file, begin, end)
+            return file.close()
+        except BaseException:
+            file.abandon()
+            raise
+
+    def _kept(self, index: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Yield where the remaining tokens from `start` up to `stop` are in a range's files."""
+        if self._dropped is None:
+            yield start, stop
+            return
+        before = 0
+        ends = self._splits[index].read(self._work.ranges, "ends")
+        for begin, end in runs(ends, self._dropped.of(self._numbers[index], self._name)):
+            first, last = max(start - before, 0), min(stop - before, end - begin)
+            if first < last:
+                yield begin + first, begin + last
+            before += end - begin
+
+    def _copy(self, index: int, kind: str, target: CheckedFile, start: int, stop: int) -> None:
+        """Append the items from `start` up to `stop` of one of a range's files."""
+        path = self._work.ranges / self._splits[index].files[kind].name
+        position, end = start * self._itemsizes[kind], stop * self._itemsizes[kind]
+        try:
+            with path.open("rb") as file:
+                file.seek(position)
+                while position < end and (data := file.read(min(_COPIED, end - position))):
+                    target.write(np.frombuffer(data, np.uint8))
+                    position += len(data)
+        except FileNotFoundError:
+            position = -1
+        if position != end:
+            record_path(self._work.ranges, self._numbers[index]).unlink()
+            raise _damaged(f"{path} was")
+
+    def _write_ends(self) -> FileEntry:
+        file = CheckedFile(self._work.joined / f"{self._name}-documents.bin")
+        try:
+            for start, number, split in zip(
+                self._starts, self._numbers, self._splits, strict=False
+            ):
+                ends = split.read(self._work.ranges, "ends")
+                if self._dropped is not None:
+                    keep = ~self._dropped.of(number, self._name)
+                    ends = np.cumsum(np.diff(ends, prepend=0)[keep])
+                file.write((ends + start).astype("<i8"))
+            return file.close()
+        except BaseException:
+            file.abandon()
+            raise
+
+
+def runs(ends: Array, drops: Array) -> list[tuple[int, int]]:
+    """Return [start, stop) of the tokens that stay, adjacent documents merged.
+
+    Shapes:  ends (documents,), drops (documents,) bool.
+    """
+    merged: list[tuple[int, int]] = []
+    if not drops.all():
+        starts = np.concatenate([[0], ends[:-1]])[~drops]
+        stops = ends[~drops]
+        first = np.concatenate([[True], starts[1:] != stops[:-1]])
+        last = np.concatenate([first[1:], [True]])
+        merged = list(zip(starts[first].tolist(), stops[last].tolist(), strict=True))
+    return merged

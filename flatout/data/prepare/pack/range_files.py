@@ -1,0 +1,165 @@
+"""The files of a range: `NNNNNN.{train,val}.{bin,ends,mask,marks}`.
+
+They hold tokens, the position after each document's last token counted from the range's first, the
+loss mask, and the marks by which duplicates are found. The range's record comes last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flatout.data.prepare.pack.jobs import Range
+from flatout.data.prepare.pack.records import RangeRecord, RangeSplit, record_path
+from flatout.data.prepare.pack.skipped import Skipped, storable
+from flatout.data.prepare.pack.tokenize import Packing, Report, pack
+from flatout.data.store.manifest import SPLITS, token_dtype
+from flatout.errors import DataError
+from flatout.files import CheckedFile, sync, write_whole, writing
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class SplitWriter:
+    """Writes the files of one split of a range, which are created when there is something in them."""
+
+    def __init__(self, folder: Path, stem: str, vocab_size: int) -> None:
+        self._folder = folder
+        self._stem = stem
+        self._vocab_size = vocab_size
+        self._dtype = np.dtype(token_dtype(vocab_size)).newbyteorder("<")
+        self._files: dict[str, CheckedFile] = {}
+        self._tokens = self._documents = self._text_bytes = self._last_end = 0
+
+    def append(
+        self,
+        tokens: Array,
+        ends: Array | Sequence[int],
+        *,
+        text_bytes: int,
+        mask: Array | None = None,
+        marks: Array | None = None,
+    ) -> None:
+        """Append tokens; `ends` are the positions in `tokens` after each document's last token.
+
+        A document may continue in the next call. `mask` is 0 where a token is not a target; a split
+        has a mask always or never.
+
+        Shapes:  tokens (T,), any integer type; ends (documents,), ascending, at most T; mask (T,);
+                 marks (documents,) of MARK.
+        Raises: DataError for an id outside the vocabulary.
+        """
+        if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < self._vocab_size:
+            raise DataError(
+                f"The tokenizer returned ids from {int(tokens.min())} to {int(tokens.max())}, but "
+                f"states a vocabulary of {self._vocab_size}.",
+                fix="Correct the tokenizer's vocab_size.",
+            )
+        assert not self._tokens or ("mask" in self._files) == (mask is not None), (
+            "a split has a mask always or never"
+        )
+        assert mask is None or len(mask) == len(tokens)
+        ends = np.asarray(ends, np.int64) + self._tokens
+        steps = np.diff(ends, prepend=self._last_end)
+        assert not len(steps) or (steps.min() > 0 and ends[-1] <= self._tokens + len(tokens)), (
+            "document ends must ascend within the tokens"
+        )
+        with writing(self._folder.parent):
+            self._write("bin", tokens.astype(self._dtype))
+            self._write("ends", ends.astype("<i8"))
+            if mask is not None:
+                self._write("mask", (mask != 0).astype(np.uint8))
+            if marks is not None:
+                self._write("marks", marks)
+        self._tokens += len(tokens)
+        self._documents += len(ends)
+        self._text_bytes += text_bytes
+        self._last_end = int(ends[-1]) if len(ends) else self._last_end
+
+    def _write(self, kind: str, items: Array) -> None:
+        if len(items):
+            if kind not in self._files:
+                self._files[kind] = CheckedFile(self._folder / f"{self._stem}.{kind}")
+            self._files[kind].write(items)
+
+    def finish(self) -> RangeSplit:
+        """Sync and rename the files; tokens after the last end are one more document."""
+        if self._last_end < self._tokens:
+            self._write("ends", np.array([self._tokens], "<i8"))
+            self._last_end = self._tokens
+            self._documents += 1
+        files = {kind: file.close() for kind, file in self._files.items()}
+        return RangeSplit(
+            tokens=self._tokens, documents=self._documents, text_bytes=self._text_bytes, files=files
+        )
+
+    def abandon(self) -> None:
+        """Remove the files."""
+        for file in self._files.values():
+            file.abandon()
+
+
+class RangeWriter:
+    """Writes a range's files; `finish` records them."""
+
+    def __init__(self, folder: Path, number: int, *, vocab_size: int, num_bytes: int = 0) -> None:
+        self._folder = folder
+        self._number = number
+        self._num_bytes = num_bytes
+        self.splits = {
+            name: SplitWriter(folder, f"{number:06d}.{name}", vocab_size) for name in SPLITS
+        }
+
+    def finish(self, skipped: Skipped | None = None) -> RangeRecord:
+        """Sync and rename the files, then write the record, and return it."""
+        skipped = skipped or Skipped()
+        first_bad = skipped.first_bad
+        try:
+            with writing(self._folder.parent):
+                record = RangeRecord(
+                    number=self._number,
+                    num_bytes=self._num_bytes,
+                    splits={name: split.finish() for name, split in self.splits.items()},
+                    skipped=tuple(skipped.rows.values()),
+                    bad_rows=skipped.bad,
+                    first_bad=(first_bad.location, storable(first_bad.what)) if first_bad else None,
+                    unread_bytes=skipped.unread_bytes,
+                    cut_documents=skipped.cut_documents,
+                )
+                # A record that survives a power cut must find its files; files without one cost
+                # only packing the range again.
+                sync(self._folder)
+                path = record_path(self._folder, self._number)
+                write_whole(path, record.model_dump_json() + "\n")
+        except BaseException:
+            self.abandon()
+            raise
+        return record
+
+    def abandon(self) -> None:
+        """Remove what was written."""
+        for split in self.splits.values():
+            split.abandon()
+
+
+def pack_range(
+    work: Range, packing: Packing, folder: Path, report: Report = lambda _: None
+) -> Callable[[], RangeRecord]:
+    """Pack a range into files; return what syncs and records them, which any thread may call.
+
+    Raises: DataError for the first unusable row, unless such rows are skipped; Unfinished for a
+            full disk.
+    """
+    writer = RangeWriter(
+        folder, work.number, vocab_size=packing.tokenizer.vocab_size, num_bytes=work.num_bytes
+    )
+    try:
+        skipped = pack(work.jobs, packing, writer.splits, report)
+    except BaseException:
+        writer.abandon()
+        raise
+    return partial(writer.finish, skipped)

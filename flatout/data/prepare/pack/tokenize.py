@@ -1,0 +1,239 @@
+"""Documents to packed tokens: each document is followed by end-of-text, without padding."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from flatout.data.prepare.pack.assignment import Assignment
+from flatout.data.prepare.pack.jobs import Job, num_bytes_of
+from flatout.data.prepare.pack.records import MARK
+from flatout.data.prepare.pack.skipped import Skipped
+from flatout.data.prepare.request.options import Duplicates, OnBadRow
+from flatout.data.store.manifest import SplitName
+from flatout.data.tokenizers.base import PIECE_CHARACTERS, NotEncodable
+from flatout.sources import BadRow, Document, LeftOut
+from flatout.sources.long import Text, chunks_of
+
+if TYPE_CHECKING:
+    from flatout.data.tokenizers import Tokenizer
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+HELD_TOKENS = 1 << 20
+"""Maximum tokens of a split held in memory before they are written."""
+HELD_CHARACTERS = 1 << 20
+"""Texts up to this length are tokenised before any of them is packed; longer ones piece by piece."""
+PIECES_PER_REPORT = 32
+"""Pieces of a text between two progress reports."""
+
+
+@dataclass(frozen=True)
+class Tally:
+    """What was done since the last report."""
+
+    num_bytes: int
+    """Approximate bytes read."""
+    documents: int
+    tokens: int
+
+
+Report = Callable[[Tally], object]
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How documents become tokens; sent to each worker once."""
+
+    tokenizer: Tokenizer
+    assignment: Assignment
+    """The dataset's assignment, for jobs without their own."""
+    on_bad_row: OnBadRow
+    mask_field: str | None = None
+    """The prompt's field; with one, prompts are packed before the text and masked as no targets."""
+    duplicates: Duplicates = "keep"
+    """With drop, documents are marked here, and dropped when all ranges are packed."""
+
+
+class Sink(Protocol):
+    """Where the tokens of a split are written."""
+
+    def append(
+        self,
+        tokens: Array,
+        ends: Array,
+        *,
+        text_bytes: int,
+        mask: Array | None = None,
+        marks: Array | None = None,
+    ) -> None:
+        """Append tokens, as `SplitWriter.append` does.
+
+        Shapes:  tokens (T,); ends (documents,); mask (T,); marks (documents,) of MARK.
+        """
+
+
+def pack(
+    jobs: Iterable[Job],
+    packing: Packing,
+    sinks: Mapping[SplitName, Sink],
+    report: Report = lambda _: None,
+) -> Skipped:
+    """Tokenise some jobs into the sinks of both splits, and return what was left out.
+
+    Raises: DataError for the first unusable row, unless such rows are skipped.
+    """
+    packers = {name: _Packer(packing, sink) for name, sink in sinks.items()}
+    skipped = Skipped()
+    documents = tokens = 0
+    for job in jobs:
+        for num_bytes in _pack_job(job, packing, packers, skipped):
+            before = documents, tokens
+            documents = sum(packer.documents for packer in packers.values()) - skipped.cut_documents
+            tokens = sum(packer.tokens for packer in packers.values())
+            report(Tally(num_bytes, documents - before[0], tokens - before[1]))
+    for packer in packers.values():
+        packer.flush()
+    return skipped
+
+
+def _pack_job(
+    job: Job, packing: Packing, packers: Mapping[SplitName, _Packer], skipped: Skipped
+) -> Iterator[int]:
+    """Pack a job; yield the approximate bytes read within a long text, and at the end."""
+    left = job.read_task.num_bytes
+    index = job.first - 1
+    for row in job.rows():
+        if isinstance(row, LeftOut):
+            skipped.add(row.reason, [row.location], row.count)
+            continue
+        if isinstance(row, BadRow):
+            skipped.add_bad(row, packing.on_bad_row)
+            continue
+        index += 1
+        try:
+            for _ in _pack_document(row, index, job, packing, packers, skipped):
+                read = min(PIECES_PER_REPORT * PIECE_CHARACTERS, left)
+                left -= read
+                yield read
+        except NotEncodable as error:
+            reason = "cannot be tokenised"
+            what = f"{reason}: {error.what.removesuffix('.')}"
+            bad = BadRow(what, error.fix, reason, row.name, row.offset)
+            skipped.add_bad(bad, packing.on_bad_row)
+    yield left
+
+
+def _pack_document(
+    row: Document,
+    index: int,
+    job: Job,
+    packing: Packing,
+    packers: Mapping[SplitName, _Packer],
+    skipped: Skipped,
+) -> Iterator[None]:
+    """Pack a document; yield after every `PIECES_PER_REPORT` pieces."""
+    made = [
+        (name, text, _tokenise(text, packing))
+        for name, text in (job.assignment or packing.assignment).assign(row.text, index)
+    ]
+    has_prompt = bool(row.prompt and packing.mask_field)
+    prompt = _tokenise(row.prompt, packing) if has_prompt else ()
+    for side, (name, text, pieces) in enumerate(made):
+        packer = packers[name]
+        if side == 0:
+            packer.add_prompt(prompt)
+        for count, ids in enumerate(pieces, 1):
+            packer.add(ids)
+            if count % PIECES_PER_REPORT == 0:
+                yield
+        packer.end_document(row.prompt if has_prompt and side == 0 else "", text)
+    skipped.cut_documents += len(made) - 1
+
+
+def _tokenise(text: Text, packing: Packing) -> Iterable[Array]:
+    """Return the ids of a text in pieces, which are computed on demand for a long text.
+
+    Raises: NotEncodable when the text cannot be tokenised; for a long one only if it would be
+            skipped, since a document is packed whole or not at all.
+    """
+    encode = packing.tokenizer.encode_stream
+    if isinstance(text, str) and len(text) <= HELD_CHARACTERS:
+        return list(encode(chunks_of(text)))
+    if packing.on_bad_row == "skip":
+        for _ in encode(chunks_of(text)):
+            pass
+    return encode(chunks_of(text))
+
+
+class _Packer:
+    """Collects the documents of one split, and passes them on before they take much memory."""
+
+    def __init__(self, packing: Packing, sink: Sink) -> None:
+        self._sink = sink
+        self._end_of_text = np.array([packing.tokenizer.eot_id], np.uint32)
+        self._masked = packing.mask_field is not None
+        self._marked = packing.duplicates == "drop"
+        self._clear()
+        self.documents = self._flushed_tokens = 0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens so far."""
+        return self._flushed_tokens + self._held_tokens
+
+    def _clear(self) -> None:
+        self._held: list[Array] = []
+        self._held_tokens = self._text_bytes = 0
+        self._ends: list[int] = []
+        self._prompts: list[tuple[int, int]] = []
+        """Start and stop of each prompt among the tokens."""
+        self._marks: list[bytes] = []
+
+    def add_prompt(self, prompt: Iterable[Array]) -> None:
+        """Append the tokens of a prompt."""
+        for ids in prompt:
+            self._prompts.append((self._held_tokens, self._held_tokens + len(ids)))
+            self.add(ids)
+
+    def add(self, ids: Array) -> None:
+        """Append tokens."""
+        self._held.append(ids)
+        self._held_tokens += len(ids)
+        if self._held_tokens >= HELD_TOKENS:
+            self.flush()
+
+    def end_document(self, prompt: str, text: Text) -> None:
+        """Append end-of-text after a document, which had this prompt, or none, and this text."""
+        num_bytes = num_bytes_of(text)
+        self._text_bytes += num_bytes
+        if self._marked:
+            encoded = prompt.encode()
+            digest = hashlib.sha256(len(encoded).to_bytes(8, "little") + encoded)
+            for chunk in chunks_of(text):
+                digest.update(chunk.encode())
+            self._marks.append(digest.digest()[:16] + num_bytes.to_bytes(8, "little"))
+        self.documents += 1
+        self._ends.append(self._held_tokens + 1)
+        self.add(self._end_of_text)
+
+    def flush(self) -> None:
+        """Pass everything on to the sink."""
+        if self._held:
+            mask = np.ones(self._held_tokens, np.uint8) if self._masked else None
+            if mask is not None:
+                for start, stop in self._prompts:
+                    mask[start:stop] = 0
+            self._flushed_tokens += self._held_tokens
+            self._sink.append(
+                np.concatenate(self._held),
+                np.array(self._ends, np.int64),
+                text_bytes=self._text_bytes,
+                mask=mask,
+                marks=np.frombuffer(b"".join(self._marks), MARK) if self._marked else None,
+            )
+        self._clear()

@@ -1,0 +1,98 @@
+"""Limits at which prepare stops: free disk space, bad rows, damaged text."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from flatout.data.prepare.pack.records import RangeRecord
+from flatout.data.store.manifest import token_dtype
+from flatout.errors import DataError
+from flatout.files import Unfinished
+from flatout.progress import readable_size
+from flatout.sources import FIRST_NAMED, RowLocation
+from flatout.sources.packed import CANNOT_BE_READ
+
+if TYPE_CHECKING:
+    from flatout.data.tokenizers import Tokenizer
+
+SHARD_BYTES = 128 * 1024 * 1024
+"""Size of a shard; joining needs this much space besides the tokens."""
+BAD_SHARE = 0.01
+"""Default limit of bad rows, as a share of the rows so far,"""
+BAD_ROWS = 100
+"""or this number, if that is more."""
+UNREAD_SHARE = 0.01
+"""Maximum share of the text that may be damaged."""
+
+TEXT_BYTES_PER_TOKEN = 3.0
+"""Cautious estimate for subword tokenizers: most text has more bytes per token."""
+
+
+def check_space(out: Path, task_bytes: Sequence[int], tokenizer: Tokenizer) -> None:
+    """Check that the disk has room for the dataset, if its size can be estimated.
+
+    Raises: DataError with the space needed and the space free.
+    """
+    directory = next(parent for parent in out.resolve().parents if parent.is_dir())
+    tokens = sum(task_bytes) / (1.0 if tokenizer.name in ("char", "byte") else TEXT_BYTES_PER_TOKEN)
+    size = tokens * np.dtype(token_dtype(tokenizer.vocab_size)).itemsize
+    needed, free = int(size + min(size, SHARD_BYTES)), shutil.disk_usage(directory).free
+    if all(task_bytes) and needed > free:
+        raise DataError(
+            f"Preparing the dataset needs about {readable_size(needed)} of disk space, and "
+            f"{readable_size(free)} are free in {directory}.",
+            fix="Free space there, choose another --out, or take less text with --max-bytes.",
+        )
+
+
+class BadRowLimit:
+    """Counts the bad rows of ranges in order, and raises when there are too many.
+
+    A damaged region is one bad row, however long it is, so lost bytes are counted too, out of
+    `num_bytes` in all. `limit` None stands for the default limit.
+    """
+
+    def __init__(self, limit: int | None, num_bytes: int) -> None:
+        self._limit = limit
+        self._num_bytes = num_bytes
+        self._rows = self._bad = self._unread_bytes = 0
+        self._first: tuple[RowLocation, str] | None = None
+        self._damaged: list[RowLocation] = []
+
+    def add(self, record: RangeRecord) -> None:
+        """Count the rows of the next range.
+
+        Raises: Unfinished for too many bad rows, naming the first; DataError when too much of the
+                text is damaged, which only other text can repair.
+        """
+        self._rows += record.documents + sum(rows.count for rows in record.skipped)
+        self._bad += record.bad_rows
+        self._first = self._first or record.first_bad
+        limit = max(BAD_ROWS, int(self._rows * BAD_SHARE)) if self._limit is None else self._limit
+        if self._bad > limit:
+            assert self._first is not None
+            place, what = self._first
+            raise Unfinished(
+                f"{self._bad:,} of the first {self._rows:,} rows are unusable, and {limit:,} may "
+                f"be skipped. The first: {place.where()} {what}.",
+                fix="Look at these rows, or allow more with --max-bad-rows "
+                f"{10 * self._bad}, which keeps the work done so far.",
+            )
+        self._unread_bytes += record.unread_bytes
+        for rows in record.skipped:
+            if rows.reason == CANNOT_BE_READ:
+                self._damaged += rows.first
+        if self._unread_bytes > UNREAD_SHARE * self._num_bytes:
+            share = min(self._unread_bytes / max(self._num_bytes, 1), 1)
+            damaged = ", ".join(place.where() for place in self._damaged[:FIRST_NAMED])
+            raise DataError(
+                f"{share:.1%} of the text is in damaged files, or damaged regions of files, and at "
+                f"most {UNREAD_SHARE:.0%} may be: {damaged}.",
+                fix="Download these files again, or remove them from the source, or decompress "
+                "what is left of them and name that.",
+            )

@@ -1,0 +1,138 @@
+"""Samples of a corpus: what a tokenizer is trained on, or checked with."""
+
+from __future__ import annotations
+
+import hashlib
+from bisect import insort
+from collections.abc import Callable, Iterator, Sequence
+
+from flatout.data.prepare.pack.assignment import sha256_of
+from flatout.data.prepare.pack.jobs import Job
+from flatout.sources import Document
+from flatout.sources.long import Text, chunks_of
+
+SPREAD_JOBS = 64
+"""Maximum jobs that a bounded sample is taken from."""
+STRIPES = 8
+"""Stripes taken of a long document; also the minimum number of documents in a sample of long ones."""
+READ_PER_BYTE = 16
+"""Bytes read at most for each byte chosen by hash: choosing from all of a corpus means reading it."""
+
+
+Reading = Callable[[Job], Iterator[Text]]
+"""Which texts of a job are packed: `texts_of` or `prompts_and_texts_of`."""
+
+
+def texts_of(job: Job) -> Iterator[Text]:
+    """Yield the texts of a job's documents."""
+    return (row.text for row in job.rows() if isinstance(row, Document))
+
+
+def prompts_and_texts_of(job: Job) -> Iterator[Text]:
+    """Yield the prompts and texts of a job's documents separately, as they are tokenised."""
+    for row in job.rows():
+        if isinstance(row, Document):
+            if row.prompt:
+                yield row.prompt
+            yield row.text
+
+
+def sample_texts(jobs: Sequence[Job], limit: int | None, read: Reading = texts_of) -> Iterator[str]:
+    """Yield all texts, long ones in chunks; with a limit, about that many characters of them.
+
+    A bounded sample comes from evenly spread jobs and places. Unusable rows are passed over here:
+    packing reports them.
+    """
+    if limit is None:
+        yield from (chunk for job in jobs for text in read(job) for chunk in chunks_of(text))
+        return
+    count = min(len(jobs), SPREAD_JOBS)
+    room = limit
+    for number in range(count):
+        budget = room // (count - number)
+        for text in read(jobs[number * len(jobs) // count]):
+            found = _stripes(text, budget)
+            budget -= len(found)
+            room -= len(found)
+            yield found
+            if budget <= 0:
+                break
+
+
+def texts_by_hash(jobs: Sequence[Job], limit: int, read: Reading = texts_of) -> Iterator[str]:
+    """Yield the documents, or about `limit` characters of those with the lowest hashes.
+
+    Documents longer than an eighth of the limit, and than a fair share, contribute evenly spread
+    stripes. So the sample depends on the documents alone, not on their order or division into jobs.
+    That holds up to `READ_PER_BYTE` times the limit; of a larger corpus that much is read, jobs in
+    the order of a hash of their indices, and the sample is chosen from it.
+    """
+    chosen = _LowestHashes(limit)
+    for text in _read(jobs, READ_PER_BYTE * limit, chosen, read):
+        chosen.add(text)
+    yield from chosen.shares()
+
+
+def _read(jobs: Sequence[Job], limit: int, chosen: _LowestHashes, read: Reading) -> Iterator[Text]:
+    """Yield texts up to `limit` characters, or more until there are enough to choose from."""
+    order = sorted(range(len(jobs)), key=lambda number: hashlib.sha256(b"%d" % number).digest())
+    for number in order:
+        for text in read(jobs[number]):
+            if limit <= 0 and chosen.is_full:
+                return
+            limit -= len(text)
+            yield text
+
+
+class _LowestHashes:
+    """The documents with the lowest hashes that fill the limit, none counting more than its share."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._share = max(limit // STRIPES, 1)
+        self._held: list[tuple[bytes, str]] = []
+        """Hash and text, the text cut to the limit, in order."""
+        self._weight = 0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether there is enough text."""
+        return self._weight >= self._limit
+
+    def add(self, text: Text) -> None:
+        """Add a document, and drop those whose hashes are no longer low enough."""
+        sha256 = sha256_of(text)
+        if self.is_full and sha256 >= self._held[-1][0]:
+            return
+        candidate = (sha256, _stripes(text, self._limit))
+        insort(self._held, candidate)
+        self._weight += self._weight_of(candidate)
+        while self._weight - self._weight_of(self._held[-1]) >= self._limit:
+            self._weight -= self._weight_of(self._held.pop())
+
+    def _weight_of(self, candidate: tuple[bytes, str]) -> int:
+        return min(len(candidate[1]), self._share)
+
+    def shares(self) -> Iterator[str]:
+        """Yield each document's share, shortest first: what they leave unused goes to longer ones."""
+        room = self._limit
+        texts = sorted((text for _, text in self._held), key=lambda text: (len(text), text))
+        for left, text in zip(range(len(texts), 0, -1), texts, strict=True):
+            found = _stripes(text, max(room // left, self._share))
+            room -= len(found)
+            yield found
+
+
+def _stripes(text: Text, budget: int) -> str:
+    """Return the text, or, if it exceeds the budget, evenly spread stripes of it."""
+    if len(text) <= budget:
+        return "".join(chunks_of(text))
+    length = max(budget // STRIPES, 1)
+    starts = [(len(text) - length) * index // (STRIPES - 1) for index in range(STRIPES)]
+    stripes = [""] * STRIPES
+    position = 0
+    for chunk in chunks_of(text):
+        for index, start in enumerate(starts):
+            stripes[index] += chunk[max(start - position, 0) : max(start + length - position, 0)]
+        position += len(chunk)
+    return "\n".join(stripes)

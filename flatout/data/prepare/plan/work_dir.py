@@ -1,0 +1,270 @@
+"""The work directory of a prepare, `.OUT.part/` beside OUT, from which a killed one continues.
+
+It holds `plan.json`, `tokenizer.json`, `ranges/`, and, while shards are written, `joined/`, which
+becomes OUT. One process owns it, or several, each with its part of the work. It is removed when OUT
+is complete, and when it holds nothing to continue from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from flatout.data.prepare.pack.records import RECORD, RangeRecord, read_records
+from flatout.data.prepare.plan.work_plan import PlanFile
+from flatout.data.prepare.request.destination import refuse_occupied
+from flatout.data.store.manifest import TOKENIZER
+from flatout.errors import DataError
+from flatout.files import PART, is_open_at, lock, sync, write_first, writing
+
+if TYPE_CHECKING:
+    from flatout.data.tokenizers import Tokenizer
+
+PLAN = "plan.json"
+_PART_MARK = "part-{}-of-{}"
+_PARTS = "parts"
+"""Holds the number of parts, if the work is done in parts."""
+
+
+@dataclass(frozen=True)
+class WorkPart:
+    """The ranges that one of several processes packs: every `count`-th, from the `index`-th, from 1."""
+
+    index: int
+    count: int
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Return the part that `I/N` names.
+
+        Raises: DataError when it names none.
+        """
+        index, _, count = text.partition("/")
+        if not (index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count)):
+            raise DataError(
+                f"--part {text!r} is not a part.",
+                fix="Write I/N, for example 2/8: the second of eight.",
+            )
+        return cls(int(index), int(count))
+
+    def has(self, number: int) -> bool:
+        """Return whether a range belongs to this part."""
+        return number % self.count == self.index - 1
+
+
+class WorkDir:
+    """The work directory of `out`; as a context manager, owns it, or one part of it, if it exists.
+
+    `claim` creates it.
+
+    Raises: DataError when another process owns it, or the disk refuses.
+    """
+
+    def __init__(self, out: Path, part: WorkPart | None = None) -> None:
+        self._part = part
+        self.out = out
+        self.target = out.resolve()
+        """Where the dataset will be."""
+        self.path = self.target.parent / f".{self.target.name}{PART}"
+        self.ranges = self.path / "ranges"
+        """Where ranges are packed."""
+        self.joined = self.path / "joined"
+        """What becomes the dataset."""
+        self._locks: list[int] = []
+        self._created_parents: list[Path] = []
+
+    def __enter__(self) -> Self:
+        with writing(self.out), contextlib.suppress(FileNotFoundError):
+            self._own()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._locks and self._part is None:
+            self._remove_unfinished_files()
+            if not any(self.ranges.glob(f"*{RECORD}")):
+                self.clear()
+        elif self._locks and self._is_last() and not (self.path / PLAN).exists():
+            self._remove()
+        self.close()
+
+    def claim(self) -> None:
+        """Create the directory if needed and own it, so that no other process does the same work."""
+        with writing(self.out):
+            while not self._locks:
+                missing = [parent for parent in self.path.parents if not parent.exists()]
+                self._created_parents += missing
+                self.path.mkdir(parents=True, exist_ok=True)
+                with contextlib.suppress(FileNotFoundError):  # its owner has just removed it
+                    self._own()
+
+    def _own(self) -> None:
+        """Lock the directory until the process ends: alone, or shared with those of other parts."""
+        if self._part is None:
+            self._lock(self.path)
+            self._remove_unfinished_files()
+        else:
+            self._lock(self.path, shared=True)
+            self._check_count(self._part)
+            mark = self.path / _PART_MARK.format(self._part.index, self._part.count)
+            os.close(os.open(mark, os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666))
+            self._lock(mark)
+
+    def _check_count(self, part: WorkPart) -> None:
+        """Check that all parts have the same count; the first part sets it.
+
+        Raises: DataError when the work is divided into another number of parts.
+        """
+        write_first(
+            self.path / _PARTS, lambda path: path.write_text(f"{part.count}\n", encoding="utf-8")
+        )
+        count = self._num_parts()
+        if count != part.count:
+            self.close()
+            raise DataError(
+                f"--part {part.index}/{part.count}: the work in {self.path} is divided into "
+                f"{count} parts.",
+                fix=f"Use the same N in all parts, here --part I/{count}; or remove that "
+                "directory, which discards the work done so far.",
+            )
+
+    def _num_parts(self) -> int | None:
+        """Return the number of parts; None when unknown."""
+        path = self.path / _PARTS
+        text = path.read_text(encoding="utf-8").strip() if path.is_file() else ""
+        return int(text) if text.isdecimal() else None
+
+    def _is_last(self) -> bool:
+        """Return whether no other process works in the directory; if one does, the lock is lost."""
+        try:
+            lock(self._locks[0])
+        except BlockingIOError:
+            return False
+        return True
+
+    def _lock(self, path: Path, *, shared: bool = False) -> None:
+        """Lock a directory or a file.
+
+        Raises: DataError when another process has it, or it is a link; FileNotFoundError when its
+                owner has just removed it.
+        """
+        if path.is_symlink():
+            raise DataError(
+                f"{path} is a symbolic link, and prepare does not write through links.",
+                fix=f"Delete {path}, or choose another --out.",
+            )
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        self._locks.append(descriptor)
+        try:
+            lock(descriptor, shared=shared)
+        except BlockingIOError as error:
+            self.close()
+            raise DataError(
+                f"Another process is writing {self.out}.",
+                fix="Wait for it, or choose another --out.",
+            ) from error
+        if not is_open_at(path, descriptor):
+            self.close()
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+
+    def _remove_unfinished_files(self) -> None:
+        for path in self.path.rglob(f"*{PART}"):
+            path.unlink()
+
+    def close(self) -> None:
+        """Release the directory."""
+        while self._locks:
+            os.close(self._locks.pop())
+
+    def clear(self) -> None:
+        """Remove the directory with all work done, unless other processes work in it."""
+        if self._locks and self._part is None:
+            self._remove()
+
+    def _remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        for parent in self._created_parents:
+            with contextlib.suppress(OSError):  # something else is in it by now
+                parent.rmdir()
+
+    def discard(self, error: DataError) -> DataError:
+        """Remove the directory, whose text is unusable, and return the error to raise.
+
+        A directory that other parts share stays; the error then says what its user has to do.
+        """
+        if self._part is None:
+            self.clear()
+            return error
+        return DataError(
+            error.what,
+            fix=f"{error.fix} Other text or options make it a different dataset: remove the "
+            f"directory {self.path}, which all parts share, and run every part again.",
+        )
+
+    def plan(self) -> PlanFile | None:
+        """Return the stored plan, None when there is none.
+
+        Raises: DataError when it is damaged, or was written by another version of flatout.
+        """
+        path = self.path / PLAN
+        if not self._locks or not path.is_file():
+            return None
+        try:
+            return PlanFile.model_validate_json(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise DataError(
+                f"{path} is damaged or was not written by this version of flatout.",
+                fix=f"Remove the directory {self.path} to start over.",
+            ) from error
+
+    @property
+    def tokenizer(self) -> Path:
+        """The tokenizer's file."""
+        return self.path / TOKENIZER
+
+    def make(self) -> None:
+        """Create and own the directory, empty unless it is shared with other parts."""
+        self.claim()
+        with writing(self.out):
+            if self._part is None:
+                for path in self.path.iterdir():
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+            self.ranges.mkdir(exist_ok=True)
+
+    def begin(self, plan: PlanFile, tokenizer: Tokenizer) -> PlanFile:
+        """Create the directory, write the plan, and return it, or the plan of a faster process."""
+        self.make()
+        with writing(self.out):
+            write_first(self.tokenizer, tokenizer.save)
+            text = plan.model_dump_json(by_alias=True) + "\n"
+            write_first(self.path / PLAN, lambda path: path.write_text(text, encoding="utf-8"))
+            sync(self.path)
+        stored = self.plan()
+        assert stored is not None
+        return stored
+
+    def done(self) -> dict[int, RangeRecord]:
+        """Return the records of the packed ranges by number."""
+        return read_records(self.ranges)
+
+    def parts_of(self, missing: Sequence[int]) -> str:
+        """Return which parts these ranges belong to, to end a sentence with; empty when unknown."""
+        count = self._num_parts()
+        if count is None:
+            return ""
+        parts = sorted({number % count + 1 for number in missing})
+        return ": part " + ", ".join(f"{part}/{count}" for part in parts)
+
+    def publish(self) -> None:
+        """Rename what was joined to the dataset directory, and remove the work directory."""
+        with writing(self.out):
+            sync(self.joined)
+            refuse_occupied(self.out)
+            self.joined.replace(self.target)
+            sync(self.target.parent)
+        self.clear()

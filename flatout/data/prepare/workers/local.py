@@ -1,0 +1,187 @@
+"""Worker processes on this machine, which write ranges and send back their records.
+
+Each worker is a fresh interpreter connected by a socket: it inherits no threads, locks or CUDA
+context, does not import the caller's script again, and ends when the socket closes, however the
+caller ends. Terminal interrupts reach the caller alone.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing.connection import Connection, wait
+from typing import Self
+
+from flatout.data.prepare.pack.jobs import Range
+from flatout.data.prepare.pack.range_files import pack_range
+from flatout.data.prepare.pack.records import RangeRecord
+from flatout.data.prepare.pack.tokenize import Report, Tally
+from flatout.data.prepare.workers.protocol import (
+    RESUMES,
+    Answer,
+    Failure,
+    Setup,
+    attempt,
+    in_order,
+)
+from flatout.data.tokenizers.check import PIECE_CPU_S, bound_pieces
+from flatout.errors import RunFailed
+
+QUEUED = 3
+"""Ranges per worker: the one being synced, the one being packed, and the next."""
+
+_BOOT = (
+    "import sys; sys.path[:] = {path!r}; from flatout.data.prepare.workers.local import serve; "
+    "serve({descriptor})"
+)
+
+
+@dataclass
+class _Worker:
+    process: subprocess.Popen[bytes]
+    connection: Connection
+    held: list[int] = field(default_factory=list)
+
+    @classmethod
+    def start(cls) -> Self:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            boot = _BOOT.format(path=sys.path, descriptor=theirs.fileno())
+            process = subprocess.Popen(
+                [sys.executable, "-c", boot],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                process_group=0,
+            )
+        return cls(process, Connection(ours.detach()))
+
+    def send(self, message: object) -> None:
+        try:
+            self.connection.send(message)
+        except OSError as error:
+            raise self.death() from error
+
+    def death(self) -> RunFailed:
+        """Wait for the process to end, and return the error that explains it."""
+        code = self.process.wait()
+        if code == -signal.SIGXCPU:
+            return RunFailed(
+                f"The tokenizer took more than {PIECE_CPU_S} s of CPU time for one piece of text.",
+                fix="Use another tokenizer: a pattern of this one does not terminate.",
+            )
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        return RunFailed(
+            f"A worker of prepare {how}.",
+            fix=f"{RESUMES} The usual cause of signal 9 is too little memory: use fewer --workers.",
+        )
+
+
+class LocalWorkers:
+    """`count` worker processes, started at once; a count of 1 packs in this process."""
+
+    def __init__(self, count: int) -> None:
+        self._workers: list[_Worker] = []
+        try:
+            while count > 1 and len(self._workers) < count:
+                self._workers.append(_Worker.start())
+        except BaseException:
+            self.stop()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """End the processes."""
+        for worker in self._workers:
+            worker.connection.close()
+            worker.process.kill()
+        for worker in self._workers:
+            worker.process.wait()
+        self._workers = []
+
+    def pack(
+        self, ranges: Sequence[Range], setup: Setup, report: Report = lambda _: None
+    ) -> Iterator[RangeRecord]:
+        """Pack the ranges and yield their records in order, for any number of workers.
+
+        Raises: DataError for the first bad row in the order of the ranges; RunFailed when a worker
+                dies.
+        """
+        if not self._workers:
+            for work in ranges:
+                yield pack_range(work, setup.packing, setup.folder, report)()
+            return
+        for worker in self._workers:
+            worker.send(setup)
+        yield from in_order(ranges, self._submit, lambda: self._collect(report))
+
+    def _submit(self, ranges: Sequence[Range], submitted: int) -> int:
+        """Submit ranges from an index on while a worker has room, and return the next index."""
+        while submitted < len(ranges):
+            worker = min(self._workers, key=lambda worker: len(worker.held))
+            if len(worker.held) >= QUEUED:
+                break
+            worker.held.append(submitted)
+            worker.send((submitted, ranges[submitted]))
+            submitted += 1
+        return submitted
+
+    def _collect(self, report: Report) -> list[Answer]:
+        """Wait for messages, and return those that end a range."""
+        by_connection = {worker.connection: worker for worker in self._workers}
+        ended = []
+        for ready in wait(list(by_connection)):
+            worker = by_connection[ready]  # type: ignore[index]  # only these were waited for
+            try:
+                answer = worker.connection.recv()
+            except (EOFError, OSError) as error:
+                raise worker.death() from error
+            if isinstance(answer, Tally):
+                report(answer)
+            else:
+                worker.held.remove(answer[0])
+                ended.append(answer)
+        return ended
+
+
+def serve(descriptor: int) -> None:
+    """Run a worker: pack ranges from the socket until it closes, recording one while packing the
+    next.
+    """
+    connection = Connection(descriptor)
+    sending = threading.Lock()
+
+    def answer(message: object) -> None:
+        with sending:
+            connection.send(message)
+
+    with ThreadPoolExecutor(1) as recorder:
+        try:
+            setup: Setup = connection.recv()
+            bound_pieces(setup.packing.tokenizer)
+            for number in itertools.count():
+                index, work = connection.recv()
+                record = attempt(partial(pack_range, work, setup.packing, setup.folder, answer))
+                if number == 0:
+                    gc.freeze()  # spares the collector the 100,000 objects of a vocabulary
+                if isinstance(record, Failure):
+                    answer((index, record))
+                else:
+                    recorder.submit(
+                        lambda index=index, record=record: answer((index, attempt(record)))  # type: ignore[misc]
+                    )
+        except (EOFError, ConnectionError):
+            return

@@ -1,0 +1,253 @@
+"""Preparing: tokenizers, rows, file formats, URLs, engines."""
+
+import gzip
+import io
+import sys
+from pathlib import Path
+
+from asking import Case, World
+
+NEW = "--out data/new --tokenizer byte"
+
+
+def closed_tokenizer(world: World) -> None:
+    """A file that may not be read, which a permission cannot see to for every user."""
+    read = Path.read_bytes
+
+    def guarded(path: Path) -> bytes:
+        if path == Path(
+            "data/book/tokenizer.json"
+        ):  # as commands call it; the world is compared by whole paths
+            raise PermissionError(13, "Permission denied", str(path))
+        return read(path)
+
+    world.patch.setattr(Path, "read_bytes", guarded)
+
+
+def parquet(world: World, columns: dict[str, list[object]]) -> bytes:
+    import pyarrow
+    from pyarrow import parquet
+
+    file = io.BytesIO()
+    parquet.write_table(pyarrow.table(columns), file)
+    world.write("a.parquet", file.getvalue())
+    return file.getvalue()
+
+
+def without(package: str, world: World) -> None:
+    world.patch.setitem(sys.modules, package, None)
+
+
+def offline(world: World) -> None:
+    """A hub that nobody reaches, and a cache that has nothing."""
+    import huggingface_hub
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    def nothing(*_: object, **__: object) -> str:
+        raise LocalEntryNotFoundError("nothing is there")
+
+    world.patch.setattr(huggingface_hub, "hf_hub_download", nothing)
+
+
+def standard_input(world: World, data: bytes) -> None:
+    world.patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+
+
+CASES = [
+    Case(
+        "a home directory that does not exist",
+        "prepare book.txt --out '~nobody-there/set'",
+        ("~nobody-there/set",),
+        ("from / on",),
+    ),
+    Case(
+        "a tokenizer in a home directory that does not exist",
+        "prepare book.txt --out data/new --tokenizer '~nobody-there/tokenizer.json'",
+        ("~nobody-there/tokenizer.json",),
+        ("from / on",),
+    ),
+    Case(
+        "a directory without a tokenizer",
+        "prepare book.txt --out data/new --tokenizer data",
+        ("data", "tokenizer.json"),
+        ("byte",),
+    ),
+    Case(
+        "an empty --pattern",
+        "prepare book.txt --out data/new --tokenizer own.tiktoken --pattern ''",
+        ("--pattern ''",),
+        ("regular expression",),
+        lambda w: w.write("own.tiktoken", "YQ== 0\n"),
+    ),
+    Case(
+        "a rank too large for any vocabulary",
+        "prepare book.txt --out data/new --tokenizer own.tiktoken --pattern .",
+        ("own.tiktoken, line 2", "1,099,511,627,776"),
+        ("whole .tiktoken",),
+        lambda w: w.write("own.tiktoken", "YQ== 0\nYg== 1099511627776\n"),
+    ),
+    Case(
+        "a tokenizer without read permission",
+        "prepare book.txt --out data/new --tokenizer data/book/tokenizer.json",
+        ("data/book/tokenizer.json", "Permission denied"),
+        ("permissions",),
+        closed_tokenizer,
+    ),
+    Case(
+        "a dataset whose tokenizer cannot be read",
+        "inspect data/book",
+        ("data/book/tokenizer.json", "Permission denied"),
+        ("permissions",),
+        closed_tokenizer,
+    ),
+    Case(
+        "a misspelt nested field",
+        f"prepare odd.jsonl {NEW} --text-field meta.txt",
+        ("odd.jsonl, line 1", "'meta.txt'"),
+        ("--text-field meta.text",),
+        lambda w: w.write("odd.jsonl", '{"meta": {"text": "one"}}\n'),
+    ),
+    Case(
+        "null as text",
+        f"prepare odd.jsonl {NEW}",
+        ("odd.jsonl, line 1", "'text'", "null"),
+        ("--text-field",),
+        lambda w: w.write("odd.jsonl", '{"text": null}\n'),
+    ),
+    Case(
+        "a row that is not an object",
+        f"prepare odd.jsonl {NEW}",
+        ("odd.jsonl, line 1",),
+        ('{"text": "..."}',),
+        lambda w: w.write("odd.jsonl", '["one"]\n'),
+    ),
+    Case(
+        "a mask field for text without rows",
+        f"prepare book.txt {NEW} --mask-field prompt",
+        ("book.txt", "'prompt'"),
+        ("--mask-field",),
+    ),
+    Case(
+        "an empty .gz file",
+        f"prepare a.txt.gz {NEW}",
+        ("a.txt.gz", "empty document"),
+        ("text in it",),
+        lambda w: w.write("a.txt.gz", gzip.compress(b"")),
+    ),
+    Case(
+        "a .gz file of zero bytes",
+        f"prepare a.txt.gz {NEW}",
+        ("a.txt.gz", "empty document"),
+        ("text in it",),
+        lambda w: w.write("a.txt.gz", b""),
+    ),
+    Case(
+        "empty standard input",
+        f"prepare - {NEW}",
+        ("-", "empty document"),
+        ("text in it",),
+        lambda w: standard_input(w, b""),
+        says="0 bytes",
+        leaves=("data/.stdin-",),
+    ),
+    Case("standard input named twice", f"prepare - - {NEW}", ("twice",), ("once",)),
+    Case(
+        "a Parquet file without pyarrow",
+        f"prepare a.parquet {NEW}",
+        ("a.parquet", "pyarrow"),
+        ('"flatout[parquet]"',),
+        lambda w: (w.write("a.parquet", "PAR1"), without("pyarrow", w)),
+    ),
+    Case(
+        "a Parquet file without the text column",
+        f"prepare a.parquet {NEW}",
+        ("a.parquet", "'text'"),
+        ("--text-field body",),
+        lambda w: parquet(w, {"body": ["one", "two"]}),
+    ),
+    Case(
+        "a truncated Parquet file",
+        f"prepare a.parquet {NEW}",
+        ("a.parquet",),
+        ("whole",),
+        lambda w: w.write("a.parquet", parquet(w, {"text": ["one"] * 100})[:-20]),
+    ),
+    Case(
+        "an s3:// URL without s3fs",
+        f"prepare s3://bucket/a.txt {NEW}",
+        ("s3://bucket/a.txt", "s3fs"),
+        ('"flatout[s3]"',),
+        lambda w: without("s3fs", w),
+    ),
+    Case(
+        "a URL with nothing behind it",
+        f"prepare memory://nowhere/a.txt {NEW}",
+        ("memory://nowhere/a.txt",),
+        ("Check the URL",),
+    ),
+    Case(
+        "an unknown parameter of hub:",
+        f"prepare hub:org/set:splitt=train {NEW}",
+        ("'hub'", "'splitt'"),
+        ("split", "revision"),
+    ),
+    Case(
+        "a Hugging Face dataset without its package",
+        f"prepare hub:org/set {NEW}",
+        ("hub:org/set", "huggingface_hub"),
+        ('"flatout[hub]"',),
+        lambda w: without("huggingface_hub", w),
+    ),
+    Case(
+        "a Hugging Face tokenizer without a connection",
+        "prepare book.txt --out data/new --tokenizer org/model",
+        ("org/model", "the cache has no", "cannot be reached"),
+        ("tokenizer.json",),
+        offline,
+    ),
+    Case(
+        "--engine ray without ray",
+        f"prepare book.txt {NEW} --engine ray",
+        ("--engine ray",),
+        ('"flatout[ray]"',),
+        lambda w: without("ray", w),
+    ),
+    Case(
+        "--engine ray and --part together",
+        f"prepare book.txt {NEW} --engine ray --part 1/2",
+        ("--engine ray", "--part"),
+        ("Leave one",),
+    ),
+    Case("an unknown engine", f"prepare book.txt {NEW} --engine spark", ("'spark'",), ("ray",)),
+    Case(
+        "an s3:// URL to write without s3fs",
+        "prepare book.txt --out s3://bucket/new --tokenizer byte",
+        ("s3://bucket/new", "s3fs"),
+        ('"flatout[s3]"',),
+        lambda w: without("s3fs", w),
+    ),
+    Case(
+        "a password in the URL of a dataset",
+        "prepare book.txt --out s3://me:pass@bucket/new",
+        ("s3://bucket/new", "password"),
+        ("profile",),
+    ),
+    Case(
+        "a compressed tokenizer",
+        "prepare book.txt --out data/new --tokenizer tok.json.gz",
+        ("tok.json.gz",),
+        ("gunzip",),
+    ),
+    Case(
+        "--from without a dataset card",
+        f"prepare book.txt {NEW} --from book.txt",
+        ("--from",),
+        ("shakespeare",),
+    ),
+    Case(
+        "--from with a different file",
+        f"prepare shakespeare {NEW} --from book.txt",
+        ("book.txt", "SHA-256"),
+        ("without --from",),
+    ),
+]

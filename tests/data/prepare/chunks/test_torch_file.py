@@ -1,0 +1,139 @@
+"""A file of torch.save takes no more memory than it has bytes, and whatever is wrong with it has a
+name.
+"""
+
+import os
+import pickle
+import zipfile
+
+import pytest
+import torch
+
+from flatout.data.prepare.chunks.torch_file import load_tensor
+from flatout.data.prepare.import_chunks import METADATA, find_chunks, import_chunks
+from flatout.errors import DataError
+
+TOKENS = torch.arange(40)
+
+
+def saved(path, what=TOKENS, **options):
+    torch.save(what, path, **options)
+    return path
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.parametrize(
+    "tensor",
+    [TOKENS, TOKENS[3:20], TOKENS[::2], TOKENS.float(), torch.nn.Parameter(TOKENS.double())],
+    ids=str,
+)
+def test_a_tensor_comes_back(tmp_path, zipped, tensor):
+    assert load_tensor(
+        saved(tmp_path / "a.pt", tensor, _use_new_zipfile_serialization=zipped)
+    ).equal(tensor)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_any_changed_byte_gives_a_tensor_or_a_named_error(tmp_path, zipped):
+    whole = saved(tmp_path / "a.pt", _use_new_zipfile_serialization=zipped).read_bytes()
+    start = whole.index(b"ctorch._utils")
+    said = []
+    for offset in range(start - 2, start + 140):
+        for bits in (0x01, 0x40, 0xFF):
+            (tmp_path / "a.pt").write_bytes(
+                whole[:offset] + bytes([whole[offset] ^ bits]) + whole[offset + 1 :]
+            )
+            try:
+                load_tensor(tmp_path / "a.pt")
+            except DataError as error:
+                said.append(error.what)
+    assert len(said) > 100
+    assert all(str(tmp_path / "a.pt") in what and "weights_only" not in what for what in said)
+
+
+class Calls:
+    def __init__(self, function, *arguments):
+        self.call = function, arguments
+
+    def __reduce__(self):
+        return self.call
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.parametrize(
+    "call",
+    [(bytearray, 1 << 40), (torch.LongTensor, 1 << 40), (set, (1,)), (os.system, "true")],
+    ids=lambda call: call[0].__name__,
+)
+def test_nothing_is_called_that_allocates_by_a_number_in_the_file(tmp_path, zipped, call):
+    path = saved(tmp_path / "a.pt", [Calls(*call)], _use_new_zipfile_serialization=zipped)
+    with pytest.raises(
+        DataError,
+        match=rf"contains more than a tensor: it names \w+\.{call[0].__name__}, and code in a file is never run",
+    ):
+        load_tensor(path)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_an_expanded_tensor_is_not_written_out(tmp_path, zipped):
+    path = saved(
+        tmp_path / "a.pt",
+        torch.zeros(1, dtype=torch.int64).expand(1 << 44),
+        _use_new_zipfile_serialization=zipped,
+    )
+    with pytest.raises(
+        DataError,
+        match=r"expanded tensor: 17,592,186,044,416 elements in 8 bytes.*tokens\.clone\(\)",
+    ):
+        load_tensor(path)
+
+
+def rewritten(path, change):
+    """Write the archive anew, entry by entry, as `change` makes each: its content and how it is
+    packed.
+    """
+    with zipfile.ZipFile(path) as archive:
+        entries = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in entries.items():
+            archive.writestr(name, *change(name, content))
+    return path
+
+
+def test_a_packed_archive_is_not_unpacked(tmp_path):
+    path = saved(tmp_path / "a.pt", torch.zeros(1_000_000, dtype=torch.int64))
+    rewritten(path, lambda _, content: (content, zipfile.ZIP_DEFLATED))
+    assert path.stat().st_size < 20_000
+    with pytest.raises(DataError, match="is compressed, or its entries overlap"):
+        load_tensor(path)
+
+
+def test_a_pickle_that_is_larger_than_a_tensors_is_not_loaded(tmp_path):
+    path = saved(tmp_path / "a.pt")
+    rewritten(
+        path,
+        lambda name, content: (
+            pickle.dumps([0] * 600_000) if name.endswith("data.pkl") else content,
+            zipfile.ZIP_STORED,
+        ),
+    )
+    with pytest.raises(DataError, match="contains a pickle of 1,2"):
+        load_tensor(path)
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device"])
+def test_what_is_no_file_is_not_waited_for(tmp_path, kind):
+    path = tmp_path / "chunk_000000.pt"
+    os.mkfifo(path) if kind == "fifo" else path.symlink_to("/dev/zero")
+    with pytest.raises(DataError, match=r"chunk_000000\.pt is not a regular file"):
+        load_tensor(path)
+    with pytest.raises(DataError, match=r"chunk_000000\.pt is not a regular file"):
+        import_chunks(tmp_path, tmp_path / "out", tokenizer="byte")
+    assert find_chunks(tmp_path) == [path]
+
+
+def test_metadata_that_is_no_file_is_not_waited_for(tmp_path):
+    saved(tmp_path / "chunk_000000.pt")
+    os.mkfifo(tmp_path / METADATA)
+    with pytest.raises(DataError, match=r"metadata\.json is not a regular file"):
+        import_chunks(tmp_path, tmp_path / "out", tokenizer="byte")

@@ -1,0 +1,228 @@
+import errno
+import json
+import os
+import random
+
+import numpy as np
+import pytest
+
+from flatout.data.prepare.join import duplicates as dedup
+from flatout.data.prepare.join.shards import runs
+from flatout.data.prepare.pack import jobs
+from flatout.data.prepare.pipeline import Options, prepare_dataset
+from flatout.data.store.shards import Dataset
+from flatout.errors import DataError
+from flatout.files import Unfinished
+from flatout.sources import files
+
+
+def documents(folder, name):
+    dataset = Dataset.open(folder)
+    split = dataset.split(name)
+    tokens = split.read_tokens(0, split.num_tokens)
+    return [
+        dataset.tokenizer.decode(tokens[start : end - 1])
+        for start, end in zip([0, *split.document_ends], split.document_ends, strict=False)
+    ]
+
+
+def write(path, texts, prompts=None):
+    rows = [
+        {"text": text} | ({"ask": prompts[number]} if prompts else {})
+        for number, text in enumerate(texts)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.fixture
+def small(monkeypatch):
+    monkeypatch.setattr(files, "PART_BYTES", 700)
+    monkeypatch.setattr(jobs, "RANGE_BYTES", 1_400)
+
+
+@pytest.mark.parametrize("at_once", [7, 1 << 20], ids=["many files", "one file"])
+@pytest.mark.parametrize("split", ["hash 0.3", "tail 0.4"])
+def test_of_equal_documents_the_first_stays(tmp_path, small, monkeypatch, at_once, split):
+    monkeypatch.setattr(dedup, "SORTED_AT_ONCE", at_once)
+    draw = random.Random(0)
+    texts = [f"text {draw.randint(0, 150)} " * draw.randint(1, 2) for _ in range(400)]
+    options = Options(tokenizer="byte", split=split, duplicates="drop")
+    made = prepare_dataset(
+        [write(tmp_path / "rows.jsonl", texts)], tmp_path / "out", options, workers=1
+    )
+    unique = list(dict.fromkeys(texts))
+    train, val = documents(made.path, "train"), documents(made.path, "val")
+    assert sorted(train + val) == sorted(unique)
+    assert [text for text in unique if text in set(train)] == train
+    assert [text for text in unique if text in set(val)] == val
+    assert made.manifest.documents == len(unique)
+    assert made.manifest.text_bytes == sum(map(len, unique))
+    assert [(entry.reason, entry.count) for entry in made.manifest.skipped] == [
+        ("duplicate document", len(texts) - len(unique))
+    ]
+    again = prepare_dataset([str(tmp_path / "rows.jsonl")], tmp_path / "two", options, workers=2)
+    assert {path.name: path.read_bytes() for path in made.path.iterdir()} == {
+        path.name: path.read_bytes() for path in again.path.iterdir()
+    }
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("split", ["hash 0.3", "tail 0.4"])
+def test_the_first_that_are_dropped_are_named_by_file_and_line(tmp_path, small, split, workers):
+    texts = [f"text {number}" for number in range(300)]
+    for number in (13, *range(200, 214)):
+        texts[number] = "text 3"
+    path = write(tmp_path / "rows.jsonl", texts)
+    made = prepare_dataset(
+        [path],
+        tmp_path / "out",
+        Options(tokenizer="byte", split=split, duplicates="drop"),
+        workers=workers,
+    )
+    (entry,) = made.manifest.skipped
+    assert (entry.reason, entry.count) == ("duplicate document", 15)
+    assert entry.first == tuple(f"{path}, line {number + 1}" for number in (13, *range(200, 209)))
+
+
+def test_a_range_whose_documents_cannot_be_counted_off_names_none(tmp_path, small):
+    texts = ["\ud800", "a", "b", "a", *(f"text {number}" for number in range(200)), "text 199"]
+    path = write(tmp_path / "rows.jsonl", texts)
+    options = Options(tokenizer="byte", split="hash 0.3", duplicates="drop", on_bad_row="skip")
+    made = prepare_dataset([path], tmp_path / "out", options, workers=1)
+    first = {entry.reason: (entry.count, entry.first) for entry in made.manifest.skipped}
+    assert first["duplicate document"] == (2, (f"{path}, line {len(texts)}",))
+    assert made.manifest.documents == len(texts) - 3
+
+
+def test_a_prompt_is_part_of_a_document(tmp_path):
+    path = write(
+        tmp_path / "rows.jsonl", ["yes"] * 4 + ["not"] * 4, ["a", "b", "a", "c", "a", "b", "b", "d"]
+    )
+    made = prepare_dataset(
+        [path],
+        tmp_path / "out",
+        Options(tokenizer="byte", split="tail 0.5", duplicates="drop", mask_field="ask"),
+    )
+    assert documents(made.path, "train") + documents(made.path, "val") == [
+        "ayes",
+        "byes",
+        "cyes",
+        "anot",
+        "bnot",
+        "dnot",
+    ]
+    mask = (
+        Dataset.open(made.path)
+        .split("train")
+        .read_mask_range(0, made.manifest.splits["train"].tokens)
+    )
+    assert mask.tolist() == [False, True, True, True, True] * 3
+
+
+def test_where_a_prompt_ends_tells_documents_apart(tmp_path):
+    path = write(tmp_path / "rows.jsonl", ["b", "\0b", "c" * 40], ["a\0", "a", ""])
+    made = prepare_dataset(
+        [path],
+        tmp_path / "out",
+        Options(tokenizer="byte", split="tail 0.9", duplicates="drop", mask_field="ask"),
+    )
+    assert sum(entry.count for entry in made.manifest.skipped) == 0
+
+
+def test_flags_take_their_room_where_the_system_cannot_allocate_it(tmp_path, monkeypatch):
+    """macOS has no posix_fallocate."""
+    monkeypatch.delattr(os, "posix_fallocate")
+    path = write(tmp_path / "rows.jsonl", [f"text {number % 80}" for number in range(100)])
+    assert (
+        prepare_dataset(
+            [path], tmp_path / "out", Options(tokenizer="byte", duplicates="drop")
+        ).manifest.documents
+        == 80
+    )
+
+
+def test_a_disk_that_is_full_when_duplicates_are_flagged_keeps_what_is_done(tmp_path, monkeypatch):
+    path = write(tmp_path / "rows.jsonl", [f"text {number % 80}" for number in range(100)])
+    options = Options(tokenizer="byte", split="tail 0.4", duplicates="drop")
+    allocate = os.posix_fallocate
+
+    def full(_file, _offset, size):
+        assert size == 100, "a byte for each document"
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(
+        Unfinished, match=r"Cannot write .*out: No space left on device.*keeps what is done"
+    ):
+        prepare_dataset([path], tmp_path / "out", options)
+    monkeypatch.setattr(os, "posix_fallocate", allocate)
+    assert list((tmp_path / ".out.part" / "ranges").glob("*.json"))
+    assert prepare_dataset([path], tmp_path / "out", options).manifest.documents == 80
+
+
+def test_a_validation_of_duplicates_alone_is_refused(tmp_path):
+    path = write(tmp_path / "rows.jsonl", ["same text"] * 20)
+    with pytest.raises(DataError, match="for validation"):
+        prepare_dataset(
+            [path], tmp_path / "out", Options(tokenizer="byte", split="tail 0.5", duplicates="drop")
+        )
+    assert [entry.name for entry in tmp_path.iterdir()] == ["rows.jsonl"]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_validation_text_of_its_own_stays_and_training_loses_what_it_has(tmp_path, small, workers):
+    train = [f"text {number % 200}" for number in range(300)]
+    val = ["text 3", "only here", "text 7", "only here", "text 3"]
+    options = Options(
+        tokenizer="byte", duplicates="drop", val=(write(tmp_path / "valid.jsonl", val),)
+    )
+    path = write(tmp_path / "rows.jsonl", train)
+    made = prepare_dataset([path], tmp_path / "out", options, workers=workers)
+    assert documents(made.path, "val") == val
+    assert documents(made.path, "train") == [
+        text for text in dict.fromkeys(train) if text not in val
+    ]
+    (entry,) = made.manifest.skipped
+    assert (entry.reason, entry.count) == ("duplicate document", 102)
+    assert entry.first[:3] == tuple(f"{path}, line {number + 1}" for number in (3, 7, 200))
+
+
+def test_the_same_text_on_both_sides_leaves_nothing_to_train_on(tmp_path):
+    path = write(tmp_path / "rows.jsonl", ["same", "text"])
+    with pytest.raises(DataError, match=r"rows.jsonl is both training and validation text"):
+        prepare_dataset([path], tmp_path / "out", Options(tokenizer="byte", val=(path,)))
+    with pytest.raises(
+        DataError, match=r"rows.jsonl contains no documents \(2 duplicate document\)"
+    ):
+        prepare_dataset(
+            [path], tmp_path / "out", Options(tokenizer="byte", val=(path,), duplicates="drop")
+        )
+    assert [entry.name for entry in tmp_path.iterdir()] == ["rows.jsonl"]
+
+
+def test_it_is_another_data_set(tmp_path):
+    path = write(tmp_path / "rows.jsonl", [f"text {number % 15}" for number in range(20)])
+    prepare_dataset([path], tmp_path / "out", Options(tokenizer="byte", split="tail 0.5"))
+    with pytest.raises(DataError, match="duplicates is None, and 'drop' is requested"):
+        prepare_dataset(
+            [path], tmp_path / "out", Options(tokenizer="byte", split="tail 0.5", duplicates="drop")
+        )
+    with pytest.raises(DataError, match="--duplicates 'sort'"):
+        prepare_dataset([path], tmp_path / "out", Options(duplicates="sort"))
+
+
+@pytest.mark.parametrize(
+    ("drops", "wanted"),
+    [
+        ([0, 0, 0], [(0, 9)]),
+        ([0, 1, 0], [(0, 2), (5, 9)]),
+        ([1, 0, 0], [(2, 9)]),
+        ([0, 0, 1], [(0, 5)]),
+        ([1, 1, 1], []),
+        ([1, 0, 1], [(2, 5)]),
+    ],
+)
+def test_what_stays_is_copied_in_runs(drops, wanted):
+    assert runs(np.array([2, 5, 9]), np.array(drops, bool)) == wanted
+    assert runs(np.empty(0, int), np.empty(0, bool)) == []

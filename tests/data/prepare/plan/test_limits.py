@@ -1,0 +1,182 @@
+import gzip
+import json
+import random
+import shutil
+from collections import namedtuple
+
+import pytest
+
+from flatout import sources
+from flatout.data.prepare.pack.records import RangeRecord, RangeSplit
+from flatout.data.prepare.pack.skipped import SkippedRows
+from flatout.data.prepare.pipeline import Options, prepare_dataset
+from flatout.data.prepare.plan import limits
+from flatout.data.prepare.plan.limits import BadRowLimit, check_space
+from flatout.data.tokenizers import make_tokenizer
+from flatout.errors import DataError
+from flatout.files import Unfinished
+from flatout.sources import RowLocation, files
+
+USAGE = namedtuple("usage", "total used free")
+
+
+@pytest.fixture
+def free(monkeypatch):
+    def set_free(size):
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: USAGE(10**12, 0, size))
+
+    return set_free
+
+
+def test_room_is_counted_before_the_start(tmp_path, free, stub_tokenizer):
+    byte = make_tokenizer("byte", lambda _: ())
+    free(4_000_000)
+    check_space(tmp_path / "a" / "b", [500_000, 500_000], byte)
+    check_space(tmp_path, [3_000_000], stub_tokenizer)
+    check_space(tmp_path, [10**12, 0], byte)
+    with pytest.raises(
+        DataError, match=r"needs about 4\.4 MB of disk space, and 4\.0 MB are free in"
+    ):
+        check_space(tmp_path / "a" / "b", [600_000, 500_000], byte)
+    free(10**9)
+    with pytest.raises(DataError, match=r"needs about 1\.1 GB of"):
+        check_space(tmp_path, [10**9 * 3 // 2], stub_tokenizer)
+
+
+def test_a_disk_without_room_is_left_as_it_was(tmp_path, free):
+    (tmp_path / "book.txt").write_text("It was a dark night. " * 100)
+    free(8_000)
+    with pytest.raises(DataError, match="Free space there"):
+        prepare_dataset([str(tmp_path / "book.txt")], tmp_path / "out", Options(tokenizer="byte"))
+    assert [path.name for path in tmp_path.iterdir()] == ["book.txt"]
+
+
+def record(documents, bad, left_out=0, first="row"):
+    skipped = [
+        SkippedRows(reason=reason, count=count)
+        for reason, count in (("bad", bad), ("dull", left_out))
+        if count
+    ]
+    splits = {"train": RangeSplit(documents=documents)}
+    return RangeRecord(
+        number=0,
+        num_bytes=0,
+        splits=splits,
+        skipped=skipped,
+        bad_rows=bad,
+        first_bad=(RowLocation(first), "is bad"),
+    )
+
+
+@pytest.mark.parametrize(("most", "enough"), [(None, limits.BAD_ROWS), (0, 0), (7, 7)])
+def test_too_many_bad_rows_stop_it(most, enough):
+    count = BadRowLimit(most, 1)
+    count.add(record(50, enough, left_out=500, first="book, line 3"))
+    with pytest.raises(
+        Unfinished,
+        match=rf"{enough + 1} of the first {551 + enough} rows .* {enough} may be skipped. The first: .*bad",
+    ) as caught:
+        count.add(record(0, 1, first="line 9"))
+    assert f"--max-bad-rows {10 * (enough + 1)}" in caught.value.fix
+
+
+def test_one_in_a_hundred_may_be_bad():
+    count = BadRowLimit(None, 1)
+    count.add(record(99_000, 1_000))
+    with pytest.raises(Unfinished):
+        count.add(record(0, 1))
+
+
+def test_a_higher_limit_goes_on_from_what_is_done(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(
+        "".join(json.dumps({"text": f"row {number}"}) + "\n{\n" for number in range(30))
+    )
+    asked = {"tokenizer": "byte", "split": "tail 0.5", "on_bad_row": "skip"}
+    with pytest.raises(
+        Unfinished,
+        match=r"30 of the first 60 rows .* 5 may be skipped. The first: .*rows\.jsonl, line 2 is not JSON",
+    ):
+        prepare_dataset([str(rows)], tmp_path / "out", Options(**asked, max_bad_rows=5))
+    assert (tmp_path / ".out.part" / "ranges" / "000000.json").is_file()
+    made = prepare_dataset([str(rows)], tmp_path / "out", Options(**asked, max_bad_rows=30))
+    assert [(entry.reason, entry.count, len(entry.first)) for entry in made.manifest.skipped] == [
+        ("not JSON", 30, 10)
+    ]
+    assert prepare_dataset([str(rows)], tmp_path / "out", Options(**asked)).existed, (
+        "the limit is no part of a data set"
+    )
+
+
+@pytest.mark.parametrize(
+    "options", [{"max_bad_rows": 5}, {"max_bad_rows": -1, "on_bad_row": "skip"}]
+)
+def test_a_limit_that_cannot_be_meant_is_refused(tmp_path, options):
+    with pytest.raises(DataError, match="--max-bad-rows"):
+        prepare_dataset(["missing.txt"], tmp_path / "out", Options(**options))
+
+
+SKIPPING = {"tokenizer": "byte", "split": "tail 0.5", "on_bad_row": "skip"}
+
+
+def cut_archive(path):
+    generator = random.Random(0)
+    rows = "".join(
+        json.dumps({"text": f"row {generator.random()}"}) + "\n" for _ in range(2000)
+    ).encode()
+    path.write_bytes(gzip.compress(rows)[:2000])
+
+
+@pytest.mark.parametrize("most", [None, 1, 10**6])
+def test_a_damaged_file_is_no_small_loss_however_many_rows_may_be_bad(tmp_path, most):
+    cut_archive(tmp_path / "rows.jsonl.gz")
+    with pytest.raises(
+        DataError,
+        match=r"100\.0% of the text is in damaged files, .* and at most 1% may be: .*rows\.jsonl\.gz\. Fix: Download",
+    ):
+        prepare_dataset(
+            [str(tmp_path / "rows.jsonl.gz")],
+            tmp_path / "out",
+            Options(**SKIPPING, max_bad_rows=most),
+        )
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl.gz"], (
+        "whatever mends it makes it another text"
+    )
+
+
+def test_a_little_damage_may_be_left_out_and_counts_as_a_row(tmp_path):
+    cut_archive(tmp_path / "rows.jsonl.gz")
+    (tmp_path / "book.txt").write_text("word " * 200_000)
+    made = prepare_dataset([str(tmp_path)], tmp_path / "out", Options(**SKIPPING))
+    assert [(entry.reason, entry.count) for entry in made.manifest.skipped] == [
+        ("cannot be read", 1)
+    ]
+    with pytest.raises(
+        Unfinished, match=r"1 of the first \d+ rows are unusable, and 0 may be skipped"
+    ):
+        prepare_dataset([str(tmp_path)], tmp_path / "other", Options(**SKIPPING, max_bad_rows=0))
+
+
+def test_no_more_rows_are_looked_up_than_are_named(tmp_path, monkeypatch):
+    counts = []
+    count = sources.line_number
+    monkeypatch.setattr(
+        sources, "line_number", lambda *place: counts.append(place) or count(*place)
+    )
+    monkeypatch.setattr(files, "PART_BYTES", 200)
+    path = tmp_path / "rows.jsonl"
+    texts = ["", "\ud800", "good"]
+    path.write_text("".join(json.dumps({"text": text}) + "\n{\n" for text in texts * 40))
+    made = prepare_dataset(
+        [str(path)], tmp_path / "out", Options(**SKIPPING, max_bad_rows=1000), workers=1
+    )
+    skipped = {entry.reason: entry for entry in made.manifest.skipped}
+    assert {reason: entry.count for reason, entry in skipped.items()} == {
+        "empty document": 40,
+        "not JSON": 120,
+        "cannot be tokenised": 40,
+    }
+    assert skipped["cannot be tokenised"].first == tuple(
+        f"{path}, line {3 + 6 * number}" for number in range(10)
+    )
+    assert len(counts) == 30

@@ -1,0 +1,251 @@
+import random
+
+import pytest
+
+from flatout.data.prepare.pack.assignment import ByHash, ByPosition, Whole, hash_fraction
+from flatout.data.prepare.plan import split as stage
+from flatout.data.prepare.request.inputs import Corpus
+from flatout.data.prepare.request.options import Options
+from flatout.data.prepare.request.split_rule import parse_rule
+from flatout.errors import DataError
+from flatout.sources import BadRow, Document, LeftOut, ReadTask
+
+BAD = BadRow("is bad", "Mend it.", "bad", "row")
+
+
+def read(rows):
+    return list(rows)
+
+
+def parts(*groups):
+    """Parts of the given rows; a number stands for so many documents."""
+    made, count = [], 0
+    for group in groups:
+        rows = (
+            [f"document {count + index}" for index in range(group)]
+            if isinstance(group, int)
+            else group
+        )
+        count += len(rows)
+        made.append(
+            ReadTask(
+                read,
+                (tuple(rows),),
+                "x",
+                num_bytes=sum(len(row) for row in rows if isinstance(row, str)),
+            )
+        )
+    return made
+
+
+def make_plan(tasks, validation=None, *, split=None, **options):
+    """The work plan of a corpus of these read tasks."""
+    held_out = None if validation is None else Corpus(("validation",), tuple(validation))
+    return stage.make_plan(Corpus(("text",), tuple(tasks), split, held_out), Options(**options))
+
+
+def texts(plan):
+    return [row.text for job in plan.jobs for row in job.rows() if isinstance(row, Document)]
+
+
+@pytest.mark.parametrize(
+    ("count", "rule"),
+    [
+        (1, "tail 0.1"),
+        (2, "tail 0.1"),
+        (99, "tail 0.1"),
+        (100, "hash 0.05"),
+        (999, "hash 0.05"),
+        (1000, "hash 0.01"),
+        (5000, "hash 0.01"),
+    ],
+)
+def test_the_usual_rule_follows_the_number_of_documents(count, rule):
+    assert make_plan(parts(count // 2, count - count // 2), split=None).rule == rule
+
+
+def test_a_hash_that_would_leave_validation_empty_is_not_the_usual_rule():
+    same = [f"text {number}" for number in range(3000) if hash_fraction(f"text {number}") >= 0.05][
+        :200
+    ]
+    assert make_plan(parts(same), split=None).rule == "tail 0.1"
+
+
+@pytest.mark.parametrize("length", [2, 9, 10, 11, 1000, 1_115_394])
+def test_the_tail_of_one_document_is_measured_as_everybody_does(length):
+    plan = make_plan(parts(["x" * length]), split="tail 0.1")
+    assert plan.assignment == ByPosition(0, int(length * 0.9))
+
+
+def test_characters_are_not_bytes():
+    assert make_plan(parts(["é" * 100]), split="tail 0.1").assignment == ByPosition(0, 90)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "place"),
+    [
+        ([50, 50], ByPosition(1, 40)),
+        ([2_000, 1_100_000], ByPosition(1, int(1_102_000 * 0.9) - 2_000)),
+        ([1_100_000, 2_000], ByPosition(0, int(1_102_000 * 0.9))),
+        ([4, 4], ByPosition(1, 3)),
+        ([1, 1], ByPosition(1, 0)),
+        ([90, 10], ByPosition(1, 0)),
+        ([899, 101], ByPosition(1, 0)),
+        ([904, 96], ByPosition(1, 0)),
+        ([890, 110], ByPosition(1, 10)),
+        ([910, 90], ByPosition(0, 900)),
+        ([10] * 10, ByPosition(9, 0)),
+        ([10] * 11, ByPosition(9, 9)),
+        ([10] * 100, ByPosition(90, 0)),
+        ([10] * 1000, ByPosition(900, 0)),
+        ([1] * 500 + [9_500], ByPosition(500, 8_500)),
+    ],
+)
+def test_the_tail_of_several_documents_is_the_last_of_their_text(lengths, place):
+    assert (
+        make_plan(
+            parts([chr(0x100 + number) * length for number, length in enumerate(lengths)]),
+            split="tail 0.1",
+        ).assignment
+        == place
+    )
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("fraction", [0.02, 0.1, 0.5, 0.9])
+def test_the_tail_has_the_share_that_was_asked_for(seed, fraction):
+    draw = random.Random(seed)
+    texts = ["x" * int(draw.paretovariate(0.7) * 10) for _ in range(draw.choice([2, 5, 50, 400]))]
+    place = make_plan(parts(texts[:1], texts[1:]), split=f"tail {fraction}").assignment
+    pieces = [piece for number, text in enumerate(texts) for piece in place.assign(text, number)]
+    assert all(text for _, text in pieces)
+    assert len(pieces) <= len(texts) + 1
+    total = sum(map(len, texts))
+    share = sum(len(text) for name, text in pieces if name == "val") / total
+    assert abs(share - fraction) <= 0.05 * fraction + 1.1 / total
+
+
+@pytest.mark.parametrize(
+    ("limits", "count"),
+    [({}, 5), ({"max_documents": 3}, 3), ({"max_bytes": 15}, 2), ({"max_documents": 99}, 5)],
+)
+def test_validation_text_of_its_own_is_taken_whole_and_comes_first(limits, count):
+    plan = make_plan(parts(2, 3), parts(["v" * 100, "w"], ["x"]), **limits)
+    assert plan.rule == "named"
+    assert texts(plan)[:3] == ["v" * 100, "w", "x"]
+    assert len(texts(plan)) == 3 + count
+    assert plan.training_jobs == plan.jobs[2:]
+    sides = [(job.assignment or plan.assignment) for job in plan.jobs]
+    assert sides == [Whole("val")] * 2 + [Whole("train")] * len(plan.training_jobs)
+
+
+def test_without_limits_no_text_is_read_to_plan_a_named_split():
+    def explode():
+        raise AssertionError("read")
+
+    plan = make_plan([ReadTask(explode, (), "x")], [ReadTask(explode, (), "y")])
+    assert [job.read_task.fingerprint for job in plan.jobs] == ["y", "x"]
+
+
+def test_ordinals_run_through_the_parts_and_count_documents_only():
+    plan = make_plan(
+        parts(3, ["", BAD, "x"], [LeftOut("dull", "y")], 2), split="tail 0.3", on_bad_row="skip"
+    )
+    assert [job.first for job in plan.jobs] == [0, 3, 4, 4]
+    assert plan.assignment == ByPosition(4, 4)
+    assert [job.take for job in plan.jobs] == [None] * 4, (
+        "rows left out at the end are still counted"
+    )
+
+
+def test_a_hash_rule_needs_no_first_look():
+    def explode():
+        raise AssertionError("read")
+
+    plan = make_plan([ReadTask(explode, (), "x")], split="hash 0.3")
+    assert (plan.rule, plan.assignment) == ("hash 0.3", ByHash(0.3))
+
+
+def test_a_first_look_goes_no_further_than_it_must():
+    def endless():
+        number = 0
+        while True:
+            yield f"text {number}"
+            number += 1
+
+    def explode():
+        raise AssertionError("read")
+
+    plan = make_plan([ReadTask(endless, (), "x"), ReadTask(explode, (), "y")], split=None)
+    assert plan.rule == "hash 0.01"
+    assert [job.take for job in plan.jobs] == [None, None]
+    limited = make_plan(
+        [ReadTask(endless, (), "x"), ReadTask(explode, (), "y")], split="hash 0.1", max_documents=7
+    )
+    assert len(texts(limited)) == 7
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 4, 5, 6, 99])
+def test_documents_are_taken_in_order_up_to_the_limit(limit):
+    plan = make_plan(parts(2, 0, 3), split="hash 0.5", max_documents=limit)
+    assert texts(plan) == [f"document {number}" for number in range(min(limit, 5))]
+
+
+@pytest.mark.parametrize("limit", range(1, 14))
+def test_text_is_taken_up_to_the_byte(limit):
+    plan = make_plan(parts(["abc", "é"], ["defg", "hi"]), split="hash 0.5", max_bytes=limit)
+    whole = b"".join(text.encode() for text in texts(plan))
+    full = "abcédefghi".encode()
+    assert whole == full[:limit] or (limit == 4 and whole == b"abc")
+
+
+def test_limits_work_together_and_the_tail_is_of_what_is_taken():
+    plan = make_plan(parts(10), split="tail 0.5", max_documents=4, max_bytes=10_000)
+    assert plan.assignment == ByPosition(2, 0)
+    cut = make_plan(parts(["x" * 100, "y"]), split="tail 0.5", max_bytes=50)
+    assert cut.assignment == ByPosition(0, 25)
+    assert texts(cut) == ["x" * 50]
+
+
+@pytest.mark.parametrize("groups", [[["x"]], [["ab"]]])
+def test_a_text_too_short_to_split_is_said(groups):
+    with pytest.raises(DataError, match="cannot be split"):
+        make_plan(parts(*groups), split="tail 0.9")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "tail",
+        "tail 0",
+        "tail 1",
+        "tail 1.5",
+        "head 0.1",
+        "hash x",
+        "hash -0.1",
+        "0.1",
+        "tail 0.1.2",
+        "tail nan",
+    ],
+)
+def test_what_is_no_rule_is_refused(text):
+    with pytest.raises(DataError, match="is not a split rule"):
+        parse_rule(text)
+
+
+@pytest.mark.parametrize("text", ["tail 0.1", "tail:0.1", "tail=0.1", " tail  1e-1 "])
+def test_a_rule_may_be_written_in_a_few_ways(text):
+    assert parse_rule(text) == ("tail", 0.1)
+
+
+def test_a_bad_row_is_raised_at_the_first_look_unless_skipped():
+    with pytest.raises(DataError, match="row is bad"):
+        make_plan(parts(["a", BAD]), split=None)
+    assert make_plan(
+        parts(["a", BAD, "b"]), split=None, on_bad_row="skip"
+    ).assignment == ByPosition(1, 0)
+
+
+def test_a_corpus_without_documents_has_a_plan_too():
+    assert texts(make_plan(parts([""]), split=None)) == []

@@ -1,0 +1,165 @@
+import re
+
+import pytest
+from corpora import TEXT, open_corpus, texts
+
+from flatout.data.prepare.request import inputs, names
+from flatout.data.prepare.request.cards import Card, load_card
+from flatout.data.prepare.request.split_rule import parse_rule
+from flatout.errors import ConfigError, DataError
+from flatout.registry import DATASETS
+
+
+@pytest.fixture
+def web(cards):
+    """A card of a repository."""
+    cards["web"] = {
+        "repository": "org/web",
+        "revision": "a" * 40,
+        "files": "train/*",
+        "license": "x",
+        "text_field": "body",
+    }
+    return cards["web"]
+
+
+@pytest.fixture
+def opened(monkeypatch):
+    """The paths inside the repository, and the fields, that sources are opened with."""
+    calls = []
+    source_tasks = names.source_tasks
+
+    def read(name, parameters, fields):
+        path = parameters["path"]
+        calls.append((path.partition("/web@" + "a" * 40 + "/")[2], dict(fields)))
+        return [] if path.startswith("hf://") else source_tasks(name, parameters, fields)
+
+    for module in (names, inputs):
+        monkeypatch.setattr(module, "source_tasks", read)
+    return calls
+
+
+@pytest.mark.parametrize("name", DATASETS.names())
+def test_every_card_is_valid(name):
+    card = load_card(name)
+    assert (card.address or "https://").startswith("https://")
+    assert card.repository is None or re.fullmatch("[0-9a-f]{40}", card.revision), (
+        "a branch moves, a commit does not"
+    )
+    assert card.license
+    assert card.validation or parse_rule(card.split)
+    assert DATASETS.describe(name)
+
+
+def test_the_shakespeare_card_names_its_file():
+    card = load_card("shakespeare")
+    assert card.sha256 == "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+    assert (card.num_bytes, card.split) == (1_115_394, "tail 0.1")
+    with pytest.raises(ConfigError, match="shakespeare"):
+        load_card("shakespear")
+
+
+def test_an_invalid_card_is_refused_with_its_key(cards):
+    cards["play"]["sha265"] = "x"
+    with pytest.raises(DataError, match=r"play\.yaml: sha265"):
+        load_card("play")
+    assert Card.model_config["frozen"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"files": "*.parquet"},
+        {"validation": "*.parquet"},
+        {"sha256": None},
+        {"address": None, "sha256": None, "num_bytes": None},
+        {"repository": "a/b", "files": "*"},
+        {"address": None, "sha256": None, "num_bytes": None, "validation": "*"},
+    ],
+    ids=str,
+)
+def test_a_card_names_one_file_or_a_repository(cards, change):
+    cards["play"] |= change
+    with pytest.raises((ConfigError, DataError), match="names one file or a repository"):
+        load_card("play")
+
+
+def test_a_repository_is_read_in_place(web, opened):
+    open_corpus(["web"])
+    open_corpus(["web"], text_field="title", mask_field="q")
+    assert opened == [
+        ("train/*", {"text_field": "body"}),
+        ("train/*", {"text_field": "title", "mask_field": "q"}),
+    ]
+    with pytest.raises(DataError, match="web is not a single file, so --from cannot replace it"):
+        open_corpus(["web"], from_file="mine.parquet")
+
+
+def test_options_take_precedence_over_a_cards_validation_files(web, opened, tmp_path):
+    web["validation"] = "valid/*"
+    (tmp_path / "mine.txt").write_text(TEXT)
+    own = open_corpus(["web"])
+    url = f"hf://datasets/org/web@{'a' * 40}/valid/*"
+    assert (own.split, own.validation.names) == (None, (url,))
+    open_corpus(["web"], text_field="title")
+    assert opened == [
+        (name, {"text_field": field})
+        for field in ("body", "title")
+        for name in ("train/*", "valid/*")
+    ]
+    opened.clear()
+    by_rule = open_corpus(["web"], split="hash 0.1")
+    assert (by_rule.split, by_rule.validation) == ("hash 0.1", None)
+    assert open_corpus(["web", str(tmp_path / "mine.txt")]).validation is None, (
+        "a card's validation files are for that card alone"
+    )
+    other = open_corpus(["web"], val=[str(tmp_path / "mine.txt")])
+    assert texts(other.validation) == [TEXT]
+    assert "valid/*" not in [name for name, _ in opened]
+
+
+def test_a_card_has_a_split_rule_or_validation_files(web):
+    web |= {"validation": "valid/*", "split": "tail 0.1"}
+    with pytest.raises(ConfigError, match="a split rule or validation files, not both"):
+        load_card("web")
+
+
+def test_from_replaces_a_cards_download(cards, tmp_path):
+    (tmp_path / "mine.txt").write_text(TEXT)
+    corpus = open_corpus(["play"], from_file=str(tmp_path / "mine.txt"))
+    assert texts(corpus) == [TEXT]
+    assert corpus.split == "tail 0.2"
+
+
+def test_from_refuses_a_different_file(cards, tmp_path):
+    (tmp_path / "mine.txt").write_text(TEXT + "x")
+    with pytest.raises(DataError, match="SHA-256"):
+        open_corpus(["play"], from_file=str(tmp_path / "mine.txt"))
+
+
+def test_a_cached_file_gives_the_same_dataset(cards, tmp_path):
+    (tmp_path / "cache" / "play").mkdir(parents=True)
+    (tmp_path / "cache" / "play" / "input.txt").write_text(TEXT)
+    (tmp_path / "mine.txt").write_text(TEXT)
+    cached = open_corpus(["play"], cache=tmp_path / "cache")
+    given = open_corpus(["play"], from_file=str(tmp_path / "mine.txt"))
+    assert texts(cached) == [TEXT]
+    assert cached.fingerprint == given.fingerprint
+
+
+def test_from_needs_exactly_one_card(cards, tmp_path):
+    (tmp_path / "mine.txt").write_text(TEXT)
+    for sources in (["synthetic"], [str(tmp_path / "mine.txt")], ["play", "play"]):
+        with pytest.raises(DataError, match="--from gives the file of one dataset card"):
+            open_corpus(sources, from_file=str(tmp_path / "mine.txt"))
+
+
+def test_a_card_takes_precedence_over_a_folder_of_its_name(cards, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "play").mkdir()
+    (tmp_path / "play" / "a.txt").write_text("mine")
+    (tmp_path / "cache" / "play").mkdir(parents=True)
+    (tmp_path / "cache" / "play" / "input.txt").write_text(TEXT)
+    assert texts(open_corpus(["play"], cache=tmp_path / "cache", progress=said)) == [TEXT]
+    assert "./play" in said.lines[0]
+    assert texts(open_corpus(["./play"])) == ["mine"]

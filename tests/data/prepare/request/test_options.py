@@ -1,0 +1,70 @@
+import json
+from pathlib import Path
+
+import pytest
+from manifests import seal
+
+from flatout.data.prepare.pipeline import Options, prepare_dataset
+from flatout.data.store.shards import Dataset
+from flatout.data.store.verify import verify_dataset
+from flatout.errors import DataError
+
+
+@pytest.fixture
+def book(tmp_path):
+    path = tmp_path / "book.txt"
+    path.write_text("".join(f"Sentence {number} of the book.\n" for number in range(200)))
+    return path
+
+
+@pytest.fixture
+def rows(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(
+        "".join(
+            json.dumps({"text": f"Sentence {number} of the book."}) + "\n" for number in range(200)
+        )
+    )
+    return path
+
+
+@pytest.mark.parametrize("older", [{}, {"text_field": None, "split": "tail  0.20"}])
+def test_the_same_in_other_words_is_the_same_data_set(rows, tmp_path, older):
+    made = prepare_dataset(
+        [str(rows)], tmp_path / "out", Options(tokenizer="byte", split="tail 0.20")
+    )
+    manifest = json.loads((made.path / "manifest.json").read_text())
+    manifest["source"] |= older
+    (made.path / "manifest.json").write_text(json.dumps(manifest))
+    seal(made.path / "manifest.json")
+    for text_field in (None, "text"):
+        for split in ("tail 0.2", "tail:2e-1", "tail 0.20"):
+            assert prepare_dataset(
+                [str(rows)],
+                made.path,
+                Options(tokenizer="byte", split=split, text_field=text_field),
+            ).existed
+    with pytest.raises(
+        DataError, match=r"split is 'tail 0\.2', and 'tail 0\.2000001' is requested"
+    ):
+        prepare_dataset([str(rows)], made.path, Options(tokenizer="byte", split="tail 0.2000001"))
+
+
+def test_a_home_folder_is_written_out(book, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    made = prepare_dataset([str(book)], "~/sets/one", Options(tokenizer="byte"))
+    assert made.path == tmp_path / "home" / "sets" / "one"
+    assert made.manifest == Dataset.open("~/sets/one").manifest
+    assert prepare_dataset([str(book)], "~/sets/one", Options(tokenizer="byte")).existed
+    assert verify_dataset(Path("~/sets/one")).problems == ()
+    assert not (tmp_path / "~").exists()
+    for call in (
+        lambda: prepare_dataset([str(book)], "~nosuch/x", Options(tokenizer="byte")),
+        lambda: prepare_dataset(
+            [str(book)], tmp_path / "out", Options(tokenizer="~nosuch/tok.json")
+        ),
+        lambda: Dataset.open("~nosuch/x"),
+    ):
+        with pytest.raises(DataError, match="no home folder is known for '~nosuch'"):
+            call()

@@ -1,0 +1,142 @@
+import bz2
+import gzip
+import hashlib
+import io
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from flatout.data.prepare.request import standard_input as stdin
+from flatout.data.prepare.request.standard_input import spool_standard_input
+from flatout.errors import DataError
+
+ROOT = Path(__file__).parents[3]
+ROWS = b'{"text": "one"}\n'
+
+
+@pytest.mark.parametrize(
+    ("data", "ending"),
+    [
+        (b"", ".txt"),
+        (b"plain", ".txt"),
+        (ROWS, ".jsonl"),
+        (b"\xef\xbb\xbf\n  \t" + ROWS, ".jsonl"),
+        (b" " * 3_000_000 + ROWS, ".jsonl"),
+        (gzip.compress(ROWS), ".jsonl.gz"),
+        (gzip.compress(b"plain"), ".txt.gz"),
+        (gzip.compress(ROWS)[:12], ".txt.gz"),
+        (bz2.compress(ROWS), ".jsonl.bz2"),
+        (b"PAR1....PAR1", ".parquet"),
+        (b'[\n {"text": "one"}]', ".json"),
+        (b"[Chapter 1]", ".txt"),
+        (b"<!DOCTYPE html>\n<p>one", ".html"),
+        (b'<?xml version="1.0"?>\n<html>', ".html"),
+        (b"<htmlish>", ".txt"),
+    ],
+)
+def test_what_it_holds_is_told_by_how_it_begins(tmp_path, data, ending):
+    path, sha256 = spool_standard_input(tmp_path, stream=io.BytesIO(data))
+    assert path.read_bytes() == data
+    assert sha256 == hashlib.sha256(data).hexdigest()
+    assert path.name.startswith(".stdin-")
+    assert "".join(path.suffixes) == ending
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_it_is_looked_at_in_its_encoding(tmp_path):
+    path, _ = spool_standard_input(
+        tmp_path, stream=io.BytesIO(ROWS.decode().encode("utf-16")), encoding="utf-16"
+    )
+    assert path.suffix == ".jsonl"
+
+
+def test_it_is_said_what_it_is_read_as(tmp_path):
+    said = []
+
+    class Listener(type(stdin.SILENT)):
+        def say(self, line):
+            said.append(line)
+
+    for data in (ROWS, gzip.compress(b"plain")):
+        spool_standard_input(tmp_path, stream=io.BytesIO(data), progress=Listener())
+    assert said[0] == "Standard input: 16 bytes, read as JSONL."
+    assert said[1].endswith("bytes, read as one text, compressed.")
+
+
+def test_it_is_gone_when_the_process_ends(tmp_path):
+    program = "import sys\nfrom pathlib import Path\nfrom flatout.data.prepare.request.standard_input import spool_standard_input\n"
+    program += "print(spool_standard_input(Path(sys.argv[1]))[0].read_bytes())"
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)],
+        input=ROWS,
+        cwd=ROOT,
+        capture_output=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout.decode().strip() == repr(ROWS)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_same_text_twice_is_two_files(tmp_path):
+    (one, mark), (two, same) = (
+        spool_standard_input(tmp_path, stream=io.BytesIO(ROWS)) for _ in range(2)
+    )
+    assert one != two
+    assert mark == same
+    assert one.read_bytes() == two.read_bytes() == ROWS
+
+
+KEEPS = """
+import sys
+from pathlib import Path
+from flatout.data.prepare.request.standard_input import spool_standard_input
+spool_standard_input(Path(sys.argv[1]))
+print("kept", flush=True)
+sys.stdin.close()
+Path(sys.argv[2]).open().read()
+"""
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_what_a_killed_process_left_is_removed_and_that_of_a_living_one_is_not(tmp_path, whole):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    os.mkfifo(tmp_path / "wait")
+    command = [sys.executable, "-c", KEEPS, str(folder), str(tmp_path / "wait")]
+    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        process.stdin.write(ROWS * 200_000)
+        process.stdin.flush()
+        if whole:
+            process.stdin.close()
+            assert process.stdout.readline() == b"kept\n"
+        while not any(path.stat().st_size for path in folder.iterdir()):
+            time.sleep(0.02)
+        (left,) = folder.iterdir()
+        assert left.name.endswith(".jsonl" if whole else ".part")
+        mine, _ = spool_standard_input(folder, stream=io.BytesIO(ROWS))
+        assert sorted(folder.iterdir()) == sorted([left, mine])
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        process.stdin.close()
+    again, _ = spool_standard_input(folder, stream=io.BytesIO(ROWS))
+    assert sorted(folder.iterdir()) == sorted([mine, again])
+
+
+def test_no_room_is_said_and_nothing_stays(tmp_path):
+    class Full(io.RawIOBase):
+        def read(self, count=-1):
+            raise OSError(28, "No space left on device")
+
+    with pytest.raises(
+        DataError, match=r"Cannot save standard input in .*: No space left on device.*Free space"
+    ):
+        spool_standard_input(tmp_path, stream=Full())
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,218 @@
+import os
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from flatout.data.prepare.pack.assignment import ByHash
+from flatout.data.prepare.pack.jobs import Job, Range
+from flatout.data.prepare.pack.records import read_records
+from flatout.data.prepare.pack.tokenize import Packing
+from flatout.data.prepare.workers import local as local_workers
+from flatout.data.prepare.workers.local import LocalWorkers
+from flatout.data.prepare.workers.protocol import Setup
+from flatout.data.tokenizers import make_tokenizer
+from flatout.errors import DataError, RunFailed
+from flatout.sources import ReadTask, RowLocation
+
+SOURCE = """
+import os, signal, time
+from flatout.errors import DataError
+from flatout.sources import BadRow
+
+def numbered(first, count, wait=0.0):
+    time.sleep(wait)
+    for number in range(first, first + count):
+        yield f"document {number} " * (number % 7 + 1)
+
+def bad(name, wait):
+    time.sleep(wait)
+    yield BadRow("is bad", "Mend it.", "bad", name)
+
+def dies():
+    os.kill(os.getpid(), signal.SIGKILL)
+    yield "never"
+
+def breaks():
+    yield "one"
+    raise ZeroDivisionError("broken source")
+
+def tells_process():
+    yield str(os.getpid())
+
+def sleeps():
+    time.sleep(600)
+    yield "never"
+"""
+
+
+@pytest.fixture
+def source(tmp_path, monkeypatch):
+    """A module that workers can import, as a user's own would be."""
+    (tmp_path / "worker_source.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(tmp_path)
+    import worker_source
+
+    yield worker_source
+    sys.modules.pop("worker_source")
+
+
+@pytest.fixture
+def setup(tmp_path):
+    (tmp_path / "ranges").mkdir()
+    return Setup(
+        Packing(make_tokenizer("byte", lambda limit: ()), ByHash(0.3), "raise"), tmp_path / "ranges"
+    )
+
+
+def ranges(*parts):
+    """A range a part: a function of the source, and its arguments."""
+    return [
+        Range(number, (Job(ReadTask(read, arguments, "x")),))
+        for number, (read, *arguments) in enumerate(parts)
+    ]
+
+
+def pack(work, setup, count, tell=lambda _: None):
+    with LocalWorkers(count) as crew:
+        return list(crew.pack(work, setup, tell))
+
+
+def content(work, setup, count):
+    """What the files hold, which are removed."""
+    assert [record.number for record in pack(work, setup, count)] == list(range(len(work)))
+    held = {path.name: path.read_bytes() for path in setup.folder.iterdir()}
+    for path in setup.folder.iterdir():
+        path.unlink()
+    return held
+
+
+def test_any_number_of_workers_writes_the_same_files(source, setup):
+    work = ranges(
+        *[(source.numbered, index * 10, index % 4, 0.02 * (index % 3)) for index in range(17)]
+    )
+    alone = content(work, setup, 1)
+    assert sum(name.endswith(".json") for name in alone) == 17
+    assert content(work, setup, 2) == alone
+    assert content(work, setup, 5) == alone
+
+
+def test_the_work_is_done_in_other_processes(source, setup):
+    pack(ranges(*[(source.tells_process,)] * 6), setup, 2)
+    said = {path.read_bytes() for path in setup.folder.glob("*.bin")}
+    mine = b"".join(bytes([digit, 0]) for digit in str(os.getpid()).encode())
+    assert len(said) in (1, 2)
+    assert not any(tokens.startswith(mine) for tokens in said)
+
+
+def test_the_first_bad_row_in_the_order_of_the_ranges_is_the_one_raised(source, setup):
+    work = ranges((source.bad, "late", 0.3), (source.bad, "early", 0.0))
+    for count in (1, 2):
+        with pytest.raises(DataError, match="late is bad") as caught:
+            pack(work, setup, count)
+        assert caught.value.fix == "Mend it."
+    assert list(setup.folder.iterdir()) == []
+
+
+def test_what_is_done_before_a_bad_row_is_recorded(source, setup):
+    with pytest.raises(DataError, match="row is bad"):
+        pack(
+            ranges((source.numbered, 0, 3, 0.2), (source.bad, "row", 0.0), (source.numbered, 0, 3)),
+            setup,
+            2,
+        )
+    assert read_records(setup.folder)[0].documents == 3
+
+
+def test_a_worker_that_is_killed_is_said(source, setup):
+    work = ranges((source.numbered, 0, 3), (source.dies,), (source.numbered, 0, 3))
+    with pytest.raises(
+        RunFailed, match=r"killed by signal 9.*it continues where it stopped.*--workers"
+    ):
+        pack(work, setup, 2)
+
+
+def test_an_error_in_a_users_source_is_shown_with_its_traceback(source, setup):
+    with pytest.raises(RunFailed, match="broken source") as caught:
+        pack(ranges((source.breaks,), (source.breaks,)), setup, 2)
+    assert "worker_source.py" in "".join(caught.value.__notes__)
+    assert list(setup.folder.iterdir()) == [], "nothing half written stays"
+
+
+def test_a_disk_that_refuses_is_said_by_a_worker_as_by_this_process(source, setup):
+    gone = Setup(setup.packing, setup.folder / "gone")
+    for count in (1, 2):
+        with pytest.raises(DataError, match=r"Cannot write .*: No such file"):
+            pack(ranges((source.numbered, 0, 3), (source.numbered, 0, 3)), gone, count)
+
+
+def test_what_is_given_out_ahead_is_bounded(source, setup, monkeypatch):
+    held = []
+    send = local_workers._Worker.send
+    monkeypatch.setattr(
+        local_workers._Worker,
+        "send",
+        lambda worker, message: (held.append(len(worker.held)), send(worker, message)),
+    )
+    with LocalWorkers(2) as crew:
+        assert len(list(crew.pack(ranges(*[(source.numbered, 0, 1)] * 40), setup))) == 40
+    assert max(held) == local_workers.QUEUED
+
+
+def test_no_process_is_left_when_the_caller_stops_early(source, setup):
+    before = {child.pid for child in psutil.Process().children()}
+    with LocalWorkers(2) as crew:
+        next(crew.pack(ranges((source.numbered, 0, 1), *[(source.sleeps,)] * 3), setup))
+        started = {child.pid for child in psutil.Process().children()} - before
+        assert len(started) == 2
+    assert not started & {child.pid for child in psutil.Process().children()}
+
+
+def test_one_worker_is_this_process():
+    before = {child.pid for child in psutil.Process().children()}
+    with LocalWorkers(1):
+        assert {child.pid for child in psutil.Process().children()} == before
+
+
+def test_workers_end_when_the_caller_is_killed(tmp_path, source, setup):
+    script = tmp_path / "caller.py"
+    script.write_text(
+        "import sys; sys.path[:] = " + repr(sys.path) + "\n"
+        "from pathlib import Path\n"
+        "import worker_source as source\n"
+        "from flatout.data.prepare.pack.assignment import ByHash\n"
+        "from flatout.data.prepare.pack.tokenize import Packing\n"
+        "from flatout.data.prepare.pack.jobs import Job, Range\n"
+        "from flatout.data.tokenizers import make_tokenizer\n"
+        "from flatout.data.prepare.workers.local import LocalWorkers\n"
+        "from flatout.data.prepare.workers.protocol import Setup\n"
+        "from flatout.sources import ReadTask\n"
+        "packing = Packing(make_tokenizer('byte', lambda limit: ()), ByHash(0.3), 'raise')\n"
+        "ranges = [Range(number, (Job(ReadTask(source.numbered, (0, 1), 'x')),)) for number in range(4)]\n"
+        f"next(LocalWorkers(2).pack(ranges, Setup(packing, Path({str(setup.folder)!r})))); print('ready', flush=True)\n"
+        "import time; time.sleep(600)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, text=True
+    ) as caller:
+        assert caller.stdout.readline() == "ready\n", "a script without a main guard works"
+        children = psutil.Process(caller.pid).children()
+        assert len(children) == 2
+        caller.send_signal(signal.SIGKILL)
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert not alive
+
+
+def test_bad_rows_and_what_is_done_travel(source, setup):
+    skipping = Setup(Packing(setup.packing.tokenizer, ByHash(0.3), "skip"), setup.folder)
+    told = []
+    records = pack(
+        ranges(*[(source.bad, f"row {index}", 0.0) for index in range(4)]), skipping, 2, told.append
+    )
+    assert [(entry.reason, entry.first) for record in records for entry in record.skipped] == [
+        ("bad", (RowLocation(f"row {index}"),)) for index in range(4)
+    ]
+    assert [record.bad_rows for record in records] == [1] * 4
+    assert len(told) == 4

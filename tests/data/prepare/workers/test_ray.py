@@ -1,0 +1,360 @@
+"""The order and the bounds of ranges on Ray, and what a node can answer, with a stand-in for Ray;
+test_workers_ray_cluster.py has the real one.
+"""
+
+import itertools
+import json
+import signal
+import socket
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from flatout.data.prepare.pack.assignment import ByHash
+from flatout.data.prepare.pack.jobs import Job, Range
+from flatout.data.prepare.pack.tokenize import Packing
+from flatout.data.prepare.pipeline import Options, engine_named, prepare_dataset
+from flatout.data.prepare.workers import ray as ray_workers
+from flatout.data.prepare.workers import ray_tasks
+from flatout.data.prepare.workers.local import LocalWorkers
+from flatout.data.prepare.workers.protocol import Failure, Setup
+from flatout.data.prepare.workers.ray import RayWorkers
+from flatout.data.tokenizers import make_tokenizer
+from flatout.errors import ConfigError, DataError, Interrupted, MissingPackage, RunFailed
+from flatout.files import Unfinished
+from flatout.sources import BadRow, ReadTask
+
+NUMBERS = itertools.count()
+
+
+class StandIn:
+    """As much of the package ray as is used: a task runs when its result is asked for, and `ends`
+    says whose is next.
+    """
+
+    def __init__(self, cpus, address):
+        self.cpus = cpus
+        self.most = self.waiting = 0
+        self.ends = lambda references: references[0]
+        self.cancelled = []
+        self.exceptions = SimpleNamespace(
+            **{
+                name: type(name, (RayError,), {})
+                for name in ("RayTaskError", "WorkerCrashedError", "OutOfMemoryError")
+            },
+            RayError=RayError,
+        )
+        self._address = address
+        self._calls = {}
+
+    def is_initialized(self):
+        return True
+
+    def get_runtime_context(self):
+        return SimpleNamespace(gcs_address=self._address)
+
+    def nodes(self):
+        gone = {"Alive": False, "Resources": {"CPU": 64.0}}
+        return [
+            gone,
+            *[{"Alive": True, "Resources": {"CPU": 1.0} if cpu else {}} for cpu in self.cpus],
+        ]
+
+    def put(self, value):
+        reference = next(NUMBERS)
+        self._calls[reference] = lambda: value
+        return reference
+
+    def remote(self, **options):
+        assert options == {"num_cpus": 1, "max_retries": ray_tasks.RETRIES}
+        return lambda function: SimpleNamespace(
+            remote=lambda *arguments: self._begun(function, arguments)
+        )
+
+    def _begun(self, function, arguments):
+        reference = next(NUMBERS)
+        self._calls[reference] = lambda: function(*arguments)
+        self.waiting += 1
+        self.most = max(self.most, self.waiting)
+        return reference
+
+    def wait(self, references, *, timeout, num_returns=1):
+        return ([self.ends(references)], []) if any(self.cpus) else ([], references)
+
+    def get(self, reference):
+        self.waiting -= 1
+        return self._calls[reference]()
+
+    def cancel(self, reference, *, force):
+        self.cancelled.append(reference)
+
+
+class RayError(Exception):
+    pass
+
+
+@pytest.fixture
+def ray(monkeypatch):
+    """A cluster of two nodes with a CPU each, and a head node that answers."""
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        standing = StandIn([1, 1], f"127.0.0.1:{head.getsockname()[1]}")
+        monkeypatch.setitem(sys.modules, "ray", standing)
+        yield standing
+
+
+@pytest.fixture
+def setup(tmp_path):
+    (tmp_path / "ranges").mkdir()
+    return Setup(
+        Packing(make_tokenizer("byte", lambda limit: ()), ByHash(0.3), "raise"), tmp_path / "ranges"
+    )
+
+
+def numbered(first):
+    yield from (f"document {number}" for number in range(first, first + 3))
+
+
+def bad(name):
+    yield BadRow("is bad", "Mend it.", "bad", name)
+
+
+def breaks():
+    yield 1 / 0
+
+
+def lacks():
+    raise MissingPackage("It takes a package.", fix="Install it.")
+    yield
+
+
+def fills():
+    raise Unfinished("The disk is full.", fix="Make room.")
+    yield
+
+
+def bad_the_first_time(tries):
+    with open(tries, "a") as file:
+        file.write("x")
+        first = file.tell() == 1
+    yield from bad("here") if first else numbered(0)
+
+
+def ranges(*parts):
+    return [
+        Range(number, (Job(ReadTask(read, arguments, "x")),))
+        for number, (read, *arguments) in enumerate(parts)
+    ]
+
+
+def pack(work, setup, limit=None):
+    with RayWorkers(limit) as crew:
+        return list(crew.pack(work, setup))
+
+
+def test_records_come_in_order_and_the_files_are_those_of_local_workers(ray, setup):
+    ray.ends = lambda references: references[-1]
+    work = ranges(*[(numbered, index) for index in range(20)])
+    assert [record.number for record in pack(work, setup)] == list(range(20))
+    on_ray = {path.name: path.read_bytes() for path in setup.folder.iterdir()}
+    with LocalWorkers(1) as crew:
+        list(crew.pack(work, setup))
+    assert on_ray == {path.name: path.read_bytes() for path in setup.folder.iterdir()}
+
+
+@pytest.mark.parametrize(("limit", "most"), [(None, 2 * ray_workers.QUEUED), (3, 3), (1, 1)])
+def test_what_is_given_out_is_bounded_by_the_cluster_or_by_the_limit(ray, setup, limit, most):
+    pack(ranges(*[(numbered, index) for index in range(20)]), setup, limit)
+    assert ray.most == most
+
+
+def test_what_is_told_is_what_was_done(ray, setup):
+    told = []
+    with RayWorkers() as crew:
+        records = list(crew.pack(ranges((numbered, 0), (numbered, 3)), setup, told.append))
+    assert [(tally.documents, tally.tokens) for tally in told] == [
+        (3, record.tokens) for record in records
+    ]
+
+
+def test_the_first_bad_row_in_the_order_of_the_ranges_is_raised_and_the_rest_cancelled(ray, setup):
+    ray.ends = lambda references: references[-1]
+    with pytest.raises(DataError, match="late is bad"):
+        pack(ranges((numbered, 0), (bad, "late"), (bad, "early"), (numbered, 0)), setup)
+    assert sorted(path.name for path in setup.folder.glob("*.json")) == [
+        "000000.json",
+        "000003.json",
+    ]
+    ray.ends = lambda references: references[0]
+    with RayWorkers() as crew:
+        next(crew.pack(ranges((numbered, 0), (numbered, 1), (numbered, 2)), setup))
+    assert len(ray.cancelled) == 2
+    assert not list(setup.folder.glob("*.part"))
+
+
+def test_what_a_node_alone_cannot_do_is_its_own_fault(ray, setup, tmp_path):
+    with pytest.raises(
+        RunFailed,
+        match=r"The node .* cannot do what this machine can: here is bad\. Fix: Name sources that every node can read",
+    ):
+        pack(ranges((bad_the_first_time, str(tmp_path / "tries"))), setup)
+
+
+def test_errors_on_a_node_are_named_with_it(ray, setup):
+    with pytest.raises(
+        RunFailed, match=r"failed on the node .*: ZeroDivisionError.*--engine local --workers 1"
+    ) as caught:
+        pack(ranges((breaks,)), setup)
+    assert "in breaks" in "".join(caught.value.__notes__)
+    with pytest.raises(
+        MissingPackage, match=r"On the node .*: It takes a package\. Fix: Install it\."
+    ):
+        pack(ranges((lacks,)), setup)
+    with pytest.raises(Unfinished, match=r"^The disk is full\."):
+        pack(ranges((fills,)), setup)
+
+
+def test_what_ray_gives_up_is_said(ray, setup):
+    for name, words in {
+        "WorkerCrashedError": r"packed range 0 died 4 times: Gone\..*it continues where it stopped.*fewer --workers",
+        "RayTaskError": r"could not run prepare's task",
+        "RayError": r"gave up on range 0: Gone\. Fix: Run the same",
+    }.items():
+        kind = getattr(ray.exceptions, name)
+        ray._begun = lambda function, arguments, kind=kind: (
+            ray.put(None) if ray._calls.update({-1: lambda: raised(kind)}) else -1
+        )
+        with pytest.raises(RunFailed, match=words):
+            pack(ranges((numbered, 0)), setup)
+
+
+def raised(kind):
+    raise kind("Gone.\nMore.")
+
+
+def test_another_flatout_on_a_node_is_said(ray, setup, monkeypatch):
+    monkeypatch.setattr(ray_tasks, "_version", lambda: "9.9")
+    with pytest.raises(
+        RunFailed,
+        match=r"The node .* has flatout .*, and this machine 9\.9.*Install flatout 9\.9 on every node",
+    ):
+        pack(ranges((numbered, 0)), setup)
+
+
+def test_a_node_without_flatout_is_said(ray, setup, monkeypatch):
+    remote = ray.remote
+
+    def forgetful(**options):
+        def bound(function):
+            def run(*arguments):
+                with monkeypatch.context() as patch:
+                    patch.setitem(sys.modules, "flatout", None)
+                    return function(*arguments)
+
+            return remote(**options)(run)
+
+        return bound
+
+    monkeypatch.setattr(ray, "remote", forgetful)
+    with pytest.raises(RunFailed, match=r"The node .* has no flatout"):
+        pack(ranges((numbered, 0)), setup)
+
+
+def test_a_node_that_does_not_see_the_work_folder_is_said(ray, setup, monkeypatch):
+    monkeypatch.setattr(ray_workers.Path, "touch", lambda path: None)
+    with pytest.raises(
+        RunFailed,
+        match=r"On the node .*: It does not see the directory .*ranges.*--out on a disk that every node sees",
+    ):
+        pack(ranges((numbered, 0)), setup)
+    assert not list(setup.folder.iterdir())
+
+
+def test_a_cluster_that_is_gone_is_given_up_after_a_while(ray, setup, monkeypatch):
+    monkeypatch.setattr(ray_workers, "WAIT_S", 0.01)
+    ray.cpus = [0]
+    monkeypatch.setattr(ray_workers, "NODE_PATIENCE_S", 0.05)
+    with pytest.raises(
+        RunFailed,
+        match=r"No node of the Ray cluster has a CPU any more\. Fix: Start nodes\. .*it continues where it stopped",
+    ):
+        pack(ranges((numbered, 0)), setup)
+    monkeypatch.setattr(ray_workers.RayWorkers, "_head_answers", lambda crew: False)
+    monkeypatch.setattr(ray_workers, "HEAD_PATIENCE_S", 0.05)
+    with pytest.raises(
+        RunFailed,
+        match=r"The head node of the Ray cluster is gone\. .*it continues where it stopped",
+    ):
+        pack(ranges((numbered, 0)), setup)
+
+
+def test_a_node_at_fault_does_not_take_what_is_done_with_it(ray, tmp_path, monkeypatch):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"text": f"row {number}"}) + "\n" for number in range(50)))
+    (tmp_path / "valid.txt").write_text("held out")
+    options = Options(tokenizer="byte", val=(str(tmp_path / "valid.txt"),))
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            ray_tasks,
+            "pack_here",
+            lambda *_: Failure("It does not see the folder.", "Mount it.", RunFailed),
+        )
+        with pytest.raises(RunFailed, match="does not see the folder"):
+            prepare_dataset([str(rows)], tmp_path / "out", options, engine=engine_named("ray"))
+    prepare_dataset([str(rows)], tmp_path / "out", options, engine=engine_named("ray"))
+    prepare_dataset([str(rows)], tmp_path / "local", options)
+    assert (tmp_path / "out/manifest.json").read_bytes() == (
+        tmp_path / "local/manifest.json"
+    ).read_bytes()
+
+
+def test_of_what_ray_prints_the_first_sentence_is_said(capsys):
+    said = []
+    output = ray_workers._WithoutDumps(sys.stdout, SimpleNamespace(say=said.append))
+    print("\x1b[33m(raylet)\x1b[0m A worker died. See the log.\n    [state-dump] much", file=output)
+    print("(raylet, ip=10.0.0.2) The node with node id: 11f4 is dead.", file=output)
+    print("A source prints this.", file=output, flush=True)
+    assert said == ["Ray: A worker died.", "Ray: The node with node id: 11f4 is dead."]
+    assert capsys.readouterr().out == "A source prints this.\n"
+
+
+def test_without_ray_its_install_line_is_given(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(
+        MissingPackage, match=r'needs the package ray.*pip install "flatout\[ray\]"'
+    ):
+        engine_named("ray")
+
+
+def test_an_unknown_engine_is_refused_with_the_nearest_name():
+    with pytest.raises(
+        ConfigError, match=r"no engine named 'rey'.*Did you mean 'ray'\? Known: local, ray"
+    ):
+        engine_named("rey")
+
+
+def test_ray_that_cannot_be_reached_and_a_signal_meanwhile_are_said(ray, monkeypatch):
+    shut = []
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "shutdown", lambda: shut.append(True), raising=False)
+    for error, kind, words in (
+        (
+            ConnectionError("Failed to connect\n  to 10.0.0.1"),
+            RunFailed,
+            "Ray does not work here: Failed to connect to 10.0.0.1.*RAY_ADDRESS",
+        ),
+        (SystemExit(15), Interrupted, "Terminated"),
+    ):
+        before = signal.getsignal(signal.SIGTERM)
+
+        def init(error=error, **_):
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            raise error
+
+        monkeypatch.setattr(ray, "init", init, raising=False)
+        output = sys.stdout
+        with pytest.raises(kind, match=words):
+            RayWorkers().__enter__()
+        assert sys.stdout is output
+        assert signal.getsignal(signal.SIGTERM) is before
+    assert shut == [True, True]
