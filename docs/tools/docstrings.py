@@ -17,13 +17,17 @@ class Contracts(griffe.Extension):
     """Rewrites docstrings and signatures before they are rendered."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
-        """Turn contracts into list items, and describe a command's parameters by their help."""
-        text = with_contract_items(obj.docstring.value) if obj.docstring else ""
-        if isinstance(obj, griffe.Function):
-            options = "\n".join(f"- `{name}`: {help}" for name, help in plain_options(obj))
-            text = "\n\n".join(filter(None, [text, options]))
+        """Turn the contracts of a docstring into list items."""
         if obj.docstring:
-            obj.docstring.value = text
+            obj.docstring.value = with_contract_items(obj.docstring.value)
+
+    def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
+        """Show the types of a command's parameters in its signature, and their help below it."""
+        for module in pkg["commands"].modules.values():
+            for function in module.functions.values():
+                options = [f"- `{name}`: {help}" for name, help in plain_options(function)]
+                if options and function.docstring:
+                    function.docstring.value += "\n\n" + "\n".join(options)
 
 
 def with_contract_items(text: str) -> str:
@@ -33,13 +37,21 @@ def with_contract_items(text: str) -> str:
 
 
 def plain_options(function: griffe.Function) -> Iterator[tuple[str, str]]:
-    """Replace each `Annotated[type, Option(help=...)]` by its type; yield the parameter and its help."""
+    """Replace each `Annotated[type, Option(help)]` by its type; yield the parameter and its help.
+
+    The annotation may be an alias of one, defined or imported in the function's module.
+    """
     for parameter in function.parameters:
         annotation = parameter.annotation
+        if isinstance(annotation, griffe.ExprName):
+            alias = function.module.members.get(annotation.name)
+            if isinstance(alias, griffe.Alias):
+                own = alias.target_path.startswith(f"{function.package.name}.")
+                alias = alias.final_target if own else None
+            annotation = getattr(alias, "value", None)
         if not isinstance(annotation, griffe.ExprSubscript) or str(annotation.left) != "Annotated":
             continue
-        parameter.annotation, *options = annotation.slice.elements
-        for option in options:
-            for argument in getattr(option, "arguments", ()):
-                if getattr(argument, "name", None) == "help" and str(argument.value)[0] in "'\"":
-                    yield parameter.name, ast.literal_eval(str(argument.value))
+        parameter.annotation, *marks = annotation.slice.elements
+        for mark in marks:
+            if isinstance(mark, griffe.ExprCall) and str(mark.arguments[0])[0] in "'\"":
+                yield parameter.name, ast.literal_eval(str(mark.arguments[0]))

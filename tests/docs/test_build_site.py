@@ -21,7 +21,10 @@ def tool(monkeypatch):
 def test_the_site_builds_without_a_warning(tool, tmp_path):
     assert tool("build_site").build(tmp_path) == 0
     site = tmp_path / "site"
-    assert "flatout.train" in (site / "reference" / "api.html").read_text(encoding="utf-8")
+    api = (site / "reference" / "api.html").read_text(encoding="utf-8")
+    assert "flatout.train" in api
+    assert "<code>trust_code</code>: " in api
+    assert "Annotated" not in api
     assert "optim.lr" in (site / "reference" / "config.html").read_text(encoding="utf-8")
     assert "--out" in (site / "reference" / "commands.html").read_text(encoding="utf-8")
 
