@@ -4,7 +4,7 @@ FlatoutError
 ├── UsageError            exit 2: the command, the configuration or the input is wrong
 │   ├── ConfigError       a key, a value, or a pair of values that contradict each other
 │   ├── DataError         text, a data set or a tokenizer that cannot be used
-│   ├── CheckpointError   a run folder or a checkpoint that cannot be used
+│   ├── CheckpointError   a run directory or a checkpoint that cannot be used
 │   ├── UntrustedCode     a run from elsewhere names code to import, and nobody allowed it
 │   ├── HardwareError     this machine cannot do what was asked
 │   ├── ShapeError        tensors whose shapes do not fit
@@ -108,7 +108,7 @@ class OutputInUse(DataError):
 
 
 class CheckpointError(UsageError):
-    """A run folder or a checkpoint cannot be used."""
+    """A run directory or a checkpoint cannot be used."""
 
 
 class UntrustedCode(UsageError):

@@ -1,5 +1,5 @@
-"""Files that are whole or absent: durable writes, checksums, JSON, lines, links; and what a disk
-says when it refuses.
+"""Files that are complete or absent: durable writes, checksums, locks and links; and what to do when
+the disk refuses.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ import contextlib
 import errno
 import fcntl
 import hashlib
-import json
 import math
 import os
 import re
@@ -17,45 +16,35 @@ import stat
 import time
 import uuid
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from flatout.errors import CheckpointError, DataError, RunFailed, in_shell
-from flatout.recognised import open_regular, read_regular, require_local
+from flatout.recognised import open_regular, require_local
 
 BLOCK_BYTES = 4 * 1024 * 1024
-"""Every block of this size, the last one of a file shorter, has a CRC-32 of its own."""
+"""Each block of this size has its own CRC-32; the last block of a file may be shorter."""
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 PART = ".part"
-"""What the name of a file ends in until it is whole."""
-BROKEN = "That disk has failed to read or write (the system's log, `dmesg`, says more): check it, or use another; then run the same command again."
-"""What to do about a disk that answers with EIO."""
+"""Suffix of a file that is not complete yet."""
+BROKEN = (
+    "The disk failed to read or write (`dmesg` says more): check it, or use another one; "
+    "then run the same command again."
+)
+"""The fix for EIO."""
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-Document = TypeVar("Document", bound=BaseModel)
-
-DISK_REFUSES = {
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EFBIG,
-    errno.EIO,
-    errno.EROFS,
-    errno.EACCES,
-    errno.EPERM,
-}
-"""What the system says when a disk does not take a file."""
-RESTORE = "Restore it from a copy, or use another checkpoint or run."
-"""What to do about a damaged file."""
+_READ_ONLY = {errno.EACCES, errno.EPERM, errno.EROFS}
+_DISK_ERRORS = _FULL | _READ_ONLY | {errno.EIO}
 
 
 class FileEntry(BaseModel):
-    """One flat binary file of the folder."""
+    """The size and checksums of one binary file, as a manifest lists them."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -72,14 +61,13 @@ class LocksUnsupported(OSError):
 
 
 class Unfinished(DataError):
-    """Stopped half way by something other than the text: what is done stays, and the same command
-    goes on from there.
-    """
+    """Work stopped for a reason other than its input: finished parts are kept for the next run."""
 
 
 class CheckedFile:
-    """A file being written under a temporary name, with a CRC-32 for every 4 MiB block; `close`
-    gives it its own.
+    """A binary file written under a temporary name, with a CRC-32 per 4 MiB block.
+
+    `close` renames it to `path`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -105,7 +93,7 @@ class CheckedFile:
                 self._crc = 0
 
     def close(self) -> FileEntry:
-        """Sync, rename, and return the entry; the second time only return it."""
+        """Sync and rename the file, and return its entry; further calls only return the entry."""
         if self._entry is None:
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -118,7 +106,7 @@ class CheckedFile:
         return self._entry
 
     def abandon(self) -> None:
-        """Remove what is not closed, whatever the disk says."""
+        """Delete the file unless it is closed, ignoring errors of the disk."""
         if self._entry is None:
             with contextlib.suppress(OSError):
                 self._file.close()
@@ -126,45 +114,48 @@ class CheckedFile:
                 self._temporary.unlink()
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Put `text` in `path` so that a reader, a kill or a power cut at any moment finds what was
-    there before or all of it, never a part.
+def write_whole(path: Path, text: str, *, mode: int = 0o666) -> None:
+    """Replace the content of `path` by `text` atomically.
 
-    After a power cut it may be what was there before, until the folder is synced.
+    After a kill or a power cut, `path` has the old content or the new one, never a part. The new
+    content is only sure to survive a power cut once the folder is synced. `mode` holds the
+    permissions of a new file, before the umask.
     """
-    _put(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+    def write(temporary: Path) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        with open(os.open(temporary, flags, mode), "w", encoding="utf-8") as file:
+            file.write(text)
+
+    _replace(path, write)
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a small file whole; when this returns, a power cut leaves it there."""
-    write_whole(path, text)
+def write_text(path: Path, text: str, *, mode: int = 0o666) -> None:
+    """Replace the content of `path` by `text` atomically; it survives a power cut after this."""
+    write_whole(path, text, mode=mode)
     sync(path.parent)
 
 
 def copy_whole(source: Path, path: Path) -> None:
-    """Put a copy of a small file in `path`, whole or not at all."""
-    _put(path, lambda temporary: shutil.copyfile(source, temporary))
+    """Replace the content of `path` by that of `source` atomically."""
+    _replace(path, lambda temporary: shutil.copyfile(source, temporary))
 
 
-def _put(path: Path, write: Callable[[Path], object]) -> None:
-    """Have a file written under a temporary name, and give it its own; where the disk refuses, the
-    temporary one goes again.
-    """
+def _replace(path: Path, write: Callable[[Path], object]) -> None:
+    """Call `write` with a temporary path, then sync that file and rename it to `path`."""
     temporary = _temporary(path)
     try:
         write(temporary)
         sync(temporary)
         temporary.replace(path)
-    except OSError:
+    except BaseException:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
 
 
 def write_first(path: Path, write: Callable[[Path], object]) -> None:
-    """Have a small file written whole, unless it is there: of several processes that do this at
-    once, one does.
-    """
+    """Create `path` atomically unless it exists; of several processes that try, one succeeds."""
     temporary = _temporary(path)
     write(temporary)
     sync(temporary)
@@ -177,6 +168,15 @@ def _temporary(path: Path) -> Path:
     return path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}{PART}")
 
 
+def sync(path: Path) -> None:
+    """Flush a file, or the entries of a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def check_blocks(path: Path, entry: FileEntry) -> bool:
     """Return whether a file has the size and the checksums of its entry."""
     if not path.is_file() or path.stat().st_size != entry.size_bytes:
@@ -186,52 +186,33 @@ def check_blocks(path: Path, entry: FileEntry) -> bool:
 
 
 def entry_of(path: Path) -> FileEntry:
-    """Return the entry of a file that is there."""
+    """Return the entry of an existing file."""
     with path.open("rb") as file:
         crcs = tuple(zlib.crc32(block) for block in iter(lambda: file.read(BLOCK_BYTES), b""))
     return FileEntry(name=path.name, size_bytes=path.stat().st_size, block_crc32=crcs)
 
 
-@contextlib.contextmanager
-def writing(out: Path | str) -> Iterator[None]:
-    """Turn what the disk refuses into a DataError that names the folder; what is done is kept where
-    the disk is full or fails.
-    """
-    try:
-        yield
-    except OSError as error:
-        reason = error.strerror or str(error)
-        if error.errno in _FULL or error.errno == errno.EIO:
-            fix = unless_broken(
-                error, "Make room there and run the same command again: it keeps what is done."
-            )
-            raise Unfinished(f"Cannot write {out}: {reason}.", fix=fix) from error
-        raise DataError(
-            f"Cannot write {out}: {reason}.",
-            fix="Choose a folder you may write to, on a disk with room, with --out.",
-        ) from error
+def sha256(path: Path) -> str:
+    """Return the SHA-256 of a file's content, in hexadecimal."""
+    with os.fdopen(open_regular(path), "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def unless_broken(error: OSError, fix: str) -> str:
-    """Return what to do when a disk refuses: `fix`, but for one that fails, which is not full."""
-    return BROKEN if error.errno == errno.EIO else fix
-
-
-def sync(path: Path) -> None:
-    """Force a file or a folder's entries to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def folder_bytes(folder: Path) -> int:
+    """Return the total size of the files under `folder`; files deleted meanwhile count 0."""
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                total += os.lstat(os.path.join(parent, name)).st_size
+    return total
 
 
 def lock(descriptor: int, *, shared: bool = False, wait_s: float = 0.0) -> None:
-    """Lock an open file or folder until its descriptor is closed, at the latest when the process
-    ends.
+    """Lock an open file or folder until its descriptor is closed or the process ends.
 
-    An exclusive lock excludes all others; shared locks exclude only exclusive ones. A shared lock
-    becomes an exclusive one when the same descriptor is locked again. `wait_s` may be `math.inf`.
+    An exclusive lock excludes all others; shared locks exclude only exclusive ones. Locking a
+    descriptor again changes the kind of its lock. `wait_s` may be `math.inf`.
     Raises: BlockingIOError when another process still holds the lock after `wait_s` seconds;
             LocksUnsupported; OSError.
     """
@@ -263,9 +244,9 @@ def is_open_at(path: Path, descriptor: int) -> bool:
 
 
 def expanded(path: Path | str) -> Path:
-    """Return the path with the home folder that `~` at its beginning stands for.
+    """Return the path with a leading `~` replaced by the home folder.
 
-    Raises: DataError when there is no such folder, or it is an address.
+    Raises: DataError when the home folder is unknown, or the path is a URL.
     """
     require_local(path, error=DataError)
     try:
@@ -273,106 +254,22 @@ def expanded(path: Path | str) -> Path:
     except RuntimeError as error:
         raise DataError(
             f"{path}: no home folder is known for {Path(path).parts[0]!r}.",
-            fix="Write the path out, from / on.",
-        ) from error
-
-
-def write_json(path: Path, document: Any) -> None:
-    """Write `document` as JSON, whole or not at all. Floats come back equal in every bit."""
-    write_text(path, json.dumps(document, indent=1) + "\n")
-
-
-def read_json(path: Path) -> Any:
-    """Return the JSON document in `path`.
-
-    Raises: CheckpointError naming the file when it is missing or is not JSON.
-    """
-    try:
-        return json.loads(read_regular(path))
-    except OSError as error:
-        raise CheckpointError(f"Cannot read {path}: {error.strerror}.", fix=RESTORE) from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is damaged: it is not JSON.", fix=RESTORE) from error
-
-
-def read_model(path: Path, model: type[Document], *, fix: str = RESTORE) -> Document:
-    """Return the JSON document in `path` as a `model`; nothing is converted, and keys it does not
-    know are left out.
-
-    Raises: CheckpointError naming the file and the key when it is missing, is not JSON, or is not
-            such a document.
-    """
-    try:
-        return model.model_validate(read_json(path), strict=True)
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(map(str, first["loc"]))
-        raise CheckpointError(
-            f"{path} is damaged: {f'{key}: ' if key else ''}{first['msg']}.", fix=fix
-        ) from error
-
-
-@contextmanager
-def writing_run(folder: Path) -> Iterator[None]:
-    """Name the run directory when the disk refuses one of its small files.
-
-    Raises: RunFailed with what to do about it.
-    """
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in DISK_REFUSES:
-            raise
-        raise RunFailed(
-            f"Cannot write {error.filename or folder}: {error.strerror or error}.",
-            fix=way_out(error),
-        ) from error
-
-
-def way_out(error: Exception) -> str:
-    """Return what to do when a disk refuses to read or write; safetensors and torch tell the
-    system's number in their text alone.
-    """
-    told = re.search(r"(?:os error |\()(\d+)\)", str(error))
-    number = int(told[1]) if told else getattr(error, "errno", None)
-    if number == errno.EIO:
-        return "That disk has failed to read or write (the system's log, `dmesg`, says more): check it, or copy the run directory to another disk."
-    if number in {errno.EACCES, errno.EPERM, errno.EROFS}:
-        return "Make that place writable, then run the same command again; or choose another folder with --run-dir DIR."
-    if number in {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}:
-        return "Keep the run directory where it is while the run trains, the same one for all its processes; then run the same command again."
-    if number == errno.ENAMETOOLONG:
-        return "Choose a shorter path with --run-dir DIR."
-    return "Free space on that disk, then run the same command again."
-
-
-@contextmanager
-def understanding(path: Path) -> Iterator[None]:
-    """Name `path` when what was read from it lacks a key, or has a value of another kind or nesting
-    than was written.
-
-    Raises: CheckpointError.
-    """
-    try:
-        yield
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
-        raise CheckpointError(
-            f"{path} is damaged: {type(error).__name__}: {error}.", fix=RESTORE
+            fix="Write the full path, starting with /.",
         ) from error
 
 
 def open_own(path: Path, flags: int) -> int:
-    """Open a file of a run directory and return its descriptor; a link is not followed, and a pipe
-    is not waited for.
+    """Open a file of a run directory and return its descriptor; links are not followed.
 
-    Raises: CheckpointError when it is a link, not a regular file, or to be written while it has a
-            second hard link; OSError.
+    Opening a pipe does not block.
+    Raises: CheckpointError when it is a link, is not a regular file, or has a second hard link and
+            is opened for writing; OSError.
     """
     try:
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     except OSError as error:
-        if error.errno in {errno.ELOOP, errno.EMLINK}:  # the second is FreeBSD's
-            raise _is_a_link(path) from error
+        if error.errno in {errno.ELOOP, errno.EMLINK}:  # FreeBSD reports EMLINK
+            raise _link_error(path) from error
         raise
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode):
@@ -383,90 +280,97 @@ def open_own(path: Path, flags: int) -> int:
         )
     if found.st_nlink > 1 and flags & (os.O_WRONLY | os.O_RDWR):
         os.close(descriptor)
-        copy = path.with_name(f"{path.name}.copy")
+        own, copy = in_shell(path), in_shell(path.with_name(f"{path.name}.copy"))
         raise CheckpointError(
-            f"{path} has another hard link: what a run writes to it would change the other file too.",
-            fix=f"Replace it with a copy, `cp {in_shell(path)} {in_shell(copy)} && mv {in_shell(copy)} {in_shell(path)}`, "
+            f"{path} has another hard link: writing to it would change the other file too.",
+            fix=f"Replace it with a copy, `cp {own} {copy} && mv {copy} {own}`, "
             "or choose another folder with --run-dir DIR.",
         )
     return descriptor
 
 
 def refuse_links(paths: Iterable[Path]) -> None:
-    """Check that no path is a symbolic link: what a run writes stays in its directory.
+    """Check that no path is a symbolic link, so that a run only writes inside its directory.
 
     Raises: CheckpointError naming the first link.
     """
     for path in paths:
         if path.is_symlink():
-            raise _is_a_link(path)
+            raise _link_error(path)
 
 
-def _is_a_link(path: Path) -> CheckpointError:
+def _link_error(path: Path) -> CheckpointError:
     target = os.readlink(path) if path.is_symlink() else "another file"
-    fix = f"Replace {path} with what it points to, or delete it; checkpoint.dir=DIR keeps the checkpoints of a new run on another disk."
     return CheckpointError(
-        f"{path} is a symbolic link to {target}: a run does not write through links.", fix=fix
+        f"{path} is a symbolic link to {target}: a run does not write through links.",
+        fix=f"Replace {path} with what it points to, or delete it; checkpoint.dir=DIR keeps the "
+        "checkpoints of a new run on another disk.",
     )
 
 
-def append_line(path: Path, document: Mapping[str, Any]) -> None:
-    """Add one JSON line to `path`. A line that a kill left unfinished is closed first, so that it
-    spoils no other.
+@contextlib.contextmanager
+def writing(out: Path | str) -> Iterator[None]:
+    """Turn an OSError inside the block into a DataError that names `out`.
+
+    Raises: Unfinished when the disk is full or fails; DataError otherwise.
     """
-    line = json.dumps(document).encode() + b"\n"
-    with os.fdopen(open_own(path, os.O_RDWR | os.O_CREAT | os.O_APPEND), "a+b") as file:
-        if file.tell() and _last_byte(path) != b"\n":
-            line = b"\n" + line
-        file.write(line)
-
-
-def read_lines(path: Path, *, tail_bytes: int | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the JSON lines of `path` (only those that begin in its last `tail_bytes`); an
-    unfinished line is left out.
-
-    Raises: CheckpointError when it cannot be read.
-    """
-    if not path.exists():
-        return
     try:
-        descriptor = open_regular(path)
+        yield
     except OSError as error:
-        raise CheckpointError(f"Cannot read {path}: {error.strerror}.", fix=RESTORE) from error
-    with os.fdopen(descriptor, "rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        start = 0 if tail_bytes is None else max(size - tail_bytes, 0)
-        file.seek(start)
-        if start:
-            file.readline()
-        for line in file:
-            try:
-                document = json.loads(line)
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(document, dict):
-                yield document
+        reason = error.strerror or str(error)
+        if error.errno in _FULL or error.errno == errno.EIO:
+            fix = "Free space there and run the same command again: it keeps what is done."
+            raise Unfinished(
+                f"Cannot write {out}: {reason}.", fix=unless_broken(error, fix)
+            ) from error
+        raise DataError(
+            f"Cannot write {out}: {reason}.",
+            fix="Choose a folder you may write to, on a disk with room, with --out.",
+        ) from error
 
 
-def sha256(path: Path) -> str:
-    """Return the SHA-256 of a file's content, in hexadecimal."""
-    with os.fdopen(open_regular(path), "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+@contextlib.contextmanager
+def writing_run(folder: Path) -> Iterator[None]:
+    """Turn an OSError of the disk inside the block into a RunFailed that names the file.
+
+    `folder` is named when the error has no file name. Other errors pass.
+    Raises: RunFailed.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _DISK_ERRORS:
+            raise
+        raise RunFailed(
+            f"Cannot write {error.filename or folder}: {error.strerror or error}.",
+            fix=disk_fix(error),
+        ) from error
 
 
-def folder_bytes(folder: Path) -> int:
-    """Return the bytes of all files under `folder`; what disappears meanwhile counts nothing."""
-    total = 0
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            try:
-                total += os.lstat(os.path.join(parent, name)).st_size
-            except FileNotFoundError:
-                continue
-    return total
+def unless_broken(error: OSError, fix: str) -> str:
+    """Return `fix`, or BROKEN when the disk failed (EIO)."""
+    return BROKEN if error.errno == errno.EIO else fix
 
 
-def _last_byte(path: Path) -> bytes:
-    with path.open("rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read(1)
+def disk_fix(error: Exception) -> str:
+    """Return the fix for a disk that refuses to read or write in a run directory.
+
+    The errors of safetensors and torch state the error number in their text only.
+    """
+    stated = re.search(r"(?:os error |\()(\d+)\)", str(error))
+    number = int(stated[1]) if stated else getattr(error, "errno", None)
+    if number == errno.EIO:
+        return (
+            "The disk failed to read or write (`dmesg` says more): check it, "
+            "or copy the run directory to another disk."
+        )
+    if number in _READ_ONLY:
+        return "Make it writable, then run the same command again; or choose another folder with --run-dir DIR."
+    if number in {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}:
+        return (
+            "Keep the run directory where it is during training, and the same for all processes; "
+            "then run the same command again."
+        )
+    if number == errno.ENAMETOOLONG:
+        return "Choose a shorter path with --run-dir DIR."
+    return "Free space on that disk, then run the same command again."

@@ -123,7 +123,7 @@ def _folder(path: Path) -> Recognised | None:
     ):
         return Recognised(
             path,
-            "a run folder",
+            "a run directory",
             f"Use it with `flatout generate {shown}`, or begin with its weights: train.init_from={shown}.",
         )
     if (path / "manifest.json").is_file() and (path / "index.json").is_file():

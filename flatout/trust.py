@@ -1,22 +1,20 @@
-"""Which run directories may import code of their own: those whose references this user named, here,
-or allowed with --trust-code.
+"""Decides which run directories may import code: those that the user trusts.
 
 A run's config.yaml can name objects to import, `package.module:attribute`, and a run directory can
-come from anywhere. What was allowed is remembered outside of it, in MEMORY, one file a run
-directory: under its real path, with the digest of its config.yaml, the references, and the digest
-of the code in the directory. A copy, a replacement or an edited file is a stranger again.
+come from anywhere. A user trusts a run by naming the same references when training it, or with
+--trust-code. Trust is stored outside the run directory, in MEMORY, one file per run directory: its
+real path, the digest of its config.yaml, the references, and the digest of the code in the
+directory. A copied, replaced or edited run directory is not trusted.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
-import secrets
 import stat
 import sys
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from importlib.machinery import all_suffixes
 from pathlib import Path
 from typing import Any
@@ -24,37 +22,32 @@ from typing import Any
 from flatout.errors import UntrustedCode
 
 MEMORY = Path("~/.cache/flatout/trusted")
-"""Where it is remembered which run directories are trusted; readable and writable by the user
-alone.
-"""
+"""Folder of the files that say which run directories are trusted; only the user has access."""
 REFERENCES = (("model", "kind"), ("optim", "kind"), ("speedups",))
-"""Keys of a configuration whose value is looked up in the registry, where
-`package.module:attribute` imports code of the user's own.
+"""Keys of a configuration whose values the registry looks up: `package.module:attribute` there
+imports the user's own code.
 """
 BY_ARGUMENT = "pass trust_code=True (on the command line: --trust-code)"
-"""How code is allowed, as Python says it; the command line puts the very command in its place."""
+"""How to trust code in Python; the command line replaces it with the full command."""
 CONFIG = "config.yaml"
 FORMAT_VERSION = 1
 MOST_BYTES = 1 << 20
-"""A longer file was not written by `remember`."""
+"""`remember` writes no file longer than this."""
 
 
 def references_in(document: Mapping[str, Any]) -> frozenset[str]:
-    """Return every `package.module:attribute` that a configuration, or one layer of it, names under
-    a key of REFERENCES.
+    """Return every `package.module:attribute` that a configuration, or part of one, names.
+
+    Only the keys of REFERENCES count.
     """
     found: set[str] = set()
     for keys in REFERENCES:
         value: Any = document
         for key in keys:
             value = value.get(key) if isinstance(value, Mapping) else None
-        words = (
-            value.split(",")
-            if isinstance(value, str)
-            else value
-            if isinstance(value, list | tuple)
-            else ()
-        )
+        words = value.split(",") if isinstance(value, str) else value
+        if not isinstance(words, list | tuple):
+            continue
         found.update(str(word).strip().lstrip("+-") for word in words if ":" in str(word))
     return frozenset(found)
 
@@ -66,12 +59,12 @@ def require_trusted(
     named: Set[str] = frozenset(),
     trust_code: bool = False,
 ) -> None:
-    """Do nothing when every reference may be imported: `named` on this command line or in a recipe,
-    allowed now, or remembered.
+    """Check that every reference of a run may be imported.
 
-    `trust_code` allows all of them, and is remembered.
-    Raises: UntrustedCode naming the references, and the files they would be imported from, without
-            importing anything.
+    It may if it is `named` on this command line or in a recipe, or if the user trusts the run.
+    `trust_code` makes the run trusted from now on.
+    Raises: UntrustedCode naming the references and the files they would be imported from; nothing
+            is imported.
     """
     if references <= named:
         return
@@ -82,35 +75,36 @@ def require_trusted(
     if entry is not None and _matches(entry, run_folder, references - named):
         return
     changed = (
-        " It was trusted before; its configuration or the code in it has changed since."
+        " It was trusted before, but its configuration or the code in it has changed since."
         if entry is not None
         else ""
     )
     unknown = sorted(references - named)
     stale = (
-        " Delete the __pycache__ beside it, which may hold other code."
+        " Delete the __pycache__ beside it, which may contain other code."
         if any(_has_compiled(reference) for reference in unknown)
         else ""
     )
     raise UntrustedCode(
-        f"{run_folder / CONFIG} names code of its own, which opening the run would execute: {', '.join(map(_described, unknown))}.{changed}",
+        f"{run_folder / CONFIG} names code of its own, which opening the run would execute: {', '.join(map(_with_file, unknown))}.{changed}",
         fix=f"Read that code.{stale} If you trust it, {BY_ARGUMENT}.",
     )
 
 
 def remember(run_folder: Path, references: Iterable[str]) -> bool:
-    """Remember that a run directory, as it is now, may import these references; return whether that
-    could be written.
+    """Trust a run directory, as it is now, to import these references; return whether it was stored.
 
-    Of several processes that do this at once, the last one's word stands. What cannot be written is
-    asked for again another time.
+    Of several processes that do this at once, the last one wins. If it cannot be stored, the user
+    is asked again next time.
     """
+    from flatout.files import write_text  # the command line imports this module at its start
+
     if not (wanted := sorted(references)):
         return True
     try:
-        place = _place(run_folder)
-        place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not _is_private(place.parent.lstat(), stat.S_ISDIR):
+        path = _path(run_folder)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not _is_private(path.parent.lstat(), stat.S_ISDIR):
             return False
         document = {
             "format_version": FORMAT_VERSION,
@@ -118,23 +112,21 @@ def remember(run_folder: Path, references: Iterable[str]) -> bool:
             "references": wanted,
             **_state_of(run_folder),
         }
-        _write_private(place, json.dumps(document, indent=1) + "\n")
-    except (OSError, RuntimeError):  # a home that cannot be written, or none at all
+        write_text(path, json.dumps(document, indent=1) + "\n", mode=0o600)
+    except (OSError, RuntimeError):  # the home folder is unknown or cannot be written
         return False
     return True
 
 
 def is_run_folder(folder: Path) -> bool:
-    """Say whether a folder was made by `flatout train`, as far as its files show."""
+    """Return whether `flatout train` made a folder, judged by its files."""
     return (folder / CONFIG).exists() and any(
         (folder / name).exists() for name in ("asked.yaml", "events.jsonl")
     )
 
 
 def source_of(reference: str) -> Path | None:
-    """Return the file that a reference would be imported from, or None when it cannot be found;
-    nothing is imported.
-    """
+    """Return the file that a reference would be imported from, or None; nothing is imported."""
     parts = reference.partition(":")[0].split(".")
     if not all(part.isidentifier() for part in parts):
         return None
@@ -150,7 +142,7 @@ def source_of(reference: str) -> Path | None:
     return None
 
 
-def _described(reference: str) -> str:
+def _with_file(reference: str) -> str:
     file = source_of(reference)
     return f"{reference!r} ({file if file else 'not found here'})"
 
@@ -165,14 +157,13 @@ def _matches(entry: dict[str, Any], run_folder: Path, references: Set[str]) -> b
         state = _state_of(run_folder)
     except OSError:
         return False
-    same = all(entry.get(key) == value for key, value in state.items()) and entry.get(
-        "run"
-    ) == os.path.realpath(run_folder)
+    state["run"] = os.path.realpath(run_folder)
+    same = all(entry.get(key) == value for key, value in state.items())
     return same and references <= set(entry["references"])
 
 
 def _state_of(run_folder: Path) -> dict[str, str]:
-    """Return the digests that a replaced configuration, or other code in the directory, changes."""
+    """Return digests of the configuration and of the code in a run directory."""
     config = (run_folder / CONFIG).read_bytes()
     return {
         "config_sha256": hashlib.sha256(config).hexdigest(),
@@ -181,10 +172,9 @@ def _state_of(run_folder: Path) -> dict[str, str]:
 
 
 def _digest_of_code(run_folder: Path) -> str:
-    """Return one digest of every file under a folder that Python could import, and of every link to
-    a folder.
+    """Return a digest of every file that Python could import, and of every link to a folder.
 
-    What Python compiled itself does not count: it appears when the code is imported.
+    __pycache__ is left out, as importing the code creates it.
     """
     suffixes = tuple(all_suffixes())
     digest = hashlib.sha256()
@@ -204,20 +194,21 @@ def _digest_of_code(run_folder: Path) -> str:
     return digest.hexdigest()
 
 
-def _place(run_folder: Path) -> Path:
+def _path(run_folder: Path) -> Path:
     name = hashlib.sha256(os.fsencode(os.path.realpath(run_folder))).hexdigest()[:32]
     return MEMORY.expanduser() / f"{name}.json"
 
 
 def _read(run_folder: Path) -> dict[str, Any] | None:
-    """Return what is remembered of a run directory; None for nothing, and for a file that is
-    damaged or that others could have written.
+    """Return the stored trust in a run directory, or None.
+
+    None, too, when the file is damaged, or others could have written it.
     """
     try:
-        place = _place(run_folder)
-        if not _is_private(place.parent.lstat(), stat.S_ISDIR):
+        path = _path(run_folder)
+        if not _is_private(path.parent.lstat(), stat.S_ISDIR):
             return None
-        descriptor = os.open(place, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         with open(descriptor, encoding="utf-8") as file:
             if not _is_private(os.fstat(descriptor), stat.S_ISREG):
                 return None
@@ -227,37 +218,10 @@ def _read(run_folder: Path) -> dict[str, Any] | None:
     if not isinstance(entry, dict) or entry.get("format_version") != FORMAT_VERSION:
         return None
     references = entry.get("references")
-    return (
-        entry
-        if isinstance(references, list)
-        and all(isinstance(reference, str) for reference in references)
-        else None
-    )
+    are_texts = isinstance(references, list) and all(isinstance(r, str) for r in references)
+    return entry if are_texts else None
 
 
-def _is_private(facts: os.stat_result, is_kind: Any) -> bool:
-    """Say whether a file or folder is what it should be, this user's own, and writable by nobody
-    else.
-    """
+def _is_private(facts: os.stat_result, is_kind: Callable[[int], bool]) -> bool:
+    """Return whether a file or folder has the right kind, and only this user may write it."""
     return is_kind(facts.st_mode) and facts.st_uid == os.getuid() and not facts.st_mode & 0o022
-
-
-def _write_private(place: Path, text: str) -> None:
-    """Write a file whole, for this user alone; when this returns, a power cut leaves it there."""
-    temporary = place.with_name(f"{place.name}.{secrets.token_hex(4)}.part")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-    try:
-        with open(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(descriptor)
-        temporary.replace(place)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
-    folder = os.open(place.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

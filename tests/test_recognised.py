@@ -23,8 +23,8 @@ from flatout.recognised import recognise, require_local
 from flatout.registry import recipe_path
 from flatout.sources.files import find_files
 from flatout.training.init_from import find_weights
-from flatout.training.run_dir.layout import resume_from
 from flatout.training.run_dir.lookup import find_run
+from flatout.training.run_dir.resume import resume_from
 
 TOKENS = np.arange(1000, dtype=np.uint16) % 256
 
@@ -217,14 +217,14 @@ def test_the_name_of_a_file_is_one_word_of_every_command(tmp_path, name):
 
 def test_runs_checkpoints_and_datasets_are_told_apart(fox_run, tiny_set):
     fox_run = fox_run[0] / "runs" / "fox"
-    with pytest.raises(FlatoutError, match="is a run folder, not a prepared dataset"):
+    with pytest.raises(FlatoutError, match="is a run directory, not a prepared dataset"):
         Dataset.open(fox_run)
     checkpoint = next((fox_run / "checkpoints").glob("step-*"))
     with pytest.raises(FlatoutError, match="is a checkpoint, not a prepared dataset"):
         Dataset.open(checkpoint)
     weights = next(checkpoint.glob("*.safetensors"))
     assert recognise(weights).fix == f"Name the checkpoint: train.init_from={checkpoint}."
-    with pytest.raises(FlatoutError, match="is a prepared dataset, not a run folder") as caught:
+    with pytest.raises(FlatoutError, match="is a prepared dataset, not a run directory") as caught:
         find_run(tiny_set)
     assert f"data.path={tiny_set}" in caught.value.fix
     with pytest.raises(FlatoutError, match="is a prepared dataset, not text"):

@@ -514,6 +514,6 @@ def test_who_reads_a_stored_configuration_is_known():
         "commands/runs.py",
         "training/run_dir/layout.py",
         "training/init_from.py",
-        "training/run_dir/data_location.py",
+        "training/run_dir/resume.py",
         "training/run.py",
     }

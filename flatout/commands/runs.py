@@ -14,10 +14,11 @@ from pydantic import BaseModel, ConfigDict
 
 from flatout.commands import Argument, Command, Result
 from flatout.errors import CheckpointError, FlatoutError
-from flatout.files import folder_bytes, read_lines
+from flatout.files import folder_bytes
+from flatout.json_io import read_lines
 from flatout.recognised import require_local
 from flatout.terminal import amount
-from flatout.training.checkpoint import catalog
+from flatout.training.checkpoint import catalog, location
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.lock import is_locked
 
@@ -160,7 +161,7 @@ def _item(path: Path, settings: dict[str, Any]) -> RunItem:
         config = layout.read_config(path)
         checkpoints, state = catalog.steps(path), _state(path)
         size = folder_bytes(path)
-        checkpoints_dir = catalog.checkpoints_folder(path)
+        checkpoints_dir = location.checkpoints_folder(path)
         size += 0 if checkpoints_dir.is_relative_to(path) else folder_bytes(checkpoints_dir)
         records = list(read_lines(path / "metrics.jsonl", tail_bytes=TAIL_BYTES))
     except FlatoutError:

@@ -24,7 +24,7 @@ from flatout.progress import SILENT, Progress
 from flatout.registry import SPEEDUPS
 from flatout.training.checkpoint.catalog import tokenizer_of
 from flatout.training.checkpoint.read_write import read_weights
-from flatout.training.run_dir.data_location import found_again, is_there
+from flatout.training.run_dir.data_location import exists, relocated
 from flatout.training.run_dir.layout import trusted_config
 from flatout.training.run_dir.lookup import find_checkpoint, find_run
 
@@ -57,9 +57,9 @@ class LoadedRun:
         try:
             return open_data(self.config.data, progress=self.progress)
         except DataError as error:
-            if is_there(self.config.data):
+            if exists(self.config.data):
                 raise
-            moved = found_again(self.config.data, self.folder, self.checkpoint)
+            moved = relocated(self.config.data, self.folder, self.checkpoint)
             if moved is None:
                 command = f"flatout eval {in_shell(self.folder)} --data PATH"
                 fix = f"{error.fix} If the data was moved, name it: `{command}`."

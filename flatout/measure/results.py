@@ -16,7 +16,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from flatout.config.schema import RunConfig
 from flatout.errors import ConfigError, RunFailed
-from flatout.files import append_line, read_lines, sync, unless_broken, write_text
+from flatout.files import sync, unless_broken, write_text
+from flatout.json_io import append_line, read_lines
 from flatout.measure.spec import TrialResult
 from flatout.measure.statistics import Figure
 from flatout.recognised import read_regular

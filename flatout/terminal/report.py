@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flatout.errors import CheckpointError
-from flatout.files import read_lines
+from flatout.json_io import read_lines
 from flatout.progress import Task
 from flatout.terminal.figures import amount, columns, duration, printable, rows, wrapped
 from flatout.terminal.lines import Terminal

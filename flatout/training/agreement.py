@@ -1,8 +1,6 @@
-"""How the ranks of a run do the same at the same step: work that fails on all of them when it fails
-on one, and votes.
+"""Agreement between the ranks of a run: work that fails on all ranks if it fails on one, and votes.
 
-The collectives of a run are called by its loop alone, in one order on every rank; threads beside it
-call none.
+Only the training loop calls collectives, in the same order on every rank; other threads call none.
 """
 
 from __future__ import annotations
@@ -19,32 +17,30 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from flatout.errors import RunFailed
-from flatout.files import way_out
-from flatout.training.run_dir import layout
+from flatout.files import disk_fix
 
 if TYPE_CHECKING:
     from flatout.parallel.mesh import Mesh
     from flatout.parallel.rendezvous import Ranks
 
-SHARED_PATIENCE_S = 10.0
+SHARED_WAIT_S = 10.0
 SHARED_FIX = "Start all processes in one directory that they share, or give --run-dir an absolute path on a disk that all machines mount."
 WRITING, READING = "cannot write", "cannot read"
 
 
 def together(mesh: Mesh, work: Callable[[], object], what: str) -> None:
-    """Do one rank's part of WRITING or READING a checkpoint, and wait for the others.
+    """Do this rank's part of WRITING or READING a checkpoint, and wait for the other ranks.
 
-    When it fails anywhere, it fails everywhere, so that no rank waits for one that is gone.
-    Raises: RunFailed when the disk refuses; what else `work` raises; RunFailed where another rank
-            failed.
+    If it fails on one rank, it fails on all, so that no rank waits for one that is gone.
+    Raises: RunFailed when the disk refuses, or another rank failed; other errors of `work`.
     """
     error: Exception | None = None
     try:
         work()
     except (OSError, SafetensorError) as cause:
-        error = RunFailed(f"A checkpoint {what} its files: {cause}.", fix=way_out(cause))
+        error = RunFailed(f"A checkpoint {what} its files: {cause}.", fix=disk_fix(cause))
         error.__cause__ = cause
-    except Exception as cause:  # raised below, once the others know
+    except Exception as cause:  # raised below, once the other ranks know
         error = cause
     try:
         (failures,) = (
@@ -58,53 +54,44 @@ def together(mesh: Mesh, work: Callable[[], object], what: str) -> None:
     if float(failures):
         raise RunFailed(
             "Another process of this run could not use a checkpoint.",
-            fix="See that process's own message.",
+            fix="See the message of that process.",
         )
 
 
-def require_shared(
-    ranks: Ranks, run_folder: Path, *, patience_s: float = SHARED_PATIENCE_S
-) -> None:
-    """Check that every process finds the main one's run directory, whose lock file tells it from
-    others of that name.
+def require_shared(ranks: Ranks, lock: Path, *, wait_s: float = SHARED_WAIT_S) -> None:
+    """Check that all processes see the run directory of the main one, by its lock file.
 
-    Raises: RunFailed.
+    Raises: RunFailed when a process sees no lock file, or one with other content.
     """
     if ranks.world_size == 1:
         return
-    lock = run_folder / layout.LOCK
-    box = [
-        (_text(lock), str(run_folder.absolute()), socket.gethostname())
-        if ranks.rank == 0
-        else ("", "", "")
-    ]
+    run_folder = str(lock.parent.absolute())
+    box = [(_text(lock), run_folder, socket.gethostname()) if ranks.rank == 0 else ("", "", "")]
     dist.broadcast_object_list(box, src=0)
-    written, place, host = box[0]
-    give_up = time.monotonic() + patience_s
+    written, main_folder, host = box[0]
+    give_up = time.monotonic() + wait_s
     while (
         not (seen := lock.exists() and _text(lock) in {"", written}) and time.monotonic() < give_up
     ):
-        time.sleep(0.2)  # a network file system shows another machine's files late
+        time.sleep(0.2)  # a network file system may show another machine's files late
     found: list[bool] = [False] * ranks.world_size
     dist.all_gather_object(found, seen)
     if not seen:
         raise RunFailed(
-            f"Process {ranks.rank} on {socket.gethostname()} does not find the run directory of the main process, {place} on {host}: "
-            f"its own is {run_folder.absolute()}.",
+            f"Process {ranks.rank} on {socket.gethostname()} does not find the run directory of the main process, {main_folder} on {host}: "
+            f"its own is {run_folder}.",
             fix=SHARED_FIX,
         )
     if not all(found):
         others = ", ".join(str(number) for number, sees in enumerate(found) if not sees)
         raise RunFailed(
-            f"{place} on {host} is not the run directory of all processes: not of {others}.",
+            f"{main_folder} on {host} is not the run directory of all processes: not of {others}.",
             fix=SHARED_FIX,
         )
 
 
 def _text(path: Path) -> str:
-    """Return what a lock file holds; nothing of one that cannot be read, or that another machine
-    has not sent yet.
-    """
+    """Return the content of a lock file, or "" when it cannot be read (yet)."""
     try:
         return path.read_text(encoding="utf-8")
     except OSError:
@@ -112,16 +99,15 @@ def _text(path: Path) -> str:
 
 
 class Vote:
-    """One wish of each rank, counted on the device. Every rank casts it at the same place, and
-    reads it a step later.
+    """A yes or no from each rank, counted on the device and read a step later.
 
-    A rank that asked all others and waited would stall its GPU; a step later the device has long
-    counted.
+    Every rank casts it at the same point of the loop. Reading it at once would stall the GPU; a
+    step later the count is long there.
     """
 
-    def __init__(self, mesh: Mesh, wanted: bool) -> None:
+    def __init__(self, mesh: Mesh, yes: bool) -> None:
         on_cuda = mesh.device.type == "cuda"
-        vote = torch.tensor(float(wanted), pin_memory=on_cuda).to(mesh.device, non_blocking=True)
+        vote = torch.tensor(float(yes), pin_memory=on_cuda).to(mesh.device, non_blocking=True)
         (total,) = mesh.sum(vote)
         self._sum: Tensor = (
             torch.empty((), pin_memory=True).copy_(total, non_blocking=True) if on_cuda else total
@@ -131,7 +117,7 @@ class Vote:
             self._copied.record()
 
     def count(self) -> int:
-        """Return how many ranks wanted it; waits for the copy alone."""
+        """Return how many ranks voted yes; waits only for the copy from the device."""
         if self._copied:
             self._copied.synchronize()
         return int(self._sum)

@@ -11,14 +11,14 @@ from flatout.config.schema import RunConfig
 from flatout.data.store.mix import MixedDataset
 from flatout.data.store.shards import Dataset
 from flatout.errors import CheckpointError, ConfigError
-from flatout.files import read_model
+from flatout.json_io import read_model
 from flatout.models.language_model import model_of
 from flatout.ops import Ops
 from flatout.progress import SILENT, Progress
 from flatout.recognised import recognise, require_local
-from flatout.training.checkpoint import catalog
+from flatout.training.checkpoint import catalog, location
 from flatout.training.checkpoint.read_write import stored_shapes
-from flatout.training.checkpoint.state import weights_and_aliases
+from flatout.training.checkpoint.weights import weights_and_aliases
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.config_seal import require_as_trained
 from flatout.training.run_dir.data_location import require_tokenizer
@@ -78,7 +78,7 @@ def find_weights(init_from: str, *, progress: Progress = SILENT) -> Path:
     require_local(init_from, "train.init_from=", error=CheckpointError)
     for path in (Path(init_from), RUNS / init_from):
         if catalog.is_checkpoint(path):
-            catalog.require_whole(path, progress=progress)
+            catalog.require_complete(path, progress=progress)
             return path
     try:
         run_folder = find_run(init_from)
@@ -96,8 +96,8 @@ def run_of(checkpoint: Path) -> Path | None:
     folder = checkpoint.absolute().parent
     if (folder.parent / layout.CONFIG).exists():
         return folder.parent
-    owner = folder / catalog.OWNER
-    run_folder = Path(read_model(owner, catalog.Owner).run) if owner.exists() else None
+    owner = folder / location.OWNER
+    run_folder = Path(read_model(owner, location.Owner).run) if owner.exists() else None
     return run_folder if run_folder and (run_folder / layout.CONFIG).exists() else None
 
 

@@ -11,7 +11,7 @@ from flatout.config.schema import RunConfig
 from flatout.errors import ConfigError, in_shell
 from flatout.optimizers.schedule import factor, warmup_steps
 from flatout.progress import SILENT, Progress
-from flatout.training.checkpoint import catalog
+from flatout.training.checkpoint import catalog, location
 from flatout.training.request import RunRequest
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.origin import read_origin, steps_before
@@ -110,7 +110,7 @@ def _checkpoint_with_equal_rates(
     if Path(resume).resolve() != checkpoint.resolve():
         later = [step for step in catalog.steps(folder) if step > equal]
         skipped = [*later, *steps_before(folder, origin)]
-        found = catalog.latest(folder, but=skipped, progress=request.progress)
+        found = catalog.latest(folder, exclude=skipped, progress=request.progress)
         if found is not None and catalog.step_of(found) <= equal:
             return found
     raise _bound_to_its_length(folder, stored, longer, equal, done)
@@ -121,7 +121,7 @@ def require_steps_left(folder: Path, config: RunConfig, checkpoint: Path | None)
 
     Raises: ConfigError with both steps.
     """
-    own = catalog.checkpoints_folder(folder).resolve()
+    own = location.checkpoints_folder(folder).resolve()
     if checkpoint is None or checkpoint.resolve().parent == own:
         return
     step, steps = catalog.step_of(checkpoint), config.train.steps or 0

@@ -92,7 +92,7 @@ def run_training(
         plan = agree_on_plan(request)
         if plan.summary is not None:
             return plan.summary
-        require_shared(ranks, folder)
+        require_shared(ranks, folder / layout.LOCK)
         with recorded_exit_code(folder) if ranks.rank == 0 else nullcontext():
             run = build_run(request, plan)
             stack.callback(run.feed.close)

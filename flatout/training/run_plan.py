@@ -15,7 +15,8 @@ from flatout.assembly.selection import assemble, stored_decisions
 from flatout.config.schema import RunConfig
 from flatout.data.store.mix import members_of
 from flatout.errors import CheckpointError, ConfigError, DataError, RunFailed, in_shell
-from flatout.files import PART, understanding, writing_run
+from flatout.files import PART, writing_run
+from flatout.json_io import parsing
 from flatout.measured import gains_here
 from flatout.training.checkpoint import catalog
 from flatout.training.evaluation import with_validation
@@ -24,8 +25,9 @@ from flatout.training.longer import Longer, lengthen, require_steps_left
 from flatout.training.loop import out_of_patience
 from flatout.training.request import RunRequest
 from flatout.training.run_dir import layout
-from flatout.training.run_dir.data_location import anywhere, require_tokenizer, stored_config
-from flatout.training.run_dir.lookup import resume_place
+from flatout.training.run_dir.data_location import require_tokenizer, with_absolute_paths
+from flatout.training.run_dir.lookup import resume_path
+from flatout.training.run_dir.resume import config_to_resume, resume_from
 from flatout.trust import remember
 
 
@@ -74,12 +76,12 @@ def plan_run(request: RunRequest) -> RunPlan:
     require_run_directory(folder)
     stored = None
     if request.resume != "never":
-        stored = stored_config(folder, request.config, trust_code=request.trust_code)
+        stored = config_to_resume(folder, request.config, trust_code=request.trust_code)
     if stored is not None:
         remember(folder, stored.references())
-    resume = resume_place(request.resume)
+    resume = resume_path(request.resume)
     with writing_run(folder):
-        checkpoint = layout.resume_from(folder, resume, progress=request.progress)
+        checkpoint = resume_from(folder, resume, progress=request.progress)
     if stored is not None:
         require_tokenizer(folder, dataset, checkpoint)
         return _plan_stored(request, stored, resume, checkpoint)
@@ -113,7 +115,7 @@ def _plan_new(request: RunRequest, checkpoint: Path | None) -> RunPlan:
     require_steps_left(request.folder, config, checkpoint)
     ops = ops_of(assemble(decisions))
     config = resolve_init_from(config, dataset, ops, progress=request.progress)
-    return RunPlan(anywhere(config), decisions, checkpoint, requested=request.config)
+    return RunPlan(with_absolute_paths(config), decisions, checkpoint, requested=request.config)
 
 
 def _plan_stored(
@@ -161,7 +163,7 @@ def how_to_train_on(
             other = f"--resume {in_shell(folder)} --run-dir DIR"
             return f"start another run: {other}, with a larger train.steps"
         return f"set train.steps to more than {train.steps}"
-    with understanding(folder / layout.SUMMARY):
+    with parsing(folder / layout.SUMMARY):
         stopped_early = summary.get("stopped_early") and step == summary["steps"]
         if stopped_early and out_of_patience(train, step, summary["best_step"]):
             return f"set train.patience to more than {train.patience}, or to 0"

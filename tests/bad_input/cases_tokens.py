@@ -113,7 +113,7 @@ CASES = [
     Case(
         "a run where a dataset is expected",
         "inspect runs/first",
-        ("runs/first is a run folder",),
+        ("runs/first is a run directory",),
         ("`flatout generate",),
     ),
     Case(

@@ -9,7 +9,7 @@ from flatout.commands import demo as module
 from flatout.commands.demo import about_file, about_python, demo, fit_text, with_length
 from flatout.config.schema import load_config
 from flatout.errors import ConfigError, DataError, Stopped
-from flatout.files import read_lines
+from flatout.json_io import read_lines
 from flatout.training.metrics.observers import Quiet
 from flatout.training.run_dir.layout import read_config, read_summary
 

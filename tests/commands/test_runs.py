@@ -9,7 +9,7 @@ import pytest
 from flatout.commands.runs import COMMAND, runs
 from flatout.config.schema import RunConfig, load_config
 from flatout.errors import CheckpointError
-from flatout.files import append_line
+from flatout.json_io import append_line
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.lock import hold_lock
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flatout import files
+from flatout import files, json_io
 from flatout.data.prepare.pack.range_files import RangeWriter
 from flatout.errors import CheckpointError, DataError
 
@@ -101,7 +101,7 @@ def test_a_data_set_is_on_the_disk_before_it_has_its_name(tmp_path, done, write_
 @pytest.mark.parametrize(
     ("number", "fix"),
     [
-        (errno.ENOSPC, "Make room there"),
+        (errno.ENOSPC, "Free space there"),
         (errno.EIO, "failed to read or write"),
         (errno.EACCES, "may write to"),
     ],
@@ -109,14 +109,14 @@ def test_a_data_set_is_on_the_disk_before_it_has_its_name(tmp_path, done, write_
 def test_what_a_disk_refuses_is_answered_by_what_it_says(number, fix):
     with pytest.raises(DataError, match=fix) as refused, files.writing("out"):
         raise OSError(number, os.strerror(number))
-    assert ("room there" in refused.value.fix) == (number == errno.ENOSPC)
+    assert ("Free space there" in refused.value.fix) == (number == errno.ENOSPC)
 
 
 def test_reading_the_tail_of_a_file_leaves_out_the_line_it_cuts(tmp_path):
     path = tmp_path / "lines"
     for number in range(100):
-        files.append_line(path, {"n": number})
-    tail = [line["n"] for line in files.read_lines(path, tail_bytes=50)]
+        json_io.append_line(path, {"n": number})
+    tail = [line["n"] for line in json_io.read_lines(path, tail_bytes=50)]
     assert tail == list(range(tail[0], 100))
     assert 0 < len(tail) < 10
 
@@ -124,28 +124,28 @@ def test_reading_the_tail_of_a_file_leaves_out_the_line_it_cuts(tmp_path):
 def test_a_line_after_a_torn_one_stands_alone(tmp_path):
     path = tmp_path / "lines"
     path.write_text('{"n": 1}\n{"n":')
-    files.append_line(path, {"n": 2})
-    files.append_line(path, {"n": 3})
-    assert [line["n"] for line in files.read_lines(path)] == [1, 2, 3]
-    assert list(files.read_lines(tmp_path / "none")) == []
+    json_io.append_line(path, {"n": 2})
+    json_io.append_line(path, {"n": 3})
+    assert [line["n"] for line in json_io.read_lines(path)] == [1, 2, 3]
+    assert list(json_io.read_lines(tmp_path / "none")) == []
 
 
 @pytest.mark.parametrize("value", [0.1 + 0.2, 5e-324, 1.7976931348623157e308, -0.0])
 def test_floats_come_back_in_every_bit(tmp_path, value):
-    files.write_json(tmp_path / "f", {"x": value})
-    assert files.read_json(tmp_path / "f")["x"].hex() == value.hex()
+    json_io.write_json(tmp_path / "f", {"x": value})
+    assert json_io.read_json(tmp_path / "f")["x"].hex() == value.hex()
 
 
 def test_nothing_but_the_file_is_left_behind(tmp_path):
-    files.write_json(tmp_path / "f", [1])
-    files.write_json(tmp_path / "f", [2])
+    json_io.write_json(tmp_path / "f", [1])
+    json_io.write_json(tmp_path / "f", [2])
     assert [path.name for path in tmp_path.iterdir()] == ["f"]
     assert json.loads((tmp_path / "f").read_text()) == [2]
 
 
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(CheckpointError, match=r"Cannot read .*/f: No such file"):
-        files.read_json(tmp_path / "f")
+        json_io.read_json(tmp_path / "f")
 
 
 def test_the_size_of_a_folder_is_that_of_its_files(tmp_path):
@@ -165,4 +165,4 @@ def test_the_size_of_a_folder_is_that_of_its_files(tmp_path):
     ],
 )
 def test_the_way_out_is_that_of_the_disks_own_reason(number, fix):
-    assert files.way_out(OSError(number, "")).startswith(fix)
+    assert files.disk_fix(OSError(number, "")).startswith(fix)

@@ -11,7 +11,7 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from flatout.errors import ConfigError, Interrupted, RunFailed
-from flatout.files import read_lines
+from flatout.json_io import read_lines
 from flatout.measure import exactness
 from flatout.measure.bench import Rounds, due_in, in_turn, run_bench, time_left
 from flatout.measure.budget import Budget

@@ -16,6 +16,7 @@ HOUSE = (
     "cache",
     "streams",
     "files",
+    "json_io",
     "documents",
     "registry",
     "trust",

@@ -16,6 +16,8 @@ HEAVY_PARTS = {
     "parallel",
     "memory",
     "run",
+    "build",
+    "resolve",
     "training",
     "inference",
     "measure",

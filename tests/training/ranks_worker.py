@@ -18,7 +18,7 @@ from flatout.config.schema import ParallelConfig
 from flatout.errors import CheckpointError, RunFailed
 from flatout.parallel.mesh import make_mesh
 from flatout.parallel.rendezvous import connect, disconnect
-from flatout.training.checkpoint import job, read_write
+from flatout.training.checkpoint import catalog, job, read_write
 from flatout.training.checkpoint import tensors as slices
 from flatout.training.checkpoint.savers import InBackground
 from flatout.training.signals import StopRequests
@@ -164,7 +164,7 @@ def saved_beside(run, mesh):
         same
         and step == mesh.broadcast_object(step)
         and step > 8
-        and read_write.steps(run.folder) == [run.step],
+        and catalog.steps(run.folder) == [run.step],
     )
 
 

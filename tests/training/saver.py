@@ -15,9 +15,9 @@ import torch
 from stand_in import build, outcome, train
 
 from flatout.errors import RunFailed
-from flatout.training.checkpoint import catalog, read_write
+from flatout.training.checkpoint import catalog, location, read_write
 from flatout.training.checkpoint.savers import InBackground, InTheLoop
-from flatout.training.run_dir import layout
+from flatout.training.run_dir.resume import resume_from
 
 SAVERS = {"loop": InTheLoop, "beside": InBackground}
 
@@ -25,7 +25,7 @@ SAVERS = {"loop": InTheLoop, "beside": InBackground}
 def resumed(place):
     """Return a run that goes on from what lies in `place`, as a second `train` would."""
     run = build(place, seed=1)
-    path = layout.resume_from(place)
+    path = resume_from(place)
     if path is not None:
         read_write.load(run, path)
     return run
@@ -66,7 +66,7 @@ def reported(reading):
 
 def check(place, saved_step):
     """Nothing that was saved is lost, what counts is whole, what does not is swept up."""
-    newest = layout.resume_from(place)
+    newest = resume_from(place)
     if newest is None:
         assert saved_step is None, f"step {saved_step} was saved and nothing is left"
         return 0
@@ -77,7 +77,7 @@ def check(place, saved_step):
     for other in catalog.steps(place):
         assert catalog.verify(catalog.checkpoint_path(place, other)) == []
     left = [
-        path.name for path in catalog.checkpoints_folder(place).iterdir() if ".tmp-" in path.name
+        path.name for path in location.checkpoints_folder(place).iterdir() if ".tmp-" in path.name
     ]
     assert not left, left
     return step
@@ -109,7 +109,7 @@ def at_random(place, make_saver, kills, seed):
         time.sleep(moments.uniform(0.0, 0.5))
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-        caught += any(catalog.checkpoints_folder(place).glob("*.tmp-*"))
+        caught += any(location.checkpoints_folder(place).glob("*.tmp-*"))
         saved_step = reported(reading) or saved_step
         step = check(place, saved_step)
     same_as_never_killed(place, step)
@@ -170,7 +170,7 @@ def full(place, make_saver):
         print(error)
     resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
     assert [p.name for p in path.parent.iterdir()] == [path.name]
-    assert layout.resume_from(place) == path
+    assert resume_from(place) == path
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from flatout.training import longer
 from flatout.training import run as training
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.config_seal import require_as_trained, require_unedited, write_sealed
-from flatout.training.run_dir.data_location import stored_config
+from flatout.training.run_dir.resume import config_to_resume
 from flatout.training.run_dir.lock import in_use
 from flatout.training.run_plan import how_to_train_on
 
@@ -87,7 +87,7 @@ def test_the_command_after_a_contradiction_quotes_the_path(tmp_path, monkeypatch
     layout.write_config(tmp_path / PLACE, config("optim.lr=0.001"))
     monkeypatch.setattr(layout.catalog, "has_saved", lambda _: True)
     with pytest.raises(ConfigError) as refused:
-        layout.stored_config(tmp_path / PLACE, config("optim.lr=0.01"))
+        config_to_resume(tmp_path / PLACE, config("optim.lr=0.01"))
     assert words(refused.value.fix.partition(" starts")[0], "--resume") == [
         "--resume",
         str(tmp_path / PLACE),
@@ -143,7 +143,7 @@ def test_code_that_an_edited_config_names_is_refused_before_advice_repeats_it(
     )
     edited.write_text(json.dumps(document))
     with pytest.raises(UntrustedCode) as refused:
-        stored_config(edited.parent, config())
+        config_to_resume(edited.parent, config())
     assert "=runs.gift" not in refused.value.fix
 
 
@@ -153,7 +153,7 @@ def test_a_disk_that_refuses_to_delete_the_exit_code_is_named(tmp_path, monkeypa
 
     monkeypatch.setattr(layout, "clear_exit_code", refused)
     with (
-        pytest.raises(RunFailed, match=r"Cannot write .*exit_code.*That disk has failed"),
+        pytest.raises(RunFailed, match=r"Cannot write .*exit_code.*The disk failed"),
         training.recorded_exit_code(tmp_path),
     ):
         pass

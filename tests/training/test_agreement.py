@@ -102,7 +102,7 @@ def two(tmp_path, monkeypatch):
     """
     (tmp_path / "lock").write_text("process 7")
 
-    def check(rank, place, answers):
+    def check(rank, folder, answers):
         def main_says(box, src):
             box[0] = ("process 7", str(tmp_path), "a-host")
 
@@ -111,7 +111,7 @@ def two(tmp_path, monkeypatch):
 
         monkeypatch.setattr(agreement.dist, "broadcast_object_list", main_says)
         monkeypatch.setattr(agreement.dist, "all_gather_object", all_say)
-        agreement.require_shared(Ranks(rank, 2, rank, 2), place, patience_s=0)
+        agreement.require_shared(Ranks(rank, 2, rank, 2), folder / "lock", wait_s=0)
 
     return check
 

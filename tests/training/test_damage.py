@@ -176,7 +176,7 @@ def test_a_manifest_that_names_no_file_of_the_index_is_not_whole(finished_run, t
     with pytest.raises(
         CheckpointError, match=r"optimizer-00000\.safetensors is not in the manifest"
     ):
-        catalog.require_whole(path)
+        catalog.require_complete(path)
 
 
 def test_a_date_that_is_none_in_a_yaml_file_is_named(tmp_path):

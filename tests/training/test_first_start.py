@@ -12,6 +12,7 @@ from flatout.errors import CheckpointError, FlatoutError
 from flatout.training.run import run_training
 from flatout.training.run_dir import layout, lock
 from flatout.training.run_dir.lock import hold_lock
+from flatout.training.run_dir.resume import resume_from
 
 NUM_RENAMES = 6
 """origin.json, owner.json twice, asked.yaml, config.yaml, tokenizer.json."""
@@ -98,7 +99,7 @@ def test_resume_never_accepts_a_directory_with_only_a_killed_claim(start, tmp_pa
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "owner.json").write_text('{"id": "a", "run": "b"}')
     with hold_lock(tmp_path / "run"):
-        assert layout.resume_from(tmp_path / "run", "never") is None
+        assert resume_from(tmp_path / "run", "never") is None
 
 
 def test_a_directory_with_other_files_is_not_a_killed_start(start, tmp_path):

@@ -8,14 +8,14 @@ import os
 
 import pytest
 
-from flatout import files
+from flatout import json_io
 from flatout.commands.runs import runs
 from flatout.config.schema import RunConfig
 from flatout.data.prepare.plan.work_dir import WorkDir, WorkPart
 from flatout.data.store.manifest import read_manifest
 from flatout.documents import read_document
 from flatout.errors import CheckpointError, DataError, FlatoutError
-from flatout.files import append_line
+from flatout.json_io import append_line
 from flatout.training.metrics.log import Log
 from flatout.training.run import run_training
 from flatout.training.run_dir import config_seal, layout, lock
@@ -79,8 +79,8 @@ def test_a_pipe_in_place_of_a_file_is_refused_and_not_waited_for(tmp_path):
 
 READERS = {
     "documents.read_document": read_document,
-    "files.read_json": files.read_json,
-    "files.read_lines": lambda path: list(files.read_lines(path)),
+    "json_io.read_json": json_io.read_json,
+    "json_io.read_lines": lambda path: list(json_io.read_lines(path)),
     "manifest.read_manifest": lambda path: read_manifest(path.parent),
     "config_seal.require_unedited": lambda path: config_seal.require_unedited(
         path, RunConfig(), free=()

@@ -40,10 +40,10 @@ def events(folder, kind):
 
 def state_of(folder, step):
     """Return the digests of a checkpoint's tensors, and its values without times."""
-    files = catalog.read_manifest(catalog.checkpoint_path(folder, step))["files"]
+    files = catalog.read_manifest(catalog.checkpoint_path(folder, step)).files
     state = json.loads((catalog.checkpoint_path(folder, step) / catalog.STATE).read_text())
     return (
-        {name: facts["sha256"] for name, facts in files.items() if name != catalog.STATE},
+        {name: facts.sha256 for name, facts in files.items() if name != catalog.STATE},
         {**state["values"], "elapsed_s": 0},
         state["ranks"],
     )

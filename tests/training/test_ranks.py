@@ -11,7 +11,7 @@ import pytest
 import torch
 from stand_in import build, outcome, train
 
-from flatout.training.checkpoint import read_write
+from flatout.training.checkpoint import catalog, read_write
 
 HERE = Path(__file__).parent
 LAYOUTS = {"ddp": 2, "fsdp": 2, "fsdp4": 4, "hsdp": 4}
@@ -106,7 +106,7 @@ def test_every_rank_writes_its_share_and_no_byte_twice(layout):
     }
     assert len(writers) == LAYOUTS[name]
     assert len(json.loads((path / "state.json").read_text())["ranks"]) == LAYOUTS[name]
-    assert read_write.verify(path) == []
+    assert catalog.verify(path) == []
 
 
 def test_ranks_without_stored_generators_draw_different_numbers(layout):

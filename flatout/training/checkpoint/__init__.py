@@ -1,3 +1,1 @@
-"""Checkpoints: the state that a resume needs, its tensors on disk, saving beside training, and
-which checkpoints there are.
-"""
+"""Checkpoints: what they hold, how they are saved and loaded, and which ones a run has."""

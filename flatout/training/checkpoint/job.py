@@ -1,8 +1,7 @@
-"""A checkpoint on its way from a run to its folder: taken in the loop, written by each rank, joined
-by the main one.
+"""The stages of saving a checkpoint: taken in the loop, written by each rank, merged by the main one.
 
-Between any two of these all ranks agree, in the loop; whether the work itself is done there or in a
-thread is the caller's choice.
+All ranks agree between stages, in the loop. Whether a stage runs in the loop or in a thread is up
+to the caller.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from flatout.training.agreement import WRITING, together
 from flatout.training.checkpoint import catalog
+from flatout.training.checkpoint.location import checkpoints_folder, claim
 from flatout.training.checkpoint.snapshot import Snapshot, complete, take, write_share
 
 if TYPE_CHECKING:
@@ -25,17 +25,17 @@ Work = Callable[[], object]
 
 
 class Job(Protocol):
-    """Work that was started."""
+    """Work that has been started."""
 
     def is_done(self) -> bool:
-        """Say whether it is over, well or not."""
+        """Return whether the work has ended, with or without an error."""
 
     def result(self) -> None:
-        """Wait for its end, and raise what it raised."""
+        """Wait for the end of the work, and raise its error."""
 
 
 class AtOnce:
-    """Work that is over when this is made."""
+    """Work that is done in the constructor."""
 
     def __init__(self, work: Work) -> None:
         self._error: BaseException | None = None
@@ -45,18 +45,19 @@ class AtOnce:
             self._error = error
 
     def is_done(self) -> bool:
-        """Say yes."""
+        """Return True."""
         return True
 
     def result(self) -> None:
-        """Raise what the work raised."""
+        """Raise the error of the work."""
         if self._error is not None:
             raise self._error
 
 
 class InThread:
-    """Work that a thread does. A process that ends does not wait for it: what is half written does
-    not count.
+    """Work that runs in a thread.
+
+    The process does not wait for it at exit: an incomplete checkpoint does not count.
     """
 
     def __init__(self, work: Work) -> None:
@@ -68,19 +69,14 @@ class InThread:
         self._outcome = AtOnce(work)
 
     def is_done(self) -> bool:
-        """Say whether the thread is through."""
+        """Return whether the thread has ended."""
         return self._outcome is not None
 
     def result(self) -> None:
-        """Wait for the thread, and raise what the work raised."""
+        """Wait for the thread, and raise the error of the work."""
         self._thread.join()
         assert self._outcome is not None, "a thread that has ended has an outcome"
         self._outcome.result()
-
-
-def as_it_is(snapshot: Snapshot) -> Snapshot:
-    """Return the snapshot itself, whose tensors are the run's own."""
-    return snapshot
 
 
 def nothing() -> None:
@@ -88,12 +84,12 @@ def nothing() -> None:
 
 
 class Saving:
-    """One checkpoint being made. Every rank makes one at the same step, and calls `advance` at the
-    same places.
+    """One checkpoint being saved. Every rank creates one at the same step and calls `advance`.
 
-    A kill at any moment leaves the checkpoints before untouched. Raises, here and in `advance`, on
-    every rank: RunFailed when a file cannot be written; CheckpointError when the state holds what a
-    checkpoint cannot, or the folder is another run's.
+    All ranks call `advance` at the same points of the loop. A kill at any moment leaves earlier
+    checkpoints untouched. The constructor and `advance` raise on every rank: RunFailed when a file
+    cannot be written; CheckpointError when the state holds what a checkpoint cannot, or the folder
+    belongs to another run.
     """
 
     def __init__(
@@ -102,15 +98,14 @@ class Saving:
         environment: Mapping[str, Any],
         *,
         start: Callable[[Work], Job],
-        copied: Callable[[Snapshot], Snapshot] = as_it_is,
+        copied: Callable[[Snapshot], Snapshot] = lambda snapshot: snapshot,
         afterwards: Callable[[], object] = nothing,
     ) -> None:
         self.step = run.step
         self.path = catalog.checkpoint_path(run.folder, run.step)
-        """Where the checkpoint lies once it is whole."""
+        """Path of the checkpoint once it is complete."""
         self.aside: list[Path] = []
-        """Checkpoints of later steps, of a course that was left, under the names they were given.
-        """
+        """New paths of the checkpoints of later steps, which were set aside."""
         self._mesh = run.mesh
         self._start = start
         self._temporary = self.path.with_name(
@@ -119,46 +114,48 @@ class Saving:
         taken: list[Snapshot] = []
 
         def make() -> None:
-            catalog.claim(run.folder, catalog.checkpoints_folder(run.folder))
+            claim(run.folder, checkpoints_folder(run.folder))
             self._temporary.mkdir(parents=True)
 
         def write() -> None:
             write_share(taken[0], self._temporary)
 
-        def join() -> None:
+        def merge() -> None:
             self.aside += complete(taken[0], self._temporary)
             afterwards()
 
-        def both() -> None:
+        def write_and_merge() -> None:
             write()
-            join()
+            merge()
 
         try:
             together(run.mesh, make if run.mesh.is_main else nothing, WRITING)
             together(run.mesh, lambda: taken.append(copied(take(run, environment))), WRITING)
         except BaseException:
-            self._give_up()
+            self._remove()
             raise
         self._left: list[Work] = (
-            [both] if run.mesh.world_size == 1 else [write, join if run.mesh.is_main else nothing]
+            [write_and_merge]
+            if run.mesh.world_size == 1
+            else [write, merge if run.mesh.is_main else nothing]
         )
         self._job = start(self._left.pop(0))
 
     def is_ready(self) -> bool:
-        """Say whether `advance` would not have to wait for this rank."""
+        """Return whether `advance` would not have to wait for this rank."""
         return self._job.is_done()
 
     def advance(self) -> bool:
-        """Wait until every rank has done what it is at, start what comes next, and say whether the
-        checkpoint is whole.
+        """Wait for the current stage on all ranks, start the next, and return whether all are done.
+
+        Once all are done, the checkpoint is complete.
         """
         try:
             together(self._mesh, self._job.result, WRITING)
         except BaseException:
-            if (
-                self._job.is_done()
-            ):  # an interrupt leaves the thread at work: the next start of the run sweeps up
-                self._give_up()
+            if self._job.is_done():
+                self._remove()
+            # else an interrupt leaves the thread running: the run's next start cleans up
             raise
         if not self._left:
             return True
@@ -166,14 +163,14 @@ class Saving:
         return False
 
     def wait_alone(self) -> bool:
-        """Wait for this rank's own work when the others can no longer be asked; say whether the
-        checkpoint is whole.
+        """Wait for this rank's own work, and return whether the checkpoint is complete.
 
-        Raises: what the work raised.
+        For the end of a run, when other ranks can no longer be reached.
+        Raises: the error of the work.
         """
         self._job.result()
         return not self._left
 
-    def _give_up(self) -> None:
+    def _remove(self) -> None:
         if self._mesh.is_main:
             shutil.rmtree(self._temporary, ignore_errors=True)

@@ -1,22 +1,22 @@
-"""Checkpoints: everything a resume needs, in one folder that is whole or absent.
+"""Save and load checkpoints: everything a resume needs, in a folder that is complete or absent.
 
 checkpoints/step-N/
 ├── model-RRRRR.safetensors       rank R's slices of the weights
 ├── optimizer-RRRRR.safetensors   rank R's slices of the optimizers' tensors
-├── index.json                    every tensor's dtype and shape, and where each slice of it lies
-├── state.json                    the other values of state.STATE, those of each rank apart, and the
-environment └── manifest.json                 bytes and SHA-256 of every file; written last, then
-the folder gets its name in one rename
+├── index.json                    dtype, shape and slices of every tensor
+├── state.json                    the other values of state.STATE, some per rank, and the environment
+└── manifest.json                 size and SHA-256 of every file, written last; then the folder is
+                                  renamed to its final name
 
-One rank is the special case of several; they share one file system. No pickle is ever read or
-written. What needs no torch (`latest`, `best`, `steps`, `prune`, `verify`) lives in catalog.py and
-is handed on here.
+A single rank is a special case of several; they share one file system. Nothing is ever pickled or
+unpickled. What needs no torch is in catalog.py.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,33 +24,32 @@ import torch
 from torch import Tensor
 
 from flatout.errors import CheckpointError
-from flatout.files import read_json, understanding
+from flatout.json_io import parsing, read_json
 from flatout.progress import SILENT, Progress, Task
 from flatout.training.agreement import READING, together
 from flatout.training.checkpoint import catalog, tensors
-from flatout.training.checkpoint.catalog import best as best
-from flatout.training.checkpoint.catalog import latest as latest
-from flatout.training.checkpoint.catalog import prune as prune
-from flatout.training.checkpoint.catalog import steps as steps
-from flatout.training.checkpoint.catalog import verify as verify
+from flatout.training.checkpoint.catalog import Check, FileFacts
 from flatout.training.checkpoint.job import AtOnce, Saving
-from flatout.training.checkpoint.state import STATE, VERSION, Part, weights_and_aliases
+from flatout.training.checkpoint.state import STATE, VERSION, StateItem
 from flatout.training.checkpoint.tensors import Entry
+from flatout.training.checkpoint.weights import weights_of
 
 if TYPE_CHECKING:
     from flatout.assembly.run import Run
+
+WEIGHTS = "model/"
+"""Beginning of the weights' names in an index."""
 
 
 def save(
     run: Run, *, environment: Mapping[str, Any] | None = None, progress: Progress = SILENT
 ) -> Path:
-    """Write the run's state as `step-N`, N being `run.step`, and return that folder. Every rank
-    calls it.
+    """Write the run's state as `step-N`, where N is `run.step`, and return that folder.
 
-    A kill at any moment leaves the checkpoints before untouched. `environment`
-    (`hardware.fingerprint()`) is stored, so that `load` can say what has changed. Checkpoints of
-    later steps, from a course that was left, are set aside.
-    Raises: RunFailed when a file cannot be written, on every rank.
+    Every rank calls it. A kill at any moment leaves earlier checkpoints untouched. `environment`
+    (`hardware.fingerprint()`) is stored, so that `load` can report what has changed. Checkpoints of
+    later steps, from an abandoned branch of the run, are set aside.
+    Raises: RunFailed, on every rank, when a file cannot be written.
     """
     with progress.task(f"Saving step {run.step}"):
         saving = Saving(run, environment or {}, start=AtOnce)
@@ -62,14 +61,8 @@ def save(
 
 
 def set_aside_line(path: Path) -> str:
-    """Return what is said of a checkpoint that was set aside."""
+    """Return the message about a checkpoint that was set aside."""
     return f"Set {path.name} aside: it is of a later step than this run has reached."
-
-
-Check = Callable[[Path, dict[str, Any]], str | None]
-"""Says what is wrong with a file, given its line in the manifest: `catalog.check_file`, or the
-quick `catalog.check_size`.
-"""
 
 
 def load(
@@ -80,59 +73,59 @@ def load(
     check: Check = catalog.check_file,
     progress: Progress = SILENT,
 ) -> list[str]:
-    """Put a checkpoint's state into a freshly built run, and return the differences that should be
-    said aloud. Every rank calls it.
+    """Restore a checkpoint into a newly built run, and return what differs, as sentences to show.
 
-    Any number of ranks, however sharded, reads what any other wrote; each reads and checks only the
-    files it needs. A checkpoint that `folder.resume_from` has just returned was read whole by its
-    checksums: `check=catalog.check_size` spares reading it twice.
-    Raises: CheckpointError, before the weights are touched, when a file is missing or damaged, or
-            does not fit this run.
+    Every rank calls it. Any number of ranks, however sharded, reads what any other number wrote;
+    each reads and checks only the files it needs. `check=catalog.check_size` avoids reading a
+    checkpoint twice after `resume_from`, which has just verified it.
+    Raises: CheckpointError, before the weights change, when a file is missing or damaged, or does
+            not fit this run.
     """
-    found: list[Any] = []
+    found: list[_Opened] = []
     with progress.task(f"Loading {checkpoint.name}") as task:
-        together(run.mesh, lambda: found.extend(_open(run, checkpoint, check, task)), READING)
-        index, state, parts, targets = found
-        tensors.fill(targets, index, checkpoint, task)
-        for part in parts:
-            with understanding(checkpoint / catalog.STATE):
-                _restore(run, part, state)
-    return _differences(run, state, environment) + _forget_best(run, state, environment or {})
+        together(run.mesh, lambda: found.append(_open(run, checkpoint, check, task)), READING)
+        (opened,) = found
+        tensors.fill(opened.targets, opened.index, checkpoint, task)
+        for item in opened.items:
+            with parsing(checkpoint / catalog.STATE):
+                _restore(run, item, opened.state)
+    differences = _differences(run, opened.state, environment)
+    return differences + _forget_best(run, opened.state, environment or {})
 
 
 def read_weights(checkpoint: Path, *, progress: Progress = SILENT) -> dict[str, Tensor]:
-    """Return every weight whole, by the name that the model's own state_dict uses, whatever number
-    of ranks wrote it.
+    """Return every weight, unsharded, by its name in the model's state_dict.
+
+    Any number of ranks may have written them.
 
     Shapes: as in the model.
     Raises: CheckpointError when a file is missing or damaged.
     """
     index, aliases, manifest = _read_index(checkpoint, catalog.check_file)
-    targets = {
-        name: tensors.empty(entry) for name, entry in index.items() if name.startswith("model/")
-    }
+    targets = {name: tensors.empty(entry) for name, entry in _weights_in(index).items()}
     with progress.task(f"Loading the weights of {checkpoint.name}") as task:
-        _check(checkpoint, manifest, tensors.files_needed(targets, index), catalog.check_file, task)
+        needed = tensors.files_needed(targets, index)
+        _check(checkpoint, manifest, needed, catalog.check_file, task)
         tensors.fill(targets, index, checkpoint, task)
     weights = targets | {alias: targets[name] for alias, name in aliases.items()}
-    return {name.removeprefix("model/"): tensor for name, tensor in weights.items()}
+    return {name.removeprefix(WEIGHTS): tensor for name, tensor in weights.items()}
 
 
 def load_weights(
     run: Run, checkpoint: Path, *, check: Check = catalog.check_file, progress: Progress = SILENT
 ) -> None:
-    """Put the weights of a checkpoint into a freshly built run, and nothing else of it. Every rank
-    calls it; `check` as in `load`.
+    """Load only the weights of a checkpoint into a newly built run. Every rank calls it.
 
-    Raises: CheckpointError, before the weights are touched, when a file is missing or damaged, or
-            does not fit this run.
+    `check` is as in `load`.
+    Raises: CheckpointError, before the weights change, when a file is missing or damaged, or does
+            not fit this run.
     """
     found: list[dict[str, Entry]] = []
-    targets = weights_and_aliases(run.core)[0]
+    targets = weights_of(run)
 
     def open_files(task: Task) -> None:
         index, _, manifest = _read_index(checkpoint, check)
-        tensors.check_fits(targets, index, prefix="model/", source=checkpoint)
+        tensors.check_fits(targets, index, prefix=WEIGHTS, source=checkpoint)
         _check(checkpoint, manifest, tensors.files_needed(targets, index), check, task)
         found.append(index)
 
@@ -142,18 +135,16 @@ def load_weights(
 
 
 def stored_shapes(checkpoint: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every weight that a checkpoint holds, by its name in the index.
+    """Return the shape of every weight in a checkpoint, by its name in the index.
 
     Raises: CheckpointError when its index is missing or damaged.
     """
     index = _read_index(checkpoint, catalog.check_file)[0]
-    return {name: entry.shape for name, entry in index.items() if name.startswith("model/")}
+    return {name: entry.shape for name, entry in _weights_in(index).items()}
 
 
 def weights_sha256(checkpoint: Path) -> str:
-    """Return one digest of all weights: equal for equal weights, whatever number of ranks wrote
-    them.
-    """
+    """Return a digest of all weights; it does not depend on how many ranks wrote them."""
     digest = hashlib.sha256()
     for name, tensor in sorted(read_weights(checkpoint).items()):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
@@ -161,13 +152,18 @@ def weights_sha256(checkpoint: Path) -> str:
     return digest.hexdigest()
 
 
+def _weights_in(index: Mapping[str, Entry]) -> dict[str, Entry]:
+    return {name: entry for name, entry in index.items() if name.startswith(WEIGHTS)}
+
+
 def _read_index(
     checkpoint: Path, check: Check
-) -> tuple[dict[str, Entry], dict[str, str], dict[str, Any]]:
-    manifest = catalog.read_manifest(checkpoint)["files"]
+) -> tuple[dict[str, Entry], dict[str, str], dict[str, FileFacts]]:
+    """Return the entries of the tensors, the aliases, and the manifest's files."""
+    manifest = catalog.read_manifest(checkpoint).files
     _check(checkpoint, manifest, {catalog.INDEX}, check, None)
     document = read_json(checkpoint / catalog.INDEX)
-    with understanding(checkpoint / catalog.INDEX):
+    with parsing(checkpoint / catalog.INDEX):
         index = {name: Entry.from_dict(entry) for name, entry in document["tensors"].items()}
         if lost := sorted(name for name in document["aliases"].values() if name not in index):
             raise KeyError(lost[0])
@@ -175,97 +171,104 @@ def _read_index(
 
 
 def _check(
-    checkpoint: Path, manifest: Mapping[str, Any], names: set[str], check: Check, task: Task | None
+    checkpoint: Path,
+    manifest: Mapping[str, FileFacts],
+    names: set[str],
+    check: Check,
+    task: Task | None,
 ) -> None:
     for name in sorted(names):
-        problem = (
-            check(checkpoint / name, manifest[name])
-            if name in manifest
-            else f"{checkpoint / name} is not in the manifest."
-        )
+        path = checkpoint / name
+        problem = check(path, manifest[name]) if name in manifest else catalog.not_listed(path)
         if problem:
-            raise CheckpointError(
-                problem,
-                fix=f"Use another checkpoint than {checkpoint}, or restore that file from a copy.",
-            )
+            raise catalog.unusable(checkpoint, problem)
         if task:
-            task.note(f"{name} is whole")
+            task.note(f"{name} is complete")
 
 
-def _open(
-    run: Run, checkpoint: Path, check: Check, task: Task
-) -> tuple[dict[str, Entry], dict[str, Any], list[Part], dict[str, Tensor]]:
-    """Check everything this rank will read, and make room for it: index, state, the parts to put
-    back, the tensors to fill.
-    """
+@dataclass(frozen=True)
+class _Opened:
+    """A checkpoint whose needed files are checked, with tensors allocated to fill."""
+
+    index: dict[str, Entry]
+    state: dict[str, Any]
+    items: list[StateItem]
+    """The items to restore."""
+    targets: dict[str, Tensor]
+
+
+def _open(run: Run, checkpoint: Path, check: Check, task: Task) -> _Opened:
+    """Check every file that this rank will read, and allocate the tensors to fill."""
     index, _, manifest = _read_index(checkpoint, check)
     _check(checkpoint, manifest, {catalog.STATE}, check, task)
     state = read_json(checkpoint / catalog.STATE)
-    with understanding(checkpoint / catalog.STATE):
+    with parsing(checkpoint / catalog.STATE):
         version = int(state["version"])
-        stored = {*state["values"], *state["ranks"][0]}
+        stored = _stored_items(state)
     if version > VERSION:
         raise CheckpointError(
             f"The state in {checkpoint} has version {version}; this flatout reads up to {VERSION}.",
             fix="Install a newer flatout.",
         )
-    parts = [
-        part for part in STATE if part.used(run) and (part.name in stored or not _may_lack(part))
+    items = [
+        item for item in STATE if item.used(run) and (item.name in stored or not _optional(item))
     ]
-    for part in parts:
-        if part.name not in stored:
+    for item in items:
+        if item.name not in stored:
             raise CheckpointError(
-                f"{checkpoint} has no {part.name}.",
+                f"{checkpoint} has no {item.name}.",
                 fix="Use another checkpoint, or the flatout that wrote this one.",
             )
     targets: dict[str, Tensor] = {}
-    for part in parts:
-        if part.targets and part.prefix:
-            with understanding(checkpoint / catalog.STATE):
-                wanted = part.targets(run, index, state["values"][part.name])
-            tensors.check_fits(wanted, index, prefix=part.prefix, source=checkpoint)
+    for item in items:
+        if item.targets:
+            with parsing(checkpoint / catalog.STATE):
+                wanted = item.targets(run, index, state["values"][item.name])
+            tensors.check_fits(wanted, index, prefix=item.prefix, source=checkpoint)
             targets |= wanted
     _check(checkpoint, manifest, tensors.files_needed(targets, index), check, task)
-    return index, state, parts, targets
+    return _Opened(index, state, items, targets)
 
 
-def _may_lack(part: Part) -> bool:
-    """Say whether a run that has this part can go on from one that had not: a GPU's generator,
-    coming from a CPU.
+def _stored_items(state: Mapping[str, Any]) -> set[str]:
+    return {*state["values"], *state["ranks"][0]}
+
+
+def _optional(item: StateItem) -> bool:
+    """Return whether a checkpoint may lack an item that the run has.
+
+    A run on a GPU resumes from a checkpoint written on a CPU.
     """
-    return part.name == "rng_cuda"
+    return item.name == "rng_cuda"
 
 
-def _restore(run: Run, part: Part, state: Mapping[str, Any]) -> None:
-    if part.reseed is None:
-        part.restore(run, state["values"][part.name])
+def _restore(run: Run, item: StateItem, state: Mapping[str, Any]) -> None:
+    if item.reseed is None:
+        item.restore(run, state["values"][item.name])
     elif run.mesh.rank < len(state["ranks"]):
-        part.restore(run, state["ranks"][run.mesh.rank][part.name])
+        item.restore(run, state["ranks"][run.mesh.rank][item.name])
     else:
-        origin = f"{part.name} {state['ranks'][0][part.name]} {run.mesh.rank}"
-        part.reseed(run, int.from_bytes(hashlib.sha256(origin.encode()).digest()[:6], "big"))
+        origin = f"{item.name} {state['ranks'][0][item.name]} {run.mesh.rank}"
+        item.reseed(run, int.from_bytes(hashlib.sha256(origin.encode()).digest()[:6], "big"))
 
 
 def _differences(
     run: Run, state: Mapping[str, Any], environment: Mapping[str, Any] | None
 ) -> list[str]:
-    """Return, a sentence each, what may keep this run from going on in every bit as the saved one
-    would have.
-    """
-    said = []
+    """Return sentences about what may keep the run from continuing bit for bit."""
+    lines = []
     if state["world_size"] != run.mesh.world_size:
         saved, here = (
             f"{n} process{'es' if n > 1 else ''}"
             for n in (state["world_size"], run.mesh.world_size)
         )
-        said.append(
+        lines.append(
             f"The checkpoint was written by {saved} and is read by {here}: dropout and the last bits of sums will differ."
         )
-    stored = {*state["values"], *state["ranks"][0]}
-    used = {part.name for part in STATE if part.used(run)}
-    said += [f"The checkpoint has no {name}: it starts afresh." for name in sorted(used - stored)]
-    said += [
-        f"The checkpoint's {name} has no place in this run and is dropped."
+    stored, used = _stored_items(state), {item.name for item in STATE if item.used(run)}
+    lines += [f"The checkpoint has no {name}: it starts afresh." for name in sorted(used - stored)]
+    lines += [
+        f"The checkpoint has {name}, which this run does not use: it is dropped."
         for name in sorted(stored - used)
     ]
     if environment is not None:
@@ -273,27 +276,25 @@ def _differences(
         changed = [
             key for key in sorted({*old, *environment}) if old.get(key) != environment.get(key)
         ]
-        said += [
+        lines += [
             f"{key} has changed from {old.get(key)} to {environment.get(key)}: the last bits of results may differ."
             for key in changed
             if key not in {"data", "validation", "tokenizer"}
         ]
         if "data" in changed:
-            said.append(
-                "The data set holds other tokens than when the checkpoint was written: the run goes on, on another text."
+            lines.append(
+                "The dataset has other tokens than when the checkpoint was written: the run continues on different text."
             )
-    return said
+    return lines
 
 
 def _forget_best(run: Run, state: Mapping[str, Any], environment: Mapping[str, Any]) -> list[str]:
-    """Let the best begin anew where its loss was measured on other validation tokens, and return
-    the sentence that says so.
-    """
+    """Reset the best loss if it was measured on other validation tokens; return the message."""
     before, here = state["environment"].get("validation"), environment.get("validation")
     if run.best_step is None or before is None or here is None or before == here:
         return []
     best = f"{run.best_val_loss:.4f} at step {run.best_step}"
     run.best_val_loss = run.best_step = None
     return [
-        f"The validation tokens have changed: losses do not compare with the best before ({best}). The best, and train.patience, count anew."
+        f"The validation tokens have changed: losses do not compare with the best before ({best}). The best, and train.patience, start anew."
     ]

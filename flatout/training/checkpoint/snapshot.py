@@ -1,7 +1,7 @@
-"""What one checkpoint will hold, taken from a run at one step; and how it becomes a folder, with no
-further look at the run.
+"""A snapshot: what one checkpoint will hold, taken from a run at one step, and how it is written.
 
-So the loop may go on while a snapshot is written, if its tensors are copies (`host_copy.py`).
+Writing does not read the run, so that training can continue meanwhile if the snapshot's tensors are
+copies (`staging.py`).
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from flatout.files import read_json, sha256, sync
+from flatout.files import sha256, sync
+from flatout.json_io import read_json
 from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint import tensors as slices
-from flatout.training.checkpoint.state import STATE, VERSION, Part, weights_and_aliases
+from flatout.training.checkpoint.state import STATE, VERSION, StateItem
 from flatout.training.checkpoint.tensors import Entry
+from flatout.training.checkpoint.weights import weights_and_aliases
 
 if TYPE_CHECKING:
     from flatout.assembly.run import Run
@@ -29,37 +31,34 @@ class Snapshot:
     """One rank's share of a run's state at one step."""
 
     folder: Path
-    """Of the run."""
+    """The run directory."""
     step: int
     rank: int
     world_size: int
     tensors: Mapping[str, Mapping[str, Tensor]]
-    """By file, this rank's part of each tensor that it writes."""
+    """Per file, this rank's parts of the tensors that it writes."""
     buffers: frozenset[str]
-    """Names of tensors that are no weights: a forward pass may change them."""
+    """Names of the tensors that are not parameters: a forward pass may change them."""
     entries: Mapping[str, Entry]
-    """What the index says of them."""
+    """Index entries of the tensors."""
     values: Mapping[str, Any]
-    """The other values: on the main rank all of them, on the others those that each rank has of its
-    own.
-    """
+    """The JSON values: on the main rank all of them, on the others those that each rank has."""
     aliases: Mapping[str, str]
     environment: Mapping[str, Any]
 
     @property
     def final(self) -> Path:
-        """The checkpoint's folder once it is whole."""
+        """The checkpoint's folder once it is complete."""
         return catalog.checkpoint_path(self.folder, self.step)
 
     @property
     def all_tensors(self) -> list[Tensor]:
-        """This rank's parts of all files."""
+        """This rank's parts in all files."""
         return [tensor for tensors in self.tensors.values() for tensor in tensors.values()]
 
 
 def take(run: Run, environment: Mapping[str, Any]) -> Snapshot:
-    """Return this rank's share of the state as it is now. Its tensors are the run's own: training
-    changes them.
+    """Return this rank's share of the current state; its tensors are the run's own, not copies.
 
     Raises: CheckpointError when the state holds something that a checkpoint cannot.
     """
@@ -67,20 +66,16 @@ def take(run: Run, environment: Mapping[str, Any]) -> Snapshot:
     tensors: dict[str, dict[str, Tensor]] = {}
     entries: dict[str, Entry] = {}
     buffers: set[str] = set()
-    for part in STATE:
-        mine = (
-            slices.owned(part.tensors(run), rank=rank, world_size=world_size)
-            if part.tensors
-            else {}
-        )
+    for item in STATE:
+        mine = slices.owned(item.tensors(run), rank=rank, world_size=world_size)
         if mine:
-            file = data_file(part, rank)
+            file = data_file(item, rank)
             tensors[file] = {name: slices.local_part(tensor) for name, tensor in mine.items()}
             entries |= slices.entries(file, mine)
             buffers |= {
                 name
                 for name, tensor in mine.items()
-                if part.name == "weights" and not isinstance(tensor, nn.Parameter)
+                if item.name == "weights" and not isinstance(tensor, nn.Parameter)
             }
     return Snapshot(
         folder=run.folder,
@@ -91,9 +86,9 @@ def take(run: Run, environment: Mapping[str, Any]) -> Snapshot:
         buffers=frozenset(buffers),
         entries=entries,
         values={
-            part.name: part.read(run)
-            for part in STATE
-            if part.used(run) and (part.reseed or run.mesh.is_main)
+            item.name: item.read(run)
+            for item in STATE
+            if item.used(run) and (item.reseed or run.mesh.is_main)
         },
         aliases=weights_and_aliases(run.core)[1],
         environment=dict(environment),
@@ -101,26 +96,27 @@ def take(run: Run, environment: Mapping[str, Any]) -> Snapshot:
 
 
 def tensors_to_save(run: Run) -> list[Tensor] | None:
-    """Return this rank's parts of the tensors that a save after the next step will hold, stand-ins
-    of the same sizes for those yet to come.
+    """Return this rank's parts of the tensors that a save after the next step will write.
 
-    None where the sizes are not known before the first step.
+    Tensors that do not exist yet are replaced by stand-ins of the same sizes. None when the sizes
+    are unknown before the first step.
+
+    Shapes: as in the run.
     """
     found: list[Tensor] = []
-    for part in STATE:
-        to_come = part.to_come(run)
-        if to_come is None:
+    for item in STATE:
+        missing = item.missing(run)
+        if missing is None:
             return None
-        tensors = (part.tensors(run) if part.tensors else {}) | to_come
-        found += map(
-            slices.local_part,
-            slices.owned(tensors, rank=run.mesh.rank, world_size=run.mesh.world_size).values(),
+        mine = slices.owned(
+            item.tensors(run) | missing, rank=run.mesh.rank, world_size=run.mesh.world_size
         )
+        found += map(slices.local_part, mine.values())
     return found
 
 
 def write_share(snapshot: Snapshot, temporary: Path) -> None:
-    """Write this rank's slices and values, and what the main rank must know about them."""
+    """Write this rank's slices and values, and a description of them for the main rank."""
     files: dict[str, Any] = {}
     for name, tensors in snapshot.tensors.items():
         path = temporary / name
@@ -128,17 +124,17 @@ def write_share(snapshot: Snapshot, temporary: Path) -> None:
         sync(path)
         files[name] = facts(path)
     entries = {name: entry.to_dict() for name, entry in snapshot.entries.items()}
-    put(
+    _write(
         _share(temporary, snapshot.rank),
         {"tensors": entries, "files": files, "values": snapshot.values},
     )
 
 
 def complete(snapshot: Snapshot, temporary: Path) -> list[Path]:
-    """Join what all ranks wrote into one checkpoint, and give it its name. Only the main rank,
-    after every rank has written.
+    """Merge the shares of all ranks into one checkpoint and publish it; the main rank only.
 
-    Returns: what checkpoints of later steps are called now, which were set aside.
+    Call it after every rank has written its share.
+    Returns: the new paths of the checkpoints of later steps, which are set aside.
     """
     paths = [_share(temporary, rank) for rank in range(snapshot.world_size)]
     shares = [read_json(path) for path in paths]
@@ -146,53 +142,56 @@ def complete(snapshot: Snapshot, temporary: Path) -> list[Path]:
         {name: Entry.from_dict(entry) for name, entry in share["tensors"].items()}
         for share in shares
     )
-    own = {part.name for part in STATE if part.reseed}
-    state = {
-        "version": VERSION,
-        "step": snapshot.step,
-        "world_size": snapshot.world_size,
-        "environment": snapshot.environment,
-        "values": {name: value for name, value in shares[0]["values"].items() if name not in own},
-        "ranks": [
-            {name: value for name, value in share["values"].items() if name in own}
-            for share in shares
-        ],
-    }
-    put(
+    per_rank = {item.name for item in STATE if item.reseed}
+    values = shares[0]["values"].items()
+    _write(
         temporary / catalog.INDEX,
         {
             "tensors": {name: entry.to_dict() for name, entry in index.items()},
             "aliases": snapshot.aliases,
         },
     )
-    put(temporary / catalog.STATE, state)
+    _write(
+        temporary / catalog.STATE,
+        {
+            "version": VERSION,
+            "step": snapshot.step,
+            "world_size": snapshot.world_size,
+            "environment": snapshot.environment,
+            "values": {name: value for name, value in values if name not in per_rank},
+            "ranks": [
+                {name: value for name, value in share["values"].items() if name in per_rank}
+                for share in shares
+            ],
+        },
+    )
     for path in paths:
         path.unlink()
     files = {name: of_file for share in shares for name, of_file in share["files"].items()}
     files |= {name: facts(temporary / name) for name in (catalog.INDEX, catalog.STATE)}
-    put(
+    _write(
         temporary / catalog.MANIFEST,
         {"format_version": catalog.FORMAT_VERSION, "step": snapshot.step, "files": files},
     )
     sync(temporary)
     aside = catalog.set_aside(snapshot.folder, after=snapshot.step)
-    catalog.put_in_place(temporary, snapshot.final)
+    catalog.publish(temporary, snapshot.final)
     return aside
 
 
-def data_file(part: Part, rank: int) -> str:
-    """Return the name of the file that holds a rank's slices of one part of the state."""
-    return f"{(part.prefix or '').rstrip('/')}-{rank:05d}.safetensors"
+def data_file(item: StateItem, rank: int) -> str:
+    """Return the name of the file that holds a rank's slices of one item of the state."""
+    return f"{item.prefix.rstrip('/')}-{rank:05d}.safetensors"
 
 
-def put(path: Path, document: Mapping[str, Any]) -> None:
-    """Write JSON and sync it; the rename of the whole folder is what makes it count."""
+def _write(path: Path, document: Mapping[str, Any]) -> None:
+    """Write JSON and sync it; not atomic, as the folder is renamed only when it is complete."""
     path.write_text(json.dumps(document), encoding="utf-8")
     sync(path)
 
 
 def facts(path: Path) -> dict[str, Any]:
-    """Return what the manifest says of a file."""
+    """Return the entry of a file in the manifest."""
     return {"bytes": path.stat().st_size, "sha256": sha256(path)}
 
 

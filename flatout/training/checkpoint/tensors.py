@@ -1,9 +1,8 @@
-"""Tensors as slices in safetensors files: each rank writes its own part, and any number of ranks
-reads what it needs.
+"""Tensors as slices in safetensors files: ranks write their parts, and read what they need.
 
 A tensor has one dtype and one global shape; a slice is a box of it, given by offset and shape.
-DTensors are cut as they lie on the ranks; of equal copies one rank writes each, so that the work is
-shared.
+DTensors are sliced as they are sharded; of equal copies exactly one rank writes each, and the ranks
+share the work. Any number of ranks can read what any other number wrote.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-# The public API tells a DTensor's local part, but not where it lies in the whole; torch's own
-# checkpoints use this too.
+# The public API has no offset of a DTensor's local part; torch's own checkpoints use this too.
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from flatout.errors import CheckpointError
-from flatout.files import RESTORE, way_out
+from flatout.files import disk_fix
+from flatout.json_io import RESTORE
 from flatout.models.split_weights import whole
 from flatout.progress import Task
 
@@ -48,12 +47,12 @@ class Entry:
     slices: tuple[Slice, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values, as JSON holds them."""
+        """Return the entry as plain values for JSON."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> Entry:
-        """Return the entry that `to_dict` described."""
+        """Return the entry that `to_dict` turned into plain values."""
         slices = tuple(
             Slice(str(s["file"]), _sizes(s["offset"]), _sizes(s["shape"]))
             for s in document["slices"]
@@ -64,7 +63,7 @@ class Entry:
 def _sizes(values: Sequence[Any]) -> tuple[int, ...]:
     """Return the numbers of a shape or an offset.
 
-    Raises: CheckpointError when one is no number from 0 up.
+    Raises: CheckpointError when one is not an integer >= 0.
     """
     if not isinstance(values, (list, tuple)) or any(
         type(value) is not int or value < 0 for value in values
@@ -88,7 +87,7 @@ def local_part(tensor: Tensor) -> Tensor:
 def offset_of(tensor: Tensor) -> tuple[int, ...]:
     """Return where this rank's part begins in the whole tensor.
 
-    Shapes: tensor of any shape; one number a dimension.
+    Shapes: tensor of any shape; the result has one number per dimension.
     """
     if isinstance(tensor, DTensor):
         _, offset = compute_local_shape_and_global_offset(
@@ -99,11 +98,10 @@ def offset_of(tensor: Tensor) -> tuple[int, ...]:
 
 
 def owned(tensors: Mapping[str, Tensor], *, rank: int, world_size: int) -> dict[str, Tensor]:
-    """Return the tensors of which this rank writes its part: each byte of each tensor is written by
-    exactly one rank.
+    """Return the tensors of which this rank writes its part.
 
-    The copies of DTensors take turns; whole tensors, which every rank holds alike, are dealt out by
-    size.
+    Each byte of each tensor is written by exactly one rank: the ranks with equal copies of DTensor
+    parts take turns, and whole tensors, which every rank holds, are distributed by size.
 
     Shapes: tensors of any shape, unchanged.
     """
@@ -124,7 +122,7 @@ def owned(tensors: Mapping[str, Tensor], *, rank: int, world_size: int) -> dict[
 
 
 def entries(file: str, tensors: Mapping[str, Tensor]) -> dict[str, Entry]:
-    """Return the entries of `tensors`, each with the one slice that this rank writes to `file`.
+    """Return the index entries of `tensors`, each with the slice that this rank writes to `file`.
 
     Shapes: tensors of any shape.
     """
@@ -139,8 +137,9 @@ def entries(file: str, tensors: Mapping[str, Tensor]) -> dict[str, Entry]:
 
 
 def write(path: Path, parts: Mapping[str, Tensor]) -> None:
-    """Write this rank's parts of tensors to one file, those that lie in memory in two parts joined.
-    Lets other threads go on meanwhile.
+    """Write this rank's parts of tensors to one file.
+
+    Tensors split in two in memory are joined. Other threads can run meanwhile.
 
     Shapes: parts of any shape.
     """
@@ -148,7 +147,7 @@ def write(path: Path, parts: Mapping[str, Tensor]) -> None:
 
 
 def merge(parts: Iterable[Mapping[str, Entry]]) -> dict[str, Entry]:
-    """Return one index from those of all ranks."""
+    """Merge the indexes of all ranks."""
     merged: dict[str, Entry] = {}
     for part in parts:
         for name, entry in part.items():
@@ -162,7 +161,7 @@ def merge(parts: Iterable[Mapping[str, Entry]]) -> dict[str, Entry]:
 
 
 def files_needed(targets: Mapping[str, Tensor], index: Mapping[str, Entry]) -> set[str]:
-    """Return the files that hold a part of what `fill` will read on this rank.
+    """Return the files from which `fill` will read on this rank.
 
     Shapes: targets of any shape.
     """
@@ -178,7 +177,7 @@ def files_needed(targets: Mapping[str, Tensor], index: Mapping[str, Entry]) -> s
 def check_fits(
     targets: Mapping[str, Tensor], index: Mapping[str, Entry], *, prefix: str, source: Path
 ) -> None:
-    """Do nothing when the tensors stored under `prefix` are exactly `targets`, in shape and dtype.
+    """Check that the tensors stored under `prefix` match `targets` in name, shape and dtype.
 
     Shapes: targets of any shape.
     Raises: CheckpointError naming the first tensor that does not fit.
@@ -200,8 +199,9 @@ def check_fits(
 def fill(
     targets: Mapping[str, Tensor], index: Mapping[str, Entry], folder: Path, task: Task
 ) -> None:
-    """Copy the stored values into this rank's parts of `targets`, in place, reading only the slices
-    that overlap them.
+    """Copy the stored values into this rank's parts of `targets`, in place.
+
+    Only the slices that overlap them are read.
 
     Shapes: targets of any shape, equal to the stored ones.
     Raises: CheckpointError when the slices of a tensor leave a part of it uncovered.
@@ -217,18 +217,9 @@ def fill(
                     continue
                 if piece.file not in files:
                     files[piece.file] = stack.enter_context(_opened(folder / piece.file))
-                here = tuple(
-                    slice(low - s, high - s) for (low, high), s in zip(box, start, strict=True)
-                )
-                there = tuple(
-                    slice(low - s, high - s)
-                    for (low, high), s in zip(box, piece.offset, strict=True)
-                )
-                values = (
-                    files[piece.file].get_slice(name)[there]
-                    if there
-                    else files[piece.file].get_tensor(name)
-                )
+                here, there = _box_at(start, box), _box_at(piece.offset, box)
+                file = files[piece.file]
+                values = file.get_slice(name)[there] if there else file.get_tensor(name)
                 part[here].copy_(values)
                 covered += values.numel()
             if covered != part.numel():
@@ -242,14 +233,14 @@ def fill(
 def _opened(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
-    except OSError as error:  # of safetensors, which does not tell the system's number
+    except OSError as error:  # from safetensors, without the error number
         raise CheckpointError(f"Cannot read {path}: {error}.", fix=RESTORE) from error
-    except RuntimeError as error:  # of torch, which opens the file too
-        raise CheckpointError(f"Cannot read {path}: {error}.", fix=way_out(error)) from error
+    except RuntimeError as error:  # from torch, which opens the file too
+        raise CheckpointError(f"Cannot read {path}: {error}.", fix=disk_fix(error)) from error
 
 
 def empty(entry: Entry) -> Tensor:
-    """Return a whole tensor of an entry's dtype and shape, on the CPU, not yet filled.
+    """Return an unfilled tensor of an entry's dtype and shape, on the CPU.
 
     Shapes: the entry's.
     """
@@ -271,11 +262,11 @@ def dtype_of(entry: Entry) -> torch.dtype:
 
 
 def _copy_of(tensor: DTensor) -> tuple[int, int]:
-    """Return which of how many equal copies of a DTensor's part this rank holds."""
+    """Return the index and the number of the equal copies of a DTensor's part on this rank."""
     copy, copies = 0, 1
-    place = tensor.device_mesh.get_coordinate() or [0] * tensor.device_mesh.ndim
+    coordinates = tensor.device_mesh.get_coordinate() or [0] * tensor.device_mesh.ndim
     for size, coordinate, placement in zip(
-        tensor.device_mesh.shape, place, tensor.placements, strict=True
+        tensor.device_mesh.shape, coordinates, tensor.placements, strict=True
     ):
         if placement.is_replicate():
             copy, copies = copy * size + coordinate, copies * size
@@ -289,9 +280,7 @@ def _dtype_name(tensor: Tensor) -> str:
 def _overlap(
     start: tuple[int, ...], shape: tuple[int, ...], piece: Slice
 ) -> list[tuple[int, int]] | None:
-    """Return what a box of the whole tensor and a slice have in common, as bounds a dimension; None
-    when that is nothing.
-    """
+    """Return the bounds per dimension of what a box and a slice share, or None if nothing."""
     lows = [max(a, b) for a, b in zip(start, piece.offset, strict=True)]
     highs = [
         min(a + m, b + n)
@@ -299,3 +288,8 @@ def _overlap(
     ]
     box = list(zip(lows, highs, strict=True))
     return box if all(low < high for low, high in box) else None
+
+
+def _box_at(origin: tuple[int, ...], box: list[tuple[int, int]]) -> tuple[slice, ...]:
+    """Return the index of a box in a tensor that begins at `origin` of the whole."""
+    return tuple(slice(low - o, high - o) for (low, high), o in zip(box, origin, strict=True))

@@ -1,1 +1,1 @@
-"""The run directory: its layout and lock, finding one by name, and where its dataset is now."""
+"""The run directory: its files, its lock, how it resumes, and how it is found by name."""

@@ -1,8 +1,7 @@
-"""config.yaml protected against silent changes: a digest in its last line, and a copy that says
-what was changed. No torch.
+"""Detects edits of config.yaml: its last line is a digest, and a copy shows what was changed.
 
-The digest is in the file itself, so that the two cannot be apart after a kill. The copy has the
-same text, digest included.
+The digest is in the file itself, so that a kill cannot separate the two. The copy has the same
+text, digest included. No torch.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ OF_THE_MODEL = (
     "train.precision",
     "speedups",
 )
-"""Beginnings of the keys that decide what a trained model computes."""
+"""Prefixes of the keys that decide what a trained model computes."""
 _LOST_COPY = f"and {COPY}, which shows what it was, is missing or damaged."
 _SEAL = re.compile(
     r"\A(?P<text>.*\n)# sha256 of the lines above: (?P<digest>[0-9a-f]{64})\n\Z", re.DOTALL
@@ -36,27 +35,24 @@ _SEAL = re.compile(
 
 
 def write_sealed(path: Path, text: str) -> None:
-    """Write the text with its digest, and the copy beside it first.
-
-    `text` ends in a newline.
-    """
+    """Write the text, which must end in a newline, with its digest, after the copy beside it."""
     sealed = f"{text}# sha256 of the lines above: {_digest(text)}\n"
     write_text(path.with_name(COPY), sealed)
     write_text(path, sealed)
 
 
 def require_unedited(path: Path, config: RunConfig, *, free: Iterable[str]) -> None:
-    """Check that `config`, read from `path`, has the settings that were written there. Keys that
-    begin with an entry of `free` may differ.
+    """Check that `config`, read from `path`, has the settings that `write_sealed` wrote.
 
-    A file with neither digest nor copy was written by an earlier version, and is accepted.
-    Raises: ConfigError with the changed settings and the way to train with them on purpose.
+    Keys that begin with an entry of `free` may differ. A file with neither digest nor copy was
+    written by an earlier version and is accepted.
+    Raises: ConfigError with the changed settings, and how to train with them on purpose.
     """
     edits = _edits(path, config)
-    there = f"{path.parent} cannot be resumed: {path.name} was changed after the run had started"
+    refused = f"{path.parent} cannot be resumed: {path.name} was changed after the run had started"
     if edits is None:
         raise ConfigError(
-            f"{there}, {_LOST_COPY}",
+            f"{refused}, {_LOST_COPY}",
             fix="Restore the file. To train with it as it is, start another run: "
             f"--resume {in_shell(path.parent)} --run-dir DIR, with the settings you want.",
         )
@@ -68,19 +64,18 @@ def require_unedited(path: Path, config: RunConfig, *, free: Iterable[str]) -> N
             if _value(config, key) is not None
         )
         raise ConfigError(
-            f"{there}: {'; '.join(changed.values())}.",
-            fix=f"Restore it with `{_restoring(path)}`. "
+            f"{refused}: {'; '.join(changed.values())}.",
+            fix=f"Restore it with `{_restore_command(path)}`. "
             f"To change settings on purpose, restore it and start another run: --resume {in_shell(path.parent)} --run-dir DIR {settings}",
         )
 
 
 def require_as_trained(path: Path, config: RunConfig) -> None:
-    """Check that `config`, read from `path`, describes the model that was trained: else its weights
-    give other text and other losses.
+    """Check that `config`, read from `path`, describes the model that was trained.
 
-    Settings that matter in training alone may differ, and so may the whole file of an earlier
-    version, as in `require_unedited`.
-    Raises: ConfigError with the changed settings and the way to use the model with them on purpose.
+    Otherwise its weights would give other text and other losses. Settings that only matter in
+    training may differ, and a file of an earlier version is accepted as in `require_unedited`.
+    Raises: ConfigError with the changed settings, and how to use the model with them on purpose.
     """
     edits = _edits(path, config)
     on_purpose = f"To use the model with the file as it is, delete {COPY} beside it and the last line of {path.name}, which is a digest."
@@ -92,14 +87,15 @@ def require_as_trained(path: Path, config: RunConfig) -> None:
     changed = [line for key, line in edits.items() if key.startswith(OF_THE_MODEL)]
     if changed:
         raise ConfigError(
-            f"{path} was changed after the run had started: {'; '.join(changed)}. The weights were trained with the settings before.",
-            fix=f"Restore it with `{_restoring(path)}`. {on_purpose}",
+            f"{path} was changed after the run had started: {'; '.join(changed)}. The weights were trained with the earlier settings.",
+            fix=f"Restore it with `{_restore_command(path)}`. {on_purpose}",
         )
 
 
 def _edits(path: Path, config: RunConfig) -> dict[str, str] | None:
-    """Return each setting that is not what was written, with both values in words; None where
-    nothing tells what was written.
+    """Return a line with both values for each key that was edited, by key.
+
+    None when the written settings are unknown.
     """
     sealed, copy = _read(path), _read(path.with_name(COPY))
     if _is_whole(sealed) or (_SEAL.match(sealed) is None and not copy):
@@ -114,13 +110,13 @@ def _edits(path: Path, config: RunConfig) -> dict[str, str] | None:
     return {key: f"{key}: {_value(written, key)} -> {_value(config, key)}" for key in keys}
 
 
-def _restoring(path: Path) -> str:
+def _restore_command(path: Path) -> str:
     """Return the command that restores the file from its copy."""
     return f"cp {in_shell(path.with_name(COPY))} {in_shell(path)}"
 
 
 def _value(config: RunConfig, key: str) -> object:
-    """Return the value at a dotted key; None where a model's own key is missing."""
+    """Return the value at a dotted key; None when the model has no such key."""
     section, _, own = key.partition(".")
     return (
         config.model.own().get(own)
@@ -149,5 +145,5 @@ def _digest(text: str) -> str:
 
 
 def _word(value: object) -> str:
-    """Return a value as a command line takes it."""
+    """Return a value as the command line takes it."""
     return value if isinstance(value, str) else json.dumps(value)

@@ -14,10 +14,9 @@ from pathlib import Path
 from flatout.errors import CheckpointError
 from flatout.files import LocksUnsupported, is_open_at, lock, open_own, refuse_links, writing_run
 from flatout.progress import SILENT, Progress
-from flatout.training.checkpoint import catalog
+from flatout.training.checkpoint.location import release
 from flatout.training.run_dir.config_seal import COPY
-from flatout.training.run_dir.layout import ASKED, CONFIG, LOCK, WRITTEN
-from flatout.training.run_dir.origin import ORIGIN
+from flatout.training.run_dir.layout import ASKED, CONFIG, LOCK, ORIGIN, WRITTEN
 
 LOCK_WAIT_S = 1.0
 """How long a starting run waits for the lock; `flatout runs` holds it for an instant to test it."""
@@ -39,8 +38,8 @@ def hold_lock(folder: Path, *, progress: Progress = SILENT) -> Iterator[None]:
     except OSError as error:
         why = "it is a file" if os.path.isfile(folder) else error.strerror
         raise CheckpointError(
-            f"The run folder {folder} cannot be written: {why}.",
-            fix="Choose a folder that can be, with --run-dir DIR.",
+            f"The run directory {folder} cannot be written: {why}.",
+            fix="Choose one that can be written with --run-dir DIR.",
         ) from error
     owner = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
     with file:
@@ -83,7 +82,7 @@ def _acquire(folder: Path, progress: Progress) -> FileIO:
             raise in_use(folder) from None
         except LocksUnsupported:
             progress.say(
-                "This file system has no locks: nothing stops a second process from training in the same run folder."
+                "This file system has no locks: nothing stops a second process from training in the same run directory."
             )
         if is_open_at(folder / LOCK, file.fileno()):
             return file
@@ -92,7 +91,7 @@ def _acquire(folder: Path, progress: Progress) -> FileIO:
 
 def _remove_failed_start(folder: Path, created: Sequence[Path]) -> None:
     """Delete the files of a start that failed before config.yaml, and the folders it created."""
-    catalog.release(folder)
+    release(folder)
     for name in (ORIGIN, LOCK) if folder not in created else (ORIGIN, COPY, ASKED, LOCK):
         (folder / name).unlink(missing_ok=True)
     with suppress(OSError):
@@ -109,5 +108,5 @@ def in_use(folder: Path) -> CheckpointError:
         who, stop = "another process", "kill it"
     return CheckpointError(
         f"{folder} is in use by {who}.",
-        fix=f"Wait until it is done, stop it ({stop}), or choose another folder with --run-dir DIR.",
+        fix=f"Wait until it has finished, stop it ({stop}), or choose another folder with --run-dir DIR.",
     )

@@ -1,4 +1,4 @@
-"""Runs and checkpoints by the names that people give them. No torch, so that a misspelt name is
+"""Find runs and checkpoints by the names that users give. No torch, so that a misspelt name is
 answered at once.
 """
 
@@ -14,44 +14,42 @@ from flatout.training.checkpoint import catalog
 from flatout.training.run_dir import layout
 
 RUNS = Path("runs")
-"""Where a run is looked for whose name alone is given."""
+"""The folder in which a run given by its name is looked up."""
 
 
 def find_run(run: str | Path) -> Path:
-    """Return the run folder that `run` names: a path, or a name under `runs/`.
+    """Return the run directory that `run` names: a path, or a name under `runs/`.
 
-    Raises: CheckpointError with the nearest run there is.
+    Raises: CheckpointError that suggests the run with the nearest name.
     """
-    for place in (Path(run), RUNS / run) if str(run) else ():
-        if (place / layout.CONFIG).exists():
-            return place
+    candidates = (Path(run), RUNS / run) if str(run) else ()
+    for path in candidates:
+        if (path / layout.CONFIG).exists():
+            return path
     require_local(run, error=CheckpointError)
     above, step = Path(run).parent.parent, Path(run).name.removeprefix("step-")
     if step.isdecimal() and (above / layout.CONFIG).exists():
         raise CheckpointError(
             f"{run} is a checkpoint of the run {above}.",
-            fix=f"Name {in_shell(above)}, with --checkpoint {step} where that can be given.",
+            fix=f"Name {in_shell(above)}, with --checkpoint {step} where the command takes it.",
         )
-    found = next(
-        (found for place in (Path(run), RUNS / run) if str(run) and (found := recognise(place))),
-        None,
-    )
+    found = next(filter(None, map(recognise, candidates)), None)
     if found is not None:
-        raise CheckpointError(found.instead_of("a run folder"), fix=found.fix)
+        raise CheckpointError(found.instead_of("a run directory"), fix=found.fix)
     known = [path.name for path in layout.list_runs(RUNS)] if RUNS.is_dir() else []
     guess = nearest(Path(run).name, known)
     raise CheckpointError(
-        f"{str(run) or 'An empty name'} is not a run folder: it has no config.yaml.",
+        f"{str(run) or 'An empty name'} is not a run directory: it has no config.yaml.",
         fix=f"Did you mean {in_shell(RUNS / guess)}?"
         if guess
-        else "`flatout runs` shows the runs there are; `flatout demo` makes one.",
+        else "`flatout runs` lists the runs; `flatout demo` makes one.",
     )
 
 
 def run_or_newest(run: str | Path | None, *, progress: Progress = SILENT) -> Path:
-    """Return the run folder that `run` names; None is the newest run under `runs/` that has a
-    checkpoint, and `progress` says which.
+    """Return the run directory that `run` names, or for None the newest run with a checkpoint.
 
+    The newest run is taken from `runs/`, and reported to `progress`.
     Raises: CheckpointError when there is none.
     """
     if run is not None:
@@ -61,7 +59,7 @@ def run_or_newest(run: str | Path | None, *, progress: Progress = SILENT) -> Pat
     if newest is None:
         raise CheckpointError(
             f"No run under {RUNS}/ has a checkpoint.",
-            fix="Name a run folder, or train one: `flatout demo` takes a few minutes.",
+            fix="Name a run directory, or train a run: `flatout demo` takes a few minutes.",
         )
     progress.say(f"The newest run: {newest}")
     return newest
@@ -70,15 +68,15 @@ def run_or_newest(run: str | Path | None, *, progress: Progress = SILENT) -> Pat
 def _has_checkpoint(run_folder: Path) -> bool:
     try:
         return bool(catalog.steps(run_folder))
-    except FlatoutError:  # a damaged run has none that can be used
+    except FlatoutError:  # a damaged run has no usable checkpoint
         return False
 
 
-def resume_place(resume: str) -> str:
-    """Return what `--resume` names: auto, never and paths as they are, a bare name as the run of
-    that name under `runs/`.
+def resume_path(resume: str) -> str:
+    """Return the path that `--resume` names: for a bare name, the run of that name in `runs/`.
 
-    Raises: CheckpointError with the nearest run there is.
+    `auto`, `never` and paths are returned unchanged.
+    Raises: CheckpointError that suggests the run with the nearest name.
     """
     require_local(resume, "--resume ", error=CheckpointError)
     if resume in {"auto", "never"} or "/" in resume or Path(resume).is_dir():
@@ -92,11 +90,11 @@ def resume_place(resume: str) -> str:
 def find_checkpoint(
     run_folder: Path, checkpoint: str = "best", *, progress: Progress = SILENT
 ) -> Path:
-    """Return the checkpoint folder that `best`, `last` or a step names; `best` is the last one
-    while no loss is known.
+    """Return the checkpoint that `best`, `last` or a step names.
 
-    Raises: CheckpointError when there is none, or it is not whole; ConfigError when `checkpoint` is
-            none of these.
+    `best` is the last one if no validation loss is known.
+    Raises: CheckpointError when it does not exist or is incomplete; ConfigError when `checkpoint`
+            is none of these.
     """
     if checkpoint in {"best", "last"}:
         found = catalog.best(run_folder, progress=progress) if checkpoint == "best" else None
@@ -118,5 +116,5 @@ def find_checkpoint(
             f"The run {run_folder} has no checkpoint of step {checkpoint}.",
             fix=f"Steps that have one: {known}.",
         )
-    catalog.require_whole(path, progress=progress)
+    catalog.require_complete(path, progress=progress)
     return path

@@ -1,4 +1,4 @@
-"""origin.json: the checkpoint from elsewhere that a run was begun from."""
+"""origin.json: the checkpoint from elsewhere from which a run started."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from flatout.errors import CheckpointError
-from flatout.files import read_model, sha256, write_json
+from flatout.files import sha256
+from flatout.json_io import read_model, write_json
 from flatout.progress import Progress
 from flatout.training.checkpoint import catalog
-
-ORIGIN = "origin.json"
+from flatout.training.run_dir.layout import ORIGIN
 
 
 class Origin(BaseModel):
@@ -20,70 +20,60 @@ class Origin(BaseModel):
     asked: str
     """What --resume named, as an absolute path."""
     checkpoint: str
-    """The checkpoint that this was."""
+    """The checkpoint that it was."""
     before: dict[str, str | None] = {}
-    """The steps of which the folder held checkpoints by then, with the digest of each one's
-    manifest.
+    """The steps that had checkpoints in the run directory at that time, with the digest of each
+    one's manifest.
     """
 
 
 def read_origin(folder: Path) -> Origin | None:
-    """Return what origin.json of a run directory says; None when the run began without a
-    checkpoint.
+    """Return the origin of a run, or None when it started without a checkpoint.
 
-    Raises: CheckpointError when the file is damaged.
+    Raises: CheckpointError when origin.json is damaged.
     """
     path = folder / ORIGIN
-    return (
-        read_model(
-            path, Origin, fix=f"Delete {path}: the run then resumes from its own checkpoints."
-        )
-        if path.exists()
-        else None
-    )
+    fix = f"Delete {path}: the run then resumes from its own checkpoints."
+    return read_model(path, Origin, fix=fix) if path.exists() else None
 
 
 def write_origin(folder: Path, *, asked: str, checkpoint: Path) -> None:
-    """Write down the checkpoint that a run begins from, and which checkpoints its directory holds
-    by then.
-    """
-    before = {str(step): _mark(folder, step) for step in catalog.steps(folder)}
+    """Store the checkpoint that a run starts from, and which checkpoints it already has."""
+    before = {str(step): _manifest_digest(folder, step) for step in catalog.steps(folder)}
     write_json(
         folder / ORIGIN, {"asked": asked, "checkpoint": str(checkpoint.resolve()), "before": before}
     )
 
 
-def begun_from(folder: Path, origin: Origin, progress: Progress) -> Path:
-    """Return the checkpoint from which a run began that has saved nothing since.
+def origin_checkpoint(folder: Path, origin: Origin, progress: Progress) -> Path:
+    """Return the checkpoint from which a run started that has saved nothing since.
 
     Raises: CheckpointError when it is gone or damaged.
     """
     path = Path(origin.checkpoint)
     if not path.is_dir():
         raise CheckpointError(
-            f"{folder} was begun from {path}, which is no longer there, and has saved nothing since.",
-            fix=f"Name another with --resume PATH, or delete {folder / ORIGIN} to begin without one.",
+            f"{folder} started from {path}, which no longer exists, and has saved nothing since.",
+            fix=f"Name another with --resume PATH, or delete {folder / ORIGIN} to start without one.",
         )
     progress.say(
         f"Resuming from {path}, where this run started. To start without it, delete {folder / ORIGIN}."
     )
-    catalog.require_whole(path, progress=progress)
+    catalog.require_complete(path, progress=progress)
     return path
 
 
 def steps_before(folder: Path, origin: Origin | None) -> list[int]:
-    """Return the steps whose checkpoints lay in the folder before the run took up its origin:
-    another course left them.
-    """
+    """Return the steps whose checkpoints predate the run's origin: abandoned branches left them."""
     before = origin.before if origin else {}
     return [
         step
         for step in catalog.steps(folder)
-        if str(step) in before and before[str(step)] == _mark(folder, step)
+        if str(step) in before and before[str(step)] == _manifest_digest(folder, step)
     ]
 
 
-def _mark(folder: Path, step: int) -> str | None:
-    """Return what tells one checkpoint of a step from another: the digest of its manifest."""
+def _manifest_digest(folder: Path, step: int) -> str | None:
+    """Return the digest that tells one checkpoint of a step from another."""
     manifest = catalog.checkpoint_path(folder, step) / catalog.MANIFEST
     return sha256(manifest) if manifest.exists() else None

@@ -97,12 +97,12 @@ def test_setting_aside_deletes_nothing(tmp_path):
     assert catalog.steps(tmp_path) == [1]
     assert sorted(path.name.partition(".")[0] for path in moved) == ["step-2", "step-3"]
     assert all((path / "manifest.json").exists() for path in moved)
-    assert catalog.clean(tmp_path) == []
+    assert catalog.remove_leftovers(tmp_path) == []
     assert all(path.exists() for path in moved)
 
 
 def test_an_old_checkpoint_goes_when_its_replacement_came(tmp_path):
     make(tmp_path, 5).rename(tmp_path / "checkpoints" / "step-5.tmp-old-aa")
     make(tmp_path, 5)
-    assert catalog.clean(tmp_path) == ["step-5.tmp-old-aa"]
+    assert catalog.remove_leftovers(tmp_path) == ["step-5.tmp-old-aa"]
     assert catalog.steps(tmp_path) == [5]

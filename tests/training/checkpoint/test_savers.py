@@ -15,7 +15,7 @@ from flatout.errors import CheckpointError, RunFailed
 from flatout.training.checkpoint import catalog, job, read_write, staging, tensors
 from flatout.training.checkpoint.savers import InBackground, InTheLoop
 from flatout.training.checkpoint.snapshot import take
-from flatout.training.run_dir.layout import resume_from
+from flatout.training.run_dir.resume import resume_from
 from flatout.training.step import train_step
 
 ENVIRONMENT = {"torch": "2.13"}

@@ -13,7 +13,14 @@ from stand_in import build, outcome, train
 
 from flatout.errors import CheckpointError
 from flatout.parallel.mesh import Mesh
-from flatout.training.checkpoint import read_write, snapshot, state
+from flatout.training.checkpoint import (
+    catalog,
+    optimizer_state,
+    read_write,
+    snapshot,
+    state,
+    weights,
+)
 from flatout.training.checkpoint.state import STATE
 from flatout.training.step import train_step
 
@@ -82,7 +89,7 @@ def test_every_name_changes_the_resumed_run(part, checkpoints, tmp_path):
         if replaced:
             transplant(part, donor, copy)
         run = build(tmp_path, seed=77, **options)
-        assert read_write.verify(copy) == []
+        assert catalog.verify(copy) == []
         read_write.load(run, copy)
         assert (outcome(run, 5) == unbroken) is equal
 
@@ -197,13 +204,13 @@ def test_extra_state_of_a_model_is_refused():
             return {"a": 1}
 
     with pytest.raises(CheckpointError, match="extra state"):
-        state.weights_and_aliases(torch.nn.Sequential(Odd()))
+        weights.weights_and_aliases(torch.nn.Sequential(Odd()))
 
 
 def test_an_optimizer_of_foreign_tensors_is_refused(tmp_path):
     run = build(tmp_path)
     run.optimizers = (torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1),)
-    with pytest.raises(CheckpointError, match="no parameter of the model"):
+    with pytest.raises(CheckpointError, match="not a parameter of the model"):
         read_write.save(run)
 
 
@@ -271,7 +278,7 @@ def test_the_step_lies_where_this_runs_kernels_read_it(field, switches, device, 
     """A fused AdamW reads it on the device, the loop over parameters on the host, whichever of them
     saved it. None: as it was saved.
     """
-    found = state._device_of(
+    found = optimizer_state.device_of(
         field, switches, torch.empty(2, device="meta"), saved_on_cpu=saved_on_cpu
     )
     assert found.type == (device or ("cpu" if saved_on_cpu else "meta"))

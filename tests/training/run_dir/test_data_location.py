@@ -17,8 +17,9 @@ from flatout.data.store.mix import open_data
 from flatout.errors import CheckpointError, ConfigError, DataError, Stopped
 from flatout.inference.load import load_run
 from flatout.training.run import run_training
-from flatout.training.run_dir.data_location import anywhere, require_tokenizer, stored_config
+from flatout.training.run_dir.data_location import require_tokenizer, with_absolute_paths
 from flatout.training.run_dir.layout import read_config, read_events
+from flatout.training.run_dir.resume import config_to_resume
 
 
 @pytest.fixture
@@ -145,7 +146,7 @@ def test_bad_mixes_are_refused_before_anything_is_written(
 
 
 def test_a_place_without_a_run_has_no_stored_configuration(tmp_path):
-    assert stored_config(tmp_path, RunConfig()) is None
+    assert config_to_resume(tmp_path, RunConfig()) is None
 
 
 def test_another_tokenizer_is_refused_and_none_kept_passes(mixed_config, tmp_path):
@@ -185,5 +186,5 @@ def test_data_may_lie_at_an_address_and_move_there(
     )
     assert read_config(tmp_path / "far").data.path == address
     mixed = RunConfig(data={"mix": {address: 1, "near": 3}})
-    assert list(anywhere(mixed).data.mix) == [address, str(Path("near").absolute())]
+    assert list(with_absolute_paths(mixed).data.mix) == [address, str(Path("near").absolute())]
     store.rm("/runs", recursive=True)

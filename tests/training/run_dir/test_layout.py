@@ -14,6 +14,7 @@ from flatout.config.schema import RunConfig, load_config
 from flatout.errors import CheckpointError, ConfigError, HardwareError
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.lock import hold_lock, is_locked
+from flatout.training.run_dir.resume import config_to_resume, resume_from
 
 HOLD = """
 import sys, time
@@ -112,7 +113,7 @@ def test_a_contradiction_is_refused_and_named(tmp_path):
     layout.write_config(tmp_path, load_config(None, ["train.steps=10", "optim.lr=0.001"]))
     fake_checkpoint(tmp_path, 5)
     with pytest.raises(ConfigError, match=r"optim\.lr: 0\.001 -> 0\.01.*Fix.*--run-dir"):
-        layout.stored_config(tmp_path, load_config(None, ["train.steps=10", "optim.lr=0.01"]))
+        config_to_resume(tmp_path, load_config(None, ["train.steps=10", "optim.lr=0.01"]))
 
 
 def test_free_keys_are_taken_from_what_is_wanted_and_the_rest_from_what_is_stored(tmp_path):
@@ -122,7 +123,7 @@ def test_free_keys_are_taken_from_what_is_wanted_and_the_rest_from_what_is_store
     )
     layout.write_config(tmp_path, stored)
     fake_checkpoint(tmp_path, 5)
-    config = layout.stored_config(
+    config = config_to_resume(
         tmp_path,
         load_config(
             None, ["train.steps=10", "checkpoint.every_steps=3", "log.every=2", "name=new"]
@@ -138,7 +139,7 @@ def test_free_keys_are_taken_from_what_is_wanted_and_the_rest_from_what_is_store
 def test_what_is_left_open_keeps_the_stored_cadence(tmp_path):
     layout.write_config(tmp_path, load_config(None, ["checkpoint.every_steps=3"]))
     fake_checkpoint(tmp_path, 5)
-    assert layout.stored_config(tmp_path, RunConfig()).checkpoint.every_steps == 3
+    assert config_to_resume(tmp_path, RunConfig()).checkpoint.every_steps == 3
 
 
 def test_the_same_question_is_no_contradiction_to_its_own_answer(tmp_path):
@@ -146,24 +147,22 @@ def test_the_same_question_is_no_contradiction_to_its_own_answer(tmp_path):
     resolved = asked.with_values({"train.steps": 40, "speedups": ["bf16"]})
     layout.write_config(tmp_path, resolved, asked=asked)
     fake_checkpoint(tmp_path, 5)
-    assert layout.stored_config(tmp_path, asked) == resolved
+    assert config_to_resume(tmp_path, asked) == resolved
     assert (
-        layout.stored_config(tmp_path, asked.with_values({"train.epochs": 3})) == resolved
+        config_to_resume(tmp_path, asked.with_values({"train.epochs": 3})) == resolved
     )  # a length is compared with the data at hand
     with pytest.raises(ConfigError, match=r"speedups"):
-        layout.stored_config(tmp_path, asked.with_values({"speedups": "none"}))
+        config_to_resume(tmp_path, asked.with_values({"speedups": "none"}))
 
 
 def test_the_place_of_the_checkpoints_cannot_change(tmp_path):
     layout.write_config(tmp_path / "run", load_config(None, [f"checkpoint.dir={tmp_path / 'one'}"]))
     fake_checkpoint(tmp_path / "one" / "run", 5, inside="")
     with pytest.raises(ConfigError, match=r"checkpoint\.dir: .*/one -> .*/two"):
-        layout.stored_config(
+        config_to_resume(
             tmp_path / "run", load_config(None, [f"checkpoint.dir={tmp_path / 'two'}"])
         )
-    assert layout.stored_config(tmp_path / "run", RunConfig()).checkpoint.dir == str(
-        tmp_path / "one"
-    )
+    assert config_to_resume(tmp_path / "run", RunConfig()).checkpoint.dir == str(tmp_path / "one")
 
 
 @pytest.mark.parametrize(
@@ -177,12 +176,12 @@ def test_the_place_of_the_checkpoints_cannot_change(tmp_path):
 def test_a_run_may_go_on_over_another_number_of_processes(tmp_path, asked, wanted):
     layout.write_config(tmp_path, load_config(None, ["parallel.shard=2", "parallel.replicate=2"]))
     fake_checkpoint(tmp_path, 5)
-    parallel = layout.stored_config(tmp_path, load_config(None, asked)).parallel
+    parallel = config_to_resume(tmp_path, load_config(None, asked)).parallel
     assert (parallel.shard, parallel.replicate) == wanted
 
 
 def test_an_empty_folder_has_no_stored_configuration(tmp_path):
-    assert layout.stored_config(tmp_path, RunConfig()) is None
+    assert config_to_resume(tmp_path, RunConfig()) is None
     assert layout.read_config(tmp_path) is None
 
 
@@ -190,7 +189,7 @@ def test_a_start_that_never_saved_does_not_bind_the_next(tmp_path):
     layout.write_config(tmp_path, load_config(None, ["optim.lr=0.001"]))
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     (tmp_path / "checkpoints" / "step-5.tmp-aa").mkdir(parents=True)
-    assert layout.stored_config(tmp_path, load_config(None, ["optim.lr=0.01"])) is None
+    assert config_to_resume(tmp_path, load_config(None, ["optim.lr=0.01"])) is None
 
 
 @pytest.mark.parametrize("left", ["step-5", "step-5.tmp-old-aa", "step-5.aside-aa"])
@@ -198,14 +197,14 @@ def test_whatever_a_run_has_saved_binds_it(tmp_path, left):
     layout.write_config(tmp_path, load_config(None, ["optim.lr=0.001"]))
     (tmp_path / "checkpoints" / left).mkdir(parents=True)
     with pytest.raises(ConfigError, match=r"optim\.lr"):
-        layout.stored_config(tmp_path, load_config(None, ["optim.lr=0.01"]))
+        config_to_resume(tmp_path, load_config(None, ["optim.lr=0.01"]))
 
 
 def test_a_summary_binds_a_run_whose_checkpoints_were_deleted(tmp_path):
     layout.write_config(tmp_path, load_config(None, ["optim.lr=0.001"]))
     layout.write_summary(tmp_path, {})
     with pytest.raises(ConfigError, match=r"optim\.lr"):
-        layout.stored_config(tmp_path, load_config(None, ["optim.lr=0.01"]))
+        config_to_resume(tmp_path, load_config(None, ["optim.lr=0.01"]))
 
 
 def test_a_second_process_is_refused_with_the_first_ones_pid(tmp_path):
@@ -255,23 +254,25 @@ def test_resume_auto_takes_the_newest_whole_checkpoint_and_says_what_it_passed_o
     first = fake_checkpoint(tmp_path, 5)
     second = fake_checkpoint(tmp_path, 12)
     ear = Ear()
-    assert layout.resume_from(tmp_path, "auto", progress=ear) == second
+    assert resume_from(tmp_path, "auto", progress=ear) == second
     assert ear.lines == []
     (second / "state.json").write_bytes(b"y")
-    assert layout.resume_from(tmp_path, "auto", progress=ear) == first
+    assert resume_from(tmp_path, "auto", progress=ear) == first
     assert "step-12" in ear.lines[0]
     assert "state.json is damaged" in ear.lines[0]
 
 
 def test_resume_auto_begins_where_there_is_nothing(tmp_path):
-    assert layout.resume_from(tmp_path / "none") is None
-    assert layout.resume_from(tmp_path) is None
+    assert resume_from(tmp_path / "none") is None
+    assert resume_from(tmp_path) is None
 
 
 def test_resume_auto_never_starts_over_on_its_own(tmp_path):
     (fake_checkpoint(tmp_path, 5) / "state.json").unlink()
-    with pytest.raises(CheckpointError, match=r"No checkpoint .* is whole.*state\.json is missing"):
-        layout.resume_from(tmp_path)
+    with pytest.raises(
+        CheckpointError, match=r"No checkpoint .* is complete.*state\.json is missing"
+    ):
+        resume_from(tmp_path)
 
 
 def test_resume_auto_cleans_up_after_killed_saves(tmp_path):
@@ -279,7 +280,7 @@ def test_resume_auto_cleans_up_after_killed_saves(tmp_path):
     (tmp_path / "checkpoints" / "step-7.tmp-ab12").mkdir()
     (tmp_path / "checkpoints" / "step-7.tmp-ab12" / "model").write_text("half")
     ear = Ear()
-    assert layout.resume_from(tmp_path, progress=ear) == whole
+    assert resume_from(tmp_path, progress=ear) == whole
     assert ear.lines == ["Removed step-7.tmp-ab12, left by a save that was killed."]
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-5"]
 
@@ -288,26 +289,26 @@ def test_a_checkpoint_caught_while_being_replaced_is_put_back(tmp_path):
     whole = fake_checkpoint(tmp_path, 5)
     whole.rename(whole.with_name("step-5.tmp-old-aa"))
     (tmp_path / "checkpoints" / "step-5.tmp-bb").mkdir()
-    assert layout.resume_from(tmp_path) == whole
+    assert resume_from(tmp_path) == whole
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-5"]
 
 
 def test_resume_never_refuses_a_folder_in_which_something_lies(tmp_path):
     with hold_lock(tmp_path):
-        assert layout.resume_from(tmp_path, "never") is None
-    assert layout.resume_from(tmp_path / "none", "never") is None
+        assert resume_from(tmp_path, "never") is None
+    assert resume_from(tmp_path / "none", "never") is None
     layout.write_config(tmp_path, RunConfig())
     with pytest.raises(CheckpointError, match=r"config\.yaml"):
-        layout.resume_from(tmp_path, "never")
+        resume_from(tmp_path, "never")
 
 
 def test_resume_from_a_path_takes_a_checkpoint_or_a_run(tmp_path):
     path = fake_checkpoint(tmp_path / "other", 5)
-    assert layout.resume_from(tmp_path / "new", str(path)) == path
-    assert layout.resume_from(tmp_path / "new", str(tmp_path / "other")) == path
+    assert resume_from(tmp_path / "new", str(path)) == path
+    assert resume_from(tmp_path / "new", str(tmp_path / "other")) == path
     (path / "state.json").unlink()
     with pytest.raises(CheckpointError, match=r"state\.json is missing"):
-        layout.resume_from(tmp_path / "new", str(path))
+        resume_from(tmp_path / "new", str(path))
 
 
 @pytest.mark.parametrize("asked", ["old", "old/checkpoints/step-10"])
@@ -315,14 +316,14 @@ def test_the_same_resume_from_elsewhere_goes_on_from_what_came_of_it(tmp_path, a
     origin, new, ear = fake_checkpoint(tmp_path / "old", 10), tmp_path / "new", Ear()
     new.mkdir()
     for _ in range(2):
-        assert layout.resume_from(new, str(tmp_path / asked), progress=ear) == origin
+        assert resume_from(new, str(tmp_path / asked), progress=ear) == origin
     own = fake_checkpoint(new, 25)
     assert ear.lines == []
-    assert layout.resume_from(new, str(tmp_path / asked), progress=ear) == own
+    assert resume_from(new, str(tmp_path / asked), progress=ear) == own
     assert "Resuming from step-25" in ear.lines[0]
     shutil.rmtree(tmp_path / "old")
-    assert layout.resume_from(new, str(tmp_path / asked)) == own
-    assert layout.resume_from(new) == own
+    assert resume_from(new, str(tmp_path / asked)) == own
+    assert resume_from(new) == own
 
 
 def test_another_origin_is_another_course(tmp_path):
@@ -331,51 +332,51 @@ def test_another_origin_is_another_course(tmp_path):
         fake_checkpoint(tmp_path / "one", 10),
         fake_checkpoint(tmp_path / "two", 12, b"2"),
     )
-    assert layout.resume_from(new, str(first)) == first
+    assert resume_from(new, str(first)) == first
     fake_checkpoint(new, 25)
     for _ in range(2):
-        assert layout.resume_from(new, str(second)) == second
+        assert resume_from(new, str(second)) == second
     ear = Ear()
-    assert layout.resume_from(new, progress=ear) == second
+    assert resume_from(new, progress=ear) == second
     assert "where this run started" in ear.lines[0]
     shutil.rmtree(new / "checkpoints")
     came = fake_checkpoint(new, 25, b"of another course")
-    assert layout.resume_from(new, str(second)) == came
+    assert resume_from(new, str(second)) == came
 
 
 def test_a_run_begun_elsewhere_and_killed_before_its_first_save_does_not_begin_from_nothing(
     tmp_path,
 ):
     origin, new, ear = fake_checkpoint(tmp_path / "old", 10), tmp_path / "new", Ear()
-    layout.resume_from(new, str(tmp_path / "old"))
+    resume_from(new, str(tmp_path / "old"))
     fake_checkpoint(tmp_path / "old", 20)
-    assert layout.resume_from(new, progress=ear) == origin
+    assert resume_from(new, progress=ear) == origin
     assert str(new / "origin.json") in ear.lines[0]
     shutil.rmtree(origin)
     with pytest.raises(
         CheckpointError,
-        match=r"was begun from .*step-10, which is no longer there.*delete .*origin\.json",
+        match=r"started from .*step-10, which no longer exists.*delete .*origin\.json",
     ):
-        layout.resume_from(new)
+        resume_from(new)
     (new / "origin.json").unlink()
-    assert layout.resume_from(new) is None
+    assert resume_from(new) is None
 
 
 def test_a_runs_own_earlier_checkpoint_is_no_origin(tmp_path):
     early, late = fake_checkpoint(tmp_path, 5), fake_checkpoint(tmp_path, 10)
-    assert layout.resume_from(tmp_path, str(early)) == early
-    assert layout.resume_from(tmp_path, str(tmp_path)) == late
+    assert resume_from(tmp_path, str(early)) == early
+    assert resume_from(tmp_path, str(tmp_path)) == late
     assert not (tmp_path / "origin.json").exists()
 
 
 def test_resume_from_a_path_that_is_none_says_so(tmp_path):
     with pytest.raises(CheckpointError, match="There is no checkpoint"):
-        layout.resume_from(tmp_path, str(tmp_path / "missing"))
+        resume_from(tmp_path, str(tmp_path / "missing"))
     with pytest.raises(CheckpointError, match="is not a checkpoint"):
-        layout.resume_from(tmp_path, str(tmp_path))
+        resume_from(tmp_path, str(tmp_path))
     (tmp_path / "bare" / "checkpoints").mkdir(parents=True)
     with pytest.raises(CheckpointError, match="has no checkpoint"):
-        layout.resume_from(tmp_path, str(tmp_path / "bare"))
+        resume_from(tmp_path, str(tmp_path / "bare"))
 
 
 def test_events_are_lines_and_a_torn_one_spoils_no_other(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 from flatout.config.schema import RunConfig
 from flatout.errors import CheckpointError, ConfigError
 from flatout.training.run_dir import layout
-from flatout.training.run_dir.lookup import find_checkpoint, find_run, resume_place, run_or_newest
+from flatout.training.run_dir.lookup import find_checkpoint, find_run, resume_path, run_or_newest
 
 
 def test_checkpoints_by_name(fox_run):
@@ -33,7 +33,7 @@ def test_runs_are_found_by_name_and_mistyped_names_answered(fox_run, monkeypatch
 def test_no_name_is_no_run_even_inside_one(fox_run, monkeypatch):
     monkeypatch.chdir(fox_run[0] / "runs" / "fox")
     assert find_run(".").resolve() == fox_run[0] / "runs" / "fox"
-    with pytest.raises(CheckpointError, match="is not a run folder"):
+    with pytest.raises(CheckpointError, match="is not a run directory"):
         find_run("")
 
 
@@ -46,15 +46,15 @@ def test_a_checkpoint_is_not_taken_for_a_run(fox_run):
 
 def test_resuming_takes_a_run_by_its_name(fox_run, monkeypatch):
     monkeypatch.chdir(fox_run[0])
-    assert resume_place("fox") == "runs/fox"
-    assert [resume_place(given) for given in ("auto", "never", "gone/run", "runs")] == [
+    assert resume_path("fox") == "runs/fox"
+    assert [resume_path(given) for given in ("auto", "never", "gone/run", "runs")] == [
         "auto",
         "never",
         "gone/run",
         "runs",
     ]
     with pytest.raises(CheckpointError, match=r"There is no checkpoint foxx.*runs/fox"):
-        resume_place("foxx")
+        resume_path("foxx")
 
 
 class Ear:

@@ -1,0 +1,113 @@
+"""JSON documents and JSON lines on disk; errors name the damaged file."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from flatout.errors import CheckpointError
+from flatout.files import open_own, write_text
+from flatout.recognised import open_regular, read_regular
+
+Document = TypeVar("Document", bound=BaseModel)
+
+RESTORE = "Restore it from a copy, or use another checkpoint or run."
+"""The fix for a damaged file."""
+
+
+def write_json(path: Path, document: Any) -> None:
+    """Write `document` as JSON, atomically and durably; floats read back bit for bit."""
+    write_text(path, json.dumps(document, indent=1) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """Return the JSON document in `path`.
+
+    Raises: CheckpointError naming the file when it is missing or is not JSON.
+    """
+    try:
+        return json.loads(read_regular(path))
+    except OSError as error:
+        raise CheckpointError(f"Cannot read {path}: {error.strerror}.", fix=RESTORE) from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged: it is not JSON.", fix=RESTORE) from error
+
+
+def read_model(path: Path, model: type[Document], *, fix: str = RESTORE) -> Document:
+    """Return the JSON document in `path` as a `model`.
+
+    Values are not converted, and unknown keys are ignored.
+    Raises: CheckpointError naming the file and the key when the file is missing, is not JSON, or
+            does not fit the model.
+    """
+    try:
+        return model.model_validate(read_json(path), strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise CheckpointError(
+            f"{path} is damaged: {f'{key}: ' if key else ''}{first['msg']}.", fix=fix
+        ) from error
+
+
+@contextmanager
+def parsing(path: Path) -> Iterator[None]:
+    """Turn errors inside the block into a CheckpointError that says `path` is damaged.
+
+    For code that takes apart a document read from `path`: a missing key, or a value of the wrong
+    type or nesting, means that the file is not what was written.
+    Raises: CheckpointError.
+    """
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
+        raise CheckpointError(
+            f"{path} is damaged: {type(error).__name__}: {error}.", fix=RESTORE
+        ) from error
+
+
+def append_line(path: Path, document: Mapping[str, Any]) -> None:
+    """Append one JSON line to `path`.
+
+    A line that a kill left unfinished is ended first, so that it spoils no other line.
+    """
+    line = json.dumps(document).encode() + b"\n"
+    with os.fdopen(open_own(path, os.O_RDWR | os.O_CREAT | os.O_APPEND), "a+b") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                line = b"\n" + line
+        file.write(line)
+
+
+def read_lines(path: Path, *, tail_bytes: int | None = None) -> Iterator[dict[str, Any]]:
+    """Yield the JSON lines of `path`, or those that start in its last `tail_bytes`.
+
+    Unfinished lines are skipped; a missing file has no lines.
+    Raises: CheckpointError when it cannot be read.
+    """
+    if not path.exists():
+        return
+    try:
+        descriptor = open_regular(path)
+    except OSError as error:
+        raise CheckpointError(f"Cannot read {path}: {error.strerror}.", fix=RESTORE) from error
+    with os.fdopen(descriptor, "rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        start = 0 if tail_bytes is None else max(size - tail_bytes, 0)
+        file.seek(start)
+        if start:
+            file.readline()
+        for line in file:
+            try:
+                document = json.loads(line)
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(document, dict):
+                yield document

@@ -1,0 +1,134 @@
+"""The folder of a run's checkpoints, and which run owns it. No torch.
+
+Without `checkpoint.dir` it is RUN/checkpoints. With `checkpoint.dir=DIR` it is DIR/NAME, where NAME
+is the name of the run directory; runs of one name in different parents would share it, so that
+owner.json says whose it is.
+"""
+
+from __future__ import annotations
+
+import secrets
+from contextlib import suppress
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from flatout.documents import read_document
+from flatout.errors import CheckpointError, ConfigError
+from flatout.json_io import read_json, read_model, write_json
+
+OWNER = "owner.json"
+"""In the run directory and in a folder of checkpoints outside it: an equal random id in both says
+that they belong together.
+"""
+
+
+class Owner(BaseModel):
+    """The content of owner.json."""
+
+    id: str
+    """The random id."""
+    run: str
+    """The run directory that it was made for."""
+    place: str | None = None
+    """The folder of the checkpoints."""
+
+
+def checkpoints_folder(run_folder: Path) -> Path:
+    """Return the folder of a run's checkpoints, as its config.yaml states it."""
+    config = run_folder / "config.yaml"
+    section = read_document(config).get("checkpoint") if config.exists() else None
+    directory = section.get("dir") if isinstance(section, dict) else None
+    if directory is not None and not isinstance(directory, str):
+        raise ConfigError(
+            f"{config}: checkpoint.dir: {directory!r} is not a path.",
+            fix="Restore config.yaml from a copy.",
+        )
+    return folder_in(directory, run_folder)
+
+
+def folder_in(directory: str | None, run_folder: Path) -> Path:
+    """Return the folder of a run's checkpoints when `checkpoint.dir` is `directory`."""
+    return Path(directory) / run_folder.absolute().name if directory else run_folder / "checkpoints"
+
+
+def claim(run_folder: Path, folder: Path) -> None:
+    """Make `folder` the folder of this run's checkpoints.
+
+    Raises: CheckpointError when it belongs to another run, or cannot be written.
+    """
+    if folder == run_folder / "checkpoints":
+        return
+    mine, theirs = run_folder / OWNER, folder / OWNER
+    _require_same_owner(run_folder, folder)
+    try:
+        if not mine.exists():
+            run_folder.mkdir(parents=True, exist_ok=True)
+            write_json(
+                mine,
+                {
+                    "id": secrets.token_hex(16),
+                    "run": str(run_folder.absolute()),
+                    "place": str(folder.absolute()),
+                },
+            )
+        if not theirs.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            write_json(theirs, read_json(mine))
+    except OSError as error:
+        raise CheckpointError(
+            f"checkpoint.dir: {folder} cannot be written: {error.strerror}.",
+            fix="Set checkpoint.dir to a folder you may write to.",
+        ) from error
+
+
+def release(run_folder: Path) -> None:
+    """Undo `claim` after a failed start, unless the folder holds checkpoints."""
+    mine = run_folder / OWNER
+    if not mine.exists():
+        return
+    with suppress(CheckpointError, OSError):
+        owner = read_model(mine, Owner)
+        folder = Path(owner.place) if owner.place else None
+        if (
+            folder
+            and (folder / OWNER).exists()
+            and read_model(folder / OWNER, Owner).id == owner.id
+        ):
+            if any(folder.glob("step-*")):
+                return
+            (folder / OWNER).unlink()
+        if folder:
+            folder.rmdir()  # fails unless it is empty
+    mine.unlink(missing_ok=True)
+
+
+def require_own_folder(run_folder: Path) -> None:
+    """Check that the folder of the run's checkpoints belongs to this run, or to none yet.
+
+    Raises: CheckpointError when it belongs to another run, or when it is gone: a disk that is not
+            mounted must not make a run start over.
+    """
+    folder = checkpoints_folder(run_folder)
+    if folder == run_folder / "checkpoints":
+        return
+    _require_same_owner(run_folder, folder)
+    if (run_folder / OWNER).exists() and not (folder / OWNER).exists():
+        raise CheckpointError(
+            f"The checkpoints of {run_folder} are missing from {folder}.",
+            fix=f"Mount that disk, restore the former name of {run_folder}, "
+            f"or delete {run_folder / OWNER} to start over.",
+        )
+
+
+def _require_same_owner(run_folder: Path, folder: Path) -> None:
+    mine, theirs = run_folder / OWNER, folder / OWNER
+    if not theirs.exists():
+        return
+    owner = read_model(theirs, Owner)
+    if not mine.exists() or read_model(mine, Owner).id != owner.id:
+        raise CheckpointError(
+            f"{folder} holds the checkpoints of another run, {owner.run}, not those of {run_folder}.",
+            fix="Choose a run directory with another name with --run-dir DIR, set another "
+            "checkpoint.dir, or delete that folder.",
+        )

@@ -1,0 +1,60 @@
+"""The weights of a model under the names that its author wrote."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from flatout.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from flatout.assembly.run import Run
+
+WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+"""What compile and activation checkpointing insert into the names of parameters."""
+
+
+def plain_name(name: str) -> str:
+    """Return a parameter's name as the model's author wrote it."""
+    for wrapper in WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def parameter_names(run: Run) -> dict[Tensor, str]:
+    """Return the name of every parameter; tensors hash by identity."""
+    return {parameter: plain_name(name) for name, parameter in run.core.named_parameters()}
+
+
+def weights_and_aliases(core: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return every parameter and saved buffer once, and the other names of those with several.
+
+    A tied head has several names.
+
+    Shapes: as in the model.
+    """
+    weights: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    first_name: dict[int, str] = {}
+    for name, tensor in core.state_dict(keep_vars=True).items():
+        if not isinstance(tensor, Tensor):
+            raise CheckpointError(
+                f"The model keeps {name} as extra state, which a checkpoint cannot hold.",
+                fix="Make it a buffer.",
+            )
+        key = f"model/{plain_name(name)}"
+        if id(tensor) in first_name:
+            aliases[key] = first_name[id(tensor)]
+        else:
+            first_name[id(tensor)] = key
+            weights[key] = tensor
+    return weights, aliases
+
+
+def weights_of(run: Run) -> dict[str, Tensor]:
+    """Return every parameter and saved buffer of a run's model once.
+
+    Shapes: as in the model.
+    """
+    return weights_and_aliases(run.core)[0]

@@ -1,0 +1,143 @@
+"""How a run resumes: the configuration it keeps, and the checkpoint it continues from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from flatout import trust
+from flatout.config.schema import RunConfig, difference, flat
+from flatout.errors import CheckpointError, ConfigError, in_shell
+from flatout.progress import SILENT, Progress
+from flatout.recognised import recognise
+from flatout.training.checkpoint import catalog
+from flatout.training.checkpoint.location import OWNER, checkpoints_folder, require_own_folder
+from flatout.training.run_dir.config_seal import require_unedited
+from flatout.training.run_dir.data_location import data_values, moved_data
+from flatout.training.run_dir.layout import (
+    CONFIG,
+    FREE_KEYS,
+    LENGTH_KEYS,
+    LOCK,
+    NAMELESS_KEYS,
+    SUMMARY,
+    read_asked,
+    read_config,
+)
+from flatout.training.run_dir.origin import (
+    origin_checkpoint,
+    read_origin,
+    steps_before,
+    write_origin,
+)
+
+
+def config_to_resume(
+    folder: Path, asked: RunConfig, *, trust_code: bool = False
+) -> RunConfig | None:
+    """Return a run's stored configuration with the free keys and data paths of `asked`.
+
+    None when the folder holds no run, or one that has never saved: the next start is a new run with
+    settings of its own. The stored length stays, whatever `asked` states: whether a run can be made
+    longer depends on its data (training/longer.py). Moved data is accepted: `require_tokenizer`
+    refuses another tokenizer, and `load` reports other tokens.
+    Raises: UntrustedCode, before advice can repeat what config.yaml names; ConfigError for an
+            edited config.yaml, and for keys that contradict it, such as another mix.
+    """
+    stored = read_config(folder)
+    if stored is None:
+        return None
+    first, moved = read_asked(folder), moved_data(stored.data, asked.data)
+    if moved is not None:
+        asked = asked.with_values(data_values((first or stored).data))
+    require_own_folder(folder)
+    if not catalog.has_saved(folder) and not (folder / SUMMARY).exists():
+        return None
+    trust.require_trusted(
+        folder, stored.references(), named=asked.references(), trust_code=trust_code
+    )
+    require_unedited(folder / CONFIG, stored, free=(*NAMELESS_KEYS, "data.path"))
+    free = (*FREE_KEYS, *LENGTH_KEYS)
+    contradictions = difference(stored, asked, free=free)
+    if contradictions and first is not None:
+        changed = {line.partition(": ")[0] for line in difference(first, asked, free=free)}
+        contradictions = [line for line in contradictions if line.partition(": ")[0] in changed]
+    if contradictions:
+        raise ConfigError(
+            f"{folder} holds a run with other settings: {'; '.join(contradictions)}.",
+            fix=f"Keep the stored settings, or start another run; `--resume {in_shell(folder)} --run-dir DIR` starts it from this one.",
+        )
+    values = {
+        key: value
+        for key, value in flat(asked.to_dict()).items()
+        if key.startswith(FREE_KEYS) and key != "name" and value is not None
+    }
+    return stored.with_values(values | (moved or {}))
+
+
+def resume_from(folder: Path, resume: str = "auto", *, progress: Progress = SILENT) -> Path | None:
+    """Return the checkpoint to resume from, or None to start; call it only under the lock.
+
+    `auto` is the newest complete checkpoint of this run, or the start when it has none; `never`
+    starts, and refuses a folder that is not empty; anything else is a checkpoint or a run directory
+    to resume from. One from elsewhere is stored as this run's origin: the same call again, or
+    `auto`, then resumes from what the run has saved since, or else from the origin. What killed
+    saves left behind is deleted.
+    Raises: CheckpointError.
+    """
+    if resume == "never":
+        _require_empty(folder)
+        return None
+    require_own_folder(folder)
+    for name in catalog.remove_leftovers(folder):
+        progress.say(f"Removed {name}, left by a save that was killed.")
+    origin = read_origin(folder)
+    path = str(Path(resume).resolve())
+    of_this_run = resume == "auto" or path == str(folder.resolve())
+    if of_this_run or (origin and path in (origin.asked, origin.checkpoint)):
+        newest = catalog.latest(folder, exclude=steps_before(folder, origin), progress=progress)
+        if newest is not None and not of_this_run and origin:
+            progress.say(
+                f"Resuming from {newest.name} of {folder}, which continues {origin.checkpoint}."
+            )
+        if newest is None and of_this_run and origin:
+            return origin_checkpoint(folder, origin, progress)
+        if newest is not None or resume == "auto":
+            return newest
+    checkpoint = _checkpoint_at(Path(resume), progress)
+    if checkpoint.resolve().parent != checkpoints_folder(folder).resolve():
+        folder.mkdir(parents=True, exist_ok=True)
+        write_origin(folder, asked=path, checkpoint=checkpoint)
+    return checkpoint
+
+
+def _require_empty(folder: Path) -> None:
+    names = (path.name for path in folder.iterdir()) if folder.is_dir() else ()
+    found = sorted(name for name in names if name not in (LOCK, OWNER))
+    if found:
+        raise CheckpointError(
+            f"--resume never would write over {folder}, which holds {', '.join(found[:4])}.",
+            fix="Choose another folder with --run-dir DIR, delete this one, or resume with --resume auto.",
+        )
+
+
+def _checkpoint_at(path: Path, progress: Progress) -> Path:
+    """Return the complete checkpoint at `path`, or the newest one of the run at `path`."""
+    known = recognise(path)
+    if known is not None and path.is_file():
+        raise CheckpointError(known.instead_of("a checkpoint"), fix=known.fix)
+    if not path.is_dir():
+        raise CheckpointError(
+            f"There is no checkpoint {path}.",
+            fix="Name a folder such as RUN/checkpoints/step-100, or a run directory.",
+        )
+    if (path / CONFIG).exists() or (path / "checkpoints").is_dir():
+        newest = catalog.latest(path, progress=progress)
+        if newest is None:
+            raise CheckpointError(
+                f"The run {path} has no checkpoint.",
+                fix="Name another run, or a folder such as RUN/checkpoints/step-100.",
+            )
+        return newest
+    catalog.step_of(path)
+    catalog.require_complete(path, progress=progress)
+    return path
