@@ -497,7 +497,7 @@ def test_who_reads_a_stored_configuration_is_known():
     """Whatever uses one has to go through `trusted_config`, or ask `require_trusted`; the others
     look and import nothing.
     """
-    wanted = re.compile(r"(?:^|\.)(?:read_config|stored_config|load_reference)$")
+    wanted = re.compile(r"(?:^|\.)(?:read_config|config_to_resume|load_reference)$")
     found = set()
     for path in (ROOT / "flatout").rglob("*.py"):
         calls = (
