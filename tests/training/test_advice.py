@@ -15,8 +15,8 @@ from flatout.training import longer
 from flatout.training import run as training
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.config_seal import require_as_trained, require_unedited, write_sealed
-from flatout.training.run_dir.resume import config_to_resume
 from flatout.training.run_dir.lock import in_use
+from flatout.training.run_dir.resume import config_to_resume
 from flatout.training.run_plan import how_to_train_on
 
 PLACE = "my runs/$(touch X) it's"
