@@ -60,9 +60,9 @@ from flatout.assembly.selection import speedup_named
 from flatout.config.schema import RunConfig
 from flatout.files import write_text
 from flatout.hardware import Machine, probe
-from flatout.measure.bench import in_turn
+from flatout.measure.resolving import with_needs
 from flatout.measure.results import commit_of_package
-from flatout.measure.settling import with_needs
+from flatout.measure.rounds import in_turn
 from flatout.measure.trial import end_group
 from flatout.registry import PACKAGE_DIR, SPEEDUPS
 

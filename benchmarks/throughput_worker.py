@@ -31,7 +31,7 @@ from flatout.assembly.run import Run
 from flatout.config.schema import RunConfig, validate
 from flatout.errors import FlatoutError
 from flatout.hardware import fingerprint, measure_roof
-from flatout.measure.settling import settle
+from flatout.measure.resolving import resolve_here
 from flatout.measure.trial import end_with
 from flatout.measure.workload import QUIET, FirstLosses
 from flatout.parallel.mesh import make_mesh
@@ -184,7 +184,7 @@ def train_ours(
     spec: dict[str, Any], config: RunConfig, device: torch.device, times: StepTimes
 ) -> dict[str, Any]:
     """Train the recipe's run in its own loop; return what is known but for the times."""
-    settled = settle(
+    settled = resolve_here(
         config.with_values(QUIET)
     )  # nothing is evaluated, so no graph of an evaluation is compiled
     steps = spec["warmup_steps"] + spec["steps"]

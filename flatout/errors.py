@@ -133,6 +133,10 @@ class RunFailed(FlatoutError):
     """The run itself went wrong; what was saved before stays whole."""
 
 
+class OutOfMemory(RunFailed):
+    """The device, or the machine, has too little memory for the run."""
+
+
 class Stopped(FlatoutError):
     """Stopped on request after saving; the same command goes on from there."""
 

@@ -22,6 +22,8 @@ from flatout.config.schema import load_config
 from flatout.data.prepare.writer import DatasetWriter
 from flatout.data.tokenizers import make_tokenizer
 
+sys.path.append(str(Path(__file__).parent))
+
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell starts background jobs with Ctrl+C ignored, and their children inherit that; the tests
     # that press it need it heard.

@@ -8,73 +8,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Annotated
 
 import pytest
+from shouting import Fakes
 
-from flatout import cli, errors, parser
-from flatout.commands import Argument, Command, Option, Result
-from flatout.progress import SILENT
+from flatout import cli, parser
 
 ROOT = Path(__file__).parent.parent
-
-
-class Shout(Result):
-    """What was shouted."""
-
-    words: list[str]
-    """The words."""
-    loss: float = 0.5
-    """A figure."""
-
-    def summary(self) -> str:
-        return " ".join(self.words).upper()
-
-
-def shout(
-    words: Annotated[list[str], Argument("What to shout.")],
-    times: Annotated[int, Option("How often.")] = 1,
-    loss: Annotated[float, Option("A figure.")] = 0.5,
-    *,
-    write=None,
-    observers=(),
-    progress=SILENT,
-):
-    """Shout some words.
-
-    Raises: ConfigError when they are rude.
-    """
-    with progress.task("Shouting"):
-        progress.say("taking a breath")
-    if write:
-        write("streamed\n")
-    if words[0] == "interrupt":
-        raise KeyboardInterrupt
-    if words[0] == "terminate":
-        signal.raise_signal(signal.SIGTERM)
-    if words[0] == "crash":
-        _ = 1 / 0
-    if words[0] == "interrupted":
-        raise errors.Interrupted("Stopped.", fix="Again.", signal_number=15)
-    if hasattr(errors, words[0]):
-        error = getattr(errors, words[0])("It went wrong.", fix="Do it right.")
-        for word in words[1:]:
-            error.add_note(word)
-        raise error
-    return Shout(words=words * times, loss=loss)
-
-
-class Fakes:
-    """A registry of one command."""
-
-    def names(self):
-        return ["shout"]
-
-    def describe(self, name):
-        return "Shout some words."
-
-    def get(self, name):
-        return Command(shout, example="flatout shout hello --times 2")
 
 
 @pytest.fixture
@@ -344,37 +284,6 @@ def test_python_m_flatout_is_the_program():
     assert "Did you mean 'list'?" in done.stderr
 
 
-def test_a_terminal_without_unicode_is_no_error():
-    program = "from flatout import cli\ncli._run = lambda words: print('größer')\ncli.main(['x'])"
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=ROOT,
-        capture_output=True,
-        env={**os.environ, "PYTHONIOENCODING": "ascii"},
-        check=True,
-    )
-    assert done.stdout == b"gr\\xf6\\xdfer\n"
-
-
-def test_a_reader_that_leaves_is_no_error():
-    code = "for i in range(20000): print(i)"
-    program = (
-        f"from flatout import cli\ndef talk(words):\n    {code}\ncli._run = talk\ncli.main(['x'])"
-    )
-    talker = subprocess.Popen(
-        [sys.executable, "-c", program],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    talker.stdout.readline()
-    talker.stdout.close()
-    assert talker.wait(timeout=60) == 1
-    assert talker.stderr.read() == ""
-    talker.stderr.close()
-
-
 @pytest.mark.parametrize(
     ("words", "what"),
     [
@@ -388,78 +297,6 @@ def test_a_name_that_no_disk_takes_is_a_sentence(words, what, capsys):
         cli.main(words)
     assert stopped.value.code == 2
     assert re.match(what, capsys.readouterr().err)
-
-
-SHOUTER = """
-import sys, test_cli
-from flatout import cli
-from flatout import parser
-cli.COMMANDS = parser.COMMANDS = test_cli.Fakes()
-cli.main(sys.argv[1:])
-"""
-
-
-def redirected(redirection, *words):
-    """Run the fake command in a shell with its streams redirected."""
-    line = f'"$0" -c "$1" shout "${{@:2}}" {redirection}'
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
-    return subprocess.run(
-        ["bash", "-c", line, sys.executable, SHOUTER, *words],
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
-    )
-
-
-@pytest.mark.parametrize(
-    ("redirection", "out"),
-    [
-        ("2>&-", "HELLO"),
-        ("2>/dev/full", "HELLO"),
-        (">&-", ""),
-        ("<&- >&- 2>&-", ""),
-        ("2> >(exit) > >(exit)", ""),
-    ],
-)
-def test_a_stream_that_is_closed_or_full_ends_no_command(redirection, out):
-    done = redirected(redirection, "hello", *(["--json"] if not out else []))
-    assert done.returncode == 0
-    assert done.stdout.removeprefix("streamed\n").strip() == out
-    assert "Error" not in done.stderr
-
-
-def test_a_result_that_cannot_be_written_is_a_failure():
-    done = redirected(">/dev/full", "hello", "--json")
-    assert done.returncode == 1
-    assert done.stderr.endswith(
-        "The result could not be written to standard output: No space left on device.\n"
-    )
-    assert redirected(">/dev/full 2>&-", "RunFailed").returncode == 1
-
-
-def test_what_is_streamed_to_a_full_disk_is_a_named_error():
-    done = redirected(">/dev/full", "hello")
-    assert (done.returncode, done.stderr.splitlines()[-2:]) == (
-        1,
-        [
-            "Standard output cannot be written: No space left on device.",
-            "Fix: Redirect it to another file or disk.",
-        ],
-    )
-
-
-def test_a_file_opened_later_is_never_standard_error():
-    program = "import os\nfrom flatout import cli\ncli._run = lambda words: print(os.open('/dev/null', os.O_RDONLY)) or 0\ncli.main(['x'])"
-    line = '"$0" -c "$1" <&- 2>&-'
-    done = subprocess.run(
-        ["bash", "-c", line, sys.executable, program],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert int(done.stdout) > 2
 
 
 @pytest.mark.parametrize("words", [["train", "demo"], ["prepare", "a.txt", "--out", "b"]])
@@ -483,13 +320,3 @@ def test_every_command_is_whole(name):
     assert all(getattr(parameter, "help", None) for parameter in options.params), (
         "every argument and option has a help text"
     )
-
-
-def test_a_crash_below_python_says_where_it_was():
-    program = "import os, signal\nfrom flatout import cli\ncli.execute = lambda words: os.kill(os.getpid(), signal.SIGBUS)\ncli.main([])"
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == -signal.SIGBUS
-    assert "Bus error" in done.stderr
-    assert "cli.py" in done.stderr

@@ -1,6 +1,4 @@
-"""How many seconds each measurement may take, so that the whole stays within the minutes that were
-given.
-"""
+"""Divides the available minutes over rounds of trials."""
 
 from __future__ import annotations
 
@@ -10,35 +8,32 @@ import time
 from collections.abc import Callable, Sequence
 
 REPEATS = 5
-DEFAULT_SECONDS, FEWEST_SECONDS, MOST_SECONDS = 5.0, 1.0, 15.0
-"""How long steps are measured in one trial: without a limit of time, at least, at most."""
+DEFAULT_SECONDS, MIN_SECONDS, MAX_SECONDS = 5.0, 1.0, 15.0
+"""How long a trial measures steps: without a time limit, at least, at most."""
 START_S = 4.0
-"""What a process needs before it trains, about."""
+"""Approximate time of a process before it trains."""
 USUAL_OVERHEAD_S = START_S + 3.0
-"""What a trial is assumed to need besides, until one has been seen: its start, and a warm-up of two
-seconds and a few steps.
-"""
-WARMUP_SHARE, FEWEST_WARMUP_S, MOST_WARMUP_S = 3.0, 6.0, 20.0
-"""How long a trial may warm up: so many times what it measures, at least, at most."""
+"""Assumed overhead of a trial until one has run: its start, and a short warm-up."""
+WARMUP_SHARE, MIN_WARMUP_S, MAX_WARMUP_S = 3.0, 6.0, 20.0
+"""How long a trial may warm up: as a multiple of what it measures, at least, at most."""
 LONGEST_TRIAL_S = 900.0
 SAFETY = 1.15
-"""A trial is begun when this many times what it took before still fits."""
+"""A trial is started if this multiple of its previous time still fits."""
 SLACK = 1.1
-"""Rounds are planned to take this much less than there is."""
+"""Rounds are planned to leave this factor of spare time."""
 CLOSING_S = 1.5
-"""Kept for judging and writing."""
+"""Reserved for evaluating and writing the results."""
 SHARE = 2.0
-"""How many times its fair share of the minutes a trial may train; most take less."""
-SHORTEST_LIMIT_S = 3.0
+"""How many times its fair share of the time a trial may train; most take less."""
+MIN_LIMIT_S = 3.0
 
 
 class Budget:
-    """Minutes shared out over rounds of trials. Without minutes, `repeats` rounds of five seconds
-    each.
+    """Divides minutes over rounds of trials; without minutes, `repeats` rounds of five seconds.
 
-    With minutes, at least two rounds are wanted and at most `repeats`; the seconds of a trial
-    shrink until they fit, and what a trial needs besides is learnt from those before it. What does
-    not fit into a round is left out of it, from the end.
+    With minutes, there are at least two rounds if possible and at most `repeats`; the seconds of a
+    trial shrink until they fit, and its overhead is learnt from earlier trials. Points that do not
+    fit into a round are dropped from it, from the end.
     """
 
     def __init__(
@@ -51,27 +46,25 @@ class Budget:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.repeats = repeats or REPEATS
-        """Rounds at most."""
+        """Maximum number of rounds."""
         self._clock = clock
         self._num_points = num_points
         self._total_s = math.inf if minutes is None else 60 * minutes
         self._began_s = clock() if began_s is None else began_s
         self._overheads: dict[str, float] = {}
         self.seconds = DEFAULT_SECONDS
-        """How long the steps of a trial are measured in this round."""
+        """How long a trial of this round measures steps."""
         self.plan(rounds_done=0)
 
     @property
     def extras_from(self) -> int:
-        """The round from which what is measured last takes part: with little time, after two rounds
-        of everything else.
-        """
+        """The first round of the extras: with a time limit, after two rounds of everything else."""
         return 0 if math.isinf(self._total_s) else min(2, self.repeats - 1)
 
     @property
     def warmup_s(self) -> float:
-        """When a trial of this round ends its warm-up at the latest."""
-        return min(max(WARMUP_SHARE * self.seconds, FEWEST_WARMUP_S), MOST_WARMUP_S)
+        """Latest end of the warm-up of a trial of this round."""
+        return min(max(WARMUP_SHARE * self.seconds, MIN_WARMUP_S), MAX_WARMUP_S)
 
     @property
     def left_s(self) -> float:
@@ -79,8 +72,9 @@ class Budget:
         return self._total_s - CLOSING_S - (self._clock() - self._began_s)
 
     def plan(self, rounds_done: int) -> None:
-        """Choose the seconds of the next round's trials: as many rounds as leave enough for each,
-        two in all if it must be.
+        """Choose the seconds of the next round's trials.
+
+        They allow as many rounds as leave enough for each trial, but at least two in total.
         """
         if math.isinf(self._total_s):
             return
@@ -89,17 +83,17 @@ class Budget:
             + (self._num_points - len(self._overheads)) * self._usual_overhead()
         )
         wanted = self.repeats - rounds_done
-        fewest = max(1, min(2 - rounds_done, wanted))
+        minimum = max(1, min(2 - rounds_done, wanted))
         for rounds in range(max(wanted, 1), 0, -1):
             seconds = (self.left_s / (SLACK * rounds) - overhead_s) / self._num_points
-            if seconds >= 2 * FEWEST_SECONDS or rounds <= fewest:
+            if seconds >= 2 * MIN_SECONDS or rounds <= minimum:
                 break
         self.seconds = max(
-            FEWEST_SECONDS, min(seconds, MOST_SECONDS if rounds == wanted else DEFAULT_SECONDS)
+            MIN_SECONDS, min(seconds, MAX_SECONDS if rounds == wanted else DEFAULT_SECONDS)
         )
 
     def fits(self, names: Sequence[str]) -> list[str]:
-        """Return those that fit into a round that begins now, the first ones first."""
+        """Return the names that fit into a round that starts now, in order of priority."""
         left_s, fitting = self.left_s, []
         for name in names:
             cost_s = self.expected_s(name)
@@ -113,38 +107,35 @@ class Budget:
         return SAFETY * self.expected_s(name) <= self.left_s
 
     def expected_s(self, name: str) -> float:
-        """Return what a trial of `name` will take, as far as the trials before tell."""
+        """Return the expected time of a trial of `name`, from earlier trials."""
         return self._overheads.get(name, self._usual_overhead()) + self.seconds
 
     def timeout_s(self, name: str) -> float:
-        """Return when a trial is killed: an unknown one may take a quarter of the minutes, none
-        more than is left.
+        """Return when a trial is killed: at the end of the time, or earlier.
+
+        An unknown trial may take a quarter of the time.
         """
         if math.isinf(self._total_s):
             return LONGEST_TRIAL_S
-        patience_s = max(self._total_s / 4, 3 * self.expected_s(name))
-        return max(min(patience_s, self.left_s), 1.0)
+        limit_s = max(self._total_s / 4, 3 * self.expected_s(name))
+        return max(min(limit_s, self.left_s), 1.0)
 
     def limit_s(self, trials_left: int) -> float:
-        """Return when a trial ends its steps although it lacks losses or seconds, so that
-        `trials_left` more find time too.
-        """
+        """Return when a trial must end its steps, to leave time for `trials_left` others."""
         if math.isinf(self._total_s):
             return LONGEST_TRIAL_S / 3
-        return max(min(SHARE / max(trials_left, 1), 1.0) * self.left_s - START_S, SHORTEST_LIMIT_S)
+        return max(min(SHARE / max(trials_left, 1), 1.0) * self.left_s - START_S, MIN_LIMIT_S)
 
     def remaining_s(self, names: Sequence[str], rounds_after: int) -> float:
-        """Return what is left: the trials of `names` and as many rounds of the same after them, or
-        the minutes if they end before.
-        """
+        """Return the time left: for `names` and `rounds_after` more rounds, or until the limit."""
         return min(sum(map(self.expected_s, names)) * (1 + rounds_after), self.left_s)
 
     def record(self, name: str, trial_s: float) -> None:
-        """Learn from a trial that took `trial_s` in all."""
+        """Learn from a trial that took `trial_s` in total."""
         self._overheads[name] = max(trial_s - self.seconds, 0.0)
 
     def drop(self, name: str) -> None:
-        """Plan without `name` from now on: it is not measured again."""
+        """Plan without `name` from now on."""
         self._overheads.pop(name, None)
         self._num_points -= 1
 

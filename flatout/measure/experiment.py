@@ -1,4 +1,4 @@
-"""What is measured: points, each a configuration of its own, and how rows come of their trials."""
+"""An experiment: points, each a configuration to measure, and the rows made of their trials."""
 
 from __future__ import annotations
 
@@ -6,47 +6,41 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from flatout.measure.judge import Measured
+from flatout.measure.promises import Measured
 from flatout.measure.results import Row
 
 
 @dataclass(frozen=True)
 class Point:
-    """One configuration that is measured."""
+    """One configuration to measure."""
 
     name: str
     values: Mapping[str, Any]
-    """Keys laid over the configuration that was asked for."""
+    """Keys that override the requested configuration."""
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """All points, the most important first: the last ones give way when the time is short."""
+    """All points, the most important first: when time is short, the last ones are dropped."""
 
     kind: str
     """ladder, or what is swept."""
     points: tuple[Point, ...]
     """Measured in every round."""
     rows: Callable[[Measured], list[Row]]
-    """The table, from the trials."""
+    """Makes the table from the trials."""
     loss_steps: int = 0
-    """First losses that are compared."""
+    """Number of first losses to compare."""
     losses_each_round: frozenset[str] = frozenset()
-    """Points that take them in every round: a statistical promise is judged over seeds."""
+    """Points that record losses in every round, because a statistical promise needs seeds."""
     exact: tuple[tuple[str, str], ...] = ()
-    """Pairs of points whose losses are promised to be equal, on a device whose runs do not repeat
-    to the bit.
-    """
+    """Pairs of points that promise equal losses, on a device where runs do not repeat bit for bit."""
     extras: tuple[Point, ...] = ()
-    """Measured last in a round, and with little time only once the others have their repeats: one
-    of them may be slow.
-    """
+    """Measured last in a round, and with little time only once the others have repeats."""
     total: tuple[str, str] | None = None
     """The fastest and the slowest point, whose ratio is the total speedup."""
 
 
 def with_speedups(names: Iterable[str]) -> dict[str, Any]:
-    """Return the configuration keys that switch on these speedups and no others; a precision is one
-    of them.
-    """
+    """Return the configuration keys that switch on exactly these speedups, precisions included."""
     return {"speedups": list(names) or "none", "train.precision": "auto"}

@@ -1,10 +1,9 @@
 """Which sets of speedups are measured, and what each is compared with.
 
-The ladder begins at `baseline()`, with the micro-batch that people write
-(`recipe.rows_people_write`), and adds one speedup at a time until it is the full set, the one that
-`train` would use; `micro-batch` is one of them. Then each is left out of the full set, and each
-that is off under `auto` but could run here is put in: that rung is what naming it besides makes of
-the full set.
+The ladder starts at `baseline()`, with a typical hand-written micro-batch
+(`recipe.rows_people_write`), and adds one speedup at a time up to the full set, which is the one
+that `train` would use; `micro-batch` is one of them. The ablations follow: each speedup is left out
+of the full set, and each one that `auto` leaves off but that can run here is added to it.
 """
 
 from __future__ import annotations
@@ -35,16 +34,16 @@ class Rung:
     kind: Kind
     speedups: tuple[str, ...]
     speedup: str | None
-    """The one that this rung is about."""
+    """The speedup that this rung measures."""
     against: str | None
-    """The rung it is compared with: the one below, or the full set."""
+    """The rung that it is compared with: the one below, or the full set."""
     replaced: tuple[str, ...] = ()
-    """Speedups of the full set that gave way to it."""
+    """Speedups of the full set that it replaces."""
 
 
 @dataclass(frozen=True)
 class Absent:
-    """A speedup that has no rung."""
+    """A speedup without a rung."""
 
     speedup: str
     reason: str
@@ -53,26 +52,25 @@ class Absent:
 
 @dataclass(frozen=True)
 class Ladder:
-    """Everything that is measured, and everything that is not, with the reason."""
+    """What is measured, and what is not, with the reason."""
 
     rungs: tuple[Rung, ...]
     absent: tuple[Absent, ...]
     full: str
-    """The rung that holds the full set."""
+    """The rung of the full set."""
 
     def rung(self, name: str) -> Rung:
-        """Return the rung of that name."""
+        """Return a rung by its name."""
         return next(rung for rung in self.rungs if rung.name == name)
 
 
 def make_ladder(
-    config: RunConfig, decisions: Sequence[Decision], put_in: Mapping[str, Sequence[str] | str]
+    config: RunConfig, decisions: Sequence[Decision], additions: Mapping[str, Sequence[str] | str]
 ) -> Ladder:
-    """Return the ladder for the speedups that `decisions` has on.
+    """Return the ladder for the speedups that are on in `decisions`.
 
-    A speedup that is off is put in when `speedups` leaves the choice to auto, does not drop it, and
-    nothing stands against it; a list of speedups is measured as it stands. `put_in` says what is on
-    then, or why that cannot be.
+    A speedup that is off is added to the full set if `speedups` leaves the choice to auto and does
+    not drop it. `additions` maps it to the resulting set, or to the reason why that is impossible.
     """
     known = {
         speedup.name: speedup
@@ -93,30 +91,31 @@ def make_ladder(
     for decision in decisions:
         if decision.on:
             continue
-        found = put_in.get(decision.name, ())
+        found = additions.get(decision.name, ())
         if isinstance(found, str):
             absent.append(Absent(decision.name, found))
         elif why_not := reason_to_leave(decision, config):
             absent.append(Absent(decision.name, why_not))
         else:
-            rungs.append(put_in_rung(decision.name, tuple(in_order(found, known)), full, top))
+            rungs.append(added_to_full(decision.name, tuple(in_order(found, known)), full, top))
     return Ladder(tuple(rungs), tuple(absent), top)
 
 
-def put_in_rung(name: str, speedups: tuple[str, ...], full: Sequence[str], top: str) -> Rung:
-    """Return the rung of `speedups`, the full set with one put in; its name says what came with it
-    and what that replaced.
+def added_to_full(name: str, speedups: tuple[str, ...], full: Sequence[str], top: str) -> Rung:
+    """Return the rung of the full set with one speedup added.
+
+    Its name says what else was added with it, and what they replaced.
     """
     replaced = tuple(other for other in full if other not in speedups)
-    came = " and ".join(
+    added = " and ".join(
         [name, *(other for other in speedups if other not in full and other != name)]
     )
-    told = f"all, with {came} for {' and '.join(replaced)}" if replaced else f"all and {came}"
-    return Rung(told, "put-in", speedups, name, top, replaced)
+    title = f"all, with {added} for {' and '.join(replaced)}" if replaced else f"all and {added}"
+    return Rung(title, "put-in", speedups, name, top, replaced)
 
 
 def in_order(names: Iterable[str], known: dict[str, Speedup]) -> list[str]:
-    """Return names in the order of the ladder, none before what it needs."""
+    """Return names in the order of the ladder, each after the ones that it needs."""
     wanted, order = set(names), list(known)
     placed: list[str] = []
     while wanted:
@@ -129,7 +128,7 @@ def in_order(names: Iterable[str], known: dict[str, Speedup]) -> list[str]:
 
 
 def without(full: Sequence[str], name: str, known: dict[str, Speedup]) -> tuple[str, ...]:
-    """Return the full set without a speedup and without all that need it."""
+    """Return the full set without a speedup and the ones that need it."""
     gone = {name}
     while more := {other for other in full if other not in gone and gone & set(known[other].needs)}:
         gone |= more
@@ -137,9 +136,9 @@ def without(full: Sequence[str], name: str, known: dict[str, Speedup]) -> tuple[
 
 
 def reason_to_leave(decision: Decision, config: RunConfig) -> str | None:
-    """Return why a speedup that could run is not tried, None when it is."""
-    wish = parse_request(config.speedups)
-    if decision.name in wish.dropped or not wish.auto:
+    """Return why a speedup that could run is not measured, None when it is."""
+    request = parse_request(config.speedups)
+    if decision.name in request.dropped or not request.auto:
         return f"not measured: {decision.reason}."
     if config.train.precision != "auto" and "precision" in SPEEDUPS.get(decision.name).fills:
         return f"not measured: train.precision={config.train.precision} is set."
@@ -147,20 +146,19 @@ def reason_to_leave(decision: Decision, config: RunConfig) -> str | None:
 
 
 def promise_between(one: Iterable[str], other: Iterable[str]) -> Promise:
-    """Return what may differ between the losses of two sets: the loosest kind of what they do not
-    share, and all its rounding.
+    """Return the promise about the losses of two sets: the loosest one of what they do not share.
 
-    Where that rounds, so does what they share: a difference in the last bit of fp32 turns some of
-    the roundings to bfloat16 that follow, and they are what the losses then differ by.
+    Rounding tolerances add up, and include the largest one of what they share: a difference in the
+    last bit of fp32 flips some of the later roundings to bfloat16, and the losses differ by those.
     """
-    alike, unlike = set(one) & set(other), set(one) ^ set(other)
-    promises = [SPEEDUPS.get(name).promise for name in unlike]
+    shared, unshared = set(one) & set(other), set(one) ^ set(other)
+    promises = [SPEEDUPS.get(name).promise for name in unshared]
     loosest = max(
         promises, key=lambda promise: STRICTNESS.index(promise.kind), default=Promise.exact()
     )
-    passed_through = (
-        [SPEEDUPS.get(name).promise.rtol for name in alike] if loosest.kind == "rounding" else []
+    amplified = (
+        [SPEEDUPS.get(name).promise.rtol for name in shared] if loosest.kind == "rounding" else []
     )
     return Promise(
-        loosest.kind, sum(promise.rtol for promise in promises) + max(passed_through, default=0.0)
+        loosest.kind, sum(promise.rtol for promise in promises) + max(amplified, default=0.0)
     )

@@ -1,33 +1,30 @@
-"""A report as a picture: a bar a row, a whisker for its interval, its gain beside it. SVG, written
-by hand.
+"""Draws a report: one bar per row with its interval, and its rate and gain beside it.
+
+matplotlib draws it, as SVG that is the same for equal reports. Its background is white, so that it
+reads well on dark and light pages.
 """
 
 from __future__ import annotations
 
+import importlib
+import io
 import textwrap
-from html import escape
+from typing import TYPE_CHECKING
 
 from flatout.measure.results import Report, Row
 from flatout.measure.table import (
     absence,
-    gain_words,
+    gain_text,
     groups,
     setting,
     title,
-    total_words,
+    total_text,
     unreached,
 )
 
-MARGIN, BAR, BESIDE, ROW, HEADING = 24, 400, 396, 26, 40
-"""Pixels: the border, the longest bar, the least that the words beside it take, the height of a
-row, of a heading.
-"""
-SHORTEST_NAMES = 260
-"""Pixels: the least that the names take."""
-LETTER_EM = 0.66
-"""Width of a letter, in font sizes: the mean of the widest of the usual fonts, DejaVu Sans Bold,
-since the reader's is unknown.
-"""
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 COLOURS = {
     "baseline": "#9aa4b2",
     "added": "#2f6fde",
@@ -36,141 +33,112 @@ COLOURS = {
     "point": "#2f6fde",
 }
 INK, PALE = "#1d2433", "#667085"
+STYLE = {
+    "svg.hashsalt": "flatout",  # otherwise element names are random
+    "svg.fonttype": "none",  # text stays text
+    "font.family": "sans-serif",
+    "font.size": 9,
+    "text.parse_math": False,
+    "text.color": INK,
+    "axes.labelcolor": PALE,
+    "xtick.color": PALE,
+    "ytick.color": INK,
+}
+WIDTH, ROW, TOP = 11.0, 0.26, 0.6
+"""Inches: the picture, a row, and the space for the titles."""
+BAR_SHARE = 2.1
+"""Width of the axes in units of the longest bar; text needs the rest."""
+COLUMNS, REASON_COLUMNS = 150, 90
+"""Characters in a line of the footnote, and of a reason."""
 
 
 def picture(report: Report) -> str:
     """Return the report as SVG."""
+    matplotlib = importlib.import_module("matplotlib")
+    figure_module = importlib.import_module("matplotlib.figure")
     drawn = [(heading, rows) for heading, rows in groups(report) if rows[0].kind != "absent"]
-    tops = [
-        row.tokens_per_s.high or row.tokens_per_s.median
-        for _, rows in drawn
-        for row in rows
-        if row.tokens_per_s
+    notes = [
+        line for text in (*unreached(report), setting(report)) for line in _lines(text, COLUMNS)
     ]
-    per_pixel = max(tops, default=1.0) / BAR
-    every = [row for _, rows in drawn for row in rows]
-    left = MARGIN + round(
-        max([SHORTEST_NAMES, *(10 + extent(row.short_name, 13) for row in every)])
-    )
-    width = left + BAR + round(max([BESIDE, *(8 + extent(figures(row), 12) for row in every)]))
-    room = width - 2 * MARGIN
-    y = 84.0 if report.total_speedup else 62.0
-    parts = [text(MARGIN, 38, shortened(title(report), 20, room), size=20, weight="bold")]
-    if report.total_speedup:
-        parts.append(text(MARGIN, 62, shortened(total_words(report), 14, room), size=14))
+    num_lines = sum(len(rows) + bool(heading) for heading, rows in drawn)
+    height = TOP + ROW * (num_lines + 0.6 * len(notes) + 1)
+    with matplotlib.rc_context(STYLE):
+        figure = figure_module.Figure(figsize=(WIDTH, height), facecolor="white")
+        axes = figure.add_axes((0.3, 0, 0.69, 1 - TOP / height))
+        _titles(axes, report, height)
+        position = _draw_groups(axes, drawn)
+        for number, line in enumerate(notes):
+            axes.text(
+                -0.41,
+                position + 1.3 + 0.6 * number,
+                line,
+                size=7,
+                color=PALE,
+                va="center",
+                transform=axes.get_yaxis_transform(),
+            )
+        axes.set_ylim(num_lines + 0.6 * len(notes) + 0.8, -0.5)
+        page = io.StringIO()
+        figure.savefig(
+            page, format="svg", metadata={"Date": None}, bbox_inches="tight", pad_inches=0.2
+        )
+    return page.getvalue()
+
+
+def _titles(axes: Axes, report: Report, height: float) -> None:
+    figure = axes.figure
+    total = total_text(report)
+    figure.text(0.02, 1 - 0.22 / height, _short(title(report), 80), size=14, weight="bold")
+    figure.text(0.02, 1 - 0.45 / height, _short(total, COLUMNS), size=10)
+
+
+def _draw_groups(axes: Axes, drawn: list[tuple[str, list[Row]]]) -> int:
+    """Draw the rows of each group below its heading, and return the last position."""
+    axes.axis("off")
+    rates = [row.tokens_per_s for _, rows in drawn for row in rows if row.tokens_per_s]
+    longest = max((rate.high or rate.median for rate in rates), default=1.0)
+    axes.set_xlim(0, BAR_SHARE * longest)
+    position = -1
     for heading, rows in drawn:
         if heading:
-            parts.append(text(MARGIN, y + 22, heading, size=13, colour=PALE))
-            y += HEADING - 8
+            position += 1
+            axes.text(0, position, heading, color=PALE, va="center")
         for row in rows:
-            parts += row_parts(row, y, per_pixel, left, width - left)
-            y += ROW
-        y += 10
-    for said in (line for words in unreached(report) for line in broken(words, 12, room)):
-        parts.append(text(MARGIN, y + 16, said, size=12, colour=PALE, style="italic"))
-        y += 20
-    footnote = broken(setting(report), 10, room)
-    parts += [
-        text(MARGIN, y + 16 + 15 * number, line, size=10, colour=PALE)
-        for number, line in enumerate(footnote)
-    ]
-    height = y + 34 + 15 * (len(footnote) - 1)
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height:.0f}" width="{width}" height="{height:.0f}" '
-        f'font-family="Helvetica, Arial, sans-serif">'
-    )
-    return (
-        "\n".join(
-            [
-                head,
-                f'<rect width="{width}" height="{height:.0f}" fill="#ffffff"/>',
-                *parts,
-                "</svg>",
-            ]
-        )
-        + "\n"
-    )
+            position += 1
+            _draw_row(axes, row, position, longest)
+    return position
 
 
-def row_parts(row: Row, y: float, per_pixel: float, left: float, room: float) -> list[str]:
-    """Return one row's elements: its name up to `left`, its bar with the whisker, its rate and its
-    gain; or, in `room`, why it has none.
-    """
-    middle = y + ROW / 2
-    name = text(left - 10, middle + 4, row.short_name, size=13, anchor="end")
+def _draw_row(axes: Axes, row: Row, position: int, longest: float) -> None:
+    """Draw a row's name and bar with its figures, or the reason why it has none."""
+    gap = 0.01 * longest
+    axes.text(-gap, position, row.short_name, ha="right", va="center")
     if row.tokens_per_s is None:
-        return [
-            name,
-            text(
-                left,
-                middle + 4,
-                shortened(absence(row), 12, room),
-                size=12,
-                colour=PALE,
-                style="italic",
-            ),
-        ]
-    figure = row.tokens_per_s
-    length = figure.median / per_pixel
-    parts = [
-        name,
-        f'<rect x="{left}" y="{y + 4}" width="{length:.1f}" height="{ROW - 8}" rx="2" fill="{COLOURS[row.kind]}"/>',
-    ]
-    end = length
-    if figure.low is not None and figure.high is not None:
-        low, end = figure.low / per_pixel, max(figure.high / per_pixel, length)
-        parts.append(line(left + low, middle, left + end, middle))
-        parts += [line(left + x, middle - 4, left + x, middle + 4) for x in (low, end)]
-    parts.append(text(left + end + 8, middle + 4, figures(row), size=12))
+        reason = _short(absence(row), REASON_COLUMNS)
+        axes.text(gap, position, reason, color=PALE, style="italic", va="center", size=8)
+        return
+    rate = row.tokens_per_s
+    axes.barh(position, rate.median, height=0.7, color=COLOURS[row.kind])
+    end = rate.median
+    if rate.low is not None and rate.high is not None:
+        end = max(rate.high, end)
+        axes.errorbar(
+            rate.median,
+            position,
+            xerr=[[max(rate.median - rate.low, 0)], [max(rate.high - rate.median, 0)]],
+            color=INK,
+            capsize=2.5,
+            linewidth=1,
+        )
+    figures = " · ".join(filter(None, [f"{rate.median:,.0f}", gain_text(row)]))
+    axes.text(end + gap, position, figures, va="center", size=8)
     if row.promise_kept is False:
-        parts.append(
-            text(left + 6, middle + 4, "promise broken", size=11, colour="#ffffff", weight="bold")
-        )
-    return parts
+        axes.text(gap, position, "promise broken", color="white", weight="bold", va="center")
 
 
-def text(
-    x: float,
-    y: float,
-    words: str,
-    *,
-    size: int,
-    colour: str = INK,
-    anchor: str = "start",
-    weight: str = "normal",
-    style: str = "normal",
-) -> str:
-    """Return a text element."""
-    return (
-        f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" fill="{colour}" text-anchor="{anchor}" '
-        f'font-weight="{weight}" font-style="{style}" xml:space="preserve">{escape(words)}</text>'
-    )
+def _short(text: str, columns: int) -> str:
+    return text if len(text) <= columns else text[: columns - 3].rstrip() + "..."
 
 
-def line(x1: float, y1: float, x2: float, y2: float) -> str:
-    """Return a thin line."""
-    return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{INK}" stroke-width="1.3"/>'
-
-
-def figures(row: Row) -> str:
-    """Return what stands beside a row's bar: its rate and its gain; nothing where it has none."""
-    if row.tokens_per_s is None:
-        return ""
-    gain = gain_words(row)
-    return f"{row.tokens_per_s.median:,.0f}" + (f"   {gain}" if gain else "")
-
-
-def extent(words: str, size: int) -> float:
-    """Return the pixels that words of a font size take at most, in any usual font."""
-    return LETTER_EM * size * len(words)
-
-
-def shortened(words: str, size: int, room: float) -> str:
-    """Return words cut to what fits into `room` pixels."""
-    most = int(room / extent(" ", size))
-    return words if len(words) <= most else words[: most - 3].rstrip() + "..."
-
-
-def broken(words: str, size: int, room: float) -> list[str]:
-    """Return words as lines that fit into `room` pixels."""
-    return textwrap.wrap(words, int(room / extent(" ", size)), break_on_hyphens=False) or [""]
+def _lines(text: str, columns: int) -> list[str]:
+    return textwrap.wrap(text, columns, break_on_hyphens=False)

@@ -1,6 +1,4 @@
-"""What a bench writes down: every trial's figures, and what they come to. bench.json holds one
-`Report`.
-"""
+"""The results of a bench: the figures of every trial, and the report made of them (bench.json)."""
 
 from __future__ import annotations
 
@@ -27,152 +25,147 @@ from flatout.training.run_dir.layout import run_name
 FORMAT_VERSION = 2
 JSON, TABLE, PICTURE, TRIALS = "bench.json", "table.md", "bench.svg", "trials.jsonl"
 BENCHES = Path("bench")
-"""Where results lie unless --out says otherwise."""
+"""Parent directory of results without --out."""
 TIME_WAS_UP, INTERRUPTED = "the time was up", "it was interrupted"
-"""Why a point had no trial."""
+"""Why a point has no trial."""
 
 
-class Written(BaseModel):
-    """Base of what bench.json holds."""
+class Stored(BaseModel):
+    """Base class of what bench.json contains."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
-class Trial(Written):
+class Trial(Stored):
     """One measurement in one process."""
 
     point: str
-    """Which set of speedups, or which size."""
+    """The set of speedups, or the value of a sweep."""
     round: int
-    """Counted from 0; every point is measured once a round."""
+    """Counted from 0; every point is measured once per round."""
     seed: int
     """train.seed, the same for all points of a round."""
     result: TrialResult
-    """What came of it."""
+    """Its figures, or why there are none."""
     deterministic: bool = False
-    """Whether it ran with train.deterministic=true to judge an exact promise: its losses count, and
-    no figure of it is in a row.
-    """
+    """Whether it ran with train.deterministic=true to check an exact promise.
+
+    Only its losses count; none of its figures is in a row."""
 
 
-class Row(Written):
-    """One line of the table: a rung of the ladder, a size of a sweep, or what could not be
-    measured.
-    """
+class Row(Stored):
+    """One line of the table: a rung of the ladder, a value of a sweep, or what was not measured."""
 
     name: str
-    """What the line is about."""
+    """Name of the rung or the value."""
     kind: str
-    """baseline, added, left-out, put-in, point; absent: never measured."""
+    """baseline, added (one more), left-out or put-in (ablations of the full set), point (of a sweep),
+    or absent (never measured)."""
     speedup: str | None = None
-    """The speedup it is about."""
+    """The speedup that it measures."""
     speedups: list[str] = []
-    """All that were on."""
+    """All speedups that were on."""
     replaced: list[str] = []
-    """Speedups of the full set that gave way, because this one takes their place."""
+    """Speedups of the full set that this one replaces."""
     against: str | None = None
-    """The line it is compared with."""
+    """The line that it is compared with."""
     status: str = "ok"
-    """ok, out-of-memory, failed, timed-out, not-measured."""
+    """ok, out-of-memory, failed, timed-out or not-measured."""
     reason: str | None = None
-    """Why it is not ok, or has fewer repeats than others."""
+    """Why it is not ok, or why it has fewer repeats."""
     repeats: int = 0
-    """Trials that gave figures."""
+    """Trials with figures."""
     tokens_per_s: Figure | None = None
-    """Tokens of a measured second."""
+    """Tokens per second of measured time."""
     gain: Figure | None = None
-    """How many times faster this speedup makes it, from the paired repeats; of `left-out`, faster
-    than without it.
-    """
+    """How many times faster with this speedup than without it, from paired repeats."""
     verdict: str = ""
     """The gain in words."""
     loss_difference: float | None = None
-    """Largest relative difference of a loss from that of `against` on the same batches."""
+    """Largest relative difference of a loss from that of `against`, on the same batches."""
     compared_losses: int | None = None
-    """First steps whose losses were compared."""
+    """Number of first steps whose losses were compared."""
     deterministic: bool = False
-    """Whether those are losses of runs with train.deterministic=true, because those of the timed
-    runs do not repeat to the bit.
-    """
+    """Whether the losses are from runs with train.deterministic=true.
+
+    They are used where timed runs do not repeat bit for bit."""
     promise: str | None = None
     """exact, rounding or statistical."""
     promise_kept: bool | None = None
-    """null: not judged."""
+    """null if it was not checked."""
     promise_reason: str | None = None
-    """How the promise was judged, or why not."""
+    """How the promise was checked, or why not."""
     step_ms: float | None = None
-    """Median of the repeats' mean step."""
+    """Median over repeats of the mean step."""
     data_ms: float | None = None
-    """Of it, waiting for data."""
+    """Part of it spent waiting for data."""
     host_ms: float | None = None
-    """Of it, the host's own."""
+    """Part of it spent on the host's own work."""
     device_ms: float | None = None
-    """Of it, the device's work."""
+    """Part of it spent on the device's work."""
     peak_gib: float | None = None
-    """Most memory of any repeat."""
+    """Most memory used in any repeat."""
     rows_per_device: int | None = None
-    """Windows of a micro-batch."""
+    """Sequences in a micro-batch."""
     accumulate: int | None = None
-    """Micro-batches of a step."""
+    """Micro-batches per step."""
     warmup_steps: int | None = None
-    """Median of the steps before the measured ones."""
+    """Median number of steps before the measured ones."""
 
     @property
     def short_name(self) -> str:
-        """The name for where there is little room: `batched-muon for bf16-products`."""
+        """A short form of the name, such as `batched-muon for bf16-products`."""
         return self.name.removeprefix("all, with ")
 
     @property
     def is_unreached(self) -> bool:
-        """Whether it could have been measured, and its turn never came."""
+        """Whether the bench ended before its turn."""
         return self.status == "not-measured" and self.kind != "absent"
 
 
-class Report(Written):
-    """One bench: bench.json."""
+class Report(Stored):
+    """The report of one bench: bench.json."""
 
     format_version: int = FORMAT_VERSION
     """Version of this file's format."""
     kind: str
-    """ladder, or what was swept."""
+    """ladder, or the setting that was swept."""
     recipe: str
-    """Its name."""
+    """Name of the recipe."""
     config: dict[str, Any]
-    """The configuration as it was asked for."""
+    """The requested configuration."""
     config_digest: str
-    """SHA-256 of it."""
+    """Its SHA-256."""
     machine: str
     """Processor, memory, GPUs."""
     environment: dict[str, str | int]
     """Device, threads, versions."""
     commit: str | None
-    """Of flatout, where it runs from a checkout; with + when that was changed."""
+    """Commit of flatout in a checkout, with + if files were changed."""
     began: str
-    """Date and time."""
+    """Date and time of the start."""
     wall_s: float
     """Seconds of the whole bench."""
     minutes: float | None
-    """The limit that was set."""
+    """The time limit."""
     repeats: int
-    """Rounds that were begun."""
+    """Rounds that were started."""
     complete: bool
-    """Whether it was not interrupted."""
+    """False after an interruption."""
     ended_by_signal: int | None = None
-    """The signal that interrupted it; null: none."""
+    """The signal that interrupted it, if any."""
     notes: list[str]
-    """What a reader of the figures has to know."""
+    """What a reader must know about how the figures were made."""
     rows: list[Row]
     """The table."""
     total_speedup: Figure | None
-    """The full set against the baseline."""
+    """The full set compared with the baseline."""
     trials: list[Trial]
-    """Every measurement."""
+    """All measurements."""
 
 
 def commit_of_package() -> str | None:
-    """Return the commit that the package runs from, with + when files were changed since; None when
-    it is not from a checkout.
-    """
+    """Return the commit of the checkout, with + if files were changed; None without a checkout."""
 
     def git(*words: str) -> str | None:
         try:
@@ -192,16 +185,15 @@ def commit_of_package() -> str | None:
     return commit + ("+" if git("status", "--porcelain", "--", ".") else "") if commit else None
 
 
-def place_for(config: RunConfig, kind: str, out: Path | None) -> Path:
-    """Return the folder of a bench's results: `out`, or the next free bench/RECIPE-DIGEST. Nothing
-    is made yet.
+def results_dir(config: RunConfig, kind: str, out: Path | None) -> Path:
+    """Return the results directory: `out`, or the next free bench/RECIPE-DIGEST; it is not created.
 
-    Raises: ConfigError when `out` holds something else: other files, or the bench of another
-            configuration or of another kind.
+    Raises: ConfigError when `out` contains other files, or the bench of another configuration or
+            kind.
     """
     if out is not None:
         if out.exists() and not out.is_dir():
-            raise ConfigError(f"{out} is a file.", fix="Choose a folder with --out DIR.")
+            raise ConfigError(f"{out} is a file.", fix="Choose a directory with --out DIR.")
         if out.is_dir() and any(out.iterdir()):
             require_same(out, config, kind)
         return out
@@ -216,10 +208,9 @@ def place_for(config: RunConfig, kind: str, out: Path | None) -> Path:
 
 
 def require_same(out: Path, config: RunConfig, kind: str) -> None:
-    """Do nothing when a bench of `config` and `kind` may take the place of the one that `out`
-    holds, ended or killed.
+    """Check that `out` has a bench of this configuration and kind, which may be replaced.
 
-    Raises: ConfigError when that is another one, or something else.
+    Raises: ConfigError when it has another bench, or something else.
     """
     held = (
         label(read(out))
@@ -230,7 +221,8 @@ def require_same(out: Path, config: RunConfig, kind: str) -> None:
         isinstance(held, list) and len(held) == 3 and all(isinstance(part, str) for part in held)
     ):
         raise ConfigError(
-            f"{out} holds other files, and no bench.", fix="Choose a new folder with --out DIR."
+            f"{out} contains other files, and no bench.",
+            fix="Choose a new directory with --out DIR.",
         )
     asked = [config.name, kind, config.digest()]
     if held[1:] != asked[1:]:
@@ -238,91 +230,88 @@ def require_same(out: Path, config: RunConfig, kind: str) -> None:
             f"{name} ({what}, configuration {digest[:8]})" for name, what, digest in (held, asked)
         )
         raise ConfigError(
-            f"{out} holds the bench of {one}; this one is of {other}.",
-            fix="Choose another folder with --out DIR.",
+            f"{out} contains the bench of {one}; this one is of {other}.",
+            fix="Choose another directory with --out DIR.",
         )
 
 
 def label(report: Report) -> list[str]:
-    """Return which bench a report is of: the recipe's name, the kind, the configuration's digest."""
+    """Return what identifies a bench: recipe name, kind and digest of the configuration."""
     return [report.recipe, report.kind, report.config_digest]
 
 
-def claim(place: Path) -> None:
-    """Make the folder of the results, before anything is measured.
+def claim(out: Path) -> None:
+    """Create the results directory before anything is measured.
 
-    Raises: ConfigError when it cannot be made or written.
+    Raises: ConfigError when it cannot be created or written.
     """
     try:
-        place.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=place):
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
             pass
     except OSError as error:
         raise ConfigError(
-            f"Cannot write {place}: {error.strerror or error}.",
-            fix="Choose a folder that you may write with --out DIR.",
+            f"Cannot write {out}: {error.strerror or error}.",
+            fix="Choose a writable directory with --out DIR.",
         ) from error
 
 
-def keep(trial: Trial, bench: Sequence[str], began: str, place: Path) -> None:
-    """Add a trial that has just ended to trials.jsonl, so that nothing that happens to this process
-    loses it.
+def keep(trial: Trial, bench: Sequence[str], began: str, out: Path) -> None:
+    """Append a finished trial to trials.jsonl, so that it survives whatever happens to this process.
 
-    The file only grows: `bench`, its label, and `began` say which bench a line is of.
+    The file is append-only: `bench`, its label, and `began` identify the bench of a line.
 
-    Raises: RunFailed when the disk refuses.
+    Raises: RunFailed when it cannot be written.
     """
     try:
         append_line(
-            place / TRIALS, {"bench": list(bench), "began": began, **trial.model_dump(mode="json")}
+            out / TRIALS, {"bench": list(bench), "began": began, **trial.model_dump(mode="json")}
         )
-        sync(place / TRIALS)
-        sync(place)
+        sync(out / TRIALS)
+        sync(out)
     except OSError as error:
         raise RunFailed(
-            f"Cannot write {place / TRIALS}: {error.strerror or error}.",
-            fix=unless_broken(error, "Make room, and run it again."),
+            f"Cannot write {out / TRIALS}: {error.strerror or error}.",
+            fix=unless_broken(error, "Free some space, and run it again."),
         ) from error
 
 
-def is_less(report: Report, place: Path) -> bool:
-    """Say whether the folder holds more trials of this bench than a report that was interrupted,
-    which then does not take its place.
-    """
+def is_less(report: Report, out: Path) -> bool:
+    """Say whether an interrupted report has fewer trials than the one already in `out`."""
     return (
-        not report.complete
-        and (place / JSON).exists()
-        and len(read(place).trials) > len(report.trials)
+        not report.complete and (out / JSON).exists() and len(read(out).trials) > len(report.trials)
     )
 
 
-def write(report: Report, table: str, picture: str, place: Path) -> None:
-    """Write bench.json, table.md and bench.svg, each whole or not at all."""
-    place.mkdir(parents=True, exist_ok=True)
-    write_text(place / JSON, json.dumps(report.model_dump(mode="json"), indent=1) + "\n")
-    write_text(place / TABLE, table)
-    write_text(place / PICTURE, picture)
+def write(report: Report, table: str, picture: str, out: Path) -> None:
+    """Write bench.json, table.md and bench.svg, each atomically."""
+    out.mkdir(parents=True, exist_ok=True)
+    write_text(out / JSON, json.dumps(report.model_dump(mode="json"), indent=1) + "\n")
+    write_text(out / TABLE, table)
+    write_text(out / PICTURE, picture)
 
 
-def read(place: Path) -> Report:
-    """Return the report in a bench's folder.
+def read(out: Path) -> Report:
+    """Return the report in a results directory.
 
-    Raises: ConfigError when there is none, or it was written by a newer flatout.
+    Raises: ConfigError when there is none, or a newer version of flatout wrote it.
     """
-    path = place / JSON
+    path = out / JSON
     try:
         document = json.loads(read_regular(path))
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"Cannot read {path} as a bench.", fix="Name a folder that `flatout bench` wrote."
+            f"Cannot read {path} as a bench.", fix="Name a directory that `flatout bench` wrote."
         ) from error
     version = document.get("format_version") if isinstance(document, dict) else None
     if isinstance(version, int) and version > FORMAT_VERSION:
-        raise ConfigError(f"{path} was written by a newer flatout.", fix="Install that one.")
+        raise ConfigError(
+            f"{path} was written by a newer version of flatout.", fix="Install that version."
+        )
     try:
         return Report.model_validate(document)
     except ValidationError as error:
         raise ConfigError(
-            f"{path} is no bench that this flatout can read.",
-            fix="Name a folder that `flatout bench` wrote.",
+            f"{path} is not a bench report that this version of flatout can read.",
+            fix="Name a directory that `flatout bench` wrote.",
         ) from error

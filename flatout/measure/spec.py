@@ -1,4 +1,4 @@
-"""What a trial is told, and what it answers: both pass between processes as JSON."""
+"""What a trial is asked for, and its result; both pass between processes as JSON."""
 
 from __future__ import annotations
 
@@ -15,64 +15,62 @@ class TrialSpec(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     config: dict[str, Any]
-    """The configuration as it is asked for, with its speedups stated."""
+    """The requested configuration, with explicit speedups."""
     folder: str
-    """Scratch folder for what a run writes."""
+    """Scratch directory for the files of the run."""
     seconds: float = 5.0
     """How long steps are measured, after the warm-up."""
     loss_steps: int = 20
-    """How many first losses are kept; the trial goes on until it has them."""
+    """Number of first losses to record; the trial runs until it has them."""
     warmup_s: float = 20.0
-    """When warming up ends at the latest, counted from the end of the first step."""
+    """Latest end of the warm-up, counted from the end of the first step."""
     limit_s: float = 300.0
-    """When the steps end at the latest, whatever has been measured."""
+    """Latest end of the steps, whatever has been measured by then."""
 
 
 class TrialResult(BaseModel):
-    """What one trial came to."""
+    """The result of one trial."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     status: Status
-    """ok; out-of-memory; failed; timed-out."""
+    """ok, out-of-memory, failed or timed-out."""
     reason: str | None = None
     """Why it is not ok, as a sentence."""
     tokens_per_s: float | None = None
-    """Tokens of all measured steps over their whole time: what happens every so many steps is in
-    it. Repeats take care of outliers.
-    """
+    """Tokens of all measured steps over their total time, periodic work included.
+
+    Outliers are handled by repeats."""
     step_ms: float | None = None
     """Mean time of a measured step."""
     data_ms: float | None = None
-    """Of it, waiting for data."""
+    """Part of it spent waiting for data."""
     host_ms: float | None = None
-    """Of it, what the host needed for itself; on a GPU it overlaps with the device's work."""
+    """Part of it spent on the host's own work; on a GPU it overlaps with the device's."""
     device_ms: float | None = None
-    """Of it, the device's work."""
+    """Part of it spent on the device's work."""
     peak_gib: float | None = None
-    """Most memory used: the device's, or the whole process's on a CPU."""
+    """Most memory used: by the device, or on a CPU by the whole process."""
     losses: list[float] = []
-    """Loss of each of the first steps, in nats a token."""
+    """Losses of the first steps, in nats per token."""
     warmup_steps: int | None = None
     """Steps before the measured ones."""
     warmup_s: float | None = None
     """Seconds that they took."""
     settled: bool | None = None
-    """Whether the step time stood still by then; false: the time for it was up, and the figures may
-    be too low.
-    """
+    """Whether the step time was steady by then; if not, the figures may be too low."""
     measured_steps: int | None = None
     """Steps that were measured."""
     rows_per_device: int | None = None
-    """Windows of one micro-batch."""
+    """Sequences in a micro-batch."""
     accumulate: int | None = None
-    """Micro-batches of a step."""
+    """Micro-batches per step."""
     speedups: list[str] = []
-    """Speedups that were really on."""
+    """Speedups that were actually on."""
     environment: dict[str, str | int] = {}
     """Device, processor, threads, torch."""
     process_s: float = 0.0
-    """Seconds of the whole process, its start and its imports included."""
+    """Seconds of the whole process, including its start and imports."""
 
     @property
     def is_ok(self) -> bool:

@@ -1,6 +1,7 @@
-"""Medians of repeats, and how far they can be trusted.
+"""Medians of repeats, with confidence intervals.
 
-Rates and ratios are positive and their noise is a factor, so their spread is taken in logarithms.
+Rates and ratios are positive and their noise is multiplicative, so their spread is computed from
+logarithms.
 """
 
 from __future__ import annotations
@@ -13,15 +14,13 @@ from dataclasses import dataclass
 from pydantic import BaseModel, ConfigDict
 
 CONFIDENCE = 0.9375
-"""Share of intervals, at least, that hold what they are about: what the range of five repeats
-gives, and five are usual.
-"""
-ENOUGH = 5
-"""Repeats from which their own spread is taken; with fewer, that of all rungs together."""
-FEWEST_FREEDOM = 4
-"""Degrees of freedom that a shared spread must rest on."""
-FEWEST_SEEDS = 3
-"""Differences that say something of their own mean."""
+"""Minimum coverage of the intervals: that of the range of five repeats, the usual number."""
+MIN_REPEATS = 5
+"""Repeats from which their own spread is used; with fewer, that of all rungs together."""
+MIN_FREEDOM = 4
+"""Degrees of freedom that a shared spread must have."""
+MIN_SEEDS = 3
+"""Differences needed for an interval of their mean."""
 STUDENT = (
     12.706,
     4.303,
@@ -42,27 +41,28 @@ STUDENT = (
     2.110,
     2.101,
 )
-"""Student's t for 95%, two-sided, of 1 to 18 degrees of freedom; that of 18 serves for more, and is
-7% too wide at most.
+"""Student's t for 95%, two-sided, for 1 to 18 degrees of freedom.
+
+The last value is used for more, and is at most 7% too wide.
 """
 MEDIAN_DEVIATION = {2: 0.7071, 3: 0.6698, 4: 0.5460}
-"""Standard deviation of the median of so many normal draws."""
+"""Standard deviation of the median of this many normal samples."""
 
 
 class Figure(BaseModel):
-    """A median of repeats with its interval."""
+    """A median of repeats, with its interval."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     median: float
-    """Of the repeats."""
+    """Median of the repeats."""
     low: float | None
-    """null: too few repeats to say."""
+    """Lower end of the interval; null with too few repeats."""
     high: float | None
-    """null: too few repeats to say."""
+    """Upper end of the interval; null with too few repeats."""
 
     def verdict(self) -> str:
-        """Say what a gain comes to: faster, slower, or no measurable gain."""
+        """Return a gain in words: faster, slower, or no measurable gain."""
         if self.low is None or self.high is None:
             return f"x{self.median:.2f}, too few repeats to be sure"
         if self.low <= 1 <= self.high:
@@ -70,7 +70,7 @@ class Figure(BaseModel):
         return f"x{self.median:.2f}" if self.median > 1 else f"slower, x{self.median:.2f}"
 
     def worth(self) -> str:
-        """Say what the speedup is worth that was left out: the gain of having it."""
+        """Return in words what a left-out speedup is worth: the gain of having it."""
         if self.low is None or self.high is None:
             return f"worth x{self.median:.2f}, too few repeats to be sure"
         if self.low <= 1 <= self.high:
@@ -84,16 +84,16 @@ class Figure(BaseModel):
 
 @dataclass(frozen=True)
 class Spread:
-    """The noise of one measurement, as all rungs on one machine share it."""
+    """The noise of one measurement, shared by all rungs on one machine."""
 
     deviation: float
     """Standard deviation of the logarithms."""
     freedom: int
-    """Degrees of freedom that it rests on."""
+    """Degrees of freedom of the estimate."""
 
 
 def spread(groups: Iterable[Sequence[float]]) -> Spread:
-    """Return the noise that the repeats of all groups show together, each about its own mean."""
+    """Return the noise of the repeats of all groups, each about its own mean."""
     squares, freedom = 0.0, 0
     for group in groups:
         if len(group) > 1:
@@ -105,18 +105,18 @@ def spread(groups: Iterable[Sequence[float]]) -> Spread:
 def median_of(values: Sequence[float], *, shared: Spread) -> Figure:
     """Return the median of positive `values` with its interval.
 
-    Of five repeats or more it is that of the sign test, which holds whatever the noise is like: of
-    five, their range. Fewer say too little of their own spread (two repeats fall on one side of the
-    truth half of the time), so it is Student's, from the noise of all rungs; where that rests on
-    too few as well it is unknown. One repeat alone may be anything: a machine's load can change
-    between the two that are compared.
+    With five repeats or more, the interval is that of the sign test, which holds for any noise; for
+    five it is their range. Fewer repeats do not show their own spread (half of the time, two of
+    them are on the same side of the true value), so the interval is Student's, from the noise of
+    all rungs; it is unknown if that has too few repeats as well. A single repeat has no interval:
+    the machine's load may have changed between the two measurements.
     """
     logs = sorted(map(math.log, values))
     median = statistics.median(logs)
-    if len(logs) >= ENOUGH:
+    if len(logs) >= MIN_REPEATS:
         outside = left_out(len(logs))
         low, high = logs[outside], logs[-1 - outside]
-    elif len(logs) > 1 and shared.freedom >= FEWEST_FREEDOM:
+    elif len(logs) > 1 and shared.freedom >= MIN_FREEDOM:
         half = student(shared.freedom) * shared.deviation * MEDIAN_DEVIATION[len(logs)]
         low, high = median - half, median + half
     else:
@@ -125,7 +125,7 @@ def median_of(values: Sequence[float], *, shared: Spread) -> Figure:
 
 
 def left_out(repeats: int) -> int:
-    """Return how many of the sorted repeats lie outside the interval of the sign test on each side."""
+    """Return how many sorted repeats are outside the interval of the sign test, on each side."""
     outside, missed = 0, 2 * 0.5**repeats
     while missed + (more := 2 * math.comb(repeats, outside + 1) * 0.5**repeats) <= 1 - CONFIDENCE:
         outside, missed = outside + 1, missed + more
@@ -133,8 +133,9 @@ def left_out(repeats: int) -> int:
 
 
 def mean_of(differences: Sequence[float]) -> tuple[float, float, float]:
-    """Return the mean of paired differences between its ends, (low, mean, high), by Student's t;
-    three differences at least.
+    """Return the mean of at least three paired differences with its interval, (low, mean, high).
+
+    The interval is Student's.
     """
     mean = statistics.fmean(differences)
     half = (

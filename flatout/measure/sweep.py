@@ -1,4 +1,4 @@
-"""Cost against size: the full set of speedups at several sizes of one thing."""
+"""Sweeps: the full set of speedups at several values of one setting."""
 
 from __future__ import annotations
 
@@ -11,32 +11,31 @@ from flatout.assembly.selection import providers, select
 from flatout.config.schema import RunConfig
 from flatout.errors import ConfigError, FlatoutError
 from flatout.measure.experiment import Experiment, Point, with_speedups
-from flatout.measure.judge import Measured, measured_row
+from flatout.measure.promises import Measured, measured_row
+from flatout.measure.resolving import Resolved
 from flatout.measure.results import Row
-from flatout.measure.settling import Settled
 from flatout.measure.statistics import spread
 from flatout.models.language_model import model_of
 from flatout.registry import SPEEDUPS, unknown_name
 
 Refused = dict[str, str]
-"""Points that cannot be measured, with the reason."""
+"""Points that cannot be measured, with the reasons."""
 
-MOST_ACCUMULATE = 8
+MAX_ACCUMULATE = 8
 
 
-def sweep_experiment(what: str, asked: RunConfig, settled: Settled) -> Experiment:
-    """Return the points of `flatout bench --sweep WHAT`, all with the speedups of the full set that
-    apply.
+def sweep_experiment(what: str, asked: RunConfig, resolved: Resolved) -> Experiment:
+    """Return the points of `flatout bench --sweep WHAT`, with the applicable speedups.
 
     Raises: ConfigError when there is no such sweep, or nothing to measure in it.
     """
     require_sweep(what)
-    full = [decision.name for decision in settled.decisions if decision.on]
-    values, refused = SWEEPS[what](asked, settled, full)
+    full = [decision.name for decision in resolved.decisions if decision.on]
+    values, refused = SWEEPS[what](asked, resolved, full)
     if not values:
         raise ConfigError(
             f"--sweep {what} has nothing to measure: {'; '.join(f'{k}: {v}' for k, v in refused.items())}.",
-            fix="Sweep another size.",
+            fix="Sweep another setting.",
         )
 
     def rows(found: Measured) -> list[Row]:
@@ -51,7 +50,7 @@ def sweep_experiment(what: str, asked: RunConfig, settled: Settled) -> Experimen
 
 
 def require_sweep(what: str) -> None:
-    """Do nothing when there is such a sweep.
+    """Check that the sweep exists.
 
     Raises: ConfigError with the nearest name.
     """
@@ -60,52 +59,51 @@ def require_sweep(what: str) -> None:
 
 
 def batch(
-    asked: RunConfig, settled: Settled, full: list[str]
+    asked: RunConfig, resolved: Resolved, full: list[str]
 ) -> tuple[dict[str, dict[str, Any]], Refused]:
-    """Rows of a micro-batch, doubled from 1 to all windows of a step; the step stays the same."""
-    windows = (settled.config.batch.tokens_per_step or 0) // settled.config.data.seq_len
+    """Sequences per micro-batch, doubled from 1 to a whole step; the step stays the same."""
+    sequences = (resolved.config.batch.tokens_per_step or 0) // resolved.config.data.seq_len
     sizes = sorted(
-        {rows for power in range(windows.bit_length()) if windows % (rows := 2**power) == 0}
-        | {windows}
+        {rows for power in range(sequences.bit_length()) if sequences % (rows := 2**power) == 0}
+        | {sequences}
     )
-    return {counted(rows, "row"): rows_of(rows, settled, full) for rows in sizes}, {}
+    return {counted(rows, "row"): rows_of(rows, resolved, full) for rows in sizes}, {}
 
 
 def accumulation(
-    asked: RunConfig, settled: Settled, full: list[str]
+    asked: RunConfig, resolved: Resolved, full: list[str]
 ) -> tuple[dict[str, dict[str, Any]], Refused]:
-    """Micro-batches of a step, doubled from 1 to 8, each of the recipe's rows: the step grows.
-    (`batch` keeps the step.)
-    """
-    rows, seq_len = int(settled.config.batch.rows_per_device), settled.config.data.seq_len
-    counts = [2**power for power in range(MOST_ACCUMULATE.bit_length())]
+    """Micro-batches per step, doubled from 1 to 8, of the recipe's size; so the step grows."""
+    rows, seq_len = int(resolved.config.batch.rows_per_device), resolved.config.data.seq_len
+    counts = [2**power for power in range(MAX_ACCUMULATE.bit_length())]
     return {
-        counted(n, "micro-batch", "micro-batches"): rows_of(rows, settled, full)
+        counted(n, "micro-batch", "micro-batches"): rows_of(rows, resolved, full)
         | {"batch.tokens_per_step": n * rows * seq_len}
         for n in counts
     }, {}
 
 
 def seq_len(
-    asked: RunConfig, settled: Settled, full: list[str]
+    asked: RunConfig, resolved: Resolved, full: list[str]
 ) -> tuple[dict[str, dict[str, Any]], Refused]:
-    """Tokens of a window, from a quarter to four times the recipe's; the tokens of a step and of a
-    micro-batch stay the same.
+    """Sequence length, from a quarter to four times the recipe's.
+
+    The tokens of a step and of a micro-batch stay the same.
     """
-    config, tokens = settled.config, settled.config.batch.tokens_per_step or 0
+    config, tokens = resolved.config, resolved.config.batch.tokens_per_step or 0
     values: dict[str, dict[str, Any]] = {}
     refused: Refused = {}
     for length in (config.data.seq_len * factor // 4 for factor in (1, 2, 4, 8, 16)):
         name = counted(length, "token")
         if length < 1 or tokens % length:
             refused[name] = (
-                f"cannot run here, because a step of {tokens} tokens is not a whole number of such windows."
+                f"cannot run here, because a step of {tokens} tokens is not a multiple of it."
             )
             continue
         try:
-            if not settled.dataset.split("train").num_sequences(length):
+            if not resolved.dataset.split("train").num_sequences(length):
                 refused[name] = (
-                    "cannot run here, because the training text is shorter than one such window."
+                    "cannot run here, because the training text is shorter than one sequence."
                 )
                 continue
             model_of(asked, vocab_size=config.model.vocab_size, seq_len=length)
@@ -115,31 +113,29 @@ def seq_len(
         rows = largest_divisor(
             tokens // length, int(config.batch.rows_per_device) * config.data.seq_len // length
         )
-        values[name] = {"data.seq_len": length} | rows_of(rows, settled, full)
+        values[name] = {"data.seq_len": length} | rows_of(rows, resolved, full)
     return values, refused
 
 
 def precision(
-    asked: RunConfig, settled: Settled, full: list[str]
+    asked: RunConfig, resolved: Resolved, full: list[str]
 ) -> tuple[dict[str, dict[str, Any]], Refused]:
-    """The arithmetic of the matrix products: fp32, and each speedup that changes it, in place of
-    what fills its slots.
-    """
+    """Precision of matrix products: fp32, and each speedup that changes it."""
     choices = precisions()
     plain = [name for name in full if name not in choices]
-    asked = asked.with_values({"train.device": settled.config.train.device})
-    wish = parse_request(asked.speedups)
-    if wish.auto:
+    asked = asked.with_values({"train.device": resolved.config.train.device})
+    request = parse_request(asked.speedups)
+    if request.auto:
         edits = [
-            *(f"-{name}" for name in wish.dropped),
-            *(f"+{name}" for name in wish.named if name not in choices),
+            *(f"-{name}" for name in request.dropped),
+            *(f"+{name}" for name in request.named if name not in choices),
         ]
         stated = asked.with_values(
             {"train.precision": "fp32", "speedups": ",".join(["auto", *edits])}
         )
         plain = [
             decision.name
-            for decision in select(stated, settled.machine, device=settled.config.train.device)
+            for decision in select(stated, resolved.machine, device=resolved.config.train.device)
             if decision.on
         ]
     values = {"fp32": with_speedups(plain)}
@@ -147,7 +143,7 @@ def precision(
     for name in choices:
         speedup = SPEEDUPS.get(name)
         why_not = speedup.reason_against(
-            settled.machine, asked.with_values({"train.precision": "auto"})
+            resolved.machine, asked.with_values({"train.precision": "auto"})
         )
         if why_not:
             refused[name] = f"cannot run here, because: {why_not}"
@@ -166,9 +162,9 @@ def precision(
 
 
 def prefetch(
-    asked: RunConfig, settled: Settled, full: list[str]
+    asked: RunConfig, resolved: Resolved, full: list[str]
 ) -> tuple[dict[str, dict[str, Any]], Refused]:
-    """Steps that the feed reads ahead: none, 1, 2, 4, 8."""
+    """Steps that the feed reads ahead: none, 1, 2, 4 or 8."""
     feeds = filling("feed")
     others = [name for name in full if name not in feeds]
     ahead = {
@@ -186,7 +182,7 @@ def filling(slot: str) -> list[str]:
 
 
 def precisions() -> list[str]:
-    """Return the speedups that change the arithmetic of the products, those of one precision together."""
+    """Return the speedups that change the precision of products, grouped by precision."""
     return filling("matmul") + [
         name
         for names in providers().values()
@@ -195,7 +191,7 @@ def precisions() -> list[str]:
 
 
 SWEEPS: Mapping[
-    str, Callable[[RunConfig, Settled, list[str]], tuple[dict[str, dict[str, Any]], Refused]]
+    str, Callable[[RunConfig, Resolved, list[str]], tuple[dict[str, dict[str, Any]], Refused]]
 ] = {
     "batch": batch,
     "seq_len": seq_len,
@@ -203,15 +199,13 @@ SWEEPS: Mapping[
     "accumulation": accumulation,
     "prefetch": prefetch,
 }
-"""What can be swept: name to the points' configuration keys, and the points that cannot be."""
+"""The sweeps by name; each gives the points' configuration keys, and the points that are refused."""
 
 
-def rows_of(rows: int, settled: Settled, full: list[str]) -> dict[str, Any]:
-    """Return the keys that state a micro-batch's rows; the speedup that chooses them has then
-    nothing to do.
-    """
+def rows_of(rows: int, resolved: Resolved, full: list[str]) -> dict[str, Any]:
+    """Return the keys for a micro-batch of `rows`, without the speedup that would choose them."""
     stated = {
-        "batch.tokens_per_step": settled.config.batch.tokens_per_step,
+        "batch.tokens_per_step": resolved.config.batch.tokens_per_step,
         "batch.rows_per_device": rows,
         "batch.accumulate": None,
     }
@@ -220,12 +214,12 @@ def rows_of(rows: int, settled: Settled, full: list[str]) -> dict[str, Any]:
 
 
 def counted(number: int, one: str, more: str = "") -> str:
-    """Return a number of things: 1 row, 2 rows; `more` where an s is not enough."""
+    """Return a number with its noun; `more` is an irregular plural."""
     return f"{number} {one if number == 1 else more or one + 's'}"
 
 
 def largest_divisor(number: int, at_most: int) -> int:
-    """Return the largest divisor of `number` that is not above `at_most`, 1 at least."""
+    """Return the largest divisor of `number` up to `at_most`, at least 1."""
     return next(
         (divisor for divisor in range(min(number, at_most), 0, -1) if number % divisor == 0), 1
     )

@@ -8,21 +8,21 @@ from flatout.measure.results import INTERRUPTED, TIME_WAS_UP, Report, Row
 from flatout.measure.statistics import Figure
 
 HEADINGS = {
-    ("baseline", "added"): "One at a time, from the plain way up",
-    ("left-out",): "Left out of the full set, one at a time: what each is worth there",
-    ("put-in",): "Put into the full set: what is off here by itself",
+    ("baseline", "added"): "Add one: each speedup on top of the previous ones",
+    ("left-out",): "Leave one out: what each speedup is worth in the full set",
+    ("put-in",): "Add one to the full set: speedups that are off by default",
     ("point",): "",
     ("absent",): "Not measured",
 }
-"""Which kinds of rows stand together, and what is above them."""
+"""The kinds of rows in each group, and its heading."""
 
 BAR_COLUMNS = 28
 
 
 def groups(report: Report) -> list[tuple[str, list[Row]]]:
-    """Return the report's rows as they stand together, each group with its heading.
+    """Return the report's groups of rows, each with its heading.
 
-    Empty groups are left out, and the rows whose turn never came: `unreached` names them.
+    Empty groups are left out, as are the rows that `unreached` lists.
     """
     found = [
         (heading, [row for row in report.rows if row.kind in kinds and not row.is_unreached])
@@ -32,7 +32,7 @@ def groups(report: Report) -> list[tuple[str, list[Row]]]:
 
 
 def unreached(report: Report) -> list[str]:
-    """Return the rows whose turn never came, a line for each reason."""
+    """Return the rows that the bench did not reach, one line per reason."""
     missing = [row for row in report.rows if row.is_unreached]
     return [
         f"Not measured, {why}: {', '.join(row.short_name for row in missing if why in str(row.reason))}."
@@ -42,10 +42,10 @@ def unreached(report: Report) -> list[str]:
 
 
 def table(report: Report) -> str:
-    """Return the whole report as Markdown: what it is, its tables, and how it was made."""
+    """Return the report as Markdown: its title, its tables, and how it was made."""
     lines = [f"# {title(report)}", ""]
     if report.total_speedup is not None:
-        lines += [f"**{total_words(report)}**", ""]
+        lines += [f"**{total_text(report)}**", ""]
     for heading, rows in groups(report):
         if heading:
             lines += [f"## {heading}", ""]
@@ -61,7 +61,7 @@ def table(report: Report) -> str:
 
 
 def title(report: Report) -> str:
-    """Return what was measured, in a few words."""
+    """Return the title of a report."""
     return (
         f"{report.recipe}: the ladder"
         if report.kind == "ladder"
@@ -69,42 +69,43 @@ def title(report: Report) -> str:
     )
 
 
-def total_words(report: Report) -> str:
-    """Return the total speedup as a sentence; an empty text where there is none."""
+def total_text(report: Report) -> str:
+    """Return the total speedup as a sentence, or an empty text."""
     figure = report.total_speedup
     if figure is None:
         return ""
-    told = f"The full set is {figure.median:.2f} times as fast as the baseline"
+    text = f"The full set is {figure.median:.2f} times as fast as the baseline"
     if figure.low is not None:
-        return f"{told}{between(figure, '.2f')}."
+        return f"{text}{between(figure, '.2f')}."
     fewest = min(
         (row.repeats for row in report.rows if row.kind in {"baseline", "added"} and row.repeats),
         default=0,
     )
-    return f"{told} ({'one repeat: ' if fewest < 2 else ''}too few {'' if fewest < 2 else 'repeats '}to be sure)."
+    return f"{text} ({'one repeat: too few' if fewest < 2 else 'too few repeats'} to be sure)."
 
 
-def baseline_words(report: Report) -> str:
-    """Return what a ladder's baseline is, with its micro-batch; an empty text where it gave no
-    figures.
-    """
+def baseline_text(report: Report) -> str:
+    """Return a description of a ladder's baseline, or an empty text if it has no figures."""
     row = next((row for row in report.rows if row.kind == "baseline" and row.rows_per_device), None)
     if row is None:
         return ""
     batch = f"{row.rows_per_device} rows x {row.accumulate} accumulations"
-    return f"baseline: fp32, eager, an optimizer that loops over parameters, text tokenised in the step, {batch}"
+    return (
+        "baseline: fp32, eager, an optimizer that loops over parameters, text tokenised in the "
+        f"step, {batch}"
+    )
 
 
 def setting(report: Report) -> str:
-    """Return where and how the figures were made, in one line."""
-    facts = [*filter(None, [baseline_words(report)]), report.machine]
+    """Return where and how the figures were measured, in one line."""
+    facts = [*filter(None, [baseline_text(report)]), report.machine]
     facts += [
         f"{name} {report.environment[name]}"
         for name in ("torch", "threads")
         if name in report.environment
     ]
     facts += [
-        f"{report.repeats} interleaved rounds, each trial in a process of its own",
+        f"{report.repeats} interleaved rounds, each trial in its own process",
         "medians with 94% intervals",
     ]
     facts += ["gains are medians of the ratios within rounds"] if report.kind == "ladder" else []
@@ -113,7 +114,7 @@ def setting(report: Report) -> str:
 
 
 def row_lines(rows: Sequence[Row], *, sweep: bool) -> list[str]:
-    """Return rows with figures as a table; a row without them says why across it."""
+    """Return rows as a Markdown table; a row without figures shows the reason."""
     names = [
         "",
         "tokens/s",
@@ -133,13 +134,13 @@ def row_lines(rows: Sequence[Row], *, sweep: bool) -> list[str]:
             cells = [
                 row.name,
                 f"{row.tokens_per_s.median:,.0f}{between(row.tokens_per_s, ',.0f')}",
-                *([] if sweep else [gain_words(row)]),
+                *([] if sweep else [gain_text(row)]),
             ]
             cells += [
-                split_words(row),
+                step_text(row),
                 rows_cell,
                 f"{row.peak_gib:.2f}" if row.peak_gib else "",
-                *([] if sweep else [loss_words(row)]),
+                *([] if sweep else [loss_text(row)]),
                 str(row.repeats),
             ]
         lines.append(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |")
@@ -149,7 +150,7 @@ def row_lines(rows: Sequence[Row], *, sweep: bool) -> list[str]:
 
 
 def absent_lines(rows: Sequence[Row]) -> list[str]:
-    """Return what was not measured, a line each with the reason."""
+    """Return what was not measured, one line each, with the reason."""
     return [f"- {row.name}: {row.reason}" for row in rows]
 
 
@@ -159,8 +160,8 @@ def absence(row: Row) -> str:
     return f"{begin}: {row.reason}" if begin else str(row.reason)
 
 
-def gain_words(row: Row) -> str:
-    """Return a row's gain: the verdict, the ratio, its interval."""
+def gain_text(row: Row) -> str:
+    """Return a row's gain: the verdict, the ratio and its interval."""
     if row.gain is None:
         return (
             ""
@@ -171,8 +172,8 @@ def gain_words(row: Row) -> str:
     return f"{row.verdict}{ratio}{between(row.gain, '.2f')}"
 
 
-def loss_words(row: Row) -> str:
-    """Return how far the losses are from those it is compared with, and what became of the promise."""
+def loss_text(row: Row) -> str:
+    """Return how much the losses differ, and whether the promise was kept."""
     if row.promise is None:
         return ""
     apart = (
@@ -195,15 +196,15 @@ def loss_words(row: Row) -> str:
     )
 
 
-def split_words(row: Row) -> str:
-    """Return the step and its parts."""
+def step_text(row: Row) -> str:
+    """Return the time of a step and its parts."""
     parts = (row.step_ms, row.data_ms, row.host_ms, row.device_ms)
     step, *rest = (milliseconds(part) for part in parts)
     return f"{step} = {' + '.join(rest)}"
 
 
 def milliseconds(value: float | None) -> str:
-    """Return a time in about three digits; a question mark when it was not measured."""
+    """Return a time with about three digits, or a question mark if it was not measured."""
     return (
         "?"
         if value is None
@@ -216,7 +217,7 @@ def milliseconds(value: float | None) -> str:
 
 
 def between(figure: Figure, digits: str) -> str:
-    """Return an interval in brackets; nothing when it is unknown."""
+    """Return an interval in brackets, or an empty text if it is unknown."""
     return (
         ""
         if figure.low is None or figure.high is None
@@ -225,8 +226,9 @@ def between(figure: Figure, digits: str) -> str:
 
 
 def bars(report: Report, *, encoding: str = "utf-8") -> str:
-    """Return the report for a terminal: a bar a row, its rate, its gain; then what broke a promise
-    and what was not measured.
+    """Return the report for a terminal: one bar per row with its rate and its gain.
+
+    Broken promises follow, and what was not measured.
     """
     most = max((row.tokens_per_s.median for row in report.rows if row.tokens_per_s), default=1.0)
     width = max((len(row.short_name) for _, rows in groups(report) for row in rows), default=0)
@@ -239,14 +241,14 @@ def bars(report: Report, *, encoding: str = "utf-8") -> str:
                 lines.append(f"{row.short_name:<{width}}  {absence(row)}")
                 continue
             bar = full * max(round(BAR_COLUMNS * row.tokens_per_s.median / most), 1)
-            told = f"{row.short_name:<{width}}  {bar:<{BAR_COLUMNS}}  {row.tokens_per_s.median:>11,.0f}"
+            line = f"{row.short_name:<{width}}  {bar:<{BAR_COLUMNS}}  {row.tokens_per_s.median:>11,.0f}"
             beside = (
                 f"{between(row.tokens_per_s, ',.0f').strip()}  {row.peak_gib or 0:.2f} GiB"
                 if row.kind == "point"
-                else gain_words(row)
+                else gain_text(row)
             )
             lines.append(
-                f"{told}  {beside}".rstrip()
+                f"{line}  {beside}".rstrip()
                 + ("  PROMISE BROKEN" if row.promise_kept is False else "")
             )
     promises = [
@@ -261,14 +263,14 @@ def bars(report: Report, *, encoding: str = "utf-8") -> str:
             f"{title(report)}, tokens/s",
             *lines,
             "",
-            *filter(None, [total_words(report), baseline_words(report).capitalize()]),
+            *filter(None, [total_text(report), baseline_text(report).capitalize()]),
             *report.notes,
         ]
     ).strip()
 
 
 def can_show(text: str, encoding: str) -> bool:
-    """Say whether an encoding has these characters."""
+    """Say whether an encoding can represent a text."""
     try:
         text.encode(encoding)
     except (UnicodeEncodeError, LookupError):

@@ -1,10 +1,8 @@
-"""One measurement in a process of its own: what is compiled, cached or leaked there ends with it,
-and so does its death.
+"""One measurement in its own process, so that what it compiles, caches or leaks ends with it.
 
-`run_trial` starts a Python of its own that calls `main`, hands it a `TrialSpec` as JSON and reads a
-`TrialResult` back. Whatever happens to the process, a result comes of it. The trial itself builds
-its run with the functions that training uses and trains in their loop; it saves nothing, and writes
-into a scratch folder alone.
+`run_trial` starts a Python process that calls `main`, sends it a `TrialSpec` as JSON and reads a
+`TrialResult` back; there is a result even if the process dies. The trial builds and trains its run
+with the functions of training; it saves nothing, and writes only to a scratch directory.
 """
 
 from __future__ import annotations
@@ -20,26 +18,25 @@ from contextlib import suppress
 
 from pydantic import ValidationError
 
-from flatout.errors import FlatoutError
+from flatout.errors import FlatoutError, OutOfMemory
 from flatout.measure.spec import Status, TrialResult, TrialSpec
 from flatout.measure.workload import measure
 
-KILL_PATIENCE_S = 5.0
-PARENT_LOOK_S = 1.0
+KILL_TIMEOUT_S = 5.0
+PARENT_POLL_S = 1.0
 BINARY_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
 
 def run_trial(
     spec: TrialSpec, timeout_s: float, *, command: list[str] | None = None
 ) -> TrialResult:
-    """Measure in a fresh process, and return what came of it, even if it was killed, hung, or
-    printed nonsense.
+    """Measure in a fresh process, and return a result even if it is killed, hangs or prints nonsense.
 
-    A process that goes on after `timeout_s` is killed, with all that it started. `command` replaces
-    the program, for tests.
+    After `timeout_s` the process is killed, with all that it started. `command` replaces the
+    program, for tests.
     """
-    began_s = time.monotonic()
-    # The new process finds what this one finds, wherever that was started from.
+    start_s = time.monotonic()
+    # the new process searches the same path, wherever this one was started
     program = [
         sys.executable,
         "-c",
@@ -61,21 +58,21 @@ def run_trial(
         return TrialResult(
             status="timed-out",
             reason=f"It had not ended after {timeout_s:.0f} s.",
-            process_s=time.monotonic() - began_s,
+            process_s=time.monotonic() - start_s,
         )
     finally:
         end_group(process)
     return read_result(process.returncode, out, err).model_copy(
-        update={"process_s": time.monotonic() - began_s}
+        update={"process_s": time.monotonic() - start_s}
     )
 
 
 def end_group(process: subprocess.Popen[str]) -> None:
-    """Kill what is left of a process and of all that it started, and wait for it."""
+    """Kill a process and all that it started, and wait for it."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     with suppress(subprocess.TimeoutExpired):
-        process.wait(KILL_PATIENCE_S)
+        process.wait(KILL_TIMEOUT_S)
     for stream in (process.stdin, process.stdout, process.stderr):
         if stream:
             with suppress(OSError):
@@ -83,11 +80,11 @@ def end_group(process: subprocess.Popen[str]) -> None:
 
 
 def read_result(code: int, out: str, err: str) -> TrialResult:
-    """Return what a process that ended with `code` printed, or what its end means."""
+    """Return the result that a process printed, or one that explains its exit code."""
     if code < 0:
         name = signal.Signals(-code).name
-        why = ": most likely the system, because memory ran out" if name == "SIGKILL" else ""
-        return TrialResult(status="failed", reason=f"The process was ended by {name}{why}.")
+        why = ": the usual cause is too little memory" if name == "SIGKILL" else ""
+        return TrialResult(status="failed", reason=f"The process was killed by {name}{why}.")
     lines = out.strip().splitlines()
     with suppress(ValidationError, IndexError):
         return TrialResult.model_validate_json(lines[-1])
@@ -99,8 +96,9 @@ def read_result(code: int, out: str, err: str) -> TrialResult:
 
 
 def main() -> None:
-    """Read a spec from standard input, measure, print the result. Whatever else prints goes to
-    standard error.
+    """Read a spec from standard input, measure, and print the result.
+
+    All other output goes to standard error.
     """
     results = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
@@ -111,29 +109,27 @@ def main() -> None:
 
 
 def end_with(parent: int) -> None:
-    """End this process and all that it started once its parent has: a killed bench leaves nothing
-    behind.
+    """End this process, and all that it started, when its parent ends.
+
+    So a killed bench leaves nothing running.
     """
     while os.getppid() == parent:
-        time.sleep(PARENT_LOOK_S)
+        time.sleep(PARENT_POLL_S)
     os.killpg(0, signal.SIGKILL)
 
 
 def measured(spec: TrialSpec) -> TrialResult:
-    """Carry the trial out here; an error becomes its result."""
+    """Measure in this process; an error becomes the result."""
     try:
         return measure(spec)
     except FlatoutError as error:
-        status: Status = "out-of-memory" if str(error).startswith("Out of memory") else "failed"
+        status: Status = "out-of-memory" if isinstance(error, OutOfMemory) else "failed"
         return TrialResult(status=status, reason=error.what)
     except MemoryError:
-        return TrialResult(
-            status="out-of-memory", reason="Out of memory: the machine had no more to give."
-        )
-    except (
-        Exception
-    ) as error:  # the process is about to end: what went wrong, whatever it is, is the row
+        return TrialResult(status="out-of-memory", reason="Out of memory: the machine has no more.")
+    except Exception as error:  # any failure becomes a row of the table
         first_line = (str(error).splitlines() or [""])[0][:300]
+        # torch raises a plain RuntimeError when the CPU's memory is exhausted
         if "can't allocate memory" in str(error):
             return TrialResult(
                 status="out-of-memory",
@@ -142,12 +138,12 @@ def measured(spec: TrialSpec) -> TrialResult:
         return TrialResult(status="failed", reason=f"{type(error).__name__}: {first_line}")
 
 
-def asked_for(said: str) -> str | None:
-    """Return what an allocator's message says that it was asked for; None when it names no bytes."""
-    found = re.search(r"(\d+) bytes", said)
+def asked_for(message: str) -> str | None:
+    """Return the size that an allocator's message names, None when it names none."""
+    found = re.search(r"(\d+) bytes", message)
     if found is None:
         return None
     size, power = float(found[1]), 0
     while size >= 1024 and power < len(BINARY_UNITS) - 1:
         size, power = size / 1024, power + 1
-    return f"it tried to take {size:.{1 if power else 0}f} {BINARY_UNITS[power]}."
+    return f"it tried to allocate {size:.{1 if power else 0}f} {BINARY_UNITS[power]}."

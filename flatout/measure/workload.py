@@ -1,6 +1,4 @@
-"""A trial at work: the run of a recipe, built and trained by the functions that training itself
-uses, and timed.
-"""
+"""The work of a trial: builds and trains a run with the functions of training, and times it."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from flatout.assembly.run import Run
 from flatout.config.schema import validate
 from flatout.hardware import fingerprint
 from flatout.measure.pace import Pace
-from flatout.measure.settling import settle
+from flatout.measure.resolving import resolve_here
 from flatout.measure.spec import TrialResult, TrialSpec
 from flatout.parallel.mesh import make_mesh
 from flatout.training.loop import fit
@@ -24,80 +22,77 @@ from flatout.training.metrics.log import Log, require_finite
 from flatout.training.out_of_memory import explained
 from flatout.training.warmup import warm_up
 
-FEWEST_RUN_STEPS = 2_000
-"""A recipe that is shorter is stretched to this in a trial, so that it can warm up and be measured.
-"""
-LEAST_S = 1.0
-"""A trial has this long for its steps, whatever it took to begin: one cold step says nothing."""
+MIN_RUN_STEPS = 2_000
+"""Shorter recipes are extended to this many steps, so that they can warm up and be measured."""
+MIN_STEPS_S = 1.0
+"""Minimum time for the steps of a trial, however long it took to start."""
 QUIET = {
     "train.eval_every": 0,
     "train.patience": 0,
     "train.sample_every": 0,
     "checkpoint.every_minutes": 1e9,
 }
-"""A trial trains, and nothing else."""
+"""Switches off all work but training."""
 
 
 class FirstLosses:
-    """A run's readback, which keeps the first losses as they pass: still on the device, so nothing
-    waits for them.
-    """
+    """A run's readback that also keeps the first losses, on the device, so nothing waits for them."""
 
-    def __init__(self, readback: Any, most: int) -> None:
-        self._readback, self._most = readback, most
+    def __init__(self, readback: Any, count: int) -> None:
+        self._readback, self._count = readback, count
         self._losses: list[torch.Tensor] = []
 
     def push(self, step: int, values: Mapping[str, torch.Tensor], *, due: bool) -> None:
-        """Keep the loss of `step` if it is among the first, and pass all figures on."""
-        if len(self._losses) < self._most:
+        """Keep the loss of `step` if it is among the first, and forward all figures."""
+        if len(self._losses) < self._count:
             self._losses.append(values["train/loss"])
         self._readback.push(step, values, due=due)
 
     def ready(self, *, flush: bool = False) -> list[tuple[int, dict[str, float]]]:
-        """Return what the run's own readback has read."""
+        """Return what the run's readback has read."""
         found: list[tuple[int, dict[str, float]]] = self._readback.ready(flush=flush)
         return found
 
     def losses(self) -> list[float]:
-        """Return the losses; waits for the device."""
+        """Return the losses, waiting for the device."""
         return [float(loss) for loss in self._losses]
 
 
 def measure(spec: TrialSpec) -> TrialResult:
     """Train for as long as the spec says, and return the figures.
 
-    Raises: RunFailed when the memory does not suffice, and whatever building and training raise.
+    Raises: OutOfMemory, and what building and training raise.
     """
-    began_s = time.perf_counter()
+    start_s = time.perf_counter()
     Path(spec.folder).mkdir(parents=True, exist_ok=True)
-    settled = settle(validate(spec.config).with_values(QUIET))
-    config = settled.config.with_values(
-        {"train.steps": max(settled.config.train.steps or 0, FEWEST_RUN_STEPS)}
+    resolved = resolve_here(validate(spec.config).with_values(QUIET))
+    config = resolved.config.with_values(
+        {"train.steps": max(resolved.config.train.steps or 0, MIN_RUN_STEPS)}
     )
     mesh = make_mesh(config.parallel, config.train.device)
     run = build(
         config,
-        machine=settled.machine,
+        machine=resolved.machine,
         mesh=mesh,
-        dataset=settled.dataset,
+        dataset=resolved.dataset,
         folder=Path(spec.folder),
-        decisions=settled.decisions,
+        decisions=resolved.decisions,
     )
     try:
         with explained(run):
-            return timed(run, spec, began_s)
+            return timed(run, spec, start_s)
     finally:
         run.feed.close()
 
 
-def timed(run: Run, spec: TrialSpec, began_s: float) -> TrialResult:
-    """Warm the run up, train it at its pace, and return the figures."""
+def timed(run: Run, spec: TrialSpec, start_s: float) -> TrialResult:
+    """Warm up the run, train it, and return the figures."""
     losses = run.readback = FirstLosses(run.readback, spec.loss_steps)
     wanted = {decision.name for decision in run.decisions if decision.on}
     run.feed.prime(min(spec.loss_steps, run.last_step))
     with Log(run) as log:
         warm_up(run, log)
-        limit_s = max(spec.limit_s - (time.perf_counter() - began_s), LEAST_S)
+        limit_s = max(spec.limit_s - (time.perf_counter() - start_s), MIN_STEPS_S)
         pace = Pace(
             log,
             seconds=spec.seconds,
@@ -128,7 +123,7 @@ def timed(run: Run, spec: TrialSpec, began_s: float) -> TrialResult:
         losses=first,
         warmup_steps=pace.warmup_steps,
         warmup_s=pace.warmup_s,
-        settled=pace.is_settled,
+        settled=pace.is_steady,
         measured_steps=spent.steps,
         rows_per_device=run.rows_per_device,
         accumulate=run.config.batch.accumulate,

@@ -1,9 +1,8 @@
-"""What a person sees: long steps with their rate and time left, a run as it goes, and a loss curve
-as a small picture.
+"""What a person sees: the progress of long operations and runs, and a small loss curve.
 
-Everything here goes to standard error; standard output belongs to results. On a terminal a step
-that takes longer than a blink has one calm line that is redrawn; elsewhere (a log file, a pipe) it
-prints plain lines, one every five seconds.
+Everything here goes to standard error; standard output is for results. On a terminal, each
+operation has one line that is redrawn; in a log file or a pipe, it prints a plain line every five
+seconds.
 """
 
 from __future__ import annotations

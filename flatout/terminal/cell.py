@@ -1,6 +1,4 @@
-"""A notebook's cell: one block of output, rewritten in place. IPython is there wherever this is
-used; nothing else needs it.
-"""
+"""A notebook cell: one block of output, updated in place. Used only where IPython is running."""
 
 from __future__ import annotations
 
@@ -12,45 +10,38 @@ CELL_COLUMNS = 100
 
 
 class CellBlock:
-    """Lines that stay, and below them the steps under way. Another cell, or the same one run again,
-    begins another block.
-    """
+    """Permanent lines, and below them the operations in progress; each execution has its own block."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._cell: int | None = None
         self._handle: Any = None
         self._lines: list[str] = []
-        self._under_way = ""
+        self._in_progress = ""
         self._shown = ""
 
     def say(self, line: str) -> None:
-        """Add a line that stays."""
+        """Add a permanent line."""
         with self._lock:
-            self._begin_cell()
+            self._start_block()
             self._lines.append(line)
             self._show()
 
-    def draw(self, under_way: str) -> None:
-        """Replace what is shown of the steps under way."""
+    def draw(self, in_progress: str) -> None:
+        """Replace what is shown of the operations in progress."""
         with self._lock:
-            self._begin_cell()
-            self._under_way = under_way
+            self._start_block()
+            self._in_progress = in_progress
             self._show()
 
-    def _begin_cell(self) -> None:
+    def _start_block(self) -> None:
         cell = importlib.import_module("IPython").get_ipython().execution_count
         if cell != self._cell:
-            self._cell, self._handle, self._lines, self._under_way, self._shown = (
-                cell,
-                None,
-                [],
-                "",
-                "",
-            )
+            self._cell, self._handle, self._lines = cell, None, []
+            self._in_progress = self._shown = ""
 
     def _show(self) -> None:
-        text = "\n".join(filter(None, [*self._lines, self._under_way]))
+        text = "\n".join(filter(None, [*self._lines, self._in_progress]))
         if text == self._shown:
             return
         self._shown, bundle = text, {"text/plain": text}

@@ -1,4 +1,4 @@
-"""Figures as a person reads them."""
+"""Durations, amounts and text, formatted for people."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import re
 import sys
 import textwrap
 
-USUAL_COLUMNS = 80
+DEFAULT_COLUMNS = 80
 
 
 def duration(seconds: float) -> str:
-    """Return a length of time as a person reads it: 0.4 s, 8 s, 1 min 02 s, 2 h 05 min."""
+    """Return a duration in readable form: 0.4 s, 8 s, 1 min 02 s, 2 h 05 min."""
     if seconds < 9.95:
         return f"{seconds:.1f} s"
     whole = round(seconds)
@@ -23,7 +23,7 @@ def duration(seconds: float) -> str:
 
 
 def amount(number: float, unit: str = "") -> str:
-    """Return a number with its unit, shortened: 12.3 MB, 61.2 K tokens, 1,234 documents."""
+    """Return a number with its unit in short form: 12.3 MB, 61.2 K tokens, 1,234 documents."""
     if unit in {"bytes", "B"}:
         for step, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
             if number >= step:
@@ -45,20 +45,18 @@ def amount(number: float, unit: str = "") -> str:
 
 
 def printable(text: str) -> str:
-    """Return text without the control characters that move a cursor or change a terminal; a model
-    may write any.
-    """
+    """Return text without the control characters that move the cursor or change the terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
 
 def columns() -> int:
-    """Return how wide the terminal is that a person reads, 80 when there is none."""
+    """Return the width of the terminal, 80 without one."""
     size = _terminal_size()
-    return size.columns if size else USUAL_COLUMNS
+    return size.columns if size else DEFAULT_COLUMNS
 
 
 def rows() -> int | None:
-    """Return how many lines the terminal shows that a person reads, None when there is none."""
+    """Return the number of lines of the terminal, None without one."""
     size = _terminal_size()
     return size.lines if size and size.lines > 0 else None
 
@@ -75,17 +73,18 @@ def _terminal_size() -> os.terminal_size | None:
 
 
 def wrapped(text: str, width: int, *, hanging: int | None = None) -> str:
-    """Return text whose longer lines are broken at spaces; a word, such as a path, is never cut.
+    """Return text with long lines wrapped at spaces; words, such as paths, are never cut.
 
-    A line goes on under its second column where it has one, else a little to the right of its
-    beginning; a line of a block (`  | `) goes on as one.
+    Continuation lines are indented to the line's second column, if it has one, or else slightly;
+    lines of a block (`  | `) continue with the same prefix.
     """
     return "\n".join(
-        _broken(line, width, hanging) if len(line) > width else line for line in text.split("\n")
+        _wrapped_line(line, width, hanging) if len(line) > width else line
+        for line in text.split("\n")
     )
 
 
-def _broken(line: str, width: int, hanging: int | None) -> str:
+def _wrapped_line(line: str, width: int, hanging: int | None) -> str:
     if line.startswith("  | "):
         pieces = textwrap.wrap(
             line[4:],
@@ -97,8 +96,8 @@ def _broken(line: str, width: int, hanging: int | None) -> str:
         return "\n".join(f"  | {piece}".rstrip() for piece in pieces)
     beginning = len(line) - len(line.lstrip(" "))
     first_column = re.match(r" *\S+( \S+)* {2,}", line)
-    under = hanging if hanging is not None else first_column.end() if first_column else width
-    indent = under if under <= width // 2 else beginning + 2
+    column = hanging if hanging is not None else first_column.end() if first_column else width
+    indent = column if column <= width // 2 else beginning + 2
     pieces = textwrap.wrap(
         line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
     )

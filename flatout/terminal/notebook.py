@@ -1,6 +1,4 @@
-"""What a call shows in a notebook when it is not told where to: its progress, and its run as it
-goes.
-"""
+"""Shows the progress of calls in a notebook's cell."""
 
 from __future__ import annotations
 
@@ -15,10 +13,10 @@ from flatout.terminal.report import RunReport
 
 
 def shown_in_cell(function: Any) -> Any:
-    """Return `function` as it is called in a notebook: it reports to the cell unless it is given
-    `progress` or `observers`.
+    """Return `function`, wrapped to report to the notebook's cell by default.
 
-    Outside of a notebook, and where it takes no `progress`, it is returned as it is.
+    Passing `progress` or `observers` overrides that. Outside a notebook, and if it takes no
+    `progress`, the function is returned unchanged.
     """
     if (
         not inspect.isfunction(function)

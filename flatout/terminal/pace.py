@@ -1,4 +1,4 @@
-"""How fast a run steps of late, and how long the rest takes at that pace."""
+"""The recent rate of a run's steps, from which the time left is estimated."""
 
 from __future__ import annotations
 
@@ -8,24 +8,23 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 RECORDS = 5
-"""Newest records of metrics.jsonl whose median is the pace."""
-FIRST_LOOK_S = 1.0
-"""The clock must have run this long before the pace is taken from it."""
+"""Number of latest records of metrics.jsonl whose median is the rate."""
+MIN_CLOCK_S = 1.0
+"""Minimum time before the rate is taken from the clock."""
 
 
 class Rates(NamedTuple):
-    """What a run gets through in a second of training."""
+    """Steps and tokens per second of training."""
 
     steps_per_s: float
     tokens_per_s: float
 
 
 class Pace:
-    """The pace of one process's steps: compiling, the first step and whatever happens between steps
-    do not count.
+    """The rate of one process's steps, without compiling, the first step and work between steps.
 
-    It comes from the run's own records, but for the first, which holds the warm-up; until there is
-    a second, from a clock that starts when the first step is over.
+    It comes from the run's records, except the first one, which includes the warm-up. Until the
+    second record it comes from a clock that starts after the first step.
     """
 
     def __init__(self, tokens_per_step: int, clock: Callable[[], float]) -> None:
@@ -37,12 +36,12 @@ class Pace:
         self._recent: deque[Rates] = deque(maxlen=RECORDS)
 
     def tick(self, step: int) -> None:
-        """Take note that `step` is over."""
+        """Register that `step` has ended."""
         self._step = step
         self._first_tick = self._first_tick or (step, self._clock())
 
     def record(self, record: Mapping[str, float]) -> None:
-        """Take the rates of a line of metrics.jsonl that has them."""
+        """Register a record of metrics.jsonl, if it has rates."""
         if not {"perf/steps_per_s", "perf/tokens_per_s"} <= record.keys():
             return
         if self._has_warmed_up:
@@ -51,18 +50,18 @@ class Pace:
 
     @property
     def is_steady(self) -> bool:
-        """Whether a record without the warm-up has come."""
+        """Whether there is a record without the warm-up."""
         return bool(self._recent)
 
     def rates(self) -> Rates | None:
-        """Return the present pace, None while it is unknown."""
+        """Return the current rates, None while they are unknown."""
         if self._recent:
             return Rates(*map(statistics.median, zip(*self._recent, strict=True)))
         if self._first_tick is None:
             return None
-        step, began_s = self._first_tick
-        seconds = self._clock() - began_s
-        if seconds < FIRST_LOOK_S or self._step == step:
+        step, start_s = self._first_tick
+        seconds = self._clock() - start_s
+        if seconds < MIN_CLOCK_S or self._step == step:
             return None
         steps_per_s = (self._step - step) / seconds
         return Rates(steps_per_s, steps_per_s * self._tokens_per_step)

@@ -1,4 +1,4 @@
-"""A curve as a small picture in the terminal."""
+"""A small loss curve made of text characters, for the terminal."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ def curve(
     height: int = 8,
     encoding: str = "utf-8",
 ) -> str:
-    """Return a small picture of losses over steps: `points` as a line, `marks` (validation losses)
-    as dots on it.
+    """Return losses over steps as text: `points` as a line, `marks` (validation losses) as dots.
 
-    Points are (step, loss); what is not finite is left out. Braille characters, or plain ASCII
-    where `encoding` cannot show them.
+    Points are (step, loss); those that are not finite are left out. It uses Braille characters, or
+    ASCII if `encoding` lacks them.
     """
     line = [(x, y) for x, y in sorted(points) if math.isfinite(y)]
     dots = [(x, y) for x, y in sorted(marks) if math.isfinite(y)]
@@ -53,9 +52,7 @@ def _can_show(text: str, encoding: str) -> bool:
 def _columns(
     line: list[tuple[float, float]], first: float, last: float, count: int
 ) -> list[float | None]:
-    """Average the points that fall into each column, and join the columns between by straight
-    lines.
-    """
+    """Return the mean of the points in each column, with straight lines in between."""
     sums: list[list[float]] = [[] for _ in range(count)]
     for x, y in line:
         sums[round((x - first) / ((last - first) or 1) * (count - 1))].append(y)
@@ -68,7 +65,7 @@ def _columns(
 
 
 def _strokes(rows: list[int | None]) -> Iterator[tuple[int, int]]:
-    """Yield every (column, row) of a line through one row a column, steep parts filled in."""
+    """Yield every (column, row) of a line with one row per column, steep parts filled in."""
     before: int | None = None
     for column, row in enumerate(rows):
         if row is None:
@@ -117,7 +114,7 @@ def _framed(
 
 
 def _title(room: int, dot: str) -> str:
-    """Return the longest title that has room."""
+    """Return the longest title that fits."""
     titles = (
         (f"loss over steps ({dot} validation)", f"loss ({dot} validation)", f"loss ({dot})")
         if dot

@@ -1,4 +1,4 @@
-"""A run as it goes, and what it came to."""
+"""The progress of a run, and its closing summary."""
 
 from __future__ import annotations
 
@@ -19,25 +19,22 @@ from flatout.terminal.picture import curve
 
 PICTURE_COLUMNS, PICTURE_ROWS = 60, (3, 8)
 BESIDE_PICTURE = 11
-"""Columns of the scale, and one to spare."""
+"""Columns of the scale, and a spare one."""
 UNDER_PICTURE = 3
-"""Lines: the axis, its figures, and an empty one."""
+"""Lines of the axis, its labels, and an empty one."""
 SHORT_SAMPLE, SHORTEST_SAMPLE = 4, 3
-"""Lines that are kept for it, and where there are too few even for that: its title, its text, and
-an empty one.
-"""
+"""Lines reserved for a sample, and the minimum: its title, its text, and an empty one."""
 FACT_NAMES = 11
-"""Columns of the names of what was measured."""
+"""Columns of the names of the figures."""
 EPOCH_LINES_EVERY_S = 5.0
-"""A short text is read many times a second; its epochs share a line."""
+"""Minimum time between lines about epochs; a short text has many epochs per second."""
 
 
 class RunReport:
-    """A run as it goes: one calm line for the steps, one that stays for each evaluation, epoch,
-    sample and save.
+    """Shows a run: one line for its steps, and a permanent one per evaluation, epoch, sample and save.
 
-    With `verbose` each speedup has a line too, on or off, with the reason. Implements the observer
-    of `training/metrics/observers.py`.
+    With `verbose`, each speedup also has a line, on or off, with the reason. Implements
+    `training/metrics/observers.Observer`.
     """
 
     def __init__(self, terminal: Terminal, *, verbose: bool = False) -> None:
@@ -57,9 +54,7 @@ class RunReport:
         self._pace = Pace(0, terminal.clock)
 
     def on_start(self, run: Any) -> None:
-        """Say how many speedups are on, and open the line of the steps: the first one can take
-        long.
-        """
+        """Print how many speedups are on, and start the line of the steps before the first one."""
         width = self.terminal.console.width if self.terminal.interactive else None
         for line in (
             _every_speedup(self._decisions, width)
@@ -76,7 +71,7 @@ class RunReport:
         self._task.note(f"{run.step:,}/{run.last_step:,}")
 
     def on_tick(self, step: int, last_step: int) -> None:
-        """Move the line of the steps on."""
+        """Update the line of the steps."""
         if self._task is None:
             return
         self._task.advance(step - self._step)
@@ -85,7 +80,7 @@ class RunReport:
         self._task.note(" · ".join([f"{step:,}/{last_step:,}", *self._step_facts()]))
 
     def on_record(self, record: Mapping[str, float]) -> None:
-        """Keep the newest figures for the line; an evaluation and a new epoch leave a line each."""
+        """Keep the latest figures for the line; print evaluations and new epochs."""
         self._figures = {**self._figures, **record}
         self._pace.record(record)
         if "train/loss" in record:
@@ -111,7 +106,7 @@ class RunReport:
             self._epoch, self._losses, self._epoch_said_s = epoch, [], record.get("wall_s", 0.0)
 
     def on_event(self, event: Mapping[str, Any]) -> None:
-        """Leave a line for what happened; the last sample belongs to the closing lines."""
+        """Print a line about an event; the last sample is part of the closing lines."""
         if event.get("event") == "early_stop":
             self._last_step = self._step
         if event.get("event") == "sample" and self._step == self._last_step:
@@ -119,7 +114,7 @@ class RunReport:
         if event.get("event") in ("start", "resume"):
             self._decisions = []
         if event.get("event") == "speedup":
-            if self._task is None:  # later ones have been said by what changed them
+            if self._task is None:  # what changes one later also reports it
                 self._decisions.append(event)
             return
         if event.get("event") == "stop":
@@ -134,7 +129,7 @@ class RunReport:
             self.terminal.say(line)
 
     def _step_facts(self) -> list[str]:
-        """Return the loss, and the pace with the time that the rest takes at it."""
+        """Return the loss, the rate and the time left."""
         found = [f"loss {self._figures['train/loss']:.3f}"] if "train/loss" in self._figures else []
         rates = self._pace.rates()
         if rates is None:
@@ -147,17 +142,18 @@ class RunReport:
         return found
 
     def _recompiled_line(self, event: Mapping[str, Any]) -> str | None:
-        """Return what to say of the first time that something was compiled again; all of them are
-        in events.jsonl.
-        """
+        """Return a line about the first recompilation, None for others; all are in events.jsonl."""
         if self._recompiled:
             return None
         self._recompiled = True
-        why = "; ".join(event["reasons"]) or "it had not been called before"
-        return f"Compiled again at step {event['step']:,}, {event['compile_s']:.0f} s: {why}. Further times are only counted."
+        why = "; ".join(event["reasons"]) or "first call"
+        return (
+            f"Recompiled at step {event['step']:,}, {event['compile_s']:.0f} s: {why}. "
+            "Further recompilations are only counted."
+        )
 
     def on_end(self, summary: Mapping[str, Any]) -> None:
-        """Close the line of the steps; in a notebook, say what the run came to."""
+        """Close the line of the steps; in a notebook, print the result."""
         self._close()
         if self.terminal.is_cell:
             self.terminal.say(
@@ -173,7 +169,7 @@ class RunReport:
 
 
 def _event_line(event: Mapping[str, Any]) -> str | None:
-    """Return what a person reads about an event, None for those that others say."""
+    """Return a line about an event, None if it needs none."""
     kind = event.get("event")
     if kind == "start":
         return f"Training {amount(event['parameters'], 'parameters')} on {event['device']} ({event['device_reason']}): {event['machine']}"
@@ -191,18 +187,24 @@ def _event_line(event: Mapping[str, Any]) -> str | None:
     if kind == "evaluation":
         return f"Whole validation split: loss {event['loss']:.4f} on {event['tokens']:,} tokens"
     if kind == "no_tensorboard":
-        return f"TensorBoard's event file cannot be written any more ({event['reason']}); metrics.jsonl has the same figures."
+        return (
+            f"TensorBoard's event file can no longer be written ({event['reason']}); "
+            "metrics.jsonl has the same figures."
+        )
     return None
 
 
 def _count_of_speedups(decisions: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     if decisions:
         on = sum(decision["on"] for decision in decisions)
-        yield f"{on} of {len(decisions)} optimisations on; `flatout list speedups` or --verbose shows each"
+        yield (
+            f"{on} of {len(decisions)} optimisations on; "
+            "`flatout list speedups` or --verbose shows each"
+        )
 
 
 def _every_speedup(decisions: Sequence[Mapping[str, Any]], width: int | None) -> Iterator[str]:
-    """Yield each with its reason, in columns; no line wider than `width`."""
+    """Yield each speedup with its reason, in columns, wrapped to `width`."""
     names = max((len(decision["name"]) for decision in decisions), default=0)
     for decision in decisions:
         start = f"  {'on ' if decision['on'] else 'off'}  {decision['name']:<{names}}  "
@@ -210,7 +212,7 @@ def _every_speedup(decisions: Sequence[Mapping[str, Any]], width: int | None) ->
 
 
 def indented(text: str) -> str:
-    """Return text as a block that stands apart from the lines around it."""
+    """Return text as a block, set apart by a bar on its left."""
     return "\n".join(f"  | {line}".rstrip() for line in printable(text).strip("\n").splitlines())
 
 
@@ -222,14 +224,13 @@ def closing(
     width: int | None = None,
     height: int | None = None,
 ) -> str:
-    """Return the closing lines of a run: its last sample, `next_steps`, its loss curve, and last of
-    all what was measured.
+    """Return the closing lines of a run: its last sample, `next_steps`, its loss curve, its figures.
 
-    `summary` is the run's summary.json; the curve and the sample come from the run folder it names.
-    The curve uses characters that `encoding` (None: standard output's) has, and nothing is wider
-    than `width` (None: the terminal's) but what cannot be broken, such as a path. Where `height`
-    (None: the terminal's, if there is one) is short of lines, the curve is drawn lower and the
-    sample cut, so that a screen shows all of it.
+    `summary` is the run's summary.json; the curve and the sample come from the run directory that
+    it names. The curve uses characters of `encoding` (None: that of standard output). Lines are
+    wrapped to `width` (None: the terminal's), except words such as paths. If `height` (None: the
+    terminal's) is small, the curve is drawn lower and the sample is cut, so that all fits on one
+    screen.
     """
     width, height = width or columns(), height or rows()
     encoding = encoding or sys.stdout.encoding or "ascii"
@@ -245,7 +246,7 @@ def closing(
     sample = f"A sample:\n{wrapped(indented(samples[-1]), width)}" if samples else ""
     room = (
         math.inf if height is None else height - _num_lines(facts, next_steps)
-    )  # the empty line after the last part is the shell's prompt
+    )  # the last empty line is for the shell's prompt
     tall = _within(PICTURE_ROWS, room - UNDER_PICTURE - (SHORT_SAMPLE if sample else 0))
     records = [
         {name: value for name, value in line.items() if isinstance(value, (int, float))}
@@ -265,8 +266,9 @@ def closing(
 
 
 def _readable(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a file of the run; none where the disk refuses to read it: a finished run
-    does not fail for want of a picture.
+    """Return the lines of a file of the run, none if it cannot be read.
+
+    A finished run must not fail because its curve cannot be drawn.
     """
     try:
         return list(read_lines(path))
@@ -275,7 +277,7 @@ def _readable(path: Path) -> list[dict[str, Any]]:
 
 
 def _num_lines(*parts: str) -> int:
-    """Return the lines of parts, each with the empty one that sets it apart from the part before."""
+    """Return the number of lines of parts, including an empty one for each."""
     return sum(part.count("\n") + 2 for part in parts if part)
 
 
@@ -284,9 +286,7 @@ def _within(bounds: tuple[int, int], value: float) -> int:
 
 
 def _cut(sample: str, room: float) -> str:
-    """Return the first lines of a sample that has no more room than that; the whole of it is in
-    events.jsonl.
-    """
+    """Return the first lines of a sample that fit; events.jsonl has all of it."""
     if _num_lines(sample) <= room:
         return sample
     lines = [line for line in sample.split("\n") if line != "  |"]
@@ -294,17 +294,15 @@ def _cut(sample: str, room: float) -> str:
 
 
 def _closing_facts(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield (name, text) for what the summary holds; what was not measured is left out, an unknown
-    MFU says why.
-    """
+    """Yield (name, text) for the figures of the summary; an unknown MFU has its reason."""
     value: Callable[[str], Any] = summary.get
     yield "Run", str(summary["run"])
     total = (
-        f" ({duration(value('elapsed_s'))} in all)"
+        f" ({duration(value('elapsed_s'))} in total)"
         if value("resumed_from") and value("elapsed_s")
         else ""
     )
-    memory = f", {value('peak_gib'):.2f} GiB at most" if value("peak_gib") else ""
+    memory = f", {value('peak_gib'):.2f} GiB peak" if value("peak_gib") else ""
     yield (
         "Trained",
         f"{summary['steps']:,} steps, {amount(summary['tokens'], 'tokens')} in {duration(summary['wall_s'])}{total}{memory}",
@@ -319,7 +317,7 @@ def _closing_facts(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             f"best in the run {value('best_val_loss'):.4f} at step {value('best_step'):,}"
         )
     if value("bits_per_byte") is not None:
-        losses.append(f"{value('bits_per_byte'):.3f} bits a byte")
+        losses.append(f"{value('bits_per_byte'):.3f} bits per byte")
     if losses:
         yield "Loss", ", ".join(losses)
     rates = [f"{amount(value('tokens_per_s'))} tokens/s steady"] if value("tokens_per_s") else []

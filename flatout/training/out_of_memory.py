@@ -12,7 +12,7 @@ from flatout.assembly.memory import Workload, estimate, rows_that_fit
 from flatout.assembly.resolve import memory_bytes, workload_of
 from flatout.assembly.run import Run
 from flatout.assembly.selection import assemble
-from flatout.errors import HardwareError, RunFailed
+from flatout.errors import HardwareError, OutOfMemory, RunFailed
 
 GIB = 2**30
 ON_THE_CPU = "DefaultCPUAllocator"
@@ -60,7 +60,7 @@ def not_deterministic(run: Run, message: str) -> RunFailed:
     )
 
 
-def out_of_memory(run: Run) -> RunFailed:
+def out_of_memory(run: Run) -> OutOfMemory:
     """Return the error for a run out of memory, with leaner model settings or fewer rows to set."""
     workload = workload_of(run.config, assemble(run.decisions))
     need = estimate(workload, run.rows_per_device).total
@@ -69,7 +69,7 @@ def out_of_memory(run: Run) -> RunFailed:
     advice = _leaner_keys(workload, run.rows_per_device) or _fewer_rows(
         workload, run.rows_per_device, free
     )
-    return RunFailed(
+    return OutOfMemory(
         f"Out of memory at step {run.step}: this run needs about {need / GIB:.1f} GiB "
         f"with {run.rows_per_device} rows per device, and the {device} has "
         f"{free / GIB:.1f} GiB free.",

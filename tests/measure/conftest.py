@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 
 from flatout.measure.results import Report, Row, Trial
 from flatout.measure.spec import TrialResult
 from flatout.measure.statistics import Figure
+
+sys.path.append(str(Path(__file__).parent))
 
 
 def row(name, kind, rate, gain=None, **more):
@@ -35,13 +40,16 @@ def row(name, kind, rate, gain=None, **more):
     return Row(name=name, kind=kind, **({"repeats": 5} | figures | split | losses | told | more))
 
 
-@pytest.fixture(scope="session")
-def sample_report():
-    """A ladder with a gain, none, a loss, a broken promise, a failure, too little time and an
-    absence.
-    """
+LATE = "not measured: the time was up before its turn."
+
+
+def unmeasured(name, kind, status, reason, **more):
+    return Row(name=name, kind=kind, status=status, reason=reason, **more)
+
+
+def sample_rows():
     gain, none, slower = (Figure(median=m, low=m - 0.03, high=m + 0.03) for m in (2.1, 1.01, 0.87))
-    rows = [
+    return [
         row("baseline", "baseline", 13_415.0),
         row("+ pretokenised", "added", 28_171.0, gain, speedup="pretokenised"),
         row("+ prefetch", "added", 28_400.0, none, promise="rounding", loss_difference=3.2e-7),
@@ -54,12 +62,7 @@ def sample_report():
             loss_difference=0.2,
             repeats=1,
         ),
-        Row(
-            name="+ huge",
-            kind="added",
-            status="out-of-memory",
-            reason="Out of memory at step 0: it needs 91 GiB.",
-        ),
+        unmeasured("+ huge", "added", "out-of-memory", "Out of memory at step 0: it needs 91 GiB."),
         row(
             "all but prefetch",
             "left-out",
@@ -67,14 +70,9 @@ def sample_report():
             none,
             promise="statistical",
             promise_kept=None,
-            promise_reason="not judged: two repeats",
+            promise_reason="not checked: two repeats",
         ),
-        Row(
-            name="all but wrong",
-            kind="left-out",
-            status="not-measured",
-            reason="not measured: the time was up before its turn.",
-        ),
+        unmeasured("all but wrong", "left-out", "not-measured", LATE),
         row(
             "all, with bf16 for fp16",
             "put-in",
@@ -83,26 +81,21 @@ def sample_report():
             replaced=["fp16"],
             reason="timed-out in one repeat: It had not ended after 60 s.",
         ),
-        Row(
-            name="all and liger",
-            kind="put-in",
-            status="not-measured",
-            reason="not measured: the time was up before its turn.",
-        ),
-        Row(
-            name="all and compile",
-            kind="put-in",
-            status="timed-out",
-            reason="It had not ended after 90 s.",
-        ),
-        Row(
-            name="tf32",
-            kind="absent",
+        unmeasured("all and liger", "put-in", "not-measured", LATE),
+        unmeasured("all and compile", "put-in", "timed-out", "It had not ended after 90 s."),
+        unmeasured(
+            "tf32",
+            "absent",
+            "not-measured",
+            "cannot run here, because: it is a CPU.",
             speedup="tf32",
-            status="not-measured",
-            reason="cannot run here, because: it is a CPU.",
         ),
     ]
+
+
+@pytest.fixture(scope="session")
+def sample_report():
+    """A ladder with every kind of row."""
     return Report(
         kind="ladder",
         recipe="shakespeare-char",
@@ -117,7 +110,7 @@ def sample_report():
         repeats=5,
         complete=True,
         notes=["Not every line has 5 repeats."],
-        rows=rows,
+        rows=sample_rows(),
         total_speedup=Figure(median=2.16, low=2.1, high=2.2),
         trials=[
             Trial(

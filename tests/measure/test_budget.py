@@ -6,9 +6,9 @@ import pytest
 
 from flatout.measure.budget import (
     DEFAULT_SECONDS,
-    FEWEST_SECONDS,
     LONGEST_TRIAL_S,
-    MOST_SECONDS,
+    MAX_SECONDS,
+    MIN_SECONDS,
     REPEATS,
     USUAL_OVERHEAD_S,
     Budget,
@@ -103,7 +103,7 @@ def test_with_time_to_spare_there_are_five_rounds_and_longer_trials():
     budget = Budget(3, minutes=10, repeats=None, clock=clock)
     rounds = rounds_of(budget, clock, names, cost=lambda name, seconds: 4.0 + seconds)
     assert [len(done) for done in rounds] == [3] * 5
-    assert budget.seconds == MOST_SECONDS
+    assert budget.seconds == MAX_SECONDS
 
 
 def test_a_slow_point_gets_fewer_repeats_and_the_others_keep_theirs():
@@ -124,7 +124,7 @@ def test_too_little_time_for_one_round_measures_the_first_points():
     clock, names = Clock(), [f"point {n}" for n in range(20)]
     budget = Budget(20, minutes=1, repeats=None, clock=clock)
     rounds = rounds_of(budget, clock, names, cost=lambda name, seconds: 7.0 + seconds)
-    assert budget.seconds == FEWEST_SECONDS
+    assert budget.seconds == MIN_SECONDS
     assert rounds[0] == names[: len(rounds[0])]
     assert 3 < len(rounds[0]) < 8
 

@@ -10,13 +10,13 @@ from flatout.assembly.request import adding
 from flatout.assembly.selection import select
 from flatout.config.schema import load_config
 from flatout.hardware import Gpu, Machine
-from flatout.measure import settling
+from flatout.measure import resolving
 from flatout.measure.ladder import (
     BASELINE,
+    added_to_full,
     in_order,
     make_ladder,
     promise_between,
-    put_in_rung,
     without,
 )
 
@@ -30,14 +30,16 @@ def ladder_of(machine, *overrides, device="cpu", minutes=60.0):
     config = load_config(None, [*overrides, f"train.device={device}"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            settling,
+            resolving,
             "resolve",
             lambda config, **_: (config, select(config, machine, device=device, minutes=minutes)),
         )
         decisions = select(config, machine, device=device, minutes=minutes)
-        settled = settling.Settled(config, decisions, machine, None)
-        put_in = {d.name: settling.put_in(d.name, config, settled) for d in decisions if not d.on}
-    return make_ladder(config, decisions, put_in)
+        resolved = resolving.Resolved(config, decisions, machine, None)
+        additions = {
+            d.name: resolving.adding_one(d.name, config, resolved) for d in decisions if not d.on
+        }
+    return make_ladder(config, decisions, additions)
 
 
 def named(ladder, kind):
@@ -99,7 +101,7 @@ def test_a_rung_with_one_put_in_is_what_naming_it_and_its_needs_gives():
                 [
                     *overrides,
                     "speedups="
-                    + adding(own.removeprefix("speedups="), settling.with_needs(rung.speedup)),
+                    + adding(own.removeprefix("speedups="), resolving.with_needs(rung.speedup)),
                 ],
             )
             assert set(rung.speedups) == {
@@ -175,9 +177,9 @@ def test_a_speedup_comes_after_what_it_needs_and_goes_with_it(made_up):
 
 
 def test_the_name_of_a_rung_says_what_came_and_what_went():
-    assert put_in_rung("a", ("a", "b"), ["b"], "+ b").name == "all and a"
-    assert put_in_rung("a", ("a", "c"), ["b"], "+ b").name == "all, with a and c for b"
-    assert put_in_rung("a", ("a", "b", "need"), ["b"], "+ b").name == "all and a and need"
+    assert added_to_full("a", ("a", "b"), ["b"], "+ b").name == "all and a"
+    assert added_to_full("a", ("a", "c"), ["b"], "+ b").name == "all, with a and c for b"
+    assert added_to_full("a", ("a", "b", "need"), ["b"], "+ b").name == "all and a and need"
 
 
 def test_several_promises_together_are_the_loosest():

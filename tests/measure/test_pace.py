@@ -7,13 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from flatout.measure.pace import WINDOW_STEPS, Pace, settled
+from flatout.measure.pace import WINDOW_STEPS, Pace, is_steady
 from flatout.training.metrics.clocks import TimeBreakdown
 
 
 def settles_after(series):
     """The number of steps after which the rule says that the warm-up is over."""
-    return next((count for count in range(1, len(series) + 1) if settled(series[:count])), None)
+    return next((count for count in range(1, len(series) + 1) if is_steady(series[:count])), None)
 
 
 def test_a_constant_series_settles_after_two_windows():
@@ -77,7 +77,7 @@ class MadeUp:
 
 def test_a_trial_warms_up_and_measures_for_its_seconds():
     pace = MadeUp([5.0] + [0.25] * 100).train()
-    assert (pace.warmup_steps, pace.warmup_s, pace.is_settled) == (17, 9.0, True)
+    assert (pace.warmup_steps, pace.warmup_s, pace.is_steady) == (17, 9.0, True)
     assert pace.measured.steps == 8
     assert pace.measured.train_s == 2.0
 
@@ -85,7 +85,7 @@ def test_a_trial_warms_up_and_measures_for_its_seconds():
 def test_quick_steps_warm_up_for_two_seconds_at_least():
     pace = MadeUp([2**-8] * 2000).train()
     assert pace.warmup_s >= 2.0
-    assert pace.is_settled
+    assert pace.is_steady
 
 
 def test_slow_steps_are_measured_three_times_at_least():
@@ -101,9 +101,9 @@ def test_a_trial_goes_on_until_it_has_its_losses():
 
 def test_warming_up_ends_when_patience_does_and_that_is_recorded():
     pace = MadeUp([0.5] * 50).train(warmup_s=4.0)
-    assert (pace.warmup_steps, pace.warmup_s, pace.is_settled) == (9, 4.5, False)
+    assert (pace.warmup_steps, pace.warmup_s, pace.is_steady) == (9, 4.5, False)
     pace = MadeUp([30.0] + [0.25] * 50).train(warmup_s=6.0)
-    assert (pace.warmup_steps, pace.is_settled) == (17, True), (
+    assert (pace.warmup_steps, pace.is_steady) == (17, True), (
         "what the first step takes is not held against it"
     )
 

@@ -9,7 +9,7 @@ import pytest
 from flatout.config.schema import load_config
 from flatout.errors import ConfigError
 from flatout.measure import results
-from flatout.measure.results import claim, commit_of_package, place_for, read, write
+from flatout.measure.results import claim, commit_of_package, read, results_dir, write
 from flatout.measure.spec import TrialResult
 
 CONFIG = load_config("shakespeare-char")
@@ -25,7 +25,7 @@ def test_a_newer_or_broken_report_is_refused(sample_report, tmp_path):
     write(sample_report, "", "", tmp_path)
     document = json.loads((tmp_path / "bench.json").read_text())
     (tmp_path / "bench.json").write_text(json.dumps(document | {"format_version": 99}))
-    with pytest.raises(ConfigError, match="newer flatout"):
+    with pytest.raises(ConfigError, match="newer version of flatout"):
         read(tmp_path)
     (tmp_path / "bench.json").write_text("{")
     with pytest.raises(ConfigError, match="Cannot read"):
@@ -34,38 +34,40 @@ def test_a_newer_or_broken_report_is_refused(sample_report, tmp_path):
 
 def test_results_get_a_folder_of_their_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    first = place_for(CONFIG, "ladder", None)
+    first = results_dir(CONFIG, "ladder", None)
     assert first.parts[0] == "bench"
     assert first.name.startswith("shakespeare-char-")
     for expected in (first, first.with_name(f"{first.name}-2"), first.with_name(f"{first.name}-3")):
-        assert place_for(CONFIG, "ladder", None) == expected
+        assert results_dir(CONFIG, "ladder", None) == expected
         expected.mkdir(parents=True)
-    assert place_for(CONFIG, "batch", None).name == f"{first.name}-batch"
+    assert results_dir(CONFIG, "batch", None).name == f"{first.name}-batch"
 
 
 def test_a_folder_with_something_else_is_left_alone(sample_report, tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").touch()
-    with pytest.raises(ConfigError, match="holds other files"):
-        place_for(CONFIG, "ladder", tmp_path / "mine")
+    with pytest.raises(ConfigError, match="contains other files"):
+        results_dir(CONFIG, "ladder", tmp_path / "mine")
     with pytest.raises(ConfigError, match="is a file"):
-        place_for(CONFIG, "ladder", tmp_path / "mine" / "thesis.txt")
-    assert place_for(CONFIG, "ladder", tmp_path / "new") == tmp_path / "new"
+        results_dir(CONFIG, "ladder", tmp_path / "mine" / "thesis.txt")
+    assert results_dir(CONFIG, "ladder", tmp_path / "new") == tmp_path / "new"
 
 
 def test_only_the_same_bench_is_written_over(sample_report, tmp_path):
     write(sample_report.model_copy(update={"config_digest": CONFIG.digest()}), "", "", tmp_path)
-    assert place_for(CONFIG, "ladder", tmp_path) == tmp_path
+    assert results_dir(CONFIG, "ladder", tmp_path) == tmp_path
     for config, kind in ((CONFIG, "batch"), (CONFIG.with_values({"train.seed": 5}), "ladder")):
         with pytest.raises(
             ConfigError,
-            match=f"holds the bench of shakespeare-char .ladder, .*; this one is of shakespeare-char .{kind}",
+            match=f"contains the bench of shakespeare-char .ladder, .*; this one is of shakespeare-char .{kind}",
         ) as refused:
-            place_for(config, kind, tmp_path)
+            results_dir(config, kind, tmp_path)
         assert "--out" in refused.value.fix
     (tmp_path / "bench.json").write_text("{}")
-    with pytest.raises(ConfigError, match="no bench that this flatout can read"):
-        place_for(CONFIG, "ladder", tmp_path)
+    with pytest.raises(
+        ConfigError, match="not a bench report that this version of flatout can read"
+    ):
+        results_dir(CONFIG, "ladder", tmp_path)
 
 
 def test_a_folder_with_the_trials_of_a_bench_that_was_killed_takes_the_same_again(tmp_path):
@@ -76,12 +78,12 @@ def test_a_folder_with_the_trials_of_a_bench_that_was_killed_takes_the_same_agai
         result=TrialResult(status="failed", reason="It fell over."),
     )
     results.keep(trial, (CONFIG.name, "ladder", CONFIG.digest()), "2026-11-20", tmp_path)
-    assert place_for(CONFIG, "ladder", tmp_path) == tmp_path
+    assert results_dir(CONFIG, "ladder", tmp_path) == tmp_path
     with pytest.raises(ConfigError, match=r"this one is of shakespeare-char .batch"):
-        place_for(CONFIG, "batch", tmp_path)
+        results_dir(CONFIG, "batch", tmp_path)
     (tmp_path / "trials.jsonl").write_text('{"something": "else"}\n')
-    with pytest.raises(ConfigError, match="holds other files"):
-        place_for(CONFIG, "ladder", tmp_path)
+    with pytest.raises(ConfigError, match="contains other files"):
+        results_dir(CONFIG, "ladder", tmp_path)
 
 
 def test_there_is_no_commit_outside_a_checkout(tmp_path, monkeypatch):
@@ -92,15 +94,17 @@ def test_there_is_no_commit_outside_a_checkout(tmp_path, monkeypatch):
 @pytest.mark.parametrize("text", ["[]", "3", '"bench"', "null", '{"format_version": "x"}'])
 def test_json_that_is_no_bench_is_refused(text, tmp_path):
     (tmp_path / "bench.json").write_text(text)
-    with pytest.raises(ConfigError, match="no bench that this flatout can read"):
+    with pytest.raises(
+        ConfigError, match="not a bench report that this version of flatout can read"
+    ):
         read(tmp_path)
 
 
 @pytest.mark.parametrize("label", ["abc", 3, ["tiny", "ladder"], [1, 2, 3]])
 def test_trials_with_another_label_are_other_files(label, tmp_path, tiny_config):
     (tmp_path / "trials.jsonl").write_text(json.dumps({"bench": label}) + "\n")
-    with pytest.raises(ConfigError, match="holds other files"):
-        place_for(tiny_config(), "ladder", tmp_path)
+    with pytest.raises(ConfigError, match="contains other files"):
+        results_dir(tiny_config(), "ladder", tmp_path)
 
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path):

@@ -10,24 +10,24 @@ from flatout.assembly.resolve import resolve
 from flatout.data.store.shards import Dataset
 from flatout.errors import ConfigError
 from flatout.hardware import Gpu, Machine
-from flatout.measure.judge import Measured
-from flatout.measure.settling import settle
+from flatout.measure.promises import Measured
+from flatout.measure.resolving import resolve_here
 from flatout.measure.sweep import SWEEPS, counted, largest_divisor, precisions, sweep_experiment
 
 
 @pytest.fixture
 def swept(tiny_config):
-    """Return the experiment of a sweep of the tiny run, and every point's configuration, settled."""
+    """Return the experiment of a sweep of the tiny run, and every point's configuration, resolved."""
 
     def make(what, **changes):
         asked = tiny_config(**{"batch__rows_per_device": "auto", "speedups": "auto"} | changes)
-        settled = settle(asked)
-        experiment = sweep_experiment(what, asked, settled)
+        resolved = resolve_here(asked)
+        experiment = sweep_experiment(what, asked, resolved)
         configs = {
             point.name: resolve(
                 asked.with_values({**point.values, "train.device": "cpu"}),
-                machine=settled.machine,
-                dataset=settled.dataset,
+                machine=resolved.machine,
+                dataset=resolved.dataset,
                 world_size=1,
             )[0]
             for point in experiment.points
@@ -60,7 +60,7 @@ def test_seq_len_keeps_the_tokens_of_a_step_and_of_a_micro_batch(swept):
     reasons = {
         row.name: row.reason for row in experiment.rows(Measured([])) if row.kind == "absent"
     }
-    assert "not a whole number" in reasons["32 tokens"]
+    assert "not a multiple" in reasons["32 tokens"]
 
 
 def test_a_length_that_one_set_of_a_mix_is_too_short_for_is_a_row(
@@ -95,8 +95,8 @@ def test_precision_looks_at_the_device_that_was_settled(tiny_config, monkeypatch
     gpu = Machine(
         "a CPU", 2, 8.0, (Gpu("NVIDIA H200", 141.0, (9, 0), "1"),), "3.11", cpu_multiplies_bf16=True
     )
-    settled = replace(settle(asked.with_values({"train.device": "cpu"})), machine=gpu)
-    names = [point.name for point in sweep_experiment("precision", asked, settled).points]
+    resolved = replace(resolve_here(asked.with_values({"train.device": "cpu"})), machine=gpu)
+    names = [point.name for point in sweep_experiment("precision", asked, resolved).points]
     assert names == ["fp32", "bf16", "bf16-products", "fp16"]
 
 
@@ -128,7 +128,7 @@ def test_a_sweep_with_nothing_to_measure_is_refused(tiny_config, monkeypatch):
     asked = tiny_config()
     monkeypatch.setitem(SWEEPS, "batch", lambda *_: ({}, {"1 rows": "no room."}))
     with pytest.raises(ConfigError, match="nothing to measure"):
-        sweep_experiment("batch", asked, settle(asked))
+        sweep_experiment("batch", asked, resolve_here(asked))
 
 
 def test_one_thing_is_singular(swept):

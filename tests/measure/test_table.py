@@ -33,7 +33,7 @@ def test_every_kind_of_row_is_in_the_table(sample_report):
     )
     assert "x1.02, too few repeats to be sure" in line_of(text, "+ wrong")
     assert "Out of memory at step 0: it needs 91 GiB." in line_of(text, "+ huge")
-    assert "not judged: two repeats" in line_of(text, "all but prefetch")
+    assert "not checked: two repeats" in line_of(text, "all but prefetch")
     assert "\n\nNot measured, the time was up: all but wrong, all and liger.\n\n" in text
     assert "slower, x0.87 (0.84 to 0.90)" in line_of(text, "all, with bf16 for fp16")
     assert "gains are medians of the ratios within rounds" in text

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from flatout.config.schema import load_config
-from flatout.errors import ConfigError, RunFailed
+from flatout.errors import ConfigError, OutOfMemory
 from flatout.measure import trial
 from flatout.measure.spec import TrialResult, TrialSpec
 from flatout.measure.trial import measured, run_trial
@@ -100,7 +100,7 @@ def test_a_spec_passes_through_json():
     [
         (ConfigError("The key is wrong.", fix="Mend it."), "failed", "The key is wrong."),
         (
-            RunFailed("Out of memory at step 0: too much.", fix="Less."),
+            OutOfMemory("Out of memory at step 0: too much.", fix="Less."),
             "out-of-memory",
             "Out of memory at step 0",
         ),
@@ -109,7 +109,7 @@ def test_a_spec_passes_through_json():
                 "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 4000000000000000 bytes. Error code 12"
             ),
             "out-of-memory",
-            "it tried to take 3.6 PiB.",
+            "it tried to allocate 3.6 PiB.",
         ),
         (RuntimeError("can't allocate memory"), "out-of-memory", "can't allocate"),
         (MemoryError(), "out-of-memory", "Out of memory"),

@@ -37,7 +37,7 @@ def text_of(terminal):
 
 def rendered(terminal):
     paper = Console(file=io.StringIO(), width=terminal.console.width)
-    paper.print(terminal._render())
+    paper.print(terminal.lines())
     return paper.file.getvalue()
 
 

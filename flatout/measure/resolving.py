@@ -1,7 +1,7 @@
-"""A recipe on this machine, with everything that it leaves open decided as `train` decides it.
+"""Resolves a recipe on this machine as `train` does.
 
-On a GPU that takes a context on it, whose memory the trials would lack. So the process that starts
-the trials, and stays while they run, asks another one, which ends with its answer.
+On a GPU that creates a context, whose memory the trials would lack. So the process that starts the
+trials delegates it to another process, which ends with its answer.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from flatout.hardware import Machine, pick_device, probe
 from flatout.measured import gains_here
 from flatout.registry import SPEEDUPS
 
-PROGRAM = "from flatout.measure.settling import main; main()"
+PROGRAM = "from flatout.measure.resolving import main; main()"
 
 
 @dataclass(frozen=True)
-class Settled:
-    """A recipe with nothing left open."""
+class Resolved:
+    """A recipe with all choices made."""
 
     config: RunConfig
     decisions: list[Decision]
@@ -45,7 +45,7 @@ class Settled:
 
 
 class Choice(BaseModel):
-    """What was decided; passes between processes as JSON."""
+    """The choices of a resolved recipe; passes between processes as JSON."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -53,16 +53,15 @@ class Choice(BaseModel):
     """The resolved configuration."""
     decisions: list[Decision]
     """Every speedup, on or off, with the reason."""
-    put_in: dict[str, list[str] | str]
-    """For each speedup that is off where `auto` decides: what is on when it is named besides, or
-    why it cannot be.
-    """
+    additions: dict[str, list[str] | str]
+    """For each speedup that `auto` leaves off: the set that adding it gives, or why it cannot be
+    added."""
 
 
-def settle(asked: RunConfig, cache: Path | None = None) -> Settled:
-    """Decide what a recipe leaves open, for one process on this machine.
+def resolve_here(asked: RunConfig, cache: Path | None = None) -> Resolved:
+    """Resolve a recipe for one process on this machine.
 
-    `cache` holds what was measured on this hardware, which `auto` goes by; None: nothing.
+    `cache` has the gains measured on this hardware, which `auto` uses; None for no gains.
 
     Raises: UsageError when it cannot run here.
     """
@@ -76,37 +75,35 @@ def settle(asked: RunConfig, cache: Path | None = None) -> Settled:
         world_size=1,
         measured=gains_here(machine, device, cache),
     )
-    return Settled(config, decisions, machine, dataset)
+    return Resolved(config, decisions, machine, dataset)
 
 
 def choose(asked: RunConfig, cache: Path | None = None) -> Choice:
-    """Settle a recipe, and again with each speedup named that is off.
+    """Resolve a recipe, and again with each speedup that is off added.
 
     Raises: UsageError when it cannot run here.
     """
-    settled = settle(asked, cache)
+    resolved = resolve_here(asked, cache)
     off = (
-        [decision.name for decision in settled.decisions if not decision.on]
+        [decision.name for decision in resolved.decisions if not decision.on]
         if parse_request(asked.speedups).auto
         else []
     )
     return Choice(
-        config=settled.config.to_dict(),
-        decisions=settled.decisions,
-        put_in={name: put_in(name, asked, settled, cache) for name in off},
+        config=resolved.config.to_dict(),
+        decisions=resolved.decisions,
+        additions={name: adding_one(name, asked, resolved, cache) for name in off},
     )
 
 
-def put_in(
-    name: str, asked: RunConfig, settled: Settled, cache: Path | None = None
+def adding_one(
+    name: str, asked: RunConfig, resolved: Resolved, cache: Path | None = None
 ) -> list[str] | str:
-    """Return what is on when `name`, with what it needs, is named on top of what was asked for; or
-    why it cannot be.
-    """
-    stated = asked.with_values({"train.device": settled.config.train.device})
+    """Return the speedups that are on when `name` and its needs are added, or why it cannot be."""
+    stated = asked.with_values({"train.device": resolved.config.train.device})
     wanted = with_needs(name)
     for part in wanted:
-        why_not = speedup_named(part).reason_against(settled.machine, stated)
+        why_not = speedup_named(part).reason_against(resolved.machine, stated)
         if why_not:
             return (
                 f"cannot run here, because: {why_not}"
@@ -117,43 +114,43 @@ def put_in(
     try:
         _, decisions = resolve(
             named,
-            machine=settled.machine,
-            dataset=settled.dataset,
+            machine=resolved.machine,
+            dataset=resolved.dataset,
             world_size=1,
-            measured=gains_here(settled.machine, named.train.device, cache),
+            measured=gains_here(resolved.machine, named.train.device, cache),
         )
         assemble(decisions)
     except UsageError as error:
-        return f"cannot be put in, because: {error.what}"
+        return f"cannot be added, because: {error.what}"
     return [decision.name for decision in decisions if decision.on]
 
 
 def with_needs(name: str) -> list[str]:
-    """Return a speedup, then all that it needs."""
+    """Return a speedup, followed by all that it needs."""
     found = [name]
-    for part in found:  # grows on the way
+    for part in found:  # it grows during the loop
         if ":" in part or part in SPEEDUPS.names():
             found += [need for need in speedup_named(part).needs if need not in found]
     return found
 
 
-def settle_apart(
+def resolve_apart(
     asked: RunConfig, cache: Path | None = None
-) -> tuple[Settled, dict[str, list[str] | str]]:
-    """Return a recipe settled, and `Choice.put_in`; on a GPU without touching it from this process.
+) -> tuple[Resolved, dict[str, list[str] | str]]:
+    """Return a resolved recipe and `Choice.additions`, without using the GPU in this process.
 
     Raises: UsageError when it cannot run here; RunFailed when the other process died.
     """
     machine = probe()
-    choice = (ask_another if uses_gpu(machine, asked) else choose)(asked, cache)
+    choice = (choose_in_subprocess if uses_gpu(machine, asked) else choose)(asked, cache)
     config = validate(choice.config)
-    return Settled(config, choice.decisions, machine, open_dataset(asked)), choice.put_in
+    return Resolved(config, choice.decisions, machine, open_dataset(asked)), choice.additions
 
 
-def ask_another(
+def choose_in_subprocess(
     asked: RunConfig, cache: Path | None = None, *, command: Iterable[str] = ()
 ) -> Choice:
-    """Let a process of its own `choose`. `command` replaces the program, for tests.
+    """Call `choose` in another process. `command` replaces the program, for tests.
 
     Raises: what `choose` raises there; RunFailed when the process died.
     """
@@ -173,13 +170,13 @@ def ask_another(
         raise getattr(errors, told["kind"])(told["what"], fix=told["fix"])
     said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1][:300]
     raise RunFailed(
-        f"The process that settles the configuration died: {said}",
+        f"The process that resolves the configuration died: {said}",
         fix="Try the same recipe with `flatout train`.",
     )
 
 
 def main() -> None:
-    """Read a configuration from standard input, print the choice; of an error, what it says."""
+    """Read a configuration from standard input, and print the choice or the error."""
     try:
         asked = json.load(sys.stdin)
         cache = asked["cache"] and Path(asked["cache"])

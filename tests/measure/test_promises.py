@@ -6,8 +6,8 @@ import pytest
 
 from flatout.assembly.recipe import Promise
 from flatout.config.schema import load_config
-from flatout.measure.judge import Measured, keeps, ladder_rows, largest_difference, measured_row
 from flatout.measure.ladder import Absent, Ladder, Rung
+from flatout.measure.promises import Measured, keeps, ladder_rows, largest_difference, measured_row
 from flatout.measure.results import INTERRUPTED, Trial
 from flatout.measure.spec import TrialResult
 from flatout.measure.statistics import Spread
@@ -215,7 +215,7 @@ def test_where_runs_do_not_repeat_and_none_was_deterministic_nothing_is_judged()
     few = rows_of([*timed, alone, deterministic("+ prefetch", LOSSES)], repeats_to_the_bit=False)[
         "+ prefetch"
     ]
-    assert (few.promise_kept, few.promise_reason) == (None, "3 of 10 losses: not judged")
+    assert (few.promise_kept, few.promise_reason) == (None, "3 of 10 losses: not checked")
 
 
 def test_losses_that_are_equal_anyway_need_no_deterministic_run():
@@ -241,7 +241,7 @@ def test_lengths_of_losses_may_differ_between_rounds_and_points():
     rows = rows_of(trials)
     assert (rows["+ prefetch"].promise_kept, rows["+ prefetch"].promise_reason) == (
         None,
-        "2 of 3 losses: not judged",
+        "2 of 3 losses: not checked",
     )
     assert rows["+ fused-adamw"].promise_kept is None
 
@@ -249,12 +249,12 @@ def test_lengths_of_losses_may_differ_between_rounds_and_points():
 def test_a_promise_is_kept_only_over_all_losses_and_broken_by_any():
     assert keeps(Promise.exact(), [(LOSSES, LOSSES)], loss_steps=20) == (
         None,
-        "3 of 20 losses: not judged",
+        "3 of 20 losses: not checked",
     )
     assert keeps(Promise.exact(), [([3.0, 2.5, 2.21], LOSSES)], loss_steps=20)[0] is False
     assert keeps(Promise.statistical(), [(LOSSES, LOSSES)] * 3, loss_steps=20) == (
         None,
-        "3 of 20 losses: not judged",
+        "3 of 20 losses: not checked",
     )
 
 
@@ -289,7 +289,7 @@ def test_a_statistical_promise_is_judged_over_seeds():
     assert not keeps(Promise.statistical(), worse, loss_steps=1)[0]
     assert keeps(Promise.statistical(), worse[:2], loss_steps=1) == (
         None,
-        "too few seeds to judge: 2 of 3",
+        "too few seeds to check: 2 of 3",
     )
     unsure = [([2.0 + off], [2.0]) for off in (0.01, 0.02, 0.06)]
     assert keeps(Promise.statistical(), unsure, loss_steps=1)[0], (

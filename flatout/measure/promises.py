@@ -1,4 +1,4 @@
-"""From trials to verdicts: gains with their intervals, and whether each promise was kept."""
+"""From trials to rows: gains with their intervals, and whether each promise was kept."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from flatout.measure import exactness
 from flatout.measure.ladder import Ladder, Rung, promise_between
 from flatout.measure.results import TIME_WAS_UP, Row, Trial
 from flatout.measure.spec import TrialResult
-from flatout.measure.statistics import FEWEST_SEEDS, Spread, mean_of, median_of, spread
+from flatout.measure.statistics import MIN_SEEDS, Spread, mean_of, median_of, spread
 
 FINAL_LOSSES = 5
-"""Last losses whose mean stands for the final loss: one alone is noisier than the difference that
-is looked for.
-"""
+"""Number of last losses whose mean is taken as the final loss; a single one is too noisy."""
+
+LossPairs = Sequence[tuple[Sequence[float], Sequence[float]]]
+"""Losses (with, without) on the same batches, one pair per repeat."""
 
 
 @dataclass(frozen=True)
@@ -26,31 +27,24 @@ class Measured:
 
     trials: Sequence[Trial]
     stopped_by: str = TIME_WAS_UP
-    """What kept a point without a trial from its turn."""
+    """Why a point may have no trial."""
     repeats_to_the_bit: bool = True
     """Whether two runs of one command give equal losses on this device."""
 
     def ok(self, point: str) -> dict[int, TrialResult]:
-        """Return the point's timed results that gave figures, by round."""
+        """Return the point's timed results with figures, by round."""
         return {trial.round: trial.result for trial in self._timed(point) if trial.result.is_ok}
 
     def failed(self, point: str) -> TrialResult | None:
-        """Return the point's first timed result that gave none."""
+        """Return the point's first timed result without figures."""
         return next((trial.result for trial in self._timed(point) if not trial.result.is_ok), None)
 
     def deterministic(self, point: str) -> TrialResult | None:
-        """Return the result of the point's run with train.deterministic=true; None when there was
-        none.
-        """
-        return next(
-            (trial.result for trial in self.trials if trial.point == point and trial.deterministic),
-            None,
-        )
+        """Return the result of the point's run with train.deterministic=true, if there was one."""
+        return next((t.result for t in self.trials if t.point == point and t.deterministic), None)
 
     def loss_pairs(self, one: str, other: str) -> list[tuple[list[float], list[float]]]:
-        """Return the losses of two points on the same batches, cut to one length, a pair each round
-        in which both have some.
-        """
+        """Return the losses of two points on the same batches, cut to one length: a pair per round."""
         these, those = self.ok(one), self.ok(other)
         return exactness.paired(
             (these[r].losses, those[r].losses) for r in sorted(these.keys() & those.keys())
@@ -60,13 +54,11 @@ class Measured:
         return [trial for trial in self.trials if trial.point == point and not trial.deterministic]
 
     def rates(self, point: str) -> list[float]:
-        """Return the point's tokens a second, a repeat each."""
+        """Return the point's tokens per second, one value per repeat."""
         return [result.tokens_per_s or 0.0 for result in self.ok(point).values()]
 
     def ratios(self, fast: str, slow: str) -> list[float]:
-        """Return how many times faster one point was than another, a round each in which both were
-        measured.
-        """
+        """Return how many times faster `fast` was than `slow`, one value per common round."""
         one, other = self.ok(fast), self.ok(slow)
         return [
             (one[r].tokens_per_s or 0.0) / (other[r].tokens_per_s or 1.0)
@@ -75,7 +67,7 @@ class Measured:
 
 
 def measured_row(name: str, kind: str, point: str, found: Measured, shared: Spread) -> Row:
-    """Return the line of one point, as far as it needs no other."""
+    """Return the row of one point, without comparisons."""
     results = list(found.ok(point).values())
     failed = found.failed(point)
     if not results:
@@ -85,28 +77,27 @@ def measured_row(name: str, kind: str, point: str, found: Measured, shared: Spre
             else ("not-measured", f"not measured: {found.stopped_by} before its turn.")
         )
         return Row(name=name, kind=kind, status=status, reason=reason)
-    middle = {
-        key: middle_of(results, key) for key in ("step_ms", "data_ms", "host_ms", "device_ms")
-    }
+    peaks = [result.peak_gib for result in results if result.peak_gib is not None]
     return Row(
         name=name,
         kind=kind,
         reason=f"{failed.status} in one repeat: {failed.reason}" if failed else None,
         repeats=len(results),
         tokens_per_s=median_of(found.rates(point), shared=shared),
-        peak_gib=max(
-            (result.peak_gib for result in results if result.peak_gib is not None), default=None
-        ),
+        peak_gib=max(peaks, default=None),
         rows_per_device=results[0].rows_per_device,
         accumulate=results[0].accumulate,
         warmup_steps=round(statistics.median(result.warmup_steps or 0 for result in results)),
-        **middle,
+        step_ms=_median([result.step_ms for result in results]),
+        data_ms=_median([result.data_ms for result in results]),
+        host_ms=_median([result.host_ms for result in results]),
+        device_ms=_median([result.device_ms for result in results]),
     )
 
 
-def middle_of(results: Sequence[TrialResult], key: str) -> float | None:
-    """Return the median of a figure over repeats; None when none has it."""
-    values = [value for result in results if (value := getattr(result, key)) is not None]
+def _median(figures: Sequence[float | None]) -> float | None:
+    """Return the median of the repeats that have the figure, None without any."""
+    values = [value for value in figures if value is not None]
     return statistics.median(values) if values else None
 
 
@@ -118,42 +109,37 @@ def ladder_rows(
     *,
     loss_steps: int,
 ) -> list[Row]:
-    """Return the lines of a ladder; `points` names the point whose trials a rung shares,
-    `loss_steps` are the losses that judge a promise.
+    """Return the rows of a ladder.
+
+    `points` maps each rung to the point whose trials it uses; `loss_steps` is the number of losses
+    that decide a promise.
     """
-    pairs = {
+    compared = {
         rung.name: against
         for rung in ladder.rungs
         if (against := measured_against(rung, ladder, points, found)) is not None
     }
-    noise_of_rates = spread(found.rates(point) for point in dict.fromkeys(points.values()))
     ratios = {
-        name: gains(ladder.rung(name), against, points, found) for name, against in pairs.items()
+        name: gains(ladder.rung(name), against, points, found) for name, against in compared.items()
     }
-    noise_of_gains = spread(ratios.values())
+    rate_noise = spread(found.rates(point) for point in dict.fromkeys(points.values()))
+    gain_noise = spread(ratios.values())
     rows = []
     for rung in ladder.rungs:
-        row = measured_row(rung.name, rung.kind, points[rung.name], found, noise_of_rates)
         update: dict[str, object] = {
             "speedup": rung.speedup,
             "speedups": list(rung.speedups),
             "against": rung.against,
             "replaced": list(rung.replaced),
         }
-        if rung.name in pairs and ratios[rung.name]:
-            gain = median_of(ratios[rung.name], shared=noise_of_gains)
-            below = pairs[rung.name].name
-            verdict = gain.worth() if rung.kind == "left-out" else gain.verdict()
-            if below != rung.against:
-                verdict += f", together with what gave no figures, against {below}"
-            update |= {"against": below, "gain": gain, "verdict": verdict}
-            update |= judged(rung, pairs[rung.name], points, found, config, loss_steps)
+        against = compared.get(rung.name)
+        if against is not None and ratios[rung.name]:
+            update |= _gain(rung, against, ratios[rung.name], gain_noise)
+            update |= _loss_check(rung, against, points, found, config, loss_steps)
         elif rung.against and not found.ok(points[rung.against]):
-            update["verdict"] = (
-                f"{rung.against} gave no figures"
-                if rung.against != ladder.full
-                else "the full set gave no figures"
-            )
+            name = "the full set" if rung.against == ladder.full else rung.against
+            update["verdict"] = f"{name} gave no figures"
+        row = measured_row(rung.name, rung.kind, points[rung.name], found, rate_noise)
         rows.append(row.model_copy(update=update))
     return rows + [
         Row(
@@ -167,13 +153,22 @@ def ladder_rows(
     ]
 
 
+def _gain(rung: Rung, against: Rung, ratios: Sequence[float], noise: Spread) -> dict[str, object]:
+    """Return the fields of a row about its gain."""
+    gain = median_of(ratios, shared=noise)
+    verdict = gain.worth() if rung.kind == "left-out" else gain.verdict()
+    if against.name != rung.against:
+        verdict += f", together with the rungs without figures, against {against.name}"
+    return {"against": against.name, "gain": gain, "verdict": verdict}
+
+
 def measured_against(
     rung: Rung, ladder: Ladder, points: Mapping[str, str], found: Measured
 ) -> Rung | None:
-    """Return the rung that `rung` is compared with: of an added one the nearest below it that gave
-    figures, else the full set alone.
+    """Return the rung that `rung` is compared with.
 
-    What leaves one out of the full set says nothing beside any other set.
+    For an added speedup it is the nearest rung below that gave figures. An ablation of the full set
+    can only be compared with the full set.
     """
     below = rung.against
     while below is not None:
@@ -185,14 +180,15 @@ def measured_against(
 
 
 def gains(rung: Rung, against: Rung, points: Mapping[str, str], found: Measured) -> list[float]:
-    """Return how many times faster the rung's speedup makes it, a round each; leaving it out is the
-    other way round.
+    """Return how many times faster the rung's speedup is, one value per round.
+
+    For one that is left out, the comparison is the other way round.
     """
     fast, slow = points[rung.name], points[against.name]
     return found.ratios(slow, fast) if rung.kind == "left-out" else found.ratios(fast, slow)
 
 
-def judged(
+def _loss_check(
     rung: Rung,
     against: Rung,
     points: Mapping[str, str],
@@ -200,35 +196,33 @@ def judged(
     config: RunConfig,
     loss_steps: int,
 ) -> dict[str, object]:
-    """Return what a row says of the losses."""
-    pairs = found.loss_pairs(points[rung.name], points[against.name])
+    """Return the fields of a row about its losses."""
+    names = points[rung.name], points[against.name]
+    pairs = found.loss_pairs(*names)
     promise = promise_between(rung.speedups, against.speedups)
     if not pairs:
         return {"promise": promise.kind, "promise_reason": "no losses to compare"}
-    dropout = float(config.model.own().get("dropout") or 0.0)
     deterministic = (
         promise.kind == "exact" and not found.repeats_to_the_bit and exactness.differ(pairs)
     )
     if deterministic:
-        runs = [found.deterministic(points[name]) for name in (rung.name, against.name)]
+        runs = [found.deterministic(name) for name in names]
         if reason := exactness.missing(runs):
-            return _apart(pairs) | {"promise": promise.kind, "promise_reason": reason}
-        pairs, loss_steps = (
-            exactness.paired([tuple(run.losses if run else [] for run in runs)]),
-            exactness.STEPS,
-        )
+            return _difference(pairs) | {"promise": promise.kind, "promise_reason": reason}
+        losses = tuple(run.losses if run else [] for run in runs)
+        pairs, loss_steps = exactness.paired([losses]), exactness.STEPS
+    dropout = float(config.model.own().get("dropout") or 0.0)
     kept, reason = keeps(promise, pairs, loss_steps=loss_steps, dropout=dropout)
-    told = {
+    return _difference(pairs) | {
         "promise": promise.kind,
         "promise_kept": kept,
         "promise_reason": reason,
         "deterministic": deterministic,
     }
-    return _apart(pairs) | told
 
 
-def _apart(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> dict[str, object]:
-    """How far losses differ, and over how many steps."""
+def _difference(pairs: LossPairs) -> dict[str, object]:
+    """Return how much the losses differ, and over how many steps."""
     return {
         "loss_difference": largest_difference(pairs),
         "compared_losses": max(len(fast) for fast, _ in pairs),
@@ -236,48 +230,40 @@ def _apart(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> dict[str
 
 
 def keeps(
-    promise: Promise,
-    pairs: Sequence[tuple[Sequence[float], Sequence[float]]],
-    *,
-    loss_steps: int,
-    dropout: float = 0.0,
+    promise: Promise, pairs: LossPairs, *, loss_steps: int, dropout: float = 0.0
 ) -> tuple[bool | None, str]:
-    """Say whether losses, (with, without) a repeat each on the same batches, keep a promise, and
-    how that was judged.
+    """Return whether losses keep a promise, and how that was decided.
 
     Exact and rounding must hold in every repeat. A statistical promise is kept unless the interval
-    over at least three seeds of the difference of the final losses lies above 0. Returns None where
-    it cannot be judged, as with fewer than `loss_steps` losses that break nothing.
+    of the difference of the final losses, over at least three seeds, is above 0. None means
+    undecided, for example when fewer than `loss_steps` losses show no violation.
     """
     steps = max(len(fast) for fast, _ in pairs)
-    too_few = f"{steps} of {loss_steps} losses: not judged"
+    too_few = f"{steps} of {loss_steps} losses: not checked"
     if promise.kind == "statistical":
-        if steps < loss_steps:
-            return None, too_few
-        if len(pairs) < FEWEST_SEEDS:
-            return None, f"too few seeds to judge: {len(pairs)} of {FEWEST_SEEDS}"
-        low, mean, high = mean_of(
-            [
-                statistics.fmean(fast[-FINAL_LOSSES:]) - statistics.fmean(plain[-FINAL_LOSSES:])
-                for fast, plain in pairs
-            ]
-        )
-        return (
-            low <= 0,
-            f"final loss {mean:+.4f} ({low:+.4f} to {high:+.4f}) over {len(pairs)} seeds",
-        )
+        return (None, too_few) if steps < loss_steps else _keeps_statistically(pairs)
     if promise.kind == "rounding" and dropout:
-        return None, f"not judged: model.dropout={dropout:g} draws other numbers"
+        return None, f"not checked: model.dropout={dropout:g} draws other random numbers"
     allowed = "bit-equal" if promise.kind == "exact" else f"within {promise.rtol:.0e}"
     kept = all(promise.holds(fast, plain) for fast, plain in pairs)
-    return (
-        (None, too_few)
-        if kept and steps < loss_steps
-        else (kept, f"{steps} losses, {allowed} promised")
+    if kept and steps < loss_steps:
+        return None, too_few
+    return kept, f"{steps} losses, {allowed} promised"
+
+
+def _keeps_statistically(pairs: LossPairs) -> tuple[bool | None, str]:
+    if len(pairs) < MIN_SEEDS:
+        return None, f"too few seeds to check: {len(pairs)} of {MIN_SEEDS}"
+    low, mean, high = mean_of(
+        [
+            statistics.fmean(fast[-FINAL_LOSSES:]) - statistics.fmean(plain[-FINAL_LOSSES:])
+            for fast, plain in pairs
+        ]
     )
+    return low <= 0, f"final loss {mean:+.4f} ({low:+.4f} to {high:+.4f}) over {len(pairs)} seeds"
 
 
-def largest_difference(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> float:
+def largest_difference(pairs: LossPairs) -> float:
     """Return the largest relative difference of a loss."""
     return max(
         abs(a - b) / abs(b) if b else abs(a - b)

@@ -10,27 +10,36 @@ import pytest
 from flatout.assembly.recipe import Promise, Speedup
 from flatout.errors import ConfigError, DataError, RunFailed
 from flatout.hardware import Gpu, Machine
-from flatout.measure import settling
-from flatout.measure.settling import ask_another, choose, put_in, settle, settle_apart, with_needs
+from flatout.measure import resolving
+from flatout.measure.resolving import (
+    adding_one,
+    choose,
+    choose_in_subprocess,
+    resolve_apart,
+    resolve_here,
+    with_needs,
+)
 
 GPU = Machine("a CPU", 2, 8.0, (Gpu("NVIDIA H200", 141.0, (9, 0), "1"),), "3.11")
 
 
 def test_a_recipe_is_settled_as_train_settles_it(tiny_config):
-    settled = settle(tiny_config())
-    assert settled.config.train.device == "cpu"
-    on = [decision.name for decision in settled.decisions if decision.on]
+    resolved = resolve_here(tiny_config())
+    assert resolved.config.train.device == "cpu"
+    on = [decision.name for decision in resolved.decisions if decision.on]
     assert "prefetch" in on
     assert "compile" not in on
 
 
 def test_what_is_off_is_named_besides_only_where_auto_decides(tiny_config):
     found = choose(tiny_config(train__precision="auto", speedups="auto,-prefetch"))
-    assert set(found.put_in) == {decision.name for decision in found.decisions if not decision.on}
-    assert "compile" in found.put_in["compile"]
-    assert "prefetch" not in found.put_in["compile"]
-    assert found.put_in["tf32"].startswith("cannot run here, because: ")
-    assert choose(tiny_config(speedups="pretokenised")).put_in == {}
+    assert set(found.additions) == {
+        decision.name for decision in found.decisions if not decision.on
+    }
+    assert "compile" in found.additions["compile"]
+    assert "prefetch" not in found.additions["compile"]
+    assert found.additions["tf32"].startswith("cannot run here, because: ")
+    assert choose(tiny_config(speedups="pretokenised")).additions == {}
 
 
 def test_one_is_put_in_with_what_it_needs(tiny_config, monkeypatch):
@@ -41,23 +50,23 @@ def test_one_is_put_in_with_what_it_needs(tiny_config, monkeypatch):
         "bf16-stream": Speedup("bf16-stream", "", Promise.exact(), needs=("fp16",)),
         "fp16": Speedup("fp16", "", Promise.exact(), why_not=lambda machine, config: "It is odd."),
     }
-    settled = settle(tiny_config())
-    monkeypatch.setattr(settling, "speedup_named", made_up.__getitem__)
+    resolved = resolve_here(tiny_config())
+    monkeypatch.setattr(resolving, "speedup_named", made_up.__getitem__)
     assert with_needs("fp8") == ["fp8", "compile", "bf16"]
-    assert put_in("fp16", tiny_config(), settled) == "cannot run here, because: It is odd."
+    assert adding_one("fp16", tiny_config(), resolved) == "cannot run here, because: It is odd."
     assert (
-        put_in("bf16-stream", tiny_config(), settled)
+        adding_one("bf16-stream", tiny_config(), resolved)
         == "cannot run here, because fp16 cannot: It is odd."
     )
 
 
 def test_why_not_is_asked_for_the_device_that_was_settled(tiny_config, monkeypatch):
     asked = tiny_config(train__device="auto", train__precision="auto", speedups="auto")
-    monkeypatch.setattr(settling, "probe", lambda: GPU)
+    monkeypatch.setattr(resolving, "probe", lambda: GPU)
     monkeypatch.setattr(
-        settling, "pick_device", lambda wanted, machine: ("cpu", "this torch is a CPU build")
+        resolving, "pick_device", lambda wanted, machine: ("cpu", "this torch is a CPU build")
     )
-    found = choose(asked).put_in
+    found = choose(asked).additions
     assert isinstance(found["bf16"], list)
     assert "on a GPU" not in str(found)
 
@@ -67,12 +76,12 @@ def test_two_that_were_named_and_fill_one_slot_are_refused_as_training_refuses_t
 ):
     monkeypatch.setattr("flatout.hardware._multiplies_bf16", lambda: True)
     found = choose(tiny_config(train__precision="auto", speedups="auto,+onednn"))
-    assert "both fill the slot" in found.put_in["bf16-products"]
+    assert "both fill the slot" in found.additions["bf16-products"]
 
 
 def test_another_process_answers_the_same(tiny_config):
     asked = tiny_config(train__precision="auto", batch__rows_per_device="auto")
-    assert ask_another(asked) == choose(asked)
+    assert choose_in_subprocess(asked) == choose(asked)
 
 
 def test_on_a_gpu_another_process_settles_and_this_one_touches_nothing(tiny_config, monkeypatch):
@@ -81,26 +90,28 @@ def test_on_a_gpu_another_process_settles_and_this_one_touches_nothing(tiny_conf
     def touch(*_, **__):
         raise AssertionError("a context on the GPU")
 
-    monkeypatch.setattr(settling, "probe", lambda: GPU)
+    monkeypatch.setattr(resolving, "probe", lambda: GPU)
     for name in ("pick_device", "resolve"):
-        monkeypatch.setattr(settling, name, touch)
-    monkeypatch.setattr(settling, "ask_another", lambda config, cache: answer)
-    settled, found = settle_apart(asked)
-    assert (settled.config.to_dict(), found) == (answer.config, answer.put_in)
+        monkeypatch.setattr(resolving, name, touch)
+    monkeypatch.setattr(resolving, "choose_in_subprocess", lambda config, cache: answer)
+    resolved, found = resolve_apart(asked)
+    assert (resolved.config.to_dict(), found) == (answer.config, answer.additions)
     with pytest.raises(AssertionError):
-        settle_apart(asked.with_values({"train.device": "cpu"}))
+        resolve_apart(asked.with_values({"train.device": "cpu"}))
 
 
 def test_an_error_there_is_the_same_error_here(tiny_config, tmp_path):
     with pytest.raises(DataError, match="nowhere"):
-        ask_another(tiny_config(data__path=str(tmp_path / "nowhere")))
+        choose_in_subprocess(tiny_config(data__path=str(tmp_path / "nowhere")))
     told = json.dumps({"kind": "ConfigError", "what": "It is wrong.", "fix": "Mend it."})
     with pytest.raises(ConfigError, match="It is wrong"):
-        ask_another(
+        choose_in_subprocess(
             tiny_config(), command=[sys.executable, "-c", f"print({told!r}); raise SystemExit(2)"]
         )
 
 
 def test_a_process_that_dies_is_said(tiny_config):
     with pytest.raises(RunFailed, match="died: no library"):
-        ask_another(tiny_config(), command=[sys.executable, "-c", "raise SystemExit('no library')"])
+        choose_in_subprocess(
+            tiny_config(), command=[sys.executable, "-c", "raise SystemExit('no library')"]
+        )

@@ -1,0 +1,222 @@
+"""Measures the points of an experiment round by round, as far as the time allows."""
+
+from __future__ import annotations
+
+import signal
+import tempfile
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flatout.config.schema import RunConfig
+from flatout.errors import Interrupted
+from flatout.measure import exactness
+from flatout.measure.budget import Budget
+from flatout.measure.experiment import Experiment
+from flatout.measure.promises import Measured
+from flatout.measure.results import INTERRUPTED, TIME_WAS_UP, Trial
+from flatout.measure.spec import TrialResult, TrialSpec
+from flatout.progress import Task
+
+RunTrial = Callable[[TrialSpec, float], TrialResult]
+
+
+@dataclass
+class Rounds:
+    """The trials of all rounds."""
+
+    trials: list[Trial]
+    begun: int = 0
+    ended_by_signal: int | None = None
+    """The signal that interrupted them, if any."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether they were not interrupted."""
+        return self.ended_by_signal is None
+
+    @property
+    def stopped_by(self) -> str:
+        """Why a point may have no trial."""
+        return TIME_WAS_UP if self.is_complete else INTERRUPTED
+
+    @property
+    def points(self) -> set[str]:
+        """Names of the points that have a trial."""
+        return {trial.point for trial in self.trials}
+
+
+@dataclass
+class Measurement:
+    """Measures an experiment.
+
+    Round r trains every point with the recipe's seed + r, so that losses of one round can be
+    compared. A point that fails in its first round is not tried again. The deterministic runs that
+    decide exact promises follow a round in which every point takes part.
+    """
+
+    experiment: Experiment
+    config: RunConfig
+    budget: Budget
+    scratch: Path
+    trial: RunTrial
+    keep: Callable[[Trial], None]
+    """Receives each trial when it ends."""
+    task: Task
+    rounds: Rounds = field(default_factory=lambda: Rounds([]))
+
+    def __post_init__(self) -> None:
+        points = (*self.experiment.points, *self.experiment.extras)
+        self._points = {point.name: point for point in points}
+        self._alive = dict(self._points)
+
+    def run(self) -> Rounds:
+        """Measure until the rounds or the time are over, or a signal interrupts; return the trials."""
+        try:
+            for number in range(self.budget.repeats):
+                if not self._run_round(number):
+                    break
+            self._run_deterministic()
+        except KeyboardInterrupt:
+            self.rounds.ended_by_signal = signal.SIGINT
+        except Interrupted as interruption:
+            self.rounds.ended_by_signal = interruption.exit_code - 128
+        return self.rounds
+
+    def _run_round(self, number: int) -> bool:
+        """Measure one round; return False when there was nothing to measure in it."""
+        budget = self.budget
+        budget.plan(number)
+        due = due_in(number, self.experiment, self.rounds, self._alive, budget)
+        if not due:
+            return False
+        self.rounds.begun = number + 1
+        for index, name in enumerate(due):
+            if not budget.allows(name):
+                continue
+            left = time_left(budget.remaining_s(due[index:], budget.repeats - number - 1))
+            self.task.note(
+                f"round {number + 1} of {budget.repeats}, {name} ({index + 1} of {len(due)}), "
+                f"about {left} left"
+            )
+            is_new = name not in self.rounds.points
+            takes_losses = _takes_losses(number, name, self.experiment, budget)
+            result = self._run_trial(
+                name,
+                number,
+                seconds=budget.seconds,
+                warmup_s=budget.warmup_s,
+                loss_steps=self.experiment.loss_steps if takes_losses else 0,
+                limit_s=budget.limit_s(len(due) - index + (len(self._alive) if not number else 0)),
+            )
+            budget.record(name, result.process_s)
+            if not result.is_ok and is_new:
+                del self._alive[name]
+                budget.drop(name)
+        if number >= budget.extras_from:
+            self._run_deterministic()
+        return True
+
+    def _run_deterministic(self) -> None:
+        """Run the points of exact promises that their timed losses did not confirm.
+
+        Each point runs once, for a few steps, if there is time.
+        """
+        found = Measured(self.rounds.trials)
+        pairs = [
+            pair for pair in self.experiment.exact if exactness.differ(found.loss_pairs(*pair))
+        ]
+        names = [
+            name
+            for name in dict.fromkeys(name for pair in pairs for name in pair)
+            if found.deterministic(name) is None
+        ]
+        for index, name in enumerate(names):
+            if self.budget.allows(name):
+                self.task.note(f"checking exact promises: {name} ({index + 1} of {len(names)})")
+                self._run_trial(
+                    name,
+                    0,
+                    deterministic=True,
+                    seconds=0.0,
+                    warmup_s=0.0,
+                    loss_steps=exactness.STEPS,
+                    limit_s=self.budget.limit_s(len(names) - index),
+                )
+
+    def _run_trial(
+        self, name: str, number: int, *, deterministic: bool = False, **limits: Any
+    ) -> TrialResult:
+        seed = self.config.train.seed + number
+        keys = {**self._points[name].values, "train.seed": seed}
+        if deterministic:
+            keys["train.deterministic"] = True
+        spec = TrialSpec(
+            config=self.config.with_values(keys).to_dict(),
+            folder=tempfile.mkdtemp(dir=self.scratch),
+            **limits,
+        )
+        result = self.trial(spec, self.budget.timeout_s(name))
+        done = Trial(
+            point=name, round=number, seed=seed, result=result, deterministic=deterministic
+        )
+        self.rounds.trials.append(done)
+        self.keep(done)
+        return result
+
+
+def _takes_losses(number: int, name: str, experiment: Experiment, budget: Budget) -> bool:
+    """Say whether a trial records the losses to compare.
+
+    It does so in the first round, and in the first round of the extras for these and for the set
+    that they are compared with.
+    """
+    if number == 0 or name in experiment.losses_each_round:
+        return True
+    compared = {*(point.name for point in experiment.extras), *(experiment.total or ())[:1]}
+    return number == budget.extras_from and name in compared
+
+
+def due_in(
+    number: int, experiment: Experiment, rounds: Rounds, alive: Collection[str], budget: Budget
+) -> list[str]:
+    """Return the points to measure in round `number`, in order: all that fit, extras last.
+
+    An extra that was never tried has priority over further repeats of the others, except for the
+    full set that it is compared with.
+    """
+    points = [point.name for point in experiment.points if point.name in alive]
+    extras = [
+        point.name
+        for point in experiment.extras
+        if point.name in alive and number >= budget.extras_from
+    ]
+    if number:
+        untried = [name for name in extras if name not in rounds.points]
+        full = [name for name in (experiment.total or ())[:1] if name in alive]
+        first = [*full, *untried] if untried else []
+        fitting = set(budget.fits(list(dict.fromkeys([*first, *points, *extras]))))
+        if experiment.total and len(fitting) < 2:
+            return []  # a gain needs two points of one round
+        points = [name for name in points if name in fitting]
+        extras = [name for name in extras if name in fitting]
+    return [*in_turn(points, number), *extras]
+
+
+def in_turn(names: Sequence[str], number: int) -> list[str]:
+    """Return the order of round `number`; neighbours stay neighbours, to be measured close in time.
+
+    Every round starts at another point, and every other round runs backwards, so that a machine
+    that slows down over minutes favours none of them.
+    """
+    if not names:
+        return []
+    start = number * len(names) * 2 // 5 % len(names)
+    order = [*names[start:], *names[:start]]
+    return order[::-1] if number % 2 else order
+
+
+def time_left(seconds: float) -> str:
+    """Return a rough time: seconds below 90, then minutes."""
+    return f"{max(seconds, 1):.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"

@@ -1,0 +1,66 @@
+"""A made-up command for the tests of the command line."""
+
+import signal
+from typing import Annotated
+
+from flatout import errors
+from flatout.commands import Argument, Command, Option, Result
+from flatout.progress import SILENT
+
+
+class Shout(Result):
+    """What was shouted."""
+
+    words: list[str]
+    """The words."""
+    loss: float = 0.5
+    """A figure."""
+
+    def summary(self) -> str:
+        return " ".join(self.words).upper()
+
+
+def shout(
+    words: Annotated[list[str], Argument("What to shout.")],
+    times: Annotated[int, Option("How often.")] = 1,
+    loss: Annotated[float, Option("A figure.")] = 0.5,
+    *,
+    write=None,
+    observers=(),
+    progress=SILENT,
+):
+    """Shout some words.
+
+    Raises: ConfigError when they are rude.
+    """
+    with progress.task("Shouting"):
+        progress.say("taking a breath")
+    if write:
+        write("streamed\n")
+    if words[0] == "interrupt":
+        raise KeyboardInterrupt
+    if words[0] == "terminate":
+        signal.raise_signal(signal.SIGTERM)
+    if words[0] == "crash":
+        _ = 1 / 0
+    if words[0] == "interrupted":
+        raise errors.Interrupted("Stopped.", fix="Again.", signal_number=15)
+    if hasattr(errors, words[0]):
+        error = getattr(errors, words[0])("It went wrong.", fix="Do it right.")
+        for word in words[1:]:
+            error.add_note(word)
+        raise error
+    return Shout(words=words * times, loss=loss)
+
+
+class Fakes:
+    """A registry of one command."""
+
+    def names(self):
+        return ["shout"]
+
+    def describe(self, name):
+        return "Shout some words."
+
+    def get(self, name):
+        return Command(shout, example="flatout shout hello --times 2")
