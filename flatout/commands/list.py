@@ -55,8 +55,8 @@ class ListResult(Result):
     """One object per entry, with its `name` and its `description`.
 
     A speedup also has `on` with the `reason`; whether that was `measured` on such a device (null:
-    it is not for this device); the `gain` that bench measured on this hardware; and the `predicted` gain,
-    as text or null."""
+    it is not for this device); the `gain` that bench measured on this hardware; and the `predicted`
+    gain, as text or null."""
 
     def summary(self) -> str:
         """Return one line per entry, and more lines for a speedup with figures."""

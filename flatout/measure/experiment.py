@@ -34,7 +34,7 @@ class Experiment:
     losses_each_round: frozenset[str] = frozenset()
     """Points that record losses in every round, because a statistical promise needs seeds."""
     exact: tuple[tuple[str, str], ...] = ()
-    """Pairs of points that promise equal losses, on a device where runs do not repeat bit for bit."""
+    """Pairs of points that promise equal losses, if runs differ in their last bits here."""
     extras: tuple[Point, ...] = ()
     """Measured last in a round, and with little time only once the others have repeats."""
     total: tuple[str, str] | None = None

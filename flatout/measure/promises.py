@@ -44,7 +44,7 @@ class Measured:
         return next((t.result for t in self.trials if t.point == point and t.deterministic), None)
 
     def loss_pairs(self, one: str, other: str) -> list[tuple[list[float], list[float]]]:
-        """Return the losses of two points on the same batches, cut to one length: a pair per round."""
+        """Return the losses of two points on the same batches, one pair per common round."""
         these, those = self.ok(one), self.ok(other)
         return exactness.paired(
             (these[r].losses, those[r].losses) for r in sorted(these.keys() & those.keys())

@@ -59,8 +59,8 @@ class Row(Stored):
     name: str
     """Name of the rung or the value."""
     kind: str
-    """baseline, added (one more), left-out or put-in (ablations of the full set), point (of a sweep),
-    or absent (never measured)."""
+    """baseline, added (one more), left-out or put-in (ablations of the full set), point (of a
+    sweep), or absent (never measured)."""
     speedup: str | None = None
     """The speedup that it measures."""
     speedups: list[str] = []
@@ -257,7 +257,7 @@ def claim(out: Path) -> None:
 
 
 def keep(trial: Trial, bench: Sequence[str], began: str, out: Path) -> None:
-    """Append a finished trial to trials.jsonl, so that it survives whatever happens to this process.
+    """Append a finished trial to trials.jsonl, so that it survives the death of this process.
 
     The file is append-only: `bench`, its label, and `began` identify the bench of a line.
 

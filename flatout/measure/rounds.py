@@ -72,7 +72,7 @@ class Measurement:
         self._alive = dict(self._points)
 
     def run(self) -> Rounds:
-        """Measure until the rounds or the time are over, or a signal interrupts; return the trials."""
+        """Measure all rounds, or until a signal interrupts, and return the trials."""
         try:
             for number in range(self.budget.repeats):
                 if not self._run_round(number):

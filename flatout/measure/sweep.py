@@ -33,8 +33,9 @@ def sweep_experiment(what: str, asked: RunConfig, resolved: Resolved) -> Experim
     full = [decision.name for decision in resolved.decisions if decision.on]
     values, refused = SWEEPS[what](asked, resolved, full)
     if not values:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
         raise ConfigError(
-            f"--sweep {what} has nothing to measure: {'; '.join(f'{k}: {v}' for k, v in refused.items())}.",
+            f"--sweep {what} has nothing to measure: {reasons}.",
             fix="Sweep another setting.",
         )
 
@@ -199,7 +200,7 @@ SWEEPS: Mapping[
     "accumulation": accumulation,
     "prefetch": prefetch,
 }
-"""The sweeps by name; each gives the points' configuration keys, and the points that are refused."""
+"""The sweeps by name; each gives the configuration keys of its points, and refused points."""
 
 
 def rows_of(rows: int, resolved: Resolved, full: list[str]) -> dict[str, Any]:

@@ -33,12 +33,12 @@ def groups(report: Report) -> list[tuple[str, list[Row]]]:
 
 def unreached(report: Report) -> list[str]:
     """Return the rows that the bench did not reach, one line per reason."""
-    missing = [row for row in report.rows if row.is_unreached]
-    return [
-        f"Not measured, {why}: {', '.join(row.short_name for row in missing if why in str(row.reason))}."
-        for why in (TIME_WAS_UP, INTERRUPTED)
-        if any(why in str(row.reason) for row in missing)
-    ]
+    lines = []
+    for why in (TIME_WAS_UP, INTERRUPTED):
+        rows = [row for row in report.rows if row.is_unreached and why in str(row.reason)]
+        if rows:
+            lines.append(f"Not measured, {why}: {', '.join(row.short_name for row in rows)}.")
+    return lines
 
 
 def table(report: Report) -> str:
@@ -241,7 +241,8 @@ def bars(report: Report, *, encoding: str = "utf-8") -> str:
                 lines.append(f"{row.short_name:<{width}}  {absence(row)}")
                 continue
             bar = full * max(round(BAR_COLUMNS * row.tokens_per_s.median / most), 1)
-            line = f"{row.short_name:<{width}}  {bar:<{BAR_COLUMNS}}  {row.tokens_per_s.median:>11,.0f}"
+            rate = f"{row.tokens_per_s.median:>11,.0f}"
+            line = f"{row.short_name:<{width}}  {bar:<{BAR_COLUMNS}}  {rate}"
             beside = (
                 f"{between(row.tokens_per_s, ',.0f').strip()}  {row.peak_gib or 0:.2f} GiB"
                 if row.kind == "point"

@@ -30,7 +30,7 @@ BINARY_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 def run_trial(
     spec: TrialSpec, timeout_s: float, *, command: list[str] | None = None
 ) -> TrialResult:
-    """Measure in a fresh process, and return a result even if it is killed, hangs or prints nonsense.
+    """Measure in a fresh process, and return a result even if it dies, hangs or prints nonsense.
 
     After `timeout_s` the process is killed, with all that it started. `command` replaces the
     program, for tests.

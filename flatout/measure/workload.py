@@ -36,7 +36,7 @@ QUIET = {
 
 
 class FirstLosses:
-    """A run's readback that also keeps the first losses, on the device, so nothing waits for them."""
+    """A run's readback that also keeps the first losses, on the device so that nothing waits."""
 
     def __init__(self, readback: Any, count: int) -> None:
         self._readback, self._count = readback, count

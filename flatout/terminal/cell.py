@@ -10,7 +10,7 @@ CELL_COLUMNS = 100
 
 
 class CellBlock:
-    """Permanent lines, and below them the operations in progress; each execution has its own block."""
+    """Permanent lines above the operations in progress; each execution has its own block."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

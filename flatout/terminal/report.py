@@ -31,7 +31,7 @@ EPOCH_LINES_EVERY_S = 5.0
 
 
 class RunReport:
-    """Shows a run: one line for its steps, and a permanent one per evaluation, epoch, sample and save.
+    """Shows a run: a line for its steps, and permanent ones for evaluations, samples and saves.
 
     With `verbose`, each speedup also has a line, on or off, with the reason. Implements
     `training/metrics/observers.Observer`.
@@ -172,14 +172,18 @@ def _event_line(event: Mapping[str, Any]) -> str | None:
     """Return a line about an event, None if it needs none."""
     kind = event.get("event")
     if kind == "start":
-        return f"Training {amount(event['parameters'], 'parameters')} on {event['device']} ({event['device_reason']}): {event['machine']}"
+        size = amount(event["parameters"], "parameters")
+        device = f"{event['device']} ({event['device_reason']})"
+        return f"Training {size} on {device}: {event['machine']}"
     if kind == "resume":
-        return f"Resuming at step {event['step']:,} of {event['last_step']:,} from {event['from_checkpoint']}"
+        steps = f"step {event['step']:,} of {event['last_step']:,}"
+        return f"Resuming at {steps} from {event['from_checkpoint']}"
     if kind == "compiled" and (event["graph_breaks"] or event["cuda_graphs_skipped"]):
         pieces = (
             f"{event['graph_breaks']} breaks, {event['cuda_graphs_skipped']} without CUDA graphs"
         )
-        return f"Compiled in pieces: {pieces}: {event['first_break'] or 'the log of the compiler says why'}"
+        why = event["first_break"] or "the compiler's log says why"
+        return f"Compiled in pieces: {pieces}: {why}"
     if kind == "save":
         return f"Saved {event['path']}"
     if kind == "sample":
@@ -224,7 +228,7 @@ def closing(
     width: int | None = None,
     height: int | None = None,
 ) -> str:
-    """Return the closing lines of a run: its last sample, `next_steps`, its loss curve, its figures.
+    """Return the closing lines of a run: last sample, `next_steps`, loss curve and figures.
 
     `summary` is the run's summary.json; the curve and the sample come from the run directory that
     it names. The curve uses characters of `encoding` (None: that of standard output). Lines are
@@ -303,15 +307,13 @@ def _closing_facts(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         else ""
     )
     memory = f", {value('peak_gib'):.2f} GiB peak" if value("peak_gib") else ""
-    yield (
-        "Trained",
-        f"{summary['steps']:,} steps, {amount(summary['tokens'], 'tokens')} in {duration(summary['wall_s'])}{total}{memory}",
-    )
+    tokens = amount(summary["tokens"], "tokens")
+    time = f"{duration(summary['wall_s'])}{total}"
+    yield "Trained", f"{summary['steps']:,} steps, {tokens} in {time}{memory}"
     losses = [f"training {value('train_loss'):.4f}"] if value("train_loss") is not None else []
     if value("val_loss") is not None:
-        losses.append(
-            f"validation {value('val_loss'):.4f} (perplexity {math.exp(min(value('val_loss'), 700)):.1f})"
-        )
+        perplexity = math.exp(min(value("val_loss"), 700))
+        losses.append(f"validation {value('val_loss'):.4f} (perplexity {perplexity:.1f})")
     if value("best_val_loss") is not None and value("best_step") not in {None, summary["steps"]}:
         losses.append(
             f"best in the run {value('best_val_loss'):.4f} at step {value('best_step'):,}"
