@@ -1,6 +1,4 @@
-"""YAML as flatout reads it: `3e-4` is a number, only true and false are truth values, a repeated
-key is an error, and errors name file and line.
-"""
+"""Reads YAML: `3e-4` is a number, only true and false are booleans, repeated keys are errors."""
 
 from __future__ import annotations
 
@@ -16,8 +14,10 @@ from flatout.recognised import read_regular, recognise
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 reads 3e-4 as text, on and no as truth values, and takes the last of two equal keys
-    in silence. None of it here.
+    """PyYAML's safe loader without three traps of YAML 1.1.
+
+    YAML 1.1 reads 3e-4 as text and on and no as booleans, and silently keeps the last of two equal
+    keys.
     """
 
 
@@ -54,9 +54,7 @@ _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _unique_
 
 
 def parser_says(error: Exception) -> str:
-    """Return what a parser of YAML or JSON says; Python's own words for a long number name a
-    setting that users do not have.
-    """
+    """Return the message of a YAML or JSON parser, reworded for numbers with too many digits."""
     too_long = "integer string conversion" in str(error)
     return (
         f"a number has more than {sys.get_int_max_str_digits():,} digits"
@@ -66,8 +64,7 @@ def parser_says(error: Exception) -> str:
 
 
 def parse_yaml(text: str, *, name: str) -> Any:
-    """Parse YAML in which `3e-4` is a number and a repeated key is an error; `name` stands in the
-    message.
+    """Return the value of a YAML text; error messages call it `name`.
 
     Raises: ConfigError with the line that could not be read.
     """
@@ -75,7 +72,7 @@ def parse_yaml(text: str, *, name: str) -> Any:
         loader = _Loader(text)
     except yaml.reader.ReaderError as error:
         raise ConfigError(
-            f"{name} holds the character #x{error.character:04x}, which YAML does not allow.",
+            f"{name} contains the character #x{error.character:04x}, which YAML does not allow.",
             fix="Delete it.",
         ) from error
     loader.name = name
@@ -83,9 +80,9 @@ def parse_yaml(text: str, *, name: str) -> Any:
         return loader.get_single_data()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
-        place = f", line {mark.line + 1}, column {mark.column + 1}," if mark else ""
+        position = f", line {mark.line + 1}, column {mark.column + 1}," if mark else ""
         raise ConfigError(
-            f"{name}{place} is not YAML: {error.problem}.", fix="Repair it there, or just before."
+            f"{name}{position} is not valid YAML: {error.problem}.", fix="Correct it there, or just before."
         ) from error
     except (
         ValueError,
@@ -93,7 +90,7 @@ def parse_yaml(text: str, *, name: str) -> Any:
         RecursionError,
     ) as error:  # a date such as 2026-13-01, or brackets nested a thousand deep
         raise ConfigError(
-            f"{name} holds a value that cannot be read: {parser_says(error)}.",
+            f"{name} contains a value that cannot be read: {parser_says(error)}.",
             fix="Put it in quotes, or delete it.",
         ) from error
     finally:
@@ -101,9 +98,9 @@ def parse_yaml(text: str, *, name: str) -> Any:
 
 
 def read_document(path: Path) -> dict[str, Any]:
-    """Return the mapping in a YAML file; an empty file is an empty one.
+    """Return the mapping in a YAML file; an empty file is an empty mapping.
 
-    Raises: ConfigError when there is no such file, it is not YAML, or not a mapping.
+    Raises: ConfigError when the file does not exist, is not YAML, or is not a mapping.
     """
     try:
         text = read_regular(path)

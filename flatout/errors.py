@@ -1,16 +1,16 @@
-"""One family of errors. Each says what happened, then how to repair it.
+"""All errors of flatout. Each says what happened and how to fix it.
 
 FlatoutError
-├── UsageError            exit 2: the command, the configuration or the input is wrong
-│   ├── ConfigError       a key, a value, or a pair of values that contradict each other
-│   ├── DataError         text, a data set or a tokenizer that cannot be used
-│   ├── CheckpointError   a run directory or a checkpoint that cannot be used
-│   ├── UntrustedCode     a run from elsewhere names code to import, and nobody allowed it
-│   ├── HardwareError     this machine cannot do what was asked
-│   ├── ShapeError        tensors whose shapes do not fit
+├── UsageError            exit 2: the command, the config or the input is wrong
+│   ├── ConfigError       a wrong key or value, or two values that contradict each other
+│   ├── DataError         an unusable text, dataset or tokenizer
+│   ├── CheckpointError   an unusable run directory or checkpoint
+│   ├── UntrustedCode     a run from elsewhere names code to import that the user has not allowed
+│   ├── HardwareError     this machine cannot do what was requested
+│   ├── ShapeError        tensors with incompatible shapes
 │   └── MissingPackage    an optional package is not installed
-├── RunFailed             exit 1: the run itself went wrong
-├── Stopped               exit 75: stopped and saved, run the same command again
+├── RunFailed             exit 1: the run failed
+├── Stopped               exit 75: stopped and saved; run the same command again
 └── Interrupted           exit 130 or 143: stopped before anything could be saved
 """
 
@@ -21,17 +21,15 @@ import re
 import shlex
 
 _SCHEME = re.compile(r"(?i)(?<![a-z0-9+.-])([a-z][a-z0-9+.-]*:(?://+|/(?=[^/\s]*:[^/\s]*@)))")
-"""How an address begins; a path that was made of it has one slash."""
+"""The start of a URL; a Path made from a URL has one slash."""
 _USER = re.compile(r"(?i)[^\s:]*:\S*@|[^/\n@:]*:(?!\d+\b)[^\n]*?@")
-"""A user and password: of one word up to its last `@`, or with spaces."""
+"""User and password: one word up to its last `@`, or several words."""
 _WEB_USER = re.compile(r"[^\s@/]*@")
 _QUERY = re.compile(r"""([^\s?'"]*|[^?'"\n]*(?=\?[^\s'"]*=))\?([^\s'"]*)""")
 
 
 def without_secrets(text: str) -> str:
-    """Return a text in which addresses have no user, no password and, on the web, no query: what
-    may be shown and stored.
-    """
+    """Return `text` with user, password and web query removed from its URLs, safe to show and store."""
     before, *found = _SCHEME.split(text)
     return before + "".join(
         scheme + _bare(scheme, rest) for scheme, rest in zip(found[::2], found[1::2], strict=True)
@@ -39,7 +37,7 @@ def without_secrets(text: str) -> str:
 
 
 def _bare(scheme: str, rest: str) -> str:
-    """Return what follows an address's scheme, up to the next address, without secrets."""
+    """Return the text between one URL scheme and the next, without secrets."""
     rest = _past(_USER, rest)
     if "http" in scheme.lower():
         rest = _past(_WEB_USER, rest)
@@ -55,29 +53,25 @@ def _past(pattern: re.Pattern[str], text: str) -> str:
 
 
 def on_one_line(text: str) -> str:
-    """Return text with its control characters escaped, newlines too: a name cannot clear the
-    terminal, turn the writing around, or begin a line.
-    """
+    """Return `text` with control characters escaped, so that a name cannot control the terminal."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def in_shell(word: object) -> str:
-    """Return a path, a name or an override as one word of a command that the user can paste into a
-    shell.
-    """
+    """Return `word` quoted for a command that the user can paste into a shell."""
     return shlex.quote(str(word))
 
 
 class FlatoutError(Exception):
-    """Something the user can repair. Reads as: what happened, then the fix.
+    """Something the user can fix. Reads as: what happened, then the fix.
 
-    `what` names the thing that is wrong, `fix` what to do about it; both are whole sentences, each
-    on one line, without the secrets of addresses.
+    `what` says what is wrong and `fix` what to do about it. Both are complete sentences on one
+    line, with secrets removed from URLs.
     """
 
     exit_code = 1
     advice = "Fix"
-    """The word before `fix`: where nothing is wrong, it says what comes next."""
+    """The word before `fix`; `Next` when nothing is wrong."""
 
     def __init__(self, what: str, *, fix: str) -> None:
         self.what = on_one_line(without_secrets(what))
@@ -86,17 +80,17 @@ class FlatoutError(Exception):
 
 
 class UsageError(FlatoutError):
-    """The command, the configuration or the input is wrong; nothing was changed."""
+    """The command, the config or the input is wrong; nothing was changed."""
 
     exit_code = 2
 
 
 class ConfigError(UsageError):
-    """A configuration key or value is wrong, or two values contradict each other."""
+    """A config key or value is wrong, or two values contradict each other."""
 
 
 class DataError(UsageError):
-    """Text, a data set or a tokenizer cannot be used."""
+    """A text, dataset or tokenizer cannot be used."""
 
 
 class TooLittleText(DataError):
@@ -108,21 +102,19 @@ class OutputInUse(DataError):
 
 
 class CheckpointError(UsageError):
-    """A run directory or a checkpoint cannot be used."""
+    """A run directory or checkpoint cannot be used."""
 
 
 class UntrustedCode(UsageError):
-    """A run directory names code of its own to import, which this user has neither named nor
-    allowed; nothing was imported.
-    """
+    """A run directory names code that the user has neither named nor allowed; nothing was imported."""
 
 
 class HardwareError(UsageError):
-    """This machine cannot do what was asked."""
+    """This machine cannot do what was requested."""
 
 
 class ShapeError(UsageError):
-    """Tensors whose shapes do not fit together."""
+    """Tensors have incompatible shapes."""
 
 
 class MissingPackage(UsageError):
@@ -130,7 +122,7 @@ class MissingPackage(UsageError):
 
 
 class RunFailed(FlatoutError):
-    """The run itself went wrong; what was saved before stays whole."""
+    """The run failed; what was saved before stays intact."""
 
 
 class OutOfMemory(RunFailed):
@@ -138,7 +130,7 @@ class OutOfMemory(RunFailed):
 
 
 class Stopped(FlatoutError):
-    """Stopped on request after saving; the same command goes on from there."""
+    """Stopped on request after saving; the same command resumes."""
 
     exit_code = 75
     advice = "Next"
@@ -155,7 +147,7 @@ class Interrupted(FlatoutError):
 
 
 def require_posix() -> None:
-    """Check that this system has the file locks that runs and datasets are kept with.
+    """Check that this system has the file locks that runs and datasets need.
 
     Raises: HardwareError on Windows.
     """

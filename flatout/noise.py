@@ -1,6 +1,4 @@
-"""What other packages log while they are imported about parts of theirs that nothing here calls:
-exactly these lines are not shown.
-"""
+"""Hides known log lines of other packages about features that flatout does not use."""
 
 from __future__ import annotations
 
@@ -14,14 +12,14 @@ NOISE = {
     "torch.utils._pytree": r"<enum 'KernelPreference'> is an Enum subclass and is now natively supported",
     "bitsandbytes.backends.cpu.ops": r"Failed to load CPU gemm_4bit_forward from kernels-community: ",
 }
-"""Loggers, and how what they say begins: torchao's kernels for other versions of Python and for
-formats that are not used, a
-deprecation between torchao and torch, and bitsandbytes' kernel for weights of four bits."""
+"""The start of each hidden line, by logger: torchao's kernels for unused formats and other Python
+versions, a deprecation between torchao and torch, and bitsandbytes' 4-bit kernel.
+"""
 
 
 @contextmanager
 def without_noise() -> Iterator[None]:
-    """Return a context of imports in which those lines are dropped, and every other one is shown."""
+    """Return a context that hides these lines and shows all others."""
     filters = {logging.getLogger(name): _Dropping(pattern) for name, pattern in NOISE.items()}
     for logger, dropping in filters.items():
         logger.addFilter(dropping)
@@ -33,12 +31,12 @@ def without_noise() -> Iterator[None]:
 
 
 class _Dropping(logging.Filter):
-    """Lets through what does not begin like the noise."""
+    """Drops records that start with a pattern."""
 
     def __init__(self, pattern: str) -> None:
         super().__init__()
         self._pattern = re.compile(pattern)
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Say whether a record is shown."""
+        """Return whether to show `record`."""
         return self._pattern.match(record.getMessage()) is None

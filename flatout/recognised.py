@@ -1,6 +1,4 @@
-"""What a path of this machine holds when it is no text: what other programs and flatout itself
-write, and the command that takes it. No torch.
-"""
+"""Recognises files and directories that are not text, and names the command that reads them."""
 
 from __future__ import annotations
 
@@ -17,68 +15,65 @@ from pathlib import Path
 from flatout.errors import UsageError, in_shell
 
 CHUNK_NAME = re.compile(r"chunk_(\d+)\.pt")
-"""The name of a file of tokens that `flatout import` reads."""
+"""Name of a token file that `flatout import` reads."""
 _SHARD_NAME = re.compile(r"(train|val)-(\d+(\.mask)?|documents)\.bin")
-"""The names of the files of a prepared dataset."""
+"""Names of the files of a prepared dataset."""
 HEAD_BYTES = 4096
-"""So much of a file is read to tell what it is."""
+"""Bytes of a file that are read to recognise it."""
 MOST_ENTRIES = 1000
-"""Of a folder, so many files are looked at."""
+"""Files of a directory that are examined."""
 _LEGACY_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-"""What torch.save began a file with before it wrote zip files: a pickled number."""
+"""Start of a file that torch.save wrote before it used zip: a pickled number."""
 _LLM_C = {struct.pack("<i", 20240520): "uint16", struct.pack("<i", 20240801): "uint32"}
-"""What a token file of llm.c begins with, for GPT-2 and for Llama 3, and the type of its tokens;
-the header is 256 numbers of four bytes.
-"""
-ADDRESS_FIX = "Name a path of this machine; it may lie where the store is mounted."
-_WEIGHTS = "flatout cannot load weights that other programs saved: train.init_from takes a run or a checkpoint that `flatout train` wrote."
+"""Start of a token file of llm.c (GPT-2, Llama 3) and its token dtype; the header has 1,024 bytes."""
+ADDRESS_FIX = "Give a local path; a mounted store is one too."
+_WEIGHTS = "flatout cannot load weights that other programs saved: train.init_from needs a run or checkpoint that `flatout train` wrote."
 _TORCH_SUFFIXES = frozenset({".pt", ".pth", ".ckpt"})
 _WEIGHT_SUFFIXES = frozenset({".safetensors", ".gguf"})
 _LOOKED_INTO = _TORCH_SUFFIXES | _WEIGHT_SUFFIXES | {".bin", ".npy", ".npz"}
-"""Endings of the files that say what their folder is."""
+"""Suffixes of files that identify their directory."""
 
 
 @dataclass(frozen=True)
 class Recognised:
-    """What a path is, and what can be done with it."""
+    """What a path is, and which command reads it."""
 
     path: Path
     name: str
-    """With its article, as a sentence goes on: `a NumPy array`."""
+    """With its article, to continue a sentence: `a NumPy array`."""
     fix: str
-    """The command that takes it, or that nothing does."""
+    """The command that reads it, or a statement that none does."""
 
     def instead_of(self, wanted: str) -> str:
-        """Return the sentence that it is not what was wanted."""
+        """Return the sentence `PATH is NAME, not WANTED.`"""
         return f"{self.path} is {self.name}, not {wanted}."
 
 
 def require_local(
-    place: Path | str, option: str = "", *, error: type[UsageError] = UsageError
+    path: Path | str, option: str = "", *, error: type[UsageError] = UsageError
 ) -> None:
-    """Refuse an address where a path of this machine is needed: it would become a folder called
-    `s3:`. `option` is what the place was given as.
+    """Check that `path` is not a URL, which would become a directory called `s3:`.
 
-    Raises: UsageError, or the kind of it that is stated.
+    `option` is the option or key that gave it, as the message shows it.
+
+    Raises: `error`, UsageError by default.
     """
-    match = re.match(r"([A-Za-z][A-Za-z0-9+.-]+:)/+", str(place))
+    match = re.match(r"([A-Za-z][A-Za-z0-9+.-]+:)/+", str(path))
     if match:
         slashes = (
             "///" if match[1].lower() == "file:" else "//"
-        )  # a Path has one that is left of them
-        address = (
-            str(place) if "//" in match[0] else f"{match[1]}{slashes}{str(place)[match.end() :]}"
+        )  # a Path keeps only one of them
+        url = (
+            str(path) if "//" in match[0] else f"{match[1]}{slashes}{str(path)[match.end() :]}"
         )
         raise error(
-            f"{option}{address} is an address; only a path of this machine can be used here.",
+            f"{option}{url} is a URL; only a local path can be used here.",
             fix=ADDRESS_FIX,
         )
 
 
 def recognise(path: Path) -> Recognised | None:
-    """Return what a file or folder is; None for text, for what is not known, and where nothing is
-    or may be read.
-    """
+    """Return what a file or directory is; None for text and for unknown or unreadable files."""
     try:
         if path.is_dir():
             return _folder(path)
@@ -88,14 +83,13 @@ def recognise(path: Path) -> Recognised | None:
 
 
 class NotRegular(OSError):
-    """A pipe, a device or a socket where a file should be."""
+    """A pipe, device or socket instead of a regular file."""
 
 
 def open_regular(path: Path) -> int:
-    """Open a regular file for reading and return its descriptor; a named pipe is refused, not
-    waited for.
+    """Open a regular file for reading and return its descriptor, without blocking on a named pipe.
 
-    Raises: OSError, also for what is not a regular file.
+    Raises: OSError; NotRegular for anything but a regular file.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     mode = os.fstat(descriptor).st_mode
@@ -110,7 +104,7 @@ def open_regular(path: Path) -> int:
 def read_regular(path: Path, *, errors: str = "strict") -> str:
     """Return the text of a regular file.
 
-    Raises: OSError, also for what is not a regular file; UnicodeDecodeError.
+    Raises: OSError; NotRegular for anything but a regular file; UnicodeDecodeError.
     """
     with open(open_regular(path), encoding="utf-8", errors=errors) as file:
         return file.read()
@@ -124,21 +118,21 @@ def _folder(path: Path) -> Recognised | None:
         return Recognised(
             path,
             "a run directory",
-            f"Use it with `flatout generate {shown}`, or begin with its weights: train.init_from={shown}.",
+            f"Use it with `flatout generate {shown}`, or start from its weights: train.init_from={shown}.",
         )
     if (path / "manifest.json").is_file() and (path / "index.json").is_file():
         return Recognised(
             path,
             "a checkpoint",
-            f"Begin with its weights, train.init_from={shown}, or go on from it, --resume {shown}.",
+            f"Start from its weights, train.init_from={shown}, or resume from it, --resume {shown}.",
         )
     if (path / "manifest.json").is_file() and (path / "tokenizer.json").is_file():
         return Recognised(path, "a prepared dataset", _train_on_it(path))
     files = list(_files_in(path))
     if any(CHUNK_NAME.fullmatch(file.name) for file in files):
-        return Recognised(path, "a folder of token chunks", _import_it(path))
+        return Recognised(path, "a directory of token chunks", _import_it(path))
     if any(_SHARD_NAME.fullmatch(file.name) for file in files):
-        return None  # a prepared dataset that is not whole
+        return None  # an incomplete dataset
     if any(
         file.suffix.lower() not in _LOOKED_INTO
         for file in files
@@ -148,14 +142,12 @@ def _folder(path: Path) -> Recognised | None:
     telling = (recognise(file) for file in files if file.suffix.lower() in _LOOKED_INTO)
     first = next((found for found in telling if found), None)
     return first and Recognised(
-        path, f"a folder with {first.path.name}, which is {first.name}", first.fix
+        path, f"a directory with {first.path.name}, which is {first.name}", first.fix
     )
 
 
 def _files_in(folder: Path) -> Iterator[Path]:
-    """Yield the first files of a folder that are not hidden, those called as chunks whatever their
-    number.
-    """
+    """Yield the first MOST_ENTRIES files of a directory and all chunks, without hidden files."""
     with os.scandir(folder) as entries:
         for number, entry in enumerate(entries):
             if (
@@ -204,7 +196,7 @@ def _file(path: Path) -> Recognised | None:
 
 
 def _archive(path: Path) -> Recognised | None:
-    """Return what a zip file is: torch and numpy both write them."""
+    """Return what a zip file is; torch and NumPy both write them."""
     try:
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
@@ -221,7 +213,7 @@ def _archive(path: Path) -> Recognised | None:
         shown = ", ".join(
             name if name.isidentifier() else repr(name[:40]) for name in list(arrays)[:3]
         )
-        first = f"numpy.load(sys.argv[1])[numpy.load(sys.argv[1]).files[{next(iter(arrays.values()))}]]"  # by number: a name can be any code
+        first = f"numpy.load(sys.argv[1])[numpy.load(sys.argv[1]).files[{next(iter(arrays.values()))}]]"  # by number, because a name could contain code
         return Recognised(
             path, f"a NumPy archive of {shown}", _as_chunks(path, f"{first}.reshape(-1)")
         )
@@ -229,9 +221,7 @@ def _archive(path: Path) -> Recognised | None:
 
 
 def _binary_tokens(path: Path, head: bytes) -> str:
-    """Return how a .bin file becomes chunks; only llm.c's have a header that tells the type of the
-    tokens.
-    """
+    """Return how to convert a .bin file to chunks; only llm.c's header states the token dtype."""
     if dtype := _LLM_C.get(head[:4]):
         return _as_chunks(
             path, f"numpy.memmap(sys.argv[1], '{dtype}', 'r', offset=1024)", "in llm.c's format"
@@ -245,12 +235,12 @@ def _torch_file(path: Path) -> Recognised:
     return Recognised(
         path,
         "a PyTorch file",
-        f"{_WEIGHTS} If it holds tokens, name it chunk_000000.pt, in a folder of its own, and run {into}.",
+        f"{_WEIGHTS} If it contains tokens, name it chunk_000000.pt, in its own directory, and run {into}.",
     )
 
 
 def _dataset(name: str) -> str:
-    """Return the place of the dataset that a file or folder becomes, as a word of a command."""
+    """Return the path of the dataset made from `name`, quoted for a command."""
     return in_shell(f"data/{name}")
 
 
@@ -264,18 +254,16 @@ def _import_it(folder: Path) -> str:
 
 
 def _as_chunks(path: Path, tokens: str, kind: str = "") -> str:
-    """Return how tokens that are read by an expression become chunks, in pieces, because they may
-    be larger than memory.
-    """
+    """Return the command that writes the tokens of a Python expression as chunks, in pieces."""
     parts = f"enumerate(numpy.array_split({tokens}, 64))"
     save = f"[torch.save(torch.from_numpy(part.astype('int64')), f'chunks/chunk_{{n:06d}}.pt') for n, part in {parts}]"
     command = f'mkdir chunks && python -c "import numpy, sys, torch; {save}" {in_shell(path)}'
     into = f"`flatout import chunks --out {_dataset(path.stem)} --tokenizer FILE`"
-    return f"flatout cannot read it as it is. If it holds tokens{kind and f' {kind}'}, write them as chunks, `{command}`, and run {into}."
+    return f"flatout cannot read it directly. If it contains tokens{kind and f' {kind}'}, write them as chunks, `{command}`, and run {into}."
 
 
 def _is_text(head: bytes) -> bool:
-    """Return whether bytes are UTF-8, but for a character that the end cuts, and hold no zeros."""
+    """Return whether bytes are UTF-8 without zero bytes, except for a character cut at the end."""
     try:
         head.decode()
     except UnicodeDecodeError as error:

@@ -1,10 +1,10 @@
-"""Names to objects. A plural folder is an open list: drop in a file and it exists.
+"""Finds objects by name. A plural folder is an open list: drop in a file and it exists.
 
-An entry is a file. Python folders hold one object a file, under the folder's one attribute name
-(`models/transformer.py` holds `MODEL`); YAML folders hold one document a file. Names are file names
-with `-` for `_`. Listing reads the files and imports nothing, so it is fast and never loads torch;
-`get` imports the one file it is asked for. Wherever a Python entry's name is accepted,
-`package.module:attribute` reaches an object of the user's own.
+An entry is a file. In Python folders each file assigns one object to the folder's attribute name
+(`models/transformer.py` assigns `MODEL`); in YAML folders each file is one document. Names are file
+names with `-` for `_`. Listing parses the files and imports nothing, so it is fast and never loads
+torch; `get` imports only the requested file. Wherever a Python entry's name is accepted,
+`package.module:attribute` refers to an object of the user.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from flatout.recognised import require_local
 
 PACKAGE_DIR = Path(__file__).parent
 SHORTEST_PART = 3
-"""Letters that a name must share with another to be taken for its beginning."""
+"""Minimum length of a name that is matched as a prefix of another."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name that `name` most likely meant, or None when none is near: a list then
-    helps more than a guess.
+    """Return the known name that `name` most likely meant, or None when no name is similar.
 
-    Near is a name with more than four fifths of the letters in common, or a single slip away, the
-    longest that `name` begins with, one with more than two thirds of the letters in common, or the
-    only one that begins with `name`. Case, leading dashes, and - or _ make no difference.
+    In this order: a name that shares more than four fifths of the letters, one that differs by a
+    single typing error, the longest name that `name` starts with, one that shares more than two
+    thirds of the letters, or the only one that starts with `name`. Case, leading dashes, and the
+    difference between - and _ are ignored.
     """
     by_word = {_word(k): k for k in known}
     word = _word(name)
@@ -60,9 +60,7 @@ def _word(name: str) -> str:
 
 
 def _one_slip(word: str, other: str) -> bool:
-    """Say whether one letter more, less or changed, or two letters swapped, make one word the
-    other.
-    """
+    """Return whether one inserted, deleted, changed or swapped letter turns one word into the other."""
     start = _shared(word, other)
     word, other = word[start:], other[start:]
     end = _shared(word[::-1], other[::-1])
@@ -72,13 +70,13 @@ def _one_slip(word: str, other: str) -> bool:
 
 def _shared(word: str, other: str) -> int:
     return next(
-        (place for place, (one, two) in enumerate(zip(word, other, strict=False)) if one != two),
+        (index for index, (one, two) in enumerate(zip(word, other, strict=False)) if one != two),
         min(len(word), len(other)),
     )
 
 
 def unknown_name(noun: str, name: str, known: Iterable[str]) -> ConfigError:
-    """Return the error for a name that no entry has: the nearest one, then all of them."""
+    """Return the error for an unknown name, with the nearest name and the list of all."""
     names = sorted(known)
     guess = nearest(name, names)
     listing = ", ".join(names) or "none"
@@ -87,11 +85,12 @@ def unknown_name(noun: str, name: str, known: Iterable[str]) -> ConfigError:
 
 
 def load_reference(reference: str) -> Any:
-    """Import `package.module:attribute`; for a user's own, the current folder is searched too,
-    after all that is installed.
+    """Import and return `package.module:attribute`.
 
-    flatout's own parts never bring the current folder into the search: a file in it named like an
-    optional package would be imported.
+    A module of the user may also be in the current directory, which is searched last. References
+    inside flatout never add the current directory to the search path, because a file there could
+    shadow an optional package that is missing.
+
     Raises: ConfigError when the module or the attribute does not exist.
     """
     module_name, _, attribute = reference.partition(":")
@@ -109,7 +108,7 @@ def load_reference(reference: str) -> Any:
             raise
         raise ConfigError(
             f"There is no Python module {module_name!r} (wanted for {reference!r}).",
-            fix="Check the spelling, install it, or run from the folder that holds it.",
+            fix="Check the spelling, install it, or run from the directory that contains it.",
         ) from error
     if not hasattr(module, attribute):
         guess = nearest(attribute, vars(module))
@@ -122,17 +121,15 @@ def load_reference(reference: str) -> Any:
 
 @dataclass(frozen=True)
 class Folder:
-    """An open list of Python entries: every file of `flatout/FOLDER` that assigns `attribute` at
-    its top level.
-    """
+    """An open list of Python entries: the files of `flatout/FOLDER` that assign `attribute`."""
 
     folder: str
     attribute: str
     noun: str
     has: tuple[str, ...] = ()
-    """Attributes by which an object of the user's own is known to be such an entry."""
+    """Attributes that a user's object must have to count as an entry."""
     otherwise: str = ""
-    """What else can be done with an object that is none, behind the pointer to docs/extend.md."""
+    """Advice added to the pointer to docs/extend.md when an object is not an entry."""
 
     @cached_property
     def _files(self) -> dict[str, Path]:
@@ -140,12 +137,12 @@ class Folder:
         for path in sorted((PACKAGE_DIR / self.folder).glob("*.py")):
             if not path.stem.startswith("_") and self.attribute in _assigned_names(path):
                 files[path.stem.rstrip("_").replace("_", "-")] = (
-                    path  # import_.py is `import`, which Python keeps for itself
+                    path  # import_.py is `import`, a Python keyword
                 )
         return files
 
     def names(self) -> list[str]:
-        """Return every entry's name, sorted, without importing any."""
+        """Return the sorted names of all entries without importing any."""
         return list(self._files)
 
     def describe(self, name: str) -> str:
@@ -156,10 +153,9 @@ class Folder:
         return docstring.split("\n", 1)[0]
 
     def stated(self, name: str, constant: str) -> Any:
-        """Return the value of a literal that the entry's file assigns to `constant` at its top
-        level, without importing it; None without one.
+        """Return the literal that the entry's file assigns to `constant`, without importing it.
 
-        Of a `package.module:attribute` it is the module's, which is imported.
+        None when the file assigns none. A `package.module:attribute` is imported for this.
         """
         if ":" in name:
             found = load_reference(name)
@@ -168,8 +164,7 @@ class Folder:
         return _literal(self._files[name.replace("_", "-")], constant)
 
     def require(self, name: str) -> None:
-        """Do nothing when there is such an entry, or `name` is a `package.module:attribute`, which
-        only importing can check.
+        """Check that the entry exists; a `package.module:attribute` is checked when it is imported.
 
         Raises: ConfigError with the nearest name.
         """
@@ -179,16 +174,16 @@ class Folder:
     def get(self, name: str) -> Any:
         """Import and return the entry `name`, or the object `package.module:attribute`.
 
-        Raises: ConfigError with the nearest name when there is no such entry, or when the object is
-                something else.
+        Raises: ConfigError with the nearest name when the entry does not exist, or when the object
+                is something else.
         """
         if ":" in name:
             found = load_reference(name)
             lacking = [attribute for attribute in self.has if not hasattr(found, attribute)]
             if lacking:
                 raise ConfigError(
-                    f"{name} is no {self.noun}: it has no {lacking[0]!r}.",
-                    fix=f"docs/extend.md shows how a {self.noun} is written{self.otherwise}.",
+                    f"{name} is not a {self.noun}: it has no {lacking[0]!r}.",
+                    fix=f"docs/extend.md shows how to write a {self.noun}{self.otherwise}.",
                 )
             return found
         self.require(name)
@@ -212,33 +207,31 @@ class YamlFolder:
         return {path.stem: path for path in sorted((PACKAGE_DIR / self.folder).glob("*.yaml"))}
 
     def names(self) -> list[str]:
-        """Return every entry's name, sorted."""
+        """Return the sorted names of all entries."""
         return list(self._files)
 
     def describe(self, name: str) -> str:
-        """Return the entry's first comment line, its one-line description."""
+        """Return the entry's description, its first comment line."""
         first = self._files[name].read_text(encoding="utf-8").split("\n", 1)[0]
         return first.lstrip("# ").strip() if first.startswith("#") else ""
 
     def path(self, name: str) -> Path:
         """Return the entry's file.
 
-        Raises: ConfigError with the nearest name when there is no such entry.
+        Raises: ConfigError with the nearest name when the entry does not exist.
         """
         if name not in self._files:
             raise unknown_name(self.noun, name, self._files)
         return self._files[name]
 
     def get(self, name: str) -> dict[str, Any]:
-        """Return the entry's parsed document; `path` says how a wrong name is answered."""
+        """Return the entry's parsed document; errors as for `path`."""
         return read_document(self.path(name))
 
 
 @cache
 def _literal(path: Path, constant: str) -> Any:
-    """Return the value of a literal that a file assigns at its top level, None without one; every
-    speedup asks for the same few.
-    """
+    """Return the literal that a file assigns to `constant` at its top level, or None."""
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and any(
             isinstance(target, ast.Name) and target.id == constant for target in node.targets
@@ -263,20 +256,20 @@ MODELS = Folder(
     "MODEL",
     "model",
     has=("check", "count_flops"),
-    otherwise=", and how a torch module is adapted: MODEL = adapt(build)",
+    otherwise=", and how to adapt a torch module: MODEL = adapt(build)",
 )
 OPTIMIZERS = Folder("optimizers", "OPTIMIZER", "optimizer", has=("__call__",))
 SOURCES = Folder("sources", "SOURCE", "source", has=("__call__",))
 SPEEDUPS = Folder("speedups", "SPEEDUP", "speedup", has=("fills", "promise"))
-DATASETS = YamlFolder("datasets", "data set")
+DATASETS = YamlFolder("datasets", "dataset")
 MACHINES = YamlFolder("machines", "machine")
 RECIPES = YamlFolder("recipes", "recipe")
 SUFFIXES = {".yaml", ".yml"}
-"""A recipe whose name ends in one of these is a file of the user's."""
+"""A recipe name that ends in one of these is a path."""
 
 
 def recipe_path(recipe: str | Path) -> Path:
-    """Return the file of a recipe: a YAML path, or the name of a built-in one.
+    """Return the path of a recipe: a YAML file, or the name of a built-in recipe.
 
     Raises: ConfigError with the nearest file or name.
     """
@@ -285,7 +278,7 @@ def recipe_path(recipe: str | Path) -> Path:
     is_file = path.suffix.lower() in SUFFIXES
     if path.is_dir() and (is_file or str(recipe) not in RECIPES.names()):
         raise ConfigError(
-            f"{path} is a folder, not a recipe.",
+            f"{path} is a directory, not a recipe.",
             fix="Name a YAML file, or one of `flatout list recipes`.",
         )
     if not is_file:
@@ -303,7 +296,7 @@ def recipe_path(recipe: str | Path) -> Path:
     if not path.exists():
         here = path.parent.iterdir() if path.parent.is_dir() else ()
         guess = nearest(path.name, [file.name for file in here if file.suffix.lower() in SUFFIXES])
-        built_in = "`flatout list recipes` shows the built-in ones."
+        built_in = "`flatout list recipes` shows the built-in recipes."
         raise ConfigError(
             f"There is no file {path}.",
             fix=f"Did you mean {str(path.with_name(guess))!r}?"

@@ -90,7 +90,7 @@ def test_everything_that_takes_a_path_says_what_a_file_is(file, taker):
         TAKERS[taker](file)
     folder_of_chunks = "FOLDER" in taker and file.name.startswith("chunk_")
     assert (
-        "a folder of token chunks" if folder_of_chunks else NAMES[file.name]
+        "a directory of token chunks" if folder_of_chunks else NAMES[file.name]
     ) in caught.value.what
     assert "iconv" not in caught.value.fix
     assert "flatout prepare" not in caught.value.fix
@@ -113,7 +113,7 @@ def test_a_folder_of_chunks_is_imported_wherever_it_is_named(tmp_path):
         lambda path: find_weights(str(path)),
     )
     for taker in takers:
-        with pytest.raises(FlatoutError, match="a folder of token chunks") as caught:
+        with pytest.raises(FlatoutError, match="a directory of token chunks") as caught:
             taker(tmp_path / "chunks")
         assert (
             f"`flatout import {tmp_path / 'chunks'} --out data/chunks --tokenizer FILE`"
@@ -160,7 +160,7 @@ def test_both_formats_of_llm_c_are_read_after_their_header(tmp_path, monkeypatch
         struct.pack("<256i", magic, 1, len(tokens), *[0] * 253) + tokens.tobytes()
     )
     fix = recognise(tmp_path / "fineweb.bin").fix
-    assert "If it holds tokens in llm.c's format, write them" in fix
+    assert "If it contains tokens in llm.c's format, write them" in fix
     assert in_python(fix.split("`")[1], tmp_path, monkeypatch).tolist() == tokens.tolist()
 
 
@@ -263,13 +263,13 @@ def test_one_binary_file_among_texts_is_left_to_the_rule_for_bad_documents(tmp_p
 )
 @pytest.mark.parametrize("kind", [str, Path])
 def test_an_address_is_refused_as_it_was_written(address, kind):
-    with pytest.raises(UsageError, match=re.escape(f"--run-dir {address} is an address")):
+    with pytest.raises(UsageError, match=re.escape(f"--run-dir {address} is a URL")):
         require_local(kind(address), "--run-dir ")
 
 
 def test_a_recipe_at_an_address_is_called_one():
     for address in ("http://host/r.yaml", "s3://bucket/recipe"):
-        with pytest.raises(ConfigError, match=f"^{address} is an address"):
+        with pytest.raises(ConfigError, match=f"^{address} is a URL"):
             recipe_path(address)
 
 
@@ -313,7 +313,7 @@ def test_no_address_becomes_a_folder(call, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "book.txt").write_text("some text " * 50)
     with pytest.raises(
-        UsageError, match=r"(s3|gs)://bucket/\S+ is an address; only a path of this machine"
+        UsageError, match=r"(s3|gs)://bucket/\S+ is a URL; only a local path"
     ):
         STRANGE[call]()
     assert [path.name for path in tmp_path.iterdir()] == ["book.txt"]

@@ -203,7 +203,7 @@ def test_references_reach_a_users_own_file(tmp_path, monkeypatch):
     assert MODELS.get("my_registry_example:Mine") is found
     with pytest.raises(
         ConfigError,
-        match=r"my_registry_example:Other is no model: it has no 'check'.*docs/extend\.md",
+        match=r"my_registry_example:Other is not a model: it has no 'check'.*docs/extend\.md",
     ):
         MODELS.get("my_registry_example:Other")
     monkeypatch.delitem(sys.modules, "my_registry_example")

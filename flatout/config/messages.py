@@ -1,6 +1,4 @@
-"""Words for what is wrong with a configuration: which key was meant, what its value should have
-been, and its help.
-"""
+"""Error messages for a wrong config: the key that was meant, the values it takes, its help."""
 
 from __future__ import annotations
 
@@ -87,9 +85,7 @@ NAMES_ELSEWHERE: Mapping[str, str] = {
     "num_key_value_heads": "model.num_kv_heads",
     "n_kv_heads": "model.num_kv_heads",
 }
-"""What other training scripts and tools call a key of flatout, so that a mistyped or borrowed key
-finds its own.
-"""
+"""Names that other training scripts and tools use for keys of flatout."""
 
 _KINDS = {
     "int": "a whole number",
@@ -104,9 +100,7 @@ _KINDS = {
 
 
 def explain(error: ValidationError, section: type[BaseModel], prefix: str = "") -> ConfigError:
-    """Turn pydantic's complaints about the first wrong key into one sentence about it and one about
-    the fix.
-    """
+    """Return a ConfigError for the first wrong key that pydantic reports."""
     problems = error.errors()
     first = problems[0]
     key = _key_of(first, prefix)
@@ -115,14 +109,14 @@ def explain(error: ValidationError, section: type[BaseModel], prefix: str = "") 
     if first["type"] == "model_type":
         inside = [name for name in all_keys(section, prefix) if name.startswith(f"{key}.")]
         return ConfigError(
-            f"{key}={first['input']!r} cannot be used: {key} is a section.",
+            f"{key}={first['input']!r} is not valid: {key} is a section.",
             fix=f"Set one of its keys: {', '.join(inside)}.",
         )
     wanted = dict.fromkeys(
         _expectation(problem) for problem in problems if _key_of(problem, prefix) == key
     )
     field = field_at(section, key.removeprefix(prefix))
-    about = f" Its help: {field.description}" if field and field.description else ""
+    about = f" {key}: {field.description}" if field and field.description else ""
     default = _default(field)
     change = (
         f"Change it, or leave it at its default, {default}."
@@ -130,15 +124,13 @@ def explain(error: ValidationError, section: type[BaseModel], prefix: str = "") 
         else "Change it, or leave it out."
     )
     return ConfigError(
-        f"{key}={first['input']!r} cannot be used: it must be {' or '.join(wanted)}.",
+        f"{key}={first['input']!r} is not valid: it must be {' or '.join(wanted)}.",
         fix=f"{change}{about}",
     )
 
 
 def unknown_key(key: str, known: list[str]) -> ConfigError:
-    """Return the error for a configuration key that does not exist, with the one that was most
-    likely meant.
-    """
+    """Return the error for an unknown config key, with the key that was most likely meant."""
     section, _, last = key.rpartition(".")
     by_last = _by_last(known)
     siblings = {
@@ -152,15 +144,13 @@ def unknown_key(key: str, known: list[str]) -> ConfigError:
         guess = names[close] if close else guess
     listing = ", ".join(siblings.values() if section and siblings else known)
     return ConfigError(
-        f"There is no configuration key {key!r}.",
+        f"There is no config key {key!r}.",
         fix=f"Did you mean {guess!r}?" if guess else f"Known keys: {listing}.",
     )
 
 
 def same_key(name: str, known: list[str]) -> str | None:
-    """Return the key that is called `name` in its section or in another tool; None when there is
-    none.
-    """
+    """Return the key whose last part, or whose name in another tool, is `name`; None without one."""
     plain = name.lower().replace("-", "_")
     return _by_last(known).get(plain) or NAMES_ELSEWHERE.get(plain)
 
@@ -170,7 +160,7 @@ def _by_last(known: list[str]) -> dict[str, str]:
 
 
 def all_keys(section: type[BaseModel], prefix: str = "") -> list[str]:
-    """Return every dotted key of a section and the sections in it."""
+    """Return every dotted key of a section and its subsections."""
     keys: list[str] = []
     for name, field in section.model_fields.items():
         kind = field.annotation
@@ -182,7 +172,7 @@ def all_keys(section: type[BaseModel], prefix: str = "") -> list[str]:
 
 
 def field_at(section: type[BaseModel], key: str) -> FieldInfo | None:
-    """Return the field at a dotted key, None where there is none."""
+    """Return the field at a dotted key, or None."""
     top, _, rest = key.partition(".")
     field = section.model_fields.get(top)
     kind = field.annotation if field else None
@@ -192,16 +182,14 @@ def field_at(section: type[BaseModel], key: str) -> FieldInfo | None:
 
 
 def _default(field: FieldInfo | None) -> Any:
-    """Return a field's default as one would write it, None where there is none to speak of."""
+    """Return a field's default as a user writes it, or None."""
     if field is None or field.is_required() or isinstance(field.default, BaseModel):
         return None
     return list(field.default) if isinstance(field.default, tuple) else field.default
 
 
 def _key_of(problem: Mapping[str, Any], prefix: str) -> str:
-    """Return the dotted key of one of pydantic's complaints, which also names list positions and
-    branches of a union.
-    """
+    """Return the dotted key of a pydantic error, without list positions and union branches."""
     tags = ("literal[", "tuple[", "constrained-", "function-")
     parts = (
         part
@@ -212,7 +200,7 @@ def _key_of(problem: Mapping[str, Any], prefix: str) -> str:
 
 
 def _expectation(problem: Mapping[str, Any]) -> str:
-    """Say what one of pydantic's complaints wanted: `a whole number`, `at least 1`, `'auto'`."""
+    """Return what a pydantic error expected: `a whole number`, `at least 1`, `'auto'`."""
     kind, context = problem["type"], problem.get("ctx", {})
     bounds = {
         "greater_than": f"more than {context.get('gt', 0):g}",

@@ -1,4 +1,4 @@
-"""Overrides: `section.key=value` on a command line, over a recipe."""
+"""Overrides: `section.key=value` on the command line, applied over a recipe."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from flatout.errors import ConfigError
 
 
 def parse_overrides(overrides: Iterable[str], section: type[BaseModel]) -> dict[str, Any]:
-    """Return the values of some overrides by dotted key; their keys may be unknown still.
+    """Return the values of overrides by dotted key; the keys are not checked yet.
 
-    Raises: ConfigError when one is no override.
+    Raises: ConfigError when an item is not an override.
     """
     values: dict[str, Any] = {}
     for override in overrides:
@@ -31,19 +31,17 @@ def parse_overrides(overrides: Iterable[str], section: type[BaseModel]) -> dict[
 
 
 def _value(section: type[BaseModel], key: str, text: str, name: str) -> Any:
-    """Read an override's value as YAML; what belongs to a text key stays text, whatever YAML would
-    make of it.
-    """
+    """Return an override's value, parsed as YAML; the value of a text key stays text."""
     field = field_at(section, key)
     if field is None or field.annotation not in (str, str | None):
         try:
             return parse_yaml(text, name=name) if text.strip() else None
         except ConfigError as error:
             if not isinstance(error.__cause__, yaml.YAMLError):
-                raise  # it is YAML, and says itself what is wrong with it: a key given twice
+                raise  # valid YAML with its own message, such as a repeated key
             raise ConfigError(
                 f"{name!r} is not YAML.",
-                fix="Repair the value, and put the whole in quotes: 'section.key=value'.",
+                fix="Correct the value, and quote the whole override: 'section.key=value'.",
             ) from error
     if not text.strip() or text.strip() in {"null", "~"}:
         return text if field.annotation is str else None
@@ -55,17 +53,17 @@ def _value(section: type[BaseModel], key: str, text: str, name: str) -> Any:
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Turn {"optim.lr": 1} into {"optim": {"lr": 1}}."""
+    """Return {"optim.lr": 1} as {"optim": {"lr": 1}}."""
     document: dict[str, Any] = {}
     for key, value in values.items():
         *sections, last = key.split(".")
-        place = document
+        inner = document
         for section in sections:
-            place = place.setdefault(section, {})
-            if not isinstance(place, dict):
+            inner = inner.setdefault(section, {})
+            if not isinstance(inner, dict):
                 raise ConfigError(
-                    f"{key} contradicts {section}={place}, given before it.",
+                    f"{key} contradicts the earlier {section}={inner}.",
                     fix="Keep one of the two.",
                 )
-        place[last] = value
+        inner[last] = value
     return document

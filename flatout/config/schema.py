@@ -1,9 +1,9 @@
-"""RunConfig: everything a run depends on, as frozen sections in which an unknown key is an error.
+"""RunConfig: everything a run depends on, in frozen sections that refuse unknown keys.
 
-A configuration is layered: the defaults here, then a recipe's YAML, then `section.key=value`
-overrides. Keys that state one thing in different ways (`train.steps`, `train.tokens`,
-`train.epochs`) replace each other between layers. Names of models, optimizers and speedups are only
-looked up when the run is built. `auto` is resolved once, when a run starts (`recipe.py`).
+A config has three layers: the defaults in this file, a recipe's YAML, and `section.key=value`
+overrides. Alternative keys (`train.steps`, `train.tokens`, `train.epochs`) replace each other
+between layers. Names of models, optimizers and speedups are looked up when the run is built. `auto`
+is resolved once, when a run starts.
 """
 
 from __future__ import annotations
@@ -39,19 +39,17 @@ ALTERNATIVES = (
     {"train.steps", "train.tokens", "train.epochs"},
     {"checkpoint.every_steps", "checkpoint.every_minutes", "checkpoint.every_epochs"},
 )
-"""Keys of which one is stated at a time: setting one in a later layer clears the others."""
+"""Alternative keys: setting one in a later layer clears the others."""
 
 MAPPINGS = {"data.mix"}
-"""Keys whose value is a mapping: a later layer replaces it whole."""
+"""Keys whose value is a mapping, which a later layer replaces as a whole."""
 
 BATCH_SIZES = {"tokens_per_step", "rows_per_device", "accumulate"}
-"""Two of these give the third: a layer that states two clears the third of the layers below."""
+"""Any two determine the third: a layer that sets two clears the third in the layers below."""
 
 
 class Section(BaseModel):
-    """Base of all configuration values: frozen, unknown keys refused, the text under a field is its
-    help.
-    """
+    """Base class of all config sections: frozen, no unknown keys, field docstrings are the help."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -66,44 +64,42 @@ class Section(BaseModel):
     def _true_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
         field = cls.model_fields.get(info.field_name or "")
         if isinstance(value, bool) and field is not None and "bool" not in str(field.annotation):
-            raise PydanticCustomError("no_number", "something else than true or false")
+            raise PydanticCustomError("no_number", "something other than true or false")
         return value
 
 
 class ModelConfig(Section):
-    """Which model; its own keys are checked by the model itself when the run is built."""
+    """Which model to train; the model checks its own keys when the run is built."""
 
     model_config = ConfigDict(extra="allow")
 
     kind: str = "transformer"
     """A file of flatout/models, or package.module:MyModel."""
     vocab_size: int | None = Field(None, ge=1)
-    """Rows of the embedding; None takes the data set's own vocabulary size."""
+    """Rows of the embedding; None takes the vocabulary size of the dataset."""
 
     def own(self) -> dict[str, Any]:
-        """Return the keys that belong to the chosen model."""
+        """Return the keys of the chosen model."""
         return dict(self.model_extra or {})
 
 
 class DataConfig(Section):
-    """What is read, and how it is cut into windows."""
+    """What to train on, and how it is cut into sequences."""
 
     path: str | None = None
-    """Folder written by `flatout prepare`, or its address, such as s3://bucket/data. State it or
-    mix.
-    """
+    """Directory that `flatout prepare` wrote, or its URL, such as s3://bucket/data. Set path or mix."""
     mix: dict[str, float] | None = None
-    """Several such folders or addresses prepared with one tokenizer, and the weight of each:
-    {data/book: 3, data/code: 1} reads three windows
-    of the first for one of the second, in every beginning of the run to less than one window (odd
-    ratios: as rounded to 1 in 65,536, which
-    is the smallest share). Each set is read by its own epochs and scored by itself; the validation loss is the mean by these weights."""
+    """Several datasets prepared with one tokenizer, and the weight of each: {data/book: 3,
+    data/code: 1} reads three sequences of the first for each sequence of the second. At any step of
+    the run the proportion is exact to less than one sequence; weights are rounded to 1 in 65,536,
+    which is the smallest share. Each dataset has its own epochs and its own score, and the
+    validation loss is their mean with these weights."""
     seq_len: int = Field(256, ge=1)
-    """Tokens in one training window (T)."""
+    """Tokens in one training sequence (T)."""
     prefetch: int = Field(4, ge=1, le=1000)
-    """Optimiser steps the feed reads ahead."""
+    """Optimiser steps that the feed reads ahead."""
     document_mask: bool = False
-    """Keep attention inside each document of a window."""
+    """Restrict attention to the document that a token belongs to."""
 
     @field_validator("mix", mode="before")
     @classmethod
@@ -113,7 +109,7 @@ class DataConfig(Section):
             return None
         if not isinstance(mix, Mapping) or not mix:
             raise ConfigError(
-                f"data.mix={mix!r} is not a mapping of folders to weights.", fix=example
+                f"data.mix={mix!r} is not a mapping of datasets to weights.", fix=example
             )
         for folder, weight in mix.items():
             if (
@@ -122,19 +118,19 @@ class DataConfig(Section):
                 or not 0 < weight < float("inf")
             ):
                 raise ConfigError(
-                    f"data.mix gives {folder!r} the weight {weight!r}, which is no number above 0.",
+                    f"data.mix gives {folder!r} the weight {weight!r}, which is not a number above 0.",
                     fix=example,
                 )
         return {str(folder): weight for folder, weight in mix.items()}
 
 
 class BatchConfig(Section):
-    """How many tokens one optimiser step sees. State two of the three, the third follows."""
+    """How many tokens one optimiser step sees. Set two of the three keys; the third follows."""
 
     tokens_per_step: int | None = Field(None, ge=1)
     """Tokens per optimiser step, summed over ranks and micro-batches."""
     rows_per_device: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
-    """Windows in one micro-batch of one device."""
+    """Sequences in one micro-batch on one device."""
     accumulate: int | None = Field(None, ge=1)
     """Micro-batches per optimiser step."""
 
@@ -147,13 +143,13 @@ class OptimConfig(Section):
     lr: float = Field(1e-3, gt=0)
     """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """AdamW's decay rates of the first and second moment."""
+    """AdamW's decay rates for the first and second moment."""
     eps: float = Field(1e-8, gt=0)
-    """AdamW's term against division by zero."""
+    """AdamW's epsilon, added to the denominator."""
     weight_decay: float = Field(0.1, ge=0)
-    """Decoupled weight decay; never on norms, biases and embeddings."""
+    """Decoupled weight decay, not applied to norms, biases and embeddings."""
     clip: float = Field(1.0, ge=0)
-    """Largest gradient norm; 0 turns clipping off."""
+    """Maximum gradient norm; 0 turns clipping off."""
     momentum: float = Field(0.95, ge=0, lt=1)
     """Muon's momentum."""
 
@@ -175,106 +171,101 @@ class ScheduleConfig(Section):
     warmup: int | float = Field(0.02, ge=0)
     """Steps of linear warm-up (an int), or a fraction of the run (below 1)."""
     decay: float = Field(0.2, gt=0, le=1)
-    """wsd: fraction of the run over which the rate falls to min_lr."""
+    """Fraction of the run over which wsd lowers the rate to min_lr."""
     min_lr: float = Field(0.0, ge=0)
-    """Learning rate of the last step."""
+    """Learning rate at the last step."""
 
     @model_validator(mode="after")
     def _warmup_is_steps_or_fraction(self) -> Self:
         if isinstance(self.warmup, float) and self.warmup >= 1:
             raise ConfigError(
-                f"schedule.warmup={self.warmup} is neither steps nor a fraction of the run.",
+                f"schedule.warmup={self.warmup} is neither a number of steps nor a fraction of the run.",
                 fix=f"Write schedule.warmup={round(self.warmup)} for steps, or a fraction below 1.",
             )
         return self
 
 
 class TrainConfig(Section):
-    """How long, on what, and in which precision."""
+    """How long to train, on which device, and in which precision."""
 
     steps: int | None = Field(None, ge=1)
-    """Optimiser steps. State one of steps, tokens, epochs; none means one epoch."""
+    """Optimiser steps. Set one of steps, tokens and epochs; without any, the run is one epoch."""
     tokens: int | None = Field(None, ge=1)
     """Training tokens, rounded up to whole steps."""
     epochs: float | None = Field(None, gt=0)
-    """Passes over the training tokens, in a mix those of all its sets together, rounded up to whole
-    steps.
-    """
+    """Passes over the training tokens (of a mix: of all its datasets), rounded up to whole steps."""
     seed: int = Field(0, ge=0, lt=2**62)
-    """Seeds the weights, the order of the data and dropout."""
+    """Seed of the initial weights, the order of the data and dropout."""
     deterministic: bool = False
-    """Use only operations whose result is the same in every run, and refuse the others. On a GPU
-    that is slower, and the only way to get
-    two runs, or a run and a resumed one, that are equal in every bit."""
+    """Use only deterministic operations, and refuse others. On a GPU this is slower, and the only
+    way to make two runs, or a run and its resumed copy, equal bit for bit."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
     precision: Literal["auto", "fp32", "fp16", "bf16"] = "auto"
-    """Arithmetic of the matrix products; weights and optimiser state stay fp32."""
+    """Precision of the matrix products; weights and optimiser state stay fp32."""
     eval_every: int = Field(0, ge=0)
     """Steps between evaluations; 0 evaluates once, at the end."""
     eval_tokens: Annotated[int, Field(ge=1)] | Literal["all"] = "all"
-    """Validation tokens per evaluation inside the run; the last one always takes all."""
+    """Validation tokens per evaluation during the run; the final one always uses all."""
     patience: int = Field(0, ge=0)
-    """Evaluations in a row without a better validation loss after which the run ends, finished; 0
-    never ends it early. The learning rate
-    is planned for the whole run: an early end leaves it high."""
+    """Evaluations in a row without a better validation loss after which the run ends early; 0 never
+    ends it. The learning rate is planned for the whole run, so it is still high then."""
     init_from: str | None = None
-    """Run folder (its best checkpoint) or checkpoint folder whose weights this run begins with;
-    data, schedule, optimiser and step are new.
-    """
+    """Run directory (its best checkpoint) or checkpoint whose weights initialise this run; data,
+    schedule, optimiser state and step start anew."""
     sample_every: int = Field(0, ge=0)
-    """Steps between samples; 0 samples once, at the end."""
+    """Steps between text samples; 0 samples once, at the end."""
     sample_prompt: str = ""
-    """Text a sample begins with; empty begins a new document."""
+    """Prompt of the samples; empty starts a new document."""
 
     @model_validator(mode="after")
     def _patience_counts_evaluations(self) -> Self:
         if self.patience and not self.eval_every:
             raise ConfigError(
-                f"train.patience={self.patience} counts evaluations inside the run, and train.eval_every=0 takes none.",
+                f"train.patience={self.patience} counts evaluations during the run, and train.eval_every=0 means that there are none.",
                 fix="Set train.eval_every to a number of steps, or leave train.patience out.",
             )
         return self
 
 
 class CheckpointConfig(Section):
-    """When the state is saved, and how much is kept."""
+    """When checkpoints are saved, and how many are kept."""
 
     every_steps: int | None = Field(None, ge=1)
-    """Steps between saves. State at most one of the three; none means every ten minutes."""
+    """Steps between saves. Set at most one of the three; without any, every ten minutes."""
     every_minutes: float | None = Field(None, gt=0)
     """Minutes between saves."""
     every_epochs: float | None = Field(None, gt=0)
     """Epochs between saves."""
     keep: int = Field(2, ge=1)
-    """Newest checkpoints kept; the best one is kept beside them."""
+    """Number of newest checkpoints to keep; the best one is kept in addition."""
     dir: str | None = None
-    """Folder for checkpoints; None is RUN/checkpoints."""
+    """Directory for checkpoints; None means RUN/checkpoints."""
 
 
 class LogConfig(Section):
-    """How often figures are written."""
+    """How often metrics are written."""
 
     every: int = Field(10, ge=1)
-    """Steps between lines of metrics.jsonl."""
+    """Steps between records in metrics.jsonl."""
 
 
 class ParallelConfig(Section):
-    """How the processes of a run share the work; their product is the number of processes."""
+    """How processes share the work; the product of the sizes is the number of processes."""
 
     replicate: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
-    """Copies of the model (DDP); auto is what `shard` leaves."""
+    """Replicas of the model (DDP); auto uses the processes that `shard` leaves."""
     shard: int = Field(1, ge=1)
-    """Processes over which weights, gradients and optimiser state are split (fully_shard)."""
+    """Processes that weights, gradients and optimiser state are sharded over (fully_shard)."""
 
 
 class RunConfig(Section):
-    """One run, whole."""
+    """The complete config of a run."""
 
     format_version: int = FORMAT_VERSION
-    """Version of this file's format."""
+    """Version of the config format."""
     name: str = "run"
-    """Name of the recipe; the run folder is named after it."""
+    """Name of the recipe, from which the run directory takes its default name."""
     model: ModelConfig = ModelConfig()
     """The model."""
     data: DataConfig = DataConfig()
@@ -284,23 +275,23 @@ class RunConfig(Section):
     optim: OptimConfig = OptimConfig()
     """The optimiser."""
     schedule: ScheduleConfig = ScheduleConfig()
-    """The learning rate's course."""
+    """The learning rate schedule."""
     train: TrainConfig = TrainConfig()
-    """Length, device, precision."""
+    """Length, device and precision."""
     checkpoint: CheckpointConfig = CheckpointConfig()
-    """Saving."""
+    """Checkpoints."""
     log: LogConfig = LogConfig()
-    """Logging."""
+    """Metrics."""
     parallel: ParallelConfig = ParallelConfig()
-    """Several processes."""
+    """Distributed training."""
     speedups: str | tuple[str, ...] = "auto"
-    """auto, none, a list of names, or edits of auto: auto,-compile."""
+    """auto, none, a list of names, or edits of auto, such as auto,-compile."""
 
     @model_validator(mode="after")
     def _version_known(self) -> Self:
         if self.format_version > FORMAT_VERSION:
             raise ConfigError(
-                f"This configuration has format_version {self.format_version}; this flatout reads up to {FORMAT_VERSION}.",
+                f"This config has format_version {self.format_version}; this version of flatout reads up to {FORMAT_VERSION}.",
                 fix="Install a newer flatout.",
             )
         return self
@@ -329,19 +320,19 @@ class RunConfig(Section):
         return found
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values, as YAML and JSON hold them."""
+        """Return the config as plain values for YAML and JSON."""
         return self.model_dump(mode="json")
 
     def references(self) -> frozenset[str]:
-        """Return every `package.module:attribute` that using this configuration imports."""
+        """Return every `package.module:attribute` that using this config imports."""
         return trust.references_in(self.to_dict())
 
     def digest(self) -> str:
-        """Return the SHA-256 of the canonical JSON, 64 hexadecimal characters."""
+        """Return the SHA-256 of the canonical JSON as 64 hexadecimal characters."""
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
 
     def with_values(self, values: Mapping[str, Any]) -> RunConfig:
-        """Return a copy with dotted keys replaced, checked like any other configuration."""
+        """Return a validated copy with the values at some dotted keys replaced."""
         document = self.to_dict()
         merge(document, nested(values))
         return validate(document)
@@ -350,11 +341,10 @@ class RunConfig(Section):
 def load_config(
     recipe: str | Path | None = None, overrides: Iterable[str] = (), *, trust_code: bool = False
 ) -> RunConfig:
-    """Return the configuration of a recipe (a name or a YAML path; None is the defaults) with
-    overrides on top.
+    """Return the config of a recipe (a name, a YAML path, or None for the defaults) and overrides.
 
-    A recipe in a run directory is part of that run: code of its own that it names takes
-    `trust_code`, as the run does.
+    A recipe inside a run directory is part of that run, so code that it names needs `trust_code`.
+
     Raises: ConfigError for an unknown recipe, key or value, with the nearest name; UntrustedCode.
     """
     document: dict[str, Any] = {}
@@ -370,7 +360,7 @@ def load_config(
     try:
         config = validate(document)
     except ConfigError as error:
-        raise _placed(error, path) from error
+        raise _with_path(error, path) from error
     for folder in (
         {path.parent, path.resolve().parent} if path is not None and not trust_code else ()
     ):
@@ -379,10 +369,8 @@ def load_config(
     return config
 
 
-def _placed(error: ConfigError, path: Path | None) -> ConfigError:
-    """Return the error with the recipe's file in it, when the mistake is in there and not in an
-    override.
-    """
+def _with_path(error: ConfigError, path: Path | None) -> ConfigError:
+    """Return the error with the recipe's path, unless an override causes it."""
     try:
         validate(read_document(path) if path else {}, file=path)
     except ConfigError as own:
@@ -391,9 +379,7 @@ def _placed(error: ConfigError, path: Path | None) -> ConfigError:
 
 
 def merge(document: dict[str, Any], layer: Mapping[str, Any], prefix: str = "") -> None:
-    """Lay `layer` over `document` in place; a key that states the same as others clears theirs of
-    the layers below.
-    """
+    """Merge `layer` into `document` in place; a key clears its alternatives in the layers below."""
     for key, value in layer.items():
         dotted = f"{prefix}{key}"
         if isinstance(value, Mapping) and dotted not in MAPPINGS:
@@ -409,10 +395,9 @@ def merge(document: dict[str, Any], layer: Mapping[str, Any], prefix: str = "") 
 
 
 def validate(document: Mapping[str, Any], *, file: Path | None = None) -> RunConfig:
-    """Return the checked configuration; a section left empty is its defaults.
+    """Return the validated config; an empty section means its defaults.
 
-    Raises: ConfigError naming the key, the nearest known one when it is unknown, and the file in
-            which it stands when that is given.
+    Raises: ConfigError naming the key, the nearest known key when it is unknown, and `file`.
     """
     try:
         return _checked(document)
@@ -432,10 +417,10 @@ def _checked(document: Mapping[str, Any]) -> RunConfig:
 
 
 def difference(stored: RunConfig, wanted: RunConfig, *, free: Iterable[str] = ()) -> list[str]:
-    """Return the keys in which `wanted` contradicts `stored`, as `key: stored -> wanted`.
+    """Return the keys in which `wanted` differs from `stored`, as `key: stored -> wanted`.
 
-    What `wanted` leaves open (None, auto) contradicts nothing, nor do keys that begin with an entry
-    of `free`.
+    A value that `wanted` leaves open (None, auto) does not differ, and keys that start with an
+    entry of `free` are ignored.
     """
     old, new = flat(stored.to_dict()), flat(wanted.to_dict())
     changed = (
@@ -447,7 +432,7 @@ def difference(stored: RunConfig, wanted: RunConfig, *, free: Iterable[str] = ()
 
 
 def flat(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested sections as one mapping with dotted keys."""
+    """Return nested sections as one flat mapping with dotted keys."""
     found: dict[str, Any] = {}
     for key, value in document.items():
         if isinstance(value, Mapping) and f"{prefix}{key}" not in MAPPINGS:

@@ -97,7 +97,7 @@ def test_two_of_the_batch_sizes_give_the_third(settle, stated, world_size, expec
         ({"model__vocab_size": 100}, 1, r"vocab_size=100 is smaller than the vocabulary.*257"),
         ({"model__num_heads": 5}, 1, r"model\.d_model=32 does not divide into model\.num_heads=5"),
         ({"model__max_seq_len": 8}, 1, r"data\.seq_len=16 is more than model\.max_seq_len=8"),
-        ({"model__num_layer": 2}, 1, r"no configuration key 'model\.num_layer'.*model\.num_layers"),
+        ({"model__num_layer": 2}, 1, r"no config key 'model\.num_layer'.*model\.num_layers"),
         ({"model__kind": "transfomer"}, 1, r"no model named 'transfomer'.*transformer"),
         ({"optim__kind": "adam"}, 1, r"no optimizer named 'adam'.*adamw"),
         ({"schedule__kind": "cosin"}, 1, r"no schedule named 'cosin'.*cosine"),

@@ -32,7 +32,7 @@ CASES = [
         "a folder that is not there", f"prepare texts/a.txt {NEW}", ("texts",), ("Check the path",)
     ),
     Case(
-        "a folder without text",
+        "a directory without text",
         f"prepare pictures {NEW}",
         ("pictures",),
         ("'pictures/**/*.png'",),
@@ -137,7 +137,7 @@ CASES = [
         "JSON that is cut short",
         f"prepare odd.json {NEW}",
         ("odd.json", "JSON"),
-        ("Repair",),
+        ("Correct",),
         lambda w: w.write("odd.json", '[{"text": "on'),
     ),
     Case(

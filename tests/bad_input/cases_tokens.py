@@ -58,13 +58,13 @@ CASES = [
     Case(
         "an import to an address",
         "import chunks --out s3://bucket/set --tokenizer byte",
-        ("--out s3://bucket/set is an address",),
-        ("a path of this machine",),
+        ("--out s3://bucket/set is a URL",),
+        ("a local path",),
         lambda w: tensor(w, [1]),
     ),
     Case("chunks that are not there", IMPORT, ("chunks", "not a directory"), ("chunk_NNNNNN.pt",)),
     Case(
-        "a folder without chunks",
+        "a directory without chunks",
         "import data --out data/new --tokenizer byte",
         ("data", "chunk_NNNNNN.pt"),
         ("Name the directory",),
@@ -86,14 +86,14 @@ CASES = [
     Case(
         "chunks where text is read",
         f"prepare chunks {NEW}",
-        ("chunks is a folder of token chunks",),
+        ("chunks is a directory of token chunks",),
         ("`flatout import chunks --out data/chunks --tokenizer FILE`",),
         lambda w: tensor(w, [1]),
     ),
     Case(
         "chunks to train on",
         "train my.yaml data.path=chunks",
-        ("chunks is a folder of token chunks",),
+        ("chunks is a directory of token chunks",),
         ("`flatout import chunks --out data/chunks --tokenizer FILE`",),
         lambda w: tensor(w, [1]),
     ),

@@ -101,52 +101,52 @@ def test_later_overrides_win_over_earlier_ones():
     [
         (
             "batch.rows_per_device=foo",
-            "batch.rows_per_device='foo' cannot be used: it must be a whole number or 'auto'.",
+            "batch.rows_per_device='foo' is not valid: it must be a whole number or 'auto'.",
         ),
         (
             "batch.rows_per_device=0",
-            "batch.rows_per_device=0 cannot be used: it must be at least 1 or 'auto'.",
+            "batch.rows_per_device=0 is not valid: it must be at least 1 or 'auto'.",
         ),
         (
             "batch.rows_per_device=1.5",
-            "batch.rows_per_device=1.5 cannot be used: it must be a whole number or 'auto'.",
+            "batch.rows_per_device=1.5 is not valid: it must be a whole number or 'auto'.",
         ),
-        ("optim.lr=fast", "optim.lr='fast' cannot be used: it must be a number."),
-        ("optim.lr=-1", "optim.lr=-1 cannot be used: it must be more than 0."),
-        ("optim.lr=", "optim.lr=None cannot be used: it must be a number."),
-        ("optim.lr=.inf", "optim.lr=inf cannot be used: it must be a finite number."),
-        ("optim.lr=nan", "optim.lr='nan' cannot be used: it must be a finite number."),
-        ("optim.betas=0.9", "optim.betas=0.9 cannot be used: it must be a list."),
-        ("optim.betas=[0.9]", "optim.betas=[0.9] cannot be used: it must be a longer list."),
+        ("optim.lr=fast", "optim.lr='fast' is not valid: it must be a number."),
+        ("optim.lr=-1", "optim.lr=-1 is not valid: it must be more than 0."),
+        ("optim.lr=", "optim.lr=None is not valid: it must be a number."),
+        ("optim.lr=.inf", "optim.lr=inf is not valid: it must be a finite number."),
+        ("optim.lr=nan", "optim.lr='nan' is not valid: it must be a finite number."),
+        ("optim.betas=0.9", "optim.betas=0.9 is not valid: it must be a list."),
+        ("optim.betas=[0.9]", "optim.betas=[0.9] is not valid: it must be a longer list."),
         (
             "optim.betas=[0.9,0.9,0.9]",
-            "optim.betas=[0.9, 0.9, 0.9] cannot be used: it must be a shorter list.",
+            "optim.betas=[0.9, 0.9, 0.9] is not valid: it must be a shorter list.",
         ),
-        ("optim.momentum=1", "optim.momentum=1 cannot be used: it must be less than 1."),
-        ("optim=3", "optim=3 cannot be used: optim is a section."),
-        ("optim.lr.x=3", "optim.lr={'x': 3} cannot be used: it must be a number."),
-        ("schedule.decay=2", "schedule.decay=2 cannot be used: it must be at most 1."),
+        ("optim.momentum=1", "optim.momentum=1 is not valid: it must be less than 1."),
+        ("optim=3", "optim=3 is not valid: optim is a section."),
+        ("optim.lr.x=3", "optim.lr={'x': 3} is not valid: it must be a number."),
+        ("schedule.decay=2", "schedule.decay=2 is not valid: it must be at most 1."),
         (
             "train.precision=bf32",
-            "train.precision='bf32' cannot be used: it must be 'auto', 'fp32', 'fp16' or 'bf16'.",
+            "train.precision='bf32' is not valid: it must be 'auto', 'fp32', 'fp16' or 'bf16'.",
         ),
-        ("train.steps=10.5", "train.steps=10.5 cannot be used: it must be a whole number."),
-        ("train.tokens=10M", "train.tokens='10M' cannot be used: it must be a whole number."),
+        ("train.steps=10.5", "train.steps=10.5 is not valid: it must be a whole number."),
+        ("train.tokens=10M", "train.tokens='10M' is not valid: it must be a whole number."),
         (
             "train.deterministic=maybe",
-            "train.deterministic='maybe' cannot be used: it must be true or false.",
+            "train.deterministic='maybe' is not valid: it must be true or false.",
         ),
-        ("speedups=3", "speedups=3 cannot be used: it must be text or a list."),
+        ("speedups=3", "speedups=3 is not valid: it must be text or a list."),
         (
             "batch.rows_per_device=true",
-            "batch.rows_per_device=True cannot be used: it must be something else than true or false.",
+            "batch.rows_per_device=True is not valid: it must be something other than true or false.",
         ),
-        ("schedule.warmup=1.5", "schedule.warmup=1.5 is neither steps nor a fraction of the run."),
+        ("schedule.warmup=1.5", "schedule.warmup=1.5 is neither a number of steps nor a fraction of the run."),
         ("optim.betas=[0.9,1.5]", "optim.betas=[0.9, 1.5] must lie in [0, 1)."),
         ("schedule.min_lr=1", "schedule.min_lr=1 is above optim.lr=0.001."),
         (
             "format_version=9",
-            "This configuration has format_version 9; this flatout reads up to 1.",
+            "This config has format_version 9; this version of flatout reads up to 1.",
         ),
         ("optim", "'optim' is not an override."),
         ("=3", "'=3' is not an override."),
@@ -159,13 +159,13 @@ def test_wrong_values_say_what_was_wanted(override, what):
 def test_the_fix_holds_the_default_and_the_help():
     assert (
         refused("data.prefetch=0").fix
-        == "Change it, or leave it at its default, 4. Its help: Optimiser steps the feed reads ahead."
+        == "Change it, or leave it at its default, 4. data.prefetch: Optimiser steps that the feed reads ahead."
     )
     assert refused("optim.betas=1").fix.startswith(
         "Change it, or leave it at its default, [0.9, 0.95]."
     )
     assert refused("train.steps=x").fix.startswith(
-        "Change it, or leave it out. Its help: Optimiser steps."
+        "Change it, or leave it out. data.prefetch: Optimiser steps."
     )
 
 
@@ -191,7 +191,7 @@ def test_the_fix_holds_the_default_and_the_help():
 )
 def test_unknown_keys_are_answered_with_the_one_meant(key, meant):
     error = refused(f"{key}=1")
-    assert error.what.startswith("There is no configuration key ")
+    assert error.what.startswith("There is no config key ")
     assert error.fix == f"Did you mean {meant!r}?"
 
 
@@ -314,7 +314,7 @@ def test_a_mix_that_is_none_says_how_to_write_one(mix):
 
 
 def test_patience_needs_evaluations():
-    assert "train.eval_every=0 takes none" in refused("train.patience=2").what
+    assert "train.eval_every=0 means that there are none" in refused("train.patience=2").what
     assert load_config(None, ["train.patience=2", "train.eval_every=10"]).train.patience == 2
 
 
