@@ -4,6 +4,8 @@ FlatoutError
 ├── UsageError            exit 2: the command, the config or the input is wrong
 │   ├── ConfigError       a wrong key or value, or two values that contradict each other
 │   ├── DataError         an unusable text, dataset or tokenizer
+│   │   ├── TooLittleText   too few documents or too little text
+│   │   └── OutputInUse     the output path contains something else
 │   ├── CheckpointError   an unusable run directory or checkpoint
 │   ├── UntrustedCode     a run from elsewhere names code to import that the user has not allowed
 │   ├── HardwareError     this machine cannot do what was requested

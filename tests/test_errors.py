@@ -50,6 +50,8 @@ def test_exit_codes():
         "UsageError",
         "ConfigError",
         "DataError",
+        "TooLittleText",
+        "OutputInUse",
         "CheckpointError",
         "UntrustedCode",
         "HardwareError",

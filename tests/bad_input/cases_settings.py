@@ -115,7 +115,7 @@ CASES = [
         "a value that is not YAML",
         "train my.yaml optim.betas=[0.9",
         ("'optim.betas=[0.9'",),
-        ("quotes",),
+        ("quote",),
     ),
     Case(
         "a folder given twice in a mix",

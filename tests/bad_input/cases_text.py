@@ -137,7 +137,7 @@ CASES = [
         "JSON that is cut short",
         f"prepare odd.json {NEW}",
         ("odd.json", "JSON"),
-        ("Correct",),
+        ("Repair",),
         lambda w: w.write("odd.json", '[{"text": "on'),
     ),
     Case(

@@ -165,7 +165,7 @@ def test_the_fix_holds_the_default_and_the_help():
         "Change it, or leave it at its default, [0.9, 0.95]."
     )
     assert refused("train.steps=x").fix.startswith(
-        "Change it, or leave it out. data.prefetch: Optimiser steps."
+        "Change it, or leave it out. train.steps: Optimiser steps."
     )
 
 
