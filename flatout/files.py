@@ -244,16 +244,16 @@ def is_open_at(path: Path, descriptor: int) -> bool:
 
 
 def expanded(path: Path | str) -> Path:
-    """Return the path with a leading `~` replaced by the home folder.
+    """Return the path with a leading `~` replaced by the home directory.
 
-    Raises: DataError when the home folder is unknown, or the path is a URL.
+    Raises: DataError when the home directory is unknown, or the path is a URL.
     """
     require_local(path, error=DataError)
     try:
         return Path(path).expanduser()
     except RuntimeError as error:
         raise DataError(
-            f"{path}: no home folder is known for {Path(path).parts[0]!r}.",
+            f"{path}: no home directory is known for {Path(path).parts[0]!r}.",
             fix="Write the full path, starting with /.",
         ) from error
 

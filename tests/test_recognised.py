@@ -224,7 +224,7 @@ def test_runs_checkpoints_and_datasets_are_told_apart(fox_run, tiny_set):
         Dataset.open(checkpoint)
     weights = next(checkpoint.glob("*.safetensors"))
     assert recognise(weights).fix == f"Name the checkpoint: train.init_from={checkpoint}."
-    with pytest.raises(FlatoutError, match="is a prepared dataset, not a run folder") as caught:
+    with pytest.raises(FlatoutError, match="is a prepared dataset, not a run directory") as caught:
         find_run(tiny_set)
     assert f"data.path={tiny_set}" in caught.value.fix
     with pytest.raises(FlatoutError, match="is a prepared dataset, not text"):

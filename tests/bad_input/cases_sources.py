@@ -58,13 +58,13 @@ CASES = [
         "a home directory that does not exist",
         "prepare book.txt --out '~nobody-there/set'",
         ("~nobody-there/set",),
-        ("from / on",),
+        ("starting with /",),
     ),
     Case(
         "a tokenizer in a home directory that does not exist",
         "prepare book.txt --out data/new --tokenizer '~nobody-there/tokenizer.json'",
         ("~nobody-there/tokenizer.json",),
-        ("from / on",),
+        ("starting with /",),
     ),
     Case(
         "a directory without a tokenizer",
