@@ -82,7 +82,8 @@ def parse_yaml(text: str, *, name: str) -> Any:
         mark = error.problem_mark
         position = f", line {mark.line + 1}, column {mark.column + 1}," if mark else ""
         raise ConfigError(
-            f"{name}{position} is not valid YAML: {error.problem}.", fix="Correct it there, or just before."
+            f"{name}{position} is not valid YAML: {error.problem}.",
+            fix="Correct it there, or just before.",
         ) from error
     except (
         ValueError,

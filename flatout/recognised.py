@@ -60,12 +60,8 @@ def require_local(
     """
     match = re.match(r"([A-Za-z][A-Za-z0-9+.-]+:)/+", str(path))
     if match:
-        slashes = (
-            "///" if match[1].lower() == "file:" else "//"
-        )  # a Path keeps only one of them
-        url = (
-            str(path) if "//" in match[0] else f"{match[1]}{slashes}{str(path)[match.end() :]}"
-        )
+        slashes = "///" if match[1].lower() == "file:" else "//"  # a Path keeps only one of them
+        url = str(path) if "//" in match[0] else f"{match[1]}{slashes}{str(path)[match.end() :]}"
         raise error(
             f"{option}{url} is a URL; only a local path can be used here.",
             fix=ADDRESS_FIX,

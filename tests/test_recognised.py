@@ -312,8 +312,6 @@ STRANGE = {
 def test_no_address_becomes_a_folder(call, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "book.txt").write_text("some text " * 50)
-    with pytest.raises(
-        UsageError, match=r"(s3|gs)://bucket/\S+ is a URL; only a local path"
-    ):
+    with pytest.raises(UsageError, match=r"(s3|gs)://bucket/\S+ is a URL; only a local path"):
         STRANGE[call]()
     assert [path.name for path in tmp_path.iterdir()] == ["book.txt"]

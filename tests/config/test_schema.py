@@ -141,7 +141,10 @@ def test_later_overrides_win_over_earlier_ones():
             "batch.rows_per_device=true",
             "batch.rows_per_device=True is not valid: it must be something other than true or false.",
         ),
-        ("schedule.warmup=1.5", "schedule.warmup=1.5 is neither a number of steps nor a fraction of the run."),
+        (
+            "schedule.warmup=1.5",
+            "schedule.warmup=1.5 is neither a number of steps nor a fraction of the run.",
+        ),
         ("optim.betas=[0.9,1.5]", "optim.betas=[0.9, 1.5] must lie in [0, 1)."),
         ("schedule.min_lr=1", "schedule.min_lr=1 is above optim.lr=0.001."),
         (
