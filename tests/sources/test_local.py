@@ -97,7 +97,7 @@ def test_a_name_that_is_too_long_is_said():
 
 def test_a_home_that_is_not_known_is_said():
     for call in (expanded, files):
-        with pytest.raises(DataError, match=r"no home folder is known for '~nosuch'"):
+        with pytest.raises(DataError, match=r"no home directory is known for '~nosuch'"):
             call("~nosuch/x.txt")
 
 

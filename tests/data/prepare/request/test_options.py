@@ -66,5 +66,5 @@ def test_a_home_folder_is_written_out(book, tmp_path, monkeypatch):
         ),
         lambda: Dataset.open("~nosuch/x"),
     ):
-        with pytest.raises(DataError, match="no home folder is known for '~nosuch'"):
+        with pytest.raises(DataError, match="no home directory is known for '~nosuch'"):
             call()
