@@ -1,8 +1,8 @@
 """Finds objects by name. A plural folder is an open list: drop in a file and it exists.
 
-An entry is a file. In Python folders each file assigns one object to the folder's attribute name
-(`models/transformer.py` assigns `MODEL`); in YAML folders each file is one document. Names are file
-names with `-` for `_`. Listing parses the files and imports nothing, so it is fast and never loads
+An entry is a file, or a folder if it is large. In Python folders each entry assigns one object to
+the folder's attribute name (`models/transformer.py` assigns `MODEL`, `speedups/fp8/__init__.py`
+`SPEEDUP`); in YAML folders each file is one document. Names are file names with `-` for `_`. Listing parses the files and imports nothing, so it is fast and never loads
 torch; `get` imports only the requested file. Wherever a Python entry's name is accepted,
 `package.module:attribute` refers to an object of the user.
 """
@@ -121,7 +121,7 @@ def load_reference(reference: str) -> Any:
 
 @dataclass(frozen=True)
 class Folder:
-    """An open list of Python entries: the files of `flatout/FOLDER` that assign `attribute`."""
+    """An open list of Python entries: files and folders in `flatout/FOLDER` assigning `attribute`."""
 
     folder: str
     attribute: str
@@ -133,13 +133,15 @@ class Folder:
 
     @cached_property
     def _files(self) -> dict[str, Path]:
-        files = {}
-        for path in sorted((PACKAGE_DIR / self.folder).glob("*.py")):
-            if not path.stem.startswith("_") and self.attribute in _assigned_names(path):
-                files[path.stem.rstrip("_").replace("_", "-")] = (
-                    path  # import_.py is `import`, a Python keyword
-                )
-        return files
+        """Entries by name: the file, or the folder's `__init__.py`. import_.py is `import`, a
+        Python keyword.
+        """
+        root, files = PACKAGE_DIR / self.folder, {}
+        for path in [*root.glob("*.py"), *root.glob("*/__init__.py")]:
+            name = _module(path)
+            if not name.startswith("_") and self.attribute in _assigned_names(path):
+                files[name.rstrip("_").replace("_", "-")] = path
+        return dict(sorted(files.items()))
 
     def names(self) -> list[str]:
         """Return the sorted names of all entries without importing any."""
@@ -187,12 +189,8 @@ class Folder:
                 )
             return found
         self.require(name)
-        return getattr(
-            importlib.import_module(
-                f"flatout.{self.folder}.{self._files[name.replace('_', '-')].stem}"
-            ),
-            self.attribute,
-        )
+        module = _module(self._files[name.replace("_", "-")])
+        return getattr(importlib.import_module(f"flatout.{self.folder}.{module}"), self.attribute)
 
 
 @dataclass(frozen=True)
@@ -227,6 +225,11 @@ class YamlFolder:
     def get(self, name: str) -> dict[str, Any]:
         """Return the entry's parsed document; errors as for `path`."""
         return read_document(self.path(name))
+
+
+def _module(path: Path) -> str:
+    """Return the name of an entry's module within its folder."""
+    return path.parent.name if path.name == "__init__.py" else path.stem
 
 
 @cache

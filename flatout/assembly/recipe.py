@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from flatout.assembly import plain
+from flatout.assembly.conditions import always
 from flatout.assembly.parts import FP32, Precision, Readback
 from flatout.assembly.plain import MicroBatchPlan
 from flatout.config.schema import RunConfig
@@ -236,32 +237,6 @@ class Promise:
         if len(fast) != len(plain):
             return False
         return all(abs(a - b) <= self.rtol * abs(b) for a, b in zip(fast, plain, strict=True))
-
-
-def always(_machine: Machine, _config: RunConfig) -> str | None:
-    """Return None: the speedup runs anywhere."""
-    return None
-
-
-def uses_gpu(machine: Machine, config: RunConfig) -> bool:
-    """Return whether the run uses an NVIDIA GPU, judging by the configuration and the machine."""
-    return (
-        bool(machine.gpus)
-        if config.train.device == "auto"
-        else config.train.device.startswith("cuda")
-    )
-
-
-def gpu_below(machine: Machine, capability: tuple[int, int], what: str) -> str | None:
-    """Return why a GPU of this machine is too old for `what`, or None if none is."""
-    too_old = [gpu for gpu in machine.gpus if gpu.compute_capability < capability]
-    if not too_old:
-        return None
-    have = ".".join(str(part) for part in too_old[0].compute_capability)
-    return (
-        f"{what} needs compute capability {capability[0]}.{capability[1]}; "
-        f"the {too_old[0].name} has {have}."
-    )
 
 
 @dataclass(frozen=True)

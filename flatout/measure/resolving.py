@@ -17,9 +17,9 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from flatout import errors
+from flatout.assembly.conditions import uses_gpu
 from flatout.assembly.parts import Decision
 from flatout.assembly.preflight import open_dataset
-from flatout.assembly.recipe import uses_gpu
 from flatout.assembly.request import adding, parse_request
 from flatout.assembly.resolve import resolve
 from flatout.assembly.selection import assemble, speedup_named

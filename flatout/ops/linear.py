@@ -12,15 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from flatout.errors import MissingPackage
-from flatout.noise import without_noise
-
 Activation = Callable[[Tensor], Tensor]
 """A function of each component by itself, such as GELU."""
 FEWEST_ROWS = 8
 """Below, the product costs less than the way to oneDNN: a model that writes one token at a time."""
-FP8_MULTIPLE = 16
-"""The hardware multiplies fp8 in pieces of so many rows, inputs and outputs."""
 
 
 def reference(
@@ -103,39 +98,6 @@ def bf16(
     )  # type: ignore[no-untyped-call]
     product = product.view(*hidden.shape[:-1], weight_OI.shape[0])
     return _activated(product if bias_O is None else product + bias_O, activation)
-
-
-def fp8(
-    hidden: Tensor,
-    weight_OI: Tensor,
-    bias_O: Tensor | None = None,
-    *,
-    activation: Activation | None = None,
-) -> Tensor:
-    """`reference` with its factors rounded to 8 bits, forward and backward: activations and weight
-    to e4m3, gradients to e5m2, by torchao.
-
-    Each factor has one scale, from its own largest component (torchao's tensorwise recipe).
-    Products of sizes that the hardware does not multiply are left to `reference`, as are those
-    outside bfloat16. Without a GPU it computes what one would.
-
-    Shapes:  as `reference`.
-    Returns: as `reference`; in bfloat16.
-    Cost:    as `reference`, at up to twice the rate of bfloat16, and three passes over each factor,
-             which a compiler joins.
-    Raises:  MissingPackage with the install line.
-    """
-    device = hidden.device.type
-    narrow = (
-        torch.get_autocast_dtype(device)
-        if torch.is_autocast_enabled(device)
-        else torch.promote_types(hidden.dtype, weight_OI.dtype)
-    )
-    sizes = (hidden.numel() // max(hidden.shape[-1], 1), *weight_OI.shape)
-    if narrow != torch.bfloat16 or not all(size and size % FP8_MULTIPLE == 0 for size in sizes):
-        return _activated(functional.linear(hidden, weight_OI, bias_O), activation)
-    product = fp8_product(hidden.to(narrow), weight_OI.to(narrow), emulate=device != "cuda")
-    return _activated(product if bias_O is None else product + bias_O.to(narrow), activation)
 
 
 def onednn_fits(hidden: Tensor, weight_OI: Tensor) -> bool:
@@ -230,58 +192,6 @@ class _Bf16(torch.autograd.Function):
         )
         grad_weight_OI = (narrow_NO.t() @ narrow_NI).float() if ctx.needs_input_grad[1] else None
         return grad_hidden_NI, grad_weight_OI, None
-
-
-def fp8_product(hidden: Tensor, weight_OI: Tensor, *, emulate: bool) -> Tensor:
-    """Return the product of factors in bfloat16 by torchao, on the GPU's units for fp8 or in
-    bfloat16 with the same roundings.
-
-    Shapes:  hidden (..., I); weight_OI (O, I).
-    Returns: (..., O), in bfloat16.
-    Raises:  MissingPackage with the install line.
-    """
-    multiply, settings, config = _FP8.get(emulate) or load_fp8(emulate=emulate)
-    product: Tensor = multiply.apply(hidden, weight_OI.t(), settings, config)
-    return product
-
-
-_FP8: dict[bool, tuple[Any, Any, Any]] = {}
-"""What `load_fp8` found."""
-
-
-def load_fp8(*, emulate: bool) -> tuple[Any, Any, Any]:
-    """Load and return what torchao's own Float8Linear calls, and its settings; before anything is
-    compiled, which cannot look into it.
-
-    Raises: MissingPackage with the install line.
-    """
-    try:
-        with without_noise():
-            from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-            from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
-            from torchao.float8.float8_training_tensor import LinearMMConfig, ScaledMMConfig
-    except ImportError as error:
-        raise MissingPackage(
-            "The speedup 'fp8' takes the package torchao, which is not installed.",
-            fix='Install it: `pip install "flatout[fp8]"`.',
-        ) from error
-    config = Float8LinearConfig(emulate=emulate)
-    convert_to_float8_training(
-        torch.nn.Identity(), config=config
-    )  # nothing to convert; it also mends Triton's stores of fp8
-    gemms = (
-        config.gemm_config_output,
-        config.gemm_config_grad_input,
-        config.gemm_config_grad_weight,
-    )
-    settings = LinearMMConfig(
-        *(
-            ScaledMMConfig(emulate, gemm.use_fast_accum, False, config.pad_inner_dim)
-            for gemm in gemms
-        )
-    )
-    _FP8[emulate] = matmul_with_hp_or_float8_args, settings, config
-    return _FP8[emulate]
 
 
 def _activated(product: Tensor, activation: Activation | None) -> Tensor:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from flatout.assembly.conditions import uses_gpu
 from flatout.assembly.parts import Precision
-from flatout.assembly.recipe import On, Promise, Speedup, lazy, uses_gpu
+from flatout.assembly.recipe import On, Promise, Speedup, lazy
 from flatout.config.schema import RunConfig
 from flatout.hardware import Machine
 

@@ -4,7 +4,8 @@ follows.
 
 from __future__ import annotations
 
-from flatout.assembly.recipe import Off, Promise, Speedup, lazy, uses_gpu
+from flatout.assembly.conditions import uses_gpu
+from flatout.assembly.recipe import Off, Promise, Speedup, lazy
 from flatout.config.schema import RunConfig
 from flatout.hardware import Machine
 from flatout.speedups.triton_scan import SPEEDUP as TRITON_SCAN

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from flatout.assembly.recipe import Off, On, Promise, Speedup, always, lazy
+from flatout.assembly.conditions import always
+from flatout.assembly.recipe import Off, On, Promise, Speedup, lazy
 
 SPEEDUP = Speedup(
     name="chunked-ce",

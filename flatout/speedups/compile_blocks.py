@@ -8,7 +8,8 @@ import shutil
 from dataclasses import replace
 from typing import Any
 
-from flatout.assembly.recipe import Off, Promise, Speedup, Transform, uses_gpu
+from flatout.assembly.conditions import uses_gpu
+from flatout.assembly.recipe import Off, Promise, Speedup, Transform
 from flatout.config.schema import RunConfig
 from flatout.hardware import Machine
 

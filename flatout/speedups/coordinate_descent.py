@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from flatout.assembly.recipe import Off, Promise, Speedup, Transform, uses_gpu
+from flatout.assembly.conditions import uses_gpu
+from flatout.assembly.recipe import Off, Promise, Speedup, Transform
 from flatout.config.schema import RunConfig
 from flatout.hardware import Machine
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from flatout.assembly.recipe import Off, Promise, Speedup, uses_gpu
+from flatout.assembly.conditions import uses_gpu
+from flatout.assembly.recipe import Off, Promise, Speedup
 from flatout.config.schema import RunConfig
 from flatout.hardware import Machine
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from flatout.assembly.recipe import On, Promise, Speedup, gpu_below, lazy, uses_gpu
+from flatout.assembly.conditions import gpu_below, uses_gpu
+from flatout.assembly.recipe import On, Promise, Speedup, lazy
 from flatout.config.schema import RunConfig
 from flatout.hardware import Machine
 

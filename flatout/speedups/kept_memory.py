@@ -7,7 +7,8 @@ from __future__ import annotations
 import ctypes
 import platform
 
-from flatout.assembly.recipe import On, Promise, Speedup, uses_gpu
+from flatout.assembly.conditions import uses_gpu
+from flatout.assembly.recipe import On, Promise, Speedup
 from flatout.config.schema import RunConfig
 from flatout.hardware import Machine
 

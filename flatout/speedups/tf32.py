@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from flatout.assembly.recipe import On, Promise, Speedup, gpu_below, uses_gpu
+from flatout.assembly.conditions import gpu_below, uses_gpu
+from flatout.assembly.recipe import On, Promise, Speedup
 from flatout.config.schema import RunConfig
 from flatout.hardware import Machine
 

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from flatout.assembly import recipe as recipe_module
+from flatout.assembly.conditions import gpu_below, uses_gpu
 from flatout.assembly.plain import ImmediateReadback, MicroBatchPlan, rows_people_write
 from flatout.assembly.recipe import (
     SLOTS,
@@ -20,8 +21,6 @@ from flatout.assembly.recipe import (
     Speedup,
     Transform,
     baseline,
-    gpu_below,
-    uses_gpu,
 )
 from flatout.config.schema import load_config
 from flatout.errors import ConfigError

@@ -2,7 +2,7 @@
 
 import pytest
 
-from flatout.assembly.recipe import uses_gpu
+from flatout.assembly.conditions import uses_gpu
 from flatout.config.schema import load_config
 from flatout.hardware import Gpu, Machine
 from flatout.speedups import flash_attention_4

@@ -18,9 +18,9 @@ from flatout.config.schema import ParallelConfig
 from flatout.errors import CheckpointError, RunFailed
 from flatout.parallel.mesh import make_mesh
 from flatout.parallel.rendezvous import connect, disconnect
+from flatout.speedups.async_checkpoints.saver import BackgroundSaver
 from flatout.training.checkpoint import catalog, job, read_write
 from flatout.training.checkpoint import tensors as slices
-from flatout.training.checkpoint.savers import InBackground
 from flatout.training.signals import StopRequests
 
 
@@ -139,7 +139,7 @@ def saved_beside(run, mesh):
         write_share(snapshot, temporary)
 
     job.write_share = gated
-    saver = InBackground()
+    saver = BackgroundSaver()
     saver.save(run, environment={}, keep=1)
     reported = []
     for step in range(4, 2000):
@@ -178,7 +178,7 @@ def failing_save_beside(run):
         write_share(snapshot, temporary)
 
     job.write_share = full
-    saver = InBackground()
+    saver = BackgroundSaver()
     saver.save(run, environment={}, keep=1)
     failed_at = None
     for step in range(2000):

@@ -15,11 +15,12 @@ import torch
 from stand_in import build, outcome, train
 
 from flatout.errors import RunFailed
+from flatout.speedups.async_checkpoints.saver import BackgroundSaver
 from flatout.training.checkpoint import catalog, location, read_write
-from flatout.training.checkpoint.savers import InBackground, InTheLoop
+from flatout.training.checkpoint.savers import InTheLoop
 from flatout.training.run_dir.resume import resume_from
 
-SAVERS = {"loop": InTheLoop, "beside": InBackground}
+SAVERS = {"loop": InTheLoop, "beside": BackgroundSaver}
 
 
 def resumed(place):

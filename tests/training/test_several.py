@@ -13,7 +13,7 @@ import yaml
 from safetensors.torch import load_file
 
 from flatout.config.schema import load_config
-from flatout.training.checkpoint.staging import bytes_of
+from flatout.speedups.async_checkpoints.host_copy import bytes_of
 from flatout.training.run import run_training
 
 

@@ -10,7 +10,6 @@ import secrets
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from threading import Thread
 from typing import TYPE_CHECKING, Any, Protocol
 
 from flatout.training.agreement import WRITING, together
@@ -54,29 +53,6 @@ class AtOnce:
             raise self._error
 
 
-class InThread:
-    """Work that runs in a thread.
-
-    The process does not wait for it at exit: an incomplete checkpoint does not count.
-    """
-
-    def __init__(self, work: Work) -> None:
-        self._outcome: AtOnce | None = None
-        self._thread = Thread(target=self._run, args=(work,), name="checkpoint", daemon=True)
-        self._thread.start()
-
-    def _run(self, work: Work) -> None:
-        self._outcome = AtOnce(work)
-
-    def is_done(self) -> bool:
-        """Return whether the thread has ended."""
-        return self._outcome is not None
-
-    def result(self) -> None:
-        """Wait for the thread, and raise the error of the work."""
-        self._thread.join()
-        assert self._outcome is not None, "a thread that has ended has an outcome"
-        self._outcome.result()
 
 
 def nothing() -> None:

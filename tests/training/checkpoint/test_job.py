@@ -7,9 +7,10 @@ import threading
 import pytest
 from stand_in import build, train
 
+from flatout.speedups.async_checkpoints.saver import InThread
 from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint import job as saving
-from flatout.training.checkpoint.job import AtOnce, InThread, Saving
+from flatout.training.checkpoint.job import AtOnce, Saving
 
 
 def fail():

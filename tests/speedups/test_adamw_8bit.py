@@ -1,4 +1,4 @@
-"""Moments of eight bits: near AdamW's, as small as the estimate says, and whole in a checkpoint."""
+"""8-bit moments: close to fp32 ones, as small as the estimate, and saved in full."""
 
 from __future__ import annotations
 
@@ -9,23 +9,24 @@ import sys
 import pytest
 import torch
 
+from flatout.assembly import conditions
 from flatout.assembly.memory import estimate
 from flatout.assembly.recipe import baseline
 from flatout.assembly.resolve import workload_of
 from flatout.assembly.selection import speedup_named
 from flatout.errors import CheckpointError, ConfigError, MissingPackage
 from flatout.models.split_weights import SplitTensor, join, split, whole
-from flatout.optimizers import eight_bits
 from flatout.registry import SPEEDUPS
+from flatout.speedups import adamw_8bit_bitsandbytes
+from flatout.speedups.adamw_8bit import torchao
 from flatout.training.checkpoint import read_write
 from flatout.training.step import train_step
 
-MAKERS = {"torchao": eight_bits.with_torchao, "bitsandbytes": eight_bits.with_bitsandbytes}
+MAKERS = {"torchao": torchao.adamw_8bit, "bitsandbytes": adamw_8bit_bitsandbytes.adamw_8bit}
 NAMES = {"torchao": "adamw-8bit", "bitsandbytes": "adamw-8bit-bitsandbytes"}
 KEYWORDS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8}
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning"
-)  # torch's own compiler makes objects of its functions
+# torch's own compiler instantiates deprecated functions.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
 @pytest.fixture(params=MAKERS)
@@ -57,7 +58,7 @@ def trained(make, matrix, vector, *, steps=6):
     return members, optimizer
 
 
-def test_updates_are_near_those_of_fp32_moments_and_equal_for_small_tensors(package):
+def test_updates_are_close_to_fp32_and_equal_for_small_tensors(package):
     (matrix, vector), optimizer = trained(MAKERS[package], *weights())
     (plain_matrix, plain_vector), _ = trained(
         lambda groups, keywords: torch.optim.AdamW(groups, **keywords, fused=True), *weights()
@@ -68,7 +69,7 @@ def test_updates_are_near_those_of_fp32_moments_and_equal_for_small_tensors(pack
     assert [group["lr"] for group in optimizer.param_groups] == [pytest.approx(1e-2 / 6)] * 2
 
 
-def test_another_rate_compiles_nothing_anew():
+def test_a_new_rate_does_not_recompile():
     pytest.importorskip("torchao")
     from torch._dynamo.utils import counters
 
@@ -78,7 +79,7 @@ def test_another_rate_compiles_nothing_anew():
     assert counters["stats"]["unique_graphs"] == before
 
 
-def test_weights_in_two_parts_are_updated_to_the_same_bits_or_refused(package):
+def test_split_weights_are_updated_bit_for_bit_or_refused(package):
     matrix, vector = weights()
     parts = split(matrix)
     if package == "bitsandbytes":
@@ -99,7 +100,9 @@ def steps(run, count):
 
 
 @pytest.mark.parametrize("optim", ["adamw", "muon"])
-def test_five_and_five_steps_are_ten(package, optim, build_run, tiny_config, tmp_path):
+def test_resuming_after_five_steps_equals_ten_steps(
+    package, optim, build_run, tiny_config, tmp_path
+):
     config = tiny_config(
         train__steps=10, optim__kind=optim, model__vocab_size=264, speedups=NAMES[package]
     )
@@ -121,9 +124,7 @@ KINDS = {"baseline": "none", "fused": "fused-adamw", **NAMES}
 
 @pytest.mark.parametrize("kept", KINDS)
 @pytest.mark.parametrize("stored", KINDS)
-def test_moments_of_another_kind_are_refused_before_the_first_step(
-    stored, kept, build_run, tiny_config, tmp_path
-):
+def test_a_checkpoint_with_other_moments_is_refused(stored, kept, build_run, tiny_config, tmp_path):
     for name in {stored, kept} & set(NAMES):
         pytest.importorskip(name)
     before = build_run(
@@ -150,8 +151,8 @@ def test_moments_of_another_kind_are_refused_before_the_first_step(
     assert "train.init_from" in refused.value.fix
 
 
-def test_small_tensors_alone_are_fp32_in_either_kind(build_run, tiny_config, tmp_path):
-    """torchao narrows none of them, so that a checkpoint of the one is one of the other."""
+def test_a_model_of_small_tensors_resumes_with_fp32_moments(build_run, tiny_config, tmp_path):
+    """torchao quantises none of them, so checkpoints with and without it are the same."""
     pytest.importorskip("torchao")
     small = {"model__d_model": 8, "model__num_heads": 1, "model__vocab_size": 264}
     before = build_run(tiny_config(**small, speedups="adamw-8bit"), tmp_path / "before")
@@ -161,12 +162,11 @@ def test_small_tensors_alone_are_fp32_in_either_kind(build_run, tiny_config, tmp
     assert steps(after, 2) == steps(before, 2)
 
 
-def test_the_estimate_is_what_the_optimizer_keeps(package, build_run, tiny_config):
+def test_the_memory_estimate_equals_the_optimizer_state(package, build_run, tiny_config):
     run = build_run(tiny_config(speedups=NAMES[package], model__vocab_size=264))
     steps(run, 1)
-    tables = (
-        0 if package == "bitsandbytes" else eight_bits.TABLE_BYTES
-    )  # torchao's are not in the optimizer's own state
+    # torchao's tables are not in the optimizer's own state.
+    tables = 0 if package == "bitsandbytes" else torchao.TABLE_BYTES
     kept = [
         value.nbytes
         for state in run.optimizers[0].state.values()
@@ -179,24 +179,22 @@ def test_the_estimate_is_what_the_optimizer_keeps(package, build_run, tiny_confi
     assert sum(kept) < 0.5 * sum(8 * p.numel() for p in run.core.parameters())
 
 
-def test_a_package_that_is_absent_is_named_with_its_install_line(package, monkeypatch, tiny_config):
+def test_a_missing_package_is_reported_with_its_install_line(package, monkeypatch, tiny_config):
     for name in [name for name in sys.modules if name.partition(".")[0] == package]:
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setitem(sys.modules, f"{package}.optim", None)
     with pytest.raises(
-        MissingPackage, match=f"takes the package {package}, which is not installed"
+        MissingPackage, match=f"needs the package {package}, which is not installed"
     ) as raised:
         MAKERS[package]([], KEYWORDS)
     extra = "adamw-8bit" if package == "torchao" else package
     assert f'pip install "flatout[{extra}]"' in str(raised.value)
     speedup = SPEEDUPS.get(NAMES[package])
-    monkeypatch.setattr(
-        importlib.import_module(speedup.why_not.__module__), "find_spec", lambda _: None
-    )
+    monkeypatch.setattr(conditions, "find_spec", lambda _: None)
     assert f'pip install "flatout[{extra}]"' in speedup.why_not(None, tiny_config())
 
 
-def test_split_weights_are_refused(package, monkeypatch, tiny_config):
+def test_sharded_weights_are_refused(package, monkeypatch, tiny_config):
     refused = SPEEDUPS.get(NAMES[package]).why_not(
         importlib.import_module("flatout.hardware").probe(), tiny_config(parallel__shard=2)
     )

@@ -3,8 +3,8 @@ import pytest
 
 from flatout.data.load.batches import BatchPlan, Shape, StepRead
 from flatout.data.load.feed import DirectFeed, PrefetchFeed
-from flatout.data.load.length_buckets import BucketedSteps, row_lengths, rows_of
 from flatout.errors import DataError
+from flatout.speedups.length_buckets.steps import BucketedSteps, row_lengths, rows_of
 
 T = 64
 RNG = np.random.default_rng(0)

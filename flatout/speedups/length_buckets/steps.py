@@ -1,14 +1,14 @@
-"""Documents read one a row, in batches of rows of about the same length: for data that is not to be
+"""Steps of documents, one per row, in batches of rows of similar length: for data that must not be
 packed.
 
-A document longer than data.seq_len is cut into rows of that many inputs. Rows are padded to one of
-a few lengths, seq_len and its halves, and the rows of a step all have one of them: twice as many
-where they are half as long, so that every step has the same number of positions. What is left over
-of a length at the end of an epoch goes into the next longer rows; only the last step of the longest
-may have empty ones. Every target of the split is read once an epoch.
+A document longer than data.seq_len is split into rows of that many inputs. Rows are padded to one of
+a few lengths: seq_len and its halves. All rows of a step have the same length, and there are twice
+as many where they are half as long, so every step has the same number of positions. Rows of a length
+that are left over at the end of an epoch join the next longer ones; only the last step of the
+longest may contain empty rows. Every target of the split is read once per epoch.
 
-An epoch's plan, which rows make which step and in what order, is a function of (seed, epoch,
-lengths), evaluated where it is asked for. A position is an index into the plans of all epochs.
+An epoch's batch plan (which rows form which step, in what order) is a function of (seed, epoch,
+lengths), evaluated on demand. A position is an index into the plans of all epochs.
 
 Letters in names: N rows of a rank's step, T tokens of a row, W = T + 1.
 """
@@ -29,7 +29,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 MOST_LENGTHS = 4
 SHORTEST = 16
-"""Rows are halved so far: shorter ones would not fill a device."""
+"""Shortest row: shorter ones would not fill a device."""
 
 
 class _Bucket(NamedTuple):
@@ -37,29 +37,28 @@ class _Bucket(NamedTuple):
 
     seq_len: int
     first: int
-    """Its first row among all, sorted by bucket."""
+    """Index of its first row among all rows, sorted by bucket."""
     own: int
     """Rows of this length."""
     pool: int
-    """With those that the next shorter bucket leaves over in each epoch."""
+    """Rows including those that the next shorter bucket leaves over in each epoch."""
     rows_per_step: int
-    """Over all ranks and micro-batches."""
+    """Rows per step over all ranks and micro-batches."""
     num_steps: int
-    """Of an epoch."""
+    """Steps per epoch."""
 
 
 class BucketedSteps:
-    """Steps of documents, one a row, of a few fixed shapes. A position counts steps over all
-    epochs.
+    """Steps of documents, one per row, in a few fixed shapes; a position counts steps over epochs.
 
-    Memory: 12 bytes a row.
+    Memory: 12 bytes per row.
     """
 
     has_mask = True
     has_document_ids = False
-    """A row is one document, so attention has nothing to keep apart."""
+    """A row is one document, so attention needs no document mask."""
 
-    def __init__(self, split: Split, plan: BatchPlan, _windows: object) -> None:
+    def __init__(self, split: Split, plan: BatchPlan, _reader: object) -> None:
         starts, sizes = rows_of(split.document_ends, plan.seq_len)
         if not len(starts):
             raise DataError(
@@ -80,17 +79,17 @@ class BucketedSteps:
 
     @property
     def num_steps(self) -> int:
-        """Steps of an epoch."""
+        """Steps per epoch."""
         return int(self._first_step[-1])
 
     @property
     def steps_per_epoch(self) -> float:
-        """Steps of an epoch, a whole number of them."""
+        """Steps per epoch, a whole number."""
         return self.num_steps
 
     @property
     def tokens_per_epoch(self) -> int:
-        """Targets of all documents."""
+        """Number of targets in all documents."""
         return int(self._sizes.sum())
 
     def shape_at(self, position: int) -> Shape:
@@ -100,8 +99,9 @@ class BucketedSteps:
     def read(
         self, position: int, sequences_NW: Array, mask_NT: Array | None, doc_ids_NT: Array | None
     ) -> StepRead:
-        """Write this rank's rows of the step at `position`, 0 and False behind a document's end,
-        and return what all ranks read.
+        """Write this rank's rows of the step at `position`, and return what all ranks read.
+
+        Tokens after the end of a document are 0, and masked.
 
         Shapes:  sequences_NW (N, T + 1); mask_NT (N, T); doc_ids_NT None.
         """
@@ -121,7 +121,7 @@ class BucketedSteps:
             self._sizes[rows[places[there]]],
         )
         self._split.read_spans(starts, np.where(there, sizes + 1, 0), sequences_NW)
-        assert mask_NT is not None, "a bucket's rows have a mask always"
+        assert mask_NT is not None, "rows of a bucket always have a mask"
         if self._split.has_mask:
             self._split.read_mask_spans(starts + 1, sizes, mask_NT)
         else:
@@ -129,7 +129,7 @@ class BucketedSteps:
         return StepRead(position + 1, int(self._sizes[rows].sum()), len(rows))
 
     def prime(self, position: int, steps: int, progress: Progress = SILENT) -> None:
-        """Do nothing: rows are read from the shards."""
+        """Return at once: rows are read from the shards."""
 
     def _shape(self, bucket: _Bucket) -> Shape:
         return Shape(
@@ -137,14 +137,15 @@ class BucketedSteps:
         )
 
     def _step(self, position: int) -> tuple[int, int]:
-        """Return which bucket the step at `position` is of, and which of its steps in this epoch."""
+        """Return the bucket of the step at `position`, and the index of the step in it this epoch."""
         step = int(shuffled(np.array([position]), self.num_steps, seed=self._seed(0))[0])
         number = int(np.searchsorted(self._first_step, step, side="right")) - 1
         return number, step - int(self._first_step[number])
 
     def _drawn(self, number: int, epoch: int, items: Array) -> Array:
-        """Return the rows at places `items` of a bucket's order in an epoch; those left over of the
-        shorter one are behind its own.
+        """Return the rows at indices `items` of a bucket's order in an epoch.
+
+        Rows left over by the shorter bucket come after its own.
 
         Shapes:  items (rows,), below the bucket's pool; returns (rows,).
         """
@@ -159,13 +160,14 @@ class BucketedSteps:
         return rows
 
     def _seed(self, order: int) -> int:
-        """Return a seed for each of the orders: that of the steps, and that of each bucket's rows."""
+        """Return the seed of an order: 0 is that of the steps, n that of the rows of bucket n - 1."""
         return self.plan.seed * (MOST_LENGTHS + 1) + order
 
 
 def rows_of(document_ends: Array, seq_len: int) -> tuple[Array, Array]:
-    """Return where each row starts and how many inputs it has: a document's tokens but the last, at
-    most seq_len of them.
+    """Return where each row starts and how many inputs it has, at most seq_len.
+
+    The inputs of a document are its tokens but the last.
 
     Shapes:  document_ends (documents,), ascending; returns (rows,) and (rows,).
     """
@@ -179,7 +181,7 @@ def rows_of(document_ends: Array, seq_len: int) -> tuple[Array, Array]:
 
 
 def row_lengths(seq_len: int) -> list[int]:
-    """Return the lengths of rows, ascending: seq_len and its whole halves, not below SHORTEST."""
+    """Return the row lengths, ascending: seq_len and its whole halves down to SHORTEST."""
     lengths = [seq_len]
     while len(lengths) < MOST_LENGTHS and lengths[0] % 2 == 0 and lengths[0] // 2 >= SHORTEST:
         lengths.insert(0, lengths[0] // 2)

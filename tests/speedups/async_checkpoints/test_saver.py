@@ -12,8 +12,10 @@ import torch
 from stand_in import build, outcome, train
 
 from flatout.errors import CheckpointError, RunFailed
-from flatout.training.checkpoint import catalog, job, read_write, staging, tensors
-from flatout.training.checkpoint.savers import InBackground, InTheLoop
+from flatout.speedups.async_checkpoints import host_copy
+from flatout.speedups.async_checkpoints.saver import BackgroundSaver
+from flatout.training.checkpoint import catalog, job, read_write, tensors
+from flatout.training.checkpoint.savers import InTheLoop
 from flatout.training.checkpoint.snapshot import take
 from flatout.training.run_dir.resume import resume_from
 from flatout.training.step import train_step
@@ -72,7 +74,7 @@ def save(saver, run, keep=9):
 
 
 def test_what_is_written_while_training_goes_on_is_what_a_save_at_that_step_writes(tmp_path, gate):
-    run, saver = build(tmp_path / "beside"), InBackground()
+    run, saver = build(tmp_path / "beside"), BackgroundSaver()
     train(run, 3)
     wanted = saved_in_the_loop(run, tmp_path / "loop")
     save(saver, run)
@@ -91,7 +93,7 @@ def test_training_goes_on_as_if_nobody_saved(tmp_path):
     plain = build(tmp_path / "plain")
     train(plain, 6)
     unbroken = outcome(plain, 3)
-    run, saver = build(tmp_path / "run"), InBackground()
+    run, saver = build(tmp_path / "run"), BackgroundSaver()
     for _ in range(6):
         save(saver, run)
         train(run, 1)
@@ -103,7 +105,7 @@ def test_training_goes_on_as_if_nobody_saved(tmp_path):
     assert outcome(again, 3) == unbroken
 
 
-@pytest.mark.parametrize("make", [InTheLoop, InBackground])
+@pytest.mark.parametrize("make", [InTheLoop, BackgroundSaver])
 def test_a_save_is_told_once_and_old_ones_go_when_it_is_whole(tmp_path, make):
     run, saver = build(tmp_path / "run"), make()
     told = []
@@ -119,7 +121,7 @@ def test_a_save_is_told_once_and_old_ones_go_when_it_is_whole(tmp_path, make):
     assert saver.finished() == []
 
 
-@pytest.mark.parametrize("make", [InTheLoop, InBackground])
+@pytest.mark.parametrize("make", [InTheLoop, BackgroundSaver])
 def test_an_old_checkpoint_that_cannot_be_deleted_is_an_error_with_a_fix_and_the_new_one_is_whole(
     tmp_path, monkeypatch, make
 ):
@@ -140,7 +142,7 @@ def test_an_old_checkpoint_that_cannot_be_deleted_is_an_error_with_a_fix_and_the
 
 
 def test_a_second_save_waits_for_the_first(tmp_path, gate):
-    run, saver, progress = build(tmp_path / "run"), InBackground(), Opens(gate)
+    run, saver, progress = build(tmp_path / "run"), BackgroundSaver(), Opens(gate)
     train(run, 1)
     save(saver, run)
     train(run, 1)
@@ -153,7 +155,7 @@ def test_a_second_save_waits_for_the_first(tmp_path, gate):
 
 
 def test_a_best_that_is_not_on_the_disk_yet_does_not_cost_the_one_before(tmp_path, gate):
-    run, saver = build(tmp_path / "run"), InBackground()
+    run, saver = build(tmp_path / "run"), BackgroundSaver()
     for run.step in (1, 2):
         read_write.save(run)
     run.step, run.best_step = 3, 1
@@ -183,7 +185,7 @@ def once_more(run, saver):
 def test_what_fails_in_the_thread_is_raised_in_the_loop_and_costs_nothing_older(
     tmp_path, monkeypatch, moment
 ):
-    run, saver = build(tmp_path / "run"), InBackground()
+    run, saver = build(tmp_path / "run"), BackgroundSaver()
     path = read_write.save(run)
     train(run, 1)
     monkeypatch.setattr(tensors, "write", full)
@@ -200,7 +202,7 @@ def test_what_fails_in_the_thread_is_raised_in_the_loop_and_costs_nothing_older(
 
 
 def test_a_folder_that_is_gone_is_the_same_error(tmp_path, gate):
-    run, saver = build(tmp_path / "run"), InBackground()
+    run, saver = build(tmp_path / "run"), BackgroundSaver()
     path = read_write.save(run)
     train(run, 1)
     save(saver, run)
@@ -213,7 +215,7 @@ def test_a_folder_that_is_gone_is_the_same_error(tmp_path, gate):
 
 
 def test_what_a_checkpoint_cannot_hold_is_refused_in_the_loop(tmp_path):
-    run, saver = build(tmp_path / "run"), InBackground()
+    run, saver = build(tmp_path / "run"), BackgroundSaver()
     train(run, 1)
     run.optimizers[1].state[run.core.embedding.weight]["history"] = [1, 2]
     with pytest.raises(CheckpointError, match="history"):
@@ -222,7 +224,7 @@ def test_what_a_checkpoint_cannot_hold_is_refused_in_the_loop(tmp_path):
 
 
 def test_a_run_that_ends_by_an_error_waits_for_the_checkpoint(tmp_path, gate):
-    run, saver = build(tmp_path / "run"), InBackground()
+    run, saver = build(tmp_path / "run"), BackgroundSaver()
     save(saver, run)
     gate.set()
     saver.close()
@@ -232,7 +234,7 @@ def test_a_run_that_ends_by_an_error_waits_for_the_checkpoint(tmp_path, gate):
 
 
 def test_a_failure_beside_the_error_that_ends_a_run_is_said(tmp_path, gate, monkeypatch):
-    run, saver, progress = build(tmp_path / "run"), InBackground(), Opens(gate)
+    run, saver, progress = build(tmp_path / "run"), BackgroundSaver(), Opens(gate)
     monkeypatch.setattr(tensors, "write", full)
     save(saver, run)
     gate.set()
@@ -242,7 +244,7 @@ def test_a_failure_beside_the_error_that_ends_a_run_is_said(tmp_path, gate, monk
 
 
 def test_the_copy_is_made_in_the_same_memory_every_time(tmp_path):
-    run, saver = build(tmp_path / "run"), InBackground()
+    run, saver = build(tmp_path / "run"), BackgroundSaver()
     train(run, 1)
     blocks = set()
     for _ in range(3):
@@ -270,7 +272,7 @@ def test_what_is_reserved_before_the_first_step_is_what_a_save_after_it_takes(
     build_run, tiny_config, monkeypatch, changes, rank
 ):
     """Of two processes that hold the same weights each copies what it will write."""
-    run, saver = build_run(tiny_config(**changes)), InBackground()
+    run, saver = build_run(tiny_config(**changes)), BackgroundSaver()
     alone, mesh = run.mesh, run.mesh if rank is None else replace(run.mesh, rank=rank, world_size=2)
     run.mesh = mesh
     reserved = saver.reserve(run)
@@ -279,7 +281,7 @@ def test_what_is_reserved_before_the_first_step_is_what_a_save_after_it_takes(
     train_step(run, next(run.feed))
     run.mesh = mesh
     snapshot = take(run, {})
-    assert staging.bytes_of(snapshot.all_tensors) == reserved
+    assert host_copy.bytes_of(snapshot.all_tensors) == reserved
     block = saver._copy._block.data_ptr()
     saver._copy.of(snapshot, run.mesh.device)
     assert saver._copy._block.data_ptr() == block
@@ -291,16 +293,18 @@ def test_what_is_reserved_before_the_first_step_is_what_a_save_after_it_takes(
 def test_where_sizes_or_memory_are_missing_nothing_is_reserved(
     tmp_path, build_run, tiny_config, monkeypatch
 ):
-    assert InBackground().reserve(build(tmp_path / "run")) == 0, "nothing says what SGD will keep"
+    assert BackgroundSaver().reserve(build(tmp_path / "run")) == 0, (
+        "nothing says what SGD will keep"
+    )
     run = build_run(tiny_config())
     assert InTheLoop().reserve(run) == 0
-    monkeypatch.setattr(staging, "free_bytes", lambda machine: 1000)
-    assert InBackground().reserve(run) == 0
+    monkeypatch.setattr(host_copy, "free_bytes", lambda machine: 1000)
+    assert BackgroundSaver().reserve(run) == 0
 
 
 def test_a_state_that_grows_finds_more_room(tmp_path):
     """Before the first step an optimizer has no moments."""
-    run, saver = build(tmp_path / "run"), InBackground()
+    run, saver = build(tmp_path / "run"), BackgroundSaver()
     save(saver, run)
     train(run, 2)
     save(saver, run)
@@ -312,8 +316,8 @@ def test_a_state_that_grows_finds_more_room(tmp_path):
 
 
 def test_without_memory_for_a_copy_the_loop_writes_the_state_itself(tmp_path, monkeypatch):
-    run, saver, progress = build(tmp_path / "run"), InBackground(), Opens(threading.Event())
-    monkeypatch.setattr(staging, "free_bytes", lambda machine: 1000)
+    run, saver, progress = build(tmp_path / "run"), BackgroundSaver(), Opens(threading.Event())
+    monkeypatch.setattr(host_copy, "free_bytes", lambda machine: 1000)
     train(run, 1)
     wanted = saved_in_the_loop(run, tmp_path / "wanted")
     saver.save(run, environment=ENVIRONMENT, keep=9, progress=progress)
@@ -326,7 +330,7 @@ def test_without_memory_for_a_copy_the_loop_writes_the_state_itself(tmp_path, mo
 
 
 def test_a_course_that_was_left_is_set_aside_and_said(tmp_path, gate):
-    run, saver, progress = build(tmp_path / "run"), InBackground(), Opens(gate)
+    run, saver, progress = build(tmp_path / "run"), BackgroundSaver(), Opens(gate)
     run.step = 7
     gate.set()
     save(saver, run)
@@ -351,7 +355,7 @@ def test_every_dtype_and_shape_is_copied(tmp_path):
         "single": torch.tensor(3.5),
     }
     paths = []
-    for name, saver in {"loop": InTheLoop(), "beside": InBackground()}.items():
+    for name, saver in {"loop": InTheLoop(), "beside": BackgroundSaver()}.items():
         run = build(tmp_path / name)
         for key, tensor in odd.items():
             run.core.register_buffer(key, tensor)

@@ -11,9 +11,9 @@ import threading
 import pytest
 
 from flatout.errors import RunFailed, Stopped
+from flatout.speedups.async_checkpoints.host_copy import HostCopy
 from flatout.training import loop
 from flatout.training.checkpoint import catalog, job
-from flatout.training.checkpoint.staging import HostCopy
 from flatout.training.metrics.observers import Quiet
 from flatout.training.run import run_training
 from flatout.training.run_dir.layout import read_events, read_exit_code

@@ -11,9 +11,9 @@ import pytest
 import torch
 from stand_in import build, train
 
-from flatout.training.checkpoint import staging
+from flatout.speedups.async_checkpoints import host_copy
+from flatout.speedups.async_checkpoints.host_copy import HostCopy, bytes_of, free_bytes
 from flatout.training.checkpoint.snapshot import take
-from flatout.training.checkpoint.staging import HostCopy, bytes_of, free_bytes
 
 CUDA = torch.device("cuda", 0)
 
@@ -47,7 +47,7 @@ def notes(monkeypatch):
         yield
         notes.append("off")
 
-    copy = staging._copy
+    copy = host_copy._copy
 
     def noted(pairs):
         pairs = list(pairs)
@@ -57,8 +57,8 @@ def notes(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: training)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream("beside", notes))
     monkeypatch.setattr(torch.cuda, "stream", inside)
-    monkeypatch.setattr(staging, "_pin", lambda block, device: False)
-    monkeypatch.setattr(staging, "_copy", noted)
+    monkeypatch.setattr(host_copy, "_pin", lambda block, device: False)
+    monkeypatch.setattr(host_copy, "_copy", noted)
     return notes
 
 
@@ -119,20 +119,20 @@ def test_a_copy_keeps_its_values_and_takes_no_more_than_the_state(tmp_path):
     assert (
         state_bytes
         <= bytes_of(snapshot.all_tensors)
-        <= state_bytes + staging.ALIGNMENT * len(before)
+        <= state_bytes + host_copy.ALIGNMENT * len(before)
     )
 
 
 def test_room_is_what_the_system_and_the_container_leave(tmp_path, monkeypatch):
     snapshot, machine = take(build(tmp_path / "run"), {}), SimpleNamespace(memory_gib=64)
     resident = SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=63 * 2**30))
-    monkeypatch.setattr(staging.psutil, "Process", lambda: resident)
+    monkeypatch.setattr(host_copy.psutil, "Process", lambda: resident)
     monkeypatch.setattr(
-        staging.psutil, "virtual_memory", lambda: SimpleNamespace(available=900 * 2**30)
+        host_copy.psutil, "virtual_memory", lambda: SimpleNamespace(available=900 * 2**30)
     )
     assert free_bytes(machine) == 2**30
     monkeypatch.setattr(
-        staging.psutil,
+        host_copy.psutil,
         "virtual_memory",
         lambda: SimpleNamespace(available=2 * bytes_of(snapshot.all_tensors)),
     )
@@ -145,13 +145,13 @@ def test_room_is_what_the_system_and_the_container_leave(tmp_path, monkeypatch):
 @pytest.mark.parametrize("pinned", [True, False])
 def test_on_a_gpu_the_copy_is_of_the_values_before_the_update(pinned, monkeypatch):
     if not pinned:
-        monkeypatch.setattr(staging, "_pin", lambda block, device: False)
+        monkeypatch.setattr(host_copy, "_pin", lambda block, device: False)
     device = torch.device("cuda", torch.cuda.current_device())
     weight, buffer = torch.randn(4096, 4096, device=device), torch.randn(7, 3, device=device).T
     copy = HostCopy()
     for _ in range(3):
         wanted = weight.cpu(), buffer.cpu()
-        snapshot = staging.Snapshot(
+        snapshot = host_copy.Snapshot(
             None,
             0,
             0,

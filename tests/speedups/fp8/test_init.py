@@ -1,5 +1,6 @@
-"""fp8: which products are taken, that a model in it still learns, and where it says no. Without a
-GPU the roundings are emulated.
+"""fp8: which products it replaces, that a model still learns, and where it refuses to run.
+
+Without a GPU the rounding is emulated.
 """
 
 from __future__ import annotations
@@ -9,19 +10,19 @@ import sys
 import pytest
 import torch
 
+from flatout.assembly import conditions
 from flatout.assembly.selection import speedup_named
 from flatout.config.schema import load_config
 from flatout.errors import MissingPackage
 from flatout.hardware import Gpu, Machine
 from flatout.ops import linear
 from flatout.speedups import fp8
+from flatout.speedups.fp8 import product
 from flatout.training.checkpoint import read_write
 from flatout.training.step import train_step
 
 LARGE = 4_096
-"""Weights from which the tests take a product: the MLPs' of the tiny models, and not the smaller
-ones.
-"""
+"""Weights of the smallest product replaced in tests: those of the tiny models' MLPs."""
 
 
 def machine(capability):
@@ -61,7 +62,7 @@ def test_large_products_of_the_blocks_are_taken_and_the_model_learns_as_before(
         for name, layer in fast.core.named_modules()
         if hasattr(layer, "weight") and hasattr(layer, "ops")
     }
-    taken = {name for name, layer in layers.items() if layer.ops.linear is linear.fp8}
+    taken = {name for name, layer in layers.items() if layer.ops.linear is product.fp8}
     assert taken == {
         name
         for name, layer in layers.items()
@@ -100,7 +101,7 @@ def test_large_products_of_the_blocks_are_taken_and_the_model_learns_as_before(
     ],
 )
 def test_why_not(capability, settings, said, monkeypatch):
-    monkeypatch.setattr(fp8, "find_spec", lambda _: "there")
+    monkeypatch.setattr(conditions, "find_spec", lambda _: "there")
     config = load_config().with_values({"train.device": "cuda"} | settings)
     assert fp8.SPEEDUP.why_not(machine(capability), config) == said
 
@@ -116,12 +117,12 @@ def test_a_gpu_too_old_for_bf16_is_told_what_to_use():
 
 
 def test_torchao_that_is_absent_is_named_with_its_install_line(monkeypatch):
-    monkeypatch.setattr(fp8, "find_spec", lambda _: None)
+    monkeypatch.setattr(conditions, "find_spec", lambda _: None)
     config = load_config().with_values({"train.device": "cuda"})
     assert 'pip install "flatout[fp8]"' in fp8.SPEEDUP.why_not(machine((9, 0)), config)
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
     with pytest.raises(MissingPackage, match="torchao") as raised:
-        linear.load_fp8(emulate=True)
+        product.load_fp8(emulate=True)
     assert 'pip install "flatout[fp8]"' in str(raised.value)
 
 
@@ -132,21 +133,21 @@ def test_a_gpu_multiplies_as_emulated(compiled):
     pytest.importorskip("torchao")
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("needs an NVIDIA GPU that multiplies fp8")
-    linear.load_fp8(emulate=False)
-    function = torch.compile(linear.fp8) if compiled else linear.fp8
+    product.load_fp8(emulate=False)
+    function = torch.compile(product.fp8) if compiled else product.fp8
     generator = torch.Generator().manual_seed(1)
     results = []
-    for device, multiply in (("cuda", function), ("cuda", linear.reference), ("cpu", linear.fp8)):
+    for device, multiply in (("cuda", function), ("cuda", linear.reference), ("cpu", product.fp8)):
         generator.manual_seed(1)
         hidden, weight, grad = (
             torch.randn(size, generator=generator).to(device, torch.bfloat16)
             for size in ((64, 128), (256, 128), (64, 256))
         )
         hidden.requires_grad_(), weight.requires_grad_()
-        product = multiply(hidden, weight)
-        product.backward(grad)
+        out = multiply(hidden, weight)
+        out.backward(grad)
         results.append(
-            [tensor.float().cpu() for tensor in (product.detach(), hidden.grad, weight.grad)]
+            [tensor.float().cpu() for tensor in (out.detach(), hidden.grad, weight.grad)]
         )
     for native, exact, emulated in zip(*results, strict=True):
         assert (native - emulated).norm() < 1e-2 * exact.norm()

@@ -1,9 +1,8 @@
-"""A copy of a run's state in the host's memory, kept from save to save, so that training may go on
+"""A copy of a run's state in host memory, reused by every save, so that training can continue
 while it is written.
 
-From a GPU it is made on a stream of its own, into memory that the driver has pinned: forward and
-backward run beside it, and the optimizer's next step waits for it, on the GPU. On a CPU it is made
-at once.
+From a GPU it is made on its own stream into pinned memory: forward and backward passes overlap with
+it, and the optimiser's next step waits for it, on the GPU. On a CPU it is made at once.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ from flatout.models.split_weights import SplitTensor, join
 from flatout.training.checkpoint.snapshot import Snapshot
 
 ALIGNMENT = 64
-"""Bytes; every tensor begins at a multiple of it, as torch's own do."""
+"""Bytes. Every tensor starts at a multiple of it, as torch's own do."""
 PAGE = 4096
-"""Bytes of the system's smallest page of memory."""
+"""Bytes of the smallest memory page."""
 PORTABLE = 1
 """cudaHostRegisterPortable: pinned for every device."""
 GIB = 2**30
 
 
 class HostCopy:
-    """Room for one copy of a state: as many bytes as the tensors have, in one block."""
+    """Memory for one copy of a state, in one block."""
 
     def __init__(self) -> None:
         self._block = torch.empty(0, dtype=torch.uint8)
@@ -42,16 +41,16 @@ class HostCopy:
         self._sources: list[tuple[str, Tensor, Tensor]] = []
 
     def of(self, snapshot: Snapshot, device: torch.device) -> Snapshot:
-        """Return the snapshot with copies of its tensors, in place of those of the last one.
+        """Return the snapshot with copies of its tensors, which overwrite those of the last one.
 
-        On a GPU they hold their values after `wait`, and the weights must not be changed before
+        On a GPU they are valid after `wait`, and the weights must not change before
         `before_update`.
         """
         self.make_room(bytes_of(snapshot.all_tensors), device)
         copies: dict[str, dict[str, Tensor]] = {}
         pairs: list[tuple[str, Tensor, Tensor]] = []
         for (file, name, tensor), (begin, end) in zip(
-            _tensors(snapshot), _places(snapshot), strict=True
+            _tensors(snapshot), _offsets(snapshot), strict=True
         ):
             copy = self._block[begin:end].view(tensor.dtype).view(tensor.shape)
             copies.setdefault(file, {})[name] = copy
@@ -63,25 +62,25 @@ class HostCopy:
         return replace(snapshot, tensors=copies)
 
     def has_room(self, needed: int, machine: Machine, local_world_size: int) -> bool:
-        """Say whether the host has the memory for a copy of `needed` bytes in each process on it."""
+        """Return whether the host has memory for a copy of `needed` bytes in each of its processes."""
         return needed <= self._block.numel() or needed * local_world_size <= free_bytes(machine)
 
     def wait(self) -> None:
-        """Wait until the copy holds its values. Lets other threads go on meanwhile."""
+        """Wait until the copy is complete. Other threads continue meanwhile."""
         if self._copied is not None:
             self._copied.synchronize()
             self._sources = []
 
     def before_update(self) -> None:
-        """Let what is queued on the GPU from now on wait for the copy; the host does not wait."""
+        """Make work queued on the GPU from now on wait for the copy; the host does not wait."""
         if self._copied is not None:
             self._copied.wait()
 
     def _copy_beside(
         self, pairs: list[tuple[str, Tensor, Tensor]], buffers: frozenset[str], device: torch.device
     ) -> None:
-        """Copy on a stream of its own. The next forward pass waits for what it may change: buffers,
-        which are small.
+        """Copy on a separate stream. The next forward pass waits for the buffers, which it may
+        change and which are small.
         """
         now = torch.cuda.current_stream(device)
         self._stream = self._stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -91,31 +90,29 @@ class HostCopy:
             now.wait_event(self._stream.record_event())
             _copy((copy, tensor) for name, copy, tensor in pairs if name not in buffers)
             self._copied = self._stream.record_event()
-        self._sources = pairs  # their memory must not go to others before it is copied
+        self._sources = pairs  # keeps their memory from being reused before it is copied
 
     def make_room(self, num_bytes: int, device: torch.device) -> None:
-        """Take so much memory from the system, and for a GPU have it pinned, where there is less so
-        far.
+        """Allocate `num_bytes` unless there is a block that large, and pin it for a GPU.
 
-        Cost: about half a second a gigabyte. A first copy that had to do it would hold the loop for
-              as long.
+        Cost: about half a second per gigabyte, which would otherwise hold up the first save.
         """
         if num_bytes <= self._block.numel():
             return
         if self._unpin is not None:
             self._unpin()
-        self._block = torch.empty(0, dtype=torch.uint8)  # given back before more is taken
+        self._block = torch.empty(0, dtype=torch.uint8)  # freed before more is allocated
         self._block = torch.empty(num_bytes, dtype=torch.uint8)
-        self._block[::PAGE] = (
-            0  # the system gives memory when it is written to, and to several threads faster than to the driver's one
-        )
+        # The system maps memory at the first write, and faster to several threads than to the
+        # single one of the driver.
+        self._block[::PAGE] = 0
         if device.type == "cuda" and _pin(self._block, device):
             self._unpin = weakref.finalize(self, _unpin, self._block.data_ptr())
-            self._unpin.atexit = False  # the system takes back what a process has pinned
+            self._unpin.atexit = False  # the system unpins the memory of a process that ends
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes that a copy of these takes.
+    """Return the bytes that a copy of these tensors takes.
 
     Shapes: tensors of any shape.
     """
@@ -123,9 +120,7 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
 
 
 def free_bytes(machine: Machine) -> int:
-    """Return what the host's memory still has for this process, as far as the system and a
-    container's limit tell.
-    """
+    """Return the free host memory for this process, within the system's and a container's limits."""
     return min(
         psutil.virtual_memory().available,
         int(machine.memory_gib * GIB) - psutil.Process().memory_info().rss,
@@ -138,8 +133,8 @@ def _tensors(snapshot: Snapshot) -> Iterator[tuple[str, str, Tensor]]:
             yield file, name, tensor
 
 
-def _places(snapshot: Snapshot) -> Iterator[tuple[int, int]]:
-    """Yield where in the block each tensor's bytes begin and end."""
+def _offsets(snapshot: Snapshot) -> Iterator[tuple[int, int]]:
+    """Yield the first and last offset of each tensor in the block."""
     begin = 0
     for _, _, tensor in _tensors(snapshot):
         num_bytes = tensor.numel() * tensor.element_size()
@@ -160,18 +155,15 @@ def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
 
 
 def _pin(block: Tensor, device: torch.device) -> bool:
-    """Have the driver pin the block, and say whether it did; where it will not, copies take longer
-    and are no less right.
+    """Pin the block through the driver and return whether it did; unpinned copies are only slower.
 
-    Pinned by torch's own allocator, a block would take up to twice the memory: that rounds sizes up
-    to a power of two.
+    torch's own allocator rounds sizes up to a power of two, which would take up to twice the
+    memory.
     """
     with torch.cuda.device(device):
         refused = int(_driver().cudaHostRegister(block.data_ptr(), block.numel(), PORTABLE))
         if refused:
-            with suppress(
-                RuntimeError
-            ):  # the driver reports its refusal once more, at the next launch
+            with suppress(RuntimeError):  # the next launch reports the refusal once more
                 torch.zeros(1, device=device)
     return not refused
 

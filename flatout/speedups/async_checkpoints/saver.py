@@ -1,0 +1,193 @@
+"""Save a run's state in a background thread, from a copy that the loop makes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from threading import Thread
+from typing import TYPE_CHECKING, Any
+
+from flatout.assembly.run import Saved
+from flatout.parallel.mesh import Mesh
+from flatout.progress import SILENT, Progress
+from flatout.speedups.async_checkpoints.host_copy import HostCopy, bytes_of
+from flatout.training.agreement import Vote
+from flatout.training.checkpoint.catalog import prune
+from flatout.training.checkpoint.job import AtOnce, Job, Saving, Work
+from flatout.training.checkpoint.read_write import set_aside_line
+from flatout.training.checkpoint.snapshot import Snapshot, tensors_to_save
+
+if TYPE_CHECKING:
+    from flatout.assembly.run import Run
+
+
+class InThread:
+    """Work done by a daemon thread: a process that ends does not wait for it, and what is half
+    written does not count.
+    """
+
+    def __init__(self, work: Work) -> None:
+        self._outcome: AtOnce | None = None
+        self._thread = Thread(target=self._run, args=(work,), name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def _run(self, work: Work) -> None:
+        self._outcome = AtOnce(work)
+
+    def is_done(self) -> bool:
+        """Return whether the thread has ended."""
+        return self._outcome is not None
+
+    def result(self) -> None:
+        """Wait for the thread, and raise what the work raised."""
+        self._thread.join()
+        assert self._outcome is not None, "a thread that has ended has an outcome"
+        self._outcome.result()
+
+
+class BackgroundSaver:
+    """Copies the state in the loop and writes it in a thread, one checkpoint at a time.
+
+    The files are those that saving in the loop writes. Every rank calls every method, in the same
+    places.
+    Memory: one copy of this rank's share of the state, on the host, from `reserve` or the first
+            save to the end of the run. If the host has no room for it, the loop writes the state.
+    """
+
+    def __init__(self) -> None:
+        self.newest_step: int | None = None
+        """The last step that this process started to save."""
+        self._copy = HostCopy()
+        self._has_copy = True
+        self._saving: Saving | None = None
+        self._vote: Vote | None = None
+        self._began_s = self._blocked_s = 0.0
+        self._saved: list[Saved] = []
+        self._mesh: Mesh | None = None
+
+    def reserve(self, run: Run, progress: Progress = SILENT) -> int:
+        """Allocate memory for the copy, so that the first save is as fast as later ones.
+
+        Returns: its bytes; 0 when the size is not known before the first step or the host has no
+                 room: the first save then decides.
+        """
+        tensors = tensors_to_save(run)
+        num_bytes = bytes_of(tensors) if tensors is not None else 0
+        if not num_bytes or not self._copy.has_room(
+            num_bytes, run.machine, run.mesh.local_world_size
+        ):
+            return 0
+        with progress.task("Allocating memory for copies of the state"):
+            self._copy.make_room(num_bytes, run.mesh.device)
+        return num_bytes
+
+    def save(
+        self, run: Run, *, environment: Mapping[str, Any], keep: int, progress: Progress = SILENT
+    ) -> None:
+        """Copy the state and start to write it; delete checkpoints not kept once it is complete.
+
+        Raises: RunFailed, CheckpointError, as `checkpoint.save`, also for the previous save.
+        """
+        self.wait(progress)
+        best_step = run.best_step  # as of this checkpoint: a later best is not on disk yet
+        self._began_s, self._blocked_s = time.perf_counter(), 0.0
+
+        def copied(snapshot: Snapshot) -> Snapshot:
+            self._has_copy = self._copy.has_room(
+                bytes_of(snapshot.all_tensors), run.machine, run.mesh.local_world_size
+            )
+            if self._has_copy:
+                return self._copy.of(snapshot, run.mesh.device)
+            progress.say(
+                "The host has no memory for a copy of the state: the loop waits until it is written."
+            )
+            return snapshot
+
+        self._mesh, self._vote = run.mesh, None
+        self._saving = Saving(
+            run,
+            environment,
+            start=self._start,
+            copied=copied,
+            afterwards=lambda: prune(run.folder, keep, best_step),
+        )
+        self.newest_step = run.step
+        self._blocked_s += time.perf_counter() - self._began_s
+
+    def finished(self, progress: Progress = SILENT) -> list[Saved]:
+        """Return the checkpoints completed since the last call. The loop asks after every step.
+
+        Raises: as `save`: what went wrong in the thread.
+        """
+        if self._saving is not None and self._all_ready(self._saving):
+            self._advance(self._saving, progress)
+        saved, self._saved = self._saved, []
+        return saved
+
+    def wait(self, progress: Progress = SILENT) -> None:
+        """Wait until the checkpoint that is being written, if any, is complete.
+
+        Raises: as `save`: what went wrong in the thread.
+        """
+        if self._saving is None:
+            return
+        with progress.task(f"Saving step {self._saving.step}"):
+            while self._saving is not None:
+                self._advance(self._saving, progress)
+
+    def before_update(self) -> None:
+        """Make the optimiser's step wait, on the GPU, until the weights have been copied."""
+        if self._saving is not None:
+            self._copy.before_update()
+
+    def close(self, progress: Progress = SILENT) -> None:
+        """Wait for the checkpoint being written, without asking other ranks, as an error ends the run.
+
+        A failure here is reported, not raised.
+        """
+        saving, self._saving = self._saving, None
+        if saving is None:
+            return
+        try:
+            if saving.wait_alone():
+                self._record(saving, progress)
+        except Exception as error:  # the error that ends the run matters more
+            progress.say(f"Step {saving.step} could not be saved: {error}")
+
+    def _start(self, work: Work) -> Job:
+        if not self._has_copy:
+            return AtOnce(work)
+
+        def copied_work() -> None:
+            self._copy.wait()
+            work()
+
+        return InThread(copied_work)
+
+    def _all_ready(self, saving: Saving) -> bool:
+        """Return whether every rank has finished its stage; several ranks learn it a step late."""
+        assert self._mesh is not None, "a save has set the mesh"
+        if self._mesh.world_size == 1:
+            return saving.is_ready()
+        before, self._vote = self._vote, Vote(self._mesh, saving.is_ready())
+        return before is not None and before.count() == self._mesh.world_size
+
+    def _advance(self, saving: Saving, progress: Progress) -> None:
+        began_s = time.perf_counter()
+        self._vote = None
+        try:
+            is_complete = saving.advance()
+        except Exception:
+            self._saving = None
+            raise
+        self._blocked_s += time.perf_counter() - began_s
+        if is_complete:
+            self._saving = None
+            self._record(saving, progress)
+
+    def _record(self, saving: Saving, progress: Progress) -> None:
+        self._saved.append(
+            Saved(saving.step, saving.path, time.perf_counter() - self._began_s, self._blocked_s)
+        )
+        for path in saving.aside:
+            progress.say(set_aside_line(path))

@@ -1,0 +1,96 @@
+"""Matrix products in 8 bits through torchao: a variant of `flatout.ops.linear`.
+
+Letters: I width in, O width out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from flatout.assembly.conditions import load_package
+from flatout.ops.linear import Activation
+
+MULTIPLE = 16
+"""The hardware multiplies fp8 in tiles of this many rows, inputs and outputs."""
+
+
+def fp8(
+    hidden: Tensor,
+    weight_OI: Tensor,
+    bias_O: Tensor | None = None,
+    *,
+    activation: Activation | None = None,
+) -> Tensor:
+    """Return `linear.reference` with its factors rounded to 8 bits, forward and backward.
+
+    Activations and weight are e4m3, gradients e5m2. Each factor has one scale, from its own largest
+    component (torchao's tensorwise recipe). Sizes that the hardware cannot multiply and dtypes
+    other than bfloat16 fall back to `reference`. Without a GPU the result is emulated.
+
+    Shapes:  as `linear.reference`.
+    Returns: as `linear.reference`; in bfloat16.
+    Cost:    as `linear.reference`, at up to twice the rate of bfloat16, and three passes over each
+             factor, which a compiler fuses.
+    Raises:  MissingPackage with the install line.
+    """
+    device = hidden.device.type
+    dtype = (
+        torch.get_autocast_dtype(device)
+        if torch.is_autocast_enabled(device)
+        else torch.promote_types(hidden.dtype, weight_OI.dtype)
+    )
+    sizes = (hidden.numel() // max(hidden.shape[-1], 1), *weight_OI.shape)
+    if dtype != torch.bfloat16 or not all(size and size % MULTIPLE == 0 for size in sizes):
+        product = functional.linear(hidden, weight_OI, bias_O)
+    else:
+        product = fp8_product(hidden.to(dtype), weight_OI.to(dtype), emulate=device != "cuda")
+        product = product if bias_O is None else product + bias_O.to(dtype)
+    return product if activation is None else activation(product)
+
+
+def fp8_product(hidden: Tensor, weight_OI: Tensor, *, emulate: bool) -> Tensor:
+    """Return torchao's product of bfloat16 factors, on fp8 units or emulated in bfloat16.
+
+    Shapes:  hidden (..., I); weight_OI (O, I).
+    Returns: (..., O), in bfloat16.
+    Raises:  MissingPackage with the install line.
+    """
+    multiply, settings, config = _LOADED.get(emulate) or load_fp8(emulate=emulate)
+    product: Tensor = multiply.apply(hidden, weight_OI.t(), settings, config)
+    return product
+
+
+_LOADED: dict[bool, tuple[Any, Any, Any]] = {}
+"""What `load_fp8` returned."""
+
+
+def load_fp8(*, emulate: bool) -> tuple[Any, Any, Any]:
+    """Load and return the function that torchao's Float8Linear calls, and its settings.
+
+    Call it before anything is compiled: the compiler cannot trace it.
+    Raises: MissingPackage with the install line.
+    """
+    float8 = load_package("torchao.float8", "fp8", extra="fp8")
+    from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
+    from torchao.float8.float8_training_tensor import LinearMMConfig, ScaledMMConfig
+
+    config = float8.Float8LinearConfig(emulate=emulate)
+    # There is nothing to convert, but the call also patches Triton's stores of fp8.
+    float8.convert_to_float8_training(torch.nn.Identity(), config=config)
+    gemms = (
+        config.gemm_config_output,
+        config.gemm_config_grad_input,
+        config.gemm_config_grad_weight,
+    )
+    settings = LinearMMConfig(
+        *(
+            ScaledMMConfig(emulate, gemm.use_fast_accum, False, config.pad_inner_dim)
+            for gemm in gemms
+        )
+    )
+    _LOADED[emulate] = matmul_with_hp_or_float8_args, settings, config
+    return _LOADED[emulate]
